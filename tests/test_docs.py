@@ -193,15 +193,6 @@ def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(names["tokens"]) == 8 and names["soft"].kind == "audio"
 
 
-@pytest.mark.full
-def test_the_guide_s_python_example_runs_as_it_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (text,) = blocks("guide.md", "python")
-    run_python(text, "guide.md")
-
-
 def test_an_onnx_engine_runs_without_g4ir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The transcript's build, run and program give the same tokens."""
     monkeypatch.chdir(tmp_path)

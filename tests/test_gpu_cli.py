@@ -33,34 +33,6 @@ def kernels(report: dict[str, Any]) -> dict[str, set[str]]:
     return table
 
 
-def test_kernels_of_a_decode_step(capsys: pytest.CaptureFixture[str]) -> None:
-    report = shown(capsys)
-    table = kernels(report)
-    assert table["qkv_attention"] == {"qkv_attention"} and "attention" not in table
-    assert table["norm_moe_mlp"] == {"norm_router", "moe_gate_up", "moe_down"}
-    assert table["linear"] == {"skinny_linear", "skinny_linear_parts"}
-    assert table["rope_table"] == {OTHER}
-    # Each layer: attention, product, router, two for the MLPs, norm with the next product.
-    assert report["starts"] == 30 * 6 + 2  # and the first norm and product
-    assert sum(r["starts"] for r in report["rows"]) == report["starts"]
-
-
-def test_kernels_follow_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    eight, most, many = (kernels(shown(capsys, "--batch", n)) for n in ("8", "64", "65"))
-    assert "moe_gate_up_sorted" in eight["moe_mlp"] & most["moe_mlp"]
-    assert "skinny_linear" in most["linear"]
-    assert many["moe_mlp"] == many["linear"] == {OTHER}
-    assert many["qkv_attention"] == {"qkv_attention"}
-
-
-def test_kernels_of_prefill_and_of_latent_caches(capsys: pytest.CaptureFixture[str]) -> None:
-    prefill = kernels(shown(capsys, "--phase", "prefill", "--latent-kv", "value", "--gpu", "h100"))
-    assert prefill["attention"] == {"prefill_attention"}
-    # The last layer sees one row of each prompt, over the cache that was just written.
-    assert prefill["attention_latent"] == {"prefill_attention_latent", "decode_attention_latent"}
-    assert prefill["moe_mlp"] >= {OTHER}
-
-
 def test_kernels_of_weights_in_codes(capsys: pytest.CaptureFixture[str]) -> None:
     """In decode no weight is dense, and codes and scales are what is counted."""
     plain, coded = shown(capsys), shown(capsys, "--quant", "int4")

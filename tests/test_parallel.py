@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -13,7 +12,6 @@ from zlib import crc32
 import pytest
 import torch
 
-from g4ir.cli import main
 from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value
 from g4ir.ir.interpret import empty_state, interpret, run_node
@@ -407,11 +405,3 @@ def test_ranks_of_another_number_are_refused() -> None:
         interpret(g, x, {}, {})
     with pytest.raises(InputError, match="%y = all_reduce is of 2 ranks, 3 run"):
         lockstep(g, x, [{}] * 3, [{}] * 3)
-
-
-def test_messages_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "--variant", "tiny-moe", "--tp", "2", "--collectives", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["ranks"], said["messages"]) == (2, 13)
-    rows = [(r["op"], r["messages"], r["bytes"]) for r in said["rows"]]
-    assert rows == [("all_reduce", 6, 256), ("all_reduce", 6, 512), ("all_gather", 1, 1024)]
