@@ -53,6 +53,7 @@ from tests.gguf_files import (
     write_values,
 )
 from tests.oracle import Oracle, cosine, expressible, find_oracle, relative
+from tests.parity import prefill_then_decode
 
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 KINDS = ("F32", "F16", "BF16", *CODED, *DENSE)
@@ -156,10 +157,7 @@ def holding(oracle: Oracle, meant: dict[str, torch.Tensor]) -> Oracle:
 
 def logits(engine: Engine, oracle: Oracle) -> torch.Tensor:
     """f32[rows, T, vocab]: a prompt, then token by token."""
-    session = engine.session(batch=2)
-    outs = [session.prefill(oracle.tokens[:, : oracle.prompt], all_logits=True)]
-    outs += [session.decode(t)[:, None] for t in oracle.tokens[:, oracle.prompt :].unbind(1)]
-    return torch.cat(outs, 1)
+    return prefill_then_decode(engine.session(batch=2), oracle.tokens, oracle.prompt)
 
 
 def built(
