@@ -142,7 +142,8 @@ def _aim(trt: Any, config: Any, target: Target) -> None:
         return
     (capability,) = target.capabilities
     config.num_compute_capabilities = 1
-    config.set_compute_capability(trt.ComputeCapability[f"SM{capability.replace('.', '')}"], 0)
+    own = getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}")
+    config.set_compute_capability(own, 0)
 
 
 def _of_hardware(trt: Any, config: Any, hardware: str) -> None:
