@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import kinds, layout
-from .enums import TORCH, Severity
+from .enums import TORCH, DataType, Severity
 from .layers import HELD, MAX_DIMS, ITensor, Layer, Shape, volume
 from .ranks import Exchange
 from .record import Attribute, Recorded, method, need
@@ -201,7 +201,8 @@ def scratch_bytes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> i
 
 
 def _bytes(t: ITensor) -> int:
-    return volume(t._dims) * TORCH[t._type[0]].itemsize
+    bits = 4 if t._type[0] == DataType.INT4 else 8 * TORCH[t._type[0]].itemsize
+    return volume(t._dims) * bits // 8
 
 
 def _live_bytes(network: INetworkDefinition) -> int:
