@@ -181,6 +181,8 @@ class Task:
     group: Group | None = None
     #: whether weights are copied to huge pages (torch on a CPU)
     huge_pages: bool = False
+    #: bytes of the device's memory, if a build was given them
+    memory: int | None = None
 
 
 class Backend(ABC):
@@ -209,6 +211,24 @@ class Backend(ABC):
     shares: bool = False
     #: the type of what `compile` returns, as spec/reader.py reads it
     record: Any = Nothing
+
+    def aimed(self, target: str) -> Backend:
+        """Return this backend as it builds for GPUs other than the current one (`--target`);
+        InputError if it cannot."""
+        raise InputError(
+            f"--target {target}: backend {self.name} builds for this machine; leave it out, or "
+            f"give --backend trt"
+        )
+
+    def built(self, kept: Mapping[str, Any]) -> Backend:
+        """Return this backend as engines run by it whose `record` is `kept`."""
+        return self
+
+    def runs(self, device: str) -> bool:
+        """Whether this machine has the device that its engines run on."""
+        import torch
+
+        return device != "cuda" or torch.cuda.is_available()
 
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
         """Return checks of the environment for a build for so many ranks, cheapest to meet first;
@@ -274,6 +294,8 @@ class Prepared(Resolved):
     side_files: Mapping[str, bytes]
     #: of a dry run: why the engine does not fit its device, or nothing
     short: str = ""
+    #: bytes of the device's memory, if given
+    memory: int | None = None
 
     def param_bytes(self) -> int:
         """Count the bytes of the packed params, tables included."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,7 @@ from g4ir.ir.graph import Graph, Node, Program
 from g4ir.parallel.shard import ranks_of
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.footprint import reserve
-from g4ir.spec.reader import Count, Line, Range, Shaped
+from g4ir.spec.reader import Count, Line, OneOf, Range, Shaped
 from g4ir.ui.progress import Progress
 from g4ir.weights.pack import StoredParams
 
@@ -26,11 +26,13 @@ from .host import CODES, Api, Host, check_ranks, logger, recorded_by_all
 from .interface import ENGINE, files, interface, networks
 from .lowerings import SETTINGS, score_bytes
 from .make import Make, build_apart, read_plan
+from .target import LIBRARIES, find_target, target_of
 from .runtime import Opened, TrtRuntime, is_streaming, refit, stream_weights
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
 
+Capability = Annotated[str, Shaped(r"\d{1,2}\.\d\+?", "8.9")]
 #: a file beside the manifest
 PlainName = Annotated[str, Shaped(r"(?a:\w[\w.]*)", "engine.plan")]
 Bytes = Annotated[int, Range(0, 1 << 60)]
@@ -51,7 +53,11 @@ class Plans:
 
     plan: PlainName
     tensors: PlainName
-    tensorrt: str
+    #: name and version
+    library: Annotated[str, OneOf(LIBRARIES)]
+    version: str
+    #: compute capabilities whose GPUs run the plans; the GPU that kernels were timed on, if any
+    capabilities: tuple[Capability, ...]
     gpu: str
     settings: dict[str, str]
     layers: Count
@@ -80,6 +86,17 @@ class TrtBackend(Backend):
     settings: Mapping[str, Setting] = field(default_factory=lambda: SETTINGS)
     host: Host = field(default_factory=Host)
 
+    def aimed(self, target: str) -> TrtBackend:
+        return replace(self, host=self.host.aimed(find_target(target)))
+
+    def built(self, kept: Mapping[str, Any]) -> TrtBackend:
+        if kept["library"] == self.host.target.library.name:
+            return self
+        return replace(self, host=self.host.aimed(target_of(kept["library"], kept["capabilities"])))
+
+    def runs(self, device: str) -> bool:
+        return self.host.runs(device)
+
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
         return (lambda: check_ranks(self.host.tensorrt(), ranks), self.host.check_gpu)
 
@@ -93,7 +110,7 @@ class TrtBackend(Backend):
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         if self.host.apart:
-            return build_apart(task, settings)
+            return build_apart(task, settings, self.host.target)
         return Make(self.host, task, dict(settings)).run()
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
@@ -174,12 +191,14 @@ class TrtBackend(Backend):
                 f"{folder}: {key} of its compiled files are not those of its networks; build it "
                 f"again"
             )
-        if kept["tensorrt"] != api.version:
+        if kept["version"] != api.version:
             raise EngineError(
-                f"the plan was built by TensorRT {kept['tensorrt']}, this is {api.version}: "
-                f"install that version, or build the engine again"
+                f"the plan was built by {kept['library']} {kept['version']}, this is "
+                f"{api.version}: install that version, or build the engine again"
             )
-        if settings["hardware"] == "exact" and kept["gpu"] != self.host.gpu():
+        if self.host.target.library.ahead_of_time:
+            self.host.check_capability()
+        elif settings["hardware"] == "exact" and kept["gpu"] != self.host.gpu():
             raise EngineError(
                 f"the plan was built on {kept['gpu']}, this is {self.host.gpu()}: build it again "
                 f"here, or build it with --set hardware=same-capability for both"

@@ -33,6 +33,7 @@ from .emitter import TrtEmitter
 from .host import MOST_SHARED_BYTES, Api, all_taken, joined, logger, progress_monitor, stream_writer
 from .interface import Interface, interface, phases_of
 from .lowerings import HARDWARE, WEIGHTS, lowerings
+from .target import HOPPER, Target
 
 GIB = 1 << 30
 #: what the builder may use of the device while it times kernels, whatever weights leave
@@ -103,22 +104,28 @@ def _alone(n: Node) -> Graph:
 # --- configuration ----------------------------------------------------------------------------
 
 
-def configure(api: Api, w: Written, settings: Mapping[str, str], memory: int) -> Any:
-    """Return the builder's configuration. memory: bytes of the device."""
+def configure(
+    api: Api,
+    w: Written,
+    settings: Mapping[str, str],
+    memory: int | None,
+    target: Target = HOPPER,
+) -> Any:
+    """Return the builder's configuration. memory: bytes of the device, if known."""
     trt, config = api.trt, w.builder.create_builder_config()
     with all_taken(w.log, "the configuration"):
         # What the ops compute in fp32 is fp32, not products of 10 bits.
         config.clear_flag(trt.BuilderFlag.TF32)
         for flag in WEIGHTS[settings["weights"]]:
             config.set_flag(getattr(trt.BuilderFlag, flag))
-        # What weights leave of the device is for kernels that are timed.
-        workspace = max(memory - weight_bytes(w.graph), LEAST_WORKSPACE)
-        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
-        level = getattr(trt.HardwareCompatibilityLevel, HARDWARE[settings["hardware"]])
-        config.hardware_compatibility_level = level
-        if settings["hardware"] != "exact":
-            # By default such an engine's kernels get 48 KiB, which leaves out the best ones.
-            config.set_memory_pool_limit(trt.MemoryPoolType.TACTIC_SHARED_MEMORY, MOST_SHARED_BYTES)
+        if memory is not None:
+            # What weights leave of the device is for kernels.
+            workspace = max(memory - weight_bytes(w.graph), LEAST_WORKSPACE)
+            config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
+        if target.library.ahead_of_time:
+            _aim(trt, config, target)
+        else:
+            _of_hardware(trt, config, settings["hardware"])
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         if ranks_of(w.graph) > 1 and api.has("collectives on trial"):
             config.set_preview_feature(trt.PreviewFeature.MULTIDEVICE_RUNTIME_10_16, True)
@@ -127,6 +134,25 @@ def configure(api: Api, w: Written, settings: Mapping[str, str], memory: int) ->
         if settings["weights"] == "refit":
             _name_weights(w)
     return config
+
+
+def _aim(trt: Any, config: Any, target: Target) -> None:
+    """Have the builder compile for one compute capability; by default an engine is portable."""
+    if len(target.capabilities) > 1:
+        return
+    (capability,) = target.capabilities
+    config.num_compute_capabilities = 1
+    own = getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}")
+    config.set_compute_capability(own, 0)
+
+
+def _of_hardware(trt: Any, config: Any, hardware: str) -> None:
+    config.hardware_compatibility_level = getattr(
+        trt.HardwareCompatibilityLevel, HARDWARE[hardware]
+    )
+    if hardware != "exact":
+        # By default such an engine's kernels get 48 KiB, which leaves out the best ones.
+        config.set_memory_pool_limit(trt.MemoryPoolType.TACTIC_SHARED_MEMORY, MOST_SHARED_BYTES)
 
 
 def _name_weights(w: Written) -> None:
@@ -217,12 +243,13 @@ def weight_bytes(g: Graph) -> int:
 
 
 def build_plan(
-    api: Api, w: Written, config: Any, timing: Path, plan: Path, progress: Progress
+    api: Api, w: Written, config: Any, timing: Path | None, plan: Path, progress: Progress
 ) -> None:
     """Run the builder, which writes its plan piece by piece. The timing cache is read first and
     written at the end, also where the build is refused or interrupted (Ctrl-C, SIGTERM). LowerError
     with the builder's own words where it refuses; OSError where the plan cannot be written."""
-    _begin_with(config, timing)
+    if timing:
+        _begin_with(config, timing)
     w.builder.max_threads = max(1, os.cpu_count() or 1)
     w.log.errors.clear()
     monitor = progress_monitor(api.trt, progress)
@@ -231,7 +258,8 @@ def build_plan(
         writer = stream_writer(api.trt, file)
         with _interruptible(monitor):
             made = w.builder.build_serialized_network_to_stream(w.network, config, writer)
-        _keep(timing, config.get_timing_cache())
+        if timing:
+            _keep(timing, config.get_timing_cache())
         if monitor.stopped:
             raise KeyboardInterrupt
         if writer.error:

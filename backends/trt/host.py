@@ -13,7 +13,8 @@ import importlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,14 +27,8 @@ from g4ir.ui.paths import cache_root
 from g4ir.ui.progress import Progress
 
 from ..torch_compile.cuda_graph import Record, recorded
+from .target import ANYWHERE, HOPPER, RTX, TENSORRT, Library, Target, runs_on
 
-#: from, and up to but not including
-SUPPORTED = ((10, 15), (12,))
-RANGE = "tensorrt>=10.15,<12"
-#: whose signatures every call is compared with
-COMPARED = ("10.16.1", "11.4.0")
-#: compute capability that engines are built for: H100, H200
-TARGET = (9, 0)
 #: bytes of shared memory that a block has there
 MOST_SHARED_BYTES = 227 * 1024
 #: dtype of the IR -> DataType
@@ -89,6 +84,7 @@ class Api:
 
     trt: Any
     version: str
+    library: Library = TENSORRT
 
     @property
     def short(self) -> str:
@@ -113,23 +109,24 @@ def data_type(trt: Any, dtype: str) -> Any:
     return getattr(trt.DataType, kinds[dtype])
 
 
-def probe(trt: Any) -> Api:
+def probe(trt: Any, library: Library = TENSORRT) -> Api:
     """Return the API; MissingError for a version not supported, or lacking something NEEDED."""
-    version = str(trt.__version__)
+    version, (least, beyond) = str(trt.__version__), library.supported
     numbers = tuple(int(n) for n in version.split(".")[:3] if n.isdigit())
-    if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
+    if not least <= numbers < beyond:
         raise MissingError(
-            f"TensorRT {version} is not supported: install `{RANGE}`, `pip install '{RANGE}'`; "
-            f"{INSTEAD}"
+            f"{library.name} {version} is not supported: install `{library.requirement}`, "
+            f"`{library.install}`; {INSTEAD}"
         )
     needed = ((owner, name) for owner, names in NEEDED.items() for name in names)
     lacking = [f"{owner}.{name}" for owner, name in needed if not offers(trt, owner, name)]
     if lacking:
         raise MissingError(
-            f"TensorRT {version} lacks {', '.join(lacking)}: install another version of "
-            f"`{RANGE}`, of which {' and '.join(COMPARED)} were compared call by call; {INSTEAD}"
+            f"{library.name} {version} lacks {', '.join(lacking)}: install another version of "
+            f"`{library.requirement}`, of which {' and '.join(library.compared)} were "
+            f"compared call by call; {INSTEAD}"
         )
-    return Api(trt, version)
+    return Api(trt, version, library)
 
 
 def offers(trt: Any, owner: str, attribute: str) -> bool:
@@ -146,33 +143,49 @@ def check_ranks(api: Api, ranks: int) -> None:
         )
 
 
-def require_tensorrt(load: Callable[[str], Any] = importlib.import_module) -> Api:
-    """Return the installed TensorRT; MissingError where there is none."""
+def require_library(
+    library: Library = TENSORRT, load: Callable[[str], Any] = importlib.import_module
+) -> Api:
+    """Return the installed library; MissingError where there is none."""
     try:
-        trt = load("tensorrt")
+        trt = load(library.module)
     except (ImportError, OSError) as e:
+        driver = "" if library.ahead_of_time else ", on Linux with an NVIDIA driver"
         raise MissingError(
-            f"--backend trt needs TensorRT, which cannot be imported ({e}): `pip install "
-            f"'{RANGE}'`, with its libraries and builder (the bindings alone do not do), on Linux "
-            f"with an NVIDIA driver; {INSTEAD}"
+            f"--backend trt needs {library.name}, which cannot be imported ({e}): "
+            f"`{library.install}`, with its libraries and builder (the bindings alone do not "
+            f"do){driver}; {INSTEAD}"
         ) from e
-    return probe(trt)
+    return probe(trt, library)
 
 
-def require_gpu() -> None:
-    """Raise MissingError where the GPU is not of the architecture that engines are built for."""
+def require_gpu(target: Target = HOPPER) -> None:
+    """Raise MissingError where engines for a target are not built on this machine: kernels are
+    timed on its GPU, unless the library builds ahead of time."""
+    if target.library.ahead_of_time:
+        return
     if not torch.cuda.is_available():
         raise MissingError(
             "--backend trt: this torch sees no CUDA device, and TensorRT times its kernels on the "
-            f"GPU that it builds for; build on an H100 or H200; {INSTEAD}"
+            f"GPU that it builds for; build on an H100 or H200, or for other GPUs with --target "
+            f"{', '.join(ANYWHERE)}, which {RTX.name} builds on any machine ({_installed(RTX)}); "
+            f"{INSTEAD}"
         )
-    found = torch.cuda.get_device_capability()
-    if found != TARGET:
+    found, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+    if not runs_on(target.capabilities, found) or target.gpu not in name:
         raise MissingError(
-            f"--backend trt builds for compute capability {_dotted(TARGET)} (H100, H200); the "
-            f"current GPU, {torch.cuda.get_device_name()}, has {_dotted(found)}; choose another "
-            f"GPU with CUDA_VISIBLE_DEVICES, or use --backend torch on this one"
+            f"--backend trt builds for compute capability {target.capabilities[0]} "
+            f"({target.gpu or 'H100, H200'}); the current GPU, {name}, has {_dotted(found)}; choose "
+            f"another GPU with CUDA_VISIBLE_DEVICES, or use --backend torch on this one"
         )
+
+
+def _installed(library: Library) -> str:
+    """Return its version, or how it is installed."""
+    try:
+        return f"{require_library(library).version} is installed"
+    except MissingError:
+        return f"`{library.install}`"
 
 
 def gpu_name() -> str:
@@ -337,7 +350,9 @@ def recorder_of(device: str) -> Record | None:
 class Host:
     """A machine's abilities; other values stand for another machine."""
 
-    tensorrt: Callable[[], Api] = require_tensorrt
+    #: the GPUs of a build, or of the engine that is loaded
+    target: Target = HOPPER
+    tensorrt: Callable[[], Api] = require_library
     check_gpu: Callable[[], None] = require_gpu
     gpu: Callable[[], str] = gpu_name
     architecture: Callable[[], str] = gpu_architecture
@@ -352,6 +367,33 @@ class Host:
     #: device -> what makes of a step one that is replayed; None: steps run launch by launch
     record: Callable[[str], Record | None] = recorder_of
 
+    def aimed(self, target: Target) -> Host:
+        """Return the machine as one that builds or runs engines for a target."""
+        own = {"tensorrt": require_library, "check_gpu": require_gpu}
+        given = {"tensorrt": target.library, "check_gpu": target}
+        return replace(self, target=target, **{k: partial(f, given[k]) for k, f in own.items()})
+
+    def runs(self, device: str) -> bool:
+        """Whether this machine's GPU is one of the target."""
+        return device != "cuda" or (
+            torch.cuda.is_available()
+            and runs_on(self.target.capabilities, torch.cuda.get_device_capability())
+        )
+
+    def check_capability(self) -> None:
+        """Raise EngineError where the current GPU does not run engines for the target."""
+        capabilities = self.target.capabilities
+        if not self.runs("cuda"):
+            raise EngineError(
+                f"the engine is for compute capability {', '.join(capabilities)}; the current GPU "
+                f"is {self.gpu()}, {self.architecture()}: choose another with "
+                f"CUDA_VISIBLE_DEVICES, or build the engine again with --target for this one"
+            )
+
     def machine(self, device: str) -> str:
-        """Return the GPU and the TensorRT that plans are made for."""
-        return f"{device} {self.architecture()} tensorrt-{self.tensorrt().short}"
+        """Return the library and, of one that times its kernels, the GPU that plans are made
+        for."""
+        library = f"{self.target.library.name.lower()}-{self.tensorrt().short}"
+        if self.target.library.ahead_of_time:
+            return f"{device} {library}"
+        return f"{device} {self.architecture()} {library}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import re
 import signal
 import subprocess
 import tempfile
@@ -37,6 +38,7 @@ from .dry_run import check_sizes, emulator
 from .host import Api, Host, logger
 from .interface import ENGINE, LOG, files, keep_log, networks
 from .runtime import deserialize
+from .target import HOPPER, TARGETS, Target
 
 T = TypeVar("T")
 #: what the child process is to do, beside its graphs and weights
@@ -58,6 +60,7 @@ class Make:
 
     def __post_init__(self) -> None:
         self.api, self.graphs = self.host.tensorrt(), networks(self.task.program)
+        self.target = self.host.target
 
     def run(self) -> dict[str, Any]:
         """Write the plans; return what the manifest keeps. Where it fails, TensorRT's log is kept
@@ -84,8 +87,10 @@ class Make:
         return {
             "plan": first.pop(ENGINE),
             "tensors": files(ENGINE)[1],
-            "tensorrt": self.api.version,
-            "gpu": self.host.gpu(),
+            "library": self.target.library.name,
+            "version": self.api.version,
+            "capabilities": self.target.capabilities,
+            "gpu": "" if self.target.library.ahead_of_time else self.host.gpu(),
             "settings": self.settings,
             "layers": layers[ENGINE],
             "notes": self.notes,
@@ -131,9 +136,15 @@ class Make:
         return build.write_network(self.api, g, self.task.limits, params, self.settings, self.log)
 
     def _build(self, w: Written, settings: dict[str, str], plan: Path, progress: Progress) -> None:
-        config = build.configure(self.api, w, settings, self.host.memory(self.task.device))
+        config = build.configure(self.api, w, settings, self._memory(), self.target)
         timing = build.timing_file(self.host.timings(), self.host.machine(self.task.device))
-        build.build_plan(self.api, w, config, timing, plan, progress)
+        timed = None if self.target.library.ahead_of_time else timing
+        build.build_plan(self.api, w, config, timed, plan, progress)
+
+    def _memory(self) -> int | None:
+        """Return the bytes of the device; None if it is another machine's and none were given."""
+        here = not self.target.library.ahead_of_time
+        return self.task.memory or (self.host.memory(self.task.device) if here else None)
 
     def _plans(self, name: str) -> int:
         """Write the plans of all ranks, one after the other: kernels are timed for the first.
@@ -164,9 +175,9 @@ class Make:
         """Count the bytes of scratch memory of the text model's engine. PlanError where they do not
         fit the device beside weights and caches."""
         self.task.progress("checking the engine's memory")
-        plan = files(ENGINE, 0, ranks_of(self.graphs[ENGINE]))[0]
-        engine = read_plan(self.task.folder / plan, self.api, self.log)
-        scratch, memory = int(engine.device_memory_size_v2), self.host.memory(self.task.device)
+        scratch, memory = self._scratch(), self._memory()
+        if memory is None:
+            return scratch
         streamed = self.settings["weights"] == "streamed"
         steps = [self.graphs[name] for name in (ENGINE, DRAFT) if name in self.graphs]
         parts = {
@@ -185,6 +196,23 @@ class Make:
         return scratch
 
 
+    def _scratch(self) -> int:
+        """Return the bytes of scratch memory that the text model's engine says, or, where only its
+        GPU could read it, the builder's log."""
+        plan = files(ENGINE, 0, ranks_of(self.graphs[ENGINE]))[0]
+        if self.target.library.ahead_of_time:
+            return scratch_in(self.task.folder / LOG)
+        engine = read_plan(self.task.folder / plan, self.api, self.log)
+        return int(engine.device_memory_size_v2)
+
+
+def scratch_in(log: Path) -> int:
+    """Return the most bytes of scratch memory that a log speaks of."""
+    with log.open(errors="replace") as lines:
+        found = (re.search(r"Max Scratch Memory: (\d+) bytes", line) for line in lines)
+        return max((int(m[1]) for m in found if m), default=0)
+
+
 def read_plan(path: Path, api: Api, log: Any) -> Any:
     """Return the engine of a plan, mapped, not read: a plan is as large as the weights."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
@@ -195,12 +223,13 @@ def read_plan(path: Path, api: Api, log: Any) -> Any:
 
 
 def build_apart(
-    task: Task, settings: Mapping[str, str], argv: Sequence[str] = ()
+    task: Task, settings: Mapping[str, str], target: Target = HOPPER, argv: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return what the child process made in the task's folder. Its errors are raised here;
     LowerError where it ended without one, as when the builder crashes."""
     out, graphs = task.folder, task.program.graphs
     job = {"limits": asdict(task.limits), "device": task.device, "settings": dict(settings)}
+    job |= {"target": target.name, "memory": task.memory}
     given = {JOB: json.dumps({**job, "graphs": [*graphs]})}
     given |= {_graph_file(name): str(g) for name, g in graphs.items()}
     for name, text in given.items():
@@ -276,9 +305,11 @@ def run_job(folder: Path, host: Host) -> dict[str, Any]:
     def progress(message: str) -> None:
         _say({"progress": message})
 
-    task = Task(program, Limits(**job["limits"]), job["device"], folder, params, progress)
+    limits, memory = Limits(**job["limits"]), job["memory"]
+    task = Task(program, limits, job["device"], folder, params, progress, memory=memory)
     try:
-        made = Make(host, task, job["settings"]).run()
+        aimed = host.aimed(TARGETS[job["target"]]) if job["target"] else host
+        made = Make(aimed, task, job["settings"]).run()
     except G4Error as e:
         kind = next(c.__name__ for c in type(e).__mro__ if vars(errors).get(c.__name__) is c)
         return {"error": kind, "message": str(e)}

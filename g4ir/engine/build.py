@@ -109,7 +109,7 @@ def build(
     prepared = prepare(spec, BuildOptions(**options))
     written = write_engine(prepared, out, progress)
     prepared.source.close()
-    if prepared.ranks > 1:
+    if prepared.ranks > 1 or not prepared.backend.runs(prepared.device):
         return described(out)
     # A recorded build needs no trust, so that a directory put in its place by now has none.
     return load_engine(out, trust=not written.known, progress=progress)
@@ -135,6 +135,8 @@ def prepare(
     also goes without what the environment lacks, a device or weights; `dump` sees each graph after
     each pass."""
     backend, seed = find_backend(options.backend), options.random_weights
+    if options.target is not None:
+        backend = backend.aimed(options.target)
     device = options.device or backend.devices[0]
     if device not in backend.devices:
         runs = ", ".join(backend.devices)
@@ -176,6 +178,7 @@ def prepare(
         weights=weights,
         side_files=side,
         short=short,
+        memory=options.memory,
     )
 
 
@@ -402,9 +405,7 @@ def _fitted(
 ) -> tuple[Resolved, str]:
     """Place the per-layer embedding table in the memory where it fits; return that, and why the
     engine does not fit its device: PlanError, unless it is a dry run."""
-    import torch
-
-    if o.memory is None and dry and r.device == "cuda" and not torch.cuda.is_available():
+    if o.memory is None and not backend.runs(r.device):
         return r, ""
     memory, limits = o.memory if o.memory is not None else device_memory(r.device), r.limits
     more = backend.cache_bytes(program, limits)
@@ -484,7 +485,7 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
             progress("trying float16 on a text")
             try_float16(p, params)
         start, told = time.perf_counter(), prefixed(progress, "build")
-        task = Task(p.packing.program, p.limits, p.device, folder, params, told)
+        task = Task(p.packing.program, p.limits, p.device, folder, params, told, memory=p.memory)
         compiled = p.backend.compile(task, p.settings)
         seconds = time.perf_counter() - start
         texts = {**artefact.graph_texts(p.packing), artefact.SPEC: p.spec.to_yaml()}

@@ -46,7 +46,7 @@ def test_tensorrt_without_its_libraries() -> None:
         raise OSError("libnvinfer.so.11: cannot open shared object file")
 
     with pytest.raises(MissingError, match=r"libnvinfer\.so\.11.*the bindings alone"):
-        host.require_tensorrt(load)
+        host.require_library(load=load)
 
 
 @pytest.mark.parametrize("version", ["8.6.1", "10.14.1", "12.0.0", "9", "x.y"])
