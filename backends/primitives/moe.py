@@ -34,10 +34,12 @@ def experts(
     gate_up: Operand,
     down: Operand,
     first: Operand | None = None,
+    form: str = "",
 ) -> Operand:
     """Return the experts' weighted sum, with the chosen weights gathered per token: three times
-    their bytes, so for single tokens only unless asked for; else all experts on all tokens."""
-    e, act, both = net.e, n.word("act"), (gate_up, down)
+    their bytes, so for single tokens only unless asked for; else all experts on all tokens. `form`
+    is one of EXPERTS, the network's by default."""
+    e, act, both, form = net.e, n.word("act"), (gate_up, down), form or net.experts
     if first is not None:
         weights, index = own_choices(e, weights, index, first, int(gate_up.shape[0]))
 
@@ -54,9 +56,9 @@ def experts(
         out = e.matmul(_by_expert(net, weights, index, int(gate_up.shape[0])), y)
         return e.cast(e.reshape(out, *x.shape), x.dtype)
 
-    if net.experts == "auto" and x.shape[1] != 1:
+    if form == "auto" and x.shape[1] != 1:
         return e.when_one(x, 1, gathered, every)
-    return every() if net.experts == "all" else gathered()
+    return every() if form == "all" else gathered()
 
 
 def own_choices(

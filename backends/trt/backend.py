@@ -120,8 +120,7 @@ class TrtBackend(Backend):
         self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
     ) -> int:
         """Count the bytes of attention's scores, unless one layer hides them."""
-        fused = settings["attention"] == "fused"
-        return 0 if fused else score_bytes(program.graphs["prefill"], limits)
+        return score_bytes(program.graphs["prefill"], limits, settings["attention"])
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
         """Count the weights of every plan; a tower of several sizes is in several."""

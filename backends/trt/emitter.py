@@ -99,6 +99,7 @@ class TrtEmitter(Emitter):
         network: Any,
         params: Callable[[str], torch.Tensor] | None = None,
         said: Callable[[], str] = lambda: "its log says why",
+        whole_attention: bool = False,
     ) -> None:
         self.trt, self.network = trt, network
         #: name of a param -> its tensor, which is not copied; without it weights have no memory,
@@ -106,6 +107,8 @@ class TrtEmitter(Emitter):
         self.params = params
         #: TensorRT's last errors
         self.said = said
+        #: whether an attention layer that is not one kernel is to be refused
+        self.whole_attention = whole_attention
         #: tensors whose memory the network points to, until it is built
         self.held: list[torch.Tensor] = []
         #: by name: weights that have a layer, and the tensors of constants among them

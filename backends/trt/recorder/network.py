@@ -248,6 +248,9 @@ def traffic(
         read: dict[ITensor, Read] = {t: {t: _bytes(t)} for t in network._inputs}
         moved = kernels = 0
         for layer in network._layers:
+            if not any(map(_bytes, layer._outputs)):  # of no entries: a builder drops it
+                read |= {t: {} for t in layer._outputs}
+                continue
             needed, ends = _needed(layer, read), layer._kind in COMPUTING + MOVING
             for t in layer._outputs:
                 if layer._kind == "constant":
