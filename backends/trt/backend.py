@@ -18,7 +18,7 @@ from g4ir.weights.pack import StoredParams
 
 from ..base import Backend, Setting, Task
 from ..primitives.network import stored_bytes
-from ..primitives.weights import made_dense
+from ..primitives.weights import by_columns, made_dense
 from .build import weight_bytes
 from .dry_run import dry_run
 from .host import (
@@ -131,8 +131,9 @@ class TrtBackend(Backend):
         return self.host.machine(device)
 
     def stored(self, program: Program, device: str) -> Program:
-        """Return graphs whose other weights are made of their codes at build."""
-        return program.map(lambda g: made_dense(g, takes_codes))
+        """Return graphs whose 4-bit weights lie by columns, in two's complement; what TensorRT does
+        not take is made of its codes at build."""
+        return program.map(lambda g: by_columns(made_dense(g, takes_codes), ("u8",)))
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         if self.host.apart:
@@ -146,8 +147,7 @@ class TrtBackend(Backend):
         self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
     ) -> int:
         """Count the bytes of attention's scores, unless one layer hides them."""
-        fused = settings["attention"] == "fused"
-        return 0 if fused else score_bytes(program.graphs["prefill"], limits)
+        return score_bytes(program.graphs["prefill"], limits, settings["attention"])
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
         """Count the weights of every plan; a tower of several sizes is in several."""
@@ -246,11 +246,11 @@ class TrtBackend(Backend):
 
 
 def takes_codes(g: Graph, n: Node) -> bool:
-    """Whether TensorRT's layer takes the codes of a weight: 8 bits of a matrix, with a scale for
-    each row in the engine's dtype."""
+    """Whether TensorRT's layer takes the codes of a weight: 8 bits with a scale for each row in the
+    engine's dtype, 4 bits with scales of groups."""
     codes, scales = n["codes"].type, n["scales"].type
-    rows = codes.dtype in CODES and codes.rank == 2 and scales.shape[1] == 1
-    return rows and scales.dtype == n.word("to")
+    rows = scales.shape[-1] == 1 and scales.dtype == n.word("to")
+    return codes.dtype == "u8" or (codes.dtype in CODES and rows)
 
 
 BACKEND = TrtBackend()

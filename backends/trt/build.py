@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,11 +29,11 @@ from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource
 from g4ir.weights.tensorfile import CODES, write_tensors
 
-from ..primitives.network import Network
+from ..primitives.network import ROWS, Network
 from .emitter import TrtEmitter
 from .host import MOST_SHARED_BYTES, Api, all_taken, joined, logger, progress_monitor, stream_writer
 from .interface import Interface, interface, phases_of
-from .lowerings import HARDWARE, WEIGHTS, lowerings
+from .lowerings import ATTENTIONS, AUTO, HARDWARE, WEIGHTS, Chosen, head_size, known_forms, lowerings
 from .target import HOPPER, Target
 
 GIB = 1 << 30
@@ -75,35 +75,58 @@ def write_network(
     params: ParamSource | None,
     settings: Mapping[str, str],
     log: Any = None,
+    forms: Chosen | None = None,
+    trial: bool = False,
 ) -> Written:
-    """Write a graph (primitives/graph.py) as an INetworkDefinition. LowerError names the op and the
-    value, and ends with what TensorRT said."""
+    """Write a graph (primitives/graph.py) as an INetworkDefinition. `forms` are those of attention
+    that were tried, if any; in a trial, an attention layer is one kernel or refused. LowerError
+    names the op and the value, and ends with what TensorRT said."""
     log = log or logger(api.trt)
     builder = api.trt.Builder(log)
     flags = api.network_flags()
     network = builder.create_network(flags)
     if network is None:
         raise LowerError(f"TensorRT makes no network with the flags {flags:#b}: {log.said()}")
-    emitter = TrtEmitter(api.trt, network, params.tensor if params else None, log.said)
-    experts = "gather" if settings["experts"] == "gather" else "all"
+    of_params = params.tensor if params else None
+    emitter = TrtEmitter(api.trt, network, of_params, log.said, trial)
+    attention = settings["attention"]
+    how = lowerings((forms or known_forms([graph])) if attention == AUTO else attention)
     with all_taken(log, f"the network of {graph.name}"):
-        Network(emitter, graph, limits, lowerings(settings["attention"]), experts).emit()
+        Network(emitter, graph, limits, how, settings["experts"]).emit()
     return Written(builder, network, graph, interface(graph, limits), log, emitter)
 
 
-def attention_graphs(graph: Graph) -> list[Graph]:
-    """Return a graph for each distinct attention of a graph: it alone, which reads caches and
-    writes none."""
-    kinds: dict[Any, Graph] = {}
-    for n in (n for n in graph.nodes if n.definition.held):
-        key = (n.op, tuple(sorted(n.attrs.items())), *(v.type for v in n.inputs))
-        kinds.setdefault(key, _alone(n))
-    return [*kinds.values()]
+def attention_trials(graphs: Iterable[Graph]) -> dict[int, list[Graph]]:
+    """Return for each size of heads the trials: of each graph, its distinct attentions of that
+    size, at least two, as builders may take one and not two. They read caches and write none."""
+    found: dict[int, list[Graph]] = {}
+    for g in graphs:
+        kinds: dict[int, dict[Any, Node]] = {}
+        for n in g.nodes:
+            if (size := head_size(n)) is not None:
+                key = (n.op, tuple(sorted(n.attrs.items())), *(v.type for v in n.inputs))
+                kinds.setdefault(size, {}).setdefault(key, n)
+        for size, nodes in kinds.items():
+            found.setdefault(size, []).append(_alone(g, [*nodes.values()]))
+    return found
 
 
-def _alone(n: Node) -> Graph:
-    others = tuple(dict.fromkeys(v for v in n.inputs if v not in n.caches))
-    return Graph("prefill", others, (), tuple(dict.fromkeys(n.caches)), (n,), n.outputs, {})
+def _alone(g: Graph, nodes: Sequence[Node]) -> Graph:
+    """Return the graph of attentions alone, of a single one twice."""
+    nodes = [*nodes, *([_again(nodes[0])] if len(nodes) == 1 else [])]
+    caches = tuple(dict.fromkeys(v for n in nodes for v in n.caches))
+    inputs = dict.fromkeys(v for n in nodes for v in n.inputs if v not in caches)
+    inputs |= {v: None for v in g.inputs if v.name == ROWS}  # which decides its profiles
+    outputs = tuple(v for n in nodes for v in n.outputs)
+    name = "prefill" if caches else g.name
+    return Graph(name, tuple(inputs), (), caches, tuple(nodes), outputs, {})
+
+
+def _again(n: Node) -> Node:
+    """Return an attention of other queries over the same keys."""
+    inputs = (replace(v, name=f"{v.name}.again") if v == n["q"] else v for v in n.inputs)
+    outputs = (replace(v, name=f"{v.name}.again") for v in n.outputs)
+    return replace(n, inputs=tuple(inputs), outputs=tuple(outputs))
 
 
 # --- configuration ----------------------------------------------------------------------------
@@ -231,8 +254,7 @@ HOST_BYTES, LAYER_HOST_BYTES = 3 * GIB // 2, GIB // 10
 
 
 #: ops whose products' kernels are timed
-TIMED = ("linear", "linear_bias", "linear_clipped", "experts", "conv_halve")
-ATTENTIONS = ("attention", "attention_latent", "encoder_attention", "chunked_attention")
+TIMED = ("linear", "linear_bias", "linear_clipped", "experts", "conv_halve", "chunked_attention")
 
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:

@@ -39,11 +39,9 @@ DTYPES = {
     "i32": "INT32",
     "i64": "INT64",
     "bool": "BOOL",
-    "i8": "INT8",
-    "f8e4m3": "FP8",
 }
-#: those of them that are codes, which have a scale for each row
-CODES = ("i8", "f8e4m3")
+#: dtype of codes -> DataType, of constants alone. Two codes of 4 bits lie in a byte.
+CODES = {"i8": "INT8", "f8e4m3": "FP8", "u8": "INT4"}
 
 INSTEAD = (
     "without it, --backend onnx builds the same network for onnxruntime, and --dry-run checks a "
@@ -105,9 +103,10 @@ class Api:
 
 def data_type(trt: Any, dtype: str) -> Any:
     """Return the DataType of a dtype of the IR; ValueError where TensorRT has none."""
-    if dtype not in DTYPES:
+    kinds = {**DTYPES, **CODES}
+    if dtype not in kinds:
         raise ValueError(f"TensorRT networks have no {dtype}: one of {', '.join(DTYPES)}")
-    return getattr(trt.DataType, DTYPES[dtype])
+    return getattr(trt.DataType, kinds[dtype])
 
 
 def probe(trt: Any, library: Library = TENSORRT) -> Api:

@@ -37,10 +37,18 @@ from .build import Written
 from .dry_run import check_sizes, emulator
 from .host import Api, Host, logger
 from .interface import ENGINE, LOG, files, keep_log, networks
+from .lowerings import AUTO
 from .runtime import deserialize
 from .target import HOPPER, TARGETS, Target
 
 T = TypeVar("T")
+#: form of attention -> what notes say of it, and what is tried where a whole network is refused
+WORDS = {
+    "fused": "TensorRT's own layer",
+    "explicit": "products and a softmax",
+    "plain": "products and the softmax in plain layers",
+}
+SIMPLER = {"fused": "explicit"}
 #: what the child process is to do, beside its graphs and weights
 JOB = "job.json"
 #: how long a child that is asked to end may take
@@ -57,6 +65,8 @@ class Make:
     task: Task
     settings: dict[str, str]
     notes: list[str] = field(default_factory=list)
+    #: of attention, by head size, where it is chosen
+    forms: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.api, self.graphs = self.host.tensorrt(), networks(self.task.program)
@@ -83,7 +93,7 @@ class Make:
         scratch = max(check_sizes(api, g, limits, self.settings)[1] for g in graphs)
         self._try_attention()
         self.task.progress(f"TensorRT's builder: {build.estimate([*graphs])}")
-        layers = {name: self._or_plain(partial(self._plans, name)) for name in self.graphs}
+        layers = {name: self._or_simpler(partial(self._plans, name)) for name in self.graphs}
         found = self._check_memory()
         first = {name: files(name, 0, ranks_of(g))[0] for name, g in self.graphs.items()}
         return {
@@ -105,19 +115,35 @@ class Make:
         self.task.progress(text)
 
     def _try_attention(self) -> None:
-        """Build each kind of attention of the text model alone, into plans that are thrown away."""
-        for g in build.attention_graphs(self.graphs[ENGINE]):
-            place = g.outputs[0].name
-            self.task.progress(f"trial build of the attention of {place}")
-            try:
-                self._or_plain(partial(self._build_alone, g))
-            except build.RefusedError as e:
-                raise LowerError(f"a trial build of the attention of {place} alone: {e}") from e
+        """Build the attentions of each size of heads alone, into plans that are thrown away, in one
+        form after the other until one is taken."""
+        for size, trials in build.attention_trials(self.graphs.values()).items():
+            place = trials[0].outputs[0].name
+            self.task.progress(f"trial build of the attention of {place}, heads of {size}")
+            refused: build.RefusedError | None = None
+            for self.forms[size] in self._candidates():
+                try:
+                    for g in trials:
+                        self._or_plain(partial(self._build_alone, g))
+                    break
+                except build.RefusedError as e:
+                    refused = e
+            else:
+                said = f"a trial build of the attention of {place} alone: {refused}"
+                raise LowerError(said) from refused
+            if self.settings["attention"] == AUTO:
+                self._note(f"attention of heads of {size}: {WORDS[self.forms[size]]}")
+
+    def _candidates(self) -> tuple[str, ...]:
+        """Return the forms of attention that may be tried, the best first."""
+        chosen = self.settings["attention"]
+        return ("fused", "explicit", "plain") if chosen == AUTO else (chosen,)
 
     def _build_alone(self, g: Graph) -> None:
         settings = {**self.settings, "weights": "baked"}
         with tempfile.TemporaryDirectory() as folder:
-            self._build(self._network(g, None), settings, Path(folder) / "plan", no_progress)
+            w = self._network(g, None, trial=self.settings["attention"] == AUTO)
+            self._build(w, settings, Path(folder) / "plan", no_progress)
 
     def _or_plain(self, work: Callable[[], T]) -> T:
         """Build something; where a refusal names the wrapper that takes layers for attention, once
@@ -125,7 +151,7 @@ class Make:
         try:
             return work()
         except build.RefusedError as e:
-            if self.settings["attention"] == "plain" or build.WRAPPER not in str(e):
+            if self.settings["attention"] in ("plain", AUTO) or build.WRAPPER not in str(e):
                 raise
         self.settings["attention"] = "plain"
         self._note(
@@ -134,8 +160,23 @@ class Make:
         )
         return work()
 
-    def _network(self, g: Graph, params: ParamSource | None) -> Written:
-        return build.write_network(self.api, g, self.task.limits, params, self.settings, self.log)
+    def _or_simpler(self, work: Callable[[], T]) -> T:
+        """Build a whole network; where it is refused in the forms of attention that were taken
+        alone, in the next simpler ones."""
+        while True:
+            try:
+                return self._or_plain(work)
+            except build.RefusedError as e:
+                if self.settings["attention"] != AUTO or {*self.forms.values()} <= {"plain"}:
+                    raise
+                simpler = SIMPLER if "fused" in self.forms.values() else {"explicit": "plain"}
+                self.forms = {size: simpler.get(f, f) for size, f in self.forms.items()}
+                forms = ", ".join(f"of {n}: {WORDS[form]}" for n, form in self.forms.items())
+                self._note(f"attention once more, of heads {forms}, since TensorRT refused: {e}")
+
+    def _network(self, g: Graph, params: ParamSource | None, trial: bool = False) -> Written:
+        given = (self.api, g, self.task.limits, params, self.settings, self.log)
+        return build.write_network(*given, self.forms, trial)
 
     def _build(self, w: Written, settings: dict[str, str], plan: Path, progress: Progress) -> None:
         config = build.configure(self.api, w, settings, self._memory(), self.target)

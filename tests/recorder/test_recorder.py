@@ -63,7 +63,7 @@ def test_rules(text: str, message: str) -> None:
 OTHER_RULES: tuple[tuple[Callable[[Net], Any], str], ...] = (
     (computed_size, "shape tensors"),
     (lambda n: (n.x(2, name="a"), n.x(2, name="a")), "a name of its own"),
-    (lambda n: codes(n, dtype=torch.int32), "takes FP8, INT8"),
+    (lambda n: codes(n, dtype=torch.int32), "takes FP8, INT4, INT8"),
     (lambda n: codes(n, to="HALF"), "has its type"),
     (lambda n: codes(n, axis=1), "one for each entry of axis 1"),
     (lambda n: n.append(n.exp(n.x(2, 4, 16, 8)), n.x(2, 4, 1, 8), n.x(2, dtype="INT32")), "input"),

@@ -475,9 +475,9 @@ def test_no_network_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_weights_in_codes(quant: str, weights: str, trt: Build) -> None:
-    """8-bit codes go to the network as they are; other weights are made of theirs at build."""
+    """Codes go to the network as they are, those of 4 bits by columns."""
     engine = trt("tiny-moe", quant=quant, settings={"weights": weights})
     held = Counter(v.type.dtype for v in engine.program.graphs["prefill"].params)
-    counts = {"int8": (25, 0), "int4": (1, 0), "fp8": (0, 25)}
-    assert (held["i8"], held["f8e4m3"]) == counts[quant]
+    counts = {"int8": (37, 0, 0), "int4": (1, 0, 36), "fp8": (0, 37, 0)}
+    assert (held["i8"], held["f8e4m3"], held["u8"]) == counts[quant]
     assert verify_engine(engine).ok

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import kinds, layout
-from .enums import TORCH, Severity
+from .enums import TORCH, DataType, Severity
 from .layers import HELD, MAX_DIMS, ITensor, Layer, Shape, volume
 from .ranks import Exchange
 from .record import Attribute, Recorded, method, need
@@ -201,7 +201,8 @@ def scratch_bytes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> i
 
 
 def _bytes(t: ITensor) -> int:
-    return volume(t._dims) * TORCH[t._type[0]].itemsize
+    bits = 4 if t._type[0] == DataType.INT4 else 8 * TORCH[t._type[0]].itemsize
+    return volume(t._dims) * bits // 8
 
 
 def _live_bytes(network: INetworkDefinition) -> int:
@@ -247,6 +248,9 @@ def traffic(
         read: dict[ITensor, Read] = {t: {t: _bytes(t)} for t in network._inputs}
         moved = kernels = 0
         for layer in network._layers:
+            if not any(map(_bytes, layer._outputs)):  # of no entries: a builder drops it
+                read |= {t: {} for t in layer._outputs}
+                continue
             needed, ends = _needed(layer, read), layer._kind in COMPUTING + MOVING
             for t in layer._outputs:
                 if layer._kind == "constant":
