@@ -21,6 +21,7 @@ from ..primitives.pointwise import capped, times
 from ..primitives.vision import Form
 from .emitter import TrtEmitter
 from .host import FEATURES, offers
+from .recorder import MAX_HEAD
 
 # --- attention in layers of its own -------------------------------------------------------------
 
@@ -28,8 +29,6 @@ from .host import FEATURES, offers
 BYTES_PER_SCORE = 6
 #: ... and of all that exist at a time. Queries are computed in blocks that keep to it.
 MOST_SCORE_BYTES = 2 << 30
-#: largest heads for which builders have one kernel, in 16 bits
-MOST_FUSED = 256
 #: fewest tokens of a chunk for which a bool mask of several attentions is taken
 LEAST_INDEXED = 128
 #: how many times a gathered weight is moved: read, written, and read
@@ -261,7 +260,7 @@ def known_forms(graphs: Iterable[Graph]) -> dict[int, str]:
     for g in graphs:
         for n in g.nodes:
             if (size := head_size(n)) is not None:
-                whole = size <= MOST_FUSED and n["q"].type.dtype in ("bf16", "f16")
+                whole = size <= MAX_HEAD and n["q"].type.dtype in ("bf16", "f16")
                 found[size] = "fused" if whole and not n.attrs.get("softcap") else "explicit"
     return found
 

@@ -120,13 +120,13 @@ class Make:
         for size, trials in build.attention_trials(self.graphs.values()).items():
             place = trials[0].outputs[0].name
             self.task.progress(f"trial build of the attention of {place}, heads of {size}")
-            refused: build.RefusedError | None = None
+            refused: LowerError | None = None
             for self.forms[size] in self._candidates():
                 try:
                     for g in trials:
                         self._or_plain(partial(self._build_alone, g))
                     break
-                except build.RefusedError as e:
+                except LowerError as e:
                     refused = e
             else:
                 said = f"a trial build of the attention of {place} alone: {refused}"

@@ -15,6 +15,7 @@ from .layers import (
     FLOATS,
     HELD,
     INDEXES,
+    MAX_HEAD,
     MAX_TOP_K,
     NUMBERS,
     ITensor,
@@ -393,6 +394,11 @@ class IAttention(Layer):
         self._joined([k._dims[2], v._dims[2]], text)
         self._check_mask(q, k, self._mask)
         return [q._type]
+
+    def _check_kernel(self) -> None:
+        kind, dims = self._in()._type
+        whole = dims[3] <= MAX_HEAD and kind != DataType.FLOAT
+        self._need(self._decomposable or whole, f"{self._in()._text}: no kernel for these heads")
 
     def _check_mask(self, q: ITensor, k: ITensor, mask: ITensor | None) -> None:
         if mask is None:

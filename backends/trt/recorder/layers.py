@@ -16,6 +16,8 @@ from .record import Attribute, Recorded, RuleError, api, need
 
 #: `Dims.MAX_DIMS`; the operator page of TopK
 MAX_DIMS, MAX_TOP_K = 8, 3840
+#: largest heads, in 16 bits, for which a builder of TensorRT-RTX had an attention kernel
+MAX_HEAD = 256
 
 Shape = tuple[int, ...]
 Tensors = list[torch.Tensor]
