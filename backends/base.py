@@ -183,6 +183,8 @@ class Task:
     huge_pages: bool = False
     #: bytes of the device's memory, if a build was given them
     memory: int | None = None
+    #: of the manifest, when it is loaded
+    digest: str = ""
 
 
 class Backend(ABC):
@@ -209,22 +211,31 @@ class Backend(ABC):
     verifies_in_chunks: bool = False
     #: whether several ranks can share what it runs
     shares: bool = False
+    #: whether its engines run with the torch that built them alone
+    of_torch: bool = True
     #: the type of what `compile` returns, as spec/reader.py reads it
     record: Any = Nothing
 
-    def aimed(self, target: str) -> Backend:
-        """Return this backend as it builds for GPUs other than the current one (`--target`);
+    def aimed(self, target: str | None) -> Backend:
+        """Return this backend as it builds for the GPUs of `--target`; None: for the current one.
         InputError if it cannot."""
-        raise InputError(
-            f"--target {target}: backend {self.name} builds for this machine; leave it out, or "
-            f"give --backend trt"
-        )
-
-    def built(self, kept: Mapping[str, Any]) -> Backend:
-        """Return this backend as engines run by it whose `record` is `kept`."""
+        if target is not None:
+            raise InputError(
+                f"--target {target[:40]}: backend {self.name} builds for this machine; leave it "
+                f"out, or give --backend trt"
+            )
         return self
 
-    def runs(self, device: str) -> bool:
+    def built(self, kept: Mapping[str, Any]) -> Backend:
+        """Return this backend as it runs engines whose `record` is `kept`."""
+        return self
+
+    @property
+    def place(self) -> str:
+        """Where its engines run, in a message."""
+        return "where it was built"
+
+    def has_device(self, device: str) -> bool:
         """Whether this machine has the device that its engines run on."""
         import torch
 

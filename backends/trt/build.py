@@ -21,6 +21,7 @@ from g4ir.ir.graph import Graph, Node
 from g4ir.ir.names import layer_of
 from g4ir.parallel.shard import ranks_of
 from g4ir.plan.engine_limits import Limits
+from g4ir.plan.fit import device_memory
 from g4ir.ui.files import new_version, write_file
 from g4ir.ui.paths import check_private, private
 from g4ir.ui.progress import Progress
@@ -40,8 +41,12 @@ GIB = 1 << 30
 LEAST_WORKSPACE = GIB
 #: part of a refusal in which TensorRT took layers for attention, and failed at their mask
 WRAPPER = "wrap_attention"
+#: part of what TensorRT-RTX says after every refusal on a machine without a driver
+NO_DRIVER = "CUDA driver version is insufficient"
 #: part of the name of a layer that was refused, or of the message -> what to try
 REMEDIES: Mapping[str, str] = {
+    "cuda_success": "--set weights=baked: TensorRT-RTX leaves weights out of a plan only where an "
+    "NVIDIA driver is installed",
     WRAPPER: "--set attention=plain, in which TensorRT finds no attention",
     "experts": "--set experts=all, whose products are plain ones",
     "attention": "--set attention=plain, whose attention is products and the plainest layers",
@@ -145,10 +150,10 @@ def configure(
             # What weights leave of the device is for kernels.
             workspace = max(memory - weight_bytes(w.graph), LEAST_WORKSPACE)
             config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
-        if target.library.ahead_of_time:
+        if target.ahead_of_time:
             _aim(trt, config, target)
         else:
-            _of_hardware(trt, config, settings["hardware"])
+            _of_hardware(trt, config, settings.get("hardware", "exact"))
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         if ranks_of(w.graph) > 1 and api.has("collectives on trial"):
             config.set_preview_feature(trt.PreviewFeature.MULTIDEVICE_RUNTIME_10_16, True)
@@ -160,13 +165,13 @@ def configure(
 
 
 def _aim(trt: Any, config: Any, target: Target) -> None:
-    """Have the builder compile for one compute capability; by default an engine is portable."""
-    if len(target.capabilities) > 1:
-        return
-    (capability,) = target.capabilities
-    config.num_compute_capabilities = 1
-    own = getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}")
-    config.set_compute_capability(own, 0)
+    """Have the builder compile for the target's compute capability; without one, engines are
+    portable. Steps allocate nothing, so that they can be recorded as CUDA graphs."""
+    config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    if len(target.capabilities) == 1:
+        own = getattr(trt.ComputeCapability, f"SM{target.capabilities[0].replace('.', '')}")
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(own, 0)
 
 
 def _of_hardware(trt: Any, config: Any, hardware: str) -> None:
@@ -226,6 +231,16 @@ class Estimate:
             f"about {max(1, round(self.seconds / 60))} min (a guess: no build was timed), "
             f"{size_text(self.host_bytes)} of host memory, "
             f"{size_text(self.device_bytes)} of device memory"
+        )
+
+    def short(self) -> str:
+        """Return why the build does not fit this machine's memory; nothing if it does."""
+        has = device_memory("cpu")
+        if self.host_bytes <= has:
+            return ""
+        return (
+            f"TensorRT's builder needs {size_text(self.host_bytes)} of host memory, this machine "
+            f"has {size_text(has)}: build on a larger one, or with --quant int4"
         )
 
 
@@ -320,7 +335,7 @@ def timing_file(folder: Path, machine: str) -> Path:
 
 def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
     """Return a sentence: what the builder said, the layer of ours it spoke of, and what to try."""
-    said = joined(errors) or "it gave no reason"
+    said = joined([e for e in errors if NO_DRIVER not in e] or errors) or "it gave no reason"
     layer = max((n for n in layers if n in said), key=len, default="")
     about = f"{layer} {said}".lower()
     advice = next(text for word, text in REMEDIES.items() if word in about)

@@ -36,13 +36,11 @@ from g4ir.parallel.shard import shard_program
 from g4ir.parallel.table import Share, can_share
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.fit import device_memory
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import quantised, weights_of
 from g4ir.spec.record import Spec
 from g4ir.spec.shrink import shrink, shrink_drafter, with_all_experts
 from g4ir.ui.progress import Progress
-from g4ir.ui.units import size_text
 from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.pack import MadeParams, Packing, ParamSource, make_packing
 from g4ir.weights.random import RandomCheckpoint, WithDrafter
@@ -92,14 +90,7 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
         errors = {d: check_small(api, p, d) for d in ("f32", p.dtype)}
     progress("writing the network at full size")
     found = full_size(api, p)
-    need, has = (
-        build.estimate([*networks(p.packing.program).values()]).host_bytes,
-        device_memory("cpu"),
-    )
-    short = (
-        f"TensorRT's builder needs {size_text(need)} of host memory, this machine has "
-        f"{size_text(has)}: build on a larger one"
-    )
+    short = build.estimate([*networks(p.packing.program).values()]).short()
     rounded = {
         f"{name}_error": {d: float(f"{e[name]:.1e}") for d, e in errors.items()}
         for name in errors["f32"]
@@ -108,7 +99,7 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
         "tensorrt": f"emulated {api.version}",
         **rounded,
         **found,
-        "short": [short] if need > has else [],
+        "short": [short] if short else [],
         "dry_run_s": round(time.monotonic() - start, 1),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }

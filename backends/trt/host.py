@@ -27,7 +27,7 @@ from g4ir.ui.paths import cache_root
 from g4ir.ui.progress import Progress
 
 from ..torch_compile.cuda_graph import Record, recorded
-from .target import ANYWHERE, HOPPER, RTX, TENSORRT, Library, Target, runs_on
+from .target import ANYWHERE, HOPPER, RTX, TENSORRT, Library, Target
 
 #: bytes of shared memory that a block has there
 MOST_SHARED_BYTES = 227 * 1024
@@ -115,16 +115,15 @@ def probe(trt: Any, library: Library = TENSORRT) -> Api:
     numbers = tuple(int(n) for n in version.split(".")[:3] if n.isdigit())
     if not least <= numbers < beyond:
         raise MissingError(
-            f"{library.name} {version} is not supported: install `{library.requirement}`, "
-            f"`{library.install}`; {INSTEAD}"
+            f"{library.name} {version} is not supported: `{library.install}`; {INSTEAD}"
         )
     needed = ((owner, name) for owner, names in NEEDED.items() for name in names)
     lacking = [f"{owner}.{name}" for owner, name in needed if not offers(trt, owner, name)]
     if lacking:
         raise MissingError(
-            f"{library.name} {version} lacks {', '.join(lacking)}: install another version of "
-            f"`{library.requirement}`, of which {' and '.join(library.compared)} were "
-            f"compared call by call; {INSTEAD}"
+            f"{library.name} {version} lacks {', '.join(lacking)}: install another version "
+            f"(`{library.install}`), of which {' and '.join(library.compared)} were compared call "
+            f"by call; {INSTEAD}"
         )
     return Api(trt, version, library)
 
@@ -160,32 +159,44 @@ def require_library(
 
 
 def require_gpu(target: Target = HOPPER) -> None:
-    """Raise MissingError where engines for a target are not built on this machine: kernels are
-    timed on its GPU, unless the library builds ahead of time."""
-    if target.library.ahead_of_time:
+    """Raise MissingError if engines for a target cannot be built on this machine: the library times
+    kernels on its GPU, unless it builds ahead of time."""
+    if target.ahead_of_time:
         return
     if not torch.cuda.is_available():
         raise MissingError(
             "--backend trt: this torch sees no CUDA device, and TensorRT times its kernels on the "
-            f"GPU that it builds for; build on an H100 or H200, or for other GPUs with --target "
-            f"{', '.join(ANYWHERE)}, which {RTX.name} builds on any machine ({_installed(RTX)}); "
-            f"{INSTEAD}"
+            f"GPU that it builds for; build on an H100 or H200, or for other GPUs on any machine "
+            f"({elsewhere()}); {INSTEAD}"
         )
     found, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
-    if not runs_on(target.capabilities, found) or target.gpu not in name:
+    if not target.runs_on(found) or target.gpu not in name:
         raise MissingError(
-            f"--backend trt builds for compute capability {target.capabilities[0]} "
-            f"({target.gpu or 'H100, H200'}); the current GPU, {name}, has {_dotted(found)}; choose "
-            f"another GPU with CUDA_VISIBLE_DEVICES, or use --backend torch on this one"
+            f"--backend trt builds for {target.gpus} ({target.gpu or 'H100, H200'}); the current "
+            f"GPU, {name}, has {_dotted(found)}; choose another GPU with CUDA_VISIBLE_DEVICES, or "
+            f"use --backend torch on this one"
         )
 
 
-def _installed(library: Library) -> str:
-    """Return its version, or how it is installed."""
-    try:
-        return f"{require_library(library).version} is installed"
-    except MissingError:
-        return f"`{library.install}`"
+def elsewhere() -> str:
+    """Return how engines are built that need no GPU for it."""
+    return f"--target {', '.join(ANYWHERE)}, by {RTX.name}: `{RTX.install}`"
+
+
+def installed(library: Library) -> str:
+    """Return the version of a library that is installed; nothing if it is not."""
+    with suppress(MissingError):
+        return require_library(library).version
+    return ""
+
+
+def require_target(version: str) -> None:
+    """Raise MissingError that says for which GPUs this machine builds: it has none of its own."""
+    raise MissingError(
+        f"--backend trt: this torch sees no CUDA device to build for; give the GPUs of the engine: "
+        f"--target {', '.join(ANYWHERE)}, which {RTX.name} {version} builds here (rtx: one engine "
+        f"for all from compute capability 8.0 but H100 and H200)"
+    )
 
 
 def gpu_name() -> str:
@@ -193,7 +204,9 @@ def gpu_name() -> str:
 
 
 def gpu_architecture() -> str:
-    """Return `sm_90` of the current GPU."""
+    """Return `sm_90` of the current GPU; nothing if there is none."""
+    if not torch.cuda.is_available():
+        return ""
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
 
@@ -368,32 +381,23 @@ class Host:
     record: Callable[[str], Record | None] = recorder_of
 
     def aimed(self, target: Target) -> Host:
-        """Return the machine as one that builds or runs engines for a target."""
-        own = {"tensorrt": require_library, "check_gpu": require_gpu}
-        given = {"tensorrt": target.library, "check_gpu": target}
-        return replace(self, target=target, **{k: partial(f, given[k]) for k, f in own.items()})
-
-    def runs(self, device: str) -> bool:
-        """Whether this machine's GPU is one of the target."""
-        return device != "cuda" or (
-            torch.cuda.is_available()
-            and runs_on(self.target.capabilities, torch.cuda.get_device_capability())
+        """Return this machine as it builds or runs engines for a target."""
+        return replace(
+            self,
+            target=target,
+            tensorrt=partial(require_library, target.library),
+            check_gpu=partial(require_gpu, target),
         )
 
-    def check_capability(self) -> None:
-        """Raise EngineError where the current GPU does not run engines for the target."""
-        capabilities = self.target.capabilities
-        if not self.runs("cuda"):
-            raise EngineError(
-                f"the engine is for compute capability {', '.join(capabilities)}; the current GPU "
-                f"is {self.gpu()}, {self.architecture()}: choose another with "
-                f"CUDA_VISIBLE_DEVICES, or build the engine again with --target for this one"
-            )
+    def has_gpu(self, device: str) -> bool:
+        """Whether this machine's GPU is one of the target."""
+        if device != "cuda":
+            return True
+        here = torch.cuda.is_available()
+        return here and self.target.runs_on(torch.cuda.get_device_capability())
 
     def machine(self, device: str) -> str:
-        """Return the library and, of one that times its kernels, the GPU that plans are made
-        for."""
+        """Return the library of plans and, if it times its kernels, the GPU that they are for."""
         library = f"{self.target.library.name.lower()}-{self.tensorrt().short}"
-        if self.target.library.ahead_of_time:
-            return f"{device} {library}"
-        return f"{device} {self.architecture()} {library}"
+        gpu = [] if self.target.ahead_of_time else [self.architecture()]
+        return " ".join([device, *gpu, library])

@@ -88,6 +88,8 @@ class Make:
     def _made(self) -> dict[str, Any]:
         self.task.progress("checking sizes")
         api, limits, graphs = emulator(), self.task.limits, self.graphs.values()
+        if short := build.estimate([*graphs]).short():
+            raise PlanError(short)
         scratch = max(check_sizes(api, g, limits, self.settings)[1] for g in graphs)
         self._try_attention()
         self.task.progress(f"TensorRT's builder: {build.estimate([*graphs])}")
@@ -99,8 +101,8 @@ class Make:
             "tensors": files(ENGINE)[1],
             "library": self.target.library.name,
             "version": self.api.version,
-            "capabilities": self.target.capabilities,
-            "gpu": "" if self.target.library.ahead_of_time else self.host.gpu(),
+            "capabilities": [*self.target.capabilities],
+            "gpu": "" if self.target.ahead_of_time else self.host.gpu(),
             "settings": self.settings,
             "layers": layers[ENGINE],
             "notes": self.notes,
@@ -179,12 +181,12 @@ class Make:
     def _build(self, w: Written, settings: dict[str, str], plan: Path, progress: Progress) -> None:
         config = build.configure(self.api, w, settings, self._memory(), self.target)
         timing = build.timing_file(self.host.timings(), self.host.machine(self.task.device))
-        timed = None if self.target.library.ahead_of_time else timing
+        timed = None if self.target.ahead_of_time else timing
         build.build_plan(self.api, w, config, timed, plan, progress)
 
     def _memory(self) -> int | None:
         """Return the bytes of the device; None if it is another machine's and none were given."""
-        here = not self.target.library.ahead_of_time
+        here = not self.target.ahead_of_time
         return self.task.memory or (self.host.memory(self.task.device) if here else None)
 
     def _plans(self, name: str) -> int:
@@ -236,12 +238,11 @@ class Make:
             )
         return scratch
 
-
     def _scratch(self) -> int:
         """Return the bytes of scratch memory that the text model's engine says, or, where only its
         GPU could read it, the builder's log."""
         plan = files(ENGINE, 0, ranks_of(self.graphs[ENGINE]))[0]
-        if self.target.library.ahead_of_time:
+        if self.target.ahead_of_time:
             return scratch_in(self.task.folder / LOG)
         engine = read_plan(self.task.folder / plan, self.api, self.log)
         return int(engine.device_memory_size_v2)
@@ -264,13 +265,21 @@ def read_plan(path: Path, api: Api, log: Any) -> Any:
 
 
 def build_apart(
-    task: Task, settings: Mapping[str, str], target: Target = HOPPER, argv: Sequence[str] = ()
+    task: Task,
+    settings: Mapping[str, str],
+    argv: Sequence[str] = (),
+    target: Target = HOPPER,
 ) -> dict[str, Any]:
     """Return what the child process made in the task's folder. Its errors are raised here;
     LowerError where it ended without one, as when the builder crashes."""
     out, graphs = task.folder, task.program.graphs
-    job = {"limits": asdict(task.limits), "device": task.device, "settings": dict(settings)}
-    job |= {"target": target.name, "memory": task.memory}
+    job = {
+        "limits": asdict(task.limits),
+        "device": task.device,
+        "settings": dict(settings),
+        "target": target.name,
+        "memory": task.memory,
+    }
     given = {JOB: json.dumps({**job, "graphs": [*graphs]})}
     given |= {_graph_file(name): str(g) for name, g in graphs.items()}
     for name, text in given.items():

@@ -10,15 +10,16 @@ from g4ir.errors import InputError
 
 @dataclass(frozen=True)
 class Library:
-    """A Python package of TensorRT. One that builds ahead of time needs no GPU: kernels are
-    finished when an engine is loaded; the other times them on the GPU that it builds for."""
+    """A Python package that builds and runs engines. One that builds ahead of time needs no GPU for
+    it and finishes kernels when an engine is loaded; the other times kernels on the GPU that it
+    builds for."""
 
     name: str
     module: str
     #: from, and up to but not including
     supported: tuple[tuple[int, ...], tuple[int, ...]]
     #: what pip installs
-    requirement: str
+    requirements: tuple[str, ...]
     #: versions whose signatures every call is compared with
     compared: tuple[str, ...]
     ahead_of_time: bool = False
@@ -26,19 +27,26 @@ class Library:
     @property
     def install(self) -> str:
         """The command that installs it."""
-        return f"pip install '{self.requirement}'"
+        return " ".join(("pip install", *map(repr, self.requirements)))
 
 
 TENSORRT = Library(
-    "TensorRT", "tensorrt", ((10, 15), (12,)), "tensorrt>=10.15,<12", ("10.16.1", "11.4.0")
+    name="TensorRT",
+    module="tensorrt",
+    supported=((10, 15), (12,)),
+    requirements=("tensorrt>=10.15,<12",),
+    compared=("10.16.1", "11.4.0"),
 )
 RTX = Library(
-    "TensorRT-RTX", "tensorrt_rtx_bindings", ((1, 5), (2,)), "g4ir[rtx]", ("1.7.1",), True
+    name="TensorRT-RTX",
+    module="tensorrt_rtx_bindings",
+    supported=((1, 5), (2,)),
+    requirements=("tensorrt-rtx-cu12-libs>=1.5,<2", "tensorrt-rtx-cu12-bindings>=1.5,<2"),
+    compared=("1.7.1",),
+    ahead_of_time=True,
 )
 LIBRARIES: Mapping[str, Library] = {lib.name: lib for lib in (TENSORRT, RTX)}
 
-#: of IR dtypes, what needs a newer GPU than Turing
-NOT_ON_TURING = ("bf16",)
 #: behind a capability: this one and all later ones
 LATER = "+"
 
@@ -51,17 +59,34 @@ class Target:
     library: Library
     #: compute capabilities whose GPUs run the engine
     capabilities: tuple[str, ...]
-    #: part of the GPU's name, where the capability leaves it open
+    #: part of the GPU's name, if the capability is that of several
     gpu: str = ""
-    #: dtypes that its GPUs do not compute in
+    #: IR dtypes that its GPUs do not compute in
     lacks: tuple[str, ...] = ()
+
+    @property
+    def ahead_of_time(self) -> bool:
+        return self.library.ahead_of_time
+
+    @property
+    def gpus(self) -> str:
+        """The compute capabilities in words."""
+        *some, last = (c.replace(LATER, " or later") for c in self.capabilities)
+        return f"compute capability {', '.join([*some, last])}"
+
+    def runs_on(self, capability: tuple[int, ...]) -> bool:
+        """Whether a GPU of this compute capability runs its engines."""
+        return any(
+            capability >= numbers(c) if c.endswith(LATER) else capability == numbers(c)
+            for c in self.capabilities
+        )
 
 
 def _single(capability: str, *lacks: str) -> Target:
     return Target(f"sm{capability.replace('.', '')}", RTX, (capability,), lacks=lacks)
 
 
-#: of the GPU at hand, where none is named
+#: the current GPU's
 HOPPER = Target("", TENSORRT, ("9.0",))
 TARGETS: Mapping[str, Target] = {
     t.name: t
@@ -69,41 +94,33 @@ TARGETS: Mapping[str, Target] = {
         Target("h100", TENSORRT, ("9.0",), "H100"),
         Target("h200", TENSORRT, ("9.0",), "H200"),
         Target("rtx", RTX, ("8.0", "8.6", "8.9", "12.0" + LATER)),
-        _single("7.5", *NOT_ON_TURING),
+        _single("7.5", "bf16", "f32"),  # Turing: of matrix products, those of f16 alone
         *map(_single, ("8.0", "8.6", "8.9", "12.0", "12.1")),
     )
 }
-
 #: targets that are built on any machine
-ANYWHERE = tuple(name for name, t in TARGETS.items() if t.library.ahead_of_time)
+ANYWHERE = tuple(name for name, t in TARGETS.items() if t.ahead_of_time)
 
 
 def find_target(name: str) -> Target:
-    """Return a target by name; InputError lists them, and says which library has a Hopper GPU."""
+    """Return a target by name. InputError lists the names; for a GPU that TensorRT-RTX does not
+    build for it names the library that does."""
     if name in TARGETS:
         return TARGETS[name]
-    if name in ("sm90", "sm100"):
+    if name == "sm90":
         raise InputError(
-            f"--target {name}: {RTX.name} does not build for data-centre GPUs of this compute "
-            f"capability; {TENSORRT.name} does, for the H100 or H200 that it runs on: --target "
-            f"h100 or h200 there (`{TENSORRT.install}`)"
+            f"--target {name}: {RTX.name} does not build for H100 and H200; {TENSORRT.name} does, "
+            f"on the GPU itself: install it there (`{TENSORRT.install}`) and give --target h100 or "
+            f"h200"
         )
-    raise InputError(f"--target {name}: one of {', '.join(TARGETS)}")
-
-
-def runs_on(capabilities: tuple[str, ...], found: tuple[int, int]) -> bool:
-    """Whether a GPU of compute capability `found` runs engines for these."""
-    return any(
-        found >= numbers(c) if c.endswith(LATER) else found == numbers(c) for c in capabilities
-    )
-
-
-def numbers(capability: str) -> tuple[int, int]:
-    """Return `8.6` as (8, 6)."""
-    major, minor = capability.removesuffix(LATER).split(".")
-    return int(major), int(minor)
+    raise InputError(f"--target {name[:40]}: one of {', '.join(TARGETS)}")
 
 
 def target_of(library: str, capabilities: Sequence[str]) -> Target:
-    """Return the target of an engine that this library built for these capabilities."""
+    """Return the target of an engine that a library built for these capabilities."""
     return Target("", LIBRARIES[library], tuple(capabilities))
+
+
+def numbers(capability: str) -> tuple[int, ...]:
+    """Return `8.6` as (8, 6)."""
+    return tuple(map(int, capability.removesuffix(LATER).split(".")))

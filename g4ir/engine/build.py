@@ -92,8 +92,8 @@ def build(
     progress: Progress = no_progress,
     **options: Any,
 ) -> Engine:
-    """Build an engine directory, load it, and return the engine; an engine of several ranks, which
-    several processes load together, refuses to run.
+    """Build an engine directory, load it, and return the engine. One of several ranks, or for a GPU
+    that this machine does not have, refuses to run.
 
     spec: a Spec, a name, a path, or None to take it from the checkpoint. Options:
 
@@ -109,7 +109,7 @@ def build(
     prepared = prepare(spec, BuildOptions(**options))
     written = write_engine(prepared, out, progress)
     prepared.source.close()
-    if prepared.ranks > 1 or not prepared.backend.runs(prepared.device):
+    if prepared.ranks > 1 or not prepared.backend.has_device(prepared.device):
         return described(out)
     # A recorded build needs no trust, so that a directory put in its place by now has none.
     return load_engine(out, trust=not written.known, progress=progress)
@@ -134,9 +134,7 @@ def prepare(
     """Check a build as far as it goes without compiling; returns what `write_engine` needs. `dry`
     also goes without what the environment lacks, a device or weights; `dump` sees each graph after
     each pass."""
-    backend, seed = find_backend(options.backend), options.random_weights
-    if options.target is not None:
-        backend = backend.aimed(options.target)
+    backend, seed = find_backend(options.backend).aimed(options.target), options.random_weights
     device = options.device or backend.devices[0]
     if device not in backend.devices:
         runs = ", ".join(backend.devices)
@@ -324,7 +322,8 @@ def _dtype(backend: Backend, given: str | None, spec: Spec) -> str:
     if given is None:
         return backend.dtypes[0]
     can = ", ".join(TORCH_NAMES[d] for d in backend.dtypes)
-    raise InputError(f"--dtype {given}: backend {backend.name} computes in {can}")
+    on = f" {backend.place}" if kind in find_backend(backend.name).dtypes else ""
+    raise InputError(f"--dtype {given}: backend {backend.name} computes in {can}{on}")
 
 
 def _limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
@@ -405,7 +404,7 @@ def _fitted(
 ) -> tuple[Resolved, str]:
     """Place the per-layer embedding table in the memory where it fits; return that, and why the
     engine does not fit its device: PlanError, unless it is a dry run."""
-    if o.memory is None and not backend.runs(r.device):
+    if o.memory is None and not backend.has_device(r.device):
         return r, ""
     memory, limits = o.memory if o.memory is not None else device_memory(r.device), r.limits
     more = backend.cache_bytes(program, limits)

@@ -20,6 +20,7 @@ from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt import host, runtime
 from g4ir.backends.trt.interface import networks
 from g4ir.backends.trt.recorder import recorder
+from g4ir.backends.trt.target import TARGETS
 from g4ir.engine.build import prepare
 from g4ir.errors import CheckError, MissingError
 from g4ir.plan.options import BuildOptions
@@ -51,7 +52,7 @@ def test_tensorrt_without_its_libraries() -> None:
 
 @pytest.mark.parametrize("version", ["8.6.1", "10.14.1", "12.0.0", "9", "x.y"])
 def test_unsupported_versions(version: str) -> None:
-    with pytest.raises(MissingError, match=r"not supported: install `tensorrt>=10\.15,<12`"):
+    with pytest.raises(MissingError, match=r"not supported: `pip install 'tensorrt>=10\.15,<12'`"):
         host.probe(SimpleNamespace(__version__=version))
 
 
@@ -75,6 +76,10 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.gpu_architecture() == "sm_80"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     host.require_gpu()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    host.require_gpu(TARGETS["h200"])
+    with pytest.raises(MissingError, match=r"9\.0 \(H100\).*NVIDIA H200"):
+        host.require_gpu(TARGETS["h100"])
 
 
 # --- sizes ------------------------------------------------------------------------------------
