@@ -53,7 +53,9 @@ class Net:
         self.network.mark_output(tensor)
 
     def dequantized(self, codes: Any, scale: Any, axis: int = 0, to: str = "FLOAT") -> Any:
-        return self.set(self.network.add_dequantize(codes, scale, getattr(self.trt.DataType, to)), axis=axis)
+        return self.set(
+            self.network.add_dequantize(codes, scale, getattr(self.trt.DataType, to)), axis=axis
+        )
 
     def held(self, kind: str, dims: tuple[int, ...] = (4,)) -> Any:
         """A constant of any element type."""
@@ -64,7 +66,12 @@ class Net:
         return self.network.add_constant(dims, weights).get_output(0)
 
     def codes(
-        self, kind: str, scales: tuple[int, ...] = (), axis: int = -1, to: str = "FLOAT", of: str = "FLOAT"
+        self,
+        kind: str,
+        scales: tuple[int, ...] = (),
+        axis: int = -1,
+        to: str = "FLOAT",
+        of: str = "FLOAT",
     ) -> Any:
         """Codes [64, 128] with scales of this shape."""
         scale = self.held(of, tuple(scales))
@@ -106,7 +113,9 @@ class Net:
         return self.set(self.network.add_softmax(x), axes=axes)
 
     def reduce(self, x: Any, op: str) -> Any:
-        return self.network.add_reduce(x, getattr(self.trt.ReduceOperation, op), 1, True).get_output(0)
+        return self.network.add_reduce(
+            x, getattr(self.trt.ReduceOperation, op), 1, True
+        ).get_output(0)
 
     def absent(self, dtype: str, count: int) -> Any:
         """Three weights that are not there."""

@@ -29,7 +29,12 @@ def refused_by_library(make: Callable[[Net], Any]) -> str:
         if net.network.num_outputs == 0 and isinstance(made, TRT.ITensor):
             tuple(made.shape)
             net.output(made)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as e:  # no layer, or one without a shape
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as e:  # no layer, or one without a shape
         return log.said() if log.errors else str(e)
     config, profile = builder.create_builder_config(), builder.create_optimization_profile()
     for i in range(net.network.num_inputs):
