@@ -34,6 +34,7 @@ def experts(
     gate_up: Operand,
     down: Operand,
     first: Operand | None = None,
+    *,
     form: str = "",
 ) -> Operand:
     """Return the experts' weighted sum, with the chosen weights gathered per token: three times

@@ -30,7 +30,9 @@ def by_columns(g: Graph, dtypes: Collection[str] = tuple(PACKED)) -> Graph:
     def held(n: Node) -> bool:
         return n["codes"].type.dtype in dtypes
 
-    even = made_dense(g, lambda _, n: not held(n) or int(n["codes"].type.shape[-2]) % _packed(n) == 0)
+    even = made_dense(
+        g, lambda _, n: not held(n) or int(n["codes"].type.shape[-2]) % _packed(n) == 0
+    )
 
     def nodes() -> Iterator[Node]:
         for n in even.nodes:

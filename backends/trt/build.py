@@ -33,7 +33,16 @@ from ..primitives.network import ROWS, Network
 from .emitter import TrtEmitter
 from .host import MOST_SHARED_BYTES, Api, all_taken, joined, logger, progress_monitor, stream_writer
 from .interface import Interface, interface, phases_of
-from .lowerings import ATTENTIONS, AUTO, HARDWARE, WEIGHTS, Chosen, head_size, known_forms, lowerings
+from .lowerings import (
+    ATTENTIONS,
+    AUTO,
+    HARDWARE,
+    WEIGHTS,
+    Chosen,
+    head_size,
+    known_forms,
+    lowerings,
+)
 from .target import HOPPER, Target
 
 GIB = 1 << 30

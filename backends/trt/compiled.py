@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+from g4ir.ui.units import size_text
 
 #: a kernel in the list; a tensor in its inputs or outputs
 LINE = re.compile(
@@ -120,5 +121,10 @@ def compiled(log: str, profiles: Sequence[str], caches: Collection[str]) -> dict
     return rows
 
 
-def as_json(made: Mapping[str, Made]) -> dict[str, Any]:
-    return {name: asdict(row) for name, row in made.items()}
+def summary(made: Mapping[str, Made]) -> list[str]:
+    """Return a line for each profile."""
+    return [
+        f"{name}: {m.kernels} kernels, {size_text(m.copied_bytes)} of caches copied, "
+        f"{size_text(m.scratch_bytes)} of scratch memory"
+        for name, m in made.items()
+    ]

@@ -132,8 +132,8 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
     beside = {name: check_sizes(api, g, p.limits, p.settings) for name, g in others.items()}
     dense = sum(1 for _ in p.packing.prologue.find("dense"))
     made_dense = (
-        f"{dense} quantised weights are made dense at build: TensorRT takes 8 bits with a scale for "
-        f"each row, in the engine's dtype, and 4 bits with scales of groups"
+        f"{dense} quantised weights are made dense at build: TensorRT takes 8 bits with a scale "
+        f"for each row, in the engine's dtype, and 4 bits with scales of groups"
     )
     io, network = written.interface, written.network
     layers = (network.get_layer(i) for i in range(network.num_layers))
@@ -285,9 +285,7 @@ def _has_rows(program: Program) -> bool:
     return any(v.type.dtype in CODES for v in codes)
 
 
-def rounds_alike(
-    got: Tensor, want: Tensor, wide: Tensor, dtype: str, times: float = 1.0
-) -> bool:
+def rounds_alike(got: Tensor, want: Tensor, wide: Tensor, dtype: str, times: float = 1.0) -> bool:
     """Whether logits in 16 bits are as near to float64 as the reference's (g4ir/ir/distance.py), or
     so many times as far. Fused kernels keep more digits than it: the two need not be near each
     other."""

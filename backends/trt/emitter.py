@@ -19,7 +19,7 @@ from g4ir.ir.graph import Value
 from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
 
 from ..primitives.emitter import Emitter, Operand, reshape_spec
-from .host import CODES, data_type
+from .host import data_type
 from .recorder import MAX_DIMS, MAX_TOP_K
 
 Made = TypeVar("Made")

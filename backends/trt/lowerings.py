@@ -18,7 +18,6 @@ from ..primitives.emitter import Emitter, Operand
 from ..primitives.lowerings import LOWERINGS, pieces
 from ..primitives.network import EXPERTS, ROWS, Lowering, Network, is_ring, stored_type
 from ..primitives.pointwise import capped, times
-from ..primitives.vision import Form
 from .emitter import TrtEmitter
 from .host import FEATURES, offers
 from .recorder import MAX_HEAD

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
-import re
+import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from g4ir.weights.pack import ParamSource, StoredParams, params_of_rank, rank_fi
 from ..base import Task
 from . import build
 from .build import Written
+from .compiled import Made, compiled, summary
 from .dry_run import check_sizes, emulator
 from .host import Api, Host, logger
 from .interface import ENGINE, LOG, files, keep_log, networks
@@ -67,6 +68,8 @@ class Make:
     notes: list[str] = field(default_factory=list)
     #: of attention, by head size, where it is chosen
     forms: dict[int, str] = field(default_factory=dict)
+    #: of the text model's plan, by profile
+    made: dict[str, Made] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.api, self.graphs = self.host.tensorrt(), networks(self.task.program)
@@ -121,7 +124,8 @@ class Make:
             place = trials[0].outputs[0].name
             self.task.progress(f"trial build of the attention of {place}, heads of {size}")
             refused: LowerError | None = None
-            for self.forms[size] in self._candidates():
+            for form in self._candidates():
+                self.forms[size] = form
                 try:
                     for g in trials:
                         self._or_plain(partial(self._build_alone, g))
@@ -141,7 +145,7 @@ class Make:
 
     def _build_alone(self, g: Graph) -> None:
         settings = {**self.settings, "weights": "baked"}
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, printed_to(self.task.folder / LOG):
             w = self._network(g, None, trial=self.settings["attention"] == AUTO)
             self._build(w, settings, Path(folder) / "plan", no_progress)
 
@@ -178,6 +182,19 @@ class Make:
         given = (self.api, g, self.task.limits, params, self.settings, self.log)
         return build.write_network(*given, self.forms, trial)
 
+    def _look(self, w: Written, begun: int) -> None:
+        """Note what the builder's log, from here on, says that it made of the text model; builders
+        that time kernels may say it otherwise."""
+        with (self.task.folder / LOG).open(errors="replace") as log:
+            log.seek(begun)
+            try:
+                caches = [v.name for v in w.graph.state]
+                self.made = compiled(log.read(), [*w.interface.profiles], caches)
+            except ValueError as e:
+                self.task.progress(str(e))
+        for note in summary(self.made):
+            self._note(note)
+
     def _build(self, w: Written, settings: dict[str, str], plan: Path, progress: Progress) -> None:
         config = build.configure(self.api, w, settings, self._memory(), self.target)
         timing = build.timing_file(self.host.timings(), self.host.machine(self.task.device))
@@ -205,7 +222,10 @@ class Make:
         w = self._network(graph, params)
         for note in () if rank else w.emitter.notes:
             self._note(note)
+        begun = (self.task.folder / LOG).stat().st_size
         self._build(w, self.settings, self.task.folder / plan, self.task.progress)
+        if name == ENGINE and not rank:
+            self._look(w, begun)
         text = json.dumps(w.interface.as_json(), indent=1) + "\n"
         write_file(self.task.folder / tensors, [text.encode()])
         if self.settings["weights"] == "refit":
@@ -243,16 +263,23 @@ class Make:
         GPU could read it, the builder's log."""
         plan = files(ENGINE, 0, ranks_of(self.graphs[ENGINE]))[0]
         if self.target.ahead_of_time:
-            return scratch_in(self.task.folder / LOG)
+            return max((m.scratch_bytes for m in self.made.values()), default=0)
         engine = read_plan(self.task.folder / plan, self.api, self.log)
         return int(engine.device_memory_size_v2)
 
 
-def scratch_in(log: Path) -> int:
-    """Return the most bytes of scratch memory that a log speaks of."""
-    with log.open(errors="replace") as lines:
-        found = (re.search(r"Max Scratch Memory: (\d+) bytes", line) for line in lines)
-        return max((int(m[1]) for m in found if m), default=0)
+@contextmanager
+def printed_to(log: Path) -> Iterator[None]:
+    """A context in which what libraries print as an error is a line of the log: of a trial, a
+    refusal is none."""
+    before = os.dup(2)
+    try:
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 def read_plan(path: Path, api: Api, log: Any) -> Any:

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -68,7 +69,8 @@ def compile_once(
     params: ParamSource | None = None,
 ) -> Trial:
     """Compile a network, of these params or of repeated ones. LowerError where it is refused."""
-    params = params or Repeated({v.name: v.type for v in graph.params})
+    repeated = Repeated({v.name: v.type for v in graph.params})
+    params = params or cast(ParamSource, repeated)
     with tempfile.TemporaryDirectory() as folder:
         log, plan = logger(api.trt, Path(folder) / LOG), Path(folder) / "plan"
         w = build.write_network(api, graph, limits, params, settings, log)

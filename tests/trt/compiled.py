@@ -44,7 +44,9 @@ def cut(spec: Spec, layers: int) -> Spec:
 def planned(row: str) -> Any:
     """`tiny-moe quant=int4 experts=all layers=6` as a build that is not made."""
     variant, *words = row.split()
-    given: dict[str, Any] = {k: int(v) if v.isdigit() else v for k, v in (w.split("=") for w in words)}
+    given: dict[str, Any] = {
+        k: int(v) if v.isdigit() else v for k, v in (w.split("=") for w in words)
+    }
     spec, layers = load_spec(variant), given.pop("layers", 0)
     settings = {k: given.pop(k) for k in SETTINGS if k in given}
     tiny = TINY if variant.startswith("tiny") else {}
@@ -71,4 +73,6 @@ if __name__ == "__main__":
     for each in sys.argv[1:]:
         print(f"{each}:", flush=True)
         for network, kept in numbers(each).items():
-            print(f"  {network}: {yaml.safe_dump(kept, default_flow_style=True).strip()}", flush=True)
+            print(
+                f"  {network}: {yaml.safe_dump(kept, default_flow_style=True).strip()}", flush=True
+            )

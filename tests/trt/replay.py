@@ -77,9 +77,7 @@ class Replay:
             tensor = self.tensors[self.source.get_output(i).name]
             tensor.name = self.source.get_output(i).name
             self.n.mark_output(tensor)
-        return replace(
-            self.written, builder=self.builder, network=self.n, log=self.builder._logger
-        )
+        return replace(self.written, builder=self.builder, network=self.n, log=self.builder._logger)
 
     def member(self, value: Any) -> Any:
         """The recorder's member of the same enum and name."""
@@ -173,7 +171,9 @@ class Replay:
         return self.set(made, axis=layer.axis)
 
     def dist_collective(self, layer: Any, x: Any) -> Any:
-        op = "ALL_GATHER" if layer.name.rpartition("/")[2].startswith("all_gather") else "ALL_REDUCE"
+        op = (
+            "ALL_GATHER" if layer.name.rpartition("/")[2].startswith("all_gather") else "ALL_REDUCE"
+        )
         join, every = "NONE" if op == "ALL_GATHER" else "SUM", [*range(layer.num_ranks)]
         kinds = self.own.CollectiveOperation[op], self.own.ReduceOperation[join]
         made = self.n.add_dist_collective(x, *kinds, -1, every)

@@ -23,8 +23,16 @@ REPLAYS = {
     "tiny-dense quant=int8 tp=2": {"logits"},
 }
 MORE_REPLAYS = (
-    *("tiny-dense", "tiny-moe quant=fp8 attention=fused", "tiny-moe experts=gather latent_kv=value"),
-    *("tiny-dense latent_kv=raw attention=fused", "tiny-dense attention=plain", "tiny-ple quant=int8"),
+    *(
+        "tiny-dense",
+        "tiny-moe quant=fp8 attention=fused",
+        "tiny-moe experts=gather latent_kv=value",
+    ),
+    *(
+        "tiny-dense latent_kv=raw attention=fused",
+        "tiny-dense attention=plain",
+        "tiny-ple quant=int8",
+    ),
     *("e2b", "e2b quant=int4", "26b-a4b attention=fused", "26b-a4b quant=int4 experts=all"),
     *("31b latent_kv=value", "12b", "26b-a4b tp=2 quant=fp8"),
 )

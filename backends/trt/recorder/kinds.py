@@ -89,6 +89,7 @@ class ICastLayer(Layer):
 
     def _infer(self) -> list[Output]:
         self._takes(self._in(), CASTABLE)
+        self._need(self._to_type in CASTABLE, f"nothing is cast to {self._to_type.name}")
         return [(self._to_type, self._in()._dims)]
 
     def _run(self, *ins: torch.Tensor) -> Tensors:
@@ -111,7 +112,8 @@ class IDequantizeLayer(Layer):
             self._need(fits, f"{scale._text}: one for each entry of axis {self._axis} of {x._text}")
         elif scale._dims:
             fits = len(scale._dims) == len(x._dims)
-            fits = fits and all(n % g == 0 for n, g in zip(x._dims, scale._dims))
+            pairs = [*zip(x._dims, scale._dims)]
+            fits = fits and all(n % g == 0 for n, g in pairs) and sum(n != g for n, g in pairs) < 2
             self._need(fits, f"{scale._text}: a scale for each group of {x._text}")
         return [(to, x._dims)]
 

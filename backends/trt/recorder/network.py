@@ -10,7 +10,7 @@ import torch
 
 from . import kinds, layout
 from .enums import TORCH, DataType, Severity
-from .layers import HELD, MAX_DIMS, ITensor, Layer, Shape, volume
+from .layers import CODES, HELD, MAX_DIMS, ITensor, Layer, Shape, volume
 from .ranks import Exchange
 from .record import Attribute, Recorded, method, need
 
@@ -135,6 +135,10 @@ def check(network: INetworkDefinition) -> None:
         layer._need(layer._outputs[0]._is_output, "its output is no output of the network")
     for layer in _of_kind(network, kinds.IAttention):
         layer._check_kernel()
+    for layer in network._layers:
+        for t in (t for t in layer._inputs if t is not None and layer._kind != "dequantize"):
+            codes = t._layer and t._layer._kind == "constant" and t._type[0] in CODES
+            layer._need(not codes, f"{t._text}: constants of codes are dequantised, nothing else")
     ranks = {x._num_ranks for x in _of_kind(network, kinds.IDistCollectiveLayer)}
     need(len(ranks) <= 1, f"collectives of {sorted(ranks)} ranks in one network")
 
