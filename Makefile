@@ -30,10 +30,13 @@ $(BASE): constraints.txt
 	@touch $@
 
 # torchvision, whose Python half the tests compare with, lies beside the environment (see
-# tests/torchvision_half.py).
+# tests/torchvision_half.py). TensorRT-RTX is NVIDIA's, under its licence; tests of its builder are
+# skipped without it.
 $(READY): $(BASE) pyproject.toml
 	$(INSTALL) --no-deps --target $(VENV)/reference torchvision & other=$$!; \
 	    $(INSTALL) --no-build-isolation -e '.[test]' && wait $$other
+	@[ "$$(uname -sm)" != "Linux x86_64" ] || $(INSTALL) --no-build-isolation -e '.[rtx]' || \
+	    echo "without TensorRT-RTX: tests of its builder are skipped"
 	@touch $@
 
 # What the demo needs is a third of what the tests need, which will do as well.

@@ -181,6 +181,10 @@ class Task:
     group: Group | None = None
     #: whether weights are copied to huge pages (torch on a CPU)
     huge_pages: bool = False
+    #: bytes of the device's memory, if a build was given them
+    memory: int | None = None
+    #: of the manifest, when it is loaded
+    digest: str = ""
 
 
 class Backend(ABC):
@@ -207,8 +211,35 @@ class Backend(ABC):
     verifies_in_chunks: bool = False
     #: whether several ranks can share what it runs
     shares: bool = False
+    #: whether its engines run with the torch that built them alone
+    of_torch: bool = True
     #: the type of what `compile` returns, as spec/reader.py reads it
     record: Any = Nothing
+
+    def aimed(self, target: str | None) -> Backend:
+        """Return this backend as it builds for the GPUs of `--target`; None: for the current one.
+        InputError if it cannot."""
+        if target is not None:
+            raise InputError(
+                f"--target {target[:40]}: backend {self.name} builds for this machine; leave it "
+                f"out, or give --backend trt"
+            )
+        return self
+
+    def built(self, kept: Mapping[str, Any]) -> Backend:
+        """Return this backend as it runs engines whose `record` is `kept`."""
+        return self
+
+    @property
+    def place(self) -> str:
+        """Where its engines run, in a message."""
+        return "where it was built"
+
+    def has_device(self, device: str) -> bool:
+        """Whether this machine has the device that its engines run on."""
+        import torch
+
+        return device != "cuda" or torch.cuda.is_available()
 
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
         """Return checks of the environment for a build for so many ranks, cheapest to meet first;
@@ -274,6 +305,8 @@ class Prepared(Resolved):
     side_files: Mapping[str, bytes]
     #: of a dry run: why the engine does not fit its device, or nothing
     short: str = ""
+    #: bytes of the device's memory, if given
+    memory: int | None = None
 
     def param_bytes(self) -> int:
         """Count the bytes of the packed params, tables included."""

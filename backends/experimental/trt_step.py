@@ -13,6 +13,7 @@ from g4ir.plan.engine_limits import Limits
 
 from ..primitives.network import FULL
 from ..trt.build import Written, weight_bytes
+from ..trt.lowerings import gathers
 from ..trt.recorder import traffic
 from .step_model import NCCL, message_us, read_constants
 
@@ -25,7 +26,9 @@ def decode_step(w: Written, limits: Limits, experts: str) -> dict[str, Any]:
     io, chosen = w.interface, chosen_parts(w.graph)
     whole = io.of_phase("decode")[-1]
     shapes = {name: io.shapes(name, whole)[2] for name in io.dynamic()}
-    moved, kernels = traffic(w.network, shapes, chosen if experts == "gather" else {})
+    sizes = {(_chosen(n), _routed(n)) for n in w.graph.find("experts", "moe_mlp")}
+    few = all(gathers(experts, limits, *size) for size in sizes)
+    moved, kernels = traffic(w.network, shapes, chosen if few else {})
     constants = read_constants()
     rate, gap = constants.gpus[GPU].copy, sum(constants.gap) / 2
     roof = roof_bytes(w.graph, limits, chosen)

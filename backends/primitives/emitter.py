@@ -58,6 +58,8 @@ class Emitter(ABC):
 
     #: prefix of the names of what is made next: the IR value that it is made for
     scope: str = ""
+    #: whether entries of a weight in codes are gathered before they are dequantised
+    gathers_codes = True
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -163,6 +165,11 @@ class Emitter(ABC):
         fits = all(m == n for m, n in pairs) and groups > 0 and size % groups == 0
         _need(fits, f"dequantize: {codes.type} and {scales.type} along {axis}")
         return self._dequantize(codes, scales, axis, t)
+
+    def part(self, codes: Operand, dtype: str) -> tuple[Operand, float] | None:
+        """Return codes times a power of two, and what a product of these is still to be multiplied
+        by, beside the scales of rows; None where products take codes with their scales."""
+        return None
 
     def bits(self, codes: Operand) -> Operand:
         """Return a param of codes of one byte as u8, bit for bit."""

@@ -25,7 +25,7 @@ from .pointwise import (
     weighed,
     weight_like,
 )
-from .weights import coded, dense_weight
+from .weights import coded, linear
 
 
 def _linear_bias(net: Network, n: Node, x: Operand, w: Operand, b: Operand) -> Operand:
@@ -143,7 +143,7 @@ def _unstack_layers(net: Network, n: Node, x: Operand) -> tuple[Operand, ...]:
 LOWERINGS: Mapping[str, Lowering] = {
     "dequantize": coded,
     "dequantize_columns": coded,
-    "linear": lambda net, n, x, w: net.e.linear(x, *dense_weight(net.e, w)),
+    "linear": lambda net, n, x, w: linear(net.e, x, w),
     "linear_bias": _linear_bias,
     "concat": lambda net, n, *xs: net.e.concat(xs, n.whole("axis")),
     "split": lambda net, n, x: tuple(pieces(net, x, *n.wholes("sizes"))),

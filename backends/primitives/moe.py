@@ -9,7 +9,7 @@ from g4ir.ir.graph import Node
 from .emitter import Emitter, Operand
 from .network import Network
 from .pointwise import activate, times, weight_like
-from .weights import dense_weight, gathered_weights
+from .weights import Weight, gathered_weight, whole_weight
 
 
 def router(
@@ -34,30 +34,32 @@ def experts(
     gate_up: Operand,
     down: Operand,
     first: Operand | None = None,
+    *,
+    form: str = "",
 ) -> Operand:
     """Return the experts' weighted sum, with the chosen weights gathered per token: three times
-    their bytes, so for single tokens only unless asked for; else all experts on all tokens."""
-    e, act, both = net.e, n.word("act"), (gate_up, down)
+    their bytes, so for single tokens only unless asked for; else all experts on all tokens. `form`
+    is one of EXPERTS, the network's by default."""
+    e, act, both, form = net.e, n.word("act"), (gate_up, down), form or net.experts
     if first is not None:
         weights, index = own_choices(e, weights, index, first, int(gate_up.shape[0]))
 
     def gathered() -> Operand:
-        made = (gathered_weights(net, w, index) for w in both)
+        made = (gathered_weight(net, w, index) for w in both)
         y = _mlp(e, e.unsqueeze(x, 2, 3), act, *made)
         y = e.mul(e.cast(y, "f32"), e.unsqueeze(weights, 3, 4))
         return e.cast(e.reshape(e.reduce("sum", y, 2), *x.shape), x.dtype)
 
     def every() -> Operand:
-        dense = (dense_weight(e, w) for w in both)
-        made = ((e.unsqueeze(w, 0), turned) for w, turned in dense)
+        made = (_for_all(e, whole_weight(e, w)) for w in both)
         y = _mlp(e, e.unsqueeze(x, 1), act, *made)
         y = e.cast(e.transpose(y, 0, 2, 1, 3), "f32")
         out = e.matmul(_by_expert(net, weights, index, int(gate_up.shape[0])), y)
         return e.cast(e.reshape(out, *x.shape), x.dtype)
 
-    if net.experts == "auto" and x.shape[1] != 1:
+    if form == "auto" and x.shape[1] != 1:
         return e.when_one(x, 1, gathered, every)
-    return every() if net.experts == "all" else gathered()
+    return every() if form == "all" else gathered()
 
 
 def own_choices(
@@ -70,18 +72,21 @@ def own_choices(
     return e.where(held, weights, 0.0), e.where(held, index, 0)
 
 
-def _mlp(
-    e: Emitter, x: Operand, act: str, first: tuple[Operand, bool], second: tuple[Operand, bool]
-) -> Operand:
-    """Multiply by weights, each with whether it is transposed."""
-    y, last = _product(e, x, *first), x.rank - 1
+def _for_all(e: Emitter, w: Weight) -> Weight:
+    """Return a weight with a dim of one for rows of a batch."""
+    return Weight(e.unsqueeze(w.matrix, 0), w.turned, w.factors and e.unsqueeze(w.factors, 0))
+
+
+def _mlp(e: Emitter, x: Operand, act: str, first: Weight, second: Weight) -> Operand:
+    y, last = _product(e, x, first), x.rank - 1
     both = int(y.shape[last])
     gate, up = e.slice(y, last, 0, both // 2), e.slice(y, last, both // 2, both)
-    return _product(e, e.mul(activate(e, gate, act), up), *second)
+    return _product(e, e.mul(activate(e, gate, act), up), second)
 
 
-def _product(e: Emitter, x: Operand, w: Operand, columns: bool) -> Operand:
-    return e.matmul(x, w, transpose_b=not columns)
+def _product(e: Emitter, x: Operand, w: Weight) -> Operand:
+    y = e.matmul(x, w.matrix, transpose_b=not w.turned)
+    return y if w.factors is None else e.mul(y, e.unsqueeze(w.factors, w.factors.rank - 1))
 
 
 def _by_expert(net: Network, weights: Operand, index: Operand, count: int) -> Operand:

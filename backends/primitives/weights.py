@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,15 +23,21 @@ def made_dense(g: Graph, takes: Callable[[Graph, Node], bool]) -> Graph:
     return replace(g, nodes=tuple(nodes))
 
 
-def by_columns(g: Graph) -> Graph:
-    """Return a graph whose quantised weights lie by columns. Two codes of 4 bits lie in a byte, so
-    that of an odd number of rows the weight is made at build."""
-    even = made_dense(g, lambda _, n: int(n["codes"].type.shape[-2]) % _packed(n) == 0)
+def by_columns(g: Graph, dtypes: Collection[str] = tuple(PACKED)) -> Graph:
+    """Return a graph whose quantised weights with codes of these dtypes lie by columns. Two codes
+    of 4 bits lie in a byte, so that of an odd number of rows the weight is made at build."""
+
+    def held(n: Node) -> bool:
+        return n["codes"].type.dtype in dtypes
+
+    even = made_dense(
+        g, lambda _, n: not held(n) or int(n["codes"].type.shape[-2]) % _packed(n) == 0
+    )
 
     def nodes() -> Iterator[Node]:
         for n in even.nodes:
             b = Builder(g.name)
-            if n.op == "dequantize":
+            if n.op == "dequantize" and held(n):
                 parts = [b.emit("columns", v, name=_named(v.name)) for v in n.inputs]
                 b.emit("dequantize_columns", *parts, name=n.out.name, **n.attrs)
             yield from b.nodes or [n]
@@ -67,22 +73,48 @@ def coded(net: Network, n: Node, codes: Operand, scales: Operand) -> Coded:
     return Coded(n.out.type, None, codes, scales, n.op == "dequantize_columns")
 
 
-def dense_weight(e: Emitter, w: Operand) -> tuple[Operand, bool]:
-    """Return a weight as a tensor, and whether that is its transpose."""
+@dataclass(frozen=True)
+class Weight:
+    """A weight as products take it: [.., out, in], or its transpose where it is turned. What they
+    make is multiplied by `factors` [.., out], where a target has scales of rows behind them."""
+
+    matrix: Operand
+    turned: bool = False
+    factors: Operand | None = None
+
+
+def whole_weight(e: Emitter, w: Operand) -> Weight:
+    """Return a weight that is a tensor, or dequantised to one where it is read."""
     if not isinstance(w, Coded):
-        return w, False
+        return Weight(w)
+    if not w.columns and int(w.scales.shape[-1]) == 1 and (made := e.part(w.codes, w.dtype)):
+        matrix, rest = made
+        scales = e.cast(e.reshape(w.scales, *w.shape[:-1]), w.dtype)
+        return Weight(matrix, False, e.mul(scales, rest))
     axis = w.rank - 2 if w.columns else w.rank - 1
-    return e.dequantize(w.codes, w.scales, axis, w.dtype), w.columns
+    return Weight(e.dequantize(w.codes, w.scales, axis, w.dtype), w.columns)
 
 
-def gathered_weights(net: Network, w: Operand, index: Operand) -> tuple[Operand, bool]:
-    """Return entries of the first axis of a weight, and whether they are transposed: of one in
-    codes, codes are gathered."""
-    if not isinstance(w, Coded):
-        return net.e.gather(w, index, 0), False
-    axis = index.rank + w.rank - (3 if w.columns else 2)
-    signed = COMPLEMENT if w.columns else 0
-    return gathered(net, w.codes, w.scales, index, axis, w.dtype, signed), w.columns
+def gathered_weight(net: Network, w: Operand, index: Operand) -> Weight:
+    """Return entries of the first axis of a weight. Of one in codes, codes are gathered, unless a
+    target reads no more of it than is gathered behind it."""
+    e = net.e
+    if isinstance(w, Coded) and e.gathers_codes:
+        axis = index.rank + w.rank - (3 if w.columns else 2)
+        signed = COMPLEMENT if w.columns else 0
+        return Weight(gathered(net, w.codes, w.scales, index, axis, w.dtype, signed), w.columns)
+    made = whole_weight(e, w)
+    factors = made.factors and e.gather(made.factors, index, 0)
+    return Weight(e.gather(made.matrix, index, 0), made.turned, factors)
+
+
+def linear(e: Emitter, x: Operand, w: Operand) -> Operand:
+    """Return x w^T."""
+    made = whole_weight(e, w)
+    y = e.linear(x, made.matrix, made.turned)
+    if made.factors is None:
+        return y
+    return e.mul(y, e.unsqueeze(made.factors, *range(x.rank - 1)))
 
 
 def gathered(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from g4ir.errors import EngineError
@@ -13,24 +12,36 @@ from g4ir.ir.graph import Graph, Node, Program
 from g4ir.parallel.shard import ranks_of
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.footprint import reserve
-from g4ir.spec.reader import Count, Line, Range, Shaped
+from g4ir.spec.reader import Count, Line, OneOf, Range, Shaped
 from g4ir.ui.progress import Progress
 from g4ir.weights.pack import StoredParams
 
 from ..base import Backend, Setting, Task
 from ..primitives.network import stored_bytes
-from ..primitives.weights import made_dense
+from ..primitives.weights import by_columns, made_dense
 from .build import weight_bytes
 from .dry_run import dry_run
-from .host import CODES, Api, Host, check_ranks, logger, recorded_by_all
+from .host import (
+    CODES,
+    Api,
+    Host,
+    check_ranks,
+    installed,
+    logger,
+    recorded_by_all,
+    require_target,
+)
 from .interface import ENGINE, files, interface, networks
+from .kernel_cache import SUFFIX, KernelCache
 from .lowerings import SETTINGS, score_bytes
 from .make import Make, build_apart, read_plan
 from .runtime import Opened, TrtRuntime, is_streaming, refit, stream_weights
+from .target import HOPPER, LIBRARIES, RTX, TARGETS, Target, find_target, target_of
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
 
+Capability = Annotated[str, Shaped(r"\d{1,2}\.\d\+?", "8.9")]
 #: a file beside the manifest
 PlainName = Annotated[str, Shaped(r"(?a:\w[\w.]*)", "engine.plan")]
 Bytes = Annotated[int, Range(0, 1 << 60)]
@@ -51,7 +62,11 @@ class Plans:
 
     plan: PlainName
     tensors: PlainName
-    tensorrt: str
+    #: name and version
+    library: Annotated[str, OneOf(LIBRARIES)]
+    version: str
+    #: compute capabilities whose GPUs run the plans; the GPU that kernels were timed on, if any
+    capabilities: tuple[Capability, ...]
     gpu: str
     settings: dict[str, str]
     layers: Count
@@ -76,23 +91,53 @@ class TrtBackend(Backend):
     packs_weights: bool = True
     shares: bool = True
     native: bool = True
+    of_torch: bool = False
     record: Any = Plans
     settings: Mapping[str, Setting] = field(default_factory=lambda: SETTINGS)
     host: Host = field(default_factory=Host)
 
+    def aimed(self, target: str | None) -> TrtBackend:
+        here = TARGETS.get(self.host.architecture().replace("_", ""))
+        found = find_target(target) if target else here
+        return self._for(found) if found else self
+
+    def built(self, kept: Mapping[str, Any]) -> TrtBackend:
+        target = target_of(kept["library"], kept["capabilities"])
+        return self._for(target) if target.library != self.host.target.library else self
+
+    def _for(self, target: Target) -> TrtBackend:
+        dtypes = tuple(d for d in self.dtypes if d not in target.lacks)
+        # Its GPUs are the target's.
+        own = {n: x for n, x in SETTINGS.items() if n != "hardware" or not target.ahead_of_time}
+        return replace(self, host=self.host.aimed(target), dtypes=dtypes, settings=own)
+
+    @property
+    def place(self) -> str:
+        target = self.host.target
+        return f"on a GPU of {target.gpus}" if target.ahead_of_time else "where it was built"
+
+    def has_device(self, device: str) -> bool:
+        return self.host.has_gpu(device)
+
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
+        rtx = (
+            installed(RTX) if self.host.target is HOPPER and not super().has_device(device) else ""
+        )
+        if rtx:
+            return (partial(require_target, rtx),)
         return (lambda: check_ranks(self.host.tensorrt(), ranks), self.host.check_gpu)
 
     def machine(self, device: str) -> str:
         return self.host.machine(device)
 
     def stored(self, program: Program, device: str) -> Program:
-        """Return graphs whose other weights are made of their codes at build."""
-        return program.map(lambda g: made_dense(g, takes_codes))
+        """Return graphs whose 4-bit weights lie by columns, in two's complement; what TensorRT does
+        not take is made of its codes at build."""
+        return program.map(lambda g: by_columns(made_dense(g, takes_codes), ("u8",)))
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         if self.host.apart:
-            return build_apart(task, settings)
+            return build_apart(task, settings, target=self.host.target)
         return Make(self.host, task, dict(settings)).run()
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
@@ -102,8 +147,7 @@ class TrtBackend(Backend):
         self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
     ) -> int:
         """Count the bytes of attention's scores, unless one layer hides them."""
-        fused = settings["attention"] == "fused"
-        return 0 if fused else score_bytes(program.graphs["prefill"], limits)
+        return score_bytes(program.graphs["prefill"], limits, settings["attention"])
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
         """Count the weights of every plan; a tower of several sizes is in several."""
@@ -117,12 +161,12 @@ class TrtBackend(Backend):
         api, graphs, group = self.host.tensorrt(), networks(task.program), task.group
         rank = group.rank if group else 0
         own = {name: files(name, rank, ranks_of(g)) for name, g in graphs.items()}
-        self._check_plans(kept, api, graphs, task.folder)
+        self._check_plans(kept, api, graphs, task)
         for plan, *_ in own.values():
             path = task.folder / plan
             if not path.is_file() or not path.stat().st_size:
                 raise EngineError(f"{path} is missing or empty; build the engine again")
-        log = logger(api.trt)
+        log, kernels = logger(api.trt), self._kernels(api, task)
         weights = kept["settings"]["weights"]
 
         def opened(name: str) -> Opened:
@@ -135,7 +179,8 @@ class TrtBackend(Backend):
                 constants = StoredParams.open([task.folder / beside])
                 refit(api, engine, log, constants.tensor, task.params.tensor)
                 constants.close()
-            return Opened(api, engine, log, interface(graphs[name], task.limits), task.device)
+            io = interface(graphs[name], task.limits)
+            return Opened(api, engine, log, io, task.device, kernels)
 
         main = opened(ENGINE)
         record = self.host.record(task.device) if cuda_graph else None
@@ -150,6 +195,15 @@ class TrtBackend(Backend):
             loaded.link(partial(self.host.communicator, group))
         return loaded
 
+    def _kernels(self, api: Api, task: Task) -> KernelCache | None:
+        if not self.host.target.ahead_of_time:
+            return None
+        key = f"{task.digest} {self.host.gpu()} {self.host.architecture()} {api.version}"
+        rank = f".rank{task.group.rank}" if task.group else ""
+        folder = task.folder.resolve()
+        file = folder.with_name(f"{folder.name}{rank}{SUFFIX}")
+        return KernelCache(api, file, key, task.progress)
+
     def _spare(self, task: Task) -> int:
         tables = sum(v.type.nbytes() for v in task.program.graphs["embed"].params)
         caches = self.cache_bytes(task.program, task.limits)
@@ -157,14 +211,14 @@ class TrtBackend(Backend):
         return self.host.free(task.device) - taken
 
     def _check_plans(
-        self, kept: Mapping[str, Any], api: Api, graphs: Mapping[str, Graph], folder: Path
+        self, kept: Mapping[str, Any], api: Api, graphs: Mapping[str, Graph], task: Task
     ) -> None:
         """Raise EngineError where plans are not one for each network, or are another TensorRT's or
         another GPU's. A patch version counts too: plans are read by the version that wrote them."""
-        settings = kept["settings"]
+        folder, settings = task.folder, kept["settings"]
         others = {name: files(name, 0, ranks_of(g))[0] for name, g in graphs.items()}
         agreed = {
-            "settings": all(settings.get(n) in s.choices for n, s in SETTINGS.items()),
+            "settings": all(settings.get(n) in s.choices for n, s in self.settings.items()),
             "plan": kept["plan"] == others.pop(ENGINE),
             "others": kept["others"] == others,
         }
@@ -173,12 +227,18 @@ class TrtBackend(Backend):
                 f"{folder}: {key} of its compiled files are not those of its networks; build it "
                 f"again"
             )
-        if kept["tensorrt"] != api.version:
+        if not self.has_device(task.device):
             raise EngineError(
-                f"the plan was built by TensorRT {kept['tensorrt']}, this is {api.version}: "
-                f"install that version, or build the engine again"
+                f"{folder} runs on a GPU of {self.host.target.gpus}; the current one, "
+                f"{self.host.gpu()}, is {self.host.architecture()}: choose another with "
+                f"CUDA_VISIBLE_DEVICES, or build the engine again with --target for this one"
             )
-        if settings["hardware"] == "exact" and kept["gpu"] != self.host.gpu():
+        if kept["version"] != api.version:
+            raise EngineError(
+                f"the plan was built by {kept['library']} {kept['version']}, this is "
+                f"{api.version}: install that version, or build the engine again"
+            )
+        if settings.get("hardware") == "exact" and kept["gpu"] != self.host.gpu():
             raise EngineError(
                 f"the plan was built on {kept['gpu']}, this is {self.host.gpu()}: build it again "
                 f"here, or build it with --set hardware=same-capability for both"
@@ -186,11 +246,11 @@ class TrtBackend(Backend):
 
 
 def takes_codes(g: Graph, n: Node) -> bool:
-    """Whether TensorRT's layer takes the codes of a weight: 8 bits of a matrix, with a scale for
-    each row in the engine's dtype."""
+    """Whether TensorRT's layer takes the codes of a weight: 8 bits with a scale for each row in the
+    engine's dtype, 4 bits with scales of groups."""
     codes, scales = n["codes"].type, n["scales"].type
-    rows = codes.dtype in CODES and codes.rank == 2 and scales.shape[1] == 1
-    return rows and scales.dtype == n.word("to")
+    rows = scales.shape[-1] == 1 and scales.dtype == n.word("to")
+    return codes.dtype == "u8" or (codes.dtype in CODES and rows)
 
 
 BACKEND = TrtBackend()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,6 +21,7 @@ from g4ir.ir.graph import Graph, Node
 from g4ir.ir.names import layer_of
 from g4ir.parallel.shard import ranks_of
 from g4ir.plan.engine_limits import Limits
+from g4ir.plan.fit import device_memory
 from g4ir.ui.files import new_version, write_file
 from g4ir.ui.paths import check_private, private
 from g4ir.ui.progress import Progress
@@ -28,19 +29,33 @@ from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource
 from g4ir.weights.tensorfile import CODES, write_tensors
 
-from ..primitives.network import Network
+from ..primitives.network import ROWS, Network
 from .emitter import TrtEmitter
 from .host import MOST_SHARED_BYTES, Api, all_taken, joined, logger, progress_monitor, stream_writer
 from .interface import Interface, interface, phases_of
-from .lowerings import HARDWARE, WEIGHTS, lowerings
+from .lowerings import (
+    ATTENTIONS,
+    AUTO,
+    HARDWARE,
+    WEIGHTS,
+    Chosen,
+    head_size,
+    known_forms,
+    lowerings,
+)
+from .target import HOPPER, Target
 
 GIB = 1 << 30
 #: what the builder may use of the device while it times kernels, whatever weights leave
 LEAST_WORKSPACE = GIB
 #: part of a refusal in which TensorRT took layers for attention, and failed at their mask
 WRAPPER = "wrap_attention"
+#: part of what TensorRT-RTX says after every refusal on a machine without a driver
+NO_DRIVER = "CUDA driver version is insufficient"
 #: part of the name of a layer that was refused, or of the message -> what to try
 REMEDIES: Mapping[str, str] = {
+    "cuda_success": "--set weights=baked: TensorRT-RTX leaves weights out of a plan only where an "
+    "NVIDIA driver is installed",
     WRAPPER: "--set attention=plain, in which TensorRT finds no attention",
     "experts": "--set experts=all, whose products are plain ones",
     "attention": "--set attention=plain, whose attention is products and the plainest layers",
@@ -69,56 +84,85 @@ def write_network(
     params: ParamSource | None,
     settings: Mapping[str, str],
     log: Any = None,
+    forms: Chosen | None = None,
+    trial: bool = False,
 ) -> Written:
-    """Write a graph (primitives/graph.py) as an INetworkDefinition. LowerError names the op and the
-    value, and ends with what TensorRT said."""
+    """Write a graph (primitives/graph.py) as an INetworkDefinition. `forms` are those of attention
+    that were tried, if any; in a trial, an attention layer is one kernel or refused. LowerError
+    names the op and the value, and ends with what TensorRT said."""
     log = log or logger(api.trt)
     builder = api.trt.Builder(log)
     flags = api.network_flags()
     network = builder.create_network(flags)
     if network is None:
         raise LowerError(f"TensorRT makes no network with the flags {flags:#b}: {log.said()}")
-    emitter = TrtEmitter(api.trt, network, params.tensor if params else None, log.said)
-    experts = "gather" if settings["experts"] == "gather" else "all"
+    of_params = params.tensor if params else None
+    emitter = TrtEmitter(api.trt, network, of_params, log.said, trial)
+    attention = settings["attention"]
+    how = lowerings((forms or known_forms([graph])) if attention == AUTO else attention)
     with all_taken(log, f"the network of {graph.name}"):
-        Network(emitter, graph, limits, lowerings(settings["attention"]), experts).emit()
+        Network(emitter, graph, limits, how, settings["experts"]).emit()
     return Written(builder, network, graph, interface(graph, limits), log, emitter)
 
 
-def attention_graphs(graph: Graph) -> list[Graph]:
-    """Return a graph for each distinct attention of a graph: it alone, which reads caches and
-    writes none."""
-    kinds: dict[Any, Graph] = {}
-    for n in (n for n in graph.nodes if n.definition.held):
-        key = (n.op, tuple(sorted(n.attrs.items())), *(v.type for v in n.inputs))
-        kinds.setdefault(key, _alone(n))
-    return [*kinds.values()]
+def attention_trials(graphs: Iterable[Graph]) -> dict[int, list[Graph]]:
+    """Return for each size of heads the trials: of each graph, its distinct attentions of that
+    size, at least two, as builders may take one and not two. They read caches and write none."""
+    found: dict[int, list[Graph]] = {}
+    for g in graphs:
+        kinds: dict[int, dict[Any, Node]] = {}
+        for n in g.nodes:
+            if (size := head_size(n)) is not None:
+                key = (n.op, tuple(sorted(n.attrs.items())), *(v.type for v in n.inputs))
+                kinds.setdefault(size, {}).setdefault(key, n)
+        for size, nodes in kinds.items():
+            found.setdefault(size, []).append(_alone(g, [*nodes.values()]))
+    return found
 
 
-def _alone(n: Node) -> Graph:
-    others = tuple(dict.fromkeys(v for v in n.inputs if v not in n.caches))
-    return Graph("prefill", others, (), tuple(dict.fromkeys(n.caches)), (n,), n.outputs, {})
+def _alone(g: Graph, nodes: Sequence[Node]) -> Graph:
+    """Return the graph of attentions alone, of a single one twice."""
+    nodes = [*nodes, *([_again(nodes[0])] if len(nodes) == 1 else [])]
+    caches = tuple(dict.fromkeys(v for n in nodes for v in n.caches))
+    inputs = dict.fromkeys(v for n in nodes for v in n.inputs if v not in caches)
+    inputs |= {v: None for v in g.inputs if v.name == ROWS}  # which decides its profiles
+    outputs = tuple(v for n in nodes for v in n.outputs)
+    name = "prefill" if caches else g.name
+    return Graph(name, tuple(inputs), (), caches, tuple(nodes), outputs, {})
+
+
+def _again(n: Node) -> Node:
+    """Return an attention of other queries over the same keys."""
+    inputs = (replace(v, name=f"{v.name}.again") if v == n["q"] else v for v in n.inputs)
+    outputs = (replace(v, name=f"{v.name}.again") for v in n.outputs)
+    return replace(n, inputs=tuple(inputs), outputs=tuple(outputs))
 
 
 # --- configuration ----------------------------------------------------------------------------
 
 
-def configure(api: Api, w: Written, settings: Mapping[str, str], memory: int) -> Any:
-    """Return the builder's configuration. memory: bytes of the device."""
+def configure(
+    api: Api,
+    w: Written,
+    settings: Mapping[str, str],
+    memory: int | None,
+    target: Target = HOPPER,
+) -> Any:
+    """Return the builder's configuration. memory: bytes of the device, if known."""
     trt, config = api.trt, w.builder.create_builder_config()
     with all_taken(w.log, "the configuration"):
         # What the ops compute in fp32 is fp32, not products of 10 bits.
         config.clear_flag(trt.BuilderFlag.TF32)
         for flag in WEIGHTS[settings["weights"]]:
             config.set_flag(getattr(trt.BuilderFlag, flag))
-        # What weights leave of the device is for kernels that are timed.
-        workspace = max(memory - weight_bytes(w.graph), LEAST_WORKSPACE)
-        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
-        level = getattr(trt.HardwareCompatibilityLevel, HARDWARE[settings["hardware"]])
-        config.hardware_compatibility_level = level
-        if settings["hardware"] != "exact":
-            # By default such an engine's kernels get 48 KiB, which leaves out the best ones.
-            config.set_memory_pool_limit(trt.MemoryPoolType.TACTIC_SHARED_MEMORY, MOST_SHARED_BYTES)
+        if memory is not None:
+            # What weights leave of the device is for kernels.
+            workspace = max(memory - weight_bytes(w.graph), LEAST_WORKSPACE)
+            config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
+        if target.ahead_of_time:
+            _aim(trt, config, target)
+        else:
+            _of_hardware(trt, config, settings.get("hardware", "exact"))
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         if ranks_of(w.graph) > 1 and api.has("collectives on trial"):
             config.set_preview_feature(trt.PreviewFeature.MULTIDEVICE_RUNTIME_10_16, True)
@@ -127,6 +171,25 @@ def configure(api: Api, w: Written, settings: Mapping[str, str], memory: int) ->
         if settings["weights"] == "refit":
             _name_weights(w)
     return config
+
+
+def _aim(trt: Any, config: Any, target: Target) -> None:
+    """Have the builder compile for the target's compute capability; without one, engines are
+    portable. Steps allocate nothing, so that they can be recorded as CUDA graphs."""
+    config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    if len(target.capabilities) == 1:
+        own = getattr(trt.ComputeCapability, f"SM{target.capabilities[0].replace('.', '')}")
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(own, 0)
+
+
+def _of_hardware(trt: Any, config: Any, hardware: str) -> None:
+    config.hardware_compatibility_level = getattr(
+        trt.HardwareCompatibilityLevel, HARDWARE[hardware]
+    )
+    if hardware != "exact":
+        # By default such an engine's kernels get 48 KiB, which leaves out the best ones.
+        config.set_memory_pool_limit(trt.MemoryPoolType.TACTIC_SHARED_MEMORY, MOST_SHARED_BYTES)
 
 
 def _name_weights(w: Written) -> None:
@@ -179,6 +242,16 @@ class Estimate:
             f"{size_text(self.device_bytes)} of device memory"
         )
 
+    def short(self) -> str:
+        """Return why the build does not fit this machine's memory; nothing if it does."""
+        has = device_memory("cpu")
+        if self.host_bytes <= has:
+            return ""
+        return (
+            f"TensorRT's builder needs {size_text(self.host_bytes)} of host memory, this machine "
+            f"has {size_text(has)}: build on a larger one, or with --quant int4"
+        )
+
 
 #: a matrix product's kernels in one profile; a GiB of weights copied, laid out and written
 SECONDS_PER_PRODUCT, SECONDS_PER_GIB = 0.5, 8.0
@@ -190,8 +263,7 @@ HOST_BYTES, LAYER_HOST_BYTES = 3 * GIB // 2, GIB // 10
 
 
 #: ops whose products' kernels are timed
-TIMED = ("linear", "linear_bias", "linear_clipped", "experts", "conv_halve")
-ATTENTIONS = ("attention", "attention_latent", "encoder_attention", "chunked_attention")
+TIMED = ("linear", "linear_bias", "linear_clipped", "experts", "conv_halve", "chunked_attention")
 
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:
@@ -217,12 +289,13 @@ def weight_bytes(g: Graph) -> int:
 
 
 def build_plan(
-    api: Api, w: Written, config: Any, timing: Path, plan: Path, progress: Progress
+    api: Api, w: Written, config: Any, timing: Path | None, plan: Path, progress: Progress
 ) -> None:
     """Run the builder, which writes its plan piece by piece. The timing cache is read first and
     written at the end, also where the build is refused or interrupted (Ctrl-C, SIGTERM). LowerError
     with the builder's own words where it refuses; OSError where the plan cannot be written."""
-    _begin_with(config, timing)
+    if timing:
+        _begin_with(config, timing)
     w.builder.max_threads = max(1, os.cpu_count() or 1)
     w.log.errors.clear()
     monitor = progress_monitor(api.trt, progress)
@@ -231,7 +304,8 @@ def build_plan(
         writer = stream_writer(api.trt, file)
         with _interruptible(monitor):
             made = w.builder.build_serialized_network_to_stream(w.network, config, writer)
-        _keep(timing, config.get_timing_cache())
+        if timing:
+            _keep(timing, config.get_timing_cache())
         if monitor.stopped:
             raise KeyboardInterrupt
         if writer.error:
@@ -270,7 +344,7 @@ def timing_file(folder: Path, machine: str) -> Path:
 
 def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
     """Return a sentence: what the builder said, the layer of ours it spoke of, and what to try."""
-    said = joined(errors) or "it gave no reason"
+    said = joined([e for e in errors if NO_DRIVER not in e] or errors) or "it gave no reason"
     layer = max((n for n in layers if n in said), key=len, default="")
     about = f"{layer} {said}".lower()
     advice = next(text for word, text in REMEDIES.items() if word in about)

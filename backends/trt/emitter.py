@@ -19,7 +19,7 @@ from g4ir.ir.graph import Value
 from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
 
 from ..primitives.emitter import Emitter, Operand, reshape_spec
-from .host import CODES, data_type
+from .host import data_type
 from .recorder import MAX_DIMS, MAX_TOP_K
 
 Made = TypeVar("Made")
@@ -27,6 +27,9 @@ Made = TypeVar("Made")
 NO_ROOT = -1
 #: most numbers of a constant that is made of others
 MOST_FOLDED = 1 << 18
+#: dtype -> what codes of rows are multiplied by before a product: codes with one scale, and their
+#: product, are one kernel. Not 1, which is no scale to a builder; small, where sums could overflow.
+PART = {"f16": 2.0**-12, "bf16": 2.0**-7, "f32": 2.0**-7}
 #: constants of these do not exist: they are stored as the second and cast
 STORED_AS = {"bool": "i32"}
 ACTIVATIONS = {
@@ -64,12 +67,11 @@ class Constant:
 
 @dataclass(frozen=True)
 class Dequantized:
-    """A handle: codes in a shape, of which one dim has a scale for each entry. There is a layer for
-    each product that takes them."""
+    """A handle: codes in a shape, whose scales are one number, or have the codes' rank: a scale for
+    each group of neighbours along a dim. There is a layer for each product that takes them."""
 
     codes: Constant
-    scales: Constant
-    axis: int
+    scales: Operand
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,12 +91,15 @@ class Laid:
 class TrtEmitter(Emitter):
     """Writes into `network`. `trt` is the `tensorrt` module, or what stands for it."""
 
+    gathers_codes = False
+
     def __init__(
         self,
         trt: Any,
         network: Any,
         params: Callable[[str], torch.Tensor] | None = None,
         said: Callable[[], str] = lambda: "its log says why",
+        whole_attention: bool = False,
     ) -> None:
         self.trt, self.network = trt, network
         #: name of a param -> its tensor, which is not copied; without it weights have no memory,
@@ -102,6 +107,8 @@ class TrtEmitter(Emitter):
         self.params = params
         #: TensorRT's last errors
         self.said = said
+        #: whether an attention layer that is not one kernel is to be refused
+        self.whole_attention = whole_attention
         #: tensors whose memory the network points to, until it is built
         self.held: list[torch.Tensor] = []
         #: by name: weights that have a layer, and the tensors of constants among them
@@ -177,9 +184,15 @@ class TrtEmitter(Emitter):
         return self._stored(x.handle) if isinstance(x.handle, Constant) else x.handle
 
     def _dequantized(self, d: Dequantized, t: Type) -> Any:
-        codes, scales = self._stored(d.codes), self._stored(d.scales)
-        kind = data_type(self.trt, t.dtype)
-        return self._add("dequantize", "dequantize", t, codes, scales, kind, axis=d.axis).handle
+        """Return the tensor of codes in their shape: nothing may lie between them and the layer."""
+        s, scope, shape = d.codes.stored, self.scope, _dims(t)
+        if shape not in s.tensors:
+            self.scope, of = s.name, Type(s.dtype, shape)
+            weights = self.weights.get(s.name) or self._weights(s, t.numel())
+            s.tensors[shape] = self._add("constant", "codes", of, shape, weights).handle
+        self.scope = scope
+        codes, kind = s.tensors[shape], data_type(self.trt, t.dtype)
+        return self._add("dequantize", "dequantize", t, codes, d.scales, kind).handle
 
     # --- sources ------------------------------------------------------------------------------
 
@@ -227,8 +240,8 @@ class TrtEmitter(Emitter):
         shape = tuple(t.shape)
         return Operand(Type(dtype, shape), Constant(self._small[key], shape))
 
-    def _weights(self, s: Stored) -> Any:
-        """Return `trt.Weights` of stored numbers, by address."""
+    def _weights(self, s: Stored, count: int) -> Any:
+        """Return `trt.Weights` of so many stored numbers, by address."""
         numbers, address = s.numbers(), 0
         if numbers is not None:
             numbers = numbers.contiguous()
@@ -236,7 +249,7 @@ class TrtEmitter(Emitter):
             self.held.append(numbers)
             if not s.param:
                 self.constants[s.name] = numbers
-        self.weights[s.name] = self.trt.Weights(data_type(self.trt, s.dtype), address, s.count)
+        self.weights[s.name] = self.trt.Weights(data_type(self.trt, s.dtype), address, count)
         return self.weights[s.name]
 
     def _stored(self, c: Constant) -> Any:
@@ -248,7 +261,7 @@ class TrtEmitter(Emitter):
                 first = next(iter(s.tensors.values()))
                 made = self._add("shuffle", "view", t, first, reshape_dims=c.shape)
             else:
-                made = self._add("constant", "weights", t, c.shape, self._weights(s))
+                made = self._add("constant", "weights", t, c.shape, self._weights(s, s.count))
             self.scope = scope
             s.tensors[c.shape] = made.handle
         return s.tensors[c.shape]
@@ -301,12 +314,16 @@ class TrtEmitter(Emitter):
         return self._product("linear", x, w, not columns, t)
 
     def _dequantize(self, codes: Operand, scales: Operand, axis: int, t: Type) -> Operand:
-        """Return a weight of which each row has a scale; see `takes_codes`."""
-        if t.rank != 2 or codes.dtype not in CODES or scales.shape[axis] != 1:
-            taken = " or ".join(CODES)
-            raise ValueError(f"{codes.type} times {scales.type}: TensorRT takes {taken} by rows")
-        scales = self.reshape(self.cast(scales, t.dtype), t.shape[1 - axis])
-        return Operand(t, Dequantized(codes.handle, scales.handle, 1 - axis))
+        """Return codes times the scales of groups, rounded once: in fp32 first, where scales have
+        another dtype than the result, which no builder was seen to make one kernel of."""
+        wide = t.dtype if scales.dtype == t.dtype else "f32"
+        handle = Dequantized(codes.handle, self.cast(scales, wide))
+        return self.cast(Operand(replace(t, dtype=wide), handle), t.dtype)
+
+    def part(self, codes: Operand, dtype: str) -> tuple[Operand, float] | None:
+        small = self.constant(torch.tensor(PART[dtype], dtype=torch_dtype(dtype)))
+        t = Type(dtype, codes.shape)
+        return Operand(t, Dequantized(codes.handle, small)), 1 / PART[dtype]
 
     def _bits(self, codes: Operand, t: Type) -> Operand:
         raise ValueError(f"{codes.type}: TensorRT's constants have one type")
@@ -396,9 +413,9 @@ class TrtEmitter(Emitter):
     def _unsqueeze(self, x: Operand, axes: Sequence[int], t: Type) -> Operand:
         """Add dims, by transposes where more than one of them would be -1."""
         if isinstance(x.handle, Dequantized):
-            d, kept = x.handle, [i for i in range(t.rank) if i not in axes]
-            codes = replace(d.codes, shape=_dims(t))
-            return Operand(t, replace(d, codes=codes, axis=kept[d.axis]))
+            scales = x.handle.scales
+            scales = self.unsqueeze(scales, *axes) if scales.rank else scales
+            return Operand(t, replace(x.handle, scales=scales))
         if isinstance(x.handle, Constant) or reshape_spec(x.type, t).count(-1) <= 1:
             return self._reshape(x, t)
         front = x.type.with_shape(*x.shape, *[1] * len(axes))

@@ -13,7 +13,8 @@ import importlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,14 +27,8 @@ from g4ir.ui.paths import cache_root
 from g4ir.ui.progress import Progress
 
 from ..torch_compile.cuda_graph import Record, recorded
+from .target import ANYWHERE, HOPPER, RTX, TENSORRT, Library, Target
 
-#: from, and up to but not including
-SUPPORTED = ((10, 15), (12,))
-RANGE = "tensorrt>=10.15,<12"
-#: whose signatures every call is compared with
-COMPARED = ("10.16.1", "11.4.0")
-#: compute capability that engines are built for: H100, H200
-TARGET = (9, 0)
 #: bytes of shared memory that a block has there
 MOST_SHARED_BYTES = 227 * 1024
 #: dtype of the IR -> DataType
@@ -44,11 +39,9 @@ DTYPES = {
     "i32": "INT32",
     "i64": "INT64",
     "bool": "BOOL",
-    "i8": "INT8",
-    "f8e4m3": "FP8",
 }
-#: those of them that are codes, which have a scale for each row
-CODES = ("i8", "f8e4m3")
+#: dtype of codes -> DataType, of constants alone. Two codes of 4 bits lie in a byte.
+CODES = {"i8": "INT8", "f8e4m3": "FP8", "u8": "INT4"}
 
 INSTEAD = (
     "without it, --backend onnx builds the same network for onnxruntime, and --dry-run checks a "
@@ -91,6 +84,7 @@ class Api:
 
     trt: Any
     version: str
+    library: Library = TENSORRT
 
     @property
     def short(self) -> str:
@@ -109,28 +103,29 @@ class Api:
 
 def data_type(trt: Any, dtype: str) -> Any:
     """Return the DataType of a dtype of the IR; ValueError where TensorRT has none."""
-    if dtype not in DTYPES:
+    kinds = {**DTYPES, **CODES}
+    if dtype not in kinds:
         raise ValueError(f"TensorRT networks have no {dtype}: one of {', '.join(DTYPES)}")
-    return getattr(trt.DataType, DTYPES[dtype])
+    return getattr(trt.DataType, kinds[dtype])
 
 
-def probe(trt: Any) -> Api:
+def probe(trt: Any, library: Library = TENSORRT) -> Api:
     """Return the API; MissingError for a version not supported, or lacking something NEEDED."""
-    version = str(trt.__version__)
+    version, (least, beyond) = str(trt.__version__), library.supported
     numbers = tuple(int(n) for n in version.split(".")[:3] if n.isdigit())
-    if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
+    if not least <= numbers < beyond:
         raise MissingError(
-            f"TensorRT {version} is not supported: install `{RANGE}`, `pip install '{RANGE}'`; "
-            f"{INSTEAD}"
+            f"{library.name} {version} is not supported: `{library.install}`; {INSTEAD}"
         )
     needed = ((owner, name) for owner, names in NEEDED.items() for name in names)
     lacking = [f"{owner}.{name}" for owner, name in needed if not offers(trt, owner, name)]
     if lacking:
         raise MissingError(
-            f"TensorRT {version} lacks {', '.join(lacking)}: install another version of "
-            f"`{RANGE}`, of which {' and '.join(COMPARED)} were compared call by call; {INSTEAD}"
+            f"{library.name} {version} lacks {', '.join(lacking)}: install another version "
+            f"(`{library.install}`), of which {' and '.join(library.compared)} were compared call "
+            f"by call; {INSTEAD}"
         )
-    return Api(trt, version)
+    return Api(trt, version, library)
 
 
 def offers(trt: Any, owner: str, attribute: str) -> bool:
@@ -147,33 +142,61 @@ def check_ranks(api: Api, ranks: int) -> None:
         )
 
 
-def require_tensorrt(load: Callable[[str], Any] = importlib.import_module) -> Api:
-    """Return the installed TensorRT; MissingError where there is none."""
+def require_library(
+    library: Library = TENSORRT, load: Callable[[str], Any] = importlib.import_module
+) -> Api:
+    """Return the installed library; MissingError where there is none."""
     try:
-        trt = load("tensorrt")
+        trt = load(library.module)
     except (ImportError, OSError) as e:
+        driver = "" if library.ahead_of_time else ", on Linux with an NVIDIA driver"
         raise MissingError(
-            f"--backend trt needs TensorRT, which cannot be imported ({e}): `pip install "
-            f"'{RANGE}'`, with its libraries and builder (the bindings alone do not do), on Linux "
-            f"with an NVIDIA driver; {INSTEAD}"
+            f"--backend trt needs {library.name}, which cannot be imported ({e}): "
+            f"`{library.install}`, with its libraries and builder (the bindings alone do not "
+            f"do){driver}; {INSTEAD}"
         ) from e
-    return probe(trt)
+    return probe(trt, library)
 
 
-def require_gpu() -> None:
-    """Raise MissingError where the GPU is not of the architecture that engines are built for."""
+def require_gpu(target: Target = HOPPER) -> None:
+    """Raise MissingError if engines for a target cannot be built on this machine: the library times
+    kernels on its GPU, unless it builds ahead of time."""
+    if target.ahead_of_time:
+        return
     if not torch.cuda.is_available():
         raise MissingError(
             "--backend trt: this torch sees no CUDA device, and TensorRT times its kernels on the "
-            f"GPU that it builds for; build on an H100 or H200; {INSTEAD}"
+            f"GPU that it builds for; build on an H100 or H200, or for other GPUs on any machine "
+            f"({elsewhere()}); {INSTEAD}"
         )
-    found = torch.cuda.get_device_capability()
-    if found != TARGET:
+    found, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+    if not target.runs_on(found) or target.gpu not in name:
         raise MissingError(
-            f"--backend trt builds for compute capability {_dotted(TARGET)} (H100, H200); the "
-            f"current GPU, {torch.cuda.get_device_name()}, has {_dotted(found)}; choose another "
-            f"GPU with CUDA_VISIBLE_DEVICES, or use --backend torch on this one"
+            f"--backend trt builds for {target.gpus} ({target.gpu or 'H100, H200'}); the current "
+            f"GPU, {name}, has {_dotted(found)}; choose another GPU with CUDA_VISIBLE_DEVICES, or "
+            f"use --backend torch on this one"
         )
+
+
+def elsewhere() -> str:
+    """Return how engines are built that need no GPU for it."""
+    return f"--target {', '.join(ANYWHERE)}, by {RTX.name}: `{RTX.install}`"
+
+
+def installed(library: Library) -> str:
+    """Return the version of a library that is installed; nothing if it is not."""
+    with suppress(MissingError):
+        return require_library(library).version
+    return ""
+
+
+def require_target(version: str) -> None:
+    """Raise MissingError that says for which GPUs this machine builds: it has none of its own."""
+    raise MissingError(
+        f"--backend trt: this torch sees no CUDA device to build for; give the GPUs of the engine: "
+        f"--target {', '.join(ANYWHERE)}, which {RTX.name} {version} builds here (rtx: one engine "
+        f"for all from compute capability 8.0 but H100 and H200)"
+    )
 
 
 def gpu_name() -> str:
@@ -181,7 +204,9 @@ def gpu_name() -> str:
 
 
 def gpu_architecture() -> str:
-    """Return `sm_90` of the current GPU."""
+    """Return `sm_90` of the current GPU; nothing if there is none."""
+    if not torch.cuda.is_available():
+        return ""
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
 
@@ -338,7 +363,9 @@ def recorder_of(device: str) -> Record | None:
 class Host:
     """A machine's abilities; other values stand for another machine."""
 
-    tensorrt: Callable[[], Api] = require_tensorrt
+    #: the GPUs of a build, or of the engine that is loaded
+    target: Target = HOPPER
+    tensorrt: Callable[[], Api] = require_library
     check_gpu: Callable[[], None] = require_gpu
     gpu: Callable[[], str] = gpu_name
     architecture: Callable[[], str] = gpu_architecture
@@ -353,6 +380,24 @@ class Host:
     #: device -> what makes of a step one that is replayed; None: steps run launch by launch
     record: Callable[[str], Record | None] = recorder_of
 
+    def aimed(self, target: Target) -> Host:
+        """Return this machine as it builds or runs engines for a target."""
+        return replace(
+            self,
+            target=target,
+            tensorrt=partial(require_library, target.library),
+            check_gpu=partial(require_gpu, target),
+        )
+
+    def has_gpu(self, device: str) -> bool:
+        """Whether this machine's GPU is one of the target."""
+        if device != "cuda":
+            return True
+        here = torch.cuda.is_available()
+        return here and self.target.runs_on(torch.cuda.get_device_capability())
+
     def machine(self, device: str) -> str:
-        """Return the GPU and the TensorRT that plans are made for."""
-        return f"{device} {self.architecture()} tensorrt-{self.tensorrt().short}"
+        """Return the library of plans and, if it times its kernels, the GPU that they are for."""
+        library = f"{self.target.library.name.lower()}-{self.tensorrt().short}"
+        gpu = [] if self.target.ahead_of_time else [self.architecture()]
+        return " ".join([device, *gpu, library])

@@ -3,21 +3,24 @@ which choose among them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
+import torch
+
 from g4ir.ir.graph import Graph, Node
+from g4ir.ops.types import torch_dtype
 from g4ir.plan.engine_limits import Limits
 
 from ..base import Setting
-from ..primitives import attention, vision
+from ..primitives import attention, moe, vision
 from ..primitives.emitter import Emitter, Operand
 from ..primitives.lowerings import LOWERINGS, pieces
-from ..primitives.network import EXPERTS, Lowering, Network, is_ring, stored_type
-from ..primitives.pointwise import times
-from ..primitives.vision import Form
+from ..primitives.network import EXPERTS, ROWS, Lowering, Network, is_ring, stored_type
+from ..primitives.pointwise import capped, times
 from .emitter import TrtEmitter
 from .host import FEATURES, offers
+from .recorder import MAX_HEAD
 
 # --- attention in layers of its own -------------------------------------------------------------
 
@@ -25,6 +28,10 @@ from .host import FEATURES, offers
 BYTES_PER_SCORE = 6
 #: ... and of all that exist at a time. Queries are computed in blocks that keep to it.
 MOST_SCORE_BYTES = 2 << 30
+#: fewest tokens of a chunk for which a bool mask of several attentions is taken
+LEAST_INDEXED = 128
+#: how many times a gathered weight is moved: read, written, and read
+MOVED = 3
 
 
 def row_bytes(n: Node, limits: Limits) -> int:
@@ -40,16 +47,20 @@ def block_rows(n: Node, limits: Limits) -> int:
     return min(max(1, MOST_SCORE_BYTES // row_bytes(n, limits)), limits.prefill_chunk)
 
 
-def score_bytes(g: Graph, limits: Limits) -> int:
-    """Count the bytes of scores of the largest attention of a graph, where nothing is fused."""
+def score_bytes(g: Graph, limits: Limits, attention: str) -> int:
+    """Count the bytes of scores of the largest attention of a graph that is not one layer."""
+    forms = known_forms([g]) if attention == AUTO else {}
     return max(
         (
             row_bytes(n, limits) * (block_rows(n, limits) if n["q"].type.shape[1] != 1 else 1)
             for n in g.nodes
-            if n.definition.held
+            if n.definition.held and forms.get(head_size(n) or 0, attention) != "fused"
         ),
         default=0,
     )
+
+
+Softmax = Callable[[Emitter, Operand], Operand]
 
 
 def in_blocks(
@@ -59,22 +70,55 @@ def in_blocks(
     keys: Operand,
     values: Operand,
     seen: Operand,
-    softmax: Callable[[Emitter, Operand], Operand] | None = None,
+    softmax: Softmax | None = None,
 ) -> Operand:
-    """Attend by products and a softmax (`softmax` in the place of the layer) over q [B,S,heads,d],
-    a static number of blocks of queries one after the other; some of a short chunk are empty."""
+    """Attend by layers (`softmax` in the place of the layer) over q [B,S,heads,d]: the first token
+    by products and sums, which read the caches where they lie; the others by matrix products, for
+    which a builder copies them, a static number of blocks of queries one after the other. Where S
+    is fixed at 1 the others are none, and their layers are dropped by the builder."""
     e, chunk, rows = net.e, net.limits.prefill_chunk, block_rows(n, net.limits)
     assert isinstance(e, TrtEmitter)
     scale, cap = n.number("scale"), n.number("softcap")
-    if rows == chunk or isinstance(q.shape[1], int):
-        return attention.weigh(e, q, keys, values, seen, scale, cap, softmax)
 
-    def block(first: int) -> Operand:
-        mask = net.shared(("rows", id(seen), first), lambda: e.block(seen, 2, first, rows))
-        part = e.block(q, 1, first, rows)
-        return attention.weigh(e, part, keys, values, mask, scale, cap, softmax)
+    def part(first: int, count: int) -> tuple[Operand, Operand]:
+        mask = net.shared(("rows", id(seen), first), lambda: e.block(seen, 2, first, count))
+        return e.block(q, 1, first, count), mask
 
-    return e.reshape(e.concat([block(i) for i in range(0, chunk, rows)], 1), *q.shape)
+    if q.shape[1] == 1:
+        return of_one(e, q, keys, values, seen, scale, cap, softmax)
+    first = net.shared(("first row", id(seen)), lambda: e.slice(seen, 2, 0, 1))
+    made = [of_one(e, e.slice(q, 1, 0, 1), keys, values, first, scale, cap, softmax)]
+    for i in range(1, chunk, rows):
+        some, mask = part(i, min(rows, chunk - i))
+        made.append(attention.weigh(e, some, keys, values, mask, scale, cap, softmax))
+    return e.reshape(e.concat(made, 1), *q.shape)
+
+
+def of_one(
+    e: Emitter,
+    q: Operand,
+    keys: Operand,
+    values: Operand,
+    seen: Operand,
+    scale: float,
+    cap: float,
+    softmax: Softmax | None,
+) -> Operand:
+    """Attend as attention.weigh, for one token for each row, q [B,1,heads,d]: keys are multiplied
+    and summed up, and so are values."""
+    (b, _, heads, d), (_, count, t, _) = q.shape, keys.shape
+    groups = int(heads) // int(count)
+
+    def summed(x: Operand, rows: Operand, axis: int) -> Operand:
+        made = e.mul(e.cast(x, "f32"), e.cast(e.unsqueeze(rows, 2), "f32"))
+        return e.cast(e.reduce("sum", made, axis), q.dtype)
+
+    scores = summed(e.reshape(q, b, count, groups, 1, d), keys, 4)
+    scores = capped(e, times(e, e.reshape(scores, b, heads, 1, t), scale), cap)
+    scores = e.where(seen, scores, attention.least(scores.dtype))
+    weights = e.cast((softmax or Emitter.softmax)(e, e.cast(scores, "f32")), q.dtype)
+    out = summed(e.reshape(weights, b, count, groups, t, 1), values, 3)
+    return e.reshape(out, *q.shape)
 
 
 def plain_softmax(e: Emitter, x: Operand) -> Operand:
@@ -114,52 +158,128 @@ def all_gather(net: Network, n: Node, x: Operand) -> Operand:
     return e.reshape(parts, *rows, ranks * int(size))
 
 
+# --- experts ------------------------------------------------------------------------------------
+
+
+def experts(
+    net: Network, n: Node, x: Operand, weights: Operand, index: Operand, *held: Operand
+) -> Operand:
+    """Return the routed experts' sum. By default the weights of those that a row's first token
+    chose are gathered, and all multiply the others, which are none in a step of single tokens;
+    where all rows together choose about as many as there are, all multiply every token."""
+    e, count = net.e, int(held[0].shape[0])
+    assert isinstance(e, TrtEmitter)
+    if net.experts != "auto":
+        return moe.experts(net, n, x, weights, index, *held)
+    few = gathers(net.experts, net.limits, int(index.shape[2]), count)
+    if x.shape[1] == 1 or not few:
+        form = "gather" if few else "all"
+        return moe.experts(net, n, x, weights, index, *held, form=form)
+    first = (e.slice(t, 1, 0, 1) for t in (x, weights, index))
+    others = (e.block(t, 1, 1, net.limits.prefill_chunk - 1) for t in (x, weights, index))
+    made = [moe.experts(net, n, *first, *held, form="gather")]
+    if net.limits.prefill_chunk > 1:
+        made.append(moe.experts(net, n, *others, *held, form="all"))
+    return e.reshape(e.concat(made, 1), *x.shape)
+
+
+def gathers(experts: str, limits: Limits, top_k: int, count: int) -> bool:
+    """Whether a step of single tokens reads the weights of the chosen experts alone."""
+    few = limits.max_batch * top_k * MOVED < count
+    return experts == "gather" or (experts == "auto" and few)
+
+
 # --- fused attention --------------------------------------------------------------------------
 
 
 def attend(
     net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand
 ) -> Operand:
-    """Attend by one IAttention over q [B,S,heads,d], keys and values [B,n,T,d] with a bool mask
-    that fits [B,heads,S,T], in towers too; never a causal kind beside it. There is no input for a
-    scale, so q is multiplied. It may be decomposed: no kernel for the size need exist."""
+    """Attend by one IAttention over q [B,S,heads,d], keys and values [B,n,T,d] with a mask that
+    fits [B,heads,S,T], in towers too; never a causal kind beside it. There is no input for a scale,
+    so q is multiplied. It may be decomposed, unless the network
+    is a trial."""
     e = net.e
     assert isinstance(e, TrtEmitter)
     if n.attrs.get("softcap"):
         e.notes.append(f"{n.out}: explicit attention, since IAttention has no softcap")
         return in_blocks(net, n, q, keys, values, seen)
-    q = e.transpose(times(e, q, n.number("scale")), 0, 2, 1, 3)
+    q = times(e, e.transpose(q, 0, 2, 1, 3), n.number("scale"))
+    if _few_tokens(net, q):
+        seen = net.shared(("added", id(seen)), lambda: _added(e, seen, q.dtype))
     *rows, mask = map(e.tensor, (q, keys, values, seen))
     norm = e.trt.AttentionNormalizationOp.SOFTMAX
     if offers(e.trt, *FEATURES["causal kind"]):
         layer = e.network.add_attention_v2(*rows, norm, e.trt.CausalMaskKind.NONE)
     else:
         layer = e.network.add_attention(*rows, norm, False)
-    made = e.made(layer, "attention", q.type, mask=mask, decomposable=True)
+    made = e.made(layer, "attention", q.type, mask=mask, decomposable=not e.whole_attention)
     return e.transpose(made, 0, 2, 1, 3)
+
+
+def _few_tokens(net: Network, q: Operand) -> bool:
+    """Whether a profile of several tokens has room for fewer than a builder's index of a bool
+    mask's blocks needs: two attentions that share one were refused there."""
+    few = net.limits.prefill_chunk < LEAST_INDEXED or ROWS in net.env
+    return isinstance(q.shape[2], str) and few
+
+
+def _added(e: Emitter, seen: Operand, dtype: str) -> Operand:
+    """Return what a bool mask adds to scores."""
+    zero = e.constant(torch.zeros((1,) * seen.rank, dtype=torch_dtype(dtype)))
+    return e.where(seen, zero, attention.least(dtype))
 
 
 # --- settings ---------------------------------------------------------------------------------
 
-
-def _attention(form: Form, of_towers: Form | None = None) -> Mapping[str, Lowering]:
-    """Return the lowerings of attention in a form, and of that of towers where it has one."""
-    made = {
-        "attention": partial(attention.attention, form=form),
-        "attention_latent": partial(attention.attention_latent, form=form),
-    }
-    own = partial(vision.encoder_attention, form=of_towers)
-    return made | ({"encoder_attention": own} if of_towers else {})
-
-
-#: form of attention -> op -> lowering, replacing the shared one
-ATTENTION: Mapping[str, Mapping[str, Lowering]] = {
-    "explicit": _attention(in_blocks),
-    "plain": _attention(
-        partial(in_blocks, softmax=plain_softmax), partial(vision.in_parts, softmax=plain_softmax)
+#: form of attention -> its part in the text model, and in towers
+FORMS: Mapping[str, tuple[Callable[..., Operand], vision.Form]] = {
+    "explicit": (in_blocks, vision.in_parts),
+    "plain": (
+        partial(in_blocks, softmax=plain_softmax),
+        partial(vision.in_parts, softmax=plain_softmax),
     ),
-    "fused": _attention(attend, attend),
+    "fused": (attend, attend),
 }
+#: the choice of one form for each size of heads
+AUTO = "auto"
+#: head size -> form
+Chosen = Mapping[int, str]
+
+
+def head_size(n: Node) -> int | None:
+    """Return the head size of an attention that has forms; None of other nodes."""
+    return int(n["q"].type.shape[-1]) if n.op in ATTENTIONS else None
+
+
+def known_forms(graphs: Iterable[Graph]) -> dict[int, str]:
+    """Return the form for each size of heads where no builder can be asked, by what those of
+    TensorRT-RTX were seen to make one kernel of."""
+    found = {}
+    for g in graphs:
+        for n in g.nodes:
+            if (size := head_size(n)) is not None:
+                whole = size <= MAX_HEAD and n["q"].type.dtype in ("bf16", "f16")
+                found[size] = "fused" if whole and not n.attrs.get("softcap") else "explicit"
+    return found
+
+
+def _attention(chosen: Callable[[int], str]) -> Mapping[str, Lowering]:
+    def of(tower: bool) -> Callable[..., Operand]:
+        def form(net: Network, n: Node, q: Operand, *others: Operand) -> Operand:
+            return FORMS[chosen(int(q.shape[3]))][tower](net, n, q, *others)
+
+        return form
+
+    return {
+        "attention": partial(attention.attention, form=of(False)),
+        "attention_latent": partial(attention.attention_latent, form=of(False)),
+        "encoder_attention": partial(vision.encoder_attention, form=of(True)),
+    }
+
+
+#: ops whose attention has forms
+ATTENTIONS = ("attention", "attention_latent", "encoder_attention")
 #: how weights lie in an engine -> builder flags. Equal weights are what an engine is given again:
 #: only then are its kernels those of one that has them. It takes all weights, constants too.
 WEIGHTS: Mapping[str, tuple[str, ...]] = {
@@ -172,15 +292,17 @@ HARDWARE: Mapping[str, str] = {"exact": "NONE", "same-capability": "SAME_COMPUTE
 
 SETTINGS: Mapping[str, Setting] = {
     "attention": Setting(
-        tuple(ATTENTION),
-        "explicit",
-        "products and a softmax; these with the softmax in plain layers; or TensorRT's own "
-        "attention layer, in towers too",
+        (AUTO, *FORMS),
+        AUTO,
+        "TensorRT's own attention layer for sizes of heads that it has one kernel for, else "
+        "products and a softmax (auto); these alone; these with the softmax in plain layers; or "
+        "TensorRT's own layer alone, in towers too",
     ),
     "experts": Setting(
         EXPERTS,
         "auto",
-        "all experts multiplied (auto, all), or weights of the chosen experts gathered",
+        "weights of the chosen experts gathered for single tokens, else all multiplied (auto); "
+        "always gathered; or all multiplied",
     ),
     "weights": Setting(
         tuple(WEIGHTS),
@@ -196,7 +318,13 @@ SETTINGS: Mapping[str, Setting] = {
 }
 
 
-def lowerings(form: str = "explicit") -> Mapping[str, Lowering]:
-    """Return the lowering of each op, with attention in one of its forms."""
-    own: dict[str, Lowering] = {"all_reduce": all_reduce, "all_gather": all_gather}
-    return {**LOWERINGS, **own, **ATTENTION[form]}
+def lowerings(forms: str | Chosen = "explicit") -> Mapping[str, Lowering]:
+    """Return the lowering of each op, with attention in one form, or in one for each size of
+    heads."""
+    chosen = forms.__getitem__ if isinstance(forms, Mapping) else lambda size: str(forms)
+    own: dict[str, Lowering] = {
+        "all_reduce": all_reduce,
+        "all_gather": all_gather,
+        "experts": experts,
+    }
+    return {**LOWERINGS, **own, **_attention(chosen)}

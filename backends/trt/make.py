@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,12 +34,22 @@ from g4ir.weights.pack import ParamSource, StoredParams, params_of_rank, rank_fi
 from ..base import Task
 from . import build
 from .build import Written
+from .compiled import Made, compiled, summary
 from .dry_run import check_sizes, emulator
 from .host import Api, Host, logger
 from .interface import ENGINE, LOG, files, keep_log, networks
+from .lowerings import AUTO
 from .runtime import deserialize
+from .target import HOPPER, TARGETS, Target
 
 T = TypeVar("T")
+#: form of attention -> what notes say of it, and what is tried where a whole network is refused
+WORDS = {
+    "fused": "TensorRT's own layer",
+    "explicit": "products and a softmax",
+    "plain": "products and the softmax in plain layers",
+}
+SIMPLER = {"fused": "explicit"}
 #: what the child process is to do, beside its graphs and weights
 JOB = "job.json"
 #: how long a child that is asked to end may take
@@ -55,9 +66,14 @@ class Make:
     task: Task
     settings: dict[str, str]
     notes: list[str] = field(default_factory=list)
+    #: of attention, by head size, where it is chosen
+    forms: dict[int, str] = field(default_factory=dict)
+    #: of the text model's plan, by profile
+    made: dict[str, Made] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.api, self.graphs = self.host.tensorrt(), networks(self.task.program)
+        self.target = self.host.target
 
     def run(self) -> dict[str, Any]:
         """Write the plans; return what the manifest keeps. Where it fails, TensorRT's log is kept
@@ -75,17 +91,21 @@ class Make:
     def _made(self) -> dict[str, Any]:
         self.task.progress("checking sizes")
         api, limits, graphs = emulator(), self.task.limits, self.graphs.values()
+        if short := build.estimate([*graphs]).short():
+            raise PlanError(short)
         scratch = max(check_sizes(api, g, limits, self.settings)[1] for g in graphs)
         self._try_attention()
         self.task.progress(f"TensorRT's builder: {build.estimate([*graphs])}")
-        layers = {name: self._or_plain(partial(self._plans, name)) for name in self.graphs}
+        layers = {name: self._or_simpler(partial(self._plans, name)) for name in self.graphs}
         found = self._check_memory()
         first = {name: files(name, 0, ranks_of(g))[0] for name, g in self.graphs.items()}
         return {
             "plan": first.pop(ENGINE),
             "tensors": files(ENGINE)[1],
-            "tensorrt": self.api.version,
-            "gpu": self.host.gpu(),
+            "library": self.target.library.name,
+            "version": self.api.version,
+            "capabilities": [*self.target.capabilities],
+            "gpu": "" if self.target.ahead_of_time else self.host.gpu(),
             "settings": self.settings,
             "layers": layers[ENGINE],
             "notes": self.notes,
@@ -98,19 +118,36 @@ class Make:
         self.task.progress(text)
 
     def _try_attention(self) -> None:
-        """Build each kind of attention of the text model alone, into plans that are thrown away."""
-        for g in build.attention_graphs(self.graphs[ENGINE]):
-            place = g.outputs[0].name
-            self.task.progress(f"trial build of the attention of {place}")
-            try:
-                self._or_plain(partial(self._build_alone, g))
-            except build.RefusedError as e:
-                raise LowerError(f"a trial build of the attention of {place} alone: {e}") from e
+        """Build the attentions of each size of heads alone, into plans that are thrown away, in one
+        form after the other until one is taken."""
+        for size, trials in build.attention_trials(self.graphs.values()).items():
+            place = trials[0].outputs[0].name
+            self.task.progress(f"trial build of the attention of {place}, heads of {size}")
+            refused: LowerError | None = None
+            for form in self._candidates():
+                self.forms[size] = form
+                try:
+                    for g in trials:
+                        self._or_plain(partial(self._build_alone, g))
+                    break
+                except LowerError as e:
+                    refused = e
+            else:
+                said = f"a trial build of the attention of {place} alone: {refused}"
+                raise LowerError(said) from refused
+            if self.settings["attention"] == AUTO:
+                self._note(f"attention of heads of {size}: {WORDS[self.forms[size]]}")
+
+    def _candidates(self) -> tuple[str, ...]:
+        """Return the forms of attention that may be tried, the best first."""
+        chosen = self.settings["attention"]
+        return ("fused", "explicit", "plain") if chosen == AUTO else (chosen,)
 
     def _build_alone(self, g: Graph) -> None:
         settings = {**self.settings, "weights": "baked"}
-        with tempfile.TemporaryDirectory() as folder:
-            self._build(self._network(g, None), settings, Path(folder) / "plan", no_progress)
+        with tempfile.TemporaryDirectory() as folder, printed_to(self.task.folder / LOG):
+            w = self._network(g, None, trial=self.settings["attention"] == AUTO)
+            self._build(w, settings, Path(folder) / "plan", no_progress)
 
     def _or_plain(self, work: Callable[[], T]) -> T:
         """Build something; where a refusal names the wrapper that takes layers for attention, once
@@ -118,7 +155,7 @@ class Make:
         try:
             return work()
         except build.RefusedError as e:
-            if self.settings["attention"] == "plain" or build.WRAPPER not in str(e):
+            if self.settings["attention"] in ("plain", AUTO) or build.WRAPPER not in str(e):
                 raise
         self.settings["attention"] = "plain"
         self._note(
@@ -127,13 +164,47 @@ class Make:
         )
         return work()
 
-    def _network(self, g: Graph, params: ParamSource | None) -> Written:
-        return build.write_network(self.api, g, self.task.limits, params, self.settings, self.log)
+    def _or_simpler(self, work: Callable[[], T]) -> T:
+        """Build a whole network; where it is refused in the forms of attention that were taken
+        alone, in the next simpler ones."""
+        while True:
+            try:
+                return self._or_plain(work)
+            except build.RefusedError as e:
+                if self.settings["attention"] != AUTO or {*self.forms.values()} <= {"plain"}:
+                    raise
+                simpler = SIMPLER if "fused" in self.forms.values() else {"explicit": "plain"}
+                self.forms = {size: simpler.get(f, f) for size, f in self.forms.items()}
+                forms = ", ".join(f"of {n}: {WORDS[form]}" for n, form in self.forms.items())
+                self._note(f"attention once more, of heads {forms}, since TensorRT refused: {e}")
+
+    def _network(self, g: Graph, params: ParamSource | None, trial: bool = False) -> Written:
+        given = (self.api, g, self.task.limits, params, self.settings, self.log)
+        return build.write_network(*given, self.forms, trial)
+
+    def _look(self, w: Written, begun: int) -> None:
+        """Note what the builder's log, from here on, says that it made of the text model; builders
+        that time kernels may say it otherwise."""
+        with (self.task.folder / LOG).open(errors="replace") as log:
+            log.seek(begun)
+            try:
+                caches = [v.name for v in w.graph.state]
+                self.made = compiled(log.read(), [*w.interface.profiles], caches)
+            except ValueError as e:
+                self.task.progress(str(e))
+        for note in summary(self.made):
+            self._note(note)
 
     def _build(self, w: Written, settings: dict[str, str], plan: Path, progress: Progress) -> None:
-        config = build.configure(self.api, w, settings, self.host.memory(self.task.device))
+        config = build.configure(self.api, w, settings, self._memory(), self.target)
         timing = build.timing_file(self.host.timings(), self.host.machine(self.task.device))
-        build.build_plan(self.api, w, config, timing, plan, progress)
+        timed = None if self.target.ahead_of_time else timing
+        build.build_plan(self.api, w, config, timed, plan, progress)
+
+    def _memory(self) -> int | None:
+        """Return the bytes of the device; None if it is another machine's and none were given."""
+        here = not self.target.ahead_of_time
+        return self.task.memory or (self.host.memory(self.task.device) if here else None)
 
     def _plans(self, name: str) -> int:
         """Write the plans of all ranks, one after the other: kernels are timed for the first.
@@ -151,7 +222,10 @@ class Make:
         w = self._network(graph, params)
         for note in () if rank else w.emitter.notes:
             self._note(note)
+        begun = (self.task.folder / LOG).stat().st_size
         self._build(w, self.settings, self.task.folder / plan, self.task.progress)
+        if name == ENGINE and not rank:
+            self._look(w, begun)
         text = json.dumps(w.interface.as_json(), indent=1) + "\n"
         write_file(self.task.folder / tensors, [text.encode()])
         if self.settings["weights"] == "refit":
@@ -164,9 +238,9 @@ class Make:
         """Count the bytes of scratch memory of the text model's engine. PlanError where they do not
         fit the device beside weights and caches."""
         self.task.progress("checking the engine's memory")
-        plan = files(ENGINE, 0, ranks_of(self.graphs[ENGINE]))[0]
-        engine = read_plan(self.task.folder / plan, self.api, self.log)
-        scratch, memory = int(engine.device_memory_size_v2), self.host.memory(self.task.device)
+        scratch, memory = self._scratch(), self._memory()
+        if memory is None:
+            return scratch
         streamed = self.settings["weights"] == "streamed"
         steps = [self.graphs[name] for name in (ENGINE, DRAFT) if name in self.graphs]
         parts = {
@@ -184,6 +258,29 @@ class Make:
             )
         return scratch
 
+    def _scratch(self) -> int:
+        """Return the bytes of scratch memory that the text model's engine says, or, where only its
+        GPU could read it, the builder's log."""
+        plan = files(ENGINE, 0, ranks_of(self.graphs[ENGINE]))[0]
+        if self.target.ahead_of_time:
+            return max((m.scratch_bytes for m in self.made.values()), default=0)
+        engine = read_plan(self.task.folder / plan, self.api, self.log)
+        return int(engine.device_memory_size_v2)
+
+
+@contextmanager
+def printed_to(log: Path) -> Iterator[None]:
+    """A context in which what libraries print as an error is a line of the log: of a trial, a
+    refusal is none."""
+    before = os.dup(2)
+    try:
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
 
 def read_plan(path: Path, api: Api, log: Any) -> Any:
     """Return the engine of a plan, mapped, not read: a plan is as large as the weights."""
@@ -195,12 +292,21 @@ def read_plan(path: Path, api: Api, log: Any) -> Any:
 
 
 def build_apart(
-    task: Task, settings: Mapping[str, str], argv: Sequence[str] = ()
+    task: Task,
+    settings: Mapping[str, str],
+    argv: Sequence[str] = (),
+    target: Target = HOPPER,
 ) -> dict[str, Any]:
     """Return what the child process made in the task's folder. Its errors are raised here;
     LowerError where it ended without one, as when the builder crashes."""
     out, graphs = task.folder, task.program.graphs
-    job = {"limits": asdict(task.limits), "device": task.device, "settings": dict(settings)}
+    job = {
+        "limits": asdict(task.limits),
+        "device": task.device,
+        "settings": dict(settings),
+        "target": target.name,
+        "memory": task.memory,
+    }
     given = {JOB: json.dumps({**job, "graphs": [*graphs]})}
     given |= {_graph_file(name): str(g) for name, g in graphs.items()}
     for name, text in given.items():
@@ -276,9 +382,11 @@ def run_job(folder: Path, host: Host) -> dict[str, Any]:
     def progress(message: str) -> None:
         _say({"progress": message})
 
-    task = Task(program, Limits(**job["limits"]), job["device"], folder, params, progress)
+    limits, memory = Limits(**job["limits"]), job["memory"]
+    task = Task(program, limits, job["device"], folder, params, progress, memory=memory)
     try:
-        made = Make(host, task, job["settings"]).run()
+        aimed = host.aimed(TARGETS[job["target"]]) if job["target"] else host
+        made = Make(aimed, task, job["settings"]).run()
     except G4Error as e:
         kind = next(c.__name__ for c in type(e).__mro__ if vars(errors).get(c.__name__) is c)
         return {"error": kind, "message": str(e)}

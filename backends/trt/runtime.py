@@ -24,6 +24,7 @@ from ..primitives.runtime import NetworkCaches
 from ..torch_compile.cuda_graph import Captured, Record, WithFallback
 from .host import DTYPES, Api, data_type
 from .interface import MOST_VERIFIED, Interface, phase_of
+from .kernel_cache import KernelCache
 
 Feeds = dict[str, torch.Tensor]
 #: gives what contexts of this rank exchange by; all ranks ask at the same time
@@ -54,6 +55,8 @@ class Opened:
     log: Any
     io: Interface
     device: str
+    #: of a library that finishes kernels when an engine is loaded
+    kernels: KernelCache | None = None
 
     def __post_init__(self) -> None:
         check_engine(self.api, self.engine, self.io)
@@ -66,6 +69,7 @@ class TrtSteps:
     def __init__(self, opened: Opened, limits: Limits, record: Record | None = None) -> None:
         self.api, self.engine, self.log = opened.api, opened.engine, opened.log
         self.io, self.device, self.limits = opened.io, opened.device, limits
+        self.kernels = opened.kernels
         # Not the default stream, on which TensorRT waits for the device at every step.
         self.side = torch.cuda.Stream() if self.device == "cuda" else None
         #: held during a step: contexts and scratch memory serve the sessions of all threads
@@ -88,8 +92,12 @@ class TrtSteps:
     def _context(self, profile: str) -> Any:
         """Return an execution context of a profile. That of prefill gets scratch memory, which may
         be gigabytes, when a chunk runs."""
-        strategy = self.api.trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        context = self.engine.create_execution_context(strategy)
+        recorded = phase_of(profile) in RECORDED
+        if self.kernels:
+            context = self.kernels.context(self.engine, profile or "a tower", recorded)
+        else:
+            strategy = self.api.trt.ExecutionContextAllocationStrategy.USER_MANAGED
+            context = self.engine.create_execution_context(strategy)
         if context is None:
             raise self._error(
                 f"no execution context for {profile or 'a tower'}", "free device memory"
@@ -98,7 +106,7 @@ class TrtSteps:
             with self._stream() as stream:
                 if not context.set_optimization_profile_async(self.io.index(profile), stream):
                     raise self._error(f"no profile for {profile}")
-        if self.scratch is not None and phase_of(profile) in RECORDED:
+        if self.scratch is not None and recorded:
             lend(context, self.scratch)
         return context
 
@@ -195,6 +203,10 @@ class TrtSteps:
         fix = "load it with cuda_graph=False to see where"
         self._execute(context, given, outputs | made, fix)
 
+    def recording(self) -> bool:
+        """Whether the current stream records a CUDA graph."""
+        return self.device == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def _no_blocks(self, batch: int, size: int) -> torch.Tensor:
         key = batch, size
         if key in self.no_blocks:
@@ -208,6 +220,8 @@ class TrtSteps:
         given = {name: inputs[name].contiguous() for name in self.io.inputs}
         with self._stream() as stream:
             self._bind(context, given, outputs)
+            if self.kernels and self.recording() and not context.is_stream_capturable(stream):
+                raise self._error("it allocates memory in a step, which cannot be recorded")
             if not context.execute_async_v3(stream):
                 raise self._error("a step failed", fix)
 
@@ -276,6 +290,8 @@ class TrtRuntime(TrtSteps, Runtime):
         self.source, self.open_engine, self.recorder = params, open_engine, record
         self.program = program
         self.others: dict[str, TrtSteps] = {}
+        if self.kernels:
+            self.kernels.keep()
 
     def _other(self, name: str) -> TrtSteps:
         """Return the engine of a tower, or of the drafter's step, which reads these caches and
@@ -321,6 +337,8 @@ class TrtRuntime(TrtSteps, Runtime):
             return self._other(tower).encode_static(feeds)
 
     def close(self) -> None:
+        if self.kernels and self.engine:
+            self.kernels.keep()
         self.contexts.clear()
         self.others.clear()
         self.engine = None
@@ -354,9 +372,10 @@ def deserialize(api: Api, plan: Any, log: Any) -> Any:
     """Return the engine of a plan (bytes or their mapping); EngineError in TensorRT's words."""
     engine = api.trt.Runtime(log).deserialize_cuda_engine(plan)
     if engine is None:
+        name = api.library.name
         raise EngineError(
-            f"TensorRT {api.version} does not take the plan: {log.said()}; build the engine again "
-            f"with this TensorRT on this GPU"
+            f"{name} {api.version} does not take the plan: {log.said()}; build the engine again "
+            f"with this {name} {'for' if api.library.ahead_of_time else 'on'} this GPU"
         )
     return engine
 

@@ -33,10 +33,11 @@ from bench.gpu.engines import Scale, copy_folder, decode_cell, prefill_cell, ste
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import build as building
 from g4ir.backends.trt import dry_run
-from g4ir.backends.trt.host import COMPARED, FEATURES, Host, logger, require_tensorrt
+from g4ir.backends.trt.host import FEATURES, Host, logger, require_library
 from g4ir.backends.trt.interface import ENGINE, files
 from g4ir.backends.trt.lowerings import SETTINGS, WEIGHTS
 from g4ir.backends.trt.recorder import Call
+from g4ir.backends.trt.target import TENSORRT
 from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Meter
 from g4ir.check.logits import verify_engine
@@ -184,15 +185,15 @@ def compared_api(
         from tests.recorder.bindings import read_api
 
         found = read_api("tensorrt")
-        older = require_tensorrt().version.startswith("10.")
-        return COMPARED[not older], found.problems, found.values
+        older = require_library().version.startswith("10.")
+        return TENSORRT.compared[not older], found.problems, found.values
     trt = dry_run.emulator().trt
 
     def problems(call: Call) -> Iterator[str]:
         if not hasattr(getattr(trt, call.owner, None), call.member):
             yield f"{call.owner}.{call.member}: there is no such member"
 
-    return COMPARED[-1], problems, lambda enum: _values(getattr(trt, enum))
+    return TENSORRT.compared[-1], problems, lambda enum: _values(getattr(trt, enum))
 
 
 def calls(
@@ -278,7 +279,7 @@ def about(engine: Engine, out: Path) -> dict[str, Any]:
     }
     if engine.device == "cpu":
         return found
-    trt = require_tensorrt().trt
+    trt = require_library().trt
     inspector = engine.runtime.engine.create_engine_inspector()
     layers = json.loads(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
     (out / "engines" / engine.path.name / "layers.json").write_text(json.dumps(layers, indent=1))

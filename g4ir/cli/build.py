@@ -46,6 +46,9 @@ def build(args: argparse.Namespace) -> int:
         progress("checking the build")
         dump = _dump_to(Path(args.dump_ir)) if args.dump_ir else None
         prepared = prepare(spec, given_options(args), dry=args.dry_run, dump=dump)
+        here = prepared.backend.has_device(prepared.device)
+        if args.verify and not (here or args.dry_run):
+            raise InputError(f"--verify runs the engine: do that {prepared.backend.place}")
         out = _out(args, prepared.spec)
         _tell_notes(prepared, args.dry_run)
         if args.dry_run:
@@ -60,6 +63,8 @@ def build(args: argparse.Namespace) -> int:
         console.say(f"int4: {written.grid}")
     if args.tp > 1:
         console.say(f"run it by torchrun --nproc-per-node {args.tp} -m g4ir run {out} ...")
+    if not here:
+        console.say(f"run it {prepared.backend.place}")
     if args.verify:
         return verified(str(out), args, trust=not written.known)
     made = {"engine": str(out), "compile_s": seconds, "grid": written.grid and asdict(written.grid)}

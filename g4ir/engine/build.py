@@ -92,8 +92,8 @@ def build(
     progress: Progress = no_progress,
     **options: Any,
 ) -> Engine:
-    """Build an engine directory, load it, and return the engine; an engine of several ranks, which
-    several processes load together, refuses to run.
+    """Build an engine directory, load it, and return the engine. One of several ranks, or for a GPU
+    that this machine does not have, refuses to run.
 
     spec: a Spec, a name, a path, or None to take it from the checkpoint. Options:
 
@@ -109,7 +109,7 @@ def build(
     prepared = prepare(spec, BuildOptions(**options))
     written = write_engine(prepared, out, progress)
     prepared.source.close()
-    if prepared.ranks > 1:
+    if prepared.ranks > 1 or not prepared.backend.has_device(prepared.device):
         return described(out)
     # A recorded build needs no trust, so that a directory put in its place by now has none.
     return load_engine(out, trust=not written.known, progress=progress)
@@ -134,7 +134,7 @@ def prepare(
     """Check a build as far as it goes without compiling; returns what `write_engine` needs. `dry`
     also goes without what the environment lacks, a device or weights; `dump` sees each graph after
     each pass."""
-    backend, seed = find_backend(options.backend), options.random_weights
+    backend, seed = find_backend(options.backend).aimed(options.target), options.random_weights
     device = options.device or backend.devices[0]
     if device not in backend.devices:
         runs = ", ".join(backend.devices)
@@ -176,6 +176,7 @@ def prepare(
         weights=weights,
         side_files=side,
         short=short,
+        memory=options.memory,
     )
 
 
@@ -321,7 +322,8 @@ def _dtype(backend: Backend, given: str | None, spec: Spec) -> str:
     if given is None:
         return backend.dtypes[0]
     can = ", ".join(TORCH_NAMES[d] for d in backend.dtypes)
-    raise InputError(f"--dtype {given}: backend {backend.name} computes in {can}")
+    on = f" {backend.place}" if kind in find_backend(backend.name).dtypes else ""
+    raise InputError(f"--dtype {given}: backend {backend.name} computes in {can}{on}")
 
 
 def _limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
@@ -402,9 +404,7 @@ def _fitted(
 ) -> tuple[Resolved, str]:
     """Place the per-layer embedding table in the memory where it fits; return that, and why the
     engine does not fit its device: PlanError, unless it is a dry run."""
-    import torch
-
-    if o.memory is None and dry and r.device == "cuda" and not torch.cuda.is_available():
+    if o.memory is None and not backend.has_device(r.device):
         return r, ""
     memory, limits = o.memory if o.memory is not None else device_memory(r.device), r.limits
     more = backend.cache_bytes(program, limits)
@@ -484,7 +484,7 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
             progress("trying float16 on a text")
             try_float16(p, params)
         start, told = time.perf_counter(), prefixed(progress, "build")
-        task = Task(p.packing.program, p.limits, p.device, folder, params, told)
+        task = Task(p.packing.program, p.limits, p.device, folder, params, told, memory=p.memory)
         compiled = p.backend.compile(task, p.settings)
         seconds = time.perf_counter() - start
         texts = {**artefact.graph_texts(p.packing), artefact.SPEC: p.spec.to_yaml()}

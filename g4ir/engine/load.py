@@ -82,9 +82,11 @@ def _check_huge_pages(found: Artefact) -> None:
 
 
 def described(path: Path) -> Engine:
-    """Return an engine of several ranks in one process: it has its facts, and refuses to run."""
+    """Return an engine of several ranks, or of another machine's GPU: it has its facts, and refuses
+    to run."""
     found = open_artefact(path)
-    return _engine(found, Refusing(_of_ranks(found, 1)), {})
+    why = _of_ranks(found, 1) if found.manifest.ranks > 1 else _not_here(found)
+    return _engine(found, Refusing(why), {})
 
 
 def _engine(found: Artefact, runtime: Any, tables: dict[str, Any]) -> Engine:
@@ -125,7 +127,17 @@ def open_runtime(
     backend = check_runnable(found, trust)
     params, told = _open_params(found), prefixed(progress, "load")
     program = found.packing.program
-    task = Task(program, m.limits, m.device, found.path, params, told, group, huge_pages)
+    task = Task(
+        program=program,
+        limits=m.limits,
+        device=m.device,
+        folder=found.path,
+        params=params,
+        progress=told,
+        group=group,
+        huge_pages=huge_pages,
+        digest=m.digest,
+    )
     return backend.load(task, m.to_dict()["compiled"], cuda_graph)
 
 
@@ -151,7 +163,8 @@ def _of_ranks(found: Artefact, here: int) -> str:
 
 
 def _backend_of(found: Artefact) -> Backend:
-    m, where, backend = found.manifest, found.path / MANIFEST, find_backend(found.manifest.backend)
+    m, where = found.manifest, found.path / MANIFEST
+    backend = find_backend(m.backend).built(m.to_dict()["compiled"])
     try:
         settings = checked_settings(backend, m.settings)
     except InputError as e:
@@ -182,15 +195,21 @@ def _table(runtime: Runtime, v: Value, ple: str | None, device: str) -> Any:
     return packings.open_table(runtime.source, v, placement, device)
 
 
+def _not_here(found: Artefact) -> str:
+    """Return why an engine for cuda does not run on this machine, and where it does."""
+    backend = _backend_of(found)
+    again = "build it again with --device cpu, or " if "cpu" in backend.devices else ""
+    why = f"{found.path} was built for cuda and this torch sees no CUDA device"
+    return f"{why}; {again}run it {backend.place}"
+
+
 def _check_machine(found: Artefact, backend: Backend) -> None:
     import torch
 
     path, m = found.path, found.manifest
     # Not `backend.needs`, which a build needs: loading needs no compiler.
     if m.device == "cuda" and not torch.cuda.is_available():
-        again = "build it again with --device cpu, or " if "cpu" in backend.devices else ""
-        why = f"{path} was built for cuda and this torch sees no CUDA device"
-        raise EngineError(f"{why}; {again}run it where it was built")
+        raise EngineError(_not_here(found))
     built, here, why = m.machine, backend.machine(m.device), ""
     *kind, flags = built.split(" ")
     *kind_here, flags_here = here.split(" ")
@@ -198,7 +217,7 @@ def _check_machine(found: Artefact, backend: Backend) -> None:
         lacks = ", ".join(sorted({*flags.split(",")} - {*flags_here.split(",")}))
         without = f", without {lacks}" if kind == kind_here else ""
         why = f"for another machine ({built}); this is {here}{without}"
-    elif built != "any" and m.versions.torch != torch.__version__:
+    elif backend.of_torch and built != "any" and m.versions.torch != torch.__version__:
         why = f"with torch {m.versions.torch}, this is {torch.__version__}"
     if why:
         raise EngineError(f"{path} was built {why}; {rebuild(path, m, found.spec)}")

@@ -43,6 +43,7 @@ class BuildOptions:
     random_weights: int | None = option("random_weights", None, "SEED", type=int)
     backend: str = option("backend", "torch", "B")
     device: str | None = option("device", None, "D")
+    target: str | None = option("target", None, "GPUS")
     dtype: str | None = option("dtype", None, "T")
     residual_scale: int = option("residual_scale", 1, "N", type=int)
     quant: str | Path | None = option("quant", None, "Q")

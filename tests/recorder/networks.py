@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -18,35 +19,63 @@ def new_network(module: Any) -> Any:
 class Net:
     """A network with short ways to inputs and constants."""
 
-    def __init__(self, version: str = "11.4.0") -> None:
-        self.trt = recorder(version)
-        self.network = new_network(self.trt)
+    def __init__(self, version: str = "11.4.0", module: Any = None, network: Any = None) -> None:
+        self.trt = recorder(version) if module is None else module
+        self.network = new_network(self.trt) if network is None else network
         self.kept: list[torch.Tensor] = []
 
     def x(self, *shape: int, dtype: str = "FLOAT", name: str = "") -> Any:
-        kind = self.trt.DataType[dtype]
+        kind = getattr(self.trt.DataType, dtype)
         return self.network.add_input(name or f"x{self.network.num_inputs}", kind, shape)
 
     def constant(self, tensor: torch.Tensor) -> Any:
         kinds = {torch.float32: "FLOAT", torch.int32: "INT32", torch.int64: "INT64"}
-        kind = self.trt.DataType[kinds.get(tensor.dtype, "INT8")]
+        kind = getattr(self.trt.DataType, kinds.get(tensor.dtype, "INT8"))
         self.kept.append(tensor.contiguous())
         weights = self.trt.Weights(kind, self.kept[-1].data_ptr(), tensor.numel())
         return self.network.add_constant(tuple(tensor.shape), weights).get_output(0)
 
     def binary(self, a: Any, b: Any, op: str = "SUM") -> Any:
-        op = self.trt.ElementWiseOperation[op]
+        op = getattr(self.trt.ElementWiseOperation, op)
         return self.network.add_elementwise(a, b, op).get_output(0)
 
+    def unary(self, x: Any, op: str) -> Any:
+        return self.network.add_unary(x, getattr(self.trt.UnaryOperation, op)).get_output(0)
+
     def exp(self, x: Any) -> Any:
-        return self.network.add_unary(x, self.trt.UnaryOperation.EXP).get_output(0)
+        return self.unary(x, "EXP")
+
+    def cast(self, x: Any, to: str) -> Any:
+        return self.network.add_cast(x, getattr(self.trt.DataType, to)).get_output(0)
 
     def output(self, tensor: Any, name: str = "y") -> None:
         tensor.name = name
         self.network.mark_output(tensor)
 
     def dequantized(self, codes: Any, scale: Any, axis: int = 0, to: str = "FLOAT") -> Any:
-        return self.set(self.network.add_dequantize(codes, scale, self.trt.DataType[to]), axis=axis)
+        return self.set(
+            self.network.add_dequantize(codes, scale, getattr(self.trt.DataType, to)), axis=axis
+        )
+
+    def held(self, kind: str, dims: tuple[int, ...] = (4,)) -> Any:
+        """A constant of any element type."""
+        count = prod(dims)
+        self.kept.append(torch.ones(max(count, 1) * 8, dtype=torch.uint8))
+        address = self.kept[-1].data_ptr()
+        weights = self.trt.Weights(getattr(self.trt.DataType, kind), address, count)
+        return self.network.add_constant(dims, weights).get_output(0)
+
+    def codes(
+        self,
+        kind: str,
+        scales: tuple[int, ...] = (),
+        axis: int = -1,
+        to: str = "FLOAT",
+        of: str = "FLOAT",
+    ) -> Any:
+        """Codes [64, 128] with scales of this shape."""
+        scale = self.held(of, tuple(scales))
+        return self.dequantized(self.held(kind, (64, 128)), scale, axis, to)
 
     def product(self, a: Any, b: Any) -> Any:
         none = self.trt.MatrixOperation.NONE
@@ -75,7 +104,7 @@ class Net:
         return self.set(layer, num_elementwise_dims=shared)
 
     def activation(self, x: Any, op: str) -> Any:
-        return self.network.add_activation(x, self.trt.ActivationType[op]).get_output(0)
+        return self.network.add_activation(x, getattr(self.trt.ActivationType, op)).get_output(0)
 
     def select(self, *tensors: Any) -> Any:
         return self.network.add_select(*tensors).get_output(0)
@@ -84,11 +113,13 @@ class Net:
         return self.set(self.network.add_softmax(x), axes=axes)
 
     def reduce(self, x: Any, op: str) -> Any:
-        return self.network.add_reduce(x, self.trt.ReduceOperation[op], 1, True).get_output(0)
+        return self.network.add_reduce(
+            x, getattr(self.trt.ReduceOperation, op), 1, True
+        ).get_output(0)
 
     def absent(self, dtype: str, count: int) -> Any:
         """Three weights that are not there."""
-        weights = self.trt.Weights(self.trt.DataType[dtype], 0, count)
+        weights = self.trt.Weights(getattr(self.trt.DataType, dtype), 0, count)
         return self.network.add_constant((3,), weights).get_output(0)
 
     def topk(self, x: Any, k: int) -> Any:
@@ -102,12 +133,15 @@ class Net:
     def exchange(
         self, x: Any, op: str = "ALL_REDUCE", ranks: int = 2, groups: tuple[int, ...] = (0, 1)
     ) -> Any:
-        kind = self.trt.CollectiveOperation[op]
-        join = self.trt.ReduceOperation["SUM" if op == "ALL_REDUCE" else "NONE"]
+        kind = getattr(self.trt.CollectiveOperation, op)
+        join = getattr(self.trt.ReduceOperation, "SUM" if op == "ALL_REDUCE" else "NONE")
         layer = self.network.add_dist_collective(x, kind, join, -1, groups)
         return self.set(layer, num_ranks=ranks)
 
-    def attention(self, q: Any, k: Any, v: Any, mask: Any = None, kind: str = "NONE") -> Any:
+    def attention(
+        self, q: Any, k: Any, v: Any, mask: Any = None, kind: str = "NONE", whole: bool = False
+    ) -> Any:
         norm = self.trt.AttentionNormalizationOp.SOFTMAX
-        layer = self.network.add_attention_v2(q, k, v, norm, self.trt.CausalMaskKind[kind])
-        return self.set(layer, **({} if mask is None else {"mask": mask}))
+        layer = self.network.add_attention_v2(q, k, v, norm, getattr(self.trt.CausalMaskKind, kind))
+        given = {} if mask is None else {"mask": mask}
+        return self.set(layer, decomposable=not whole, **given)

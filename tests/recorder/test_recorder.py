@@ -13,7 +13,9 @@ import yaml
 from g4ir.backends.trt.recorder import RuleError, aliases, check, execute, scratch_bytes, traffic
 from tests.recorder.networks import Net
 
-RULES: Mapping[str, str] = yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text())
+TABLE: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text())
+RULES: Mapping[str, str] = TABLE["refused"]
+TAKEN = [f"{method} {given}" for method, rows in TABLE["taken"].items() for given in rows]
 CODES = torch.tensor([[-127, 0, 3], [127, -5, 1]], dtype=torch.int8)
 
 
@@ -37,7 +39,7 @@ def computed_size(n: Net) -> Any:
     return n.set(layer, axes=(0,))
 
 
-def written(n: Net, text: str) -> None:
+def written(n: Net, text: str) -> Any:
     """What a row of rules.yaml is about."""
     method, *words = text.split()
     tensors, given = list[Any](), dict[str, Any]()
@@ -48,14 +50,14 @@ def written(n: Net, text: str) -> None:
             given[key] = yaml.safe_load(value)
         else:
             tensors.append(n.x(*map(int, dims.split(",")), dtype=dtype or "FLOAT"))
-    getattr(n, method)(*tensors, **given)
+    return getattr(n, method)(*tensors, **given)
 
 
-@pytest.mark.parametrize(("text", "message"), RULES.items())
+@pytest.mark.parametrize(("text", "message"), [*RULES.items(), *TABLE["refused here"].items()])
 def test_rules(text: str, message: str) -> None:
     n = Net()
     with pytest.raises(RuleError, match=message):
-        written(n, text)
+        n.output(written(n, text))
         check(n.network)
 
 
@@ -63,7 +65,7 @@ def test_rules(text: str, message: str) -> None:
 OTHER_RULES: tuple[tuple[Callable[[Net], Any], str], ...] = (
     (computed_size, "shape tensors"),
     (lambda n: (n.x(2, name="a"), n.x(2, name="a")), "a name of its own"),
-    (lambda n: codes(n, dtype=torch.int32), "takes FP8, INT8"),
+    (lambda n: codes(n, dtype=torch.int32), "takes FP8, INT4, INT8"),
     (lambda n: codes(n, to="HALF"), "has its type"),
     (lambda n: codes(n, axis=1), "one for each entry of axis 1"),
     (lambda n: n.append(n.exp(n.x(2, 4, 16, 8)), n.x(2, 4, 1, 8), n.x(2, dtype="INT32")), "input"),
@@ -72,6 +74,8 @@ OTHER_RULES: tuple[tuple[Callable[[Net], Any], str], ...] = (
         lambda n: n.output(n.exchange(n.exchange(n.x(2)), ranks=3, groups=(0, 1, 2))),
         r"collectives of \[2, 3\] ranks",
     ),
+    (lambda n: [n.exp(n.x(2))], "has no output"),
+    (lambda n: n.output(n.concat(n.held("INT8"), n.held("INT8"))), "are dequantised, nothing else"),
     (lambda n: n.network.mark_output(n.exp(n.x(2))), "has a name"),
     (lambda n: [n.output(n.exp(n.x(2))) for _ in range(2)], "are called y"),
     (lambda n: n.network.mark_output(n.x(2)), "cannot be an output"),
@@ -98,15 +102,11 @@ def test_typing_is_asked_for_before_11() -> None:
             check(n.network)
 
 
-def test_legal_forms() -> None:
-    """What the rules must let through: int64 arithmetic, a mask of one head, dims not known."""
+@pytest.mark.parametrize("text", TAKEN)
+def test_legal_forms(text: str) -> None:
     n = Net()
-    assert n.binary(n.x(-1, 3, dtype="INT64"), n.x(1, 3, dtype="INT64")).shape == (-1, 3)
-    assert attend(n, 2, 1, 3, 5).shape == (2, 4, 3, 8)
-    assert n.reshape(n.x(-1, -1, 6), (0, 0, 2, 3)).shape == (-1, -1, 2, 3)
-    assert n.reshape(n.x(-1, 4), (-1,)).shape == (-1,)
-    assert n.product(n.x(-1, -1, 4), n.x(1, 4, 2)).shape == (-1, -1, 2)
-    assert cache(n).shape == (2, 4, 16, 8)
+    n.output(written(n, text))
+    check(n.network)
 
 
 # --- the module -------------------------------------------------------------------------------

@@ -394,7 +394,7 @@ def test_attention_that_tensorrt_takes_for_its_own(
         return f"wrap_attention: {found[0]} has a mask, 3 inputs are expected" if masked else ""
 
     refused = refusing(monkeypatch, wrapped)
-    engine = trt("tiny-dense")
+    engine = trt("tiny-dense", settings={"attention": "explicit"})
     kept = engine.manifest["compiled"]
     assert kept["settings"]["attention"] == "plain" and len(refused) == 1
     assert (refused[0] > 200) == (least > 0)
@@ -402,12 +402,45 @@ def test_attention_that_tensorrt_takes_for_its_own(
     assert (engine.path / LOG).read_text().count("[ERROR] wrap_attention") == 1
 
 
+@pytest.mark.parametrize(
+    ("dtype", "form", "forms"),
+    [
+        ("float32", "no layer", {"TensorRT's own layer": 0, "products and a softmax": 2}),
+        ("bfloat16", "no layer", {"TensorRT's own layer": 2, "products and a softmax": 0}),
+        ("bfloat16", "/attention", {"TensorRT's own layer": 0, "products and a softmax": 2}),
+    ],
+)
+def test_chosen_attention(
+    trt: Build, monkeypatch: pytest.MonkeyPatch, dtype: str, form: str, forms: dict[str, int]
+) -> None:
+    """For each size of heads by a trial, where an attention layer is one kernel or refused."""
+    refusing(monkeypatch, lambda names: "no kernel" * any(n.endswith(form) for n in names))
+    notes = trt("tiny-dense", dtype=dtype).manifest["compiled"]["notes"]
+    assert {f: sum(n.endswith(f) for n in notes) for f in forms} == forms
+
+
+def test_attention_that_is_refused_in_the_whole_network(
+    trt: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As seen of two attentions with one mask: layers take its place, and that is said."""
+
+    def twice(names: list[str]) -> str:
+        layers = [n for n in names if n.endswith("/attention")]
+        return "more than one op named iota" if len(layers) and len(names) > 200 else ""
+
+    sizes = refusing(monkeypatch, twice)
+    engine = trt("tiny-dense", dtype="bfloat16")
+    (note,) = (n for n in engine.manifest["compiled"]["notes"] if "once more" in n)
+    assert len(sizes) == 1 and "of 32: products and a softmax" in note
+    assert note.endswith("simplest form of the network") or "more than one op named" in note
+
+
 def test_attention_that_is_refused_alone(trt: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the whole network is built; the log is kept beside, and is not in the way later."""
     sizes = refusing(monkeypatch, lambda names: "no kernel for {attn.out/matmul}")
     with pytest.raises(LowerError, match=r"attention of L\d.*attention=plain") as e:
         trt()
-    assert len(sizes) == 1 and sizes[0] < 200
+    assert len(sizes) == 3 and max(sizes) < 200
     kept = Path(str(e.value).rpartition("TensorRT's log: ")[2])
     assert kept.name == "engine.trt.log"
     assert "[VERBOSE] looked at everything\n[ERROR] no kernel" in kept.read_text()
@@ -475,9 +508,9 @@ def test_no_network_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_weights_in_codes(quant: str, weights: str, trt: Build) -> None:
-    """8-bit codes go to the network as they are; other weights are made of theirs at build."""
+    """Codes go to the network as they are, those of 4 bits by columns."""
     engine = trt("tiny-moe", quant=quant, settings={"weights": weights})
     held = Counter(v.type.dtype for v in engine.program.graphs["prefill"].params)
-    counts = {"int8": (25, 0), "int4": (1, 0), "fp8": (0, 25)}
-    assert (held["i8"], held["f8e4m3"]) == counts[quant]
+    counts = {"int8": (37, 0, 0), "int4": (1, 0, 36), "fp8": (0, 37, 0)}
+    assert (held["i8"], held["f8e4m3"], held["u8"]) == counts[quant]
     assert verify_engine(engine).ok

@@ -12,6 +12,7 @@ from typing import Any
 from . import engine, kinds, layers, layout, network
 from .enums import ENUMS, VERSIONED
 from .layers import MAX_DIMS as MAX_DIMS
+from .layers import MAX_HEAD as MAX_HEAD
 from .layers import MAX_TOP_K as MAX_TOP_K
 from .network import aliases as aliases
 from .network import check as check

@@ -81,4 +81,5 @@ TORCH: Mapping[Any, torch.dtype] = {
     DataType.BOOL: torch.bool,
     DataType.UINT8: torch.uint8,
     DataType.FP8: torch.float8_e4m3fn,
+    DataType.INT4: torch.int8,  # once it is unpacked
 }

@@ -11,9 +11,11 @@ import torch
 from .enums import TORCH, DataType
 from .layers import (
     CASTABLE,
+    CODES,
     FLOATS,
     HELD,
     INDEXES,
+    MAX_HEAD,
     MAX_TOP_K,
     NUMBERS,
     ITensor,
@@ -55,7 +57,8 @@ class IConstantLayer(Layer):
     def _infer(self) -> list[Output]:
         dims, weights = tuple(self._shape), self._weights
         kind, count = weights._dtype, volume(dims)
-        self._need(kind in HELD - {DataType.BOOL, DataType.UINT8}, f"no constant is {kind.name}")
+        held = (HELD | CODES) - {DataType.BOOL, DataType.UINT8}
+        self._need(kind in held, f"no constant is {kind.name}")
         self._need(count == weights._count, f"{weights._count} weights for {list(dims)}")
         return [(kind, dims)]
 
@@ -86,6 +89,7 @@ class ICastLayer(Layer):
 
     def _infer(self) -> list[Output]:
         self._takes(self._in(), CASTABLE)
+        self._need(self._to_type in CASTABLE, f"nothing is cast to {self._to_type.name}")
         return [(self._to_type, self._in()._dims)]
 
     def _run(self, *ins: torch.Tensor) -> Tensors:
@@ -93,25 +97,33 @@ class ICastLayer(Layer):
 
 
 class IDequantizeLayer(Layer):
-    """One scale, or one for each entry of an axis."""
+    """One scale, one for each entry of an axis, or, of the codes' rank, one for each group of
+    neighbours."""
 
     _kind = "dequantize"
     axis = Attribute(-1)
 
     def _infer(self) -> list[Output]:
         x, scale, to = self._in(0), self._in(1), self._output_type
-        self._takes(x, {DataType.INT8, DataType.FP8}, "here it")
+        self._takes(x, CODES, "here it")
         self._need(scale._type[0] == to, f"{scale._text}: the result, {to.name}, has its type")
-        if scale._dims:
+        if len(scale._dims) == 1:
             fits = scale._dims == x._dims[self._axis : self._axis + 1 or None]
             self._need(fits, f"{scale._text}: one for each entry of axis {self._axis} of {x._text}")
+        elif scale._dims:
+            fits = len(scale._dims) == len(x._dims)
+            pairs = [*zip(x._dims, scale._dims)]
+            fits = fits and all(n % g == 0 for n, g in pairs) and sum(n != g for n, g in pairs) < 2
+            self._need(fits, f"{scale._text}: a scale for each group of {x._text}")
         return [(to, x._dims)]
 
     def _run(self, *ins: torch.Tensor) -> Tensors:
         x, scale = ins
-        if scale.dim():
+        if scale.dim() == 1:
             axis = self._axis % x.dim()
             scale = scale.reshape([-1 if i == axis else 1 for i in range(x.dim())])
+        for i, (n, groups) in enumerate(zip(x.shape, scale.shape)):
+            scale = scale.repeat_interleave(n // groups, i)
         return [(x.float() * scale.float()).to(scale.dtype)]
 
 
@@ -384,6 +396,11 @@ class IAttention(Layer):
         self._joined([k._dims[2], v._dims[2]], text)
         self._check_mask(q, k, self._mask)
         return [q._type]
+
+    def _check_kernel(self) -> None:
+        kind, dims = self._in()._type
+        whole = dims[3] <= MAX_HEAD and kind != DataType.FLOAT
+        self._need(self._decomposable or whole, f"{self._in()._text}: no kernel for these heads")
 
     def _check_mask(self, q: ITensor, k: ITensor, mask: ITensor | None) -> None:
         if mask is None:

@@ -16,6 +16,8 @@ from .record import Attribute, Recorded, RuleError, api, need
 
 #: `Dims.MAX_DIMS`; the operator page of TopK
 MAX_DIMS, MAX_TOP_K = 8, 3840
+#: largest heads, in 16 bits, for which a builder of TensorRT-RTX had an attention kernel
+MAX_HEAD = 256
 
 Shape = tuple[int, ...]
 Tensors = list[torch.Tensor]
@@ -28,8 +30,9 @@ FLOATS = {DataType.FLOAT, DataType.HALF, DataType.BF16}
 INDEXES = {DataType.INT32, DataType.INT64}
 NUMBERS = FLOATS | INDEXES
 CASTABLE = {*NUMBERS, DataType.BOOL, DataType.INT8, DataType.UINT8}
-#: what inputs and constants here may be
+#: what inputs here may be; constants of codes, which a layer dequantises
 HELD = {*CASTABLE, DataType.FP8}
+CODES = {DataType.INT8, DataType.FP8, DataType.INT4}
 
 
 class Weights(Recorded):
@@ -43,7 +46,10 @@ class Weights(Recorded):
 
     def _tensor(self) -> torch.Tensor:
         need(self._pointer, "weights without memory: this network can be checked, not run")
-        return memory_at(self._pointer, self._dtype, (self._count,))
+        if self._dtype != DataType.INT4:
+            return memory_at(self._pointer, self._dtype, (self._count,))
+        pairs = memory_at(self._pointer, DataType.INT8, (self._count // 2, 1))
+        return torch.cat((pairs << 4 >> 4, pairs >> 4), 1).flatten()
 
 
 def memory_at(address: int, kind: Any, shape: Shape) -> torch.Tensor:

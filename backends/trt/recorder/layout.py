@@ -101,6 +101,7 @@ class ISliceLayer(Layer):
         x, axes = self._in(), self._axes
         parts = [self._numbers(p) for p in self._parts()]
         fit = {len(p) for p in parts} == {len(axes)} and set(self._stride) == {1}
+        fit = fit and all(0 <= axis < len(x._dims) for axis in axes)
         self._need(fit, f"{x._text}: start and shape {parts} are of axes {axes}")
         out = [*x._dims]
         for axis, first, count in zip(axes, *parts):

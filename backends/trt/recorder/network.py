@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from . import kinds, layout
-from .enums import TORCH, Severity
-from .layers import HELD, MAX_DIMS, ITensor, Layer, Shape, volume
+from .enums import TORCH, DataType, Severity
+from .layers import CODES, HELD, MAX_DIMS, ITensor, Layer, Shape, volume
 from .ranks import Exchange
 from .record import Attribute, Recorded, method, need
 
@@ -133,6 +133,12 @@ def check(network: INetworkDefinition) -> None:
     need(not twice, f"several inputs or outputs are called {', '.join(twice)}")
     for layer in _updates(network):
         layer._need(layer._outputs[0]._is_output, "its output is no output of the network")
+    for layer in _of_kind(network, kinds.IAttention):
+        layer._check_kernel()
+    for layer in network._layers:
+        for t in (t for t in layer._inputs if t is not None and layer._kind != "dequantize"):
+            codes = t._layer and t._layer._kind == "constant" and t._type[0] in CODES
+            layer._need(not codes, f"{t._text}: constants of codes are dequantised, nothing else")
     ranks = {x._num_ranks for x in _of_kind(network, kinds.IDistCollectiveLayer)}
     need(len(ranks) <= 1, f"collectives of {sorted(ranks)} ranks in one network")
 
@@ -195,33 +201,55 @@ def _bound(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> Iterator
 
 def scratch_bytes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> int:
     """Return the most bytes at a time of tensors between layers, where inputs have these shapes,
-    nothing is fused, and each tensor is there up to its last reader."""
+    nothing is fused but what is reduced, and each tensor is there up to its last reader."""
     with _bound(network, inputs):
         return _live_bytes(network)
 
 
 def _bytes(t: ITensor) -> int:
-    return volume(t._dims) * TORCH[t._type[0]].itemsize
+    bits = 4 if t._type[0] == DataType.INT4 else 8 * TORCH[t._type[0]].itemsize
+    return volume(t._dims) * bits // 8
 
 
 def _live_bytes(network: INetworkDefinition) -> int:
     roots: dict[ITensor, ITensor] = {}
     last: dict[ITensor, int] = {}
+    until = _reduced(network)
     for i, layer in enumerate(network._layers):
         ins = [t for t in layer._inputs if t is not None]
-        last.update({roots.get(t, t): i for t in ins})
+        for t in ins:
+            root = roots.get(t, t)
+            last[root] = max(last.get(root, 0), until.get(layer, i))
         if _is_view(layer):
             roots[layer._outputs[0]] = roots.get(ins[0], ins[0])
     ends: dict[int, int] = {}
     live = most = 0
     for i, layer in enumerate(network._layers):
         made = [t for t in layer._outputs if t in last and not t._is_output]
-        for t in [] if layer._kind == "constant" or _is_view(layer) else made:
+        beside = layer._kind == "constant" or _is_view(layer) or layer in until
+        for t in [] if beside else made:
             live += _bytes(t)
             ends[last[t]] = ends.get(last[t], 0) + _bytes(t)
         most = max(most, live)
         live -= ends.pop(i, 0)
     return most
+
+
+def _reduced(network: INetworkDefinition) -> dict[Layer, int]:
+    """Return the layers that are done within the sums that alone read them, and how far in the
+    network these are."""
+    readers: dict[ITensor, list[Layer]] = {}
+    for layer in network._layers:
+        for t in layer._inputs:
+            if t is not None:
+                readers.setdefault(t, []).append(layer)
+    found: dict[Layer, int] = {}
+    for layer in reversed(network._layers):
+        after = readers.get(layer._outputs[0], [])
+        within = all(x._kind == "reduce" or x in found for x in after)
+        if layer._kind in POINTWISE and after and within and not layer._outputs[0]._is_output:
+            found[layer] = max(found.get(x, x._index) for x in after)
+    return found
 
 
 def _is_view(layer: Layer) -> bool:
@@ -230,6 +258,8 @@ def _is_view(layer: Layer) -> bool:
     return layer._kind in ("identity", "KV cache update")
 
 
+#: layers that a sum of what they make does as it reads
+POINTWISE = ("cast", "elementwise", "unary", "activation", "select")
 #: layers that are kernels; all others are done within those that read them
 COMPUTING = ("matrix multiply", "softmax", "reduce", "top-k", "attention")
 MOVING = ("gather", "concatenation", "KV cache update", "distributed collective")
@@ -247,6 +277,9 @@ def traffic(
         read: dict[ITensor, Read] = {t: {t: _bytes(t)} for t in network._inputs}
         moved = kernels = 0
         for layer in network._layers:
+            if not any(map(_bytes, layer._outputs)):  # of no entries: a builder drops it
+                read |= {t: {} for t in layer._outputs}
+                continue
             needed, ends = _needed(layer, read), layer._kind in COMPUTING + MOVING
             for t in layer._outputs:
                 if layer._kind == "constant":

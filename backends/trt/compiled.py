@@ -1,0 +1,130 @@
+"""What a builder made of a network, read from its verbose log: kernels of each profile, and which
+of them only put a cache elsewhere.
+
+The log lists the kernels of every profile in the order in which they run, with the tensors that
+each reads and writes; for this the configuration asks for detailed profiling.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from g4ir.ui.units import size_text
+
+#: a kernel in the list; a tensor in its inputs or outputs
+LINE = re.compile(
+    r"^(?:\[\w+\] )?(?:Layers:\s+)?Name: (\S.*?), LayerType: (\w+), Inputs: \[(.*?)\], "
+    r"Constants: \[.*?\], Outputs: \[(.*?)\], Tac",
+    re.M,
+)
+TENSOR = re.compile(r"Name: (.+?), Dimensions: \[([-\d,]*)\].*?Datatype: (\w+)")
+#: the end of a kernel's name says for which profile it is
+GRAPH = re.compile(r"_myl(\d+)_\d+$")
+#: the end of a tensor's name in profiles behind the first
+PROFILE = re.compile(r" \[profile \d+\]$")
+SCRATCH = re.compile(r"Max Scratch Memory: (\d+) bytes")
+WEIGHTS = re.compile(r"Total Weights Memory: (\d+) bytes")
+#: entries of the list that are no kernels
+AROUND = ("signal", "wait", "shape_call")
+#: parts of the names of kernels that use a cache where it lies: they write it, or attend over it
+IN_PLACE = ("Scat", "mha")
+#: bytes of an element; of others, 2
+BYTES = {"Float": 4, "Int32": 4, "Int64": 8, "Int8": 1, "FP8": 1, "Bool": 1}
+#: smallest tensor that is told from the rows of a chunk
+LEAST_COPY = 1 << 12
+#: the name for the shapes of a network that has no profiles
+STATIC = "static"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Dims that are known at run time only are -1."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes; dims that are not known count as one."""
+        return math.prod(map(abs, self.shape)) * BYTES.get(self.dtype, 2)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    kind: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a step in one profile is: its launches, the bytes of scratch memory, and the bytes that
+    are written to put caches, or parts of them, elsewhere."""
+
+    kernels: int
+    copies: int
+    copied_bytes: int
+    scratch_bytes: int
+
+
+def kernels_of(log: str) -> list[list[Kernel]]:
+    """Return the kernels of each profile, in order."""
+    found: dict[int, list[Kernel]] = {}
+    for name, kind, inputs, outputs in LINE.findall(log):
+        graph = GRAPH.search(name)
+        own = found.setdefault(int(graph[1]) if graph else 0, [])
+        if kind not in AROUND:
+            own.append(Kernel(name, kind, _tensors(inputs), _tensors(outputs)))
+    return [found[i] for i in sorted(found)]
+
+
+def _tensors(text: str) -> tuple[Tensor, ...]:
+    return tuple(
+        Tensor(PROFILE.sub("", name), tuple(int(d) for d in dims.split(",") if d), dtype)
+        for name, dims, dtype in TENSOR.findall(text)
+    )
+
+
+def copies(kernels: Sequence[Kernel], caches: Collection[str]) -> list[Kernel]:
+    """Return the kernels that put a cache, or a part of one, elsewhere: that read nothing but it or
+    such a copy, and are no products. `caches`: names of a network's inputs."""
+    held, found = {*caches, *(f"{c}.next" for c in caches)}, []
+    for k in kernels:
+        used = k.kind != "kgen" or any(part in k.name for part in IN_PLACE)
+        read, made = {t.name for t in k.inputs}, [t for t in k.outputs if t.nbytes >= LEAST_COPY]
+        if not used and read and read <= held and made:
+            found.append(k)
+            held |= {t.name for t in made}
+    return found
+
+
+def compiled(log: str, profiles: Sequence[str], caches: Collection[str]) -> dict[str, Made]:
+    """Return what a network was made of by profile, from the log of its build alone. ValueError
+    where the log does not list the kernels of each."""
+    kernels, scratch = kernels_of(log), [int(n) for n in SCRATCH.findall(log)]
+    names = [*profiles] or [STATIC]
+    if len(kernels) != len(names) or len(scratch) != len(names):
+        raise ValueError(
+            f"the builder's log lists kernels of {len(kernels)} profiles and scratch memory of "
+            f"{len(scratch)}, the network has {len(names)}: no verbose log of one build"
+        )
+    rows = {}
+    for name, own, room in zip(names, kernels, scratch, strict=True):
+        moved = copies(own, caches)
+        written = sum(t.nbytes for k in moved for t in k.outputs)
+        rows[name] = Made(len(own), len(moved), written, room)
+    return rows
+
+
+def summary(made: Mapping[str, Made]) -> list[str]:
+    """Return a line for each profile."""
+    return [
+        f"{name}: {m.kernels} kernels, {size_text(m.copied_bytes)} of caches copied, "
+        f"{size_text(m.scratch_bytes)} of scratch memory"
+        for name, m in made.items()
+    ]

@@ -1,0 +1,126 @@
+"""NVIDIA's two libraries that build these networks, and the GPUs that each builds for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from g4ir.errors import InputError
+
+
+@dataclass(frozen=True)
+class Library:
+    """A Python package that builds and runs engines. One that builds ahead of time needs no GPU for
+    it and finishes kernels when an engine is loaded; the other times kernels on the GPU that it
+    builds for."""
+
+    name: str
+    module: str
+    #: from, and up to but not including
+    supported: tuple[tuple[int, ...], tuple[int, ...]]
+    #: what pip installs
+    requirements: tuple[str, ...]
+    #: versions whose signatures every call is compared with
+    compared: tuple[str, ...]
+    ahead_of_time: bool = False
+
+    @property
+    def install(self) -> str:
+        """The command that installs it."""
+        return " ".join(("pip install", *map(repr, self.requirements)))
+
+
+TENSORRT = Library(
+    name="TensorRT",
+    module="tensorrt",
+    supported=((10, 15), (12,)),
+    requirements=("tensorrt>=10.15,<12",),
+    compared=("10.16.1", "11.4.0"),
+)
+RTX = Library(
+    name="TensorRT-RTX",
+    module="tensorrt_rtx_bindings",
+    supported=((1, 5), (2,)),
+    requirements=("tensorrt-rtx-cu12-libs>=1.5,<2", "tensorrt-rtx-cu12-bindings>=1.5,<2"),
+    compared=("1.7.1",),
+    ahead_of_time=True,
+)
+LIBRARIES: Mapping[str, Library] = {lib.name: lib for lib in (TENSORRT, RTX)}
+
+#: behind a capability: this one and all later ones
+LATER = "+"
+
+
+@dataclass(frozen=True)
+class Target:
+    """The GPUs of a build: `--target NAME`."""
+
+    name: str
+    library: Library
+    #: compute capabilities whose GPUs run the engine
+    capabilities: tuple[str, ...]
+    #: part of the GPU's name, if the capability is that of several
+    gpu: str = ""
+    #: IR dtypes that its GPUs do not compute in
+    lacks: tuple[str, ...] = ()
+
+    @property
+    def ahead_of_time(self) -> bool:
+        return self.library.ahead_of_time
+
+    @property
+    def gpus(self) -> str:
+        """The compute capabilities in words."""
+        *some, last = (c.replace(LATER, " or later") for c in self.capabilities)
+        return f"compute capability {', '.join([*some, last])}"
+
+    def runs_on(self, capability: tuple[int, ...]) -> bool:
+        """Whether a GPU of this compute capability runs its engines."""
+        return any(
+            capability >= numbers(c) if c.endswith(LATER) else capability == numbers(c)
+            for c in self.capabilities
+        )
+
+
+def _single(capability: str, *lacks: str) -> Target:
+    return Target(f"sm{capability.replace('.', '')}", RTX, (capability,), lacks=lacks)
+
+
+#: the current GPU's
+HOPPER = Target("", TENSORRT, ("9.0",))
+TARGETS: Mapping[str, Target] = {
+    t.name: t
+    for t in (
+        Target("h100", TENSORRT, ("9.0",), "H100"),
+        Target("h200", TENSORRT, ("9.0",), "H200"),
+        Target("rtx", RTX, ("8.0", "8.6", "8.9", "12.0" + LATER)),
+        _single("7.5", "bf16", "f32"),  # Turing: of matrix products, those of f16 alone
+        *map(_single, ("8.0", "8.6", "8.9", "12.0", "12.1")),
+    )
+}
+#: targets that are built on any machine
+ANYWHERE = tuple(name for name, t in TARGETS.items() if t.ahead_of_time)
+
+
+def find_target(name: str) -> Target:
+    """Return a target by name. InputError lists the names; for a GPU that TensorRT-RTX does not
+    build for it names the library that does."""
+    if name in TARGETS:
+        return TARGETS[name]
+    if name == "sm90":
+        raise InputError(
+            f"--target {name}: {RTX.name} does not build for H100 and H200; {TENSORRT.name} does, "
+            f"on the GPU itself: install it there (`{TENSORRT.install}`) and give --target h100 or "
+            f"h200"
+        )
+    raise InputError(f"--target {name[:40]}: one of {', '.join(TARGETS)}")
+
+
+def target_of(library: str, capabilities: Sequence[str]) -> Target:
+    """Return the target of an engine that a library built for these capabilities."""
+    return Target("", LIBRARIES[library], tuple(capabilities))
+
+
+def numbers(capability: str) -> tuple[int, ...]:
+    """Return `8.6` as (8, 6)."""
+    return tuple(map(int, capability.removesuffix(LATER).split(".")))

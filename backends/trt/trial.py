@@ -1,0 +1,82 @@
+"""A network compiled for what the builder says of it alone: its plan is thrown away."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from g4ir.ir.graph import Graph
+from g4ir.ops.types import Type, torch_dtype
+from g4ir.plan.engine_limits import Limits
+from g4ir.ui.progress import no_progress
+from g4ir.weights.pack import ParamSource
+
+from . import build
+from .compiled import Made, compiled
+from .host import Api, logger
+from .interface import LOG
+from .target import Target
+
+#: numbers of a buffer that differ; behind them they come again
+PERIOD = 1 << 22
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was made of a network: of each profile, and the bytes of its plan."""
+
+    profiles: Mapping[str, Made]
+    plan_bytes: int
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Params of any size that take no memory but for the largest: views of one buffer for each
+    dtype. A plan holds equal weights once."""
+
+    types: Mapping[str, Type]
+    _buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        t = self.types[name]
+        if t.dtype not in self._buffers:
+            same = (x.numel() for x in self.types.values() if x.dtype == t.dtype)
+            self._buffers[t.dtype] = _numbers(t.dtype, max(same))
+        return self._buffers[t.dtype][: t.numel()].view([*map(int, t.shape)])
+
+
+def _numbers(dtype: str, count: int) -> torch.Tensor:
+    kind, g = torch_dtype(dtype), torch.Generator().manual_seed(0)
+    size = min(count, PERIOD)
+    if kind.is_floating_point:
+        some = (torch.rand(size, generator=g) * 0.05 + 1e-3).to(kind)
+    else:
+        some = torch.randint(-7, 8, (size,), generator=g).to(kind)
+    return some.repeat(-(-count // size))[:count]
+
+
+def compile_once(
+    api: Api,
+    graph: Graph,
+    limits: Limits,
+    settings: Mapping[str, str],
+    target: Target,
+    params: ParamSource | None = None,
+) -> Trial:
+    """Compile a network, of these params or of repeated ones. LowerError where it is refused."""
+    repeated = Repeated({v.name: v.type for v in graph.params})
+    params = params or cast(ParamSource, repeated)
+    with tempfile.TemporaryDirectory() as folder:
+        log, plan = logger(api.trt, Path(folder) / LOG), Path(folder) / "plan"
+        w = build.write_network(api, graph, limits, params, settings, log)
+        config = build.configure(api, w, settings, None, target)
+        build.build_plan(api, w, config, None, plan, no_progress)
+        log.close()
+        text = (Path(folder) / LOG).read_text(errors="replace")
+        names = [v.name for v in graph.state]
+        return Trial(compiled(text, [*w.interface.profiles], names), plan.stat().st_size)

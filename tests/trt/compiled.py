@@ -1,0 +1,78 @@
+"""Networks as TensorRT-RTX's builder compiles them, on any machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from g4ir.backends.trt.host import Api, require_library
+from g4ir.backends.trt.interface import SINGLE, networks, phase_of
+from g4ir.backends.trt.target import RTX, TARGETS
+from g4ir.backends.trt.trial import compile_once
+from g4ir.engine.build import prepare
+from g4ir.plan.options import BuildOptions
+from g4ir.spec.record import Spec, load_spec
+
+TABLE: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("compiled.yaml").read_text()
+)
+#: settings of the backend; other words are options of a build
+SETTINGS = ("attention", "experts", "weights")
+#: of tiny networks; others have the limits of a build
+TINY = {"max_batch": 2, "max_seq": 64, "prefill_chunk": 16}
+
+
+def real() -> Api:
+    """The library; MissingError where it is not installed."""
+    return require_library(RTX)
+
+
+def cut(spec: Spec, layers: int) -> Spec:
+    """The first layers alone; where the last of them share keys, so does the same part of these."""
+    text = spec.text
+    shared = text.num_kv_shared_layers * layers // text.num_hidden_layers
+    shared = min(shared, layers - len(text.pattern)) if shared else 0
+    changed = {"num_hidden_layers": layers, "num_kv_shared_layers": shared}
+    return replace(spec, name=f"{spec.name}-{layers}", text=replace(text, **changed))
+
+
+def planned(row: str) -> Any:
+    """`tiny-moe quant=int4 experts=all layers=6` as a build that is not made."""
+    variant, *words = row.split()
+    given: dict[str, Any] = {
+        k: int(v) if v.isdigit() else v for k, v in (w.split("=") for w in words)
+    }
+    spec, layers = load_spec(variant), given.pop("layers", 0)
+    settings = {k: given.pop(k) for k in SETTINGS if k in given}
+    tiny = TINY if variant.startswith("tiny") else {}
+    how = {"dtype": "bfloat16", "media": "none", **tiny, **given}
+    options = BuildOptions(backend="trt", settings=settings, random_weights=0, **how)
+    return prepare(cut(spec, layers) if layers else spec, options, dry=True)
+
+
+def numbers(row: str) -> dict[str, dict[str, list[int]]]:
+    """What compiled.yaml keeps of each network."""
+    p, found = planned(row), {}
+    for name, g in networks(p.packing.program).items():
+        made = compile_once(real(), g, p.limits, p.settings, TARGETS["sm120"])
+        kept: dict[str, list[int]] = {}
+        for profile, m in made.profiles.items():
+            kind = "step" if phase_of(profile) in SINGLE else "chunk"
+            now = [m.kernels, m.copied_bytes, m.scratch_bytes >> 10]
+            kept[kind] = [*map(max, now, kept.get(kind, now))]
+        found[name] = {**kept, "plan": [made.plan_bytes >> 10]}
+    return found
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:]:
+        print(f"{each}:", flush=True)
+        for network, kept in numbers(each).items():
+            print(
+                f"  {network}: {yaml.safe_dump(kept, default_flow_style=True).strip()}", flush=True
+            )

@@ -1,0 +1,357 @@
+"""`--target`: engines of TensorRT-RTX, built by its own builder on this machine, without a GPU; and
+what is said of them where they do not run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import g4ir
+from g4ir.backends.trt import build as building
+from g4ir.backends.trt import host
+from g4ir.backends.trt.backend import BACKEND
+from g4ir.backends.trt.host import Api, installed
+from g4ir.backends.trt.interface import PLAN, networks
+from g4ir.backends.trt.kernel_cache import DIGEST, KernelCache
+from g4ir.backends.trt.target import RTX, TARGETS, find_target
+from g4ir.engine.build import prepare
+from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
+from g4ir.errors import EngineError, InputError, LowerError, MissingError, PlanError
+from g4ir.plan.options import BuildOptions
+from g4ir.spec.record import load_spec
+from g4ir.ui.progress import no_progress
+from g4ir.weights.pack import MadeParams
+from tests.cli_tools import g4ir as command_line
+from tests.engines import resigned
+from tests.trt.emulated import build, emulated, use
+
+VERSION = installed(RTX)
+builder = pytest.mark.skipif(not VERSION, reason="needs TensorRT-RTX: pip install -e '.[rtx]'")
+SMALL = {"max_batch": 1, "max_seq": 64, "prefill_chunk": 16, "random_weights": 0}
+
+
+def gpu(patch: pytest.MonkeyPatch, capability: tuple[int, int], name: str) -> None:
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    patch.setattr(torch.cuda, "get_device_name", lambda: name)
+
+
+# --- targets ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "runs", "not_on"),
+    [
+        ("rtx", [(8, 0), (8, 6), (8, 9), (12, 0), (12, 1)], [(7, 5), (8, 7), (9, 0), (10, 0)]),
+        ("sm89", [(8, 9)], [(8, 6), (9, 0), (12, 0)]),
+        ("h200", [(9, 0)], [(8, 9), (10, 0)]),
+    ],
+)
+def test_capabilities(target: str, runs: list[Any], not_on: list[Any]) -> None:
+    found = find_target(target)
+    assert all(map(found.runs_on, runs)) and not any(map(found.runs_on, not_on))
+
+
+def test_the_gpu_of_this_machine_is_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert BACKEND.aimed(None) is BACKEND
+    gpu(monkeypatch, (8, 9), "NVIDIA GeForce RTX 4090")
+    assert BACKEND.aimed(None).host.target == TARGETS["sm89"]
+    assert BACKEND.aimed("rtx").host.target == TARGETS["rtx"]
+    gpu(monkeypatch, (9, 0), "NVIDIA H100 80GB HBM3")
+    assert BACKEND.aimed(None) is BACKEND
+
+
+@pytest.mark.parametrize("version", ["1.7.1.116", ""])
+def test_without_a_gpu_and_a_target(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The targets that can be built here; without the library, how to install it."""
+
+    def load(name: str) -> Any:
+        if name != RTX.module or not version:
+            raise ImportError(name)
+        module = SimpleNamespace(__version__=version)
+        for owner, names in host.NEEDED.items():
+            setattr(module, owner, SimpleNamespace(**dict.fromkeys(names, 0)))
+        return module
+
+    monkeypatch.setattr(host.require_library, "__defaults__", (host.TENSORRT, load))
+    with pytest.raises(MissingError) as e:
+        prepare(load_spec("tiny-dense"), BuildOptions(backend="trt", random_weights=0))
+    said = str(e.value)
+    if version:
+        assert "--target rtx, sm75, sm80" in said and f"TensorRT-RTX {version} builds here" in said
+    else:
+        assert RTX.install in said and "cannot be imported" in said
+
+
+def test_unsupported_versions_of_the_library() -> None:
+    for version in ("1.4.0.76", "2.0.0"):
+        with pytest.raises(MissingError, match=rf"TensorRT-RTX {version} is not supported: `pip"):
+            host.probe(SimpleNamespace(__version__=version), RTX)
+
+
+# --- an engine --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """For `rtx`, by the builder; tests look at it or copy it."""
+    out = tmp_path_factory.mktemp("rtx") / "engine"
+    return g4ir.build("tiny-dense", out, backend="trt", target="rtx", **SMALL)
+
+
+@pytest.fixture
+def copy(engine: Engine, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(engine.path, tmp_path / "copy"))
+
+
+@builder
+def test_a_portable_engine(engine: Engine) -> None:
+    m = engine.manifest
+    kept = m["compiled"]
+    assert m["machine"] == f"cuda tensorrt-rtx-{'.'.join(VERSION.split('.')[:2])}"
+    assert (kept["library"], kept["version"], kept["gpu"]) == ("TensorRT-RTX", VERSION, "")
+    assert kept["capabilities"] == ["8.0", "8.6", "8.9", "12.0+"]
+    assert kept["layers"] > 400 and (engine.path / PLAN).stat().st_size > 1 << 20
+    assert kept["scratch_bytes"]["engine"] > 1 << 20
+    said = [n for n in kept["notes"] if "kernels" in n]
+    assert len(said) == 2 and "0.00 KiB of caches copied" in said[0]
+    with pytest.raises(InputError, match="no CUDA device; run it on a GPU of compute"):
+        engine.session(1)
+
+
+@builder
+@pytest.mark.parametrize(
+    ("capability", "name", "changes", "says"),
+    [
+        (None, "", {}, r"no CUDA device; run it on a GPU of .*8\.0, 8\.6, 8\.9, 12\.0 or later"),
+        ((9, 0), "NVIDIA H100", {}, r"runs on a GPU of .*12\.0 or later; .*H100, is sm_90"),
+        ((8, 9), "RTX 4090", {"machine": "cuda tensorrt-rtx-1.4"}, r"rtx-1\.4\); this is .*rtx-1"),
+        ((8, 9), "RTX 4090", {"version": "1.7.0.1"}, r"by TensorRT-RTX 1\.7\.0\.1, this is"),
+    ],
+    ids=["no GPU", "another GPU", "another minor version", "another version"],
+)
+def test_where_it_does_not_run(
+    copy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int] | None,
+    name: str,
+    changes: dict[str, str],
+    says: str,
+) -> None:
+    def change(m: dict[str, Any]) -> None:
+        for key, value in changes.items():
+            (m if key in m else m["compiled"])[key] = value
+
+    resigned(copy, change)
+    if capability:
+        gpu(monkeypatch, capability, name)
+    with pytest.raises((EngineError, MissingError), match=says) as e:
+        load_engine(copy, trust=True)
+    assert "\n" not in str(e.value)
+
+
+@builder
+def test_without_the_library(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> Any:
+        raise ImportError(name)
+
+    gpu(monkeypatch, (8, 9), "NVIDIA GeForce RTX 4090")
+    monkeypatch.setattr(host.require_library, "__defaults__", (host.TENSORRT, load))
+    with pytest.raises(MissingError, match=r"needs TensorRT-RTX, which cannot be imported .*pip"):
+        load_engine(copy, trust=True)
+
+
+@builder
+def test_an_altered_plan(copy: Path) -> None:
+    with (copy / PLAN).open("r+b") as file:
+        file.seek(1 << 16)
+        file.write(b"altered")
+    with pytest.raises(EngineError, match=r"engine\.plan: its SHA-256 is not the manifest's"):
+        load_engine(copy, trust=True)
+
+
+@builder
+def test_weights_apart_need_a_driver(tmp_path: Path) -> None:
+    """Not so on a machine with one, where nothing of it has run."""
+    if torch.cuda.is_available():
+        pytest.skip("has a driver")
+    p = prepare(
+        load_spec("tiny-dense"),
+        BuildOptions(backend="trt", target="sm89", settings={"weights": "refit"}, **SMALL),
+    )
+    api, settings = host.require_library(RTX), p.settings
+    (graph,) = networks(p.packing.program).values()
+    w = building.write_network(api, graph, p.limits, MadeParams(p.packing, p.source), settings)
+    config = building.configure(api, w, settings, None, TARGETS["sm89"])
+    with pytest.raises(LowerError, match=r"CHECK\(status == CUDA_SUCCESS\).*--set weights=baked"):
+        building.build_plan(api, w, config, None, tmp_path / "plan", no_progress)
+
+
+def test_verify_runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(BACKEND), "needs", lambda *_: ())
+    words = ["--variant", "tiny-dense", "--backend", "trt", "--target", "sm86", "--verify"]
+    said = command_line("build", *words, "--random-weights", "0", "--out", tmp_path / "e")
+    assert said.code == 2
+    assert "--verify runs the engine: do that on a GPU of compute capability 8.6" in said.err
+
+
+# --- finished kernels -------------------------------------------------------------------------
+
+
+class Cache:
+    """A runtime cache whose content is a list of bytes; it takes none of another machine."""
+
+    def __init__(self) -> None:
+        self.kernels = b""
+
+    def deserialize(self, raw: bytes) -> bool:
+        self.kernels = raw
+        return not raw.startswith(b"other")
+
+    def serialize(self) -> bytes:
+        return self.kernels
+
+    def reset(self) -> bool:
+        self.kernels = b""
+        return True
+
+
+class Config(SimpleNamespace):
+    def set_execution_context_allocation_strategy(self, strategy: str) -> None:
+        self.strategy = strategy
+
+    def create_runtime_cache(self) -> Cache:
+        return Cache()
+
+    def set_runtime_cache(self, cache: Cache) -> bool:
+        self.cache = cache
+        return True
+
+
+class Compiled:
+    """An engine that finishes a kernel for each context whose kernel is not in the cache."""
+
+    def __init__(self) -> None:
+        self.finished = 0
+
+    def create_runtime_config(self) -> Config:
+        return Config()
+
+    def create_execution_context(self, config: Config) -> Config:
+        kind = config.dynamic_shapes_kernel_specialization_strategy.encode() + b";"
+        if kind not in config.cache.kernels:
+            self.finished += 1
+            config.cache.kernels += kind
+        return config
+
+
+NAMES = SimpleNamespace(
+    ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="managed"),
+    DynamicShapesKernelSpecializationStrategy=SimpleNamespace(EAGER="eager", NONE="none"),
+    CudaGraphStrategy=SimpleNamespace(DISABLED="disabled"),
+)
+FILE = "engine.kernels"
+
+
+def finished(folder: Path, told: list[str], key: str = "engine GPU 1.7") -> int:
+    """How many kernels a load finishes."""
+    cache, made = KernelCache(Api(NAMES, "1.7.1", RTX), folder / FILE, key, told.append), Compiled()
+    for recorded in (True, True, False):
+        context = cache.context(made, "decode", recorded)
+        assert (context.strategy, context.cuda_graph_strategy) == ("managed", "disabled")
+    cache.keep()
+    return made.finished
+
+
+def test_kernels_are_finished_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    assert finished(tmp_path, told) == 2
+    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+    before = (tmp_path / FILE).stat().st_mtime_ns
+    assert finished(tmp_path, told) == 0
+    assert (tmp_path / FILE).stat().st_mtime_ns == before
+    assert {*told} == {"finishing kernels for this GPU: decode"}
+
+
+def _damaged(file: Path) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[DIGEST] ^= 1
+    file.write_bytes(raw)
+
+
+def _link(file: Path) -> None:
+    file.rename(file.with_name("elsewhere"))
+    file.symlink_to(file.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("harm", "key", "says"),
+    [
+        (_damaged, "engine GPU 1.7", "damaged, or of another"),
+        (lambda file: file.write_bytes(b""), "engine GPU 1.7", "damaged, or of another"),
+        (lambda file: None, "engine GPU 1.8", "damaged, or of another"),
+        (lambda file: file.chmod(0o622), "engine GPU 1.7", "other users may write to it"),
+        (_link, "engine GPU 1.7", "symbolic links"),
+    ],
+    ids=["damaged", "empty", "another library", "writable", "a link"],
+)
+def test_a_cache_that_is_not_used(
+    tmp_path: Path, harm: Callable[[Path], Any], key: str, says: str
+) -> None:
+    """Dropped, which is said once, and written anew."""
+    told: list[str] = []
+    finished(tmp_path, told)
+    harm(tmp_path / FILE)
+    assert finished(tmp_path, told, key) == 2
+    (said,) = [line for line in told if "is not used, since" in line]
+    assert says in said
+    assert finished(tmp_path, told, key) == 0
+
+
+def test_a_cache_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    finished(tmp_path, told)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert finished(tmp_path, told) == 2
+    assert any("belongs to another user" in line for line in told)
+
+
+def test_a_cache_of_another_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the library itself refuses."""
+    told: list[str] = []
+    monkeypatch.setattr(Cache, "serialize", lambda self: b"other driver's")
+    finished(tmp_path, told)
+    monkeypatch.undo()
+    assert finished(tmp_path, told) == 2
+    assert any("TensorRT-RTX does not take it on this machine" in line for line in told)
+
+
+def test_where_no_cache_can_be_written(tmp_path: Path) -> None:
+    told: list[str] = []
+    assert finished(tmp_path / "nowhere", told) == 2
+    assert told[-1].endswith("cannot be written (No such file or directory): kernels are not kept")
+
+
+# --- room -------------------------------------------------------------------------------------
+
+
+def test_too_little_disk_and_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan holds the weights once more; the builder holds them in host memory."""
+    backend = emulated(tmp_path)
+    use(monkeypatch, backend)
+    monkeypatch.setattr("g4ir.engine.build.free_bytes", lambda out: 65 << 20)
+    with pytest.raises(EngineError, match=r"the engine needs 6.* MiB .*, 65.0 MiB are free; make"):
+        build(tmp_path / "engine", "tiny-dense")
+    monkeypatch.undo()
+    use(monkeypatch, backend)
+    monkeypatch.setattr(building, "device_memory", lambda device: 1 << 30)
+    with pytest.raises(PlanError, match=r"needs .* of host memory, this machine has 1\.00 GiB: bu"):
+        build(tmp_path / "engine", "tiny-dense")
