@@ -274,6 +274,8 @@ class Prepared(Resolved):
     side_files: Mapping[str, bytes]
     #: of a dry run: why the engine does not fit its device, or nothing
     short: str = ""
+    #: what 4-bit weights are calibrated on (engine/calibration.py)
+    calibration: Any = None
 
     def param_bytes(self) -> int:
         """Count the bytes of the packed params, tables included."""
