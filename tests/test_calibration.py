@@ -29,6 +29,7 @@ from g4ir.weights.origin import find_origin
 from g4ir.weights.pack import MadeParams
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import text_checkpoint, tokenizer
+from tests.configs import widened
 from tests.engines import random_checkpoint
 
 TEXT = "ab w3 a€ w7 w12\nw9 ab a w3\n" * 20
@@ -187,6 +188,23 @@ def test_ranks_use_their_part_of_the_moments(files: Path, tmp_path: Path) -> Non
     parts = [MadeParams(two.packing, two.source, None, two.share(r), moments) for r in range(2)]
     whole = MadeParams(one.packing, one.source, None, None, moments).tensor(f"{name}.codes")
     assert torch.equal(torch.cat([p.tensor(codes) for p in parts], -1), whole)
+
+
+def test_formats_with_minima_are_made_at_build(files: Path, tmp_path: Path) -> None:
+    """uint4 by a recipe where rows are multiples of 256, int4 elsewhere."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("rules: [{tensors: [L*.mlp.w_*, L*.attn.wq], form: uint4, otherwise: int4}]")
+    text = widened("tiny-dense").text
+    spec = replace(widened("tiny-dense"), text=replace(text, hidden_size=96))
+    source = random_checkpoint(tmp_path / "c", spec)
+    tokenizer().save(str(source / "tokenizer.json"))
+    options = {**OPTIONS, "quant": recipe, "calibrate": files / "text.txt"}
+    with g4ir.build(None, tmp_path / "e", checkpoint=source, **options) as engine:
+        p = prepare(None, BuildOptions(checkpoint=source, **options))
+        moments = column_moments(p, no_progress)
+        for name, form in (("L0.mlp.w_down", "uint4"), ("L1.mlp.w_up", "int4")):
+            w = p.source.tensor(checkpoint_name(name))
+            assert torch.equal(engine.param(name), made(w, form, FORMATS[form][0], moments[name]))
 
 
 REFUSED: dict[str, tuple[bytes | None, list[str], str]] = {
