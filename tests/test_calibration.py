@@ -162,12 +162,14 @@ def test_a_calibrated_engine(files: Path, tmp_path: Path) -> None:
             assert engine.generate([2, 5, 7], max_new_tokens=2)
             made = [engine.param(n) - p.source.tensor(checkpoint_name(n)) for n in names]
             note = engine.manifest["notes"]["calibration"]
+            told = command("inspect", out).out
             words = shlex.split(rebuild(out, engine.facts, engine.spec))
         errors.append([(e.square() * moments[n]).sum() for e, n in zip(made, names)])
         if calibrate:
             digest = sha256(text.read_bytes()).hexdigest()
             assert note == {"path": str(text), "sha256": digest, "tokens": len(p.calibration.ids)}
             assert words[words.index("--calibrate") + 1] == str(text)
+            assert f"{note['tokens']:,} tokens of {text} (SHA-256 {digest[:12]}" in told
         else:
             assert note is None and "--calibrate" not in words
     *calibrated, keys = (a < b for a, b in zip(*errors, strict=True))

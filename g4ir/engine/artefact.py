@@ -164,6 +164,9 @@ class Calibration:
     sha256: Digest
     tokens: Annotated[int, Range(1, 1 << 60)]
 
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens of {self.path} (SHA-256 {self.sha256[:12]}...)"
+
 
 @dataclass(frozen=True)
 class Notes:
