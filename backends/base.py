@@ -307,6 +307,8 @@ class Prepared(Resolved):
     short: str = ""
     #: bytes of the device's memory, if given
     memory: int | None = None
+    #: what 4-bit weights are calibrated on (engine/calibration.py)
+    calibration: Any = None
 
     def param_bytes(self) -> int:
         """Count the bytes of the packed params, tables included."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from g4ir.chat.prompt import CHEAP
 from g4ir.engine.engine import Engine
 from g4ir.engine.jsonl import FIELDS, IDS, TEXT, Field, ReadAhead, checked_fields, parse_line
 from g4ir.engine.prompts import checked_ids
+from g4ir.engine.text_files import cut_blocks, read_text
 from g4ir.engine.tokenizer import Codec
 from g4ir.errors import InputError
 
@@ -21,8 +20,6 @@ from .tokens import check_no_media
 
 #: label of a token that is not scored, as in transformers
 IGNORED = -100
-#: bytes of a file that are read at a time
-READ = 1 << 16
 #: fields of a JSON line: a text, or token ids with labels
 LINE: Mapping[str, Field] = {
     "id": FIELDS["id"],
@@ -141,49 +138,3 @@ class Reader:
         if len(ids) < 2:
             raise InputError(f"{where}: fewer than 2 tokens, <bos> included: nothing to score")
         yield Window(name, part, ids, labels)
-
-
-def check_files(paths: Iterable[str], flag: str) -> None:
-    """Raise InputError for a file that is missing or empty."""
-    for path in paths:
-        if not Path(path).is_file():
-            raise InputError(f"{flag} {path}: no such file")
-        if not Path(path).stat().st_size:
-            raise InputError(f"{flag} {path}: the file is empty")
-
-
-def cut_blocks(texts: Iterable[str]) -> Iterator[str]:
-    """Yield a text that comes in pieces in blocks of at most CHEAP characters, which end with a
-    line if there is one."""
-    rest = ""
-    for text in texts:
-        rest += text
-        start = 0
-        while len(rest) - start > CHEAP:
-            cut = rest.rfind("\n", start, start + CHEAP) + 1 or start + CHEAP
-            yield rest[start:cut]
-            start = cut
-        rest = rest[start:]
-    if rest:
-        yield rest
-
-
-def read_text(path: Path) -> Iterator[str]:
-    """Yield a file's text in pieces. InputError for bytes that are not UTF-8, and for NUL, which no
-    text has."""
-    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
-    with path.open("rb") as stream:
-        while True:
-            raw = stream.read(READ)
-            begun = read - len(decoder.getstate()[0])
-            try:
-                text = decoder.decode(raw, final=not raw)
-            except UnicodeDecodeError as e:
-                said = f"{path}: not UTF-8 at byte {begun + e.start}"
-                raise InputError(f"{said}: a binary file, or a text in another encoding") from None
-            if "\0" in text:
-                raise InputError(f"{path}: NUL among its characters: a binary file, not a text")
-            yield text.removeprefix("\ufeff") if not read else text
-            read += len(raw)
-            if not raw:
-                break

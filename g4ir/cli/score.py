@@ -69,7 +69,7 @@ def verify_text(args: argparse.Namespace) -> int:
 
 def _checked(args: argparse.Namespace) -> int:
     """Check files and the number of tokens before an engine is loaded; return the number."""
-    from g4ir.check.documents import check_files
+    from g4ir.engine.text_files import check_files
 
     lines = vars(args).get("jsonl")
     check_files([lines] if lines else args.text, "--jsonl" if lines else "--text")

@@ -55,7 +55,7 @@ from g4ir.weights.origin import OF_DIRECTORY
 
 from .digests import has_digest
 
-FORMAT = 17
+FORMAT = 18
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 SPEC, DRAFTER = "spec.yaml", "drafter.yaml"
 #: part of the name of an unfinished directory
@@ -157,13 +157,26 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """The text that scales of 4-bit weights were chosen on, and how many of its tokens."""
+
+    path: Line
+    sha256: Digest
+    tokens: Annotated[int, Range(1, 1 << 60)]
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens of {self.path} (SHA-256 {self.sha256[:12]}...)"
+
+
+@dataclass(frozen=True)
 class Notes:
     """Tensors of the checkpoint that are not used, and why; missing ones, and their value; the fit
-    of 4-bit weights."""
+    of 4-bit weights, and the text that they were calibrated on."""
 
     ignored: dict[Line, Line]
     defaults: dict[Line, str]
     grid: Grid | None
+    calibration: Calibration | None
 
 
 @dataclass(frozen=True)
@@ -521,6 +534,7 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
         "--ple-placement": m.ple_placement,
         "--set": tuple(f"{key}={value}" for key, value in m.settings.items()),
         "--quant": m.quant.name if m.quant and not m.quant.held else None,
+        "--calibrate": m.notes.calibration.path if m.notes.calibration else None,
         "--random-weights": m.seed,
         "--link-weights": linked is not None,
         "--checkpoint": linked.path if linked else "DIR" if m.seed is None else None,

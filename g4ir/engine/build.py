@@ -29,6 +29,7 @@ from g4ir.model.draft import layers_read, shipped_drafter
 from g4ir.model.media import Media, find_media
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import has_blocks
+from g4ir.ops.codecs import CALIBRATED
 from g4ir.ops.finite import TOO_LARGE
 from g4ir.ops.kv_quant import NARROW
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
@@ -43,7 +44,7 @@ from g4ir.plan.fit import device_memory, fitted
 from g4ir.plan.formats import cache_bytes
 from g4ir.plan.options import BuildOptions, Resolved, options_text
 from g4ir.quant.recipe import Recipe, find_recipe
-from g4ir.quant.rewrite import held_recipe
+from g4ir.quant.rewrite import held_recipe, weights_of
 from g4ir.spec.reader import Line, on_one_line
 from g4ir.spec.record import Spec, diff_specs, load_spec
 from g4ir.ui.files import new_folder, write_file
@@ -56,6 +57,7 @@ from g4ir.weights.origin import Origin, existing_origin, find_origin, need_snaps
 from g4ir.weights.random import RandomCheckpoint, WithDrafter
 
 from . import artefact
+from .calibration import CalibrationText, column_moments
 from .digests import remembered_digest
 from .drafters import find_drafter
 from .engine import TOKENIZER, Engine, read_tokenizer
@@ -156,6 +158,7 @@ def prepare(
     if checkpoint:
         checkpoint = with_adapters(checkpoint, agreed, adapters)
     r = replace(r, recipe=_recipe(r, checkpoint, origin))
+    calibration = _calibration(options, r.recipe, agreed, side)
     acted = Acted()
     stored = partial(backend.stored, device=device)
     packing = packings.make_packing(**r.of_graphs(), stored=stored, dump=dump, acted=acted)
@@ -177,12 +180,30 @@ def prepare(
         side_files=side,
         short=short,
         memory=options.memory,
+        calibration=calibration,
     )
+
+
+def _calibration(
+    o: BuildOptions, recipe: Recipe | None, spec: Spec, side: Mapping[str, bytes]
+) -> CalibrationText | None:
+    """Return the text to calibrate on, if one is given; InputError if it would change nothing, or
+    is no text of enough tokens."""
+    if o.calibrate is None:
+        return None
+    schemes = recipe.schemes(weights_of(spec)).values() if recipe and not recipe.held else ()
+    if not any(s.form in CALIBRATED for s in schemes):
+        why = f"no weight is quantised to {' or '.join(CALIBRATED)}, which alone it is for"
+        raise InputError(f"--calibrate {o.calibrate}: {why}; give --quant int4 or int4-mixed too")
+    return CalibrationText.read(Path(o.calibrate), spec, side)
 
 
 def _check_given(spec: Spec | None, o: BuildOptions, backend: Backend) -> None:
     """Raise InputError for options of weights that exclude each other."""
     checkpoint, seed = o.checkpoint, o.random_weights
+    if o.calibrate is not None and o.link_weights:
+        why = "the engine makes its weights at load, without the text"
+        raise InputError(f"--calibrate {o.calibrate} with --link-weights: {why}; leave one out")
     if o.mmproj is not None and (checkpoint is None or spec is None):
         why = "it goes with --checkpoint FILE.gguf and, as no file says how towers compute"
         raise InputError(f"--mmproj {o.mmproj}: {why}, with --variant or --spec")
@@ -390,7 +411,7 @@ def _recipe(r: Resolved, opened: Checkpoint | None, origin: Origin | None) -> Re
     form = r.options.of(ActivationOptions).to
     if form != OFF and not (held or r.recipe):
         why = "no weight is quantised, and only products with such weights round what they take"
-        raise InputError(f"--quant-activations {form}: {why}; give --quant int8, int4 or fp8 too")
+        raise InputError(f"--quant-activations {form}: {why}; give --quant int8, int4, int4-mixed or fp8 too")
     return held or r.recipe
 
 
@@ -502,7 +523,8 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
 def _pack(p: Prepared, folder: Path, progress: Progress) -> artefact.Grid | None:
     """Write the params; return the fit of 4-bit weights, if any were made."""
     grids: dict[str, tuple[int, int]] = {}
-    params = packings.MadeParams(p.packing, p.source, grids, p.share(0))
+    moments = column_moments(p, progress) if p.calibration else {}
+    params = packings.MadeParams(p.packing, p.source, grids, p.share(0), moments)
     packings.write_shares(p.packing, params, p.ranks, folder, progress)
     exact, groups = (sum(n) for n in zip(*grids.values(), strict=True)) if grids else (0, 0)
     return artefact.Grid(groups, exact) if groups else None
@@ -537,7 +559,7 @@ def _manifest(
         weights=p.weights,
         compiled=dict(compiled),
         versions=artefact.Versions(torch.__version__, platform.python_version()),
-        notes=artefact.Notes(ignored, defaults, grid),
+        notes=artefact.Notes(ignored, defaults, grid, p.calibration and p.calibration.record),
         files={f.relative_to(folder).as_posix(): _stored(f) for f in files},
     )
 

@@ -72,8 +72,9 @@ def require_trust(found: Artefact) -> None:
 
 
 def provenance(found: Artefact) -> dict[str, str]:
-    """Return the engine's name, its builder as far as known, how 4-bit codes fit its weights, and
-    whether its native code is run here; plain text by name. Nothing of the engine is run."""
+    """Return the engine's name, its builder as far as known, how 4-bit codes fit its weights and on
+    what text they were calibrated, and whether its native code is run here; plain text by name.
+    Nothing of the engine is run."""
     m, decision, signer = found.manifest, find_decision(found.manifest.digest), find_signer(found)
     signed = (found.path / SIGNATURE).is_file()
     why = f"signed with {signer}" if signer else decision and decision.why
@@ -88,7 +89,7 @@ def provenance(found: Artefact) -> dict[str, str]:
         "backend": f"{m.backend} {TORCH_NAMES[m.dtype]} for {m.device}: {m.machine}",
         "made_with": f"g4ir {m.g4ir}, torch {m.versions.torch}, Python {m.versions.python}",
         "weights": _weights_text(found),
-        **({"grid": str(m.notes.grid)} if m.notes.grid else {}),
+        **{k: str(v) for k in ("grid", "calibration") if (v := getattr(m.notes, k))},
         "signature": f"key {signer}, trusted" if signer else signature,
         "built_by": built,
         "native_code": runs if find_backend(m.backend).native else "none",

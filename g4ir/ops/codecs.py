@@ -73,6 +73,8 @@ FORM_OF = {f.codes: name for name, f in FORMS.items()}
 PACKED = {f.codes: f.packed for f in FORMS.values() if f.elements == 1}
 #: form that rows of a model may be rounded to -> numbers of a row that share a scale, 0: all
 ACTIVATIONS = {"int8": 32, "fp8": 0}
+#: forms whose scales are chosen by weighted error where a weight is calibrated
+CALIBRATED = ("int4", "uint4", "uint5")
 #: of two codes in a byte, between code + 8 and two's complement
 COMPLEMENT = 0x88
 
@@ -257,14 +259,23 @@ def _tile_parts(x: Any) -> Any:
 # --- numbers to codes --------------------------------------------------------------------------
 
 
-def quantized(w: Any, form: str, group: int, scale: str) -> tuple[Any, Any]:
-    """Return codes and scales of rows [.., K]. float64 stays float64, but for codes in integers."""
+def quantized(
+    w: Any, form: str, group: int, scale: str, moments: Any = None
+) -> tuple[Any, Any]:
+    """Return codes and scales of rows [.., K]. float64 stays float64, but for codes in integers.
+    Forms of 4 bits and those with minima weight the error of each column by its `moments` [K], if
+    there are any; other forms have no use for them."""
     x = wide(w).unflatten(-1, (-1, group))
     dtype = torch_dtype(scale)
+    if moments is not None:
+        moments = moments.to(x.dtype).unflatten(-1, (-1, group))
     if form in BLOCK_PARTS:
-        return _with_minima(x, form, torch.float64 if w.dtype == torch.float64 else dtype, dtype)
-    find = int4_scales if form == "int4" else _largest
-    scales = find(x, dtype, FORMS[form].largest)
+        kept = torch.float64 if w.dtype == torch.float64 else dtype
+        return _with_minima(x, form, kept, dtype, moments)
+    if form == "int4":
+        scales = int4_scales(x, dtype, moments)
+    else:
+        scales = _rounded(x.abs().amax(-1) / FORMS[form].largest, dtype)
     y = x / scales[..., None]
     kept = scales if w.dtype == torch.float64 else scales.to(dtype)
     codes = _CODES[form](y).flatten(-2)
@@ -287,10 +298,15 @@ _CODES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _with_minima(x: Any, form: str, kept: Any, dtype: Any) -> tuple[Any, Any]:
+def _with_minima(
+    x: Any, form: str, kept: Any, dtype: Any, moments: Any = None
+) -> tuple[Any, Any]:
     """Return codes of groups x [n, G, g], and their scales and minima as `dtype` has them."""
     parts, most = x.unflatten(-1, (-1, EIGHTH)), FORMS[form].largest
-    wanted = _above_least(parts, most)
+    if moments is None:
+        wanted = _above_least(parts, most)
+    else:
+        wanted = _weighted_above_least(parts, most, moments.unflatten(-1, (-1, EIGHTH)))
     pairs = [_rounded(t.amax(-1) / MOST, dtype) for t in wanted]
     integers = [
         (t / p[..., None]).round().clamp(0, MOST) for t, p in zip(wanted, pairs, strict=True)
@@ -307,21 +323,50 @@ def _numbers_above(x: Any, step: Any, least: Any, most: float) -> Any:
     return ((x + least[..., None]) / whole[..., None]).round().clamp(0, most)
 
 
-def _above_least(x: Any, most: float) -> tuple[Any, Any]:
-    """Return a scale and a minimum [..] for the numbers of x [.., 32]: those that just hold them,
-    bettered by least squares with the numbers held fixed, a few times."""
-    least = (-x.amin(-1)).clamp(min=0)
-    step = (x.amax(-1) + least).clamp(min=0) / most
+def _above_least(
+    x: Any, most: float, share: float = 1.0, moments: Any = None
+) -> tuple[Any, Any]:
+    """Return a scale and a minimum [..] for the numbers of x [.., 32]: those that just hold `share`
+    of their range, bettered by least squares with the numbers held fixed, a few times; weighted by
+    `moments` [.., 32] if there are any."""
+
+    def mean(t: Any) -> Any:
+        return t.mean(-1) if moments is None else (t * moments).mean(-1) / moments.mean(-1)
+
+    low, high = x.amin(-1), x.amax(-1)
+    margin = (high - low) * (1 - share) / 2
+    least = (-low - margin).clamp(min=0)
+    step = (high - margin + least).clamp(min=0) / most
+    mean_x = mean(x)
     for _ in range(3):
         q = _numbers_above(x, step, least, most)
-        mean, mean_x, dot, square = q.mean(-1), x.mean(-1), (q * x).mean(-1), (q * q).mean(-1)
-        spread = square - mean * mean
-        slope = (dot - mean * mean_x) / spread.where(spread > 0, 1.0)
-        least = slope * mean - mean_x
+        mean_q, dot, square = mean(q), mean(q * x), mean(q * q)
+        spread = square - mean_q * mean_q
+        slope = (dot - mean_q * mean_x) / spread.where(spread > 0, 1.0)
+        least = slope * mean_q - mean_x
         through = dot / square.where(square > 0, 1.0)  # where the best minimum has the other sign
         step = slope.where(least > 0, through).clamp(min=0)
         least = least.clamp(min=0)
     return step, least
+
+
+def _weighted_above_least(x: Any, most: float, moments: Any) -> tuple[Any, Any]:
+    """Return the scale and minimum of least weighted error of those that begin with shares of the
+    range: where a column counts little, the ends may be cut."""
+    best = error = None
+    for share in _SHARES:
+        pair = _above_least(x, most, share, moments)
+        q = _numbers_above(x, *pair, most)
+        made = q.mul_(pair[0][..., None]).sub_(pair[1][..., None])
+        e = made.sub_(x).square_().mul_(moments).sum(-1)
+        if best is None or error is None:
+            best, error = pair, e
+        else:
+            less = e < error
+            best = tuple(torch.where(less, a, b) for a, b in zip(pair, best, strict=True))
+            error = torch.minimum(e, error)
+    assert best
+    return best[0], best[1]
 
 
 def _rounded(scales: Any, dtype: Any) -> Any:
@@ -330,14 +375,14 @@ def _rounded(scales: Any, dtype: Any) -> Any:
     return made.where(made != 0, 1.0)
 
 
-def _largest(x: Any, dtype: Any, largest: float) -> Any:
-    return _rounded(x.abs().amax(-1) / largest, dtype)
-
-
 #: on the grid of weights trained for 4 bits, a group's extremum has one of these codes
 _EXTREMES = (-8, 7, -7, 6, -6, 5, -5, 4, -4, 3, -3, 2, -2, 1, -1)
 #: elsewhere the extremum is divided by these first
 _STARTS = (-8.0, -7.0, 7.4)
+#: and by these where errors are weighted: an extremum that counts little may be cut, or lie low
+_WEIGHTED_STARTS = tuple(-2.8 - 0.8 * i for i in range(12))
+#: shares of a range that scales and minima of weighted error begin with
+_SHARES = (1.0, 0.9, 0.8, 0.7)
 #: numbers of a group that are looked at first
 _FIRST = 3
 #: how far a number of the grid and what bf16 makes of it and of its scale lie apart at most
@@ -356,14 +401,17 @@ def on_grid(w: Any, codes: Any, scales: Any) -> int:
     return found
 
 
-def int4_scales(x: Any, dtype: Any, largest: float) -> Any:
+def int4_scales(x: Any, dtype: Any, moments: Any = None) -> Any:
     """Return one scale [n, G] for each group of x [n, G, g].
 
     Where bf16(code * scale) of some scale are the numbers of a group, bit for bit, that scale;
-    elsewhere the best of a few, each bettered by least squares with its codes held fixed.
+    elsewhere the best of a few, each bettered by least squares with its codes held fixed. With
+    `moments` [G, g] the best of more, by the sum of squared errors times moments.
     """
     extreme = x.gather(-1, x.abs().argmax(-1, keepdim=True)).squeeze(-1)
     scales = _fitted(x, extreme, dtype)
+    if moments is not None:
+        scales = _weighted(x, extreme, dtype, moments, scales)
     on, found = grid_scales(x, extreme, dtype)
     return torch.where(on, found, scales)
 
@@ -416,3 +464,31 @@ def _fitted(x: Any, extreme: Any, dtype: Any) -> Any:
         best = d if best is None else torch.where(e < error, d, best)
         error = e if error is None else torch.minimum(e, error)
     return best
+
+
+def _weighted(x: Any, extreme: Any, dtype: Any, moments: Any, plain: Any) -> Any:
+    """Return scales of less weighted error than the `plain` ones where the search finds such.
+
+    The codes of a start are scored by their own best scale, dot / square, of which the error is the
+    sum of x^2 less dot^2 / square: one rounding for each start.
+    """
+    weighed, inverse = x * moments, 1 / extreme.where(extreme != 0, 1.0)
+
+    def best_for(factor: Any) -> tuple[Any, Any]:
+        """Return the best scale of the codes round(x * factor), and what it gains."""
+        q = (x * factor[..., None]).round_().clamp_(-8, 7)
+        dot = (q * weighed).sum(-1)
+        scale = dot / q.square_().mul_(moments).sum(-1).clamp(min=1e-30)
+        return scale, dot * scale
+
+    best, most = plain, torch.zeros_like(plain)
+    for start in _WEIGHTED_STARTS:
+        scale, gain = best_for(start * inverse)
+        best, most = torch.where(gain > most, scale, best), torch.maximum(gain, most)
+    best = _rounded(best_for(1 / _rounded(best, dtype))[0], dtype)
+    errors = [_squared_error(x, d, moments) for d in (best, plain)]
+    return torch.where(errors[0] < errors[1], best, plain)
+
+
+def _squared_error(x: Any, scales: Any, moments: Any) -> Any:
+    return _on_grid_of(scales[..., None], x).sub_(x).square_().mul_(moments).sum(-1)

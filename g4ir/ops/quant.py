@@ -71,10 +71,21 @@ class quantize:
         return codes, Type(scale, (*w.shape[:-1], scales))
 
     @staticmethod
-    def reference(w: Any, *, form: str, group: int, scale: str) -> tuple[Any, Any]:
+    def reference(
+        w: Any, *, form: str, group: int, scale: str, moments: Any = None
+    ) -> tuple[Any, Any]:
+        """`moments`: second moments of the inputs of a calibrated weight [.., 1, K], by which
+        squared errors are weighted (w [E, N, K] may have its own for each of E)."""
+        if moments is not None and w.ndim > 2:
+            own = moments.expand(*w.shape[:-2], 1, -1)
+            attrs = {"form": form, "group": group, "scale": scale}
+            each = [quantize.reference(*parts[:1], **attrs, moments=parts[1]) for parts in zip(w, own)]
+            codes, scales = (torch.stack(parts) for parts in zip(*each, strict=True))
+            return codes, scales
         rows = w.reshape(-1, w.shape[-1])
         pieces = rows.split(max(1, PIECE // w.shape[-1]))
-        made = [quantized(x, form, group or w.shape[-1], scale) for x in pieces]
+        by = None if moments is None else moments.flatten()
+        made = [quantized(x, form, group or w.shape[-1], scale, by) for x in pieces]
         codes, scales = (torch.cat(parts) for parts in zip(*made, strict=True))
         return codes.view(*w.shape[:-1], -1), scales.view(*w.shape[:-1], -1)
 

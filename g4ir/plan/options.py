@@ -47,6 +47,7 @@ class BuildOptions:
     dtype: str | None = option("dtype", None, "T")
     residual_scale: int = option("residual_scale", 1, "N", type=int)
     quant: str | Path | None = option("quant", None, "Q")
+    calibrate: str | Path | None = option("calibrate", None, "FILE")
     quant_activations: str | None = option("quant_activations", None, "Q")
     kv_dtype: str | None = option("kv_dtype", None, "T")
     max_batch: int = option("max_batch", Limits.max_batch, "N", type=int)

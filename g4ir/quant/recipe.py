@@ -66,14 +66,14 @@ class Scheme:
         return math.lcm(self.group or 1, FORMS[self.form].packed)
 
 
-#: formats that a quantisation config names; weights trained for 4 bits have scales in bf16
-QUANTISED = {
+#: formats that a quantisation config names; weights trained for 4 bits have scales in bf16, and the
+#: last three are Q6_K, Q5_K and Q4_K of GGUF files
+SCHEMES = {
     "int8": Scheme("int8", 0, None),
     "int4": Scheme("int4", 32, "bf16"),
     "fp8": Scheme("fp8", 0, None),
+    **{form: Scheme(form, 256, "f16") for form in ("int6", "uint5", "uint4")},
 }
-#: and those of GGUF files alone: Q6_K, Q5_K and Q4_K
-SCHEMES = QUANTISED | {form: Scheme(form, 256, "f16") for form in ("int6", "uint5", "uint4")}
 _Pattern = Annotated[str, Shaped(r"[A-Za-z0-9_.*?]{1,100}", "L*.mlp.w_*")]
 _Form = Annotated[str, OneOf(tuple(SCHEMES))]
 #: scales in what the engine computes in
@@ -174,10 +174,4 @@ def find_recipe(given: str | Path | None) -> Recipe | None:
     tree = read_tree(Path(name))
     if "name" in tree.entries:
         raise fail(tree.keys["name"], "name", "is the file's own; leave it out")
-    recipe = Recipe(build(Recipe, tree).rules, Path(name).name)
-    named = {form for rule in recipe.rules for form in (rule.form, rule.otherwise) if form}
-    if unknown := named - QUANTISED.keys():
-        raise InputError(
-            f"{name}: form {min(unknown)} comes from GGUF files alone; give {', '.join(QUANTISED)}"
-        )
-    return recipe
+    return Recipe(build(Recipe, tree).rules, Path(name).name)

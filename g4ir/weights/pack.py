@@ -18,6 +18,7 @@ from g4ir.model.names import CODES, SCALES, checkpoint_name
 from g4ir.model.text import build_program
 from g4ir.ops.codecs import by_rows, from_tiles, on_grid
 from g4ir.ops.finite import cast
+from g4ir.ops.quant import quantize
 from g4ir.ops.types import TORCH_NAMES, dtype_name, torch, torch_dtype
 from g4ir.parallel.shard import shard_program
 from g4ir.parallel.table import Share
@@ -128,6 +129,9 @@ class MadeParams:
     grids: dict[str, tuple[int, int]] | None = None
     #: of several ranks, the one whose params they are
     share: Share | None = None
+    #: second moments of the inputs of calibrated weights, by param of the whole model: as many axes
+    #: as the weight, of length 1 where all share one
+    moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
     #: results of the last recipe that nobody has asked for yet: codes are made with their scales
     _made: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
@@ -141,13 +145,26 @@ class MadeParams:
                 seen[v.name] = t
 
             watch = None if self.grids is None else keep
-            self._made.update(interpret(recipe, {}, dict(seen), {}, watch)[0])
+            self._made.update(interpret(recipe, {}, dict(seen), {}, watch, self._run)[0])
             self._require_finite(recipe)
             for n in recipe.find("quantize"):
                 if self.grids is not None and n.word("form") == "int4":
                     w, codes, scales = (seen[v.name] for v in (n["w"], *n.outputs))
                     self.grids[n["w"].name] = on_grid(w, codes, scales), scales.numel()
         return self._made.pop(param)
+
+    def _run(self, n: Node, tensors: list[Any]) -> tuple[Any, ...]:
+        """Run a node of a recipe; `quantize` weights errors where its weight is calibrated."""
+        name = n.inputs[0].name
+        if n.op != "quantize" or (self._whole(name) not in self.moments):
+            return run_node(n, tensors)
+        read = self.moments.__getitem__
+        moments = self.share.own(name, read) if self.share else read(name)
+        return quantize.reference(*tensors, **n.attrs, moments=moments)
+
+    def _whole(self, param: str) -> str | None:
+        """Return the param of the whole model that a param is; None: it is a rank's own."""
+        return self.share.source(param) if self.share else param
 
     def _require_finite(self, recipe: Graph) -> None:
         for name, t in self._made.items():
@@ -181,7 +198,7 @@ class MadeParams:
 
     def _source(self, v: Value) -> str | None:
         """Return the tensor of the checkpoint that a param is made of; None: it is a rank's own."""
-        param = self.share.source(v.name) if self.share else v.name
+        param = self._whole(v.name)
         return param and checkpoint_name(param)
 
     def release(self, param: str) -> None:

@@ -1,0 +1,139 @@
+"""Second moments of the inputs of matmuls on a text, which weight the error that the scales of 4-bit
+weights are chosen by.
+
+The text graph of the unquantised model is interpreted window by window; of each input of a matmul
+only the sums of squares of its columns are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from g4ir.backends.base import Prepared
+from g4ir.errors import InputError
+from g4ir.ir.graph import Graph, Node, Program, Value
+from g4ir.ir.interpret import empty_state, interpret, run_node
+from g4ir.ir.rewrite import drop_dead
+from g4ir.model.text import build_graph
+from g4ir.ops.mlp import activate
+from g4ir.spec.record import Spec
+from g4ir.ui.progress import Progress
+from g4ir.weights.checkpoint import sha256
+from g4ir.weights.pack import MadeParams, Packing, open_table
+
+from .artefact import Calibration
+from .engine import TOKENIZER, read_tokenizer
+from .parts import embed_rows
+from .text_files import check_files, cut_blocks, read_text
+
+#: tokens of the text, at most and at least; tokens of one context, <bos> not counted
+MOST, LEAST, WINDOW = 4096, 256, 512
+#: no column counts less than this share of the mean: other texts may use what this one does not
+FLOOR = 1e-3
+
+Moments = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """The first tokens of a text file, and the file's digest."""
+
+    path: Path
+    sha256: str
+    ids: tuple[int, ...]
+
+    @classmethod
+    def read(cls, path: Path, spec: Spec, side_files: Mapping[str, bytes]) -> CalibrationText:
+        """Read a file by the tokenizer of the checkpoint; InputError names the file and what is
+        wrong with it: missing, empty, no text, too short, or no tokenizer."""
+        check_files([str(path)], "--calibrate")
+        if TOKENIZER not in side_files:
+            why = f"the weights come without {TOKENIZER}, and a text needs one"
+            raise InputError(f"--calibrate {path}: {why}; give --checkpoint with a tokenizer")
+        tokenizer = read_tokenizer(Path(TOKENIZER), side_files[TOKENIZER])
+        ids: list[int] = []
+        for block in cut_blocks(read_text(path)):
+            found = tokenizer.encode(block, add_special_tokens=False).ids
+            ids += (i for i in found if i < spec.text.readable_ids)
+            if len(ids) >= MOST:
+                break
+        if len(ids) < LEAST:
+            what = f"{len(ids)} tokens, and {LEAST} are the least that say something"
+            raise InputError(f"--calibrate {path}: {what}; give a longer text")
+        return cls(path, sha256(path), tuple(ids[:MOST]))
+
+    @property
+    def record(self) -> Calibration:
+        """Return what the manifest says of it."""
+        return Calibration(str(self.path.resolve()), self.sha256, len(self.ids))
+
+
+def column_moments(p: Prepared, progress: Progress) -> Moments:
+    """Return weight -> the second moments of its input on the calibration text, relative to their
+    mean: f32 [1, K], of stacked experts [1, 1, K] or [E, 1, K]. The model is computed in its dtype
+    (float16: in f32), one weight in memory at a time as far as files are mapped."""
+    dtype = "f32" if p.dtype == "f16" else p.dtype
+    graphs = {name: build_graph(p.spec, name, True, dtype) for name in ("embed", "prefill")}
+    embed, text = graphs.values()
+    plain = Packing(Program(graphs), Graph("prologue", (), (), (), (), ()))
+    params = MadeParams(plain, p.source)
+    tables = {v.name: open_table(params, v, "mmap", "cpu") for v in embed.params}
+    head = next(n for n in reversed(text.nodes) if n.op == "linear")
+    text = drop_dead(replace(text, outputs=(head["x"],)))
+    sums = _Sums(params)
+    ids, bos = torch.tensor(p.calibration.ids), p.spec.tokens.bos
+    for done, window in enumerate(ids.split(WINDOW)):
+        progress(f"calibration: {done * WINDOW} of {len(ids)} tokens")
+        tokens = torch.cat([torch.tensor([] if bos is None else [bos]), window])[None].long()
+        size = tokens.shape[1]
+        feeds = embed_rows(embed, tables, tokens)
+        feeds |= {"positions": torch.arange(size)[None], "lengths": torch.tensor([size])}
+        state = empty_state(text, {"B": 1, "C": size})
+        out, _ = interpret(text, feeds, {v.name: v for v in text.params}, state, run=sums.run)
+        sums.add(head["w"].name, out[head["x"].name].flatten(0, -2))
+    return {name: _relative(t) for name, t in sums.found.items()}
+
+
+def _relative(sums: torch.Tensor) -> torch.Tensor:
+    """Return sums as shares of their mean; of an expert that saw no token, those of all experts."""
+    sums = sums.where(sums.sum(-1, keepdim=True) > 0, sums.sum(0, keepdim=True))
+    mean = sums.mean(-1, keepdim=True)
+    return (sums / mean.where(mean > 0, 1.0)).clamp(min=FLOOR).float()
+
+
+class _Sums:
+    """Runs nodes whose params are read when they are used, and adds up squares of the inputs of
+    products."""
+
+    def __init__(self, params: MadeParams) -> None:
+        self.params = params
+        self.found: Moments = {}
+
+    def run(self, n: Node, given: list[Any]) -> tuple[Any, ...]:
+        tensors = [self.params.given(t) if isinstance(t, Value) else t for t in given]
+        if n.op == "linear":
+            self.add(n["w"].name, tensors[0].flatten(0, -2))
+        elif n.op == "experts":
+            self._add_experts(n, *tensors)
+        return run_node(n, tensors)
+
+    def add(self, name: str, rows: torch.Tensor) -> None:
+        """Add the squares of rows [.., n, K] of the input of a weight."""
+        made = rows.double().square().sum(-2, keepdim=True)
+        self.found[name] = self.found.get(name, 0) + made
+
+    def _add_experts(self, n: Node, x: Any, _: Any, index: Any, gate_up: Any, down: Any) -> None:
+        """Add the input of gate and up, one for all experts, and that of each expert's down."""
+        rows, chosen = x.flatten(0, -2), index.flatten(0, -2)
+        self.add(n["gate_up"].name, rows[None])
+        inner = torch.zeros(len(down), 1, down.shape[-1], dtype=torch.double)
+        for e in chosen.unique().tolist():
+            gate, up = (rows[(chosen == e).any(-1)] @ gate_up[e].mT).chunk(2, -1)
+            made = activate(gate, n.word("act")) * up
+            inner[e] = made.double().square().sum(0, keepdim=True)
+        self.found[n["down"].name] = self.found.get(n["down"].name, 0) + inner

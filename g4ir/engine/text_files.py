@@ -1,0 +1,59 @@
+"""Reads text files of any size in pieces."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from g4ir.chat.prompt import CHEAP
+from g4ir.errors import InputError
+
+#: bytes of a file that are read at a time
+READ = 1 << 16
+
+
+def check_files(paths: Iterable[str], flag: str) -> None:
+    """Raise InputError for a file that is missing or empty."""
+    for path in paths:
+        if not Path(path).is_file():
+            raise InputError(f"{flag} {path}: no such file")
+        if not Path(path).stat().st_size:
+            raise InputError(f"{flag} {path}: the file is empty")
+
+
+def cut_blocks(texts: Iterable[str]) -> Iterator[str]:
+    """Yield a text that comes in pieces in blocks of at most CHEAP characters, which end with a
+    line if there is one."""
+    rest = ""
+    for text in texts:
+        rest += text
+        start = 0
+        while len(rest) - start > CHEAP:
+            cut = rest.rfind("\n", start, start + CHEAP) + 1 or start + CHEAP
+            yield rest[start:cut]
+            start = cut
+        rest = rest[start:]
+    if rest:
+        yield rest
+
+
+def read_text(path: Path) -> Iterator[str]:
+    """Yield a file's text in pieces. InputError for bytes that are not UTF-8, and for NUL, which no
+    text has."""
+    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
+    with path.open("rb") as stream:
+        while True:
+            raw = stream.read(READ)
+            begun = read - len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as e:
+                said = f"{path}: not UTF-8 at byte {begun + e.start}"
+                raise InputError(f"{said}: a binary file, or a text in another encoding") from None
+            if "\0" in text:
+                raise InputError(f"{path}: NUL among its characters: a binary file, not a text")
+            yield text.removeprefix("\ufeff") if not read else text
+            read += len(raw)
+            if not raw:
+                break

@@ -1,0 +1,244 @@
+"""`--calibrate`: second moments against transformers, the search that they weight, refusals."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import g4ir
+from g4ir.check.hf import hf_model
+from g4ir.engine import calibration
+from g4ir.engine.artefact import rebuild
+from g4ir.engine.build import prepare
+from g4ir.engine.calibration import LEAST, column_moments
+from g4ir.model.names import checkpoint_name
+from g4ir.ops.codecs import dequantized, packed
+from g4ir.ops.quant import quantize
+from g4ir.plan.options import BuildOptions
+from g4ir.ui.progress import no_progress
+from g4ir.weights.origin import find_origin
+from g4ir.weights.pack import MadeParams
+from tests.cli_tools import g4ir as command
+from tests.cli_tools import text_checkpoint, tokenizer
+from tests.configs import widened
+from tests.engines import random_checkpoint
+
+TEXT = "ab w3 a€ w7 w12\nw9 ab a w3\n" * 20
+FORMATS = {"int4": (32, "bf16"), "uint4": (256, "f16")}
+
+
+def made(w: torch.Tensor, form: str, group: int, moments: torch.Tensor | None) -> torch.Tensor:
+    scale = FORMATS[form][1]
+    parts = quantize.reference(w, form=form, group=group, scale=scale, moments=moments)
+    return dequantized(*parts, torch.float32)
+
+
+def column_weights(size: int, random: torch.Generator) -> torch.Tensor:
+    return torch.randn(1, size, generator=random).pow(4) + 1e-3
+
+
+@given(st.integers(0, 10**6), st.sampled_from([16, 32, 96]), st.floats(0, 30))
+def test_no_group_gets_worse(seed: int, group: int, outlier: float) -> None:
+    """By the weighted error of each group, zeros and outliers among them."""
+    random = torch.Generator().manual_seed(seed)
+    w, moments = torch.randn(7, 96, generator=random), column_weights(96, random)
+    w[2, :32] = 0
+    w[:, 5] *= outlier
+    errors = [
+        ((made(w, "int4", group, m) - w).square() * moments).unflatten(-1, (-1, group)).sum(-1)
+        for m in (moments, None)
+    ]
+    assert bool((errors[0] <= errors[1] * (1 + 1e-5)).all())
+
+
+@pytest.mark.parametrize(("form", "least"), [("int4", 0.9), ("uint4", 0.9)])
+def test_weighted_error_is_less(form: str, least: float) -> None:
+    """And each expert's by its own moments."""
+    random = torch.Generator().manual_seed(0)
+    w = torch.randn(3, 64, 512, generator=random)
+    moments = torch.stack([column_weights(512, random) for _ in w])
+    group = FORMATS[form][0]
+    found, plain = (
+        ((made(w, form, group, m) - w).square() * moments).sum((1, 2)) for m in (moments, None)
+    )
+    assert bool((found < least * plain).all())
+    alone = torch.stack([made(e, form, group, m) for e, m in zip(w, moments)])
+    assert torch.equal(made(w, form, group, moments), alone)
+
+
+def test_weights_trained_for_4_bits_stay_exact() -> None:
+    random = torch.Generator().manual_seed(1)
+    codes = torch.randint(-8, 8, (16, 128), generator=random, dtype=torch.int8)
+    codes[:, ::32] = -8
+    scales = torch.rand(16, 4, generator=random).add(0.1).to(torch.bfloat16)
+    w = dequantized(packed(codes), scales, torch.bfloat16)
+    found = quantize.reference(
+        w, form="int4", group=32, scale="bf16", moments=column_weights(128, random)
+    )
+    assert torch.equal(found[0], packed(codes)) and torch.equal(found[1], scales)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints with a tokenizer, dense and of experts, and a text."""
+    folder = tmp_path_factory.mktemp("calibration")
+    text_checkpoint(folder / "tiny-ple")
+    for name in ("tiny-moe", "tiny-dense"):
+        random_checkpoint(folder / name, name)
+    tokenizer().save(str(folder / "tiny-moe" / "tokenizer.json"))
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+OPTIONS: dict[str, Any] = {
+    "backend": "reference",
+    "dtype": "float32",
+    "max_seq": 64,
+    "prefill_chunk": 16,
+    "quant": "int4",
+}
+
+
+@pytest.mark.parametrize("name", ["tiny-ple", "tiny-moe"])
+def test_moments_are_those_of_transformers(
+    files: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every matrix that a recipe may name, of each expert, on two windows of a text."""
+    given = {"checkpoint": files / name, "calibrate": files / "text.txt", **OPTIONS}
+    p = prepare(None, BuildOptions(**given))
+    monkeypatch.setattr(calibration, "MOST", 40)
+    text = calibration.CalibrationText.read(files / "text.txt", p.spec, p.side_files)
+    monkeypatch.setattr(calibration, "WINDOW", 25)
+    found = column_moments(replace(p, calibration=text), no_progress)
+    with g4ir.build(None, tmp_path / "e", **{**given, "quant": None, "calibrate": None}) as engine:
+        model = hf_model(engine, find_origin(files / name))
+    if engine.spec.text.moe:
+        model.set_experts_implementation("eager")
+    sums: dict[int, torch.Tensor] = {}
+    product = torch.nn.functional.linear
+
+    def counted(x: torch.Tensor, w: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        made = x.double().square().flatten(0, -2).sum(0)
+        sums[w.data_ptr()] = sums.get(w.data_ptr(), 0) + made
+        return product(x, w, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    with torch.no_grad():
+        for ids in (text.ids[:25], text.ids[25:]):
+            model(input_ids=torch.tensor([[2, *ids]]))
+    theirs = dict(model.named_parameters(remove_duplicate=False))
+    assert len(text.ids) == 40 and len(found) > 8
+    for param, ours in found.items():
+        (w,) = (t for n, t in theirs.items() if n.endswith(f".{checkpoint_name(param)}"))
+        each = list(w) if w.ndim == 3 else [w]
+        seen = [e for e, part in enumerate(each) if part.data_ptr() in sums]
+        wanted = torch.stack([sums[each[e].data_ptr()] for e in seen])
+        if len(ours) < len(each):  # one for all experts, as each token has as many of them
+            wanted, seen = wanted.sum(0, keepdim=True), [0]
+        wanted = (wanted / wanted.mean(-1, keepdim=True)).clamp(min=calibration.FLOOR)
+        torch.testing.assert_close(ours.flatten(0, -2)[seen].double(), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_calibrated_engine(files: Path, tmp_path: Path) -> None:
+    """Its manifest names the text; what it computes with errs less, by the moments."""
+    text = files / "text.txt"
+    given = {"checkpoint": files / "tiny-ple", **OPTIONS, "quant": "int4-mixed"}
+    p = prepare(None, BuildOptions(**given, calibrate=text))
+    moments = column_moments(p, no_progress)
+    names = ("L0.mlp.w_gate", "L1.attn.wo", "L2.mlp.w_down", "L0.attn.wv")
+    errors = []
+    for calibrate in (text, None):
+        out = tmp_path / f"{bool(calibrate)}"
+        with g4ir.build(None, out, calibrate=calibrate, **given) as engine:
+            assert engine.generate([2, 5, 7], max_new_tokens=2)
+            made = [engine.param(n) - p.source.tensor(checkpoint_name(n)) for n in names]
+            note = engine.manifest["notes"]["calibration"]
+            told = command("inspect", out).out
+            words = shlex.split(rebuild(out, engine.facts, engine.spec))
+        errors.append([(e.square() * moments[n]).sum() for e, n in zip(made, names)])
+        if calibrate:
+            digest = sha256(text.read_bytes()).hexdigest()
+            assert note == {"path": str(text), "sha256": digest, "tokens": len(p.calibration.ids)}
+            assert words[words.index("--calibrate") + 1] == str(text)
+            assert f"{note['tokens']:,} tokens of {text} (SHA-256 {digest[:12]}" in told
+        else:
+            assert note is None and "--calibrate" not in words
+    *calibrated, keys = (a < b for a, b in zip(*errors, strict=True))
+    assert all(calibrated) and not keys
+    assert errors[0][-1] == errors[1][-1]
+
+
+def test_ranks_use_their_part_of_the_moments(files: Path, tmp_path: Path) -> None:
+    """A matrix cut by columns has the codes of its part of the whole."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("rules: [{tensors: [L*.mlp.w_down], form: int4, group: 16}]")
+    options = {**OPTIONS, "quant": recipe, "calibrate": files / "text.txt"}
+    given = {"checkpoint": files / "tiny-ple", **options}
+    one = prepare(None, BuildOptions(**given))
+    two = prepare(None, BuildOptions(**{**given, "backend": "torch", "tp": 2}))
+    moments, name = column_moments(one, no_progress), "L0.mlp.w_down"
+    codes = [v for v in two.packing.program.params() if v.startswith(f"{name}.codes")][0]
+    parts = [MadeParams(two.packing, two.source, None, two.share(r), moments) for r in range(2)]
+    whole = MadeParams(one.packing, one.source, None, None, moments).tensor(f"{name}.codes")
+    assert torch.equal(torch.cat([p.tensor(codes) for p in parts], -1), whole)
+
+
+def test_formats_with_minima_are_made_at_build(files: Path, tmp_path: Path) -> None:
+    """uint4 by a recipe where rows are multiples of 256, int4 elsewhere."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("rules: [{tensors: [L*.mlp.w_*, L*.attn.wq], form: uint4, otherwise: int4}]")
+    text = widened("tiny-dense").text
+    spec = replace(widened("tiny-dense"), text=replace(text, hidden_size=96))
+    source = random_checkpoint(tmp_path / "c", spec)
+    tokenizer().save(str(source / "tokenizer.json"))
+    options = {**OPTIONS, "quant": recipe, "calibrate": files / "text.txt"}
+    with g4ir.build(None, tmp_path / "e", checkpoint=source, **options) as engine:
+        p = prepare(None, BuildOptions(checkpoint=source, **options))
+        moments = column_moments(p, no_progress)
+        for name, form in (("L0.mlp.w_down", "uint4"), ("L1.mlp.w_up", "int4")):
+            w = p.source.tensor(checkpoint_name(name))
+            assert torch.equal(engine.param(name), made(w, form, FORMATS[form][0], moments[name]))
+
+
+REFUSED: dict[str, tuple[bytes | None, list[str], str]] = {
+    "missing": (None, [], "t.txt: no such file"),
+    "empty": (b"", [], "t.txt: the file is empty"),
+    "binary": (b"ab\0" * 999, [], "t.txt: NUL among its characters: a binary file, not a text"),
+    "another encoding": (b"\xff\xfea" * 999, [], "t.txt: not UTF-8 at byte 0"),
+    "short": (b"ab w3", [], f"t.txt: 4 tokens, and {LEAST} are the least"),
+    "no weights of 4 bits": (b"ab " * 999, ["--quant", "int8"], "give --quant int4 or int4-mixed"),
+    "not quantised": (b"ab " * 999, ["--quant", "none"], "give --quant int4 or int4-mixed too"),
+    "linked": (b"ab " * 999, ["--link-weights"], "--link-weights: the engine makes its weights"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(files: Path, case: str, tmp_path: Path) -> None:
+    content, more, says = REFUSED[case]
+    file, out = tmp_path / "t.txt", tmp_path / "e"
+    if content is not None:
+        file.write_bytes(content)
+    options = ["--backend", "reference", "--quant", "int4", "--calibrate", file, *more]
+    outcome = command("build", "--checkpoint", files / "tiny-ple", *options, "--out", out)
+    assert outcome.code == 2 and says in outcome.err and str(file) in outcome.err
+    assert outcome.err.count("error") == 1 and not out.exists()
+
+
+@pytest.mark.parametrize(
+    "weights", [["--variant", "tiny-ple", "--random-weights", "0"], ["--checkpoint", "tiny-dense"]]
+)
+def test_weights_without_a_tokenizer(files: Path, weights: list[str], tmp_path: Path) -> None:
+    given = [str(files / w) if w == "tiny-dense" else w for w in weights]
+    options = ["--backend", "reference", "--quant", "int4", "--calibrate", files / "text.txt"]
+    outcome = command("build", *given, *options, "--out", tmp_path / "e", "--dry-run", "--json")
+    assert outcome.code == 2 and "without tokenizer.json" in outcome.err
+    assert json.dumps(str(files / "text.txt")).strip('"') in outcome.err
