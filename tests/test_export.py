@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,16 +15,20 @@ from safetensors.torch import load_file
 import g4ir
 from g4ir.errors import EngineError
 from g4ir.model.media import KINDS
-from g4ir.spec.record import load_spec
+from g4ir.model.names import checkpoint_name
+from g4ir.spec.record import diff_specs, load_spec
 from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.origin import find_origin
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import text_checkpoint
+from tests.gguf_files import bare_file
 from tests.oracle import find_oracle, save_checkpoint
 from tests.test_adapter import merged, of_text, write_adapter
 
 F32 = torch.float32
+DTYPES = {"F32": F32, "F16": torch.float16, "BF16": torch.bfloat16}
 LIMITS: dict[str, Any] = {"backend": "reference", "max_seq": 64, "prefill_chunk": 64}
 FULL = pytest.mark.full
 MODELS = ("tiny-dense", "tiny-ple", "tiny-moe", "tiny-gemma3")
@@ -144,3 +149,64 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Checkpoint.open(out, load_spec("tiny-ple")).dtype == torch.float16
     again = command("export", folder, "--out", out)
     assert again.code == 2 and "exists already" in again.message
+
+
+def gguf_source(folder: Path, name: str, **given: Any) -> tuple[Path, Checkpoint]:
+    """A GGUF file as converters write it, with a vocabulary, and its checkpoint."""
+    file = bare_file(folder / "in.gguf", load_spec(name), **given)
+    origin = find_origin(file)
+    return file, origin.open(origin.spec(), (), "f32")
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gguf(name: str, kind: str, tmp_path: Path) -> None:
+    """Metadata, vocabulary and weights, as we and the library of the format read them."""
+    given, source = gguf_source(tmp_path, name)
+    file = g4ir.export(given, tmp_path / "out", format="gguf", dtype=kind.lower())
+    assert file == tmp_path / "out" / f"in-{kind}.gguf"
+    first, again = find_origin(given), find_origin(file)
+    assert not diff_specs(again.spec(), replace(first.spec(), name=again.spec().name))
+    assert again.side_files() == first.side_files()
+    opened, dtype = again.open(first.spec(), (), "f32"), DTYPES[kind]
+    for bare in source.weights:
+        want = source.tensor(bare).float()
+        want = want.to(dtype).float() if want.dim() > 1 and "router" not in bare else want
+        assert torch.equal(opened.tensor(bare).float(), want), bare
+    theirs, ours = (gguf.GGUFReader(x) for x in (given, file))
+    assert {t.name for t in ours.tensors} == {t.name for t in theirs.tensors}
+    wide = {t.tensor_type.name for t in ours.tensors if len(t.shape) > 1 and "inp.w" not in t.name}
+    assert wide == {kind}
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_gguf_blocks(kind: str, tmp_path: Path) -> None:
+    """Codes of a file are kept; values are rounded to them, by steps of their groups at most."""
+    given, source = gguf_source(tmp_path, "tiny-moe", kind=kind)
+    whole = g4ir.export(given, tmp_path / "same.gguf", format="gguf", dtype=kind)
+    dense = g4ir.export(given, tmp_path / "dense", dtype="float32")
+    rounded = g4ir.export(dense, tmp_path / "rounded.gguf", format="gguf", dtype=kind)
+    spec = find_origin(given).spec()
+    same, near = (find_origin(x).open(spec, (), "f32") for x in (whole, rounded))
+    assert len(source.forms) > 20
+    for bare, scheme in source.forms.items():
+        want = source.tensor(bare)
+        if same.forms[bare] == scheme:
+            assert torch.equal(same.tensor(bare), want), bare
+        else:  # of tables, which have 8 bits at least
+            assert (kind, bare) == ("Q4_0", "embed_tokens.weight")
+        groups = want.unflatten(-1, (-1, 32))
+        step = groups.abs().amax(-1, keepdim=True) / (127 if kind == "Q8_0" else 7)
+        far = (near.tensor(bare).unflatten(-1, (-1, 32)) - groups).abs()
+        assert (far < 0.52 * step).all(), bare
+
+
+def test_an_engine_in_codes_as_gguf(tmp_path: Path) -> None:
+    """Those of 4 bits are written as they are."""
+    engine = g4ir.build("tiny-dense", tmp_path / "e", random_weights=0, quant="int4", **LIMITS)
+    file = g4ir.export(tmp_path / "e", tmp_path / "out.gguf", format="gguf", dtype="Q4_0")
+    opened = find_origin(file).open(engine.spec, (), "f32")
+    for param in ("L0.attn.wq", "L5.attn.wk", "L2.mlp.w_down"):
+        own, held = opened.tensor(checkpoint_name(param)), engine.param(param)
+        torch.testing.assert_close(own.to(held.dtype), held)
+    assert {s.form for s in opened.forms.values()} == {"int4", "int8"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,9 +24,11 @@ from g4ir.spec.parts import Tokens
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.adapter import Adapter, with_adapters
+from g4ir.weights.checkpoint import GGUF as GGUF_SUFFIX
 from g4ir.weights.checkpoint import SIDE_FILES, WeightSource
+from g4ir.weights.gguf.write import WRITTEN, write_gguf
 from g4ir.weights.origin import existing_origin
-from g4ir.weights.write import write_checkpoint
+from g4ir.weights.write import check_empty, write_checkpoint
 
 from .artefact import MANIFEST
 from .build import agreed_spec
@@ -36,7 +38,7 @@ from .load import open_held
 if TYPE_CHECKING:
     import torch
 
-FORMATS = ("hf", "gguf")
+FORMATS = (HF, GGUF) = ("hf", "gguf")
 #: what becomes of codes
 QUANTS = (NONE, KEEP) = ("none", "keep")
 
@@ -113,7 +115,7 @@ def export(
     model: Engine | str | Path,
     out: str | Path,
     *,
-    format: str = "hf",
+    format: str = HF,
     spec: Spec | str | None = None,
     adapter: str | Path | Iterable[str | Path] = (),
     mmproj: str | Path | None = None,
@@ -122,48 +124,84 @@ def export(
     quant: str = NONE,
     progress: Progress = no_progress,
 ) -> Path:
-    """Write a model to `out`, which must be absent or an empty directory, and return its path.
+    """Write a model to `out`, an absent or empty directory or FILE.gguf, and return its path.
 
     model: an engine or its directory, which need not run here; or a Hugging Face checkpoint
     directory or GGUF file, with the adapters and towers that `adapter` and `mmproj` give it, and a
     `spec` where it does not say all.
-    format: `hf`, a directory that transformers loads, or `gguf`, a file of the text model.
+    format: `hf`, a directory that transformers loads, or `gguf`, a file of the text model, in the
+    directory if `out` is one.
     media: kinds whose towers are written too: `all` that are there, `none`, or a list.
-    dtype: of weights, by default the engine's, or the checkpoint's config's.
-    quant: `none` writes what the codes of quantised weights mean, `keep` the codes, in the layout of
-    compressed-tensors where that has a name for their scheme.
-    Raises a G4Error before anything is
-    left at `out`.
+    dtype: of weights, by default the engine's, or the checkpoint's config's; of a GGUF file F32,
+    F16, BF16 (default), Q8_0 or Q4_0.
+    quant: `none` writes what the codes of quantised weights mean; `keep` the codes of matrices, as
+    compressed-tensors, where that has a name for their scheme.
+    Raises a G4Error before anything is left at `out`.
     """
     if format not in FORMATS:
         raise InputError(f"--format {format}: expected one of {', '.join(FORMATS)}")
     if quant not in QUANTS:
         raise InputError(f"--quant {quant}: expected one of {', '.join(QUANTS)}")
+    write = _hf_writer if format == HF else _gguf_writer
+    writer = write(Path(out), dtype, quant == KEEP, progress)
     given = (adapter,) if isinstance(adapter, str | Path) else tuple(adapter)
+    media = media if format == HF else "none"
     if isinstance(model, Engine) or (Path(model) / MANIFEST).is_file():
         if spec or given or mmproj:
-            what = "an engine has its spec, towers, and adapters merged already"
-            raise InputError(f"{model}: {what}; give the checkpoint, or leave the options out")
+            what = "an engine has its spec, towers and adapters"
+            fix = "leave these options out, or give the checkpoint that it was built from"
+            raise InputError(f"{model}: {what}; {fix}")
         found = _of_engine(model, media)
     else:
         found = _of_checkpoint(Path(model), spec, given, mmproj, media)
-    kind = found.dtype if dtype is None else find_dtype(dtype)
     if TOKENIZER not in found.side_files:
         log.warning("%s has no %s: it is exported without a tokenizer", model, TOKENIZER)
     try:
+        return writer(found)
+    finally:
+        if not isinstance(model, Engine):
+            found.source.close()
+
+
+#: writes a model, and returns where
+Writer = Callable[[Exported], Path]
+
+
+def _hf_writer(out: Path, dtype: str | None, coded: bool, progress: Progress) -> Writer:
+    """Return the writer of a Hugging Face checkpoint; an error for options that it cannot have."""
+    check_empty(out)
+    asked = dtype and find_dtype(dtype)
+
+    def write(found: Exported) -> Path:
+        kind = asked or found.dtype
         return write_checkpoint(
-            Path(out),
+            out,
             replace(found.spec, dtype=kind),
             found.source,
             media=found.kinds,
             dtype=torch_dtype(kind),
-            coded=quant == KEEP,
+            coded=coded,
             side_files=found.side_files,
             progress=progress,
         )
-    finally:
-        if not isinstance(model, Engine):
-            found.source.close()
+
+    return write
+
+
+def _gguf_writer(out: Path, dtype: str | None, coded: bool, progress: Progress) -> Writer:
+    """Return the writer of a GGUF file; InputError for options that it cannot have."""
+    kind = (dtype or "BF16").upper()
+    if coded:
+        raise InputError("--quant keep is for --format hf: of a GGUF file --dtype says it")
+    if kind not in WRITTEN:
+        raise InputError(f"--dtype {dtype}: a GGUF file has {', '.join(WRITTEN)}")
+
+    def write(found: Exported) -> Path:
+        alone = out.suffix == GGUF_SUFFIX
+        file = out if alone else out / f"{found.spec.name}-{kind}{GGUF_SUFFIX}"
+        return write_gguf(file, found.spec, found.source, kind, found.side_files, progress)
+
+    return write
 
 
 def _of_engine(model: Engine | str | Path, media: str | Sequence[str]) -> Exported:

@@ -99,9 +99,8 @@ class _Unloaded(Refusing):
 
 
 def open_held(path: str | Path) -> Engine:
-    """Return an engine that has its weights and runs nothing: it needs neither its device nor trust.
-    Weights of a seed are made on the CPU, those of all ranks are there. EngineError as by
-    `load_engine`."""
+    """Return an engine that has its weights and runs nothing, without its device or trust. Weights
+    of a seed are made on the CPU; those of all ranks are there. EngineError as by `load_engine`."""
     found = open_artefact(Path(path), check_weights=True)
     return _engine(found, _Unloaded(found.path, _open_params(found, "cpu")), {})
 

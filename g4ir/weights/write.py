@@ -45,7 +45,7 @@ def write_checkpoint(
     side_files: Mapping[str, bytes] | None = None,
     progress: Progress = no_progress,
 ) -> Path:
-    """Write a Hugging Face checkpoint directory, complete or not at all; it must be absent or empty.
+    """Write a Hugging Face checkpoint directory, absent or empty before, complete or not at all.
 
     `shards`: files of weights, by default as many as SHARD_BYTES asks for; `prefix` defaults to
     what transformers uses for that config. `dead` adds the unused K/V of KV-shared layers, as the

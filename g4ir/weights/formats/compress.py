@@ -94,7 +94,7 @@ Cut = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
 def _modules(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Cut, tuple[int, int]]]:
-    """Yield module, its part of codes or scales, and its shape; experts are modules of their own."""
+    """Yield module, its part of codes or scales, and its shape; each expert is a module."""
     if not STACKED.fullmatch(name):
         yield name.removesuffix(WEIGHT), lambda t: t, (shape[0], shape[1])
         return
