@@ -36,6 +36,7 @@ _EXPORTS = {
     "empty_state": "ir.interpret",
     "build": "engine.build",
     "load_engine": "engine.load",
+    "export": "engine.export",
     "score": "check.score",
     "Engine": "engine.engine",
     "Session": "engine.session",

@@ -22,6 +22,7 @@ from g4ir.passes.scale_residual import ScaleOptions
 from g4ir.plan.resolve import KV_NAMES
 from g4ir.spec.record import Spec
 from g4ir.ui import console
+from g4ir.ui.files import free_bytes
 from g4ir.ui.units import size_text
 
 from .common import emit, given_options, given_spec, output
@@ -148,7 +149,7 @@ def _verdict(p: Prepared, short: list[str]) -> str:
 
 
 def _plan(p: Prepared, out: Path) -> dict[str, Any]:
-    from g4ir.engine.build import disk_bytes, free_bytes
+    from g4ir.engine.build import disk_bytes
 
     return {
         "variant": p.spec.name,

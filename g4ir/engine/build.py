@@ -47,7 +47,7 @@ from g4ir.quant.recipe import Recipe, find_recipe
 from g4ir.quant.rewrite import held_recipe, weights_of
 from g4ir.spec.reader import Line, on_one_line
 from g4ir.spec.record import Spec, diff_specs, load_spec
-from g4ir.ui.files import new_folder, write_file
+from g4ir.ui.files import free_bytes, new_folder, write_file
 from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.ui.units import size_text
 from g4ir.weights import pack as packings
@@ -569,12 +569,6 @@ def disk_bytes(p: Prepared) -> int:
     if isinstance(p.weights, artefact.RandomWeights | artefact.LinkedWeights):
         return 0
     return p.written_bytes() + p.backend.repeated_bytes(p.packing.program, p.settings)
-
-
-def free_bytes(out: Path) -> int:
-    """Return the free disk space at `out`, bytes."""
-    above = (p for p in out.absolute().parents if p.is_dir())
-    return shutil.disk_usage(next(above)).free
 
 
 def check_space(p: Prepared, out: Path) -> None:

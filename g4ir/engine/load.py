@@ -89,6 +89,24 @@ def described(path: Path) -> Engine:
     return _engine(found, Refusing(why), {})
 
 
+class _Unloaded(Refusing):
+    """A runtime that has its params, and computes nothing."""
+
+    def __init__(self, path: Path, source: packings.ParamSource) -> None:
+        super().__init__(f"{path} was opened for its weights alone")
+        self.source = source
+
+    def close(self) -> None:
+        self.source.close()
+
+
+def open_held(path: str | Path) -> Engine:
+    """Return an engine that has its weights and runs nothing, without its device or trust. Weights
+    of a seed are made on the CPU; those of all ranks are there. EngineError as by `load_engine`."""
+    found = open_artefact(Path(path), check_weights=True)
+    return _engine(found, _Unloaded(found.path, _open_params(found, "cpu")), {})
+
+
 def _engine(found: Artefact, runtime: Any, tables: dict[str, Any]) -> Engine:
     m = found.manifest
     return Engine(
@@ -125,7 +143,7 @@ def open_runtime(
         fix = "start as many ranks on a machine as it has GPUs"
         raise MissingError(f"{found.path} was built for cuda, and {why}; {fix}")
     backend = check_runnable(found, trust)
-    params, told = _open_params(found), prefixed(progress, "load")
+    params, told = _open_params(found, m.device), prefixed(progress, "load")
     program = found.packing.program
     task = Task(
         program=program,
@@ -223,14 +241,14 @@ def _check_machine(found: Artefact, backend: Backend) -> None:
         raise EngineError(f"{path} was built {why}; {rebuild(path, m, found.spec)}")
 
 
-def _open_params(found: Artefact) -> packings.ParamSource:
+def _open_params(found: Artefact, device: str) -> packings.ParamSource:
     m, kept = found.manifest, found.manifest.weights
     if found.stored is not None:
         return found.stored
     share = Share(found.spec, found.rank, m.ranks, m.ep)
     if isinstance(kept, RandomWeights):
         dtype = torch_dtype(m.dtype)
-        source = random_weights(found.spec, found.drafter, kept.seed, dtype, m.device)
+        source = random_weights(found.spec, found.drafter, kept.seed, dtype, device)
         return packings.MadeParams(found.packing, source, share=share)
     for name, digest in kept.files.items():
         file = Path(kept.directory) / name

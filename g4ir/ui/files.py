@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
+
+from g4ir.errors import InputError
+
+from .units import size_text
 
 
 def read_table(path: Path) -> Any:
@@ -58,3 +63,16 @@ def new_folder(parent: Path, prefix: str) -> Path:
         with suppress(FileExistsError):
             path.mkdir()
             return path
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free disk space where a path is, or will be, bytes."""
+    above = (p for p in path.absolute().parents if p.is_dir())
+    return shutil.disk_usage(next(above)).free
+
+
+def check_room(path: Path, need: int) -> None:
+    """Raise InputError if the disk has no room for `need` bytes at a path."""
+    if (free := free_bytes(path)) < need:
+        what = f"{path}: {size_text(need)} are to be written, and {size_text(free)} are free"
+        raise InputError(f"{what}; make room or choose another --out")

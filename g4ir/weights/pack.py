@@ -387,21 +387,24 @@ class UnpackedWeights:
 
     def __call__(self, v: Value) -> torch.Tensor:
         """Return the tensor of a param; EngineError where what is held does not say what it was."""
+        self.check(v)
         if isinstance(self.held, MadeParams):
             return self.held.given(v)
         if v.name in self.params:
             return self.held.tensor(v.name)
-        for n in self.prologue.find(*UNDONE):
-            if v in n.inputs and self.holds(n.out):
-                return UNDONE[n.op](n, v, self(n.out))
-        what = f"no longer holds %{v.name}, only what was made of it"
-        raise EngineError(f"{self.path} {what}: give --checkpoint DIR")
+        after = (n for n in self.prologue.find(*UNDONE) if v in n.inputs and self.holds(n.out))
+        n = next(after)
+        return UNDONE[n.op](n, v, self(n.out))
+
+    def check(self, v: Value) -> None:
+        """Raise EngineError where what is held does not say what a param was."""
+        if not isinstance(self.held, MadeParams) and not self.holds(v):
+            what = f"no longer holds %{v.name}, only what was made of it"
+            raise EngineError(f"{self.path} {what}: give --checkpoint DIR")
 
     def weight(self, v: Value) -> torch.Tensor:
         """Return a weight as the engine computes with it: dequantised if it is quantised."""
-        made_here = (x for n in self.prologue.nodes for x in n.outputs)
-        known = dict(self.params) | {x.name: x for x in (*self.prologue.params, *made_here)}
-        parts = tuple(known[n] for end in (CODES, SCALES) if (n := f"{v.name}{end}") in known)
+        parts = self._parts(v.name)
         if not parts:
             return self(v)
         made = self._codes_of(parts)
@@ -424,6 +427,20 @@ class UnpackedWeights:
             if (cut := self._cut(n, parts[0])) and all(map(self.holds, n.outputs)):
                 return tuple(cut(self(made)) for made in n.outputs)
         return None
+
+    def part(self, v: Value) -> torch.Tensor:
+        """Return the codes or the scales of a weight, `X.codes` or `X.scales`; EngineError where
+        the engine holds what was made of them."""
+        made = self._codes_of(self._parts(v.name.removesuffix(CODES).removesuffix(SCALES)))
+        if made is None:
+            raise EngineError(f"{self.path} no longer holds %{v.name}: give --checkpoint DIR")
+        return made[v.name.endswith(SCALES)]
+
+    def _parts(self, weight: str) -> tuple[Value, ...]:
+        """Return the codes and scales of a weight; none of one that is not quantised."""
+        made_here = (x for n in self.prologue.nodes for x in n.outputs)
+        known = dict(self.params) | {x.name: x for x in (*self.prologue.params, *made_here)}
+        return tuple(known[n] for end in (CODES, SCALES) if (n := f"{weight}{end}") in known)
 
     def _dense(self, v: Value, codes: Value) -> torch.Tensor:
         for n in self.prologue.find("dense"):
@@ -452,4 +469,6 @@ UNDONE: dict[str, Callable[[Node, Value, torch.Tensor], torch.Tensor]] = {
     "columns": lambda n, v, made: by_rows(made),
     "tiles": lambda n, v, made: from_tiles(made),
     "scale": lambda n, v, made: made / n.number("value"),
+    # Of w in bf16 all digits that change 1 + w.
+    "one_plus": lambda n, v, made: cast(made - 1, v.type.dtype, v.name),
 }

@@ -268,6 +268,20 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     return made.copy_(tensor)
 
 
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a file that is written: its dtype's code, its shape, and what makes it."""
+
+    code: str  # a key of BITS
+    shape: tuple[int, ...]
+    make: Callable[[], torch.Tensor]
+    release: Callable[[], None] = lambda: None
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * BITS[self.code] // 8
+
+
 def write_tensors(
     path: Path,
     table: Mapping[str, tuple[str, tuple[int, ...]]],

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from g4ir.errors import WeightsError
 from g4ir.model.names import HEAD, ORDER
-from g4ir.model.tensors import Tensors, dead_tensors, media_tensors, text_tensors
-from g4ir.ops.types import torch
+from g4ir.model.tensors import Shape, dead_tensors, media_tensors, text_tensors
+from g4ir.ops.types import dtype_name, torch
 from g4ir.spec.record import Spec
-from g4ir.ui.files import new_folder, write_file
+from g4ir.ui.files import check_room, new_folder, write_file
+from g4ir.ui.progress import Progress, no_progress
 
 from . import tensorfile
 from .checkpoint import CONFIG, INDEX, SINGLE, WeightSource
+from .formats import compress
+from .formats.base import KEY
 from .match import tower_names
+from .pack import SHARD_BYTES
 from .random import random_tensor
+from .tensorfile import FileTensor
+
+log = logging.getLogger(__name__)
 
 
 def write_checkpoint(
@@ -26,25 +35,43 @@ def write_checkpoint(
     spec: Spec,
     source: WeightSource,
     *,
-    shards: int = 1,
+    shards: int | None = None,
     prefix: str | None = None,
     dead: bool = False,
     config: bool = True,
     media: Iterable[str] = (),
+    dtype: torch.dtype | None = None,
+    coded: bool = False,
+    side_files: Mapping[str, bytes] | None = None,
+    progress: Progress = no_progress,
 ) -> Path:
-    """Write a Hugging Face checkpoint directory, complete or not at all; it must not exist.
+    """Write a Hugging Face checkpoint directory, absent or empty before, complete or not at all.
 
-    `prefix` defaults to what transformers uses for that config. `dead` adds the unused K/V of
-    KV-shared layers, as the hub's files have them; `media` the towers of these kinds."""
-    if directory.exists():
-        raise WeightsError(f"{directory}: exists already; fix: choose another directory")
+    `shards`: files of weights, by default as many as SHARD_BYTES asks for; `prefix` defaults to
+    what transformers uses for that config. `dead` adds the unused K/V of KV-shared layers, as the
+    hub's files have them; `media` the towers of these kinds; what the source has defaults for is
+    left out. `coded` keeps quantised weights as compressed-tensors where that has a name for their
+    scheme; all else has `dtype`, by default the source's, and are made one after the other.
+    WeightsError if the directory is not empty, or the disk has no room."""
+    check_empty(directory)
     values = spec.to_hf() if config else {}
     alone = spec.drafter or (config and "text_config" not in values)
     prefix = prefix or ("model." if alone else "model.language_model.")
+    dtype = dtype or source.dtype
+    names = _names(spec, source, prefix, media)
+    kept = _kept(names, source) if coded else []
+    tensors = _tensors(names, source, dtype, kept)
+    if kept and config:
+        values[KEY] = compress.config({name: source.forms[names[name][0]] for name in kept})
+    if dead:
+        tensors |= _dead(spec, dtype, prefix)
+    check_room(directory, sum(t.nbytes for t in tensors.values()))
     directory.parent.mkdir(parents=True, exist_ok=True)
     work = new_folder(directory.parent, f".{directory.name}.")
     try:
-        _write_weights(work, spec, source, shards, prefix, dead, media_tensors(spec, media))
+        _write_weights(work, tensors, _split(tensors, shards), progress)
+        for name, raw in (side_files or {}).items():
+            write_file(work / name, [raw])
         if config:
             _write_json(work / CONFIG, values)
         work.rename(directory)
@@ -54,39 +81,117 @@ def write_checkpoint(
     return directory
 
 
-def _write_weights(
-    work: Path,
-    spec: Spec,
+def check_empty(path: Path) -> None:
+    """Raise WeightsError unless nothing is at a path, or an empty directory."""
+    if path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
+        raise WeightsError(f"{path}: exists already; fix: choose another directory")
+
+
+def _names(
+    spec: Spec, source: WeightSource, prefix: str, media: Iterable[str]
+) -> dict[str, tuple[str, Shape]]:
+    """Return the names of a checkpoint's tensors -> those without a prefix, and shapes."""
+    text, towers = text_tensors(spec), media_tensors(spec, media)
+    names = {(name if name == HEAD else prefix + name): (name, text[name]) for name in text}
+    names |= {tower_names(spec, name)[0]: (name, towers[name]) for name in towers}
+    return {name: found for name, found in names.items() if found[0] not in source.defaults}
+
+
+def _kept(names: Mapping[str, tuple[str, Shape]], source: WeightSource) -> list[str]:
+    """Return the weights that stay in codes. Warns of codes that have no name there."""
+    forms = source.forms
+    coded = {name: found for name, found in names.items() if found[0] in forms}
+    kept = [n for n, (bare, shape) in coded.items() if compress.has_name(n, shape, forms[bare])]
+    if others := coded.keys() - kept:
+        kinds = ", ".join(sorted({forms[coded[name][0]].form for name in others}))
+        what = (
+            "%d weights in %s are dequantised (%s, ...): tables, or no scheme of compressed-tensors"
+        )
+        log.warning(what, len(others), kinds, min(others))
+    return kept
+
+
+def _tensors(
+    names: Mapping[str, tuple[str, Shape]],
     source: WeightSource,
-    shards: int,
-    prefix: str,
-    dead: bool,
-    towers: Tensors,
+    dtype: torch.dtype,
+    kept: Collection[str],
+) -> dict[str, FileTensor]:
+    """Return the tensors of a checkpoint by their names there."""
+    part = lru_cache(maxsize=2)(source.tensor)  # experts are parts of one
+    scale, out = dtype_name(source.dtype), dict[str, FileTensor]()
+    for name, (bare, shape) in names.items():
+        if name in kept:
+            parts = partial(_part, part, bare)
+            out |= compress.stored(name, shape, source.forms[bare], scale, parts)
+        else:
+            code = "I64" if bare == ORDER else _code(dtype)
+            make, release = partial(_made, source, bare, dtype), partial(source.release, bare)
+            out[name] = FileTensor(code, shape, make, release)
+    return out
+
+
+def _part(read: Callable[[str], torch.Tensor], bare: str, suffix: str) -> torch.Tensor:
+    return read(f"{bare}{suffix}")
+
+
+def _code(dtype: torch.dtype) -> str:
+    return tensorfile.CODES[str(dtype).removeprefix("torch.")]
+
+
+def _made(source: WeightSource, name: str, dtype: torch.dtype) -> torch.Tensor:
+    made = source.tensor(name)
+    return made if name == ORDER else made.to(dtype)
+
+
+def _dead(spec: Spec, dtype: torch.dtype, prefix: str) -> dict[str, FileTensor]:
+    return {
+        prefix + name: FileTensor(
+            _code(dtype), shape, partial(random_tensor, 0, name, shape, dtype)
+        )
+        for name, shape in dead_tensors(spec).items()
+    }
+
+
+def _split(tensors: Mapping[str, FileTensor], shards: int | None) -> list[list[str]]:
+    """Return the names of each file: `shards` files of about as many names, or those that
+    SHARD_BYTES asks for."""
+    names = [*tensors]
+    if shards:
+        files: list[list[str]] = [[] for _ in range(shards)]
+        for i, name in enumerate(names):
+            files[i * shards // len(names)].append(name)
+        return files
+    files, size = [[]], 0
+    for name in names:
+        if files[-1] and size + tensors[name].nbytes > SHARD_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += tensors[name].nbytes
+    return files
+
+
+def _write_weights(
+    work: Path, tensors: Mapping[str, FileTensor], files: list[list[str]], progress: Progress
 ) -> None:
-    code = tensorfile.CODES[str(source.dtype).removeprefix("torch.")]
-    extra = dead_tensors(spec) if dead else {}
-    text = text_tensors(spec) | extra
-    bare = {(name if name == HEAD else prefix + name): name for name in text}
-    bare |= {tower_names(spec, name)[0]: name for name in towers}
-    shapes = text | towers
+    where: dict[str, str] = {}
+    read: list[FileTensor] = []
 
-    def tensor(name: str) -> torch.Tensor:
-        key = bare[name]
-        if key in extra:
-            return random_tensor(0, key, shapes[key], source.dtype)
-        made = source.tensor(key)
-        return made if key == ORDER else made.to(source.dtype)
+    def take(name: str) -> torch.Tensor:
+        if read:
+            read.pop().release()
+        read.append(tensors[name])
+        return tensors[name].make()
 
-    names = list(bare)
-    files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
-    files = [SINGLE] if shards == 1 else files
-    where = {name: files[i * len(files) // len(names)] for i, name in enumerate(names)}
-    for file in files:
-        own = {n: bare[n] for n in names if where[n] == file}
-        table = {n: ("I64" if k == ORDER else code, tuple(shapes[k])) for n, k in own.items()}
-        tensorfile.write_tensors(work / file, table, tensor, {"format": "pt"})
-    if shards > 1:
-        total = sum((work / file).stat().st_size for file in files)
+    for i, names in enumerate(files):
+        file = SINGLE if len(files) == 1 else f"model-{i + 1:05}-of-{len(files):05}.safetensors"
+        progress(f"writing {file}")
+        table = {name: (tensors[name].code, tensors[name].shape) for name in names}
+        tensorfile.write_tensors(work / file, table, take, {"format": "pt"})
+        where |= dict.fromkeys(names, file)
+    if len(files) > 1:
+        total = sum(t.nbytes for t in tensors.values())
         _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
 
 

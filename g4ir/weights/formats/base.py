@@ -248,8 +248,11 @@ class ScaleBlocks:
         return scales
 
 
-def _stored_scales(files: Files, found: Found, shape: tuple[int, ...], grid: ScaleBlocks) -> Part:
-    """Return a reader of scales of rows; one number, no matrix, may serve the whole weight."""
+def _stored_scales(
+    files: Files, found: Found, shape: tuple[int, ...], grid: ScaleBlocks, signed: bool
+) -> Part:
+    """Return a reader of scales of rows; one number, no matrix, may serve the whole weight.
+    `signed`: they may be negative, as codes reach farther on one side of 0 (int4, as in GGUF)."""
     flat = math.prod(grid.shape(shape)) == 1 and found[1].shape in ((), (1,))
     require(found, FILE_SCALES, found[1].shape if flat else grid.shape(shape))
     by_row = grid.block(shape)[0] == 1 and not flat
@@ -257,11 +260,12 @@ def _stored_scales(files: Files, found: Found, shape: tuple[int, ...], grid: Sca
     def read(ids: torch.Tensor | None) -> torch.Tensor:
         stored = files.rows(found, ids if by_row else None)
         stored = stored.float() if found[1].dtype == "F8_E8M0" else stored
-        good = (stored.float() > 0) & stored.isfinite()
+        numbers = stored.float().abs() if signed else stored.float()
+        good = (numbers > 0) & numbers.isfinite()
         if not bool(good.all()):
             what = f"a scale is {float(stored[~good].flatten()[0]):g}"
-            fix = "fix: download the file again"
-            raise wrong(found, f"{what}, expected positive and finite numbers", fix)
+            expected = "finite numbers other than 0" if signed else "positive and finite numbers"
+            raise wrong(found, f"{what}, expected {expected}", "fix: download the file again")
         if by_row:
             return grid.spread(stored, (len(stored), *shape[1:]), None)
         return grid.spread(stored, shape, ids)
@@ -289,7 +293,7 @@ def coded_weight(
     group = grid.group(shape)
     if group < min(LEAST_GROUP, shape[-1]):
         raise wrong(codes, f"blocks of {grid.columns} columns do not divide rows of {shape[-1]}")
-    read = _stored_scales(files, scales, shape, grid)
+    read = _stored_scales(files, scales, shape, grid, form == "int4")
     kept = FILE_SCALES[scales[1].dtype] if dtype == "" else dtype
     return quantised_weight(
         Scheme(form, 0 if group == shape[-1] else group, kept),

@@ -386,9 +386,11 @@ def side_files(file: Container) -> dict[str, bytes]:
             raise file.wrong("tokenizer.chat_template", "expected a text", template)
         out["chat_template.jinja"] = template.encode()
     if file.values.get(f"{PREFIX}model") not in (None, "none", "no_vocab"):
-        out["tokenizer.json"] = _json(_tokenizer(file, ids))
-        add = file.values.get(f"{PREFIX}add_bos_token", True)
-        out["tokenizer_config.json"] = _json({"add_bos_token": add is True})
+        add = file.values.get(f"{PREFIX}add_bos_token", True) is True
+        out["tokenizer.json"] = _json(
+            _tokenizer(file, ids) | {"post_processor": _first(file, ids, add)}
+        )
+        out["tokenizer_config.json"] = _json({"add_bos_token": add})
     return out
 
 
@@ -460,6 +462,25 @@ def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
     own = {"unk_token": unknown, "vocab": ids, "merges": merges}
     made = {**TABLES["tokenizer_model"], **own}
     return {**TABLES["tokenizer"], "added_tokens": added, "model": made}
+
+
+def _first(file: Container, ids: Mapping[str, int], added: bool) -> dict[str, Any] | None:
+    """Return the post-processor that begins every text with <bos>, for libraries that add it."""
+    bos = _id(file, "bos_token_id")
+    text = next((text for text, i in ids.items() if i == bos), None)
+    if not added or text is None:
+        return None
+
+    def parts(name: str, kind: int) -> list[dict[str, Any]]:
+        token = {"SpecialToken": {"id": text, "type_id": kind}}
+        return [token, {"Sequence": {"id": name, "type_id": kind}}]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": parts("A", 0),
+        "pair": parts("A", 0) + parts("B", 1),
+        "special_tokens": {text: {"id": text, "ids": [bos], "tokens": [text]}},
+    }
 
 
 def _added(i: int, text: str, kind: int) -> dict[str, Any]:

@@ -1,0 +1,250 @@
+"""Writes the model of an engine or a checkpoint as other programs read it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir.errors import InputError
+from g4ir.ir.graph import Value
+from g4ir.model.media import AUDIO, PICTURES, find_media
+from g4ir.model.names import CODES, SCALES, checkpoint_name
+from g4ir.model.tensors import media_tensors
+from g4ir.model.text import build_program
+from g4ir.ops import OPS
+from g4ir.ops.types import torch_dtype
+from g4ir.plan.resolve import find_dtype
+from g4ir.quant.recipe import Scheme
+from g4ir.quant.rewrite import weights_of
+from g4ir.spec.parts import Tokens
+from g4ir.spec.record import Spec, load_spec
+from g4ir.ui.progress import Progress, no_progress
+from g4ir.weights.adapter import Adapter, with_adapters
+from g4ir.weights.checkpoint import GGUF as GGUF_SUFFIX
+from g4ir.weights.checkpoint import SIDE_FILES, WeightSource
+from g4ir.weights.gguf.write import WRITTEN, write_gguf
+from g4ir.weights.origin import existing_origin
+from g4ir.weights.write import check_empty, write_checkpoint
+
+from .artefact import MANIFEST
+from .build import agreed_spec
+from .engine import TOKENIZER, Engine
+from .load import open_held
+
+if TYPE_CHECKING:
+    import torch
+
+FORMATS = (HF, GGUF) = ("hf", "gguf")
+#: what becomes of codes
+QUANTS = (NONE, KEEP) = ("none", "keep")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A model to write: `spec` says nothing of what is left out; `kinds`: those of its media."""
+
+    spec: Spec
+    source: WeightSource
+    kinds: tuple[str, ...]
+    side_files: Mapping[str, bytes]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class HeldWeights(WeightSource):
+    """The weights of a model as an engine computes with them."""
+
+    engine: Engine
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self.engine.dtype)
+
+    @property
+    def defaults(self) -> Mapping[str, float]:
+        return {name: float(value) for name, value in self.engine.facts.notes.defaults.items()}
+
+    @cached_property
+    def _params(self) -> Mapping[str, Value]:
+        engine = self.engine
+        program = build_program(engine.spec, dtype=engine.dtype, media=engine.media)
+        return {checkpoint_name(v.name): v for v in program.params().values()}
+
+    def check(self, towers: Iterable[str]) -> None:
+        """Raise EngineError if the engine only has what was made of a tensor of its towers."""
+        unpacked = self.engine.unpacked()
+        for name in towers:
+            unpacked.check(self._params[name])
+
+    @cached_property
+    def forms(self) -> Mapping[str, Scheme]:
+        recipe, weights = self.engine.recipe, weights_of(self.engine.spec)
+        schemes = recipe.schemes(weights) if recipe else {}
+        return {checkpoint_name(param): scheme for param, scheme in schemes.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        weight = name.removesuffix(CODES).removesuffix(SCALES)
+        v = self._params[weight]
+        if weight == name:
+            return self.engine.param(v.name)
+        codes, scales = OPS["quantize"].infer_types(
+            (v.type,), self.forms[weight].attrs(self.engine.dtype)
+        )
+        suffix = name.removeprefix(weight)
+        part = Value(f"{v.name}{suffix}", codes if suffix == CODES else scales)
+        engine = self.engine
+        return engine.share.joined(part, lambda rank, own: engine.unpacked(rank).part(own))
+
+    def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        return self.tensor(name)[ids]
+
+    def release(self, name: str) -> None:
+        """Do nothing: what is packed serves other tensors too."""
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def export(
+    model: Engine | str | Path,
+    out: str | Path,
+    *,
+    format: str = HF,
+    spec: Spec | str | None = None,
+    adapter: str | Path | Iterable[str | Path] = (),
+    mmproj: str | Path | None = None,
+    media: str | Sequence[str] = "all",
+    dtype: str | None = None,
+    quant: str = NONE,
+    progress: Progress = no_progress,
+) -> Path:
+    """Write a model to `out`, an absent or empty directory or FILE.gguf, and return its path.
+
+    model: an engine or its directory, which need not run here; or a Hugging Face checkpoint
+    directory or GGUF file, with the adapters and towers that `adapter` and `mmproj` give it, and a
+    `spec` where it does not say all.
+    format: `hf`, a directory that transformers loads, or `gguf`, a file of the text model, in the
+    directory if `out` is one.
+    media: kinds whose towers are written too: `all` that are there, `none`, or a list.
+    dtype: of weights, by default the engine's, or the checkpoint's config's; of a GGUF file F32,
+    F16, BF16 (default), Q8_0 or Q4_0.
+    quant: `none` writes what the codes of quantised weights mean; `keep` the codes of matrices, as
+    compressed-tensors, where that has a name for their scheme.
+    Raises a G4Error before anything is left at `out`.
+    """
+    if format not in FORMATS:
+        raise InputError(f"--format {format}: expected one of {', '.join(FORMATS)}")
+    if quant not in QUANTS:
+        raise InputError(f"--quant {quant}: expected one of {', '.join(QUANTS)}")
+    write = _hf_writer if format == HF else _gguf_writer
+    writer = write(Path(out), dtype, quant == KEEP, progress)
+    given = (adapter,) if isinstance(adapter, str | Path) else tuple(adapter)
+    media = media if format == HF else "none"
+    if isinstance(model, Engine) or (Path(model) / MANIFEST).is_file():
+        if spec or given or mmproj:
+            what = "an engine has its spec, towers and adapters"
+            fix = "leave these options out, or give the checkpoint that it was built from"
+            raise InputError(f"{model}: {what}; {fix}")
+        found = _of_engine(model, media)
+    else:
+        found = _of_checkpoint(Path(model), spec, given, mmproj, media)
+    if TOKENIZER not in found.side_files:
+        log.warning("%s has no %s: it is exported without a tokenizer", model, TOKENIZER)
+    try:
+        return writer(found)
+    finally:
+        if not isinstance(model, Engine):
+            found.source.close()
+
+
+#: writes a model, and returns where
+Writer = Callable[[Exported], Path]
+
+
+def _hf_writer(out: Path, dtype: str | None, coded: bool, progress: Progress) -> Writer:
+    """Return the writer of a Hugging Face checkpoint; an error for options that it cannot have."""
+    check_empty(out)
+    asked = dtype and find_dtype(dtype)
+
+    def write(found: Exported) -> Path:
+        kind = asked or found.dtype
+        return write_checkpoint(
+            out,
+            replace(found.spec, dtype=kind),
+            found.source,
+            media=found.kinds,
+            dtype=torch_dtype(kind),
+            coded=coded,
+            side_files=found.side_files,
+            progress=progress,
+        )
+
+    return write
+
+
+def _gguf_writer(out: Path, dtype: str | None, coded: bool, progress: Progress) -> Writer:
+    """Return the writer of a GGUF file; InputError for options that it cannot have."""
+    kind = (dtype or "BF16").upper()
+    if coded:
+        raise InputError("--quant keep is for --format hf: of a GGUF file --dtype says it")
+    if kind not in WRITTEN:
+        raise InputError(f"--dtype {dtype}: a GGUF file has {', '.join(WRITTEN)}")
+
+    def write(found: Exported) -> Path:
+        alone = out.suffix == GGUF_SUFFIX
+        file = out if alone else out / f"{found.spec.name}-{kind}{GGUF_SUFFIX}"
+        return write_gguf(file, found.spec, found.source, kind, found.side_files, progress)
+
+    return write
+
+
+def _of_engine(model: Engine | str | Path, media: str | Sequence[str]) -> Exported:
+    engine = model if isinstance(model, Engine) else open_held(model)
+    kinds = engine.media.kinds if media == "all" else find_media(engine.spec, media).kinds
+    if absent := [kind for kind in kinds if kind not in engine.media.kinds]:
+        raise InputError(
+            f"--media {','.join(absent)}: {engine.path} was built without; leave it out"
+        )
+    paths = {name: engine.path / name for name in SIDE_FILES}
+    side = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+    spec = _of_kinds(engine.spec, kinds)
+    source = HeldWeights(engine)
+    source.check(media_tensors(spec, kinds))
+    return Exported(spec, source, kinds, side, engine.dtype)
+
+
+def _of_checkpoint(
+    path: Path,
+    spec: Spec | str | None,
+    adapters: Iterable[str | Path],
+    mmproj: str | Path | None,
+    media: str | Sequence[str],
+) -> Exported:
+    origin = existing_origin(path, mmproj)
+    known = load_spec(spec) if isinstance(spec, str) else spec
+    agreed = agreed_spec(known, origin)
+    kinds = find_media(agreed, origin.kinds(media, agreed), extractor=origin.extractor()).kinds
+    made = _of_kinds(agreed, kinds)
+    source = origin.open(agreed, kinds, agreed.dtype)
+    source = with_adapters(source, agreed, map(Adapter.of, adapters))
+    return Exported(made, source, kinds, origin.side_files(), agreed.dtype)
+
+
+def _of_kinds(spec: Spec, kinds: Sequence[str]) -> Spec:
+    """Return the spec of a model that takes no other media; warns of towers that are left out."""
+    parts = {
+        "vision": not {*PICTURES}.isdisjoint(kinds),
+        "audio": AUDIO in kinds,
+    }
+    left = [part for part, kept in parts.items() if getattr(spec, part) and not kept]
+    for part in left:
+        log.warning("the tower of %s is not exported", part)
+    tokens = spec.tokens if kinds else Tokens(spec.tokens.bos, spec.tokens.eos, spec.tokens.pad)
+    absent: dict[str, Any] = dict.fromkeys(left)
+    return replace(spec, tokens=tokens, **absent)

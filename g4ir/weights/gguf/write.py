@@ -1,0 +1,373 @@
+"""Writes a text model as a GGUF file, which llama.cpp and the modules beside this one read.
+
+Matrices are in one type, quantised ones by their own codes where scales serve groups of 32 or rows;
+tables and the head in 8 bits at least; routers and vectors in F32. What a file cannot say of a spec
+is refused: before any weight is written, the metadata are read back and compared.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from g4ir.errors import InputError, SpecError
+from g4ir.model.names import CODES, SCALES, checkpoint_name
+from g4ir.model.tensors import text_tensors
+from g4ir.ops.codecs import quantized, unpacked
+from g4ir.ops.types import torch
+from g4ir.quant.recipe import Scheme
+from g4ir.spec.parts import SLIDING
+from g4ir.spec.record import Spec, diff_specs
+from g4ir.ui.files import check_room, write_file
+from g4ir.ui.progress import Progress, no_progress
+from g4ir.weights.checkpoint import GENERATION, NORM_WEIGHT, WeightSource
+from g4ir.weights.tensorfile import parse_json
+
+from .container import (
+    ALIGNMENT,
+    ARRAY,
+    BOOL,
+    MAGIC,
+    NUMBERS,
+    ROPE,
+    STRING,
+    TABLES,
+    TYPES,
+    VERSIONS,
+    known_names,
+    read_container,
+)
+from .metadata import (
+    CONTROL,
+    PREFIX,
+    SCORED,
+    SPEC_ONLY,
+    UNROTATED,
+    USER_DEFINED,
+    read_spec,
+)
+
+#: kind of file -> general.file_type, type of tables
+WRITTEN: dict[str, tuple[int, str]] = {name: (i, of) for name, (i, of) in TABLES["written"].items()}
+#: elements of rows that are converted together
+PIECE = 1 << 24
+#: type of a value in Python -> in a file
+_KINDS: dict[type, int] = {bool: BOOL, int: 4, float: 6, str: STRING}
+_INT32 = 5
+_CODE = {t.name: code for code, t in TYPES.items()}
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+NORMAL, UNKNOWN, UNUSED, BYTE = 1, 2, 5, 6
+
+
+def write_gguf(
+    path: Path,
+    spec: Spec,
+    source: WeightSource,
+    kind: str,
+    side_files: Mapping[str, bytes],
+    progress: Progress = no_progress,
+) -> Path:
+    """Write a text model with its tokenizer, chat template and defaults of generation, whole or not
+    at all; `kind`: a key of WRITTEN. SpecError for what a file cannot say, InputError if the disk
+    has no room."""
+    if path.exists() or path.is_symlink():
+        raise InputError(f"{path}: exists already; choose another --out")
+    tensors = [*_tensors(spec, source, kind)]
+    head = _head(_metadata(spec, kind, side_files), tensors)
+    size = len(head) + sum(t.room for t in tensors)
+    _check(path.name, spec, [head, *tensors[0].pieces()], size)
+    check_room(path, size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    progress(f"writing {path.name}")
+    write_file(path, [head], (piece for t in tensors for piece in t.pieces()))
+    return path
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of a file; `rows` yields its bytes."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    rows: Callable[[], Iterator[torch.Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        stored = TYPES[_CODE[self.kind]]
+        return prod(self.shape) // stored.block * stored.nbytes
+
+    @property
+    def room(self) -> int:
+        """Bytes in the file, with what aligns the next."""
+        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+
+    def pieces(self) -> Iterator[memoryview]:
+        for made in self.rows():
+            yield memoryview(made.contiguous().view(-1).view(torch.uint8).numpy())
+        yield memoryview(bytes(self.room - self.nbytes))
+
+
+def architecture_of(spec: Spec) -> str:
+    """Return general.architecture of a spec; SpecError for one that has none."""
+    name = spec.model_type.partition("_")[0]
+    if name not in TABLES["architectures"] or spec.drafter:
+        raise SpecError(f"spec {spec.name}: model_type {spec.model_type} has no GGUF architecture")
+    return name
+
+
+# --- tensors ----------------------------------------------------------------------------------
+
+
+def _tensors(spec: Spec, source: WeightSource, kind: str) -> Iterator[_Tensor]:
+    """Yield the tensors, rotations first: with the metadata, they say what the model is."""
+    known, rules = known_names(spec.text.num_hidden_layers), _rules(spec)
+    stored = {bare: name for name, bare in reversed(known.items())}
+    if not rules.get("alike"):
+        pairs = spec.text.full.head_dim // 2
+        rotated = int(spec.text.full.rope.rotary_fraction * pairs)
+        ones = torch.tensor([1.0] * rotated + [UNROTATED] * (pairs - rotated))
+        yield _Tensor(ROPE, "F32", (pairs,), lambda: iter([ones]))
+    for bare, shape in text_tensors(spec).items():
+        if bare not in source.defaults:
+            own = _kind(bare, shape, kind)
+            added = rules.get("norms", 0.0) if bare.endswith(NORM_WEIGHT) else 0.0
+            yield _Tensor(stored[bare], own, shape, partial(_rows, source, bare, own, added))
+
+
+def _rules(spec: Spec) -> dict[str, Any]:
+    found: dict[str, Any] = TABLES["architectures"][architecture_of(spec)]
+    return found
+
+
+def _kind(bare: str, shape: tuple[int, ...], kind: str) -> str:
+    if len(shape) < 2 or ".router." in bare:
+        return "F32"
+    own = WRITTEN[kind][1] if bare in _TABLES else kind
+    return own if shape[-1] % TYPES[_CODE[own]].block == 0 else "F16"
+
+
+_TABLES = [checkpoint_name(param) for param in ("embed.table", "ple.table", "head.w", "ple.w")]
+#: type -> scheme of its blocks
+_BLOCKS = {"Q8_0": Scheme("int8", 32, "f16"), "Q4_0": Scheme("int4", 32, "f16")}
+_DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _rows(source: WeightSource, bare: str, kind: str, added: float) -> Iterator[torch.Tensor]:
+    """Yield the bytes of a tensor, some rows at a time."""
+    held, block = source.forms.get(bare), _BLOCKS.get(kind)
+    if held and block and held.form == block.form and held.group % block.group == 0:
+        parts = [source.tensor(f"{bare}{part}").flatten(0, -2) for part in (CODES, SCALES)]
+        for codes, scales in zip(*(t.split(_count(parts[0])) for t in parts), strict=True):
+            codes = unpacked(codes) if held.form == "int4" else codes
+            each = codes.shape[-1] // block.group // scales.shape[-1]
+            yield _blocks(codes, scales.repeat_interleave(each, -1), kind)
+        source.release(bare)
+        return
+    whole = source.tensor(bare)
+    whole = whole.flatten(0, -2) if whole.dim() > 1 else whole[None]
+    for x in whole.split(_count(whole)):
+        if block is None:
+            yield (x.float() + added if added else x).to(_DENSE[kind])
+        else:
+            codes, scales = quantized(x.float(), block.form, block.group, "f16")
+            yield _blocks(unpacked(codes) if block.form == "int4" else codes, scales, kind)
+    source.release(bare)
+
+
+def _count(t: torch.Tensor) -> int:
+    return max(1, PIECE // t.shape[-1])
+
+
+def _blocks(codes: torch.Tensor, scales: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return the blocks of codes i8 [n, K] and scales [n, K/32]: u8 [n * K/32, bytes]."""
+    codes = codes.reshape(-1, 32)
+    data = codes.view(torch.uint8)
+    if kind == "Q4_0":  # numbers 0-15 in the low halves of bytes, 16-31 in the high ones
+        low, high = (codes + 8).to(torch.uint8).chunk(2, -1)
+        data = low | high << 4
+    return torch.cat([scales.half().reshape(-1, 1).contiguous().view(torch.uint8), data], -1)
+
+
+# --- metadata ---------------------------------------------------------------------------------
+
+
+def _metadata(spec: Spec, kind: str, side_files: Mapping[str, bytes]) -> dict[str, Any]:
+    arch = architecture_of(spec)
+    return {
+        "general.architecture": arch,
+        "general.type": "model",
+        "general.name": spec.name,
+        "general.file_type": WRITTEN[kind][0],
+        "general.quantization_version": 2,
+        **{f"{arch}.{key}": value for key, value in _of_text(spec).items()},
+        **_sampling(side_files),
+        **_tokenizer(spec, side_files),
+    }
+
+
+def _of_text(spec: Spec) -> dict[str, Any]:
+    text, layers = spec.text, spec.layers()
+    rules = _rules(spec)
+    sliding = [x.kind == SLIDING for x in layers]
+    out: dict[str, Any] = {
+        "block_count": text.num_hidden_layers,
+        "context_length": text.max_position_embeddings,
+        "embedding_length": text.hidden_size,
+        "feed_forward_length": _alike([x.intermediate_size for x in layers]),
+        "attention.head_count": text.num_attention_heads,
+        "attention.head_count_kv": _alike([x.attention.num_key_value_heads for x in layers]),
+        "attention.layer_norm_rms_epsilon": text.rms_norm_eps,
+        "attention.sliding_window": text.sliding.window,
+        "attention.shared_kv_layers": text.num_kv_shared_layers,
+        "embedding_length_per_layer_input": text.ple.dim if text.ple else 0,
+        "rope.freq_base": text.full.rope.theta,
+        "rope.freq_base_swa": text.sliding.rope.theta,
+    }
+    period = rules.get("period")
+    if not period or sliding != [(i + 1) % period != 0 for i in range(len(layers))]:
+        out["attention.sliding_window_pattern"] = sliding
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        out |= {key: text.full.head_dim, f"{key}_swa": text.sliding.head_dim}
+    if text.final_logit_softcapping:
+        out["final_logit_softcapping"] = text.final_logit_softcapping
+    if text.moe:
+        sizes = (text.moe.num_experts, text.moe.top_k_experts, text.moe.intermediate_size)
+        out |= dict(zip((key for key, _ in TABLES["experts"].values()), sizes, strict=True))
+    out = {k: v for k, v in out.items() if not k.endswith(tuple(rules.get("unsaid", ())))}
+    if text.full.rope.factor:
+        out |= {"rope.scaling.type": "linear", "rope.scaling.factor": text.full.rope.factor}
+    return out
+
+
+def _alike(values: list[int]) -> Any:
+    return values if len(set(values)) > 1 else values[0]
+
+
+def _sampling(side_files: Mapping[str, bytes]) -> dict[str, Any]:
+    values = _json(side_files, GENERATION)
+    out = {
+        key: float(values[name]) if name != "top_k" else values[name]
+        for key, name in TABLES["sampling"].items()
+        if values.get("do_sample") and values.get(name) is not None
+    }
+    if values.get("suppress_tokens"):
+        out[f"{PREFIX}suppress_tokens"] = values["suppress_tokens"]
+    return out
+
+
+def _json(side_files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    return parse_json(Path(name), side_files[name]) if name in side_files else {}
+
+
+def _tokenizer(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, Any]:
+    whole, config = (_json(side_files, f"{n}.json") for n in ("tokenizer", "tokenizer_config"))
+    if not whole:
+        return {}
+    model = whole["model"]
+    if model.get("type") != "BPE" or not model.get("byte_fallback"):
+        raise InputError("tokenizer.json: GGUF files take BPE with byte_fallback, as Gemma's is")
+    added = {t["content"]: t for t in whole.get("added_tokens", ())}
+    ids = {**model["vocab"], **{text: t["id"] for text, t in added.items()}}
+    texts = {i: text for text, i in ids.items()}
+    tokens = [texts.get(i, f"[PAD{i}]") for i in range(spec.text.vocab_size)]
+    merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+    kind = _rules(spec)["tokenizer"]
+    eos = spec.tokens.eos
+    found = {
+        "model": kind,
+        "pre": "default" if kind == SCORED else kind,
+        "tokens": tokens,
+        "scores": _scores(tokens, merges, kind),
+        "token_type": [_type(t, ids, added, model.get("unk_token")) for t in tokens],
+        "merges": None if kind == SCORED else [" ".join(m) for m in merges],
+        "bos_token_id": spec.tokens.bos,
+        "eos_token_id": eos[0] if eos else None,
+        "eot_token_id": eos[1] if len(eos) > 1 else None,
+        "unknown_token_id": ids.get(model.get("unk_token")),
+        "padding_token_id": spec.tokens.pad,
+        "add_bos_token": config.get("add_bos_token") is not False,
+        "add_space_prefix": False,
+    }
+    out = {f"{PREFIX}{key}": value for key, value in found.items() if value is not None}
+    template = side_files.get("chat_template.jinja", b"").decode() or config.get("chat_template")
+    return out | ({"tokenizer.chat_template": template} if isinstance(template, str) else {})
+
+
+def _type(text: str, ids: Mapping[str, int], added: Mapping[str, Any], unknown: Any) -> int:
+    if text not in ids:
+        return UNUSED
+    if text in added and text not in TABLES["printed"]:
+        return CONTROL if added[text]["special"] else USER_DEFINED
+    if text in added:
+        return USER_DEFINED
+    if text == unknown:
+        return UNKNOWN
+    return BYTE if _BYTE.fullmatch(text) else NORMAL
+
+
+def _scores(tokens: list[str], merges: list[list[str]], kind: str) -> list[float]:
+    """Return the scores of tokens: of SentencePiece's, minus the rank of what merges make."""
+    rank: dict[str, int] = {}
+    for one, two in merges if kind == SCORED else ():
+        rank.setdefault(one + two, len(rank))
+    return [-float(rank[t]) if t in rank else -float(len(tokens)) for t in tokens]
+
+
+# --- the container ----------------------------------------------------------------------------
+
+
+def _head(values: Mapping[str, Any], tensors: list[_Tensor]) -> bytes:
+    """Return all that comes before the data, aligned."""
+    starts = [0]
+    for t in tensors:
+        starts.append(starts[-1] + t.room)
+    parts = [MAGIC, struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(values))]
+    for key, value in values.items():
+        parts += [_text(key), _value(value)]
+    for t, (start, _) in zip(tensors, pairwise(starts), strict=True):
+        dims = struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *t.shape[::-1])
+        parts += [_text(t.name), dims, struct.pack("<IQ", _CODE[t.kind], start)]
+    made = b"".join(parts)
+    return made + bytes(-len(made) % ALIGNMENT)
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _value(value: Any) -> bytes:
+    if not isinstance(value, list):
+        kind = _KINDS[type(value)]
+        return struct.pack("<I", kind) + _plain(kind, value)
+    kind = _INT32 if type(value[0]) is int else _KINDS[type(value[0])]
+    head = struct.pack("<IIQ", ARRAY, kind, len(value))
+    return head + b"".join(_plain(kind, v) for v in value)
+
+
+def _plain(kind: int, value: Any) -> bytes:
+    return _text(value) if kind == STRING else NUMBERS[kind].pack(value)
+
+
+def _check(name: str, spec: Spec, head: list[Any], size: int) -> None:
+    """Raise SpecError if what the beginning of a file says is another text model."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder, name)
+        file.write_bytes(b"".join(head))
+        os.truncate(file, size)  # without data, which no disk holds
+        said = read_spec(read_container(file))
+    rows = [r for r in diff_specs(spec, said) if r[0].startswith("text.")]
+    for key, own, other in rows:
+        if key not in SPEC_ONLY:
+            what = f"a GGUF file would say {other!r}, not {own!r}"
+            raise SpecError(f"spec {spec.name}: {key}: {what}; take --format hf")

@@ -1,0 +1,212 @@
+"""Exported models: read by transformers and by g4ir, equal to the model that they came from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import g4ir
+from g4ir.errors import EngineError
+from g4ir.model.media import KINDS
+from g4ir.model.names import checkpoint_name
+from g4ir.spec.record import diff_specs, load_spec
+from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.origin import find_origin
+from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.write import write_checkpoint
+from tests.cli_tools import g4ir as command
+from tests.cli_tools import text_checkpoint
+from tests.gguf_files import bare_file
+from tests.oracle import find_oracle, save_checkpoint
+from tests.test_adapter import merged, of_text, write_adapter
+
+F32 = torch.float32
+DTYPES = {"F32": F32, "F16": torch.float16, "BF16": torch.bfloat16}
+LIMITS: dict[str, Any] = {"backend": "reference", "max_seq": 64, "prefill_chunk": 64}
+FULL = pytest.mark.full
+MODELS = ("tiny-dense", "tiny-ple", "tiny-moe", "tiny-gemma3")
+
+
+def theirs(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of transformers' model of a directory, in fp32; it has all tensors and no others."""
+    from transformers import AutoModelForCausalLM
+
+    model, told = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=F32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        made: torch.Tensor = model(tokens, use_cache=False).logits
+    return made
+
+
+def weight_digests(engine: Path) -> dict[str, str]:
+    files = json.loads((engine / "manifest.json").read_text())["files"]
+    return {name: f["sha256"] for name, f in files.items() if name.endswith(".safetensors")}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
+    """From the checkpoint and from an engine of it, bit for bit; an engine of the export has the
+    same weights."""
+    oracle = find_oracle(load_spec(name))
+    folder = save_checkpoint(oracle, tmp_path / "c")
+    built = {**LIMITS, "dtype": "float32"}
+    g4ir.build(None, tmp_path / "e", checkpoint=folder, **built)
+    tokens = oracle.tokens[:1, :40]
+    want = oracle.run(tokens)
+    for source in (folder, tmp_path / "e"):
+        out = g4ir.export(source, tmp_path / f"of-{source.name}")
+        same = None if name != "tiny-gemma3" else 1e-5  # engines have 1 + w of norms
+        torch.testing.assert_close(theirs(out, tokens), want, rtol=same or 0, atol=same or 0)
+    g4ir.build(None, tmp_path / "again", checkpoint=out, **built)
+    assert weight_digests(tmp_path / "again") == weight_digests(tmp_path / "e")
+
+
+@pytest.mark.parametrize("quant", ["int8", pytest.param("int4", marks=FULL), "fp8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_codes(name: str, quant: str, tmp_path: Path) -> None:
+    """What they mean, or the codes of matrices: transformers computes what the engine does, experts
+    in codes aside, which it does not read; an engine of them has the same codes."""
+    kept = {**LIMITS, "dtype": "float32", "all_logits": True}
+    engine = g4ir.build(name, tmp_path / "e", random_weights=0, quant=quant, **kept)
+    tokens = torch.arange(3, 43)[None]
+    want = engine.session().prefill(tokens, all_logits=True)
+    dense = g4ir.export(engine, tmp_path / "dense")
+    coded = g4ir.export(engine, tmp_path / "coded", quant="keep")
+    for folder in (dense, coded):
+        if name != "tiny-moe" or folder == dense:
+            torch.testing.assert_close(theirs(folder, tokens), want, rtol=1e-4, atol=1e-4)
+    again = g4ir.build(None, tmp_path / "again", checkpoint=coded, **kept)
+    assert torch.equal(again.session().prefill(tokens, all_logits=True), want)
+    held = {n: v for n, v in again.program.params().items() if n.endswith((".codes", ".scales"))}
+    assert any(".mlp." in n for n in held) and any(".attn." in n for n in held)
+
+
+@pytest.mark.parametrize("name", ["tiny-media", "tiny-unified"])
+def test_towers(name: str, tmp_path: Path) -> None:
+    spec = load_spec(name)
+    source = RandomCheckpoint(spec, 1, torch.bfloat16)
+    folder = write_checkpoint(tmp_path / "c", spec, source, media=KINDS)
+    whole = load_file(folder / "model.safetensors")
+    out = g4ir.export(folder, tmp_path / "all")
+    found = load_file(out / "model.safetensors")
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(t, whole[name]) for name, t in found.items())
+    tokens = torch.arange(3, 23)[None]
+    text = g4ir.export(folder, tmp_path / "text", media="none")
+    assert "vision_config" not in json.loads((text / "config.json").read_text())
+    assert torch.equal(theirs(text, tokens), theirs(out, tokens))
+
+
+def test_an_engine_that_no_longer_has_a_tower(tmp_path: Path) -> None:
+    """One holds what was made of a weight of the audio tower, not the weight."""
+    spec = load_spec("tiny-media")
+    source = RandomCheckpoint(spec, 1, torch.bfloat16)
+    folder = write_checkpoint(tmp_path / "c", spec, source, media=KINDS)
+    g4ir.build(None, tmp_path / "e", checkpoint=folder, **LIMITS)
+    with pytest.raises(EngineError, match=r"no longer holds %audio.*give --checkpoint DIR"):
+        g4ir.export(tmp_path / "e", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    g4ir.export(tmp_path / "e", tmp_path / "out", media="image,video")
+    whole = Checkpoint.open(tmp_path / "out", replace(spec, audio=None), KINDS[:2])
+    assert all(
+        torch.equal(whole.tensor(n), source.tensor(n).to(whole.dtype)) for n in whole.weights
+    )
+    assert any(n.startswith("vision.") for n in whole.weights)
+
+
+def test_adapters_are_merged(tmp_path: Path) -> None:
+    spec = load_spec("tiny-dense")
+    folder = write_checkpoint(tmp_path / "c", spec, RandomCheckpoint(spec, 1, F32))
+    adapter = write_adapter(tmp_path / "a", spec, of_text())
+    out = g4ir.export(folder, tmp_path / "out", adapter=f"{adapter}=0.5", dtype="float32")
+    want, got = merged(folder, spec, f"{adapter}=0.5"), Checkpoint.open(out, spec)
+    assert all(torch.equal(got.tensor(name), want.tensor(name)) for name in want.weights)
+
+
+def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards with their index, and what lies beside the weights; into an empty directory."""
+    monkeypatch.setattr("g4ir.weights.write.SHARD_BYTES", 100_000)
+    folder, out = text_checkpoint(tmp_path / "c"), tmp_path / "out"
+    out.mkdir()
+    outcome = command("export", folder, "--out", out, "--dtype", "float16", "--json")
+    assert outcome.code == 0 and json.loads(outcome.out) == {"path": str(out), "format": "hf"}
+    shards = sorted(out.glob("model-*.safetensors"))
+    assert len(shards) > 3 and shards[-1].name.endswith(f"-of-{len(shards):05}.safetensors")
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert {*index["weight_map"].values()} == {x.name for x in shards}
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
+    side = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in side)
+    assert Checkpoint.open(out, load_spec("tiny-ple")).dtype == torch.float16
+    again = command("export", folder, "--out", out)
+    assert again.code == 2 and "exists already" in again.message
+
+
+def gguf_source(folder: Path, name: str, **given: Any) -> tuple[Path, Checkpoint]:
+    """A GGUF file as converters write it, with a vocabulary, and its checkpoint."""
+    file = bare_file(folder / "in.gguf", load_spec(name), **given)
+    origin = find_origin(file)
+    return file, origin.open(origin.spec(), (), "f32")
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gguf(name: str, kind: str, tmp_path: Path) -> None:
+    """Metadata, vocabulary and weights, as we and the library of the format read them."""
+    given, source = gguf_source(tmp_path, name)
+    file = g4ir.export(given, tmp_path / "out", format="gguf", dtype=kind.lower())
+    assert file == tmp_path / "out" / f"in-{kind}.gguf"
+    first, again = find_origin(given), find_origin(file)
+    assert not diff_specs(again.spec(), replace(first.spec(), name=again.spec().name))
+    assert again.side_files() == first.side_files()
+    opened, dtype = again.open(first.spec(), (), "f32"), DTYPES[kind]
+    for bare in source.weights:
+        want = source.tensor(bare).float()
+        want = want.to(dtype).float() if want.dim() > 1 and "router" not in bare else want
+        assert torch.equal(opened.tensor(bare).float(), want), bare
+    theirs, ours = (gguf.GGUFReader(x) for x in (given, file))
+    assert {t.name for t in ours.tensors} == {t.name for t in theirs.tensors}
+    wide = {t.tensor_type.name for t in ours.tensors if len(t.shape) > 1 and "inp.w" not in t.name}
+    assert wide == {kind}
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_gguf_blocks(kind: str, tmp_path: Path) -> None:
+    """Codes of a file are kept; values are rounded to them, by steps of their groups at most."""
+    given, source = gguf_source(tmp_path, "tiny-moe", kind=kind)
+    whole = g4ir.export(given, tmp_path / "same.gguf", format="gguf", dtype=kind)
+    dense = g4ir.export(given, tmp_path / "dense", dtype="float32")
+    rounded = g4ir.export(dense, tmp_path / "rounded.gguf", format="gguf", dtype=kind)
+    spec = find_origin(given).spec()
+    same, near = (find_origin(x).open(spec, (), "f32") for x in (whole, rounded))
+    assert len(source.forms) > 20
+    for bare, scheme in source.forms.items():
+        want = source.tensor(bare)
+        if same.forms[bare] == scheme:
+            assert torch.equal(same.tensor(bare), want), bare
+        else:  # of tables, which have 8 bits at least
+            assert (kind, bare) == ("Q4_0", "embed_tokens.weight")
+        groups = want.unflatten(-1, (-1, 32))
+        step = groups.abs().amax(-1, keepdim=True) / (127 if kind == "Q8_0" else 7)
+        far = (near.tensor(bare).unflatten(-1, (-1, 32)) - groups).abs()
+        assert (far < 0.52 * step).all(), bare
+
+
+def test_an_engine_in_codes_as_gguf(tmp_path: Path) -> None:
+    """Those of 4 bits are written as they are."""
+    engine = g4ir.build("tiny-dense", tmp_path / "e", random_weights=0, quant="int4", **LIMITS)
+    file = g4ir.export(tmp_path / "e", tmp_path / "out.gguf", format="gguf", dtype="Q4_0")
+    opened = find_origin(file).open(engine.spec, (), "f32")
+    for param in ("L0.attn.wq", "L5.attn.wk", "L2.mlp.w_down"):
+        own, held = opened.tensor(checkpoint_name(param)), engine.param(param)
+        torch.testing.assert_close(own.to(held.dtype), held)
+    assert {s.form for s in opened.forms.values()} == {"int4", "int8"}
