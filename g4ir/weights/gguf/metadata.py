@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from g4ir.errors import SpecError
-from g4ir.spec.parts import CHAT_FORMATS, FULL, SLIDING
+from g4ir.spec.parts import CHAT_FORMATS, FULL, SLIDING, relative
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec
 from g4ir.weights.tensorfile import broken, quoted
@@ -130,7 +130,8 @@ class _Keys:
         if not self.rules:
             other = "its towers alone" if self.kind == "clip" else quoted(self.kind)
             what = f"expected {' or '.join(map(quoted, TABLES['architectures']))}, found {other}"
-            raise self.fail(KIND, f"{what}; give the file of such a text model")
+            what += "; give the file of such a text model"
+            raise self.fail(KIND, relative(str(self.kind)) or what)
         if (kind := self.file.values.get("general.type")) == "adapter":
             what = f"{quoted(kind)}: a LoRA adapter and no model"
             fix = "give the model's file, and the adapter as PEFT's directory (--adapter DIR)"
