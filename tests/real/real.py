@@ -89,6 +89,22 @@ def test_likelihood_of_texts(engine: Engine, peer: HfPeer) -> None:
     assert total["nll"] == pytest.approx(mean, abs=0.01)
 
 
+def test_scores_in_float32(tmp_path: Path) -> None:
+    """`score` and `verify --text` are the loss of transformers to 1e-4 nats."""
+    limits: dict[str, Any] = {"max_seq": 1024, "prefill_chunk": 512, "all_logits": True}
+    with g4ir.build(
+        None, tmp_path / "e", checkpoint=MODEL, backend="reference", dtype="float32", **limits
+    ) as made:
+        peer = HfPeer(hf_model(made, find_origin(MODEL)))
+        files = {str(HERE / f"{name}.txt"): name for name in TEXTS}
+        for one in score_windows([made], Reader(made, 1024).files(files)):
+            ids = torch.tensor([one.ids])
+            with torch.no_grad():
+                loss = float(peer.model(input_ids=ids, labels=ids).loss)
+            print(f"{files[one.document]}: {one.nll:.6f}, transformers {loss:.6f}")
+            assert one.nll == pytest.approx(loss, abs=1e-4)
+
+
 def test_logits_are_those_of_transformers(engine: Engine) -> None:
     """On the beginning of a text, in chunks and single steps."""
     text = (HERE / "english.txt").read_text()
