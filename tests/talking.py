@@ -19,7 +19,7 @@ import torch
 
 from g4ir.backends.sampling import LogitsMask
 from g4ir.chat import Vocabulary
-from g4ir.chat.special_tokens import CALL, CALL_END, CHANNEL, CHANNEL_END, TURN_END
+from g4ir.chat.special_tokens import CALL, CALL_END, CHANNEL, CHANNEL_END, TURN, TURNS
 from g4ir.cli import main
 from g4ir.engine.conversation import ChatSession
 from tests.cases import TABLES
@@ -53,7 +53,7 @@ class Dictated:
 def ids(vocabulary: Vocabulary, texts: Sequence[str]) -> list[int]:
     """The tokens of texts, of which some are control tokens, and the end of the turn."""
     out: list[int] = []
-    for text in (*texts, TURN_END):
+    for text in (*texts, TURNS[vocabulary.turn or TURN]):
         control = vocabulary.controls.get(text)
         out += vocabulary.plain(text) if control is None else [control]
     return out

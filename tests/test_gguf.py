@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 import g4ir
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
+from g4ir.engine.build import agreed_spec
 from g4ir.engine.engine import Engine
 from g4ir.errors import G4Error, InputError, WeightsError
 from g4ir.model.names import FINAL_NORM, HEAD, PLE_TABLE, TOKEN_TABLE
@@ -141,6 +142,22 @@ def test_a_window_that_is_not_said(tmp_path: Path, caplog: pytest.LogCaptureFixt
     file = bare_file(tmp_path / "a.gguf", load_spec("tiny-ple"), lambda v: v.pop(key))
     assert read_spec(read_container(file)).text.sliding.window == 512
     assert "gemma4.attention.sliding_window is missing: 512 is taken" in caplog.text
+
+
+def test_what_files_of_gemma_3_leave_out(tmp_path: Path) -> None:
+    """What divides the scores follows from the number of layers, unless a spec says it; a pattern
+    may be its period."""
+    spec = spec_called("gemma3-4b-small")
+    period = (*("sliding",) * 5, "full")
+    text = replace(spec.text, num_hidden_layers=62, query_pre_attn_scalar=168, pattern=period)
+    many = replace(spec, text=text)
+    file = bare_file(tmp_path / "a.gguf", many)
+    assert assert_says(file, many).text.query_pre_attn_scalar == 168
+    other = replace(many, text=replace(text, query_pre_attn_scalar=100))
+    assert agreed_spec(other, find_origin(file)) is other
+    key = "gemma3.attention.sliding_window_pattern"
+    file = bare_file(tmp_path / "b.gguf", spec, lambda v: v.update({key: 3}))
+    assert read_spec(read_container(file)).text.pattern == ("sliding", "sliding", "full")
 
 
 def bare_tensors(oracle: Oracle) -> dict[str, torch.Tensor]:

@@ -75,6 +75,8 @@ OPTIONS: Mapping[str, tuple[Case, str]] = {
     "experts gathered": (Case("26b-a4b-small"), "gather"),
     "all experts, last token": (Case("combined", ROWS, False), "all"),
     "norms about zero": (Case("tiny-gemma3"), "auto"),
+    "norms about zero, drawn": (Case("random-1000", ROWS), "auto"),
+    "odd scores, last token": (Case("random-1003", ROWS, False), "auto"),
 }
 
 

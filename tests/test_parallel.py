@@ -36,6 +36,8 @@ from tests.configs import VARIANTS, fewest_of, random_spec
 from tests.lockstep import lockstep
 
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
+#: a sliding last layer, frequencies divided by 8, scores by odd numbers
+GEMMA3 = ("tiny-gemma3", "random-1000", "random-1003")
 RANKS = (2, 4)
 #: chunks of two ragged rows past three windows of 8, one with a picture in each row where a variant
 #: sees these both ways, one to be verified, and single tokens: (phase, size, valid tokens)
@@ -182,7 +184,7 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 #: name, ranks, and whether each has some of the experts
 CASES = [
     (name, ranks, ep)
-    for name in (*TINY, *fewest_of(SEEDS))
+    for name in (*TINY, *GEMMA3, *fewest_of(SEEDS))
     for ranks in RANKS
     for ep in (False, True)
     if can_share(spec_of(name), ranks, ep) and (spec_of(name).text.moe or not ep)

@@ -514,3 +514,23 @@ def test_refused_recipes(tmp_path: Path, says: str, text: str) -> None:
     assert says in str(refused.value)
     assert "r.yaml" in str(refused.value) or "rows of" in str(refused.value)
     assert not (tmp_path / "e").exists()
+
+
+def test_the_interpreter_keeps_dequantised_weights(tmp_path: Path) -> None:
+    """While there is room, and the logits are the same."""
+    limits: dict[str, Any] = {"max_seq": 32, "prefill_chunk": 8, "backend": "reference"}
+    e = g4ir.build("tiny-moe", tmp_path / "e", random_weights=0, quant="int4", **limits)
+    runtime: Any = e.runtime
+    run, ran = runtime._run, list[str]()
+    runtime._run = lambda n, operands: ran.append(n.op) or run(n, operands)
+
+    def logits() -> torch.Tensor:
+        ran.clear()
+        return e.session().prefill(torch.tensor([[2, 5, 7]]))
+
+    first = logits()
+    count = ran.count("dequantize")
+    assert count and torch.equal(logits(), first) and "dequantize" not in ran
+    runtime._kept.clear()
+    runtime._room = 0
+    assert torch.equal(logits(), first) and ran.count("dequantize") == count

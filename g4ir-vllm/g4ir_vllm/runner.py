@@ -44,7 +44,7 @@ class Runner:
         self.prefiller = Prefiller(engine, options.prefix_bytes)
         self.requests: dict[str, Request] = {}
         has = (engine.path / TOKENIZER).is_file()
-        words = Vocabulary(engine.tokenizer()) if has else None
+        words = Vocabulary(engine.tokenizer(), engine.spec.chat) if has else None
         self._vocabulary = words if words and words.chats else None
         #: the request in prefill, and its chunks
         self._prompt: tuple[Request, Generator[torch.Tensor | None, None, None]] | None = None

@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any
 
 from g4ir.errors import InputError
+from g4ir.spec.parts import CHAT_FORMATS
 
 from . import special_tokens as control
 from .messages import Conversation, Medium, map_texts
@@ -146,9 +147,10 @@ def check_length(characters: int, longest: int, room: int, what: str, cheap: int
 
 
 class Vocabulary:
-    """A tokenizer (library `tokenizers`) as conversations need it."""
+    """A tokenizer (library `tokenizers`) as conversations need it. `form`: the chat format whose
+    turns and ends count; by default the first of which the tokenizer has the turns."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, form: str | None = None) -> None:
         self.tokenizer = tokenizer
         #: id of a byte token -> its byte
         self.bytes: dict[int, int] = {}
@@ -163,11 +165,13 @@ class Vocabulary:
         chats = set(control.CONTROLS)
         self.controls = {t.content: i for i, t in added if t.special or t.content in chats}
         self.strings = {i: text for text, i in self.controls.items()}
-        turns = (t for t, end in control.TURNS.items() if {t, end} <= self.controls.keys())
+        rows = [CHAT_FORMATS[form]] if form else [*CHAT_FORMATS.values()]
+        row = next((row for row in rows if self.controls.keys() >= {*row["turn"]}), None)
         #: what begins a turn of a chat; None: this tokenizer has none
-        self.turn = next(turns, None)
+        self.turn: str | None = row["turn"][0] if row else None
+        ends = (self.controls.get(text) for text in (row or rows[0])["ends"])
         #: ids behind which a model's turn is over
-        self.ends = frozenset(self.controls[text] for text in control.ENDS if text in self.controls)
+        self.ends = frozenset(i for i in ends if i is not None)
 
     @cached_property
     def longest(self) -> int:

@@ -270,7 +270,7 @@ def check_chats(vocabulary: Vocabulary, folder: Path) -> None:
 def open_chat(folder: Path, tokenizer: Any, form: str) -> tuple[Template, Vocabulary]:
     """Read the template of a folder, or take the built-in one of this form, for a tokenizer.
     InputError where that has no turns of a chat."""
-    vocabulary = Vocabulary(tokenizer)
+    vocabulary = Vocabulary(tokenizer, form)
     check_chats(vocabulary, folder)
     return Template.open(folder, form), vocabulary
 

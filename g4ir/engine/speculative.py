@@ -129,15 +129,17 @@ class StepCosts:
 
     def of(self, batch: int, most: int) -> list[float]:
         """Return the costs of steps of 1 to `most` tokens per sequence. No step costs more than one
-        of more tokens; between measured ones costs are linear, and COST for each token beyond."""
+        of more tokens; one that was not measured costs COST more for each token than the next
+        smaller one that was, so that it is tried: steps of many tokens may come in pieces."""
         known = {t: median(s) for (b, t), s in self._seconds.items() if b == batch and s}
         tokens, widths = np.arange(1, most + 1), sorted(known)
         if widths[:1] != [1]:
             return (1 + COST * (tokens - 1)).tolist()
         seconds = np.array([known[t] for t in widths])
         seconds = np.minimum.accumulate(seconds[::-1])[::-1] / known[1]
-        beyond = np.maximum(tokens - widths[-1], 0)
-        return (np.interp(tokens, widths, seconds) + COST * beyond).tolist()
+        below = np.searchsorted(widths, tokens, side="right") - 1
+        above = np.append(seconds, np.inf)[np.searchsorted(widths, tokens)]
+        return np.minimum(seconds[below] + COST * (tokens - np.take(widths, below)), above).tolist()
 
 
 class Pace:

@@ -15,7 +15,7 @@ class Codec:
     """The checkpoint's own tokenizer, as transformers would use it."""
 
     def __init__(self, engine: Engine) -> None:
-        self.vocabulary = Vocabulary(engine.tokenizer())
+        self.vocabulary = Vocabulary(engine.tokenizer(), engine.spec.chat)
         self.tokenizer = self.vocabulary.tokenizer
         path, template = (engine.path / n for n in ("tokenizer_config.json", "chat_template.jinja"))
         config = parse_json(path, path.read_bytes()) if path.is_file() else {}

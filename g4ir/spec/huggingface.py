@@ -47,6 +47,7 @@ from .parts import (
     UnifiedVision,
     Variant,
     Vision,
+    relative,
     slug,
 )
 from .rules import canonical, problems
@@ -131,9 +132,8 @@ def read_config(source: str | Path | dict[str, Any], name: str | None = None) ->
     given = keys.take("model_type", str)
     if given not in hf.MODEL_TYPES:
         near = did_you_mean(given, hf.MODEL_TYPES)
-        raise keys.fail(
-            "model_type", f"{shown(given)} is not one of {', '.join(hf.MODEL_TYPES)}{near}"
-        )
+        other = f"{shown(given)} is not one of {', '.join(hf.MODEL_TYPES)}{near}"
+        raise keys.fail("model_type", relative(given) or other)
     model_type, composite = hf.MODEL_TYPES[given]
     read = _assistant if model_type.endswith(ASSISTANT) else _composite if composite else _text_only
     parts = read(keys, model_type)

@@ -26,12 +26,23 @@ ASSISTANT = "_assistant"
 #: model_type -> what its models have in common
 FAMILIES: dict[str, dict[str, Any]] = read_table(Path(__file__).with_name("model_types.yaml"))
 MODEL_TYPES = tuple(FAMILIES)
+#: known model that is refused -> its name, and what no spec can say
+RELATIVES: dict[str, list[str]] = read_table(Path(__file__).with_name("relatives.yaml"))
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 Layers = Annotated[int, Range(1, MAX_LAYERS)]
 Kind = Annotated[str, OneOf((SLIDING, FULL))]
 Activation = Annotated[str, OneOf(("gelu_pytorch_tanh",))]
 #: one place at least, or a part could be nowhere
 Places = Annotated[tuple[str, ...], Length(1, 16)]
+
+
+def relative(kind: str) -> str | None:
+    """Return why a known model of another kind is refused, and what to give; None for others."""
+    if not (row := RELATIVES.get(kind.replace("-", "_"))):
+        return None
+    name, why = row
+    fix = "give a checkpoint of Gemma 3 or Gemma 4"
+    return f"'{kind}' is {name}, which is not supported: {why}; {fix}"
 
 
 @dataclass(frozen=True)

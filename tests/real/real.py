@@ -5,6 +5,8 @@ Not part of `make test`: it needs 253 MB from the package index and minutes.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +14,27 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 import g4ir
+from g4ir.chat import Template, Vocabulary, make_prompt
 from g4ir.check.documents import Reader
 from g4ir.check.hf import hf_model
 from g4ir.check.logits import verify_engine
 from g4ir.check.peers import HfPeer
 from g4ir.check.score import Score, Sums, score_windows
-from g4ir.engine.engine import Engine
+from g4ir.chat.prompt import text_ids
+from g4ir.engine.engine import Engine, read_tokenizer
+from g4ir.weights.checkpoint import read_side_files
 from g4ir.weights.origin import find_origin
+from tests.real.corpus import texts
 
 HERE = Path(__file__).parent
-MODEL = HERE.parents[1] / "build" / "real" / "gemma-3-270m-q4_k_m.gguf"
+REAL = HERE.parents[1] / "build" / "real"
+MODEL = REAL / "gemma-3-270m-q4_k_m.gguf"
+#: tokenizer and chat template of the instructed models
+INSTRUCTED = REAL / "package" / "models"
 EXPECTED = yaml.safe_load((HERE / "expected.yaml").read_text(encoding="utf-8"))
 PROMPTS, TEXTS = EXPECTED["prompts"], EXPECTED["texts"]
 #: new tokens of a prompt
@@ -78,9 +89,63 @@ def test_likelihood_of_texts(engine: Engine, peer: HfPeer) -> None:
     assert total["nll"] == pytest.approx(mean, abs=0.01)
 
 
+def test_scores_in_float32(tmp_path: Path) -> None:
+    """`score` and `verify --text` are the loss of transformers to 1e-4 nats."""
+    limits: dict[str, Any] = {"max_seq": 1024, "prefill_chunk": 512, "all_logits": True}
+    with g4ir.build(
+        None, tmp_path / "e", checkpoint=MODEL, backend="reference", dtype="float32", **limits
+    ) as made:
+        peer = HfPeer(hf_model(made, find_origin(MODEL)))
+        files = {str(HERE / f"{name}.txt"): name for name in TEXTS}
+        for one in score_windows([made], Reader(made, 1024).files(files)):
+            ids = torch.tensor([one.ids])
+            with torch.no_grad():
+                loss = float(peer.model(input_ids=ids, labels=ids).loss)
+            print(f"{files[one.document]}: {one.nll:.6f}, transformers {loss:.6f}")
+            assert one.nll == pytest.approx(loss, abs=1e-4)
+
+
 def test_logits_are_those_of_transformers(engine: Engine) -> None:
     """On the beginning of a text, in chunks and single steps."""
     text = (HERE / "english.txt").read_text()
     ids = [2, *engine.tokenizer().encode(text, add_special_tokens=False).ids]
     report = verify_engine(engine, "hf", tokens=ids[:64], checkpoint=MODEL)
     assert report.ok, report.text()
+
+
+def test_token_ids_of_a_corpus() -> None:
+    """Those of the library on the tokenizer.json of the instructed models, whether the tokenizer
+    comes from there or from GGUF; the exceptions are of two kinds of generated texts."""
+    kinds, given = zip(*texts(), strict=True)
+    file = INSTRUCTED / "tokenizer.json"
+    want = Tokenizer.from_file(str(file)).encode_batch(given, add_special_tokens=False)
+    for files in (read_side_files(INSTRUCTED), find_origin(MODEL).side_files()):
+        own = read_tokenizer(file, files["tokenizer.json"])
+        found = zip(kinds, text_ids(own, given), want, strict=True)
+        other = Counter(kind for kind, ids, theirs in found if ids != theirs.ids)
+        same = files["tokenizer.json"] == file.read_bytes()
+        assert dict(other) == ({} if same else EXPECTED["other_ids"]) and len(given) == 20_000
+
+
+SYSTEM, ASKED = (
+    {"role": "system", "content": "Be brief. "},
+    {"role": "user", "content": " Hi <b>\n"},
+)
+ANSWER = {"role": "assistant", "content": " Hello\n\n"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": " a b "}]}
+
+
+@pytest.mark.parametrize(
+    "messages", [[ASKED], [SYSTEM, ASKED], [SYSTEM, ASKED, ANSWER, PARTS], [PARTS, ANSWER, ASKED]]
+)
+def test_chat_of_the_instructed_models(messages: list[dict[str, Any]]) -> None:
+    """The built-in template and the published one write what transformers renders, in as many
+    tokens."""
+    config = json.loads((INSTRUCTED / "tokenizer_config.json").read_text())
+    given = {"add_generation_prompt": True, "bos_token": "<bos>"}
+    (text,), _ = render_jinja_template([messages], chat_template=config["chat_template"], **given)
+    library = Tokenizer.from_file(str(INSTRUCTED / "tokenizer.json"))
+    for form in ("gemma3", Template.open(INSTRUCTED, "gemma3")):
+        prompt = make_prompt(messages, None, form)
+        ids = Vocabulary(library, "gemma3").encode(prompt)
+        assert prompt.text == text and ids == library.encode(text, add_special_tokens=False).ids

@@ -218,6 +218,7 @@ MODELS: list[tuple[str, dict[str, str]]] = [
     ("12b-small", {"latent_kv": "raw", "attention": "fused"}),
     ("26b-a4b-small", {"experts": "all", "version": VERSION}),
     ("gemma3-4b-small", {"attention": "fused"}),
+    ("random-1003", {"attention": "fused"}),
 ]
 MORE: list[tuple[str, dict[str, str]]] = [
     ("31b-small", {"latent_kv": "value", "attention": "fused", "version": VERSION}),
@@ -226,6 +227,7 @@ MORE: list[tuple[str, dict[str, str]]] = [
     ("tiny-moe", {"experts": "gather"}),
     ("random-1", {"attention": "plain"}),
     ("random-4", {"attention": "fused"}),
+    ("random-1002", {"attention": "plain"}),
 ]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from g4ir.errors import SpecError
-from g4ir.spec.parts import CHAT_FORMATS, FULL, SLIDING
+from g4ir.spec.parts import CHAT_FORMATS, CHAT_FORMS, FAMILIES, FULL, SLIDING, relative
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec
 from g4ir.weights.tensorfile import broken, quoted
@@ -43,7 +43,9 @@ OF_TOWERS = ("vision.", "audio.", "mm.")
 UNROTATED = 1e30
 MOST_PAIRS = 1 << 15
 #: what a GGUF file cannot say: where only these differ, the spec is right
-SPEC_ONLY = ("text.use_bidirectional_attention", "text.hidden_activation")
+SPEC_ONLY = (
+    *("text.use_bidirectional_attention", "text.hidden_activation", "text.query_pre_attn_scalar"),
+)
 
 
 def read_spec(file: Container) -> Spec:
@@ -130,7 +132,8 @@ class _Keys:
         if not self.rules:
             other = "its towers alone" if self.kind == "clip" else quoted(self.kind)
             what = f"expected {' or '.join(map(quoted, TABLES['architectures']))}, found {other}"
-            raise self.fail(KIND, f"{what}; give the file of such a text model")
+            what += "; give the file of such a text model"
+            raise self.fail(KIND, relative(str(self.kind)) or what)
         if (kind := self.file.values.get("general.type")) == "adapter":
             what = f"{quoted(kind)}: a LoRA adapter and no model"
             fix = "give the model's file, and the adapter as PEFT's directory (--adapter DIR)"
@@ -358,8 +361,6 @@ CONTROL, USER_DEFINED = 3, 4
 JOINED = (1, USER_DEFINED)
 #: a USER_DEFINED token of this shape is a control token of the chat format; all others are text
 MARK = re.compile(r"<\|[^|<>\s]+\|?>|<[^|<>\s]+\|>")
-#: tokens that end a text or a turn; not every converter says that they are special
-ENDS = tuple(dict.fromkeys(end for row in CHAT_FORMATS.values() for end in row["ends"]))
 UNKNOWN = "<unk>"
 #: what a space is within a token; of merges, what a space within a piece is
 SPACE, MERGED_SPACE = "\u2581", "\u0120"
@@ -368,13 +369,21 @@ SPACE, MERGED_SPACE = "\u2581", "\u0120"
 def token_ids(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
     """Return the ids of special tokens as a config has them, with those that end a turn."""
     ends = [_id(file, key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
-    eos = {i for i in (*ends, *map(ids.get, ENDS)) if i is not None}
+    eos = {i for i in (*ends, *map(ids.get, _ends(file))) if i is not None}
     found = {
         "bos_token_id": _id(file, "bos_token_id"),
         "pad_token_id": _id(file, "padding_token_id"),
         "eos_token_id": sorted(eos) or None,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _ends(file: Container) -> list[str]:
+    """Return the tokens that end a text or a turn of its chat format; not every converter says that
+    they are special."""
+    form = FAMILIES.get(file.values.get(KIND), {}).get("chat", CHAT_FORMS[0])
+    ends: list[str] = CHAT_FORMATS[form]["ends"]
+    return ends
 
 
 def side_files(file: Container) -> dict[str, bytes]:
@@ -451,13 +460,13 @@ def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
         raise file.wrong(key, f"expected {len(ids)} items, one for each token", len(kinds))
     scored = model == SCORED and f"{PREFIX}merges" not in file.values
     merges = _merges_by_score(file, ids, kinds) if scored else list(_merges(file, ids))
-    given = _id(file, "unknown_token_id")
+    given, ends = _id(file, "unknown_token_id"), _ends(file)
     named = (text for text, i in ids.items() if i == given)
     unknown = next(named, UNKNOWN if UNKNOWN in ids else None)
     added = [
-        _added(i, text, kind)
+        _added(i, text, CONTROL if text in ends else kind)
         for (text, i), kind in zip(ids.items(), kinds, strict=True)
-        if kind in (CONTROL, USER_DEFINED) or text in ENDS
+        if kind in (CONTROL, USER_DEFINED) or text in ends
     ]
     own = {"unk_token": unknown, "vocab": ids, "merges": merges}
     made = {**TABLES["tokenizer_model"], **own}
@@ -485,7 +494,7 @@ def _first(file: Container, ids: Mapping[str, int], added: bool) -> dict[str, An
 
 def _added(i: int, text: str, kind: int) -> dict[str, Any]:
     """Return an added token; spaces are matched as the normalizer leaves them."""
-    special = kind == CONTROL or text in ENDS or MARK.fullmatch(text) is not None
+    special = kind == CONTROL or MARK.fullmatch(text) is not None
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     return {"id": i, "content": text, **flags, "normalized": SPACE in text, "special": special}
 

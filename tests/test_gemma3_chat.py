@@ -1,0 +1,97 @@
+"""A model of Gemma 3 chats in its own format, though its tokenizer has the turns of Gemma 4 too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import g4ir
+from g4ir.chat import make_prompt
+from g4ir.engine.conversation import ChatSession
+from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
+from g4ir.engine.requests import Request
+from g4ir.engine.scheduler import Scheduler
+from g4ir.errors import InputError
+from tests.engines import add_file
+from tests.media_tools import png
+from tests.serve.running import chat_tokenizer, ready
+from tests.talking import dictate
+
+SAID = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi <end_of_turn>"}]
+PROMPT = (
+    "<bos><start_of_turn>user\nbe brief\n\nhi <end_of_turn><end_of_turn>\n<start_of_turn>model\n"
+)
+MORE = "<end_of_turn>\n<start_of_turn>user\nmore<end_of_turn>\n<start_of_turn>model\n"
+SEEN = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]
+NO_IMAGE = "the template refuses this conversation: its format has no image"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("gemma3") / "engine"
+    limits: dict[str, Any] = {"max_seq": 256, "prefill_chunk": 64, "max_batch": 2}
+    g4ir.build("tiny-gemma3", out, backend="reference", random_weights=0, **limits).close()
+    return add_file(out, "tokenizer.json", chat_tokenizer().to_str())
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[Engine]:
+    with load_engine(folder) as made:
+        yield made
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The prompts of all requests, and the ends that they stop behind."""
+    seen, submit, tokenizer = list[str](), Scheduler.submit, chat_tokenizer()
+    ends = {tokenizer.token_to_id(text) for text in ("<end_of_turn>", "<eos>")}
+
+    def noted(self: Scheduler, request: Request) -> Any:
+        assert ends == {*request.sampling.stop}
+        seen.append(tokenizer.decode([*request.tokens], skip_special_tokens=False))
+        return submit(self, request)
+
+    monkeypatch.setattr(Scheduler, "submit", noted)
+    return seen
+
+
+def test_a_conversation(
+    engine: Engine, prompts: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What a user types is text; images are refused by name."""
+    dictate(monkeypatch.setattr, [["w1_ <turn|>"], ["w3_"]])
+    with ChatSession(engine) as talk:
+        talk.set_system(SAID[0]["content"])
+        first = talk.say(SAID[1]["content"])
+        assert first.finish_reason == "stop" and talk.say("more").content == "w3_"
+        assert prompts == [PROMPT, f"{PROMPT}{first.content}{MORE}"]
+        with pytest.raises(InputError, match="takes text alone"):
+            talk.attach("image", png(tmp_path / "a.png"))
+    with pytest.raises(InputError, match=NO_IMAGE):
+        make_prompt(SEEN, None, "gemma3")
+
+
+def test_generate(engine: Engine, prompts: list[str]) -> None:
+    engine.generate(SAID, 2, chat=True)
+    assert prompts == [PROMPT]
+
+
+def test_a_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ready(folder) as r, r.client() as client:
+        r.dictate(monkeypatch, "w1_ w2_", "<end_of_turn>")
+        got = client.post("/v1/chat/completions", json={"messages": SAID, "max_tokens": 9}).json()
+        (choice,) = got["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("w1_ w2_", "stop")
+        ids = client.post("/tokenize", json={"messages": SAID}).json()["tokens"]
+        assert chat_tokenizer().decode(ids, skip_special_tokens=False) == PROMPT
+        for more, words in (
+            ({"messages": SEEN}, "image"),
+            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "has no tools"),
+        ):
+            body = {"messages": SAID, "max_tokens": 9} | more
+            refused = client.post("/v1/chat/completions", json=body)
+            assert refused.status_code == 400 and words in refused.json()["error"]["message"]
