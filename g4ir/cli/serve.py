@@ -37,7 +37,7 @@ def serve(args: argparse.Namespace) -> int:
     keys = read_keys(args.api_key_file) if args.api_key_file else ()
     hosts = known_hosts(args.host, args.allow_host)
     gate = Auth(keys, hosts, args.max_body << 20)
-    name = args.served_name or Path(args.engine).resolve().name
+    name = args.served_name or Path(args.models[0]).resolve().name.removesuffix(".gguf")
     sources = Sources.named(args.media_hosts, args.media_dir, args.max_body << 20)
     waiting = AsyncEngineConfig(waiting=args.queue)
     memory = args.prefix_memory
