@@ -56,7 +56,7 @@ class TextModule(nn.Module):
             source.release(name)
         if HEAD in linears and spec.text.tie_word_embeddings:
             _place(self, HEAD, self.get_parameter(full_name(TOKEN_TABLE)), linear=True)
-        self._run = _function(self, graphs)
+        self._run = _function(self, graphs, spec.tokens.pad)
         self._register_load_state_dict_pre_hook(self._drop_dead)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> ModuleOutput:
@@ -151,38 +151,45 @@ def _linear_weight(n: Node) -> str:
 # --- graphs as a torch function ---------------------------------------------------------------
 
 
-def _function(root: nn.Module, graphs: list[Graph]) -> Callable[[nn.Module, Tensor], Tensor]:
+def _function(
+    root: nn.Module, graphs: list[Graph], pad: int | None
+) -> Callable[[nn.Module, Tensor], Tensor]:
     """Return (module, ids [B, S]) -> logits [B, S, vocab]; each graph takes what those before it
-    return."""
+    return. The embeddings of `pad` get no gradient, as in transformers."""
     f = fx.Graph()
     ids = f.placeholder("ids")
     env: dict[str, fx.Node] = {"tokens": ids}
     for at, function in enumerate((_positions, _lengths)):
         env[("positions", "lengths")[at]] = f.call_function(function, (ids,))
     for g in graphs:
+        projections = {n["w"].name for n in g.find("linear")}  # which nn.Linear holds
         for v in g.params:
-            env[v.name] = f.get_attr(full_name(checkpoint_name(v.name)))
+            if v.name not in projections:
+                env[v.name] = f.get_attr(full_name(checkpoint_name(v.name)))
         for v in g.state:
             shape = tuple(int(d) for d in v.type.shape[2:])
             env[v.name] = f.call_function(_no_slots, (env["embeds"], *shape))
         for n in _opened(g.nodes):
             if n.op != "cache_write":  # of tokens that no later call reads
-                _call(f, n, env)
+                _call(f, n, env, pad)
     f.output(env[graphs[-1].outputs[0].name])
     made = fx.GraphModule(root, f)
     function: Callable[[nn.Module, Tensor], Tensor] = type(made).forward
     return function
 
 
-def _call(f: fx.Graph, n: Node, env: dict[str, fx.Node]) -> None:
+def _call(f: fx.Graph, n: Node, env: dict[str, fx.Node], pad: int | None) -> None:
     """Add a node: a projection calls its nn.Linear, any other op its reference."""
-    inputs = tuple(env[v.name] for v in n.inputs)
     if n.op == "linear":
         name = full_name(_linear_weight(n)).removesuffix(".weight")
-        env[n.out.name] = f.call_module(name, inputs[:1])
+        env[n.out.name] = f.call_module(name, (env[n["x"].name],))
         return
-    assert n.definition.reference
-    made = f.call_function(n.definition.reference, inputs, dict(n.attrs))
+    inputs = tuple(env[v.name] for v in n.inputs)
+    function, attrs = n.definition.reference, dict(n.attrs)
+    if n.op == "embedding":
+        function, attrs = _embedding, attrs | {"pad": pad}
+    assert function
+    made = f.call_function(function, inputs, attrs)
     many = len(n.outputs) > 1
     for i, v in enumerate(n.outputs):
         env[v.name] = f.call_function(operator.getitem, (made, i)) if many else made
@@ -192,6 +199,10 @@ def _opened(nodes: tuple[Node, ...] | list[Node]) -> Iterator[Node]:
     """Yield nodes whose ops have a reference, in the place of fused ones."""
     for n in nodes:
         yield from [n] if n.definition.reference else _opened(parts(n))
+
+
+def _embedding(table: Tensor, ids: Tensor, scale: float, pad: int | None) -> Tensor:
+    return nn.functional.embedding(ids, table, pad) * torch.tensor(scale).to(table.dtype)
 
 
 def _positions(ids: Tensor) -> Tensor:
