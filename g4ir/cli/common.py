@@ -151,30 +151,9 @@ def add_verb(verbs: Any, name: str) -> Parser:
 
 def _do(parser: Parser, table: Mapping[str, Any], args: argparse.Namespace) -> int:
     _check_rules(parser, table.get("rules", ()), args)
-    if "engines_limit" in args:
-        _find_engines(args, table.get("all logits for", ()))
     module, _, name = table["does"].partition(".")
     code: int = getattr(import_module(f".{module}", __package__), name)(args)
     return code
-
-
-def _find_engines(args: argparse.Namespace, all_logits_for: Iterable[str]) -> None:
-    """Put engines in the place of the models of a command line, built on first use; `models` are
-    the words that were given."""
-    from g4ir.engine.library import find_engine, is_engine
-
-    limit = args.engines_limit and parse_bytes(args.engines_limit, "--engines-limit")
-    all_logits = any(vars(args).get(name) for name in all_logits_for)
-    given = given_options(args, OF_MODEL)
-    needed = replace(given, all_logits=all_logits, draft_tokens=vars(args).get("draft_tokens"))
-    args.models = args.engines if "engines" in args else [args.engine]
-    with console.Progress() as progress:
-        options = (given if is_engine(Path(m)) else needed for m in args.models)
-        found = [str(find_engine(m, o, limit, progress)) for m, o in zip(args.models, options)]
-    if "engines" in args:
-        args.engines = found
-    else:
-        (args.engine,) = found
 
 
 def _check_rules(
@@ -311,6 +290,24 @@ def load(
         torch.set_num_threads(threads)
     progress(f"loading {path}")
     return load_engine(path, progress=progress, **how)
+
+
+def find_engines(args: argparse.Namespace, all_logits: bool = False) -> None:
+    """Put engines in the place of the models of a command line, built on first use, which may take
+    minutes: flags are checked before. `models` are the words that were given."""
+    from g4ir.engine.library import find_engine, is_engine
+
+    limit = args.engines_limit and parse_bytes(args.engines_limit, "--engines-limit")
+    given = given_options(args, OF_MODEL)
+    needed = replace(given, all_logits=all_logits, draft_tokens=vars(args).get("draft_tokens"))
+    args.models = args.engines if "engines" in args else [args.engine]
+    with console.Progress() as progress:
+        options = (given if is_engine(Path(m)) else needed for m in args.models)
+        found = [str(find_engine(m, o, limit, progress)) for m, o in zip(args.models, options)]
+    if "engines" in args:
+        args.engines = found
+    else:
+        (args.engine,) = found
 
 
 def how_to_load(args: argparse.Namespace) -> dict[str, Any]:
