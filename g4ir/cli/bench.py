@@ -19,7 +19,7 @@ from g4ir.ui import console
 from g4ir.ui.files import write_file
 from g4ir.ui.plots import check_plot
 
-from .common import emit, how_to_load, load, strict
+from .common import emit, find_engines, how_to_load, load, strict
 from .talking import check_draft, given_draft
 
 STDOUT = "-"
@@ -28,6 +28,7 @@ STDOUT = "-"
 def bench(args: argparse.Namespace) -> int:
     """Measure engines, and report."""
     _check_arguments(args)
+    find_engines(args)
     report = _measured(args, _planned(args))
     _write(args, report)
     return 0 if report.outputs_agree else 1

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +20,7 @@ from g4ir.model.media import KINDS
 from g4ir.model.text import TEXT_GRAPHS
 from g4ir.model.towers import PARTS
 from g4ir.parallel.group import TIMEOUT_S
-from g4ir.plan.gpus import find_gpu, gpu_names
+from g4ir.plan.gpus import find_gpu, gpu_names, parse_bytes
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
@@ -34,7 +34,17 @@ if TYPE_CHECKING:
 #: the text model's graphs, and the towers by their part
 PHASES = (*TEXT_GRAPHS, VERIFY, DRAFT, "embed", BLOCKS, *PARTS)
 #: what verbs.yaml leaves open
-WORDS = {"gpus": gpu_names(), "timeout": TIMEOUT_S, "phases": PHASES}
+WORDS = {
+    "gpus": gpu_names(),
+    "timeout": TIMEOUT_S,
+    "phases": PHASES,
+    "model": "an engine directory; or a GGUF file, checkpoint directory, Hugging Face id or variant, of\n"
+    "which an engine is built on first use",
+}
+#: options of a build on first use
+OPTIONS = tuple(f.name for f in fields(BuildOptions))
+OF_MODEL = ("backend", "device", "dtype", "quant", "max_batch", "max_seq", "random_weights")
+OF_MODEL += ("settings",)
 #: threads that a command line may ask for
 MOST_THREADS = 1024
 #: a parser, or one of its groups of options
@@ -220,10 +230,9 @@ def add_options(parser: Group, names: Iterable[str], required: bool = False) -> 
         parser.add_argument(how.pop("name", flag_of(name)), **how)
 
 
-def given_options(args: argparse.Namespace) -> BuildOptions:
-    """Return the options of a command line."""
-    names = {f.name for f in fields(BuildOptions)}
-    given = {name: value for name, value in vars(args).items() if name in names}
+def given_options(args: argparse.Namespace, names: Iterable[str] = OPTIONS) -> BuildOptions:
+    """Return the options of a command line, of these names."""
+    given = {name: vars(args)[name] for name in names if name in args}
     return BuildOptions(**given | {k: read(given[k]) for k, read in _READ.items() if k in given})
 
 
@@ -281,6 +290,24 @@ def load(
         torch.set_num_threads(threads)
     progress(f"loading {path}")
     return load_engine(path, progress=progress, **how)
+
+
+def find_engines(args: argparse.Namespace, all_logits: bool = False) -> None:
+    """Put engines in the place of the models of a command line, built on first use, which may take
+    minutes: flags are checked before. `models` are the words that were given."""
+    from g4ir.engine.library import find_engine, is_engine
+
+    limit = args.engines_limit and parse_bytes(args.engines_limit, "--engines-limit")
+    given = given_options(args, OF_MODEL)
+    needed = replace(given, all_logits=all_logits, draft_tokens=vars(args).get("draft_tokens"))
+    args.models = args.engines if "engines" in args else [args.engine]
+    with console.Progress() as progress:
+        options = (given if is_engine(Path(m)) else needed for m in args.models)
+        found = [str(find_engine(m, o, limit, progress)) for m, o in zip(args.models, options)]
+    if "engines" in args:
+        args.engines = found
+    else:
+        (args.engine,) = found
 
 
 def how_to_load(args: argparse.Namespace) -> dict[str, Any]:

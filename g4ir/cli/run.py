@@ -18,7 +18,7 @@ from g4ir.errors import InputError
 from g4ir.model.media import MEDIA_SETTINGS, check_there
 from g4ir.ui import console
 
-from .common import emit, flag_of, load, load_to_generate, output, token_ids
+from .common import emit, find_engines, flag_of, load, load_to_generate, output, token_ids
 from .score import verify_text
 from .talking import answer_once, answer_summary, check_draft, check_talk, given_draft
 
@@ -36,13 +36,13 @@ def run(args: argparse.Namespace) -> int:
     from g4ir.engine.scheduler import SchedulerConfig
 
     _check_media(args)
-    check_talk(args)
     check_draft(args)
     config = SchedulerConfig(**given_draft(args))
     flags = {k: getattr(args, k) for k in FLAGS}
     flags |= {"seed": args.seed, "stop": token_ids(args.stop, "--stop")}
     check_flags(flags)
     asked = None if args.input_jsonl else _one_request(args)
+    check_talk(args)
     with (
         _opened(args.input_jsonl) as lines,
         console.Progress() as progress,
@@ -137,6 +137,7 @@ def verify(args: argparse.Namespace) -> int:
         return verify_text(args)
     tokens = token_ids(args.tokens, "--tokens")
     against = args.against or "reference"
+    find_engines(args)
     return verified(args.engine, args, against, tokens, args.trust, args.each_pass)
 
 

@@ -14,7 +14,7 @@ from g4ir.errors import InputError
 from g4ir.ui import console
 from g4ir.ui.units import parse_count
 
-from .common import load, strict
+from .common import find_engines, load, strict
 
 if TYPE_CHECKING:
     from g4ir.check.documents import Window
@@ -36,6 +36,7 @@ UNQUANTISED = "the unquantised weights"
 def score(args: argparse.Namespace) -> int:
     """Print the log-probabilities of given texts."""
     most = _checked(args)
+    find_engines(args, all_logits=True)
 
     def row(one: Score) -> dict[str, Any]:
         return {**_means(one), "token_ids": one.ids, "logprobs": one.logprobs}
@@ -55,6 +56,7 @@ def verify_text(args: argparse.Namespace) -> int:
             f"leave it out to compare with {UNQUANTISED}"
         )
     most = _checked(args)
+    find_engines(args, all_logits=True)
     with (
         console.Progress() as progress,
         closing(_loaded(args, args.engine, progress)) as engine,

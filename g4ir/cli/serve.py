@@ -10,7 +10,7 @@ from g4ir.errors import InputError, MissingError
 from g4ir.plan.gpus import parse_bytes
 from g4ir.ui import console
 
-from .common import load_to_generate
+from .common import find_engines, load_to_generate
 from .talking import check_draft, given_draft
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ def serve(args: argparse.Namespace) -> int:
     keys = read_keys(args.api_key_file) if args.api_key_file else ()
     hosts = known_hosts(args.host, args.allow_host)
     gate = Auth(keys, hosts, args.max_body << 20)
-    name = args.served_name or Path(args.engine).resolve().name
     sources = Sources.named(args.media_hosts, args.media_dir, args.max_body << 20)
     waiting = AsyncEngineConfig(waiting=args.queue)
     memory = args.prefix_memory
@@ -48,6 +47,8 @@ def serve(args: argparse.Namespace) -> int:
         prefix_bytes=memory,
         **given_draft(args),
     )
+    find_engines(args)
+    name = args.served_name or Path(args.models[0]).resolve().name.removesuffix(".gguf")
     app = Server(name, gate, waiting, config, sources, page=not args.no_page)
     server.check_engine(args.engine, args.trust)
     if not (keys or is_loopback(args.host)):

@@ -18,7 +18,7 @@ from g4ir.errors import EngineError, InputError
 from g4ir.model.media import encode_options
 from g4ir.ui import console
 
-from .common import emit, flag_of
+from .common import emit, find_engines, flag_of
 
 if TYPE_CHECKING:
     from g4ir.engine.conversation import ChatSession, Turn
@@ -32,9 +32,11 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def check_talk(args: argparse.Namespace) -> None:
-    """Raise an error for a conversation that cannot be, before weights are loaded."""
+    """Find the engine; raise an error for a conversation that cannot be, before weights are
+    loaded."""
     if (args.think_budget or 0) < 0:
         raise InputError(f"--think-budget {args.think_budget}: expected 0 or more tokens")
+    find_engines(args)
     if vars(args).get("chat", True):
         _check_turns(Path(args.engine))
 

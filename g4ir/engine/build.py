@@ -74,7 +74,7 @@ log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _shows_options(function: F) -> F:
+def shows_options(function: F) -> F:
     """Show the fields of BuildOptions in the signature and docstring of a function that takes them
     as `**options`, for help() and editors."""
     own = inspect.signature(function)
@@ -86,7 +86,7 @@ def _shows_options(function: F) -> F:
     return function
 
 
-@_shows_options
+@shows_options
 def build(
     spec: Spec | str | Path | None,
     out: str | Path,
@@ -237,7 +237,7 @@ def _absent_weights(spec: Spec | None, o: BuildOptions, dry: bool) -> list[Calla
     if o.checkpoint is None and snapshot_of(spec) is None:
         absent.append(partial(need_snapshot, spec))
     if o.drafter == resolve.DEFAULT and snapshot_of(shipped_drafter(spec)) is None:
-        absent.append(partial(need_snapshot, shipped_drafter(spec), "--drafter"))
+        absent.append(partial(need_snapshot, shipped_drafter(spec), "--drafter DIR"))
     return absent
 
 

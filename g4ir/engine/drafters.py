@@ -46,7 +46,7 @@ def find_drafter(model: Spec, o: BuildOptions, dry: bool = False) -> FoundDrafte
         if random:
             found = None
         else:
-            found = snapshot_of(own) if dry else need_snapshot(own, "--drafter")
+            found = snapshot_of(own) if dry else need_snapshot(own, "--drafter DIR")
     elif path.suffix in SUFFIXES:
         if not random and not dry:
             raise InputError(

@@ -85,9 +85,9 @@ class Engine(EngineParts):
         draft_tokens: int | None = None,
         tally: AcceptanceStats | None = None,
     ) -> Any:
-        """Return new token ids for one prompt (list of ints -> list of ints) or for several (list
-        of lists -> list of lists, up to max_batch of different lengths). Tensors, arrays of
-        integers and tuples are accepted too.
+        """Return new token ids for one prompt (list of ints -> list of ints) or for any number of
+        prompts of different lengths (list of lists -> list of lists, in their order), of which
+        max_batch are computed together. Tensors, arrays of integers and tuples are accepted too.
 
         An answer ends with its stop id, which is part of the result, or after max_new_tokens.
         `on_token(token)` is called with each token of a single prompt, `on_token(row, token)` of
@@ -249,9 +249,6 @@ def _requests(
     params: SamplingParams,
 ) -> list[Request]:
     limits, vocab = engine.limits, engine.spec.text.vocab_size
-    if not 1 <= len(prompts) <= limits.max_batch:
-        built = f"this engine was built for 1 to {limits.max_batch} rows"
-        raise InputError(f"batch {len(prompts)}: {built}")
     seed = random_seed() if params.seed is None else params.seed
     holders = placeholders(engine.spec.tokens, engine.media.kinds)
     rest, out = [*soft], list[Request]()
@@ -276,7 +273,8 @@ def _drained(
     on_token: Callable[[int, int], None] | None,
     tally: AcceptanceStats | None,
 ) -> list[list[int]]:
-    with engine.lent_scheduler(len(requests), draft) as scheduler:
+    slots = min(len(requests), engine.limits.max_batch)
+    with engine.lent_scheduler(slots, draft) as scheduler:
         handles = [scheduler.submit(request) for request in requests]
         for event in scheduler.run(*handles):
             if event.error:

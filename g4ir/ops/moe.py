@@ -138,6 +138,10 @@ class experts:
         count = len(gate_up)
         own = own_index(index, first[0], count) if first else index
         tokens, slots = x.flatten(0, -2), own.flatten(0, -2)
+        if torch.compiler.is_compiling():
+            rows = _every_expert(tokens, slots, gate_up, down, act)
+            rows = wide(rows) * weights.flatten(0, -2)[..., None]
+            return rows.sum(1).to(x.dtype).view_as(x)
         out = wide(tokens).new_zeros(*slots.shape, tokens.shape[-1])
         for e in slots[slots < count].unique().tolist():
             token, slot = torch.where(slots == e)
@@ -183,6 +187,17 @@ class experts:
         "f32[2,3,16] f32[2,3,2] i64[2,3,2]@0:8 f32[3,24,16] f32[3,16,12] i64[1]@3:4 "
         "{act='silu', total=8}",
     )
+
+
+def _every_expert(x: Any, slots: Any, gate_up: Any, down: Any, act: str) -> Any:
+    """Return [T, k, D], the products of x [T, D] with the experts of its slots, without shapes that
+    depend on data, as compilers need it: every expert computes every row. Zero for experts of
+    another part."""
+    gate, up = torch.matmul(x, gate_up.transpose(1, 2)).chunk(2, -1)
+    made = torch.matmul(activate(gate, act) * up, down.transpose(1, 2)).transpose(0, 1)
+    own = (slots < len(gate_up))[..., None]
+    index = slots.clamp(max=len(gate_up) - 1)[..., None].expand(-1, -1, x.shape[-1])
+    return torch.where(own, made.gather(1, index), 0)
 
 
 def _require_part(gate_up: Type, first: list[Type], total: int) -> None:

@@ -215,14 +215,12 @@ def snapshot_of(spec: Spec) -> Path | None:
     return hub_snapshot(spec.hub) if spec.hub else None
 
 
-def need_snapshot(spec: Spec, option: str = "--checkpoint") -> Path:
-    """Return the snapshot of a spec's weights; InputError with the download command if absent."""
+def need_snapshot(spec: Spec, given: str = "--checkpoint DIR or --random-weights SEED") -> Path:
+    """Return the snapshot of a spec's weights; InputError with the download command if absent, and
+    the options that may be given instead."""
     found = snapshot_of(spec)
     if found is not None:
         return found
-    given = f"{option} DIR"
-    if option == "--checkpoint":
-        given += " or --random-weights SEED"
     if spec.hub is None:
         raise InputError(f"variant {spec.name} has no hub id: give {given}")
     tensors = [*text_tensors(spec).values(), *tower_tensors(spec).values()]

@@ -1,0 +1,338 @@
+"""Engines that are built on first use: from a GGUF file, a checkpoint directory, a model of the local
+Hugging Face cache or a variant, to an engine in the user's cache, found again in milliseconds.
+
+`NAME-HASH` is an engine's directory there, and `NAME-HASH.json` its record, which is also its lock:
+exclusive while it is built or removed, shared while a process uses it. The record's time is that of
+the last use. The hash is of the weights' identity, the options, and the versions of what compiles.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from g4ir import __version__
+from g4ir.backends import find_backend
+from g4ir.errors import EngineError, G4Error, InputError
+from g4ir.plan.options import BuildOptions
+from g4ir.spec.record import Spec, load_spec, spec_names
+from g4ir.ui.paths import cache_root, private
+from g4ir.ui.progress import Progress, no_progress
+from g4ir.weights.checkpoint import CONFIG, GGUF
+from g4ir.weights.origin import hub_snapshot, in_cache_folder, need_snapshot
+
+from .artefact import BUILDING, FORMAT, MANIFEST
+from .build import DEFAULTS, prepare, shows_options, write_engine
+from .engine import Engine
+from .load import load_engine
+
+#: bytes of a file's beginning that are part of its identity
+HEADER = 1 << 16
+#: packages whose version is part of an engine's hash
+COMPILERS = ("torch", "onnxruntime", "onnx", "tensorrt", "tensorrt-rtx")
+RECORD = ".json"
+#: options that name files
+FILES = ("checkpoint", "mmproj", "adapter", "drafter", "quant")
+#: of the hub, as on the command line; other words are paths
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+#: shared locks of the engines that this process uses, by path
+_in_use: dict[Path, int] = {}
+
+
+@dataclass(frozen=True)
+class CachedEngine:
+    """An engine of the cache: its bytes on disk, the model it was built from, the time of its last
+    use (seconds since 1970), and whether a process uses it."""
+
+    path: Path
+    model: str
+    options: Mapping[str, Any]
+    bytes: int
+    used: float
+    in_use: bool
+
+
+@shows_options
+def load(
+    model: Spec | str | Path,
+    *,
+    trust: bool = False,
+    engines_limit: int | None = None,
+    progress: Progress = no_progress,
+    **options: Any,
+) -> Engine:
+    """Load an engine, which is built first unless it was before.
+
+    model: an engine directory, a GGUF file, a checkpoint directory, a Hugging Face id or a shipped
+    variant whose weights are in the local cache, or a Spec. trust: as of `load_engine`.
+    engines_limit: bytes of the cache, `~/.cache/g4ir/engines`, beyond which the engines used least
+    recently are removed. Options of the build, which an engine directory has already:
+
+    {options}
+
+    Raises a G4Error for anything wrong.
+    """
+    return load_engine(
+        find_engine(model, BuildOptions(**options), engines_limit, progress),
+        trust=trust,
+        progress=progress,
+    )
+
+
+def find_engine(
+    model: Spec | str | Path,
+    options: BuildOptions = DEFAULTS,
+    limit: int | None = None,
+    progress: Progress = no_progress,
+) -> Path:
+    """Return the engine directory of a model, built first unless it was before; one of the cache is
+    in use from now on, until the process ends. What names no model is returned as it is: loading it
+    says what is wrong."""
+    if not isinstance(model, Spec) and is_engine(Path(model)):
+        _refuse_options(Path(model), options)
+        return Path(model)
+    found = _with_weights(model, options)
+    if found is None:
+        return Path(str(model))
+    name, spec, options = found
+    path = private(engines_root()) / f"{name}-{_hash(spec, options)}"
+    _take(path, spec, options, str(model), progress)
+    if limit is not None:
+        keep_below(limit)
+    return path
+
+
+def is_engine(path: Path) -> bool:
+    return (path / MANIFEST).is_file()
+
+
+def engines_root() -> Path:
+    """Return the folder of engines that were built on first use."""
+    return cache_root() / "engines"
+
+
+def cached_engines() -> list[CachedEngine]:
+    """Return the engines of the cache, the last used first."""
+    found = [_described(path) for path in engines_root().glob(f"*{RECORD}")]
+    return sorted((e for e in found if e), key=lambda e: -e.used)
+
+
+def remove(path: Path) -> bool:
+    """Remove an engine of the cache; False if a process uses or builds it."""
+    held = _open_record(path)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        _clear(path)
+        _record(path).unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(held)
+
+
+def keep_below(limit: int) -> list[Path]:
+    """Remove the engines used least recently until the others take at most `limit` bytes; those in
+    use stay. Return what was removed."""
+    engines = cached_engines()
+    total, removed = sum(e.bytes for e in engines), []
+    for e in reversed(engines):
+        if total > limit and remove(e.path):
+            removed.append(e.path)
+            total -= e.bytes
+    return removed
+
+
+# --- which engine it is -----------------------------------------------------------------------
+
+
+def _with_weights(
+    model: Spec | str | Path, options: BuildOptions
+) -> tuple[str, Spec | None, BuildOptions] | None:
+    """Return the name of a model, its spec unless its checkpoint says it, and the options of its
+    build, with its weights; None if there is no such model."""
+    spec = load_spec(model) if isinstance(model, str) and model in spec_names() else model
+    if isinstance(spec, Spec):
+        if options.random_weights is None and options.checkpoint is None:
+            options = replace(options, checkpoint=need_snapshot(spec, "--random-weights SEED"))
+        return spec.name, spec, options
+    if options.checkpoint is not None or options.random_weights is not None:
+        fix = "leave them out, or give a variant"
+        raise InputError(f"{model} has weights, and --checkpoint or --random-weights others: {fix}")
+    path = in_cache_folder(Path(spec))
+    if not path.exists() and HUB_ID.fullmatch(str(model)):
+        found = hub_snapshot(str(model))
+        if found is None:
+            raise InputError(
+                f"{model}: no such file or directory, and no model of this name in the local "
+                f"Hugging Face cache; download it with `hf download {model}`"
+            )
+        path, name = found, str(model).rpartition("/")[2]
+    elif path.is_file() or (path / CONFIG).is_file():
+        name = Path(spec).resolve().name.removesuffix(GGUF)
+    else:
+        if path.name == str(model) and not path.exists():
+            load_spec(str(model))  # raises: no variant of this name
+        return None
+    return re.sub(r"[^\w.-]", "_", name), None, replace(options, checkpoint=path.absolute())
+
+
+def _hash(spec: Spec | None, options: BuildOptions) -> str:
+    backend = find_backend(options.backend)
+    device, machine = options.device or backend.devices[0], ""
+    with suppress(G4Error, RuntimeError, AssertionError):  # no such device: the build says so
+        machine = backend.machine(device)
+    given = _given(options)
+    paths = (v for name in FILES if (value := given.get(name)) for v in _listed(value))
+    facts = {
+        "spec": spec and spec.digest(),
+        "options": given | {"device": device},
+        "files": [_identity(Path(str(p).partition("=")[0])) for p in paths],
+        "versions": [__version__, FORMAT, machine, *map(_version, COMPILERS)],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def _given(options: BuildOptions) -> dict[str, Any]:
+    """Return the options that are not the default."""
+    values = ((f.name, getattr(options, f.name), f.default) for f in fields(options))
+    return {name: value for name, value, default in values if value not in (default, [], {})}
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _identity(path: Path) -> list[Any]:
+    """Return path, and name, size, time of the last write and digest of the header of the file, or
+    of each file of the directory; the path alone where there is none."""
+    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    found: list[Any] = [str(path.absolute())]
+    for file in files:
+        with suppress(OSError), file.open("rb") as opened:
+            facts = os.fstat(opened.fileno())
+            header = hashlib.sha256(opened.read(HEADER)).hexdigest()
+            found.append((file.name, facts.st_size, facts.st_mtime_ns, header))
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _refuse_options(path: Path, options: BuildOptions) -> None:
+    if given := _given(options):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        fix = "leave them out, or give the model that it was built from"
+        raise InputError(f"{path} is an engine, and {flags} belong to its build: {fix}")
+
+
+# --- builds and locks -------------------------------------------------------------------------
+
+
+def _take(
+    path: Path, spec: Spec | None, options: BuildOptions, model: str, progress: Progress
+) -> None:
+    """Have an engine of the cache in use until the process ends; build it if it is not there."""
+    if path in _in_use and is_engine(path):
+        return
+    held = _locked(path, fcntl.LOCK_SH, progress)
+    if not is_engine(path):
+        os.close(held)
+        held = _locked(path, fcntl.LOCK_EX, progress)
+    try:
+        if not is_engine(path):
+            _build(path, spec, options, progress)
+            facts = {"model": model, "options": _given(options)}
+            os.pwrite(held, json.dumps(facts, default=str).encode(), 0)
+        fcntl.flock(held, fcntl.LOCK_SH)
+        os.utime(held)
+    except BaseException:
+        if not is_engine(path):
+            _record(path).unlink(missing_ok=True)
+        os.close(held)
+        raise
+    _in_use[path] = held
+
+
+def _build(path: Path, spec: Spec | None, options: BuildOptions, progress: Progress) -> None:
+    """Build an engine, whose lock is held exclusively; remove what killed builds left."""
+    _clear(path)
+    for left in path.parent.glob(f".*{BUILDING}*"):
+        other = path.parent / left.name[1:].partition(BUILDING)[0]
+        if other == path or remove(other):
+            shutil.rmtree(left, ignore_errors=True)
+    progress(f"building {path.name}")
+    prepared = prepare(spec, options)
+    try:
+        write_engine(prepared, path, progress)
+    finally:
+        prepared.source.close()
+    if not path.name.endswith(_hash(spec, options)):
+        _clear(path)
+        raise EngineError(f"{options.checkpoint} changed while it was read; try again")
+
+
+def _clear(path: Path) -> None:
+    """Remove an engine directory; a part of one is no engine."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _record(path: Path) -> Path:
+    return path.with_name(f"{path.name}{RECORD}")
+
+
+def _open_record(path: Path) -> int:
+    return os.open(_record(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _locked(path: Path, how: int, progress: Progress) -> int:
+    """Return the record of an engine, open and locked; waits for a process that builds it."""
+    while True:
+        held = _open_record(path)
+        try:
+            fcntl.flock(held, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(f"waiting for another process that builds {path.name}")
+            fcntl.flock(held, how)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(held), _record(path).stat()):
+                return held
+        os.close(held)  # removed meanwhile
+
+
+def _described(record: Path) -> CachedEngine | None:
+    path = record.with_name(record.name.removesuffix(RECORD))
+    try:
+        facts = json.loads(record.read_text())
+        used = record.stat().st_mtime
+        size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+    except (OSError, ValueError):  # it is built or removed at the moment
+        return None
+    return CachedEngine(path, facts["model"], facts["options"], size, used, _is_used(path))
+
+
+def _is_used(path: Path) -> bool:
+    held = _open_record(path)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(held)
+    return False

@@ -1,0 +1,82 @@
+"""Each script of examples/ runs, and does what it says."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli_tools import text_checkpoint
+from tests.serve.running import chat_engine, ready
+
+EXAMPLES = {p.stem: p for p in (Path(__file__).parents[1] / "examples").glob("*.py")}
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CACHE", "STATE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
+
+
+@pytest.fixture
+def example(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`example(name, *words)`: what a script prints."""
+
+    def run(name: str, *words: str | Path) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+        runpy.run_path(str(EXAMPLES[name]), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_all_are_run() -> None:
+    source = Path(__file__).read_text()
+    assert len(EXAMPLES) <= 6 and all(f'"{name}"' in source for name in EXAMPLES)
+
+
+def test_generate(tmp_path: Path, example: Any) -> None:
+    model = text_checkpoint(tmp_path / "my-tiny")
+    words = ("ab", "w3 w7", "--max-new-tokens", "4")
+    lines = example("generate", model, *words, "--backend", "reference")
+    assert [line.split(": ")[0] for line in lines.splitlines()] == ["'ab'", "'w3 w7'"]
+    engine = chat_engine(tmp_path / "engine")
+    assert example("generate", engine, "--chat", *words).count("\n") == 2
+
+
+def test_client(tmp_path: Path, example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ready(chat_engine(tmp_path / "engine")) as server:
+        server.dictate(monkeypatch, "blue", "<turn|>")
+        out = example("client", f"{server.url}/v1", "Why?", "And at night?")
+    assert out == "blue\nblue\n"
+
+
+def test_lora(example: Any) -> None:
+    """Twenty steps lower the loss."""
+    losses = re.findall(r"loss (\S+)", example("lora", "tiny-moe"))
+    assert len(losses) == 20 and float(losses[-1]) < 0.9 * float(losses[0])
+
+
+def test_new_variant(tmp_path: Path, example: Any) -> None:
+    out = example("new_variant", tmp_path / "mine")
+    assert "text.moe.num_experts: 8 -> 6" in out and out.rstrip().endswith("ok")
+
+
+def test_compare(tmp_path: Path, example: Any) -> None:
+    text = tmp_path / "text"
+    text.write_text("ab w3 w7 a b w9 " * 3)
+    model = text_checkpoint(tmp_path / "my-tiny")
+    out = example("compare", model, text, "--backend", "reference")
+    first, second = (float(x) for x in re.findall(r"nll (\S+)", out))
+    assert first != second and abs(first - second) < 0.1
+
+
+def test_torch_tensorrt(example: Any) -> None:
+    out = example("torch_tensorrt", "tiny-dense")
+    assert all(float(x) < 1e-4 for x in re.findall(r"difference\D* (\S+)", out))
+    assert "exported" in out

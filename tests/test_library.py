@@ -1,0 +1,247 @@
+"""Engines that are built on first use: found again, locked, removed; the verbs that take a model."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import g4ir
+from g4ir.chat.special_tokens import CONTROLS
+from g4ir.engine import library
+from g4ir.engine.library import cached_engines, engines_root, find_engine, keep_below, remove
+from g4ir.errors import EngineError, G4Error
+from g4ir.plan.options import BuildOptions
+from g4ir.spec.record import load_spec
+from tests.cli_tools import g4ir as command
+from tests.cli_tools import refused, text_checkpoint
+from tests.engines import random_checkpoint
+from tests.gguf_files import bare_file
+
+SMALL = BuildOptions(backend="reference", max_seq=64)
+FLAGS = ("--backend", "reference", "--max-seq", "64")
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A user's folders without anything in them; what the test used is in use no more after it."""
+    for name in ("CACHE", "STATE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
+    yield
+    release()
+
+
+def release() -> None:
+    """End the use of engines, as the end of the process does."""
+    for held in library._in_use.values():
+        os.close(held)
+    library._in_use.clear()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return bare_file(tmp_path / "tiny.gguf", load_spec("tiny-dense"))
+
+
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Engines that are built from now on."""
+    found, write = [], library.write_engine
+
+    def counted(prepared: Any, out: Path, progress: Any) -> Any:
+        found.append(out)
+        return write(prepared, out, progress)
+
+    monkeypatch.setattr(library, "write_engine", counted)
+    return found
+
+
+def leftovers() -> list[str]:
+    return sorted(p.name for p in engines_root().iterdir())
+
+
+def test_an_engine_is_built_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the file, the options and the versions."""
+    builds = built(monkeypatch)
+    with g4ir.load(model, backend="reference", max_seq=64) as engine:
+        want = engine.generate([2, 5, 7], 4)
+    with g4ir.load(str(model), backend="reference", max_seq=64) as engine:
+        assert engine.generate([2, 5, 7], 4) == want and engine.path.parent == engines_root()
+    first = find_engine(model, SMALL)
+    assert builds == [first] and first.name.startswith("tiny-")
+    assert g4ir.load(first).generate([2, 5, 7], 4) == want  # an engine directory stays what it is
+    other = find_engine(model, replace(SMALL, quant="int8"))
+    bare_file(model, load_spec("tiny-dense"), kind="Q8_0")
+    changed = find_engine(model, SMALL)
+    monkeypatch.setattr(library, "__version__", "0.2.0")
+    assert len({first, other, changed, find_engine(model, SMALL)}) == len(builds) == 4
+
+
+def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint directory, a hub id, a variant with random weights, a spec."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    repo = tmp_path / "hub" / "models--some--tiny"
+    snapshot = random_checkpoint(repo / "snapshots" / "ab12", "tiny-dense")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("ab12")
+    seeded = replace(SMALL, random_weights=0)
+    found = [
+        find_engine(snapshot, SMALL),
+        find_engine("some/tiny", SMALL),
+        find_engine("tiny-dense", seeded),
+        find_engine(load_spec("tiny-dense"), seeded),
+    ]
+    assert [p.name.rpartition("-")[0] for p in found] == ["ab12", "tiny", *["tiny-dense"] * 2]
+    assert found[2] == found[3]
+
+
+def test_of_two_that_want_an_engine_one_builds(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builds, told, begun, go_on = built(monkeypatch), [], threading.Event(), threading.Event()
+    prepare = library.prepare
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return prepare(*given)
+
+    def waiting(message: str) -> None:
+        told.append(message)
+        go_on.set()
+
+    monkeypatch.setattr(library, "prepare", slow)
+    first = threading.Thread(target=find_engine, args=(model, SMALL))
+    first.start()
+    assert begun.wait(60)
+    path = find_engine(model, SMALL, progress=waiting)
+    first.join()
+    assert builds == [path] and told == [f"waiting for another process that builds {path.name}"]
+
+
+@pytest.mark.parametrize(
+    "fails, says",
+    (
+        (KeyboardInterrupt(), None),
+        (OSError(28, "No space left on device"), "cannot write the engine: .*No space left.*make room"),
+    ),
+)
+def test_a_build_that_ends_early_leaves_nothing(
+    fails: BaseException, says: str | None, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(*given: Any) -> Any:
+        raise fails
+
+    monkeypatch.setattr("g4ir.engine.build.artefact.graph_texts", ends)
+    with pytest.raises((KeyboardInterrupt, EngineError), match=says):
+        find_engine(model, SMALL)
+    assert leftovers() == []
+
+
+def test_what_a_killed_build_left_is_removed(model: Path) -> None:
+    """Of this engine and of others, unless somebody builds them; a folder that is no engine too."""
+    path = find_engine(model, SMALL)
+    (path / "manifest.json").unlink()
+    release()
+    for name in (path.name, "other-1", "going-2"):
+        (engines_root() / f".{name}.building-12ab").mkdir()
+    held = library._locked(engines_root() / "going-2", library.fcntl.LOCK_EX, print)
+    assert find_engine(model, SMALL) == path
+    os.close(held)
+    assert leftovers() == [".going-2.building-12ab", "going-2.json", path.name, f"{path.name}.json"]
+
+
+def test_a_file_that_changes_while_it_is_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "write_engine", lambda *given: os.utime(model, (1, 1)))
+    with pytest.raises(EngineError, match=r"tiny\.gguf changed while it was read; try again"):
+        find_engine(model, SMALL)
+    assert leftovers() == []
+
+
+def test_a_full_disk(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 8, 1))
+    said = refused("run", model, *FLAGS, "--tokens", "2")
+    assert "the engine needs" in said and "make room" in said and leftovers() == []
+
+
+def test_the_least_recently_used_are_removed_and_none_in_use(model: Path) -> None:
+    paths = [find_engine(model, replace(SMALL, max_seq=n)) for n in (32, 64, 128)]
+    assert [e.in_use for e in cached_engines()] == [True] * 3 and not remove(paths[0])
+    assert keep_below(0) == []
+    release()
+    for at, path in enumerate(paths):
+        os.utime(f"{path}.json", (at, at))
+    find_engine(model, replace(SMALL, max_seq=32))
+    one = cached_engines()[0]
+    assert one.path == paths[0] and one.in_use and one.options["max_seq"] == 32
+    assert keep_below(2 * one.bytes + 1000) == [paths[1]]
+    assert keep_below(0) == [paths[2]] and [e.path for e in cached_engines()] == [paths[0]]
+
+
+def test_verbs_take_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine for those that need the same; scoring needs all logits. Their list, and its end."""
+    checkpoint, builds = text_checkpoint(tmp_path / "my-tiny"), built(monkeypatch)
+    text = tmp_path / "text"
+    text.write_text("ab w3 w7 a b")
+    ran = command("run", checkpoint, *FLAGS, "--prompt", "ab", "--max-new-tokens", "3", "--seed", "1")
+    assert ran.code == 0 and ran.out, ran.err
+    for words in (["verify", "--tokens", "2,5,7"], ["bench", "--output-len", "4", "--rounds", "2"]):
+        done = command(words[0], checkpoint, *words[1:], *FLAGS)
+        assert done.code == 0, done.err
+    assert len(builds) == 1
+    scored = command("score", checkpoint, *FLAGS, "--text", text)
+    assert scored.code == 0 and len(builds) == 2, scored.err
+    listed = command("engines")
+    assert listed.out.count("in use") == 2 and listed.out.count(str(checkpoint)) == 2
+    assert command("engines", "path").out == f"{engines_root()}\n"
+    assert "a process uses it" in refused("engines", "rm", builds[0].name)
+    release()
+    assert command("engines", "rm", builds[0].name).out.startswith("removed 1, ")
+    limited = ("--engines-limit", "1KiB", "--draft", "ngram", "--draft-tokens", "2")
+    assert command("run", checkpoint, *FLAGS, "--tokens", "2,5", *limited).code == 0
+    release()
+    assert [e.options.get("draft_tokens") for e in cached_engines()] == [2]
+    assert command("engines", "rm", "--all").code == 0 and leftovers() == []
+
+
+def test_chat_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_turns(values: dict[str, Any]) -> None:
+        words, kinds = (values[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
+        missing = [c for c in CONTROLS if c not in words]
+        words[-len(missing) :], kinds[-len(missing) :] = missing, [3] * len(missing)
+
+    file = bare_file(tmp_path / "tiny.gguf", load_spec("tiny-dense"), with_turns)
+    for _ in range(2):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\n")))
+        done = command("chat", file, *FLAGS, "--json", "--max-new-tokens", "4", "--temperature", "0")
+        assert done.code == 0 and '"finish_reason"' in done.out, done
+    assert len(cached_engines()) == 1
+
+
+@pytest.mark.parametrize(
+    "model, options, says",
+    (
+        ("{engine}", {"quant": "int4"}, "is an engine, and --quant belong to its build: leave them"),
+        ("{here}/tiny.gguf", {"random_weights": 0}, "has weights, and --checkpoint or --random"),
+        ("tiny-dense", {}, "variant tiny-dense has no hub id: give --random-weights SEED"),
+        ("some/model", {}, "no model of this name in the local Hugging Face cache; download it with"),
+        ("e2", {}, "no spec is called 'e2'; did you mean e2b"),
+        ("{here}", {}, "is no engine directory: it has no manifest.json; run g4ir build"),
+    ),
+)
+def test_refused(
+    model: str, options: dict[str, Any], says: str, tmp_path: Path, request: Any
+) -> None:
+    if "engine" in model:
+        g4ir.build("tiny-dense", tmp_path / "e", backend="reference", random_weights=0).close()
+    bare_file(tmp_path / "tiny.gguf", load_spec("tiny-dense"))
+    with pytest.raises(G4Error, match=says):
+        g4ir.load(model.format(engine=tmp_path / "e", here=tmp_path), **options)
