@@ -67,7 +67,7 @@ class Answer:
             else:
                 text = "".join(p.text for p in pieces if not p.control)
                 out = self._kept(_content(self._stops.feed(text)))
-        stopped = self.reader.stopped if self.reader else self._stops.hit
+        stopped = self.stopped_by is not None
         if event.finish or stopped or self._called_once:
             out += self._end(event.finish or STOP)
         return out
@@ -89,9 +89,9 @@ class Answer:
         rest, reason = self._stream.rest(), LENGTH if finish in (LENGTH, CANCELLED) else STOP
         if not self.reader:
             text = self._stops.feed("".join(p.text for p in rest)) + self._stops.rest()
-            self.finish = STOP if self._stops.hit else reason
+            self.finish = STOP if self._stops.hit is not None else reason
             return self._kept(_content(text))
-        out = [] if self.reader.stopped else self.reader.feed_tokens(rest)
+        out = [] if self.stopped_by is not None else self.reader.feed_tokens(rest)
         answer = self.reader.finish(reason)
         self.finish = answer.finish_reason
         return self._kept([*out, *answer.events])
@@ -107,6 +107,11 @@ class Answer:
                 self.said.append(said)
                 out.append(said)
         return out
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended it, if one did."""
+        return self.reader.stopped_by if self.reader else self._stops.hit
 
     def text(self, kind: str) -> str:
         """Return what was said of one kind: thought or content."""

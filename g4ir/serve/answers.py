@@ -15,6 +15,7 @@ from g4ir.engine.output import Answer, as_call, is_call
 from g4ir.engine.requests import RequestHandle
 from g4ir.media.soft import Soft, counts
 
+from .http_errors import Refused
 from .prompts import PreparedRequest
 
 
@@ -24,8 +25,11 @@ class ResponseFormat:
 
     asked: PreparedRequest
     model: str
+    given: Mapping[str, Any]
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
+    #: what a silent stream says, and what ends one
+    alive, end = ": keepalive\n\n", "data: [DONE]\n\n"
 
     @property
     def chat(self) -> bool:
@@ -101,9 +105,19 @@ class ResponseFormat:
         usage = {"usage": None} if self.asked.fields.get("stream_options") else {}
         return self._head(True) | {"choices": [choice]} | usage
 
-    def last(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the chunk of the usage."""
-        return self._head(True) | {"choices": [], "usage": usage}
+    def last(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the chunk of the usage, where it was asked for."""
+        asked = self.asked.fields.get("stream_options")
+        return [self._head(True) | {"choices": [], "usage": usage}] if asked else []
+
+    def failed(self, error: Refused) -> list[dict[str, Any]]:
+        """Return the end of a stream that failed."""
+        return [error.body()]
+
+    @staticmethod
+    def frame(value: dict[str, Any], text: str) -> str:
+        """Return an event of the stream."""
+        return f"data: {text}\n\n"
 
 
 def usage_of(

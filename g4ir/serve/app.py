@@ -7,11 +7,11 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -30,6 +30,7 @@ from g4ir.engine.requests import CANCELLED, FAILED, Event, RequestHandle
 from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.errors import BusyError
 
+from . import messages, responses
 from . import request_schema as schema
 from .answers import ResponseFormat, usage_of
 from .auth import Auth
@@ -38,6 +39,7 @@ from .media_fetch import Sources
 from .metrics import Metrics
 from .page import read_assets
 from .prompts import PreparedRequest, Prompts
+from .translation import Body, Translation
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,48 @@ NOT_READ = "the answer was not read in time, and was cancelled"
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 Made = Callable[[Prompts, dict[str, Any]], T]
+
+
+class AnswerFormat(Protocol):
+    """Writes the answers to one request, whole or as the values of a stream."""
+
+    #: what a silent stream says, and what ends one
+    alive: str
+    end: str
+
+    def first(self, count: int) -> list[Body]:
+        """Return what comes before the first token of so many answers."""
+
+    def chunks(self, a: Answer, new: Iterable[Said]) -> list[Body]:
+        """Return what new pieces of an answer add, and its end where it is over."""
+
+    def last(self, answers: list[Answer], usage: Mapping[str, Any]) -> list[Body]:
+        """Return what comes behind the last token."""
+
+    def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> Body:
+        """Return all answers at once."""
+
+    def failed(self, error: Refused) -> list[Body]:
+        """Return the end of a stream that failed."""
+
+    def frame(self, value: Body, text: str) -> str:
+        """Return a value of the stream, whose JSON is given, as it is sent."""
+
+
+@dataclass(frozen=True)
+class Api:
+    """A protocol: its fields, once a body is translated, and how answers are written."""
+
+    fields: Mapping[str, schema.Read]
+    form: Callable[[PreparedRequest, str, Body], AnswerFormat] = ResponseFormat
+    read: Callable[[Body], Translation] = lambda given: Translation(given, given)
+
+
+CHATS, COMPLETIONS = Api(schema.CHAT), Api(schema.COMPLETIONS)
+RESPONSES = Api(schema.CHAT, responses.ResponsesFormat, responses.read)
+MESSAGES = Api(schema.CHAT, messages.MessageFormat, messages.read)
+#: paths whose errors have another form than OpenAI's
+ERRORS = {"/v1/messages": messages.error_body}
 
 
 @dataclass
@@ -89,8 +133,11 @@ class Server:
             "/metrics": ("GET", self.numbers),
             "/v1/models": ("GET", self.models),
             "/v1/models/{name:path}": ("GET", self.models),
-            "/v1/chat/completions": ("POST", partial(self.answer, table=schema.CHAT)),
-            "/v1/completions": ("POST", partial(self.answer, table=schema.COMPLETIONS)),
+            "/v1/chat/completions": ("POST", partial(self.answer, api=CHATS)),
+            "/v1/completions": ("POST", partial(self.answer, api=COMPLETIONS)),
+            "/v1/responses": ("POST", partial(self.answer, api=RESPONSES)),
+            "/v1/messages": ("POST", partial(self.answer, api=MESSAGES)),
+            "/v1/messages/count_tokens": ("POST", partial(self.read, made=self._counted)),
             "/tokenize": ("POST", partial(self.read, made=self._tokenized)),
             "/detokenize": ("POST", partial(self.read, made=self._detokenized)),
         }
@@ -110,18 +157,20 @@ class Server:
                 request.state.salt = self.gate.check(request)
                 return await handler(request)
             except Exception as e:
-                return self._refused(e)
+                return self._refused(e, request)
 
         return handle
 
-    def _refused(self, error: Exception) -> Response:
+    def _refused(self, error: Exception, request: Request) -> Response:
         if isinstance(error, BusyError) and self.draining:
             error = ending()
         hidden = str(self.prompts.engine.path) if self.prompts else ""
         wait_s = self.service.wait_s() if self.service else 0.0
         said = refusal(error, {*schema.CHAT, *schema.COMPLETIONS}, hidden, wait_s)
         self.metrics.rejected.labels(said.code or str(said.status)).inc()
-        return _json(said.body(), said.status, said.headers)
+        path = next((p for p in ERRORS if request.url.path.startswith(p)), None)
+        body = ERRORS[path](said) if path else said.body()
+        return _json(body, said.status, said.headers)
 
     async def _unknown(self, request: Request, error: Exception) -> Response:
         """Refuse a path or a method that there is not, with the nearest path."""
@@ -137,7 +186,7 @@ class Server:
             self.gate.check(request)
             raise Refused(error.status_code, message, headers=error.headers or {})
         except Refused as e:
-            return self._refused(e)
+            return self._refused(e, request)
 
     async def health(self, request: Request) -> Response:
         """Answer whether a request would be taken."""
@@ -184,6 +233,11 @@ class Server:
         ids, most = prompts.tokens(fields), prompts.engine.limits.max_seq
         return {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": None}
 
+    def _counted(self, prompts: Prompts, given: dict[str, Any]) -> dict[str, Any]:
+        made = messages.count(given)
+        with made.named():
+            return {"input_tokens": len(prompts.tokens(self._fields(made.body, schema.CHAT)))}
+
     def _detokenized(self, prompts: Prompts, given: dict[str, Any]) -> dict[str, Any]:
         return {"prompt": prompts.text(self._fields(given, schema.DETOKENIZE)["tokens"])}
 
@@ -200,18 +254,20 @@ class Server:
         async with self._large if len(body) > LARGE else contextlib.nullcontext():
             return await run_in_threadpool(lambda: made(prompts, schema.parsed(body)))
 
-    async def answer(self, request: Request, table: Mapping[str, schema.Read]) -> Response:
+    async def answer(self, request: Request, api: Api) -> Response:
         """Answer a conversation, or prompts."""
         _, service = self._ready()
 
-        def prepared(prompts: Prompts, given: dict[str, Any]) -> PreparedRequest:
-            make = prompts.chat if table is schema.CHAT else prompts.completions
-            return make(self._fields(given, table), request.state.salt)
+        def prepared(prompts: Prompts, given: Body) -> tuple[PreparedRequest, AnswerFormat]:
+            made = api.read(given)
+            make = prompts.completions if api is COMPLETIONS else prompts.chat
+            with made.named():
+                asked = make(self._fields(made.body, api.fields), request.state.salt)
+            return asked, api.form(asked, self.name, given)
 
-        asked = await self._prepared(request, prepared)
-        running = Running(self, asked, request)
+        running = Running(self, *await self._prepared(request, prepared), request)
         await run_in_threadpool(running.submit, service)
-        if asked.fields.get("stream"):
+        if running.asked.fields.get("stream"):
             return Streamed(running)
         try:
             return _json(await running.whole())
@@ -222,10 +278,11 @@ class Server:
 class Running:
     """A request that is being answered."""
 
-    def __init__(self, server: Server, asked: PreparedRequest, request: Request) -> None:
+    def __init__(
+        self, server: Server, asked: PreparedRequest, form: AnswerFormat, request: Request
+    ) -> None:
         assert server.prompts
-        self.server, self.asked, self.request = server, asked, request
-        self.form = ResponseFormat(asked, server.name)
+        self.server, self.asked, self.form, self.request = server, asked, form, request
         count = asked.n * len(asked.jobs)
         self.answers = [asked.answer(server.prompts.vocabulary, i) for i in range(count)]
         self.handles: list[RequestHandle] = []
@@ -314,16 +371,17 @@ class Running:
 
     async def stream(self) -> AsyncIterator[str]:
         """Yield the answer as events of a stream, and an error as the last of them."""
+        form = self.form
         try:
             async for value in self._pieces():
-                yield f"data: {_text(value)}\n\n" if value else ": keepalive\n\n"
-            yield "data: [DONE]\n\n"
+                yield form.frame(value, _text(value)) if value else form.alive
+            yield form.end
         except Exception as e:
             hidden = str(self.server.prompts and self.server.prompts.engine.path)
-            said = refusal(e, self.asked.fields, hidden)
-            yield f"data: {_text(said.body())}\n\n"
+            for value in form.failed(refusal(e, self.asked.fields, hidden)):
+                yield form.frame(value, _text(value))
 
-    async def _pieces(self) -> AsyncIterator[dict[str, Any] | None]:
+    async def _pieces(self) -> AsyncIterator[Body | None]:
         """Yield the chunks, and None where nothing was said for long."""
         for first in self.form.first(len(self.answers)):
             yield first
@@ -334,8 +392,8 @@ class Running:
             for chunk in [None] if silent else chunks:
                 yield chunk
                 spoke = time.monotonic()
-        if self.asked.fields.get("stream_options"):
-            yield self.form.last(self._usage())
+        for last in self.form.last(self.answers, self._usage()):
+            yield last
 
 
 class Streamed(StreamingResponse):
