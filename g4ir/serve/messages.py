@@ -75,7 +75,7 @@ def _messages(out: Translation, value: Any, name: str) -> None:
             elif "tool_call_id" in found:
                 out.add(at, "tool", **found)
             else:
-                held = {k: held[k] + v if k in held else v for k, v in (held | found).items()}
+                held |= {k: held[k] + v if k in held else v for k, v in found.items()}
         if parts or held or role == "assistant":
             out.add(where, role, parts or None, **held)
 
