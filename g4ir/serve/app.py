@@ -16,9 +16,11 @@ from typing import Any, Protocol, TypeVar
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from g4ir import __version__
@@ -39,6 +41,7 @@ from .media_fetch import Sources
 from .metrics import Metrics
 from .page import read_assets
 from .prompts import PreparedRequest, Prompts
+from .request_log import HEADERS, RequestLog
 from .translation import Body, Translation
 
 log = logging.getLogger(__name__)
@@ -106,6 +109,14 @@ class Server:
     sources: Sources = field(default_factory=Sources)
     #: whether there is a page at /
     page: bool = True
+    #: other names of the model
+    aliases: tuple[str, ...] = ()
+    #: pages of other sites that may ask, `*`: all
+    origins: tuple[str, ...] = ()
+    #: where a proxy has this server; it may leave that out of what it passes on, or not
+    root_path: str = ""
+    #: takes a line for each request
+    log: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
         self.metrics, self.created = Metrics(), int(time.time())
@@ -140,21 +151,31 @@ class Server:
             "/v1/messages/count_tokens": ("POST", partial(self.read, made=self._counted)),
             "/tokenize": ("POST", partial(self.read, made=self._tokenized)),
             "/detokenize": ("POST", partial(self.read, made=self._detokenized)),
+            "/render": ("POST", partial(self.read, made=self._rendered)),
+            "/tokenizer_info": ("GET", self.tokenizer_info),
+            "/server_info": ("GET", self.server_info),
         }
         self._paths, routes = [*paths], []
         for path, (method, handler) in paths.items():
             ends = (path, f"{path}/")  # a client's base URL may end with one
-            routes += [Route(end, self._route(handler), methods=[method]) for end in ends]
+            handle = self._route(handler, path)
+            routes += [Route(end, handle, methods=[method]) for end in ends]
         assets = read_assets() if self.page else {}
-        routes += [Route(path, self._route(asset)) for path, asset in assets.items()]
-        return Starlette(routes=routes, exception_handlers={HTTPException: self._unknown})
+        routes += [Route(path, self._route(asset, path)) for path, asset in assets.items()]
+        mounted = [Mount(self.root_path, routes=routes)] if self.root_path else []
+        handlers: Any = {HTTPException: self._unknown}
+        cors: Any = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": HEADERS}
+        around = [Middleware(RequestLog, log=self.log)]
+        if self.origins:
+            around.append(Middleware(CORSMiddleware, allow_origins=self.origins, **cors))
+        return Starlette(routes=[*mounted, *routes], exception_handlers=handlers, middleware=around)
 
-    def _route(self, handler: Handler) -> Handler:
-        """Return a handler that authenticates and reports errors as JSON."""
+    def _route(self, handler: Handler, path: str) -> Handler:
+        """Return a handler of a path that authenticates and reports errors as JSON."""
 
         async def handle(request: Request) -> Response:
             try:
-                request.state.salt = self.gate.check(request)
+                request.state.salt = self.gate.check(request, path)
                 return await handler(request)
             except Exception as e:
                 return self._refused(e, request)
@@ -183,7 +204,7 @@ class Server:
         elif error.status_code == 405:
             message = "this path has no such method"
         try:
-            self.gate.check(request)
+            self.gate.check(request, path)
             raise Refused(error.status_code, message, headers=error.headers or {})
         except Refused as e:
             return self._refused(e, request)
@@ -200,18 +221,43 @@ class Server:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """Answer the one model that there is, in a list or by its name."""
-        model = {"id": self.name, "object": "model", "created": self.created, "owned_by": "g4ir"}
+        """Answer the one model that there is, in a list of its names or by one of them."""
+        model: Body = {"object": "model", "created": self.created, "owned_by": "g4ir"}
         if self.prompts:
             engine = self.prompts.engine
             model |= {"max_model_len": engine.limits.max_seq, "media": sorted(engine.media.kinds)}
         if (name := request.path_params.get("name")) is None:
-            return _json({"object": "list", "data": [model]})
-        self._check_model(name.rstrip("/"))
-        return _json(model)
+            names = (self.name, *self.aliases)
+            return _json({"object": "list", "data": [{"id": n, **model} for n in names]})
+        self._check_model(name := name.rstrip("/"))
+        return _json({"id": name, **model})
+
+    async def server_info(self, request: Request) -> Response:
+        """Answer what is served and what it holds: for people and their tools."""
+        prompts, service = self._ready()
+        engine, scheduler = prompts.engine, service.scheduler
+        build = {"g4ir": __version__, "backend": engine.facts.backend}
+        build |= {"device": engine.device, "dtype": engine.dtype}
+        prefixes = scheduler.prefixes
+        return _json(
+            {
+                "model": self.name,
+                "names": [self.name, *self.aliases],
+                "variant": engine.spec.name,
+                "media": sorted(engine.media.kinds),
+                "limits": vars(engine.limits),
+                "waiting": {"most": self.settings.waiting, "now": service.waiting},
+                "prefix_cache": {"most_bytes": prefixes.most_bytes, "bytes": prefixes.nbytes},
+                "build": build,
+            }
+        )
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """Answer what a client needs to tokenise as this server does."""
+        return _json(self._ready()[0].tokenizer_info())
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, self.name):
+        if name is not None and name not in (self.name, *self.aliases):
             message = f"model: there is no {name[:80]!r} here; this server has {self.name!r}"
             raise Refused(404, message, param="model", code="model_not_found")
 
@@ -232,6 +278,10 @@ class Server:
         fields = self._fields(given, schema.TOKENIZE if "prompt" in given else schema.TOKENIZE_CHAT)
         ids, most = prompts.tokens(fields), prompts.engine.limits.max_seq
         return {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": None}
+
+    def _rendered(self, prompts: Prompts, given: dict[str, Any]) -> dict[str, Any]:
+        ids = prompts.tokens(self._fields(given, schema.TOKENIZE_CHAT))
+        return {"prompt": prompts.text(ids), "token_ids": ids}
 
     def _counted(self, prompts: Prompts, given: dict[str, Any]) -> dict[str, Any]:
         made = messages.count(given)
@@ -328,7 +378,18 @@ class Running:
             if not handle.done:
                 handle.cancel()
             self.server.metrics.took(handle.counts)
+        self.request.state.said |= self._said()
         self.handles = []
+
+    def _said(self) -> Body:
+        """Return what the log has of it: sizes, seconds and how it ended."""
+        made = [handle.counts for handle in self.handles]
+        if not made:
+            return {}
+        total = {k: sum(getattr(c, k) for c in made) for k in ("prompt", "cached", "generated")}
+        times = {"queued_s": made[0].queued_s, "first_token_s": made[0].first_token_s}
+        ends = ",".join(str(a.finish or "cancelled") for a in self.answers)
+        return total | {k: v and round(v, 4) for k, v in times.items()} | {"end": ends}
 
     async def _events(self) -> AsyncIterator[tuple[Answer, Event] | None]:
         """Yield events until every answer is over, and None where there was none for a while.

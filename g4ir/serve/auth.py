@@ -18,10 +18,10 @@ from .http_errors import Refused
 
 #: names by which a server on this machine is asked
 LOCAL = ("localhost",)
-#: paths that no key opens, because they have none
 #: paths that take a key as Anthropic's clients send it, too
 KEYED = ("/v1/messages", "/v1/models")
-GUARDED = ("/v1/", "/metrics", "/tokenize", "/detokenize")
+#: beginnings of the paths that need a key
+GUARDED = ("/v1/", "/metrics", "/tokenize", "/detokenize", "/render", "/server_info")
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,17 @@ class Auth:
     max_body: int = 32 << 20
     body_s: float = 30.0
 
-    def check(self, request: Request) -> str:
-        """Refuse who may not ask; return what parts the caches of one key from another's."""
+    def check(self, request: Request, path: str) -> str:
+        """Refuse who may not ask for a path; return what parts the caches of one key from
+        another's."""
         self._check_host(request)
-        guarded = request.url.path.startswith(GUARDED)
+        guarded = path.startswith(GUARDED)
         if not self.keys or not guarded:
             return ""
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         given = {bearer.strip()} if scheme.lower() == "bearer" else set()
         way = "send Authorization: Bearer KEY"
-        if request.url.path.startswith(KEYED):
+        if path.startswith(KEYED):
             given |= {k.strip() for k in request.headers.getlist("x-api-key")}
             way += ", or x-api-key: KEY"
         raw = given.pop().encode() if len(given) == 1 else b""

@@ -176,6 +176,21 @@ class Prompts:
             return [*self.chat({**fields, "max_tokens": 1}).jobs[0].tokens]
         return self._ids(fields["prompt"], fields)
 
+    def tokenizer_info(self) -> dict[str, Any]:
+        """Return what a client needs to tokenise as this server does."""
+        ids, strings = self.engine.spec.tokens, self.vocabulary.tokenizer.id_to_token
+        ends = [strings(i) for i in ids.eos]
+        return {
+            "bos_token": None if ids.bos is None else strings(ids.bos),
+            "eos_token": ends[0] if ends else None,
+            "pad_token": None if ids.pad is None else strings(ids.pad),
+            "eos_tokens": ends,
+            "vocab_size": self.engine.spec.text.vocab_size,
+            "model_max_length": self.engine.limits.max_seq,
+            "add_bos_token": True,
+            "chat_template": self.template.source,
+        }
+
     def text(self, tokens: Any) -> str:
         """Return the text of ids, with control tokens."""
         ids = checked_ids(tokens, self.engine.spec.text.vocab_size, "tokens")
