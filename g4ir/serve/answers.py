@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -35,6 +36,10 @@ class ResponseFormat:
     @property
     def chat(self) -> bool:
         return self.asked.prompt is not None
+
+    @cached_property
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head(True)
 
     def _head(self, chunk: bool) -> dict[str, Any]:
         prefix, name = "cmpl-", "text_completion"
@@ -115,7 +120,7 @@ class ResponseFormat:
     ) -> dict[str, Any]:
         choice = {"index": index, **part, "logprobs": logprobs, "finish_reason": finish}
         usage = {"usage": None} if self.asked.fields.get("stream_options") else {}
-        return self._head(True) | {"choices": [choice]} | usage
+        return {**self._chunk_head, "choices": [choice], **usage}
 
     def last(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the chunk of the usage, where it was asked for."""

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -336,8 +337,10 @@ class Running:
         count = asked.n * len(asked.jobs)
         self.answers = [asked.answer(server.prompts.vocabulary, i) for i in range(count)]
         self.handles: list[RequestHandle] = []
-        self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
+        #: events that came, and whether the event loop knows
+        self._come: deque[tuple[int, Event]] = deque()
+        self._told_of, self._loop = False, asyncio.get_running_loop()
+        self._arrived, self._due = asyncio.Event(), False
 
     def submit(self, service: AsyncEngine) -> None:
         """Put its jobs into the queue: all of them, or none."""
@@ -360,12 +363,15 @@ class Running:
                 if event.index in last:
                     self.server.metrics.tokens.observe(now - last[event.index])
                 last[event.index] = now
-            if self._queue.qsize() < settings.unread:
+            if len(self._come) < settings.unread:
                 since = now
             elif now - since > settings.slow_s:
                 for handle in self.handles:
                     handle.cancel()
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, (first + event.index, event))
+            self._come.append((first + event.index, event))
+            if not self._told_of:  # once for all events that come until it looks
+                self._told_of = True
+                self._loop.call_soon_threadsafe(self._arrived.set)
 
         return forward
 
@@ -391,24 +397,34 @@ class Running:
         ends = ",".join(str(a.finish or "cancelled") for a in self.answers)
         return total | {k: v and round(v, 4) for k, v in times.items()} | {"end": ends}
 
-    async def _events(self) -> AsyncIterator[tuple[Answer, Event] | None]:
-        """Yield events until every answer is over, and None where there was none for a while.
-        Refused where the client has gone."""
-        looked = time.monotonic()
-        while not all(a.over for a in self.answers):
-            item = None
-            with contextlib.suppress(asyncio.TimeoutError):
-                item = await asyncio.wait_for(self._queue.get(), LOOK_S)
-            if time.monotonic() - looked >= LOOK_S:
-                if await self.request.is_disconnected():
-                    raise Refused(499, "the client went away")
-                looked = time.monotonic()
-            if item is None:
-                yield None
-            elif item[1].finish == CANCELLED and not self.answers[item[0]].over:
-                raise ending() if self.server.draining else later(503, "not_read", NOT_READ)
-            else:
-                yield self.answers[item[0]], item[1]
+    async def _events(self) -> AsyncIterator[list[tuple[Answer, Event]]]:
+        """Yield the events that have come until every answer is over, and none where there was none
+        for a while. Refused where the client has gone."""
+        self._clock = self._loop.call_later(LOOK_S, self._look)
+        try:
+            while not all(a.over for a in self.answers):
+                await self._arrived.wait()
+                self._arrived.clear()
+                self._told_of = False  # before they are taken: what comes now is told of again
+                if self._due:
+                    self._due = False
+                    if await self.request.is_disconnected():
+                        raise Refused(499, "the client went away")
+                yield [self._event(*self._come.popleft()) for _ in range(len(self._come))]
+        finally:
+            self._clock.cancel()
+
+    def _look(self) -> None:
+        """Have the client looked after, now and then."""
+        self._due = True
+        self._arrived.set()
+        self._clock = self._loop.call_later(LOOK_S, self._look)
+
+    def _event(self, index: int, event: Event) -> tuple[Answer, Event]:
+        answer = self.answers[index]
+        if event.finish == CANCELLED and not answer.over:
+            raise ending() if self.server.draining else later(503, "not_read", NOT_READ)
+        return answer, event
 
     def _take(self, answer: Answer, event: Event) -> list[Said]:
         """Return what an event says. A row whose answer ended before it did goes to another."""
@@ -425,36 +441,38 @@ class Running:
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer at once."""
-        async for item in self._events():
-            if item:
+        async for events in self._events():
+            for item in events:
                 self._take(*item)
         return self.form.whole(self.answers, self._usage())
 
     async def stream(self) -> AsyncIterator[str]:
-        """Yield the answer as events of a stream, and an error as the last of them."""
+        """Yield the answer as events of a stream, all that are there at once, and an error as the
+        last of them."""
         form = self.form
         try:
-            async for value in self._pieces():
-                yield form.frame(value, _text(value)) if value else form.alive
+            async for values in self._pieces():
+                if values is None:
+                    yield form.alive
+                elif values:
+                    yield "".join(form.frame(v, _text(v)) for v in values)
             yield form.end
         except Exception as e:
             hidden = str(self.server.prompts and self.server.prompts.engine.path)
             for value in form.failed(refusal(e, self.asked.fields, hidden)):
                 yield form.frame(value, _text(value))
 
-    async def _pieces(self) -> AsyncIterator[Body | None]:
-        """Yield the chunks, and None where nothing was said for long."""
-        for first in self.form.first(len(self.answers)):
-            yield first
+    async def _pieces(self) -> AsyncIterator[list[Body] | None]:
+        """Yield the chunks that are there, and None where nothing was said for long."""
+        yield self.form.first(len(self.answers))
         spoke = time.monotonic()
-        async for item in self._events():
-            chunks = self.form.chunks(item[0], self._take(*item)) if item else []
-            silent = not chunks and time.monotonic() - spoke >= ALIVE_S
-            for chunk in [None] if silent else chunks:
-                yield chunk
+        async for events in self._events():
+            taken = ((answer, self._take(answer, event)) for answer, event in events)
+            chunks = [chunk for a, new in taken for chunk in self.form.chunks(a, new)]
+            if chunks or time.monotonic() - spoke >= ALIVE_S:
+                yield chunks or None
                 spoke = time.monotonic()
-        for last in self.form.last(self.answers, self._usage()):
-            yield last
+        yield self.form.last(self.answers, self._usage())
 
 
 class Streamed(StreamingResponse):
@@ -473,9 +491,12 @@ class Streamed(StreamingResponse):
             self.running.end()
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False, check_circular=False)
+
+
 def _text(value: Any) -> str:
     """Return ASCII JSON: model output may contain lone surrogates, escaped."""
-    return json.dumps(value, allow_nan=False)
+    return _ENCODER.encode(value)
 
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
