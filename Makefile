@@ -126,6 +126,17 @@ $(VLLM_ENV)/.ready: pyproject.toml g4ir-vllm/pyproject.toml g4ir-vllm/requiremen
 	$(VLLM_PIP) --no-deps --no-build-isolation -e . -e g4ir-vllm
 	@touch $@
 
+# Real clients of the Responses and the Messages API, in an environment of their own.
+CLIENTS_ENV = build/clients-env
+
+test-clients: $(READY) $(CLIENTS_ENV)/.ready
+	$(BIN)/python -m pytest -q $(or $(CLIENTS_ARGS),tests/clients/clients.py)
+
+$(CLIENTS_ENV)/.ready: tests/clients/packages.txt
+	$(PYTHON) -m venv $(CLIENTS_ENV)
+	$(CLIENTS_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile -r $<
+	@touch $@
+
 # Lowest and newest versions of torch, triton, transformers and onnxruntime, each in an environment of
 # its own (12 GB, most of it two CUDA builds of torch): see tests/versions.yaml. An hour.
 test-versions: $(READY)

@@ -172,6 +172,13 @@ class Vocabulary:
         ends = (self.controls.get(text) for text in (row or rows[0])["ends"])
         #: ids behind which a model's turn is over
         self.ends = frozenset(i for i in ends if i is not None)
+        self._alone: dict[int, str] = {}
+
+    def alone(self, token: int) -> str:
+        """Return the text of a token by itself: empty for special ones."""
+        if (found := self._alone.get(token)) is None:
+            found = self._alone[token] = self.tokenizer.decode([token])
+        return found
 
     @cached_property
     def longest(self) -> int:
@@ -257,7 +264,7 @@ class TextStream:
         byte = self.vocabulary.bytes.get(token)
         if byte is not None:
             return self._byte(token, byte)
-        if not self._text([token]):  # a special one
+        if not self.vocabulary.alone(token):  # a special one
             self._ids += [] if self._bytes else [token]
             return ""
         wrong = self._wrong()
@@ -296,7 +303,8 @@ class TextStream:
     def _piece(self, ends: bool = True) -> str:
         """Return the text behind the last piece. Unless it `ends` a character, tokens of a
         byte-level vocabulary may end within one."""
-        before = self._text(self._ids[: self._known])
+        known = self._ids[: self._known]
+        before = self.vocabulary.alone(known[0]) if len(known) == 1 else self._text(known)
         piece: str = self._text(self._ids)[len(before) :]
         if not ends and piece.endswith(REPLACEMENT):
             return ""

@@ -126,6 +126,11 @@ class Reader:
     @property
     def stopped(self) -> bool:
         """Whether a stop string has ended the answer: nothing more need be generated."""
+        return self._stops.hit is not None
+
+    @property
+    def stopped_by(self) -> str | None:
+        """That stop string."""
         return self._stops.hit
 
     @property
@@ -150,7 +155,7 @@ class Reader:
         if self._answer is None:
             self._take(self._lexer.rest())
             self._end(reason != "length" or self._over)
-            reason = "stop" if self._over or self._stops.hit else reason
+            reason = "stop" if self._over or self.stopped else reason
             reason = "tool_calls" if reason == "stop" and self._read else reason
             thought, content = ("".join(self._texts[kind]) for kind in ("thought", "content"))
             self._answer = Answer(thought, content, self._read, reason, (*self._new,))
@@ -168,7 +173,7 @@ class Reader:
         waiting = [marked]
         while waiting:
             text, at = waiting.pop(), 0
-            while at < len(text) and not self._stops.hit:
+            while at < len(text) and not self.stopped:
                 if self._state == BODY:
                     at, again = self._in_body(text, at)
                     if again:
@@ -187,7 +192,7 @@ class Reader:
 
     def _end(self, whole: bool) -> None:
         """Give out what was held back; `whole` is False where the answer was cut."""
-        while self._state == BODY and not self._stops.hit:
+        while self._state == BODY and not self.stopped:
             self._run(self._given_back(self._body.raw, whole))
         if self._state == HEAD and not whole and self._opener and begins_head(self._held):
             self._held = ""  # a call that was cut before its name was known
@@ -377,12 +382,13 @@ class Stops:
         #: how much of each the text ends with
         self._known = dict.fromkeys(strings, 0)
         self._held = ""
-        self.hit = False
+        #: the one that ended the text
+        self.hit: str | None = None
 
     def feed(self, text: str) -> str:
         """Return what is certain to lie before a stop string."""
-        if not self._known or self.hit:
-            return "" if self.hit else text
+        if not self._known or self.hit is not None:
+            return text if self.hit is None else ""
         text, start, ends = self._held + text, len(self._held), []
         for stop, known in self._known.items():
             at = start - known  # what lies before cannot begin it
@@ -394,8 +400,8 @@ class Stops:
                 at += 1
             self._known[stop] = len(text) - at
         if ends:
-            self.hit, self._held = True, ""
             end, length = min(ends)
+            self.hit, self._held = text[end + length : end], ""
             return text[: end + length]
         certain = len(text) - max(self._known.values())
         self._held = text[certain:]

@@ -17,6 +17,7 @@ import torch
 
 from g4ir.engine.artefact import rebuild
 from g4ir.engine.engine import Engine
+from g4ir.engine.prefill import CHUNK_LOGITS
 from g4ir.engine.session import Session
 from g4ir.errors import InputError
 from g4ir.ui.progress import Progress, no_progress
@@ -26,8 +27,6 @@ from .documents import IGNORED, Reader, Window
 Tensor = torch.Tensor
 #: rows of logits whose probabilities are computed together
 ROWS = 16
-#: logits of one chunk, at most (128 MiB in f32)
-CHUNK_LOGITS = 1 << 25
 
 
 def score_rows(got: Tensor, labels: Tensor, want: Tensor | None = None) -> Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from g4ir.errors import InputError, MissingError
 from g4ir.plan.gpus import parse_bytes
@@ -48,18 +50,51 @@ def serve(args: argparse.Namespace) -> int:
         **given_draft(args),
     )
     find_engines(args)
-    name = args.served_name or Path(args.models[0]).resolve().name.removesuffix(".gguf")
-    app = Server(name, gate, waiting, config, sources, page=not args.no_page)
+    own = Path(args.models[0]).resolve().name.removesuffix(".gguf")
+    name, *aliases = args.served_name or [own]
+    app = Server(
+        name,
+        gate,
+        waiting,
+        config,
+        sources,
+        page=not args.no_page,
+        aliases=(*aliases,),
+        origins=_origins(args.allow_origin),
+        root_path=_root_path(args.root_path),
+        log=console.say if args.log_requests else None,
+    )
+    address = server.Address(
+        args.host, args.port, args.drain, socket=args.uds, tls=(args.tls_cert, args.tls_key)
+    )
     server.check_engine(args.engine, args.trust)
-    if not (keys or is_loopback(args.host)):
+    if not (keys or args.uds or is_loopback(args.host)):
         console.say(f"warning: {args.host} is open to others, and no --api-key-file is given")
 
     def loader() -> Engine:
         with console.Progress() as progress:
             return load_to_generate(args, progress)
 
-    if server.serve(app, server.Address(args.host, args.port, args.drain), loader, console.say):
+    if server.serve(app, address, loader, console.say):
         console.say("ended while the engine was being loaded")
         # A library still works in a thread: what Python takes down behind it would end in a crash.
         console.leave(0)
     return 0
+
+
+def _origins(given: Sequence[str]) -> tuple[str, ...]:
+    """Return origins of pages as browsers write them."""
+    for origin in given:
+        parts = urlsplit(origin)
+        web = parts.scheme in ("http", "https") and parts.netloc and not parts.path
+        if origin != "*" and not web:
+            raise InputError(f"--allow-origin {origin}: expected https://NAME without a path, or *")
+    return (*given,)
+
+
+def _root_path(given: str) -> str:
+    """Return the prefix of paths, without a slash at its end."""
+    path = given.rstrip("/")
+    if path and (not path.startswith("/") or set(path) & set("?#{} ")):
+        raise InputError(f"--root-path {given}: expected a path that begins with a slash")
+    return path

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from g4ir.backends.sampling import Logprobs
 from g4ir.chat import Event as Said
 from g4ir.chat import Reader, TokenStream, Vocabulary, call_id
 from g4ir.chat.reader import Stops
@@ -21,7 +22,7 @@ class Answer:
     """One answer while it comes. `take` returns what is certain with each token.
 
     Without a `reader` all of it is content, which strings of `stop` end; a reader has its own. With
-    `single` the first call ends it.
+    `single` the first call ends it; a `silent` one has no tokens.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Answer:
         index: int = 0,
         stop: Sequence[str] = (),
         single: bool = False,
+        silent: bool = False,
     ) -> None:
         self.index, self.vocabulary, self.reader = index, vocabulary, reader
         self.tokens = self.reasoning = 0
@@ -43,7 +45,9 @@ class Answer:
         self.said: list[Said] = []
         #: characters of text that log-probabilities were told of
         self.offset = 0
-        self._single = single
+        self._single, self._silent = single, silent
+        #: of the prompt, where they were asked for
+        self.prompt: list[tuple[int, Logprobs | None]] = []
         self._stream = TokenStream(vocabulary)
         self._stops = Stops(stop)
 
@@ -54,23 +58,31 @@ class Answer:
         if event.finish == FAILED:
             raise event.error or EngineError("a row failed")
         out: list[Said] = []
-        if event.token is not None:
+        asked = event.handle.request
+        if not self.prompt and asked.prompt_logprobs is not None:
+            self.prompt = [*zip(asked.tokens, event.handle.prompt_logprobs)]
+        if event.token is not None and not self._silent:
             self.tokens += 1
             self.reasoning += bool(self.reader and self.reader.thinking)
-            if event.finish != STOP and (read := event.logprobs):
-                top = [self._entry(other, value) for other, value in read.top]
-                own = self._entry(event.token, read.chosen)
-                self.logprobs.append(own | {"top_logprobs": top})
+            if event.finish != STOP and event.logprobs:
+                self.logprobs.append(self.entry(event.token, event.logprobs))
             pieces = self._stream.push(event.token)
             if self.reader:
                 out = self._kept(self.reader.feed_tokens(pieces))
             else:
                 text = "".join(p.text for p in pieces if not p.control)
                 out = self._kept(_content(self._stops.feed(text)))
-        stopped = self.reader.stopped if self.reader else self._stops.hit
+        stopped = self.stopped_by is not None
         if event.finish or stopped or self._called_once:
             out += self._end(event.finish or STOP)
         return out
+
+    def entry(self, token: int, read: Logprobs | None) -> dict[str, Any]:
+        """Return a token with its log-probability, and the likeliest ones; None: it has none."""
+        if read is None:
+            return self._entry(token, 0.0) | {"logprob": None, "top_logprobs": None}
+        top = [self._entry(other, value) for other, value in read.top]
+        return self._entry(token, read.chosen) | {"top_logprobs": top}
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         """A token's text, its log-probability, and its bytes, which may be part of a character."""
@@ -89,9 +101,9 @@ class Answer:
         rest, reason = self._stream.rest(), LENGTH if finish in (LENGTH, CANCELLED) else STOP
         if not self.reader:
             text = self._stops.feed("".join(p.text for p in rest)) + self._stops.rest()
-            self.finish = STOP if self._stops.hit else reason
+            self.finish = STOP if self._stops.hit is not None else reason
             return self._kept(_content(text))
-        out = [] if self.reader.stopped else self.reader.feed_tokens(rest)
+        out = [] if self.stopped_by is not None else self.reader.feed_tokens(rest)
         answer = self.reader.finish(reason)
         self.finish = answer.finish_reason
         return self._kept([*out, *answer.events])
@@ -107,6 +119,11 @@ class Answer:
                 self.said.append(said)
                 out.append(said)
         return out
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended it, if one did."""
+        return self.reader.stopped_by if self.reader else self._stops.hit
 
     def text(self, kind: str) -> str:
         """Return what was said of one kind: thought or content."""

@@ -38,6 +38,8 @@ Keys = tuple[int, ...]
 #: bytes that a key takes beside the snapshot that it finds
 KEY_BYTES = 40
 #: None for each chunk of a prompt, and the logits with the last
+#: logits of one chunk, at most (128 MiB in f32), where those of all tokens are read
+CHUNK_LOGITS = 1 << 25
 Chunks = Generator[torch.Tensor | None, None, None]
 
 
@@ -169,29 +171,42 @@ class Prefiller:
         return prompt_keys(prompt.tokens, prompt.soft, self.holders)
 
     def chunks(
-        self, prompt: Request, until: Callable[[int], int], keys: Keys | None = None
+        self,
+        prompt: Request,
+        until: Callable[[int], int],
+        keys: Keys | None = None,
+        every: Callable[[torch.Tensor], None] | None = None,
     ) -> Chunks:
         """Begin a prompt with what is known of it, and return an iterator that computes a chunk for
         each value: None, and logits with the last. A chunk ends where `until` (of the number of
         computed tokens) says, or sooner; in a medium sessions cut themselves. The iterator may be
-        left early: what was computed is known to the next prompt. After an exception: `forget`."""
+        left early: what was computed is known to the next prompt. After an exception: `forget`.
+        `every` takes the logits of all tokens, of chunks whose logits are at most CHUNK_LOGITS."""
         keys = self.keys(prompt) if keys is None else keys
         self.known, parted = self._found(prompt, keys)
         self._given = (prompt.salt, keys if prompt.reuse else ())
         inner = (m for m in (*prompt.marks, parted) if self.known < m < len(keys))
         marks = {m for m in inner if not self._cuts_medium(prompt, m)}
-        return self._computed(prompt, until, keys, marks)
+        return self._computed(prompt, until, keys, marks, every)
 
     def _computed(
-        self, prompt: Request, until: Callable[[int], int], keys: Keys, marks: set[int]
+        self,
+        prompt: Request,
+        until: Callable[[int], int],
+        keys: Keys,
+        marks: set[int],
+        every: Callable[[torch.Tensor], None] | None,
     ) -> Chunks:
         start, whole = self.known, row_prompt(self.engine, prompt.tokens, prompt.soft)
         while start < len(keys):
             end = min((m for m in marks if m > start), default=len(keys))
             stop = min(max(until(start), start + 1), end)
+            if every:
+                stop = min(stop, start + max(1, CHUNK_LOGITS // self.engine.spec.text.vocab_size))
             while stop < end and self._cuts_medium(prompt, stop):
                 stop += 1
-            for logits in self.session.prefill_steps(whole.part(start, stop), stop == len(keys)):
+            part, last = whole.part(start, stop), stop == len(keys)
+            for logits in self.session.prefill_steps(part, last, every):
                 start = self.held
                 if start in marks and prompt.reuse:
                     self.prefixes.keep(prompt.salt, keys[:start], self.session)

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from g4ir.backends.sampling import Logprobs, Sampler, SamplingParams
+import torch
+
+from g4ir.backends.sampling import Logprobs, Sampler, SamplingParams, read_logprobs
 from g4ir.errors import InputError
 from g4ir.media.soft import Soft
 
@@ -36,7 +38,8 @@ class Request:
     A queued request of a higher `priority` is prefilled first. `soft` stand for the placeholders,
     as in `Session.prefill`. `marks` are numbers of tokens after which the prefix is cached for
     other prompts that begin with it and have the same `salt`; without `reuse` nothing is cached and
-    nothing cached is used.
+    nothing cached is used. With `prompt_logprobs` the log-probabilities of the prompt's own tokens
+    are read, and so many of the likeliest: such a prompt is not cached either.
     """
 
     tokens: tuple[int, ...]
@@ -48,6 +51,7 @@ class Request:
     marks: tuple[int, ...] = ()
     reuse: bool = True
     salt: str = ""
+    prompt_logprobs: int | None = None
 
 
 @dataclass
@@ -125,11 +129,21 @@ class RequestHandle:
         self.state = QUEUED
         self.counts, self.tally = Counts(len(request.tokens)), AcceptanceStats()
         self.cancelled = False
+        #: of the prompt's tokens, as far as it is computed; the first has none
+        self.prompt_logprobs: list[Logprobs | None] = [None]
         self._begun = time.perf_counter()
 
     def __lt__(self, other: RequestHandle) -> bool:
         mine, theirs = self.request.priority, other.request.priority
         return (-mine, self.number) < (-theirs, other.number)
+
+    def read_prompt(self, logits: torch.Tensor) -> None:
+        """Keep the log-probabilities of the next tokens of the prompt, by their logits [1, S,
+        vocab]."""
+        count = self.request.prompt_logprobs
+        assert count is not None
+        rest = self.request.tokens[len(self.prompt_logprobs) :]
+        self.prompt_logprobs += (read_logprobs(row, t, count) for row, t in zip(logits[0], rest))
 
     def cancel(self) -> None:
         """End it before the next step. From any thread, at any time."""

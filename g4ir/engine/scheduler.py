@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from g4ir.backends.sampling import SEEDS, Choice, Drawn, Sampler, random_seed, sample
-from g4ir.errors import InputError, RankError
+from g4ir.errors import InputError, MissingError, RankError
 from g4ir.ops.finite import not_finite
 
 from .batch import Batch, checked_buckets
@@ -106,8 +106,15 @@ class Scheduler:
             raise InputError(f"n {request.n}: this engine answers 1 to {most} times at once")
         checked_ids([*s.stop], vocab, "stop")
         checked_ids([token for token, _ in s.logit_bias], vocab, "logit_bias")
-        if s.logprobs is not None and s.logprobs > vocab:
-            raise InputError(f"logprobs {s.logprobs}: the vocabulary has {vocab} tokens")
+        for name, count in (("logprobs", s.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+            if count is not None and count > vocab:
+                raise InputError(f"{name} {count}: the vocabulary has {vocab} tokens")
+        if request.prompt_logprobs is not None:
+            if not self.engine.all_logits:
+                why = "needs an engine built with --all-logits, and so does echo with logprobs"
+                raise MissingError(f"prompt_logprobs: {why}")
+            if request.soft:
+                raise MissingError("prompt_logprobs: is not supported with media")
         for mark in request.marks:
             if not 0 <= mark <= size:
                 raise InputError(f"mark {mark}: the prompt has {size} tokens")
@@ -115,6 +122,8 @@ class Scheduler:
     def handle(self, request: Request) -> RequestHandle:
         """Check a request, and return a handle that `admit` takes. From any thread."""
         self.check(request)
+        if request.prompt_logprobs is not None:
+            request = replace(request, reuse=False)
         s = request.sampling
         seed = random_seed() if s.seed is None else s.seed
         never = tuple(dict.fromkeys((*s.suppress, *self.suppress)))
@@ -376,7 +385,8 @@ class Scheduler:
     def _begun(self, handle: RequestHandle) -> tuple[RequestHandle, Chunks]:
         handle.state, handle.counts.queued_s = PREFILLING, handle.age()
         self.prefiller.lend(self.batch.release())
-        chunks = self.prefiller.chunks(handle.request, self._until, handle.keys)
+        every = None if handle.request.prompt_logprobs is None else handle.read_prompt
+        chunks = self.prefiller.chunks(handle.request, self._until, handle.keys, every)
         handle.counts.cached = self.prefiller.known
         self.totals.cached += self.prefiller.known
         return handle, chunks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -87,15 +87,18 @@ class Session:
                 out[row, start : start + count] = rows[row, :count]
         return out
 
-    def prefill_steps(self, tokens: Any, wanted: bool = True) -> Iterator[torch.Tensor | None]:
+    def prefill_steps(
+        self, tokens: Any, wanted: bool = True, every: Callable[[torch.Tensor], None] | None = None
+    ) -> Iterator[torch.Tensor | None]:
         """Prefill tokens, or part of a checked prompt, a chunk for each value of the iterator:
         None, until a row has ended; then the logits [B, vocab], if they are `wanted`, on the
-        engine's device and in its dtype, which the next step may write over. InputError as
-        `prefill`, at once. Nothing else may be appended before the last chunk, but the iterator may
-        be left early."""
+        engine's device and in its dtype, which the next step may write over; `every` takes those
+        of each chunk, [batch, S, vocab], in engines with all_logits. InputError as `prefill`, at
+        once. Nothing else may be appended before the last chunk, but the iterator may be left
+        early."""
         if not isinstance(tokens, Prompt):
             tokens = self._inputs.prompt(self.length, tokens, None, ())
-        return self._steps(tokens, wanted)
+        return self._steps(tokens, wanted, every)
 
     def decode(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
         """Append one token a row, int64 [batch]; return float32 [batch, vocab]. Rows where `active`
@@ -212,11 +215,18 @@ class Session:
             found = step
         return self._zeros() if found is None else found.to("cpu", torch.float32, copy=True)
 
-    def _steps(self, prompt: Prompt, wanted: bool = True) -> Iterator[torch.Tensor | None]:
+    def _steps(
+        self,
+        prompt: Prompt,
+        wanted: bool = True,
+        every: Callable[[torch.Tensor], None] | None = None,
+    ) -> Iterator[torch.Tensor | None]:
         """Yield after each chunk the logits of the rows that have ended, or None."""
         found: torch.Tensor | None = None
-        for piece, ends, logits in self._chunks(prompt, every=False, last=wanted):
-            if logits is not None:
+        for piece, ends, logits in self._chunks(prompt, every=every is not None, last=wanted):
+            if logits is not None and every:
+                every(logits[:, : int(piece.count.max())])
+            if logits is not None and wanted and bool(ends.any()):
                 rows = logits[:, 0]
                 if logits.shape[1] > 1:
                     rows = logits[torch.arange(self.batch), (piece.count - 1).clamp(min=0)]

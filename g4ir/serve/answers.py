@@ -6,15 +6,18 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+from g4ir.backends.sampling import Logprobs
 from g4ir.chat import Event as Said
 from g4ir.chat.reader import ARGUMENTS
 from g4ir.engine.output import Answer, as_call, is_call
 from g4ir.engine.requests import RequestHandle
 from g4ir.media.soft import Soft, counts
 
+from .http_errors import Refused
 from .prompts import PreparedRequest
 
 
@@ -24,12 +27,19 @@ class ResponseFormat:
 
     asked: PreparedRequest
     model: str
+    given: Mapping[str, Any]
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
+    #: what a silent stream says, and what ends one
+    alive, end = ": keepalive\n\n", "data: [DONE]\n\n"
 
     @property
     def chat(self) -> bool:
         return self.asked.prompt is not None
+
+    @cached_property
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head(True)
 
     def _head(self, chunk: bool) -> dict[str, Any]:
         prefix, name = "cmpl-", "text_completion"
@@ -40,11 +50,19 @@ class ResponseFormat:
 
     def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a request that asked for no stream."""
+        answers = [*answers]
         choices = [self._choice(a) for a in answers]
-        return self._head(False) | {"choices": choices, "usage": usage}
+        out = self._head(False) | {"choices": choices, "usage": usage}
+        if self.chat and "prompt_logprobs" in self.asked.fields:
+            out["prompt_logprobs"] = _of_prompt(answers[0])
+        return out
 
     def _choice(self, a: Answer) -> dict[str, Any]:
-        said = {"message": a.message()} if self.chat else {"text": a.text("content")}
+        said: dict[str, Any] = {"message": a.message()}
+        if not self.chat:
+            said = {"text": self.asked.echo(a.index) + a.text("content")}
+            if "prompt_logprobs" in self.asked.fields:
+                said["prompt_logprobs"] = _of_prompt(a)
         return {"index": a.index, "finish_reason": a.finish, "logprobs": self._logprobs(a)} | said
 
     def _logprobs(self, a: Answer) -> dict[str, Any] | None:
@@ -52,11 +70,14 @@ class ResponseFormat:
         if given is None or given is False:
             return None
         entries = a.taken_logprobs()
+        if self.asked.fields.get("echo"):
+            entries = [*(a.entry(*pair) for pair in a.prompt), *entries]
         if self.chat:
             return {"content": entries}
         tokens = [e["token"] for e in entries]
         *offsets, a.offset = accumulate(map(len, tokens), initial=a.offset)
-        top = [{t["token"]: t["logprob"] for t in e["top_logprobs"]} for e in entries]
+        tops = [e["top_logprobs"] for e in entries]
+        top = [t if t is None else {x["token"]: x["logprob"] for x in t} for t in tops]
         logprobs = [e["logprob"] for e in entries]
         out = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top}
         return out | {"text_offset": offsets}
@@ -99,11 +120,39 @@ class ResponseFormat:
     ) -> dict[str, Any]:
         choice = {"index": index, **part, "logprobs": logprobs, "finish_reason": finish}
         usage = {"usage": None} if self.asked.fields.get("stream_options") else {}
-        return self._head(True) | {"choices": [choice]} | usage
+        return {**self._chunk_head, "choices": [choice], **usage}
 
-    def last(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the chunk of the usage."""
-        return self._head(True) | {"choices": [], "usage": usage}
+    def last(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the chunk of the usage, where it was asked for."""
+        asked = self.asked.fields.get("stream_options")
+        return [self._head(True) | {"choices": [], "usage": usage}] if asked else []
+
+    def failed(self, error: Refused) -> list[dict[str, Any]]:
+        """Return the end of a stream that failed."""
+        return [error.body()]
+
+    @staticmethod
+    def frame(value: dict[str, Any], text: str) -> str:
+        """Return an event of the stream."""
+        return f"data: {text}\n\n"
+
+
+def _of_prompt(a: Answer) -> list[dict[str, Any] | None]:
+    """Return the log-probabilities of a prompt by token id, as vLLM says them: the token's own and
+    the likeliest, with their ranks among those."""
+
+    def said(token: int, value: float, rank: int | None) -> dict[str, Any]:
+        entry = a.entry(token, Logprobs(value, ()))
+        return {"logprob": entry["logprob"], "rank": rank, "decoded_token": entry["token"]}
+
+    out = list[dict[str, Any] | None]()
+    for token, read in a.prompt:
+        found = None
+        if read is not None:
+            found = {str(t): said(t, v, rank) for rank, (t, v) in enumerate(read.top, 1)}
+            found.setdefault(str(token), said(token, read.chosen, None))
+        out.append(found)
+    return out
 
 
 def usage_of(

@@ -7,18 +7,21 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from g4ir import __version__
@@ -30,6 +33,7 @@ from g4ir.engine.requests import CANCELLED, FAILED, Event, RequestHandle
 from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.errors import BusyError
 
+from . import messages, responses
 from . import request_schema as schema
 from .answers import ResponseFormat, usage_of
 from .auth import Auth
@@ -38,6 +42,8 @@ from .media_fetch import Sources
 from .metrics import Metrics
 from .page import read_assets
 from .prompts import PreparedRequest, Prompts
+from .request_log import HEADERS, RequestLog
+from .translation import Body, Translation
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +57,48 @@ T = TypeVar("T")
 Made = Callable[[Prompts, dict[str, Any]], T]
 
 
+class AnswerFormat(Protocol):
+    """Writes the answers to one request, whole or as the values of a stream."""
+
+    #: what a silent stream says, and what ends one
+    alive: str
+    end: str
+
+    def first(self, count: int) -> list[Body]:
+        """Return what comes before the first token of so many answers."""
+
+    def chunks(self, a: Answer, new: Iterable[Said]) -> list[Body]:
+        """Return what new pieces of an answer add, and its end where it is over."""
+
+    def last(self, answers: list[Answer], usage: Mapping[str, Any]) -> list[Body]:
+        """Return what comes behind the last token."""
+
+    def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> Body:
+        """Return all answers at once."""
+
+    def failed(self, error: Refused) -> list[Body]:
+        """Return the end of a stream that failed."""
+
+    def frame(self, value: Body, text: str) -> str:
+        """Return a value of the stream, whose JSON is given, as it is sent."""
+
+
+@dataclass(frozen=True)
+class Api:
+    """A protocol: its fields, once a body is translated, and how answers are written."""
+
+    fields: Mapping[str, schema.Read]
+    form: Callable[[PreparedRequest, str, Body], AnswerFormat] = ResponseFormat
+    read: Callable[[Body], Translation] = lambda given: Translation(given, given)
+
+
+CHATS, COMPLETIONS = Api(schema.CHAT), Api(schema.COMPLETIONS)
+RESPONSES = Api(schema.CHAT, responses.ResponsesFormat, responses.read)
+MESSAGES = Api(schema.CHAT, messages.MessageFormat, messages.read)
+#: paths whose errors have another form than OpenAI's
+ERRORS = {"/v1/messages": messages.error_body}
+
+
 @dataclass
 class Server:
     """Holds all that paths share. Until `start` gives it an engine it says that it is loading."""
@@ -62,6 +110,14 @@ class Server:
     sources: Sources = field(default_factory=Sources)
     #: whether there is a page at /
     page: bool = True
+    #: other names of the model
+    aliases: tuple[str, ...] = ()
+    #: pages of other sites that may ask, `*`: all
+    origins: tuple[str, ...] = ()
+    #: where a proxy has this server; it may leave that out of what it passes on, or not
+    root_path: str = ""
+    #: takes a line for each request
+    log: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
         self.metrics, self.created = Metrics(), int(time.time())
@@ -89,39 +145,54 @@ class Server:
             "/metrics": ("GET", self.numbers),
             "/v1/models": ("GET", self.models),
             "/v1/models/{name:path}": ("GET", self.models),
-            "/v1/chat/completions": ("POST", partial(self.answer, table=schema.CHAT)),
-            "/v1/completions": ("POST", partial(self.answer, table=schema.COMPLETIONS)),
+            "/v1/chat/completions": ("POST", partial(self.answer, api=CHATS)),
+            "/v1/completions": ("POST", partial(self.answer, api=COMPLETIONS)),
+            "/v1/responses": ("POST", partial(self.answer, api=RESPONSES)),
+            "/v1/messages": ("POST", partial(self.answer, api=MESSAGES)),
+            "/v1/messages/count_tokens": ("POST", partial(self.read, made=self._counted)),
             "/tokenize": ("POST", partial(self.read, made=self._tokenized)),
             "/detokenize": ("POST", partial(self.read, made=self._detokenized)),
+            "/render": ("POST", partial(self.read, made=self._rendered)),
+            "/tokenizer_info": ("GET", self.tokenizer_info),
+            "/server_info": ("GET", self.server_info),
         }
         self._paths, routes = [*paths], []
         for path, (method, handler) in paths.items():
             ends = (path, f"{path}/")  # a client's base URL may end with one
-            routes += [Route(end, self._route(handler), methods=[method]) for end in ends]
+            handle = self._route(handler, path)
+            routes += [Route(end, handle, methods=[method]) for end in ends]
         assets = read_assets() if self.page else {}
-        routes += [Route(path, self._route(asset)) for path, asset in assets.items()]
-        return Starlette(routes=routes, exception_handlers={HTTPException: self._unknown})
+        routes += [Route(path, self._route(asset, path)) for path, asset in assets.items()]
+        mounted = [Mount(self.root_path, routes=routes)] if self.root_path else []
+        handlers: Any = {HTTPException: self._unknown}
+        cors: Any = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": HEADERS}
+        around = [Middleware(RequestLog, log=self.log)]
+        if self.origins:
+            around.append(Middleware(CORSMiddleware, allow_origins=self.origins, **cors))
+        return Starlette(routes=[*mounted, *routes], exception_handlers=handlers, middleware=around)
 
-    def _route(self, handler: Handler) -> Handler:
-        """Return a handler that authenticates and reports errors as JSON."""
+    def _route(self, handler: Handler, path: str) -> Handler:
+        """Return a handler of a path that authenticates and reports errors as JSON."""
 
         async def handle(request: Request) -> Response:
             try:
-                request.state.salt = self.gate.check(request)
+                request.state.salt = self.gate.check(request, path)
                 return await handler(request)
             except Exception as e:
-                return self._refused(e)
+                return self._refused(e, request)
 
         return handle
 
-    def _refused(self, error: Exception) -> Response:
+    def _refused(self, error: Exception, request: Request) -> Response:
         if isinstance(error, BusyError) and self.draining:
             error = ending()
         hidden = str(self.prompts.engine.path) if self.prompts else ""
         wait_s = self.service.wait_s() if self.service else 0.0
         said = refusal(error, {*schema.CHAT, *schema.COMPLETIONS}, hidden, wait_s)
         self.metrics.rejected.labels(said.code or str(said.status)).inc()
-        return _json(said.body(), said.status, said.headers)
+        path = next((p for p in ERRORS if request.url.path.startswith(p)), None)
+        body = ERRORS[path](said) if path else said.body()
+        return _json(body, said.status, said.headers)
 
     async def _unknown(self, request: Request, error: Exception) -> Response:
         """Refuse a path or a method that there is not, with the nearest path."""
@@ -134,10 +205,10 @@ class Server:
         elif error.status_code == 405:
             message = "this path has no such method"
         try:
-            self.gate.check(request)
+            self.gate.check(request, path)
             raise Refused(error.status_code, message, headers=error.headers or {})
         except Refused as e:
-            return self._refused(e)
+            return self._refused(e, request)
 
     async def health(self, request: Request) -> Response:
         """Answer whether a request would be taken."""
@@ -151,18 +222,43 @@ class Server:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """Answer the one model that there is, in a list or by its name."""
-        model = {"id": self.name, "object": "model", "created": self.created, "owned_by": "g4ir"}
+        """Answer the one model that there is, in a list of its names or by one of them."""
+        model: Body = {"object": "model", "created": self.created, "owned_by": "g4ir"}
         if self.prompts:
             engine = self.prompts.engine
             model |= {"max_model_len": engine.limits.max_seq, "media": sorted(engine.media.kinds)}
         if (name := request.path_params.get("name")) is None:
-            return _json({"object": "list", "data": [model]})
-        self._check_model(name.rstrip("/"))
-        return _json(model)
+            names = (self.name, *self.aliases)
+            return _json({"object": "list", "data": [{"id": n, **model} for n in names]})
+        self._check_model(name := name.rstrip("/"))
+        return _json({"id": name, **model})
+
+    async def server_info(self, request: Request) -> Response:
+        """Answer what is served and what it holds: for people and their tools."""
+        prompts, service = self._ready()
+        engine, scheduler = prompts.engine, service.scheduler
+        build = {"g4ir": __version__, "backend": engine.facts.backend}
+        build |= {"device": engine.device, "dtype": engine.dtype}
+        prefixes = scheduler.prefixes
+        return _json(
+            {
+                "model": self.name,
+                "names": [self.name, *self.aliases],
+                "variant": engine.spec.name,
+                "media": sorted(engine.media.kinds),
+                "limits": vars(engine.limits),
+                "waiting": {"most": self.settings.waiting, "now": service.waiting},
+                "prefix_cache": {"most_bytes": prefixes.most_bytes, "bytes": prefixes.nbytes},
+                "build": build,
+            }
+        )
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """Answer what a client needs to tokenise as this server does."""
+        return _json(self._ready()[0].tokenizer_info())
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, self.name):
+        if name is not None and name not in (self.name, *self.aliases):
             message = f"model: there is no {name[:80]!r} here; this server has {self.name!r}"
             raise Refused(404, message, param="model", code="model_not_found")
 
@@ -184,6 +280,15 @@ class Server:
         ids, most = prompts.tokens(fields), prompts.engine.limits.max_seq
         return {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": None}
 
+    def _rendered(self, prompts: Prompts, given: dict[str, Any]) -> dict[str, Any]:
+        ids = prompts.tokens(self._fields(given, schema.TOKENIZE_CHAT))
+        return {"prompt": prompts.text(ids), "token_ids": ids}
+
+    def _counted(self, prompts: Prompts, given: dict[str, Any]) -> dict[str, Any]:
+        made = messages.count(given)
+        with made.named():
+            return {"input_tokens": len(prompts.tokens(self._fields(made.body, schema.CHAT)))}
+
     def _detokenized(self, prompts: Prompts, given: dict[str, Any]) -> dict[str, Any]:
         return {"prompt": prompts.text(self._fields(given, schema.DETOKENIZE)["tokens"])}
 
@@ -200,18 +305,20 @@ class Server:
         async with self._large if len(body) > LARGE else contextlib.nullcontext():
             return await run_in_threadpool(lambda: made(prompts, schema.parsed(body)))
 
-    async def answer(self, request: Request, table: Mapping[str, schema.Read]) -> Response:
+    async def answer(self, request: Request, api: Api) -> Response:
         """Answer a conversation, or prompts."""
         _, service = self._ready()
 
-        def prepared(prompts: Prompts, given: dict[str, Any]) -> PreparedRequest:
-            make = prompts.chat if table is schema.CHAT else prompts.completions
-            return make(self._fields(given, table), request.state.salt)
+        def prepared(prompts: Prompts, given: Body) -> tuple[PreparedRequest, AnswerFormat]:
+            made = api.read(given)
+            make = prompts.completions if api is COMPLETIONS else prompts.chat
+            with made.named():
+                asked = make(self._fields(made.body, api.fields), request.state.salt)
+            return asked, api.form(asked, self.name, given)
 
-        asked = await self._prepared(request, prepared)
-        running = Running(self, asked, request)
+        running = Running(self, *await self._prepared(request, prepared), request)
         await run_in_threadpool(running.submit, service)
-        if asked.fields.get("stream"):
+        if running.asked.fields.get("stream"):
             return Streamed(running)
         try:
             return _json(await running.whole())
@@ -222,15 +329,18 @@ class Server:
 class Running:
     """A request that is being answered."""
 
-    def __init__(self, server: Server, asked: PreparedRequest, request: Request) -> None:
+    def __init__(
+        self, server: Server, asked: PreparedRequest, form: AnswerFormat, request: Request
+    ) -> None:
         assert server.prompts
-        self.server, self.asked, self.request = server, asked, request
-        self.form = ResponseFormat(asked, server.name)
+        self.server, self.asked, self.form, self.request = server, asked, form, request
         count = asked.n * len(asked.jobs)
         self.answers = [asked.answer(server.prompts.vocabulary, i) for i in range(count)]
         self.handles: list[RequestHandle] = []
-        self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
+        #: events that came, and whether the event loop knows
+        self._come: deque[tuple[int, Event]] = deque()
+        self._told_of, self._loop = False, asyncio.get_running_loop()
+        self._arrived, self._due = asyncio.Event(), False
 
     def submit(self, service: AsyncEngine) -> None:
         """Put its jobs into the queue: all of them, or none."""
@@ -253,12 +363,15 @@ class Running:
                 if event.index in last:
                     self.server.metrics.tokens.observe(now - last[event.index])
                 last[event.index] = now
-            if self._queue.qsize() < settings.unread:
+            if len(self._come) < settings.unread:
                 since = now
             elif now - since > settings.slow_s:
                 for handle in self.handles:
                     handle.cancel()
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, (first + event.index, event))
+            self._come.append((first + event.index, event))
+            if not self._told_of:  # once for all events that come until it looks
+                self._told_of = True
+                self._loop.call_soon_threadsafe(self._arrived.set)
 
         return forward
 
@@ -271,26 +384,47 @@ class Running:
             if not handle.done:
                 handle.cancel()
             self.server.metrics.took(handle.counts)
+        self.request.state.said |= self._said()
         self.handles = []
 
-    async def _events(self) -> AsyncIterator[tuple[Answer, Event] | None]:
-        """Yield events until every answer is over, and None where there was none for a while.
-        Refused where the client has gone."""
-        looked = time.monotonic()
-        while not all(a.over for a in self.answers):
-            item = None
-            with contextlib.suppress(asyncio.TimeoutError):
-                item = await asyncio.wait_for(self._queue.get(), LOOK_S)
-            if time.monotonic() - looked >= LOOK_S:
-                if await self.request.is_disconnected():
-                    raise Refused(499, "the client went away")
-                looked = time.monotonic()
-            if item is None:
-                yield None
-            elif item[1].finish == CANCELLED and not self.answers[item[0]].over:
-                raise ending() if self.server.draining else later(503, "not_read", NOT_READ)
-            else:
-                yield self.answers[item[0]], item[1]
+    def _said(self) -> Body:
+        """Return what the log has of it: sizes, seconds and how it ended."""
+        made = [handle.counts for handle in self.handles]
+        if not made:
+            return {}
+        total = {k: sum(getattr(c, k) for c in made) for k in ("prompt", "cached", "generated")}
+        times = {"queued_s": made[0].queued_s, "first_token_s": made[0].first_token_s}
+        ends = ",".join(str(a.finish or "cancelled") for a in self.answers)
+        return total | {k: v and round(v, 4) for k, v in times.items()} | {"end": ends}
+
+    async def _events(self) -> AsyncIterator[list[tuple[Answer, Event]]]:
+        """Yield the events that have come until every answer is over, and none where there was none
+        for a while. Refused where the client has gone."""
+        self._clock = self._loop.call_later(LOOK_S, self._look)
+        try:
+            while not all(a.over for a in self.answers):
+                await self._arrived.wait()
+                self._arrived.clear()
+                self._told_of = False  # before they are taken: what comes now is told of again
+                if self._due:
+                    self._due = False
+                    if await self.request.is_disconnected():
+                        raise Refused(499, "the client went away")
+                yield [self._event(*self._come.popleft()) for _ in range(len(self._come))]
+        finally:
+            self._clock.cancel()
+
+    def _look(self) -> None:
+        """Have the client looked after, now and then."""
+        self._due = True
+        self._arrived.set()
+        self._clock = self._loop.call_later(LOOK_S, self._look)
+
+    def _event(self, index: int, event: Event) -> tuple[Answer, Event]:
+        answer = self.answers[index]
+        if event.finish == CANCELLED and not answer.over:
+            raise ending() if self.server.draining else later(503, "not_read", NOT_READ)
+        return answer, event
 
     def _take(self, answer: Answer, event: Event) -> list[Said]:
         """Return what an event says. A row whose answer ended before it did goes to another."""
@@ -307,35 +441,38 @@ class Running:
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer at once."""
-        async for item in self._events():
-            if item:
+        async for events in self._events():
+            for item in events:
                 self._take(*item)
         return self.form.whole(self.answers, self._usage())
 
     async def stream(self) -> AsyncIterator[str]:
-        """Yield the answer as events of a stream, and an error as the last of them."""
+        """Yield the answer as events of a stream, all that are there at once, and an error as the
+        last of them."""
+        form = self.form
         try:
-            async for value in self._pieces():
-                yield f"data: {_text(value)}\n\n" if value else ": keepalive\n\n"
-            yield "data: [DONE]\n\n"
+            async for values in self._pieces():
+                if values is None:
+                    yield form.alive
+                elif values:
+                    yield "".join(form.frame(v, _text(v)) for v in values)
+            yield form.end
         except Exception as e:
             hidden = str(self.server.prompts and self.server.prompts.engine.path)
-            said = refusal(e, self.asked.fields, hidden)
-            yield f"data: {_text(said.body())}\n\n"
+            for value in form.failed(refusal(e, self.asked.fields, hidden)):
+                yield form.frame(value, _text(value))
 
-    async def _pieces(self) -> AsyncIterator[dict[str, Any] | None]:
-        """Yield the chunks, and None where nothing was said for long."""
-        for first in self.form.first(len(self.answers)):
-            yield first
+    async def _pieces(self) -> AsyncIterator[list[Body] | None]:
+        """Yield the chunks that are there, and None where nothing was said for long."""
+        yield self.form.first(len(self.answers))
         spoke = time.monotonic()
-        async for item in self._events():
-            chunks = self.form.chunks(item[0], self._take(*item)) if item else []
-            silent = not chunks and time.monotonic() - spoke >= ALIVE_S
-            for chunk in [None] if silent else chunks:
-                yield chunk
+        async for events in self._events():
+            taken = ((answer, self._take(answer, event)) for answer, event in events)
+            chunks = [chunk for a, new in taken for chunk in self.form.chunks(a, new)]
+            if chunks or time.monotonic() - spoke >= ALIVE_S:
+                yield chunks or None
                 spoke = time.monotonic()
-        if self.asked.fields.get("stream_options"):
-            yield self.form.last(self._usage())
+        yield self.form.last(self.answers, self._usage())
 
 
 class Streamed(StreamingResponse):
@@ -354,9 +491,12 @@ class Streamed(StreamingResponse):
             self.running.end()
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False, check_circular=False)
+
+
 def _text(value: Any) -> str:
     """Return ASCII JSON: model output may contain lone surrogates, escaped."""
-    return json.dumps(value, allow_nan=False)
+    return _ENCODER.encode(value)
 
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

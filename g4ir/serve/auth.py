@@ -18,8 +18,10 @@ from .http_errors import Refused
 
 #: names by which a server on this machine is asked
 LOCAL = ("localhost",)
-#: paths that no key opens, because they have none
-GUARDED = ("/v1/", "/metrics", "/tokenize", "/detokenize")
+#: paths that take a key as Anthropic's clients send it, too
+KEYED = ("/v1/messages", "/v1/models")
+#: beginnings of the paths that need a key
+GUARDED = ("/v1/", "/metrics", "/tokenize", "/detokenize", "/render", "/server_info")
 
 
 @dataclass(frozen=True)
@@ -31,19 +33,25 @@ class Auth:
     max_body: int = 32 << 20
     body_s: float = 30.0
 
-    def check(self, request: Request) -> str:
-        """Refuse who may not ask; return what parts the caches of one key from another's."""
+    def check(self, request: Request, path: str) -> str:
+        """Refuse who may not ask for a path; return what parts the caches of one key from
+        another's."""
         self._check_host(request)
-        guarded = request.url.path.startswith(GUARDED)
+        guarded = path.startswith(GUARDED)
         if not self.keys or not guarded:
             return ""
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        raw = given.strip().encode()
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        given = {bearer.strip()} if scheme.lower() == "bearer" else set()
+        way = "send Authorization: Bearer KEY"
+        if path.startswith(KEYED):
+            given |= {k.strip() for k in request.headers.getlist("x-api-key")}
+            way += ", or x-api-key: KEY"
+        raw = given.pop().encode() if len(given) == 1 else b""
         found = [hmac.compare_digest(raw, key) for key in self.keys]  # each takes its time
-        if scheme.lower() != "bearer" or not any(found):
-            message = "the API key is missing or wrong: send Authorization: Bearer KEY"
+        if not any(found):
+            why = "two different keys were sent" if given else "the API key is missing or wrong"
             headers = {"WWW-Authenticate": "Bearer"}
-            raise Refused(401, message, code="invalid_api_key", headers=headers)
+            raise Refused(401, f"{why}: {way}", code="invalid_api_key", headers=headers)
         return hashlib.sha256(raw).hexdigest()
 
     def _check_host(self, request: Request) -> None:

@@ -71,11 +71,11 @@ def refusal(
     text = str(error).replace(hidden, "the engine") if hidden else str(error)
     if isinstance(error, BusyError):
         return later(429, "queue_full", text, wait_s)
+    place = _PLACE.match(text)
+    param = place[1] if place and place[1] in fields else None
     if isinstance(error, MissingError):
-        return Refused(400, text, code="not_supported")
+        return Refused(400, text, param=param, code="not_supported")
     if isinstance(error, InputError):
-        place = _PLACE.match(text)
-        param = place[1] if place and place[1] in fields else None
         return Refused(400, text, param=param)
     number, named = secrets.token_hex(6), type(error).__name__
     # The message of most exceptions may hold text of a request: the log has where it was raised.

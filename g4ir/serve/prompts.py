@@ -47,6 +47,8 @@ class PreparedRequest:
     #: of a chat; None: the text is taken as it is
     prompt: Prompt | None = None
     thinking: bool | None = None
+    #: texts of the prompts, where they are to be repeated
+    echoes: tuple[str, ...] = ()
 
     @property
     def n(self) -> int:
@@ -58,8 +60,18 @@ class PreparedRequest:
         if self.prompt is not None:
             tools, calls = self.fields.get("tools") or None, chosen(self.fields).mode != "none"
             reader = Reader(tools, self.prompt.tail, stop, calls=calls, thinking=self.thinking)
-        single = self.fields.get("parallel_tool_calls") is False
-        return Answer(vocabulary, reader, index=index, stop=stop, single=single)
+        single, silent = self.fields.get("parallel_tool_calls") is False, self.count == 0
+        return Answer(vocabulary, reader, index=index, stop=stop, single=single, silent=silent)
+
+    @property
+    def count(self) -> int | None:
+        """How many new tokens were asked for at most; None: it was not said."""
+        count: int | None = self.fields.get("max_completion_tokens", self.fields.get("max_tokens"))
+        return count
+
+    def echo(self, index: int) -> str:
+        """Return the text of the prompt of an answer, if it is to be repeated."""
+        return self.echoes[index // self.n] if self.echoes else ""
 
 
 def require_tokenizer(path: Path) -> None:
@@ -168,13 +180,29 @@ class Prompts:
         if constraint:
             allowed = self.grammars.text(constraint, thinking=False, inside=False)
             jobs = [replace(j, sampling=replace(j.sampling, allowed=allowed)) for j in jobs]
-        return PreparedRequest(fields, tuple(jobs))
+        texts = [p if isinstance(p, str) else self.text(i) for p, i in zip(fields["prompt"], ids)]
+        return PreparedRequest(fields, (*jobs,), echoes=(*texts,) if fields.get("echo") else ())
 
     def tokens(self, fields: Mapping[str, Any]) -> list[int]:
         """Return the ids of a prompt, or of a conversation as it would be answered."""
         if "messages" in fields:
             return [*self.chat({**fields, "max_tokens": 1}).jobs[0].tokens]
         return self._ids(fields["prompt"], fields)
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """Return what a client needs to tokenise as this server does."""
+        ids, strings = self.engine.spec.tokens, self.vocabulary.tokenizer.id_to_token
+        ends = [strings(i) for i in ids.eos]
+        return {
+            "bos_token": None if ids.bos is None else strings(ids.bos),
+            "eos_token": ends[0] if ends else None,
+            "pad_token": None if ids.pad is None else strings(ids.pad),
+            "eos_tokens": ends,
+            "vocab_size": self.engine.spec.text.vocab_size,
+            "model_max_length": self.engine.limits.max_seq,
+            "add_bos_token": True,
+            "chat_template": self.template.source,
+        }
 
     def text(self, tokens: Any) -> str:
         """Return the text of ids, with control tokens."""
@@ -212,7 +240,9 @@ class Prompts:
         sampling = self._sampling(fields, top)
         salt += f"\0{fields['cache_salt']}" if "cache_salt" in fields else ""
         reuse, n = fields.get("cache_prompt", True), fields.get("n", 1)
-        return Request(tuple(tokens), count, sampling, n=n, reuse=reuse, salt=salt)
+        read = fields.get("prompt_logprobs", top if fields.get("echo") else None)
+        made = Request(tuple(tokens), max(count, 1), sampling, n=n, reuse=reuse, salt=salt)
+        return replace(made, prompt_logprobs=read)
 
     def _sampling(self, fields: Mapping[str, Any], top: int | None) -> SamplingParams:
         """Return the sampling parameters: of the request, else of the checkpoint."""

@@ -33,6 +33,7 @@ Read = Callable[[Any, str], Any]
 MOST_MESSAGES, MOST_TOOLS, MOST_PROMPTS, MOST_INT = 4096, 128, 32, (1 << 31) - 1
 MOST_STOPS, MOST_BIASES, MOST_STOP_IDS, MOST_CHOICES, MOST_OPTIONS = 16, 1024, 64, 1024, 32
 LEAST_TOP_P = 1e-6
+MOST_LOGPROBS = 20
 #: of a stop text in characters: each piece of an answer is compared with it
 MOST_STOP_TEXT = 4096
 #: of a whole body: objects and lists, strings, and values
@@ -182,6 +183,11 @@ def _biases(value: Any, name: str) -> tuple[tuple[int, float], ...]:
     return (*{int(k): number(-100, 100)(v, name) for k, v in given.items()}.items(),)
 
 
+def _prompt_logprobs(value: Any, name: str) -> int | None:
+    """Take how many of the likeliest tokens to say; false says nothing of the prompt, as null."""
+    return None if value is False else int(whole(0, MOST_LOGPROBS)(value, name))
+
+
 def _stream_options(value: Any, name: str) -> bool:
     """Return whether usage is asked for."""
     include = OBJECT(value, name).get("include_usage")
@@ -325,6 +331,7 @@ def _structured(value: Any, name: str) -> Constraint | None:
 READERS: dict[str, Read] = {"text": TEXT, "flag": FLAG, "top_p": _top_p, "stop": _stop, "ids": _ids}
 READERS |= {"biases": _biases, "stream_options": _stream_options, "options": _options}
 READERS |= {"messages": _messages, "prompts": _prompts, "choice": _choice}
+READERS |= {"prompt_logprobs": _prompt_logprobs}
 READERS |= {"format": _format, "structured": _structured}
 MAKERS: dict[str, Callable[..., Read]] = {"whole": whole, "number": number, "listed": listed}
 MAKERS |= {"one_of": one_of, "unsupported": unsupported, "constrained": constrained}
@@ -386,6 +393,9 @@ def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str,
     found = {k: v for k, v in read_in.items() if v is not None}
     if own not in found:
         raise bad(own, "is missing")
+    for name in ("echo", "prompt_logprobs"):
+        if found.get(name) not in (None, False) and found.get("stream"):
+            raise missing(name, "is not streamed; leave stream out")
     if "stream_options" in found and not found.get("stream"):
         raise bad("stream_options", "is for streams: give stream true, or leave it out")
     if found.get("top_logprobs") and not found.get("logprobs"):

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import resource
 import signal
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,17 +50,28 @@ def open_files() -> int:
 @dataclass(frozen=True)
 class Address:
     """Where to listen; port 0 takes a free one. `drain_s`: how long running answers may take when
-    the server is asked to end."""
+    the server is asked to end. `socket`: a Unix socket, in place of host and port. `tls`: files of
+    a certificate and its key."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     drain_s: float = 60.0
+    socket: str | None = None
+    tls: tuple[str | None, str | None] = (None, None)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
             raise InputError(f"port {self.port}: expected 0 to 65535")
         if not self.drain_s >= 0:
             raise InputError(f"drain_s {self.drain_s}: expected 0 or more seconds")
+        certificate, key = self.tls
+        if (certificate is None) != (key is None):
+            raise InputError("--tls-cert and --tls-key belong together: give both")
+        if certificate:
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+            except OSError as e:
+                raise InputError(f"--tls-cert {certificate}, --tls-key {key}: {e}") from None
 
 
 class ServerProcess(uvicorn.Server):
@@ -80,6 +92,9 @@ class ServerProcess(uvicorn.Server):
             server.app(),
             host=address.host,
             port=address.port,
+            uds=address.socket,
+            ssl_certfile=address.tls[0],
+            ssl_keyfile=address.tls[1],
             lifespan="off",
             access_log=False,
             log_config=None,
@@ -99,8 +114,8 @@ class ServerProcess(uvicorn.Server):
         try:
             await super().startup(sockets)
         except SystemExit:
-            where = f"{self.address.host} port {self.address.port}"
-            raise InputError(f"cannot listen at {where}: is the port taken?") from None
+            where = self.address.socket or f"{self.address.host} port {self.address.port}"
+            raise InputError(f"cannot listen at {where}: is it taken?") from None
         if self.started:
             self.log(f"listening at {self.url}")
             self.loading.start()
@@ -133,8 +148,10 @@ class ServerProcess(uvicorn.Server):
     def url(self) -> str:
         """Where it is asked."""
         found = self.servers[0].sockets[0].getsockname()
+        if self.address.socket:
+            return f"unix:{found}"
         host = f"[{found[0]}]" if ":" in found[0] else found[0]
-        return f"http://{host}:{found[1]}"
+        return f"http{'s' if self.address.tls[0] else ''}://{host}:{found[1]}"
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -38,6 +38,8 @@ MOST_COUNTED = 1 << 14
 MOST_NUMBER = 10**18 - 1
 #: how deep a value may lie of which nothing is said
 ANY_DEPTH = 4
+#: keyword of a string that is a text of a grammar in Lark: that of a custom tool
+LARK = "x-g4ir-lark"
 
 _NUMBERS = {
     "integer": "/-?(0|[1-9][0-9]{0,17})/",
@@ -156,6 +158,13 @@ class _Rules:
     def string(self, inner: str) -> str:
         """Return a string with something inside."""
         return self.rule(f"{self.marks[QUOTE]} {inner} {self.marks[QUOTE]}")
+
+    def nested(self, grammar: str, where: str) -> str:
+        """Return a text of another grammar."""
+        if error := llguidance().LLMatcher.validate_grammar(grammar, None):
+            raise refused(where, f"is no grammar in Lark: {' '.join(error.split())[:200]}")
+        self.plain(re.sub(r"\\(.)", r"\1", grammar))
+        return self.rule(f"%lark {{\n{grammar}\n}}")
 
     def plain(self, text: str) -> str:
         """Return a text that is given. Where only one text can follow, llguidance takes a control
@@ -296,6 +305,8 @@ class _Schema:
         return {"null": '"null"', "boolean": '"true" | "false"'}[kind]
 
     def _string(self, node: Node, where: str) -> str:
+        if LARK in node:
+            return self.rules.string(self.rules.nested(node[LARK], f"{where}.{LARK}"))
         least, most = _counts(node, "minLength", "maxLength", where)
         if most == 0:
             return self.rules.string("")

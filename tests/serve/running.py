@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -134,13 +134,15 @@ def running(
     loader: Callable[[], Engine],
     gate: Auth | None = None,
     config: SchedulerConfig | None = None,
+    address: Address | None = None,
+    options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
-    """A context with a server at a free port."""
-    gate = gate or Auth(hosts=("localhost",))
-    server = Server(NAME, gate, AsyncEngineConfig(**settings), config or SchedulerConfig())
+    """A context with a server at a free port; `options` are more of the server's own."""
+    gate, made = gate or Auth(hosts=("localhost",)), AsyncEngineConfig(**settings)
+    server = Server(NAME, gate, made, config or SchedulerConfig(), **(options or {}))
     said: list[str] = []
-    process = ServerProcess(server, Address(port=0), said.append, loader)
+    process = ServerProcess(server, address or Address(port=0), said.append, loader)
     thread = threading.Thread(target=process.run)
     thread.start()
     eventually(lambda: process.started or process.should_exit)

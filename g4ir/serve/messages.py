@@ -1,0 +1,285 @@
+"""Anthropic's /v1/messages over the fields of chats: content blocks in, blocks and events out."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from g4ir.chat import Event as Said
+from g4ir.engine.output import Answer
+
+from . import request_schema as schema
+from .http_errors import Refused, bad, missing
+from .parts import CALL, CONTENT, THOUGHT, Part, split
+from .prompts import PreparedRequest
+from .translation import Body, Translation, kind_in, text_in, translated
+
+#: status -> type of an error
+ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+ERRORS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+#: why an answer ended, as it is called here
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+THINKING = ("enabled", "adaptive", "disabled")
+
+
+def read(given: Body) -> Translation:
+    """Return the body of a request as one of chats."""
+    if given.get("max_tokens") is None:
+        raise bad("max_tokens", "is missing")
+    return count(given)
+
+
+def count(given: Body) -> Translation:
+    """Return the body of a question for the number of tokens as one of chats."""
+    out = translated(given, "messages", CHANGES)
+    out.names["tool_call_id"] = "tool_use_id"
+    if out.messages and out.messages[-1]["role"] == "assistant":
+        out.body["continue_final_message"] = True
+    return out
+
+
+def error_body(error: Refused) -> Body:
+    """Return a refused request as this protocol says it."""
+    kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def _system(out: Translation, value: Any, name: str) -> None:
+    content = value if isinstance(value, str) else _texts(value, name)
+    out.add(name, "system", content)
+
+
+def _texts(value: Any, where: str) -> list[str]:
+    blocks = schema.LIST(value, where)
+    for i, block in enumerate(blocks):
+        kind_in(block, ("text",), f"{where}[{i}]")
+    return [text_in(block, "text", f"{where}[{i}]") for i, block in enumerate(blocks)]
+
+
+def _messages(out: Translation, value: Any, name: str) -> None:
+    for i, message in enumerate(schema.listed(schema.MOST_MESSAGES, 1)(value, name)):
+        where = f"{name}[{i}]"
+        role = text_in(schema.OBJECT(message, where), "role", where)
+        content = message.get("content")
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        table = BLOCKS["assistant" if role == "assistant" else "user"]
+        parts, held = list[Any](), Body()
+        for j, block in enumerate(schema.LIST(content, f"{where}.content")):
+            at = f"{where}.content[{j}]"
+            found = table[kind_in(block, table, at)](block, at)
+            if isinstance(found, str) or "url" in str(found.get("type")):
+                parts.append(found)
+            elif "tool_call_id" in found:
+                out.add(at, "tool", **found)
+            else:
+                held |= {k: held[k] + v if k in held else v for k, v in found.items()}
+        if parts or held or role == "assistant":
+            out.add(where, role, parts or None, **held)
+
+
+def _text(block: Body, where: str) -> str:
+    return text_in(block, "text", where)
+
+
+def _image(block: Body, where: str) -> Body:
+    source = schema.OBJECT(block.get("source"), f"{where}.source")
+    if kind_in(source, ("base64", "url"), f"{where}.source") == "url":
+        url = text_in(source, "url", f"{where}.source")
+    else:
+        kind, data = (text_in(source, key, f"{where}.source") for key in ("media_type", "data"))
+        url = f"data:{kind};base64,{data}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _result(block: Body, where: str) -> Body:
+    """What a tool answered: nothing, a text, or texts and images."""
+    content = block.get("content") or ""
+    if not isinstance(content, str):
+        table = {"text": _text, "image": _image}
+        at = [f"{where}.content[{i}]" for i in range(len(schema.LIST(content, f"{where}.content")))]
+        content = [table[kind_in(b, table, w)](b, w) for b, w in zip(content, at)]
+    if block.get("is_error"):
+        texts = [content] if isinstance(content, str) else content
+        said = json.dumps({"error": "".join(t for t in texts if isinstance(t, str))})
+        content = [said, *(p for p in texts if not isinstance(p, str))]
+    return {"content": content, "tool_call_id": text_in(block, "tool_use_id", where)}
+
+
+def _tool_use(block: Body, where: str) -> Body:
+    function = {"name": text_in(block, "name", where), "arguments": block.get("input")}
+    call = {"id": text_in(block, "id", where), "type": "function", "function": function}
+    return {"tool_calls": [call]}
+
+
+def _thinking(block: Body, where: str) -> Body:
+    return {"reasoning_content": text_in(block, "thinking", where)}
+
+
+BLOCKS: Mapping[str, Mapping[str, Any]] = {
+    "user": {"text": _text, "image": _image, "tool_result": _result},
+    "assistant": {"text": _text, "thinking": _thinking, "tool_use": _tool_use},
+}
+
+
+def _tools(out: Translation, value: Any, name: str) -> None:
+    tools = schema.listed(schema.MOST_TOOLS)(value, name)
+    out.body["tools"] = [_tool(tool, f"{name}[{i}]") for i, tool in enumerate(tools)]
+
+
+def _tool(tool: Any, where: str) -> Body:
+    kind_in({"type": "custom", **schema.OBJECT(tool, where)}, ("custom",), where)
+    function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key)}
+    held = schema.OBJECT(tool.get("input_schema"), f"{where}.input_schema")
+    return {"type": "function", "function": {**function, "parameters": held}}
+
+
+def _tool_choice(out: Translation, value: Any, name: str) -> None:
+    kind = kind_in(value, ("auto", "any", "tool", "none"), name)
+    choice: Any = {"any": "required"}.get(kind, kind)
+    if kind == "tool":
+        choice = {"type": "function", "function": {"name": text_in(value, "name", name)}}
+    out.body["tool_choice"] = choice
+    if value.get("disable_parallel_tool_use") is not None:
+        out.body["parallel_tool_calls"] = value["disable_parallel_tool_use"] is not True
+
+
+def _budget(out: Translation, value: Any, name: str) -> None:
+    kind = kind_in(value, THINKING, name)
+    out.body["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
+    if kind == "enabled":
+        budget = schema.whole(0)(value.get("budget_tokens"), f"{name}.budget_tokens")
+        out.body["thinking_token_budget"] = budget
+
+
+def _format(out: Translation, value: Any, name: str) -> None:
+    """Take the schema of an answer. An effort says nothing more: a model thinks or does not."""
+    form = value if name == "output_format" else schema.OBJECT(value, name).get("format")
+    if form is not None:
+        kind_in(form, ("json_schema",), name)
+        held = {"schema": schema.OBJECT(form.get("schema"), f"{name}.schema")}
+        out.body["response_format"] = {"type": "json_schema", "json_schema": held}
+
+
+def _edits(out: Translation, value: Any, name: str) -> None:
+    for i, edit in enumerate(schema.OBJECT(value, name).get("edits") or ()):
+        kind = str(schema.OBJECT(edit, f"{name}.edits[{i}]").get("type"))
+        if not kind.startswith("clear_thinking"):
+            raise missing(name, f"{kind[:60]} is not supported: prompts are never edited")
+
+
+CHANGES = {"system": _system, "messages": _messages, "tools": _tools, "tool_choice": _tool_choice}
+CHANGES |= {"thinking": _budget, "context_management": _edits}
+CHANGES |= dict.fromkeys(("output_config", "output_format"), _format)
+
+
+BLOCK_OF: Mapping[str, Body] = {
+    THOUGHT: {"type": "thinking", "thinking": "", "signature": ""},
+    CONTENT: {"type": "text", "text": ""},
+    CALL: {"type": "tool_use"},
+}
+
+
+class MessageFormat:
+    """Writes one answer as content blocks, whole or as events."""
+
+    alive, end = 'event: ping\ndata: {"type": "ping"}\n\n', ""
+
+    def __init__(self, asked: PreparedRequest, model: str, given: Body) -> None:
+        self.asked, self.model = asked, model
+        self.id = f"msg_{secrets.token_hex(12)}"
+        self.content: list[Body] = []
+        self._json = ""
+        self._part: Part | None = None
+
+    def _message(self, usage: Body, stop: str | None = None, by: str | None = None) -> Body:
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
+        ended = {"stop_reason": stop, "stop_sequence": by}
+        return {**head, "content": self.content, **ended, "usage": usage}
+
+    def first(self, count: int) -> list[Body]:
+        """Return the event before the first token."""
+        tokens = len(self.asked.jobs[0].tokens)
+        message = self._message(_usage({"prompt_tokens": tokens, "completion_tokens": 0}))
+        return [{"type": "message_start", "message": message}]
+
+    def chunks(self, a: Answer, new: Iterable[Said]) -> list[Body]:
+        """Return the events of new pieces."""
+        out = list[Body]()
+        for said in new:
+            part, text = split(said, self._part)
+            if part is not self._part:
+                out += self._closed() + self._opened(part)
+            if text:
+                out.append(self._more(part, text))
+        return out + (self._closed() if a.over else [])
+
+    def _at(self) -> Body:
+        return {"index": len(self.content) - 1}
+
+    def _opened(self, part: Part) -> list[Body]:
+        self._part, self._json = part, ""
+        block = dict(BLOCK_OF[part.kind])
+        if part.kind == CALL:
+            block |= {"id": f"toolu_{secrets.token_hex(12)}", "name": part.name, "input": {}}
+        self.content.append(block)
+        return [{"type": "content_block_start", **self._at(), "content_block": dict(block)}]
+
+    def _more(self, part: Part, text: str) -> Body:
+        if part.kind == CALL:
+            self._json += text
+            delta = {"type": "input_json_delta", "partial_json": text}
+        else:
+            name = "thinking" if part.kind == THOUGHT else "text"
+            self.content[-1][name] += text
+            delta = {"type": f"{name}_delta", name: text}
+        return {"type": "content_block_delta", **self._at(), "delta": delta}
+
+    def _closed(self) -> list[Body]:
+        part, self._part = self._part, None
+        if part is None:
+            return []
+        if part.kind == CALL:
+            self.content[-1]["input"] = _value(self._json)
+        return [{"type": "content_block_stop", **self._at()}]
+
+    def _ended(self, a: Answer) -> Body:
+        reason = "stop_sequence" if a.stopped_by else REASONS[str(a.finish)]
+        return {"stop_reason": reason, "stop_sequence": a.stopped_by}
+
+    def last(self, answers: list[Answer], usage: Mapping[str, Any]) -> list[Body]:
+        """Return the events behind the last token."""
+        delta = {"type": "message_delta", "delta": self._ended(answers[0]), "usage": _usage(usage)}
+        return [delta, {"type": "message_stop"}]
+
+    def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> Body:
+        """Return the answer to a request that asked for no stream."""
+        (a,) = answers
+        self.chunks(a, a.said)
+        return self._message(_usage(usage)) | self._ended(a)
+
+    def failed(self, error: Refused) -> list[Body]:
+        """Return the last event of a stream that failed."""
+        return [error_body(error)]
+
+    @staticmethod
+    def frame(value: Body, text: str) -> str:
+        """Return an event of the stream."""
+        return f"event: {value['type']}\ndata: {text}\n\n"
+
+
+def _value(text: str) -> Any:
+    """Return the arguments of a call; of one that was cut, or has no reading, its text."""
+    try:
+        return json.loads(text or "{}")
+    except ValueError:
+        return {"partial_json": text}
+
+
+def _usage(usage: Mapping[str, Any]) -> Body:
+    """Return the tokens of a request; those that were read from the prefix cache are apart."""
+    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    counts = {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached}
+    return counts | {"cache_creation_input_tokens": 0, "output_tokens": usage["completion_tokens"]}

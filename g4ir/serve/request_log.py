@@ -1,0 +1,59 @@
+"""An id for each request, in its answer's headers and in the log; a line for each that is over."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+#: ids of clients that are taken over
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+#: headers of the id: OpenAI's clients and proxies read the first, Anthropic's the second
+HEADERS = ("X-Request-Id", "request-id")
+
+
+@dataclass
+class RequestLog:
+    """An application around another one. `log` takes a line without any text of a request; None:
+    nothing is logged."""
+
+    app: ASGIApp
+    log: Callable[[str], None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(HEADERS[0], "")
+        number = given if _ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        said: dict[str, Any] = {}
+        scope.setdefault("state", {})["said"] = said
+        status, sent, began = 0, 0, time.monotonic()
+
+        async def answered(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status, headers = message["status"], MutableHeaders(scope=message)
+                for name in HEADERS:
+                    headers[name] = number
+            sent += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self.app(scope, receive, answered)
+        finally:
+            if self.log and scope["method"] != "GET":
+                said |= {"sent": sent, "seconds": round(time.monotonic() - began, 4)}
+                words = " ".join(f"{k}={v}" for k, v in said.items() if v is not None)
+                self.log(f"{number} {scope['method']} {shown_path(scope)} {status} {words}")
+
+
+def shown_path(scope: Scope) -> str:
+    """Return the path of a request, as far as a log should have it."""
+    return ascii(scope["path"])[1:-1][:100]

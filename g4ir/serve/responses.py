@@ -1,0 +1,372 @@
+"""OpenAI's /v1/responses over the fields of chats: items in, items and typed events out. Nothing is
+stored: each request has the whole conversation."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from g4ir.chat import Event as Said
+from g4ir.chat import call_id
+from g4ir.chat.messages import PARTS, shown
+from g4ir.engine.output import Answer
+
+from . import request_schema as schema
+from .http_errors import SERVER, Refused, bad, missing
+from .parts import CALL, CONTENT, THOUGHT, JsonText, Part, split
+from .prompts import PreparedRequest
+from .tool_grammar import LARK
+from .translation import TABLES, Body, Translation, kind_in, text_in, translated
+
+#: before the thoughts that are given back as encrypted content, which are not secret
+OURS = "g4ir:"
+#: the one argument of a custom tool
+INPUT = "input"
+#: of a message's content: text, which the model or a client wrote
+TEXTS = ("input_text", "output_text", "text")
+
+
+def read(given: Body) -> Translation:
+    """Return the body of a request as one of chats."""
+    out = translated(given, "responses", CHANGES)
+    out.names |= {"messages": "input", "tool_call_id": "call_id"}
+    return out
+
+
+def _instructions(out: Translation, value: Any, name: str) -> None:
+    out.add(name, "system", schema.TEXT(value, name))
+
+
+def _input(out: Translation, value: Any, name: str) -> None:
+    if isinstance(value, str):
+        out.add(name, "user", value)
+        return
+    for i, item in enumerate(schema.listed(schema.MOST_MESSAGES, 1)(value, name)):
+        where = f"{name}[{i}]"
+        if "type" not in schema.OBJECT(item, where) and "role" in item:
+            item = {**item, "type": "message"}
+        ITEMS[kind_in(item, ITEMS, where)](out, item, where)
+
+
+def _message(out: Translation, item: Body, where: str) -> None:
+    role, content = item.get("role"), item.get("content")
+    if not isinstance(content, str):
+        given = schema.LIST(content, f"{where}.content")
+        content = [_part(p, f"{where}.content[{i}]") for i, p in enumerate(given)]
+    if role != "assistant":
+        out.add(where, text_in(item, "role", where), content)
+        return
+    message = out.assistant(where)
+    before, new = (c if isinstance(c, list) else [c] for c in (message["content"] or [], content))
+    message["content"] = [*before, *new] if before else content
+
+
+def _part(part: Any, where: str) -> Any:
+    kind = kind_in(part, {*TEXTS, "refusal", "input_image", *PARTS}, where)
+    if kind in TEXTS:
+        return text_in(part, "text", where)
+    if kind != "input_image":
+        return part
+    if part.get("image_url") is None:
+        raise missing(where, "an image is given as image_url; files are not stored here")
+    image = {"url": part["image_url"], "detail": part.get("detail")}
+    return {"type": "image_url", "image_url": image}
+
+
+def _reasoning(out: Translation, item: Body, where: str) -> None:
+    parts = item.get("content") or []
+    text = "".join(text_in(schema.OBJECT(p, where), "text", where) for p in parts)
+    if not text and (hidden := item.get("encrypted_content")) is not None:
+        text = _revealed(hidden, f"{where}.encrypted_content")
+    if text:
+        message = out.assistant(where)
+        message["reasoning_content"] = message.get("reasoning_content", "") + text
+
+
+def _hidden(text: str) -> str:
+    return OURS + base64.b64encode(text.encode(errors="replace")).decode()
+
+
+def _revealed(given: Any, where: str) -> str:
+    try:
+        if schema.TEXT(given, where).startswith(OURS):
+            return base64.b64decode(given.removeprefix(OURS), validate=True).decode()
+    except ValueError:
+        pass
+    raise bad(where, "is not of this server; leave the item out")
+
+
+def _call(out: Translation, item: Body, where: str) -> None:
+    """A call of a function, or of a custom tool."""
+    arguments = item.get("arguments")
+    if item["type"] == "custom_tool_call":
+        arguments = {INPUT: text_in(item, "input", where)}
+    function = {"name": text_in(item, "name", where), "arguments": arguments}
+    call = {"id": text_in(item, "call_id", where), "type": "function", "function": function}
+    out.assistant(where).setdefault("tool_calls", []).append(call)
+
+
+def _output(out: Translation, item: Body, where: str) -> None:
+    """What a tool answered: a text or parts."""
+    content = item.get("output")
+    if not isinstance(content, str):
+        given = schema.LIST(content, f"{where}.output")
+        content = [_part(p, f"{where}.output[{i}]") for i, p in enumerate(given)]
+    out.add(where, "tool", content, tool_call_id=text_in(item, "call_id", where))
+
+
+ITEMS = {"message": _message, "reasoning": _reasoning}
+ITEMS |= dict.fromkeys(("function_call", "custom_tool_call"), _call)
+ITEMS |= dict.fromkeys(("function_call_output", "custom_tool_call_output"), _output)
+
+
+def _tools(out: Translation, value: Any, name: str) -> None:
+    tools = schema.listed(schema.MOST_TOOLS)(value, name)
+    out.body["tools"] = [_tool(tool, f"{name}[{i}]") for i, tool in enumerate(tools)]
+
+
+def _tool(tool: Any, where: str) -> Body:
+    kind = kind_in(tool, ("function", "custom"), where)
+    names = ("name", "description", "parameters", "strict")
+    function = {key: tool[key] for key in names if tool.get(key) is not None}
+    if kind == "custom":
+        text = _format_of(tool.get("format") or {"type": "text"}, f"{where}.format")
+        held = {"type": "object", "properties": {INPUT: text}, "required": [INPUT]}
+        function |= {"parameters": held, "strict": len(text) > 1}
+    return {"type": "function", "function": function}
+
+
+def _format_of(given: Any, where: str) -> Body:
+    """Return the schema of a custom tool's text."""
+    if kind_in(given, ("text", "grammar"), where) == "text":
+        return {"type": "string"}
+    syntax = kind_in(given, ("lark", "regex"), where, "syntax")
+    definition = text_in(given, "definition", where)
+    held = {LARK: definition} if syntax == "lark" else {"pattern": f"^(?:{definition})$"}
+    return {"type": "string", **held}
+
+
+def _tool_choice(out: Translation, value: Any, name: str) -> None:
+    if isinstance(value, dict):
+        kind = kind_in(value, ("function", "custom", "allowed_tools"), name)
+        tools = value.get("tools") if kind == "allowed_tools" else None
+        if isinstance(tools, list):
+            held = {"mode": value.get("mode"), "tools": [_named(t) for t in tools]}
+            value = {"type": kind, kind: held}
+        elif kind != "allowed_tools":
+            value = _named(value)
+    out.body["tool_choice"] = value
+
+
+def _named(given: Any) -> Any:
+    if not isinstance(given, dict):
+        return given
+    return {"type": "function", "function": {"name": given.get("name")}}
+
+
+def _text(out: Translation, value: Any, name: str) -> None:
+    form = schema.OBJECT(schema.OBJECT(value, name).get("format") or {"type": "text"}, name)
+    held = {key: form[key] for key in ("name", "schema", "strict") if key in form}
+    out.body["response_format"] = {"type": form.get("type"), "json_schema": held}
+    if value.get("verbosity") is not None:
+        out.body["verbosity"] = value["verbosity"]
+
+
+def _effort(out: Translation, value: Any, name: str) -> None:
+    """Take the effort. There are no summaries: thoughts are given whole."""
+    if (effort := schema.OBJECT(value, name).get("effort")) is not None:
+        out.body["reasoning_effort"] = effort
+
+
+def _include(out: Translation, value: Any, name: str) -> None:
+    known = TABLES["responses"]["include"]
+    if wrong := next((v for v in schema.LIST(value, name) if v not in known), None):
+        raise missing(name, f"{shown(wrong)} is not supported; one of {', '.join(known)} is")
+    out.body["logprobs"] = "message.output_text.logprobs" in value
+
+
+CHANGES = {"instructions": _instructions, "input": _input, "tools": _tools, "text": _text}
+CHANGES |= {"tool_choice": _tool_choice, "reasoning": _effort, "include": _include}
+
+
+#: type of an item -> the beginning of its id, events of its text, and the field that has it
+TYPES = {
+    "reasoning": ("rs", "reasoning_text", "text"),
+    "message": ("msg", "output_text", "text"),
+    "function_call": ("fc", "function_call_arguments", "arguments"),
+    "custom_tool_call": ("ctc", "custom_tool_call_input", "input"),
+}
+ITEM_OF: Mapping[str, Body] = {
+    THOUGHT: {"type": "reasoning", "summary": []},
+    CONTENT: {"type": "message", "role": "assistant"},
+}
+CONTENT_OF: Mapping[str, Body] = {
+    THOUGHT: {"type": "reasoning_text", "text": ""},
+    CONTENT: {"type": "output_text", "text": "", "annotations": []},
+}
+#: what a response says of its request where that said nothing
+UNSAID: Mapping[str, Any] = {
+    **dict.fromkeys(("temperature", "top_p", "instructions", "max_output_tokens", "user")),
+    "metadata": {},
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "text": {"format": {"type": "text"}},
+    "reasoning": {"effort": None, "summary": None},
+}
+
+
+class ResponsesFormat:
+    """Writes one answer as items, whole or as events with sequence numbers."""
+
+    alive, end = ": keepalive\n\n", ""
+
+    def __init__(self, asked: PreparedRequest, model: str, given: Body) -> None:
+        self.asked, self.model, self.given = asked, model, given
+        self.id, self.created = f"resp_{secrets.token_hex(24)}", int(time.time())
+        self.output: list[Body] = []
+        self._custom = {t["name"] for t in given.get("tools") or () if t["type"] == "custom"}
+        self._hide = "reasoning.encrypted_content" in (given.get("include") or ())
+        self._count = 0
+        self._part: Part | None = None
+        self._input: JsonText | None = None
+
+    def _response(self, status: str, **more: Any) -> Body:
+        said = {k: self.given[k] for k in UNSAID if self.given.get(k) is not None}
+        head = {"id": self.id, "object": "response", "created_at": self.created, "status": status}
+        head |= {"model": self.model, "output": [*self.output], "store": False, "usage": None}
+        head |= dict.fromkeys(("error", "incomplete_details", "previous_response_id"))
+        return {**head, "background": False, "truncation": "disabled", **UNSAID, **said, **more}
+
+    def _event(self, kind: str, **more: Any) -> Body:
+        self._count += 1
+        return {"type": f"response.{kind}", "sequence_number": self._count - 1, **more}
+
+    def first(self, count: int) -> list[Body]:
+        """Return the events before the first token."""
+        kinds = ("created", "in_progress")
+        return [self._event(k, response=self._response("in_progress")) for k in kinds]
+
+    def chunks(self, a: Answer, new: Iterable[Said]) -> list[Body]:
+        """Return the events of new pieces."""
+        out = list[Body]()
+        for said in new:
+            part, text = split(said, self._part)
+            if part is not self._part:
+                out += self._closed("completed") + self._opened(part)
+            out += self._more(self._input.feed(text) if self._input else text, a)
+        if a.over:
+            out += self._closed("incomplete" if a.finish == "length" else "completed")
+        return out
+
+    def _opened(self, part: Part) -> list[Body]:
+        """Begin an item, and what it contains."""
+        item = {"id": "", **ITEM_OF.get(part.kind, {}), "status": "in_progress"}
+        if part.kind == CALL:
+            custom = part.name in self._custom
+            item |= {"type": "custom_tool_call" if custom else "function_call"}
+            item |= {"call_id": call_id(), "name": part.name, TYPES[item["type"]][2]: ""}
+            self._input = JsonText(INPUT) if custom else None
+        else:
+            item["content"] = []
+        item["id"] = f"{TYPES[item['type']][0]}_{secrets.token_hex(24)}"
+        self._part = part
+        self.output.append(item)
+        at = {"output_index": len(self.output) - 1}
+        out = [self._event("output_item.added", item=copied(item), **at)]
+        if part.kind != CALL:
+            item["content"] = [dict(CONTENT_OF[part.kind])]
+            item["content"][0] |= {"logprobs": []} if part.kind == CONTENT else {}
+            out.append(self._event("content_part.added", **self._at(), part=dict(self._held)))
+        return out
+
+    @property
+    def _held(self) -> Body:
+        """What has the text of the item that is open."""
+        item = self.output[-1]
+        held: Body = item["content"][0] if "content" in item else item
+        return held
+
+    def _at(self) -> Body:
+        item, index = self.output[-1], len(self.output) - 1
+        part = {"content_index": 0} if "content" in item else {}
+        return {"item_id": item["id"], "output_index": index, **part}
+
+    def _more(self, text: str, a: Answer) -> list[Body]:
+        if not text:
+            return []
+        _, event, key = TYPES[self.output[-1]["type"]]
+        held, more = self._held, Body()
+        held[key] += text
+        if "logprobs" in held:
+            more["logprobs"] = a.taken_logprobs()
+            held["logprobs"] += more["logprobs"]
+        return [self._event(f"{event}.delta", **self._at(), delta=text, **more)]
+
+    def _closed(self, status: str) -> list[Body]:
+        """End the item that is open."""
+        part, self._part = self._part, None
+        if part is None:
+            return []
+        item, held = self.output[-1], self._held
+        _, event, key = TYPES[item["type"]]
+        if self._input:  # no object with one text
+            held[key] += self._input.rest()
+            self._input = None
+        item["status"] = status
+        done = {k: held[k] for k in (key, "logprobs", "name") if k in held}
+        out = [self._event(f"{event}.done", **self._at(), **done)]
+        if "content" in item:
+            out.append(self._event("content_part.done", **self._at(), part=dict(held)))
+        if part.kind == THOUGHT and self._hide:
+            item["encrypted_content"] = _hidden(held["text"])
+        end = {"output_index": len(self.output) - 1, "item": copied(item)}
+        return [*out, self._event("output_item.done", **end)]
+
+    def _ended(self, a: Answer, usage: Mapping[str, Any]) -> Body:
+        if a.finish == "length":
+            why = {"reason": "max_output_tokens"}
+            return self._response("incomplete", usage=_usage(usage), incomplete_details=why)
+        return self._response("completed", usage=_usage(usage), completed_at=int(time.time()))
+
+    def last(self, answers: list[Answer], usage: Mapping[str, Any]) -> list[Body]:
+        """Return the event of the whole response."""
+        response = self._ended(answers[0], usage)
+        return [self._event(response["status"], response=response)]
+
+    def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> Body:
+        """Return the answer to a request that asked for no stream."""
+        (a,) = answers
+        self.chunks(a, a.said)
+        return self._ended(a, usage)
+
+    def failed(self, error: Refused) -> list[Body]:
+        """Return the last event of a stream that failed."""
+        code = error.type if error.type == SERVER else error.code or error.type
+        said = {"error": {"code": code, "message": error.message}}
+        return [self._event("failed", response=self._response("failed", **said))]
+
+    @staticmethod
+    def frame(value: Body, text: str) -> str:
+        """Return an event of the stream."""
+        return f"event: {value['type']}\ndata: {text}\n\n"
+
+
+def copied(item: Body) -> Body:
+    """Return an item as it is now."""
+    return {k: [dict(p) for p in v] if k == "content" else v for k, v in item.items()}
+
+
+def _usage(usage: Mapping[str, Any]) -> Body:
+    said = usage["completion_tokens_details"]
+    cached = {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]}
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {**cached, "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": said["reasoning_tokens"]},
+        "total_tokens": usage["total_tokens"],
+    }

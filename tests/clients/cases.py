@@ -1,0 +1,199 @@
+"""What clients do with a served engine: each case is a program of its own, `python cases.py NAME URL`,
+in the clients' environment (packages.txt). It fails where the client does, or sees anything else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+MODEL, KEY = "tiny", "any"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+HI: Any = [{"role": "user", "content": "Hi"}]
+RED = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAEklEQVR4nGP4z8CAFWEXHbQSACj/P8Fu7N9hAAAAAElFTkSuQmCC"
+
+
+def _anthropic(url: str) -> Any:
+    import anthropic
+
+    return anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0)
+
+
+def anthropic_text(url: str) -> None:
+    got = _anthropic(url).messages.create(model=MODEL, max_tokens=30, messages=HI)
+    assert [b.text for b in got.content] == ["hello"] and got.stop_reason == "end_turn"
+    counted = _anthropic(url).messages.count_tokens(model=MODEL, messages=HI)
+    assert counted.input_tokens == got.usage.input_tokens + got.usage.cache_read_input_tokens
+
+
+def anthropic_stream(url: str) -> None:
+    given: Any = {"model": MODEL, "max_tokens": 60, "messages": HI}
+    with _anthropic(url).messages.stream(**given, thinking={"type": "adaptive"}) as stream:
+        text = "".join(stream.text_stream)
+        last = stream.get_final_message()
+    assert text == "hello" and [b.type for b in last.content] == ["thinking", "text"]
+    assert last.content[0].thinking == "hmm"
+
+
+def anthropic_tools(url: str) -> None:
+    """A tool loop, streamed: a call, its answer, a text."""
+    client, messages = _anthropic(url), [*HI]
+    tools = [{"name": "f", "description": "d", "input_schema": SCHEMA}]
+    given: Any = {"model": MODEL, "max_tokens": 60, "tools": tools}
+    with client.messages.stream(**given, messages=messages) as stream:
+        first = stream.get_final_message()
+    (use,) = [b for b in first.content if b.type == "tool_use"]
+    assert use.input == {"a": 3} and first.stop_reason == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "12"}
+    messages += [
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result]},
+    ]
+    assert client.messages.create(**given, messages=messages).content[0].text == "hello"
+
+
+def anthropic_picture(url: str) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": RED}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "Hi"}]
+    messages: Any = [{"role": "user", "content": content}]
+    got = _anthropic(url).messages.create(model=MODEL, max_tokens=30, messages=messages)
+    assert got.content[0].text == "hello" and got.usage.input_tokens > 60
+
+
+def anthropic_error(url: str) -> None:
+    import anthropic
+
+    try:
+        _anthropic(url).messages.create(model="other", max_tokens=9, messages=HI)
+    except anthropic.NotFoundError as e:
+        assert "there is no 'other' here" in e.message
+    else:
+        raise AssertionError("not refused")
+
+
+def openai_responses(url: str) -> None:
+    """A tool loop of items, a schema read into a class, a picture, an error."""
+    import openai
+    from pydantic import BaseModel
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+    tools: Any = [{"type": "function", "name": "f", "parameters": SCHEMA, "strict": False}]
+    items: Any = [*HI]
+    with client.responses.stream(model=MODEL, input=items, tools=tools) as stream:
+        first = stream.until_done().get_final_response()
+    (call,) = [i for i in first.output if i.type == "function_call"]
+    assert json.loads(call.arguments) == {"a": 3}
+    items += [
+        *first.output,
+        {"type": "function_call_output", "call_id": call.call_id, "output": "12"},
+    ]
+    assert client.responses.create(model=MODEL, input=items, tools=tools).output_text == "hello"
+
+    class Number(BaseModel):
+        a: int
+
+    got = client.responses.parse(model=MODEL, input="Hi", text_format=Number)
+    assert got.output_parsed == Number(a=3)
+    part = {"type": "input_image", "image_url": f"data:image/png;base64,{RED}", "detail": "auto"}
+    picture: Any = [{"role": "user", "content": [part]}]
+    assert client.responses.create(model=MODEL, input=picture).output_text == "hello"
+    try:
+        client.responses.create(model=MODEL, input="Hi", previous_response_id="r")
+    except openai.BadRequestError as e:
+        assert e.param == "previous_response_id"
+    else:
+        raise AssertionError("not refused")
+
+
+def openai_agents(url: str) -> None:
+    """An agent by its default, the Responses API: a tool loop, then a stream."""
+    import agents
+    import openai
+
+    agents.set_tracing_disabled(True)
+    calls = list[int]()
+
+    @agents.function_tool
+    def f(a: int) -> str:
+        """Return the weather."""
+        calls.append(a)
+        return "12"
+
+    async def run() -> None:
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+        agents.set_default_openai_client(client, use_for_tracing=False)
+        agent = agents.Agent(name="x", instructions="Be brief", model=MODEL, tools=[f])
+        assert (await agents.Runner.run(agent, "Hi")).final_output == "hello" and calls == [3]
+        streamed = agents.Runner.run_streamed(agents.Agent(name="y", model=MODEL), "Hi")
+        kinds = {event.type async for event in streamed.stream_events()}
+        assert streamed.final_output == "hello" and "raw_response_event" in kinds
+
+    asyncio.run(run())
+
+
+def _pydantic_ai(model: Any) -> None:
+    from pydantic import BaseModel
+    from pydantic_ai import Agent, NativeOutput
+
+    class Number(BaseModel):
+        a: int
+
+    agent, calls = Agent(model), list[int]()
+
+    @agent.tool_plain
+    def f(a: int) -> str:
+        """Return the weather."""
+        calls.append(a)
+        return "12"
+
+    assert agent.run_sync("Hi").output == "hello" and calls == [3]
+    assert Agent(model, output_type=NativeOutput(Number)).run_sync("Hi").output == Number(a=3)
+
+
+def pydantic_ai_responses(url: str) -> None:
+    from pydantic_ai.models.openai import OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    _pydantic_ai(
+        OpenAIResponsesModel(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key=KEY))
+    )
+
+
+def litellm_both(url: str) -> None:
+    import litellm
+
+    litellm.suppress_debug_info = True
+    given: Any = {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": KEY}
+    assert litellm.responses(**given, input="Hi").output[0].content[0].text == "hello"
+    events = [e.type for e in litellm.responses(**given, input="Hi", stream=True)]
+    assert str(events[-1]).endswith("completed")
+    given = {"model": f"anthropic/{MODEL}", "api_base": url, "api_key": KEY, "max_tokens": 30}
+    assert litellm.completion(**given, messages=HI).choices[0].message.content == "hello"
+
+
+def langchain_both(url: str) -> None:
+    from langchain_anthropic import ChatAnthropic
+    from langchain_openai import ChatOpenAI
+
+    given: Any = {"model": MODEL, "base_url": f"{url}/v1", "api_key": KEY, "max_retries": 0}
+    chat = ChatOpenAI(**given, use_responses_api=True)
+    called = chat.bind_tools([{"title": "f", "description": "d", **SCHEMA}]).invoke("Hi")
+    assert called.tool_calls[0]["args"] == {"a": 3}
+    assert "".join(str(c.text) for c in chat.stream("Hi")) == "hello"
+    claude = ChatAnthropic(model=MODEL, base_url=url, api_key=KEY, max_tokens=30, max_retries=0)
+    assert claude.invoke("Hi").text == "hello"
+
+
+CASES: dict[str, Callable[[str], None]] = {
+    f.__name__: f
+    for f in (
+        *(anthropic_text, anthropic_stream, anthropic_tools, anthropic_picture, anthropic_error),
+        *(openai_responses, openai_agents, pydantic_ai_responses),
+        *(litellm_both, langchain_both),
+    )
+}
+
+if __name__ == "__main__":
+    CASES[sys.argv[1]](sys.argv[2])

@@ -1,0 +1,170 @@
+"""How a server is run: names, origins, a proxy's prefix, ids of requests, TLS and sockets."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from g4ir.cli.serve import _origins, _root_path
+from g4ir.errors import InputError
+from g4ir.serve.auth import Auth
+from g4ir.serve.server import Address
+from tests.serve.running import NAME, Running, ready
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+KEY = b"open-sesame"
+BEARER = {"Authorization": f"Bearer {KEY.decode()}"}
+ORIGIN = "https://chat.example"
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def operated(engine_folder: Path, lines: list[str]) -> Iterator[Running]:
+    options = {"aliases": ("other",), "origins": (ORIGIN,), "root_path": "/llm"}
+    gate = Auth((b"another", KEY), ("localhost",))
+    with ready(engine_folder, gate, options={**options, "log": lines.append}) as r:
+        yield r
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_a_prefix_needs_a_key_too(operated: Running, prefix: str) -> None:
+    """A proxy may take its prefix away, or leave it."""
+    with operated.client() as client:
+        for path in ("/v1/models", "/metrics", "/server_info", "/v1/models/x"):
+            assert client.get(prefix + path).status_code == 401, path
+        assert client.post(f"{prefix}/v1/chat/completions", json=CHAT).status_code == 401
+        assert client.post(f"{prefix}/v1/chat/completions", json=CHAT, headers=BEARER).is_success
+        assert client.get(f"{prefix}/health").is_success and client.get(f"{prefix}/").is_success
+
+
+def test_the_model_has_several_names(operated: Running) -> None:
+    with operated.client(headers=BEARER) as client:
+        assert [m["id"] for m in client.get("/v1/models").json()["data"]] == [NAME, "other"]
+        assert client.get("/v1/models/other").json()["id"] == "other"
+        for name, status in ((NAME, 200), ("other", 200), ("third", 404)):
+            got = client.post("/v1/chat/completions", json={**CHAT, "model": name})
+            assert got.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/v1/messages", {"x-api-key": KEY.decode()}, 200),
+        ("/v1/messages", BEARER, 200),
+        ("/v1/messages", {**BEARER, "x-api-key": KEY.decode()}, 200),
+        ("/v1/messages", {**BEARER, "x-api-key": "another"}, 401),
+        ("/v1/messages", {"x-api-key": "wrong"}, 401),
+        ("/v1/messages", {}, 401),
+        ("/v1/chat/completions", {"x-api-key": KEY.decode()}, 401),
+    ],
+)
+def test_keys_of_either_kind(
+    operated: Running, path: str, headers: dict[str, str], status: int
+) -> None:
+    with operated.client(headers=headers) as client:
+        got = client.post(path, json=CHAT)
+    assert got.status_code == status
+    if status == 401:
+        wanted = "Authorization: Bearer KEY" + (", or x-api-key: KEY" if "messages" in path else "")
+        assert got.json()["error"]["message"].endswith(wanted)
+        assert ("two different keys" in got.text) == (len(headers) == 2)
+
+
+def test_pages_of_other_sites(operated: Running) -> None:
+    asks = {"Access-Control-Request-Method": "POST"}
+    asks |= {"Access-Control-Request-Headers": "authorization,content-type"}
+    with operated.client() as client:
+        path, own = "/v1/chat/completions", {"Origin": ORIGIN}
+        got = client.options(path, headers={**own, **asks})
+        assert got.is_success and got.headers["access-control-allow-origin"] == ORIGIN
+        assert "authorization" in got.headers["access-control-allow-headers"]
+        got = client.post(path, json=CHAT, headers={**own, **BEARER})
+        assert got.headers["access-control-allow-origin"] == ORIGIN
+        other = {"Origin": "https://evil.example"}
+        assert client.options(path, headers={**other, **asks}).status_code == 400
+        got = client.post(path, json=CHAT, headers={**other, **BEARER})
+        assert "access-control-allow-origin" not in got.headers
+
+
+def test_requests_have_ids_and_a_line(operated: Running, lines: list[str]) -> None:
+    lines.clear()
+    with operated.client(headers=BEARER) as client:
+        got = client.post("/v1/chat/completions", json=CHAT, headers={"X-Request-Id": "mine-1"})
+        assert got.headers["x-request-id"] == got.headers["request-id"] == "mine-1"
+        ids = set()
+        for given in ("two words", "x" * 200, "é".encode()):
+            got = client.post("/v1/responses", json={}, headers={"X-Request-Id": given})
+            ids.add(got.headers["x-request-id"])
+        assert len(ids) == 3 and all(i.startswith("req_") for i in ids)
+        client.get("/health")
+    first, *rest = lines
+    number, method, path, status, *words = first.split()
+    assert (number, method, path, status) == ("mine-1", "POST", "/v1/chat/completions", "200")
+    said = dict(word.split("=") for word in words)
+    assert (
+        said["generated"] == "2" and int(said["prompt"]) > 2 and said["end"] in ("length", "stop")
+    )
+    assert {"cached", "queued_s", "first_token_s", "sent", "seconds"} <= said.keys()
+    assert [line.split()[1:4] for line in rest] == [["POST", "/v1/responses", "400"]] * 3
+    assert "Hi" not in " ".join(lines)
+
+
+def test_what_tools_ask(operated: Running) -> None:
+    with operated.client(headers=BEARER) as client:
+        info = client.get("/server_info").json()
+        assert info["names"] == [NAME, "other"] and info["limits"]["max_batch"] == 4
+        assert info["build"]["backend"] == "reference" and info["media"]
+        tokens = client.get("/tokenizer_info").json()
+        assert (tokens["bos_token"], tokens["vocab_size"]) == ("<bos>", 512)
+        rendered = client.post("/render", json={"messages": CHAT["messages"]}).json()
+        same = client.post("/tokenize", json={"messages": CHAT["messages"]}).json()["tokens"]
+        assert rendered["token_ids"] == same and rendered["prompt"].startswith(
+            "<bos><|turn>user\nHi"
+        )
+        assert client.post("/render", json={"prompt": "Hi"}).status_code == 400
+
+
+def test_a_unix_socket_and_a_certificate(engine_folder: Path, tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with ready(engine_folder, address=Address(socket=path)) as r:
+        assert r.url == f"unix:{path}"
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path)) as client:
+            assert client.get("http://localhost/health").is_success
+            assert client.get("http://evil.example/health").status_code == 403
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    made += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*made, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    with ready(engine_folder, address=Address(port=0, tls=(cert, key))) as r:
+        assert r.url.startswith("https://")
+        trusting = ssl.create_default_context(cafile=cert)
+        assert httpx.get(f"{r.url}/health", verify=trusting).is_success
+    for wrong in ((cert, None), (None, key), (cert, cert), (path, path)):
+        with pytest.raises(InputError, match="--tls-cert"):
+            Address(tls=wrong)
+
+
+@pytest.mark.parametrize(
+    ("read", "given"),
+    [
+        (lambda v: _origins([v]), "chat.example"),
+        (lambda v: _origins([v]), "https://chat.example/page"),
+        (lambda v: _origins([v]), "file://x"),
+        (_root_path, "llm"),
+        (_root_path, "/a?b"),
+    ],
+)
+def test_flags_that_are_wrong(read: Any, given: str) -> None:
+    with pytest.raises(InputError, match="expected"):
+        read(given)
+    assert _origins(["*", ORIGIN]) == ("*", ORIGIN) and _root_path("/llm/") == "/llm"
