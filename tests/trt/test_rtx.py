@@ -343,6 +343,15 @@ def test_where_no_cache_can_be_written(tmp_path: Path) -> None:
 # --- room -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("variant", "least", "most"), [("e2b", 8.7, 9.6), ("26b-a4b", 7.0, 9.1)])
+def test_host_memory(variant: str, least: float, most: float) -> None:
+    """Beside what the builder was seen to take, in bf16 (GiB): 8.75 and 7.0."""
+    options = BuildOptions(backend="trt", target="rtx", media="none", dtype="bfloat16")
+    program = prepare(load_spec(variant), options, dry=True).packing.program
+    found = building.estimate([*networks(program).values()]).host_bytes
+    assert least < found / 2**30 < most
+
+
 def test_too_little_disk_and_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan holds the weights once more; the builder holds them in host memory."""
     backend = emulated(tmp_path)
