@@ -57,7 +57,9 @@ def row(api: Api, graph: Graph, limits: object, target: str, form: str) -> str:
         finally:
             log.close()
         caches = [v.name for v in graph.state]
-        made = compiled((Path(folder) / "log").read_text(errors="replace"), [*w.interface.profiles], caches)
+        made = compiled(
+            (Path(folder) / "log").read_text(errors="replace"), [*w.interface.profiles], caches
+        )
     count = len(graph.nodes)
     return ", ".join(
         f"{m.kernels / count:g} ({m.copied_bytes / count / (1 << 20):.1f})"

@@ -24,13 +24,14 @@ from g4ir.backends.trt.target import RTX, TARGETS, find_target
 from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
-from g4ir.errors import EngineError, InputError, LowerError, MissingError
+from g4ir.errors import EngineError, InputError, LowerError, MissingError, PlanError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import MadeParams
 from tests.cli_tools import g4ir as command_line
 from tests.engines import resigned
+from tests.trt.emulated import build, emulated, use
 
 VERSION = installed(RTX)
 builder = pytest.mark.skipif(not VERSION, reason="needs TensorRT-RTX: pip install -e '.[rtx]'")
@@ -337,3 +338,20 @@ def test_where_no_cache_can_be_written(tmp_path: Path) -> None:
     told: list[str] = []
     assert finished(tmp_path / "nowhere", told) == 2
     assert told[-1].endswith("cannot be written (No such file or directory): kernels are not kept")
+
+
+# --- room -------------------------------------------------------------------------------------
+
+
+def test_too_little_disk_and_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan holds the weights once more; the builder holds them in host memory."""
+    backend = emulated(tmp_path)
+    use(monkeypatch, backend)
+    monkeypatch.setattr("g4ir.engine.build.free_bytes", lambda out: 65 << 20)
+    with pytest.raises(EngineError, match=r"the engine needs 6.* MiB .*, 65.0 MiB are free; make"):
+        build(tmp_path / "engine", "tiny-dense")
+    monkeypatch.undo()
+    use(monkeypatch, backend)
+    monkeypatch.setattr(building, "device_memory", lambda device: 1 << 30)
+    with pytest.raises(PlanError, match=r"needs .* of host memory, this machine has 1\.00 GiB: bu"):
+        build(tmp_path / "engine", "tiny-dense")
