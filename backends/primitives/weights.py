@@ -141,13 +141,15 @@ def gathered(
 
 
 def _numbers(net: Network, codes: Operand, index: Operand, signed: int) -> Operand:
-    """Return what gathered codes are, f32. Bytes are looked up: no target gathers 4 bits, or e4m3,
-    and none of them shifts."""
+    """Return what gathered codes are, f32. They are gathered as bytes: no target gathers 4 bits, or
+    e4m3, none of them shifts, and TensorRT's parser takes whole numbers of 8 bits with a sign as
+    codes of a product alone. Bytes that are no such number are looked up."""
     e = net.e
-    if codes.dtype == "i8":
-        return e.cast(e.gather(codes, index, 0), "f32")
-    table = net.shared(("codes", codes.dtype, signed), lambda: e.constant(_table(codes, signed)))
     found = e.gather(e.bits(codes), index, 0)
+    if codes.dtype == "i8":
+        numbers = e.cast(found, "f32")
+        return e.where(e.binary("gt", numbers, 127), e.sub(numbers, 256), numbers)
+    table = net.shared(("codes", codes.dtype, signed), lambda: e.constant(_table(codes, signed)))
     numbers = e.gather(table, e.cast(found, "i32"), 0)
     return e.reshape(numbers, *found.shape[:-1], int(found.shape[-1]) * PACKED[codes.dtype])
 

@@ -50,16 +50,21 @@ from ..primitives.graph import MEDIA, network_graph, tower_graphs
 from ..primitives.network import BLOCK_IDS, NO_BLOCK
 from ..reference import ReferenceRuntime, WideRuntime
 from . import build, recorder
-from .host import CODES, Api, capsule, probe
+from .compiled import summary
+from .host import CODES, Api, capsule, installed, probe, require_library
 from .interface import draft_graph, networks, spans
 from .recorder import Exchange
 from .runtime import Opened, TrtRuntime, deserialize, refit, stream_weights
+from .target import RTX, TARGETS
+from .trial import compile_once
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
 
 #: which TensorRT the recorder stands for
 EMULATED = "11.4.0"
+#: host memory that a builder may take of a dry run
+MOST_COMPILED = 3 * build.GIB
 SMALL = Limits(max_batch=3, max_seq=4200, prefill_chunk=11)
 #: tokens that each row of the small network is given, and tokens that are verified after steps
 LENGTHS, VERIFIED = (29, 0, 17), 2
@@ -90,7 +95,11 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
         errors = {d: check_small(api, p, d) for d in ("f32", p.dtype)}
     progress("writing the network at full size")
     found = full_size(api, p)
-    short = build.estimate([*networks(p.packing.program).values()]).short()
+    estimate = build.estimate([*networks(p.packing.program).values()])
+    short = estimate.short()
+    if estimate.host_bytes <= MOST_COMPILED and installed(RTX):
+        progress("compiling the network of the text model")
+        found |= {"compiled": compiled_lines(p)}
     rounded = {
         f"{name}_error": {d: float(f"{e[name]:.1e}") for d, e in errors.items()}
         for name in errors["f32"]
@@ -103,6 +112,13 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
         "dry_run_s": round(time.monotonic() - start, 1),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
+
+
+def compiled_lines(p: Prepared) -> list[str]:
+    """Return what TensorRT-RTX makes of the text model's network, a line for each profile."""
+    graph = network_graph(p.packing.program)
+    made = compile_once(require_library(RTX), graph, p.limits, p.settings, TARGETS["rtx"])
+    return summary(made.profiles)
 
 
 def check_sizes(

@@ -1,0 +1,73 @@
+"""Exported ONNX files in NVIDIA's parser and builder: TensorRT-RTX's, which need no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import g4ir
+from g4ir.backends.trt import build
+from g4ir.errors import MissingError
+from tests.trt.compiled import real
+
+onnx = pytest.importorskip("onnx")
+try:
+    TRT = real().trt
+except MissingError as e:
+    pytest.skip(f"TensorRT-RTX is not installed: {e}", allow_module_level=True)
+
+CHUNK, SLOTS = 16, 64
+#: dim -> sizes of single tokens, and of chunks: least, typical, most
+SIZES = {"B": (1, 1), "S": (1, CHUNK), "R": (1, 1), "C": (SLOTS, SLOTS)}
+#: variant and options -> exported files
+EXPORTS: dict[str, dict[str, Any]] = {
+    "tiny-moe int8": {"quant": "int8"},
+}
+MORE = {
+    "tiny-moe int4": {"quant": "int4", "settings": {"experts": "all"}},
+    "tiny-ple int8": {"quant": "int8"},
+    "tiny-dense f16": {"dtype": "float16"},
+    "tiny-moe": {},
+    "tiny-moe fp8": {"quant": "fp8"},
+    "tiny-media": {"media": "all"},
+    "tiny-ple int4": {"quant": "int4", "drafter": "default"},
+}
+CASES = [
+    *EXPORTS.items(),
+    *(pytest.param(*row, marks=pytest.mark.full) for row in MORE.items()),
+]
+
+
+def taken(file: Path) -> str:
+    """What parser or builder say against a file."""
+    log = build.logger(TRT)
+    builder = TRT.Builder(log)
+    network = builder.create_network(0)
+    parser = TRT.OnnxParser(network, log)
+    if not parser.parse_from_file(str(file)):
+        return f"parser: {log.said()}"
+    config = builder.create_builder_config()
+    inputs = onnx.load(file, load_external_data=False).graph.input
+    dims = {i.name: i.type.tensor_type.shape.dim for i in inputs}
+    dynamic = {n: d for n, d in dims.items() if any(x.dim_param for x in d)}
+    for phase in (0, 1) if dynamic else ():
+        profile = builder.create_optimization_profile()
+        for name, sizes in dynamic.items():
+            least, most = (
+                [x.dim_value or SIZES[x.dim_param][phase and i] for x in sizes] for i in (0, 1)
+            )
+            profile.set_shape(name, least, most, most)
+        config.add_optimization_profile(profile)
+    plan = builder.build_serialized_network(network, config)
+    return "" if plan is not None else f"builder: {log.said()}"
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_exports(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    given = {"media": "none", "random_weights": 0, "max_seq": SLOTS - CHUNK, **options}
+    variant, out = name.split()[0], tmp_path / "engine"
+    g4ir.build(variant, out, backend="onnx", device="cpu", prefill_chunk=CHUNK, **given)
+    refused = {f.name: said for f in sorted(out.glob("*.onnx")) if (said := taken(f))}
+    assert not refused
