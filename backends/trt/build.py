@@ -257,8 +257,8 @@ class Estimate:
 SECONDS_PER_PRODUCT, SECONDS_PER_GIB = 0.5, 8.0
 
 
-#: host memory of a builder beside a copy of weights, and for each layer, as measured: for e2b in bf16
-#: (4.25 GiB of weights, 35 layers) TensorRT-RTX 1.7 took 8.75 GiB, for e4b (8.65, 42) 14.5
+#: host memory of a builder beside a copy of weights, and for each layer, as measured in bf16: for
+#: e2b (4.25 GiB of weights, 35 layers) TensorRT-RTX 1.7 took 8.75 GiB, for e4b (8.65, 42) 14.5
 HOST_BYTES, LAYER_HOST_BYTES = 3 * GIB // 2, GIB // 10
 
 

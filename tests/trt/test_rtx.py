@@ -133,10 +133,11 @@ def test_a_portable_engine(engine: Engine) -> None:
     [
         (None, "", {}, r"no CUDA device; run it on a GPU of .*8\.0, 8\.6, 8\.9, 12\.0 or later"),
         ((9, 0), "NVIDIA H100", {}, r"runs on a GPU of .*12\.0 or later; .*H100, is sm_90"),
-        ((8, 9), "RTX 4090", {"machine": "cuda tensorrt-rtx-1.4"}, r"rtx-1\.4\); this is .*rtx-1"),
+        ((8, 9), "RTX 4090", {"machine": "cuda tensorrt-rtx-1.4"}, r"-1\.4\); this .*--target rtx"),
+        ((8, 9), "RTX 4090", {"library": "TensorRT"}, "library of its compiled files are not"),
         ((8, 9), "RTX 4090", {"version": "1.7.0.1"}, r"by TensorRT-RTX 1\.7\.0\.1, this is"),
     ],
-    ids=["no GPU", "another GPU", "another minor version", "another version"],
+    ids=["no GPU", "another GPU", "another minor version", "another library", "another version"],
 )
 def test_where_it_does_not_run(
     copy: Path,
