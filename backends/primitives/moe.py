@@ -74,7 +74,7 @@ def own_choices(
 
 
 def _for_all(e: Emitter, w: Weight) -> Weight:
-    """Return a weight with a dim of one for rows of a batch."""
+    """Return a weight with a dim of one for the batch."""
     return Weight(e.unsqueeze(w.matrix, 0), w.turned, w.factors and e.unsqueeze(w.factors, 0))
 
 
