@@ -76,6 +76,7 @@ ASKED: tuple[dict[str, str], ...] = (
     {},
     {"attention": "plain", "experts": "all", "weights": "refit", "hardware": "same-capability"},
     {"attention": "fused", "experts": "gather", "weights": "streamed"},
+    {"attention": "explicit"},
 )
 CALLS = [(v, s) for v in ASKING for s in (ASKED if v == "tiny-moe" else ASKED[:1])]
 
