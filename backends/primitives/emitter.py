@@ -58,7 +58,7 @@ class Emitter(ABC):
 
     #: prefix of the names of what is made next: the IR value that it is made for
     scope: str = ""
-    #: whether entries of a weight in codes are gathered before they are dequantised
+    #: whether entries of a quantised weight are gathered before they are dequantised
     gathers_codes = True
 
     @contextmanager

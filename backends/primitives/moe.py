@@ -53,9 +53,10 @@ def experts(
     def every() -> Operand:
         made = (_for_all(e, whole_weight(e, w)) for w in both)
         y = _mlp(e, e.unsqueeze(x, 1), act, *made)
-        y = e.cast(e.transpose(y, 0, 2, 1, 3), "f32")
-        out = e.matmul(_by_expert(net, weights, index, int(gate_up.shape[0])), y)
-        return e.cast(e.reshape(out, *x.shape), x.dtype)
+        factors = _by_expert(net, weights, index, int(gate_up.shape[0]))
+        # A product and a sum, which are one kernel: a matrix product would need all of y in fp32.
+        y = e.mul(e.cast(y, "f32"), e.transpose(factors, 0, 3, 1, 2))
+        return e.cast(e.reshape(e.reduce("sum", y, 1), *x.shape), x.dtype)
 
     if form == "auto" and x.shape[1] != 1:
         return e.when_one(x, 1, gathered, every)
@@ -73,7 +74,7 @@ def own_choices(
 
 
 def _for_all(e: Emitter, w: Weight) -> Weight:
-    """Return a weight with a dim of one for rows of a batch."""
+    """Return a weight with a dim of one for the batch."""
     return Weight(e.unsqueeze(w.matrix, 0), w.turned, w.factors and e.unsqueeze(w.factors, 0))
 
 

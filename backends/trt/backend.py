@@ -36,7 +36,7 @@ from .kernel_cache import SUFFIX, KernelCache
 from .lowerings import SETTINGS, score_bytes
 from .make import Make, build_apart, read_plan
 from .runtime import Opened, TrtRuntime, is_streaming, refit, stream_weights
-from .target import HOPPER, LIBRARIES, RTX, TARGETS, Target, find_target, target_of
+from .target import HOPPER, LIBRARIES, RTX, TARGETS, Target, find_target
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
@@ -62,6 +62,8 @@ class Plans:
 
     plan: PlainName
     tensors: PlainName
+    #: of `--target`; empty: the GPU of the build
+    target: Annotated[str, OneOf(("", *TARGETS))]
     #: name and version
     library: Annotated[str, OneOf(LIBRARIES)]
     version: str
@@ -102,8 +104,7 @@ class TrtBackend(Backend):
         return self._for(found) if found else self
 
     def built(self, kept: Mapping[str, Any]) -> TrtBackend:
-        target = target_of(kept["library"], kept["capabilities"])
-        return self._for(target) if target.library != self.host.target.library else self
+        return self._for(find_target(kept["target"])) if kept["target"] else self
 
     def _for(self, target: Target) -> TrtBackend:
         dtypes = tuple(d for d in self.dtypes if d not in target.lacks)
@@ -120,11 +121,9 @@ class TrtBackend(Backend):
         return self.host.has_gpu(device)
 
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
-        rtx = (
-            installed(RTX) if self.host.target is HOPPER and not super().has_device(device) else ""
-        )
-        if rtx:
-            return (partial(require_target, rtx),)
+        undecided = self.host.target is HOPPER and not super().has_device(device)
+        if undecided and (version := installed(RTX)):
+            return (partial(require_target, version),)
         return (lambda: check_ranks(self.host.tensorrt(), ranks), self.host.check_gpu)
 
     def machine(self, device: str) -> str:
@@ -219,6 +218,8 @@ class TrtBackend(Backend):
         others = {name: files(name, 0, ranks_of(g))[0] for name, g in graphs.items()}
         agreed = {
             "settings": all(settings.get(n) in s.choices for n, s in self.settings.items()),
+            "library": kept["library"] == self.host.target.library.name,
+            "capabilities": tuple(kept["capabilities"]) == self.host.target.capabilities,
             "plan": kept["plan"] == others.pop(ENGINE),
             "others": kept["others"] == others,
         }

@@ -257,8 +257,8 @@ class Estimate:
 SECONDS_PER_PRODUCT, SECONDS_PER_GIB = 0.5, 8.0
 
 
-#: host memory of a builder beside weights, and for each layer, as measured: TensorRT-RTX 1.7 took
-#: 8.75 GiB for e2b (4.25 of weights, 35 layers), 14.5 for e4b (8.65, 42 layers)
+#: host memory of a builder beside a copy of weights, and for each layer, as measured in bf16: for
+#: e2b (4.25 GiB of weights, 35 layers) TensorRT-RTX 1.7 took 8.75 GiB, for e4b (8.65, 42) 14.5
 HOST_BYTES, LAYER_HOST_BYTES = 3 * GIB // 2, GIB // 10
 
 
@@ -267,12 +267,12 @@ TIMED = ("linear", "linear_bias", "linear_clipped", "experts", "conv_halve", "ch
 
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:
-    """Return the estimate for networks that are built one after the other, for each rank again. In
-    host memory lies the builder's copy of the weights and what it holds of each layer."""
+    """Return the estimate for networks that are built one after the other, for each rank again.
+    Host memory holds the builder's copy of weights and what it keeps of each layer."""
     seconds = sum(ranks_of(g) * _seconds(g) for g in graphs)
     layers = [len({layer_of(v.name) for v in g.params} - {None}) for g in graphs]
     each = zip(graphs, layers, strict=True)
-    host = max(weight_bytes(g) + HOST_BYTES + count * LAYER_HOST_BYTES for g, count in each)
+    host = max(_copied_bytes(g) + HOST_BYTES + count * LAYER_HOST_BYTES for g, count in each)
     return Estimate(seconds, host, max(map(weight_bytes, graphs)) + LEAST_WORKSPACE)
 
 
@@ -281,6 +281,12 @@ def _seconds(g: Graph) -> float:
     attention alone: what else was timed for the first is in the timing cache."""
     products = sum(1 for _ in g.find(*TIMED, *ATTENTIONS)) * max(1, len(phases_of(g)))
     return products * SECONDS_PER_PRODUCT + weight_bytes(g) / GIB * SECONDS_PER_GIB
+
+
+def _copied_bytes(g: Graph) -> int:
+    """Count the bytes of params of which a builder makes a copy in another layout: matrices, and
+    not the stacks of those of experts."""
+    return sum(v.type.nbytes() for v in g.params if v.type.rank < 3)
 
 
 def weight_bytes(g: Graph) -> int:

@@ -297,8 +297,8 @@ def _worst(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
 
 def _has_rows(program: Program) -> bool:
     """Whether a weight has codes of 8 bits, whose products are multiplied by scales of rows."""
-    codes = (n["codes"] for g in program.graphs.values() for n in g.find("dequantize"))
-    return any(v.type.dtype in CODES for v in codes)
+    found = (n["codes"] for g in program.graphs.values() for n in g.find("dequantize"))
+    return any(v.type.dtype in CODES for v in found)
 
 
 def rounds_alike(got: Tensor, want: Tensor, wide: Tensor, dtype: str, times: float = 1.0) -> bool:

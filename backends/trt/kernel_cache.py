@@ -3,8 +3,8 @@ keeps them for the next time (its runtime cache).
 
 The file lies beside the engine directory, whose own files are those of the build. It holds native
 code, so it is read only if it is this user's alone, and only for the engine, GPU and library for
-which it was written. Losing it costs time alone: a file that cannot be used is removed, with one
-message.
+which it was written. Losing it costs time alone: a file that cannot be used is removed, which is
+logged once.
 """
 
 from __future__ import annotations

@@ -102,6 +102,7 @@ class Make:
         return {
             "plan": first.pop(ENGINE),
             "tensors": files(ENGINE)[1],
+            "target": self.target.name,
             "library": self.target.library.name,
             "version": self.api.version,
             "capabilities": [*self.target.capabilities],

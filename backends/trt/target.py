@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from g4ir.errors import InputError
@@ -114,11 +114,6 @@ def find_target(name: str) -> Target:
             f"h200"
         )
     raise InputError(f"--target {name[:40]}: one of {', '.join(TARGETS)}")
-
-
-def target_of(library: str, capabilities: Sequence[str]) -> Target:
-    """Return the target of an engine that a library built for these capabilities."""
-    return Target("", LIBRARIES[library], tuple(capabilities))
 
 
 def numbers(capability: str) -> tuple[int, ...]:

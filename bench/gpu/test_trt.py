@@ -35,7 +35,7 @@ from g4ir.backends.trt import build as building
 from g4ir.backends.trt import dry_run
 from g4ir.backends.trt.host import FEATURES, Host, logger, require_library
 from g4ir.backends.trt.interface import ENGINE, files
-from g4ir.backends.trt.lowerings import SETTINGS, WEIGHTS
+from g4ir.backends.trt.lowerings import AUTO, SETTINGS, WEIGHTS
 from g4ir.backends.trt.recorder import Call
 from g4ir.backends.trt.target import TENSORRT
 from g4ir.bench.measure import percentile
@@ -76,6 +76,7 @@ ASKED: tuple[dict[str, str], ...] = (
     {},
     {"attention": "plain", "experts": "all", "weights": "refit", "hardware": "same-capability"},
     {"attention": "fused", "experts": "gather", "weights": "streamed"},
+    {"attention": "explicit"},
 )
 CALLS = [(v, s) for v in ASKING for s in (ASKED if v == "tiny-moe" else ASKED[:1])]
 
@@ -295,7 +296,7 @@ def compared(engine: Engine) -> dict[str, Any]:
 
 @pytest.mark.limit(300)
 def test_attention(measure: Any, scale: Scale, host: Host, variant: str) -> None:
-    """Each kind of attention alone, for several lengths, in each form."""
+    """Attentions of each size of heads alone, for several lengths, in each form."""
     for length in scale.contexts:
         options = BuildOptions(
             backend="trt",
@@ -305,11 +306,12 @@ def test_attention(measure: Any, scale: Scale, host: Host, variant: str) -> None
             media="none",
         )
         prepared = prepare(load_spec(variant), options, dry=True)
-        for g in building.attention_graphs(network_graph(prepared.packing.program)):
-            for form in SETTINGS["attention"].choices:
+        trials = building.attention_trials([network_graph(prepared.packing.program)])
+        for size, (g, *_) in trials.items():
+            for form in (c for c in SETTINGS["attention"].choices if c != AUTO):
                 settings = {**prepared.settings, "attention": form}
                 make = partial(alone, host, scale, g, prepared.limits, settings)
-                measure(f"{g.outputs[0].name} max_seq={length} {form}", make)
+                measure(f"heads of {size} max_seq={length} {form}", make)
 
 
 def alone(

@@ -519,6 +519,7 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
         "--spec": path / SPEC,
         "--backend": m.backend,
         "--device": m.device,
+        "--target": m.to_dict()["compiled"].get("target") or None,
         "--dtype": TORCH_NAMES[m.dtype],
         **{f"--{name.replace('_', '-')}": size for name, size in asdict(m.limits).items()},
         "--tp": m.ranks if m.ranks > 1 else None,

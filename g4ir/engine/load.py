@@ -215,9 +215,12 @@ def _table(runtime: Runtime, v: Value, ple: str | None, device: str) -> Any:
 
 def _not_here(found: Artefact) -> str:
     """Return why an engine for cuda does not run on this machine, and where it does."""
+    import torch
+
     backend = _backend_of(found)
     again = "build it again with --device cpu, or " if "cpu" in backend.devices else ""
-    why = f"{found.path} was built for cuda and this torch sees no CUDA device"
+    has = "has another GPU" if torch.cuda.is_available() else "sees no CUDA device"
+    why = f"{found.path} was built for cuda and this torch {has}"
     return f"{why}; {again}run it {backend.place}"
 
 

@@ -27,7 +27,8 @@ from tests.trt.emulated import build, emulated, use
 VERSIONS = tuple(WHEELS)
 #: every choice of every setting is in one of them
 SETTINGS: tuple[dict[str, str], ...] = (
-    {"attention": "explicit", "experts": "auto", "weights": "baked", "hardware": "exact"},
+    {"attention": "auto", "experts": "auto", "weights": "baked", "hardware": "exact"},
+    {"attention": "explicit"},
     {"attention": "fused", "experts": "gather", "weights": "streamed"},
     {"attention": "plain", "experts": "all", "weights": "refit", "hardware": "same-capability"},
 )

@@ -103,18 +103,20 @@ class IDequantizeLayer(Layer):
     _kind = "dequantize"
     axis = Attribute(-1)
 
+    def _check(self) -> None:
+        """Codes are what it takes."""
+
     def _infer(self) -> list[Output]:
         x, scale, to = self._in(0), self._in(1), self._output_type
         self._takes(x, CODES, "here it")
         self._need(scale._type[0] == to, f"{scale._text}: the result, {to.name}, has its type")
+        pairs = [*zip(x._dims, scale._dims)]
+        fits = len(scale._dims) == len(x._dims) and sum(n != g for n, g in pairs) < 2
+        fits = fits and all(n % g == 0 for n, g in pairs)
         if len(scale._dims) == 1:
             fits = scale._dims == x._dims[self._axis : self._axis + 1 or None]
-            self._need(fits, f"{scale._text}: one for each entry of axis {self._axis} of {x._text}")
-        elif scale._dims:
-            fits = len(scale._dims) == len(x._dims)
-            pairs = [*zip(x._dims, scale._dims)]
-            fits = fits and all(n % g == 0 for n, g in pairs) and sum(n != g for n, g in pairs) < 2
-            self._need(fits, f"{scale._text}: a scale for each group of {x._text}")
+        said = f"{scale._text}: one for each entry of axis {self._axis} of {x._text}, or for groups"
+        self._need(fits or not scale._dims, said)
         return [(to, x._dims)]
 
     def _run(self, *ins: torch.Tensor) -> Tensors:
@@ -397,7 +399,7 @@ class IAttention(Layer):
         self._check_mask(q, k, self._mask)
         return [q._type]
 
-    def _check_kernel(self) -> None:
+    def _check(self) -> None:
         kind, dims = self._in()._type
         whole = dims[3] <= MAX_HEAD and kind != DataType.FLOAT
         self._need(self._decomposable or whole, f"{self._in()._text}: no kernel for these heads")

@@ -164,6 +164,16 @@ class Layer(Recorded):
                 raise
         return self._cached[1]
 
+    @property
+    def _given(self) -> list[ITensor]:
+        return [t for t in self._inputs if t is not None]
+
+    def _check(self) -> None:
+        """Check what only a builder refuses: constants of codes are dequantised."""
+        for t in self._given:
+            codes = t._layer and t._layer._kind == "constant" and t._type[0] in CODES
+            self._need(not codes, f"{t._text}: constants of codes are dequantised, nothing else")
+
     def _infer(self) -> list[Output]:
         raise NotImplementedError
 

@@ -10,7 +10,7 @@ import torch
 
 from . import kinds, layout
 from .enums import TORCH, DataType, Severity
-from .layers import CODES, HELD, MAX_DIMS, ITensor, Layer, Shape, volume
+from .layers import HELD, MAX_DIMS, ITensor, Layer, Shape, volume
 from .ranks import Exchange
 from .record import Attribute, Recorded, method, need
 
@@ -133,12 +133,8 @@ def check(network: INetworkDefinition) -> None:
     need(not twice, f"several inputs or outputs are called {', '.join(twice)}")
     for layer in _updates(network):
         layer._need(layer._outputs[0]._is_output, "its output is no output of the network")
-    for layer in _of_kind(network, kinds.IAttention):
-        layer._check_kernel()
     for layer in network._layers:
-        for t in (t for t in layer._inputs if t is not None and layer._kind != "dequantize"):
-            codes = t._layer and t._layer._kind == "constant" and t._type[0] in CODES
-            layer._need(not codes, f"{t._text}: constants of codes are dequantised, nothing else")
+        layer._check()
     ranks = {x._num_ranks for x in _of_kind(network, kinds.IDistCollectiveLayer)}
     need(len(ranks) <= 1, f"collectives of {sorted(ranks)} ranks in one network")
 
@@ -178,7 +174,7 @@ def execute(
         tensor._agree(feeds[name].shape, sizes)
         values[tensor] = feeds[name]
     for layer in network._layers:
-        made = layer._run(*(values[t] for t in layer._inputs if t is not None))
+        made = layer._run(*(values[t] for t in layer._given))
         for tensor, value in zip(layer._outputs, made, strict=True):
             tensor._check(value)
             values[tensor] = value
@@ -216,12 +212,11 @@ def _live_bytes(network: INetworkDefinition) -> int:
     last: dict[ITensor, int] = {}
     until = _reduced(network)
     for i, layer in enumerate(network._layers):
-        ins = [t for t in layer._inputs if t is not None]
-        for t in ins:
+        for t in layer._given:
             root = roots.get(t, t)
             last[root] = max(last.get(root, 0), until.get(layer, i))
         if _is_view(layer):
-            roots[layer._outputs[0]] = roots.get(ins[0], ins[0])
+            roots[layer._outputs[0]] = roots.get(layer._in(), layer._in())
     ends: dict[int, int] = {}
     live = most = 0
     for i, layer in enumerate(network._layers):
@@ -240,9 +235,8 @@ def _reduced(network: INetworkDefinition) -> dict[Layer, int]:
     network these are."""
     readers: dict[ITensor, list[Layer]] = {}
     for layer in network._layers:
-        for t in layer._inputs:
-            if t is not None:
-                readers.setdefault(t, []).append(layer)
+        for t in layer._given:
+            readers.setdefault(t, []).append(layer)
     found: dict[Layer, int] = {}
     for layer in reversed(network._layers):
         after = readers.get(layer._outputs[0], [])
@@ -301,7 +295,7 @@ def _needed(layer: Layer, read: Mapping[ITensor, Read]) -> Read:
     cache."""
     first = 1 if layer._kind == "KV cache update" else 0
     found: Read = {}
-    for t in (t for t in layer._inputs[first:] if t is not None):
+    for t in layer._given[first:]:
         for x, n in read[t].items():
             found[x] = max(found.get(x, 0), n)
     if layer._kind == "gather":
