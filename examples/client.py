@@ -1,7 +1,7 @@
 """Talk to `g4ir serve MODEL` with OpenAI's client, one streamed answer after another.
 
-    g4ir serve gemma-3-270m.gguf &
-    python examples/client.py http://127.0.0.1:8000/v1 "Why is the sky blue?" "And at night?"
+g4ir serve gemma-3-270m.gguf &
+python examples/client.py http://127.0.0.1:8000/v1 "Why is the sky blue?" "And at night?"
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Two engines of one model side by side: quality by the loss of a text, and speed.
 
-    python examples/compare.py gemma-3-270m.gguf README.md --backend torch --quant int8
+python examples/compare.py gemma-3-270m.gguf README.md --backend torch --quant int8
 """
 
 import argparse
@@ -23,4 +23,5 @@ for quant in (None, args.quant):
         start = time.perf_counter()
         tokens = engine.generate(list(score.ids[:16]), 32, stop_ids=())
         rate = len(tokens) / (time.perf_counter() - start)
-        print(f"{quant or 'as it is':10} nll {score.nll:.4f}  ppl {score.ppl:.2f}  {rate:.1f} tokens/s")
+        quality = f"nll {score.nll:.4f}  ppl {score.ppl:.2f}"
+        print(f"{quant or 'as it is':10} {quality}  {rate:.1f} tokens/s")

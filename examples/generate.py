@@ -1,5 +1,5 @@
-"""Continue prompts, or answer messages with --chat, with a model: an engine directory, a GGUF file, a
-checkpoint directory, or a variant whose weights are in the Hugging Face cache.
+"""Continue prompts, or answer messages with --chat, with a model: an engine directory, a GGUF file,
+a checkpoint directory, or a variant whose weights are in the Hugging Face cache.
 
     python examples/generate.py gemma-3-270m.gguf "The sky is" "Once upon a time"
 """

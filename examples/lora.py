@@ -2,7 +2,7 @@
 
     python examples/lora.py tiny-moe
 
-`g4ir.module("gemma-4-E2B-it")` is a checkpoint's model; `torch.compile(module, fullgraph=True)` works.
+`g4ir.module("gemma-4-E2B-it")` is the model of a checkpoint directory.
 """
 
 import sys

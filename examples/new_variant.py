@@ -1,6 +1,6 @@
 """A variant that nobody shipped: a few lines of YAML, an engine, and a check against transformers.
 
-    python examples/new_variant.py build/my-variant
+python examples/new_variant.py build/my-variant
 """
 
 import sys

@@ -352,6 +352,11 @@ def test_prompts_of_other_types(prompt: Any, built: Engine) -> None:
         built.generate(np.array([2.0, 5.0]), 3)
 
 
+def test_more_prompts_than_the_batch(built: Engine) -> None:
+    prompts = [[2, 5 + i, 7][: 2 + i % 2] for i in range(2 * built.limits.max_batch + 1)]
+    assert built.generate(prompts, 3) == [built.generate(p, 3) for p in prompts]
+
+
 def test_linked_shards_in_folders(tmp_path: Path) -> None:
     """An index may name files in folders of the checkpoint; they keep their places."""
     source = random_checkpoint(tmp_path / "source", "tiny-dense")

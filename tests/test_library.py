@@ -1,4 +1,4 @@
-"""Engines that are built on first use: found again, locked, removed; the verbs that take a model."""
+"""Engines that are built on first use: found again, locked, removed; verbs that take a model."""
 
 from __future__ import annotations
 
@@ -129,7 +129,10 @@ def test_of_two_that_want_an_engine_one_builds(
     "fails, says",
     (
         (KeyboardInterrupt(), None),
-        (OSError(28, "No space left on device"), "cannot write the engine: .*No space left.*make room"),
+        (
+            OSError(28, "No space left on device"),
+            "cannot write the engine: .*No space left.*make room",
+        ),
     ),
 )
 def test_a_build_that_ends_early_leaves_nothing(
@@ -157,9 +160,7 @@ def test_what_a_killed_build_left_is_removed(model: Path) -> None:
     assert leftovers() == [".going-2.building-12ab", "going-2.json", path.name, f"{path.name}.json"]
 
 
-def test_a_file_that_changes_while_it_is_read(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changes_while_it_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "write_engine", lambda *given: os.utime(model, (1, 1)))
     with pytest.raises(EngineError, match=r"tiny\.gguf changed while it was read; try again"):
         find_engine(model, SMALL)
@@ -187,11 +188,13 @@ def test_the_least_recently_used_are_removed_and_none_in_use(model: Path) -> Non
 
 
 def test_verbs_take_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One engine for those that need the same; scoring needs all logits. Their list, and its end."""
+    """One engine for those that need the same; scoring needs all logits. Their list, its end."""
     checkpoint, builds = text_checkpoint(tmp_path / "my-tiny"), built(monkeypatch)
     text = tmp_path / "text"
     text.write_text("ab w3 w7 a b")
-    ran = command("run", checkpoint, *FLAGS, "--prompt", "ab", "--max-new-tokens", "3", "--seed", "1")
+    ran = command(
+        "run", checkpoint, *FLAGS, "--prompt", "ab", "--max-new-tokens", "3", "--seed", "1"
+    )
     assert ran.code == 0 and ran.out, ran.err
     for words in (["verify", "--tokens", "2,5,7"], ["bench", "--output-len", "4", "--rounds", "2"]):
         done = command(words[0], checkpoint, *words[1:], *FLAGS)
@@ -221,7 +224,9 @@ def test_chat_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     file = bare_file(tmp_path / "tiny.gguf", load_spec("tiny-dense"), with_turns)
     for _ in range(2):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\n")))
-        done = command("chat", file, *FLAGS, "--json", "--max-new-tokens", "4", "--temperature", "0")
+        done = command(
+            "chat", file, *FLAGS, "--json", "--max-new-tokens", "4", "--temperature", "0"
+        )
         assert done.code == 0 and '"finish_reason"' in done.out, done
     assert len(cached_engines()) == 1
 
@@ -229,10 +234,18 @@ def test_chat_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     "model, options, says",
     (
-        ("{engine}", {"quant": "int4"}, "is an engine, and --quant belong to its build: leave them"),
+        (
+            "{engine}",
+            {"quant": "int4"},
+            "is an engine, and --quant belong to its build: leave them",
+        ),
         ("{here}/tiny.gguf", {"random_weights": 0}, "has weights, and --checkpoint or --random"),
         ("tiny-dense", {}, "variant tiny-dense has no hub id: give --random-weights SEED"),
-        ("some/model", {}, "no model of this name in the local Hugging Face cache; download it with"),
+        (
+            "some/model",
+            {},
+            "no model of this name in the local Hugging Face cache; download it with",
+        ),
         ("e2", {}, "no spec is called 'e2'; did you mean e2b"),
         ("{here}", {}, "is no engine directory: it has no manifest.json; run g4ir build"),
     ),

@@ -20,8 +20,8 @@ from tests.engines import random_checkpoint
 from tests.gguf_files import bare_file
 from tests.oracle import hf_model, random_tokens
 
-#: dense with K=V, experts, per-layer embeddings with shared K and V, Gemma 3, the text models of media;
-#: softcap of attention, untied head
+#: dense with K=V, experts, per-layer embeddings with shared K and V, Gemma 3, the text models of
+#: media; softcap of attention, untied head
 SPECS = {
     name: load_spec(name)
     for name in ("tiny-dense", "tiny-moe", "tiny-ple", "tiny-gemma3", "tiny-media", "tiny-unified")
@@ -131,7 +131,10 @@ def test_weights_of_a_checkpoint_and_a_quantised_gguf_file(tmp_path: Path) -> No
     """The logits of an engine of the same file; codes are the numbers that they stand for."""
     spec = load_spec("tiny-gemma3")
     ids, _ = tokens(spec)
-    files = random_checkpoint(tmp_path / "c", spec), bare_file(tmp_path / "a.gguf", spec, kind="Q8_0")
+    files = (
+        random_checkpoint(tmp_path / "c", spec),
+        bare_file(tmp_path / "a.gguf", spec, kind="Q8_0"),
+    )
     options = {"backend": "reference", "dtype": "float32", "all_logits": True, "max_seq": 64}
     for i, file in enumerate(files):
         with g4ir.build(None, tmp_path / str(i), checkpoint=file, **options) as engine:

@@ -38,13 +38,21 @@ WORDS = {
     "gpus": gpu_names(),
     "timeout": TIMEOUT_S,
     "phases": PHASES,
-    "model": "an engine directory; or a GGUF file, checkpoint directory, Hugging Face id or variant, of\n"
-    "which an engine is built on first use",
+    "model": "an engine directory; or a GGUF file, checkpoint directory, Hugging Face id or\n"
+    "variant, of which an engine is built on first use",
 }
 #: options of a build on first use
+OF_MODEL = (
+    "backend",
+    "device",
+    "dtype",
+    "quant",
+    "max_batch",
+    "max_seq",
+    "random_weights",
+    "settings",
+)
 OPTIONS = tuple(f.name for f in fields(BuildOptions))
-OF_MODEL = ("backend", "device", "dtype", "quant", "max_batch", "max_seq", "random_weights")
-OF_MODEL += ("settings",)
 #: threads that a command line may ask for
 MOST_THREADS = 1024
 #: a parser, or one of its groups of options

@@ -40,9 +40,9 @@ def _remove(args: argparse.Namespace) -> int:
         raise InputError("engines rm: give either names, as `g4ir engines` lists them, or --all")
     if unknown := [name for name in args.names if name not in known]:
         raise InputError(f"engines rm {unknown[0]}: no such engine; `g4ir engines` lists them")
-    removed, kept = [], []
-    for name in args.names or known:
-        (removed if remove(known[name].path) else kept).append(name)
+    names = args.names or list(known)
+    removed = [name for name in names if remove(known[name].path)]
+    kept = [name for name in names if name not in removed]
     if kept and not args.all:
         raise InputError(f"engines rm {kept[0]}: a process uses it; end that first")
     freed = sum(known[name].bytes for name in removed)

@@ -1,5 +1,5 @@
-"""Engines that are built on first use: from a GGUF file, a checkpoint directory, a model of the local
-Hugging Face cache or a variant, to an engine in the user's cache, found again in milliseconds.
+"""Engines that are built on first use into the cache: of a GGUF file, a checkpoint directory, a
+model of the local Hugging Face cache, or a variant.
 
 `NAME-HASH` is an engine's directory there, and `NAME-HASH.json` its record, which is also its lock:
 exclusive while it is built or removed, shared while a process uses it. The record's time is that of

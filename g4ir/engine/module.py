@@ -67,8 +67,8 @@ class TextModule(nn.Module):
             found = f"{input_ids.dtype} {[*input_ids.shape]}"
             raise InputError(f"input_ids: expected int64 [batch, sequence], found {found}")
         if labels is not None and labels.shape != input_ids.shape:
-            found, wanted = [*labels.shape], [*input_ids.shape]
-            raise InputError(f"labels: expected the shape of input_ids, {wanted}; found {found}")
+            wanted = f"the shape of input_ids, {[*input_ids.shape]}"
+            raise InputError(f"labels: expected {wanted}; found {[*labels.shape]}")
         logits = self._run(self, input_ids.long())
         return ModuleOutput(logits, None if labels is None else _loss(logits, labels))
 
@@ -159,8 +159,8 @@ def _function(
     f = fx.Graph()
     ids = f.placeholder("ids")
     env: dict[str, fx.Node] = {"tokens": ids}
-    for at, function in enumerate((_positions, _lengths)):
-        env[("positions", "lengths")[at]] = f.call_function(function, (ids,))
+    env["positions"] = f.call_function(_positions, (ids,))
+    env["lengths"] = f.call_function(_lengths, (ids,))
     for g in graphs:
         projections = {n["w"].name for n in g.find("linear")}  # which nn.Linear holds
         for v in g.params:
@@ -185,7 +185,8 @@ def _call(f: fx.Graph, n: Node, env: dict[str, fx.Node], pad: int | None) -> Non
         env[n.out.name] = f.call_module(name, (env[n["x"].name],))
         return
     inputs = tuple(env[v.name] for v in n.inputs)
-    function, attrs = n.definition.reference, dict(n.attrs)
+    function: Callable[..., Any] | None = n.definition.reference
+    attrs: dict[str, Any] = dict(n.attrs)
     if n.op == "embedding":
         function, attrs = _embedding, attrs | {"pad": pad}
     assert function
