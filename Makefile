@@ -79,9 +79,15 @@ demo-real: $(REAL_MODEL)
 	$(REAL_BUILD) --max-seq 1024 --all-logits --link-weights --out $(REAL)/all-logits
 	$(BIN)/g4ir verify $(REAL)/all-logits $(REAL_TEXTS)
 
-# Its texts, token ids and likelihoods: minutes, and a download. See tests/real/real.py.
-test-real: $(READY) $(REAL_MODEL)
-	$(BIN)/python -m pytest -q tests/real/real.py
+# Its texts, token ids and likelihoods: minutes, and a download. See tests/real/real.py. Adapters made by
+# PEFT, which lies beside the environment.
+PEFT        = $(REAL)/peft
+
+$(PEFT): | $(READY)
+	$(INSTALL) --no-deps --target $@ 'peft>=0.18'
+
+test-real: $(READY) $(REAL_MODEL) $(PEFT)
+	PYTHONPATH=$(PEFT) $(BIN)/python -m pytest -q tests/real/real.py tests/real/adapters.py
 
 # The engines' CUDA programs, built for a GPU that is not there: see tests/cuda_programs/build.py. Its
 # environment takes about 3 GB more from the index: the CUDA build of torch that the GPU machines have.
