@@ -109,7 +109,9 @@ class HeldWeights(WeightSource):
         if param in known:
             return held.rows(param, ids)
         if all(part in known for part in parts):
-            return dequantized(*(held.rows(part, ids) for part in parts), self.dtype)
+            codes, scales = (held.rows(part, ids) for part in parts)
+            made: torch.Tensor = dequantized(codes, scales, self.dtype)
+            return made
         return self.tensor(name)[ids]
 
     def release(self, name: str) -> None:

@@ -309,9 +309,10 @@ def write_tensors(
 
 
 def _pieces(made: Made) -> Iterator[memoryview]:
-    yield from map(_bytes, [made] if isinstance(made, torch.Tensor) else made)
+    yield from map(bytes_of, [made] if isinstance(made, torch.Tensor) else made)
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, a copy if they do not lie together on the host."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ from g4ir.spec.record import Spec, diff_specs
 from g4ir.ui.files import check_room, write_file
 from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.checkpoint import GENERATION, NORM_WEIGHT, WeightSource
-from g4ir.weights.tensorfile import parse_json
+from g4ir.weights.tensorfile import bytes_of, parse_json
 from g4ir.weights.write import PIECE, in_pieces
 
 from .container import (
@@ -112,7 +112,7 @@ class _Tensor:
 
     def pieces(self) -> Iterator[memoryview]:
         for made in self.rows():
-            yield memoryview(made.contiguous().view(-1).view(torch.uint8).numpy())
+            yield bytes_of(made)
         yield memoryview(bytes(self.room - self.nbytes))
 
 
