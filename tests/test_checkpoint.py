@@ -118,8 +118,10 @@ def test_transformers_reads_what_we_write_and_the_reverse(tmp_path: Path, name: 
 def test_writer_refuses_an_existing_directory_and_leaves_nothing_on_failure(
     tmp_path: Path, dense: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "other").mkdir()
     with pytest.raises(WeightsError, match="exists"):
         write_checkpoint(tmp_path, dense, source(dense))
+    (tmp_path / "other").rmdir()
 
     def full_disk(*_: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import g4ir
-from g4ir.errors import EngineError
+from g4ir.errors import EngineError, InputError, SpecError
 from g4ir.model.media import KINDS
 from g4ir.model.names import checkpoint_name
 from g4ir.spec.record import diff_specs, load_spec
@@ -210,3 +211,22 @@ def test_an_engine_in_codes_as_gguf(tmp_path: Path) -> None:
         own, held = opened.tensor(checkpoint_name(param)), engine.param(param)
         torch.testing.assert_close(own.to(held.dtype), held)
     assert {s.form for s in opened.forms.values()} == {"int4", "int8"}
+
+
+def test_what_a_gguf_file_cannot_say(tmp_path: Path) -> None:
+    spec = load_spec("tiny-gemma3")
+    spec = replace(spec, text=replace(spec.text, query_pre_attn_scalar=7))
+    folder = write_checkpoint(tmp_path / "c", spec, RandomCheckpoint(spec, 1, F32))
+    with pytest.raises(SpecError, match=r"text.query_pre_attn_scalar: a GGUF file would say"):
+        g4ir.export(folder, tmp_path / "out.gguf", format="gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.parametrize("name", ["out", "out.gguf"])
+def test_a_full_disk(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = text_checkpoint(tmp_path / "c")
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(InputError, match=r"are to be written, and 1.00 KiB are free; make room"):
+        g4ir.export(folder, tmp_path / name, format="hf" if name == "out" else "gguf")
+    assert not (tmp_path / name).exists()

@@ -16,6 +16,7 @@ from g4ir.model.names import CODES, SCALES, checkpoint_name
 from g4ir.model.tensors import media_tensors
 from g4ir.model.text import build_program
 from g4ir.ops import OPS
+from g4ir.ops.codecs import dequantized
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.resolve import find_dtype
 from g4ir.quant.recipe import Scheme
@@ -102,6 +103,15 @@ class HeldWeights(WeightSource):
         return engine.share.joined(part, lambda rank, own: engine.unpacked(rank).part(own))
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows of a table, of which most engines hold rows, or codes and scales of rows."""
+        param, held = self._params[name].name, self.engine.unpacked().held
+        known, parts = self.engine.program.params(), (f"{param}{CODES}", f"{param}{SCALES}")
+        if param in known:
+            return held.rows(param, ids)
+        if all(part in known for part in parts):
+            codes, scales = (held.rows(part, ids) for part in parts)
+            made: torch.Tensor = dequantized(codes, scales, self.dtype)
+            return made
         return self.tensor(name)[ids]
 
     def release(self, name: str) -> None:

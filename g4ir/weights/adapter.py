@@ -1,4 +1,5 @@
-"""LoRA adapters as PEFT saves them, merged into a checkpoint's weights: W + scale * B @ A.
+"""LoRA adapters as PEFT saves them, merged into a checkpoint's weights: W + scale * B @ A; modules
+that an adapter saves whole (`modules_to_save`) replace those of the checkpoint.
 
 The sum is made in float32 when a weight is read, before it is packed, quantised or sharded; a
 projection K that serves as V too (`k_eq_v`) changes both.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,18 +23,31 @@ from g4ir.ops.types import torch
 from g4ir.spec.record import Spec
 
 from .checkpoint import PICKLES, Checkpoint
-from .formats.base import Files, Found, Part, by_plain_name, plain_name, shown, wrong
+from .formats.base import (
+    Files,
+    Found,
+    Part,
+    by_plain_name,
+    compiled,
+    plain_name,
+    require,
+    shown,
+    wrong,
+)
 from .match import tower_names
 from .tensorfile import FLOATS, TABLES, broken, quoted, read_header, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PART = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.default)?(?:\.weight)?")
+#: the experts of a layer: PEFT wraps their parameters (`target_parameters`) one within the other,
+#: and only shapes say which is which
+_EXPERTS = re.compile(r"(.+\.experts)(?:\.base_layer)*")
+BASE_LAYER = ".base_layer.weight"
 TIED = "the table of tokens is the head too (tie_word_embeddings is true), and an adapter changes"
 TIED += " one of them"
 MERGE = (
     "fix: merge the adapter with PEFT (merge_and_unload, save_pretrained) and give that checkpoint"
 )
-Parts = Mapping[str, Found]
 
 
 @dataclass(frozen=True)
@@ -63,9 +77,11 @@ class Adapter:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The config; WeightsError for what is not a plain LoRA."""
-        file = self.path / CONFIG
-        values = read_json(file)
+        return read_json(self.path / CONFIG)
+
+    def check(self) -> None:
+        """Raise WeightsError, which names the key, for what is not a plain LoRA."""
+        file, values = self.path / CONFIG, self.config
         keys = TABLES["adapter"]
         known = {*keys["read"], *keys["training"]}
         other = {k: v for k, v in values.items() if k not in known and v}
@@ -74,7 +90,6 @@ class Adapter:
                 other[key] = values.get(key)
         for key, value in other.items():
             raise WeightsError(f"{file}: {key}: {quoted(value)} is not applied; {MERGE}")
-        return values
 
     @property
     def base(self) -> str:
@@ -100,17 +115,32 @@ class Adapter:
         return self.factor * alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def _number(self, key: str, patterns: str, module: str) -> float:
-        own = self.config.get(patterns) or {}
-        names = own if isinstance(own, dict) else {"": None}
-        if odd := next((name for name in names if not re.fullmatch(r"[\w.]{1,200}", name)), None):
-            what = f"{patterns}: {quoted(odd)} is no name of a module"
-            raise broken(self.path / CONFIG, what, MERGE)
-        ends = (v for name, v in names.items() if f".{module}".endswith(f".{name}"))
-        value: Any = next(ends, self.config.get(key))
+        """Return the value of the first pattern that matches an end of a module's name."""
+        own, place = self.config.get(patterns) or {}, self.path / CONFIG
+        if not isinstance(own, dict):
+            raise broken(place, f"{patterns}: expected a table, found {quoted(own)}")
+        starts = [0, *(m.end() for m in re.finditer(r"\.", module))]
+        found = (
+            value
+            for pattern, value in own.items()
+            if any(compiled(pattern, str(place)).fullmatch(module, at) for at in starts)
+        )
+        value: Any = next(found, self.config.get(key))
         if type(value) not in (int, float) or not 0 < value < 1 << 31:
-            what = f"{key}: expected a number above 0, found {quoted(value)}"
-            raise broken(self.path / CONFIG, what)
+            raise broken(place, f"{key}: expected a number above 0, found {quoted(value)}")
         return float(value)
+
+    def named(self, key: str) -> list[str]:
+        """Return the names of modules or parameters of a key; WeightsError if it has others."""
+        own = self.config.get(key) or []
+        if not isinstance(own, list) or not all(isinstance(name, str) and name for name in own):
+            raise broken(self.path / CONFIG, f"{key}: expected names, found {quoted(own)}")
+        return own
+
+    def saves(self, name: str, end: str) -> bool:
+        """Whether a tensor is of a module that is saved whole, as its name ends so."""
+        path = name.split(".")
+        return any(".".join(path[:i]).endswith(end) for i in range(1, len(path)))
 
 
 def lies_in(directory: Path) -> str | None:
@@ -126,36 +156,101 @@ def with_adapters(model: Checkpoint, spec: Spec, adapters: Iterable[Adapter]) ->
 
 
 def _merged(model: Checkpoint, spec: Spec, adapter: Adapter) -> Checkpoint:
+    adapter.check()
     file = adapter.weights
     names = by_plain_name(file, [read_header(file)])
     files, weights = Files(adapter.path, names), dict(model.weights)
-    ignored = dict(model.ignored)
-    for (module, embedding), parts in _modules(file, names).items():
-        found = next(iter(parts.values()))
-        bare, shape, why = _target(spec, adapter, module, found)
+    ignored: dict[str, str] = {}
+    changes = [*_changes(spec, adapter, files)]
+    for name in adapter.named("target_parameters"):
+        if not any(c.bare.endswith(name.rpartition(".")[2]) for c in changes):
+            raise _absent(adapter, "target_parameters", name)
+    for change in changes:
+        bare, why = change.bare, change.why
         if not why and bare not in weights:
             why = "part of an adapter for a tower, which this engine leaves out"
         if why:
-            ignored |= {plain: why for plain, at in names.items() if at in parts.values()}
+            ignored |= {found[1].name: why for found in change.parts}
             continue
         if weights[bare].scheme:
             what = f"{bare} is quantised in {model.directory}, and an adapter needs its numbers"
             fix = "fix: give the bf16 weights that it was quantised from, and --quant"
-            raise wrong(found, what, fix)
-        a, b = _factors(parts, embedding, shape)
-        scale = adapter.scale(module, a[1].shape[0])
-        low = (b, a) if not embedding else (a, b)
-        values = partial(_sum, weights[bare].parts[""], files, low, embedding, scale)
+            raise wrong(change.parts[0], what, fix)
+        values = partial(change.values, weights[bare].parts[""])
         weights[bare] = replace(weights[bare], parts={"": values})
-    return replace(model, weights=weights, ignored=ignored, opened=(*model.opened, files))
+    if len(ignored) == len(names):
+        what = f"would change nothing: {', '.join(sorted({*ignored.values()}))}"
+        raise broken(
+            file, what, "fix: build with the media that it is of, or leave the adapter out"
+        )
+    opened = (*model.opened, files)
+    return replace(model, weights=weights, ignored={**model.ignored, **ignored}, opened=opened)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A weight that an adapter changes, by its name in a checkpoint; `why` it is left out; the
+    tensors that change it, and what they make of its own values, or of rows of them."""
+
+    bare: str
+    why: str
+    parts: tuple[Found, ...]
+    values: Callable[[Part, torch.Tensor | None], torch.Tensor]
+
+
+def _changes(spec: Spec, adapter: Adapter, files: Files) -> Iterator[_Change]:
+    """Yield all changes, modules that are saved whole first: sums are made of these."""
+    modules: dict[tuple[str, bool], dict[str, Found]] = {}
+    saved = adapter.named("modules_to_save")
+    for end in saved:
+        if not any(adapter.saves(n, end) for n in files.names if not _PART.fullmatch(n)):
+            raise _absent(adapter, "modules_to_save", end)
+    for name, found in files.names.items():
+        if match := _PART.fullmatch(name):
+            modules.setdefault((match[1], bool(match[2])), {})[match[3]] = found
+        elif name.endswith(BASE_LAYER) or any(adapter.saves(name, end) for end in saved):
+            bare, shape, why = _target(spec, adapter, name.replace(".base_layer", ""), found)
+            require(found, FLOATS, shape)
+            factor = 1.0 if name.endswith(BASE_LAYER) else adapter.factor
+            yield _Change(bare, why, (found,), partial(_saved, files, found, factor))
+        else:
+            raise wrong(found, "no A or B of a plain LoRA", MERGE)
+    if not files.names:
+        raise broken(adapter.weights, "has no tensor")
+    for (module, embedding), parts in modules.items():
+        first = next(iter(parts.values()))
+        if parts.keys() != {"A", "B"}:
+            raise wrong(first, f"is there without its {'A' if 'B' in parts else 'B'}")
+        a, b = parts["A"], parts["B"]
+        if match := _EXPERTS.fullmatch(module):
+            yield _change_of_experts(spec, adapter, files, match[1], (b, a))
+            continue
+        bare, shape, why = _target(spec, adapter, f"{module}.weight", first)
+        _check_factors(a, b, shape[::-1] if embedding else shape, shape)
+        scale = adapter.scale(module, a[1].shape[0])
+        low = (a, b) if embedding else (b, a)
+        yield _Change(bare, why, (a, b), partial(_sum, files, low, embedding, scale))
+
+
+def _absent(adapter: Adapter, key: str, name: str) -> WeightsError:
+    what = f"{key}: {quoted(name)} has no tensors in {WEIGHTS}"
+    return broken(adapter.path / CONFIG, what, "fix: save the adapter again")
+
+
+def _saved(
+    files: Files, found: Found, factor: float, own: Part, rows: torch.Tensor | None
+) -> torch.Tensor:
+    """Return values that the adapter has, or a share, its factor, of the way to them."""
+    saved = files.rows(found, rows).float()
+    return saved if factor == 1 else own(rows).float().lerp(saved, factor)
 
 
 def _sum(
-    own: Part,
     files: Files,
     low: tuple[Found, Found],
     embedding: bool,
     scale: float,
+    own: Part,
     rows: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return values, or `rows` of them, plus B [N, r] @ A [r, K]; transposed for a table [K, N]."""
@@ -165,23 +260,52 @@ def _sum(
     return own(rows).float() + scale * (left @ right)
 
 
-def _modules(file: Path, names: Mapping[str, Found]) -> Mapping[tuple[str, bool], Parts]:
-    """Return the A and B of each module, and whether it is an embedding's."""
-    out: dict[tuple[str, bool], dict[str, Found]] = {}
-    for name, found in names.items():
-        match = _PART.fullmatch(name)
-        if match is None:
-            raise wrong(found, "no A or B of a plain LoRA", MERGE)
-        out.setdefault((match[1], bool(match[2])), {})[match[3]] = found
-    if not out:
-        raise broken(file, "has no tensor")
-    return out
+def _sum_of_experts(
+    files: Files,
+    low: tuple[Found, Found],
+    count: int,
+    transposed: bool,
+    scale: float,
+    own: Part,
+    rows: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return values [E, N, K], or those of some experts, plus B @ A of each, which PEFT stores as
+    B [N, r E] and A [E r, K]; `transposed` makes [K, N]."""
+    left, right = (files.rows(part).float() for part in low)
+    left = left.unflatten(1, (-1, count)).permute(2, 0, 1)
+    right = right.unflatten(0, (count, -1))
+    if rows is not None:
+        left, right = left.index_select(0, rows), right.index_select(0, rows)
+    made = left @ right
+    return own(rows).float() + scale * (made.mT if transposed else made)
 
 
-def _target(spec: Spec, adapter: Adapter, module: str, found: Found) -> tuple[str, Shape, str]:
-    """Return the checkpoint's name and shape of a module's weight, and why it is left out."""
+def _change_of_experts(
+    spec: Spec, adapter: Adapter, files: Files, module: str, low: tuple[Found, Found]
+) -> _Change:
+    """Return the change of the parameter of experts whose shape fits. WeightsError for none."""
+    b, a = low
+    known = {}
+    for name in ("gate_up_proj", "down_proj"):
+        bare, shape, why = _target(spec, adapter, f"{module}.{name}", a)
+        known[name] = shape
+        rank = a[1].shape[0] // shape[0] if len(a[1].shape) == 2 else 0
+        for transposed, (n, k) in ((False, shape[1:]), (True, shape[:0:-1])):
+            if (b[1].shape, a[1].shape) == ((n, rank * shape[0]), (rank * shape[0], k)) and rank:
+                require(a, FLOATS)
+                require(b, FLOATS)
+                scale = adapter.scale(f"{module}.{name}", rank)
+                values = partial(_sum_of_experts, files, low, shape[0], transposed, scale)
+                return _Change(bare, why, (a, b), values)
+    shapes = " or ".join(f"{name} {list(shape)}" for name, shape in known.items())
+    fix = "fix: give an adapter of this model"
+    raise wrong(a, f"expected A and B of {shapes}, found {shown(a)} and {shown(b)}", fix)
+
+
+def _target(spec: Spec, adapter: Adapter, name: str, found: Found) -> tuple[str, Shape, str]:
+    """Return the checkpoint's name and shape of a weight, and why it is left out."""
     text, dead, towers = text_tensors(spec), dead_tensors(spec), media_tensors(spec, KINDS)
-    name = plain_name(f"{module}.weight")
+    name = plain_name(name)
     for prefix in dict.fromkeys(map(plain_name, (*spec.prefixes.text, ""))):
         bare = name.removeprefix(prefix) if name.startswith(prefix) else ""
         if bare in (TOKEN_TABLE, HEAD) and spec.text.tie_word_embeddings:
@@ -201,17 +325,12 @@ def _target(spec: Spec, adapter: Adapter, module: str, found: Found) -> tuple[st
     )
 
 
-def _factors(parts: Parts, embedding: bool, shape: Shape) -> tuple[Found, Found]:
-    """Return A [r, K] and B [N, r] of a weight [N, K], of a table [K, N]; WeightsError if not."""
-    first = next(iter(parts.values()))
-    if parts.keys() != {"A", "B"}:
-        raise wrong(first, f"is there without its {'A' if 'B' in parts else 'B'}")
-    a, b = parts["A"], parts["B"]
-    inner, outer = (shape if embedding else shape[::-1]) if len(shape) == 2 else (0, 0)
+def _check_factors(a: Found, b: Found, product: Shape, shape: Shape) -> None:
+    """Raise WeightsError unless A is [r, K] and B [N, r] of a product [N, K]."""
+    outer, inner = product if len(product) == 2 else (0, 0)
     rank = a[1].shape[0] if a[1].shape else 0
     for part, want in ((a, (rank, inner)), (b, (outer, rank))):
         if part[1].shape != want or part[1].dtype not in FLOATS or not rank:
             expected = f"expected {' or '.join(FLOATS)} {list(want)} for a weight {list(shape)}"
             fix = "fix: give an adapter of this model"
             raise wrong(part, f"{expected}, found {shown(part)}", fix)
-    return a, b

@@ -12,13 +12,13 @@ import json
 import mmap
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import yaml
 
@@ -268,13 +268,17 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     return made.copy_(tensor)
 
 
+#: a tensor, or some of its rows after the other
+Made: TypeAlias = "torch.Tensor | Iterator[torch.Tensor]"
+
+
 @dataclass(frozen=True)
 class FileTensor:
     """A tensor of a file that is written: its dtype's code, its shape, and what makes it."""
 
     code: str  # a key of BITS
     shape: tuple[int, ...]
-    make: Callable[[], torch.Tensor]
+    make: Callable[[], Made]
     release: Callable[[], None] = lambda: None
 
     @property
@@ -285,7 +289,7 @@ class FileTensor:
 def write_tensors(
     path: Path,
     table: Mapping[str, tuple[str, tuple[int, ...]]],
-    tensor: Callable[[str], torch.Tensor],
+    tensor: Callable[[str], Made],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write one file, tensor by tensor, under a temporary name that is renamed at the end. `table`:
@@ -301,9 +305,14 @@ def write_tensors(
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-(LENGTH_BYTES + len(raw)) % ALIGNED)
     length = len(raw).to_bytes(LENGTH_BYTES, "little")
-    write_file(path, [length, raw], (_bytes(tensor(name)) for name in names))
+    write_file(path, [length, raw], (raw for name in names for raw in _pieces(tensor(name))))
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def _pieces(made: Made) -> Iterator[memoryview]:
+    yield from map(bytes_of, [made] if isinstance(made, torch.Tensor) else made)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, a copy if they do not lie together on the host."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from g4ir.errors import WeightsError
-from g4ir.model.names import HEAD, ORDER
+from g4ir.model.names import HEAD, ORDER, PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import Shape, dead_tensors, media_tensors, text_tensors
 from g4ir.ops.types import dtype_name, torch
 from g4ir.spec.record import Spec
@@ -25,9 +25,11 @@ from .formats.base import KEY
 from .match import tower_names
 from .pack import SHARD_BYTES
 from .random import random_tensor
-from .tensorfile import FileTensor
+from .tensorfile import FileTensor, Made
 
 log = logging.getLogger(__name__)
+#: elements of a table that are made together
+PIECE = 1 << 24
 
 
 def write_checkpoint(
@@ -126,7 +128,10 @@ def _tensors(
             out |= compress.stored(name, shape, source.forms[bare], scale, parts)
         else:
             code = "I64" if bare == ORDER else _code(dtype)
-            make, release = partial(_made, source, bare, dtype), partial(source.release, bare)
+            make, release = (
+                partial(_made, source, bare, shape, dtype),
+                partial(source.release, bare),
+            )
             out[name] = FileTensor(code, shape, make, release)
     return out
 
@@ -139,9 +144,17 @@ def _code(dtype: torch.dtype) -> str:
     return tensorfile.CODES[str(dtype).removeprefix("torch.")]
 
 
-def _made(source: WeightSource, name: str, dtype: torch.dtype) -> torch.Tensor:
-    made = source.tensor(name)
-    return made if name == ORDER else made.to(dtype)
+def _made(source: WeightSource, name: str, shape: Shape, dtype: torch.dtype) -> Made:
+    return (x if name == ORDER else x.to(dtype) for x in in_pieces(source, name, shape))
+
+
+def in_pieces(source: WeightSource, name: str, shape: Shape) -> Iterator[torch.Tensor]:
+    """Yield a tensor, an embedding table some rows at a time: it may be half of a model."""
+    if name not in (TOKEN_TABLE, PLE_TABLE):
+        yield source.tensor(name)
+        return
+    for ids in torch.arange(shape[0]).split(max(1, PIECE // shape[1])):
+        yield source.rows(name, ids)
 
 
 def _dead(spec: Spec, dtype: torch.dtype, prefix: str) -> dict[str, FileTensor]:
@@ -178,7 +191,7 @@ def _write_weights(
     where: dict[str, str] = {}
     read: list[FileTensor] = []
 
-    def take(name: str) -> torch.Tensor:
+    def take(name: str) -> Made:
         if read:
             read.pop().release()
         read.append(tensors[name])

@@ -398,11 +398,13 @@ def compiled(pattern: str, where: str) -> re.Pattern[str]:
     """Compile a pattern; WeightsError if it is no regular expression or a slow one."""
     if _is_slow(pattern):
         what = f"pattern {quoted(pattern)} may take for ever"
-        raise tensorfile.broken(where, what, "write a simpler one")
+        raise tensorfile.broken(where, what, "fix: write a simpler one")
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as e:
-        raise tensorfile.broken(where, f"pattern {quoted(pattern)}: {e}", "correct it") from None
+        raise tensorfile.broken(
+            where, f"pattern {quoted(pattern)}: {e}", "fix: correct it"
+        ) from None
 
 
 #: of a module's name and class
@@ -415,7 +417,7 @@ def selector(names: tuple[str, ...], where: str) -> Selects:
     patterns = [compiled(n.removeprefix("re:"), where) for n in names if n.startswith("re:")]
     if len(patterns) > MOST_PATTERNS:
         what = f"{len(patterns)} patterns, at most {MOST_PATTERNS}"
-        raise tensorfile.broken(where, what, "name modules")
+        raise tensorfile.broken(where, what, "fix: name modules")
     exact = frozenset(names)
 
     def selects(module: str, kind: str) -> bool:

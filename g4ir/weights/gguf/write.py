@@ -30,7 +30,8 @@ from g4ir.spec.record import Spec, diff_specs
 from g4ir.ui.files import check_room, write_file
 from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.checkpoint import GENERATION, NORM_WEIGHT, WeightSource
-from g4ir.weights.tensorfile import parse_json
+from g4ir.weights.tensorfile import bytes_of, parse_json
+from g4ir.weights.write import PIECE, in_pieces
 
 from .container import (
     ALIGNMENT,
@@ -58,8 +59,6 @@ from .metadata import (
 
 #: kind of file -> general.file_type, type of tables
 WRITTEN: dict[str, tuple[int, str]] = {name: (i, of) for name, (i, of) in TABLES["written"].items()}
-#: elements of rows that are converted together
-PIECE = 1 << 24
 #: type of a value in Python -> in a file
 _KINDS: dict[type, int] = {bool: BOOL, int: 4, float: 6, str: STRING}
 _INT32 = 5
@@ -113,7 +112,7 @@ class _Tensor:
 
     def pieces(self) -> Iterator[memoryview]:
         for made in self.rows():
-            yield memoryview(made.contiguous().view(-1).view(torch.uint8).numpy())
+            yield bytes_of(made)
         yield memoryview(bytes(self.room - self.nbytes))
 
 
@@ -141,7 +140,7 @@ def _tensors(spec: Spec, source: WeightSource, kind: str) -> Iterator[_Tensor]:
         if bare not in source.defaults:
             own = _kind(bare, shape, kind)
             added = rules.get("norms", 0.0) if bare.endswith(NORM_WEIGHT) else 0.0
-            yield _Tensor(stored[bare], own, shape, partial(_rows, source, bare, own, added))
+            yield _Tensor(stored[bare], own, shape, partial(_rows, source, bare, shape, own, added))
 
 
 def _rules(spec: Spec) -> dict[str, Any]:
@@ -162,7 +161,9 @@ _BLOCKS = {"Q8_0": Scheme("int8", 32, "f16"), "Q4_0": Scheme("int4", 32, "f16")}
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def _rows(source: WeightSource, bare: str, kind: str, added: float) -> Iterator[torch.Tensor]:
+def _rows(
+    source: WeightSource, bare: str, shape: tuple[int, ...], kind: str, added: float
+) -> Iterator[torch.Tensor]:
     """Yield the bytes of a tensor, some rows at a time."""
     held, block = source.forms.get(bare), _BLOCKS.get(kind)
     if held and block and held.form == block.form and held.group % block.group == 0:
@@ -173,15 +174,19 @@ def _rows(source: WeightSource, bare: str, kind: str, added: float) -> Iterator[
             yield _blocks(codes, scales.repeat_interleave(each, -1), kind)
         source.release(bare)
         return
-    whole = source.tensor(bare)
-    whole = whole.flatten(0, -2) if whole.dim() > 1 else whole[None]
-    for x in whole.split(_count(whole)):
-        if block is None:
-            yield (x.float() + added if added else x).to(_DENSE[kind])
-        else:
-            codes, scales = quantized(x.float(), block.form, block.group, "f16")
-            yield _blocks(unpacked(codes) if block.form == "int4" else codes, scales, kind)
+    for piece in in_pieces(source, bare, shape):
+        matrix = piece.flatten(0, -2) if piece.dim() > 1 else piece[None]
+        for x in matrix.split(_count(matrix)):
+            yield _stored(x, kind, added)
     source.release(bare)
+
+
+def _stored(x: torch.Tensor, kind: str, added: float) -> torch.Tensor:
+    if kind in _DENSE:
+        return (x.float() + added if added else x).to(_DENSE[kind])
+    block = _BLOCKS[kind]
+    codes, scales = quantized(x.float(), block.form, block.group, "f16")
+    return _blocks(unpacked(codes) if block.form == "int4" else codes, scales, kind)
 
 
 def _count(t: torch.Tensor) -> int:
