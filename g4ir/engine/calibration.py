@@ -1,5 +1,5 @@
-"""Second moments of the inputs of matmuls on a text, which weight the error that the scales of 4-bit
-weights are chosen by.
+"""Second moments of the inputs of matmuls on a text: they weight the errors by which the scales of
+4-bit weights are chosen.
 
 The text graph of the unquantised model is interpreted window by window; of each input of a matmul
 only the sums of squares of its columns are kept.

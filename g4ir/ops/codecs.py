@@ -259,9 +259,7 @@ def _tile_parts(x: Any) -> Any:
 # --- numbers to codes --------------------------------------------------------------------------
 
 
-def quantized(
-    w: Any, form: str, group: int, scale: str, moments: Any = None
-) -> tuple[Any, Any]:
+def quantized(w: Any, form: str, group: int, scale: str, moments: Any = None) -> tuple[Any, Any]:
     """Return codes and scales of rows [.., K]. float64 stays float64, but for codes in integers.
     Forms of 4 bits and those with minima weight the error of each column by its `moments` [K], if
     there are any; other forms have no use for them."""
@@ -298,9 +296,7 @@ _CODES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _with_minima(
-    x: Any, form: str, kept: Any, dtype: Any, moments: Any = None
-) -> tuple[Any, Any]:
+def _with_minima(x: Any, form: str, kept: Any, dtype: Any, moments: Any = None) -> tuple[Any, Any]:
     """Return codes of groups x [n, G, g], and their scales and minima as `dtype` has them."""
     parts, most = x.unflatten(-1, (-1, EIGHTH)), FORMS[form].largest
     if moments is None:
@@ -323,9 +319,7 @@ def _numbers_above(x: Any, step: Any, least: Any, most: float) -> Any:
     return ((x + least[..., None]) / whole[..., None]).round().clamp(0, most)
 
 
-def _above_least(
-    x: Any, most: float, share: float = 1.0, moments: Any = None
-) -> tuple[Any, Any]:
+def _above_least(x: Any, most: float, share: float = 1.0, moments: Any = None) -> tuple[Any, Any]:
     """Return a scale and a minimum [..] for the numbers of x [.., 32]: those that just hold `share`
     of their range, bettered by least squares with the numbers held fixed, a few times; weighted by
     `moments` [.., 32] if there are any."""
