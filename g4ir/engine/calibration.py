@@ -21,6 +21,7 @@ from g4ir.ir.interpret import empty_state, interpret, run_node
 from g4ir.ir.rewrite import drop_dead
 from g4ir.model.text import build_graph
 from g4ir.ops.mlp import activate
+from g4ir.spec.reader import Line
 from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import sha256
@@ -70,7 +71,7 @@ class CalibrationText:
     @property
     def record(self) -> Calibration:
         """Return what the manifest says of it."""
-        return Calibration(str(self.path.resolve()), self.sha256, len(self.ids))
+        return Calibration(Line(self.path.resolve()), self.sha256, len(self.ids))
 
 
 def column_moments(p: Prepared, progress: Progress) -> Moments:

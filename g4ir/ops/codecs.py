@@ -347,20 +347,17 @@ def _above_least(x: Any, most: float, share: float = 1.0, moments: Any = None) -
 def _weighted_above_least(x: Any, most: float, moments: Any) -> tuple[Any, Any]:
     """Return the scale and minimum of least weighted error of those that begin with shares of the
     range: where a column counts little, the ends may be cut."""
-    best = error = None
-    for share in _SHARES:
-        pair = _above_least(x, most, share, moments)
-        q = _numbers_above(x, *pair, most)
-        made = q.mul_(pair[0][..., None]).sub_(pair[1][..., None])
-        e = made.sub_(x).square_().mul_(moments).sum(-1)
-        if best is None or error is None:
-            best, error = pair, e
-        else:
-            less = e < error
-            best = tuple(torch.where(less, a, b) for a, b in zip(pair, best, strict=True))
-            error = torch.minimum(e, error)
-    assert best
-    return best[0], best[1]
+    steps, minima = zip(*(_above_least(x, most, share, moments) for share in _SHARES), strict=True)
+    pairs = zip(steps, minima, strict=True)
+    errors = [_squared_error_above(x, *pair, most, moments) for pair in pairs]
+    best = torch.stack(errors).argmin(0, keepdim=True)
+    step, least = (torch.stack(t).gather(0, best)[0] for t in (steps, minima))
+    return step, least
+
+
+def _squared_error_above(x: Any, step: Any, least: Any, most: float, moments: Any) -> Any:
+    made = _numbers_above(x, step, least, most).mul_(step[..., None]).sub_(least[..., None])
+    return made.sub_(x).square_().mul_(moments).sum(-1)
 
 
 def _rounded(scales: Any, dtype: Any) -> Any:
