@@ -411,7 +411,7 @@ def _recipe(r: Resolved, opened: Checkpoint | None, origin: Origin | None) -> Re
     form = r.options.of(ActivationOptions).to
     if form != OFF and not (held or r.recipe):
         why = "no weight is quantised, and only products with such weights round what they take"
-        raise InputError(f"--quant-activations {form}: {why}; give --quant int8, int4, int4-mixed or fp8 too")
+        raise InputError(f"--quant-activations {form}: {why}; give --quant int8, int4 or fp8 too")
     return held or r.recipe
 
 

@@ -1,5 +1,5 @@
-"""Second moments of the inputs of matmuls on a text, which weight the error that the scales of 4-bit
-weights are chosen by.
+"""Second moments of the inputs of matmuls on a text: they weight the errors by which the scales of
+4-bit weights are chosen.
 
 The text graph of the unquantised model is interpreted window by window; of each input of a matmul
 only the sums of squares of its columns are kept.
@@ -21,6 +21,7 @@ from g4ir.ir.interpret import empty_state, interpret, run_node
 from g4ir.ir.rewrite import drop_dead
 from g4ir.model.text import build_graph
 from g4ir.ops.mlp import activate
+from g4ir.spec.reader import Line
 from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import sha256
@@ -70,7 +71,7 @@ class CalibrationText:
     @property
     def record(self) -> Calibration:
         """Return what the manifest says of it."""
-        return Calibration(str(self.path.resolve()), self.sha256, len(self.ids))
+        return Calibration(Line(self.path.resolve()), self.sha256, len(self.ids))
 
 
 def column_moments(p: Prepared, progress: Progress) -> Moments:

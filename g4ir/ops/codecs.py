@@ -259,9 +259,7 @@ def _tile_parts(x: Any) -> Any:
 # --- numbers to codes --------------------------------------------------------------------------
 
 
-def quantized(
-    w: Any, form: str, group: int, scale: str, moments: Any = None
-) -> tuple[Any, Any]:
+def quantized(w: Any, form: str, group: int, scale: str, moments: Any = None) -> tuple[Any, Any]:
     """Return codes and scales of rows [.., K]. float64 stays float64, but for codes in integers.
     Forms of 4 bits and those with minima weight the error of each column by its `moments` [K], if
     there are any; other forms have no use for them."""
@@ -298,9 +296,7 @@ _CODES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _with_minima(
-    x: Any, form: str, kept: Any, dtype: Any, moments: Any = None
-) -> tuple[Any, Any]:
+def _with_minima(x: Any, form: str, kept: Any, dtype: Any, moments: Any = None) -> tuple[Any, Any]:
     """Return codes of groups x [n, G, g], and their scales and minima as `dtype` has them."""
     parts, most = x.unflatten(-1, (-1, EIGHTH)), FORMS[form].largest
     if moments is None:
@@ -323,9 +319,7 @@ def _numbers_above(x: Any, step: Any, least: Any, most: float) -> Any:
     return ((x + least[..., None]) / whole[..., None]).round().clamp(0, most)
 
 
-def _above_least(
-    x: Any, most: float, share: float = 1.0, moments: Any = None
-) -> tuple[Any, Any]:
+def _above_least(x: Any, most: float, share: float = 1.0, moments: Any = None) -> tuple[Any, Any]:
     """Return a scale and a minimum [..] for the numbers of x [.., 32]: those that just hold `share`
     of their range, bettered by least squares with the numbers held fixed, a few times; weighted by
     `moments` [.., 32] if there are any."""
@@ -353,20 +347,17 @@ def _above_least(
 def _weighted_above_least(x: Any, most: float, moments: Any) -> tuple[Any, Any]:
     """Return the scale and minimum of least weighted error of those that begin with shares of the
     range: where a column counts little, the ends may be cut."""
-    best = error = None
-    for share in _SHARES:
-        pair = _above_least(x, most, share, moments)
-        q = _numbers_above(x, *pair, most)
-        made = q.mul_(pair[0][..., None]).sub_(pair[1][..., None])
-        e = made.sub_(x).square_().mul_(moments).sum(-1)
-        if best is None or error is None:
-            best, error = pair, e
-        else:
-            less = e < error
-            best = tuple(torch.where(less, a, b) for a, b in zip(pair, best, strict=True))
-            error = torch.minimum(e, error)
-    assert best
-    return best[0], best[1]
+    steps, minima = zip(*(_above_least(x, most, share, moments) for share in _SHARES), strict=True)
+    pairs = zip(steps, minima, strict=True)
+    errors = [_squared_error_above(x, *pair, most, moments) for pair in pairs]
+    best = torch.stack(errors).argmin(0, keepdim=True)
+    step, least = (torch.stack(t).gather(0, best)[0] for t in (steps, minima))
+    return step, least
+
+
+def _squared_error_above(x: Any, step: Any, least: Any, most: float, moments: Any) -> Any:
+    made = _numbers_above(x, step, least, most).mul_(step[..., None]).sub_(least[..., None])
+    return made.sub_(x).square_().mul_(moments).sum(-1)
 
 
 def _rounded(scales: Any, dtype: Any) -> Any:

@@ -77,9 +77,9 @@ class quantize:
         """`moments`: second moments of the inputs of a calibrated weight [.., 1, K], by which
         squared errors are weighted (w [E, N, K] may have its own for each of E)."""
         if moments is not None and w.ndim > 2:
-            own = moments.expand(*w.shape[:-2], 1, -1)
-            attrs = {"form": form, "group": group, "scale": scale}
-            each = [quantize.reference(*parts[:1], **attrs, moments=parts[1]) for parts in zip(w, own)]
+            pairs = zip(w, moments.expand(*w.shape[:-2], 1, -1), strict=True)
+            attrs: dict[str, Any] = {"form": form, "group": group, "scale": scale}
+            each = [quantize.reference(one, **attrs, moments=own) for one, own in pairs]
             codes, scales = (torch.stack(parts) for parts in zip(*each, strict=True))
             return codes, scales
         rows = w.reshape(-1, w.shape[-1])

@@ -156,11 +156,12 @@ class MadeParams:
     def _run(self, n: Node, tensors: list[Any]) -> tuple[Any, ...]:
         """Run a node of a recipe; `quantize` weights errors where its weight is calibrated."""
         name = n.inputs[0].name
-        if n.op != "quantize" or (self._whole(name) not in self.moments):
+        if n.op != "quantize" or self._whole(name) not in self.moments:
             return run_node(n, tensors)
         read = self.moments.__getitem__
         moments = self.share.own(name, read) if self.share else read(name)
-        return quantize.reference(*tensors, **n.attrs, moments=moments)
+        attrs: dict[str, Any] = dict(n.attrs)
+        return quantize.reference(*tensors, **attrs, moments=moments)
 
     def _whole(self, param: str) -> str | None:
         """Return the param of the whole model that a param is; None: it is a rank's own."""
