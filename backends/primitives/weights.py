@@ -96,8 +96,8 @@ def whole_weight(e: Emitter, w: Operand) -> Weight:
 
 
 def gathered_weight(net: Network, w: Operand, index: Operand) -> Weight:
-    """Return entries of the first axis of a weight. If it is quantised, codes are gathered, unless a
-    target reads no more of it than is gathered behind it."""
+    """Return entries of the first axis of a weight. If it is quantised, codes are gathered, unless
+    a target reads no more of it than is gathered behind it."""
     e = net.e
     if isinstance(w, Coded) and e.gathers_codes:
         axis = index.rank + w.rank - (3 if w.columns else 2)
