@@ -97,7 +97,7 @@ def test_towers_and_drafters(version: str) -> None:
 def test_building_loading_and_running(
     version: str, settings: dict[str, str], tmp_path: Path
 ) -> None:
-    refit = settings["weights"] == "refit"
+    refit = settings.get("weights") == "refit"
     name, quant = ("tiny-dense", "int8") if refit else ("tiny-ple", "none")
     calls = recorded(version, name, settings, tmp_path, quant)
     owners = {"Builder", "IBuilderConfig", "IOptimizationProfile", "ITimingCache", "Runtime"}
