@@ -1,5 +1,6 @@
-"""What clients do with a served engine: each case is a program of its own, `python cases.py NAME URL`,
-in the clients' environment (packages.txt). It fails where the client does, or sees anything else."""
+"""What clients do with a served engine: each case is a program, `python cases.py NAME URL`, in the
+clients' environment (packages.txt). It fails where the client does, or sees anything else.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""`make test-clients`: real clients of the Responses and the Messages API, in an environment of their
-own (packages.txt), over a served tiny engine whose words are dictated. Not part of `make test`: their
-packages come from the index."""
+"""`make test-clients`: real clients of the Responses and the Messages API, in their own environment
+(packages.txt), over a served tiny engine whose words are dictated. Not part of `make test`: their
+packages come from the index.
+"""
 
 from __future__ import annotations
 

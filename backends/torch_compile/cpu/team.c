@@ -18,8 +18,8 @@
 #define SPIN_NS 150000
 #define MOST_WORKERS 255
 #define ROUNDS_PER_LOOK 32
-/* Bytes of each of two places that a waiting thread reads ahead between two looks at the gate. */
-#define READ_TOGETHER 512
+/* Bytes that a waiting thread reads ahead between two looks at the gate. */
+#define READ_TOGETHER 1024
 
 /* The state that changes atomically, one word: bits 0 to 15 count the workers that joined the region,
  * bits 16 to 31 those that finished, bit 32 says that it accepts more, and the bits above number the
@@ -74,14 +74,15 @@ static inline void relax(void) {
 static struct {
     const char *at __attribute__((aligned(64)));
     int64_t apart, size;
+    int places;
     uint32_t number;
 } next;
 /* How much this thread has read ahead, of which number. */
 static __thread int64_t read_of_next;
 static __thread uint32_t number_read;
 
-void read_next(const void *at, int64_t apart, int64_t size) {
-    next.at = at, next.apart = apart, next.size = size;
+void read_next(const void *at, int64_t apart, int places, int64_t size) {
+    next.at = at, next.apart = apart, next.places = places, next.size = size;
     __atomic_add_fetch(&next.number, 1, __ATOMIC_RELEASE);
 }
 
@@ -91,11 +92,10 @@ static inline void pass_time(void) {
     if (number != number_read) number_read = number, read_of_next = 0;
     if (read_of_next >= next.size) return relax();
     const char *p = next.at + read_of_next;
-    for (int i = 0; i < READ_TOGETHER; i += 64) {
-        __builtin_prefetch(p + i, 0, 2);
-        __builtin_prefetch(p + next.apart + i, 0, 2);
-    }
-    read_of_next += READ_TOGETHER;
+    int64_t each = READ_TOGETHER / next.places;
+    for (int place = 0; place < next.places; place++)
+        for (int64_t i = 0; i < each; i += 64) __builtin_prefetch(p + place * next.apart + i, 0, 2);
+    read_of_next += each;
 }
 
 /* Spins until `ready(gate, since)`, at most SPIN_NS; returns the last value of the gate. */

@@ -23,9 +23,12 @@ typedef int region(void *context, units *u);
  * one of them gets the pool and the others run their region alone. */
 int run_region(region *body, void *context, int64_t count, int threads);
 
-/* Has threads that wait read ahead, until the next call: `size` bytes from `at` on, and as many from
- * `at + apart` on. */
-void read_next(const void *at, int64_t apart, int64_t size);
+/* Has threads that wait read ahead, until the next call: `size` bytes from each of `places` on, which
+ * begin at `at` and lie `apart`. */
+void read_next(const void *at, int64_t apart, int places, int64_t size);
 
 /* Parts of a weight for each thread: one that others hold up takes fewer. */
 #define PARTS 4
+static inline int64_t tiles_of_part(int64_t tiles, int64_t threads) {
+    return (tiles + threads * PARTS - 1) / (threads * PARTS);
+}

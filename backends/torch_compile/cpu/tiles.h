@@ -246,32 +246,38 @@ static inline void block_factors(const int form, const uint8_t *p, int b, row_fl
     }
 }
 
-/* One tile, or a part of WORDS rows from `lane` on, times `rows` rows of x. */
-ALWAYS tile_product(const int form, const int rows, const int parts, const product *p,
- int64_t tile, int lane, const digits *const *x, float *out) {
+/* Rows of a weight that make a vector: a tile or a part of one. */
+typedef struct {
+    const uint8_t *codes;
+    const char *scales;
+    float *out;
+} strip;
+
+/* Strips times `rows` rows of x. */
+#define EACH_STRIP UNROLLED for (int s = 0; s < strips; s++)
+ALWAYS tile_product(const int form, const int rows, const int strips, const int parts,
+                    const product *p, const strip *of, const digits *const *x) {
     const int dtype = p->scales_dtype;
-    row_floats sum[TOGETHER];
-    UNROLLED for (int r = 0; r < rows; r++) sum[r] = (row_floats){0};
-    const uint8_t *w = codes_of_tile(p, tile) + lane * 4;
-    const char *scales = scales_of_tile(p, tile);
     const int together = BLOCKS_OF(form), minima = form >= UINT4;
-    int64_t left = p->each, group = 0, blocks = p->k / BLOCK;
-    row_floats scale = {0}, least = {0};
-    for (int64_t i = 0; i < blocks; i += together, w += WORDS_OF(form) * TILE * 4) {
+    row_floats sum[STRIPS_MOST][TOGETHER], scale[STRIPS_MOST], least[STRIPS_MOST];
+    EACH_STRIP UNROLLED for (int r = 0; r < rows; r++) sum[s][r] = (row_floats){0};
+    int64_t left = p->each, group = 0, blocks = p->k / BLOCK, at = 0;
+    for (int64_t i = 0; i < blocks; i += together, at += WORDS_OF(form) * LINE) {
         if (left >= p->each) {
-            scale = tile_scales(scales, group * TILE + lane, dtype);
-            if (minima) least = tile_scales(scales, (group + 1) * TILE + lane, dtype);
+            EACH_STRIP scale[s] = tile_scales(of[s].scales, group * TILE, dtype);
+            if (minima) EACH_STRIP least[s] = tile_scales(of[s].scales, (group + 1) * TILE, dtype);
             group += 1 + minima, left = 0;
         }
         left += together * BLOCK;
-        UNROLLED for (int b = 0; b < together; b++) {
+        UNROLLED for (int b = 0; b < together; b++) EACH_STRIP {
+            const uint8_t *w = of[s].codes + at;
             const int line = b * WORDS_OF(form) / together;
             UNROLLED for (int j = line; j < (b + 1) * WORDS_OF(form) / together; j++)
                 __builtin_prefetch(w + j * LINE + TILE_AHEAD, 0, 2);
             row_floats factor[2], below;
-            block_factors(form, w, b, scale, least, factor, &below);
+            block_factors(form, w, b, scale[s], least[s], factor, &below);
             if (minima)
-                UNROLLED for (int r = 0; r < rows; r++) sum[r] -= below * x[r][i + b].sum;
+                UNROLLED for (int r = 0; r < rows; r++) sum[s][r] -= below * x[r][i + b].sum;
             const int halves = form == INT6 ? 2 : 1;
             UNROLLED for (int h = 0; h < halves; h++) {
                 row_sums made[TOGETHER][2];
@@ -286,26 +292,32 @@ ALWAYS tile_product(const int form, const int rows, const int parts, const produ
                         add_word(form, parts, factors, x[r] + i + b, j, made[r]);
                 }
                 UNROLLED for (int r = 0; r < rows; r++)
-                    sum[r] += total_of(form, parts, made[r]) * (factor[h] * x[r][i + b].unit);
+                    sum[s][r] += total_of(form, parts, made[r]) * (factor[h] * x[r][i + b].unit);
             }
         }
     }
-    UNROLLED for (int r = 0; r < rows; r++) *(any_row_floats *)(out + r * TILE + lane) = sum[r];
+    EACH_STRIP UNROLLED for (int r = 0; r < rows; r++)
+        *(any_row_floats *)(of[s].out + r * TILE) = sum[s][r];
 }
 
-/* Sums of a tile with rows of x, [rows][TILE]. */
-typedef void tile_dot(const product *p, int64_t tile, const digits *const *x, float *out);
+/* Sums of a tile with rows of x, [rows][TILE], and of another one where there are two strips. */
+typedef void tile_dot(const product *p, const int64_t *tiles, const digits *const *x, float *out);
 
 /* Rows of x of which registers hold all sums. */
 #define ROWS_AT_ONCE(FORM, ROWS)                                                                \
     ((ROWS) > 4 && (WIDE == 32 || (FORM) >= UINT4 && (ROWS) == 8) ? (ROWS) / 2 : (ROWS))
 #define TILE_DOT(FORM, PARTS, ROWS)                                                             \
-    static void tile_##FORM##_##PARTS##_##ROWS(const product *p, int64_t tile,                  \
+    static void tile_##FORM##_##PARTS##_##ROWS(const product *p, const int64_t *tiles,          \
                                                const digits *const *x, float *out) {            \
-        const int each = ROWS_AT_ONCE(FORM, ROWS);                                              \
+        const int each = ROWS_AT_ONCE(FORM, ROWS), strips = strips_of(FORM, ROWS);              \
         for (int lane = 0; lane < TILE; lane += WORDS)                                          \
-            for (int r = 0; r < ROWS; r += each)                                                \
-                tile_product(FORM, each, PARTS, p, tile, lane, x + r, out + r * TILE);          \
+            for (int r = 0; r < ROWS; r += each) {                                              \
+                strip of[STRIPS_MOST];                                                          \
+                EACH_STRIP of[s] = (strip){codes_of_tile(p, tiles[s]) + lane * 4,               \
+                                           scales_of_tile(p, tiles[s]) + lane * tile_scale(p),  \
+                                           out + (s * ROWS + r) * TILE + lane};                 \
+                tile_product(FORM, each, strips, PARTS, p, of, x + r);                          \
+            }                                                                                   \
     }
 /* Rows of x that are multiplied together: five are six, seven are eight. */
 #define BY_ROWS(F, FORM, PARTS)                                                                 \
@@ -454,6 +466,11 @@ typedef struct {
     int64_t together, part, units;
 } tiled_product;
 
+static void store_tile(const product *p, int64_t r, int64_t tile, const float *sums) {
+    bf16 *to = (bf16 *)p->y + r * p->n + tile * TILE;
+    for (int j = 0; j < TILE; j++) to[j] = narrow(sums[j]);
+}
+
 static int tile_units(void *context, units *left) {
     const tiled_product *m = context;
     const product *p = m->p;
@@ -469,12 +486,13 @@ static int tile_units(void *context, units *left) {
         const digits *x[TOGETHER];
         int64_t taken = of[here] ? here : here + 1;
         for (int64_t i = 0; i < taken; i++) x[i] = form + (r + least(i, here - 1)) * blocks;
-        for (int64_t t = first; t < last; t++) {
+        int64_t strips = strips_of(m->form, taken), run = (last - first + strips - 1) / strips;
+        for (int64_t t = first; t < first + run; t++) {
+            int64_t of_run[STRIPS_MOST] = {t, t + run < last ? t + run : t};
             float out[TOGETHER * TILE];
-            of[taken](p, t, x, out);
-            for (int64_t i = 0; i < here; i++)
-                for (int j = 0; j < TILE; j++)
-                    ((bf16 *)p->y)[(r + i) * p->n + t * TILE + j] = narrow(out[i * TILE + j]);
+            of[taken](p, of_run, x, out);
+            for (int64_t i = 0; i < strips * here; i++)
+                store_tile(p, r + i % here, of_run[i / here], out + (i / here * taken + i % here) * TILE);
         }
     }
     free(form);
@@ -483,7 +501,7 @@ static int tile_units(void *context, units *left) {
 
 static int multiply_tiles(const product *p, int form, int parts, int threads) {
     int64_t tiles = p->n / TILE, turns = (p->rows + TOGETHER - 1) / TOGETHER;
-    int64_t part = tiles / (threads * PARTS) + 1;
+    int64_t part = tiles_of_part(tiles, threads);
     tiled_product m = {p, form, parts, (p->rows + turns - 1) / turns, part,
                        (tiles + part - 1) / part};
     return run_region(tile_units, &m, turns * m.units, threads);
