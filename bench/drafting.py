@@ -3,7 +3,7 @@
     python bench/drafting.py ENGINE [--tokens 4,8] [--new 96] [--rounds 1] [--save]
 
 ENGINE: of trained weights, which answer a prompt by its text, built with --draft-tokens. Tasks are
-those of drafting.yaml, greedy, and drawn at temperature 1 (top-k 64, top-p 0.95; a seed each round).
+those of drafting.yaml, greedy, and drawn at temperature 1 (top-k 64, top-p 0.95, a seed a round).
 Each task runs without drafts and with up to so many in turn; a rate counts from the first new token
 on.
 """

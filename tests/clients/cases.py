@@ -13,7 +13,12 @@ from typing import Any
 MODEL, KEY = "tiny", "any"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 HI: Any = [{"role": "user", "content": "Hi"}]
-RED = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAEklEQVR4nGP4z8CAFWEXHbQSACj/P8Fu7N9hAAAAAElFTkSuQmCC"
+RED = "".join(
+    (
+        "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4",
+        "z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC",
+    )
+)
 
 
 def _anthropic(url: str) -> Any:

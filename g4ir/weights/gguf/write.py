@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from g4ir.errors import InputError, SpecError
-from g4ir.model.names import CODES, SCALES, checkpoint_name
+from g4ir.model.names import CODES, NORM, SCALES, checkpoint_name
 from g4ir.model.tensors import text_tensors
 from g4ir.ops.codecs import quantized, unpacked
 from g4ir.ops.types import torch
@@ -29,7 +29,7 @@ from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec, diff_specs
 from g4ir.ui.files import check_room, write_file
 from g4ir.ui.progress import Progress, no_progress
-from g4ir.weights.checkpoint import GENERATION, NORM_WEIGHT, WeightSource
+from g4ir.weights.checkpoint import GENERATION, WeightSource
 from g4ir.weights.tensorfile import bytes_of, parse_json
 from g4ir.weights.write import PIECE, in_pieces
 
@@ -139,7 +139,7 @@ def _tensors(spec: Spec, source: WeightSource, kind: str) -> Iterator[_Tensor]:
     for bare, shape in text_tensors(spec).items():
         if bare not in source.defaults:
             own = _kind(bare, shape, kind)
-            added = rules.get("norms", 0.0) if bare.endswith(NORM_WEIGHT) else 0.0
+            added = rules.get("norms", 0.0) if NORM.fullmatch(bare) else 0.0
             yield _Tensor(stored[bare], own, shape, partial(_rows, source, bare, shape, own, added))
 
 
