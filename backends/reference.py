@@ -22,7 +22,6 @@ from g4ir.weights.pack import ParamSource
 from .base import Backend, Runtime, Task, Tensors, Watch
 from .kv_cache import Caches
 
-
 #: most bytes of dequantised weights that a runtime on the CPU keeps between steps
 MOST_KEPT = 2 << 30
 

@@ -198,9 +198,12 @@ def test_a_pause_of_drafts_is_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyP
         wrong = next(t for t in range(500) if t not in want)
         monkeypatch.setattr(NgramProposer, "propose", lambda self, count: [wrong] * count)
         looped, step = list[int](), TokenSteps.step
-        monkeypatch.setattr(
-            TokenSteps, "step", lambda self, *a, **k: looped.append(self.left) or step(self, *a, **k)
-        )
+
+        def noted(self: TokenSteps, **given: Any) -> Any:
+            looped.append(self.left)
+            return step(self, **given)
+
+        monkeypatch.setattr(TokenSteps, "step", noted)
         tally = AcceptanceStats()
         assert e.generate(PROMPTS[0], 40, stop_ids=(), draft="ngram", tally=tally) == want
     assert tally.rounds == tally.tokens == 39 and 0 < tally.drafted[0] < 20

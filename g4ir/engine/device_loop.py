@@ -159,8 +159,8 @@ def open_loop(
     drafters: Drafters,
 ) -> TokenSteps | DraftRounds | None:
     """Return a loop for these sequences, with rounds if they have `drafters`, unless all of those
-    that propose n-grams pause; None if the host has to choose: the runtime has no such step, a table lies elsewhere, or a sequence's settings need
-    it."""
+    that propose n-grams pause; None if the host has to choose: the runtime has no such step, a
+    table lies elsewhere, or a sequence's settings need it."""
     params = [s.sampler.params for s in running]
     plain = all(s.sampler.plain for s in running) and all(p.suppress == suppress for p in params)
     if not plain or not engine.chooses_on_device:

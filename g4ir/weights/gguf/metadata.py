@@ -381,7 +381,7 @@ def token_ids(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
 def _ends(file: Container) -> list[str]:
     """Return the tokens that end a text or a turn of its chat format; not every converter says that
     they are special."""
-    form = FAMILIES.get(file.values.get(KIND), {}).get("chat", CHAT_FORMS[0])
+    form = FAMILIES.get(str(file.values.get(KIND)), {}).get("chat", CHAT_FORMS[0])
     ends: list[str] = CHAT_FORMATS[form]["ends"]
     return ends
 
