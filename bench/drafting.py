@@ -1,11 +1,11 @@
 """Drafts from a text's own n-grams: tokens a round and tokens/s by task, beside single steps.
 
-    python bench/drafting.py ENGINE [--tokens 4,8] [--new 96] [--rounds 1] [--save]
+    python bench/drafting.py ENGINE [--tokens 4,7] [--new 96] [--rounds 3] [--drawn] [--save]
 
 ENGINE: of trained weights, which answer a prompt by its text, built with --draft-tokens. Tasks are
-those of drafting.yaml, greedy, and drawn at temperature 1 (top-k 64, top-p 0.95, a seed a round).
-Each task runs without drafts and with up to so many in turn; a rate counts from the first new token
-on.
+those of drafting.yaml, greedy or --drawn at temperature 1 (top-k 64, top-p 0.95; a seed each
+round). Each task runs without drafts and with up to so many in turn; a rate counts from the first
+new token on.
 """
 
 from __future__ import annotations
@@ -56,29 +56,27 @@ def written(
 
 
 def main() -> None:
-    args = arguments(__doc__, "engine", tokens=(4, 8), new=96, rounds=1)
-    rows: list[tuple[str, ...]] = [
-        ("task", "tokens/s", *(x for k in args.tokens for x in (f"K {k}: a round", "speed-up")))
-    ]
+    args = arguments(__doc__, "engine", tokens=(4, 7), new=96, rounds=3, drawn=False)
+    columns = (x for k in args.tokens for x in (f"K {k}: a round", "speed-up"))
+    rows: list[tuple[str, ...]] = [("task", "tokens/s", *columns)]
     with g4ir.load_engine(args.engine) as engine:
-        for drawn in (False, True):
-            for task in TASKS:
-                prompt = prompt_of(engine, task)
-                rates: dict[int, list[float]] = {k: [] for k in (0, *args.tokens)}
-                tallies = {k: AcceptanceStats() for k in rates}
-                for k in rates:  # graphs and caches of the prompt
-                    written(engine, prompt, 12, k)
-                for seed in range(args.rounds):
-                    for k in rates:
-                        settings: dict[str, Any] = {**DRAWN, "seed": seed} if drawn else {}
-                        rate, tally = written(engine, prompt, args.new, k, **settings)
-                        rates[k].append(rate)
-                        tallies[k].join(tally)
-                row = [f"{task}, {'drawn' if drawn else 'greedy'}", f"{median(rates[0]):.0f}"]
-                for k in args.tokens:
-                    gain = median([b / a for a, b in zip(rates[0], rates[k], strict=True)])
-                    row += [f"{tallies[k].tokens / tallies[k].rounds:.2f}", f"{gain:.2f}"]
-                rows.append((*row,))
+        for task in TASKS:
+            prompt, counts = prompt_of(engine, task), (0, *args.tokens)
+            rates: dict[int, list[float]] = {k: [] for k in counts}
+            tallies = {k: AcceptanceStats() for k in counts}
+            for k in counts:  # what is recorded or measured at first
+                written(engine, prompt, 12, k)
+            for seed in range(args.rounds):
+                for k in counts:
+                    settings: dict[str, Any] = {**DRAWN, "seed": seed} if args.drawn else {}
+                    rate, tally = written(engine, prompt, args.new, k, **settings)
+                    rates[k].append(rate)
+                    tallies[k].join(tally)
+            row = [f"{task}, {'drawn' if args.drawn else 'greedy'}", f"{median(rates[0]):.0f}"]
+            for k in args.tokens:
+                gain = median([b / a for a, b in zip(rates[0], rates[k], strict=True)])
+                row += [f"{tallies[k].tokens / tallies[k].rounds:.2f}", f"{gain:.2f}"]
+            rows.append((*row,))
     finish(args, "drafting", aligned(rows))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Barrier, Thread
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import g4ir
 from g4ir.backends import sampling
 from g4ir.backends.base import DeviceChoice
 from g4ir.backends.experimental.end_of_step import end_step
@@ -30,10 +32,17 @@ from g4ir.backends.torch_compile.step_loop import LoopProgram, StepLoop
 from g4ir.backends.torch_compile.target import Target
 from g4ir.backends.torch_compile.token_loop import TokenLoop
 from g4ir.engine.async_engine import AsyncEngine
+from g4ir.engine.device_loop import TokenSteps
 from g4ir.engine.engine import Engine
 from g4ir.engine.parts import embed_rows
 from g4ir.engine.requests import PREFILLING, QUEUED, Event, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
+from g4ir.engine.speculative import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    AcceptanceStats,
+    NgramProposer,
+)
 from g4ir.errors import CheckError, EngineError
 from g4ir.weights.pack import RowTable, StoredParams
 from tests.configs import spec_called
@@ -42,6 +51,7 @@ from tests.contract.flows import CHUNK, in_a_loop
 from tests.engines import some_tokens
 from tests.runner import built_program
 from tests.test_kernel_ops import program
+from tests.uncompiled import uncompiled
 
 PROMPTS = [some_tokens(1, n)[0].tolist() for n in (11, 3, 26)]
 
@@ -177,6 +187,27 @@ def test_rows_rest_within_a_program(
     assert engine.generate(PROMPTS[0], 40, stop_ids=(stop,)) == want[: held + 1]
     assert programs[0].lengths.tolist() == [len(PROMPTS[0]) + held]
     assert programs[0].active.tolist() == [0]
+
+
+def test_a_pause_of_drafts_is_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that are wrong pay nothing; texts and counts are those of single steps."""
+    limits: dict[str, Any] = {"max_seq": 64, "prefill_chunk": 16, "draft_tokens": 3}
+    options: dict[str, Any] = {"backend": "torch", "random_weights": 0, "dtype": "bfloat16"}
+    with uncompiled(), g4ir.build("tiny-ple", tmp_path / "e", **options, **limits) as e:
+        want = e.generate(PROMPTS[0], 40, stop_ids=())
+        wrong = next(t for t in range(500) if t not in want)
+        monkeypatch.setattr(NgramProposer, "propose", lambda self, count: [wrong] * count)
+        looped, step = list[int](), TokenSteps.step
+
+        def noted(self: TokenSteps, **given: Any) -> Any:
+            looped.append(self.left)
+            return step(self, **given)
+
+        monkeypatch.setattr(TokenSteps, "step", noted)
+        tally = AcceptanceStats()
+        assert e.generate(PROMPTS[0], 40, stop_ids=(), draft="ngram", tally=tally) == want
+    assert tally.rounds == tally.tokens == 39 and 0 < tally.drafted[0] < 20
+    assert looped and max(looped) <= LONGEST_PAUSE and looped[0] == FIRST_PAUSE
 
 
 def test_programs_choose_no_suppressed_token(

@@ -19,7 +19,7 @@ from g4ir.backends.sampling import GREEDY, WAYS
 from .parts import EngineParts
 from .requests import SequenceState
 from .session import Session
-from .speculative import MTP, RowDrafts
+from .speculative import MTP, NGRAM, RowDrafts
 
 #: calls, each of a step or several, that may be started before the host has read the first
 AHEAD = 2
@@ -32,12 +32,16 @@ Drafters = Mapping[int, RowDrafts]
 
 
 class TokenSteps:
-    """Decode steps, up to the first limit of a sequence; `close` gives the session back."""
+    """Decode steps, up to the first limit of a sequence or to the end of their drafters' pause;
+    `close` gives the session back."""
 
-    def __init__(self, loop: Any, session: Session, running: Sequence[SequenceState]) -> None:
-        self.loop, self.session = loop, session
+    def __init__(
+        self, loop: Any, session: Session, running: Sequence[SequenceState], paused: Drafters
+    ) -> None:
+        self.loop, self.session, self.paused = loop, session, paused
         self.samplers = {s.slot: s.sampler for s in running}
-        self.left, self.started = min(s.room for s in running), 0
+        pauses = (d.pace.pause for d in paused.values())
+        self.left, self.started = min((*(s.room for s in running), *pauses)), 0
         #: steps that the last call of `step` returned the tokens of, and those of all calls
         self.steps = self.received = 0
         tokens, self.active, draws = _rows(session, running)
@@ -73,6 +77,9 @@ class TokenSteps:
         made = self.loop.read()
         self.steps = max(len(made[row]) for row in self.samplers)
         self.received += self.steps
+        for row, drafter in self.paused.items():
+            for _ in made[row]:
+                drafter.paused()
         return {row: made[row] for row in self.samplers}
 
     def close(self) -> list[Tokens]:
@@ -151,9 +158,9 @@ def open_loop(
     suppress: tuple[int, ...],
     drafters: Drafters,
 ) -> TokenSteps | DraftRounds | None:
-    """Return a loop for these sequences, with rounds if they have `drafters`; None if the host has
-    to choose: the runtime has no such step, a table lies elsewhere, or a sequence's settings need
-    it."""
+    """Return a loop for these sequences, with rounds if they have `drafters`, unless all of those
+    that propose n-grams pause; None if the host has to choose: the runtime has no such step, a
+    table lies elsewhere, or a sequence's settings need it."""
     params = [s.sampler.params for s in running]
     plain = all(s.sampler.plain for s in running) and all(p.suppress == suppress for p in params)
     if not plain or not engine.chooses_on_device:
@@ -161,9 +168,9 @@ def open_loop(
     ways = {p.way for p in params}
     choice = DeviceChoice(tuple(way for way in WAYS if way in ways), suppress)
     where = engine.embed, session.state, session.batch, choice
-    if not drafters:
+    if all(d.source == NGRAM and d.pace.pause for d in drafters.values()):
         loop = engine.runtime.token_loop(*where, engine.tables)
-        return loop and TokenSteps(loop, session, running)
+        return loop and TokenSteps(loop, session, running, drafters)
     known = session.hidden.known(session.length)[[*drafters]]
     if any(d.source != MTP for d in drafters.values()) or not bool(known.all()):
         return None

@@ -154,11 +154,20 @@ class Pace:
         self._credit = 1.0
         self._pause, self._next_pause = 0, FIRST_PAUSE
 
+    @property
+    def pause(self) -> int:
+        """Steps that draft nothing from now on."""
+        return self._pause
+
+    def paused(self) -> None:
+        """Take in a step of the pause."""
+        self._pause -= 1
+
     def count(self, costs: Sequence[float]) -> int:
         """Return how many tokens the next round drafts at most: as many as gain most if each is
         right with the same chance; 0 while it pauses. costs: of steps of 1, 2, ... tokens."""
         if self._pause:
-            self._pause -= 1
+            self.paused()
             return 0
         share = self._right / self._tried
         tokens = np.cumsum(share ** np.arange(self._count + 1))
@@ -198,6 +207,12 @@ class RowDrafts:
     def count(self, room: int, batch: int) -> int:
         """Return how many tokens to draft in a step of `batch` sequences, at most `room`."""
         return max(0, min(self.pace.count(self._costs.of(batch, self.pace.most + 1)), room))
+
+    def paused(self) -> None:
+        """Count a step of a pause, which made one token."""
+        self.pace.paused()
+        for tally in self._tallies:
+            tally.add(0, 1)
 
     def told(self, drafted: int, tokens: int, batch: int) -> None:
         """Count a round that drafted so many tokens and yielded so many."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 COUNT, LONGEST = 20_000, 600
 SYSTEM = Path("/usr/share")
-#: first and last character of letters: Latin to Georgian, Ethiopic, Khmer, kana, Chinese, ...
+#: first and last character of letters: Latin to Georgian, Ethiopic, kana, Chinese, Hangul, ...
 LETTERS = (
     *((0x41, 0x7A), (0xC0, 0x24F), (0x370, 0x3FF), (0x400, 0x52F), (0x531, 0x58A), (0x5D0, 0x5EA)),
     *((0x620, 0x669), (0x904, 0x96F), (0x985, 0x9E3), (0xA85, 0xAE3), (0xB85, 0xBEF)),
