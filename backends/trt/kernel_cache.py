@@ -65,8 +65,8 @@ class KernelCache:
         """Write the finished kernels if there are more than were read; by best effort."""
         if self._cache is None:
             return
-        made = bytes(self._cache.serialize())
-        if made == self._kept:
+        made = bytes(self._cache.serialize() or b"")
+        if made in (self._kept, b""):
             return
         try:
             write_file(self.file, [self._digest(made), made], mode=0o600)

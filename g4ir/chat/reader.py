@@ -138,6 +138,11 @@ class Reader:
         """Whether reasoning is open."""
         return self._state in (OPENING, THINKING)
 
+    @property
+    def speaking(self) -> bool:
+        """Whether what comes is content."""
+        return self._state in (START, CONTENT)
+
     def feed(self, text: str) -> list[Event]:
         """Take text in which control tokens are spelled out; return what is certain now."""
         return self._take(self._lexer.feed(text))

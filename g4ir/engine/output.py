@@ -41,7 +41,8 @@ class Answer:
         #: whether it has ended before its row did
         self.over = False
         #: log-probabilities that no piece has carried yet
-        self.logprobs: list[dict[str, Any]] = []
+        #: of each, whether it is one of the content
+        self.logprobs: list[tuple[bool, dict[str, Any]]] = []
         self.said: list[Said] = []
         #: characters of text that log-probabilities were told of
         self.offset = 0
@@ -64,14 +65,17 @@ class Answer:
         if event.token is not None and not self._silent:
             self.tokens += 1
             self.reasoning += bool(self.reader and self.reader.thinking)
-            if event.finish != STOP and event.logprobs:
-                self.logprobs.append(self.entry(event.token, event.logprobs))
+            spoken = not self.reader or self.reader.speaking
             pieces = self._stream.push(event.token)
             if self.reader:
                 out = self._kept(self.reader.feed_tokens(pieces))
             else:
                 text = "".join(p.text for p in pieces if not p.control)
                 out = self._kept(_content(self._stops.feed(text)))
+            if event.finish != STOP and event.logprobs:
+                plain = event.token not in self.vocabulary.strings
+                spoken = plain and spoken and (not self.reader or self.reader.speaking)
+                self.logprobs.append((spoken, self.entry(event.token, event.logprobs)))
         stopped = self.stopped_by is not None
         if event.finish or stopped or self._called_once:
             out += self._end(event.finish or STOP)
@@ -146,10 +150,10 @@ class Answer:
         rest = {k: v for k, v in message.items() if k != "tool_calls"}
         return rest | ({"tool_calls": calls} if calls else {"content": rest["content"] or ""})
 
-    def taken_logprobs(self) -> list[dict[str, Any]]:
-        """Return the log-probabilities that are new."""
+    def taken_logprobs(self, content: bool = False) -> list[dict[str, Any]]:
+        """Return the log-probabilities that are new: of all tokens, or of those of the content."""
         out, self.logprobs = self.logprobs, []
-        return out
+        return [entry for spoken, entry in out if spoken or not content]
 
 
 def is_call(said: Said) -> bool:

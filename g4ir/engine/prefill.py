@@ -37,9 +37,9 @@ PARTED = 64
 Keys = tuple[int, ...]
 #: bytes that a key takes beside the snapshot that it finds
 KEY_BYTES = 40
-#: None for each chunk of a prompt, and the logits with the last
 #: logits of one chunk, at most (128 MiB in f32), where those of all tokens are read
 CHUNK_LOGITS = 1 << 25
+#: None for each chunk of a prompt, and the logits with the last
 Chunks = Generator[torch.Tensor | None, None, None]
 
 

@@ -75,7 +75,10 @@ class ResponseFormat:
         if self.chat:
             return {"content": entries}
         tokens = [e["token"] for e in entries]
-        *offsets, a.offset = accumulate(map(len, tokens), initial=a.offset)
+        lengths = [*map(len, tokens)]
+        if a.prompt and not a.offset and not self.asked.echo(a.index).startswith(tokens[0]):
+            lengths[0] = 0  # a <bos> that the text has not
+        *offsets, a.offset = accumulate(lengths, initial=a.offset)
         tops = [e["top_logprobs"] for e in entries]
         top = [t if t is None else {x["token"]: x["logprob"] for x in t} for t in tops]
         logprobs = [e["logprob"] for e in entries]

@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -179,25 +179,25 @@ class Server:
                 request.state.salt = self.gate.check(request, path)
                 return await handler(request)
             except Exception as e:
-                return self._refused(e, request)
+                return self._refused(e, path)
 
         return handle
 
-    def _refused(self, error: Exception, request: Request) -> Response:
+    def _refused(self, error: Exception, path: str) -> Response:
         if isinstance(error, BusyError) and self.draining:
             error = ending()
         hidden = str(self.prompts.engine.path) if self.prompts else ""
         wait_s = self.service.wait_s() if self.service else 0.0
         said = refusal(error, {*schema.CHAT, *schema.COMPLETIONS}, hidden, wait_s)
         self.metrics.rejected.labels(said.code or str(said.status)).inc()
-        path = next((p for p in ERRORS if request.url.path.startswith(p)), None)
-        body = ERRORS[path](said) if path else said.body()
+        own = next((p for p in ERRORS if path.startswith(p)), None)
+        body = ERRORS[own](said) if own else said.body()
         return _json(body, said.status, said.headers)
 
     async def _unknown(self, request: Request, error: Exception) -> Response:
         """Refuse a path or a method that there is not, with the nearest path."""
         assert isinstance(error, HTTPException)
-        message, path = error.detail, request.url.path
+        message, path = error.detail, request.url.path.removeprefix(self.root_path)
         if error.status_code == 404:
             known = (f"/v1{path}".rstrip("/"), *get_close_matches(path, self._paths, 1, 0.8))
             meant = next((p for p in known if p in self._paths), None)
@@ -208,7 +208,7 @@ class Server:
             self.gate.check(request, path)
             raise Refused(error.status_code, message, headers=error.headers or {})
         except Refused as e:
-            return self._refused(e, request)
+            return self._refused(e, path)
 
     async def health(self, request: Request) -> Response:
         """Answer whether a request would be taken."""
@@ -321,7 +321,7 @@ class Server:
         if running.asked.fields.get("stream"):
             return Streamed(running)
         try:
-            return _json(await running.whole())
+            return await running.whole()
         finally:
             running.end()
 
@@ -397,7 +397,7 @@ class Running:
         ends = ",".join(str(a.finish or "cancelled") for a in self.answers)
         return total | {k: v and round(v, 4) for k, v in times.items()} | {"end": ends}
 
-    async def _events(self) -> AsyncIterator[list[tuple[Answer, Event]]]:
+    async def _events(self) -> AsyncIterator[Iterator[tuple[Answer, Event]]]:
         """Yield the events that have come until every answer is over, and none where there was none
         for a while. Refused where the client has gone."""
         self._clock = self._loop.call_later(LOOK_S, self._look)
@@ -410,7 +410,7 @@ class Running:
                     self._due = False
                     if await self.request.is_disconnected():
                         raise Refused(499, "the client went away")
-                yield [self._event(*self._come.popleft()) for _ in range(len(self._come))]
+                yield self._new()
         finally:
             self._clock.cancel()
 
@@ -420,11 +420,14 @@ class Running:
         self._arrived.set()
         self._clock = self._loop.call_later(LOOK_S, self._look)
 
-    def _event(self, index: int, event: Event) -> tuple[Answer, Event]:
-        answer = self.answers[index]
-        if event.finish == CANCELLED and not answer.over:
-            raise ending() if self.server.draining else later(503, "not_read", NOT_READ)
-        return answer, event
+    def _new(self) -> Iterator[tuple[Answer, Event]]:
+        """Yield the events that are there; refused at one that was cancelled."""
+        for _ in range(len(self._come)):
+            index, event = self._come.popleft()
+            answer = self.answers[index]
+            if event.finish == CANCELLED and not answer.over:
+                raise ending() if self.server.draining else later(503, "not_read", NOT_READ)
+            yield answer, event
 
     def _take(self, answer: Answer, event: Event) -> list[Said]:
         """Return what an event says. A row whose answer ended before it did goes to another."""
@@ -439,12 +442,15 @@ class Running:
         media = [soft for job in self.asked.jobs for soft in job.soft]
         return usage_of(self.handles, self.answers, drafts, media)
 
-    async def whole(self) -> dict[str, Any]:
-        """Return the answer at once."""
+    async def whole(self) -> Response:
+        """Answer at once."""
         async for events in self._events():
-            for item in events:
-                self._take(*item)
-        return self.form.whole(self.answers, self._usage())
+            for answer, event in events:
+                self._take(answer, event)
+        usage = self._usage()
+        if any(a.prompt for a in self.answers):  # large: beside the event loop
+            return await run_in_threadpool(lambda: _json(self.form.whole(self.answers, usage)))
+        return _json(self.form.whole(self.answers, usage))
 
     async def stream(self) -> AsyncIterator[str]:
         """Yield the answer as events of a stream, all that are there at once, and an error as the
@@ -467,11 +473,17 @@ class Running:
         yield self.form.first(len(self.answers))
         spoke = time.monotonic()
         async for events in self._events():
-            taken = ((answer, self._take(answer, event)) for answer, event in events)
-            chunks = [chunk for a, new in taken for chunk in self.form.chunks(a, new)]
+            chunks, error = list[Body](), None
+            try:
+                for answer, event in events:
+                    chunks += self.form.chunks(answer, self._take(answer, event))
+            except Exception as e:  # behind what was said before
+                error = e
             if chunks or time.monotonic() - spoke >= ALIVE_S:
                 yield chunks or None
                 spoke = time.monotonic()
+            if error:
+                raise error
         yield self.form.last(self.answers, self._usage())
 
 

@@ -44,7 +44,7 @@ class Auth:
         given = {bearer.strip()} if scheme.lower() == "bearer" else set()
         way = "send Authorization: Bearer KEY"
         if path.startswith(KEYED):
-            given |= {k.strip() for k in request.headers.getlist("x-api-key")}
+            given |= {k.strip() for k in request.headers.getlist("x-api-key") if k.strip()}
             way += ", or x-api-key: KEY"
         raw = given.pop().encode() if len(given) == 1 else b""
         found = [hmac.compare_digest(raw, key) for key in self.keys]  # each takes its time

@@ -130,7 +130,8 @@ def _tools(out: Translation, value: Any, name: str) -> None:
 
 
 def _tool(tool: Any, where: str) -> Body:
-    kind_in({"type": "custom", **schema.OBJECT(tool, where)}, ("custom",), where)
+    kind = schema.OBJECT(tool, where).get("type")
+    kind_in({"type": "custom" if kind is None else kind}, ("custom",), where)
     function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key)}
     held = schema.OBJECT(tool.get("input_schema"), f"{where}.input_schema")
     return {"type": "function", "function": {**function, "parameters": held}}
@@ -164,7 +165,8 @@ def _format(out: Translation, value: Any, name: str) -> None:
 
 
 def _edits(out: Translation, value: Any, name: str) -> None:
-    for i, edit in enumerate(schema.OBJECT(value, name).get("edits") or ()):
+    edits = schema.LIST(schema.OBJECT(value, name).get("edits") or [], f"{name}.edits")
+    for i, edit in enumerate(edits):
         kind = str(schema.OBJECT(edit, f"{name}.edits[{i}]").get("type"))
         if not kind.startswith("clear_thinking"):
             raise missing(name, f"{kind[:60]} is not supported: prompts are never edited")

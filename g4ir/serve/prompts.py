@@ -180,13 +180,14 @@ class Prompts:
         if constraint:
             allowed = self.grammars.text(constraint, thinking=False, inside=False)
             jobs = [replace(j, sampling=replace(j.sampling, allowed=allowed)) for j in jobs]
-        texts = [p if isinstance(p, str) else self.text(i) for p, i in zip(fields["prompt"], ids)]
-        return PreparedRequest(fields, (*jobs,), echoes=(*texts,) if fields.get("echo") else ())
+        pairs = zip(fields["prompt"], ids) if fields.get("echo") else ()
+        echoes = (*(p if isinstance(p, str) else self.text(i) for p, i in pairs),)
+        return PreparedRequest(fields, (*jobs,), echoes=echoes)
 
     def tokens(self, fields: Mapping[str, Any]) -> list[int]:
         """Return the ids of a prompt, or of a conversation as it would be answered."""
         if "messages" in fields:
-            return [*self.chat({**fields, "max_tokens": 1}).jobs[0].tokens]
+            return [*self.chat({**fields, "max_completion_tokens": 1}).jobs[0].tokens]
         return self._ids(fields["prompt"], fields)
 
     def tokenizer_info(self) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def _part(part: Any, where: str) -> Any:
 
 
 def _reasoning(out: Translation, item: Body, where: str) -> None:
-    parts = item.get("content") or []
+    parts = schema.LIST(item.get("content") or [], f"{where}.content")
     text = "".join(text_in(schema.OBJECT(p, where), "text", where) for p in parts)
     if not text and (hidden := item.get("encrypted_content")) is not None:
         text = _revealed(hidden, f"{where}.encrypted_content")
@@ -104,6 +104,8 @@ def _call(out: Translation, item: Body, where: str) -> None:
     arguments = item.get("arguments")
     if item["type"] == "custom_tool_call":
         arguments = {INPUT: text_in(item, "input", where)}
+    elif item.get("status") == "incomplete":  # it was cut
+        arguments = {"partial_json": text_in(item, "arguments", where)}
     function = {"name": text_in(item, "name", where), "arguments": arguments}
     call = {"id": text_in(item, "call_id", where), "type": "function", "function": function}
     out.assistant(where).setdefault("tool_calls", []).append(call)
@@ -132,6 +134,7 @@ def _tool(tool: Any, where: str) -> Body:
     kind = kind_in(tool, ("function", "custom"), where)
     names = ("name", "description", "parameters", "strict")
     function = {key: tool[key] for key in names if tool.get(key) is not None}
+    text_in(tool, "name", where)
     if kind == "custom":
         text = _format_of(tool.get("format") or {"type": "text"}, f"{where}.format")
         held = {"type": "object", "properties": {INPUT: text}, "required": [INPUT]}
@@ -302,7 +305,7 @@ class ResponsesFormat:
         held, more = self._held, Body()
         held[key] += text
         if "logprobs" in held:
-            more["logprobs"] = a.taken_logprobs()
+            more["logprobs"] = a.taken_logprobs(content=True)
             held["logprobs"] += more["logprobs"]
         return [self._event(f"{event}.delta", **self._at(), delta=text, **more)]
 

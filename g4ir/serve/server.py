@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from g4ir.engine.artefact import open_artefact, require_readable
 from g4ir.engine.engine import Engine
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 LOADING_S = 1.0
 #: seconds that a connection may take for the head of a request
 HEAD_S = 10.0
+#: and bytes of it
+MOST_HEAD = 1 << 16
 #: connections that wait to be accepted
 BACKLOG = 128
 #: files that are enough for any number of clients
@@ -74,6 +77,30 @@ class Address:
                 raise InputError(f"--tls-cert {certificate}, --tls-key {key}: {e}") from None
 
 
+class BoundedProtocol(HttpToolsProtocol):
+    """Uvicorn's connection, which ends where the head of a request is too long: the parser keeps all
+    of it."""
+
+    in_head, head_bytes = False, 0
+
+    def on_message_begin(self) -> None:
+        """Begin a head."""
+        self.in_head, self.head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """End it."""
+        self.in_head = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; close the connection where a head goes on for too long."""
+        super().data_received(data)
+        self.head_bytes += len(data)
+        if self.in_head and self.head_bytes > MOST_HEAD:
+            self.transport.close()
+
+
 class ServerProcess(uvicorn.Server):
     """Uvicorn's server, which at a signal takes no more requests, ends those it has, and returns;
     a second signal cancels them."""
@@ -93,6 +120,7 @@ class ServerProcess(uvicorn.Server):
             host=address.host,
             port=address.port,
             uds=address.socket,
+            http=BoundedProtocol,
             ssl_certfile=address.tls[0],
             ssl_keyfile=address.tls[1],
             lifespan="off",

@@ -31,9 +31,8 @@ class Translation:
 
     given: Body
     body: Body = field(default_factory=dict)
-    #: where each message, and each tool, stands in the original
+    #: where each message stands in the original
     places: list[str] = field(default_factory=list)
-    tools: list[str] = field(default_factory=list)
     #: names of fields that are called otherwise
     names: dict[str, str] = field(default_factory=dict)
 
@@ -72,6 +71,7 @@ class Translation:
         def place(found: re.Match[str]) -> str:
             index, inner, name = found.groups()
             if index is not None and int(index) < len(self.places):
+                inner = re.sub(r"\.tool_calls\[\d+\]\.function", "", inner)
                 for chat, own in self.names.items():
                     inner = inner.replace(f".{chat}", f".{own}")
                 return self.places[int(index)] + inner
@@ -102,7 +102,10 @@ def translated(given: Body, protocol: str, changes: Mapping[str, Change]) -> Tra
         if becomes not in (None, "messages", name):
             out.names[becomes] = name
     known = {*table["becomes"], *table["harmless"], *refused}
-    out.body |= {name: value for name, value in given.items() if name not in known}
+    rest = {name: value for name, value in given.items() if name not in known}
+    if twice := next((name for name in rest if name in out.body), None):
+        raise bad(twice, f"cannot be given beside {out.names.get(twice, twice)}; give one of them")
+    out.body |= rest
     return out
 
 

@@ -76,7 +76,7 @@ static struct {
     int64_t apart, size;
     int places;
     uint32_t number;
-} next;
+} next = {.places = 1};
 /* How much this thread has read ahead, of which number. */
 static __thread int64_t read_of_next;
 static __thread uint32_t number_read;
