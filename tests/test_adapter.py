@@ -229,6 +229,9 @@ def test_an_engine_is_that_of_the_merged_checkpoint(
         def tensor(self, name: str) -> torch.Tensor:
             return source.tensor(name).float()
 
+        def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+            return source.rows(name, ids).float()
+
     whole = write_checkpoint(tmp_path / "whole", spec, Own(spec, 1, torch.float32))
     options = {} if quant == "none" else {"quant": quant}
     shared = {"backend": "reference", "dtype": "float32", "max_seq": 64, **options}

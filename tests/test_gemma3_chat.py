@@ -90,7 +90,7 @@ def test_a_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert chat_tokenizer().decode(ids, skip_special_tokens=False) == PROMPT
         for more, words in (
             ({"messages": SEEN}, "image"),
-            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "has no tools"),
+            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "has no place for them"),
         ):
             body = {"messages": SAID, "max_tokens": 9} | more
             refused = client.post("/v1/chat/completions", json=body)

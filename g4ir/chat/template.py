@@ -125,7 +125,8 @@ class Template:
             what, known = f"no option {min(unknown)!r}", ", ".join(OPTIONS)
             raise InputError(f"the built-in template has {what}; it has {known}")
         if conversation.tools and "tools" not in self.source:
-            raise InputError(f"tools: {self.origin} has no place for them; leave them out")
+            where = "the built-in template" if self.origin == "built-in" else self.origin
+            raise InputError(f"tools: {where} has no place for them; leave them out")
         messages = _folded(conversation) if self.folds else conversation.messages
         text = self._text(messages, {"tools": [*conversation.tools] or None, **options})
         if not options.get("add_generation_prompt", True) or not text.endswith(self.turn_end):

@@ -21,7 +21,7 @@ from .prompts import PreparedRequest
 from .tool_grammar import LARK
 from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 
-#: before the thoughts that are given back as encrypted content, which are not secret
+#: before the reasoning that is given back as encrypted content, which is not secret
 OURS = "g4ir:"
 #: the one argument of a custom tool
 INPUT = "input"
@@ -179,7 +179,7 @@ def _text(out: Translation, value: Any, name: str) -> None:
 
 
 def _effort(out: Translation, value: Any, name: str) -> None:
-    """Take the effort. There are no summaries: thoughts are given whole."""
+    """Take the effort. There are no summaries: reasoning is given whole."""
     if (effort := schema.OBJECT(value, name).get("effort")) is not None:
         out.body["reasoning_effort"] = effort
 

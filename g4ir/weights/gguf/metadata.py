@@ -42,10 +42,10 @@ OTHER_NAMES = {
 OF_TOWERS = ("vision.", "audio.", "mm.")
 UNROTATED = 1e30
 MOST_PAIRS = 1 << 15
-#: what a GGUF file cannot say: where only these differ, the spec is right
-SPEC_ONLY = (
-    *("text.use_bidirectional_attention", "text.hidden_activation", "text.query_pre_attn_scalar"),
-)
+#: what a GGUF file cannot say; and what llama.cpp computes by itself
+UNSAID = ("text.use_bidirectional_attention", "text.hidden_activation")
+#: where only these differ from a file, the spec is right
+SPEC_ONLY = (*UNSAID, "text.query_pre_attn_scalar")
 
 
 def read_spec(file: Container) -> Spec:

@@ -51,8 +51,8 @@ from .metadata import (
     CONTROL,
     PREFIX,
     SCORED,
-    SPEC_ONLY,
     UNROTATED,
+    UNSAID,
     USER_DEFINED,
     read_spec,
 )
@@ -373,6 +373,6 @@ def _check(name: str, spec: Spec, head: list[Any], size: int) -> None:
         said = read_spec(read_container(file))
     rows = [r for r in diff_specs(spec, said) if r[0].startswith("text.")]
     for key, own, other in rows:
-        if key not in SPEC_ONLY:
+        if key not in UNSAID:
             what = f"a GGUF file would say {other!r}, not {own!r}"
             raise SpecError(f"spec {spec.name}: {key}: {what}; take --format hf")

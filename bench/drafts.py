@@ -1,9 +1,9 @@
 """Drafts from a text's own n-grams: tokens a round and tokens/s by task, beside single steps.
 
-    python bench/drafting.py ENGINE [--tokens 4,7] [--new 96] [--rounds 3] [--drawn] [--save]
+    python bench/drafts.py ENGINE [--tokens 4,7] [--new 96] [--rounds 3] [--drawn] [--save]
 
 ENGINE: of trained weights, which answer a prompt by its text, built with --draft-tokens. Tasks are
-those of drafting.yaml, greedy or --drawn at temperature 1 (top-k 64, top-p 0.95; a seed each
+those of drafts.yaml, greedy or --drawn at temperature 1 (top-k 64, top-p 0.95; a seed each
 round). Each task runs without drafts and with up to so many in turn; a rate counts from the first
 new token on.
 """
@@ -25,7 +25,7 @@ from g4ir.ui.table import aligned
 
 HERE = Path(__file__).parent
 TASKS: dict[str, tuple[str | None, int, str]] = yaml.safe_load(
-    (HERE / "drafting.yaml").read_text(encoding="utf-8")
+    (HERE / "drafts.yaml").read_text(encoding="utf-8")
 )
 DRAWN = {"temperature": 1.0, "top_k": 64, "top_p": 0.95}
 
@@ -77,7 +77,7 @@ def main() -> None:
                 gain = median([b / a for a, b in zip(rates[0], rates[k], strict=True)])
                 row += [f"{tallies[k].tokens / tallies[k].rounds:.2f}", f"{gain:.2f}"]
             rows.append((*row,))
-    finish(args, "drafting", aligned(rows))
+    finish(args, "drafts", aligned(rows))
 
 
 if __name__ == "__main__":
