@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -45,6 +46,19 @@ def test_a_prefix_needs_a_key_too(operated: Running, prefix: str) -> None:
         assert client.post(f"{prefix}/v1/chat/completions", json=CHAT).status_code == 401
         assert client.post(f"{prefix}/v1/chat/completions", json=CHAT, headers=BEARER).is_success
         assert client.get(f"{prefix}/health").is_success and client.get(f"{prefix}/").is_success
+        error = client.post(f"{prefix}/v1/messages", json={}, headers=BEARER).json()
+        assert error["type"] == "error"  # in the form of its API
+
+
+def test_the_head_of_a_request_is_bounded(operated: Running) -> None:
+    host, port = operated.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 10) as s:
+        s.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+        with pytest.raises(OSError):
+            for i in range(4000):
+                s.sendall(b"X-%d: %s\r\n" % (i, b"a" * 1000))
+    with operated.client() as client:
+        assert client.get("/health", headers={"X-Long": "a" * 30000}).is_success
 
 
 def test_the_model_has_several_names(operated: Running) -> None:
@@ -64,6 +78,7 @@ def test_the_model_has_several_names(operated: Running) -> None:
         ("/v1/messages", {**BEARER, "x-api-key": KEY.decode()}, 200),
         ("/v1/messages", {**BEARER, "x-api-key": "another"}, 401),
         ("/v1/messages", {"x-api-key": "wrong"}, 401),
+        ("/v1/messages", {**BEARER, "x-api-key": ""}, 200),
         ("/v1/messages", {}, 401),
         ("/v1/chat/completions", {"x-api-key": KEY.decode()}, 401),
     ],

@@ -126,6 +126,25 @@ def test_responses_say_what_chats_say(client: openai.OpenAI) -> None:
     assert 0 < len(found) <= 4 and all(len(p.top_logprobs) == 2 for p in found)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_those_of_the_text(
+    client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Not those of the reasoning before it, nor of control tokens."""
+    served.dictate(monkeypatch, "<|channel>", "thought\nabc\n", "<channel|>", "xyz", "<turn|>")
+    given: dict[str, Any] = {"include": ["message.output_text.logprobs"], "stream": stream}
+    got = asked(client, reasoning={"effort": "low"}, **given)
+    got = [*got][-1].response if stream else got
+    assert [p.token for p in got.output[1].content[0].logprobs] == ["x", "y", "z"]
+
+
+def test_a_call_that_was_cut_goes_back(client: openai.OpenAI) -> None:
+    call = {"type": "function_call", "name": "f", "call_id": "c1", "arguments": '{"a": "so'}
+    answer = {"type": "function_call_output", "call_id": "c1", "output": "cut"}
+    items = [{"role": "user", "content": "Hi"}, {**call, "status": "incomplete"}, answer]
+    assert asked(client, input=items, max_output_tokens=1).usage.output_tokens == 1
+
+
 def test_a_schema_and_a_grammar_of_a_tool(client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     form = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
@@ -226,6 +245,8 @@ def test_messages_as_chats() -> None:
 def test_tokens_are_counted(served: Running) -> None:
     chat = [{"role": "user", "content": "Hi"}]
     counted = post(served, "/v1/messages/count_tokens", model=NAME, messages=chat).json()
+    many = post(served, "/v1/messages/count_tokens", model=NAME, messages=chat, max_tokens=32000)
+    assert many.json() == counted
     whole = message(served, max_tokens=1).json()["usage"]
     assert counted == {"input_tokens": whole["input_tokens"] + whole["cache_read_input_tokens"]}
 
