@@ -30,17 +30,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def dictate(r: Running, patch: Any, answers: Sequence[Sequence[str]]) -> None:
-    """Let the model say an answer after the other, whatever it is asked."""
+    """Let the model say an answer after the other, whatever it is asked and held to."""
     prompts = r.server.prompts
     assert prompts
-    controls, made, left = prompts.vocabulary.controls, prompts._sampling, [*answers]
+    controls, made, left = prompts.vocabulary.controls, prompts._held, [*answers]
 
     def dictated(*given: Any) -> SamplingParams:
         words = left.pop(0) if len(left) > 1 else left[0]
         ids = [i for w in words for i in ([controls[w]] if w in controls else r.ids(w))]
         return replace(made(*given), allowed=Script(ids))
 
-    patch.setattr(prompts, "_sampling", dictated)
+    patch.setattr(prompts, "_held", dictated)
 
 
 @pytest.mark.parametrize("name", WORDS["cases"])
