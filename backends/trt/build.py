@@ -123,7 +123,7 @@ def attention_trials(graphs: Iterable[Graph]) -> dict[int, list[Graph]]:
 def _alone(g: Graph, nodes: Sequence[Node]) -> Graph:
     """Return the graph of attentions alone, of a single one twice."""
     nodes = [*nodes, *([_again(nodes[0])] if len(nodes) == 1 else [])]
-    caches = tuple(dict.fromkeys(v for n in nodes for v in n.caches))
+    caches = tuple(dict.fromkeys(v for n in nodes if n.definition.held for v in n.caches))
     inputs = dict.fromkeys(v for n in nodes for v in n.inputs if v not in caches)
     inputs |= {v: None for v in g.inputs if v.name == ROWS}  # which decides its profiles
     outputs = tuple(v for n in nodes for v in n.outputs)
