@@ -29,6 +29,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from g4ir.backends import BACKENDS, find_backend
 from g4ir.backends.sampling import SamplingParams
+from g4ir.backends.trt.target import LIBRARIES
 from g4ir.chat.prompt import TextStream, Vocabulary
 from g4ir.cli import _parser
 from g4ir.cli.common import tables
@@ -243,8 +244,10 @@ def test_all_that_a_build_lacks_is_said_at_once(
 ) -> None:
     """A download of 50 GB comes after what no download mends."""
     find = importlib.util.find_spec
-    lacks = ("onnx", "onnxruntime", "tensorrt")
+    lacks = ("onnx", "onnxruntime")
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in lacks else find(n))
+    for library in LIBRARIES.values():
+        monkeypatch.setitem(sys.modules, library.module, None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", no_compiler)

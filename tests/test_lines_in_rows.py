@@ -87,7 +87,7 @@ def test_what_is_wrong_is_its_own_error(engine: Engine) -> None:
     ]
     got = answers(engine, [good[0], "{", good[1], *wrong, good[2]])
     assert [a.failed for a in got] == [False, True, False, True, True, True, False]
-    assert [a.id for a in got] == ["r0", None, "r1", 4, "b", 6, "r2"]
+    assert [a.output().get("id") for a in got] == ["r0", None, "r1", 4, "b", 6, "r2"]
     failures = [a for a in got if isinstance(a, Failure)]
     assert [a.line for a in failures] == [2, 4, 5, 6]
     assert failures[2].error == "x:5: min_p 3: expected a share in [0, 1]"

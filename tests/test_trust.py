@@ -250,10 +250,10 @@ def test_headers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler._keep_headers_in(tmp_path)
     assert str(tmp_path / "precompiled_headers") == codecache._HEADER_DIR
     assert codecache._HEADER_LOCK_DIR.startswith(codecache._HEADER_DIR)
-    monkeypatch.setattr(config.aot_inductor, "precompile_headers", True)
     monkeypatch.delattr(codecache, "_HEADER_DIR")
-    compiler._keep_headers_in(tmp_path)
-    assert not config.aot_inductor.precompile_headers
+    with config.patch({"aot_inductor.precompile_headers": True}):
+        compiler._keep_headers_in(tmp_path)
+        assert not config.aot_inductor.precompile_headers
 
 
 # --- compiled programs ------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def attention_trials(graphs: Iterable[Graph]) -> dict[int, list[Graph]]:
 def _alone(g: Graph, nodes: Sequence[Node]) -> Graph:
     """Return the graph of attentions alone, of a single one twice."""
     nodes = [*nodes, *([_again(nodes[0])] if len(nodes) == 1 else [])]
-    caches = tuple(dict.fromkeys(v for n in nodes for v in n.caches))
+    caches = tuple(dict.fromkeys(v for n in nodes if n.definition.held for v in n.caches))
     inputs = dict.fromkeys(v for n in nodes for v in n.inputs if v not in caches)
     inputs |= {v: None for v in g.inputs if v.name == ROWS}  # which decides its profiles
     outputs = tuple(v for n in nodes for v in n.outputs)
@@ -160,7 +160,7 @@ def configure(
             workspace = max(memory - weight_bytes(w.graph), LEAST_WORKSPACE)
             config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
         if target.ahead_of_time:
-            _aim(trt, config, target)
+            _aim(trt, config, target, settings["weights"])
         else:
             _of_hardware(trt, config, settings.get("hardware", "exact"))
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
@@ -173,10 +173,12 @@ def configure(
     return config
 
 
-def _aim(trt: Any, config: Any, target: Target) -> None:
+def _aim(trt: Any, config: Any, target: Target, weights: str) -> None:
     """Have the builder compile for the target's compute capability; without one, engines are
-    portable. Steps allocate nothing, so that they can be recorded as CUDA graphs."""
-    config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    portable. Steps allocate nothing, so that they can be recorded as CUDA graphs; those that stream
+    weights allocate, and are not recorded."""
+    if weights != "streamed":
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if len(target.capabilities) == 1:
         own = getattr(trt.ComputeCapability, f"SM{target.capabilities[0].replace('.', '')}")
         config.num_compute_capabilities = 1

@@ -115,9 +115,10 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
 
 
 def compiled_lines(p: Prepared) -> list[str]:
-    """Return what TensorRT-RTX makes of the text model's network, a line for each profile."""
-    graph = network_graph(p.packing.program)
-    made = compile_once(require_library(RTX), graph, p.limits, p.settings, TARGETS["rtx"])
+    """Return what TensorRT-RTX makes of the text model's network, a line for each profile. Weights
+    are in the plan: equal ones, which stand for them here, cannot be apart."""
+    graph, settings = network_graph(p.packing.program), {**p.settings, "weights": "baked"}
+    made = compile_once(require_library(RTX), graph, p.limits, settings, TARGETS["rtx"])
     return summary(made.profiles)
 
 

@@ -288,8 +288,6 @@ def load(
     path: str, progress: Callable[[str], None], threads: int | None = None, **how: Any
 ) -> Engine:
     """Load the engine of a command line; `how`: arguments of load_engine."""
-    if threads is not None and not 1 <= threads <= MOST_THREADS:
-        raise InputError(f"--threads {threads}: expected 1 to {MOST_THREADS}")
     import torch
 
     from g4ir.engine.load import load_engine
@@ -305,6 +303,9 @@ def find_engines(args: argparse.Namespace, all_logits: bool = False) -> None:
     minutes: flags are checked before. `models` are the words that were given."""
     from g4ir.engine.library import find_engine, is_engine
 
+    threads = vars(args).get("threads")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise InputError(f"--threads {threads}: expected 1 to {MOST_THREADS}")
     limit = args.engines_limit and parse_bytes(args.engines_limit, "--engines-limit")
     given = given_options(args, OF_MODEL)
     needed = replace(given, all_logits=all_logits, draft_tokens=vars(args).get("draft_tokens"))

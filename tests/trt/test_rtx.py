@@ -15,7 +15,7 @@ import torch
 
 import g4ir
 from g4ir.backends.trt import build as building
-from g4ir.backends.trt import host
+from g4ir.backends.trt import dry_run, host
 from g4ir.backends.trt.backend import BACKEND
 from g4ir.backends.trt.host import Api, installed
 from g4ir.backends.trt.interface import PLAN, networks
@@ -30,7 +30,7 @@ from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import MadeParams
 from tests.cli_tools import g4ir as command_line
-from tests.engines import resigned
+from tests.engines import resigned, stored_manifest
 from tests.trt.emulated import build, emulated, use
 
 VERSION = installed(RTX)
@@ -194,6 +194,23 @@ def test_weights_apart_need_a_driver(tmp_path: Path) -> None:
     config = building.configure(api, w, settings, None, TARGETS["sm89"])
     with pytest.raises(LowerError, match=r"CHECK\(status == CUDA_SUCCESS\).*--set weights=baked"):
         building.build_plan(api, w, config, None, tmp_path / "plan", no_progress)
+
+
+@builder
+def test_a_dry_run_of_weights_apart() -> None:
+    """With equal weights in their place, which only a plan that has them can hold."""
+    options = BuildOptions(backend="trt", settings={"weights": "refit"}, **SMALL)
+    p = prepare(load_spec("tiny-ple"), options, dry=True)
+    assert [line.split(":")[0] for line in dry_run.compiled_lines(p)] == ["decode.80", "prefill"]
+
+
+@builder
+def test_streamed_weights(tmp_path: Path) -> None:
+    """Their steps allocate: a builder that is told otherwise refuses them."""
+    how = {"backend": "trt", "target": "rtx", "settings": {"weights": "streamed"}}
+    g4ir.build("tiny-dense", tmp_path / "e", **how, **SMALL)
+    manifest = stored_manifest(tmp_path / "e")
+    assert manifest["compiled"]["settings"]["weights"] == "streamed"
 
 
 def test_verify_runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
