@@ -230,3 +230,38 @@ def test_a_full_disk(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(InputError, match=r"are to be written, and 1.00 KiB are free; make room"):
         g4ir.export(folder, tmp_path / name, format="hf" if name == "out" else "gguf")
     assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
+def test_a_sharded_engine_in_codes(name: str, tmp_path: Path) -> None:
+    """Ranks have scales of their own for parts of the same rows: these weights are dequantised."""
+    built = {"random_weights": 0, "quant": "int8", "dtype": "float32", "max_seq": 64}
+    g4ir.build(name, tmp_path / "e", tp=2, **built)
+    spec = load_spec(name)
+    want = RandomCheckpoint(spec, 0, F32)
+    kept = g4ir.export(tmp_path / "e", tmp_path / "kept", quant="keep")
+    file = g4ir.export(tmp_path / "e", tmp_path / "out.gguf", format="gguf", dtype="Q8_0")
+    for opened in (find_origin(x).open(spec, (), "f32") for x in (kept, file)):
+        coded = {n for n, s in opened.forms.items() if s.form == "int8"}
+        assert any(n.endswith("q_proj.weight") for n in coded)
+        for bare in want.weights:
+            value, made = want.tensor(bare).float(), opened.tensor(bare).float()
+            assert distance(made, value) < 0.02, bare
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp(min=1e-12))
+
+
+@pytest.mark.parametrize("tensors", [["L0.mlp.w_*", "L1.attn.wq"], ["L0.moe.*"]])
+def test_codes_of_some_layers(tensors: list[str], tmp_path: Path) -> None:
+    """Their modules are named: patterns would match those of other layers too."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"rules": [{"tensors": tensors, "form": "int8"}]}))
+    kept = {**LIMITS, "dtype": "float32", "random_weights": 0}
+    engine = g4ir.build("tiny-moe", tmp_path / "e", quant=recipe, **kept)
+    opened = Checkpoint.open(g4ir.export(engine, tmp_path / "c", quant="keep"), engine.spec)
+    coded = {n for n in engine.program.params() if n.endswith(".codes")}
+    assert {f"{n}.codes" for n in map(str, coded)} and len(opened.forms) == len(coded) > 1
+    for param in (n.removesuffix(".codes") for n in coded):
+        assert torch.equal(opened.tensor(checkpoint_name(param)).float(), engine.param(param))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import g4ir
+from g4ir.backends.trt.kernel_cache import SUFFIX
 from g4ir.chat.special_tokens import CONTROLS
 from g4ir.engine import library
 from g4ir.engine.library import cached_engines, engines_root, find_engine, keep_below, remove
@@ -258,3 +259,72 @@ def test_refused(
     bare_file(tmp_path / "tiny.gguf", load_spec("tiny-dense"))
     with pytest.raises(G4Error, match=says):
         g4ir.load(model.format(engine=tmp_path / "e", here=tmp_path), **options)
+
+
+def test_words_of_options_are_no_paths(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The hash of an engine is the same in every folder; that of an option's file its identity."""
+    options = replace(SMALL, checkpoint=model, quant="int8", drafter="default")
+    data = tmp_path / "a=b.txt"
+    data.write_text("1")
+    calibrated = replace(options, calibrate=data)
+    first, second = (library._hash(None, o) for o in (options, calibrated))
+    monkeypatch.chdir(tmp_path)
+    assert library._hash(None, options) == first
+    data.write_text("22")
+    assert library._hash(None, calibrated) != second
+
+
+def test_a_record_that_was_removed_meanwhile(model: Path, monkeypatch: Any) -> None:
+    """What another process has built since is not removed by who held the record before it."""
+    path = find_engine(model, SMALL)
+    release()
+    old = library._open_record(path)
+    (engines_root() / f"{path.name}.json").unlink()
+    assert find_engine(model, SMALL) == path
+    monkeypatch.setattr(library, "_open_record", lambda _: old)
+    assert not remove(path) and library.is_engine(path)
+
+
+def test_a_deleted_directory_is_built_again(model: Path) -> None:
+    path = find_engine(model, SMALL)
+    shutil.rmtree(path)
+    assert cached_engines() == []
+    assert find_engine(model, SMALL) == path and [e.in_use for e in cached_engines()] == [True]
+
+
+def test_records(model: Path, monkeypatch: Any) -> None:
+    """Written before the build, and again where one is empty; a full disk is an error."""
+    write, seen = library.write_engine, []
+
+    def wrote(prepared: Any, out: Path, progress: Any) -> Any:
+        seen.append((out.with_name(f"{out.name}.json").stat().st_size, cached_engines()))
+        return write(prepared, out, progress)
+
+    monkeypatch.setattr(library, "write_engine", wrote)
+    path = find_engine(model, SMALL)
+    ((size, listed),) = seen
+    assert size and listed == []
+    release()
+    (engines_root() / f"{path.name}.json").write_text("")
+    assert cached_engines() == [] and find_engine(model, SMALL) == path
+    assert [e.model for e in cached_engines()] == [str(model)] and len(seen) == 1
+
+    def full(*given: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(EngineError, match="record of an engine in .*No space left.*make room"):
+        find_engine(model, replace(SMALL, max_seq=32))
+    assert leftovers() == [path.name, f"{path.name}.json"]
+
+
+def test_kernels_beside_an_engine(model: Path) -> None:
+    """They count as its bytes, and are removed with it."""
+    path = find_engine(model, SMALL)
+    release()
+    (before,) = cached_engines()
+    for rank in ("", ".rank0"):
+        path.with_name(f"{path.name}{rank}{SUFFIX}").write_bytes(bytes(100))
+    (after,) = cached_engines()
+    assert after.bytes == before.bytes + 200
+    assert remove(path) and leftovers() == []

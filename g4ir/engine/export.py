@@ -87,7 +87,11 @@ class HeldWeights(WeightSource):
     def forms(self) -> Mapping[str, Scheme]:
         recipe, weights = self.engine.recipe, weights_of(self.engine.spec)
         schemes = recipe.schemes(weights) if recipe else {}
-        return {checkpoint_name(param): scheme for param, scheme in schemes.items()}
+        return {
+            checkpoint_name(param): scheme
+            for param, scheme in schemes.items()
+            if scheme.group or not self.engine.share.cuts_rows(param, weights[param])
+        }
 
     def tensor(self, name: str) -> torch.Tensor:
         weight = name.removesuffix(CODES).removesuffix(SCALES)

@@ -64,7 +64,9 @@ def write_checkpoint(
     kept = _kept(names, source) if coded else []
     tensors = _tensors(names, source, dtype, kept)
     if kept and config:
-        values[KEY] = compress.config({name: source.forms[names[name][0]] for name in kept})
+        schemes = {name: source.forms[names[name][0]] for name in kept}
+        matrices = [name for name, (_, shape) in names.items() if len(shape) > 1]
+        values[KEY] = compress.config(schemes, matrices)
     if dead:
         tensors |= _dead(spec, dtype, prefix)
     check_room(directory, sum(t.nbytes for t in tensors.values()))
