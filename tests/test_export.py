@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import g4ir
+from g4ir.engine.export import HeldWeights
 from g4ir.errors import EngineError, InputError, SpecError
 from g4ir.model.media import KINDS
 from g4ir.model.names import checkpoint_name
@@ -148,8 +149,18 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     side = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
     assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in side)
     assert Checkpoint.open(out, load_spec("tiny-ple")).dtype == torch.float16
-    again = command("export", folder, "--out", out)
-    assert again.code == 2 and "exists already" in again.message
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for given, says in (
+        (out, "exists already"),
+        (tmp_path / "file" / "x", f"{tmp_path}/file is no directory"),
+        (".", "the current directory cannot be replaced"),
+    ):
+        again = command("export", folder, "--out", given)
+        assert again.code == 2 and says in again.message
+    again = command("export", folder, "--out", tmp_path / "file" / "x.gguf", "--format", "gguf")
+    assert again.code == 2 and "is no directory" in again.message
 
 
 def gguf_source(folder: Path, name: str, **given: Any) -> tuple[Path, Checkpoint]:
@@ -244,7 +255,7 @@ def test_a_sharded_engine_in_codes(name: str, tmp_path: Path) -> None:
     for opened in (find_origin(x).open(spec, (), "f32") for x in (kept, file)):
         coded = {n for n, s in opened.forms.items() if s.form == "int8"}
         assert any(n.endswith("q_proj.weight") for n in coded)
-        for bare in want.weights:
+        for bare in opened.weights:
             value, made = want.tensor(bare).float(), opened.tensor(bare).float()
             assert distance(made, value) < 0.02, bare
 
@@ -261,7 +272,6 @@ def test_codes_of_some_layers(tensors: list[str], tmp_path: Path) -> None:
     kept = {**LIMITS, "dtype": "float32", "random_weights": 0}
     engine = g4ir.build("tiny-moe", tmp_path / "e", quant=recipe, **kept)
     opened = Checkpoint.open(g4ir.export(engine, tmp_path / "c", quant="keep"), engine.spec)
-    coded = {n for n in engine.program.params() if n.endswith(".codes")}
-    assert {f"{n}.codes" for n in map(str, coded)} and len(opened.forms) == len(coded) > 1
-    for param in (n.removesuffix(".codes") for n in coded):
-        assert torch.equal(opened.tensor(checkpoint_name(param)).float(), engine.param(param))
+    held = HeldWeights(engine)
+    assert opened.forms.keys() == held.forms.keys() and len(held.forms) > 1
+    assert all(torch.equal(opened.tensor(n), held.tensor(n)) for n in opened.weights)

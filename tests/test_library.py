@@ -209,10 +209,11 @@ def test_verbs_take_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "a process uses it" in refused("engines", "rm", builds[0].name)
     release()
     assert command("engines", "rm", builds[0].name).out.startswith("removed 1, ")
-    limited = ("--engines-limit", "1KiB", "--draft", "ngram", "--draft-tokens", "2")
-    assert command("run", checkpoint, *FLAGS, "--tokens", "2,5", *limited).code == 0
-    release()
-    assert [e.options.get("draft_tokens") for e in cached_engines()] == [2]
+    for more, drafts in ((["--draft-tokens", "2"], 2), ([], 4)):
+        limited = ("--engines-limit", "1KiB", "--draft", "ngram", *more)
+        assert command("run", checkpoint, *FLAGS, "--tokens", "2,5", *limited).code == 0
+        release()
+        assert [e.options.get("draft_tokens") for e in cached_engines()] == [drafts]
     assert command("engines", "rm", "--all").code == 0 and leftovers() == []
 
 
@@ -240,13 +241,14 @@ def test_chat_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             {"quant": "int4"},
             "is an engine, and --quant belong to its build: leave them",
         ),
-        ("{here}/tiny.gguf", {"random_weights": 0}, "has weights, and --checkpoint or --random"),
+        ("{here}/tiny.gguf", {"random_weights": 0}, "has weights, and --random-weights others"),
         ("tiny-dense", {}, "variant tiny-dense has no hub id: give --random-weights SEED"),
         (
             "some/model",
             {},
             "no model of this name in the local Hugging Face cache; download it with",
         ),
+        ("tiny-mo", {"random_weights": 0}, "no spec is called 'tiny-mo'; did you mean tiny-moe"),
         ("e2", {}, "no spec is called 'e2'; did you mean e2b"),
         ("{here}", {}, "is no engine directory: it has no manifest.json; run g4ir build"),
     ),
@@ -313,7 +315,7 @@ def test_records(model: Path, monkeypatch: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(EngineError, match="record of an engine in .*No space left.*make room"):
+    with pytest.raises(EngineError, match=r"record of an engine in .*No space left.*make room"):
         find_engine(model, replace(SMALL, max_seq=32))
     assert leftovers() == [path.name, f"{path.name}.json"]
 
@@ -328,3 +330,17 @@ def test_kernels_beside_an_engine(model: Path) -> None:
     (after,) = cached_engines()
     assert after.bytes == before.bytes + 200
     assert remove(path) and leftovers() == []
+
+
+def test_wrong_flags_are_refused_before_a_build(model: Path, tmp_path: Path) -> None:
+    against = refused("verify", model, *FLAGS, "--tokens", "2", "--against", "bogus")
+    assert "--against 'bogus': expected" in against
+    assert "absent" in refused("run", model, *FLAGS, "--input-jsonl", tmp_path / "absent")
+    assert not engines_root().exists()
+
+
+def test_a_spec_file_with_a_seed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("schema: 1\nextends: tiny-dense\n")
+    path = find_engine(str(file), replace(SMALL, random_weights=0))
+    assert path.name.startswith("mine-") and find_engine(file, replace(SMALL, random_weights=0))

@@ -25,11 +25,11 @@ from g4ir import __version__
 from g4ir.backends import find_backend
 from g4ir.errors import EngineError, G4Error, InputError
 from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import Spec, load_spec, spec_names
+from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.ui.paths import cache_root, private
 from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.checkpoint import CONFIG, GGUF
-from g4ir.weights.origin import hub_snapshot, in_cache_folder, need_snapshot
+from g4ir.weights.origin import find_model, need_snapshot
 
 from .artefact import BUILDING, FORMAT, MANIFEST
 from .build import DEFAULTS, prepare, shows_options, write_engine
@@ -45,8 +45,6 @@ RECORD = ".json"
 KERNELS = ".kernels"
 #: options that may name files
 FILES = ("checkpoint", "mmproj", "adapter", "drafter", "quant", "calibrate")
-#: of the hub, as on the command line; other words are paths
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 #: shared locks of the engines that this process uses, by path
 _in_use: dict[Path, int] = {}
 
@@ -167,29 +165,21 @@ def _with_weights(
 ) -> tuple[str, Spec | None, BuildOptions] | None:
     """Return the name of a model, its spec unless its checkpoint says it, and the options of its
     build, with its weights; None if there is no such model."""
-    spec = load_spec(model) if isinstance(model, str) and model in spec_names() else model
+    spec = model
+    if not isinstance(model, Spec) and (model in spec_names() or Path(model).suffix in SUFFIXES):
+        spec = load_spec(model)
     if isinstance(spec, Spec):
         if options.random_weights is None and options.checkpoint is None:
             options = replace(options, checkpoint=need_snapshot(spec, "--random-weights SEED"))
         return spec.name, spec, options
-    if options.checkpoint is not None or options.random_weights is not None:
-        fix = "leave them out, or give a variant"
-        raise InputError(f"{model} has weights, and --checkpoint or --random-weights others: {fix}")
-    path = in_cache_folder(Path(spec))
-    if not path.exists() and HUB_ID.fullmatch(str(model)):
-        found = hub_snapshot(str(model))
-        if found is None:
-            raise InputError(
-                f"{model}: no such file or directory, and no model of this name in the local "
-                f"Hugging Face cache; download it with `hf download {model}`"
-            )
-        path, name = found, str(model).rpartition("/")[2]
-    elif path.is_file() or (path / CONFIG).is_file():
-        name = Path(spec).resolve().name.removesuffix(GGUF)
-    else:
-        if path.name == str(model) and not path.exists():
-            load_spec(str(model))  # raises: no variant of this name
+    _, path = find_model(spec, "--random-weights SEED")
+    for option in ("checkpoint", "random_weights"):
+        if getattr(options, option) is not None:
+            flag, fix = option.replace("_", "-"), "leave them out, or give a variant"
+            raise InputError(f"{model} has weights, and --{flag} others: {fix}")
+    if not path.is_file() and not (path / CONFIG).is_file():
         return None
+    name = Path(spec).resolve().name.removesuffix(GGUF)  # of a hub id too
     return re.sub(r"[^\w.-]", "_", name), None, replace(options, checkpoint=path.absolute())
 
 

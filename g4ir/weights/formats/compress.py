@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,13 @@ def has_name(name: str, shape: tuple[int, ...], scheme: Scheme) -> bool:
     are whole words of codes of 4 or 8 bits."""
     whole = scheme.form in WRITTEN and shape[-1] * WRITTEN[scheme.form][2] % 32 == 0
     return whole and not name.removesuffix(WEIGHT).endswith(TABLES)
+
+
+def whole_experts(names: Sequence[str]) -> list[str]:
+    """Return the names without experts of which only some matrices are among them: readers take
+    codes of all matrices of an expert or of none."""
+    stacked = Counter(name.rpartition(".")[0] for name in names if STACKED.fullmatch(name))
+    return [name for name in names if stacked.get(name.rpartition(".")[0], 2) == 2]
 
 
 def stored(
