@@ -78,8 +78,8 @@ class Address:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Uvicorn's connection, which ends where the head of a request is too long: the parser keeps all
-    of it."""
+    """Uvicorn's connection, which ends where the head of a request is too long: the parser keeps
+    all of it."""
 
     in_head, head_bytes = False, 0
 
