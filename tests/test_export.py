@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import g4ir
+from g4ir.engine.export import HeldWeights
 from g4ir.errors import EngineError, InputError, SpecError
 from g4ir.model.media import KINDS
 from g4ir.model.names import checkpoint_name
@@ -148,8 +149,18 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     side = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
     assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in side)
     assert Checkpoint.open(out, load_spec("tiny-ple")).dtype == torch.float16
-    again = command("export", folder, "--out", out)
-    assert again.code == 2 and "exists already" in again.message
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for given, says in (
+        (out, "exists already"),
+        (tmp_path / "file" / "x", f"{tmp_path}/file is no directory"),
+        (".", "the current directory cannot be replaced"),
+    ):
+        again = command("export", folder, "--out", given)
+        assert again.code == 2 and says in again.message
+    again = command("export", folder, "--out", tmp_path / "file" / "x.gguf", "--format", "gguf")
+    assert again.code == 2 and "is no directory" in again.message
 
 
 def gguf_source(folder: Path, name: str, **given: Any) -> tuple[Path, Checkpoint]:
@@ -230,3 +241,37 @@ def test_a_full_disk(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(InputError, match=r"are to be written, and 1.00 KiB are free; make room"):
         g4ir.export(folder, tmp_path / name, format="hf" if name == "out" else "gguf")
     assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
+def test_a_sharded_engine_in_codes(name: str, tmp_path: Path) -> None:
+    """Ranks have scales of their own for parts of the same rows: these weights are dequantised."""
+    built = {"random_weights": 0, "quant": "int8", "dtype": "float32", "max_seq": 64}
+    g4ir.build(name, tmp_path / "e", tp=2, **built)
+    spec = load_spec(name)
+    want = RandomCheckpoint(spec, 0, F32)
+    kept = g4ir.export(tmp_path / "e", tmp_path / "kept", quant="keep")
+    file = g4ir.export(tmp_path / "e", tmp_path / "out.gguf", format="gguf", dtype="Q8_0")
+    for opened in (find_origin(x).open(spec, (), "f32") for x in (kept, file)):
+        coded = {n for n, s in opened.forms.items() if s.form == "int8"}
+        assert any(n.endswith("q_proj.weight") for n in coded)
+        for bare in opened.weights:
+            value, made = want.tensor(bare).float(), opened.tensor(bare).float()
+            assert distance(made, value) < 0.02, bare
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp(min=1e-12))
+
+
+@pytest.mark.parametrize("tensors", [["L0.mlp.w_*", "L1.attn.wq"], ["L0.moe.*"]])
+def test_codes_of_some_layers(tensors: list[str], tmp_path: Path) -> None:
+    """Their modules are named: patterns would match those of other layers too."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"rules": [{"tensors": tensors, "form": "int8"}]}))
+    kept = {**LIMITS, "dtype": "float32", "random_weights": 0}
+    engine = g4ir.build("tiny-moe", tmp_path / "e", quant=recipe, **kept)
+    opened = Checkpoint.open(g4ir.export(engine, tmp_path / "c", quant="keep"), engine.spec)
+    held = HeldWeights(engine)
+    assert opened.forms.keys() == held.forms.keys() and len(held.forms) > 1
+    assert all(torch.equal(opened.tensor(n), held.tensor(n)) for n in opened.weights)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import g4ir
+from g4ir.backends.trt.kernel_cache import SUFFIX
 from g4ir.chat.special_tokens import CONTROLS
 from g4ir.engine import library
 from g4ir.engine.library import cached_engines, engines_root, find_engine, keep_below, remove
@@ -208,10 +209,11 @@ def test_verbs_take_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "a process uses it" in refused("engines", "rm", builds[0].name)
     release()
     assert command("engines", "rm", builds[0].name).out.startswith("removed 1, ")
-    limited = ("--engines-limit", "1KiB", "--draft", "ngram", "--draft-tokens", "2")
-    assert command("run", checkpoint, *FLAGS, "--tokens", "2,5", *limited).code == 0
-    release()
-    assert [e.options.get("draft_tokens") for e in cached_engines()] == [2]
+    for more, drafts in ((["--draft-tokens", "2"], 2), ([], 4)):
+        limited = ("--engines-limit", "1KiB", "--draft", "ngram", *more)
+        assert command("run", checkpoint, *FLAGS, "--tokens", "2,5", *limited).code == 0
+        release()
+        assert [e.options.get("draft_tokens") for e in cached_engines()] == [drafts]
     assert command("engines", "rm", "--all").code == 0 and leftovers() == []
 
 
@@ -239,13 +241,14 @@ def test_chat_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             {"quant": "int4"},
             "is an engine, and --quant belong to its build: leave them",
         ),
-        ("{here}/tiny.gguf", {"random_weights": 0}, "has weights, and --checkpoint or --random"),
+        ("{here}/tiny.gguf", {"random_weights": 0}, "has weights, and --random-weights others"),
         ("tiny-dense", {}, "variant tiny-dense has no hub id: give --random-weights SEED"),
         (
             "some/model",
             {},
             "no model of this name in the local Hugging Face cache; download it with",
         ),
+        ("tiny-mo", {"random_weights": 0}, "no spec is called 'tiny-mo'; did you mean tiny-moe"),
         ("e2", {}, "no spec is called 'e2'; did you mean e2b"),
         ("{here}", {}, "is no engine directory: it has no manifest.json; run g4ir build"),
     ),
@@ -258,3 +261,86 @@ def test_refused(
     bare_file(tmp_path / "tiny.gguf", load_spec("tiny-dense"))
     with pytest.raises(G4Error, match=says):
         g4ir.load(model.format(engine=tmp_path / "e", here=tmp_path), **options)
+
+
+def test_words_of_options_are_no_paths(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The hash of an engine is the same in every folder; that of an option's file its identity."""
+    options = replace(SMALL, checkpoint=model, quant="int8", drafter="default")
+    data = tmp_path / "a=b.txt"
+    data.write_text("1")
+    calibrated = replace(options, calibrate=data)
+    first, second = (library._hash(None, o) for o in (options, calibrated))
+    monkeypatch.chdir(tmp_path)
+    assert library._hash(None, options) == first
+    data.write_text("22")
+    assert library._hash(None, calibrated) != second
+
+
+def test_a_record_that_was_removed_meanwhile(model: Path, monkeypatch: Any) -> None:
+    """What another process has built since is not removed by who held the record before it."""
+    path = find_engine(model, SMALL)
+    release()
+    old = library._open_record(path)
+    (engines_root() / f"{path.name}.json").unlink()
+    assert find_engine(model, SMALL) == path
+    monkeypatch.setattr(library, "_open_record", lambda _: old)
+    assert not remove(path) and library.is_engine(path)
+
+
+def test_a_deleted_directory_is_built_again(model: Path) -> None:
+    path = find_engine(model, SMALL)
+    shutil.rmtree(path)
+    assert cached_engines() == []
+    assert find_engine(model, SMALL) == path and [e.in_use for e in cached_engines()] == [True]
+
+
+def test_records(model: Path, monkeypatch: Any) -> None:
+    """Written before the build, and again where one is empty; a full disk is an error."""
+    write, seen = library.write_engine, []
+
+    def wrote(prepared: Any, out: Path, progress: Any) -> Any:
+        seen.append((out.with_name(f"{out.name}.json").stat().st_size, cached_engines()))
+        return write(prepared, out, progress)
+
+    monkeypatch.setattr(library, "write_engine", wrote)
+    path = find_engine(model, SMALL)
+    ((size, listed),) = seen
+    assert size and listed == []
+    release()
+    (engines_root() / f"{path.name}.json").write_text("")
+    assert cached_engines() == [] and find_engine(model, SMALL) == path
+    assert [e.model for e in cached_engines()] == [str(model)] and len(seen) == 1
+
+    def full(*given: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(EngineError, match=r"record of an engine in .*No space left.*make room"):
+        find_engine(model, replace(SMALL, max_seq=32))
+    assert leftovers() == [path.name, f"{path.name}.json"]
+
+
+def test_kernels_beside_an_engine(model: Path) -> None:
+    """They count as its bytes, and are removed with it."""
+    path = find_engine(model, SMALL)
+    release()
+    (before,) = cached_engines()
+    for rank in ("", ".rank0"):
+        path.with_name(f"{path.name}{rank}{SUFFIX}").write_bytes(bytes(100))
+    (after,) = cached_engines()
+    assert after.bytes == before.bytes + 200
+    assert remove(path) and leftovers() == []
+
+
+def test_wrong_flags_are_refused_before_a_build(model: Path, tmp_path: Path) -> None:
+    against = refused("verify", model, *FLAGS, "--tokens", "2", "--against", "bogus")
+    assert "--against 'bogus': expected" in against
+    assert "absent" in refused("run", model, *FLAGS, "--input-jsonl", tmp_path / "absent")
+    assert not engines_root().exists()
+
+
+def test_a_spec_file_with_a_seed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("schema: 1\nextends: tiny-dense\n")
+    path = find_engine(str(file), replace(SMALL, random_weights=0))
+    assert path.name.startswith("mine-") and find_engine(file, replace(SMALL, random_weights=0))

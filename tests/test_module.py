@@ -140,6 +140,8 @@ def test_weights_of_a_checkpoint_and_a_quantised_gguf_file(tmp_path: Path) -> No
         with g4ir.build(None, tmp_path / str(i), checkpoint=file, **options) as engine:
             (want,) = engine.session().prefill(ids[:1], all_logits=True)
         assert distance(g4ir.module(file)(ids[:1]).logits[0], want) < BUDGET
+        same = g4ir.module(tmp_path / str(i))  # of an engine directory
+        assert distance(same(ids[:1]).logits[0], want) < BUDGET
     half = g4ir.module(files[0], dtype="bfloat16")
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
 
@@ -156,6 +158,11 @@ def test_padding_on_the_right_changes_nothing_before_it() -> None:
     (
         (lambda: g4ir.module("tiny-moe"), "variant tiny-moe has no hub id"),
         (lambda: g4ir.module("absent.gguf"), r"absent\.gguf: no such file"),
+        (lambda: g4ir.module("tiny-mo"), "did you mean tiny-moe"),
+        (lambda: g4ir.module("some/model"), "Hugging Face cache; download it with"),
+        (lambda: g4ir.export("some/model", "out"), "Hugging Face cache; download it with"),
+        (lambda: g4ir.export(load_spec("tiny-moe"), "out"), "spec tiny-moe has no weights; give"),
+        (lambda: copy.deepcopy(_tiny()).half()(torch.ones(1, 3).long()), "give dtype= to g4ir.mod"),
         (lambda: g4ir.module("absent", random_weights=0), "goes with a variant or a spec"),
         (lambda: g4ir.module("tiny-moe", dtype="int8", random_weights=0), "expected float32"),
         (lambda: g4ir.module(load_spec("tiny-moe-assistant")), "is a drafter"),

@@ -52,6 +52,8 @@ OF_MODEL = (
     "random_weights",
     "settings",
 )
+#: maximum draft tokens of such an engine, where --draft is given without a number
+DRAFT_TOKENS = 4
 OPTIONS = tuple(f.name for f in fields(BuildOptions))
 #: threads that a command line may ask for
 MOST_THREADS = 1024
@@ -308,7 +310,10 @@ def find_engines(args: argparse.Namespace, all_logits: bool = False) -> None:
         raise InputError(f"--threads {threads}: expected 1 to {MOST_THREADS}")
     limit = args.engines_limit and parse_bytes(args.engines_limit, "--engines-limit")
     given = given_options(args, OF_MODEL)
-    needed = replace(given, all_logits=all_logits, draft_tokens=vars(args).get("draft_tokens"))
+    drafts = vars(args).get("draft_tokens")
+    if drafts is None and vars(args).get("draft") == "ngram":
+        drafts = DRAFT_TOKENS
+    needed = replace(given, all_logits=all_logits, draft_tokens=drafts)
     args.models = args.engines if "engines" in args else [args.engine]
     with console.Progress() as progress:
         options = (given if is_engine(Path(m)) else needed for m in args.models)

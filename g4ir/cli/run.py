@@ -24,6 +24,7 @@ from .talking import answer_once, answer_summary, check_draft, check_talk, given
 
 if TYPE_CHECKING:
     from g4ir.engine.offline import Failure, OfflineEngine, OfflineRequest, Result
+    from g4ir.engine.scheduler import SchedulerConfig
 
 #: setting of media -> the kind that it is for
 SETTING_KINDS = {setting: kind for kind, (setting, _) in MEDIA_SETTINGS.items()}
@@ -32,7 +33,7 @@ FLAGS = ("bos", "max_new_tokens", "temperature", "top_k", "top_p", *SETTING_KIND
 
 def run(args: argparse.Namespace) -> int:
     """Answer a prompt, or the lines of a file."""
-    from g4ir.engine.offline import OfflineEngine, check_flags
+    from g4ir.engine.offline import check_flags
     from g4ir.engine.scheduler import SchedulerConfig
 
     _check_media(args)
@@ -42,9 +43,22 @@ def run(args: argparse.Namespace) -> int:
     flags |= {"seed": args.seed, "stop": token_ids(args.stop, "--stop")}
     check_flags(flags)
     asked = None if args.input_jsonl else _one_request(args)
-    check_talk(args)
+    with _opened(args.input_jsonl) as lines:  # before a MODEL is built
+        check_talk(args)
+        return _answered(args, lines, flags, config, asked)
+
+
+def _answered(
+    args: argparse.Namespace,
+    lines: Any,
+    flags: dict[str, Any],
+    config: SchedulerConfig,
+    asked: tuple[str, dict[str, Any]] | None,
+) -> int:
+    """Answer with an engine that was found."""
+    from g4ir.engine.offline import OfflineEngine
+
     with (
-        _opened(args.input_jsonl) as lines,
         console.Progress() as progress,
         closing(load_to_generate(args, progress)) as engine,
     ):
@@ -133,10 +147,13 @@ def _say_summary(r: Result, given: int | None) -> None:
 
 def verify(args: argparse.Namespace) -> int:
     """Compare an engine with a reference, or on texts."""
+    from g4ir.check.logits import check_against
+
     if args.text:
         return verify_text(args)
     tokens = token_ids(args.tokens, "--tokens")
     against = args.against or "reference"
+    check_against(against)
     find_engines(args)
     return verified(args.engine, args, against, tokens, args.trust, args.each_pass)
 

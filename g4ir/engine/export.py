@@ -28,7 +28,7 @@ from g4ir.weights.adapter import Adapter, with_adapters
 from g4ir.weights.checkpoint import GGUF as GGUF_SUFFIX
 from g4ir.weights.checkpoint import SIDE_FILES, WeightSource
 from g4ir.weights.gguf.write import WRITTEN, write_gguf
-from g4ir.weights.origin import existing_origin
+from g4ir.weights.origin import existing_origin, find_model
 from g4ir.weights.write import check_empty, write_checkpoint
 
 from .artefact import MANIFEST
@@ -87,7 +87,11 @@ class HeldWeights(WeightSource):
     def forms(self) -> Mapping[str, Scheme]:
         recipe, weights = self.engine.recipe, weights_of(self.engine.spec)
         schemes = recipe.schemes(weights) if recipe else {}
-        return {checkpoint_name(param): scheme for param, scheme in schemes.items()}
+        return {
+            checkpoint_name(param): scheme
+            for param, scheme in schemes.items()
+            if scheme.group or not self.engine.share.cuts_rows(param, weights[param])
+        }
 
     def tensor(self, name: str) -> torch.Tensor:
         weight = name.removesuffix(CODES).removesuffix(SCALES)
@@ -136,9 +140,9 @@ def export(
 ) -> Path:
     """Write a model to `out`, an absent or empty directory or FILE.gguf, and return its path.
 
-    model: an engine or its directory, which need not run here; or a Hugging Face checkpoint
-    directory or GGUF file, with the adapters and towers that `adapter` and `mmproj` give it, and a
-    `spec` where it does not say all.
+    model: an engine or its directory, which need not run here; or a checkpoint directory, GGUF
+    file, or Hugging Face id or variant whose weights are in the local cache, with the adapters and
+    towers that `adapter` and `mmproj` give it, and a `spec` where it does not say all.
     format: `hf`, a directory that transformers loads, or `gguf`, a file of the text model, in the
     directory if `out` is one.
     media: kinds whose towers are written too: `all` that are there, `none`, or a list.
@@ -156,6 +160,8 @@ def export(
     writer = write(Path(out), dtype, quant == KEEP, progress)
     given = (adapter,) if isinstance(adapter, str | Path) else tuple(adapter)
     media = media if format == HF else "none"
+    if isinstance(model, Spec):
+        raise InputError(f"spec {model.name} has no weights; give its checkpoint, with spec=")
     if isinstance(model, Engine) or (Path(model) / MANIFEST).is_file():
         if spec or given or mmproj:
             what = "an engine has its spec, towers and adapters"
@@ -163,7 +169,7 @@ def export(
             raise InputError(f"{model}: {what}; {fix}")
         found = _of_engine(model, media)
     else:
-        found = _of_checkpoint(Path(model), spec, given, mmproj, media)
+        found = _of_checkpoint(model, spec, given, mmproj, media)
     if TOKENIZER not in found.side_files:
         log.warning("%s has no %s: it is exported without a tokenizer", model, TOKENIZER)
     try:
@@ -230,14 +236,15 @@ def _of_engine(model: Engine | str | Path, media: str | Sequence[str]) -> Export
 
 
 def _of_checkpoint(
-    path: Path,
+    model: str | Path,
     spec: Spec | str | None,
     adapters: Iterable[str | Path],
     mmproj: str | Path | None,
     media: str | Sequence[str],
 ) -> Exported:
+    variant, path = find_model(model, "its checkpoint")
     origin = existing_origin(path, mmproj)
-    known = load_spec(spec) if isinstance(spec, str) else spec
+    known = load_spec(spec) if isinstance(spec, str) else spec or variant
     agreed = agreed_spec(known, origin)
     kinds = find_media(agreed, origin.kinds(media, agreed), extractor=origin.extractor()).kinds
     made = _of_kinds(agreed, kinds)

@@ -25,11 +25,11 @@ from g4ir import __version__
 from g4ir.backends import find_backend
 from g4ir.errors import EngineError, G4Error, InputError
 from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import Spec, load_spec, spec_names
+from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.ui.paths import cache_root, private
 from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.checkpoint import CONFIG, GGUF
-from g4ir.weights.origin import hub_snapshot, in_cache_folder, need_snapshot
+from g4ir.weights.origin import find_model, need_snapshot
 
 from .artefact import BUILDING, FORMAT, MANIFEST
 from .build import DEFAULTS, prepare, shows_options, write_engine
@@ -41,10 +41,10 @@ HEADER = 1 << 16
 #: packages whose version is part of an engine's hash
 COMPILERS = ("torch", "onnxruntime", "onnx", "tensorrt", "tensorrt-rtx")
 RECORD = ".json"
-#: options that name files
-FILES = ("checkpoint", "mmproj", "adapter", "drafter", "quant")
-#: of the hub, as on the command line; other words are paths
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+#: what a backend keeps beside an engine, whose name it begins with
+KERNELS = ".kernels"
+#: options that may name files
+FILES = ("checkpoint", "mmproj", "adapter", "drafter", "quant", "calibrate")
 #: shared locks of the engines that this process uses, by path
 _in_use: dict[Path, int] = {}
 
@@ -128,16 +128,19 @@ def cached_engines() -> list[CachedEngine]:
 
 
 def remove(path: Path) -> bool:
-    """Remove an engine of the cache; False if a process uses or builds it."""
+    """Remove an engine of the cache; False if a process uses, builds or removes it."""
     held = _open_record(path)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    else:
+        if not _is_record(held, path):  # but one that another process has removed
+            return False
         _clear(path)
+        for kept in _kernels(path):
+            kept.unlink(missing_ok=True)
         _record(path).unlink(missing_ok=True)
         return True
+    except BlockingIOError:
+        return False
     finally:
         os.close(held)
 
@@ -162,29 +165,21 @@ def _with_weights(
 ) -> tuple[str, Spec | None, BuildOptions] | None:
     """Return the name of a model, its spec unless its checkpoint says it, and the options of its
     build, with its weights; None if there is no such model."""
-    spec = load_spec(model) if isinstance(model, str) and model in spec_names() else model
+    spec = model
+    if not isinstance(model, Spec) and (model in spec_names() or Path(model).suffix in SUFFIXES):
+        spec = load_spec(model)
     if isinstance(spec, Spec):
         if options.random_weights is None and options.checkpoint is None:
             options = replace(options, checkpoint=need_snapshot(spec, "--random-weights SEED"))
         return spec.name, spec, options
-    if options.checkpoint is not None or options.random_weights is not None:
-        fix = "leave them out, or give a variant"
-        raise InputError(f"{model} has weights, and --checkpoint or --random-weights others: {fix}")
-    path = in_cache_folder(Path(spec))
-    if not path.exists() and HUB_ID.fullmatch(str(model)):
-        found = hub_snapshot(str(model))
-        if found is None:
-            raise InputError(
-                f"{model}: no such file or directory, and no model of this name in the local "
-                f"Hugging Face cache; download it with `hf download {model}`"
-            )
-        path, name = found, str(model).rpartition("/")[2]
-    elif path.is_file() or (path / CONFIG).is_file():
-        name = Path(spec).resolve().name.removesuffix(GGUF)
-    else:
-        if path.name == str(model) and not path.exists():
-            load_spec(str(model))  # raises: no variant of this name
+    _, path = find_model(spec, "--random-weights SEED")
+    for option in ("checkpoint", "random_weights"):
+        if getattr(options, option) is not None:
+            flag, fix = option.replace("_", "-"), "leave them out, or give a variant"
+            raise InputError(f"{model} has weights, and --{flag} others: {fix}")
+    if not path.is_file() and not (path / CONFIG).is_file():
         return None
+    name = Path(spec).resolve().name.removesuffix(GGUF)  # of a hub id too
     return re.sub(r"[^\w.-]", "_", name), None, replace(options, checkpoint=path.absolute())
 
 
@@ -194,11 +189,11 @@ def _hash(spec: Spec | None, options: BuildOptions) -> str:
     with suppress(G4Error, RuntimeError, AssertionError):  # no such device: the build says so
         machine = backend.machine(device)
     given = _given(options)
-    paths = (v for name in FILES if (value := given.get(name)) for v in _listed(value))
+    named = [(name, str(v)) for name in FILES if name in given for v in _listed(given[name])]
     facts = {
         "spec": spec and spec.digest(),
         "options": given | {"device": device},
-        "files": [_identity(Path(str(p).partition("=")[0])) for p in paths],
+        "files": [_identity(v.partition("=")[0] if n == "adapter" else v) for n, v in named],
         "versions": [__version__, FORMAT, machine, *map(_version, COMPILERS)],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]
@@ -214,9 +209,12 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _identity(path: Path) -> list[Any]:
+def _identity(word: str) -> list[Any]:
     """Return path, and name, size, time of the last write and digest of the header of the file, or
-    of each file of the directory; the path alone where there is none."""
+    of each file of the directory; the word alone where there is none, as of `int8`."""
+    path = Path(word)
+    if not path.exists():
+        return [word]
     files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
     found: list[Any] = [str(path.absolute())]
     for file in files:
@@ -250,15 +248,16 @@ def _take(
     """Have an engine of the cache in use until the process ends; build it if it is not there."""
     if path in _in_use and is_engine(path):
         return
+    if path in _in_use:  # somebody deleted the directory: this process would wait for itself
+        os.close(_in_use.pop(path))
     held = _locked(path, fcntl.LOCK_SH, progress)
     if not is_engine(path):
         os.close(held)
         held = _locked(path, fcntl.LOCK_EX, progress)
     try:
+        _describe(held, {"model": model, "options": _given(options)})
         if not is_engine(path):
             _build(path, spec, options, progress)
-            facts = {"model": model, "options": _given(options)}
-            os.pwrite(held, json.dumps(facts, default=str).encode(), 0)
         fcntl.flock(held, fcntl.LOCK_SH)
         os.utime(held)
     except BaseException:
@@ -267,6 +266,18 @@ def _take(
         os.close(held)
         raise
     _in_use[path] = held
+
+
+def _describe(held: int, facts: Mapping[str, Any]) -> None:
+    """Write the facts of an engine to its record, unless they are there; EngineError if the disk
+    has no room."""
+    if os.fstat(held).st_size:
+        return
+    try:
+        os.pwrite(held, json.dumps(facts, default=str).encode(), 0)
+    except OSError as e:
+        what = f"cannot write the record of an engine in {engines_root()}: {e.strerror}"
+        raise EngineError(f"{what}; make room there, or move the cache") from None
 
 
 def _build(path: Path, spec: Spec | None, options: BuildOptions, progress: Progress) -> None:
@@ -310,25 +321,38 @@ def _locked(path: Path, how: int, progress: Progress) -> int:
         except BlockingIOError:
             progress(f"waiting for another process that builds {path.name}")
             fcntl.flock(held, how)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(held), _record(path).stat()):
-                return held
+        if _is_record(held, path):
+            return held
         os.close(held)  # removed meanwhile
+
+
+def _is_record(held: int, path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(held), _record(path).stat())
+    return False
 
 
 def _described(record: Path) -> CachedEngine | None:
     path = record.with_name(record.name.removesuffix(RECORD))
     try:
         facts = json.loads(record.read_text())
-        used = record.stat().st_mtime
-        size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
-    except (OSError, ValueError):  # it is built or removed at the moment
+        used, in_use = record.stat().st_mtime, _is_used(path)
+        files = [*(f for f in path.rglob("*") if f.is_file()), *_kernels(path)]
+        size = sum(f.stat().st_size for f in files)
+    except (OSError, ValueError):  # it is removed at the moment, or its record is damaged
         return None
-    return CachedEngine(path, facts["model"], facts["options"], size, used, _is_used(path))
+    if not is_engine(path):  # it is built at the moment
+        return None
+    return CachedEngine(path, facts["model"], facts["options"], size, used, in_use)
+
+
+def _kernels(path: Path) -> list[Path]:
+    """Return the files of finished kernels beside an engine, one of each rank."""
+    return [*path.parent.glob(f"{path.name}*{KERNELS}")]
 
 
 def _is_used(path: Path) -> bool:
-    held = _open_record(path)
+    held = os.open(_record(path), os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -25,8 +25,13 @@ from g4ir.ops.types import torch_dtype
 from g4ir.plan.resolve import find_dtype
 from g4ir.spec.record import Spec, load_spec, spec_names
 from g4ir.weights.checkpoint import WeightSource
-from g4ir.weights.origin import existing_origin, need_snapshot
+from g4ir.weights.origin import existing_origin, find_model
 from g4ir.weights.random import RandomCheckpoint
+
+from .artefact import MANIFEST
+from .engine import Engine
+from .export import HeldWeights
+from .load import open_held
 
 #: labels that the loss leaves out, as in transformers
 IGNORED = -100
@@ -47,7 +52,7 @@ class TextModule(nn.Module):
 
     def __init__(self, spec: Spec, source: WeightSource, dtype: str, device: str) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self._dtype = spec, torch_dtype(dtype)
         graphs = [build_graph(spec, phase, True, dtype) for phase in ("embed", "prefill")]
         linears = {_linear_weight(n) for g in graphs for n in g.find("linear")}
         for name in dict.fromkeys(checkpoint_name(v.name) for g in graphs for v in g.params):
@@ -69,6 +74,10 @@ class TextModule(nn.Module):
         if labels is not None and labels.shape != input_ids.shape:
             wanted = f"the shape of input_ids, {[*input_ids.shape]}"
             raise InputError(f"labels: expected {wanted}; found {[*labels.shape]}")
+        table = self.get_parameter(full_name(TOKEN_TABLE))
+        if table.dtype != self._dtype:
+            what = f"parameters are {table.dtype}, and the graphs compute in {self._dtype}"
+            raise InputError(f"{what}; give dtype= to g4ir.module, and move to no other")
         logits = self._run(self, input_ids.long())
         return ModuleOutput(logits, None if labels is None else _loss(logits, labels))
 
@@ -88,28 +97,38 @@ def module(
     """Return the text model as an nn.Module: `module(input_ids, labels=None)` has `.logits` and
     `.loss`. Quantised weights become the numbers that they stand for.
 
-    model: a GGUF file, a checkpoint directory, a shipped variant whose weights are in the local
-    Hugging Face cache, or a Spec, whose weights are drawn from seed 0.
+    model: an engine directory, a GGUF file, a checkpoint directory, a Hugging Face id or a shipped
+    variant whose weights are in the local cache, or a Spec, whose weights are drawn from seed 0.
     dtype: float32, bfloat16 or float16, of parameters and computation.
     random_weights: a seed for weights in place of those of a variant or spec.
     Raises InputError, SpecError or WeightsError that names what is wrong, and the fix.
     """
     kind = find_dtype(dtype)
-    spec = load_spec(model) if isinstance(model, str) and model in spec_names() else model
-    if isinstance(spec, Spec) and isinstance(model, Spec) and random_weights is None:
-        random_weights = 0
-    if isinstance(spec, Spec) and random_weights is not None:
-        drawn = RandomCheckpoint(spec, random_weights, torch_dtype(kind))
-        return TextModule(spec, drawn, kind, device)
+    if isinstance(model, Engine):
+        raise InputError(f"{model.path} is loaded; give its directory")
+    if random_weights is not None and isinstance(model, str) and model in spec_names():
+        model = load_spec(model)
+    if isinstance(model, Spec):
+        drawn = RandomCheckpoint(model, random_weights or 0, torch_dtype(kind))
+        return TextModule(model, drawn, kind, device)
     if random_weights is not None:
         raise InputError(f"random_weights goes with a variant or a spec; {model} has weights")
-    origin = existing_origin(need_snapshot(spec) if isinstance(spec, Spec) else spec)
-    spec = origin.spec()
-    source = origin.open(spec, (), kind)
+    spec, source = _with_weights(model, kind)
     try:
         return TextModule(spec, source, kind, device)
     finally:
         source.close()
+
+
+def _with_weights(model: str | Path, dtype: str) -> tuple[Spec, WeightSource]:
+    """Return the spec and the weights of an engine directory or a checkpoint."""
+    _, path = find_model(model, "random_weights=SEED")
+    if (path / MANIFEST).is_file():
+        engine = open_held(path)
+        return engine.spec, HeldWeights(engine)
+    origin = existing_origin(path)
+    spec = origin.spec()
+    return spec, origin.open(spec, (), dtype)
 
 
 def full_name(name: str) -> str:

@@ -144,6 +144,11 @@ class Share:
         """Whether ranks have different parts of a param."""
         return self.ranks > 1 and (param == FIRST or self._part(param) is not None)
 
+    def cuts_rows(self, param: str, t: Type) -> bool:
+        """Whether ranks have parts of the same rows, each of which has a scale of its own."""
+        part = self._part(param)
+        return part is not None and part.axis == len(t.shape) - 1
+
     def source(self, param: str) -> str | None:
         """Return the param of the whole model that a param is cut from; None: a rank's own."""
         if param == FIRST:

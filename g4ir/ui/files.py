@@ -71,6 +71,13 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(next(above)).free
 
 
+def check_folder(path: Path) -> None:
+    """Raise InputError if a path is no directory, and cannot become one."""
+    above = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not above.is_dir():
+        raise InputError(f"{path}: {above} is no directory; choose another --out")
+
+
 def check_room(path: Path, need: int) -> None:
     """Raise InputError if the disk has no room for `need` bytes at a path."""
     if (free := free_bytes(path)) < need:

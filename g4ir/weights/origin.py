@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from g4ir.errors import InputError
 from g4ir.model.tensors import text_tensors, tower_tensors
 from g4ir.ops.types import ITEMSIZE
-from g4ir.spec.record import Spec
+from g4ir.spec.record import Spec, load_spec, spec_names
 from g4ir.ui.paths import hub_cache
 from g4ir.ui.units import size_text
 
@@ -35,6 +35,8 @@ from .tensorfile import quoted
 
 log = logging.getLogger(__name__)
 
+#: of the hub, as on the command line; other words are paths
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 MMPROJ = "mmproj"  # how files of towers alone begin
 #: ends of files that are one of a checkpoint's several
 OF_DIRECTORY = (".safetensors", ".json")
@@ -62,10 +64,9 @@ class CheckpointDirectory:
         if not self.stated.is_file():
             if lies_in(self.path):
                 what = f"a LoRA adapter of {Adapter(self.path).base}, and no model"
-                fix = f"give --checkpoint with that model, and --adapter {self.path}"
-                raise InputError(f"--checkpoint {self.path}: {what}; {fix}")
+                raise InputError(f"{self.path}: {what}; give that model, and this as its adapter")
             found = sorted(self.path.glob(f"*{GGUF}"), key=lambda p: (p.name.startswith(MMPROJ), p))
-            near = f"; give --checkpoint {found[0]}" if found else ""
+            near = f"; give {found[0]}" if found else ""
             if found[1:]:
                 near += f", or another of {', '.join(p.name for p in found[1:5])}"
             what = "not a Hugging Face checkpoint directory"
@@ -156,10 +157,10 @@ def find_origin(path: Path | str) -> Origin:
     if path.is_file():
         if path.name.endswith(OF_DIRECTORY):
             what = f"one file of a checkpoint; give its directory, {path.parent}"
-            raise InputError(f"--checkpoint {path}: {what}")
+            raise InputError(f"{path}: {what}")
         return GgufFile(path)
     if path.suffix == GGUF and not path.is_dir():
-        raise InputError(f"--checkpoint {path}: no such file")
+        raise InputError(f"{path}: no such file")
     return CheckpointDirectory(in_cache_folder(path))
 
 
@@ -167,7 +168,7 @@ def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origi
     """Return what lies at a path, with the towers of a GGUF file; InputError where nothing does."""
     found = find_origin(path)
     if not found.path.exists():
-        raise InputError(f"--checkpoint {path}: no such directory")
+        raise InputError(f"{path}: no such directory")
     if mmproj is None:
         return found
     if not isinstance(found, GgufFile) or found.whole:
@@ -176,6 +177,28 @@ def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origi
     if not Path(mmproj).is_file():
         raise InputError(f"--mmproj {mmproj}: no such file")
     return replace(found, towers=Path(mmproj))
+
+
+def find_model(model: str | Path, given: str) -> tuple[Spec | None, Path]:
+    """Return the spec of a variant, and where the weights of a model lie: a variant or a hub id,
+    whose weights are in the local cache, or a path. InputError or SpecError where there are none,
+    and for a variant what may be given instead."""
+    if isinstance(model, str) and model in spec_names():
+        spec = load_spec(model)
+        return spec, need_snapshot(spec, given)
+    path = in_cache_folder(Path(model))
+    if path.exists():
+        return None, path
+    if HUB_ID.fullmatch(str(model)):
+        if found := hub_snapshot(str(model)):
+            return None, found
+        raise InputError(
+            f"{model}: no such file or directory, and no model of this name in the local "
+            f"Hugging Face cache; download it with `hf download {model}`"
+        )
+    if path.name == str(model) and path.suffix != GGUF:
+        load_spec(path.name)  # raises: no variant of this name
+    return None, path
 
 
 def hub_snapshot(hub_id: str, revision: str = "main") -> Path | None:

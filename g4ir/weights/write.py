@@ -15,7 +15,7 @@ from g4ir.model.names import HEAD, ORDER, PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import Shape, dead_tensors, media_tensors, text_tensors
 from g4ir.ops.types import dtype_name, torch
 from g4ir.spec.record import Spec
-from g4ir.ui.files import check_room, new_folder, write_file
+from g4ir.ui.files import check_folder, check_room, new_folder, write_file
 from g4ir.ui.progress import Progress, no_progress
 
 from . import tensorfile
@@ -64,7 +64,9 @@ def write_checkpoint(
     kept = _kept(names, source) if coded else []
     tensors = _tensors(names, source, dtype, kept)
     if kept and config:
-        values[KEY] = compress.config({name: source.forms[names[name][0]] for name in kept})
+        schemes = {name: source.forms[names[name][0]] for name in kept}
+        matrices = [name for name, (_, shape) in names.items() if len(shape) > 1]
+        values[KEY] = compress.config(schemes, matrices)
     if dead:
         tensors |= _dead(spec, dtype, prefix)
     check_room(directory, sum(t.nbytes for t in tensors.values()))
@@ -84,7 +86,11 @@ def write_checkpoint(
 
 
 def check_empty(path: Path) -> None:
-    """Raise WeightsError unless nothing is at a path, or an empty directory."""
+    """Raise WeightsError unless nothing is at a path, or an empty directory, which a folder beside
+    it can replace; InputError if it lies in no directory."""
+    check_folder(path.parent)
+    if path.exists() and path.samefile(Path.cwd()):
+        raise WeightsError(f"{path}: the current directory cannot be replaced; fix: name a new one")
     if path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
         raise WeightsError(f"{path}: exists already; fix: choose another directory")
 
@@ -103,7 +109,8 @@ def _kept(names: Mapping[str, tuple[str, Shape]], source: WeightSource) -> list[
     """Return the weights that stay in codes. Warns of codes that have no name there."""
     forms = source.forms
     coded = {name: found for name, found in names.items() if found[0] in forms}
-    kept = [n for n, (bare, shape) in coded.items() if compress.has_name(n, shape, forms[bare])]
+    named = [n for n, (bare, shape) in coded.items() if compress.has_name(n, shape, forms[bare])]
+    kept = compress.whole_experts(named)
     if others := coded.keys() - kept:
         kinds = ", ".join(sorted({forms[coded[name][0]].form for name in others}))
         what = (

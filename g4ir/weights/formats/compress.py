@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,8 @@ WRITTEN = {
 #: CODES or SCALES -> those of a weight
 Parts = Callable[[str], "torch.Tensor"]
 _NUMBER = re.compile(r"\.\d+(?=\.)")
+#: of an expert, the last in the name of its module
+_EXPERT = re.compile(r"\.\d+(?=\.[^.]+$)")
 
 
 def has_name(name: str, shape: tuple[int, ...], scheme: Scheme) -> bool:
@@ -32,6 +35,13 @@ def has_name(name: str, shape: tuple[int, ...], scheme: Scheme) -> bool:
     are whole words of codes of 4 or 8 bits."""
     whole = scheme.form in WRITTEN and shape[-1] * WRITTEN[scheme.form][2] % 32 == 0
     return whole and not name.removesuffix(WEIGHT).endswith(TABLES)
+
+
+def whole_experts(names: Sequence[str]) -> list[str]:
+    """Return the names without experts of which only some matrices are among them: readers take
+    codes of all matrices of an expert or of none."""
+    stacked = Counter(name.rpartition(".")[0] for name in names if STACKED.fullmatch(name))
+    return [name for name in names if stacked.get(name.rpartition(".")[0], 2) == 2]
 
 
 def stored(
@@ -54,21 +64,23 @@ def stored(
     return out
 
 
-def config(schemes: Mapping[str, Scheme]) -> dict[str, Any]:
-    """Return the quantization_config of weights by their names in a file. Modules of all layers are
-    named by one pattern where they are quantised alike."""
-    alike: dict[str, dict[str, Scheme]] = {}
-    for name, scheme in schemes.items():
+def config(schemes: Mapping[str, Scheme], names: Iterable[str]) -> dict[str, Any]:
+    """Return the quantization_config of weights by their names in a file, of those of `names`.
+    Modules of all layers are named by one pattern where they are quantised alike, experts of a
+    layer always."""
+    alike: dict[str, dict[str, Scheme | None]] = {}
+    for name in names:
         for module, *_ in _modules(name, (1, 2, 1)):
-            alike.setdefault(_NUMBER.sub(r".\\d+", module), {})[module] = scheme
+            target = _pattern(_EXPERT, module) if STACKED.fullmatch(name) else module
+            of_all = _pattern(_NUMBER, module)
+            alike.setdefault(of_all, {})[target] = schemes.get(name)
     targets: dict[Scheme, list[str]] = {}
-    for pattern, found in alike.items():
+    for of_all, found in alike.items():
         if len({*found.values()}) == 1 and len(found) > 1:
-            of_all = rf"re:{pattern}$".replace(".", r"\.").replace(r"\\", "\\")
-            targets.setdefault(next(iter(found.values())), []).append(of_all)
-        else:
-            for module, scheme in found.items():
-                targets.setdefault(scheme, []).append(module)
+            found = {of_all: next(iter(found.values()))}
+        for target, scheme in found.items():
+            if scheme:
+                targets.setdefault(scheme, []).append(target)
     groups = {f"group_{i}": _group(s, names) for i, (s, names) in enumerate(targets.items())}
     formats = {group["format"] for group in groups.values()}
     return {
@@ -78,6 +90,12 @@ def config(schemes: Mapping[str, Scheme]) -> dict[str, Any]:
         "ignore": [],
         "config_groups": groups,
     }
+
+
+def _pattern(numbers: re.Pattern[str], module: str) -> str:
+    """Return the target of modules whose names differ in these numbers."""
+    names = map(re.escape, numbers.split(module))
+    return "re:" + r"\.\d+".join(names) + "$"
 
 
 def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:

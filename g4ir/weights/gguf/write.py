@@ -27,7 +27,7 @@ from g4ir.ops.types import torch
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec, diff_specs
-from g4ir.ui.files import check_room, write_file
+from g4ir.ui.files import check_folder, check_room, write_file
 from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.checkpoint import GENERATION, WeightSource
 from g4ir.weights.tensorfile import bytes_of, parse_json
@@ -78,6 +78,7 @@ def write_gguf(
     """Write a text model with its tokenizer, chat template and defaults of generation, whole or not
     at all; `kind`: a key of WRITTEN. SpecError for what a file cannot say, InputError if the disk
     has no room."""
+    check_folder(path.parent)
     if path.exists() or path.is_symlink():
         raise InputError(f"{path}: exists already; choose another --out")
     tensors = [*_tensors(spec, source, kind)]
