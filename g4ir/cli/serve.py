@@ -1,4 +1,4 @@
-"""`g4ir serve`: an engine behind the paths of OpenAI's protocol."""
+"""`g4ir serve`: an engine behind the OpenAI and Anthropic APIs."""
 
 from __future__ import annotations
 
@@ -49,9 +49,12 @@ def serve(args: argparse.Namespace) -> int:
         prefix_bytes=memory,
         **given_draft(args),
     )
-    find_engines(args)
-    own = Path(args.models[0]).resolve().name.removesuffix(".gguf")
-    name, *aliases = args.served_name or [own]
+    address = server.Address(
+        args.host, args.port, args.drain, socket=args.uds, tls=(args.tls_cert, args.tls_key)
+    )
+    origins, root_path = _origins(args.allow_origin), _root_path(args.root_path)
+    find_engines(args)  # may build one: what is wrong with the flags was said before
+    name, *aliases = args.served_name or [Path(args.models[0]).resolve().name.removesuffix(".gguf")]
     app = Server(
         name,
         gate,
@@ -60,12 +63,9 @@ def serve(args: argparse.Namespace) -> int:
         sources,
         page=not args.no_page,
         aliases=(*aliases,),
-        origins=_origins(args.allow_origin),
-        root_path=_root_path(args.root_path),
+        origins=origins,
+        root_path=root_path,
         log=console.say if args.log_requests else None,
-    )
-    address = server.Address(
-        args.host, args.port, args.drain, socket=args.uds, tls=(args.tls_cert, args.tls_key)
     )
     server.check_engine(args.engine, args.trust)
     if not (keys or args.uds or is_loopback(args.host)):

@@ -1,4 +1,4 @@
-"""HTTP over a service: the paths and fields that clients of OpenAI's protocol use.
+"""HTTP over a service: the paths and fields of the OpenAI and Anthropic APIs.
 
     body --request_schema--> fields --prompts--> requests --async_engine--> events --answers--> SSE
 
