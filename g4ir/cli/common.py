@@ -38,6 +38,7 @@ WORDS = {
     "gpus": gpu_names(),
     "timeout": TIMEOUT_S,
     "phases": PHASES,
+    "described": "an engine directory, GGUF file, checkpoint directory, Hugging Face id or variant",
     "model": "an engine directory; or a GGUF file, checkpoint directory, Hugging Face id or\n"
     "variant, of which an engine is built on first use",
 }
@@ -106,11 +107,6 @@ class Parser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
-        engine = vars(found).get("engine")  # optional in a verb that takes --variant too
-        if isinstance(engine, str) and "--variant" in self._option_string_actions:
-            how = "" if Path(engine).exists() else self._flag_of(engine)
-            if how:
-                raise InputError(f"no engine directory {engine}{how}")
         return found, rest
 
     def error(self, message: str) -> NoReturn:
@@ -303,7 +299,8 @@ def load(
 def find_engines(args: argparse.Namespace, all_logits: bool = False) -> None:
     """Put engines in the place of the models of a command line, built on first use, which may take
     minutes: flags are checked before. `models` are the words that were given."""
-    from g4ir.engine.library import find_engine, is_engine
+    from g4ir.engine.artefact import is_engine
+    from g4ir.engine.library import find_engine
 
     threads = vars(args).get("threads")
     if threads is not None and not 1 <= threads <= MOST_THREADS:

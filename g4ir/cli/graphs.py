@@ -1,14 +1,13 @@
-"""The graph that a command line names: of a variant, a spec file, or an engine."""
+"""The graph that a command line names: of an engine, or of a model that none is built of."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from g4ir.engine.artefact import Artefact, open_artefact
+from g4ir.engine.artefact import Artefact
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph, Program
 from g4ir.model.decoder import BLOCKS, VERIFY
@@ -21,12 +20,13 @@ from g4ir.passes import GPU_ROWS, Dump, PassOptions, find_pass, run_passes
 from g4ir.passes.latent_kv import FORMS, PLAIN
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.plan import resolve
-from g4ir.quant.recipe import find_recipe
+from g4ir.quant.recipe import find_recipe, one_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 from g4ir.ui.units import parse_count
 
 from .common import flag_of, given_spec, tables
+from .models import Model, named_model
 
 #: what the towers of each part are for
 OF_PART = {"vision": "image", "audio": "audio"}
@@ -35,9 +35,10 @@ DRAFTED = 4
 
 
 def check_graph(args: argparse.Namespace) -> None:
-    """Fill in the default phase; InputError for options that an engine has already."""
+    """Find what is named and fill in the default phase; InputError for options that an engine has
+    already."""
     decided = tables()["of engine"]
-    if args.engine is not None and any(getattr(args, name) for name in decided):
+    if engine_of(args) and any(getattr(args, name) for name in decided):
         flags = ", ".join(map(flag_of, decided))
         raise InputError(f"an engine has its own spec: leave out {flags}")
     args.phase = args.phase or "decode"
@@ -46,10 +47,10 @@ def check_graph(args: argparse.Namespace) -> None:
 def chosen_graph(args: argparse.Namespace) -> Graph:
     """Return an engine's graph as it runs; for a spec, or with `--after`, a stage of the
     pipeline."""
-    if args.after is None and args.engine is not None:
+    if args.after is None and (engine := engine_of(args)):
         if args.skip:
             raise InputError("--skip needs --after or --why: an engine's graph is what was built")
-        return found_graph(stored(args).packing.program, args.phase, spec_of(args))
+        return found_graph(engine.packing.program, args.phase, engine.spec)
     graph, skip = given_graph(args)
     return graph if args.after == "none" else behind(args, graph, skip)
 
@@ -92,15 +93,14 @@ def plain_graph(
 
 def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     """Return the graph before all passes, and the passes to leave out."""
-    spec = spec_of(args)
-    if args.engine is None:
+    model, spec = model_of(args), spec_of(args)
+    if not (found := model.engine):
         plain = plain_graph(spec, args.phase, args.all_logits)
-        recipe = find_recipe(args.quant)
+        recipe = one_recipe(find_recipe(args.quant), model.held, args.engine)
         held = quantised(Program({args.phase: plain}), spec, recipe, spec.dtype).graphs[args.phase]
         if args.tp is not None or args.ep:
             held = _rank_graph(args, held, spec)
         return held, set(args.skip)
-    found = stored(args)
     m = found.manifest
     found_graph(found.packing.program, args.phase, spec)
     plain = plain_graph(spec, args.phase, m.all_logits, m.dtype, m.media, found.drafter)
@@ -120,11 +120,10 @@ def _rank_graph(args: argparse.Namespace, graph: Graph, spec: Spec) -> Graph:
 
 def ranks_of(args: argparse.Namespace) -> int | None:
     """Return how many ranks share the model: --tp, or those of an engine; None for one."""
-    if args.engine is None:
+    if not (engine := engine_of(args)):
         given: int | None = args.tp
         return given
-    ranks = stored(args).manifest.ranks
-    return ranks if ranks > 1 else None
+    return engine.manifest.ranks if engine.manifest.ranks > 1 else None
 
 
 def found_graph(program: Program, phase: str, spec: Spec) -> Graph:
@@ -150,19 +149,14 @@ def _absent(phase: str, spec: Spec, known: Iterable[str]) -> InputError:
 
 
 def spec_of(args: argparse.Namespace) -> Spec:
-    if args.engine is not None:
-        return stored(args).spec
-    spec = given_spec(args)
-    if spec is None:
-        raise InputError("give --variant N, --spec F, or an engine directory")
-    return spec
+    return model_of(args).spec
 
 
 def pass_options(args: argparse.Namespace) -> PassOptions:
     """Return the passes' own arguments: the engine's, or those given."""
     if args.latent_kv is not None and args.latent_kv not in FORMS:
         raise InputError(f"--latent-kv {args.latent_kv!r}: expected one of {', '.join(FORMS)}")
-    if args.engine is None:
+    if not (engine := engine_of(args)):
         spec = spec_of(args)
         kv = resolve.find_kv_dtype(args.kv_dtype, spec.dtype)
         form = resolve.find_latent(args.latent_kv or PLAIN, spec, "cpu", spec.dtype, 1, kv)
@@ -170,7 +164,7 @@ def pass_options(args: argparse.Namespace) -> PassOptions:
         given, divisor = args.quant_activations, args.residual_scale
         divisor = 1 if divisor is None else divisor
         return resolve.pass_options(form, kv, given, drafted, gpu_rows=rows, divisor=divisor)
-    return stored(args).manifest.options
+    return engine.manifest.options
 
 
 def _gpu_rows(args: argparse.Namespace) -> int:
@@ -183,8 +177,8 @@ def _gpu_rows(args: argparse.Namespace) -> int:
 def drafted_tokens(args: argparse.Namespace) -> int:
     """Return how many tokens are drafted at a time: the engine's, or those given; of a graph that
     verifies some where nothing is said."""
-    if args.engine is not None:
-        return stored(args).manifest.options.of(RingOptions).slack
+    if engine := engine_of(args):
+        return engine.manifest.options.of(RingOptions).slack
     given, verifies = args.draft_tokens, args.phase == VERIFY
     if given is None:
         return DRAFTED * verifies
@@ -195,12 +189,25 @@ def drafted_tokens(args: argparse.Namespace) -> int:
     return resolve.find_draft_tokens(given, spec_of(args).text.max_position_embeddings)
 
 
-def stored(args: argparse.Namespace) -> Artefact:
-    """Return the engine; it is read once, since every file of it is."""
-    if args.stored is None:
-        args.stored = open_artefact(Path(args.engine))
-    found: Artefact = args.stored
+def model_of(args: argparse.Namespace) -> Model:
+    """Return what is named; it is read once, since every file of an engine is."""
+    if args.model is None:
+        args.model = _named(args)
+    found: Model = args.model
     return found
+
+
+def _named(args: argparse.Namespace) -> Model:
+    spec = given_spec(args)
+    if args.engine is not None and spec:
+        raise InputError("give either MODEL or --variant or --spec, not both")
+    if args.engine is None and not spec:
+        raise InputError("give MODEL: an engine directory, GGUF file, checkpoint or variant")
+    return Model(spec) if spec else named_model(args.engine)
+
+
+def engine_of(args: argparse.Namespace) -> Artefact | None:
+    return model_of(args).engine
 
 
 def no_layer(graph: Graph, layer: int) -> InputError:

@@ -25,7 +25,7 @@ from g4ir.ui.units import count_text, si, size_text
 from . import graphs
 from .common import flag_of, output
 from .kernels import scheduled
-from .specs import any_spec
+from .models import any_spec
 
 #: what goes with `--ops`; the rest chooses a graph, or something else to show
 WITH_OPS = ("ops", "json", "trace", "command")
@@ -160,8 +160,8 @@ def _variants(args: argparse.Namespace) -> tuple[Graph, Graph]:
     dtype = graph.outputs[0].type.dtype
     all_logits = "logits.all" not in graph.producers
     spec, media = any_spec(args.against), None
-    if args.engine is not None:
-        media = graphs.stored(args).manifest.media
+    if engine := graphs.engine_of(args):
+        media = engine.manifest.media
     other = graphs.plain_graph(spec, args.phase, all_logits, dtype, media)
     if args.after == "none":
         return graph, other

@@ -12,7 +12,6 @@ from g4ir.plan.count import counts
 from g4ir.spec.parts import slug
 from g4ir.spec.record import (
     DRAFTER,
-    SUFFIXES,
     Spec,
     diff_specs,
     drafter_names,
@@ -26,6 +25,7 @@ from g4ir.ui.table import aligned
 from g4ir.weights.origin import find_origin
 
 from .common import emit, output
+from .models import any_spec
 
 
 def list_specs(args: argparse.Namespace) -> int:
@@ -101,14 +101,6 @@ def schema(args: argparse.Namespace) -> int:
     """Print the JSON Schema of spec files."""
     emit(json_schema(), indent=2)
     return 0
-
-
-def any_spec(source: str) -> Spec:
-    """Read the spec of a shipped name, a YAML file, a config.json or a checkpoint."""
-    path = Path(source)
-    other = path.suffix not in ("", *SUFFIXES) and path.is_file()
-    stated = other or path.suffix == ".json" or ("/" in source and path.is_dir())
-    return _stated_spec(source) if stated else load_spec(source)
 
 
 def _stated_spec(source: str) -> Spec:

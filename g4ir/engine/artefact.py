@@ -300,6 +300,10 @@ def _schema_errors() -> Iterator[None]:
         raise EngineError(f"{e}; build the engine again") from None
 
 
+def is_engine(path: Path) -> bool:
+    return (path / MANIFEST).is_file()
+
+
 def _altered(place: Path, what: str) -> EngineError:
     return EngineError(f"{place}: {what}; build the engine again")
 

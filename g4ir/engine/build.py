@@ -43,7 +43,7 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import device_memory, fitted
 from g4ir.plan.formats import cache_bytes
 from g4ir.plan.options import BuildOptions, Resolved, options_text
-from g4ir.quant.recipe import Recipe, find_recipe
+from g4ir.quant.recipe import Recipe, find_recipe, one_recipe
 from g4ir.quant.rewrite import held_recipe, weights_of
 from g4ir.spec.reader import Line, on_one_line
 from g4ir.spec.record import Spec, diff_specs, load_spec
@@ -404,15 +404,12 @@ def _recipe(r: Resolved, opened: Checkpoint | None, origin: Origin | None) -> Re
     """Return the quantisation config that was given, or that of a quantised checkpoint; InputError
     for both, or for quantised activations without either."""
     held = held_recipe(r.spec, opened.forms) if opened else None
-    if held and r.recipe:
-        why = f"{origin and origin.path} is quantised already"
-        fix = "leave --quant out, or give the checkpoint that it was made from"
-        raise InputError(f"--quant {r.recipe.name}: {why}; {fix}")
+    found = one_recipe(r.recipe, held, origin and origin.path)
     form = r.options.of(ActivationOptions).to
-    if form != OFF and not (held or r.recipe):
+    if form != OFF and not found:
         why = "no weight is quantised, and only products with such weights round what they take"
         raise InputError(f"--quant-activations {form}: {why}; give --quant int8, int4 or fp8 too")
-    return held or r.recipe
+    return found
 
 
 def _fitted(

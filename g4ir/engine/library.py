@@ -31,7 +31,7 @@ from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.checkpoint import CONFIG, GGUF
 from g4ir.weights.origin import find_model, need_snapshot
 
-from .artefact import BUILDING, FORMAT, MANIFEST
+from .artefact import BUILDING, FORMAT, MANIFEST, is_engine
 from .build import DEFAULTS, prepare, shows_options, write_engine
 from .engine import Engine
 from .load import load_engine
@@ -110,10 +110,6 @@ def find_engine(
     if limit is not None:
         keep_below(limit)
     return path
-
-
-def is_engine(path: Path) -> bool:
-    return (path / MANIFEST).is_file()
 
 
 def engines_root() -> Path:

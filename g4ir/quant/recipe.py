@@ -152,6 +152,16 @@ def _known(weights: Iterable[str]) -> str:
     return f"weights are {', '.join(kinds)}"
 
 
+def one_recipe(given: Recipe | None, held: Recipe | None, place: object) -> Recipe | None:
+    """Return the recipe that was given, or that of a checkpoint that is quantised already;
+    InputError for both."""
+    if held and given:
+        why = f"{place} is quantised already"
+        fix = "leave --quant out, or give the checkpoint that it was made from"
+        raise InputError(f"--quant {given.name}: {why}; {fix}")
+    return held or given
+
+
 @cache
 def built_in() -> tuple[str, ...]:
     """Return the names of the recipes that come with the program."""

@@ -1,0 +1,58 @@
+"""What a MODEL of a command line is, for verbs that need no weights: nothing is built or loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from g4ir.engine.artefact import Artefact, is_engine, open_artefact
+from g4ir.quant.recipe import Recipe
+from g4ir.quant.rewrite import held_recipe
+from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
+from g4ir.weights.checkpoint import CONFIG, GGUF
+from g4ir.weights.origin import Origin, existing_origin, find_model
+
+
+@dataclass(frozen=True)
+class Model:
+    """A spec; of a file or checkpoint also how it holds quantised weights; or an engine."""
+
+    spec: Spec
+    origin: Origin | None = None
+    held: Recipe | None = None
+    engine: Artefact | None = None
+
+
+def any_spec(source: str) -> Spec:
+    """Return the spec of a variant, a YAML file, a config.json, or a model that says its own."""
+    return _stated(source)[0]
+
+
+def named_model(word: str) -> Model:
+    """Return an engine, or what a variant, a spec file, a GGUF file, a checkpoint directory or a
+    Hugging Face id of the local cache says of itself: its headers are read, and no weights."""
+    folder = Path(word)
+    nothing = folder.is_dir() and not (folder / CONFIG).is_file() and not [*folder.glob(f"*{GGUF}")]
+    if is_engine(folder) or (nothing and not (folder / "snapshots").is_dir()):
+        found = open_artefact(folder)
+        return Model(found.spec, held=found.manifest.quant, engine=found)
+    spec, origin = _stated(word)
+    return Model(spec, origin, _held(spec, origin) if origin else None)
+
+
+def _stated(source: str) -> tuple[Spec, Origin | None]:
+    if source in spec_names() or Path(source).suffix in SUFFIXES:
+        return load_spec(source), None
+    if Path(source).suffix == ".json":
+        return Spec.from_hf(source), None
+    origin = existing_origin(find_model(source, "")[1])
+    return origin.spec(), origin
+
+
+def _held(spec: Spec, origin: Origin) -> Recipe | None:
+    """Return how weights are held; None also for a directory with nothing but its config."""
+    if origin.path.is_dir() and not [*origin.path.glob("*.safetensors")]:
+        return None
+    opened = origin.open(spec, (), spec.dtype)
+    opened.close()
+    return held_recipe(spec, opened.forms)
