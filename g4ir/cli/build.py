@@ -25,7 +25,7 @@ from g4ir.ui import console
 from g4ir.ui.files import free_bytes
 from g4ir.ui.units import size_text
 
-from .common import emit, given_options, given_spec, output
+from .common import emit, given_options, given_spec, of_file, output
 from .run import verified
 
 
@@ -46,7 +46,8 @@ def build(args: argparse.Namespace) -> int:
     with console.Progress() as progress:
         progress("checking the build")
         dump = _dump_to(Path(args.dump_ir)) if args.dump_ir else None
-        prepared = prepare(spec, given_options(args), dry=args.dry_run, dump=dump)
+        options = of_file(given_options(args), args, args.checkpoint)
+        prepared = prepare(spec, options, dry=args.dry_run, dump=dump)
         here = prepared.backend.has_device(prepared.device)
         if args.verify and not (here or args.dry_run):
             raise InputError(f"--verify runs the engine: do that {prepared.backend.place}")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import cache, partial
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,6 +23,7 @@ from g4ir.model.towers import PARTS
 from g4ir.parallel.group import TIMEOUT_S
 from g4ir.plan.gpus import find_gpu, gpu_names, parse_bytes
 from g4ir.plan.options import BuildOptions
+from g4ir.plan.presets import PRESETS, find_preset
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.ui import console
@@ -38,24 +40,13 @@ WORDS = {
     "gpus": gpu_names(),
     "timeout": TIMEOUT_S,
     "phases": PHASES,
+    "presets": ", ".join(PRESETS),
     "described": "an engine directory, GGUF file, checkpoint directory, Hugging Face id or variant",
     "model": "an engine directory; or a GGUF file, checkpoint directory, Hugging Face id or\n"
     "variant, of which an engine is built on first use",
 }
-#: options of a build on first use
-OF_MODEL = (
-    "backend",
-    "device",
-    "dtype",
-    "quant",
-    "max_batch",
-    "max_seq",
-    "random_weights",
-    "settings",
-)
 #: maximum draft tokens of such an engine, where --draft is given without a number
 DRAFT_TOKENS = 4
-OPTIONS = tuple(f.name for f in fields(BuildOptions))
 #: threads that a command line may ask for
 MOST_THREADS = 1024
 #: a parser, or one of its groups of options
@@ -104,10 +95,26 @@ class Parser(argparse.ArgumentParser):
         """Parse as the base class does, but leave nothing unknown to the parser above, which does
         not know the options of this one."""
         self.first = [] if args is None else list(args[:1])
+        if "--preset" in self._option_string_actions:
+            self._take_preset(self.first and list(args))
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return found, rest
+
+    def _take_preset(self, words: list[str]) -> None:
+        """Make the options of the preset that is given the defaults: so flags win, in any order.
+        Options that are flags of another meaning here, as `run --draft-tokens`, stay."""
+        given = [w.partition("=")[2] for w in words if w.startswith("--preset=")]
+        given += [b for a, b in pairwise(words) if a == "--preset"]
+        if not given:
+            return
+        own: set[str] = self.get_default("of_build")
+        others = {a.dest for a in self._actions} - own
+        options = {k: v for k, v in find_preset(given[0]).options.items() if k not in others}
+        self.set_defaults(**options, of_build=own | options.keys())
+        for action in self._actions:
+            action.required = action.required and action.dest not in options
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message}{self._meant(message)} (see {self.prog} --help)")
@@ -158,8 +165,22 @@ def add_verb(verbs: Any, name: str) -> Parser:
 def _do(parser: Parser, table: Mapping[str, Any], args: argparse.Namespace) -> int:
     _check_rules(parser, table.get("rules", ()), args)
     module, _, name = table["does"].partition(".")
-    code: int = getattr(import_module(f".{module}", __package__), name)(args)
-    return code
+    try:
+        code: int = getattr(import_module(f".{module}", __package__), name)(args)
+        return code
+    except InputError as e:
+        raise (_of_preset(e, args) if vars(args).get("preset") else e) from None
+
+
+def _of_preset(e: InputError, args: argparse.Namespace) -> InputError:
+    """Return an error that says which of the options it is about are the preset's."""
+    preset, words = find_preset(args.preset), re.findall(r"[\w-]+", str(e))
+    own = (k for k, v in preset.options.items() if vars(args).get(k) == v)
+    named = [k for k in own if flag_of(k) in words or str(preset.options[k]) in words]
+    if not named:
+        return e
+    flags = ", ".join(f"{flag_of(k)} {preset.options[k]}" for k in named)
+    return InputError(f"{e}; --preset {preset.name} sets {flags}: give another, or no preset")
 
 
 def _check_rules(
@@ -186,7 +207,7 @@ def add_flags(parser: Group, entries: Iterable[Any], words: Mapping[str, Any]) -
             case str():
                 add_flags(parser, tables()["shared"][entry], words)
             case {"options": names}:
-                add_options(parser, names, entry.get("required", False))
+                add_options(parser, names, entry.get("required", False), entry.get("told", {}))
             case {"media": help}:
                 for kind in KINDS:
                     parser.add_argument(
@@ -223,12 +244,17 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_options(parser: Group, names: Iterable[str], required: bool = False) -> None:
-    """Add the flags of these fields of BuildOptions, in this order."""
+def add_options(
+    parser: Group, names: Iterable[str], required: bool, told: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Add the flags of these fields of BuildOptions, in this order; argparse is `told` something
+    else of some."""
     known = {f.name: f for f in fields(BuildOptions)}
+    parser.set_defaults(of_build={*(parser.get_default("of_build") or ()), *names})
     for name in names:
         f = known[name]
         how = {"dest": name, "default": f.default, "help": f.metadata["help"], **f.metadata["flag"]}
+        how |= told.get(name, {})
         if required:
             how["required"] = True
         if how.get("action") == "append":
@@ -236,9 +262,9 @@ def add_options(parser: Group, names: Iterable[str], required: bool = False) -> 
         parser.add_argument(how.pop("name", flag_of(name)), **how)
 
 
-def given_options(args: argparse.Namespace, names: Iterable[str] = OPTIONS) -> BuildOptions:
-    """Return the options of a command line, of these names."""
-    given = {name: vars(args)[name] for name in names if name in args}
+def given_options(args: argparse.Namespace) -> BuildOptions:
+    """Return the options of a build that a command line gives."""
+    given = {name: vars(args)[name] for name in args.of_build}
     return BuildOptions(**given | {k: read(given[k]) for k, read in _READ.items() if k in given})
 
 
@@ -306,19 +332,31 @@ def find_engines(args: argparse.Namespace, all_logits: bool = False) -> None:
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise InputError(f"--threads {threads}: expected 1 to {MOST_THREADS}")
     limit = args.engines_limit and parse_bytes(args.engines_limit, "--engines-limit")
-    given = given_options(args, OF_MODEL)
+    given = given_options(args)
     drafts = vars(args).get("draft_tokens")
     if drafts is None and vars(args).get("draft") == "ngram":
         drafts = DRAFT_TOKENS
     needed = replace(given, all_logits=all_logits, draft_tokens=drafts)
     args.models = args.engines if "engines" in args else [args.engine]
     with console.Progress() as progress:
-        options = (given if is_engine(Path(m)) else needed for m in args.models)
+        options = (given if is_engine(Path(m)) else of_file(needed, args, m) for m in args.models)
         found = [str(find_engine(m, o, limit, progress)) for m, o in zip(args.models, options)]
     if "engines" in args:
         args.engines = found
     else:
         (args.engine,) = found
+
+
+def of_file(options: BuildOptions, args: argparse.Namespace, model: str | None) -> BuildOptions:
+    """Return options without the quantisation of `--preset` where a file has one of its own."""
+    if not args.preset or model is None or options.quant is None:
+        return options
+    from .models import named_model, without_quant
+
+    found = without_quant(options, find_preset(args.preset), named_model(model))
+    if found != options:
+        console.say(f"note: {model} is quantised already: --quant {options.quant} is left out")
+    return found
 
 
 def how_to_load(args: argparse.Namespace) -> dict[str, Any]:

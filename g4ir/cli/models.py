@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from g4ir.engine.artefact import Artefact, is_engine, open_artefact
+from g4ir.plan.options import BuildOptions
+from g4ir.plan.presets import Preset
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import held_recipe
 from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
@@ -38,6 +40,13 @@ def named_model(word: str) -> Model:
         return Model(found.spec, held=found.manifest.quant, engine=found)
     spec, origin = _stated(word)
     return Model(spec, origin, _held(spec, origin) if origin else None)
+
+
+def without_quant(options: BuildOptions, preset: Preset, model: Model) -> BuildOptions:
+    """Return options without the quantisation of a preset where the file has one of its own."""
+    quant = preset.options.get("quant")
+    same = model.held and quant is not None and options.quant == quant
+    return replace(options, quant=None) if same else options
 
 
 def _stated(source: str) -> tuple[Spec, Origin | None]:

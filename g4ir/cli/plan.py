@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from g4ir.errors import InputError
 from g4ir.model.images import image_plan_text, parse_budgets, parse_sizes, plan_image
 from g4ir.model.media import offered
 from g4ir.plan.count import counts
 from g4ir.plan.gpus import GPUS, Gpu, find_gpu
-from g4ir.plan.plan import cache_lines, make_plan
+from g4ir.plan.options import BuildOptions, Resolved
+from g4ir.plan.plan import StepModel, cache_lines, make_plan, plan_engine
+from g4ir.plan.presets import find_preset
 from g4ir.plan.records import SCHEMA, Plan
 from g4ir.plan.table import comparison_text, plan_text
 from g4ir.spec.record import Spec, load_spec, spec_names
@@ -17,20 +23,29 @@ from g4ir.ui import console
 from g4ir.ui.plots import check_plot, plot_caches
 from g4ir.ui.units import parse_counts
 
-from .common import given_options, given_spec, output
+from .common import flag_of, given_options, output
+from .models import Model, named_model, without_quant
+
+if TYPE_CHECKING:
+    from g4ir.engine.artefact import Artefact
 
 ALL = "all"
 
 
 def plan(args: argparse.Namespace) -> int:
     """Print what variants need."""
+    models = _models(args)
     if args.image is not None:
-        return _images(args)
-    specs = _specs(args)
+        return _images(args, [m.spec for m in models])
     gpus = _gpus(args.gpu)
     if args.plot:
         check_plot(args.plot)
-    plans = [_made(spec, args, gpus, several=len(specs) > 1) for spec in specs]
+    plans = [_made(m, args, gpus, several=len(models) > 1) for m in models]
+    if any(p.ranks and not p.ranks.gpu for p in plans):
+        from .kernels import CARDS
+
+        names = ", ".join(gpu.name for gpu in gpus)
+        console.say(f"note: steps are predicted for {' and '.join(CARDS)}, not for {names}")
     if args.plot:
         lines = [cache_lines(p) for p in plans]
         plot_caches(args.plot, lines, f"K and V caches, one row, {plans[0].dtype}")
@@ -40,14 +55,13 @@ def plan(args: argparse.Namespace) -> int:
     return output(args, several, comparison_text(plans, args.nominal))
 
 
-def _images(args: argparse.Namespace) -> int:
+def _images(args: argparse.Namespace, specs: Sequence[Spec]) -> int:
     sizes = parse_sizes(args.image, "--image")
     budgets = parse_budgets(args.budget, "--budget")
-    several = args.spec is None and args.variant in (None, ALL)
     plans = [
         plan_image(spec, *size, budget)
-        for spec in _specs(args)
-        if spec.vision or not several
+        for spec in specs
+        if spec.vision or len(specs) == 1
         for size in sizes
         for budget in budgets
     ]
@@ -55,13 +69,21 @@ def _images(args: argparse.Namespace) -> int:
     return output(args, found, image_plan_text(plans))
 
 
-def _specs(args: argparse.Namespace) -> list[Spec]:
-    if args.spec is not None and (spec := given_spec(args)):
-        return [spec]
-    if args.variant in (None, ALL):
+def _models(args: argparse.Namespace) -> list[Model]:
+    """Return what is named: by default the variants with published weights."""
+    named = [("MODEL", args.models), ("--variant", args.variant), ("--spec", args.spec)]
+    if len(given := [flag for flag, value in named if value]) > 1:
+        raise InputError(f"give either {given[0]} or {given[1]}, not both")
+    if args.spec is not None:
+        return [Model(load_spec(Path(args.spec)))]
+    words = args.models or (args.variant or ALL).split(",")
+    if words == [ALL]:
         shipped = [load_spec(name) for name in spec_names()]
-        return sorted((s for s in shipped if s.hub), key=lambda s: counts(s).loaded)
-    return [load_spec(name) for name in dict.fromkeys(args.variant.split(","))]
+        return [Model(s) for s in sorted(shipped, key=lambda s: counts(s).loaded) if s.hub]
+    found = [named_model(word) for word in dict.fromkeys(words)]
+    if len(found) > 1 and (engine := next((m.engine for m in found if m.engine), None)):
+        raise InputError(f"{engine.path} is an engine, with limits of its own: plan it alone")
+    return found
 
 
 def _gpus(text: str | None) -> list[Gpu]:
@@ -71,22 +93,58 @@ def _gpus(text: str | None) -> list[Gpu]:
     return list(dict.fromkeys(named))
 
 
-def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) -> Plan:
-    """Make the plan of a variant; of several, each takes only what it has a use for."""
-    from .kernels import CARDS, step_model
-
-    longest = spec.text.max_position_embeddings
+def _made(model: Model, args: argparse.Namespace, gpus: list[Gpu], several: bool) -> Plan:
+    """Make the plan of a model; of several, each takes only what it has a use for."""
+    spec, longest = model.spec, model.spec.text.max_position_embeddings
     ctx = parse_counts(args.ctx, "--ctx") if args.ctx else None
+    batch = parse_counts(args.batch, "--batch") if args.batch else None
+    if model.engine:
+        return _of_engine(model.engine, args, ctx=ctx, batch=batch, memory=gpus)
     if several and ctx:
         ctx = [c for c in ctx if c <= longest] or ctx
     options = given_options(args)
+    if options.media is None:
+        options = replace(options, media="none")
+    if model.origin:
+        options = replace(options, media=model.origin.kinds(options.media, spec))
+    if args.preset:
+        options = without_quant(options, find_preset(args.preset), model)
+        ctx = ctx or [min(args.max_seq or longest, longest)]
+        batch = batch or [args.max_batch]
     if several:
         placement = options.ple_placement if spec.text.ple else None
         media = options.media if offered(spec) else "none"
         options = replace(options, ple_placement=placement, media=media)
-    batch = parse_counts(args.batch, "--batch")
-    how = {"tp": args.tp, "ep": args.ep, "steps": None if args.tp == 1 else step_model(gpus)}
-    if args.tp != 1 and how["steps"] is None:
-        names = ", ".join(gpu.name for gpu in gpus)
-        console.say(f"note: steps are predicted for {' and '.join(CARDS)}, not for {names}")
-    return make_plan(spec, options, ctx=ctx, batch=batch, memory=gpus, **how)
+    how = {"tp": args.tp, "ep": args.ep, "steps": _steps(args.tp, gpus), "held": model.held}
+    return make_plan(spec, options, ctx=ctx, batch=batch or 1, memory=gpus, **how)
+
+
+def _of_engine(found: Artefact, args: argparse.Namespace, **sizes: Any) -> Plan:
+    values = ((f, vars(args).get(f.name)) for f in fields(BuildOptions))
+    if given := [f.name for f, value in values if value not in (None, False, [], f.default)]:
+        flags = ", ".join(map(flag_of, given))
+        raise InputError(f"{found.path} is an engine, and has its own settings: leave out {flags}")
+    m = found.manifest
+    setup = Resolved(
+        spec=found.spec,
+        device=m.device,
+        dtype=m.dtype,
+        limits=m.limits,
+        all_logits=m.all_logits,
+        skip=m.skipped_passes,
+        options=m.options,
+        ple_placement=m.ple_placement,
+        media=m.media,
+        recipe=m.quant,
+        drafter=found.drafter,
+        ranks=m.ranks,
+        ep=m.ep,
+    )
+    return plan_engine(setup, **sizes, steps=_steps(m.ranks, sizes["memory"]))
+
+
+def _steps(ranks: int, gpus: Sequence[Gpu]) -> StepModel | None:
+    """Return what predicts the steps of several ranks; None for one, and for other cards."""
+    from .kernels import step_model
+
+    return None if ranks == 1 else step_model(gpus)

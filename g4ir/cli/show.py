@@ -28,7 +28,7 @@ from .kernels import scheduled
 from .models import any_spec
 
 #: what goes with `--ops`; the rest chooses a graph, or something else to show
-WITH_OPS = ("ops", "json", "trace", "command")
+WITH_OPS = ("ops", "json", "trace", "command", "of_build")
 #: one token of one row
 ONE = {"B": 1, "S": 1, "M": 1, "C": 1}
 NOTE = """\

@@ -29,6 +29,10 @@ TOP_PARTS = {
 #: part of a layer -> how its tensor names begin
 LAYER_PARTS = {
     "attention": "self_attn.",
+    "q": "self_attn.q_proj.",
+    "k": "self_attn.k_proj.",
+    "v": "self_attn.v_proj.",
+    "o": "self_attn.o_proj.",
     "mlp": "mlp.",
     "router": "router.",
     "experts": "experts.",
@@ -141,7 +145,16 @@ class Block:
     kind: str  # sliding or full
     donor: int | None  # the layer whose K and V it reads; it has no K and V weights of its own
     intermediate_size: int  # of the dense MLP
-    attention: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotated: int  # dims of a head that RoPE turns; the others keep their values
+    k_eq_v: bool  # K's projection is V's too
+    attention: int  # q + k + v + o
+    q: int
+    k: int
+    v: int
+    o: int
     mlp: int  # the dense one
     router: int
     experts: int
@@ -178,11 +191,17 @@ def layer_blocks(spec: Spec) -> tuple[Block, ...]:
 def _block(spec: Spec, layer: Layer, dead: Tensors) -> Block:
     live, moe = layer_tensors(spec, layer), spec.text.moe
     parts = {part: _matrices(live, prefix) for part, prefix in LAYER_PARTS.items()}
+    own = layer.attention
     return Block(
         (layer.index,),
         layer.kind,
         layer.donor,
         layer.intermediate_size,
+        heads=spec.text.num_attention_heads,
+        kv_heads=own.num_key_value_heads,
+        head_dim=own.head_dim,
+        rotated=2 * own.rope.pairs(own.head_dim),
+        k_eq_v=own.k_eq_v,
         **parts,
         experts_active=parts["experts"] * moe.top_k_experts // moe.num_experts if moe else 0,
         vectors=numel(live) - _matrices(live),

@@ -22,7 +22,7 @@ from g4ir.parallel.table import can_share, check_ranks
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.plan_cache import RingOptions
-from g4ir.quant.recipe import find_recipe
+from g4ir.quant.recipe import Recipe, find_recipe, one_recipe
 from g4ir.spec.record import Spec
 from g4ir.ui.plots import CacheLines
 from g4ir.ui.units import count_text
@@ -54,6 +54,7 @@ from .records import (
     Fit,
     Largest,
     MemoryUse,
+    Need,
     Plan,
     RankRow,
     Ranks,
@@ -77,6 +78,7 @@ def make_plan(
     tp: int = 1,
     ep: bool = False,
     steps: StepModel | None = None,
+    held: Recipe | None = None,
 ) -> Plan:
     """Plan a spec at every pair of `ctx` (tokens of a sequence, prompt + generated; default 4K to
     256K, up to the model's limit) and `batch`, and what fits on `memory` (devices, or bytes).
@@ -84,6 +86,7 @@ def make_plan(
     The per-layer embedding table is planned on the device if every pair fits there; each device in
     `fits` has its own placement. tp, ep: tensor-parallel size and expert parallelism; what fits is
     then of one rank with a device of its own. steps: predicts the duration of their decode steps.
+    held: how the spec's file holds quantised weights.
 
     Fields of `options` that are read (use `dataclasses.replace(PLANNED, ...)`): dtype, device,
     quant, kv_dtype, prefill_chunk, all_logits, drafter, draft_tokens, skip, latent_kv,
@@ -91,25 +94,63 @@ def make_plan(
 
     Raises InputError naming the argument for sizes out of range and unknown choices.
     """
-    contexts = _contexts(spec, ctx)
-    batches = _positive("batch", batch, MOST_ROWS)
-    (chunk,) = _positive("prefill-chunk", options.prefill_chunk)
-    setup = _resolved(spec, options, max(contexts))
+    setup = _resolved(spec, options, ctx, held)
     if tp != 1 or ep:
         check_ranks(spec, tp, ep)
-    gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
-    counted = _by_ranks(setup, tp, ep, compare=bool(gpus))
-    planner = _DevicePlanner(
-        counted,
-        rank=counted[tp],
-        shared=tp != 1 or ep,
-        shape=tuple((c, b) for b in batches for c in contexts),
-        chunk=chunk,
+    return _planned(
+        replace(setup, ranks=tp, ep=ep),
+        _contexts(setup, ctx),
+        _positive("batch", batch, MOST_ROWS),
+        memory,
+        steps,
+        forms=(setup.recipe.name,) if setup.recipe else (setup.dtype, *INTEGERS),
         free=options.ple_placement is None and setup.ple_placement == "device",
     )
-    made = counted[1].placed(planner.placed(planner.rank, gpus).setup.ple_placement)
+
+
+def plan_engine(
+    setup: Resolved,
+    *,
+    ctx: int | Sequence[int] | None = None,
+    batch: int | Sequence[int] | None = None,
+    memory: Gpu | int | Sequence[Gpu | int] | None = None,
+    steps: StepModel | None = None,
+) -> Plan:
+    """Plan an engine as it was built; its limits are the most, and the default, of ctx and batch.
+
+    Raises InputError naming the argument for sizes out of range."""
+    limits, recipe = setup.limits, setup.recipe
+    return _planned(
+        setup,
+        _contexts(setup, limits.max_seq if ctx is None else ctx),
+        _positive("batch", limits.max_batch if batch is None else batch, limits.max_batch),
+        memory,
+        steps,
+        forms=(recipe.name if recipe else setup.dtype,),
+        free=False,
+    )
+
+
+def _planned(
+    setup: Resolved,
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    memory: Gpu | int | Sequence[Gpu | int] | None,
+    steps: StepModel | None,
+    forms: Sequence[str],
+    free: bool,
+) -> Plan:
+    """Plan settings with weights in each of `forms`; `free`: the table of per-layer embeddings may
+    leave the device."""
+    spec, shared = setup.spec, setup.ranks != 1 or setup.ep
+    gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
+    counted = _by_ranks(setup, compare=bool(gpus))
+    shape = tuple((c, b) for b in batches for c in contexts)
+    planner = _DevicePlanner(counted, counted[setup.ranks], shared, shape, free)
+    rank = planner.placed(planner.rank, gpus)
+    made = counted[1].placed(rank.setup.ple_placement)
     rows, layers = planner.rows(made), layer_blocks(spec)
-    formats = (setup.recipe.name,) if setup.recipe else (setup.dtype, *INTEGERS)
+    shown = (setup.dtype, *forms) if len(forms) == 1 else tuple(made.weights)
     return Plan(
         spec=spec,
         dtype=setup.dtype,
@@ -117,24 +158,38 @@ def make_plan(
         latent=setup.options.of(LatentOptions).form,
         kv_dtype=resolve.KV_NAMES.get(setup.options.of(NarrowOptions).to),
         ple_placement=made.setup.ple_placement,
-        prefill_chunk=chunk,
+        prefill_chunk=setup.limits.prefill_chunk,
         skip=setup.skip,
         counts=counts(spec),
         ple=ple_parts(spec),
         blocks=distinct_blocks(layers),
         layers=layers,
-        weights=tuple(made.weights.values()),
+        weights=tuple(made.weights[form] for form in dict.fromkeys(shown)),
         cache=_rates(made),
         rows=rows,
-        fits=tuple(planner.fit(gpu, form) for gpu in gpus for form in formats),
+        needed=tuple(
+            Need(form, r.ctx, r.batch, rank.need(r, form, "built"))
+            for form in forms
+            for r in planner.rows(rank)
+        ),
+        fits=tuple(planner.fit(gpu, form) for gpu in gpus for form in forms),
         kinds=setup.media.kinds,
         media=media_plan(spec),
         drafts=_drafts(made, rows, gpus),
-        ranks=_ranks(planner.rank, planner.rows(planner.rank), steps) if planner.shared else None,
+        ranks=_ranks(planner.rank, planner.rows(planner.rank), steps) if shared else None,
     )
 
 
-def _resolved(spec: Spec, options: BuildOptions, longest: int) -> Resolved:
+def _resolved(
+    spec: Spec,
+    options: BuildOptions,
+    ctx: int | Sequence[int] | None,
+    held: Recipe | None,
+) -> Resolved:
+    """Return the settings of a build whose limits are the most there is."""
+    most = spec.text.max_position_embeddings
+    longest = min(most, CONTEXTS[-1]) if ctx is None else max(_positive("ctx", ctx))
+    (chunk,) = _positive("prefill-chunk", options.prefill_chunk)
     dtype, device = resolve.find_dtype(options.dtype or spec.dtype), options.device or "cuda"
     kv = resolve.find_kv_dtype(options.kv_dtype, dtype)
     latent = resolve.find_latent(options.latent_kv, spec, device, dtype, longest, kv)
@@ -144,28 +199,28 @@ def _resolved(spec: Spec, options: BuildOptions, longest: int) -> Resolved:
         if options.drafter in resolve.NO_DRAFTER
         else resolve.drafter_spec(spec, options.drafter)
     )
-    most = spec.text.max_position_embeddings
     drafted = resolve.find_draft_tokens(options.draft_tokens, most, drafter is not None)
     return Resolved(
         spec=spec,
         device=device,
         dtype=dtype,
-        limits=Limits(),
+        limits=Limits(MOST_ROWS, most, chunk),
         all_logits=options.all_logits,
         skip=tuple(options.skip),
         options=resolve.pass_options(latent, kv, drafted=drafted, keep=layers_read(spec, drafter)),
         ple_placement=resolve.find_placement(options.ple_placement, spec, device),
         media=find_media(spec, kinds),
-        recipe=find_recipe(options.quant),
+        recipe=one_recipe(find_recipe(options.quant), held, "its file"),
         drafter=drafter,
         ranks=1,
         ep=False,
     )
 
 
-def _by_ranks(setup: Resolved, tp: int, ep: bool, compare: bool) -> dict[int, Footprint]:
-    """Measure one rank of `tp` and, to compare, of each other count that can share the model."""
-    counted = {1: measure(setup)}
+def _by_ranks(setup: Resolved, compare: bool) -> dict[int, Footprint]:
+    """Measure one rank and, to compare, one of each other number that can share the model."""
+    tp, ep = setup.ranks, setup.ep
+    counted = {1: measure(replace(setup, ranks=1, ep=False))}
     if tp == 1 and not ep:
         return counted
     others = [n for n in COUNTS if n > 1 and can_share(setup.spec, n, ep)] if compare else []
@@ -191,11 +246,13 @@ class _DevicePlanner:
     rank: Footprint
     shared: bool
     shape: tuple[tuple[int, int], ...]
-    chunk: int
     free: bool
 
+    def row(self, own: Footprint, ctx: int, batch: int) -> MemoryUse:
+        return own.row(ctx, batch, own.setup.limits.prefill_chunk)
+
     def rows(self, own: Footprint) -> tuple[MemoryUse, ...]:
-        return tuple(own.row(c, b, self.chunk) for c, b in self.shape)
+        return tuple(self.row(own, c, b) for c, b in self.shape)
 
     def placed(self, own: Footprint, gpus: Sequence[Gpu]) -> Footprint:
         """Place the per-layer embedding table on the devices if every row then fits."""
@@ -205,10 +262,10 @@ class _DevicePlanner:
 
     def fit(self, gpu: Gpu, form: str) -> Fit:
         own = self.placed(self.rank, [gpu])
-        room, longest = _room(gpu), own.setup.spec.text.max_position_embeddings
+        room, limits = _room(gpu), own.setup.limits
 
         def fits(ctx: int, batch: int, kind: str) -> bool:
-            return own.need(own.row(ctx, batch, self.chunk), form, kind) <= room
+            return own.need(self.row(own, ctx, batch), form, kind) <= room
 
         def most(at: int, limit: int, fit: Callable[..., bool]) -> Largest:
             return Largest(at, *(largest(partial(fit, kind=kind), limit) for kind in TOTALS))
@@ -221,8 +278,8 @@ class _DevicePlanner:
             weights=form,
             weight_bytes=own.resident(form),
             cells=tuple(self._cell(own, gpu, form, r) for r in self.rows(own)),
-            max_context=tuple(most(b, longest, partial(fits, batch=b)) for b in batches),
-            max_batch=tuple(most(c, MOST_ROWS, partial(fits, c)) for c in contexts),
+            max_context=tuple(most(b, limits.max_seq, partial(fits, batch=b)) for b in batches),
+            max_batch=tuple(most(c, limits.max_batch, partial(fits, c)) for c in contexts),
             ranks=own.setup.ranks,
             ple_placement=own.setup.ple_placement,
         )
@@ -248,7 +305,7 @@ class _DevicePlanner:
         """Return the fewest ranks, each on such a device, that fit; None if none do."""
         for ranks in sorted(self.counted):
             own = self.placed(self.counted[ranks], [gpu])
-            if own.need(own.row(row.ctx, row.batch, self.chunk), form, "built") <= _room(gpu):
+            if own.need(self.row(own, row.ctx, row.batch), form, "built") <= _room(gpu):
                 return ranks
         return None
 
@@ -351,8 +408,8 @@ def _positive(name: str, given: int | Sequence[int], most: int | None = None) ->
     return tuple(sorted(set(values)))
 
 
-def _contexts(spec: Spec, ctx: int | Sequence[int] | None) -> tuple[int, ...]:
-    most = spec.text.max_position_embeddings
+def _contexts(setup: Resolved, ctx: int | Sequence[int] | None) -> tuple[int, ...]:
+    spec, most = setup.spec, setup.limits.max_seq
     if ctx is None:
         return tuple(c for c in CONTEXTS if c <= most) or (most,)
     contexts = _positive("ctx", ctx)

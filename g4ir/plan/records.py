@@ -23,7 +23,7 @@ from .formats import WeightSizes, nominal
 from .media import MediaPart
 
 #: version of the JSON layout; another number has other keys
-SCHEMA = 1
+SCHEMA = 2
 TOTALS = ("naive", "planned", "built")
 
 
@@ -65,6 +65,17 @@ class MemoryUse:
     built: int
     activations: int
     workspace: int
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes needed in the device's memory, as built, with weights in one format; with --tp, on each
+    rank. What a device keeps free for itself (`Fit.reserve`) is not counted."""
+
+    weights: str
+    ctx: int
+    batch: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -178,6 +189,7 @@ class Plan:
     weights: tuple[WeightBytes, ...]  # per format
     cache: CacheRates
     rows: tuple[MemoryUse, ...]
+    needed: tuple[Need, ...]
     fits: tuple[Fit, ...]
     kinds: tuple[str, ...]  # modalities included in rows and fits
     media: tuple[MediaPart, ...]

@@ -14,7 +14,12 @@ from .gpus import SIZE_RULE
 from .records import TOTALS
 
 if TYPE_CHECKING:
+    from .count import Block
     from .records import DeviceUse, Fit, Plan
+
+
+#: where no number of ranks that was tried is enough
+MORE = "more than 8"
 
 
 def _section(head: str, lines: Iterable[Line], indent: int = 2) -> str:
@@ -27,12 +32,14 @@ def plan_text(plan: Plan, nominal: bool = False) -> str:
     parts = [
         _title(plan),
         _parameters(plan),
+        _attention(plan),
         _blocks(plan),
         _weights(plan, nominal),
         *(_caches(plan, batch) for batch in sorted({r.batch for r in plan.rows})),
         _ranks(plan),
         _drafts(plan),
         _media(plan),
+        "" if plan.fits and not several else _needed_alone(plan),
         _devices(plan) if several else _fit(plan),
     ]
     return "\n".join(filter(None, parts))
@@ -79,6 +86,26 @@ def _parameters(plan: Plan) -> str:
     return _section("parameters", ([k, f"{v:,}"] for k, v in rows.items() if v))
 
 
+def _attention(plan: Plan) -> str:
+    """Describe heads and matrices of each kind of layer; RoPE turns some dims of a head of Q and K,
+    and the others are still."""
+    lines: list[Line] = [
+        ["layers", "heads", "KV heads", "head dims", "rotated", "still", "q", "k", "v", "o"]
+    ]
+    for b in plan.blocks:
+        sizes = b.heads, b.kv_heads, b.head_dim, b.rotated, b.head_dim - b.rotated
+        k, v = (f"{n / 1e6:.1f}" if n else "-" for n in (b.k, b.v))
+        v = "is k" if b.k_eq_v and b.k else v
+        matrices = f"{b.q / 1e6:.1f}", k, v, f"{b.o / 1e6:.1f}"
+        lines.append([_layers(b), *map(str, sizes), *matrices])
+    return _section("attention, matrices of a layer in millions of parameters", lines)
+
+
+def _layers(b: Block) -> str:
+    shared = "" if b.donor is None else f", K and V of layer {b.donor}"
+    return f"{len(b.layers)} {b.kind}{shared}"
+
+
 def _blocks(plan: Plan) -> str:
     moe, ple = bool(plan.counts.experts), bool(plan.counts.ple_table)
     shown = {"experts": moe, "router": moe, "active": moe, "ple": ple}
@@ -87,10 +114,8 @@ def _blocks(plan: Plan) -> str:
     heads = {"total": "block", "ple": "per-layer"}
     lines: list[Line] = [["layers", *(heads.get(name, name) for name in chosen)]]
     for b in plan.blocks:
-        shared = "" if b.donor is None else f", K and V of layer {b.donor}"
-        numbers = (getattr(b, name) for name in chosen)
-        lines.append([f"{len(b.layers)} {b.kind}{shared}", *(f"{n / 1e6:.1f}" for n in numbers)])
-    return _section("matrices per layer, millions", lines)
+        lines.append([_layers(b), *(f"{getattr(b, name) / 1e6:.1f}" for name in chosen)])
+    return _section("matrices of a layer in millions of parameters", lines)
 
 
 def _weights(plan: Plan, nominal: bool) -> str:
@@ -178,6 +203,22 @@ def _media(plan: Plan) -> str:
     return _section(f"media, {about}", lines)
 
 
+def _needed_alone(plan: Plan) -> str:
+    """Return what is needed in all, without a card that it could be compared with."""
+    memory = "RAM" if plan.device == "cpu" else "GPU memory"
+    rank = ", of each rank" if plan.ranks and plan.ranks.count > 1 else ""
+    text = ""
+    for batch in sorted({r.batch for r in plan.rows}):
+        lines: list[Line] = [
+            ["context", *(count_text(r.ctx) for r in plan.rows if r.batch == batch)]
+        ]
+        for form in dict.fromkeys(n.weights for n in plan.needed):
+            own = [n for n in plan.needed if (n.weights, n.batch) == (form, batch)]
+            lines.append([form, *(size_text(n.bytes) for n in own)])
+        text += _section(f"{memory} needed by weights, batch {batch}{rank}", lines)
+    return text
+
+
 def _fit(plan: Plan) -> str:
     if not plan.fits:
         return ""
@@ -185,7 +226,7 @@ def _fit(plan: Plan) -> str:
     each = "" if first.ranks == 1 else f"each of {first.ranks} ranks, on its own "
     out = [
         f"{each}{first.device}: {size_text(first.memory)}, of which "
-        f"{size_text(first.reserve)} are reserved\n"
+        f"{size_text(first.reserve)} are reserved\n{_verdict(plan)}\n"
     ]
     for i, most in enumerate(first.max_context):
         lines = [["weights", "", "naive", "planned", "as built"]]
@@ -205,6 +246,22 @@ def _fit(plan: Plan) -> str:
         rows = _by_format(plan, batch, lambda c: f"{1e3 * (c.decode_floor_s or 0):.2f} ms")
         out.append(_section(head, rows, indent=4))
     return "".join(out)
+
+
+def _verdict(plan: Plan) -> str:
+    """Return whether the longest context fits, and on how many cards."""
+    cells = {f.weights: _longest(f) for f in plan.fits}
+    words = [f"{form} {'yes' if c.fits else 'no'}" for form, c in cells.items()]
+    if plan.ranks:
+        words = [f"{w} (cards needed: {c.cards or MORE})" for w, c in zip(words, cells.values())]
+    elif not all(c.fits for c in cells.values()):
+        words.append("several cards: see --tp")
+    at = next(iter(cells.values()))
+    return f"  fits with {count_text(at.ctx)} at batch {at.batch}: {', '.join(words)}"
+
+
+def _longest(f: Fit) -> DeviceUse:
+    return max(f.cells, key=lambda c: (c.ctx, -c.batch))
 
 
 def _most(f: Fit, i: int = 0) -> list[str]:
@@ -242,7 +299,12 @@ def _devices(plan: Plan) -> str:
     for name, mine in _by_device(plan).items():
         built = [_most(f)[-1] for f in mine]
         lines.append([name, size_text(mine[0].memory), *_most(mine[0])[:-1], *built])
-    return _section(f"{_maximum(plan)} by weights", lines)
+    text = _section(f"{_maximum(plan)} by weights", lines)
+    if plan.ranks:
+        heads = [["", first, *others]]
+        rows = [[name, *map(_cards, mine)] for name, mine in _by_device(plan).items()]
+        text += _section(f"cards needed for {count_text(_longest(plan.fits[0]).ctx)}", heads + rows)
+    return text
 
 
 def _by_device(plan: Plan) -> dict[str, list[Fit]]:
@@ -264,10 +326,11 @@ def comparison_text(plans: Sequence[Plan], nominal: bool = False) -> str:
 
 
 def _totals(plans: Sequence[Plan], nominal: bool) -> str:
-    forms = [w.sizes.format for w in plans[0].weights]
+    forms = dict.fromkeys(w.sizes.format for p in plans for w in p.weights)
     lines: list[Line] = [["", "loaded", "active", *forms, *(["nominal"] if nominal else [])]]
     for p in plans:
-        sizes = [size_text(w.sizes.total) for w in p.weights]
+        held = {w.sizes.format: size_text(w.sizes.total) for w in p.weights}
+        sizes = [held.get(form, "-") for form in forms]
         quoted = [f"{p.weights_as(p.dtype).nominal / 1e9:.1f} GB"] if nominal else []
         counts = [f"{n / 1e9:.3f}B" for n in (p.counts.loaded, p.counts.active)]
         lines.append([p.spec.name, *counts, *sizes, *quoted])
@@ -296,11 +359,12 @@ def _matrix(plans: Sequence[Plan]) -> str:
         if plans[0].ranks:
             cards = ["/".join(map(_cards, fits[name])) for fits in by_plan]
             lines.append(["  cards needed", "", *cards])
-    forms = "/".join(dict.fromkeys(f.weights for f in first))
+    several = ("/".join(dict.fromkeys(f.weights for f in p.fits)) for p in plans)
+    forms = " or ".join(dict.fromkeys(several))
     longest = count_text(max(c.ctx for c in first[0].cells))
     needed = f"; cards needed for {longest}" if plans[0].ranks else ""
     return _section(f"{_maximum(plans[0])} as built, weights {forms}{needed}", lines)
 
 
 def _cards(fit: Fit) -> str:
-    return str(max(fit.cells, key=lambda c: (c.ctx, -c.batch)).cards or "-")
+    return str(_longest(fit).cards or "-")

@@ -1,0 +1,43 @@
+"""`g4ir presets`: options of a build by name, and what each needs for a model."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from g4ir.plan.options import BuildOptions
+from g4ir.plan.plan import Plan, make_plan
+from g4ir.plan.presets import PRESETS, Preset
+from g4ir.ui.table import Line, aligned
+from g4ir.ui.units import count_text, size_text
+
+from .common import output
+from .models import Model, named_model, without_quant
+
+
+def presets(args: argparse.Namespace) -> int:
+    """List the presets, with MODEL the memory that it needs with each."""
+    rows = [asdict(p) for p in PRESETS.values()]
+    if args.model is None:
+        text = "".join(f"{p.name}: {p.about}\n  {p.flags}\n" for p in PRESETS.values())
+        return output(args, rows, text)
+    model = named_model(args.model)
+    plans = [_planned(p, model) for p in PRESETS.values()]
+    lines: list[Line] = [["", "context", "batch", "weights", "KV cache", "in all", "memory"]]
+    for row, plan in zip(rows, plans):
+        (use,), (need,) = plan.rows, plan.needed
+        (weights,) = (w.device + w.host for w in plan.weights if w.sizes.format == need.weights)
+        facts = {"context": use.ctx, "batch": use.batch, "weights": weights}
+        row["plan"] = {**facts, "kv_cache": use.built, "needed": need.bytes, "device": plan.device}
+        sizes = map(size_text, (weights, use.built, need.bytes))
+        memory = "RAM" if plan.device == "cpu" else "GPU"
+        lines.append([row["name"], count_text(use.ctx), str(use.batch), *sizes, memory])
+    return output(args, rows, aligned(lines, indent=0))
+
+
+def _planned(preset: Preset, model: Model) -> Plan:
+    """Plan a model as the preset builds it, without media; at its own limit if that is shorter."""
+    options = without_quant(BuildOptions(**preset.options, media="none"), preset, model)
+    longest = model.spec.text.max_position_embeddings
+    ctx = min(options.max_seq or longest, longest)
+    return make_plan(model.spec, options, ctx=ctx, batch=options.max_batch, held=model.held)

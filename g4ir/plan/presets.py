@@ -1,0 +1,39 @@
+"""Presets: options of a build by name (presets.yaml)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from g4ir.errors import InputError
+from g4ir.spec.reader import did_you_mean
+from g4ir.ui.files import read_table
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Options of a build, fields of BuildOptions as the command line takes them."""
+
+    name: str
+    about: str
+    options: Mapping[str, Any]
+
+    @property
+    def flags(self) -> str:
+        return " ".join(f"--{k.replace('_', '-')} {v}" for k, v in self.options.items())
+
+
+PRESETS = {
+    name: Preset(name, **row)
+    for name, row in read_table(Path(__file__).with_suffix(".yaml")).items()
+}
+
+
+def find_preset(name: str) -> Preset:
+    """Return a preset; InputError names those that there are."""
+    if name not in PRESETS:
+        known = f"one of {', '.join(PRESETS)}"
+        raise InputError(f"--preset {name[:40]}: {known}{did_you_mean(name, PRESETS)}")
+    return PRESETS[name]
