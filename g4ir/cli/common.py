@@ -106,7 +106,7 @@ class Parser(argparse.ArgumentParser):
         """Make the options of the preset that is given the defaults: so flags win, in any order.
         Options that are flags of another meaning here, as `run --draft-tokens`, stay."""
         given = [w.partition("=")[2] for w in words if w.startswith("--preset=")]
-        given += [b for a, b in pairwise(words) if a == "--preset"]
+        given += [b for a, b in pairwise(words) if a == "--preset" and b[:1] != "-"]
         if not given:
             return
         own: set[str] = self.get_default("of_build")
@@ -175,11 +175,11 @@ def _do(parser: Parser, table: Mapping[str, Any], args: argparse.Namespace) -> i
 def _of_preset(e: InputError, args: argparse.Namespace) -> InputError:
     """Return an error that says which of the options it is about are the preset's."""
     preset, words = find_preset(args.preset), re.findall(r"[\w-]+", str(e))
-    own = (k for k, v in preset.options.items() if vars(args).get(k) == v)
-    named = [k for k in own if flag_of(k) in words or str(preset.options[k]) in words]
+    own = {k: v for k, v in preset.options.items() if vars(args).get(k) == v}
+    named = [k for k in own if flag_of(k) in words] or [k for k in own if str(own[k]) in words]
     if not named:
         return e
-    flags = ", ".join(f"{flag_of(k)} {preset.options[k]}" for k in named)
+    flags = ", ".join(f"{flag_of(k)} {own[k]}" for k in named)
     return InputError(f"{e}; --preset {preset.name} sets {flags}: give another, or no preset")
 
 
@@ -338,6 +338,9 @@ def find_engines(args: argparse.Namespace, all_logits: bool = False) -> None:
         drafts = DRAFT_TOKENS
     needed = replace(given, all_logits=all_logits, draft_tokens=drafts)
     args.models = args.engines if "engines" in args else [args.engine]
+    if args.preset and (engine := next((m for m in args.models if is_engine(Path(m))), None)):
+        fix = "leave it out, or give the model that it was built from"
+        raise InputError(f"{engine} is an engine, and --preset belongs to its build: {fix}")
     with console.Progress() as progress:
         options = (given if is_engine(Path(m)) else of_file(needed, args, m) for m in args.models)
         found = [str(find_engine(m, o, limit, progress)) for m, o in zip(args.models, options)]

@@ -198,12 +198,13 @@ def model_of(args: argparse.Namespace) -> Model:
 
 
 def _named(args: argparse.Namespace) -> Model:
-    spec = given_spec(args)
-    if args.engine is not None and spec:
-        raise InputError("give either MODEL or --variant or --spec, not both")
-    if args.engine is None and not spec:
-        raise InputError("give MODEL: an engine directory, GGUF file, checkpoint or variant")
-    return Model(spec) if spec else named_model(args.engine)
+    if args.engine is not None:
+        if args.variant is not None or args.spec is not None:
+            raise InputError("give either MODEL or --variant or --spec, not both")
+        return named_model(args.engine)
+    if spec := given_spec(args):
+        return Model(spec)
+    raise InputError("give MODEL: an engine directory, GGUF file, checkpoint or variant")
 
 
 def engine_of(args: argparse.Namespace) -> Artefact | None:

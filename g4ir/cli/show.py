@@ -14,9 +14,11 @@ from g4ir.errors import InputError
 from g4ir.ir.diff import diff_graphs, diff_text
 from g4ir.ir.graph import Graph, Node, print_node
 from g4ir.ir.names import layer_of
+from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.ops import OPS, Op
 from g4ir.parallel.shard import collectives
 from g4ir.passes import find_pass, run_passes
+from g4ir.plan.count import Block, layer_blocks
 from g4ir.ui import console
 from g4ir.ui.plots import check_plot, plot_launches
 from g4ir.ui.table import Line, aligned
@@ -29,6 +31,8 @@ from .models import any_spec
 
 #: what goes with `--ops`; the rest chooses a graph, or something else to show
 WITH_OPS = ("ops", "json", "trace", "command", "of_build")
+#: graphs of the layers of the model
+DECODER = ("prefill", "decode", VERIFY, BLOCKS)
 #: one token of one row
 ONE = {"B": 1, "S": 1, "M": 1, "C": 1}
 NOTE = """\
@@ -64,6 +68,8 @@ def show(args: argparse.Namespace) -> int:
     if args.collectives:
         return _show_collectives(args, graph)
     text = str(graph) if args.layer is None else _layer_text(graph, args.layer)
+    if args.layer is not None and args.phase in DECODER:
+        text = _about(layer_blocks(graphs.spec_of(args))[args.layer]) + text
     return output(args, {"graph": graph.name, "text": text}, text)
 
 
@@ -128,6 +134,13 @@ def _layer_text(graph: Graph, layer: int) -> str:
     made = {v.name for n in nodes for v in n.outputs}
     lines += [f"next %{k} = {v}" for k, v in graph.next.items() if v.name in made]
     return "\n".join(lines) + "\n"
+
+
+def _about(b: Block) -> str:
+    """Return what attention of a layer is like; RoPE turns some dims of a head, or all."""
+    heads = f"{b.heads} heads of {b.head_dim} dims, {b.kv_heads} KV heads"
+    rotated = f"RoPE turns {b.rotated} dims of a head, {b.head_dim - b.rotated} are still"
+    return f"# layer {b.layers[0]}, {b.kind} attention: {heads}; {rotated}\n"
 
 
 def _show_diff(args: argparse.Namespace) -> int:

@@ -414,9 +414,9 @@ def _contexts(setup: Resolved, ctx: int | Sequence[int] | None) -> tuple[int, ..
         return tuple(c for c in CONTEXTS if c <= most) or (most,)
     contexts = _positive("ctx", ctx)
     if contexts[-1] > most:
-        raise InputError(
-            f"ctx {contexts[-1]}: {spec.name} has {most} positions ({count_text(most)})"
-        )
+        built = most < spec.text.max_position_embeddings
+        has = "the engine was built for" if built else f"{spec.name} has"
+        raise InputError(f"ctx {contexts[-1]}: {has} {most} positions ({count_text(most)})")
     return contexts
 
 

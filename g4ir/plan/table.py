@@ -39,7 +39,7 @@ def plan_text(plan: Plan, nominal: bool = False) -> str:
         _ranks(plan),
         _drafts(plan),
         _media(plan),
-        "" if plan.fits and not several else _needed_alone(plan),
+        *([] if plan.fits and not several else _needed_in_all(plan)),
         _devices(plan) if several else _fit(plan),
     ]
     return "\n".join(filter(None, parts))
@@ -122,7 +122,7 @@ def _weights(plan: Plan, nominal: bool) -> str:
     lines: list[Line] = [["", *(w.sizes.format for w in plan.weights)]]
     rows = {
         "decoder": [w.sizes.total for w in plan.weights],
-        "on the device": [w.device for w in plan.weights],
+        "in RAM" if plan.device == "cpu" else "on the device": [w.device for w in plan.weights],
         "in host memory": [w.host for w in plan.weights],
         "in the file, by row": [w.mapped for w in plan.weights],
     }
@@ -203,11 +203,10 @@ def _media(plan: Plan) -> str:
     return _section(f"media, {about}", lines)
 
 
-def _needed_alone(plan: Plan) -> str:
-    """Return what is needed in all, without a card that it could be compared with."""
+def _needed_in_all(plan: Plan) -> Iterable[str]:
+    """Describe what each batch size needs, without a card to compare it with."""
     memory = "RAM" if plan.device == "cpu" else "GPU memory"
     rank = ", of each rank" if plan.ranks and plan.ranks.count > 1 else ""
-    text = ""
     for batch in sorted({r.batch for r in plan.rows}):
         lines: list[Line] = [
             ["context", *(count_text(r.ctx) for r in plan.rows if r.batch == batch)]
@@ -215,8 +214,7 @@ def _needed_alone(plan: Plan) -> str:
         for form in dict.fromkeys(n.weights for n in plan.needed):
             own = [n for n in plan.needed if (n.weights, n.batch) == (form, batch)]
             lines.append([form, *(size_text(n.bytes) for n in own)])
-        text += _section(f"{memory} needed by weights, batch {batch}{rank}", lines)
-    return text
+        yield _section(f"{memory} needed by weights, batch {batch}{rank}", lines)
 
 
 def _fit(plan: Plan) -> str:

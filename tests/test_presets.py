@@ -1,0 +1,143 @@
+"""Presets of a build, and what a MODEL is that nothing is built of: plans beside the engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from g4ir.cli import _parser
+from g4ir.cli.common import given_options
+from g4ir.engine.load import load_engine
+from g4ir.plan.options import BuildOptions
+from g4ir.plan.presets import PRESETS
+from g4ir.spec.record import load_spec
+from tests.cli_tools import g4ir, plain_checkpoint, refused
+from tests.gguf_files import bare_file
+
+SMALL = ("--max-seq", "64", "--max-batch", "2")
+TINY = ("--variant", "tiny-moe", "--random-weights", "0")
+
+
+def options(line: str) -> BuildOptions:
+    args = _parser().parse_args(shlex.split(line), argparse.Namespace(json=False))
+    return given_options(args)
+
+
+# --- presets ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n == "rtx")) for n in PRESETS]
+)
+def test_each_preset_builds_in_small(name: str, tmp_path: Path) -> None:
+    """As far as that goes without its GPU."""
+    words = ("build", "--preset", name, *TINY, *SMALL, "--out", tmp_path / "e", "--dry-run")
+    done = g4ir(*words, "--json")
+    assert done.code == 0, done
+    found, preset = json.loads(done.out), PRESETS[name].options
+    assert (found["backend"], found["device"]) == (preset["backend"], preset["device"])
+    assert (found["quant"], found["kv_dtype"]) == ("int8", preset.get("kv_dtype"))
+    assert (found["max_seq"], found["max_batch"]) == (64, 2)
+
+
+@pytest.mark.full
+def test_the_laptop_s_engine_runs(tmp_path: Path) -> None:
+    done = g4ir("build", "--preset", "laptop", *TINY, *SMALL, "--out", tmp_path / "e", "--verify")
+    assert done.code == 0, done
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "build --preset h100-throughput --max-batch 1 --kv-dtype bfloat16 --variant x",
+        "build --max-batch=1 --kv-dtype=bfloat16 --preset=h100-throughput --variant x",
+        "chat m --max-batch 1 --set a=b --preset h100-throughput",
+        "plan 31b --preset h100-throughput --kv-dtype bfloat16",
+    ],
+)
+def test_flags_win_wherever_they_stand(line: str) -> None:
+    """Also one with the value that it has without a preset."""
+    found, preset = options(line), PRESETS["h100-throughput"].options
+    assert found.max_batch == (1 if "--max-batch" in line else preset["max_batch"])
+    assert found.kv_dtype == ("bfloat16" if "--kv-dtype" in line else "int8")
+    others = preset.keys() - {"max_batch", "kv_dtype"}
+    assert {k: getattr(found, k) for k in others} == {k: preset[k] for k in others}
+
+
+def test_a_flag_of_another_meaning_is_no_option_of_a_preset() -> None:
+    """`--draft-tokens` of run is a number of drafts at a time, and needs --draft."""
+    assert PRESETS["h100-latency"].options["draft_tokens"] == 4
+    assert options("build --preset h100-latency --variant x").draft_tokens == 4
+    assert options("run m --preset h100-latency --tokens 2").draft_tokens is None
+
+
+def test_a_quantised_file_keeps_its_codes(tmp_path: Path) -> None:
+    file = bare_file(tmp_path / "tiny.gguf", load_spec("tiny-dense"), kind="Q8_0")
+    words = ("--preset", "laptop", "--max-seq", "64", "--dry-run", "--out", tmp_path / "e")
+    done = g4ir("build", "--checkpoint", file, *words)
+    assert done.code == 0 and "quant          checkpoint\n" in done.out, done
+    assert f"note: {file} is quantised already: --quant int8 is left out\n" in done.err
+    assert "checkpoint" in g4ir("plan", file, "--preset", "laptop").out
+    assert "is quantised already; leave" in refused("plan", file, "--quant", "int8")
+
+
+def test_presets_are_planned_as_plan_does() -> None:
+    rows = json.loads(g4ir("presets", "tiny-ple", "--json").out)
+    assert [r["name"] for r in rows] == [*PRESETS]
+    for row in rows:
+        words = ("--preset", row["name"], "--ctx", row["plan"]["context"], "--json")
+        (need,) = json.loads(g4ir("plan", "tiny-ple", *words).out)["needed"]
+        assert need["bytes"] == row["plan"]["needed"] > row["plan"]["kv_cache"] > 0
+        assert row["plan"]["context"] == 1024  # the model's limit is below that of all presets
+    assert all("plan" not in row for row in json.loads(g4ir("presets", "--json").out))
+
+
+# --- models -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["engine of a variant", "checkpoint", "Q8_0", "F16", "config"])
+def test_a_model_is_planned_as_its_engine_is(kind: str, tmp_path: Path) -> None:
+    """From a file's headers and from the engine: caches to the byte, weights as they are held."""
+    spec, model, engine = load_spec("tiny-ple"), tmp_path / "m", tmp_path / "e"
+    source = ("--checkpoint", model)
+    if kind in ("checkpoint", "config"):
+        plain_checkpoint(model)
+    elif kind == "engine of a variant":
+        source = ("--variant", "tiny-ple", "--random-weights", "0", "--quant", "int4")
+    else:
+        model = bare_file(tmp_path / "m.gguf", spec, kind=kind)
+        source = ("--checkpoint", model)
+    limits = ("--max-seq", "64", "--max-batch", "2", "--prefill-chunk", "16")
+    assert g4ir("build", "--backend", "reference", *source, *limits, "--out", engine).code == 0
+    if kind == "config":
+        model = model / "config.json"
+    sizes = ("--device", "cpu", "--ctx", "64", "--batch", "2", "--prefill-chunk", "16")
+    told = () if "variant" in kind else (("plan", model, *sizes, "--json"),)
+    found = [json.loads(g4ir(*words).out) for words in (*told, ("plan", engine, "--json"))]
+    with load_engine(engine) as loaded:
+        weights = sum(t.numel() * t.element_size() for t in loaded.runtime.params.values())
+        cache = loaded.session(2).nbytes()
+    for plan in found:
+        (row,) = plan["rows"]
+        assert (row["ctx"], row["batch"], row["built"]) == (64, 2, cache)
+        held = plan["weights"][-1] if kind == "Q8_0" or "variant" in kind else None
+        held = held or next(w for w in plan["weights"] if w["format"] == plan["dtype"])
+        assert held["device"] == weights
+        assert plan["needed"][0]["bytes"] > weights + cache
+    card = json.loads(g4ir("plan", engine, "--gpu", "16GiB", "--json").out)["fits"][0]
+    assert [m["built"] for m in (*card["max_context"], *card["max_batch"])] == [64, 2]
+
+
+def test_verbs_take_models(tmp_path: Path) -> None:
+    file = bare_file(tmp_path / "tiny.gguf", load_spec("tiny-dense"), kind="Q8_0")
+    assert "%embed.table.codes: i8[" in g4ir("show", file, "--phase", "embed").out
+    assert "weights int8" in g4ir("cost", file).out
+    assert "skinny_linear" in g4ir("kernels", file).out
+    for verb in ("show", "cost", "kernels", "plan"):
+        assert g4ir(verb, "tiny-moe").out == g4ir(verb, "--variant", "tiny-moe").out != ""
+    both = g4ir("plan", "tiny-dense", file, "--gpu", "8GiB")
+    assert "weights f32/int8/int4 or checkpoint" in both.out, both
