@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from g4ir.engine.artefact import Artefact
 
 ALL = "all"
+#: bytes below which a size lacks its unit
+LEAST = 1 << 20
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -90,7 +92,11 @@ def _gpus(text: str | None) -> list[Gpu]:
     if text is None:
         return []
     named = GPUS.values() if text == ALL else map(find_gpu, text.split(","))
-    return list(dict.fromkeys(named))
+    found = list(dict.fromkeys(named))
+    if small := next((g for g in found if g.memory_bytes < LEAST), None):
+        what = f"{small.memory_bytes} bytes, which hold nothing"
+        raise InputError(f"--gpu {small.name}: {what}; give the unit too, such as 16GiB")
+    return found
 
 
 def _made(model: Model, args: argparse.Namespace, gpus: list[Gpu], several: bool) -> Plan:
@@ -102,11 +108,9 @@ def _made(model: Model, args: argparse.Namespace, gpus: list[Gpu], several: bool
         return _of_engine(model.engine, args, ctx=ctx, batch=batch, memory=gpus)
     if several and ctx:
         ctx = [c for c in ctx if c <= longest] or ctx
-    options = given_options(args)
-    if options.media is None:
-        options = replace(options, media="none")
-    if model.origin:
-        options = replace(options, media=model.origin.kinds(options.media, spec))
+    kinds = "none" if args.media is None else args.media
+    kinds = model.origin.kinds(kinds, spec) if model.origin else kinds
+    options = replace(given_options(args), media=kinds)
     if args.preset:
         options = without_quant(options, find_preset(args.preset), model)
         ctx = ctx or [min(args.max_seq or longest, longest)]

@@ -299,9 +299,9 @@ def _devices(plan: Plan) -> str:
         lines.append([name, size_text(mine[0].memory), *_most(mine[0])[:-1], *built])
     text = _section(f"{_maximum(plan)} by weights", lines)
     if plan.ranks:
-        heads = [["", first, *others]]
         rows = [[name, *map(_cards, mine)] for name, mine in _by_device(plan).items()]
-        text += _section(f"cards needed for {count_text(_longest(plan.fits[0]).ctx)}", heads + rows)
+        head = f"cards needed for {count_text(_longest(plan.fits[0]).ctx)}"
+        text += _section(head, [["", first, *others], *rows])
     return text
 
 
@@ -338,13 +338,15 @@ def _totals(plans: Sequence[Plan], nominal: bool) -> str:
 def _cache_table(plans: Sequence[Plan], batch: int) -> str:
     contexts = sorted({r.ctx for p in plans for r in p.rows})
     lines: list[Line] = [["", *map(count_text, contexts)]]
+    width = max(8, *(len(p.spec.name) for p in plans))
     for p in plans:
         found = {r.ctx: r for r in p.rows if r.batch == batch}
         built = ", ".join(filter(None, (p.latent, p.kv_dtype)))
-        labels = (f"{p.spec.name:<8} naive", f"{'':<8} planned", f"{'':<8} as built ({built})")
+        labels = ("naive", "planned", f"as built ({built})")
         for key, label in zip(TOTALS, labels, strict=True):
             sizes = [size_text(getattr(found[c], key)) if c in found else "" for c in contexts]
-            lines.append([label, *sizes])
+            name = p.spec.name if key == TOTALS[0] else ""
+            lines.append([f"{name:<{width}} {label}", *sizes])
     return _section(f"KV cache, batch {batch}", lines)
 
 
