@@ -137,6 +137,9 @@ def test_verbs_take_models(tmp_path: Path) -> None:
     assert "%embed.table.codes: i8[" in g4ir("show", file, "--phase", "embed").out
     assert "weights int8" in g4ir("cost", file).out
     assert "skinny_linear" in g4ir("kernels", file).out
+    stated = json.loads(g4ir("inspect", file, "--json").out)
+    assert stated["quantised"].endswith(" int8") and stated["takes"] == "text"
+    assert stated["digest"] == json.loads(g4ir("plan", file, "--json").out)["spec_digest"]
     for verb in ("show", "cost", "kernels", "plan"):
         assert g4ir(verb, "tiny-moe").out == g4ir(verb, "--variant", "tiny-moe").out != ""
     both = g4ir("plan", "tiny-dense", file, "--gpu", "8GiB")

@@ -4,6 +4,7 @@ ship engines."""
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,13 +14,40 @@ from g4ir.engine import trust as decisions
 from g4ir.engine.artefact import open_artefact
 from g4ir.engine.trust import provenance
 from g4ir.errors import InputError
+from g4ir.model.media import offered
+from g4ir.ops.types import TORCH_NAMES
+from g4ir.plan.formats import weight_sizes
+from g4ir.quant.rewrite import weights_of
+from g4ir.ui.units import count_text, size_text
 
 from .common import output
+from .models import Model, named_model
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Print the origin of an engine."""
-    return _said(args, provenance(open_artefact(Path(args.engine))), width=14)
+    """Print the origin of an engine, or what another model says of itself."""
+    model = named_model(args.engine)
+    facts = provenance(model.engine) if model.engine else _stated(args.engine, model)
+    return _said(args, facts, width=14)
+
+
+def _stated(word: str, model: Model) -> dict[str, str]:
+    """Return the facts of a model that is no engine; plain text by name."""
+    spec, held = model.spec, model.held
+    size = weight_sizes(spec, held or spec.dtype).total
+    schemes = held.schemes(weights_of(spec)).values() if held else ()
+    forms = ", ".join(f"{n} {form}" for form, n in Counter(s.form for s in schemes).items())
+    longest = count_text(spec.text.max_position_embeddings)
+    return {
+        "model": word,
+        "variant": f"{spec.name} ({spec.hub or 'no hub id'})",
+        "digest": spec.digest(),
+        "layers": f"{spec.text.num_hidden_layers}, up to {longest} tokens",
+        "takes": ", ".join(("text", *offered(spec))),
+        "weights": f"{size_text(size)} of the text model, {TORCH_NAMES[spec.dtype]}",
+        **({"quantised": forms} if forms else {}),
+        "engine": "none: `run`, `chat` and `serve` build one on first use",
+    }
 
 
 def trust(args: argparse.Namespace) -> int:
