@@ -33,6 +33,7 @@ import torch  # isort: skip
 from common import arguments, finish, seconds
 from contention import process
 
+from g4ir.backends.sampling import greatest
 from g4ir.bench.roof import Meter
 from g4ir.bench.runners import draw_tokens, plan_workload
 from g4ir.bench.work import find_work
@@ -60,8 +61,7 @@ class Ours:
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append i64[B]; return the tokens chosen."""
-        logits: torch.Tensor = self.sessions[len(tokens)].decode(tokens)
-        return logits.argmax(-1)
+        return greatest(self.sessions[len(tokens)].decode(tokens))
 
 
 class Llama:
