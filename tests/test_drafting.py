@@ -33,7 +33,6 @@ from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.engine.requests import Event, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
-from g4ir.engine.session import Session
 from g4ir.engine.speculative import (
     COST,
     LEAST_MATCH,
@@ -105,27 +104,6 @@ def test_text_is_that_of_single_steps(
     ends = [1 + next(i for i, t in enumerate(row) if t in stops) for row in want]
     got = engine.generate(given, 40, stop_ids=stops, **options)
     assert got == [row[:end] for row, end in zip(want, ends, strict=True)]
-
-
-def test_steps_without_a_draft_run_in_the_device_loop(
-    made: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of a pause, and those between two drafts; the last token has none."""
-    engine, (prompt,), widths = made("tiny-ple"), prompts(9), list[int]()
-    want, verify = engine.generate(prompt, 60, stop_ids=()), Session.verify
-
-    def propose(text: NgramProposer, count: int) -> list[int]:
-        return [] if text._count % 3 else [4, 5, 6][:count]
-
-    def verified(session: Session, tokens: torch.Tensor, lengths: Any) -> torch.Tensor:
-        widths.append(tokens.shape[1])
-        return verify(session, tokens, lengths)
-
-    monkeypatch.setattr(NgramProposer, "propose", propose)
-    monkeypatch.setattr(Session, "verify", verified)
-    tally = AcceptanceStats()
-    assert engine.generate(prompt, 60, stop_ids=(), draft="ngram", tally=tally) == want
-    assert widths and min(widths) > 1 and tally.tokens == 59 and tally.rounds > len(widths)
 
 
 def test_rows_as_slots(made: Make) -> None:
