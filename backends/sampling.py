@@ -239,7 +239,7 @@ def sample(logits: torch.Tensor, samplers: Mapping[int, Sampler]) -> dict[int, D
     """Choose a token for some rows of logits [B, vocab], and append it to the sampler's own."""
     # A sum is finite if all of its terms are; one transfer from a device for both.
     sums = logits.sum(-1, dtype=torch.float32)
-    best, sums = torch.stack((logits.argmax(-1).double(), sums.double())).tolist()
+    best, sums = torch.stack((greatest(logits).double(), sums.double())).tolist()
     out: dict[int, Drawn] = dict.fromkeys(samplers)
     tokens: dict[int, int] = {}
     shaped: dict[int, torch.Tensor] = {}
@@ -312,7 +312,7 @@ def choose(
     Nothing is read by the host if the logits are on a device."""
     vocab = logits.shape[-1]
     if way == GREEDY:
-        return logits.argmax(-1)
+        return greatest(logits)
     if way == TOP:
         return draw(*largest(logits, min(CANDIDATES, vocab)), uniforms, draws)
     if way == WHOLE:
@@ -330,6 +330,12 @@ def choose(
     return draw(*largest(logits, vocab), uniforms, draws)
 
 
+def greatest(logits: torch.Tensor) -> torch.Tensor:
+    """Return the token of the largest logit of each row [B, vocab], the lowest of equal ones; on a
+    CPU several times as fast as argmax."""
+    return logits.argmax(-1) if logits.is_cuda else largest(logits.float(), 1)[1][:, 0]
+
+
 def largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k largest of each row of float32 [B, vocab] in descending order, equal ones by
     lower token first: values [B, k] and tokens int64 [B, k]."""
@@ -338,11 +344,8 @@ def largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         values, index = logits.sort(dim=-1, descending=True, stable=True)
         return values[:, :k], index[:, :k]
     if k and not logits.is_cuda:
-        values, index = logits.topk(k)
-        if bool(((logits >= values[:, -1:]).sum(-1) == k).all()):  # it is clear which they are
-            index = index.sort(-1).values
-            values, order = logits.gather(-1, index).sort(dim=-1, descending=True, stable=True)
-            return values, index.gather(-1, order)
+        rows = [_largest_of(row, k) for row in logits]
+        return torch.stack([values for values, _ in rows]), torch.stack([i for _, i in rows])
     # topk promises no order of equal values, so a key holds value and token. Bits of floats are in
     # order as whole numbers, negative ones backwards; adding 0 makes -0 the 0 that it equals.
     bits = (logits + 0.0).view(torch.int32)
@@ -350,6 +353,19 @@ def largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     keys = (ordered << 32) + torch.arange(vocab - 1, -1, -1, device=logits.device)
     index = vocab - 1 - (keys.topk(k).values & 0xFFFFFFFF)
     return logits.gather(-1, index), index
+
+
+def _largest_of(row: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `largest` of one row [vocab]. Logits form `count` groups of `each`: only groups whose
+    largest logit is among the k largest of all groups can hold one of the row's k largest."""
+    each = max(1, math.isqrt(len(row) // k))
+    count = len(row) // each
+    most = row[: each * count].view(each, count).amax(0)
+    kept = (~(most < most.topk(k).values[-1])).nonzero()[:, 0]  # all groups if one is NaN
+    index = (torch.arange(0, each * count, count)[:, None] + kept).flatten()
+    index = torch.cat((index, torch.arange(each * count, len(row))))  # ascending ids
+    values, order = row[index].sort(descending=True, stable=True)
+    return values[:k], index[order[:k]]
 
 
 def draw(

@@ -18,9 +18,12 @@ import yaml
 from common import arguments, finish
 
 import g4ir
+from g4ir.backends.sampling import SamplingParams
 from g4ir.bench.measure import median
 from g4ir.engine.engine import Engine
-from g4ir.engine.speculative import NGRAM, NONE, AcceptanceStats
+from g4ir.engine.requests import Request
+from g4ir.engine.scheduler import Scheduler, SchedulerConfig
+from g4ir.engine.speculative import NGRAM, NO_DRAFT, AcceptanceStats, SpeculativeConfig
 from g4ir.ui.table import aligned
 
 HERE = Path(__file__).parent
@@ -38,21 +41,16 @@ def prompt_of(engine: Engine, task: str) -> list[int]:
 
 
 def written(
-    engine: Engine, prompt: list[int], new: int, most: int, **drawn: Any
+    scheduler: Scheduler, prompt: list[int], new: int, **drawn: Any
 ) -> tuple[float, AcceptanceStats]:
     """Return tokens/s of a text, and what became of its drafts."""
-    tally, times = AcceptanceStats(), list[float]()
-    drafts: dict[str, Any] = {"draft": NGRAM, "draft_tokens": most} if most else {"draft": NONE}
-    engine.generate(
-        prompt,
-        new,
-        stop_ids=(),
-        on_token=lambda _: times.append(time.perf_counter()),
-        tally=tally,
-        **drafts,
-        **drawn,
-    )
-    return (len(times) - 1) / (times[-1] - times[0]), tally
+    params, times = SamplingParams(**drawn, ignore_eos=True), list[float]()
+    handle = scheduler.submit(Request(tuple(prompt), new, params, reuse=False))
+    for event in scheduler.run(handle):
+        if event.error:
+            raise event.error
+        times.append(time.perf_counter())
+    return (len(times) - 1) / (times[-1] - times[0]), handle.tally
 
 
 def main() -> None:
@@ -60,16 +58,18 @@ def main() -> None:
     columns = (x for k in args.tokens for x in (f"K {k}: a round", "speed-up"))
     rows: list[tuple[str, ...]] = [("task", "tokens/s", *columns)]
     with g4ir.load_engine(args.engine) as engine:
+        drafts = {0: NO_DRAFT} | {k: SpeculativeConfig(NGRAM, k) for k in args.tokens}
+        schedulers = {k: Scheduler(engine, SchedulerConfig(draft=d)) for k, d in drafts.items()}
         for task in TASKS:
-            prompt, counts = prompt_of(engine, task), (0, *args.tokens)
-            rates: dict[int, list[float]] = {k: [] for k in counts}
-            tallies = {k: AcceptanceStats() for k in counts}
-            for k in counts:  # what is recorded or measured at first
-                written(engine, prompt, 12, k)
+            prompt = prompt_of(engine, task)
+            rates: dict[int, list[float]] = {k: [] for k in drafts}
+            tallies = {k: AcceptanceStats() for k in drafts}
+            for scheduler in schedulers.values():  # what is recorded or measured at first
+                written(scheduler, prompt, 12)
             for seed in range(args.rounds):
-                for k in counts:
+                for k, scheduler in schedulers.items():
                     settings: dict[str, Any] = {**DRAWN, "seed": seed} if args.drawn else {}
-                    rate, tally = written(engine, prompt, args.new, k, **settings)
+                    rate, tally = written(scheduler, prompt, args.new, **settings)
                     rates[k].append(rate)
                     tallies[k].join(tally)
             row = [f"{task}, {'drawn' if args.drawn else 'greedy'}", f"{median(rates[0]):.0f}"]

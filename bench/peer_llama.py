@@ -33,9 +33,12 @@ import torch  # isort: skip
 from common import arguments, finish, seconds
 from contention import process
 
+from g4ir.backends.sampling import SamplingParams
 from g4ir.bench.roof import Meter
 from g4ir.bench.runners import draw_tokens, plan_workload
 from g4ir.bench.work import find_work
+from g4ir.engine.requests import Request
+from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.ui.table import aligned
 
 HEAD = ["memory", "read GB/s", "rounds", "what", "g4ir", "share", "llama.cpp", "g4ir is faster by"]
@@ -46,22 +49,30 @@ PROMPT, HELD = 0, 32
 
 
 class Ours:
-    """Sessions of an engine."""
+    """A scheduler of an engine, as generation has it."""
 
     def __init__(self, engine: Any, sequences: tuple[int, ...]) -> None:
-        self.sessions = {n: engine.session(n) for n in sequences}
+        most = engine.limits.max_batch
+        config = SchedulerConfig(tuple(sorted({*sequences, most})), prefill_first=True)
+        self.session, self._scheduler = engine.session(1), Scheduler(engine, config)
 
     def prompt(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Read i64[B,T] into empty rows; return the last logits."""
-        session = self.sessions[len(tokens)]
-        session.reset()
-        logits: torch.Tensor = session.prefill(tokens)
+        """Read i64[1,T] into an empty row; return the last logits."""
+        self.session.reset()
+        logits: torch.Tensor = self.session.prefill(tokens)
         return logits.float()
 
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append i64[B]; return the tokens chosen."""
-        logits: torch.Tensor = self.sessions[len(tokens)].decode(tokens)
-        return logits.argmax(-1)
+    def steps(self, tokens: torch.Tensor, count: int) -> float:
+        """Return the seconds of a step behind i64[B,T]: the mean of `count`."""
+        scheduler, params = self._scheduler, SamplingParams(ignore_eos=True)
+        for row in tokens.tolist():
+            scheduler.submit(Request(tuple(row), count + 1, params, reuse=False))
+        scheduler.step()  # all prompts, and the first step
+        start, before = time.perf_counter(), scheduler.totals.steps[len(tokens)]
+        while scheduler.busy:
+            scheduler.step()
+        taken = time.perf_counter() - start
+        return taken / (scheduler.totals.steps[len(tokens)] - before)
 
 
 class Llama:
@@ -107,22 +118,13 @@ class Llama:
         self._length = tokens.shape[1]
         return torch.cat(found)
 
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        chosen = self._decode(tokens[:, None]).argmax(-1)
-        self._length += 1
-        return chosen
-
-
-def timed_steps(runner: Any, tokens: torch.Tensor, steps: int) -> float:
-    """Return the median seconds of some decode steps behind i64[B,T]."""
-    gc.collect()
-    token = runner.prompt(tokens).reshape(len(tokens), -1).argmax(-1)
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        token = runner.step(token)
-        times.append(time.perf_counter() - start)
-    return median(times)
+    def steps(self, tokens: torch.Tensor, count: int) -> float:
+        """As `Ours.steps`."""
+        chosen, start = self.prompt(tokens).argmax(-1), time.perf_counter()
+        for _ in range(count):
+            chosen = self._decode(chosen[:, None]).argmax(-1)
+            self._length += 1
+        return (time.perf_counter() - start) / count
 
 
 def by_program(folder: str, file: str, args: Any) -> Iterator[tuple[int, float]]:
@@ -159,6 +161,8 @@ def measure(args: Any, ours: Ours, llama: Llama, tokens: torch.Tensor) -> tuple[
     """Run the rounds; return the read's rate around each, and all seconds."""
     meter, reads = Meter("cpu", torch.bfloat16), []
     found: Found = {name: defaultdict(list) for name in ("g4ir", "llama.cpp", "program")}
+    for n in args.sequences:
+        ours.steps(tokens[:n, :HELD], 2)  # records its programs
     for _ in range(args.rounds):
         rates = [meter.measure().read]
         for n in (PROMPT, *args.sequences):
@@ -166,7 +170,8 @@ def measure(args: Any, ours: Ours, llama: Llama, tokens: torch.Tensor) -> tuple[
                 if n == PROMPT:
                     taken = seconds(lambda r=runner: r.prompt(tokens[:1]))  # type: ignore[misc]
                 else:
-                    taken = timed_steps(runner, tokens[:n, :HELD], args.steps)
+                    gc.collect()
+                    taken = runner.steps(tokens[:n, :HELD], args.steps)
                 found[name][n].append(taken)
             rates.append(meter.measure().read)
         if args.program:

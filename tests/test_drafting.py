@@ -192,8 +192,7 @@ def test_pace(told: list[tuple[int, int]]) -> None:
         assert 0 <= count <= 8
         idle = 0 if count else idle + 1
         assert idle <= LONGEST_PAUSE
-        if count:
-            pace.told(min(drafted, count), min(right, drafted, count), COSTS)
+        pace.told(min(drafted, count), min(right, drafted, count), COSTS)
 
 
 #: of steps that are not measured

@@ -33,6 +33,7 @@ from g4ir.backends.torch_compile.target import Target
 from g4ir.backends.torch_compile.token_loop import TokenLoop
 from g4ir.engine.async_engine import AsyncEngine
 from g4ir.engine.device_loop import TokenSteps
+from g4ir.engine.session import Session
 from g4ir.engine.engine import Engine
 from g4ir.engine.parts import embed_rows
 from g4ir.engine.requests import PREFILLING, QUEUED, Event, Request
@@ -189,25 +190,40 @@ def test_rows_rest_within_a_program(
     assert programs[0].active.tolist() == [0]
 
 
-def test_a_pause_of_drafts_is_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts that are wrong pay nothing; texts and counts are those of single steps."""
+def test_steps_without_drafts_are_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a pause of drafts, which pay nothing if they are wrong, and those after which a text
+    has no draft; texts and counts are those of single steps."""
     limits: dict[str, Any] = {"max_seq": 64, "prefill_chunk": 16, "draft_tokens": 3}
     options: dict[str, Any] = {"backend": "torch", "random_weights": 0, "dtype": "bfloat16"}
+    looped, step, widths, verify = list[int](), TokenSteps.step, list[int](), Session.verify
+
+    def noted(self: TokenSteps, **given: Any) -> Any:
+        looped.append(self.left)
+        return step(self, **given)
+
+    def verified(self: Session, tokens: Any, lengths: Any) -> Any:
+        widths.append(tokens.shape[1])
+        return verify(self, tokens, lengths)
+
     with uncompiled(), g4ir.build("tiny-ple", tmp_path / "e", **options, **limits) as e:
+
+        def drafted(propose: Any) -> AcceptanceStats:
+            monkeypatch.setattr(NgramProposer, "propose", propose)
+            tally = AcceptanceStats()
+            assert e.generate(PROMPTS[0], 40, stop_ids=(), draft="ngram", tally=tally) == want
+            assert tally.tokens == 39
+            return tally
+
         want = e.generate(PROMPTS[0], 40, stop_ids=())
         wrong = next(t for t in range(500) if t not in want)
-        monkeypatch.setattr(NgramProposer, "propose", lambda self, count: [wrong] * count)
-        looped, step = list[int](), TokenSteps.step
-
-        def noted(self: TokenSteps, **given: Any) -> Any:
-            looped.append(self.left)
-            return step(self, **given)
-
         monkeypatch.setattr(TokenSteps, "step", noted)
-        tally = AcceptanceStats()
-        assert e.generate(PROMPTS[0], 40, stop_ids=(), draft="ngram", tally=tally) == want
-    assert tally.rounds == tally.tokens == 39 and 0 < tally.drafted[0] < 20
-    assert looped and max(looped) <= LONGEST_PAUSE and looped[0] == FIRST_PAUSE
+        tally = drafted(lambda self, count: [wrong] * count)
+        assert tally.rounds == 39 and 0 < tally.drafted[0] < 20
+        assert looped and max(looped) <= LONGEST_PAUSE and looped[0] == FIRST_PAUSE
+        monkeypatch.setattr(Session, "verify", verified)
+        right = [*PROMPTS[0], *want]
+        tally = drafted(lambda self, n: right[self._count :][: n * (self._count % 3 == 0)])
+        assert widths and min(widths) > 1 and tally.rounds > len(widths)
 
 
 def test_programs_choose_no_suppressed_token(

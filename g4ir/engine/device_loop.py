@@ -19,7 +19,7 @@ from g4ir.backends.sampling import GREEDY, WAYS
 from .parts import EngineParts
 from .requests import SequenceState
 from .session import Session
-from .speculative import MTP, NGRAM, RowDrafts
+from .speculative import NGRAM, RowDrafts
 
 #: calls, each of a step or several, that may be started before the host has read the first
 AHEAD = 2
@@ -32,35 +32,43 @@ Drafters = Mapping[int, RowDrafts]
 
 
 class TokenSteps:
-    """Decode steps, up to the first limit of a sequence or to the end of their drafters' pause;
-    `close` gives the session back."""
+    """Decode steps, up to the first limit of a sequence. With `drafters` of n-grams they also end
+    where a pause of all drafters ends, or where one that does not pause has a draft, which is looked
+    for after every step. `close` gives the session back."""
 
     def __init__(
-        self, loop: Any, session: Session, running: Sequence[SequenceState], paused: Drafters
+        self, loop: Any, session: Session, running: Sequence[SequenceState], drafters: Drafters
     ) -> None:
-        self.loop, self.session, self.paused = loop, session, paused
-        self.samplers = {s.slot: s.sampler for s in running}
-        pauses = (d.pace.pause for d in paused.values())
-        self.left, self.started = min((*(s.room for s in running), *pauses)), 0
+        self.loop, self.session, self.running, self.drafters = loop, session, running, drafters
+        pauses = [d.pace.pause for d in drafters.values()]
+        #: whether a step may end them, so that none runs ahead
+        self.watches = 0 in pauses
+        self.left, self.started = min(s.room for s in running), 0
+        if pauses and not self.watches:
+            self.left = min(self.left, *pauses)
         #: steps that the last call of `step` returned the tokens of, and those of all calls
         self.steps = self.received = 0
         tokens, self.active, draws = _rows(session, running)
-        self.draws = any(s.params.way != GREEDY for s in self.samplers.values())
-        stops = [tuple(self.samplers[b].stops) if a else () for b, a in enumerate(self.active)]
+        samplers = {s.slot: s.sampler for s in running}
+        self.draws = any(s.params.way != GREEDY for s in samplers.values())
+        stops = [tuple(samplers[b].stops) if a else () for b, a in enumerate(self.active)]
         loop.start(tokens, session.length, self.active, draws, stops)
 
     @property
     def over(self) -> bool:
-        """Whether `step` would have nothing to run."""
-        return self.started == self.left and not self.loop.unread
+        """Whether `step` would have nothing to run, or a sequence has a draft."""
+        if self.started == self.left:
+            return not self.loop.unread
+        return self.watches and any_draft(self.running, self.drafters)
 
     def step(self, prefill_follows: bool = False) -> Tokens:
         """Return the tokens of the next steps: of one, if a chunk of a prompt comes after it, while
         which no step of a loop that takes the whole device should be running."""
-        ahead = 1 if prefill_follows and self.loop.exclusive else AHEAD
-        while self.loop.unread < ahead and self.started < self.left:
+        single = self.watches or prefill_follows
+        alone = self.watches or (prefill_follows and self.loop.exclusive)
+        while self.loop.unread < (1 if alone else AHEAD) and self.started < self.left:
             room = self.left - self.started
-            count = 1 if prefill_follows else min(self.loop.steps_per_call, room)
+            count = 1 if single else min(self.loop.steps_per_call, room)
             self.loop.advance(count, self._uniforms(count) if self.draws else None)
             self.started += count
         return self._read()
@@ -68,19 +76,19 @@ class TokenSteps:
     def _uniforms(self, count: int) -> torch.Tensor:
         numbers = torch.zeros(count, self.session.batch, dtype=torch.float64)
         ahead = self.started - self.received
-        for row, sampler in self.samplers.items():
-            drawn = [sampler.uniform(ahead + i) for i in range(count)]
-            numbers[:, row] = torch.tensor(drawn, dtype=torch.float64)
+        for s in self.running:
+            drawn = [s.sampler.uniform(ahead + i) for i in range(count)]
+            numbers[:, s.slot] = torch.tensor(drawn, dtype=torch.float64)
         return numbers
 
     def _read(self) -> Tokens:
         made = self.loop.read()
-        self.steps = max(len(made[row]) for row in self.samplers)
+        tokens = {s.slot: made[s.slot] for s in self.running}
+        self.steps = max(map(len, tokens.values()))
         self.received += self.steps
-        for row, drafter in self.paused.items():
-            for _ in made[row]:
-                drafter.paused()
-        return {row: made[row] for row in self.samplers}
+        for row, drafter in self.drafters.items():
+            drafter.undrafted(len(made[row]))
+        return tokens
 
     def close(self) -> list[Tokens]:
         """Return the tokens of steps that are still running, and let the session take over."""
@@ -151,6 +159,12 @@ def _rows(
     return tokens, active, draws
 
 
+def any_draft(running: Iterable[SequenceState], drafters: Drafters) -> bool:
+    """Whether a drafter proposes n-grams for its sequence now."""
+    each = ((drafters[s.slot], s) for s in running if s.slot in drafters and s.room > 1)
+    return any(not d.pace.pause and d.propose(s.tokens, 1) for d, s in each)
+
+
 def open_loop(
     engine: EngineParts,
     session: Session,
@@ -158,9 +172,9 @@ def open_loop(
     suppress: tuple[int, ...],
     drafters: Drafters,
 ) -> TokenSteps | DraftRounds | None:
-    """Return a loop for these sequences, with rounds if they have `drafters`, unless all of those
-    that propose n-grams pause; None if the host has to choose: the runtime has no such step, a
-    table lies elsewhere, or a sequence's settings need it."""
+    """Return a loop for these sequences, with rounds if they have a draft model's `drafters`; None if
+    the host has to choose: the runtime has no such step, a table lies elsewhere, a sequence's
+    settings need it, or it has a draft of n-grams."""
     params = [s.sampler.params for s in running]
     plain = all(s.sampler.plain for s in running) and all(p.suppress == suppress for p in params)
     if not plain or not engine.chooses_on_device:
@@ -168,11 +182,13 @@ def open_loop(
     ways = {p.way for p in params}
     choice = DeviceChoice(tuple(way for way in WAYS if way in ways), suppress)
     where = engine.embed, session.state, session.batch, choice
-    if all(d.source == NGRAM and d.pace.pause for d in drafters.values()):
+    if all(d.source == NGRAM for d in drafters.values()):
+        if any_draft(running, drafters):
+            return None
         loop = engine.runtime.token_loop(*where, engine.tables)
         return loop and TokenSteps(loop, session, running, drafters)
     known = session.hidden.known(session.length)[[*drafters]]
-    if any(d.source != MTP for d in drafters.values()) or not bool(known.all()):
+    if not bool(known.all()):
         return None
     assert engine.drafter and engine.drafter.drafter
     loop = engine.runtime.round_loop(*where, engine.drafter.drafter.position == "last")

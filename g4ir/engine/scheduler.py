@@ -226,9 +226,11 @@ class Scheduler:
             if not self._loop:
                 return self._verified(running, drafters)
             self._looped = [*running]
-        return self._received(
-            self._loop.step(prefill_follows=bool(self._prompt) or self._next_fits())
-        )
+        loop, begun = self._loop, time.perf_counter()
+        tokens = loop.step(prefill_follows=bool(self._prompt) or self._next_fits())
+        if isinstance(loop, TokenSteps) and loop.watches:
+            self.costs.add(self.batch.session.batch, 1, time.perf_counter() - begun)
+        return self._received(tokens)
 
     def _received(self, tokens: Tokens) -> Made:
         made: Made = {}

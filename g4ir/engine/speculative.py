@@ -159,15 +159,14 @@ class Pace:
         """Steps that draft nothing from now on."""
         return self._pause
 
-    def paused(self) -> None:
-        """Take in a step of the pause."""
-        self._pause -= 1
+    def undrafted(self, steps: int) -> None:
+        """Take in steps without a draft: of the pause, if there is one."""
+        self._pause = max(0, self._pause - steps)
 
     def count(self, costs: Sequence[float]) -> int:
         """Return how many tokens the next round drafts at most: as many as gain most if each is
         right with the same chance; 0 while it pauses. costs: of steps of 1, 2, ... tokens."""
         if self._pause:
-            self.paused()
             return 0
         share = self._right / self._tried
         tokens = np.cumsum(share ** np.arange(self._count + 1))
@@ -175,6 +174,7 @@ class Pace:
 
     def told(self, drafted: int, accepted: int, costs: Sequence[float]) -> None:
         """Take in what became of a round's drafts."""
+        self.undrafted(1)
         if not drafted:
             return
         self._right = MEMORY * self._right + accepted
@@ -208,11 +208,12 @@ class RowDrafts:
         """Return how many tokens to draft in a step of `batch` sequences, at most `room`."""
         return max(0, min(self.pace.count(self._costs.of(batch, self.pace.most + 1)), room))
 
-    def paused(self) -> None:
-        """Count a step of a pause, which made one token."""
-        self.pace.paused()
+    def undrafted(self, steps: int) -> None:
+        """Count steps without a draft, which made a token each."""
+        self.pace.undrafted(steps)
         for tally in self._tallies:
-            tally.add(0, 1)
+            for _ in range(steps):
+                tally.add(0, 1)
 
     def told(self, drafted: int, tokens: int, batch: int) -> None:
         """Count a round that drafted so many tokens and yielded so many."""
