@@ -354,7 +354,7 @@ def run_small(program: Program, params: Any, runtime: Any) -> dict[str, Tensor]:
         if phase == MEDIA:
             feeds[BLOCK_IDS] = _blocks(valid, stop)
         made = runtime.run(phase, feeds, state, max(context, int(held.max())), True)
-        found.append(made["logits"][valid > 0].flatten(0, -2).double())
+        found.append(made["logits"][_given(made["logits"], valid)].double())
     results = {"logits": torch.cat(found)}
     if DRAFT in program.graphs:
         feeds = {"embeds": feeds["embeds"][:, -1:], HIDDEN: made[HIDDEN][:, -1:], "written": held}
@@ -362,6 +362,12 @@ def run_small(program: Program, params: Any, runtime: Any) -> dict[str, Tensor]:
         drafts = [runtime.run(DRAFT, feeds, state, n, True)[NEXT_HIDDEN] for n in _contexts()]
         results["drafts"] = torch.cat(drafts).double()
     return results
+
+
+def _given(logits: Tensor, valid: Tensor) -> Tensor:
+    """Return the mask bool[B,S] of logits [B,S,vocab] behind tokens: behind padding they are not
+    defined. Logits of the last tokens alone have S = 1."""
+    return torch.arange(logits.shape[1]) < valid[:, None]
 
 
 def _blocks(valid: Tensor, width: int) -> Tensor:

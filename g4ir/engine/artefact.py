@@ -344,6 +344,8 @@ def _no_engine(path: Path, unfinished: bool) -> EngineError:
     if (path / CONFIG).is_file() or (path.is_file() and is_gguf(path)):
         files = [path]
     of = f" --checkpoint {shlex.quote(str(files[0]))}" if files else ""
+    if not path.exists():
+        return EngineError(f"{path}: no such file or directory")
     found = "is unfinished" if unfinished else f"has no {MANIFEST}"
     return EngineError(f"{path} is no engine directory: it {found}; run g4ir build{of}")
 

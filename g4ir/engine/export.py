@@ -171,7 +171,8 @@ def export(
     else:
         found = _of_checkpoint(model, spec, given, mmproj, media)
     if TOKENIZER not in found.side_files:
-        log.warning("%s has no %s: it is exported without a tokenizer", model, TOKENIZER)
+        where = model.path if isinstance(model, Engine) else model
+        log.warning("%s has no %s: it is exported without a tokenizer", where, TOKENIZER)
     try:
         return writer(found)
     finally:
