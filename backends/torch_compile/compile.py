@@ -104,9 +104,10 @@ INDUCTOR = {
 LEAST_OF_A_THREAD = 1 << 15
 #: the dim of a chunk's length, in a segment's text
 SEQUENCE_DIM = re.compile(r"[\[,]S[,\]]")
-#: headers of ours for programs, and how torch's must use the one that they replace
-HEADERS, MODEL_HEADER = Path(__file__).with_name("headers"), "csrc/inductor/aoti_runtime/model_base.h"
-REGEX_USES = ["#include <regex>", "std::regex re(", "bool matched = std::regex_match(device_str, sm, re)"]
+#: headers of ours for programs, and the lines of torch's by which they suit it
+HEADERS = Path(__file__).with_name("headers")
+MODEL_HEADER = "include/torch/csrc/inductor/aoti_runtime/model_base.h"
+REGEX_USES = ["#include <regex>", "std::regex re(", "std::regex_match(device_str, sm, re)"]
 #: What a profiler of torch's reads, and more than half of a program's bytes
 NO_TABLES = ("aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer")
 
@@ -453,7 +454,7 @@ def _own_headers() -> Iterator[None]:
     import torch
 
     name, before = "CPLUS_INCLUDE_PATH", os.environ.get("CPLUS_INCLUDE_PATH")
-    header = Path(torch.__file__).parent / "include" / "torch" / MODEL_HEADER
+    header = Path(torch.__file__).parent / MODEL_HEADER
     uses = [line for line in header.read_text().splitlines() if "regex" in line]
     if len(uses) == len(REGEX_USES) and all(map(str.__contains__, uses, REGEX_USES)):
         os.environ[name] = os.pathsep.join([str(HEADERS), *filter(None, [before])])
