@@ -387,3 +387,35 @@ def test_what_a_killed_compile_left_is_made_again(
     with ZipFile(tmp_path / "a.pt2") as archive:
         assert archive.read("model/metadata.json") == b"{}"
     assert len(set(made)) == len(made) == 2
+
+
+DEVICES = """
+#include <regex>
+#include <cstdio>
+int main(int count, char** names) {
+  for (int i = 1; i < count; i++) {
+    std::regex pattern("");
+    std::smatch parts;
+    bool known = std::regex_match(std::string(names[i]), parts, pattern);
+    printf(known ? "%s,%s\\n" : "unknown\\n", parts[1].str().c_str(), parts[3].str().c_str());
+  }
+}
+"""
+
+
+def test_programs_read_names_of_devices_without_regular_expressions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's header does with them; a header that uses them in another way gets its own."""
+    source, program = tmp_path / "devices.cpp", tmp_path / "devices"
+    source.write_text(DEVICES)
+    monkeypatch.setenv("CPLUS_INCLUDE_PATH", str(tmp_path))
+    with compiler._own_headers():
+        assert os.environ["CPLUS_INCLUDE_PATH"] == f"{compiler.HEADERS}:{tmp_path}"
+        subprocess.run(["g++", source, "-o", program], check=True)
+    names = ("cpu", "cuda", "cuda:12", "tpu", "cuda:x", "cuda:")
+    done = subprocess.run([program, *names], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["cpu,", "cuda,", "cuda,12", *["unknown"] * 3]
+    monkeypatch.setattr(compiler, "REGEX_USES", ["std::regex_search"])
+    with compiler._own_headers():
+        assert os.environ["CPLUS_INCLUDE_PATH"] == str(tmp_path)

@@ -84,6 +84,7 @@ class TorchBackend(Backend):
         for phase in phases(program) if target.gpu else ():
             if note := unmeasured(schedule(program.graphs[phase], target)):
                 progress(note)
+        texts += [compiler.KERNELS] if device == "cpu" else []
         files = compiler.compile_all(texts, target, task.folder / "programs", JOBS, progress)
         if device == "cpu":
             compiler.compile_kernels(task.folder / "programs" / KERNELS_FILE)

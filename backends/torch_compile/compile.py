@@ -6,6 +6,7 @@ so packages are kept in the user's cache directory under the hash of all that.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.metadata
 import io
@@ -81,6 +82,8 @@ KERNEL_FLAGS = (
     "-fPIC",
     "-Wl,-Bsymbolic",  # other engines' kernels may be loaded
 )
+#: stands for the CPU kernels among the texts of programs
+KERNELS = "CPU kernels"
 #: lines that are shown of what a worker prints
 PRINTED_LINES = 200
 #: how the system and compilers word a full disk
@@ -101,6 +104,10 @@ INDUCTOR = {
 LEAST_OF_A_THREAD = 1 << 15
 #: the dim of a chunk's length, in a segment's text
 SEQUENCE_DIM = re.compile(r"[\[,]S[,\]]")
+#: headers of ours for programs, and the lines of torch's by which they suit it
+HEADERS = Path(__file__).with_name("headers")
+MODEL_HEADER = "include/torch/csrc/inductor/aoti_runtime/model_base.h"
+REGEX_USES = ["#include <regex>", "std::regex re(", "std::regex_match(device_str, sm, re)"]
 #: What a profiler of torch's reads, and more than half of a program's bytes
 NO_TABLES = ("aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer")
 
@@ -151,11 +158,11 @@ def compile_all(
     jobs: int,
     progress: Callable[[str], None],
 ) -> dict[str, str]:
-    """Compile each distinct text into `out`; return text -> file name.
+    """Compile each distinct text, which may be KERNELS, into `out`; return text -> file name.
 
     Raises LowerError with the backend's message and the segment's first line.
     """
-    files = {t: f"{program_name(t, target)}.pt2" for t in dict.fromkeys(texts)}
+    files = {t: _file_of(t, target) for t in dict.fromkeys(texts)}
     out.mkdir(parents=True, exist_ok=True)
     missing = {t: out / name for t, name in files.items() if not _from_cache(name, out)}
     if missing:
@@ -164,6 +171,17 @@ def compile_all(
             for i, _ in enumerate(done):
                 progress(f"compiled {i + 1}/{len(missing)}")
     return files
+
+
+def _file_of(text: str, target: Target) -> str:
+    return _kernels_file() if text == KERNELS else f"{program_name(text, target)}.pt2"
+
+
+def _make(text: str, target: Target, path: Path) -> None:
+    if text == KERNELS:
+        compile_kernels(path)
+    else:
+        compile_program(text, target, path)
 
 
 def _from_cache(name: str, out: Path) -> bool:
@@ -210,8 +228,8 @@ def _compiled(
     if workers == 1:
         yield from _shared(missing, target)
         return
-    # The longest programs first, so that none is left alone at the end.
-    todo = sorted(missing, key=len, reverse=True)
+    # What takes longest comes first, so that nothing is left alone at the end.
+    todo = sorted(missing, key=lambda text: (text == KERNELS, len(text)), reverse=True)
     with _Workers(workers) as started, ThreadPoolExecutor(workers) as pool:
         futures = {pool.submit(started.compile, t, target, missing[t]): t for t in todo}
         try:
@@ -236,7 +254,7 @@ def _shared(missing: Mapping[str, Path], target: Target) -> Iterator[str]:
                 passed_over += 1
                 continue
             if not _from_cache(path.name, path.parent):
-                compile_program(text, target, path)
+                _make(text, target, path)
                 keep_program(path)
         passed_over = 0
         yield text
@@ -345,12 +363,13 @@ def _end_of_worker(status: int) -> str:
 def serve(parent: int | None = None) -> None:
     """Compile what each line of stdin names; answer null or the error. Ends with `parent`."""
     Thread(target=_end_with, args=(parent or os.getppid(),), daemon=True).start()
+    gc.disable()  # a fifth of what torch computes, for 40 MB
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a compiler prints is no answer
     for line in sys.stdin:
         text, target, path = json.loads(line)
         try:
-            compile_program(text, Target(**target), Path(path))
+            _make(text, Target(**target), Path(path))
             error = None
         except G4Error as e:
             error = str(e)
@@ -367,18 +386,22 @@ def _end_with(parent: int) -> None:
 
 def compile_kernels(path: Path) -> None:
     """Write the CPU kernels, and what programs call them by, as a shared library for this machine:
-    one that is kept, or compiled now (some ten seconds)."""
+    one that is kept, or compiled now (some twenty seconds)."""
+    kept = path.with_name(_kernels_file())
+    with claimed(f"{kept.name}.kernels", wait=True):
+        if not kept.is_file() and not _from_cache(kept.name, kept.parent):
+            _compile_kernels(kept)
+            keep_program(kept)
+    kept.replace(path)
+
+
+def _kernels_file() -> str:
     import torch
 
     digest = hashlib.sha256("\0".join([torch.__version__, machine("cpu"), *KERNEL_FLAGS]).encode())
     for file in sorted(CPU_KERNELS.glob("*.[ch]")):
         digest.update(file.read_bytes())
-    kept = path.with_name(f"{digest.hexdigest()[:24]}{path.suffix}")
-    with claimed(kept.name, wait=True):
-        if not _from_cache(kept.name, kept.parent):
-            _compile_kernels(kept)
-            keep_program(kept)
-    kept.replace(path)
+    return f"{digest.hexdigest()[:24]}.so"
 
 
 def _compile_kernels(path: Path) -> None:
@@ -402,7 +425,7 @@ def compile_program(text: str, target: Target, path: Path) -> None:
 
     _keep_headers_in(keep_inductor_private(default_cache_dir()))
     try:
-        with _quiet_compiler(), torch.no_grad(), _kernels_understood():
+        with _quiet_compiler(), torch.no_grad(), _kernels_understood(), _own_headers():
             _compile(text, target, path)
     except Exception as e:
         raise _without_space(e, path) or LowerError(
@@ -423,6 +446,23 @@ def _keep_headers_in(folder: Path) -> None:
         vars(codecache).update({name: str(place) for name, place in names.items()})
     else:
         config.aot_inductor.precompile_headers = False
+
+
+@contextmanager
+def _own_headers() -> Iterator[None]:
+    """A context in which compilers find HEADERS before their own, if they suit this torch."""
+    import torch
+
+    name, before = "CPLUS_INCLUDE_PATH", os.environ.get("CPLUS_INCLUDE_PATH")
+    header = Path(torch.__file__).parent / MODEL_HEADER
+    uses = [line for line in header.read_text().splitlines() if "regex" in line]
+    if len(uses) == len(REGEX_USES) and all(map(str.__contains__, uses, REGEX_USES)):
+        os.environ[name] = os.pathsep.join([str(HEADERS), *filter(None, [before])])
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        os.environ.update({} if before is None else {name: before})
 
 
 def _without_space(error: Exception, path: Path) -> LowerError | None:
@@ -499,6 +539,8 @@ def _inductor(text: str, target: Target) -> dict[str, Any]:
     on_cpu: dict[str, Any] = {}
     if target.device == "cpu":
         on_cpu["aot_inductor.custom_ops_to_c_shims"] = pyops.CALLS
+        if "avx2" in cpu_flags():  # compilers of C++20 know it: torch would try, for 8 seconds
+            on_cpu["cpp.vec_isa_ok"] = True
         if not SEQUENCE_DIM.search(text):
             on_cpu["cpp.min_chunk_size"] = LEAST_OF_A_THREAD
     known = config.get_config_copy()
