@@ -33,11 +33,11 @@ from g4ir.backends.torch_compile.target import Target
 from g4ir.backends.torch_compile.token_loop import TokenLoop
 from g4ir.engine.async_engine import AsyncEngine
 from g4ir.engine.device_loop import TokenSteps
-from g4ir.engine.session import Session
 from g4ir.engine.engine import Engine
 from g4ir.engine.parts import embed_rows
 from g4ir.engine.requests import PREFILLING, QUEUED, Event, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
+from g4ir.engine.session import Session
 from g4ir.engine.speculative import (
     FIRST_PAUSE,
     LONGEST_PAUSE,

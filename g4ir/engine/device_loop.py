@@ -33,8 +33,8 @@ Drafters = Mapping[int, RowDrafts]
 
 class TokenSteps:
     """Decode steps, up to the first limit of a sequence. With `drafters` of n-grams they also end
-    where a pause of all drafters ends, or where one that does not pause has a draft, which is looked
-    for after every step. `close` gives the session back."""
+    where a pause of all drafters ends, or where one that does not pause has a draft, which is
+    looked for after every step. `close` gives the session back."""
 
     def __init__(
         self, loop: Any, session: Session, running: Sequence[SequenceState], drafters: Drafters
@@ -172,8 +172,8 @@ def open_loop(
     suppress: tuple[int, ...],
     drafters: Drafters,
 ) -> TokenSteps | DraftRounds | None:
-    """Return a loop for these sequences, with rounds if they have a draft model's `drafters`; None if
-    the host has to choose: the runtime has no such step, a table lies elsewhere, a sequence's
+    """Return a loop for these sequences, with rounds if they have a draft model's `drafters`; None
+    if the host has to choose: the runtime has no such step, a table lies elsewhere, a sequence's
     settings need it, or it has a draft of n-grams."""
     params = [s.sampler.params for s in running]
     plain = all(s.sampler.plain for s in running) and all(p.suppress == suppress for p in params)
