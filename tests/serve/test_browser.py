@@ -47,9 +47,10 @@ def page(tab: Page, served: Running) -> Iterator[Page]:
     tab.look(900, 760)
     tab.go(f"{served.url}/")
     tab.run("localStorage.clear(); sessionStorage.clear(); localStorage.max_tokens = 60")
+    tab.run("state.started.then(() => settled(indexedDB.deleteDatabase('g4ir'))).then(() => {})")
     tab.go(f"{served.url}/")
     tab.until(READY)
-    tab.run(LAST)
+    tab.run(f"state.started.then(() => {{ {LAST} }})")
     yield tab
     nothing_broke(tab, served.url)
 
