@@ -30,7 +30,11 @@ END = CASES["words"][0]
 READY = "document.getElementById('status').textContent.includes('rows')"
 #: what tells of its own answers: refusals, which Chromium writes down too
 REFUSED = ("status of 400", "status of 401")
-LAST = "globalThis.last = (s) => [...document.querySelectorAll(s)].at(-1)?.textContent ?? ''"
+LAST = """globalThis.last = (s) => [...document.querySelectorAll(s)].at(-1)?.textContent ?? '';
+globalThis.roles = () => state.messages.map((m) => m.role[0]).join('');
+globalThis.click = (s, label) =>
+  [...document.querySelectorAll(`${s} button`)].filter((b) => b.textContent === label).at(-1).click();
+"""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +64,7 @@ def nothing_broke(tab: Page, url: str) -> None:
     said = [e["entry"]["text"] for e in tab.told("Log.entryAdded")]
     assert not [text for text in said if not any(refused in text for refused in REFUSED)]
     asked = [e["request"]["url"] for e in tab.told("Network.requestWillBeSent")]
-    assert asked and all(found.startswith((url, "data:")) for found in asked)
+    assert asked and all(found.startswith((url, "data:", f"blob:{url}")) for found in asked)
 
 
 def say(page: Page, text: str) -> None:
@@ -125,6 +129,22 @@ class Steps:
     def choose(self, names: list[str]) -> None:
         self.page.choose_files("#files", *(self.folder / name for name in names))
 
+    def import_(self, names: list[str]) -> None:
+        self.page.choose_files("#imported", *(self.folder / name for name in names))
+
+    def write(self, texts: dict[str, str]) -> None:
+        for name, text in texts.items():
+            (self.folder / name).write_text(text)
+
+    def downloaded(self, name: str) -> None:
+        """Wait for a file that the page wrote."""
+        eventually(lambda: (self.folder / name).is_file() and (self.folder / name).stat().st_size)
+
+    def reload(self, _: bool) -> None:
+        self.page.go(f"{self.served.url}/")
+        self.page.until(READY)
+        self.page.run(f"state.started.then(() => {{ {LAST} }})")
+
     def drop(self, names: list[str]) -> None:
         self.page.drop_files(*(self.folder / name for name in names))
 
@@ -173,11 +193,14 @@ def test_the_page(
     rewrite_golden: bool,
 ) -> None:
     page.call("Browser.grantPermissions", permissions=["clipboardReadWrite"], origin=served.url)
+    where = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    page.call("Browser.setDownloadBehavior", **where)
     steps = Steps(page, served, monkeypatch, tmp_path)
     steps.rewrite = rewrite_golden
     for step in CASES["tests"][name]:
         ((verb, given),) = step.items()
-        act: Callable[[Any], None] = getattr(steps, f"{verb}_" if verb in ("is", "break") else verb)
+        kept = ("is", "break", "import")
+        act: Callable[[Any], None] = getattr(steps, f"{verb}_" if verb in kept else verb)
         act(given)
 
 

@@ -144,8 +144,8 @@ function fullness(metrics) {
   return waiting ? `${rows}, ${waiting} waiting` : rows;
 }
 
-// Shows how much of the context the conversation takes: what the last answer's request counted, else
-// what the server counts.
+// Shows how much of the context the conversation takes: what the last answer's request counted,
+// else what the server counts.
 async function measure() {
   const { messages, room } = state;
   let used = messages.at(-1)?.page?.used;
@@ -388,8 +388,8 @@ async function goOn(message, answer) {
   if (!state.abort) await attempt(state.messages, { answer });
 }
 
-// A field in the place of one's own words. What followed them is kept: an earlier message goes on in a
-// copy of the conversation.
+// A field in the place of one's own words. What followed them is kept: an earlier message goes on
+// in a copy of the conversation.
 function edit(message) {
   const item = views.get(message);
   const field = made("textarea", { rows: "4", "aria-label": "Message" });

@@ -1,5 +1,5 @@
 "use strict";
-// What the other scripts share: elements, what is said to the user, files, and what a browser keeps.
+// What the other scripts share: elements, what is said to the user, files, what a browser keeps.
 
 const find = (id) => document.getElementById(id);
 const [log, text, send, stop, status] = ["log", "text", "send", "stop", "status"].map(find);

@@ -120,7 +120,8 @@ function drawChats() {
   const words = find("search").value.trim().toLowerCase();
   const found = [...shelf.list.values()].filter((one) => one.words.includes(words));
   found.sort((a, b) => b.updated - a.updated);
-  const said = JSON.stringify([state.kept?.id, shelf.asides, words, found.map((c) => [c.id, c.title])]);
+  const rows = found.map((one) => [one.id, one.title]);
+  const said = JSON.stringify([state.kept?.id, shelf.asides, words, rows]);
   if (said === state.listed) return;
   state.listed = said;
   find("chat-list").replaceChildren(...found.map(chatRow));

@@ -1,13 +1,12 @@
 "use strict";
-// Markdown as nodes: headings, lists, tables, quotes, rules, code, emphasis, links to http(s). Texts
-// become text nodes and nothing else: HTML stays as it is written, and so do formulas.
+// Markdown as nodes: headings, lists, tables, quotes, rules, code, emphasis, links to http(s).
+// Texts become text nodes and nothing else: HTML and formulas stay as they are written.
 
 const MOST_DEPTH = 8; // of quotes and lists in each other
 const MOST_SPAN = 1000; // characters of a link, an address or a formula
 const ITEM = /^([-*+]|\d{1,9}[.)])( +|$)/;
 const RULE = /^(?:(?:-\s*){3,}|(?:\*\s*){3,}|(?:_\s*){3,})$/;
 const DELIMITER = /^:?-+:?$/;
-
 // --- blocks -----------------------------------------------------------------------------------
 
 const blank = (line) => !line.trim();
@@ -192,10 +191,8 @@ function code(text, at, { missing }) {
   const count = run(at);
   let end = missing.has(count) ? -1 : text.indexOf("`", at + count);
   while (end >= 0 && run(end) !== count) end = text.indexOf("`", end + run(end));
-  if (end < 0) {
-    missing.add(count);
-    return [count, "`".repeat(count)];
-  }
+  if (end < 0) missing.add(count);
+  if (end < 0) return [count, "`".repeat(count)];
   const inner = text.slice(at + count, end).replaceAll("\n", " ");
   const padded = inner.startsWith(" ") && inner.endsWith(" ") && inner.trim();
   return [end + count - at, made("code", {}, padded ? inner.slice(1, -1) : inner)];
@@ -284,16 +281,17 @@ function spans(text, live, inLink = false) {
   }
 }
 
-// Pairs runs of marks, each end with the nearest beginning of its kind.
+// Pairs runs of marks, each end with the nearest beginning of its length, else of its kind.
 function emphasised(parts, live) {
   const [out, open] = [[], []];
   const waiting = { "*": 0, _: 0, "~": 0 };
   const close = (end) => {
     while (end.count && waiting[end.mark]) {
-      while (open.at(-1).mark !== end.mark) waiting[open.pop().mark] -= 1;
-      const begin = open.at(-1);
+      const begin = open.findLast((part) => part.mark === end.mark && part.count === end.count)
+        ?? open.findLast((part) => part.mark === end.mark);
       const count = Math.min(2, begin.count, end.count);
       if (end.mark === "~" && count < 2) return;
+      while (open.at(-1) !== begin) waiting[open.pop().mark] -= 1;
       const tag = end.mark === "~" ? "del" : count === 2 ? "strong" : "em";
       const node = filled(made(tag), out.splice(begin.at + 1));
       begin.count -= count;
@@ -342,7 +340,8 @@ function tabled({ head, rows, sides, live }) {
     filled(made(tag, side ? { class: side } : {}), spans(given[i] ?? "", live))));
   const body = filled(made("tbody"), rows.map((given) => row("td", given)));
   const inner = made("table", {}, made("thead", {}, row("th", head)), body);
-  return made("div", { class: "table", tabindex: "0", role: "group", "aria-label": "Table" }, inner);
+  const box = { class: "table", tabindex: "0", role: "group", "aria-label": "Table" };
+  return made("div", box, inner);
 }
 
 // Of a list without blank lines the texts lie in the items themselves.

@@ -69,8 +69,8 @@ function plain({ page, ...message }) {
   return parts ? { ...message, content: parts.map(({ page: name, ...part }) => part) } : message;
 }
 
-// What a content says: the words that were typed, the files before them, and media. The last text is
-// what was typed.
+// What a content says: the words that were typed, the files before them, and media. The last text
+// is what was typed.
 function parted(content) {
   if (!Array.isArray(content)) return { words: content ?? "", files: [], media: [] };
   const texts = content.filter((part) => part.type === "text").map((part) => part.text);
@@ -135,7 +135,7 @@ class Kept {
 
   delete(key) { return this.within("readwrite", (store) => settled(store.delete(key))); }
 
-  // Writes what `make` returns of the value that is there, unless that is undefined, and returns it.
+  // Writes what `make` returns of the value that is there, if anything, and returns it.
   change(key, make) {
     return this.within("readwrite", async (store) => {
       const value = make(await settled(store.get(key)));
