@@ -3,6 +3,9 @@ With --rewrite-golden the pictures of the docs are made anew."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from g4ir.engine.conversation import ChatSession
 from g4ir.engine.load import load_engine
 from g4ir.serve import app
 from g4ir.serve.auth import Auth
@@ -163,11 +167,12 @@ class Steps:
     def pictures(self, name: str) -> None:
         shots = []
         for scheme in ("light", "dark"):
-            self.page.look(820, 720, scheme)
-            self.page.run("find('scroll').scrollTop = 1e6")
+            self.page.look(1080, 720, scheme)
+            self.page.run("find('scroll').scrollTop = 0")
             shots.append(self.page.screenshot())
             if self.rewrite:
-                (DOCS / f"{name}-{scheme}.png").write_bytes(shots[-1])
+                seen = Image.open(io.BytesIO(shots[-1])).convert("RGB").quantize(64, dither=0)
+                seen.save(DOCS / f"{name}-{scheme}.png", optimize=True)
         assert shots[0] != shots[1]
 
     def break_(self, most: int) -> None:
@@ -234,3 +239,32 @@ def test_the_key(tab: Page, engine_folder: Path, monkeypatch: pytest.MonkeyPatch
         assert last(tab, ".assistant .text") == "Come in."
         nothing_broke(tab, r.url)
         tab.leave()
+
+
+def test_files_of_the_page_and_of_chat_are_the_same(
+    page: Page, served: Running, engine_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What `g4ir chat` saves the page opens, and the other way round, with tools and pictures."""
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    served.dictate(monkeypatch, "Fine.", END)
+    page.run(f"find('tools').value = {json.dumps(json.dumps(tools))}; keep()")
+    Image.new("RGB", (64, 48), (200, 120, 40)).save(tmp_path / "sun.png")
+    page.choose_files("#files", tmp_path / "sun.png")
+    page.until("document.querySelectorAll('#attached li').length === 1")
+    page.run("text.focus()")
+    say(page, "And today")
+    page.run("state.saving.then(() => { drawChats(); click('#chat-list', 'Export'); })")
+    file = tmp_path / "And-today.json"
+    eventually(lambda: file.is_file() and file.stat().st_size)
+    engine = load_engine(engine_folder)
+    with contextlib.closing(engine), ChatSession(engine) as talk:
+        talk.load(file)
+        assert [m["role"] for m in talk.messages] == ["user", "assistant"]
+        assert talk.messages[1]["content"] == "Fine." and talk.tools == tools
+        talk.set_system("Be brief.")
+        talk.save(tmp_path / "saved.json")
+    page.choose_files("#imported", tmp_path / "saved.json")
+    page.until("find('system').value === 'Be brief.'")
+    assert page.run("roles()") == "ua" and page.run("tools()") == tools
+    page.until("document.querySelector('.user img').naturalWidth === 64")

@@ -138,3 +138,21 @@ def test_no_scripts_of_texts(page: Page) -> None:
     }"""
     count = len(TABLE["xss"])
     assert call(page, script, whole) == [count, count + 1, [], [], []]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [320, 390, 768, 1024, 1400])
+def test_a_long_answer_fits(page: Page, width: int, scheme: str) -> None:
+    """Nothing is wider than its column; what has to be scrolls in itself."""
+    page.look(width, 700, scheme)
+    script = """(text) => {
+      const width = shown(text).getBoundingClientRect().right + 1;
+      const wide = [...log.querySelectorAll('*')].filter((e) => !e.closest('.table, pre')
+        && e.getBoundingClientRect().right > width);
+      const pre = log.querySelectorAll('pre')[1];
+      return [document.documentElement.scrollWidth, wide.length,
+        getComputedStyle(pre).overflowX, window.innerWidth];
+    }"""
+    assert call(page, script, TABLE["long"]) == [width, 0, "auto", width]
+    wide = f"|{'word ' * 30}|{'x' * 200}|\n|-|-|\n"
+    assert call(page, script, f"{TABLE['long']}\n\n{wide}")[:2] == [width, 0]

@@ -119,7 +119,8 @@ def test_contrast_is_enough(scheme: int) -> None:
     colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", STYLE.split(":root {")[1 + scheme]))
     pairs = [("front", b) for b in ("back", "field", "own", "code")]
     pairs += [("soft", "back"), ("soft", "field"), ("on-accent", "accent")]
-    pairs += [("bad", "bad-back"), ("bad", "back")]
+    pairs += [("bad", "bad-back"), ("bad", "back"), ("soft", "code"), ("soft", "own")]
+    pairs += [("accent", "back")]
     for front, back in pairs:
         assert _contrast(colours[front], colours[back]) >= 4.5, (front, back)
     for mark in ("accent", "edge"):  # of focus, and of a field
