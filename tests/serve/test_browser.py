@@ -36,8 +36,8 @@ READY = "document.getElementById('status').textContent.includes('rows')"
 REFUSED = ("status of 400", "status of 401")
 LAST = """globalThis.last = (s) => [...document.querySelectorAll(s)].at(-1)?.textContent ?? '';
 globalThis.roles = () => state.messages.map((m) => m.role[0]).join('');
-globalThis.click = (s, label) =>
-  [...document.querySelectorAll(`${s} button`)].filter((b) => b.textContent === label).at(-1).click();
+globalThis.click = (s, label) => [...document.querySelectorAll(`${s} button`)]
+  .filter((b) => b.textContent === label).at(-1).click();
 """
 
 
@@ -242,7 +242,11 @@ def test_the_key(tab: Page, engine_folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_files_of_the_page_and_of_chat_are_the_same(
-    page: Page, served: Running, engine_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    page: Page,
+    served: Running,
+    engine_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """What `g4ir chat` saves the page opens, and the other way round, with tools and pictures."""
     tools = [{"type": "function", "function": {"name": "weather"}}]
