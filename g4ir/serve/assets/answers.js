@@ -101,7 +101,7 @@ class Answer {
     this.drawn = false;
     const live = this.item.hasAttribute("aria-busy");
     scrolled(() => {
-      if (this.thought) (this.thoughts ??= this.fold()).set(this.thought, live);
+      if (this.thought) (this.reasoning ??= this.fold()).set(this.thought, live);
       if (!this.content) return;
       this.waiting?.remove();
       this.words ??= new Markdown(this.body.appendChild(made("div", { class: "text" })));

@@ -215,8 +215,8 @@ function linked(text, at, { inLink }) {
   return [end + 1 + target[0].length, link(href, spans(near.slice(1, end), false, true))];
 }
 
-// A picture of elsewhere is not fetched: a link leads to it.
-function picture(text, at, held) {
+// An image from elsewhere is not fetched: a link leads to it.
+function image(text, at, held) {
   const found = text[at + 1] === "[" ? linked(text, at + 1, held) : null;
   return found && [found[0] + 1, found[1]];
 }
@@ -261,7 +261,7 @@ class Run {
 
 const run = (text, at) => { const found = new Run(text, at); return [found.length, found]; };
 
-const SPANS = { "\\": escaped, "`": code, "[": linked, "!": picture, "<": angled, h: bare,
+const SPANS = { "\\": escaped, "`": code, "[": linked, "!": image, "<": angled, h: bare,
   $: dollars, "*": run, _: run, "~": run };
 const SPECIAL = /[\\`[!<$*_~]|https?:\/\/(?=[^\s<>"`])/g;
 
