@@ -33,10 +33,10 @@ from g4ir.engine.requests import CANCELLED, FAILED, Event, RequestHandle
 from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.errors import BusyError
 
-from . import messages, responses
+from . import messages, responses, transcriptions
 from . import request_schema as schema
 from .answers import ResponseFormat, usage_of
-from .auth import Auth
+from .auth import JSON, Auth
 from .http_errors import Refused, ending, later, refusal
 from .media_fetch import Sources
 from .metrics import Metrics
@@ -73,7 +73,7 @@ class AnswerFormat(Protocol):
     def last(self, answers: list[Answer], usage: Mapping[str, Any]) -> list[Body]:
         """Return what comes behind the last token."""
 
-    def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> Body:
+    def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> Body | str:
         """Return all answers at once."""
 
     def failed(self, error: Refused) -> list[Body]:
@@ -90,11 +90,21 @@ class Api:
     fields: Mapping[str, schema.Read]
     form: Callable[[PreparedRequest, str, Body], AnswerFormat] = ResponseFormat
     read: Callable[[Body], Translation] = lambda given: Translation(given, given)
+    #: the Content-Type of a request, without its parameters, and what makes an object of a body
+    content_type: str = JSON
+    parse: Callable[[bytes, str], Body] = lambda raw, content_type: schema.parsed(raw)
 
 
 CHATS, COMPLETIONS = Api(schema.CHAT), Api(schema.COMPLETIONS)
 RESPONSES = Api(schema.CHAT, responses.ResponsesFormat, responses.read)
 MESSAGES = Api(schema.CHAT, messages.MessageFormat, messages.read)
+TRANSCRIPTIONS = Api(
+    schema.CHAT,
+    transcriptions.TranscriptFormat,
+    transcriptions.read,
+    transcriptions.FORM,
+    transcriptions.parse_form,
+)
 #: paths whose errors have another form than OpenAI's
 ERRORS = {"/v1/messages": messages.error_body}
 
@@ -149,6 +159,7 @@ class Server:
             "/v1/completions": ("POST", partial(self.answer, api=COMPLETIONS)),
             "/v1/responses": ("POST", partial(self.answer, api=RESPONSES)),
             "/v1/messages": ("POST", partial(self.answer, api=MESSAGES)),
+            "/v1/audio/transcriptions": ("POST", partial(self.answer, api=TRANSCRIPTIONS)),
             "/v1/messages/count_tokens": ("POST", partial(self.read, made=self._counted)),
             "/tokenize": ("POST", partial(self.read, made=self._tokenized)),
             "/detokenize": ("POST", partial(self.read, made=self._detokenized)),
@@ -297,13 +308,24 @@ class Server:
         self._check_model(fields.get("model"))
         return fields
 
-    async def _prepared(self, request: Request, made: Made[T]) -> T:
+    async def _prepared(self, request: Request, made: Made[T], api: Api = CHATS) -> T:
         """Return what a thread makes of a body: of large ones one at a time, so that what they
         take in memory and time does not grow with their number."""
         prompts, _ = self._ready()
-        body = await self.gate.body(request)
+        if api.content_type != JSON:
+            self._check_origin(request)
+        body = await self.gate.body(request, api.content_type)
+        kind = request.headers.get("content-type", "")
         async with self._large if len(body) > LARGE else contextlib.nullcontext():
-            return await run_in_threadpool(lambda: made(prompts, schema.parsed(body)))
+            return await run_in_threadpool(lambda: made(prompts, api.parse(body, kind)))
+
+    def _check_origin(self, request: Request) -> None:
+        """Refuse a form of a page of another site: browsers send forms without asking first."""
+        origin = request.headers.get("origin")
+        own = origin is None or origin.partition("://")[2] == request.headers.get("host")
+        if not own and not {"*", origin} & {*self.origins}:
+            message = f"the page at {str(origin)[:80]} may not ask; --allow-origin lets it"
+            raise Refused(403, message, code="wrong_origin")
 
     async def answer(self, request: Request, api: Api) -> Response:
         """Answer a conversation, or prompts."""
@@ -316,7 +338,7 @@ class Server:
                 asked = make(self._fields(made.body, api.fields), request.state.salt)
             return asked, api.form(asked, self.name, given)
 
-        running = Running(self, *await self._prepared(request, prepared), request)
+        running = Running(self, *await self._prepared(request, prepared, api), request)
         await run_in_threadpool(running.submit, service)
         if running.asked.fields.get("stream"):
             return Streamed(running)
@@ -450,7 +472,8 @@ class Running:
         usage = self._usage()
         if any(a.prompt for a in self.answers):  # large: beside the event loop
             return await run_in_threadpool(lambda: _json(self.form.whole(self.answers, usage)))
-        return _json(self.form.whole(self.answers, usage))
+        whole = self.form.whole(self.answers, usage)
+        return Response(whole, media_type="text/plain") if isinstance(whole, str) else _json(whole)
 
     async def stream(self) -> AsyncIterator[str]:
         """Yield the answer as events of a stream, all that are there at once, and an error as the

@@ -16,6 +16,7 @@ from g4ir.errors import InputError
 
 from .http_errors import Refused
 
+JSON = "application/json"
 #: names by which a server on this machine is asked
 LOCAL = ("localhost",)
 #: paths that take a key as Anthropic's clients send it, too
@@ -66,11 +67,12 @@ class Auth:
         if name not in self.hosts and not is_loopback(name):
             raise Refused(403, "the Host of the request is not this server's", code="wrong_host")
 
-    async def body(self, request: Request) -> bytes:
-        """Return the body of a request; Refused where it is too large, too slow or no JSON."""
+    async def body(self, request: Request, content_type: str = JSON) -> bytes:
+        """Return the body of a request; Refused where it is too large, too slow or of another
+        type."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise Refused(415, "the Content-Type must be application/json")
+        if kind != content_type:
+            raise Refused(415, f"the Content-Type must be {content_type}")
         size = request.headers.get("content-length", "")
         self._check_size(int(size) if size.isdigit() else 0)
         try:

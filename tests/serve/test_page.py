@@ -11,7 +11,9 @@ from g4ir.serve.page import ASSETS, HEADERS, read_assets
 from tests.serve.running import Running
 
 FOUND = {path: asset.content.decode() for path, asset in read_assets().items()}
-HTML, SCRIPT, STYLE = FOUND["/"], FOUND["/app.js"], FOUND["/style.css"]
+HTML, STYLE = FOUND["/"], FOUND["/style.css"]
+SCRIPTS = {path: text for path, text in FOUND.items() if path.endswith(".js")}
+SCRIPT = "\n".join(SCRIPTS.values())
 
 
 ELEMENTS = [
@@ -19,6 +21,9 @@ ELEMENTS = [
     for tag, rest in re.findall(r"<([a-z]\w*)([^>]*)>", HTML)
 ]
 IDS = [a["id"] for _, a in ELEMENTS if "id" in a]
+#: of the settings, which last longer than the tab
+LISTS = re.findall(r"(?:NUMBERS|SAMPLING|FIELDS) = \[(.*?)\]", SCRIPT, re.DOTALL)
+FIELDS = re.findall(r'"(\w+)"', " ".join(LISTS))
 
 
 @pytest.mark.parametrize("path", ASSETS)
@@ -33,6 +38,14 @@ def test_assets(served: Running, path: str) -> None:
         assert again.status_code == 304 and not again.content
         assert client.get(path, headers={"If-None-Match": '"other"'}).status_code == 200
         assert client.get(path, headers={"Host": "evil.example"}).status_code == 403
+
+
+def test_scripts_are_short() -> None:
+    """One that renders texts of a model is to be read at one sitting."""
+    length = {path: len(text.splitlines()) for path, text in SCRIPTS.items()}
+    assert max(length.values()) < 600 and length["/markdown.js"] <= 400
+    order = re.findall(r'<script src="(.*?)" defer>', HTML)
+    assert sorted(order) == sorted(path[1:] for path in SCRIPTS)
 
 
 def test_it_can_be_left_out() -> None:
@@ -50,6 +63,7 @@ def test_nothing_comes_from_elsewhere() -> None:
         "v1/models",
         "metrics",
         "v1/chat/completions",
+        "tokenize",
     }
 
 
@@ -63,17 +77,15 @@ def test_the_key_is_kept_as_long_as_the_tab() -> None:
     """What lasts longer is written in one function, whose fields the key is not of."""
     assert re.findall(r'storage\("(\w+)"\)', SCRIPT) == ["localStorage", "sessionStorage"]
     assert SCRIPT.count("localStorage") == SCRIPT.count("sessionStorage") == 1
-    fields = re.findall(r'"(\w+)"', re.search(r"FIELDS = \[(.*?)\]", SCRIPT)[1])  # type: ignore[index]
-    assert "key" not in fields
+    assert "key" not in FIELDS
     assert re.findall(r'(\w+)\.[gs]etItem\("key"', SCRIPT) == ["session"] * 4
 
 
 def test_script_style_and_page_fit() -> None:
     assert len({*IDS}) == len(IDS)
     used = {*re.findall(r'(?:find|getElementById)\("([\w-]+)"\)', SCRIPT)}
-    listed = re.findall(r'\[((?:"\w+"(?:, )?)+)\]', SCRIPT)
-    fields = {*re.findall(r'"(\w+)"', " ".join(listed))} - {"image", "audio", "video"}
-    assert used | fields <= {*IDS}
+    listed = re.findall(r'"(\w+)"', re.search(r"\[(.*)\]\.map\(find\)", SCRIPT)[1])  # type: ignore[index]
+    assert used | {*listed, *FIELDS} <= {*IDS}
     assert {*re.findall(r"#([a-z][\w-]*)(?=[ ,{:>])", STYLE)} <= {*IDS}
     classes = {*re.findall(r"\.([a-z][\w-]*)(?=[ ,{:>])", STYLE)}
     for name in classes:
@@ -107,7 +119,8 @@ def test_contrast_is_enough(scheme: int) -> None:
     colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", STYLE.split(":root {")[1 + scheme]))
     pairs = [("front", b) for b in ("back", "field", "own", "code")]
     pairs += [("soft", "back"), ("soft", "field"), ("on-accent", "accent")]
-    pairs += [("bad", "bad-back"), ("bad", "back")]
+    pairs += [("bad", "bad-back"), ("bad", "back"), ("soft", "code"), ("soft", "own")]
+    pairs += [("accent", "back")]
     for front, back in pairs:
         assert _contrast(colours[front], colours[back]) >= 4.5, (front, back)
     for mark in ("accent", "edge"):  # of focus, and of a field

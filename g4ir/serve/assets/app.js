@@ -1,108 +1,28 @@
 "use strict";
-// A chat over this server's own paths. Texts of the model become text nodes and nothing else.
+// A chat over this server's own paths: settings, requests, and the conversation that is open.
 
-const find = (id) => document.getElementById(id);
-const [log, text, send, stop, status] = ["log", "text", "send", "stop", "status"].map(find);
-const FIELDS = ["system", "temperature", "top_p", "max_tokens", "tools"];
-const NEAR_END = 80;
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+  "presence_penalty", "frequency_penalty", "seed", "max_tokens", "min_tokens"];
+const SAMPLING = [...NUMBERS, "stop_texts", "thinking_token_budget"];
+const FIELDS = ["system", "tools", ...SAMPLING];
 const LOOK_MS = 2000;
-const SAID_MS = 1500;
-const MOST_ROWS = 10;
-
-// What a browser keeps; one that forbids it keeps it as long as the page.
-function storage(name) {
-  try {
-    return window[name];
-  } catch {
-    const held = new Map();
-    return { getItem: (id) => held.get(id) ?? null, setItem: (id, value) => held.set(id, value) };
-  }
-}
-
-const [lasting, session] = [storage("localStorage"), storage("sessionStorage")];
+const MOST_TEXT = 1 << 20; // bytes of a text file in a message
+const TEXTS = /\.(?:[cm]?ts|svg)$/; // whose type says video or image
 
 const state = {
+  kept: null, // {id, created, updated} of the conversation; null: nothing was said yet
   messages: [], // in OpenAI's form; the system's is added when they are sent
-  attached: [], // {kind, name, url}
+  attached: [], // {kind, name, url or text}
   reading: null, // the promise of files that are being read
   locked: false, // whether the server wants another key
   media: null, // kinds that the model takes; null: not known yet
+  room: null, // tokens of its context
   abort: null, // ends the answer that is coming
-  turn: 0, // of the conversation: what comes late for another is dropped
+  coming: null, // its promise
+  saving: Promise.resolve(), // what is written of conversations, one after the other
+  unsaved: "", // why the last was not written
+  listed: "", // what the list of conversations shows
 };
-
-// --- the page ---------------------------------------------------------------------------------
-
-function made(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else element.setAttribute(name, value);
-  }
-  element.append(...children);
-  return element;
-}
-
-function button(label, act, attributes = {}) {
-  return made("button", { type: "button", onclick: act, ...attributes }, label);
-}
-
-// Runs `change`, and keeps the end in sight if it was, or brings it there.
-function scrolled(change, always = false) {
-  const box = find("scroll");
-  const follows = always || box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
-  const result = change();
-  if (follows) box.scrollTop = box.scrollHeight;
-  return result;
-}
-
-function entry(role, ...children) {
-  find("hint").hidden = true;
-  const body = made("div", { class: "body" }, ...children);
-  const item = made("li", { class: role }, body);
-  scrolled(() => log.append(item), role !== "assistant"); // one's own message, and errors
-  return { item, body };
-}
-
-// Code between backquotes and bold words; all else as it is.
-function marked(source) {
-  const parts = [];
-  const pattern = /```[^\n`]*\n([\s\S]*?)(?:\n?```|$)\n*|`([^`\n]+)`|\*\*([^*\n]+)\*\*/g;
-  let at = 0;
-  for (const found of source.matchAll(pattern)) {
-    const before = source.slice(at, found.index);
-    parts.push(found[1] === undefined ? before : before.replace(/\n+$/, ""));
-    if (found[1] !== undefined) parts.push(made("pre", { tabindex: "0" }, made("code", {}, found[1])));
-    else if (found[2] !== undefined) parts.push(made("code", {}, found[2]));
-    else parts.push(made("strong", {}, found[3]));
-    at = found.index + found[0].length;
-  }
-  return [...parts, source.slice(at)].filter((part) => part !== "");
-}
-
-function showError(message) {
-  const { item } = entry("error", message);
-  item.setAttribute("role", "alert");
-}
-
-// Copies a text, and says so on the button. A page that another machine sends without TLS has no
-// clipboard: there a selection is copied.
-async function copy(source, given) {
-  let done = true;
-  try {
-    await navigator.clipboard.writeText(source);
-  } catch {
-    const field = made("textarea", { class: "unseen" });
-    field.value = source;
-    document.body.append(field);
-    field.select();
-    done = document.execCommand("copy");
-    field.remove();
-    given.focus();
-  }
-  given.textContent = done ? "Copied" : "Not copied";
-  setTimeout(() => { given.textContent = "Copy"; }, SAID_MS);
-}
 
 function fit() {
   text.style.height = "auto";
@@ -140,17 +60,29 @@ function wrongTools() {
   }
 }
 
-function body() {
-  const out = { stream: true, stream_options: { include_usage: true } };
-  const system = find("system").value.trim();
-  out.messages = [...(system ? [{ role: "system", content: system }] : []), ...state.messages];
-  for (const id of ["temperature", "top_p", "max_tokens"]) {
-    if (find(id).value !== "") out[id] = Number(find(id).value);
-  }
-  const tools = find("tools").value.trim() ? JSON.parse(find("tools").value) : [];
-  if (tools.length) out.tools = tools;
+const tools = () => (wrongTools() ? [] : JSON.parse(find("tools").value.trim() || "[]"));
+
+// The system's message, where there is one.
+function system() {
+  const words = find("system").value.trim();
+  return words ? [{ role: "system", content: words }] : [];
+}
+
+// What a prompt is made of.
+function asking() {
+  const out = { messages: [...system(), ...state.messages.map(plain)] };
+  if (tools().length) out.tools = tools();
   if (find("thinking").checked) out.chat_template_kwargs = { enable_thinking: true };
   return out;
+}
+
+function body() {
+  const out = { stream: true, stream_options: { include_usage: true }, ...asking() };
+  for (const id of NUMBERS) if (find(id).value !== "") out[id] = Number(find(id).value);
+  const budget = find("thinking_token_budget").value;
+  if (budget !== "" && find("thinking").checked) out.thinking_token_budget = Number(budget);
+  const stops = find("stop_texts").value.split("\n").filter((line) => line);
+  return stops.length ? { ...out, stop: stops } : out;
 }
 
 // --- the server -------------------------------------------------------------------------------
@@ -167,6 +99,11 @@ async function asked(path, given = {}) {
   throw Object.assign(new Error(message), { status: response.status });
 }
 
+function posted(value) {
+  const headers = { "Content-Type": "application/json" };
+  return { method: "POST", headers, body: JSON.stringify(value) };
+}
+
 async function look() {
   try {
     const { data } = await (await asked("v1/models")).json();
@@ -176,6 +113,9 @@ async function look() {
     if (state.media) tell(fullness(await (await asked("metrics")).text()), "off");
     else tell("loading");
     state.locked = false;
+    const before = state.room;
+    state.room = data[0].max_model_len ?? null;
+    if (state.room !== before) measure();
   } catch (error) {
     state.locked = error.status === 401;
     const known = session.getItem("key");
@@ -204,6 +144,23 @@ function fullness(metrics) {
   return waiting ? `${rows}, ${waiting} waiting` : rows;
 }
 
+// Shows how much of the context the conversation takes: what the last answer's request counted,
+// else what the server counts.
+async function measure() {
+  const { messages, room } = state;
+  let used = messages.at(-1)?.page?.used;
+  if (messages.length && room && used === undefined) {
+    try {
+      used = (await (await asked("tokenize", posted(asking()))).json()).count;
+    } catch { /* what cannot be answered as it is: calls without an answer */ }
+    if (messages !== state.messages) return;
+  }
+  const known = used !== undefined && room;
+  const [some, all] = [used, room].map((count) => count?.toLocaleString("en"));
+  find("used").textContent = known ? `${some} of ${all} tokens used` : "";
+  find("used").classList.toggle("scarce", Boolean(known) && used > 0.9 * room);
+}
+
 // Yields the objects of a stream of server-sent events.
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -221,109 +178,92 @@ async function* events(response) {
   }
 }
 
-// --- answers ----------------------------------------------------------------------------------
+// --- conversations ----------------------------------------------------------------------------
 
-// Whether arguments of a call are whole: an answer may be cut within them.
-function readable(json) {
-  try {
-    return Boolean(JSON.parse(json));
-  } catch {
-    return false;
+// Shows the messages: those that are shown already stay.
+function show() {
+  const items = state.messages.filter((m) => m.role !== "tool").map((message) => {
+    const item = views.get(message)
+      ?? (message.role === "assistant" ? new Answer(message).item : ownView(message));
+    views.set(message, item);
+    return item;
+  });
+  items.forEach((item, i) => {
+    if (log.children[i] !== item) log.insertBefore(item, log.children[i] ?? null);
+  });
+  for (const item of [...log.children].slice(items.length)) {
+    if (!item.classList.contains("error")) item.remove();
   }
 }
 
-// One answer on the page while it comes.
-class Answer {
-  constructor() {
-    Object.assign(this, entry("assistant"));
-    this.item.setAttribute("aria-busy", "true");
-    this.waiting = made("span", { class: "waiting", role: "img", "aria-label": "waiting" });
-    this.body.append(this.waiting);
-    Object.assign(this, { content: "", thought: "", calls: [], pieces: 0, finish: "" });
-    this.drawn = false;
-  }
-
-  take(chunk) {
-    if (chunk.error) throw new Error(chunk.error.message);
-    if (chunk.usage) this.usage = chunk.usage;
-    const choice = chunk.choices?.[0];
-    if (!choice) return;
-    this.finish = choice.finish_reason ?? this.finish;
-    const { content, reasoning_content: thought, tool_calls: calls } = choice.delta;
-    if (!content && !thought && !calls) return;
-    this.last = performance.now();
-    this.first ??= this.last;
-    this.pieces += 1;
-    this.content += content ?? "";
-    this.thought += thought ?? "";
-    for (const call of calls ?? []) this.called(call);
-    if (!this.drawn) requestAnimationFrame(() => this.draw());
-    this.drawn = true;
-  }
-
-  called(part) {
-    const call = (this.calls[part.index] ??= { id: "", name: "", arguments: "" });
-    call.id = part.id ?? call.id;
-    call.name = part.function?.name ?? call.name;
-    call.arguments += part.function?.arguments ?? "";
-  }
-
-  draw() {
-    this.drawn = false;
-    scrolled(() => {
-      if (this.thought) {
-        this.thoughts ??= this.fold();
-        this.thoughts.textContent = this.thought;
-      }
-      if (this.content) {
-        this.waiting.remove();
-        this.words ??= this.body.appendChild(made("div", { class: "text" }));
-        this.words.replaceChildren(...marked(this.content));
-      }
-    });
-  }
-
-  fold() {
-    const inner = made("div", { class: "text" });
-    this.body.prepend(made("details", {}, made("summary", {}, "Thoughts"), inner));
-    return inner;
-  }
-
-  // Shows what there is, and returns the message for the conversation; nothing if it says nothing.
-  end(stopped) {
-    this.draw();
-    this.waiting.remove();
-    this.item.removeAttribute("aria-busy");
-    const calls = stopped ? [] : this.calls.filter((call) => call && readable(call.arguments));
-    if (!this.content && !this.thought && !calls.length && stopped) {
-      this.item.remove();
-      return null;
-    }
-    this.speed = this.meta(stopped);
-    scrolled(() => this.body.append(this.speed));
-    const message = { role: "assistant", content: this.content };
-    if (calls.length) {
-      message.content = this.content || null;
-      message.reasoning_content = this.thought;
-      message.tool_calls = calls.map((call) => ({
-        id: call.id, type: "function", function: { name: call.name, arguments: call.arguments },
-      }));
-    }
-    return message;
-  }
-
-  meta(stopped) {
-    const count = this.usage?.completion_tokens ?? this.pieces;
-    const seconds = (this.last - this.first) / 1000;
-    const words = [`${count} tokens`];
-    if (count > 1 && seconds > 0) words.push(`${((count - 1) / seconds).toFixed(1)} tokens/s`);
-    if (stopped) words.push("stopped");
-    else if (this.finish === "length") words.push("cut: no more tokens were allowed or fit");
-    const given = button("Copy", () => copy(this.content, given));
-    return made("div", { class: "meta" }, made("span", { class: "speed" }, words.join(" · ")),
-      ...(this.content ? [given] : []));
-  }
+// Keeps the conversation, with what has come of an answer.
+function save(coming = null) {
+  const kept = (state.kept ??= { id: newId(), created: Date.now(), updated: 0 });
+  const before = state.messages.filter((m) => !coming || m !== state.continued);
+  const messages = [...system(), ...before, ...(coming ? [coming] : [])];
+  const record = { version: FORMAT, created: kept.created, messages };
+  if (!wrongTools()) record.tools = tools();
+  state.saving = state.saving.then(() => written(kept, record)).catch((error) => {
+    if (state.unsaved !== error.message) notice(`This conversation is not kept: ${error.message}`);
+    state.unsaved = error.message;
+  });
+  return state.saving;
 }
+
+async function written(kept, record) {
+  if (state.kept === kept) session.setItem("chat", kept.id);
+  const updated = Math.max(Date.now(), kept.updated + 1);
+  if (!await shelf.put({ ...record, id: kept.id, updated }, kept.updated)) {
+    kept.id = newId();
+    notice("Another tab went on with this conversation. What is said here is kept as a copy.");
+    await shelf.put({ ...record, id: kept.id, updated }, 0);
+    if (state.kept === kept) session.setItem("chat", kept.id);
+  }
+  kept.updated = updated;
+  drawChats();
+}
+
+// Ends the answer that is coming, whose beginning is kept.
+async function rest() {
+  state.abort?.abort();
+  await state.coming;
+}
+
+function turnTo(kept, messages) {
+  Object.assign(state, { kept, messages });
+  session.setItem("chat", kept?.id ?? "");
+  log.replaceChildren();
+  log.setAttribute("aria-live", "off"); // what is old is not read aloud
+  scrolled(show, true);
+  setTimeout(() => log.setAttribute("aria-live", "polite"));
+  drawChats();
+  measure();
+  if (!WIDE.matches) showChats(false);
+}
+
+async function openChat(id) {
+  await rest();
+  await state.saving;
+  const found = await shelf.get(id);
+  if (!found) return;
+  const [first, ...others] = found.messages;
+  const led = ["system", "developer"].includes(first?.role);
+  find("system").value = led ? parted(first.content).words : "";
+  find("tools").value = found.tools.length ? JSON.stringify(found.tools, null, 1) : "";
+  keep();
+  const { created, updated } = found;
+  turnTo({ id, created, updated }, led ? others : found.messages);
+}
+
+async function begin() {
+  if (state.abort) await rest();
+  state.attached = [];
+  showAttached();
+  turnTo(null, []);
+  text.focus();
+}
+
+// --- messages ---------------------------------------------------------------------------------
 
 // A button that goes hands its focus on; whoever is elsewhere on the page stays there.
 function busy(is) {
@@ -338,142 +278,156 @@ function busy(is) {
   if (at === stop || at === document.body) text.focus();
 }
 
-async function reply() {
+// Has the messages answered, and returns whether anything was said. `answer`: one that goes on.
+async function reply(answer = null) {
   const wrong = wrongTools();
   if (wrong) {
     openSettings(wrong, "tools");
     return false;
   }
-  const turn = state.turn;
-  const answer = new Answer();
+  const asks = body();
+  if (answer) Object.assign(asks, { continue_final_message: true, add_generation_prompt: false });
+  state.continued = answer && state.messages.at(-1);
+  answer?.resume();
+  answer ??= new Answer();
+  scrolled(() => log.append(answer.item));
   state.abort = new AbortController();
   busy(true);
   let stopped = false;
   let failed = null;
   try {
-    const headers = { "Content-Type": "application/json" };
-    const given = { method: "POST", headers, body: JSON.stringify(body()) };
-    const signal = state.abort.signal;
-    const response = await asked("v1/chat/completions", { ...given, signal });
+    const { signal } = state.abort;
+    const response = await asked("v1/chat/completions", { ...posted(asks), signal });
     for await (const chunk of events(response)) answer.take(chunk);
   } catch (error) {
     stopped = true;
     failed = error.name === "AbortError" ? null : error;
   }
-  if (turn !== state.turn) return true;
   const message = answer.end(stopped);
-  if (message) state.messages.push(message);
+  const before = state.messages.filter((m) => m !== state.continued);
+  state.continued = null;
+  if (message) state.messages = [...before, message];
   if (failed) {
     showError(failed.message);
     if (failed.status === 401) openSettings("The key is missing or wrong.", "key");
   }
-  if (message?.tool_calls) showCalls(answer, message.tool_calls);
   busy(false);
+  if (message?.tool_calls && !text.value) answer.body.querySelector(".call textarea").focus();
   look();
   return Boolean(message);
 }
 
-// --- calls ------------------------------------------------------------------------------------
-
-function pretty(json) {
-  try {
-    return JSON.stringify(JSON.parse(json), null, 2);
-  } catch {
-    return json;
+// Has messages answered in the place of those that are there, or in a copy of the conversation. If
+// nothing is said to them, all is as it was before.
+async function attempt(messages, { answer = null, copy: copied = false } = {}) {
+  const { messages: before, kept } = state;
+  if (copied) state.kept = null;
+  state.messages = messages;
+  for (const old of log.querySelectorAll(":scope > .error")) old.remove();
+  scrolled(show, true); // one's own message is in sight
+  save();
+  const done = await (state.coming = reply(answer));
+  if (!done) {
+    const begun = state.kept;
+    Object.assign(state, { messages: before, kept });
+    show();
+    if (begun !== kept) forget(begun.id);
   }
+  if (state.kept) save();
+  measure();
+  return done;
 }
 
-// Shows calls, with a field for the answer of each.
-function showCalls(answer, calls) {
-  const fields = calls.map((call) => {
-    const { name } = call.function;
-    const field = made("textarea", { rows: "2", placeholder: "JSON or text" });
-    field.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing || field.readOnly) return;
-      event.preventDefault();
-      give.click();
-    });
-    const shown = made("pre", { tabindex: "0" }, pretty(call.function.arguments));
-    const box = made("div", { class: "call" }, made("p", { class: "kind" }, "Calls a tool"),
-      made("h3", {}, name), shown, made("label", {}, `Answer of ${name}`, field));
-    scrolled(() => answer.speed.before(box));
-    return field;
-  });
-  const give = button("Send answers", async () => {
-    const { turn, messages: { length } } = state;
-    lock(fields);
-    give.remove();
-    state.messages.push(...calls.map((call, i) => ({
-      role: "tool", tool_call_id: call.id, content: fields[i].value,
-    })));
-    if ((await reply()) || turn !== state.turn) return;
-    state.messages.length = length; // nothing was said to them: they may be sent again
-    for (const field of fields) field.readOnly = false;
-    scrolled(() => answer.speed.before(give));
-    fields[0].focus();
-  }, { class: "answer-calls" });
-  scrolled(() => answer.speed.before(give));
-  if (!text.value) fields[0].focus();
+// Leaves no trace of a conversation in which nothing was said.
+async function forget(id) {
+  session.setItem("chat", state.kept?.id ?? "");
+  await state.saving;
+  await shelf.remove(id);
+  drawChats();
 }
 
-function lock(fields) {
-  for (const field of fields) {
-    field.readOnly = true;
-    field.rows = Math.min(field.value.split("\n").length, MOST_ROWS);
-  }
-}
-
-// A message in the place of answers: the calls were not run.
-function leaveCalls() {
-  const calls = state.messages.at(-1)?.tool_calls ?? [];
-  lock(log.querySelectorAll(".call textarea:not([readonly])"));
-  log.querySelector(".answer-calls")?.remove();
-  state.messages.push(...calls.map((call) => ({
-    role: "tool", tool_call_id: call.id, content: "the call was not run",
-  })));
-}
-
-// --- messages ---------------------------------------------------------------------------------
-
-const part = (m) => ({ type: `${m.kind}_url`, [`${m.kind}_url`]: { url: m.url } });
-
-// Images stand before the text, audio behind it.
-function content(words, media) {
-  if (!media.length) return words;
-  const sounds = media.filter((m) => m.kind === "audio").map(part);
-  const seen = media.filter((m) => m.kind !== "audio").map(part);
+// Files and images stand before the words, audio behind them.
+function content(words, attached) {
+  if (!attached.length) return words;
+  const part = ({ kind, url, name, text: file }) => (kind === "text" ? { type: "text", text: file }
+    : { type: `${kind}_url`, [`${kind}_url`]: { url }, page: name });
+  const sounds = attached.filter((m) => m.kind === "audio").map(part);
+  const seen = attached.filter((m) => m.kind !== "audio").map(part);
   return [...seen, { type: "text", text: words }, ...sounds];
 }
 
 async function say() {
   await state.reading;
-  const words = text.value;
-  const media = state.attached;
-  if (state.abort || (!words.trim() && !media.length)) return;
-  leaveCalls();
-  const length = state.messages.length;
-  state.messages.push({ role: "user", content: content(words, media) });
-  const shown = made("div", { class: "media" }, ...media.map(preview));
-  const { item } = entry("user", ...(media.length ? [shown] : []),
-    made("div", { class: "text" }, words));
+  const [words, files] = [text.value, state.attached];
+  if (state.abort || (!words.trim() && !files.length)) return;
+  const [calling, left] = [state.messages.at(-1), leftCalls()];
+  if (left.length) views.delete(calling); // its fields are closed
   text.value = "";
   state.attached = [];
   showAttached();
   fit();
-  const turn = state.turn;
-  if ((await reply()) || turn !== state.turn) return;
-  state.messages.length = length; // nothing was said to it: it may be sent again
-  item.remove();
+  const message = { role: "user", content: content(words, files) };
+  if (await attempt([...state.messages, ...left, message])) return;
+  if (left.length) {
+    views.delete(calling);
+    show();
+  }
   if (!text.value) text.value = words;
-  if (!state.attached.length) state.attached = media;
+  if (!state.attached.length) state.attached = files;
   showAttached();
   fit();
 }
 
-function preview(m) {
-  if (m.kind === "image") return made("img", { src: m.url, alt: m.name });
-  return made("span", {}, `${m.name} (${m.kind})`);
+async function regenerate(message) {
+  if (state.abort) return;
+  const at = state.messages.indexOf(message);
+  await attempt(state.messages.slice(0, message.role === "assistant" ? at : at + 1));
 }
+
+async function goOn(message, answer) {
+  if (!state.abort) await attempt(state.messages, { answer });
+}
+
+// A field in the place of one's own words. What followed them is kept: an earlier message goes on
+// in a copy of the conversation.
+function edit(message) {
+  const item = views.get(message);
+  const field = made("textarea", { rows: "4", "aria-label": "Message" });
+  field.value = parted(message.content).words;
+  const leave = () => { views.delete(message); show(); };
+  const again = async () => {
+    const at = state.messages.indexOf(message);
+    if (state.abort || at < 0 || !field.value.trim()) return;
+    const later = state.messages.slice(at + 1).some((m) => m.role === "user");
+    const changed = { ...message, content: replaced(message.content, field.value) };
+    views.delete(message);
+    if (await attempt([...state.messages.slice(0, at), changed], { copy: later })) return;
+    if (!state.messages.includes(message)) return;
+    edit(message);
+    views.get(message).querySelector("textarea").value = field.value;
+  };
+  field.addEventListener("keydown", (event) => {
+    if (event.isComposing || event.shiftKey || !["Enter", "Escape"].includes(event.key)) return;
+    event.preventDefault();
+    event.stopPropagation();
+    if (event.key === "Enter") again();
+    else leave();
+  });
+  const acts = made("div", { class: "buttons" }, button("Cancel", leave), button("Send", again));
+  item.querySelector(".acts").remove();
+  item.querySelector(".body").replaceChildren(field, acts);
+  field.focus();
+}
+
+// A content with other words: the last text, which files stand before.
+function replaced(given, words) {
+  if (isText(given)) return words;
+  const last = given.findLastIndex((part) => part.type === "text");
+  if (last < 0) return [...given, { type: "text", text: words }];
+  return given.map((part, i) => (i === last ? { ...part, text: words } : part));
+}
+
+// --- files ------------------------------------------------------------------------------------
 
 function showAttached() {
   find("attached").replaceChildren(...state.attached.map((m) => made("li", {}, preview(m),
@@ -493,36 +447,49 @@ function attach(list) {
 
 async function read(files) {
   for (const file of files) {
-    const kind = file.type.split("/")[0];
-    if (!["image", "audio", "video"].includes(kind)) {
-      showError(`${file.name}: images, audio and videos can be attached`);
-    } else if (state.media && !state.media.includes(kind)) {
-      showError(`${file.name}: this model takes no ${kind}`);
-    } else {
-      const url = await new Promise((resolve, reject) => {
-        const reader = new FileReader();
-        reader.onload = () => resolve(reader.result);
-        reader.onerror = () => reject(reader.error);
-        reader.readAsDataURL(file);
-      }).catch((error) => showError(`${file.name}: ${error.message}`));
-      if (url) state.attached = [...state.attached, { kind, name: file.name, url }];
+    const { name } = file;
+    const kind = TEXTS.test(name) ? "text" : file.type.split("/")[0];
+    try {
+      const media = ["image", "audio", "video"].includes(kind);
+      if (media && state.media && !state.media.includes(kind)) {
+        throw new Error(`this model takes no ${kind}`);
+      }
+      const held = media ? { kind, name, url: await dataUrl(file) } : await textOf(file);
+      state.attached = [...state.attached, held];
+    } catch (error) {
+      showError(`${name}: ${error.message}`);
     }
   }
   showAttached();
 }
 
-function begin() {
-  state.turn += 1;
-  state.abort?.abort();
-  Object.assign(state, { messages: [], attached: [] });
-  log.replaceChildren();
-  find("hint").hidden = false;
-  showAttached();
-  busy(false);
-  text.focus();
+function dataUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
 }
 
-// --- keys, files and buttons ------------------------------------------------------------------
+// A text file as a part of a message: its name, and what it holds as a block of code.
+async function textOf(file) {
+  if (file.size > MOST_TEXT) throw new Error("has more than 1 MiB of text");
+  let held = "";
+  try {
+    held = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+  } catch { /* said below */ }
+  if ((!held && file.size) || held.includes("\0")) {
+    throw new Error("is no text in UTF-8; texts, images, audio and videos can be attached");
+  }
+  const runs = held.match(/`{3,}/g) ?? [];
+  const fenced = "`".repeat(Math.max(3, ...runs.map((found) => found.length + 1)));
+  const ending = /\.(\w+)$/.exec(file.name)?.[1] ?? "";
+  const whole = `${file.name}:\n${fenced}${ending}\n${held.replace(/\n$/, "")}\n${fenced}\n\n`;
+  return { kind: "text", name: file.name, text: whole };
+}
+
+// --- keys and buttons -------------------------------------------------------------------------
 
 find("composer").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -548,9 +515,13 @@ find("settings-form").addEventListener("submit", (event) => {
 find("tools").addEventListener("input", () => {
   if (find("asked").textContent.startsWith("Tools:")) find("asked").textContent = wrongTools();
 });
+find("defaults").addEventListener("click", () => {
+  for (const id of SAMPLING) find(id).value = "";
+});
 find("settings").addEventListener("close", () => {
   keep();
   look();
+  if (state.kept && !state.abort) save();
   text.focus();
 });
 find("attach").addEventListener("click", () => find("files").click());
@@ -582,6 +553,13 @@ document.addEventListener("drop", (event) => {
   attach(event.dataTransfer.files);
 });
 
-restore();
-look();
-setInterval(() => { if (!document.hidden && !state.locked) look(); }, LOOK_MS);
+async function start() {
+  restore();
+  showChats(WIDE.matches && lasting.getItem("chats") !== "closed");
+  look();
+  setInterval(() => { if (!document.hidden && !state.locked) look(); }, LOOK_MS);
+  for (const told of await shelf.open(drawChats)) notice(told);
+  drawChats();
+  if (shelf.list.has(session.getItem("chat"))) await openChat(session.getItem("chat"));
+}
+state.started = start();

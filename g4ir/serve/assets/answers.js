@@ -1,0 +1,233 @@
+"use strict";
+// Messages on the page: what was typed, answers while they come and when they are over, and calls.
+
+const MOST_ROWS = 10;
+const SAVE_MS = 3000;
+const views = new WeakMap(); // message -> its element
+
+// --- what was typed ---------------------------------------------------------------------------
+
+// One's own words, with buttons to change them and, where no answer came, to have one.
+function ownView(message) {
+  const { words, files, media } = parted(message.content);
+  const seen = media.map((part) => preview(mediumOf(part)));
+  const folded = files.map((file) => made("details", {},
+    made("summary", {}, file.split("\n")[0].replace(/:$/, "")),
+    made("pre", { tabindex: "0" }, file.slice(file.indexOf("\n") + 1))));
+  const body = made("div", { class: "body" }, ...(seen.length ? [made("div", { class: "media" },
+    ...seen)] : []), ...folded, ...(words ? [made("div", { class: "text" }, words)] : []));
+  const item = made("li", { class: message.role === "user" ? "user" : "system" }, body);
+  if (message.role !== "user") return item;
+  item.append(made("div", { class: "acts" }, button("Edit", () => edit(message), { class: "act" }),
+    button("Answer", () => regenerate(message), { class: "act again" })));
+  return item;
+}
+
+function mediumOf(part) {
+  const kind = part.type.replace(/_url$|^input_/, "");
+  const given = part[part.type];
+  const url = String(given?.url ?? given ?? "");
+  return { kind, url, name: part.page ?? (url.startsWith("data:") ? kind : url) };
+}
+
+function preview({ kind, url, name }) {
+  if (kind === "image" && url.startsWith("data:")) return made("img", { src: url, alt: name });
+  return made("span", { class: "file" }, kind === name ? kind : `${name} (${kind})`);
+}
+
+// --- answers ----------------------------------------------------------------------------------
+
+// Whether arguments of a call are whole: an answer may be cut within them.
+function readable(json) {
+  try {
+    return Boolean(JSON.parse(json));
+  } catch {
+    return false;
+  }
+}
+
+// One answer on the page: of a message that was kept, or one that comes.
+class Answer {
+  constructor(message = null) {
+    this.body = made("div", { class: "body" });
+    this.item = made("li", { class: "assistant" }, this.body);
+    Object.assign(this, { content: parted(message?.content).words, drawn: false });
+    this.thought = message?.reasoning_content ?? "";
+    if (message) {
+      this.draw();
+      this.close(message);
+    } else this.resume();
+  }
+
+  // Lets more come.
+  resume() {
+    this.meta?.remove();
+    this.item.setAttribute("aria-busy", "true");
+    this.waiting = made("span", { class: "waiting", role: "img", "aria-label": "waiting" });
+    this.body.append(this.waiting);
+    Object.assign(this, { calls: [], pieces: 0, finish: "", first: null, usage: null });
+    this.saved = performance.now();
+  }
+
+  take(chunk) {
+    if (chunk.error) throw new Error(chunk.error.message);
+    if (chunk.usage) this.usage = chunk.usage;
+    const choice = chunk.choices?.[0];
+    if (!choice) return;
+    this.finish = choice.finish_reason ?? this.finish;
+    const { content, reasoning_content: thought, tool_calls: calls } = choice.delta;
+    if (!content && !thought && !calls) return;
+    this.last = performance.now();
+    this.first ??= this.last;
+    this.pieces += 1;
+    this.content += content ?? "";
+    this.thought += thought ?? "";
+    for (const call of calls ?? []) this.called(call);
+    if (!this.drawn) requestAnimationFrame(() => this.draw());
+    this.drawn = true;
+    if (this.last - this.saved < SAVE_MS) return;
+    this.saved = this.last;
+    save(this.message(true)); // a page that is left keeps what was said
+  }
+
+  called(part) {
+    const call = (this.calls[part.index] ??= { id: "", name: "", arguments: "" });
+    call.id = part.id ?? call.id;
+    call.name = part.function?.name ?? call.name;
+    call.arguments += part.function?.arguments ?? "";
+  }
+
+  draw() {
+    this.drawn = false;
+    const live = this.item.hasAttribute("aria-busy");
+    scrolled(() => {
+      if (this.thought) (this.reasoning ??= this.fold()).set(this.thought, live);
+      if (!this.content) return;
+      this.waiting?.remove();
+      this.words ??= new Markdown(this.body.appendChild(made("div", { class: "text" })));
+      this.words.set(this.content, live);
+    });
+  }
+
+  fold() {
+    const inner = made("div", { class: "text" });
+    this.body.prepend(made("details", {}, made("summary", {}, "Thoughts"), inner));
+    return new Markdown(inner);
+  }
+
+  // Shows what there is, and returns the message for the conversation; nothing if it says nothing.
+  end(stopped) {
+    this.item.removeAttribute("aria-busy");
+    this.waiting.remove();
+    this.draw();
+    const message = this.message(stopped);
+    if (!this.content && !this.thought && !message.tool_calls && stopped) {
+      this.item.remove();
+      return null;
+    }
+    views.set(message, this.item);
+    scrolled(() => this.close(message));
+    return message;
+  }
+
+  message(stopped) {
+    const calls = stopped ? [] : this.calls.filter((call) => call && readable(call.arguments));
+    const message = { role: "assistant", content: this.content };
+    if (this.thought) message.reasoning_content = this.thought;
+    if (calls.length) {
+      message.content = this.content || null;
+      message.tool_calls = calls.map((call) => ({
+        id: call.id, type: "function", function: { name: call.name, arguments: call.arguments },
+      }));
+    }
+    const cut = stopped || this.finish === "length";
+    message.page = { speed: this.speed(stopped), cut: cut && !calls.length };
+    if (this.usage) message.page.used = this.usage.total_tokens;
+    return message;
+  }
+
+  speed(stopped) {
+    const count = this.usage?.completion_tokens ?? this.pieces;
+    const seconds = (this.last - this.first) / 1000;
+    const words = [`${count} tokens`];
+    if (count > 1 && seconds > 0) words.push(`${((count - 1) / seconds).toFixed(1)} tokens/s`);
+    if (stopped) words.push("stopped");
+    else if (this.finish === "length") words.push("cut: no more tokens were allowed or fit");
+    return words.join(" · ");
+  }
+
+  // Ends it with what can be done with it, and its calls.
+  close(message) {
+    const { speed, cut } = message.page ?? {};
+    const given = button("Copy", () => copy(this.content, given), { class: "act" });
+    const on = button("Continue", () => goOn(message, this), { class: "act again" });
+    this.meta = made("div", { class: "meta" }, made("span", { class: "speed" }, speed ?? ""),
+      ...(this.content ? [given] : []), ...(this.content && cut ? [on] : []),
+      button("Regenerate", () => regenerate(message), { class: "act again" }));
+    this.body.append(this.meta);
+    if (message.tool_calls) showCalls(this, message);
+  }
+}
+
+// --- calls ------------------------------------------------------------------------------------
+
+function pretty(json) {
+  try {
+    return JSON.stringify(JSON.parse(json), null, 2);
+  } catch {
+    return json;
+  }
+}
+
+// The answer of a tool to a call of a message; undefined while there is none.
+function answerTo(message, call) {
+  const behind = state.messages.slice(state.messages.indexOf(message) + 1);
+  const found = behind.find((m) => m.role === "tool" && m.tool_call_id === call.id);
+  return state.messages.includes(message) && found ? parted(found.content).words : undefined;
+}
+
+// Shows calls, with a field for the answer of each.
+function showCalls(answer, message) {
+  const calls = message.tool_calls;
+  const fields = calls.map((call) => {
+    const { name } = call.function;
+    const field = made("textarea", { rows: "2", placeholder: "JSON or text" });
+    field.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing || field.readOnly) return;
+      event.preventDefault();
+      give.click();
+    });
+    const shown = made("pre", { tabindex: "0" }, pretty(call.function.arguments));
+    const box = made("div", { class: "call" }, made("p", { class: "kind" }, "Calls a tool"),
+      made("h3", {}, name), shown, made("label", {}, `Answer of ${name}`, field));
+    answer.meta.before(box);
+    field.value = answerTo(message, call) ?? "";
+    return field;
+  });
+  const give = button("Send answers", async () => {
+    lock(fields);
+    give.remove();
+    const said = calls.map((call, i) => (
+      { role: "tool", tool_call_id: call.id, content: fields[i].value }));
+    if (await attempt([...state.messages, ...said])) return;
+    for (const field of fields) field.readOnly = false; // they may be sent again
+    scrolled(() => answer.meta.before(give));
+    fields[0].focus();
+  }, { class: "answer-calls" });
+  if (calls.every((call) => answerTo(message, call) !== undefined)) lock(fields);
+  else answer.meta.before(give);
+}
+
+function lock(fields) {
+  for (const field of fields) {
+    field.readOnly = true;
+    field.rows = Math.min(field.value.split("\n").length, MOST_ROWS);
+  }
+}
+
+// What a message in the place of answers says of calls: they were not run.
+function leftCalls() {
+  const calls = state.messages.at(-1)?.tool_calls ?? [];
+  return calls.map((call) => (
+    { role: "tool", tool_call_id: call.id, content: "the call was not run" }));
+}

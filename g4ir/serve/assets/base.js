@@ -1,0 +1,83 @@
+"use strict";
+// What the other scripts share: elements, what is said to the user, files, what a browser keeps.
+
+const find = (id) => document.getElementById(id);
+const [log, text, send, stop, status] = ["log", "text", "send", "stop", "status"].map(find);
+const NEAR_END = 80;
+const SAID_MS = 1500;
+const UNDO_MS = 10000;
+
+// A browser that forbids to keep things keeps them as long as the page.
+function storage(name) {
+  try {
+    return window[name];
+  } catch {
+    const held = new Map();
+    return { getItem: (id) => held.get(id) ?? null, setItem: (id, value) => held.set(id, value) };
+  }
+}
+
+const [lasting, session] = [storage("localStorage"), storage("sessionStorage")];
+
+function made(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+function button(label, act, attributes = {}) {
+  return made("button", { type: "button", onclick: act, ...attributes }, label);
+}
+
+// Runs `change`, and keeps the end in sight if it was, or brings it there.
+function scrolled(change, always = false) {
+  const box = find("scroll");
+  const follows = always || box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
+  const result = change();
+  if (follows) box.scrollTop = box.scrollHeight;
+  return result;
+}
+
+function showError(message) {
+  const body = made("div", { class: "body" }, message);
+  scrolled(() => log.append(made("li", { class: "error", role: "alert" }, body)), true);
+}
+
+// Says something that belongs to no message, until it is closed; `acts` are [label, function].
+function notice(message, acts = [], ms = 0) {
+  const shown = made("li", {}, made("span", {}, message));
+  for (const [label, act] of acts) shown.append(button(label, () => { shown.remove(); act(); }));
+  shown.append(button("×", () => shown.remove(), { "aria-label": "Close" }));
+  find("notices").append(shown);
+  if (ms) setTimeout(() => shown.remove(), ms);
+}
+
+// Copies a text, and says so on the button. A page that another machine sends without TLS has no
+// clipboard: there a selection is copied.
+async function copy(source, given) {
+  let done = true;
+  try {
+    await navigator.clipboard.writeText(source);
+  } catch {
+    const field = made("textarea", { class: "unseen" });
+    field.value = source;
+    document.body.append(field);
+    field.select();
+    done = document.execCommand("copy");
+    field.remove();
+    given.focus();
+  }
+  given.textContent = done ? "Copied" : "Not copied";
+  setTimeout(() => { given.textContent = "Copy"; }, SAID_MS);
+}
+
+function download(name, value) {
+  const content = new Blob([`${JSON.stringify(value, null, 1)}\n`], { type: "application/json" });
+  const href = URL.createObjectURL(content);
+  made("a", { href, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(href), UNDO_MS);
+}

@@ -1,0 +1,400 @@
+"use strict";
+// Markdown as nodes: headings, lists, tables, quotes, rules, code, emphasis, links to http(s).
+// Texts become text nodes and nothing else: HTML and formulas stay as they are written.
+
+const MOST_DEPTH = 8; // of quotes and lists in each other
+const MOST_SPAN = 1000; // characters of a link, an address or a formula
+const ITEM = /^([-*+]|\d{1,9}[.)])( +|$)/;
+const RULE = /^(?:(?:-\s*){3,}|(?:\*\s*){3,}|(?:_\s*){3,})$/;
+const DELIMITER = /^:?-+:?$/;
+// --- blocks -----------------------------------------------------------------------------------
+
+const blank = (line) => !line.trim();
+
+// The columns that a line is indented by.
+function indent(line) {
+  let at = 0;
+  for (const c of line) {
+    if (c !== " " && c !== "\t") break;
+    at += c === "\t" ? 4 - (at % 4) : 1;
+  }
+  return at;
+}
+
+// A line without its first columns, as far as they are blank.
+function dedented(line, columns) {
+  const own = indent(line);
+  return own ? " ".repeat(Math.max(own - columns, 0)) + line.trimStart() : line;
+}
+
+// Each reader returns the block that begins at a line, or null; `end` is the line behind it.
+
+function fence(lines, at) {
+  const found = /^\s*(`{3,}|~{3,})\s*([^`]*)$/.exec(lines[at]);
+  if (!found) return null;
+  const [, mark, info] = found;
+  let end = at + 1;
+  const closes = (line) => line.startsWith(mark) && line === mark[0].repeat(line.length);
+  while (end < lines.length && !closes(lines[end].trim())) end += 1;
+  const own = indent(lines[at]);
+  const code = lines.slice(at + 1, end).map((line) => (own ? dedented(line, own) : line));
+  const text = code.join("\n");
+  return { kind: "code", end: Math.min(end + 1, lines.length), language: info.trim(), text };
+}
+
+// A formula between lines; what ends before a blank line is one that is still being written.
+function formula(lines, at) {
+  const start = lines[at].trim();
+  const close = { "$$": "$$", "\\[": "\\]" }[start.slice(0, 2)];
+  const first = start.indexOf(close, 2);
+  if (!close || (first > 0 && first + 2 < start.length)) return null;
+  let end = at;
+  const open = () => !lines[end].trim().endsWith(close) || (end === at && start.length < 4);
+  while (end < lines.length && !blank(lines[end]) && open()) end += 1;
+  const behind = end < lines.length && !blank(lines[end]) ? end + 1 : end;
+  return { kind: "formula", end: behind, text: lines.slice(at, behind).join("\n") };
+}
+
+function heading(lines, at) {
+  const found = /^ {0,3}(#{1,6})(?:\s|$)/.exec(lines[at]);
+  if (!found) return null;
+  const text = lines[at].slice(found[0].length).trim();
+  let end = text.length;
+  while (text[end - 1] === "#") end -= 1;
+  const closed = end === 0 || /\s/.test(text[end - 1]); // else the marks belong to the text
+  return { kind: "heading", end: at + 1, level: found[1].length,
+    text: closed ? text.slice(0, end).trim() : text };
+}
+
+function rule(lines, at) {
+  const line = lines[at].trim();
+  return indent(lines[at]) < 4 && RULE.test(line) ? { kind: "rule", end: at + 1 } : null;
+}
+
+function quote(lines, at) {
+  const inner = [];
+  let end = at;
+  for (; end < lines.length && !blank(lines[end]); end += 1) {
+    const found = /^ {0,3}> ?/.exec(lines[end]);
+    if (!found && (end === at || blank(inner.at(-1)) || begins(lines, end))) break;
+    inner.push(found ? lines[end].slice(found[0].length) : lines[end]);
+  }
+  return end > at ? { kind: "quote", end, lines: inner } : null;
+}
+
+function cells(line) {
+  const out = [""];
+  for (let at = 0; at < line.length; at += 1) {
+    if (line[at] === "\\" && line[at + 1] === "|") { out[out.length - 1] += "|"; at += 1; }
+    else if (line[at] === "|") out.push("");
+    else out[out.length - 1] += line[at];
+  }
+  if (out.length > 1 && blank(out[0])) out.shift();
+  if (out.length > 1 && blank(out.at(-1))) out.pop();
+  return out.map((cell) => cell.trim());
+}
+
+function table(lines, at) {
+  if (!lines[at].includes("|") || !/^[\s|:-]+$/.test(lines[at + 1] ?? "")) return null;
+  const [head, marks] = [cells(lines[at]), cells(lines[at + 1])];
+  if (head.length !== marks.length || !marks.every((mark) => DELIMITER.test(mark))) return null;
+  let end = at + 2;
+  while (end < lines.length && lines[end].includes("|")) end += 1;
+  const rows = lines.slice(at + 2, end).map(cells);
+  const sides = marks.map((m) => (m.endsWith(":") ? (m.startsWith(":") ? "center" : "right") : ""));
+  return { kind: "table", end, head, rows, sides };
+}
+
+// Answers indent what an item holds by two columns as often as by the width of its mark.
+function list(lines, at) {
+  const base = indent(lines[at]);
+  const mark = (line) => ITEM.exec(line.trimStart());
+  const first = mark(lines[at]);
+  if (!first) return null;
+  const ordered = first[1].length > 1;
+  const items = [];
+  let [end, loose, width] = [at, false, 0];
+  for (let next = at; next < lines.length; next += 1) {
+    const line = lines[next];
+    if (blank(line)) continue;
+    const gap = next > end;
+    const found = indent(line) < base + 2 ? mark(line) : null;
+    if (found && found[1].length > 1 === ordered && !rule(lines, next)) {
+      loose ||= gap;
+      width = indent(line) + (found[2].length > 4 ? found[1].length + 1 : found[0].length);
+      items.push([line.trimStart().slice(found[0].length)]);
+    } else if (indent(line) >= base + 2 || (!gap && !begins(lines, next))) {
+      loose ||= gap;
+      items.at(-1).push(...lines.slice(end, next).map(() => ""), dedented(line, width));
+    } else break;
+    end = next + 1;
+  }
+  return { kind: "list", end, ordered, loose, items, start: parseInt(first[1], 10) };
+}
+
+const READERS = [fence, formula, heading, rule, table];
+
+// Whether a line begins a block that ends a paragraph: of numbered lists only the number one.
+function begins(lines, at) {
+  const line = lines[at].trimStart();
+  return READERS.some((read) => read(lines, at)) || /^(>|[-*+] +\S|1[.)] +\S)/.test(line);
+}
+
+function paragraph(lines, at) {
+  let end = at + 1;
+  while (end < lines.length && !blank(lines[end]) && !begins(lines, end)) end += 1;
+  return { kind: "paragraph", end, text: lines.slice(at, end).map((s) => s.trim()).join("\n") };
+}
+
+function blocks(lines, depth) {
+  const readers = depth < MOST_DEPTH ? [...READERS, quote, list] : READERS;
+  const out = [];
+  for (let at = 0; at < lines.length;) {
+    if (blank(lines[at])) { at += 1; continue; }
+    let found = null;
+    for (const read of readers) if ((found = read(lines, at))) break;
+    found ??= paragraph(lines, at);
+    out.push({ ...found, depth, source: lines.slice(at, found.end).join("\n") });
+    at = found.end;
+  }
+  return out;
+}
+
+// --- spans ------------------------------------------------------------------------------------
+
+function address(given) {
+  try {
+    const url = new URL(given);
+    return ["http:", "https:"].includes(url.protocol) ? url.href : null;
+  } catch {
+    return null;
+  }
+}
+
+function link(href, children) {
+  const safe = { href, title: href, target: "_blank", rel: "noopener noreferrer nofollow" };
+  return filled(made("a", safe), children);
+}
+
+// Each span returns [its length, its node or text], or null where there is none.
+
+function escaped(text, at) {
+  const close = { "(": "\\)", "[": "\\]" }[text[at + 1]];
+  const end = close ? text.slice(at, at + MOST_SPAN).indexOf(close) : -1;
+  if (end > 0) return [end + 2, text.slice(at, at + end + 2)];
+  return /[\n!-/:-@[-`{-~]/.test(text[at + 1] ?? "") ? [2, text[at + 1]] : null;
+}
+
+// `missing`: lengths of marks that have no end in the rest of the text.
+function code(text, at, { missing }) {
+  const run = (from) => { let end = from; while (text[end] === "`") end += 1; return end - from; };
+  const count = run(at);
+  let end = missing.has(count) ? -1 : text.indexOf("`", at + count);
+  while (end >= 0 && run(end) !== count) end = text.indexOf("`", end + run(end));
+  if (end < 0) missing.add(count);
+  if (end < 0) return [count, "`".repeat(count)];
+  const inner = text.slice(at + count, end).replaceAll("\n", " ");
+  const padded = inner.startsWith(" ") && inner.endsWith(" ") && inner.trim();
+  return [end + count - at, made("code", {}, padded ? inner.slice(1, -1) : inner)];
+}
+
+const TARGET = new RegExp(String.raw`^\(\s*(?:<([^<>\n]*)>|((?:[^\s()]|\([^\s()]*\))*))`
+  + String.raw`(?:\s+(?:"[^"]*"|'[^']*'))?\s*\)`);
+
+function linked(text, at, { inLink }) {
+  const near = inLink ? "" : text.slice(at, at + MOST_SPAN);
+  let [end, open] = [0, 0];
+  for (; end < near.length; end += 1) {
+    if (near[end] === "\\") end += 1;
+    else if (near[end] === "[") open += 1;
+    else if (near[end] === "]" && (open -= 1) === 0) break;
+  }
+  const target = near[end + 1] === "(" ? TARGET.exec(near.slice(end + 1)) : null;
+  const href = target && address(target[1] ?? target[2]);
+  if (!href) return null;
+  return [end + 1 + target[0].length, link(href, spans(near.slice(1, end), false, true))];
+}
+
+// An image from elsewhere is not fetched: a link leads to it.
+function image(text, at, held) {
+  const found = text[at + 1] === "[" ? linked(text, at + 1, held) : null;
+  return found && [found[0] + 1, found[1]];
+}
+
+function angled(text, at) {
+  const found = /^<(?:(br) *\/?|(https?:\/\/[^\s<>]+))>/i.exec(text.slice(at, at + MOST_SPAN));
+  const href = found?.[2] && address(found[2]);
+  if (href) return [found[0].length, link(href, [found[2]])];
+  return found?.[1] ? [found[0].length, made("br")] : null;
+}
+
+function bare(text, at, { inLink }) {
+  const near = text.slice(at, at + MOST_SPAN);
+  let found = /^https?:\/\/[^\s<>"`]+/.exec(near)[0].replace(/[.,:;!?*_~'|\]]{1,9}$/, "");
+  if (found.endsWith(")") && !found.includes("(")) found = found.slice(0, found.indexOf(")"));
+  const href = inLink ? null : address(found);
+  return [found.length, href ? link(href, [found]) : found];
+}
+
+// Dollars: amounts of money are none of a formula.
+function dollars(text, at) {
+  const near = text.slice(at, at + MOST_SPAN);
+  const found = /^(?:\$\$[^$]+\$\$|\$(?![\s$])[^$\n]*[^\s$\\]\$(?!\d)|\$[^\s$]\$(?!\d))/.exec(near);
+  return found && [found[0].length, found[0]];
+}
+
+// A run of marks that may begin or end emphasis, more freely than CommonMark has it beside
+// punctuation: what languages without spaces need.
+class Run {
+  constructor(text, at) {
+    let end = at;
+    while (text[end] === text[at]) end += 1;
+    Object.assign(this, { mark: text[at], count: end - at, length: end - at });
+    const [before, after] = [text[at - 1] ?? " ", text[end] ?? " "];
+    const inWord = this.mark === "_" && /[\p{L}\p{N}]/u.test(before) && /[\p{L}\p{N}]/u.test(after);
+    this.opens = !inWord && !/\s/.test(after);
+    this.closes = !inWord && !/\s/.test(before);
+  }
+
+  toString() { return this.mark.repeat(this.count); }
+}
+
+const run = (text, at) => { const found = new Run(text, at); return [found.length, found]; };
+
+const SPANS = { "\\": escaped, "`": code, "[": linked, "!": image, "<": angled, h: bare,
+  $: dollars, "*": run, _: run, "~": run };
+const SPECIAL = /[\\`[!<$*_~]|https?:\/\/(?=[^\s<>"`])/g;
+
+// The nodes and texts of a paragraph. `live`: what is bold now has perhaps no end yet.
+function spans(text, live, inLink = false) {
+  const parts = [];
+  const held = { missing: new Set(), inLink };
+  let at = 0;
+  for (;;) {
+    SPECIAL.lastIndex = at;
+    const next = SPECIAL.exec(text)?.index ?? text.length;
+    if (next > at) parts.push(text.slice(at, next));
+    if (next === text.length) return emphasised(parts, live);
+    const [length, part] = SPANS[text[next]](text, next, held) ?? [1, text[next]];
+    parts.push(part);
+    at = next + length;
+  }
+}
+
+// Pairs runs of marks, each end with the nearest beginning of its length, else of its kind.
+function emphasised(parts, live) {
+  const [out, open] = [[], []];
+  const waiting = { "*": 0, _: 0, "~": 0 };
+  const close = (end) => {
+    while (end.count && waiting[end.mark]) {
+      const begin = open.findLast((part) => part.mark === end.mark && part.count === end.count)
+        ?? open.findLast((part) => part.mark === end.mark);
+      const count = Math.min(2, begin.count, end.count);
+      if (end.mark === "~" && count < 2) return;
+      while (open.at(-1) !== begin) waiting[open.pop().mark] -= 1;
+      const tag = end.mark === "~" ? "del" : count === 2 ? "strong" : "em";
+      const node = filled(made(tag), out.splice(begin.at + 1));
+      begin.count -= count;
+      end.count -= count;
+      if (!begin.count) {
+        waiting[open.pop().mark] -= 1;
+        out.pop();
+      }
+      out.push(node);
+    }
+  };
+  for (const part of parts) {
+    if (part instanceof Run) {
+      if (part.closes) close(part);
+      if (!part.count) continue;
+      if (part.opens) {
+        part.at = out.length;
+        open.push(part);
+        waiting[part.mark] += 1;
+      }
+    }
+    out.push(part);
+  }
+  const last = open.findLast((part) => part.mark === "*" && part.count === 2);
+  if (live && last && out.length > last.at + 1) close({ mark: "*", count: 2 });
+  return out;
+}
+
+// --- nodes ------------------------------------------------------------------------------------
+
+// One by one: a call has no room for a hundred thousand arguments.
+function filled(element, children) {
+  for (const child of children) element.append(child instanceof Run ? child.toString() : child);
+  return element;
+}
+
+function coded({ language, text }) {
+  const inner = made("code", {}, text);
+  const given = button("Copy", () => copy(inner.textContent, given));
+  const bar = made("div", { class: "bar" }, made("span", {}, language.split(/\s/)[0]), given);
+  return made("div", { class: "code" }, bar, made("pre", { tabindex: "0" }, inner));
+}
+
+function tabled({ head, rows, sides, live }) {
+  const row = (tag, given) => filled(made("tr"), sides.map((side, i) =>
+    filled(made(tag, side ? { class: side } : {}), spans(given[i] ?? "", live))));
+  const body = filled(made("tbody"), rows.map((given) => row("td", given)));
+  const inner = made("table", {}, made("thead", {}, row("th", head)), body);
+  const box = { class: "table", tabindex: "0", role: "group", "aria-label": "Table" };
+  return made("div", box, inner);
+}
+
+// Of a list without blank lines the texts lie in the items themselves.
+function listed({ ordered, loose, items, start, depth, live }) {
+  const outer = made(ordered ? "ol" : "ul", ordered && start !== 1 ? { start: String(start) } : {});
+  return filled(outer, items.map(([first, ...rest]) => {
+    const box = /^\[([ xX])\] /.exec(first);
+    const lines = [box ? first.slice(4) : first, ...rest];
+    const found = blocks(lines, depth + 1);
+    const item = made("li", box ? { class: "task" } : {});
+    if (box) item.append(box[1] === " " ? "☐ " : "☑ ");
+    return filled(item, found.flatMap((block, i) => {
+      const text = block.kind === "paragraph" && ((i === 0 && box) || !loose);
+      return text ? spans(block.text, live) : [node({ ...block, live })];
+    }));
+  }));
+}
+
+const NODES = {
+  code: coded,
+  formula: ({ text }) => made("p", {}, text),
+  heading: ({ level, text, live }) =>
+    filled(made(`h${Math.min(level + 2, 6)}`), spans(text, live)),
+  rule: () => made("hr"),
+  quote: ({ lines, depth, live }) =>
+    filled(made("blockquote"), blocks(lines, depth + 1).map((b) => node({ ...b, live }))),
+  table: tabled,
+  list: listed,
+  paragraph: ({ text, live }) => filled(made("p"), spans(text, live)),
+};
+
+const node = (block) => NODES[block.kind](block);
+
+// Shows a text that grows in an element: blocks that stay as they were keep their nodes.
+class Markdown {
+  constructor(element) {
+    Object.assign(this, { element, shown: [] });
+  }
+
+  // `live`: more of the text will come.
+  set(source, live = false) {
+    const found = blocks(source.replaceAll("\r\n", "\n").split("\n"), 0);
+    if (live && found.length) found.at(-1).live = true;
+    const same = (block, i) => block.source === found[i]?.source && block.live === found[i].live;
+    let kept = this.shown.findIndex((block, i) => !same(block, i));
+    if (kept < 0) kept = this.shown.length;
+    const [{ element }, old, next] = [this, this.shown[kept], found[kept]];
+    if (old?.kind === "code" && next?.kind === "code" && old.language === next.language) {
+      element.childNodes[kept].querySelector("code").textContent = next.text;
+      kept += 1;
+    }
+    while (element.childNodes.length > kept) element.lastChild.remove();
+    filled(element, found.slice(kept).map(node));
+    this.shown = found;
+  }
+}

@@ -1,0 +1,240 @@
+"use strict";
+// The conversations that this browser keeps, and what their form is.
+//
+// A conversation: {version, id, title, created, updated, tools, messages}; tools and messages in
+// OpenAI's form, title "" for the first words. What the page alone wants to know of a message is
+// under `page` in it.
+
+const FORMAT = 1;
+const MOST_TITLE = 60;
+const ROLES = ["user", "assistant", "tool"];
+const PART = /^(?:text|input_audio|(?:image|audio|video)(?:_url)?)$/;
+
+const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
+const isObject = (given) => typeof given === "object" && given !== null && !Array.isArray(given);
+const isText = (given) => typeof given === "string";
+const missing = (given) => given === undefined || given === null;
+
+function wrongCall(given) {
+  const { id, function: { name, arguments: json } = {} } = isObject(given) ? given : {};
+  return ![id, name, json].every(isText);
+}
+
+// What is wrong with a message; "" if nothing is.
+function wrongMessage(given, first) {
+  if (!isObject(given)) return ": expected an object";
+  const { role, content, tool_calls: calls, page } = given;
+  const known = first ? ["system", "developer", ...ROLES] : ROLES;
+  if (!known.includes(role)) return `.role: expected one of ${known.join(", ")}`;
+  const isPart = (part) => isObject(part) && PART.test(part.type)
+    && (part.type !== "text" || isText(part.text)) && (missing(part.page) || isText(part.page));
+  const good = isText(content) || (Array.isArray(content) ? content.every(isPart)
+    : missing(content) && role === "assistant");
+  if (!good) return ".content: expected a text, or a list of parts with a type";
+  if (!missing(given.reasoning_content) && !isText(given.reasoning_content)) {
+    return ".reasoning_content: expected a text";
+  }
+  if (!missing(calls) && (!Array.isArray(calls) || calls.some(wrongCall))) {
+    return ".tool_calls: expected a list of calls, each with id, function.name and .arguments";
+  }
+  const { speed = "", used = 0 } = isObject(page) ? page : {};
+  const shown = missing(page) || (isObject(page) && isText(speed) && Number.isFinite(used));
+  return shown ? "" : ".page: is damaged";
+}
+
+function wrongMessages(given) {
+  if (!Array.isArray(given)) return "messages: expected a list";
+  for (const [i, message] of given.entries()) {
+    const wrong = wrongMessage(message, i === 0);
+    if (wrong) return `messages[${i}]${wrong}`;
+  }
+  return "";
+}
+
+// What is wrong with a kept conversation; "" if nothing is.
+function wrongConversation(given, id) {
+  if (!isObject(given)) return "is damaged";
+  const { version, title, tools, created, updated } = given;
+  if (version !== FORMAT) return `is of version ${version}, and this page reads ${FORMAT}`;
+  if (given.id !== id || !isText(title)) return "is damaged: it has no title";
+  if (!Array.isArray(tools)) return "is damaged: tools: expected a list";
+  if (!Number.isFinite(created) || !Number.isFinite(updated)) return "is damaged: it has no time";
+  const wrong = wrongMessages(given.messages);
+  return wrong && `is damaged: ${wrong}`;
+}
+
+// A message as others read it.
+function plain({ page, ...message }) {
+  const parts = Array.isArray(message.content) ? message.content : null;
+  return parts ? { ...message, content: parts.map(({ page: name, ...part }) => part) } : message;
+}
+
+// What a content says: the words that were typed, the files before them, and media. The last text
+// is what was typed.
+function parted(content) {
+  if (!Array.isArray(content)) return { words: content ?? "", files: [], media: [] };
+  const texts = content.filter((part) => part.type === "text").map((part) => part.text);
+  const media = content.filter((part) => part.type !== "text");
+  return { words: texts.at(-1) ?? "", files: texts.slice(0, -1), media };
+}
+
+function titleOf({ title, messages }) {
+  const said = messages.find((message) => message.role === "user");
+  const line = parted(said?.content).words.trim().split("\n")[0];
+  return title || line.slice(0, MOST_TITLE) || "Without words";
+}
+
+function summary(conversation) {
+  const { id, updated, messages } = conversation;
+  const title = titleOf(conversation);
+  const texts = messages.map(({ content }) => {
+    const { words, files } = parted(content);
+    return [...files, words].join("\n");
+  });
+  return { id, updated, title, words: [title, ...texts].join("\n").toLowerCase() };
+}
+
+// --- IndexedDB --------------------------------------------------------------------------------
+
+function settled(request) {
+  return new Promise((resolve, reject) => {
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
+  });
+}
+
+async function openDatabase() {
+  const request = indexedDB.open("g4ir", 1);
+  request.onupgradeneeded = () => {
+    request.result.createObjectStore("conversations");
+    request.result.createObjectStore("aside", { autoIncrement: true });
+  };
+  const database = await settled(request);
+  database.onversionchange = () => database.close();
+  return database;
+}
+
+// Objects by key, in IndexedDB.
+class Kept {
+  constructor(database, name) {
+    Object.assign(this, { database, name });
+  }
+
+  // What `act` returns of the store, once that is written.
+  async within(mode, act) {
+    const transaction = this.database.transaction(this.name, mode);
+    const written = new Promise((resolve, reject) => {
+      transaction.oncomplete = resolve;
+      transaction.onabort = () => reject(transaction.error ?? new Error("it was aborted"));
+    });
+    const [result] = await Promise.all([act(transaction.objectStore(this.name)), written]);
+    return result;
+  }
+
+  get(key) { return this.within("readonly", (store) => settled(store.get(key))); }
+
+  delete(key) { return this.within("readwrite", (store) => settled(store.delete(key))); }
+
+  // Writes what `make` returns of the value that is there, if anything, and returns it.
+  change(key, make) {
+    return this.within("readwrite", async (store) => {
+      const value = make(await settled(store.get(key)));
+      if (value !== undefined) await settled(store.put(value, key));
+      return value;
+    });
+  }
+
+  add(value) { return this.within("readwrite", (store) => settled(store.add(value))); }
+
+  // Shows each value and its key to `see`, one at a time.
+  each(see) {
+    return this.within("readonly", async (store) => {
+      const request = store.openCursor();
+      for (let at = await settled(request); at; at = await settled(request)) {
+        see(at.key, at.value);
+        at.continue();
+      }
+    });
+  }
+}
+
+// The same as long as the page, where a browser keeps nothing.
+class Held extends Map {
+  async get(key) { return super.get(key); }
+
+  async change(key, make) {
+    const value = make(super.get(key));
+    if (value !== undefined) this.set(key, value);
+    return value;
+  }
+
+  async add(value) { this.set(newId(), value); }
+
+  async each(see) { for (const [key, value] of this) see(key, value); }
+}
+
+// All conversations of this browser. `list` has the summaries of them by id.
+class Shelf {
+  constructor() {
+    this.list = new Map();
+    this.asides = 0;
+    [this.conversations, this.aside] = [new Held(), new Held()];
+    this.channel = new BroadcastChannel("g4ir");
+  }
+
+  // Reads what is there; `changed` is called when another tab changes something. Returns what the
+  // user should know: why nothing is kept, and what could not be read and was put aside.
+  async open(changed) {
+    const [told, bad] = [[], []];
+    try {
+      const database = await openDatabase();
+      const kept = new Kept(database, "conversations");
+      await kept.each((id, value) => {
+        const why = wrongConversation(value, id);
+        if (why) bad.push({ id, value, why });
+        else this.list.set(id, summary(value));
+      });
+      [this.conversations, this.aside] = [kept, new Kept(database, "aside")];
+    } catch (error) {
+      const newer = "those that are here are of a newer version, and stay as they are";
+      const why = error.name === "VersionError" ? newer : error.message;
+      told.push(`Conversations are not kept in this browser: ${why}.`);
+    }
+    for (const one of bad) {
+      await this.aside.add(one);
+      await this.conversations.delete(one.id);
+    }
+    for (const why of new Set(bad.map((one) => one.why))) {
+      const count = bad.filter((one) => one.why === why).length;
+      told.push(`Put aside, see the list of conversations: ${count} kept by this browser ${why}.`);
+    }
+    await this.aside.each(() => { this.asides += 1; });
+    this.channel.onmessage = async ({ data: id }) => {
+      const value = await this.conversations.get(id);
+      if (value && !wrongConversation(value, id)) this.list.set(id, summary(value));
+      else this.list.delete(id);
+      changed();
+    };
+    return told;
+  }
+
+  get(id) { return this.conversations.get(id); }
+
+  // Keeps a conversation, unless another tab changed it since it was of the time `seen`; returns
+  // whether it did. A title or tools that are not given stay as they were.
+  async put(conversation, seen) {
+    const { id } = conversation;
+    const value = await this.conversations.change(id, (old) => (old && old.updated !== seen
+      ? undefined : { title: "", tools: [], ...old, ...conversation }));
+    if (!value) return false;
+    this.list.set(id, summary(value));
+    this.channel.postMessage(id);
+    return true;
+  }
+
+  async remove(id) {
+    await this.conversations.delete(id);
+    this.list.delete(id);
+    this.channel.postMessage(id);
+  }
+}

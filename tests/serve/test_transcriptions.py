@@ -1,0 +1,124 @@
+"""Transcripts of audio, by OpenAI's own client: whole, as a text, as a stream; what is refused."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import soundfile
+
+from tests.serve.running import NAME, Running, chat_engine, ready
+from tests.serve.test_media import sound
+
+END = "<turn|>"
+CLIP = ("clip.wav", sound(), "audio/wav")
+
+
+def transcribe(client: openai.OpenAI, **given: Any) -> Any:
+    return client.audio.transcriptions.create(**{"model": NAME, "file": CLIP, **given})
+
+
+@pytest.mark.parametrize("kind", ["json", "text", "stream"])
+def test_transcripts(
+    served: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    served.dictate(monkeypatch, " Good day.", END)
+    if kind == "stream":
+        events = [*transcribe(client, stream=True, language="en", prompt="Ada", temperature=0.5)]
+        assert "".join(e.delta for e in events[:-1]) == " Good day." and len(events) > 2
+        done = events[-1]
+        assert done.type == "transcript.text.done" and done.text == "Good day."
+        assert {e.type for e in events[:-1]} == {"transcript.text.delta"}
+    elif kind == "text":
+        assert transcribe(client, response_format="text") == "Good day.\n"
+        return
+    else:
+        raw, rate = soundfile.read(io.BytesIO(sound()))
+        soundfile.write(file := io.BytesIO(), raw, rate, format="FLAC")
+        done = transcribe(client, file=("clip.flac", file.getvalue()))
+        assert done.text == "Good day."
+    counts = done.usage
+    assert counts.input_token_details.audio_tokens == 13  # of half a second
+    assert counts.total_tokens == counts.input_tokens + counts.output_tokens
+
+
+def test_hints_are_part_of_the_prompt(
+    served: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    prompts = served.server.prompts
+    assert prompts
+    made = prompts.chat
+
+    def chat(fields: Any, salt: str = "") -> Any:
+        seen.append(str(fields["messages"][0]["content"][0]["text"]))
+        assert fields.get("temperature") == 0.25
+        return made(fields, salt)
+
+    monkeypatch.setattr(prompts, "chat", chat)
+    served.dictate(monkeypatch, "ok", END)
+    transcribe(client, language="de", prompt="Ada Lovelace", temperature=0.25)
+    assert "language is de." in seen[0] and "Ada Lovelace" in seen[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "says"),
+    [
+        ({"response_format": "srt"}, "response_format", "json or text"),
+        ({"timestamp_granularities": ["word"]}, "timestamp_granularities[]", "no timestamps"),
+        ({"include": ["logprobs"]}, "include[]", "logprobs"),
+        ({"file": ("a.wav", b"")}, "file", "empty"),
+        ({"file": ("a.wav", b"RIFF junk")}, "file", "corrupt"),
+        ({"file": ("a.wav", sound(60))}, "file", "60"),
+        ({"extra_body": {"temperature": "hot"}}, "temperature", "number"),
+        ({"extra_body": {"temperature": "101"}}, "temperature", "100"),
+        ({"extra_body": {"stream": "perhaps"}}, "stream", "true or false"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_refused(client: openai.OpenAI, given: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(openai.BadRequestError) as e:
+        transcribe(client, **given)
+    assert e.value.param == param and says in e.value.message
+    assert "messages" not in e.value.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "status", "says"),
+    [
+        ("application/json", b"{}", 415, "multipart/form-data"),
+        ("multipart/form-data", b"--x--", 400, "no boundary"),
+        ("multipart/form-data; boundary=x", b"", 400, "no end"),
+        ("multipart/form-data; boundary=x", b"--x\r\n\r\nvalue\r\n--x--", 400, "no name"),
+        ("multipart/form-data; boundary=x", b"--x\r\n\r\n" * 99 + b"--x--", 400, "no end"),
+    ],
+)
+def test_forms_that_are_none(
+    served: Running, kind: str, body: bytes, status: int, says: str
+) -> None:
+    path, headers = "/v1/audio/transcriptions", {"Content-Type": kind}
+    with served.client() as http:
+        answer = http.post(path, content=body, headers=headers)
+        assert answer.status_code == status and says in answer.json()["error"]["message"]
+
+
+def test_forms_of_other_sites(served: Running) -> None:
+    """A browser sends them without asking first."""
+    with served.client() as http:
+        for origin, status in (("http://evil.example", 403), ("null", 403), (served.url, 400)):
+            headers = {"Origin": origin}
+            answer = http.post("/v1/audio/transcriptions", files={"other": b"x"}, headers=headers)
+            assert answer.status_code == status, origin
+
+
+def test_an_engine_that_does_not_hear(tmp_path: Path) -> None:
+    with (
+        ready(chat_engine(tmp_path / "engine", media=["image"])) as r,
+        openai.OpenAI(base_url=f"{r.url}/v1", api_key="any", max_retries=0) as client,
+        pytest.raises(openai.BadRequestError, match="no audio") as e,
+    ):
+        transcribe(client)
+    assert e.value.param == "file"
