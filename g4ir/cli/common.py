@@ -317,11 +317,25 @@ def find_engines(args: argparse.Namespace, all_logits: bool = False) -> None:
     args.models = args.engines if "engines" in args else [args.engine]
     with console.Progress() as progress:
         options = (given if is_engine(Path(m)) else needed for m in args.models)
-        found = [str(find_engine(m, o, limit, progress)) for m, o in zip(args.models, options)]
+        hub = {"revision": args.revision, "download": _consent(args.download)}
+        found = [
+            str(find_engine(m, o, limit, progress, **hub)) for m, o in zip(args.models, options)
+        ]
     if "engines" in args:
         args.engines = found
     else:
         (args.engine,) = found
+
+
+def _consent(download: bool) -> Callable[[Any], bool] | bool:
+    """Return the function that decides on a download, after it has shown what comes: yes with
+    --download, else what is answered at a terminal; False if there is none to ask."""
+
+    def agreed(found: Any) -> bool:
+        console.say(str(found))
+        return download or console.confirmed("download it?")
+
+    return agreed if download or console.interactive() else False
 
 
 def how_to_load(args: argparse.Namespace) -> dict[str, Any]:
