@@ -35,7 +35,7 @@ def begun(home: Path, *words: str) -> subprocess.Popen[str]:
     """A command of the wheel that has begun."""
     kept = {name: os.environ[name] for name in ("LANG", "OMP_NUM_THREADS") if name in os.environ}
     env = {"HOME": str(home), "PATH": f"{BIN}:{os.defpath}", **kept}
-    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     return subprocess.Popen(words, cwd=home, env=env, text=True, **pipes)
 
 

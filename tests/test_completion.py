@@ -48,7 +48,7 @@ class Terminal:
     def __init__(self, here: Path) -> None:
         (here / "settings").write_text(
             f"PS1=READY; source ./script; bind '\"\\C-t\": insert-completions'\n"
-            f"bind -x '\"\\C-o\": echo \"{MARK}[$READLINE_LINE]\"'\n"
+            f'bind -x \'"\\C-o": echo "{MARK}[$READLINE_LINE]"\'\n'
         )
         child, self._end = pty.fork()
         if not child:

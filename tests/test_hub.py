@@ -134,7 +134,7 @@ REFUSED = {
     ("some/tiny", "--download", "--revision", "v2"): (2, "--revision v2: {url}/some/tiny has no"),
     ("some/gguf", "--download"): (
         2,
-        "has no config.json with safetensors: download one of its GGUF files with "
+        "has no config.json with safetensors: download a GGUF file of it with "
         "`hf download some/gguf tiny-Q4_0.gguf`, and give it",
     ),
     ("{here}", "--revision", "v1"): (2, "--revision v1 is for a model of the hub, and {here} is a"),

@@ -167,7 +167,7 @@ def test_containers(file: Path) -> None:
     """What can be said without Docker: instructions, shell syntax, extras, files of the tree."""
     text = file.read_text()
     lines = [x for x in re.sub(r"\\\n", "", text).splitlines() if x and not x.startswith("#")]
-    known = "ARG CMD COPY ENV FROM RUN USER WORKDIR".split()
+    known = ["ARG", "CMD", "COPY", "ENV", "FROM", "RUN", "USER", "WORKDIR"]
     steps = [line.partition(" ")[::2] for line in lines]
     assert {name for name, _ in steps} <= set(known) and steps[0][0] == "FROM"
     for name, rest in steps:

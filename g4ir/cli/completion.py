@@ -1,11 +1,10 @@
-"""`g4ir completion`: scripts by which bash, zsh and fish complete verbs, options and their values."""
+"""`g4ir completion`: scripts by which bash, zsh and fish complete verbs, options and values."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-
 
 from g4ir import __version__
 from g4ir.passes import PASSES

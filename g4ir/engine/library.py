@@ -82,8 +82,8 @@ def load(
     variant whose weights are in the local cache, or a Spec. trust: as of `load_engine`.
     engines_limit: bytes of the cache, `~/.cache/g4ir/engines`, beyond which the engines used least
     recently are removed. revision: branch, tag or commit of a model of the hub (default: main).
-    download: whether to download weights that are not in the local cache, or a function that decides
-    by their size. Options of the build, which an engine directory has already:
+    download: whether to download weights that are not in the local cache, or a function that
+    decides. Options of the build, which an engine directory has already:
 
     {options}
 

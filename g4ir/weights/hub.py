@@ -1,5 +1,5 @@
-"""Downloads from the Hugging Face hub into its local cache, by huggingface_hub, which obeys HF_TOKEN,
-HF_ENDPOINT and HF_HUB_OFFLINE."""
+"""Downloads from the Hugging Face hub into its local cache, by huggingface_hub, which obeys
+HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def look_up(hub_id: str, revision: str | None = None) -> Download:
         files = [n for n in sizes if n.endswith(GGUF)]
         fix = "give the id of a Hugging Face checkpoint"
         if files:
-            fix = f"download one of its GGUF files with `hf download {hub_id} {files[0]}`, and give it"
+            fix = f"download a GGUF file of it with `hf download {hub_id} {files[0]}`, and give it"
         raise InputError(f"{page} has no {CONFIG} with safetensors: {fix}")
     ordered = {name: sizes[name] for name in (*small, *weights)}
     return Download(hub_id, revision, info.sha, ordered, page, bool(info.gated))
@@ -125,7 +125,9 @@ def _errors(hub_id: str, revision: str) -> Iterator[Any]:
         from huggingface_hub import errors, utils
     except ImportError:
         fix = "pip install huggingface_hub"
-        raise MissingError(f"{hub_id}: a download needs the package huggingface_hub: {fix}") from None
+        raise MissingError(
+            f"{hub_id}: a download needs the package huggingface_hub: {fix}"
+        ) from None
     endpoint = hub.HfApi().endpoint
     page = f"{endpoint}/{hub_id}"
     token = "give HF_TOKEN, or run `hf auth login`"
