@@ -53,8 +53,9 @@ def encode(
 
     `budget`: soft tokens of an image at most, one of those the engine was built for; `frames` of a
     video (default 32, or all of a shorter one), or `fps` of each second, at most `frames`;
-    `too_long`: whether audio beyond the limit is cut or refused. InputError for a kind that the engine does not take, what is no such file, and
-    in a forked process; MissingError where a library for decoding is missing.
+    `too_long`: whether audio beyond the limit is cut or refused. InputError for a kind that the
+    engine does not take, what is no such file, and in a forked process; MissingError where a
+    library for decoding is missing.
     """
     engine.check_process()
     check_taken(kind, engine.media, engine.spec)

@@ -128,7 +128,8 @@ def prepare_video(
     video: Video, settings: ImageSettings, frames: int | None = None, fps: float | None = None
 ) -> Footage:
     """Return the patches of the sampled frames (`frames_at`). InputError, naming the video, for
-    another type or shape, a rate that is no positive number, and numbers of frames as in `sample_frames`."""
+    another type or shape, a rate that is no positive number, and numbers of frames as in
+    `sample_frames`."""
     name, rate, total, seconds = video.name, video.rate, len(video.frames), video.seconds
     check_pixels(video.frames, 4, name)
     if rate is not None and not (np.isfinite(rate) and rate > 0):
