@@ -18,7 +18,7 @@ PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist load
 export PYTHONDONTWRITEBYTECODE =
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo demo-real test units check near test-full test-real test-vllm test-versions cuda-programs coverage mutants lint lines bench clean distclean
+.PHONY: setup demo demo-real test units check near test-full test-real test-vllm test-clients test-wheel test-versions cuda-programs coverage mutants lint lines bench clean distclean
 
 setup: $(READY)
 
@@ -143,6 +143,25 @@ $(CLIENTS_ENV)/.ready: tests/clients/packages.txt
 	$(CLIENTS_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile -r $<
 	@touch $@
 
+# The wheel of this tree, installed with what it asks for, without the repository beside it: its files
+# in `make test`, the README's commands here.
+WHEEL_ENV   = build/wheel-env
+WHEEL_PIP   = $(WHEEL_ENV)/bin/python -m pip --disable-pip-version-check
+WHEEL_INSTALL = $(WHEEL_PIP) install -q --no-compile -c constraints.txt
+
+test-wheel: $(READY) $(WHEEL_ENV)/.ready
+	rm -rf build/lib build/wheel
+	$(WHEEL_PIP) wheel -q --no-deps --wheel-dir build/wheel .
+	$(WHEEL_INSTALL) --force-reinstall --no-deps build/wheel/*.whl
+	$(WHEEL_PIP) check
+	$(BIN)/python -m pytest -q tests/installed.py
+
+$(WHEEL_ENV)/.ready: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(WHEEL_ENV)
+	$(WHEEL_INSTALL) torch
+	$(WHEEL_INSTALL) '.[serve]'
+	@touch $@
+
 # Lowest and newest versions of torch, triton, transformers and onnxruntime, each in an environment of
 # its own (12 GB, most of it two CUDA builds of torch): see tests/versions.yaml. An hour.
 test-versions: $(READY)
@@ -169,6 +188,7 @@ near: $(READY)
 
 test-full: lint
 	$(PYTEST) --full
+	@$(MAKE) --no-print-directory test-wheel
 	@$(MAKE) --no-print-directory lines
 
 # mypy does not know the package mapping of pyproject.toml, and `mypy -p g4ir` from here would pass

@@ -19,6 +19,7 @@ import torch
 import yaml
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
+from g4ir.chat.special_tokens import CONTROLS
 from g4ir.model.tensors import text_tensors
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec
@@ -121,6 +122,13 @@ def write_gguf(
         writer.add_tensor("rope_freqs.weight", _frequencies(spec))
     finish(writer)
     return meant
+
+
+def with_turns(values: dict[str, Any]) -> None:
+    """Replace the last tokens of a vocabulary by the control tokens of a chat that it lacks."""
+    words, kinds = (values[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
+    missing = [c for c in CONTROLS if c not in words]
+    words[-len(missing) :], kinds[-len(missing) :] = missing, [3] * len(missing)
 
 
 def bare_file(

@@ -445,6 +445,15 @@ def test_bench_writes_all_its_files(moe: Engine, tmp_path: Path) -> None:
     made = read_report(files["--json"])
     assert made.workload.context == 9
     assert text(made).splitlines() == outcome.out.splitlines()
+    table = g4ir("bench", files["--json"], files["--json"], "--table").out.splitlines()
+    assert table[0] == "|  | prefill, tokens/s | decode, ms a token |" and len(table) == 4
+    assert table[2] == table[3] and table[2].startswith(f"| {made.model_id}, {moe.path.name} | ")
+    other = tmp_path / "other.json"
+    told = g4ir("bench", moe.path, *FLAGS, "--out", other, "--json")
+    assert json.loads(told.out) == json.loads(other.read_text()) and told.code == 0
+    words = ("--out", other, "--json", files["--json"])
+    assert "give one file" in refused("bench", moe.path, *FLAGS, *words)
+    assert "give --json last" in refused("bench", *FLAGS, "--json", tmp_path, moe.path)
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
 
 

@@ -495,8 +495,17 @@ def test_hub_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text("abc123\n")
     assert hub_snapshot("google/gemma") is None
-    (repo / "snapshots" / "abc123").mkdir(parents=True)
-    assert hub_snapshot("google/gemma") == repo / "snapshots" / "abc123"
+    snapshot = repo / "snapshots" / "abc123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    assert hub_snapshot("google/gemma") is None  # a download that ended early
+    (snapshot / "a.safetensors").touch()
+    assert hub_snapshot("google/gemma") == hub_snapshot("google/gemma", "abc123") == snapshot
+    index = snapshot / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}')
+    assert hub_snapshot("google/gemma") is None
+    (snapshot / "b.safetensors").touch()
+    assert hub_snapshot("google/gemma") == snapshot and not hub_snapshot("google/gemma", "v2")
     (repo / "refs" / "main").write_text("../../..")
     assert hub_snapshot("google/gemma") is None
     with pytest.raises(InputError, match="org/name"):

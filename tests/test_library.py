@@ -15,7 +15,6 @@ import pytest
 
 import g4ir
 from g4ir.backends.trt.kernel_cache import SUFFIX
-from g4ir.chat.special_tokens import CONTROLS
 from g4ir.engine import library
 from g4ir.engine.library import cached_engines, engines_root, find_engine, keep_below, remove
 from g4ir.errors import EngineError, G4Error
@@ -24,7 +23,7 @@ from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused, text_checkpoint
 from tests.engines import random_checkpoint
-from tests.gguf_files import bare_file
+from tests.gguf_files import bare_file, with_turns
 
 SMALL = BuildOptions(backend="reference", max_seq=64)
 FLAGS = ("--backend", "reference", "--max-seq", "64")
@@ -218,11 +217,6 @@ def test_verbs_take_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_chat_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_turns(values: dict[str, Any]) -> None:
-        words, kinds = (values[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
-        missing = [c for c in CONTROLS if c not in words]
-        words[-len(missing) :], kinds[-len(missing) :] = missing, [3] * len(missing)
-
     file = bare_file(tmp_path / "tiny.gguf", load_spec("tiny-dense"), with_turns)
     for _ in range(2):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\n")))

@@ -152,7 +152,7 @@ def normal(requirement: str) -> str:
 
 def test_the_container_has_what_was_compared() -> None:
     """The torch of `make cuda-programs`, the TensorRT of the recorder, the triton of the tests."""
-    text = (ROOT / "Dockerfile").read_text()
+    text = (ROOT / "docker" / "cuda.Dockerfile").read_text()
     makefile, constraints = ((ROOT / n).read_text() for n in ("Makefile", "constraints.txt"))
     pins = dict(re.findall(r"(?<= )([\w-]+)==([\d.]+)", text))
     assert f"CUDA_TORCH  = torch=={pins['torch']}\n" in makefile
@@ -160,3 +160,22 @@ def test_the_container_has_what_was_compared() -> None:
     assert pins["tensorrt-cu13"] == WHEELS["11.4.0"][0]
     cuda = re.search(r"FROM nvidia/cuda:(\d+\.\d+)\.", text)
     assert cuda and f"'nvidia-cuda-crt=={cuda[1]}.*'" in makefile
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("docker/*.Dockerfile")), ids=lambda p: p.stem)
+def test_containers(file: Path) -> None:
+    """What can be said without Docker: instructions, shell syntax, extras, files of the tree."""
+    text = file.read_text()
+    lines = [x for x in re.sub(r"\\\n", "", text).splitlines() if x and not x.startswith("#")]
+    known = ["ARG", "CMD", "COPY", "ENV", "FROM", "RUN", "USER", "WORKDIR"]
+    steps = [line.partition(" ")[::2] for line in lines]
+    assert {name for name, _ in steps} <= set(known) and steps[0][0] == "FROM"
+    for name, rest in steps:
+        if name == "RUN":
+            script = re.sub(r"^(--\S+ +)+", "", rest)
+            subprocess.run(["sh", "-n"], input=script, text=True, check=True)
+            extras = {e for found in re.findall(r"\[([\w,]+)\]", script) for e in found.split(",")}
+            assert extras <= set(PYPROJECT["project"]["optional-dependencies"])
+        if name == "COPY":
+            assert all((ROOT / word).exists() for word in rest.split()[:-1])
+    assert f"docker build -f docker/{file.name} " in text

@@ -3,6 +3,7 @@ variable frame rates, damage."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import random
@@ -27,6 +28,7 @@ from g4ir.media.videos import (
     FRAMES,
     Video,
     frame_times,
+    frames_at,
     prepare_video,
     read_footage,
     read_video,
@@ -151,6 +153,37 @@ def test_frames_are_sampled_as_in_the_reference(total: int, frames: int) -> None
     # Now and then it names one frame more, and sometimes one that is not there.
     found = list(sample_frames(total, frames))
     assert found == [i for i in wanted if i < total] == sorted({*found}) and found[0] == 0
+
+
+@given(st.integers(1, 5000), st.sampled_from((8, 24, 25, 30, 60)), st.sampled_from((0.5, 1, 2, 4)))
+def test_frames_per_second_are_the_references(total: int, rate: int, fps: float) -> None:
+    """Where it takes one at least; the last frame is shown as long as the others."""
+    metadata = SimpleNamespace(total_num_frames=total, fps=rate)
+    count = frames_at(fps, [i / rate for i in range(total)])
+    if total / rate * fps >= 1 and total > 1 and fps <= rate:
+        free = copy.copy(processor(TOWER, "video"))
+        free.num_frames = None  # else its 32 win over `fps`
+        wanted = free.sample_frames(metadata, fps=fps).tolist()
+        assert list(sample_frames(total, count)) == [i for i in wanted if i < total]
+    else:
+        assert count == 1
+
+
+def test_frames_per_second_of_files(tmp_path: Path) -> None:
+    """Over the presentation time, also where most frames come in its first second; `frames` is
+    the most."""
+    even = film(tmp_path / "even.mp4", range(0, 80, 1))  # 8 s
+    burst = film(tmp_path / "burst.mp4", [*range(10), *range(10, 81, 10)])  # 10 a second, then one
+    for path in (even, burst):
+        found = read_video(path, fps=1).seconds
+        assert found and len(found) == 8 and all(abs(s - i) < 0.5 for i, s in enumerate(found))
+        assert len(read_video(path, 4, 1).frames) == 4 and len(read_video(path, 9, 0.1).frames) == 1
+    assert prepare_video(
+        Video(np.zeros((48, 32, 32, 3), np.uint8), 24.0), video_settings(load_spec(TOWER)), None, 2
+    ).times == (*("00:00", "00:00", "00:01", "00:01"),)
+    for bad in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(InputError, match=r"even\.mp4: --fps .*: expected frames per second"):
+            read_video(even, fps=bad)
 
 
 rates = st.sampled_from((23.976, 24.0, 25.0, 29.97, 30.0, 59.94, 0.1)) | st.floats(0.01, 300)

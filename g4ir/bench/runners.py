@@ -170,9 +170,12 @@ def reference_runner(engine: Engine, batch: int) -> EngineRunner:
 
 
 def calls_per_step(engine: Engine) -> dict[str, int]:
-    """Count compiled regions and the eager ops between them; nodes if the backend is not torch."""
-    if engine.facts.backend != "torch":
+    """Count compiled regions and the eager ops between them: one of an engine whose whole network
+    is one program; nodes of the interpreter."""
+    if engine.facts.backend == "reference":
         return {"nodes": len(engine.program.graphs["decode"].nodes)}
+    if engine.facts.backend != "torch":
+        return {"programs": 1, "glue": 0}
     steps = phase_steps(engine.program, engine.limits, engine.device).get("decode")
     if steps is None:  # one program of instructions
         return {"programs": 1, "glue": 0}

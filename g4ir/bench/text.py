@@ -111,6 +111,22 @@ def _table(runs: Sequence[RunReport], names: Mapping[str, str]) -> str:
     return aligned(lines, indent=0).rstrip("\n")
 
 
+def markdown(reports: Sequence[BenchReport]) -> str:
+    """Return a Markdown table: a line for each report's first engine, prefill and decode beside
+    those of every other runner."""
+    others = [*dict.fromkeys(r.role for report in reports for r in report.runs[1:])]
+    head = ["", "prefill, tokens/s", *others, "decode, ms a token", *others]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for report in reports:
+        runs = {r.role: r.metrics() for r in report.runs if not r.void}
+        own = report.runs[0]
+        lines.append([f"{report.model_id}, {own.name or own.role}"])
+        for metric in ("prefill_throughput", "itl_p50"):
+            found = (runs.get(role, {}).get(metric) for role in (own.role, *others))
+            lines[-1] += [_short(stat[1].value) if stat else "-" for stat in found]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def _shown(stat: Stat, factor: float = 1.0) -> str:
     spread = stat.spread * factor
     digits = f"{spread:.0f}" if spread >= 10 else f"{spread:.2g}"

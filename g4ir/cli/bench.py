@@ -11,7 +11,7 @@ from pathlib import Path
 from g4ir.bench.report import check_options, check_specs, run_bench
 from g4ir.bench.runners import Workload, plan_workload
 from g4ir.bench.schema import BenchReport, plain, read_report
-from g4ir.bench.text import compare_reports, compare_text, plot_bench, text
+from g4ir.bench.text import compare_reports, compare_text, markdown, plot_bench, text
 from g4ir.engine.artefact import read_manifest
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
@@ -26,7 +26,10 @@ STDOUT = "-"
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Measure engines, and report."""
+    """Measure engines, and report; or print the table of reports."""
+    if args.table and args.engines and all(Path(m).suffix == ".json" for m in args.engines):
+        print(markdown([read_report(m) for m in args.engines]))
+        return 0
     _check_arguments(args)
     find_engines(args)
     report = _measured(args, _planned(args))
@@ -37,8 +40,14 @@ def bench(args: argparse.Namespace) -> int:
 def _check_arguments(args: argparse.Namespace) -> None:
     if not 1 <= len(args.engines) <= 2:
         raise InputError(f"bench takes one engine or two, not {len(args.engines)}")
-    if args.json not in (None, STDOUT) and not Path(args.json).absolute().parent.is_dir():
-        raise InputError(f"--json {args.json}: no such directory")
+    if args.json not in (None, STDOUT):
+        if args.out:
+            raise InputError(f"--json {args.json} and --out {args.out}: give one file")
+        args.out, args.json = args.json, None
+    if args.out and not Path(args.out).absolute().parent.is_dir():
+        raise InputError(f"{args.out}: no such directory to write the report to")
+    if args.out and Path(args.out).is_dir():
+        raise InputError(f"{args.out} is a directory, and no file for the report: give --json last")
     if args.text and not Path(args.text).is_file():
         raise InputError(f"--text {args.text}: no such file")
     if args.plot:
@@ -90,9 +99,9 @@ def _write(args: argparse.Namespace, report: BenchReport) -> None:
     if args.json == STDOUT:
         emit(values)
     else:
-        print(text(report))
-    if args.json and args.json != STDOUT:
-        write_file(Path(args.json), [(json.dumps(values, indent=1) + "\n").encode()])
+        print(markdown([report]) if args.table else text(report))
+    if args.out:
+        write_file(Path(args.out), [(json.dumps(values, indent=1) + "\n").encode()])
     if args.plot:
         plot_bench(args.plot, {"": report})
 

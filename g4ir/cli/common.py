@@ -29,6 +29,7 @@ from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.ui import console
 from g4ir.ui.files import read_table
 from g4ir.ui.units import parse_count
+from g4ir.weights.origin import AbsentWeights
 
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
@@ -343,7 +344,10 @@ def find_engines(args: argparse.Namespace, all_logits: bool = False) -> None:
         raise InputError(f"{engine} is an engine, and --preset belongs to its build: {fix}")
     with console.Progress() as progress:
         options = (given if is_engine(Path(m)) else of_file(needed, args, m) for m in args.models)
-        found = [str(find_engine(m, o, limit, progress)) for m, o in zip(args.models, options)]
+        hub = {"revision": args.revision, "download": _consent(args.download)}
+        found = [
+            str(find_engine(m, o, limit, progress, **hub)) for m, o in zip(args.models, options)
+        ]
     if "engines" in args:
         args.engines = found
     else:
@@ -356,10 +360,25 @@ def of_file(options: BuildOptions, args: argparse.Namespace, model: str | None) 
         return options
     from .models import named_model, without_quant
 
-    found = without_quant(options, find_preset(args.preset), named_model(model))
+    try:
+        named = named_model(model)
+    except AbsentWeights:  # of a hub id that is to be downloaded
+        return options
+    found = without_quant(options, find_preset(args.preset), named)
     if found != options:
         console.say(f"note: {model} is quantised already: --quant {options.quant} is left out")
     return found
+
+
+def _consent(download: bool) -> Callable[[Any], bool] | bool:
+    """Return the function that decides on a download, after it has shown what comes: yes with
+    --download, else what is answered at a terminal; False if there is none to ask."""
+
+    def agreed(found: Any) -> bool:
+        console.say(str(found))
+        return download or console.confirmed("download it?")
+
+    return agreed if download or console.interactive() else False
 
 
 def how_to_load(args: argparse.Namespace) -> dict[str, Any]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from g4ir.engine.scheduler import SchedulerConfig
 
 #: setting of media -> the kind that it is for
-SETTING_KINDS = {setting: kind for kind, (setting, _) in MEDIA_SETTINGS.items()}
+SETTING_KINDS = {setting: kind for kind, names in MEDIA_SETTINGS.items() for setting in names}
 FLAGS = ("bos", "max_new_tokens", "temperature", "top_k", "top_p", *SETTING_KINDS)
 
 

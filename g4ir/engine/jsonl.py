@@ -66,6 +66,7 @@ FIELDS: dict[str, Field] = {
     "audio": PATHS,
     "image_budget": WHOLE,
     "frames": WHOLE,
+    "fps": NUMBER,
     "audio_too_long": (lambda v: v in (CUT, REFUSE), f"{CUT} or {REFUSE}"),
 }
 

@@ -1,5 +1,5 @@
 """Engines that are built on first use into the cache: of a GGUF file, a checkpoint directory, a
-model of the local Hugging Face cache, or a variant.
+model of the Hugging Face hub, or a variant.
 
 `NAME-HASH` is an engine's directory there, and `NAME-HASH.json` its record, which is also its lock:
 exclusive while it is built or removed, shared while a process uses it. The record's time is that of
@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -23,13 +23,14 @@ from typing import Any
 
 from g4ir import __version__
 from g4ir.backends import find_backend
-from g4ir.errors import EngineError, G4Error, InputError
+from g4ir.errors import EngineError, G4Error, InputError, MissingError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.ui.paths import cache_root, private
 from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.checkpoint import CONFIG, GGUF
-from g4ir.weights.origin import find_model, need_snapshot
+from g4ir.weights.hub import Download, look_up
+from g4ir.weights.origin import AbsentWeights, find_model, need_snapshot
 
 from .artefact import BUILDING, FORMAT, MANIFEST, is_engine
 from .build import DEFAULTS, prepare, shows_options, write_engine
@@ -45,6 +46,8 @@ RECORD = ".json"
 KERNELS = ".kernels"
 #: options that may name files
 FILES = ("checkpoint", "mmproj", "adapter", "drafter", "quant", "calibrate")
+#: whether to download, or a function that decides
+Consent = bool | Callable[[Download], bool]
 #: shared locks of the engines that this process uses, by path
 _in_use: dict[Path, int] = {}
 
@@ -68,6 +71,8 @@ def load(
     *,
     trust: bool = False,
     engines_limit: int | None = None,
+    revision: str | None = None,
+    download: Consent = False,
     progress: Progress = no_progress,
     **options: Any,
 ) -> Engine:
@@ -76,14 +81,16 @@ def load(
     model: an engine directory, a GGUF file, a checkpoint directory, a Hugging Face id or a shipped
     variant whose weights are in the local cache, or a Spec. trust: as of `load_engine`.
     engines_limit: bytes of the cache, `~/.cache/g4ir/engines`, beyond which the engines used least
-    recently are removed. Options of the build, which an engine directory has already:
+    recently are removed. revision: branch, tag or commit of a model of the hub (default: main).
+    download: whether to download weights that are not in the local cache, or a function that
+    decides. Options of the build, which an engine directory has already:
 
     {options}
 
     Raises a G4Error for anything wrong.
     """
     return load_engine(
-        find_engine(model, BuildOptions(**options), engines_limit, progress),
+        find_engine(model, BuildOptions(**options), engines_limit, progress, revision, download),
         trust=trust,
         progress=progress,
     )
@@ -94,14 +101,21 @@ def find_engine(
     options: BuildOptions = DEFAULTS,
     limit: int | None = None,
     progress: Progress = no_progress,
+    revision: str | None = None,
+    download: Consent = False,
 ) -> Path:
     """Return the engine directory of a model, built first unless it was before; one of the cache is
     in use from now on, until the process ends. What names no model is returned as it is: loading it
-    says what is wrong."""
+    says what is wrong. MissingError for weights that are not in the local cache of the hub, nor to
+    be downloaded."""
     if not isinstance(model, Spec) and is_engine(Path(model)):
-        _refuse_options(Path(model), options)
+        _refuse_options(Path(model), options, revision)
         return Path(model)
-    found = _with_weights(model, options)
+    try:
+        found = _with_weights(model, options, revision)
+    except AbsentWeights as e:
+        _downloaded(e, download, progress)
+        found = _with_weights(model, options, revision)
     if found is None:
         return Path(str(model))
     name, spec, options = found
@@ -157,7 +171,7 @@ def keep_below(limit: int) -> list[Path]:
 
 
 def _with_weights(
-    model: Spec | str | Path, options: BuildOptions
+    model: Spec | str | Path, options: BuildOptions, revision: str | None
 ) -> tuple[str, Spec | None, BuildOptions] | None:
     """Return the name of a model, its spec unless its checkpoint says it, and the options of its
     build, with its weights; None if there is no such model."""
@@ -166,9 +180,10 @@ def _with_weights(
         spec = load_spec(model)
     if isinstance(spec, Spec):
         if options.random_weights is None and options.checkpoint is None:
-            options = replace(options, checkpoint=need_snapshot(spec, "--random-weights SEED"))
+            found = need_snapshot(spec, "--random-weights SEED", revision)
+            options = replace(options, checkpoint=found)
         return spec.name, spec, options
-    _, path = find_model(spec, "--random-weights SEED")
+    _, path = find_model(spec, "--random-weights SEED", revision)
     for option in ("checkpoint", "random_weights"):
         if getattr(options, option) is not None:
             flag, fix = option.replace("_", "-"), "leave them out, or give a variant"
@@ -177,6 +192,16 @@ def _with_weights(
         return None
     name = Path(spec).resolve().name.removesuffix(GGUF)  # of a hub id too
     return re.sub(r"[^\w.-]", "_", name), None, replace(options, checkpoint=path.absolute())
+
+
+def _downloaded(absent: AbsentWeights, download: Consent, progress: Progress) -> None:
+    """Download weights, if that is wanted."""
+    if download is False:
+        raise MissingError(f"{absent}; --download does so on the way")
+    found = look_up(absent.hub_id, absent.revision)
+    if not (download is True or download(found)):
+        raise MissingError(f"{absent.hub_id} is not downloaded, as was answered")
+    found.fetch(progress)
 
 
 def _hash(spec: Spec | None, options: BuildOptions) -> str:
@@ -228,8 +253,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _refuse_options(path: Path, options: BuildOptions) -> None:
-    if given := _given(options):
+def _refuse_options(path: Path, options: BuildOptions, revision: str | None) -> None:
+    if given := [*_given(options), *(["revision"] if revision else [])]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         fix = "leave them out, or give the model that it was built from"
         raise InputError(f"{path} is an engine, and {flags} belong to its build: {fix}")

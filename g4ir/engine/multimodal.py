@@ -46,20 +46,22 @@ def encode(
     *,
     budget: int | None = None,
     frames: int | None = None,
+    fps: float | None = None,
     too_long: str = CUT,
 ) -> Soft:
     """Return the soft tokens of one item.
 
     `budget`: soft tokens of an image at most, one of those the engine was built for; `frames` of a
-    video (default 32, or all of a shorter one); `too_long`: whether audio beyond the limit is
-    cut or refused. InputError for a kind that the engine does not take, what is no such file, and
-    in a forked process; MissingError where a library for decoding is missing.
+    video (default 32, or all of a shorter one), or `fps` of each second, at most `frames`;
+    `too_long`: whether audio beyond the limit is cut or refused. InputError for a kind that the
+    engine does not take, what is no such file, and in a forked process; MissingError where a
+    library for decoding is missing.
     """
     engine.check_process()
     check_taken(kind, engine.media, engine.spec)
     if kind == IMAGE:
         return _image(engine, item, budget)
-    return _video(engine, item, frames) if kind == VIDEO else _audio(engine, item, too_long)
+    return _video(engine, item, frames, fps) if kind == VIDEO else _audio(engine, item, too_long)
 
 
 def _image(engine: EngineParts, item: Any, budget: int | None) -> Soft:
@@ -73,14 +75,14 @@ def _image(engine: EngineParts, item: Any, budget: int | None) -> Soft:
     return Soft(IMAGE, (_seen(engine, item.patches, item.positions, item.soft_tokens),))
 
 
-def _video(engine: EngineParts, item: Any, frames: int | None) -> Soft:
+def _video(engine: EngineParts, item: Any, frames: int | None, fps: float | None) -> Soft:
     settings = video_settings(engine.spec, engine.media.frame)
     if isinstance(item, str | Path):
-        item = read_footage(item, settings, frames, engine.limits.max_seq)
+        item = read_footage(item, settings, frames, engine.limits.max_seq, fps)
     if isinstance(item, np.ndarray):
         item = Video(item)
     if not isinstance(item, Footage):
-        item = prepare_video(_checked(item, Video, VIDEO), settings, frames)
+        item = prepare_video(_checked(item, Video, VIDEO), settings, frames, fps)
     pieces = [
         _seen(engine, patches, positions, item.soft_tokens)
         for patches, positions in zip(item.patches, item.positions, strict=True)

@@ -81,6 +81,22 @@ def sample_frames(total: int, frames: int | None = None, name: str = "video") ->
     return tuple(i for i in chosen if i < total)
 
 
+def frames_at(
+    fps: float | None, seconds: Sequence[float], frames: int | None = None, name: str = "video"
+) -> int | None:
+    """Return how many frames to take of those at `seconds`: `fps` a second over the whole video, at
+    least one, at most all, and at most `frames` if that is given. Without `fps` it is `frames`."""
+    if fps is None:
+        return frames
+    if not (np.isfinite(fps) and fps > 0):
+        raise InputError(f"{name}: --fps {fps!r}: expected frames per second above 0")
+    total = len(seconds)
+    # The last frame is shown as long as the others on average; a rounded 7.9999999 is 8.
+    span = (seconds[-1] - seconds[0]) * total / (total - 1) if total > 1 else 0.0
+    count = max(1, min(total, int(span * fps + 1e-6)))
+    return count if frames is None else min(count, frames)
+
+
 def spread_frames(
     seconds: Sequence[float], frames: int | None = None, name: str = "video"
 ) -> tuple[int, ...]:
@@ -108,16 +124,20 @@ def frame_times(
     return tuple(f"{int(s // 60):02d}:{int(s % 60):02d}" for s in seconds or even)
 
 
-def prepare_video(video: Video, settings: ImageSettings, frames: int | None = None) -> Footage:
-    """Return the patches of the sampled frames. InputError, naming the video, for another type or
-    shape, a rate that is no positive number, and numbers of frames as in `sample_frames`."""
+def prepare_video(
+    video: Video, settings: ImageSettings, frames: int | None = None, fps: float | None = None
+) -> Footage:
+    """Return the patches of the sampled frames (`frames_at`). InputError, naming the video, for
+    another type or shape, a rate that is no positive number, and numbers of frames as in
+    `sample_frames`."""
     name, rate, total, seconds = video.name, video.rate, len(video.frames), video.seconds
     check_pixels(video.frames, 4, name)
     if rate is not None and not (np.isfinite(rate) and rate > 0):
         raise InputError(f"{name}: {rate!r} frames per second; expected a number above 0")
     if seconds is not None and len(seconds) != total:
         raise InputError(f"{name}: {total} frames at {len(seconds)} seconds; one for each")
-    indices = spread_frames(seconds or range(total), frames, name)
+    even = seconds or [i / (rate or ASSUMED_RATE) for i in range(total)]
+    indices = spread_frames(seconds or range(total), frames_at(fps, even, frames, name), name)
     times = frame_times(indices, rate, seconds and tuple(seconds[i] for i in indices))
     return _footage((video.frames[i] for i in indices), times, settings, name)
 
@@ -159,13 +179,13 @@ def _footage(
 CONTAINERS = ("mov", "matroska", "avi", "mpegts", "mpeg", "ogg", "flv", "gif")
 
 
-def read_video(path: str | Path, frames: int | None = None) -> Video:
+def read_video(path: str | Path, frames: int | None = None, fps: float | None = None) -> Video:
     """Read sampled frames of a video file in full resolution, as players show them: turned and
     mirrored by the display matrix, without what edit lists hide, spread by presentation time.
     InputError, naming the file, for one that is missing, empty, none of CONTAINERS, without images,
     corrupt, truncated or too large; MissingError if av is not installed."""
     path = Path(path)
-    sample = _sample(path, frames)
+    sample = _sample(path, frames, fps)
     pixels = [*_decoded(path, sample)]
     if len({frame.shape for frame in pixels}) > 1:
         raise InputError(f"{path}: its frames have several sizes; encode it with one")
@@ -173,12 +193,16 @@ def read_video(path: str | Path, frames: int | None = None) -> Video:
 
 
 def read_footage(
-    path: str | Path, settings: ImageSettings, frames: int | None = None, most: int | None = None
+    path: str | Path,
+    settings: ImageSettings,
+    frames: int | None = None,
+    most: int | None = None,
+    fps: float | None = None,
 ) -> Footage:
     """Return `prepare_video` of `read_video`, with one frame at a time in full resolution. Errors
     as there, and InputError for more than `most` soft tokens."""
     path = Path(path)
-    sample = _sample(path, frames)
+    sample = _sample(path, frames, fps)
     times = frame_times(sample.indices, sample.rate, sample.seconds)
     return _footage(_decoded(path, sample), times, settings, str(path), most)
 
@@ -197,7 +221,7 @@ class _Sample:
 LOST = 16  # frames that a decoder may drop at cuts: H.264 refers back no further
 
 
-def _sample(path: Path, frames: int | None) -> _Sample:
+def _sample(path: Path, frames: int | None, fps: float | None) -> _Sample:
     """Choose frames by the timestamps of the packets; nothing is decoded."""
     with opened(path, "video", MAX_BYTES, "send a smaller video") as file:
         if is_cut(file, path.stat().st_size):
@@ -214,7 +238,7 @@ def _sample(path: Path, frames: int | None) -> _Sample:
     ticks = sorted(stamps)
     # Exact, since one bit can make a second.
     seconds = [(t - ticks[0]) * unit.numerator / unit.denominator for t in ticks]
-    indices = spread_frames(seconds, frames, str(path))
+    indices = spread_frames(seconds, frames_at(fps, seconds, frames, str(path)), str(path))
     late = ticks[0] * unit.numerator / unit.denominator - start
     late = late if late >= 1 else 0.0  # where the audio begins first
     keys = None if by_index else tuple(ticks[i] for i in indices)

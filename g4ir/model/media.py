@@ -27,11 +27,11 @@ IMAGE, VIDEO, AUDIO = KINDS = ("image", "video", "audio")
 PICTURES = (IMAGE, VIDEO)
 #: what a list of media is called, as a keyword and in a JSON line -> its kind
 LISTS = {"images": IMAGE, "videos": VIDEO, "audio": AUDIO}
-#: kind -> its setting in requests, and what `Engine.encode` calls it
+#: kind -> its settings in requests, and what `Engine.encode` calls each
 MEDIA_SETTINGS = {
-    IMAGE: ("image_budget", "budget"),
-    VIDEO: ("frames", "frames"),
-    AUDIO: ("audio_too_long", "too_long"),
+    IMAGE: {"image_budget": "budget"},
+    VIDEO: {"frames": "frames", "fps": "fps"},
+    AUDIO: {"audio_too_long": "too_long"},
 }
 #: seconds of audio that towers are compiled for unless asked otherwise; the last is the longest
 SECONDS = (5.0, 10.0, 20.0, 30.0)
@@ -100,8 +100,8 @@ def _rising(numbers: tuple[int, ...]) -> bool:
 
 def encode_options(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `Engine.encode` for one medium of a request with these settings."""
-    name, keyword = MEDIA_SETTINGS[kind]
-    return {} if settings.get(name) is None else {keyword: settings[name]}
+    named = MEDIA_SETTINGS[kind].items()
+    return {keyword: settings[k] for k, keyword in named if settings.get(k) is not None}
 
 
 def check_taken(kind: str, media: Media, spec: Spec) -> None:

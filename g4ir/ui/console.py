@@ -38,6 +38,18 @@ def say(line: str) -> None:
     _write(f"g4ir: {line}\n")
 
 
+def interactive() -> bool:
+    """Whether somebody can answer a question: stdin and stderr are a terminal."""
+    return bool(sys.stdin and sys.stdin.isatty() and _on_terminal())
+
+
+def confirmed(question: str) -> bool:
+    """Ask on stderr; whether the answer begins with y."""
+    Progress.clear()
+    _write(f"g4ir: {question} [y/N] ")
+    return sys.stdin.readline().strip().lower().startswith("y")
+
+
 class Progress:
     """A context that shows the newest message about what takes long.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +24,7 @@ from .adapter import Adapter, lies_in
 from .checkpoint import (
     CONFIG,
     GGUF,
+    INDEX,
     Checkpoint,
     read_extractor,
     read_headers,
@@ -179,40 +182,71 @@ def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origi
     return replace(found, towers=Path(mmproj))
 
 
-def find_model(model: str | Path, given: str) -> tuple[Spec | None, Path]:
+class AbsentWeights(InputError):
+    """Weights of the hub that are not in the local cache."""
+
+    def __init__(self, message: str, hub_id: str, revision: str | None) -> None:
+        super().__init__(message)
+        self.hub_id, self.revision = hub_id, revision
+
+
+def find_model(
+    model: str | Path, given: str, revision: str | None = None
+) -> tuple[Spec | None, Path]:
     """Return the spec of a variant, and where the weights of a model lie: a variant or a hub id,
-    whose weights are in the local cache, or a path. InputError or SpecError where there are none,
-    and for a variant what may be given instead."""
+    whose weights of this revision (default: main) are in the local cache, or a path. InputError or
+    SpecError where there are none, and for a variant what may be given instead."""
     if isinstance(model, str) and model in spec_names():
         spec = load_spec(model)
-        return spec, need_snapshot(spec, given)
+        return spec, need_snapshot(spec, given, revision)
     path = in_cache_folder(Path(model))
-    if path.exists():
-        return None, path
-    if HUB_ID.fullmatch(str(model)):
-        if found := hub_snapshot(str(model)):
+    if not path.exists() and HUB_ID.fullmatch(str(model)):
+        if found := hub_snapshot(str(model), revision):
             return None, found
-        raise InputError(
+        raise AbsentWeights(
             f"{model}: no such file or directory, and no model of this name in the local "
-            f"Hugging Face cache; download it with `hf download {model}`"
+            f"Hugging Face cache; download it with `{_command(str(model), revision)}`",
+            str(model),
+            revision,
         )
-    if path.name == str(model) and path.suffix != GGUF:
+    if revision:
+        raise InputError(f"--revision {revision} is for a model of the hub, and {model} is a path")
+    if not path.exists() and path.name == str(model) and path.suffix != GGUF:
         load_spec(path.name)  # raises: no variant of this name
     return None, path
 
 
-def hub_snapshot(hub_id: str, revision: str = "main") -> Path | None:
-    """Return the downloaded snapshot of `org/name` in the local cache, or None."""
+def _command(hub_id: str, revision: str | None) -> str:
+    return f"hf download {hub_id}" + (f" --revision {revision}" if revision else "")
+
+
+def hub_snapshot(hub_id: str, revision: str | None = None) -> Path | None:
+    """Return the downloaded snapshot of `org/name` in the local cache, or None; also None if its
+    download ended before the weights."""
+    found = _snapshot(cache_folder(hub_id), revision or "main")
+    return found if found and _has_weights(found) else None
+
+
+def _has_weights(snapshot: Path) -> bool:
+    files = [p.name for p in snapshot.iterdir() if p.suffix in (GGUF, ".safetensors")]
+    if files and (index := snapshot / INDEX).is_file():
+        with suppress(ValueError, KeyError, AttributeError):  # whoever opens it says what is wrong
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            return {*shards} <= {*files}
+    return bool(files)
+
+
+def cache_folder(hub_id: str) -> Path:
+    """Return the folder of `org/name` in the local cache; InputError for no such name."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id):
         raise InputError(f"hub id must look like org/name, found {quoted(hub_id)}")
-    return _snapshot(hub_cache() / ("models--" + hub_id.replace("/", "--")), revision)
+    return hub_cache() / ("models--" + hub_id.replace("/", "--"))
 
 
 def _snapshot(repo: Path, revision: str = "main") -> Path | None:
-    reference = repo / "refs" / revision
-    if not reference.is_file():
-        return None
-    commit = reference.read_text(encoding="utf-8", errors="replace").strip()
+    reference, commit = repo / "refs" / revision, revision
+    if reference.is_file():
+        commit = reference.read_text(encoding="utf-8", errors="replace").strip()
     snapshot = repo / "snapshots" / commit
     return snapshot if re.fullmatch(r"[0-9A-Za-z]{1,64}", commit) and snapshot.is_dir() else None
 
@@ -233,22 +267,28 @@ def in_cache_folder(path: Path) -> Path:
     return main
 
 
-def snapshot_of(spec: Spec) -> Path | None:
+def snapshot_of(spec: Spec, revision: str | None = None) -> Path | None:
     """Return the downloaded snapshot of a spec's weights, or None."""
-    return hub_snapshot(spec.hub) if spec.hub else None
+    return hub_snapshot(spec.hub, revision) if spec.hub else None
 
 
-def need_snapshot(spec: Spec, given: str = "--checkpoint DIR or --random-weights SEED") -> Path:
+def need_snapshot(
+    spec: Spec,
+    given: str = "--checkpoint DIR or --random-weights SEED",
+    revision: str | None = None,
+) -> Path:
     """Return the snapshot of a spec's weights; InputError with the download command if absent, and
     the options that may be given instead."""
-    found = snapshot_of(spec)
+    found = snapshot_of(spec, revision)
     if found is not None:
         return found
     if spec.hub is None:
         raise InputError(f"variant {spec.name} has no hub id: give {given}")
     tensors = [*text_tensors(spec).values(), *tower_tensors(spec).values()]
     size = size_text(sum(map(math.prod, tensors)) * ITEMSIZE[spec.dtype])
-    raise InputError(
+    raise AbsentWeights(
         f"no weights of {spec.hub} in the local Hugging Face cache; download them (about {size}) "
-        f"with `hf download {spec.hub}`, or give {given}"
+        f"with `{_command(spec.hub, revision)}`, or give {given}",
+        spec.hub,
+        revision,
     )

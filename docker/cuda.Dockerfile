@@ -2,8 +2,8 @@
 # of those that pyproject.toml takes: the torch that `make cuda-programs` builds with, the TensorRT
 # whose signatures the backend is compared with. The driver has to be as new as their CUDA.
 #
-#     docker build -t g4ir .
-#     docker run --gpus all --ipc host -v "$PWD/results:/results" g4ir \
+#     docker build -f docker/cuda.Dockerfile -t g4ir-cuda .
+#     docker run --gpus all --ipc host -v "$PWD/results:/results" g4ir-cuda \
 #         python -m pytest -n 1 bench/gpu --out /results/gpu
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 
@@ -19,4 +19,5 @@ RUN pip install --no-cache-dir tensorrt-cu13==11.4.0.106
 
 WORKDIR /g4ir
 COPY . .
-RUN pip install --no-cache-dir --no-build-isolation -e '.[hf,mm]' pytest pytest-xdist
+RUN pip install --no-cache-dir --no-build-isolation -e '.[hf,mm,serve]' pytest pytest-xdist
+CMD ["g4ir", "--help"]

@@ -1,0 +1,188 @@
+"""Downloads by huggingface_hub from a hub on this machine: asked for, resumed, refused."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+import g4ir
+from g4ir.weights.hub import look_up
+from g4ir.weights.origin import hub_snapshot
+from tests.cli_tools import g4ir as command
+from tests.cli_tools import refused, text_checkpoint
+from tests.hub_server import COMMIT, Hub, serving
+
+WEIGHTS = "model-00002-of-00002.safetensors"
+RUN = ("--backend", "reference", "--max-seq", "64", "--tokens", "2,5", "--max-new-tokens", "3")
+RUN = (*RUN, "--temperature", "0")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_checkpoint(tmp_path_factory.mktemp("hub") / "tiny")
+
+
+@pytest.fixture
+def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with a checkpoint and a folder of GGUF files, and a home without anything in it."""
+    (tmp_path / "gguf").mkdir()
+    for name in ("tiny-Q4_0.gguf", "tiny-Q8_0.gguf"):
+        (tmp_path / "gguf" / name).touch()
+    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    for name in ("HF_TOKEN", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    with serving({"some/tiny": checkpoint, "some/gguf": tmp_path / "gguf"}) as served:
+        monkeypatch.setattr(constants, "ENDPOINT", served.url)
+        template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setenv("HF_ENDPOINT", served.url)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        yield served
+
+
+def test_download(hub: Hub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, said before; the same words as from the directory; found without the hub later."""
+    want = command("run", checkpoint, *RUN).out
+    done = command("run", "some/tiny", *RUN, "--download")
+    assert done.code == 0 and done.out == want
+    said = done.err.splitlines()[0]
+    assert said.startswith("g4ir: some/tiny (main): 2.") and f"licence: {hub.url}/some/tiny" in said
+    assert " MiB to download, " in said and f"free in {os.environ['HF_HOME']}/hub" in said
+    files = sorted(p.name for p in checkpoint.iterdir())
+    assert sorted(hub.sent) == [(name, 0) for name in files]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert command("run", "some/tiny", *RUN).out == want
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert command("run", "some/tiny", *RUN, "--download", "--revision", "v1").out == want
+    assert len(hub.sent) == len(files)  # another name of the same commit
+    assert hub_snapshot("some/tiny", "v1") == hub_snapshot("some/tiny", COMMIT)
+
+
+def test_python(hub: Hub) -> None:
+    asked: list[Any] = []
+    with pytest.raises(g4ir.G4Error, match="some/tiny is not downloaded"):
+        g4ir.load("some/tiny", backend="reference", download=lambda found: asked.append(found))
+    assert [d.hub_id for d in asked] == ["some/tiny"] and not hub.sent
+    with g4ir.load("some/tiny", backend="reference", max_seq=64, download=True) as engine:
+        assert len(engine.generate([2, 5], 3)) == 3
+
+
+def test_an_interrupted_download_goes_on(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the files that are absent; until it ends the model counts as absent."""
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4096)
+    hub.stops = (WEIGHTS, 200_000)
+
+    def interrupt() -> None:
+        blobs, until = Path(os.environ["HF_HOME"]), time.monotonic() + 60
+        assert hub.stopped.wait(60)
+        while not any(p.stat().st_size > 50_000 for p in blobs.rglob("*.incomplete")):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        look_up("some/tiny").fetch(lambda message: None)
+    thread.join()
+    assert hub_snapshot("some/tiny") is None and hub_snapshot("some/tiny", COMMIT) is None
+    hub.go_on.set()
+    before = len(hub.sent)
+    assert command("run", "some/tiny", *RUN, "--download").code == 0
+    assert [name for name, _ in hub.sent[before:]] == [WEIGHTS]
+
+
+def test_a_connection_that_breaks(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library goes on by itself."""
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4096)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between its attempts
+    hub.stops = (WEIGHTS, 200_000)
+    hub.go_on.set()
+    assert command("run", "some/tiny", *RUN, "--download").code == 0
+    assert [first > 0 for name, first in hub.sent if name == WEIGHTS] == [False, True]
+
+
+def test_gated(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.gated = ("some/tiny",)
+    told = command("run", "some/tiny", *RUN, "--download")
+    assert told.code == 3 and told.message.endswith(
+        f"some/tiny is gated: accept its licence at {hub.url}/some/tiny, and give HF_TOKEN, or run "
+        "`hf auth login`\n"
+    )
+    assert "to be accepted there first" in told.err
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    assert command("run", "some/tiny", *RUN, "--download").code == 0
+
+
+REFUSED = {
+    ("some/tiny",): (3, "download it with `hf download some/tiny`; --download does so on the way"),
+    ("e2b",): (3, "`hf download google/gemma-4-E2B-it`, or give --random-weights SEED; --download"),
+    ("some/other", "--download"): (2, "some/other: no such model at {url}; if it is private, give"),
+    ("some/tiny", "--download", "--revision", "v2"): (2, "--revision v2: {url}/some/tiny has no"),
+    ("some/gguf", "--download"): (
+        2,
+        "has no config.json with safetensors: download a GGUF file of it with "
+        "`hf download some/gguf tiny-Q4_0.gguf`, and give it",
+    ),
+    ("{here}", "--revision", "v1"): (2, "--revision v1 is for a model of the hub, and {here} is a"),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(words: tuple[str, ...], hub: Hub, checkpoint: Path) -> None:
+    code, says = REFUSED[words]
+    names = {"url": hub.url, "here": str(checkpoint)}
+    told = command("run", *(w.format(**names) for w in words), *RUN)
+    assert told.code == code and says.format(**names) in told.message and not hub.sent
+
+
+@pytest.mark.parametrize("what", ("offline", "unreachable", "no library", "full", "fills up"))
+def test_no_download_here(what: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = f"{hub.url} gave no file (["
+    if what == "offline":
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        says = "some/tiny is not in the local cache, and HF_HUB_OFFLINE forbids downloads: unset it"
+    elif what == "unreachable":
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+        says = "http://127.0.0.1:9 gave no file ([Errno 111] Connection refused); try again"
+    elif what == "no library":
+        monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+        says = "some/tiny: a download needs the package huggingface_hub: pip install hugg"
+    elif what == "full":
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 8, 1))
+        says = "; make room, or give HF_HOME a folder with more"
+    else:
+
+        def full(*given: Any, **more: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("huggingface_hub.HfApi.hf_hub_download", full)
+        says = "/hub is full: make room, or give HF_HOME a folder with more"
+    assert says in refused("run", "some/tiny", *RUN, "--download", code=3) and not hub.sent
+
+
+@pytest.mark.parametrize("answer, code", (("y", 0), ("", 3)))
+def test_the_question_at_a_terminal(answer: str, code: int, hub: Hub) -> None:
+    ours, theirs = pty.openpty()
+    os.write(ours, f"{answer}\n".encode())
+    words = [sys.executable, "-m", "g4ir", "run", "some/tiny", *RUN]
+    done = subprocess.run(words, stdin=theirs, stderr=theirs, stdout=subprocess.PIPE, timeout=120)
+    os.close(theirs)
+    told = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert done.returncode == code, told
+    assert told.index("to download") < told.index("download it? [y/N]")
+    assert bool(hub.sent) == bool(done.stdout) == (code == 0)
