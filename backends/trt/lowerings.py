@@ -84,10 +84,15 @@ def in_blocks(
         mask = net.shared(("rows", id(seen), first), lambda: e.block(seen, 2, first, count))
         return e.block(q, 1, first, count), mask
 
+    # A builder converts a cache that several layers read once, to fp32 in memory. A power of two of
+    # its own for each reader, which changes no bits, makes these conversions different, and fused.
+    readers: list[Node] = net.shared(("readers", n.caches), list) if n.caches else []
+    readers.append(n)
+    power = 2.0 ** (0 if q.dtype == "f16" else len(readers) - 1)
     if q.shape[1] == 1:
-        return of_one(e, q, keys, values, seen, scale, cap, softmax)
+        return of_one(e, q, keys, values, seen, scale, cap, softmax, power)
     first = net.shared(("first row", id(seen)), lambda: e.slice(seen, 2, 0, 1))
-    made = [of_one(e, e.slice(q, 1, 0, 1), keys, values, first, scale, cap, softmax)]
+    made = [of_one(e, e.slice(q, 1, 0, 1), keys, values, first, scale, cap, softmax, power)]
     for i in range(1, chunk, rows):
         some, mask = part(i, min(rows, chunk - i))
         made.append(attention.weigh(e, some, keys, values, mask, scale, cap, softmax))
@@ -103,14 +108,17 @@ def of_one(
     scale: float,
     cap: float,
     softmax: Softmax | None,
+    power: float,
 ) -> Operand:
     """Attend as attention.weigh, for one token for each row, q [B,1,heads,d]: keys are multiplied
-    and summed up, and so are values."""
+    and summed up, and so are values. Both are multiplied by a `power` of two, their factors divided.
+    """
     (b, _, heads, d), (_, count, t, _) = q.shape, keys.shape
     groups = int(heads) // int(count)
 
     def summed(x: Operand, rows: Operand, axis: int) -> Operand:
-        made = e.mul(e.cast(x, "f32"), e.cast(e.unsqueeze(rows, 2), "f32"))
+        rows = e.unsqueeze(rows if power == 1 else e.mul(rows, power), 2)
+        made = e.mul(times(e, e.cast(x, "f32"), 1 / power), e.cast(rows, "f32"))
         return e.cast(e.reduce("sum", made, axis), q.dtype)
 
     scores = summed(e.reshape(q, b, count, groups, 1, d), keys, 4)

@@ -26,7 +26,14 @@ EXPORTS: dict[str, dict[str, Any]] = {
     "tiny-moe int8": {"quant": "int8"},
 }
 MORE = {
-    "tiny-moe int4": {"quant": "int4", "settings": {"experts": "all"}},
+    "tiny-moe int4": {"quant": "int4"},
+    "tiny-moe int4 all": {"quant": "int4", "settings": {"experts": "all"}},
+    "tiny-moe int4 gather": {"quant": "int4", "settings": {"experts": "gather"}},
+    "tiny-moe int8 f16": {"quant": "int8", "dtype": "float16"},
+    "tiny-dense value": {"latent_kv": "value"},
+    "tiny-moe raw": {"latent_kv": "raw"},
+    "tiny-unified": {"media": "all"},
+    "tiny-gemma3": {"dtype": "float16", "quant": "int8"},
     "tiny-ple int8": {"quant": "int8"},
     "tiny-dense f16": {"dtype": "float16"},
     "tiny-moe": {},
