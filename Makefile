@@ -132,15 +132,18 @@ $(VLLM_ENV)/.ready: pyproject.toml g4ir-vllm/pyproject.toml g4ir-vllm/requiremen
 	$(VLLM_PIP) --no-deps --no-build-isolation -e . -e g4ir-vllm
 	@touch $@
 
-# Real clients of the Responses and the Messages API, in an environment of their own.
+# Real clients, in an environment of their own, which sees torch and transformers of the tests' one:
+# lm-eval, which wants them, would bring a CUDA build. Codex and the AI SDK need npm.
 CLIENTS_ENV = build/clients-env
 
 test-clients: $(READY) $(CLIENTS_ENV)/.ready
 	$(BIN)/python -m pytest -q $(or $(CLIENTS_ARGS),tests/clients/clients.py)
 
-$(CLIENTS_ENV)/.ready: tests/clients/packages.txt
+$(CLIENTS_ENV)/.ready: tests/clients/packages.txt tests/clients/package.json
 	$(PYTHON) -m venv $(CLIENTS_ENV)
 	$(CLIENTS_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile -r $<
+	cp tests/clients/package.json $(CLIENTS_ENV)
+	npm install --silent --no-audit --no-fund --prefix $(CLIENTS_ENV)
 	@touch $@
 
 # Lowest and newest versions of torch, triton, transformers and onnxruntime, each in an environment of

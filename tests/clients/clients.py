@@ -1,6 +1,6 @@
-"""`make test-clients`: real clients of the Responses and the Messages API, in their own environment
-(packages.txt), over a served tiny engine whose words are dictated. Not part of `make test`: their
-packages come from the index.
+"""`make test-clients`: real clients, in their own environment (packages.txt, package.json), over a
+served tiny engine whose words are dictated. Not part of `make test`: their packages come from the
+indexes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield r
 
 
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("clients") / "long"
+    with ready(chat_engine(folder, 1 << 16, HERE / "long.yaml", prefill_chunk=1024)) as r:
+        yield r
+
+
 def dictate(r: Running, patch: Any, answers: Sequence[Sequence[str]]) -> None:
     """Let the model say an answer after the other, whatever it is asked and held to."""
     prompts = r.server.prompts
@@ -44,7 +51,10 @@ def dictate(r: Running, patch: Any, answers: Sequence[Sequence[str]]) -> None:
 
 
 @pytest.mark.parametrize("name", WORDS["cases"])
-def test_clients(served: Running, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients(
+    request: pytest.FixtureRequest, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = request.getfixturevalue("long" if name.startswith("codex") else "served")
     dictate(served, monkeypatch, [WORDS["answers"][a] for a in WORDS["cases"][name]])
     env = {**os.environ, "NO_PROXY": "*", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     words = [str(PYTHON), str(HERE / "cases.py"), name, served.url]
