@@ -18,7 +18,7 @@ PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist load
 export PYTHONDONTWRITEBYTECODE =
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo demo-real test units check near test-full test-real test-vllm test-versions cuda-programs coverage mutants lint lines bench clean distclean
+.PHONY: setup demo demo-real test units check near test-full test-real test-clients test-vllm test-versions cuda-programs coverage mutants lint lines bench clean distclean
 
 setup: $(READY)
 
@@ -136,12 +136,15 @@ $(VLLM_ENV)/.ready: pyproject.toml g4ir-vllm/pyproject.toml g4ir-vllm/requiremen
 # lm-eval, which wants them, would bring a CUDA build. Codex and the AI SDK need npm.
 CLIENTS_ENV = build/clients-env
 
-test-clients: $(READY) $(CLIENTS_ENV)/.ready
+test-clients: $(READY) $(CLIENTS_ENV)/.ready $(REAL_MODEL)
 	$(BIN)/python -m pytest -q $(or $(CLIENTS_ARGS),tests/clients/clients.py)
 
 $(CLIENTS_ENV)/.ready: tests/clients/packages.txt tests/clients/package.json
 	$(PYTHON) -m venv $(CLIENTS_ENV)
 	$(CLIENTS_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile -r $<
+	cd $(VENV) && echo "$$PWD"/lib/python3*/site-packages > "$(CURDIR)/$(CLIENTS_ENV)/tests.pth"
+	mv $(CLIENTS_ENV)/tests.pth $(CLIENTS_ENV)/lib/python3*/site-packages/
+	$(CLIENTS_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile --no-deps 'lm_eval==0.4.13'
 	cp tests/clients/package.json $(CLIENTS_ENV)
 	npm install --silent --no-audit --no-fund --prefix $(CLIENTS_ENV)
 	@touch $@

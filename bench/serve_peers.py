@@ -31,7 +31,16 @@ from load import HIGH, LOW
 
 from g4ir.ui.table import aligned
 
-HEAD = ["clients", "server", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99 ms", "tokens/s, ours is"]
+HEAD = [
+    "clients",
+    "server",
+    "tokens/s",
+    "TTFT p50",
+    "p99",
+    "ITL p50",
+    "p99 ms",
+    "tokens/s, ours is",
+]
 OURS, PEER = "g4ir", "llama-server"
 
 
@@ -40,14 +49,16 @@ async def ask(url: str, body: dict[str, Any]) -> list[float]:
     lines and no more, so that the servers have the processor."""
     at, raw = urlsplit(url), json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(at.hostname, at.port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {at.netloc}\r\nContent-Type: application/json\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {at.netloc}\r\nContent-Type: application/json\r\n"
+    )
     times = [time.perf_counter()]
     writer.write(f"{head}Content-Length: {len(raw)}\r\nConnection: close\r\n\r\n".encode() + raw)
     first = await reader.readline()
     if b" 200 " not in first:
         raise SystemExit(f"{url}: {first.decode()}{(await reader.read()).decode()}")
     while line := await reader.readline():
-        if line.startswith(b'data: {') and b'"text"' in line:
+        if line.startswith(b"data: {") and b'"text"' in line:
             times.append(time.perf_counter())
     writer.close()
     return times

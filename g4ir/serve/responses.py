@@ -25,8 +25,8 @@ from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 OURS = "g4ir:"
 #: the one argument of a custom tool
 INPUT = "input"
-#: types of tools; what has several of them; and those that a client declares without need, and that are
-#: left out: the model is not told of them (Codex declares the search of the web by default)
+#: types of tools; what has several of them; and those that are left out, of which the model is not
+#: told: Codex declares the search of the web by default
 TOOLS, NAMESPACE, LEFT_OUT = ("function", "custom"), "namespace", ("web_search",)
 #: of a message's content: text, which the model or a client wrote
 TEXTS = ("input_text", "output_text", "text")
@@ -295,9 +295,12 @@ class ResponsesFormat:
         """Begin an item, and what it contains."""
         item = {"id": "", **ITEM_OF.get(part.kind, {}), "status": "in_progress"}
         if part.kind == CALL:
-            tool = self._tools.get(part.name, {"type": "function", "name": part.name})
+            tool = self._tools.get(part.name or "", {"type": "function", "name": part.name})
             custom = tool["type"] == "custom"
-            item |= {"type": "custom_tool_call" if custom else "function_call", "call_id": call_id()}
+            item |= {
+                "type": "custom_tool_call" if custom else "function_call",
+                "call_id": call_id(),
+            }
             item |= {key: tool[key] for key in ("name", NAMESPACE) if key in tool}
             item[TYPES[item["type"]][2]] = ""
             self._input = JsonText(INPUT) if custom else None

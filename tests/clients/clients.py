@@ -5,21 +5,25 @@ indexes.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 import yaml
 
+import g4ir
 from g4ir.backends.sampling import SamplingParams
 from tests.serve.running import Running, Script, chat_engine, ready
 
 HERE = Path(__file__).parent
 PYTHON = HERE.parents[1] / "build" / "clients-env" / "bin" / "python"
+MODEL = HERE.parents[1] / "build" / "real" / "gemma-3-270m-q4_k_m.gguf"
 WORDS = yaml.safe_load((HERE / "words.yaml").read_text(encoding="utf-8"))
 
 
@@ -48,6 +52,46 @@ def dictate(r: Running, patch: Any, answers: Sequence[Sequence[str]]) -> None:
         return replace(made(*given), allowed=Script(ids))
 
     patch.setattr(prompts, "_held", dictated)
+
+
+def evaluated(r: Running, folder: Path, tokenizer: Path, *checkpoint: Path) -> Any:
+    """What lm-eval finds."""
+    words = [str(PYTHON), str(HERE / "evaluators.py"), r.server.name, r.url]
+    words += map(str, (folder, tokenizer, *checkpoint))
+    env = {**os.environ, "NO_PROXY": "*", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-likelihoods are those of `score`, with <bos>; and it generates."""
+    folder = chat_engine(tmp_path / "engine", 1024, all_logits=True)
+    with ready(folder) as r:
+        r.dictate(monkeypatch, "hello", "<turn|>")
+        found = evaluated(r, tmp_path, folder)
+        assert found["says"] == ["hello", "hello"]
+        documents = json.loads((tmp_path / "follows.json").read_text())
+        for document, values in zip(documents, found["served"], strict=True):
+            head = len(r.ids(document["context"])) + 1
+            for choice, value in zip(document["choices"], values, strict=True):
+                ids = [2, *r.ids(f"{document['context']} {choice}")]
+                (score,) = g4ir.score(r.service.engine, [ids])
+                assert value == pytest.approx(sum(score.logprobs[head:]) / len(choice), abs=1e-4)
+
+
+def test_lm_eval_of_a_real_model(tmp_path: Path) -> None:
+    """Log-likelihoods for each character are those of its `hf` backend in float32, on the weights
+    that the engine was built from, dequantised."""
+    limits: dict[str, Any] = {"max_seq": 1024, "prefill_chunk": 256, "all_logits": True}
+    g4ir.build(None, tmp_path / "engine", checkpoint=MODEL, backend="torch", **limits).close()
+    g4ir.export(MODEL, tmp_path / "hf", dtype="float32")
+    with ready(tmp_path / "engine") as r:
+        found = evaluated(r, tmp_path, tmp_path / "hf", tmp_path / "hf")
+    pairs = [pair for both in zip(found["served"], found["hf"]) for pair in zip(*both, strict=True)]
+    apart = [abs(ours - theirs) for ours, theirs in pairs]
+    print(f"nats a character apart: mean {mean(apart):.5f}, most {max(apart):.5f}")
+    assert len(pairs) == 200 and mean(apart) < 0.005
 
 
 @pytest.mark.parametrize("name", WORDS["cases"])

@@ -18,8 +18,9 @@ CONTEXT, MORE = 20, 5
 
 def documents(count: int) -> list[dict[str, Any]]:
     """Return contexts with two continuations, of which the first is the text's own."""
-    drawn, out = random.Random(0), []
-    texts = [(TEXTS / f"{name}.txt").read_text().split() for name in ("english", "questions", "german")]
+    drawn, out = random.Random(0), list[dict[str, Any]]()
+    files = (TEXTS / f"{name}.txt" for name in ("english", "questions", "german"))
+    texts = [file.read_text().split() for file in files]
     for _ in range(count):
         words, others = drawn.sample(texts, 2)
         at, other = (drawn.randrange(len(t) - CONTEXT - MORE) for t in (words, others))
@@ -37,7 +38,7 @@ def evaluate(kind: str, folder: Path, task: str, **args: Any) -> Any:
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     more = {"apply_chat_template": True} if kind == "local-chat-completions" else {}
     found = simple_evaluate(
-        kind, model_args=args, tasks=[task], task_manager=manager, bootstrap_iters=0, **more
+        kind, args, tasks=[task], task_manager=manager, bootstrap_iters=0, device="cpu", **more
     )
     return found["samples"][task]
 
@@ -45,9 +46,16 @@ def evaluate(kind: str, folder: Path, task: str, **args: Any) -> Any:
 def task(folder: Path, name: str, count: int, **form: Any) -> None:
     """Write a task."""
     (folder / f"{name}.json").write_text(json.dumps(documents(count)))
-    data = {"data_files": {"test": str(folder / f"{name}.json")}, "cache_dir": str(folder / "cache")}
-    given = {"task": name, "dataset_path": "json", "dataset_kwargs": data, "test_split": "test"}
-    (folder / f"{name}.yaml").write_text(json.dumps({**given, "doc_to_text": "{{context}}", **form}))
+    data = {"data_files": {"test": str(folder / f"{name}.json")}}
+    data["cache_dir"] = str(folder / "cache")
+    given: dict[str, Any] = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": data,
+        "test_split": "test",
+    }
+    given |= {"doc_to_text": "{{context}}", **form}
+    (folder / f"{name}.yaml").write_text(json.dumps(given))
 
 
 def likelihoods(kind: str, folder: Path, count: int, **args: Any) -> list[list[float]]:

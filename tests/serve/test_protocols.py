@@ -85,7 +85,8 @@ def test_a_conversation_of_items(
     chat = prompts.chat
     monkeypatch.setattr(prompts, "chat", lambda f, s: seen.append(f["messages"]) or chat(f, s))
     tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
-    tools = [{"type": "web_search"}, {"type": "namespace", "name": "space", "description": "d", "tools": tools}]
+    space = {"type": "namespace", "name": "space", "description": "d", "tools": tools}
+    tools = [{"type": "web_search"}, space]
     call = {"type": "function_call", "name": "f", "call_id": "c1", "arguments": '{"a": 3}'}
     call |= {"namespace": "space"}
     items = [
