@@ -252,15 +252,15 @@ def _set(words: Any, token: int, value: bool) -> None:
     view[token // 32] = view[token // 32] | one if value else view[token // 32] & ~one
 
 
-#: in Lark: a comment, and what matches a text of itself; the beginning of a rule; a name; and a group
+#: in Lark: a comment, or a literal; the beginning of a rule; a name; a group
 _LITERALS = re.compile(r'(//.*)|"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\\n])+/[a-z]*|<\[?[^>\n]*>')
 _RULE = re.compile(r"^[?!]?([A-Za-z_]\w*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:", re.M)
 _NAME, _GROUP = re.compile(r"[A-Za-z_]\w*"), re.compile(r"[(\[]([^()\[\]]*)[)\]]")
 
 
 def check_ends(grammar: str, field: str) -> None:
-    """Refuse a grammar in Lark of which a rule has no text that ends. One with directives, or larger
-    than LOOKED_AT, is not looked at: it is given up when it grows too large."""
+    """Refuse a grammar in Lark whose texts never end. One with directives, or larger than
+    LOOKED_AT, is not looked at: it is given up when it grows too large."""
     text = grammar.removeprefix("%llguidance {}")  # of what was GBNF
     text = _LITERALS.sub(lambda found: "" if found[1] else "0", text)
     if "%" in text or len(text) > LOOKED_AT:
@@ -270,9 +270,8 @@ def check_ends(grammar: str, field: str) -> None:
     while ends := {name for name in endless if _can_end(rules[name], endless)}:
         endless -= ends
     if "start" in endless:
-        raise bad(
-            field, f"no text of {', '.join(sorted(endless)[:3])!r} ends: it leads round to itself"
-        )
+        named = ", ".join(sorted(endless)[:3])
+        raise bad(field, f"no text of {named!r} ends: it leads round to itself")
 
 
 def _can_end(body: str, endless: Collection[str]) -> bool:
