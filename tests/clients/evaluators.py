@@ -1,6 +1,6 @@
-"""What lm-eval does with a served engine, in the clients' environment: `python evaluators.py NAME
-URL FOLDER TOKENIZER [CHECKPOINT]` prints its results as JSON. Its tasks are made here, of the texts
-of tests/real: which of two continuations follows some words.
+"""What lm-eval does with a served engine, in an environment of its own (evaluators.txt): `python
+evaluators.py NAME URL FOLDER TOKENIZER [CHECKPOINT]` prints its results as JSON. Its tasks are made
+here, of the texts of tests/real: which of two continuations follows some words.
 """
 
 from __future__ import annotations
