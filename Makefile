@@ -132,15 +132,28 @@ $(VLLM_ENV)/.ready: pyproject.toml g4ir-vllm/pyproject.toml g4ir-vllm/requiremen
 	$(VLLM_PIP) --no-deps --no-build-isolation -e . -e g4ir-vllm
 	@touch $@
 
-# Real clients of the Responses and the Messages API, in an environment of their own.
+# Real clients, in an environment of their own; Codex and the AI SDK need npm. lm-eval, whose torch
+# would be a CUDA build, has another one, which sees torch and transformers of the tests'.
 CLIENTS_ENV = build/clients-env
+EVAL_ENV    = build/evaluators-env
+EVAL_PIP    = $(EVAL_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile
 
-test-clients: $(READY) $(CLIENTS_ENV)/.ready
+test-clients: $(READY) $(CLIENTS_ENV)/.ready $(EVAL_ENV)/.ready $(REAL_MODEL)
 	$(BIN)/python -m pytest -q $(or $(CLIENTS_ARGS),tests/clients/clients.py)
 
-$(CLIENTS_ENV)/.ready: tests/clients/packages.txt
+$(CLIENTS_ENV)/.ready: tests/clients/packages.txt tests/clients/package.json
 	$(PYTHON) -m venv $(CLIENTS_ENV)
 	$(CLIENTS_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile -r $<
+	cp tests/clients/package.json $(CLIENTS_ENV)
+	npm install --silent --no-audit --no-fund --prefix $(CLIENTS_ENV)
+	@touch $@
+
+$(EVAL_ENV)/.ready: tests/clients/evaluators.txt | $(READY)
+	$(PYTHON) -m venv $(EVAL_ENV)
+	echo "$(CURDIR)"/$(VENV)/lib/python3*/site-packages > $(EVAL_ENV)/tests.pth
+	mv $(EVAL_ENV)/tests.pth $(EVAL_ENV)/lib/python3*/site-packages/
+	$(EVAL_PIP) -r $<
+	$(EVAL_PIP) --no-deps 'lm_eval>=0.4.13,<0.5'
 	@touch $@
 
 # The wheel of this tree, installed with what it asks for, without the repository beside it: its files

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from g4ir.chat import Event
-from g4ir.cli.chat import COMMANDS, from_pipe, whole
+from g4ir.cli.chat import COMMANDS, completions, from_pipe, whole
 from g4ir.cli.talking import Screen
 from g4ir.errors import InputError
 from tests.cli_tools import Outcome, g4ir, refused
@@ -83,6 +83,17 @@ def test_a_text_in_quotes_is_itself(parts: list[str]) -> None:
 def test_quotes_that_do_not_end() -> None:
     with pytest.raises(InputError, match="was not sent"):
         messages('"""a\nb')
+
+
+@pytest.mark.parametrize(("line", "found"), CASES["completions"])
+def test_completions(
+    line: str, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("a.png", "b c.txt", ".hidden", "sub/d.txt"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    assert completions(line) == found
 
 
 # --- what is shown ----------------------------------------------------------------------------
@@ -155,9 +166,13 @@ WRONG: list[tuple[str | bytes, str]] = [
 
 
 def wrong_line(line: str | bytes, folder: Path, tmp_path: Path) -> bytes:
-    (tmp_path / "wrong.json").write_text("nothing")
+    files = {"WRONG": ("wrong.json", b"nothing"), "BYTES": ("bytes.txt", b"a\xff")}
+    files |= {"LONG": ("long.txt", b"x" * 1024), "LARGE": ("large.txt", b"x" * 400_000)}
     raw = line if isinstance(line, bytes) else line.encode()
-    return raw.replace(b"WRONG", bytes(tmp_path / "wrong.json")).replace(b"ENGINE", bytes(folder))
+    for word, (name, held) in files.items():
+        (tmp_path / name).write_bytes(held)
+        raw = raw.replace(word.encode(), bytes(tmp_path / name))
+    return raw.replace(b"ENGINE", bytes(folder))
 
 
 def test_what_is_wrong_is_one_line(
@@ -174,12 +189,16 @@ def test_what_is_wrong_is_one_line(
 
 def test_each_command(piped: Callable[..., Outcome], tmp_path: Path) -> None:
     png(tmp_path / "a.png")
+    (tmp_path / "a.py").write_text("print('```')")
     (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
     done = piped(CASES["commands"].replace("TMP", str(tmp_path)))
     assert done.code == 0, done.err
     saved = json.loads((tmp_path / "talk.json").read_text())
     assert [m["role"] for m in saved["messages"]] == ["system", "user", "assistant"]
     assert saved["messages"][0]["content"] == "be\nshort" and saved["tools"] == TOOLS
+    picture, text, said = saved["messages"][1]["content"]
+    assert picture["type"] == "image_url" and said["text"] == "what is this?"
+    assert text["text"] == "a.py\n````\nprint('```')\n````\n\n"
     before, after = re.findall(r"(?s)engine .*?settings  .*?\n", done.err)
     for text in ("system    be\nshort", "tools     weather", '"temperature": 0.5'):
         assert text in before and text in after
@@ -349,7 +368,7 @@ def test_pasted_lines_are_one_message_and_history_is_kept(
     before = t.until("hi €\r\n")
     assert "(thinking)" in before and "hm" not in before and "from before" in before
     t.ask(PASTE.format("def f():\r    return 1\r\r/bye"), "w1_ w2_\r\n")
-    t.ask("/stats off")
+    t.ask("/st\toff")
     t.ask("again")
     assert "in use" not in t.until("w1_ w2_\r\n")
     t.ask("/retry")

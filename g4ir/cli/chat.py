@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import signal
 import sys
@@ -124,16 +125,53 @@ def _quoted(lines: Lines, text: str) -> str:
     return text.removeprefix("\n").removesuffix("\n") + rest
 
 
+def completions(line: str) -> list[str]:
+    """Return what Tab can put in place of the last word of a line: a command, a word or a setting
+    that it takes, or a path."""
+    name, space, rest = line.partition(" ")
+    if not space:
+        return [f"{c} " if row[0] else c for c, row in COMMANDS.items() if c.startswith(line)]
+    usage = COMMANDS.get(name, [""])[0]
+    found = [word for word in usage.split("|") if word.islower()]
+    if "NAME" in usage:
+        from g4ir.engine.conversation import SETTINGS
+
+        found = [f"{setting} " for setting in SETTINGS]
+    elif "PATH" in usage or "FILE" in usage:
+        found += _paths(rest)
+    begins = rest.rpartition(" ")[0]
+    return [word[len(begins) + bool(begins) :] for word in found if word.startswith(rest)]
+
+
+def _paths(begun: str) -> list[str]:
+    """Return the paths that begin with a text, folders with a slash at the end."""
+    folder = os.path.dirname(begun)
+    with suppress(OSError), os.scandir(os.path.expanduser(folder) or ".") as there:
+        shown = [e for e in there if begun.endswith(".") or not e.name.startswith(".")]
+        return sorted(os.path.join(folder, e.name) + "/" * e.is_dir() for e in shown)
+    return []
+
+
+def _complete(text: str, state: int) -> str | None:
+    import readline
+
+    line = readline.get_line_buffer()[: readline.get_endidx()]
+    return (*completions(line), None)[state] if line.startswith("/") else None
+
+
 @contextmanager
 def history() -> Iterator[None]:
-    """A context in which lines can be edited and called back, those of the last time too; several
-    pasted lines are one."""
+    """A context in which lines can be edited, completed and called back, those of the last time
+    too; several pasted lines are one."""
     try:
         import readline
     except ImportError:  # a Python without it reads plain lines
         yield
         return
     readline.parse_and_bind("set enable-bracketed-paste on")  # Python switches it off
+    readline.parse_and_bind("tab: complete")
+    readline.set_completer_delims(" ")
+    readline.set_completer(_complete)
     place: Path | None = None
     with suppress(OSError, G4Error):
         place = private(cache_root()) / "chat-history"
@@ -246,6 +284,12 @@ class Repl:
         soft = self.talk.attach(kind, _path(path))
         if self.terminal:
             self._tell(f"{soft.count} tokens, for the next message")
+
+    def file(self, path: str) -> None:
+        """Put a text file before the next message."""
+        count = self.talk.attach_text(_path(path))
+        if self.terminal:
+            self._tell(f"{count} tokens, for the next message")
 
     def system(self, text: str) -> None:
         self.talk.set_system(text)

@@ -11,6 +11,7 @@ is computed. A conversation may fill the engine's --max-seq; nothing is dropped 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from g4ir.backends.sampling import LogitsMask, SamplingParams
 from g4ir.chat import Event as Said
 from g4ir.chat import Prompt, Reader, ReasoningBudget, make_prompt
 from g4ir.chat.messages import Conversation, an_object, check_pairs, decoded, read_messages
+from g4ir.chat.prompt import check_length
 from g4ir.chat.template import open_chat
 from g4ir.chat.tools import lower, read_tools
 from g4ir.errors import InputError, RankError
@@ -162,6 +164,24 @@ class ChatSession:
         self._soft[id(part)] = part, soft
         self.attached.append(part)
         return soft
+
+    def attach_text(self, path: str | Path) -> int:
+        """Put a text file, in a block with its name, before the next message; return how many
+        tokens that is. InputError for a file that is not there, not UTF-8 or too long."""
+        check_there("text", path)
+        path, longest, room = Path(path), self.vocabulary.longest, self.engine.limits.max_seq
+        check_length(path.stat().st_size // 4, longest, room, str(path))  # of UTF-8, at least
+        try:
+            text = path.read_bytes().decode()
+        except UnicodeDecodeError as e:
+            raise InputError(f"{path}: not UTF-8 at byte {e.start}") from None
+        fence = "`" * max((3, *(len(run) + 1 for run in re.findall("`+", text))))
+        part = {"type": "text", "text": f"{path.name}\n{fence}\n{text}\n{fence}\n\n"}
+        tokens = self.vocabulary.plain(part["text"])
+        if len(tokens) > room:
+            raise InputError(f"{path}: {len(tokens)} tokens, and the engine holds {room}")
+        self.attached.append(part)
+        return len(tokens)
 
     def set_tools(self, given: Any) -> tuple[str, ...]:
         """Declare tools in OpenAI's form, or none; return what of their schemas is lost."""

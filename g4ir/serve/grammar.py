@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
@@ -27,6 +27,8 @@ from .tool_grammar import Called, grammar_of, llguidance, texts_of
 LARGEST, MOST_GBNF, MOST_GRAMMAR = 1 << 16, 1 << 14, 1 << 20
 #: llguidance's limits of Earley items: 1,500 optional properties take 6,000 in a row
 MOST_ITEMS, MOST_STEP = 1 << 13, 1 << 20
+#: characters of a grammar whose ends are looked for
+LOOKED_AT = 1 << 12
 #: rounds in which the ends of a schema are looked for
 MOST_ROUNDS = 64
 
@@ -102,9 +104,11 @@ class Grammars:
             whole = re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", c.value.removeprefix("^"))
             return str(library.LLMatcher.grammar_from_regex(whole))
         try:
-            return str(library.grammar_from("grammar", c.value))
+            text = str(library.grammar_from("grammar", c.value))
         except (ValueError, RecursionError) as e:
             raise bad(c.field, f"is no grammar in Lark or GBNF: {str(e)[:200]}") from None
+        check_ends(text, c.field)
+        return text
 
     def _schema(self, c: Constraint) -> str:
         """Return the text of a schema whose JSON has at most one blank, or one new line, between
@@ -141,7 +145,8 @@ class Grammars:
         matcher = library.LLMatcher(tables, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # on trial
         if error := matcher.get_error():
-            raise bad(field, f"is not supported: {_said(error)}")
+            nothing = "NoExtensionBias" in error
+            raise bad(field, "matches no text" if nothing else f"is not supported: {_said(error)}")
         return matcher
 
 
@@ -245,6 +250,43 @@ def _said(error: str) -> str:
 def _set(words: Any, token: int, value: bool) -> None:
     view, one = words.view(np.uint32), np.uint32(1 << token % 32)
     view[token // 32] = view[token // 32] | one if value else view[token // 32] & ~one
+
+
+#: in Lark: a comment, or a literal; the beginning of a rule; a name; a group
+_LITERALS = re.compile(r'(//.*)|"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\\n])+/[a-z]*|<\[?[^>\n]*>')
+_RULE = re.compile(r"^[?!]?([A-Za-z_]\w*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:", re.M)
+_NAME, _GROUP = re.compile(r"[A-Za-z_]\w*"), re.compile(r"[(\[]([^()\[\]]*)[)\]]")
+
+
+def check_ends(grammar: str, field: str) -> None:
+    """Refuse a grammar in Lark whose texts never end. One with directives, or larger than
+    LOOKED_AT, is not looked at: it is given up when it grows too large."""
+    text = grammar.removeprefix("%llguidance {}")  # of what was GBNF
+    text = _LITERALS.sub(lambda found: "" if found[1] else "0", text)
+    if "%" in text or len(text) > LOOKED_AT:
+        return
+    _, *parts = _RULE.split(re.sub(r"->\s*\w+", "", text))
+    rules, endless = dict(zip(parts[::2], parts[1::2])), set(parts[::2])
+    while ends := {name for name in endless if _can_end(rules[name], endless)}:
+        endless -= ends
+    if "start" in endless:
+        named = ", ".join(sorted(endless)[:3])
+        raise bad(field, f"no text of {named!r} ends: it leads round to itself")
+
+
+def _can_end(body: str, endless: Collection[str]) -> bool:
+    """Return whether one of the alternatives of a rule is of parts that end."""
+
+    def closed(found: re.Match[str]) -> str:
+        return "0" if found[0][0] == "[" or ends(found[1]) else "!"
+
+    def ends(text: str) -> bool:
+        return any("!" not in re.sub(r"!\s*(?:[?*]|~\s*0)", "", way) for way in text.split("|"))
+
+    body = _NAME.sub(lambda found: "!" if found[0] in endless else "0", body)
+    while _GROUP.search(body):
+        body = _GROUP.sub(closed, body)
+    return ends(body)
 
 
 def check_finite(schema: Mapping[str, Any], field: str) -> None:

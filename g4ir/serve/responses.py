@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from g4ir.chat import Event as Said
@@ -25,6 +25,9 @@ from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 OURS = "g4ir:"
 #: the one argument of a custom tool
 INPUT = "input"
+#: types of tools; what has several of them; and those that are left out, of which the model is not
+#: told: Codex declares the search of the web by default
+TOOLS, NAMESPACE, LEFT_OUT = ("function", "custom"), "namespace", ("web_search",)
 #: of a message's content: text, which the model or a client wrote
 TEXTS = ("input_text", "output_text", "text")
 
@@ -106,7 +109,7 @@ def _call(out: Translation, item: Body, where: str) -> None:
         arguments = {INPUT: text_in(item, "input", where)}
     elif item.get("status") == "incomplete":  # it was cut
         arguments = {"partial_json": text_in(item, "arguments", where)}
-    function = {"name": text_in(item, "name", where), "arguments": arguments}
+    function = {"name": _spaced(item, where), "arguments": arguments}
     call = {"id": text_in(item, "call_id", where), "type": "function", "function": function}
     out.assistant(where).setdefault("tool_calls", []).append(call)
 
@@ -126,16 +129,35 @@ ITEMS |= dict.fromkeys(("function_call_output", "custom_tool_call_output"), _out
 
 
 def _tools(out: Translation, value: Any, name: str) -> None:
-    tools = schema.listed(schema.MOST_TOOLS)(value, name)
-    out.body["tools"] = [_tool(tool, f"{name}[{i}]") for i, tool in enumerate(tools)]
+    out.body["tools"] = [_tool(tool, where) for tool, where in _flat(value, name)]
 
 
-def _tool(tool: Any, where: str) -> Body:
-    kind = kind_in(tool, ("function", "custom"), where)
-    names = ("name", "description", "parameters", "strict")
+def _flat(value: Any, name: str) -> Iterator[tuple[Body, str]]:
+    """Yield tools, those of a namespace with its name, and where each is."""
+    for i, tool in enumerate(schema.listed(schema.MOST_TOOLS)(value, name)):
+        where = f"{name}[{i}]"
+        kind = kind_in(tool, (*TOOLS, NAMESPACE, *LEFT_OUT), where)
+        if kind in TOOLS:
+            yield tool, where
+        elif kind == NAMESPACE:
+            inner = schema.listed(schema.MOST_TOOLS, 1)(tool.get("tools"), f"{where}.tools")
+            for j, one in enumerate(inner):
+                kind_in(one, TOOLS, f"{where}.tools[{j}]")
+                yield {**one, NAMESPACE: text_in(tool, "name", where)}, f"{where}.tools[{j}]"
+
+
+def _spaced(given: Body, where: str) -> str:
+    """Return a tool's name, after that of its namespace."""
+    space = given.get(NAMESPACE)
+    name = text_in(given, "name", where)
+    return name if space is None else f"{text_in(given, NAMESPACE, where)}.{name}"
+
+
+def _tool(tool: Body, where: str) -> Body:
+    names = ("description", "parameters", "strict")
     function = {key: tool[key] for key in names if tool.get(key) is not None}
-    text_in(tool, "name", where)
-    if kind == "custom":
+    function["name"] = _spaced(tool, where)
+    if tool["type"] == "custom":
         text = _format_of(tool.get("format") or {"type": "text"}, f"{where}.format")
         held = {"type": "object", "properties": {INPUT: text}, "required": [INPUT]}
         function |= {"parameters": held, "strict": len(text) > 1}
@@ -167,7 +189,8 @@ def _tool_choice(out: Translation, value: Any, name: str) -> None:
 def _named(given: Any) -> Any:
     if not isinstance(given, dict):
         return given
-    return {"type": "function", "function": {"name": given.get("name")}}
+    name = _spaced(given, "tool_choice") if NAMESPACE in given else given.get("name")
+    return {"type": "function", "function": {"name": name}}
 
 
 def _text(out: Translation, value: Any, name: str) -> None:
@@ -228,10 +251,13 @@ class ResponsesFormat:
     alive, end = ": keepalive\n\n", ""
 
     def __init__(self, asked: PreparedRequest, model: str, given: Body) -> None:
-        self.asked, self.model, self.given = asked, model, given
+        declared = given.get("tools") or []
+        self.asked, self.model = asked, model
+        self.given = {**given, "tools": [t for t in declared if t["type"] not in LEFT_OUT]}
         self.id, self.created = f"resp_{secrets.token_hex(24)}", int(time.time())
         self.output: list[Body] = []
-        self._custom = {t["name"] for t in given.get("tools") or () if t["type"] == "custom"}
+        #: name that the model writes -> the tool as it was declared
+        self._tools = {_spaced(tool, where): tool for tool, where in _flat(declared, "tools")}
         self._hide = "reasoning.encrypted_content" in (given.get("include") or ())
         self._count = 0
         self._part: Part | None = None
@@ -269,9 +295,14 @@ class ResponsesFormat:
         """Begin an item, and what it contains."""
         item = {"id": "", **ITEM_OF.get(part.kind, {}), "status": "in_progress"}
         if part.kind == CALL:
-            custom = part.name in self._custom
-            item |= {"type": "custom_tool_call" if custom else "function_call"}
-            item |= {"call_id": call_id(), "name": part.name, TYPES[item["type"]][2]: ""}
+            tool = self._tools.get(part.name or "", {"type": "function", "name": part.name})
+            custom = tool["type"] == "custom"
+            item |= {
+                "type": "custom_tool_call" if custom else "function_call",
+                "call_id": call_id(),
+            }
+            item |= {key: tool[key] for key in ("name", NAMESPACE) if key in tool}
+            item[TYPES[item["type"]][2]] = ""
             self._input = JsonText(INPUT) if custom else None
         else:
             item["content"] = []

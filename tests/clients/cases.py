@@ -5,10 +5,17 @@ clients' environment (packages.txt). It fails where the client does, or sees any
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+HERE = Path(__file__).parent
 
 MODEL, KEY = "tiny", "any"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -192,12 +199,102 @@ def langchain_both(url: str) -> None:
     assert claude.invoke("Hi").text == "hello"
 
 
+def _ai_sdk(name: str, url: str) -> None:
+    words = ["node", "--input-type=module", "-", name, url, f"data:image/png;base64,{RED}"]
+    program = (HERE / "ai_sdk.mjs").read_bytes()
+    subprocess.run(words, input=program, cwd=sys.prefix, check=True)
+
+
+def ai_sdk_responses(url: str) -> None:
+    _ai_sdk("responses", url)
+
+
+def ai_sdk_chat(url: str) -> None:
+    _ai_sdk("chat", url)
+
+
+def ai_sdk_messages(url: str) -> None:
+    _ai_sdk("messages", url)
+
+
+def instructor_both(url: str) -> None:
+    """By a call and by a schema, whole and as a stream of partial objects."""
+    import instructor
+    import openai
+    from pydantic import BaseModel
+
+    class Number(BaseModel):
+        a: int
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+    given: Any = {"model": MODEL, "messages": HI, "response_model": Number, "max_retries": 0}
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+        held = instructor.from_openai(client, mode=mode)
+        assert held.create(**given).a == 3
+        assert [*held.create_partial(**given)][-1].a == 3
+
+
+CODEX = """
+model = "tiny"
+model_provider = "g4ir"
+[model_providers.g4ir]
+name = "g4ir"
+base_url = "{url}/v1"
+request_max_retries = 0
+stream_max_retries = 0
+"""
+
+
+def _codex(url: str, *given: str, fails: bool = False) -> list[Any]:
+    """Run Codex once, with what it does by default; return its events. It runs commands without a
+    sandbox, which the model's words are: dictated."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.toml").write_text(CODEX.format(url=url))
+        words = [f"{sys.prefix}/node_modules/.bin/codex", "exec", "--json", "--skip-git-repo-check"]
+        words += ["--dangerously-bypass-approvals-and-sandbox", "-C", folder, "Hi", *given]
+        env = {**os.environ, "CODEX_HOME": folder, "HOME": folder}
+        done = subprocess.run(
+            words, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def _said(events: list[Any], kind: str) -> list[Any]:
+    items = [e["item"] for e in events if e["type"] == "item.completed"]
+    return [i for i in items if i["type"] == kind]
+
+
+def codex_tools(url: str) -> None:
+    """A tool loop: Codex runs a command, and the model says a text after it."""
+    events = _codex(url)
+    (command,) = _said(events, "command_execution")
+    assert command["aggregated_output"].strip() == "12" and command["exit_code"] == 0
+    assert [m["text"] for m in _said(events, "agent_message")] == ["hello"]
+
+
+def codex_schema_and_picture(url: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        schema, picture = Path(folder) / "schema.json", Path(folder) / "red.png"
+        schema.write_text(json.dumps({**SCHEMA, "additionalProperties": False}))
+        picture.write_bytes(base64.b64decode(RED))
+        events = _codex(url, "--output-schema", str(schema), "--image", str(picture))
+    assert [json.loads(m["text"]) for m in _said(events, "agent_message")] == [{"a": 3}]
+
+
+def codex_error(url: str) -> None:
+    events = _codex(url, "-m", "other", fails=True)
+    assert events[-1]["type"] == "turn.failed" and "there is no 'other'" in str(events[-1])
+
+
 CASES: dict[str, Callable[[str], None]] = {
     f.__name__: f
     for f in (
         *(anthropic_text, anthropic_stream, anthropic_tools, anthropic_picture, anthropic_error),
         *(openai_responses, openai_agents, pydantic_ai_responses),
-        *(litellm_both, langchain_both),
+        *(litellm_both, langchain_both, instructor_both),
+        *(ai_sdk_responses, ai_sdk_chat, ai_sdk_messages),
+        *(codex_tools, codex_schema_and_picture, codex_error),
     )
 }
 

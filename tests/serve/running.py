@@ -50,11 +50,13 @@ def chat_tokenizer() -> Any:
     return made
 
 
-def chat_engine(folder: Path, max_seq: int = MAX_SEQ, **options: Any) -> Path:
+def chat_engine(
+    folder: Path, max_seq: int = MAX_SEQ, spec: str | Path = "tiny-media", **options: Any
+) -> Path:
     """An engine directory with it, that takes pictures and sounds."""
     limits: dict[str, Any] = {"prefill_chunk": 128, "max_batch": 4, "image_budgets": [70]}
     limits |= {"max_seq": max_seq, **options}
-    g4ir.build("tiny-media", folder, backend="reference", random_weights=0, **limits).close()
+    g4ir.build(spec, folder, backend="reference", random_weights=0, **limits).close()
     return add_file(folder, "tokenizer.json", chat_tokenizer().to_str())
 
 

@@ -85,7 +85,10 @@ def test_a_conversation_of_items(
     chat = prompts.chat
     monkeypatch.setattr(prompts, "chat", lambda f, s: seen.append(f["messages"]) or chat(f, s))
     tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+    space = {"type": "namespace", "name": "space", "description": "d", "tools": tools}
+    tools = [{"type": "web_search"}, space]
     call = {"type": "function_call", "name": "f", "call_id": "c1", "arguments": '{"a": 3}'}
+    call |= {"namespace": "space"}
     items = [
         {"role": "user", "content": "Hi"},
         {"type": "reasoning", "summary": [], "encrypted_content": responses._hidden("hm")},
@@ -97,8 +100,9 @@ def test_a_conversation_of_items(
             "output": [{"type": "input_text", "text": "3"}],
         },
     ]
-    asked(client, input=items, instructions="Be brief", tools=tools, max_output_tokens=2)
-    function = {"name": "f", "arguments": '{"a": 3}'}
+    got = asked(client, input=items, instructions="Be brief", tools=tools, max_output_tokens=2)
+    assert [tool.type for tool in got.tools] == ["namespace"]
+    function = {"name": "space.f", "arguments": '{"a": 3}'}
     assert seen == [
         [
             {"role": "system", "content": "Be brief"},
