@@ -391,7 +391,7 @@ class Endless(io.RawIOBase):
 
 
 def from_stdin(stream: Any, engine: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stream))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stream, isatty=lambda: False))
     return g4ir("run", engine, "--input-jsonl", "-", "--max-new-tokens", "1")
 
 

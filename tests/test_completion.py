@@ -20,6 +20,7 @@ from g4ir.cli.common import tables
 from g4ir.cli.completion import SCRIPTS, _commands
 from g4ir.passes import PASSES
 from g4ir.plan.gpus import GPUS
+from g4ir.plan.presets import PRESETS
 from tests.cli_tools import g4ir
 
 MARK = "LINE="
@@ -123,7 +124,8 @@ def test_offered_words_are_legal() -> None:
     """The help of an option names them."""
     table = tables()["completions"]
     assert set(table["--backend"]) == set(BACKENDS)
-    named = {"variants": (), "gpus": GPUS, "passes": PASSES, "file": (), "folder": ()}
+    named = {"variants": (), "gpus": GPUS, "passes": PASSES, "presets": PRESETS}
+    named |= {"file": (), "folder": ()}
     used = set()
     for command in _commands(_parser(), ""):
         help = g4ir(*command.path.split(), "--help").out

@@ -41,7 +41,9 @@ from g4ir.ui.paths import (
     claimed,
     keep_inductor_private,
     private,
+    search_path,
     state_root,
+    variable,
 )
 from g4ir.ui.subprocesses import python
 from g4ir.weights.checkpoint import sha256
@@ -453,16 +455,12 @@ def _own_headers() -> Iterator[None]:
     """A context in which compilers find HEADERS before their own, if they suit this torch."""
     import torch
 
-    name, before = "CPLUS_INCLUDE_PATH", os.environ.get("CPLUS_INCLUDE_PATH")
+    name = "CPLUS_INCLUDE_PATH"
     header = Path(torch.__file__).parent / MODEL_HEADER
     uses = [line for line in header.read_text().splitlines() if "regex" in line]
-    if len(uses) == len(REGEX_USES) and all(map(str.__contains__, uses, REGEX_USES)):
-        os.environ[name] = os.pathsep.join([str(HEADERS), *filter(None, [before])])
-    try:
+    suits = len(uses) == len(REGEX_USES) and all(map(str.__contains__, uses, REGEX_USES))
+    with variable(name, search_path(HEADERS, name)) if suits else nullcontext():
         yield
-    finally:
-        os.environ.pop(name, None)
-        os.environ.update({} if before is None else {name: before})
 
 
 def _without_space(error: Exception, path: Path) -> LowerError | None:

@@ -111,8 +111,8 @@ def of_one(
     power: float,
 ) -> Operand:
     """Attend as attention.weigh, for one token for each row, q [B,1,heads,d]: keys are multiplied
-    and summed up, and so are values. Both are multiplied by a `power` of two, their factors divided.
-    """
+    and summed up, and so are values. Both are multiplied by a `power` of two, which their factors
+    are divided by."""
     (b, _, heads, d), (_, count, t, _) = q.shape, keys.shape
     groups = int(heads) // int(count)
 

@@ -102,17 +102,29 @@ def unpacking() -> Iterator[PrivateFolder]:
     """A context in which TMPDIR is a private folder, which the caller closes. Raises MissingError
     if none can be made."""
     folder = PrivateFolder(cache_root() / "unpacked")
-    with _ELSEWHERE:
-        before = os.environ.get("TMPDIR")
-        os.environ["TMPDIR"] = str(folder.path)
+    with _ELSEWHERE, variable("TMPDIR", str(folder.path)):
         try:
             yield folder
         except BaseException:
             folder.close()
             raise
-        finally:
-            os.environ.pop("TMPDIR", None)
-            os.environ.update({} if before is None else {"TMPDIR": before})
+
+
+@contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """A context in which a variable of the environment has another value."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        os.environ.update({} if before is None else {name: before})
+
+
+def search_path(first: Path, name: str) -> str:
+    """Return the value of a search path that begins with a folder."""
+    return os.pathsep.join([str(first), *filter(None, [os.environ.get(name)])])
 
 
 def _sweep(root: Path) -> None:
