@@ -144,6 +144,8 @@ test-clients: $(READY) $(CLIENTS_ENV)/.ready $(EVAL_ENV)/.ready $(REAL_MODEL)
 $(CLIENTS_ENV)/.ready: tests/clients/packages.txt tests/clients/package.json
 	$(PYTHON) -m venv $(CLIENTS_ENV)
 	$(CLIENTS_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile -r $<
+	@# instructor asks for an older jiter than the newest openai does; either works
+	$(CLIENTS_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile --no-deps 'instructor>=1.17,<2'
 	cp tests/clients/package.json $(CLIENTS_ENV)
 	npm install --silent --no-audit --no-fund --prefix $(CLIENTS_ENV)
 	@touch $@

@@ -333,7 +333,8 @@ def choose(
 def greatest(logits: torch.Tensor) -> torch.Tensor:
     """Return the token of the largest logit of each row [B, vocab], the lowest of equal ones; on a
     CPU several times as fast as argmax."""
-    return logits.argmax(-1) if logits.is_cuda else largest(logits.float(), 1)[1][:, 0]
+    plain = logits.is_cuda or logits.dtype == torch.float64 or not len(logits)
+    return logits.argmax(-1) if plain else largest(logits.float(), 1)[1][:, 0]
 
 
 def largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

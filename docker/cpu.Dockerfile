@@ -1,8 +1,9 @@
-# g4ir on a CPU, with its server. The volume keeps engines and downloads of the next container's user.
+# g4ir on a CPU, with its server. The volume keeps downloads, engines, and which of them were built here,
+# for the next container.
 #
 #     docker build -f docker/cpu.Dockerfile -t g4ir .
-#     docker run -it -v g4ir:/home/g4ir/.cache g4ir g4ir chat e2b --download
-#     docker run -p 127.0.0.1:8000:8000 -v g4ir:/home/g4ir/.cache g4ir g4ir serve e2b --host 0.0.0.0
+#     docker run -it -v g4ir:/data g4ir g4ir chat e2b --download
+#     docker run -p 127.0.0.1:8000:8000 -v g4ir:/data g4ir g4ir serve e2b --host 0.0.0.0
 FROM python:3.12-slim-bookworm AS wheel
 WORKDIR /src
 COPY . .
@@ -18,7 +19,8 @@ RUN pip install --no-cache-dir -c /tmp/constraints.txt torch \
     --index-url https://download.pytorch.org/whl/cpu
 RUN --mount=from=wheel,source=/wheels,target=/wheels \
     pip install --no-cache-dir -c /tmp/constraints.txt "$(ls /wheels/*.whl)[serve,mm]"
-RUN useradd --create-home g4ir && install -d -o g4ir -g g4ir /home/g4ir/.cache
+RUN useradd --create-home g4ir && install -d -m 700 -o g4ir -g g4ir /data
+ENV XDG_CACHE_HOME=/data/cache XDG_STATE_HOME=/data/state
 USER g4ir
 WORKDIR /home/g4ir
 CMD ["g4ir", "--help"]

@@ -144,3 +144,17 @@ def test_verbs_take_models(tmp_path: Path) -> None:
         assert g4ir(verb, "tiny-moe").out == g4ir(verb, "--variant", "tiny-moe").out != ""
     both = g4ir("plan", "tiny-dense", file, "--gpu", "8GiB")
     assert "weights f32/int8/int4 or checkpoint" in both.out, both
+
+
+@pytest.mark.parametrize("words", ["--preset laptop --preset rtx", "--preset laptop --preset=rtx"])
+def test_the_last_preset_counts(words: str) -> None:
+    assert options(f"plan 31b {words}").target == "rtx"
+    assert options(f"plan 31b {words} --preset=laptop").device == "cpu"
+
+
+def test_the_hub_id_of_a_shipped_variant_needs_no_weights_to_be_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    by_id, by_name = (g4ir("plan", model, "--json") for model in ("google/gemma-4-E2B-it", "e2b"))
+    assert by_id.code == 0 and by_id.out == by_name.out

@@ -58,6 +58,7 @@ SOURCES = (
     "attention.py",
     "compile.py",
     "cuda_toolkit.py",
+    "headers/regex",
     "kernels/base.py",
     "lower.py",
     "pyops.py",

@@ -43,6 +43,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
     if args.json not in (None, STDOUT):
         if args.out:
             raise InputError(f"--json {args.json} and --out {args.out}: give one file")
+        if Path(args.json).is_file() and Path(args.json).suffix != ".json":
+            raise InputError(f"--json {args.json}: a file that is there, and no report: give --out")
         args.out, args.json = args.json, None
     if args.out and not Path(args.out).absolute().parent.is_dir():
         raise InputError(f"{args.out}: no such directory to write the report to")

@@ -46,7 +46,7 @@ def build(args: argparse.Namespace) -> int:
     with console.Progress() as progress:
         progress("checking the build")
         dump = _dump_to(Path(args.dump_ir)) if args.dump_ir else None
-        options = of_file(given_options(args), args, args.checkpoint)
+        options = of_file(given_options(args), args)
         prepared = prepare(spec, options, dry=args.dry_run, dump=dump)
         here = prepared.backend.has_device(prepared.device)
         if args.verify and not (here or args.dry_run):

@@ -140,7 +140,8 @@ def completions(line: str) -> list[str]:
     elif "PATH" in usage or "FILE" in usage:
         found += _paths(rest)
     begins = rest.rpartition(" ")[0]
-    return [word[len(begins) + bool(begins) :] for word in found if word.startswith(rest)]
+    cut = len(begins) + bool(begins)
+    return [word[cut:] for word in found if word.startswith(rest) and word[cut:]]
 
 
 def _paths(begun: str) -> list[str]:

@@ -29,7 +29,6 @@ from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.ui import console
 from g4ir.ui.files import read_table
 from g4ir.ui.units import parse_count
-from g4ir.weights.origin import AbsentWeights
 
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
@@ -106,13 +105,15 @@ class Parser(argparse.ArgumentParser):
     def _take_preset(self, words: list[str]) -> None:
         """Make the options of the preset that is given the defaults: so flags win, in any order.
         Options that are flags of another meaning here, as `run --draft-tokens`, stay."""
-        given = [w.partition("=")[2] for w in words if w.startswith("--preset=")]
-        given += [b for a, b in pairwise(words) if a == "--preset" and b[:1] != "-"]
+        pairs = pairwise(
+            [*(p for w in words for p in w.split("=", w.startswith("--preset="))), "-"]
+        )
+        given = [name for flag, name in pairs if flag == "--preset" and name[:1] != "-"]
         if not given:
             return
         own: set[str] = self.get_default("of_build")
         others = {a.dest for a in self._actions} - own
-        options = {k: v for k, v in find_preset(given[0]).options.items() if k not in others}
+        options = {k: v for k, v in find_preset(given[-1]).options.items() if k not in others}
         self.set_defaults(**options, of_build=own | options.keys())
         for action in self._actions:
             action.required = action.required and action.dest not in options
@@ -170,18 +171,20 @@ def _do(parser: Parser, table: Mapping[str, Any], args: argparse.Namespace) -> i
         code: int = getattr(import_module(f".{module}", __package__), name)(args)
         return code
     except InputError as e:
-        raise (_of_preset(e, args) if vars(args).get("preset") else e) from None
+        raise (_of_preset(e, args, parser) if vars(args).get("preset") else e) from None
 
 
-def _of_preset(e: InputError, args: argparse.Namespace) -> InputError:
+def _of_preset(e: InputError, args: argparse.Namespace, parser: Parser) -> InputError:
     """Return an error that says which of the options it is about are the preset's."""
     preset, words = find_preset(args.preset), re.findall(r"[\w-]+", str(e))
     own = {k: v for k, v in preset.options.items() if vars(args).get(k) == v}
-    named = [k for k in own if flag_of(k) in words] or [k for k in own if str(own[k]) in words]
+    named = [k for k in own if flag_of(k) in words] or [k for k in own if own[k] in words]
     if not named:
         return e
     flags = ", ".join(f"{flag_of(k)} {own[k]}" for k in named)
-    return InputError(f"{e}; --preset {preset.name} sets {flags}: give another, or no preset")
+    known = all(flag_of(k) in parser._option_string_actions for k in named)
+    fix = "give another, or no preset" if known else "give no preset"
+    return InputError(f"{e}; --preset {preset.name} sets {flags}: {fix}")
 
 
 def _check_rules(
@@ -337,16 +340,22 @@ def find_engines(args: argparse.Namespace, all_logits: bool = False) -> None:
     drafts = vars(args).get("draft_tokens")
     if drafts is None and vars(args).get("draft") == "ngram":
         drafts = DRAFT_TOKENS
+    if drafts is None and args.preset:
+        drafts = find_preset(args.preset).options.get("draft_tokens")
     needed = replace(given, all_logits=all_logits, draft_tokens=drafts)
     args.models = args.engines if "engines" in args else [args.engine]
     if args.preset and (engine := next((m for m in args.models if is_engine(Path(m))), None)):
         fix = "leave it out, or give the model that it was built from"
         raise InputError(f"{engine} is an engine, and --preset belongs to its build: {fix}")
     with console.Progress() as progress:
-        options = (given if is_engine(Path(m)) else of_file(needed, args, m) for m in args.models)
-        hub = {"revision": args.revision, "download": _consent(args.download)}
+        options = (given if is_engine(Path(m)) else needed for m in args.models)
+        how = {
+            "revision": args.revision,
+            "download": _consent(args.download),
+            "settled": partial(of_file, args=args),
+        }
         found = [
-            str(find_engine(m, o, limit, progress, **hub)) for m, o in zip(args.models, options)
+            str(find_engine(m, o, limit, progress, **how)) for m, o in zip(args.models, options)
         ]
     if "engines" in args:
         args.engines = found
@@ -354,19 +363,17 @@ def find_engines(args: argparse.Namespace, all_logits: bool = False) -> None:
         (args.engine,) = found
 
 
-def of_file(options: BuildOptions, args: argparse.Namespace, model: str | None) -> BuildOptions:
+def of_file(options: BuildOptions, args: argparse.Namespace) -> BuildOptions:
     """Return options without the quantisation of `--preset` where a file has one of its own."""
-    if not args.preset or model is None or options.quant is None:
+    if not args.preset or options.checkpoint is None or options.quant is None:
         return options
-    from .models import named_model, without_quant
+    from .models import checkpoint_model, without_quant
 
-    try:
-        named = named_model(model)
-    except AbsentWeights:  # of a hub id that is to be downloaded
-        return options
-    found = without_quant(options, find_preset(args.preset), named)
+    model = checkpoint_model(options.checkpoint)
+    found = without_quant(options, find_preset(args.preset), model)
     if found != options:
-        console.say(f"note: {model} is quantised already: --quant {options.quant} is left out")
+        path = options.checkpoint
+        console.say(f"note: {path} is quantised already: --quant {options.quant} is left out")
     return found
 
 

@@ -12,7 +12,7 @@ from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import held_recipe
 from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.weights.checkpoint import CONFIG, GGUF
-from g4ir.weights.origin import Origin, existing_origin, find_model
+from g4ir.weights.origin import AbsentWeights, Origin, existing_origin, find_model
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,13 @@ def named_model(word: str) -> Model:
     return Model(spec, origin, _held(spec, origin) if origin else None)
 
 
+def checkpoint_model(path: str | Path) -> Model:
+    """Return what a GGUF file or a checkpoint directory says of itself."""
+    origin = existing_origin(path)
+    spec = origin.spec()
+    return Model(spec, origin, _held(spec, origin))
+
+
 def without_quant(options: BuildOptions, preset: Preset, model: Model) -> BuildOptions:
     """Return options without the quantisation of a preset where the file has one of its own."""
     quant = preset.options.get("quant")
@@ -54,7 +61,13 @@ def _stated(source: str) -> tuple[Spec, Origin | None]:
         return load_spec(source), None
     if Path(source).suffix == ".json":
         return Spec.from_hf(source), None
-    origin = existing_origin(find_model(source, "")[1])
+    try:
+        origin = existing_origin(find_model(source, "")[1])
+    except AbsentWeights:
+        shipped = (spec for spec in map(load_spec, spec_names()) if spec.hub == source)
+        if spec := next(shipped, None):
+            return spec, None
+        raise
     return origin.spec(), origin
 
 

@@ -137,9 +137,9 @@ def _layer_text(graph: Graph, layer: int) -> str:
 
 
 def _about(b: Block) -> str:
-    """Return what attention of a layer is like; RoPE turns some dims of a head, or all."""
+    """Return what attention of a layer is like; RoPE rotates some dims of a head, or all."""
     heads = f"{b.heads} heads of {b.head_dim} dims, {b.kv_heads} KV heads"
-    rotated = f"RoPE turns {b.rotated} dims of a head, {b.head_dim - b.rotated} are still"
+    rotated = f"RoPE rotates {b.rotated} dims of a head, not {b.head_dim - b.rotated}"
     return f"# layer {b.layers[0]}, {b.kind} attention: {heads}; {rotated}\n"
 
 

@@ -103,11 +103,12 @@ def find_engine(
     progress: Progress = no_progress,
     revision: str | None = None,
     download: Consent = False,
+    settled: Callable[[BuildOptions], BuildOptions] = lambda options: options,
 ) -> Path:
     """Return the engine directory of a model, built first unless it was before; one of the cache is
     in use from now on, until the process ends. What names no model is returned as it is: loading it
     says what is wrong. MissingError for weights that are not in the local cache of the hub, nor to
-    be downloaded."""
+    be downloaded. `settled`: what options of a build become once its checkpoint is there."""
     if not isinstance(model, Spec) and is_engine(Path(model)):
         _refuse_options(Path(model), options, revision)
         return Path(model)
@@ -118,7 +119,7 @@ def find_engine(
         found = _with_weights(model, options, revision)
     if found is None:
         return Path(str(model))
-    name, spec, options = found
+    name, spec, options = *found[:2], settled(found[2])
     path = private(engines_root()) / f"{name}-{_hash(spec, options)}"
     _take(path, spec, options, str(model), progress)
     if limit is not None:
@@ -182,6 +183,8 @@ def _with_weights(
         if options.random_weights is None and options.checkpoint is None:
             found = need_snapshot(spec, "--random-weights SEED", revision)
             options = replace(options, checkpoint=found)
+        elif revision:
+            raise InputError(f"--revision {revision} is for weights of the hub; {model} has others")
         return spec.name, spec, options
     _, path = find_model(spec, "--random-weights SEED", revision)
     for option in ("checkpoint", "random_weights"):

@@ -87,8 +87,8 @@ def _parameters(plan: Plan) -> str:
 
 
 def _attention(plan: Plan) -> str:
-    """Describe heads and matrices of each kind of layer; RoPE turns some dims of a head of Q and K,
-    and the others are still."""
+    """Describe heads and matrices of each kind of layer; RoPE rotates some dims of a head of Q and
+    K, and not the others."""
     lines: list[Line] = [
         ["layers", "heads", "KV heads", "head dims", "rotated", "still", "q", "k", "v", "o"]
     ]

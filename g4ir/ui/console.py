@@ -46,8 +46,12 @@ def interactive() -> bool:
 def confirmed(question: str) -> bool:
     """Ask on stderr; whether the answer begins with y."""
     Progress.clear()
+    Progress.paused = True
     _write(f"g4ir: {question} [y/N] ")
-    return sys.stdin.readline().strip().lower().startswith("y")
+    try:
+        return sys.stdin.readline().strip().lower().startswith("y")
+    finally:
+        Progress.paused = False
 
 
 class Progress:
@@ -59,6 +63,8 @@ class Progress:
 
     #: whether the terminal's last line is one of progress
     _on_line = False
+    #: while somebody answers a question on that line
+    paused = False
 
     def __init__(self) -> None:
         self._message = ""
@@ -93,7 +99,7 @@ class Progress:
         begun, shown = time.monotonic(), ""
         while not self._stop.wait(PERIOD_S):
             seconds, message = time.monotonic() - begun, self._message
-            if seconds < QUIET_S or not message:
+            if seconds < QUIET_S or not message or Progress.paused:
                 continue
             line = f"g4ir: {message} ({seconds:.0f} s)"
             if _on_terminal():

@@ -7,7 +7,7 @@ import errno
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,10 @@ class Download:
 
         def watch() -> None:
             while not ended.wait(PERIOD_S):
-                there = sum(f.stat().st_size for f in blobs.glob("*") if f.exists())
+                there = 0
+                for file in blobs.glob("*"):
+                    with suppress(OSError):  # renamed meanwhile, as it is whole
+                        there += file.stat().st_size
                 done = f"{size_text(min(there, total))} of {size_text(total)}"
                 progress(f"downloading {self.hub_id}: {done}")
 
