@@ -31,7 +31,7 @@ pytestmark = [
 DOCS = Path(__file__).parents[2] / "docs"
 CASES = yaml.safe_load(Path(__file__).with_name("browser.yaml").read_text())
 END = CASES["words"][0]
-READY = "document.getElementById('status').textContent.includes('rows')"
+READY = "document.getElementById('status').textContent.includes('slots')"
 #: what tells of its own answers: refusals, which Chromium writes down too
 REFUSED = ("status of 400", "status of 401")
 LAST = """globalThis.last = (s) => [...document.querySelectorAll(s)].at(-1)?.textContent ?? '';

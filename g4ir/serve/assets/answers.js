@@ -26,8 +26,8 @@ function ownView(message) {
 function mediumOf(part) {
   const kind = part.type.replace(/_url$|^input_/, "");
   const given = part[part.type];
-  const url = String(given?.url ?? given ?? "");
-  return { kind, url, name: part.page ?? (url.startsWith("data:") ? kind : url) };
+  const url = (isObject(given) ? given.url : given) ?? "";
+  return { kind, url, name: part.page ?? (url && !url.startsWith("data:") ? url : kind) };
 }
 
 function preview({ kind, url, name }) {
@@ -111,7 +111,7 @@ class Answer {
 
   fold() {
     const inner = made("div", { class: "text" });
-    this.body.prepend(made("details", {}, made("summary", {}, "Thoughts"), inner));
+    this.body.prepend(made("details", {}, made("summary", {}, "Reasoning"), inner));
     return new Markdown(inner);
   }
 

@@ -4,7 +4,8 @@
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty",
   "presence_penalty", "frequency_penalty", "seed", "max_tokens", "min_tokens"];
 const SAMPLING = [...NUMBERS, "stop_texts", "thinking_token_budget"];
-const FIELDS = ["system", "tools", ...SAMPLING];
+const OWN = ["system", "tools"]; // which a conversation brings with it
+const FIELDS = [...OWN, ...SAMPLING];
 const LOOK_MS = 2000;
 const MOST_TEXT = 1 << 20; // bytes of a text file in a message
 const TEXTS = /\.(?:[cm]?ts|svg)$/; // whose type says video or image
@@ -22,6 +23,7 @@ const state = {
   saving: Promise.resolve(), // what is written of conversations, one after the other
   unsaved: "", // why the last was not written
   listed: "", // what the list of conversations shows
+  own: {}, // settings that came with the conversation, and are those of no other
 };
 
 function fit() {
@@ -31,14 +33,17 @@ function fit() {
 
 // --- settings ---------------------------------------------------------------------------------
 
-function restore() {
-  for (const id of FIELDS) find(id).value = lasting.getItem(id) ?? "";
-  find("thinking").checked = lasting.getItem("thinking") === "true";
-  find("key").value = session.getItem("key") ?? "";
+function restore(ids = FIELDS) {
+  for (const id of ids) find(id).value = lasting.getItem(id) ?? "";
 }
 
 function keep() {
-  for (const id of FIELDS) lasting.setItem(id, find(id).value);
+  for (const id of FIELDS) {
+    const { value } = find(id);
+    if (value === state.own[id]) continue;
+    delete state.own[id];
+    lasting.setItem(id, value);
+  }
   lasting.setItem("thinking", String(find("thinking").checked));
   session.setItem("key", find("key").value.trim());
 }
@@ -127,7 +132,7 @@ async function look() {
   }
 }
 
-// Says how the server is: aloud what is news, and silently how many rows are busy.
+// Says how the server is: aloud what is news, and silently how many slots are busy.
 function tell(words, live = "polite") {
   if (status.textContent === words) return;
   status.setAttribute("aria-live", live);
@@ -140,8 +145,8 @@ function fullness(metrics) {
     return found ? Number(found[1]) : 0;
   };
   const waiting = number("num_requests_waiting");
-  const rows = `${number("num_requests_running")} of ${number("rows")} rows busy`;
-  return waiting ? `${rows}, ${waiting} waiting` : rows;
+  const slots = `${number("num_requests_running")} of ${number("rows")} slots busy`;
+  return waiting ? `${slots}, ${waiting} waiting` : slots;
 }
 
 // Shows how much of the context the conversation takes: what the last answer's request counted,
@@ -203,7 +208,10 @@ function save(coming = null) {
   const messages = [...system(), ...before, ...(coming ? [coming] : [])];
   const record = { version: FORMAT, created: kept.created, messages };
   if (!wrongTools()) record.tools = tools();
-  state.saving = state.saving.then(() => written(kept, record)).catch((error) => {
+  state.saving = state.saving.then(async () => {
+    await written(kept, record);
+    state.unsaved = "";
+  }).catch((error) => {
     if (state.unsaved !== error.message) notice(`This conversation is not kept: ${error.message}`);
     state.unsaved = error.message;
   });
@@ -230,7 +238,7 @@ async function rest() {
 }
 
 function turnTo(kept, messages) {
-  Object.assign(state, { kept, messages });
+  Object.assign(state, { kept, messages, unsaved: "" });
   session.setItem("chat", kept?.id ?? "");
   log.replaceChildren();
   log.setAttribute("aria-live", "off"); // what is old is not read aloud
@@ -241,16 +249,24 @@ function turnTo(kept, messages) {
   if (!WIDE.matches) showChats(false);
 }
 
-async function openChat(id) {
-  await rest();
+// What is kept of a conversation, with all that was said in it.
+async function latest(id) {
   await state.saving;
-  const found = await shelf.get(id);
+  return shelf.get(id);
+}
+
+async function openChat(id) {
+  let found = null;
+  do { // while it is read, somebody may say something in the one that is open still
+    await rest();
+    found = await latest(id);
+  } while (state.abort);
   if (!found) return;
   const [first, ...others] = found.messages;
   const led = ["system", "developer"].includes(first?.role);
-  find("system").value = led ? parted(first.content).words : "";
-  find("tools").value = found.tools.length ? JSON.stringify(found.tools, null, 1) : "";
-  keep();
+  const given = found.tools.length ? JSON.stringify(found.tools, null, 1) : "";
+  state.own = { system: led ? textsOf(first.content) : "", tools: given };
+  for (const id of OWN) find(id).value = state.own[id];
   const { created, updated } = found;
   turnTo({ id, created, updated }, led ? others : found.messages);
 }
@@ -259,6 +275,8 @@ async function begin() {
   if (state.abort) await rest();
   state.attached = [];
   showAttached();
+  state.own = {};
+  restore(OWN);
   turnTo(null, []);
   text.focus();
 }
@@ -325,7 +343,8 @@ async function attempt(messages, { answer = null, copy: copied = false } = {}) {
   state.messages = messages;
   for (const old of log.querySelectorAll(":scope > .error")) old.remove();
   scrolled(show, true); // one's own message is in sight
-  save();
+  // What an answer takes the place of is kept until there is something of it.
+  if (copied || before.every((message) => messages.includes(message))) save();
   const done = await (state.coming = reply(answer));
   if (!done) {
     const begun = state.kept;
@@ -357,7 +376,10 @@ function content(words, attached) {
 }
 
 async function say() {
+  await state.started;
+  const { kept } = state;
   await state.reading;
+  if (state.kept !== kept) return; // another conversation was opened while files were read
   const [words, files] = [text.value, state.attached];
   if (state.abort || (!words.trim() && !files.length)) return;
   const [calling, left] = [state.messages.at(-1), leftCalls()];
@@ -555,6 +577,8 @@ document.addEventListener("drop", (event) => {
 
 async function start() {
   restore();
+  find("thinking").checked = lasting.getItem("thinking") === "true";
+  find("key").value = session.getItem("key") ?? "";
   showChats(WIDE.matches && lasting.getItem("chats") !== "closed");
   look();
   setInterval(() => { if (!document.hidden && !state.locked) look(); }, LOOK_MS);
@@ -562,4 +586,4 @@ async function start() {
   drawChats();
   if (shelf.list.has(session.getItem("chat"))) await openChat(session.getItem("chat"));
 }
-state.started = start();
+state.started = start().catch((error) => notice(`Conversations: ${error.message}`));

@@ -17,7 +17,7 @@ function imported(value) {
   if (!Array.isArray(given)) throw new Error("conversations: expected a list");
   return given.map((one, i) => {
     const at = given.length > 1 ? `conversations[${i}].` : "";
-    const { messages, tools = [], title = "" } = isObject(one) ? one : {};
+    const { messages, tools = [], title = "" } = asObject(one);
     const wrong = wrongMessages(messages) || (Array.isArray(tools) ? "" : "tools: expected a list")
       || (messages.length ? "" : "messages: is empty");
     if (wrong) throw new Error(at + wrong);
@@ -52,8 +52,9 @@ async function exportAll() {
 }
 
 async function remove(id) {
-  const one = await shelf.get(id);
   if (state.kept?.id === id) await begin();
+  const one = await latest(id);
+  if (!one) return;
   await shelf.remove(id);
   drawChats();
   find("search").focus();
@@ -65,8 +66,8 @@ async function remove(id) {
 }
 
 async function rename(id, title) {
-  const one = await shelf.get(id);
-  await shelf.put({ ...one, title }, one.updated);
+  const one = await latest(id);
+  if (one) await shelf.put({ ...one, title }, one.updated);
   drawChats();
 }
 
@@ -108,7 +109,7 @@ function chatRow({ id, title, updated }) {
     opens.setAttribute("aria-current", "true");
     row.append(made("div", { class: "acts" }, button("Rename", () => typeTitle(id, row)),
       button("Export", async () => {
-        const one = await shelf.get(id);
+        const one = await latest(id);
         download(fileName(title), exported(one));
       }), button("Delete", () => remove(id))));
   }

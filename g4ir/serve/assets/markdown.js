@@ -2,11 +2,11 @@
 // Markdown as nodes: headings, lists, tables, quotes, rules, code, emphasis, links to http(s).
 // Texts become text nodes and nothing else: HTML and formulas stay as they are written.
 
-const MOST_DEPTH = 8; // of quotes and lists in each other
+const MOST_DEPTH = 8; // of quotes and lists in each other, and of emphasis
+const MOST_COLUMNS = 64; // of a table
 const MOST_SPAN = 1000; // characters of a link, an address or a formula
 const ITEM = /^([-*+]|\d{1,9}[.)])( +|$)/;
 const RULE = /^(?:(?:-\s*){3,}|(?:\*\s*){3,}|(?:_\s*){3,})$/;
-const DELIMITER = /^:?-+:?$/;
 // --- blocks -----------------------------------------------------------------------------------
 
 const blank = (line) => !line.trim();
@@ -97,7 +97,8 @@ function cells(line) {
 function table(lines, at) {
   if (!lines[at].includes("|") || !/^[\s|:-]+$/.test(lines[at + 1] ?? "")) return null;
   const [head, marks] = [cells(lines[at]), cells(lines[at + 1])];
-  if (head.length !== marks.length || !marks.every((mark) => DELIMITER.test(mark))) return null;
+  const even = head.length === marks.length && head.length <= MOST_COLUMNS;
+  if (!even || !marks.every((mark) => /^:?-+:?$/.test(mark))) return null;
   let end = at + 2;
   while (end < lines.length && lines[end].includes("|")) end += 1;
   const rows = lines.slice(at + 2, end).map(cells);
@@ -111,8 +112,7 @@ function list(lines, at) {
   const mark = (line) => ITEM.exec(line.trimStart());
   const first = mark(lines[at]);
   if (!first) return null;
-  const ordered = first[1].length > 1;
-  const items = [];
+  const [ordered, items] = [first[1].length > 1, []];
   let [end, loose, width] = [at, false, 0];
   for (let next = at; next < lines.length; next += 1) {
     const line = lines[next];
@@ -125,7 +125,8 @@ function list(lines, at) {
       items.push([line.trimStart().slice(found[0].length)]);
     } else if (indent(line) >= base + 2 || (!gap && !begins(lines, next))) {
       loose ||= gap;
-      items.at(-1).push(...lines.slice(end, next).map(() => ""), dedented(line, width));
+      for (; end < next; end += 1) items.at(-1).push("");
+      items.at(-1).push(dedented(line, width));
     } else break;
     end = next + 1;
   }
@@ -191,8 +192,7 @@ function code(text, at, { missing }) {
   const count = run(at);
   let end = missing.has(count) ? -1 : text.indexOf("`", at + count);
   while (end >= 0 && run(end) !== count) end = text.indexOf("`", end + run(end));
-  if (end < 0) missing.add(count);
-  if (end < 0) return [count, "`".repeat(count)];
+  if (end < 0) { missing.add(count); return [count, "`".repeat(count)]; }
   const inner = text.slice(at + count, end).replaceAll("\n", " ");
   const padded = inner.startsWith(" ") && inner.endsWith(" ") && inner.trim();
   return [end + count - at, made("code", {}, padded ? inner.slice(1, -1) : inner)];
@@ -249,7 +249,7 @@ class Run {
   constructor(text, at) {
     let end = at;
     while (text[end] === text[at]) end += 1;
-    Object.assign(this, { mark: text[at], count: end - at, length: end - at });
+    Object.assign(this, { mark: text[at], count: end - at, length: end - at, depth: 0 });
     const [before, after] = [text[at - 1] ?? " ", text[end] ?? " "];
     const inWord = this.mark === "_" && /[\p{L}\p{N}]/u.test(before) && /[\p{L}\p{N}]/u.test(after);
     this.opens = !inWord && !/\s/.test(after);
@@ -281,25 +281,32 @@ function spans(text, live, inLink = false) {
   }
 }
 
-// Pairs runs of marks, each end with the nearest beginning of its length, else of its kind.
+// Pairs runs of marks, each end with the nearest beginning of its length, else of its kind. What is
+// looked through leaves `open`: all takes as long as the text. `depth`: of the nodes behind a run.
 function emphasised(parts, live) {
-  const [out, open] = [[], []];
-  const waiting = { "*": 0, _: 0, "~": 0 };
+  const [out, open, waiting] = [[], [{ depth: 0 }], {}]; // waiting: open ones by mark and length
+  const pairs = ({ mark, count }) => count >= (mark === "~" ? 2 : 1);
+  const noted = ({ mark, count }, by) => {
+    for (const key of [mark, mark + count]) waiting[key] = (waiting[key] ?? 0) + by;
+  };
+  const begun = (part) => { open.push(part); noted(part, 1); };
+  const deep = (depth) => { open.at(-1).depth = Math.max(open.at(-1).depth, depth); };
   const close = (end) => {
-    while (end.count && waiting[end.mark]) {
-      const begin = open.findLast((part) => part.mark === end.mark && part.count === end.count)
-        ?? open.findLast((part) => part.mark === end.mark);
+    while (pairs(end) && waiting[end.mark]) {
+      const exact = waiting[end.mark + end.count];
+      const fits = ({ mark, count }) => mark === end.mark && (!exact || count === end.count);
+      let [begin, depth] = [null, 0];
+      do { noted(begin = open.pop(), -1); depth = Math.max(depth, begin.depth); }
+      while (!fits(begin));
+      if (depth === MOST_DEPTH) { deep(depth); return; }
       const count = Math.min(2, begin.count, end.count);
-      if (end.mark === "~" && count < 2) return;
-      while (open.at(-1) !== begin) waiting[open.pop().mark] -= 1;
       const tag = end.mark === "~" ? "del" : count === 2 ? "strong" : "em";
       const node = filled(made(tag), out.splice(begin.at + 1));
       begin.count -= count;
       end.count -= count;
-      if (!begin.count) {
-        waiting[open.pop().mark] -= 1;
-        out.pop();
-      }
+      if (!begin.count) out.pop();
+      else if (pairs(begin)) begun(begin);
+      deep(depth + 1);
       out.push(node);
     }
   };
@@ -307,11 +314,8 @@ function emphasised(parts, live) {
     if (part instanceof Run) {
       if (part.closes) close(part);
       if (!part.count) continue;
-      if (part.opens) {
-        part.at = out.length;
-        open.push(part);
-        waiting[part.mark] += 1;
-      }
+      part.at = out.length;
+      if (part.opens && pairs(part)) begun(part);
     }
     out.push(part);
   }
@@ -336,15 +340,14 @@ function coded({ language, text }) {
 }
 
 function tabled({ head, rows, sides, live }) {
-  const row = (tag, given) => filled(made("tr"), sides.map((side, i) =>
-    filled(made(tag, side ? { class: side } : {}), spans(given[i] ?? "", live))));
+  const row = (tag, given) => filled(made("tr"), given.slice(0, sides.length).map((cell, i) =>
+    filled(made(tag, sides[i] ? { class: sides[i] } : {}), spans(cell, live))));
   const body = filled(made("tbody"), rows.map((given) => row("td", given)));
-  const inner = made("table", {}, made("thead", {}, row("th", head)), body);
   const box = { class: "table", tabindex: "0", role: "group", "aria-label": "Table" };
-  return made("div", box, inner);
+  return made("div", box, made("table", {}, made("thead", {}, row("th", head)), body));
 }
 
-// Of a list without blank lines the texts lie in the items themselves.
+// A list without blank lines has its texts in the items themselves.
 function listed({ ordered, loose, items, start, depth, live }) {
   const outer = made(ordered ? "ol" : "ul", ordered && start !== 1 ? { start: String(start) } : {});
   return filled(outer, items.map(([first, ...rest]) => {
@@ -363,8 +366,7 @@ function listed({ ordered, loose, items, start, depth, live }) {
 const NODES = {
   code: coded,
   formula: ({ text }) => made("p", {}, text),
-  heading: ({ level, text, live }) =>
-    filled(made(`h${Math.min(level + 2, 6)}`), spans(text, live)),
+  heading: ({ level, text, live }) => filled(made(`h${Math.min(level + 2, 6)}`), spans(text, live)),
   rule: () => made("hr"),
   quote: ({ lines, depth, live }) =>
     filled(made("blockquote"), blocks(lines, depth + 1).map((b) => node({ ...b, live }))),
@@ -377,9 +379,7 @@ const node = (block) => NODES[block.kind](block);
 
 // Shows a text that grows in an element: blocks that stay as they were keep their nodes.
 class Markdown {
-  constructor(element) {
-    Object.assign(this, { element, shown: [] });
-  }
+  constructor(element) { Object.assign(this, { element, shown: [] }); }
 
   // `live`: more of the text will come.
   set(source, live = false) {

@@ -14,10 +14,20 @@ const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).sli
 const isObject = (given) => typeof given === "object" && given !== null && !Array.isArray(given);
 const isText = (given) => typeof given === "string";
 const missing = (given) => given === undefined || given === null;
+const asObject = (given) => (isObject(given) ? given : {});
 
 function wrongCall(given) {
-  const { id, function: { name, arguments: json } = {} } = isObject(given) ? given : {};
+  const { id, function: called } = asObject(given);
+  const { name, arguments: json } = asObject(called);
   return ![id, name, json].every(isText);
+}
+
+function isPart(given) {
+  const { type, page } = asObject(given);
+  if (!isText(type) || !PART.test(type) || !(missing(page) || isText(page))) return false;
+  const { [type]: held } = given;
+  if (type === "text") return isText(held);
+  return missing(held) || isText(isObject(held) ? held.url ?? held.data : held);
 }
 
 // What is wrong with a message; "" if nothing is.
@@ -26,8 +36,6 @@ function wrongMessage(given, first) {
   const { role, content, tool_calls: calls, page } = given;
   const known = first ? ["system", "developer", ...ROLES] : ROLES;
   if (!known.includes(role)) return `.role: expected one of ${known.join(", ")}`;
-  const isPart = (part) => isObject(part) && PART.test(part.type)
-    && (part.type !== "text" || isText(part.text)) && (missing(part.page) || isText(part.page));
   const good = isText(content) || (Array.isArray(content) ? content.every(isPart)
     : missing(content) && role === "assistant");
   if (!good) return ".content: expected a text, or a list of parts with a type";
@@ -37,7 +45,7 @@ function wrongMessage(given, first) {
   if (!missing(calls) && (!Array.isArray(calls) || calls.some(wrongCall))) {
     return ".tool_calls: expected a list of calls, each with id, function.name and .arguments";
   }
-  const { speed = "", used = 0 } = isObject(page) ? page : {};
+  const { speed = "", used = 0 } = asObject(page);
   const shown = missing(page) || (isObject(page) && isText(speed) && Number.isFinite(used));
   return shown ? "" : ".page: is damaged";
 }
@@ -51,16 +59,25 @@ function wrongMessages(given) {
   return "";
 }
 
-// What is wrong with a kept conversation; "" if nothing is.
-function wrongConversation(given, id) {
-  if (!isObject(given)) return "is damaged";
+function wrongRecord(given, id) {
+  if (!isObject(given)) return "damaged";
   const { version, title, tools, created, updated } = given;
-  if (version !== FORMAT) return `is of version ${version}, and this page reads ${FORMAT}`;
-  if (given.id !== id || !isText(title)) return "is damaged: it has no title";
-  if (!Array.isArray(tools)) return "is damaged: tools: expected a list";
-  if (!Number.isFinite(created) || !Number.isFinite(updated)) return "is damaged: it has no time";
+  if (version !== FORMAT) return `of version ${version} (this page reads ${FORMAT})`;
+  if (given.id !== id || !isText(title)) return "damaged: it has no title";
+  if (!Array.isArray(tools)) return "damaged: tools: expected a list";
+  if (!Number.isFinite(created) || !Number.isFinite(updated)) return "damaged: it has no time";
   const wrong = wrongMessages(given.messages);
-  return wrong && `is damaged: ${wrong}`;
+  return wrong && `damaged: ${wrong}`;
+}
+
+// What is wrong with a kept conversation; "" if nothing is. One that cannot even be looked at does
+// not keep the others from being read.
+function wrongConversation(given, id) {
+  try {
+    return wrongRecord(given, id);
+  } catch (error) {
+    return `damaged: ${error.message}`;
+  }
 }
 
 // A message as others read it.
@@ -78,6 +95,12 @@ function parted(content) {
   return { words: texts.at(-1) ?? "", files: texts.slice(0, -1), media };
 }
 
+// All texts of a content.
+function textsOf(content) {
+  const { words, files } = parted(content);
+  return [...files, words].join("\n");
+}
+
 function titleOf({ title, messages }) {
   const said = messages.find((message) => message.role === "user");
   const line = parted(said?.content).words.trim().split("\n")[0];
@@ -87,10 +110,7 @@ function titleOf({ title, messages }) {
 function summary(conversation) {
   const { id, updated, messages } = conversation;
   const title = titleOf(conversation);
-  const texts = messages.map(({ content }) => {
-    const { words, files } = parted(content);
-    return [...files, words].join("\n");
-  });
+  const texts = messages.map(({ content }) => textsOf(content));
   return { id, updated, title, words: [title, ...texts].join("\n").toLowerCase() };
 }
 
@@ -206,7 +226,7 @@ class Shelf {
     }
     for (const why of new Set(bad.map((one) => one.why))) {
       const count = bad.filter((one) => one.why === why).length;
-      told.push(`Put aside, see the list of conversations: ${count} kept by this browser ${why}.`);
+      told.push(`Conversations put aside, see the list: ${count} ${why}.`);
     }
     await this.aside.each(() => { this.asides += 1; });
     this.channel.onmessage = async ({ data: id }) => {
