@@ -34,7 +34,7 @@ MOST_ROUNDS = 64
 
 
 class Grammars:
-    """Makes masks for one tokenizer. `ends` are the ids behind which an answer is over."""
+    """Makes masks for one tokenizer. `ends` are the ids of the tokens that end an answer."""
 
     def __init__(self, vocabulary: Vocabulary, size: int, ends: Sequence[int]) -> None:
         self.vocabulary, self.size, self.ends = vocabulary, size, [*ends]
