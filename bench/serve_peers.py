@@ -1,20 +1,24 @@
-"""An engine served by g4ir beside the GGUF file that it was built from served by llama.cpp, on the
-CPU, with as many threads.
+"""Throughput and latency of `g4ir serve` and of llama.cpp's server on one GGUF file, on the CPU, with
+the same number of threads.
 
     python bench/serve_peers.py ENGINE FILE PROGRAM [--clients 1,8,32] [--requests 2] [--rounds 2]
                                 [--input-len 128] [--output-len 64] [--threads 2] [--save]
 
-PROGRAM is llama.cpp's `llama-server`, with as many slots as there are clients at most. Clients are
-a closed loop: each sends a request (prompts of random tokens, which no cache knows; greedy) when
-its last one has been answered, `--requests` of them a round. The servers take turns. TTFT is until
-the first event with a token, ITL between two of them.
+PROGRAM is llama.cpp's `llama-server`, with one slot for each client at the highest level; the engine
+needs as large a batch. Clients are a closed loop: each sends a request (random prompt tokens, so no
+prefix cache hits; greedy; no end of sequence) when its last one has been answered, `--requests` of
+them a round. The servers take turns, in alternating order, after one discarded request each per
+level. tokens/s is answers x output length / seconds; TTFT is until the first event with text, ITL
+between two of them.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
+import re
 import socket
 import sys
 import time
@@ -41,12 +45,16 @@ HEAD = [
     "p99 ms",
     "tokens/s, ours is",
 ]
+#: in the last event: OpenAI's reason; llama-server leaves `null` in others
+FINISHED = re.compile(rb'"finish_reason": ?"')
+#: seconds until a server is ready
+READY_S = 600
 OURS, PEER = "g4ir", "llama-server"
 
 
 async def ask(url: str, body: dict[str, Any]) -> list[float]:
-    """Stream an answer; return when it was sent, and when each event with a token came. It reads
-    lines and no more, so that the servers have the processor."""
+    """Stream an answer; return when it was sent, and when each event with text came, the finish
+    chunk excluded. It only scans lines, which leaves the processor to the servers."""
     at, raw = urlsplit(url), json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(at.hostname, at.port)
     head = (
@@ -58,14 +66,14 @@ async def ask(url: str, body: dict[str, Any]) -> list[float]:
     if b" 200 " not in first:
         raise SystemExit(f"{url}: {first.decode()}{(await reader.read()).decode()}")
     while line := await reader.readline():
-        if line.startswith(b"data: {") and b'"text"' in line:
+        if line.startswith(b"data: {") and b'"text"' in line and not FINISHED.search(line):
             times.append(time.perf_counter())
     writer.close()
     return times
 
 
 async def closed_loop(url: str, clients: int, args: Any, drawn: random.Random) -> list[list[float]]:
-    """Let so many clients ask again and again; return the times of all answers."""
+    """Run a closed loop of clients; return the times of all answers."""
 
     async def client(prompts: list[list[int]]) -> list[list[float]]:
         body = {"max_tokens": args.output_len, "temperature": 0, "stream": True}
@@ -80,20 +88,21 @@ async def closed_loop(url: str, clients: int, args: Any, drawn: random.Random) -
 
 
 def wait_for(url: str, made: Any) -> None:
-    """Wait until a server is ready."""
-    while made.poll() is None:
+    """Wait until a server is ready, for at most READY_S."""
+    until = time.monotonic() + READY_S
+    while made.poll() is None and time.monotonic() < until:
         try:
             if httpx.get(f"{url}/health").status_code == 200:
                 return
         except httpx.HTTPError:
             pass
         time.sleep(0.2)
-    raise SystemExit(f"{url}: the server ended")
+    raise SystemExit(f"{url}: the server ended, or is not ready after {READY_S} s")
 
 
-def row(clients: int, name: str, rounds: list[tuple[float, list[list[float]]]]) -> list[str]:
+def row(clients: int, name: str, length: int, rounds: list[tuple[float, Any]]) -> list[str]:
     answers = [times for _, found in rounds for times in found]
-    rate = sum(len(times) - 1 for times in answers) / sum(took for took, _ in rounds)
+    rate = len(answers) * length / sum(took for took, _ in rounds)
     gaps = [b - a for times in answers for a, b in pairwise(times[1:])]
     cells = [str(clients), name, f"{rate:.1f}"]
     for seconds in ([times[1] - times[0] for times in answers], gaps):
@@ -119,16 +128,22 @@ def main() -> None:
         urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
         wait_for(urls[OURS], a)
         wait_for(urls[PEER], b)
+        limits = httpx.get(f"{urls[OURS]}/server_info").json()["limits"]
+        if (held := limits["max_batch"]) < most:
+            raise SystemExit(f"{args.engine}: max_batch {held} is less than {most} clients")
         table = [HEAD]
         for clients in args.clients:
             found: dict[str, Any] = {name: [] for name in urls}
-            for _ in range(args.rounds):
-                for name, url in urls.items():
+            one = argparse.Namespace(**{**vars(args), "requests": 1})
+            for url in urls.values():
+                asyncio.run(closed_loop(url, 1, one, drawn))
+            for i in range(args.rounds):
+                for name, url in [*urls.items()][:: -1 if i % 2 else 1]:
                     begun = time.perf_counter()
                     answers = asyncio.run(closed_loop(url, clients, args, drawn))
                     found[name].append((time.perf_counter() - begun, answers))
-                    print(*row(clients, name, found[name][-1:]), file=sys.stderr)
-            cells = [row(clients, name, rounds) for name, rounds in found.items()]
+                    print(*row(clients, name, args.output_len, found[name][-1:]), file=sys.stderr)
+            cells = [row(clients, name, args.output_len, rounds) for name, rounds in found.items()]
             cells[0].append(f"{float(cells[0][2]) / float(cells[1][2]):.2f}")
             table += [cells[0], [*cells[1], ""]]
     label = f"{Path(args.file).name}, prompts of {args.input_len}, answers of {args.output_len}"

@@ -55,9 +55,13 @@ class Terminal:
         if not child:
             os.chdir(here)
             command = ["bash", "--noprofile", "--rcfile", "settings"]
-            os.execvpe("bash", command, {**os.environ, "TERM": "dumb"})
+            os.execvpe("bash", command, {**os.environ, "TERM": "dumb", "INPUTRC": "/dev/null"})
         self._child = child
-        self._read("READY")
+        try:
+            self._read("READY")
+        except BaseException:
+            self.close()
+            raise
 
     def line(self, typed: str) -> str:
         """Type, complete, and return the line then, which is removed."""

@@ -29,12 +29,12 @@ LARGEST, MOST_GBNF, MOST_GRAMMAR = 1 << 16, 1 << 14, 1 << 20
 MOST_ITEMS, MOST_STEP = 1 << 13, 1 << 20
 #: characters of a grammar whose ends are looked for
 LOOKED_AT = 1 << 12
-#: rounds in which the ends of a schema are looked for
+#: rounds in which the ends of a schema or a grammar are looked for, and levels of groups in a rule
 MOST_ROUNDS = 64
 
 
 class Grammars:
-    """Makes masks for one tokenizer. `ends` are the ids behind which an answer is over."""
+    """Makes masks for one tokenizer. `ends` are the ids of the tokens that end an answer."""
 
     def __init__(self, vocabulary: Vocabulary, size: int, ends: Sequence[int]) -> None:
         self.vocabulary, self.size, self.ends = vocabulary, size, [*ends]
@@ -252,41 +252,55 @@ def _set(words: Any, token: int, value: bool) -> None:
     view[token // 32] = view[token // 32] | one if value else view[token // 32] & ~one
 
 
-#: in Lark: a comment, or a literal; the beginning of a rule; a name; a group
-_LITERALS = re.compile(r'(//.*)|"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\\n])+/[a-z]*|<\[?[^>\n]*>')
+#: in Lark: a comment, or a literal (to the end of its line if it is not closed, so that no character
+#: is read twice); the beginning of a rule; a name; a group; what may be left out
+_LITERALS = re.compile(
+    r'(//.*|#.*)|"(?:\\.|[^"\\\n])*(?:"i?)?|/(?:\\.|[^/\\\n])+(?:/[a-z]*)?|<\[?[^<>\n]*>'
+)
 _RULE = re.compile(r"^[?!]?([A-Za-z_]\w*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:", re.M)
 _NAME, _GROUP = re.compile(r"[A-Za-z_]\w*"), re.compile(r"[(\[]([^()\[\]]*)[)\]]")
+_OPTIONAL = re.compile(r"!\s*(?:[?*]|~\s*0|\{\s*0?\s*,)")
 
 
 def check_ends(grammar: str, field: str) -> None:
-    """Refuse a grammar in Lark whose texts never end. One with directives, or larger than
-    LOOKED_AT, is not looked at: it is given up when it grows too large."""
+    """Refuse a grammar in Lark that no finite text matches. One with directives or parameters, or
+    larger than LOOKED_AT, is not checked: it is given up when it grows too large."""
     text = grammar.removeprefix("%llguidance {}")  # of what was GBNF
+    if len(text) > LOOKED_AT:
+        return
     text = _LITERALS.sub(lambda found: "" if found[1] else "0", text)
-    if "%" in text or len(text) > LOOKED_AT:
+    if "%" in text or "::" in text:
         return
     _, *parts = _RULE.split(re.sub(r"->\s*\w+", "", text))
-    rules, endless = dict(zip(parts[::2], parts[1::2])), set(parts[::2])
-    while ends := {name for name in endless if _can_end(rules[name], endless)}:
-        endless -= ends
-    if "start" in endless:
-        named = ", ".join(sorted(endless)[:3])
-        raise bad(field, f"no text of {named!r} ends: it leads round to itself")
+    rules, endless = [*zip(parts[::2], parts[1::2])], set(parts[::2])
+    for _ in range(MOST_ROUNDS):
+        before = len(endless)
+        rules.reverse()
+        for name, body in rules:
+            if name in endless and _can_end(body, endless):
+                endless.discard(name)
+        if "start" not in endless:
+            return
+        if len(endless) == before:
+            named = ", ".join(sorted(endless)[:3])
+            raise bad(field, f"the recursion of {named!r} has no base case")
 
 
 def _can_end(body: str, endless: Collection[str]) -> bool:
-    """Return whether one of the alternatives of a rule is of parts that end."""
+    """Return whether an alternative of a rule has no endless part, or too many nested groups."""
 
     def closed(found: re.Match[str]) -> str:
         return "0" if found[0][0] == "[" or ends(found[1]) else "!"
 
     def ends(text: str) -> bool:
-        return any("!" not in re.sub(r"!\s*(?:[?*]|~\s*0)", "", way) for way in text.split("|"))
+        return any("!" not in _OPTIONAL.sub("", way) for way in text.split("|"))
 
     body = _NAME.sub(lambda found: "!" if found[0] in endless else "0", body)
-    while _GROUP.search(body):
-        body = _GROUP.sub(closed, body)
-    return ends(body)
+    for _ in range(MOST_ROUNDS):
+        body, groups = _GROUP.subn(closed, body)
+        if not groups:
+            return ends(body)
+    return True
 
 
 def check_finite(schema: Mapping[str, Any], field: str) -> None:

@@ -129,11 +129,17 @@ ITEMS |= dict.fromkeys(("function_call_output", "custom_tool_call_output"), _out
 
 
 def _tools(out: Translation, value: Any, name: str) -> None:
-    out.body["tools"] = [_tool(tool, where) for tool, where in _flat(value, name)]
+    made, places = [], dict[str, str]()
+    for tool, where in _flat(value, name):
+        made.append(function := _tool(tool, where))
+        called = function["function"]["name"]
+        if (first := places.setdefault(called, where)) != where:
+            raise bad(where, f"{shown(called)} is already the name of {first}; rename one of them")
+    out.body["tools"] = made
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[Body, str]]:
-    """Yield tools, those of a namespace with its name, and where each is."""
+    """Yield tools, those of a namespace with its name and its description, and where each is."""
     for i, tool in enumerate(schema.listed(schema.MOST_TOOLS)(value, name)):
         where = f"{name}[{i}]"
         kind = kind_in(tool, (*TOOLS, NAMESPACE, *LEFT_OUT), where)
@@ -142,8 +148,11 @@ def _flat(value: Any, name: str) -> Iterator[tuple[Body, str]]:
         elif kind == NAMESPACE:
             inner = schema.listed(schema.MOST_TOOLS, 1)(tool.get("tools"), f"{where}.tools")
             for j, one in enumerate(inner):
-                kind_in(one, TOOLS, f"{where}.tools[{j}]")
-                yield {**one, NAMESPACE: text_in(tool, "name", where)}, f"{where}.tools[{j}]"
+                kind_in(one, TOOLS, at := f"{where}.tools[{j}]")
+                given = [(tool, where), (one, at)]
+                texts = [text_in(d, "description", w) for d, w in given if d.get("description")]
+                space = {NAMESPACE: text_in(tool, "name", where), "description": "\n".join(texts)}
+                yield {**one, **space}, at
 
 
 def _spaced(given: Body, where: str) -> str:

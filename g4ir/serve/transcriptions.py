@@ -6,20 +6,23 @@ import base64
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from email.message import Message
 from typing import Any
 
 from g4ir.chat import Event as Said
+from g4ir.chat.messages import shown
 from g4ir.engine.output import Answer
 from g4ir.errors import InputError
 
 from .http_errors import Refused, bad, missing
 from .prompts import PreparedRequest
+from .request_schema import CHAT
 from .translation import Body, Translation
 
 FORM = "multipart/form-data"
 #: parts of a form; the API has 12 fields
 MOST_PARTS = 64
+#: bytes of a part's headers
+MOST_HEAD = 8 << 10
 ASK = "Transcribe this audio: write down what is said, word for word, and nothing else."
 FORMATS = ("json", "text")
 #: field -> the values that ask for nothing, and what else there is
@@ -30,6 +33,14 @@ REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "known_speaker_names[]": ((), "speakers are not told apart"),
     "known_speaker_references[]": ((), "speakers are not told apart"),
 }
+#: sampling fields of a form, which are numbers
+NUMBERS = frozenset(
+    "temperature top_p top_k min_p seed max_completion_tokens max_tokens"
+    " frequency_penalty presence_penalty repetition_penalty".split()
+)
+#: fields that `read` translates
+OWN = frozenset(("file", "model", "language", "prompt", "response_format", "stream", *REFUSED))
+_PARAMETER = re.compile(r';\s*([\w-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))')
 _PLACE = re.compile(r"^messages\S*:? ?")
 
 
@@ -47,6 +58,8 @@ def parse_form(raw: bytes, content_type: str) -> Body:
 
 def _field(part: bytes) -> tuple[str, Any]:
     head, blank, value = part.partition(b"\r\n\r\n")
+    if len(head) > MOST_HEAD:
+        raise Refused(400, f"a part of the form has more than {MOST_HEAD} bytes of headers")
     lines = head.decode("latin-1").split("\r\n")
     found = [line.partition(":")[2] for line in lines if line.lower().startswith("content-disp")]
     name = _parameter(found[0].strip(), "name") if found else ""
@@ -61,10 +74,9 @@ def _field(part: bytes) -> tuple[str, Any]:
 
 
 def _parameter(header: str, name: str) -> str:
-    message = Message()
-    message["Content-Type"] = header
-    found = message.get_param(name, "")
-    return found if isinstance(found, str) else ""
+    """Return a parameter of a header, in linear time: `email` takes quadratic time."""
+    found = (m for m in _PARAMETER.finditer(header) if m[1].lower() == name)
+    return next((m[2] or m[3] or "" for m in found), "")
 
 
 class Form(Translation):
@@ -107,12 +119,20 @@ def read(given: Body) -> Translation:
     body: Body = {"messages": [{"role": "user", "content": content}], "stream": stream == "true"}
     if "model" in given:
         body["model"] = given["model"]
-    try:
-        if given.get("temperature"):
-            body["temperature"] = float(given["temperature"])
-    except ValueError:
-        raise bad("temperature", "must be a number") from None
+    for name, text in given.items():
+        if name in OWN or not text:
+            continue
+        if name not in NUMBERS and name in CHAT:
+            raise missing(name, "is not supported with audio files; leave it out")
+        body[name] = _number(text, name) if name in NUMBERS else text
     return Form(given, body)
+
+
+def _number(text: str, name: str) -> float:
+    try:
+        return int(text) if text.lstrip("-").isdecimal() else float(text)
+    except ValueError:
+        raise bad(name, f"must be a number, found {shown(text)}") from None
 
 
 class TranscriptFormat:

@@ -254,7 +254,7 @@ def _codex(url: str, *given: str, fails: bool = False) -> list[Any]:
         words += ["--dangerously-bypass-approvals-and-sandbox", "-C", folder, "Hi", *given]
         env = {**os.environ, "CODEX_HOME": folder, "HOME": folder}
         done = subprocess.run(
-            words, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
+            words, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100
         )
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -118,6 +118,14 @@ def test_a_conversation_of_items(
     ]
 
 
+def test_descriptions_of_a_namespace_and_its_tools_reach_the_model() -> None:
+    tools = [{"type": "function", "name": "f", "description": "Adds"}, {"type": "custom", "name": "g"}]
+    space = {"type": "namespace", "name": "a", "description": "Sums", "tools": tools}
+    made = responses.read({"input": "Hi", "tools": [space]}).body["tools"]
+    assert [t["function"]["name"] for t in made] == ["a.f", "a.g"]
+    assert [t["function"]["description"] for t in made] == ["Sums\nAdds", "Sums"]
+
+
 def test_responses_say_what_chats_say(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"temperature": 1, "top_p": 0.9, "extra_body": {"seed": 7}}
     chat = ask(client, max_tokens=20, **fields)

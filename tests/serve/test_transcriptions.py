@@ -14,6 +14,7 @@ from tests.serve.running import NAME, Running, chat_engine, ready
 from tests.serve.test_media import sound
 
 END = "<turn|>"
+HEADS = b'--x\r\nContent-Disposition: form-data; name="' + b"a;" * 5000 + b'"\r\n\r\n1\r\n--x--'
 CLIP = ("clip.wav", sound(), "audio/wav")
 
 
@@ -49,18 +50,19 @@ def test_hints_are_part_of_the_prompt(
     served: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
+    sampling = {"temperature": 0.25, "seed": 7, "top_p": 0.5, "max_completion_tokens": 9}
     prompts = served.server.prompts
     assert prompts
     made = prompts.chat
 
     def chat(fields: Any, salt: str = "") -> Any:
         seen.append(str(fields["messages"][0]["content"][0]["text"]))
-        assert fields.get("temperature") == 0.25
+        assert {name: fields[name] for name in sampling} == sampling
         return made(fields, salt)
 
     monkeypatch.setattr(prompts, "chat", chat)
     served.dictate(monkeypatch, "ok", END)
-    transcribe(client, language="de", prompt="Ada Lovelace", temperature=0.25)
+    transcribe(client, language="de", prompt="Ada Lovelace", extra_body={**sampling, "new": "x"})
     assert "language is de." in seen[0] and "Ada Lovelace" in seen[0]
 
 
@@ -76,6 +78,8 @@ def test_hints_are_part_of_the_prompt(
         ({"extra_body": {"temperature": "hot"}}, "temperature", "number"),
         ({"extra_body": {"temperature": "101"}}, "temperature", "100"),
         ({"extra_body": {"stream": "perhaps"}}, "stream", "true or false"),
+        ({"extra_body": {"seed": "1.5"}}, "seed", "whole number"),
+        ({"extra_body": {"n": "2"}}, "n", "not supported"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -94,6 +98,7 @@ def test_refused(client: openai.OpenAI, given: dict[str, Any], param: str, says:
         ("multipart/form-data; boundary=x", b"", 400, "no end"),
         ("multipart/form-data; boundary=x", b"--x\r\n\r\nvalue\r\n--x--", 400, "no name"),
         ("multipart/form-data; boundary=x", b"--x\r\n\r\n" * 99 + b"--x--", 400, "no end"),
+        ("multipart/form-data; boundary=x", HEADS, 400, "8192 bytes of headers"),
     ],
 )
 def test_forms_that_are_none(
