@@ -1,11 +1,11 @@
-"""Throughput and latency of `g4ir serve` and of llama.cpp's server on one GGUF file, on the CPU, with
-the same number of threads.
+"""Throughput and latency of `g4ir serve` and of llama.cpp's server on one GGUF file, on the CPU,
+with the same number of threads.
 
     python bench/serve_peers.py ENGINE FILE PROGRAM [--clients 1,8,32] [--requests 2] [--rounds 2]
                                 [--input-len 128] [--output-len 64] [--threads 2] [--save]
 
-PROGRAM is llama.cpp's `llama-server`, with one slot for each client at the highest level; the engine
-needs as large a batch. Clients are a closed loop: each sends a request (random prompt tokens, so no
+PROGRAM is `llama-server`, with a slot for each client of the highest level; the engine needs
+as large a batch. Clients are a closed loop: each sends a request (random prompt tokens, so no
 prefix cache hits; greedy; no end of sequence) when its last one has been answered, `--requests` of
 them a round. The servers take turns, in alternating order, after one discarded request each per
 level. tokens/s is answers x output length / seconds; TTFT is until the first event with text, ITL

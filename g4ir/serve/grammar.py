@@ -252,8 +252,8 @@ def _set(words: Any, token: int, value: bool) -> None:
     view[token // 32] = view[token // 32] | one if value else view[token // 32] & ~one
 
 
-#: in Lark: a comment, or a literal (to the end of its line if it is not closed, so that no character
-#: is read twice); the beginning of a rule; a name; a group; what may be left out
+#: in Lark: a comment, or a literal (an unclosed one ends with its line: no character is read
+#: twice); the beginning of a rule; a name; a group; what may be left out
 _LITERALS = re.compile(
     r'(//.*|#.*)|"(?:\\.|[^"\\\n])*(?:"i?)?|/(?:\\.|[^/\\\n])+(?:/[a-z]*)?|<\[?[^<>\n]*>'
 )

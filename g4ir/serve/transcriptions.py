@@ -34,10 +34,8 @@ REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "known_speaker_references[]": ((), "speakers are not told apart"),
 }
 #: sampling fields of a form, which are numbers
-NUMBERS = frozenset(
-    "temperature top_p top_k min_p seed max_completion_tokens max_tokens"
-    " frequency_penalty presence_penalty repetition_penalty".split()
-)
+NUMBERS = {"temperature", "top_p", "top_k", "min_p", "seed", "max_completion_tokens", "max_tokens"}
+NUMBERS |= {"frequency_penalty", "presence_penalty", "repetition_penalty"}
 #: fields that `read` translates
 OWN = frozenset(("file", "model", "language", "prompt", "response_format", "stream", *REFUSED))
 _PARAMETER = re.compile(r';\s*([\w-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))')

@@ -119,7 +119,8 @@ def test_a_conversation_of_items(
 
 
 def test_descriptions_of_a_namespace_and_its_tools_reach_the_model() -> None:
-    tools = [{"type": "function", "name": "f", "description": "Adds"}, {"type": "custom", "name": "g"}]
+    tools = [{"type": "function", "name": "f", "description": "Adds"}]
+    tools += [{"type": "custom", "name": "g"}]
     space = {"type": "namespace", "name": "a", "description": "Sums", "tools": tools}
     made = responses.read({"input": "Hi", "tools": [space]}).body["tools"]
     assert [t["function"]["name"] for t in made] == ["a.f", "a.g"]
