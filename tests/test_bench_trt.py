@@ -9,7 +9,6 @@ import pytest
 from bench.gpu import test_trt as trt
 from bench.gpu.conftest import read_results
 from g4ir.backends.trt.lowerings import SETTINGS
-from tests.recorder.bindings import WHEELS, real_api
 from tests.test_bench_gpu import run
 
 FILE = Path(trt.__file__)
@@ -43,24 +42,4 @@ def test_tiny_engines_have_every_form() -> None:
     chosen = {(k, v) for k, s in SETTINGS.items() for v in s.choices}
     left = {(k, s.default) for k, s in SETTINGS.items()}
     assert chosen - given == left and given <= chosen
-    asked = {(k, v) for row in trt.ASKED for k, v in row.items()}
-    assert chosen - asked <= left
     assert len({f.name for f in trt.FORMS}) == len(trt.FORMS)
-
-
-@pytest.mark.parametrize("version", WHEELS)
-def test_names_are_compared_with_the_bindings(version: str) -> None:
-    """As they are with the module at hand; another enum, or no such member, is listed."""
-    real = real_api(version)
-    cell = trt.calls("tiny-dense", {}, version, real.problems)
-    assert cell["ok"] and cell["calls"] > 1000
-    assert trt.enums(version, real.values)["ok"]
-    wrong = trt.enums(version, lambda name: {} if name == "TopKOperation" else real.values(name))
-    assert [p.partition(" ")[0] for p in wrong["problems"]] == [
-        "TopKOperation.MAX",
-        "TopKOperation.MIN",
-    ]
-    classes = {k: v for k, v in real.dump["classes"].items() if k != "ISoftMaxLayer"}
-    less = type(real)({**real.dump, "classes": classes})
-    cell = trt.calls("tiny-dense", {}, version, less.problems)
-    assert cell["problems"] == ["ISoftMaxLayer: there is no such class"] and not cell["ok"]

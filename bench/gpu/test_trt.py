@@ -1,8 +1,7 @@
 """The first contact with the real TensorRT: what does it refuse, what is wrong, how fast is it?
 
-Tests are in the order of what stops all others. `test_names` compares every call of the backend, as
-the recorder wrote it down, with the signatures and enums of the installed module. `test_tiny`
-builds an engine of each form that the backend has, compares it with the reference, and times it;
+Tests are in the order of what stops all others. `test_tiny` builds an engine of each form that the
+backend has, compares it with the reference, and times it;
 `test_attention` builds each kind of attention of a variant alone, at full width, in each form;
 `test_cut` builds one repeat of a variant's layers at full width, with each way to keep weights;
 `test_full` builds the variants. Logs and tables of builds are copied to DIR, plans are not; the
@@ -17,9 +16,8 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import EnumMeta
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,12 +30,9 @@ import g4ir
 from bench.gpu.engines import Scale, copy_folder, decode_cell, prefill_cell, step_times, stepper
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import build as building
-from g4ir.backends.trt import dry_run
 from g4ir.backends.trt.host import FEATURES, Host, logger, require_library
 from g4ir.backends.trt.interface import ENGINE, files
 from g4ir.backends.trt.lowerings import AUTO, SETTINGS, WEIGHTS
-from g4ir.backends.trt.recorder import Call
-from g4ir.backends.trt.target import TENSORRT
 from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Meter
 from g4ir.check.logits import verify_engine
@@ -69,16 +64,6 @@ DRY = replace(
 )
 #: folder of DIR for the cache of timed kernels; files of engines that are kept have fewer bytes
 TIMINGS, SMALL = "timings", 4 << 20
-#: variants whose networks together ask for all that the backend uses
-ASKING = ("tiny-dense", "tiny-moe", "tiny-ple", "tiny-media")
-#: values of settings that together are all of them
-ASKED: tuple[dict[str, str], ...] = (
-    {},
-    {"attention": "plain", "experts": "all", "weights": "refit", "hardware": "same-capability"},
-    {"attention": "fused", "experts": "gather", "weights": "streamed"},
-    {"attention": "explicit"},
-)
-CALLS = [(v, s) for v in ASKING for s in (ASKED if v == "tiny-moe" else ASKED[:1])]
 
 
 @dataclass(frozen=True)
@@ -163,68 +148,6 @@ def room(scale: Scale, out: Path) -> dict[str, Any]:
     device = torch.cuda.mem_get_info()[0] if scale.device == "cuda" else 0
     free = {"device": device, "host": free_memory(), "disk": shutil.disk_usage(out).free}
     return {f"{name}_gb": size >> 30 for name, size in free.items()}
-
-
-# --- names and signatures ---------------------------------------------------------------------
-
-
-@pytest.mark.limit(300)
-def test_names(measure: Any, host: Host, pytestconfig: pytest.Config) -> None:
-    version, problems, values = compared_api(pytestconfig.option.dry_run)
-    for variant, settings in CALLS:
-        name = " ".join((variant, *settings.values()))
-        measure(name, partial(calls, variant, settings, version, problems))
-    measure("enums", partial(enums, version, values))
-
-
-def compared_api(
-    dry: bool,
-) -> tuple[str, Callable[[Call], Iterable[str]], Callable[[str], Mapping[str, int]]]:
-    """Return the recorder's version nearest to the installed TensorRT; a function that lists the
-    problems of a call; and one that lists the values of an enum."""
-    if not dry:
-        from tests.recorder.bindings import read_api
-
-        found = read_api("tensorrt")
-        older = require_library().version.startswith("10.")
-        return TENSORRT.compared[not older], found.problems, found.values
-    trt = dry_run.emulator().trt
-
-    def problems(call: Call) -> Iterator[str]:
-        if not hasattr(getattr(trt, call.owner, None), call.member):
-            yield f"{call.owner}.{call.member}: there is no such member"
-
-    return TENSORRT.compared[-1], problems, lambda enum: _values(getattr(trt, enum))
-
-
-def calls(
-    variant: str,
-    settings: Mapping[str, str],
-    version: str,
-    problems: Callable[[Call], Iterable[str]],
-) -> dict[str, Any]:
-    """Have the recorder build, load and run the variant in small, and check each call."""
-    api = dry_run.emulator(version)
-    options = BuildOptions(backend="trt", settings=dict(settings), random_weights=0)
-    dry_run.check_small(api, prepare(load_spec(variant), options, dry=True), "f32")
-    made = api.trt.calls
-    wrong = list(dict.fromkeys(p for c in made for p in problems(c)))
-    return {"calls": len(made), "problems": wrong, "ok": not wrong}
-
-
-def enums(version: str, values: Callable[[str], Mapping[str, int]]) -> dict[str, Any]:
-    """List members of enums that are missing, or have another value than the recorder's."""
-    trt, wrong = dry_run.emulator(version).trt, []
-    names = [n for n in dir(trt) if isinstance(getattr(trt, n), EnumMeta)]
-    for name in names:
-        own, real = _values(getattr(trt, name)), values(name)
-        differ = (k for k, v in own.items() if real.get(k) != v)
-        wrong += [f"{name}.{k} is {real.get(k)}, not {own[k]}" for k in differ]
-    return {"enums": len(names), "problems": wrong, "ok": not wrong}
-
-
-def _values(enum: Any) -> dict[str, int]:
-    return {m.name: int(m) for m in enum}
 
 
 # --- small builds -----------------------------------------------------------------------------
