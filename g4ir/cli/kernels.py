@@ -4,11 +4,10 @@ fastest on the GPU at hand."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from g4ir.backends.experimental import experiment
 from g4ir.backends.torch_compile.compile import toolchain
 from g4ir.backends.torch_compile.kernels.base import Schedule
 from g4ir.backends.torch_compile.schedule import Row, kernel_rows, schedule
@@ -21,7 +20,6 @@ from g4ir.passes import PassOptions, run_program
 from g4ir.passes.latent_kv import FORMS, LatentOptions
 from g4ir.plan.cost import Step, graph_costs
 from g4ir.plan.gpus import Gpu, find_gpu
-from g4ir.plan.plan import StepModel
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
@@ -68,31 +66,9 @@ def scheduled(
     gpu = _short(find_gpu(args.gpu or GPU))
     if gpu not in CARDS:
         raise InputError(f"--gpu {args.gpu}: the kernels are for h100 and h200")
-    s, moved = _placed(graph, gpu, step)
-    return s, step, moved
-
-
-def _placed(g: Graph, gpu: str, step: Step) -> tuple[Schedule, dict[str, int]]:
-    costs = graph_costs(g, B=step.B, S=step.S, C=step.C)
+    costs = graph_costs(graph, B=step.B, S=step.S, C=step.C)
     moved = {c.node: c.cost.needed_bytes for c in costs}
-    return schedule(split_prologue(g)[1], Target("cuda", gpu, step.B)), moved
-
-
-def step_model(gpus: Sequence[Gpu]) -> StepModel | None:
-    """Return what predicts the steps of ranks, on the first of these that kernels are for, on the
-    default card if none is given; None if the kernels are for none of them."""
-    names = map(_short, gpus)
-    gpu = next((name for name in names if name in CARDS), None if gpus else GPU)
-    if gpu is None:
-        return None
-
-    model = experiment("step_model")
-
-    def us(g: Graph, context: int, rows: int) -> dict[str, tuple[float, float]]:
-        s, moved = _placed(g, gpu, Step(rows, 1, context - 1))
-        return {way: model.predict(s, moved, context, way=way).us for way in model.WAYS}
-
-    return StepModel(gpu, us)
+    return schedule(split_prologue(graph)[1], Target("cuda", gpu, step.B)), step, moved
 
 
 def _short(gpu: Gpu) -> str:

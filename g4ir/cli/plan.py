@@ -14,12 +14,11 @@ from g4ir.model.media import offered
 from g4ir.plan.count import counts
 from g4ir.plan.gpus import GPUS, Gpu, find_gpu
 from g4ir.plan.options import BuildOptions, Resolved
-from g4ir.plan.plan import StepModel, cache_lines, make_plan, plan_engine
+from g4ir.plan.plan import cache_lines, make_plan, plan_engine
 from g4ir.plan.presets import find_preset
 from g4ir.plan.records import SCHEMA, Plan
 from g4ir.plan.table import comparison_text, plan_text
 from g4ir.spec.record import Spec, load_spec, spec_names
-from g4ir.ui import console
 from g4ir.ui.plots import check_plot, plot_caches
 from g4ir.ui.units import parse_counts
 
@@ -43,11 +42,6 @@ def plan(args: argparse.Namespace) -> int:
     if args.plot:
         check_plot(args.plot)
     plans = [_made(m, args, gpus, several=len(models) > 1) for m in models]
-    if any(p.ranks and not p.ranks.gpu for p in plans):
-        from .kernels import CARDS
-
-        names = ", ".join(gpu.name for gpu in gpus)
-        console.say(f"note: steps are predicted for {' and '.join(CARDS)}, not for {names}")
     if args.plot:
         lines = [cache_lines(p) for p in plans]
         plot_caches(args.plot, lines, f"K and V caches, one row, {plans[0].dtype}")
@@ -119,7 +113,7 @@ def _made(model: Model, args: argparse.Namespace, gpus: list[Gpu], several: bool
         placement = options.ple_placement if spec.text.ple else None
         media = options.media if offered(spec) else "none"
         options = replace(options, ple_placement=placement, media=media)
-    how = {"tp": args.tp, "ep": args.ep, "steps": _steps(args.tp, gpus), "held": model.held}
+    how = {"tp": args.tp, "ep": args.ep, "held": model.held}
     return make_plan(spec, options, ctx=ctx, batch=batch or 1, memory=gpus, **how)
 
 
@@ -144,11 +138,4 @@ def _of_engine(found: Artefact, args: argparse.Namespace, **sizes: Any) -> Plan:
         ranks=m.ranks,
         ep=m.ep,
     )
-    return plan_engine(setup, **sizes, steps=_steps(m.ranks, sizes["memory"]))
-
-
-def _steps(ranks: int, gpus: Sequence[Gpu]) -> StepModel | None:
-    """Return what predicts the steps of several ranks; None for one, and for other cards."""
-    from .kernels import step_model
-
-    return None if ranks == 1 else step_model(gpus)
+    return plan_engine(setup, **sizes)

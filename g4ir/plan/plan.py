@@ -7,14 +7,12 @@ json.dumps(plan.to_dict())      # as JSON (records.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from g4ir.errors import InputError
-from g4ir.ir.graph import Graph
 from g4ir.model.draft import layers_read
 from g4ir.model.media import find_media
 from g4ir.parallel.shard import collectives
@@ -40,7 +38,6 @@ from .footprint import (
     largest,
     measure,
     reserve,
-    step_graph,
 )
 from .formats import INTEGERS, capacity, naive_bytes
 from .gpus import Gpu
@@ -58,7 +55,6 @@ from .records import (
     Plan,
     RankRow,
     Ranks,
-    RankStep,
 )
 
 CONTEXTS = (4096, 32768, 131072, 262144)
@@ -77,7 +73,6 @@ def make_plan(
     memory: Gpu | int | Sequence[Gpu | int] | None = None,
     tp: int = 1,
     ep: bool = False,
-    steps: StepModel | None = None,
     held: Recipe | None = None,
 ) -> Plan:
     """Plan a spec at every pair of `ctx` (tokens of a sequence, prompt + generated; default 4K to
@@ -85,7 +80,7 @@ def make_plan(
 
     The per-layer embedding table is planned on the device if every pair fits there; each device in
     `fits` has its own placement. tp, ep: tensor-parallel size and expert parallelism; what fits is
-    then of one rank with a device of its own. steps: predicts the duration of their decode steps.
+    then of one rank with a device of its own.
     held: how the spec's file holds quantised weights.
 
     Fields of `options` that are read (use `dataclasses.replace(PLANNED, ...)`): dtype, device,
@@ -102,7 +97,6 @@ def make_plan(
         _contexts(setup, ctx),
         _positive("batch", batch, MOST_ROWS),
         memory,
-        steps,
         forms=(setup.recipe.name,) if setup.recipe else (setup.dtype, *INTEGERS),
         free=options.ple_placement is None and setup.ple_placement == "device",
     )
@@ -114,7 +108,6 @@ def plan_engine(
     ctx: int | Sequence[int] | None = None,
     batch: int | Sequence[int] | None = None,
     memory: Gpu | int | Sequence[Gpu | int] | None = None,
-    steps: StepModel | None = None,
 ) -> Plan:
     """Plan an engine as it was built; its limits are the most, and the default, of ctx and batch.
 
@@ -125,7 +118,6 @@ def plan_engine(
         _contexts(setup, limits.max_seq if ctx is None else ctx),
         _positive("batch", limits.max_batch if batch is None else batch, limits.max_batch),
         memory,
-        steps,
         forms=(recipe.name if recipe else setup.dtype,),
         free=False,
     )
@@ -136,7 +128,6 @@ def _planned(
     contexts: Sequence[int],
     batches: Sequence[int],
     memory: Gpu | int | Sequence[Gpu | int] | None,
-    steps: StepModel | None,
     forms: Sequence[str],
     free: bool,
 ) -> Plan:
@@ -176,7 +167,7 @@ def _planned(
         kinds=setup.media.kinds,
         media=media_plan(spec),
         drafts=_drafts(made, rows, gpus),
-        ranks=_ranks(planner.rank, planner.rows(planner.rank), steps) if shared else None,
+        ranks=_ranks(planner.rank, planner.rows(planner.rank)) if shared else None,
     )
 
 
@@ -346,16 +337,7 @@ def _drafts(made: Footprint, rows: Sequence[MemoryUse], gpus: Sequence[Gpu]) -> 
     )
 
 
-@dataclass(frozen=True)
-class StepModel:
-    """Predicts steps on a GPU: from the decode graph of a rank, a context and a batch, by the way
-    to exchange the least and the most microseconds."""
-
-    gpu: str
-    us: Callable[[Graph, int, int], Mapping[str, tuple[float, float]]]
-
-
-def _ranks(rank: Footprint, rows: Sequence[MemoryUse], model: StepModel | None) -> Ranks:
+def _ranks(rank: Footprint, rows: Sequence[MemoryUse]) -> Ranks:
     """Return what one rank needs at every context and batch of `rows`, from its measurement."""
     sent = list(collectives(rank.decode.graph))
     token = {"B": 1, "S": 1, "M": 1}
@@ -366,24 +348,7 @@ def _ranks(rank: Footprint, rows: Sequence[MemoryUse], model: StepModel | None) 
         rows=tuple(RankRow(r.ctx, r.batch, r.built) for r in rows),
         messages=len(sent),
         message_bytes=sum(v.type.bind(token).nbytes() for n in sent for v in n.inputs),
-        gpu=model.gpu if model else None,
-        steps=tuple(_steps(rank.setup, rows, model)) if model else (),
     )
-
-
-def _steps(setup: Resolved, rows: Sequence[MemoryUse], model: StepModel) -> Iterator[RankStep]:
-    own = {setup.ranks} if setup.ranks <= COUNTS[-1] else set()
-    for ranks in sorted({*COUNTS, *own}):
-        if ranks not in own and not can_share(setup.spec, ranks, setup.ep):
-            continue
-        one = replace(setup, ranks=ranks, ep=setup.ep and ranks > 1)
-        with suppress(InputError):  # the ranks would cut groups of quantised weights
-            graphs = {}
-            for batch in {r.batch for r in rows}:
-                options = replace(one.options, gpu_rows=batch)
-                graphs[batch] = step_graph(replace(one, options=options), "decode")
-            for r in rows:
-                yield RankStep(ranks, r.ctx, r.batch, model.us(graphs[r.batch], r.ctx, r.batch))
 
 
 def _sized(memory: int) -> Gpu:

@@ -147,16 +147,6 @@ class RankRow:
 
 
 @dataclass(frozen=True)
-class RankStep:
-    """A predicted decode step: the least and the most microseconds per way to all-reduce."""
-
-    ranks: int
-    ctx: int
-    batch: int
-    us: Mapping[str, tuple[float, float]]
-
-
-@dataclass(frozen=True)
 class Ranks:
     """One of `count` equal ranks."""
 
@@ -166,8 +156,6 @@ class Ranks:
     rows: tuple[RankRow, ...]
     messages: int  # collectives of a decode step
     message_bytes: int  # what a rank sends in them per sequence
-    gpu: str | None = None
-    steps: tuple[RankStep, ...] = ()  # predicted on `gpu`, for other counts too
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,6 @@ def _caches(plan: Plan, batch: int) -> str:
 
 
 def _ranks(plan: Plan) -> str:
-    """Describe a rank, and the predicted steps of these and other numbers of ranks."""
     r = plan.ranks
     if r is None:
         return ""
@@ -159,18 +158,7 @@ def _ranks(plan: Plan) -> str:
     )
     lines: list[Line] = [("context", "batch", "KV cache of a rank")]
     lines += [(count_text(row.ctx), str(row.batch), size_text(row.cache)) for row in r.rows]
-    text = _section(head, zip(*lines, strict=True))
-    if r.steps:
-        text += f"\npredicted decode steps on {r.gpu}, ms with one-shot collectives (with NCCL)\n"
-    for batch in sorted({s.batch for s in r.steps}):
-        steps = [s for s in r.steps if s.batch == batch]
-        table = {"context": [*map(count_text, dict.fromkeys(s.ctx for s in steps))]}
-        for s in steps:
-            first, *others = (f"{sum(us) / 2e3:.2f}" for us in s.us.values())
-            name, more = ("1 rank", "") if s.ranks == 1 else (f"{s.ranks} ranks", ", ".join(others))
-            table.setdefault(name, []).append(f"{first} ({more})" if more else first)
-        text += _section(f"  batch {batch}", ([k, *v] for k, v in table.items()), indent=4)
-    return text
+    return _section(head, zip(*lines, strict=True))
 
 
 def _drafts(plan: Plan) -> str:

@@ -224,22 +224,3 @@ def test_the_command_of_ranks() -> None:
         "all_reduce_dual_norm_residual": (30, 30),
         "all_gather": (1, 0),
     }
-
-
-def test_planned_steps_are_predicted() -> None:
-    """The same numbers for 1, 2, 4 and 8 ranks, where they can share the model."""
-    words = ("plan", "--variant", "26b-a4b", "--tp", "2", "--ctx", "1K", "--batch", "1,8")
-    told = json.loads(g4ir(*words, "--json").out)["ranks"]
-    assert told["gpu"] == "h200"
-    assert [(s["ranks"], s["batch"]) for s in told["steps"]] == [
-        (n, b) for n in (1, 2, 4, 8) for b in (1, 8)
-    ]
-    us = {s["ranks"]: s["us"] for s in told["steps"] if s["batch"] == 1}
-    assert us[4] == {way: pytest.approx(of_ranks("26b-a4b", 4, way).us) for way in WAYS}
-    assert us[1]["nccl"] == us[1]["one-shot"] == pytest.approx(predicted("26b-a4b").us)
-    text = g4ir(*words, "--ep", "--gpu", "h100-80gb").out
-    assert "predicted decode steps on h100, ms with one-shot collectives (with NCCL)" in text
-    few = json.loads(
-        g4ir("plan", "--variant", "tiny-moe", "--tp", "4", "--ctx", "64", "--json").out
-    )
-    assert [s["ranks"] for s in few["ranks"]["steps"]] == [1, 2, 4]
