@@ -12,7 +12,7 @@ from g4ir.ir.graph import Graph, Node
 
 from .join import Join
 
-AFTER = "fuse_all_reduce"  # products have their activations, sums over ranks their norms
+AFTER = "fuse_cache_write"  # products have their activations
 GPU_ROWS = 1
 PRODUCTS = ("linear", "linear_glu")
 

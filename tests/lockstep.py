@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from g4ir.ir.flatten import with_messages
 from g4ir.ir.graph import Graph
 from g4ir.ir.interpret import Tensors, run_node
 from g4ir.ops.collective import COLLECTIVES
@@ -18,7 +17,6 @@ def lockstep(
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Run `g` once for each rank, with the same inputs and params and caches of its own; returns
     each rank's (outputs, state), as `interpret` does."""
-    g = with_messages(g)
     envs = []
     for own, caches in zip(params, state, strict=True):
         given = {**inputs, **own, **caches}

@@ -52,7 +52,6 @@ def check_exchanges(group: Group) -> None:
                 assert torch.allclose(got, want, 2**-7 if dtype.itemsize == 2 else 1e-5, 1e-5)
             (joined,) = group.all_gather([ours])
             assert torch.equal(joined, torch.cat([*parts], -1))
-    assert group.peers(64, True) is None  # ranks without GPUs
     sent = {"a": torch.arange(FRAME), "b": torch.ones(2, 3, dtype=torch.bool), "c": torch.zeros(0)}
     if group.rank == 0:
         group.tell(["x", 1, None], sent)

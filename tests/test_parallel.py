@@ -21,7 +21,6 @@ from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.media import find_media
 from g4ir.model.text import build_graph, build_program, has_blocks
 from g4ir.ops.codecs import dequantized
-from g4ir.ops.reduce_norm import NORM_OF
 from g4ir.ops.types import Type
 from g4ir.parallel.shard import collectives, shard, shard_program
 from g4ir.parallel.table import FIRST, Share, can_share, check_ranks, part_of
@@ -214,6 +213,7 @@ OPTIONAL = {
     ("tiny-moe", "raw"): SLACK.changed(LatentOptions("raw")),
     ("tiny-moe", "scaled"): SLACK.changed(ScaleOptions(16)),
     ("tiny-ple", "scaled, fused"): replace(SLACK, gpu_rows=1).changed(ScaleOptions(16)),
+    ("tiny-moe", "fused"): replace(SLACK, gpu_rows=1),
 }
 
 
@@ -225,39 +225,6 @@ def test_optional_passes_of_ranks(case: tuple[str, str]) -> None:
     assert latent == (what in ("value", "raw"))
     got = together(p, name, 2, torch.float64)
     assert distance(got[0], alone(name, torch.float64)) < 1e-12
-
-
-#: cases of every run
-ALWAYS = (("tiny-moe", 2, False), ("tiny-dense", 4, False))
-
-
-def fused_sums(g: Graph) -> list[Node]:
-    return [*g.find(*NORM_OF)]
-
-
-@pytest.mark.parametrize(
-    "name, ranks, ep",
-    [pytest.param(*c, marks=[pytest.mark.covering] * (c not in ALWAYS)) for c in CASES],
-)
-def test_norms_make_their_sums(name: str, ranks: int, ep: bool) -> None:
-    """As a GPU's steps have them: as many messages as before, all of layers fused, those of a layer
-    with experts too; every rank has the same logits, those of one. One rank has no sums."""
-    dtype, gpu = torch.float64, replace(SLACK, gpu_rows=1)
-    own = sharded(name, ranks, ep)
-    p = run_program(own, options=gpu)
-    g = p.graphs["decode"]
-    assert len(fused_sums(g)) == 2 * spec_of(name).text.num_hidden_layers
-    assert not [*g.find("experts")]  # fused, shared out or not
-    assert [*map(sent, collectives(g))] == [*map(sent, collectives(own.graphs["decode"]))]
-    assert not fused_sums(p.graphs["prefill"])
-    got = together(p, name, ranks, dtype)
-    assert all(torch.equal(x, got[0]) for x in got)
-    assert distance(got[0], alone(name, dtype)) < 1e-12
-    assert not any(map(fused_sums, run_program(plain(name), options=gpu).graphs.values()))
-
-
-def sent(n: Node) -> tuple[str, list[str], object]:
-    return n.op, [str(v.type) for v in n.inputs], n.attrs["ranks"]
 
 
 @pytest.mark.parametrize("name", ["tiny-media", "tiny-unified"])

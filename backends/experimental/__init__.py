@@ -12,7 +12,7 @@ from typing import Any
 #: name -> what asks for it
 EXPERIMENTS = {
     "kernel_graph": "build --backend torch --set decode_step=early",
-    "step_model": "show --timeline; plan --tp",
+    "step_model": "show --timeline",
     "trt_step": "build --backend trt --dry-run",
 }
 

@@ -17,7 +17,6 @@ import json
 import logging
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,22 +30,19 @@ from g4ir.errors import EngineError, G4Error, LowerError
 from g4ir.ir.rewrite import bind
 from g4ir.ir.text import parse_graph
 from g4ir.ops.base import nothing
-from g4ir.ops.reduce_norm import NORM_OF
 from g4ir.ops.types import Type, parse_type, torch_dtype
-from g4ir.parallel.group import Group
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import capacity, context_slots
 from g4ir.spec.reader import Length, Range, Shaped, Where, build, tree_of
 from g4ir.weights.tensorfile import map_file, parse_json, read_header, view, write_tensors
 
 from ..torch_compile.compile import first_node
-from ..torch_compile.kernels.all_reduce_triton import buffer_bytes, meeting_at
 from ..torch_compile.kernels.launch import Launch, ahead, recorded
 from ..torch_compile.kernels.resources import Assembled, assemble, signature
 from ..torch_compile.lower import SegmentModule
 from ..torch_compile.runtime import BY_PROGRAMS, BoundStep
 from ..torch_compile.schedule import schedule
-from ..torch_compile.segment import Glue, Step, chain_texts
+from ..torch_compile.segment import Glue, Segment, Step
 from ..torch_compile.target import Target
 from ..torch_compile.token_loop import STOPS, end_by_torch
 from .cuda_driver import CudaDriver
@@ -131,21 +127,16 @@ def recorded_chain(
     dims: Mapping[str, int],
     how: Callable[[Launch], Assembled] = assemble,
 ) -> tuple[Chain, list[bytes]] | None:
-    """Return a segment as a chain with its assembled kernels; None where it has other work. That of
-    a message and its norm is given the place where ranks meet too, last."""
+    """Return a segment as a chain with its assembled kernels; None where it has other work."""
     g = bind(parse_graph(text), **dims)
     types = [v.type for v in g.sources()]
-    s, work, sums = schedule(g, target), _Work(), [*g.find(*NORM_OF)]
-    if not all(map(s.find, sums)):
-        return None
-    places = [Type("i64", (1 + n.whole("ranks"),)) for n in sums]
-    given, peers = _stand_ins(types), _stand_ins(places)
-    with ahead(), recorded() as launches, work, meeting_at(*peers) if peers else nullcontext():
-        results = SegmentModule(s)(*given)
+    given, work = _stand_ins(types), _Work()
+    with ahead(), recorded() as launches, work:
+        results = SegmentModule(schedule(g, target))(*given)
     if work.found or not launches:
         return None
     returned = [(t, v.type) for t, v in zip(results, g.outputs, strict=True)]
-    return _listed(launches, [*given, *peers], [*types, *places], returned, how)
+    return _listed(launches, given, types, returned, how)
 
 
 def recorded_end(
@@ -362,7 +353,7 @@ def compile_chains(
 ) -> tuple[str | None, ...]:
     """Write the chains of a phase's segments; return the file of each step, None where it has
     none. LowerError with the compiler's message."""
-    texts = chain_texts(steps)
+    texts = [s.text if isinstance(s, Segment) else None for s in steps]
     files: dict[str | None, str | None] = {None: None}
     for text in dict.fromkeys(t for t in texts if t):
         progress(f"kernel graphs: segment {len(files)}")
@@ -393,15 +384,12 @@ def _compiled(
     return file
 
 
-def followers(
-    steps: Sequence[Step], chains: Container[int], joined: Container[int] = ()
-) -> set[int]:
-    """Return the places of chains that nothing but views, and steps that are `joined` to what is in
-    front of them, lies between them and the chain in front: kernels of theirs may begin early."""
+def followers(steps: Sequence[Step], chains: Container[int]) -> set[int]:
+    """Return the places of chains that only views lie between and the chain in front: kernels of
+    theirs may begin early."""
     found, after = set[int](), False
     for i, s in enumerate(steps):
-        view = isinstance(s, Glue) and s.node.definition.traffic is nothing
-        if i not in joined and not view:
+        if not (isinstance(s, Glue) and s.node.definition.traffic is nothing):
             if after and i in chains:
                 found.add(i)
             after = i in chains
@@ -431,59 +419,23 @@ def load_end(file: str | None, folder: Path, limits: Limits) -> Callable[..., An
 
 
 def load_step(
-    plan: Sequence[BoundStep],
-    steps: Sequence[Step],
-    files: Sequence[str | None],
-    folder: Path,
-    group: Group | None = None,
+    plan: Sequence[BoundStep], steps: Sequence[Step], files: Sequence[str | None], folder: Path
 ) -> list[BoundStep]:
-    """Return a decode step of kernel graphs, whose all-reduces with a norm are one kernel if ranks
-    share memory; the plan itself, with a warning, if the driver refuses the kernels."""
-    named = {file: text for text, file in zip(chain_texts(steps), files, strict=True) if file}
+    """Return a decode step of kernel graphs; the plan itself, with a warning, if the driver refuses
+    the kernels."""
+    named = {f: s.text for s, f in zip(steps, files, strict=True) if f and isinstance(s, Segment)}
     try:
         driver = CudaDriver()
         loaded = {
             file: LoadedChain(*read_chain(folder / file, text), driver, "cuda")
             for file, text in named.items()
-            if text
         }
-        chains = {i: loaded[file] for i, file in enumerate(files) if file in loaded}
     except EngineError as e:
         log.warning(BY_PROGRAMS, e)
-        chains = {}
-    messages = {i for i, s in enumerate(steps) if files[i] and isinstance(s, Glue)}
-    peers = None
-    if group and messages:
-        peers = group.peers(buffer_bytes(group.ranks), bool(chains))
-    if peers is None:
-        chains = {i: c for i, c in chains.items() if i not in messages}
-        messages = set()
-    norms = {i + 1 for i in messages}
-    early = followers(steps, {*chains} - norms, norms)
-    out: list[BoundStep] = []
-    for i, b in enumerate(plan):
-        if i in messages:
-            assert peers is not None
-            b = _joined(b, plan[i + 1], peers)
-        if i in chains:
-            b = replace(b, call=chained(chains[i], i in early, b.call))
-        if i not in norms:
-            out.append(b)
-    return out
-
-
-def _joined(message: BoundStep, norm: BoundStep, peers: torch.Tensor) -> BoundStep:
-    """Return an all-reduce and its norm as one step: its operands are the norm's, with each rank's
-    partial sums instead of the sums, and the shared memory of the ranks."""
-    parts = dict(zip(message.outputs, (name for _, name in message.slots), strict=True))
-    sums = [i for i, name in norm.slots if name in parts]
-
-    def call(operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        *given, _ = operands
-        for i, total in zip(sums, message.call([given[i] for i in sums]), strict=True):
-            given[i] = total
-        return norm.call(given)
-
-    slots = tuple((i, parts.get(name, name)) for i, name in norm.slots)
-    last = tuple(sorted({*message.last, *norm.last} - {*message.outputs}))
-    return BoundStep(call, (*norm.operands, peers), slots, norm.outputs, last)
+        return [*plan]
+    chains = {i: loaded[file] for i, file in enumerate(files) if file in loaded}
+    early = followers(steps, chains)
+    return [
+        replace(b, call=chained(chains[i], i in early, b.call)) if i in chains else b
+        for i, b in enumerate(plan)
+    ]

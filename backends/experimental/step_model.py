@@ -25,7 +25,6 @@ from g4ir.ir.graph import Node
 from g4ir.ir.names import layer_of
 from g4ir.ops.base import nothing
 from g4ir.ops.collective import COLLECTIVES
-from g4ir.ops.reduce_norm import NORM_OF
 from g4ir.spec.reader import Count, Length, build, read_tree
 
 from ..torch_compile.kernels.base import SHARE_KEYS, SHARES, ZEROS, Choice, Schedule, added_together
@@ -36,8 +35,6 @@ TABLE = Path(__file__).with_suffix(".yaml")
 AROUND, LIBRARY = "around the graph", "library"
 #: partial results above this many are added in groups
 FAN = 32
-#: how ranks exchange: each reads what the others have, in one kernel; or by NCCL
-ONE_SHOT, NCCL = WAYS = ("one-shot", "nccl")
 
 #: an optimistic and a pessimistic number
 Pair = tuple[float, float]
@@ -125,7 +122,7 @@ class Constants:
     library_rate: tuple[Reached, ...]
     attention: Attending
     kernels: dict[str, Part]
-    messages: dict[str, tuple[Message, ...]]
+    messages: tuple[Message, ...]
 
 
 @dataclass(frozen=True)
@@ -192,19 +189,17 @@ def predict(
     moved: Mapping[str, int],
     context: int,
     path: Path = TABLE,
-    way: str = ONE_SHOT,
     early: bool = True,
 ) -> Prediction:
     """Return the predicted step by the constants of a file; `moved`: bytes of weights and caches by
-    a node's first result; `way` of WAYS: how ranks exchange; `early`: whether kernels of layers
-    begin before those in front have ended. InputError for a GPU or a number of ranks without
-    constants."""
+    a node's first result; `early`: whether kernels of layers begin before those in front have
+    ended. InputError for a GPU or a number of ranks without constants."""
     c = read_constants(path)
     if s.target.gpu not in c.gpus:
         known = ", ".join(c.gpus)
         raise InputError(f"{path}: nothing on {s.target.gpu or 'this device'}, only on {known}")
     card = c.gpus[s.target.gpu]
-    model = _Model(c, card, s, moved, context, path, way)
+    model = _Model(c, card, s, moved, context, path)
     works = [*model.works()]
     launches = tuple(
         Launch(w.kernel, w.node, w.nbytes, model.us(w, front if early else None))
@@ -213,18 +208,14 @@ def predict(
     return Prediction(launches, sum(moved.values()), card.copy, s.target.gpu)
 
 
-def message_us(
-    c: Constants, n: Node, dims: Mapping[str, int], way: str, path: Path = TABLE
-) -> float:
+def message_us(c: Constants, n: Node, dims: Mapping[str, int], path: Path = TABLE) -> float:
     """Return the microseconds of a message with these sizes of named dims: those of the file, with
     straight lines in between. InputError where it says nothing of so many ranks."""
     size, ranks = sum(v.type.bind(dims).nbytes() for v in n.inputs), n.whole("ranks")
-    table = c.messages.get(way, ())
-    found = min((m.ranks for m in table if m.ranks >= ranks), default=None)
+    found = min((m.ranks for m in c.messages if m.ranks >= ranks), default=None)
     if found is None:
-        raise InputError(f"{path}: nothing on {way} messages among {ranks} ranks")
-    points = sorted((m.nbytes, m.us) for m in table if m.ranks == found)
-    return _between(points, size)
+        raise InputError(f"{path}: nothing on messages among {ranks} ranks")
+    return _between(sorted((m.nbytes, m.us) for m in c.messages if m.ranks == found), size)
 
 
 @dataclass(frozen=True)
@@ -243,12 +234,11 @@ class _Work:
     ahead: float = 0.0
     rests: bool = False  # makes its row while its first tiles arrive, begun early or not
     late: float = 0.0  # microseconds more where it does not begin early
-    message: bool = False  # begins with a message, gap and first load included in `own`
     idle: Pair = (0.0, 0.0)
 
     @property
     def chained(self) -> bool:
-        return (self.ours or self.message) and layer_of(self.node) is not None
+        return self.ours and layer_of(self.node) is not None
 
 
 @dataclass(frozen=True)
@@ -259,7 +249,6 @@ class _Model:
     moved: Mapping[str, int]
     context: int
     path: Path
-    way: str
 
     def us(self, w: _Work, front: _Work | None) -> Pair:
         if not w.ours:
@@ -282,7 +271,7 @@ class _Model:
 
     def works(self) -> Iterator[_Work]:
         yield from [_Work(AROUND, "", 0, self._times(self.c.pointwise))] * self.c.around
-        known = (*self.c.library, *COLLECTIVES, *NORM_OF)
+        known = (*self.c.library, *COLLECTIVES)
         nodes = [
             n for n in self.s.graph.nodes if self.s.find(n) or n.definition.traffic is not nothing
         ]
@@ -299,9 +288,8 @@ class _Model:
         name, choice = n.outputs[0].name, self.s.find(n)
         nbytes = self.moved.get(name, 0)
         if n.op in COLLECTIVES:
-            yield _Work(n.op, name, 0, self._message(n))
-        elif n.op in NORM_OF:
-            yield from self._norm_of_sums(n, nbytes)
+            us = message_us(self.c, n, {"B": self.s.target.rows}, self.path)
+            yield _Work(n.op, name, 0, (us, us))
         elif choice is None:
             yield from self._library(n.op, name, nbytes)
         else:
@@ -310,23 +298,6 @@ class _Model:
                 yield self._kernel(n, choice, kernel, part, int(nbytes * part.part))
                 for _ in range(starts - 1):
                     yield self._kernel(n, choice, kernel, part, 0)
-
-    def _norm_of_sums(self, n: Node, nbytes: int) -> Iterator[_Work]:
-        """Yield one kernel where each rank reads what the others have: the message, and what the
-        norm adds; memory may be idle while ranks wait. By NCCL the norm is another kernel."""
-        name, message = n.outputs[0].name, n.expanded[0][0]
-        own, norm = self._message(message), NORM_OF[n.op]
-        extra = self.c.kernels.get(norm, Part()).extra
-        if self.way == ONE_SHOT:
-            us = _sum(own, (extra, extra))
-            yield _Work(n.op, name, nbytes, us, message=True, idle=(own[0], 0.0))
-        else:
-            yield _Work(message.op, name, 0, own)
-            yield _Work(norm, name, nbytes, (extra, extra), True, self.card.copy)
-
-    def _message(self, n: Node) -> Pair:
-        us = message_us(self.c, n, {"B": self.s.target.rows}, self.way, self.path)
-        return us, us
 
     def _library(self, op: str, name: str, nbytes: int) -> Iterator[_Work]:
         share = max(r.share for r in self.c.library_rate if nbytes >= r.nbytes)

@@ -15,7 +15,7 @@ from ..primitives.network import FULL
 from ..trt.build import Written, weight_bytes
 from ..trt.lowerings import gathers
 from ..trt.recorder import traffic
-from .step_model import NCCL, message_us, read_constants
+from .step_model import message_us, read_constants
 
 GPU = "h100"
 
@@ -34,7 +34,7 @@ def decode_step(w: Written, limits: Limits, experts: str) -> dict[str, Any]:
     roof = roof_bytes(w.graph, limits, chosen)
     messages = [*collectives(w.graph)]
     dims = {"B": limits.max_batch, "S": 1, "R": 1}
-    waits = sum(message_us(constants, n, dims, NCCL) for n in messages)
+    waits = sum(message_us(constants, n, dims) for n in messages)
     us = moved / rate + (kernels - len(messages)) * gap + waits
     return {
         "step_bytes": moved,

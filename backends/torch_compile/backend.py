@@ -23,7 +23,7 @@ from ..experimental import experiment
 from . import compile as compiler
 from .programs import CHAINS, END, KERNELS_FILE, choice_texts, phase_steps, phases
 from .schedule import any_length, dense_bytes, schedule, unmeasured
-from .segment import Segment, Step, chain_texts
+from .segment import Segment, Step
 from .target import HOPPER, Target, find_target
 from .tiles import in_tiles
 
@@ -151,8 +151,8 @@ def _check_programs(
         choices = choice_texts(task.program, task.limits).items()
         texts |= {op: [text] for op, text in choices}
     if task.device == "cuda" and CHAINS in kept:
-        possible = chain_texts(steps["decode"])
-        texts[CHAINS] = [t if f else None for t, f in zip_longest(possible, kept[CHAINS])]
+        possible = zip_longest(texts["decode"], kept[CHAINS])
+        texts[CHAINS] = [t if f else None for t, f in possible]
         texts[END] = [END if any(kept.get(END, ())) else None]
     if kept.keys() != texts.keys():
         raise EngineError(

@@ -139,7 +139,7 @@ class TorchRuntime:
             graph = experiment("kernel_graph")
             self.end_step = graph.load_end(files[END][0], folder, limits)
             self.recorded_plans["decode"] = graph.load_step(
-                self.plans["decode", True], steps["decode"], files[CHAINS], folder, group
+                self.plans["decode", True], steps["decode"], files[CHAINS], folder
             )
 
     def _load_params(self, steps: Mapping[str, Sequence[Step]], task: Task) -> dict[str, Tensor]:

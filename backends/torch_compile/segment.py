@@ -2,23 +2,19 @@
 
 Nodes of one layer form a segment. Segments of the same text share a program, so that compile
 cost follows the number of distinct layer kinds. Views and row gathers (`glue` ops) run between
-segments. The norm of sums over ranks is a segment of its own, right behind its message, so that one
-kernel may take the place of both. Caches are written in place, so a write stands after every read
-of the old contents. What a write is, its op says (`updates`, g4ir/ops/base.py); it may have other
-results too.
+segments. Caches are written in place, so a write stands after every read of the old contents. What
+a write is, its op says (`updates`, g4ir/ops/base.py); it may have other results too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from g4ir.errors import LowerError
-from g4ir.ir.flatten import with_messages
 from g4ir.ir.graph import RESULT, Graph, Node, Value
 from g4ir.ir.names import split_name
-from g4ir.ir.text import parse_graph, print_graph
-from g4ir.ops.reduce_norm import NORM_OF, WITH_SUMS
+from g4ir.ir.text import print_graph
 
 #: a layer of the text model or of a tower
 Key = tuple[str, int]
@@ -28,8 +24,7 @@ ALONE = "alone"
 
 @dataclass(frozen=True)
 class Segment:
-    """One call of a compiled program: `text` is the program, the rest names its operands; `sums`:
-    it is the norm of what the message in front of it sums."""
+    """One call of a compiled program: `text` is the program, the rest names its operands."""
 
     text: str
     inputs: tuple[str, ...]
@@ -37,7 +32,6 @@ class Segment:
     state: tuple[str, ...]
     outputs: tuple[str, ...]
     writes: tuple[str, ...]
-    sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,34 +56,12 @@ Step = Segment | Glue
 
 def graph_steps(g: Graph) -> list[Step]:
     """Return the steps of a graph, in an order in which in-place cache writes are safe."""
-    alone = {n.outputs[0].name for n in g.find(*NORM_OF)}
-    g = with_messages(g)
-    keys = _group(g, alone)
+    keys = _group(g)
     groups: dict[Key, list[Node]] = {}
     for n in g.nodes:
         groups.setdefault(keys[n.outputs[0].name], []).append(n)
     ordered = _order_groups(g, groups, keys)
     return [_step(g, groups[k], keys, k) for k in ordered]
-
-
-def chain_texts(steps: Sequence[Step]) -> list[str | None]:
-    """Return what each step may be a kernel graph for: a segment, or a collective with the norm of
-    its sums, the segment behind it; None for other eager ops."""
-    behind = [*steps[1:], None]
-    return [
-        s.text if isinstance(s, Segment) else _fused(s.node, after)
-        for s, after in zip(steps, behind, strict=True)
-    ]
-
-
-def _fused(message: Node, after: Step | None) -> str | None:
-    """Return the text of a message and the norm behind it, as one node; None without one."""
-    if not isinstance(after, Segment) or not after.sums or message.op != "all_reduce":
-        return None
-    g = parse_graph(after.text)
-    (n,) = g.nodes
-    attrs = {**n.attrs, "ranks": message.attrs["ranks"]}
-    return print_graph(replace(g, nodes=(replace(n, op=WITH_SUMS[n.op][0], attrs=attrs),)))
 
 
 def state_steps(steps: Sequence[Step]) -> list[Step]:
@@ -103,9 +75,8 @@ def state_steps(steps: Sequence[Step]) -> list[Step]:
     return out[::-1]
 
 
-def _group(g: Graph, alone: Collection[str]) -> dict[str, Key]:
-    """Return (stage, level) by first output; a level counts what lies between nodes of a stage:
-    eager ops, and nodes that are to be segments of their own, `alone`, by their first outputs."""
+def _group(g: Graph) -> dict[str, Key]:
+    """Return (stage, level) by first output; a level counts eager ops between nodes of a stage."""
     producers = g.producers
     stage: dict[str, str] = {}
     after_layers: set[str] = set()
@@ -120,7 +91,7 @@ def _group(g: Graph, alone: Collection[str]) -> dict[str, Key]:
         if layer or after:
             after_layers.add(name)
         level[name] = reached = _highest(level[b] for b in before)
-        if n.definition.glue or name in alone:
+        if n.definition.glue:
             level[name] = {s: at + 1 for s, at in reached.items()}
             keys[name] = (ALONE, i)
         else:
@@ -202,7 +173,6 @@ def _step(g: Graph, nodes: list[Node], keys: dict[str, Key], key: Key) -> Step:
         state=_names(sub.state),
         outputs=_names(sub.outputs),
         writes=tuple(sub.next),
-        sums=key[0] == ALONE,
     )
 
 

@@ -231,8 +231,7 @@ def _show_timeline(args: argparse.Namespace, graph: Graph) -> int:
     s, step, moved = scheduled(args, graph, spec)
     model = experiment("step_model")
     path = Path(args.constants) if args.constants else model.TABLE
-    ways = {way: model.predict(s, moved, step.C + step.S, path, way) for way in model.WAYS}
-    found = ways[model.WAYS[0]]
+    found = model.predict(s, moved, step.C + step.S, path)
     if args.plot:
         kinds = [(x.kernel, sum(x.us) / 2) for x in found.launches]
         plot_launches(args.plot, kinds, found.roof_us, f"{spec.name}, {found.gpu}")
@@ -242,9 +241,7 @@ def _show_timeline(args: argparse.Namespace, graph: Graph) -> int:
     text = f"{spec.name} decode on {on}, {rows} of {count_text(step.C + step.S)} tokens\n"
     text += _summary(found, step.B)
     if args.tp is not None:
-        facts |= {"ranks": args.tp, "time_us_by": {way: _us(p) for way, p in ways.items()}}
-        fast, slow = ways[model.NCCL].us
-        text += f"one-shot all-reduce; by NCCL {fast / 1e3:.2f} to {slow / 1e3:.2f} ms\n"
+        facts["ranks"] = args.tp
     head = ["kernel", "launches", "bytes", "us each", "us", "of the step"]
     return output(args, facts, text + aligned([head, *_launch_lines(found)]))
 

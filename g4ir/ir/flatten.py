@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from g4ir.ops.reduce_norm import NORM_OF
-
 from .graph import Graph, Node, Value
 
 
@@ -37,9 +35,3 @@ def parts(n: Node) -> list[Node]:
 def flatten(g: Graph) -> Graph:
     """Return the graph with every node opened; the same values under the same names, and more."""
     return replace(g, nodes=tuple(m for n in g.nodes for m in inner_nodes(n)))
-
-
-def with_messages(g: Graph) -> Graph:
-    """Return the graph with each collective as a node of its own, apart from the norm after it."""
-    nodes = (m for n in g.nodes for m in (parts(n) if n.op in NORM_OF else [n]))
-    return replace(g, nodes=tuple(nodes))

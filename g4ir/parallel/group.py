@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
-BY_NCCL = "sums over ranks go by NCCL, with their norms behind them, which is slower: %s"
 #: default of --rank-timeout
 TIMEOUT_S = 300.0
 #: workers wait so long for rank 0's next call, which may depend on a user
@@ -112,7 +111,6 @@ class Group:
         self._calls = dist.new_group(backend="gloo", timeout=FOREVER)
         self._processes: tuple[RankProcess, ...] = ()
         #: addresses of all ranks' buffers, this rank's buffer, and the handle that maps the others
-        self._peers: tuple[torch.Tensor, Any, Any] | None = None
         found = self.gathered([socket.gethostname(), os.getpid()])
         self._processes = tuple(RankProcess(i, *who) for i, who in enumerate(found))
 
@@ -186,35 +184,6 @@ class Group:
             lacks = f"torch {torch.__version__} does not say where its NCCL communicator lies"
             raise MissingError(f"rank {self.rank}: {lacks}; install a newer one")
         return int(address())
-
-    def peers(self, size: int, able: bool) -> torch.Tensor | None:
-        """Return i64[1 + ranks] on this rank's GPU: its rank, and the addresses of each rank's
-        symmetric buffer of `size` zeroed bytes. None, with a warning, unless all are `able`."""
-        said = self.gathered(None if able and self.on_gpus else "a rank has no GPU for kernels")
-        if not any(said) and self._peers is None:
-            said = self.gathered(self._meet(size))
-        if why := next(filter(None, said), None):
-            self._peers = None
-            log.warning(BY_NCCL, why)
-        return self._peers and self._peers[0]
-
-    def _meet(self, size: int) -> str | None:
-        """Allocate this rank's symmetric buffer and map the others'; return why it cannot."""
-        import torch
-
-        try:
-            from torch.distributed import _symmetric_memory as symmetric
-
-            assert self._dist.group.WORLD
-            device = torch.device("cuda", torch.cuda.current_device())
-            own = symmetric.empty(size, dtype=torch.uint8, device=device).zero_()
-            torch.cuda.synchronize()
-            handle = symmetric.rendezvous(own, self._dist.group.WORLD)
-            at = [self.rank, *handle.buffer_ptrs]
-            self._peers = torch.tensor(at, device=own.device), own, handle
-        except (ImportError, RuntimeError, AttributeError, ValueError) as e:
-            return _first(e)
-        return None
 
     # --- calls --------------------------------------------------------------------------------
 

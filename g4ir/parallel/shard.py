@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial, reduce
 
 from g4ir.errors import InputError
-from g4ir.ir.flatten import with_messages
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value
 from g4ir.ir.rewrite import drop_dead, order, rebuild
 from g4ir.ir.verify import verify
@@ -76,7 +75,7 @@ def shard(g: Graph, spec: Spec, ranks: int, ep: bool = False) -> Graph:
 
 def collectives(g: Graph) -> Iterator[Node]:
     """Yield the messages of a graph, in order."""
-    return with_messages(g).find(*COLLECTIVES)
+    return g.find(*COLLECTIVES)
 
 
 def ranks_of(g: Graph) -> int:
@@ -197,7 +196,7 @@ def unroll(g: Graph, own: Collection[str], ranks: int) -> Graph:
     `own` are the params of which each rank has its own, as it has caches and results that follow
     from them. What follows from sums and whole weights is there once and keeps its name."""
     known, b = {*own, *(v.name for v in g.state)}, Builder()
-    for n in with_messages(g).nodes:
+    for n in g.nodes:
         if n.op in COLLECTIVES:
             _exchange(b, n, ranks)
         elif known.isdisjoint(v.name for v in n.inputs):

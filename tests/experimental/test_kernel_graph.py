@@ -20,7 +20,6 @@ from g4ir.backends.experimental.cuda_driver import EARLY, Attribute, Config, Cud
 from g4ir.backends.experimental.kernel_graph import (
     Chain,
     LoadedChain,
-    _digest,
     chain_dims,
     chained,
     compile_chains,
@@ -32,18 +31,12 @@ from g4ir.backends.experimental.kernel_graph import (
 from g4ir.backends.torch_compile import runtime
 from g4ir.backends.torch_compile.backend import DECODE_STEP, TorchBackend, _check_programs
 from g4ir.backends.torch_compile.compile import marker
-from g4ir.backends.torch_compile.kernels.all_reduce_triton import buffer_bytes
-from g4ir.backends.torch_compile.kernels.launch import Launch
-from g4ir.backends.torch_compile.kernels.resources import Assembled, _compiled, resources
+from g4ir.backends.torch_compile.kernels.resources import Assembled
 from g4ir.backends.torch_compile.programs import CHAINS, END, choice_texts, phase_steps
-from g4ir.backends.torch_compile.segment import Glue, Segment, Step, chain_texts, graph_steps
+from g4ir.backends.torch_compile.segment import Glue, Segment, Step
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program
-from g4ir.ir.rewrite import bind, split_prologue
-from g4ir.model.text import build_graph
-from g4ir.parallel.shard import shard
-from g4ir.passes import PassOptions, run_passes
 from g4ir.plan.engine_limits import Limits
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
@@ -400,127 +393,3 @@ def test_steps_without_a_driver_run_by_their_programs(
     monkeypatch.setattr(driver, lambda: CudaDriver(Library(209)))
     assert module.load_step(plan, steps, files, tmp_path) == plan
     assert "no binary for this GPU" in caplog.text
-
-
-# --- sums over ranks ----------------------------------------------------------------------------
-
-
-def steps_of_ranks(name: str, ranks: int, rows: int = 1) -> list[Step]:
-    spec = spec_called(name)
-    own = shard(build_graph(spec, "decode", dtype="bf16"), spec, ranks)
-    g = split_prologue(run_passes(own, options=PassOptions(gpu_rows=rows)))[1]
-    return graph_steps(bind(g, B=rows))
-
-
-def messages_of(steps: Sequence[Step]) -> dict[int, str]:
-    """The text of each message with the norm behind it, by its place."""
-    texts = enumerate(zip(steps, chain_texts(steps), strict=True))
-    return {i: text for i, (s, text) in texts if isinstance(s, Glue) and text}
-
-
-@pytest.mark.parametrize(("name", "ranks"), [("tiny-dense", 2), ("tiny-moe", 4), ("tiny-ple", 2)])
-def test_a_message_and_its_norm_are_one_kernel(name: str, ranks: int) -> None:
-    """Right behind one another, as a segment of its own, given the place where ranks meet; each of
-    what is left is a chain that may begin early."""
-    steps = steps_of_ranks(name, ranks)
-    found, dims = messages_of(steps), chain_dims(LIMITS)
-    assert len(found) == 2 * spec_called(name).text.num_hidden_layers
-    made = {t: recorded_chain(t, HOPPER, dims, not_compiled) for t in {*found.values()}}
-    for i, text in found.items():
-        whole = made[text]
-        assert whole
-        chain, _ = whole
-        message, norm = steps[i : i + 2]
-        assert isinstance(message, Glue) and isinstance(norm, Segment)
-        assert {*message.outputs} < {*norm.inputs}
-        assert [f.name for f in chain.functions] == ["_all_reduce_norm_residual"]
-        assert chain.given[-1] == f"i64[{1 + ranks}]" and chain.starts[0].waits
-        assert len(chain.given) == len(norm.inputs) + len(norm.params) + 1
-    norms = {i + 1 for i in found}
-    chains = {i for i, s in enumerate(steps) if isinstance(s, Segment)} - norms | {*found}
-    assert {*found} <= followers(steps, chains, norms)
-
-
-def test_rows_that_programs_cannot_all_wait_for_are_no_kernel() -> None:
-    steps = steps_of_ranks("tiny-dense", 2, 64)
-    assert not messages_of(steps)
-    (text, *_) = messages_of(steps_of_ranks("tiny-dense", 2)).values()
-    dims = chain_dims(LIMITS)
-    assert recorded_chain(text, replace(HOPPER, rows=64), dims, not_compiled) is None
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.full)])
-def test_kernels_of_sums_fit_hopper(ranks: int) -> None:
-    """Without spills; what ranks say to each other is seen by the whole machine."""
-    found: list[Launch] = []
-
-    def keep(launch: Launch) -> Assembled:
-        found.append(launch)
-        return not_compiled(launch)
-
-    for text in {*messages_of(steps_of_ranks("26b-a4b", ranks)).values()}:
-        recorded_chain(text, HOPPER, chain_dims(LIMITS), keep)
-    assert len(found) == 2
-    for launch in found:
-        made = resources(launch)
-        assert made.spill_bytes == 0 and made.shared_bytes < 1 << 16, made
-        ptx = _compiled(launch, 90).asm["ptx"].splitlines()
-        said = "\n".join(line for line in ptx if ".sys" in line)
-        assert said.count("sys.release") == ranks and said.count("sys.acquire") == 2 * ranks, said
-
-
-class Meeting:
-    """A group that says where ranks meet, or that they cannot."""
-
-    ranks, rank = 2, 1
-
-    def __init__(self, peers: torch.Tensor | None) -> None:
-        self.found, self.asked = peers, list[tuple[int, bool]]()
-
-    def peers(self, size: int, able: bool) -> torch.Tensor | None:
-        self.asked.append((size, able))
-        return self.found
-
-
-def test_steps_in_which_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message and its norm become one step, where all ranks can; else they stay as they are. All
-    ranks are asked, also by one whose driver takes no kernels."""
-    steps = steps_of_ranks("tiny-dense", 2)
-    found = messages_of(steps)
-    for text in {*found.values()}:
-        made = recorded_chain(text, HOPPER, chain_dims(LIMITS), not_compiled)
-        assert made
-        write_chain(tmp_path / f"{_digest(text)}.chain", text, *made)
-    files = [f"{_digest(found[i])}.chain" if i in found else None for i in range(len(steps))]
-    plan = [runtime._bind(s, lambda operands: (), {}, {}) for s in steps]
-    driver, peers = "g4ir.backends.experimental.kernel_graph.CudaDriver", torch.zeros(3)
-    monkeypatch.setattr(driver, lambda: CudaDriver(Library()))
-    for group in (Meeting(peers), Meeting(None)):
-        made_plan = module.load_step(plan, steps, files, tmp_path, group)  # type: ignore[arg-type]
-        assert group.asked == [(buffer_bytes(2), True)]
-        assert len(made_plan) == len(plan) - len(found) * (group.found is not None)
-        joined = [b for b in made_plan if any(t is peers for t in b.operands)]
-        assert len(joined) == len(found) * (group.found is not None)
-        for i, b in zip(found, joined):
-            assert {*steps[i].inputs} < {name for _, name in b.slots}
-            assert b.outputs == steps[i + 1].outputs
-    monkeypatch.setattr(driver, lambda: CudaDriver(Library(209)))
-    group = Meeting(None)
-    assert module.load_step(plan, steps, files, tmp_path, group) == plan  # type: ignore[arg-type]
-    assert group.asked == [(buffer_bytes(2), False)]
-
-
-def test_a_joined_step_of_other_sizes_goes_by_its_parts() -> None:
-    """The message through the group, then the norm's program."""
-    message = runtime.BoundStep(lambda xs: [2 * xs[0]], (), ((0, "o.part"),), ("o",), ("o.part",))
-    norm = runtime.BoundStep(
-        lambda xs: [xs[0] + xs[1] + xs[2]],
-        (runtime.NOTHING, runtime.NOTHING, torch.ones(1)),
-        ((0, "o"), (1, "h")),
-        ("mid",),
-        ("h", "o"),
-    )
-    made = module._joined(message, norm, torch.zeros(3))
-    env = {"o.part": torch.tensor([3.0]), "h": torch.tensor([10.0])}
-    made.run(env)
-    assert env.keys() == {"mid"} and env["mid"] == 17

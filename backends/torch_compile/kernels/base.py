@@ -30,8 +30,6 @@ SHARES, SHARE_KEYS = 64, 256
 TOGETHER = 8192
 #: most numbers of a row that a program keeps in its registers
 LONGEST = 8192
-#: most bytes of a row that a rank gives to a message that a kernel sends
-SLOT = 32 << 10
 #: most candidates of a row that are found at once
 CANDIDATES = 64
 

@@ -1,29 +1,18 @@
-"""RMS norms: alone, and from the end of a block to the input of the next; of sums over ranks."""
+"""RMS norms: alone, and from the end of a block to the input of the next."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from g4ir.ir.graph import Graph, Node
-from g4ir.ops.reduce_norm import MOST_ROWS, WITH_SUMS
 
 from ..target import Target
-from .base import SLOT, Choice, Kernel, Run, Sample, Shape, is_row, norm_end, norm_start, size
+from .base import Choice, Kernel, Run, Sample, Shape, is_row, norm_end, norm_start, size
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
     x = n.inputs[0].type
     return {"d": size(x, -1)} if is_row(x) else None
-
-
-def _reduced_shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    """Return the shape; None for more rows, or longer ones, than ranks exchange in a kernel."""
-    x = n.inputs[0].type
-    row = (1 + n.op.count("dual_")) * x.with_shape(size(x, -1)).nbytes()
-    if not is_row(x) or target.rows > MOST_ROWS or row > SLOT:
-        return None
-    return {"d": size(x, -1)}
 
 
 def _rms_norm(run: Run, n: Node, choice: Choice, x: Any, w: Any = None) -> Any:
@@ -37,15 +26,6 @@ def _norm_residual(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any,
 
     start, both, rest = norm_start(n, given)
     return tuple(norm_residual(*start, *norm_end(n, rest), **choice.use, **both))
-
-
-def _reduced(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, ...]:
-    from .all_reduce_triton import all_reduce_norm_residual, meeting
-
-    peers, ranks = meeting(given[0].device), n.whole("ranks")
-    start, both, rest = norm_start(n, given)
-    end = norm_end(n, rest)
-    return tuple(all_reduce_norm_residual(*start, *end, peers, ranks, **choice.use, **both))
 
 
 #: leading dims, d, warps
@@ -65,8 +45,6 @@ ENDS = [
 #: a real width, where it shows how many values differ
 WIDE = [("2,1", 1536, 8, (True, True, True), True, 4)]
 CASES = [(*ROWS[i % 3], *end) for i, end in enumerate(ENDS)] + WIDE
-#: those of a rank that is alone; tests of several are beside those of orders
-ALONE = [CASES[0], CASES[1], CASES[6]]
 
 
 def _sample(
@@ -83,23 +61,7 @@ def _sample(
     )
 
 
-def _reduced_sample(dual: bool, case: tuple[Any, ...]) -> Sample:
-    sample = _sample(dual, *case)
-    return replace(sample, attrs={**sample.attrs, "ranks": 1}, parts={})
-
-
 KERNELS = (
-    *(
-        Kernel(
-            op=op,
-            starts={op: 1},
-            rule=_reduced_shape,
-            call=_reduced,
-            samples=tuple(_reduced_sample("dual_" in op, case) for case in ALONE),
-            error=1e-6,
-        )
-        for op, _ in WITH_SUMS.values()
-    ),
     Kernel(
         op="rms_norm",
         starts={"rms_norm": 1},
