@@ -33,7 +33,7 @@ def test_a_dry_run(tmp_path: Path) -> None:
     code, text = run(tmp_path, "--dry-run", at=FILE)
     assert code == 0, text
     found = read_results(tmp_path / "results.jsonl").values()
-    assert {n for v in found for n, c in v.items() if "refused" in c} == {"tensorrt", "trtexec"}
+    assert {n for v in found for n, c in v.items() if "refused" in c} == {"trtexec"}
 
 
 def test_tiny_engines_have_every_form() -> None:

@@ -10,7 +10,6 @@ cache of timed kernels is, and --carry takes it back. In a dry run the recorder 
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import shutil
@@ -45,7 +44,6 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.files import write_file
-from g4ir.ui.memory import free_memory
 from g4ir.ui.paths import private
 
 CARD = Scale(
@@ -122,19 +120,8 @@ def host(out: Path, carry: Path | None, pytestconfig: pytest.Config) -> Iterator
 
 
 @pytest.mark.limit(120)
-def test_machine(measure: Any, scale: Scale, host: Host, out: Path) -> None:
-    for name in ("tensorrt", "triton"):
-        measure(name, partial(module, name))
+def test_machine(measure: Any, host: Host) -> None:
     measure("features", partial(features, host))
-    measure("room", partial(room, scale, out))
-
-
-def module(name: str) -> dict[str, Any]:
-    try:
-        found = importlib.import_module(name)
-    except (ImportError, OSError) as e:
-        raise MissingError(f"{name}: {e}") from e
-    return {"version": found.__version__, "file": found.__file__}
 
 
 def features(host: Host) -> dict[str, Any]:
@@ -142,12 +129,6 @@ def features(host: Host) -> dict[str, Any]:
     api = host.tensorrt()
     host.check_gpu()
     return {"tensorrt": api.version, "gpu": host.gpu(), **{f: api.has(f) for f in FEATURES}}
-
-
-def room(scale: Scale, out: Path) -> dict[str, Any]:
-    device = torch.cuda.mem_get_info()[0] if scale.device == "cuda" else 0
-    free = {"device": device, "host": free_memory(), "disk": shutil.disk_usage(out).free}
-    return {f"{name}_gb": size >> 30 for name, size in free.items()}
 
 
 # --- small builds -----------------------------------------------------------------------------

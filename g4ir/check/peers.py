@@ -182,7 +182,8 @@ class HfPeer:
                 found = [given.where.index(t) for t in at[i]]
                 errors = row_errors(logits[found], wide_logits[found])
             else:
-                errors = row_errors(*(_rows_at(x[f"L{i}.out"], at[i]) for x in (rows, wide)))
+                outs = (x[f"L{i}.out"] for x in (rows, wide))
+                errors = row_errors(*(torch.stack([x[j] for j in at[i]]) for x in outs))
             tied = torch.zeros(len(at[i]), dtype=torch.bool)
             for part in margins.keys() & parts:
                 tied |= margins[part][at[i]] < CLOSE_UNITS * UNIT[dtype]
@@ -208,10 +209,6 @@ class HfPeer:
 
 
 Peer: TypeAlias = EnginePeer | HfPeer
-
-
-def _rows_at(rows: Mapping[int, Tensor], at: Sequence[int]) -> Tensor:
-    return torch.stack([rows[i] for i in at])
 
 
 @contextmanager

@@ -38,31 +38,24 @@ LIMIT = 1 << 48  # largest number of elements of a tensor
 M1, M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
 
 
-def _one(shape: Shape) -> float:
-    return 1.0
-
-
-def _root(shape: Shape) -> float:
-    return max(prod(shape[-1:]), 1) ** -0.5
-
-
-def _fan_in(shape: Shape) -> float:
-    """Return half-width of a uniform distribution with standard deviation 1 / sqrt(last dim)."""
-    return sqrt(3.0 / max(prod(shape[-1:]), 1))
-
-
-def _kernel(shape: Shape) -> float:
-    return sqrt(3.0 / max(prod(shape[1:]), 1))
-
-
-UNITS = {"one": _one, "root": _root, "fan_in": _fan_in, "kernel": _kernel}
+def _units(shape: Shape) -> dict[str, float]:
+    """Return the scales of tables: `fan_in` is the half-width of a uniform distribution with
+    standard deviation 1 / sqrt(last dim)."""
+    last, kernel = (max(prod(dims), 1) for dims in (shape[-1:], shape[1:]))
+    return {
+        "one": 1.0,
+        "root": last**-0.5,
+        "fan_in": sqrt(3.0 / last),
+        "kernel": sqrt(3.0 / kernel),
+    }
 
 
 def distribution(name: str, shape: Shape) -> tuple[float, float]:
     """Return centre and half-width of the values of this tensor."""
     found = (row for row in TABLES["distributions"] if re.search(row[0], name))
     _, centre, spread, unit = next(found)
-    return centre * UNITS[unit](shape), spread * UNITS[unit](shape)
+    size = _units(shape)[unit]
+    return centre * size, spread * size
 
 
 def norm_shift(spec: Spec, name: str, shape: Shape) -> float:
