@@ -190,17 +190,18 @@ class Server:
                 request.state.salt = self.gate.check(request, path)
                 return await handler(request)
             except Exception as e:
-                return self._refused(e, path)
+                return self._refused(e, request, path)
 
         return handle
 
-    def _refused(self, error: Exception, path: str) -> Response:
+    def _refused(self, error: Exception, request: Request, path: str) -> Response:
         if isinstance(error, BusyError) and self.draining:
             error = ending()
         hidden = str(self.prompts.engine.path) if self.prompts else ""
         wait_s = self.service.wait_s() if self.service else 0.0
         said = refusal(error, {*schema.CHAT, *schema.COMPLETIONS}, hidden, wait_s)
         self.metrics.rejected.labels(said.code or str(said.status)).inc()
+        request.state.said["end"] = said.code
         own = next((p for p in ERRORS if path.startswith(p)), None)
         body = ERRORS[own](said) if own else said.body()
         return _json(body, said.status, said.headers)
@@ -219,7 +220,7 @@ class Server:
             self.gate.check(request, path)
             raise Refused(error.status_code, message, headers=error.headers or {})
         except Refused as e:
-            return self._refused(e, path)
+            return self._refused(e, request, path)
 
     async def health(self, request: Request) -> Response:
         """Answer whether a request would be taken."""
