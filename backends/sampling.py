@@ -369,7 +369,7 @@ def _groups(logits: torch.Tensor, each: int) -> torch.Tensor:
 
 
 def _first(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the places of the k largest of each row of float32, equal ones by lower place first."""
+    """Return the places of the k largest of each row of float32, of equal ones the first before."""
     # topk promises no order of equal values, so a key holds value and place. Bits of floats are in
     # order as whole numbers, negative ones backwards; adding 0 makes -0 the 0 that it equals.
     bits = (values + 0.0).view(torch.int32)

@@ -85,7 +85,7 @@ def test_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lm_eval_of_a_real_model(tmp_path: Path) -> None:
     """Log-likelihoods for each character are those of its `hf` backend in float32, on the weights
     that the engine was built from, dequantised."""
-    limits: dict[str, Any] = {"max_seq": 1024, "prefill_chunk": 256, "all_logits": True}
+    limits: dict[str, Any] = {"max_seq": 1024, "prefill_chunk": 64, "all_logits": True}
     g4ir.build(None, tmp_path / "engine", checkpoint=MODEL, backend="torch", **limits).close()
     g4ir.export(MODEL, tmp_path / "hf", dtype="float32")
     with ready(tmp_path / "engine") as r:
