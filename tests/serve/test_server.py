@@ -337,7 +337,7 @@ def test_a_reader_that_lags_is_cancelled(narrow: Running, monkeypatch: pytest.Mo
     new = app.Running._new
 
     def slow(running: app.Running) -> Any:
-        time.sleep(1.0)  # nothing is taken meanwhile
+        eventually(lambda: running.handles[0].cancelled)  # nothing is taken meanwhile
         return new(running)
 
     monkeypatch.setattr(app.Running, "_new", slow)
