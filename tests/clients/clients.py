@@ -60,7 +60,7 @@ def evaluated(r: Running, folder: Path, tokenizer: Path, *checkpoint: Path) -> A
     words = [str(EVALUATOR), str(HERE / "evaluators.py"), r.server.name, r.url]
     words += map(str, (folder, tokenizer, *checkpoint))
     env = {**os.environ, "NO_PROXY": "*", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
