@@ -114,6 +114,7 @@ def test_largest_are_those_of_a_stable_sort(k: int) -> None:
     values, index = largest(logits, k)
     want = logits.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(index, want.indices[:, :k]) and torch.equal(values, want.values[:, :k])
+    assert torch.equal(sampling.greatest(logits), want.indices[:, 0])
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,8 @@ def test_sequences_decode_while_a_prompt_is_read(engine: Engine, size: int | Non
 
 
 def test_the_smallest_bucket_is_used(engine: Engine) -> None:
-    """Upwards at once, for all that wait; downwards after a while."""
+    """Upwards at once, for those that wait and at most twice those that run; downwards after a
+    while."""
     scheduler = Scheduler(engine, SchedulerConfig(patience=3))
     scheduler.submit(Request(prompt(3), 40, FREE))
     scheduler.step()
@@ -265,6 +266,13 @@ def test_the_smallest_bucket_is_used(engine: Engine) -> None:
     assert all(t.state == FINISHED for t in short)
     assert sizes[:3] == [4, 4, 4] and sizes[-1] == 1 and [*scheduler.batch.sessions] == [1, 4]
     assert sizes == sorted(sizes, reverse=True)
+    burst, sizes = Scheduler(engine), []
+    for i in range(4):
+        burst.submit(Request(prompt(3, i), 40, FREE))
+    for _ in range(4):
+        burst.step()
+        sizes.append(len(burst.batch.held))
+    assert sizes == [2, 2, 4, 4]
 
 
 def test_sizes_of_buckets() -> None:

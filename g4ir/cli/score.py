@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
@@ -49,6 +50,7 @@ def verify_text(args: argparse.Namespace) -> int:
     """Compare an engine with its unquantised weights, or another engine, on texts."""
     from g4ir.check.logits import AGAINST
     from g4ir.check.report import engine_name
+    from g4ir.engine.artefact import read_manifest
 
     if args.against in AGAINST:
         raise InputError(
@@ -56,6 +58,8 @@ def verify_text(args: argparse.Namespace) -> int:
             f"leave it out to compare with {UNQUANTISED}"
         )
     most = _checked(args)
+    if args.against is not None:
+        read_manifest(Path(args.against))
     find_engines(args, all_logits=True)
     with (
         console.Progress() as progress,

@@ -315,9 +315,11 @@ class Scheduler:
         return made
 
     def _coming(self, taken: int = 0) -> int:
+        """Return how many more rows a bucket should have room for: those that wait, but no more
+        than run, since each row takes time in every step."""
         waiting = [self._prompt[0]] if self._prompt else self._queue
-        room = self.max_batch - self.active - taken
-        return min(sum(handle.request.n for handle in waiting), room)
+        count = self.active + taken
+        return min(sum(handle.request.n for handle in waiting), self.max_batch - count, count)
 
     def _taken(self, sequence: SequenceState, choice: Drawn) -> Event:
         handle, counts = sequence.handle, sequence.handle.counts

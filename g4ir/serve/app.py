@@ -47,8 +47,8 @@ from .translation import Body, Translation
 
 log = logging.getLogger(__name__)
 
-#: seconds between two looks whether the client is there, and two signs of life in a silent stream
-LOOK_S, ALIVE_S = 0.2, 10.0
+#: seconds after which a silent stream gives a sign of life, and between two looks at that
+ALIVE_S, LOOK_S = 10.0, 1.0
 #: bytes of a body from which on it is large
 LARGE = 1 << 18
 NOT_READ = "the answer was not read in time, and was cancelled"
@@ -190,17 +190,18 @@ class Server:
                 request.state.salt = self.gate.check(request, path)
                 return await handler(request)
             except Exception as e:
-                return self._refused(e, path)
+                return self._refused(e, request, path)
 
         return handle
 
-    def _refused(self, error: Exception, path: str) -> Response:
+    def _refused(self, error: Exception, request: Request, path: str) -> Response:
         if isinstance(error, BusyError) and self.draining:
             error = ending()
         hidden = str(self.prompts.engine.path) if self.prompts else ""
         wait_s = self.service.wait_s() if self.service else 0.0
         said = refusal(error, {*schema.CHAT, *schema.COMPLETIONS}, hidden, wait_s)
         self.metrics.rejected.labels(said.code or str(said.status)).inc()
+        request.state.said["end"] = said.code
         own = next((p for p in ERRORS if path.startswith(p)), None)
         body = ERRORS[own](said) if own else said.body()
         return _json(body, said.status, said.headers)
@@ -219,7 +220,7 @@ class Server:
             self.gate.check(request, path)
             raise Refused(error.status_code, message, headers=error.headers or {})
         except Refused as e:
-            return self._refused(e, path)
+            return self._refused(e, request, path)
 
     async def health(self, request: Request) -> Response:
         """Answer whether a request would be taken."""
@@ -362,7 +363,8 @@ class Running:
         #: events that came, and whether the event loop knows
         self._come: deque[tuple[int, Event]] = deque()
         self._told_of, self._loop = False, asyncio.get_running_loop()
-        self._arrived, self._due = asyncio.Event(), False
+        #: set where events have come, the client has gone, or it is time to look
+        self._arrived, self._gone = asyncio.Event(), False
 
     def submit(self, service: AsyncEngine) -> None:
         """Put its jobs into the queue: all of them, or none."""
@@ -422,23 +424,27 @@ class Running:
     async def _events(self) -> AsyncIterator[Iterator[tuple[Answer, Event]]]:
         """Yield the events that have come until every answer is over, and none where there was none
         for a while. Refused where the client has gone."""
-        self._clock = self._loop.call_later(LOOK_S, self._look)
+        left = self._loop.create_task(self._wait_for_leaving())
+        self._look()
         try:
             while not all(a.over for a in self.answers):
                 await self._arrived.wait()
                 self._arrived.clear()
                 self._told_of = False  # before they are taken: what comes now is told of again
-                if self._due:
-                    self._due = False
-                    if await self.request.is_disconnected():
-                        raise Refused(499, "the client went away")
+                if self._gone:
+                    raise Refused(499, "the client went away")
                 yield self._new()
         finally:
+            left.cancel()
             self._clock.cancel()
 
+    async def _wait_for_leaving(self) -> None:
+        while (await self.request.receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._arrived.set()
+
     def _look(self) -> None:
-        """Have the client looked after, now and then."""
-        self._due = True
         self._arrived.set()
         self._clock = self._loop.call_later(LOOK_S, self._look)
 
@@ -521,7 +527,7 @@ class Streamed(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await self.stream_response(send)
         finally:
             self.running.end()
 

@@ -27,7 +27,8 @@ from tests.engines import add_file
 
 NAME = "tiny"
 MAX_SEQ = 640
-WAIT = 30.0
+#: seconds for what should take none, and for an engine of any size
+WAIT, LOADING = 30.0, 600.0
 
 
 def chat_tokenizer() -> Any:
@@ -161,12 +162,12 @@ def running(
 def ready(folder: Path, gate: Auth | None = None, **settings: Any) -> Iterator[Running]:
     """As `running`, of an engine that has been loaded."""
     with running(lambda: load_engine(folder), gate, **settings) as r:
-        eventually(lambda: r.server.service)
+        eventually(lambda: r.server.service, LOADING)
         yield r
 
 
-def eventually(holds: Callable[[], Any]) -> None:
-    end = time.monotonic() + WAIT
+def eventually(holds: Callable[[], Any], wait_s: float = WAIT) -> None:
+    end = time.monotonic() + wait_s
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.005)

@@ -118,7 +118,8 @@ def test_requests_have_ids_and_a_line(operated: Running, lines: list[str]) -> No
         assert got.headers["x-request-id"] == got.headers["request-id"] == "mine-1"
         ids = set()
         for given in ("two words", "x" * 200, "é".encode()):
-            got = client.post("/v1/responses", json={}, headers={"X-Request-Id": given})
+            body, own = {"input": "x", "background": True}, {"X-Request-Id": given}
+            got = client.post("/v1/responses", json=body, headers=own)
             ids.add(got.headers["x-request-id"])
         assert len(ids) == 3 and all(i.startswith("req_") for i in ids)
         client.get("/health")
@@ -130,7 +131,8 @@ def test_requests_have_ids_and_a_line(operated: Running, lines: list[str]) -> No
         said["generated"] == "2" and int(said["prompt"]) > 2 and said["end"] in ("length", "stop")
     )
     assert {"cached", "queued_s", "first_token_s", "sent", "seconds"} <= said.keys()
-    assert [line.split()[1:4] for line in rest] == [["POST", "/v1/responses", "400"]] * 3
+    refused = ["POST", "/v1/responses", "400", "end=not_supported"]
+    assert [line.split()[1:5] for line in rest] == [refused] * 3
     assert "Hi" not in " ".join(lines)
 
 
