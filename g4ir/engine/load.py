@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,23 +109,9 @@ def open_held(path: str | Path) -> Engine:
 
 
 def _engine(found: Artefact, runtime: Any, tables: dict[str, Any]) -> Engine:
-    m = found.manifest
-    return Engine(
-        path=found.path,
-        facts=m,
-        spec=found.spec,
-        limits=m.limits,
-        all_logits=m.all_logits,
-        device=m.device,
-        dtype=m.dtype,
-        program=found.packing.program,
-        runtime=runtime,
-        tables=tables,
-        media=m.media,
-        recipe=m.quant,
-        prologue=found.packing.prologue,
-        drafter=found.drafter,
-    )
+    own = {f.name: getattr(found, f.name) for f in fields(Engine) if hasattr(found, f.name)}
+    own |= {"program": found.packing.program, "prologue": found.packing.prologue}
+    return Engine(**own, facts=found.manifest, runtime=runtime, tables=tables)
 
 
 def open_runtime(

@@ -105,4 +105,5 @@ class Resolved:
 
     def of_graphs(self) -> dict[str, Any]:
         """Return what the graphs depend on, the arguments of `make_packing`."""
-        return {k: v for k, v in vars(self).items() if k not in NOT_OF_GRAPHS}
+        names = (f.name for f in fields(Resolved) if f.name not in NOT_OF_GRAPHS)
+        return {name: getattr(self, name) for name in names}
