@@ -236,8 +236,8 @@ class Manifest:
     def resolved(self, spec: Spec, drafter: Spec | None) -> Resolved:
         """Return the spec and options that the engine was built of."""
         own = {f.name: getattr(self, f.name) for f in fields(Resolved) if hasattr(self, f.name)}
-        more = {"skip": self.skipped_passes, "recipe": self.quant}
-        return Resolved(spec=spec, drafter=drafter, **own, **more)
+        own |= {"skip": self.skipped_passes, "recipe": self.quant}
+        return Resolved(spec=spec, drafter=drafter, **own)
 
 
 @dataclass(frozen=True)
@@ -294,8 +294,8 @@ def open_artefact(path: Path, check_weights: bool = False, rank: int | None = No
     except (OSError, ValueError, RecursionError) as e:
         raise EngineError(f"{path} cannot be read as an engine: {e}; build it again") from None
     own = stored[rank or 0] if stored else None
-    more = {"packing": packing, "stored": own, "whole": check_weights, "rank": rank or 0}
-    return Artefact(**vars(made), path=path, manifest=m, **more)
+    found: dict[str, Any] = {"path": path, "manifest": m, "packing": packing, "stored": own}
+    return Artefact(**vars(made), **found, whole=check_weights, rank=rank or 0)
 
 
 @contextmanager

@@ -6,17 +6,16 @@ from __future__ import annotations
 import base64
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from g4ir.chat import Event as Said
 from g4ir.chat import call_id
 from g4ir.chat.messages import PARTS, shown
 from g4ir.engine.output import Answer
 
 from . import request_schema as schema
 from .http_errors import SERVER, Refused, bad, missing
-from .parts import CALL, CONTENT, THOUGHT, JsonText, Part, split
+from .parts import CALL, CONTENT, THOUGHT, JsonText, Part, PartsFormat
 from .prompts import PreparedRequest
 from .tool_grammar import LARK
 from .translation import TABLES, Body, Translation, kind_in, text_in, translated
@@ -254,10 +253,8 @@ UNSAID: Mapping[str, Any] = {
 }
 
 
-class ResponsesFormat:
+class ResponsesFormat(PartsFormat):
     """Writes one answer as items, whole or as events with sequence numbers."""
-
-    alive, end = ": keepalive\n\n", ""
 
     def __init__(self, asked: PreparedRequest, model: str, given: Body) -> None:
         declared = given.get("tools") or []
@@ -269,7 +266,6 @@ class ResponsesFormat:
         self._tools = {_spaced(tool, where): tool for tool, where in _flat(declared, "tools")}
         self._hide = "reasoning.encrypted_content" in (given.get("include") or ())
         self._count = 0
-        self._part: Part | None = None
         self._input: JsonText | None = None
 
     def _response(self, status: str, **more: Any) -> Body:
@@ -284,23 +280,10 @@ class ResponsesFormat:
         return {"type": f"response.{kind}", "sequence_number": self._count - 1, **more}
 
     def first(self, count: int) -> list[Body]:
-        """Return the events before the first token."""
         kinds = ("created", "in_progress")
         return [self._event(k, response=self._response("in_progress")) for k in kinds]
 
-    def chunks(self, a: Answer, new: Iterable[Said]) -> list[Body]:
-        """Return the events of new pieces."""
-        out = list[Body]()
-        for said in new:
-            part, text = split(said, self._part)
-            if part is not self._part:
-                out += self._closed("completed") + self._opened(part)
-            out += self._more(self._input.feed(text) if self._input else text, a)
-        if a.over:
-            out += self._closed("incomplete" if a.finish == "length" else "completed")
-        return out
-
-    def _opened(self, part: Part) -> list[Body]:
+    def opened(self, part: Part) -> list[Body]:
         """Begin an item, and what it contains."""
         item = {"id": "", **ITEM_OF.get(part.kind, {}), "status": "in_progress"}
         if part.kind == CALL:
@@ -316,7 +299,7 @@ class ResponsesFormat:
         else:
             item["content"] = []
         item["id"] = f"{TYPES[item['type']][0]}_{secrets.token_hex(24)}"
-        self._part = part
+        self.part = part
         self.output.append(item)
         at = {"output_index": len(self.output) - 1}
         out = [self._event("output_item.added", item=copied(item), **at)]
@@ -338,7 +321,8 @@ class ResponsesFormat:
         part = {"content_index": 0} if "content" in item else {}
         return {"item_id": item["id"], "output_index": index, **part}
 
-    def _more(self, text: str, a: Answer) -> list[Body]:
+    def more(self, part: Part, text: str, a: Answer) -> list[Body]:
+        text = self._input.feed(text) if self._input else text
         if not text:
             return []
         _, event, key = TYPES[self.output[-1]["type"]]
@@ -349,17 +333,13 @@ class ResponsesFormat:
             held["logprobs"] += more["logprobs"]
         return [self._event(f"{event}.delta", **self._at(), delta=text, **more)]
 
-    def _closed(self, status: str) -> list[Body]:
-        """End the item that is open."""
-        part, self._part = self._part, None
-        if part is None:
-            return []
+    def ended(self, part: Part, cut: bool) -> list[Body]:
         item, held = self.output[-1], self._held
         _, event, key = TYPES[item["type"]]
         if self._input:  # no object with one text
             held[key] += self._input.rest()
             self._input = None
-        item["status"] = status
+        item["status"] = "incomplete" if cut else "completed"
         done = {k: held[k] for k in (key, "logprobs", "name") if k in held}
         out = [self._event(f"{event}.done", **self._at(), **done)]
         if "content" in item:
@@ -369,33 +349,20 @@ class ResponsesFormat:
         end = {"output_index": len(self.output) - 1, "item": copied(item)}
         return [*out, self._event("output_item.done", **end)]
 
-    def _ended(self, a: Answer, usage: Mapping[str, Any]) -> Body:
+    def message(self, a: Answer, usage: Mapping[str, Any]) -> Body:
         if a.finish == "length":
             why = {"reason": "max_output_tokens"}
             return self._response("incomplete", usage=_usage(usage), incomplete_details=why)
         return self._response("completed", usage=_usage(usage), completed_at=int(time.time()))
 
     def last(self, answers: list[Answer], usage: Mapping[str, Any]) -> list[Body]:
-        """Return the event of the whole response."""
-        response = self._ended(answers[0], usage)
+        response = self.message(answers[0], usage)
         return [self._event(response["status"], response=response)]
 
-    def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> Body:
-        """Return the answer to a request that asked for no stream."""
-        (a,) = answers
-        self.chunks(a, a.said)
-        return self._ended(a, usage)
-
     def failed(self, error: Refused) -> list[Body]:
-        """Return the last event of a stream that failed."""
         code = error.type if error.type == SERVER else error.code or error.type
         said = {"error": {"code": code, "message": error.message}}
         return [self._event("failed", response=self._response("failed", **said))]
-
-    @staticmethod
-    def frame(value: Body, text: str) -> str:
-        """Return an event of the stream."""
-        return f"event: {value['type']}\ndata: {text}\n\n"
 
 
 def copied(item: Body) -> Body:

@@ -14,6 +14,7 @@ from g4ir.engine.output import Answer
 from g4ir.errors import InputError
 
 from .http_errors import Refused, bad, missing
+from .parts import AnswerFormat
 from .prompts import PreparedRequest
 from .request_schema import CHAT
 from .translation import Body, Translation
@@ -133,29 +134,20 @@ def _number(text: str, name: str) -> float:
         raise bad(name, f"must be a number, found {shown(text)}") from None
 
 
-class TranscriptFormat:
+class TranscriptFormat(AnswerFormat):
     """Writes a transcript: an object, a text, or events with pieces of it."""
-
-    alive, end = ": keepalive\n\n", "data: [DONE]\n\n"
 
     def __init__(self, asked: PreparedRequest, model: str, given: Body) -> None:
         self.plain = given.get("response_format") == "text"
 
-    def first(self, count: int) -> list[Body]:
-        """Return nothing: a stream begins with the first words."""
-        return []
-
     def chunks(self, a: Answer, new: Iterable[Said]) -> list[Body]:
-        """Return the events of new words."""
         words = [said.text for said in new if said.kind == "content"]
         return [{"type": "transcript.text.delta", "delta": text} for text in words]
 
     def last(self, answers: list[Answer], usage: Mapping[str, Any]) -> list[Body]:
-        """Return the event of the whole transcript."""
         return [{"type": "transcript.text.done", **self._whole(answers[0], usage)}]
 
     def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> Body | str:
-        """Return the transcript to a request that asked for no stream."""
         (answer,) = answers
         made = self._whole(answer, usage)
         return f"{made['text']}\n" if self.plain else made
@@ -167,12 +159,3 @@ class TranscriptFormat:
         counts |= {"output_tokens": usage["completion_tokens"]}
         counts |= {"total_tokens": usage["total_tokens"], "type": "tokens"}
         return {"text": a.text("content").strip(), "usage": counts}
-
-    def failed(self, error: Refused) -> list[Body]:
-        """Return the end of a stream that failed."""
-        return [error.body()]
-
-    @staticmethod
-    def frame(value: Body, text: str) -> str:
-        """Return an event of the stream."""
-        return f"data: {text}\n\n"
