@@ -32,7 +32,7 @@ def read(given: Body) -> Translation:
 
 def count(given: Body) -> Translation:
     """Return the body of a question for the number of tokens as one of chats."""
-    out = translated(given, "messages", CHANGES)
+    out = translated(Translation(given), "messages", CHANGES)
     out.names["tool_call_id"] = "tool_use_id"
     if out.messages and out.messages[-1]["role"] == "assistant":
         out.body["continue_final_message"] = True

@@ -33,7 +33,7 @@ TEXTS = ("input_text", "output_text", "text")
 
 def read(given: Body) -> Translation:
     """Return the body of a request as one of chats."""
-    out = translated(given, "responses", CHANGES)
+    out = translated(Translation(given), "responses", CHANGES)
     out.names |= {"messages": "input", "tool_call_id": "call_id"}
     return out
 
