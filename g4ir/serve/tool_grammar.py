@@ -8,7 +8,6 @@ an unsupported keyword is refused by name. Undeclared keys are never generated.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -324,19 +323,22 @@ class _Schema:
         return self.rules.string(self.rules.terminal(*held) + "?" * empty)
 
     def _number(self, kind: str, node: Node, where: str) -> str:
-        if not node.keys() & {*LIMITS}:
+        limits = {k: node[k] for k in LIMITS if k in node}
+        if not limits:
             return self.rules.terminal(_NUMBERS[kind])
-        low, high = _range(node, kind == "integer", where)
-        limits = {"type": kind, "minimum": low, "maximum": high}
-        if "multipleOf" in node:
-            step = node["multipleOf"]
-            if kind != "integer" or not _is(step, "integer") or not 0 < step <= MOST_NUMBER:
-                raise refused(f"{where}.multipleOf", "must be a whole number above 0, of integers")
-            low = -(-low // int(step)) * int(step)
-            limits |= {"minimum": low, "multipleOf": int(step)}
-        if low > high:
+        if wrong := next((k for k in limits if not _is(limits[k], "number")), None):
+            raise refused(f"{where}.{wrong}", f"must be a number, found {shown(limits[wrong])}")
+        step = limits.get("multipleOf", 1)
+        whole = kind == "integer" or "multipleOf" not in limits
+        if not whole or not _is(step, "integer") or not 0 < step <= MOST_NUMBER:
+            raise refused(f"{where}.multipleOf", "must be a whole number above 0, of integers")
+        limits = {k: max(-MOST_NUMBER, min(v, MOST_NUMBER)) for k, v in limits.items()}
+        between = {"type": kind, "minimum": -MOST_NUMBER, "maximum": MOST_NUMBER, **limits}
+        rule = "%json " + json.dumps(between)
+        known = rule in self.rules.names
+        if not known and llguidance().LLMatcher.validate_grammar(f"start: {rule}", None):
             raise refused(where, "its limits leave no number")
-        return self.rules.rule("%json " + json.dumps(limits))
+        return self.rules.rule(rule)
 
     def _array(self, node: Node, where: str, refs: Refs) -> str:
         least, most = _counts(node, "minItems", "maxItems", where)
@@ -446,26 +448,6 @@ def _counts(node: Node, low: str, high: str, where: str) -> tuple[int, int | Non
     if most is not None and most < least:
         raise refused(f"{where}.{high}", f"is less than {low}")
     return least, most
-
-
-def _range(node: Node, whole: bool, where: str) -> tuple[float, float]:
-    if wrong := next((k for k in LIMITS if k in node and not _is(node[k], "number")), None):
-        raise refused(f"{where}.{wrong}", f"must be a number, found {shown(node[wrong])}")
-    limits = {k: max(-MOST_NUMBER, min(node[k], MOST_NUMBER)) for k in LIMITS if k in node}
-    low, high = limits.get("minimum", -MOST_NUMBER), limits.get("maximum", MOST_NUMBER)
-    if "exclusiveMinimum" in limits:
-        low = max(low, _beside(limits["exclusiveMinimum"], 1, whole))
-    if "exclusiveMaximum" in limits:
-        high = min(high, _beside(limits["exclusiveMaximum"], -1, whole))
-    return (math.ceil(low), math.floor(high)) if whole else (low, high)
-
-
-def _beside(edge: float, side: int, whole: bool) -> float:
-    """Return the nearest number on one side of one that is left out; of those with decimals one so
-    near that no other is missed, and so far that no long decimal is read as that one."""
-    if whole:
-        return side * (math.floor(side * edge) + 1)
-    return edge + side * 1e-9 if abs(edge) < 1e6 else math.nextafter(edge, side * math.inf)
 
 
 def _pattern(given: Any, where: str) -> tuple[str, bool]:
