@@ -11,15 +11,15 @@ from g4ir.engine.output import Answer
 
 from . import request_schema as schema
 from .http_errors import Refused, bad, missing
-from .parts import CALL, CONTENT, THOUGHT, Part, PartsFormat
+from .parts import CALL, THOUGHT, Part, PartsFormat
 from .prompts import PreparedRequest
-from .translation import Body, Translation, kind_in, text_in, translated
+from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 
-#: status -> type of an error
-ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-ERRORS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
-#: why an answer ended, as it is called here
-REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+TABLE = TABLES["messages"]
+#: status -> type of an error; why an answer ended -> its name here; kind of a part -> its block
+ERRORS: Mapping[int, str] = TABLE["errors"]
+REASONS: Mapping[str, str] = TABLE["reasons"]
+BLOCK_OF: Mapping[str, Body] = TABLE["blocks"]
 THINKING = ("enabled", "adaptive", "disabled")
 
 
@@ -174,13 +174,6 @@ def _edits(out: Translation, value: Any, name: str) -> None:
 CHANGES = {"system": _system, "messages": _messages, "tools": _tools, "tool_choice": _tool_choice}
 CHANGES |= {"thinking": _budget, "context_management": _edits}
 CHANGES |= dict.fromkeys(("output_config", "output_format"), _format)
-
-
-BLOCK_OF: Mapping[str, Body] = {
-    THOUGHT: {"type": "thinking", "thinking": "", "signature": ""},
-    CONTENT: {"type": "text", "text": ""},
-    CALL: {"type": "tool_use"},
-}
 
 
 class MessageFormat(PartsFormat):

@@ -226,31 +226,14 @@ CHANGES = {"instructions": _instructions, "input": _input, "tools": _tools, "tex
 CHANGES |= {"tool_choice": _tool_choice, "reasoning": _effort, "include": _include}
 
 
+TABLE = TABLES["responses"]
 #: type of an item -> the beginning of its id, events of its text, and the field that has it
-TYPES = {
-    "reasoning": ("rs", "reasoning_text", "text"),
-    "message": ("msg", "output_text", "text"),
-    "function_call": ("fc", "function_call_arguments", "arguments"),
-    "custom_tool_call": ("ctc", "custom_tool_call_input", "input"),
-}
-ITEM_OF: Mapping[str, Body] = {
-    THOUGHT: {"type": "reasoning", "summary": []},
-    CONTENT: {"type": "message", "role": "assistant"},
-}
-CONTENT_OF: Mapping[str, Body] = {
-    THOUGHT: {"type": "reasoning_text", "text": ""},
-    CONTENT: {"type": "output_text", "text": "", "annotations": []},
-}
+TYPES: Mapping[str, list[str]] = TABLE["types"]
+#: kind of a part -> its item, and what that contains
+ITEM_OF: Mapping[str, Body] = TABLE["items"]
+CONTENT_OF: Mapping[str, Body] = TABLE["contents"]
 #: what a response says of its request where that said nothing
-UNSAID: Mapping[str, Any] = {
-    **dict.fromkeys(("temperature", "top_p", "instructions", "max_output_tokens", "user")),
-    "metadata": {},
-    "tools": [],
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "text": {"format": {"type": "text"}},
-    "reasoning": {"effort": None, "summary": None},
-}
+UNSAID: Mapping[str, Any] = TABLE["unsaid"]
 
 
 class ResponsesFormat(PartsFormat):
@@ -285,7 +268,7 @@ class ResponsesFormat(PartsFormat):
 
     def opened(self, part: Part) -> list[Body]:
         """Begin an item, and what it contains."""
-        item = {"id": "", **ITEM_OF.get(part.kind, {}), "status": "in_progress"}
+        item = {"id": "", **ITEM_OF[part.kind], "status": "in_progress"}
         if part.kind == CALL:
             tool = self._tools.get(part.name or "", {"type": "function", "name": part.name})
             custom = tool["type"] == "custom"
