@@ -102,7 +102,6 @@ def _revealed(given: Any, where: str) -> str:
 
 
 def _call(out: Translation, item: Body, where: str) -> None:
-    """A call of a function, or of a custom tool."""
     arguments = item.get("arguments")
     if item["type"] == "custom_tool_call":
         arguments = {INPUT: text_in(item, "input", where)}
@@ -114,7 +113,6 @@ def _call(out: Translation, item: Body, where: str) -> None:
 
 
 def _output(out: Translation, item: Body, where: str) -> None:
-    """What a tool answered: a text or parts."""
     content = item.get("output")
     if not isinstance(content, str):
         given = schema.LIST(content, f"{where}.output")
@@ -173,7 +171,6 @@ def _tool(tool: Body, where: str) -> Body:
 
 
 def _format_of(given: Any, where: str) -> Body:
-    """Return the schema of a custom tool's text."""
     if kind_in(given, ("text", "grammar"), where) == "text":
         return {"type": "string"}
     syntax = kind_in(given, ("lark", "regex"), where, "syntax")

@@ -155,11 +155,9 @@ class _Rules:
         return self.rule(" & ".join(regexes), "T")
 
     def string(self, inner: str) -> str:
-        """Return a string with something inside."""
         return self.rule(f"{self.marks[QUOTE]} {inner} {self.marks[QUOTE]}")
 
     def nested(self, grammar: str, where: str) -> str:
-        """Return a text of another grammar."""
         if error := llguidance().LLMatcher.validate_grammar(grammar, None):
             raise refused(where, f"is no grammar in Lark: {' '.join(error.split())[:200]}")
         self.plain(re.sub(r"\\(.)", r"\1", grammar))
@@ -177,7 +175,6 @@ class _Rules:
         return self.plain(f"{name}:") if is_bare_key(name) else f'{self.literal(name)} ":"'
 
     def literal(self, value: Any) -> str:
-        """Return the one form of a value."""
         if isinstance(value, str):
             return self.string(self.plain(value) if value else "")
         if isinstance(value, dict):
@@ -229,7 +226,6 @@ class _Schema:
         return f"{json.dumps(function.name)} {arguments}"
 
     def value(self, given: Any, where: str, refs: Refs) -> str:
-        """Return the values of a schema."""
         given = {} if given is True else given
         if not isinstance(given, Mapping):
             raise refused(where, "allows nothing" if given is False else "must be a schema")
