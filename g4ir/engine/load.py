@@ -90,22 +90,12 @@ def described(path: Path) -> Engine:
     return _engine(found, Refusing(why), {})
 
 
-class _Unloaded(Refusing):
-    """A runtime that has its params, and computes nothing."""
-
-    def __init__(self, path: Path, source: packings.ParamSource) -> None:
-        super().__init__(f"{path} was opened for its weights alone")
-        self.source = source
-
-    def close(self) -> None:
-        self.source.close()
-
-
 def open_held(path: str | Path) -> Engine:
     """Return an engine that has its weights and runs nothing, without its device or trust. Weights
     of a seed are made on the CPU; those of all ranks are there. EngineError as by `load_engine`."""
     found = open_artefact(Path(path), check_weights=True)
-    return _engine(found, _Unloaded(found.path, _open_params(found, "cpu")), {})
+    why = f"{found.path} was opened for its weights alone"
+    return _engine(found, Refusing(why, _open_params(found, "cpu")), {})
 
 
 def _engine(found: Artefact, runtime: Any, tables: dict[str, Any]) -> Engine:
