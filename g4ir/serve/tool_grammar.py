@@ -8,6 +8,7 @@ an unsupported keyword is refused by name. Undeclared keys are never generated.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,8 @@ FORMS, LIMITS, SILENT = {*TABLES["forms"]}, OF_KIND["number"], NOTES | {*TABLES[
 MOST_COUNTED = 1 << 14
 #: whole numbers have at most 18 digits, and so has what stands before and behind a point
 MOST_NUMBER = 10**18 - 1
+#: limits that are left out themselves -> on which side of them the numbers are
+EDGES = {"exclusiveMinimum": 1, "exclusiveMaximum": -1}
 #: how deep a value may lie of which nothing is said
 ANY_DEPTH = 4
 #: keyword of a string that is a text of a grammar in Lark: that of a custom tool
@@ -328,6 +331,9 @@ class _Schema:
         whole = kind == "integer" or "multipleOf" not in limits
         if not whole or not _is(step, "integer") or not 0 < step <= MOST_NUMBER:
             raise refused(f"{where}.multipleOf", "must be a whole number above 0, of integers")
+        for key in EDGES if kind == "number" else ():
+            if key in limits:
+                limits[key] = _inside(limits[key], EDGES[key])
         limits = {k: max(-MOST_NUMBER, min(v, MOST_NUMBER)) for k, v in limits.items()}
         between = {"type": kind, "minimum": -MOST_NUMBER, "maximum": MOST_NUMBER, **limits}
         rule = "%json " + json.dumps(between)
@@ -444,6 +450,11 @@ def _counts(node: Node, low: str, high: str, where: str) -> tuple[int, int | Non
     if most is not None and most < least:
         raise refused(f"{where}.{high}", f"is less than {low}")
     return least, most
+
+
+def _inside(edge: float, side: int) -> float:
+    """Return an edge moved so far to one side that no long decimal beyond is read as the edge."""
+    return edge + side * 1e-9 if abs(edge) < 1e6 else math.nextafter(edge, side * math.inf)
 
 
 def _pattern(given: Any, where: str) -> tuple[str, bool]:
