@@ -8,12 +8,20 @@ at once, to a smaller one after `patience` steps in which it would have been eno
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 from g4ir.errors import InputError
 
 from .parts import EngineParts
-from .requests import SequenceState
 from .session import Session
+
+
+class Placed(Protocol):
+    #: number of its row; -1: none
+    slot: int
+
+
+T = TypeVar("T", bound=Placed)
 
 
 def checked_buckets(buckets: Sequence[int] | None, most: int) -> tuple[int, ...]:
@@ -28,25 +36,25 @@ def checked_buckets(buckets: Sequence[int] | None, most: int) -> tuple[int, ...]
     return sizes
 
 
-class Batch:
-    """Sessions by bucket, and the sequence in each slot of the one in use."""
+class Batch(Generic[T]):
+    """Sessions by bucket, and the holder of each slot of the one in use."""
 
     def __init__(self, engine: EngineParts, sizes: Sequence[int], patience: int) -> None:
         self.engine, self.sizes, self.patience = engine, sizes, patience
         self.sessions: dict[int, Session] = {}
-        self.held: list[SequenceState | None] = []
+        self.held: list[T | None] = []
         #: calls since a smaller bucket would have been enough
         self._spare = 0
 
     @property
-    def holders(self) -> list[SequenceState]:
+    def holders(self) -> list[T]:
         return [h for h in self.held if h is not None]
 
     @property
     def session(self) -> Session:
         return self.sessions[len(self.held)]
 
-    def put(self, source: Session, holders: Sequence[SequenceState], coming: int = 0) -> None:
+    def put(self, source: Session, holders: Sequence[T], coming: int = 0) -> None:
         """Give each a slot and a copy of the one row of `source`; `coming` more are expected."""
         count = len(self.holders) + len(holders)
         if count == len(holders) or count > len(self.held):
@@ -56,7 +64,7 @@ class Batch:
             self.session.copy_row(source, 0, slot)
             self.held[slot], holder.slot = holder, slot
 
-    def adopt(self, session: Session, holder: SequenceState) -> bool:
+    def adopt(self, session: Session, holder: T) -> bool:
         """Take over a session of one row for the only holder, instead of a copy; whether it can."""
         if self.holders or 1 not in self.sizes or 1 in self.sessions:
             return False
@@ -70,7 +78,7 @@ class Batch:
         self.held = []
         return self.sessions.pop(1, None)
 
-    def drop(self, holder: SequenceState, zero: bool = False) -> None:
+    def drop(self, holder: T, zero: bool = False) -> None:
         """Free its slot; with `zero` write over a row that may hold NaN."""
         if holder.slot >= 0:
             self.session.reset([holder.slot], zero)

@@ -83,7 +83,7 @@ class Scheduler:
         self.engine, self.config = engine, replace(config, draft=draft)
         self.max_batch = engine.limits.max_batch
         sizes = checked_buckets(config.buckets, self.max_batch)
-        self.batch = Batch(engine, sizes, config.patience)
+        self.batch: Batch[SequenceState] = Batch(engine, sizes, config.patience)
         self.prefiller = Prefiller(engine, config.prefix_bytes)
         self.prefixes, self.totals = self.prefiller.prefixes, Totals()
         self.costs = StepCosts()
