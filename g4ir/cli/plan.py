@@ -128,7 +128,8 @@ def _of_engine(found: Artefact, args: argparse.Namespace, **sizes: Any) -> Plan:
     if given := [f.name for f, value in values if value not in (None, False, [], f.default)]:
         flags = ", ".join(map(flag_of, given))
         raise InputError(f"{found.path} is an engine, and has its own settings: leave out {flags}")
-    return plan_engine(found, **sizes, steps=_steps(found.ranks, sizes["memory"]))
+    setup = found.manifest.resolved(found.spec, found.drafter)
+    return plan_engine(setup, **sizes, steps=_steps(setup.ranks, sizes["memory"]))
 
 
 def _steps(ranks: int, gpus: Sequence[Gpu]) -> StepModel | None:
