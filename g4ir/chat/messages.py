@@ -155,7 +155,6 @@ def _known(given: Message, key: str, known: Mapping[str, Any], where: str) -> An
 
 
 def _texts(given: Message, where: str, *keys: str) -> dict[str, str]:
-    """Return the optional texts that are given."""
     out = {key: given[key] for key in keys if given.get(key) is not None}
     return {key: expect(value, str, f"{where}.{key}", "text") for key, value in out.items()}
 

@@ -210,7 +210,6 @@ def _response(calls: Sequence[Message], answer: Message) -> dict[str, Any]:
 
 
 def _parts(content: Any) -> Any:
-    """Return a content as templates take it."""
     parts = content if isinstance(content, list) else ()
     made = [{"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind} for p in parts]
     return made if isinstance(content, list) else content

@@ -41,15 +41,10 @@ def wide_engine(engine: Engine) -> Engine:
 
 def plain_packing(engine: Engine) -> Packing:
     """Return the text graphs of an engine without any quantisation, and what makes their params."""
-    made = make_packing(
-        spec=engine.spec,
-        all_logits=engine.all_logits,
-        dtype=engine.dtype,
-        media=engine.media,
-        skip=engine.facts.skipped_passes,
-        options=engine.facts.options.changed(NarrowOptions()).changed(ActivationOptions()),
-        drafter=engine.drafter,
-    )
+    own = engine.facts.resolved(engine.spec, engine.drafter)
+    options = own.options.changed(NarrowOptions()).changed(ActivationOptions())
+    plain = replace(own, options=options, recipe=None, ranks=1, ep=False)
+    made = make_packing(**plain.of_graphs())
     return Packing(text_graphs(made.program), made.prologue)
 
 

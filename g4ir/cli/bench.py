@@ -61,15 +61,9 @@ def _check_arguments(args: argparse.Namespace) -> None:
 def _planned(args: argparse.Namespace) -> Workload:
     manifests = {path: read_manifest(Path(path)) for path in args.engines}
     check_specs({path: vars(m) for path, m in manifests.items()})
-    return plan_workload(
-        [m.limits for m in manifests.values()],
-        args.input_len,
-        args.output_len,
-        args.batch,
-        args.context,
-        args.seed,
-        args.text,
-    )
+    names = ("input_len", "output_len", "batch", "context", "seed", "text")
+    sizes = {name: vars(args)[name] for name in names}
+    return plan_workload([m.limits for m in manifests.values()], **sizes)
 
 
 def _measured(args: argparse.Namespace, workload: Workload) -> BenchReport:

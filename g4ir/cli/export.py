@@ -18,17 +18,8 @@ def export(args: argparse.Namespace) -> int:
     if model is None:
         raise InputError("give MODEL: an engine directory, a checkpoint directory or a GGUF file")
     console.spec_warnings()
+    names = ("format", "adapter", "mmproj", "media", "dtype", "quant")
+    how = {name: vars(args)[name] for name in names}
     with console.Progress() as progress:
-        path = export(
-            model,
-            args.out,
-            format=args.format,
-            spec=given_spec(args),
-            adapter=args.adapter,
-            mmproj=args.mmproj,
-            media=args.media,
-            dtype=args.dtype,
-            quant=args.quant,
-            progress=progress,
-        )
+        path = export(model, args.out, spec=given_spec(args), progress=progress, **how)
     return output(args, {"path": str(path), "format": args.format}, f"{path}\n")

@@ -101,13 +101,12 @@ def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
         if args.tp is not None or args.ep:
             held = _rank_graph(args, held, spec)
         return held, set(args.skip)
-    m = found.manifest
     found_graph(found.packing.program, args.phase, spec)
-    plain = plain_graph(spec, args.phase, m.all_logits, m.dtype, m.media, found.drafter)
+    plain = plain_graph(spec, args.phase, found.all_logits, found.dtype, found.media, found.drafter)
     if plain.state:
-        plain = shard(plain, spec, m.ranks, m.ep)
-    graph = quantised(Program({args.phase: plain}), spec, m.quant, m.dtype)
-    return graph.graphs[args.phase], {*m.skipped_passes, *args.skip}
+        plain = shard(plain, spec, found.ranks, found.ep)
+    graph = quantised(Program({args.phase: plain}), spec, found.recipe, found.dtype)
+    return graph.graphs[args.phase], {*found.skip, *args.skip}
 
 
 def _rank_graph(args: argparse.Namespace, graph: Graph, spec: Spec) -> Graph:
@@ -123,7 +122,7 @@ def ranks_of(args: argparse.Namespace) -> int | None:
     if not (engine := engine_of(args)):
         given: int | None = args.tp
         return given
-    return engine.manifest.ranks if engine.manifest.ranks > 1 else None
+    return engine.ranks if engine.ranks > 1 else None
 
 
 def found_graph(program: Program, phase: str, spec: Spec) -> Graph:
@@ -164,7 +163,7 @@ def pass_options(args: argparse.Namespace) -> PassOptions:
         given, divisor = args.quant_activations, args.residual_scale
         divisor = 1 if divisor is None else divisor
         return resolve.pass_options(form, kv, given, drafted, gpu_rows=rows, divisor=divisor)
-    return engine.manifest.options
+    return engine.options
 
 
 def _gpu_rows(args: argparse.Namespace) -> int:
@@ -178,7 +177,7 @@ def drafted_tokens(args: argparse.Namespace) -> int:
     """Return how many tokens are drafted at a time: the engine's, or those given; of a graph that
     verifies some where nothing is said."""
     if engine := engine_of(args):
-        return engine.manifest.options.of(RingOptions).slack
+        return engine.options.of(RingOptions).slack
     given, verifies = args.draft_tokens, args.phase == VERIFY
     if given is None:
         return DRAFTED * verifies

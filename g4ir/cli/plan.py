@@ -13,7 +13,7 @@ from g4ir.model.images import image_plan_text, parse_budgets, parse_sizes, plan_
 from g4ir.model.media import offered
 from g4ir.plan.count import counts
 from g4ir.plan.gpus import GPUS, Gpu, find_gpu
-from g4ir.plan.options import BuildOptions, Resolved
+from g4ir.plan.options import BuildOptions
 from g4ir.plan.plan import cache_lines, make_plan, plan_engine
 from g4ir.plan.presets import find_preset
 from g4ir.plan.records import SCHEMA, Plan
@@ -122,20 +122,4 @@ def _of_engine(found: Artefact, args: argparse.Namespace, **sizes: Any) -> Plan:
     if given := [f.name for f, value in values if value not in (None, False, [], f.default)]:
         flags = ", ".join(map(flag_of, given))
         raise InputError(f"{found.path} is an engine, and has its own settings: leave out {flags}")
-    m = found.manifest
-    setup = Resolved(
-        spec=found.spec,
-        device=m.device,
-        dtype=m.dtype,
-        limits=m.limits,
-        all_logits=m.all_logits,
-        skip=m.skipped_passes,
-        options=m.options,
-        ple_placement=m.ple_placement,
-        media=m.media,
-        recipe=m.quant,
-        drafter=found.drafter,
-        ranks=m.ranks,
-        ep=m.ep,
-    )
-    return plan_engine(setup, **sizes)
+    return plan_engine(found.manifest.resolved(found.spec, found.drafter), **sizes)

@@ -55,7 +55,6 @@ def _answered(
     config: SchedulerConfig,
     asked: tuple[str, dict[str, Any]] | None,
 ) -> int:
-    """Answer with an engine that was found."""
     from g4ir.engine.offline import OfflineEngine
 
     with (

@@ -114,12 +114,12 @@ def begun(engine: Engine, args: argparse.Namespace) -> Iterator[ChatSession]:
 
 def declare(talk: ChatSession, path: str) -> None:
     """Declare the tools of a file, and say what of their schemas is lost."""
+    from g4ir.engine.text_files import read_text
+
     try:
-        tools = decoded(Path(path).read_bytes().decode(), path)
+        tools = decoded("".join(read_text(Path(path))), path)
         for said in talk.set_tools(tools):
             console.say(f"note: {path}: {said}")
-    except UnicodeDecodeError as e:
-        raise InputError(f"{path}: not UTF-8 at byte {e.start}") from None
     except InputError as e:
         raise InputError(str(e) if str(e).startswith(path) else f"{path}: {e}") from None
 

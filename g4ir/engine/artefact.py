@@ -24,7 +24,7 @@ import shlex
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, make_dataclass, replace
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +41,7 @@ from g4ir.passes.match import OFF
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import DTYPES
+from g4ir.plan.options import Resolved
 from g4ir.plan.resolve import DEVICES, KV_NAMES, find_placement
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import weights_of
@@ -232,21 +233,25 @@ class Manifest:
         """Digest of all values, and so of every byte of the engine."""
         return _digest(self.to_dict())
 
+    def resolved(self, spec: Spec, drafter: Spec | None) -> Resolved:
+        """Return the spec and options that the engine was built of."""
+        own = {f.name: getattr(self, f.name) for f in fields(Resolved) if hasattr(self, f.name)}
+        own |= {"skip": self.skipped_passes, "recipe": self.quant}
+        return Resolved(spec=spec, drafter=drafter, **own)
+
 
 @dataclass(frozen=True)
-class Artefact:
+class Artefact(Resolved):
     """A checked engine directory. Loading it runs nothing of what lies there."""
 
     path: Path
     manifest: Manifest
-    spec: Spec
     packing: packings.Packing
     #: packed params that match the graphs; a file that changes from now on is refused
     stored: packings.StoredParams | None
     #: whether digests of weight files are checked too
-    whole: bool = True
-    drafter: Spec | None = None
-    rank: int = 0
+    whole: bool
+    rank: int
 
 
 def manifest_text(values: Mapping[str, Any]) -> str:
@@ -283,12 +288,14 @@ def open_artefact(path: Path, check_weights: bool = False, rank: int | None = No
             spec = load_spec(path / SPEC, alone=True)
             _check_spec(path / MANIFEST, m, spec)
             drafter = _read_drafter(path, m, spec)
-            packing = _made_again(path, m, spec, drafter)
+            made = m.resolved(spec, drafter)
+            packing = _made_again(path, m, made)
             stored = _stored_params(path, m, packing)
     except (OSError, ValueError, RecursionError) as e:
         raise EngineError(f"{path} cannot be read as an engine: {e}; build it again") from None
     own = stored[rank or 0] if stored else None
-    return Artefact(path, m, spec, packing, own, check_weights, drafter, rank or 0)
+    found: dict[str, Any] = {"path": path, "manifest": m, "packing": packing, "stored": own}
+    return Artefact(**vars(made), **found, whole=check_weights, rank=rank or 0)
 
 
 @contextmanager
@@ -466,29 +473,18 @@ def _read_drafter(path: Path, m: Manifest, spec: Spec) -> Spec | None:
     return drafter
 
 
-def _made_again(path: Path, m: Manifest, spec: Spec, drafter: Spec | None) -> packings.Packing:
+def _made_again(path: Path, m: Manifest, made: Resolved) -> packings.Packing:
     """Make the graphs of spec and options; EngineError if the stored text differs."""
-    packing = packings.make_packing(
-        spec=spec,
-        all_logits=m.all_logits,
-        dtype=m.dtype,
-        media=m.media,
-        skip=m.skipped_passes,
-        options=m.options,
-        recipe=m.quant,
-        stored=partial(find_backend(m.backend).stored, device=m.device),
-        drafter=drafter,
-        ranks=m.ranks,
-        ep=m.ep,
-    )
+    stored = partial(find_backend(m.backend).stored, device=m.device)
+    packing = packings.make_packing(**made.of_graphs(), stored=stored)
     if tuple(packing.program.graphs) != m.graphs:
         raise _altered(path / MANIFEST, f"graphs: expected {', '.join(packing.program.graphs)}")
     for name, text in graph_texts(packing).items():
-        stored, made = (path / name).read_bytes(), text.encode()
-        if stored != made:
-            line = f"{path / name}: line {_first_difference(stored, made)}"
+        found, wanted = (path / name).read_bytes(), text.encode()
+        if found != wanted:
+            line = f"{path / name}: line {_first_difference(found, wanted)}"
             why = f"{line} is not what this g4ir makes of the engine's spec and options"
-            raise EngineError(f"{why}; {rebuild(path, m, spec)}")
+            raise EngineError(f"{why}; {rebuild(path, m, made.spec)}")
     return packing
 
 

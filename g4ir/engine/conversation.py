@@ -40,6 +40,7 @@ from .prompts import sampling_params
 from .requests import CANCELLED, Counts, Request, RequestHandle, check_least
 from .scheduler import Scheduler, SchedulerConfig
 from .speculative import AcceptanceStats
+from .text_files import read_text
 
 #: why an answer ended that `stop` ended
 INTERRUPTED = "interrupted"
@@ -171,10 +172,7 @@ class ChatSession:
         check_there("text", path)
         path, longest, room = Path(path), self.vocabulary.longest, self.engine.limits.max_seq
         check_length(path.stat().st_size // 4, longest, room, str(path))  # of UTF-8, at least
-        try:
-            text = path.read_bytes().decode()
-        except UnicodeDecodeError as e:
-            raise InputError(f"{path}: not UTF-8 at byte {e.start}") from None
+        text = "".join(read_text(path))
         fence = "`" * max((3, *(len(run) + 1 for run in re.findall("`+", text))))
         part = {"type": "text", "text": f"{path.name}\n{fence}\n{text}\n{fence}\n\n"}
         tokens = self.vocabulary.plain(part["text"])
@@ -227,7 +225,7 @@ class ChatSession:
         """Go on with a conversation from a file as `save` writes them, or with a list of messages,
         whose media are read. InputError where something is wrong; then nothing has changed."""
         try:
-            value = decoded(Path(path).read_bytes().decode(), str(path))
+            value = decoded("".join(read_text(Path(path))), str(path))
             held: dict[str, Any] = {"messages": value}
             if not isinstance(value, list):
                 held = an_object(value, "the file")
@@ -241,8 +239,6 @@ class ChatSession:
                 check_pairs(read, may_wait=True)
             read_tools(tools)
             soft = {id(m.part): (m.part, read_own(self.engine, m)) for m in read.media}
-        except UnicodeDecodeError as e:
-            raise InputError(f"{path}: not UTF-8 at byte {e.start}") from None
         except InputError as e:
             text = str(e)
             raise InputError(text if str(path) in text else f"{path}: {text}") from None

@@ -60,7 +60,6 @@ def _facts(file: Path) -> list[int]:
 
 
 def _kept_file(digest: str, facts: list[int]) -> Path:
-    """Return the state file of one of several files with a digest."""
     return state_root() / "digests" / f"{digest}-{facts[0]:x}-{facts[1]:x}"
 
 

@@ -21,6 +21,7 @@ from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.media.prompt import NO_TIMES, check_given, place_rows, times_left_out
 from g4ir.media.soft import Soft
 from g4ir.model.media import listed, placeholders
+from g4ir.weights.pack import ParamSource
 
 from .multimodal import encode
 from .parts import EngineParts
@@ -149,16 +150,20 @@ class Engine(EngineParts):
 
 
 class Refusing:
-    """A runtime that raises the reason why it cannot be used."""
+    """A runtime that raises the reason why it cannot be used; it may have params all the same."""
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: str, source: ParamSource | None = None) -> None:
         self._why = why
+        if source:
+            self.source = source
 
     def __getattr__(self, name: str) -> Any:
         raise InputError(self._why)
 
     def close(self) -> None:
-        """Do nothing: nothing is left to free."""
+        """Close the params, if there are any."""
+        if "source" in vars(self):
+            self.source.close()
 
 
 def read_tokenizer(path: Path, raw: bytes) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,42 +90,18 @@ def described(path: Path) -> Engine:
     return _engine(found, Refusing(why), {})
 
 
-class _Unloaded(Refusing):
-    """A runtime that has its params, and computes nothing."""
-
-    def __init__(self, path: Path, source: packings.ParamSource) -> None:
-        super().__init__(f"{path} was opened for its weights alone")
-        self.source = source
-
-    def close(self) -> None:
-        self.source.close()
-
-
 def open_held(path: str | Path) -> Engine:
     """Return an engine that has its weights and runs nothing, without its device or trust. Weights
     of a seed are made on the CPU; those of all ranks are there. EngineError as by `load_engine`."""
     found = open_artefact(Path(path), check_weights=True)
-    return _engine(found, _Unloaded(found.path, _open_params(found, "cpu")), {})
+    why = f"{found.path} was opened for its weights alone"
+    return _engine(found, Refusing(why, _open_params(found, "cpu")), {})
 
 
 def _engine(found: Artefact, runtime: Any, tables: dict[str, Any]) -> Engine:
-    m = found.manifest
-    return Engine(
-        path=found.path,
-        facts=m,
-        spec=found.spec,
-        limits=m.limits,
-        all_logits=m.all_logits,
-        device=m.device,
-        dtype=m.dtype,
-        program=found.packing.program,
-        runtime=runtime,
-        tables=tables,
-        media=m.media,
-        recipe=m.quant,
-        prologue=found.packing.prologue,
-        drafter=found.drafter,
-    )
+    own = {f.name: getattr(found, f.name) for f in fields(Engine) if hasattr(found, f.name)}
+    own |= {"program": found.packing.program, "prologue": found.packing.prologue}
+    return Engine(**own, facts=found.manifest, runtime=runtime, tables=tables)
 
 
 def open_runtime(

@@ -121,7 +121,6 @@ def module(
 
 
 def _with_weights(model: str | Path, dtype: str) -> tuple[Spec, WeightSource]:
-    """Return the spec and the weights of an engine directory or a checkpoint."""
     _, path = find_model(model, "random_weights=SEED")
     if (path / MANIFEST).is_file():
         engine = open_held(path)

@@ -214,7 +214,6 @@ class OfflineEngine:
         return self._filled(OfflineRequest((), fields=fields, where=where, line=line, media=files))
 
     def _filled(self, asked: OfflineRequest) -> OfflineRequest:
-        """Return a request with its tokens and settings."""
         vocab, room = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
         (tokens, notes), where = self._tokens(asked), asked.where
         count = asked.fields.get("max_new_tokens")

@@ -152,21 +152,17 @@ class Pace:
         self._right, self._tried = 1.0, 2.0
         #: steps that were saved, less those that drafts cost
         self._credit = 1.0
-        self._pause, self._next_pause = 0, FIRST_PAUSE
-
-    @property
-    def pause(self) -> int:
-        """Steps that draft nothing from now on."""
-        return self._pause
+        #: steps that draft nothing from now on
+        self.pause, self._next_pause = 0, FIRST_PAUSE
 
     def undrafted(self, steps: int) -> None:
         """Take in steps without a draft: of the pause, if there is one."""
-        self._pause = max(0, self._pause - steps)
+        self.pause = max(0, self.pause - steps)
 
     def count(self, costs: Sequence[float]) -> int:
         """Return how many tokens the next round drafts at most: as many as gain most if each is
         right with the same chance; 0 while it pauses. costs: of steps of 1, 2, ... tokens."""
-        if self._pause:
+        if self.pause:
             return 0
         share = self._right / self._tried
         tokens = np.cumsum(share ** np.arange(self._count + 1))
@@ -184,7 +180,7 @@ class Pace:
         if accepted == drafted:
             self._next_pause = FIRST_PAUSE
         if self._credit < 0:
-            self._credit, self._pause = 0.0, self._next_pause
+            self._credit, self.pause = 0.0, self._next_pause
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
 
 

@@ -79,10 +79,6 @@ def options_text() -> str:
     return "\n".join(f"    {name}: {text}" for name, text in helps)
 
 
-#: resolved options that no graph depends on
-NOT_OF_GRAPHS = ("device", "limits", "ple_placement")
-
-
 @dataclass(frozen=True)
 class Resolved:
     """A spec and the options of its engine, each resolved: what graphs, sizes and the manifest
@@ -104,5 +100,6 @@ class Resolved:
     ep: bool
 
     def of_graphs(self) -> dict[str, Any]:
-        """Return what the graphs depend on, the arguments of `make_packing`."""
-        return {k: v for k, v in vars(self).items() if k not in NOT_OF_GRAPHS}
+        """Return the arguments of `make_packing`."""
+        others = ("device", "limits", "ple_placement")  # on which no graph depends
+        return {f.name: getattr(self, f.name) for f in fields(Resolved) if f.name not in others}

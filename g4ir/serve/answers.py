@@ -17,12 +17,12 @@ from g4ir.engine.output import Answer, as_call, is_call
 from g4ir.engine.requests import RequestHandle
 from g4ir.media.soft import Soft, counts
 
-from .http_errors import Refused
+from .parts import AnswerFormat
 from .prompts import PreparedRequest
 
 
 @dataclass
-class ResponseFormat:
+class ResponseFormat(AnswerFormat):
     """The words of one answer to a request: chats and completions differ in them."""
 
     asked: PreparedRequest
@@ -30,8 +30,6 @@ class ResponseFormat:
     given: Mapping[str, Any]
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
-    #: what a silent stream says, and what ends one
-    alive, end = ": keepalive\n\n", "data: [DONE]\n\n"
 
     @property
     def chat(self) -> bool:
@@ -129,15 +127,6 @@ class ResponseFormat:
         """Return the chunk of the usage, where it was asked for."""
         asked = self.asked.fields.get("stream_options")
         return [self._head(True) | {"choices": [], "usage": usage}] if asked else []
-
-    def failed(self, error: Refused) -> list[dict[str, Any]]:
-        """Return the end of a stream that failed."""
-        return [error.body()]
-
-    @staticmethod
-    def frame(value: dict[str, Any], text: str) -> str:
-        """Return an event of the stream."""
-        return f"data: {text}\n\n"
 
 
 def _of_prompt(a: Answer) -> list[dict[str, Any] | None]:

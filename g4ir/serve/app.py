@@ -8,11 +8,11 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -41,6 +41,7 @@ from .http_errors import Refused, ending, later, refusal
 from .media_fetch import Sources
 from .metrics import Metrics
 from .page import read_assets
+from .parts import AnswerFormat
 from .prompts import PreparedRequest, Prompts
 from .request_log import HEADERS, RequestLog
 from .translation import Body, Translation
@@ -55,32 +56,6 @@ NOT_READ = "the answer was not read in time, and was cancelled"
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 Made = Callable[[Prompts, dict[str, Any]], T]
-
-
-class AnswerFormat(Protocol):
-    """Writes the answers to one request, whole or as the values of a stream."""
-
-    #: what a silent stream says, and what ends one
-    alive: str
-    end: str
-
-    def first(self, count: int) -> list[Body]:
-        """Return what comes before the first token of so many answers."""
-
-    def chunks(self, a: Answer, new: Iterable[Said]) -> list[Body]:
-        """Return what new pieces of an answer add, and its end where it is over."""
-
-    def last(self, answers: list[Answer], usage: Mapping[str, Any]) -> list[Body]:
-        """Return what comes behind the last token."""
-
-    def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> Body | str:
-        """Return all answers at once."""
-
-    def failed(self, error: Refused) -> list[Body]:
-        """Return the end of a stream that failed."""
-
-    def frame(self, value: Body, text: str) -> str:
-        """Return a value of the stream, whose JSON is given, as it is sent."""
 
 
 @dataclass(frozen=True)

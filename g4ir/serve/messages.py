@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from g4ir.chat import Event as Said
 from g4ir.engine.output import Answer
 
 from . import request_schema as schema
 from .http_errors import Refused, bad, missing
-from .parts import CALL, CONTENT, THOUGHT, Part, split
+from .parts import CALL, THOUGHT, Part, PartsFormat
 from .prompts import PreparedRequest
-from .translation import Body, Translation, kind_in, text_in, translated
+from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 
-#: status -> type of an error
-ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-ERRORS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
-#: why an answer ended, as it is called here
-REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+TABLE = TABLES["messages"]
+#: status -> type of an error; why an answer ended -> its name here; kind of a part -> its block
+ERRORS: Mapping[int, str] = TABLE["errors"]
+REASONS: Mapping[str, str] = TABLE["reasons"]
+BLOCK_OF: Mapping[str, Body] = TABLE["blocks"]
 THINKING = ("enabled", "adaptive", "disabled")
 
 
@@ -33,7 +32,7 @@ def read(given: Body) -> Translation:
 
 def count(given: Body) -> Translation:
     """Return the body of a question for the number of tokens as one of chats."""
-    out = translated(given, "messages", CHANGES)
+    out = translated(Translation(given), "messages", CHANGES)
     out.names["tool_call_id"] = "tool_use_id"
     if out.messages and out.messages[-1]["role"] == "assistant":
         out.body["continue_final_message"] = True
@@ -177,24 +176,16 @@ CHANGES |= {"thinking": _budget, "context_management": _edits}
 CHANGES |= dict.fromkeys(("output_config", "output_format"), _format)
 
 
-BLOCK_OF: Mapping[str, Body] = {
-    THOUGHT: {"type": "thinking", "thinking": "", "signature": ""},
-    CONTENT: {"type": "text", "text": ""},
-    CALL: {"type": "tool_use"},
-}
-
-
-class MessageFormat:
+class MessageFormat(PartsFormat):
     """Writes one answer as content blocks, whole or as events."""
 
-    alive, end = 'event: ping\ndata: {"type": "ping"}\n\n', ""
+    alive = 'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, asked: PreparedRequest, model: str, given: Body) -> None:
         self.asked, self.model = asked, model
         self.id = f"msg_{secrets.token_hex(12)}"
         self.content: list[Body] = []
         self._json = ""
-        self._part: Part | None = None
 
     def _message(self, usage: Body, stop: str | None = None, by: str | None = None) -> Body:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
@@ -202,34 +193,24 @@ class MessageFormat:
         return {**head, "content": self.content, **ended, "usage": usage}
 
     def first(self, count: int) -> list[Body]:
-        """Return the event before the first token."""
         tokens = len(self.asked.jobs[0].tokens)
         message = self._message(_usage({"prompt_tokens": tokens, "completion_tokens": 0}))
         return [{"type": "message_start", "message": message}]
 
-    def chunks(self, a: Answer, new: Iterable[Said]) -> list[Body]:
-        """Return the events of new pieces."""
-        out = list[Body]()
-        for said in new:
-            part, text = split(said, self._part)
-            if part is not self._part:
-                out += self._closed() + self._opened(part)
-            if text:
-                out.append(self._more(part, text))
-        return out + (self._closed() if a.over else [])
-
     def _at(self) -> Body:
         return {"index": len(self.content) - 1}
 
-    def _opened(self, part: Part) -> list[Body]:
-        self._part, self._json = part, ""
+    def opened(self, part: Part) -> list[Body]:
+        self.part, self._json = part, ""
         block = dict(BLOCK_OF[part.kind])
         if part.kind == CALL:
             block |= {"id": f"toolu_{secrets.token_hex(12)}", "name": part.name, "input": {}}
         self.content.append(block)
         return [{"type": "content_block_start", **self._at(), "content_block": dict(block)}]
 
-    def _more(self, part: Part, text: str) -> Body:
+    def more(self, part: Part, text: str, a: Answer) -> list[Body]:
+        if not text:
+            return []
         if part.kind == CALL:
             self._json += text
             delta = {"type": "input_json_delta", "partial_json": text}
@@ -237,39 +218,26 @@ class MessageFormat:
             name = "thinking" if part.kind == THOUGHT else "text"
             self.content[-1][name] += text
             delta = {"type": f"{name}_delta", name: text}
-        return {"type": "content_block_delta", **self._at(), "delta": delta}
+        return [{"type": "content_block_delta", **self._at(), "delta": delta}]
 
-    def _closed(self) -> list[Body]:
-        part, self._part = self._part, None
-        if part is None:
-            return []
+    def ended(self, part: Part, cut: bool) -> list[Body]:
         if part.kind == CALL:
             self.content[-1]["input"] = _value(self._json)
         return [{"type": "content_block_stop", **self._at()}]
 
-    def _ended(self, a: Answer) -> Body:
+    def _stop(self, a: Answer) -> Body:
         reason = "stop_sequence" if a.stopped_by else REASONS[str(a.finish)]
         return {"stop_reason": reason, "stop_sequence": a.stopped_by}
 
     def last(self, answers: list[Answer], usage: Mapping[str, Any]) -> list[Body]:
-        """Return the events behind the last token."""
-        delta = {"type": "message_delta", "delta": self._ended(answers[0]), "usage": _usage(usage)}
+        delta = {"type": "message_delta", "delta": self._stop(answers[0]), "usage": _usage(usage)}
         return [delta, {"type": "message_stop"}]
 
-    def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> Body:
-        """Return the answer to a request that asked for no stream."""
-        (a,) = answers
-        self.chunks(a, a.said)
-        return self._message(_usage(usage)) | self._ended(a)
+    def message(self, a: Answer, usage: Mapping[str, Any]) -> Body:
+        return self._message(_usage(usage)) | self._stop(a)
 
     def failed(self, error: Refused) -> list[Body]:
-        """Return the last event of a stream that failed."""
         return [error_body(error)]
-
-    @staticmethod
-    def frame(value: Body, text: str) -> str:
-        """Return an event of the stream."""
-        return f"event: {value['type']}\ndata: {text}\n\n"
 
 
 def _value(text: str) -> Any:

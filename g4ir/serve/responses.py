@@ -6,17 +6,16 @@ from __future__ import annotations
 import base64
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from g4ir.chat import Event as Said
 from g4ir.chat import call_id
 from g4ir.chat.messages import PARTS, shown
 from g4ir.engine.output import Answer
 
 from . import request_schema as schema
 from .http_errors import SERVER, Refused, bad, missing
-from .parts import CALL, CONTENT, THOUGHT, JsonText, Part, split
+from .parts import CALL, CONTENT, THOUGHT, JsonText, Part, PartsFormat
 from .prompts import PreparedRequest
 from .tool_grammar import LARK
 from .translation import TABLES, Body, Translation, kind_in, text_in, translated
@@ -34,7 +33,7 @@ TEXTS = ("input_text", "output_text", "text")
 
 def read(given: Body) -> Translation:
     """Return the body of a request as one of chats."""
-    out = translated(given, "responses", CHANGES)
+    out = translated(Translation(given), "responses", CHANGES)
     out.names |= {"messages": "input", "tool_call_id": "call_id"}
     return out
 
@@ -103,7 +102,6 @@ def _revealed(given: Any, where: str) -> str:
 
 
 def _call(out: Translation, item: Body, where: str) -> None:
-    """A call of a function, or of a custom tool."""
     arguments = item.get("arguments")
     if item["type"] == "custom_tool_call":
         arguments = {INPUT: text_in(item, "input", where)}
@@ -115,7 +113,6 @@ def _call(out: Translation, item: Body, where: str) -> None:
 
 
 def _output(out: Translation, item: Body, where: str) -> None:
-    """What a tool answered: a text or parts."""
     content = item.get("output")
     if not isinstance(content, str):
         given = schema.LIST(content, f"{where}.output")
@@ -174,7 +171,6 @@ def _tool(tool: Body, where: str) -> Body:
 
 
 def _format_of(given: Any, where: str) -> Body:
-    """Return the schema of a custom tool's text."""
     if kind_in(given, ("text", "grammar"), where) == "text":
         return {"type": "string"}
     syntax = kind_in(given, ("lark", "regex"), where, "syntax")
@@ -227,37 +223,18 @@ CHANGES = {"instructions": _instructions, "input": _input, "tools": _tools, "tex
 CHANGES |= {"tool_choice": _tool_choice, "reasoning": _effort, "include": _include}
 
 
+TABLE = TABLES["responses"]
 #: type of an item -> the beginning of its id, events of its text, and the field that has it
-TYPES = {
-    "reasoning": ("rs", "reasoning_text", "text"),
-    "message": ("msg", "output_text", "text"),
-    "function_call": ("fc", "function_call_arguments", "arguments"),
-    "custom_tool_call": ("ctc", "custom_tool_call_input", "input"),
-}
-ITEM_OF: Mapping[str, Body] = {
-    THOUGHT: {"type": "reasoning", "summary": []},
-    CONTENT: {"type": "message", "role": "assistant"},
-}
-CONTENT_OF: Mapping[str, Body] = {
-    THOUGHT: {"type": "reasoning_text", "text": ""},
-    CONTENT: {"type": "output_text", "text": "", "annotations": []},
-}
+TYPES: Mapping[str, list[str]] = TABLE["types"]
+#: kind of a part -> its item, and what that contains
+ITEM_OF: Mapping[str, Body] = TABLE["items"]
+CONTENT_OF: Mapping[str, Body] = TABLE["contents"]
 #: what a response says of its request where that said nothing
-UNSAID: Mapping[str, Any] = {
-    **dict.fromkeys(("temperature", "top_p", "instructions", "max_output_tokens", "user")),
-    "metadata": {},
-    "tools": [],
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "text": {"format": {"type": "text"}},
-    "reasoning": {"effort": None, "summary": None},
-}
+UNSAID: Mapping[str, Any] = TABLE["unsaid"]
 
 
-class ResponsesFormat:
+class ResponsesFormat(PartsFormat):
     """Writes one answer as items, whole or as events with sequence numbers."""
-
-    alive, end = ": keepalive\n\n", ""
 
     def __init__(self, asked: PreparedRequest, model: str, given: Body) -> None:
         declared = given.get("tools") or []
@@ -269,7 +246,6 @@ class ResponsesFormat:
         self._tools = {_spaced(tool, where): tool for tool, where in _flat(declared, "tools")}
         self._hide = "reasoning.encrypted_content" in (given.get("include") or ())
         self._count = 0
-        self._part: Part | None = None
         self._input: JsonText | None = None
 
     def _response(self, status: str, **more: Any) -> Body:
@@ -284,25 +260,12 @@ class ResponsesFormat:
         return {"type": f"response.{kind}", "sequence_number": self._count - 1, **more}
 
     def first(self, count: int) -> list[Body]:
-        """Return the events before the first token."""
         kinds = ("created", "in_progress")
         return [self._event(k, response=self._response("in_progress")) for k in kinds]
 
-    def chunks(self, a: Answer, new: Iterable[Said]) -> list[Body]:
-        """Return the events of new pieces."""
-        out = list[Body]()
-        for said in new:
-            part, text = split(said, self._part)
-            if part is not self._part:
-                out += self._closed("completed") + self._opened(part)
-            out += self._more(self._input.feed(text) if self._input else text, a)
-        if a.over:
-            out += self._closed("incomplete" if a.finish == "length" else "completed")
-        return out
-
-    def _opened(self, part: Part) -> list[Body]:
+    def opened(self, part: Part) -> list[Body]:
         """Begin an item, and what it contains."""
-        item = {"id": "", **ITEM_OF.get(part.kind, {}), "status": "in_progress"}
+        item = {"id": "", **ITEM_OF[part.kind], "status": "in_progress"}
         if part.kind == CALL:
             tool = self._tools.get(part.name or "", {"type": "function", "name": part.name})
             custom = tool["type"] == "custom"
@@ -316,7 +279,7 @@ class ResponsesFormat:
         else:
             item["content"] = []
         item["id"] = f"{TYPES[item['type']][0]}_{secrets.token_hex(24)}"
-        self._part = part
+        self.part = part
         self.output.append(item)
         at = {"output_index": len(self.output) - 1}
         out = [self._event("output_item.added", item=copied(item), **at)]
@@ -338,7 +301,8 @@ class ResponsesFormat:
         part = {"content_index": 0} if "content" in item else {}
         return {"item_id": item["id"], "output_index": index, **part}
 
-    def _more(self, text: str, a: Answer) -> list[Body]:
+    def more(self, part: Part, text: str, a: Answer) -> list[Body]:
+        text = self._input.feed(text) if self._input else text
         if not text:
             return []
         _, event, key = TYPES[self.output[-1]["type"]]
@@ -349,17 +313,13 @@ class ResponsesFormat:
             held["logprobs"] += more["logprobs"]
         return [self._event(f"{event}.delta", **self._at(), delta=text, **more)]
 
-    def _closed(self, status: str) -> list[Body]:
-        """End the item that is open."""
-        part, self._part = self._part, None
-        if part is None:
-            return []
+    def ended(self, part: Part, cut: bool) -> list[Body]:
         item, held = self.output[-1], self._held
         _, event, key = TYPES[item["type"]]
         if self._input:  # no object with one text
             held[key] += self._input.rest()
             self._input = None
-        item["status"] = status
+        item["status"] = "incomplete" if cut else "completed"
         done = {k: held[k] for k in (key, "logprobs", "name") if k in held}
         out = [self._event(f"{event}.done", **self._at(), **done)]
         if "content" in item:
@@ -369,33 +329,20 @@ class ResponsesFormat:
         end = {"output_index": len(self.output) - 1, "item": copied(item)}
         return [*out, self._event("output_item.done", **end)]
 
-    def _ended(self, a: Answer, usage: Mapping[str, Any]) -> Body:
+    def message(self, a: Answer, usage: Mapping[str, Any]) -> Body:
         if a.finish == "length":
             why = {"reason": "max_output_tokens"}
             return self._response("incomplete", usage=_usage(usage), incomplete_details=why)
         return self._response("completed", usage=_usage(usage), completed_at=int(time.time()))
 
     def last(self, answers: list[Answer], usage: Mapping[str, Any]) -> list[Body]:
-        """Return the event of the whole response."""
-        response = self._ended(answers[0], usage)
+        response = self.message(answers[0], usage)
         return [self._event(response["status"], response=response)]
 
-    def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> Body:
-        """Return the answer to a request that asked for no stream."""
-        (a,) = answers
-        self.chunks(a, a.said)
-        return self._ended(a, usage)
-
     def failed(self, error: Refused) -> list[Body]:
-        """Return the last event of a stream that failed."""
         code = error.type if error.type == SERVER else error.code or error.type
         said = {"error": {"code": code, "message": error.message}}
         return [self._event("failed", response=self._response("failed", **said))]
-
-    @staticmethod
-    def frame(value: Body, text: str) -> str:
-        """Return an event of the stream."""
-        return f"event: {value['type']}\ndata: {text}\n\n"
 
 
 def copied(item: Body) -> Body:

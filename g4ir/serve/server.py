@@ -84,12 +84,10 @@ class BoundedProtocol(HttpToolsProtocol):
     in_head, head_bytes = False, 0
 
     def on_message_begin(self) -> None:
-        """Begin a head."""
         self.in_head, self.head_bytes = True, 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """End it."""
         self.in_head = False
         super().on_headers_complete()
 

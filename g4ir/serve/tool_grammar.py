@@ -36,6 +36,8 @@ FORMS, LIMITS, SILENT = {*TABLES["forms"]}, OF_KIND["number"], NOTES | {*TABLES[
 MOST_COUNTED = 1 << 14
 #: whole numbers have at most 18 digits, and so has what stands before and behind a point
 MOST_NUMBER = 10**18 - 1
+#: limits that are left out themselves -> on which side of them the numbers are
+EDGES = {"exclusiveMinimum": 1, "exclusiveMaximum": -1}
 #: how deep a value may lie of which nothing is said
 ANY_DEPTH = 4
 #: keyword of a string that is a text of a grammar in Lark: that of a custom tool
@@ -156,11 +158,9 @@ class _Rules:
         return self.rule(" & ".join(regexes), "T")
 
     def string(self, inner: str) -> str:
-        """Return a string with something inside."""
         return self.rule(f"{self.marks[QUOTE]} {inner} {self.marks[QUOTE]}")
 
     def nested(self, grammar: str, where: str) -> str:
-        """Return a text of another grammar."""
         if error := llguidance().LLMatcher.validate_grammar(grammar, None):
             raise refused(where, f"is no grammar in Lark: {' '.join(error.split())[:200]}")
         self.plain(re.sub(r"\\(.)", r"\1", grammar))
@@ -178,7 +178,6 @@ class _Rules:
         return self.plain(f"{name}:") if is_bare_key(name) else f'{self.literal(name)} ":"'
 
     def literal(self, value: Any) -> str:
-        """Return the one form of a value."""
         if isinstance(value, str):
             return self.string(self.plain(value) if value else "")
         if isinstance(value, dict):
@@ -230,7 +229,6 @@ class _Schema:
         return f"{json.dumps(function.name)} {arguments}"
 
     def value(self, given: Any, where: str, refs: Refs) -> str:
-        """Return the values of a schema."""
         given = {} if given is True else given
         if not isinstance(given, Mapping):
             raise refused(where, "allows nothing" if given is False else "must be a schema")
@@ -324,19 +322,25 @@ class _Schema:
         return self.rules.string(self.rules.terminal(*held) + "?" * empty)
 
     def _number(self, kind: str, node: Node, where: str) -> str:
-        if not node.keys() & {*LIMITS}:
+        limits = {k: node[k] for k in LIMITS if k in node}
+        if not limits:
             return self.rules.terminal(_NUMBERS[kind])
-        low, high = _range(node, kind == "integer", where)
-        limits = {"type": kind, "minimum": low, "maximum": high}
-        if "multipleOf" in node:
-            step = node["multipleOf"]
-            if kind != "integer" or not _is(step, "integer") or not 0 < step <= MOST_NUMBER:
-                raise refused(f"{where}.multipleOf", "must be a whole number above 0, of integers")
-            low = -(-low // int(step)) * int(step)
-            limits |= {"minimum": low, "multipleOf": int(step)}
-        if low > high:
+        if wrong := next((k for k in limits if not _is(limits[k], "number")), None):
+            raise refused(f"{where}.{wrong}", f"must be a number, found {shown(limits[wrong])}")
+        step = limits.get("multipleOf", 1)
+        whole = kind == "integer" or "multipleOf" not in limits
+        if not whole or not _is(step, "integer") or not 0 < step <= MOST_NUMBER:
+            raise refused(f"{where}.multipleOf", "must be a whole number above 0, of integers")
+        for key in EDGES if kind == "number" else ():
+            if key in limits:
+                limits[key] = _inside(limits[key], EDGES[key])
+        limits = {k: max(-MOST_NUMBER, min(v, MOST_NUMBER)) for k, v in limits.items()}
+        between = {"type": kind, "minimum": -MOST_NUMBER, "maximum": MOST_NUMBER, **limits}
+        rule = "%json " + json.dumps(between)
+        known = rule in self.rules.names
+        if not known and llguidance().LLMatcher.validate_grammar(f"start: {rule}", None):
             raise refused(where, "its limits leave no number")
-        return self.rules.rule("%json " + json.dumps(limits))
+        return self.rules.rule(rule)
 
     def _array(self, node: Node, where: str, refs: Refs) -> str:
         least, most = _counts(node, "minItems", "maxItems", where)
@@ -448,23 +452,8 @@ def _counts(node: Node, low: str, high: str, where: str) -> tuple[int, int | Non
     return least, most
 
 
-def _range(node: Node, whole: bool, where: str) -> tuple[float, float]:
-    if wrong := next((k for k in LIMITS if k in node and not _is(node[k], "number")), None):
-        raise refused(f"{where}.{wrong}", f"must be a number, found {shown(node[wrong])}")
-    limits = {k: max(-MOST_NUMBER, min(node[k], MOST_NUMBER)) for k in LIMITS if k in node}
-    low, high = limits.get("minimum", -MOST_NUMBER), limits.get("maximum", MOST_NUMBER)
-    if "exclusiveMinimum" in limits:
-        low = max(low, _beside(limits["exclusiveMinimum"], 1, whole))
-    if "exclusiveMaximum" in limits:
-        high = min(high, _beside(limits["exclusiveMaximum"], -1, whole))
-    return (math.ceil(low), math.floor(high)) if whole else (low, high)
-
-
-def _beside(edge: float, side: int, whole: bool) -> float:
-    """Return the nearest number on one side of one that is left out; of those with decimals one so
-    near that no other is missed, and so far that no long decimal is read as that one."""
-    if whole:
-        return side * (math.floor(side * edge) + 1)
+def _inside(edge: float, side: int) -> float:
+    """Return an edge moved so far to one side that no long decimal beyond is read as the edge."""
     return edge + side * 1e-9 if abs(edge) < 1e6 else math.nextafter(edge, side * math.inf)
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from g4ir.chat import Event as Said
 from g4ir.chat.messages import shown
 from g4ir.engine.output import Answer
-from g4ir.errors import InputError
 
 from .http_errors import Refused, bad, missing
+from .parts import AnswerFormat
 from .prompts import PreparedRequest
 from .request_schema import CHAT
-from .translation import Body, Translation
+from .translation import TABLES, Body, Change, Translation, translated
 
 FORM = "multipart/form-data"
 #: parts of a form; the API has 12 fields
@@ -25,21 +24,7 @@ MOST_PARTS = 64
 MOST_HEAD = 8 << 10
 ASK = "Transcribe this audio: write down what is said, word for word, and nothing else."
 FORMATS = ("json", "text")
-#: field -> the values that ask for nothing, and what else there is
-REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "timestamp_granularities[]": ((), "transcripts have no timestamps"),
-    "include[]": ((), "use /v1/chat/completions with logprobs"),
-    "chunking_strategy": (("auto",), "a clip is read whole"),
-    "known_speaker_names[]": ((), "speakers are not told apart"),
-    "known_speaker_references[]": ((), "speakers are not told apart"),
-}
-#: sampling fields of a form, which are numbers
-NUMBERS = {"temperature", "top_p", "top_k", "min_p", "seed", "max_completion_tokens", "max_tokens"}
-NUMBERS |= {"frequency_penalty", "presence_penalty", "repetition_penalty"}
-#: fields that `read` translates
-OWN = frozenset(("file", "model", "language", "prompt", "response_format", "stream", *REFUSED))
 _PARAMETER = re.compile(r';\s*([\w-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))')
-_PLACE = re.compile(r"^messages\S*:? ?")
 
 
 def parse_form(raw: bytes, content_type: str) -> Body:
@@ -80,82 +65,77 @@ def _parameter(header: str, name: str) -> str:
 class Form(Translation):
     """A form as a body of a chat; errors of the chat are those of the file."""
 
-    @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
-        """A context whose errors name the file."""
-        try:
-            yield
-        except Refused as e:
-            if e.param and e.param.startswith("messages"):
-                e.message, e.param = f"file: {_PLACE.sub('', e.message)}", "file"
-            raise
-        except InputError as e:
-            raise bad("file", _PLACE.sub("", str(e))) from None
+    def renamed(self, text: str) -> str:
+        return re.sub(r"^messages[^:\s]*", "file", text)
 
 
 def read(given: Body) -> Translation:
     """Return a form as a body of /v1/chat/completions."""
-    for name, (neutral, why) in REFUSED.items():
-        if name in given and given[name] not in neutral:
-            raise missing(name, f"is not supported: {why}")
-    if not given.get("file"):
+    given = {name: value for name, value in given.items() if value}
+    if "file" not in given:
         raise bad("file", "is missing or empty; send an audio file")
-    kind = given.get("response_format", FORMATS[0])
-    if kind not in FORMATS:
-        raise missing("response_format", f"{kind[:40]!r} is not supported; {' or '.join(FORMATS)}")
-    stream = given.get("stream", "false").lower()
-    if stream not in ("true", "false"):
-        raise bad("stream", f"must be true or false, found {stream[:40]!r}")
-    data = base64.b64encode(given["file"]).decode()
-    ask = [ASK]
-    if language := given.get("language"):
-        ask.append(f"Its language is {language}.")
-    if prompt := given.get("prompt"):
-        ask.append(f"For the spelling of names, and as what came before it: {prompt}")
+    table = TABLES["transcriptions"]
+    if other := next((n for n in given if n in CHAT and n not in table["becomes"]), None):
+        raise missing(other, "is not supported with audio files; leave it out")
+    return translated(Form(given), "transcriptions", CHANGES)
+
+
+def _file(out: Translation, value: Any, name: str) -> None:
+    data = base64.b64encode(value).decode()
     part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
-    content = [{"type": "text", "text": "\n".join(ask)}, part]
-    body: Body = {"messages": [{"role": "user", "content": content}], "stream": stream == "true"}
-    if "model" in given:
-        body["model"] = given["model"]
-    for name, text in given.items():
-        if name in OWN or not text:
-            continue
-        if name not in NUMBERS and name in CHAT:
-            raise missing(name, "is not supported with audio files; leave it out")
-        body[name] = _number(text, name) if name in NUMBERS else text
-    return Form(given, body)
+    out.add(name, "user", [{"type": "text", "text": ASK}, part])
 
 
-def _number(text: str, name: str) -> float:
+def _told(words: str) -> Change:
+    def change(out: Translation, value: Any, name: str) -> None:
+        out.messages[0]["content"][0]["text"] += f"\n{words.format(value)}"
+
+    return change
+
+
+def _form(out: Translation, value: Any, name: str) -> None:
+    if value not in FORMATS:
+        raise missing(name, f"{value[:40]!r} is not supported; {' or '.join(FORMATS)}")
+
+
+def _stream(out: Translation, value: Any, name: str) -> None:
+    if value.lower() not in ("true", "false"):
+        raise bad(name, f"must be true or false, found {value[:40]!r}")
+    out.body[name] = value.lower() == "true"
+
+
+def _number(out: Translation, value: Any, name: str) -> None:
     try:
-        return int(text) if text.lstrip("-").isdecimal() else float(text)
+        out.body[name] = int(value) if value.lstrip("-").isdecimal() else float(value)
     except ValueError:
-        raise bad(name, f"must be a number, found {shown(text)}") from None
+        raise bad(name, f"must be a number, found {shown(value)}") from None
 
 
-class TranscriptFormat:
+CHANGES: dict[str, Change] = {
+    **dict.fromkeys(TABLES["transcriptions"]["becomes"], _number),
+    "model": lambda out, value, name: out.body.update(model=value),
+    "file": _file,
+    "language": _told("Its language is {}."),
+    "prompt": _told("For the spelling of names, and as what came before it: {}"),
+    "response_format": _form,
+    "stream": _stream,
+}
+
+
+class TranscriptFormat(AnswerFormat):
     """Writes a transcript: an object, a text, or events with pieces of it."""
-
-    alive, end = ": keepalive\n\n", "data: [DONE]\n\n"
 
     def __init__(self, asked: PreparedRequest, model: str, given: Body) -> None:
         self.plain = given.get("response_format") == "text"
 
-    def first(self, count: int) -> list[Body]:
-        """Return nothing: a stream begins with the first words."""
-        return []
-
     def chunks(self, a: Answer, new: Iterable[Said]) -> list[Body]:
-        """Return the events of new words."""
         words = [said.text for said in new if said.kind == "content"]
         return [{"type": "transcript.text.delta", "delta": text} for text in words]
 
     def last(self, answers: list[Answer], usage: Mapping[str, Any]) -> list[Body]:
-        """Return the event of the whole transcript."""
         return [{"type": "transcript.text.done", **self._whole(answers[0], usage)}]
 
     def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> Body | str:
-        """Return the transcript to a request that asked for no stream."""
         (answer,) = answers
         made = self._whole(answer, usage)
         return f"{made['text']}\n" if self.plain else made
@@ -167,12 +147,3 @@ class TranscriptFormat:
         counts |= {"output_tokens": usage["completion_tokens"]}
         counts |= {"total_tokens": usage["total_tokens"], "type": "tokens"}
         return {"text": a.text("content").strip(), "usage": counts}
-
-    def failed(self, error: Refused) -> list[Body]:
-        """Return the end of a stream that failed."""
-        return [error.body()]
-
-    @staticmethod
-    def frame(value: Body, text: str) -> str:
-        """Return an event of the stream."""
-        return f"data: {text}\n\n"

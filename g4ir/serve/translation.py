@@ -60,14 +60,16 @@ class Translation:
         try:
             yield
         except Refused as e:
-            e.message, e.param = self._renamed(e.message), self._renamed(e.param or "") or None
+            e.message, e.param = self.renamed(e.message), self.renamed(e.param or "") or None
             raise
         except InputError as e:
-            text = self._renamed(str(e))
+            text = self.renamed(str(e))
             found = re.match(r"\w+", text)
             raise Refused(400, text, param=found[0] if found else None) from None
 
-    def _renamed(self, text: str) -> str:
+    def renamed(self, text: str) -> str:
+        """Return an error's text with the names of the original."""
+
         def place(found: re.Match[str]) -> str:
             index, inner, name = found.groups()
             if index is not None and int(index) < len(self.places):
@@ -80,9 +82,10 @@ class Translation:
         return _PLACE.sub(place, text, count=1) if _PLACE.match(text) else text
 
 
-def translated(given: Body, protocol: str, changes: Mapping[str, Change]) -> Translation:
-    """Return a body of a protocol as one of chats. Refused for fields that it cannot have."""
-    table, out = TABLES[protocol], Translation(given)
+def translated(out: Translation, protocol: str, changes: Mapping[str, Change]) -> Translation:
+    """Fill in what a body of a protocol becomes, and return it. Refused for fields that it cannot
+    have."""
+    table, given = TABLES[protocol], out.given
     for name in table["not_of_it"]:
         if given.get(name) is not None and name not in table["becomes"]:
             *_, own = (k for k, v in table["becomes"].items() if v == "messages")
