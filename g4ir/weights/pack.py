@@ -146,12 +146,12 @@ class MadeParams:
     def pieces(self, param: str) -> tensorfile.Made:
         """Return a param to be written: of a large table some rows after the other, so that neither
         it nor its weights are held whole."""
-        v = self.packing.program.params()[param]
-        recipe = self.packing.recipe(param)
-        tables = {t.name for t in self.packing.program.graphs["embed"].params}
-        apart = param in tables and {n.op for n in recipe.nodes} <= {"quantize"}
-        large = apart and v.type.nbytes() > TABLE_BYTES and param not in self._made
-        return self._in_pieces(v) if large else self.tensor(param)
+        tables = {v.name: v for v in self.packing.program.graphs["embed"].params}
+        v = tables.get(param)
+        large = v and v.type.nbytes() > TABLE_BYTES and param not in self._made
+        if v and large and {n.op for n in self.packing.recipe(param).nodes} == {"quantize"}:
+            return self._in_pieces(v)
+        return self.tensor(param)
 
     def _in_pieces(self, v: Value) -> Iterator[torch.Tensor]:
         recipe, rows = self._begun(v.name), int(v.type.shape[0])
