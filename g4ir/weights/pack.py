@@ -167,9 +167,9 @@ class MadeParams:
     def _begun(self, param: str) -> Graph:
         """Return a recipe that is about to be run, of whose results none is held."""
         self._made.clear()
-        recipe = self.packing.recipe(param)
-        for n in recipe.find("quantize") if self.grids else ():
-            self.grids.pop(n["w"].name, None)
+        recipe, grids = self.packing.recipe(param), self.grids or {}
+        for n in recipe.find("quantize"):
+            grids.pop(n["w"].name, None)
         return recipe
 
     def _results(
