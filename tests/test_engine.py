@@ -203,6 +203,28 @@ def test_large_tables_are_read_by_rows(
     assert "ple.table" not in asked
 
 
+@pytest.mark.parametrize("quant", ["int8", "int4-mixed", "all.yaml"])
+def test_large_tables_are_written_in_pieces(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quant: str
+) -> None:
+    """The same bytes, the same fit to a grid of 4 bits, and no table is made as a whole."""
+    if quant == "all.yaml":
+        (tmp_path / quant).write_text("rules:\n- {tensors: ['*.table'], form: int4, group: 16}\n")
+        quant = str(tmp_path / quant)
+    whole = small(tmp_path / "whole", checkpoint=checkpoint, quant=quant).manifest
+    made: list[str] = []
+    tensor = MadeParams.tensor
+    monkeypatch.setattr(
+        MadeParams, "tensor", lambda self, name: made.append(name) or tensor(self, name)
+    )
+    monkeypatch.setattr(packing, "TABLE_BYTES", 1000)
+    monkeypatch.setattr(packing, "PIECE_BYTES", 700)
+    pieces = small(tmp_path / "pieces", checkpoint=checkpoint, quant=quant).manifest
+    assert pieces["files"] == whole["files"]
+    assert pieces["notes"] == whole["notes"]
+    assert made and "ple.table.codes" not in made
+
+
 def test_the_per_layer_table_is_mapped(built: Engine) -> None:
     """In memory only as pages of the file."""
     table = built.tables["ple.table"]

@@ -248,10 +248,12 @@ class TrtBackend(Backend):
 
 def takes_codes(g: Graph, n: Node) -> bool:
     """Whether TensorRT's layer takes the codes of a weight: 8 bits with a scale for each row in the
-    engine's dtype, 4 bits with scales of groups."""
+    engine's dtype, 4 bits with scales of groups. The gates of per-layer embeddings, which are
+    small, are dense: only then is their activation part of the kernel before it."""
     codes, scales = n["codes"].type, n["scales"].type
     rows = scales.shape[-1] == 1 and scales.dtype == n.word("to")
-    return codes.dtype == "u8" or (codes.dtype in CODES and rows)
+    gates = any(m.op == "linear_glu" and len(m.inputs) > 2 for m in g.readers(n.out))
+    return not gates and (codes.dtype == "u8" or (codes.dtype in CODES and rows))
 
 
 BACKEND = TrtBackend()

@@ -176,7 +176,9 @@ def configure(
 def _aim(trt: Any, config: Any, target: Target, weights: str) -> None:
     """Have the builder compile for the target's compute capability; without one, engines are
     portable. Steps allocate nothing, so that they can be recorded as CUDA graphs; those that stream
-    weights allocate, and are not recorded."""
+    weights allocate, and are not recorded. Kernels run one after the other: side by side, as few of
+    a chunk could, they need more scratch memory at a time."""
+    config.max_aux_streams = 0
     if weights != "streamed":
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if len(target.capabilities) == 1:

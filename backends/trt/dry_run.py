@@ -149,8 +149,9 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
     beside = {name: check_sizes(api, g, p.limits, p.settings) for name, g in others.items()}
     dense = sum(1 for _ in p.packing.prologue.find("dense"))
     made_dense = (
-        f"{dense} quantised weights are made dense at build: TensorRT takes 8 bits with a scale "
-        f"for each row, in the engine's dtype, and 4 bits with scales of groups"
+        f"{dense} quantised weights are made dense at build: gates of per-layer embeddings, and "
+        f"what TensorRT does not take: it takes 8 bits with a scale for each row, in the engine's "
+        f"dtype, and 4 bits with scales of groups"
     )
     io, network = written.interface, written.network
     layers = (network.get_layer(i) for i in range(network.num_layers))

@@ -17,7 +17,7 @@ from ..primitives import attention, moe, vision
 from ..primitives.emitter import Emitter, Operand
 from ..primitives.lowerings import LOWERINGS, pieces
 from ..primitives.network import EXPERTS, ROWS, Lowering, Network, is_ring, stored_type
-from ..primitives.pointwise import capped, times
+from ..primitives.pointwise import capped, reciprocal_rms, times, weighed
 from .emitter import TrtEmitter
 from .host import FEATURES, offers
 from .recorder import MAX_HEAD
@@ -135,6 +135,21 @@ def plain_softmax(e: Emitter, x: Operand) -> Operand:
     last = x.rank - 1
     powers = e.unary("exp", e.sub(x, e.reduce("max", x, last)))
     return e.div(powers, e.reduce("sum", powers, last))
+
+
+def norm_rope(net: Network, n: Node, x: Operand, w: Operand, *_: Operand) -> Operand:
+    """Return the rotation of an RMS norm. Halves change places before the norm and not behind it,
+    which is the same to the bit: the builder makes one kernel of a row that it reads twice, and two
+    of one whose entries it moves."""
+    e = net.e
+    rms = reciprocal_rms(e, e.cast(x, "f32"), n.number("eps"))
+
+    def normed(x: Operand, w: Operand) -> Operand:
+        return weighed(e, e.mul(e.cast(x, "f32"), rms), w, x.dtype)
+
+    cos, sin = attention.tables(net, n["cos"], n["sin"], 2)
+    turned = normed(e.swap_halves(x), e.swap_halves(w))
+    return e.add(e.mul(normed(x, w), cos), e.mul(turned, sin))
 
 
 # --- several ranks ------------------------------------------------------------------------------
@@ -334,5 +349,6 @@ def lowerings(forms: str | Chosen = "explicit") -> Mapping[str, Lowering]:
         "all_reduce": all_reduce,
         "all_gather": all_gather,
         "experts": experts,
+        "norm_rope": norm_rope,
     }
     return {**LOWERINGS, **own, **_attention(chosen)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -34,6 +34,8 @@ from .formats.base import Files
 
 #: `mmap` maps a table up to this size whole (or makes it), and reads a larger one row by row
 TABLE_BYTES = 256 << 20
+#: bytes of a larger one that are made at a time where it is written
+PIECE_BYTES = 32 << 20
 #: bytes of a file of weights, unless one tensor has more
 SHARD_BYTES = 4 << 30
 _OF_RANK = re.compile(r"\w+[-.]rank(\d+)of\d+[-.]")
@@ -137,21 +139,58 @@ class MadeParams:
 
     def tensor(self, param: str) -> torch.Tensor:
         if param not in self._made:
-            self._made.clear()
-            recipe = self.packing.recipe(param)
-            seen = {v.name: self.given(v) for v in recipe.params}
-
-            def keep(v: Value, t: torch.Tensor) -> None:
-                seen[v.name] = t
-
-            watch = None if self.grids is None else keep
-            self._made.update(interpret(recipe, {}, dict(seen), {}, watch, self._run)[0])
-            self._require_finite(recipe)
-            for n in recipe.find("quantize"):
-                if self.grids is not None and n.word("form") == "int4":
-                    w, codes, scales = (seen[v.name] for v in (n["w"], *n.outputs))
-                    self.grids[n["w"].name] = on_grid(w, codes, scales), scales.numel()
+            recipe = self._begun(param)
+            self._made.update(self._results(recipe, self.source.tensor))
         return self._made.pop(param)
+
+    def pieces(self, param: str) -> tensorfile.Made:
+        """Return a param to be written: of a large table some rows after the other, so that neither
+        it nor its weights are held whole."""
+        tables = {v.name: v for v in self.packing.program.graphs["embed"].params}
+        v = tables.get(param)
+        large = v and v.type.nbytes() > TABLE_BYTES and param not in self._made
+        if v and large and {n.op for n in self.packing.recipe(param).nodes} == {"quantize"}:
+            return self._in_pieces(v)
+        return self.tensor(param)
+
+    def _in_pieces(self, v: Value) -> Iterator[torch.Tensor]:
+        recipe, rows = self._begun(v.name), int(v.type.shape[0])
+        beside: dict[str, list[torch.Tensor]] = {}
+        for ids in torch.arange(rows).split(rows * PIECE_BYTES // v.type.nbytes() + 1):
+            made = self._results(recipe, partial(self.source.rows, ids=ids))
+            self.release(v.name)
+            yield made.pop(v.name)
+            for name, t in made.items():
+                beside.setdefault(name, []).append(t)
+        self._made.update({name: torch.cat(parts) for name, parts in beside.items()})
+
+    def _begun(self, param: str) -> Graph:
+        """Return a recipe that is about to be run, of whose results none is held."""
+        self._made.clear()
+        recipe, grids = self.packing.recipe(param), self.grids or {}
+        for n in recipe.find("quantize"):
+            grids.pop(n["w"].name, None)
+        return recipe
+
+    def _results(
+        self, recipe: Graph, read: Callable[[str], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        seen = {v.name: self._given(v, read) for v in recipe.params}
+
+        def keep(v: Value, t: torch.Tensor) -> None:
+            seen[v.name] = t
+
+        watch = None if self.grids is None else keep
+        made: dict[str, torch.Tensor]
+        made = interpret(recipe, {}, dict(seen), {}, watch, self._run)[0]
+        self._require_finite(recipe, made)
+        for n in recipe.find("quantize"):
+            if self.grids is not None and n.word("form") == "int4":
+                w, codes, scales = (seen[v.name] for v in (n["w"], *n.outputs))
+                exact, groups = self.grids.get(n["w"].name, (0, 0))
+                own = exact + on_grid(w, codes, scales), groups + scales.numel()
+                self.grids[n["w"].name] = own
+        return made
 
     def _run(self, n: Node, tensors: list[Any]) -> tuple[Any, ...]:
         """Run a node of a recipe; `quantize` weights errors where its weight is calibrated."""
@@ -167,8 +206,8 @@ class MadeParams:
         """Return the param of the whole model that a param is; None: it is a rank's own."""
         return self.share.source(param) if self.share else param
 
-    def _require_finite(self, recipe: Graph) -> None:
-        for name, t in self._made.items():
+    def _require_finite(self, recipe: Graph, made: Mapping[str, torch.Tensor]) -> None:
+        for name, t in made.items():
             if name.endswith(SCALES) and not bool(t.isfinite().all()):
                 names = ", ".join(checkpoint_name(v.name) for v in recipe.params)
                 fix = "fix: download the checkpoint again, or build without --quant"
@@ -323,7 +362,7 @@ def write_shares(
 
 def write_params(
     packing: Packing,
-    source: ParamSource,
+    source: MadeParams,
     folder: Path,
     shard_bytes: int,
     progress: Any,
@@ -345,17 +384,17 @@ def write_params(
     return [*files]
 
 
-def _taking_turns(source: ParamSource, sizes: Mapping[str, int], progress: Any) -> Any:
+def _taking_turns(source: MadeParams, sizes: Mapping[str, int], progress: Any) -> Any:
     """Release each tensor's pages when the next is asked for, and tell how far that is."""
     before: list[str] = []
     done, whole = 0, max(1, sum(sizes.values()))
 
-    def take(name: str) -> torch.Tensor:
+    def take(name: str) -> tensorfile.Made:
         nonlocal done
         if before:
             source.release(before.pop())
         before.append(name)
-        made = source.tensor(name)
+        made = source.pieces(name)
         tenths = (10 * done // whole, 10 * (done := done + sizes[name]) // whole)
         if tenths[0] < tenths[1]:
             progress(f"weights {10 * tenths[1]} %")

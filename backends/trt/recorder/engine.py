@@ -207,8 +207,7 @@ def _check_config(network: INetworkDefinition, config: IBuilderConfig) -> None:
     # By default kernels of an engine for several GPUs have 48 KiB, which leaves out the best ones.
     told = any(pool.name == "TACTIC_SHARED_MEMORY" for pool in config._pools)
     exact = config._hardware_compatibility_level.name == "NONE"
-    level = "a hardware compatibility level"
-    need(exact or told, f"TACTIC_SHARED_MEMORY has no limit beside {level}")
+    need(exact or told, "TACTIC_SHARED_MEMORY has no limit beside a hardware compatibility level")
     name = "MULTIDEVICE_RUNTIME_10_16"
     feature = config._module.PreviewFeature.__members__.get(name)
     asked = networks.ranks_of(network) == 1 or feature is None or feature in config._preview
@@ -372,10 +371,8 @@ class IExecutionContext(Recorded):
         ranges = profiles[self._profile] if profiles else {}
         low, _, high = ranges.get(name, (tensor._dims,) * 3)
         if len(given) != len(low) or not all(a <= d <= b for a, d, b in zip(low, given, high)):
-            return self._refuse(
-                f"{name}: {list(given)} is outside profile {self._profile}, {list(low)} to "
-                f"{list(high)}"
-            )
+            span = f"{list(low)} to {list(high)}"
+            return self._refuse(f"{name}: {list(given)} is outside profile {self._profile}, {span}")
         self._shapes[name] = given
         return True
 
@@ -436,10 +433,8 @@ class IExecutionContext(Recorded):
         need(not alone, "no communicator, by which ranks exchange")
         self._check_places()
         if engine._module._capturing:
-            need(
-                not engine._streams(),
-                "weights are streamed: the step waits, and cannot be captured",
-            )
+            said = "weights are streamed: the step waits, and cannot be captured"
+            need(not engine._streams(), said)
             said = f"stream {stream}: its first step makes events, and cannot be captured"
             need(stream in self._streams, said)
 

@@ -131,7 +131,7 @@ class IDequantizeLayer(Layer):
 
 # --- pointwise --------------------------------------------------------------------------------
 
-_SAME_NAME = "EXP LOG SQRT NEG SIN COS ERF TANH SIGMOID"
+_SAME_NAME = "EXP LOG SQRT NEG ERF TANH SIGMOID"
 #: operations and activations
 _UNARY: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     **{name: getattr(torch, name.lower()) for name in _SAME_NAME.split()},
@@ -276,9 +276,8 @@ class IReduceLayer(Layer):
         return [(x._type[0], tuple(1 if i in axes else d for i, d in enumerate(x._dims)))]
 
     def _run(self, *ins: torch.Tensor) -> Tensors:
-        x = ins[0]
-        out = _REDUCE[self._op.name](_wide(x), _bits(self._axes, x.dim()), True)
-        return [out.to(x.dtype)]
+        axes = _bits(self._axes, ins[0].dim())
+        return [_REDUCE[self._op.name](_wide(ins[0]), axes, True).to(ins[0].dtype)]
 
 
 class ITopKLayer(Layer):
@@ -328,8 +327,8 @@ class IDistCollectiveLayer(Layer):
         exchange = self._network._exchange
         self._need(exchange, "a rank alone has nobody to exchange with")
         parts = exchange(ins[0])
-        ranks = self._num_ranks
-        self._need(len(parts) == ranks, f"{len(parts)} ranks run, num_ranks is {ranks}")
+        said = f"{len(parts)} ranks run, num_ranks is {self._num_ranks}"
+        self._need(len(parts) == self._num_ranks, said)
         if self._gathers:
             return [torch.cat([*parts])]
         return [reduce(partial(_pointwise, torch.add), parts)]
@@ -396,7 +395,8 @@ class IAttention(Layer):
         self._need(fits, f"{text}: heads do not fit")
         self._joined([t._dims[0] for t in (q, k, v)], text)
         self._joined([k._dims[2], v._dims[2]], text)
-        self._check_mask(q, k, self._mask)
+        if self._mask is not None:
+            self._check_mask(q, k, self._mask)
         return [q._type]
 
     def _check(self) -> None:
@@ -404,9 +404,7 @@ class IAttention(Layer):
         whole = dims[3] <= MAX_HEAD and kind != DataType.FLOAT
         self._need(self._decomposable or whole, f"{self._in()._text}: no kernel for these heads")
 
-    def _check_mask(self, q: ITensor, k: ITensor, mask: ITensor | None) -> None:
-        if mask is None:
-            return
+    def _check_mask(self, q: ITensor, k: ITensor, mask: ITensor) -> None:
         self._takes(mask, {DataType.BOOL, q._type[0]}, "a mask")
         want = (*q._dims[:3], k._dims[2])
         fits = len(mask._dims) == 4 and all(

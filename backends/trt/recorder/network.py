@@ -199,35 +199,31 @@ def scratch_bytes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> i
     """Return the most bytes at a time of tensors between layers, where inputs have these shapes,
     nothing is fused but what is reduced, and each tensor is there up to its last reader."""
     with _bound(network, inputs):
-        return _live_bytes(network)
+        roots: dict[ITensor, ITensor] = {}
+        last: dict[ITensor, int] = {}
+        until = _reduced(network)
+        for i, layer in enumerate(network._layers):
+            for t in layer._given:
+                root = roots.get(t, t)
+                last[root] = max(last.get(root, 0), until.get(layer, i))
+            if _is_view(layer):
+                roots[layer._outputs[0]] = roots.get(layer._in(), layer._in())
+        ends: dict[int, int] = {}
+        live = most = 0
+        for i, layer in enumerate(network._layers):
+            made = [t for t in layer._outputs if t in last and not t._is_output]
+            beside = layer._kind == "constant" or _is_view(layer) or layer in until
+            for t in [] if beside else made:
+                live += _bytes(t)
+                ends[last[t]] = ends.get(last[t], 0) + _bytes(t)
+            most = max(most, live)
+            live -= ends.pop(i, 0)
+        return most
 
 
 def _bytes(t: ITensor) -> int:
     bits = 4 if t._type[0] == DataType.INT4 else 8 * TORCH[t._type[0]].itemsize
     return volume(t._dims) * bits // 8
-
-
-def _live_bytes(network: INetworkDefinition) -> int:
-    roots: dict[ITensor, ITensor] = {}
-    last: dict[ITensor, int] = {}
-    until = _reduced(network)
-    for i, layer in enumerate(network._layers):
-        for t in layer._given:
-            root = roots.get(t, t)
-            last[root] = max(last.get(root, 0), until.get(layer, i))
-        if _is_view(layer):
-            roots[layer._outputs[0]] = roots.get(layer._in(), layer._in())
-    ends: dict[int, int] = {}
-    live = most = 0
-    for i, layer in enumerate(network._layers):
-        made = [t for t in layer._outputs if t in last and not t._is_output]
-        beside = layer._kind == "constant" or _is_view(layer) or layer in until
-        for t in [] if beside else made:
-            live += _bytes(t)
-            ends[last[t]] = ends.get(last[t], 0) + _bytes(t)
-        most = max(most, live)
-        live -= ends.pop(i, 0)
-    return most
 
 
 def _reduced(network: INetworkDefinition) -> dict[Layer, int]:
