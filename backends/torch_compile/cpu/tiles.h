@@ -6,8 +6,8 @@
  * no floating point but one multiply-add a block. Codes of fp8 are multiplied as what they are in
  * bf16, with x as it is. */
 #define TILE 16
-/* Bytes that are read ahead of their use, into the second cache (measured on Zen 4, beside 8192 and
- * other caches: 1 to 13 % more with one row of x, nothing with four). */
+/* Bytes that are read ahead of their use, into the second cache, of one run or two; CPUs read four ahead by
+ * themselves. */
 #define TILE_AHEAD 4096
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define WIDE 64
@@ -272,8 +272,9 @@ ALWAYS tile_product(const int form, const int rows, const int strips, const int 
         UNROLLED for (int b = 0; b < together; b++) EACH_STRIP {
             const uint8_t *w = of[s].codes + at;
             const int line = b * WORDS_OF(form) / together;
-            UNROLLED for (int j = line; j < (b + 1) * WORDS_OF(form) / together; j++)
-                __builtin_prefetch(w + j * LINE + TILE_AHEAD, 0, 2);
+            if (strips < STRIPS_MOST)
+                UNROLLED for (int j = line; j < (b + 1) * WORDS_OF(form) / together; j++)
+                    __builtin_prefetch(w + j * LINE + TILE_AHEAD, 0, 2);
             row_floats factor[2], below;
             block_factors(form, w, b, scale[s], least[s], factor, &below);
             if (minima)
@@ -300,7 +301,7 @@ ALWAYS tile_product(const int form, const int rows, const int strips, const int 
         *(any_row_floats *)(of[s].out + r * TILE) = sum[s][r];
 }
 
-/* Sums of a tile with rows of x, [rows][TILE], and of another one where there are two strips. */
+/* Sums of a tile with rows of x, [rows][TILE], and of the others where there are several strips. */
 typedef void tile_dot(const product *p, const int64_t *tiles, const digits *const *x, float *out);
 
 /* Rows of x of which registers hold all sums. */
@@ -488,7 +489,8 @@ static int tile_units(void *context, units *left) {
         for (int64_t i = 0; i < taken; i++) x[i] = form + (r + least(i, here - 1)) * blocks;
         int64_t strips = strips_of(m->form, taken), run = (last - first + strips - 1) / strips;
         for (int64_t t = first; t < first + run; t++) {
-            int64_t of_run[STRIPS_MOST] = {t, t + run < last ? t + run : t};
+            int64_t of_run[STRIPS_MOST];
+            for (int64_t s = 0; s < strips; s++) of_run[s] = t + s * run < last ? t + s * run : t;
             float out[TOGETHER * TILE];
             of[taken](p, of_run, x, out);
             for (int64_t i = 0; i < strips * here; i++)
@@ -501,9 +503,9 @@ static int tile_units(void *context, units *left) {
 
 static int multiply_tiles(const product *p, int form, int parts, int threads) {
     int64_t tiles = p->n / TILE, turns = (p->rows + TOGETHER - 1) / TOGETHER;
-    int64_t part = tiles_of_part(tiles, threads);
-    tiled_product m = {p, form, parts, (p->rows + turns - 1) / turns, part,
-                       (tiles + part - 1) / part};
+    int64_t together = (p->rows + turns - 1) / turns;
+    int64_t part = tiles_of_part(tiles, threads, strips_of(form, together));
+    tiled_product m = {p, form, parts, together, part, (tiles + part - 1) / part};
     return run_region(tile_units, &m, turns * m.units, threads);
 }
 
