@@ -4,8 +4,9 @@ One definition serves every format: w = round(code * scale), rounded once to the
 Codes are `i8` [.., K], `f8e4m3` [.., K], or 4 bits, two in a byte: `u8` [.., K/2] with the even
 element in the low half, each as code + 8. Scales are [.., G]: each serves K/G codes in a row.
 
-Codes of `int5` are held as code + 16. 32 of them lie in 20 bytes, `u16` [.., K/32 * 10]: 16 bytes with
-the low 4 bits, as of `int4`, and 4 with bit 4, that of number 8 a + 2 i + p in bit 2 a + p of byte i.
+Codes of `int5` are held as code + 16. 32 of them lie in 20 bytes, `u16` [.., K/32 * 10]: 16 bytes
+with the low 4 bits, as of `int4`, and 4 with bit 4, that of number 8 a + 2 i + p in bit 2 a + p of
+byte i.
 
 Codes of `int6` are products: of a number of 6 bits and one of 8, an integer, that 16 codes share.
 128 of them lie in 104 bytes, `i64` [.., K/128 * 13], as in each half of a block of GGUF's Q6_K: 64

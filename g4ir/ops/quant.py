@@ -20,8 +20,8 @@ from .codecs import (
     by_rows,
     dequantized,
     fake_quantized,
-    fives,
     fits_tiles,
+    fives,
     from_tiles,
     quantized,
     rows_from_tiles,
@@ -150,8 +150,8 @@ class dense:
 
 @op
 class as_bytes:
-    """codes, scales of int6 as codes of 8 bits with a scale for each 16, of int5 as such with the same
-    scales, once at build: for targets that take neither"""
+    """codes, scales of int6 as codes of 8 bits with a scale for each 16, of int5 as such with the
+    same scales, once at build: for targets that take neither"""
 
     budget = Budget(1, 0, "a scale is one product, exact unless scales are fp32")
 

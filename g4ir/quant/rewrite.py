@@ -96,8 +96,8 @@ def _parts(b: Builder, v: Value, scheme: Scheme, dtype: str) -> tuple[Value, ...
 
 
 def simplified(g: Graph) -> Graph:
-    """Return a graph for targets that take neither int6, int5 nor forms with minima: codes of 8 bits
-    are made of the former at build, and of the others what they mean."""
+    """Return a graph for targets that take neither int6, int5 nor forms with minima: codes of 8
+    bits are made of the former at build, and of the others what they mean."""
     b = Builder(g.name)
     for n in g.nodes:
         form = FORM_OF[n["codes"].type.dtype] if n.op in TAKERS else ""
