@@ -67,6 +67,7 @@ CODED = {
     "int6": (0, 128),
     "uint5": (256, 0),
     "int4": (32, 64),
+    "int5": (32, 64),
     "uint4": (256, 512),
     "fp8": (0, 96),
 }
@@ -112,7 +113,7 @@ def test_linear_of_codes(dtype: torch.dtype, rows: int, form: str, n: int, k: in
 
 @pytest.mark.skipif(not has_gemm(), reason="a library multiplies prompts on this CPU")
 @pytest.mark.parametrize("rows", [9, 130, 515])
-@pytest.mark.parametrize("form", ["int4", "int6", "int8", "uint4", "uint5"])
+@pytest.mark.parametrize("form", ["int4", "int5", "int6", "int8", "uint4", "uint5"])
 def test_panels_of_tiles(form: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in bf16: no weight is decoded whole; units of rows, and rows that fill no panel."""
     w, x = torch.randn(80, 512).bfloat16(), torch.randn(1, rows, 512).bfloat16()
@@ -131,7 +132,7 @@ def test_decoded_codes_are_the_definition(dtype: torch.dtype, form: str) -> None
     """Bit for bit, for every code there is."""
     if form == "int4":
         codes = torch.arange(256, dtype=torch.uint8).view(4, 64)
-    elif form in BLOCK_PARTS:  # all bytes are codes
+    elif form in (*BLOCK_PARTS, "int5"):  # all bytes are codes
         size = FORMS[form].held(2048) * ITEMSIZE[FORMS[form].codes]
         raw = torch.randint(0, 256, (16, size), dtype=torch.uint8)
         codes = raw.view(torch_dtype(FORMS[form].codes))
@@ -412,7 +413,7 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     g = torch.Generator().manual_seed(0)
     w = torch.randn(24, 256, generator=g).bfloat16()
     forms = (("int8", 0), ("int8", 64), ("int6", 128), ("int4", 32), ("fp8", 0))
-    forms = (*forms, ("uint4", 256), ("uint5", 256))
+    forms = (*forms, ("uint4", 256), ("uint5", 256), ("int5", 32))
     codes = tuple(QUANTIZE(w, form=form, group=group, scale="f32") for form, group in forms)
     x = torch.randn(1, 2, 256, generator=g).bfloat16()
     path, sizes = (

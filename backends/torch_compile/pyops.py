@@ -61,7 +61,10 @@ _free: defaultdict[int, list[Any]] = defaultdict(list)
 _kernels: dict[str, Callable[..., int]] = {}
 #: dtype of x, of results and of scales, and dtype of codes -> their numbers there
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
-_CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.int32, torch.int16)
+_CODES = (
+    *(torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.int32, torch.int16),
+    torch.uint16,
+)
 FORMS = {dtype: number for number, dtype in enumerate(_CODES)}
 #: dtype of a cache -> its number there
 HELD = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
@@ -99,6 +102,7 @@ _GROUPS = {
     torch.int64: (128, 1),
     torch.int32: (256, 2),
     torch.int16: (256, 2),
+    torch.uint16: (32, 1),
 }
 
 

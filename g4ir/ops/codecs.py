@@ -4,6 +4,10 @@ One definition serves every format: w = round(code * scale), rounded once to the
 Codes are `i8` [.., K], `f8e4m3` [.., K], or 4 bits, two in a byte: `u8` [.., K/2] with the even
 element in the low half, each as code + 8. Scales are [.., G]: each serves K/G codes in a row.
 
+Codes of `int5` are held as code + 16. 32 of them lie in 20 bytes, `u16` [.., K/32 * 10]: 16 bytes
+with the low 4 bits, as of `int4`, and 4 with bit 4, that of number 8 a + 2 i + p in bit 2 a + p of
+byte i.
+
 Codes of `int6` are products: of a number of 6 bits and one of 8, an integer, that 16 codes share.
 128 of them lie in 104 bytes, `i64` [.., K/128 * 13], as in each half of a block of GGUF's Q6_K: 64
 bytes with the low 4 bits of number + 32, 0-63 in the low halves and 64-127 in the high ones; 32
@@ -59,9 +63,12 @@ NUMBER, INTEGER = 31, 127
 #: and bytes by part: low bits, upper bits where there are some, integers
 BLOCK, EIGHTH, MOST = 256, 32, 63
 BLOCK_PARTS = {"uint4": (128, 0, 12), "uint5": (128, 32, 12)}
+#: of `int5`: bytes of 32 codes by part
+FIVES = (16, 4)
 FORMS = {
     "int8": Form("i8", 1, 127),
     "int6": Form("i64", TOGETHER, NUMBER * INTEGER, sum(PARTS) // 8, SHARE),
+    "int5": Form("u16", EIGHTH, 15, sum(FIVES) // 2),
     "uint5": Form("i16", BLOCK, 31, sum(BLOCK_PARTS["uint5"]) // 2, EIGHTH, 2),
     "int4": Form("u8", 2, 8),
     "uint4": Form("i32", BLOCK, 15, sum(BLOCK_PARTS["uint4"]) // 4, EIGHTH, 2),
@@ -75,6 +82,8 @@ PACKED = {f.codes: f.packed for f in FORMS.values() if f.elements == 1}
 ACTIVATIONS = {"int8": 32, "fp8": 0}
 #: forms whose scales are chosen by weighted error where a weight is calibrated
 CALIBRATED = ("int4", "uint4", "uint5")
+#: forms that become codes of 8 bits for products that do not take them
+AS_BYTES = ("int6", "int5")
 #: of two codes in a byte, between code + 8 and two's complement
 COMPLEMENT = 0x88
 
@@ -95,7 +104,7 @@ def dequantized(codes: Any, scales: Any, dtype: Any) -> Any:
     if form in BLOCK_PARTS:
         w = _above_minima(codes, factor)
     else:
-        opened = {"int4": unpacked, "int6": products}.get(form)
+        opened = {"int4": unpacked, "int5": fives, "int6": products}.get(form)
         w = _shared((opened(codes) if opened else codes).to(factor.dtype), factor)
     return w if w.dtype == torch.float64 else w.to(dtype)
 
@@ -132,6 +141,38 @@ def packed(codes: Any) -> Any:
 def unpacked(codes: Any) -> Any:
     """Return the 4-bit codes of bytes u8 [.., K/2]: i8 [.., K], -8 to 7."""
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8) - 8
+
+
+def in_fives(codes: Any) -> Any:
+    """Return codes of int5 [.., K], -16 to 15, as u16 [.., K/32 * 10]."""
+    parts = _low_and_upper(codes + 16, EIGHTH)
+    return torch.cat(parts, -1).flatten(-2).view(torch.uint16)
+
+
+def fives(codes: Any) -> Any:
+    """Return what `in_fives` was given, as i8."""
+    low, upper = codes.view(torch.uint8).unflatten(-1, (-1, sum(FIVES))).split(FIVES, -1)
+    return _five_bits(low, upper).flatten(-2).to(torch.int8) - 16
+
+
+def _low_and_upper(numbers: Any, block: int) -> tuple[Any, Any]:
+    """Return the low 4 bits of numbers of 5 bits [.., K], two in a byte: u8 [.., K/block, block/2],
+    and their upper ones [.., K/block, block/8]."""
+    parts = numbers.to(torch.uint8).unflatten(-1, (-1, 4, block // 8, 2))
+    even, odd = (parts & 15).unbind(-1)
+    upper = (parts >> 4 << _places(parts)).sum((-3, -1), dtype=torch.uint8)
+    return (even | odd << 4).flatten(-2), upper
+
+
+def _five_bits(low: Any, upper: Any) -> Any:
+    """Return numbers [.., K/block, block] of what `_low_and_upper` made."""
+    numbers = torch.stack((low & 15, low >> 4), -1).flatten(-2)
+    return numbers | ((upper[..., None, :, None] >> _places(low) & 1) << 4).flatten(-3)
+
+
+def _places(like: Any) -> Any:
+    """Return the bit in which a number's upper one lies, u8 [4, 1, 2]."""
+    return torch.arange(8, dtype=torch.uint8, device=like.device).view(4, 1, 2)
 
 
 def folded(numbers: Any, integers: Any) -> Any:
@@ -173,30 +214,23 @@ def in_six_bits(integers: Any, least: Any) -> Any:
 def to_blocks(numbers: Any, integers: Any, form: str) -> Any:
     """Return codes of a form with minima: of numbers [.., K], 0 to 15 or 31, and the bytes
     [.., K/256 * 12] that `in_six_bits` makes."""
-    parts = numbers.to(torch.uint8).unflatten(-1, (-1, 4, EIGHTH, 2))
-    even, odd = (parts & 15).unbind(-1)
-    made = [(even | odd << 4).flatten(-2)]
-    if BLOCK_PARTS[form][1]:
-        by = torch.arange(8, dtype=torch.uint8, device=numbers.device).view(4, 1, 2)
-        made.append((parts >> 4 << by).sum((-3, -1), dtype=torch.uint8))
-    made.append(integers.unflatten(-1, (-1, BLOCK_PARTS[form][2])))
-    return torch.cat(made, -1).flatten(-2).view(torch_dtype(FORMS[form].codes))
+    low, upper = _low_and_upper(numbers, BLOCK)
+    parts = [low, upper] if BLOCK_PARTS[form][1] else [low]
+    parts.append(integers.unflatten(-1, (-1, BLOCK_PARTS[form][2])))
+    return torch.cat(parts, -1).flatten(-2).view(torch_dtype(FORMS[form].codes))
 
 
 def from_blocks(codes: Any) -> tuple[Any, Any, Any]:
     """Return u8 numbers [.., K], integers [.., K/32] and those of minima of codes with minima."""
     sizes = BLOCK_PARTS[FORM_OF[dtype_name(codes.dtype)]]
-    low, high, six = codes.view(torch.uint8).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
-    numbers = torch.stack((low & 15, low >> 4), -1).flatten(-2)
-    if sizes[1]:
-        by = torch.arange(8, dtype=torch.uint8, device=numbers.device).view(4, 1, 2)
-        numbers = numbers | ((high[..., None, :, None] >> by & 1) << 4).flatten(-3)
+    low, upper, six = codes.view(torch.uint8).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
+    numbers = _five_bits(low, upper) if sizes[1] else torch.stack((low & 15, low >> 4), -1)
     *first, last = six.unflatten(-1, (3, 4)).unbind(-2)
     integers, least = (
         torch.cat((low & 63, high | low >> 6 << 4), -1).flatten(-2)
         for low, high in zip(first, (last & 15, last >> 4), strict=True)
     )
-    return numbers.flatten(-2), integers, least
+    return numbers.flatten(codes.dim() - 1), integers, least
 
 
 def by_columns(x: Any) -> Any:
@@ -291,6 +325,7 @@ def _int6(y: Any) -> Any:
 _CODES: dict[str, Callable[[Any], Any]] = {
     "int8": lambda y: y.round().clamp(-127, 127).to(torch.int8),
     "int6": _int6,
+    "int5": lambda y: in_fives(y.round().clamp(-16, 15).flatten(-2))[:, None],
     "int4": lambda y: packed(y.round().clamp(-8, 7).flatten(-2)).unflatten(-1, (y.shape[-2], -1)),
     "fp8": lambda y: y.clamp(-448, 448).to(torch.float8_e4m3fn),
 }

@@ -8,6 +8,7 @@ from .base import Sample, Traffic, cases, free, nothing, op, require, wide
 from .budgets import MOVES, Budget
 from .codecs import (
     ACTIVATIONS,
+    AS_BYTES,
     FORM_OF,
     FORMS,
     PACKED,
@@ -20,13 +21,14 @@ from .codecs import (
     dequantized,
     fake_quantized,
     fits_tiles,
+    fives,
     from_tiles,
     quantized,
     rows_from_tiles,
     to_tiles,
     unfolded,
 )
-from .types import FLOATS, ITEMSIZE, Type, Types, torch, torch_dtype
+from .types import FLOATS, ITEMSIZE, Type, Types, dtype_name, torch, torch_dtype
 
 
 def _values(codes: Type) -> int:
@@ -97,6 +99,7 @@ class quantize:
         "f32[3,512] {form='uint4', group=256, scale='f32'}",
         "f32[2,256] {form='uint5', group=128, scale='f16'}",
         "f32[4,48] {form='fp8', group=0, scale='f32'}",
+        "f32[4,96] {form='int5', group=32, scale='f16'}",
     )
 
 
@@ -126,6 +129,7 @@ class dequantize:
         "i64[3,26]@-4611686018427387904:4611686018427387904 f32[3,2]",
         "i32[3,70]@-2147483648:2147483648 f32[3,4]",
         "i16[2,86]@-32768:32768 f16[2,4]",
+        "u16[2,30]@0:65536 f16[2,3]",
         "f8e4m3[4,48] f32[4,2]",
         to="f32",
     )
@@ -146,8 +150,8 @@ class dense:
 
 @op
 class as_bytes:
-    """codes, scales of int6 as codes of 8 bits with a scale for each 16, once at build: for targets
-    that take no int6"""
+    """codes, scales of int6 as codes of 8 bits with a scale for each 16, of int5 as such with the
+    same scales, once at build: for targets that take neither"""
 
     budget = Budget(1, 0, "a scale is one product, exact unless scales are fp32")
 
@@ -155,18 +159,24 @@ class as_bytes:
     def infer(codes: Type, scales: Type) -> tuple[Type, Type]:
         _require_fit("as_bytes", codes, scales)
         form, size = FORM_OF[codes.dtype], _values(codes)
-        require(form == "int6", f"as_bytes: codes {codes} are {form}")
+        require(form in AS_BYTES, f"as_bytes: codes {codes} are {form}")
         *lead, _ = codes.shape
-        return Type("i8", (*lead, size)), Type("f32", (*lead, size // SHARE))
+        shared = scales if form == "int5" else Type("f32", (*lead, size // SHARE))
+        return Type("i8", (*lead, size)), shared
 
     @staticmethod
     def reference(codes: Any, scales: Any) -> tuple[Any, Any]:
+        if FORM_OF[dtype_name(codes.dtype)] == "int5":
+            return fives(codes), scales
         numbers, integers = unfolded(codes)
         factor = wide(scales)[..., None]
         return numbers, (integers.unflatten(-1, (scales.shape[-1], -1)) * factor).flatten(-2)
 
     flops = free
-    samples = cases("i64[2,3,26]@-4611686018427387904:4611686018427387904 f32[2,3,2]")
+    samples = cases(
+        "i64[2,3,26]@-4611686018427387904:4611686018427387904 f32[2,3,2]",
+        "u16[2,3,20]@0:65536 f32[2,3,2]",
+    )
 
 
 @op

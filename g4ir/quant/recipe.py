@@ -67,12 +67,13 @@ class Scheme:
 
 
 #: formats that a quantisation config names; weights trained for 4 bits have scales in bf16, and the
-#: last three are Q6_K, Q5_K and Q4_K of GGUF files
+#: last four are Q6_K, Q5_K, Q4_K and Q5_0 of GGUF files
 SCHEMES = {
     "int8": Scheme("int8", 0, None),
     "int4": Scheme("int4", 32, "bf16"),
     "fp8": Scheme("fp8", 0, None),
     **{form: Scheme(form, 256, "f16") for form in ("int6", "uint5", "uint4")},
+    "int5": Scheme("int5", 32, "f16"),
 }
 _Pattern = Annotated[str, Shaped(r"[A-Za-z0-9_.*?]{1,100}", "L*.mlp.w_*")]
 _Form = Annotated[str, OneOf(tuple(SCHEMES))]

@@ -14,7 +14,7 @@ from functools import lru_cache
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value
 from g4ir.model.names import CODES, SCALES, checkpoint_name
 from g4ir.model.text import build_graph
-from g4ir.ops.codecs import FORM_OF, FORMS
+from g4ir.ops.codecs import AS_BYTES, FORM_OF, FORMS
 from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
 
@@ -96,12 +96,12 @@ def _parts(b: Builder, v: Value, scheme: Scheme, dtype: str) -> tuple[Value, ...
 
 
 def simplified(g: Graph) -> Graph:
-    """Return a graph for targets that take neither int6 nor forms with minima: codes of 8 bits are
-    made of the one at build, and of the others what they mean."""
+    """Return a graph for targets that take neither int6, int5 nor forms with minima: codes of 8
+    bits are made of the former at build, and of the others what they mean."""
     b = Builder(g.name)
     for n in g.nodes:
         form = FORM_OF[n["codes"].type.dtype] if n.op in TAKERS else ""
-        if form == "int6":
+        if form in AS_BYTES:
             _in_bytes(b, n)
         elif form and FORMS[form].scales > 1:
             _made_dense(b, n)

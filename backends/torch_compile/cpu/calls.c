@@ -28,6 +28,7 @@ int32_t aoti_torch_dtype_uint8(void);
 int32_t aoti_torch_dtype_int64(void);
 int32_t aoti_torch_dtype_int32(void);
 int32_t aoti_torch_dtype_int16(void);
+int32_t aoti_torch_dtype_uint16(void);
 int32_t aoti_torch_dtype_float8_e4m3fn(void);
 
 /* Of Python, where that is the process: other threads of it run while a kernel does. */
@@ -73,6 +74,7 @@ static int form_of(int32_t dtype) {
     if (dtype == aoti_torch_dtype_int64()) return INT6;
     if (dtype == aoti_torch_dtype_int32()) return UINT4;
     if (dtype == aoti_torch_dtype_int16()) return UINT5;
+    if (dtype == aoti_torch_dtype_uint16()) return INT5;
     return dtype == aoti_torch_dtype_float8_e4m3fn() ? FP8 : -1;
 }
 

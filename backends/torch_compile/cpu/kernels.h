@@ -4,14 +4,18 @@
 
 /* Dtypes of scales; x and results have one of the first two. */
 enum { BF16, F32, F16 };
-/* Forms of codes: a byte each, two in one, 128 in 104 bytes, or 256 with minima in 140 or 172. */
-enum { INT8, INT4, FP8, INT6, UINT4, UINT5, FORMS };
+/* Forms of codes: a byte each, two in one, 128 in 104 bytes, 256 with minima in 140 or 172, or 32 in 20. */
+enum { INT8, INT4, FP8, INT6, UINT4, UINT5, INT5, FORMS };
 
-/* Tiles of a weight that are multiplied with so many rows of x at a time, each of a run of its own. Two
- * runs are read faster: 4-bit codes by a tenth and more alone, a step of a model of them by 8 % in pages of
- * 4 KiB and by nothing in huge ones (Zen 4). Other forms and more rows are slower so. */
-#define STRIPS_MOST 2
-static inline int strips_of(int form, int64_t rows) { return form == INT4 && rows <= 2 ? 2 : 1; }
+/* Tiles of a weight that are multiplied with so many rows of x at a time, each of a run of its own. Several
+ * runs are read faster: for one row of x four without a prefetch read int8 at 34 and 51 GB/s where one with
+ * a prefetch does at 30 and 36 (Zen 4, its memory slow and fast), and int4 and fp8 by 8 and 35 % more. What
+ * takes more work is faster with two, or slower so. */
+#define STRIPS_MOST 4
+static inline int strips_of(int form, int64_t rows) {
+    if (rows > 2 || form > FP8 && form != INT5) return 1;
+    return rows == 2 || form == INT5 ? 2 : STRIPS_MOST;
+}
 
 /* Whether a product with so many rows is done here. A library is faster with others. */
 int g4ir_takes(int dtype, int64_t rows);

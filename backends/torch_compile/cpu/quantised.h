@@ -12,6 +12,9 @@ enum { SIXES_HIGH = 64, SIXES_SHARED = 96, SIXES_BYTES = 104 };
 #define ABOVE 256
 enum { ABOVE_HIGH = 128, ABOVE_uint4 = 140, ABOVE_uint5 = 172 };
 
+/* The same of int5, whose blocks lie alone: the low 4 bits, the upper one. */
+#define FIVES_BYTES 20
+
 typedef uint8_t half_block __attribute__((vector_size(HALF)));
 typedef uint32_t half_words __attribute__((vector_size(HALF)));
 
@@ -184,6 +187,23 @@ static inline block read_int6(const uint8_t *w, int64_t i) {
     return halves_times(read_int8((const uint8_t *)&numbers, 0), shared[0], shared[1]);
 }
 
+/* The even codes and then the odd ones of a block of int5. */
+static inline void codes_int5(const uint8_t *w, int64_t i, half_block *to) {
+    const uint8_t *p = w + i / BLOCK * FIVES_BYTES;
+    uint32_t high;
+    half_words low;
+    memcpy(&low, p, HALF), memcpy(&high, p + HALF, sizeof high);
+    half_words upper = (half_words){high, high >> 2, high >> 4, high >> 6};
+    to[0] = (half_block)(low & 0x0f0f0f0f | (upper & 0x01010101) << 4) - 16;
+    to[1] = (half_block)(low >> 4 & 0x0f0f0f0f | (upper >> 1 & 0x01010101) << 4) - 16;
+}
+
+static inline block read_int5(const uint8_t *w, int64_t i) {
+    half_block codes[2];
+    codes_int5(w, i, codes);
+    return read_int8((const uint8_t *)codes, 0);
+}
+
 /* The even numbers and then the odd ones of a block with a minimum. `high`, a constant here and below,
  * says whether there is an upper bit. */
 static inline void numbers_above(const int high, const uint8_t *p, int b, half_block *to) {
@@ -235,6 +255,12 @@ static inline block ordered_int4(const uint8_t *w, int64_t i) {
     return ordered(codes);
 }
 
+static inline block ordered_int5(const uint8_t *w, int64_t i) {
+    half_block codes[2];
+    codes_int5(w, i, codes);
+    return ordered(codes);
+}
+
 /* Rows of x as the blocks of codes lie. */
 static inline void as_codes_int8(float *v) {}
 static inline void as_codes_int6(float *v) {}
@@ -245,6 +271,7 @@ static inline void as_codes_int4(float *v) {
     memcpy(w, v, sizeof w);
     for (int j = 0; j < HALF; j++) v[j] = w[2 * j], v[HALF + j] = w[2 * j + 1];
 }
+#define as_codes_int5 as_codes_int4
 #define as_codes_uint4 as_codes_int4
 #define as_codes_uint5 as_codes_int4
 
@@ -297,6 +324,7 @@ static inline void as_codes_int4(float *v) {
 
 DOT_CODED(int8, 32, 1)
 DOT_CODED(int6, 26, 1)
+DOT_CODED(int5, FIVES_BYTES, 1)
 DOT_CODED(int4, 16, 1)
 DOT_CODED(fp8, 32, 0x1p8f)
 

@@ -10,6 +10,7 @@
 
 PRODUCT_CODED(int8)
 PRODUCT_CODED(int6)
+PRODUCT_CODED(int5)
 PRODUCT_CODED(int4)
 PRODUCT_CODED(fp8)
 PRODUCT_CODED(uint4)
@@ -38,6 +39,7 @@ PRODUCT_CODED(uint5)
 
 DECODE(int8, 32, 1)
 DECODE(int6, 26, 1)
+DECODE(int5, FIVES_BYTES, 1)
 DECODE(int4, 16, 1)
 DECODE(fp8, 32, 0x1p8f)
 
@@ -156,6 +158,7 @@ static const struct {
 } OF[FORMS] = {
     [INT8] = {wide_int8, rowwise_int8s, groupwise_int8s, decode_int8, HALF, 1, 256},
     [INT6] = {wide_int6, rowwise_int6s, groupwise_int6s, decode_int6, SIXES, 1, 2 * SIXES_BYTES},
+    [INT5] = {wide_int5, rowwise_int5s, groupwise_int5s, decode_int5, BLOCK, 1, 8 * FIVES_BYTES},
     [INT4] = {wide_int4, rowwise_int4s, groupwise_int4s, decode_int4, BLOCK, 1, 128},
     [FP8] = {wide_fp8, rowwise_fp8s, groupwise_fp8s, decode_fp8, HALF, 1, 256},
     [UINT4] = {wide_uint4, groupwise_uint4s, groupwise_uint4s, decode_uint4, ABOVE, 2, ABOVE_uint4},

@@ -27,8 +27,10 @@ int run_region(region *body, void *context, int64_t count, int threads);
  * begin at `at` and lie `apart`. */
 void read_next(const void *at, int64_t apart, int places, int64_t size);
 
-/* Parts of a weight for each thread: one that others hold up takes fewer. */
+/* Parts of a weight for each thread: one that others hold up takes fewer. Each is made of so many equal
+ * runs, if it is large enough. */
 #define PARTS 4
-static inline int64_t tiles_of_part(int64_t tiles, int64_t threads) {
-    return (tiles + threads * PARTS - 1) / (threads * PARTS);
+static inline int64_t tiles_of_part(int64_t tiles, int64_t threads, int64_t runs) {
+    int64_t part = (tiles + threads * PARTS - 1) / (threads * PARTS);
+    return part > runs ? part - part % runs : part;
 }

@@ -6,8 +6,8 @@
  * no floating point but one multiply-add a block. Codes of fp8 are multiplied as what they are in
  * bf16, with x as it is. */
 #define TILE 16
-/* Bytes that are read ahead of their use, into the second cache (measured on Zen 4, beside 8192 and
- * other caches: 1 to 13 % more with one row of x, nothing with four). */
+/* Bytes that are read ahead of their use, into the second cache, of one run or two; CPUs read four ahead by
+ * themselves. */
 #define TILE_AHEAD 4096
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define WIDE 64
@@ -190,7 +190,8 @@ static inline row_floats tile_scales(const void *scales, int64_t at, int dtype) 
 static inline row_floats all_rows(float value) { return (row_floats){0} + value; }
 
 #define NIBBLES 0x0f0f0f0fu
-static const int BIAS[FORMS] = {[INT8] = 128, [INT4] = 8, [INT6] = 32};
+static const int BIAS[FORMS] = {[INT8] = 128, [INT4] = 8, [INT6] = 32, [INT5] = 16};
+#define MINIMA(form) ((form) == UINT4 || (form) == UINT5)
 /* Whether words have even numbers and odd ones, as bytes of two 4-bit codes do. */
 #define EVEN_ODD(form) ((form) == INT4 || (form) >= UINT4)
 
@@ -204,6 +205,10 @@ static inline row_words code_word(const int form, const uint8_t *p, int b, int j
         return low | high << 4;
     }
     row_words c = words_at(p, 4 * b + j / 2) >> (j % 2 * 4) & NIBBLES;
+    if (form == INT5) {
+        row_words u = words_at(p, HALF / 4);
+        return c | (j < 4 ? u << (4 - j) : u >> (j - 4)) & 0x10101010u;
+    }
     if (form != UINT5) return c;
     row_words upper = words_at(p, ABOVE_HIGH / 4 + 4 * (b % 2) + j / 2) >> (2 * (b / 2) + j % 2);
     return c | (upper & 0x01010101u) << 4;
@@ -222,10 +227,10 @@ static inline row_floats integer_in(row_words low, row_words last, row_words fir
 }
 
 /* Blocks that lie together, and words of them. */
-#define BLOCKS_OF(form) ((form) == INT6 ? 4 : (form) >= UINT4 ? 8 : 1)
+#define BLOCKS_OF(form) ((form) == INT6 ? 4 : MINIMA(form) ? 8 : 1)
 #define WORDS_OF(form)                                                                          \
-    ((form) == INT8 || (form) == FP8 ? 8 : (form) == INT4 ? 4 : (form) == INT6 ? SIXES_BYTES / 4                 \
-     : (form) == UINT4 ? ABOVE_uint4 / 4 : ABOVE_uint5 / 4)
+    ((form) == INT8 || (form) == FP8 ? 8 : (form) == INT5 ? FIVES_BYTES / 4 : (form) == INT4 ? 4 \
+     : (form) == INT6 ? SIXES_BYTES / 4 : (form) == UINT4 ? ABOVE_uint4 / 4 : ABOVE_uint5 / 4)
 
 /* What the halves of block `b` of those that lie together at `p` are multiplied by, and what is then
  * taken off. */
@@ -237,7 +242,7 @@ static inline void block_factors(const int form, const uint8_t *p, int b, row_fl
         factor[0] = scale * signed_byte(shared, b % 2 * 2);
         factor[1] = scale * signed_byte(shared, b % 2 * 2 + 1);
     }
-    if (form >= UINT4) {
+    if (MINIMA(form)) {
         row_words first = words_at(p, WORDS_OF(form) - 3);
         row_words second = words_at(p, WORDS_OF(form) - 2);
         row_words last = words_at(p, WORDS_OF(form) - 1);
@@ -258,7 +263,7 @@ typedef struct {
 ALWAYS tile_product(const int form, const int rows, const int strips, const int parts,
                     const product *p, const strip *of, const digits *const *x) {
     const int dtype = p->scales_dtype;
-    const int together = BLOCKS_OF(form), minima = form >= UINT4;
+    const int together = BLOCKS_OF(form), minima = MINIMA(form);
     row_floats sum[STRIPS_MOST][TOGETHER], scale[STRIPS_MOST], least[STRIPS_MOST];
     EACH_STRIP UNROLLED for (int r = 0; r < rows; r++) sum[s][r] = (row_floats){0};
     int64_t left = p->each, group = 0, blocks = p->k / BLOCK, at = 0;
@@ -272,8 +277,9 @@ ALWAYS tile_product(const int form, const int rows, const int strips, const int 
         UNROLLED for (int b = 0; b < together; b++) EACH_STRIP {
             const uint8_t *w = of[s].codes + at;
             const int line = b * WORDS_OF(form) / together;
-            UNROLLED for (int j = line; j < (b + 1) * WORDS_OF(form) / together; j++)
-                __builtin_prefetch(w + j * LINE + TILE_AHEAD, 0, 2);
+            if (strips < STRIPS_MOST)
+                UNROLLED for (int j = line; j < (b + 1) * WORDS_OF(form) / together; j++)
+                    __builtin_prefetch(w + j * LINE + TILE_AHEAD, 0, 2);
             row_floats factor[2], below;
             block_factors(form, w, b, scale[s], least[s], factor, &below);
             if (minima)
@@ -300,12 +306,12 @@ ALWAYS tile_product(const int form, const int rows, const int strips, const int 
         *(any_row_floats *)(of[s].out + r * TILE) = sum[s][r];
 }
 
-/* Sums of a tile with rows of x, [rows][TILE], and of another one where there are two strips. */
+/* Sums of a tile with rows of x, [rows][TILE], and of the others where there are several strips. */
 typedef void tile_dot(const product *p, const int64_t *tiles, const digits *const *x, float *out);
 
 /* Rows of x of which registers hold all sums. */
 #define ROWS_AT_ONCE(FORM, ROWS)                                                                \
-    ((ROWS) > 4 && (WIDE == 32 || (FORM) >= UINT4 && (ROWS) == 8) ? (ROWS) / 2 : (ROWS))
+    ((ROWS) > 4 && (WIDE == 32 || MINIMA(FORM) && (ROWS) == 8) ? (ROWS) / 2 : (ROWS))
 #define TILE_DOT(FORM, PARTS, ROWS)                                                             \
     static void tile_##FORM##_##PARTS##_##ROWS(const product *p, const int64_t *tiles,          \
                                                const digits *const *x, float *out) {            \
@@ -334,6 +340,7 @@ TILE_DOTS(INT4)
 TILE_DOTS(INT6)
 TILE_DOTS(UINT4)
 TILE_DOTS(UINT5)
+TILE_DOTS(INT5)
 #ifdef FP8_TILES
 TILE_DOTS(FP8)
 #else
@@ -342,7 +349,7 @@ TILE_DOTS(FP8)
 /* By form, digits of x and rows of it. */
 static tile_dot *const (*const TILES[FORMS])[TOGETHER + 1] = {
     [INT8] = tiles_INT8, [INT4] = tiles_INT4, [FP8] = tiles_FP8, [INT6] = tiles_INT6,
-    [UINT4] = tiles_UINT4, [UINT5] = tiles_UINT5};
+    [UINT4] = tiles_UINT4, [UINT5] = tiles_UINT5, [INT5] = tiles_INT5};
 
 /* ---- rows of x ---- */
 
@@ -488,7 +495,8 @@ static int tile_units(void *context, units *left) {
         for (int64_t i = 0; i < taken; i++) x[i] = form + (r + least(i, here - 1)) * blocks;
         int64_t strips = strips_of(m->form, taken), run = (last - first + strips - 1) / strips;
         for (int64_t t = first; t < first + run; t++) {
-            int64_t of_run[STRIPS_MOST] = {t, t + run < last ? t + run : t};
+            int64_t of_run[STRIPS_MOST];
+            for (int64_t s = 0; s < strips; s++) of_run[s] = t + s * run < last ? t + s * run : t;
             float out[TOGETHER * TILE];
             of[taken](p, of_run, x, out);
             for (int64_t i = 0; i < strips * here; i++)
@@ -501,9 +509,9 @@ static int tile_units(void *context, units *left) {
 
 static int multiply_tiles(const product *p, int form, int parts, int threads) {
     int64_t tiles = p->n / TILE, turns = (p->rows + TOGETHER - 1) / TOGETHER;
-    int64_t part = tiles_of_part(tiles, threads);
-    tiled_product m = {p, form, parts, (p->rows + turns - 1) / turns, part,
-                       (tiles + part - 1) / part};
+    int64_t together = (p->rows + turns - 1) / turns;
+    int64_t part = tiles_of_part(tiles, threads, strips_of(form, together));
+    tiled_product m = {p, form, parts, together, part, (tiles + part - 1) / part};
     return run_region(tile_units, &m, turns * m.units, threads);
 }
 

@@ -2,7 +2,7 @@
 #ifdef GEMM
 ALWAYS unpack_tile(const int form, const product *p, int64_t tile, int64_t first, int64_t last,
                    uint32_t *to, int64_t apart) {
-    const int together = BLOCKS_OF(form), minima = form >= UINT4, dtype = p->scales_dtype;
+    const int together = BLOCKS_OF(form), minima = MINIMA(form), dtype = p->scales_dtype;
     const uint8_t *w = codes_of_tile(p, tile) + first / BLOCK / together * WORDS_OF(form) * LINE;
     const char *scales = scales_of_tile(p, tile);
     for (int64_t i = first; i < last; i += together * BLOCK, w += WORDS_OF(form) * LINE) {
@@ -35,9 +35,10 @@ UNPACK(INT6)
 UNPACK(INT4)
 UNPACK(UINT4)
 UNPACK(UINT5)
+UNPACK(INT5)
 static pack_weight *const unpacks[FORMS] = {
     [INT8] = unpack_INT8, [INT6] = unpack_INT6, [INT4] = unpack_INT4, [UINT4] = unpack_UINT4,
-    [UINT5] = unpack_UINT5};
+    [UINT5] = unpack_UINT5, [INT5] = unpack_INT5};
 
 int g4ir_takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k) {
     if (dtype != BF16 || rows < 1 || n < 1 || n % LANE || k < 1 || k % BLOCK) return 0;

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from g4ir.ops.codecs import dequantized, packed, to_blocks
+from g4ir.ops.codecs import dequantized, in_fives, packed, to_blocks
 from g4ir.ops.types import torch
 from g4ir.quant.recipe import Scheme
 
@@ -96,7 +96,10 @@ CODED = {
     "Q4_0": BlockFormat(
         Scheme("int4", 32, "f16"), lambda b: packed(_signed(_nibbles(b[:, 2:], 16), 8))
     ),
-    "Q5_0": BlockFormat(_INT8, lambda b: _signed(_nibbles(b[:, 6:], 16) | _bits(b[:, 2:6], 1), 16)),
+    "Q5_0": BlockFormat(
+        Scheme("int5", 32, "f16"),
+        lambda b: in_fives(_signed(_nibbles(b[:, 6:], 16) | _bits(b[:, 2:6], 1), 16)),
+    ),
     "Q4_K": BlockFormat(
         Scheme("uint4", 256, "f16"),
         lambda b: to_blocks(_nibbles(b[:, 16:], 32), b[:, 4:16], "uint4"),
