@@ -14,6 +14,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from g4ir.model.media import placeholders
 from g4ir.ui.memory import free_on
 from g4ir.ui.units import size_text
 
+from .batch import Batch
 from .inputs import row_prompt
 from .parts import EngineParts
 from .requests import Request
@@ -239,9 +241,10 @@ class Prefiller:
         ids = self.holders.values()
         return bool(prompt.soft) and prompt.tokens[at - 1] in ids and prompt.tokens[at] in ids
 
-    def lend(self, session: Session | None) -> None:
-        """Take a session to work in, if there is none."""
-        self._session = self._session or session
+    def borrow(self, batch: Batch[Any]) -> None:
+        """Work in the session of one row that a batch can spare, if there is none to work in."""
+        if self._session is None:
+            self._session = batch.release()
 
     def forget(self) -> None:
         """Drop the session: a failed step leaves it undefined, or it has a new owner."""

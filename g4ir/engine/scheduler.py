@@ -388,7 +388,7 @@ class Scheduler:
 
     def _begun(self, handle: RequestHandle) -> tuple[RequestHandle, Chunks]:
         handle.state, handle.counts.queued_s = PREFILLING, handle.age()
-        self.prefiller.lend(self.batch.release())
+        self.prefiller.borrow(self.batch)
         every = None if handle.request.prompt_logprobs is None else handle.read_prompt
         chunks = self.prefiller.chunks(handle.request, self._until, handle.keys, every)
         handle.counts.cached = self.prefiller.known
