@@ -24,7 +24,6 @@ from g4ir.backends.sampling import LogitsMask, SamplingParams
 from g4ir.chat import Event as Said
 from g4ir.chat import Prompt, Reader, ReasoningBudget, make_prompt
 from g4ir.chat.messages import Conversation, an_object, check_pairs, decoded, read_messages
-from g4ir.chat.prompt import check_length
 from g4ir.chat.template import open_chat
 from g4ir.chat.tools import lower, read_tools
 from g4ir.errors import InputError, RankError
@@ -169,8 +168,8 @@ class ChatSession:
         """Put a text file, in a block with its name, before the next message; return how many
         tokens that is. InputError for a file that is not there, not UTF-8 or too long."""
         check_there("text", path)
-        path, longest, room = Path(path), self.vocabulary.longest, self.engine.limits.max_seq
-        check_length(path.stat().st_size // 4, longest, room, str(path))  # of UTF-8, at least
+        path, least = Path(path), Path(path).stat().st_size // 4  # characters of UTF-8
+        self.vocabulary.check_length(least, self.engine.limits.max_seq, str(path))
         try:
             text = path.read_bytes().decode()
         except UnicodeDecodeError as e:

@@ -28,6 +28,9 @@ class Value:
     name: str
     type: Type
 
+    def __hash__(self) -> int:  # values that are not equal have one name in different graphs alone
+        return hash(self.name)
+
     def __str__(self) -> str:
         return f"%{self.name}"
 
