@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile import compile as compiler
+from g4ir.backends.torch_compile import inductor
 from g4ir.backends.torch_compile.target import Target, find_target
 from g4ir.errors import LowerError
 from g4ir.ui.paths import claimed
@@ -299,7 +300,7 @@ import sys
 from pathlib import Path
 from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile.target import Target
-workers = compiler._Workers(2)
+workers = compiler._Workers(2, "cpu")
 print(workers._server.pid, flush=True)
 workers.compile(compiler.KERNELS, Target("cpu"), Path(sys.argv[1]))
 """
@@ -370,6 +371,9 @@ def test_a_program_of_one_segment(own_cache: Path, tmp_path: Path) -> None:
     from g4ir.backends.torch_compile.runtime import _load_program
 
     (name,) = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress).values()
+    with ZipFile(tmp_path / "a" / name) as archive:
+        (wrapper,) = (n for n in archive.namelist() if n.endswith("wrapper.cpp"))
+        assert b"AOTInductorModelContainerCreate(" not in archive.read(wrapper)  # linked
     call = _load_program(tmp_path / "a" / name, "cpu")
     w = torch.randn(4, 8)
     for b, s in ((1, 1), (2, 1), (1, 16), (2, 7)):
@@ -395,6 +399,15 @@ def test_what_a_killed_compile_left_is_made_again(
     with ZipFile(tmp_path / "a.pt2") as archive:
         assert archive.read("model/metadata.json") == b"{}"
     assert len(set(made)) == len(made) == 2
+
+
+def test_a_torch_that_writes_the_interface_in_another_way_goes_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inductor, "METHOD", "unheard_of")
+    with inductor.interface_apart(tmp_path, {"compile_threads": 1}) as options:
+        assert options == {"compile_threads": 1}
+    assert not [*tmp_path.iterdir()]
 
 
 DEVICES = """

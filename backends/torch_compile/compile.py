@@ -236,7 +236,7 @@ def _compiled(
         return
     # What takes longest comes first, so that nothing is left alone at the end.
     todo = sorted(missing, key=lambda text: (text == KERNELS, len(text)), reverse=True)
-    with _Workers(workers) as started, ThreadPoolExecutor(workers) as pool:
+    with _Workers(workers, target.device) as started, ThreadPoolExecutor(workers) as pool:
         futures = {pool.submit(started.compile, t, target, missing[t]): t for t in todo}
         try:
             for future in as_completed(futures):
@@ -276,7 +276,7 @@ class _Workers:
     be written for that.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, device: str) -> None:
         pairs = [socket.socketpair() for _ in range(count + 1)]
         theirs = [other.fileno() for _, other in pairs]
         self._first, *others = [own.makefile("rw") for own, _ in pairs]
@@ -285,7 +285,7 @@ class _Workers:
             self._idle.put(channel)
         self._printed = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self._server = subprocess.Popen(
-            python(__name__, f"serve({os.getpid()}, {theirs})"),
+            python(__name__, f"serve({os.getpid()}, {theirs}, {device!r})"),
             stdin=subprocess.DEVNULL,
             stdout=self._printed,
             stderr=self._printed,
@@ -318,12 +318,13 @@ class _Workers:
             answer = channel.readline()
         except OSError:  # it has ended
             answer = ""
+        finally:
+            if channel is not self._first:
+                self._idle.put(channel)
         if not answer:
             raise LowerError(_end_of_worker(self._status())) from self._output()
         if error := json.loads(answer):
             raise LowerError(error) from self._output()
-        if channel is not self._first:
-            self._idle.put(channel)
 
     def _status(self) -> int:
         """Return how the first process ended, as subprocess has it; it stays there for `kill`."""
@@ -333,12 +334,9 @@ class _Workers:
 
     def _output(self) -> Exception:
         size = os.fstat(self._printed.fileno()).st_size
-        lines = os.pread(self._printed.fileno(), size, 0).decode(errors="backslashreplace")
-        return RuntimeError(
-            "\n".join(
-                ["what the compiling processes printed:", *lines.splitlines()[-PRINTED_LINES:]]
-            )
-        )
+        text = os.pread(self._printed.fileno(), size, 0).decode(errors="backslashreplace")
+        lines = text.splitlines()[-PRINTED_LINES:]
+        return RuntimeError("\n".join(["what the compiling processes printed:", *lines]))
 
 
 def _end_of_worker(status: int) -> str:
@@ -351,13 +349,14 @@ def _end_of_worker(status: int) -> str:
     return f"torch: a compiling process ended {how}; {why}"
 
 
-def serve(parent: int, channels: Sequence[int]) -> None:
+def serve(parent: int, channels: Sequence[int], device: str) -> None:
     """Fork a process for each channel, which compiles what lines there name. The first, for the CPU
-    kernels, does not wait until the compiler is imported. Ends with `parent`, and as they end."""
+    kernels, does not wait until the compiler is imported. Ends with `parent`, and as they end.
+    Those for a GPU import it themselves: it may open the GPU, which forks could not use then."""
     gc.disable()  # a fifth of what torch computes, for 40 MB
     importlib.import_module("torch")
     for i, channel in enumerate(channels):
-        if i == 1:
+        if i == 1 and device == "cpu":
             importlib.import_module("torch._inductor.compile_fx")
         if not os.fork():
             for other in {*channels[i:]} - {channel}:
@@ -366,10 +365,10 @@ def serve(parent: int, channels: Sequence[int]) -> None:
             return
         os.close(channel)
     while os.getppid() == parent:
-        _, status = os.waitpid(-1, os.WNOHANG)  # there are children until `parent` has ended
-        if os.WIFSIGNALED(status):
-            os.kill(os.getpid(), os.WTERMSIG(status))
-        if status:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended and os.getppid() == parent:
+            if os.WIFSIGNALED(status):
+                os.kill(os.getpid(), os.WTERMSIG(status))
             os._exit(os.WEXITSTATUS(status))
         time.sleep(0.2)
     os.killpg(0, signal.SIGKILL)  # compilers too
@@ -514,7 +513,9 @@ def _compile(text: str, target: Target, path: Path, folder: Path) -> None:
     """Write a program's file, which ends with what it was made of; `folder`: what programs share"""
     from torch._inductor.utils import fresh_cache
 
-    with interface_apart(folder) if target.device == "cpu" else nullcontext({}) as options:
+    given = _inductor(text, target)
+    apart = target.device == "cpu"
+    with interface_apart(folder, given) if apart else nullcontext(given) as options:
         package = _packaged(text, target, options)
         if not _is_whole(package):  # a part, left in the compiler's cache by a killed compile
             with fresh_cache():
@@ -524,7 +525,7 @@ def _compile(text: str, target: Target, path: Path, folder: Path) -> None:
     write_file(path, [package.getbuffer()])
 
 
-def _packaged(text: str, target: Target, options: Mapping[str, Any]) -> io.BytesIO:
+def _packaged(text: str, target: Target, options: dict[str, Any]) -> io.BytesIO:
     """Return a package in memory: torch's own writer ends the process on a full disk."""
     import torch
 
@@ -534,7 +535,7 @@ def _packaged(text: str, target: Target, options: Mapping[str, Any]) -> io.Bytes
         torch._inductor.aoti_compile_and_package(
             exported(text, target),
             package_path=package,
-            inductor_configs={**_inductor(text, target), **options},
+            inductor_configs=options,
         )
     return package
 

@@ -43,22 +43,24 @@ def without_probes() -> Iterator[None]:
 
 
 @contextmanager
-def interface_apart(folder: Path) -> Iterator[dict[str, Any]]:
+def interface_apart(folder: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A context in which torch compiles programs for the CPU without the interface by which it
-    loads and calls them: two thirds of a program's compile time, and the same in all. Yields the
-    options by which they are linked with its object file, which is kept in `folder`. A torch that
+    loads and calls them: two thirds of a program's compile time, and the same in all. Yields its
+    `options`, and that it links them with its object file, which is kept in `folder`. A torch that
     writes the interface in another way goes without."""
+    from torch._inductor import config
     from torch._inductor.codegen import cpp_wrapper_cpu
 
     writer = cpp_wrapper_cpu.CppWrapperCpu
     if METHOD not in vars(writer):
-        yield {}
+        yield options
         return
     text = Path(cpp_wrapper_cpu.__file__).with_name("aoti_runtime") / "interface.cpp"
-    found = _object(text.read_text(), folder)
+    with config.patch(options):
+        found = _object(text.read_text(), folder)
     path = variable("LIBRARY_PATH", search_path(folder, "LIBRARY_PATH"))
     with path, _replaced(writer, METHOD, lambda self: self.header.splice(DECLARED)):
-        yield {"aot_inductor.custom_op_libs": [f":{found}"]}
+        yield {**options, "aot_inductor.custom_op_libs": [f":{found}"]}
 
 
 def _object(text: str, folder: Path) -> str:
