@@ -168,8 +168,9 @@ class ChatSession:
         """Put a text file, in a block with its name, before the next message; return how many
         tokens that is. InputError for a file that is not there, not UTF-8 or too long."""
         check_there("text", path)
-        path, least = Path(path), Path(path).stat().st_size // 4  # characters of UTF-8
-        self.vocabulary.check_length(least, self.engine.limits.max_seq, str(path))
+        path, room = Path(path), self.engine.limits.max_seq
+        least = path.stat().st_size // 4  # characters of UTF-8
+        self.vocabulary.check_length(least, room, str(path))
         try:
             text = path.read_bytes().decode()
         except UnicodeDecodeError as e:

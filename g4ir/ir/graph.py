@@ -26,10 +26,7 @@ class Value:
     """A tensor: its name is its identity."""
 
     name: str
-    type: Type
-
-    def __hash__(self) -> int:  # values that are not equal have one name in different graphs alone
-        return hash(self.name)
+    type: Type = field(hash=False)  # one name has several types in different graphs alone
 
     def __str__(self) -> str:
         return f"%{self.name}"
