@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile import compile as compiler
+from g4ir.backends.torch_compile import inductor
 from g4ir.backends.torch_compile.target import Target, find_target
 from g4ir.errors import LowerError
 from g4ir.ui.paths import claimed
@@ -283,7 +284,7 @@ def test_an_interrupt_of_the_main_process_ends_the_others_and_their_compilers(
     worker(monkeypatch, tmp_path, f"{lines}; wait")
 
     def interrupt() -> None:
-        while len([*tmp_path.glob("*.pid")]) < 2:
+        while not [*tmp_path.glob("*.pid")]:
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -294,26 +295,34 @@ def test_an_interrupt_of_the_main_process_ends_the_others_and_their_compilers(
     assert gone([*(int(p.stem) for p in told), *(int(p.read_text()) for p in told)], 5)
 
 
-ORPHAN = """
-import subprocess, sys, time
-code = "import os, time; p = os.getppid(); import g4ir.backends.torch_compile.compile as c; " \
-       "c.compile_program = lambda *a: time.sleep(300); print('up', flush=True); c.serve(p)"
-p = subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, start_new_session=True)
-p.stdout.readline()
-p.stdin.write(b'["x", {"device": "cpu"}, "x"]\\n')
-p.stdin.flush()
-print(p.pid, flush=True)
-time.sleep(300)
+PARENT = """
+import sys
+from pathlib import Path
+from g4ir.backends.torch_compile import compile as compiler
+from g4ir.backends.torch_compile.target import Target
+workers = compiler._Workers(2, "cpu")
+print(workers._server.pid, flush=True)
+workers.compile(compiler.KERNELS, Target("cpu"), Path(sys.argv[1]))
 """
 
 
-def test_a_process_ends_with_the_one_that_started_it() -> None:
-    with subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE) as parent:
+def test_processes_and_compilers_end_with_the_one_that_started_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, told = tmp_path / "g++", tmp_path / "pid"
+    script.write_text(f"#!/bin/sh\necho $$ > {told}.part; mv {told}.part {told}; exec sleep 300\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    words = [sys.executable, "-c", PARENT, tmp_path / "kernels.so"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as parent:
         assert parent.stdout
-        pid = int(parent.stdout.readline())
-        assert runs(pid)
+        server = int(parent.stdout.readline())
+        while not told.exists() and runs(server):
+            time.sleep(0.05)
         parent.kill()
-    assert gone([pid], 10)
+    assert gone([server, int(told.read_text())], 10)
 
 
 @pytest.mark.parametrize(
@@ -362,6 +371,9 @@ def test_a_program_of_one_segment(own_cache: Path, tmp_path: Path) -> None:
     from g4ir.backends.torch_compile.runtime import _load_program
 
     (name,) = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress).values()
+    with ZipFile(tmp_path / "a" / name) as archive:
+        (wrapper,) = (n for n in archive.namelist() if n.endswith("wrapper.cpp"))
+        assert b"AOTInductorModelContainerCreate(" not in archive.read(wrapper)  # linked
     call = _load_program(tmp_path / "a" / name, "cpu")
     w = torch.randn(4, 8)
     for b, s in ((1, 1), (2, 1), (1, 16), (2, 7)):
@@ -387,6 +399,15 @@ def test_what_a_killed_compile_left_is_made_again(
     with ZipFile(tmp_path / "a.pt2") as archive:
         assert archive.read("model/metadata.json") == b"{}"
     assert len(set(made)) == len(made) == 2
+
+
+def test_a_torch_that_writes_the_interface_in_another_way_goes_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inductor, "METHOD", "unheard_of")
+    with inductor.interface_apart(tmp_path, {"compile_threads": 1}) as options:
+        assert options == {"compile_threads": 1}
+    assert not [*tmp_path.iterdir()]
 
 
 DEVICES = """

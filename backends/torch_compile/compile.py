@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib
 import importlib.metadata
 import io
 import json
@@ -16,8 +17,8 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -29,8 +30,7 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
-from typing import Any
+from typing import IO, Any
 
 from g4ir.errors import EngineError, G4Error, LowerError, TrustError
 from g4ir.ir.text import parse_graph
@@ -49,8 +49,9 @@ from g4ir.ui.subprocesses import python
 from g4ir.weights.checkpoint import sha256
 from g4ir.weights.tensorfile import open_regular
 
+from .cuda_toolkit import cpp_compiler, toolkit_found
 from .cuda_toolkit import toolchain as toolchain
-from .cuda_toolkit import toolkit_found
+from .inductor import interface_apart, without_probes
 from .target import Target, cpu_flags
 
 #: the files of this package that a program's code follows from, beside the ops
@@ -59,6 +60,7 @@ SOURCES = (
     "compile.py",
     "cuda_toolkit.py",
     "headers/regex",
+    "inductor.py",
     "kernels/base.py",
     "lower.py",
     "pyops.py",
@@ -111,6 +113,8 @@ SEQUENCE_DIM = re.compile(r"[\[,]S[,\]]")
 HEADERS = Path(__file__).with_name("headers")
 MODEL_HEADER = "include/torch/csrc/inductor/aoti_runtime/model_base.h"
 REGEX_USES = ["#include <regex>", "std::regex re(", "std::regex_match(device_str, sm, re)"]
+#: at which level wrappers are optimised, for torch (default: O1)
+WRAPPER_LEVEL = "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"
 #: What a profiler of torch's reads, and more than half of a program's bytes
 NO_TABLES = ("aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer")
 
@@ -118,10 +122,9 @@ NO_TABLES = ("aot_inductor.enable_line_tables", "aot_inductor.enable_frame_point
 def program_name(text: str, target: Target) -> str:
     """Return a hash of everything that a program's code follows from."""
     import torch
-    from torch._inductor import config
 
     parts = [text, str(target), torch.__version__, machine(target.device), _sources(target)]
-    parts.append(config.aot_inductor.compile_wrapper_opt_level)
+    parts.append(os.environ.get(WRAPPER_LEVEL, ""))
     if target.gpu:
         parts.append(importlib.metadata.version("triton"))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
@@ -233,7 +236,7 @@ def _compiled(
         return
     # What takes longest comes first, so that nothing is left alone at the end.
     todo = sorted(missing, key=lambda text: (text == KERNELS, len(text)), reverse=True)
-    with _Workers(workers) as started, ThreadPoolExecutor(workers) as pool:
+    with _Workers(workers, target.device) as started, ThreadPoolExecutor(workers) as pool:
         futures = {pool.submit(started.compile, t, target, missing[t]): t for t in todo}
         try:
             for future in as_completed(futures):
@@ -264,93 +267,76 @@ def _shared(missing: Mapping[str, Path], target: Target) -> Iterator[str]:
 
 
 class _Workers:
-    """Processes that serve one program after the other, each in a process group of its own: the
-    terminal's Ctrl-C is for the main process, and a compiler ends with the worker that began it.
+    """Processes that serve one program after the other, forks of one that has imported the
+    compiler. They are a process group of their own: the terminal's Ctrl-C is for the main process,
+    and a compiler ends with the worker that began it. Their output and their compilers' is kept,
+    not shown.
 
     Not multiprocessing: its processes import the user's main script again, which would have to
     be written for that.
     """
 
-    def __init__(self, count: int) -> None:
-        self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        self._all: list[_Worker] = []
-        try:
-            for _ in range(count):
-                self._all.append(_Worker(python(__name__, f"serve({os.getpid()})")))
-                self._idle.put(self._all[-1])
-        except BaseException:
-            self.__exit__()
-            raise
+    def __init__(self, count: int, device: str) -> None:
+        pairs = [socket.socketpair() for _ in range(count + 1)]
+        theirs = [other.fileno() for _, other in pairs]
+        self._first, *others = [own.makefile("rw") for own, _ in pairs]
+        self._idle: SimpleQueue[IO[str]] = SimpleQueue()
+        for channel in others:
+            self._idle.put(channel)
+        self._printed = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        self._server = subprocess.Popen(
+            python(__name__, f"serve({os.getpid()}, {theirs}, {device!r})"),
+            stdin=subprocess.DEVNULL,
+            stdout=self._printed,
+            stderr=self._printed,
+            pass_fds=theirs,
+            start_new_session=True,
+        )
+        for pair in pairs:  # what is made of the own ends keeps them open
+            for end in pair:
+                end.close()
 
     def __enter__(self) -> _Workers:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.kill()
-        for worker in self._all:
-            worker.close()
+        with self._printed:
+            self._server.wait()
 
     def kill(self) -> None:
         """End them and what they started, whatever they are at."""
-        for worker in self._all:
-            worker.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self._server.pid, signal.SIGKILL)
 
     def compile(self, text: str, target: Target, path: Path) -> None:
-        """Call `compile_program` in a process that is idle."""
-        worker = self._idle.get()
+        """Call `compile_program`, or `compile_kernels`, in a process that is idle; LowerError with
+        its message, caused by what the processes printed."""
+        channel = self._first if text == KERNELS else self._idle.get()
         try:
-            worker.compile(text, target, path)
+            print(json.dumps([text, asdict(target), str(path)]), file=channel, flush=True)
+            answer = channel.readline()
+        except OSError:  # it has ended
+            answer = ""
         finally:
-            self._idle.put(worker)
-
-
-class _Worker:
-    """One process that runs `serve`. Its output and its compiler's are kept, not shown."""
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self._printed = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-        self._process = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._printed,
-            text=True,
-            start_new_session=True,
-        )
-
-    def kill(self) -> None:
-        if self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Wait for its end, which `kill` brought about."""
-        with suppress(BrokenPipeError), self._process, self._printed:
-            self._process.wait()
-
-    def compile(self, text: str, target: Target, path: Path) -> None:
-        """Have the worker compile; LowerError with its message, caused by what it printed."""
-        process = self._process
-        assert process.stdin and process.stdout
-        try:
-            process.stdin.write(json.dumps([text, asdict(target), str(path)]) + "\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            pass  # its answer is the end of its output
-        answer = process.stdout.readline()
+            if channel is not self._first:
+                self._idle.put(channel)
         if not answer:
-            raise LowerError(_end_of_worker(process.wait())) from self._output()
+            raise LowerError(_end_of_worker(self._status())) from self._output()
         if error := json.loads(answer):
             raise LowerError(error) from self._output()
-        self._printed.seek(0)  # for the process too
-        self._printed.truncate()
+
+    def _status(self) -> int:
+        """Return how the first process ended, as subprocess has it; it stays there for `kill`."""
+        found = os.waitid(os.P_PID, self._server.pid, os.WEXITED | os.WNOWAIT)
+        assert found
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def _output(self) -> Exception:
-        self._printed.seek(0)
-        lines = self._printed.read().decode(errors="backslashreplace").splitlines()
-        return RuntimeError(
-            "\n".join(["what the compiling process printed:", *lines[-PRINTED_LINES:]])
-        )
+        size = os.fstat(self._printed.fileno()).st_size
+        text = os.pread(self._printed.fileno(), size, 0).decode(errors="backslashreplace")
+        lines = text.splitlines()[-PRINTED_LINES:]
+        return RuntimeError("\n".join(["what the compiling processes printed:", *lines]))
 
 
 def _end_of_worker(status: int) -> str:
@@ -363,28 +349,42 @@ def _end_of_worker(status: int) -> str:
     return f"torch: a compiling process ended {how}; {why}"
 
 
-def serve(parent: int | None = None) -> None:
-    """Compile what each line of stdin names; answer null or the error. Ends with `parent`."""
-    Thread(target=_end_with, args=(parent or os.getppid(),), daemon=True).start()
+def serve(parent: int, channels: Sequence[int], device: str) -> None:
+    """Fork a process for each channel, which compiles what lines there name. The first, for the CPU
+    kernels, does not wait until the compiler is imported. Ends with `parent`, and as they end.
+    Those for a GPU import it themselves: it may open the GPU, which forks could not use then."""
     gc.disable()  # a fifth of what torch computes, for 40 MB
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a compiler prints is no answer
-    for line in sys.stdin:
-        text, target, path = json.loads(line)
-        try:
-            _make(text, Target(**target), Path(path))
-            error = None
-        except G4Error as e:
-            error = str(e)
-        print(json.dumps(error), file=answers, flush=True)
-
-
-def _end_with(parent: int) -> None:
+    importlib.import_module("torch")
+    for i, channel in enumerate(channels):
+        if i == 1 and device == "cpu":
+            importlib.import_module("torch._inductor.compile_fx")
+        if not os.fork():
+            for other in {*channels[i:]} - {channel}:
+                os.close(other)
+            _answer(channel)
+            return
+        os.close(channel)
     while os.getppid() == parent:
-        time.sleep(1)
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)  # its compiler too
-    os._exit(1)
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended and os.getppid() == parent:
+            if os.WIFSIGNALED(status):
+                os.kill(os.getpid(), os.WTERMSIG(status))
+            os._exit(os.WEXITSTATUS(status))
+        time.sleep(0.2)
+    os.killpg(0, signal.SIGKILL)  # compilers too
+
+
+def _answer(channel: int) -> None:
+    """Compile what each line names; answer null or the error."""
+    with socket.socket(fileno=channel) as own, own.makefile("rw") as lines:
+        while line := lines.readline():
+            text, target, path = json.loads(line)
+            try:
+                _make(text, Target(**target), Path(path))
+                error = None
+            except G4Error as e:
+                error = str(e)
+            print(json.dumps(error), file=lines, flush=True)
 
 
 def compile_kernels(path: Path) -> None:
@@ -409,11 +409,10 @@ def _kernels_file() -> str:
 
 def _compile_kernels(path: Path) -> None:
     import torch
-    from torch._inductor import cpp_builder
 
     sources = [word for name in KERNEL_SOURCES for word in ("-x", "c", str(CPU_KERNELS / name))]
     libraries = ["-x", "none", f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"]
-    command = [cpp_builder.get_cpp_compiler(), *KERNEL_FLAGS, *sources, *libraries]
+    command = [cpp_compiler(), *KERNEL_FLAGS, *sources, *libraries]
     done = subprocess.run([*command, "-o", str(path)], capture_output=True, text=True)
     if done.returncode:
         raise _without_space(RuntimeError(done.stderr), path) or LowerError(
@@ -426,10 +425,17 @@ def compile_program(text: str, target: Target, path: Path) -> None:
     import torch
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    _keep_headers_in(keep_inductor_private(default_cache_dir()))
+    folder = keep_inductor_private(default_cache_dir())
+    _keep_headers_in(folder)
     try:
-        with _quiet_compiler(), torch.no_grad(), _kernels_understood(), _own_headers():
-            _compile(text, target, path)
+        with (
+            _quiet_compiler(),
+            torch.no_grad(),
+            _kernels_understood(),
+            _own_headers(),
+            without_probes(),
+        ):
+            _compile(text, target, path, folder)
     except Exception as e:
         raise _without_space(e, path) or LowerError(
             f"torch: a segment does not compile: {type(e).__name__}: {str(e)[:800]}\n"
@@ -503,20 +509,23 @@ def _kernels_understood() -> Iterator[None]:
         raise RuntimeError("torch cannot tell which operands a kernel writes")
 
 
-def _compile(text: str, target: Target, path: Path) -> None:
-    """Write a program's file, which ends with what it was made of."""
+def _compile(text: str, target: Target, path: Path, folder: Path) -> None:
+    """Write a program's file, which ends with what it was made of; `folder`: what programs share"""
     from torch._inductor.utils import fresh_cache
 
-    package = _packaged(text, target)
-    if not _is_whole(package):  # of a compile that was killed, a part lies in the compiler's cache
-        with fresh_cache():
-            package = _packaged(text, target)
+    given = _inductor(text, target)
+    apart = target.device == "cpu"
+    with interface_apart(folder, given) if apart else nullcontext(given) as options:
+        package = _packaged(text, target, options)
+        if not _is_whole(package):  # a part, left in the compiler's cache by a killed compile
+            with fresh_cache():
+                package = _packaged(text, target, options)
     with zipfile.ZipFile(package, "a") as archive:
         archive.comment = marker(text)
     write_file(path, [package.getbuffer()])
 
 
-def _packaged(text: str, target: Target) -> io.BytesIO:
+def _packaged(text: str, target: Target, options: dict[str, Any]) -> io.BytesIO:
     """Return a package in memory: torch's own writer ends the process on a full disk."""
     import torch
 
@@ -524,7 +533,9 @@ def _packaged(text: str, target: Target) -> io.BytesIO:
     toolkit = toolkit_found() if target.device == "cuda" else nullcontext()
     with _any_size(), toolkit:
         torch._inductor.aoti_compile_and_package(
-            exported(text, target), package_path=package, inductor_configs=_inductor(text, target)
+            exported(text, target),
+            package_path=package,
+            inductor_configs=options,
         )
     return package
 
@@ -538,8 +549,6 @@ def _inductor(text: str, target: Target) -> dict[str, Any]:
     on_cpu: dict[str, Any] = {}
     if target.device == "cpu":
         on_cpu["aot_inductor.custom_ops_to_c_shims"] = pyops.CALLS
-        if "avx2" in cpu_flags():  # compilers of C++20 know it: torch would try, for 8 seconds
-            on_cpu["cpp.vec_isa_ok"] = True
         if not SEQUENCE_DIM.search(text):
             on_cpu["cpp.min_chunk_size"] = LEAST_OF_A_THREAD
     known = config.get_config_copy()

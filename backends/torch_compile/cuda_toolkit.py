@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,19 +45,23 @@ def toolchain(device: str, otherwise: str = "") -> tuple[Callable[[], object], .
     """Return checks of what compiling for a device needs: a C++ compiler and, on a GPU, triton,
     CUDA's headers and the GPU. `otherwise` ends the advice of one without a usable GPU."""
     if device == "cpu":
-        return (_check_compiler,)
+        return (cpp_compiler,)
     import torch
 
     # Without a GPU, CUDA's parts come with what that needs anyway.
     parts = (_check_triton, find_toolkit) if torch.cuda.is_available() else ()
-    return (_check_compiler, *parts, partial(_check_gpu, otherwise))
+    return (cpp_compiler, *parts, partial(_check_gpu, otherwise))
 
 
-def _check_compiler() -> None:
+def cpp_compiler() -> str:
+    """Return the C++ compiler that torch takes; MissingError if there is none."""
+    usual = os.environ.get("CXX", "g++")
+    if sys.platform == "linux" and shutil.which(usual):  # torch's compiler takes 2 s to import
+        return usual
     from torch._inductor import cpp_builder, exc
 
     try:
-        cpp_builder.get_cpp_compiler()
+        return cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler as e:
         raise MissingError(
             "the torch backend needs a C++ compiler (g++ 10 or newer, or clang++): "

@@ -145,8 +145,8 @@ def _order_groups(g: Graph, groups: dict[Key, list[Node]], keys: dict[str, Key])
     for k, nodes in groups.items():
         before = [producers[v.name] for n in nodes for v in n.inputs if v.name in producers]
         for n in nodes:
-            replaced = {old for old, _ in _updates(n)}
-            before += [m for m in g.nodes if m is not n and replaced.intersection(m.inputs)]
+            read = (m for old, _ in _updates(n) for m in g.users[old.name])
+            before += [m for m in read if m is not n and m is not RESULT]
         needs[k] = {keys[m.outputs[0].name] for m in before} - {k}
     done: dict[Key, None] = {}
     while len(done) < len(groups):

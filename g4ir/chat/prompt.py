@@ -137,15 +137,6 @@ def text_ids(tokenizer: Any, texts: Sequence[str], special: bool = False) -> lis
     return [e.ids for e in tokenizer.encode_batch_fast([*texts], add_special_tokens=special)]
 
 
-def check_length(characters: int, longest: int, room: int, what: str, cheap: int = CHEAP) -> None:
-    """Raise InputError for a text that cannot fit into `room` tokens, whatever its tokens are,
-    before it is tokenised; texts of up to `cheap` characters are counted in tokens instead."""
-    if characters > max((room + 1) * longest, cheap):
-        most = f"more than {room} tokens can have, which is what this engine holds"
-        longest_is = f"its longest token has {longest} characters"
-        raise InputError(f"{what}: {characters} characters are {most}: {longest_is}")
-
-
 class Vocabulary:
     """A tokenizer (library `tokenizers`) as conversations need it. `form`: the chat format whose
     turns and ends count; by default the first of which the tokenizer has the turns."""
@@ -184,6 +175,14 @@ class Vocabulary:
     def longest(self) -> int:
         """Number of characters of the longest token."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    def check_length(self, characters: int, room: int, what: str, cheap: int = CHEAP) -> None:
+        """Raise InputError for a text that cannot fit into `room` tokens, whatever its tokens are,
+        before it is tokenised; texts of up to `cheap` characters are counted in tokens instead."""
+        if characters > cheap and characters > (room + 1) * self.longest:
+            most = f"more than {room} tokens can have, which is what this engine holds"
+            longest_is = f"its longest token has {self.longest} characters"
+            raise InputError(f"{what}: {characters} characters are {most}: {longest_is}")
 
     @property
     def chats(self) -> bool:

@@ -24,7 +24,6 @@ from g4ir.backends.sampling import LogitsMask, SamplingParams
 from g4ir.chat import Event as Said
 from g4ir.chat import Prompt, Reader, ReasoningBudget, make_prompt
 from g4ir.chat.messages import Conversation, an_object, check_pairs, decoded, read_messages
-from g4ir.chat.prompt import check_length
 from g4ir.chat.template import open_chat
 from g4ir.chat.tools import lower, read_tools
 from g4ir.errors import InputError, RankError
@@ -170,8 +169,9 @@ class ChatSession:
         """Put a text file, in a block with its name, before the next message; return how many
         tokens that is. InputError for a file that is not there, not UTF-8 or too long."""
         check_there("text", path)
-        path, longest, room = Path(path), self.vocabulary.longest, self.engine.limits.max_seq
-        check_length(path.stat().st_size // 4, longest, room, str(path))  # of UTF-8, at least
+        path, room = Path(path), self.engine.limits.max_seq
+        least = path.stat().st_size // 4  # characters of UTF-8
+        self.vocabulary.check_length(least, room, str(path))
         text = "".join(read_text(path))
         fence = "`" * max((3, *(len(run) + 1 for run in re.findall("`+", text))))
         part = {"type": "text", "text": f"{path.name}\n{fence}\n{text}\n{fence}\n\n"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from g4ir.chat.prompt import Vocabulary, check_length, text_ids
+from g4ir.chat.prompt import Vocabulary, text_ids
 from g4ir.errors import InputError
 from g4ir.weights.tensorfile import parse_json
 
@@ -30,7 +30,7 @@ class Codec:
         """Return token ids of a raw prompt, which begin with one `bos` whatever the tokenizer's
         files say: no model of the family was trained without. `bos` False: as it is written.
         InputError for a text that no engine of this size can hold."""
-        check_length(len(text), self.vocabulary.longest, self.room, what)
+        self.vocabulary.check_length(len(text), self.room, what)
         try:
             text.encode()
         except UnicodeEncodeError as e:

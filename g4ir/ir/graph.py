@@ -26,7 +26,7 @@ class Value:
     """A tensor: its name is its identity."""
 
     name: str
-    type: Type
+    type: Type = field(hash=False)  # one name has several types in different graphs alone
 
     def __str__(self) -> str:
         return f"%{self.name}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from g4ir.backends.sampling import LogitsMask, SamplingParams
 from g4ir.chat import Prompt, Reader, ReasoningBudget, Template, Vocabulary, make_prompt
-from g4ir.chat.prompt import check_length, spelled
+from g4ir.chat.prompt import spelled
 from g4ir.engine.conversation import Bounded
 from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.engine.multimodal import soft_of
@@ -213,7 +213,7 @@ class Prompts:
     def _check_length(self, characters: int, name: str) -> None:
         """Refuse a text that cannot fit before it is tokenised."""
         try:
-            check_length(characters, self.vocabulary.longest, self.engine.limits.max_seq, name)
+            self.vocabulary.check_length(characters, self.engine.limits.max_seq, name)
         except InputError as e:
             raise Refused(400, str(e), param=name, code="context_length_exceeded") from None
 

@@ -197,7 +197,7 @@ def build(
             return Built(p, (), str(e), time.monotonic() - begin)
         return Built(p, tuple(kernels_of(path, out)), "", time.monotonic() - begin)
 
-    with compiler._Workers(jobs) as workers, ThreadPoolExecutor(jobs) as pool:
+    with compiler._Workers(jobs, "cuda") as workers, ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(one, found)
 
 

@@ -162,9 +162,7 @@ def test_a_text_of_as_many_tokens_as_fit_has_a_length_that_fits(text: str, room:
     tokenizer = chat_tokenizer()
     (ids,) = prompt.text_ids(tokenizer, [text])
     if len(ids) <= room + 1:
-        prompt.check_length(
-            len(text), prompt.Vocabulary(tokenizer).longest, room, "a text", cheap=0
-        )
+        prompt.Vocabulary(tokenizer).check_length(len(text), room, "a text", cheap=0)
 
 
 MANY = {"[]": 70_000, "{}": 70_000, '""': 300_000, "1": 2_200_000}
