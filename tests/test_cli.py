@@ -250,6 +250,7 @@ def test_all_that_a_build_lacks_is_said_at_once(
         monkeypatch.setitem(sys.modules, library.module, None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", no_compiler)
     words = f"build --variant 26b-a4b --backend {words} --out {tmp_path}/e"
     outcome = g4ir(*words.split())

@@ -42,6 +42,7 @@ from g4ir.ui.paths import (
     keep_inductor_private,
     private,
     search_path,
+    setting,
     state_root,
     variable,
 )
@@ -124,7 +125,7 @@ def program_name(text: str, target: Target) -> str:
     import torch
 
     parts = [text, str(target), torch.__version__, machine(target.device), _sources(target)]
-    parts.append(os.environ.get(WRAPPER_LEVEL, ""))
+    parts.append(setting(WRAPPER_LEVEL))
     if target.gpu:
         parts.append(importlib.metadata.version("triton"))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from g4ir.errors import MissingError
+from g4ir.ui.paths import setting
 
 #: the oldest compute capability with bf16
 OLDEST = (8, 0)
@@ -55,7 +55,7 @@ def toolchain(device: str, otherwise: str = "") -> tuple[Callable[[], object], .
 
 def cpp_compiler() -> str:
     """Return the C++ compiler that torch takes; MissingError if there is none."""
-    usual = os.environ.get("CXX", "g++")
+    usual = setting("CXX", "g++")
     if sys.platform == "linux" and shutil.which(usual):  # torch's compiler takes 2 s to import
         return usual
     from torch._inductor import cpp_builder, exc

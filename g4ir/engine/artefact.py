@@ -235,7 +235,8 @@ class Manifest:
 
     def resolved(self, spec: Spec, drafter: Spec | None) -> Resolved:
         """Return the spec and options that the engine was built of."""
-        own = {f.name: getattr(self, f.name) for f in fields(Resolved) if hasattr(self, f.name)}
+        held = vars(self)
+        own = {f.name: held[f.name] for f in fields(Resolved) if f.name in held}
         own |= {"skip": self.skipped_passes, "recipe": self.quant}
         return Resolved(spec=spec, drafter=drafter, **own)
 

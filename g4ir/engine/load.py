@@ -99,7 +99,8 @@ def open_held(path: str | Path) -> Engine:
 
 
 def _engine(found: Artefact, runtime: Any, tables: dict[str, Any]) -> Engine:
-    own = {f.name: getattr(found, f.name) for f in fields(Engine) if hasattr(found, f.name)}
+    held = vars(found)
+    own = {f.name: held[f.name] for f in fields(Engine) if f.name in held}
     own |= {"program": found.packing.program, "prologue": found.packing.prologue}
     return Engine(**own, facts=found.manifest, runtime=runtime, tables=tables)
 

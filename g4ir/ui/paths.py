@@ -110,6 +110,11 @@ def unpacking() -> Iterator[PrivateFolder]:
             raise
 
 
+def setting(name: str, default: str = "") -> str:
+    """Return the value of a variable of the environment."""
+    return os.environ.get(name, default)
+
+
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
     """A context in which a variable of the environment has another value."""
