@@ -349,7 +349,7 @@ def largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     if vocab <= 8 * k or logits.numel() <= SHORT:
         values, index = logits.sort(dim=-1, descending=True, stable=True)
         return values[:, :k], index[:, :k]
-    if logits.is_cuda:
+    if logits.is_cuda or not k:
         index = _first(logits, k)
         return logits.gather(-1, index), index
     # Only k groups of neighbours can hold them: those whose own largest are the k largest.

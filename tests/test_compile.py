@@ -401,11 +401,28 @@ def test_what_a_killed_compile_left_is_made_again(
     assert len(set(made)) == len(made) == 2
 
 
+def test_an_interface_is_kept_by_all_that_it_follows_from(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another torch may lie in the same folder, whose classes have other members."""
+    folder, made = tmp_path / "kept", list[Path]()
+
+    def build(self: Any) -> None:
+        made.append(Path(self.get_target_file_path()))
+        made[-1].touch()
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.CppBuilder.build", build)
+    with inductor.without_probes():
+        names = [inductor._object("", folder, made_of) for made_of in ("a", "a", "b")]
+    assert names[0] == names[1] != names[2] and len(made) == 2
+    assert {p.name for p in folder.iterdir()} == {*names}
+
+
 def test_a_torch_that_writes_the_interface_in_another_way_goes_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inductor, "METHOD", "unheard_of")
-    with inductor.interface_apart(tmp_path, {"compile_threads": 1}) as options:
+    with inductor.interface_apart(tmp_path, {"compile_threads": 1}, "") as options:
         assert options == {"compile_threads": 1}
     assert not [*tmp_path.iterdir()]
 

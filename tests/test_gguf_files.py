@@ -250,6 +250,17 @@ def test_merges_by_score(tmp_path: Path) -> None:
     assert words and not words & {"<bos>", "<0x41>"}
 
 
+def test_a_merge_is_no_comment(tmp_path: Path) -> None:
+    """The library leaves a text out that begins with #version, where it takes pairs."""
+
+    def change(values: dict[str, Any]) -> None:
+        values["tokenizer.ggml.tokens"][-1] = "#version"
+
+    path = bare_file(tmp_path / "a.gguf", load_spec("tiny-ple"), change)
+    merges = json.loads(side_files(read_container(path))["tokenizer.json"])["model"]["merges"]
+    assert merges and all(isinstance(pair, list) for pair in merges)
+
+
 def test_side_files(model: Path, tmp_path: Path) -> None:
     files = {k: v.decode() for k, v in side_files(read_container(model)).items()}
     assert json.loads(files["tokenizer_config.json"]) == {"add_bos_token": True}

@@ -104,7 +104,7 @@ def test_draws_are_as_often_as_probable(given: dict[str, Any], keep: list[int]) 
     fits(counts(**{"temperature": 1.0, **given}), only(p, keep))
 
 
-@pytest.mark.parametrize("k", [1, 7, 64, 300])
+@pytest.mark.parametrize("k", [0, 1, 7, 64, 300])
 def test_largest_are_those_of_a_stable_sort(k: int) -> None:
     """With many equal ones, both zeros, and infinities."""
     logits = torch.randn(3, 3000, generator=torch.Generator().manual_seed(k)).bfloat16().float()

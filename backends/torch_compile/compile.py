@@ -515,8 +515,11 @@ def _compile(text: str, target: Target, path: Path, folder: Path) -> None:
     from torch._inductor.utils import fresh_cache
 
     given = _inductor(text, target)
-    apart = target.device == "cpu"
-    with interface_apart(folder, given) if apart else nullcontext(given) as options:
+    with (
+        interface_apart(folder, given, program_name("", target))
+        if target.device == "cpu"
+        else nullcontext(given)
+    ) as options:
         package = _packaged(text, target, options)
         if not _is_whole(package):  # a part, left in the compiler's cache by a killed compile
             with fresh_cache():

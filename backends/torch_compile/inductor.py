@@ -43,11 +43,14 @@ def without_probes() -> Iterator[None]:
 
 
 @contextmanager
-def interface_apart(folder: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def interface_apart(
+    folder: Path, options: dict[str, Any], made_of: str
+) -> Iterator[dict[str, Any]]:
     """A context in which torch compiles programs for the CPU without the interface by which it
     loads and calls them: two thirds of a program's compile time, and the same in all. Yields its
-    `options`, and that it links them with its object file, which is kept in `folder`. A torch that
-    writes the interface in another way goes without."""
+    `options`, and that it links them with its object file, which is kept in `folder` by a hash of
+    its command and of what else its code follows from, `made_of`. A torch that writes the interface
+    in another way goes without."""
     from torch._inductor import config
     from torch._inductor.codegen import cpp_wrapper_cpu
 
@@ -57,13 +60,13 @@ def interface_apart(folder: Path, options: dict[str, Any]) -> Iterator[dict[str,
         return
     text = Path(cpp_wrapper_cpu.__file__).with_name("aoti_runtime") / "interface.cpp"
     with config.patch(options):
-        found = _object(text.read_text(), folder)
+        found = _object(text.read_text(), folder, made_of)
     path = variable("LIBRARY_PATH", search_path(folder, "LIBRARY_PATH"))
     with path, _replaced(writer, METHOD, lambda self: self.header.splice(DECLARED)):
         yield {**options, "aot_inductor.custom_op_libs": [f":{found}"]}
 
 
-def _object(text: str, folder: Path) -> str:
+def _object(text: str, folder: Path, made_of: str) -> str:
     """Return the name of the object file of the interface, compiled unless it is there."""
     from torch._inductor import cpp_builder, cpu_vec_isa
 
@@ -80,7 +83,7 @@ def _object(text: str, folder: Path) -> str:
         sources = str(Path(output) / "interface.cpp")
         return cpp_builder.CppBuilder("interface", sources, options, output)
 
-    key = f"{source}\0{builder('').get_command_line()}"
+    key = f"{made_of}\0{source}\0{builder('').get_command_line()}"
     name = f"interface-{hashlib.sha256(key.encode()).hexdigest()[:24]}.o"
     with claimed(name, wait=True):
         if not (folder / name).is_file():

@@ -176,7 +176,7 @@ class Server:
         wait_s = self.service.wait_s() if self.service else 0.0
         said = refusal(error, {*schema.CHAT, *schema.COMPLETIONS}, hidden, wait_s)
         self.metrics.rejected.labels(said.code or str(said.status)).inc()
-        request.state.said["end"] = said.code
+        request.state.said |= {"end": said.code} if said.code else {}
         own = next((p for p in ERRORS if path.startswith(p)), None)
         body = ERRORS[own](said) if own else said.body()
         return _json(body, said.status, said.headers)

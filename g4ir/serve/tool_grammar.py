@@ -331,10 +331,10 @@ class _Schema:
         whole = kind == "integer" or "multipleOf" not in limits
         if not whole or not _is(step, "integer") or not 0 < step <= MOST_NUMBER:
             raise refused(f"{where}.multipleOf", "must be a whole number above 0, of integers")
+        limits = {k: max(-MOST_NUMBER, min(v, MOST_NUMBER)) for k, v in limits.items()}
         for key in EDGES if kind == "number" else ():
             if key in limits:
                 limits[key] = _inside(limits[key], EDGES[key])
-        limits = {k: max(-MOST_NUMBER, min(v, MOST_NUMBER)) for k, v in limits.items()}
         between = {"type": kind, "minimum": -MOST_NUMBER, "maximum": MOST_NUMBER, **limits}
         rule = "%json " + json.dumps(between)
         known = rule in self.rules.names

@@ -213,7 +213,11 @@ def test_what_may_follow() -> None:
     assert isinstance(made["needs"], HeldMask)
 
 
-@pytest.mark.parametrize(("keyword", "schema"), CASES["refused"])
+#: a limit that no float can be
+HUGE = ["limits", {"type": "number", "exclusiveMinimum": 10**400}]
+
+
+@pytest.mark.parametrize(("keyword", "schema"), [*CASES["refused"], HUGE])
 def test_keywords_that_cannot_be_held_to(keyword: str, schema: Any) -> None:
     """A function that is not strict is called in the form of a call, and others are held to their
     schemas."""

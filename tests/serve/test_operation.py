@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import ssl
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -16,7 +19,8 @@ from g4ir.cli.serve import _origins, _root_path
 from g4ir.errors import InputError
 from g4ir.serve.auth import Auth
 from g4ir.serve.server import Address
-from tests.serve.running import NAME, Running, ready
+from tests.serve.running import NAME, WAIT, Running, eventually, ready
+from tests.serve.test_media import sound
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 KEY = b"open-sesame"
@@ -134,6 +138,52 @@ def test_requests_have_ids_and_a_line(operated: Running, lines: list[str]) -> No
     refused = ["POST", "/v1/responses", "400", "end=not_supported"]
     assert [line.split()[1:5] for line in rest] == [refused] * 3
     assert "Hi" not in " ".join(lines)
+
+
+class Held:
+    """Allows any token, once the client has left."""
+
+    def __init__(self) -> None:
+        self.begun, self.left = Event(), Event()
+
+    def mask(self, generated: Sequence[int]) -> None:
+        self.begun.set()
+        assert self.left.wait(WAIT)
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"json": CHAT},
+    "/v1/completions": {"json": {"prompt": "Hi"}},
+    "/v1/messages": {"json": CHAT},
+    "/v1/responses": {"json": {"input": "Hi"}},
+    "/v1/audio/transcriptions": {"data": {}, "files": {"file": ("clip.wav", sound())}},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("stream", ["false", "true"])
+def test_a_client_that_leaves(
+    operated: Running, lines: list[str], path: str, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request ends before the next token, and the log says so."""
+    prompts, held = operated.server.prompts, Held()
+    assert prompts
+    made = prompts._sampling
+    monkeypatch.setattr(prompts, "_sampling", lambda *a: replace(made(*a), allowed=held))
+    body, *files = ASKED[path].items()
+    fields = {"stream": stream} if files else {"stream": stream == "true"}
+    url, given = httpx.URL(operated.url + path), {body[0]: body[1] | fields, **dict(files)}
+    asked = httpx.Request("POST", url, headers=BEARER, **given)
+    lines.clear()
+    there = http.client.HTTPConnection(url.host, url.port)
+    there.request("POST", path, asked.read(), dict(asked.headers))
+    assert held.begun.wait(WAIT)
+    there.close()
+    eventually(lambda: not operated.process.server_state.tasks)
+    held.left.set()
+    eventually(lambda: not operated.busy)
+    (line,) = lines
+    assert f"POST {path} {200 if stream == 'true' else 499}" in line and "end=cancelled" in line
 
 
 def test_what_tools_ask(operated: Running) -> None:

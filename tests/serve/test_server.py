@@ -25,7 +25,7 @@ import openai
 import pytest
 
 import g4ir
-from g4ir.engine.engine import Engine
+from g4ir.engine.engine import Engine, _within
 from g4ir.engine.load import load_engine
 from g4ir.engine.session import Session
 from g4ir.errors import CheckError, EngineError, MissingError, TrustError
@@ -210,6 +210,14 @@ def test_tokens_beyond_the_vocabulary(
         assert max(ids) < 512
         got = client.post("/detokenize", json={"tokens": ids}).json()
         assert got["prompt"] == text
+
+
+def test_more_tokens_than_ids(tmp_path: Path) -> None:
+    """Two of one id are no tokens beyond the vocabulary."""
+    from tokenizers import Tokenizer, models
+
+    made = Tokenizer(models.BPE({"a": 0, "b": 1, "c": 1}, []))
+    assert _within(made, 2, tmp_path) is made
 
 
 def test_a_body_that_never_ends(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -468,8 +468,10 @@ def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
         for (text, i), kind in zip(ids.items(), kinds, strict=True)
         if kind in (CONTROL, USER_DEFINED) or text in ends
     ]
-    # The library reads pairs in one text in two thirds of the time; it splits them at spaces.
-    plain = not any(" " in text for text in ids)
+    # The library reads pairs in one text in two thirds of the time; it splits them at spaces, and
+    # one that begins with #version is a comment to it.
+    texts = "\n".join(ids)
+    plain = " " not in texts and "#version" not in texts
     pairs = [" ".join(pair) for pair in merges] if plain else merges
     own = {"unk_token": unknown, "vocab": ids, "merges": pairs}
     made = {**TABLES["tokenizer_model"], **own}
