@@ -37,6 +37,7 @@ CASES = {
     "g4ir plan --gpu h100-p": "g4ir plan --gpu h100-pcie-80gb ",
     "g4ir run two": r"g4ir run two\ words.gguf ",
     "g4ir run --image t": r"g4ir run --image two\ words.gguf ",
+    "g4ir run --image=t": r"g4ir run --image=two\ words.gguf ",
     "g4ir build --out ": "g4ir build --out folder ",
     "g4ir build --max-seq t": "g4ir build --max-seq t",  # a number, which no file is
     "g4ir engines r": "g4ir engines rm ",

@@ -372,7 +372,7 @@ def ok(*words: str | Path) -> str:
 def test_json_keeps_its_keys() -> None:
     """Scripts read them: a change of one raises SCHEMA."""
     found = json.loads(ok("--variant", "e2b", "--gpu", "h100-80gb", "--json"))
-    assert found["schema"] == SCHEMA == 2
+    assert found["schema"] == SCHEMA == 3
     assert found.keys() == set(CASES["keys"].split())
     for key, names in CASES["keys of parts"].items():
         part = found[key] if isinstance(found[key], dict) else found[key][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from g4ir.chat import Event, Reader, make_prompt
 from g4ir.chat.special_tokens import CHANNEL, CHANNEL_END, TURN_END
+from g4ir.cli.talking import declare
 from g4ir.engine.conversation import INTERRUPTED, NOT_RUN, ChatSession
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
@@ -302,6 +304,10 @@ def test_wrong_files(talk: ChatSession, tmp_path: Path) -> None:
             talk.load(path)
         assert str(e.value).startswith(f"{path}: ") and said in str(e.value)
         assert talk.system == "stays" and talk.tools is None
+    path.write_bytes(b"\xff")
+    for reads in (talk.load, partial(declare, talk)):
+        with pytest.raises(InputError, match=rf"^{path}: not UTF-8 at byte 0"):
+            reads(f"{tmp_path}/./{path.name}")  # named once
 
 
 def test_a_file_that_cannot_be_written(talk: ChatSession, tmp_path: Path) -> None:

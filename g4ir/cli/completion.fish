@@ -13,6 +13,7 @@ function __g4ir_offer
     set -l begun ''
     if string match -q -- '--*=*' $current
         set key (string split -m 1 = -- $current)[1]
+        set current (string split -m 1 = -- $current)[2]
         set begun "$key="
     end
     set -l found (string match -- "$command$tab$key$tab*" $__g4ir_rows)
@@ -22,9 +23,9 @@ function __g4ir_offer
         switch $row[3]
             case ''
             case '<file>'
-                __fish_complete_path $current
+                string join \n -- $begun(__fish_complete_path $current)
             case '<folder>'
-                __fish_complete_directories $current
+                string join \n -- $begun(__fish_complete_directories $current)
             case '-*'
                 string match -q -- '-*' $current; and echo $row[3]$tab$row[4]
             case '*'

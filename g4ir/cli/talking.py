@@ -116,6 +116,7 @@ def declare(talk: ChatSession, path: str) -> None:
     """Declare the tools of a file, and say what of their schemas is lost."""
     from g4ir.engine.text_files import read_text
 
+    path = str(Path(path))
     try:
         tools = decoded("".join(read_text(Path(path))), path)
         for said in talk.set_tools(tools):

@@ -224,8 +224,9 @@ class ChatSession:
     def load(self, path: str | Path) -> None:
         """Go on with a conversation from a file as `save` writes them, or with a list of messages,
         whose media are read. InputError where something is wrong; then nothing has changed."""
+        path = Path(path)
         try:
-            value = decoded("".join(read_text(Path(path))), str(path))
+            value = decoded("".join(read_text(path)), str(path))
             held: dict[str, Any] = {"messages": value}
             if not isinstance(value, list):
                 held = an_object(value, "the file")

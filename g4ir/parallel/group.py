@@ -110,7 +110,6 @@ class Group:
         self.turn = threading.RLock()
         self._calls = dist.new_group(backend="gloo", timeout=FOREVER)
         self._processes: tuple[RankProcess, ...] = ()
-        #: addresses of all ranks' buffers, this rank's buffer, and the handle that maps the others
         found = self.gathered([socket.gethostname(), os.getpid()])
         self._processes = tuple(RankProcess(i, *who) for i, who in enumerate(found))
 

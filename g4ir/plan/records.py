@@ -23,7 +23,7 @@ from .formats import WeightSizes, nominal
 from .media import MediaPart
 
 #: version of the JSON layout; another number has other keys
-SCHEMA = 2
+SCHEMA = 3
 TOTALS = ("naive", "planned", "built")
 
 
