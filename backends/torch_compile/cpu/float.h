@@ -28,12 +28,14 @@ static inline pair pair_f32(const float *p) {
 
 #ifdef __AVX512F__
 #define REGISTERS 24
-#define DOTS_WIDE(NAME) DOTS(NAME, 24)
-#define DOTS_BLOCKS(NAME) DOTS(NAME, 12)
+#define DOTS_WIDE(NAME) DOTS(NAME, ONE_TO_8, SUMS_24, NONE)
+#define DOTS_BLOCKS(NAME) DOTS(NAME, ONE_TO_6, SUMS_12, NONE)
+#define DOTS_GROUPS(NAME) DOTS(NAME, ONE_TO_6, NONE, ONE_TO_6)
 #else
 #define REGISTERS 12
-#define DOTS_WIDE(NAME) DOTS(NAME, 12)
-#define DOTS_BLOCKS(NAME) DOTS(NAME, 4)
+#define DOTS_WIDE(NAME) DOTS(NAME, ONE_TO_8, SUMS_12, ONE_7_8)
+#define DOTS_BLOCKS(NAME) DOTS(NAME, ONE_TO_4, SUMS_4, ONE_3_4)
+#define DOTS_GROUPS(NAME) DOTS(NAME, ONE_TO_4, NONE, ONE_TO_4)
 #endif
 
 /* Rows are fp32; of the weight, a pair is made wide once for all rows. Sums of a row of the weight and
@@ -115,7 +117,7 @@ ALWAYS dot_bf16(const int outs, const int rows, const product *p, int64_t o, int
             out[s][q] = _mm512_reduce_add_ps(whole) + rest;
         }
 }
-DOTS(dot_bf16, 24)
+DOTS_WIDE(dot_bf16)
 typedef bf16 bf16_row;
 #else
 DOT(bf16, bf16, widen)
