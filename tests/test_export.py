@@ -273,9 +273,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
         (["L0.moe.*"], "int8", "reference"),
     ],
 )
-def test_codes_of_some_layers(
-    tensors: list[str], form: str, backend: str, tmp_path: Path
-) -> None:
+def test_codes_of_some_layers(tensors: list[str], form: str, backend: str, tmp_path: Path) -> None:
     """Their modules are named: patterns would match those of other layers too. Codes of 5 bits are
     written in 8, of a GGUF file too."""
     recipe = tmp_path / "recipe.yaml"
