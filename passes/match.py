@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from g4ir.errors import InputError, VerifyError
 from g4ir.ir.graph import Builder, Graph, Node, Value
 from g4ir.ir.rewrite import splice_all
+from g4ir.ops import OPS
+from g4ir.ops.codecs import AS_BYTES, FORM_OF
 
 #: sees a value's name, and what a pass did there or why it left it
 Note = Callable[[str, str], None]
@@ -136,14 +138,17 @@ def cache_names(g: Graph) -> dict[str, str]:
 
 
 def held_as(g: Graph, w: Value) -> tuple[object, ...] | None:
-    """Return the format of a weight: weights of equal formats can be one. None for a value that
-    is neither a param nor dequantised."""
+    """Return the format of a weight: weights of equal formats can be one. int5 and int6 count as
+    the int8 that they can become. None for a value that is neither a param nor dequantised."""
     if w in g.params:
         return (w.type.dtype,)
     made = maker(g, w, "dequantize")
     if made is None:
         return None
-    parts = ((v.type.dtype, v.type.shape[1:]) for v in made.inputs)
+    types = tuple(v.type for v in made.inputs)
+    if FORM_OF[types[0].dtype] in AS_BYTES:
+        types = OPS["as_bytes"].infer_types(types, {})
+    parts = ((t.dtype, t.shape[1:]) for t in types)
     return (*parts, *made.attrs.items())
 
 
@@ -151,15 +156,27 @@ def packed(
     b: Builder, g: Graph, products: Sequence[Node], weight: str, name: str
 ) -> tuple[Value, list[Node]]:
     """Emit one product with the weights of several, concatenated by rows: codes and scales if they
-    are quantised. Returns it, and the nodes in whose place it is."""
+    are quantised, as int8 if they are in several forms. Returns it, and the nodes that it
+    replaces."""
     made = [n for p in products if (n := g.producer(p["w"]))]
     if made:
+        parts = [n.inputs for n in made]
+        if len({tuple((v.type.dtype, v.type.shape[1:]) for v in pair) for pair in parts}) > 1:
+            parts = [_in_bytes(b, pair) for pair in parts]
         codes, scales = (
-            b.emit("concat", *(n[part] for n in made), axis=0, name=f"{weight}.{part}")
-            for part in ("codes", "scales")
+            b.emit("concat", *values, axis=0, name=f"{weight}.{part}")
+            for part, values in zip(("codes", "scales"), zip(*parts, strict=True), strict=True)
         )
         w = b.emit("dequantize", codes, scales, name=f"{weight}{DENSE}", **made[0].attrs)
     else:
         w = b.emit("concat", *(n["w"] for n in products), axis=0, name=weight)
     own = [n for n in made if len(g.readers(n.out)) == 1]
     return b.emit("linear", products[0]["x"], w, name=name), [*products, *own]
+
+
+def _in_bytes(b: Builder, pair: tuple[Value, ...]) -> tuple[Value, ...]:
+    """Return codes and scales as int8 if they are in a form that can become it."""
+    if FORM_OF[pair[0].type.dtype] not in AS_BYTES:
+        return pair
+    ends = (v.name.rpartition(".") for v in pair)
+    return b.emit_all("as_bytes", *pair, name=[f"{weight}.bytes.{end}" for weight, _, end in ends])

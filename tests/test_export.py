@@ -264,14 +264,29 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp(min=1e-12))
 
 
-@pytest.mark.parametrize("tensors", [["L0.mlp.w_*", "L1.attn.wq"], ["L0.moe.*"]])
-def test_codes_of_some_layers(tensors: list[str], tmp_path: Path) -> None:
-    """Their modules are named: patterns would match those of other layers too."""
+@pytest.mark.parametrize(
+    ("tensors", "form", "backend"),
+    [
+        (["L0.mlp.w_*", "L1.attn.wq"], "int8", "reference"),
+        (["L0.mlp.w_*", "L1.attn.wq"], "int5", "reference"),
+        (["L0.mlp.w_*", "L1.attn.wq"], "int5", "onnx"),
+        (["L0.moe.*"], "int8", "reference"),
+    ],
+)
+def test_codes_of_some_layers(tensors: list[str], form: str, backend: str, tmp_path: Path) -> None:
+    """Their modules are named: patterns would match those of other layers too. Codes of 5 bits are
+    written in 8, of a GGUF file too, and are in 8 where others of one product are."""
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(json.dumps({"rules": [{"tensors": tensors, "form": "int8"}]}))
-    kept = {**LIMITS, "dtype": "float32", "random_weights": 0}
+    beside = {"tensors": ["L1.attn.wk"], "form": "int8", "group": 32, "scale": "f16"}
+    recipe.write_text(json.dumps({"rules": [{"tensors": tensors, "form": form}, beside]}))
+    kept = {**LIMITS, "dtype": "float32", "random_weights": 0, "backend": backend}
     engine = g4ir.build("tiny-moe", tmp_path / "e", quant=recipe, **kept)
     opened = Checkpoint.open(g4ir.export(engine, tmp_path / "c", quant="keep"), engine.spec)
     held = HeldWeights(engine)
     assert opened.forms.keys() == held.forms.keys() and len(held.forms) > 1
     assert all(torch.equal(opened.tensor(n), held.tensor(n)) for n in opened.weights)
+    if form == "int5":
+        assert any(name.startswith("L1.attn.wqk.") for name in engine.program.params())
+        file = g4ir.export(engine, tmp_path / "c.gguf", format="gguf", dtype="Q8_0")
+        opened = find_origin(file).open(engine.spec, (), "f32")
+        assert all(torch.equal(opened.tensor(n), held.tensor(n)) for n in held.forms)

@@ -84,6 +84,8 @@ ACTIVATIONS = {"int8": 32, "fp8": 0}
 CALIBRATED = ("int4", "uint4", "uint5")
 #: forms that become codes of 8 bits for products that do not take them
 AS_BYTES = ("int6", "int5")
+#: form -> the form that holds the same codes as integers of 8 bits
+SAME_CODES = {"int5": "int8"}
 #: of two codes in a byte, between code + 8 and two's complement
 COMPLEMENT = 0x88
 
@@ -173,6 +175,12 @@ def _five_bits(low: Any, upper: Any) -> Any:
 def _places(like: Any) -> Any:
     """Return the bit in which a number's upper one lies, u8 [4, 1, 2]."""
     return torch.arange(8, dtype=torch.uint8, device=like.device).view(4, 1, 2)
+
+
+def opened(codes: Any) -> Any:
+    """Return codes of int8, int5 or int4 as i8 [.., K]."""
+    by = {"int4": unpacked, "int5": fives}.get(FORM_OF[dtype_name(codes.dtype)])
+    return by(codes) if by else codes
 
 
 def folded(numbers: Any, integers: Any) -> Any:

@@ -84,21 +84,20 @@ typedef void (*dot)(const product *p, int64_t o, int64_t r, sums *out);
 #define ALWAYS static inline __attribute__((always_inline)) void
 #define UNROLLED _Pragma("GCC unroll 8")
 #define SUMS _Pragma("GCC unroll 24")
-/* How many rows of the weight, by rows of x: as many as make so many sums at most, and four. The second
- * list is of those that are one. */
-#define SEVERAL_24(F, NAME)                                                                     \
+/* How many rows of the weight, by rows of x: as many as make so many sums at most, and four. */
+#define SUMS_24(F, NAME)                                                                        \
     F(NAME, 4, 1) F(NAME, 4, 2) F(NAME, 4, 3) F(NAME, 4, 4) F(NAME, 4, 5) F(NAME, 4, 6)         \
     F(NAME, 3, 7) F(NAME, 3, 8)
-#define ALONE_24(F, NAME)
-#define SEVERAL_12(F, NAME)                                                                     \
+#define SUMS_12(F, NAME)                                                                        \
     F(NAME, 4, 1) F(NAME, 4, 2) F(NAME, 4, 3) F(NAME, 3, 4) F(NAME, 2, 5) F(NAME, 2, 6)
-#define ALONE_12(F, NAME) F(NAME, 1, 7) F(NAME, 1, 8)
-#define SEVERAL_8(F, NAME) F(NAME, 4, 1) F(NAME, 4, 2) F(NAME, 2, 3) F(NAME, 2, 4)
-#define ALONE_8(F, NAME) F(NAME, 1, 5) F(NAME, 1, 6) ALONE_12(F, NAME)
-#define SEVERAL_4(F, NAME) F(NAME, 4, 1) F(NAME, 2, 2)
-#define ALONE_4(F, NAME) F(NAME, 1, 3) F(NAME, 1, 4) ALONE_8(F, NAME)
-#define SEVERAL_1(F, NAME)
-#define ALONE_1(F, NAME) F(NAME, 1, 1) F(NAME, 1, 2) ALONE_4(F, NAME)
+#define SUMS_4(F, NAME) F(NAME, 4, 1) F(NAME, 2, 2)
+#define NONE(F, NAME)
+/* One row of the weight, by rows of x. */
+#define ONE_3_4(F, NAME) F(NAME, 1, 3) F(NAME, 1, 4)
+#define ONE_7_8(F, NAME) F(NAME, 1, 7) F(NAME, 1, 8)
+#define ONE_TO_4(F, NAME) F(NAME, 1, 1) F(NAME, 1, 2) ONE_3_4(F, NAME)
+#define ONE_TO_6(F, NAME) ONE_TO_4(F, NAME) F(NAME, 1, 5) F(NAME, 1, 6)
+#define ONE_TO_8(F, NAME) ONE_TO_6(F, NAME) ONE_7_8(F, NAME)
 #define MOST_SUMS 24
 #define DOT_OF(NAME, OUTS, ROWS)                                                                \
     static void NAME##_##OUTS##_##ROWS(const product *p, int64_t o, int64_t r, sums *out) {     \
@@ -109,11 +108,11 @@ typedef struct {
     dot one, several;
     int outs;
 } dots;
-/* By rows of x. */
-#define DOTS(NAME, MOST)                                                                        \
-    ALONE_1(DOT_OF, NAME)                                                                       \
-    SEVERAL_##MOST(DOT_OF, NAME)                                                                \
-    static const dots NAME##s[] = {{0}, SEVERAL_##MOST(DOTS_OF, NAME) ALONE_##MOST(DOTS_OF, NAME)};
+/* By rows of x: those that several rows of the weight share, then those that one has alone. */
+#define DOTS(NAME, ONES, SEVERAL, ALONE)                                                        \
+    ONES(DOT_OF, NAME)                                                                          \
+    SEVERAL(DOT_OF, NAME)                                                                       \
+    static const dots NAME##s[] = {{0}, SEVERAL(DOTS_OF, NAME) ALONE(DOTS_OF, NAME)};
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 

@@ -320,7 +320,7 @@ static inline void as_codes_int4(float *v) {
         UNROLLED for (int q = 0; q < rows; q++) out[0][q] = total(sum[q]);                      \
     }                                                                                           \
     DOTS_BLOCKS(rowwise_##NAME)                                                                 \
-    DOTS(groupwise_##NAME, 1)
+    DOTS_GROUPS(groupwise_##NAME)
 
 DOT_CODED(int8, 32, 1)
 DOT_CODED(int6, 26, 1)
@@ -357,7 +357,7 @@ ALWAYS groupwise_above(const int rows, const int high, const product *p, int64_t
                             int64_t r, sums *out) {                                             \
         groupwise_above(rows, HIGH, p, o, r, out);                                              \
     }                                                                                           \
-    DOTS(groupwise_##NAME, 1)
+    DOTS_GROUPS(groupwise_##NAME)
 
 DOT_ABOVE(uint4, 0)
 DOT_ABOVE(uint5, 1)

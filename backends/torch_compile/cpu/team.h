@@ -28,9 +28,9 @@ int run_region(region *body, void *context, int64_t count, int threads);
 void read_next(const void *at, int64_t apart, int places, int64_t size);
 
 /* Parts of a weight for each thread: one that others hold up takes fewer. Each is made of so many equal
- * runs, if it is large enough. */
+ * runs, so that no tile is multiplied twice. */
 #define PARTS 4
 static inline int64_t tiles_of_part(int64_t tiles, int64_t threads, int64_t runs) {
     int64_t part = (tiles + threads * PARTS - 1) / (threads * PARTS);
-    return part > runs ? part - part % runs : part;
+    return part > runs ? part - part % runs : runs;
 }

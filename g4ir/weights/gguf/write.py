@@ -22,7 +22,7 @@ from typing import Any
 from g4ir.errors import InputError, SpecError
 from g4ir.model.names import CODES, NORM, SCALES, checkpoint_name
 from g4ir.model.tensors import text_tensors
-from g4ir.ops.codecs import quantized, unpacked
+from g4ir.ops.codecs import SAME_CODES, opened, quantized
 from g4ir.ops.types import torch
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.parts import SLIDING
@@ -167,10 +167,11 @@ def _rows(
 ) -> Iterator[torch.Tensor]:
     """Yield the bytes of a tensor, some rows at a time."""
     held, block = source.forms.get(bare), _BLOCKS.get(kind)
-    if held and block and held.form == block.form and held.group % block.group == 0:
+    form = held and SAME_CODES.get(held.form, held.form)
+    if held and block and form == block.form and held.group % block.group == 0:
         parts = [source.tensor(f"{bare}{part}").flatten(0, -2) for part in (CODES, SCALES)]
         for codes, scales in zip(*(t.split(_count(parts[0])) for t in parts), strict=True):
-            codes = unpacked(codes) if held.form == "int4" else codes
+            codes = opened(codes)
             each = codes.shape[-1] // block.group // scales.shape[-1]
             yield _blocks(codes, scales.repeat_interleave(each, -1), kind)
         source.release(bare)
@@ -187,7 +188,7 @@ def _stored(x: torch.Tensor, kind: str, added: float) -> torch.Tensor:
         return (x.float() + added if added else x).to(_DENSE[kind])
     block = _BLOCKS[kind]
     codes, scales = quantized(x.float(), block.form, block.group, "f16")
-    return _blocks(unpacked(codes) if block.form == "int4" else codes, scales, kind)
+    return _blocks(opened(codes), scales, kind)
 
 
 def _count(t: torch.Tensor) -> int:
