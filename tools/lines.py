@@ -36,7 +36,7 @@ MOST = {
     "g4ir-vllm/tests": 811,
     "bench": 2634,
     "examples": 193,
-    "tests": 43036,
+    "tests": 43045,
     "tools": 549,
 }
 
