@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -255,6 +256,11 @@ class Backend(ABC):
         """Return optimised graphs whose weights lie as its products take them on a device: those in
         codes by columns, say, or made dense at build."""
         return program
+
+    def about_to_compile(self, device: str) -> AbstractContextManager[None]:
+        """Return a context that surrounds `compile` and what comes before, in which what it needs
+        in any case is begun."""
+        return nullcontext()
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         """Write compiled files into the folder; returns what the manifest keeps of them."""

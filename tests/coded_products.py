@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -60,11 +59,10 @@ def kernel_library(tmp_path_factory: pytest.TempPathFactory, full: bool) -> Call
 
 
 def _library(path: Path, *flags: str) -> Path:
-    named = (str(compiler.CPU_KERNELS / name) for name in ("kernels.c", "step.c"))
-    sources = [word for source in named for word in ("-x", "c", source)]
-    options = "-fopenmp -fassociative-math -fno-signed-zeros -fno-trapping-math -shared -fPIC -w"
-    command = ["g++", *options.split(), *flags, *sources, "-o", str(path)]
-    subprocess.run(command, check=True)
+    options = ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fPIC", "-w"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "KERNEL_FLAGS", (*options, *flags))
+        compiler.compile_kernels(path)
     return path
 
 

@@ -128,26 +128,31 @@ def test_processes_share_the_work(
     assert done == [TWO[1]] and (tmp_path / "out" / made[0]).read_text() == "theirs"
 
 
-def test_kernels_are_compiled_once(
+def test_each_part_of_the_kernels_is_compiled_once(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = []
+    """An engine of other formats shares what it has of an earlier one."""
+    done: list[str] = []
 
-    def compiled(path: Path) -> None:
-        done.append(path)
-        path.write_text(f"kernels {len(done)}")
+    def compiled(words: Sequence[str], path: Path) -> None:
+        done.extend(Path(word).name for word in words if word.endswith(".c") or "FORM" in word)
+        path.write_text(" ".join(words))
 
-    def made(folder: str) -> str:
+    def made(folder: str, *dtypes: str) -> list[str]:
+        done.clear()
         (tmp_path / folder).mkdir()
-        compiler.compile_kernels(tmp_path / folder / "kernels.so")
-        (file,) = (tmp_path / folder).iterdir()
-        assert file.name == "kernels.so"
-        return file.read_text()
+        parts = compiler.kernel_parts(dtypes)
+        compiler.compile_kernels(tmp_path / folder / "kernels.so", parts)
+        assert [f.name for f in (tmp_path / folder).iterdir()] == ["kernels.so"]
+        return done
 
-    monkeypatch.setattr(compiler, "_compile_kernels", compiled)
-    assert made("a") == made("b") == "kernels 1"
+    monkeypatch.setattr(compiler, "_compiler", compiled)
+    assert made("dense", "bf16", "f32") == ["kernels.c", "step.c", "calls.c", "team.c"]
+    assert made("int8", "bf16", "i8") == ["-DFORM=INT8", "form.c"]
+    assert made("mixed", "i8", "u8") == ["-DFORM=INT4", "form.c"]
+    assert made("again", "i8", "u8") == made("none") == []
     monkeypatch.setattr(compiler, "KERNEL_FLAGS", ("-O1",))
-    assert made("c") == "kernels 2" and made("d") == "kernels 2"
+    assert len(made("other flags")) == 4
 
 
 def test_key_covers_what_lowering_imports() -> None:
@@ -295,6 +300,41 @@ def test_an_interrupt_of_the_main_process_ends_the_others_and_their_compilers(
     assert gone([*(int(p.stem) for p in told), *(int(p.read_text()) for p in told)], 5)
 
 
+def test_processes_that_were_started_early(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next build takes them, and they end with it, or with one that is refused before."""
+    script = f"echo $$ > {tmp_path}/$$.part; mv {tmp_path}/$$.part {tmp_path}/$$.pid; sleep 300"
+    worker(monkeypatch, tmp_path, script)
+    with pytest.raises(LowerError, match="refused"), compiler.compilers_started(2, "cpu"):
+        unused = compiler._early["cpu"]._server
+        raise LowerError("refused")
+    assert unused.returncode is not None and not compiler._early
+    worker(monkeypatch, tmp_path, "exit 3")
+    with compiler.compilers_started(2, "cpu"):
+        early = compiler._early["cpu"]
+        with pytest.raises(LowerError, match="with status 3"):
+            compiler.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, no_progress)
+        assert early._server.returncode == 3 and not compiler._early
+
+
+def test_what_programs_share_is_made_once(tmp_path: Path) -> None:
+    """As they make it themselves: they find it."""
+    for part in compiler.SHARED_PARTS:
+        compiler._make(part, Target("cpu"), Path())
+    with compiler._compiling() as folder:
+        pass
+
+    def shared() -> dict[str, int]:
+        kept = [*folder.glob("precompiled_headers/*.?ch"), *folder.glob("interface-*.o")]
+        return {p.name: p.stat().st_mtime_ns for p in kept}
+
+    before = shared()
+    assert len(before) >= 3
+    compiler.compile_program(TEXT, Target("cpu"), tmp_path / "program.pt2")
+    assert shared() == before
+
+
 PARENT = """
 import sys
 from pathlib import Path
@@ -302,7 +342,7 @@ from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile.target import Target
 workers = compiler._Workers(2, "cpu")
 print(workers._server.pid, flush=True)
-workers.compile(compiler.KERNELS, Target("cpu"), Path(sys.argv[1]))
+workers.compile(compiler.kernel_parts()[0], Target("cpu"), Path(sys.argv[1]))
 """
 
 
@@ -412,8 +452,12 @@ def test_an_interface_is_kept_by_all_that_it_follows_from(
         made[-1].touch()
 
     monkeypatch.setattr("torch._inductor.cpp_builder.CppBuilder.build", build)
+    monkeypatch.setattr(inductor, "_precompiled", lambda wrapper: None)
     with inductor.without_probes():
-        names = [inductor._object("", folder, made_of) for made_of in ("a", "a", "b")]
+        objects = [inductor._Interface(folder, {}, made_of) for made_of in ("a", "a", "b")]
+        for interface in objects:
+            interface.compile()
+    names = [interface.options["aot_inductor.custom_op_libs"][0][1:] for interface in objects]
     assert names[0] == names[1] != names[2] and len(made) == 2
     assert {p.name for p in folder.iterdir()} == {*names}
 

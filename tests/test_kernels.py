@@ -30,7 +30,7 @@ from g4ir.ops.codecs import (
     to_tiles,
 )
 from g4ir.ops.moe import experts as experts_op
-from g4ir.ops.types import ITEMSIZE, Type, torch_dtype
+from g4ir.ops.types import ITEMSIZE, Type, dtype_name, torch_dtype
 from tests.coded_products import (
     BUDGET,
     GROUPS,
@@ -454,6 +454,37 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert got.dtype == want.dtype
             torch.testing.assert_close(got, want, rtol=2**-7, atol=0.1)
         assert {*seen[: len(seen) // 2]} >= wanted
+
+
+@pytest.mark.parametrize("form", ["int8", "uint4"])
+def test_a_library_has_the_formats_of_its_engine(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of others it takes nothing, and a product with them is the library's; rows that are rounded
+    only if the engine has such."""
+    (codes, scales) = QUANTIZE(torch.randn(32, 256), form=form, group=256, scale="f16")
+    x, own = torch.randn(2, 256).bfloat16(), dtype_name(codes.dtype)
+    before = pyops.linear_coded(x, codes, scales)
+
+    def taken(*parts: Any) -> list[tuple[str, bool]]:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.so"
+        compiler.compile_kernels(path, compiler.kernel_parts(*parts))
+        monkeypatch.setattr(pyops, "_kernels", {})
+        pyops.load_kernels(path)
+        takes, groups = pyops._kernels["takes_codes"], 2
+        return [
+            (dtype, bool(rounded))
+            for dtype in compiler.KERNEL_FORMS
+            for rounded in (0, 1)
+            if takes(pyops.FORMS[torch_dtype(dtype)], rounded, BF16, 1, 512, groups)
+        ]
+
+    assert taken(()) == []
+    near = pyops.linear_coded(x, codes, scales)
+    torch.testing.assert_close(before, near, rtol=2**-7, atol=2**-4)
+    assert taken({own, "bf16"}, False) == [(own, False)]
+    assert torch.equal(before, pyops.linear_coded(x, codes, scales))
+    assert taken({own}) == [(own, r) for r in (False, True)][: 1 + tiles.multiplies_tiles(form)]
 
 
 def test_other_threads_run_meanwhile(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from g4ir.backends.torch_compile.attention import _pairs, _rotate
+from g4ir.backends.torch_compile.backend import _kernel_parts
+from g4ir.backends.torch_compile.compile import FORM_SOURCE
 from g4ir.backends.torch_compile.lower import (
     SegmentModule,
     _list_write,
@@ -27,6 +29,8 @@ from g4ir.ir.graph import Graph
 from g4ir.ir.text import parse_graph, print_graph
 from g4ir.ops import OPS
 from g4ir.ops.types import torch_dtype
+from g4ir.passes import PassOptions, run_program
+from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan.engine_limits import Limits
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.pack import split_program
@@ -189,6 +193,19 @@ def close(got: torch.Tensor, want: torch.Tensor, budget: float) -> None:
     got, want = got.double(), want.double()
     error = ((got - want).abs().max() / want.pow(2).mean().sqrt().clamp(min=1e-30)).item()
     assert got.shape == want.shape and error <= budget, f"{error:.1e}, budget {budget:.0e}"
+
+
+@pytest.mark.parametrize(
+    ("quant", "forms"), [("", []), ("int8", ["INT8"]), ("int4-mixed", ["INT8", "INT4"])]
+)
+def test_kernels_of_an_engine(quant: str, forms: list[str]) -> None:
+    """Those of its formats; of rows that are rounded if a product rounds them."""
+    program = built_program(load_spec("tiny-ple"), quant=quant)
+    parts = [p for p in _kernel_parts(split_program(program).program) if FORM_SOURCE in p]
+    assert [p.rpartition("=")[2] for p in parts] == forms and "-DROUNDED" not in str(parts)
+    rounding = run_program(program, options=PassOptions((ActivationOptions("int8"),)))
+    parts = _kernel_parts(split_program(rounding).program)
+    assert all("-DROUNDED" in p for p in parts if FORM_SOURCE in p)
 
 
 # --- experts ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,10 @@ class TorchBackend(Backend):
         kernels read neither int6 nor codes with minima."""
         return in_tiles(program) if device == "cpu" else program.map(simplified)
 
+    def about_to_compile(self, device: str) -> AbstractContextManager[None]:
+        """Start the processes that compile, which import torch's compiler for some seconds."""
+        return compiler.compilers_started(JOBS, device) if JOBS > 1 else nullcontext()
+
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         program, limits, device, progress = task.program, task.limits, task.device, task.progress
         steps = phase_steps(program, limits, device)
@@ -84,10 +89,11 @@ class TorchBackend(Backend):
         for phase in phases(program) if target.gpu else ():
             if note := unmeasured(schedule(program.graphs[phase], target)):
                 progress(note)
-        texts += [compiler.KERNELS] if device == "cpu" else []
-        files = compiler.compile_all(texts, target, task.folder / "programs", JOBS, progress)
-        if device == "cpu":
-            compiler.compile_kernels(task.folder / "programs" / KERNELS_FILE)
+        parts = _kernel_parts(program) if device == "cpu" else []
+        folder = task.folder / "programs"
+        files = compiler.compile_all([*texts, *parts], target, folder, JOBS, progress)
+        if parts:
+            compiler.compile_kernels(folder / KERNELS_FILE, parts)
         kept = {
             phase: tuple(files[s.text] if isinstance(s, Segment) else None for s in many)
             for phase, many in steps.items()
@@ -127,6 +133,13 @@ class TorchBackend(Backend):
         steps = phase_steps(task.program, task.limits, task.device)
         _check_programs(task, steps, folder, kept)
         return TorchRuntime(task, steps, kept, cuda_graph)
+
+
+def _kernel_parts(program: Program) -> list[str]:
+    graphs = program.graphs.values()
+    dtypes = {v.type.dtype for g in graphs for v in g.params}
+    rounded = any(n.op == "fake_quantize" for g in graphs for n in g.nodes)
+    return compiler.kernel_parts(dtypes, rounded)
 
 
 def _recorded_bytes(program: Program, limits: Limits, target: Target, dense: int) -> int:

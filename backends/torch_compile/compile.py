@@ -14,6 +14,7 @@ import io
 import json
 import logging
 import os
+import platform
 import re
 import shutil
 import signal
@@ -24,18 +25,20 @@ import time
 import warnings
 import zipfile
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Thread
 from typing import IO, Any
 
 from g4ir.errors import EngineError, G4Error, LowerError, TrustError
 from g4ir.ir.text import parse_graph
 from g4ir.ui.files import write_file
 from g4ir.ui.paths import (
+    PREFIX,
     cache_root,
     check_private,
     claimed,
@@ -52,7 +55,7 @@ from g4ir.weights.tensorfile import open_regular
 
 from .cuda_toolkit import cpp_compiler, toolkit_found
 from .cuda_toolkit import toolchain as toolchain
-from .inductor import interface_apart, without_probes
+from .inductor import WRAPPER, interface_apart, precompile, without_probes
 from .target import Target, cpu_flags
 
 #: the files of this package that a program's code follows from, beside the ops
@@ -70,9 +73,20 @@ SOURCES = (
 )
 #: and those that it follows from on a GPU with kernels
 GPU_SOURCES = ("tunings.py", "tunings.yaml", "kernels/*.py")
-#: what the CPU kernels are made of, and how
+#: what the CPU kernels are made of, and how: the parts of every engine, and the one of a format of
+#: weights, compiled with `-DFORM=` and its name there
 CPU_KERNELS = Path(__file__).with_name("cpu")
-KERNEL_SOURCES = ("kernels.c", "step.c", "calls.c", "team.c")
+KERNEL_SOURCES, FORM_SOURCE = ("kernels.c", "step.c", "calls.c", "team.c"), "form.c"
+#: dtype of codes -> that name (cpu/kernels.h)
+KERNEL_FORMS = {
+    "i8": "INT8",
+    "u8": "INT4",
+    "f8e4m3": "FP8",
+    "i64": "INT6",
+    "i32": "UINT4",
+    "i16": "UINT5",
+    "u16": "INT5",
+}
 KERNEL_FLAGS = (
     "-O3",
     "-march=native",
@@ -84,14 +98,18 @@ KERNEL_FLAGS = (
     "-fassociative-math",
     "-fno-signed-zeros",
     "-fno-trapping-math",
-    "-shared",
     "-fPIC",
-    "-Wl,-Bsymbolic",  # other engines' kernels may be loaded
 )
-#: stands for the CPU kernels among the texts of programs
-KERNELS = "CPU kernels"
+LINK_FLAGS = ("-shared", "-Wl,-Bsymbolic")  # other engines' kernels may be loaded
+#: begins what stands for a part of the CPU kernels among the texts of programs, arguments of g++
+KERNELS = "CPU kernels: "
+#: and what stands for what is the same in all programs for the CPU, in two parts
+SHARED = "of all programs: "
+SHARED_PARTS = (SHARED + WRAPPER, SHARED + "kernels")
 #: lines that are shown of what a worker prints
 PRINTED_LINES = 200
+#: texts that wait for a process at a time, each in a thread
+MOST_WAITING = 64
 #: how the system and compilers word a full disk
 FULL = ("No space left on device", "Disk quota exceeded")
 #: sizes at which programs are traced; each named dim is dynamic from 1 up
@@ -137,8 +155,6 @@ def machine(device: str) -> str:
 
     if device == "cuda":
         return f"cuda sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
-    import platform
-
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {','.join(cpu_flags())}"
 
 
@@ -165,7 +181,8 @@ def compile_all(
     jobs: int,
     progress: Callable[[str], None],
 ) -> dict[str, str]:
-    """Compile each distinct text, which may be KERNELS, into `out`; return text -> file name.
+    """Compile each distinct text, which may be one of `kernel_parts`, into `out`; return text ->
+    file name.
 
     Raises LowerError with the backend's message and the segment's first line.
     """
@@ -181,12 +198,16 @@ def compile_all(
 
 
 def _file_of(text: str, target: Target) -> str:
-    return _kernels_file() if text == KERNELS else f"{program_name(text, target)}.pt2"
+    return _part_file(text) if is_part(text) else f"{program_name(text, target)}.pt2"
 
 
 def _make(text: str, target: Target, path: Path) -> None:
-    if text == KERNELS:
-        compile_kernels(path)
+    if is_part(text):
+        _compile_part(text, path)
+    elif text.startswith(SHARED):
+        with _compiling() as folder:
+            part, given = text.removeprefix(SHARED), _inductor("", target)
+            precompile(part, folder, given, program_name("", target))
     else:
         compile_program(text, target, path)
 
@@ -236,17 +257,17 @@ def _compiled(
         yield from _shared(missing, target)
         return
     # What takes longest comes first, so that nothing is left alone at the end.
-    todo = sorted(missing, key=lambda text: (text == KERNELS, len(text)), reverse=True)
-    with _Workers(workers, target.device) as started, ThreadPoolExecutor(workers) as pool:
-        futures = {pool.submit(started.compile, t, target, missing[t]): t for t in todo}
-        try:
-            for future in as_completed(futures):
-                future.result()
-                keep_program(missing[futures[future]])
-                yield futures[future]
-        finally:
-            started.kill()  # or the pool would wait for what nobody needs any more
-            pool.shutdown(cancel_futures=True)
+    todo = sorted(missing, key=lambda text: (is_part(text), len(text)), reverse=True)
+    early = _early.pop(target.device, None)
+    with early or _Workers(workers, target.device) as started:
+        if not early and target.device == "cpu":
+            for text in SHARED_PARTS:
+                started.submit(text, target, Path())
+        futures = {started.submit(text, target, missing[text]): text for text in todo}
+        for future in as_completed(futures):
+            future.result()
+            keep_program(missing[futures[future]])
+            yield futures[future]
 
 
 def _shared(missing: Mapping[str, Path], target: Target) -> Iterator[str]:
@@ -267,23 +288,42 @@ def _shared(missing: Mapping[str, Path], target: Target) -> Iterator[str]:
         yield text
 
 
+#: device -> processes that were started before it was known what is to be compiled
+_early: dict[str, _Workers] = {}
+
+
+@contextmanager
+def compilers_started(count: int, device: str) -> Iterator[None]:
+    """A context in which processes import the compiler, for the next `compile_all`, and on the CPU
+    compile what every engine has. What goes wrong there, that says."""
+    workers = _early[device] = _Workers(count, device)
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+        for text in [*kernel_parts(()), *SHARED_PARTS] if device == "cpu" else ():
+            workers.submit(text, Target(device), Path(folder) / _part_file(text))
+        try:
+            yield
+        finally:
+            if _early.pop(device, None):
+                workers.end()
+
+
 class _Workers:
     """Processes that serve one program after the other, forks of one that has imported the
-    compiler. They are a process group of their own: the terminal's Ctrl-C is for the main process,
-    and a compiler ends with the worker that began it. Their output and their compilers' is kept,
-    not shown.
+    compiler, and as many for the CPU kernels, which need none of it. They are a process group of
+    their own: the terminal's Ctrl-C is for the main process, and a compiler ends with the worker
+    that began it. Their output and their compilers' is kept, not shown.
 
     Not multiprocessing: its processes import the user's main script again, which would have to
     be written for that.
     """
 
     def __init__(self, count: int, device: str) -> None:
-        pairs = [socket.socketpair() for _ in range(count + 1)]
+        pairs = [socket.socketpair() for _ in range(2 * count)]
         theirs = [other.fileno() for _, other in pairs]
-        self._first, *others = [own.makefile("rw") for own, _ in pairs]
-        self._idle: SimpleQueue[IO[str]] = SimpleQueue()
-        for channel in others:
-            self._idle.put(channel)
+        self._pool = ThreadPoolExecutor(MOST_WAITING)
+        self._idle: dict[bool, SimpleQueue[IO[str]]] = {True: SimpleQueue(), False: SimpleQueue()}
+        for i, (own, _) in enumerate(pairs):
+            self._idle[i < count].put(own.makefile("rw"))
         self._printed = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self._server = subprocess.Popen(
             python(__name__, f"serve({os.getpid()}, {theirs}, {device!r})"),
@@ -301,27 +341,35 @@ class _Workers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.kill()
+        self.end()
+
+    def end(self) -> None:
+        self.kill()  # or the pool would wait for what nobody needs any more
+        self._pool.shutdown(cancel_futures=True)
         with self._printed:
             self._server.wait()
 
     def kill(self) -> None:
-        """End them and what they started, whatever they are at."""
+        """End them and what they started, whatever they are at; a compiler removes its file."""
         with suppress(ProcessLookupError):
-            os.killpg(self._server.pid, signal.SIGKILL)
+            os.killpg(self._server.pid, signal.SIGTERM)
+
+    def submit(self, text: str, target: Target, path: Path) -> Future[None]:
+        """Return what `compile` comes to, of texts in this order."""
+        return self._pool.submit(self.compile, text, target, path)
 
     def compile(self, text: str, target: Target, path: Path) -> None:
-        """Call `compile_program`, or `compile_kernels`, in a process that is idle; LowerError with
-        its message, caused by what the processes printed."""
-        channel = self._first if text == KERNELS else self._idle.get()
+        """Compile a program, or what stands among their texts, in a process that is idle;
+        LowerError with its message, caused by what the processes printed."""
+        idle = self._idle[is_part(text)]
+        channel = idle.get()
         try:
             print(json.dumps([text, asdict(target), str(path)]), file=channel, flush=True)
             answer = channel.readline()
         except OSError:  # it has ended
             answer = ""
         finally:
-            if channel is not self._first:
-                self._idle.put(channel)
+            idle.put(channel)
         if not answer:
             raise LowerError(_end_of_worker(self._status())) from self._output()
         if error := json.loads(answer):
@@ -351,26 +399,29 @@ def _end_of_worker(status: int) -> str:
 
 
 def serve(parent: int, channels: Sequence[int], device: str) -> None:
-    """Fork a process for each channel, which compiles what lines there name. The first, for the CPU
-    kernels, does not wait until the compiler is imported. Ends with `parent`, and as they end.
-    Those for a GPU import it themselves: it may open the GPU, which forks could not use then."""
+    """Fork a process for each channel, which compiles what lines there name. The first half, for
+    the CPU kernels, does not wait until the compiler is imported. Ends with `parent`, and as they
+    end. Those for a GPU import it themselves: it may open the GPU, which forks could not use
+    then."""
     gc.disable()  # a fifth of what torch computes, for 40 MB
-    importlib.import_module("torch")
+    Thread(target=_end_with, args=(parent,), daemon=True).start()
     for i, channel in enumerate(channels):
-        if i == 1 and device == "cpu":
-            importlib.import_module("torch._inductor.compile_fx")
+        if i == len(channels) // 2:
+            importlib.import_module("torch._inductor.compile_fx" if device == "cpu" else "torch")
         if not os.fork():
             for other in {*channels[i:]} - {channel}:
                 os.close(other)
             _answer(channel)
             return
         os.close(channel)
+    _, status = os.wait()
+    if os.WIFSIGNALED(status):
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.WEXITSTATUS(status))
+
+
+def _end_with(parent: int) -> None:
     while os.getppid() == parent:
-        ended, status = os.waitpid(-1, os.WNOHANG)
-        if ended and os.getppid() == parent:
-            if os.WIFSIGNALED(status):
-                os.kill(os.getpid(), os.WTERMSIG(status))
-            os._exit(os.WEXITSTATUS(status))
         time.sleep(0.2)
     os.killpg(0, signal.SIGKILL)  # compilers too
 
@@ -388,60 +439,88 @@ def _answer(channel: int) -> None:
             print(json.dumps(error), file=lines, flush=True)
 
 
-def compile_kernels(path: Path) -> None:
+def kernel_parts(dtypes: Iterable[str] = KERNEL_FORMS, rounded: bool = True) -> list[str]:
+    """Return the parts of the CPU kernels, as texts, that an engine calls: dtypes of its params,
+    and whether its products round rows; by default those of every engine."""
+    source = f"{FORM_SOURCE} -DROUNDED" if rounded else FORM_SOURCE
+    forms = [f"{source} -DFORM={KERNEL_FORMS[d]}" for d in KERNEL_FORMS if d in {*dtypes}]
+    return [KERNELS + part for part in (*KERNEL_SOURCES, *forms)]
+
+
+def is_part(text: str) -> bool:
+    return text.startswith(KERNELS)
+
+
+def compile_kernels(path: Path, parts: Sequence[str] | None = None) -> None:
     """Write the CPU kernels, and what programs call them by, as a shared library for this machine:
-    one that is kept, or compiled now (some twenty seconds)."""
-    kept = path.with_name(_kernels_file())
-    with claimed(f"{kept.name}.kernels", wait=True):
-        if not kept.is_file() and not _from_cache(kept.name, kept.parent):
-            _compile_kernels(kept)
-            keep_program(kept)
-    kept.replace(path)
-
-
-def _kernels_file() -> str:
+    of parts (default: all) that lie beside it, or are kept, or are compiled now (some twenty
+    seconds for all)."""
     import torch
 
-    digest = hashlib.sha256("\0".join([torch.__version__, machine("cpu"), *KERNEL_FLAGS]).encode())
+    texts = kernel_parts() if parts is None else parts
+    files = {text: path.with_name(_part_file(text)) for text in texts}
+    for text, file in files.items():
+        if not file.is_file():
+            _compile_part(text, file)
+    libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"]
+    _compiler([*LINK_FLAGS, *map(str, files.values()), *libraries], path)
+    for file in files.values():
+        file.unlink()
+
+
+def _part_file(text: str) -> str:
+    built_for = [platform.machine(), *cpu_flags(), *KERNEL_FLAGS, text]
+    digest = hashlib.sha256("\0".join(built_for).encode())
     for file in sorted(CPU_KERNELS.glob("*.[ch]")):
         digest.update(file.read_bytes())
-    return f"{digest.hexdigest()[:24]}.so"
+    return f"{digest.hexdigest()[:24]}.o"
 
 
-def _compile_kernels(path: Path) -> None:
-    import torch
+def _compile_part(text: str, path: Path) -> None:
+    """Write a part of the CPU kernels as an object file: one that is kept, or compiled now."""
+    with claimed(f"{path.name}.kernels", wait=True):
+        if not _from_cache(path.name, path.parent):
+            source, *defined = text.removeprefix(KERNELS).split()
+            words = [*KERNEL_FLAGS, *defined, "-c", "-x", "c", str(CPU_KERNELS / source)]
+            _compiler(words, path)
+            keep_program(path)
 
-    sources = [word for name in KERNEL_SOURCES for word in ("-x", "c", str(CPU_KERNELS / name))]
-    libraries = ["-x", "none", f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"]
-    command = [cpp_compiler(), *KERNEL_FLAGS, *sources, *libraries]
-    done = subprocess.run([*command, "-o", str(path)], capture_output=True, text=True)
+
+def _compiler(words: Sequence[str], path: Path) -> None:
+    """Run the C++ compiler to write a file."""
+    done = subprocess.run([cpp_compiler(), *words, "-o", path], capture_output=True, text=True)
     if done.returncode:
         raise _without_space(RuntimeError(done.stderr), path) or LowerError(
-            f"torch: {' or '.join(KERNEL_SOURCES)} does not compile: {done.stderr[:800]}"
+            f"torch: the CPU kernels do not compile: {done.stderr[:800]}"
         )
 
 
 def compile_program(text: str, target: Target, path: Path) -> None:
     """Export one segment and write its package."""
-    import torch
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    folder = keep_inductor_private(default_cache_dir())
-    _keep_headers_in(folder)
     try:
-        with (
-            _quiet_compiler(),
-            torch.no_grad(),
-            _kernels_understood(),
-            _own_headers(),
-            without_probes(),
-        ):
+        with _compiling() as folder:
             _compile(text, target, path, folder)
     except Exception as e:
         raise _without_space(e, path) or LowerError(
             f"torch: a segment does not compile: {type(e).__name__}: {str(e)[:800]}\n"
             f"its first node: {first_node(text)}"
         ) from None
+
+
+@contextmanager
+def _compiling() -> Iterator[Path]:
+    """A context in which torch compiles programs as this module means it; yields the folder of what
+    they share."""
+    import torch
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    folder = keep_inductor_private(default_cache_dir())
+    _keep_headers_in(folder)
+    ours = (_quiet_compiler, torch.no_grad, _kernels_understood, _own_headers, without_probes)
+    with ExitStack() as entered:
+        for context in ours:
+            entered.enter_context(context())
+        yield folder
 
 
 def _keep_headers_in(folder: Path) -> None:

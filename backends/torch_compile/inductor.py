@@ -13,6 +13,8 @@ from g4ir.ui.paths import claimed, search_path, variable
 
 from .target import cpu_flags
 
+#: the part of `precompile` that wrappers need
+WRAPPER = "wrapper"
 #: the method of torch's that writes the interface, and what a program needs of it
 METHOD = "_write_aoti_interface_header"
 DECLARED = """
@@ -51,45 +53,101 @@ def interface_apart(
     `options`, and that it links them with its object file, which is kept in `folder` by a hash of
     its command and of what else its code follows from, `made_of`. A torch that writes the interface
     in another way goes without."""
-    from torch._inductor import config
     from torch._inductor.codegen import cpp_wrapper_cpu
 
     writer = cpp_wrapper_cpu.CppWrapperCpu
     if METHOD not in vars(writer):
         yield options
         return
-    text = Path(cpp_wrapper_cpu.__file__).with_name("aoti_runtime") / "interface.cpp"
-    with config.patch(options):
-        found = _object(text.read_text(), folder, made_of)
+    interface = _Interface(folder, options, made_of)
+
+    def declared(self: Any) -> None:
+        interface.compile()  # not before: another process may be at it
+        self.header.splice(DECLARED)
+
     path = variable("LIBRARY_PATH", search_path(folder, "LIBRARY_PATH"))
-    with path, _replaced(writer, METHOD, lambda self: self.header.splice(DECLARED)):
-        yield {**options, "aot_inductor.custom_op_libs": [f":{found}"]}
+    with path, _replaced(writer, METHOD, declared):
+        yield interface.options
 
 
-def _object(text: str, folder: Path, made_of: str) -> str:
-    """Return the name of the object file of the interface, compiled unless it is there."""
-    from torch._inductor import cpp_builder, cpu_vec_isa
+def precompile(part: str, folder: Path, options: dict[str, Any], made_of: str) -> None:
+    """Do what is the same for every program for the CPU, as its compilation does otherwise, one
+    after the other: precompile torch's header of its kernels, or that of its WRAPPER, with which
+    the interface is compiled. A torch that does it in another way goes without."""
+    from torch._inductor import config
 
-    source = f"#include <torch/csrc/inductor/aoti_include/cpu.h>\n{text}"
-    options = cpp_builder.CppTorchDeviceOptions(
-        vec_isa=cpu_vec_isa.pick_vec_isa(),
-        device_type="cpu",
-        aot_mode=True,
-        compile_only=True,
-        min_optimize=True,
+    interface = _Interface(folder, options, made_of)
+    if part == WRAPPER:
+        interface.compile()
+        return
+    with config.patch(interface.options):
+        _precompiled(wrapper=False)
+
+
+def _precompiled(wrapper: bool) -> str | None:
+    """Return torch's precompiled header of wrappers, or of kernels, made unless it is there: as
+    AotCodeCompiler does, so that it finds it. None from a torch that does it in another way."""
+    from torch._inductor import codecache, config, cpp_builder, cpu_vec_isa
+
+    names = {"_precompile_header", "_get_cpp_wrapper_header", "_get_cpp_prefix_header"}
+    if not (config.aot_inductor.precompile_headers and names <= vars(codecache).keys()):
+        return None
+
+    same: dict[str, Any] = {"aot_mode": True, "device_type": "cpu"}
+    same["vec_isa"] = cpu_vec_isa.pick_vec_isa()
+    command = cpp_builder.CppBuilder("o", "i", cpp_builder.CppTorchDeviceOptions(**same))
+    more = ("use_mmap_weights", "use_mmap_weights_external", "use_relative_path")
+    same |= dict.fromkeys(more, False) | ({"min_optimize": True} if wrapper else {})
+    header = (
+        codecache._get_cpp_wrapper_header("cpu", aot_mode=True)
+        if wrapper
+        else codecache._get_cpp_prefix_header("cpu")
     )
+    made = codecache._precompile_header(header, repr(command.get_command_line()), **same)
+    return str(made)
 
-    def builder(output: str) -> cpp_builder.CppBuilder:
+
+class _Interface:
+    """The object file of the interface in a folder; `options`: those of programs that are linked
+    with it."""
+
+    def __init__(self, folder: Path, options: dict[str, Any], made_of: str) -> None:
+        from torch._inductor import config
+        from torch._inductor.codegen import cpp_wrapper_cpu
+
+        text = Path(cpp_wrapper_cpu.__file__).with_name("aoti_runtime") / "interface.cpp"
+        source = f"#include <torch/csrc/inductor/aoti_include/cpu.h>\n{text.read_text()}"
+        with config.patch(options):
+            command = self._builder("").get_command_line()
+        key = hashlib.sha256(f"{made_of}\0{source}\0{command}".encode()).hexdigest()[:24]
+        self._source, self._path = source, folder / f"interface-{key}.o"
+        self.options = {**options, "aot_inductor.custom_op_libs": [f":{self._path.name}"]}
+
+    @staticmethod
+    def _builder(output: str, header: str | None = None) -> Any:
+        from torch._inductor import cpp_builder, cpu_vec_isa
+
+        options = cpp_builder.CppTorchDeviceOptions(
+            vec_isa=cpu_vec_isa.pick_vec_isa(),
+            device_type="cpu",
+            aot_mode=True,
+            compile_only=True,
+            min_optimize=True,
+        )
+        options.precompiled_header = header
         sources = str(Path(output) / "interface.cpp")
         return cpp_builder.CppBuilder("interface", sources, options, output)
 
-    key = f"{made_of}\0{source}\0{builder('').get_command_line()}"
-    name = f"interface-{hashlib.sha256(key.encode()).hexdigest()[:24]}.o"
-    with claimed(name, wait=True):
-        if not (folder / name).is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as made:
-                (Path(made) / "interface.cpp").write_text(source)
-                builder(made).build()
-                (Path(made) / "interface.o").replace(folder / name)
-    return name
+    def compile(self) -> None:
+        """Compile it unless it is there."""
+        from torch._inductor import config
+
+        with claimed(self._path.name, wait=True), config.patch(self.options):
+            if self._path.is_file():
+                return
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            header = _precompiled(wrapper=True)
+            with tempfile.TemporaryDirectory(dir=self._path.parent) as made:
+                (Path(made) / "interface.cpp").write_text(self._source)
+                self._builder(made, header).build()
+                (Path(made) / "interface.o").replace(self._path)

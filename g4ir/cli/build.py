@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from dataclasses import asdict
 from glob import escape
 from pathlib import Path
@@ -31,16 +32,22 @@ from .run import verified
 
 def build(args: argparse.Namespace) -> int:
     """Build an engine, or say what a build would make."""
-    from g4ir.engine.build import check_absent, prepare, write_engine
-
     if args.verify and args.tp > 1:
         raise InputError(
             f"--verify runs the engine, which takes {args.tp} processes: build it, then verify it "
             f"by torchrun --nproc-per-node {args.tp} -m g4ir verify ENGINE"
         )
+    backend = find_backend(args.backend)
+    device = args.device or backend.devices[0]
+    with nullcontext() if args.dry_run else backend.about_to_compile(device):
+        return _build(args)
+
+
+def _build(args: argparse.Namespace) -> int:
+    from g4ir.engine.build import check_absent, prepare, write_engine
+
     console.spec_warnings()
     spec = given_spec(args)
-    find_backend(args.backend)
     if args.out or spec:
         check_absent(_out(args, spec))
     with console.Progress() as progress:

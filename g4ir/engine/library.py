@@ -312,11 +312,13 @@ def _build(path: Path, spec: Spec | None, options: BuildOptions, progress: Progr
         if other == path or remove(other):
             shutil.rmtree(left, ignore_errors=True)
     progress(f"building {path.name}")
-    prepared = prepare(spec, options)
-    try:
-        write_engine(prepared, path, progress)
-    finally:
-        prepared.source.close()
+    backend = find_backend(options.backend)
+    with backend.about_to_compile(options.device or backend.devices[0]):
+        prepared = prepare(spec, options)
+        try:
+            write_engine(prepared, path, progress)
+        finally:
+            prepared.source.close()
     if not path.name.endswith(_hash(spec, options)):
         _clear(path)
         raise EngineError(f"{options.checkpoint} changed while it was read; try again")

@@ -1,4 +1,4 @@
-/* Products and decoding of quantised weights, by scheme: what kernels.h declares. */
+/* Products and decoding of weights in the form FORM: what kernels.h declares. */
 #define PRODUCT_CODED(NAME)                                                                     \
     static void wide_##NAME(const void *x, int dtype, void *form, int64_t k) {                  \
         float *wide = form;                                                                     \
@@ -155,41 +155,39 @@ static const struct {
     void (*decode)(const uint8_t *, const void *, int, void *, int, int64_t, int64_t, int64_t,
                    int64_t);
     int64_t group, scales, bytes;
-} OF[FORMS] = {
-    [INT8] = {wide_int8, rowwise_int8s, groupwise_int8s, decode_int8, HALF, 1, 256},
-    [INT6] = {wide_int6, rowwise_int6s, groupwise_int6s, decode_int6, SIXES, 1, 2 * SIXES_BYTES},
+} OF =
+#define OF_INT8 {wide_int8, rowwise_int8s, groupwise_int8s, decode_int8, HALF, 1, 256}
+#define OF_INT6 {wide_int6, rowwise_int6s, groupwise_int6s, decode_int6, SIXES, 1, 2 * SIXES_BYTES}
     /* No file holds int5 with one scale for a row: a function of its own is not compiled. */
-    [INT5] = {wide_int5, groupwise_int5s, groupwise_int5s, decode_int5, BLOCK, 1, 8 * FIVES_BYTES},
-    [INT4] = {wide_int4, rowwise_int4s, groupwise_int4s, decode_int4, BLOCK, 1, 128},
-    [FP8] = {wide_fp8, rowwise_fp8s, groupwise_fp8s, decode_fp8, HALF, 1, 256},
-    [UINT4] = {wide_uint4, groupwise_uint4s, groupwise_uint4s, decode_uint4, ABOVE, 2, ABOVE_uint4},
-    [UINT5] = {wide_uint5, groupwise_uint5s, groupwise_uint5s, decode_uint5, ABOVE, 2, ABOVE_uint5},
-};
+#define OF_INT5 {wide_int5, groupwise_int5s, groupwise_int5s, decode_int5, BLOCK, 1, 8 * FIVES_BYTES}
+#define OF_INT4 {wide_int4, rowwise_int4s, groupwise_int4s, decode_int4, BLOCK, 1, 128}
+#define OF_FP8 {wide_fp8, rowwise_fp8s, groupwise_fp8s, decode_fp8, HALF, 1, 256}
+#define OF_UINT4 {wide_uint4, groupwise_uint4s, groupwise_uint4s, decode_uint4, ABOVE, 2, ABOVE_uint4}
+#define OF_UINT5 {wide_uint5, groupwise_uint5s, groupwise_uint5s, decode_uint5, ABOVE, 2, ABOVE_uint5}
+    OF_FORM(OF_);
 
 /* Most rows that are multiplied with codes as they are. */
 #define CODED_ROWS 8
 
-int g4ir_takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups) {
-    if (rounded && !(dtype == BF16 && has_tiles(form))) return 0;
-    if (form < 0 || form >= FORMS || (dtype != BF16 && dtype != F32)) return 0;
-    int64_t scales = OF[form].scales;
+static int takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups) {
+    if (rounded && !(dtype == BF16 && HAS_ROUNDED)) return 0;
+    if (dtype != BF16 && dtype != F32) return 0;
+    int64_t scales = OF.scales;
     if (groups % scales) return 0;
     groups /= scales;
     if (rows < 1 || rows > CODED_ROWS || k % BLOCK || groups < 1 || k % groups) return 0;
-    return k / groups % OF[form].group == 0;
+    return k / groups % OF.group == 0;
 }
 
-int g4ir_linear_coded(const void *codes, int form, int tiles, const void *scales, int scales_dtype,
-                      const void *x, int rounded, void *y, int dtype, int64_t rows, int64_t n,
-                      int64_t k, int64_t groups, int threads) {
-    product p = {.w = codes, .bytes = OF[form].bytes, .stride = k, .scales = scales,
-                 .scales_dtype = scales_dtype, .groups = groups,
-                 .each = k / groups * OF[form].scales, .x = x, .y = y, .dtype = dtype,
-                 .rows = rows, .n = n, .k = k};
-    if (tiles && dtype == BF16 && has_tiles(form))
-        return multiply_tiles(&p, form, rounded ? 1 : 2, threads);
-    p.to = OF[form].wide, p.apart = k * sizeof(float);
-    const dots *of = groups == 1 ? OF[form].rowwise : OF[form].groupwise;
+static int linear_coded(const void *codes, int form, int tiles, const void *scales, int scales_dtype,
+                        const void *x, int rounded, void *y, int dtype, int64_t rows, int64_t n,
+                        int64_t k, int64_t groups, int threads) {
+    product p = {.w = codes, .bytes = OF.bytes, .stride = k, .scales = scales,
+                 .scales_dtype = scales_dtype, .groups = groups, .each = k / groups * OF.scales,
+                 .x = x, .y = y, .dtype = dtype, .rows = rows, .n = n, .k = k};
+    if (tiles && dtype == BF16 && HAS_TILES) return multiply_tiles(&p, rounded ? 1 : 2, threads);
+    p.to = OF.wide, p.apart = k * sizeof(float);
+    const dots *of = groups == 1 ? OF.rowwise : OF.groupwise;
     if (tiles) return multiply_from_tiles(&p, of, threads);
     return multiply(&p, of, CODED_TOGETHER, threads);
 }
@@ -197,31 +195,30 @@ int g4ir_linear_coded(const void *codes, int form, int tiles, const void *scales
 typedef struct {
     const void *codes, *scales;
     void *y;
-    int form, tiles, scales_dtype, dtype;
+    int tiles, scales_dtype, dtype;
     int64_t n, k, groups;
 } decoding;
 
 static void decode_rows(const decoding *d, int64_t first, int64_t last) {
 #ifdef __AVX512BW__
     int in_16_bits = d->dtype == BF16 && d->scales_dtype != F32;
-    if (d->form == INT4 && d->dtype == BF16)
+    if (FORM == INT4 && d->dtype == BF16)
         return decode_int4_bf16(d->codes, d->scales, d->scales_dtype, d->y, first, last, d->k,
                                 d->groups);
-    if (d->form == UINT4 && in_16_bits)
+    if (FORM == UINT4 && in_16_bits)
         return decode_above_bf16(0, d->codes, d->scales, d->scales_dtype, d->y, first, last, d->k,
                                  d->groups);
-    if (d->form == UINT5 && in_16_bits)
+    if (FORM == UINT5 && in_16_bits)
         return decode_above_bf16(1, d->codes, d->scales, d->scales_dtype, d->y, first, last, d->k,
                                  d->groups);
 #endif
-    OF[d->form].decode(d->codes, d->scales, d->scales_dtype, d->y, d->dtype, first, last, d->k,
-                       d->groups);
+    OF.decode(d->codes, d->scales, d->scales_dtype, d->y, d->dtype, first, last, d->k, d->groups);
 }
 
 static int decode_units(void *context, units *left) {
     const decoding *d = context;
     decoding own = *d;
-    product p = {.w = d->codes, .bytes = OF[d->form].bytes, .k = d->k, .scales = d->scales,
+    product p = {.w = d->codes, .bytes = OF.bytes, .k = d->k, .scales = d->scales,
                  .scales_dtype = d->scales_dtype, .groups = d->groups};
     uint8_t *rows = d->tiles ? malloc(tile_bytes(&p)) : NULL;
     if (d->tiles && !rows) return 1;
@@ -238,8 +235,8 @@ static int decode_units(void *context, units *left) {
     return 0;
 }
 
-int g4ir_decode(const void *codes, int form, int tiles, const void *scales, int scales_dtype, void *y,
-                int dtype, int64_t n, int64_t k, int64_t groups, int threads) {
-    decoding d = {codes, scales, y, form, tiles, scales_dtype, dtype, n, k, groups};
+static int decode(const void *codes, int form, int tiles, const void *scales, int scales_dtype,
+                  void *y, int dtype, int64_t n, int64_t k, int64_t groups, int threads) {
+    decoding d = {codes, scales, y, tiles, scales_dtype, dtype, n, k, groups};
     return run_region(decode_units, &d, (n + TILE - 1) / TILE, threads);
 }

@@ -330,11 +330,17 @@ typedef void tile_dot(const product *p, const int64_t *tiles, const digits *cons
     F(FORM, PARTS, 1) F(FORM, PARTS, 2) F(FORM, PARTS, 3) F(FORM, PARTS, 4) F(FORM, PARTS, 6)   \
     F(FORM, PARTS, 8)
 #define TILE_NAME(FORM, PARTS, ROWS) [ROWS] = tile_##FORM##_##PARTS##_##ROWS,
+/* One digit: rows that are rounded. */
+#ifdef ROUNDED
+#define ONE_DIGIT BY_ROWS
+#else
+#define ONE_DIGIT(F, FORM, PARTS)
+#endif
 #define TILE_DOTS(FORM)                                                                         \
-    BY_ROWS(TILE_DOT, FORM, 1)                                                                  \
+    ONE_DIGIT(TILE_DOT, FORM, 1)                                                                \
     BY_ROWS(TILE_DOT, FORM, 2)                                                                  \
     static tile_dot *const tiles_##FORM[][TOGETHER + 1] = {                                     \
-        {0}, {BY_ROWS(TILE_NAME, FORM, 1)}, {BY_ROWS(TILE_NAME, FORM, 2)}};
+        {0}, {ONE_DIGIT(TILE_NAME, FORM, 1)}, {BY_ROWS(TILE_NAME, FORM, 2)}};
 TILE_DOTS(INT8)
 TILE_DOTS(INT4)
 TILE_DOTS(INT6)
@@ -346,10 +352,10 @@ TILE_DOTS(FP8)
 #else
 #define tiles_FP8 NULL
 #endif
-/* By form, digits of x and rows of it. */
-static tile_dot *const (*const TILES[FORMS])[TOGETHER + 1] = {
-    [INT8] = tiles_INT8, [INT4] = tiles_INT4, [FP8] = tiles_FP8, [INT6] = tiles_INT6,
-    [UINT4] = tiles_UINT4, [UINT5] = tiles_UINT5, [INT5] = tiles_INT5};
+/* By digits of x and rows of it. */
+static tile_dot *const (*const TILES)[TOGETHER + 1] = OF_FORM(tiles_);
+#define HAS_TILES (TILES != NULL)
+#define HAS_ROUNDED (HAS_TILES && TILES[1][1] != NULL)
 
 /* ---- rows of x ---- */
 
@@ -469,7 +475,7 @@ static inline void block_digits(int parts, int form, const bf16 *x, digits *to) 
 
 typedef struct {
     const product *p;
-    int form, parts;
+    int parts;
     int64_t together, part, units;
 } tiled_product;
 
@@ -485,15 +491,15 @@ static int tile_units(void *context, units *left) {
     digits *form = aligned_alloc(LINE, (p->rows * blocks * sizeof(digits) + LINE - 1) / LINE * LINE);
     if (!form) return 1;
     for (int64_t i = 0; i < p->rows * blocks; i++)
-        block_digits(m->parts, m->form, (const bf16 *)p->x + i * BLOCK, form + i);
-    tile_dot *const *of = TILES[m->form][m->parts];
+        block_digits(m->parts, FORM, (const bf16 *)p->x + i * BLOCK, form + i);
+    tile_dot *const *of = TILES[m->parts];
     for (int64_t u; (u = take_unit(left)) >= 0;) {
         int64_t r = u / m->units * m->together, here = least(m->together, p->rows - r);
         int64_t first = u % m->units * m->part, last = least(first + m->part, tiles);
         const digits *x[TOGETHER];
         int64_t taken = of[here] ? here : here + 1;
         for (int64_t i = 0; i < taken; i++) x[i] = form + (r + least(i, here - 1)) * blocks;
-        int64_t strips = strips_of(m->form, taken), run = (last - first + strips - 1) / strips;
+        int64_t strips = strips_of(FORM, taken), run = (last - first + strips - 1) / strips;
         for (int64_t t = first; t < first + run; t++) {
             int64_t of_run[STRIPS_MOST];
             for (int64_t s = 0; s < strips; s++) of_run[s] = t + s * run < last ? t + s * run : t;
@@ -507,19 +513,19 @@ static int tile_units(void *context, units *left) {
     return 0;
 }
 
-static int multiply_tiles(const product *p, int form, int parts, int threads) {
+static int multiply_tiles(const product *p, int parts, int threads) {
     int64_t tiles = p->n / TILE, turns = (p->rows + TOGETHER - 1) / TOGETHER;
     int64_t together = (p->rows + turns - 1) / turns;
-    int64_t part = tiles_of_part(tiles, threads, strips_of(form, together));
-    tiled_product m = {p, form, parts, together, part, (tiles + part - 1) / part};
+    int64_t part = tiles_of_part(tiles, threads, strips_of(FORM, together));
+    tiled_product m = {p, parts, together, part, (tiles + part - 1) / part};
     return run_region(tile_units, &m, turns * m.units, threads);
 }
 
-static int has_tiles(int form) { return TILES[form] != NULL; }
 #if WIDE == 32
 #pragma GCC pop_options
 #endif
 #else
-static int has_tiles(int form) { return 0; }
-static int multiply_tiles(const product *p, int form, int parts, int threads) { return 1; }
+#define HAS_TILES 0
+#define HAS_ROUNDED 0
+static int multiply_tiles(const product *p, int parts, int threads) { return 1; }
 #endif

@@ -36,26 +36,24 @@ UNPACK(INT4)
 UNPACK(UINT4)
 UNPACK(UINT5)
 UNPACK(INT5)
-static pack_weight *const unpacks[FORMS] = {
-    [INT8] = unpack_INT8, [INT6] = unpack_INT6, [INT4] = unpack_INT4, [UINT4] = unpack_UINT4,
-    [UINT5] = unpack_UINT5, [INT5] = unpack_INT5};
+#define unpack_FP8 NULL
 
-int g4ir_takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k) {
+static int takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k) {
     if (dtype != BF16 || rows < 1 || n < 1 || n % LANE || k < 1 || k % BLOCK) return 0;
-    return form >= 0 && form < FORMS && unpacks[form];
+    return OF_FORM(unpack_) != NULL;
 }
 
-int g4ir_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x, void *y,
-              int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
-    product p = {.w = codes, .bytes = OF[form].bytes, .scales = scales, .scales_dtype = scales_dtype,
-                 .groups = groups, .each = k / groups * OF[form].scales, .x = x, .y = y, .dtype = BF16,
+static int coded_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x,
+                      void *y, int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
+    product p = {.w = codes, .bytes = OF.bytes, .scales = scales, .scales_dtype = scales_dtype,
+                 .groups = groups, .each = k / groups * OF.scales, .x = x, .y = y, .dtype = BF16,
                  .rows = rows, .n = n, .k = k};
-    return multiply_packed(&p, unpacks[form], threads);
+    return multiply_packed(&p, OF_FORM(unpack_), threads);
 }
 #else
-int g4ir_takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k) { return 0; }
-int g4ir_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x, void *y,
-              int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
+static int takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k) { return 0; }
+static int coded_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x,
+                      void *y, int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
     return 1;
 }
 #endif

@@ -520,8 +520,12 @@ def _merges_by_score(
         return not defined, 0.0 if defined else -scores[i], -len(text), i
 
     joined = sorted((t for t, i in ids.items() if kinds[i] in JOINED), key=rank)
-    halves = ((t[:at], t[at:]) for t in joined for at in range(len(t) - 1, 0, -1))
-    return [pair for pair in halves if pair[0] in ids and pair[1] in ids]
+    return [
+        (first, last)
+        for t in joined
+        for at in range(len(t) - 1, 0, -1)
+        if (first := t[:at]) in ids and (last := t[at:]) in ids
+    ]
 
 
 def _merges(file: Container, ids: Mapping[str, int]) -> Iterator[list[str]]:
