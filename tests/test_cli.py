@@ -50,7 +50,6 @@ from tests.cli_tools import (
     PROMPT,
     built,
     g4ir,
-    plain_checkpoint,
     refused,
     text_checkpoint,
     tokenizer,
@@ -459,17 +458,6 @@ def test_precedence(loaded: Engine, text_loaded: Engine) -> None:
         asked = OfflineEngine(text_loaded, flags).request({"tokens": [2], **values}, "x")
         assert asked.sampling.stop == ids
     assert OfflineEngine(loaded).request({"tokens": [2]}, "x").sampling.stop == {1}  # the spec's
-
-
-def test_suppressed_tokens_are_never_drawn(loaded: Engine, tmp_path: Path) -> None:
-    """Greedy too."""
-    first = loaded.generate([2, 5, 7], 1)
-    settings = json.dumps({"suppress_tokens": [*first, 99999]})
-    folder = plain_checkpoint(tmp_path / "c")
-    (folder / "generation_config.json").write_text(settings)
-    engine = built(tmp_path / "e", "--checkpoint", folder, "--link-weights")
-    answer = json.loads(ok("run", engine, "--tokens", "2,5,7", "--json"))
-    assert not {*first} & {*answer["tokens"]}
 
 
 # --- text -------------------------------------------------------------------------------------

@@ -226,19 +226,6 @@ def test_steps_without_drafts_are_a_loop(tmp_path: Path, monkeypatch: pytest.Mon
         assert widths and min(widths) > 1 and tally.rounds > len(widths)
 
 
-def test_programs_choose_no_suppressed_token(
-    engine: Engine, programs: list[LoopProgram], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = on_the_host(engine, monkeypatch, rows(engine), 20)
-    never = (first[0][3], first[-1][5])
-    monkeypatch.setattr(Engine, "suppressed", lambda _: never)
-    for settings in ({}, {"temperature": 0.7, "top_k": 9, "seed": 5}):
-        want = on_the_host(engine, monkeypatch, rows(engine), 20, **settings)
-        assert engine.generate(rows(engine), 20, stop_ids=(), **settings) == want
-        assert not {*never} & {token for row in want for token in row}
-    assert len(programs) == 1
-
-
 def test_what_a_program_finds_not_finite(
     engine: Engine, programs: list[LoopProgram], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,7 @@ MOST = {
     "g4ir-vllm/tests": 811,
     "bench": 2634,
     "examples": 193,
-    "tests": 43135,
+    "tests": 43110,
     "tools": 549,
 }
 

@@ -72,7 +72,7 @@ def test_generate_is_prefill_and_argmax(any_engine: Engine) -> None:
 
 
 @pytest.mark.usefixtures("chooser")
-@pytest.mark.parametrize("settings", [{"temperature": 1.0, "top_k": 3, "seed": 1}])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_k": 3, "seed": 1}])
 def test_suppressed_tokens_are_not_generated(
     any_engine: Engine, plain: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
