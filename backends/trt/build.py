@@ -296,10 +296,12 @@ def _seconds(g: Graph) -> float:
 
 def _host_bytes(g: Graph, layers: float = inf) -> int:
     """Return what a builder holds of the first layers: the plan's weights, what it keeps of each
-    layer and, while the plan is written, quantised matrices once more, which it lays out for their
-    products. Params are mapped files, whose pages the system may drop."""
+    layer and, while the plan is written, once more the matrices that it lays out for their
+    products: quantised ones, and those of layers. Params are mapped files, whose pages the system
+    may drop."""
     held = [v for v in g.params if (layer_of(v.name) or 0) < layers]
-    again = sum(v.type.nbytes() for v in held if v.type.rank < 3 and v.type.dtype in FORM_OF)
+    laid = (v for v in held if v.type.dtype in FORM_OF or layer_of(v.name) is not None)
+    again = sum(v.type.nbytes() for v in laid if v.type.rank < 3)
     weights = sum(v.type.nbytes() for v in held)
     return weights + again + HOST_BYTES + _layers(held) * LAYER_HOST_BYTES
 

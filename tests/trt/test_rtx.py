@@ -370,6 +370,7 @@ def test_where_no_cache_can_be_written(tmp_path: Path) -> None:
         ("26b-a4b quant=int4 layers=6", 4.61),
         ("26b-a4b quant=int8 layers=2", 3.45),
         ("26b-a4b layers=2", 5.10),
+        ("e2b layers=10", 3.15),
     ],
 )
 def test_host_memory(row: str, measured: float) -> None:
