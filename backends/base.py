@@ -276,6 +276,10 @@ class Backend(ABC):
         """Return the bytes that a step needs beside what `g4ir plan` counts as its workspace."""
         return 0
 
+    def short(self, program: Program) -> str:
+        """Return why compiling needs more memory than this machine has; nothing if it does not."""
+        return ""
+
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
         """Return the bytes of packed params that the compiled files hold once more."""
         return 0

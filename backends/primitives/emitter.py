@@ -252,6 +252,10 @@ class Emitter(ABC):
         shape = (*x.shape[:axis], *index.shape, *x.shape[axis + 1 :])
         return self._gather(x, index, axis, x.type.with_shape(*shape))
 
+    def stack(self, x: Operand) -> Operand:
+        """Return a stack of weights, as a product with all of them takes it."""
+        return x
+
     def gather_rows(self, x: Operand, index: Operand) -> Operand:
         """Return y[b, j] = x[b, index[b, j]]."""
         fits = index.rank == 2 and x.rank >= 2 and index.shape[0] == x.shape[0]

@@ -75,7 +75,8 @@ def own_choices(
 
 def _for_all(e: Emitter, w: Weight) -> Weight:
     """Return a weight with a dim of one for the batch."""
-    return Weight(e.unsqueeze(w.matrix, 0), w.turned, w.factors and e.unsqueeze(w.factors, 0))
+    matrix = e.unsqueeze(e.stack(w.matrix), 0)
+    return Weight(matrix, w.turned, w.factors and e.unsqueeze(w.factors, 0))
 
 
 def _mlp(e: Emitter, x: Operand, act: str, first: Weight, second: Weight) -> Operand:

@@ -19,7 +19,7 @@ from g4ir.weights.pack import StoredParams
 from ..base import Backend, Setting, Task
 from ..primitives.network import stored_bytes
 from ..primitives.weights import by_columns, made_dense
-from .build import weight_bytes
+from .build import estimate, weight_bytes
 from .dry_run import dry_run
 from .host import (
     CODES,
@@ -147,6 +147,9 @@ class TrtBackend(Backend):
     ) -> int:
         """Count the bytes of attention's scores, unless one layer hides them."""
         return score_bytes(program.graphs["prefill"], limits, settings["attention"])
+
+    def short(self, program: Program) -> str:
+        return estimate([*networks(program).values()]).short()
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
         """Count the weights of every plan; a tower of several sizes is in several."""

@@ -12,13 +12,15 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from g4ir.errors import LowerError, TrustError
-from g4ir.ir.graph import Graph, Node
+from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.names import layer_of
+from g4ir.ops.codecs import FORM_OF
 from g4ir.parallel.shard import ranks_of
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import device_memory
@@ -238,6 +240,8 @@ class Estimate:
     seconds: float
     host_bytes: int
     device_bytes: int
+    #: host memory of the model cut to its first layers: one, two and so on
+    first_layers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return (
@@ -251,9 +255,11 @@ class Estimate:
         has = device_memory("cpu")
         if self.host_bytes <= has:
             return ""
+        count = sum(need <= has for need in self.first_layers)
         return (
             f"TensorRT's builder needs {size_text(self.host_bytes)} of host memory, this machine "
-            f"has {size_text(has)}: build on a larger one, or with --quant int4"
+            f"has {size_text(has)}, enough for {count} of {len(self.first_layers)} layers: build "
+            f"on a larger one, or with --quant int4"
         )
 
 
@@ -261,9 +267,9 @@ class Estimate:
 SECONDS_PER_PRODUCT, SECONDS_PER_GIB = 0.5, 8.0
 
 
-#: host memory of a builder beside a copy of weights, and for each layer, as measured in bf16: for
-#: e2b (4.25 GiB of weights, 35 layers) TensorRT-RTX 1.7 took 8.75 GiB, for e4b (8.65, 42) 14.5
-HOST_BYTES, LAYER_HOST_BYTES = 3 * GIB // 2, GIB // 10
+#: host memory of a builder beside weights, and for each layer, as measured of TensorRT-RTX 1.7
+#: (bench/results/rtx-builds.txt)
+HOST_BYTES, LAYER_HOST_BYTES = 2 * GIB // 5, GIB // 28
 
 
 #: ops whose products' kernels are timed
@@ -271,13 +277,14 @@ TIMED = ("linear", "linear_bias", "linear_clipped", "experts", "conv_halve", "ch
 
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:
-    """Return the estimate for networks that are built one after the other, for each rank again.
-    Host memory holds the builder's copy of weights and what it keeps of each layer."""
+    """Return the estimate for networks that are built one after the other, for each rank again; the
+    first is the text model's."""
+    text, *others = graphs
+    rest = max(map(_host_bytes, others), default=0)
+    first = [max(rest, _host_bytes(text, n + 1)) for n in range(_layers(text.params))]
     seconds = sum(ranks_of(g) * _seconds(g) for g in graphs)
-    layers = [len({layer_of(v.name) for v in g.params} - {None}) for g in graphs]
-    each = zip(graphs, layers, strict=True)
-    host = max(_copied_bytes(g) + HOST_BYTES + count * LAYER_HOST_BYTES for g, count in each)
-    return Estimate(seconds, host, max(map(weight_bytes, graphs)) + LEAST_WORKSPACE)
+    host = max(rest, _host_bytes(text))
+    return Estimate(seconds, host, max(map(weight_bytes, graphs)) + LEAST_WORKSPACE, tuple(first))
 
 
 def _seconds(g: Graph) -> float:
@@ -287,10 +294,20 @@ def _seconds(g: Graph) -> float:
     return products * SECONDS_PER_PRODUCT + weight_bytes(g) / GIB * SECONDS_PER_GIB
 
 
-def _copied_bytes(g: Graph) -> int:
-    """Count the bytes of params of which a builder makes a copy in another layout: matrices, and
-    not the stacks of those of experts."""
-    return sum(v.type.nbytes() for v in g.params if v.type.rank < 3)
+def _host_bytes(g: Graph, layers: float = inf) -> int:
+    """Return what a builder holds of the first layers: the plan's weights, what it keeps of each
+    layer and, while the plan is written, once more the matrices that it lays out for their
+    products: quantised ones, and those of layers. Params are mapped files, whose pages the system
+    may drop."""
+    held = [v for v in g.params if (layer_of(v.name) or 0) < layers]
+    laid = (v for v in held if v.type.dtype in FORM_OF or layer_of(v.name) is not None)
+    again = sum(v.type.nbytes() for v in laid if v.type.rank < 3)
+    weights = sum(v.type.nbytes() for v in held)
+    return weights + again + HOST_BYTES + _layers(held) * LAYER_HOST_BYTES
+
+
+def _layers(params: Iterable[Value]) -> int:
+    return len({layer_of(v.name) for v in params} - {None})
 
 
 def weight_bytes(g: Graph) -> int:

@@ -96,7 +96,6 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
     progress("writing the network at full size")
     found = full_size(api, p)
     estimate = build.estimate([*networks(p.packing.program).values()])
-    short = estimate.short()
     if estimate.host_bytes <= MOST_COMPILED and installed(RTX):
         progress("compiling the network of the text model")
         found |= {"compiled": compiled_lines(p)}
@@ -108,7 +107,6 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
         "tensorrt": f"emulated {api.version}",
         **rounded,
         **found,
-        "short": [short] if short else [],
         "dry_run_s": round(time.monotonic() - start, 1),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }

@@ -123,6 +123,9 @@ class TrtEmitter(Emitter):
         self._shared: dict[Any, Any] = {}
         #: name of a dim -> an input that has it, and where
         self._inputs: dict[str, tuple[Operand, int]] = {}
+        #: an input of whole numbers; stacks of 4-bit weights of which entries are gathered
+        self._integers: Operand | None = None
+        self._gathered: set[Stored] = set()
 
     # --- names and checks ---------------------------------------------------------------------
 
@@ -201,6 +204,8 @@ class TrtEmitter(Emitter):
         if tensor is None:
             raise LowerError(f"TensorRT refused the input {name}: {t}: {self.said()}")
         x = Operand(t, tensor)
+        if t.dtype == "i64" and self._integers is None:
+            self._integers = x
         for i, d in enumerate(t.shape):
             if isinstance(d, str):
                 tensor.set_dimension_name(i, d)
@@ -482,7 +487,28 @@ class TrtEmitter(Emitter):
 
     # --- by index -----------------------------------------------------------------------------
 
+    def stack(self, x: Operand) -> Operand:
+        """Return a stack of weights, as a product with all of them takes it. If entries of one of 4
+        bits are gathered too, all are gathered: products of such constants have a layout of their
+        own, and a plan would hold the codes twice."""
+        h, number = x.handle, self._integers
+        if not isinstance(h, Dequantized) or h.codes.stored not in self._gathered or not number:
+            return x
+        count = int(x.shape[0])
+        return self.gather(x, self._once(("places", count), lambda: self._places(count, number)), 0)
+
+    def _places(self, count: int, number: Operand) -> Operand:
+        """Return i64[count], 0, 1, 2 and so on, plus min(number, 0): 0, which only a run knows. A
+        builder would take a gather by a constant away."""
+        with self.apart():
+            for axis in range(number.rank):
+                number = self.slice(number, axis, 0, 1)
+            zero = self.binary("min", self.reshape(number, 1), 0)
+            return self.add(self.constant(torch.arange(count)), zero)
+
     def _gather(self, x: Operand, index: Operand, axis: int, t: Type) -> Operand:
+        if isinstance(x.handle, Dequantized) and x.handle.codes.stored.dtype == "u8":
+            self._gathered.add(x.handle.codes.stored)
         return self._add("gather", "gather", t, x, index, axis)
 
     def _gather_rows(self, x: Operand, index: Operand, t: Type) -> Operand:

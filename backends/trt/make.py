@@ -91,8 +91,6 @@ class Make:
     def _made(self) -> dict[str, Any]:
         self.task.progress("checking sizes")
         api, limits, graphs = emulator(), self.task.limits, self.graphs.values()
-        if short := build.estimate([*graphs]).short():
-            raise PlanError(short)
         scratch = max(check_sizes(api, g, limits, self.settings)[1] for g in graphs)
         self._try_attention()
         self.task.progress(f"TensorRT's builder: {build.estimate([*graphs])}")

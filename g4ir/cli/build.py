@@ -118,13 +118,12 @@ def _tell_leftovers(out: Path) -> None:
 def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) -> int:
     from g4ir.engine.build import check_space
 
-    short = [p.short] if p.short else []
+    short = [text for text in (p.short, p.backend.short(p.packing.program)) if text]
     try:
         check_space(p, out)
     except EngineError as e:
         short.append(str(e))
     found = p.backend.dry_run(p, progress)
-    short += found.pop("short", [])
     verdict, plan = _verdict(p, short), _plan(p, out)
     if as_json:
         emit({"verdict": verdict, "short": short} | plan | found)

@@ -487,6 +487,8 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
     """Write the directory under a temporary name, then rename it."""
     check_absent(out)
     check_space(p, out)
+    if short := p.backend.short(p.packing.program):
+        raise PlanError(short)
     for graph in ("prefill", "decode"):
         progress(f"passes of {graph}: {p.acted.text(graph) or 'none acted'}")
     with _new_directory(out) as folder:

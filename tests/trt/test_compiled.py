@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from g4ir.backends.trt import build
 from g4ir.backends.trt.dry_run import BUDGETS
+from g4ir.backends.trt.host import logger
+from g4ir.backends.trt.interface import ENGINE, LOG, networks
+from g4ir.backends.trt.target import TARGETS
 from g4ir.errors import MissingError
+from g4ir.ui.progress import no_progress
+from g4ir.weights.pack import MadeParams
 from tests.trt.compiled import TABLE, numbers, planned, real
 from tests.trt.replay import replayed
 
@@ -60,3 +68,21 @@ def test_what_the_library_holds(row: str, monkeypatch: pytest.MonkeyPatch) -> No
     found = replayed(planned(f"{row} dtype=float32"), monkeypatch)
     assert found.keys() >= REPLAYS.get(row, set())
     assert max(found.values()) < BUDGETS["f32"]
+
+
+def weights_held(row: str, folder: Path) -> int:
+    """Return the bytes of weights of a text model's plan."""
+    p, api, log = planned(row), real(), folder / LOG
+    graph, params = networks(p.packing.program)[ENGINE], MadeParams(p.packing, p.source)
+    w = build.write_network(api, graph, p.limits, params, p.settings, logger(api.trt, log))
+    config = build.configure(api, w, p.settings, None, TARGETS["sm120"])
+    build.build_plan(api, w, config, None, folder / "plan", no_progress)
+    said = re.findall(r"Total Weights Memory: (\d+) bytes", log.read_text(errors="replace"))
+    return int(said[-1])
+
+
+def test_experts_of_4_bits_are_in_a_plan_once(tmp_path: Path) -> None:
+    """Also where a step gathers them and a chunk multiplies all: products of constants have a
+    layout of their own."""
+    row = "tiny-moe quant=int4 max_batch=1"
+    assert weights_held(row, tmp_path) < 1.05 * weights_held(f"{row} experts=all", tmp_path)
