@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -85,11 +85,13 @@ def _object(text: str, folder: Path, made_of: str) -> str:
 
     key = f"{made_of}\0{source}\0{builder('').get_command_line()}"
     name = f"interface-{hashlib.sha256(key.encode()).hexdigest()[:24]}.o"
-    with claimed(name, wait=True):
+    with claimed("interface", wait=True):
         if not (folder / name).is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as made:
-                (Path(made) / "interface.cpp").write_text(source)
-                builder(made).build()
-                (Path(made) / "interface.o").replace(folder / name)
+            made = folder / "interface"
+            shutil.rmtree(made, ignore_errors=True)  # a killed build left it
+            made.mkdir(parents=True)
+            (made / "interface.cpp").write_text(source)
+            builder(str(made)).build()
+            (made / "interface.o").replace(folder / name)
+            shutil.rmtree(made)
     return name
