@@ -36,7 +36,7 @@ def binding() -> tuple[Any, list[str], Any]:
         ) from e
     said: list[str] = []
 
-    @api.llama_log_callback  # type: ignore[untyped-decorator]
+    @api.llama_log_callback
     def hear(level: int, line: bytes, _: Any) -> None:
         if level == ERROR:
             said.append(line.decode(errors="replace").strip())

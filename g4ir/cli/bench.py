@@ -12,7 +12,7 @@ from g4ir.bench.report import check_options, check_specs, run_bench
 from g4ir.bench.runners import Workload, plan_workload
 from g4ir.bench.schema import BenchReport, plain, read_report
 from g4ir.bench.text import compare_reports, compare_text, markdown, plot_bench, text
-from g4ir.engine.artefact import read_manifest
+from g4ir.engine.artefact import is_engine, read_manifest
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.spec.record import SUFFIXES
@@ -97,13 +97,12 @@ def _measured(args: argparse.Namespace, workload: Workload) -> BenchReport:
         )
 
 
-def _checkpoint(args: argparse.Namespace) -> str | Path | None:
+def _checkpoint(args: argparse.Namespace) -> str | None:
     """Return what a baseline loads: --checkpoint, or the weights that MODEL names."""
-    model: str = args.models[0]
-    built = model != args.engines[0] and args.random_weights is None
-    if args.checkpoint or not built or Path(model).suffix in SUFFIXES:
-        return args.checkpoint  # type: ignore[no-any-return]
-    return find_model(model, "", args.revision)[1]
+    model, given = args.models[0], args.checkpoint or args.random_weights is not None
+    if given or is_engine(Path(model)) or Path(model).suffix in SUFFIXES:
+        return args.checkpoint
+    return str(find_model(model, "", args.revision)[1])
 
 
 def _write(args: argparse.Namespace, report: BenchReport) -> None:

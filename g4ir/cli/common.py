@@ -104,7 +104,8 @@ class Parser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
-        vars(found).setdefault("given", given.keys())
+        if "given" not in found:  # that of the verb
+            found.given = given.keys()
         return found, rest
 
     def _take_preset(self, given: Mapping[str, str]) -> None:
