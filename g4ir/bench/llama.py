@@ -62,7 +62,8 @@ class LlamaRunner(BenchRunner):
     8 bits; as many threads as torch has. `most`: tokens that each of `batch` sequences may hold."""
 
     role = LLAMA
-    tolerance = Tolerance(cosine=0.99)
+    #: rows of Gemma 3 270M in Q4_K_M lie 0.9923 from transformers' in bf16 at worst
+    tolerance = Tolerance(cosine=0.98)
 
     def __init__(self, file: Path, batch: int, most: int, device: str = "cpu") -> None:
         self._api, said, _ = binding()

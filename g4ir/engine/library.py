@@ -260,8 +260,9 @@ def refuse_options(path: Path, given: Set[str]) -> None:
     """Raise InputError if options of a build are given to an engine."""
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
-        fix = "leave them out, or give the model that it was built from"
-        raise InputError(f"{path} is an engine, and {flags} belong to its build: {fix}")
+        belong, them = ("belong", "them") if given - {min(given)} else ("belongs", "it")
+        fix = f"leave {them} out, or give the model that it was built from"
+        raise InputError(f"{path} is an engine, and {flags} {belong} to its build: {fix}")
 
 
 # --- builds and locks -------------------------------------------------------------------------
