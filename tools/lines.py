@@ -36,7 +36,7 @@ MOST = {
     "g4ir-vllm/tests": 811,
     "bench": 2601,
     "examples": 193,
-    "tests": 43220,
+    "tests": 43230,
     "tools": 549,
 }
 

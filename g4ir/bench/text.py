@@ -184,12 +184,12 @@ def _engine_details(run: RunReport) -> Iterator[str]:
             f"  experts  {x['decode_distinct']:.1f} of {x['experts']} a layer in a decode step, "
             f"{x['prefill_distinct']:.1f} in a chunk of the prompt ({x['source']})"
         )
-    told = (
+    parts = (
         "one program" if (k, v) == ("programs", 1) else f"{v:g} {k.replace('_', ' ')}"
         for k, v in run.calls_per_step.items()
         if (k, v) != ("glue", 0)
     )
-    yield f"  calls    {', '.join(told)} in a decode step"
+    yield f"  calls    {', '.join(parts)} in a decode step"
 
 
 def plot_bench(path: str | Path, reports: Mapping[str, BenchReport]) -> None:
