@@ -28,12 +28,12 @@ from typing import Any
 
 import g4ir  # before torch: it sets how threads wait
 
-import numpy as np  # isort: skip
 import torch  # isort: skip
 from common import arguments, finish, seconds
 from contention import process
 
 from g4ir.backends.sampling import SamplingParams
+from g4ir.bench.llama import LlamaRunner
 from g4ir.bench.roof import Meter
 from g4ir.bench.runners import draw_tokens, plan_workload
 from g4ir.bench.work import find_work
@@ -76,54 +76,21 @@ class Ours:
 
 
 class Llama:
-    """llama.cpp on a file, as it comes: caches in float16, products of rounded rows."""
+    """llama.cpp on a file, as `g4ir bench --peer llama.cpp` has it."""
 
-    def __init__(self, file: str, room: int, sequences: int, chunk: int) -> None:
-        import llama_cpp as api
-
-        self.api, self.label = api, f"llama-cpp-python {api.__version__}"
-        self._silent = api.llama_log_callback(lambda *_: None)
-        api.llama_log_set(self._silent, None)
-        api.llama_backend_init()
-        model = api.llama_model_load_from_file(file.encode(), api.llama_model_default_params())
-        given = api.llama_context_default_params()
-        given.n_ctx, given.n_seq_max, given.kv_unified = room * sequences, sequences, False
-        given.n_batch = given.n_ubatch = max(chunk, sequences)
-        given.n_threads = given.n_threads_batch = torch.get_num_threads()
-        self._context = api.llama_init_from_model(model, given)
-        self._vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
-        self._batch = api.llama_batch_init(given.n_batch, 0, 1)
-        self._length = 0
-
-    def _decode(self, tokens: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Append i64[B,T] to the rows from `first` on; return f32[B,vocab] after the last ones."""
-        b, (rows, count) = self._batch, tokens.shape
-        b.n_tokens = rows * count
-        for at, token in enumerate(tokens.flatten().tolist()):
-            row, place = divmod(at, count)
-            b.token[at], b.pos[at], b.n_seq_id[at] = token, self._length + place, 1
-            b.seq_id[at][0], b.logits[at] = first + row, place == count - 1
-        if self.api.llama_decode(self._context, b):
-            raise SystemExit("llama.cpp: no room for the batch")
-        found = []
-        for row in range(rows):
-            logits = self.api.llama_get_logits_ith(self._context, (row + 1) * count - 1)
-            found.append(np.ctypeslib.as_array(logits, shape=(self._vocab,)).copy())
-        return torch.from_numpy(np.stack(found))
+    def __init__(self, file: str, room: int, sequences: int) -> None:
+        self._runner = LlamaRunner(Path(file), sequences, room)
+        self.label = self._runner.label
 
     def prompt(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.api.llama_memory_clear(self.api.llama_get_memory(self._context), True)
-        self._length = 0
-        found = [self._decode(one, row) for row, one in enumerate(tokens.split(1))]
-        self._length = tokens.shape[1]
-        return torch.cat(found)
+        self._runner.hold(tokens[:, :0])
+        return self._runner.step(tokens)
 
     def steps(self, tokens: torch.Tensor, count: int) -> float:
         """As `Ours.steps`."""
         chosen, start = self.prompt(tokens).argmax(-1), time.perf_counter()
         for _ in range(count):
-            chosen = self._decode(chosen[:, None]).argmax(-1)
-            self._length += 1
+            chosen = self._runner.step(chosen[:, None]).argmax(-1)
         return (time.perf_counter() - start) / count
 
 
@@ -214,7 +181,7 @@ def main() -> None:
         drawn = draw_tokens(w, engine)
         tokens = drawn[:, : args.input_len]
         ours = Ours(engine, args.sequences)
-        llama = Llama(args.file, w.fed + 1, most, args.input_len)
+        llama = Llama(args.file, w.fed + 1, most)
         logits = [r.prompt(tokens[:1]).flatten() for r in (ours, llama)]
         cosine = float(torch.nn.functional.cosine_similarity(*logits, dim=0))
         for _ in range(args.busy):
@@ -226,7 +193,7 @@ def main() -> None:
             return find_work(engine, size, drawn[:sequences]).decode.cost().needed_bytes
 
         table = aligned(rows(args, reads, found, nbytes), indent=0)
-    label = f"{Path(args.file).name} beside {llama.label}; cosine of logits {cosine:.6f}"
+    label = f"beside {llama.label}; cosine of logits {cosine:.6f}"
     finish(args, "peer_llama", f"{label}\n\n{table}")
 
 

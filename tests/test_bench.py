@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from g4ir.bench import measure, roof
+from g4ir.bench import llama, measure, roof
 from g4ir.bench.agreement import Agreement, compared, void_roles
+from g4ir.bench.llama import LlamaRunner
 from g4ir.bench.measure import (
     FLOOR,
     STATISTICS,
@@ -40,18 +41,22 @@ from g4ir.bench.runners import (
     reference_runner,
 )
 from g4ir.bench.schema import VERSION, BenchReport, plain, read_report, report_of
-from g4ir.bench.text import ROWS, _shown, compare_reports, compare_text, text
+from g4ir.bench.text import ROWS, _shown, compare_reports, compare_text, markdown, text
 from g4ir.bench.work import find_work, request_chunks
 from g4ir.check.reference import reference_engine
 from g4ir.check.watch import Watched, watching
 from g4ir.cli.common import strict
 from g4ir.engine.engine import Engine
-from g4ir.errors import InputError
+from g4ir.engine.load import load_engine
+from g4ir.errors import InputError, MissingError
 from g4ir.ir.distance import Tolerance
 from g4ir.ir.flatten import flatten
 from g4ir.plan.cost import graph_costs, total
+from g4ir.spec.record import load_spec
 from tests.cli_tools import PROMPT, built, g4ir, refused, text_checkpoint
 from tests.engines import CHUNK, MAX_SEQ
+from tests.gguf_files import bare_file
+from tests.llama_double import LlamaDouble
 from tests.small_bench import small_bench
 
 SMALL = Workload(input_len=30, output_len=5, context=0)
@@ -421,6 +426,14 @@ def test_differences_beyond_the_spreads_are_marked(report: BenchReport, tmp_path
     assert b"<svg" in (tmp_path / "ab.svg").read_bytes()
 
 
+def test_calls_of_a_step(report: BenchReport) -> None:
+    whole = replace(report.runs[0], calls_per_step={"programs": 1, "glue": 0, "kernels": 7})
+    apart = replace(whole, calls_per_step={"programs": 11, "glue": 2})
+    told = [text(replace(report, runs=(r,))) for r in (whole, apart)]
+    assert "  calls    one program, 7 kernels in a decode step\n" in told[0]
+    assert "  calls    11 programs, 2 glue in a decode step\n" in told[1]
+
+
 def test_what_makes_two_reports_incomparable_is_said(report: BenchReport) -> None:
     run = report.runs[0]
     assert run.engine
@@ -470,6 +483,7 @@ def test_two_engines_and_a_peer_in_one_run(engines: Any, moe: Engine, tmp_path: 
     heads = text(report_of(made))
     assert any(line.split()[:2] == names for line in heads.splitlines())
     assert f"{names[0]} over {names[1]}" in heads
+    assert f"| {names[1]} | hf | hf-static |" in markdown([report_of(made)])
     assert {a["base"] for a in made["agreement"]} == {"hf"}
     assert all(a["ok"] and a["equal"] + a["close"] == 4 for a in made["agreement"])
     assert made["speedup"].keys() == {"engine-b", "hf", "hf-static"}
@@ -492,7 +506,7 @@ def test_engines_of_two_variants_cannot_agree(
 ) -> None:
     """The manifests say so: the command loads neither."""
     with pytest.raises(InputError, match="their outputs cannot agree"):
-        check_specs({str(e.path): e.manifest for e in (moe, ple)})
+        check_specs({str(e.path): e.spec for e in (moe, ple)})
     monkeypatch.setattr("g4ir.cli.bench.load", None)
     assert "their outputs cannot agree" in refused("bench", moe.path, ple.path)
 
@@ -503,8 +517,64 @@ def test_a_peer_needs_a_checkpoint_that_is_known(moe: Engine) -> None:
     assert "/no/such has no config.json" in refused("bench", moe.path, *words)
 
 
+@pytest.fixture
+def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, LlamaDouble]]:
+    """A GGUF file, and a llama.cpp that computes as the interpreter does; a home of its own."""
+    for name in ("CACHE", "STATE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
+    file = bare_file(tmp_path / "tiny.gguf", load_spec("tiny-moe"), kind="Q8_0")
+    words = ("--backend", "reference", "--checkpoint", file, "--max-batch", "2", "--max-seq", "64")
+    engine = load_engine(built(tmp_path / "own", *words))
+    double = LlamaDouble(engine)
+    monkeypatch.setitem(sys.modules, "llama_cpp", double)
+    llama.binding.cache_clear()
+    yield file, double
+    engine.close()
+    llama.binding.cache_clear()
+
+
+@pytest.mark.parametrize("off", [0.0, 30.0])
+def test_llama_cpp_on_the_same_file(off: float, gguf: tuple[Path, LlamaDouble]) -> None:
+    """In one command from the file; two rows at a depth that is held again for each request."""
+    file, double = gguf
+    double.off = off
+    build = ("--backend", "reference", "--max-seq", "64", "--max-batch", "2")
+    words = ("--batch", "2", "--context", "5", "--peer", "llama.cpp", "--json", "-")
+    outcome = g4ir("bench", file, *build, *FLAGS, *words)
+    assert outcome.code == (off > 0), outcome
+    made = report_of(json.loads(outcome.out))
+    assert [r.role for r in made.runs] == ["engine", "llama.cpp"]
+    assert made.runs[1].label == "llama-cpp-python 0.0 (tiny.gguf)"
+    assert {a.role: a.ok for a in made.agreement} == {"engine": True, "llama.cpp": off == 0}
+    assert (made.speedup["llama.cpp"] is None) == made.runs[1].void == (off > 0)
+    assert "| llama.cpp | decode, ms a token | llama.cpp |" in markdown([made])
+
+
+def test_files_that_llama_cpp_does_not_read(
+    gguf: tuple[Path, LlamaDouble], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, double = gguf
+    peer = (*FLAGS, "--peer", "llama.cpp")
+    seeded = built(tmp_path / "seeded", "--variant", "tiny-moe", "--random-weights", "0")
+    assert "random weights, which is no GGUF file; bench one" in refused("bench", seeded, *peer)
+    with pytest.raises(MissingError, match="runs on CPUs alone"):
+        LlamaRunner(file, 1, 8, "cuda")
+    (tmp_path / "other").write_bytes(b"....")
+    with pytest.raises(InputError, match=r"it cannot load .*other: not GGUF"):
+        LlamaRunner(tmp_path / "other", 1, 8)
+    monkeypatch.setattr(double, "llama_decode", lambda *_: 1)
+    runner = LlamaRunner(file, 1, 8)
+    with pytest.raises(InputError, match="llama_decode of 1 x 2 tokens: 1"):
+        runner.step(torch.tensor([[2, 5]]))
+    freed = double.freed
+    del runner
+    assert double.freed == freed + 3
+
+
 def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama.binding.cache_clear()
     for module, words, extra in (
+        ("llama_cpp", ("--peer", "llama.cpp"), "pip install llama-cpp-python"),
         ("transformers", ("--peer", "hf"), "pip install 'g4ir[hf]'"),
         ("matplotlib.figure", ("--plot", "x.png"), "g4ir[plot]"),
     ):

@@ -444,8 +444,10 @@ def test_what_a_killed_compile_left_is_made_again(
 def test_an_interface_is_kept_by_all_that_it_follows_from(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another torch may lie in the same folder, whose classes have other members."""
+    """Another torch may lie in the same folder, whose classes have other members; and what a killed
+    build left there."""
     folder, made = tmp_path / "kept", list[Path]()
+    (folder / "interface" / "left").mkdir(parents=True)
 
     def build(self: Any) -> None:
         made.append(Path(self.get_target_file_path()))

@@ -268,6 +268,16 @@ def test_links_lead_somewhere(name: str) -> None:
         assert not anchor or anchor in anchors(path), f"{path}#{anchor}"
 
 
+def test_the_readme_s_table_is_what_bench_prints_of_its_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    line = re.search(r"`g4ir (bench \S+\.json --table)`", README.read_text())
+    assert line
+    table = command(*line[1].split())
+    assert table.code == 0 and f"\n\n{table.out}\n" in README.read_text()
+
+
 def test_the_readme_is_short_and_leads_to_every_document() -> None:
     assert len(README.read_text().splitlines()) <= MOST_LINES
     assert {path.resolve() for path, _ in links(README)} >= {

@@ -233,7 +233,7 @@ def test_chat_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (
             "{engine}",
             {"quant": "int4"},
-            "is an engine, and --quant belong to its build: leave them",
+            "is an engine, and --quant belongs to its build: leave it",
         ),
         ("{here}/tiny.gguf", {"random_weights": 0}, "has weights, and --random-weights others"),
         ("tiny-dense", {}, "variant tiny-dense has no hub id: give --random-weights SEED"),

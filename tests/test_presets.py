@@ -68,6 +68,12 @@ def test_flags_win_wherever_they_stand(line: str) -> None:
     assert {k: getattr(found, k) for k in others} == {k: preset[k] for k in others}
 
 
+@pytest.mark.parametrize("backend, target", [("trt", "rtx"), ("torch", None)])
+def test_another_backend_has_its_own_targets(backend: str, target: str | None) -> None:
+    found = options(f"build --preset rtx --backend {backend} --variant x")
+    assert (found.backend, found.target, found.quant) == (backend, target, "int8")
+
+
 def test_a_flag_of_another_meaning_is_no_option_of_a_preset() -> None:
     """`--draft-tokens` of run is a number of drafts at a time, and needs --draft."""
     assert PRESETS["h100-latency"].options["draft_tokens"] == 4
@@ -150,6 +156,21 @@ def test_verbs_take_models(tmp_path: Path) -> None:
 def test_the_last_preset_counts(words: str) -> None:
     assert options(f"plan 31b {words}").target == "rtx"
     assert options(f"plan 31b {words} --preset=laptop").device == "cpu"
+
+
+def test_a_config_alone_in_the_hub_s_cache_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert "no model of this name in the local" in refused("plan", "some/tiny")
+    folder = tmp_path / "models--some--tiny" / "snapshots" / "abc"
+    plain_checkpoint(folder)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text("abc")
+    want = g4ir("plan", folder, "--json")
+    assert g4ir("plan", "some/tiny", "--json").out == want.out and want.code == 0
 
 
 def test_the_hub_id_of_a_shipped_variant_needs_no_weights_to_be_planned(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -142,12 +142,13 @@ class _Interface:
         """Compile it unless it is there."""
         from torch._inductor import config
 
-        with claimed(self._path.name, wait=True), config.patch(self.options):
+        with claimed("interface", wait=True), config.patch(self.options):
             if self._path.is_file():
                 return
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            header = _precompiled(wrapper=True)
-            with tempfile.TemporaryDirectory(dir=self._path.parent) as made:
-                (Path(made) / "interface.cpp").write_text(self._source)
-                self._builder(made, header).build()
-                (Path(made) / "interface.o").replace(self._path)
+            made = self._path.parent / "interface"
+            shutil.rmtree(made, ignore_errors=True)  # a killed build left it
+            made.mkdir(parents=True)
+            (made / "interface.cpp").write_text(self._source)
+            self._builder(str(made), _precompiled(wrapper=True)).build()
+            (made / "interface.o").replace(self._path)
+            shutil.rmtree(made)

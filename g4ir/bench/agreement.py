@@ -92,7 +92,7 @@ def agreements_of(
             continue
         other = (runner.engine or first).dtype
         budget = pair_budget([dtype, other], against)
-        budget = measured if measured and other == dtype else budget
+        budget = runner.tolerance or (measured if measured and other == dtype else budget)
         got = logits_of(runner, w, tokens)
         made = compared(runner.role, got, base.role, want, budget, anchor)
         if not made.ok and budget.relative is not None:

@@ -11,19 +11,23 @@ from typing import Any
 
 import torch
 
+from g4ir.backends.torch_compile.compile import toolchain
+from g4ir.check.hf import need_transformers
 from g4ir.check.reference import acting, param_bytes
 from g4ir.engine.engine import Engine
 from g4ir.engine.speculative import NONE, find_draft
-from g4ir.errors import InputError
+from g4ir.errors import InputError, check_all
 from g4ir.ops.types import torch_dtype
 from g4ir.passes.match import OFF
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.spec.reader import Line, on_one_line
+from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress, no_progress
 
 from . import schema
 from .agreement import Agreement, agreements_of, void_roles
 from .drafts import Writer, repeated
+from .llama import LLAMA, LlamaRunner, binding, gguf_file
 from .measure import (
     TAKE,
     Number,
@@ -41,13 +45,12 @@ from .measure import (
 )
 from .roof import Meter, Rates, middle
 from .runners import (
+    MODES,
     BenchRunner,
     EngineRunner,
     HfRunner,
     Workload,
     calls_per_step,
-    check_compiler,
-    check_peers,
     draw_tokens,
     kernels_per_step,
     peer_model,
@@ -73,8 +76,8 @@ def run_bench(
     draft: str = NONE,
     draft_tokens: int | None = None,
 ) -> BenchReport:
-    """Measure one engine, or two of the same variant, beside peers of transformers (keys of
-    runners.MODES); return the report.
+    """Measure one engine, or two of the same variant, beside peers: transformers (keys of
+    runners.MODES), llama.cpp; return the report.
 
     w: from `plan_workload`. rounds: at least 2, each runner takes its turn in each. warmup:
     requests of each before them, beside the one that its outputs are compared on. checkpoint:
@@ -86,8 +89,9 @@ def run_bench(
     error: the report says so and marks the numbers void.
     """
     check_options(peers, rounds, warmup)
-    check_specs({str(e.path): e.manifest for e in engines})
-    check_compiler(peers, engines[0].device)
+    check_specs({str(e.path): e.spec for e in engines})
+    if any(MODES[name][2] for name in {*peers} & {*MODES}):
+        check_all(*toolchain(engines[0].device))
     drafts = find_draft(engines[0], draft, draft_tokens)
     bench = Bench(engines, w, draw_tokens(w, engines[0]), rounds, warmup, progress)
     bench.start(peers, checkpoint, load_s)
@@ -106,16 +110,19 @@ def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
         raise InputError(f"bench: --warmup {warmup}: expected 0 or more")
     if len(set(peers)) < len(peers):
         raise InputError(f"bench: --peer {', '.join(peers)}: each of them once")
-    check_peers(peers)
+    for name in peers:
+        if name not in (*MODES, LLAMA):
+            raise InputError(f"--peer {name!r}: expected one of {', '.join([*MODES, LLAMA])}")
+        binding() if name == LLAMA else need_transformers(f"--peer {name}")
 
 
-def check_specs(manifests: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise InputError for engines (path -> manifest) of different specs."""
-    (one, first), *others = manifests.items()
+def check_specs(specs: Mapping[str, Spec]) -> None:
+    """Raise InputError for models of different specs."""
+    (one, first), *others = specs.items()
     for path, other in others:
-        if other["spec_digest"] != first["spec_digest"]:
+        if other.digest() != first.digest():
             raise InputError(
-                f"bench: {one} is {first['variant']} and {path} is {other['variant']}, with "
+                f"bench: {one} is {first.name} and {path} is {other.name}, with "
                 f"another spec: their outputs cannot agree"
             )
 
@@ -152,13 +159,17 @@ class Bench:
         loads: list[Number] = [*load_s, *[None] * len(self.engines)]
         for engine, role, name, load in zip(self.engines, ENGINE_ROLES, names, loads):
             self._add(role, partial(EngineRunner, engine, self.w.batch, role, name), load)
-        if peers:
+        engine, modes = self.engines[0], [name for name in peers if name in MODES]
+        if modes:
             self.progress("loading the peer")
             start = time.perf_counter()
-            model = peer_model(self.engines[0], checkpoint)
+            model = peer_model(engine, checkpoint)
             loaded = time.perf_counter() - start
-            for mode in peers:
+            for mode in modes:
                 self._add(mode, partial(HfRunner, model, self.w.fed, mode), loaded)
+        if LLAMA in peers:
+            file, w = gguf_file(engine, checkpoint), self.w
+            self._add(LLAMA, partial(LlamaRunner, file, w.batch, w.fed, engine.device), None)
 
     def _add(self, role: str, make: Callable[[], BenchRunner], load: Number) -> None:
         """Make a runner; keep the seconds of loading it, of bringing its rows to their depth and of

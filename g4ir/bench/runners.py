@@ -18,15 +18,15 @@ from typing import Annotated, Any
 
 import torch
 
-from g4ir.backends.torch_compile.compile import toolchain
 from g4ir.backends.torch_compile.programs import phase_steps
 from g4ir.backends.torch_compile.segment import Segment
 from g4ir.chat.prompt import text_ids
-from g4ir.check.hf import cache_argument, hf_model, hf_origin, need_transformers, rows_kept
+from g4ir.check.hf import cache_argument, hf_model, hf_origin, rows_kept
 from g4ir.check.reference import reference_engine
 from g4ir.check.tokens import check_no_media, random_ids
 from g4ir.engine.engine import Engine
-from g4ir.errors import InputError, check_all
+from g4ir.errors import InputError
+from g4ir.ir.distance import Tolerance
 from g4ir.plan.engine_limits import Limits
 from g4ir.spec.reader import Line, Range
 
@@ -103,10 +103,12 @@ def draw_tokens(w: Workload, engine: Engine) -> torch.Tensor:
 
 class BenchRunner:
     """Rows that take tokens. `role` names it in a report, `label` says what it is; `engine` and its
-    folder's `name` are None for a peer. setup_s, peak_memory: of its first request."""
+    folder's `name` are None for a peer, `tolerance` for one that rounds as an engine of its dtype
+    does. setup_s, peak_memory: of its first request."""
 
     role: str
     label: str
+    tolerance: Tolerance | None = None
     engine: Engine | None = None
     name: Line | None = None
     setup_s: dict[str, float | None]
@@ -273,21 +275,6 @@ class HfRunner(BenchRunner):
         self.length += n
         logits: torch.Tensor = out.logits[:, -1]
         return logits
-
-
-def check_peers(names: Sequence[str]) -> None:
-    """Raise InputError for an unknown peer, MissingError for one that is not installed."""
-    for name in names:
-        if name not in MODES:
-            raise InputError(f"--peer {name!r}: expected one of {', '.join(MODES)}")
-    if names:
-        need_transformers(f"--peer {names[0]}")
-
-
-def check_compiler(names: Sequence[str], device: str) -> None:
-    """Raise MissingError where a peer is to be compiled and cannot be."""
-    if any(MODES[name][2] for name in names):
-        check_all(*toolchain(device))
 
 
 def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:

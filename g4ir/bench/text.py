@@ -54,7 +54,7 @@ def text(report: BenchReport) -> str:
             shown = (
                 f"prefill x{_shown(s.prefill)}, decode x{_shown(s.decode)}, e2e x{_shown(s.e2e)}"
             )
-        lines.append(f"{f'{own} over {names[role]}':26}{shown}")
+        lines.append(f"{f'{own} over {names[role]}':25} {shown}")
     lines += _drafts(report.drafts) if report.drafts else []
     lines.append("")
     for run in report.runs:
@@ -113,16 +113,16 @@ def _table(runs: Sequence[RunReport], names: Mapping[str, str]) -> str:
 
 def markdown(reports: Sequence[BenchReport]) -> str:
     """Return a Markdown table: a line for each report's first engine, prefill and decode beside
-    those of every other runner."""
-    others = [*dict.fromkeys(r.role for report in reports for r in report.runs[1:])]
+    those of every other runner, by name."""
+    others = [*dict.fromkeys(r.name or r.role for report in reports for r in report.runs[1:])]
     head = ["", "prefill, tokens/s", *others, "decode, ms a token", *others]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for report in reports:
-        runs = {r.role: r.metrics() for r in report.runs if not r.void}
-        own = report.runs[0]
-        lines.append([f"{report.model_id}, {own.name or own.role}"])
+        runs = {r.name or r.role: r.metrics() for r in report.runs if not r.void}
+        own, *_ = (r.name or r.role for r in report.runs)
+        lines.append([f"{report.model_id}, {own}"])
         for metric in ("prefill_throughput", "itl_p50"):
-            found = (runs.get(role, {}).get(metric) for role in (own.role, *others))
+            found = (runs.get(name, {}).get(metric) for name in (own, *others))
             lines[-1] += [_short(stat[1].value) if stat else "-" for stat in found]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -184,8 +184,12 @@ def _engine_details(run: RunReport) -> Iterator[str]:
             f"  experts  {x['decode_distinct']:.1f} of {x['experts']} a layer in a decode step, "
             f"{x['prefill_distinct']:.1f} in a chunk of the prompt ({x['source']})"
         )
-    calls = ", ".join(f"{v:g} {k.replace('_', ' ')}" for k, v in run.calls_per_step.items())
-    yield f"  calls    {calls} in a decode step"
+    parts = (
+        "one program" if (k, v) == ("programs", 1) else f"{v:g} {k.replace('_', ' ')}"
+        for k, v in run.calls_per_step.items()
+        if (k, v) != ("glue", 0)
+    )
+    yield f"  calls    {', '.join(parts)} in a decode step"
 
 
 def plot_bench(path: str | Path, reports: Mapping[str, BenchReport]) -> None:

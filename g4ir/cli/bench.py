@@ -5,21 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from g4ir.bench.report import check_options, check_specs, run_bench
 from g4ir.bench.runners import Workload, plan_workload
 from g4ir.bench.schema import BenchReport, plain, read_report
 from g4ir.bench.text import compare_reports, compare_text, markdown, plot_bench, text
-from g4ir.engine.artefact import read_manifest
+from g4ir.engine.artefact import is_engine, read_manifest
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
+from g4ir.spec.record import SUFFIXES
 from g4ir.ui import console
 from g4ir.ui.files import write_file
 from g4ir.ui.plots import check_plot
+from g4ir.weights.origin import AbsentWeights, find_model
 
-from .common import emit, find_engines, how_to_load, load, strict
+from .common import emit, find_engines, flag_of, how_to_load, load, strict
+from .models import named_model
 from .talking import check_draft, given_draft
 
 STDOUT = "-"
@@ -28,9 +31,14 @@ STDOUT = "-"
 def bench(args: argparse.Namespace) -> int:
     """Measure engines, and report; or print the table of reports."""
     if args.table and args.engines and all(Path(m).suffix == ".json" for m in args.engines):
+        if others := ", ".join(map(flag_of, sorted(args.given - {"table", "trace"}))):
+            raise InputError(f"{others}: of reports the table alone is printed; leave it out")
         print(markdown([read_report(m) for m in args.engines]))
         return 0
     _check_arguments(args)
+    if len(args.engines) == 2:
+        with suppress(AbsentWeights):  # whose spec comes with them
+            check_specs({m: named_model(m).spec for m in args.engines})
     find_engines(args)
     report = _measured(args, _planned(args))
     _write(args, report)
@@ -60,7 +68,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 def _planned(args: argparse.Namespace) -> Workload:
     manifests = {path: read_manifest(Path(path)) for path in args.engines}
-    check_specs({path: vars(m) for path, m in manifests.items()})
     names = ("input_len", "output_len", "batch", "context", "seed", "text")
     sizes = {name: vars(args)[name] for name in names}
     return plan_workload([m.limits for m in manifests.values()], **sizes)
@@ -82,12 +89,20 @@ def _measured(args: argparse.Namespace, workload: Workload) -> BenchReport:
             peers=args.peer,
             rounds=args.rounds,
             warmup=args.warmup,
-            checkpoint=args.checkpoint,
+            checkpoint=_checkpoint(args),
             load_s=seconds,
             progress=progress,
             draft=draft.source,
             draft_tokens=draft.tokens or None,
         )
+
+
+def _checkpoint(args: argparse.Namespace) -> str | None:
+    """Return what a baseline loads: --checkpoint, or the weights that MODEL names."""
+    model, given = args.models[0], args.checkpoint or args.random_weights is not None
+    if given or is_engine(Path(model)) or Path(model).suffix in SUFFIXES:
+        return args.checkpoint
+    return str(find_model(model, "", args.revision)[1])
 
 
 def _write(args: argparse.Namespace, report: BenchReport) -> None:

@@ -21,12 +21,13 @@ from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.passes.scale_residual import ScaleOptions
 from g4ir.plan.resolve import KV_NAMES
-from g4ir.spec.record import Spec
+from g4ir.spec.record import SUFFIXES, Spec, spec_names
 from g4ir.ui import console
 from g4ir.ui.files import free_bytes
 from g4ir.ui.units import size_text
+from g4ir.weights.origin import find_model
 
-from .common import emit, given_options, given_spec, of_file, output
+from .common import emit, flag_of, given_options, given_spec, of_file, output
 from .run import verified
 
 
@@ -47,6 +48,8 @@ def _build(args: argparse.Namespace) -> int:
     from g4ir.engine.build import check_absent, prepare, write_engine
 
     console.spec_warnings()
+    if args.model:
+        _take_model(args)
     spec = given_spec(args)
     if args.out or spec:
         check_absent(_out(args, spec))
@@ -78,6 +81,18 @@ def _build(args: argparse.Namespace) -> int:
         return verified(str(out), args, trust=not written.known)
     made = {"engine": str(out), "compile_s": seconds, "grid": written.grid and asdict(written.grid)}
     return output(args, made, f"{out}\n")
+
+
+def _take_model(args: argparse.Namespace) -> None:
+    """Put MODEL in the place of --variant, --spec or --checkpoint."""
+    model, name = args.model, "checkpoint"
+    if model in spec_names() or Path(model).suffix in SUFFIXES:
+        name = "variant" if model in spec_names() else "spec"
+    else:
+        model = find_model(model, "")[1]
+    if name in args.given:
+        raise InputError(f"give MODEL or {flag_of(name)}, not both")
+    vars(args)[name] = model
 
 
 def _out(args: argparse.Namespace, spec: Spec | None) -> Path:

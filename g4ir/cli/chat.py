@@ -138,7 +138,8 @@ def completions(line: str) -> list[str]:
 
         found = [f"{setting} " for setting in SETTINGS]
     elif "PATH" in usage or "FILE" in usage:
-        found += _paths(rest)
+        quote = rest[:1] if rest.startswith(("'", '"')) else ""
+        found += [f"{quote}{p}{quote * (p[-1] != '/')}" for p in _paths(rest.removeprefix(quote))]
     begins = rest.rpartition(" ")[0]
     cut = len(begins) + bool(begins)
     return [word[cut:] for word in found if word.startswith(rest) and word[cut:]]

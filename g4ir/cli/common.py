@@ -83,7 +83,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         form = {"allow_abbrev": False, "formatter_class": argparse.RawTextHelpFormatter}
         super().__init__(**{**form, **kwargs})
-        self.first: list[str] = []
         self.add_argument(
             "--trace",
             action="store_true",
@@ -93,27 +92,32 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as the base class does, but leave nothing unknown to the parser above, which does
-        not know the options of this one."""
-        self.first = [] if args is None else list(args[:1])
-        if "--preset" in self._option_string_actions:
-            self._take_preset(self.first and list(args))
+        not know the options of this one. `given`: which options were, those with the value that
+        is the default too."""
+        parts = [p for w in args or () for p in w.split("=", w.startswith("--"))]
+        known = self._option_string_actions
+        given = {
+            known[flag].dest: value for flag, value in pairwise([*parts, "-"]) if flag in known
+        }
+        if given.get("preset", "-")[:1] != "-":
+            self._take_preset(given)
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
+        if "given" not in found:  # that of the verb
+            found.given = given.keys()
         return found, rest
 
-    def _take_preset(self, words: list[str]) -> None:
+    def _take_preset(self, given: Mapping[str, str]) -> None:
         """Make the options of the preset that is given the defaults: so flags win, in any order.
-        Options that are flags of another meaning here, as `run --draft-tokens`, stay."""
-        pairs = pairwise(
-            [*(p for w in words for p in w.split("=", w.startswith("--preset="))), "-"]
-        )
-        given = [name for flag, name in pairs if flag == "--preset" and name[:1] != "-"]
-        if not given:
-            return
+        Options that are flags of another meaning here, as `run --draft-tokens`, stay, and another
+        backend has its own targets."""
+        preset = find_preset(given["preset"]).options
         own: set[str] = self.get_default("of_build")
         others = {a.dest for a in self._actions} - own
-        options = {k: v for k, v in find_preset(given[-1]).options.items() if k not in others}
+        if given.get("backend", preset["backend"]) != preset["backend"]:
+            others.add("target")
+        options = {k: v for k, v in preset.items() if k not in others}
         self.set_defaults(**options, of_build=own | options.keys())
         for action in self._actions:
             action.required = action.required and action.dest not in options
@@ -125,10 +129,7 @@ class Parser(argparse.ArgumentParser):
         """Return how to give a variant or a spec file that has no flag before it, or the verb or
         option that is like the unknown one."""
         verb, extra = _NO_CHOICE.search(message), _EXTRA.search(message)
-        words = [*(extra[1].split() if extra else ()), *([verb[1]] if verb else ())]
-        if "--variant" in self._option_string_actions:
-            words += self.first  # argparse names a required flag first
-        for word in words:
+        for word in [*(extra[1].split() if extra else ()), *([verb[1]] if verb else ())]:
             if how := self._flag_of(word):
                 return how
         if verb:
@@ -330,7 +331,7 @@ def find_engines(args: argparse.Namespace, all_logits: bool = False) -> None:
     """Put engines in the place of the models of a command line, built on first use, which may take
     minutes: flags are checked before. `models` are the words that were given."""
     from g4ir.engine.artefact import is_engine
-    from g4ir.engine.library import find_engine
+    from g4ir.engine.library import find_engine, refuse_options
 
     threads = vars(args).get("threads")
     if threads is not None and not 1 <= threads <= MOST_THREADS:
@@ -344,9 +345,8 @@ def find_engines(args: argparse.Namespace, all_logits: bool = False) -> None:
         drafts = find_preset(args.preset).options.get("draft_tokens")
     needed = replace(given, all_logits=all_logits, draft_tokens=drafts)
     args.models = args.engines if "engines" in args else [args.engine]
-    if args.preset and (engine := next((m for m in args.models if is_engine(Path(m))), None)):
-        fix = "leave it out, or give the model that it was built from"
-        raise InputError(f"{engine} is an engine, and --preset belongs to its build: {fix}")
+    for engine in filter(is_engine, map(Path, args.models)):
+        refuse_options(engine, args.given & {*args.of_build, "preset", "revision"})
     with console.Progress() as progress:
         options = (given if is_engine(Path(m)) else needed for m in args.models)
         how = {

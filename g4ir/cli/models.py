@@ -12,7 +12,7 @@ from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import held_recipe
 from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.weights.checkpoint import CONFIG, GGUF
-from g4ir.weights.origin import AbsentWeights, Origin, existing_origin, find_model
+from g4ir.weights.origin import AbsentWeights, Origin, cached_config, existing_origin, find_model
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,9 @@ def _stated(source: str) -> tuple[Spec, Origin | None]:
         shipped = (spec for spec in map(load_spec, spec_names()) if spec.hub == source)
         if spec := next(shipped, None):
             return spec, None
-        raise
+        if (config := cached_config(source)) is None:
+            raise
+        origin = existing_origin(config.parent)
     return origin.spec(), origin
 
 

@@ -118,8 +118,7 @@ def _made(model: Model, args: argparse.Namespace, gpus: list[Gpu], several: bool
 
 
 def _of_engine(found: Artefact, args: argparse.Namespace, **sizes: Any) -> Plan:
-    values = ((f, vars(args).get(f.name)) for f in fields(BuildOptions))
-    if given := [f.name for f, value in values if value not in (None, False, [], f.default)]:
+    if given := sorted(args.given & {"preset", *(f.name for f in fields(BuildOptions))}):
         flags = ", ".join(map(flag_of, given))
         raise InputError(f"{found.path} is an engine, and has its own settings: leave out {flags}")
     return plan_engine(found.manifest.resolved(found.spec, found.drafter), **sizes)

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -110,7 +110,7 @@ def find_engine(
     says what is wrong. MissingError for weights that are not in the local cache of the hub, nor to
     be downloaded. `settled`: what options of a build become once its checkpoint is there."""
     if not isinstance(model, Spec) and is_engine(Path(model)):
-        _refuse_options(Path(model), options, revision)
+        refuse_options(Path(model), {*_given(options), *(["revision"] if revision else [])})
         return Path(model)
     try:
         found = _with_weights(model, options, revision)
@@ -256,11 +256,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _refuse_options(path: Path, options: BuildOptions, revision: str | None) -> None:
-    if given := [*_given(options), *(["revision"] if revision else [])]:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        fix = "leave them out, or give the model that it was built from"
-        raise InputError(f"{path} is an engine, and {flags} belong to its build: {fix}")
+def refuse_options(path: Path, given: Set[str]) -> None:
+    """Raise InputError if options of a build are given to an engine."""
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
+        belong, them = ("belong", "them") if given - {min(given)} else ("belongs", "it")
+        fix = f"leave {them} out, or give the model that it was built from"
+        raise InputError(f"{path} is an engine, and {flags} {belong} to its build: {fix}")
 
 
 # --- builds and locks -------------------------------------------------------------------------

@@ -227,6 +227,12 @@ def hub_snapshot(hub_id: str, revision: str | None = None) -> Path | None:
     return found if found and _has_weights(found) else None
 
 
+def cached_config(hub_id: str) -> Path | None:
+    """Return the config of `org/name` in the local cache, which may lack its weights, or None."""
+    found = _snapshot(cache_folder(hub_id))
+    return found / CONFIG if found and (found / CONFIG).is_file() else None
+
+
 def _has_weights(snapshot: Path) -> bool:
     files = [p.name for p in snapshot.iterdir() if p.suffix in (GGUF, ".safetensors")]
     if files and (index := snapshot / INDEX).is_file():
