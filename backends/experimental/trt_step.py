@@ -13,7 +13,7 @@ from g4ir.plan.engine_limits import Limits
 
 from ..primitives.network import FULL
 from ..trt.build import Written, weight_bytes
-from ..trt.lowerings import gathers
+from ..trt.experts import gathers
 from ..trt.recorder import traffic
 from .step_model import message_us, read_constants
 

@@ -166,9 +166,10 @@ class Emitter(ABC):
         _need(fits, f"dequantize: {codes.type} and {scales.type} along {axis}")
         return self._dequantize(codes, scales, axis, t)
 
-    def part(self, codes: Operand, dtype: str) -> tuple[Operand, float] | None:
-        """Return codes times a power of two, and what a product of these is still to be multiplied
-        by, beside the scales of rows; None where products take codes with their scales."""
+    def part(self, codes: Operand, dtype: str, reader: int) -> tuple[Operand, float] | None:
+        """Return codes times a power of two, each reader's own, and what a product of these is
+        still to be multiplied by, beside the scales of rows; None where products take codes with
+        their scales."""
         return None
 
     def bits(self, codes: Operand) -> Operand:

@@ -46,13 +46,13 @@ def experts(
 
     def gathered() -> Operand:
         made = (gathered_weight(net, w, index) for w in both)
-        y = _mlp(e, e.unsqueeze(x, 2, 3), act, *made)
+        y = mlp(e, e.unsqueeze(x, 2, 3), act, *made)
         y = e.mul(e.cast(y, "f32"), e.unsqueeze(weights, 3, 4))
         return e.cast(e.reshape(e.reduce("sum", y, 2), *x.shape), x.dtype)
 
     def every() -> Operand:
-        made = (_for_all(e, whole_weight(e, w)) for w in both)
-        y = _mlp(e, e.unsqueeze(x, 1), act, *made)
+        made = (for_all(e, whole_weight(e, w)) for w in both)
+        y = mlp(e, e.unsqueeze(x, 1), act, *made)
         factors = _by_expert(net, weights, index, int(gate_up.shape[0]))
         # A product and a sum, which are one kernel: a matrix product would need all of y in fp32.
         y = e.mul(e.cast(y, "f32"), e.transpose(factors, 0, 3, 1, 2))
@@ -73,13 +73,14 @@ def own_choices(
     return e.where(held, weights, 0.0), e.where(held, index, 0)
 
 
-def _for_all(e: Emitter, w: Weight) -> Weight:
+def for_all(e: Emitter, w: Weight) -> Weight:
     """Return a weight with a dim of one for the batch."""
     matrix = e.unsqueeze(e.stack(w.matrix), 0)
     return Weight(matrix, w.turned, w.factors and e.unsqueeze(w.factors, 0))
 
 
-def _mlp(e: Emitter, x: Operand, act: str, first: Weight, second: Weight) -> Operand:
+def mlp(e: Emitter, x: Operand, act: str, first: Weight, second: Weight) -> Operand:
+    """Return the gated MLP of these two weights, [.., rows, H] -> [.., rows, H]."""
     y, last = _product(e, x, first), x.rank - 1
     both = int(y.shape[last])
     gate, up = e.slice(y, last, 0, both // 2), e.slice(y, last, both // 2, both)

@@ -83,11 +83,16 @@ class Weight:
     factors: Operand | None = None
 
 
-def whole_weight(e: Emitter, w: Operand) -> Weight:
-    """Return a weight that is a tensor, or dequantised to one where it is read."""
+def whole_weight(e: Emitter, w: Operand, reader: int = 0) -> Weight:
+    """Return a weight that is a tensor, or dequantised to one where it is read, by each of several
+    readers for itself."""
     if not isinstance(w, Coded):
         return Weight(w)
-    if not w.columns and int(w.scales.shape[-1]) == 1 and (made := e.part(w.codes, w.dtype)):
+    if (
+        not w.columns
+        and int(w.scales.shape[-1]) == 1
+        and (made := e.part(w.codes, w.dtype, reader))
+    ):
         matrix, rest = made
         scales = e.cast(e.reshape(w.scales, *w.shape[:-1]), w.dtype)
         return Weight(matrix, False, e.mul(scales, rest))
@@ -108,9 +113,9 @@ def gathered_weight(net: Network, w: Operand, index: Operand) -> Weight:
     return Weight(e.gather(made.matrix, index, 0), made.turned, factors)
 
 
-def linear(e: Emitter, x: Operand, w: Operand) -> Operand:
+def linear(e: Emitter, x: Operand, w: Operand, reader: int = 0) -> Operand:
     """Return x w^T."""
-    made = whole_weight(e, w)
+    made = whole_weight(e, w, reader)
     y = e.linear(x, made.matrix, made.turned)
     if made.factors is None:
         return y

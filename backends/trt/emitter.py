@@ -325,10 +325,11 @@ class TrtEmitter(Emitter):
         handle = Dequantized(codes.handle, self.cast(scales, wide))
         return self.cast(Operand(replace(t, dtype=wide), handle), t.dtype)
 
-    def part(self, codes: Operand, dtype: str) -> tuple[Operand, float] | None:
-        small = self.constant(torch.tensor(PART[dtype], dtype=torch_dtype(dtype)))
+    def part(self, codes: Operand, dtype: str, reader: int) -> tuple[Operand, float] | None:
+        power = PART[dtype] / 2**reader
+        small = self.constant(torch.tensor(power, dtype=torch_dtype(dtype)))
         t = Type(dtype, codes.shape)
-        return Operand(t, Dequantized(codes.handle, small)), 1 / PART[dtype]
+        return Operand(t, Dequantized(codes.handle, small)), 1 / power
 
     def _bits(self, codes: Operand, t: Type) -> Operand:
         raise ValueError(f"{codes.type}: TensorRT's constants have one type")
@@ -449,13 +450,16 @@ class TrtEmitter(Emitter):
         """Return entries first .. first + count - 1 of an axis whose size has a name, as far as it
         has them: it may have none."""
         name = str(x.shape[axis])
-        shape = (f"{name}@{first}" if i == axis else d for i, d in enumerate(x.shape))
+        shape = (f"{name}@{first}+{count}" if i == axis else d for i, d in enumerate(x.shape))
 
         def place() -> tuple[Any, Any]:
             whole = Operand(Type("i64", (1,)), self._dim(x, axis))
             ends = (self.constant(torch.tensor([n])) for n in (first, first + count))
             start, stop = (self.binary("min", whole, end) for end in ends)
-            return self.tensor(start), self.tensor(self.sub(stop, start))
+            # A builder bounds each of these alone: without a bound of its own the size, and all
+            # that has it, would be taken to be as large as `stop` is.
+            size = self.binary("min", self.sub(stop, start), self.constant(torch.tensor([count])))
+            return self.tensor(start), self.tensor(size)
 
         start, size = self._once(("block", name, first, count), place)
         return self._sliced(x, axis, start, size, "block", x.type.with_shape(*shape))

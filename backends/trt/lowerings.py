@@ -4,7 +4,9 @@ which choose among them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,12 +15,13 @@ from g4ir.ops.types import torch_dtype
 from g4ir.plan.engine_limits import Limits
 
 from ..base import Setting
-from ..primitives import attention, moe, vision
+from ..primitives import attention, vision, weights
 from ..primitives.emitter import Emitter, Operand
 from ..primitives.lowerings import LOWERINGS, pieces
 from ..primitives.network import EXPERTS, ROWS, Lowering, Network, is_ring, stored_type
-from ..primitives.pointwise import capped, reciprocal_rms, times, weighed
+from ..primitives.pointwise import activate, capped, reciprocal_rms, times, weighed
 from .emitter import TrtEmitter
+from .experts import experts
 from .host import FEATURES, offers
 from .recorder import MAX_HEAD
 
@@ -30,8 +33,9 @@ BYTES_PER_SCORE = 6
 MOST_SCORE_BYTES = 2 << 30
 #: fewest tokens of a chunk for which a bool mask of several attentions is taken
 LEAST_INDEXED = 128
-#: how many times a gathered weight is moved: read, written, and read
-MOVED = 3
+#: tokens of a chunk whose MLP is computed together, more than a product needs not to wait for its
+#: weights, where that of all would take more than so many bytes
+GATED_ROWS, MOST_GATED_BYTES = 512, 16 << 20
 
 
 def row_bytes(n: Node, limits: Limits) -> int:
@@ -152,6 +156,52 @@ def norm_rope(net: Network, n: Node, x: Operand, w: Operand, *_: Operand) -> Ope
     return e.add(e.mul(normed(x, w), cos), e.mul(turned, sin))
 
 
+# --- the MLP ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gated(Operand):
+    """A gated product of which there is no tensor: the product behind it computes it in blocks."""
+
+    x: Operand
+    w: Operand
+    act: str
+
+
+def linear_glu(net: Network, n: Node, x: Operand, w: Operand, *up: Operand) -> Any:
+    """Return the gated halves of a product; of a long chunk, for the product behind them."""
+    chunk, wide = net.limits.prefill_chunk, int(w.shape[-2])
+    long = isinstance(x.shape[1], str) and chunk > GATED_ROWS
+    most = x.type.with_shape(net.limits.max_batch, chunk, wide).nbytes()
+    if up or not long or most <= MOST_GATED_BYTES or not _has_readers(w):
+        return tuple(net.expanded(n))
+    return Gated(x.type.with_shape(*x.shape[:-1], wide // 2), None, x, w, n.word("act"))
+
+
+def linear(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
+    """Return x w^T, of a gated product in blocks of tokens: that product is twice as wide as what
+    is kept of it, and the largest tensor of a model without experts. Where S is fixed at 1, all
+    blocks but the first are empty, and dropped by the builder."""
+    e = net.e
+    if not isinstance(x, Gated):
+        return weights.linear(e, x, w)
+    assert isinstance(e, TrtEmitter)
+    size = GATED_ROWS if _has_readers(w) else net.limits.prefill_chunk
+    made = []
+    for i in range(-(-net.limits.prefill_chunk // size)):
+        y = weights.linear(e, e.block(x.x, 1, i * size, size), x.w, i)
+        gate, up = (e.slice(y, 2, at, at + int(x.shape[2])) for at in (0, int(x.shape[2])))
+        made.append(weights.linear(e, e.mul(activate(e, gate, x.act), up), w, i))
+    return e.reshape(e.concat(made, 1), *x.shape[:-1], made[0].shape[-1])
+
+
+def _has_readers(w: Operand) -> bool:
+    """Whether several products may read a weight. Of codes a builder would write one dense copy for
+    all, but where each multiplies them by a scale of its own (weights.py): not in fp16, which has
+    no room for these, nor codes of 4 bits, two products of which ended the builder by SIGSEGV."""
+    return not isinstance(w, weights.Coded) or (not w.columns and w.dtype != "f16")
+
+
 # --- several ranks ------------------------------------------------------------------------------
 
 
@@ -179,37 +229,6 @@ def all_gather(net: Network, n: Node, x: Operand) -> Operand:
     parts = e.exchange("all_gather", e.unsqueeze(x, 0), ranks)
     parts = e.transpose(parts, *range(1, x.rank), 0, x.rank)
     return e.reshape(parts, *rows, ranks * int(size))
-
-
-# --- experts ------------------------------------------------------------------------------------
-
-
-def experts(
-    net: Network, n: Node, x: Operand, weights: Operand, index: Operand, *held: Operand
-) -> Operand:
-    """Return the routed experts' sum. By default the weights of those that a row's first token
-    chose are gathered, and all multiply the others, which are none in a step of single tokens;
-    where all rows together choose about as many as there are, all multiply every token."""
-    e, count = net.e, int(held[0].shape[0])
-    assert isinstance(e, TrtEmitter)
-    if net.experts != "auto":
-        return moe.experts(net, n, x, weights, index, *held)
-    few = gathers(net.experts, net.limits, int(index.shape[2]), count)
-    if x.shape[1] == 1 or not few:
-        form = "gather" if few else "all"
-        return moe.experts(net, n, x, weights, index, *held, form=form)
-    first = (e.slice(t, 1, 0, 1) for t in (x, weights, index))
-    others = (e.block(t, 1, 1, net.limits.prefill_chunk - 1) for t in (x, weights, index))
-    made = [moe.experts(net, n, *first, *held, form="gather")]
-    if net.limits.prefill_chunk > 1:
-        made.append(moe.experts(net, n, *others, *held, form="all"))
-    return e.reshape(e.concat(made, 1), *x.shape)
-
-
-def gathers(experts: str, limits: Limits, top_k: int, count: int) -> bool:
-    """Whether a step of single tokens reads the weights of the chosen experts alone."""
-    few = limits.max_batch * top_k * MOVED < count
-    return experts == "gather" or (experts == "auto" and few)
 
 
 # --- fused attention --------------------------------------------------------------------------
@@ -324,8 +343,8 @@ SETTINGS: Mapping[str, Setting] = {
     "experts": Setting(
         EXPERTS,
         "auto",
-        "weights of the chosen experts gathered for single tokens, else all multiplied (auto); "
-        "always gathered; or all multiplied",
+        "weights of the chosen experts gathered for single tokens, tokens of a chunk sorted by "
+        "expert (auto); always gathered; or all multiplied",
     ),
     "weights": Setting(
         tuple(WEIGHTS),
@@ -349,6 +368,8 @@ def lowerings(forms: str | Chosen = "explicit") -> Mapping[str, Lowering]:
         "all_reduce": all_reduce,
         "all_gather": all_gather,
         "experts": experts,
+        "linear": linear,
+        "linear_glu": linear_glu,
         "norm_rope": norm_rope,
     }
     return {**LOWERINGS, **own, **_attention(chosen)}

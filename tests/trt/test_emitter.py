@@ -13,9 +13,10 @@ import torch
 
 from g4ir.backends.base import Prepared
 from g4ir.backends.primitives.graph import network_graph
-from g4ir.backends.primitives.network import TURNED, stored_type
+from g4ir.backends.primitives.network import TURNED, Network, stored_type
 from g4ir.backends.reference import ReferenceRuntime
 from g4ir.backends.trt import dry_run as dry
+from g4ir.backends.trt import experts
 from g4ir.backends.trt import lowerings as lowered
 from g4ir.backends.trt.emitter import TrtEmitter
 from g4ir.backends.trt.recorder import execute, scratch_bytes
@@ -43,7 +44,7 @@ from tests.network_session import (
 from tests.oracle import relative
 from tests.runner import built_program
 from tests.test_ops import IN_NETWORKS, sample, tensors
-from tests.trt.running import Emitted, emit, new_emitter, prepared
+from tests.trt.running import Emitted, computed, emit, new_emitter, prepared
 
 VERSION = "10.16.1"
 #: suffix of specs whose attention scores are capped
@@ -186,13 +187,14 @@ def test_op(case: tuple[str, int]) -> None:
 # --- models -----------------------------------------------------------------------------------
 
 
-def planned(name: str, latent_kv: str = "off", **settings: str) -> Prepared:
+def planned(name: str, latent_kv: str = "off", quant: str = "none", **settings: str) -> Prepared:
     """A build with random weights."""
     spec = spec_called(name.removesuffix(CAPPED))
     if name.endswith(CAPPED):
         text = replace(spec.text, attn_logit_softcapping=20.0)
         spec = check_spec(replace(spec, name=name, text=text))
     how = {"dtype": "float32", "media": "none", "latent_kv": latent_kv, "settings": settings}
+    how |= {"quant": quant}
     return prepare(spec, BuildOptions(backend="trt", random_weights=0, **how), dry=True)  # type: ignore[arg-type]
 
 
@@ -269,6 +271,66 @@ def test_queries_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = scratch()
     monkeypatch.setattr(lowered, "MOST_SCORE_BYTES", 3 * 4 * dry.SMALL.max_seq * 6 * 4)
     assert scratch() < whole
+
+
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_mlps_in_blocks(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chunk; each product has codes of its own scale."""
+    p = planned("12b-small", quant=quant)
+    assert compare(p)[0] < BUDGET
+    monkeypatch.setattr(lowered, "GATED_ROWS", 4)
+    monkeypatch.setattr(lowered, "MOST_GATED_BYTES", 0)
+    worst, runtime = compare(p)
+    assert worst < BUDGET
+    names = [x.name for x in runtime.engine._network._layers]
+    assert "L0.mlp.down/linear.6" in names and "L0.mlp.down/linear.7" not in names
+
+
+def routed(choices: torch.Tensor, sizes: tuple[int, int, int]) -> tuple[Any, Any, Any]:
+    """Experts' sums of these choices [B,S,K]: by the network, and one token after the other; and
+    the network."""
+    (batch, chunk, k), (count, width, inner) = choices.shape, sizes
+    g = torch.Generator().manual_seed(0)
+    held = {
+        "gate_up": torch.randn(count, 2 * inner, width, generator=g),
+        "down": torch.randn(count, width, inner, generator=g),
+    }
+    x, weights = (torch.randn(batch, chunk, n, generator=g) for n in (width, k))
+    positions = 7 + torch.arange(chunk).expand(batch, -1)
+    feeds = {"x": x, "weights": weights, "index": choices, "positions": positions}
+    e = new_emitter(held.__getitem__)
+    kinds = (f"f32[B,S,{width}]", f"f32[B,S,{k}]", f"i64[B,S,{k}]", "i64[B,S]")
+    given = {n: e.input(n, parse_type(t)) for n, t in zip(feeds, kinds, strict=True)}
+    net = Network(e, None, Limits(batch, 64, 13), {}, "auto", given)  # type: ignore[arg-type]
+    params = [e.param(Value(n, Type("f32", tuple(t.shape)))) for n, t in held.items()]
+    e.scope = "L0.experts"
+    node: Any = SimpleNamespace(word=lambda _: "gelu_pytorch_tanh")
+    inputs = (given[n] for n in ("x", "weights", "index"))
+    e.output("y", experts.experts(net, node, *inputs, *params))
+    gate_up, down = held.values()
+    gate, up = torch.einsum("bsh,bskih->bski", x, gate_up[choices]).chunk(2, -1)
+    made = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    want = torch.einsum("bski,bskhi,bsk->bsh", made, down[choices], weights)
+    return computed(e, feeds)["y"], want, e.network
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 13])
+def test_tokens_of_a_chunk_by_expert(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all tokens choose the same experts, which need all spare blocks."""
+    monkeypatch.setattr(experts, "MOVED", 0)
+    monkeypatch.setattr(experts, "block_rows", lambda *_: 3)
+    monkeypatch.setattr(experts, "sorted_rows", lambda *_: 0)
+    any_two = torch.rand(2, tokens, 8, generator=torch.Generator().manual_seed(1)).topk(2).indices
+    for choices in (any_two, torch.tensor([6, 1]).expand(2, tokens, 2)):
+        got, want, network = routed(choices, (8, 16, 12))
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        assert any("L0.experts/gather_rows" in x.name for x in network._layers)
+
+
+def test_rows_of_a_chunk_by_expert() -> None:
+    """26b-a4b's of 1024 tokens: less than a third of all tokens times all experts."""
+    assert experts.block_rows(1024, 8, 128) == 256
+    assert experts.sorted_rows(1024, 8, 128) * 3 < 1024 * 128
 
 
 def test_softcapped_attention_is_explicit_and_noted() -> None:

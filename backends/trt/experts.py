@@ -1,0 +1,199 @@
+"""Routed experts: of a single token the chosen ones, of a chunk its tokens sorted by expert.
+
+A chunk's product with every expert would be E / K times what its tokens ask for, and nothing in a
+network depends on a condition (lowerings.py). So its shapes are those of the worst case. The first
+`most` tokens of each expert, at least four times as many as it has on average, are a block of one
+product of all experts, which reads weights as they are. Further tokens are in spare blocks, as many
+as a chunk can need: an expert of n tokens needs floor((n - 1) / most), and all n are K S. Their
+weights are gathered, all at once: several gathers of one weight would make a builder write all of
+it dense. Where tokens lie is found by comparing: no sort, no scatter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from g4ir.ir.graph import Node
+from g4ir.plan.engine_limits import Limits
+
+from ..primitives import moe
+from ..primitives.emitter import Emitter, Operand
+from ..primitives.network import Network
+from ..primitives.weights import Weight, gathered_weight, whole_weight
+from .emitter import TrtEmitter
+
+#: how many times a gathered weight is moved: read, written, and read
+MOVED = 3
+#: fewest tokens in a block, which a product's tile has
+LEAST_ROWS = 16
+
+
+def experts(
+    net: Network, n: Node, x: Operand, weights: Operand, index: Operand, *held: Operand
+) -> Operand:
+    """Return the routed experts' sum. By default the weights of those that a row's first token
+    chose are gathered, and the others are sorted, which are none in a step of single tokens; where
+    all rows together choose about as many as there are, all multiply every token."""
+    e, count = net.e, int(held[0].shape[0])
+    assert isinstance(e, TrtEmitter)
+    if net.experts != "auto":
+        return moe.experts(net, n, x, weights, index, *held)
+    few = gathers(net.experts, net.limits, int(index.shape[2]), count)
+    if x.shape[1] == 1 or not few:
+        form = "gather" if few else "all"
+        return moe.experts(net, n, x, weights, index, *held, form=form)
+    first = (e.slice(t, 1, 0, 1) for t in (x, weights, index))
+    made = [moe.experts(net, n, *first, *held, form="gather")]
+    if net.limits.prefill_chunk > 1:
+        made.append(_others(net, n, x, weights, index, *held))
+    return e.reshape(e.concat(made, 1), *x.shape)
+
+
+def gathers(experts: str, limits: Limits, top_k: int, count: int) -> bool:
+    """Whether a step of single tokens reads the weights of the chosen experts alone."""
+    few = limits.max_batch * top_k * MOVED < count
+    return experts == "gather" or (experts == "auto" and few)
+
+
+def _others(
+    net: Network, n: Node, x: Operand, weights: Operand, index: Operand, *held: Operand
+) -> Operand:
+    """Return the sum for all tokens but the first: sorted, where that is less than half of all."""
+    e, chunk, count = net.e, net.limits.prefill_chunk, int(held[0].shape[0])
+    assert isinstance(e, TrtEmitter)
+    most = block_rows(chunk, int(index.shape[2]), count)
+    chunked = x.shape[1] == net.env["positions"].shape[1]
+    x, weights, index = (e.block(t, 1, 1, chunk - 1) for t in (x, weights, index))
+    if not chunked or 2 * sorted_rows(chunk, int(index.shape[2]), count) > count * chunk:
+        return moe.experts(net, n, x, weights, index, *held, form="all")
+    if len(held) > 2:
+        weights, index = moe.own_choices(e, weights, index, held[2], count)
+    return Sorted(net, most, index, count).sum(x, weights, n.word("act"), held[0], held[1])
+
+
+def block_rows(chunk: int, top_k: int, count: int) -> int:
+    """Return the tokens of a block, a power of two: four times as many as an expert has on average.
+    In smaller blocks there would be more spare ones, whose weights take the most memory."""
+    mean = -(-chunk * top_k // count)
+    return max(LEAST_ROWS, 1 << (4 * mean - 1).bit_length(), 2 * top_k)
+
+
+def sorted_rows(chunk: int, top_k: int, count: int) -> int:
+    """Count the rows of all blocks of a chunk."""
+    most = block_rows(chunk, top_k, count)
+    return most * (count + chunk * top_k // most)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tokens [B,N,R] of N blocks by their place in the chunk, 0 where a block has no more."""
+
+    tokens: Operand
+    first: Weight
+    second: Weight
+
+
+class Sorted:
+    """A chunk's tokens by expert, from their choices [B,S,K]. Numbers are whole, in fp32."""
+
+    def __init__(self, net: Network, most: int, index: Operand, count: int) -> None:
+        self.net, self.most, self.count = net, most, count
+        e = self.e = _emitter(net)
+        self.choices = index
+        chunk = net.limits.prefill_chunk
+        self.place, self.before = net.shared("places", lambda: _places(net, chunk))
+        ids = net.shared(("ids", count), lambda: e.constant(torch.arange(count)[None, None, None]))
+        self.chosen = e.binary("eq", e.unsqueeze(index, 3), ids)
+        once = e.reduce("max", _flag(e, self.chosen), 2)
+        once = e.reshape(once, *index.shape[:2], count)
+        #: [B,S,E]: how many tokens before it chose the expert
+        self.rank = e.matmul(self.before, once)
+        #: the same, -1 where the token did not choose it
+        self.held = e.where(e.binary("gt", once, 0.5), self.rank, -1.0)
+        spare = e.sub(e.reduce("sum", once, 1), 1.0)
+        spare = e.cast(e.binary("max", spare, 0.0), "i32")
+        spare = e.cast(e.binary("floor_div", spare, most), "f32")
+        smaller = e.constant(torch.ones(1, count, count).triu(1))
+        #: [B,1,E]: spare blocks of the experts before it, and with it
+        self.start = e.matmul(spare, smaller)
+        self.end = e.add(self.start, spare)
+
+    def sum(self, x: Operand, weights: Operand, act: str, *held: Operand) -> Operand:
+        """Return the experts' sums for x [B,S,H], of weights [B,S,K]."""
+        e, (b, s, k) = self.e, self.choices.shape
+        first = e.block(self.place, 1, 0, self.most)
+        whole = (moe.for_all(e, whole_weight(e, w)) for w in held)
+        blocks = Blocks(self._tokens(self.held, e.unsqueeze(first, 1, 2)), *whole)
+        rows = e.concat([self._computed(x, act, some) for some in (blocks, self._spare(held))], 1)
+        size = e.unsqueeze(e.reduce("sum", _flag(e, e.binary("gt", first, -1.0)), 1), 2)
+        at = e.cast(e.reshape(self._slots(size), b, f"{s}*{k}"), "i64")
+        chosen = e.reshape(e.gather_rows(rows, at), b, s, k, x.shape[2])
+        chosen = e.mul(e.cast(chosen, "f32"), e.unsqueeze(weights, 3))
+        return e.cast(e.reshape(e.reduce("sum", chosen, 2), *x.shape), x.dtype)
+
+    def _slots(self, size: Operand) -> Operand:
+        """Return the row [B,S,K] of each choice among those of all blocks; `size` [1,1,1] rows have
+        the blocks of all experts."""
+        e, most, count = self.e, self.most, self.count
+        number = e.constant(torch.arange(count, dtype=torch.float32)[None, None])
+        near = e.add(e.mul(number, size), self.rank)
+        far = e.add(e.mul(self.start, float(most)), e.sub(self.rank, float(most)))
+        far = e.add(far, e.mul(size, float(count)))
+        slots = e.where(e.binary("lt", self.rank, float(most)), near, far)
+        own = e.where(self.chosen, e.unsqueeze(slots, 2), 0.0)
+        return e.reshape(e.reduce("sum", own, 3), *self.choices.shape)
+
+    def _tokens(self, held: Operand, wanted: Operand) -> Operand:
+        """Return which token [B,N,R] has a wanted number [.,1,N,R] among those of a block's expert,
+        of numbers [B,S,N]."""
+        e = self.e
+        same = e.binary("eq", e.unsqueeze(held, 3), wanted)
+        found = e.reduce("sum", e.where(same, e.unsqueeze(self.place, 2, 3), 0.0), 1)
+        return e.reshape(found, found.shape[0], *found.shape[2:])
+
+    def _spare(self, held: tuple[Operand, ...]) -> Blocks:
+        """Return the spare blocks: none where S <= most - K, which is more than any expert has."""
+        e, k = self.e, int(self.choices.shape[2])
+        least, count = self.most - k, self.net.limits.prefill_chunk * k // self.most
+        at = e.unsqueeze(e.sub(e.block(self.place, 1, least, count), float(least)), 2)
+        expert = _flag(e, e.binary("gt", e.add(at, 0.5), self.end))
+        expert = e.binary("min", e.reduce("sum", expert, 2), float(self.count - 1))
+        number = e.constant(torch.arange(self.count, dtype=torch.float32)[None, None])
+        own = e.binary("eq", expert, number)
+        start = e.reduce("sum", e.where(own, self.start, 0.0), 2)
+        row = e.constant(torch.arange(self.most, dtype=torch.float32)[None, None])
+        wanted = e.add(e.mul(e.add(e.sub(at, start), 1.0), float(self.most)), row)
+        numbers = e.matmul(self.held, _flag(e, own), transpose_b=True)
+        index = e.cast(e.reshape(expert, *expert.shape[:2]), "i64")
+        weights = (gathered_weight(self.net, w, index) for w in held)
+        return Blocks(self._tokens(numbers, e.unsqueeze(wanted, 1)), *weights)
+
+    def _computed(self, x: Operand, act: str, some: Blocks) -> Operand:
+        """Return what experts make of the tokens of blocks, [B,N R,H]."""
+        e, (b, n, r) = self.e, some.tokens.shape
+        at = e.cast(e.reshape(some.tokens, b, f"{n}*{r}"), "i64")
+        rows = e.reshape(e.gather_rows(x, at), b, n, r, x.shape[2])
+        made = moe.mlp(e, rows, act, some.first, some.second)
+        return e.reshape(made, b, f"{n}*{r}", x.shape[2])
+
+
+def _places(net: Network, chunk: int) -> tuple[Operand, Operand]:
+    """Return the places f32[1,S] of all tokens of a chunk but the first, from 0 on; and f32[1,S,S],
+    1 where the second lies before the first."""
+    e = _emitter(net)
+    at = e.slice(net.env["positions"], 0, 0, 1)
+    place = e.sub(e.block(at, 1, 1, chunk - 1), e.add(e.slice(at, 1, 0, 1), 1))
+    place = e.cast(place, "f32")
+    return place, _flag(e, e.binary("gt", e.unsqueeze(place, 2), e.unsqueeze(place, 1)))
+
+
+def _flag(e: Emitter, x: Operand) -> Operand:
+    """Return 1 where x holds, else 0."""
+    return e.where(x, e.constant(torch.ones((1,) * x.rank)), 0.0)
+
+
+def _emitter(net: Network) -> TrtEmitter:
+    assert isinstance(net.e, TrtEmitter)
+    return net.e
