@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .base import Sample, cases, op, per_result, require
-from .budgets import POINTWISE, Budget
+from .budgets import GATED, POINTWISE, Budget
 from .types import Type, torch
 
 ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu", "relu")
@@ -45,7 +45,7 @@ class activation:
 class glu:
     """act(gate) * up, two roundings (rule 11; also rule 8 with the per-layer row as up)"""
 
-    budget = POINTWISE
+    budget = GATED
     rows = (0, 1)
 
     @staticmethod
@@ -66,7 +66,7 @@ class glu:
 class glu_packed:
     """act(first half of x) * second half of x"""
 
-    budget = POINTWISE
+    budget = GATED
     rows = (0,)
 
     @staticmethod
@@ -89,7 +89,7 @@ class linear_glu:
     row of per-layer embeddings (rule 8). Rounded as `linear`, then as `glu`.
     """
 
-    budget = Budget(3, 256, "as linear, then as glu")
+    budget = Budget(4, 256, "as linear, then as glu")
     rows = (0, 2)
 
     @staticmethod

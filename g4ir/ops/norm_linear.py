@@ -29,7 +29,7 @@ class norm_linear:
     after w: those of `norm_residual` after w_post, then the up of `linear_glu`, where there is one.
     """
 
-    budget = Budget(5, 256, "as norm_residual, then as linear_glu")
+    budget = Budget(6, 256, "as norm_residual, then as linear_glu")
     operands = "x residual w_post w *rest"
     attrs = NORM | {"act": "str"}
 
@@ -53,7 +53,7 @@ class dual_norm_linear:
     From a layer with experts to the product of the next. Inputs after w as in `norm_linear`.
     """
 
-    budget = Budget(6, 256, "as dual_norm_residual, then as linear_glu")
+    budget = Budget(7, 256, "as dual_norm_residual, then as linear_glu")
     operands = "a w_a b w_b w_sum residual w *rest"
     attrs = NORM | {"act": "str"}
 
