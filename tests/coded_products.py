@@ -80,6 +80,7 @@ def kernels_of_other_cpu(
     path = library(*(f"-m{flag}" for flag in request.param))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pyops, "_kernels", {})
+        patch.setattr(pyops, "_libraries", [])
         pyops.load_kernels(path)
         yield
 

@@ -337,6 +337,7 @@ def test_tiles_in_vectors_of_either_width(library: Callable[..., Path], form: st
     wide = made(cpu_flags())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pyops, "_kernels", {})
+        patch.setattr(pyops, "_libraries", [])
         pyops.load_kernels(library("-mavx2", "-mfma", "-mf16c"))
         narrow = made(("avx2", "fma"))
     near = {"rtol": 2**-7, "atol": 2**-7}
@@ -470,6 +471,7 @@ def test_a_library_has_the_formats_of_its_engine(
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.so"
         compiler.compile_kernels(path, compiler.kernel_parts(*parts))
         monkeypatch.setattr(pyops, "_kernels", {})
+        monkeypatch.setattr(pyops, "_libraries", [])
         pyops.load_kernels(path)
         takes, groups = pyops._kernels["takes_codes"], 2
         return [
@@ -485,6 +487,29 @@ def test_a_library_has_the_formats_of_its_engine(
     assert taken({own, "bf16"}, False) == [(own, False)]
     assert torch.equal(before, pyops.linear_coded(x, codes, scales))
     assert taken({own}) == [(own, r) for r in (False, True)][: 1 + tiles.multiplies_tiles(form)]
+
+
+def test_engines_in_a_process_share_their_formats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs call the library of the engine that was loaded first, Python the last one's."""
+    monkeypatch.setattr(pyops, "_kernels", {})
+    monkeypatch.setattr(pyops, "_libraries", [])
+    for i, dtypes in enumerate([{"i8"}, {"u8"}, {"bf16"}]):
+        compiler.compile_kernels(tmp_path / f"{i}.so", compiler.kernel_parts(dtypes, i == 0))
+        pyops.load_kernels(tmp_path / f"{i}.so")
+    taken = [
+        [form for form in range(len(pyops.FORMS)) if one.g4ir_takes_codes(form, 0, BF16, 1, *sizes)]
+        for one in pyops._libraries
+        for sizes in [(ctypes.c_int64(512), ctypes.c_int64(2))]
+    ]
+    assert taken == [[0, 1]] * 3
+    for form in ("int8", "int4"):
+        codes, scales = QUANTIZE(torch.randn(32, 256), form=form, group=256, scale="f16")
+        assert pyops._has_kernel(torch.bfloat16, codes, scales, 1, 256)
+        assert pyops._has_kernel(torch.bfloat16, codes, scales, 1, 256, True) == (
+            form == "int8" and tiles.multiplies_tiles(form)
+        )
 
 
 def test_other_threads_run_meanwhile(tmp_path: Path) -> None:

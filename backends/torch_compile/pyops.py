@@ -59,6 +59,8 @@ NATIVE = {
 _free: defaultdict[int, list[Any]] = defaultdict(list)
 #: name -> function of cpu/kernels.h, of the engine that was loaded last
 _kernels: dict[str, Callable[..., int]] = {}
+#: libraries of engines that were loaded, each with the formats of its own
+_libraries: list[ctypes.CDLL] = []
 #: dtype of x, of results and of scales, and dtype of codes -> their numbers there
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 _CODES = (
@@ -115,6 +117,10 @@ def load_kernels(path: Path) -> None:
         _kernels[name] = kernel
     if _kernels["step_version"]() != STEP_VERSION:
         raise ValueError("kernels of another version; build the engine again")
+    if share := getattr(library, "g4ir_share_forms", None):  # older ones have all formats
+        for other in _libraries:
+            share((ctypes.c_void_p * len(FORMS)).in_dll(other, "g4ir_forms"))
+        _libraries.append(library)
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:

@@ -19,7 +19,13 @@
 
 #include "unpack.h"
 
+#ifdef ROUNDED
+#define TAKES_ROUNDED 1
+#else
+#define TAKES_ROUNDED 0
+#endif
+
 __attribute__((constructor)) static void add_form(void) {
-    static const form_kernels own = {takes_codes, linear_coded, takes_gemm, coded_gemm, decode};
+    static const form_kernels own = {TAKES_ROUNDED, takes_codes, linear_coded, takes_gemm, coded_gemm, decode};
     g4ir_forms[FORM] = &own;
 }

@@ -16,6 +16,13 @@
 const form_kernels *g4ir_forms[FORMS];
 enum { NO_FORM = 2 };
 
+void g4ir_share_forms(const form_kernels **with) {
+    for (int form = 0; form < FORMS; form++) {
+        const form_kernels *own = g4ir_forms[form], *other = with[form];
+        g4ir_forms[form] = with[form] = own && (!other || own->rounded > other->rounded) ? own : other;
+    }
+}
+
 static const form_kernels *of_form(int form) { return form >= 0 && form < FORMS ? g4ir_forms[form] : NULL; }
 
 int g4ir_takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups) {
