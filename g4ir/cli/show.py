@@ -30,7 +30,7 @@ from .kernels import scheduled
 from .models import any_spec
 
 #: what goes with `--ops`; the rest chooses a graph, or something else to show
-WITH_OPS = ("ops", "json", "trace", "command", "of_build")
+WITH_OPS = ("ops", "json", "trace", "command", "of_build", "given")
 #: graphs of the layers of the model
 DECODER = ("prefill", "decode", VERIFY, BLOCKS)
 #: one token of one row
