@@ -239,7 +239,10 @@ class TrtEmitter(Emitter):
         dtype, t = dtype_name(tensor.dtype), tensor.detach().contiguous()
         if dtype in STORED_AS:
             return self.cast(self.constant(t.to(torch_dtype(STORED_AS[dtype]))), dtype)
-        key = (dtype, tuple(t.flatten().tolist())) if t.numel() <= MAX_DIMS else len(self._small)
+        # Sizes are constants of rank 1, which a view of other ranks is not to TensorRT.
+        sizes = dtype == "i64" and t.dim() == 1
+        small = t.numel() <= MAX_DIMS
+        key = (dtype, sizes, tuple(t.flatten().tolist())) if small else len(self._small)
         if key not in self._small:
             self._small[key] = Stored(f"constant.{len(self._small)}", dtype, t.numel(), t.flatten)
         shape = tuple(t.shape)

@@ -142,7 +142,8 @@ def run(n: Net, tensor: Any, **feeds: torch.Tensor) -> torch.Tensor:
 
 def test_traffic() -> None:
     """A product reads what it needs of its weights through other layers; an update writes what is
-    new, and reads no cache; a part of a constant may be all that is read."""
+    new, and reads no cache; a part of a constant may be all that is read; nothing is computed that
+    only empty tensors are made of."""
     n = Net()
     x, w = n.x(1, 4), n.constant(torch.zeros(6, 8))
     n.network.get_layer(0).name = "w/weights"
@@ -153,6 +154,10 @@ def test_traffic() -> None:
     n = Net()
     n.output(n.append(n.x(1, 2, 10, 4), n.x(1, 2, 3, 4), n.x(1, dtype="INT32")))
     assert traffic(n.network, {}, {}) == (2 * 24 * 4 + 4, 1)
+    n = Net()
+    none = n.slice(n.product(n.x(2, 4), n.x(4, 8)), 0, 0)
+    n.output(n.concat(n.product(n.x(2, 4), n.x(4, 8)), none))
+    assert traffic(n.network, {}, {})[1] == 2
 
 
 def test_cache_update_is_in_place() -> None:

@@ -29,7 +29,7 @@ from g4ir.ops import Sample
 from g4ir.ops.types import Type, parse_type
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import check_spec
+from g4ir.spec.record import check_spec, load_spec
 from g4ir.weights.pack import MadeParams
 from tests.configs import spec_called
 from tests.engines import BUDGET
@@ -314,14 +314,37 @@ def routed(choices: torch.Tensor, sizes: tuple[int, int, int]) -> tuple[Any, Any
     return computed(e, feeds)["y"], want, e.network
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 13])
-def test_tokens_of_a_chunk_by_expert(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where all tokens choose the same experts, which need all spare blocks."""
+def sort_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sort tokens of any chunk, in blocks of 3."""
     monkeypatch.setattr(experts, "MOVED", 0)
     monkeypatch.setattr(experts, "block_rows", lambda *_: 3)
     monkeypatch.setattr(experts, "sorted_rows", lambda *_: 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"quant": "int4"}, {"quant": "int8"}, {"quant": "fp8"}, {"tp": 2, "ep": True}],
+    ids=str,
+)
+def test_models_whose_tokens_are_sorted(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With padding, experts of every form, and those of several ranks."""
+    sort_all(monkeypatch)
+    how = BuildOptions(backend="trt", random_weights=0, dtype="float32", media="none", **options)
+    p = prepare(load_spec("tiny-moe"), how, dry=True)
+    assert dry.check_small(dry.emulator(), p, "f32")["logits"] < BUDGET
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 13])
+def test_tokens_of_a_chunk_by_expert(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all tokens choose the same experts, and where experts have a token more than a
+    block, which need the most spare blocks."""
+    sort_all(monkeypatch)
     any_two = torch.rand(2, tokens, 8, generator=torch.Generator().manual_seed(1)).topk(2).indices
-    for choices in (any_two, torch.tensor([6, 1]).expand(2, tokens, 2)):
+    four_each = (torch.arange(-1, tokens - 1).clamp(0)[:, None] // 4 * 2 + torch.arange(2)) % 8
+    same = torch.tensor([6, 1]).expand(2, tokens, 2)
+    for choices in (any_two, same, four_each.expand(2, -1, -1)):
         got, want, network = routed(choices, (8, 16, 12))
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
         assert any("L0.experts/gather_rows" in x.name for x in network._layers)

@@ -131,7 +131,7 @@ def check(network: INetworkDefinition) -> None:
     need(all(names), "every output of the network has a name")
     twice = sorted({n for n in names if names.count(n) > 1})
     need(not twice, f"several inputs or outputs are called {', '.join(twice)}")
-    for layer in _updates(network):
+    for layer in _of_kind(network, kinds.IKVCacheUpdateLayer):
         layer._need(layer._outputs[0]._is_output, "its output is no output of the network")
     for layer in network._layers:
         layer._check()
@@ -148,13 +148,10 @@ def ranks_of(network: INetworkDefinition) -> int:
     return max((x._num_ranks for x in _of_kind(network, kinds.IDistCollectiveLayer)), default=1)
 
 
-def _updates(network: INetworkDefinition) -> list[Layer]:
-    return _of_kind(network, kinds.IKVCacheUpdateLayer)
-
-
 def aliases(network: INetworkDefinition) -> dict[str, str]:
     """Return, by output, the input whose memory it is."""
-    return {x._outputs[0]._name: x._in(0)._name for x in _updates(network)}
+    updates = _of_kind(network, kinds.IKVCacheUpdateLayer)
+    return {x._outputs[0]._name: x._in(0)._name for x in updates}
 
 
 def execute(
@@ -266,10 +263,12 @@ def traffic(
     with _bound(network, inputs):
         read: dict[ITensor, Read] = {t: {t: _bytes(t)} for t in network._inputs}
         moved = kernels = 0
-        for layer in network._layers:
-            if not any(map(_bytes, layer._outputs)):  # of no entries: a builder drops it
-                read |= {t: {} for t in layer._outputs}
-                continue
+        live, wanted = list[Layer](), {*network._outputs}
+        for layer in reversed(network._layers):  # without entries, or without readers: dropped
+            if any(_bytes(t) for t in wanted.intersection(layer._outputs)):
+                wanted.update(layer._given)
+                live.append(layer)
+        for layer in reversed(live):
             needed, ends = _needed(layer, read), layer._kind in COMPUTING + MOVING
             for t in layer._outputs:
                 if layer._kind == "constant":
@@ -292,7 +291,7 @@ def _needed(layer: Layer, read: Mapping[ITensor, Read]) -> Read:
     first = 1 if layer._kind == "KV cache update" else 0
     found: Read = {}
     for t in layer._given[first:]:
-        for x, n in read[t].items():
+        for x, n in read.get(t, {}).items():
             found[x] = max(found.get(x, 0), n)
     if layer._kind == "gather":
         found = {x: min(n, _bytes(layer._outputs[0])) for x, n in found.items()}
