@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ class LlamaDouble:
     def __init__(self, engine: Engine, off: float = 0.0) -> None:
         self.engine, self.off, self.said = engine, off, lambda *_: None
         self.rows: dict[int, list[int]] = defaultdict(list)
-        self.freed = 0
+        self.freed, self.threads = 0, set[int]()
 
     def __getattr__(self, name: str) -> Any:
         assert name in ("llama_backend_init", "llama_batch_free", "llama_free", "llama_model_free")
@@ -66,6 +67,7 @@ class LlamaDouble:
         self.rows |= eval(bytes(held).rstrip(b"\0"))
 
     def llama_decode(self, context: Any, b: Any) -> int:
+        self.threads.add(threading.get_ident())
         assert b.n_tokens <= self.most
         for i in range(b.n_tokens):
             row = self.rows[b.seq_id[i][0]]

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -545,6 +546,7 @@ def test_llama_cpp_on_the_same_file(off: float, gguf: tuple[Path, LlamaDouble]) 
     made = report_of(json.loads(outcome.out))
     assert [r.role for r in made.runs] == ["engine", "llama.cpp"]
     assert made.runs[1].label == "llama-cpp-python 0.0 (tiny.gguf)"
+    assert len(double.threads) == 1 and threading.get_ident() not in double.threads
     assert {a.role: a.ok for a in made.agreement} == {"engine": True, "llama.cpp": off == 0}
     assert (made.speedup["llama.cpp"] is None) == made.runs[1].void == (off > 0)
     assert "| llama.cpp | decode, ms a token | llama.cpp |" in markdown([made])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from g4ir.check.hf import hf_origin
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError
 from g4ir.ir.distance import Tolerance
+from g4ir.ui.threads import others_wait_policy
 from g4ir.weights.origin import GgufFile
 
 from .runners import BenchRunner
@@ -29,7 +32,8 @@ def binding() -> tuple[Any, list[str], Any]:
     """Return the binding, its errors, which are no longer printed, and what collects them.
     MissingError if it is not installed."""
     try:
-        import llama_cpp as api
+        with others_wait_policy():
+            import llama_cpp as api
     except (ImportError, OSError, RuntimeError) as e:
         raise MissingError(
             f"--peer {LLAMA} needs llama-cpp-python: `pip install llama-cpp-python` ({e})"
@@ -59,10 +63,14 @@ def gguf_file(engine: Engine, checkpoint: str | Path | None) -> Path:
 
 class LlamaRunner(BenchRunner):
     """A GGUF file in llama.cpp with its defaults: KV cache in float16, rows of products rounded to
-    8 bits; as many threads as torch has. `most`: tokens that each of `batch` sequences may hold."""
+    8 bits; as many threads as torch has. `most`: tokens that each of `batch` sequences may hold.
+
+    It computes on a thread of its own, as it sets a thread's AMX tiles once, and products of
+    torch's reset them."""
 
     role = LLAMA
-    #: rows of Gemma 3 270M in Q4_K_M lie 0.9923 from transformers' in bf16 at worst
+    #: enough to tell that model and tokens are the same: rows of Gemma 3 270M in Q4_K_M are at
+    #: least 0.9923 of transformers' in bf16
     tolerance = Tolerance(cosine=0.98)
 
     def __init__(self, file: Path, batch: int, most: int, device: str = "cpu") -> None:
@@ -76,8 +84,9 @@ class LlamaRunner(BenchRunner):
         given.n_ctx, given.n_seq_max, given.kv_unified = most * batch, batch, False
         given.n_batch = most * batch
         given.n_threads = given.n_threads_batch = torch.get_num_threads()
-        model = api.llama_model_load_from_file(str(file).encode(), how)
-        self._context = model and api.llama_init_from_model(model, given)
+        self._thread = ThreadPoolExecutor(1)
+        model = self._call(api.llama_model_load_from_file, str(file).encode(), how)
+        self._context = model and self._call(api.llama_init_from_model, model, given)
         if not self._context:
             why = said[-1] if said else "no reason given"
             raise InputError(f"--peer {LLAMA}: it cannot load {file}: {why}")
@@ -85,6 +94,9 @@ class LlamaRunner(BenchRunner):
         self._batch = api.llama_batch_init(given.n_batch, 0, 1)
         self._length, self._kept = 0, (0, (ctypes.c_uint8 * 0)())
         weakref.finalize(self, _free, api, self._batch, self._context, model)
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self._thread.submit(function, *args).result()
 
     def hold(self, tokens: torch.Tensor) -> None:
         self._clear(0)
@@ -111,7 +123,7 @@ class LlamaRunner(BenchRunner):
             row, place = divmod(at, count)
             b.token[at], b.pos[at], b.n_seq_id[at] = token, self._length + place, 1
             b.seq_id[at][0], b.logits[at] = row, place == count - 1
-        if code := self._api.llama_decode(self._context, b):
+        if code := self._call(self._api.llama_decode, self._context, b):
             raise InputError(f"--peer {LLAMA}: llama_decode of {rows} x {count} tokens: {code}")
         self._length += count
         ends = range(count - 1, rows * count, count)
