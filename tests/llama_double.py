@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,8 @@ class LlamaDouble:
     def __init__(self, engine: Engine, off: float = 0.0) -> None:
         self.engine, self.off, self.said = engine, off, lambda *_: None
         self.rows: dict[int, list[int]] = defaultdict(list)
-        self.freed, self.threads = 0, set[int]()
+        self.freed, self.threads, self.done = 0, set[int](), 0
+        self.during: Callable[[], object] = lambda: None
 
     def __getattr__(self, name: str) -> Any:
         assert name in ("llama_backend_init", "llama_batch_free", "llama_free", "llama_model_free")
@@ -68,6 +70,8 @@ class LlamaDouble:
 
     def llama_decode(self, context: Any, b: Any) -> int:
         self.threads.add(threading.get_ident())
+        self.during()
+        assert not self.freed
         assert b.n_tokens <= self.most
         for i in range(b.n_tokens):
             row = self.rows[b.seq_id[i][0]]
@@ -77,6 +81,7 @@ class LlamaDouble:
         rows = [self.rows[b.seq_id[i][0]] for i in self.ends]
         session = self.engine.session(len(rows))
         self.logits = (session.prefill(torch.tensor(rows)).float() + self.off).contiguous()
+        self.done += 1
         return 0
 
     def llama_get_logits_ith(self, context: Any, at: int) -> Any:

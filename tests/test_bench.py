@@ -552,6 +552,28 @@ def test_llama_cpp_on_the_same_file(off: float, gguf: tuple[Path, LlamaDouble]) 
     assert "| llama.cpp | decode, ms a token | llama.cpp |" in markdown([made])
 
 
+def test_an_interrupted_step_of_llama_cpp_ends_before_it_is_freed(
+    gguf: tuple[Path, LlamaDouble],
+) -> None:
+    file, double = gguf
+    runner = llama.LlamaRunner(file, batch=1, most=8)
+    begun, go_on = threading.Event(), threading.Event()
+    double.during = lambda: (begun.set(), go_on.wait(20))
+    step = runner._thread.submit(runner._api.llama_decode, *_batch_of(runner, [5]))
+    begun.wait(20)
+    threading.Timer(0.2, go_on.set).start()
+    del runner
+    assert step.done() and step.result() == 0 and double.done == 1 and double.freed
+
+
+def _batch_of(runner: llama.LlamaRunner, tokens: list[int]) -> tuple[Any, Any]:
+    b = runner._batch
+    b.n_tokens = len(tokens)
+    for at, token in enumerate(tokens):
+        b.token[at], b.pos[at], b.n_seq_id[at], b.logits[at] = token, at, 1, True
+    return runner._context, b
+
+
 def test_files_that_llama_cpp_does_not_read(
     gguf: tuple[Path, LlamaDouble], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

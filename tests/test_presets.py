@@ -27,6 +27,12 @@ def options(line: str) -> BuildOptions:
     return given_options(args)
 
 
+def test_options_that_were_given() -> None:
+    """With the default's value too, and not what another option's value looks like."""
+    words = ["run", "e", "--max-batch", "1", "--prompt=--max-seq"]
+    assert {*_parser().parse_args(words).given} == {"max_batch", "prompt"}
+
+
 # --- presets ------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: room -> the most lines that it may have; a commit that raises a cap says in docs/decisions.md why
 MOST = {
     "g4ir/errors.py": 94,
-    "g4ir/ui": 974,
+    "g4ir/ui": 960,
     "g4ir/ops": 4108,
     "g4ir/ir": 1134,
     "passes": 1528,
@@ -29,14 +29,14 @@ MOST = {
     "g4ir/engine": 7189,
     "g4ir/chat": 2612,
     "g4ir/check": 3199,
-    "g4ir/bench": 2154,
+    "g4ir/bench": 2153,
     "g4ir/serve": 4145,
-    "g4ir/cli": 3402,
+    "g4ir/cli": 3404,
     "g4ir-vllm": 758,
     "g4ir-vllm/tests": 811,
     "bench": 2601,
     "examples": 193,
-    "tests": 43449,
+    "tests": 43478,
     "tools": 549,
 }
 

@@ -17,7 +17,6 @@ from g4ir.check.hf import hf_origin
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError
 from g4ir.ir.distance import Tolerance
-from g4ir.ui.threads import others_wait_policy
 from g4ir.weights.origin import GgufFile
 
 from .runners import BenchRunner
@@ -32,8 +31,7 @@ def binding() -> tuple[Any, list[str], Any]:
     """Return the binding, its errors, which are no longer printed, and what collects them.
     MissingError if it is not installed."""
     try:
-        with others_wait_policy():
-            import llama_cpp as api
+        import llama_cpp as api
     except (ImportError, OSError, RuntimeError) as e:
         raise MissingError(
             f"--peer {LLAMA} needs llama-cpp-python: `pip install llama-cpp-python` ({e})"
@@ -93,7 +91,7 @@ class LlamaRunner(BenchRunner):
         self._vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         self._batch = api.llama_batch_init(given.n_batch, 0, 1)
         self._length, self._kept = 0, (0, (ctypes.c_uint8 * 0)())
-        weakref.finalize(self, _free, api, self._batch, self._context, model)
+        weakref.finalize(self, _free, self._thread, api, self._batch, self._context, model)
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         return self._thread.submit(function, *args).result()
@@ -132,7 +130,8 @@ class LlamaRunner(BenchRunner):
         return torch.from_numpy(np.stack(logits))
 
 
-def _free(api: Any, batch: Any, context: Any, model: Any) -> None:
+def _free(thread: ThreadPoolExecutor, api: Any, batch: Any, context: Any, model: Any) -> None:
+    thread.shutdown()  # an interrupted step may still compute
     api.llama_batch_free(batch)
     api.llama_free(context)
     api.llama_model_free(model)

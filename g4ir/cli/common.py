@@ -94,10 +94,12 @@ class Parser(argparse.ArgumentParser):
         """Parse as the base class does, but leave nothing unknown to the parser above, which does
         not know the options of this one. `given`: which options were, those with the value that
         is the default too."""
-        parts = [p for w in args or () for p in w.split("=", w.startswith("--"))]
         known = self._option_string_actions
         given = {
-            known[flag].dest: value for flag, value in pairwise([*parts, "-"]) if flag in known
+            known[flag].dest: joined or follows
+            for word, follows in pairwise([*(args or ()), "-"])
+            for flag, _, joined in [word.partition("=") if word[:2] == "--" else (word, "", "")]
+            if flag in known
         }
         if given.get("preset", "-")[:1] != "-":
             self._take_preset(given)

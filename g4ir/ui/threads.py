@@ -33,20 +33,6 @@ def configure_openmp(environ: MutableMapping[str, str] = os.environ) -> None:
         environ["OMP_NUM_THREADS"] = str(usable_cores())
 
 
-@contextlib.contextmanager
-def others_wait_policy(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """A context in which a library that brings an OpenMP of its own finds its own wait policy:
-    what `configure_openmp` set is taken out, what the user set stays."""
-    ours = environ.get("GOMP_SPINCOUNT") == SPIN
-    if ours:
-        del environ["GOMP_SPINCOUNT"]
-    try:
-        yield
-    finally:
-        if ours:
-            environ["GOMP_SPINCOUNT"] = SPIN
-
-
 def visible_cores() -> int:
     """Return how many cores this process may be scheduled on."""
     try:
