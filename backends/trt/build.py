@@ -20,7 +20,7 @@ from typing import Any
 from g4ir.errors import LowerError, TrustError
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.names import layer_of
-from g4ir.ops.codecs import FORM_OF
+from g4ir.ops.codecs import FORM_OF, FORMS
 from g4ir.parallel.shard import ranks_of
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import device_memory
@@ -242,6 +242,8 @@ class Estimate:
     device_bytes: int
     #: host memory of the model cut to its first layers: one, two and so on
     first_layers: tuple[int, ...] = ()
+    #: weights of 4 bits
+    four_bits: bool = False
 
     def __str__(self) -> str:
         return (
@@ -256,10 +258,11 @@ class Estimate:
         if self.host_bytes <= has:
             return ""
         count = sum(need <= has for need in self.first_layers)
+        smaller = "" if self.four_bits else ", or with --quant int4"
         return (
             f"TensorRT's builder needs {size_text(self.host_bytes)} of host memory, this machine "
             f"has {size_text(has)}, enough for {count} of {len(self.first_layers)} layers: build "
-            f"on a larger one, or with --quant int4"
+            f"on a larger one{smaller}"
         )
 
 
@@ -284,7 +287,9 @@ def estimate(graphs: Sequence[Graph]) -> Estimate:
     first = [max(rest, _host_bytes(text, n + 1)) for n in range(_layers(text.params))]
     seconds = sum(ranks_of(g) * _seconds(g) for g in graphs)
     host = max(rest, _host_bytes(text))
-    return Estimate(seconds, host, max(map(weight_bytes, graphs)) + LEAST_WORKSPACE, tuple(first))
+    device = max(map(weight_bytes, graphs)) + LEAST_WORKSPACE
+    four_bits = any(v.type.dtype == FORMS["int4"].codes for v in text.params)
+    return Estimate(seconds, host, device, tuple(first), four_bits)
 
 
 def _seconds(g: Graph) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,17 @@ def test_traffic() -> None:
     none = n.slice(n.product(n.x(2, 4), n.x(4, 8)), 0, 0)
     n.output(n.concat(n.product(n.x(2, 4), n.x(4, 8)), none))
     assert traffic(n.network, {}, {})[1] == 2
+
+
+def test_traffic_of_deep_networks() -> None:
+    """Layers are typed in order, not each by those before it on one stack."""
+    n = Net()
+    x = n.x(1, 4)
+    for _ in range(sys.getrecursionlimit()):
+        x = n.exp(x)
+        assert x.shape == (1, 4)
+    n.output(x)
+    assert traffic(n.network, {}, {}) == (2 * 4 * 4, 1)
 
 
 def test_cache_update_is_in_place() -> None:

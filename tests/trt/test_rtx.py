@@ -392,5 +392,7 @@ def test_too_little_disk_and_host_memory(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(building, "device_memory", lambda device: 1 << 29)
     monkeypatch.setattr("g4ir.weights.pack.write_shares", None)  # nothing is packed before
     need = r"needs .* of host memory, this machine has 0.50 GiB, enough for 2 of 6 layers: build"
-    with pytest.raises(PlanError, match=need):
+    with pytest.raises(PlanError, match=f"{need} on a larger one, or with --quant int4$"):
         build(tmp_path / "engine", "tiny-dense")
+    with pytest.raises(PlanError, match=f"{need} on a larger one$"):
+        build(tmp_path / "engine", "tiny-dense", quant="int4")

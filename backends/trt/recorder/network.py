@@ -185,6 +185,8 @@ def execute(
 def _bound(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> Iterator[None]:
     network._bound = inputs
     network._epoch += 1
+    for layer in network._layers:  # in order: else a layer asks all before it on one stack
+        assert layer._types is not None
     try:
         yield
     finally:
@@ -288,9 +290,8 @@ def traffic(
 def _needed(layer: Layer, read: Mapping[ITensor, Read]) -> Read:
     """Return what a layer reads. Entries of a table are as many as come out; an update reads no
     cache."""
-    first = 1 if layer._kind == "KV cache update" else 0
     found: Read = {}
-    for t in layer._given[first:]:
+    for t in layer._given[layer._kind == "KV cache update" :]:
         for x, n in read.get(t, {}).items():
             found[x] = max(found.get(x, 0), n)
     if layer._kind == "gather":
