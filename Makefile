@@ -99,7 +99,7 @@ $(PEFT): | $(READY)
 
 # Texts, token ids and likelihoods of both, and adapters: minutes, npm, and a download. See tests/real.
 test-real: $(READY) $(REAL_MODEL) $(REAL_TOKENIZER) $(PEFT)
-	PYTHONPATH=$(PEFT) $(BIN)/python -m pytest -q tests/real/real.py tests/real/adapters.py
+	PYTHONPATH=$(PEFT) $(BIN)/python -m pytest -q tests/real/real.py tests/real/adapters.py tests/real/rtx.py
 
 # The engines' CUDA programs, built for a GPU that is not there: see tests/cuda_programs/build.py. Its
 # environment takes about 3 GB more from the index: the CUDA build of torch that the GPU machines have.
