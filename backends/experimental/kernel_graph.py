@@ -34,7 +34,14 @@ from g4ir.ops.types import Type, parse_type, torch_dtype
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import capacity, context_slots
 from g4ir.spec.reader import Length, Range, Shaped, Where, build, tree_of
-from g4ir.weights.tensorfile import map_file, parse_json, read_header, view, write_tensors
+from g4ir.weights.tensorfile import (
+    FileTensor,
+    map_file,
+    parse_json,
+    read_header,
+    view,
+    write_tensors,
+)
 
 from ..torch_compile.compile import first_node
 from ..torch_compile.kernels.launch import Launch, ahead, recorded
@@ -219,12 +226,9 @@ def _memory(t: torch.Tensor) -> int:
 
 def write_chain(path: Path, text: str, chain: Chain, cubins: Sequence[bytes]) -> None:
     """Write a segment's chain, which says what it was made of."""
-    files = {
-        str(i): torch.frombuffer(bytearray(c), dtype=torch.uint8) for i, c in enumerate(cubins)
-    }
-    table = {name: ("U8", (len(t),)) for name, t in files.items()}
-    metadata = {LIST: json.dumps(asdict(chain)), SEGMENT: _digest(text)}
-    write_tensors(path, table, files.__getitem__, metadata)
+    held = (torch.frombuffer(bytearray(c), dtype=torch.uint8) for c in cubins)
+    files = {str(i): FileTensor.of(t) for i, t in enumerate(held)}
+    write_tensors(path, files, {LIST: json.dumps(asdict(chain)), SEGMENT: _digest(text)})
 
 
 def read_chain(path: Path, text: str) -> tuple[Chain, list[bytes]]:
