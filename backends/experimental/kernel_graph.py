@@ -51,7 +51,7 @@ from ..torch_compile.runtime import BY_PROGRAMS, BoundStep
 from ..torch_compile.schedule import schedule
 from ..torch_compile.segment import Glue, Segment, Step
 from ..torch_compile.target import Target
-from ..torch_compile.token_loop import STOPS, end_by_torch
+from ..torch_compile.token_loop import end_by_torch
 from .cuda_driver import CudaDriver
 from .end_of_step import end_step
 
@@ -150,8 +150,7 @@ def recorded_end(
     batch: int, how: Callable[[Launch], Assembled] = assemble
 ) -> tuple[Chain, list[bytes]]:
     """Return the end of a step (end_of_step.py) as a chain with its assembled kernel."""
-    whole = Type("i64", (batch,))
-    types = [Type("f32", (batch,)), *[whole] * 4, Type("f32", (batch,)), Type("i64", (STOPS,))]
+    types = [Type(dtype, (batch,)) for dtype in ("f32", *["i64"] * 4, "f32")]
     given = _stand_ins(types)
     with ahead(), recorded() as launches:
         end_step(given)
