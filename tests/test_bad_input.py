@@ -24,7 +24,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from g4ir.backends.reference import ReferenceBackend
-from g4ir.engine import build as building
 from g4ir.engine import jsonl
 from g4ir.engine.artefact import MANIFEST, read_manifest
 from g4ir.engine.build import prepare, write_engine
@@ -32,7 +31,6 @@ from g4ir.engine.load import load_engine
 from g4ir.errors import EngineError
 from g4ir.plan.options import BuildOptions
 from g4ir.ui import files
-from g4ir.weights import write
 from tests.cli_tools import BUILD, Outcome, built, g4ir, plain_checkpoint, refused, text_checkpoint
 from tests.engines import resigned
 
@@ -130,9 +128,7 @@ class FullDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fail: int) -> None:
         self.count, self.fail = 0, fail
         for module, name in (
-            (files, "_new_file"),
-            (building, "new_folder"),
-            (write, "new_folder"),
+            (files, "_new_path"),
             (os, "fsync"),
             (os, "replace"),
             (os, "rename"),

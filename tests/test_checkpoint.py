@@ -28,7 +28,7 @@ from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import find_origin, hub_snapshot
 from g4ir.weights.random import RandomCheckpoint
-from g4ir.weights.tensorfile import read_header, write_tensors
+from g4ir.weights.tensorfile import FileTensor, read_header, write_tensors
 from g4ir.weights.write import write_checkpoint
 
 PREFIX = "model.language_model."
@@ -470,7 +470,7 @@ def test_tensors_begin_at_a_cache_line(tmp_path: Path) -> None:
     table = {"a": ("F32", (3,)), "b": ("BF16", (32,)), "c": ("U8", (1,)), "d": ("F32", (2, 16))}
     table["e"] = ("F32", (0, 3))
     made = {n: torch.arange(math.prod(s)).to(DTYPES[d]).view(s) for n, (d, s) in table.items()}
-    write_tensors(tmp_path / "x", table, lambda name: made[name])
+    write_tensors(tmp_path / "x", {n: FileTensor.of(t) for n, t in made.items()})
     entries = read_header(tmp_path / "x").entries
     assert [entries[n].start % 64 for n in "bd"] == [0, 0]
     assert all(torch.equal(t, load_file(tmp_path / "x")[n]) for n, t in made.items())

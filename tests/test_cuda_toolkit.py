@@ -19,7 +19,7 @@ NOTHING: tuple[list[Path], list[Path]] = ([], [])
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_toolkit, "kept_folder", lambda: tmp_path / "kept")
+    monkeypatch.setattr(cuda_toolkit, "cache_root", lambda: tmp_path / "kept")
 
 
 def headers(folder: Path, includes: str = "") -> Path:
@@ -66,7 +66,7 @@ def test_headers_and_driver_elsewhere(tmp_path: Path, place: str, whose: str) ->
     assert home and found[1] == home
     assert (home / "include").resolve() == include
     assert (home / "lib64/libcuda.so").resolve() == driver
-    assert [p.name for p in (tmp_path / "kept").iterdir()] == [home.name]
+    assert [p.name for p in (tmp_path / "kept/cuda").iterdir()] == [home.name]
     # This is a toolkit that torch itself would have been content with.
     torchs = [home / "include"], [home / "lib64"]
     assert toolkit(torchs, tmp_path / "nowhere", tmp_path / "nowhere", []) is None

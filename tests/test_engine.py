@@ -127,7 +127,7 @@ def test_packed_weights_are_what_the_prologue_makes(built: Engine, checkpoint: P
 def test_weights_in_shards(
     checkpoint: Path, built: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("g4ir.weights.pack.SHARD_BYTES", 100_000)
+    monkeypatch.setattr("g4ir.weights.tensorfile.SHARD_BYTES", 100_000)
     sharded = small(tmp_path / "sharded", checkpoint=checkpoint)
     shards = [read_header(f) for f in sorted(sharded.path.glob("weights-*.safetensors"))]
     sizes = [[e.nbytes for e in h.entries.values()] for h in shards]

@@ -136,7 +136,7 @@ def test_adapters_are_merged(tmp_path: Path) -> None:
 
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards with their index, and what lies beside the weights; into an empty directory."""
-    monkeypatch.setattr("g4ir.weights.write.SHARD_BYTES", 100_000)
+    monkeypatch.setattr("g4ir.weights.tensorfile.SHARD_BYTES", 100_000)
     folder, out = text_checkpoint(tmp_path / "c"), tmp_path / "out"
     out.mkdir()
     outcome = command("export", folder, "--out", out, "--dtype", "float16", "--json")

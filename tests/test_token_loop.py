@@ -23,7 +23,7 @@ from g4ir.backends.experimental.end_of_step import end_step
 from g4ir.backends.experimental.step_model import read_constants
 from g4ir.backends.sampling import SamplingParams
 from g4ir.backends.torch_compile import cuda_graph, host_table, runtime, step_program
-from g4ir.backends.torch_compile.cuda_graph import CHUNKS, CaptureArena, WithFallback, recorded_at
+from g4ir.backends.torch_compile.cuda_graph import CHUNKS, CaptureArena, WithFallback
 from g4ir.backends.torch_compile.host_table import HostTable
 from g4ir.backends.torch_compile.kernels import KERNELS
 from g4ir.backends.torch_compile.kernels.launch import recorded
@@ -392,9 +392,8 @@ def pretend(patch: pytest.MonkeyPatch, capture: Any) -> Stream:
 def test_a_step_that_cannot_be_recorded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason and the way out; nothing falls back in silence."""
     pretend(monkeypatch, lambda *_, **__: On(fails=True))
+    in_a_loop(engine, monkeypatch)
     monkeypatch.setattr(engine.runtime, "record", cuda_graph.recorded)
-    monkeypatch.setattr(engine.runtime, "any_length", True)
-    monkeypatch.setattr(engine, "_idle", None)  # nothing is recorded yet
     with pytest.raises(EngineError, match=r"not permitted.*--no-cuda-graph"):
         engine.generate(PROMPTS[0], 4)
 
@@ -481,7 +480,8 @@ def over(engine: Engine, patch: pytest.MonkeyPatch, fails: bool = False) -> list
         return places[-1]
 
     patch.setattr(engine.runtime, "place", place, raising=False)
-    patch.setattr(engine.runtime, "record_chunk", WithFallback(recorded_at, CHUNKS))
+    chunks = WithFallback(lambda work, place: place.record(work), CHUNKS)
+    patch.setattr(engine.runtime, "record_chunk", chunks)
     return places
 
 

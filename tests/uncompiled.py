@@ -19,6 +19,12 @@ from g4ir.backends.torch_compile.target import Target
 from g4ir.ir.text import parse_graph
 
 
+def eager(text: str, device: str = "cpu") -> Callable[[list[torch.Tensor]], Any]:
+    """What stands for the program of a graph."""
+    module = SegmentModule(schedule(parse_graph(text), Target(device)))
+    return torch.no_grad()(lambda given: module(*given))
+
+
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
     """A context in which engines are built and loaded so."""
@@ -35,8 +41,7 @@ def uncompiled() -> Iterator[None]:
     def load_program(path: Path, device: str) -> Callable[[list[torch.Tensor]], Any]:
         raw = path.read_bytes()
         text = raw[: len(raw) - len(compiler.marker(""))].decode()
-        module = SegmentModule(schedule(parse_graph(text), Target(device)))
-        return torch.no_grad()(lambda given: module(*given))
+        return eager(text, device)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "compile_all", compile_all)

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: room -> the most lines that it may have; a commit that raises a cap says in docs/decisions.md why
 MOST = {
     "g4ir/errors.py": 94,
-    "g4ir/ui": 960,
+    "g4ir/ui": 955,
     "g4ir/ops": 4108,
     "g4ir/ir": 1134,
     "passes": 1528,
@@ -17,13 +17,13 @@ MOST = {
     "g4ir/model": 1835,
     "g4ir/parallel": 870,
     "g4ir/quant": 334,
-    "g4ir/weights": 3926,
+    "g4ir/weights": 3909,
     "g4ir/weights/gguf": 1898,
-    "g4ir/plan": 2907,
-    "backends": 19356,
+    "g4ir/plan": 2904,
+    "backends": 19296,
     # Beside what a reader needs: an emulator of TensorRT, and what no device has run.
     "backends/trt/recorder": 1900,
-    "backends/experimental": 1078,
+    "backends/experimental": 1066,
     "g4ir/media": 1424,
     "g4ir/engine/ranks": 253,
     "g4ir/engine": 7189,
@@ -36,7 +36,7 @@ MOST = {
     "g4ir-vllm/tests": 811,
     "bench": 2601,
     "examples": 193,
-    "tests": 43478,
+    "tests": 43554,
     "tools": 549,
 }
 

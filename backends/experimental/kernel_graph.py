@@ -34,7 +34,14 @@ from g4ir.ops.types import Type, parse_type, torch_dtype
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import capacity, context_slots
 from g4ir.spec.reader import Length, Range, Shaped, Where, build, tree_of
-from g4ir.weights.tensorfile import map_file, parse_json, read_header, view, write_tensors
+from g4ir.weights.tensorfile import (
+    FileTensor,
+    map_file,
+    parse_json,
+    read_header,
+    view,
+    write_tensors,
+)
 
 from ..torch_compile.compile import first_node
 from ..torch_compile.kernels.launch import Launch, ahead, recorded
@@ -44,7 +51,7 @@ from ..torch_compile.runtime import BY_PROGRAMS, BoundStep
 from ..torch_compile.schedule import schedule
 from ..torch_compile.segment import Glue, Segment, Step
 from ..torch_compile.target import Target
-from ..torch_compile.token_loop import STOPS, end_by_torch
+from ..torch_compile.token_loop import end_by_torch
 from .cuda_driver import CudaDriver
 from .end_of_step import end_step
 
@@ -143,8 +150,7 @@ def recorded_end(
     batch: int, how: Callable[[Launch], Assembled] = assemble
 ) -> tuple[Chain, list[bytes]]:
     """Return the end of a step (end_of_step.py) as a chain with its assembled kernel."""
-    whole = Type("i64", (batch,))
-    types = [Type("f32", (batch,)), *[whole] * 4, Type("f32", (batch,)), Type("i64", (STOPS,))]
+    types = [Type(dtype, (batch,)) for dtype in ("f32", *["i64"] * 4, "f32")]
     given = _stand_ins(types)
     with ahead(), recorded() as launches:
         end_step(given)
@@ -219,12 +225,9 @@ def _memory(t: torch.Tensor) -> int:
 
 def write_chain(path: Path, text: str, chain: Chain, cubins: Sequence[bytes]) -> None:
     """Write a segment's chain, which says what it was made of."""
-    files = {
-        str(i): torch.frombuffer(bytearray(c), dtype=torch.uint8) for i, c in enumerate(cubins)
-    }
-    table = {name: ("U8", (len(t),)) for name, t in files.items()}
-    metadata = {LIST: json.dumps(asdict(chain)), SEGMENT: _digest(text)}
-    write_tensors(path, table, files.__getitem__, metadata)
+    held = (torch.frombuffer(bytearray(c), dtype=torch.uint8) for c in cubins)
+    files = {str(i): FileTensor.of(t) for i, t in enumerate(held)}
+    write_tensors(path, files, {LIST: json.dumps(asdict(chain)), SEGMENT: _digest(text)})
 
 
 def read_chain(path: Path, text: str) -> tuple[Chain, list[bytes]]:

@@ -139,8 +139,3 @@ def recorded(work: Callable[[], None]) -> Callable[[], None]:
     place = CaptureArena()
     place.launch(work)
     return place.record(work)
-
-
-def recorded_at(work: Callable[[], None], place: CaptureArena) -> Callable[[], None]:
-    """Record work that was done at a place, as `CaptureArena.record` does."""
-    return place.record(work)

@@ -21,7 +21,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from g4ir.errors import MissingError
-from g4ir.ui.paths import setting
+from g4ir.ui.paths import cache_root, private, setting
 
 #: the oldest compute capability with bf16
 OLDEST = (8, 0)
@@ -215,12 +215,11 @@ def _accepted(text: str, options: Sequence[str]) -> bool:
 def _linked(headers: Path, library: Path) -> Path:
     """Make a folder in the user's cache: `include`, and `lib64/libcuda.so`."""
     said = f"{headers}\0{library}"
-    folder = kept_folder() / hashlib.sha256(said.encode()).hexdigest()[:16]
+    folder = cache_root() / "cuda" / hashlib.sha256(said.encode()).hexdigest()[:16]
     if (folder / "lib64" / "libcuda.so").exists() and (folder / "include").exists():
         return folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        made = Path(tempfile.mkdtemp(dir=folder.parent))
+        made = Path(tempfile.mkdtemp(dir=private(folder.parent)))
         (made / "lib64").mkdir()
         (made / "include").symlink_to(headers)
         (made / "lib64" / "libcuda.so").symlink_to(library.resolve())
@@ -232,8 +231,3 @@ def _linked(headers: Path, library: Path) -> Path:
             f"{library}: make it writable, or set CUDA_HOME to a CUDA toolkit"
         ) from e
     return folder
-
-
-def kept_folder() -> Path:
-    """Return the folder where folders of links are kept."""
-    return Path.home() / ".cache" / "g4ir" / "cuda"

@@ -13,6 +13,7 @@ from g4ir.model.decoder import TOKENS, VERIFY
 from g4ir.ops.attention import slot_positions
 from g4ir.ops.base import as_tuple, wide
 from g4ir.ops.codecs import dequantized, fake_quantized, from_tiles, quantized
+from g4ir.ops.mlp import activate
 from g4ir.ops.moe import own_index
 from g4ir.ops.types import Type, torch_dtype
 
@@ -154,8 +155,6 @@ def grouped_experts(
 ) -> Tensor:
     """Compute the op `experts` without data-dependent shapes: tokens sorted by expert, two grouped
     products, fp32 weighting and sum in rank order."""
-    from g4ir.ops.mlp import activate
-
     experts = gate_up.shape[0]
     own = index if first is None else own_index(index, first, experts)  # others come last
     tokens, slots = x.flatten(0, -2), own.flatten(0, -2)

@@ -17,8 +17,6 @@ from g4ir.ir.interpret import run_node
 from g4ir.ir.rewrite import bind
 from g4ir.model.decoder import TOKENS, VERIFY
 from g4ir.model.draft import DRAFT
-from g4ir.ops import OPS
-from g4ir.ops.base import as_tuple
 from g4ir.parallel.group import Group
 from g4ir.ui.paths import unpacking
 from g4ir.weights.pack import StoredParams
@@ -37,9 +35,8 @@ from .cuda_graph import (
     LazyCapture,
     WithFallback,
     recorded,
-    recorded_at,
 )
-from .programs import CANDIDATES, CHAINS, END, KERNELS_FILE
+from .programs import CHAINS, END, KERNELS_FILE
 from .schedule import any_length
 from .segment import Glue, Segment, Step, state_steps
 from .step_loop import StepLoop, StepThread, mapped_tables, record_loop
@@ -103,7 +100,8 @@ class TorchRuntime:
         self.any_length = any_length(program.graphs["decode"], target)
         #: the same for full chunks of prompts, where a recorded one serves every length
         records &= any_length(program.graphs["prefill"], target)
-        self.record_chunk = WithFallback(recorded_at, CHUNKS) if records else None
+        chunks = WithFallback(lambda work, place: place.record(work), CHUNKS)
+        self.record_chunk = chunks if records else None
         programs = {name: many for name, many in files.items() if name not in (CHAINS, END)}
         names = dict.fromkeys(f for many in programs.values() for f in many if f)
         if device == "cpu":  # programs call them
@@ -112,6 +110,7 @@ class TorchRuntime:
             calls = {name: _load_program(folder / name, device) for name in names}
         if device == "cpu":  # on a GPU kernels are read when they are first used
             self.unpacked.close()
+        #: op that chooses -> its program, on a GPU
         self.choosers = {
             op: calls[files[op][0] or ""] for op in ("greedy", "candidates") if op in files
         }
@@ -384,28 +383,14 @@ class TorchRuntime:
     def _way(self, way: str) -> Choose:
         """Return one of the sampler's WAYS; largest logits are found by compiled ops."""
         if way == sampling.GREEDY:
-            greedy = self._choosing("greedy")
+            greedy = self.choosers["greedy"]
             return lambda logits, uniforms, draws: greedy([logits])[0]
         if way == sampling.TOP:
-            candidates = self._choosing("candidates")
+            candidates = self.choosers["candidates"]
             return lambda logits, *rest: sampling.draw(*candidates([logits]), *rest)
         return lambda logits, uniforms, draws: sampling.choose(
             logits[:, 0].float(), uniforms, draws, way
         )
-
-    def _choosing(self, op: str) -> Call:
-        """Return the compiled program of an op that chooses, or its reference."""
-        if op in self.choosers:
-            return self.choosers[op]
-        reference = OPS[op].reference
-        assert reference
-
-        def call(operands: list[Tensor]) -> tuple[Any, ...]:
-            vocab = operands[0].shape[-1]
-            attrs = {"k": min(CANDIDATES, vocab)} if op == "candidates" else {}
-            return as_tuple(reference(*operands, **attrs))
-
-        return call
 
     def close(self) -> None:
         self.worker.close()

@@ -32,22 +32,18 @@ End = Callable[[list[Tensor]], Any]
 Tensors = Mapping[str, Tensor]
 #: runs a graph over the session's caches
 Run = Callable[[Tensors], Tensors]
-#: stop tokens that a chain of the step's end looks at
-STOPS = 32
 
 
 def end_by_torch(operands: list[Tensor]) -> None:
-    """End a step; write tokens, lengths and active i64[B] and flaws f32[B] in place.
+    """End a step; write tokens and lengths i64[B] and flaws f32[B] in place.
 
     Operands: sums f32[B] of a row's logits, which make its flaw NaN if they are not finite; its
-    chosen token i64[B], which a row that runs takes; tokens, lengths, active, flaws; and the stop
-    tokens i64[N] at which a row ends.
+    chosen token i64[B], which a row that runs takes; tokens, lengths, active i64[B], flaws.
     """
-    sums, chosen, tokens, lengths, active, flaws, stops = operands
+    sums, chosen, tokens, lengths, active, flaws = operands
     flaws += (sums * 0).where(active > 0, 0.0)
     lengths += active
     tokens.copy_(torch.where(active > 0, chosen, tokens))
-    active *= (tokens[:, None] != stops).all(-1)
 
 
 class TokenLoop:
@@ -81,7 +77,6 @@ class TokenLoop:
         self.draws = torch.ones(batch, 4, dtype=torch.float64, device=device)
         #: f32[B]: 0, or NaN once an active row has had logits that are not finite
         self.flaws = torch.zeros(batch, device=device)
-        self._no_stops = torch.full((STOPS,), -1, device=device)
         self._record = record
         self._replay: Callable[[], None] | None = None
         self._unread: deque[_Result] = deque()
@@ -121,8 +116,7 @@ class TokenLoop:
         # One pass: the sum is finite if all of them are.
         sums = logits.sum((1, 2), dtype=torch.float32)
         chosen = self.choose(logits, self.uniforms, self.draws)
-        rows = (self.tokens, self.lengths, self.active, self.flaws)
-        self.end([sums, chosen, *rows, self._no_stops])
+        self.end([sums, chosen, self.tokens, self.lengths, self.active, self.flaws])
 
     def advance(self, count: int = 1, uniforms: Tensor | None = None) -> None:
         """Start one step, after `start`, and the copy of its tokens to the host; `uniforms`

@@ -69,30 +69,29 @@ def _holds(key: str, value: int, shape: Mapping[str, int]) -> bool:
 
 
 @cache
-def read_tunings(path: Path | None = None) -> Mapping[str, tuple[Mapping[str, Any], ...]]:
-    """Return the entries by kernel of a table; SpecError if the file is not one."""
+def read_tunings() -> Mapping[str, tuple[Mapping[str, Any], ...]]:
+    """Return the entries by kernel of the table; SpecError if the file is not one."""
     import yaml
 
-    path = path or TABLE
     try:
-        body = yaml.safe_load(path.read_text())
+        body = yaml.safe_load(TABLE.read_text())
         table = {str(k): tuple(map(dict, v)) for k, v in body.items()}
     except (OSError, yaml.YAMLError, TypeError, ValueError, AttributeError) as e:
-        raise SpecError(f"{path}: not a table of tunings ({e}); restore the file") from e
+        raise SpecError(f"{TABLE}: not a table of tunings ({e}); restore the file") from e
     for kernel, entries in table.items():
         for entry in entries:
-            _check(path, kernel, entry)
+            _check(kernel, entry)
     return table
 
 
-def _check(path: Path, kernel: str, entry: Mapping[str, Any]) -> None:
+def _check(kernel: str, entry: Mapping[str, Any]) -> None:
     use = entry.get("use")
     rest = [v for k, v in entry.items() if k not in _OWN]
     whole = isinstance(use, dict) and _are_whole(use.values(), 1) and _are_whole(rest, 0)
     named = isinstance(entry.get("gpu", ""), str) and ("gpu" in entry or "us" not in entry)
     if not (whole and named):
         raise SpecError(
-            f"{path}: {kernel}: {entry}: expected whole numbers, `use` with settings above 0, and "
+            f"{TABLE}: {kernel}: {entry}: expected whole numbers, `use` with settings above 0, and "
             f"a gpu beside us; correct the entry"
         )
 
@@ -102,23 +101,18 @@ def _are_whole(values: Iterable[Any], least: int) -> bool:
 
 
 def add_measured(
-    kernel: str,
-    gpu: str,
-    shape: Mapping[str, int],
-    use: Mapping[str, int],
-    us: float,
-    path: Path | None = None,
+    kernel: str, gpu: str, shape: Mapping[str, int], use: Mapping[str, int], us: float
 ) -> None:
     """Put a measured entry first, in the place of an older one for the same shape."""
     import yaml
 
     from g4ir.ui.files import write_file
 
-    table = {k: list(v) for k, v in read_tunings(path).items()}
+    table = {k: list(v) for k, v in read_tunings().items()}
     key = {"gpu": gpu, **shape}
     kept = [e for e in table.get(kernel, []) if {k: e.get(k) for k in key} != key or "us" not in e]
     entry = {**key, "use": dict(use), "us": round(us, 2)}
-    _check(path or TABLE, kernel, entry)
+    _check(kernel, entry)
     table[kernel] = [entry, *kept]
     lines = [_HEADER]
     for name, entries in table.items():
@@ -126,5 +120,5 @@ def add_measured(
         for e in entries:
             text = yaml.safe_dump(dict(e), default_flow_style=True, sort_keys=False, width=1000)
             lines.append(f"  - {text}")
-    write_file(path or TABLE, ["".join(lines).encode()])
+    write_file(TABLE, ["".join(lines).encode()])
     read_tunings.cache_clear()

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -23,13 +22,14 @@ from g4ir.ir.names import layer_of
 from g4ir.ops.codecs import FORM_OF, FORMS
 from g4ir.parallel.shard import ranks_of
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.fit import device_memory
+from g4ir.ui.console import handled
 from g4ir.ui.files import new_version, write_file
+from g4ir.ui.memory import device_memory
 from g4ir.ui.paths import check_private, private
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource
-from g4ir.weights.tensorfile import CODES, write_tensors
+from g4ir.weights.tensorfile import FileTensor, write_tensors
 
 from ..primitives.network import ROWS, Network
 from .emitter import TrtEmitter
@@ -209,13 +209,10 @@ def _name_weights(w: Written) -> None:
 
 def write_constants(w: Written, path: Path) -> None:
     """Write the constants of a network as safetensors, for a plan that was built without them."""
-    held = {name: t.reshape(-1) for name, t in w.emitter.constants.items()}
+    held = w.emitter.constants.items()
     # Each lies at a multiple of its size.
-    names = sorted(held, key=lambda n: (-held[n].itemsize, n))
-    table = {
-        n: (CODES[str(held[n].dtype).removeprefix("torch.")], (held[n].numel(),)) for n in names
-    }
-    write_tensors(path, table, held.__getitem__)
+    ordered = sorted(held, key=lambda item: (-item[1].itemsize, item[0]))
+    write_tensors(path, {name: FileTensor.of(t.reshape(-1)) for name, t in ordered})
 
 
 def _add_profile(w: Written, config: Any, name: str) -> None:
@@ -384,20 +381,11 @@ def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
     return f"TensorRT's builder refuses the network{place}: {said}; try {advice}"
 
 
-@contextmanager
-def _interruptible(monitor: Any) -> Iterator[None]:
-    """A context in which signals ask the builder to stop instead of ending the process inside it.
-    Only the main thread can say what a signal does."""
+def _interruptible(monitor: Any) -> AbstractContextManager[None]:
+    """Return a context in which signals ask the builder to stop, not the process to end inside
+    it."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         monitor.stopped = True
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), stop))

@@ -22,7 +22,7 @@ import torch
 
 from g4ir.errors import EngineError, LowerError, MissingError
 from g4ir.parallel.group import Group
-from g4ir.plan.fit import device_memory
+from g4ir.ui.memory import device_memory, free_on
 from g4ir.ui.paths import cache_root
 from g4ir.ui.progress import Progress
 
@@ -173,8 +173,8 @@ def require_gpu(target: Target = HOPPER) -> None:
     if not target.runs_on(found) or target.gpu not in name:
         raise MissingError(
             f"--backend trt builds for {target.gpus} ({target.gpu or 'H100, H200'}); the current "
-            f"GPU, {name}, has {_dotted(found)}; choose another GPU with CUDA_VISIBLE_DEVICES, or "
-            f"use --backend torch on this one"
+            f"GPU, {name}, has {found[0]}.{found[1]}; choose another GPU with "
+            f"CUDA_VISIBLE_DEVICES, or use --backend torch on this one"
         )
 
 
@@ -199,24 +199,12 @@ def require_target(version: str) -> None:
     )
 
 
-def gpu_name() -> str:
-    return torch.cuda.get_device_name()
-
-
 def gpu_architecture() -> str:
     """Return `sm_90` of the current GPU; nothing if there is none."""
     if not torch.cuda.is_available():
         return ""
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
-
-
-def free_memory(device: str) -> int:
-    return int(torch.cuda.mem_get_info()[0])
-
-
-def _dotted(capability: tuple[int, ...]) -> str:
-    return ".".join(map(str, capability))
 
 
 # --- what TensorRT calls back ------------------------------------------------------------------
@@ -367,10 +355,10 @@ class Host:
     target: Target = HOPPER
     tensorrt: Callable[[], Api] = require_library
     check_gpu: Callable[[], None] = require_gpu
-    gpu: Callable[[], str] = gpu_name
+    gpu: Callable[[], str] = torch.cuda.get_device_name
     architecture: Callable[[], str] = gpu_architecture
     memory: Callable[[str], int] = device_memory
-    free: Callable[[str], int] = free_memory
+    free: Callable[[str], int] = free_on
     #: ranks -> what the contexts of this one are given, by which they exchange
     communicator: Callable[[Group], Any] = communicator_of
     #: where timing caches are kept between builds

@@ -66,11 +66,9 @@ def compile_once(
     limits: Limits,
     settings: Mapping[str, str],
     target: Target,
-    params: ParamSource | None = None,
 ) -> Trial:
-    """Compile a network, of these params or of repeated ones. LowerError where it is refused."""
-    repeated = Repeated({v.name: v.type for v in graph.params})
-    params = params or cast(ParamSource, repeated)
+    """Compile a network of repeated params. LowerError where it is refused."""
+    params = cast(ParamSource, Repeated({v.name: v.type for v in graph.params}))
     with tempfile.TemporaryDirectory() as folder:
         log, plan = logger(api.trt, Path(folder) / LOG), Path(folder) / "plan"
         w = build.write_network(api, graph, limits, params, settings, log)

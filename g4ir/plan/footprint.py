@@ -157,13 +157,13 @@ class Footprint:
         return param_bytes(self.needs.graphs, lambda name: name == DRAFT)
 
     @cached_property
-    def row(self) -> Callable[[int, int, int], MemoryUse]:
-        """Function of a context, a batch and a prefill chunk."""
+    def row(self) -> Callable[[int, int], MemoryUse]:
+        """Function of a context and a batch."""
         spec = _rank_spec(self.setup.spec, self.setup.ranks)
-        naive = naive_bytes(spec, self.setup.dtype)
+        naive, chunk = naive_bytes(spec, self.setup.dtype), self.setup.limits.prefill_chunk
 
         @cache
-        def row(ctx: int, batch: int, chunk: int) -> MemoryUse:
+        def row(ctx: int, batch: int) -> MemoryUse:
             return MemoryUse(
                 ctx,
                 batch,

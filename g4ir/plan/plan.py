@@ -239,11 +239,8 @@ class _DevicePlanner:
     shape: tuple[tuple[int, int], ...]
     free: bool
 
-    def row(self, own: Footprint, ctx: int, batch: int) -> MemoryUse:
-        return own.row(ctx, batch, own.setup.limits.prefill_chunk)
-
     def rows(self, own: Footprint) -> tuple[MemoryUse, ...]:
-        return tuple(self.row(own, c, b) for c, b in self.shape)
+        return tuple(own.row(c, b) for c, b in self.shape)
 
     def placed(self, own: Footprint, gpus: Sequence[Gpu]) -> Footprint:
         """Place the per-layer embedding table on the devices if every row then fits."""
@@ -256,7 +253,7 @@ class _DevicePlanner:
         room, limits = _room(gpu), own.setup.limits
 
         def fits(ctx: int, batch: int, kind: str) -> bool:
-            return own.need(self.row(own, ctx, batch), form, kind) <= room
+            return own.need(own.row(ctx, batch), form, kind) <= room
 
         def most(at: int, limit: int, fit: Callable[..., bool]) -> Largest:
             return Largest(at, *(largest(partial(fit, kind=kind), limit) for kind in TOTALS))
@@ -296,7 +293,7 @@ class _DevicePlanner:
         """Return the fewest ranks, each on such a device, that fit; None if none do."""
         for ranks in sorted(self.counted):
             own = self.placed(self.counted[ranks], [gpu])
-            if own.need(self.row(own, row.ctx, row.batch), form, "built") <= _room(gpu):
+            if own.need(own.row(row.ctx, row.batch), form, "built") <= _room(gpu):
                 return ranks
         return None
 

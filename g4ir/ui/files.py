@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,7 +35,9 @@ def new_version(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """A context with a file of a temporary name beside `path`, open for writing; at the end it is
     synced and renamed, and after an error it is removed. Like folders of `new_folder`, it is
     readable to whom the umask says, of those that `mode` names."""
-    handle, name = _new_file(path.parent, f".{path.name}.", mode)
+    name = _new_path(path.parent, f".{path.name}.")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    handle = os.open(name, flags, mode)  # the module tempfile would ignore the umask
     try:
         with open(handle, "wb") as file:
             yield file
@@ -47,22 +49,15 @@ def new_version(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
         raise
 
 
-def _new_file(parent: Path, prefix: str, mode: int) -> tuple[int, Path]:
-    """Return a file of a name that was free, open for writing; the module tempfile would ignore the
-    umask."""
-    while True:
-        path = parent / f"{prefix}{secrets.token_hex(4)}"
-        with suppress(FileExistsError):
-            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), path
-
-
 def new_folder(parent: Path, prefix: str) -> Path:
     """Make an empty folder in `parent`, whose name begins with `prefix` and was free."""
-    while True:
-        path = parent / f"{prefix}{secrets.token_hex(4)}"
-        with suppress(FileExistsError):
-            path.mkdir()
-            return path
+    path = _new_path(parent, prefix)
+    path.mkdir()
+    return path
+
+
+def _new_path(parent: Path, prefix: str) -> Path:
+    return parent / f"{prefix}{secrets.token_hex(8)}"  # long enough to be free
 
 
 def free_bytes(path: Path) -> int:

@@ -36,8 +36,6 @@ from .formats.base import Files
 TABLE_BYTES = 256 << 20
 #: bytes of a larger one that are made at a time where it is written
 PIECE_BYTES = 32 << 20
-#: bytes of a file of weights, unless one tensor has more
-SHARD_BYTES = 4 << 30
 _OF_RANK = re.compile(r"\w+[-.]rank(\d+)of\d+[-.]")
 
 
@@ -353,54 +351,43 @@ def write_shares(
     assert params.share
     own = own_params(packing, params.share)
     alike = packing.program.params().keys() - own
-    write_params(packing, params, folder, SHARD_BYTES, progress, alike)
+    write_params(packing, params, folder, progress, alike)
     for rank in range(ranks if own else 0):
         of_rank = replace(params, share=replace(params.share, rank=rank))
         stem = f"weights-rank{rank}of{ranks}"
-        write_params(packing, of_rank, folder, SHARD_BYTES, progress, own, stem)
+        write_params(packing, of_rank, folder, progress, own, stem)
 
 
 def write_params(
     packing: Packing,
     source: MadeParams,
     folder: Path,
-    shard_bytes: int,
     progress: Any,
     names: Collection[str] | None = None,
     stem: str = "weights",
 ) -> list[Path]:
     """Write every param, or those of `names`, into safetensors shards; returns the files."""
-    known = packing.program.params()
-    params = [v for name, v in known.items() if names is None or name in names]
-    shards: list[list[Value]] = [[]]
-    for v in params:
-        if shards[-1] and sum(x.type.nbytes() for x in shards[-1]) + v.type.nbytes() > shard_bytes:
-            shards.append([])
-        shards[-1].append(v)
-    take = _taking_turns(source, {v.name: v.type.nbytes() for v in params}, progress)
-    files = {folder / f"{stem}-{i:05d}.safetensors": shard for i, shard in enumerate(shards)}
-    for path, shard in files.items():
-        tensorfile.write_tensors(path, {v.name: _stored_as(v) for v in shard}, take)
-    return [*files]
+    params = [v for n, v in packing.program.params().items() if names is None or n in names]
+    done, whole = 0, max(1, sum(v.type.nbytes() for v in params))
 
-
-def _taking_turns(source: MadeParams, sizes: Mapping[str, int], progress: Any) -> Any:
-    """Release each tensor's pages when the next is asked for, and tell how far that is."""
-    before: list[str] = []
-    done, whole = 0, max(1, sum(sizes.values()))
-
-    def take(name: str) -> tensorfile.Made:
+    def written(v: Value) -> None:
         nonlocal done
-        if before:
-            source.release(before.pop())
-        before.append(name)
-        made = source.pieces(name)
-        tenths = (10 * done // whole, 10 * (done := done + sizes[name]) // whole)
+        source.release(v.name)
+        tenths = (10 * done // whole, 10 * (done := done + v.type.nbytes()) // whole)
         if tenths[0] < tenths[1]:
             progress(f"weights {10 * tenths[1]} %")
-        return made
 
-    return take
+    tensors = {
+        v.name: tensorfile.FileTensor(
+            *_stored_as(v), partial(source.pieces, v.name), partial(written, v)
+        )
+        for v in params
+    }
+    shards = enumerate(tensorfile.in_shards(tensors))
+    files = {folder / f"{stem}-{i:05d}.safetensors": shard for i, shard in shards}
+    for path, shard in files.items():
+        tensorfile.write_tensors(path, shard)
+    return [*files]
 
 
 def _stored_as(v: Value) -> tuple[str, tuple[int, ...]]:

@@ -40,6 +40,7 @@ CODES = {name: code for code, name in TORCH.items()}
 DOWNLOAD = "fix: download or save the file again"
 LENGTH_BYTES = 8  # that say how long the header is
 ALIGNED = 64  # of tensors in files that we write: a cache line
+SHARD_BYTES = 4 << 30  # of a file that we write
 #: MAP_NORESERVE has a name from Python 3.11 on (Linux, uapi/asm-generic/mman-common.h)
 PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
 #: bytes of a huge page
@@ -229,6 +230,11 @@ def torch_dtype(entry: Entry) -> torch.dtype:
     return getattr(torch, TORCH[entry.dtype])
 
 
+def code_of(dtype: torch.dtype) -> str:
+    """Return a key of BITS."""
+    return CODES[str(dtype).removeprefix("torch.")]
+
+
 def _mapped_bytes(mapped: mmap.mmap, entry: Entry) -> torch.Tensor:
     if not entry.nbytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -288,31 +294,47 @@ class FileTensor:
     def nbytes(self) -> int:
         return prod(self.shape) * BITS[self.code] // 8
 
+    @classmethod
+    def of(cls, t: torch.Tensor) -> FileTensor:
+        """Return a tensor that is made already."""
+        return cls(code_of(t.dtype), tuple(t.shape), lambda: t)
+
 
 def write_tensors(
-    path: Path,
-    table: Mapping[str, tuple[str, tuple[int, ...]]],
-    tensor: Callable[[str], Made],
-    metadata: Mapping[str, str] | None = None,
+    path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write one file, tensor by tensor, under a temporary name that is renamed at the end. `table`:
-    name -> (dtype code, shape); tensors of a multiple of ALIGNED bytes come first, so that they are
-    aligned."""
+    """Write one file under a temporary name that is renamed at the end; each tensor is made when
+    its turn comes, and released behind it. Those of a multiple of ALIGNED bytes come first, so that
+    they are aligned."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    sizes = {name: prod(shape) * BITS[code] // 8 for name, (code, shape) in table.items()}
-    names = sorted(table, key=lambda name: sizes[name] % ALIGNED > 0)
-    offsets = pairwise(accumulate((sizes[name] for name in names), initial=0))
+    names = sorted(tensors, key=lambda name: tensors[name].nbytes % ALIGNED > 0)
+    offsets = pairwise(accumulate((tensors[name].nbytes for name in names), initial=0))
     for name, span in zip(names, offsets, strict=True):
-        code, shape = table[name]
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": list(span)}
+        t = tensors[name]
+        header[name] = {"dtype": t.code, "shape": list(t.shape), "data_offsets": list(span)}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-(LENGTH_BYTES + len(raw)) % ALIGNED)
     length = len(raw).to_bytes(LENGTH_BYTES, "little")
-    write_file(path, [length, raw], (raw for name in names for raw in _pieces(tensor(name))))
+    write_file(path, [length, raw], (raw for name in names for raw in _pieces(tensors[name])))
 
 
-def _pieces(made: Made) -> Iterator[memoryview]:
+def _pieces(t: FileTensor) -> Iterator[memoryview]:
+    made = t.make()
     yield from map(bytes_of, [made] if isinstance(made, torch.Tensor) else made)
+    t.release()
+
+
+def in_shards(tensors: Mapping[str, FileTensor]) -> list[dict[str, FileTensor]]:
+    """Return the tensors of files of SHARD_BYTES, or of one tensor that has more."""
+    shards: list[dict[str, FileTensor]] = [{}]
+    size = 0
+    for name, t in tensors.items():
+        if shards[-1] and size + t.nbytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = t
+        size += t.nbytes
+    return shards
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -23,9 +23,8 @@ from .checkpoint import CONFIG, INDEX, SINGLE, WeightSource
 from .formats import compress
 from .formats.base import KEY
 from .match import tower_names
-from .pack import SHARD_BYTES
 from .random import random_tensor
-from .tensorfile import FileTensor, Made
+from .tensorfile import FileTensor, Made, code_of, in_shards
 
 log = logging.getLogger(__name__)
 #: elements of a table that are made together
@@ -38,7 +37,6 @@ def write_checkpoint(
     source: WeightSource,
     *,
     shards: int | None = None,
-    prefix: str | None = None,
     dead: bool = False,
     config: bool = True,
     media: Iterable[str] = (),
@@ -49,8 +47,8 @@ def write_checkpoint(
 ) -> Path:
     """Write a Hugging Face checkpoint directory, absent or empty before, complete or not at all.
 
-    `shards`: files of weights, by default as many as SHARD_BYTES asks for; `prefix` defaults to
-    what transformers uses for that config. `dead` adds the unused K/V of KV-shared layers, as the
+    `shards`: files of weights, by default as many as `in_shards` makes. Names have the prefix that
+    transformers uses for that config. `dead` adds the unused K/V of KV-shared layers, as the
     hub's files have them; `media` the towers of these kinds; what the source has defaults for is
     left out. `coded` keeps quantised weights as compressed-tensors where that has a name for their
     scheme; all else has `dtype`, by default the source's, and are made one after the other.
@@ -58,7 +56,7 @@ def write_checkpoint(
     check_empty(directory)
     values = spec.to_hf() if config else {}
     alone = spec.drafter or (config and "text_config" not in values)
-    prefix = prefix or ("model." if alone else "model.language_model.")
+    prefix = "model." if alone else "model.language_model."
     dtype = dtype or source.dtype
     names = _names(spec, source, prefix, media)
     kept = _kept(names, source) if coded else []
@@ -73,7 +71,7 @@ def write_checkpoint(
     directory.parent.mkdir(parents=True, exist_ok=True)
     work = new_folder(directory.parent, f".{directory.name}.")
     try:
-        _write_weights(work, tensors, _split(tensors, shards), progress)
+        _write_weights(work, _split(tensors, shards), progress)
         for name, raw in (side_files or {}).items():
             write_file(work / name, [raw])
         if config:
@@ -134,7 +132,7 @@ def _tensors(
             parts = partial(_part, part, bare)
             out |= compress.stored(name, shape, source.forms[bare], scale, parts)
         else:
-            code = "I64" if bare == ORDER else _code(dtype)
+            code = "I64" if bare == ORDER else code_of(dtype)
             make, release = (
                 partial(_made, source, bare, shape, dtype),
                 partial(source.release, bare),
@@ -145,10 +143,6 @@ def _tensors(
 
 def _part(read: Callable[[str], torch.Tensor], bare: str, suffix: str) -> torch.Tensor:
     return read(f"{bare}{suffix}")
-
-
-def _code(dtype: torch.dtype) -> str:
-    return tensorfile.CODES[str(dtype).removeprefix("torch.")]
 
 
 def _made(source: WeightSource, name: str, shape: Shape, dtype: torch.dtype) -> Made:
@@ -167,51 +161,31 @@ def in_pieces(source: WeightSource, name: str, shape: Shape) -> Iterator[torch.T
 def _dead(spec: Spec, dtype: torch.dtype, prefix: str) -> dict[str, FileTensor]:
     return {
         prefix + name: FileTensor(
-            _code(dtype), shape, partial(random_tensor, 0, name, shape, dtype)
+            code_of(dtype), shape, partial(random_tensor, 0, name, shape, dtype)
         )
         for name, shape in dead_tensors(spec).items()
     }
 
 
-def _split(tensors: Mapping[str, FileTensor], shards: int | None) -> list[list[str]]:
-    """Return the names of each file: `shards` files of about as many names, or those that
-    SHARD_BYTES asks for."""
-    names = [*tensors]
-    if shards:
-        files: list[list[str]] = [[] for _ in range(shards)]
-        for i, name in enumerate(names):
-            files[i * shards // len(names)].append(name)
-        return files
-    files, size = [[]], 0
-    for name in names:
-        if files[-1] and size + tensors[name].nbytes > SHARD_BYTES:
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size += tensors[name].nbytes
+def _split(tensors: Mapping[str, FileTensor], shards: int | None) -> list[dict[str, FileTensor]]:
+    """Return the tensors of each file: `shards` files of about as many, or those of `in_shards`."""
+    if not shards:
+        return in_shards(tensors)
+    files: list[dict[str, FileTensor]] = [{} for _ in range(shards)]
+    for i, (name, t) in enumerate(tensors.items()):
+        files[i * shards // len(tensors)][name] = t
     return files
 
 
-def _write_weights(
-    work: Path, tensors: Mapping[str, FileTensor], files: list[list[str]], progress: Progress
-) -> None:
+def _write_weights(work: Path, files: list[dict[str, FileTensor]], progress: Progress) -> None:
     where: dict[str, str] = {}
-    read: list[FileTensor] = []
-
-    def take(name: str) -> Made:
-        if read:
-            read.pop().release()
-        read.append(tensors[name])
-        return tensors[name].make()
-
-    for i, names in enumerate(files):
+    for i, tensors in enumerate(files):
         file = SINGLE if len(files) == 1 else f"model-{i + 1:05}-of-{len(files):05}.safetensors"
         progress(f"writing {file}")
-        table = {name: (tensors[name].code, tensors[name].shape) for name in names}
-        tensorfile.write_tensors(work / file, table, take, {"format": "pt"})
-        where |= dict.fromkeys(names, file)
+        tensorfile.write_tensors(work / file, tensors, {"format": "pt"})
+        where |= dict.fromkeys(tensors, file)
     if len(files) > 1:
-        total = sum(t.nbytes for t in tensors.values())
+        total = sum(t.nbytes for tensors in files for t in tensors.values())
         _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
 
 

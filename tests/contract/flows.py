@@ -30,15 +30,21 @@ def in_a_program(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 
 def in_a_loop(engine: Engine, patch: pytest.MonkeyPatch) -> list[Any]:
     """The step chooses too: as on a GPU, but without a CUDA graph, on the CPU's programs."""
+    from g4ir.backends.torch_compile.programs import choice_texts
+    from tests.uncompiled import eager
+
     prepared: list[Callable[[], None]] = []
+    runtime: Any = engine.runtime
+    ops = choice_texts(runtime.program, runtime.limits).items()
 
     def record(work: Callable[[], None]) -> Callable[[], None]:
         work()  # as recording a graph does
         prepared.append(work)
         return work
 
-    patch.setattr(engine.runtime, "record", record)
-    patch.setattr(engine.runtime, "any_length", True)
+    patch.setattr(runtime, "choosers", {op: eager(text) for op, text in ops})
+    patch.setattr(runtime, "record", record)
+    patch.setattr(runtime, "any_length", True)
     patch.setattr(engine, "_idle", None)  # a session kept from before has no step of this kind
     return prepared
 

@@ -88,7 +88,7 @@ def test_what_it_makes(
 ) -> None:
     """From the files of a job alone, with the recorder as TensorRT."""
     params = packing.MadeParams(prepared.packing, prepared.source)
-    packing.write_params(prepared.packing, params, folder, 1 << 30, print)
+    packing.write_params(prepared.packing, params, folder, print)
     backend = emulated(tmp_path)
     kept: dict[str, Any] = {}
 
@@ -111,7 +111,7 @@ def test_no_space_for_a_plan(
 ) -> None:
     """The child says so, and the parent raises it as its own; of the plan nothing is left."""
     params = packing.MadeParams(prepared.packing, prepared.source)
-    packing.write_params(prepared.packing, params, folder, 1 << 30, print)
+    packing.write_params(prepared.packing, params, folder, print)
 
     def full(trt: Any, file: IO[bytes]) -> Any:
         def write(data: bytes) -> int:
