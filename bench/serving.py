@@ -47,9 +47,9 @@ def _is_ready(url: str) -> bool:
 
 
 async def ask(url: str, body: dict[str, Any], seconds: float = READY_S) -> list[float]:
-    """Stream a completion, for so many seconds at most; return when it was sent, and when each
-    event with text came, the finish chunk excluded. It only scans lines, which leaves the processor
-    to the servers."""
+    """Stream a completion, for at most so many seconds after its first text; return when it was
+    sent, and when each event with text came, the finish chunk excluded. It only scans lines, which
+    leaves the processor to the servers."""
     at, raw = urlsplit(url), json.dumps({**body, "temperature": 0, "stream": True}).encode()
     reader, writer = await asyncio.open_connection(at.hostname, at.port)
     head = (
@@ -60,7 +60,7 @@ async def ask(url: str, body: dict[str, Any], seconds: float = READY_S) -> list[
     first = await reader.readline()
     if b" 200 " not in first:
         raise SystemExit(f"{url}: {first.decode()}{(await reader.read()).decode()}")
-    while times[-1] < times[0] + seconds and (line := await reader.readline()):
+    while times[-1] < times[:2][-1] + seconds and (line := await reader.readline()):
         if line.startswith(b"data: {") and b'"text"' in line and not FINISHED.search(line):
             times.append(time.perf_counter())
     writer.close()

@@ -591,11 +591,8 @@ def _new_directory(out: Path) -> Iterator[Path]:
         yield folder
         os.rename(folder, out)
     except OSError as e:
-        where = e.filename or folder or out
-        why = f"{where}: {e.strerror or e}"
-        raise EngineError(
-            f"cannot write the engine: {why}; make room or choose another --out"
-        ) from e
+        why = f"cannot write the engine: {e.filename or folder or out}: {e.strerror or e}"
+        raise EngineError(f"{why}; make room or choose another --out") from e
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
