@@ -26,7 +26,7 @@ MOST = {
     "backends/experimental": 1078,
     "g4ir/media": 1424,
     "g4ir/engine/ranks": 253,
-    "g4ir/engine": 7175,
+    "g4ir/engine": 7176,
     "g4ir/chat": 2617,
     "g4ir/check": 3199,
     "g4ir/bench": 2153,

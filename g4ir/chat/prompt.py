@@ -122,9 +122,9 @@ class Prompt:
 def with_media(text: str, parts: Sequence[Message]) -> Any:
     """Return the content of a message with media: the model was trained with audio behind the
     text, and all else before it."""
-    sounds = [PARTS[p["type"]] == "audio" for p in parts]
-    before, behind = ([p for p, s in zip(parts, sounds) if s == kind] for kind in (False, True))
-    return [*before, {"type": "text", "text": text}, *behind] if parts else text
+    audio = [p for p in parts if PARTS[p["type"]] == "audio"]
+    rest = [p for p in parts if PARTS[p["type"]] != "audio"]
+    return [*rest, {"type": "text", "text": text}, *audio] if parts else text
 
 
 def find(text: str, strings: Collection[str]) -> Iterator[tuple[int, int]]:
