@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,16 @@ def seconds(f: Callable[[], Any]) -> float:
     start = time.perf_counter()
     f()
     return time.perf_counter() - start
+
+
+@contextmanager
+def process(*words: str, **pipes: Any) -> Iterator[subprocess.Popen[str]]:
+    """A context with a process, which ends with it."""
+    with subprocess.Popen([*words], text=True, **pipes) as made:
+        try:
+            yield made
+        finally:
+            made.kill()
 
 
 def fill_with_noise(session: Any) -> None:

@@ -13,18 +13,18 @@ bench/results/contention.txt.
 
 from __future__ import annotations
 
-import re
+import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from statistics import median
 from typing import Any
 
-import httpx
-from common import arguments, finish
+from common import arguments, finish, process
+from serving import G4IR, ask, served
 
 from g4ir.ui.table import aligned
 
@@ -68,21 +68,10 @@ for line in sys.stdin:
 """
 
 
-@contextmanager
-def process(*words: str, **pipes: Any) -> Iterator[subprocess.Popen[str]]:
-    """A context with a process, which ends with it."""
-    with subprocess.Popen([*words], text=True, **pipes) as made:
-        try:
-            yield made
-        finally:
-            made.kill()
-
-
-def read(stream: Any, until: str = "") -> str:
-    """Return the next line that has a text; SystemExit where there is none."""
-    for line in stream:
-        if until in line:
-            return str(line)
+def read(stream: Any) -> str:
+    """Return the next line; SystemExit where there is none."""
+    if line := stream.readline():
+        return str(line)
     raise SystemExit("the process of an engine ended: see above")
 
 
@@ -94,14 +83,8 @@ def engine_rate(made: subprocess.Popen[str], what: str, seconds: float) -> float
 
 def served_rate(url: str, seconds: float) -> float:
     """Return tokens/s of one stream, from its first token to its last."""
-    body = {"prompt": [2, 5, 7, 9], "max_tokens": 900, "stream": True, "ignore_eos": True}
-    marks: list[float] = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=600) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                marks.append(time.perf_counter())
-            if marks and marks[-1] > marks[0] + seconds:
-                break
+    body = {"prompt": [2, 5, 7, 9], "max_tokens": 900, "ignore_eos": True}
+    _, *marks = asyncio.run(ask(url, body, seconds))
     return (len(marks) - 1) / (marks[-1] - marks[0])
 
 
@@ -140,12 +123,8 @@ def main() -> None:
             for what in ("decode", "prompt"):
                 runs[name + what] = partial(engine_rate, made, what, args.seconds)
         if args.serve:
-            words = (sys.executable, "-m", "g4ir", "serve", args.engine, "--port", "0")
-            made = stack.enter_context(process(*words, stderr=pipe))
-            url = re.search(r"http://\S+:\d+", read(made.stderr, "http://"))
-            assert url
-            read(made.stderr, "ready")
-            runs["serve, one stream"] = partial(served_rate, url[0], args.seconds)
+            url, _ = stack.enter_context(served(*G4IR, args.engine))
+            runs["serve, one stream"] = partial(served_rate, url, args.seconds)
         finish(args, "contention", f"tokens/s\n\n{aligned(measured(runs, args.rounds))}")
 
 

@@ -29,8 +29,7 @@ from typing import Any
 import g4ir  # before torch: it sets how threads wait
 
 import torch  # isort: skip
-from common import arguments, finish, seconds
-from contention import process
+from common import arguments, finish, process, seconds
 
 from g4ir.backends.sampling import SamplingParams
 from g4ir.bench.llama import LlamaRunner

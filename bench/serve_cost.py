@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from statistics import median
 
-import httpx
 import torch
 from common import arguments, finish
+from serving import G4IR, ask, served
 
 import g4ir  # before torch: it sets how OpenMP waits
 from g4ir.ui.table import aligned
@@ -34,24 +32,13 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICK
 
 
-async def streams(url: str, rows: int, tokens: int) -> int:
-    """Stream so many answers at a time; return how many pieces came."""
-    body = {"prompt": PROMPT, "max_tokens": tokens, "stream": True, "ignore_eos": True}
-    limits = httpx.Limits(max_connections=rows)
-
-    async def one(client: httpx.AsyncClient) -> int:
-        count = 0
-        async with client.stream("POST", "/v1/completions", json={**body, "temperature": 0}) as r:
-            r.raise_for_status()
-            async for line in r.aiter_lines():
-                count += line.startswith("data: {")
-        return count
-
-    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
-        return sum(await asyncio.gather(*(one(client) for _ in range(rows))))
+async def streams(url: str, rows: int, tokens: int) -> None:
+    """Stream so many answers at a time."""
+    body = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True}
+    await asyncio.gather(*(ask(url, body) for _ in range(rows)))
 
 
-def served(url: str, pid: int, rows: int, tokens: int) -> float:
+def served_ms(url: str, pid: int, rows: int, tokens: int) -> float:
     """Return CPU milliseconds of the server for a step of so many rows."""
     before = cpu_s(pid)
     asyncio.run(streams(url, rows, tokens))
@@ -71,31 +58,18 @@ def alone(engine: g4ir.Engine, rows: int, tokens: int) -> float:
 def main() -> None:
     args = arguments(__doc__, "engine", rows=(1, 8, 32), tokens=200, rounds=3, threads=1)
     torch.set_num_threads(args.threads)
-    words = [sys.executable, "-m", "g4ir", "serve", args.engine, "--port", "0", "--trust"]
-    words += ["--threads", str(args.threads)]
-    server = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    assert server.stderr
-    said: list[str] = []
-    while not said or "ready" not in said[-1]:
-        said.append(server.stderr.readline())
-        if not said[-1]:
-            raise SystemExit("".join(said))
-    url = next(line.split()[-1] for line in said if "listening at" in line)
     table = [["rows", "engine", "served", "beyond", "beyond a token"]]
-    try:
-        with g4ir.load_engine(args.engine, trust=True) as engine:
-            for rows in args.rows:
-                asyncio.run(streams(url, rows, 8))
-                found = [
-                    (alone(engine, rows, args.tokens), served(url, server.pid, rows, args.tokens))
-                    for _ in range(args.rounds)
-                ]
-                own, all_ = (median(column) for column in zip(*found))
-                cost = all_ - own
-                table.append([str(rows), *(f"{x:.3f}" for x in (own, all_, cost, cost / rows))])
-    finally:
-        server.terminate()
-        server.wait()
+    words = (*G4IR, args.engine, "--threads", str(args.threads))
+    with served(*words) as (url, pid), g4ir.load_engine(args.engine, trust=True) as engine:
+        for rows in args.rows:
+            asyncio.run(streams(url, rows, 8))
+            found = [
+                (alone(engine, rows, args.tokens), served_ms(url, pid, rows, args.tokens))
+                for _ in range(args.rounds)
+            ]
+            own, all_ = (median(column) for column in zip(*found))
+            cost = all_ - own
+            table.append([str(rows), *(f"{x:.3f}" for x in (own, all_, cost, cost / rows))])
     finish(args, "serve_cost", f"CPU ms a step\n\n{aligned(table, indent=0)}")
 
 

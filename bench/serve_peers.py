@@ -16,22 +16,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
-import re
-import socket
 import sys
 import time
 from itertools import pairwise
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 from common import arguments, finish
-from contention import process
 from load import HIGH, LOW
+from serving import G4IR, ask, served
 
 from g4ir.ui.table import aligned
 
@@ -45,39 +41,14 @@ HEAD = [
     "p99 ms",
     "tokens/s, ours is",
 ]
-#: in the last event: OpenAI's reason; llama-server leaves `null` in others
-FINISHED = re.compile(rb'"finish_reason": ?"')
-#: seconds until a server is ready
-READY_S = 600
 OURS, PEER = "g4ir", "llama-server"
-
-
-async def ask(url: str, body: dict[str, Any]) -> list[float]:
-    """Stream an answer; return when it was sent, and when each event with text came, the finish
-    chunk excluded. It only scans lines, which leaves the processor to the servers."""
-    at, raw = urlsplit(url), json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection(at.hostname, at.port)
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {at.netloc}\r\nContent-Type: application/json\r\n"
-    )
-    times = [time.perf_counter()]
-    writer.write(f"{head}Content-Length: {len(raw)}\r\nConnection: close\r\n\r\n".encode() + raw)
-    first = await reader.readline()
-    if b" 200 " not in first:
-        raise SystemExit(f"{url}: {first.decode()}{(await reader.read()).decode()}")
-    while line := await reader.readline():
-        if line.startswith(b"data: {") and b'"text"' in line and not FINISHED.search(line):
-            times.append(time.perf_counter())
-    writer.close()
-    return times
 
 
 async def closed_loop(url: str, clients: int, args: Any, drawn: random.Random) -> list[list[float]]:
     """Run a closed loop of clients; return the times of all answers."""
 
     async def client(prompts: list[list[int]]) -> list[list[float]]:
-        body = {"max_tokens": args.output_len, "temperature": 0, "stream": True}
-        body |= {"ignore_eos": True, "cache_prompt": False}
+        body = {"max_tokens": args.output_len, "ignore_eos": True, "cache_prompt": False}
         return [await ask(url, {**body, "prompt": tokens}) for tokens in prompts]
 
     prompts = [
@@ -85,19 +56,6 @@ async def closed_loop(url: str, clients: int, args: Any, drawn: random.Random) -
         for _ in range(clients)
     ]
     return [times for found in await asyncio.gather(*map(client, prompts)) for times in found]
-
-
-def wait_for(url: str, made: Any) -> None:
-    """Wait until a server is ready, for at most READY_S."""
-    until = time.monotonic() + READY_S
-    while made.poll() is None and time.monotonic() < until:
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.2)
-    raise SystemExit(f"{url}: the server ended, or is not ready after {READY_S} s")
 
 
 def row(clients: int, name: str, length: int, rounds: list[tuple[float, Any]]) -> list[str]:
@@ -116,18 +74,11 @@ def main() -> None:
     flags |= {"input_len": 128, "output_len": 64}
     args = arguments(__doc__, "engine", "file", "program", **flags)
     most, room, drawn = max(args.clients), args.input_len + args.output_len, random.Random(0)
-    threads, ports = str(args.threads), dict[str, str]()
-    for name in (OURS, PEER):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            ports[name] = str(free.getsockname()[1])
-    ours = [sys.executable, "-m", "g4ir", "serve", args.engine, "--trust", "--no-page"]
-    ours += ["--port", ports[OURS], "--threads", threads]
-    peer = [args.program, "-m", args.file, "--port", ports[PEER], "--threads", threads]
-    peer += ["--parallel", str(most), "--ctx-size", str(most * (room + 8)), "--log-disable"]
-    with process(*ours) as a, process(*peer) as b:
-        urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
-        wait_for(urls[OURS], a)
-        wait_for(urls[PEER], b)
+    threads = ("--threads", str(args.threads))
+    peer = [args.program, "-m", args.file, "--log-disable"]
+    peer += ["--parallel", str(most), "--ctx-size", str(most * (room + 8))]
+    with served(*G4IR, args.engine, *threads) as ours, served(*peer, *threads) as other:
+        urls = {OURS: ours[0], PEER: other[0]}
         limits = httpx.get(f"{urls[OURS]}/server_info").json()["limits"]
         if (held := limits["max_batch"]) < most:
             raise SystemExit(f"{args.engine}: max_batch {held} is less than {most} clients")

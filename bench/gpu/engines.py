@@ -25,19 +25,18 @@ from g4ir.backends.torch_compile.compile import cache_dir, keep_program
 from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Rates, synchronize
 from g4ir.bench.runners import EngineRunner, kernels_per_step, reference_runner
+from g4ir.check.tokens import random_ids
 from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.errors import InputError, PlanError
-from g4ir.plan.cost import Step, graph_costs, total
+from g4ir.plan.cost import graph_costs, prefill_chunks, total
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui.files import write_file
 
 #: folder of --out for compiled programs, and seconds between two looks for new ones
 PROGRAMS, COPY_S = "programs", 5.0
-#: ids of random tokens lie below
-FEW, MANY = 200, 8000
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,7 @@ def step_times(step: Callable[[], Any], scale: Scale) -> tuple[list[float], floa
 
 
 def prefill_cell(engine: Engine, n: int, rates: Rates) -> dict[str, Any]:
-    tokens = random_tokens(engine, 1, n)
+    tokens = random_ids(engine, (1, n))
     session, times = engine.session(1), []
     for _ in range(6):
         session.reset()
@@ -238,10 +237,8 @@ def prefill_cell(engine: Engine, n: int, rates: Rates) -> dict[str, Any]:
         session.prefill(tokens)
         synchronize(engine.device)
         times.append(time.perf_counter() - begun)
-    chunk = engine.limits.prefill_chunk
-    graph = engine.program.graphs["prefill"]
-    steps = [Step(1, min(chunk, n - at), at) for at in range(0, n, chunk)]
-    flops = sum(total(graph_costs(graph, B=s.B, S=s.S, C=s.C)).flops for s in steps)
+    chunks = prefill_chunks(engine.program.graphs["prefill"], n, engine.limits.prefill_chunk)
+    flops = sum(cost.flops for cost in chunks)
     best = percentile(times[1:], 50)
     return {
         "prefill_s": best,
@@ -249,13 +246,6 @@ def prefill_cell(engine: Engine, n: int, rates: Rates) -> dict[str, Any]:
         "flops": flops,
         "share_of_matmul": flops / rates.matmul / best,
     }
-
-
-def random_tokens(engine: Engine, batch: int, n: int) -> torch.Tensor:
-    """Return i64[batch, n], none of them a placeholder, of many where there are many."""
-    many = engine.spec.text.vocab_size > MANY
-    random = torch.Generator().manual_seed(1)
-    return torch.randint(3, MANY if many else FEW, (batch, n), generator=random)
 
 
 #: least cosine of logits to those of the interpreter, by device: experts that lie close together
@@ -268,7 +258,7 @@ AGREED, AGREED_STEPS = 20, 8
 def agreement_cell(engine: Engine, batch: int) -> dict[str, Any]:
     """Compare logits behind a prompt and of steps behind it, which follow the other's choice."""
     ours, theirs = EngineRunner(engine, batch), reference_runner(engine, batch)
-    tokens, cosine, same = random_tokens(engine, batch, AGREED), 1.0, 0
+    tokens, cosine, same = random_ids(engine, (batch, AGREED)), 1.0, 0
     for _ in range(AGREED_STEPS + 1):
         a, b = (r.step(tokens).float().cpu() for r in (ours, theirs))
         cosine = min(cosine, float(torch.nn.functional.cosine_similarity(a, b, -1).min()))

@@ -2,8 +2,8 @@
 
 Tests are in the order of what stops all others. `test_tiny` builds an engine of each form that the
 backend has, compares it with the reference, and times it;
-`test_attention` builds each kind of attention of a variant alone, at full width, in each form;
-`test_cut` builds one repeat of a variant's layers at full width, with each way to keep weights;
+`test_cut` builds one repeat of a variant's layers at full width, with each way to keep weights
+(each build first tries its attentions alone: the notes say in which form);
 `test_full` builds the variants. Logs and tables of builds are copied to DIR, plans are not; the
 cache of timed kernels is, and --carry takes it back. In a dry run the recorder stands for TensorRT.
 """
@@ -14,12 +14,10 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -27,21 +25,15 @@ import torch
 
 import g4ir
 from bench.gpu.engines import Scale, copy_folder, decode_cell, prefill_cell, step_times, stepper
-from g4ir.backends.primitives.graph import network_graph
-from g4ir.backends.trt import build as building
-from g4ir.backends.trt.host import FEATURES, Host, logger, require_library
+from g4ir.backends.trt.host import FEATURES, Host, require_library
 from g4ir.backends.trt.interface import ENGINE, files
-from g4ir.backends.trt.lowerings import AUTO, SETTINGS, WEIGHTS
+from g4ir.backends.trt.lowerings import SETTINGS, WEIGHTS
 from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Meter
 from g4ir.check.logits import verify_engine
-from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.errors import MissingError
-from g4ir.ir.graph import Graph
-from g4ir.plan.engine_limits import Limits
-from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.files import write_file
 from g4ir.ui.paths import private
@@ -196,43 +188,6 @@ def compared(engine: Engine) -> dict[str, Any]:
     report = verify_engine(engine)
     worst = max(p.relative for p in report.positions)
     return {"ok": report.ok, "worst": worst, "difference": report.first_difference or ""}
-
-
-@pytest.mark.limit(300)
-def test_attention(measure: Any, scale: Scale, host: Host, variant: str) -> None:
-    """Attentions of each size of heads alone, for several lengths, in each form."""
-    for length in scale.contexts:
-        options = BuildOptions(
-            backend="trt",
-            random_weights=0,
-            max_seq=length,
-            prefill_chunk=min(length, scale.chunk),
-            media="none",
-        )
-        prepared = prepare(load_spec(variant), options, dry=True)
-        trials = building.attention_trials([network_graph(prepared.packing.program)])
-        for size, (g, *_) in trials.items():
-            for form in (c for c in SETTINGS["attention"].choices if c != AUTO):
-                settings = {**prepared.settings, "attention": form}
-                make = partial(alone, host, scale, g, prepared.limits, settings)
-                measure(f"heads of {size} max_seq={length} {form}", make)
-
-
-def alone(
-    host: Host, scale: Scale, g: Graph, limits: Limits, settings: Mapping[str, str]
-) -> dict[str, Any]:
-    api, begun = host.tensorrt(), time.monotonic()
-    with TemporaryDirectory() as folder:
-        log, plan = logger(api.trt, Path(folder) / "trt.log"), Path(folder) / "plan"
-        w = building.write_network(api, g, limits, None, settings, log)
-        config = building.configure(api, w, settings, host.memory(scale.device))
-        timing = building.timing_file(host.timings(), host.machine(scale.device))
-        building.build_plan(api, w, config, timing, plan, print)
-        return {
-            "layers": w.network.num_layers,
-            "build_s": time.monotonic() - begun,
-            "plan_kb": plan.stat().st_size >> 10,
-        }
 
 
 # --- at full width ----------------------------------------------------------------------------

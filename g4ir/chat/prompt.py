@@ -19,7 +19,7 @@ from g4ir.errors import InputError
 from g4ir.spec.parts import CHAT_FORMATS
 
 from . import special_tokens as control
-from .messages import Conversation, Medium, map_texts
+from .messages import PARTS, Conversation, Medium, Message, map_texts
 
 #: stands for bytes that are no character
 REPLACEMENT = "\ufffd"
@@ -117,6 +117,14 @@ class Prompt:
             wrote, have = (", ".join(kinds) or "no media" for kinds in (found, given))
             what = f"the chat template has placeholders for {wrote}, and the messages have {have}"
             raise InputError(f"{where}: {what}; give media in messages of the user or of tools")
+
+
+def with_media(text: str, parts: Sequence[Message]) -> Any:
+    """Return the content of a message with media: the model was trained with audio behind the
+    text, and all else before it."""
+    audio = [p for p in parts if PARTS[p["type"]] == "audio"]
+    rest = [p for p in parts if PARTS[p["type"]] != "audio"]
+    return [*rest, {"type": "text", "text": text}, *audio] if parts else text
 
 
 def find(text: str, strings: Collection[str]) -> Iterator[tuple[int, int]]:

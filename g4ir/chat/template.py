@@ -20,7 +20,7 @@ from g4ir.weights.tensorfile import parse_json
 
 from .messages import ASSISTANT, TOOL, Conversation, Message, check_pairs, joined, kind_of
 from .messages import read_messages as read
-from .prompt import Prompt, Vocabulary, guard
+from .prompt import Prompt, Vocabulary, guard, with_media
 from .sandbox import TemplateError
 from .sandbox import render as render_source
 from .special_tokens import BOS, CHANNEL, CHANNEL_END, RESPONSE, THOUGHT
@@ -279,7 +279,7 @@ def prompt_ids(
     given: Any, template: Template, vocabulary: Vocabulary, kinds: Sequence[str] = ()
 ) -> list[Any]:
     """Return the ids of a prompt, or of each of several; one is a text or a list of messages. A
-    single text is of a message that has media of `kinds`, audio behind it."""
+    single text is of a message that has media of `kinds`."""
 
     def asked(content: Any) -> list[Message]:
         return [{"role": "user", "content": content}]
@@ -288,10 +288,7 @@ def prompt_ids(
         return vocabulary.encode(make_prompt(messages, None, template))
 
     if isinstance(given, str):
-        sounds = [{"type": kind} for kind in kinds if kind == "audio"]
-        seen = [{"type": kind} for kind in kinds if kind != "audio"]
-        content = [*seen, {"type": "text", "text": given}, *sounds] if kinds else given
-        return encoded(asked(content))
+        return encoded(asked(with_media(given, [{"type": kind} for kind in kinds])))
     if not isinstance(given, list | tuple) or not given:
         what = "an empty list" if isinstance(given, list | tuple) else kind_of(given)
         raise InputError(f"prompt: expected a text or messages, found {what}")

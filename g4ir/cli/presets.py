@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from typing import Any
 
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.plan import Plan, make_plan
@@ -32,14 +31,9 @@ def presets(args: argparse.Namespace) -> int:
         row["plan"] = {**facts, "kv_cache": use.built, "needed": need.bytes, "device": plan.device}
         sizes = map(size_text, (weights, use.built, need.bytes))
         memory = "RAM" if plan.device == "cpu" else "GPU"
-        name = row["name"] + f" --max-seq {use.ctx}" * (use.ctx < preset_seq(row))
+        name = row["name"] + f" --max-seq {use.ctx}" * (use.ctx < row["options"].get("max_seq", 0))
         lines.append([name, count_text(use.ctx), str(use.batch), *sizes, memory])
     return output(args, rows, aligned(lines, indent=0))
-
-
-def preset_seq(row: dict[str, Any]) -> int:
-    """Return the tokens that a preset's engine would hold."""
-    return int(row["options"].get("max_seq", 0))
 
 
 def _planned(preset: Preset, model: Model) -> Plan:

@@ -256,10 +256,6 @@ def _summary(p: Any, rows: int) -> str:
     )
 
 
-def _us(p: Any) -> list[float]:
-    return [round(t, 1) for t in p.us]
-
-
 def _launch_lines(p: Any) -> list[Line]:
     """List kernels of one name, those that take longest first; times between both bounds."""
     groups: dict[str, list[Any]] = {}
@@ -286,7 +282,7 @@ def _timeline_facts(p: Any, variant: str, rows: int, context: int) -> dict[str, 
         "batch": rows,
         "context": context,
         "bytes": p.nbytes,
-        "time_us": _us(p),
+        "time_us": [round(t, 1) for t in p.us],
         "roof_us": round(p.roof_us, 1),
         "share": [round(x, 4) for x in p.share],
         "launches": launches,

@@ -12,7 +12,6 @@ from g4ir.plan.count import counts
 from g4ir.spec.parts import slug
 from g4ir.spec.record import (
     DRAFTER,
-    Spec,
     diff_specs,
     drafter_names,
     json_schema,
@@ -22,7 +21,6 @@ from g4ir.spec.record import (
 )
 from g4ir.ui import console
 from g4ir.ui.table import aligned
-from g4ir.weights.origin import find_origin
 
 from .common import emit, output
 from .models import any_spec
@@ -78,7 +76,7 @@ def validate(args: argparse.Namespace) -> int:
 def from_hf(args: argparse.Namespace) -> int:
     """Print the spec of a checkpoint."""
     console.spec_warnings()
-    spec = _stated_spec(args.source)
+    spec = any_spec(args.source)
     spec = replace(spec, name=slug(args.name)) if args.name else spec
     return output(args, spec.to_dict(), spec.to_yaml())
 
@@ -101,9 +99,3 @@ def schema(args: argparse.Namespace) -> int:
     """Print the JSON Schema of spec files."""
     emit(json_schema(), indent=2)
     return 0
-
-
-def _stated_spec(source: str) -> Spec:
-    if Path(source).suffix == ".json":
-        return Spec.from_hf(source)
-    return find_origin(Path(source)).spec()

@@ -138,11 +138,8 @@ def prepare(
     each pass."""
     backend, seed = find_backend(options.backend).aimed(options.target), options.random_weights
     device = options.device or backend.devices[0]
-    if device not in backend.devices:
-        runs = ", ".join(backend.devices)
-        raise InputError(f"backend {backend.name} runs on {runs}, not {device!r}")
+    _check_given(spec, options, backend, device)
     settings = checked_settings(backend, options.settings or {})
-    _check_given(spec, options, backend)
     needs = () if dry else backend.needs(device, options.tp)
     if absent := _absent_weights(spec, options, dry):
         check_all(*needs, *absent)
@@ -198,8 +195,12 @@ def _calibration(
     return CalibrationText.read(Path(o.calibrate), spec, side)
 
 
-def _check_given(spec: Spec | None, o: BuildOptions, backend: Backend) -> None:
-    """Raise InputError for options of weights that exclude each other."""
+def _check_given(spec: Spec | None, o: BuildOptions, backend: Backend, device: str) -> None:
+    """Raise InputError for another backend's device, and for options of weights that exclude each
+    other."""
+    if device not in backend.devices:
+        runs = ", ".join(backend.devices)
+        raise InputError(f"backend {backend.name} runs on {runs}, not {device!r}")
     checkpoint, seed = o.checkpoint, o.random_weights
     if o.calibrate is not None and o.link_weights:
         why = "the engine makes its weights at load, without the text"
@@ -591,11 +592,8 @@ def _new_directory(out: Path) -> Iterator[Path]:
         yield folder
         os.rename(folder, out)
     except OSError as e:
-        where = e.filename or folder or out
-        why = f"{where}: {e.strerror or e}"
-        raise EngineError(
-            f"cannot write the engine: {why}; make room or choose another --out"
-        ) from e
+        why = f"cannot write the engine: {e.filename or folder or out}: {e.strerror or e}"
+        raise EngineError(f"{why}; make room or choose another --out") from e
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)

@@ -24,12 +24,13 @@ from g4ir.backends.sampling import LogitsMask, SamplingParams
 from g4ir.chat import Event as Said
 from g4ir.chat import Prompt, Reader, ReasoningBudget, make_prompt
 from g4ir.chat.messages import Conversation, an_object, check_pairs, decoded, read_messages
+from g4ir.chat.prompt import with_media
 from g4ir.chat.template import open_chat
 from g4ir.chat.tools import lower, read_tools
 from g4ir.errors import InputError, RankError
 from g4ir.media.prompt import expansion
 from g4ir.media.soft import Soft
-from g4ir.model.media import AUDIO, check_there
+from g4ir.model.media import check_there
 from g4ir.ui.files import write_file
 
 from .engine import Engine
@@ -266,12 +267,8 @@ class ChatSession:
         """Send a message, with what is attached, and return the answer. One that fails, or was
         stopped before its first token, leaves the conversation as it was."""
         attached = self.attached
-        content: Any = text
-        if attached:  # the model was trained with audio behind the text
-            sounds = [p for p in attached if p["type"] == f"{AUDIO}_url"]
-            seen = [p for p in attached if p not in sounds]
-            content = [*seen, {"type": "text", "text": text}, *sounds]
-        turn = self._asked([*self.messages, {"role": "user", "content": content}], told)
+        message = {"role": "user", "content": with_media(text, attached)}
+        turn = self._asked([*self.messages, message], told)
         self.attached = attached if turn.nothing else []
         return turn
 

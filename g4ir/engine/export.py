@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -156,8 +156,7 @@ def export(
         raise InputError(f"--format {format}: expected one of {', '.join(FORMATS)}")
     if quant not in QUANTS:
         raise InputError(f"--quant {quant}: expected one of {', '.join(QUANTS)}")
-    write = _hf_writer if format == HF else _gguf_writer
-    writer = write(Path(out), dtype, quant == KEEP, progress)
+    out, kind = Path(out), _checked_dtype(Path(out), format, dtype, quant)
     given = (adapter,) if isinstance(adapter, str | Path) else tuple(adapter)
     media = media if format == HF else "none"
     if isinstance(model, Spec):
@@ -174,51 +173,44 @@ def export(
         where = model.path if isinstance(model, Engine) else model
         log.warning("%s has no %s: it is exported without a tokenizer", where, TOKENIZER)
     try:
-        return writer(found)
+        return _written(found, out, format, kind, quant == KEEP, progress)
     finally:
         if not isinstance(model, Engine):
             found.source.close()
 
 
-#: writes a model, and returns where
-Writer = Callable[[Exported], Path]
-
-
-def _hf_writer(out: Path, dtype: str | None, coded: bool, progress: Progress) -> Writer:
-    """Return the writer of a Hugging Face checkpoint; an error for options that it cannot have."""
-    check_empty(out)
-    asked = dtype and find_dtype(dtype)
-
-    def write(found: Exported) -> Path:
-        kind = asked or found.dtype
-        return write_checkpoint(
-            out,
-            replace(found.spec, dtype=kind),
-            found.source,
-            media=found.kinds,
-            dtype=torch_dtype(kind),
-            coded=coded,
-            side_files=found.side_files,
-            progress=progress,
-        )
-
-    return write
-
-
-def _gguf_writer(out: Path, dtype: str | None, coded: bool, progress: Progress) -> Writer:
-    """Return the writer of a GGUF file; InputError for options that it cannot have."""
+def _checked_dtype(out: Path, format: str, dtype: str | None, quant: str) -> str:
+    """Return the dtype that is asked for, "" for the model's own; an error for options that the
+    format cannot have, and for a directory that is not empty."""
+    if format == HF:
+        check_empty(out)
+        return find_dtype(dtype) if dtype else ""
     kind = (dtype or "BF16").upper()
-    if coded:
+    if quant == KEEP:
         raise InputError("--quant keep is for --format hf: of a GGUF file --dtype says it")
     if kind not in WRITTEN:
         raise InputError(f"--dtype {dtype}: a GGUF file has {', '.join(WRITTEN)}")
+    return kind
 
-    def write(found: Exported) -> Path:
+
+def _written(
+    found: Exported, out: Path, format: str, kind: str, coded: bool, progress: Progress
+) -> Path:
+    if format == GGUF:
         alone = out.suffix == GGUF_SUFFIX
         file = out if alone else out / f"{found.spec.name}-{kind}{GGUF_SUFFIX}"
         return write_gguf(file, found.spec, found.source, kind, found.side_files, progress)
-
-    return write
+    kind = kind or found.dtype
+    return write_checkpoint(
+        out,
+        replace(found.spec, dtype=kind),
+        found.source,
+        media=found.kinds,
+        dtype=torch_dtype(kind),
+        coded=coded,
+        side_files=found.side_files,
+        progress=progress,
+    )
 
 
 def _of_engine(model: Engine | str | Path, media: str | Sequence[str]) -> Exported:

@@ -51,10 +51,6 @@ class Metrics:
             if (seconds := getattr(counts, place)) is not None:
                 histogram.observe(seconds)
 
-    def describe(self) -> list[Metric]:
-        """Return nothing: what there is is known when it is asked for."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """Yield what the scheduler counts by itself."""
         if (service := self.service) is None:

@@ -51,9 +51,5 @@ class RequestLog:
             if self.log and scope["method"] != "GET":
                 said |= {"sent": sent, "seconds": round(time.monotonic() - began, 4)}
                 words = " ".join(f"{k}={v}" for k, v in said.items() if v is not None)
-                self.log(f"{number} {scope['method']} {shown_path(scope)} {status} {words}")
-
-
-def shown_path(scope: Scope) -> str:
-    """Return the path of a request, as far as a log should have it."""
-    return ascii(scope["path"])[1:-1][:100]
+                path = ascii(scope["path"])[1:-1][:100]
+                self.log(f"{number} {scope['method']} {path} {status} {words}")

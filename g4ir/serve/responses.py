@@ -54,16 +54,20 @@ def _input(out: Translation, value: Any, name: str) -> None:
 
 
 def _message(out: Translation, item: Body, where: str) -> None:
-    role, content = item.get("role"), item.get("content")
-    if not isinstance(content, str):
-        given = schema.LIST(content, f"{where}.content")
-        content = [_part(p, f"{where}.content[{i}]") for i, p in enumerate(given)]
+    role, content = item.get("role"), _content(item.get("content"), f"{where}.content")
     if role != "assistant":
         out.add(where, text_in(item, "role", where), content)
         return
     message = out.assistant(where)
     before, new = (c if isinstance(c, list) else [c] for c in (message["content"] or [], content))
     message["content"] = [*before, *new] if before else content
+
+
+def _content(given: Any, where: str) -> Any:
+    """Return a text, or the list of its parts."""
+    if isinstance(given, str):
+        return given
+    return [_part(p, f"{where}[{i}]") for i, p in enumerate(schema.LIST(given, where))]
 
 
 def _part(part: Any, where: str) -> Any:
@@ -113,10 +117,7 @@ def _call(out: Translation, item: Body, where: str) -> None:
 
 
 def _output(out: Translation, item: Body, where: str) -> None:
-    content = item.get("output")
-    if not isinstance(content, str):
-        given = schema.LIST(content, f"{where}.output")
-        content = [_part(p, f"{where}.output[{i}]") for i, p in enumerate(given)]
+    content = _content(item.get("output"), f"{where}.output")
     out.add(where, "tool", content, tool_call_id=text_in(item, "call_id", where))
 
 

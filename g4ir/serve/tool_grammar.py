@@ -36,6 +36,8 @@ FORMS, LIMITS, SILENT = {*TABLES["forms"]}, OF_KIND["number"], NOTES | {*TABLES[
 MOST_COUNTED = 1 << 14
 #: whole numbers have at most 18 digits, and so has what stands before and behind a point
 MOST_NUMBER = 10**18 - 1
+#: the largest multipleOf that llguidance takes
+MOST_STEP = (1 << 32) - 1
 #: limits that are left out themselves -> on which side of them the numbers are
 EDGES = {"exclusiveMinimum": 1, "exclusiveMaximum": -1}
 #: how deep a value may lie of which nothing is said
@@ -329,8 +331,9 @@ class _Schema:
             raise refused(f"{where}.{wrong}", f"must be a number, found {shown(limits[wrong])}")
         step = limits.get("multipleOf", 1)
         whole = kind == "integer" or "multipleOf" not in limits
-        if not whole or not _is(step, "integer") or not 0 < step <= MOST_NUMBER:
-            raise refused(f"{where}.multipleOf", "must be a whole number above 0, of integers")
+        if not whole or not _is(step, "integer") or not 0 < step <= MOST_STEP:
+            why = f"must be a whole number of 1 to {MOST_STEP}, of integers"
+            raise refused(f"{where}.multipleOf", why)
         limits = {k: max(-MOST_NUMBER, min(v, MOST_NUMBER)) for k, v in limits.items()}
         for key in EDGES if kind == "number" else ():
             if key in limits:

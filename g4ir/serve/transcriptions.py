@@ -70,10 +70,13 @@ class Form(Translation):
 
 
 def read(given: Body) -> Translation:
-    """Return a form as a body of /v1/chat/completions."""
-    given = {name: value for name, value in given.items() if value}
-    if "file" not in given:
+    """Return a form as a body of /v1/chat/completions; empty fields count as not given, but for
+    the file and the model."""
+    if not given.get("file"):
         raise bad("file", "is missing or empty; send an audio file")
+    if given.get("model") == "":
+        raise bad("model", "is empty; name the model, or leave it out")
+    given = {name: value for name, value in given.items() if value}
     table = TABLES["transcriptions"]
     if other := next((n for n in given if n in CHAT and n not in table["becomes"]), None):
         raise missing(other, "is not supported with audio files; leave it out")

@@ -34,7 +34,7 @@ def test_transcripts(
         assert done.type == "transcript.text.done" and done.text == "Good day."
         assert {e.type for e in events[:-1]} == {"transcript.text.delta"}
     elif kind == "text":
-        assert transcribe(client, response_format="text") == "Good day.\n"
+        assert transcribe(client, response_format="text", language="", prompt="") == "Good day.\n"
         return
     else:
         raw, rate = soundfile.read(io.BytesIO(sound()))
@@ -73,6 +73,7 @@ def test_hints_are_part_of_the_prompt(
         ({"timestamp_granularities": ["word"]}, "timestamp_granularities[]", "no timestamps"),
         ({"include": ["logprobs"]}, "include[]", "logprobs"),
         ({"file": ("a.wav", b"")}, "file", "empty"),
+        ({"model": ""}, "model", "empty"),
         ({"file": ("a.wav", b"RIFF junk")}, "file", "corrupt"),
         ({"file": ("a.wav", sound(60))}, "file", "60"),
         ({"extra_body": {"temperature": "hot"}}, "temperature", "number"),
