@@ -54,9 +54,11 @@ class _Pair:
             raise Left(reason)
         made = self.joined(n, producer)
         parts = parts_of(g, made)
-        later = {v for m in after(g, producer.outputs) if m != n for v in m.outputs}
-        if later.intersection(n.inputs):
-            raise Left(f"{n.outputs[0]} reads what is made of {producer.outputs[0]}")
+        made_at = g.places[value.name]
+        if any(g.places.get(v.name, -1) > made_at for v in n.inputs):  # else `after` is in vain
+            later = {v for m in after(g, producer.outputs) if m != n for v in m.outputs}
+            if later.intersection(n.inputs):
+                raise Left(f"{n.outputs[0]} reads what is made of {producer.outputs[0]}")
         return Edit(parts, [made], f"fused with {producer.outputs[0]}")
 
     def joined(self, n: Node, producer: Node) -> Node:

@@ -512,6 +512,11 @@ def test_engines_of_two_variants_cannot_agree(
     assert "their outputs cannot agree" in refused("bench", moe.path, ple.path)
 
 
+def test_files_of_one_model_may_have_other_names() -> None:
+    spec = load_spec("tiny-moe")
+    check_specs({"a": spec, "b": replace(spec, name="other", hub="some/other")})
+
+
 def test_a_peer_needs_a_checkpoint_that_is_known(moe: Engine) -> None:
     assert "give --checkpoint DIR" in refused("bench", moe.path, *FLAGS, "--peer", "hf")
     words = (*FLAGS, "--peer", "hf", "--checkpoint", "/no/such")
@@ -580,7 +585,15 @@ def test_files_that_llama_cpp_does_not_read(
     file, double = gguf
     peer = (*FLAGS, "--peer", "llama.cpp")
     seeded = built(tmp_path / "seeded", "--variant", "tiny-moe", "--random-weights", "0")
+    monkeypatch.setattr("g4ir.cli.bench.load", None)  # nothing is loaded, and no engine built
     assert "random weights, which is no GGUF file; bench one" in refused("bench", seeded, *peer)
+    monkeypatch.setattr("g4ir.cli.bench.find_engines", None)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert f"{folder} is no GGUF file; bench one" in refused("bench", folder, *peer)
+    words = ("bench", file, *peer, "--checkpoint", folder)
+    assert f"{folder} is no GGUF file; bench one" in refused(*words)
     with pytest.raises(MissingError, match="runs on CPUs alone"):
         LlamaRunner(file, 1, 8, "cuda")
     (tmp_path / "other").write_bytes(b"....")

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 from typing import Any
 from zipfile import ZipFile
 
@@ -298,6 +298,19 @@ def test_an_interrupt_of_the_main_process_ends_the_others_and_their_compilers(
         compiler.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, no_progress)
     told = [*tmp_path.glob("*.pid")]
     assert gone([*(int(p.stem) for p in told), *(int(p.read_text()) for p in told)], 5)
+
+
+def test_they_end_where_the_main_process_ignores_the_signal() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        workers = compiler._Workers(1, "cpu")
+        late = Timer(20, os.killpg, (workers._server.pid, signal.SIGKILL))
+        late.start()
+        workers.end()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    late.cancel()
+    assert workers._server.returncode == -signal.SIGTERM
 
 
 def test_processes_that_were_started_early(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from g4ir.cli import GARBAGE
 from g4ir.ui import console
 from tests.cli_tools import BUILD, g4ir
 
@@ -62,6 +64,15 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
     """A shell line in which $G4IR is the tool; pipefail, so that its exit code counts."""
     line = f"set -o pipefail; {command}".replace("$G4IR", f"{sys.executable} -m g4ir.cli")
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+
+
+def test_a_command_looks_for_garbage_seldom() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(700)
+    try:
+        assert g4ir("specs").code == 0 and gc.get_threshold()[0] == GARBAGE
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

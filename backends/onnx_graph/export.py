@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import onnx
-import yaml
 
 from g4ir.errors import EngineError, LowerError
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.names import layer_of
 from g4ir.model.draft import DRAFT
 from g4ir.plan.engine_limits import Limits
+from g4ir.ui.files import read_table
 from g4ir.weights import tensorfile
 
 from ..primitives.emitter import SHARED, Operand
@@ -125,7 +125,7 @@ def _model(
 
 @cache
 def _docs() -> dict[str, str]:
-    found: dict[str, str] = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text())
+    found: dict[str, str] = read_table(Path(__file__).with_name("models.yaml"))
     return found
 
 

@@ -29,6 +29,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -311,7 +312,8 @@ class _Workers:
     """Processes that serve one program after the other, forks of one that has imported the
     compiler, and as many for the CPU kernels, which need none of it. They are a process group of
     their own: the terminal's Ctrl-C is for the main process, and a compiler ends with the worker
-    that began it. Their output and their compilers' is kept, not shown.
+    that began it, by SIGTERM, also where the main process ignores that. Their output and their
+    compilers' is kept, not shown.
 
     Not multiprocessing: its processes import the user's main script again, which would have to
     be written for that.
@@ -332,6 +334,7 @@ class _Workers:
             stderr=self._printed,
             pass_fds=theirs,
             start_new_session=True,
+            preexec_fn=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL),  # of `kill`
         )
         for pair in pairs:  # what is made of the own ends keeps them open
             for end in pair:

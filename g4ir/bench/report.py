@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,10 +117,10 @@ def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
 
 
 def check_specs(specs: Mapping[str, Spec]) -> None:
-    """Raise InputError for models of different specs."""
+    """Raise InputError for models of different specs; files of one model may have other names."""
     (one, first), *others = specs.items()
     for path, other in others:
-        if other.digest() != first.digest():
+        if replace(other, name=first.name, hub=first.hub).digest() != first.digest():
             raise InputError(
                 f"bench: {one} is {first.name} and {path} is {other.name}, with "
                 f"another spec: their outputs cannot agree"

@@ -10,6 +10,8 @@ went away. Nothing here imports torch before a verb needs it.
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +22,9 @@ from g4ir.ui import console
 
 from .common import Parser, add_verb, tables
 
+#: objects that are made before Python looks for garbage among them; its own number, 700, costs a
+#: tenth of the time in which torch and an engine are loaded
+GARBAGE = 200_000
 #: flags of `show` that are verbs now, and stay as aliases for one release
 FORMER_FLAGS = {"--cost": "cost", "--kernels": "kernels", "--provenance": "inspect"}
 
@@ -28,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. `--help` and `--version` raise SystemExit(0)."""
     words = list(sys.argv[1:] if argv is None else argv)
     console.tolerant_output()
+    gc.set_threshold(GARBAGE)
+    atexit.register(gc.freeze)  # else the process looks for garbage once more, 0.3 s with torch
     try:
         with console.logs(), console.endings(), console.output():
             args = _parser().parse_args(_renamed(words), argparse.Namespace(json=False))

@@ -8,18 +8,20 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from g4ir.bench.llama import LLAMA, gguf_file, gguf_path
 from g4ir.bench.report import check_options, check_specs, run_bench
 from g4ir.bench.runners import Workload, plan_workload
 from g4ir.bench.schema import BenchReport, plain, read_report
 from g4ir.bench.text import compare_reports, compare_text, markdown, plot_bench, text
 from g4ir.engine.artefact import is_engine, read_manifest
 from g4ir.engine.engine import Engine
+from g4ir.engine.load import described
 from g4ir.errors import InputError
 from g4ir.spec.record import SUFFIXES
 from g4ir.ui import console
 from g4ir.ui.files import write_file
 from g4ir.ui.plots import check_plot
-from g4ir.weights.origin import AbsentWeights, find_model
+from g4ir.weights.origin import AbsentWeights, existing_origin, find_model
 
 from .common import emit, find_engines, flag_of, how_to_load, load, strict
 from .models import named_model
@@ -39,6 +41,9 @@ def bench(args: argparse.Namespace) -> int:
     if len(args.engines) == 2:
         with suppress(AbsentWeights):  # whose spec comes with them
             check_specs({m: named_model(m).spec for m in args.engines})
+    if LLAMA in args.peer:
+        with suppress(AbsentWeights):  # which come before the engine
+            _check_llama(args)
     find_engines(args)
     report = _measured(args, _planned(args))
     _write(args, report)
@@ -66,6 +71,16 @@ def _check_arguments(args: argparse.Namespace) -> None:
     check_options(args.peer, args.rounds, args.warmup)
 
 
+def _check_llama(args: argparse.Namespace) -> None:
+    """Refuse a MODEL that llama.cpp does not read before it is built or loaded."""
+    model = Path(args.engines[0])
+    if is_engine(model):
+        gguf_file(described(model), args.checkpoint)
+    else:
+        found = _checkpoint(args, str(model))
+        gguf_path(existing_origin(found) if found else None, str(model))
+
+
 def _planned(args: argparse.Namespace) -> Workload:
     manifests = {path: read_manifest(Path(path)) for path in args.engines}
     names = ("input_len", "output_len", "batch", "context", "seed", "text")
@@ -89,7 +104,7 @@ def _measured(args: argparse.Namespace, workload: Workload) -> BenchReport:
             peers=args.peer,
             rounds=args.rounds,
             warmup=args.warmup,
-            checkpoint=_checkpoint(args),
+            checkpoint=_checkpoint(args, args.models[0]),
             load_s=seconds,
             progress=progress,
             draft=draft.source,
@@ -97,9 +112,9 @@ def _measured(args: argparse.Namespace, workload: Workload) -> BenchReport:
         )
 
 
-def _checkpoint(args: argparse.Namespace) -> str | None:
+def _checkpoint(args: argparse.Namespace, model: str) -> str | None:
     """Return what a baseline loads: --checkpoint, or the weights that MODEL names."""
-    model, given = args.models[0], args.checkpoint or args.random_weights is not None
+    given = args.checkpoint or args.random_weights is not None
     if given or is_engine(Path(model)) or Path(model).suffix in SUFFIXES:
         return args.checkpoint
     return str(find_model(model, "", args.revision)[1])

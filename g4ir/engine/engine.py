@@ -173,7 +173,7 @@ def read_tokenizer(path: Path, raw: bytes) -> Any:
     except ImportError as e:
         raise MissingError("text prompts need `pip install tokenizers`") from e
     try:
-        found = Tokenizer.from_str(raw.decode())
+        found = Tokenizer.from_buffer(raw)
         # These are for batches of training; prompts are never cut.
         found.no_truncation()
         found.no_padding()

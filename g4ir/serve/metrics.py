@@ -7,14 +7,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import yaml
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from g4ir.engine.async_engine import AsyncEngine
 from g4ir.engine.requests import Counts
+from g4ir.ui.files import read_table
 
-TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+TABLE = read_table(Path(__file__).with_suffix(".yaml"))
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 #: seconds between two tokens
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from starlette.requests import Request
 from starlette.responses import Response
 
-TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+from g4ir.ui.files import read_table
+
+TABLE = read_table(Path(__file__).with_suffix(".yaml"))
 ASSETS: Mapping[str, tuple[str, str]] = TABLE["assets"]
 HEADERS: Mapping[str, str] = TABLE["headers"]
 

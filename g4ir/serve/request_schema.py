@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from g4ir.chat.messages import MOST_DEPTH, kind_of, shown
 from g4ir.errors import InputError
+from g4ir.ui.files import read_table
 
 from .http_errors import Refused, bad, missing
 
@@ -345,7 +344,7 @@ def constraint_of(fields: Mapping[str, Any]) -> Constraint | None:
     return found[0] if found else None
 
 
-_FIELDS = yaml.safe_load(Path(__file__).with_name("fields.yaml").read_text())
+_FIELDS = read_table(Path(__file__).with_name("fields.yaml"))
 
 
 def _table(part: str) -> dict[str, Read]:

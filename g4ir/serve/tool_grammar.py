@@ -16,17 +16,16 @@ from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from g4ir.chat.messages import shown
 from g4ir.chat.special_tokens import CALL, CALL_END, QUOTE
 from g4ir.chat.tools import MOST_SCHEMAS, NOTES, TYPES, check_schema, target
 from g4ir.chat.values import is_bare_key
 from g4ir.errors import MissingError
+from g4ir.ui.files import read_table
 
 from .http_errors import Refused, missing
 
-TABLES = yaml.safe_load(Path(__file__).with_name("schemas.yaml").read_text())
+TABLES = read_table(Path(__file__).with_name("schemas.yaml"))
 FORMATS: Mapping[str, str] = TABLES["formats"]
 #: type -> the keywords that say something about its values
 OF_KIND: Mapping[str, list[str]] = TABLES["of_kind"]

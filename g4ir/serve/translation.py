@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from g4ir.chat.messages import shown
 from g4ir.errors import InputError
+from g4ir.ui.files import read_table
 
 from . import request_schema as schema
 from .http_errors import Refused, bad, missing
@@ -21,7 +20,7 @@ Body = dict[str, Any]
 #: takes the value of a field, and writes what it becomes into the translation
 Change = Callable[["Translation", Any, str], None]
 
-TABLES: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("protocols.yaml").read_text())
+TABLES: Mapping[str, Any] = read_table(Path(__file__).with_name("protocols.yaml"))
 _PLACE = re.compile(r"messages\[(\d+)\]([^:]*)|([a-z_]+)\b")
 
 

@@ -21,17 +21,15 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
-import yaml
-
 from g4ir.errors import WeightsError
 from g4ir.ops.types import torch
 from g4ir.spec.reader import json_object
-from g4ir.ui.files import write_file
+from g4ir.ui.files import read_table, write_file
 
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 MAX_DIMS = 64
 MAX_BYTES = 1 << 62
-TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
+TABLES: dict[str, Any] = read_table(Path(__file__).with_name("tables.yaml"))
 #: every dtype of the format; the model itself accepts only FLOATS
 BITS: dict[str, int] = {name: bits for name, (bits, *_) in TABLES["dtypes"].items()}
 TORCH: dict[str, str] = {name: found[1] for name, found in TABLES["dtypes"].items() if found[1:]}

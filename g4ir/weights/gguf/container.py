@@ -20,10 +20,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from g4ir.errors import WeightsError
 from g4ir.model.names import checkpoint_name
+from g4ir.ui.files import read_table
 from g4ir.weights.tensorfile import (
     DOWNLOAD,
     Entry,
@@ -40,7 +39,7 @@ ROPE = "rope_freqs.weight"
 TOWERS = ("v.", "a.", "mm.")
 #: halves of a weight that some files store apart: rows of the first, then those of the second
 HALVES = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
-TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
+TABLES: dict[str, Any] = read_table(Path(__file__).with_name("tables.yaml"))
 #: what mends a value: the file was read whole, so another download has it too
 CONVERT = "fix: take a file that a current llama.cpp converts from the checkpoint"
 #: name of a file of a split model: its model, its number, their count
