@@ -11,6 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ def known_seconds() -> dict[str, float]:
 
 
 def longest_first(items: list[pytest.Item]) -> None:
-    """Sort by file; one that was never measured comes last."""
+    """Sort by file; one that was never measured comes first, since it may be long."""
     seconds = known_seconds()
-    items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0))
+    items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), inf))
 
 
 class Durations:
@@ -58,7 +59,7 @@ class Durations:
             return
         known = known_seconds() if FILE.exists() else {}
         known |= {file: round(seconds) for file, seconds in self.seconds.items()}
-        kept = {file: n for file, n in known.items() if n and (ROOT / file).exists()}
+        kept = {file: n for file, n in known.items() if (ROOT / file).exists()}
         ordered = dict(sorted(kept.items(), key=lambda pair: (-pair[1], pair[0])))
         FILE.write_text(json.dumps(ordered, indent=1) + "\n")
 

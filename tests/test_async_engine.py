@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
@@ -16,9 +15,9 @@ from g4ir.engine.engine import Engine
 from g4ir.engine.requests import CANCELLED, FAILED, LENGTH, Event, Request
 from g4ir.errors import BusyError, EngineError
 from tests.engines import some_tokens
+from tests.serve.running import WAIT, eventually
 
 FREE = SamplingParams(ignore_eos=True)
-WAIT = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +50,6 @@ class Asked:
 
     def text(self) -> list[int]:
         return [e.token for e in self.events() if e.token is not None]
-
-
-def eventually(holds: Any) -> None:
-    end = time.monotonic() + WAIT
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 class Gate:

@@ -131,10 +131,8 @@ def test_lengths_left_open_fit(moe: Engine) -> None:
 
 
 def test_tokens_of_a_text(tmp_path: Path) -> None:
-    out, file = (
-        built(tmp_path / "e", "--checkpoint", text_checkpoint(tmp_path / "c")),
-        tmp_path / "t",
-    )
+    out = built(tmp_path / "e", "--checkpoint", text_checkpoint(tmp_path / "c"))
+    file = tmp_path / "t"
     file.write_text(f"{PROMPT} " * 20)
     flags = ("--text", file, "--json", "-", *FLAGS)
     outcome = g4ir("bench", out, *flags)
@@ -439,12 +437,8 @@ def test_what_makes_two_reports_incomparable_is_said(report: BenchReport) -> Non
     run = report.runs[0]
     assert run.engine
     odd = replace(run, void=True, engine=replace(run.engine, manifest="0" * 64))
-    other = replace(
-        report,
-        workload=replace(report.workload, input_len=7),
-        env={**report.env, "cores": 99},
-        runs=(odd,),
-    )
+    workload, env = replace(report.workload, input_len=7), {**report.env, "cores": 99}
+    other = replace(report, workload=workload, env=env, runs=(odd,))
     found = compare_reports(report, other)
     said = "\n".join(found.notes)
     assert "input_len: 30 in A, 7 in B" in said and "cores" in said and "another engine" in said
@@ -557,9 +551,7 @@ def test_llama_cpp_on_the_same_file(off: float, gguf: tuple[Path, LlamaDouble]) 
     assert "| llama.cpp | decode, ms a token | llama.cpp |" in markdown([made])
 
 
-def test_an_interrupted_step_of_llama_cpp_ends_before_it_is_freed(
-    gguf: tuple[Path, LlamaDouble],
-) -> None:
+def test_an_interrupted_step_of_llama_cpp_ends_before_it_is_freed(gguf: Any) -> None:
     file, double = gguf
     runner = llama.LlamaRunner(file, batch=1, most=8)
     begun, go_on = threading.Event(), threading.Event()

@@ -6,8 +6,6 @@ import itertools
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -382,15 +380,3 @@ def test_show_cost_says_what_the_model_says() -> None:
         assert row["floor_s"] == floor(cost, roof).seconds and row["flops"] == cost.flops
     assert (report["batch"], report["new_tokens"], report["context"]) == (4, 1, 8192)
     assert "nodes" not in report and "prompt" not in report
-
-
-@pytest.mark.parametrize(
-    "words", ["cost --variant 31b --gpu h100", "kernels --variant e2b", "show --ops"]
-)
-def test_verbs_that_print_need_no_torch(words: str) -> None:
-    code = (
-        "import sys; from g4ir.cli import main\n"
-        f"assert main({words.split()}) == 0\n"
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

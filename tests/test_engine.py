@@ -25,7 +25,6 @@ from tokenizers.models import WordLevel
 
 import g4ir
 from g4ir.engine.artefact import Manifest
-from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.errors import EngineError, InputError
@@ -272,17 +271,6 @@ def test_weights_are_checked_unless_told_otherwise(copied: Path) -> None:
     file.write_bytes(data + b"\0")
     with pytest.raises(EngineError, match="weights-00000"):
         load_engine(copied, check_weights=False)
-
-
-def test_prepare_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    p = prepare(
-        load_spec("tiny-ple"), BuildOptions(random_weights=0, backend="torch", dtype="bfloat16")
-    )
-    assert p.param_bytes() == sum(v.type.nbytes() for v in p.packing.program.params().values())
-    assert (p.device, p.dtype) == ("cpu", "bf16")
-    assert (p.limits.max_seq, p.limits.prefill_chunk) == (1024, 1024)
-    assert not list(tmp_path.iterdir())
 
 
 # --- loading ----------------------------------------------------------------------------------

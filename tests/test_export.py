@@ -246,7 +246,7 @@ def test_a_full_disk(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
 def test_a_sharded_engine_in_codes(name: str, tmp_path: Path) -> None:
     """Ranks have scales of their own for parts of the same rows: these weights are dequantised."""
-    built = {"random_weights": 0, "quant": "int8", "dtype": "float32", "max_seq": 64}
+    built = {**LIMITS, "random_weights": 0, "quant": "int8", "dtype": "float32"}
     g4ir.build(name, tmp_path / "e", tp=2, **built)
     spec = load_spec(name)
     want = RandomCheckpoint(spec, 0, F32)

@@ -27,6 +27,7 @@ from g4ir.ops.types import Type
 from g4ir.spec.record import load_spec
 from tests.cases import TABLES
 from tests.test_docs import ROOT, blocks, read_spec
+from tests.test_interpreted import run_pytest
 
 
 def example(kind: str) -> str:
@@ -258,17 +259,6 @@ def test_an_op_and_a_pass_are_one_file_each(tmp_path: Path) -> None:
 AFFECTED = tuple(TABLES["docs"]["affected"])
 
 
-def pytest_in(tree: Path, *words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *words],
-        cwd=tree,
-        text=True,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(tree)},
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-
-
 @pytest.mark.full
 def test_the_steps_of_an_op_and_a_pass_end_green(tmp_path: Path) -> None:
     """In a copy of the tree: the files of the guide, then the command that writes golden data, then
@@ -285,10 +275,14 @@ def test_the_steps_of_an_op_and_a_pass_end_green(tmp_path: Path) -> None:
     for stem in ("fuse_softcap", "fuse_softcap.refuse"):
         text = example(f"golden {stem}").partition("\n")[2]
         (tmp_path / f"tests/passes/{stem}.g4ir").write_text(text)
-    pytest_in(tmp_path, "tests/test_passes.py", "tests/test_golden.py", "--rewrite-golden")
+    here, golden_tests = (
+        {"PYTHONPATH": str(tmp_path)},
+        ("tests/test_passes.py", "tests/test_golden.py"),
+    )
+    run_pytest(tmp_path, *golden_tests, "--rewrite-golden", **here)
     golden = (tmp_path / "tests/passes/fuse_softcap.g4ir").read_text()
     assert "%logits = linear_softcap(%x, %w)" in golden
-    pytest_in(tmp_path, *(f"tests/{name}" for name in AFFECTED))
+    run_pytest(tmp_path, *(f"tests/{name}" for name in AFFECTED), **here)
 
 
 def test_the_example_of_a_variant(tmp_path: Path) -> None:

@@ -94,18 +94,8 @@ def says(spec: Spec) -> bool:
 
 
 GEMMA3 = ("gemma3-270m-small", "gemma3-4b-small")
-UNSAID = (
-    "prefixes.",
-    "name",
-    "hub",
-    "chat",
-    "dtype",
-    "tokens.",
-    "vision",
-    "audio",
-    "model_type",
-    *SPEC_ONLY,
-)
+NOT_TEXT = ("prefixes.", "name", "hub", "chat", "dtype", "tokens.", "vision", "audio", "model_type")
+UNSAID = (*NOT_TEXT, *SPEC_ONLY)
 
 
 def assert_says(file: Path, spec: Spec) -> Spec:
@@ -183,13 +173,8 @@ def built(
     """An engine in fp32 from a file, the model that holds what the file says, and its weights."""
     oracle = find_oracle(spec)
     meant = write_gguf(folder / "model.gguf", spec, bare_tensors(oracle), kind)
-    engine = g4ir.build(
-        None,
-        folder / "engine",
-        checkpoint=folder / "model.gguf",
-        backend=backend,
-        **{"dtype": "float32", **LIMITS, **options},
-    )
+    options = {"backend": backend, "dtype": "float32", **LIMITS, **options}
+    engine = g4ir.build(None, folder / "engine", checkpoint=folder / "model.gguf", **options)
     return engine, holding(oracle, meant), meant
 
 
@@ -288,9 +273,8 @@ def test_norms_about_zero(tmp_path: Path) -> None:
     for name in (n for n in tensors if n.endswith(zero)):
         assert torch.equal(found.tensor(name), tensors[name].float()), name
     write_gguf(tmp_path / "b.gguf", spec, tensors, all_of("F16"), plus_one=False)
-    with pytest.raises(
-        WeightsError, match=r"b\.gguf: .* more norms: expected 1 \+ w, .* that of w"
-    ):
+    said = r"b\.gguf: .* more norms: expected 1 \+ w, .* that of w"
+    with pytest.raises(WeightsError, match=said):
         open_gguf(read_container(tmp_path / "b.gguf"), spec, "bf16")
     folder = write_checkpoint(tmp_path / "c", spec, source)
     Checkpoint.open(folder, spec)
@@ -544,11 +528,7 @@ def fused_too(name: str, t: Any) -> dict[str, Any]:
 
 
 #: how a case changes tensors: a function of its words, and what is done without any
-TENSOR_EDITS: dict[str, Callable[..., Any]] = {
-    "without": without,
-    "added": added,
-    "retyped": retyped,
-}
+TENSOR_EDITS: dict[str, Any] = {"without": without, "added": added, "retyped": retyped}
 WHOLE = {"same_name": same_name, "fused_too": fused_too}
 
 

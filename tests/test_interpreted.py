@@ -14,7 +14,7 @@ FOLDER = "tests/interpreted"
 
 
 def test_under_the_interpreter(full: bool) -> None:
-    interpret(FOLDER, *(["--full"] if full else []))
+    run_pytest(ROOT, FOLDER, *(["--full"] if full else []), TRITON_INTERPRET="1")
 
 
 @pytest.mark.full
@@ -23,16 +23,17 @@ def test_in_other_orders(order: str) -> None:
     """Programs of a grid as a GPU may run them, in memory that is not zero."""
     # Tests of orders choose their own.
     own = f"--ignore={FOLDER}/test_orders.py"
-    interpret(FOLDER, own, "--order", order, "--seed", "1", "--poison")
+    words = FOLDER, own, "--order", order, "--seed", "1", "--poison"
+    run_pytest(ROOT, *words, TRITON_INTERPRET="1")
 
 
-def interpret(*args: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+def run_pytest(tree: Path, *words: str, **environment: str) -> None:
+    """Run tests that pass in a process of their own."""
     done = subprocess.run(
-        [*command, *args],
-        cwd=ROOT,
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *words],
+        cwd=tree,
         text=True,
         capture_output=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, **environment},
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -105,18 +105,26 @@ def test_two_checkouts_do_not_mix(tmp_path: Path) -> None:
     )
 
 
-def test_help_does_not_import_torch() -> None:
-    code = (
-        "import sys\n"
-        "from g4ir.cli import main\n"
-        "sys.argv = ['g4ir', '--help']\n"
-        "try: main()\n"
-        "except SystemExit as stop: assert not stop.code, stop.code\n"
-        "print('\\nMODULES', *sys.modules)"
-    )
-    usage, _, modules = python(code).rpartition("MODULES")
-    assert "build" in usage
-    assert not {"torch", "transformers", "numpy"} & set(modules.split())
+PRINT = (
+    *("--help", "show --ops", "kernels --variant e2b", "cost --variant 31b --gpu h100"),
+    *("plan --variant 31b --ctx 256K", "plan --variant 31b --ctx 256K --gpu h100-80gb"),
+)
+
+
+def test_what_only_prints_imports_nothing_heavy() -> None:
+    """Nor does the room of chats. One verb after the other: the first that does is named."""
+    code = f"""
+import contextlib, io, sys
+from g4ir import chat
+def loaded(*names): return [name for name in ("torch", "numpy", *names) if name in sys.modules]
+assert not loaded("jinja2", "tokenizers"), "chat"
+from g4ir.cli import main
+for words in {PRINT}:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        assert main(words.split()) == 0
+    print(words, len(out.getvalue()) > 500, *loaded("transformers", "matplotlib"), sep="|")
+"""
+    assert python(code).splitlines() == [f"{words}|True" for words in PRINT]
 
 
 def test_constraints_pin_every_dependency() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests import selection
+from tests.durations import longest_first
 from tests.selection import ImportGraph, LeaveOut, Repository, Table, fitting, matches, read_table
 
 ROOT = Path(__file__).parents[1]
@@ -192,6 +195,16 @@ def test_the_nearest_tests_come_first(files: ImportGraph) -> None:
     assert files.of({"tests/test_norm.py"}, table) == {"tests/test_norm.py": 0}
     assert files.of({"specs/new.yaml"}, table) == {"tests/test_other.py": 0}
     assert files.of({"README.md", "tests/test_gone.py"}, table) == {}
+
+
+def test_a_file_that_was_never_measured_is_begun_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the longest: begun last, it would run alone at the end."""
+    monkeypatch.setattr("tests.durations.known_seconds", lambda: {"slow": 9.0, "quick": 0.0})
+    items: list[Any] = [
+        SimpleNamespace(nodeid=f"{file}::test") for file in ("quick", "slow", "new")
+    ]
+    longest_first(items)
+    assert [item.nodeid for item in items] == ["new::test", "slow::test", "quick::test"]
 
 
 def test_as_many_as_the_budget_holds() -> None:

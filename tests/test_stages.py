@@ -98,10 +98,10 @@ SOUND: list[tuple[str, str, bool, dict[str, Any]]] = [
     ("combined", "bfloat16", False, {}),
     ("tiny-moe", "float16", True, {}),
     ("tiny-dense", "bfloat16", True, {"skip": ["plan_cache", "fuse_qkv"]}),
-    ("tiny-dense", "bfloat16", True, {"link_weights": True}),
     ("tiny-dense", "bfloat16", True, {"latent_kv": "value"}),
 ]
 SOUND_TOO: list[tuple[str, str, bool, dict[str, Any]]] = [
+    ("tiny-dense", "bfloat16", True, {"link_weights": True}),
     ("tiny-ple", "float32", False, {}),
     ("tiny-dense", "bfloat16", False, {}),
     ("tiny-moe", "float16", False, {}),
