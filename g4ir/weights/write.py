@@ -37,6 +37,7 @@ def write_checkpoint(
     source: WeightSource,
     *,
     shards: int | None = None,
+    prefix: str | None = None,
     dead: bool = False,
     config: bool = True,
     media: Iterable[str] = (),
@@ -47,8 +48,8 @@ def write_checkpoint(
 ) -> Path:
     """Write a Hugging Face checkpoint directory, absent or empty before, complete or not at all.
 
-    `shards`: files of weights, by default as many as `in_shards` makes. Names have the prefix that
-    transformers uses for that config. `dead` adds the unused K/V of KV-shared layers, as the
+    `shards`: files of weights, by default as many as `in_shards` makes; `prefix` defaults to
+    what transformers uses for that config. `dead` adds the unused K/V of KV-shared layers, as the
     hub's files have them; `media` the towers of these kinds; what the source has defaults for is
     left out. `coded` keeps quantised weights as compressed-tensors where that has a name for their
     scheme; all else has `dtype`, by default the source's, and are made one after the other.
@@ -56,7 +57,7 @@ def write_checkpoint(
     check_empty(directory)
     values = spec.to_hf() if config else {}
     alone = spec.drafter or (config and "text_config" not in values)
-    prefix = "model." if alone else "model.language_model."
+    prefix = prefix or ("model." if alone else "model.language_model.")
     dtype = dtype or source.dtype
     names = _names(spec, source, prefix, media)
     kept = _kept(names, source) if coded else []
