@@ -355,7 +355,7 @@ class Host:
     target: Target = HOPPER
     tensorrt: Callable[[], Api] = require_library
     check_gpu: Callable[[], None] = require_gpu
-    gpu: Callable[[], str] = torch.cuda.get_device_name
+    gpu: Callable[[], str] = lambda: torch.cuda.get_device_name()
     architecture: Callable[[], str] = gpu_architecture
     memory: Callable[[str], int] = device_memory
     free: Callable[[str], int] = free_on
