@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -22,9 +20,6 @@ if TYPE_CHECKING:
     from g4ir.serve.app import Server
     from g4ir.serve.server import Address
 
-#: how often garbage is looked for while requests are answered (gc.set_threshold)
-GARBAGE = 2_000, 10, 10
-
 
 def serve(args: argparse.Namespace) -> int:
     """Answer HTTP requests until a signal."""
@@ -37,21 +32,15 @@ def serve(args: argparse.Namespace) -> int:
     if not (app.gate.keys or args.uds or is_loopback(args.host)):
         console.say(f"warning: {args.host} is open to others, and no --api-key-file is given")
 
-    if server.serve(app, address, partial(_loaded, args), console.say):
+    def loader() -> Engine:
+        with console.Progress() as progress:
+            return load_to_generate(args, progress)
+
+    if server.serve(app, address, loader, console.say):
         console.say("ended while the engine was being loaded")
         # A library still works in a thread: what Python takes down behind it would end in a crash.
         console.leave(0)
     return 0
-
-
-def _loaded(args: argparse.Namespace) -> Engine:
-    """Load the engine; garbage of requests, which may hold images, is then looked for often, and
-    not in what stays."""
-    with console.Progress() as progress:
-        engine = load_to_generate(args, progress)
-    gc.freeze()
-    gc.set_threshold(*GARBAGE)
-    return engine
 
 
 def _server(args: argparse.Namespace) -> tuple[Server, Address]:

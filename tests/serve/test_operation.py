@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import gc
 import http.client
 import socket
 import ssl
@@ -17,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from g4ir.cli.serve import GARBAGE, _loaded, _origins, _root_path
+from g4ir.cli.serve import _origins, _root_path
 from g4ir.errors import InputError
 from g4ir.serve.auth import Auth
 from g4ir.serve.server import Address
@@ -237,13 +235,3 @@ def test_flags_that_are_wrong(read: Any, given: str) -> None:
     with pytest.raises(InputError, match="expected"):
         read(given)
     assert _origins(["*", ORIGIN]) == ("*", ORIGIN) and _root_path("/llm/") == "/llm"
-
-
-def test_garbage_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("g4ir.cli.serve.load_to_generate", lambda args, progress: None)
-    before = gc.get_threshold()
-    try:
-        _loaded(argparse.Namespace())
-        assert gc.get_threshold() == GARBAGE
-    finally:
-        gc.set_threshold(*before)
