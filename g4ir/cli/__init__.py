@@ -25,6 +25,8 @@ from .common import Parser, add_verb, tables
 #: objects that are made before Python looks for garbage among them; its own number, 700, costs a
 #: tenth of the time in which torch and an engine are loaded
 GARBAGE = 200_000
+#: thresholds that a server takes again: it runs for long, and requests in cycles may hold media
+USUAL = gc.get_threshold()
 #: flags of `show` that are verbs now, and stay as aliases for one release
 FORMER_FLAGS = {"--cost": "cost", "--kernels": "kernels", "--provenance": "inspect"}
 

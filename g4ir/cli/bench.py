@@ -73,12 +73,12 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 def _check_llama(args: argparse.Namespace) -> None:
     """Refuse a MODEL that llama.cpp does not read before it is built or loaded."""
-    model = Path(args.engines[0])
-    if is_engine(model):
-        gguf_file(described(model), args.checkpoint)
+    model = args.engines[0]
+    if is_engine(Path(model)):
+        gguf_file(described(Path(model)), args.checkpoint)
     else:
-        found = _checkpoint(args, str(model))
-        gguf_path(existing_origin(found) if found else None, str(model))
+        found = _checkpoint(args, model)
+        gguf_path(existing_origin(found) if found else None, model)
 
 
 def _planned(args: argparse.Namespace) -> Workload:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from g4ir.errors import InputError, MissingError
 from g4ir.plan.gpus import parse_bytes
 from g4ir.ui import console
 
+from . import USUAL
 from .common import find_engines, load_to_generate
 from .talking import check_draft, given_draft
 
@@ -34,7 +36,9 @@ def serve(args: argparse.Namespace) -> int:
 
     def loader() -> Engine:
         with console.Progress() as progress:
-            return load_to_generate(args, progress)
+            engine = load_to_generate(args, progress)
+        gc.set_threshold(*USUAL)
+        return engine
 
     if server.serve(app, address, loader, console.say):
         console.say("ended while the engine was being loaded")

@@ -155,11 +155,6 @@ class Graph:
         return {v.name: n for n in self.nodes for v in n.outputs}
 
     @cached_property
-    def places(self) -> Mapping[str, int]:
-        """Value name -> the index of the node that makes it."""
-        return {v.name: i for i, n in enumerate(self.nodes) for v in n.outputs}
-
-    @cached_property
     def users(self) -> Mapping[str, list[Node]]:
         """Value name -> the nodes that read it; RESULT stands for the graph's end."""
         table: dict[str, list[Node]] = {}

@@ -213,6 +213,19 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         read_chain(path, text)
 
 
+def test_an_end_of_other_operands_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine may be older than the operands."""
+    path, nothing = tmp_path / "a.chain", Chain((), (), (), (), ())
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "END_TAKES", (*module.END_TAKES, "i64"))
+        write_chain(path, module.end_text(3), nothing, [])
+        assert read_chain(path, module.end_text(3)) == (nothing, [])
+    with pytest.raises(EngineError, match="another segment than the end of a step;"):
+        read_chain(path, module.end_text(3))
+
+
 def cuda_task(program: Program) -> Any:
     """What a load checks programs for, without weights."""
     return SimpleNamespace(program=program, limits=LIMITS, device="cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import re
@@ -25,6 +26,7 @@ import openai
 import pytest
 
 import g4ir
+from g4ir.cli import main
 from g4ir.engine.engine import Engine, _within
 from g4ir.engine.load import load_engine
 from g4ir.engine.session import Session
@@ -278,6 +280,21 @@ def test_a_signal_while_the_engine_is_loading(engine_folder: Path) -> None:
     assert process.wait(WAIT) == 0
     assert time.monotonic() - began < 10
     assert process.stderr.read() == "g4ir: ended while the engine was being loaded\n"
+
+
+def test_a_server_looks_for_garbage_as_usual(
+    engine_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once its engine is loaded: requests may leave cycles that hold media."""
+    monkeypatch.setattr("g4ir.cli.serve.USUAL", (5000, 6, 7))
+    monkeypatch.setattr("g4ir.cli.serve.load_to_generate", lambda *_: None)
+    monkeypatch.setattr(server, "serve", lambda app, address, loader, say: loader())
+    before = gc.get_threshold()
+    try:
+        assert main(["serve", str(engine_folder), "--trust"]) == 0
+        assert gc.get_threshold() == (5000, 6, 7)
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_an_engine_that_cannot_be_loaded() -> None:
