@@ -17,7 +17,7 @@ MOST = {
     "g4ir/model": 1835,
     "g4ir/parallel": 870,
     "g4ir/quant": 334,
-    "g4ir/weights": 3907,
+    "g4ir/weights": 3908,
     "g4ir/weights/gguf": 1897,
     "g4ir/plan": 2904,
     "backends": 19299,
