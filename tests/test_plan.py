@@ -366,8 +366,9 @@ def test_nothing_fits() -> None:
     for size, advice in advised.items():
         with pytest.raises(PlanError, match=f"short; {advice}"):
             check("gemma3-1b", int(size * GB))
-    with pytest.raises(PlanError, match=f"short; {nothing}"):
-        check("gemma3-1b", GB, recipe=find_recipe("int4"))
+    for quant, advice in {"int4": nothing, "fp8": advised[1.0]}.items():
+        with pytest.raises(PlanError, match=f"short; {advice}"):
+            check("gemma3-1b", GB, recipe=find_recipe(quant))
 
 
 # --- the command --------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ MOST = {
     "g4ir/quant": 334,
     "g4ir/weights": 3926,
     "g4ir/weights/gguf": 1898,
-    "g4ir/plan": 2926,
+    "g4ir/plan": 2928,
     "backends": 19361,
     # Beside what a reader needs: an emulator of TensorRT, and what no device has run.
     "backends/trt/recorder": 1900,
@@ -36,7 +36,7 @@ MOST = {
     "g4ir-vllm/tests": 811,
     "bench": 2601,
     "examples": 193,
-    "tests": 43503,
+    "tests": 43504,
     "tools": 549,
 }
 

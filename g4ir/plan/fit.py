@@ -30,8 +30,8 @@ from .memory import Needs
 from .options import Resolved
 
 CHUNKS = (512, 256, 128, 64)
-#: quantised weights that a refusal names, the larger first
-QUANTS = ("int8", "int4")
+#: weights of a build that is refused -> smaller ones that the refusal names, the larger first
+QUANTS = {None: ("int8", "int4"), "int8": ("int4",), "fp8": ("int4",)}
 
 
 @dataclass(frozen=True)
@@ -159,10 +159,12 @@ def _advice(build: _Build, room: int) -> str:
 
 
 def _quantised_advice(build: _Build, room: int) -> str:
-    """Return what fits with quantised weights, if nothing does without."""
-    if build.setup.recipe or build.setup.ranks > 1:  # not every number of ranks cuts whole groups
+    """Return what fits with weights in fewer bits, if nothing does without."""
+    recipe = build.setup.recipe
+    quants = QUANTS.get(recipe.name if recipe else None, ())
+    if not quants or build.setup.ranks > 1:  # not every number of ranks cuts whole groups
         return "nothing of it fits: take a smaller variant or a device with more memory"
-    for quant in QUANTS:
+    for quant in quants:
         smaller = build.with_quant(quant)
         if smaller.need() <= room:
             return f"--quant {quant} fits"
