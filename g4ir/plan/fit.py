@@ -159,7 +159,7 @@ def _advice(build: _Build, room: int) -> str:
 
 
 def _quantised_advice(build: _Build, room: int) -> str:
-    """Return what fits with weights in fewer bits, if nothing does without."""
+    """Return what fits with smaller quantised weights, if nothing does without."""
     recipe = build.setup.recipe
     quants = QUANTS.get(recipe.name if recipe else None, ())
     if not quants or build.setup.ranks > 1:  # not every number of ranks cuts whole groups
