@@ -38,6 +38,7 @@ from g4ir.plan.options import BuildOptions, Resolved
 from g4ir.plan.plan import PLANNED, cache_lines, make_plan
 from g4ir.plan.records import SCHEMA
 from g4ir.plan.table import comparison_text, plan_text
+from g4ir.quant.recipe import find_recipe
 from g4ir.spec.record import load_spec
 from g4ir.spec.shrink import shrink
 from g4ir.ui.units import count_text, parse_counts, rounded_count, size_text
@@ -298,7 +299,7 @@ def check(name: str, memory: int, **changes: Any) -> None:
     options = PassOptions((LatentOptions(form),))
     plain = {"all_logits": False, "skip": (), "recipe": None, "drafter": None}
     own = {"limits": limits, "options": options, "media": media, "ranks": 1, "ep": False}
-    _, short = fitted(program, Resolved(spec, **plain, **own, **given), memory)
+    _, short = fitted(program, Resolved(spec, **{**plain, **own, **given}), memory)
     if short:
         raise PlanError(short)
 
@@ -355,8 +356,19 @@ def test_the_advice_is_the_most_that_fits() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(PlanError, match="smaller variant or a device with more memory"):
-        check("31b", 24 * GB)
+    nothing = "nothing of it fits: take a smaller variant or a device with more memory"
+    advised = {
+        2.0: "--quant int8 fits",
+        1.5: "--quant int4 fits",
+        1.3: "with --quant int4 any of these fits: --max-seq ",
+        1.0: f"with --quant int4 {nothing}",
+    }
+    for size, advice in advised.items():
+        with pytest.raises(PlanError, match=f"short; {advice}"):
+            check("gemma3-1b", int(size * GB))
+    for quant, advice in {"int4": nothing, "fp8": advised[1.0]}.items():
+        with pytest.raises(PlanError, match=f"short; {advice}"):
+            check("gemma3-1b", GB, recipe=find_recipe(quant))
 
 
 # --- the command --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 from g4ir.engine.artefact import Artefact
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph, Program
+from g4ir.ir.names import layer_of
 from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.draft import DRAFT, build_draft, shipped_drafter
 from g4ir.model.media import Media, offered
@@ -211,4 +212,6 @@ def engine_of(args: argparse.Namespace) -> Artefact | None:
 
 
 def no_layer(graph: Graph, layer: int) -> InputError:
-    return InputError(f"--layer {layer}: graph {graph.name} has no such layer")
+    layers = {layer_of(v.name) for v in graph.params} - {None}
+    has = f"layers 0 to {len(layers) - 1}" if layers else "no layers"
+    return InputError(f"--layer {layer}: graph {graph.name} has {has}")

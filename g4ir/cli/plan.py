@@ -38,7 +38,7 @@ def plan(args: argparse.Namespace) -> int:
     models = _models(args)
     if args.image is not None:
         return _images(args, [m.spec for m in models])
-    gpus = _gpus(args.gpu)
+    gpus = _gpus(args.gpu, args.device)
     if args.plot:
         check_plot(args.plot)
     plans = [_made(m, args, gpus, several=len(models) > 1) for m in models]
@@ -82,7 +82,7 @@ def _models(args: argparse.Namespace) -> list[Model]:
     return found
 
 
-def _gpus(text: str | None) -> list[Gpu]:
+def _gpus(text: str | None, device: str | None) -> list[Gpu]:
     if text is None:
         return []
     named = GPUS.values() if text == ALL else map(find_gpu, text.split(","))
@@ -90,6 +90,9 @@ def _gpus(text: str | None) -> list[Gpu]:
     if small := next((g for g in found if g.memory_bytes < LEAST), None):
         what = f"{small.memory_bytes} bytes, which hold nothing"
         raise InputError(f"--gpu {small.name}: {what}; give the unit too, such as 16GiB")
+    if device == "cpu" and (card := next((g for g in found if g.name in GPUS), None)):
+        why = "a GPU, and the device is the CPU"
+        raise InputError(f"--gpu {card.name}: {why}; give the size of the RAM, such as 24GiB")
     return found
 
 

@@ -6,11 +6,11 @@ from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Program
 from g4ir.ops.types import Type
 from g4ir.spec.parts import SLIDING
-from g4ir.spec.record import Spec
+from g4ir.spec.record import Spec, need_model
 
 from .decoder import BLOCKS, VERIFY, Decoder
 from .draft import DRAFT, build_draft
-from .media import PICTURES, Media, placeholders
+from .media import PICTURES, Media, offered, placeholders
 from .towers import build_towers
 
 #: graphs that a step of the text model runs, and all of them
@@ -71,10 +71,10 @@ def build_graph(
     known = (*PHASES, VERIFY, BLOCKS)
     if phase not in known:
         raise InputError(f"unknown phase {phase!r}; one of {', '.join(known)}")
-    if spec.drafter:
-        raise InputError(f"{spec.name} is a drafter: it drafts for a model, and is none")
+    need_model(spec)
     if phase == BLOCKS and not has_blocks(spec):
-        raise InputError(f"{spec.name} has no {BLOCKS}: its soft tokens see the past alone")
+        why = "its soft tokens see the past alone" if offered(spec) else "it takes text alone"
+        raise InputError(f"{spec.name} has no {BLOCKS}: {why}")
     if phase == "embed":
         ids = placeholders(spec.tokens, media.kinds if media else ())
         return _embed(spec, dtype or spec.dtype, tuple(ids.values()))

@@ -19,6 +19,7 @@ from g4ir.model.text import PLE_PARAM
 from g4ir.model.towers import is_tower
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES
 from g4ir.passes.plan_cache import RingOptions
+from g4ir.quant.recipe import find_recipe
 from g4ir.ui.memory import device_memory as device_memory
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT, as_it_is, make_packing, split_program
@@ -29,6 +30,8 @@ from .memory import Needs
 from .options import Resolved
 
 CHUNKS = (512, 256, 128, 64)
+#: weights of a build that is refused -> smaller ones that the refusal names, the larger first
+QUANTS = {None: ("int8", "int4"), "int8": ("int4",), "fp8": ("int4",)}
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,12 @@ class _Build:
         return replace(self, needs=text, least_chunk=1)
 
     def with_dtype(self, dtype: str) -> _Build:
-        r = replace(self.setup, dtype=dtype)
+        return self._made(replace(self.setup, dtype=dtype))
+
+    def with_quant(self, name: str) -> _Build:
+        return self._made(replace(self.setup, recipe=find_recipe(name)))
+
+    def _made(self, r: Resolved) -> _Build:
         return _build(make_packing(**r.of_graphs(), stored=self.stored).program, r, self.stored)
 
     def placed(self, placement: str | None) -> _Build:
@@ -142,12 +150,25 @@ def _advice(build: _Build, room: int) -> str:
     setup, most = smallest.setup, build.setup.limits.max_seq
     seq = largest(lambda n: smallest.with_limits(max_seq=n).need() <= room, most)
     if not seq:
-        return "nothing of it fits: take a smaller variant or a device with more memory"
+        return _quantised_advice(build, room)
     place = f" --ple-placement {setup.ple_placement}" if setup.ple_placement else ""
     return (
         f"all of these together fit: --max-batch 1 --max-seq {seq} --prefill-chunk "
         f"{setup.limits.prefill_chunk} --dtype {TORCH_NAMES[setup.dtype]}{place}"
     )
+
+
+def _quantised_advice(build: _Build, room: int) -> str:
+    """Return what fits with smaller quantised weights, if nothing does without."""
+    recipe = build.setup.recipe
+    quants = QUANTS.get(recipe.name if recipe else None, ())
+    if not quants or build.setup.ranks > 1:  # not every number of ranks cuts whole groups
+        return "nothing of it fits: take a smaller variant or a device with more memory"
+    for quant in quants:
+        smaller = build.with_quant(quant)
+        if smaller.need() <= room:
+            return f"--quant {quant} fits"
+    return f"with --quant {quant} {_advice(smaller, room)}"
 
 
 def _alternatives(build: _Build, room: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
 
-from g4ir.errors import SpecError
+from g4ir.errors import InputError, SpecError
 from g4ir.spec.huggingface import read_config
 from g4ir.spec.huggingface_write import config_of
 from g4ir.spec.reader import (
@@ -176,6 +176,16 @@ def load_spec(name_or_path: str | Path, alone: bool = False) -> Spec:
     if alone and "extends" in tree.entries:
         raise fail(tree.keys["extends"], "extends", "an engine's spec stands alone")
     return _spec_from_tree(_with_bases(tree, path, ()), path.stem)
+
+
+def need_model(spec: Spec) -> Spec:
+    """Return the spec of a model; InputError if it is a draft model's."""
+    if spec.drafter:
+        raise InputError(
+            f"{spec.name} is a drafter, which runs with its model alone: name that (`build "
+            f"--drafter default` adds the drafter, `show --phase draft` prints it)"
+        )
+    return spec
 
 
 def spec_path(name_or_path: str | Path) -> Path:

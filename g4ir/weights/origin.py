@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from g4ir.errors import InputError
 from g4ir.model.tensors import text_tensors, tower_tensors
 from g4ir.ops.types import ITEMSIZE
-from g4ir.spec.record import Spec, load_spec, spec_names
+from g4ir.spec.record import Spec, load_spec, need_model, spec_names
 from g4ir.ui.paths import hub_cache
 from g4ir.ui.units import size_text
 
@@ -212,7 +212,7 @@ def find_model(
     if revision:
         raise InputError(f"--revision {revision} is for a model of the hub, and {model} is a path")
     if not path.exists() and path.name == str(model) and path.suffix != GGUF:
-        load_spec(path.name)  # raises: no variant of this name
+        need_model(load_spec(path.name))  # raises: a drafter, or no variant of this name
     return None, path
 
 
