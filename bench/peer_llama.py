@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import g4ir  # before torch: it sets how threads wait
@@ -95,12 +96,16 @@ class Llama:
 
 def by_program(folder: str, file: str, args: Any) -> Iterator[tuple[int, float]]:
     """Yield (sequences or PROMPT, seconds of a step or a prompt) as llama-batched-bench says."""
-    words = [f"{folder}/llama-batched-bench", "-m", file, "-rtr", "-c", str(args.room)]
+    program, file = f"{Path(folder).resolve()}/llama-batched-bench", str(Path(file).resolve())
+    words = [program, "-m", file, "-rtr", "-c", str(args.room)]
     words += ["-t", str(torch.get_num_threads()), "-ntg", str(args.steps)]
     pipe, runs = subprocess.PIPE, {HELD: ",".join(map(str, args.sequences)), args.input_len: "1"}
     for tokens, many in runs.items():
         given = [*words, "-npp", str(tokens), "-npl", many]
-        made = subprocess.run(given, stdout=pipe, stderr=subprocess.STDOUT, text=True, check=True)
+        with TemporaryDirectory() as logs:  # it writes one beside itself
+            made = subprocess.run(
+                given, cwd=logs, stdout=pipe, stderr=subprocess.STDOUT, text=True, check=True
+            )
         for cells in (line.split("|")[1:-1] for line in made.stdout.splitlines()):
             if len(cells) == 10 and cells[0].strip().isdigit():
                 _, count, sequences, _, prompt_s, _, steps_s, *_ = map(float, cells)

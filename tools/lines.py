@@ -34,7 +34,7 @@ MOST = {
     "g4ir/cli": 3420,
     "g4ir-vllm": 758,
     "g4ir-vllm/tests": 811,
-    "bench": 2438,
+    "bench": 2443,
     "examples": 193,
     "tests": 43579,
     "tools": 549,

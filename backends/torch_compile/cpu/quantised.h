@@ -48,6 +48,15 @@ static inline block read_fp8(const uint8_t *w, int64_t i) {
 
 #define ZERO ((block){_mm512_setzero_ps(), _mm512_setzero_ps()})
 
+/* Sixteen numbers in bf16, as narrow() has them. */
+static inline __m256i in_bf16(__m512 v) {
+    __m512i u = _mm512_castps_si512(v), even = _mm512_set1_epi32(0x7fff);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    u = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, even)), 16);
+    __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(u, nan, _mm512_set1_epi32(0x7fc0)));
+}
+
 static inline block halves_times(block v, float s, float t) {
     return (block){_mm512_mul_ps(v.first, _mm512_set1_ps(s)),
                    _mm512_mul_ps(v.second, _mm512_set1_ps(t))};

@@ -86,15 +86,6 @@ DECODE_ABOVE(uint4, 0)
 DECODE_ABOVE(uint5, 1)
 
 #ifdef __AVX512BW__
-/* Sixteen numbers in bf16, as narrow() has them. */
-static inline __m256i in_bf16(__m512 v) {
-    __m512i u = _mm512_castps_si512(v), even = _mm512_set1_epi32(0x7fff);
-    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-    u = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, even)), 16);
-    __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(u, nan, _mm512_set1_epi32(0x7fc0)));
-}
-
 /* What sixteen codes from `first` on are in bf16. */
 static inline __m256i values_of(float first, float scale, float least) {
     __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -481,7 +481,11 @@ typedef struct {
 
 static void store_tile(const product *p, int64_t r, int64_t tile, const float *sums) {
     bf16 *to = (bf16 *)p->y + r * p->n + tile * TILE;
+#if WIDE == 64
+    _mm256_storeu_si256((__m256i *)to, in_bf16(_mm512_loadu_ps(sums)));
+#else
     for (int j = 0; j < TILE; j++) to[j] = narrow(sums[j]);
+#endif
 }
 
 static int tile_units(void *context, units *left) {
@@ -505,8 +509,9 @@ static int tile_units(void *context, units *left) {
             for (int64_t s = 0; s < strips; s++) of_run[s] = t + s * run < last ? t + s * run : t;
             float out[TOGETHER * TILE];
             of[taken](p, of_run, x, out);
-            for (int64_t i = 0; i < strips * here; i++)
-                store_tile(p, r + i % here, of_run[i / here], out + (i / here * taken + i % here) * TILE);
+            for (int64_t s = 0; s < strips; s++)
+                for (int64_t i = 0; i < here; i++)
+                    store_tile(p, r + i, of_run[s], out + (s * taken + i) * TILE);
         }
     }
     free(form);
