@@ -671,7 +671,7 @@ static void read_ahead(const instruction *i, const instruction *end, const opera
     while (i < end && !is_product(i)) i++;
     if (i == end) return;
     const operand *x = operands + i->first, *w = x + 1;
-    int runs = i->kind == LINEAR_CODED ? strips_of(i->n[0], rows_of(x)) : 1;
+    int runs = i->kind == LINEAR_CODED ? strips_of(i->n[0], 2, rows_of(x)) : 1;
     int64_t part = tiles_of_part(rows_of(w) / TILE, threads, runs) * TILE * w->width * w->bytes;
     int64_t size = (part < READ_AHEAD ? part : READ_AHEAD) / runs;
     read_next(w->at, part / runs, 2 * runs, size);

@@ -189,6 +189,21 @@ static inline row_floats tile_scales(const void *scales, int64_t at, int dtype) 
 /* Each number of a vector is `value`. */
 static inline row_floats all_rows(float value) { return (row_floats){0} + value; }
 
+/* A row has the same sums beside any others: compilers keep the order of a product and of a * b + c. */
+static inline row_floats product_of(row_floats a, row_floats b) {
+    row_floats c = a * b;
+    __asm__("" : "+v"(c));
+    return c;
+}
+
+static inline row_floats multiply_add(row_floats a, row_floats b, row_floats c) {
+#if WIDE == 64
+    return _mm512_fmadd_ps(a, b, c);
+#else
+    return _mm256_fmadd_ps(a, b, c);
+#endif
+}
+
 #define NIBBLES 0x0f0f0f0fu
 static const int BIAS[FORMS] = {[INT8] = 128, [INT4] = 8, [INT6] = 32, [INT5] = 16};
 #define MINIMA(form) ((form) == UINT4 || (form) == UINT5)
@@ -239,15 +254,15 @@ static inline void block_factors(const int form, const uint8_t *p, int b, row_fl
     factor[0] = factor[1] = scale, *below = (row_floats){0};
     if (form == INT6) {
         row_words shared = words_at(p, SIXES_SHARED / 4 + b / 2);
-        factor[0] = scale * signed_byte(shared, b % 2 * 2);
-        factor[1] = scale * signed_byte(shared, b % 2 * 2 + 1);
+        factor[0] = product_of(scale, signed_byte(shared, b % 2 * 2));
+        factor[1] = product_of(scale, signed_byte(shared, b % 2 * 2 + 1));
     }
     if (MINIMA(form)) {
         row_words first = words_at(p, WORDS_OF(form) - 3);
         row_words second = words_at(p, WORDS_OF(form) - 2);
         row_words last = words_at(p, WORDS_OF(form) - 1);
-        factor[0] = factor[1] = scale * integer_in(first, last, first, b, 0);
-        *below = least * integer_in(second, last, second, b, 1);
+        factor[0] = factor[1] = product_of(scale, integer_in(first, last, first, b, 0));
+        *below = product_of(least, integer_in(second, last, second, b, 1));
     }
 }
 
@@ -283,7 +298,8 @@ ALWAYS tile_product(const int form, const int rows, const int strips, const int 
             row_floats factor[2], below;
             block_factors(form, w, b, scale[s], least[s], factor, &below);
             if (minima)
-                UNROLLED for (int r = 0; r < rows; r++) sum[s][r] -= below * x[r][i + b].sum;
+                UNROLLED for (int r = 0; r < rows; r++)
+                    sum[s][r] = multiply_add(-below, all_rows(x[r][i + b].sum), sum[s][r]);
             const int halves = form == INT6 ? 2 : 1;
             UNROLLED for (int h = 0; h < halves; h++) {
                 row_sums made[TOGETHER][2];
@@ -298,7 +314,8 @@ ALWAYS tile_product(const int form, const int rows, const int strips, const int 
                         add_word(form, parts, factors, x[r] + i + b, j, made[r]);
                 }
                 UNROLLED for (int r = 0; r < rows; r++)
-                    sum[s][r] += total_of(form, parts, made[r]) * (factor[h] * x[r][i + b].unit);
+                    sum[s][r] = multiply_add(total_of(form, parts, made[r]), factor[h] * x[r][i + b].unit,
+                                             sum[s][r]);
             }
         }
     }
@@ -306,23 +323,32 @@ ALWAYS tile_product(const int form, const int rows, const int strips, const int 
         *(any_row_floats *)(of[s].out + r * TILE) = sum[s][r];
 }
 
-/* Sums of a tile with rows of x, [rows][TILE], and of the others where there are several strips. */
-typedef void tile_dot(const product *p, const int64_t *tiles, const digits *const *x, float *out);
+#include "amx.h"
+
+/* Sums of a tile with rows of x, [rows][TILE], and of the others where there are several strips. `a`: the
+ * digits as amx.h has them. */
+typedef void tile_dot(const product *p, const int64_t *tiles, const digits *const *x, const int8_t *a,
+                      float *out);
 
 /* Rows of x of which registers hold all sums. */
 #define ROWS_AT_ONCE(FORM, ROWS)                                                                \
     ((ROWS) > 4 && (WIDE == 32 || MINIMA(FORM) && (ROWS) == 8) ? (ROWS) / 2 : (ROWS))
 #define TILE_DOT(FORM, PARTS, ROWS)                                                             \
     static void tile_##FORM##_##PARTS##_##ROWS(const product *p, const int64_t *tiles,          \
-                                               const digits *const *x, float *out) {            \
-        const int each = ROWS_AT_ONCE(FORM, ROWS), strips = strips_of(FORM, ROWS);              \
+                                               const digits *const *x, const int8_t *a,         \
+                                               float *out) {                                    \
+        const int each = on_amx(FORM, PARTS, ROWS) ? ROWS : ROWS_AT_ONCE(FORM, ROWS);                   \
+        const int strips = strips_of(FORM, PARTS, ROWS);                                               \
         for (int lane = 0; lane < TILE; lane += WORDS)                                          \
             for (int r = 0; r < ROWS; r += each) {                                              \
                 strip of[STRIPS_MOST];                                                          \
                 EACH_STRIP of[s] = (strip){codes_of_tile(p, tiles[s]) + lane * 4,               \
                                            scales_of_tile(p, tiles[s]) + lane * tile_scale(p),  \
                                            out + (s * ROWS + r) * TILE + lane};                 \
-                tile_product(FORM, each, strips, PARTS, p, of, x + r);                          \
+                if (on_amx(FORM, PARTS, ROWS))                                                         \
+                    amx_product(FORM, ROWS, PARTS, p, of, x, a);                                \
+                else                                                                            \
+                    tile_product(FORM, each, strips, PARTS, p, of, x + r);                      \
             }                                                                                   \
     }
 /* Rows of x that are multiplied together: five are six, seven are eight. */
@@ -488,40 +514,54 @@ static void store_tile(const product *p, int64_t r, int64_t tile, const float *s
 #endif
 }
 
+/* Writes the digits of rows of x one behind the other, block by block. */
+static void rows_of_a(int parts, int64_t rows, int64_t blocks, const digits *const *x, int8_t *to) {
+    for (int64_t b = 0; b < blocks; b++)
+        for (int64_t r = 0; r < rows; r++, to += parts * BLOCK) memcpy(to, x[r] + b, parts * BLOCK);
+}
+
 static int tile_units(void *context, units *left) {
     const tiled_product *m = context;
     const product *p = m->p;
+    tile_dot *const *of = TILES[m->parts];
     int64_t blocks = p->k / BLOCK, tiles = p->n / TILE;
-    digits *form = aligned_alloc(LINE, (p->rows * blocks * sizeof(digits) + LINE - 1) / LINE * LINE);
+    int64_t alike = of[m->together] ? m->together : m->together + 1, amx = on_amx(FORM, m->parts, alike);
+    int64_t bytes = (p->rows * blocks * sizeof(digits) + LINE - 1) / LINE * LINE;
+    int64_t of_a = amx ? blocks * alike * m->parts * BLOCK : 0;
+    digits *form = aligned_alloc(LINE, bytes + (of_a + LINE - 1) / LINE * LINE);
     if (!form) return 1;
     for (int64_t i = 0; i < p->rows * blocks; i++)
         block_digits(m->parts, FORM, (const bf16 *)p->x + i * BLOCK, form + i);
-    tile_dot *const *of = TILES[m->parts];
+    int8_t *a = (int8_t *)form + bytes;
+    int64_t a_of = -1;
     for (int64_t u; (u = take_unit(left)) >= 0;) {
         int64_t r = u / m->units * m->together, here = least(m->together, p->rows - r);
         int64_t first = u % m->units * m->part, last = least(first + m->part, tiles);
         const digits *x[TOGETHER];
         int64_t taken = of[here] ? here : here + 1;
         for (int64_t i = 0; i < taken; i++) x[i] = form + (r + least(i, here - 1)) * blocks;
-        int64_t strips = strips_of(FORM, taken), run = (last - first + strips - 1) / strips;
+        if (amx && a_of != r) a_of = r, set_amx(taken * m->parts), rows_of_a(m->parts, taken, blocks, x, a);
+        int64_t strips = strips_of(FORM, m->parts, taken), run = (last - first + strips - 1) / strips;
         for (int64_t t = first; t < first + run; t++) {
             int64_t of_run[STRIPS_MOST];
             for (int64_t s = 0; s < strips; s++) of_run[s] = t + s * run < last ? t + s * run : t;
-            float out[TOGETHER * TILE];
-            of[taken](p, of_run, x, out);
+            float out[2 * TOGETHER * TILE];
+            of[taken](p, of_run, x, a, out);
             for (int64_t s = 0; s < strips; s++)
                 for (int64_t i = 0; i < here; i++)
                     store_tile(p, r + i, of_run[s], out + (s * taken + i) * TILE);
         }
     }
+    if (amx) end_amx();
     free(form);
     return 0;
 }
 
 static int multiply_tiles(const product *p, int parts, int threads) {
-    int64_t tiles = p->n / TILE, turns = (p->rows + TOGETHER - 1) / TOGETHER;
+    int64_t most = amx_allowed ? TOGETHER : 4;
+    int64_t tiles = p->n / TILE, turns = (p->rows + most - 1) / most;
     int64_t together = (p->rows + turns - 1) / turns;
-    int64_t part = tiles_of_part(tiles, threads, strips_of(FORM, together));
+    int64_t part = tiles_of_part(tiles, threads, strips_of(FORM, parts, together));
     tiled_product m = {p, parts, together, part, (tiles + part - 1) / part};
     return run_region(tile_units, &m, turns * m.units, threads);
 }

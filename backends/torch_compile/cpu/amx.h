@@ -1,0 +1,107 @@
+/* Products of tiles on AMX, for five rows of x and more: the digits of all rows of a block are a tile of A,
+ * its codes one of B, their sums one of C. Sums are the same integers as those of tile_product, and so are
+ * results. Codes and sums go through memory: in each turn the codes of a block further on are unpacked, a
+ * block is multiplied, and the sums of one before are added up. Two tiles of the weight share A, whose
+ * loads would take a fifth of the time. */
+#ifdef ON_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Blocks between what is unpacked, multiplied and added up; the room for those between. */
+enum { AMX_APART = 2, AMX_RING = 4 };
+#define BOTH UNROLLED for (int s = 0; s < 2; s++)
+
+/* Whether the system lets this process use AMX, which it has to be asked once. */
+static int amx_allowed;
+__attribute__((constructor)) static void ask_for_amx(void) {
+    const int request = 0x1023, tile_data = 18;
+    amx_allowed = !syscall(SYS_arch_prctl, request, tile_data);
+}
+
+/* Registers 0 and 1 are tiles of C, 2 one of A, 3 and 4 of B; `tall`: rows of A and C. */
+static void set_amx(int tall) {
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shapes __attribute__((aligned(LINE))) = {.palette = 1,
+                                               .bytes = {LINE, LINE, BLOCK, LINE, LINE},
+                                               .rows = {tall, tall, tall, 8, 8}};
+    __asm__ volatile("ldtilecfg %0" : : "m"(shapes) : "memory");
+}
+static void end_amx(void) { __asm__ volatile("tilerelease" : : : "memory"); }
+
+#define LOAD_A(FROM)                                                                            \
+    __asm__ volatile("tileloadd (%0,%1), %%tmm2" : : "r"(FROM), "r"((int64_t)BLOCK) : "memory")
+#define MULTIPLY(C, B, CODES, SUMS)                                                             \
+    __asm__ volatile("tilezero %%tmm" #C "\n\ttileloadd (%0,%2), %%tmm" #B                        \
+                     "\n\ttdpbsud %%tmm" #B ", %%tmm2, %%tmm" #C "\n\ttilestored %%tmm" #C ", (%1,%2)"\
+                     : : "r"(CODES), "r"(SUMS), "r"((int64_t)LINE) : "memory")
+
+typedef struct {
+    row_words codes[AMX_RING][8];
+    row_sums sums[AMX_RING][2 * TOGETHER];
+} amx_room;
+
+/* The codes that hold block i of a strip. */
+static inline const uint8_t *codes_at(const int form, const strip *of, int64_t i) {
+    return of->codes + i / BLOCKS_OF(form) * WORDS_OF(form) * LINE;
+}
+
+ALWAYS unpack_block(const int form, const strip *of, int64_t i, row_words *to) {
+    const uint8_t *w = codes_at(form, of, i);
+    const int b = i % BLOCKS_OF(form), line = b * WORDS_OF(form) / BLOCKS_OF(form);
+    UNROLLED for (int j = 0; j < (WORDS_OF(form) + BLOCKS_OF(form) - 1) / BLOCKS_OF(form); j++)
+        __builtin_prefetch(w + (line + j) * LINE + TILE_AHEAD, 0, 2);
+    UNROLLED for (int j = 0; j < 8; j++) to[j] = code_word(form, w, b, j);
+}
+
+/* Two strips times `rows` rows of x, whose digits are rows of `a` too, [blocks][rows][parts][BLOCK]. */
+ALWAYS amx_product(const int form, const int rows, const int parts, const product *p, const strip *of,
+                   const digits *const *x, const int8_t *a) {
+    const int minima = MINIMA(form), dtype = p->scales_dtype;
+    const int64_t blocks = p->k / BLOCK;
+    amx_room room[2] __attribute__((aligned(LINE)));
+    row_floats sum[2][TOGETHER], scale[2], least[2];
+    BOTH UNROLLED for (int r = 0; r < rows; r++) sum[s][r] = (row_floats){0};
+    int64_t left = p->each, group = 0;
+    for (int64_t i = -AMX_APART; i < blocks + AMX_APART; i++) {
+        int64_t next = i + AMX_APART, done = i - AMX_APART;
+        if (next < blocks) BOTH unpack_block(form, of + s, next, room[s].codes[next % AMX_RING]);
+        if (i >= 0 && i < blocks) {
+            int at = i % AMX_RING;
+            LOAD_A(a + i * rows * parts * BLOCK);
+            MULTIPLY(0, 3, room[0].codes[at], room[0].sums[at]);
+            MULTIPLY(1, 4, room[1].codes[at], room[1].sums[at]);
+        }
+        if (done < 0) continue;
+        if (left >= p->each) {
+            BOTH scale[s] = tile_scales(of[s].scales, group * TILE, dtype);
+            if (minima) BOTH least[s] = tile_scales(of[s].scales, (group + 1) * TILE, dtype);
+            group += 1 + minima, left = 0;
+        }
+        left += BLOCK;
+        BOTH {
+            const row_sums *made = room[s].sums[done % AMX_RING];
+            row_floats factor[2], below;
+            block_factors(form, codes_at(form, of + s, done), done % BLOCKS_OF(form), scale[s], least[s],
+                          factor, &below);
+            UNROLLED for (int r = 0; r < rows; r++) {
+                const digits *d = x[r] + done;
+                row_sums digit[2] = {made[r * parts], made[r * parts + parts - 1]};
+                digit[parts - 1] += d->both;
+                if (minima) sum[s][r] = multiply_add(-below, all_rows(d->sum), sum[s][r]);
+                sum[s][r] = multiply_add(total_of(form, parts, digit), factor[0] * d->unit, sum[s][r]);
+            }
+        }
+    }
+    BOTH UNROLLED for (int r = 0; r < rows; r++)
+        *(any_row_floats *)(of[s].out + r * TILE) = sum[s][r];
+}
+#else
+static const int amx_allowed = 1;
+static void set_amx(int tall) {}
+static void end_amx(void) {}
+ALWAYS amx_product(const int form, const int rows, const int parts, const product *p, const strip *of,
+                   const digits *const *x, const int8_t *a) {}
+#endif
