@@ -53,6 +53,26 @@ def test_the_same_codes_and_scales(kind: str, group: int) -> None:
             assert all(map(torch.equal, packed(w, group=group), definition(w, group=group)))
 
 
+@pytest.mark.usefixtures("kernel_alone")
+@pytest.mark.parametrize("group", [32, 64, 128, 0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_of_calibrated_weights(kind: str, group: int) -> None:
+    """Moments of one matrix, one set for all experts, and a set each."""
+    random = torch.Generator().manual_seed(group)
+    x = KINDS[kind](torch.randn(39, 384, generator=random))
+    moments = torch.randn(3, 1, 384, generator=random).square() ** 2
+    moments[..., :40] = 0
+    for dtype in (torch.bfloat16, torch.float32):
+        w = x.to(dtype)
+        for v, by in (
+            (w, moments[0]),
+            (w.view(3, 13, 384), moments),
+            (w.view(3, 13, 384), moments[:1]),
+        ):
+            given = {"group": group, "moments": by}
+            assert all(map(torch.equal, packed(v, **given), definition(v, **given)))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 5000.0])
 def test_the_definition_computes_other_weights(value: float) -> None:
     w = torch.randn(8, 64)

@@ -19,20 +19,31 @@ from .compile import PACKING, compile_kernels
 from .pyops import DTYPES
 
 
-def quantized(w: torch.Tensor, *, form: str, group: int, scale: str) -> tuple[Any, ...]:
+def quantized(
+    w: torch.Tensor,
+    *,
+    form: str,
+    group: int,
+    scale: str,
+    moments: torch.Tensor | None = None,
+) -> tuple[Any, ...]:
     """Return `quantize.reference` of a weight, which also computes what the kernel does not take:
-    other formats, weights beyond 4096, infinities and NaN, machines without a C compiler."""
-    size = group or w.shape[-1]
-    if form == "int4" and scale == "bf16" and w.dtype in DTYPES and w.device.type == "cpu":
-        library, dtype = _library(), DTYPES[w.dtype]
+    other formats, weights beyond 4096, infinities and NaN, machines without a C++ compiler."""
+    size, dtype, threads = group or w.shape[-1], DTYPES.get(w.dtype), torch.get_num_threads()
+    if form == "int4" and scale == "bf16" and dtype is not None and w.device.type == "cpu":
+        library = _library()
         if library and library.g4ir_takes_packing(dtype, size):
             codes = torch.empty(*w.shape[:-1], w.shape[-1] // 2, dtype=torch.uint8)
             scales = torch.empty(*w.shape[:-1], w.shape[-1] // size, dtype=torch.bfloat16)
-            given = w.contiguous()
-            places = given.data_ptr(), dtype, codes.data_ptr(), scales.data_ptr()
-            if not library.g4ir_pack(*places, scales.numel(), size, torch.get_num_threads()):
+            by, row = None, scales.shape[-1]
+            if moments is not None:
+                by = moments.expand(*w.shape[:-2], 1, -1).float().contiguous()
+            operands = w.contiguous(), by, codes, scales
+            places = [t if t is None else t.data_ptr() for t in operands]
+            sizes = scales.numel(), size, row, row * w.shape[-2:-1].numel()
+            if not library.g4ir_pack(*places, *sizes, dtype, threads):
                 return codes, scales
-    return quantize.reference(w, form=form, group=group, scale=scale)
+    return quantize.reference(w, form=form, group=group, scale=scale, moments=moments)
 
 
 @cache
@@ -49,5 +60,5 @@ def _library() -> Any:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     library.g4ir_takes_packing.argtypes = [ctypes.c_int, size]
-    library.g4ir_pack.argtypes = [pointer, ctypes.c_int, pointer, pointer, size, size, ctypes.c_int]
+    library.g4ir_pack.argtypes = [*[pointer] * 4, *[size] * 4, *[ctypes.c_int] * 2]
     return library
