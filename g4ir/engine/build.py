@@ -522,9 +522,11 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
 
 def _pack(p: Prepared, folder: Path, progress: Progress) -> artefact.Grid | None:
     """Write the params; return the fit of 4-bit weights, if any were made."""
+    from g4ir.backends.torch_compile.packing import quantized
+
     grids: dict[str, tuple[int, int]] = {}
     moments = column_moments(p, progress) if p.calibration else {}
-    params = packings.MadeParams(p.packing, p.source, grids, p.share(0), moments)
+    params = packings.MadeParams(p.packing, p.source, grids, p.share(0), moments, quantized)
     packings.write_shares(p.packing, params, p.ranks, folder, progress)
     exact, groups = (sum(n) for n in zip(*grids.values(), strict=True)) if grids else (0, 0)
     return artefact.Grid(groups, exact) if groups else None

@@ -226,11 +226,13 @@ def _open_params(found: Artefact, device: str) -> packings.ParamSource:
     m, kept = found.manifest, found.manifest.weights
     if found.stored is not None:
         return found.stored
+    from g4ir.backends.torch_compile.packing import quantized
+
     share = Share(found.spec, found.rank, m.ranks, m.ep)
     if isinstance(kept, RandomWeights):
         dtype = torch_dtype(m.dtype)
         source = random_weights(found.spec, found.drafter, kept.seed, dtype, device)
-        return packings.MadeParams(found.packing, source, share=share)
+        return packings.MadeParams(found.packing, source, share=share, quantized=quantized)
     for name, digest in kept.files.items():
         file = Path(kept.directory) / name
         if not file.is_file() or (found.whole and not has_digest(file, digest)):
@@ -244,7 +246,7 @@ def _open_params(found: Artefact, device: str) -> packings.ParamSource:
     if held_recipe(found.spec, checkpoint.forms) != (m.quant if m.quant and m.quant.held else None):
         why = f"{found.path} takes codes in other forms than this g4ir reads from {kept.directory}"
         raise EngineError(f"{why}; {rebuild(found.path, m, found.spec)}")
-    return packings.MadeParams(found.packing, checkpoint, share=share)
+    return packings.MadeParams(found.packing, checkpoint, share=share, quantized=quantized)
 
 
 def open_weights(engine: Engine, origin: Origin, kinds: Iterable[str]) -> Checkpoint:

@@ -132,6 +132,8 @@ class MadeParams:
     #: second moments of the inputs of calibrated weights, by param of the whole model: as many axes
     #: as the weight, of length 1 where all share one
     moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    #: computes `quantize`, with the bits of the definition
+    quantized: Callable[..., tuple[Any, ...]] = quantize.reference
     #: results of the last recipe that nobody has asked for yet: codes are made with their scales
     _made: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
@@ -192,13 +194,13 @@ class MadeParams:
 
     def _run(self, n: Node, tensors: list[Any]) -> tuple[Any, ...]:
         """Run a node of a recipe; `quantize` weights errors where its weight is calibrated."""
-        name = n.inputs[0].name
-        if n.op != "quantize" or self._whole(name) not in self.moments:
+        if n.op != "quantize":
             return run_node(n, tensors)
-        read = self.moments.__getitem__
-        moments = self.share.own(name, read) if self.share else read(name)
-        attrs: dict[str, Any] = dict(n.attrs)
-        return quantize.reference(*tensors, **attrs, moments=moments)
+        name, attrs = n.inputs[0].name, dict[str, Any](n.attrs)
+        if self._whole(name) in self.moments:
+            read = self.moments.__getitem__
+            attrs["moments"] = self.share.own(name, read) if self.share else read(name)
+        return self.quantized(*tensors, **attrs)
 
     def _whole(self, param: str) -> str | None:
         """Return the param of the whole model that a param is; None: it is a rank's own."""

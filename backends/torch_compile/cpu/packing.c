@@ -1,0 +1,208 @@
+/* Codes of 4 bits and bf16 scales of a weight: what `int4_scales` of g4ir/ops/codecs.py finds, bit for bit.
+ * Groups lie side by side, one in each place of a vector. The order of sums is that of torch's on x86-64:
+ * 4 x 8 partial sums. Compiled without reassociation and fused multiply-adds (compile.py). */
+#include "kernels.h"
+#include "number.h"
+#include "team.h"
+
+#include <math.h>
+
+/* Groups side by side, numbers of the largest group, and tiles of such groups in a unit of work. */
+enum { SIDE = 16, GROUP_MOST = 512, UNIT = 64, SUMS = 8, ACCUMULATORS = 4 };
+/* Larger weights, infinities and NaN are left to the definition: no sum here overflows. */
+#define WEIGHT_MOST 4096.0f
+#define EACH for (int s = 0; s < SIDE; s++)
+typedef float many[SIDE];
+
+/* As in codecs.py: `_STARTS`, `_EXTREMES`, `_FIRST`, `_NEAR`, `_WEIGHTED_STARTS`. */
+enum { STARTS = 3, EXTREMES = 15, FIRST = 3, NEIGHBOURS = 3 };
+static const float starts[STARTS] = {-8, -7, 7.4f};
+static const float extremes[EXTREMES] = {-8, 7, -7, 6, -6, 5, -5, 4, -4, 3, -3, 2, -2, 1, -1};
+#define NEAR 0x1p-6f
+enum { WEIGHTED_STARTS = 12 };
+#define WEIGHTED_START(i) (float)(-2.8 - 0.8 * (i))
+
+typedef struct {
+    const void *w;
+    const float *moments; /* [groups / matrix, row, group], or NULL */
+    uint8_t *codes;
+    bf16 *scales;
+    int64_t groups, group, row, matrix; /* groups in all, numbers of one, groups of a row and a matrix */
+    int dtype, refused;
+} weight;
+
+static inline float nearest(float v) {
+    v = v < -8 ? -8 : v;
+    v = v > 7 ? 7 : v;
+    return rintf(v);
+}
+
+static inline float code(float x, float d) { return nearest(x / d); }
+
+static inline float rounded(float scale) {
+    float made = widen(narrow(scale));
+    return made != 0 ? made : 1;
+}
+
+/* Sums over each group: of x * code and code^2, or of squared errors; `m`: weighted by moments, and codes
+ * are those of x * d. */
+enum { PRODUCTS, ERRORS, WEIGHTED_PRODUCTS, WEIGHTED_ERRORS };
+static inline __attribute__((always_inline)) void sums(const int kind, const many *x, const many *m,
+                                                       const float *d, int64_t group, float *sum,
+                                                       float *squares) {
+    const int errors = kind == ERRORS || kind == WEIGHTED_ERRORS;
+    EACH sum[s] = squares[s] = 0;
+    for (int j = 0; j < SUMS; j++) {
+        many lane = {0}, lanes = {0};
+        for (int a = 0; a < ACCUMULATORS; a++) {
+            many part = {0}, parts = {0};
+            for (int64_t i = a * SUMS + j; i < group; i += ACCUMULATORS * SUMS) EACH {
+                float v = x[i][s];
+                float q = kind == WEIGHTED_PRODUCTS ? nearest(v * d[s]) : code(v, d[s]);
+                float off = q * d[s] - v, by = kind >= WEIGHTED_PRODUCTS ? m[i][s] : 1;
+                part[s] += errors ? off * off * by : q * (v * by);
+                parts[s] += errors ? 0 : q * q * by;
+            }
+            EACH lane[s] += part[s], lanes[s] += parts[s];
+        }
+        EACH sum[s] += lane[s], squares[s] += lanes[s];
+    }
+}
+
+/* The scale of least squared error of those that the starts lead to; the first of equal ones. */
+static void fitted(const many *x, const float *extreme, int64_t group, float *best) {
+    many d, sum, squares, least;
+    for (int start = 0; start < STARTS; start++) {
+        EACH d[s] = rounded(extreme[s] / starts[start]);
+        for (int round = 0; round < 2; round++) {
+            sums(PRODUCTS, x, 0, d, group, sum, squares);
+            EACH d[s] = rounded(squares[s] > 0 ? sum[s] / squares[s] : d[s]);
+        }
+        sums(ERRORS, x, 0, d, group, sum, squares);
+        EACH {
+            int better = !start || sum[s] < least[s];
+            best[s] = better ? d[s] : best[s];
+            least[s] = better ? sum[s] : least[s];
+        }
+    }
+}
+
+/* The best scale of the codes round(x * factor). */
+static void best_for(const many *x, const many *m, const float *factor, int64_t group, float *dot,
+                     float *scale) {
+    many squares;
+    sums(WEIGHTED_PRODUCTS, x, m, factor, group, dot, squares);
+    EACH scale[s] = dot[s] / (squares[s] < 1e-30f ? 1e-30f : squares[s]);
+}
+
+/* Replaces scales by those of less weighted error where the search finds such. */
+static void weighted(const many *x, const many *m, const float *extreme, int64_t group,
+                     float *scales) {
+    many best, most = {0}, factor, dot, scale, error, plain;
+    EACH best[s] = scales[s];
+    for (int start = 0; start < WEIGHTED_STARTS; start++) {
+        EACH factor[s] = WEIGHTED_START(start) * (1 / (extreme[s] != 0 ? extreme[s] : 1));
+        best_for(x, m, factor, group, dot, scale);
+        EACH {
+            float gain = dot[s] * scale[s];
+            best[s] = gain > most[s] ? scale[s] : best[s];
+            most[s] = gain > most[s] || gain != gain ? gain : most[s];
+        }
+    }
+    EACH factor[s] = 1 / rounded(best[s]);
+    best_for(x, m, factor, group, dot, scale);
+    EACH best[s] = rounded(scale[s]);
+    sums(WEIGHTED_ERRORS, x, m, best, group, error, dot);
+    sums(WEIGHTED_ERRORS, x, m, scales, group, plain, dot);
+    EACH scales[s] = error[s] < plain[s] ? best[s] : scales[s];
+}
+
+static int matches(const many *x, int s, float d, int64_t group) {
+    if (d == 0) return 0;
+    for (int64_t i = 0; i < group; i++)
+        if (widen(narrow(code(x[i][s], d) * d)) != x[i][s]) return 0;
+    return 1;
+}
+
+/* Replaces the scales of groups that lie on a 4-bit grid by those of the grid. */
+static void on_grids(const many *x, const float *extreme, int64_t group, float *scales) {
+    int near[EXTREMES][SIDE], any[SIDE] = {0};
+    for (int n = 0; n < EXTREMES; n++) {
+        EACH near[n][s] = 1;
+        for (int i = 0; i < FIRST; i++) EACH {
+            float tried = extreme[s] / extremes[n];
+            near[n][s] &= fabsf(code(x[i][s], tried) * tried - x[i][s]) <= fabsf(x[i][s]) * NEAR;
+        }
+        EACH any[s] |= near[n][s];
+    }
+    EACH {
+        int found = extreme[s] == 0;
+        if (found) scales[s] = 1;
+        for (int by = 0; any[s] && by < NEIGHBOURS && !found; by++)
+            for (int n = 0; n < EXTREMES && !found; n++) {
+                if (!near[n][s]) continue;
+                float d = widen((bf16)(narrow(extreme[s] / extremes[n]) + (by == 2 ? -1 : by)));
+                if ((found = matches(x, s, d, group))) scales[s] = d;
+            }
+    }
+}
+
+/* Packs groups `first` to `first` + SIDE - 1, or up to the last one. */
+static void pack_tile(weight *p, int64_t first) {
+    const int64_t group = p->group, left = p->groups - first, count = left < SIDE ? left : SIDE;
+    many x[GROUP_MOST], m[GROUP_MOST], extreme = {0}, scales;
+    uint8_t bytes[GROUP_MOST / 2][SIDE];
+    int large = 0;
+    for (int s = 0; s < SIDE; s++)
+        for (int64_t i = 0; i < group; i++)
+            x[i][s] = s < count ? load(p->w, (first + s) * group + i, p->dtype) : 0;
+    for (int64_t i = 0; i < group; i++) EACH {
+        large |= !(fabsf(x[i][s]) <= WEIGHT_MOST);
+        extreme[s] = fabsf(x[i][s]) > fabsf(extreme[s]) ? x[i][s] : extreme[s];
+    }
+    if (large) {
+        __atomic_store_n(&p->refused, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    fitted(x, extreme, group, scales);
+    if (p->moments) {
+        for (int s = 0; s < SIDE; s++) {
+            const int64_t g = first + (s < count ? s : 0), place = g / p->matrix * p->row + g % p->row;
+            for (int64_t i = 0; i < group; i++) m[i][s] = p->moments[place * group + i];
+        }
+        weighted(x, m, extreme, group, scales);
+    }
+    on_grids(x, extreme, group, scales);
+    for (int64_t i = 0; i < group / 2; i++) EACH {
+        int even = (int)code(x[2 * i][s], scales[s]), odd = (int)code(x[2 * i + 1][s], scales[s]);
+        bytes[i][s] = (uint8_t)((even + 8) | (odd + 8) << 4);
+    }
+    for (int64_t s = 0; s < count; s++) {
+        p->scales[first + s] = narrow(scales[s]);
+        for (int64_t i = 0; i < group / 2; i++) p->codes[(first + s) * group / 2 + i] = bytes[i][s];
+    }
+}
+
+static int pack_units(void *context, units *u) {
+    weight *p = context;
+    for (int64_t unit; (unit = take_unit(u)) >= 0;)
+        for (int64_t tile = unit * UNIT; tile < (unit + 1) * UNIT; tile++)
+            if (tile * SIDE < p->groups && !__atomic_load_n(&p->refused, __ATOMIC_RELAXED))
+                pack_tile(p, tile * SIDE);
+    return 0;
+}
+
+/* Whether groups of so many weights are packed here, in one of the dtypes of kernels.h. */
+int g4ir_takes_packing(int dtype, int64_t group) {
+    return dtype <= F16 && group > 0 && group <= GROUP_MOST && group % (ACCUMULATORS * SUMS) == 0;
+}
+
+/* Writes codes, two in a byte, and a bf16 scale for each group; with `moments` of the columns of each matrix
+ * errors are weighted. Returns 1 if a weight is above WEIGHT_MOST
+ * or not finite; what it wrote then means nothing. */
+int g4ir_pack(const void *w, const float *moments, void *codes, void *scales, int64_t groups, int64_t group,
+              int64_t row, int64_t matrix, int dtype, int threads) {
+    weight p = {w, moments, codes, scales, groups, group, row, matrix, dtype, 0};
+    run_region(pack_units, &p, (groups + SIDE * UNIT - 1) / (SIDE * UNIT), threads);
+    return p.refused;
+}

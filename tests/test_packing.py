@@ -1,0 +1,126 @@
+"""The kernel that packs 4-bit weights computes the definition's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import g4ir
+from g4ir.backends.torch_compile import compile as compiler
+from g4ir.backends.torch_compile import packing
+from g4ir.errors import MissingError
+from g4ir.ops.codecs import dequantized, on_grid
+from g4ir.ops.quant import quantize
+from tests.engines import random_checkpoint
+
+KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Gaussian": lambda x: x * 0.02,
+    "outliers": lambda x: x**5,
+    "equal magnitudes": lambda x: x.sign() * 0.7,
+    "ties between codes": lambda x: (x * 6).round() / 2,
+    "groups of zeros": lambda x: x * (x[:, ::32] > 0).repeat_interleave(32, -1),
+    "denormals": lambda x: x * 1e-41,
+    "all magnitudes": lambda x: x * 10.0 ** torch.arange(-36, x.shape[0] - 36)[:, None],
+    "on a 4-bit grid": lambda x: (x * 3).round().clamp(-8, 7) * (3 / 256),
+}
+
+
+def definition(w: torch.Tensor, **attrs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantize.reference(w, form="int4", scale="bf16", **attrs)
+
+
+def packed(w: torch.Tensor, **attrs: Any) -> tuple[Any, ...]:
+    return packing.quantized(w, form="int4", scale="bf16", **attrs)
+
+
+@pytest.fixture
+def kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "quantize", None)
+
+
+@pytest.mark.usefixtures("kernel_alone")
+@pytest.mark.parametrize("group", [32, 64, 128, 0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_codes_and_scales(kind: str, group: int) -> None:
+    """Of 39 rows, no multiple of the groups that the kernel takes together, on two threads."""
+    x = KINDS[kind](torch.randn(39, 384, generator=torch.Generator().manual_seed(group)))
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        for w in (x.to(dtype), x.to(dtype)[:32].view(2, 16, 384), x.to(dtype).flip(1)[:, ::3]):
+            assert all(map(torch.equal, packed(w, group=group), definition(w, group=group)))
+
+
+@pytest.mark.usefixtures("kernel_alone")
+@pytest.mark.parametrize("group", [32, 64, 128, 0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_of_calibrated_weights(kind: str, group: int) -> None:
+    """Moments of one matrix, one set for all experts, and a set each."""
+    random = torch.Generator().manual_seed(group)
+    x = KINDS[kind](torch.randn(39, 384, generator=random))
+    moments = torch.randn(3, 1, 384, generator=random).square() ** 2
+    moments[..., :40] = 0
+    for dtype in (torch.bfloat16, torch.float32):
+        w = x.to(dtype)
+        for v, by in (
+            (w, moments[0]),
+            (w.view(3, 13, 384), moments),
+            (w.view(3, 13, 384), moments[:1]),
+        ):
+            given = {"group": group, "moments": by}
+            assert all(map(torch.equal, packed(v, **given), definition(v, **given)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 5000.0])
+def test_the_definition_computes_other_weights(value: float) -> None:
+    w = torch.randn(8, 64)
+    w[3, 7] = value
+    for made, right in zip(packed(w, group=32), definition(w, group=32), strict=True):
+        assert torch.equal(made.float().nan_to_num(7), right.float().nan_to_num(7))
+    assert all(map(torch.equal, packed(w[:2, :48], group=16), definition(w[:2, :48], group=16)))
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise MissingError("no compiler")
+
+    monkeypatch.setattr(compiler, "cpp_compiler", missing)
+    library = packing._library.__wrapped__()
+    monkeypatch.setattr(packing, "_library", lambda: library)
+    w = torch.randn(8, 64)
+    assert library is None and all(map(torch.equal, packed(w, group=32), definition(w, group=32)))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.9, 1.0])
+def test_groups_on_a_grid_are_counted(share: float) -> None:
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
+    grid = KINDS["on a 4-bit grid"](x).bfloat16()
+    off = torch.arange(64 * 8).view(64, 8).repeat_interleave(32, -1) >= share * 64 * 8
+    w = grid.where(~off, x.bfloat16())
+    codes, scales = packed(w, group=32)
+    same = dequantized(codes, scales, torch.bfloat16) == w
+    count = int(same.unflatten(-1, (-1, 32)).all(-1).sum())
+    assert on_grid(w, codes, scales) == count >= int(share * 64 * 8)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_builds_and_loads_use_it(
+    packs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms = set[str]()
+
+    def quantized(w: torch.Tensor, **attrs: Any) -> tuple[Any, ...]:
+        forms.add(attrs["form"])
+        return quantize.reference(w, **attrs)
+
+    monkeypatch.setattr(packing, "quantized", quantized)
+    weights: dict[str, Any] = {"random_weights": 0}
+    if packs:
+        weights = {"checkpoint": random_checkpoint(tmp_path / "c", "tiny-dense")}
+    limits: dict[str, Any] = {"max_seq": 32, "prefill_chunk": 8, "backend": "reference"}
+    engine = g4ir.build("tiny-dense", tmp_path / "e", quant="int4", **weights, **limits)
+    if not packs:
+        engine.session().prefill(torch.tensor([[2, 5, 7]]))
+    assert "int4" in forms
