@@ -137,6 +137,9 @@ class Parser(argparse.ArgumentParser):
         if verb:
             return did_you_mean(verb[1], re.findall(r"[\w-]+", verb[2]))
         if option := _UNKNOWN.search(message):
+            alike = next((names for names in tables()["alike"] if option[1] in names), ())
+            if known := [flag for flag in alike if flag in self._option_string_actions]:
+                return f"; did you mean {known[0]}?"
             return did_you_mean(option[1], re.findall(r"--[\w-]+", self.format_help()))
         return ""
 
