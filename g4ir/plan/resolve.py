@@ -135,7 +135,7 @@ def find_latent(
         raise InputError(f"--device {device!r}: expected {' or '.join(DEVICES)}")
     _one_of("--latent-kv", given, ("auto", *FORMS))
     form = choose_form(spec, device, dtype, max_seq) if given == "auto" else given
-    if given not in ("auto", PLAIN) and not any(x.attention.k_eq_v for x in spec.layers()):
+    if given not in ("auto", PLAIN) and not has_latent(spec):
         what = "--latent-kv %s changes nothing: no layer of %s makes K and V of one projection"
         log.warning(what, given, spec.name)
     if form != "raw" or kv == OFF:
@@ -146,6 +146,10 @@ def find_latent(
         f"--latent-kv raw: it holds projections before their norm, which --kv-dtype "
         f"{KV_NAMES[kv]} has no range for; take value, off or auto"
     )
+
+
+def has_latent(spec: Spec) -> bool:
+    return any(x.attention.k_eq_v for x in spec.layers())
 
 
 def find_placement(given: str | None, spec: Spec, device: str) -> str | None:
