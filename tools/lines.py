@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: room -> the most lines that it may have; a commit that raises a cap says in docs/decisions.md why
 MOST = {
     "g4ir/errors.py": 94,
-    "g4ir/ui": 955,
+    "g4ir/ui": 961,
     "g4ir/ops": 4108,
     "g4ir/ir": 1134,
     "passes": 1532,
@@ -31,12 +31,12 @@ MOST = {
     "g4ir/check": 3199,
     "g4ir/bench": 2159,
     "g4ir/serve": 4142,
-    "g4ir/cli": 3431,
+    "g4ir/cli": 3443,
     "g4ir-vllm": 758,
     "g4ir-vllm/tests": 811,
     "bench": 2438,
     "examples": 193,
-    "tests": 43611,
+    "tests": 43620,
     "tools": 549,
 }
 

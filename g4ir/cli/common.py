@@ -177,7 +177,17 @@ def _do(parser: Parser, table: Mapping[str, Any], args: argparse.Namespace) -> i
         code: int = getattr(import_module(f".{module}", __package__), name)(args)
         return code
     except InputError as e:
+        e = _of_flag(e, args, parser)
         raise (_of_preset(e, args, parser) if vars(args).get("preset") else e) from None
+
+
+def _of_flag(e: InputError, args: argparse.Namespace, parser: Parser) -> InputError:
+    """Return an error about a field, such as `top_p 2.0: ...`, under the name of its flag."""
+    for name, value in vars(args).items():
+        known = flag_of(name) in parser._option_string_actions
+        if known and str(e).startswith((f"{name} {value}: ", f"{name} {value!r}: ")):
+            return InputError(flag_of(name) + str(e).removeprefix(name))
+    return e
 
 
 def _of_preset(e: InputError, args: argparse.Namespace, parser: Parser) -> InputError:
