@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.torch_compile import compile as compiler
-from g4ir.backends.torch_compile import lower, pyops, tiles
+from g4ir.backends.torch_compile import cpu_library, lower, pyops, tiles
 from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target, cpu_flags
@@ -43,7 +42,7 @@ def cpu_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The CPU kernels, compiled here; other tests keep what they have loaded."""
     before = dict(pyops._kernels)
     path = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    compiler.compile_kernels(path)
+    cpu_library.compile_kernels(path)
     pyops.load_kernels(path)
     yield
     pyops._kernels.clear()
@@ -61,8 +60,8 @@ def kernel_library(tmp_path_factory: pytest.TempPathFactory, full: bool) -> Call
 def _library(path: Path, *flags: str) -> Path:
     options = ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fPIC", "-w"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "KERNEL_FLAGS", (*options, *flags))
-        compiler.compile_kernels(path)
+        patch.setattr(cpu_library, "KERNEL_FLAGS", (*options, *flags))
+        cpu_library.compile_kernels(path)
     return path
 
 

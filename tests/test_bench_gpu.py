@@ -19,7 +19,7 @@ from bench.gpu.conftest import Measure, read_results
 from bench.gpu.engines import copy_folder, take_carried
 from bench.gpu.test_kernels import case_name, programs
 from g4ir.backends.experimental.step_model import read_constants
-from g4ir.backends.torch_compile import compile as compiler
+from g4ir.backends.torch_compile import program_cache
 from g4ir.backends.torch_compile.kernel_cases import all_cases
 from g4ir.backends.torch_compile.target import Target
 from g4ir.bench import roof
@@ -238,7 +238,7 @@ def test_programs_are_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     program.write_bytes(b"compiled")
     take_carried(tmp_path / "carried")
     (out := tmp_path / "out").mkdir()
-    assert compiler._from_cache(program.name, out)
+    assert program_cache.from_cache(program.name, out)
     assert (out / program.name).read_bytes() == b"compiled"
     take_carried(None)
 

@@ -22,7 +22,7 @@ from g4ir.check.logits import verify_engine
 from g4ir.errors import InputError, WeightsError
 from g4ir.model.tensors import dead_tensors, text_tensors
 from g4ir.spec.record import Spec, load_spec
-from g4ir.ui.files import write_file
+from g4ir.ui.files import new_folder, write_file
 from g4ir.ui.paths import hub_cache
 from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import Checkpoint
@@ -510,6 +510,15 @@ def test_hub_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub_snapshot("google/gemma") is None
     with pytest.raises(InputError, match="org/name"):
         hub_snapshot("../../etc")
+
+
+def test_errors_of_writing_name_no_temporary_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        write_file(tmp_path / "none" / "f")
+    assert caught.value.filename == str(tmp_path / "none" / "f")
+    with pytest.raises(FileNotFoundError) as caught:
+        new_folder(tmp_path / "none", ".f.")
+    assert caught.value.filename == str(tmp_path / "none")
 
 
 def test_writing_is_atomic(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile import compile as compiler
-from g4ir.backends.torch_compile import inductor
+from g4ir.backends.torch_compile import cpu_library, inductor, program_cache, workers
 from g4ir.backends.torch_compile.target import Target, find_target
 from g4ir.errors import LowerError
 from g4ir.ui.paths import claimed
@@ -36,7 +36,7 @@ TEXT = TABLES["graphs"]["linear"]
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(compiler, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(program_cache, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "cache"
 
@@ -49,7 +49,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append(text)
         path.write_text(text)
 
-    monkeypatch.setattr(compiler, "compile_program", compile_program)
+    monkeypatch.setattr(workers, "compile_program", compile_program)
     return done
 
 
@@ -62,17 +62,17 @@ def test_second_compile_comes_from_the_cache(
 ) -> None:
     """A cache that cannot be written is no error."""
     done = stub(monkeypatch)
-    first = compiler.compile_all([TEXT, TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
-    second = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "b", 1, no_progress)
+    first = workers.compile_all([TEXT, TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
+    second = workers.compile_all([TEXT], Target("cpu"), tmp_path / "b", 1, no_progress)
     assert done == [TEXT] and first == second == {TEXT: f"{name(TEXT)}.pt2"}
     kept = own_cache / first[TEXT]
     assert list(own_cache.iterdir()) == [kept]
     for folder in ("a", "b"):
         assert (tmp_path / folder / first[TEXT]).read_text() == TEXT
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(compiler, "cache_dir", lambda: tmp_path / "file" / "cache")
+    monkeypatch.setattr(program_cache, "cache_dir", lambda: tmp_path / "file" / "cache")
     for folder in ("c", "d"):
-        compiler.compile_all([TEXT], Target("cpu"), tmp_path / folder, 1, no_progress)
+        workers.compile_all([TEXT], Target("cpu"), tmp_path / folder, 1, no_progress)
     assert done == 3 * [TEXT]
 
 
@@ -81,12 +81,14 @@ def test_damaged_cache_entry_is_compiled_again(
     damaged: str, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = stub(monkeypatch)
-    made = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
+    made = workers.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
     kept = own_cache / made[TEXT]
-    {"program": kept, "digest": compiler._digest_file(kept.name)}[damaged].write_text("damaged")
-    compiler.compile_all([TEXT], Target("cpu"), tmp_path / "b", 1, no_progress)
+    {"program": kept, "digest": program_cache._digest_file(kept.name)}[damaged].write_text(
+        "damaged"
+    )
+    workers.compile_all([TEXT], Target("cpu"), tmp_path / "b", 1, no_progress)
     assert done == [TEXT, TEXT] and (tmp_path / "b" / kept.name).read_text() == TEXT
-    compiler.compile_all([TEXT], Target("cpu"), tmp_path / "c", 1, no_progress)
+    workers.compile_all([TEXT], Target("cpu"), tmp_path / "c", 1, no_progress)
     assert len(done) == 2
 
 
@@ -99,11 +101,11 @@ def test_what_was_kept_first_counts(
     def compiled(text: str, target: Target, path: Path) -> None:
         first.parent.mkdir()
         first.write_text("first")
-        compiler.keep_program(first)
+        program_cache.keep_program(first)
         path.write_text("late")
 
-    monkeypatch.setattr(compiler, "compile_program", compiled)
-    made = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "late", 1, no_progress)
+    monkeypatch.setattr(workers, "compile_program", compiled)
+    made = workers.compile_all([TEXT], Target("cpu"), tmp_path / "late", 1, no_progress)
     assert [p.name for p in (tmp_path / "late").iterdir()] == [made[TEXT]] == [first.name]
     assert (tmp_path / "late" / first.name).read_text() == "first"
 
@@ -114,7 +116,7 @@ def test_processes_share_the_work(
     """What another process is at comes last, and then from the cache."""
     done, made = stub(monkeypatch), [f"{name(t)}.pt2" for t in TWO]
     waiting = Thread(
-        target=compiler.compile_all, args=(TWO, Target("cpu"), tmp_path / "out", 1, no_progress)
+        target=workers.compile_all, args=(TWO, Target("cpu"), tmp_path / "out", 1, no_progress)
     )
     with claimed(made[0], wait=False) as alone, claimed(made[0], wait=False) as again:
         assert alone and not again
@@ -122,7 +124,7 @@ def test_processes_share_the_work(
         while len(done) < 1:
             time.sleep(0.01)
         (tmp_path / made[0]).write_text("theirs")
-        compiler.keep_program(tmp_path / made[0])
+        program_cache.keep_program(tmp_path / made[0])
         assert waiting.is_alive()
     waiting.join()
     assert done == [TWO[1]] and (tmp_path / "out" / made[0]).read_text() == "theirs"
@@ -141,17 +143,17 @@ def test_each_part_of_the_kernels_is_compiled_once(
     def made(folder: str, *dtypes: str) -> list[str]:
         done.clear()
         (tmp_path / folder).mkdir()
-        parts = compiler.kernel_parts(dtypes)
-        compiler.compile_kernels(tmp_path / folder / "kernels.so", parts)
+        parts = cpu_library.kernel_parts(dtypes)
+        cpu_library.compile_kernels(tmp_path / folder / "kernels.so", parts)
         assert [f.name for f in (tmp_path / folder).iterdir()] == ["kernels.so"]
         return done
 
-    monkeypatch.setattr(compiler, "_compiler", compiled)
+    monkeypatch.setattr(cpu_library, "_compiler", compiled)
     assert made("dense", "bf16", "f32") == ["kernels.c", "step.c", "calls.c", "team.c"]
     assert made("int8", "bf16", "i8") == ["-DFORM=INT8", "form.c"]
     assert made("mixed", "i8", "u8") == ["-DFORM=INT4", "form.c"]
     assert made("again", "i8", "u8") == made("none") == []
-    monkeypatch.setattr(compiler, "KERNEL_FLAGS", ("-O1",))
+    monkeypatch.setattr(cpu_library, "KERNEL_FLAGS", ("-O1",))
     assert len(made("other flags")) == 4
 
 
@@ -210,7 +212,7 @@ def test_failing_segment_is_named(
 ) -> None:
     failing(monkeypatch)
     with pytest.raises(LowerError, match=r"(?s)out of luck.*%v0 = linear"):
-        compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
+        workers.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
     assert not own_cache.exists()
 
 
@@ -218,7 +220,7 @@ def test_failing_segment_of_another_process_is_named(own_cache: Path, tmp_path: 
     """An op that nobody knows, in one of two processes; none is left running."""
     texts = [TEXT.replace("linear", "unheard_of"), TEXT.replace("linear", "unseen")]
     with pytest.raises(LowerError, match=r"unheard_of|unseen"):
-        compiler.compile_all(texts, Target("cpu"), tmp_path / "a", 2, no_progress)
+        workers.compile_all(texts, Target("cpu"), tmp_path / "a", 2, no_progress)
 
 
 def test_kernel_that_torch_does_not_understand_is_an_error(
@@ -235,7 +237,7 @@ def test_kernel_that_torch_does_not_understand_is_an_error(
     before = log.level, log.propagate, list(log.handlers)
     monkeypatch.setattr(compiler, "_compile", grumble)
     with pytest.raises(LowerError, match="which operands a kernel writes"):
-        compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
+        workers.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
     assert (log.level, log.propagate, list(log.handlers)) == before
 
 
@@ -262,7 +264,7 @@ def test_a_process_that_dies_is_an_error(
     """What it printed is the cause, and not on the terminal."""
     worker(monkeypatch, tmp_path, script)
     with pytest.raises(LowerError, match=message) as caught:
-        compiler.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, no_progress)
+        workers.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, no_progress)
     assert ("frame 12 of a stack" in str(caught.value.__cause__)) == ("frame" in script)
     assert capfd.readouterr().err == ""
 
@@ -295,7 +297,7 @@ def test_an_interrupt_of_the_main_process_ends_the_others_and_their_compilers(
 
     Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        compiler.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, no_progress)
+        workers.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, no_progress)
     told = [*tmp_path.glob("*.pid")]
     assert gone([*(int(p.stem) for p in told), *(int(p.read_text()) for p in told)], 5)
 
@@ -303,14 +305,14 @@ def test_an_interrupt_of_the_main_process_ends_the_others_and_their_compilers(
 def test_they_end_where_the_main_process_ignores_the_signal() -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        workers = compiler._Workers(1, "cpu")
-        late = Timer(20, os.killpg, (workers._server.pid, signal.SIGKILL))
+        started = workers.Workers(1, "cpu")
+        late = Timer(20, os.killpg, (started._server.pid, signal.SIGKILL))
         late.start()
-        workers.end()
+        started.end()
     finally:
         signal.signal(signal.SIGTERM, before)
     late.cancel()
-    assert workers._server.returncode == -signal.SIGTERM
+    assert started._server.returncode == -signal.SIGTERM
 
 
 def test_processes_that_were_started_early(
@@ -319,22 +321,22 @@ def test_processes_that_were_started_early(
     """The next build takes them, and they end with it, or with one that is refused before."""
     script = f"echo $$ > {tmp_path}/$$.part; mv {tmp_path}/$$.part {tmp_path}/$$.pid; sleep 300"
     worker(monkeypatch, tmp_path, script)
-    with pytest.raises(LowerError, match="refused"), compiler.compilers_started(2, "cpu"):
-        unused = compiler._early["cpu"]._server
+    with pytest.raises(LowerError, match="refused"), workers.compilers_started(2, "cpu"):
+        unused = workers._early["cpu"]._server
         raise LowerError("refused")
-    assert unused.returncode is not None and not compiler._early
+    assert unused.returncode is not None and not workers._early
     worker(monkeypatch, tmp_path, "exit 3")
-    with compiler.compilers_started(2, "cpu"):
-        early = compiler._early["cpu"]
+    with workers.compilers_started(2, "cpu"):
+        early = workers._early["cpu"]
         with pytest.raises(LowerError, match="with status 3"):
-            compiler.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, no_progress)
-        assert early._server.returncode == 3 and not compiler._early
+            workers.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, no_progress)
+        assert early._server.returncode == 3 and not workers._early
 
 
 def test_what_programs_share_is_made_once(tmp_path: Path) -> None:
     """As they make it themselves: they find it."""
     for part in compiler.SHARED_PARTS:
-        compiler._make(part, Target("cpu"), Path())
+        compiler.compile_shared(part, Target("cpu"))
     with compiler._compiling() as folder:
         pass
 
@@ -351,11 +353,12 @@ def test_what_programs_share_is_made_once(tmp_path: Path) -> None:
 PARENT = """
 import sys
 from pathlib import Path
-from g4ir.backends.torch_compile import compile as compiler
+from g4ir.backends.torch_compile.cpu_library import kernel_parts
 from g4ir.backends.torch_compile.target import Target
-workers = compiler._Workers(2, "cpu")
+from g4ir.backends.torch_compile.workers import Workers
+workers = Workers(2, "cpu")
 print(workers._server.pid, flush=True)
-workers.compile(compiler.kernel_parts()[0], Target("cpu"), Path(sys.argv[1]))
+workers.compile(kernel_parts()[0], Target("cpu"), Path(sys.argv[1]))
 """
 
 
@@ -396,14 +399,14 @@ def test_a_full_disk_is_called_so_and_the_folder_named(
 
     monkeypatch.setattr(compiler, "_compile", fail)
     with pytest.raises(LowerError, match=f"{folder}: no space left on the device; .*--out"):
-        compiler.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
+        workers.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
     monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=int(p == folder)))
     with pytest.raises(LowerError, match=r"no space left .*TORCHINDUCTOR_CACHE_DIR"):
-        compiler.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
+        workers.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
     temporary = Path(tempfile.gettempdir())
     monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=int(p != temporary)))
     with pytest.raises(LowerError, match=r"no space left .*TMPDIR"):
-        compiler.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
+        workers.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
 
 
 def test_a_full_disk_does_not_end_the_process(
@@ -423,7 +426,7 @@ def test_a_program_of_one_segment(own_cache: Path, tmp_path: Path) -> None:
     """Compiled for real: any size up to the limits, weights as inputs."""
     from g4ir.backends.torch_compile.runtime import _load_program
 
-    (name,) = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress).values()
+    (name,) = workers.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress).values()
     with ZipFile(tmp_path / "a" / name) as archive:
         (wrapper,) = (n for n in archive.namelist() if n.endswith("wrapper.cpp"))
         assert b"AOTInductorModelContainerCreate(" not in archive.read(wrapper)  # linked

@@ -12,11 +12,12 @@ from threading import Event, Thread
 from typing import Any
 from zipfile import ZipFile
 
+import numpy as np
 import pytest
 import torch
 
 from g4ir.backends.torch_compile import compile as compiler
-from g4ir.backends.torch_compile import pyops, runtime, tiles
+from g4ir.backends.torch_compile import cpu_library, pyops, runtime, tiles
 from g4ir.backends.torch_compile.target import Target, cpu_flags, has_gemm
 from g4ir.ir.graph import Builder, Program
 from g4ir.ops import OPS
@@ -36,7 +37,6 @@ from tests.coded_products import (
     GROUPS,
     QUANTIZE,
     cpu_kernels,  # noqa: F401
-    kernel_library,  # noqa: F401
     kernels_of_other_cpu,  # noqa: F401
     layouts,
 )
@@ -486,14 +486,14 @@ def test_a_library_has_the_formats_of_its_engine(
 
     def taken(*parts: Any) -> list[tuple[str, bool]]:
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.so"
-        compiler.compile_kernels(path, compiler.kernel_parts(*parts))
+        cpu_library.compile_kernels(path, cpu_library.kernel_parts(*parts))
         monkeypatch.setattr(pyops, "_kernels", {})
         monkeypatch.setattr(pyops, "_libraries", [])
         pyops.load_kernels(path)
         takes, groups = pyops._kernels["takes_codes"], 2
         return [
             (dtype, bool(rounded))
-            for dtype in compiler.KERNEL_FORMS
+            for dtype in cpu_library.KERNEL_FORMS
             for rounded in (0, 1)
             if takes(pyops.FORMS[torch_dtype(dtype)], rounded, BF16, 1, 512, groups)
         ]
@@ -513,7 +513,7 @@ def test_engines_in_a_process_share_their_formats(
     monkeypatch.setattr(pyops, "_kernels", {})
     monkeypatch.setattr(pyops, "_libraries", [])
     for i, dtypes in enumerate([{"i8"}, {"u8"}, {"bf16"}]):
-        compiler.compile_kernels(tmp_path / f"{i}.so", compiler.kernel_parts(dtypes, i == 0))
+        cpu_library.compile_kernels(tmp_path / f"{i}.so", cpu_library.kernel_parts(dtypes, i == 0))
         pyops.load_kernels(tmp_path / f"{i}.so")
     taken = [
         [form for form in range(len(pyops.FORMS)) if one.g4ir_takes_codes(form, 0, BF16, 1, *sizes)]
@@ -529,9 +529,26 @@ def test_engines_in_a_process_share_their_formats(
         )
 
 
+def test_kernels_of_an_older_library_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shares no formats: a step of another engine may end at one that it has not."""
+
+    class Older:
+        def __getitem__(self, name: str) -> Any:
+            return lambda *_: pyops.STEP_VERSION
+
+    monkeypatch.setattr(pyops, "_kernels", {"run_instructions": lambda *_: 2})
+    monkeypatch.setattr(pyops, "_older", [])
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Older())
+    instructions = np.zeros(1)
+    for again in ("the engine again", "the engine of old/kernels.so, loaded too, again"):
+        with pytest.raises(RuntimeError, match=f"of another version; build {again}"):
+            pyops.run_instructions(instructions, instructions, torch.zeros(1), 1)
+        pyops.load_kernels(Path("old/kernels.so"))
+
+
 def test_other_threads_run_meanwhile(tmp_path: Path) -> None:
     """A product takes Python's lock from no thread, wherever it is called from."""
-    compiler.compile_kernels(tmp_path / "kernels.so")
+    cpu_library.compile_kernels(tmp_path / "kernels.so")
     call = ctypes.PyDLL(str(tmp_path / "kernels.so")).g4ir_call_linear  # keeps the lock
     x, w = torch.randn(1, 4096), torch.randn(8192, 4096)
     pointer = ctypes.pythonapi.PyCapsule_GetPointer

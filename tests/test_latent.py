@@ -16,6 +16,7 @@ import torch
 from g4ir.errors import InputError
 from g4ir.passes.latent_kv import LatentOptions, latent_kv
 from g4ir.plan.latent import TABLE, LatentMeasurement, choose_form, read_table, write_table
+from g4ir.plan.resolve import find_latent
 from g4ir.spec.parts import FULL, SLIDING, Rope
 from g4ir.spec.record import Spec, check_spec, load_spec
 from g4ir.spec.shrink import shrink
@@ -124,3 +125,10 @@ def test_the_nearest_measurement_counts(
     rows = read_table(table)
     monkeypatch.setattr("g4ir.plan.latent.read_table", lambda: rows)
     assert choose_form(load_spec(spec), device, dtype, max_seq) == form
+
+
+def test_a_form_that_no_layer_takes_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("tiny-dense", "tiny-ple"):
+        assert find_latent("value", load_spec(name), "cpu", "f32", 64) == "value"
+    (warned,) = caplog.messages
+    assert warned.startswith("--latent-kv value changes nothing: no layer of tiny-ple ")

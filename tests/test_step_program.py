@@ -13,7 +13,7 @@ import g4ir
 from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.arena import Arena
 from g4ir.backends.torch_compile.backend import BACKEND
-from g4ir.backends.torch_compile.compile import compile_kernels
+from g4ir.backends.torch_compile.cpu_library import compile_kernels
 from g4ir.backends.torch_compile.step_program import (
     LOWERINGS,
     NoInstruction,

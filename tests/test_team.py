@@ -15,8 +15,8 @@ from statistics import median
 import pytest
 import torch
 
-from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile import pyops
+from g4ir.backends.torch_compile.cpu_library import compile_kernels
 from g4ir.ui import threads
 from g4ir.ui.memory import memory_limits
 from tests.cli_tools import refused
@@ -27,7 +27,7 @@ PRODUCTS = [(512, 96), (64, 1024), (1000, 256), (37, 9216)]
 @pytest.fixture(scope="module", autouse=True)
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    compiler.compile_kernels(path)
+    compile_kernels(path)
     pyops.load_kernels(path)
     return path
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from g4ir.backends.torch_compile.attention import _pairs, _rotate
 from g4ir.backends.torch_compile.backend import _kernel_parts
-from g4ir.backends.torch_compile.compile import FORM_SOURCE
+from g4ir.backends.torch_compile.cpu_library import FORM_SOURCE
 from g4ir.backends.torch_compile.lower import (
     SegmentModule,
     _list_write,

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
 import g4ir
 from g4ir.backends.torch_compile import compile as compiler
+from g4ir.backends.torch_compile import program_cache
 from g4ir.cli import main
 from g4ir.engine import trust
 from g4ir.engine.artefact import MANIFEST, SIGNATURE, open_artefact
@@ -205,20 +206,20 @@ def test_a_planted_program_is_not_taken_from_the_cache(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     out, name = tmp_path / "out", "0" * 24 + ".pt2"
     out.mkdir()
-    assert not compiler._from_cache(name, out)
+    assert not program_cache.from_cache(name, out)
     (out / name).write_bytes(b"program")
-    compiler.keep_program(out / name)
+    program_cache.keep_program(out / name)
     (out / name).unlink()
-    assert compiler._from_cache(name, out) and (out / name).read_bytes() == b"program"
-    kept = compiler.cache_dir() / name
+    assert program_cache.from_cache(name, out) and (out / name).read_bytes() == b"program"
+    kept = program_cache.cache_dir() / name
     with zipfile.ZipFile(kept, "w") as archive:
         archive.writestr("model.so", library(tmp_path / "x.so", tmp_path / "pwned").read_bytes())
     digest = kept.with_suffix(".sha256")
-    digest.write_text(compiler.sha256(kept))  # beside it, where one was believed before
-    assert not compiler._from_cache(name, out)
+    digest.write_text(program_cache.sha256(kept))  # beside it, where one was believed before
+    assert not program_cache.from_cache(name, out)
     kept.parent.chmod(0o777)
     with pytest.raises(TrustError, match="chmod go-w"):
-        compiler._from_cache(name, out)
+        program_cache.from_cache(name, out)
     assert not (tmp_path / "pwned").exists()
 
 

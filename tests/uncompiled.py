@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile import compile as compiler
-from g4ir.backends.torch_compile import runtime
+from g4ir.backends.torch_compile import runtime, workers
 from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
@@ -44,6 +44,6 @@ def uncompiled() -> Iterator[None]:
         return eager(text, device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "compile_all", compile_all)
+        patch.setattr(workers, "compile_all", compile_all)
         patch.setattr(runtime, "_load_program", load_program)
         yield

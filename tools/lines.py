@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: room -> the most lines that it may have; a commit that raises a cap says in docs/decisions.md why
 MOST = {
     "g4ir/errors.py": 94,
-    "g4ir/ui": 955,
+    "g4ir/ui": 961,
     "g4ir/ops": 4114,
     "g4ir/ir": 1134,
     "passes": 1532,
@@ -19,24 +19,24 @@ MOST = {
     "g4ir/quant": 334,
     "g4ir/weights": 3910,
     "g4ir/weights/gguf": 1897,
-    "g4ir/plan": 2925,
-    "backends": 19368,
+    "g4ir/plan": 2938,
+    "backends": 19451,
     # Beside what a reader needs: an emulator of TensorRT, and what no device has run.
     "backends/trt/recorder": 1900,
     "backends/experimental": 1072,
     "g4ir/media": 1424,
     "g4ir/engine/ranks": 253,
-    "g4ir/engine": 7180,
+    "g4ir/engine": 7181,
     "g4ir/chat": 2617,
     "g4ir/check": 3199,
     "g4ir/bench": 2159,
     "g4ir/serve": 4142,
-    "g4ir/cli": 3420,
+    "g4ir/cli": 3443,
     "g4ir-vllm": 758,
     "g4ir-vllm/tests": 811,
     "bench": 2443,
     "examples": 193,
-    "tests": 43717,
+    "tests": 43758,
     "tools": 549,
 }
 

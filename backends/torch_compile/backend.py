@@ -21,7 +21,10 @@ from g4ir.ui.progress import Progress
 
 from ..base import Backend, Prepared, Setting, Task
 from ..experimental import experiment
-from . import compile as compiler
+from . import workers
+from .compile import check_program, machine
+from .cpu_library import compile_kernels, kernel_parts
+from .cuda_toolkit import toolchain
 from .programs import CHAINS, END, KERNELS_FILE, choice_texts, phase_steps, phases
 from .schedule import any_length, dense_bytes, schedule, unmeasured
 from .segment import Segment, Step
@@ -63,10 +66,10 @@ class TorchBackend(Backend):
         return rows if device == "cuda" and settings.get(DECODE_STEP, PLAIN) != PLAIN else 0
 
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
-        return compiler.toolchain(device, ", or build with --device cpu")
+        return toolchain(device, ", or build with --device cpu")
 
     def machine(self, device: str) -> str:
-        return compiler.machine(device)
+        return machine(device)
 
     def stored(self, program: Program, device: str) -> Program:
         """Return graphs for the CPU, whose products take weights in tiles, or for a GPU, whose
@@ -75,7 +78,7 @@ class TorchBackend(Backend):
 
     def about_to_compile(self, device: str) -> AbstractContextManager[None]:
         """Start the processes that compile, which import torch's compiler for some seconds."""
-        return compiler.compilers_started(JOBS, device) if JOBS > 1 else nullcontext()
+        return workers.compilers_started(JOBS, device) if JOBS > 1 else nullcontext()
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         program, limits, device, progress = task.program, task.limits, task.device, task.progress
@@ -91,9 +94,9 @@ class TorchBackend(Backend):
                 progress(note)
         parts = _kernel_parts(program) if device == "cpu" else []
         folder = task.folder / "programs"
-        files = compiler.compile_all([*texts, *parts], target, folder, JOBS, progress)
+        files = workers.compile_all([*texts, *parts], target, folder, JOBS, progress)
         if parts:
-            compiler.compile_kernels(folder / KERNELS_FILE, parts)
+            compile_kernels(folder / KERNELS_FILE, parts)
         kept = {
             phase: tuple(files[s.text] if isinstance(s, Segment) else None for s in many)
             for phase, many in steps.items()
@@ -139,7 +142,7 @@ def _kernel_parts(program: Program) -> list[str]:
     graphs = program.graphs.values()
     dtypes = {v.type.dtype for g in graphs for v in g.params}
     rounded = any(n.op == "fake_quantize" for g in graphs for n in g.nodes)
-    return compiler.kernel_parts(dtypes, rounded)
+    return kernel_parts(dtypes, rounded)
 
 
 def _recorded_bytes(program: Program, limits: Limits, target: Target, dense: int) -> int:
@@ -185,7 +188,7 @@ def _check_programs(
         if not pattern.fullmatch(file) or not (folder / file).is_file():
             raise EngineError(f"{folder}: no program {file!r}; build the engine again")
         if pattern is PROGRAM:  # chains' files say what they were made of when they are read
-            compiler.check_program(folder / file, text)
+            check_program(folder / file, text)
 
 
 BACKEND = TorchBackend()

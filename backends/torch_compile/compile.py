@@ -1,61 +1,34 @@
-"""A segment's text -> an ahead-of-time Inductor package; many of them in parallel.
+"""A segment's text -> an ahead-of-time Inductor package.
 
 Compilation is a pure function of (text, device, torch, instruction set, this package's sources),
-so packages are kept in the user's cache directory under the hash of all that.
+so packages are kept under the hash of all that (program_cache.py).
 """
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import importlib
 import importlib.metadata
 import io
-import json
 import logging
 import os
 import platform
 import re
 import shutil
-import signal
-import socket
-import subprocess
 import tempfile
-import time
 import warnings
 import zipfile
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
-from typing import IO, Any
+from typing import Any
 
-from g4ir.errors import EngineError, G4Error, LowerError, TrustError
+from g4ir.errors import EngineError, LowerError
 from g4ir.ir.text import parse_graph
 from g4ir.ui.files import write_file
-from g4ir.ui.paths import (
-    PREFIX,
-    cache_root,
-    check_private,
-    claimed,
-    keep_inductor_private,
-    private,
-    search_path,
-    setting,
-    state_root,
-    variable,
-)
-from g4ir.ui.subprocesses import python
-from g4ir.weights.checkpoint import sha256
+from g4ir.ui.paths import keep_inductor_private, search_path, setting, variable
 from g4ir.weights.tensorfile import open_regular
 
-from .cuda_toolkit import cpp_compiler, toolkit_found
-from .cuda_toolkit import toolchain as toolchain
+from .cuda_toolkit import toolkit_found
 from .inductor import WRAPPER, interface_apart, precompile, without_probes
 from .target import Target, cpu_flags
 
@@ -74,6 +47,7 @@ SOURCES = (
 )
 #: and those that it follows from on a GPU with kernels
 GPU_SOURCES = ("tunings.py", "tunings.yaml", "kernels/*.py")
+<<<<<<< HEAD
 #: what the CPU kernels are made of, and how: the parts of every engine, and the one of a format of
 #: weights, compiled with `-DFORM=` and its name there
 CPU_KERNELS = Path(__file__).with_name("cpu")
@@ -110,12 +84,11 @@ PACKING = (
     f"{KERNELS}team.c",
 )
 #: and what stands for what is the same in all programs for the CPU, in two parts
+=======
+#: stands among the texts of programs for what all programs for the CPU share, in two parts
+>>>>>>> small
 SHARED = "of all programs: "
 SHARED_PARTS = (SHARED + WRAPPER, SHARED + "kernels")
-#: lines that are shown of what a worker prints
-PRINTED_LINES = 200
-#: texts that wait for a process at a time, each in a thread
-MOST_WAITING = 64
 #: how the system and compilers word a full disk
 FULL = ("No space left on device", "Disk quota exceeded")
 #: sizes at which programs are traced; each named dim is dynamic from 1 up
@@ -175,344 +148,23 @@ def _sources(target: Target) -> str:
     return digest.hexdigest()
 
 
-def cache_dir() -> Path:
-    """Return the folder where compiled programs are kept between builds."""
-    return cache_root() / "programs"
-
-
-def compile_all(
-    texts: Sequence[str],
-    target: Target,
-    out: Path,
-    jobs: int,
-    progress: Callable[[str], None],
-) -> dict[str, str]:
-    """Compile each distinct text, which may be one of `kernel_parts`, into `out`; return text ->
-    file name.
-
-    Raises LowerError with the backend's message and the segment's first line.
-    """
-    files = {t: _file_of(t, target) for t in dict.fromkeys(texts)}
-    out.mkdir(parents=True, exist_ok=True)
-    missing = {t: out / name for t, name in files.items() if not _from_cache(name, out)}
-    if missing:
-        progress(f"compiling {len(missing)} of {len(files)} programs")
-        with closing(_compiled(missing, target, min(jobs, len(missing)))) as done:
-            for i, _ in enumerate(done):
-                progress(f"compiled {i + 1}/{len(missing)}")
-    return files
-
-
-def _file_of(text: str, target: Target) -> str:
-    return _part_file(text) if is_part(text) else f"{program_name(text, target)}.pt2"
-
-
-def _make(text: str, target: Target, path: Path) -> None:
-    if is_part(text):
-        _compile_part(text, path)
-    elif text.startswith(SHARED):
-        with _compiling() as folder:
-            part, given = text.removeprefix(SHARED), _inductor("", target)
-            precompile(part, folder, given, program_name("", target))
-    else:
-        compile_program(text, target, path)
-
-
-def _from_cache(name: str, out: Path) -> bool:
-    """Copy a kept program that is whole. TrustError where others could have put it there."""
-    kept, digest = cache_dir() / name, _digest_file(name)
-    if not (kept.is_file() and digest.is_file()):
-        return False
-    for file in (kept, digest):
-        check_private(file.parent)
-    copy = out / f"{name}.kept"
-    try:
-        shutil.copyfile(kept, copy)
-        right = sha256(copy) == digest.read_text()
-        if right:
-            copy.replace(out / name)
-        return right
-    except (OSError, UnicodeDecodeError):
-        return False
-    finally:
-        copy.unlink(missing_ok=True)
-
-
-def _digest_file(name: str) -> Path:
-    """Return the file of a kept program's digest, which who writes to the cache cannot change."""
-    return state_root() / "programs" / name
-
-
-def keep_program(path: Path) -> None:
-    """Keep a program, by best effort. One that another process kept meanwhile is equal."""
-    try:
-        if _from_cache(path.name, path.parent):
-            return
-        kept, digest = private(cache_dir()), private(_digest_file(path.name).parent)
-        write_file(kept / path.name, [path.read_bytes()])
-        write_file(digest / path.name, [sha256(path).encode()])
-    except (TrustError, OSError):
-        return
-
-
-def _compiled(
-    missing: Mapping[str, Path], target: Target, workers: int
-) -> Generator[str, None, None]:
-    """Compile each text into its file, in so many processes, and yield it."""
-    if workers == 1:
-        yield from _shared(missing, target)
-        return
-    # What takes longest comes first, so that nothing is left alone at the end.
-    todo = sorted(missing, key=lambda text: (is_part(text), len(text)), reverse=True)
-    early = _early.pop(target.device, None)
-    with early or _Workers(workers, target.device) as started:
-        if not early and target.device == "cpu":
-            for text in SHARED_PARTS:
-                started.submit(text, target, Path())
-        futures = {started.submit(text, target, missing[text]): text for text in todo}
-        for future in as_completed(futures):
-            future.result()
-            keep_program(missing[futures[future]])
-            yield futures[future]
-
-
-def _shared(missing: Mapping[str, Path], target: Target) -> Iterator[str]:
-    """Compile one after the other; programs that another process is compiling come last."""
-    todo, passed_over = deque(missing), 0
-    while todo:
-        text = todo.popleft()
-        path = missing[text]
-        with claimed(path.name, wait=passed_over > len(todo)) as alone:
-            if not alone:
-                todo.append(text)
-                passed_over += 1
-                continue
-            if not _from_cache(path.name, path.parent):
-                _make(text, target, path)
-                keep_program(path)
-        passed_over = 0
-        yield text
-
-
-#: device -> processes that were started before it was known what is to be compiled
-_early: dict[str, _Workers] = {}
-
-
-@contextmanager
-def compilers_started(count: int, device: str) -> Iterator[None]:
-    """A context in which processes import the compiler, for the next `compile_all`, and on the CPU
-    compile what every engine has. What goes wrong there, that says."""
-    workers = _early[device] = _Workers(count, device)
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
-        for text in [*kernel_parts(()), *SHARED_PARTS] if device == "cpu" else ():
-            workers.submit(text, Target(device), Path(folder) / _part_file(text))
-        try:
-            yield
-        finally:
-            if _early.pop(device, None):
-                workers.end()
-
-
-class _Workers:
-    """Processes that serve one program after the other, forks of one that has imported the
-    compiler, and as many for the CPU kernels, which need none of it. They are a process group of
-    their own: the terminal's Ctrl-C is for the main process, and a compiler ends with the worker
-    that began it, by SIGTERM, also where the main process ignores that. Their output and their
-    compilers' is kept, not shown.
-
-    Not multiprocessing: its processes import the user's main script again, which would have to
-    be written for that.
-    """
-
-    def __init__(self, count: int, device: str) -> None:
-        pairs = [socket.socketpair() for _ in range(2 * count)]
-        theirs = [other.fileno() for _, other in pairs]
-        self._pool = ThreadPoolExecutor(MOST_WAITING)
-        self._idle: dict[bool, SimpleQueue[IO[str]]] = {True: SimpleQueue(), False: SimpleQueue()}
-        for i, (own, _) in enumerate(pairs):
-            self._idle[i < count].put(own.makefile("rw"))
-        self._printed = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-        self._server = subprocess.Popen(
-            python(__name__, f"serve({os.getpid()}, {theirs}, {device!r})"),
-            stdin=subprocess.DEVNULL,
-            stdout=self._printed,
-            stderr=self._printed,
-            pass_fds=theirs,
-            start_new_session=True,
-            preexec_fn=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL),  # of `kill`
-        )
-        for pair in pairs:  # what is made of the own ends keeps them open
-            for end in pair:
-                end.close()
-
-    def __enter__(self) -> _Workers:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        self.kill()  # or the pool would wait for what nobody needs any more
-        self._pool.shutdown(cancel_futures=True)
-        with self._printed:
-            self._server.wait()
-
-    def kill(self) -> None:
-        """End them and what they started, whatever they are at; a compiler removes its file."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._server.pid, signal.SIGTERM)
-
-    def submit(self, text: str, target: Target, path: Path) -> Future[None]:
-        """Return what `compile` comes to, of texts in this order."""
-        return self._pool.submit(self.compile, text, target, path)
-
-    def compile(self, text: str, target: Target, path: Path) -> None:
-        """Compile a program, or what stands among their texts, in a process that is idle;
-        LowerError with its message, caused by what the processes printed."""
-        idle = self._idle[is_part(text)]
-        channel = idle.get()
-        try:
-            print(json.dumps([text, asdict(target), str(path)]), file=channel, flush=True)
-            answer = channel.readline()
-        except OSError:  # it has ended
-            answer = ""
-        finally:
-            idle.put(channel)
-        if not answer:
-            raise LowerError(_end_of_worker(self._status())) from self._output()
-        if error := json.loads(answer):
-            raise LowerError(error) from self._output()
-
-    def _status(self) -> int:
-        """Return how the first process ended, as subprocess has it; it stays there for `kill`."""
-        found = os.waitid(os.P_PID, self._server.pid, os.WEXITED | os.WNOWAIT)
-        assert found
-        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-
-    def _output(self) -> Exception:
-        size = os.fstat(self._printed.fileno()).st_size
-        text = os.pread(self._printed.fileno(), size, 0).decode(errors="backslashreplace")
-        lines = text.splitlines()[-PRINTED_LINES:]
-        return RuntimeError("\n".join(["what the compiling processes printed:", *lines]))
-
-
-def _end_of_worker(status: int) -> str:
-    """Return why a worker ended without an answer."""
-    if status == -signal.SIGKILL:
-        why = "it was killed, most likely for memory: build again with fewer other programs running"
-    else:
-        why = "run again with --trace to see what it printed"
-    how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-    return f"torch: a compiling process ended {how}; {why}"
-
-
-def serve(parent: int, channels: Sequence[int], device: str) -> None:
-    """Fork a process for each channel, which compiles what lines there name. The first half, for
-    the CPU kernels, does not wait until the compiler is imported. Ends with `parent`, and as they
-    end. Those for a GPU import it themselves: it may open the GPU, which forks could not use
-    then."""
-    gc.disable()  # a fifth of what torch computes, for 40 MB
-    Thread(target=_end_with, args=(parent,), daemon=True).start()
-    for i, channel in enumerate(channels):
-        if i == len(channels) // 2:
-            importlib.import_module("torch._inductor.compile_fx" if device == "cpu" else "torch")
-        if not os.fork():
-            for other in {*channels[i:]} - {channel}:
-                os.close(other)
-            _answer(channel)
-            return
-        os.close(channel)
-    _, status = os.wait()
-    if os.WIFSIGNALED(status):
-        os.kill(os.getpid(), os.WTERMSIG(status))
-    os._exit(os.WEXITSTATUS(status))
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.2)
-    os.killpg(0, signal.SIGKILL)  # compilers too
-
-
-def _answer(channel: int) -> None:
-    """Compile what each line names; answer null or the error."""
-    with socket.socket(fileno=channel) as own, own.makefile("rw") as lines:
-        while line := lines.readline():
-            text, target, path = json.loads(line)
-            try:
-                _make(text, Target(**target), Path(path))
-                error = None
-            except G4Error as e:
-                error = str(e)
-            print(json.dumps(error), file=lines, flush=True)
-
-
-def kernel_parts(dtypes: Iterable[str] = KERNEL_FORMS, rounded: bool = True) -> list[str]:
-    """Return the parts of the CPU kernels, as texts, that an engine calls: dtypes of its params,
-    and whether its products round rows; by default those of every engine."""
-    source = f"{FORM_SOURCE} -DROUNDED" if rounded else FORM_SOURCE
-    forms = [f"{source} -DFORM={KERNEL_FORMS[d]}" for d in KERNEL_FORMS if d in {*dtypes}]
-    return [KERNELS + part for part in (*KERNEL_SOURCES, *forms)]
-
-
-def is_part(text: str) -> bool:
-    return text.startswith(KERNELS)
-
-
-def compile_kernels(path: Path, parts: Sequence[str] | None = None) -> None:
-    """Write the CPU kernels, and what programs call them by, as a shared library for this machine:
-    of parts (default: all) that lie beside it, or are kept, or are compiled now (some twenty
-    seconds for all)."""
-    import torch
-
-    texts = kernel_parts() if parts is None else parts
-    files = {text: path.with_name(_part_file(text)) for text in texts}
-    for text, file in files.items():
-        if not file.is_file():
-            _compile_part(text, file)
-    libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"]
-    _compiler([*LINK_FLAGS, *map(str, files.values()), *libraries], path)
-    for file in files.values():
-        file.unlink()
-
-
-def _part_file(text: str) -> str:
-    built_for = [platform.machine(), *cpu_flags(), *KERNEL_FLAGS, text]
-    digest = hashlib.sha256("\0".join(built_for).encode())
-    for file in sorted(CPU_KERNELS.glob("*.[ch]")):
-        digest.update(file.read_bytes())
-    return f"{digest.hexdigest()[:24]}.o"
-
-
-def _compile_part(text: str, path: Path) -> None:
-    """Write a part of the CPU kernels as an object file: one that is kept, or compiled now."""
-    with claimed(f"{path.name}.kernels", wait=True):
-        if not _from_cache(path.name, path.parent):
-            source, *defined = text.removeprefix(KERNELS).split()
-            words = [*KERNEL_FLAGS, *defined, "-c", "-x", "c", str(CPU_KERNELS / source)]
-            _compiler(words, path)
-            keep_program(path)
-
-
-def _compiler(words: Sequence[str], path: Path) -> None:
-    """Run the C++ compiler to write a file."""
-    done = subprocess.run([cpp_compiler(), *words, "-o", path], capture_output=True, text=True)
-    if done.returncode:
-        raise _without_space(RuntimeError(done.stderr), path) or LowerError(
-            f"torch: the CPU kernels do not compile: {done.stderr[:800]}"
-        )
-
-
 def compile_program(text: str, target: Target, path: Path) -> None:
     """Export one segment and write its package."""
     try:
         with _compiling() as folder:
             _compile(text, target, path, folder)
     except Exception as e:
-        raise _without_space(e, path) or LowerError(
+        raise without_space(e, path) or LowerError(
             f"torch: a segment does not compile: {type(e).__name__}: {str(e)[:800]}\n"
             f"its first node: {first_node(text)}"
         ) from None
+
+
+def compile_shared(part: str, target: Target) -> None:
+    """Precompile one of SHARED_PARTS into the compiler's cache."""
+    with _compiling() as folder:
+        given = _inductor("", target)
+        precompile(part.removeprefix(SHARED), folder, given, program_name("", target))
 
 
 @contextmanager
@@ -558,7 +210,7 @@ def _own_headers() -> Iterator[None]:
         yield
 
 
-def _without_space(error: Exception, path: Path) -> LowerError | None:
+def without_space(error: Exception, path: Path) -> LowerError | None:
     """Return what to say where an error, ours or a compiler's, was that a disk is full."""
     if not any(words in str(error) for words in FULL):
         return None

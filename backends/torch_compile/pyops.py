@@ -61,6 +61,8 @@ _free: defaultdict[int, list[Any]] = defaultdict(list)
 _kernels: dict[str, Callable[..., int]] = {}
 #: libraries of engines that were loaded, each with the formats of its own
 _libraries: list[ctypes.CDLL] = []
+#: files of those of an older g4ir, which share no formats with others
+_older: list[Path] = []
 #: dtype of x, of results and of scales, and dtype of codes -> their numbers there
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 _CODES = (
@@ -121,6 +123,8 @@ def load_kernels(path: Path) -> None:
         for other in _libraries:
             share((ctypes.c_void_p * len(FORMS)).in_dll(other, "g4ir_forms"))
         _libraries.append(library)
+    else:
+        _older.append(path)
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
@@ -210,7 +214,9 @@ def run_instructions(
     run = "run_instructions" if pace is None else "run_steps"
     places += [] if pace is None else [pace.data_ptr()]
     if failed := _kernels[run](*places, room.data_ptr(), threads):
-        why = "no memory for its products" if failed == 1 else "its kernels are of another version"
+        again = f"the engine of {_older[0]}, loaded too," if _older else "the engine"
+        other = f"its kernels are of another version; build {again} again"
+        why = "no memory for its products" if failed == 1 else other
         raise (MemoryError if failed == 1 else RuntimeError)(f"a decode step ended: {why}")
 
 

@@ -26,8 +26,8 @@ from bench.common import seconds
 from bench.gpu.engines import CARD, DRY, ROWS, Scale, g4ir_said, named
 from g4ir.backends.experimental.cuda_driver import CudaDriver
 from g4ir.backends.experimental.step_model import measured_text, read_constants
-from g4ir.backends.torch_compile.compile import toolchain
 from g4ir.backends.torch_compile.cuda_graph import recorded
+from g4ir.backends.torch_compile.cuda_toolkit import toolchain
 from g4ir.backends.torch_compile.kernels.launch import begin, ready
 from g4ir.backends.torch_compile.kernels.resources import assemble
 from g4ir.backends.torch_compile.target import find_target

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from g4ir.backends.torch_compile.compile import toolchain
+from g4ir.backends.torch_compile.cuda_toolkit import toolchain
 from g4ir.check.hf import need_transformers
 from g4ir.check.reference import acting, param_bytes
 from g4ir.engine.engine import Engine

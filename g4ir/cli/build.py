@@ -105,9 +105,13 @@ def _dump_to(folder: Path) -> Dump:
     so that none is left of a build that is refused before."""
 
     def dump(name: str, graph: Graph) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"{PASSES.index(name) + 1:02}-{name}.{graph.name}.g4ir"
-        file.write_text(str(graph))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(str(graph))
+        except OSError as e:
+            what = f"--dump-ir {e.filename}: {e.strerror}"
+            raise InputError(f"{what}; name a folder that can be written") from None
 
     return dump
 

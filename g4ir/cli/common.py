@@ -137,6 +137,9 @@ class Parser(argparse.ArgumentParser):
         if verb:
             return did_you_mean(verb[1], re.findall(r"[\w-]+", verb[2]))
         if option := _UNKNOWN.search(message):
+            alike = next((names for names in tables()["alike"] if option[1] in names), ())
+            if known := [flag for flag in alike if flag in self._option_string_actions]:
+                return f"; did you mean {known[0]}?"
             return did_you_mean(option[1], re.findall(r"--[\w-]+", self.format_help()))
         return ""
 
@@ -174,7 +177,17 @@ def _do(parser: Parser, table: Mapping[str, Any], args: argparse.Namespace) -> i
         code: int = getattr(import_module(f".{module}", __package__), name)(args)
         return code
     except InputError as e:
+        e = _of_flag(e, args, parser)
         raise (_of_preset(e, args, parser) if vars(args).get("preset") else e) from None
+
+
+def _of_flag(e: InputError, args: argparse.Namespace, parser: Parser) -> InputError:
+    """Return an error about a field, such as `top_p 2.0: ...`, under the name of its flag."""
+    for name, value in vars(args).items():
+        known = flag_of(name) in parser._option_string_actions
+        if known and str(e).startswith((f"{name} {value}: ", f"{name} {value!r}: ")):
+            return InputError(flag_of(name) + str(e).removeprefix(name))
+    return e
 
 
 def _of_preset(e: InputError, args: argparse.Namespace, parser: Parser) -> InputError:

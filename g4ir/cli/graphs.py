@@ -33,6 +33,8 @@ from .models import Model, named_model
 OF_PART = {"vision": "image", "audio": "audio"}
 #: tokens drafted at a time, where a graph that verifies is shown and nothing is said
 DRAFTED = 4
+#: graph of speculative decoding -> the option that builds it
+DRAFTING = {VERIFY: "--draft-tokens K", DRAFT: "--drafter default"}
 
 
 def check_graph(args: argparse.Namespace) -> None:
@@ -139,8 +141,8 @@ def found_graph(program: Program, phase: str, spec: Spec) -> Graph:
 def _absent(phase: str, spec: Spec, known: Iterable[str]) -> InputError:
     """Return the error for an absent graph: what to build, where the variant could have it."""
     found = f"--phase {phase}: this engine has {', '.join(known)}"
-    if phase == VERIFY:
-        return InputError(f"{found}; build it with --draft-tokens K")
+    if phase in DRAFTING:
+        return InputError(f"{found}; build it with {DRAFTING[phase]}")
     try:
         plain_graph(spec, phase)
     except InputError as e:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from g4ir.backends.torch_compile.compile import toolchain
+from g4ir.backends.torch_compile.cuda_toolkit import toolchain
 from g4ir.backends.torch_compile.kernels.base import Schedule
 from g4ir.backends.torch_compile.schedule import Row, kernel_rows, schedule
 from g4ir.backends.torch_compile.target import Target, find_target

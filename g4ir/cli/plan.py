@@ -17,6 +17,7 @@ from g4ir.plan.options import BuildOptions
 from g4ir.plan.plan import cache_lines, make_plan, plan_engine
 from g4ir.plan.presets import find_preset
 from g4ir.plan.records import SCHEMA, Plan
+from g4ir.plan.resolve import has_latent
 from g4ir.plan.table import comparison_text, plan_text
 from g4ir.spec.record import Spec, load_spec, spec_names
 from g4ir.ui.plots import check_plot, plot_caches
@@ -115,7 +116,8 @@ def _made(model: Model, args: argparse.Namespace, gpus: list[Gpu], several: bool
     if several:
         placement = options.ple_placement if spec.text.ple else None
         media = options.media if offered(spec) else "none"
-        options = replace(options, ple_placement=placement, media=media)
+        latent = options.latent_kv if has_latent(spec) else "auto"
+        options = replace(options, ple_placement=placement, media=media, latent_kv=latent)
     how = {"tp": args.tp, "ep": args.ep, "held": model.held}
     return make_plan(spec, options, ctx=ctx, batch=batch or 1, memory=gpus, **how)
 

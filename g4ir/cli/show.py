@@ -84,6 +84,8 @@ def _show_why(args: argparse.Namespace) -> int:
 
     if args.why in skip:
         rows.append({"value": graph.name, "reason": f"{args.why} is skipped"})
+    elif args.layer is not None and not _nodes_of(graph, args.layer):
+        raise graphs.no_layer(graph, args.layer)
     else:
         run_passes(graph, skip=skip, until=args.why, note=note, options=graphs.pass_options(args))
     output(args, rows, "".join(f"{row['value']}: {row['reason']}\n" for row in rows))

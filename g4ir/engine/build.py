@@ -309,7 +309,7 @@ def _resolved(
     if origin and media.kinds and origin.says_towers:
         _check_agreed(spec, origin, tuple(key for kind in media.kinds for key in OF_MEDIA[kind]))
     limits = _limits(spec, o, media)
-    kv = resolve.find_kv_dtype(o.kv_dtype, dtype)
+    kv = resolve.find_kv_dtype(o.kv_dtype, dtype, backend.kv_dtypes)
     options = resolve.pass_options(
         resolve.find_latent(o.latent_kv, spec, device, dtype, limits.max_seq, kv),
         kv,
@@ -362,10 +362,10 @@ def _limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
     seq = min(Limits.max_seq, longest) if o.max_seq is None else o.max_seq
     chunk, largest = min(o.prefill_chunk, seq), max(media.grids, default=0)
     if largest > seq:
-        what = "max-seq %d: an image of %d soft tokens, as built for, does not fit"
+        what = "--max-seq %d: an image of %d soft tokens, as built for, does not fit"
         log.warning(what, seq, largest)
     if has_blocks(spec) and chunk < min(largest, seq):
-        what = "prefill-chunk %d is raised to %d: an image's tokens are computed together"
+        what = "--prefill-chunk %d is raised to %d: an image's tokens are computed together"
         log.warning(what, chunk, min(largest, seq))
         chunk = min(largest, seq)
     return Limits(o.max_batch, seq, chunk)
@@ -467,7 +467,7 @@ def _check_range(r: Resolved, source: WeightSource) -> None:
     reach = {name: len(w) ** 0.5 * float(w.abs().max()) for name, w in weights.items()}
     worst = max(reach, key=reach.__getitem__)
     if reach[worst] > most:
-        what = "kv-dtype float8: K may reach %.0f in %s, and numbers beyond %.0f are cut to it"
+        what = "--kv-dtype float8: K may reach %.0f in %s, and numbers beyond %.0f are cut to it"
         log.warning(f"{what}; int8 has no such limit", reach[worst], worst, most)
 
 

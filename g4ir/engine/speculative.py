@@ -52,25 +52,26 @@ NO_DRAFT = SpeculativeConfig()
 def find_draft(engine: EngineParts, source: str, tokens: int | None = None) -> SpeculativeConfig:
     """Return what was asked for; InputError where the engine cannot do it."""
     if source not in DRAFTS:
-        raise InputError(f"draft {source!r}: expected one of {', '.join(DRAFTS)}")
+        raise InputError(f"--draft {source!r}: expected one of {', '.join(DRAFTS)}")
     most = engine.draft_tokens
     if source == NONE:
         if tokens is not None:
-            raise InputError(f"draft-tokens {tokens}: nothing is drafted; give --draft too")
+            raise InputError(f"--draft-tokens {tokens}: nothing is drafted; give --draft too")
         return NO_DRAFT
     if not most:
         raise InputError(
-            f"draft {source}: {engine.path} verifies no drafted tokens; build the engine again "
+            f"--draft {source}: {engine.path} verifies no drafted tokens; build the engine again "
             f"with --draft-tokens K"
         )
     if source == MTP and engine.drafter is None:
         raise InputError(
-            f"draft {MTP}: {engine.path} has no drafter; build the engine again with --drafter DIR"
+            f"--draft {MTP}: {engine.path} has no drafter; build the engine again with "
+            f"--drafter DIR"
         )
     if tokens is not None and not 1 <= tokens <= most:
         raise InputError(
-            f"draft-tokens {tokens}: expected 1 to {most}, which this engine was built for; build "
-            f"it again with --draft-tokens {max(tokens, 1)} for more"
+            f"--draft-tokens {tokens}: expected 1 to {most}, which this engine was built for; "
+            f"build it again with --draft-tokens {max(tokens, 1)} for more"
         )
     return SpeculativeConfig(source, tokens or most)
 

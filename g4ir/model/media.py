@@ -108,7 +108,7 @@ def check_taken(kind: str, media: Media, spec: Spec) -> None:
     """Raise InputError where an engine does not take a kind of media; say how to build one that
     does, or that its variant takes none."""
     if kind not in KINDS:
-        raise InputError(f"media {kind!r}: one of {', '.join(KINDS)}")
+        raise InputError(f"--media {kind!r}: one of {', '.join(KINDS)}")
     if kind in media.kinds:
         return
     takes = f"this engine takes {', '.join(('text', *media.kinds))}, no {kind}"

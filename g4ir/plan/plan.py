@@ -95,7 +95,7 @@ def make_plan(
     return _planned(
         replace(setup, ranks=tp, ep=ep),
         _contexts(setup, ctx),
-        _positive("batch", batch, MOST_ROWS),
+        _positive("--batch", batch, MOST_ROWS),
         memory,
         forms=(setup.recipe.name,) if setup.recipe else (setup.dtype, *INTEGERS),
         free=options.ple_placement is None and setup.ple_placement == "device",
@@ -116,7 +116,7 @@ def plan_engine(
     return _planned(
         setup,
         _contexts(setup, limits.max_seq if ctx is None else ctx),
-        _positive("batch", limits.max_batch if batch is None else batch, limits.max_batch),
+        _positive("--batch", limits.max_batch if batch is None else batch, limits.max_batch),
         memory,
         forms=(recipe.name if recipe else setup.dtype,),
         free=False,
@@ -179,8 +179,8 @@ def _resolved(
 ) -> Resolved:
     """Return the settings of a build whose limits are the most there is."""
     most = spec.text.max_position_embeddings
-    longest = min(most, CONTEXTS[-1]) if ctx is None else max(_positive("ctx", ctx))
-    (chunk,) = _positive("prefill-chunk", options.prefill_chunk)
+    longest = min(most, CONTEXTS[-1]) if ctx is None else max(_positive("--ctx", ctx))
+    (chunk,) = _positive("--prefill-chunk", options.prefill_chunk)
     dtype, device = resolve.find_dtype(options.dtype or spec.dtype), options.device or "cuda"
     kv = resolve.find_kv_dtype(options.kv_dtype, dtype)
     latent = resolve.find_latent(options.latent_kv, spec, device, dtype, longest, kv)
@@ -349,7 +349,7 @@ def _ranks(rank: Footprint, rows: Sequence[MemoryUse]) -> Ranks:
 
 
 def _sized(memory: int) -> Gpu:
-    (size,) = _positive("memory", memory)
+    (size,) = _positive("--memory", memory)
     return Gpu(f"{size} bytes", size)
 
 
@@ -374,11 +374,11 @@ def _contexts(setup: Resolved, ctx: int | Sequence[int] | None) -> tuple[int, ..
     spec, most = setup.spec, setup.limits.max_seq
     if ctx is None:
         return tuple(c for c in CONTEXTS if c <= most) or (most,)
-    contexts = _positive("ctx", ctx)
+    contexts = _positive("--ctx", ctx)
     if contexts[-1] > most:
         built = most < spec.text.max_position_embeddings
         has = "the engine was built for" if built else f"{spec.name} has"
-        raise InputError(f"ctx {contexts[-1]}: {has} {most} positions ({count_text(most)})")
+        raise InputError(f"--ctx {contexts[-1]}: {has} {most} positions ({count_text(most)})")
     return contexts
 
 

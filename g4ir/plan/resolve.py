@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from g4ir.errors import InputError
 from g4ir.model.draft import check_pair, shipped_drafter
 from g4ir.ops.codecs import ACTIVATIONS
+from g4ir.ops.kv_quant import NARROW
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES, dtype_name
 from g4ir.passes import PassOptions
-from g4ir.passes.latent_kv import FORMS, LatentOptions
+from g4ir.passes.latent_kv import FORMS, PLAIN, LatentOptions
 from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.plan_cache import MOST_SLACK, RingOptions
@@ -22,6 +24,8 @@ from g4ir.weights.pack import DEFAULT_PLACEMENT, PLACEMENTS
 
 from .formats import DTYPES
 from .latent import choose_form
+
+log = logging.getLogger(__name__)
 
 DEVICES = ("cpu", "cuda")
 #: what caches may hold, as a user says it -> dtype of their rows (ops/kv_quant.py)
@@ -48,20 +52,22 @@ def find_dtype(name: str) -> str:
     except ValueError:
         short = name
     if short not in DTYPES:
-        raise InputError(f"dtype {name!r}: expected float32, bfloat16 or float16")
+        raise InputError(f"--dtype {name!r}: expected float32, bfloat16 or float16")
     return short
 
 
-def find_kv_dtype(given: str | None, dtype: str) -> str:
-    """Return the dtype of a quantised KV cache, or OFF; InputError for one that saves nothing."""
+def find_kv_dtype(given: str | None, dtype: str, can: Iterable[str] = NARROW) -> str:
+    """Return the dtype of a quantised KV cache, or OFF; InputError for one that saves nothing.
+    can: dtypes of a quantised KV cache that the backend takes, which the error lists."""
     if given is None:
         return OFF
-    _one_of("kv-dtype", given, KV_DTYPES)
+    _one_of("--kv-dtype", given, KV_DTYPES)
     to = KV_DTYPES[given]
     if to != dtype and ITEMSIZE[to] >= ITEMSIZE[dtype]:
+        others = [KV_NAMES[d] for d in can if ITEMSIZE[d] < ITEMSIZE[dtype]]
         raise InputError(
-            f"kv-dtype {given}: takes as much room as {TORCH_NAMES[dtype]}, the engine's dtype; "
-            f"leave it out, or take float8 or int8"
+            f"--kv-dtype {given}: takes as much room as {TORCH_NAMES[dtype]}, the engine's dtype; "
+            f"leave it out{', or take ' * bool(others)}{' or '.join(others)}"
         )
     return OFF if to == dtype else to
 
@@ -73,9 +79,9 @@ def find_draft_tokens(given: int | None, max_seq: int, drafter: bool = False) ->
     if given is None:
         return min(DRAFTED, most) if drafter else 0
     if drafter and given == 0:
-        raise InputError("draft-tokens 0: a drafter drafts at least 1; leave --drafter out")
+        raise InputError("--draft-tokens 0: a drafter drafts at least 1; leave --drafter out")
     if not 0 <= given <= most:
-        raise InputError(f"draft-tokens {given}: expected 0 (no speculative decoding) to {most}")
+        raise InputError(f"--draft-tokens {given}: expected 0 (no speculative decoding) to {most}")
     return given
 
 
@@ -113,7 +119,7 @@ def pass_options(
     rejected tokens that a ring cache has room for; gpu_rows: batch size of a step that is one
     kernel graph on a GPU (0: none). InputError for activations or a divisor that no pass has."""
     if activations is not None:
-        _one_of("quant-activations", activations, ACTIVATIONS)
+        _one_of("--quant-activations", activations, ACTIVATIONS)
     _one_of("--residual-scale", divisor, DIVISORS)
     layout = LatentOptions(latent, tuple(keep)), NarrowOptions(kv)
     others = ScaleOptions(divisor), RingOptions(drafted), ActivationOptions(activations or OFF)
@@ -126,26 +132,33 @@ def find_latent(
     """Return the layout of the K=V caches, for `auto` as measured. `raw` holds values before their
     norm, which a quantised cache has no range for: there `auto` takes `value`."""
     if device not in DEVICES:
-        raise InputError(f"device {device!r}: expected {' or '.join(DEVICES)}")
-    _one_of("latent-kv", given, ("auto", *FORMS))
+        raise InputError(f"--device {device!r}: expected {' or '.join(DEVICES)}")
+    _one_of("--latent-kv", given, ("auto", *FORMS))
     form = choose_form(spec, device, dtype, max_seq) if given == "auto" else given
+    if given not in ("auto", PLAIN) and not has_latent(spec):
+        what = "--latent-kv %s changes nothing: no layer of %s makes K and V of one projection"
+        log.warning(what, given, spec.name)
     if form != "raw" or kv == OFF:
         return form
     if given == "auto":
         return "value"
     raise InputError(
-        f"latent-kv raw: it holds projections before their norm, which --kv-dtype "
+        f"--latent-kv raw: it holds projections before their norm, which --kv-dtype "
         f"{KV_NAMES[kv]} has no range for; take value, off or auto"
     )
+
+
+def has_latent(spec: Spec) -> bool:
+    return any(x.attention.k_eq_v for x in spec.layers())
 
 
 def find_placement(given: str | None, spec: Spec, device: str) -> str | None:
     """Return the memory of the per-layer embedding table; None if there is none. Default: on CUDA
     the device, if it has room for it."""
     if given is not None:
-        _one_of("ple-placement", given, PLACEMENTS)
+        _one_of("--ple-placement", given, PLACEMENTS)
     if spec.text.ple is None:
         if given is not None:
-            raise InputError(f"ple-placement {given}: this spec has no per-layer embeddings")
+            raise InputError(f"--ple-placement {given}: this spec has no per-layer embeddings")
         return None
     return given or ("device" if device == "cuda" else DEFAULT_PLACEMENT)

@@ -181,7 +181,7 @@ def find_recipe(given: str | Path | None) -> Recipe | None:
         return Recipe(build(Recipe, parse_tree(data, f"{name}.yaml")).rules, name)
     if not name.endswith(SUFFIXES):
         names = ", ".join((NONE, *built_in()))
-        raise InputError(f"quant {name}: expected {names}, or a file that ends in .yaml")
+        raise InputError(f"--quant {name}: expected {names}, or a file that ends in .yaml")
     tree = read_tree(Path(name))
     if "name" in tree.entries:
         raise fail(tree.keys["name"], "name", "is the file's own; leave it out")

@@ -64,7 +64,7 @@ class Address:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
-            raise InputError(f"port {self.port}: expected 0 to 65535")
+            raise InputError(f"--port {self.port}: expected 0 to 65535")
         if not self.drain_s >= 0:
             raise InputError(f"drain_s {self.drain_s}: expected 0 or more seconds")
         certificate, key = self.tls

@@ -35,8 +35,8 @@ FORMS, LIMITS, SILENT = {*TABLES["forms"]}, OF_KIND["number"], NOTES | {*TABLES[
 MOST_COUNTED = 1 << 14
 #: whole numbers have at most 18 digits, and so has what stands before and behind a point
 MOST_NUMBER = 10**18 - 1
-#: the largest multipleOf that llguidance takes
-MOST_STEP = (1 << 32) - 1
+#: the largest multipleOf: llguidance holds each remainder, fails beyond 9000, may take all memory
+MOST_STEP = 1 << 12
 #: limits that are left out themselves -> on which side of them the numbers are
 EDGES = {"exclusiveMinimum": 1, "exclusiveMaximum": -1}
 #: how deep a value may lie of which nothing is said

@@ -37,7 +37,10 @@ def new_version(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
     readable to whom the umask says, of those that `mode` names."""
     name = _new_path(path.parent, f".{path.name}.")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    handle = os.open(name, flags, mode)  # the module tempfile would ignore the umask
+    try:
+        handle = os.open(name, flags, mode)  # the module tempfile would ignore the umask
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, str(path)) from None
     try:
         with open(handle, "wb") as file:
             yield file
@@ -52,7 +55,10 @@ def new_version(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
 def new_folder(parent: Path, prefix: str) -> Path:
     """Make an empty folder in `parent`, whose name begins with `prefix` and was free."""
     path = _new_path(parent, prefix)
-    path.mkdir()
+    try:
+        path.mkdir()
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, str(parent)) from None
     return path
 
 

@@ -179,16 +179,18 @@ def build(
 ) -> Iterator[Built]:
     """Compile the programs as a build does, in its worker processes; those to be carried under the
     names that a build looks for."""
-    from g4ir.backends.torch_compile import compile as compiler
+    from g4ir.backends.torch_compile.compile import program_name
+    from g4ir.backends.torch_compile.cuda_toolkit import toolchain
     from g4ir.backends.torch_compile.target import Target
+    from g4ir.backends.torch_compile.workers import Workers
     from g4ir.errors import LowerError, check_all
 
-    check_all(*compiler.toolchain("cuda"))
+    check_all(*toolchain("cuda"))
     (out / "programs").mkdir(parents=True, exist_ok=True)
 
     def one(p: Program) -> Built:
         target, digest = Target("cuda", gpu, p.rows), hashlib.sha256(p.text.encode()).hexdigest()
-        name = compiler.program_name(p.text, target) if to_carry else f"{digest[:16]}-{p.rows}"
+        name = program_name(p.text, target) if to_carry else f"{digest[:16]}-{p.rows}"
         path = out / "programs" / f"{name}.pt2"
         begin = time.monotonic()
         try:
@@ -197,7 +199,7 @@ def build(
             return Built(p, (), str(e), time.monotonic() - begin)
         return Built(p, tuple(kernels_of(path, out)), "", time.monotonic() - begin)
 
-    with compiler._Workers(jobs, "cuda") as workers, ThreadPoolExecutor(jobs) as pool:
+    with Workers(jobs, "cuda") as workers, ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(one, found)
 
 

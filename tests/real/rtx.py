@@ -17,6 +17,9 @@ from g4ir.plan.options import BuildOptions
 from g4ir.weights.pack import MadeParams
 from tests.real.real import MODEL
 from tests.trt.replay import replayed
+from tests.trt.test_rtx import builder
+
+pytestmark = builder
 
 #: scheme -> at most: bytes of a plan for each byte of weights in bf16, kernels of a decode step
 QUANTS = {None: (1.3, 189), "int8": (0.65, 190), "int4": (0.55, 208)}

@@ -1,0 +1,53 @@
+"""Compiled programs and parts of kernels that are kept between builds, in the user's cache."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from g4ir.errors import TrustError
+from g4ir.ui.files import write_file
+from g4ir.ui.paths import cache_root, check_private, private, state_root
+from g4ir.weights.checkpoint import sha256
+
+
+def cache_dir() -> Path:
+    """Return the folder where compiled programs are kept between builds."""
+    return cache_root() / "programs"
+
+
+def from_cache(name: str, out: Path) -> bool:
+    """Copy a kept program that is whole. TrustError where others could have put it there."""
+    kept, digest = cache_dir() / name, _digest_file(name)
+    if not (kept.is_file() and digest.is_file()):
+        return False
+    for file in (kept, digest):
+        check_private(file.parent)
+    copy = out / f"{name}.kept"
+    try:
+        shutil.copyfile(kept, copy)
+        right = sha256(copy) == digest.read_text()
+        if right:
+            copy.replace(out / name)
+        return right
+    except (OSError, UnicodeDecodeError):
+        return False
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def _digest_file(name: str) -> Path:
+    """Return the file of a kept program's digest, which who writes to the cache cannot change."""
+    return state_root() / "programs" / name
+
+
+def keep_program(path: Path) -> None:
+    """Keep a program, by best effort. One that another process kept meanwhile is equal."""
+    try:
+        if from_cache(path.name, path.parent):
+            return
+        kept, digest = private(cache_dir()), private(_digest_file(path.name).parent)
+        write_file(kept / path.name, [path.read_bytes()])
+        write_file(digest / path.name, [sha256(path).encode()])
+    except (TrustError, OSError):
+        return
