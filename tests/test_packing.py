@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.backends.torch_compile import compile as compiler
-from g4ir.backends.torch_compile import packing
+from g4ir.backends.torch_compile import cpu_library, packing
 from g4ir.errors import MissingError
 from g4ir.ops.codecs import dequantized, on_grid
 from g4ir.ops.quant import quantize
@@ -86,7 +85,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> str:
         raise MissingError("no compiler")
 
-    monkeypatch.setattr(compiler, "cpp_compiler", missing)
+    monkeypatch.setattr(cpu_library, "cpp_compiler", missing)
     library = packing._library.__wrapped__()
     monkeypatch.setattr(packing, "_library", lambda: library)
     w = torch.randn(8, 64)

@@ -20,7 +20,7 @@ MOST = {
     "g4ir/weights": 3910,
     "g4ir/weights/gguf": 1897,
     "g4ir/plan": 2938,
-    "backends": 19451,
+    "backends": 19417,
     # Beside what a reader needs: an emulator of TensorRT, and what no device has run.
     "backends/trt/recorder": 1900,
     "backends/experimental": 1072,

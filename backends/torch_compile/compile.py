@@ -47,46 +47,7 @@ SOURCES = (
 )
 #: and those that it follows from on a GPU with kernels
 GPU_SOURCES = ("tunings.py", "tunings.yaml", "kernels/*.py")
-<<<<<<< HEAD
-#: what the CPU kernels are made of, and how: the parts of every engine, and the one of a format of
-#: weights, compiled with `-DFORM=` and its name there
-CPU_KERNELS = Path(__file__).with_name("cpu")
-KERNEL_SOURCES, FORM_SOURCE = ("kernels.c", "step.c", "calls.c", "team.c"), "form.c"
-#: dtype of codes -> that name (cpu/kernels.h)
-KERNEL_FORMS = {
-    "i8": "INT8",
-    "u8": "INT4",
-    "f8e4m3": "FP8",
-    "i64": "INT6",
-    "i32": "UINT4",
-    "i16": "UINT5",
-    "u16": "INT5",
-}
-KERNEL_FLAGS = (
-    "-O3",
-    "-march=native",
-    "-pthread",
-    "-w",
-    "-Werror=implicit-function-declaration",
-    "-fno-strict-aliasing",  # pairs of 16 bits are read as words
-    "-fno-math-errno",
-    "-fassociative-math",
-    "-fno-signed-zeros",
-    "-fno-trapping-math",
-    "-fPIC",
-)
-LINK_FLAGS = ("-shared", "-Wl,-Bsymbolic")  # other engines' kernels may be loaded
-#: begins what stands for a part of the CPU kernels among the texts of programs, arguments of g++
-KERNELS = "CPU kernels: "
-#: the parts of the kernel that packs 4-bit weights, whose sums keep their order
-PACKING = (
-    f"{KERNELS}packing.c -ffp-contract=off -fno-associative-math -fsigned-zeros",
-    f"{KERNELS}team.c",
-)
-#: and what stands for what is the same in all programs for the CPU, in two parts
-=======
 #: stands among the texts of programs for what all programs for the CPU share, in two parts
->>>>>>> small
 SHARED = "of all programs: "
 SHARED_PARTS = (SHARED + WRAPPER, SHARED + "kernels")
 #: how the system and compilers word a full disk

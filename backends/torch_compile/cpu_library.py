@@ -46,6 +46,11 @@ KERNEL_FLAGS = (
 LINK_FLAGS = ("-shared", "-Wl,-Bsymbolic")  # other engines' kernels may be loaded
 #: begins what stands for a part of the CPU kernels among the texts of programs, arguments of g++
 KERNELS = "CPU kernels: "
+#: the parts of the kernel that packs 4-bit weights, whose sums keep their order
+PACKING = (
+    f"{KERNELS}packing.c -ffp-contract=off -fno-associative-math -fsigned-zeros",
+    f"{KERNELS}team.c",
+)
 
 
 def kernel_parts(dtypes: Iterable[str] = KERNEL_FORMS, rounded: bool = True) -> list[str]:

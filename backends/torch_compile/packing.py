@@ -15,7 +15,7 @@ from g4ir.errors import LowerError, MissingError, TrustError
 from g4ir.ops.quant import quantize
 from g4ir.ui.paths import unpacking
 
-from .compile import PACKING, compile_kernels
+from .cpu_library import PACKING, compile_kernels
 from .pyops import DTYPES
 
 
