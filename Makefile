@@ -182,8 +182,8 @@ $(WHEEL_ENV)/.ready: constraints.txt pyproject.toml
 test-versions: $(READY)
 	$(BIN)/python tools/versions.py $(VERSIONS_ARGS)
 
-# Types are checked on one core while the first tests run. Tests of GPU kernels and TensorRT run if
-# their paths have changed since SINCE: see tests/selection.py.
+# Types are checked on one core while the first tests run. Tests of one backend alone run if its
+# paths have changed since SINCE: see tests/selection.py.
 SINCE       = auto
 
 test: $(READY)
