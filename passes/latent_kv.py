@@ -132,11 +132,7 @@ class _Match:
 
 
 def _match(g: Graph, k: str, v: str) -> _Match:
-    writes = {n["cache"].name: n for n in g.find("cache_write") if n.out in g.next.values()}
-    for state in (k, v):
-        if state not in writes:
-            raise Left(f"%{state} is not written here")
-    write_k, write_v = writes[k], writes[v]
+    write_k, write_v = _write(g, k), _write(g, v)
     apart = "K and V do not come from one projection"
     value = made_by(g, write_v["new"], "rms_norm", apart)
     key = maker(g, write_k["new"], "norm_rope", "rope")
@@ -154,6 +150,13 @@ def _match(g: Graph, k: str, v: str) -> _Match:
     if not start or start.inputs != table.inputs or write_k.inputs[2:] != write_v.inputs[2:]:
         raise Left("K and V are not written at the positions of the rotation")
     return _Match(write_k, write_v, norm, table)
+
+
+def _write(g: Graph, state: str) -> Node:
+    n = g.producer(g.next[state]) if state in g.next else None
+    if not n or n.op != "cache_write" or n["cache"].name != state:
+        raise Left(f"%{state} is not written here")
+    return n
 
 
 def _check_readers(g: Graph, m: _Match, readers: list[Node]) -> None:

@@ -122,11 +122,11 @@ def test_conditional_tests_run_if_a_path_or_a_test_of_theirs_changes() -> None:
     every = {*table.conditional}
     for changed, left in (
         ({"README.md", "g4ir/serve/app.py"}, every),
-        ({"backends/trt/emitter.py"}, every - {"TensorRT"}),
+        ({"backends/trt/emitter.py"}, every - {"TensorRT", "ranks"}),
         ({"tests/trt/test_emitter.py"}, every - {"TensorRT"}),
-        ({"backends/onnx_graph/export.py"}, every - {"ONNX"}),
-        ({"backends/primitives/lowerings.py"}, every - {"ONNX", "TensorRT"}),
-        ({"backends/torch_compile/cpu/form.c"}, every - {"CPU kernels", "GPU kernels"}),
+        ({"backends/onnx_graph/export.py"}, every - {"ONNX", "ranks"}),
+        ({"backends/torch_compile/cpu/form.c"}, {"ONNX", "TensorRT"}),
+        ({"g4ir/parallel/shard.py"}, every - {"ranks"}),
         ({"tests/interpreted/test_head.py"}, every - {"GPU kernels"}),
         ({"g4ir/ops/norm.py"}, set()),
         ({"pyproject.toml"}, set()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from g4ir.backends.torch_compile.attention import _pairs, _rotate
 from g4ir.backends.torch_compile.backend import _kernel_parts
-from g4ir.backends.torch_compile.compile import FORM_SOURCE
+from g4ir.backends.torch_compile.compile import FORM_SOURCE, compile_program
 from g4ir.backends.torch_compile.lower import (
     SegmentModule,
     _list_write,
@@ -19,15 +20,17 @@ from g4ir.backends.torch_compile.lower import (
     smallest,
 )
 from g4ir.backends.torch_compile.programs import phase_steps
-from g4ir.backends.torch_compile.runtime import check_aligned
+from g4ir.backends.torch_compile.runtime import _load_program, check_aligned
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.segment import Glue, Segment, graph_steps, state_steps
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import EngineError, LowerError
-from g4ir.ir.graph import Graph
+from g4ir.ir.graph import Builder, Graph
+from g4ir.ir.interpret import interpret
 from g4ir.ir.text import parse_graph, print_graph
 from g4ir.ops import OPS
-from g4ir.ops.types import torch_dtype
+from g4ir.ops.kv_quant import as_held, comparable
+from g4ir.ops.types import Type, torch_dtype
 from g4ir.passes import PassOptions, run_program
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan.engine_limits import Limits
@@ -164,8 +167,6 @@ def test_segments_compute_what_the_graph_says(name: str, form: str, phase: str) 
     feeds["lengths"] = torch.tensor([dims["S"], 1])
     params = {v.name: draw(v) for v in graph.params}
     caches = {v.name: draw(v) for v in graph.state}
-    from g4ir.ir.interpret import interpret
-
     want, after = interpret(graph, feeds, params, {k: t.clone() for k, t in caches.items()})
     alias = {v.name: cache for cache, v in graph.next.items()}
     env = {**feeds, **params, **caches}
@@ -320,3 +321,37 @@ def test_keys_that_tokens_are_sorted_by(experts: int, key: torch.dtype) -> None:
     ids = torch.randint(0, experts + 1, (999,), generator=torch.Generator().manual_seed(0))
     ids[:2] = torch.tensor([experts, 0])
     assert torch.equal(ids.to(key).argsort(stable=True), ids.argsort(stable=True))
+
+
+@pytest.mark.parametrize("to", ["i8", pytest.param("f8e4m3", marks=pytest.mark.full)])
+def test_a_compiled_chunk(tmp_path: Path, to: str) -> None:
+    """Rows are made, attended to beside a ring, and written into it in place."""
+    b = Builder("segment")
+    q = b.input("q", Type("f32", (2, "S", 4, 40)))
+    k, v = (b.input(name, Type("f32", (2, "S", 2, 40))) for name in "kv")
+    positions = b.input("positions", Type("i64", (2, "S")))
+    start, lengths = (b.input(name, Type("i64", (2,))) for name in ("start", "lengths"))
+    rows = [b.emit("narrow_row", x, to=to) for x in (k, v)]
+    ring = as_held(Type("f32", (8, 2, 2, 40)), to)
+    old = [b.cache(x, ring) for x in "KV"]
+    attrs = {"window": 8, "scale": 0.2, "softcap": 0.0}
+    out = b.emit("attention", q, positions, start, *old, *rows, **attrs)
+    for cache, new in zip(old, rows, strict=True):
+        b.next[cache.name] = b.emit("cache_write", cache, new, start, lengths)
+    graph = b.graph(out)
+    path = tmp_path / "segment.pt2"
+    compile_program(print_graph(graph), Target("cpu"), path)
+    g = torch.Generator().manual_seed(0)
+    first = torch.tensor([11, 3])
+    feeds = {x: torch.randn(2, 5, 4 if x == "q" else 2, 40, generator=g) for x in "qkv"}
+    feeds |= {"positions": first[:, None] + torch.arange(5), "start": first}
+    feeds |= {"lengths": torch.tensor([5, 2])}
+    narrow = OPS["narrow_row"].reference
+    state = {x.name: narrow(torch.randn(8, 2, 2, 40, generator=g), to=to) for x in graph.state}
+    outputs, after = interpret(graph, feeds, {}, state)
+    held = [t.clone() for t in state.values()]
+    made = _load_program(path, "cpu")([*feeds.values(), *held])
+    for got, want in zip(made, outputs.values(), strict=True):
+        torch.testing.assert_close(got, want)
+    for got, want in zip(held, after.values(), strict=True):
+        assert torch.equal(comparable(got), comparable(want))
