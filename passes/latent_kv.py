@@ -49,11 +49,12 @@ def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -
     """Make one cache for each layer where K = V."""
     edits: list[tuple[list[Node], list[Node]]] = []
     replaced: dict[str, list[Node]] = {}
+    written = {n["cache"].name: n for n in g.find("cache_write") if n.out in g.next.values()}
     for (k, v), readers in _readers(g).items():
         try:
             if layer_of(k) in options.keep:
                 raise Left("a draft model reads it as K and V")
-            found = _match(g, k, v)
+            found = _match(g, written, k, v)
             _check_readers(g, found, readers)
             if options.form == PLAIN:
                 raise Left("the form `off` keeps K and V")
@@ -131,8 +132,11 @@ class _Match:
         return Node("attention_latent", inputs, n.outputs, {"form": form, **n.attrs, **rotation})
 
 
-def _match(g: Graph, k: str, v: str) -> _Match:
-    write_k, write_v = _write(g, k), _write(g, v)
+def _match(g: Graph, writes: dict[str, Node], k: str, v: str) -> _Match:
+    for state in (k, v):
+        if state not in writes:
+            raise Left(f"%{state} is not written here")
+    write_k, write_v = writes[k], writes[v]
     apart = "K and V do not come from one projection"
     value = made_by(g, write_v["new"], "rms_norm", apart)
     key = maker(g, write_k["new"], "norm_rope", "rope")
@@ -150,13 +154,6 @@ def _match(g: Graph, k: str, v: str) -> _Match:
     if not start or start.inputs != table.inputs or write_k.inputs[2:] != write_v.inputs[2:]:
         raise Left("K and V are not written at the positions of the rotation")
     return _Match(write_k, write_v, norm, table)
-
-
-def _write(g: Graph, state: str) -> Node:
-    n = g.producer(g.next[state]) if state in g.next else None
-    if not n or n.op != "cache_write" or n["cache"].name != state:
-        raise Left(f"%{state} is not written here")
-    return n
 
 
 def _check_readers(g: Graph, m: _Match, readers: list[Node]) -> None:
