@@ -136,6 +136,19 @@ def test_conditional_tests_run_if_a_path_or_a_test_of_theirs_changes() -> None:
         assert {*table.unchanged(changed)} == left, changed
 
 
+def test_what_tests_import_is_among_their_paths() -> None:
+    """GPU kernels and networks aside, whose own paths alone are tried again."""
+    table, graph = read_table(), ImportGraph(ROOT)
+    files = {selection.module_name(file): file for file in (*graph.product, *graph.imported)}
+    del files["g4ir"]
+    for name in table.conditional.keys() - {"GPU kernels", "TensorRT"}:
+        tests, paths = table.conditional[name]["tests"], table.conditional[name]["paths"]
+        modules = {m for f in graph.imported if matches(f, tests) for m in graph.imported[f]}
+        known = (*paths, *tests, *table.everything)
+        missing = [files[m] for m in modules & files.keys() if not matches(files[m], known)]
+        assert not missing, name
+
+
 def test_every_pattern_of_the_table_matches_a_file() -> None:
     """A file that was renamed takes its tests with it."""
     listed = subprocess.run(
