@@ -184,8 +184,9 @@ $(WHEEL_ENV)/.ready: constraints.txt pyproject.toml
 test-versions: $(READY)
 	$(BIN)/python tools/versions.py $(VERSIONS_ARGS)
 
-# Types are checked on one core while the first tests run. Tests of one backend, and of
-# ranks, run if their paths have changed since SINCE: see tests/selection.py.
+# Types are checked on one core while the first tests run. Tests of one backend, of
+# formats of checkpoints and of ranks run if their paths have changed since SINCE: see
+# tests/selection.py.
 SINCE       = auto
 
 test: $(READY)

@@ -36,7 +36,7 @@ MOST = {
     "g4ir-vllm/tests": 811,
     "bench": 2438,
     "examples": 193,
-    "tests": 43562,
+    "tests": 43563,
     "tools": 549,
 }
 
