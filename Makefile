@@ -31,12 +31,14 @@ $(BASE): constraints.txt
 
 # torchvision, whose Python half the tests compare with, lies beside the environment (see
 # tests/torchvision_half.py). TensorRT-RTX is NVIDIA's, under its licence; tests of its builder are
-# skipped without it.
+# skipped without it. Both need no other package, and come while the others do.
+RTX         = tensorrt-rtx-cu12-libs tensorrt-rtx-cu12-bindings
+
 $(READY): $(BASE) pyproject.toml
-	$(INSTALL) --no-deps --target $(VENV)/reference torchvision & other=$$!; \
+	($(INSTALL) --no-deps --target $(VENV)/reference torchvision && \
+	    ([ "$$(uname -sm)" != "Linux x86_64" ] || $(INSTALL) --no-deps $(RTX) || \
+	    echo "without TensorRT-RTX: tests of its builder are skipped")) & other=$$!; \
 	    $(INSTALL) --no-build-isolation -e '.[test]' && wait $$other
-	@[ "$$(uname -sm)" != "Linux x86_64" ] || $(INSTALL) --no-build-isolation -e '.[rtx]' || \
-	    echo "without TensorRT-RTX: tests of its builder are skipped"
 	@touch $@
 
 # What the demo needs is a third of what the tests need, which will do as well.
@@ -182,8 +184,9 @@ $(WHEEL_ENV)/.ready: constraints.txt pyproject.toml
 test-versions: $(READY)
 	$(BIN)/python tools/versions.py $(VERSIONS_ARGS)
 
-# Types are checked on one core while the first tests run. Tests of GPU kernels and TensorRT run if
-# their paths have changed since SINCE: see tests/selection.py.
+# Types are checked on one core while the first tests run. Tests of one backend, of
+# formats of checkpoints and of ranks run if their paths have changed since SINCE: see
+# tests/selection.py.
 SINCE       = auto
 
 test: $(READY)

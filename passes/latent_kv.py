@@ -49,11 +49,12 @@ def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -
     """Make one cache for each layer where K = V."""
     edits: list[tuple[list[Node], list[Node]]] = []
     replaced: dict[str, list[Node]] = {}
+    written = {n["cache"].name: n for n in g.find("cache_write") if n.out in g.next.values()}
     for (k, v), readers in _readers(g).items():
         try:
             if layer_of(k) in options.keep:
                 raise Left("a draft model reads it as K and V")
-            found = _match(g, k, v)
+            found = _match(g, written, k, v)
             _check_readers(g, found, readers)
             if options.form == PLAIN:
                 raise Left("the form `off` keeps K and V")
@@ -131,8 +132,7 @@ class _Match:
         return Node("attention_latent", inputs, n.outputs, {"form": form, **n.attrs, **rotation})
 
 
-def _match(g: Graph, k: str, v: str) -> _Match:
-    writes = {n["cache"].name: n for n in g.find("cache_write") if n.out in g.next.values()}
+def _match(g: Graph, writes: dict[str, Node], k: str, v: str) -> _Match:
     for state in (k, v):
         if state not in writes:
             raise Left(f"%{state} is not written here")

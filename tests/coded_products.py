@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,18 +51,28 @@ def cpu_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(name="library", scope="module")
 def kernel_library(tmp_path_factory: pytest.TempPathFactory, full: bool) -> Callable[..., Path]:
-    """`library(*flags)`: the kernels, compiled once with each set of flags; only `--full` has them
-    optimised well. (Without any optimisation g++ takes a minute for those with AVX2.)"""
+    """`library(*flags, parts=None)`: the kernels, compiled once with each set of flags; only
+    `--full` has them optimised well. (Without any optimisation g++ takes a minute for those with
+    AVX2.)"""
     folder, level = tmp_path_factory.mktemp("kernels"), "-O2" if full else "-O1"
-    return cache(lambda *flags: _library(folder / f"k{''.join(flags)}.so", level, *flags))
-
-
-def _library(path: Path, *flags: str) -> Path:
     options = ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fPIC", "-w"]
+<<<<<<< HEAD
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_library, "KERNEL_FLAGS", (*options, *flags))
         cpu_library.compile_kernels(path)
     return path
+=======
+
+    @cache
+    def library(*flags: str, parts: Sequence[str] | None = None) -> Path:
+        path = folder / f"k{''.join(flags)}.so"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compiler, "KERNEL_FLAGS", (level, *options, *flags))
+            compiler.compile_kernels(path, parts)
+        return path
+
+    return library
+>>>>>>> tests
 
 
 #: instructions with which the kernels are other ones; CPUs with AVX2 have f16c too

@@ -5,8 +5,8 @@ draws eighty times as many hypothesis examples; without it those tests are desel
 so a skip always means that something is missing on this machine. `--rewrite-golden` writes the
 golden files of the passes and transcripts anew; read the difference before you keep it.
 `--rewrite-durations` writes how long each file took, by which the next runs are ordered (see
-durations.py). `--changed-since REV` leaves out the tests of GPU kernels and of TensorRT if nothing
-they depend on has changed (see selection.py).
+durations.py). `--changed-since REV` leaves out the tests of selection.yaml, such as those of one
+backend, if nothing they depend on has changed (see selection.py).
 """
 
 from __future__ import annotations

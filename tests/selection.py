@@ -155,9 +155,9 @@ class ImportGraph:
         return {file: frozenset(imports(self.root, file)) for file in files}
 
     def of(self, changed: Iterable[str], table: Table) -> dict[str, int]:
-        """Test file -> distance: 0 if changed or of the module's name, 1 if it imports the
-        module, 2 if a helper of the tests does. Of a module that no test imports they are the tests
-        of what imports it."""
+        """Test file -> distance: 0 if changed, 1 if it imports the module (0 where it has the name
+        of the module or of its room), 2 if a helper of the tests does. Of a module that no test
+        imports they are the tests of what imports it."""
         found: dict[str, int] = {}
 
         def add(file: str, distance: int) -> None:
@@ -172,12 +172,12 @@ class ImportGraph:
                         add(file, 0)
             if not path.endswith(".py") or is_test(path):
                 continue
-            seen, near = {path}, self.importers({path})
+            seen, near, room = {path}, self.importers({path}), Path(path).parent.name
             while not near and (users := self.importers(seen, self.product) - seen):
                 seen |= users
                 near = self.importers(users)
             for file in near:
-                named = Path(file).stem == f"test_{Path(path).stem}"
+                named = Path(file).stem in (f"test_{Path(path).stem}", f"test_{room}")
                 add(file, 0 if named else 1)
             for file in self.importers({f for f in near if not is_test(f)}):
                 add(file, 2)

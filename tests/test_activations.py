@@ -3,7 +3,6 @@ and engines beside a transformers model that rounds what its products take."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.backends.torch_compile import lower, pyops
+from g4ir.backends.torch_compile import lower
 from g4ir.backends.torch_compile.kernels.base import Coded, both_in_codes
 from g4ir.backends.torch_compile.schedule import dense_bytes, schedule
-from g4ir.backends.torch_compile.target import Target, cpu_flags
+from g4ir.backends.torch_compile.target import Target
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.peers import EnginePeer, find_peer
@@ -23,7 +22,7 @@ from g4ir.engine.artefact import open_artefact, rebuild
 from g4ir.engine.engine import Engine
 from g4ir.ir.graph import Graph
 from g4ir.model.text import build_program
-from g4ir.ops.codecs import ACTIVATIONS, FORMS, dequantized, fake_quantized, to_tiles
+from g4ir.ops.codecs import ACTIVATIONS, dequantized, fake_quantized
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan.resolve import pass_options
@@ -31,17 +30,8 @@ from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
-from tests.coded_products import (
-    GROUPS,
-    QUANTIZE,
-    asked_of,
-    cpu_kernels,  # noqa: F401
-    layouts,
-)
+from tests.coded_products import QUANTIZE
 from tests.configs import short
-
-#: for what a product makes: `SUM` of its terms' size
-SUM = 2.0**-8
 
 # --- the grid ----------------------------------------------------------------------------------
 
@@ -161,18 +151,6 @@ def test_verify(name: str, quant: str, to: str, tmp_path: Path) -> None:
     assert stages.ok and "as asked: not compared" in stages.text()
 
 
-@pytest.mark.usefixtures("cpu_kernels")
-@pytest.mark.parametrize(
-    ("form", "to", "taken"), [("int4", "int8", 1), ("int8", "int8", 1), ("fp8", "fp8", 0)]
-)
-def test_a_product_takes_rows_as_they_are(
-    form: str, to: str, taken: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the CPU, through a fused op too; what takes no such rows gets the rounded numbers."""
-    asked, dtype = asked_of("linear_rounded", pyops.linear_rounded, form, to, monkeypatch)
-    assert asked == taken * [dtype]
-
-
 def test_an_engine_is_built_again_with_it(tmp_path: Path) -> None:
     out = tmp_path / "engine"
     build(out, "tiny-ple", "int4", "int8").close()
@@ -182,55 +160,6 @@ def test_an_engine_is_built_again_with_it(tmp_path: Path) -> None:
 
 
 # --- kernels -----------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("cpu_kernels")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("form", "group", "scale"), GROUPS)
-@pytest.mark.parametrize(("n", "k"), [(37, 704), (48, 704), (16, 12288), (128, 64)])
-def test_a_product_of_rounded_rows(
-    dtype: torch.dtype, form: str, group: int, scale: str, n: int, k: int
-) -> None:
-    """The grid's own numbers, not rounded to x's dtype; those of many rows are, and the weight."""
-    g = torch.Generator().manual_seed(n + k)
-    k += -k % (group or FORMS[form].packed)
-    x, w = torch.randn(9, k, generator=g), torch.randn(n, k, generator=g)
-    x[1, :: k // 5] *= 3000
-    x[2, 1:] *= 2.0**-20
-    x[3] = 0
-    x = x.to(dtype)
-    codes, scales = QUANTIZE(w, form=form, group=group, scale=scale)
-    exact = dequantized(codes, scales.double(), torch.float64)
-    rows = fake_quantized(x.double(), "int8")
-    # A difference of a scaled code and a minimum is rounded by the size of both.
-    lost = 2.0**-22 * rows.abs().sum(1)[:, None] * exact.abs().amax(1)
-    want, size = rows @ exact.t(), (rows.square() @ exact.square().t()).sqrt()
-    for (*weight, tiles), count in itertools.product(layouts(codes, scales), (1, 2, 3, 4, 8, 9)):
-        got = pyops.linear_rounded(x[:count].view(1, count, k), *weight, tiles)[0].double()
-        exactly = tiles and count <= 8
-        unit = SUM * (2 - exactly) if dtype == torch.bfloat16 else 1e-5
-        budget = unit * (want.abs() + 2 * size) + lost
-        assert ((got - want[:count]).abs() <= budget[:count]).all()
-
-
-@pytest.mark.usefixtures("cpu_kernels")
-@pytest.mark.skipif("avx512_vnni" not in cpu_flags(), reason="this CPU multiplies no such codes")
-def test_where_codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few rows in bf16; others are rounded first, and go on as products with codes do."""
-    seen: list[int] = []
-
-    def counted(x: torch.Tensor, *weight: Any) -> torch.Tensor:
-        seen.append(x.shape[0])
-        return x.new_zeros(x.shape[0], 16)
-
-    monkeypatch.setattr(pyops, "linear_coded", counted)
-    parts = QUANTIZE(torch.randn(16, 64), form="int4", group=32, scale="bf16")
-    tiles = (*map(to_tiles, parts), True)
-    for rows in (1, 8, 9):
-        pyops.linear_rounded(torch.randn(rows, 64).bfloat16(), *tiles)
-    pyops.linear_rounded(torch.randn(2, 64), *tiles)
-    pyops.linear_rounded(torch.randn(3, 64).bfloat16(), *parts)
-    assert seen == [9, 2, 3]
 
 
 def test_codes_times_codes() -> None:

@@ -28,7 +28,6 @@ from g4ir.errors import LowerError
 from g4ir.ui.paths import claimed
 from g4ir.ui.progress import no_progress
 from tests.cases import TABLES
-from tests.coded_products import cpu_kernels  # noqa: F401
 from tests.test_torch_backend import close
 
 TEXT = TABLES["graphs"]["linear"]

@@ -72,6 +72,7 @@ def test_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
     assert weight_digests(tmp_path / "again") == weight_digests(tmp_path / "e")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("quant", ["int8", pytest.param("int4", marks=FULL), "fp8"])
 @pytest.mark.parametrize("name", MODELS)
 def test_codes(name: str, quant: str, tmp_path: Path) -> None:
@@ -170,6 +171,7 @@ def gguf_source(folder: Path, name: str, **given: Any) -> tuple[Path, Checkpoint
     return file, origin.open(origin.spec(), (), "f32")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_gguf(name: str, kind: str, tmp_path: Path) -> None:

@@ -205,7 +205,6 @@ def test_mixed_types(tmp_path: Path, name: str, backend: str) -> None:
     wide = {(form, 256, "f16") for form in ("uint4", "uint5", "int6")}
     forms |= {("uint4", 256, "f16")} if name in GEMMA3 else set()  # heads of no 256 elements
     assert {("int4", 32, "f16"), ("int8", 32, "f16"), *wide} == forms
-    assert verify_engine(engine).ok
     report = verify_engine(engine, against="hf", checkpoint=tmp_path / "model.gguf")
     assert report.ok and report.against == "hf"
     assert "not measured: the checkpoint holds codes" in report.text()

@@ -271,7 +271,8 @@ def test_without_bf16_instructions(library: Callable[..., Path]) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these instructions are x86's")
 def test_with_bf16_instructions(library: Callable[..., Path]) -> None:
     """Built for them everywhere, run where the CPU has them (test_linear)."""
-    native = ctypes.CDLL(str(library("-mavx512f", "-mavx512bf16")))
+    parts = tuple(compiler.kernel_parts(()))
+    native = ctypes.CDLL(str(library("-mavx512f", "-mavx512bf16", parts=parts)))
     assert native.g4ir_takes(BF16, ctypes.c_int64(8))
     assert not native.g4ir_takes(BF16, ctypes.c_int64(9))
 

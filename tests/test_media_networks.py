@@ -24,7 +24,6 @@ from g4ir.backends.primitives.lowerings import LOWERINGS
 from g4ir.backends.primitives.network import Network
 from g4ir.backends.trt import build as builder
 from g4ir.backends.trt import dry_run as dry
-from g4ir.backends.trt.dry_run import one_thread
 from g4ir.backends.trt.interface import networks
 from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
@@ -54,12 +53,6 @@ QUICK = [*product(("onnx", "trt"), NAMES[:2])]
 MAX_SEQ, CHUNK = 512, 90
 #: a picture's tokens see each other in these
 BOTH_WAYS = ("tiny-unified", "26b-a4b")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @cache

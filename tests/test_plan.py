@@ -44,7 +44,7 @@ from g4ir.spec.shrink import shrink
 from g4ir.ui.units import count_text, parse_counts, rounded_count, size_text
 from g4ir.weights.pack import split_program
 from tests.cli_tools import g4ir, refused
-from tests.configs import NAMES, SMALL, spec_called
+from tests.configs import NAMES, SMALL, few, short, spec_called
 
 CASES = yaml.safe_load(Path(__file__).with_name("plan_cases.yaml").read_text())
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
@@ -74,7 +74,7 @@ def test_shrunk_engines_allocate_what_was_planned(name: str, form: str, tmp_path
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES))
 @pytest.mark.parametrize("form", FORMS)
 def test_plans_see_the_whole_program(name: str, form: str) -> None:
     """A plan looks at the prefill graph alone; params and caches are those of all graphs."""
@@ -92,7 +92,7 @@ def test_plans_see_the_whole_program(name: str, form: str) -> None:
     assert both.workspace(2, 100, 1024) == plan.rows[0].workspace
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", short("e2b", "12b", "31b", of=VARIANTS))
 def test_towers_are_counted_as_they_are_packed(variant: str) -> None:
     """What an engine that takes media needs more is what its towers hold."""
     spec = shrink(load_spec(variant), media=True)
@@ -166,6 +166,7 @@ def by_definition(g: Graph, dims: dict[str, int]) -> int:
     return fixed + max(*steps, last)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", [*NAMES[:6], "e2b", "26b-a4b"])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_activations_by_definition(name: str, phase: str) -> None:

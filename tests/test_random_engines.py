@@ -18,14 +18,12 @@ from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, check_spec, load_spec
 from g4ir.spec.rules import canonical
 from g4ir.ui.progress import no_progress
-from tests.configs import GEMMA3_SEEDS, random_spec
+from tests.configs import GEMMA3_SEEDS, random_spec, short
 from tests.oracle import relative
 from tests.uncompiled import uncompiled
 
-SEEDS = [
-    pytest.param(seed, marks=() if seed < 6 else pytest.mark.full, id=str(seed))
-    for seed in range(100)
-]
+#: K=V, experts and fp8; Gemma 3 and rounds; towers, per-layer embeddings, shared caches and int4
+SEEDS = short(1, 5, 6, of=range(100))
 PROMPT, STEPS = 20, 4
 #: of a row's rms, in fp32
 BUDGET = 2e-4

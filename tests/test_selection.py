@@ -119,19 +119,35 @@ def test_without_a_base_everything_counts_as_changed(
 
 def test_conditional_tests_run_if_a_path_or_a_test_of_theirs_changes() -> None:
     table = read_table()
-    both = {*table.conditional}
+    every = {*table.conditional}
     for changed, left in (
-        ({"README.md", "g4ir/serve/app.py"}, both),
-        ({"backends/trt/emitter.py"}, both - {"TensorRT"}),
-        ({"tests/trt/test_emitter.py"}, both - {"TensorRT"}),
-        ({"backends/torch_compile/kernels/base.py"}, both - {"GPU kernels"}),
-        ({"tests/interpreted/test_head.py"}, both - {"GPU kernels"}),
+        ({"README.md", "g4ir/serve/app.py"}, every),
+        ({"backends/trt/emitter.py"}, every - {"TensorRT", "ranks"}),
+        ({"tests/trt/test_emitter.py"}, every - {"TensorRT"}),
+        ({"backends/onnx_graph/export.py"}, every - {"ONNX", "ranks"}),
+        ({"backends/torch_compile/cpu/form.c"}, {"ONNX", "TensorRT", "formats of checkpoints"}),
+        ({"g4ir/parallel/shard.py"}, every - {"ranks"}),
+        ({"g4ir/weights/gguf/read.py"}, {"CPU programs", "GPU kernels", "TensorRT"}),
+        ({"tests/interpreted/test_head.py"}, every - {"GPU kernels"}),
         ({"g4ir/ops/norm.py"}, set()),
         ({"pyproject.toml"}, set()),
         (None, set()),
-        (set(), both),
+        (set(), every),
     ):
         assert {*table.unchanged(changed)} == left, changed
+
+
+def test_what_tests_import_is_among_their_paths() -> None:
+    """GPU kernels and networks aside, whose own paths alone are tried again."""
+    table, graph = read_table(), ImportGraph(ROOT)
+    files = {selection.module_name(file): file for file in (*graph.product, *graph.imported)}
+    del files["g4ir"]
+    for name in table.conditional.keys() - {"GPU kernels", "TensorRT"}:
+        tests, paths = table.conditional[name]["tests"], table.conditional[name]["paths"]
+        modules = {m for f in graph.imported if matches(f, tests) for m in graph.imported[f]}
+        known = (*paths, *tests, *table.everything)
+        missing = [files[m] for m in modules & files.keys() if not matches(files[m], known)]
+        assert not missing, name
 
 
 def test_every_pattern_of_the_table_matches_a_file() -> None:
@@ -171,6 +187,9 @@ def files(tmp_path: Path) -> ImportGraph:
         (tmp_path / folder).mkdir()
     for name, text in {
         "tests/test_norm.py": "import torch",
+        "tests/test_plan.py": "from g4ir.plan.cost import floor",
+        "tests/test_cost.py": "from g4ir.plan import cost",
+        "tests/test_bench.py": "import g4ir.plan.cost",
         "tests/test_engine.py": "from g4ir.ops.norm import rms_norm\nimport g4ir.backends.base",
         "tests/helper.py": "from g4ir.ops import norm",
         "tests/test_far.py": "from tests.helper import build",
@@ -187,6 +206,11 @@ def test_the_nearest_tests_come_first(files: ImportGraph) -> None:
     assert files.of({"g4ir/ops/norm.py"}, table) == {
         "tests/test_engine.py": 1,
         "tests/test_far.py": 2,
+    }
+    assert files.of({"g4ir/plan/cost.py"}, table) == {
+        "tests/test_cost.py": 0,
+        "tests/test_plan.py": 0,
+        "tests/test_bench.py": 1,
     }
     for file in ("base", "inner", "inmost"):
         assert files.of({f"backends/{file}.py"}, table) == {"tests/test_engine.py": 1}

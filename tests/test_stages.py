@@ -271,7 +271,7 @@ class Fault:
     of: str
     breaker: Breaker
     moves: str
-    by: str = ""
+    by: str
     whole: bool = False
 
 
@@ -284,19 +284,23 @@ def faults(name: str) -> Iterator[Any]:
             words = f.get("with", [])
             named = words.pop() if words and isinstance(words[-1], dict) else {}
             breaker = nodes(CHANGES[f["change"]](*words, **named), *f.get("at", []))
-        fault = Fault(f["pass"], breaker, f["moves"], f.get("by", ""), f.get("whole", False))
-        yield pytest.param(fault, id=what)
+        fault = Fault(f["pass"], breaker, f["moves"], f["by"], f.get("whole", False))
+        yield pytest.param(name, fault, id=what)
 
 
-@pytest.mark.parametrize("fault", [*faults("bf16")])
-def test_broken_pass_is_named(ple: Engine, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    """In bf16, at the node that is wrong."""
+@pytest.mark.parametrize("model, fault", [*faults("ple"), *faults("moe")])
+def test_broken_pass_is_named(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, model: str, fault: Fault
+) -> None:
+    """At the node that is wrong. In fp32 much less is out of budget, and indices of experts are
+    compared too."""
+    engine: Engine = request.getfixturevalue(model)
     monkeypatch.setitem(OPS, last_column.name, last_column)
     break_pass(monkeypatch, fault.of, fault.breaker)
     before = PASSES[: PASSES.index(fault.of)] if fault.whole else ()
     skip = tuple(p for p in PASSES if p != fault.of and p not in before)
-    facts = replace(ple.facts, skipped_passes=skip)
-    report = verify_each_pass(replace(ple, facts=facts))
+    facts = replace(engine.facts, skipped_passes=skip)
+    report = verify_each_pass(replace(engine, facts=facts))
     assert not report.ok and report.culprit
     assert [s.name for s in report.stages] == [*before, fault.of]
     assert [s.ok for s in report.stages] == [True] * len(before) + [False]
@@ -305,15 +309,6 @@ def test_broken_pass_is_named(ple: Engine, monkeypatch: pytest.MonkeyPatch, faul
     assert first.error > first.budget and f" = {fault.by}(" in first.after[-1]
     assert first.after[-1].startswith("%") and f"%{fault.moves}" in first.after[-1]
     assert first.before and f"%{fault.moves}" in first.before[-1]
-
-
-@pytest.mark.parametrize("fault", [*faults("f32, experts")])
-def test_broken_pass_in_fp32(moe: Engine, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    """Where much less is out of budget; indices of experts are compared too."""
-    break_pass(monkeypatch, fault.of, fault.breaker)
-    culprit = verify_each_pass(moe).culprit
-    assert culprit and culprit.name == fault.of and culprit.first
-    assert culprit.first.value == fault.moves
 
 
 def test_changed_type_is_a_fault(ple: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

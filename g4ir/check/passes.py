@@ -186,7 +186,7 @@ class Forced:
             if self.comparison.first:
                 return self.state
             # The same node on the same values is not computed again.
-            alike = self.was.makers.get(n.outputs[0].name) == n
+            alike = self.was.nodes[self.was.places.get(n.outputs[0].name, 0)] == n
             if not (alike and all(v.name in same for v in n.inputs)):
                 self._evaluate(n)
         return self.state | {k: self._look(v) for k, v in self.now.graph.next.items()}
@@ -282,9 +282,9 @@ class Shown:
     def watch(self, rank: int, name: str, got: Tensor) -> None:
         """Compare one value of a rank's runtime; KV caches come after the step."""
         recording = self.trace.recording
-        name = _named(name, rank, recording.makers)
+        name = _named(name, rank, recording.places)
         if name not in recording.kept:
-            self.see(next(v for v in recording.makers[name].outputs if v.name == name), got)
+            self.see(Value(name, recording.types[name]), got)
             got.copy_(self.trace.values[name])
             self.names.add(name)
 

@@ -140,9 +140,9 @@ class Recording:
         return (*self.embed.nodes, *self.graph.nodes)
 
     @cached_property
-    def makers(self) -> dict[str, Node]:
-        """The node that makes each value."""
-        return {**self.embed.producers, **self.graph.producers}
+    def places(self) -> dict[str, int]:
+        """The place among `nodes` of the one that makes each value."""
+        return {v.name: at for at, n in enumerate(self.nodes) for v in n.outputs}
 
     @cached_property
     def types(self) -> dict[str, Type]:
@@ -159,11 +159,11 @@ class Recording:
         """Return the nodes between a value and values that are given, in order."""
         found, queue = set[int](), [name]
         while queue:
-            n = self.makers.get(queue.pop())
-            if n and id(n) not in found:
-                found.add(id(n))
-                queue += [v.name for v in n.inputs if v.name not in given]
-        return tuple(n for n in self.nodes if id(n) in found)
+            at = self.places.get(queue.pop())
+            if at is not None and at not in found:
+                found.add(at)
+                queue += [v.name for v in self.nodes[at].inputs if v.name not in given]
+        return tuple(self.nodes[at] for at in sorted(found))
 
     def with_params(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
         """Return the nodes, after those that make their params."""

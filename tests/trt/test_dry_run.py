@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,13 +27,6 @@ from g4ir.ui.progress import no_progress
 from tests.cases import TABLES
 from tests.configs import VARIANTS
 from tests.trt.emulated import emulated_api
-
-
-@pytest.fixture(autouse=True, scope="module")
-def thread() -> Iterator[None]:
-    with dry.one_thread():
-        yield
-
 
 # --- what the environment lacks ---------------------------------------------------------------
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,12 +43,6 @@ from tests.trt.test_signatures import VERSIONS, distinct, fits_bindings
 
 LIMITS = Limits(2, 64, 8)
 TINY = {"tp": 2, "ep": True, "media": "none"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def thread() -> Iterator[None]:
-    with dry.one_thread():
-        yield
 
 
 def prepared(name: str, **options: Any) -> Any:

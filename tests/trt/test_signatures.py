@@ -7,7 +7,7 @@ layer computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from g4ir.backends.trt import host as log
-from g4ir.backends.trt.dry_run import check_small, emulator, one_thread
+from g4ir.backends.trt.dry_run import check_small, emulator
 from g4ir.backends.trt.host import FEATURES, NEEDED, Api
 from g4ir.backends.trt.recorder import Call, recorder
 from g4ir.engine.build import prepare
@@ -32,12 +32,6 @@ SETTINGS: tuple[dict[str, str], ...] = (
     {"attention": "fused", "experts": "gather", "weights": "streamed"},
     {"attention": "plain", "experts": "all", "weights": "refit", "hardware": "same-capability"},
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module", params=VERSIONS)

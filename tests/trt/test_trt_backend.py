@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +22,6 @@ from g4ir.backends.base import Task
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.torch_compile.cuda_graph import Captured, WithFallback
 from g4ir.backends.trt import build as builder
-from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt import host, runtime
 from g4ir.backends.trt import interface as interfaces
 from g4ir.backends.trt.interface import CONSTANTS, LOG, PLAN, TENSORS, interface
@@ -43,12 +42,6 @@ from tests.engines import agrees
 from tests.trt.emulated import CHUNK, MAX_SEQ, ROWS, build, emulated, emulated_api, use
 
 Build = Callable[..., Engine]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def thread() -> Iterator[None]:
-    with dry.one_thread():
-        yield
 
 
 @pytest.fixture

@@ -1,9 +1,4 @@
-"""Engines of checkpoints: a compiled chunk over quantised caches, packed weights, and the layouts
-that a checkpoint may have.
-
-Logits of compiled engines against transformers are in test_verify.py, in 16 bits in
-test_rounding.py.
-"""
+"""Engines of checkpoints: packed weights, and the layouts that a checkpoint may have."""
 
 from __future__ import annotations
 
@@ -13,17 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.torch_compile.compile import compile_program
-from g4ir.backends.torch_compile.runtime import _load_program
-from g4ir.backends.torch_compile.target import Target
 from g4ir.engine.build import build, prepare
-from g4ir.ir.graph import Builder
-from g4ir.ir.interpret import interpret
-from g4ir.ir.text import print_graph
 from g4ir.model.tensors import dead_tensors
-from g4ir.ops import OPS
-from g4ir.ops.kv_quant import as_held, comparable
-from g4ir.ops.types import Type
 from g4ir.plan.formats import weight_sizes
 from g4ir.plan.options import BuildOptions
 from g4ir.weights.checkpoint import Checkpoint
@@ -31,40 +17,6 @@ from g4ir.weights.write import write_checkpoint
 from tests.configs import NAMES, few, spec_called
 from tests.oracle import find_oracle, save_checkpoint
 from tests.parity import MAX_SEQ, agrees
-
-
-@pytest.mark.parametrize("to", ["i8", pytest.param("f8e4m3", marks=pytest.mark.full)])
-def test_a_compiled_chunk(tmp_path: Path, to: str) -> None:
-    """Rows are made, attended to beside a ring, and written into it in place."""
-    b = Builder("segment")
-    q = b.input("q", Type("f32", (2, "S", 4, 40)))
-    k, v = (b.input(name, Type("f32", (2, "S", 2, 40))) for name in "kv")
-    positions = b.input("positions", Type("i64", (2, "S")))
-    start, lengths = (b.input(name, Type("i64", (2,))) for name in ("start", "lengths"))
-    rows = [b.emit("narrow_row", x, to=to) for x in (k, v)]
-    ring = as_held(Type("f32", (8, 2, 2, 40)), to)
-    old = [b.cache(x, ring) for x in "KV"]
-    attrs = {"window": 8, "scale": 0.2, "softcap": 0.0}
-    out = b.emit("attention", q, positions, start, *old, *rows, **attrs)
-    for cache, new in zip(old, rows, strict=True):
-        b.next[cache.name] = b.emit("cache_write", cache, new, start, lengths)
-    graph = b.graph(out)
-    path = tmp_path / "segment.pt2"
-    compile_program(print_graph(graph), Target("cpu"), path)
-    g = torch.Generator().manual_seed(0)
-    first = torch.tensor([11, 3])
-    feeds = {x: torch.randn(2, 5, 4 if x == "q" else 2, 40, generator=g) for x in "qkv"}
-    feeds |= {"positions": first[:, None] + torch.arange(5), "start": first}
-    feeds |= {"lengths": torch.tensor([5, 2])}
-    narrow = OPS["narrow_row"].reference
-    state = {x.name: narrow(torch.randn(8, 2, 2, 40, generator=g), to=to) for x in graph.state}
-    outputs, after = interpret(graph, feeds, {}, state)
-    held = [t.clone() for t in state.values()]
-    made = _load_program(path, "cpu")([*feeds.values(), *held])
-    for got, want in zip(made, outputs.values(), strict=True):
-        torch.testing.assert_close(got, want)
-    for got, want in zip(held, after.values(), strict=True):
-        assert torch.equal(comparable(got), comparable(want))
 
 
 @pytest.mark.parametrize("name", few(NAMES))

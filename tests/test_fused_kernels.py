@@ -1,0 +1,130 @@
+"""The CPU kernels of fused ops: products of rounded rows, and experts."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir.backends.torch_compile import pyops
+from g4ir.backends.torch_compile.lower import grouped_experts
+from g4ir.backends.torch_compile.target import cpu_flags
+from g4ir.ops import OPS
+from g4ir.ops.codecs import FORMS, dequantized, fake_quantized, to_tiles
+from tests.coded_products import (
+    GROUPS,
+    QUANTIZE,
+    asked_of,
+    cpu_kernels,  # noqa: F401
+    layouts,
+)
+from tests.test_torch_backend import close
+
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
+
+#: for what a product makes: `SUM` of its terms' size
+SUM = 2.0**-8
+#: largest difference, relative to the rms of the result: fp32 sums in another order; bf16 rounds
+#: each product once, to 2^-9 of its own size
+BUDGETS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+@pytest.mark.parametrize(
+    ("form", "to", "taken"), [("int4", "int8", 1), ("int8", "int8", 1), ("fp8", "fp8", 0)]
+)
+def test_a_product_takes_rows_as_they_are(
+    form: str, to: str, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU, through a fused op too; what takes no such rows gets the rounded numbers."""
+    asked, dtype = asked_of("linear_rounded", pyops.linear_rounded, form, to, monkeypatch)
+    assert asked == taken * [dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("form", "group", "scale"), GROUPS)
+@pytest.mark.parametrize(("n", "k"), [(37, 704), (48, 704), (16, 12288), (128, 64)])
+def test_a_product_of_rounded_rows(
+    dtype: torch.dtype, form: str, group: int, scale: str, n: int, k: int
+) -> None:
+    """The grid's own numbers, not rounded to x's dtype; those of many rows are, and the weight."""
+    g = torch.Generator().manual_seed(n + k)
+    k += -k % (group or FORMS[form].packed)
+    x, w = torch.randn(9, k, generator=g), torch.randn(n, k, generator=g)
+    x[1, :: k // 5] *= 3000
+    x[2, 1:] *= 2.0**-20
+    x[3] = 0
+    x = x.to(dtype)
+    codes, scales = QUANTIZE(w, form=form, group=group, scale=scale)
+    exact = dequantized(codes, scales.double(), torch.float64)
+    rows = fake_quantized(x.double(), "int8")
+    # A difference of a scaled code and a minimum is rounded by the size of both.
+    lost = 2.0**-22 * rows.abs().sum(1)[:, None] * exact.abs().amax(1)
+    want, size = rows @ exact.t(), (rows.square() @ exact.square().t()).sqrt()
+    for (*weight, tiles), count in itertools.product(layouts(codes, scales), (1, 2, 3, 4, 8, 9)):
+        got = pyops.linear_rounded(x[:count].view(1, count, k), *weight, tiles)[0].double()
+        exactly = tiles and count <= 8
+        unit = SUM * (2 - exactly) if dtype == torch.bfloat16 else 1e-5
+        budget = unit * (want.abs() + 2 * size) + lost
+        assert ((got - want[:count]).abs() <= budget[:count]).all()
+
+
+@pytest.mark.skipif("avx512_vnni" not in cpu_flags(), reason="this CPU multiplies no such codes")
+def test_where_codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows in bf16; others are rounded first, and go on as products with codes do."""
+    seen: list[int] = []
+
+    def counted(x: torch.Tensor, *weight: Any) -> torch.Tensor:
+        seen.append(x.shape[0])
+        return x.new_zeros(x.shape[0], 16)
+
+    monkeypatch.setattr(pyops, "linear_coded", counted)
+    parts = QUANTIZE(torch.randn(16, 64), form="int4", group=32, scale="bf16")
+    tiles = (*map(to_tiles, parts), True)
+    for rows in (1, 8, 9):
+        pyops.linear_rounded(torch.randn(rows, 64).bfloat16(), *tiles)
+    pyops.linear_rounded(torch.randn(2, 64), *tiles)
+    pyops.linear_rounded(torch.randn(3, 64).bfloat16(), *parts)
+    assert seen == [9, 2, 3]
+
+
+INDICES = {
+    "one token": torch.tensor([[5, 2]]),
+    "spread": torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7], [0, 7]]),
+    "one expert gets all": torch.tensor([[3, 3]] * 6),
+    "experts without tokens": torch.tensor([[7, 0], [0, 7], [7, 0]]),
+    "one slot": torch.tensor([[1], [6], [1]]),
+}
+
+
+@pytest.mark.parametrize("dtype", BUDGETS, ids=str)
+@pytest.mark.parametrize("case", INDICES)
+@pytest.mark.parametrize("form", ["callback", "grouped"])
+@pytest.mark.parametrize("first", [None, 0, 3, 6])
+def test_experts(form: str, case: str, dtype: torch.dtype, first: int | None) -> None:
+    """Both lowerings against the op's reference; with and without leading dims, and of two experts
+    that a rank has."""
+    index = INDICES[case]
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(len(index), 64, generator=g).to(dtype)
+    weights = torch.rand(index.shape, generator=g)
+    gate_up = (torch.randn(8, 96, 64, generator=g) / 8).to(dtype)
+    down = (torch.randn(8, 64, 48, generator=g) / 7).to(dtype)
+    run = torch.ops.g4ir.experts if form == "callback" else grouped_experts
+    act = "gelu_pytorch_tanh"
+    reference, part = OPS["experts"].reference, ()
+    assert reference
+    want = reference(x, weights, index, gate_up, down, act=act)
+    if first is not None:
+        part = (torch.tensor([first]),)
+        gate_up, down = (w[first : first + 2] for w in (gate_up, down))
+        chosen = weights * ((index >= first) & (index < first + 2))
+        place = (index - first).clamp(0, 1)
+        want = reference(x, chosen, place, gate_up, down, act=act)
+    got = run(x, weights, index, gate_up, down, act, *part)
+    assert got.dtype == dtype
+    close(got, want, BUDGETS[dtype])
+    lead = run(x[None], weights[None], index[None], gate_up, down, act, *part)
+    assert lead.shape == (1, *x.shape)
+    close(lead[0], want, BUDGETS[dtype])
