@@ -56,23 +56,16 @@ def kernel_library(tmp_path_factory: pytest.TempPathFactory, full: bool) -> Call
     AVX2.)"""
     folder, level = tmp_path_factory.mktemp("kernels"), "-O2" if full else "-O1"
     options = ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fPIC", "-w"]
-<<<<<<< HEAD
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_library, "KERNEL_FLAGS", (*options, *flags))
-        cpu_library.compile_kernels(path)
-    return path
-=======
 
     @cache
     def library(*flags: str, parts: Sequence[str] | None = None) -> Path:
         path = folder / f"k{''.join(flags)}.so"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(compiler, "KERNEL_FLAGS", (level, *options, *flags))
-            compiler.compile_kernels(path, parts)
+            patch.setattr(cpu_library, "KERNEL_FLAGS", (level, *options, *flags))
+            cpu_library.compile_kernels(path, parts)
         return path
 
     return library
->>>>>>> tests
 
 
 #: instructions with which the kernels are other ones; CPUs with AVX2 have f16c too

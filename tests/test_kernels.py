@@ -37,6 +37,7 @@ from tests.coded_products import (
     GROUPS,
     QUANTIZE,
     cpu_kernels,  # noqa: F401
+    kernel_library,  # noqa: F401
     kernels_of_other_cpu,  # noqa: F401
     layouts,
 )
@@ -271,7 +272,7 @@ def test_without_bf16_instructions(library: Callable[..., Path]) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these instructions are x86's")
 def test_with_bf16_instructions(library: Callable[..., Path]) -> None:
     """Built for them everywhere, run where the CPU has them (test_linear)."""
-    parts = tuple(compiler.kernel_parts(()))
+    parts = tuple(cpu_library.kernel_parts(()))
     native = ctypes.CDLL(str(library("-mavx512f", "-mavx512bf16", parts=parts)))
     assert native.g4ir_takes(BF16, ctypes.c_int64(8))
     assert not native.g4ir_takes(BF16, ctypes.c_int64(9))

@@ -12,11 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from g4ir.backends.torch_compile.attention import _pairs, _rotate
 from g4ir.backends.torch_compile.backend import _kernel_parts
-<<<<<<< HEAD
+from g4ir.backends.torch_compile.compile import compile_program
 from g4ir.backends.torch_compile.cpu_library import FORM_SOURCE
-=======
-from g4ir.backends.torch_compile.compile import FORM_SOURCE, compile_program
->>>>>>> tests
 from g4ir.backends.torch_compile.lower import (
     SegmentModule,
     _list_write,

@@ -36,7 +36,7 @@ MOST = {
     "g4ir-vllm/tests": 811,
     "bench": 2443,
     "examples": 193,
-    "tests": 43752,
+    "tests": 43743,
     "tools": 549,
 }
 
