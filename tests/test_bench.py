@@ -58,7 +58,7 @@ from tests.cli_tools import PROMPT, built, g4ir, refused, text_checkpoint
 from tests.engines import CHUNK, MAX_SEQ
 from tests.gguf_files import bare_file
 from tests.llama_double import LlamaDouble
-from tests.small_bench import small_bench
+from tests.small_bench import shifted, small_bench
 
 SMALL = Workload(input_len=30, output_len=5, context=0)
 DEEP = Workload(input_len=30, output_len=5, context=26)
@@ -187,24 +187,6 @@ def test_a_runner_goes_back_to_its_depth(engines: Any, ple: Engine, mode: str) -
     torch.testing.assert_close(first, again, rtol=1e-5, atol=1e-5)
     runner.hold(tokens[:, :0])
     assert float((request()[0] - first[0]).abs().max()) > 0.1, "empty rows see no context"
-
-
-class Shifted:
-    """A runtime that computes something else."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.inner = engine.runtime
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def run(self, *args: Any) -> Any:
-        out = self.inner.run(*args)
-        return None if out is None else {"logits": out["logits"].roll(1, -1)}
-
-
-def shifted(engine: Engine) -> Engine:
-    return replace(engine, runtime=Shifted(engine))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

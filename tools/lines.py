@@ -26,7 +26,7 @@ MOST = {
     "backends/experimental": 1072,
     "g4ir/media": 1424,
     "g4ir/engine/ranks": 253,
-    "g4ir/engine": 7181,
+    "g4ir/engine": 7180,
     "g4ir/chat": 2617,
     "g4ir/check": 3199,
     "g4ir/bench": 2159,
@@ -36,7 +36,7 @@ MOST = {
     "g4ir-vllm/tests": 811,
     "bench": 2443,
     "examples": 193,
-    "tests": 43743,
+    "tests": 43747,
     "tools": 549,
 }
 

@@ -509,8 +509,7 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         compiled = p.backend.compile(task, p.settings)
         seconds = time.perf_counter() - start
         texts = {**artefact.graph_texts(p.packing), artefact.SPEC: p.spec.to_yaml()}
-        if p.drafter:
-            texts[artefact.DRAFTER] = p.drafter.to_yaml()
+        texts |= {artefact.DRAFTER: p.drafter.to_yaml()} if p.drafter else {}
         side = {**{name: text.encode() for name, text in texts.items()}, **p.side_files}
         for name, raw in side.items():
             write_file(folder / name, [raw])
@@ -528,7 +527,7 @@ def _pack(p: Prepared, folder: Path, progress: Progress) -> artefact.Grid | None
     moments = column_moments(p, progress) if p.calibration else {}
     params = packings.MadeParams(p.packing, p.source, grids, p.share(0), moments, quantized)
     packings.write_shares(p.packing, params, p.ranks, folder, progress)
-    exact, groups = (sum(n) for n in zip(*grids.values(), strict=True)) if grids else (0, 0)
+    exact, groups = map(sum, zip((0, 0), *grids.values(), strict=True))
     return artefact.Grid(groups, exact) if groups else None
 
 
@@ -545,7 +544,7 @@ def _manifest(
     known = {f.name for f in fields(artefact.Manifest)}
     ignored = {on_one_line(k): Line(v) for k, v in p.source.ignored.items()}
     defaults = {Line(k): f"{v:g}" for k, v in p.source.defaults.items()}
-    files = sorted(f for f in folder.rglob("*") if f.is_file())
+    files = (f for f in sorted(folder.rglob("*")) if f.is_file())
     return artefact.Manifest(
         g4ir=__version__,
         variant=p.spec.name,
