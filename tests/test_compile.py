@@ -82,9 +82,8 @@ def test_damaged_cache_entry_is_compiled_again(
     done = stub(monkeypatch)
     made = workers.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
     kept = own_cache / made[TEXT]
-    {"program": kept, "digest": program_cache._digest_file(kept.name)}[damaged].write_text(
-        "damaged"
-    )
+    files = {"program": kept, "digest": program_cache._digest_file(kept.name)}
+    files[damaged].write_text("damaged")
     workers.compile_all([TEXT], Target("cpu"), tmp_path / "b", 1, no_progress)
     assert done == [TEXT, TEXT] and (tmp_path / "b" / kept.name).read_text() == TEXT
     workers.compile_all([TEXT], Target("cpu"), tmp_path / "c", 1, no_progress)

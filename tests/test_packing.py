@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,19 @@ def packed(w: torch.Tensor, **attrs: Any) -> tuple[Any, ...]:
 
 @pytest.fixture
 def kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        pytest.skip("torch's sums have another order here")
     monkeypatch.setattr(packing, "quantize", None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
 
 @pytest.mark.usefixtures("kernel_alone")
 @pytest.mark.parametrize("group", [32, 64, 128, 0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_codes_and_scales(kind: str, group: int) -> None:
-    """Of 39 rows, no multiple of the groups that the kernel takes together, on two threads."""
-    x = KINDS[kind](torch.randn(39, 384, generator=torch.Generator().manual_seed(group)))
+    """195 rows: several units of work, no multiple of the groups that the kernel takes together."""
+    random = torch.Generator().manual_seed(group)
+    x = KINDS[kind](torch.randn(39, 384, generator=random)).repeat(5, 1)
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         for w in (x.to(dtype), x.to(dtype)[:32].view(2, 16, 384), x.to(dtype).flip(1)[:, ::3]):
             assert all(map(torch.equal, packed(w, group=group), definition(w, group=group)))
@@ -61,13 +66,9 @@ def test_the_same_of_calibrated_weights(kind: str, group: int) -> None:
     x = KINDS[kind](torch.randn(39, 384, generator=random))
     moments = torch.randn(3, 1, 384, generator=random).square() ** 2
     moments[..., :40] = 0
-    for dtype in (torch.bfloat16, torch.float32):
-        w = x.to(dtype)
-        for v, by in (
-            (w, moments[0]),
-            (w.view(3, 13, 384), moments),
-            (w.view(3, 13, 384), moments[:1]),
-        ):
+    for w in (x.bfloat16(), x):
+        experts = w.view(3, 13, 384)
+        for v, by in ((w, moments[0]), (experts, moments), (experts, moments[:1])):
             given = {"group": group, "moments": by}
             assert all(map(torch.equal, packed(v, **given), definition(v, **given)))
 

@@ -122,10 +122,10 @@ def test_conditional_tests_run_if_a_path_or_a_test_of_theirs_changes() -> None:
     every = {*table.conditional}
     for changed, left in (
         ({"README.md", "g4ir/serve/app.py"}, every),
-        ({"backends/trt/emitter.py"}, every - {"TensorRT", "ranks"}),
+        ({"backends/trt/emitter.py"}, every - {"TensorRT", "networks of media", "ranks"}),
         ({"tests/trt/test_emitter.py"}, every - {"TensorRT"}),
-        ({"backends/onnx_graph/export.py"}, every - {"ONNX", "ranks"}),
-        ({"backends/torch_compile/cpu/form.c"}, {"ONNX", "TensorRT", "formats of checkpoints"}),
+        ({"backends/onnx_graph/export.py"}, {"CPU programs", "GPU kernels", "TensorRT"}),
+        ({"backends/torch_compile/cpu/form.c"}, every - {"CPU programs", "GPU kernels", "ranks"}),
         ({"g4ir/parallel/shard.py"}, every - {"ranks"}),
         ({"g4ir/weights/gguf/read.py"}, {"CPU programs", "GPU kernels", "TensorRT"}),
         ({"tests/interpreted/test_head.py"}, every - {"GPU kernels"}),

@@ -14,7 +14,7 @@ enum { AMX_APART = 2, AMX_RING = 4 };
 /* Whether the system lets this process use AMX, which it has to be asked once. */
 static int amx_allowed;
 __attribute__((constructor)) static void ask_for_amx(void) {
-    const int request = 0x1023, tile_data = 18;
+    const long request = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA */
     amx_allowed = !syscall(SYS_arch_prctl, request, tile_data);
 }
 

@@ -1,6 +1,7 @@
 /* Codes of 4 bits and bf16 scales of a weight: what `int4_scales` of g4ir/ops/codecs.py finds, bit for bit.
  * Groups lie side by side, one in each place of a vector. The order of sums is that of torch's on x86-64:
- * 4 x 8 partial sums. Compiled without reassociation and fused multiply-adds (compile.py). */
+ * 4 x 8 partial sums, of groups up to GROUP_MOST; larger ones it sums in several levels. Compiled without
+ * reassociation and fused multiply-adds (cpu_library.py). */
 #include "kernels.h"
 #include "number.h"
 #include "team.h"
@@ -198,8 +199,8 @@ int g4ir_takes_packing(int dtype, int64_t group) {
 }
 
 /* Writes codes, two in a byte, and a bf16 scale for each group; with `moments` of the columns of each matrix
- * errors are weighted. Returns 1 if a weight is above WEIGHT_MOST
- * or not finite; what it wrote then means nothing. */
+ * errors are weighted. Returns 1 if a weight is above WEIGHT_MOST or not finite; what it wrote then means
+ * nothing. */
 int g4ir_pack(const void *w, const float *moments, void *codes, void *scales, int64_t groups, int64_t group,
               int64_t row, int64_t matrix, int dtype, int threads) {
     weight p = {w, moments, codes, scales, groups, group, row, matrix, dtype, 0};

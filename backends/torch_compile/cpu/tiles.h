@@ -337,15 +337,15 @@ typedef void tile_dot(const product *p, const int64_t *tiles, const digits *cons
     static void tile_##FORM##_##PARTS##_##ROWS(const product *p, const int64_t *tiles,          \
                                                const digits *const *x, const int8_t *a,         \
                                                float *out) {                                    \
-        const int each = on_amx(FORM, PARTS, ROWS) ? ROWS : ROWS_AT_ONCE(FORM, ROWS);                   \
-        const int strips = strips_of(FORM, PARTS, ROWS);                                               \
+        const int each = on_amx(FORM, PARTS, ROWS) ? ROWS : ROWS_AT_ONCE(FORM, ROWS);           \
+        const int strips = strips_of(FORM, PARTS, ROWS);                                        \
         for (int lane = 0; lane < TILE; lane += WORDS)                                          \
             for (int r = 0; r < ROWS; r += each) {                                              \
                 strip of[STRIPS_MOST];                                                          \
                 EACH_STRIP of[s] = (strip){codes_of_tile(p, tiles[s]) + lane * 4,               \
                                            scales_of_tile(p, tiles[s]) + lane * tile_scale(p),  \
                                            out + (s * ROWS + r) * TILE + lane};                 \
-                if (on_amx(FORM, PARTS, ROWS))                                                         \
+                if (on_amx(FORM, PARTS, ROWS))                                                  \
                     amx_product(FORM, ROWS, PARTS, p, of, x, a);                                \
                 else                                                                            \
                     tile_product(FORM, each, strips, PARTS, p, of, x + r);                      \
