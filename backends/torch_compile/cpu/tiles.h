@@ -514,10 +514,13 @@ static void store_tile(const product *p, int64_t r, int64_t tile, const float *s
 #endif
 }
 
-/* Writes the digits of rows of x one behind the other, block by block. */
-static void rows_of_a(int parts, int64_t rows, int64_t blocks, const digits *const *x, int8_t *to) {
+/* Writes the digits of all rows of x one behind the other, block by block; those of the last one again
+ * where `tall` rows are multiplied. */
+static void rows_of_a(const tiled_product *m, const digits *form, int64_t tall, int8_t *to) {
+    int64_t blocks = m->p->k / BLOCK, bytes = m->parts * BLOCK;
     for (int64_t b = 0; b < blocks; b++)
-        for (int64_t r = 0; r < rows; r++, to += parts * BLOCK) memcpy(to, x[r] + b, parts * BLOCK);
+        for (int64_t r = 0; r < tall; r++, to += bytes)
+            memcpy(to, form + least(r, m->p->rows - 1) * blocks + b, bytes);
 }
 
 static int tile_units(void *context, units *left) {
@@ -525,22 +528,21 @@ static int tile_units(void *context, units *left) {
     const product *p = m->p;
     tile_dot *const *of = TILES[m->parts];
     int64_t blocks = p->k / BLOCK, tiles = p->n / TILE;
-    int64_t alike = of[m->together] ? m->together : m->together + 1, amx = on_amx(FORM, m->parts, alike);
+    int64_t tall = of[m->together] ? m->together : m->together + 1, amx = on_amx(FORM, m->parts, tall);
     int64_t bytes = (p->rows * blocks * sizeof(digits) + LINE - 1) / LINE * LINE;
-    int64_t of_a = amx ? blocks * alike * m->parts * BLOCK : 0;
+    int64_t of_a = amx ? blocks * tall * m->parts * BLOCK : 0;
     digits *form = aligned_alloc(LINE, bytes + (of_a + LINE - 1) / LINE * LINE);
     if (!form) return 1;
     for (int64_t i = 0; i < p->rows * blocks; i++)
         block_digits(m->parts, FORM, (const bf16 *)p->x + i * BLOCK, form + i);
     int8_t *a = (int8_t *)form + bytes;
-    int64_t a_of = -1;
+    if (amx) set_amx(tall * m->parts), rows_of_a(m, form, tall, a); /* such rows are one turn */
     for (int64_t u; (u = take_unit(left)) >= 0;) {
         int64_t r = u / m->units * m->together, here = least(m->together, p->rows - r);
         int64_t first = u % m->units * m->part, last = least(first + m->part, tiles);
         const digits *x[TOGETHER];
         int64_t taken = of[here] ? here : here + 1;
         for (int64_t i = 0; i < taken; i++) x[i] = form + (r + least(i, here - 1)) * blocks;
-        if (amx && a_of != r) a_of = r, set_amx(taken * m->parts), rows_of_a(m->parts, taken, blocks, x, a);
         int64_t strips = strips_of(FORM, m->parts, taken), run = (last - first + strips - 1) / strips;
         for (int64_t t = first; t < first + run; t++) {
             int64_t of_run[STRIPS_MOST];
@@ -558,7 +560,7 @@ static int tile_units(void *context, units *left) {
 }
 
 static int multiply_tiles(const product *p, int parts, int threads) {
-    int64_t most = amx_allowed ? TOGETHER : 4;
+    int64_t most = on_amx(FORM, parts, TOGETHER) && !amx_allowed ? 4 : TOGETHER;
     int64_t tiles = p->n / TILE, turns = (p->rows + most - 1) / most;
     int64_t together = (p->rows + turns - 1) / turns;
     int64_t part = tiles_of_part(tiles, threads, strips_of(FORM, parts, together));
