@@ -147,8 +147,9 @@ def test_many_optional_properties(client: openai.OpenAI, served: Running) -> Non
     count = 1500
     body = {"json_schema": optional(count)}
     got = ask(client, extra_body=body, max_tokens=12, logit_bias=opened(served), temperature=1)
-    assert re.match(r'\{\s*"p[0-9]', got.choices[0].message.content)
-    assert got.choices[0].finish_reason == "length"
+    answer = got.choices[0]
+    assert re.match(r'\{\s*"p[0-9]', answer.message.content)
+    assert answer.finish_reason == "length" or json.loads(answer.message.content)
     mask = grammars().text(Constraint("f", JSON, optional(count)), thinking=False, inside=False)
     assert names(mask, '{"p3":true,"p9":') >= {"t", "f"}
 
