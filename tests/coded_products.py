@@ -18,7 +18,7 @@ from g4ir.ir.graph import Builder
 from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import split_prologue
 from g4ir.ops import OPS
-from g4ir.ops.codecs import fits_tiles, to_tiles
+from g4ir.ops.codecs import FORMS, dequantized, fits_tiles, to_tiles
 from g4ir.ops.types import Type, dtype_name
 
 Kernel = Callable[..., torch.Tensor]
@@ -35,6 +35,21 @@ GROUPS = (
     *(("uint4", 256, "f16"), ("uint4", 512, "bf16"), ("fp8", 16, "bf16")),
     *(("fp8", 32, "f16"), ("fp8", 0, "f32")),
 )
+
+
+def with_outliers(
+    rows: int, n: int, k: int, weight: tuple[str, int, str], dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """Return x, codes and scales of a weight [n, k], and what these mean in float64. Some numbers
+    of x are 3,000 times the others, in one row all but one are tiny."""
+    (form, group, scale), g = weight, torch.Generator().manual_seed(n + k)
+    k += -k % (group or FORMS[form].packed)
+    x, w = torch.randn(rows, k, generator=g), torch.randn(n, k, generator=g)
+    x[1, :: k // 5] *= 3000
+    x[2, 1:] *= 2.0**-20
+    x[3] = 0
+    codes, scales = QUANTIZE(w, form=form, group=group, scale=scale)
+    return x.to(dtype), codes, scales, dequantized(codes, scales.double(), torch.float64)
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,14 @@ from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.lower import grouped_experts
 from g4ir.backends.torch_compile.target import cpu_flags
 from g4ir.ops import OPS
-from g4ir.ops.codecs import FORMS, dequantized, fake_quantized, to_tiles
+from g4ir.ops.codecs import fake_quantized, to_tiles
 from tests.coded_products import (
     GROUPS,
     QUANTIZE,
     asked_of,
     cpu_kernels,  # noqa: F401
     layouts,
+    with_outliers,
 )
 from tests.test_torch_backend import close
 
@@ -49,21 +50,13 @@ def test_a_product_of_rounded_rows(
     dtype: torch.dtype, form: str, group: int, scale: str, n: int, k: int
 ) -> None:
     """The grid's own numbers, not rounded to x's dtype; those of many rows are, and the weight."""
-    g = torch.Generator().manual_seed(n + k)
-    k += -k % (group or FORMS[form].packed)
-    x, w = torch.randn(9, k, generator=g), torch.randn(n, k, generator=g)
-    x[1, :: k // 5] *= 3000
-    x[2, 1:] *= 2.0**-20
-    x[3] = 0
-    x = x.to(dtype)
-    codes, scales = QUANTIZE(w, form=form, group=group, scale=scale)
-    exact = dequantized(codes, scales.double(), torch.float64)
+    x, codes, scales, exact = with_outliers(9, n, k, (form, group, scale), dtype)
     rows = fake_quantized(x.double(), "int8")
     # A difference of a scaled code and a minimum is rounded by the size of both.
     lost = 2.0**-22 * rows.abs().sum(1)[:, None] * exact.abs().amax(1)
     want, size = rows @ exact.t(), (rows.square() @ exact.square().t()).sqrt()
     for (*weight, tiles), count in itertools.product(layouts(codes, scales), (1, 2, 3, 4, 8, 9)):
-        got = pyops.linear_rounded(x[:count].view(1, count, k), *weight, tiles)[0].double()
+        got = pyops.linear_rounded(x[None, :count], *weight, tiles)[0].double()
         exactly = tiles and count <= 8
         unit = SUM * (2 - exactly) if dtype == torch.bfloat16 else 1e-5
         budget = unit * (want.abs() + 2 * size) + lost

@@ -40,6 +40,7 @@ from tests.coded_products import (
     kernel_library,  # noqa: F401
     kernels_of_other_cpu,  # noqa: F401
     layouts,
+    with_outliers,
 )
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -178,17 +179,9 @@ def test_long_rows_of_int8() -> None:
 def test_groups_and_outliers(
     dtype: torch.dtype, form: str, group: int, scale: str, n: int, k: int
 ) -> None:
-    """Some numbers of x are 3,000 times the others, in one row all but one are tiny: what is lost
+    """Of rows with outliers (coded_products.py): what is lost
     of them is 2^-13 of the largest product of their block, less than its rounding to bf16."""
-    g = torch.Generator().manual_seed(n + k)
-    k += -k % (group or FORMS[form].packed)
-    x, w = torch.randn(6, k, generator=g), torch.randn(n, k, generator=g)
-    x[1, :: k // 5] *= 3000
-    x[2, 1:] *= 2.0**-20
-    x[3] = 0
-    x = x.to(dtype)
-    codes, scales = QUANTIZE(w, form=form, group=group, scale=scale)
-    exact = dequantized(codes, scales.double(), torch.float64)
+    x, codes, scales, exact = with_outliers(6, n, k, (form, group, scale), dtype)
     want, size = x.double() @ exact.t(), x.double().square() @ exact.square().t()
     most, each = x.double().unflatten(1, (-1, 32)).abs().amax(2), exact.unflatten(1, (-1, 32))
     lost = 2.0**-13 * (most.square() @ each.square().sum(2).t()).sqrt() * (dtype != torch.float32)

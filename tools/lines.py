@@ -36,7 +36,7 @@ MOST = {
     "g4ir-vllm/tests": 811,
     "bench": 2443,
     "examples": 193,
-    "tests": 43748,
+    "tests": 43749,
     "tools": 549,
 }
 
