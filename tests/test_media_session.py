@@ -159,6 +159,9 @@ class Watched:
     inner: Any
     run: Any
 
+    def embed(self, *given: Any) -> Any:
+        return self.inner.embed(*given)
+
 
 def test_decoded_placeholders_are_padding(engine: Engine) -> None:
     """As in the reference, which has no soft tokens for what the model itself makes."""

@@ -3,6 +3,7 @@ contract (tests/contract/test_torch.py)."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.arena import Arena
 from g4ir.backends.torch_compile.backend import BACKEND
 from g4ir.backends.torch_compile.cpu_library import compile_kernels
+from g4ir.backends.torch_compile.step_loop import Embedding
 from g4ir.backends.torch_compile.step_program import (
     LOWERINGS,
     NoInstruction,
@@ -21,6 +23,7 @@ from g4ir.backends.torch_compile.step_program import (
     record_step,
     step_phases,
 )
+from g4ir.engine.parts import embed_rows
 from g4ir.engine.session import Session
 from g4ir.ir.graph import Builder, Graph, Program
 from g4ir.ir.interpret import run_node
@@ -204,6 +207,26 @@ def test_decode_steps_are_recorded(name: str, quant: str) -> None:
     assert step_phases(program, Limits(max_batch=1), "cpu")[:1] == ("decode",)
     assert step_phases(program, Limits(max_batch=9), "cpu") == ()
     assert step_phases(program, Limits(max_batch=1), "cuda") == ()
+
+
+@pytest.mark.parametrize("quant", RECIPES)
+def test_embedding_of_a_few_tokens(quant: str) -> None:
+    """What torch's ops make, from several threads at once; the host embeds more."""
+    program = stored("tiny-ple", quant)
+    graph, random, tables = program.graphs["embed"], torch.Generator().manual_seed(3), {}
+    for v in graph.params:
+        numbers = 100 * torch.rand([int(d) for d in v.type.shape], generator=random)
+        tables[v.name] = numbers.to(torch_dtype(v.type.dtype))
+    embed = Embedding(program, tables)
+
+    def same(tokens: torch.Tensor) -> bool:
+        got, want = embed(tokens), embed_rows(graph, tables, tokens)
+        return got is not None and all(torch.equal(t, got[name]) for name, t in want.items())
+
+    with ThreadPoolExecutor(4) as pool:
+        given = [some_tokens(rows, count) for rows, count in ((1, 1), (2, 3), (8, 1), (1, 8))]
+        assert all(pool.map(same, given * 8))
+    assert embed(some_tokens(3, 3)) is None
 
 
 def stored(name: str, quant: str) -> Program:

@@ -84,27 +84,64 @@ def test_a_forked_process_has_a_team_of_its_own() -> None:
     assert done == (child, 0)
 
 
-def test_threads_do_not_wait_for_busy_cores() -> None:
-    """Beside as many busy processes as cores, all threads are no slower than one: those that spin
-    for each other are ten times as slow."""
+def beside_busy_processes(count: int, rows: int, rounds: int) -> dict[int, list[float]]:
+    """Seconds of products on one thread and on as many as there are cores, in turn."""
     g = torch.Generator().manual_seed(1)
-    x, w = torch.randn(1, 1024, generator=g), torch.randn(4096, 1024, generator=g)
+    x, w = torch.randn(1, 1024, generator=g), torch.randn(rows, 1024, generator=g)
     cores = max(2, threads.visible_cores())
     spinning = [sys.executable, "-c", "while True: pass"]
-    busy = [subprocess.Popen(spinning) for _ in range(cores)]
+    busy = [subprocess.Popen(spinning) for _ in range(count)]
     taken: dict[int, list[float]] = {1: [], cores: []}
     try:
-        for count in (1, cores) * 4:
-            torch.set_num_threads(count)
+        for threads_used in (1, cores) * 4:
+            torch.set_num_threads(threads_used)
             start = time.perf_counter()
-            for _ in range(150):
+            for _ in range(rounds):
                 pyops.linear(x, w)
-            taken[count].append(time.perf_counter() - start)
+            taken[threads_used].append(time.perf_counter() - start)
     finally:
         for process in busy:
             process.kill()
             process.wait()
+    return taken
+
+
+def test_threads_do_not_wait_for_busy_cores() -> None:
+    """Beside as many busy processes as cores, all threads are no slower than one: those that spin
+    for each other are ten times as slow."""
+    cores = max(2, threads.visible_cores())
+    taken = beside_busy_processes(cores, 4096, 150)
     assert median(taken[cores]) < 3 * median(taken[1]), taken
+
+
+@pytest.mark.full
+def test_a_busy_process_takes_its_share_alone() -> None:
+    """Beside one busy process all threads are faster than one: the caller and a worker do not stay
+    on one core, and a worker that does not run holds up nobody for long."""
+    taken = beside_busy_processes(1, 8192, 300)
+    assert median(taken[threads.visible_cores()]) < 0.9 * median(taken[1]), taken
+
+
+def test_threads_stay_on_the_cores_of_the_process(kernels: Path) -> None:
+    """Beside a busy process, on one core."""
+    code = """
+import os, torch, sys, subprocess
+from pathlib import Path
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from g4ir.backends.torch_compile import pyops
+pyops.load_kernels(Path(sys.argv[1]))
+torch.set_num_threads(2)
+busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+for _ in range(300):
+    pyops.linear(torch.randn(1, 1024), torch.randn(2048, 1024))
+busy.kill()
+cores = {frozenset(os.sched_getaffinity(int(t))) for t in os.listdir("/proc/self/task")}
+assert cores == {frozenset(os.sched_getaffinity(0))}, cores
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(kernels)], capture_output=True, text=True
+    )
+    assert not done.returncode, done.stderr
 
 
 @pytest.mark.parametrize("count", [0, -1, 10**6])

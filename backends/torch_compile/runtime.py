@@ -39,7 +39,7 @@ from .cuda_graph import (
 from .programs import CHAINS, END, KERNELS_FILE
 from .schedule import any_length
 from .segment import Glue, Segment, Step, state_steps
-from .step_loop import StepLoop, StepThread, mapped_tables, record_loop
+from .step_loop import Embedding, StepLoop, StepThread, mapped_tables, record_loop
 from .step_program import NoInstruction, StepProgram, of_tokens, record_step
 from .target import find_target
 from .token_loop import Choose, Embed, RoundLoop, TokenLoop, end_by_torch
@@ -114,6 +114,8 @@ class TorchRuntime:
         self.choosers = {
             op: calls[files[op][0] or ""] for op in ("greedy", "candidates") if op in files
         }
+        #: what embeds a few tokens, once it was asked for
+        self.embedding: Embedding | None = None
         #: the thread that runs steps while the host reads the tokens of others
         self.worker = StepThread()
         #: phases that run as programs recorded for a session
@@ -230,6 +232,12 @@ class TorchRuntime:
 
     def _results(self, phase: str, env: Tensors) -> Tensors:
         return {v.name: env[v.name] for v in self.program.graphs[phase].outputs}
+
+    def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
+        if "decode" not in self.recorded_phases or not self.weights:
+            return None
+        self.embedding = self.embedding or Embedding(self.program, tables)
+        return self.embedding(tokens)
 
     def encode(self, tower: str, feeds: Tensors) -> Tensor:
         return self._run_plan(self.plans[tower, True], feeds, {})["soft"]
@@ -397,6 +405,7 @@ class TorchRuntime:
         self.plans.clear()
         self.recorded_plans.clear()
         self.weights.clear()
+        self.embedding = None
         self.source.close()
         self.unpacked.close()
 

@@ -25,8 +25,8 @@ from g4ir.weights.pack import RowTable
 
 from ..base import Tensors
 from . import pyops
-from .arena import Arena
-from .step_program import Code, Recorder, bound
+from .arena import ROWS, Arena
+from .step_program import Code, NoInstruction, Recorder, StepProgram, bound, record_step
 
 Tensor = torch.Tensor
 
@@ -240,3 +240,30 @@ def mapped_tables(program: Program, tables: Mapping[str, Any]) -> Tensors | None
     found = {v.name: tables[v.name] for v in program.graphs["embed"].params}
     found |= {n: t.mapped() for n, t in found.items() if isinstance(t, RowTable)}
     return found if all(isinstance(t, Tensor) for t in found.values()) else None
+
+
+class Embedding:
+    """Embeds a few tokens by a step program, in a tenth of the time that ops of torch take."""
+
+    def __init__(self, program: Program, tables: Mapping[str, Any]) -> None:
+        self._graph, self._tables = program.graphs["embed"], mapped_tables(program, tables)
+        #: tokens -> the program; all share the arena, so they run one after the other
+        self._steps: dict[int, StepProgram] = {}
+        self._arena, self._lock = Arena("cpu"), Lock()
+
+    def __call__(self, tokens: Tensor) -> Tensors | None:
+        """Return the outputs of the embed graph for tokens i64[B,S]; None for more than a step
+        program has, and where an op has no instruction."""
+        given, count = {"tokens": tokens.reshape(1, -1)}, tokens.numel()
+        with self._lock:
+            if self._tables is None or count > ROWS:
+                return None
+            try:
+                if count not in self._steps:
+                    step = record_step(self._graph, self._tables, {}, given, self._arena)
+                    self._steps[count] = step
+            except NoInstruction:
+                self._tables = None
+                return None
+            made = self._steps[count].run(given)
+        return {name: t.view(*tokens.shape, -1) for name, t in made.items()}

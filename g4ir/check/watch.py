@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
@@ -48,6 +48,9 @@ class Watched:
 
     def new_state(self, batch: int) -> Any:
         return self.runtime.new_state(batch)
+
+    def embed(self, tokens: torch.Tensor, tables: Mapping[str, Any]) -> Tensors | None:
+        return self.runtime.embed(tokens, tables)
 
     def run(
         self, phase: str, feeds: dict[str, torch.Tensor], state: Any, context: int, logits: bool

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +103,7 @@ class EngineParts:
         """The weights of rank 0."""
         return Share(self.spec, 0, self.ranks, self.facts.ep)
 
-    @property
+    @cached_property
     def rings(self) -> tuple[tuple[int, int], ...]:
         """(window, slots) of every distinct ring cache."""
         found: set[tuple[int, int]] = set()
@@ -152,7 +152,9 @@ class EngineParts:
     def embed(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Token ids -> the inputs of the text graphs, on the engine's device."""
         self.check_process()
-        rows = embed_rows(self.program.graphs["embed"], self.tables, tokens)
+        rows = self.runtime.embed(tokens, self.tables)
+        if rows is None:
+            rows = embed_rows(self.program.graphs["embed"], self.tables, tokens)
         return {k: t.to(self.device) for k, t in rows.items()}
 
 

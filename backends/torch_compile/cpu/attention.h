@@ -323,8 +323,8 @@ static void attend_part(const attention *a, int64_t unit, room *own) {
     float *total = most + a->queries * a->padded;
     keys_left left[a->queries];
     formed_queries(a, b, h, own->q);
-    for (int64_t i = 0; i < a->rows * a->wide; i++) out[i] = 0;
-    for (int64_t i = 0; i < a->queries * a->padded; i++) most[i] = LOWEST, total[i] = 0;
+    memset(out, 0, a->rows * a->wide * sizeof *out);
+    for (int64_t i = 0, all = a->queries * a->padded; i < all; i++) most[i] = LOWEST, total[i] = 0;
     for (int64_t s = 0; s < a->queries; s++) left[s] = keys_of(a, b, s, unit % a->parts);
     do {
         taken = 0;
@@ -337,6 +337,13 @@ static void attend_part(const attention *a, int64_t unit, room *own) {
             taken = 1;
         }
     } while (taken);
+}
+
+/* Numbers [PAIR] in the order in which `pair_bf16` has them become such as they are held. */
+static inline void in_turn(float *x) {
+    float halves[PAIR];
+    memcpy(halves, x, sizeof halves);
+    for (int j = 0; j < PAIR / 2; j++) x[2 * j] = halves[j], x[2 * j + 1] = halves[PAIR / 2 + j];
 }
 
 /* Adds the parts of one row of queries. */
@@ -354,13 +361,20 @@ static void join_parts(const attention *a, int64_t at) {
         factors[i] = power(y)[0];
         sum += part[i * size + total] * factors[i];
     }
-    int paired = a->as_held && a->dtype == BF16;
-    for (int64_t c = 0; c < a->d; c++) {
-        int64_t from = r * a->wide + c;
-        if (paired) from += c % 2 * (PAIR / 2) + c % PAIR / 2 - c % PAIR;
-        float value = 0;
-        for (int64_t i = 0; i < a->parts; i++) value += part[i * size + from] * factors[i];
-        store(a->out, at * a->d + c, sum == 0 ? 0 : value / sum, a->dtype);
+    for (int64_t c = 0; c < a->d; c += PAIR) {
+        float value[PAIR] = {0};
+        for (int64_t i = 0; i < a->parts; i++)
+            for (int j = 0; j < PAIR; j++) value[j] += part[i * size + r * a->wide + c + j] * factors[i];
+        for (int j = 0; j < PAIR; j++) value[j] = sum == 0 ? 0 : value[j] / sum;
+        if (a->as_held && a->dtype == BF16) in_turn(value);
+        const void *made = value;
+        bf16 narrowed[PAIR];
+        if (a->dtype == BF16) {
+            for (int j = 0; j < PAIR; j++) narrowed[j] = narrow(value[j]);
+            made = narrowed;
+        }
+        int64_t item = a->dtype == BF16 ? sizeof(bf16) : sizeof(float);
+        memcpy((char *)a->out + (at * a->d + c) * item, made, least(PAIR, a->d - c) * item);
     }
 }
 

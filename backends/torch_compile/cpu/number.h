@@ -15,8 +15,8 @@ static inline float widen(bf16 h) {
 static inline bf16 narrow(float f) {
     uint32_t u;
     memcpy(&u, &f, 4);
-    if ((u & 0x7fffffffu) > 0x7f800000u) return (bf16)((u >> 16) | 0x40);
-    return (bf16)((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+    uint32_t near = u + 0x7fffu + ((u >> 16) & 1), nan = u | 0x400000u;
+    return (bf16)(((u & 0x7fffffffu) > 0x7f800000u ? nan : near) >> 16);
 }
 
 static inline float same(float f) { return f; }
