@@ -226,7 +226,9 @@ def test_embedding_of_a_few_tokens(quant: str) -> None:
     with ThreadPoolExecutor(4) as pool:
         given = [some_tokens(rows, count) for rows, count in ((1, 1), (2, 3), (8, 1), (1, 8))]
         assert all(pool.map(same, given * 8))
+    others = ([[graph.params[0].type.shape[0]]], [[3, -1]], [[]])
     assert embed(some_tokens(3, 3)) is None
+    assert all(embed(torch.tensor(ids, dtype=torch.int64)) is None for ids in others)
 
 
 def stored(name: str, quant: str) -> Program:

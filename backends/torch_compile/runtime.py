@@ -236,8 +236,8 @@ class TorchRuntime:
     def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
         if "decode" not in self.recorded_phases or not self.weights:
             return None
-        self.embedding = self.embedding or Embedding(self.program, tables)
-        return self.embedding(tokens)
+        embedding = self.embedding = self.embedding or Embedding(self.program, tables)
+        return embedding(tokens)
 
     def encode(self, tower: str, feeds: Tensors) -> Tensor:
         return self._run_plan(self.plans[tower, True], feeds, {})["soft"]

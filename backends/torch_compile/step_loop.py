@@ -247,16 +247,20 @@ class Embedding:
 
     def __init__(self, program: Program, tables: Mapping[str, Any]) -> None:
         self._graph, self._tables = program.graphs["embed"], mapped_tables(program, tables)
+        #: ids that every table has
+        self._ids = min(int(v.type.shape[0]) for v in self._graph.params)
         #: tokens -> the program; all share the arena, so they run one after the other
         self._steps: dict[int, StepProgram] = {}
         self._arena, self._lock = Arena("cpu"), Lock()
 
     def __call__(self, tokens: Tensor) -> Tensors | None:
-        """Return the outputs of the embed graph for tokens i64[B,S]; None for more than a step
-        program has, and where an op has no instruction."""
+        """Return the outputs of the embed graph for tokens i64[B,S]; None for none, for more than
+        a step program has, for ids that a table lacks, and where an op has no instruction."""
         given, count = {"tokens": tokens.reshape(1, -1)}, tokens.numel()
+        if not 0 < count <= ROWS or not 0 <= int(tokens.min()) <= int(tokens.max()) < self._ids:
+            return None
         with self._lock:
-            if self._tables is None or count > ROWS:
+            if self._tables is None:
                 return None
             try:
                 if count not in self._steps:

@@ -18,7 +18,7 @@ from .target import FROM, cpu_flags
 #: op on codes and scales -> the same of tiles
 OF_TILES = {"dequantize": "dequantize_tiles", "embedding_quantized": "embedding_tiles"}
 #: sets of extensions of a CPU with any of which it multiplies tiles: of most forms, and of others
-_EXTENSIONS = ({"avx512_vnni", "avx512bw"}, {"avx2", "fma"})
+_EXTENSIONS = ({"avx512_vnni", "avx512bw"}, {"avx2", "fma"}, {"asimddp"})
 _OF_FORM = {"fp8": ({"avx512_vnni", "avx512bw", "avx512_bf16", "avx512vbmi"},)}
 
 

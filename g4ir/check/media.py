@@ -299,7 +299,8 @@ def _prompt_report(engine: Engine, reference: Engine, p: MediaPrompt) -> PromptR
         phases[phase] = None
         return engine.runtime.run(phase, *rest)
 
-    noted: Any = SimpleNamespace(run=run, new_state=engine.runtime.new_state)
+    own = engine.runtime
+    noted: Any = SimpleNamespace(run=run, new_state=own.new_state, embed=own.embed)
     got = p.logits(replace(engine, runtime=noted), every)
     want = p.logits(reference, every)
     judged, holds = _judged(

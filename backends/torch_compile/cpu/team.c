@@ -141,28 +141,31 @@ static int all_finished(uint64_t gate, uint64_t since) { return joined(gate) == 
 /* Lets a thread run on one CPU alone, or on all but that one that the caller may run on. */
 static void place(int thread, int cpu, int there) {
     cpu_set_t set;
-    if (sched_getaffinity(team.caller, sizeof set, &set) || !CPU_ISSET(cpu, &set)) return;
-    CPU_CLR(cpu, &set);
-    if (!CPU_COUNT(&set)) return;
+    if (sched_getaffinity(__atomic_load_n(&team.caller, __ATOMIC_RELAXED), sizeof set, &set)) return;
     if (there) {
         CPU_ZERO(&set);
         CPU_SET(cpu, &set);
+    } else if (CPU_COUNT(&set) > 1) {
+        CPU_CLR(cpu, &set);
     }
     sched_setaffinity(thread, sizeof set, &set);
 }
+
+static int caller_cpu(void) { return __atomic_load_n(&team.cpu, __ATOMIC_RELAXED); }
 
 /* Runs the region's body with the caller, unless it has closed or has enough threads. Returns whether
  * the caller waits for this CPU. */
 static int join(int worker, uint64_t gate) {
     uint64_t number = gate / REGION;
+    int cpu = caller_cpu();
+    if (sched_getcpu() == cpu) place(0, cpu, 0), gate = gate_now(); /* before it is waited for */
     do {
         if (!(gate & OPEN) || gate / REGION != number || (int)joined(gate) >= team.wanted) return 0;
     } while (!__atomic_compare_exchange_n(&team.gate, &gate, gate + 1, 0, __ATOMIC_SEQ_CST,
                                           __ATOMIC_SEQ_CST));
     __atomic_store_n(&workers[worker].inside, number, __ATOMIC_RELEASE);
-    if (sched_getcpu() == team.cpu) place(0, team.cpu, 0);
     if (team.body(team.context, team.left)) __atomic_store_n(&team.failed, 1, __ATOMIC_RELAXED);
-    int in_its_place = sched_getcpu() == team.cpu;
+    int in_its_place = sched_getcpu() == caller_cpu();
     __atomic_store_n(&workers[worker].inside, 0, __ATOMIC_RELEASE);
     gate = __atomic_add_fetch(&team.gate, FINISHED, __ATOMIC_SEQ_CST);
     if (joined(gate) != finished(gate) || !__atomic_load_n(&team.waiting, __ATOMIC_SEQ_CST)) return 0;
@@ -256,7 +259,8 @@ int run_region(region *body, void *context, int64_t count, int threads) {
     if (team.workers < wanted) start_workers(wanted);
     team.body = body, team.context = context, team.left = &left;
     team.wanted = wanted, team.failed = 0;
-    team.caller = own_thread, team.cpu = sched_getcpu();
+    __atomic_store_n(&team.caller, own_thread, __ATOMIC_RELAXED);
+    __atomic_store_n(&team.cpu, sched_getcpu(), __ATOMIC_RELAXED);
     uint64_t number = gate_now() / REGION + 1;
     __atomic_store_n(&team.gate, number * REGION | OPEN, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&team.asleep, __ATOMIC_SEQ_CST)) wake(high_half(), wanted);

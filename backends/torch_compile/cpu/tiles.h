@@ -13,6 +13,9 @@
 #define WIDE 64
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define WIDE 32
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#define WIDE 16
 #endif
 
 /* Bytes of the codes and scales of a tile, and where they begin. */
@@ -85,6 +88,8 @@ typedef float any_row_floats __attribute__((vector_size(WIDE), aligned(4), may_a
 #if WIDE == 64 && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 #define FP8_TILES
 #endif
+/* Whether codes have their signs: instructions multiply bytes with a sign, and not bytes without. */
+#define WITH_SIGN (WIDE == 16)
 /* Whether rows of x are pairs of 16 bits: numbers in bf16, or integers, which AVX2 adds up without loss. */
 #define IN_16_BITS(form) (WIDE == 32 || (form) == FP8)
 
@@ -152,6 +157,10 @@ static inline void add_word(const int form, const int parts, const row_words *fa
         ADD_PRODUCTS("vpdpbusd", sum[0], factors[0], d->high + j);
         if (parts == 2) ADD_PRODUCTS("vpdpbusd", sum[1], factors[0], d->low + j);
     }
+#elif WIDE == 16
+    int8x16_t codes = (int8x16_t)factors[0];
+    sum[0] = (row_sums)vdotq_s32((int32x4_t)sum[0], codes, (int8x16_t)vdupq_n_s32(d->high[j]));
+    if (parts == 2) sum[1] = (row_sums)vdotq_s32((int32x4_t)sum[1], codes, (int8x16_t)vdupq_n_s32(d->low[j]));
 #else
     UNROLLED for (int i = 0; i < 2; i++) {
         __m256i x = _mm256_set1_epi32(d->pairs[2 * j + i]);
@@ -179,6 +188,10 @@ static inline row_floats tile_scales(const void *scales, int64_t at, int dtype) 
     __m256i u = _mm256_loadu_si256((const __m256i *)p);
     if (dtype == F16) return _mm512_cvtph_ps(u);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(u), 16));
+#elif WIDE == 16
+    uint16x4_t u = vld1_u16(p);
+    if (dtype == F16) return (row_floats)vcvt_f32_f16((float16x4_t)u);
+    return (row_floats)vshll_n_u16(u, 16);
 #else
     __m128i u = _mm_loadu_si128((const __m128i *)p);
     if (dtype == F16) return _mm256_cvtph_ps(u);
@@ -189,23 +202,30 @@ static inline row_floats tile_scales(const void *scales, int64_t at, int dtype) 
 /* Each number of a vector is `value`. */
 static inline row_floats all_rows(float value) { return (row_floats){0} + value; }
 
+#if WIDE == 16
+#define IN_VECTOR "w"
+#else
+#define IN_VECTOR "v"
+#endif
 /* A row has the same sums beside any others: compilers keep the order of a product and of a * b + c. */
 static inline row_floats product_of(row_floats a, row_floats b) {
     row_floats c = a * b;
-    __asm__("" : "+v"(c));
+    __asm__("" : "+" IN_VECTOR (c));
     return c;
 }
 
 static inline row_floats multiply_add(row_floats a, row_floats b, row_floats c) {
 #if WIDE == 64
     return _mm512_fmadd_ps(a, b, c);
+#elif WIDE == 16
+    return (row_floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return _mm256_fmadd_ps(a, b, c);
 #endif
 }
 
 #define NIBBLES 0x0f0f0f0fu
-static const int BIAS[FORMS] = {[INT8] = 128, [INT4] = 8, [INT6] = 32, [INT5] = 16};
+static const int BIAS[FORMS] = {[INT8] = WITH_SIGN ? 0 : 128, [INT4] = 8, [INT6] = 32, [INT5] = 16};
 #define MINIMA(form) ((form) == UINT4 || (form) == UINT5)
 /* Whether words have even numbers and odd ones, as bytes of two 4-bit codes do. */
 #define EVEN_ODD(form) ((form) == INT4 || (form) >= UINT4)
@@ -213,7 +233,7 @@ static const int BIAS[FORMS] = {[INT8] = 128, [INT4] = 8, [INT6] = 32, [INT5] = 
 /* Word j of the codes, without sign but for fp8, of block `b` of those that lie together at `p`. */
 static inline row_words code_word(const int form, const uint8_t *p, int b, int j) {
     if (form == FP8) return words_at(p, 8 * b + j);
-    if (form == INT8) return words_at(p, 8 * b + j) ^ 0x80808080u;
+    if (form == INT8) return words_at(p, 8 * b + j) ^ (WITH_SIGN ? 0 : 0x80808080u);
     if (form == INT6) {
         row_words low = words_at(p, 8 * (b % 2) + j) >> (4 * (b / 2)) & NIBBLES;
         row_words high = words_at(p, SIXES_HIGH / 4 + j) >> (2 * b) & 0x03030303u;
@@ -332,7 +352,7 @@ typedef void tile_dot(const product *p, const int64_t *tiles, const digits *cons
 
 /* Rows of x of which registers hold all sums. */
 #define ROWS_AT_ONCE(FORM, ROWS)                                                                \
-    ((ROWS) > 4 && (WIDE == 32 || MINIMA(FORM) && (ROWS) == 8) ? (ROWS) / 2 : (ROWS))
+    ((ROWS) > 4 && (WIDE < 64 || MINIMA(FORM) && (ROWS) == 8) ? (ROWS) / 2 : (ROWS))
 #define TILE_DOT(FORM, PARTS, ROWS)                                                             \
     static void tile_##FORM##_##PARTS##_##ROWS(const product *p, const int64_t *tiles,          \
                                                const digits *const *x, const int8_t *a,         \
@@ -491,9 +511,13 @@ static inline void block_digits(int parts, int form, const bf16 *x, digits *to) 
         all[j] = (int32_t)rintf(parts == 1 ? widen(x[j]) / to->unit : widen(x[j]) * times);
     for (int j = 0; j < BLOCK; j++) sums[j / HALF] += all[j];
     int16_t *pairs = (int16_t *)to->pairs;
+    int8_t *high = (int8_t *)to->high, *low = (int8_t *)to->low;
     for (int j = 0; j < BLOCK; j++) { /* byte j % 4 of word j / 4 */
         int of = EVEN_ODD(form) ? j / 8 * 8 + j / 4 % 2 + j % 4 * 2 : j;
-        pairs[j / 4 * 4 + j % 2 * 2 + j % 4 / 2] = all[of];
+        if (IN_16_BITS(form))
+            pairs[j / 4 * 4 + j % 2 * 2 + j % 4 / 2] = all[of];
+        else
+            high[j] = parts == 1 ? all[of] : (all[of] + 128) >> 8, low[j] = (int8_t)all[of];
     }
     set_sums(form, sums, to);
 }

@@ -1,0 +1,78 @@
+"""Products of quantised weights in tiles as an ARM CPU with integer products computes them (NEON),
+under qemu. It needs Debian's gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user-static."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from shutil import which
+
+import numpy as np
+import pytest
+import torch
+
+from g4ir.backends.torch_compile import cpu_library, pyops
+from g4ir.ops.codecs import to_tiles
+from tests.coded_products import (
+    BUDGET,
+    GROUPS,
+    cpu_kernels,  # noqa: F401
+    with_outliers,
+)
+
+COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not (which(COMPILER) and which(EMULATOR)), reason=f"no {COMPILER} or qemu"),
+    pytest.mark.usefixtures("cpu_kernels"),
+]
+ROWS, OUTS, WIDTH = 8, 48, 1024
+#: fp8 has no tiles there, nor have scales of 16 values
+CASES = [weight for weight in GROUPS if weight[0] != "fp8" and weight[1] != 16]
+
+
+@pytest.fixture(scope="module", params=["armv8.2-a+dotprod", "armv8-a"])
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels of all forms for CPUs with integer products, and for those without."""
+    folder = tmp_path_factory.mktemp(request.param)
+    flags = [f for f in cpu_library.KERNEL_FLAGS if f not in ("-march=native", "-fPIC")]
+    flags += [f"-march={request.param}", f"-I{cpu_library.CPU_KERNELS}"]
+
+    def compiled(name: str, *words: str | Path) -> Path:
+        subprocess.run([COMPILER, *flags, *words, "-o", folder / name], check=True)
+        return folder / name
+
+    form = cpu_library.CPU_KERNELS / cpu_library.FORM_SOURCE
+    forms = [
+        compiled(f"{name}.o", "-c", "-DROUNDED", f"-DFORM={name}", form)
+        for name in cpu_library.KERNEL_FORMS.values()
+    ]
+    sources = [Path(__file__).with_name("products.c"), cpu_library.CPU_KERNELS / "team.c"]
+    return compiled("products", "-static", *sources, *forms)
+
+
+def data(t: torch.Tensor) -> bytes:
+    return t.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("weight", CASES, ids=lambda w: "-".join(map(str, w)))
+def test_products_of_tiles(program: Path, weight: tuple[str, int, str]) -> None:
+    """Within the budget for one row to eight, of which each has the same bits beside others; and
+    bit by bit what this CPU makes."""
+    x, codes, scales, dense = with_outliers(ROWS, OUTS, WIDTH, weight, torch.bfloat16)
+    laid = to_tiles(codes), to_tiles(scales)
+    form, kind = pyops.FORMS[codes.dtype], pyops.DTYPES[scales.dtype]
+    asked = b""
+    for rows in range(1, ROWS + 1):
+        parts = [*map(data, (*laid, x[:rows]))]
+        sizes = (rows, OUTS, x.shape[1], scales.shape[1], *map(len, parts))
+        asked += np.array([form, 1, kind, 0, *sizes], np.int64).tobytes() + b"".join(parts)
+    done = subprocess.run([EMULATOR, program], input=asked, capture_output=True, check=True)
+    made = torch.from_numpy(np.frombuffer(done.stdout, np.int16).copy()).view(torch.bfloat16)
+    every = [t.view(-1, OUTS) for t in made.split([rows * OUTS for rows in range(1, ROWS + 1)])]
+    want = x.double() @ dense.T
+    assert (every[-1] - want).abs().amax() <= BUDGET[torch.bfloat16] * want.abs().amax()
+    for rows, got in enumerate(every, 1):
+        assert torch.equal(got, every[-1][:rows])
+        if "dotprod" in program.parent.name:
+            assert torch.equal(got, pyops.linear_coded(x[:rows], *laid, True))
