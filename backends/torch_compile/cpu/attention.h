@@ -339,8 +339,8 @@ static void attend_part(const attention *a, int64_t unit, room *own) {
     } while (taken);
 }
 
-/* Numbers [PAIR] in the order in which `pair_bf16` has them become such as they are held. */
-static inline void in_turn(float *x) {
+/* Numbers [PAIR], the even ones before the odd ones as `pair_bf16` has them, come into their order. */
+static inline void interleave(float *x) {
     float halves[PAIR];
     memcpy(halves, x, sizeof halves);
     for (int j = 0; j < PAIR / 2; j++) x[2 * j] = halves[j], x[2 * j + 1] = halves[PAIR / 2 + j];
@@ -366,7 +366,7 @@ static void join_parts(const attention *a, int64_t at) {
         for (int64_t i = 0; i < a->parts; i++)
             for (int j = 0; j < PAIR; j++) value[j] += part[i * size + r * a->wide + c + j] * factors[i];
         for (int j = 0; j < PAIR; j++) value[j] = sum == 0 ? 0 : value[j] / sum;
-        if (a->as_held && a->dtype == BF16) in_turn(value);
+        if (a->as_held && a->dtype == BF16) interleave(value);
         const void *made = value;
         bf16 narrowed[PAIR];
         if (a->dtype == BF16) {

@@ -6,7 +6,7 @@
  *
  * Threads that sleep in turns look idle, so beside busy processes the system may keep the caller and a
  * worker on one CPU: the worker leaves it. And a worker that has a unit and does not run holds up the
- * caller, which then gives it its own CPU. Beside one busy process on two cores a decode step of E2B in
+ * caller, which then lends it its own CPU. Beside one busy process on two cores a decode step of E2B in
  * Q4_0 took 124 ms without both and takes 85 with them (62 alone). */
 #define _GNU_SOURCE
 #include "team.h"
@@ -28,7 +28,7 @@
 #define ROUNDS_PER_LOOK 32
 /* Bytes that a waiting thread reads ahead between two looks at the gate. */
 #define READ_TOGETHER 1024
-/* A worker that ran less than half of so long does not run. The caller looks at workers so often. */
+/* A worker that ran less than half of so long was preempted. The caller looks at workers so often. */
 #define MOMENT_NS 20000
 #define LOOK_NS 500000
 #define NOBODY -1
@@ -138,7 +138,7 @@ static uint64_t spin(int (*ready)(uint64_t gate, uint64_t since), uint64_t since
 static int opened(uint64_t gate, uint64_t since) { return gate & OPEN && gate / REGION != since; }
 static int all_finished(uint64_t gate, uint64_t since) { return joined(gate) == finished(gate); }
 
-/* Lets a thread run on one CPU alone, or on all but that one that the caller may run on. */
+/* Sets a thread's affinity: to one CPU, or to those of the caller without that one. */
 static void place(int thread, int cpu, int there) {
     cpu_set_t set;
     if (sched_getaffinity(__atomic_load_n(&team.caller, __ATOMIC_RELAXED), sizeof set, &set)) return;
@@ -220,8 +220,8 @@ static int is_inside(int worker, uint64_t number) {
     return __atomic_load_n(&workers[worker].inside, __ATOMIC_ACQUIRE) == number;
 }
 
-/* A worker that computes a unit of the region and does not run, or NOBODY. */
-static int held_up(uint64_t number) {
+/* A worker that was preempted with a unit of the region, or NOBODY. */
+static int preempted(uint64_t number) {
     for (int i = 0; i < team.workers; i++) {
         if (!is_inside(i, number)) continue;
         int64_t before = read_ns(workers[i].ran), end = now_ns() + MOMENT_NS;
@@ -237,7 +237,7 @@ static void wait_for_workers(uint64_t number) {
     uint64_t gate = spin(all_finished, 0);
     int guest = NOBODY, cpu = NOBODY;
     while (!all_finished(gate, 0)) {
-        if (guest == NOBODY && (guest = held_up(number)) != NOBODY)
+        if (guest == NOBODY && (guest = preempted(number)) != NOBODY)
             place(workers[guest].thread, cpu = sched_getcpu(), 1);
         __atomic_store_n(&team.waiting, 1, __ATOMIC_SEQ_CST);
         if (!all_finished(gate = gate_now(), 0)) sleep_on(low_half(), (uint32_t)gate, &look);
