@@ -185,8 +185,8 @@ test-versions: $(READY)
 	$(BIN)/python tools/versions.py $(VERSIONS_ARGS)
 
 # Types are checked on one core while the first tests run. Tests of one backend, of
-# formats of checkpoints and of ranks run if their paths have changed since SINCE: see
-# tests/selection.py.
+# formats of checkpoints and of ranks run if their paths have changed since SINCE; in CI (CI=true)
+# and in a fresh clone all run: see tests/selection.py.
 SINCE       = auto
 
 test: $(READY)

@@ -5,17 +5,19 @@ paths are the same as in REV. `python -m tests.selection` (`make check`) prints 
 nearest to the changes, as many as fit into a budget of CPU seconds.
 
 Changes are those of the working tree, untracked files included, since REV. REV `auto` is the merge
-base with the main branch. On the main branch itself it is where the branch was before its last
-landing: its own reflog, else the last tag, else the first parent. If there is none of these (no
-git, a shallow clone), everything counts as changed.
+base with the main branch; on the main branch itself, where it was before the pull or merge that
+moved it last. Everything counts as changed with `CI=true`, and where neither is known: a fresh
+clone (its first parent may be one of seventy commits of a landing), no git.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -53,14 +55,16 @@ class Repository:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    def base(self, wanted: str = "auto") -> str | None:
-        """Return the commit that `wanted` means."""
-        if wanted != "auto":
-            return self.git("rev-parse", "--verify", "-q", f"{wanted}^{{commit}}")
-        head = self.git("rev-parse", "HEAD")
-        tag = self.git("describe", "--tags", "--abbrev=0", "HEAD^")
-        for candidate in (*TRUNKS, "@{1}", tag, "HEAD^"):
-            base = candidate and self.git("merge-base", candidate, "HEAD")
+    def base(self, revision: str = "auto") -> str | None:
+        """Return the commit of a revision; of `auto`, what a change is compared with."""
+        if revision != "auto":
+            return self.git("rev-parse", "--verify", "-q", f"{revision}^{{commit}}")
+        if os.environ.get("CI") == "true":
+            return None
+        head, last_move = self.git("rev-parse", "HEAD"), self.git("reflog", "-1", "--format=%gs")
+        landed = (last_move or "").startswith(("merge", "pull"))
+        for candidate in (*TRUNKS, *(["@{1}"] if landed else [])):
+            base = self.git("merge-base", candidate, "HEAD")
             if base and base != head:
                 return base
         return None
@@ -98,6 +102,11 @@ class Table:
             if not any(matches(path, (*group["tests"], *group["paths"])) for path in changed)
         }
 
+    def group(self, file: str) -> str:
+        """Return the first group that lists a test file; `unconditional` if there is none."""
+        groups = (name for name, g in self.conditional.items() if matches(file, g["tests"]))
+        return next(groups, "unconditional")
+
 
 def read_table() -> Table:
     return Table(**yaml.safe_load(FILE.read_text()))
@@ -108,14 +117,16 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 class LeaveOut:
-    """Pytest plugin: does not collect the conditional tests whose paths are unchanged."""
+    """Pytest plugin: does not collect the conditional tests whose paths are unchanged, and prints
+    how many tests of each group ran."""
 
     def __init__(self, since: str) -> None:
         repository = Repository(ROOT)
         self.base = repository.base(since)
         if self.base is None and since != "auto":
             raise SystemExit(f"--changed-since {since}: git knows no such commit here")
-        self.groups = read_table().unchanged(repository.changed(self.base))
+        self.table = read_table()
+        self.groups = self.table.unchanged(repository.changed(self.base))
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         path = collection_path.relative_to(ROOT).as_posix()
@@ -123,12 +134,13 @@ class LeaveOut:
         return True if collection_path.is_file() and matches(path, patterns) else None
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if self.groups:
-            names = ", ".join(self.groups)
-            terminalreporter.write_line(
-                f"left out, unchanged since {str(self.base)[:8]}: tests of {names} "
-                "(make test-full runs all)"
-            )
+        reports = [r for many in terminalreporter.stats.values() for r in many]
+        ran = {r.nodeid for r in reports if hasattr(r, "when")}
+        counts = Counter(self.table.group(test.partition("::")[0]) for test in ran)
+        for name in ("unconditional", *self.table.conditional):
+            reason = f"left out, unchanged since {str(self.base)[:8]}"
+            count = reason if name in self.groups else f"{counts[name]:6,d} tests"
+            terminalreporter.write_line(f"{name:24}{count}")
 
 
 # --- tests near a change ----------------------------------------------------------------------
@@ -232,7 +244,8 @@ def main(words: Sequence[str]) -> int:
     p.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help="CPU seconds")
     args = p.parse_args(words)
     repository = Repository(ROOT)
-    base = repository.base(args.changed_since)
+    # Without a known landing, what is being edited now is near.
+    base = repository.base(args.changed_since) or repository.base("HEAD")
     changed = repository.changed(base)
     if changed is None:
         print("no base to compare with: git diff fails here; run make test", file=sys.stderr)

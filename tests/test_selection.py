@@ -18,6 +18,12 @@ ROOT = Path(__file__).parents[1]
 Git = Callable[..., str]
 
 
+@pytest.fixture(autouse=True)
+def at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CI runs these tests too, and there everything counts as changed."""
+    monkeypatch.delenv("CI", raising=False)
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Repository:
     """On main, with three commits: a.py, b.py, c.py."""
@@ -86,13 +92,26 @@ def test_main_is_compared_with_where_it_was_before_its_last_landing(repository: 
     assert since(repository) == {"d.py", "e.py"}
 
 
-def test_a_clone_is_compared_with_the_last_tag_else_the_first_parent(
-    repository: Repository,
-) -> None:
+def test_in_a_fresh_clone_everything_counts_as_changed(repository: Repository) -> None:
+    """Its last landing is not known, nor where it began: tags and parents do not say."""
     ours = clone(repository)
-    assert since(ours) == {"c.py"}
+    assert since(ours) is None
     git(ours.root, "tag", "v1", "HEAD~2")
-    assert since(ours) == {"b.py", "c.py"}
+    assert since(ours) is None
+    commit(repository.root, "landed.py")
+    git(ours.root, "pull", "-q")
+    assert since(ours) == {"landed.py"}
+
+
+def test_in_ci_everything_counts_as_changed(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git(repository.root, "checkout", "-q", "-b", "branch")
+    head = commit(repository.root, "d.py")
+    assert since(repository) == {"d.py"}
+    monkeypatch.setenv("CI", "true")
+    assert since(repository) is None
+    assert since(repository, head) == set()
 
 
 def test_commits_not_pushed_are_compared_with_the_remote(repository: Repository) -> None:
@@ -178,6 +197,21 @@ def test_conditional_tests_are_not_collected(monkeypatch: pytest.MonkeyPatch) ->
         LeaveOut("nowhere")
 
 
+def test_the_summary_counts_the_tests_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = frozenset({"backends/onnx_graph/export.py"})
+    monkeypatch.setattr(Repository, "base", lambda self, revision: "0123456789")
+    monkeypatch.setattr(Repository, "changed", lambda self, base: changed)
+    files = ("contract/test_onnx.py", "test_onnx.py", "test_spec.py")
+    passed = [SimpleNamespace(nodeid=f"tests/{f}::a", when="call") for f in files]
+    errors = [SimpleNamespace(nodeid="tests/test_onnx.py::b", when="setup")]
+    lines = list[str]()
+    stats = {"passed": passed, "error": errors, "warnings": [SimpleNamespace(nodeid="")]}
+    LeaveOut("auto").pytest_terminal_summary(SimpleNamespace(stats=stats, write_line=lines.append))
+    counts = dict(line.split(maxsplit=1) for line in lines if len(line.split()) == 3)
+    assert counts == {"unconditional": "1 tests", "ONNX": "3 tests", "ranks": "0 tests"}
+    assert "TensorRT                left out, unchanged since 01234567" in lines
+
+
 # --- tests near a change ------------------------------------------------------------------------
 
 
@@ -242,7 +276,7 @@ def test_make_check_prints_files_that_exist(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changed = frozenset({"passes/fuse_qkv.py", "specs/tiny-moe.yaml"})
-    monkeypatch.setattr(Repository, "base", lambda self, wanted: "0123456789")
+    monkeypatch.setattr(Repository, "base", lambda self, revision: "0123456789")
     monkeypatch.setattr(Repository, "changed", lambda self, base: changed)
     assert selection.main([]) == 0
     out, err = capsys.readouterr()
