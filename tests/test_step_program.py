@@ -23,6 +23,7 @@ from g4ir.backends.torch_compile.step_program import (
     record_step,
     step_phases,
 )
+from g4ir.engine.inputs import row_prompt
 from g4ir.engine.parts import embed_rows
 from g4ir.engine.session import Session
 from g4ir.ir.graph import Builder, Graph, Program
@@ -166,8 +167,9 @@ def test_what_is_no_number_is_not_swallowed(name: str, bad: float) -> None:
 def test_a_step_whose_logits_nobody_reads(engines: Any) -> None:
     """Returns none: with logits the scheduler would take the prompt for read."""
     session = engines("torch", "tiny-moe").session()
-    session.prefill(torch.tensor([[2, 5, 7]]))
-    assert [*session.prefill_steps(torch.tensor([[9]]), wanted=False)] == [None]
+    prompt = row_prompt(session.engine, [2, 5, 7, 9, 4])
+    for piece in (prompt.piece(0, 3), prompt.piece(3, 4)):
+        assert session.prefill_piece(prompt, piece) is None
 
 
 @pytest.mark.parametrize("name", ["tiny-ple", "tiny-moe"])

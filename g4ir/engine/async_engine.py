@@ -136,6 +136,9 @@ class AsyncEngine:
             self.error = e
             log.exception("the scheduler's thread ended")
         finally:
+            with suppress(Exception):
+                for event in self.scheduler.take_events():  # of the step that raised
+                    self._deliver(event)
             self._end_all()
             with suppress(Exception):
                 self.scheduler.close()

@@ -111,10 +111,11 @@ class Batch(Generic[T]):
             return
         if size not in self.sessions:
             self.sessions[size] = Session(self.engine, size)
+        before = self.session if self.held else None
         for slot, holder in enumerate(holders):
             self.sessions[size].copy_row(self.session, holder.slot, slot)
-        if self.held:
-            self.session.reset()
         self.held = [*holders, *[None] * (size - len(holders))]
         for slot, holder in enumerate(holders):
             holder.slot = slot
+        if before:  # last: a failure before leaves the sequences where they were
+            before.reset()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from g4ir.errors import InputError
+from g4ir.media.merge import Prompt
 from g4ir.media.soft import Soft
 from g4ir.model.media import placeholders
 from g4ir.ui.memory import free_on
@@ -45,23 +46,39 @@ CHUNK_LOGITS = 1 << 25
 Chunks = Generator[torch.Tensor | None, None, None]
 
 
-def prompt_keys(tokens: Sequence[int], soft: Sequence[Soft], holders: Mapping[str, int]) -> Keys:
-    """Return the keys of a prompt, whose placeholders are given by kind. Those of media are digests
-    of their soft tokens, so that equal ids of other pixels differ; they are negative."""
-    made: dict[int, list[int]] = {}
+def prompt_keys(
+    tokens: Sequence[int],
+    soft: Sequence[Soft],
+    holders: Mapping[str, int],
+    blocks: Sequence[tuple[int, int]] = (),
+) -> Keys:
+    """Return the keys of a prompt, whose placeholders are given by kind, and its blocks by start
+    and stop. Keys of media are digests of their soft tokens, so that equal ids of other pixels
+    differ; they are negative. Those of a block are digests of all its media, of which each token
+    sees all: prefixes that end within a block differ unless the whole block is equal."""
+    by_kind: dict[int, list[int]] = {}
     for s in soft:
-        first = -_digest(s) - 1
-        made.setdefault(holders[s.kind], []).extend(range(first, first - s.count, -1))
-    keys = {token: iter(found) for token, found in made.items()}
-    return tuple(next(keys[t]) if t in keys else t for t in tokens) if keys else tuple(tokens)
+        by_kind.setdefault(holders[s.kind], []).extend(_numbered(_digest(s), s.count))
+    queues = {token: iter(keys) for token, keys in by_kind.items()}
+    keys = [next(queues[t]) if t in queues else t for t in tokens]
+    for start, stop in blocks:
+        digest = hashlib.sha256(repr(keys[start:stop]).encode()).digest()
+        keys[start:stop] = _numbered(digest, stop - start)
+    return tuple(keys)
 
 
-def _digest(soft: Soft) -> int:
+def _numbered(digest: bytes, count: int) -> range:
+    """Return a negative key for each token of a medium or block."""
+    first = -int.from_bytes(digest[:16], "little") - 1
+    return range(first, first - count, -1)
+
+
+def _digest(soft: Soft) -> bytes:
     h = hashlib.sha256(soft.kind.encode())
     for piece in soft.pieces:
         h.update(f"{piece.dtype} {[*piece.shape]}".encode())
         h.update(piece.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(h.digest()[:16], "little")
+    return h.digest()
 
 
 def shared(a: Keys, b: Keys) -> int:
@@ -169,63 +186,61 @@ class Prefiller:
         return int(self._session.length[0]) if self._session else 0
 
     def keys(self, prompt: Request) -> Keys:
-        """Return what a prompt is known by."""
-        return prompt_keys(prompt.tokens, prompt.soft, self.holders)
+        """Return the prefix cache's keys of a prompt."""
+        soft = prompt.soft
+        spans = row_prompt(self.engine, prompt.tokens, soft).spans if soft else ()
+        return prompt_keys(prompt.tokens, soft, self.holders, spans)
 
     def chunks(
         self,
-        prompt: Request,
+        request: Request,
         until: Callable[[int], int],
         keys: Keys | None = None,
         every: Callable[[torch.Tensor], None] | None = None,
     ) -> Chunks:
         """Begin a prompt with what is known of it, and return an iterator that computes a chunk for
         each value: None, and logits with the last. A chunk ends where `until` (of the number of
-        computed tokens) says, or sooner; in a medium sessions cut themselves. The iterator may be
+        computed tokens) says, or sooner, but in no block: see `piece_ends`. The iterator may be
         left early: what was computed is known to the next prompt. After an exception: `forget`.
         `every` takes the logits of all tokens, of chunks whose logits are at most CHUNK_LOGITS."""
-        keys = self.keys(prompt) if keys is None else keys
-        self.known, parted = self._found(prompt, keys)
-        self._given = (prompt.salt, keys if prompt.reuse else ())
-        inner = (m for m in (*prompt.marks, parted) if self.known < m < len(keys))
-        marks = {m for m in inner if not self._cuts_medium(prompt, m)}
-        return self._computed(prompt, until, keys, marks, every)
+        keys = self.keys(request) if keys is None else keys
+        prompt = row_prompt(self.engine, request.tokens, request.soft)
+        self.known, parted = self._found(request, prompt, keys)
+        self._given = (request.salt, keys if request.reuse else ())
+        marks = {prompt.boundary(m) for m in (*request.marks, parted) if m < len(keys)}
+        return self._computed(request, prompt, until, keys, marks, every)
 
     def _computed(
         self,
-        prompt: Request,
+        request: Request,
+        prompt: Prompt,
         until: Callable[[int], int],
         keys: Keys,
         marks: set[int],
         every: Callable[[torch.Tensor], None] | None,
     ) -> Chunks:
-        start, whole = self.known, row_prompt(self.engine, prompt.tokens, prompt.soft)
+        start, limit = self.known, self.engine.limits.prefill_chunk
+        if every:
+            limit = min(limit, max(1, CHUNK_LOGITS // self.engine.spec.text.vocab_size))
         while start < len(keys):
-            end = min((m for m in marks if m > start), default=len(keys))
-            stop = min(max(until(start), start + 1), end)
-            if every:
-                stop = min(stop, start + max(1, CHUNK_LOGITS // self.engine.spec.text.vocab_size))
-            while stop < end and self._cuts_medium(prompt, stop):
-                stop += 1
-            part, last = whole.part(start, stop), stop == len(keys)
-            for logits in self.session.prefill_steps(part, last, every):
-                start = self.held
-                if start in marks and prompt.reuse:
-                    self.prefixes.keep(prompt.salt, keys[:start], self.session)
-                yield logits
+            stop = min(max(until(start), start + 1), start + limit, len(keys))
+            piece = prompt.piece(start, min(m for m in (stop, *marks) if m > start))
+            logits = self.session.prefill_piece(prompt, piece, every)
+            start = self.held
+            if start in marks and request.reuse:
+                self.prefixes.keep(request.salt, keys[:start], self.session)
+            yield logits
 
-    def _found(self, prompt: Request, keys: Keys) -> tuple[int, int]:
+    def _found(self, request: Request, prompt: Prompt, keys: Keys) -> tuple[int, int]:
         """Hold as much of a prompt as is known, but its last token. Return how much that is, and
         where it parts from the one before if that is worth a mark, as a third is likely to."""
         salt, held = self._given
-        if not prompt.reuse:
+        if not request.reuse:
             self.session.reset()
             return 0, 0
-        before = held[: self.held] if salt == prompt.salt else ()
-        here = min(shared(before, keys), len(keys) - 1)
-        while here and self._cuts_medium(prompt, here):
-            here -= 1
-        length, kept = self.prefixes.longest(prompt.salt, keys)
+        before = held[: self.held] if salt == request.salt else ()
+        here = prompt.boundary(min(shared(before, keys), len(keys) - 1))
+        length, kept = self.prefixes.longest(request.salt, keys)
         if here and here >= length:
             with suppress(InputError):  # a ring has written over what the next token sees
                 self.session.truncate(here)
@@ -235,11 +250,6 @@ class Prefiller:
             self.session.restore(kept)
             self.restored += 1
         return length, here if here >= length + PARTED else 0
-
-    def _cuts_medium(self, prompt: Request, at: int) -> bool:
-        """Whether soft tokens stand on both sides of a place: a cut might be in an image."""
-        ids = self.holders.values()
-        return bool(prompt.soft) and prompt.tokens[at - 1] in ids and prompt.tokens[at] in ids
 
     def borrow(self, batch: Batch[Any]) -> None:
         """Work in the session of one row that a batch can spare, if there is none to work in."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,7 +73,7 @@ class SchedulerConfig:
 
 
 #: new tokens of sequences
-Made = dict[SequenceState, list[Drawn]]
+NewTokens = dict[SequenceState, list[Drawn]]
 Running = Sequence[SequenceState]
 
 
@@ -95,6 +96,8 @@ class Scheduler:
         #: steps that run on the device, and their sequences
         self._loop: TokenSteps | DraftRounds | None = None
         self._looped: list[SequenceState] = []
+        #: events that nobody has taken yet: they outlive an exception in their step
+        self._events: list[Event] = []
 
     def check(self, request: Request) -> None:
         """Raise InputError for a request that no slot could answer. From any thread."""
@@ -168,56 +171,75 @@ class Scheduler:
         return bool(self._queue or self._prompt or self.active)
 
     def step(self) -> list[Event]:
-        """Do one step, and return its events, in order."""
-        events = [*self._drop_cancelled(), *self._decode()]
+        """Do one step, and return its events, in order. After an exception the events that came
+        before it are those of `take_events`."""
+        with self._guard():
+            self._drop_cancelled()
+        with self._guard():
+            self._decode()
         while self._prompt or self._next_fits():
-            events += self._advance_prompt()
+            with self._guard():
+                self._advance_prompt()
             if not self.config.prefill_first:
                 break
+        return self.take_events()
+
+    def take_events(self) -> list[Event]:
+        """Return the events that nobody has taken yet."""
+        events, self._events = self._events, []
         return events
 
-    def _drop_cancelled(self) -> list[Event]:
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Have an exception fail the sequences of the batch, whose caches are undefined then. A
+        RankError is raised: nothing can be computed any more."""
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as e:
+            handles = dict.fromkeys(s.handle for s in self.batch.holders)
+            self._loop, self._looped = None, []
+            self.batch.forget()
+            for handle in handles:
+                self._end(handle, FAILED, e)
+
+    def _drop_cancelled(self) -> None:
         gone = sorted(handle for handle in self._queue if handle.cancelled)
         if gone:
             self._queue = [handle for handle in self._queue if not handle.cancelled]
             heapq.heapify(self._queue)
         if self._prompt and self._prompt[0].cancelled:
             gone.append(self._take_prompt())
-        events = [e for handle in gone for e in self._end(handle, CANCELLED)]
+        for handle in gone:
+            self._end(handle, CANCELLED)
         if unwanted := [s for s in self.batch.holders if s.unwanted]:
-            events += self._close_loop()
+            self._close_loop()
             for handle in dict.fromkeys(s.handle for s in unwanted if s.handle.cancelled):
-                events += self._end(handle, CANCELLED)
-            events += [self._ended(s, STOP) for s in unwanted if not s.finish]
-        return events
+                self._end(handle, CANCELLED)
+            for s in unwanted:
+                if not s.finish:
+                    self._ended(s, STOP)
 
-    def _decode(self) -> list[Event]:
+    def _decode(self) -> None:
         running = self.batch.holders
         if not running:
-            return self._close_loop()
-        begun = time.perf_counter()
-        try:
-            coming = self._coming()
-            shrinks = self.batch.shrinks(coming)
-            if shrinks or self._looped != running:
-                if events := self._close_loop():
-                    return events
-                if shrinks:
-                    self.batch.shrink(coming)
-            made = self._next_tokens(running)
-        except RankError:  # nothing can be computed any more
-            raise
-        except Exception as e:  # the caches are undefined
-            handles = dict.fromkeys(s.handle for s in self.batch.holders)
-            self._loop = None
-            self.batch.forget()
-            return [event for handle in handles for event in self._end(handle, FAILED, e)]
+            self._close_loop()
+            return
+        begun, pending = time.perf_counter(), self._pending()
+        shrinks = self.batch.shrinks(pending)
+        if shrinks or self._looped != running:
+            if self._close_loop():
+                return
+            if shrinks:
+                self.batch.shrink(pending)
+        new = self._next_tokens(running)
         self.totals.steps[len(running)] += self._loop.steps if self._loop else 1
         took, bucket = time.perf_counter() - begun, len(self.batch.held)
         self.totals.step_s[bucket] = self.totals.step_s.get(bucket, 0.0) + took
-        return self._emit(made)
+        self._publish(new)
 
-    def _next_tokens(self, running: Running) -> Made:
+    def _next_tokens(self, running: Running) -> NewTokens:
         if self._loop and self._loop.over:
             self._halt()
         if not self._loop:
@@ -230,45 +252,50 @@ class Scheduler:
         tokens = loop.step(prefill_follows=bool(self._prompt) or self._next_fits())
         if isinstance(loop, TokenSteps) and loop.watches:
             self.costs.add(self.batch.session.batch, 1, time.perf_counter() - begun)
-        return self._received(tokens)
+        return self._poll(tokens)
 
-    def _received(self, tokens: Tokens) -> Made:
-        made: Made = {}
+    def _poll(self, tokens: Tokens) -> NewTokens:
+        new: NewTokens = {}
         for s in self._looped:
             for token in tokens[s.slot]:
                 if s.over or s.finish or s.unwanted:
                     break
                 if token is not None:
                     s.tokens.append(token)
-                made.setdefault(s, []).append(None if token is None else Choice(token))
-        return made
+                new.setdefault(s, []).append(None if token is None else Choice(token))
+        return new
 
-    def _halt(self) -> list[Made]:
+    def _halt(self) -> list[NewTokens]:
         """Have the session take over from the device; return the tokens of steps in flight."""
-        if not self._loop:
+        loop, self._loop = self._loop, None
+        if not loop:
             return []
-        made = []
-        for tokens in self._loop.close():
-            self.totals.steps[len(self._looped)] += self._loop.steps
-            made.append(self._received(tokens))
-        self._loop, self._looped = None, []
-        return made
+        out = []
+        for tokens in loop.close():
+            self.totals.steps[len(self._looped)] += loop.steps
+            out.append(self._poll(tokens))
+        self._looped = []
+        return out
 
-    def _close_loop(self) -> list[Event]:
-        return [event for made in self._halt() for event in self._emit(made)]
+    def _close_loop(self) -> bool:
+        """Publish the tokens of steps in flight, after which the batch may change; return whether
+        there are events. A failure ends the sequences of the batch."""
+        count = len(self._events)
+        with self._guard():
+            for new in self._halt():
+                self._publish(new)
+        return len(self._events) > count
 
-    def _emit(self, made: Made) -> list[Event]:
-        """Return the events of new tokens; sequences that end free their slots."""
-        every = [made]
-        if any(None in choices or s.over for s, choices in made.items()):
+    def _publish(self, new: NewTokens) -> None:
+        """Append the events of new tokens; sequences that end free their slots."""
+        every = [new]
+        if any(None in choices or s.over for s, choices in new.items()):
             every += self._halt()
-        return [
-            self._taken(sequence, choice)
-            for made in every
-            for sequence, choices in made.items()
-            for choice in choices
-            if not sequence.finish
-        ]
+        for step in every:
+            for sequence, choices in step.items():
+                for choice in choices:
+                    if not sequence.finish:
+                        self._accept(sequence, choice)
 
     def _drafters(self, running: Running) -> dict[int, RowDrafts]:
         """Return what drafts for each slot; nothing while too many sequences decode."""
@@ -290,7 +317,7 @@ class Scheduler:
             return {s.slot: drafters[s.slot].propose(s.tokens, counts[s.slot]) for s in running}
         return self.batch.session.draft({s.slot: s.tokens[-1] for s in running}, counts)
 
-    def _verified(self, running: Running, drafters: Drafters) -> Made:
+    def _verified(self, running: Running, drafters: Drafters) -> NewTokens:
         """Choose a token for each sequence, and another for each draft token that is right."""
         begun, session = time.perf_counter(), self.batch.session
         drafts = self._drafts(running, drafters)
@@ -314,20 +341,21 @@ class Scheduler:
                 drafters[s.slot].told(len(drafts[s.slot]), len(made[s]), session.batch)
         return made
 
-    def _coming(self, taken: int = 0) -> int:
+    def _pending(self, taken: int = 0) -> int:
         """Return how many more rows a bucket should have room for: those that wait, but no more
         than run, since each row takes time in every step."""
         waiting = [self._prompt[0]] if self._prompt else self._queue
         count = self.active + taken
         return min(sum(handle.request.n for handle in waiting), self.max_batch - count, count)
 
-    def _taken(self, sequence: SequenceState, choice: Drawn) -> Event:
+    def _accept(self, sequence: SequenceState, choice: Drawn) -> None:
         handle, counts = sequence.handle, sequence.handle.counts
         if not isinstance(choice, Choice):
             held = counts.prompt + len(sequence.tokens)
             what = f"{self.engine.path}: logits after {held} tokens"
             error = choice or not_finite(what, self.engine.dtype)
-            return self._ended(sequence, FAILED, error=error, zero=choice is None)
+            self._ended(sequence, FAILED, error=error, zero=choice is None)
+            return
         counts.generated += 1
         sequence.emitted += 1
         self.totals.generated += 1
@@ -335,8 +363,10 @@ class Scheduler:
             counts.first_token_s = handle.age()
         stops = choice.token in sequence.sampler.stops
         if not stops and sequence.emitted < handle.request.max_new_tokens:
-            return Event(handle, sequence.index, choice.token, choice.logprobs)
-        return self._ended(sequence, STOP if stops else LENGTH, choice)
+            event = Event(handle, sequence.index, choice.token, choice.logprobs)
+            self._events.append(event)
+        else:
+            self._ended(sequence, STOP if stops else LENGTH, choice)
 
     def _ended(
         self,
@@ -345,9 +375,8 @@ class Scheduler:
         choice: Choice | None = None,
         error: Exception | None = None,
         zero: bool = False,
-    ) -> Event:
-        """Free an answer's slot and return its last event; the last one ends the request."""
-        self.batch.drop(sequence, zero)
+    ) -> None:
+        """Append an answer's last event and free its slot; the last one ends the request."""
         handle, sequence.finish = sequence.handle, finish
         ends, counts = {s.finish for s in handle.answers}, handle.counts
         if None not in ends:
@@ -358,17 +387,18 @@ class Scheduler:
             self.totals.row_s += (took - self.totals.row_s) * (0.2 if self.totals.row_s else 1)
         self.totals.ended[finish] += 1
         token, logprobs = (choice.token, choice.logprobs) if choice else (None, None)
-        return Event(handle, sequence.index, token, logprobs, finish, error)
+        self._events.append(Event(handle, sequence.index, token, logprobs, finish, error))
+        self.batch.drop(sequence, zero)  # last: no event is lost where this raises
 
-    def _end(
-        self, handle: RequestHandle, finish: str, error: Exception | None = None
-    ) -> list[Event]:
-        return [self._ended(s, finish, error=error) for s in handle.answers if not s.finish]
+    def _end(self, handle: RequestHandle, finish: str, error: Exception | None = None) -> None:
+        for s in handle.answers:
+            if not s.finish:
+                self._ended(s, finish, error=error)
 
     def _next_fits(self) -> bool:
         return bool(self._queue) and self._queue[0].request.n <= self.max_batch - self.active
 
-    def _advance_prompt(self) -> list[Event]:
+    def _advance_prompt(self) -> None:
         handle = self._prompt[0] if self._prompt else heapq.heappop(self._queue)
         begun = time.perf_counter()
         try:
@@ -378,13 +408,14 @@ class Scheduler:
             self.totals.computed += self.prefiller.held - held
             self.totals.chunks += 1
             self.totals.chunk_s += time.perf_counter() - begun
-            return [] if logits is None else self._placed(self._take_prompt(), logits)
+            if logits is not None:
+                self._place(self._take_prompt(), logits)
         except RankError:
             raise
         except Exception as e:
             self._prompt = None
             self.prefiller.forget()
-            return self._end(handle, FAILED, e)
+            self._end(handle, FAILED, e)
 
     def _begun(self, handle: RequestHandle) -> tuple[RequestHandle, Chunks]:
         handle.state, handle.counts.queued_s = PREFILLING, handle.age()
@@ -407,23 +438,22 @@ class Scheduler:
         size = self.config.chunk_tokens if self.active else None
         return start + (size or self.engine.limits.prefill_chunk)
 
-    def _placed(self, handle: RequestHandle, logits: torch.Tensor) -> list[Event]:
+    def _place(self, handle: RequestHandle, logits: torch.Tensor) -> None:
         """Choose the first token of each answer, and give those that go on a slot."""
-        handle.state, events, session = DECODING, list[Event](), self.prefiller.session
+        handle.state, session = DECODING, self.prefiller.session
         for sequence in handle.answers:
             choice = sample(logits, {0: sequence.sampler})[0]
             if choice is None:
                 session.reset(zero=True)
-            events.append(self._taken(sequence, choice))
+            self._accept(sequence, choice)
         going = [s for s in handle.answers if not s.finish]
         if not going:
-            return events
-        events += self._close_loop()
+            return
+        self._close_loop()
         if len(going) == 1 and not handle.request.reuse and self.batch.adopt(session, going[0]):
             self.prefiller.forget()
         else:
-            self.batch.put(session, going, self._coming(len(going)))
-        return events
+            self.batch.put(session, going, self._pending(len(going)))
 
     def close(self) -> None:
         """Free all caches; requests that have not ended stay as they are."""

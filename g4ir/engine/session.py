@@ -80,25 +80,28 @@ class Session:
         if not all_logits:
             return self._last_logits(prompt)
         out = self._zeros(prompt.tokens.shape[1])
-        for piece, _, logits in self._chunks(prompt, every=True):
+        for piece, _, logits in self._chunks(prompt, None, every=True):
             assert logits is not None
             starts, counts, rows = piece.start.tolist(), piece.count.tolist(), logits.float().cpu()
             for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
                 out[row, start : start + count] = rows[row, :count]
         return out
 
-    def prefill_steps(
-        self, tokens: Any, wanted: bool = True, every: Callable[[torch.Tensor], None] | None = None
-    ) -> Iterator[torch.Tensor | None]:
-        """Prefill tokens, or part of a checked prompt, a chunk for each value of the iterator:
-        None, until a row has ended; then the logits [B, vocab], if they are `wanted`, on the
-        engine's device and in its dtype, which the next step may write over; `every` takes those
-        of each chunk, [batch, S, vocab], in engines with all_logits. InputError as `prefill`, at
-        once. Nothing else may be appended before the last chunk, but the iterator may be left
-        early."""
-        if not isinstance(tokens, Prompt):
-            tokens = self._inputs.prompt(self.length, tokens, None, ())
-        return self._steps(tokens, wanted, every)
+    def prefill_steps(self, tokens: Any) -> Iterator[torch.Tensor | None]:
+        """Prefill tokens, a chunk for each value of the iterator: None, until a row has ended; then
+        the logits [B, vocab], on the engine's device and in its dtype, which the next step may
+        write over. InputError as `prefill`, at once. Nothing else may be appended before the last
+        chunk, but the iterator may be left early."""
+        return self._steps(self._inputs.prompt(self.length, tokens, None, ()))
+
+    def prefill_piece(
+        self, prompt: Prompt, piece: Piece, every: Callable[[torch.Tensor], None] | None = None
+    ) -> torch.Tensor | None:
+        """Append the next piece, of at most a chunk, of a checked prompt to the only row. Return
+        None, or with the last piece the logits [1, vocab] as `prefill_steps`; `every` takes those
+        of each token, [1, S, vocab], in engines with all_logits."""
+        (logits,) = self._steps(prompt, (piece,), every)
+        return logits
 
     def decode(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
         """Append one token a row, int64 [batch]; return float32 [batch, vocab]. Rows where `active`
@@ -218,15 +221,16 @@ class Session:
     def _steps(
         self,
         prompt: Prompt,
-        wanted: bool = True,
+        pieces: Sequence[Piece] | None = None,
         every: Callable[[torch.Tensor], None] | None = None,
     ) -> Iterator[torch.Tensor | None]:
-        """Yield after each chunk the logits of the rows that have ended, or None."""
+        """Yield after each piece (default: chunk) the logits of the rows that have ended, or
+        None."""
         found: torch.Tensor | None = None
-        for piece, ends, logits in self._chunks(prompt, every=every is not None, last=wanted):
+        for piece, ends, logits in self._chunks(prompt, pieces, every=every is not None):
             if logits is not None and every:
-                every(logits[:, : int(piece.count.max())])
-            if logits is not None and wanted and bool(ends.any()):
+                every(logits[:, : piece.width])
+            if logits is not None and bool(ends.any()):
                 rows = logits[:, 0]
                 if logits.shape[1] > 1:
                     rows = logits[torch.arange(self.batch), (piece.count - 1).clamp(min=0)]
@@ -237,12 +241,12 @@ class Session:
             yield found
 
     def _chunks(
-        self, prompt: Prompt, every: bool, last: bool = True
+        self, prompt: Prompt, pieces: Sequence[Piece] | None, every: bool
     ) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor | None]]:
-        """Yield each chunk, the rows that end in it, and its logits: of `every`, or the `last`."""
-        for piece in prompt.pieces(self.engine.limits.prefill_chunk):
+        """Yield each piece, the rows that end in it, and its logits: of `every`, or the last."""
+        for piece in pieces or prompt.pieces(self.engine.limits.prefill_chunk):
             ends = (piece.count > 0) & (piece.start + piece.count == prompt.lengths)
-            wanted = every or (last and bool(ends.any()))
+            wanted = every or bool(ends.any())
             phase = "decode" if piece.width == 1 else "prefill"
             tokens = piece.take(prompt.tokens, 0)
             yield piece, ends, self._run(phase, tokens, piece.count, wanted, (prompt, piece))

@@ -6,7 +6,8 @@
         prompt.put_soft(embeds, piece)          # embeds [B, width, hidden] of part
 
 A block is a run of adjacent placeholders of images or video frames. If a model attends to images in
-both directions, all tokens of a block must be in one chunk (rule 19).
+both directions, all tokens of a block must be in one chunk (rule 19). `piece_ends` alone decides
+where a prompt is cut, whatever asks for a cut: chunks, marks, cached prefixes.
 """
 
 from __future__ import annotations
@@ -63,12 +64,27 @@ class Prompt:
         """Return the steps, each of at most `chunk` tokens a row."""
         return cut(self.lengths, chunk, self.block_ids)
 
-    def part(self, start: int, stop: int) -> Prompt:
-        """Return the tokens of one row from `start` to `stop`, neither of which is in a block."""
-        rows = None if self.soft_rows is None else self.soft_rows[:, start:stop]
-        ids = None if self.block_ids is None else self.block_ids[:, start:stop]
-        lengths = torch.tensor([stop - start])
-        return Prompt(self.tokens[:, start:stop], lengths, rows, self.table, ids)
+    def piece(self, start: int, stop: int) -> Piece:
+        """Return the step of the only row from `start` to `stop` or, if that would split a block,
+        to where `piece_ends` says."""
+        if self.block_ids is not None:
+            ends = piece_ends(*torch.tensor([[start], [stop]]), self.lengths, self.block_ids)
+            stop = int(ends[0])
+        return Piece(torch.tensor([start]), torch.tensor([stop - start]), start)
+
+    def boundary(self, index: int) -> int:
+        """Return an index of the only row, or the start of the block that a cut there splits."""
+        if self.block_ids is None:
+            return index
+        return int(_before_block(torch.tensor([index]), self.lengths, self.block_ids)[0])
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The start and stop of each block of the only row."""
+        if self.block_ids is None:
+            return []
+        starts, counts = self.block_ids[self.block_ids >= 0].unique(return_counts=True)
+        return [(s, s + n) for s, n in zip(starts.tolist(), counts.tolist(), strict=True)]
 
     def blocks(self, piece: Piece) -> Tensor | None:
         """Return the block ids, i64[B, width]; None if the piece has no block."""
@@ -143,7 +159,8 @@ def _shown(x: Any) -> str:
 
 
 def block_ids(pictures: Tensor) -> Tensor:
-    """bool[B,S] -> i64[B,S], the index of the first token of a run, -1 outside of runs."""
+    """bool[B,S] -> i64[B,S], the index in the prompt of the first token of a run, -1 outside of
+    runs. A piece of the prompt has the same ids."""
     before = torch.nn.functional.pad(pictures, (1, 0))[:, :-1]
     index = torch.arange(pictures.shape[1]).expand(pictures.shape)
     first = index.where(pictures & ~before, 0)
@@ -154,8 +171,8 @@ def block_ids(pictures: Tensor) -> Tensor:
 
 
 def cut(lengths: Tensor, chunk: int, block_ids: Tensor | None = None) -> list[Piece]:
-    """Return pieces of at most `chunk` tokens a row, as long as possible. A row that would be cut
-    in a block is cut before it. InputError if a block is longer than a chunk."""
+    """Return pieces of at most `chunk` tokens a row, as long as possible; `piece_ends` says where a
+    row is cut. InputError if a block is longer than a chunk."""
     if block_ids is None:
         starts = range(0, int(lengths.max()), chunk)
         return [
@@ -164,10 +181,19 @@ def cut(lengths: Tensor, chunk: int, block_ids: Tensor | None = None) -> list[Pi
     _check_blocks(block_ids, chunk)
     start, pieces = torch.zeros_like(lengths), list[Piece]()
     while bool((start < lengths).any()):
-        end = _before_block((start + chunk).clamp(max=lengths), lengths, block_ids)
+        end = piece_ends(start, (start + chunk).clamp(max=lengths), lengths, block_ids)
         pieces.append(Piece(start, end - start))
         start = end
     return pieces
+
+
+def piece_ends(start: Tensor, stop: Tensor, lengths: Tensor, block_ids: Tensor) -> Tensor:
+    """Return where pieces of rows end, i64[B], which start outside of blocks and should end at
+    `stop`. A stop within a block moves to the block's start; if the piece starts there, to the
+    block's end."""
+    end = _before_block(stop, lengths, block_ids)
+    size = (block_ids == start[:, None]).sum(1)
+    return torch.where(end > start, end, start + size)
 
 
 def _before_block(end: Tensor, lengths: Tensor, block_ids: Tensor) -> Tensor:
