@@ -68,8 +68,8 @@ class Prompt:
         """Return the step of the only row from `start` to `stop` or, if that would split a block,
         to where `piece_ends` says."""
         if self.block_ids is not None:
-            ends = piece_ends(*torch.tensor([[start], [stop]]), self.lengths, self.block_ids)
-            stop = int(ends[0])
+            at, end = torch.tensor([[start], [stop]])
+            stop = int(piece_ends(at, end, self.lengths, self.block_ids)[0])
         return Piece(torch.tensor([start]), torch.tensor([stop - start]), start)
 
     def boundary(self, index: int) -> int:
