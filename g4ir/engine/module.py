@@ -7,6 +7,7 @@ see the values of transformers. Parameters have its names; projections are nn.Li
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -31,7 +32,6 @@ from .engine import Engine
 from .export import HeldWeights
 from .load import open_held
 from .module_tree import (
-    MODEL,
     ScaledEmbedding,
     Submodule,
     Tree,
@@ -74,6 +74,9 @@ class ModuleConfig(SimpleNamespace):
 
 class TextModel(Submodule):
     """The decoder without its head: `module.model`."""
+
+    embed_tokens: ScaledEmbedding
+    embed_tokens_per_layer: ScaledEmbedding
 
     def __init__(self, spec: Spec, dtype: torch.dtype) -> None:
         super().__init__()
@@ -160,18 +163,19 @@ class TextModel(Submodule):
 class TextModule(nn.Module):
     """The text model over whole sequences, without a KV cache."""
 
+    function: Callable[..., Any]
+
     def __init__(self, spec: Spec, source: WeightSource, dtype: str, device: str) -> None:
         super().__init__()
         self.spec, kind = spec, torch_dtype(dtype)
         graphs = [build_graph(spec, phase, True, dtype) for phase in ("embed", "prefill")]
-        self.add_module(MODEL, TextModel(spec, kind))
+        self.model = TextModel(spec, kind)
         for path in sorted(linear_modules(graphs)):
             module_at(self, path, nn.Linear(1, 1, bias=False, device="meta"))
         for n in graphs[0].find("embedding"):
             path = full_name(checkpoint_name(n["table"].name)).removesuffix(".weight")
-            table = ScaledEmbedding(
-                *map(int, n["table"].type.shape), spec.tokens.pad, device="meta"
-            )
+            rows, width = map(int, n["table"].type.shape)
+            table = ScaledEmbedding(rows, width, spec.tokens.pad, device="meta")
             table.scale = n.number("scale")
             module_at(self, path, table)
         for name in dict.fromkeys(checkpoint_name(v.name) for g in graphs for v in g.params):

@@ -235,7 +235,11 @@ class Tree:
         self._finish(f, path, env[result])
 
     def _build_child(
-        self, path: str, steps: list[tuple[int, Step]], inputs: list[str], outputs: tuple[str, ...]
+        self,
+        path: str,
+        steps: list[tuple[int, Step]],
+        inputs: list[str],
+        outputs: tuple[str, ...],
     ) -> None:
         """Build a module of the decoder that is no leaf."""
         f, kind = fx.Graph(), _kind(path)
@@ -294,21 +298,22 @@ class Tree:
         """Add steps of the module itself, or the call of a submodule."""
         if not child:
             for _, step in group:
-                inputs = tuple(self._value(f, env, path, name) for name in step.inputs)
+                operands = tuple(self._value(f, env, path, name) for name in step.inputs)
                 assert step.function
-                _bind(f, env, f.call_function(step.function, inputs, step.attrs), step.outputs)
+                _bind(f, env, f.call_function(step.function, operands, step.attrs), step.outputs)
             return
         where, kind = f"{path}.{child}".lstrip("."), _kind(child)
         inputs, outputs = self._inputs(where, group), self._outputs(where, group)
+        args: tuple[Any, ...] = tuple(env[name] for name in inputs)
         if group[0][1].function is not None or len(group) > 1:
             module_at(self.root, where)
             self._build_child(where, group, inputs, outputs)
-        args: tuple[Any, ...] = tuple(env[name] for name in inputs)
         kwargs: dict[str, Any] = {}
         if kind in CALLED_WITH_CONTEXT:
             kwargs = {name: env[name] for name in self._context_names()}
         if kind == ATTENTION:  # transformers calls it with names alone
-            args, kwargs = (), {"hidden_states": args[0], **kwargs}
+            kwargs |= {"hidden_states": args[0]}
+            args = ()
         _bind(f, env, f.call_module(child, args, kwargs), outputs)
         if kind == ATTENTION:
             f.call_function(_collect, (env["attentions"], env[outputs[1]]))
