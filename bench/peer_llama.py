@@ -9,8 +9,8 @@ of the memory, a prompt, decode steps of so many sequences in one batch behind s
 `--program` adds `llama-batched-bench` of a folder (of ik_llama.cpp), run twice a round in a
 process of its own with weights repacked at load; `--busy` keeps so many cores busy beside.
 Memory has several speeds: rounds are told apart by the read around them. `share` is the part of
-that read's rate at which the engine reads the bytes of its step. --save writes
-bench/results/peer_llama.txt.
+that read's rate at which the engine reads the bytes of its step. Logits whose cosine is below 0.98
+end the run with exit code 1. --save writes bench/results/peer_llama.txt.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ from g4ir.ui.table import aligned
 HEAD = ["memory", "read GB/s", "rounds", "what", "g4ir", "share", "llama.cpp", "g4ir is faster by"]
 #: reads that differ by more than this are two states of the memory
 STATES = 1.25
+#: the smallest cosine of the logits of two that compute the same from quantised weights
+AGREE = 0.98
 #: what is measured beside steps of so many sequences; tokens that sequences hold before steps
 PROMPT, HELD = 0, 32
 
@@ -175,7 +177,17 @@ def rows(
             yield cells
 
 
-def main() -> None:
+def disagreement(cosine: float) -> str | None:
+    """Say why the two are not compared: speed says nothing where they compute other things. None
+    where they agree as far as rounding goes; NaN does not."""
+    if cosine >= AGREE:
+        return None
+    what = f"the logits' cosine to llama.cpp's is {cosine:.6f}, expected {AGREE} or more"
+    return f"{what}: build the engine from this file; if it is, one of them is wrong"
+
+
+def main() -> str | None:
+    """Return why nothing was measured; None where it was."""
     flags: dict[str, Any] = {"sequences": (1,), "input_len": 256, "steps": 12, "rounds": 6}
     args = arguments(__doc__, "engine", "file", **flags, busy=0, program=None, huge_pages=False)
     with g4ir.load_engine(args.engine, huge_pages=args.huge_pages) as engine, ExitStack() as busy:
@@ -188,6 +200,8 @@ def main() -> None:
         llama = Llama(args.file, w.fed + 1, most)
         logits = [r.prompt(tokens[:1]).flatten() for r in (ours, llama)]
         cosine = float(torch.nn.functional.cosine_similarity(*logits, dim=0))
+        if refused := disagreement(cosine):
+            return refused
         for _ in range(args.busy):
             busy.enter_context(process(sys.executable, "-c", "while True: pass"))
         reads, found = measure(args, ours, llama, tokens)
@@ -199,7 +213,8 @@ def main() -> None:
         table = aligned(rows(args, reads, found, nbytes), indent=0)
     label = f"beside {llama.label}; cosine of logits {cosine:.6f}"
     finish(args, "peer_llama", f"{label}\n\n{table}")
+    return None
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

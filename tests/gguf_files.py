@@ -23,7 +23,7 @@ from g4ir.chat.special_tokens import CONTROLS
 from g4ir.model.tensors import text_tensors
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import RandomCheckpoint, distribution
 
 #: name and shape of a tensor -> its type in the file
 Kind = Callable[[str, tuple[int, ...]], str]
@@ -68,11 +68,11 @@ def stored_name(spec: Spec, bare: str) -> str:
     raise AssertionError(f"{bare} has no name")
 
 
-def stored(t: torch.Tensor, kind: str, seed: int) -> tuple[Any, Any]:
+def stored(bare: str, t: torch.Tensor, kind: str, seed: int) -> tuple[Any, Any]:
     values = t.float().numpy()
     to = GGMLQuantizationType[kind]
     if kind in BLOCKS:
-        data = blocks(kind, values.shape, seed)
+        data = blocks(kind, bare, values.shape, seed)
     elif kind == "F32":
         return values, values
     else:
@@ -80,15 +80,22 @@ def stored(t: torch.Tensor, kind: str, seed: int) -> tuple[Any, Any]:
     return data, quants.dequantize(data, to).reshape(values.shape)
 
 
-def blocks(kind: str, shape: tuple[int, ...], seed: int) -> Any:
-    """Random blocks of a type, whose numbers are as large as those of random weights."""
+def blocks(kind: str, bare: str, shape: tuple[int, ...], seed: int) -> Any:
+    """Random blocks of a type, whose values are about zero, as those of `RandomCheckpoint` and as
+    large: a mean of theirs would add the same vector to every product, whatever is computed."""
     block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     rng = np.random.default_rng(seed)
     count = int(np.prod(shape)) // block
     raw = rng.integers(0, 256, (count, nbytes), dtype=np.uint8)
-    for at in DRAWN[kind]:
-        d = rng.uniform(0.5, 1, count) * shape[-1] ** -0.5 / CASES["sizes"][kind]
-        raw[:, at : at + 2] = d.astype(np.float16).view(np.uint8).reshape(count, 2)
+    signs = rng.integers(0, 2, count) * 2 - 1
+    d = signs * rng.uniform(0.75, 1.25, count) * distribution(bare, shape)[1] / 3**0.5
+    d /= CASES["sizes"][kind]
+    middle = CASES["middles"].get(kind)
+    for at, scale in zip(DRAWN[kind], (d, d * (middle or 1)), strict=False):
+        raw[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(count, 2)
+    if middle:  # each scale of 32 codes is that of their minimum too
+        raw[:, 8:12] = raw[:, 4:8]
+        raw[:, 12:16] = raw[:, 12:16] % 16 * 17
     return raw.reshape(*shape[:-1], -1)
 
 
@@ -112,11 +119,12 @@ def write_gguf(
     meant = {}
     for i, bare in enumerate(text_tensors(spec)):
         one = float(bare.endswith("norm.weight") and spec.text.norms_about_zero and plus_one)
-        data, dense = stored(tensors[bare].float() + one, kind(bare, tuple(tensors[bare].shape)), i)
+        shape = tuple(tensors[bare].shape)
+        data, dense = stored(bare, tensors[bare].float() + one, kind(bare, shape), i)
         meant[bare] = torch.from_numpy(np.ascontiguousarray(dense - one))
         name = stored_name(spec, bare)
         if name not in left_out:
-            to = GGMLQuantizationType[kind(bare, tuple(tensors[bare].shape))]
+            to = GGMLQuantizationType[kind(bare, shape)]
             writer.add_tensor(name, data, raw_dtype=to)
     if architecture(spec) == "gemma4":
         writer.add_tensor("rope_freqs.weight", _frequencies(spec))
@@ -209,7 +217,7 @@ def write_mmproj(
         if name not in left_out:
             fits = bare.endswith(".linear.weight") and made.shape[-1] % 32 == 0
             to = kind if fits else "F32"
-            data, _ = stored(made, to, i)
+            data, _ = stored(bare, made, to, i)
             writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[to])
     finish(writer)
     return path
@@ -221,34 +229,44 @@ def _frequencies(spec: Spec) -> Any:
     return np.array([1.0] * rotated + [1e30] * (dim // 2 - rotated), np.float32)
 
 
-def write_random(path: Path, spec: Spec, kind: Kind) -> None:
-    """Write a model of any size, one tensor at a time: blocks are random, other numbers normal."""
-    writer = gguf.GGUFWriter(path, "gemma4")
-    write_values(writer, metadata(spec))
+def write_random(
+    path: Path,
+    spec: Spec,
+    kind: Kind,
+    change: Callable[[dict[str, Any]], Any] = lambda values: None,
+    edit: Callable[[str, Any], Any] = lambda bare, data: data,
+) -> None:
+    """Write a model of any size, one tensor at a time: blocks are random, the others those of
+    `RandomCheckpoint`. `change` may alter the metadata, `edit` what is stored of a tensor."""
+    writer = gguf.GGUFWriter(path, architecture(spec))
+    values = metadata(spec)
+    change(values)
+    write_values(writer, values)
     kinds = {bare: kind(bare, shape) for bare, shape in text_tensors(spec).items()}
     for bare, shape in text_tensors(spec).items():
         to = GGMLQuantizationType[kinds[bare]]
         nbytes = int(np.prod(gguf.quant_shape_to_byte_shape(shape, to)))
         writer.add_tensor_info(stored_name(spec, bare), shape, np.dtype(np.float32), nbytes, to)
-    freqs = _frequencies(spec)
-    writer.add_tensor_info("rope_freqs.weight", freqs.shape, freqs.dtype, freqs.nbytes)
+    freqs = _frequencies(spec) if architecture(spec) == "gemma4" else None
+    if freqs is not None:
+        writer.add_tensor_info("rope_freqs.weight", freqs.shape, freqs.dtype, freqs.nbytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for seed, (bare, shape) in enumerate(text_tensors(spec).items()):
-        writer.write_tensor_data(_drawn(kinds[bare], shape, seed))
-    writer.write_tensor_data(freqs)
+        writer.write_tensor_data(edit(bare, _drawn(spec, bare, shape, kinds[bare], seed)))
+    if freqs is not None:
+        writer.write_tensor_data(freqs)
     writer.close()
 
 
-def _drawn(kind: str, shape: tuple[int, ...], seed: int) -> Any:
+def _drawn(spec: Spec, bare: str, shape: tuple[int, ...], kind: str, seed: int) -> Any:
     if kind in DRAWN:
-        return blocks(kind, shape, seed)
-    numbers = torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.bfloat16
-    )
-    numbers = 1 + numbers / 8 if len(shape) < 2 else numbers / shape[-1] ** 0.5
-    return numbers.view(torch.uint8).numpy() if kind == "BF16" else numbers.float().numpy()
+        return blocks(kind, bare, shape, seed)
+    values = RandomCheckpoint(spec, 0, torch.bfloat16).tensor(bare)
+    if bare.endswith("norm.weight") and spec.text.norms_about_zero:
+        values = values.float() + 1
+    return values.view(torch.uint8).numpy() if kind == "BF16" else values.float().numpy()
 
 
 def write_values(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import math
+import os
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from g4ir.bench import llama, measure, roof
+from g4ir.bench import llama, measure, roof, system
 from g4ir.bench.agreement import Agreement, compared, void_roles
 from g4ir.bench.llama import LlamaRunner
 from g4ir.bench.measure import (
@@ -60,6 +64,7 @@ from tests.gguf_files import bare_file
 from tests.llama_double import LlamaDouble
 from tests.small_bench import shifted, small_bench
 
+BENCH = Path(__file__).parents[1] / "bench"
 SMALL = Workload(input_len=30, output_len=5, context=0)
 DEEP = Workload(input_len=30, output_len=5, context=26)
 FLAGS = ("--input-len", "6", "--output-len", "4", "--rounds", "2", "--warmup", "0")
@@ -531,6 +536,67 @@ def test_llama_cpp_on_the_same_file(off: float, gguf: tuple[Path, LlamaDouble]) 
     assert {a.role: a.ok for a in made.agreement} == {"engine": True, "llama.cpp": off == 0}
     assert (made.speedup["llama.cpp"] is None) == made.runs[1].void == (off > 0)
     assert "| llama.cpp | decode, ms a token | llama.cpp |" in markdown([made])
+
+
+@pytest.mark.parametrize("off", [0.0, 1.0])
+def test_a_script_measures_what_agrees(
+    gguf: Any, off: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """bench/peer_llama.py refuses an engine whose logits are not llama.cpp's."""
+    file, double = gguf
+    double.off = off
+    out = built(tmp_path / "e", "--checkpoint", file, "--max-seq", "64", "--max-batch", "1")
+    monkeypatch.syspath_prepend(BENCH)
+    words = ("--input-len", "40", "--steps", "2", "--rounds", "1")
+    monkeypatch.setattr(sys, "argv", ["peer_llama.py", str(out), str(file), *words])
+    refused = importlib.import_module("peer_llama").main()
+    if off:
+        assert "cosine to llama.cpp's is 0." in refused and "expected 0.98 or more" in refused
+    assert (refused is None) == ("prompt of 40, tokens/s" in capsys.readouterr().out) == (not off)
+
+
+@pytest.mark.parametrize(
+    "threads, others, load, says",
+    [
+        (2, 0.0, 1.0, None),
+        (2, 1.0, 1.0, "other processes kept 1.0 of 2 cores busy, load average 1.0 on 2 cores"),
+        (2, None, 5.0, "(load average 5.0 on 2 cores at the start)"),
+        (1, 1.0, 1.0, None),
+        (1, 1.6, None, "(other processes kept 1.6 of 2 cores busy)"),
+        (4, 0.1, 2.0, None),
+        (2, None, None, None),
+    ],
+)
+def test_a_busy_machine(
+    threads: int, others: Any, load: Any, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    found = system.busy_text(threads, others, load)
+    assert found is None if says is None else says in str(found)
+
+
+def test_cores_of_other_processes() -> None:
+    load = system.OtherLoad()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        time.sleep(1.5)
+        found = load.cores()
+        other.kill()
+    assert found is not None and found > 0.3
+
+
+def test_what_times_are_wrong_by_is_said(
+    moe: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On stderr and in the report: a busy machine, and rounds that differ."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    monkeypatch.setattr(measure, "WIDE", 0.001)
+    outcome = g4ir("bench", moe.path, *FLAGS, "--json", tmp_path / "a.json")
+    warnings = read_report(tmp_path / "a.json").warnings
+    assert len(warnings) == 2 and all(f"warning: {x}\n" in outcome.err for x in warnings)
+    assert "load average 99.0" in warnings[0] and "prefill ± " in warnings[1]
+    assert " ± " in g4ir("bench", tmp_path / "a.json", "--table").out
+    monkeypatch.setattr(measure, "WIDE", 1e9)
+    assert " ± " not in g4ir("bench", tmp_path / "a.json", "--table").out
 
 
 def test_an_interrupted_step_of_llama_cpp_ends_before_it_is_freed(gguf: Any) -> None:

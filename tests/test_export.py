@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
 import g4ir
 from g4ir.engine.export import HeldWeights
-from g4ir.errors import EngineError, InputError, SpecError
+from g4ir.engine.prompts import Defaults, read_defaults
+from g4ir.errors import EngineError, InputError, SpecError, WeightsError
 from g4ir.model.media import KINDS
 from g4ir.model.names import checkpoint_name
 from g4ir.spec.record import diff_specs, load_spec
@@ -233,6 +238,139 @@ def test_what_a_gguf_file_cannot_say(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"text.query_pre_attn_scalar: a GGUF file would say"):
         g4ir.export(folder, tmp_path / "out.gguf", format="gguf")
     assert not (tmp_path / "out.gguf").exists()
+
+
+def exported(folder: Path, settings: Any) -> tuple[Defaults, Defaults]:
+    """Defaults of a checkpoint with a generation_config.json, and of its GGUF file."""
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    file = folder.parent / "out.gguf"
+    file.unlink(missing_ok=True)
+    g4ir.export(folder, file, format="gguf", dtype="Q8_0")
+    raw = find_origin(file).side_files()["generation_config.json"]
+    return read_defaults(folder / "generation_config.json", 512), read_defaults(file, 512, raw)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_checkpoint(tmp_path_factory.mktemp("text") / "c")
+
+
+SHARES = st.sampled_from([0.05, 0.3, 0.95, 1])
+#: those that a file has keys for
+SETTINGS = st.fixed_dictionaries(
+    {
+        "eos_token_id": st.one_of(
+            st.just(107), st.lists(st.integers(0, 511), min_size=1, max_size=6)
+        )
+    },
+    optional={
+        "do_sample": st.booleans(),
+        "temperature": st.sampled_from([0.1, 0.7, 1, 1.5]),
+        "top_k": st.sampled_from([0, 1, 64, 511]),
+        "top_p": SHARES,
+        "min_p": SHARES,
+        "repetition_penalty": st.sampled_from([0.5, 1.0, 1.3]),
+        "suppress_tokens": st.one_of(st.just(7), st.lists(st.integers(0, 600), max_size=3)),
+        "general.sampling.mirostat": st.just(2),
+    },
+)
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(settings=SETTINGS)
+def test_defaults_in_gguf(folder: Path, settings: Any) -> None:
+    """An engine of the file draws as one of the checkpoint; nothing is said to be lost."""
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr("g4ir.engine.export.log.warning", lambda text, *args: said.append(text))
+        want, got = exported(folder, settings)
+    assert {*(got.stop or ())} == {*(want.stop or ()), 1}  # <eos>, by its name
+    assert {*got.suppress} == {*want.suppress} and got.unused == want.unused
+    assert got.sampling == want.sampling
+    assert bool(said) == (1 not in (want.stop or ()))
+
+
+LOST = {
+    "min_new_tokens": 2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.25,
+    "no_repeat_ngram_size": 3,
+    "eos_token_id": [1, 17, 5, 498, 30, 31, 32],
+    "temperature": 1e300,
+}
+
+
+@pytest.mark.parametrize("key", LOST)
+def test_defaults_that_gguf_has_no_key_for(
+    folder: Path, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    exported(folder, {"do_sample": True, "eos_token_id": [1, 17, 5, 498, 30, 31], key: LOST[key]})
+    (message,) = caplog.messages
+    assert "out.gguf: defaults for which a GGUF file has no key" in message
+    assert f"{key} " in message and message.count("(in the file: ") == 1
+
+
+def test_wrong_defaults_are_not_exported(folder: Path, tmp_path: Path) -> None:
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": "hot"}')
+    with pytest.raises(WeightsError, match=r"generation_config.json: temperature must be a number"):
+        g4ir.export(folder, tmp_path / "out.gguf", format="gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def with_tokenizer(folder: Path, change: Callable[[Any], Any], variant: str = "tiny-ple") -> Path:
+    whole = json.loads((text_checkpoint(folder) / "tokenizer.json").read_text())
+    if variant != "tiny-ple":
+        shutil.rmtree(folder)
+        spec = load_spec(variant)
+        text = replace(spec.text, query_pre_attn_scalar=spec.text.full.head_dim)
+        write_checkpoint(folder, replace(spec, text=text), RandomCheckpoint(spec, 1, F32))
+    change(whole)
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    return folder
+
+
+@pytest.mark.parametrize("variant", ["tiny-ple", "tiny-gemma3"])
+@pytest.mark.parametrize("name", ["merges", "added_tokens"])
+def test_a_tokenizer_without(
+    name: str, variant: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Merges or added tokens: the file has none, and is read as such."""
+
+    def change(whole: Any) -> None:
+        (whole["model"] if name == "merges" else whole)[name] = []
+
+    folder = with_tokenizer(tmp_path / "c", change, variant)
+    file = g4ir.export(folder, tmp_path / "out.gguf", format="gguf")
+    scored = (variant, name) == ("tiny-gemma3", "merges")
+    assert any("llama.cpp merges 'a' and 'b'" in text for text in caplog.messages) == scored
+    files = find_origin(file).side_files()
+    got = Tokenizer.from_str(files["tokenizer.json"].decode())
+    want = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = "ab a ab é"
+    assert got.encode(text, add_special_tokens=False).ids == want.encode(text).ids
+    g4ir.build(None, tmp_path / "e", checkpoint=file, **LIMITS)
+
+
+@pytest.mark.parametrize("part", ["model", "vocab"])
+def test_a_file_that_is_no_tokenizer(part: str, tmp_path: Path) -> None:
+    def change(whole: Any) -> None:
+        del (whole if part == "model" else whole["model"])[part]
+
+    folder = with_tokenizer(tmp_path / "c", change)
+    with pytest.raises(EngineError, match=r"tokenizer.json is no tokenizer file"):
+        g4ir.export(folder, tmp_path / "out.gguf", format="gguf")
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    folder, named = text_checkpoint(tmp_path / "c"), {"default": "D", "tool_use": "T"}
+    rows = [{"name": name, "template": text} for name, text in named.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": rows}))
+    file = g4ir.export(folder, tmp_path / "out.gguf", format="gguf")
+    fields = gguf.GGUFReader(file).fields
+    assert fields["tokenizer.chat_template"].contents() == "D"
+    assert fields["tokenizer.chat_template.tool_use"].contents() == "T"
+    assert fields["tokenizer.chat_templates"].contents() == ["default", "tool_use"]
+    assert find_origin(file).side_files()["chat_template.jinja"] == b"D"
 
 
 @pytest.mark.parametrize("name", ["out", "out.gguf"])

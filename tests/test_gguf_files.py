@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, Keys
 from hypothesis import given
 from hypothesis import strategies as st
 
 from g4ir.chat.prompt import Vocabulary
+from g4ir.engine.prompts import read_defaults
 from g4ir.errors import G4Error, WeightsError
 from g4ir.spec.record import load_spec
-from g4ir.weights.gguf.container import TYPES, read_container
+from g4ir.weights.gguf.container import TABLES, TYPES, read_container
 from g4ir.weights.gguf.metadata import side_files
-from g4ir.weights.origin import find_origin
+from g4ir.weights.origin import GgufFile, find_origin
 from tests.configs import two_layers
 from tests.gguf_files import CASES as TOKENS
 from tests.gguf_files import bare_file, vocabulary
@@ -277,3 +278,53 @@ def test_side_files(model: Path, tmp_path: Path) -> None:
     drawn = {"do_sample": True, "temperature": 0.7, "top_k": 64, "suppress_tokens": [7, 9]}
     assert json.loads(files.pop("generation_config.json")) == kept | drawn
     assert not files
+
+
+def plus(values: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
+    return lambda found: found.update(values)
+
+
+def opened(path: Path, values: Mapping[str, Any]) -> GgufFile:
+    return GgufFile(bare_file(path / "a.gguf", two_layers(32, 300), plus(values)))
+
+
+@pytest.mark.parametrize("case", CASES["sampling"])
+def test_sampling(tmp_path: Path, case: str) -> None:
+    """All of general.sampling is a default, or is named where it would change what is drawn."""
+    row = CASES["sampling"][case]
+    file = opened(tmp_path, {f"general.sampling.{k}": v for k, v in row["keys"].items()})
+    found = read_defaults(file.path, 300, file.side_files()["generation_config.json"])
+    assert found.sampling == row.get("defaults", {})
+    assert found.unused == tuple(f"general.sampling.{k}" for k in row.get("unused", ()))
+    assert all(key in str(found.note) for key in row.get("unused", ()))
+
+
+def test_keys_of_sampling_are_those_of_the_library() -> None:
+    theirs = {v for k, v in vars(Keys.General).items() if k.startswith("SAMPLING_")}
+    known = {*TABLES["sampling"], *TABLES["sampling_others"]}
+    assert theirs - known == {"general.sampling.sequence"}  # an order that never says nothing
+
+
+@pytest.mark.parametrize("key", TABLES["stops"])
+def test_stop_ids(tmp_path: Path, key: str) -> None:
+    """llama.cpp ends a text with each of these, and so do we."""
+    file = opened(tmp_path, {f"tokenizer.ggml.{key}": 299})
+    found = read_defaults(file.path, 300, file.side_files()["generation_config.json"])
+    assert 299 in (found.stop or ()) and 299 in file.spec().tokens.eos
+
+
+@pytest.mark.parametrize("key", CASES["not applied"])
+def test_keys_that_are_not_applied(
+    tmp_path: Path, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened(tmp_path, {}).side_files()
+    assert not caplog.messages
+    opened(tmp_path, {key: CASES["not applied"][key]}).side_files()
+    (message,) = caplog.messages
+    assert "a.gguf: not applied: " in message and key in message
+
+
+def test_an_empty_template_is_none(tmp_path: Path) -> None:
+    assert "chat_template.jinja" in opened(tmp_path, {}).side_files()
+    file = opened(tmp_path, {"tokenizer.chat_template": ""})
+    assert "chat_template.jinja" not in file.side_files()

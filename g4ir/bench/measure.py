@@ -33,6 +33,8 @@ ROUND_S = 0.5
 MOST_REQUESTS = 20
 #: least relative spread that is claimed
 FLOOR = 0.02
+#: relative spread of a value that says little: something else ran
+WIDE = 0.3
 #: Student's t, 97.5 %, for 1, 2, ... degrees of freedom; more are as the last
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 Samples = Sequence[float]
@@ -48,6 +50,11 @@ class Stat:
 
     value: float
     spread: Annotated[float, Range(0)]
+
+    @property
+    def wide(self) -> bool:
+        """Whether rounds differ by so much that the value says little."""
+        return self.spread > WIDE * abs(self.value)
 
     def differs(self, other: Stat) -> bool:
         """Whether the two lie further apart than both spreads explain."""

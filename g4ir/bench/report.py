@@ -57,9 +57,11 @@ from .runners import (
     pieces,
 )
 from .schema import BenchReport, RunReport, Speedup
-from .system import environment, peak_memory, reset_peak
+from .system import OtherLoad, busy_text, environment, load_average, peak_memory, reset_peak
 from .work import find_work
 
+#: what is looked at for its spread -> metric
+SPREADS = {"prefill": "prefill_throughput", "decode": "itl_p50"}
 ENGINE_ROLES = ("engine", "engine-b")
 
 
@@ -152,6 +154,8 @@ class Bench:
     per_round: int = 1
     rates: list[Rates] = field(default_factory=list)
     requests: dict[str, list[list[RequestTiming]]] = field(default_factory=dict)
+    load_average: Number = field(default_factory=load_average)
+    other_cores: Number = None
 
     def start(self, peers: Sequence[str], checkpoint: str | None, load_s: Sequence[float]) -> None:
         """Make the runners of the engines and the peers."""
@@ -205,12 +209,14 @@ class Bench:
                 write()  # what is compiled or recorded at first is not timed
             turns |= drafted
         numbers = iter(range(1, self.rounds + 1))
+        load = OtherLoad()
 
         def before() -> Rates:
             self.progress(f"round {next(numbers)} of {self.rounds}")
             return meter.measure()
 
         self.rates, self.requests = interleave(self.rounds, before, turns)
+        self.other_cores = load.cores()
 
     def report(self, agreements: Sequence[Agreement], writer: Writer | None) -> BenchReport:
         """Return the report of the rounds."""
@@ -231,14 +237,29 @@ class Bench:
                 requests_per_round=self.per_round,
                 warmup=self.warmup,
             ),
-            env=environment(engine.device),
+            env={
+                **environment(engine.device),
+                "load_average": self.load_average,
+                "other_cores": self.other_cores,
+            },
             roof=schema.RoofStats(read, copy, matmul, engine.dtype, samples),
             agreement=tuple(agreements),
             speedup={r.role: self._speedup(runs[0], r) for r in runs[1:]},
             runs=tuple(runs),
             notes=tuple(map(on_one_line, _notes(engine, w))),
             drafts=writer.facts(self.requests) if writer else None,
+            warnings=tuple(map(on_one_line, self._warnings(runs))),
         )
+
+    def _warnings(self, runs: Sequence[RunReport]) -> Iterator[str]:
+        threads = 1 if self.engines[0].device == "cuda" else torch.get_num_threads()
+        if busy := busy_text(threads, self.other_cores, self.load_average):
+            yield busy
+        for run in runs:
+            found = {key: run.metrics()[name][1] for key, name in SPREADS.items()}
+            if wide := [f"{k} ± {s.spread / s.value:.0%}" for k, s in found.items() if s.wide]:
+                what = "rounds differ too much to compare; give more --rounds on a quiet machine"
+                yield f"{run.name or run.role}: {', '.join(wide)}: {what}"
 
     def _run(self, runner: BenchRunner, void: bool) -> RunReport:
         rounds = self.requests[runner.role]

@@ -171,7 +171,8 @@ class DraftFacts:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """One run of g4ir bench. speedup: of the first engine over each other runner, null if void."""
+    """One run of g4ir bench. speedup: of the first engine over each other runner, null if void.
+    warnings: why the times may be wrong: a busy machine, rounds that differ."""
 
     kind: Annotated[str, OneOf((KIND,))]
     schema: Annotated[int, Range(VERSION, VERSION)]
@@ -186,6 +187,7 @@ class BenchReport:
     runs: Annotated[tuple[RunReport, ...], Length(1)]
     notes: tuple[Line, ...]
     drafts: DraftFacts | None = None
+    warnings: tuple[Line, ...] = ()
 
     @property
     def outputs_agree(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import os
 import platform
 import resource
 import subprocess
@@ -26,6 +27,8 @@ GPU_FIELDS = {
     "memory.total": "memory_mib",
     "clocks_throttle_reasons.active": "throttle_reasons",
 }
+#: cores of other processes that take nothing from this one's threads
+SPARE = 0.25
 PACKAGES = ("transformers", "triton")
 
 
@@ -52,11 +55,11 @@ def environment(device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def _lines(file: str, key: str) -> list[str]:
+def _lines(file: str, key: str, separator: str = ":") -> list[str]:
     """Return what a file of the system says of a key; nothing where there is none."""
     with contextlib.suppress(OSError):
         lines = Path(file).read_text().splitlines()
-        return [line.partition(":")[2].strip() for line in lines if line.startswith(key)]
+        return [line.partition(separator)[2].strip() for line in lines if line.startswith(key)]
     return []
 
 
@@ -86,6 +89,54 @@ def commit() -> str:
         done = subprocess.run(command, capture_output=True, text=True, cwd=root)
         return done.stdout.strip() or "uncommitted"
     return "unknown"
+
+
+class OtherLoad:
+    """Measures, from its creation on, how many cores other processes keep busy."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter(), *_processor_seconds()
+
+    def cores(self) -> float | None:
+        """Return the mean number of cores; None where the system does not count them."""
+        start, total, own = self._start
+        if total is None or (now := _processor_seconds())[0] is None:
+            return None
+        elapsed = max(time.perf_counter() - start, 1e-9)
+        return max(0.0, (now[0] - total - (now[1] - own)) / elapsed)
+
+
+def _processor_seconds() -> tuple[float | None, float]:
+    """Return the seconds that all cores were busy (other guests of the host included), and those
+    of this process."""
+    fields = _lines("/proc/stat", "cpu ", " ")
+    # user, nice, system, idle, iowait, irq, softirq, steal; guests are part of user
+    ticks = [int(x) for x in fields[0].split()[:8]] if fields else []
+    busy = (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK") if ticks else None
+    return busy, time.process_time()
+
+
+def load_average() -> float | None:
+    """Return the load of the last minute; None where the system has none."""
+    with contextlib.suppress(OSError):
+        return os.getloadavg()[0]
+    return None
+
+
+def busy_text(threads: int, others: float | None, load: float | None) -> str | None:
+    """Say that the machine was busy, so that times are too long; None where it was not.
+
+    threads: of this process. others: cores that other processes kept busy. load: the average before
+    it began, which counts what it waited for too.
+    """
+    cores = os.cpu_count() or 1
+    contended = others is not None and others > SPARE and threads + others > cores + SPARE
+    if not contended and (load is None or load <= cores + SPARE):
+        return None
+    kept = f"other processes kept {others:.1f} of {cores} cores busy" if contended else ""
+    queue = f"load average {load:.1f} on {cores} cores at the start" if load is not None else ""
+    facts = ", ".join(filter(None, (kept, queue)))
+    return f"the machine is busy ({facts}): times are too long; run again when it is quiet"
 
 
 def reset_peak(device: str) -> None:

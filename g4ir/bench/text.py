@@ -113,7 +113,7 @@ def _table(runs: Sequence[RunReport], names: Mapping[str, str]) -> str:
 
 def markdown(reports: Sequence[BenchReport]) -> str:
     """Return a Markdown table: a line for each report's first engine, prefill and decode beside
-    those of every other runner, by name."""
+    those of every other runner, by name. A value whose spread is wide has it beside it."""
     others = [*dict.fromkeys(r.name or r.role for report in reports for r in report.runs[1:])]
     head = ["", "prefill, tokens/s", *others, "decode, ms a token", *others]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
@@ -123,8 +123,13 @@ def markdown(reports: Sequence[BenchReport]) -> str:
         lines.append([f"{report.model_id}, {own}"])
         for metric in ("prefill_throughput", "itl_p50"):
             found = (runs.get(name, {}).get(metric) for name in (own, *others))
-            lines[-1] += [_short(stat[1].value) if stat else "-" for stat in found]
+            lines[-1] += [_cell(stat[1]) if stat else "-" for stat in found]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(stat: Stat) -> str:
+    """Return the value, with its spread where that is wide."""
+    return _shown(stat) if stat.wide else _short(stat.value)
 
 
 def _shown(stat: Stat, factor: float = 1.0) -> str:

@@ -126,6 +126,8 @@ def _write(args: argparse.Namespace, report: BenchReport) -> None:
         emit(values)
     else:
         print(markdown([report]) if args.table else text(report))
+    for warning in report.warnings:
+        console.say(f"warning: {warning}")
     if args.out:
         write_file(Path(args.out), [(json.dumps(values, indent=1) + "\n").encode()])
     if args.plot:

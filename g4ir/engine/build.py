@@ -147,7 +147,7 @@ def prepare(
     agreed = agreed_spec(spec, origin) if origin else spec
     assert agreed
     drafter = find_drafter(agreed, options, dry)
-    side = _side_files(agreed, origin) if origin else {}
+    side = checked_side_files(agreed, origin) if origin else {}
     r = _resolved(agreed, options, backend, device, origin, drafter.spec if drafter else None)
     check_all(*needs)
     checkpoint = origin.open(agreed, r.media.kinds, r.dtype) if origin else None
@@ -284,13 +284,14 @@ def _check_agreed(
         raise SpecError(f"spec {spec.name} and {origin.stated} differ; {fix}:\n{lines}")
 
 
-def _side_files(spec: Spec, origin: Origin) -> dict[str, bytes]:
+def checked_side_files(spec: Spec, origin: Origin) -> dict[str, bytes]:
     """Return a checkpoint's side files by name; an error if one cannot be read later."""
     side = origin.side_files()
     if TOKENIZER in side:
-        read_tokenizer(origin.path / TOKENIZER, side[TOKENIZER])
+        read_tokenizer(origin.stated_at(TOKENIZER), side[TOKENIZER])
     if GENERATION in side:
-        read_defaults(origin.path / GENERATION, spec.text.vocab_size, side[GENERATION])
+        path, keys = origin.stated_at(GENERATION), origin.generation_keys
+        read_defaults(path, spec.text.vocab_size, side[GENERATION], keys)
     return side
 
 

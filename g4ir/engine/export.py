@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,16 +26,17 @@ from g4ir.spec.parts import Tokens
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.adapter import Adapter, with_adapters
+from g4ir.weights.checkpoint import GENERATION, SIDE_FILES, WeightSource
 from g4ir.weights.checkpoint import GGUF as GGUF_SUFFIX
-from g4ir.weights.checkpoint import SIDE_FILES, WeightSource
 from g4ir.weights.gguf.write import WRITTEN, write_gguf
-from g4ir.weights.origin import existing_origin, find_model
+from g4ir.weights.origin import GgufFile, existing_origin, find_model
 from g4ir.weights.write import check_empty, write_checkpoint
 
 from .artefact import MANIFEST
-from .build import agreed_spec
+from .build import agreed_spec, checked_side_files
 from .engine import TOKENIZER, Engine
 from .load import open_held
+from .prompts import SETTINGS, Defaults, read_defaults
 
 if TYPE_CHECKING:
     import torch
@@ -199,7 +201,11 @@ def _written(
     if format == GGUF:
         alone = out.suffix == GGUF_SUFFIX
         file = out if alone else out / f"{found.spec.name}-{kind}{GGUF_SUFFIX}"
-        return write_gguf(file, found.spec, found.source, kind, found.side_files, progress)
+        write_gguf(file, found.spec, found.source, kind, found.side_files, progress)
+        if lost := [*_differences(found.spec, found.side_files, GgufFile(file))]:
+            what = "%s: defaults for which a GGUF file has no key; give them where it runs: %s"
+            log.warning(what, file, "; ".join(lost))
+        return file
     kind = kind or found.dtype
     return write_checkpoint(
         out,
@@ -211,6 +217,37 @@ def _written(
         side_files=found.side_files,
         progress=progress,
     )
+
+
+def _differences(spec: Spec, side_files: Mapping[str, bytes], file: GgufFile) -> Iterator[str]:
+    """Yield the defaults of generation that a file's readers do not see as they are."""
+    want = _settings(spec, side_files)
+    got = _settings(file.spec(), file.side_files())
+    for name in dict.fromkeys((*want, *got)):
+        value, other = want.get(name), got.get(name)
+        same = value == other
+        if isinstance(value, float) and isinstance(other, int | float):
+            same = math.isclose(value, other, rel_tol=1e-6)  # of float32
+        if not same:
+            yield f"{name} {_shown(value)} (in the file: {_shown(other)})"
+
+
+def _settings(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return a model's defaults of generation by the names of generation_config.json."""
+    raw = side_files.get(GENERATION)
+    found = read_defaults(Path(GENERATION), spec.text.vocab_size, raw) if raw else Defaults()
+    names = {name: key for key, (name, *_) in SETTINGS.items()}
+    stop = spec.tokens.eos if found.stop is None else found.stop
+    return {
+        **{names[name]: value for name, value in found.sampling.items()},
+        **dict.fromkeys(found.unused, "set"),
+        "eos_token_id": sorted({*stop}),
+        "suppress_tokens": sorted({*found.suppress}),
+    }
+
+
+def _shown(value: Any) -> str:
+    return "none" if value in (None, []) else str(value)
 
 
 def _of_engine(model: Engine | str | Path, media: str | Sequence[str]) -> Exported:
@@ -243,7 +280,7 @@ def _of_checkpoint(
     made = _of_kinds(agreed, kinds)
     source = origin.open(agreed, kinds, agreed.dtype)
     source = with_adapters(source, agreed, map(Adapter.of, adapters))
-    return Exported(made, source, kinds, origin.side_files(), agreed.dtype)
+    return Exported(made, source, kinds, checked_side_files(agreed, origin), agreed.dtype)
 
 
 def _of_kinds(spec: Spec, kinds: Sequence[str]) -> Spec:

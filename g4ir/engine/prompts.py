@@ -88,25 +88,46 @@ class Defaults:
         return f"generation_config.json: {', '.join(self.unused)}: not supported, left out"
 
 
-def read_defaults(path: Path, vocab: int, raw: bytes | None = None) -> Defaults:
-    """Read a generation_config.json, whose content may be given; a missing file says nothing. Ids
-    outside the vocabulary can never be drawn and are dropped. WeightsError names the file and the
-    key."""
+def read_defaults(
+    path: Path, vocab: int, raw: bytes | None = None, stated: Mapping[str, str] | None = None
+) -> Defaults:
+    """Read a generation_config.json; a missing file says nothing. Ids outside the vocabulary can
+    never be drawn and are dropped. `raw`: its content, where `path` is another file that states it,
+    by the keys `stated`. WeightsError names the file and the key."""
     if raw is None and not path.is_file():
         return Defaults()
     values = parse_json(path, path.read_bytes() if raw is None else raw)
-    stop, suppress = (_ids(path, values, k, vocab) for k in ("eos_token_id", "suppress_tokens"))
+    keys = stated or {}
+    stop, suppress = (
+        _ids(path, values, key, vocab, keys) for key in ("eos_token_id", "suppress_tokens")
+    )
     draws = bool(values.get("do_sample"))
     found: dict[str, Any] = {"temperature": 1.0} if draws else {}
     for key, (name, drawn, neutral) in SETTINGS.items():
         if values.get(key) not in (None, neutral) and draws >= drawn:
-            found[name] = values[key]
-    try:
-        SamplingParams(**found)
-    except (InputError, TypeError) as e:
-        raise WeightsError(f"{path}: {e}; fix: correct the file, or remove it") from e
+            found[name] = _checked_setting(path, key, name, values[key], keys)
     unused = tuple(key for key, value in values.items() if _left_out(key, value))
     return Defaults(stop, suppress or (), found, unused)
+
+
+def _checked_setting(
+    path: Path, key: str, name: str, value: Any, stated: Mapping[str, str]
+) -> int | float:
+    if type(value) not in (int, float):
+        raise _wrong(path, key, f"must be a number, found {quoted(value)}", stated)
+    try:
+        SamplingParams(**{name: value})
+    except InputError as e:
+        said = str(e).removeprefix(name).removeprefix(":")
+        raise _wrong(path, key, said.strip(), stated) from e
+    return value
+
+
+def _wrong(path: Path, key: str, what: str, stated: Mapping[str, str]) -> WeightsError:
+    fix = "correct the file, or remove it"
+    if key in stated:
+        fix = "correct or remove the key with llama.cpp's gguf_new_metadata.py"
+    return WeightsError(f"{path}: {stated.get(key, key)} {what}; fix: {fix}")
 
 
 def _left_out(key: str, value: Any) -> bool:
@@ -114,16 +135,16 @@ def _left_out(key: str, value: Any) -> bool:
     return not known and value not in (None, False, [], {}, _NEUTRAL.get(key))
 
 
-def _ids(path: Path, values: dict[str, Any], key: str, vocab: int) -> tuple[int, ...] | None:
+def _ids(
+    path: Path, values: dict[str, Any], key: str, vocab: int, stated: Mapping[str, str]
+) -> tuple[int, ...] | None:
     given = values.get(key)
     if given is None:
         return None
     ids = given if isinstance(given, list) else [given]
     if not {*map(type, ids)} <= {int}:
-        raise WeightsError(
-            f"{path}: {key} must be a token id or a list of them, found {quoted(given)}; "
-            f"fix: correct the file, or remove it"
-        )
+        what = f"must be a token id or a list of them, found {quoted(given)}"
+        raise _wrong(path, key, what, stated)
     return tuple(i for i in ids if 0 <= i < vocab)
 
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from g4ir.errors import InputError
@@ -33,7 +34,7 @@ from .checkpoint import (
 from .formats.base import plain_name
 from .gguf.checkpoint import open_gguf, with_towers
 from .gguf.container import TOWERS, Container, read_container
-from .gguf.metadata import SPEC_ONLY, read_spec, side_files
+from .gguf.metadata import GENERATION_KEYS, SPEC_ONLY, read_spec, side_files
 from .tensorfile import quoted
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class CheckpointDirectory:
     #: fields that it cannot say: where only these differ, the spec is right
     spec_only: ClassVar[tuple[str, ...]] = _SPEC_ONLY
     says_towers: ClassVar[bool] = True
+    #: key of generation_config.json -> the key by which `stated_at` has it, where that is another
+    generation_keys: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     @property
     def stated(self) -> Path:
@@ -84,6 +87,10 @@ class CheckpointDirectory:
     def side_files(self) -> dict[str, bytes]:
         return read_side_files(self.path)
 
+    def stated_at(self, name: str) -> Path:
+        """Return the file that holds a side file's content."""
+        return self.path / name
+
     def extractor(self) -> Mapping[str, Any] | None:
         return read_extractor(self.path)
 
@@ -104,6 +111,7 @@ class GgufFile:
     towers: Path | None = None
     spec_only: ClassVar[tuple[str, ...]] = (*_SPEC_ONLY, *SPEC_ONLY)
     says_towers: ClassVar[bool] = False
+    generation_keys: ClassVar[Mapping[str, str]] = MappingProxyType(GENERATION_KEYS)
 
     @property
     def stated(self) -> Path:
@@ -118,6 +126,9 @@ class GgufFile:
 
     def side_files(self) -> dict[str, bytes]:
         return side_files(self.container)
+
+    def stated_at(self, name: str) -> Path:
+        return self.path
 
     def extractor(self) -> Mapping[str, Any] | None:
         return None

@@ -220,13 +220,22 @@ static int is_inside(int worker, uint64_t number) {
     return __atomic_load_n(&workers[worker].inside, __ATOMIC_ACQUIRE) == number;
 }
 
-/* A worker that was preempted with a unit of the region, or NOBODY. */
+/* A worker that was preempted with a unit of the region, or NOBODY. One moment serves all workers:
+ * their clocks are read before it and after it, and it ends early with the region. */
 static int preempted(uint64_t number) {
-    for (int i = 0; i < team.workers; i++) {
-        if (!is_inside(i, number)) continue;
-        int64_t before = read_ns(workers[i].ran), end = now_ns() + MOMENT_NS;
-        while (now_ns() < end) pass_time();
-        if (read_ns(workers[i].ran) - before < MOMENT_NS / 2) return i;
+    int64_t before[MOST_WORKERS];
+    int inside[MOST_WORKERS], count = 0;
+    for (int i = 0; i < team.workers; i++)
+        if (is_inside(i, number)) inside[count++] = i, before[i] = read_ns(workers[i].ran);
+    int64_t end = now_ns() + MOMENT_NS;
+    while (now_ns() < end) {
+        if (all_finished(gate_now(), 0)) return NOBODY;
+        pass_time();
+    }
+    for (int i = 0; i < count; i++) {
+        int worker = inside[i];
+        if (is_inside(worker, number) && read_ns(workers[worker].ran) - before[worker] < MOMENT_NS / 2)
+            return worker;
     }
     return NOBODY;
 }

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from typing import Any
 
 from g4ir.errors import SpecError
@@ -355,6 +356,21 @@ def _rotated_by_tensor(keys: _Keys, pairs: int) -> int:
 SCORED = "llama"
 MODELS = (SCORED, "gemma4")
 PREFIX = "tokenizer.ggml."
+#: the chat template; names of others, each under TEMPLATE.NAME
+TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
+READ = {TEMPLATE, TEMPLATES, *(f"{PREFIX}{name}" for name in TABLES["tokenizer_keys"])}
+SAMPLING = "general.sampling."
+#: key -> its name in a generation_config.json
+SETTINGS: dict[str, str] = TABLES["sampling"]
+#: name in a generation_config.json -> key
+GENERATION_KEYS = {
+    **{name: key for key, name in SETTINGS.items()},
+    "suppress_tokens": f"{PREFIX}suppress_tokens",
+}
+#: settings of which one says that tokens are drawn
+DRAWN = {"temperature", "top_k", "top_p", "min_p"}
+#: a top_k from which on llama.cpp, which takes 32 bits with a sign, has none
+NO_TOP_K = 1 << 31
 #: token types of added tokens, which are matched before any merge
 CONTROL, USER_DEFINED = 3, 4
 #: token types that merges make: normal and user-defined ones, and not control tokens or bytes
@@ -368,7 +384,7 @@ SPACE, MERGED_SPACE = "\u2581", "\u0120"
 
 def token_ids(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
     """Return the ids of special tokens as a config has them, with those that end a turn."""
-    ends = [_id(file, key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
+    ends = [_id(file, key) for key in TABLES["stops"]]
     eos = {i for i in (*ends, *map(ids.get, _ends(file))) if i is not None}
     found = {
         "bos_token_id": _id(file, "bos_token_id"),
@@ -387,15 +403,21 @@ def _ends(file: Container) -> list[str]:
 
 
 def side_files(file: Container) -> dict[str, bytes]:
-    """Return the files by name. WeightsError names file, key and item."""
+    """Return the files by name; log the keys that are not applied. WeightsError names file, key and
+    item."""
     ids = vocabulary(file)
     out = {"generation_config.json": _json(_generation(file, ids))}
-    if (template := file.values.get("tokenizer.chat_template")) is not None:
-        if not isinstance(template, str):
-            raise file.wrong("tokenizer.chat_template", "expected a text", template)
+    template = file.values.get(TEMPLATE, "")
+    if not isinstance(template, str):
+        raise file.wrong(TEMPLATE, "expected a text", template)
+    if template:
         out["chat_template.jinja"] = template.encode()
     if file.values.get(f"{PREFIX}model") not in (None, "none", "no_vocab"):
-        add = file.values.get(f"{PREFIX}add_bos_token", True) is True
+        if unused := [*_not_applied(file)]:
+            log.warning("%s: not applied: %s", file.path, ", ".join(unused))
+        add = file.values.get(f"{PREFIX}add_bos_token", True)
+        if type(add) is not bool:
+            raise file.wrong(f"{PREFIX}add_bos_token", "expected a bool", add)
         out["tokenizer.json"] = _json(
             _tokenizer(file, ids) | {"post_processor": _first(file, ids, add)}
         )
@@ -407,17 +429,60 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
+def _not_applied(file: Container) -> Iterator[str]:
+    """Yield the keys of the tokenizer and of templates that change a text and are not applied."""
+    for key, value in file.values.items():
+        name = key.removeprefix(PREFIX)
+        if name in TABLES["tokenizer_values"]:
+            if value not in TABLES["tokenizer_values"][name]:
+                yield f"{key} {quoted(value)}"
+        elif key.startswith("tokenizer.") and key not in READ:
+            yield key
+
+
 def _generation(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
-    out = token_ids(file, ids)
-    for key, name in TABLES["sampling"].items():
-        if key in file.values:
-            found = file.values[key]
-            if type(found) not in (int, float):
-                raise file.wrong(key, "expected a number", found)
-            out |= {"do_sample": True, name: shortest(found)}
-    if isinstance(file.values.get(f"{PREFIX}suppress_tokens"), Array):
-        out["suppress_tokens"] = file.items(f"{PREFIX}suppress_tokens")
-    return out
+    suppressed = file.values.get(f"{PREFIX}suppress_tokens")
+    if isinstance(suppressed, Array):
+        suppressed = file.items(f"{PREFIX}suppress_tokens")
+    return {
+        **token_ids(file, ids),
+        **_sampling(file),
+        **({} if suppressed is None else {"suppress_tokens": suppressed}),
+    }
+
+
+def _sampling(file: Container) -> dict[str, Any]:
+    """Return the settings of general.sampling by their names in a generation_config.json; those
+    without such a name keep their key, so that the reader of defaults reports them."""
+    values = {key: _setting(file, key) for key in file.values if key.startswith(SAMPLING)}
+    out = {name: values[key] for key, name in SETTINGS.items() if key in values}
+    if out.get("top_k", 0) >= NO_TOP_K or out.get("top_k", 0) < 0:  # -1, of either sign
+        out["top_k"] = 0
+    if out.get("temperature") == 0:  # greedy: what narrows a draw does not count
+        out = {name: out[name] for name in out.keys() - DRAWN}
+    if not out.keys().isdisjoint(DRAWN):
+        out["do_sample"] = True
+    if values.get(f"{SAMPLING}penalty_last_n") == 0:  # of no token
+        out.pop("repetition_penalty", None)
+        return out
+    return out | {key: values[key] for key in values if key not in SETTINGS and _acts(key, values)}
+
+
+def _setting(file: Container, key: str) -> Any:
+    value = file.values[key]
+    if isinstance(value, Array):
+        value = file.items(key)
+    if key in SETTINGS and type(value) not in (int, float):
+        raise file.wrong(key, "expected a number", value)
+    if isinstance(value, float) and not isfinite(value):
+        raise file.wrong(key, "expected a finite number", value)
+    return shortest(value)
+
+
+def _acts(key: str, values: Mapping[str, Any]) -> bool:
+    """Whether a key of general.sampling changes what llama.cpp draws."""
+    neutral, *other = TABLES["sampling_others"].get(key, [None])
+    return values.get(key) not in (None, neutral) and all(_acts(k, values) for k in other)
 
 
 def _id(file: Container, name: str) -> int | None:

@@ -7,10 +7,11 @@ is refused: before any weight is written, the metadata are read back and compare
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -38,6 +39,7 @@ from .container import (
     ARRAY,
     BOOL,
     MAGIC,
+    MOST_FLOAT,
     NUMBERS,
     ROPE,
     STRING,
@@ -49,8 +51,15 @@ from .container import (
 )
 from .metadata import (
     CONTROL,
+    DRAWN,
+    JOINED,
+    NO_TOP_K,
     PREFIX,
+    SAMPLING,
     SCORED,
+    SETTINGS,
+    TEMPLATE,
+    TEMPLATES,
     UNROTATED,
     UNSAID,
     USER_DEFINED,
@@ -62,6 +71,8 @@ WRITTEN: dict[str, tuple[int, str]] = {name: (i, of) for name, (i, of) in TABLES
 #: type of a value in Python -> in a file
 _KINDS: dict[type, int] = {bool: BOOL, int: 4, float: 6, str: STRING}
 _INT32 = 5
+log = logging.getLogger(__name__)
+TOP_K, REPEAT = f"{SAMPLING}top_k", f"{SAMPLING}penalty_repeat"
 _CODE = {t.name: code for code, t in TYPES.items()}
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 NORMAL, UNKNOWN, UNUSED, BYTE = 1, 2, 5, 6
@@ -261,15 +272,39 @@ def _alike(values: list[int]) -> Any:
 
 
 def _sampling(side_files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the defaults of generation that a file has keys for."""
     values = _json(side_files, GENERATION)
-    out = {
-        key: float(values[name]) if name != "top_k" else values[name]
-        for key, name in TABLES["sampling"].items()
-        if values.get("do_sample") and values.get(name) is not None
-    }
-    if values.get("suppress_tokens"):
-        out[f"{PREFIX}suppress_tokens"] = values["suppress_tokens"]
-    return out
+    if values.get("do_sample"):
+        values = {"temperature": 1.0, **{k: v for k, v in values.items() if v is not None}}
+    else:
+        values = {k: v for k, v in values.items() if k not in DRAWN}
+    out = {key: _written(key, values.get(name)) for key, name in SETTINGS.items()}
+    if out[REPEAT] is not None:
+        out[f"{SAMPLING}penalty_last_n"] = -1  # of the whole text, as here
+    out |= {key: value for key, value in values.items() if key.startswith(SAMPLING)}
+    out[f"{PREFIX}suppress_tokens"] = _ids(values, "suppress_tokens") or None
+    return {key: value for key, value in out.items() if value is not None}
+
+
+def _written(key: str, value: Any) -> Any:
+    """Return the number that a file holds; None for one that its type does not."""
+    if key == TOP_K:
+        return None if value is None else int(value) if value < NO_TOP_K else 0
+    return float(value) if value is not None and abs(value) <= MOST_FLOAT else None
+
+
+def _ids(values: Mapping[str, Any], name: str) -> list[int]:
+    found = values.get(name)
+    return found if isinstance(found, list) else [] if found is None else [found]
+
+
+def _stops(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, int]:
+    """Return the stop ids by their keys: those of generation, else the spec's."""
+    values = _json(side_files, GENERATION)
+    stated = _ids(values, "eos_token_id")
+    stops = spec.tokens.eos if values.get("eos_token_id") is None else stated
+    valid = [i for i in dict.fromkeys(stops) if 0 <= i < spec.text.vocab_size]
+    return dict(zip(TABLES["stops"], valid, strict=False))
 
 
 def _json(side_files: Mapping[str, bytes], name: str) -> dict[str, Any]:
@@ -289,25 +324,52 @@ def _tokenizer(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, Any]:
     tokens = [texts.get(i, f"[PAD{i}]") for i in range(spec.text.vocab_size)]
     merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
     kind = _rules(spec)["tokenizer"]
-    eos = spec.tokens.eos
+    types = [_type(t, ids, added, model.get("unk_token")) for t in tokens]
+    joined = (t for t, of in zip(tokens, types, strict=True) if of in JOINED)
+    more = _unlisted(joined, ids, merges) if kind == SCORED else None
+    if more:
+        what = "tokenizer.json: llama.cpp merges %r and %r, as scores say, and other unlisted pairs"
+        log.warning(what, *more)
     found = {
         "model": kind,
         "pre": "default" if kind == SCORED else kind,
         "tokens": tokens,
         "scores": _scores(tokens, merges, kind),
-        "token_type": [_type(t, ids, added, model.get("unk_token")) for t in tokens],
-        "merges": None if kind == SCORED else [" ".join(m) for m in merges],
+        "token_type": types,
+        "merges": None if kind == SCORED and not more else [" ".join(m) for m in merges],
         "bos_token_id": spec.tokens.bos,
-        "eos_token_id": eos[0] if eos else None,
-        "eot_token_id": eos[1] if len(eos) > 1 else None,
+        **_stops(spec, side_files),
         "unknown_token_id": ids.get(model.get("unk_token")),
         "padding_token_id": spec.tokens.pad,
         "add_bos_token": config.get("add_bos_token") is not False,
         "add_space_prefix": False,
     }
     out = {f"{PREFIX}{key}": value for key, value in found.items() if value is not None}
-    template = side_files.get("chat_template.jinja", b"").decode() or config.get("chat_template")
-    return out | ({"tokenizer.chat_template": template} if isinstance(template, str) else {})
+    return out | _templates(side_files.get("chat_template.jinja", b"").decode(), config)
+
+
+def _templates(text: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the chat template by its key, and those of other names by theirs."""
+    found = text or config.get("chat_template") or []
+    if isinstance(found, str):
+        return {TEMPLATE: found}
+    rows = found if isinstance(found, list) else [found]
+    texts = [(r.get("name"), r.get("template")) for r in rows if isinstance(r, dict)]
+    if len(texts) < len(rows) or not all(type(x) is str for pair in texts for x in pair):
+        what = "chat_template must be a text, or a list of texts with their names"
+        raise InputError(f"tokenizer_config.json: {what}")
+    named = dict(texts)
+    out = {TEMPLATE if n == "default" else f"{TEMPLATE}.{n}": t for n, t in named.items()}
+    return out | ({TEMPLATES: [*named]} if {*named} > {"default"} else {})
+
+
+def _unlisted(
+    texts: Iterable[str], ids: Mapping[str, int], merges: list[list[str]]
+) -> tuple[str, str] | None:
+    """Return two tokens that make a third and are not to be merged; SentencePiece merges all."""
+    listed = {*map(tuple, merges)}
+    pairs = ((t[:at], t[at:]) for t in texts for at in range(1, len(t)))
+    return next((p for p in pairs if p[0] in ids and p[1] in ids and p not in listed), None)
 
 
 def _type(text: str, ids: Mapping[str, int], added: Mapping[str, Any], unknown: Any) -> int:
@@ -355,9 +417,10 @@ def _text(text: str) -> bytes:
 
 def _value(value: Any) -> bytes:
     if not isinstance(value, list):
-        kind = _KINDS[type(value)]
+        kind = _INT32 if type(value) is int and value < 0 else _KINDS[type(value)]
         return struct.pack("<I", kind) + _plain(kind, value)
-    kind = _INT32 if type(value[0]) is int else _KINDS[type(value[0])]
+    first = value[0] if value else ""  # llama.cpp looks for merges, also for none
+    kind = _INT32 if type(first) is int else _KINDS[type(first)]
     head = struct.pack("<IIQ", ARRAY, kind, len(value))
     return head + b"".join(_plain(kind, v) for v in value)
 
