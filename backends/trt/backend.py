@@ -143,10 +143,11 @@ class TrtBackend(Backend):
         return stored_bytes(program.graphs["prefill"], limits)
 
     def scratch_bytes(
-        self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
-    ) -> int:
+        self, program: Program, device: str, settings: Mapping[str, str]
+    ) -> Callable[[Limits], int]:
         """Count the bytes of attention's scores, unless one layer hides them."""
-        return score_bytes(program.graphs["prefill"], limits, settings["attention"])
+        prefill, attention = program.graphs["prefill"], settings["attention"]
+        return lambda limits: score_bytes(prefill, limits, attention)
 
     def short(self, program: Program) -> str:
         return estimate([*networks(program).values()]).short()

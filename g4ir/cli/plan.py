@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from g4ir.backends import find_backend
 from g4ir.errors import InputError
 from g4ir.model.images import image_plan_text, parse_budgets, parse_sizes, plan_image
 from g4ir.model.media import offered
@@ -118,7 +119,10 @@ def _made(model: Model, args: argparse.Namespace, gpus: list[Gpu], several: bool
         media = options.media if offered(spec) else "none"
         latent = options.latent_kv if has_latent(spec) else "auto"
         options = replace(options, ple_placement=placement, media=media, latent_kv=latent)
-    how = {"tp": args.tp, "ep": args.ep, "held": model.held}
+    backend = find_backend(options.backend).aimed(options.target)
+    if options.device is None and gpus and "cuda" in backend.devices:
+        options = replace(options, device="cuda")
+    how = {"tp": args.tp, "ep": args.ep, "held": model.held, "backend": backend}
     return make_plan(spec, options, ctx=ctx, batch=batch or 1, memory=gpus, **how)
 
 
