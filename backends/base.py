@@ -248,6 +248,10 @@ class Backend(ABC):
 
         return device != "cuda" or torch.cuda.is_available()
 
+    def packages(self, device: str) -> tuple[str, ...]:
+        """Return the Python packages whose versions its engines depend on."""
+        return ("torch",)
+
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
         """Return checks of the environment for a build for so many ranks, cheapest to meet first;
         each raises MissingError. A dry run makes none of them."""
@@ -339,6 +343,8 @@ class Prepared(Resolved):
     memory: int | None = None
     #: what 4-bit weights are calibrated on (engine/calibration.py)
     calibration: Any = None
+    #: an engine of the cache that has these weight files (engine/library.py)
+    donor: Any = None
 
     def param_bytes(self) -> int:
         """Count the bytes of the packed params, tables included."""

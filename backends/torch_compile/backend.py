@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import zip_longest
@@ -20,6 +20,7 @@ from g4ir.plan.formats import DTYPES
 from g4ir.plan.layout import no_scratch
 from g4ir.plan.memory import Needs
 from g4ir.quant.rewrite import simplified
+from g4ir.ui import compiler_cache
 from g4ir.ui.progress import Progress
 
 from ..base import Backend, Prepared, Setting, Task
@@ -79,11 +80,27 @@ class TorchBackend(Backend):
         kernels read neither int6 nor codes with minima."""
         return in_tiles(program) if device == "cpu" else program.map(simplified)
 
-    def about_to_compile(self, device: str) -> AbstractContextManager[None]:
-        """Start the processes that compile, which import torch's compiler for some seconds."""
-        return workers.compilers_started(JOBS, device) if JOBS > 1 else nullcontext()
+    def packages(self, device: str) -> tuple[str, ...]:
+        return ("torch", "triton") if device == "cuda" else ("torch",)
+
+    @contextmanager
+    def about_to_compile(self, device: str) -> Iterator[None]:
+        """Start the processes that compile, which import torch's compiler for some seconds; at the
+        end delete precompiled headers, unless another build uses them."""
+        try:
+            with (
+                compiler_cache.in_use(),
+                workers.compilers_started(JOBS, device) if JOBS > 1 else nullcontext(),
+            ):
+                yield
+        finally:
+            compiler_cache.delete_headers()
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
+        with compiler_cache.in_use():
+            return self._compile(task, settings)
+
+    def _compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         program, limits, device, progress = task.program, task.limits, task.device, task.progress
         steps = phase_steps(program, limits, device)
         texts = [s.text for many in steps.values() for s in many if isinstance(s, Segment)]

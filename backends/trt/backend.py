@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -119,6 +120,10 @@ class TrtBackend(Backend):
 
     def has_device(self, device: str) -> bool:
         return self.host.has_gpu(device)
+
+    def packages(self, device: str) -> tuple[str, ...]:
+        requirements = self.host.target.library.requirements
+        return tuple(re.split("[<>=]", r)[0] for r in requirements)
 
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
         undecided = self.host.target is HOPPER and not super().has_device(device)

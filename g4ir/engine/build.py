@@ -451,7 +451,9 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         params: packings.ParamSource = packings.MadeParams(p.packing, p.source, share=p.share(0))
         grid = None
         if isinstance(p.weights, artefact.PackedWeights):
-            grid = _pack(p, folder, progress)
+            if p.donor and not p.donor.link_to(folder):
+                p = replace(p, donor=None)
+            grid = p.donor.grid if p.donor else _pack(p, folder, progress)
             files = packings.rank_files(folder.glob("*.safetensors"), 0)
             params = packings.StoredParams.open(files)
         if untried := why_untried(p):
@@ -499,7 +501,8 @@ def _manifest(
     known = {f.name for f in fields(artefact.Manifest)}
     ignored = {on_one_line(k): Line(v) for k, v in p.source.ignored.items()}
     defaults = {Line(k): f"{v:g}" for k, v in p.source.defaults.items()}
-    files = (f for f in sorted(folder.rglob("*")) if f.is_file())
+    names = (f.relative_to(folder).as_posix() for f in sorted(folder.rglob("*")) if f.is_file())
+    linked: Mapping[str, artefact.StoredFile] = p.donor.files if p.donor else {}
     return artefact.Manifest(
         g4ir=__version__,
         variant=p.spec.name,
@@ -516,7 +519,7 @@ def _manifest(
         compiled=dict(compiled),
         versions=artefact.Versions(torch.__version__, platform.python_version()),
         notes=artefact.Notes(ignored, defaults, grid, p.calibration and p.calibration.record),
-        files={f.relative_to(folder).as_posix(): _stored(f) for f in files},
+        files={name: linked.get(name) or _stored(folder / name) for name in names},
     )
 
 
@@ -529,7 +532,7 @@ def disk_bytes(p: Prepared) -> int:
 
 def check_space(p: Prepared, out: Path) -> None:
     """Raise EngineError if the weights do not fit the disk."""
-    weights, free = disk_bytes(p), free_bytes(out)
+    weights, free = disk_bytes(p) - (p.written_bytes() if p.donor else 0), free_bytes(out)
     need = weights + OTHER_BYTES
     if weights and free < need:
         link = "" if p.backend.packs_weights or p.drafter else ", use --link-weights"
