@@ -225,3 +225,5 @@ def test_devices_by_default() -> None:
         assert found["device"] == device
     refused = g4ir("plan", "tiny-dense", "--backend", "onnx", "--device", "cuda")
     assert refused.code == 2 and "backend onnx runs on cpu, not 'cuda'" in refused.err
+    refused = g4ir("plan", "tiny-dense", "--backend", "onnx", "--gpu", "h100-80gb")
+    assert refused.code == 2 and "a GPU, and the device is the CPU" in refused.err

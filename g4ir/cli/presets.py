@@ -43,5 +43,5 @@ def _planned(preset: Preset, model: Model) -> Plan:
     longest = model.spec.text.max_position_embeddings
     ctx = min(options.max_seq or longest, longest)
     backend = find_backend(options.backend).aimed(options.target)
-    sizes = {"ctx": ctx, "batch": options.max_batch}
-    return make_plan(model.spec, options, held=model.held, backend=backend, **sizes)
+    batch, held = options.max_batch, model.held
+    return make_plan(model.spec, options, ctx=ctx, batch=batch, held=held, backend=backend)

@@ -335,7 +335,7 @@ def _take(
         return
     if path in _in_use:  # somebody deleted the directory: this process would wait for itself
         os.close(_in_use.pop(path))
-    facts = {"model": model, "options": _given(options)}
+    facts: dict[str, Any] = {"model": model, "options": _given(options)}
     facts |= {"versions": _versions(options), "files": _files(options)}
     while path not in _in_use:
         held = _locked(path, fcntl.LOCK_SH, progress)

@@ -76,8 +76,8 @@ def dtype_of(backend: PlannedBackend, given: str | None, spec: Spec) -> str:
         return kind
     if given is None:
         return backend.dtypes[0]
-    can = ", ".join(TORCH_NAMES[d] for d in backend.dtypes)
-    on = f" {backend.place}" if kind in type(backend).dtypes else ""
+    can, untargeted = ", ".join(TORCH_NAMES[d] for d in backend.dtypes), type(backend)
+    on = f" {backend.place}" if kind in vars(untargeted).get("dtypes", ()) else ""
     raise InputError(f"--dtype {given}: backend {backend.name} computes in {can}{on}")
 
 
