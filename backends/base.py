@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +17,7 @@ from g4ir.parallel.group import Group
 from g4ir.parallel.table import Share
 from g4ir.passes import Acted
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.formats import cache_bytes
+from g4ir.plan.layout import Layout, no_scratch, plain_caches
 from g4ir.plan.options import Resolved
 from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import WeightSource
@@ -247,6 +248,10 @@ class Backend(ABC):
 
         return device != "cuda" or torch.cuda.is_available()
 
+    def packages(self, device: str) -> tuple[str, ...]:
+        """Return the Python packages whose versions its engines depend on."""
+        return ("torch",)
+
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
         """Return checks of the environment for a build for so many ranks, cheapest to meet first;
         each raises MissingError. A dry run makes none of them."""
@@ -273,13 +278,27 @@ class Backend(ABC):
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         """Return the bytes of the caches of a session of max_batch sequences."""
-        return cache_bytes(program, limits.max_batch, limits.max_seq)
+        return plain_caches(program, limits)
 
     def scratch_bytes(
-        self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
-    ) -> int:
-        """Return the bytes that a step needs beside what `g4ir plan` counts as its workspace."""
-        return 0
+        self, program: Program, device: str, settings: Mapping[str, str]
+    ) -> Callable[[Limits], int]:
+        """Return, as a function of the limits, the bytes that a step needs beyond the workspace of
+        its graphs."""
+        return no_scratch(program)
+
+    def layout(self, device: str, settings: Mapping[str, str]) -> Layout:
+        """Return the memory layout of its engines, for plans and memory checks. InputError for a
+        setting that the backend lacks."""
+        checked = checked_settings(self, settings)
+        return Layout(
+            self.name,
+            device,
+            tuple(sorted(checked.items())),
+            stored=partial(self.stored, device=device),
+            caches=self.cache_bytes,
+            scratch=partial(self.scratch_bytes, device=device, settings=checked),
+        )
 
     def short(self, program: Program) -> str:
         """Return why compiling needs more memory than this machine has; nothing if it does not."""
@@ -324,6 +343,8 @@ class Prepared(Resolved):
     memory: int | None = None
     #: what 4-bit weights are calibrated on (engine/calibration.py)
     calibration: Any = None
+    #: an engine of the cache that has these weight files (engine/library.py)
+    donor: Any = None
 
     def param_bytes(self) -> int:
         """Count the bytes of the packed params, tables included."""

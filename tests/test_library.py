@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import json
 import os
 import shutil
 import threading
@@ -15,11 +17,13 @@ import pytest
 
 import g4ir
 from g4ir.backends.trt.kernel_cache import SUFFIX
-from g4ir.engine import library
+from g4ir.engine import digests, library
 from g4ir.engine.library import cached_engines, engines_root, find_engine, keep_below, remove
 from g4ir.errors import EngineError, G4Error
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
+from g4ir.ui import compiler_cache
+from g4ir.ui.paths import cache_root
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused, text_checkpoint
 from tests.engines import random_checkpoint
@@ -183,7 +187,8 @@ def test_the_least_recently_used_are_removed_and_none_in_use(model: Path) -> Non
     find_engine(model, replace(SMALL, max_seq=32))
     one = cached_engines()[0]
     assert one.path == paths[0] and one.in_use and one.options["max_seq"] == 32
-    assert keep_below(2 * one.bytes + 1000) == [paths[1]]
+    whole = library.disk_bytes(cached_engines())  # weights that all three have count once
+    assert keep_below(whole - 1) == [paths[1]]
     assert keep_below(0) == [paths[2]] and [e.path for e in cached_engines()] == [paths[0]]
 
 
@@ -338,3 +343,157 @@ def test_a_spec_file_with_a_seed(tmp_path: Path) -> None:
     file.write_text("schema: 1\nextends: tiny-dense\n")
     path = find_engine(str(file), replace(SMALL, random_weights=0))
     assert path.name.startswith("mine-") and find_engine(file, replace(SMALL, random_weights=0))
+
+
+# --- what engines have in common --------------------------------------------------------------
+
+
+def weight_files(path: Path) -> list[Path]:
+    return sorted(path.glob("weights-*"))
+
+
+def alike(*paths: Path) -> bool:
+    """Whether the weight files of engines are the same files on the disk."""
+    files = [[f.stat().st_ino for f in weight_files(path)] for path in paths]
+    return bool(files[0]) and all(inodes == files[0] for inodes in files)
+
+
+@pytest.mark.parametrize("backend", ["reference", "onnx"])
+def test_other_libraries_are_not_part_of_an_engine(
+    model: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the packages of its own backend are."""
+    options, installed = replace(SMALL, backend=backend), {}
+    monkeypatch.setattr(library, "_version", lambda name: installed.get(name))
+    hashes = {}
+    for name in ("torch", "triton", "onnx", "onnxruntime", "tensorrt", "tensorrt-rtx"):
+        installed[name] = "9.9"
+        hashes[name] = library._hash(None, options)
+    own = {"reference": {"torch"}, "onnx": {"onnx", "onnxruntime"}}[backend]
+    before, changed = None, set()
+    for name, found in hashes.items():
+        changed |= {name} if before and found != before else set()
+        before = found
+    assert changed == own - {"torch"}
+
+
+def test_weights_of_one_file_are_one_file(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For engines that store them alike: other limits, logits of every position; not for another
+    quantisation. Their bytes count once, and one engine is removed without the others."""
+    variants = ({}, {"all_logits": True}, {"max_seq": 32}, {"quant": "int8"})
+    paths = [find_engine(model, replace(SMALL, **more)) for more in variants]
+    assert alike(*paths[:3]) and not alike(*paths)
+    engines = {e.path: e for e in cached_engines()}
+    stored = sum(f.stat().st_size for f in weight_files(paths[0]))
+    assert [engines[p].shared for p in paths] == [stored, stored, stored, 0]
+    whole = sum(e.bytes for e in engines.values())
+    assert library.disk_bytes(engines.values()) == whole - 2 * stored
+    listed = command("engines")
+    assert f"  {model}  --backend reference --max-seq 64 --all-logits\n" in listed.out.replace(
+        "--all-logits --max-seq 64", "--max-seq 64 --all-logits"
+    )
+    assert "shared files counted once" in listed.out
+    with g4ir.load_engine(paths[0]) as engine:
+        want = engine.generate([2, 5, 7], 4)
+    release()
+    assert remove(paths[0])
+    for path in paths[1:3]:
+        with g4ir.load_engine(path, check_weights=True) as engine:
+            assert engine.generate([2, 5, 7], 4) == want
+    size = library.disk_bytes(cached_engines())
+    assert keep_below(size - 1) and alike(*[p for p in paths[1:3] if p.exists()])
+
+
+def test_damaged_files_are_not_linked(model: Path) -> None:
+    """Digests are compared, so that an engine whose files changed gives them to none."""
+    first = find_engine(model, SMALL)
+    (file,) = weight_files(first)
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    second = find_engine(model, replace(SMALL, max_seq=32))
+    assert not alike(first, second)
+    with g4ir.load_engine(second, check_weights=True) as engine:
+        assert engine.generate([2, 5, 7], 2)
+    bare_file(model, load_spec("tiny-dense"), kind="Q8_0")
+    assert not alike(second, find_engine(model, replace(SMALL, max_seq=32)))
+
+
+def test_without_hard_links(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*names: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", none)
+    paths = [find_engine(model, replace(SMALL, max_seq=n)) for n in (32, 64)]
+    assert not alike(*paths)
+    assert len({f.read_bytes() for path in paths for f in weight_files(path)}) == 1
+    for path in paths:
+        g4ir.load_engine(path, check_weights=True).close()
+
+
+def test_large_files_are_not_read_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linking changes a file's time of change, and its digest stays known."""
+    monkeypatch.setattr(digests, "LARGE", 1)
+    find_engine(model, SMALL)
+    hashed: list[Path] = []
+    whole = digests.sha256
+    monkeypatch.setattr(digests, "sha256", lambda f: (hashed.append(f), whole(f))[1])
+    second = find_engine(model, replace(SMALL, max_seq=32))
+    g4ir.load_engine(second, check_weights=True).close()
+    assert not [f for f in hashed if f.name.startswith("weights-")]
+
+
+def test_an_engine_that_is_removed_between_two_locks(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the exclusive lock of a build and the shared one of its use there is none."""
+    builds, flock, times = built(monkeypatch), fcntl.flock, []
+
+    def converted(held: int, how: int) -> None:
+        if how == fcntl.LOCK_SH and builds and not times:
+            times.append(how)
+            flock(held, fcntl.LOCK_UN)
+            taken = threading.Thread(target=lambda: times.append(remove(builds[0])))
+            taken.start()
+            taken.join()
+        flock(held, how)
+
+    monkeypatch.setattr(library.fcntl, "flock", converted)
+    path = find_engine(model, SMALL)
+    assert times == [fcntl.LOCK_SH, True] and builds == [path, path]
+    assert (path / "manifest.json").is_file() and not remove(path)
+    assert [e.in_use for e in cached_engines()] == [True]
+
+
+def test_stale_engines(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other versions and of files that changed are named, and removed by one flag."""
+    old = find_engine(model, SMALL)
+    assert not cached_engines()[0].stale
+    monkeypatch.setattr(library, "__version__", "99")
+    new = find_engine(model, SMALL)
+    release()
+    assert {e.path: e.stale for e in cached_engines()} == {old: "of other versions", new: ""}
+    assert command("engines", "rm", "--stale").out.startswith("removed 1, ")
+    assert [e.path for e in cached_engines()] == [new]
+    os.utime(model, (1, 1))
+    assert "its files changed" in command("engines").out
+    assert "either names" in refused("engines", "rm", "--stale", "--all")
+
+
+def test_the_compiler_cache(model: Path) -> None:
+    """It has a line and a flag of its own; a build that uses it keeps it, and ends without
+    precompiled headers."""
+    headers = cache_root() / "inductor" / "precompiled_headers" / "a.gch"
+    other = cache_root() / "inductor" / "b.cpp"
+    for file in (headers, other):
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file.write_bytes(bytes(2048))
+    cache_root().chmod(0o700)
+    assert "compiler cache  4.00 KiB" in command("engines").out
+    assert json.loads(command("engines", "--json").out)["compiler_cache_bytes"] == 4096
+    with compiler_cache.in_use():
+        assert not compiler_cache.delete_headers() and headers.exists()
+        assert "a build uses the compiler cache" in refused("engines", "rm", "--cache")
+    assert compiler_cache.delete_headers() and not headers.exists() and other.exists()
+    assert command("engines", "rm", "--cache").out == "removed 1, 2.00 KiB\n"
+    assert not other.exists()

@@ -294,13 +294,11 @@ def check(name: str, memory: int, **changes: Any) -> None:
     form, media = given.pop("latent"), given.pop("media", Media())
     sizes = {f.name for f in fields(Limits)} & given.keys()
     limits = Limits(**{k: given.pop(k) for k in sizes})
-    program = program_of(name, given["dtype"], form)
-    if given["device"] == "cpu":  # with the prologue and without
-        program = split_program(program).program
+    packing = split_program(program_of(name, given["dtype"], form))
     options = PassOptions((LatentOptions(form),))
     plain = {"all_logits": False, "skip": (), "recipe": None, "drafter": None}
     own = {"limits": limits, "options": options, "media": media, "ranks": 1, "ep": False}
-    _, short = fitted(program, Resolved(spec, **{**plain, **own, **given}), memory)
+    _, short = fitted(packing, Resolved(spec, **{**plain, **own, **given}), memory)
     if short:
         raise PlanError(short)
 
@@ -385,7 +383,7 @@ def ok(*words: str | Path) -> str:
 def test_json_keeps_its_keys() -> None:
     """Scripts read them: a change of one raises SCHEMA."""
     found = json.loads(ok("--variant", "e2b", "--gpu", "h100-80gb", "--json"))
-    assert found["schema"] == SCHEMA == 3
+    assert found["schema"] == SCHEMA == 4
     assert found.keys() == set(CASES["keys"].split())
     for key, names in CASES["keys of parts"].items():
         part = found[key] if isinstance(found[key], dict) else found[key][0]

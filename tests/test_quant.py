@@ -53,7 +53,7 @@ from g4ir.ops.types import Type
 from g4ir.passes import run_program
 from g4ir.plan.cost import graph_costs, total
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.memory import bytes_beside_attention
+from g4ir.plan.memory import Needs
 from g4ir.plan.options import BuildOptions
 from g4ir.quant.recipe import Recipe, Rule, Scheme, built_in, find_recipe
 from g4ir.quant.rewrite import quantised, weights_of
@@ -338,12 +338,12 @@ def test_dense_weights_of_a_gpu_are_counted() -> None:
     program = built_program(load_spec("31b"), dtype="bf16", quant="int4")
 
     def scratch(device: str, rows: int) -> int:
-        return find_backend("torch").scratch_bytes(program, Limits(max_batch=rows), device, {})
+        return find_backend("torch").scratch_bytes(program, device, {})(Limits(max_batch=rows))
 
     prefill = split_program(program).program.graphs["prefill"]
 
     def chunk(rows: int) -> int:
-        return bytes_beside_attention(prefill, rows, 8192, 1024)
+        return Needs((prefill,)).without_attention(rows, 8192, 1024)
 
     gate_up, head = 2 * 21504 * 5376, 262144 * 5376
     assert scratch("cpu", 1) == 0

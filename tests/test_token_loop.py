@@ -27,7 +27,7 @@ from g4ir.backends.torch_compile.cuda_graph import CHUNKS, CaptureArena, WithFal
 from g4ir.backends.torch_compile.host_table import HostTable
 from g4ir.backends.torch_compile.kernels import KERNELS
 from g4ir.backends.torch_compile.kernels.launch import recorded
-from g4ir.backends.torch_compile.schedule import any_length
+from g4ir.backends.torch_compile.schedule import any_length, schedule
 from g4ir.backends.torch_compile.step_loop import LoopProgram, StepLoop
 from g4ir.backends.torch_compile.target import Target
 from g4ir.backends.torch_compile.token_loop import TokenLoop
@@ -555,5 +555,5 @@ def test_recordings_of_a_place_share_its_stream_and_memory(monkeypatch: pytest.M
 def test_chunks_that_one_recording_serves(name: str, form: str, held: str, same: bool) -> None:
     """Those whose attention goes by what rows hold, in kernels of ours."""
     g = program(f"{name}@{held}" if held else name, form).graphs["prefill"]
-    assert any_length(g, Target("cuda", "h100", 1)) == same
-    assert not any_length(g, Target("cpu"))
+    assert any_length(schedule(g, Target("cuda", "h100", 1))) == same
+    assert not any_length(schedule(g, Target("cpu")))

@@ -57,6 +57,9 @@ class OnnxBackend(Backend):
         ),
     }
 
+    def packages(self, device: str) -> tuple[str, ...]:
+        return NEEDS
+
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
         return (partial(require, *NEEDS),)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ from g4ir.ir.graph import Program
 from g4ir.ir.rewrite import split_prologue
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import DTYPES
-from g4ir.plan.memory import bytes_beside_attention
+from g4ir.plan.layout import no_scratch
+from g4ir.plan.memory import Needs
 from g4ir.quant.rewrite import simplified
+from g4ir.ui import compiler_cache
 from g4ir.ui.progress import Progress
 
 from ..base import Backend, Prepared, Setting, Task
@@ -26,7 +30,7 @@ from .compile import check_program, machine
 from .cpu_library import compile_kernels, kernel_parts
 from .cuda_toolkit import toolchain
 from .programs import CHAINS, END, KERNELS_FILE, choice_texts, phase_steps, phases
-from .schedule import any_length, dense_bytes, schedule, unmeasured
+from .schedule import any_length, dense_bytes, same_kernels, schedule, unmeasured
 from .segment import Segment, Step
 from .target import HOPPER, Target, find_target
 from .tiles import in_tiles
@@ -76,11 +80,27 @@ class TorchBackend(Backend):
         kernels read neither int6 nor codes with minima."""
         return in_tiles(program) if device == "cpu" else program.map(simplified)
 
-    def about_to_compile(self, device: str) -> AbstractContextManager[None]:
-        """Start the processes that compile, which import torch's compiler for some seconds."""
-        return workers.compilers_started(JOBS, device) if JOBS > 1 else nullcontext()
+    def packages(self, device: str) -> tuple[str, ...]:
+        return ("torch", "triton") if device == "cuda" else ("torch",)
+
+    @contextmanager
+    def about_to_compile(self, device: str) -> Iterator[None]:
+        """Start the processes that compile, which import torch's compiler for some seconds; at the
+        end delete precompiled headers, unless another build uses them."""
+        try:
+            with (
+                compiler_cache.in_use(),
+                workers.compilers_started(JOBS, device) if JOBS > 1 else nullcontext(),
+            ):
+                yield
+        finally:
+            compiler_cache.delete_headers()
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
+        with compiler_cache.in_use():
+            return self._compile(task, settings)
+
+    def _compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         program, limits, device, progress = task.program, task.limits, task.device, task.progress
         steps = phase_steps(program, limits, device)
         texts = [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
@@ -113,15 +133,11 @@ class TorchBackend(Backend):
         return {CHAINS: chains, END: (graph.compile_end(task.limits.max_batch, folder),)}
 
     def scratch_bytes(
-        self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
-    ) -> int:
+        self, program: Program, device: str, settings: Mapping[str, str]
+    ) -> Callable[[Limits], int]:
         """Count the weights that products of many rows on a GPU take dense, a node at a time; and
         what a recorded chunk of a prompt holds of its own."""
-        if device != "cuda":
-            return 0
-        target = Target(device, HOPPER, limits.max_batch)
-        dense = {p: dense_bytes(schedule(program.graphs[p], target)) for p in phases(program)}
-        return max(dense.values()) + _recorded_bytes(program, limits, target, dense["prefill"])
+        return _Scratch(program).at if device == "cuda" else no_scratch(program)
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         """Count the programs that an engine calls in all, and those that are compiled."""
@@ -145,14 +161,37 @@ def _kernel_parts(program: Program) -> list[str]:
     return kernel_parts(dtypes, rounded)
 
 
-def _recorded_bytes(program: Program, limits: Limits, target: Target, dense: int) -> int:
-    """Return the bytes that recorded chunks of a prompt hold beside those that are launched;
-    `dense`: of weights that are made of their codes."""
-    g = program.graphs["prefill"]
-    if not any_length(g, target):
-        return 0
-    sizes = limits.max_batch, limits.max_seq, limits.prefill_chunk
-    return dense + bytes_beside_attention(split_prologue(g)[1], *sizes)
+@dataclass(frozen=True)
+class _Scratch:
+    """Bytes of dense weights and of recorded chunks on a GPU, by limits."""
+
+    program: Program
+
+    def at(self, limits: Limits) -> int:
+        dense, recorded = self._of_rows(same_kernels(limits.max_batch))
+        if not recorded:
+            return max(dense.values())
+        sizes = limits.max_batch, limits.max_seq, limits.prefill_chunk
+        chunk = dense["prefill"] + self._prefill.without_attention(*sizes)
+        return max(dense.values()) + chunk
+
+    @cached_property
+    def _prefill(self) -> Needs:
+        return Needs((split_prologue(self.program.graphs["prefill"])[1],))
+
+    @cached_property
+    def _of_rows(self) -> Callable[[int], tuple[dict[str, int], bool]]:
+        """Function of a batch size: phase -> bytes of weights that are dequantised for one node,
+        and whether chunks of prompts are recorded, which hold such weights again."""
+        graphs = self.program.graphs
+
+        @cache
+        def of_rows(rows: int) -> tuple[dict[str, int], bool]:
+            target = Target("cuda", HOPPER, rows)
+            made = {p: schedule(graphs[p], target) for p in phases(self.program)}
+            return {p: dense_bytes(s) for p, s in made.items()}, any_length(made["prefill"])
+
+        return of_rows
 
 
 def _check_programs(

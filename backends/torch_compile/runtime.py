@@ -37,7 +37,7 @@ from .cuda_graph import (
     recorded,
 )
 from .programs import CHAINS, END, KERNELS_FILE
-from .schedule import any_length
+from .schedule import any_length, schedule
 from .segment import Glue, Segment, Step, state_steps
 from .step_loop import Embedding, StepLoop, StepThread, mapped_tables, record_loop
 from .step_program import NoInstruction, StepProgram, of_tokens, record_step
@@ -97,9 +97,9 @@ class TorchRuntime:
         records, target = device == "cuda" and cuda_graph, find_target(device, limits.max_batch)
         #: makes of a decode step what replays it; None: steps run launch by launch
         self.record = WithFallback(self._recorded) if records else None
-        self.any_length = any_length(program.graphs["decode"], target)
+        self.any_length = any_length(schedule(program.graphs["decode"], target))
         #: the same for full chunks of prompts, where a recorded one serves every length
-        records &= any_length(program.graphs["prefill"], target)
+        records &= any_length(schedule(program.graphs["prefill"], target))
         chunks = WithFallback(lambda work, place: place.record(work), CHUNKS)
         self.record_chunk = chunks if records else None
         programs = {name: many for name, many in files.items() if name not in (CHAINS, END)}

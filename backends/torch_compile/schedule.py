@@ -16,7 +16,8 @@ from g4ir.ops.base import nothing
 from g4ir.ops.collective import COLLECTIVES
 
 from .kernels import KERNELS
-from .kernels.base import Choice, Schedule, both_in_codes
+from .kernels.base import SKINNY, Choice, Schedule, both_in_codes
+from .kernels.moe import UNSORTED
 from .target import Target
 
 HALF = frozenset({"bf16", "f16"})
@@ -37,11 +38,16 @@ def schedule(g: Graph, target: Target) -> Schedule:
     return Schedule(g, target, choices)
 
 
-def any_length(g: Graph, target: Target) -> bool:
+def same_kernels(rows: int) -> int:
+    """Return a batch size at which every node has the kernel that it has at `rows`, the same for
+    all such batch sizes; the kernels' settings may be others."""
+    return next((most for most in (1, UNSORTED, SKINNY) if rows <= most), SKINNY + 1)
+
+
+def any_length(s: Schedule) -> bool:
     """Whether a step costs what the rows hold, however many slots of their caches it is given."""
-    s = schedule(g, target)
-    found = [s.find(n) for n in g.nodes if n.definition.held]
-    return bool(target.gpu) and all(c and not c.kernel.every_slot for c in found)
+    found = [s.find(n) for n in s.graph.nodes if n.definition.held]
+    return bool(s.target.gpu) and all(c and not c.kernel.every_slot for c in found)
 
 
 def dense_bytes(s: Schedule) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -120,6 +121,10 @@ class TrtBackend(Backend):
     def has_device(self, device: str) -> bool:
         return self.host.has_gpu(device)
 
+    def packages(self, device: str) -> tuple[str, ...]:
+        requirements = self.host.target.library.requirements
+        return tuple(re.split("[<>=]", r)[0] for r in requirements)
+
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
         undecided = self.host.target is HOPPER and not super().has_device(device)
         if undecided and (version := installed(RTX)):
@@ -143,10 +148,11 @@ class TrtBackend(Backend):
         return stored_bytes(program.graphs["prefill"], limits)
 
     def scratch_bytes(
-        self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
-    ) -> int:
+        self, program: Program, device: str, settings: Mapping[str, str]
+    ) -> Callable[[Limits], int]:
         """Count the bytes of attention's scores, unless one layer hides them."""
-        return score_bytes(program.graphs["prefill"], limits, settings["attention"])
+        prefill, attention = program.graphs["prefill"], settings["attention"]
+        return lambda limits: score_bytes(prefill, limits, attention)
 
     def short(self, program: Program) -> str:
         return estimate([*networks(program).values()]).short()

@@ -20,6 +20,7 @@ from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.passes.scale_residual import ScaleOptions
+from g4ir.plan.footprint import Footprint
 from g4ir.plan.resolve import KV_NAMES
 from g4ir.spec.record import SUFFIXES, Spec, spec_names
 from g4ir.ui import console
@@ -149,7 +150,7 @@ def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) 
         return int(bool(short))
     print(verdict)
     chosen = {n: v for n, v in p.settings.items() if v != p.backend.settings[n].default}
-    plan |= {"settings": chosen, "media": plan["media"] if p.media.kinds else None}
+    plan |= {"settings": chosen, "memory": None, "media": plan["media"] if p.media.kinds else None}
     kept = {k: v for k, v in plan.items() if v not in USUAL and (k, v) not in AT_REST}
     for key, value in (kept | {k: v for k, v in found.items() if v not in EMPTY}).items():
         print(f"{key:<14} {_planned(key, value)}")
@@ -177,6 +178,7 @@ def _verdict(p: Prepared, short: list[str]) -> str:
 def _plan(p: Prepared, out: Path) -> dict[str, Any]:
     from g4ir.engine.build import disk_bytes
 
+    memory = Footprint(p, p.packing).parts(p.limits.max_batch, p.limits.max_seq)
     return {
         "variant": p.spec.name,
         "backend": p.backend.name,
@@ -198,6 +200,8 @@ def _plan(p: Prepared, out: Path) -> dict[str, Any]:
         "weights": p.weights.kind if p.weights else "absent",
         "param_bytes": p.param_bytes(),
         "cache_bytes": p.cache_bytes(),
+        "memory": memory,
+        "needed_bytes": sum(memory.values()),
         "nodes": {name: len(g.nodes) for name, g in p.packing.program.graphs.items()},
         "disk_bytes": disk_bytes(p),
         "disk_free": free_bytes(out),

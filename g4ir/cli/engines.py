@@ -4,48 +4,89 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import asdict
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
+from g4ir.ui import compiler_cache
 from g4ir.ui.units import size_text
 
-from .common import output
+from .common import flag_of, output
+
+if TYPE_CHECKING:
+    from g4ir.engine.library import CachedEngine
 
 
 def engines(args: argparse.Namespace) -> int:
     """List the engines of the cache, print its folder, or remove some."""
-    from g4ir.engine.library import cached_engines, engines_root
+    from g4ir.engine.library import cached_engines, disk_bytes, engines_root
 
     if args.action == "path":
         return output(args, {"path": str(engines_root())}, f"{engines_root()}\n")
     if args.action == "rm":
         return _remove(args)
-    if args.names or args.all:
-        raise InputError(f"engines {args.action}: names and --all are for `g4ir engines rm`")
-    found = cached_engines()
-    rows = [asdict(e) | {"path": str(e.path), "name": e.path.name} for e in found]
-    lines = [
-        f"{e.path.name}  {size_text(e.bytes)}  used {_when(e.used)}"
-        f"{', in use' if e.in_use else ''}  {e.model}\n"
-        for e in found
-    ]
-    return output(args, {"engines": rows, "bytes": sum(e.bytes for e in found)}, "".join(lines))
+    if args.names or args.all or args.stale or args.cache:
+        flags = "names, --all, --stale and --cache"
+        raise InputError(f"engines {args.action}: {flags} are for `g4ir engines rm`")
+    found, cache = cached_engines(), compiler_cache.size()
+    rows = [_row(e) for e in found]
+    lines = [_line(e) for e in found]
+    if len(found) > 1:
+        lines.append(f"in all  {size_text(disk_bytes(found))}, shared files counted once\n")
+    if cache:
+        lines.append(f"compiler cache  {size_text(cache)}  (g4ir engines rm --cache)\n")
+    facts = {"engines": rows, "bytes": disk_bytes(found), "compiler_cache_bytes": cache}
+    return output(args, facts, "".join(lines))
+
+
+def _row(e: CachedEngine) -> dict[str, Any]:
+    own = {f.name: getattr(e, f.name) for f in fields(e) if f.name != "files"}
+    return own | {"path": str(e.path), "name": e.path.name}
+
+
+def _line(e: CachedEngine) -> str:
+    """Return size, last use, model and the options of its build that are not the default."""
+    options = " ".join(
+        flag_of(name) if value is True else f"{flag_of(name)} {_words(value)}"
+        for name, value in e.options.items()
+        if name != "checkpoint"
+    )
+    shared = f" ({size_text(e.shared)} shared)" if e.shared else ""
+    notes = "".join(f", {note}" for note in (e.in_use and "in use", e.stale) if note)
+    named = f"{e.path.name}  {size_text(e.bytes)}{shared}  used {_when(e.used)}{notes}"
+    return f"{named}  {e.model}{options and f'  {options}'}\n"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{k}={v}" for k, v in value.items())
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _remove(args: argparse.Namespace) -> int:
-    from g4ir.engine.library import cached_engines, remove
+    from g4ir.engine.library import cached_engines, disk_bytes, remove
 
     known = {e.path.name: e for e in cached_engines()}
-    if bool(args.names) == args.all:
-        raise InputError("engines rm: give either names, as `g4ir engines` lists them, or --all")
+    ways = (bool(args.names), args.all, args.stale)
+    if sum(ways) > 1 or not (any(ways) or args.cache):
+        ways_text = "names, as `g4ir engines` lists them, --all or --stale"
+        raise InputError(f"engines rm: give either {ways_text}, or --cache")
     if unknown := [name for name in args.names if name not in known]:
         raise InputError(f"engines rm {unknown[0]}: no such engine; `g4ir engines` lists them")
-    names = args.names or list(known)
+    chosen = known if args.all else {n: e for n, e in known.items() if args.stale and e.stale}
+    names = args.names or list(chosen)
     removed = [name for name in names if remove(known[name].path)]
     kept = [name for name in names if name not in removed]
-    if kept and not args.all:
+    if kept and args.names:
         raise InputError(f"engines rm {kept[0]}: a process uses it; end that first")
-    freed = sum(known[name].bytes for name in removed)
+    remaining = [e for name, e in known.items() if name not in removed]
+    freed = disk_bytes(known.values()) - disk_bytes(remaining)
+    if args.cache:
+        size = compiler_cache.size()
+        if not compiler_cache.delete_all():
+            raise InputError("engines rm --cache: a build uses the compiler cache; end that first")
+        freed += size
+        removed += ["compiler cache"] if size else []
     text = f"removed {len(removed)}, {size_text(freed)}\n" if removed else "nothing to remove\n"
     return output(args, {"removed": removed, "in_use": kept, "bytes": freed}, text)
 

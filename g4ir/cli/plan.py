@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from g4ir.backends import find_backend
 from g4ir.errors import InputError
 from g4ir.model.images import image_plan_text, parse_budgets, parse_sizes, plan_image
 from g4ir.model.media import offered
@@ -91,10 +92,15 @@ def _gpus(text: str | None, device: str | None) -> list[Gpu]:
     if small := next((g for g in found if g.memory_bytes < LEAST), None):
         what = f"{small.memory_bytes} bytes, which hold nothing"
         raise InputError(f"--gpu {small.name}: {what}; give the unit too, such as 16GiB")
-    if device == "cpu" and (card := next((g for g in found if g.name in GPUS), None)):
+    _check_memory(found, device)
+    return found
+
+
+def _check_memory(gpus: Sequence[Gpu], device: str | None) -> None:
+    """Raise InputError for a card where the device is the CPU."""
+    if device == "cpu" and (card := next((g for g in gpus if g.name in GPUS), None)):
         why = "a GPU, and the device is the CPU"
         raise InputError(f"--gpu {card.name}: {why}; give the size of the RAM, such as 24GiB")
-    return found
 
 
 def _made(model: Model, args: argparse.Namespace, gpus: list[Gpu], several: bool) -> Plan:
@@ -118,7 +124,11 @@ def _made(model: Model, args: argparse.Namespace, gpus: list[Gpu], several: bool
         media = options.media if offered(spec) else "none"
         latent = options.latent_kv if has_latent(spec) else "auto"
         options = replace(options, ple_placement=placement, media=media, latent_kv=latent)
-    how = {"tp": args.tp, "ep": args.ep, "held": model.held}
+    backend = find_backend(options.backend).aimed(options.target)
+    if options.device is None and gpus and "cuda" in backend.devices:
+        options = replace(options, device="cuda")
+    _check_memory(gpus, options.device or backend.devices[0])
+    how = {"tp": args.tp, "ep": args.ep, "held": model.held, "backend": backend}
     return make_plan(spec, options, ctx=ctx, batch=batch or 1, memory=gpus, **how)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
+from g4ir.backends import find_backend
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.plan import Plan, make_plan
 from g4ir.plan.presets import PRESETS, Preset
@@ -41,4 +42,6 @@ def _planned(preset: Preset, model: Model) -> Plan:
     options = without_quant(BuildOptions(**preset.options, media="none"), preset, model)
     longest = model.spec.text.max_position_embeddings
     ctx = min(options.max_seq or longest, longest)
-    return make_plan(model.spec, options, ctx=ctx, batch=options.max_batch, held=model.held)
+    backend = find_backend(options.backend).aimed(options.target)
+    batch, held = options.max_batch, model.held
+    return make_plan(model.spec, options, ctx=ctx, batch=batch, held=held, backend=backend)

@@ -25,7 +25,6 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -238,6 +237,7 @@ class Manifest:
         held = vars(self)
         own = {f.name: held[f.name] for f in fields(Resolved) if f.name in held}
         own |= {"skip": self.skipped_passes, "recipe": self.quant}
+        own |= {"layout": find_backend(self.backend).layout(self.device, self.settings)}
         return Resolved(spec=spec, drafter=drafter, **own)
 
 
@@ -476,8 +476,7 @@ def _read_drafter(path: Path, m: Manifest, spec: Spec) -> Spec | None:
 
 def _made_again(path: Path, m: Manifest, made: Resolved) -> packings.Packing:
     """Make the graphs of spec and options; EngineError if the stored text differs."""
-    stored = partial(find_backend(m.backend).stored, device=m.device)
-    packing = packings.make_packing(**made.of_graphs(), stored=stored)
+    packing = packings.make_packing(**made.of_graphs())
     if tuple(packing.program.graphs) != m.graphs:
         raise _altered(path / MANIFEST, f"graphs: expected {', '.join(packing.program.graphs)}")
     for name, text in graph_texts(packing).items():

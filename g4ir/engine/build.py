@@ -24,7 +24,6 @@ from g4ir import __version__
 from g4ir.backends import find_backend
 from g4ir.backends.base import Backend, Prepared, Task, checked_settings
 from g4ir.errors import EngineError, InputError, PlanError, SpecError, check_all
-from g4ir.ir.graph import Program
 from g4ir.model.draft import layers_read, shipped_drafter
 from g4ir.model.media import Media, find_media
 from g4ir.model.names import checkpoint_name
@@ -32,16 +31,14 @@ from g4ir.model.text import has_blocks
 from g4ir.ops.codecs import CALIBRATED
 from g4ir.ops.finite import TOO_LARGE
 from g4ir.ops.kv_quant import NARROW
-from g4ir.ops.types import TORCH_NAMES, torch_dtype
-from g4ir.passes import Acted, Dump, PassOptions
+from g4ir.ops.types import torch_dtype
+from g4ir.passes import Acted, Dump
 from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import NarrowOptions
-from g4ir.passes.plan_cache import RingOptions
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan import resolve
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import device_memory, fitted
-from g4ir.plan.formats import cache_bytes
 from g4ir.plan.options import BuildOptions, Resolved, options_text
 from g4ir.quant.recipe import Recipe, find_recipe, one_recipe
 from g4ir.quant.rewrite import held_recipe, weights_of
@@ -137,8 +134,8 @@ def prepare(
     also goes without what the environment lacks, a device or weights; `dump` sees each graph after
     each pass."""
     backend, seed = find_backend(options.backend).aimed(options.target), options.random_weights
-    device = options.device or backend.devices[0]
-    _check_given(spec, options, backend, device)
+    device = resolve.device_of(backend, options.device)
+    _check_given(spec, options, backend)
     settings = checked_settings(backend, options.settings or {})
     needs = () if dry else backend.needs(device, options.tp)
     if absent := _absent_weights(spec, options, dry):
@@ -149,6 +146,7 @@ def prepare(
     drafter = find_drafter(agreed, options, dry)
     side = checked_side_files(agreed, origin) if origin else {}
     r = _resolved(agreed, options, backend, device, origin, drafter.spec if drafter else None)
+    r = replace(r, layout=backend.layout(device, settings))
     check_all(*needs)
     checkpoint = origin.open(agreed, r.media.kinds, r.dtype) if origin else None
     adapters = _adapters(options, origin)
@@ -157,9 +155,8 @@ def prepare(
     r = replace(r, recipe=_recipe(r, checkpoint, origin))
     calibration = _calibration(options, r.recipe, agreed, side)
     acted = Acted()
-    stored = partial(backend.stored, device=device)
-    packing = packings.make_packing(**r.of_graphs(), stored=stored, dump=dump, acted=acted)
-    r, short = _fitted(r, options, backend, settings, packing.program, dry)
+    packing = packings.make_packing(**r.of_graphs(), dump=dump, acted=acted)
+    r, short = _fitted(r, options, backend, packing, dry)
     source: WeightSource = checkpoint or RandomCheckpoint(r.spec, seed or 0, torch_dtype(r.dtype))
     weights = _weights(source, options, backend.packs_weights, adapters)
     if weights is not None:
@@ -195,12 +192,8 @@ def _calibration(
     return CalibrationText.read(Path(o.calibrate), spec, side)
 
 
-def _check_given(spec: Spec | None, o: BuildOptions, backend: Backend, device: str) -> None:
-    """Raise InputError for another backend's device, and for options of weights that exclude each
-    other."""
-    if device not in backend.devices:
-        runs = ", ".join(backend.devices)
-        raise InputError(f"backend {backend.name} runs on {runs}, not {device!r}")
+def _check_given(spec: Spec | None, o: BuildOptions, backend: Backend) -> None:
+    """Raise InputError for options of weights that exclude each other."""
     checkpoint, seed = o.checkpoint, o.random_weights
     if o.calibrate is not None and o.link_weights:
         why = "the engine makes its weights at load, without the text"
@@ -303,7 +296,7 @@ def _resolved(
     origin: Origin | None,
     drafter: Spec | None,
 ) -> Resolved:
-    dtype = _dtype(backend, o.dtype, spec)
+    dtype = resolve.dtype_of(backend, o.dtype, spec)
     asked = o.media if isinstance(o.media, str) else tuple(o.media)
     kinds, extractor = (origin.kinds(asked, spec), origin.extractor()) if origin else (asked, None)
     media = find_media(spec, kinds, o.image_budgets, o.audio_seconds, extractor)
@@ -320,7 +313,7 @@ def _resolved(
         gpu_rows=backend.fused_rows(limits.max_batch, device, o.settings or {}),
         divisor=o.residual_scale,
     )
-    _check_supported(backend, o, options, limits)
+    resolve.check_supported(backend, o, options, limits)
     return Resolved(
         spec=spec,
         device=device,
@@ -336,17 +329,6 @@ def _resolved(
         ranks=o.tp,
         ep=o.ep,
     )
-
-
-def _dtype(backend: Backend, given: str | None, spec: Spec) -> str:
-    kind = resolve.find_dtype(given or spec.dtype)
-    if kind in backend.dtypes:
-        return kind
-    if given is None:
-        return backend.dtypes[0]
-    can = ", ".join(TORCH_NAMES[d] for d in backend.dtypes)
-    on = f" {backend.place}" if kind in find_backend(backend.name).dtypes else ""
-    raise InputError(f"--dtype {given}: backend {backend.name} computes in {can}{on}")
 
 
 def _limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
@@ -370,24 +352,6 @@ def _limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
         log.warning(what, chunk, min(largest, seq))
         chunk = min(largest, seq)
     return Limits(o.max_batch, seq, chunk)
-
-
-def _check_supported(b: Backend, o: BuildOptions, options: PassOptions, limits: Limits) -> None:
-    kv, count = options.of(NarrowOptions).to, options.of(RingOptions).slack
-    if kv != OFF and kv not in b.kv_dtypes:
-        other = " or ".join(resolve.KV_NAMES[d] for d in b.kv_dtypes) or "the dtype: leave it out"
-        why = f"backend {b.name} cannot: {b.kv_reason}"
-        raise InputError(f"--kv-dtype {o.kv_dtype}: {why}; it holds caches in {other}")
-    if options.of(ActivationOptions).to != OFF and not b.rounds_activations:
-        why = f"backend {b.name} does not round rows as it runs"
-        raise InputError(f"--quant-activations {o.quant_activations}: {why}; leave the option out")
-    if count and b.verifies_in_chunks and count >= limits.prefill_chunk:
-        why = f"backend {b.name} verifies {count + 1} tokens as it reads a chunk of a prompt"
-        fix = f"give --prefill-chunk {count + 1} or more"
-        raise InputError(f"--draft-tokens {count}: {why}; {fix}")
-    if o.tp != 1 and not b.shares:
-        why, fix = f"engines of backend {b.name} run as one rank", "build with --backend torch"
-        raise InputError(f"--tp {o.tp}: {why}; leave the option out, or {fix}")
 
 
 def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:
@@ -415,24 +379,15 @@ def _recipe(r: Resolved, opened: Checkpoint | None, origin: Origin | None) -> Re
 
 
 def _fitted(
-    r: Resolved,
-    o: BuildOptions,
-    backend: Backend,
-    settings: Mapping[str, str],
-    program: Program,
-    dry: bool,
+    r: Resolved, o: BuildOptions, backend: Backend, packing: packings.Packing, dry: bool
 ) -> tuple[Resolved, str]:
     """Place the per-layer embedding table in the memory where it fits; return that, and why the
     engine does not fit its device: PlanError, unless it is a dry run."""
     if o.memory is None and not backend.has_device(r.device):
         return r, ""
-    memory, limits = o.memory if o.memory is not None else device_memory(r.device), r.limits
-    more = backend.cache_bytes(program, limits)
-    more -= cache_bytes(program, limits.max_batch, limits.max_seq)
-    scratch = backend.scratch_bytes(program, limits, r.device, settings)
+    memory = o.memory if o.memory is not None else device_memory(r.device)
     free = o.ple_placement is None and r.ple_placement == "device"
-    stored = partial(backend.stored, device=r.device)
-    r, short = fitted(program, r, memory, free, more, scratch, stored)
+    r, short = fitted(packing, r, memory, free)
     if short and not dry:
         raise PlanError(short)
     return r, short
@@ -497,7 +452,9 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         params: packings.ParamSource = packings.MadeParams(p.packing, p.source, share=p.share(0))
         grid = None
         if isinstance(p.weights, artefact.PackedWeights):
-            grid = _pack(p, folder, progress)
+            if p.donor and not p.donor.link_to(folder):
+                p = replace(p, donor=None)
+            grid = p.donor.grid if p.donor else _pack(p, folder, progress)
             files = packings.rank_files(folder.glob("*.safetensors"), 0)
             params = packings.StoredParams.open(files)
         if untried := why_untried(p):
@@ -545,7 +502,8 @@ def _manifest(
     known = {f.name for f in fields(artefact.Manifest)}
     ignored = {on_one_line(k): Line(v) for k, v in p.source.ignored.items()}
     defaults = {Line(k): f"{v:g}" for k, v in p.source.defaults.items()}
-    files = (f for f in sorted(folder.rglob("*")) if f.is_file())
+    names = (f.relative_to(folder).as_posix() for f in sorted(folder.rglob("*")) if f.is_file())
+    linked: Mapping[str, artefact.StoredFile] = p.donor.files if p.donor else {}
     return artefact.Manifest(
         g4ir=__version__,
         variant=p.spec.name,
@@ -562,7 +520,7 @@ def _manifest(
         compiled=dict(compiled),
         versions=artefact.Versions(torch.__version__, platform.python_version()),
         notes=artefact.Notes(ignored, defaults, grid, p.calibration and p.calibration.record),
-        files={f.relative_to(folder).as_posix(): _stored(f) for f in files},
+        files={name: linked.get(name) or _stored(folder / name) for name in names},
     )
 
 
@@ -575,7 +533,7 @@ def disk_bytes(p: Prepared) -> int:
 
 def check_space(p: Prepared, out: Path) -> None:
     """Raise EngineError if the weights do not fit the disk."""
-    weights, free = disk_bytes(p), free_bytes(out)
+    weights, free = disk_bytes(p) - (p.written_bytes() if p.donor else 0), free_bytes(out)
     need = weights + OTHER_BYTES
     if weights and free < need:
         link = "" if p.backend.packs_weights or p.drafter else ", use --link-weights"

@@ -10,6 +10,7 @@ import json
 import os
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from g4ir.weights.checkpoint import sha256
 
 #: bytes from which on a file is worth remembering: some hundredths of a second
 LARGE = 64 << 20
+#: bytes that are copied at a time
+PIECE = 8 << 20
 #: after a write so long ago, a further one has another time: file systems count in ticks
 TICK_NS = 50_000_000
 
@@ -33,6 +36,26 @@ def has_digest(file: Path, digest: str) -> bool:
         if find_kept(_kept_file(digest, facts)) == facts:
             return True
     return _compared(file, digest) == digest
+
+
+def link_file(file: Path, new: Path, digest: str) -> bool:
+    """Link a file of this digest under another name, or copy it where the file system has no links;
+    False, and nothing done, if it is not the file of the digest. Linking changes the time of a
+    file's last change, after which it would be read again: what is known of it is kept."""
+    if not has_digest(file, digest):
+        return False
+    before = _facts(file)
+    try:
+        os.link(file, new)
+    except OSError:
+        with file.open("rb") as source:
+            write_file(new, iter(partial(source.read, PIECE), b""))
+        return remembered_digest(new) == digest
+    after = _facts(new)
+    if before[:-1] == after[:-1] and after[2] >= LARGE:
+        with suppress(OSError, TrustError):
+            keep(_kept_file(digest, after), after)
+    return True
 
 
 def remembered_digest(file: Path) -> str:

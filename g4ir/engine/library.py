@@ -4,6 +4,7 @@ model of the Hugging Face hub, or a variant.
 `NAME-HASH` is an engine's directory there, and `NAME-HASH.json` its record, which is also its lock:
 exclusive while it is built or removed, shared while a process uses it. The record's time is that of
 the last use. The hash is of the weights' identity, the options, and the versions of what compiles.
+Engines whose weight files are alike have the same files on the disk, by hard links.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Set
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from g4ir import __version__
 from g4ir.backends import find_backend
+from g4ir.backends.base import Prepared
 from g4ir.errors import EngineError, G4Error, InputError, MissingError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
@@ -32,16 +35,27 @@ from g4ir.weights.checkpoint import CONFIG, GGUF
 from g4ir.weights.hub import Download, look_up
 from g4ir.weights.origin import AbsentWeights, find_model, need_snapshot
 
-from .artefact import BUILDING, FORMAT, MANIFEST, is_engine
+from .artefact import (
+    BUILDING,
+    FORMAT,
+    MANIFEST,
+    Grid,
+    PackedWeights,
+    StoredFile,
+    is_engine,
+    read_manifest,
+)
 from .build import DEFAULTS, prepare, shows_options, write_engine
+from .digests import link_file
 from .engine import Engine
 from .load import load_engine
+from .trust import BUILT, find_decision
 
 #: bytes of a file's beginning that are part of its identity
 HEADER = 1 << 16
-#: packages whose version is part of an engine's hash
-COMPILERS = ("torch", "onnxruntime", "onnx", "tensorrt", "tensorrt-rtx")
 RECORD = ".json"
+#: how names of packed weight files begin
+PACKED = "weights-"
 #: what a backend keeps beside an engine, whose name it begins with
 KERNELS = ".kernels"
 #: options that may name files
@@ -54,15 +68,20 @@ _in_use: dict[Path, int] = {}
 
 @dataclass(frozen=True)
 class CachedEngine:
-    """An engine of the cache: its bytes on disk, the model it was built from, the time of its last
-    use (seconds since 1970), and whether a process uses it."""
+    """An engine of the cache: its bytes on disk, those of them that other engines have too, the
+    model it was built from, the time of its last use (seconds since 1970), whether a process uses
+    it, and why it is no longer loaded for its model (nothing if it is)."""
 
     path: Path
     model: str
     options: Mapping[str, Any]
     bytes: int
+    shared: int
     used: float
     in_use: bool
+    stale: str
+    #: (device, inode) -> bytes
+    files: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
 
 @shows_options
@@ -135,7 +154,17 @@ def engines_root() -> Path:
 def cached_engines() -> list[CachedEngine]:
     """Return the engines of the cache, the last used first."""
     found = [_described(path) for path in engines_root().glob(f"*{RECORD}")]
-    return sorted((e for e in found if e), key=lambda e: -e.used)
+    engines = sorted((e for e in found if e), key=lambda e: -e.used)
+    count = Counter(file for e in engines for file in e.files)
+    return [
+        replace(e, shared=sum(n for file, n in e.files.items() if count[file] > 1)) for e in engines
+    ]
+
+
+def disk_bytes(engines: Iterable[CachedEngine]) -> int:
+    """Return the bytes that engines take on the disk: files that several have count once."""
+    files = {file: n for e in engines for file, n in e.files.items()}
+    return sum(files.values())
 
 
 def remove(path: Path) -> bool:
@@ -159,12 +188,11 @@ def remove(path: Path) -> bool:
 def keep_below(limit: int) -> list[Path]:
     """Remove the engines used least recently until the others take at most `limit` bytes; those in
     use stay. Return what was removed."""
-    engines = cached_engines()
-    total, removed = sum(e.bytes for e in engines), []
-    for e in reversed(engines):
-        if total > limit and remove(e.path):
+    left, removed = cached_engines(), []
+    for e in reversed(left[:]):
+        if disk_bytes(left) > limit and remove(e.path):
             removed.append(e.path)
-            total -= e.bytes
+            left.remove(e)
     return removed
 
 
@@ -208,19 +236,50 @@ def _downloaded(absent: AbsentWeights, download: Consent, progress: Progress) ->
 
 
 def _hash(spec: Spec | None, options: BuildOptions) -> str:
+    device = options.device or find_backend(options.backend).devices[0]
+    facts = {
+        "spec": spec and spec.digest(),
+        "options": _given(options) | {"device": device},
+        "files": _files(options),
+        "versions": _versions(options),
+    }
+    return _digest(facts)[:12]
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _files(options: BuildOptions) -> list[list[Any]]:
+    """Return the identity of each file that options name."""
+    given = _given(options)
+    named = [(name, str(v)) for name in FILES if name in given for v in _listed(given[name])]
+    return [_identity(v.partition("=")[0] if n == "adapter" else v) for n, v in named]
+
+
+def _versions(options: BuildOptions) -> list[Any]:
+    """Return the versions of what builds and runs an engine: of g4ir, and of the packages of its
+    backend alone, so that others can be installed; and the machine."""
     backend = find_backend(options.backend)
     device, machine = options.device or backend.devices[0], ""
     with suppress(G4Error, RuntimeError, AssertionError):  # no such device: the build says so
+        backend = backend.aimed(options.target)
         machine = backend.machine(device)
-    given = _given(options)
-    named = [(name, str(v)) for name in FILES if name in given for v in _listed(given[name])]
-    facts = {
-        "spec": spec and spec.digest(),
-        "options": given | {"device": device},
-        "files": [_identity(v.partition("=")[0] if n == "adapter" else v) for n, v in named],
-        "versions": [__version__, FORMAT, machine, *map(_version, COMPILERS)],
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    packages = {name: _version(name) for name in backend.packages(device)}
+    return [__version__, FORMAT, machine, packages]
+
+
+def _stale(facts: Mapping[str, Any]) -> str:
+    """Return why a record's engine is no longer loaded for its model; nothing if it is."""
+    known = {f.name for f in fields(BuildOptions)}
+    given = {name: value for name, value in facts["options"].items() if name in known}
+    try:
+        if facts.get("versions") != _versions(BuildOptions(**given)):
+            return "of other versions"
+        same = all(json.loads(json.dumps(_identity(f[0]))) == f for f in facts["files"])
+    except (G4Error, TypeError, IndexError):
+        return "of other options"
+    return "" if same else "its files changed"
 
 
 def _given(options: BuildOptions) -> dict[str, Any]:
@@ -276,22 +335,30 @@ def _take(
         return
     if path in _in_use:  # somebody deleted the directory: this process would wait for itself
         os.close(_in_use.pop(path))
-    held = _locked(path, fcntl.LOCK_SH, progress)
-    if not is_engine(path):
-        os.close(held)
-        held = _locked(path, fcntl.LOCK_EX, progress)
-    try:
-        _describe(held, {"model": model, "options": _given(options)})
+    facts: dict[str, Any] = {"model": model, "options": _given(options)}
+    facts |= {"versions": _versions(options), "files": _files(options)}
+    while path not in _in_use:
+        held = _locked(path, fcntl.LOCK_SH, progress)
         if not is_engine(path):
-            _build(path, spec, options, progress)
-        fcntl.flock(held, fcntl.LOCK_SH)
-        os.utime(held)
-    except BaseException:
-        if not is_engine(path):
-            _record(path).unlink(missing_ok=True)
-        os.close(held)
-        raise
-    _in_use[path] = held
+            os.close(held)
+            held = _locked(path, fcntl.LOCK_EX, progress)
+        try:
+            _describe(held, facts)
+            if not is_engine(path):
+                _build(path, spec, options, progress, held)
+            fcntl.flock(held, fcntl.LOCK_SH)
+            # The exclusive lock ends before the shared one begins: in between the engine may have
+            # been removed, and its record be another file.
+            if _is_record(held, path) and is_engine(path):
+                os.utime(held)
+                _in_use[path] = held
+        except BaseException:
+            if not is_engine(path):
+                _record(path).unlink(missing_ok=True)
+            os.close(held)
+            raise
+        if path not in _in_use:
+            os.close(held)
 
 
 def _describe(held: int, facts: Mapping[str, Any]) -> None:
@@ -306,8 +373,11 @@ def _describe(held: int, facts: Mapping[str, Any]) -> None:
         raise EngineError(f"{what}; make room there, or move the cache") from None
 
 
-def _build(path: Path, spec: Spec | None, options: BuildOptions, progress: Progress) -> None:
-    """Build an engine, whose lock is held exclusively; remove what killed builds left."""
+def _build(
+    path: Path, spec: Spec | None, options: BuildOptions, progress: Progress, held: int
+) -> None:
+    """Build an engine, whose record is open and locked exclusively; remove what killed builds
+    left. Weight files that an engine of the cache has are linked."""
     _clear(path)
     for left in path.parent.glob(f".*{BUILDING}*"):
         other = path.parent / left.name[1:].partition(BUILDING)[0]
@@ -318,7 +388,10 @@ def _build(path: Path, spec: Spec | None, options: BuildOptions, progress: Progr
     with backend.about_to_compile(options.device or backend.devices[0]):
         prepared = prepare(spec, options)
         try:
-            write_engine(prepared, path, progress)
+            key = _weights_key(prepared, options)
+            _amend(held, {"weights": key})
+            with _donor(path, key) as donor:
+                write_engine(replace(prepared, donor=donor), path, progress)
         finally:
             prepared.source.close()
     if not path.name.endswith(_hash(spec, options)):
@@ -326,10 +399,102 @@ def _build(path: Path, spec: Spec | None, options: BuildOptions, progress: Progr
         raise EngineError(f"{options.checkpoint} changed while it was read; try again")
 
 
+# --- weight files of several engines ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Donor:
+    """An engine of the cache that has the weight files of one that is built: their digests, and the
+    fit of 4-bit weights."""
+
+    path: Path
+    files: Mapping[str, StoredFile]
+    grid: Grid | None
+
+    def link_to(self, folder: Path) -> bool:
+        """Link the files into a folder, none if one of them is not what it was; no engine's file is
+        ever written in place."""
+        for name, stored in self.files.items():
+            if not link_file(self.path / name, folder / name, stored.sha256):
+                for done in self.files:
+                    (folder / done).unlink(missing_ok=True)
+                return False
+        return True
+
+
+def _weights_key(p: Prepared, options: BuildOptions) -> str | None:
+    """Return a digest of all that the weight files of an engine follow from; None without any."""
+    if not isinstance(p.weights, PackedWeights):
+        return None
+    params = p.packing.program.params().values()
+    facts = {
+        "version": [__version__, FORMAT],
+        "files": _files(options),
+        "spec": p.spec.digest(),
+        "drafter": p.drafter and p.drafter.digest(),
+        "seed": options.random_weights,
+        "adapters": [str(a) for a in _listed(options.adapter)],
+        "calibrated": options.calibrate and str(options.calibrate),
+        "ranks": [p.ranks, p.ep],
+        "params": [f"{v}: {v.type}" for v in params],
+        "prologue": str(p.packing.prologue),
+    }
+    return _digest(facts)
+
+
+@contextmanager
+def _donor(path: Path, key: str | None) -> Iterator[Donor | None]:
+    """A context with an engine of the cache that has the same weight files, in use meanwhile; None
+    if there is none that this user built here."""
+    for record in sorted(engines_root().glob(f"*{RECORD}")) if key else ():
+        other = record.with_name(record.name.removesuffix(RECORD))
+        if other == path or _facts_of(record).get("weights") != key:
+            continue
+        held = _open_record(other)
+        try:
+            if found := _donor_of(other, held):
+                yield found
+                return
+        finally:
+            os.close(held)
+    yield None
+
+
+def _donor_of(path: Path, held: int) -> Donor | None:
+    """Return an engine that can give its files while its record is open; None if it cannot."""
+    try:
+        fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not _is_record(held, path):
+            return None
+        manifest = read_manifest(path)
+        if (decision := find_decision(manifest.digest)) is None or decision.why != BUILT:
+            return None
+    except (G4Error, OSError):
+        return None
+    files = {n: f for n, f in manifest.files.items() if n.startswith(PACKED)}
+    return Donor(path, files, manifest.notes.grid) if files else None
+
+
 def _clear(path: Path) -> None:
     """Remove an engine directory; a part of one is no engine."""
     (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
+
+
+def _amend(held: int, facts: Mapping[str, Any]) -> None:
+    """Add facts to a record that is locked exclusively."""
+    known = json.loads(os.pread(held, os.fstat(held).st_size, 0))
+    raw = json.dumps(known | facts, default=str).encode()
+    os.pwrite(held, raw, 0)
+    os.ftruncate(held, len(raw))
+
+
+def _facts_of(record: Path) -> dict[str, Any]:
+    """Return the facts of a record; none of one that is damaged, or of an earlier version."""
+    with suppress(OSError, ValueError):
+        found = json.loads(record.read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _record(path: Path) -> Path:
@@ -365,13 +530,23 @@ def _described(record: Path) -> CachedEngine | None:
     try:
         facts = json.loads(record.read_text())
         used, in_use = record.stat().st_mtime, _is_used(path)
-        files = [*(f for f in path.rglob("*") if f.is_file()), *_kernels(path)]
-        size = sum(f.stat().st_size for f in files)
+        every = [*(f for f in path.rglob("*") if f.is_file()), *_kernels(path)]
+        files = {(s.st_dev, s.st_ino): s.st_size for s in map(os.stat, every)}
     except (OSError, ValueError):  # it is removed at the moment, or its record is damaged
         return None
     if not is_engine(path):  # it is built at the moment
         return None
-    return CachedEngine(path, facts["model"], facts["options"], size, used, in_use)
+    return CachedEngine(
+        path,
+        facts["model"],
+        facts["options"],
+        bytes=sum(files.values()),
+        shared=0,
+        used=used,
+        in_use=in_use,
+        stale=_stale(facts),
+        files=files,
+    )
 
 
 def _kernels(path: Path) -> list[Path]:

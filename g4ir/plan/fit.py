@@ -1,32 +1,25 @@
-"""Checks whether an engine fits its device: asked before anything is loaded.
+"""Checks whether an engine fits its device, before anything is loaded.
 
-    resolved, short = fitted(program, resolved, memory=device_memory("cuda"))
+    resolved, short = fitted(packing, resolved, memory=device_memory("cuda"))
 
-The need is that of `g4ir plan`: weights on the device, caches of max_batch x max_seq tokens,
-activations, workspace, and the reserve.
+The need is that of `g4ir plan` (footprint.py): weights on the device, caches of max_batch x max_seq
+tokens, activations, workspace, and the reserve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from g4ir.ir.graph import Program
-from g4ir.ir.rewrite import bind
-from g4ir.model.decoder import BLOCKS, VERIFY
-from g4ir.model.text import PLE_PARAM
 from g4ir.model.towers import is_tower
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES
-from g4ir.passes.plan_cache import RingOptions
 from g4ir.quant.recipe import find_recipe
 from g4ir.ui.memory import device_memory as device_memory
 from g4ir.ui.units import size_text
-from g4ir.weights.pack import DEFAULT_PLACEMENT, as_it_is, make_packing, split_program
+from g4ir.weights.pack import DEFAULT_PLACEMENT, Packing
 
-from .footprint import MOST_ROWS, largest, reserve
+from .footprint import MOST_ROWS, Footprint, largest, reserve
 from .formats import DTYPES
-from .memory import Needs
 from .options import Resolved
 
 CHUNKS = (512, 256, 128, 64)
@@ -36,105 +29,66 @@ QUANTS = {None: ("int8", "int4"), "int8": ("int4",), "fp8": ("int4",)}
 
 @dataclass(frozen=True)
 class _Build:
-    """A build's settings, and the memory that it needs with them."""
+    """A build: its footprint at the limits of its settings."""
 
-    setup: Resolved
-    needs: Needs
-    #: how a backend stores weights
-    stored: Callable[[Program], Program]
-    #: bytes of the table of per-layer embeddings
-    table: int
-    least_chunk: int = 1  # what the largest image needs whose tokens see each other
+    footprint: Footprint
+
+    @property
+    def setup(self) -> Resolved:
+        return self.footprint.setup
 
     def parts(self) -> dict[str, int]:
         """Return bytes in the device's memory; on the CPU that is the host's."""
-        setup, needs = self.setup, self.needs
-        placed = ("device", "host") if setup.device == "cpu" else ("device",)
-        table = self.table if setup.ple_placement in placed else 0
-        sizes = (setup.limits.max_batch, setup.limits.max_seq, setup.limits.prefill_chunk)
-        return {
-            "weights": needs.params + table,
-            "caches": needs.cache(*sizes[:2]),
-            "activations": needs.activations(*sizes),
-            "workspace": needs.workspace(*sizes),
-        }
+        limits = self.setup.limits
+        return self.footprint.parts(limits.max_batch, limits.max_seq)
 
     def need(self) -> int:
         return sum(self.parts().values())
 
     def with_limits(self, **changes: int) -> _Build:
+        """Return the build at other limits; its graphs depend on none of them."""
         limits = replace(self.setup.limits, **changes)
-        chunk = min(max(limits.prefill_chunk, self.least_chunk), limits.max_seq)
-        return replace(self, setup=replace(self.setup, limits=replace(limits, prefill_chunk=chunk)))
+        chunk = min(max(limits.prefill_chunk, self.footprint.least_chunk), limits.max_seq)
+        return self._with(limits=replace(limits, prefill_chunk=chunk))
 
     def without_media(self) -> _Build:
-        graphs = self.needs.graphs
-        text = Needs(tuple(g for g in graphs if not is_tower(g.name) and g.name != BLOCKS))
-        return replace(self, needs=text, least_chunk=1)
+        return _Build(self.footprint.without_media())
 
     def with_dtype(self, dtype: str) -> _Build:
-        return self._made(replace(self.setup, dtype=dtype))
+        return _Build(self.footprint.changed(dtype=dtype))
 
     def with_quant(self, name: str) -> _Build:
-        return self._made(replace(self.setup, recipe=find_recipe(name)))
-
-    def _made(self, r: Resolved) -> _Build:
-        return _build(make_packing(**r.of_graphs(), stored=self.stored).program, r, self.stored)
+        return _Build(self.footprint.changed(recipe=find_recipe(name)))
 
     def placed(self, placement: str | None) -> _Build:
-        return replace(self, setup=replace(self.setup, ple_placement=placement))
+        return self._with(ple_placement=placement)
+
+    def _with(self, **changes: Any) -> _Build:
+        return _Build(self.footprint.at(**changes))
 
 
-def fitted(
-    program: Program,
-    r: Resolved,
-    memory: int,
-    free: bool = False,
-    more: int = 0,
-    scratch: int = 0,
-    stored: Callable[[Program], Program] = as_it_is,
-) -> tuple[Resolved, str]:
+def fitted(packing: Packing, r: Resolved, memory: int, free: bool = False) -> tuple[Resolved, str]:
     """Return the settings, and why the engine needs more than `memory` bytes of its device, with
     the number short and each single setting that would fit; "" if it fits. `free`: the table of
     per-layer embeddings goes into its file unless all fits with it on the device.
 
-    `program` holds the optimised graphs, with or without their prologue. `more`: bytes of caches
-    that a backend's layouts need beyond the planned ones; `scratch`: of workspace that its steps
-    need beyond the planned one; `stored`: how it stores weights.
+    `packing` holds the graphs that the engine's backend loads.
     """
-    build = _build(program, r, stored)
-    room = memory - reserve(memory) - more - scratch
+    build, room = _Build(Footprint(r, packing)), memory - reserve(memory)
     if free and build.need() > room:
         build = build.placed(DEFAULT_PLACEMENT)
     short = build.need() > room
-    return build.setup, _message(build, memory, room, more, scratch) if short else ""
+    return build.setup, _message(build, memory, room) if short else ""
 
 
-def _build(program: Program, r: Resolved, stored: Callable[[Program], Program]) -> _Build:
-    graphs = split_program(program).program.graphs
-    if VERIFY in graphs:
-        drafted = r.options.of(RingOptions).slack
-        graphs = {**graphs, VERIFY: bind(graphs[VERIFY], M=drafted + 1)}
-    tables = (v.type.nbytes() for v in graphs["embed"].params if v.name.startswith(PLE_PARAM))
-    return _Build(
-        r,
-        Needs(tuple(g for name, g in graphs.items() if name != "embed")),
-        stored,
-        table=sum(tables),
-        least_chunk=max(r.media.grids, default=1) if BLOCKS in graphs else 1,
-    )
-
-
-def _message(build: _Build, memory: int, room: int, more: int, scratch: int) -> str:
-    parts, setup, limits = build.parts(), build.setup, build.setup.limits
-    parts["caches"] += more
-    parts["workspace"] += scratch
-    parts["reserve"] = memory - room - more - scratch
+def _message(build: _Build, memory: int, room: int) -> str:
+    setup, limits = build.setup, build.setup.limits
+    parts = {**build.parts(), "reserve": memory - room}
     total = sum(parts.values())
-    shares = ", ".join(f"{k} {size_text(v)}" for k, v in parts.items())
+    sizes = ", ".join(f"{k} {size_text(v)}" for k, v in parts.items())
     return (
         f"{setup.spec.name} at --max-batch {limits.max_batch} --max-seq {limits.max_seq} in "
-        f"{TORCH_NAMES[setup.dtype]} needs {size_text(total)} on {setup.device} ({shares}), which "
+        f"{TORCH_NAMES[setup.dtype]} needs {size_text(total)} on {setup.device} ({sizes}), which "
         f"has {size_text(memory)}: {size_text(total - memory)} ({total - memory} bytes) short; "
         f"{_advice(build, room)}"
     )
@@ -178,10 +132,10 @@ def _alternatives(build: _Build, room: int) -> dict[str, Any]:
     def fits(changed: _Build) -> bool:
         return changed.need() <= room
 
-    chunks = (c for c in CHUNKS if build.least_chunk <= c < limits.prefill_chunk)
+    chunks = (c for c in CHUNKS if build.footprint.least_chunk <= c < limits.prefill_chunk)
     dtypes = (d for d in DTYPES if ITEMSIZE[d] < ITEMSIZE[setup.dtype])
     places = ("host", "mmap") if setup.ple_placement else ()
-    towers = any(is_tower(g.name) for g in build.needs.graphs)
+    towers = any(is_tower(g.name) for g in build.footprint.needs.graphs)
     most = min(limits.max_batch, MOST_ROWS)
     return {
         "--max-seq": largest(lambda n: fits(build.with_limits(max_seq=n)), limits.max_seq),

@@ -105,14 +105,6 @@ def _workspace(nodes: Iterable[Node], dims: Dims) -> int:
     return max(sizes)
 
 
-def bytes_beside_attention(g: Graph, batch: int, context: int, chunk: int) -> int:
-    """Return the bytes of a graph's activations, and of the workspace of its nodes, where attention
-    needs none."""
-    needs, dims = Needs((g,)), _dims(batch, context, chunk)
-    others = (n for n in needs.costly if not n.definition.held)
-    return needs.activations(batch, context, chunk) + _workspace(others, dims)
-
-
 @dataclass(frozen=True)
 class Needs:
     """Bytes that an engine needs beside its weights, by rows, tokens and those of a prefill call.
@@ -131,6 +123,12 @@ class Needs:
 
     def workspace(self, batch: int, context: int, chunk: int) -> int:
         return _workspace(self.costly, _dims(batch, context, chunk))
+
+    def without_attention(self, batch: int, context: int, chunk: int) -> int:
+        """Return the bytes of activations, and of the workspace of nodes other than attention."""
+        others = (n for n in self.costly if not n.definition.held)
+        dims = _dims(batch, context, chunk)
+        return self.activations(batch, context, chunk) + _workspace(others, dims)
 
     @cached_property
     def params(self) -> int:

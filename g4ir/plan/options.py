@@ -19,6 +19,7 @@ from g4ir.ui.files import read_table
 
 from .engine_limits import Limits
 from .gpus import gpu_names
+from .layout import Layout
 
 _HELP: dict[str, str] = read_table(Path(__file__).with_suffix(".yaml"))
 _FILLED = {"limits": Limits(), "passes": fill(", ".join(PASSES), 76), "gpus": gpu_names()}
@@ -98,8 +99,11 @@ class Resolved:
     #: how many share the model, and whether each has some of the experts
     ranks: int
     ep: bool
+    #: how its backend stores weights and caches
+    layout: Layout = field(default=Layout(), kw_only=True)
 
     def of_graphs(self) -> dict[str, Any]:
         """Return the arguments of `make_packing`."""
-        others = ("device", "limits", "ple_placement")  # on which no graph depends
-        return {f.name: getattr(self, f.name) for f in fields(Resolved) if f.name not in others}
+        others = ("device", "limits", "ple_placement", "layout")  # on which no plain graph depends
+        own = {f.name: getattr(self, f.name) for f in fields(Resolved) if f.name not in others}
+        return {**own, "stored": self.layout.stored}

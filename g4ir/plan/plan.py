@@ -7,7 +7,7 @@ json.dumps(plan.to_dict())      # as JSON (records.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,14 +33,16 @@ from .drafting import gains
 from .engine_limits import Limits
 from .footprint import (
     MOST_ROWS,
-    Footprint,
+    EngineCosts,
     StepCosts,
     largest,
     measure,
+    plain_weights,
     reserve,
 )
 from .formats import INTEGERS, capacity, naive_bytes
 from .gpus import Gpu
+from .layout import DEFINITION, PlannedBackend
 from .media import media_plan
 from .options import BuildOptions, Resolved
 from .records import (
@@ -55,6 +57,7 @@ from .records import (
     Plan,
     RankRow,
     Ranks,
+    WeightBytes,
 )
 
 CONTEXTS = (4096, 32768, 131072, 262144)
@@ -74,6 +77,7 @@ def make_plan(
     tp: int = 1,
     ep: bool = False,
     held: Recipe | None = None,
+    backend: PlannedBackend = DEFINITION,
 ) -> Plan:
     """Plan a spec at every pair of `ctx` (tokens of a sequence, prompt + generated; default 4K to
     256K, up to the model's limit) and `batch`, and what fits on `memory` (devices, or bytes).
@@ -81,23 +85,26 @@ def make_plan(
     The per-layer embedding table is planned on the device if every pair fits there; each device in
     `fits` has its own placement. tp, ep: tensor-parallel size and expert parallelism; what fits is
     then of one rank with a device of its own.
-    held: how the spec's file holds quantised weights.
+    held: how the spec's file holds quantised weights. backend: whose engines are planned, that of
+    `options.backend` (g4ir.backends.find_backend); by default weights and caches are counted as the
+    graphs declare them.
 
     Fields of `options` that are read (use `dataclasses.replace(PLANNED, ...)`): dtype, device,
     quant, kv_dtype, prefill_chunk, all_logits, drafter, draft_tokens, skip, latent_kv,
-    ple_placement and media.
+    ple_placement, media and settings.
 
     Raises InputError naming the argument for sizes out of range and unknown choices.
     """
-    setup = _resolved(spec, options, ctx, held)
+    setup = _resolved(spec, options, ctx, held, backend)
     if tp != 1 or ep:
         check_ranks(spec, tp, ep)
+    recipes = {name: find_recipe(name) for name in INTEGERS}
     return _planned(
         replace(setup, ranks=tp, ep=ep),
         _contexts(setup, ctx),
         _positive("--batch", batch, MOST_ROWS),
         memory,
-        forms=(setup.recipe.name,) if setup.recipe else (setup.dtype, *INTEGERS),
+        others={} if setup.recipe else recipes,
         free=options.ple_placement is None and setup.ple_placement == "device",
     )
 
@@ -112,13 +119,13 @@ def plan_engine(
     """Plan an engine as it was built; its limits are the most, and the default, of ctx and batch.
 
     Raises InputError naming the argument for sizes out of range."""
-    limits, recipe = setup.limits, setup.recipe
+    limits = setup.limits
     return _planned(
         setup,
         _contexts(setup, limits.max_seq if ctx is None else ctx),
         _positive("--batch", limits.max_batch if batch is None else batch, limits.max_batch),
         memory,
-        forms=(recipe.name if recipe else setup.dtype,),
+        others={},
         free=False,
     )
 
@@ -128,23 +135,25 @@ def _planned(
     contexts: Sequence[int],
     batches: Sequence[int],
     memory: Gpu | int | Sequence[Gpu | int] | None,
-    forms: Sequence[str],
+    others: Mapping[str, Recipe | None],
     free: bool,
 ) -> Plan:
-    """Plan settings with weights in each of `forms`; `free`: the table of per-layer embeddings may
-    leave the device."""
+    """Plan settings, and the same with each of `others` as quantisation config; `free`: the table
+    of per-layer embeddings may leave the device."""
     spec, shared = setup.spec, setup.ranks != 1 or setup.ep
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
-    counted = _by_ranks(setup, compare=bool(gpus))
+    counted = _by_ranks(setup, others, compare=bool(gpus))
     shape = tuple((c, b) for b in batches for c in contexts)
-    planner = _DevicePlanner(counted, counted[setup.ranks], shared, shape, free)
-    rank = planner.placed(planner.rank, gpus)
-    made = counted[1].placed(rank.setup.ple_placement)
+    planner = _DevicePlanner(counted, setup.ranks, shared, shape, free)
+    ranks = {form: planner.placed(costs, gpus) for form, costs in planner.own.items()}
+    rank, *_ = ranks.values()
+    whole = counted[1]
+    made = next(iter(whole.values())).placed(rank.setup.ple_placement)
     rows, layers = planner.rows(made), layer_blocks(spec)
-    shown = (setup.dtype, *forms) if len(forms) == 1 else tuple(made.weights)
     return Plan(
         spec=spec,
         dtype=setup.dtype,
+        backend=setup.layout.backend,
         device=setup.device,
         latent=setup.options.of(LatentOptions).form,
         kv_dtype=resolve.KV_NAMES.get(setup.options.of(NarrowOptions).to),
@@ -155,20 +164,29 @@ def _planned(
         ple=ple_parts(spec),
         blocks=distinct_blocks(layers),
         layers=layers,
-        weights=tuple(made.weights[form] for form in dict.fromkeys(shown)),
+        weights=_weights(made, [c.placed(made.setup.ple_placement) for c in whole.values()]),
         cache=_rates(made),
         rows=rows,
         needed=tuple(
-            Need(form, r.ctx, r.batch, rank.need(r, form, "built"))
-            for form in forms
-            for r in planner.rows(rank)
+            Need(form, ctx, batch, costs.need(ctx, batch))
+            for form, costs in ranks.items()
+            for ctx, batch in shape
         ),
-        fits=tuple(planner.fit(gpu, form) for gpu in gpus for form in forms),
+        fits=tuple(planner.fit(gpu, form) for gpu in gpus for form in ranks),
         kinds=setup.media.kinds,
         media=media_plan(spec),
         drafts=_drafts(made, rows, gpus),
-        ranks=_ranks(planner.rank, planner.rows(planner.rank)) if shared else None,
+        ranks=_ranks(rank, planner.rows(rank)) if shared else None,
     )
+
+
+def _weights(made: EngineCosts, every: Sequence[EngineCosts]) -> tuple[WeightBytes, ...]:
+    """Return the weights unquantised, and in each quantised format; of an engine that is not
+    quantised also in other dtypes."""
+    setup = made.setup
+    dtypes = [setup.dtype] if setup.recipe or len(every) == 1 else ["f32", "bf16", setup.dtype]
+    plain = {d: plain_weights(setup, d) for d in dtypes}
+    return tuple((plain | {c.form: c.footprint.weights for c in every}).values())
 
 
 def _resolved(
@@ -176,13 +194,15 @@ def _resolved(
     options: BuildOptions,
     ctx: int | Sequence[int] | None,
     held: Recipe | None,
+    backend: PlannedBackend,
 ) -> Resolved:
     """Return the settings of a build whose limits are the most there is."""
     most = spec.text.max_position_embeddings
     longest = min(most, CONTEXTS[-1]) if ctx is None else max(_positive("--ctx", ctx))
     (chunk,) = _positive("--prefill-chunk", options.prefill_chunk)
-    dtype, device = resolve.find_dtype(options.dtype or spec.dtype), options.device or "cuda"
-    kv = resolve.find_kv_dtype(options.kv_dtype, dtype)
+    device = resolve.device_of(backend, options.device)
+    dtype = resolve.dtype_of(backend, options.dtype, spec)
+    kv = resolve.find_kv_dtype(options.kv_dtype, dtype, backend.kv_dtypes)
     latent = resolve.find_latent(options.latent_kv, spec, device, dtype, longest, kv)
     kinds = options.media if isinstance(options.media, str) else tuple(options.media)
     drafter = (
@@ -191,69 +211,90 @@ def _resolved(
         else resolve.drafter_spec(spec, options.drafter)
     )
     drafted = resolve.find_draft_tokens(options.draft_tokens, most, drafter is not None)
+    limits = Limits(MOST_ROWS, most, chunk)
+    passes = resolve.pass_options(latent, kv, drafted=drafted, keep=layers_read(spec, drafter))
+    resolve.check_supported(backend, options, passes, limits)
     return Resolved(
         spec=spec,
         device=device,
         dtype=dtype,
-        limits=Limits(MOST_ROWS, most, chunk),
+        limits=limits,
         all_logits=options.all_logits,
         skip=tuple(options.skip),
-        options=resolve.pass_options(latent, kv, drafted=drafted, keep=layers_read(spec, drafter)),
+        options=passes,
         ple_placement=resolve.find_placement(options.ple_placement, spec, device),
         media=find_media(spec, kinds),
         recipe=one_recipe(find_recipe(options.quant), held, "its file"),
         drafter=drafter,
         ranks=1,
         ep=False,
+        layout=backend.layout(device, options.settings or {}),
     )
 
 
-def _by_ranks(setup: Resolved, compare: bool) -> dict[int, Footprint]:
-    """Measure one rank and, to compare, one of each other number that can share the model."""
+def _by_ranks(
+    setup: Resolved, others: Mapping[str, Recipe | None], compare: bool
+) -> dict[int, dict[str, EngineCosts]]:
+    """Measure one rank and, to compare, one of each other number that can share the model: number
+    of ranks -> weight format -> costs, that of the settings first."""
     tp, ep = setup.ranks, setup.ep
-    counted = {1: measure(replace(setup, ranks=1, ep=False))}
+    counted = {1: _by_format(replace(setup, ranks=1, ep=False), others)}
     if tp == 1 and not ep:
         return counted
-    others = [n for n in COUNTS if n > 1 and can_share(setup.spec, n, ep)] if compare else []
-    whole = counted[1].decode.param_bytes
-    for n in {tp, *others} - {1}:
-        found = measure(replace(setup, ranks=n, ep=ep))
-        try:
-            share = found.decode.param_bytes / whole
-        except InputError:  # the ranks would cut groups of quantised weights
-            if n == tp:
-                raise
-            continue
-        counted[n] = replace(found, share=share)
+    numbers = [n for n in COUNTS if n > 1 and can_share(setup.spec, n, ep)] if compare else []
+    for n in {tp, *numbers} - {1}:
+        found = replace(setup, ranks=n, ep=ep)
+        if n == tp or setup.recipe is None or _cuts_whole_groups(found):
+            counted[n] = _by_format(found, others)
     return counted
+
+
+def _by_format(setup: Resolved, others: Mapping[str, Recipe | None]) -> dict[str, EngineCosts]:
+    """Measure settings, and with other quantisation configs whose groups no rank cuts."""
+    own, settings = measure(setup), (replace(setup, recipe=r) for r in others.values())
+    return {own.form: own} | {c.form: c for c in map(measure, filter(_cuts_whole_groups, settings))}
+
+
+def _cuts_whole_groups(setup: Resolved) -> bool:
+    """Whether ranks cut no group of quantised weights."""
+    try:
+        return bool(measure(setup))
+    except InputError:
+        if setup.ranks == 1:
+            raise
+        return False
 
 
 @dataclass(frozen=True)
 class _DevicePlanner:
-    """Plans devices for an engine, measured by number of ranks; `free`: the per-layer embedding
-    table may leave the device."""
+    """Plans devices for an engine, measured by number of ranks and weight format; `free`: the
+    per-layer embedding table may leave the device."""
 
-    counted: dict[int, Footprint]
-    rank: Footprint
+    counted: dict[int, dict[str, EngineCosts]]
+    ranks: int
     shared: bool
     shape: tuple[tuple[int, int], ...]
     free: bool
 
-    def rows(self, own: Footprint) -> tuple[MemoryUse, ...]:
-        return tuple(own.row(c, b) for c, b in self.shape)
+    @property
+    def own(self) -> dict[str, EngineCosts]:
+        return self.counted[self.ranks]
 
-    def placed(self, own: Footprint, gpus: Sequence[Gpu]) -> Footprint:
+    def rows(self, costs: EngineCosts) -> tuple[MemoryUse, ...]:
+        return tuple(costs.row(c, b) for c, b in self.shape)
+
+    def placed(self, costs: EngineCosts, gpus: Sequence[Gpu]) -> EngineCosts:
         """Place the per-layer embedding table on the devices if every row then fits."""
-        needs = [own.need(r, own.form, "built") for r in self.rows(own)] if self.free else []
+        needs = [costs.need(c, b) for c, b in self.shape] if self.free else []
         fits = all(need <= _room(gpu) for need in needs for gpu in gpus)
-        return own if fits else own.placed(DEFAULT_PLACEMENT)
+        return costs if fits else costs.placed(DEFAULT_PLACEMENT)
 
     def fit(self, gpu: Gpu, form: str) -> Fit:
-        own = self.placed(self.rank, [gpu])
+        own = self.placed(self.own[form], [gpu])
         room, limits = _room(gpu), own.setup.limits
 
         def fits(ctx: int, batch: int, kind: str) -> bool:
-            return own.need(own.row(ctx, batch), form, kind) <= room
+            return own.need(ctx, batch, kind) <= room
 
         def most(at: int, limit: int, fit: Callable[..., bool]) -> Largest:
             return Largest(at, *(largest(partial(fit, kind=kind), limit) for kind in TOTALS))
@@ -264,19 +305,20 @@ class _DevicePlanner:
             memory=gpu.memory_bytes,
             reserve=reserve(gpu.memory_bytes),
             weights=form,
-            weight_bytes=own.resident(form),
-            cells=tuple(self._cell(own, gpu, form, r) for r in self.rows(own)),
+            weight_bytes=own.footprint.resident,
+            cells=tuple(self._cell(own, gpu, r) for r in self.rows(own)),
             max_context=tuple(most(b, limits.max_seq, partial(fits, batch=b)) for b in batches),
             max_batch=tuple(most(c, limits.max_batch, partial(fits, c)) for c in contexts),
             ranks=own.setup.ranks,
             ple_placement=own.setup.ple_placement,
         )
 
-    def _cell(self, own: Footprint, gpu: Gpu, form: str, row: MemoryUse) -> DeviceUse:
-        totals = {kind: own.need(row, form, kind) for kind in TOTALS}
+    def _cell(self, own: EngineCosts, gpu: Gpu, row: MemoryUse) -> DeviceUse:
+        totals = {kind: own.need(row.ctx, row.batch, kind) for kind in TOTALS}
         seconds = None
         if gpu.bytes_per_s is not None:
-            cost = own.decode.at(row.ctx, row.batch, form, own.setup.dtype)
+            first = next(iter(self.own.values()))  # other formats are estimated by its graph
+            cost = first.decode.at(row.ctx, row.batch, own.form, own.setup.dtype)
             seconds = floor(cost, gpu.roof).seconds
         spare = _room(gpu) - totals["built"]
         return DeviceUse(
@@ -286,14 +328,14 @@ class _DevicePlanner:
             fits=spare >= 0,
             spare=spare,
             decode_floor_s=seconds,
-            cards=self._cards(gpu, form, row) if self.shared else None,
+            cards=self._cards(gpu, own.form, row) if self.shared else None,
         )
 
     def _cards(self, gpu: Gpu, form: str, row: MemoryUse) -> int | None:
         """Return the fewest ranks, each on such a device, that fit; None if none do."""
-        for ranks in sorted(self.counted):
-            own = self.placed(self.counted[ranks], [gpu])
-            if own.need(own.row(row.ctx, row.batch), form, "built") <= _room(gpu):
+        for ranks, costs in sorted(self.counted.items()):
+            own = self.placed(costs[form], [gpu]) if form in costs else None
+            if own and own.need(row.ctx, row.batch) <= _room(gpu):
                 return ranks
         return None
 
@@ -302,7 +344,7 @@ def _room(gpu: Gpu) -> int:
     return gpu.memory_bytes - reserve(gpu.memory_bytes)
 
 
-def _drafts(made: Footprint, rows: Sequence[MemoryUse], gpus: Sequence[Gpu]) -> Drafts | None:
+def _drafts(made: EngineCosts, rows: Sequence[MemoryUse], gpus: Sequence[Gpu]) -> Drafts | None:
     """Plan speculative decoding at the shortest context, on the first card of known speed."""
     drafted, drafter = made.setup.options.of(RingOptions).slack, made.setup.drafter
     if not drafted:
@@ -321,7 +363,8 @@ def _drafts(made: Footprint, rows: Sequence[MemoryUse], gpus: Sequence[Gpu]) -> 
             at(made.draft) if made.draft else None,
         )
 
-    rings = [v.type for v in made.needs.graphs[0].state if isinstance(v.type.shape[0], int)]
+    prefill, *_ = made.footprint.needs.graphs
+    rings = [v.type for v in prefill.state if isinstance(v.type.shape[0], int)]
     return Drafts(
         tokens=drafted,
         slack_bytes=sum(t.bind({"B": 1}).nbytes() // int(t.shape[0]) * drafted for t in rings),
@@ -330,18 +373,18 @@ def _drafts(made: Footprint, rows: Sequence[MemoryUse], gpus: Sequence[Gpu]) -> 
         device=card.name if card else None,
         tables=tuple((b, table(b)) for b in sorted({r.batch for r in rows})),
         drafter=drafter.name if drafter else None,
-        drafter_bytes=made.drafter_bytes,
+        drafter_bytes=made.footprint.drafter_bytes,
     )
 
 
-def _ranks(rank: Footprint, rows: Sequence[MemoryUse]) -> Ranks:
+def _ranks(rank: EngineCosts, rows: Sequence[MemoryUse]) -> Ranks:
     """Return what one rank needs at every context and batch of `rows`, from its measurement."""
     sent = list(collectives(rank.decode.graph))
     token = {"B": 1, "S": 1, "M": 1}
     return Ranks(
         count=rank.setup.ranks,
-        weights=rank.decode.param_bytes,
-        drafter=rank.drafter_bytes,
+        weights=rank.footprint.decoder_bytes,
+        drafter=rank.footprint.drafter_bytes,
         rows=tuple(RankRow(r.ctx, r.batch, r.built) for r in rows),
         messages=len(sent),
         message_bytes=sum(v.type.bind(token).nbytes() for n in sent for v in n.inputs),
@@ -382,15 +425,15 @@ def _contexts(setup: Resolved, ctx: int | Sequence[int] | None) -> tuple[int, ..
     return contexts
 
 
-def _rates(made: Footprint) -> CacheRates:
+def _rates(made: EngineCosts) -> CacheRates:
     """Derive rates from two contexts beyond every window, between which the size is linear."""
     windows = [layer.attention.window or 1 for layer in made.setup.spec.layers()]
-    near = -(-max(windows) // 256) * 256
+    near = -(-max(*windows, made.setup.limits.prefill_chunk) // 256) * 256
     far = 2 * near
     rates = []
-    for needs in (made.plain, made.needs):
-        per_token = (needs.cache(1, far) - needs.cache(1, near)) // (far - near)
-        rates += [per_token, needs.cache(1, near) - per_token * near]
+    for cache in (made.plain.cache, made.footprint.cache):
+        per_token = (cache(1, far) - cache(1, near)) // (far - near)
+        rates += [per_token, cache(1, near) - per_token * near]
     return CacheRates(naive_bytes(made.setup.spec, made.setup.dtype), *rates)
 
 

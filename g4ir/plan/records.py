@@ -10,7 +10,7 @@ layers and a quantised KV cache.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
 from g4ir.model.tensors import numel, tower_tensors
@@ -23,7 +23,7 @@ from .formats import WeightSizes, nominal
 from .media import MediaPart
 
 #: version of the JSON layout; another number has other keys
-SCHEMA = 3
+SCHEMA = 4
 TOTALS = ("naive", "planned", "built")
 
 
@@ -37,6 +37,8 @@ class WeightBytes:
     mapped: int
     towers: int  # on the device, if the engine takes media
     nominal: int  # the usual estimate: bytes x the quoted count
+    #: format of the file -> one with more bits that the backend stores it in
+    upcast: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self.sizes), "total": self.sizes.total, **_without(self, "sizes")}
@@ -164,6 +166,7 @@ class Plan:
 
     spec: Spec
     dtype: str  # of activations, unquantised weights and, unless quantised, the KV cache
+    backend: str
     device: str
     latent: str  # latent KV cache of K=V layers: off, value or raw
     kv_dtype: str | None  # of a quantised KV cache

@@ -22,8 +22,11 @@ from g4ir.spec.record import SUFFIXES, Spec, load_spec
 from g4ir.weights.checkpoint import CONFIG, GGUF
 from g4ir.weights.pack import DEFAULT_PLACEMENT, PLACEMENTS
 
+from .engine_limits import Limits
 from .formats import DTYPES
 from .latent import choose_form
+from .layout import PlannedBackend
+from .options import BuildOptions
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +57,49 @@ def find_dtype(name: str) -> str:
     if short not in DTYPES:
         raise InputError(f"--dtype {name!r}: expected float32, bfloat16 or float16")
     return short
+
+
+def device_of(backend: PlannedBackend, given: str | None) -> str:
+    """Return the device of a build: by default the backend's first. InputError for another's."""
+    device = given or backend.devices[0]
+    if device not in backend.devices:
+        runs = ", ".join(backend.devices)
+        raise InputError(f"backend {backend.name} runs on {runs}, not {device!r}")
+    return device
+
+
+def dtype_of(backend: PlannedBackend, given: str | None, spec: Spec) -> str:
+    """Return the dtype of a build: by default the spec's, where the backend computes in it.
+    InputError for a requested one in which it does not."""
+    kind = find_dtype(given or spec.dtype)
+    if kind in backend.dtypes:
+        return kind
+    if given is None:
+        return backend.dtypes[0]
+    can, untargeted = ", ".join(TORCH_NAMES[d] for d in backend.dtypes), type(backend)
+    on = f" {backend.place}" if kind in vars(untargeted).get("dtypes", ()) else ""
+    raise InputError(f"--dtype {given}: backend {backend.name} computes in {can}{on}")
+
+
+def check_supported(
+    b: PlannedBackend, o: BuildOptions, options: PassOptions, limits: Limits
+) -> None:
+    """Raise InputError for an option of a build that its backend lacks."""
+    kv, count = options.of(NarrowOptions).to, options.of(RingOptions).slack
+    if kv != OFF and kv not in b.kv_dtypes:
+        other = " or ".join(KV_NAMES[d] for d in b.kv_dtypes) or "the dtype: leave it out"
+        why = f"backend {b.name} cannot: {b.kv_reason}"
+        raise InputError(f"--kv-dtype {o.kv_dtype}: {why}; it holds caches in {other}")
+    if options.of(ActivationOptions).to != OFF and not b.rounds_activations:
+        why = f"backend {b.name} does not round rows as it runs"
+        raise InputError(f"--quant-activations {o.quant_activations}: {why}; leave the option out")
+    if count and b.verifies_in_chunks and count >= limits.prefill_chunk:
+        why = f"backend {b.name} verifies {count + 1} tokens as it reads a chunk of a prompt"
+        fix = f"give --prefill-chunk {count + 1} or more"
+        raise InputError(f"--draft-tokens {count}: {why}; {fix}")
+    if o.tp != 1 and not b.shares:
+        why, fix = f"engines of backend {b.name} run as one rank", "build with --backend torch"
+        raise InputError(f"--tp {o.tp}: {why}; leave the option out, or {fix}")
 
 
 def find_kv_dtype(given: str | None, dtype: str, can: Iterable[str] = NARROW) -> str:

@@ -50,7 +50,7 @@ def _title(plan: Plan) -> str:
     about = [
         f"{plan.spec.name}: {text.num_hidden_layers} layers",
         f"up to {count_text(text.max_position_embeddings)} tokens",
-        plan.dtype,
+        f"{plan.dtype} by {plan.backend} on {plan.device}",
         f"latent KV {plan.latent}",
         *([f"KV cache {plan.kv_dtype}"] if plan.kv_dtype else []),
         f"prefill chunk {plan.prefill_chunk}",
@@ -127,9 +127,15 @@ def _weights(plan: Plan, nominal: bool) -> str:
         "in the file, by row": [w.mapped for w in plan.weights],
     }
     lines += [[k, *map(size_text, v)] for k, v in rows.items() if any(v)]
+    upcast = dict(pair for w in plan.weights for pair in w.upcast.items())
     if nominal:
         lines.append(["nominal", *(f"{w.nominal / 1e9:.1f} GB" for w in plan.weights)])
-    return _section("weights", lines)
+    text = _section("weights", lines)
+    if not upcast:
+        return text
+    stored = ", ".join(f"{form} as {to}" for form, to in upcast.items())
+    where = f"backend {plan.backend} on {plan.device}"
+    return f"{text}  {where} stores these formats in more bits: {stored}\n"
 
 
 def _caches(plan: Plan, batch: int) -> str:

@@ -95,11 +95,13 @@ def make_packing(
     ranks: int = 1,
     ep: bool = False,
     acted: Acted | None = None,
+    without: Collection[str] = (),
 ) -> Packing:
     """Return the graphs of an engine, or of one of its `ranks`, and the prologue of their params.
-    `stored`: Backend.stored; `acted` counts what the passes did."""
+    `stored`: Backend.stored; `acted` counts what the passes did; `without`: graphs to leave out."""
     verifies = options.of(RingOptions).slack > 0
-    made = build_program(spec, all_logits, dtype, media, verifies, drafter)
+    whole = build_program(spec, all_logits, dtype, media, verifies, drafter).graphs
+    made = Program({name: g for name, g in whole.items() if name not in without})
     plain = shard_program(quantised(made, spec, recipe, dtype), spec, ranks, ep)
     made = run_program(plain, skip=skip, dump=dump, options=options, acted=acted)
     return split_program(stored(made))

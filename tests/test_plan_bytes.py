@@ -1,0 +1,229 @@
+"""A plan and a build count the same bytes: every quantisation, backend and device; and those are
+the bytes of the engine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from g4ir import build
+from g4ir.backends import find_backend
+from g4ir.backends.torch_compile.schedule import dense_bytes, same_kernels, schedule
+from g4ir.backends.torch_compile.target import HOPPER, Target
+from g4ir.engine.artefact import open_artefact
+from g4ir.engine.build import prepare
+from g4ir.model.names import checkpoint_name
+from g4ir.plan.footprint import Footprint
+from g4ir.plan.gpus import find_gpu
+from g4ir.plan.options import BuildOptions, Resolved
+from g4ir.plan.plan import PLANNED, make_plan, plan_engine
+from g4ir.plan.table import plan_text
+from g4ir.quant.recipe import SCHEMES, Scheme, built_in
+from g4ir.quant.rewrite import held_recipe, weights_of
+from g4ir.spec.record import Spec, load_spec
+from tests.cli_tools import g4ir
+from tests.configs import widened
+from tests.gguf_files import BLOCKS, bare_file
+
+#: where engines run
+WHERE = [
+    ("reference", "cpu"),
+    ("reference", "cuda"),
+    ("torch", "cpu"),
+    ("torch", "cuda"),
+    ("onnx", "cpu"),
+    ("trt", "cuda"),
+]
+SIZES = {"max_seq": 300, "prefill_chunk": 64, "max_batch": 3}
+#: memory in which everything fits
+ENOUGH = 1 << 40
+
+
+def recipe_of(form: str, folder: Path) -> Path:
+    """A quantisation config that stores the table and all matrices of the layers in one format."""
+    path, group = folder / f"{form}.yaml", SCHEMES[form].group
+    names = "[embed.table, 'L*.attn.w*', 'L*.mlp.w_*']"
+    path.write_text(
+        f"rules:\n- tensors: {names}\n  form: {form}\n  group: {group}\n  otherwise: int8\n"
+    )
+    return path
+
+
+def both(spec: Spec, backend: str, device: str, **options: Any) -> tuple[Any, Any]:
+    """The footprint of a build, and the plan with the same options."""
+    held = options.pop("held", None)
+    asked = {"backend": backend, "device": device, "media": "none", **options}
+    weights = {} if "checkpoint" in options else {"random_weights": 0}
+    p = prepare(spec, BuildOptions(**asked, **weights, **SIZES, memory=ENOUGH), dry=True)
+    asked.pop("checkpoint", None)
+    plan = make_plan(
+        spec,
+        BuildOptions(**asked, prefill_chunk=SIZES["prefill_chunk"]),
+        ctx=SIZES["max_seq"],
+        batch=SIZES["max_batch"],
+        memory=ENOUGH,
+        held=held,
+        backend=find_backend(backend),
+    )
+    return p, plan
+
+
+def assert_same(p: Any, plan: Any) -> None:
+    parts = Footprint(p, p.packing).parts(p.limits.max_batch, p.limits.max_seq)
+    fit, (row,) = plan.fits[0], plan.rows
+    assert (plan.dtype, fit.ple_placement) == (p.dtype, p.ple_placement)
+    assert fit.weight_bytes == parts["weights"]
+    assert row.built == parts["caches"] == p.cache_bytes()
+    assert (row.activations, row.workspace) == (parts["activations"], parts["workspace"])
+    assert plan.needed[0].bytes == fit.cells[0].built == sum(parts.values())
+    own = plan.weights_as(fit.weights)
+    assert own.device + own.host + own.mapped == p.param_bytes()
+
+
+def specs() -> list[Spec]:
+    """Specs whose rows are multiples of 256: per-layer embeddings and a tied head, experts."""
+    return [widened("tiny-ple"), widened("tiny-moe")]
+
+
+@pytest.mark.parametrize(("backend", "device"), WHERE)
+def test_own_formats(backend: str, device: str, tmp_path: Path) -> None:
+    for quant in (None, *built_in(), *(recipe_of(form, tmp_path) for form in SCHEMES)):
+        for spec in specs():
+            assert_same(*both(spec, backend, device, quant=quant))
+
+
+def held_schemes() -> list[Scheme]:
+    """Every way in which GGUF files and checkpoints of compressed-tensors store weights."""
+    groups = {"int8": (0, 32, 128), "int4": (32, 64, 128, 0), "fp8": (0, 128)}
+    many = [Scheme(form, g, s) for form, gs in groups.items() for g in gs for s in ("f16", None)]
+    return [*many, *(SCHEMES[form] for form in SCHEMES if form not in groups)]
+
+
+@pytest.mark.parametrize(("backend", "device"), WHERE)
+def test_quantised_checkpoints(backend: str, device: str) -> None:
+    """Weights that come quantised, the table in the same format, in another or in none."""
+    built = [(spec, both(spec, backend, device)[0]) for spec in specs()]
+    tables = cycle(("same", SCHEMES["int6"], None))
+    for scheme, (spec, p), table in zip(held_schemes(), cycle(built), tables):
+        types = weights_of(spec)
+        chosen = dict.fromkeys(types, scheme) | ({"embed.table": table} if table != "same" else {})
+        forms = {checkpoint_name(n): s for n, s in chosen.items() if s and s.fits(types[n])}
+        held = held_recipe(spec, forms)
+        own = {f.name: getattr(p, f.name) for f in fields(Resolved)}
+        r = Resolved(**own | {"recipe": held})
+        plan = make_plan(
+            spec,
+            BuildOptions(device=device, media="none", prefill_chunk=SIZES["prefill_chunk"]),
+            ctx=SIZES["max_seq"],
+            batch=SIZES["max_batch"],
+            memory=ENOUGH,
+            held=held,
+            backend=find_backend(backend),
+        )
+        parts = Footprint.of(r).parts(SIZES["max_batch"], SIZES["max_seq"])
+        assert plan.needed[0].bytes == sum(parts.values())
+        assert plan.fits[0].weight_bytes == parts["weights"]
+
+
+@pytest.mark.parametrize("kind", [*BLOCKS, "Q4_0", "Q4_1", "Q5_0", "Q8_0", "F16"])
+def test_gguf_files(kind: str, tmp_path: Path) -> None:
+    """By the command line, with the device by default and on a GPU."""
+    file = tmp_path / "a.gguf"
+    bare_file(file, widened("tiny-ple"), kind=kind)
+    sizes = ("--prefill-chunk", 64, "--json")
+    for device in ("cpu", "cuda"):
+        where = ("--device", device) if device == "cuda" else ()
+        limits = ("--max-seq", 300, "--media", "none", "--memory", "1TB", "--dry-run")
+        made = g4ir("build", file, "--backend", "torch", *where, *limits, *sizes)
+        planned = g4ir("plan", file, *where, "--ctx", 300, *sizes)
+        assert (made.code, planned.code) == (0, 0), made.err + planned.err
+        made, planned = json.loads(made.out), json.loads(planned.out)
+        assert made["needed_bytes"] == sum(made["memory"].values())
+        assert planned["needed"][0]["bytes"] == made["needed_bytes"]
+        assert (planned["backend"], planned["device"]) == ("torch", device)
+
+
+ENGINES = [
+    *((backend, "cpu", quant) for backend in ("reference", "onnx") for quant in ("int8", "uint4")),
+    *(pytest.param("torch", "cpu", q, marks=pytest.mark.full) for q in (None, "uint4", "int6")),
+]
+
+
+@pytest.mark.parametrize(("backend", "device", "quant"), ENGINES)
+def test_engines(backend: str, device: str, quant: str | None, tmp_path: Path) -> None:
+    """What a built engine holds and its session allocates is what was planned."""
+    spec = widened("tiny-ple")
+    given = recipe_of(quant, tmp_path) if quant in SCHEMES and quant not in built_in() else quant
+    options = {"backend": backend, "device": device, "quant": given, "media": "none"}
+    _, plan = both(spec, **options)
+    engine = build(spec, tmp_path / "e", random_weights=0, **options, **SIZES)
+    session = engine.session(SIZES["max_batch"])
+    assert session.nbytes() == plan.rows[0].built
+    if backend == "onnx":  # which reads them from the engine's files
+        own = plan.weights_as(plan.fits[0].weights)
+        files = map(load_file, engine.path.glob("weights-*"))
+        stored = sum(t.nbytes for tensors in files for t in tensors.values())
+        assert stored == own.device + own.mapped
+    else:
+        held = engine.runtime.params if backend == "reference" else engine.runtime.weights
+        size = sum(t.numel() * t.element_size() for t in held.values())
+        assert size == plan.fits[0].weight_bytes
+    found = open_artefact(engine.path)
+    again = plan_engine(found.manifest.resolved(found.spec, found.drafter), memory=ENOUGH)
+    assert again.needed[0].bytes == plan.needed[0].bytes
+    engine.close()
+
+
+def test_a_card_that_is_too_small_for_what_is_computed(tmp_path: Path) -> None:
+    """A file of 6.6 GiB in uint4 needs 22 GiB on a GPU: the plan says so, and why."""
+    spec, gpu = load_spec("12b"), find_gpu("rtx4080-16gb")
+    quant = recipe_of("uint4", tmp_path)
+    options = replace(PLANNED, quant=quant, backend="torch")
+    plans = [
+        make_plan(
+            spec, replace(options, device=device), ctx=8192, memory=gpu.memory_bytes, backend=b
+        )
+        for device in ("cuda", "cpu")
+        for b in [find_backend("torch")]
+    ]
+    weights = [p.weights_as("uint4.yaml") for p in plans]
+    assert [p.fits[0].cells[0].fits for p in plans] == [False, True]
+    assert weights[0].upcast == {"uint4": "bf16"} and not weights[1].upcast
+    assert weights[0].device > 3 * weights[1].device
+    note = "backend torch on cuda stores these formats in more bits: uint4 as bf16"
+    assert note in plan_text(plans[0]) and "in more bits" not in plan_text(plans[1])
+
+
+@pytest.mark.parametrize("quant", [None, "int4"])
+def test_scratch_by_batch_size_is_that_of_every_batch_size(quant: str | None) -> None:
+    """Batch sizes with the same kernels are counted once."""
+    spec = widened("tiny-moe")
+    p, _ = both(spec, "torch", "cuda", quant=quant, dtype="bfloat16")
+    for rows in (1, 2, 3, 4, 63, 64, 65, 200):
+        same, target = same_kernels(rows), Target("cuda", HOPPER, rows)
+        for g in (p.packing.program.graphs[name] for name in ("prefill", "decode")):
+            one, other = (schedule(g, replace(target, rows=n)) for n in (rows, same))
+            kernels = [{k: c.kernel for k, c in s.choices.items()} for s in (one, other)]
+            assert kernels[0] == kernels[1]
+            assert dense_bytes(one) == dense_bytes(other)
+
+
+def test_devices_by_default() -> None:
+    """A GPU that is named is the device; else that of a build."""
+    for words, device in (
+        (("--gpu", "24GiB"), "cuda"),
+        ((), "cpu"),
+        (("--backend", "trt"), "cuda"),
+    ):
+        found = json.loads(g4ir("plan", "tiny-dense", *words, "--json").out)
+        assert found["device"] == device
+    refused = g4ir("plan", "tiny-dense", "--backend", "onnx", "--device", "cuda")
+    assert refused.code == 2 and "backend onnx runs on cpu, not 'cuda'" in refused.err
+    refused = g4ir("plan", "tiny-dense", "--backend", "onnx", "--gpu", "h100-80gb")
+    assert refused.code == 2 and "a GPU, and the device is the CPU" in refused.err
