@@ -62,12 +62,23 @@ def guard(
     map_texts(given, look)
     if bad := next((c for c in seen if "\ud800" <= c <= "\udfff"), None):
         what = f"a text has half a character (U+{ord(bad):04X})"
-        raise InputError(f"messages: {what}; it is no UTF-8")
+        raise InputError(f"{_place(conversation, options, bad)}: {what}; it is no UTF-8")
     mark = next((chr(c) for c in _MARKS if chr(c) not in seen), None)
     if mark is None:
         raise InputError("messages: the conversation has every rare ideograph; leave one out")
     messages, tools, chosen = map_texts(given, lambda text: text.replace("<", f"<{mark}"))
     return Conversation(messages, tools), chosen, mark
+
+
+def _place(conversation: Conversation, options: Mapping[str, Any], character: str) -> str:
+    """Return the part of a request whose texts have a character."""
+    parts = [(f"messages[{i}]", message) for i, message in enumerate(conversation.messages)]
+    parts += [(f"tools[{i}]", tool) for i, tool in enumerate(conversation.tools)]
+    parts += [(f"chat_template_kwargs.{name}", {name: v}) for name, v in options.items()]
+    for place, part in parts:
+        if map_texts(part, lambda text: text.replace(character, "")) != part:
+            return place
+    return "messages"
 
 
 @dataclass(frozen=True)
@@ -266,6 +277,11 @@ class TextStream:
         self._known = 0  # how many of them are the last piece's
         self._bytes = b""  # of a character that is not complete
 
+    @property
+    def cut(self) -> bool:
+        """Whether the bytes of a character are not complete."""
+        return bool(self._bytes)
+
     def push(self, token: int) -> str:
         """Return the text that becomes final with this token."""
         byte = self.vocabulary.bytes.get(token)
@@ -334,16 +350,30 @@ class TokenStream:
     """Token ids in, pieces out: control tokens as such, other text as soon as it is certain, never
     part of a character."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, spelled: bool = False) -> None:
         self.vocabulary = vocabulary
         self._text = TextStream(vocabulary)
+        #: whether control tokens count as their spelling, or not at all
+        self._spelled = spelled
+        #: characters of text until now, and before the last token's first character; of several
+        #: tokens of bytes that are one character all begin with it
+        self.length = self.start = 0
 
     def push(self, token: int) -> list[Piece]:
         """Return the pieces that this token completes."""
-        found = self.vocabulary.strings.get(token)
-        if found is None:
-            return _pieces(self._text.push(token))
-        return [*self.rest(), Piece(found, True)]
+        before, cut = self.length, self._text.cut
+        name = self.vocabulary.strings.get(token)
+        if name is None:
+            pieces = _pieces(self._text.push(token))
+        else:
+            pieces = [*self.rest(), Piece(name, True)]
+        self.length += sum(len(p.text) for p in pieces if self._spelled or not p.control)
+        new = self.length - before
+        if name is None and token in self.vocabulary.bytes:
+            self.start = self.length - (not self._text.cut) if new else before
+        else:  # it ends a character that was cut, which becomes U+FFFD
+            self.start = before + min(cut, new)
+        return pieces
 
     def rest(self) -> list[Piece]:
         """Return the text that was held back, at the end."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from g4ir.errors import InputError
 
@@ -23,6 +24,9 @@ OF_FUNCTION = ("name", "description", "parameters", "response")
 NOTES = {"title", "$schema", "$id", "$comment", "$defs", "definitions", "examples", "deprecated"}
 #: keywords that a declaration has, in the order in which they are read
 KEPT = ("description", "type", "enum", "nullable", "items", "properties", "required")
+#: keywords whose values are data, and those whose values have a schema for each name
+DATA = {"const", "default", "enum", "example", "examples"}
+NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 #: how many schemas one tool may have once its references are resolved
 MOST_SCHEMAS = 4096
 
@@ -56,12 +60,31 @@ def _tool(given: Any, where: str) -> dict[str, Any]:
         raise InputError(f"{where}.name: {what}")
     expect(out.setdefault("description", ""), str, f"{where}.description", "text")
     for key in [key for key in ("parameters", "response") if key in out]:
-        check_schema(an_object(json_value(out[key], at := f"{where}.{key}"), at), at)
+        out[key] = without_nulls(an_object(json_value(out[key], at := f"{where}.{key}"), at))
+        check_schema(out[key], at)
     if out.get("parameters"):
         out["parameters"] = {"type": "object", **out["parameters"]}
         if (kind := out["parameters"]["type"]) not in ("object", "OBJECT"):
             raise InputError(f"{where}.parameters.type: must be object, found {shown(kind)}")
     return {"type": "function", "function": out}
+
+
+def without_nulls(schema: Any) -> Any:
+    """Return a schema without keywords that are null: some languages write so what is not there."""
+    if isinstance(schema, list):
+        return [without_nulls(inner) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = dict[str, Any]()
+    for key, value in schema.items():
+        if key in DATA:
+            if value is not None or key in ("const", "default"):
+                out[key] = value
+        elif key in NAMED and isinstance(value, dict):
+            out[key] = {name: without_nulls(inner) for name, inner in value.items()}
+        elif value is not None:
+            out[key] = without_nulls(value)
+    return out
 
 
 def check_schema(schema: Any, where: str) -> None:
@@ -111,15 +134,37 @@ def lower(
     return tuple(out), tuple(dict.fromkeys(said))
 
 
-def target(root: Mapping[str, Any], ref: Any) -> Mapping[str, Any] | None:
-    """Return the schema in a root that a reference names; None where there is none."""
-    if not isinstance(ref, str) or not ref.startswith("#"):
+def target(root: Mapping[str, Any], ref: Any) -> Any:
+    """Return the schema in a root that a reference names: `#`, a pointer, or an anchor or `$id`;
+    None where there is none."""
+    if not isinstance(ref, str) or not isinstance(root, Mapping):
         return None
+    pointer = unquote(ref)
+    if pointer != "#" and not pointer.startswith("#/"):
+        return _anchored(root, ref)
     node: Any = root
-    for step in ref[1:].split("/")[1:]:
+    for step in pointer.split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
-        node = node.get(key) if isinstance(node, Mapping) else None
-    return node if isinstance(node, Mapping) else None
+        if isinstance(node, list):
+            node = node[int(key)] if key.isdecimal() and int(key) < len(node) else None
+        else:
+            node = node.get(key) if isinstance(node, Mapping) else None
+    return node if isinstance(node, Mapping | bool) else None
+
+
+def _anchored(root: Mapping[str, Any], ref: str) -> Any:
+    """Return the schema whose `$anchor` or `$id` is a reference."""
+    waiting: list[Any] = [root]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Mapping):
+            ids = (node.get("$id"), node.get("id"), f"#{node.get('$anchor')}")
+            if ref in ids:
+                return node
+            waiting += [value for key, value in node.items() if key not in DATA]
+        elif isinstance(node, list):
+            waiting += node
+    return None
 
 
 @dataclass
@@ -147,6 +192,8 @@ class _Lowering:
         if isinstance(items := out.get("items"), list):
             self.said.append(f"{where}: a list of items")
             out["items"] = items[0] if items else {}
+        if self.reading and (isinstance(items, list) or "prefixItems" in node):
+            out["items"] = {}  # each may have a type of its own
         if "items" in out:
             out["items"] = self.schema(out["items"], f"{where}.items", refs)
         if "properties" in out:
@@ -164,7 +211,8 @@ class _Lowering:
                     self.said.append(f"{where}: $ref {shown(ref)}")
                 else:
                     check_schema(found, where)
-                    node, refs = {**found, **node}, (*refs, ref)
+                    inner = found if isinstance(found, Mapping) else {}
+                    node, refs = {**inner, **node}, (*refs, ref)
             elif all_of := node.pop("allOf", None):
                 for branch in all_of:
                     node = self._merged(node, branch, where)

@@ -40,12 +40,10 @@ class Answer:
         self.finish: str | None = None
         #: whether it has ended before its row did
         self.over = False
-        #: log-probabilities that no piece has carried yet
-        #: of each, whether it is one of the content
-        self.logprobs: list[tuple[bool, dict[str, Any]]] = []
+        #: log-probabilities that no piece has carried yet: whether the token is one of the
+        #: content, where it begins in the text, and its entry
+        self.logprobs: list[tuple[bool, int, dict[str, Any]]] = []
         self.said: list[Said] = []
-        #: characters of text that log-probabilities were told of
-        self.offset = 0
         self._single, self._silent = single, silent
         #: of the prompt, where they were asked for
         self.prompt: list[tuple[int, Logprobs | None]] = []
@@ -75,7 +73,8 @@ class Answer:
             if event.finish != STOP and event.logprobs:
                 plain = event.token not in self.vocabulary.strings
                 spoken = plain and spoken and (not self.reader or self.reader.speaking)
-                self.logprobs.append((spoken, self.entry(event.token, event.logprobs)))
+                entry = self.entry(event.token, event.logprobs)
+                self.logprobs.append((spoken, self._stream.start, entry))
         stopped = self.stopped_by is not None
         if event.finish or stopped or self._called_once:
             out += self._end(event.finish or STOP)
@@ -153,7 +152,15 @@ class Answer:
     def taken_logprobs(self, content: bool = False) -> list[dict[str, Any]]:
         """Return the log-probabilities that are new: of all tokens, or of those of the content."""
         out, self.logprobs = self.logprobs, []
-        return [entry for spoken, entry in out if spoken or not content]
+        return [entry for spoken, _, entry in out if spoken or not content]
+
+    def taken_offsets(self) -> tuple[list[int], list[dict[str, Any]]]:
+        """Return where the tokens that are new begin in the text, and their log-probabilities. A
+        token behind the text, of a stop string, begins at its end."""
+        out, self.logprobs = self.logprobs, []
+        end = len(self.text("content")) if self.over else None
+        starts = [start if end is None else min(start, end) for _, start, _ in out]
+        return starts, [entry for *_, entry in out]
 
 
 def is_call(said: Said) -> bool:

@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 from g4ir.backends.sampling import Logprobs
 from g4ir.chat import Event as Said
+from g4ir.chat import TokenStream
 from g4ir.chat.reader import ARGUMENTS
 from g4ir.engine.output import Answer, as_call, is_call
 from g4ir.engine.requests import RequestHandle
@@ -67,21 +67,29 @@ class ResponseFormat(AnswerFormat):
         given = self.asked.fields.get("logprobs")
         if given is None or given is False:
             return None
-        entries = a.taken_logprobs()
+        starts, entries = a.taken_offsets()
         if self.asked.fields.get("echo"):
+            echo = self.asked.echo(a.index)
+            starts = [*self._starts(a, echo), *(len(echo) + start for start in starts)]
             entries = [*(a.entry(*pair) for pair in a.prompt), *entries]
         if self.chat:
             return {"content": entries}
         tokens = [e["token"] for e in entries]
-        lengths = [*map(len, tokens)]
-        if a.prompt and not a.offset and not self.asked.echo(a.index).startswith(tokens[0]):
-            lengths[0] = 0  # a <bos> that the text has not
-        *offsets, a.offset = accumulate(lengths, initial=a.offset)
         tops = [e["top_logprobs"] for e in entries]
         top = [t if t is None else {x["token"]: x["logprob"] for x in t} for t in tops]
         logprobs = [e["logprob"] for e in entries]
         out = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top}
-        return out | {"text_offset": offsets}
+        return out | {"text_offset": starts}
+
+    def _starts(self, a: Answer, echo: str) -> list[int]:
+        """Return where the tokens of a prompt begin in its text, which may lack their <bos>."""
+        stream, starts = TokenStream(a.vocabulary, spelled=True), list[int]()
+        for token, _ in a.prompt:
+            stream.push(token)
+            starts.append(stream.start)
+        first = a.vocabulary.strings.get(a.prompt[0][0], "") if a.prompt else ""
+        absent = 0 if echo.startswith(first) else len(first)
+        return [min(max(start - absent, 0), len(echo)) for start in starts]
 
     def first(self, count: int) -> list[dict[str, Any]]:
         """Return the chunks before the first token: who speaks."""

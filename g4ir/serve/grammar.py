@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 
 from g4ir.chat import Vocabulary
-from g4ir.chat.messages import shown
 from g4ir.chat.special_tokens import CALL, CALL_END, CHANNEL, CHANNEL_END, CONTROLS
-from g4ir.chat.tools import target
 from g4ir.errors import InputError
 
 from .http_errors import Refused, bad
+from .json_schema import JSON_TEXT, llguidance, read_schema
 from .request_schema import CHOICE, GRAMMAR, JSON, REGEX, Constraint
-from .tool_grammar import Called, grammar_of, llguidance, texts_of
+from .tool_grammar import Called, grammar_of
 
 #: characters of a schema or a regular expression, of a grammar that is given, and of one made here
 LARGEST, MOST_GBNF, MOST_GRAMMAR = 1 << 16, 1 << 14, 1 << 20
@@ -29,7 +28,7 @@ LARGEST, MOST_GBNF, MOST_GRAMMAR = 1 << 16, 1 << 14, 1 << 20
 MOST_ITEMS, MOST_STEP = 1 << 13, 1 << 20
 #: characters of a grammar whose ends are looked for
 LOOKED_AT = 1 << 12
-#: rounds in which the ends of a schema or a grammar are looked for, and levels of groups in a rule
+#: rounds in which the ends of a grammar are looked for, and levels of groups in a rule
 MOST_ROUNDS = 64
 
 
@@ -113,12 +112,17 @@ class Grammars:
     def _schema(self, c: Constraint) -> str:
         """Return the text of a schema whose JSON has at most one blank, or one new line, between
         two words."""
-        check_finite(c.value, c.field)
-        self._check_texts(texts_of(c.value), c.field)
-        text = json.dumps({**c.value, "x-guidance": {"whitespace_pattern": "( |\\n {0,24})"}})
-        if len(text) > LARGEST:
+        if len(json.dumps(c.value)) > LARGEST:
             raise bad(c.field, f"the schema has more than {LARGEST} characters")
-        return text
+        schema = read_schema(
+            c.value,
+            "schema",
+            JSON_TEXT,
+            strict=c.strict,
+            controls=self.vocabulary.controls,
+            refuse=lambda where, why: bad(c.field, f"{where[:200]}: {why}"),
+        )
+        return json.dumps({**schema, "x-guidance": {"whitespace_pattern": "( |\\n {0,24})"}})
 
     def _check_texts(self, texts: Iterable[str], field: str) -> None:
         """Refuse a text that llguidance would take for a control token."""
@@ -301,56 +305,3 @@ def _can_end(body: str, endless: Collection[str]) -> bool:
         if not groups:
             return ends(body)
     return True
-
-
-def check_finite(schema: Mapping[str, Any], field: str) -> None:
-    """Refuse a schema if a part of it, which an answer could begin, has no finite value. Parts that
-    are known to end are found in rounds, until a round finds none."""
-    parts: dict[int, Mapping[str, Any]] = {}
-    waiting: list[Any] = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Mapping) and id(part) not in parts:
-            parts[id(part)] = part
-            waiting += _inner(part, schema)
-    order, ends = [(i, _needs(part, schema)) for i, part in parts.items()], set[int]()
-    for _ in range(MOST_ROUNDS):
-        before = len(ends)
-        order.reverse()
-        for i, needs in order:
-            if all(any(id(x) in ends for x in needed) for needed in needs):
-                ends.add(i)
-        if len(ends) == before:
-            break
-    if endless := [part for i, part in parts.items() if i not in ends]:
-        named = next((p["$ref"] for p in endless if "$ref" in p), endless[0])
-        raise bad(field, f"the schema has no value that ends: {shown(named)} leads round to itself")
-
-
-def _listed(part: Mapping[str, Any], *keys: str) -> list[Any]:
-    found = [part.get(key) for key in keys]
-    return [x for f in found for x in (f if isinstance(f, list) else [])]
-
-
-def _inner(part: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the schemas that the values of a schema meet."""
-    yield from _listed(part, "allOf", "anyOf", "oneOf", "prefixItems", "items")
-    yield from (part.get("items"), part.get("additionalProperties"))
-    for held in (part.get("properties"), part.get("patternProperties")):
-        yield from held.values() if isinstance(held, Mapping) else ()
-    if "$ref" in part:
-        yield target(root, part["$ref"])
-
-
-def _needs(part: Mapping[str, Any], root: Mapping[str, Any]) -> list[list[Any]]:
-    """Return lists of schemas: a part has a finite value where one of each list has."""
-    needed = _listed(part, "allOf")
-    if "$ref" in part:
-        needed.append(target(root, part["$ref"]))
-    if part.get("type") in ("object", ["object"]) and isinstance(part.get("properties"), Mapping):
-        needed += [part["properties"].get(name) for name in _listed(part, "required")]
-    if part.get("type") in ("array", ["array"]) and part.get("minItems"):
-        needed += [part.get("items"), *_listed(part, "prefixItems")]
-    unions = [u for key in ("anyOf", "oneOf") if (u := _listed(part, key))]
-    lists = [*([n] for n in needed), *unions]
-    return [found for found in lists if all(isinstance(x, Mapping) for x in found)]

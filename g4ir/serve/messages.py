@@ -46,8 +46,9 @@ def error_body(error: Refused) -> Body:
 
 
 def _system(out: Translation, value: Any, name: str) -> None:
-    content = value if isinstance(value, str) else _texts(value, name)
-    out.add(name, "system", content)
+    content = value if isinstance(value, str) else [*filter(None, _texts(value, name))]
+    if content:  # an empty one is no turn
+        out.add(name, "system", content)
 
 
 def _texts(value: Any, where: str) -> list[str]:
@@ -126,6 +127,8 @@ BLOCKS: Mapping[str, Mapping[str, Any]] = {
 def _tools(out: Translation, value: Any, name: str) -> None:
     tools = schema.listed(schema.MOST_TOOLS)(value, name)
     out.body["tools"] = [_tool(tool, f"{name}[{i}]") for i, tool in enumerate(tools)]
+    paths = {".parameters": ".input_schema"}
+    out.tools = [(f"{name}[{i}]", paths) for i in range(len(tools))]
 
 
 def _tool(tool: Any, where: str) -> Body:

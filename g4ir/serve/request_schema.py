@@ -105,9 +105,23 @@ def kind(form: type | tuple[type, ...], words: str) -> Read:
     return read
 
 
-TEXT, FLAG = kind(str, "a text"), kind(bool, "true or false")
+FLAG = kind(bool, "true or false")
 OBJECT, LIST = kind(dict, "an object"), kind(list, "a list")
 WHOLE, NUMBER = kind(int, "a whole number"), kind((int, float), "a number")
+
+
+def _text(value: Any, name: str) -> str:
+    """Take texts that can be written in UTF-8."""
+    text: str = kind(str, "a text")(value, name)
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        what = f"has half a character (U+{ord(text[e.start]):04X})"
+        raise bad(name, f"{what} at character {e.start}; it is no UTF-8") from None
+    return text
+
+
+TEXT: Read = _text
 
 
 def that(
@@ -265,11 +279,12 @@ JSON, REGEX, CHOICE, GRAMMAR = "json", "regex", "choice", "grammar"
 class Constraint:
     """A form that the text of an answer must have: JSON of a schema (a dict), a match of a regular
     expression, one of some texts (a list), or a text of a grammar in Lark or GBNF. `field` is the
-    request's, for errors."""
+    request's, for errors. A `strict` schema is refused if a constraint of it cannot be kept."""
 
     field: str
     kind: str
     value: Any
+    strict: bool = False
 
 
 def constrained(form: str) -> Read:
@@ -281,6 +296,8 @@ def constrained(form: str) -> Read:
         if form == CHOICE:
             if not all(isinstance(c, str) and c for c in listed(MOST_CHOICES, 1)(value, name)):
                 raise bad(name, "must be a list of texts that are not empty")
+            for choice in value:
+                TEXT(choice, name)
             return Constraint(name, form, value)
         return Constraint(name, form, (_schema if form == JSON else TEXT)(value, name))
 
@@ -300,15 +317,17 @@ def _schema(value: Any, name: str) -> dict[str, Any]:
 
 def _format(value: Any, name: str) -> Constraint | None:
     form = one_of("text", "json_object", "json_schema")(OBJECT(value, name).get("type"), name)
-    schema = value.get("schema")  # llama-server and others have it here
+    schema, strict = value.get("schema"), False  # llama-server and others have it here
     if form == "text":
         return None
     if form == "json_schema":
         held = value.get("json_schema")
+        strict = isinstance(held, dict) and held.get("strict") is True
         schema = held.get("schema", schema) if isinstance(held, dict) else schema
         if not isinstance(schema, dict):
             raise bad(name, "json_schema must be an object with a name and a schema")
-    return Constraint(name, JSON, {"type": "object"} if schema is None else _schema(schema, name))
+    schema = {"type": "object"} if schema is None else _schema(schema, name)
+    return Constraint(name, JSON, schema, strict)
 
 
 def _structured(value: Any, name: str) -> Constraint | None:

@@ -27,6 +27,9 @@ INPUT = "input"
 #: types of tools; what has several of them; and those that are left out, of which the model is not
 #: told: Codex declares the search of the web by default
 TOOLS, NAMESPACE, LEFT_OUT = ("function", "custom"), "namespace", ("web_search",)
+#: of a custom tool: the paths of its schema -> those that a client knows
+PATHS = {f".parameters.properties.{INPUT}.pattern": ".format.definition"}
+PATHS |= {f".parameters.{LARK}": ".format.definition"}
 #: of a message's content: text, which the model or a client wrote
 TEXTS = ("input_text", "output_text", "text")
 
@@ -39,7 +42,8 @@ def read(given: Body) -> Translation:
 
 
 def _instructions(out: Translation, value: Any, name: str) -> None:
-    out.add(name, "system", schema.TEXT(value, name))
+    if text := schema.TEXT(value, name):  # an empty one is no turn
+        out.add(name, "system", text)
 
 
 def _input(out: Translation, value: Any, name: str) -> None:
@@ -130,6 +134,7 @@ def _tools(out: Translation, value: Any, name: str) -> None:
     made, places = [], dict[str, str]()
     for tool, where in _flat(value, name):
         made.append(function := _tool(tool, where))
+        out.tools.append((where, PATHS if tool["type"] == "custom" else {}))
         called = function["function"]["name"]
         if (first := places.setdefault(called, where)) != where:
             raise bad(where, f"{shown(called)} is already the name of {first}; rename one of them")

@@ -21,7 +21,7 @@ Body = dict[str, Any]
 Change = Callable[["Translation", Any, str], None]
 
 TABLES: Mapping[str, Any] = read_table(Path(__file__).with_name("protocols.yaml"))
-_PLACE = re.compile(r"messages\[(\d+)\]([^:]*)|([a-z_]+)\b")
+_PLACE = re.compile(r"(messages|tools)\[(\d+)\]([^:]*)|([a-z_]+)\b")
 
 
 @dataclass
@@ -34,6 +34,8 @@ class Translation:
     places: list[str] = field(default_factory=list)
     #: names of fields that are called otherwise
     names: dict[str, str] = field(default_factory=dict)
+    #: where each tool stands in the original, and paths inside that are called otherwise
+    tools: list[tuple[str, Mapping[str, str]]] = field(default_factory=list)
 
     @property
     def messages(self) -> list[Body]:
@@ -70,13 +72,19 @@ class Translation:
         """Return an error's text with the names of the original."""
 
         def place(found: re.Match[str]) -> str:
-            index, inner, name = found.groups()
-            if index is not None and int(index) < len(self.places):
+            field, index, inner, name = found.groups()
+            if field == "tools" and int(index) < len(self.tools):
+                where, paths = self.tools[int(index)]
+                inner = inner.removeprefix(".function")
+                for chat, own in paths.items():
+                    inner = own + inner[len(chat) :] if inner.startswith(chat) else inner
+                return where + inner
+            if field == "messages" and int(index) < len(self.places):
                 inner = re.sub(r"\.tool_calls\[\d+\]\.function", "", inner)
                 for chat, own in self.names.items():
                     inner = inner.replace(f".{chat}", f".{own}")
                 return self.places[int(index)] + inner
-            return self.names.get(name, found[0])
+            return self.names.get(name or field, found[0])
 
         return _PLACE.sub(place, text, count=1) if _PLACE.match(text) else text
 

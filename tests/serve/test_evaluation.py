@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import g4ir
+from g4ir.chat import TokenStream
 from g4ir.engine import prefill
 from tests.serve.running import NAME, Running, chat_engine, ready
+from tests.serve.test_calls import vocabulary
 
 TEXTS = ["some words of a text and more", "ünï🦩"]
 
@@ -34,6 +39,19 @@ def complete(r: Running, **given: Any) -> Any:
     return got.json()
 
 
+def check_offsets(read: Any, text: str) -> None:
+    """Each token begins in the text where its offset says; tokens of bytes, where their character
+    does."""
+    starts, tokens = read["text_offset"], read["tokens"]
+    assert starts == sorted(starts) and starts[0] >= 0 and starts[-1] <= len(text)
+    for i, (start, token) in enumerate(zip(starts, tokens)):
+        if re.fullmatch("<0x[0-9A-F]{2}>", token):
+            continue
+        visible = text.startswith(token, start)
+        hidden = token in vocabulary().controls and start == [*starts, len(text)][i + 1]
+        assert visible or hidden, (token, start)
+
+
 def test_an_echo_has_the_scores_of_its_tokens(
     evaluated: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,14 +70,56 @@ def test_an_echo_has_the_scores_of_its_tokens(
                     read = choice["logprobs"]
                     assert text in choice["text"] and choice["finish_reason"] == "length"
                     size = len(s.ids)
-                    if not any(token.startswith("<0x") for token in read["tokens"]):
-                        end = read["text_offset"][-1] + len(read["tokens"][-1])
-                        assert end == len(choice["text"])
+                    check_offsets(read, choice["text"])
                     assert len(read["tokens"]) == len(read["text_offset"]) == size + count
                     found = read["token_logprobs"][:size]
                     assert found[0] is None and read["top_logprobs"][0] is None
                     assert found[1:] == pytest.approx(s.logprobs[1:], abs=1e-4)
                     assert all(len(top) == 2 for top in read["top_logprobs"][1:])
+
+
+NBSP = "a\u00a0b\u200dc\r\nd 🦩"
+
+
+def test_offsets_of_a_text_with_rare_characters(evaluated: Running) -> None:
+    """A character of several byte tokens has one offset; the answer's follow the prompt's."""
+    got = complete(evaluated, prompt=NBSP, echo=True, logprobs=1, max_tokens=4)["choices"][0]
+    starts, text = got["logprobs"]["text_offset"], got["text"]
+    counts = [len(c.encode()) if not c.isalpha() and c not in " \n" else 1 for c in NBSP]
+    expected = [i for i, count in enumerate(counts) for _ in range(count)]
+    assert starts[: len(expected) + 1] == [0, *expected]
+    assert starts[len(expected) + 1] == len(NBSP)
+    check_offsets(got["logprobs"], text)
+    ids = evaluated.ids(NBSP)
+    got = complete(evaluated, prompt=ids[:3], echo=True, logprobs=1)["choices"][0]
+    assert got["text"] == "a\u00a0" and got["logprobs"]["text_offset"] == [0, 1, 1]
+    got = complete(evaluated, prompt=ids[:2], echo=True, logprobs=1)["choices"][0]
+    assert got["text"] == "a\ufffd" and got["logprobs"]["text_offset"] == [0, 1]
+
+
+def units() -> st.SearchStrategy[tuple[str, list[int]]]:
+    """One character, or none, and the tokens that it is of."""
+    index = vocabulary().tokenizer.token_to_id
+    letters = st.sampled_from([(c, [index(c)]) for c in "abc:{"])
+    controls = st.sampled_from([("", [i]) for i in sorted(vocabulary().strings)])
+    wholes = st.characters(exclude_categories=["Cs"]).map(str.encode)
+    broken = st.sampled_from([b"\xc2", b"\xe2\x82", b"\xf0\x9f\xa6", b"\xff"])
+    raw = st.one_of(wholes, broken)
+    tokens = raw.map(lambda r: (r.decode(errors="replace"), [index(f"<0x{b:02X}>") for b in r]))
+    return st.one_of(letters, controls, tokens)
+
+
+@given(st.lists(units(), max_size=12))
+def test_offsets_of_any_tokens(drawn: list[tuple[str, list[int]]]) -> None:
+    """Each token begins where its character does; a control token of an answer has none."""
+    stream, starts, expected, pieces = TokenStream(vocabulary()), [], [], []
+    for i, (_, ids) in enumerate(drawn):
+        expected += [sum(len(c) for c, _ in drawn[:i])] * len(ids)
+        for token in ids:
+            pieces += stream.push(token)
+            starts.append(stream.start)
+    text = "".join(p.text for p in [*pieces, *stream.rest()] if not p.control)
+    assert starts == expected and text == "".join(c for c, _ in drawn)
 
 
 def test_prompt_logprobs(evaluated: Running) -> None:

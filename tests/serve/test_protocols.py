@@ -321,3 +321,53 @@ def test_a_grammar_of_a_custom_tool_is_in_its_schema() -> None:
     tool["format"] |= {"definition": 'start: "a"'}
     made = responses.read({"input": "Hi", "tools": [tool]}).body["tools"][0]["function"]
     assert made["parameters"]["properties"]["input"][LARK] == 'start: "a"' and made["strict"]
+
+
+def test_an_empty_instruction_is_no_turn(served: Running) -> None:
+    """An empty text, an empty list and empty blocks say nothing."""
+    turn = [{"role": "user", "content": "Hi"}]
+    counts = set()
+    block = {"type": "text", "text": ""}
+    for system in (None, "", [], [block], [block, block]):
+        body = {"messages": turn} | ({} if system is None else {"system": system})
+        got = post(served, "/v1/messages/count_tokens", model=NAME, **body)
+        counts.add(got.json()["input_tokens"])
+    assert len(counts) == 1
+    base = {"model": NAME, "input": "Hi", "max_output_tokens": 1}
+    usages = [
+        post(served, "/v1/responses", **base, **more).json()["usage"]["input_tokens"]
+        for more in ({}, {"instructions": ""}, {"instructions": None})
+    ]
+    assert {*usages} == counts
+
+
+HALF = "a\ud83d"
+
+
+NAMED = {"name": "f", "description": HALF}
+HALVES: list[tuple[str, dict[str, Any], str]] = [
+    ("chat/completions", {"messages": [{"role": "user", "content": HALF}]}, "messages"),
+    ("chat/completions", {"tools": [{"type": "function", "function": NAMED}]}, "tools"),
+    ("chat/completions", {"chat_template_kwargs": {"x": HALF}}, "chat_template_kwargs"),
+    ("responses", {"instructions": HALF}, "instructions"),
+    ("responses", {"input": HALF}, "input"),
+    ("responses", {"tools": [{"type": "function", **NAMED}]}, "tools"),
+    ("messages", {"system": HALF}, "system"),
+    ("messages", {"tools": [{"input_schema": {}, **NAMED}]}, "tools"),
+    ("completions", {"prompt": HALF}, "prompt"),
+    ("completions", {"prompt": "a", "cache_salt": HALF}, "cache_salt"),
+]
+
+
+@pytest.mark.parametrize(("path", "more", "named"), HALVES)
+def test_half_a_character_is_named_by_its_field(
+    served: Running, path: str, more: dict[str, Any], named: str
+) -> None:
+    turn: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    base = {"responses": {"input": "Hi"}, "completions": {}}.get(path, turn)
+    text = json.dumps({"model": NAME, **base, **more})
+    with served.client() as client:
+        got = client.post(f"/v1/{path}", content=text, headers={"Content-Type": "application/json"})
+    error = got.json()["error"]
+    assert got.status_code == 400 and error["message"].startswith(named), got.text
+    assert error.get("param", named) == named
