@@ -19,6 +19,8 @@ import torch
 
 from g4ir.errors import InputError
 
+from .background_mask import BackgroundMask
+
 #: seeds are below; a request without one gets a random one
 SEEDS = 1 << 63
 #: largest top_k for which a step reads that many candidates and sorts nothing else
@@ -186,6 +188,16 @@ class Sampler:
     def uniform(self, ahead: int = 0) -> float:
         """Return the random number of the next token, or of one that is `ahead` of it."""
         return uniform(self.seed, len(self.generated) + ahead)
+
+    def start_mask(self) -> None:
+        """Start to compute the mask of the next token, if it has one of those of threads."""
+        if isinstance(mask := self.params.allowed, BackgroundMask):
+            mask.start(self.generated)
+
+    def mask_ready(self, timeout: float = 0.0) -> bool:
+        """Whether nothing need be waited for to draw the next token (`BackgroundMask.ready`)."""
+        mask = self.params.allowed
+        return not isinstance(mask, BackgroundMask) or mask.ready(self.generated, timeout)
 
     def takes(self, largest: int) -> bool:
         """Whether the token of the largest logit is the choice, so that nothing need be copied."""

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from g4ir.backends.background_mask import BackgroundMask
 from g4ir.backends.sampling import LogitsMask, SamplingParams
 from g4ir.chat import Prompt, Reader, ReasoningBudget, Template, Vocabulary, make_prompt
 from g4ir.chat.prompt import spelled
@@ -25,7 +26,7 @@ from g4ir.media.audio import REFUSE
 from g4ir.media.prompt import expansion
 from g4ir.media.soft import Soft
 
-from .grammar import Grammars
+from .grammar import Grammars, Mask
 from .http_errors import Refused, bad, missing
 from .media_fetch import Sources, read_bytes, setting
 from .request_schema import NO_EFFORTS, as_input, chosen, constraint_of
@@ -159,7 +160,7 @@ class Prompts:
         functions = called(tools, choice.names, strict=not forced) if choice.mode != "none" else []
         inside = Reader(prompt_tail=prompt.tail).thinking
         head = _head(fields, prompt) if fields.get("continue_final_message") else ""
-        allowed: LogitsMask | None = None
+        allowed: Mask | None = None
         if functions and (forced or constraint) and not (head and constraint):
             many, calls = choice.many, self.grammars.calls
             allowed = calls(functions, thinking, inside, many=many, content=constraint)
@@ -169,8 +170,9 @@ class Prompts:
             allowed = self.grammars.some_calls(functions)
         if (limit := fields.get("thinking_token_budget")) is not None:
             budget = ReasoningBudget(self.vocabulary, limit, inside)
-            allowed = Bounded(budget, self.engine.spec.text.vocab_size, allowed)
-        return replace(sampling, allowed=allowed) if allowed else sampling
+            bounded = Bounded(budget, self.engine.spec.text.vocab_size, allowed)
+            return replace(sampling, allowed=_threaded(bounded, allowed))
+        return replace(sampling, allowed=_threaded(allowed, allowed)) if allowed else sampling
 
     def completions(self, fields: Mapping[str, Any], salt: str = "") -> PreparedRequest:
         """Return one job for each prompt."""
@@ -179,7 +181,8 @@ class Prompts:
         jobs = [self._job(i, fields, top, salt) for i in ids]
         if constraint:
             allowed = self.grammars.text(constraint, thinking=False, inside=False)
-            jobs = [replace(j, sampling=replace(j.sampling, allowed=allowed)) for j in jobs]
+            held = [replace(j.sampling, allowed=_threaded(allowed, allowed)) for j in jobs]
+            jobs = [replace(j, sampling=s) for j, s in zip(jobs, held)]
         pairs = zip(fields["prompt"], ids) if fields.get("echo") else ()
         echoes = (*(p if isinstance(p, str) else self.text(i) for p, i in pairs),)
         return PreparedRequest(fields, (*jobs,), echoes=echoes)
@@ -252,6 +255,11 @@ class Prompts:
         if constraint_of(fields) or ("messages" in fields and not fields.get("ignore_eos")):
             stop |= self.vocabulary.ends
         return sampling_params(self.defaults, {**given, "stop": stop, "logprobs": top})
+
+
+def _threaded(mask: LogitsMask, grammar: Mask | None) -> LogitsMask:
+    """Return a mask that is computed in threads, if it is that of a grammar."""
+    return mask if grammar is None else BackgroundMask(mask, grammar.named)
 
 
 def _head(fields: Mapping[str, Any], prompt: Prompt) -> str:
