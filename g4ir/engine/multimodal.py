@@ -160,7 +160,11 @@ def _run(engine: EngineParts, tower: str, feeds: Mapping[str, Any]) -> torch.Ten
     return engine.runtime.encode(tower, given)[0]
 
 
-_DATA = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.ASCII)
+#: RFC 2397 lets the media type be left out; some clients write image/*
+_DATA = re.compile(
+    r"data:(?:[\w.+-]+/(?:[\w.+-]+|\*))?(?:;[\w.+-]+=(?:[\w.+-]+|\"[^\"]*\"))*;base64,",
+    re.ASCII | re.IGNORECASE,
+)
 _FILE = "file://"
 
 
