@@ -1,8 +1,8 @@
 """Logits masks that are computed in threads, so that a slow one holds up its own sequence only.
 
 The scheduler starts the masks of a step together and waits PATIENCE_S for each; a sequence whose
-mask is not computed by then sits out steps until it is. One that takes more than MAX_S of processor time
-ends its answer. (Processor time, so that a busy machine ends none.)
+mask is not computed by then sits out steps until it is. One that takes more than MAX_S of processor
+time ends its answer. (Processor time, so that a busy machine ends none.)
 """
 
 from __future__ import annotations
