@@ -24,18 +24,19 @@ if TYPE_CHECKING:
 
 #: seconds that decode steps wait for a mask
 PATIENCE_S = 0.02
-#: seconds of processor time after which a mask's thread has the lowest priority, and of one mask
+#: seconds of processor time after which a mask's thread has a low priority, and of one mask
 LOW_S, MAX_S = 0.1, 1.0
-#: the lowest priority of a thread
-LOWEST = 19
+#: niceness of a thread of low priority: it gets a tenth of the time of others. Not less, since it
+#: also holds the interpreter's lock at times
+NICE = 10
 
 
 def lower_priority(thread: int) -> None:
-    """Give a thread, by its native id, the lowest priority. Without effect but on Linux, where
+    """Give a thread, by its native id, a low priority. Without effect but on Linux, where
     each thread has a priority."""
     if sys.platform == "linux":
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, LOWEST)
+            os.setpriority(os.PRIO_PROCESS, thread, NICE)
 
 
 class _Worker:
@@ -65,7 +66,7 @@ class _Worker:
                 self._idle.append(self)
 
     def lower(self) -> None:
-        """Give it the lowest priority, and let it end after its task."""
+        """Give it a low priority, and let it end after its task."""
         assert self.thread.native_id is not None
         self.lowered = True
         lower_priority(self.thread.native_id)

@@ -1,6 +1,6 @@
 """Threads that fetch, decode and encode media, with a bounded queue before them.
 
-They have the lowest priority, so that decoding takes only what running answers leave, and no other
+They have a low priority, so that decoding takes only what running answers leave, and no other
 request waits for a thread of theirs. A request whose client has gone leaves the queue, or stops
 between two frames.
 """
@@ -37,7 +37,7 @@ class MediaQueue:
         self.most, self.count = most, 0
         sizes = {FETCH: FETCHING, SMALL: 1, VIDEO: 1}
         self._threads = {
-            kind: ThreadPoolExecutor(size, f"g4ir-media-{kind}", _lowest)
+            kind: ThreadPoolExecutor(size, f"g4ir-media-{kind}", _lower)
             for kind, size in sizes.items()
         }
 
@@ -74,5 +74,5 @@ async def _wait_for_leaving(request: Request) -> None:
         pass
 
 
-def _lowest() -> None:
+def _lower() -> None:
     lower_priority(threading.get_native_id())

@@ -24,8 +24,11 @@ from tests.serve.test_constraints import AMBIGUOUS
 from tests.serve.test_media import data, image, picture
 
 PATH = "/v1/chat/completions"
-#: seconds between two tokens of a stream, and of a text request, whatever runs beside them
+#: seconds between two tokens of a stream, and of a text request, whatever runs beside them: on a
+#: machine of two cores that does nothing else
 GAP_S, TEXT_S = 0.3, 1.0
+#: and where other tests run too
+BUSY = 2.5
 
 
 @cache
@@ -97,11 +100,11 @@ def films(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize(
-    ("frames", "width", "height", "count"),
-    [(24, 1920, 1080, 2), pytest.param(90, 3840, 2160, 5, marks=pytest.mark.full)],
+    ("frames", "width", "height", "count", "times"),
+    [(24, 1920, 1080, 2, BUSY), pytest.param(90, 3840, 2160, 5, 1.0, marks=pytest.mark.full)],
 )
 def test_films_and_a_grammar_hold_up_no_stream(
-    films: Running, frames: int, width: int, height: int, count: int
+    films: Running, frames: int, width: int, height: int, count: int, times: float
 ) -> None:
     url = film(frames, width, height)
     given = [body(video(url), frames=2) for _ in range(count)]
@@ -115,7 +118,7 @@ def test_films_and_a_grammar_hold_up_no_stream(
             took.append(time.monotonic() - begin)
         assert [a.result().status_code for a in answers[:count]] == [200] * count
         print(f"gap {stream.gap:.3f} s, text {max(took):.3f} s")
-        assert stream.gap < GAP_S and max(took) < TEXT_S
+        assert stream.gap < GAP_S * times and max(took) < TEXT_S * times
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,7 @@ def test_a_film_whose_client_leaves_is_left(
         assert post(films, body()).status_code == 200
     size = len(base64.b64decode(url.partition(",")[2]))
     print(f"{size} bytes, gap {stream.gap:.3f} s, left after {left:.3f} s, {len(looks)} looks")
-    assert stream.gap < GAP_S and len(looks) < frames + frames * 7 // 8
+    assert stream.gap < GAP_S * BUSY and len(looks) < frames + frames * 7 // 8
 
 
 @pytest.mark.parametrize("path", [PATH, "/tokenize", "/render"])
