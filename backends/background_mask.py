@@ -15,12 +15,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from g4ir.errors import InputError
-
-if TYPE_CHECKING:
-    from .sampling import LogitsMask
 
 #: seconds that decode steps wait for a mask
 PATIENCE_S = 0.02
@@ -37,6 +34,14 @@ def lower_priority(thread: int) -> None:
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread, NICE)
+
+
+class LogitsMask(Protocol):
+    """Returns before each draw which tokens may follow; a grammar for example."""
+
+    def mask(self, generated: Sequence[int]) -> Any:
+        """Return booleans [vocab], or int32 words with a bit for each token, the lowest bit first;
+        as torch or numpy. None: every token may follow."""
 
 
 class _Worker:

@@ -13,13 +13,14 @@ import secrets
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from g4ir.errors import InputError
 
 from .background_mask import BackgroundMask
+from .background_mask import LogitsMask as LogitsMask  # part of this module's interface
 
 #: seeds are below; a request without one gets a random one
 SEEDS = 1 << 63
@@ -52,14 +53,6 @@ LIMITS: tuple[tuple[Any, ...], ...] = (
     ("min_tokens", 0, math.inf, "0 or more"),
     ("logprobs", 0, math.inf, "0 or more"),
 )
-
-
-class LogitsMask(Protocol):
-    """Returns before each draw which tokens may follow; a grammar for example."""
-
-    def mask(self, generated: Sequence[int]) -> Any:
-        """Return booleans [vocab], or int32 words with a bit for each token, the lowest bit first;
-        as torch or numpy. None: every token may follow."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any
 
 from starlette.requests import Request
 
@@ -26,7 +26,6 @@ from .http_errors import Refused
 FETCHING = 8
 #: kinds of work: what a thread of each does takes up to seconds, one medium, or a video
 FETCH, SMALL, VIDEO = "fetch", "small", "video"
-T = TypeVar("T")
 
 
 class MediaQueue:
@@ -55,7 +54,8 @@ class MediaQueue:
         try:
             for kind, step in steps:
                 work = loop.run_in_executor(self._threads[kind], step, limit, value)
-                await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                both: set[asyncio.Future[Any]] = {work, leaving}
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
                 if not work.done():
                     work.cancel()
                     raise Refused(499, "the client went away")
