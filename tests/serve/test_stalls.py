@@ -122,7 +122,7 @@ def test_films_and_a_grammar_hold_up_no_stream(
 
 
 @pytest.mark.parametrize(
-    ("frames", "noise"), [(60, 0), pytest.param(45, 60, marks=pytest.mark.full)]
+    ("frames", "noise"), [(60, 0), pytest.param(10, 60, marks=pytest.mark.full)]
 )
 def test_a_film_whose_client_leaves_is_left(
     films: Running, frames: int, noise: int, monkeypatch: pytest.MonkeyPatch
