@@ -13,11 +13,14 @@ import secrets
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from g4ir.errors import InputError
+
+from .background_mask import BackgroundMask
+from .background_mask import LogitsMask as LogitsMask  # part of this module's interface
 
 #: seeds are below; a request without one gets a random one
 SEEDS = 1 << 63
@@ -50,14 +53,6 @@ LIMITS: tuple[tuple[Any, ...], ...] = (
     ("min_tokens", 0, math.inf, "0 or more"),
     ("logprobs", 0, math.inf, "0 or more"),
 )
-
-
-class LogitsMask(Protocol):
-    """Returns before each draw which tokens may follow; a grammar for example."""
-
-    def mask(self, generated: Sequence[int]) -> Any:
-        """Return booleans [vocab], or int32 words with a bit for each token, the lowest bit first;
-        as torch or numpy. None: every token may follow."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +181,16 @@ class Sampler:
     def uniform(self, ahead: int = 0) -> float:
         """Return the random number of the next token, or of one that is `ahead` of it."""
         return uniform(self.seed, len(self.generated) + ahead)
+
+    def start_mask(self) -> None:
+        """Start to compute the mask of the next token, if it has one of those of threads."""
+        if isinstance(mask := self.params.allowed, BackgroundMask):
+            mask.start(self.generated)
+
+    def mask_ready(self, timeout: float = 0.0) -> bool:
+        """Whether nothing need be waited for to draw the next token (`BackgroundMask.ready`)."""
+        mask = self.params.allowed
+        return not isinstance(mask, BackgroundMask) or mask.ready(self.generated, timeout)
 
     def takes(self, largest: int) -> bool:
         """Whether the token of the largest logit is the choice, so that nothing need be copied."""

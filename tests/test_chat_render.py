@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,28 @@ def test_an_interrupted_rendering_is_not_the_next_answer(monkeypatch: pytest.Mon
     assert process.poll() is not None
     assert box.render("{{ x }}", "a", {"x": 3}) == "3"
     box.close()
+
+
+def test_a_killed_process_refuses_no_conversation() -> None:
+    """Killed while it was idle, or once while it rendered; a template that always ends it is
+    refused."""
+    box = sandbox.Sandbox()
+    for _ in range(2):
+        assert box.render("{{ x }}", "a", {"x": 1}) == "1"
+        assert box._process is not None
+        box._process.kill()
+        box._process.wait()
+    slow = "{% for a in range(1000) %}{% for b in range(1000) %}{% endfor %}{% endfor %}done"
+    timer = threading.Timer(0.2, lambda: box._process and box._process.kill())
+    assert box.render("1", "a", {}) == "1"
+    timer.start()
+    assert box.render(slow, "a", {}) == "done"
+    timer.join()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "python", lambda *_: ["true"])
+        box.close()
+        with pytest.raises(sandbox.TemplateError, match="its process ended with status 0"):
+            box.render("1", "a", {})
 
 
 def test_templates_render_as_transformers_renders_them() -> None:

@@ -46,12 +46,14 @@ class Sandbox:
         request = (source, name, variables, MOST_TEXT, MOST_SECONDS)
         line = json.dumps(request, allow_nan=False)
         with self._lock:
-            answer = json.loads(self._answer(line))
+            answer = json.loads(self._answer(line) or self._answer(line, last=True))
         if "error" in answer:
             raise TemplateError(answer["error"], answer.get("line"))
         return str(answer["text"])
 
-    def _answer(self, request: str) -> str:
+    def _answer(self, request: str, last: bool = False) -> str:
+        """Return the process's answer; "" if it was killed, by whoever was short of memory say. The
+        `last` try, in a new process, raises TemplateError then."""
         if self._process is None:
             self._process = subprocess.Popen(
                 python("g4ir.chat.sandbox", f"serve({MOST_MEMORY})"),
@@ -73,7 +75,7 @@ class Sandbox:
                 self.close()
         if process.returncode == -signal.SIGPROF:
             raise TemplateError(f"it takes more than {MOST_SECONDS:g} seconds")
-        if not answer:
+        if not answer and last:
             raise TemplateError(f"its process ended with status {process.returncode}")
         return answer
 

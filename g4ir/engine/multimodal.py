@@ -27,6 +27,7 @@ from g4ir.chat.messages import Medium, an_object
 from g4ir.errors import InputError
 from g4ir.media.audio import CUT, Clip, Waveform, prepare_audio, read_audio
 from g4ir.media.images import PreparedImage, pixels_of, prepare_image, read_image
+from g4ir.media.limits import check_limit
 from g4ir.media.soft import Soft
 from g4ir.media.videos import Footage, Video, prepare_video, read_footage, video_settings
 from g4ir.model.audio import AudioSettings, MelSettings, audio_settings
@@ -157,10 +158,16 @@ def _run(engine: EngineParts, tower: str, feeds: Mapping[str, Any]) -> torch.Ten
         name: torch.from_numpy(np.ascontiguousarray(x))[None].to(engine.device)
         for name, x in feeds.items()
     }
-    return engine.runtime.encode(tower, given)[0]
+    check_limit()
+    with engine.towers:  # one at a time
+        return engine.runtime.encode(tower, given)[0]
 
 
-_DATA = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.ASCII)
+#: RFC 2397 lets the media type be left out; some clients write image/*
+_DATA = re.compile(
+    r"data:(?:[\w.+-]+/(?:[\w.+-]+|\*))?(?:;[\w.+-]+=(?:[\w.+-]+|\"[^\"]*\"))*;base64,",
+    re.ASCII | re.IGNORECASE,
+)
 _FILE = "file://"
 
 
@@ -218,6 +225,7 @@ def soft_of(engine: EngineParts, medium: Medium, raw: bytes, **settings: Any) ->
         path = Path(folder) / "medium"
         path.write_bytes(raw)
         try:
+            check_limit()
             return encode(engine, medium.kind, path, **settings)
         except InputError as e:
             raise InputError(str(e).replace(str(path), medium.place)) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
@@ -53,6 +54,8 @@ class EngineParts:
     #: the graph that made its params of the model's
     prologue: Graph = field(default=Graph("prologue", (), (), (), (), ()), repr=False)
     drafter: Spec | None = None
+    #: for whoever runs a tower
+    towers: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _process: int = field(default_factory=os.getpid, init=False)
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@
         ...
 
 A step drops cancelled requests, decodes all running sequences, and computes one chunk of a prompt.
+A sequence whose logits mask is still being computed sits out a step (background_mask.py).
 Sequences are decoded in one of three ways, chosen each time: by steps that run ahead on the device
 while the batch stays the same and nothing needs the host (device_loop.py); by verification of draft
 tokens (speculative.py); by a step whose tokens the host chooses. One thread at a time;
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from g4ir.backends.background_mask import PATIENCE_S
 from g4ir.backends.sampling import SEEDS, Choice, Drawn, Sampler, random_seed, sample
 from g4ir.errors import InputError, MissingError, RankError
 from g4ir.ops.finite import not_finite
@@ -222,7 +224,7 @@ class Scheduler:
                     self._ended(s, STOP)
 
     def _decode(self) -> None:
-        running = self.batch.holders
+        running = _with_masks(self.batch.holders)
         if not running:
             self._close_loop()
             return
@@ -325,6 +327,7 @@ class Scheduler:
         fed = {s.slot: (s.tokens[-1], *drafts[s.slot]) for s in running}
         logits, going = session.verify(*padded(fed, session.batch)), running
         for place in range(logits.shape[1]):
+            going = _with_masks(going) if place else going
             chosen = sample(logits[:, place], {s.slot: s.sampler for s in going})
             for s in going:
                 made[s].append(chosen[s.slot])
@@ -460,6 +463,14 @@ class Scheduler:
         self._prompt, self._queue, self._loop = None, [], None
         self.batch.forget()
         self.prefiller.close()
+
+
+def _with_masks(running: Running) -> list[SequenceState]:
+    """Return the sequences whose next masks are computed; the others sit out a step."""
+    for s in running:
+        s.sampler.start_mask()
+    ready = [s for s in running if s.sampler.mask_ready()]
+    return ready or [s for s in running if s.sampler.mask_ready(PATIENCE_S)]
 
 
 def _follows(sequence: SequenceState, choice: Drawn, drafts: Sequence[int]) -> bool:

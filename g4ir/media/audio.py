@@ -29,6 +29,7 @@ from g4ir.errors import InputError
 from g4ir.model.audio import RATES, AudioSettings, MelSettings, RawSettings, round_up
 
 from .files import is_cut, is_unknown, library, opened
+from .limits import check_limit
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -167,6 +168,7 @@ def resample(samples: F32, old: int, new: int, first: int | None = None) -> F32:
     reach = taps.shape[1] // 2
     padded, out = np.pad(samples, (reach - 1, reach)), np.zeros(count, np.float32)
     for begin in range(0, count, _BLOCK):
+        check_limit()
         at = np.arange(begin, min(begin + _BLOCK, count))
         start, phase = at * old // new, at % new
         out[at] = sum(padded[start + tap] * taps[phase, tap] for tap in range(taps.shape[1]))

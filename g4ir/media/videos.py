@@ -27,6 +27,7 @@ from g4ir.spec.record import Spec
 
 from .files import check_size, is_cut, library, opened
 from .images import F32, I64, U8, check_pixels, patchify, positions_of, resize
+from .limits import check_limit
 
 FRAMES = 32  # sampled of a video; the reference's default, as is the next
 ASSUMED_RATE = 24.0  # frames per second where nothing says
@@ -153,6 +154,7 @@ def _footage(
     `most` soft tokens in all."""
     grid: Grid | None = None
     for i, frame in enumerate(frames):
+        check_limit()
         found = fit_image(settings, frame.shape[1], frame.shape[0], name)
         if grid is None:
             grid = found
@@ -252,6 +254,7 @@ def _timestamps(container: Any, path: Path) -> Sequence[Any]:
     stream = container.streams.video[0]
     stamps, clock, whole = list[Any](), list[int](), True
     for packet in container.demux(stream):
+        check_limit()
         if not packet.size:  # the end of the stream
             continue
         whole = not packet.is_corrupt
@@ -270,7 +273,9 @@ def _decoded(path: Path, sample: _Sample) -> Iterator[U8]:
     next key frame, the next is taken, or the last."""
     keys, left, i, frame = sample.keys, deque(sample.keys or sample.indices), 0, None
     with _opened(path) as container:
+        container.streams.video[0].codec_context.thread_count = 1  # cores are for answers
         for i, frame in enumerate(container.decode(video=0), 1):
+            check_limit()
             check_size(path, frame.width, frame.height, MAX_PIXELS)
             _check_count(path, i, frame.width * frame.height)
             while left and (i - 1 if keys is None or frame.pts is None else frame.pts) >= left[0]:

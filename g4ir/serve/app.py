@@ -10,9 +10,10 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from dataclasses import replace as changed
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -39,10 +40,11 @@ from .answers import ResponseFormat, usage_of
 from .auth import JSON, Auth
 from .http_errors import Refused, ending, later, refusal
 from .media_fetch import Sources
+from .media_queue import FETCH, SMALL, VIDEO, MediaQueue
 from .metrics import Metrics
 from .page import read_assets
 from .parts import AnswerFormat
-from .prompts import PreparedRequest, Prompts
+from .prompts import PreparedRequest, Prompts, Unread
 from .request_log import HEADERS, RequestLog
 from .translation import Body, Translation
 
@@ -55,7 +57,7 @@ LARGE = 1 << 18
 NOT_READ = "the answer was not read in time, and was cancelled"
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
-Made = Callable[[Prompts, dict[str, Any]], T]
+Made = Callable[[Prompts, dict[str, Any]], Unread[T]]
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Server:
         #: whether no more requests are taken
         self.draining = False
         self._large = asyncio.Semaphore(1)
+        self._media = MediaQueue(self.settings.waiting)
 
     def start(self, engine: Engine) -> AsyncEngine:
         """Answer with an engine from now on."""
@@ -262,22 +265,26 @@ class Server:
         """Answer what a body is made into: ids, or their text."""
         return _json(await self._prepared(request, made))
 
-    def _tokenized(self, prompts: Prompts, given: dict[str, Any]) -> dict[str, Any]:
+    def _tokenized(self, prompts: Prompts, given: Body) -> Unread[Body]:
         fields = self._fields(given, schema.TOKENIZE if "prompt" in given else schema.TOKENIZE_CHAT)
-        ids, most = prompts.tokens(fields), prompts.engine.limits.max_seq
-        return {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": None}
+        size = {"max_model_len": prompts.engine.limits.max_seq}
+        return prompts.tokens(fields).map(
+            lambda ids: {"count": len(ids), **size, "tokens": ids, "token_strs": None}
+        )
 
-    def _rendered(self, prompts: Prompts, given: dict[str, Any]) -> dict[str, Any]:
+    def _rendered(self, prompts: Prompts, given: Body) -> Unread[Body]:
         ids = prompts.tokens(self._fields(given, schema.TOKENIZE_CHAT))
-        return {"prompt": prompts.text(ids), "token_ids": ids}
+        return ids.map(lambda ids: {"prompt": prompts.text(ids), "token_ids": ids})
 
-    def _counted(self, prompts: Prompts, given: dict[str, Any]) -> dict[str, Any]:
+    def _counted(self, prompts: Prompts, given: Body) -> Unread[Body]:
         made = messages.count(given)
         with made.named():
-            return {"input_tokens": len(prompts.tokens(self._fields(made.body, schema.CHAT)))}
+            ids = prompts.tokens(self._fields(made.body, schema.CHAT))
+        return changed(ids.map(lambda ids: {"input_tokens": len(ids)}), named=made.named)
 
-    def _detokenized(self, prompts: Prompts, given: dict[str, Any]) -> dict[str, Any]:
-        return {"prompt": prompts.text(self._fields(given, schema.DETOKENIZE)["tokens"])}
+    def _detokenized(self, prompts: Prompts, given: Body) -> Unread[Body]:
+        text = prompts.text(self._fields(given, schema.DETOKENIZE)["tokens"])
+        return Unread(lambda soft: {"prompt": text})
 
     def _fields(self, given: dict[str, Any], table: Mapping[str, schema.Read]) -> dict[str, Any]:
         fields = schema.read_fields(given, table)
@@ -285,15 +292,31 @@ class Server:
         return fields
 
     async def _prepared(self, request: Request, made: Made[T], api: Api = CHATS) -> T:
-        """Return what a thread makes of a body: of large ones one at a time, so that what they
-        take in memory and time does not grow with their number."""
+        """Return what threads make of a body: of large ones one at a time, so that what they take
+        in memory and time does not grow with their number. Media are read by other threads."""
         prompts, _ = self._ready()
         if api.content_type != JSON:
             self._check_origin(request)
         body = await self.gate.body(request, api.content_type)
         kind = request.headers.get("content-type", "")
+
+        def begun() -> tuple[Unread[T], T | None]:
+            unread = made(prompts, api.parse(body, kind))
+            return unread, None if unread.media else _finished(unread, ())
+
         async with self._large if len(body) > LARGE else contextlib.nullcontext():
-            return await run_in_threadpool(lambda: made(prompts, api.parse(body, kind)))
+            unread, result = await run_in_threadpool(begun)
+        if not unread.media:
+            return cast(T, result)
+        lane = VIDEO if any(m.kind == "video" for m in unread.media) else SMALL
+        soft: Any = await self._media.run(
+            request,
+            (
+                (FETCH, lambda limit, _: prompts.fetch(unread)),
+                (lane, lambda limit, items: prompts.encode(unread, cast(Any, items), limit)),
+            ),
+        )
+        return await run_in_threadpool(lambda: _finished(unread, soft))
 
     def _check_origin(self, request: Request) -> None:
         """Refuse a form of a page of another site: browsers send forms without asking first."""
@@ -307,12 +330,13 @@ class Server:
         """Answer a conversation, or prompts."""
         _, service = self._ready()
 
-        def prepared(prompts: Prompts, given: Body) -> tuple[PreparedRequest, AnswerFormat]:
+        def prepared(prompts: Prompts, given: Body) -> Unread[tuple[PreparedRequest, AnswerFormat]]:
             made = api.read(given)
             make = prompts.completions if api is COMPLETIONS else prompts.chat
             with made.named():
                 asked = make(self._fields(made.body, api.fields), request.state.salt)
-            return asked, api.form(asked, self.name, given)
+            both = asked.map(lambda asked: (asked, api.form(asked, self.name, given)))
+            return changed(both, named=made.named)
 
         running = Running(self, *await self._prepared(request, prepared, api), request)
         await run_in_threadpool(running.submit, service)
@@ -322,6 +346,11 @@ class Server:
             return await running.whole()
         finally:
             running.end()
+
+
+def _finished(unread: Unread[T], soft: Any) -> T:
+    with unread.named():
+        return unread.then(soft)
 
 
 class Running:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
+from g4ir.backends.background_mask import MAX_S
 from g4ir.chat import Vocabulary
 from g4ir.chat.special_tokens import CALL, CALL_END, CHANNEL, CHANNEL_END, CONTROLS
 from g4ir.errors import InputError
@@ -62,10 +64,20 @@ class Grammars:
         reasoning; `inside`: it begins in it; `head`: what the prompt has of the text already.
         Refused if llguidance cannot follow the constraint, or the head is no beginning of it."""
         held = self._held(self._grammar(c), c.field, thinking and not head, inside)
-        if head and not held.matcher.consume_tokens(self._tables.tokenize_str(head)):
+        if head and not self._follows(held.matcher, head, c.field):
             message = f"messages[-1].content: cannot begin what {c.field} asks for"
             raise Refused(400, message, param="messages")
-        return held
+        return replace(held, first=words_of(held.matcher)) if head else held
+
+    def _follows(self, matcher: Any, head: str, field: str) -> bool:
+        """Whether a matcher follows a text; refused if that takes too long."""
+        begin = time.thread_time()
+        for token in self._tables.tokenize_str(head):
+            if not matcher.consume_token(token):
+                return False
+            if time.thread_time() - begin > MAX_S:
+                raise bad(field, "takes too long to follow what it should continue; simplify it")
+        return True
 
     def calls(
         self,
@@ -135,7 +147,9 @@ class Grammars:
         reasoning = np.full(-(-self.size // 32), -1, np.int32)
         for i in {*controls.values(), *self.ends} - {channel[1]}:
             _set(reasoning, i, False)
-        return HeldMask(self._matcher(grammar, field), field, inside, channel, reasoning, thinking)
+        matcher = self._matcher(grammar, field)
+        first = words_of(matcher)
+        return HeldMask(matcher, field, inside, channel, reasoning, thinking, first)
 
     def _matcher(self, grammar: str, field: str) -> Any:
         """Return what follows a grammar; refused if it is none, or one that llguidance gives up
@@ -195,7 +209,7 @@ class Mask:
     def _words(self, row: _Row) -> Any:
         if row.matcher is None:
             return None
-        words = np.frombuffer(row.matcher.compute_bitmask(), np.int32).copy()
+        words = words_of(row.matcher)
         if error := row.matcher.get_error():  # it would allow the end alone
             after = f"after {len(row.generated)} tokens"
             raise InputError(f"{self.named}: the grammar fails {after}: {_said(error)}")
@@ -209,6 +223,8 @@ class HeldMask(Mask):
     channel: tuple[int | None, int | None] = (None, None)
     reasoning: Any = None
     thinking: bool = False
+    #: of the first token, so that the scheduler never waits for it
+    first: Any = None
     held = True
 
     def _read(self, row: _Row, token: int) -> None:
@@ -224,7 +240,7 @@ class HeldMask(Mask):
     def _words(self, row: _Row) -> Any:
         if row.inside:
             return self.reasoning
-        words = super()._words(row)
+        words = super()._words(row) if row.begun else self.first.copy()
         if self.thinking and not row.begun and self.channel[0] is not None:
             _set(words, self.channel[0], True)
         return words
@@ -244,6 +260,11 @@ class LazyMask(Mask):
             row.matcher.consume_token(token)
         if token == self.ends:
             row.matcher = None
+
+
+def words_of(matcher: Any) -> Any:
+    """Return int32 words of bits: the tokens that may follow."""
+    return np.frombuffer(matcher.compute_bitmask(), np.int32).copy()
 
 
 def _said(error: str) -> str:

@@ -3,15 +3,17 @@ how answers are read."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from g4ir.backends.background_mask import BackgroundMask
 from g4ir.backends.sampling import LogitsMask, SamplingParams
 from g4ir.chat import Prompt, Reader, ReasoningBudget, Template, Vocabulary, make_prompt
+from g4ir.chat.messages import Medium
 from g4ir.chat.prompt import spelled
 from g4ir.engine.conversation import Bounded
 from g4ir.engine.engine import TOKENIZER, Engine
@@ -22,15 +24,18 @@ from g4ir.engine.requests import Request
 from g4ir.engine.tokenizer import Codec
 from g4ir.errors import EngineError, InputError
 from g4ir.media.audio import REFUSE
+from g4ir.media.limits import Limit, limited
 from g4ir.media.prompt import expansion
 from g4ir.media.soft import Soft
 
-from .grammar import Grammars
+from .grammar import Grammars, Mask
 from .http_errors import Refused, bad, missing
 from .media_fetch import Sources, read_bytes, setting
 from .request_schema import NO_EFFORTS, as_input, chosen, constraint_of
 from .tool_grammar import called
 
+T = TypeVar("T")
+U = TypeVar("U")
 #: sampling settings that have the names of fields
 SETTINGS = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "logit_bias", "ignore_eos", "min_tokens"),
@@ -74,6 +79,21 @@ class PreparedRequest:
         return self.echoes[index // self.n] if self.echoes else ""
 
 
+@dataclass(frozen=True)
+class Unread(Generic[T]):
+    """What becomes of a request once its media are read: `then`, of their soft tokens. `named` is
+    the context in which errors are raised."""
+
+    then: Callable[[tuple[Soft, ...]], T]
+    media: tuple[Medium, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    named: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def map(self, change: Callable[[T], U]) -> Unread[U]:
+        """Return it with a change of the result."""
+        return Unread(lambda soft: change(self.then(soft)), self.media, self.fields, self.named)
+
+
 def require_tokenizer(path: Path) -> None:
     """Raise EngineError for an engine without a tokenizer."""
     if not (path / TOKENIZER).is_file():
@@ -95,7 +115,6 @@ class Prompts:
 
     engine: Engine
     sources: Sources = field(default_factory=Sources)
-    _media: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.template = Template.open(self.engine.path, self.engine.spec.chat)
@@ -118,8 +137,9 @@ class Prompts:
         ends = {*self.engine.stop_ids(), *self.vocabulary.ends} - {*self.engine.suppressed()}
         return Grammars(self.vocabulary, self.engine.spec.text.vocab_size, sorted(ends))
 
-    def chat(self, fields: Mapping[str, Any], salt: str = "") -> PreparedRequest:
-        """Return the job of a conversation. Refused, or InputError, for what is wrong with it."""
+    def chat(self, fields: Mapping[str, Any], salt: str = "") -> Unread[PreparedRequest]:
+        """Return the job of a conversation, once its media are read. Refused, or InputError, for
+        what is wrong with it."""
         if not self.vocabulary.chats:
             raise missing("messages", "the tokenizer of this model has no turns of a chat")
         options = dict(fields.get("chat_template_kwargs", {}))
@@ -132,23 +152,44 @@ class Prompts:
         options["continued"] = fields.get("continue_final_message", False)
         prompt = make_prompt(fields["messages"], tools, self.template, **options)
         self._check_length(len(prompt.text), "messages")
-        soft = self._soft(prompt, fields)
+        thinking = options.get("enable_thinking")
+
+        def then(soft: tuple[Soft, ...]) -> PreparedRequest:
+            return self._conversation(prompt, fields, salt, soft, thinking)
+
+        return Unread(then, prompt.media, fields)
+
+    def _conversation(
+        self,
+        prompt: Prompt,
+        fields: Mapping[str, Any],
+        salt: str,
+        soft: tuple[Soft, ...],
+        thinking: bool | None,
+    ) -> PreparedRequest:
         expanded = [[*expansion(s, self.engine.spec.tokens)] for s in soft]
         tokens = self.vocabulary.encode(prompt, expanded)
         top = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
         made = self._job(tokens, fields, top, salt)
         system = fields["messages"][0].get("role") in ("system", "developer")
-        marks, thinking = self.vocabulary.marks(tokens, system), options.get("enable_thinking")
+        marks = self.vocabulary.marks(tokens, system)
         sampling = self._held(made.sampling, fields, prompt, thinking is True)
         job = replace(made, soft=soft, marks=marks, sampling=sampling)
         return PreparedRequest(fields, (job,), prompt, thinking)
 
-    def _soft(self, prompt: Prompt, fields: Mapping[str, Any]) -> tuple[Soft, ...]:
-        items = read_bytes(self.engine, prompt.media, self.sources)
-        engine, fields = self.engine, {"audio_too_long": REFUSE, **fields}
-        with self._media:  # one tower at a time
-            said = [(m, raw, setting(engine, m, fields)) for m, raw in items]
-            return tuple(soft_of(engine, medium, raw, **own) for medium, raw, own in said)
+    def fetch(self, unread: Unread[Any]) -> list[tuple[Medium, bytes]]:
+        """Return the media of a request with their bytes."""
+        with unread.named():
+            return read_bytes(self.engine, unread.media, self.sources)
+
+    def encode(
+        self, unread: Unread[Any], items: Sequence[tuple[Medium, bytes]], limit: Limit
+    ) -> tuple[Soft, ...]:
+        """Return the soft tokens of media. InputError where they take more than the limit."""
+        engine, fields = self.engine, {"audio_too_long": REFUSE, **unread.fields}
+        with unread.named(), limited(limit):
+            each = [(m, raw, setting(engine, m, fields)) for m, raw in items]
+            return tuple(_soft(engine, medium, raw, own, limit) for medium, raw, own in each)
 
     def _held(
         self, sampling: SamplingParams, fields: Mapping[str, Any], prompt: Prompt, thinking: bool
@@ -159,7 +200,7 @@ class Prompts:
         functions = called(tools, choice.names, strict=not forced) if choice.mode != "none" else []
         inside = Reader(prompt_tail=prompt.tail).thinking
         head = _head(fields, prompt) if fields.get("continue_final_message") else ""
-        allowed: LogitsMask | None = None
+        allowed: Mask | None = None
         if functions and (forced or constraint) and not (head and constraint):
             many, calls = choice.many, self.grammars.calls
             allowed = calls(functions, thinking, inside, many=many, content=constraint)
@@ -169,26 +210,31 @@ class Prompts:
             allowed = self.grammars.some_calls(functions)
         if (limit := fields.get("thinking_token_budget")) is not None:
             budget = ReasoningBudget(self.vocabulary, limit, inside)
-            allowed = Bounded(budget, self.engine.spec.text.vocab_size, allowed)
-        return replace(sampling, allowed=allowed) if allowed else sampling
+            bounded = Bounded(budget, self.engine.spec.text.vocab_size, allowed)
+            return replace(sampling, allowed=_threaded(bounded, allowed))
+        return replace(sampling, allowed=_threaded(allowed, allowed)) if allowed else sampling
 
-    def completions(self, fields: Mapping[str, Any], salt: str = "") -> PreparedRequest:
+    def completions(self, fields: Mapping[str, Any], salt: str = "") -> Unread[PreparedRequest]:
         """Return one job for each prompt."""
         top, constraint = fields.get("logprobs"), constraint_of(fields)
         ids = [self._ids(p, fields) for p in fields["prompt"]]
         jobs = [self._job(i, fields, top, salt) for i in ids]
         if constraint:
             allowed = self.grammars.text(constraint, thinking=False, inside=False)
-            jobs = [replace(j, sampling=replace(j.sampling, allowed=allowed)) for j in jobs]
+            held = [replace(j.sampling, allowed=_threaded(allowed, allowed)) for j in jobs]
+            jobs = [replace(j, sampling=s) for j, s in zip(jobs, held)]
         pairs = zip(fields["prompt"], ids) if fields.get("echo") else ()
         echoes = (*(p if isinstance(p, str) else self.text(i) for p, i in pairs),)
-        return PreparedRequest(fields, (*jobs,), echoes=echoes)
+        made = PreparedRequest(fields, (*jobs,), echoes=echoes)
+        return Unread(lambda soft: made)
 
-    def tokens(self, fields: Mapping[str, Any]) -> list[int]:
+    def tokens(self, fields: Mapping[str, Any]) -> Unread[list[int]]:
         """Return the ids of a prompt, or of a conversation as it would be answered."""
         if "messages" in fields:
-            return [*self.chat({**fields, "max_completion_tokens": 1}).jobs[0].tokens]
-        return self._ids(fields["prompt"], fields)
+            chat = self.chat({**fields, "max_completion_tokens": 1})
+            return chat.map(lambda made: [*made.jobs[0].tokens])
+        ids = self._ids(fields["prompt"], fields)
+        return Unread(lambda soft: ids)
 
     def tokenizer_info(self) -> dict[str, Any]:
         """Return what a client needs to tokenise as this server does."""
@@ -252,6 +298,18 @@ class Prompts:
         if constraint_of(fields) or ("messages" in fields and not fields.get("ignore_eos")):
             stop |= self.vocabulary.ends
         return sampling_params(self.defaults, {**given, "stop": stop, "logprobs": top})
+
+
+def _soft(
+    engine: Engine, medium: Medium, raw: bytes, options: Mapping[str, Any], limit: Limit
+) -> Soft:
+    limit.name = medium.place
+    return soft_of(engine, medium, raw, **options)
+
+
+def _threaded(mask: LogitsMask, grammar: Mask | None) -> LogitsMask:
+    """Return a mask that is computed in threads, if it is that of a grammar."""
+    return mask if grammar is None else BackgroundMask(mask, grammar.named)
 
 
 def _head(fields: Mapping[str, Any], prompt: Prompt) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from g4ir.backends import background_mask
 from g4ir.serve import grammar
 from g4ir.serve.http_errors import Refused
 from g4ir.serve.request_schema import CONSTRAINTS, JSON, Constraint
-from tests.serve.running import NAME, Running
+from tests.serve.running import NAME, Running, eventually
 from tests.serve.test_calls import ENDS, free, grammars, names, tool, vocabulary, walk
 from tests.serve.test_client import HI, ask, joined
 
@@ -212,3 +216,43 @@ def test_thoughts_end_at_their_budget(
         thought = choice.message.model_extra.get("reasoning_content") or ""
         assert len(thought) <= limit
         assert not body or re.fullmatch(DIGITS, choice.message.content)
+
+
+AMBIGUOUS = "start: s\ns: s s | s s s | /[a-z]/\n"
+
+
+def test_a_slow_mask_holds_up_its_own_answer_only(
+    client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside masks of half a second each, other answers come as ever."""
+    words = grammar.HeldMask._words
+
+    def slow(mask: Any, row: Any) -> Any:
+        time.sleep(0.5 if row.begun else 0)
+        return words(mask, row)
+
+    monkeypatch.setattr(grammar.HeldMask, "_words", slow)
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(lambda: ask(client, extra_body={"grammar": AMBIGUOUS}, max_tokens=6))
+        eventually(lambda: served.scheduler.active)
+        times = [time.monotonic() for _ in ask(client, stream=True, max_tokens=40)]
+        assert max(b - a for a, b in pairwise(times)) < 0.4
+        assert len(held.result().choices[0].message.content) == 6
+
+
+def test_a_mask_that_takes_too_long_ends_its_answer(
+    client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_mask, "MAX_S", 0.01)
+    with pytest.raises(openai.APIError, match=r"grammar: after \d+ tokens it takes .* unambig"):
+        body = {"grammar": AMBIGUOUS.replace("start: s", 'start: s "!"')}
+        ask(client, extra_body=body, max_tokens=500, logit_bias={str(served.ids("!")[0]): -100})
+    assert ask(client, extra_body={"regex": DIGITS}, max_tokens=8).choices[0].message.content
+
+
+def test_a_head_that_takes_too_long_to_follow(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "MAX_S", 0.02)
+    with pytest.raises(openai.BadRequestError, match="grammar: takes too long to follow"):
+        continued(client, "a" * 300, grammar=AMBIGUOUS)

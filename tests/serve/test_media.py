@@ -82,6 +82,7 @@ def urls() -> dict[str, str]:
     video, junk = data("image/gif", file.getvalue()), data("image/gif", b"junk")
     made = {"SOUND": whole, "RAW": whole.partition(",")[2], "VIDEO": video, "JUNK": junk}
     made |= {"LONG": data("audio/wav", sound(2.5)), "CUT": data("audio/wav", sound()[:30])}
+    made |= {"UNTYPED": data("", picture()), "STARRED": data("image/*", picture())}
     return made | {"PICTURE": data("image/png", picture())}
 
 

@@ -1,0 +1,162 @@
+"""Logits masks that are computed in threads, so that a slow one holds up its own sequence only.
+
+The scheduler starts the masks of a step together and waits PATIENCE_S for each; a sequence whose
+mask is not computed by then sits out steps until it is. One that takes more than MAX_S of processor
+time ends its answer. (Processor time, so that a busy machine ends none.)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from g4ir.errors import InputError
+
+#: seconds that decode steps wait for a mask
+PATIENCE_S = 0.02
+#: seconds of processor time after which a mask's thread has a low priority, and of one mask
+LOW_S, MAX_S = 0.1, 1.0
+#: niceness of a thread of low priority: it gets a tenth of the time of others. Not less, since it
+#: also holds the interpreter's lock at times
+NICE = 10
+
+
+def lower_priority(thread: int) -> None:
+    """Give a thread, by its native id, a low priority. Without effect but on Linux, where
+    each thread has a priority."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, NICE)
+
+
+class LogitsMask(Protocol):
+    """Returns before each draw which tokens may follow; a grammar for example."""
+
+    def mask(self, generated: Sequence[int]) -> Any:
+        """Return booleans [vocab], or int32 words with a bit for each token, the lowest bit first;
+        as torch or numpy. None: every token may follow."""
+
+
+class _Worker:
+    """A thread that waits for tasks. A new one starts if all are busy: a slow mask delays none."""
+
+    _idle: list[_Worker] = []  # of the process
+
+    def __init__(self) -> None:
+        self.tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        #: whether its priority was lowered, which nothing raises again
+        self.lowered = False
+        self.thread = threading.Thread(target=self._run, name="g4ir-mask", daemon=True)
+        self.thread.start()
+
+    @classmethod
+    def free(cls) -> _Worker:
+        """Return a worker without a task, which `_run` lists again after its next one."""
+        try:
+            return cls._idle.pop()  # atomic
+        except IndexError:
+            return cls()
+
+    def _run(self) -> None:
+        while not self.lowered:
+            self.tasks.get()()
+            if not self.lowered:
+                self._idle.append(self)
+
+    def lower(self) -> None:
+        """Give it a low priority, and let it end after its task."""
+        assert self.thread.native_id is not None
+        self.lowered = True
+        lower_priority(self.thread.native_id)
+
+
+class _Computation:
+    """One mask that a worker computes."""
+
+    def __init__(self, mask: LogitsMask, generated: Sequence[int]) -> None:
+        self.count, self.words, self.error = len(generated), None, None
+        self._mask, self._generated = mask, generated
+        #: until when steps wait for it
+        self.patience_end = time.monotonic() + PATIENCE_S
+        self._lock, self._arrived = threading.Lock(), threading.Event()
+        #: the clock of its thread, and what that showed at the beginning; seconds once it is done
+        self._clock: tuple[int, float] | None = None
+        self._cpu_s: float | None = None
+        self._worker = _Worker.free()
+        self._worker.tasks.put(self._run)
+
+    words: Any
+    error: Exception | None
+
+    def _run(self) -> None:
+        begin = time.thread_time()
+        self._clock = time.pthread_getcpuclockid(threading.get_ident()), begin
+        try:
+            self.words = self._mask.mask(self._generated)
+        except Exception as e:
+            self.error = e
+        with self._lock:
+            self._cpu_s = time.thread_time() - begin
+        self._arrived.set()
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it is computed within so many seconds."""
+        return self._arrived.wait(timeout)
+
+    def cpu_s(self) -> float:
+        """Return its processor time so far; lower the priority of a slow worker."""
+        with self._lock:  # the worker is busy with it meanwhile, so that its clock exists
+            if self._cpu_s is not None or self._clock is None:
+                return self._cpu_s or 0.0
+            clock, begin = self._clock
+            took = time.clock_gettime(clock) - begin
+            if took > LOW_S and not self._worker.lowered:
+                self._worker.lower()
+            return took
+
+
+@dataclass
+class BackgroundMask:
+    """A logits mask whose computations run in threads. `named`: the field of the request that asks
+    for it."""
+
+    inner: LogitsMask
+    named: str
+    #: by identity of the list: an answer and its newest computation
+    _newest: dict[int, tuple[Sequence[int], _Computation]] = field(default_factory=dict, init=False)
+
+    def start(self, generated: Sequence[int]) -> _Computation:
+        """Start to compute the mask of the next token, unless that was done."""
+        _, newest = self._newest.get(id(generated), (generated, None))
+        if newest is None or newest.count != len(generated):
+            newest = _Computation(self.inner, generated)
+            self._newest[id(generated)] = generated, newest
+        return newest
+
+    def ready(self, generated: Sequence[int], timeout: float) -> bool:
+        """Whether `mask` returns, or raises, at once; waits so many seconds for that, and at least
+        until PATIENCE_S after its start."""
+        newest = self.start(generated)
+        left = newest.patience_end - time.monotonic()
+        return newest.wait(max(timeout, left, 0.0)) or newest.cpu_s() > MAX_S
+
+    def mask(self, generated: Sequence[int]) -> Any:
+        """Return the mask; InputError if it takes too much processor time."""
+        newest = self.start(generated)
+        while not self.ready(generated, PATIENCE_S):
+            pass
+        if (took := newest.cpu_s()) > MAX_S:
+            raise InputError(
+                f"{self.named}: after {len(generated)} tokens it takes {took:.1f} s of processor "
+                f"time to say which may follow, at most {MAX_S:g}; make it unambiguous"
+            )
+        if newest.error is not None:
+            raise newest.error
+        return newest.words

@@ -1,0 +1,52 @@
+"""The limit of what one request's media may take, which decoders look at between two frames."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from g4ir.errors import InputError
+
+#: seconds of processor time to decode and encode the media of one request of a server
+MAX_S = 30.0
+
+
+@dataclass
+class Limit:
+    """`seconds` of processor time of the thread that reads media, `name` the one being read;
+    `abandoned`: nobody waits for them any more, which any thread may set."""
+
+    seconds: float = field(default_factory=lambda: MAX_S)
+    name: str = "media"
+    abandoned: bool = False
+
+
+_CURRENT: ContextVar[tuple[Limit, float] | None] = ContextVar("media limit", default=None)
+
+
+@contextmanager
+def limited(limit: Limit) -> Iterator[None]:
+    """A context in whose thread `check_limit` looks at a limit."""
+    token = _CURRENT.set((limit, time.thread_time()))
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def check_limit() -> None:
+    """Raise InputError, naming the medium, if the current limit, if any, is used up or abandoned.
+    Called between two frames, or as often."""
+    if (current := _CURRENT.get()) is None:
+        return
+    limit, begin = current
+    if limit.abandoned:
+        raise InputError(f"{limit.name}: the client went away")
+    if time.thread_time() - begin > limit.seconds:
+        raise InputError(
+            f"{limit.name}: takes more than {limit.seconds:g} seconds of processor time, with the "
+            f"media before it; make it shorter or smaller"
+        )
