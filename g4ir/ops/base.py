@@ -30,6 +30,7 @@ costs what its expansion costs, without the values in between.
 
 from __future__ import annotations
 
+import sys
 import ast
 import inspect
 import math
@@ -235,8 +236,9 @@ def op(cls: type) -> Op:
         k: v.__func__ if isinstance(v, staticmethod) else v for k, v in vars(cls).items()
     }
     infer, expand = parts.get("infer"), parts.get("expand")
+    documented = cls.__doc__ or sys.flags.optimize > 1  # -OO removes docstrings
     missing = {
-        "a docstring, and infer or expand": not cls.__doc__ or not (infer or expand),
+        "a docstring, and infer or expand": not documented or not (infer or expand),
         "exactly one of reference and expand": (parts.get("reference") is None) == (expand is None),
         "samples": not parts.get("samples"),
         "a budget": not isinstance(parts.get("budget"), Budget),
