@@ -30,11 +30,11 @@ costs what its expansion costs, without the values in between.
 
 from __future__ import annotations
 
-import sys
 import ast
 import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache, partial
