@@ -13,7 +13,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from g4ir.backends.torch_compile.cuda_toolkit import cpp_compiler
 from g4ir.cli import GARBAGE
+from g4ir.errors import MissingError
 from g4ir.ui import console
 from tests.cli_tools import BUILD, g4ir
 
@@ -90,6 +92,37 @@ def test_a_full_or_closed_stdout() -> None:
         assert done.stderr == "g4ir: error: stdout: No space left on device\n"
     done = shell("$G4IR specs >&-")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_closed_stderr() -> None:
+    """What is opened later must not become descriptor 0 to 2: libuv aborts when it closes one."""
+    code = (
+        "import os, sys; from g4ir.ui.console import tolerant_output, say; tolerant_output(); "
+        "say('unheard'); print(os.open(os.devnull, os.O_RDONLY) > 2, sys.stderr is not None)"
+    )
+    for closed in ("2>&-", "<&- 2>&-"):
+        done = shell(f'"{sys.executable}" -c "{code}" {closed}')
+        assert (done.returncode, done.stdout) == (0, "True True\n")
+    assert shell("$G4IR specs no-such-verb 2>&-").returncode == 2
+
+
+def test_python_without_docstrings() -> None:
+    assert shell("export PYTHONOPTIMIZE=2; $G4IR plan tiny-moe").returncode == 0
+
+
+def test_windows_is_refused_in_words() -> None:
+    """In a process in which the modules that Windows lacks cannot be imported."""
+    hidden = "sys.modules.update(fcntl=None, resource=None)"
+    code = f"import sys; {hidden}; from g4ir.cli import main; sys.exit(main(['plan', 'tiny-moe']))"
+    done = shell(f'"{sys.executable}" -c "{code}"')
+    assert done.returncode == 3 and done.stderr.startswith("g4ir: error: g4ir runs on Linux")
+    assert "WSL 2" in done.stderr and "Docker" in done.stderr
+
+
+def test_a_mac_is_refused_before_a_compiler_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(MissingError, match="need Linux: on a Mac use Docker"):
+        cpp_compiler()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

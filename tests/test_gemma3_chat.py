@@ -75,6 +75,18 @@ def test_a_conversation(
         make_prompt(SEEN, None, "gemma3")
 
 
+def test_what_the_format_lacks_is_refused_at_once(engine: Engine) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    with ChatSession(engine) as talk:
+        with pytest.raises(InputError, match="its format has no reasoning; leave it off"):
+            talk.set_thinking(True)
+        with pytest.raises(InputError, match="has no place for them"):
+            talk.set_tools([tool])
+        talk.set_thinking(False)
+        assert not talk.thinking.on and talk.tools is None
+        assert "probably a base model" in str(talk.template.note)
+
+
 def test_generate(engine: Engine, prompts: list[str]) -> None:
     engine.generate(SAID, 2, chat=True)
     assert prompts == [PROMPT]

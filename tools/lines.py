@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: room -> the most lines that it may have; a commit that raises a cap says in docs/decisions.md why
 MOST = {
     "g4ir/errors.py": 94,
-    "g4ir/ui": 1042,
+    "g4ir/ui": 1071,
     "g4ir/ops": 4133,
     "g4ir/ir": 1134,
     "passes": 1532,
@@ -20,23 +20,23 @@ MOST = {
     "g4ir/weights": 3923,
     "g4ir/weights/gguf": 2025,
     "g4ir/plan": 3194,
-    "backends": 19705,
+    "backends": 19710,
     # Beside what a reader needs: an emulator of TensorRT, and what no device has run.
     "backends/trt/recorder": 1900,
     "backends/experimental": 1072,
     "g4ir/media": 1509,
     "g4ir/engine/ranks": 253,
-    "g4ir/engine": 8160,
-    "g4ir/chat": 2697,
+    "g4ir/engine": 8174,
+    "g4ir/chat": 2701,
     "g4ir/check": 3203,
-    "g4ir/bench": 2245,
-    "g4ir/serve": 5123,
+    "g4ir/bench": 2246,
+    "g4ir/serve": 5125,
     "g4ir/cli": 3503,
     "g4ir-vllm": 758,
     "g4ir-vllm/tests": 811,
     "bench": 2458,
     "examples": 193,
-    "tests": 46308,
+    "tests": 46353,
     "tools": 549,
 }
 

@@ -55,8 +55,13 @@ def toolchain(device: str, otherwise: str = "") -> tuple[Callable[[], object], .
 
 def cpp_compiler() -> str:
     """Return the C++ compiler that torch takes; MissingError if there is none."""
+    if sys.platform != "linux":
+        raise MissingError(
+            "the torch backend's CPU kernels need Linux: on a Mac use Docker "
+            "(docker/cpu.Dockerfile), or --backend reference"
+        )
     usual = setting("CXX", "g++")
-    if sys.platform == "linux" and shutil.which(usual):  # torch's compiler takes 2 s to import
+    if shutil.which(usual):  # torch's compiler takes 2 s to import
         return usual
     from torch._inductor import cpp_builder, exc
 

@@ -9,7 +9,6 @@ without weights.
 
 from __future__ import annotations
 
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +39,7 @@ from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import quantised, weights_of
 from g4ir.spec.record import Spec
 from g4ir.spec.shrink import shrink, shrink_drafter, with_all_experts
+from g4ir.ui.posix import resource
 from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.pack import MadeParams, Packing, ParamSource, make_packing

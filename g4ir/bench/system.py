@@ -6,13 +6,14 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-import resource
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from g4ir.ui.posix import resource
 
 from .. import __version__
 

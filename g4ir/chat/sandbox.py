@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from functools import lru_cache
 from threading import Lock
 from typing import Any
 
+from g4ir.ui.posix import resource
 from g4ir.ui.subprocesses import python
 
 #: characters of a prompt, seconds of processor time for it, bytes of the process

@@ -75,7 +75,11 @@ class Template:
         elif (given := config.get("chat_template")) is not None:
             source = _of_config(given, path)
         else:
-            note = f"{folder} has no chat template: the built-in form {otherwise!r} is used"
+            note = (
+                f"{folder} has no chat template, so it is probably a base model, which was not "
+                f"trained for conversations: take an instruction-tuned one (-it), or continue "
+                f"texts with `g4ir run`; the built-in form {otherwise!r} is used"
+            )
             return Template.built_in(otherwise, note)
         named = {k: v for k, v in config.items() if k.endswith("_token")}
         texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}

@@ -303,8 +303,7 @@ class Repl:
             talking.declare(self.talk, _path(text))
 
     def think(self, text: str) -> None:
-        self.talk.thinking.on = text != "off"
-        self.talk.thinking.budget = int(text) if text.isdigit() else None
+        self.talk.set_thinking(text != "off", int(text) if text.isdigit() else None)
 
     def reasoning(self, text: str) -> None:
         self.screen.hides_reasoning = text == "hide"

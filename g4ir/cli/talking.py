@@ -107,7 +107,7 @@ def begun(engine: Engine, args: argparse.Namespace) -> Iterator[ChatSession]:
         talk.set_system(args.system or "")
         if args.tools:
             declare(talk, args.tools)
-        talk.thinking.on, talk.thinking.budget = args.think, args.think_budget
+        talk.set_thinking(args.think, args.think_budget)
         talk.choose({name: getattr(args, name) for name in SAMPLING})
         yield talk
 

@@ -183,10 +183,24 @@ class ChatSession:
         return len(tokens)
 
     def set_tools(self, given: Any) -> tuple[str, ...]:
-        """Declare tools in OpenAI's form, or none; return what of their schemas is lost."""
+        """Declare tools in OpenAI's form, or none; return what of their schemas is lost.
+        InputError, and nothing is changed, if they are wrong or the template takes none."""
         lost = () if given is None else lower(read_tools(given))[1]
+        self._check_template(given, self.thinking.on)
         self.tools = given
         return lost
+
+    def set_thinking(self, on: bool, budget: int | None = None) -> None:
+        """Have the model think, for at most `budget` tokens, or not. InputError, and nothing is
+        changed, if the template has no reasoning."""
+        self._check_template(self.tools, on)
+        self.thinking = Thinking(on, budget)
+
+    def _check_template(self, tools: list[Any] | None, thinking: bool) -> None:
+        """Raise InputError now if the template would refuse every message with these."""
+        if tools or thinking:
+            message = {"role": "user", "content": "?"}
+            make_prompt([message], tools, self.template, enable_thinking=thinking)
 
     def set(self, name: str, text: str) -> None:
         """Take a setting as typed, `default` for the checkpoint's; InputError for a wrong one."""

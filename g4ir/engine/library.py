@@ -9,7 +9,6 @@ Engines whose weight files are alike have the same files on the disk, by hard li
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -30,6 +29,7 @@ from g4ir.errors import EngineError, G4Error, InputError, MissingError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.ui.paths import cache_root, private
+from g4ir.ui.posix import fcntl
 from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.checkpoint import CONFIG, GGUF
 from g4ir.weights.hub import Download, look_up

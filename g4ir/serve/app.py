@@ -120,6 +120,8 @@ class Server:
         prompts = Prompts(engine, self.sources)
         prompts.vocabulary.longest  # noqa: B018  # an engine without a tokenizer is refused here
         prompts.grammars.prepare()
+        if prompts.template.note:
+            log.warning(prompts.template.note)
         self.prompts = prompts
         service = AsyncEngine(engine, self.settings, self.scheduler_config)
         self.service = self.metrics.service = service

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import resource
 import signal
 import ssl
 import threading
@@ -23,6 +22,7 @@ from g4ir.engine.engine import Engine
 from g4ir.engine.load import check_runnable
 from g4ir.errors import InputError, RankError
 from g4ir.ui import console
+from g4ir.ui.posix import resource
 
 from .app import Server
 from .prompts import require_tokenizer

@@ -5,7 +5,6 @@ A build holds a shared lock on them while it compiles; whoever deletes needs an 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 from g4ir.errors import TrustError
 
 from .paths import cache_root, private
+from .posix import fcntl
 
 #: below the user's cache: torch's compiler, and compiled programs
 INDUCTOR, PROGRAMS = "inductor", "programs"

@@ -241,13 +241,24 @@ def output() -> Any:
 
 
 def tolerant_output() -> None:
-    """Escape text that the terminal's encoding lacks, and take a closed stdout as no output: both
-    are no errors."""
+    """Escape text that the terminal's encoding lacks, and take closed standard streams as empty
+    ones: neither is an error."""
+    _reserve_descriptors()
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _reserve_descriptors() -> None:
+    """Open /dev/null as each of the descriptors 0 to 2 that is closed. A socket or file that got
+    one of them would be written to as stderr, and libuv aborts when it closes one."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def report(error: BaseException, trace: bool) -> int:

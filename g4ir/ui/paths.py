@@ -7,7 +7,6 @@ is refused.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import shutil
@@ -20,6 +19,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from g4ir.errors import MissingError, TrustError
+
+from .posix import fcntl
 
 #: mode bits by which others than the owner may change what lies in a folder
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
