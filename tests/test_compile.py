@@ -25,6 +25,7 @@ from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile import cpu_library, inductor, program_cache, workers
 from g4ir.backends.torch_compile.target import Target, find_target
 from g4ir.errors import LowerError
+from g4ir.ui import compiler_cache
 from g4ir.ui.paths import claimed
 from g4ir.ui.progress import no_progress
 from tests.cases import TABLES
@@ -333,19 +334,36 @@ def test_processes_that_were_started_early(
 
 def test_what_programs_share_is_made_once(tmp_path: Path) -> None:
     """As they make it themselves: they find it."""
-    for part in compiler.SHARED_PARTS:
+    with compiler_cache.in_use():  # other builds delete headers at their end
+        for part in compiler.SHARED_PARTS:
+            compiler.compile_shared(part, Target("cpu"))
+        with compiler._compiling() as folder:
+            pass
+
+        def shared() -> dict[str, int]:
+            files = [*folder.glob("precompiled_headers/*.?ch"), *folder.glob("interface-*.o")]
+            return {p.name: p.stat().st_mtime_ns for p in files}
+
+        before = shared()
+        assert len(before) >= 3
+        compiler.compile_program(TEXT, Target("cpu"), tmp_path / "program.pt2")
+        assert shared() == before
+
+
+def test_headers_that_another_build_deletes_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process: torch remembers for its life which there are."""
+    from torch._inductor import codecache
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "_HEADER_FILES", {tmp_path / "deleted"})
+    part = next(part for part in compiler.SHARED_PARTS if inductor.WRAPPER not in part)
+    for _ in range(2):
         compiler.compile_shared(part, Target("cpu"))
-    with compiler._compiling() as folder:
-        pass
-
-    def shared() -> dict[str, int]:
-        kept = [*folder.glob("precompiled_headers/*.?ch"), *folder.glob("interface-*.o")]
-        return {p.name: p.stat().st_mtime_ns for p in kept}
-
-    before = shared()
-    assert len(before) >= 3
-    compiler.compile_program(TEXT, Target("cpu"), tmp_path / "program.pt2")
-    assert shared() == before
+        (header,) = tmp_path.rglob("*.[gp]ch")
+        header.unlink()
+    codecache._precompile_header.cache_clear()
 
 
 PARENT = """

@@ -24,6 +24,7 @@ from typing import Any
 
 from g4ir.errors import EngineError, LowerError
 from g4ir.ir.text import parse_graph
+from g4ir.ui import compiler_cache
 from g4ir.ui.files import write_file
 from g4ir.ui.paths import keep_inductor_private, search_path, setting, variable
 from g4ir.weights.tensorfile import open_regular
@@ -72,6 +73,8 @@ SEQUENCE_DIM = re.compile(r"[\[,]S[,\]]")
 HEADERS = Path(__file__).with_name("headers")
 MODEL_HEADER = "include/torch/csrc/inductor/aoti_runtime/model_base.h"
 REGEX_USES = ["#include <regex>", "std::regex re(", "std::regex_match(device_str, sm, re)"]
+#: precompiled headers that were there after a program of this process
+_HEADER_FILES: set[Path] = set()
 #: at which level wrappers are optimised, for torch (default: O1)
 WRAPPER_LEVEL = "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"
 #: What a profiler of torch's reads, and more than half of a program's bytes
@@ -138,10 +141,12 @@ def _compiling() -> Iterator[Path]:
     folder = keep_inductor_private(default_cache_dir())
     _keep_headers_in(folder)
     ours = (_quiet_compiler, torch.no_grad, _kernels_understood, _own_headers, without_probes)
-    with ExitStack() as entered:
+    with compiler_cache.in_use(), ExitStack() as entered:
+        _forget_deleted_headers(folder)
         for context in ours:
             entered.enter_context(context())
         yield folder
+        _HEADER_FILES.update((folder / compiler_cache.HEADERS).rglob("*.[gp]ch"))
 
 
 def _keep_headers_in(folder: Path) -> None:
@@ -150,12 +155,23 @@ def _keep_headers_in(folder: Path) -> None:
     same names goes without."""
     from torch._inductor import codecache, config
 
-    headers = folder / "precompiled_headers"
+    headers = folder / compiler_cache.HEADERS
     names = {"_HEADER_DIR": headers, "_HEADER_LOCK_DIR": headers / "locks"}
     if vars(codecache).keys() >= names.keys():
         vars(codecache).update({name: str(place) for name, place in names.items()})
     else:
         config.aot_inductor.precompile_headers = False
+
+
+def _forget_deleted_headers(folder: Path) -> None:
+    """Have torch make precompiled headers again that a build of another process has deleted: it
+    remembers for the life of the process which there are."""
+    from torch._inductor import codecache
+
+    if not all(file.exists() for file in _HEADER_FILES):
+        _HEADER_FILES.clear()
+        if clear := getattr(getattr(codecache, "_precompile_header", None), "cache_clear", None):
+            clear()
 
 
 @contextmanager
