@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from g4ir.backends import find_backend
+from g4ir.backends.base import checked_settings
 from g4ir.errors import EngineError, G4Error, InputError, SpecError
 from g4ir.model.draft import check_pair, layers_read
 from g4ir.model.media import Media, build_words, check_media
@@ -444,6 +445,7 @@ def _check_spec(file: Path, m: Manifest, spec: Spec) -> None:
     if (grid := m.notes.grid) and grid.exact > grid.groups:
         raise _altered(file, f"notes.grid.exact: expected at most groups, {grid.groups}")
     try:
+        checked_settings(find_backend(m.backend), m.settings)
         check_ranks(spec, m.ranks, m.ep)
         placement = find_placement(m.ple_placement, spec, m.device)
         check_media(m.media, spec, MOST_SIZES)
