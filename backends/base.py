@@ -341,9 +341,9 @@ class Prepared(Resolved):
     short: str = ""
     #: bytes of the device's memory, if given
     memory: int | None = None
-    #: what 4-bit weights are calibrated on (engine/calibration.py)
+    #: what 4-bit weights are calibrated on (builder/calibration.py)
     calibration: Any = None
-    #: an engine of the cache that has these weight files (engine/library.py)
+    #: an engine of the cache that has these weight files (builder/library.py)
     donor: Any = None
 
     def param_bytes(self) -> int:

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 import g4ir
-from g4ir.engine.artefact import MANIFEST, manifest_text
+from g4ir.artefact.directory import MANIFEST, manifest_text
 from g4ir.engine.engine import Engine
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.checkpoint import sha256

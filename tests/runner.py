@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 import g4ir
-from g4ir.engine.artefact import PackedWeights
-from g4ir.engine.build import prepare, write_engine
+from g4ir.artefact.directory import PackedWeights
+from g4ir.builder.build import prepare, write_engine
+from g4ir.builder.load import load_engine
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
 from g4ir.ir.graph import Program, Value
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.rewrite import split_prologue

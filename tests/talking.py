@@ -21,7 +21,7 @@ from g4ir.backends.sampling import LogitsMask
 from g4ir.chat import Vocabulary
 from g4ir.chat.special_tokens import CALL, CALL_END, CHANNEL, CHANNEL_END, TURN, TURNS
 from g4ir.cli import main
-from g4ir.engine.conversation import ChatSession
+from g4ir.generate.conversation import ChatSession
 from tests.cases import TABLES
 
 #: one call, and a thought with content behind it

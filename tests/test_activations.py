@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import g4ir
+from g4ir.artefact.directory import open_artefact, rebuild
 from g4ir.backends.torch_compile import lower
 from g4ir.backends.torch_compile.kernels.base import Coded, both_in_codes
 from g4ir.backends.torch_compile.schedule import dense_bytes, schedule
@@ -18,7 +19,6 @@ from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.peers import EnginePeer, find_peer
 from g4ir.check.tokens import Turns
-from g4ir.engine.artefact import open_artefact, rebuild
 from g4ir.engine.engine import Engine
 from g4ir.ir.graph import Graph
 from g4ir.model.text import build_program

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import g4ir
+from g4ir.artefact.directory import MANIFEST, manifest_text, open_artefact, rebuild
+from g4ir.builder.load import load_engine
 from g4ir.cli import main
-from g4ir.engine.artefact import MANIFEST, manifest_text, open_artefact, rebuild
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
 from g4ir.errors import EngineError, G4Error
 from tests.configs import spec_called
 from tests.engines import random_checkpoint, resigned, stored_manifest

@@ -23,12 +23,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from g4ir.artefact.directory import MANIFEST, read_manifest
 from g4ir.backends.reference import ReferenceBackend
-from g4ir.engine import jsonl
-from g4ir.engine.artefact import MANIFEST, read_manifest
-from g4ir.engine.build import prepare, write_engine
-from g4ir.engine.load import load_engine
+from g4ir.builder.build import prepare, write_engine
+from g4ir.builder.load import load_engine
 from g4ir.errors import EngineError
+from g4ir.generate import jsonl
 from g4ir.plan.options import BuildOptions
 from g4ir.ui import files
 from tests.cli_tools import BUILD, Outcome, built, g4ir, plain_checkpoint, refused, text_checkpoint
@@ -152,7 +152,7 @@ def test_no_space_left_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     out = tmp_path / "outputs" / "e"
     out.parent.mkdir()
     # What is kept of a build beside it: a warning where there is no room (tests/test_trust.py).
-    monkeypatch.setattr("g4ir.engine.build.record_built", lambda manifest, path: None)
+    monkeypatch.setattr("g4ir.builder.build.record_built", lambda manifest, path: None)
 
     def write(fail: int) -> int:
         with monkeypatch.context() as patch:

@@ -48,11 +48,11 @@ from g4ir.bench.runners import (
 from g4ir.bench.schema import VERSION, BenchReport, plain, read_report, report_of
 from g4ir.bench.text import ROWS, _shown, compare_reports, compare_text, markdown, text
 from g4ir.bench.work import find_work, request_chunks
+from g4ir.builder.load import load_engine
 from g4ir.check.reference import reference_engine
 from g4ir.check.watch import Watched, watching
 from g4ir.cli.common import strict
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
 from g4ir.errors import InputError, MissingError
 from g4ir.ir.distance import Tolerance
 from g4ir.ir.flatten import flatten

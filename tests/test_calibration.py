@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import g4ir
+from g4ir.artefact.directory import rebuild
+from g4ir.builder import calibration
+from g4ir.builder.build import prepare
+from g4ir.builder.calibration import LEAST, column_moments
 from g4ir.check.hf import hf_model
-from g4ir.engine import calibration
-from g4ir.engine.artefact import rebuild
-from g4ir.engine.build import prepare
-from g4ir.engine.calibration import LEAST, column_moments
 from g4ir.model.names import checkpoint_name
 from g4ir.ops.codecs import dequantized, packed
 from g4ir.ops.quant import quantize

@@ -383,7 +383,7 @@ def test_pasted_lines_are_one_message_and_history_is_kept(
 def test_an_engine_that_cannot_chat_is_refused_before_its_weights_are_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("g4ir.engine.load.load_engine", lambda *a, **k: pytest.fail("loaded"))
+    monkeypatch.setattr("g4ir.builder.load.load_engine", lambda *a, **k: pytest.fail("loaded"))
     for words in (("chat", tmp_path / "e"), ("run", tmp_path / "e", "--chat", "--prompt", "x")):
         shutil.rmtree(tmp_path / "e", ignore_errors=True)
         shutil.copytree(folder, tmp_path / "e")

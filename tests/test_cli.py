@@ -30,13 +30,13 @@ from torch._inductor.exc import InvalidCxxCompiler
 from g4ir.backends import BACKENDS, find_backend
 from g4ir.backends.sampling import SamplingParams
 from g4ir.backends.trt.target import LIBRARIES
+from g4ir.builder.load import load_engine
 from g4ir.chat.prompt import TextStream, Vocabulary
 from g4ir.cli import _parser
 from g4ir.cli.common import tables
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
-from g4ir.engine.offline import BOS_ADDED, RAW, OfflineEngine
 from g4ir.engine.scheduler import Scheduler
+from g4ir.generate.offline import BOS_ADDED, RAW, OfflineEngine
 from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
@@ -496,7 +496,7 @@ def test_a_failed_check_is_exit_1(engine: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_build_that_does_not_fit_is_refused_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("g4ir.engine.build.device_memory", lambda device: 600 << 20)
+    monkeypatch.setattr("g4ir.builder.build.device_memory", lambda device: 600 << 20)
     asked = Mock(side_effect=AssertionError)
     monkeypatch.setattr("g4ir.weights.random.RandomCheckpoint.tensor", asked)
     words = ("--variant", "e2b", "--random-weights", "0", "--out", tmp_path / "e")

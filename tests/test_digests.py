@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from g4ir.engine import digests
-from g4ir.engine.digests import has_digest, remembered_digest
+from g4ir.artefact import digests
+from g4ir.artefact.digests import has_digest, remembered_digest
 from g4ir.ui.paths import state_root
 
 CONTENT = bytes(range(256)) * 4

@@ -17,9 +17,9 @@ import torch
 import g4ir
 from g4ir.backends.sampling import SamplingParams
 from g4ir.backends.trt.recorder import recording
+from g4ir.builder.build import Prepared, prepare
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
-from g4ir.engine.build import Prepared, prepare
 from g4ir.engine.engine import Engine
 from g4ir.engine.requests import Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig

@@ -25,12 +25,12 @@ from g4ir.bench.drafts import DRAFTED, PIECE, PLAIN
 from g4ir.bench.schema import plain as plain_values
 from g4ir.bench.schema import read_report
 from g4ir.bench.text import text as bench_text
+from g4ir.builder.load import load_engine
 from g4ir.check.logits import ROUNDS_ALONE, verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.stages import BACKEND, chunks_of_tokens, rounds_of
 from g4ir.cli.talking import tally_text
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
 from g4ir.engine.requests import Event, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.speculative import (

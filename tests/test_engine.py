@@ -24,9 +24,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import g4ir
-from g4ir.engine.artefact import Manifest
+from g4ir.artefact.directory import Manifest
+from g4ir.builder.load import load_engine
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
 from g4ir.errors import EngineError, InputError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
@@ -321,7 +321,7 @@ def _mapping_of(address: int) -> str:
 def test_public_names_stay_what_they_are() -> None:
     """Modules of the same name do not hide functions of the package."""
     code = (
-        "import g4ir, g4ir.ir.interpret, g4ir.engine.build, g4ir.check.logits, g4ir.cli\n"
+        "import g4ir, g4ir.ir.interpret, g4ir.builder.build, g4ir.check.logits, g4ir.cli\n"
         "for name in g4ir.__all__:\n"
         "    assert type(getattr(g4ir, name)).__name__ != 'module', name"
     )

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 import g4ir
-from g4ir.engine.export import HeldWeights
+from g4ir.builder.export import HeldWeights
 from g4ir.engine.prompts import Defaults, read_defaults
 from g4ir.errors import EngineError, InputError, SpecError, WeightsError
 from g4ir.model.media import KINDS
@@ -282,7 +282,7 @@ def test_defaults_in_gguf(folder: Path, settings: Any) -> None:
     """An engine of the file draws as one of the checkpoint; nothing is said to be lost."""
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
-        patch.setattr("g4ir.engine.export.log.warning", lambda text, *args: said.append(text))
+        patch.setattr("g4ir.builder.export.log.warning", lambda text, *args: said.append(text))
         want, got = exported(folder, settings)
     assert {*(got.stop or ())} == {*(want.stop or ()), 1}  # <eos>, by its name
     assert {*got.suppress} == {*want.suppress} and got.unused == want.unused

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from g4ir.builder.build import build
+from g4ir.builder.load import load_engine
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
-from g4ir.engine.build import build
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
-from g4ir.engine.offline import Failure, OfflineEngine, Result
 from g4ir.errors import CheckError, WeightsError
+from g4ir.generate.offline import Failure, OfflineEngine, Result
 from g4ir.ir.distance import row_errors
 from g4ir.spec.record import load_spec
 from g4ir.weights.random import RandomCheckpoint

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import g4ir
+from g4ir.builder.load import load_engine
 from g4ir.chat import make_prompt
-from g4ir.engine.conversation import ChatSession
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
 from g4ir.engine.requests import Request
 from g4ir.engine.scheduler import Scheduler
 from g4ir.errors import InputError
+from g4ir.generate.conversation import ChatSession
 from tests.engines import add_file
 from tests.media_tools import png
 from tests.serve.running import chat_tokenizer, ready

@@ -16,9 +16,9 @@ import torch
 
 from g4ir.backends.torch_compile import host_table
 from g4ir.backends.torch_compile.host_table import HostTable, open_host_table
-from g4ir.engine import load as loading
+from g4ir.builder import load as loading
+from g4ir.builder.load import load_engine
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
 from g4ir.ir.graph import Value
 from g4ir.weights.pack import StoredParams
 

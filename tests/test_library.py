@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 import g4ir
+from g4ir.artefact import digests
 from g4ir.backends.trt.kernel_cache import SUFFIX
-from g4ir.engine import digests, library
-from g4ir.engine.library import cached_engines, engines_root, find_engine, keep_below, remove
+from g4ir.builder import library
+from g4ir.builder.library import cached_engines, engines_root, find_engine, keep_below, remove
 from g4ir.errors import EngineError, G4Error
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
@@ -145,7 +146,7 @@ def test_a_build_that_ends_early_leaves_nothing(
     def ends(*given: Any) -> Any:
         raise fails
 
-    monkeypatch.setattr("g4ir.engine.build.artefact.graph_texts", ends)
+    monkeypatch.setattr("g4ir.builder.build.artefact.graph_texts", ends)
     with pytest.raises((KeyboardInterrupt, EngineError), match=says):
         find_engine(model, SMALL)
     assert leftovers() == []

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from g4ir.engine.engine import Engine
-from g4ir.engine.jsonl import ReadAhead
-from g4ir.engine.offline import AHEAD, Failure, OfflineEngine, Result
+from g4ir.generate.jsonl import ReadAhead
+from g4ir.generate.offline import AHEAD, Failure, OfflineEngine, Result
 from tests.engines import CASES, some_tokens
 
 ROWS = 4

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.engine.build import prepare
+from g4ir.builder.build import prepare
 from g4ir.errors import PlanError, SpecError, WeightsError
 from g4ir.ir.interpret import interpret
 from g4ir.model.audio import MelSettings

@@ -25,7 +25,7 @@ from g4ir.backends.primitives.network import Network
 from g4ir.backends.trt import build as builder
 from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt.interface import networks
-from g4ir.engine.build import prepare
+from g4ir.builder.build import prepare
 from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError, EngineError
 from g4ir.ir.interpret import run_node

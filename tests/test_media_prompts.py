@@ -19,11 +19,11 @@ import pytest
 import torch
 import yaml
 
+from g4ir.builder.load import load_engine
 from g4ir.cli import run
 from g4ir.engine.engine import Engine
-from g4ir.engine.jsonl import FIELDS
-from g4ir.engine.load import load_engine
 from g4ir.errors import InputError
+from g4ir.generate.jsonl import FIELDS
 from g4ir.media.audio import Waveform, prepare_audio
 from g4ir.media.images import prepare_image, read_image
 from g4ir.media.prompt import check_given, expand_text, mark, place, place_rows, times_left_out
@@ -288,7 +288,7 @@ def loaded_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Commands on `engine` take the one that is loaded, which saves seconds."""
     if "engine" in request.fixturenames:
         engine = request.getfixturevalue("loaded")
-        monkeypatch.setattr("g4ir.engine.load.load_engine", lambda *words, **options: engine)
+        monkeypatch.setattr("g4ir.builder.load.load_engine", lambda *words, **options: engine)
         monkeypatch.setattr(Engine, "close", lambda self: None)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.engine.module import TextModule
+from g4ir.builder.module import TextModule
 from g4ir.errors import G4Error
 from g4ir.spec.record import Spec, load_spec
 from tests.configs import random_spec

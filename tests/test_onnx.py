@@ -27,9 +27,9 @@ from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.lowerings import LOWERINGS
 from g4ir.backends.primitives.network import EXPERTS, TURNED, Network, stored_type
+from g4ir.builder.build import prepare
 from g4ir.check.passes import verify_each_pass
 from g4ir.cli import main
-from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, LowerError, MissingError
 from g4ir.ir.graph import Node

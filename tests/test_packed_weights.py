@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.engine.build import build, prepare
+from g4ir.builder.build import build, prepare
 from g4ir.model.tensors import dead_tensors
 from g4ir.plan.formats import weight_sizes
 from g4ir.plan.options import BuildOptions

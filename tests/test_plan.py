@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from g4ir import build
 from g4ir.backends.kv_cache import Caches
-from g4ir.engine.build import prepare
+from g4ir.builder.build import prepare
 from g4ir.errors import InputError, PlanError
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.rewrite import split_prologue

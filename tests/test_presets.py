@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from g4ir.builder.load import load_engine
 from g4ir.cli import _parser
 from g4ir.cli.common import given_options
-from g4ir.engine.load import load_engine
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.presets import PRESETS
 from g4ir.spec.record import load_spec

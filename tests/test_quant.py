@@ -26,9 +26,9 @@ from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.weights import by_columns
 from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.segment import graph_steps
+from g4ir.builder.build import prepare, write_engine
 from g4ir.check.logits import measured, verify_engine
 from g4ir.check.score import score_rows
-from g4ir.engine.build import prepare, write_engine
 from g4ir.errors import G4Error, WeightsError
 from g4ir.ir.graph import Builder, Program
 from g4ir.ir.interpret import interpret

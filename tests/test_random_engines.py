@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from g4ir.backends.trt import dry_run
-from g4ir.engine.build import build, prepare
+from g4ir.builder.build import build, prepare
 from g4ir.errors import InputError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, check_spec, load_spec

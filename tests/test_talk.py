@@ -12,17 +12,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from g4ir.builder.load import load_engine
 from g4ir.chat import Event, Reader, make_prompt
 from g4ir.chat.special_tokens import CHANNEL, CHANNEL_END, TURN_END
 from g4ir.cli.talking import declare
-from g4ir.engine.conversation import INTERRUPTED, NOT_RUN, ChatSession
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
-from g4ir.engine.offline import OfflineEngine
 from g4ir.engine.prompts import Defaults
 from g4ir.engine.requests import Request
 from g4ir.engine.scheduler import Scheduler
 from g4ir.errors import InputError
+from g4ir.generate.conversation import INTERRUPTED, NOT_RUN, ChatSession
+from g4ir.generate.offline import OfflineEngine
 from g4ir.serve.prompts import Prompts
 from tests.engines import CASES
 from tests.media_tools import png

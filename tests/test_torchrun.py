@@ -28,10 +28,10 @@ import torch
 from safetensors.torch import load_file
 
 import g4ir
+from g4ir.artefact.directory import open_artefact
+from g4ir.builder.load import open_runtime
 from g4ir.chat import Vocabulary
 from g4ir.cli import main
-from g4ir.engine.artefact import open_artefact
-from g4ir.engine.load import open_runtime
 from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.model.draft import shipped_drafter
 from g4ir.parallel.group import RankLaunch, RankProcess, join, launched

@@ -20,15 +20,21 @@ from typing import Annotated
 
 import yaml
 
+from g4ir.backends.torch_compile.kernels.base import (
+    SHARE_KEYS,
+    SHARES,
+    ZEROS,
+    Choice,
+    Schedule,
+    added_together,
+)
+from g4ir.backends.torch_compile.schedule import OTHER
 from g4ir.errors import InputError
 from g4ir.ir.graph import Node
 from g4ir.ir.names import layer_of
 from g4ir.ops.base import nothing
 from g4ir.ops.collective import COLLECTIVES
 from g4ir.spec.reader import Count, Length, build, read_tree
-
-from ..torch_compile.kernels.base import SHARE_KEYS, SHARES, ZEROS, Choice, Schedule, added_together
-from ..torch_compile.schedule import OTHER
 
 TABLE = Path(__file__).with_suffix(".yaml")
 #: what is counted as one row of the table beside kernels of ours

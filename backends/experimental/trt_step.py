@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from g4ir.backends.primitives.network import FULL
+from g4ir.backends.trt.build import Written, weight_bytes
+from g4ir.backends.trt.experts import gathers
+from g4ir.backends.trt.recorder import traffic
 from g4ir.ir.graph import Graph, Node
 from g4ir.parallel.shard import collectives
 from g4ir.plan.engine_limits import Limits
 
-from ..primitives.network import FULL
-from ..trt.build import Written, weight_bytes
-from ..trt.experts import gathers
-from ..trt.recorder import traffic
 from .step_model import message_us, read_constants
 
 GPU = "h100"

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from g4ir.backends.base import Backend, Setting, Task
+from g4ir.backends.primitives.graph import tower_graphs
+from g4ir.backends.primitives.network import EXPERTS, stored_bytes
+from g4ir.backends.primitives.weights import by_columns
 from g4ir.errors import MissingError
 from g4ir.ir.graph import Program
 from g4ir.model.draft import DRAFT
 from g4ir.plan.engine_limits import Limits
 from g4ir.quant.rewrite import simplified
 from g4ir.ui.progress import Progress
-
-from ..base import Backend, Setting, Task
-from ..primitives.graph import tower_graphs
-from ..primitives.network import EXPERTS, stored_bytes
-from ..primitives.weights import by_columns
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared

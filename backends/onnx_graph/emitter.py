@@ -16,10 +16,10 @@ import onnx
 import torch
 from onnx import helper
 
+from g4ir.backends.primitives.emitter import Emitter, Operand, reshape_spec
 from g4ir.ir.graph import Value
 from g4ir.ops.types import Dim, Type, dtype_name
 
-from ..primitives.emitter import Emitter, Operand, reshape_spec
 from .allow_list import walk
 
 OPSET = 24

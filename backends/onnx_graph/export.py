@@ -22,6 +22,11 @@ from typing import IO, Any
 
 import onnx
 
+from g4ir.backends.primitives.emitter import SHARED, Operand
+from g4ir.backends.primitives.graph import network_graph, tower_graphs
+from g4ir.backends.primitives.lowerings import LOWERINGS
+from g4ir.backends.primitives.network import Lowering, Network, full_slots
+from g4ir.backends.primitives.weights import gathered
 from g4ir.errors import EngineError, LowerError
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.names import layer_of
@@ -30,11 +35,6 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.ui.files import read_table
 from g4ir.weights import tensorfile
 
-from ..primitives.emitter import SHARED, Operand
-from ..primitives.graph import network_graph, tower_graphs
-from ..primitives.lowerings import LOWERINGS
-from ..primitives.network import Lowering, Network, full_slots
-from ..primitives.weights import gathered
 from .allow_list import check_model
 from .emitter import OPSET, OnnxEmitter, Place
 

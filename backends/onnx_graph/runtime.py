@@ -8,17 +8,9 @@ from typing import Any
 import onnxruntime
 import torch
 
-from g4ir.errors import EngineError
-from g4ir.ir.graph import Program
-from g4ir.model.draft import DRAFT
-from g4ir.ops.types import Type, torch_dtype
-from g4ir.plan.engine_limits import Limits
-from g4ir.ui.progress import Progress
-from g4ir.weights.pack import ParamSource
-
-from ..base import Runtime, Tensors, Watch
-from ..primitives.graph import network_graph
-from ..primitives.network import (
+from g4ir.backends.base import Runtime, Tensors, Watch
+from g4ir.backends.primitives.graph import network_graph
+from g4ir.backends.primitives.network import (
     BLOCK_IDS,
     NO_BLOCK,
     ROWS,
@@ -28,7 +20,15 @@ from ..primitives.network import (
     is_ring,
     stored_type,
 )
-from ..primitives.runtime import NetworkCaches
+from g4ir.backends.primitives.runtime import NetworkCaches
+from g4ir.errors import EngineError
+from g4ir.ir.graph import Program
+from g4ir.model.draft import DRAFT
+from g4ir.ops.types import Type, torch_dtype
+from g4ir.plan.engine_limits import Limits
+from g4ir.ui.progress import Progress
+from g4ir.weights.pack import ParamSource
+
 from .export import DRAFT_FILE, MODEL, tower_file
 
 #: the model's own word for the caches that it updates in place

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from g4ir.backends.base import State
+from g4ir.backends.kv_cache import CaptureCache
 from g4ir.ops.types import Type, torch_dtype
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import context_slots
 
-from ..base import State
-from ..kv_cache import CaptureCache
 from .network import TURNED, as_in_ir, full_slots, turn
 
 

@@ -12,6 +12,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from g4ir.backends.base import Backend, Prepared, Setting, Task
+from g4ir.backends.experimental import experiment
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program
 from g4ir.ir.rewrite import split_prologue
@@ -23,8 +25,6 @@ from g4ir.quant.rewrite import simplified
 from g4ir.ui import compiler_cache
 from g4ir.ui.progress import Progress
 
-from ..base import Backend, Prepared, Setting, Task
-from ..experimental import experiment
 from . import workers
 from .compile import check_program, machine
 from .cpu_library import compile_kernels, kernel_parts

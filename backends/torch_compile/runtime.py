@@ -12,6 +12,9 @@ from typing import Any
 import torch
 
 from g4ir.backends import sampling
+from g4ir.backends.base import DeviceChoice, Task, Tensors, Watch
+from g4ir.backends.experimental import experiment
+from g4ir.backends.kv_cache import Caches
 from g4ir.errors import EngineError
 from g4ir.ir.interpret import run_node
 from g4ir.ir.rewrite import bind
@@ -22,9 +25,6 @@ from g4ir.ui.paths import unpacking
 from g4ir.weights.pack import StoredParams
 from g4ir.weights.tensorfile import ALIGNED, on_huge_pages, read_pages
 
-from ..base import DeviceChoice, Task, Tensors, Watch
-from ..experimental import experiment
-from ..kv_cache import Caches
 from . import pyops
 from .arena import ROWS, Arena
 from .cuda_graph import (

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from g4ir.backends import sampling
+from g4ir.backends.base import Tensors
 from g4ir.ir.graph import Program
 from g4ir.weights.pack import RowTable
 
-from ..base import Tensors
 from . import pyops
 from .arena import ROWS, Arena
 from .step_program import Code, NoInstruction, Recorder, StepProgram, bound, record_step

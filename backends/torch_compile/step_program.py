@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from g4ir.backends.base import Tensors, Watch
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.rewrite import bind
 from g4ir.model.decoder import VERIFY
@@ -29,7 +30,6 @@ from g4ir.ops.rope import inverse_frequencies
 from g4ir.ops.types import dtype_name, torch_dtype
 from g4ir.plan.engine_limits import Limits
 
-from ..base import Tensors, Watch
 from . import pyops
 from .arena import ROWS, Arena, storage_of
 from .kernels.base import Coded

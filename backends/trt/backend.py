@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
+from g4ir.backends.base import Backend, Setting, Task
+from g4ir.backends.primitives.network import stored_bytes
+from g4ir.backends.primitives.weights import by_columns, made_dense
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Graph, Node, Program
 from g4ir.parallel.shard import ranks_of
@@ -17,9 +20,6 @@ from g4ir.spec.reader import Count, Line, OneOf, Range, Shaped
 from g4ir.ui.progress import Progress
 from g4ir.weights.pack import StoredParams
 
-from ..base import Backend, Setting, Task
-from ..primitives.network import stored_bytes
-from ..primitives.weights import by_columns, made_dense
 from .build import estimate, weight_bytes
 from .dry_run import dry_run
 from .host import (

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from g4ir.backends.primitives.network import ROWS, Network
 from g4ir.errors import LowerError, TrustError
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.names import layer_of
@@ -31,7 +32,6 @@ from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource
 from g4ir.weights.tensorfile import FileTensor, write_tensors
 
-from ..primitives.network import ROWS, Network
 from .emitter import TrtEmitter
 from .host import MOST_SHARED_BYTES, Api, all_taken, joined, logger, progress_monitor, stream_writer
 from .interface import Interface, interface, phases_of

@@ -20,6 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from g4ir.backends.experimental import experiment
+from g4ir.backends.primitives.graph import MEDIA, network_graph, tower_graphs
+from g4ir.backends.primitives.network import BLOCK_IDS, NO_BLOCK
+from g4ir.backends.reference import ReferenceRuntime, WideRuntime
 from g4ir.errors import CheckError, InputError, LowerError
 from g4ir.ir.distance import ROUNDED, Anchor, Tolerance, rounding_room, row_errors, worst_of
 from g4ir.ir.graph import Graph, Node, Program
@@ -45,10 +49,6 @@ from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.pack import MadeParams, Packing, ParamSource, make_packing
 from g4ir.weights.random import RandomCheckpoint, WithDrafter
 
-from ..experimental import experiment
-from ..primitives.graph import MEDIA, network_graph, tower_graphs
-from ..primitives.network import BLOCK_IDS, NO_BLOCK
-from ..reference import ReferenceRuntime, WideRuntime
 from . import build, recorder
 from .compiled import summary
 from .host import CODES, Api, capsule, installed, probe, require_library

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from g4ir.backends.primitives.emitter import Emitter, Operand, reshape_spec
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Value
 from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
 
-from ..primitives.emitter import Emitter, Operand, reshape_spec
 from .host import data_type
 from .recorder import MAX_DIMS, MAX_TOP_K
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import torch
 
+from g4ir.backends.primitives import moe
+from g4ir.backends.primitives.emitter import Emitter, Operand
+from g4ir.backends.primitives.network import Network
+from g4ir.backends.primitives.weights import Weight, gathered_weight, whole_weight
 from g4ir.ir.graph import Node
 from g4ir.plan.engine_limits import Limits
 
-from ..primitives import moe
-from ..primitives.emitter import Emitter, Operand
-from ..primitives.network import Network
-from ..primitives.weights import Weight, gathered_weight, whole_weight
 from .emitter import TrtEmitter
 
 #: how many times a gathered weight is moved: read, written, and read

@@ -20,13 +20,13 @@ from typing import IO, Any
 
 import torch
 
+from g4ir.backends.torch_compile.cuda_graph import Record, recorded
 from g4ir.errors import EngineError, LowerError, MissingError
 from g4ir.parallel.group import Group
 from g4ir.ui.memory import device_memory, free_on
 from g4ir.ui.paths import cache_root
 from g4ir.ui.progress import Progress
 
-from ..torch_compile.cuda_graph import Record, recorded
 from .target import ANYWHERE, HOPPER, RTX, TENSORRT, Library, Target
 
 #: bytes of shared memory that a block has there

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from g4ir.backends.primitives.graph import network_graph, tower_graphs
+from g4ir.backends.primitives.network import FULL, ROWS, SLOTS, full_slots, is_ring, network_inputs
 from g4ir.ir.graph import Graph, Program
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.ops.types import Type
 from g4ir.plan.engine_limits import Limits
-
-from ..primitives.graph import network_graph, tower_graphs
-from ..primitives.network import FULL, ROWS, SLOTS, full_slots, is_ring, network_inputs
 
 #: the network of the text model; those of towers and of a drafter's step are called as their graphs
 ENGINE = "engine"

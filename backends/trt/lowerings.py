@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
+from g4ir.backends.base import Setting
+from g4ir.backends.primitives import attention, vision, weights
+from g4ir.backends.primitives.emitter import Emitter, Operand
+from g4ir.backends.primitives.lowerings import LOWERINGS, pieces
+from g4ir.backends.primitives.network import EXPERTS, ROWS, Lowering, Network, is_ring, stored_type
+from g4ir.backends.primitives.pointwise import activate, capped, reciprocal_rms, times, weighed
 from g4ir.ir.graph import Graph, Node
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.engine_limits import Limits
 
-from ..base import Setting
-from ..primitives import attention, vision, weights
-from ..primitives.emitter import Emitter, Operand
-from ..primitives.lowerings import LOWERINGS, pieces
-from ..primitives.network import EXPERTS, ROWS, Lowering, Network, is_ring, stored_type
-from ..primitives.pointwise import activate, capped, reciprocal_rms, times, weighed
 from .emitter import TrtEmitter
 from .experts import experts
 from .host import FEATURES, offers

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from g4ir import errors
+from g4ir.backends.base import Task
 from g4ir.backends.primitives.network import stored_bytes
 from g4ir.errors import G4Error, LowerError, PlanError
 from g4ir.ir.graph import Graph, Program
@@ -31,7 +32,6 @@ from g4ir.ui.subprocesses import python
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource, StoredParams, params_of_rank, rank_files
 
-from ..base import Task
 from . import build
 from .build import Written
 from .compiled import Made, compiled, summary

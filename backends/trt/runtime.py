@@ -10,6 +10,18 @@ from typing import Any
 
 import torch
 
+from g4ir.backends.base import Runtime, Tensors, Watch
+from g4ir.backends.primitives.network import (
+    BLOCK_IDS,
+    NO_BLOCK,
+    ROWS,
+    SLOTS,
+    TURNED,
+    asked_rows,
+    full_slots,
+)
+from g4ir.backends.primitives.runtime import NetworkCaches
+from g4ir.backends.torch_compile.cuda_graph import Captured, Record, WithFallback
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program
 from g4ir.model.decoder import VERIFY
@@ -18,10 +30,6 @@ from g4ir.ops.types import torch_dtype
 from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import ParamSource
 
-from ..base import Runtime, Tensors, Watch
-from ..primitives.network import BLOCK_IDS, NO_BLOCK, ROWS, SLOTS, TURNED, asked_rows, full_slots
-from ..primitives.runtime import NetworkCaches
-from ..torch_compile.cuda_graph import Captured, Record, WithFallback
 from .host import DTYPES, Api, data_type
 from .interface import MOST_VERIFIED, Interface, phase_of
 from .kernel_cache import KernelCache

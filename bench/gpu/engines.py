@@ -25,10 +25,10 @@ from g4ir.backends.torch_compile.program_cache import cache_dir, keep_program
 from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Rates, synchronize
 from g4ir.bench.runners import EngineRunner, kernels_per_step, reference_runner
+from g4ir.builder.build import prepare
+from g4ir.builder.load import load_engine
 from g4ir.check.tokens import random_ids
-from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
 from g4ir.errors import InputError, PlanError
 from g4ir.plan.cost import graph_costs, prefill_chunks, total
 from g4ir.plan.options import BuildOptions

@@ -30,9 +30,9 @@ from g4ir.backends.trt.interface import ENGINE, files
 from g4ir.backends.trt.lowerings import SETTINGS, WEIGHTS
 from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Meter
+from g4ir.builder.load import load_engine
 from g4ir.check.logits import verify_engine
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
 from g4ir.errors import MissingError
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.files import write_file

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from g4ir.engine.artefact import Artefact, open_artefact
+from g4ir.artefact.directory import Artefact, open_artefact
 from g4ir.engine.engine import TOKENIZER
 from g4ir.engine.prompts import read_defaults
 from g4ir.errors import EngineError, G4Error, InputError

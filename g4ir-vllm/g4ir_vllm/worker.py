@@ -16,7 +16,7 @@ from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from g4ir.engine.load import load_engine
+from g4ir.builder.load import load_engine
 from g4ir.errors import EngineError
 
 from .config import EngineModel, Options, engine_folder

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 import g4ir
-from g4ir.engine.load import load_engine
+from g4ir.builder.load import load_engine
 from g4ir_vllm.prepare import prepare
 from tests.engines import add_file
 from tests.serve.running import MAX_SEQ, NAME, chat_tokenizer

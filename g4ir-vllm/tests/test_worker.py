@@ -12,8 +12,8 @@ import torch
 from serving import CHUNK, ROWS
 from vllm import LLM, SamplingParams
 
+from g4ir.builder.load import load_engine
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
 from g4ir.engine.session import Session
 from g4ir_vllm.prepare import prepare
 

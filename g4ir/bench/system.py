@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
+from g4ir import __version__
 from g4ir.ui.posix import resource
-
-from .. import __version__
 
 #: what nvidia-smi is asked -> key of the report
 GPU_FIELDS = {

@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from g4ir.chat.text_files import cut_blocks, read_text
 from g4ir.engine.engine import Engine
-from g4ir.engine.jsonl import FIELDS, IDS, TEXT, Field, ReadAhead, checked_fields, parse_line
 from g4ir.engine.prompts import checked_ids
-from g4ir.engine.text_files import cut_blocks, read_text
-from g4ir.engine.tokenizer import Codec
 from g4ir.errors import InputError
+from g4ir.generate.jsonl import FIELDS, IDS, TEXT, Field, ReadAhead, checked_fields, parse_line
+from g4ir.generate.tokenizer import Codec
 
 from .tokens import check_no_media
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from g4ir.engine.artefact import LinkedWeights, MergedWeights
-from g4ir.engine.build import agreed_spec
+from g4ir.artefact.directory import LinkedWeights, MergedWeights
+from g4ir.builder.build import agreed_spec
+from g4ir.builder.load import open_weights
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import open_weights
 from g4ir.errors import InputError, MissingError
 from g4ir.ir.graph import Node
 from g4ir.ir.names import layer_of

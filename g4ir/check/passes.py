@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from g4ir.engine.engine import Engine
-from g4ir.engine.ranks.leader import run_watched, slots_of, watch_held
+from g4ir.engine.ranks import run_watched, slots_of, watch_held
 from g4ir.errors import CheckError
 from g4ir.ir.flatten import inner_nodes
 from g4ir.ir.graph import Node, Value, print_node

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from g4ir.backends.reference import ReferenceRuntime, text_graphs
+from g4ir.builder.load import open_weights
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import open_weights
-from g4ir.engine.ranks.leader import interpreted
+from g4ir.engine.ranks import interpreted
 from g4ir.ir.wide import BLOCK
 from g4ir.ops.types import FLOATS, ITEMSIZE, torch_dtype
 from g4ir.passes import OPTIONS, PassOptions

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from g4ir.engine.artefact import rebuild
+from g4ir.artefact.directory import rebuild
 from g4ir.engine.engine import Engine
 from g4ir.engine.prefill import CHUNK_LOGITS
 from g4ir.engine.session import Session

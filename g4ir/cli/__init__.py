@@ -85,7 +85,7 @@ def run_command(args: argparse.Namespace) -> int:
     timeout_s = args.rank_timeout
     with join(TIMEOUT_S if timeout_s is None else timeout_s) as group:
         if group.rank:
-            from g4ir.engine.ranks.worker import follow
+            from g4ir.builder.rank_worker import follow
 
             follow(group)
             return 0

@@ -8,14 +8,14 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from g4ir.artefact.directory import is_engine, read_manifest
 from g4ir.bench.llama import LLAMA, gguf_file, gguf_path
 from g4ir.bench.report import check_options, check_specs, run_bench
 from g4ir.bench.runners import Workload, plan_workload
 from g4ir.bench.schema import BenchReport, plain, read_report
 from g4ir.bench.text import compare_reports, compare_text, markdown, plot_bench, text
-from g4ir.engine.artefact import is_engine, read_manifest
+from g4ir.builder.load import described
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import described
 from g4ir.errors import InputError
 from g4ir.spec.record import SUFFIXES
 from g4ir.ui import console

@@ -9,9 +9,9 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from g4ir.artefact.directory import BUILDING
 from g4ir.backends import find_backend
 from g4ir.backends.base import Prepared
-from g4ir.engine.artefact import BUILDING
 from g4ir.errors import EngineError, G4Error, InputError, check_all
 from g4ir.ir.graph import Graph
 from g4ir.ops.finite import TOO_LARGE
@@ -46,7 +46,7 @@ def build(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    from g4ir.engine.build import check_absent, prepare, write_engine
+    from g4ir.builder.build import check_absent, prepare, write_engine
 
     console.spec_warnings()
     if args.model:
@@ -136,7 +136,7 @@ def _tell_leftovers(out: Path) -> None:
 
 
 def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) -> int:
-    from g4ir.engine.build import check_space
+    from g4ir.builder.build import check_space
 
     short = [text for text in (p.short, p.backend.short(p.packing.program)) if text]
     try:
@@ -176,7 +176,7 @@ def _verdict(p: Prepared, short: list[str]) -> str:
 
 
 def _plan(p: Prepared, out: Path) -> dict[str, Any]:
-    from g4ir.engine.build import disk_bytes
+    from g4ir.builder.build import disk_bytes
 
     memory = Footprint(p, p.packing).parts(p.limits.max_batch, p.limits.max_seq)
     return {

@@ -24,7 +24,7 @@ from .common import emit, load_to_generate, tables
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from g4ir.engine.conversation import ChatSession, Turn
+    from g4ir.generate.conversation import ChatSession, Turn
 
 PROMPT, MORE = ">>> ", "... "
 #: lines that are remembered for the next time
@@ -134,7 +134,7 @@ def completions(line: str) -> list[str]:
     usage = COMMANDS.get(name, [""])[0]
     found = [word for word in usage.split("|") if word.islower()]
     if "NAME" in usage:
-        from g4ir.engine.conversation import SETTINGS
+        from g4ir.generate.conversation import SETTINGS
 
         found = [f"{setting} " for setting in SETTINGS]
     elif "PATH" in usage or "FILE" in usage:
@@ -313,7 +313,7 @@ class Repl:
 
     def set(self, text: str) -> None:
         name, _, value = text.partition(" ")
-        from g4ir.engine.conversation import SETTINGS
+        from g4ir.generate.conversation import SETTINGS
 
         if value.strip():
             self.talk.set(name, value.strip())

@@ -334,7 +334,7 @@ def load(
     """Load the engine of a command line; `how`: arguments of load_engine."""
     import torch
 
-    from g4ir.engine.load import load_engine
+    from g4ir.builder.load import load_engine
 
     if threads:
         torch.set_num_threads(threads)
@@ -345,8 +345,8 @@ def load(
 def find_engines(args: argparse.Namespace, all_logits: bool = False) -> None:
     """Put engines in the place of the models of a command line, built on first use, which may take
     minutes: flags are checked before. `models` are the words that were given."""
-    from g4ir.engine.artefact import is_engine
-    from g4ir.engine.library import find_engine, refuse_options
+    from g4ir.artefact.directory import is_engine
+    from g4ir.builder.library import find_engine, refuse_options
 
     threads = vars(args).get("threads")
     if threads is not None and not 1 <= threads <= MOST_THREADS:

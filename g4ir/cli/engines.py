@@ -14,12 +14,12 @@ from g4ir.ui.units import size_text
 from .common import flag_of, output
 
 if TYPE_CHECKING:
-    from g4ir.engine.library import CachedEngine
+    from g4ir.builder.library import CachedEngine
 
 
 def engines(args: argparse.Namespace) -> int:
     """List the engines of the cache, print its folder, or remove some."""
-    from g4ir.engine.library import cached_engines, disk_bytes, engines_root
+    from g4ir.builder.library import cached_engines, disk_bytes, engines_root
 
     if args.action == "path":
         return output(args, {"path": str(engines_root())}, f"{engines_root()}\n")
@@ -64,7 +64,7 @@ def _words(value: Any) -> str:
 
 
 def _remove(args: argparse.Namespace) -> int:
-    from g4ir.engine.library import cached_engines, disk_bytes, remove
+    from g4ir.builder.library import cached_engines, disk_bytes, remove
 
     known = {e.path.name: e for e in cached_engines()}
     ways = (bool(args.names), args.all, args.stale)

@@ -12,7 +12,7 @@ from .common import given_spec, output
 
 def export(args: argparse.Namespace) -> int:
     """Write an engine's or a checkpoint's model as a Hugging Face checkpoint or a GGUF file."""
-    from g4ir.engine.export import export
+    from g4ir.builder.export import export
 
     model = args.model or args.checkpoint
     if model is None:

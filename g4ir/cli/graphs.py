@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
-from g4ir.engine.artefact import Artefact
+from g4ir.artefact.directory import Artefact
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.names import layer_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from g4ir.engine.artefact import Artefact, is_engine, open_artefact
+from g4ir.artefact.directory import Artefact, is_engine, open_artefact
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.presets import Preset
 from g4ir.quant.recipe import Recipe

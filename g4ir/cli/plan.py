@@ -28,7 +28,7 @@ from .common import flag_of, given_options, output
 from .models import Model, named_model, without_quant
 
 if TYPE_CHECKING:
-    from g4ir.engine.artefact import Artefact
+    from g4ir.artefact.directory import Artefact
 
 ALL = "all"
 #: bytes below which a size lacks its unit

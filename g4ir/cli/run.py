@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.chat.prompt import TextStream
-from g4ir.engine.jsonl import named
 from g4ir.errors import InputError
+from g4ir.generate.jsonl import named
 from g4ir.model.media import MEDIA_SETTINGS, check_there
 from g4ir.ui import console
 
@@ -23,8 +23,8 @@ from .score import verify_text
 from .talking import answer_once, answer_summary, check_draft, check_talk, given_draft
 
 if TYPE_CHECKING:
-    from g4ir.engine.offline import Failure, OfflineEngine, OfflineRequest, Result
     from g4ir.engine.scheduler import SchedulerConfig
+    from g4ir.generate.offline import Failure, OfflineEngine, OfflineRequest, Result
 
 #: setting of media -> the kind that it is for
 SETTING_KINDS = {setting: kind for kind, names in MEDIA_SETTINGS.items() for setting in names}
@@ -33,8 +33,8 @@ FLAGS = ("bos", "max_new_tokens", "temperature", "top_k", "top_p", *SETTING_KIND
 
 def run(args: argparse.Namespace) -> int:
     """Answer a prompt, or the lines of a file."""
-    from g4ir.engine.offline import check_flags
     from g4ir.engine.scheduler import SchedulerConfig
+    from g4ir.generate.offline import check_flags
 
     _check_media(args)
     check_draft(args)
@@ -55,7 +55,7 @@ def _answered(
     config: SchedulerConfig,
     asked: tuple[str, dict[str, Any]] | None,
 ) -> int:
-    from g4ir.engine.offline import OfflineEngine
+    from g4ir.generate.offline import OfflineEngine
 
     with (
         console.Progress() as progress,

@@ -48,9 +48,9 @@ def score(args: argparse.Namespace) -> int:
 
 def verify_text(args: argparse.Namespace) -> int:
     """Compare an engine with its unquantised weights, or another engine, on texts."""
+    from g4ir.artefact.directory import read_manifest
     from g4ir.check.logits import AGAINST
     from g4ir.check.report import engine_name
-    from g4ir.engine.artefact import read_manifest
 
     if args.against in AGAINST:
         raise InputError(
@@ -75,7 +75,7 @@ def verify_text(args: argparse.Namespace) -> int:
 
 def _checked(args: argparse.Namespace) -> int:
     """Check files and the number of tokens before an engine is loaded; return the number."""
-    from g4ir.engine.text_files import check_files
+    from g4ir.chat.text_files import check_files
 
     lines = vars(args).get("jsonl")
     check_files([lines] if lines else args.text, "--jsonl" if lines else "--text")

@@ -21,10 +21,10 @@ from g4ir.ui import console
 from .common import emit, find_engines, flag_of
 
 if TYPE_CHECKING:
-    from g4ir.engine.conversation import ChatSession, Turn
     from g4ir.engine.engine import Engine
     from g4ir.engine.requests import Counts
     from g4ir.engine.speculative import AcceptanceStats
+    from g4ir.generate.conversation import ChatSession, Turn
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
 #: on a terminal: what dims, and what ends it
@@ -98,8 +98,8 @@ def _check_turns(folder: Path) -> None:
 @contextmanager
 def begun(engine: Engine, args: argparse.Namespace) -> Iterator[ChatSession]:
     """A context with a conversation of what the flags say."""
-    from g4ir.engine.conversation import ChatSession
     from g4ir.engine.scheduler import SchedulerConfig
+    from g4ir.generate.conversation import ChatSession
 
     with closing(ChatSession(engine, SchedulerConfig(**given_draft(args)))) as talk:
         if talk.template.note:
@@ -114,7 +114,7 @@ def begun(engine: Engine, args: argparse.Namespace) -> Iterator[ChatSession]:
 
 def declare(talk: ChatSession, path: str) -> None:
     """Declare the tools of a file, and say what of their schemas is lost."""
-    from g4ir.engine.text_files import read_text
+    from g4ir.chat.text_files import read_text
 
     path = str(Path(path))
     try:

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from g4ir.engine import trust as decisions
-from g4ir.engine.artefact import open_artefact
-from g4ir.engine.trust import provenance
+from g4ir.artefact import trust as decisions
+from g4ir.artefact.directory import open_artefact
+from g4ir.artefact.trust import provenance
 from g4ir.errors import InputError
 from g4ir.model.media import offered
 from g4ir.ops.types import TORCH_NAMES

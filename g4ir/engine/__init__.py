@@ -1,1 +1,1 @@
-"""Makes the built artefact, and the tokens that come out of it."""
+"""Tokens in, tokens out: sessions, the scheduler, the prefix cache, speculative decoding."""

@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from g4ir.artefact.directory import Manifest
 from g4ir.backends.base import Runtime
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph, Program, Value
@@ -26,7 +27,6 @@ from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import GENERATION
 from g4ir.weights.pack import UnpackedWeights, params_of_rank
 
-from .artefact import Manifest
 from .prompts import Defaults, read_defaults
 
 if TYPE_CHECKING:

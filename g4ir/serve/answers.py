@@ -17,8 +17,8 @@ from g4ir.engine.output import Answer, as_call, is_call
 from g4ir.engine.requests import RequestHandle
 from g4ir.media.soft import Soft, counts
 
-from .parts import AnswerFormat
 from .prompts import PreparedRequest
+from .protocols.parts import AnswerFormat
 
 
 @dataclass

@@ -34,7 +34,6 @@ from g4ir.engine.requests import CANCELLED, FAILED, Event, RequestHandle
 from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.errors import BusyError
 
-from . import messages, responses, transcriptions
 from . import request_schema as schema
 from .answers import ResponseFormat, usage_of
 from .auth import JSON, Auth
@@ -43,10 +42,11 @@ from .media_fetch import Sources
 from .media_queue import FETCH, SMALL, VIDEO, MediaQueue
 from .metrics import Metrics
 from .page import read_assets
-from .parts import AnswerFormat
 from .prompts import PreparedRequest, Prompts, Unread
+from .protocols import messages, responses, transcriptions
+from .protocols.parts import AnswerFormat
+from .protocols.translation import Body, Translation
 from .request_log import HEADERS, RequestLog
-from .translation import Body, Translation
 
 log = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ from g4ir.backends.sampling import LogitsMask, SamplingParams
 from g4ir.chat import Prompt, Reader, ReasoningBudget, Template, Vocabulary, make_prompt
 from g4ir.chat.messages import Medium
 from g4ir.chat.prompt import spelled
-from g4ir.engine.conversation import Bounded
 from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.engine.multimodal import soft_of
 from g4ir.engine.output import Answer
 from g4ir.engine.prompts import checked_ids, sampling_params
 from g4ir.engine.requests import Request
-from g4ir.engine.tokenizer import Codec
 from g4ir.errors import EngineError, InputError
+from g4ir.generate.conversation import Bounded
+from g4ir.generate.tokenizer import Codec
 from g4ir.media.audio import REFUSE
 from g4ir.media.limits import Limit, limited
 from g4ir.media.prompt import expansion

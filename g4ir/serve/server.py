@@ -17,9 +17,9 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from g4ir.engine.artefact import open_artefact, require_readable
+from g4ir.artefact.directory import open_artefact, require_readable
+from g4ir.builder.load import check_runnable
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import check_runnable
 from g4ir.errors import InputError, RankError
 from g4ir.ui import console
 from g4ir.ui.posix import resource

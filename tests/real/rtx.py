@@ -12,7 +12,7 @@ import pytest
 
 import g4ir
 from g4ir.backends.trt import dry_run
-from g4ir.engine.build import prepare
+from g4ir.builder.build import prepare
 from g4ir.plan.options import BuildOptions
 from g4ir.weights.pack import MadeParams
 from tests.real.real import MODEL

@@ -18,8 +18,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import g4ir
+from g4ir.builder.load import load_engine
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
 from g4ir.ir.text import parse_graph
 from g4ir.ops import OPS
 from g4ir.spec.record import Spec, load_spec
@@ -404,7 +404,7 @@ def media(world: World, words: list[str]) -> str:
 
 def _with_media(world: World) -> Path:
     """The engine; commands take the one that is loaded, which saves seconds."""
-    world.patch.setattr("g4ir.engine.load.load_engine", lambda *_, **__: world.shared.media)
+    world.patch.setattr("g4ir.builder.load.load_engine", lambda *_, **__: world.shared.media)
     world.patch.setattr(Engine, "close", lambda self: None)
     world.patch.chdir(world.shared.files)
     return world.shared.media.path

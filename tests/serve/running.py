@@ -15,10 +15,10 @@ import torch
 
 import g4ir
 from g4ir.backends.sampling import SamplingParams
+from g4ir.builder.load import load_engine
 from g4ir.chat.special_tokens import CONTROLS
 from g4ir.engine.async_engine import AsyncEngine, AsyncEngineConfig
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
 from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.serve.app import Server
 from g4ir.serve.auth import Auth

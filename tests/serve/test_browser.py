@@ -15,8 +15,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from g4ir.engine.conversation import ChatSession
-from g4ir.engine.load import load_engine
+from g4ir.builder.load import load_engine
+from g4ir.generate.conversation import ChatSession
 from g4ir.serve import app
 from g4ir.serve.auth import Auth
 from g4ir.serve.http_errors import later

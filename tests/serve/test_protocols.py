@@ -13,8 +13,8 @@ import yaml
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from g4ir.serve import messages, responses
-from g4ir.serve.parts import JsonText
+from g4ir.serve.protocols import messages, responses
+from g4ir.serve.protocols.parts import JsonText
 from g4ir.serve.tool_grammar import LARK
 from tests.serve.running import NAME, Running, eventually
 from tests.serve.test_client import ask

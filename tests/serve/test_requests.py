@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from g4ir.chat import prompt
-from g4ir.engine import tokenizer as engine_tokenizer
+from g4ir.generate import tokenizer as engine_tokenizer
 from g4ir.serve import request_schema
 from g4ir.serve.auth import Auth
 from g4ir.serve.http_errors import Refused

@@ -26,9 +26,9 @@ import openai
 import pytest
 
 import g4ir
+from g4ir.builder.load import load_engine
 from g4ir.cli import main
 from g4ir.engine.engine import Engine, _within
-from g4ir.engine.load import load_engine
 from g4ir.engine.session import Session
 from g4ir.errors import CheckError, EngineError, MissingError, TrustError
 from g4ir.serve import app, server
@@ -316,7 +316,7 @@ def test_what_cannot_be_served_is_refused_before_anybody_is_told(
         assert "listening" not in said and str(path) in said and words in said
     add_file(folder, "tokenizer.json", chat_tokenizer().to_str())
     monkeypatch.setattr("g4ir.backends.reference.ReferenceBackend.native", True)
-    monkeypatch.setattr("g4ir.engine.trust.find_decision", lambda digest: None)
+    monkeypatch.setattr("g4ir.artefact.trust.find_decision", lambda digest: None)
     with pytest.raises(TrustError, match="--trust"):
         server.check_engine(folder)
     server.check_engine(folder, trust=True)

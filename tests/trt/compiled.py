@@ -14,7 +14,7 @@ from g4ir.backends.trt.host import Api, require_library
 from g4ir.backends.trt.interface import SINGLE, networks, phase_of
 from g4ir.backends.trt.target import RTX, TARGETS
 from g4ir.backends.trt.trial import compile_once
-from g4ir.engine.build import prepare
+from g4ir.builder.build import prepare
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, load_spec
 

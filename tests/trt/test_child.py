@@ -21,7 +21,7 @@ from g4ir.backends.trt import host as log
 from g4ir.backends.trt import make as child
 from g4ir.backends.trt.backend import BACKEND
 from g4ir.backends.trt.interface import LOG, PLAN
-from g4ir.engine.build import prepare
+from g4ir.builder.build import prepare
 from g4ir.errors import LowerError, MissingError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec

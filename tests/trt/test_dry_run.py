@@ -19,7 +19,7 @@ from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt import host, runtime
 from g4ir.backends.trt.recorder import recorder
 from g4ir.backends.trt.target import TARGETS
-from g4ir.engine.build import prepare
+from g4ir.builder.build import prepare
 from g4ir.errors import CheckError, MissingError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec

@@ -21,7 +21,7 @@ from g4ir.backends.trt import lowerings as lowered
 from g4ir.backends.trt.emitter import TrtEmitter
 from g4ir.backends.trt.recorder import execute, scratch_bytes
 from g4ir.backends.trt.runtime import TrtRuntime
-from g4ir.engine.build import prepare
+from g4ir.builder.build import prepare
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Graph, Node, Value, infer
 from g4ir.ir.interpret import interpret

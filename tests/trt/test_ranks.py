@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from g4ir.artefact.directory import Artefact, open_artefact
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt import host
@@ -21,11 +22,10 @@ from g4ir.backends.trt.build import write_network
 from g4ir.backends.trt.host import recorded_by_all
 from g4ir.backends.trt.recorder import execute, recorder, side_by_side
 from g4ir.backends.trt.runtime import TrtRuntime
+from g4ir.builder.build import prepare
+from g4ir.builder.load import open_runtime
 from g4ir.cli import main
-from g4ir.engine.artefact import Artefact, open_artefact
-from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import open_runtime
 from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.ir.graph import Builder
 from g4ir.ops.types import parse_type, torch_dtype

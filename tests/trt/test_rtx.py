@@ -21,9 +21,9 @@ from g4ir.backends.trt.host import Api, installed
 from g4ir.backends.trt.interface import PLAN, networks
 from g4ir.backends.trt.kernel_cache import DIGEST, KernelCache
 from g4ir.backends.trt.target import RTX, TARGETS, find_target
-from g4ir.engine.build import prepare
+from g4ir.builder.build import prepare
+from g4ir.builder.load import load_engine
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
 from g4ir.errors import EngineError, InputError, LowerError, MissingError, PlanError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
@@ -384,7 +384,7 @@ def test_too_little_disk_and_host_memory(tmp_path: Path, monkeypatch: pytest.Mon
     """A plan holds the weights once more; the builder holds them in host memory."""
     backend = emulated(tmp_path)
     use(monkeypatch, backend)
-    monkeypatch.setattr("g4ir.engine.build.free_bytes", lambda out: 65 << 20)
+    monkeypatch.setattr("g4ir.builder.build.free_bytes", lambda out: 65 << 20)
     with pytest.raises(EngineError, match=r"the engine needs 6.* MiB .*, 65.0 MiB are free; make"):
         build(tmp_path / "engine", "tiny-dense")
     monkeypatch.undo()

@@ -18,7 +18,7 @@ from g4ir.backends.trt import host as log
 from g4ir.backends.trt.dry_run import check_small, emulator
 from g4ir.backends.trt.host import FEATURES, NEEDED, Api
 from g4ir.backends.trt.recorder import Call, recorder
-from g4ir.engine.build import prepare
+from g4ir.builder.build import prepare
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from tests.recorder.bindings import WHEELS, Bindings, overridden, real_api

@@ -27,10 +27,10 @@ from g4ir.backends.trt import interface as interfaces
 from g4ir.backends.trt.interface import CONSTANTS, LOG, PLAN, TENSORS, interface
 from g4ir.backends.trt.recorder import engine as fake
 from g4ir.backends.trt.recorder import recording
+from g4ir.builder.build import prepare
+from g4ir.builder.load import load_engine
 from g4ir.check.logits import verify_engine
-from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
 from g4ir.errors import EngineError, LowerError, PlanError
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.footprint import reserve

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch.library import triton_op
 
-from ....ops.linear import linear
-from ....ops.mlp import glu
+from g4ir.ops.linear import linear
+from g4ir.ops.mlp import glu
+
 from .codes_triton import (
     bits_of_16,
     dense,

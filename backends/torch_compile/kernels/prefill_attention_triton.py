@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch.library import triton_op
 
-from ....ops.attention import attention
-from ....ops.latent import keys_values_of_value
+from g4ir.ops.attention import attention
+from g4ir.ops.latent import keys_values_of_value
+
 from .launch import blocks, power_of_2, start, takes, tanh
 
 Tensor = torch.Tensor

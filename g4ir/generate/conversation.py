@@ -26,21 +26,20 @@ from g4ir.chat import Prompt, Reader, ReasoningBudget, make_prompt
 from g4ir.chat.messages import Conversation, an_object, check_pairs, decoded, read_messages
 from g4ir.chat.prompt import with_media
 from g4ir.chat.template import open_chat
+from g4ir.chat.text_files import read_text
 from g4ir.chat.tools import lower, read_tools
+from g4ir.engine.engine import Engine
+from g4ir.engine.multimodal import read_own
+from g4ir.engine.output import Answer
+from g4ir.engine.prompts import sampling_params
+from g4ir.engine.requests import CANCELLED, Counts, Request, RequestHandle, check_least
+from g4ir.engine.scheduler import Scheduler, SchedulerConfig
+from g4ir.engine.speculative import AcceptanceStats
 from g4ir.errors import InputError, RankError
 from g4ir.media.prompt import expansion
 from g4ir.media.soft import Soft
 from g4ir.model.media import check_there
 from g4ir.ui.files import write_file
-
-from .engine import Engine
-from .multimodal import read_own
-from .output import Answer
-from .prompts import sampling_params
-from .requests import CANCELLED, Counts, Request, RequestHandle, check_least
-from .scheduler import Scheduler, SchedulerConfig
-from .speculative import AcceptanceStats
-from .text_files import read_text
 
 #: why an answer ended that `stop` ended
 INTERRUPTED = "interrupted"

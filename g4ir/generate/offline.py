@@ -16,6 +16,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, BinaryIO, ClassVar
 
 from g4ir.backends.sampling import Logprobs, SamplingParams, random_seed
+from g4ir.engine.engine import Engine
+from g4ir.engine.prompts import checked_ids, checked_prompt
+from g4ir.engine.requests import Counts, Event, Request, RequestHandle, check_least
+from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.errors import G4Error
 from g4ir.media import prompt as prompts
 from g4ir.media.soft import Soft, counts
@@ -28,11 +32,7 @@ from g4ir.model.media import (
     encode_options,
 )
 
-from .engine import Engine
 from .jsonl import FIELDS, Line, ReadAhead, checked_fields, named, parse_line
-from .prompts import checked_ids, checked_prompt
-from .requests import Counts, Event, Request, RequestHandle, check_least
-from .scheduler import Scheduler, SchedulerConfig
 from .tokenizer import Codec
 
 MAX_NEW_TOKENS = 64

@@ -13,6 +13,8 @@ from typing import Any
 
 from g4ir.backends.base import Prepared
 from g4ir.backends.reference import ReferenceRuntime, WideRuntime, text_graphs
+from g4ir.engine.engine import TOKENIZER, read_tokenizer
+from g4ir.engine.parts import embed_rows
 from g4ir.errors import WeightsError
 from g4ir.ir.graph import Program
 from g4ir.ir.names import layer_of
@@ -24,9 +26,6 @@ from g4ir.quant.rewrite import quantised
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.pack import ParamSource, open_table
 from g4ir.weights.random import WithDrafter
-
-from .engine import TOKENIZER, read_tokenizer
-from .parts import embed_rows
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog. def area(r): return 3.14159 * r ** 2\n"

@@ -9,10 +9,10 @@ from typing import Any
 
 from g4ir.engine.output import Answer
 
-from . import request_schema as schema
-from .http_errors import Refused, bad, missing
+from .. import request_schema as schema
+from ..http_errors import Refused, bad, missing
+from ..prompts import PreparedRequest
 from .parts import CALL, THOUGHT, Part, PartsFormat
-from .prompts import PreparedRequest
 from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 
 TABLE = TABLES["messages"]

@@ -33,8 +33,8 @@ from g4ir.ui.paths import check_private, private, state_root
 from g4ir.ui.units import size_text
 from g4ir.weights.tensorfile import open_regular
 
-from .artefact import SIGNATURE, Artefact, LinkedWeights, Manifest, RandomWeights
 from .digests import find_kept, keep
+from .directory import SIGNATURE, Artefact, LinkedWeights, Manifest, RandomWeights
 
 log = logging.getLogger(__name__)
 

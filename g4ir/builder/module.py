@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from g4ir.artefact.directory import MANIFEST
+from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.model.names import HEAD, TOKEN_TABLE, checkpoint_name
 from g4ir.model.tensors import dead_tensors
@@ -27,8 +29,6 @@ from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.origin import existing_origin, find_model
 from g4ir.weights.random import RandomCheckpoint
 
-from .artefact import MANIFEST
-from .engine import Engine
 from .export import HeldWeights
 from .load import open_held
 from .module_tree import (

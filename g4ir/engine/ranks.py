@@ -19,7 +19,7 @@ from g4ir.backends.reference import interpreter
 from g4ir.errors import EngineError, RankError
 from g4ir.parallel.group import Group
 
-from ..parts import EngineParts
+from .parts import EngineParts
 
 #: RPC that loads an engine; every other RPC has the name of the method it calls
 LOAD = "load"

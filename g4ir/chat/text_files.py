@@ -6,8 +6,9 @@ import codecs
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from g4ir.chat.prompt import CHEAP
 from g4ir.errors import InputError
+
+from .prompt import CHEAP
 
 #: bytes of a file that are read at a time
 READ = 1 << 16

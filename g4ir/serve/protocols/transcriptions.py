@@ -11,10 +11,10 @@ from g4ir.chat import Event as Said
 from g4ir.chat.messages import shown
 from g4ir.engine.output import Answer
 
-from .http_errors import Refused, bad, missing
+from ..http_errors import Refused, bad, missing
+from ..prompts import PreparedRequest
+from ..request_schema import CHAT
 from .parts import AnswerFormat
-from .prompts import PreparedRequest
-from .request_schema import CHAT
 from .translation import TABLES, Body, Change, Translation, translated
 
 FORM = "multipart/form-data"

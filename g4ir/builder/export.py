@@ -10,6 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from g4ir.artefact.directory import MANIFEST
+from g4ir.engine.engine import TOKENIZER, Engine
+from g4ir.engine.prompts import SETTINGS, Defaults, read_defaults
 from g4ir.errors import InputError
 from g4ir.ir.graph import Value
 from g4ir.model.media import AUDIO, PICTURES, find_media
@@ -32,11 +35,8 @@ from g4ir.weights.gguf.write import WRITTEN, write_gguf
 from g4ir.weights.origin import GgufFile, existing_origin, find_model
 from g4ir.weights.write import check_empty, write_checkpoint
 
-from .artefact import MANIFEST
 from .build import agreed_spec, checked_side_files
-from .engine import TOKENIZER, Engine
 from .load import open_held
-from .prompts import SETTINGS, Defaults, read_defaults
 
 if TYPE_CHECKING:
     import torch

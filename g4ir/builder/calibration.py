@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 
+from g4ir.artefact.directory import Calibration
 from g4ir.backends.base import Prepared
+from g4ir.chat.text_files import check_files, cut_blocks, read_text
+from g4ir.engine.engine import TOKENIZER, read_tokenizer
+from g4ir.engine.parts import embed_rows
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.interpret import empty_state, interpret, run_node
@@ -26,11 +30,6 @@ from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import sha256
 from g4ir.weights.pack import MadeParams, Packing, open_table
-
-from .artefact import Calibration
-from .engine import TOKENIZER, read_tokenizer
-from .parts import embed_rows
-from .text_files import check_files, cut_blocks, read_text
 
 #: tokens of the text, at most and at least; tokens of one context, <bos> not counted
 MOST, LEAST, WINDOW = 4096, 256, 512

@@ -13,8 +13,8 @@ from g4ir.chat.messages import shown
 from g4ir.errors import InputError
 from g4ir.ui.files import read_table
 
-from . import request_schema as schema
-from .http_errors import Refused, bad, missing
+from .. import request_schema as schema
+from ..http_errors import Refused, bad, missing
 
 Body = dict[str, Any]
 #: takes the value of a field, and writes what it becomes into the translation

@@ -23,8 +23,21 @@ from pathlib import Path
 from typing import Any
 
 from g4ir import __version__
+from g4ir.artefact.digests import link_file
+from g4ir.artefact.directory import (
+    BUILDING,
+    FORMAT,
+    MANIFEST,
+    Grid,
+    PackedWeights,
+    StoredFile,
+    is_engine,
+    read_manifest,
+)
+from g4ir.artefact.trust import BUILT, find_decision
 from g4ir.backends import find_backend
 from g4ir.backends.base import Prepared
+from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, G4Error, InputError, MissingError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
@@ -35,21 +48,8 @@ from g4ir.weights.checkpoint import CONFIG, GGUF
 from g4ir.weights.hub import Download, look_up
 from g4ir.weights.origin import AbsentWeights, find_model, need_snapshot
 
-from .artefact import (
-    BUILDING,
-    FORMAT,
-    MANIFEST,
-    Grid,
-    PackedWeights,
-    StoredFile,
-    is_engine,
-    read_manifest,
-)
 from .build import DEFAULTS, prepare, shows_options, write_engine
-from .digests import link_file
-from .engine import Engine
 from .load import load_engine
-from .trust import BUILT, find_decision
 
 #: bytes of a file's beginning that are part of its identity
 HEADER = 1 << 16

@@ -13,7 +13,7 @@ from g4ir.chat import Event as Said
 from g4ir.chat.reader import ARGUMENTS
 from g4ir.engine.output import Answer
 
-from .http_errors import Refused
+from ..http_errors import Refused
 from .translation import Body
 
 THOUGHT, CONTENT, CALL = "thought", "content", "call"

@@ -1,4 +1,4 @@
-"""Builds an engine directory (artefact.py says what is in one): `prepare` checks a build up to
+"""Builds an engine directory (directory.py says what is in one): `prepare` checks a build up to
 compilation and resolves every option that is not given, `write_engine` does it.
 
 It is written under a temporary name and renamed at the end; the manifest is the last file, so
@@ -21,8 +21,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from g4ir import __version__
+from g4ir.artefact import directory
+from g4ir.artefact.digests import remembered_digest
+from g4ir.artefact.trust import record_built
 from g4ir.backends import find_backend
 from g4ir.backends.base import Backend, Prepared, Task, checked_settings
+from g4ir.engine.engine import TOKENIZER, Engine, read_tokenizer
+from g4ir.engine.prompts import read_defaults
 from g4ir.errors import EngineError, InputError, PlanError, SpecError, check_all
 from g4ir.model.draft import layers_read, shipped_drafter
 from g4ir.model.media import Media, find_media
@@ -53,15 +58,10 @@ from g4ir.weights.checkpoint import GENERATION, Checkpoint, WeightSource, sha256
 from g4ir.weights.origin import Origin, existing_origin, find_origin, need_snapshot, snapshot_of
 from g4ir.weights.random import RandomCheckpoint, WithDrafter
 
-from . import artefact
 from .calibration import CalibrationText, column_moments
-from .digests import remembered_digest
 from .drafters import find_drafter
-from .engine import TOKENIZER, Engine, read_tokenizer
 from .float16_trial import try_float16, why_untried
 from .load import described, linked_files, load_engine
-from .prompts import read_defaults
-from .trust import record_built
 
 DEFAULTS = BuildOptions()
 #: disk space for the files of an engine that are no weights
@@ -396,20 +396,20 @@ def _fitted(
 def _weights(
     source: WeightSource, o: BuildOptions, packs: bool, adapters: tuple[Adapter, ...]
 ) -> Any:
-    """Return one of artefact.WEIGHTS; None without weights."""
+    """Return one of directory.WEIGHTS; None without weights."""
     seed = o.random_weights
     if adapters:
         merged = (
-            artefact.MergedAdapter(Line(a.path.resolve()), a.factor, remembered_digest(a.weights))
+            directory.MergedAdapter(Line(a.path.resolve()), a.factor, remembered_digest(a.weights))
             for a in adapters
         )
-        return artefact.MergedWeights(adapters=tuple(merged))
+        return directory.MergedWeights(adapters=tuple(merged))
     if isinstance(source, Checkpoint) and o.link_weights:
         files = {name: remembered_digest(p) for name, p in linked_files(source).items()}
-        return artefact.LinkedWeights("linked", Line(source.directory.resolve()), files)
+        return directory.LinkedWeights("linked", Line(source.directory.resolve()), files)
     if isinstance(source, Checkpoint) or (packs and seed is not None):
-        return artefact.PackedWeights(seed=seed)
-    return None if seed is None else artefact.RandomWeights("random", seed)
+        return directory.PackedWeights(seed=seed)
+    return None if seed is None else directory.RandomWeights("random", seed)
 
 
 def _check_range(r: Resolved, source: WeightSource) -> None:
@@ -437,7 +437,7 @@ class Written:
 
     compile_s: float
     known: bool
-    grid: artefact.Grid | None
+    grid: directory.Grid | None
 
 
 def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
@@ -451,7 +451,7 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
     with _new_directory(out) as folder:
         params: packings.ParamSource = packings.MadeParams(p.packing, p.source, share=p.share(0))
         grid = None
-        if isinstance(p.weights, artefact.PackedWeights):
+        if isinstance(p.weights, directory.PackedWeights):
             if p.donor and not p.donor.link_to(folder):
                 p = replace(p, donor=None)
             grid = p.donor.grid if p.donor else _pack(p, folder, progress)
@@ -466,18 +466,18 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         task = Task(p.packing.program, p.limits, p.device, folder, params, told, memory=p.memory)
         compiled = p.backend.compile(task, p.settings)
         seconds = time.perf_counter() - start
-        texts = {**artefact.graph_texts(p.packing), artefact.SPEC: p.spec.to_yaml()}
-        texts |= {artefact.DRAFTER: p.drafter.to_yaml()} if p.drafter else {}
+        texts = {**directory.graph_texts(p.packing), directory.SPEC: p.spec.to_yaml()}
+        texts |= {directory.DRAFTER: p.drafter.to_yaml()} if p.drafter else {}
         side = {**{name: text.encode() for name, text in texts.items()}, **p.side_files}
         for name, raw in side.items():
             write_file(folder / name, [raw])
         manifest = _manifest(p, compiled, grid, folder)
-        artefact.require_readable(manifest)
-        write_file(folder / artefact.MANIFEST, [manifest.text().encode()])
+        directory.require_readable(manifest)
+        write_file(folder / directory.MANIFEST, [manifest.text().encode()])
     return Written(seconds, record_built(manifest, out), grid)
 
 
-def _pack(p: Prepared, folder: Path, progress: Progress) -> artefact.Grid | None:
+def _pack(p: Prepared, folder: Path, progress: Progress) -> directory.Grid | None:
     """Write the params; return the fit of 4-bit weights, if any were made."""
     from g4ir.backends.torch_compile.packing import quantized
 
@@ -486,25 +486,25 @@ def _pack(p: Prepared, folder: Path, progress: Progress) -> artefact.Grid | None
     params = packings.MadeParams(p.packing, p.source, grids, p.share(0), moments, quantized)
     packings.write_shares(p.packing, params, p.ranks, folder, progress)
     exact, groups = map(sum, zip((0, 0), *grids.values(), strict=True))
-    return artefact.Grid(groups, exact) if groups else None
+    return directory.Grid(groups, exact) if groups else None
 
 
-def _stored(file: Path) -> artefact.StoredFile:
-    large = file.name.endswith(artefact.WEIGHT_FILES)
-    return artefact.StoredFile((remembered_digest if large else sha256)(file), file.stat().st_size)
+def _stored(file: Path) -> directory.StoredFile:
+    large = file.name.endswith(directory.WEIGHT_FILES)
+    return directory.StoredFile((remembered_digest if large else sha256)(file), file.stat().st_size)
 
 
 def _manifest(
-    p: Prepared, compiled: Mapping[str, Any], grid: artefact.Grid | None, folder: Path
-) -> artefact.Manifest:
+    p: Prepared, compiled: Mapping[str, Any], grid: directory.Grid | None, folder: Path
+) -> directory.Manifest:
     import torch
 
-    known = {f.name for f in fields(artefact.Manifest)}
+    known = {f.name for f in fields(directory.Manifest)}
     ignored = {on_one_line(k): Line(v) for k, v in p.source.ignored.items()}
     defaults = {Line(k): f"{v:g}" for k, v in p.source.defaults.items()}
     names = (f.relative_to(folder).as_posix() for f in sorted(folder.rglob("*")) if f.is_file())
-    linked: Mapping[str, artefact.StoredFile] = p.donor.files if p.donor else {}
-    return artefact.Manifest(
+    linked: Mapping[str, directory.StoredFile] = p.donor.files if p.donor else {}
+    return directory.Manifest(
         g4ir=__version__,
         variant=p.spec.name,
         spec_digest=p.spec.digest(),
@@ -518,15 +518,15 @@ def _manifest(
         graphs=tuple(p.packing.program.graphs),
         weights=p.weights,
         compiled=dict(compiled),
-        versions=artefact.Versions(torch.__version__, platform.python_version()),
-        notes=artefact.Notes(ignored, defaults, grid, p.calibration and p.calibration.record),
+        versions=directory.Versions(torch.__version__, platform.python_version()),
+        notes=directory.Notes(ignored, defaults, grid, p.calibration and p.calibration.record),
         files={name: linked.get(name) or _stored(folder / name) for name in names},
     )
 
 
 def disk_bytes(p: Prepared) -> int:
     """Return the bytes of weights in the engine directory."""
-    if isinstance(p.weights, artefact.RandomWeights | artefact.LinkedWeights):
+    if isinstance(p.weights, directory.RandomWeights | directory.LinkedWeights):
         return 0
     return p.written_bytes() + p.backend.repeated_bytes(p.packing.program, p.settings)
 
@@ -548,7 +548,7 @@ def _new_directory(out: Path) -> Iterator[Path]:
     folder = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        folder = new_folder(out.parent, f".{out.name}{artefact.BUILDING}")
+        folder = new_folder(out.parent, f".{out.name}{directory.BUILDING}")
         yield folder
         os.rename(folder, out)
     except OSError as e:

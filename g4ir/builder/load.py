@@ -10,8 +10,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from g4ir.artefact.digests import has_digest
+from g4ir.artefact.directory import (
+    MANIFEST,
+    Artefact,
+    PackedWeights,
+    RandomWeights,
+    open_artefact,
+    rebuild,
+)
+from g4ir.artefact.trust import require_trust
 from g4ir.backends import find_backend
 from g4ir.backends.base import Backend, Runtime, Task, checked_settings
+from g4ir.engine.engine import Engine, Refusing
+from g4ir.engine.ranks import lead
 from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.ir.graph import Value
 from g4ir.model.text import PLE_PARAM
@@ -26,12 +38,6 @@ from g4ir.weights.adapter import Adapter, with_adapters
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import Origin, find_origin
 from g4ir.weights.random import random_weights
-
-from .artefact import MANIFEST, Artefact, PackedWeights, RandomWeights, open_artefact, rebuild
-from .digests import has_digest
-from .engine import Engine, Refusing
-from .ranks.leader import lead
-from .trust import require_trust
 
 
 def load_engine(

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from g4ir.artefact.directory import open_artefact
+from g4ir.engine.ranks import LOAD, opened, perform
 from g4ir.parallel.group import Group
 from g4ir.ui.progress import no_progress
 
-from ..artefact import open_artefact
-from ..load import open_runtime
-from .leader import LOAD, opened, perform
+from .load import open_runtime
 
 #: what ends rank 0, which then ends the others: a server answers what it has begun
 NOT_OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

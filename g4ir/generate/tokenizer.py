@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from g4ir.chat.prompt import Vocabulary, text_ids
+from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.weights.tensorfile import parse_json
-
-from .engine import Engine
 
 
 class Codec:

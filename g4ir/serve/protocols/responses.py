@@ -13,11 +13,11 @@ from g4ir.chat import call_id
 from g4ir.chat.messages import PARTS, shown
 from g4ir.engine.output import Answer
 
-from . import request_schema as schema
-from .http_errors import SERVER, Refused, bad, missing
+from .. import request_schema as schema
+from ..http_errors import SERVER, Refused, bad, missing
+from ..prompts import PreparedRequest
+from ..tool_grammar import LARK
 from .parts import CALL, CONTENT, THOUGHT, JsonText, Part, PartsFormat
-from .prompts import PreparedRequest
-from .tool_grammar import LARK
 from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 
 #: before the reasoning that is given back as encrypted content, which is not secret

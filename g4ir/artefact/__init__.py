@@ -1,0 +1,1 @@
+"""The directory of a built engine: its record, digests, reading it, and whether to trust it."""

@@ -1,1 +1,0 @@
-"""The processes of an engine of several ranks: rank 0 leads, the others follow."""

@@ -1,0 +1,1 @@
+"""What people generate with: conversations, JSON lines, prompts from files."""
