@@ -8,6 +8,7 @@ import http.server
 import io
 import json
 import os
+import random
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ import pytest
 import yaml
 
 from g4ir.chat.messages import Medium
+from g4ir.engine import multimodal
 from g4ir.errors import InputError
 from g4ir.serve import media_fetch
 from g4ir.serve.media_fetch import Fetching, Sources, is_public, setting
@@ -100,6 +102,25 @@ def test_parts(short: Running, case: dict[str, Any]) -> None:
         error = got.json()["error"]
         assert got.status_code == 400 and case["says"] in error["message"], error
         assert error["param"] == case.get("param", error["param"])
+
+
+def test_base64_in_slices_is_base64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is none: padding within, other characters, lengths that are no multiple of 4."""
+    monkeypatch.setattr(multimodal, "SLICE", 8)
+    draw = random.Random(0)
+    for _ in range(20_000):
+        text = base64.b64encode(draw.randbytes(draw.randrange(40))).decode()
+        at = draw.randrange(len(text) + 1)
+        text = draw.choice([text, text[:at] + draw.choice("=A+ é") + text[at:], text[:at]])
+        try:
+            expected = base64.b64decode(text, validate=True)
+        except ValueError:
+            expected = None
+        if expected is None or len(text) % 4:
+            with pytest.raises(ValueError):
+                multimodal.decode_base64(f"data:{text}", 5)
+        else:
+            assert multimodal.decode_base64(f"data:{text}", 5) == expected
 
 
 def test_the_detail_of_an_image_chooses_its_budget() -> None:
