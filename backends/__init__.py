@@ -11,7 +11,7 @@ from .base import Backend
 #: name on the command line -> module that holds BACKEND
 BACKENDS = {
     "reference": "g4ir.backends.reference",
-    "torch": "g4ir.backends.torch_compile",
+    "torch": "g4ir.backends.inductor",
     "onnx": "g4ir.backends.onnx_graph",
     "trt": "g4ir.backends.trt",
 }

@@ -18,8 +18,8 @@ import torch
 from common import arguments, finish, seconds
 
 import g4ir
+from g4ir.backends.cpu.step_loop import STEPS
 from g4ir.backends.sampling import SamplingParams
-from g4ir.backends.torch_compile.step_loop import STEPS
 from g4ir.bench.measure import median, stat
 from g4ir.check.tokens import random_ids
 from g4ir.engine.engine import Engine

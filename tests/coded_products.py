@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.torch_compile import cpu_library, lower, pyops, tiles
-from g4ir.backends.torch_compile.lower import SegmentModule
-from g4ir.backends.torch_compile.schedule import schedule
-from g4ir.backends.torch_compile.target import Target, cpu_flags
+from g4ir.backends.cpu import library as cpu_library
+from g4ir.backends.cpu import lowerings, pyops, tiles
+from g4ir.backends.host_cpu import cpu_flags
+from g4ir.backends.inductor.lower import SegmentModule
 from g4ir.ir.graph import Builder
 from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import split_prologue
@@ -124,10 +124,10 @@ def asked_of(
         asked.append(codes.dtype)
         return kernel(x, codes, scales, tiles)
 
-    for module in (lower, tiles):
+    for module in (lowerings, tiles):
         patch.setattr(module, "FROM", 1)
     patch.setattr(torch.ops.g4ir, name, counted)
-    got = SegmentModule(schedule(g, Target("cpu")))(*(made[v.name] for v in g.sources()))
+    got = SegmentModule(lowerings.lowered(g))(*(made[v.name] for v in g.sources()))
     for v, t in zip(g.outputs, got, strict=True):
         torch.testing.assert_close(t, want[v.name], rtol=1e-5, atol=1e-4)
     return asked, made[parts[0].name].dtype

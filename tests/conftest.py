@@ -122,7 +122,7 @@ def small_heap() -> None:
 def one_compiler_a_worker() -> Iterator[None]:
     """The test workers share the cores already, and a process to compile in takes seconds to
     start."""
-    from g4ir.backends.torch_compile import backend
+    from g4ir.backends.inductor import backend
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "JOBS", 1)

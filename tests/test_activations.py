@@ -11,10 +11,11 @@ import torch
 
 import g4ir
 from g4ir.artefact.directory import open_artefact, rebuild
-from g4ir.backends.torch_compile import lower
-from g4ir.backends.torch_compile.kernels.base import Coded, both_in_codes
-from g4ir.backends.torch_compile.schedule import dense_bytes, schedule
-from g4ir.backends.torch_compile.target import Target
+from g4ir.backends.cuda import lowerings
+from g4ir.backends.cuda.kernels.base import both_in_codes
+from g4ir.backends.cuda.schedule import dense_bytes, schedule
+from g4ir.backends.inductor.lowered import Coded
+from g4ir.backends.inductor.target import Target
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.peers import EnginePeer, find_peer
@@ -166,7 +167,7 @@ def test_codes_times_codes() -> None:
     """The library's product of e4m3 is the same function on the CPU."""
     x, w = torch.randn(3, 5, 64).bfloat16(), torch.randn(48, 64)
     codes, scales = QUANTIZE(w, form="fp8", group=0, scale="f32")
-    got = lower.product_of_codes(x, Coded(codes, scales, torch.bfloat16))
+    got = lowerings.product_of_codes(x, Coded(codes, scales, torch.bfloat16))
     want = fake_quantized(x.double(), "fp8") @ dequantized(codes, scales.double(), x.dtype).t()
     assert got.shape == (3, 5, 48) and got.dtype == torch.bfloat16
     torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=2**-7)

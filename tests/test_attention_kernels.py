@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.torch_compile import compile as compiler
-from g4ir.backends.torch_compile import pyops, runtime
-from g4ir.backends.torch_compile.target import Target, has_gemm
+from g4ir.backends.cpu import pyops
+from g4ir.backends.cpu.isa import has_gemm
+from g4ir.backends.inductor import compile as compiler
+from g4ir.backends.inductor import runtime
+from g4ir.backends.inductor.target import Target
 from g4ir.ops import OPS
 from g4ir.ops.attention import last_seen, slot_positions, visible
 from g4ir.ops.kv_quant import coded, numbers

@@ -18,10 +18,10 @@ from bench.gpu import test_preflight as preflight
 from bench.gpu.conftest import Measure, read_results
 from bench.gpu.engines import copy_folder, take_carried
 from bench.gpu.test_kernels import case_name, programs
+from g4ir.backends.cuda.kernel_cases import all_cases
 from g4ir.backends.experimental.step_model import read_constants
-from g4ir.backends.torch_compile import program_cache
-from g4ir.backends.torch_compile.kernel_cases import all_cases
-from g4ir.backends.torch_compile.target import Target
+from g4ir.backends.inductor import program_cache
+from g4ir.backends.inductor.target import Target
 from g4ir.bench import roof
 
 ROOT = Path(__file__).parents[1]

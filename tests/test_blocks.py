@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.torch_compile.kernels.base import reads_blocks
-from g4ir.backends.torch_compile.lower import SegmentModule
-from g4ir.backends.torch_compile.schedule import schedule
-from g4ir.backends.torch_compile.target import Target
+from g4ir.backends.cpu.lowerings import lowered
+from g4ir.backends.cuda.kernels.base import reads_blocks
+from g4ir.backends.cuda.schedule import schedule
+from g4ir.backends.inductor.lower import SegmentModule
+from g4ir.backends.inductor.target import Target
 from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Program
 from g4ir.ir.interpret import empty_state, interpret, run_node
@@ -82,7 +83,7 @@ def test_torch_lowerings(case: tuple[str, int], rows: int, softcap: float) -> No
     n = node(case[0], types, {**s.attrs, "softcap": softcap})
     g = Graph("segment", n.inputs, (), (), (n,), n.outputs, {})
     given = tensors(types, s)
-    (got,) = SegmentModule(schedule(g, Target("cpu")))(*given)
+    (got,) = SegmentModule(lowered(g))(*given)
     torch.testing.assert_close(got, run_node(n, given)[0], rtol=1e-5, atol=1e-5)
 
 

@@ -21,9 +21,11 @@ from zipfile import ZipFile
 import pytest
 import torch
 
-from g4ir.backends.torch_compile import compile as compiler
-from g4ir.backends.torch_compile import cpu_library, inductor, program_cache, workers
-from g4ir.backends.torch_compile.target import Target, find_target
+from g4ir.backends.cpu import library as cpu_library
+from g4ir.backends.cpu import wrappers
+from g4ir.backends.inductor import compile as compiler
+from g4ir.backends.inductor import program_cache, workers
+from g4ir.backends.inductor.target import Target
 from g4ir.errors import LowerError
 from g4ir.ui import compiler_cache
 from g4ir.ui.paths import claimed
@@ -335,9 +337,9 @@ def test_processes_that_were_started_early(
 def test_what_programs_share_is_made_once(tmp_path: Path) -> None:
     """As they make it themselves: they find it."""
     with compiler_cache.in_use():  # other builds delete headers at their end
-        for part in compiler.SHARED_PARTS:
-            compiler.compile_shared(part, Target("cpu"))
-        with compiler._compiling() as folder:
+        for part in wrappers.SHARED_PARTS:
+            wrappers.compile_shared(part, Target("cpu"))
+        with compiler.compiling() as folder:
             pass
 
         def shared() -> dict[str, int]:
@@ -358,9 +360,9 @@ def test_headers_that_another_build_deletes_are_made_again(
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiler, "_HEADER_FILES", {tmp_path / "deleted"})
-    part = next(part for part in compiler.SHARED_PARTS if inductor.WRAPPER not in part)
+    part = next(part for part in wrappers.SHARED_PARTS if wrappers.WRAPPER not in part)
     for _ in range(2):
-        compiler.compile_shared(part, Target("cpu"))
+        wrappers.compile_shared(part, Target("cpu"))
         (header,) = tmp_path.rglob("*.[gp]ch")
         header.unlink()
     codecache._precompile_header.cache_clear()
@@ -369,9 +371,9 @@ def test_headers_that_another_build_deletes_are_made_again(
 PARENT = """
 import sys
 from pathlib import Path
-from g4ir.backends.torch_compile.cpu_library import kernel_parts
-from g4ir.backends.torch_compile.target import Target
-from g4ir.backends.torch_compile.workers import Workers
+from g4ir.backends.cpu.library import kernel_parts
+from g4ir.backends.inductor.target import Target
+from g4ir.backends.inductor.workers import Workers
 workers = Workers(2, "cpu")
 print(workers._server.pid, flush=True)
 workers.compile(kernel_parts()[0], Target("cpu"), Path(sys.argv[1]))
@@ -440,7 +442,7 @@ def test_a_full_disk_does_not_end_the_process(
 
 def test_a_program_of_one_segment(own_cache: Path, tmp_path: Path) -> None:
     """Compiled for real: any size up to the limits, weights as inputs."""
-    from g4ir.backends.torch_compile.runtime import _load_program
+    from g4ir.backends.inductor.runtime import _load_program
 
     (name,) = workers.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress).values()
     with ZipFile(tmp_path / "a" / name) as archive:
@@ -467,7 +469,7 @@ def test_what_a_killed_compile_left_is_made_again(
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", package)
     monkeypatch.setattr(compiler, "exported", lambda text, target: None)
-    compiler.compile_program("a segment", find_target("cpu", 1), tmp_path / "a.pt2")
+    compiler.compile_program("a segment", Target("cpu"), tmp_path / "a.pt2")
     with ZipFile(tmp_path / "a.pt2") as archive:
         assert archive.read("model/metadata.json") == b"{}"
     assert len(set(made)) == len(made) == 2
@@ -486,9 +488,9 @@ def test_an_interface_is_kept_by_all_that_it_follows_from(
         made[-1].touch()
 
     monkeypatch.setattr("torch._inductor.cpp_builder.CppBuilder.build", build)
-    monkeypatch.setattr(inductor, "_precompiled", lambda wrapper: None)
-    with inductor.without_probes():
-        objects = [inductor._Interface(folder, {}, made_of) for made_of in ("a", "a", "b")]
+    monkeypatch.setattr(wrappers, "_precompiled", lambda wrapper: None)
+    with compiler._without_probes():
+        objects = [wrappers._Interface(folder, {}, made_of) for made_of in ("a", "a", "b")]
         for interface in objects:
             interface.compile()
     names = [interface.options["aot_inductor.custom_op_libs"][0][1:] for interface in objects]
@@ -499,8 +501,8 @@ def test_an_interface_is_kept_by_all_that_it_follows_from(
 def test_a_torch_that_writes_the_interface_in_another_way_goes_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inductor, "METHOD", "unheard_of")
-    with inductor.interface_apart(tmp_path, {"compile_threads": 1}, "") as options:
+    monkeypatch.setattr(wrappers, "METHOD", "unheard_of")
+    with wrappers.interface_apart(tmp_path, {"compile_threads": 1}, "") as options:
         assert options == {"compile_threads": 1}
     assert not [*tmp_path.iterdir()]
 

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from g4ir.backends.torch_compile.cuda_toolkit import cpp_compiler
+from g4ir.backends.inductor.toolchain import cpp_compiler
 from g4ir.cli import GARBAGE
 from g4ir.errors import MissingError
 from g4ir.ui import console

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from g4ir.backends.torch_compile import cuda_toolkit
-from g4ir.backends.torch_compile.cuda_toolkit import HEADERS, toolchain, toolkit
+from g4ir.backends.cuda import toolkit as cuda_toolkit
+from g4ir.backends.cuda.toolkit import HEADERS, toolchain, toolkit
 from g4ir.errors import MissingError, check_all
 
 NOTHING: tuple[list[Path], list[Path]] = ([], [])
@@ -124,7 +124,7 @@ def test_it_is_asked_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(cuda_toolkit, "find_toolkit", missing)
     with pytest.raises(MissingError, match="no headers"):
-        check_all(*toolchain("cuda"))
+        check_all(*toolchain())
 
 
 def test_torch_is_given_the_toolkit_and_gets_its_own_back(

@@ -15,9 +15,9 @@ import torch
 
 import g4ir
 from g4ir import backends, passes
-from g4ir.backends.torch_compile import lower
-from g4ir.backends.torch_compile.schedule import schedule
-from g4ir.backends.torch_compile.target import Target
+from g4ir.backends.cpu import lowerings
+from g4ir.backends.inductor import lower
+from g4ir.backends.inductor.lowered import Lowering
 from g4ir.ir.graph import Builder, Graph, Program
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.text import parse_graph, print_graph
@@ -107,7 +107,7 @@ def test_the_example_of_an_op(softcap_op: Op) -> None:
 
 def on_torch(g: Graph, given: dict[str, torch.Tensor]) -> torch.Tensor:
     """A graph as the torch backend traces it for the CPU."""
-    (out,) = lower.SegmentModule(schedule(g, Target("cpu")))(*given.values())
+    (out,) = lower.SegmentModule(lowerings.lowered(g))(*given.values())
     return out
 
 
@@ -125,7 +125,7 @@ def test_the_example_of_a_lowering(softcap_op: Op, monkeypatch: pytest.MonkeyPat
         calls.append(n.op)
         return made.lower_linear_softcap(run, n, *tensors)
 
-    monkeypatch.setitem(lower.LOWERINGS, softcap_op.name, lowering)
+    monkeypatch.setitem(lowerings.LOWERINGS, softcap_op.name, Lowering(lowering))
     g = one_node_graph(softcap_op)
     given = drawn(g)
     torch.testing.assert_close(on_torch(g, given), defined(*given.values()))
@@ -135,18 +135,19 @@ def test_the_example_of_a_lowering(softcap_op: Op, monkeypatch: pytest.MonkeyPat
 #: argv: the folder of the kernel's files
 KERNEL_TEST = """
 import torch
-from g4ir.backends.torch_compile import schedule
-from g4ir.backends.torch_compile.schedule import kernel_rows
-from g4ir.backends.torch_compile.kernels import KERNELS
-from g4ir.backends.torch_compile.target import Target
+from g4ir.backends.cuda import schedule
+from g4ir.backends.cuda.schedule import kernel_rows
+from g4ir.backends.cuda.kernels import KERNELS
+from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph
 
 (kernel,) = (k for k in KERNELS if k.op == "softcap")
 
 from tests.interpreted.samples import Try
-from g4ir.backends.torch_compile.kernels.interpreter import interpreted
-from g4ir.backends.torch_compile.kernels.launch import by_default
-from g4ir.backends.torch_compile.lower import SegmentModule
+from g4ir.backends.cuda.kernels.interpreter import interpreted
+from g4ir.backends.cuda.kernels.launch import by_default
+from g4ir.backends.cuda.lowerings import GpuLowered
+from g4ir.backends.inductor.lower import SegmentModule
 
 for dtype in ("f32", "bf16"):
     for sample in kernel.samples:
@@ -162,7 +163,7 @@ s = schedule.schedule(Graph("one", n.inputs, (), (), (n,), n.outputs), Target("c
 ((row,), (choice,)) = kernel_rows(s), s.choices.values()
 assert (row.kernel, row.starts, dict(row.use)) == ("softcap", 1, dict(kernel.use))
 with interpreted():
-    one.check(SegmentModule(s.using("softcap", {"block": 64, "warps": 1}))(*one.given))
+    one.check(SegmentModule(GpuLowered(s.using("softcap", {"block": 64, "warps": 1})))(*one.given))
 print("chosen")
 """
 
@@ -170,7 +171,7 @@ print("chosen")
 def test_the_example_of_a_kernel(tmp_path: Path) -> None:
     """Its two files are all: samples pass, and nodes become it, in a process whose triton
     interprets."""
-    folder = "backends/torch_compile/kernels"
+    folder = "backends/cuda/kernels"
     files = {f"{folder}/{n}.py": example(f"kernel {n}") for n in ("softcap", "softcap_triton")}
     done = subprocess.run(
         [sys.executable, "-c", KERNEL_TEST],
@@ -319,6 +320,6 @@ def test_the_example_of_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_examples_leave_nothing_behind() -> None:
     """What they add is gone after them: this runs last, and with any other order too."""
-    assert "linear_softcap" not in OPS and "linear_softcap" not in lower.LOWERINGS
+    assert "linear_softcap" not in OPS and "linear_softcap" not in lowerings.LOWERINGS
     assert "fuse_softcap" not in passes.PASSES and "counting" not in backends.BACKENDS
     assert isinstance(passes.run_program(build_program(load_spec("tiny-dense"))), Program)

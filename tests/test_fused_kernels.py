@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.torch_compile import pyops
-from g4ir.backends.torch_compile.lower import grouped_experts
-from g4ir.backends.torch_compile.target import cpu_flags
+from g4ir.backends.cpu import pyops
+from g4ir.backends.cuda.lowerings import grouped_experts
+from g4ir.backends.host_cpu import cpu_flags
 from g4ir.ops import OPS
 from g4ir.ops.codecs import fake_quantized, to_tiles
 from tests.coded_products import (

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.torch_compile.cuda_toolkit import toolchain
-from g4ir.backends.torch_compile.schedule import OTHER, schedule, unmeasured
-from g4ir.backends.torch_compile.target import Target
+from g4ir.backends.cuda.schedule import OTHER, schedule, unmeasured
+from g4ir.backends.cuda.toolkit import toolchain
+from g4ir.backends.inductor.target import Target
 from g4ir.cli import main
 from g4ir.errors import MissingError, check_all
 from g4ir.ir.rewrite import split_prologue
@@ -59,14 +59,14 @@ def test_gpus_that_are_too_old_and_a_missing_triton(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
     with pytest.raises(MissingError, match=r"Tesla V100 .* 7\.0.*8\.0 or newer.*--device cpu"):
-        check_all(*toolchain("cuda", ", or build with --device cpu"))
+        check_all(*toolchain(", or build with --device cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "triton" else find(name)
     )
     with pytest.raises(MissingError, match="pip install triton"):
-        check_all(*toolchain("cuda", ", or build with --device cpu"))
+        check_all(*toolchain(", or build with --device cpu"))
 
 
 def test_estimated_settings_are_said_once() -> None:
@@ -74,4 +74,3 @@ def test_estimated_settings_are_said_once() -> None:
     graph = split_prologue(program.graphs["decode"])[1]
     note = unmeasured(schedule(graph, Target("cuda", "h200")))
     assert note and "estimated settings on h200" in note and "g4ir tune" in note
-    assert unmeasured(schedule(graph, Target("cpu"))) is None

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.torch_compile import host_table
-from g4ir.backends.torch_compile.host_table import HostTable, open_host_table
+from g4ir.backends.cuda import host_table
+from g4ir.backends.cuda.host_table import HostTable, open_host_table
 from g4ir.builder import load as loading
 from g4ir.builder.load import load_engine
 from g4ir.engine.engine import Engine

@@ -113,6 +113,37 @@ def test_a_room_imports_only_rooms_before_it() -> None:
         assert not tops & {"passes", "backends", "specs"}, module
 
 
+def test_a_backend_imports_only_those_before_it() -> None:
+    order = RULES["rooms of backends"]
+
+    def inner(module: str) -> int:
+        parts = module.split(".")[1:3]
+        folder = parts[1] if len(parts) == 2 and parts[0] == "backends" else ""
+        return order.index(folder) if folder in order else -1
+
+    for module in graph():
+        if module.startswith("g4ir.backends."):
+            assert not {i for i in graph()[module] if inner(i) > inner(module)}, module
+
+
+def asks_for_device(tree: ast.AST) -> list[int]:
+    """The lines of comparisons with the name of a device."""
+    return [
+        n.lineno
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Compare)
+        and any(isinstance(c, ast.Constant) and c.value in ("cpu", "cuda") for c in ast.walk(n))
+    ]
+
+
+def test_no_function_of_a_backend_asks_for_its_device() -> None:
+    """Its room says which it is."""
+    assert asks_for_device(ast.parse("x = 1 if 'cuda' == device else 2"))
+    for module, path in MODULES.items():
+        if module.split(".")[1:2] == ["backends"] and path.parent.name != "backends":
+            assert not asks_for_device(ast.parse(path.read_text())), module
+
+
 def test_no_module_imports_itself_through_others() -> None:
     assert not circles(graph())
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
@@ -159,10 +190,10 @@ def test_no_torch_where_a_graph_is_only_read() -> None:
 
 def test_choosing_a_kernel_needs_no_torch() -> None:
     """The records of the kernels and what reads them, as far as their own files go."""
-    torch_compile = "g4ir.backends.torch_compile"
+    room = "g4ir.backends.cuda"
     pairs = {m.removesuffix("_triton") for m in MODULES if m.endswith("_triton")} & MODULES.keys()
-    assert f"{torch_compile}.kernels.linear" in pairs
-    left, known = {f"{torch_compile}.schedule", *pairs}, set[str]()
+    assert f"{room}.kernels.linear" in pairs
+    left, known = {f"{room}.schedule", *pairs}, set[str]()
     while left:
         known |= left
         found = {i for m in left for i in imports(m, top=True)}

@@ -20,11 +20,9 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from g4ir.backends.experimental.end_of_step import end_step
-from g4ir.backends.torch_compile.compile import _TRACE as TRACE
-from g4ir.backends.torch_compile.compile import INDUCTOR, exported
-from g4ir.backends.torch_compile.host_table import gather_host_rows
-from g4ir.backends.torch_compile.kernel_cases import (
+from g4ir.backends.cuda.choices import choice_texts
+from g4ir.backends.cuda.host_table import gather_host_rows
+from g4ir.backends.cuda.kernel_cases import (
     Case,
     all_cases,
     find_cases,
@@ -32,12 +30,15 @@ from g4ir.backends.torch_compile.kernel_cases import (
     operands,
     run_case,
 )
-from g4ir.backends.torch_compile.kernels.assembly import compile_for
-from g4ir.backends.torch_compile.kernels.launch import recorded
-from g4ir.backends.torch_compile.kernels.resources import SHARED_BYTES, Resources, resources
-from g4ir.backends.torch_compile.programs import choice_texts, phase_steps
-from g4ir.backends.torch_compile.segment import Segment
-from g4ir.backends.torch_compile.target import Target
+from g4ir.backends.cuda.kernels.assembly import compile_for
+from g4ir.backends.cuda.kernels.launch import recorded
+from g4ir.backends.cuda.kernels.resources import SHARED_BYTES, Resources, resources
+from g4ir.backends.experimental.end_of_step import end_step
+from g4ir.backends.inductor.compile import _TRACE as TRACE
+from g4ir.backends.inductor.compile import INDUCTOR, exported
+from g4ir.backends.inductor.programs import phase_steps
+from g4ir.backends.inductor.segment import Segment
+from g4ir.backends.inductor.target import Target
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Program
 from g4ir.plan.engine_limits import Limits

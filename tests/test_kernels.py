@@ -16,9 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-from g4ir.backends.torch_compile import compile as compiler
-from g4ir.backends.torch_compile import cpu_library, pyops, runtime, tiles
-from g4ir.backends.torch_compile.target import Target, cpu_flags, has_gemm
+from g4ir.backends.cpu import library as cpu_library
+from g4ir.backends.cpu import pyops, tiles
+from g4ir.backends.cpu.isa import has_gemm
+from g4ir.backends.host_cpu import cpu_flags
+from g4ir.backends.inductor import compile as compiler
+from g4ir.backends.inductor import runtime
+from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Builder, Program
 from g4ir.ops import OPS
 from g4ir.ops.codecs import (

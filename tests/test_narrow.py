@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import g4ir
-from g4ir.backends.torch_compile.schedule import schedule
-from g4ir.backends.torch_compile.target import Target
+from g4ir.backends.cuda.schedule import schedule
+from g4ir.backends.inductor.target import Target
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine

@@ -71,7 +71,7 @@ def test_the_wheel_holds_the_tree_and_nothing_else(wheel: Path) -> None:
         names = {Path(name) for name in archive.namelist() if ".dist-info/" not in name}
         licences = [name for name in archive.namelist() if name.endswith("licenses/LICENSE")]
     wanted = {installed(path) for path in sources("") if (ROOT / path).is_file()}
-    assert names == wanted and Path("g4ir/backends/torch_compile/cpu/kernels.c") in wanted
+    assert names == wanted and Path("g4ir/backends/cpu/kernels/kernels.c") in wanted
     assert licences
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.backends.torch_compile import cpu_library, packing
+from g4ir.backends.cpu import library as cpu_library
+from g4ir.backends.cpu import packing
 from g4ir.errors import MissingError
 from g4ir.ops.codecs import dequantized, on_grid
 from g4ir.ops.quant import quantize

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from g4ir import build
 from g4ir.artefact.directory import open_artefact
 from g4ir.backends import find_backend
-from g4ir.backends.torch_compile.schedule import dense_bytes, same_kernels, schedule
-from g4ir.backends.torch_compile.target import HOPPER, Target
+from g4ir.backends.cuda.schedule import dense_bytes, same_kernels, schedule
+from g4ir.backends.cuda.target import HOPPER
+from g4ir.backends.inductor.target import Target
 from g4ir.builder.build import prepare
 from g4ir.model.names import checkpoint_name
 from g4ir.plan.footprint import Footprint

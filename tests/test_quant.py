@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 
 import g4ir
 from g4ir.backends import find_backend
+from g4ir.backends.cpu import pyops
+from g4ir.backends.inductor.segment import graph_steps
 from g4ir.backends.onnx_graph.export import EMBED, MODEL
 from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.weights import by_columns
-from g4ir.backends.torch_compile import pyops
-from g4ir.backends.torch_compile.segment import graph_steps
 from g4ir.builder.build import prepare, write_engine
 from g4ir.check.logits import measured, verify_engine
 from g4ir.check.score import score_rows

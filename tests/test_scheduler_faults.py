@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from g4ir.backends.cuda.token_loop import TokenLoop
 from g4ir.backends.sampling import SamplingParams
-from g4ir.backends.torch_compile.token_loop import TokenLoop
 from g4ir.engine.async_engine import AsyncEngine
 from g4ir.engine.batch import Batch
 from g4ir.engine.device_loop import TokenSteps

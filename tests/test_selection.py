@@ -144,7 +144,7 @@ def test_conditional_tests_run_if_a_path_or_a_test_of_theirs_changes() -> None:
         ({"backends/trt/emitter.py"}, every - {"TensorRT", "networks of media", "ranks"}),
         ({"tests/trt/test_emitter.py"}, every - {"TensorRT"}),
         ({"backends/onnx_graph/export.py"}, {"CPU programs", "GPU kernels", "TensorRT"}),
-        ({"backends/torch_compile/cpu/form.c"}, every - {"CPU programs", "GPU kernels", "ranks"}),
+        ({"backends/cpu/kernels/form.c"}, every - {"CPU programs", "GPU kernels", "ranks"}),
         ({"g4ir/parallel/shard.py"}, every - {"ranks"}),
         ({"g4ir/weights/gguf/read.py"}, {"CPU programs", "GPU kernels", "TensorRT"}),
         ({"tests/interpreted/test_head.py"}, every - {"GPU kernels"}),

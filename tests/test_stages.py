@@ -14,7 +14,7 @@ import yaml
 
 import g4ir
 from g4ir import passes as pipeline
-from g4ir.backends.torch_compile import step_program
+from g4ir.backends.cpu import step_program
 from g4ir.check import passes as each_pass
 from g4ir.check.passes import (
     Shown,

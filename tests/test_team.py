@@ -15,8 +15,8 @@ from statistics import median
 import pytest
 import torch
 
-from g4ir.backends.torch_compile import pyops
-from g4ir.backends.torch_compile.cpu_library import compile_kernels
+from g4ir.backends.cpu import pyops
+from g4ir.backends.cpu.library import compile_kernels
 from g4ir.ui import threads
 from g4ir.ui.memory import memory_limits
 from tests.cli_tools import refused
@@ -128,7 +128,7 @@ def test_threads_stay_on_the_cores_of_the_process(kernels: Path) -> None:
 import os, torch, sys, subprocess
 from pathlib import Path
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from g4ir.backends.torch_compile import pyops
+from g4ir.backends.inductor import pyops
 pyops.load_kernels(Path(sys.argv[1]))
 torch.set_num_threads(2)
 busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])

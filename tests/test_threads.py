@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.backends.torch_compile import pyops
+from g4ir.backends.cpu import pyops
 from g4ir.engine.engine import Engine
 from g4ir.engine.scheduler import Scheduler
 from g4ir.engine.speculative import NO_DRAFT

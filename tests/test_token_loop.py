@@ -19,18 +19,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import g4ir
 from g4ir.backends import sampling
 from g4ir.backends.base import DeviceChoice
+from g4ir.backends.cpu import step_program
+from g4ir.backends.cpu.step_loop import LoopProgram, StepLoop
+from g4ir.backends.cuda import graph as cuda_graph
+from g4ir.backends.cuda import host_table
+from g4ir.backends.cuda.graph import CHUNKS, CaptureArena, WithFallback
+from g4ir.backends.cuda.host_table import HostTable
+from g4ir.backends.cuda.kernels import KERNELS
+from g4ir.backends.cuda.kernels.launch import recorded
+from g4ir.backends.cuda.schedule import any_length, schedule
+from g4ir.backends.cuda.token_loop import TokenLoop
 from g4ir.backends.experimental.end_of_step import end_step
 from g4ir.backends.experimental.step_model import read_constants
+from g4ir.backends.inductor import runtime
+from g4ir.backends.inductor.target import Target
 from g4ir.backends.sampling import SamplingParams
-from g4ir.backends.torch_compile import cuda_graph, host_table, runtime, step_program
-from g4ir.backends.torch_compile.cuda_graph import CHUNKS, CaptureArena, WithFallback
-from g4ir.backends.torch_compile.host_table import HostTable
-from g4ir.backends.torch_compile.kernels import KERNELS
-from g4ir.backends.torch_compile.kernels.launch import recorded
-from g4ir.backends.torch_compile.schedule import any_length, schedule
-from g4ir.backends.torch_compile.step_loop import LoopProgram, StepLoop
-from g4ir.backends.torch_compile.target import Target
-from g4ir.backends.torch_compile.token_loop import TokenLoop
 from g4ir.engine.async_engine import AsyncEngine
 from g4ir.engine.device_loop import TokenSteps
 from g4ir.engine.engine import Engine
@@ -556,4 +559,3 @@ def test_chunks_that_one_recording_serves(name: str, form: str, held: str, same:
     """Those whose attention goes by what rows hold, in kernels of ours."""
     g = program(f"{name}@{held}" if held else name, form).graphs["prefill"]
     assert any_length(schedule(g, Target("cuda", "h100", 1))) == same
-    assert not any_length(schedule(g, Target("cpu")))

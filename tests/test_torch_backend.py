@@ -10,21 +10,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from g4ir.backends.torch_compile.attention import _pairs, _rotate
-from g4ir.backends.torch_compile.backend import _kernel_parts
-from g4ir.backends.torch_compile.compile import compile_program
-from g4ir.backends.torch_compile.cpu_library import FORM_SOURCE
-from g4ir.backends.torch_compile.lower import (
-    SegmentModule,
-    _list_write,
-    _ring_write,
-    smallest,
-)
-from g4ir.backends.torch_compile.programs import phase_steps
-from g4ir.backends.torch_compile.runtime import _load_program, check_aligned
-from g4ir.backends.torch_compile.schedule import schedule
-from g4ir.backends.torch_compile.segment import Glue, Segment, graph_steps, state_steps
-from g4ir.backends.torch_compile.target import Target
+from g4ir.backends.cpu.library import FORM_SOURCE
+from g4ir.backends.cpu.lowerings import lowered
+from g4ir.backends.cuda.lowerings import _write_ring, smallest
+from g4ir.backends.inductor.attention import _pairs, _rotate
+from g4ir.backends.inductor.backend import _kernel_parts
+from g4ir.backends.inductor.cache_write import write_list
+from g4ir.backends.inductor.compile import compile_program
+from g4ir.backends.inductor.lower import SegmentModule
+from g4ir.backends.inductor.programs import phase_steps
+from g4ir.backends.inductor.runtime import _load_program, check_aligned
+from g4ir.backends.inductor.segment import Glue, Segment, graph_steps, state_steps
+from g4ir.backends.inductor.target import Target
 from g4ir.errors import EngineError, LowerError
 from g4ir.ir.graph import Builder, Graph
 from g4ir.ir.interpret import interpret
@@ -178,7 +175,7 @@ def test_segments_compute_what_the_graph_says(name: str, form: str, phase: str) 
             made = made if isinstance(made, tuple) else (made,)
         else:
             names += [*step.params, *step.state]
-            module = SegmentModule(schedule(parse_graph(step.text), Target("cpu")))
+            module = SegmentModule(lowered(parse_graph(step.text)))
             made = module(*(env[alias.get(n, n)] for n in names))
         env.update(zip(step.outputs, made, strict=True))
     close(env["logits"], want["logits"], 1e-4)
@@ -211,14 +208,14 @@ def test_kernels_of_an_engine(quant: str, forms: list[str]) -> None:
 @pytest.mark.parametrize(
     ("write", "chunk", "start", "lengths"),
     [
-        (_list_write, 5, [0, 3, 11], [5, 2, 4]),
-        (_list_write, 5, [14, 11, 15], [2, 5, 0]),
-        (_list_write, 16, [0, 4, 16], [16, 9, 0]),
-        (_list_write, 1, [2, 15, 0], [1, 1, 0]),
-        (_ring_write, 5, [0, 3, 14], [5, 2, 4]),
-        (_ring_write, 7, [100, 31, 15], [0, 7, 1]),
-        (_ring_write, 16, [0, 9, 77], [16, 16, 3]),
-        (_ring_write, 40, [0, 21, 5], [40, 15, 33]),
+        (write_list, 5, [0, 3, 11], [5, 2, 4]),
+        (write_list, 5, [14, 11, 15], [2, 5, 0]),
+        (write_list, 16, [0, 4, 16], [16, 9, 0]),
+        (write_list, 1, [2, 15, 0], [1, 1, 0]),
+        (_write_ring, 5, [0, 3, 14], [5, 2, 4]),
+        (_write_ring, 7, [100, 31, 15], [0, 7, 1]),
+        (_write_ring, 16, [0, 9, 77], [16, 16, 3]),
+        (_write_ring, 40, [0, 21, 5], [40, 15, 33]),
     ],
 )
 def test_a_chunk_goes_to_its_slots(
@@ -289,7 +286,7 @@ def test_tokens_that_may_be_taken_back_touch_their_own_slots(
     where = torch.tensor(first), torch.tensor(lengths)
     want = OPS["cache_write"].reference(cache.float(), new.float(), *where)
     with Sizes() as sizes:
-        SegmentModule(schedule(parse_graph(text), Target("cpu")))(new, *where, cache)
+        SegmentModule(lowered(parse_graph(text)))(new, *where, cache)
     assert torch.equal(cache.float(), want)
     assert sizes.most < cache.numel()
 

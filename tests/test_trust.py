@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key
 import g4ir
 from g4ir.artefact import trust
 from g4ir.artefact.directory import MANIFEST, SIGNATURE, open_artefact
-from g4ir.backends.torch_compile import compile as compiler
-from g4ir.backends.torch_compile import program_cache
+from g4ir.backends.inductor import compile as compiler
+from g4ir.backends.inductor import program_cache
 from g4ir.builder.load import load_engine, open_runtime
 from g4ir.cli import main
 from g4ir.engine.engine import Engine

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from g4ir.backends.torch_compile import tunings
-from g4ir.backends.torch_compile.kernels import KERNELS
-from g4ir.backends.torch_compile.target import Target, gpu_name
-from g4ir.backends.torch_compile.tune import COPIES, ROOM, SPREAD, VALUES, copies
-from g4ir.backends.torch_compile.tunings import Tuning, add_measured, find_tuning, read_tunings
+from g4ir.backends.cuda import tunings
+from g4ir.backends.cuda.kernels import KERNELS
+from g4ir.backends.cuda.target import gpu_name
+from g4ir.backends.cuda.tune import COPIES, ROOM, SPREAD, VALUES, copies
+from g4ir.backends.cuda.tunings import Tuning, add_measured, find_tuning, read_tunings
+from g4ir.backends.inductor.target import Target
 from g4ir.errors import LowerError, SpecError
 from tests.cases import TABLES
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.torch_compile import compile as compiler
-from g4ir.backends.torch_compile import runtime, workers
-from g4ir.backends.torch_compile.lower import SegmentModule
-from g4ir.backends.torch_compile.schedule import schedule
-from g4ir.backends.torch_compile.target import Target
+from g4ir.backends.inductor import compile as compiler
+from g4ir.backends.inductor import runtime, workers
+from g4ir.backends.inductor.device import find_device
+from g4ir.backends.inductor.lower import SegmentModule
+from g4ir.backends.inductor.target import Target
 from g4ir.ir.text import parse_graph
 
 
 def eager(text: str, device: str = "cpu") -> Callable[[list[torch.Tensor]], Any]:
     """What stands for the program of a graph."""
-    module = SegmentModule(schedule(parse_graph(text), Target(device)))
+    module = SegmentModule(find_device(device).lowered(parse_graph(text), Target(device)))
     return torch.no_grad()(lambda given: module(*given))
 
 
@@ -38,7 +38,7 @@ def uncompiled() -> Iterator[None]:
             (out / name).write_bytes(text.encode() + compiler.marker(text))
         return files
 
-    def load_program(path: Path, device: str) -> Callable[[list[torch.Tensor]], Any]:
+    def load_program(path: Path, device: str, index: int) -> Callable[[list[torch.Tensor]], Any]:
         raw = path.read_bytes()
         text = raw[: len(raw) - len(compiler.marker(""))].decode()
         return eager(text, device)

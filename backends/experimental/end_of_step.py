@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from g4ir.backends.torch_compile.kernels.launch import begin, ready, start_untraced
+from g4ir.backends.cuda.kernels.launch import begin, ready, start_untraced
 
 
 @triton.jit

@@ -26,15 +26,15 @@ import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from g4ir.backends.torch_compile.compile import first_node
-from g4ir.backends.torch_compile.kernels.launch import Launch, ahead, recorded
-from g4ir.backends.torch_compile.kernels.resources import Assembled, assemble, signature
-from g4ir.backends.torch_compile.lower import SegmentModule
-from g4ir.backends.torch_compile.runtime import BY_PROGRAMS, BoundStep
-from g4ir.backends.torch_compile.schedule import schedule
-from g4ir.backends.torch_compile.segment import Glue, Segment, Step
-from g4ir.backends.torch_compile.target import Target
-from g4ir.backends.torch_compile.token_loop import end_by_torch
+from g4ir.backends.cuda.kernels.launch import Launch, ahead, recorded
+from g4ir.backends.cuda.kernels.resources import Assembled, assemble, signature
+from g4ir.backends.cuda.schedule import schedule
+from g4ir.backends.cuda.token_loop import end_by_torch
+from g4ir.backends.inductor.compile import first_node
+from g4ir.backends.inductor.lower import SegmentModule
+from g4ir.backends.inductor.runtime import BY_PROGRAMS, BoundStep
+from g4ir.backends.inductor.segment import Glue, Segment, Step
+from g4ir.backends.inductor.target import Target
 from g4ir.errors import EngineError, G4Error, LowerError
 from g4ir.ir.rewrite import bind
 from g4ir.ir.text import parse_graph

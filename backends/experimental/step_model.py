@@ -20,7 +20,7 @@ from typing import Annotated
 
 import yaml
 
-from g4ir.backends.torch_compile.kernels.base import (
+from g4ir.backends.cuda.kernels.base import (
     SHARE_KEYS,
     SHARES,
     ZEROS,
@@ -28,7 +28,7 @@ from g4ir.backends.torch_compile.kernels.base import (
     Schedule,
     added_together,
 )
-from g4ir.backends.torch_compile.schedule import OTHER
+from g4ir.backends.cuda.schedule import OTHER
 from g4ir.errors import InputError
 from g4ir.ir.graph import Node
 from g4ir.ir.names import layer_of

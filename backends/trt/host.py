@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import torch
 
-from g4ir.backends.torch_compile.cuda_graph import Record, recorded
+from g4ir.backends.cuda.graph import Record, recorded
 from g4ir.errors import EngineError, LowerError, MissingError
 from g4ir.parallel.group import Group
 from g4ir.ui.memory import device_memory, free_on

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from g4ir.backends.base import Runtime, Tensors, Watch
+from g4ir.backends.cuda.graph import Captured, Record, WithFallback
 from g4ir.backends.primitives.network import (
     BLOCK_IDS,
     NO_BLOCK,
@@ -21,7 +22,6 @@ from g4ir.backends.primitives.network import (
     full_slots,
 )
 from g4ir.backends.primitives.runtime import NetworkCaches
-from g4ir.backends.torch_compile.cuda_graph import Captured, Record, WithFallback
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program
 from g4ir.model.decoder import VERIFY

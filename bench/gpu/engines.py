@@ -20,8 +20,8 @@ import torch
 
 from bench.common import fill_with_noise, seconds
 from g4ir.backends.base import DeviceChoice
+from g4ir.backends.inductor.program_cache import cache_dir, keep_program
 from g4ir.backends.sampling import GREEDY
-from g4ir.backends.torch_compile.program_cache import cache_dir, keep_program
 from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Rates, synchronize
 from g4ir.bench.runners import EngineRunner, kernels_per_step, reference_runner

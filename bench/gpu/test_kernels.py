@@ -16,16 +16,17 @@ import pytest
 import torch
 
 from bench.gpu.engines import CARD, DRY, Scale
-from g4ir.backends.torch_compile.kernel_cases import (
+from g4ir.backends.cuda.kernel_cases import (
     Case,
     all_cases,
     bytes_of_case,
     errors_of_case,
     launches_of_case,
 )
-from g4ir.backends.torch_compile.kernels.interpreter import interpreted
-from g4ir.backends.torch_compile.segment import canonical
-from g4ir.backends.torch_compile.target import Target, find_target
+from g4ir.backends.cuda.kernels.interpreter import interpreted
+from g4ir.backends.inductor.device import find_device
+from g4ir.backends.inductor.segment import canonical
+from g4ir.backends.inductor.target import Target
 from g4ir.bench.roof import Meter
 from g4ir.ir.graph import Program
 from g4ir.ir.text import print_graph
@@ -43,7 +44,7 @@ __all__ = ["CARD", "DRY"]
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("rows", [1, 8, 16])
 def test_kernels(measure: Any, scale: Scale, variant: str, rows: int) -> None:
-    target = Target(scale.device, scale.gpu or find_target(scale.device, 1).gpu, rows)
+    target = Target(scale.device, scale.gpu or find_device(scale.device).target(1).gpu, rows)
     every = all_cases(programs([variant], rows), [target], scale.tokens, scale.new)
     cases = {case_name(c): c for c in every}
     interpreting = scale.device == "cpu"
@@ -111,7 +112,7 @@ def one_kernel(case: Case, device: str, bandwidth: float) -> dict[str, Any]:
     }
     if device == "cpu":
         return found
-    from g4ir.backends.torch_compile.tune import time_case
+    from g4ir.backends.cuda.tune import time_case
 
     floor = bytes_of_case(case) / bandwidth * 1e6
     try:

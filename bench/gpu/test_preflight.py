@@ -24,13 +24,12 @@ import triton.language as tl
 
 from bench.common import seconds
 from bench.gpu.engines import CARD, DRY, ROWS, Scale, g4ir_said, named
+from g4ir.backends.cuda.graph import recorded
+from g4ir.backends.cuda.kernels.launch import begin, ready
+from g4ir.backends.cuda.kernels.resources import assemble
 from g4ir.backends.experimental.cuda_driver import CudaDriver
 from g4ir.backends.experimental.step_model import measured_text, read_constants
-from g4ir.backends.torch_compile.cuda_graph import recorded
-from g4ir.backends.torch_compile.cuda_toolkit import toolchain
-from g4ir.backends.torch_compile.kernels.launch import begin, ready
-from g4ir.backends.torch_compile.kernels.resources import assemble
-from g4ir.backends.torch_compile.target import find_target
+from g4ir.backends.inductor.device import find_device
 from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Meter, passes_seconds, synchronize
 from g4ir.bench.system import environment
@@ -62,12 +61,12 @@ def test_preflight(measure: Any, scale: Scale, out: Path) -> None:
 
 
 def gpu_of(scale: Scale) -> str:
-    return scale.gpu or find_target(scale.device, 1).gpu
+    return scale.gpu or find_device(scale.device).target(1).gpu
 
 
 def machine(out: Path, scale: Scale) -> dict[str, Any]:
     """Describe the machine. MissingError if programs cannot be compiled on it."""
-    check_all(*toolchain(scale.device))
+    check_all(*find_device(scale.device).needs())
     free = torch.cuda.mem_get_info()[0] if scale.device == "cuda" else free_memory()
     return {
         **environment(scale.device),

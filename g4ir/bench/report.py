@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from g4ir.backends.torch_compile.cuda_toolkit import toolchain
+from g4ir.backends.inductor.device import find_device
 from g4ir.check.hf import need_transformers
 from g4ir.check.reference import acting, param_bytes
 from g4ir.engine.engine import Engine
@@ -93,7 +93,7 @@ def run_bench(
     check_options(peers, rounds, warmup)
     check_specs({str(e.path): e.spec for e in engines})
     if any(MODES[name][2] for name in {*peers} & {*MODES}):
-        check_all(*toolchain(engines[0].device))
+        check_all(*find_device(engines[0].device).needs())
     drafts = find_draft(engines[0], draft, draft_tokens)
     bench = Bench(engines, w, draw_tokens(w, engines[0]), rounds, warmup, progress)
     bench.start(peers, checkpoint, load_s)

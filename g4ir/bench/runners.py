@@ -18,8 +18,8 @@ from typing import Annotated, Any
 
 import torch
 
-from g4ir.backends.torch_compile.programs import phase_steps
-from g4ir.backends.torch_compile.segment import Segment
+from g4ir.backends.inductor.programs import phase_steps
+from g4ir.backends.inductor.segment import Segment
 from g4ir.chat.prompt import text_ids
 from g4ir.check.hf import cache_argument, hf_model, hf_origin, rows_kept
 from g4ir.check.reference import reference_engine

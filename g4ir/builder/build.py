@@ -479,7 +479,7 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
 
 def _pack(p: Prepared, folder: Path, progress: Progress) -> directory.Grid | None:
     """Write the params; return the fit of 4-bit weights, if any were made."""
-    from g4ir.backends.torch_compile.packing import quantized
+    from g4ir.backends.cpu.packing import quantized
 
     grids: dict[str, tuple[int, int]] = {}
     moments = column_moments(p, progress) if p.calibration else {}

@@ -191,7 +191,7 @@ def _table(runtime: Runtime, v: Value, ple: str | None, device: str) -> Any:
         return resident
     placement = ple if v.name.startswith(PLE_PARAM) and ple else packings.DEFAULT_PLACEMENT
     if device == "cuda" and placement != "device" and find_spec("triton"):
-        from g4ir.backends.torch_compile.host_table import open_host_table
+        from g4ir.backends.cuda.host_table import open_host_table
 
         return open_host_table(runtime.source, v, placement, device)
     return packings.open_table(runtime.source, v, placement, device)
@@ -232,7 +232,7 @@ def _open_params(found: Artefact, device: str) -> packings.ParamSource:
     m, kept = found.manifest, found.manifest.weights
     if found.stored is not None:
         return found.stored
-    from g4ir.backends.torch_compile.packing import quantized
+    from g4ir.backends.cpu.packing import quantized
 
     share = Share(found.spec, found.rank, m.ranks, m.ep)
     if isinstance(kept, RandomWeights):

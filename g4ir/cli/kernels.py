@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from g4ir.backends.torch_compile.cuda_toolkit import toolchain
-from g4ir.backends.torch_compile.kernels.base import Schedule
-from g4ir.backends.torch_compile.schedule import Row, kernel_rows, schedule
-from g4ir.backends.torch_compile.target import Target, find_target
+from g4ir.backends.cuda.kernels.base import Schedule
+from g4ir.backends.cuda.schedule import Row, kernel_rows, schedule
+from g4ir.backends.cuda.target import find_target
+from g4ir.backends.cuda.toolkit import toolchain
+from g4ir.backends.inductor.target import Target
 from g4ir.errors import InputError, MissingError, check_all
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.rewrite import split_prologue
@@ -33,7 +34,7 @@ from .cost import step_of
 from .graphs import check_graph, chosen_graph, spec_of
 
 if TYPE_CHECKING:
-    from g4ir.backends.torch_compile.tune import Tuned
+    from g4ir.backends.cuda.tune import Tuned
 
 #: the GPU whose settings are shown where none is named
 GPU = "h200"
@@ -97,11 +98,11 @@ def tune(args: argparse.Namespace) -> int:
     program = _program(args, rows)
     import torch
 
-    from g4ir.backends.torch_compile import tune as tuning
+    from g4ir.backends.cuda import tune as tuning
     from g4ir.bench.roof import Meter
 
-    check_all(*toolchain("cuda"))
-    target = find_target("cuda", rows)
+    check_all(*toolchain())
+    target = find_target(rows)
     if not target.gpu:
         raise MissingError(f"tune: {torch.cuda.get_device_name()}: the kernels need a Hopper GPU")
     found: list[Tuned] = []

@@ -3,7 +3,7 @@
 Threads of GNU OpenMP, which library products use, spin 300,000 rounds (milliseconds) before they
 sleep. Beside other busy processes that takes the core from the very thread they wait for. 3,000
 rounds cost nothing on an idle machine and keep a busy one usable (bench/contention.py). Decode
-kernels have a thread pool of their own (backends/torch_compile/cpu/team.c).
+kernels have a thread pool of their own (backends/cpu/kernels/team.c).
 """
 
 from __future__ import annotations

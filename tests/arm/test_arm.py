@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from g4ir.backends.torch_compile import cpu_library, pyops
+from g4ir.backends.cpu import library as cpu_library
+from g4ir.backends.cpu import pyops
 from g4ir.ops.codecs import to_tiles
 from tests.coded_products import (
     BUDGET,

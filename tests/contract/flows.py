@@ -30,7 +30,7 @@ def in_a_program(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 
 def in_a_loop(engine: Engine, patch: pytest.MonkeyPatch) -> list[Any]:
     """The step chooses too: as on a GPU, but without a CUDA graph, on the CPU's programs."""
-    from g4ir.backends.torch_compile.programs import choice_texts
+    from g4ir.backends.cuda.choices import choice_texts
     from tests.uncompiled import eager
 
     prepared: list[Callable[[], None]] = []

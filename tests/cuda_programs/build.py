@@ -134,8 +134,9 @@ def programs(
     activations: str | None,
 ) -> Iterator[Program]:
     """The different programs of an engine in bf16, in the order of their first call."""
-    from g4ir.backends.torch_compile.programs import choice_texts, phase_steps
-    from g4ir.backends.torch_compile.segment import Segment
+    from g4ir.backends.cuda.choices import choice_texts
+    from g4ir.backends.inductor.programs import phase_steps
+    from g4ir.backends.inductor.segment import Segment
     from g4ir.model.text import build_program
     from g4ir.passes import run_program
     from g4ir.plan.engine_limits import Limits
@@ -179,13 +180,13 @@ def build(
 ) -> Iterator[Built]:
     """Compile the programs as a build does, in its worker processes; those to be carried under the
     names that a build looks for."""
-    from g4ir.backends.torch_compile.compile import program_name
-    from g4ir.backends.torch_compile.cuda_toolkit import toolchain
-    from g4ir.backends.torch_compile.target import Target
-    from g4ir.backends.torch_compile.workers import Workers
+    from g4ir.backends.cuda.toolkit import toolchain
+    from g4ir.backends.inductor.compile import program_name
+    from g4ir.backends.inductor.target import Target
+    from g4ir.backends.inductor.workers import Workers
     from g4ir.errors import LowerError, check_all
 
-    check_all(*toolchain("cuda"))
+    check_all(*toolchain())
     (out / "programs").mkdir(parents=True, exist_ok=True)
 
     def one(p: Program) -> Built:
@@ -211,7 +212,7 @@ def kernels_of(path: Path, out: Path) -> Iterator[Kernel]:
     them assembled by the program that torch came with (2.11), or else by triton's own."""
     import torch
 
-    from g4ir.backends.torch_compile.kernels.resources import assembled
+    from g4ir.backends.cuda.kernels.resources import assembled
 
     ptxas = Path(torch.__file__).parent / "bin" / "ptxas"
     sources = {

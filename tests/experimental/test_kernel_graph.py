@@ -15,6 +15,8 @@ import pytest
 import torch
 import triton
 
+from g4ir.backends.cuda.choices import choice_texts
+from g4ir.backends.cuda.kernels.resources import Assembled
 from g4ir.backends.experimental import kernel_graph as module
 from g4ir.backends.experimental.cuda_driver import EARLY, Attribute, Config, CudaDriver
 from g4ir.backends.experimental.kernel_graph import (
@@ -28,13 +30,12 @@ from g4ir.backends.experimental.kernel_graph import (
     recorded_chain,
     write_chain,
 )
-from g4ir.backends.torch_compile import runtime
-from g4ir.backends.torch_compile.backend import DECODE_STEP, TorchBackend, _check_programs
-from g4ir.backends.torch_compile.compile import marker
-from g4ir.backends.torch_compile.kernels.resources import Assembled
-from g4ir.backends.torch_compile.programs import CHAINS, END, choice_texts, phase_steps
-from g4ir.backends.torch_compile.segment import Glue, Segment, Step
-from g4ir.backends.torch_compile.target import Target
+from g4ir.backends.inductor import runtime
+from g4ir.backends.inductor.backend import DECODE_STEP, TorchBackend, _check_programs
+from g4ir.backends.inductor.compile import marker
+from g4ir.backends.inductor.programs import CHAINS, END, phase_steps
+from g4ir.backends.inductor.segment import Glue, Segment, Step
+from g4ir.backends.inductor.target import Target
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program
 from g4ir.plan.engine_limits import Limits

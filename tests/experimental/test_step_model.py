@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from g4ir.backends.cuda.kernels.base import Schedule
+from g4ir.backends.cuda.schedule import OTHER, kernel_rows, schedule
 from g4ir.backends.experimental.step_model import (
     AROUND,
     LIBRARY,
@@ -20,9 +22,7 @@ from g4ir.backends.experimental.step_model import (
     predict,
     read_constants,
 )
-from g4ir.backends.torch_compile.kernels.base import Schedule
-from g4ir.backends.torch_compile.schedule import OTHER, kernel_rows, schedule
-from g4ir.backends.torch_compile.target import Target
+from g4ir.backends.inductor.target import Target
 from g4ir.errors import InputError, SpecError
 from g4ir.ir.graph import Builder
 from g4ir.ir.rewrite import split_prologue

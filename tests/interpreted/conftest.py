@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def kernels_are_interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
-    from g4ir.backends.torch_compile.kernels.interpreter import interpreted
+    from g4ir.backends.cuda.kernels.interpreter import interpreted
 
     from .orders import ORDERS, poisoned
     from .quick import quick

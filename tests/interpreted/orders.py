@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from triton.runtime import interpreter
 
-from g4ir.backends.torch_compile.kernels.launch import ahead
+from g4ir.backends.cuda.kernels.launch import ahead
 
 #: programs that live at a time
 LIVE = 12

@@ -14,20 +14,13 @@ from zlib import crc32
 
 import torch
 
-from g4ir.backends.torch_compile.kernels import KERNELS
-from g4ir.backends.torch_compile.kernels.base import (
-    Choice,
-    Coded,
-    Kernel,
-    Run,
-    Sample,
-    Schedule,
-    arrivals,
-    held,
-)
-from g4ir.backends.torch_compile.lower import dense
-from g4ir.backends.torch_compile.target import Target
-from g4ir.backends.torch_compile.tunings import Tuning
+from g4ir.backends.cuda.kernels import KERNELS
+from g4ir.backends.cuda.kernels.base import Choice, Kernel, Sample, Schedule, arrivals, held
+from g4ir.backends.cuda.lowerings import GpuLowered
+from g4ir.backends.cuda.tunings import Tuning
+from g4ir.backends.inductor.lower import dense
+from g4ir.backends.inductor.lowered import Coded, Run
+from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.interpret import interpret
 from g4ir.ops import OPS
@@ -234,7 +227,7 @@ class Try:
         choice = Choice(self.kernel, {}, {name: Tuning(uses[name], False) for name in starts})
         g = Graph("one", self.node.inputs, (), (), (self.node,), self.node.outputs)
         made = {} if self.counters is None else {arrivals("x0"): self.counters}
-        run = Run(Schedule(g, Target("cpu"), {}), made)
+        run = Run(GpuLowered(Schedule(g, Target("cpu"), {})), made)
         got = as_tuple(self.kernel.call(run, self.node, choice, *given))
         assert len(got) == len(self.node.outputs)
         assert not any(x.any() for x in run.env.values())

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from g4ir.backends.torch_compile.kernels.launch import activate, rounded, start, tanh
+from g4ir.backends.cuda.kernels.launch import activate, rounded, start, tanh
 from g4ir.ops.mlp import ACTIVATIONS
 from g4ir.ops.mlp import activate as reference
 

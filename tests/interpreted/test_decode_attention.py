@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from g4ir.backends.torch_compile.kernels import decode_attention_triton as module
-from g4ir.backends.torch_compile.kernels.base import attention_sample
-from g4ir.backends.torch_compile.kernels.decode_attention_triton import _cos_sin, _span, tree
-from g4ir.backends.torch_compile.kernels.launch import by_default, recorded, start
+from g4ir.backends.cuda.kernels import decode_attention_triton as module
+from g4ir.backends.cuda.kernels.base import attention_sample
+from g4ir.backends.cuda.kernels.decode_attention_triton import _cos_sin, _span, tree
+from g4ir.backends.cuda.kernels.launch import by_default, recorded, start
 
 from .samples import Try, kernel_called
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from g4ir.backends.cuda.host_table import ROW_BLOCK as BLOCK
+from g4ir.backends.cuda.host_table import HostTable
+from g4ir.backends.cuda.token_loop import end_by_torch
 from g4ir.backends.experimental.end_of_step import end_step
-from g4ir.backends.torch_compile.host_table import ROW_BLOCK as BLOCK
-from g4ir.backends.torch_compile.host_table import HostTable
-from g4ir.backends.torch_compile.token_loop import end_by_torch
 
 DTYPES = [
     torch.float32,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from g4ir.backends.torch_compile.kernels.head_triton import block_argmax, top_candidates
+from g4ir.backends.cuda.kernels.head_triton import block_argmax, top_candidates
 
 pytestmark = pytest.mark.covering
 

@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from g4ir.backends.cuda.kernels.launch import Launch, start
+from g4ir.backends.cuda.kernels.resources import Assembled, signature
+from g4ir.backends.cuda.schedule import schedule
+from g4ir.backends.cuda.token_loop import end_by_torch
 from g4ir.backends.experimental import kernel_graph as module
 from g4ir.backends.experimental.kernel_graph import (
     LoadedChain,
@@ -22,13 +26,9 @@ from g4ir.backends.experimental.kernel_graph import (
     recorded_end,
     write_chain,
 )
-from g4ir.backends.torch_compile.kernels.launch import Launch, start
-from g4ir.backends.torch_compile.kernels.resources import Assembled, signature
-from g4ir.backends.torch_compile.lower import SegmentModule
-from g4ir.backends.torch_compile.schedule import schedule
-from g4ir.backends.torch_compile.segment import Glue, Segment, Step, graph_steps
-from g4ir.backends.torch_compile.target import Target
-from g4ir.backends.torch_compile.token_loop import end_by_torch
+from g4ir.backends.inductor.lower import SegmentModule
+from g4ir.backends.inductor.segment import Glue, Segment, Step, graph_steps
+from g4ir.backends.inductor.target import Target
 from g4ir.errors import EngineError
 from g4ir.ir.interpret import run_node
 from g4ir.ir.text import parse_graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from g4ir.backends.torch_compile.kernels.linear_triton import chunk, skinny_linear
+from g4ir.backends.cuda.kernels.linear_triton import chunk, skinny_linear
 
 from .samples import Try, kernel_called
 

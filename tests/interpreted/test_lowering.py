@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.torch_compile.kernels import KERNELS
-from g4ir.backends.torch_compile.lower import SegmentModule
-from g4ir.backends.torch_compile.programs import choice_texts
-from g4ir.backends.torch_compile.schedule import schedule
-from g4ir.backends.torch_compile.segment import Glue, graph_steps
-from g4ir.backends.torch_compile.target import Target
+from g4ir.backends.cuda.choices import choice_texts
+from g4ir.backends.cuda.kernels import KERNELS
+from g4ir.backends.cuda.lowerings import GpuLowered
+from g4ir.backends.cuda.schedule import schedule
+from g4ir.backends.inductor.lower import SegmentModule
+from g4ir.backends.inductor.segment import Glue, graph_steps
+from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node, Program
 from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import bind
@@ -127,7 +128,7 @@ def test_every_step(name: str, form: str, phase: str, held: list[int]) -> None:
         ]
         s = schedule(parse_graph(step.text), target)
         started += sum(s.find(n) is not None for n in s.graph.nodes)
-        made = SegmentModule(s)(*operands)
+        made = SegmentModule(GpuLowered(s))(*operands)
         spared = SPARED if any(s.graph.find("router", "moe_mlp")) else 0.0
         for value, got in zip(step.outputs, made, strict=True):
             near(got, known[value], value, spared)
@@ -173,7 +174,9 @@ def test_choice_of_the_token(rows: int) -> None:
     logits = torch.randn(rows, 1, 512, generator=torch.Generator().manual_seed(rows)).bfloat16()
     logits[0, 0, [3, 77]] = 9.0  # a tie
     for op, text in texts.items():
-        got = SegmentModule(schedule(parse_graph(text), Target("cpu", "h200", rows)))(logits)
+        got = SegmentModule(GpuLowered(schedule(parse_graph(text), Target("cpu", "h200", rows))))(
+            logits
+        )
         attrs = {"k": 64} if op == "candidates" else {}
         want = as_tuple(OPS[op].reference(logits, **attrs))
         assert all(map(torch.equal, got, want))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from g4ir.backends.torch_compile.kernels.base import Kernel
-from g4ir.backends.torch_compile.kernels.moe_order_triton import moe_sort, router_logits
-from g4ir.backends.torch_compile.kernels.moe_triton import moe_down
+from g4ir.backends.cuda.kernels.base import Kernel
+from g4ir.backends.cuda.kernels.moe_order_triton import moe_sort, router_logits
+from g4ir.backends.cuda.kernels.moe_triton import moe_down
 from g4ir.ops.moe import router
 
 from .samples import Try, kernel_called

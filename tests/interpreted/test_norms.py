@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from g4ir.backends.torch_compile.kernels.norms_triton import norm_residual
+from g4ir.backends.cuda.kernels.norms_triton import norm_residual
 from g4ir.ops.norm import rms_norm
 
 EPS = 1e-6

@@ -11,17 +11,12 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
-from g4ir.backends.torch_compile.kernels import (
-    KERNELS,
-    moe_triton,
-    norms_triton,
-    qkv_attention_triton,
-)
-from g4ir.backends.torch_compile.kernels import decode_attention_triton as module
-from g4ir.backends.torch_compile.kernels.base import Kernel, Sample
-from g4ir.backends.torch_compile.kernels.decode_attention_triton import decode_attention, tree
-from g4ir.backends.torch_compile.kernels.launch import begin, ready, start
-from g4ir.backends.torch_compile.kernels.moe_order_triton import moe_sort
+from g4ir.backends.cuda.kernels import KERNELS, moe_triton, norms_triton, qkv_attention_triton
+from g4ir.backends.cuda.kernels import decode_attention_triton as module
+from g4ir.backends.cuda.kernels.base import Kernel, Sample
+from g4ir.backends.cuda.kernels.decode_attention_triton import decode_attention, tree
+from g4ir.backends.cuda.kernels.launch import begin, ready, start
+from g4ir.backends.cuda.kernels.moe_order_triton import moe_sort
 from g4ir.ops.attention import attention
 
 from .orders import LIVE, ORDERS, interleaved, overlapping, poisoned

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from g4ir.backends.torch_compile.kernels.launch import start
-from g4ir.backends.torch_compile.kernels.prefill_attention_triton import _block, _is_partial, _runs
+from g4ir.backends.cuda.kernels.launch import start
+from g4ir.backends.cuda.kernels.prefill_attention_triton import _block, _is_partial, _runs
 from g4ir.ops.attention import slot_positions, visible
 from tests.cases import TABLES
 

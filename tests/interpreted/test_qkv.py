@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.torch_compile.kernels.qkv_triton import qkv_write
+from g4ir.backends.cuda.kernels.qkv_triton import qkv_write
 from g4ir.ops.latent import keys_values, keys_values_of_value
 from g4ir.ops.rope import rope_table, rotated_pairs
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.torch_compile.kernels import KERNELS
-from g4ir.backends.torch_compile.kernels.base import Kernel, Sample
-from g4ir.backends.torch_compile.kernels.launch import by_default
+from g4ir.backends.cuda.kernels import KERNELS
+from g4ir.backends.cuda.kernels.base import Kernel, Sample
+from g4ir.backends.cuda.kernels.launch import by_default
 
 from .orders import poisoned
 from .samples import Try

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from g4ir.backends.base import Task
+from g4ir.backends.cuda.graph import Captured, WithFallback
 from g4ir.backends.primitives.graph import network_graph
-from g4ir.backends.torch_compile.cuda_graph import Captured, WithFallback
 from g4ir.backends.trt import build as builder
 from g4ir.backends.trt import host, runtime
 from g4ir.backends.trt import interface as interfaces

@@ -1,0 +1,1 @@
+"""The CPU: step programs and C kernels, and what programs of torch's compiler call of them."""

@@ -1,0 +1,99 @@
+"""Attention by the C kernels: of few tokens, of a prompt's chunk, and of towers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from g4ir.backends.inductor import attention as library
+from g4ir.backends.inductor.lowered import Run
+from g4ir.ir.graph import Node
+from g4ir.model.decoder import TOKENS
+from g4ir.ops.attention import last_seen, split_chunk
+
+from .isa import has_gemm
+from .pyops import OPS
+
+Tensor = torch.Tensor
+
+
+def attention(
+    m: Run,
+    n: Node,
+    q: Tensor,
+    positions: Tensor,
+    written: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    *chunk: Tensor,
+) -> Tensor:
+    """Attend by our kernel for few tokens, and for a chunk if the CPU has instructions for it; else
+    by the library."""
+    fresh, block_ids = split_chunk(chunk, 2)
+    if not n.attrs["softcap"]:
+        if _is_few(n, chunk):
+            return _attend_few(n, q, positions, written, cache_k, cache_v)
+        if fresh and _has_chunk_kernel(q):
+            caches = cache_k, cache_v, *fresh
+            return _attend_chunk(n, q, positions, written, caches, block_ids)
+    return library.attention(m, n, q, positions, written, cache_k, cache_v, *chunk)
+
+
+def attention_latent(
+    m: Run, n: Node, q: Tensor, positions: Tensor, written: Tensor, w: Tensor, *rows: Tensor
+) -> Tensor:
+    """Attend as `attention`: rows of the form `value` are keys and values."""
+    cache, *chunk = rows
+    if n.attrs["softcap"] or n.word("form") != "value":
+        return library.attention_latent(m, n, q, positions, written, w, *rows)
+    query = library.latent_query(n, q, w)
+    fresh, block_ids = split_chunk(tuple(chunk), 1)
+    if _is_few(n, tuple(chunk)):
+        out = _attend_few(n, query, positions, written, cache, cache)
+    elif fresh and _has_chunk_kernel(query):
+        caches = cache, cache, fresh[0], fresh[0]
+        out = _attend_chunk(n, query, positions, written, caches, block_ids)
+    else:
+        return library.attention_latent(m, n, q, positions, written, w, *rows)
+    return out[..., : w.shape[0]]
+
+
+def encoder_attention(m: Run, n: Node, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Any:
+    """Attend by the library, without a mask if it can."""
+    return OPS.encoder_attention(q, k, v, valid, n.number("scale"))
+
+
+def _is_few(n: Node, chunk: tuple[Tensor, ...]) -> bool:
+    """Whether this is a decode or verification step: its rows are in the cache already."""
+    return not chunk and n["q"].type.shape[1] in TOKENS.values()
+
+
+def _attend_few(
+    n: Node, q: Tensor, positions: Tensor, written: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Attend where keys and values lie; of fp16, in fp32, rounded once."""
+    rows = q.float() if q.dtype == torch.float16 else q
+    window = n.whole("window")
+    out = OPS.attend(rows, positions, written, keys, values, window, n.number("scale"))
+    return out.to(q.dtype)
+
+
+def _has_chunk_kernel(q: Tensor) -> bool:
+    """Whether kernels/prefill_attention.h attends for the queries of a chunk."""
+    return q.dtype == torch.bfloat16 and q.shape[-1] % 8 == 0 and has_gemm()
+
+
+def _attend_chunk(
+    n: Node,
+    q: Tensor,
+    positions: Tensor,
+    written: Tensor,
+    caches: tuple[Tensor, ...],
+    block_ids: Tensor | None,
+) -> Tensor:
+    """Attend for a chunk; `caches`: K and V of the cache, then those of the chunk."""
+    last = positions if block_ids is None else last_seen(positions, block_ids)
+    masking = n.whole("window"), n.number("scale")
+    out: Tensor = OPS.attend_chunk(q, positions, last, written, *caches, *masking)
+    return out

@@ -1,0 +1,90 @@
+"""The lowerings of nodes for the CPU: large products, experts and attention by the C kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from g4ir.backends.inductor import lower
+from g4ir.backends.inductor.cache_write import cache_write, write_list
+from g4ir.backends.inductor.lower import COMMON, dense
+from g4ir.backends.inductor.lowered import Coded, Lowered, Lowering, Rounded, Run
+from g4ir.ir.graph import Graph, Node
+from g4ir.model.decoder import TOKENS, VERIFY
+from g4ir.ops.attention import slot_positions
+
+from .attention import attention, attention_latent, encoder_attention
+from .isa import FROM
+from .pyops import OPS
+
+Tensor = torch.Tensor
+
+
+def lowered(g: Graph) -> Lowered:
+    """Return a graph as it is computed on the CPU."""
+    return Lowered(g, LOWERINGS)
+
+
+def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:
+    """Return the quantised weight where a large product takes it so, else dense."""
+    weight = lower.coded(m, n, codes, scales)
+    return weight if n.out.type.numel() >= FROM else dense(weight)
+
+
+def _linear(m: Run, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Any:
+    if isinstance(w, Coded):
+        if isinstance(x, Rounded) and x.form == "int8":
+            return OPS.linear_rounded(x.x, w.codes, w.scales, w.tiles)
+        return OPS.linear_coded(dense(x), w.codes, w.scales, w.tiles)
+    if w.numel() >= FROM:
+        return OPS.linear(dense(x), w)
+    return lower.linear(m, n, x, w)
+
+
+def _experts(
+    m: Run,
+    n: Node,
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    gate_up: Tensor | Coded,
+    down: Tensor | Coded,
+    first: Tensor | None = None,
+) -> Any:
+    act = n.word("act")
+    if isinstance(gate_up, Coded) and isinstance(down, Coded):
+        parts = (gate_up.codes, gate_up.scales, down.codes, down.scales)
+        tiles = (gate_up.tiles, down.tiles)
+        return OPS.experts_coded(x, weights, index, *parts, act, *tiles, first)
+    return OPS.experts(x, weights, index, dense(gate_up), dense(down), act, first)
+
+
+def _write(n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
+    """Write a chunk: one that may be rejected, for which every cache has slots, to these; others
+    make the whole cache anew, where copying is what was measured."""
+    few = n["new"].type.shape[1] == TOKENS[VERIFY]
+    (write_list if few else _rewrite)(cache, new, start, lengths)
+
+
+def _rewrite(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
+    """Write every slot of the cache [C,B,n,d]: its newest token of the chunk, or what it held."""
+    rows = torch.arange(new.shape[0], device=new.device)
+    source = slot_positions(start + lengths, cache.shape[0]) - start
+    picked = new[rows, source.clamp(min=0)]
+    cache.copy_(torch.where((source >= 0)[:, :, None, None], picked, cache))
+
+
+#: op -> its lowering; one that is not here runs its reference
+LOWERINGS: Mapping[str, Lowering] = {
+    **COMMON,
+    "linear": Lowering(_linear, (Coded, Rounded)),
+    "dequantize": Lowering(_dequantize),
+    "dequantize_tiles": Lowering(_dequantize),
+    "experts": Lowering(_experts, (Coded,)),
+    "cache_write": Lowering(cache_write(_write)),
+    "attention": Lowering(attention),
+    "attention_latent": Lowering(attention_latent),
+    "encoder_attention": Lowering(encoder_attention),
+}

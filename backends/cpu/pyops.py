@@ -1,0 +1,501 @@
+"""Ops that a compiled CPU program calls for: large products, routed experts, and attention of the
+vision tower.
+
+Products of a few rows go through the C kernels of cpu/, which for one row run at the speed at which
+memory delivers the weight; the library's products do not. So do bf16 products of more rows with
+quantised weights, if the CPU multiplies bf16 but has no matrix unit (cpu/gemm.h). Compiled regions
+call the kernels directly (cpu/calls.c). Other products call back into Python, which costs some
+10 us: they go through the library, those of 16 bits in fp32 if the CPU has no instructions for
+them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from g4ir.backends.host_cpu import cpu_flags
+from g4ir.backends.inductor.attention import attend_heads, masked_attention
+from g4ir.ops.attention import attend as attend_all
+from g4ir.ops.attention import attention, slot_positions, visible
+from g4ir.ops.base import wide
+from g4ir.ops.codecs import TILE, dequantized, fake_quantized, from_tiles, numbers_in
+from g4ir.ops.kv_quant import numbers
+from g4ir.ops.mlp import activate
+from g4ir.ops.moe import own_index
+
+Tensor = torch.Tensor
+
+_ATTENTION: Any = attention.reference
+#: from this many rows on, a 16-bit product without instructions for it costs more than an fp32 one
+#: with the weight made wide for it (measured at 12288 x 1536: bf16 1.3x and fp16 1.2x at 5 rows,
+#: 2.2x and 4.4x at 32, 2.7x and 5.3x at 64)
+WIDE_ROWS = 5
+#: from this many rows on, the default fp32 product beats oneDNN's (measured at 3072 x 768: 0.92x at
+#: 256 rows, 1.06x at 1024, 1.13x at 2520)
+MANY_ROWS = 1024
+#: results of this many bytes and more keep their memory for the next result of the same size, at
+#: most `KEPT` of it unused: the system takes blocks this large back as soon as they are free, and
+#: every page of the next one is a fault, about a tenth of the product that fills it
+KEPT_FROM, KEPT = 8 << 20, 128 << 20
+#: elements of the weight that are made wide at a time
+WIDE_BLOCK = 1 << 22
+#: dtype -> extensions of a CPU that multiplies it
+NATIVE = {
+    torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
+    torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
+
+
+_free: defaultdict[int, list[Any]] = defaultdict(list)
+#: name -> function of cpu/kernels.h, of the engine that was loaded last
+_kernels: dict[str, Callable[..., int]] = {}
+#: libraries of engines that were loaded, each with the formats of its own
+_libraries: list[ctypes.CDLL] = []
+#: files of those of an older g4ir, which share no formats with others
+_older: list[Path] = []
+#: dtype of x, of results and of scales, and dtype of codes -> their numbers there
+DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
+_CODES = (
+    *(torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.int32, torch.int16),
+    torch.uint16,
+)
+FORMS = {dtype: number for number, dtype in enumerate(_CODES)}
+#: dtype of a cache -> its number there
+HELD = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
+#: letter -> type of an argument there, and the arguments of each function
+_TYPES: dict[str, Any] = {
+    "p": ctypes.c_void_p,
+    "s": ctypes.c_int64,
+    "i": ctypes.c_int,
+    "d": ctypes.c_double,
+}
+_ARGUMENTS = {
+    "takes": "is",
+    "linear": "pppisssi",
+    "takes_codes": "iiisss",
+    "linear_coded": "piipipipissssi",
+    "takes_gemm": "iisss",
+    "gemm": "pipippssssi",
+    "decode": "piipipisssi",
+    "attend": "ppppppiissssssssdi",
+    "takes_chunk": "iis",
+    "attend_chunk": "pppppppppissssssssdi",
+    "run_instructions": "ppspi",
+    "run_steps": "ppsppi",
+    "want_steps": "ps",
+    "wait_steps": "ps",
+    "step_version": "",
+}
+#: of the instructions of cpu/step.c
+STEP_VERSION = 2
+#: dtype of codes -> codes that share a scale at least, and scales of a group
+_GROUPS = {
+    torch.int8: (16, 1),
+    torch.uint8: (32, 1),
+    torch.float8_e4m3fn: (16, 1),
+    torch.int64: (128, 1),
+    torch.int32: (256, 2),
+    torch.int16: (256, 2),
+    torch.uint16: (32, 1),
+}
+
+
+def load_kernels(path: Path) -> None:
+    """Make the compiled kernels of an engine available, to the ops and to programs."""
+    library = ctypes.CDLL(str(path.resolve()), mode=os.RTLD_GLOBAL)
+    for name, arguments in _ARGUMENTS.items():
+        kernel = library[f"g4ir_{name}"]
+        kernel.restype, kernel.argtypes = ctypes.c_int, [_TYPES[a] for a in arguments]
+        _kernels[name] = kernel
+    if _kernels["step_version"]() != STEP_VERSION:
+        raise ValueError("kernels of another version; build the engine again")
+    if share := getattr(library, "g4ir_share_forms", None):  # older ones have all formats
+        for other in _libraries:
+            share((ctypes.c_void_p * len(FORMS)).in_dll(other, "g4ir_forms"))
+        _libraries.append(library)
+    else:
+        _older.append(path)
+
+
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    """Return x [..., k] @ w[n, k]^T; sums are fp32, rounded once."""
+    (n, k), dtype = w.shape, DTYPES.get(x.dtype, -1)
+    rows = x.numel() // k
+    if not (_kernels and _kernels["takes"](dtype, rows)):
+        return _library_linear(x, w)
+    out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
+    failed = _kernels["linear"](
+        *(w.data_ptr(), x.data_ptr(), out.data_ptr(), dtype), *(rows, n, k, torch.get_num_threads())
+    )
+    return _with_memory(failed, out, "the rows of a product {} in another form")
+
+
+def linear_coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool = False) -> Tensor:
+    """Return x [..., k] @ w[n, k]^T for w = codes * scales; sums are fp32, rounded once. A few rows
+    are multiplied with the exact weight (those in bf16 as integers, where the weight lies in tiles
+    and the CPU has instructions for them: see cpu/tiles.h), more with w rounded to x's dtype."""
+    if not _has_kernel(x.dtype, codes, scales, x.numel() // x.shape[-1], x.shape[-1]):
+        many = tiles and _takes_gemm(x, codes, scales)
+        return _gemm(x, codes, scales) if many else _decoded_linear(x, codes, scales, tiles)
+    return _coded(x, codes, scales, tiles, False)
+
+
+def linear_rounded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool = False) -> Tensor:
+    """Return `linear_coded` of the rows fake_quantize(x, form=int8). A few rows in bf16 are
+    multiplied as codes, where the weight lies in tiles and the CPU can; others are rounded to x's
+    dtype once more."""
+    rows, k = x.numel() // x.shape[-1], x.shape[-1]
+    if not (tiles and _has_kernel(x.dtype, codes, scales, rows, k, True)):
+        return linear_coded(fake_quantized(x, "int8"), codes, scales, tiles)
+    return _coded(x, codes, scales, tiles, True)
+
+
+def _coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool, rounded: bool) -> Tensor:
+    (n, groups), k = scales.shape, x.shape[-1]
+    out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
+    failed = _kernels["linear_coded"](
+        *(codes.data_ptr(), FORMS[codes.dtype], tiles, scales.data_ptr(), DTYPES[scales.dtype]),
+        *(x.data_ptr(), rounded, out.data_ptr(), DTYPES[x.dtype]),
+        *(x.numel() // k, n, k, groups, torch.get_num_threads()),
+    )
+    return _with_memory(failed, out, "the rows of a product {} in another form")
+
+
+def _takes_gemm(x: Tensor, codes: Tensor, scales: Tensor) -> bool:
+    """Whether cpu/gemm.h multiplies many rows with a weight in tiles."""
+    if not _kernels or scales.dtype not in DTYPES:
+        return False
+    if not (codes.is_contiguous() and scales.is_contiguous()):
+        return False
+    k, form, dtype = x.shape[-1], FORMS.get(codes.dtype, -1), DTYPES.get(x.dtype, -1)
+    return bool(_kernels["takes_gemm"](form, dtype, x.numel() // k, codes.shape[0], k))
+
+
+def _gemm(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    (n, groups), k = scales.shape, x.shape[-1]
+    out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
+    failed = _kernels["gemm"](
+        *(codes.data_ptr(), FORMS[codes.dtype], scales.data_ptr(), DTYPES[scales.dtype]),
+        *(x.data_ptr(), out.data_ptr(), x.numel() // k, n, k, groups, torch.get_num_threads()),
+    )
+    return _with_memory(failed, out, "the rows of a product {} in another form")
+
+
+def _with_memory(failed: int, out: Tensor, use: str) -> Tensor:
+    """Return a result; MemoryError where there was none for what it is made with."""
+    if failed:
+        raise MemoryError(f"no memory for {use.format(list(out.shape))}")
+    return out
+
+
+def takes_width(codes: Tensor, scales: int) -> bool:
+    """Whether products with codes [.., k] and so many scales a row are done here."""
+    (least, each), k = _GROUPS[codes.dtype], numbers_in(codes)
+    groups = scales // each
+    return scales % each == 0 and k % 32 == 0 and k % groups == 0 and k // groups % least == 0
+
+
+def run_instructions(
+    instructions: Any, operands: Any, room: Tensor, threads: int, pace: Tensor | None = None
+) -> None:
+    """Run a part of a step program (step_program.py) once, or its steps at a `pace`, i64[3]: until
+    as many are done (pace[1]) as are wanted (pace[0])."""
+    places = [instructions.ctypes.data, operands.ctypes.data, len(instructions)]
+    run = "run_instructions" if pace is None else "run_steps"
+    places += [] if pace is None else [pace.data_ptr()]
+    if failed := _kernels[run](*places, room.data_ptr(), threads):
+        again = f"the engine of {_older[0]}, loaded too," if _older else "the engine"
+        other = f"its kernels are of another version; build {again} again"
+        why = "no memory for its products" if failed == 1 else other
+        raise (MemoryError if failed == 1 else RuntimeError)(f"a decode step ended: {why}")
+
+
+def want_steps(pace: Tensor, more: int) -> bool:
+    """Want more steps of a program that runs at this pace; False if it has ended."""
+    return bool(_kernels["want_steps"](pace.data_ptr(), more))
+
+
+def wait_steps(pace: Tensor, steps: int) -> None:
+    """Wait until so many steps are done, or have failed."""
+    _kernels["wait_steps"](pace.data_ptr(), steps)
+
+
+def attend(
+    q: Tensor,
+    positions: Tensor,
+    written: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    window: int,
+    scale: float,
+) -> Tensor:
+    """Compute the op `attention` of a few queries over a cache, without a softcap; bf16 or fp32."""
+    if not _kernels or q.dtype not in (torch.bfloat16, torch.float32) or keys.dtype not in HELD:
+        operands = (q, positions, written, keys, values)
+        made: Tensor = _ATTENTION(*operands, window=window, scale=scale, softcap=0.0)
+        return made
+    given = [t.contiguous() for t in (q, positions, written, keys, values)]
+    (b, s, heads, d), (slots, _, kv_heads, width) = q.shape, keys.shape
+    out = torch.empty_like(given[0])
+    failed = _kernels["attend"](
+        *(t.data_ptr() for t in (*given, out)),
+        *(DTYPES[q.dtype], HELD[keys.dtype], b, s, heads, kv_heads, d, slots, width, window, scale),
+        torch.get_num_threads(),
+    )
+    return _with_memory(failed, out, "the sums of an attention {}")
+
+
+def attend_chunk(
+    q: Tensor,
+    positions: Tensor,
+    last: Tensor,
+    written: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    fresh_keys: Tensor,
+    fresh_values: Tensor,
+    window: int,
+    scale: float,
+) -> Tensor:
+    """Compute the op `attention` of a prompt's chunk, whose queries see up to position `last`."""
+    kept = (keys, values), (fresh_keys, fresh_values)
+    kernel = _kernels and q.dtype in DTYPES and keys.dtype in HELD
+    if not (kernel and _kernels["takes_chunk"](DTYPES[q.dtype], HELD[keys.dtype], q.shape[-1])):
+        at = torch.cat((slot_positions(written, len(keys)), positions.t()))
+        seen = visible(at, positions, window, last)[:, None, None]
+        k, v = (
+            numbers(torch.cat((old.transpose(0, 1), new), 1), q.dtype)
+            for old, new in zip(*kept, strict=True)
+        )
+        made: Tensor = attend_all(q, k, v, seen, scale)
+        return made
+    given = [t.contiguous() for t in (q, positions, last, written, *kept[0], *kept[1])]
+    (b, s, heads, d), (slots, _, kv_heads, width) = q.shape, keys.shape
+    out = torch.empty_like(given[0])
+    failed = _kernels["attend_chunk"](
+        *(t.data_ptr() for t in (*given, out)),
+        *(HELD[keys.dtype], b, s, heads, kv_heads, d, slots, width, window, scale),
+        torch.get_num_threads(),
+    )
+    return _with_memory(failed, out, "the packed keys of an attention {}")
+
+
+def _has_kernel(
+    dtype: torch.dtype, codes: Tensor, scales: Tensor, rows: int, k: int, rounded: bool = False
+) -> bool:
+    if not _kernels or scales.dtype not in DTYPES:
+        return False
+    if not (codes.is_contiguous() and scales.is_contiguous()):
+        return False
+    form, number = FORMS.get(codes.dtype, -1), DTYPES.get(dtype, -1)
+    return bool(_kernels["takes_codes"](form, rounded, number, rows, k, scales.shape[-1]))
+
+
+def decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype, tiles: bool = False) -> Tensor:
+    """Return the weight of codes, rounded to a dtype."""
+    n, groups = scales.shape
+    k = numbers_in(codes)
+    if not _has_kernel(dtype, codes, scales, 1, k):
+        if tiles:
+            codes, scales = from_tiles(codes), from_tiles(scales)
+        return dequantized(codes, scales, dtype)
+    w = scales.new_empty((n, k), dtype=dtype)
+    failed = _kernels["decode"](
+        *(codes.data_ptr(), FORMS[codes.dtype], tiles, scales.data_ptr(), DTYPES[scales.dtype]),
+        *(w.data_ptr(), DTYPES[dtype], n, k, groups, torch.get_num_threads()),
+    )
+    return _with_memory(failed, w, "the rows of a weight {}")
+
+
+def _decoded_linear(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool) -> Tensor:
+    """Return a library's product; a part of the weight, whole tiles, is made of its codes at a
+    time."""
+    out = x.new_empty((*x.shape[:-1], codes.shape[0]))
+    step = max(1, WIDE_BLOCK // x.shape[-1] // TILE) * TILE
+    for at in range(0, codes.shape[0], step):
+        part = slice(at, at + step)
+        out[..., part] = _library_linear(x, decoded(codes[part], scales[part], x.dtype, tiles))
+    return out
+
+
+def _library_linear(x: Tensor, w: Tensor) -> Tensor:
+    """Return oneDNN's product, also in fp32, unless there are many rows."""
+    rows = x.numel() // w.shape[1]
+    if x.dtype == torch.float32 and rows >= MANY_ROWS:
+        out = empty_f32(rows, w.shape[0])
+        return torch.mm(x.reshape(rows, -1), w.t(), out=out).view(*x.shape[:-1], -1)
+    if x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        out = torch.ops.mkldnn._linear_pointwise.default(x, w, None, "none", [], "")
+        return out
+    if rows >= WIDE_ROWS and not _multiplies(x.dtype):
+        return wide_linear(x, w)
+    return functional.linear(x, w)
+
+
+def empty_f32(*shape: int) -> Tensor:
+    """Make f32[shape], uninitialised. Its memory comes back when the last tensor on it is gone."""
+    size = torch.Size(shape).numel()
+    if 4 * size < KEPT_FROM:
+        return torch.empty(shape)
+    try:  # not by looking first: another thread may take the last one in between
+        memory = _free[size].pop()
+    except IndexError:
+        memory = torch.empty(size).numpy()
+    lent = memory.view()  # the tensor's storage holds this array, and nothing else does
+    weakref.finalize(lent, _give_back, memory).atexit = False
+    return torch.from_numpy(lent).view(shape)
+
+
+def kept_bytes() -> int:
+    """Count the bytes kept that nothing uses."""
+    # A copy: threads change it meanwhile.
+    return sum(4 * size * len(many) for size, many in _free.copy().items())
+
+
+def _give_back(memory: Any) -> None:
+    if kept_bytes() + memory.nbytes > KEPT:
+        _free.clear()  # sizes change: what other sizes left is of no use
+    _free[memory.size].append(memory)
+
+
+@cache
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for products in the dtype."""
+    return dtype not in NATIVE or not NATIVE[dtype].isdisjoint(cpu_flags())
+
+
+def wide_linear(x: Tensor, w: Tensor) -> Tensor:
+    """Return x [..., k] @ w[n, k]^T in fp32, rounded once; one block of w is wide at a time."""
+    out, rows = x.new_empty((*x.shape[:-1], w.shape[0])), x.float()
+    step = max(1, WIDE_BLOCK // w.shape[1])
+    for at in range(0, w.shape[0], step):
+        out[..., at : at + step] = _library_linear(rows, w[at : at + step].float())
+    return out
+
+
+def experts(
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    act: str,
+    first: Tensor | None = None,
+) -> Tensor:
+    """Compute the op `experts`: each hit expert once; weighting and sums in fp32, in rank order."""
+
+    def one(rows: Tensor, e: int) -> Tensor:
+        gate, up = linear(rows, gate_up[e]).chunk(2, -1)
+        return linear(activate(gate, act) * up, down[e])
+
+    return _each_expert(x, weights, index, first, gate_up.shape[0], one)
+
+
+def experts_coded(
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    act: str,
+    gate_up_tiles: bool = False,
+    down_tiles: bool = False,
+    first: Tensor | None = None,
+) -> Tensor:
+    """Compute the op `experts` on codes, as `linear_coded` does."""
+
+    def one(rows: Tensor, e: int) -> Tensor:
+        gate, up = linear_coded(rows, gate_up[e], gate_up_scales[e], gate_up_tiles).chunk(2, -1)
+        return linear_coded(activate(gate, act) * up, down[e], down_scales[e], down_tiles)
+
+    return _each_expert(x, weights, index, first, gate_up.shape[0], one)
+
+
+def _each_expert(
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    first: Tensor | None,
+    experts: int,
+    one: Callable[[Tensor, int], Tensor],
+) -> Tensor:
+    own = index if first is None else own_index(index, first, experts)  # others: `experts`
+    tokens, slots, scale = (t.flatten(0, -2) for t in (x, own, weights))
+    out = wide(tokens).new_zeros((*slots.shape, x.shape[-1]))
+    for e in slots[slots < experts].unique().tolist():
+        token, slot = torch.where(slots == e)
+        out[token, slot] = wide(one(tokens[token], e))
+    return (out * scale[..., None]).sum(1).to(x.dtype).view_as(x)
+
+
+def encoder_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, scale: float) -> Tensor:
+    """Compute the op `encoder_attention`. Padding comes last, so that keys before it need no mask,
+    which costs about a twentieth."""
+    count = int(valid.sum())
+    if len(valid) == 1 and count and bool(valid[0, :count].all()):
+        return attend_heads(q, k[:, :count], v[:, :count], scale).contiguous()
+    return masked_attention(q, k, v, valid, scale).contiguous()
+
+
+def _product(x: Tensor, w: Tensor, *operands: Any) -> Tensor:
+    """Return room for what a product makes of rows x."""
+    return x.new_empty((*x.shape[:-1], w.shape[0]))
+
+
+def _like(x: Tensor, *operands: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+#: op -> the room for what it makes
+_OPS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
+    linear: _product,
+    linear_coded: _product,
+    linear_rounded: _product,
+    attend: _like,
+    attend_chunk: _like,
+    experts: _like,
+    experts_coded: _like,
+    encoder_attention: _like,
+}
+_LIBRARY = torch.library.Library("g4ir", "DEF")
+for _op, _room in _OPS.items():
+    _schema = torch.library.infer_schema(_op, mutates_args=(), op_name=_op.__name__)
+    _LIBRARY.define(_schema.replace("SymInt", "int"))  # no number of theirs is a dim
+    _LIBRARY.impl(_op.__name__, _op, "CPU")
+    torch.library.register_fake(f"g4ir::{_op.__name__}", _room)
+#: where they are
+OPS: Any = torch.ops.g4ir
+
+
+#: type of an operand -> the same in C
+_IN_C = {"Tensor": "AtenTensorHandle", "int": "int64_t", "float": "double", "bool": "int32_t"}
+
+
+def _declared(op: Any) -> str:
+    """Return what a program in C++ knows of the function of calls.c for an op. Torch calls it by a
+    name of its own form, which might be one of torch's one day: therefore it is linked by another.
+    """
+    name = op._schema.name.removeprefix("g4ir::")
+    given = [_IN_C[str(a.type)] for a in op._schema.arguments]
+    operands = ", ".join([*given, "AtenTensorHandle*"])
+    return f'AOTITorchError aoti_torch_cpu_{name}({operands}) __asm__("g4ir_call_{name}")'
+
+
+#: those that calls.c has
+_IN_CALLS = (linear, linear_coded, linear_rounded, attend, attend_chunk)
+#: op -> its function there
+CALLS = {
+    op.default: [_declared(op.default)] for op in (getattr(OPS, f.__name__) for f in _IN_CALLS)
+}

@@ -1,0 +1,172 @@
+"""Engines on the CPU: steps of few tokens as step programs, chunks of prompts by compiled ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from g4ir.backends.base import DeviceChoice, Embed, Task, Tensors, Watch
+from g4ir.backends.inductor.runtime import ProgramRuntime, reason
+from g4ir.backends.inductor.segment import Step
+from g4ir.backends.kv_cache import Caches
+from g4ir.errors import EngineError
+from g4ir.ir.rewrite import bind
+from g4ir.model.decoder import TOKENS, VERIFY
+from g4ir.weights.pack import ParamSource, StoredParams
+from g4ir.weights.tensorfile import ALIGNED, on_huge_pages, read_pages
+
+from . import pyops
+from .arena import ROWS, Arena
+from .library import KERNELS_FILE
+from .step_loop import Embedding, StepLoop, StepThread, mapped_tables, record_loop
+from .step_program import NoInstruction, StepProgram, of_tokens, record_step
+
+Tensor = torch.Tensor
+
+log = logging.getLogger(__name__)
+
+
+class CpuRuntime(ProgramRuntime):
+    """A loaded engine on the CPU."""
+
+    def __init__(
+        self,
+        task: Task,
+        steps: Mapping[str, Sequence[Step]],
+        files: Mapping[str, Sequence[str | None]],
+    ) -> None:
+        #: phases that run as programs recorded for a session
+        self.recorded_phases = task.program.graphs.keys() - steps.keys() - {"embed"}
+        #: what embeds a few tokens, once it was asked for
+        self.embedding: Embedding | None = None
+        #: the thread that runs steps while the host reads the tokens of others
+        self.worker = StepThread()
+        _load_kernels(task.folder / "programs" / KERNELS_FILE)  # programs call them
+        super().__init__(task, steps, files)
+        self.unpacked.close()
+
+    def _param_names(self, steps: Mapping[str, Sequence[Step]]) -> Iterable[str]:
+        graphs = (self.program.graphs[phase] for phase in self.recorded_phases)
+        recorded = (v.name for g in graphs for v in g.params)
+        return dict.fromkeys([*super()._param_names(steps), *recorded])
+
+    def _open_params(self, task: Task) -> tuple[ParamSource, Callable[[Tensor], Tensor]]:
+        """Map the engine's own files, unless they are copied to huge pages."""
+        params = task.params
+        source = params.apart() if isinstance(params, StoredParams) else params
+        if task.huge_pages:
+            return source, on_huge_pages
+        return source, partial(_placed, mapped=source is not params)
+
+    def run(
+        self,
+        phase: str,
+        feeds: dict[str, Tensor],
+        state: Caches,
+        context: int,
+        logits: bool,
+        watch: Watch | None = None,
+    ) -> Tensors | None:
+        if phase not in self.recorded_phases:
+            return super().run(phase, feeds, state, context, logits, watch)
+        made = self._run_program(phase, feeds, state, watch)
+        return made if logits else None
+
+    def _run_program(
+        self, phase: str, feeds: Tensors, state: Caches, watch: Watch | None
+    ) -> Tensors:
+        """Run a step program over all slots of the session's caches: it reads those in use. More
+        rows than a step has are pieces of fewer tokens, one after the other, but for a watch."""
+        if not self.weights:
+            raise EngineError("the engine is closed")
+        batch, tokens = feeds["positions"].shape
+        width = ROWS // batch
+        if tokens > width and watch is None:
+            pieces = [
+                self._run_program(phase, _piece(feeds, at, width), state, watch)
+                for at in range(0, tokens, width)
+            ]
+            return {name: torch.cat([p[name] for p in pieces], 1) for name in pieces[0]}
+        phase = phase if tokens > 1 else "decode"
+        views, captured = state.views(self.limits.max_seq), state.captured
+        arena = captured.get(Arena, "", lambda: Arena("cpu"))
+
+        def record(count: int) -> StepProgram:
+            g = bind(self.program.graphs[phase], **{str(TOKENS[VERIFY]): count})
+            return record_step(g, self.weights, views, feeds, arena)
+
+        def recorded(count: int) -> StepProgram:
+            return captured.get(StepProgram, (phase, count), lambda: record(count))
+
+        if tokens <= 3 or watch:
+            return recorded(tokens).run(feeds, watch)
+        key = ("linear", tokens)
+        step = captured.get(StepProgram, key, lambda: of_tokens(recorded(2), recorded(3), tokens))
+        return step.run(feeds)
+
+    def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
+        if "decode" not in self.recorded_phases or not self.weights:
+            return None
+        embedding = self.embedding = self.embedding or Embedding(self.program, tables)
+        return embedding(tokens)
+
+    def token_loop(
+        self,
+        embed: Embed,
+        state: Caches,
+        batch: int,
+        choice: DeviceChoice,
+        tables: Mapping[str, Any],
+    ) -> StepLoop | None:
+        """Return steps that choose their own tokens; None where the host has to embed or choose
+        them. It belongs to the session's caches."""
+        if "decode" not in self.recorded_phases:
+            return None
+        make: Any = partial(self._step_loop, state, batch, choice.suppress, tables)
+        return state.captured.get(StepLoop, choice.suppress, make)
+
+    def _step_loop(
+        self, state: Caches, batch: int, suppress: tuple[int, ...], tables: Mapping[str, Any]
+    ) -> StepLoop | None:
+        """Return a loop of step programs; None where the host has to embed tokens."""
+        mapped = mapped_tables(self.program, tables)
+        if mapped is None or self.group:
+            return None
+        views = state.views(self.limits.max_seq)
+        try:
+            made = record_loop(self.program, mapped, self.weights, views, batch, suppress)
+        except NoInstruction as e:
+            log.info("tokens are embedded and chosen by the host: %s", e)
+            return None
+        return StepLoop(made, self.worker)
+
+    def close(self) -> None:
+        self.worker.close()
+        self.embedding = None
+        super().close()
+
+
+def _piece(feeds: Tensors, at: int, width: int) -> dict[str, Tensor]:
+    """Return the feeds of `width` tokens, from `at` on, of each row."""
+    piece = {name: t[:, at : at + width] for name, t in feeds.items() if name != "lengths"}
+    return piece | {"lengths": (feeds["lengths"] - at).clamp(0, width)}
+
+
+def _placed(t: Tensor, mapped: bool) -> Tensor:
+    """Return a param: the mapped file itself if it may be, else a copy."""
+    if mapped and t.is_contiguous() and t.data_ptr() % ALIGNED == 0:
+        read_pages(t)
+        return t
+    return t.clone().contiguous()
+
+
+def _load_kernels(path: Path) -> None:
+    try:
+        pyops.load_kernels(path)
+    except (OSError, ValueError, AttributeError) as e:  # no library, or one without our kernels
+        raise EngineError(f"{path} cannot be loaded: {reason(e)}") from e

@@ -1,0 +1,582 @@
+"""A decode or verification step on the CPU as one program: a list of instructions for cpu/step.c.
+
+A session's caches, the engine's weights and the memory of all values have fixed addresses. So a
+step is recorded once, op by op, and then runs without torch or Python between its products. What
+it computes and where it rounds is what the definitions of the ops say. A graph with an op that has
+no instruction here runs as compiled segments instead, and so does a step of many rows, whose
+products a library does faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from g4ir.backends.base import Tensors, Watch
+from g4ir.backends.inductor.lowered import Coded, Rounded
+from g4ir.ir.graph import Graph, Node, Program, Value
+from g4ir.ir.rewrite import bind
+from g4ir.model.decoder import VERIFY
+from g4ir.ops.base import as_tuple
+from g4ir.ops.codecs import FORM_OF
+from g4ir.ops.collective import COLLECTIVES
+from g4ir.ops.mlp import ACTIVATIONS
+from g4ir.ops.rope import inverse_frequencies
+from g4ir.ops.types import dtype_name, torch_dtype
+from g4ir.plan.engine_limits import Limits
+
+from . import pyops
+from .arena import ROWS, Arena, storage_of
+from .tiles import multiplies_tiles
+
+Tensor = torch.Tensor
+
+#: instructions, numbered as in cpu/step.c
+KINDS = (
+    *("copy", "rms_norm", "add", "mul", "scale", "softcap", "glu", "rope", "rope_table"),
+    *("cache_write", "attention", "linear", "linear_coded", "row_start", "add_integers", "top_k"),
+    *("experts", "narrow_row", "mul_integers", "mask_ids", "embed_rows", "greedy", "end_step"),
+)
+#: those that need no scratch memory for rows in fp32
+_WITHOUT_SCRATCH = {"softcap", "glu", "cache_write", "attention", "linear", "linear_coded"}
+_WITHOUT_SCRATCH |= {"greedy"}
+_INSTRUCTION = np.dtype([("kind", "i8"), ("first", "i8"), ("n", "i8", 4), ("f", "f8")])
+_OPERAND = np.dtype([("at", "u8"), ("sizes", "i8", 7)])
+#: instruction -> how many of its operands, the first ones, may have strides; others: all
+STRIDED = {"linear": 0, "linear_coded": 0, "attention": 0, "add_integers": 0, "experts": 0}
+STRIDED |= {"cache_write": 1, "top_k": 0, "mul_integers": 0, "mask_ids": 0, "embed_rows": 0}
+STRIDED |= {"greedy": 1, "end_step": 0}
+#: ops whose results are views
+_VIEWS = {"heads", "merge_heads", "split", "unstack_layers"}
+
+
+class NoInstruction(Exception):
+    """An op, a dtype or a layout that has no instruction."""
+
+
+def step_phases(program: Program, limits: Limits) -> tuple[str, ...]:
+    """Return the graphs of an engine that run as step programs."""
+    if limits.max_batch > ROWS:
+        return ()
+    phases = [p for p in ("decode", VERIFY) if p in program.graphs]
+    return tuple(p for p in phases if _records(program.graphs[p], limits))
+
+
+def _records(g: Graph, limits: Limits) -> bool:
+    """Whether every op of a graph has an instruction: it is recorded without memory."""
+    dims = {d: 2 for v in g.sources() for d in v.type.shape if isinstance(d, str)}
+    g = bind(g, **dims | {"B": limits.max_batch})
+    env = {}
+    for v in g.sources():
+        shape, dtype = _sizes(v)
+        env[v.name] = torch.empty(shape, dtype=dtype, device="meta")
+    try:
+        Recorder(Arena("meta")).record(g, env)
+    except NoInstruction:
+        return False
+    return True
+
+
+def _sizes(v: Value) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(int(d) for d in v.type.shape), torch_dtype(v.type.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """Recorded instructions; `held` keeps the memory alive that is no weight."""
+
+    instructions: Any
+    operands: Any
+    room: Tensor
+    held: tuple[Tensor, ...]
+
+    def run(self, start: int = 0, end: int | None = None, threads: int = 0) -> None:
+        """Run a part on so many threads (0: torch's number)."""
+        threads = threads or torch.get_num_threads()
+        pyops.run_instructions(self.instructions[start:end], self.operands, self.room, threads)
+
+    def run_steps(self, pace: Tensor, threads: int) -> None:
+        """Run steps as long as more are wanted (pyops.want_steps)."""
+        pyops.run_instructions(self.instructions, self.operands, self.room, threads, pace)
+
+
+class Recorder:
+    """Turns the nodes of a graph, all dims bound, into instructions."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.env: dict[str, Any] = {}
+        self.operands: list[tuple[int, tuple[int, ...]]] = []
+        self.instructions: list[tuple[int, int, tuple[int, ...], float]] = []
+        self.room = 1
+        #: tensors whose memory the instructions use; after how many instructions a node is done,
+        #: and what it makes
+        self.tensors: list[Tensor] = []
+        self.ends: list[tuple[int, Tensors]] = []
+
+    def record(self, g: Graph, env: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Append the instructions of a graph; return its outputs, which keep their memory."""
+        for name, t in env.items():
+            self._put(name, t)
+        for i, n in enumerate(g.nodes):
+            old = {v.name for v, _ in n.definition.updated(n.inputs, n.outputs)}
+            if any(len(g.users[name]) > 1 for name in old):
+                raise NoInstruction(f"{n.result_names()}: what it overwrites is read elsewhere")
+            self.node(n)
+            self.ends.append((len(self.instructions), dict(self._shown(n))))
+            for name in g.last_uses.get(i, ()):
+                self._drop(name)
+        if any(self.env[new.name] is not self.env[old] for old, new in g.next.items()):
+            raise NoInstruction("new contents of a cache in other memory")
+        return {v.name: self.env[v.name] for v in g.outputs}
+
+    def _shown(self, n: Node) -> Iterator[tuple[str, Tensor]]:
+        """Yield the values of a node but for caches, and for weights that stay codes."""
+        updated = {new.name for _, new in n.definition.updated(n.inputs, n.outputs)}
+        for v in n.outputs:
+            if v.name not in updated and isinstance(value := self.env[v.name], Tensor):
+                yield v.name, value
+
+    def node(self, n: Node) -> None:
+        """Append what computes a node: its instructions, or those of its expansion."""
+        given = [self.env[v.name] for v in n.inputs]
+        if n.op in _VIEWS:
+            made = self._view(n, *given)
+        elif n.op in LOWERINGS:
+            made = as_tuple(LOWERINGS[n.op](self, n, *given))
+        elif n.definition.expand and n.op not in COLLECTIVES:
+            nodes, values = n.expanded
+            for inner in nodes:
+                self.node(inner)
+            made = tuple(self.env[v.name] for v in values)
+        else:
+            raise NoInstruction(n.op)
+        for v, value in zip(n.outputs, made, strict=True):
+            self._put(v.name, value)
+        if n.op not in LOWERINGS and n.definition.expand:
+            for inner in n.expanded[0]:
+                for v in inner.outputs:
+                    self._drop(v.name)
+
+    def _view(self, n: Node, x: Tensor) -> tuple[Tensor, ...]:
+        assert n.definition.reference
+        made = as_tuple(n.definition.reference(x, **n.attrs))
+        if any(storage_of(t) != storage_of(x) for t in made):
+            raise NoInstruction(f"{n.op} of rows that are not contiguous")
+        return made
+
+    def _put(self, name: str, value: Any) -> None:
+        self.env[name] = value
+        for t in _tensors(value):
+            self.arena.use(t, 1)
+
+    def _drop(self, name: str) -> None:
+        for t in _tensors(self.env.pop(name)):
+            self.arena.use(t, -1)
+
+    def emit(
+        self, kind: str, *operands: Tensor | None, n: tuple[int, ...] = (), f: float = 0
+    ) -> None:
+        """Append an instruction; an operand that is None has the address 0."""
+        first, strided = len(self.operands), STRIDED.get(kind, len(operands))
+        if any(t is not None and not t.is_contiguous() for t in operands[strided:]):
+            raise NoInstruction(f"{kind} of an operand that is not contiguous")
+        for t in operands:
+            self.operands.append((0, (0,) * 7) if t is None else (t.data_ptr(), _rows(t)))
+            self.tensors += [] if t is None else [t]
+            if t is not None and kind not in _WITHOUT_SCRATCH:
+                self.room = max(self.room, 3 * t.shape[-1])
+        self.instructions.append((KINDS.index(kind), first, (*n, 0, 0, 0, 0)[:4], f))
+
+    def like(self, x: Tensor, width: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return room for rows as x has them, of `width` numbers."""
+        shape = (*x.shape[:-1], x.shape[-1] if width is None else width)
+        return self.arena.empty(shape, dtype or x.dtype)
+
+    def greedy(self, logits: Tensor, never: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the choice of the largest logit [B, 1, vocab] of each row, but for ids i64[n].
+        Return tokens i64[B], and flaws i64[B]: 1 if a logit is NaN or infinite."""
+        _computes(logits)
+        tokens, flaws = (self.arena.empty(logits.shape[:1], torch.int64) for _ in range(2))
+        self.emit("greedy", logits, never, tokens, flaws)
+        return tokens, flaws
+
+    def code(self, weights: Iterable[Tensor]) -> Code:
+        """Return what was recorded; memory of weights is not the program's."""
+        loaded = {storage_of(t) for t in weights}
+        held = {storage_of(t): t for t in self.tensors}
+        operands = np.array(self.operands, _OPERAND)
+        return Code(
+            np.array(self.instructions, _INSTRUCTION),
+            operands,
+            torch.empty(self.room),
+            tuple(t for key, t in held.items() if key not in loaded),
+        )
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return x, or a contiguous copy of it for the instruction that follows."""
+        if x.is_contiguous():
+            return x
+        y = self.like(x)
+        self.emit("copy", x, y)
+        self.arena.use(y, 0)
+        return y
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Rounded):
+        yield value.x
+    elif isinstance(value, Coded):
+        yield from (value.codes, value.scales)
+    else:
+        yield value
+
+
+def _rows(t: Tensor) -> tuple[int, ...]:
+    """Return outer, apart, inner, beside, width, dtype and bytes of a number: see cpu/step.c."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(t.shape[:-1], t.stride()[:-1]):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    if len(merged) > 2 or (t.shape[-1] > 1 and t.stride(-1) != 1):
+        raise NoInstruction(f"rows of {list(t.shape)} with strides {t.stride()}")
+    outer, inner = [(1, 0), (1, 0), *merged][-2:]
+    return (*outer, *inner, t.shape[-1], pyops.HELD.get(t.dtype, -1), t.element_size())
+
+
+def _computes(*tensors: Tensor) -> None:
+    for t in tensors:
+        if t.dtype not in (torch.bfloat16, torch.float32):
+            raise NoInstruction(f"numbers in {t.dtype}")
+
+
+# --- the instructions of each op ---------------------------------------------------------------
+
+
+def _norm(r: Recorder, n: Node, x: Tensor, w: Tensor | None = None) -> Tensor:
+    _computes(x, *[] if w is None else [w])
+    y = r.like(x)
+    r.emit("rms_norm", x, w, y, f=n.number("eps"))
+    return y
+
+
+def _add(r: Recorder, n: Node, a: Tensor, b: Tensor) -> Tensor:
+    y = r.like(a)
+    if a.dtype == torch.int64:
+        r.emit("add_integers", a, b, y)
+    else:
+        _computes(a)
+        r.emit("add", a, b, y)
+    return y
+
+
+def _mul(r: Recorder, n: Node, x: Tensor, w: Tensor) -> Tensor:
+    _computes(x, w)
+    y = r.like(x)
+    r.emit("mul", x, w, y)
+    return y
+
+
+def _by_number(kind: str, attr: str) -> Callable[..., Tensor]:
+    """Return the lowering of an op with one number."""
+
+    def lower(r: Recorder, n: Node, x: Tensor) -> Tensor:
+        _computes(x)
+        y = r.like(x)
+        r.emit(kind, x, y, f=n.number(attr))
+        return y
+
+    return lower
+
+
+def _glu(r: Recorder, n: Node, gate: Tensor, up: Tensor) -> Tensor:
+    _computes(gate)
+    y = r.like(gate)
+    r.emit("glu", gate, up, y, n=(ACTIVATIONS.index(n.word("act")),))
+    return y
+
+
+def _rope(r: Recorder, n: Node, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    _computes(x)
+    y = r.like(x)
+    r.emit("rope", x, cos, sin, y, n=(x.shape[2],))
+    return y
+
+
+#: of every program in the same memory
+_frequencies = cache(inverse_frequencies)
+
+
+def _rope_table(r: Recorder, n: Node, positions: Tensor) -> tuple[Tensor, Tensor]:
+    dim, dtype = n.whole("dim"), torch_dtype(n.word("dtype"))
+    theta, fraction, factor = (n.number(name) for name in ("theta", "fraction", "factor"))
+    frequencies = _frequencies(n.word("kind"), theta, dim, fraction, factor)
+    tables = [r.arena.empty((*positions.shape, dim), dtype) for _ in range(2)]
+    _computes(*tables)
+    r.emit("rope_table", r.whole(positions), frequencies, *tables)
+    return tables[0], tables[1]
+
+
+def _stack_layers(r: Recorder, n: Node, x: Tensor) -> Tensor:
+    by_layer = x.permute(2, 0, 1, 3)
+    y = r.arena.empty(tuple(by_layer.shape), x.dtype)
+    r.emit("copy", by_layer, y)
+    return y
+
+
+def _row_start(r: Recorder, n: Node, positions: Tensor) -> Tensor:
+    y = r.arena.empty((positions.shape[0],), torch.int64)
+    r.emit("row_start", positions, y)
+    return y
+
+
+def _narrow_row(r: Recorder, n: Node, x: Tensor) -> Tensor:
+    _computes(x)
+    to = torch_dtype(n.word("to"))
+    y = r.like(x, int(n.out.type.shape[-1]), to)
+    r.emit("narrow_row", x, y, n=(pyops.HELD[to],))
+    return y
+
+
+def _cache_write(
+    r: Recorder, n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor
+) -> Tensor:
+    if new.dtype != cache.dtype:
+        raise NoInstruction(f"rows in {new.dtype} of a cache in {cache.dtype}")
+    r.emit("cache_write", new, start, lengths, cache, n=tuple(new.shape[:3]))
+    return cache
+
+
+def _attention(
+    r: Recorder, n: Node, q: Tensor, positions: Tensor, written: Tensor, *held: Tensor
+) -> Tensor:
+    if n.attrs["softcap"] or len(held) != 2:
+        raise NoInstruction("attention with a softcap, or over a chunk")
+    _computes(q)
+    out = r.like(q)
+    n_ = (*q.shape[:2], n.whole("window"), held[0].shape[2])
+    r.emit("attention", r.whole(q), positions, written, *held, out, n=n_, f=n.number("scale"))
+    return out
+
+
+def _dequantize(r: Recorder, n: Node, codes: Tensor, scales: Tensor) -> Coded:
+    tiles = n.op == "dequantize_tiles"
+    return Coded(codes, scales, torch_dtype(n.word("to")), tiles)
+
+
+def _fake_quantize(r: Recorder, n: Node, x: Tensor) -> Rounded:
+    return Rounded(x, n.word("form"))
+
+
+def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Tensor:
+    form, rows = (x.form, x.x) if isinstance(x, Rounded) else ("", x)
+    _computes(rows)
+    y = r.like(rows, int(n["w"].type.shape[0]))
+    if isinstance(w, Coded):
+        takes = w.tiles and multiplies_tiles(FORM_OF[dtype_name(w.codes.dtype)])
+        if form and not (takes and form == "int8" and rows.dtype == torch.bfloat16):
+            raise NoInstruction("rows that are rounded, of a weight that is not in tiles")
+        use = (_form(w), w.tiles, bool(form))
+        r.emit("linear_coded", r.whole(rows), w.codes, w.scales, y, n=use)
+    elif form or w.dtype != rows.dtype:
+        raise NoInstruction("rows that are rounded, of a dense weight")
+    else:
+        r.emit("linear", r.whole(rows), w, y)
+    return y
+
+
+def _form(w: Coded) -> int:
+    """Return the number of a weight's form; NoInstruction where the C kernels do not take it."""
+    groups, form = w.scales.shape[-1], pyops.FORMS.get(w.codes.dtype)
+    fits = w.scales.dtype in pyops.DTYPES and pyops.takes_width(w.codes, groups)
+    if form is None or not fits:
+        raise NoInstruction(f"a weight in {w.codes.dtype} with {groups} scales a row")
+    return form
+
+
+def _router(
+    r: Recorder, n: Node, x: Tensor, scale: Tensor, proj: Tensor, per_expert: Tensor
+) -> tuple[Tensor, Tensor]:
+    _computes(x, per_expert)
+    rows, scores = r.like(x), r.like(x, proj.shape[0])
+    r.emit("mul", x, scale, rows)
+    r.emit("scale", rows, rows, f=n.number("root"))
+    r.emit("linear", rows, proj, scores)
+    weights, index = (r.like(x, n.whole("top_k"), d) for d in (torch.float32, torch.int64))
+    r.emit("top_k", scores, per_expert, weights, index)
+    for t in (rows, scores):
+        r.arena.use(t, 0)
+    return weights, index
+
+
+def _experts(
+    r: Recorder,
+    n: Node,
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    gate_up: Tensor | Coded,
+    down: Tensor | Coded,
+    *first: Tensor,
+) -> Tensor:
+    if first:
+        raise NoInstruction("experts of one rank")
+    _computes(x)
+    if weights.dtype != torch.float32:
+        raise NoInstruction(f"weights of experts in {weights.dtype}")
+    choices, inner = index.numel(), int(n["down"].type.shape[2])
+    d, y = x.shape[-1], r.like(x)
+    sizes = (d, 2 * inner, inner, d)
+    rooms = [r.arena.empty((choices, size), x.dtype) for size in sizes]
+    order = r.arena.empty((choices,), torch.int64)
+    parts = [*_weight(gate_up), *_weight(down)]
+    forms = [_form(w) if isinstance(w, Coded) else -1 for w in (gate_up, down)]
+    tiles = sum(isinstance(w, Coded) and w.tiles << i for i, w in enumerate((gate_up, down)))
+    act = ACTIVATIONS.index(n.word("act"))
+    r.emit("experts", r.whole(x), weights, index, *parts, *rooms, order, y, n=(act, *forms, tiles))
+    for t in (*rooms, order):
+        r.arena.use(t, 0)
+    return y
+
+
+def _weight(w: Tensor | Coded) -> tuple[Tensor, Tensor | None]:
+    return (w.codes, w.scales) if isinstance(w, Coded) else (w, None)
+
+
+def _mask_ids(r: Recorder, n: Node, ids: Tensor) -> Tensor:
+    y, masked = r.like(ids), torch.tensor(n.wholes("ids"), dtype=torch.int64)
+    r.emit("mask_ids", r.whole(ids), masked, y, n=(n.whole("pad"),))
+    return y
+
+
+def _embedding(r: Recorder, n: Node, table: Tensor, *others: Tensor) -> Tensor:
+    """Of a table, or of codes and scales, and ids."""
+    *scales, ids = others
+    form, dtype = -1, table.dtype
+    if scales:
+        dtype = torch_dtype(n.word("to"))
+        form = _form(Coded(table, scales[0], dtype, n.op == "embedding_tiles"))
+    y = r.arena.empty((*ids.shape, int(n.out.type.shape[-1])), dtype)
+    _computes(y)
+    operands = r.whole(ids), table, scales[0] if scales else None, y
+    r.emit("embed_rows", *operands, n=(form, n.op == "embedding_tiles"), f=n.number("scale"))
+    return y
+
+
+def _greedy(r: Recorder, n: Node, logits: Tensor) -> Tensor:
+    return r.greedy(logits, torch.empty(0, dtype=torch.int64))[0]
+
+
+#: op -> (recorder, node, *values) -> what it makes; others are views, or are expanded
+LOWERINGS: dict[str, Callable[..., Any]] = {
+    "rms_norm": _norm,
+    "add": _add,
+    "mul": _mul,
+    "scale": _by_number("scale", "value"),
+    "softcap": _by_number("softcap", "cap"),
+    "glu": _glu,
+    "rope": _rope,
+    "rope_table": _rope_table,
+    "stack_layers": _stack_layers,
+    "row_start": _row_start,
+    "narrow_row": _narrow_row,
+    "cache_write": _cache_write,
+    "attention": _attention,
+    "dequantize": _dequantize,
+    "dequantize_tiles": _dequantize,
+    "fake_quantize": _fake_quantize,
+    "linear": _linear,
+    "router": _router,
+    "experts": _experts,
+    "mask_ids": _mask_ids,
+    "embedding": _embedding,
+    "embedding_quantized": _embedding,
+    "embedding_tiles": _embedding,
+    "greedy": _greedy,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class StepProgram:
+    """A recorded step over a session's caches. Not safe for use from several threads at once."""
+
+    code: Code
+    #: the graph's inputs and outputs
+    feeds: Tensors
+    outputs: Tensors
+    #: after how many instructions a node is done, and what it makes
+    ends: Sequence[tuple[int, Tensors]]
+
+    def run(self, feeds: Tensors, watch: Watch | None = None) -> Tensors:
+        """Run the step; returns the graph's outputs."""
+        for name, t in self.feeds.items():
+            t.copy_(feeds[name])
+        if watch is None:
+            self.code.run()
+        else:
+            at = 0
+            for end, made in self.ends:
+                self.code.run(at, end)
+                for name, t in made.items():
+                    watch(name, t)
+                at = end
+        return {name: t.clone() for name, t in self.outputs.items()}
+
+
+def bound(g: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
+    """Return a graph with its dims bound by the shapes of its inputs and caches."""
+    dims: dict[str, int] = {}
+    for v in (*g.inputs, *g.state):
+        found = zip(v.type.shape, shapes[v.name], strict=True)
+        dims |= {d: size for d, size in found if isinstance(d, str)}
+    return bind(g, **dims)
+
+
+def record_step(
+    g: Graph, weights: Tensors, caches: Tensors, feeds: Tensors, arena: Arena
+) -> StepProgram:
+    """Record a graph for these caches and feeds of these shapes. Programs of one arena must not run
+    at the same time."""
+    g = bound(g, {name: t.shape for name, t in (*caches.items(), *feeds.items())})
+    arena.begin(prod(_sizes(g.inputs[0])[0][:2]))
+    r = Recorder(arena)
+    own = {v.name: arena.empty(*_sizes(v)) for v in g.inputs}
+    params = {v.name: weights[v.name] for v in g.params}
+    outputs = r.record(g, {**own, **params, **{v.name: caches[v.name] for v in g.state}})
+    return StepProgram(r.code(params.values()), own, outputs, r.ends)
+
+
+def of_tokens(two: StepProgram, three: StepProgram, tokens: int) -> StepProgram:
+    """Return the program of a step of `tokens` tokens per sequence, two or more, without recording
+    it: addresses and sizes are linear in the tokens, so those of steps of two and of three tokens
+    say all of them."""
+    if [*map(storage_of, two.code.held)] != [*map(storage_of, three.code.held)]:
+        raise RuntimeError("steps of two and of three tokens have values in other memory")
+
+    def numbers(a: Any, b: Any) -> Any:
+        one, other = a.view(np.int64), b.view(np.int64)
+        return (one + (tokens - 2) * (other - one)).view(a.dtype)
+
+    def tensor(a: Tensor, b: Tensor) -> Tensor:
+        shape = [n + (tokens - 2) * (more - n) for n, more in zip(a.shape, b.shape, strict=True)]
+        return a.as_strided(shape, torch.empty(shape, device="meta").stride())
+
+    def tensors(a: Tensors, b: Tensors) -> Tensors:
+        return {name: tensor(t, b[name]) for name, t in a.items()}
+
+    instructions = numbers(two.code.instructions, three.code.instructions)
+    operands = numbers(two.code.operands, three.code.operands)
+    code = replace(two.code, instructions=instructions, operands=operands)
+    return StepProgram(
+        code, tensors(two.feeds, three.feeds), tensors(two.outputs, three.outputs), ()
+    )

@@ -1,0 +1,1 @@
+"""NVIDIA GPUs: our Triton kernels, recorded steps, loops on the device."""

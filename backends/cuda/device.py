@@ -1,0 +1,98 @@
+"""What NVIDIA's GPUs add to programs of torch's compiler: kernels of ours, and recorded steps."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from g4ir.backends.base import Task
+from g4ir.backends.inductor.device import Device
+from g4ir.backends.inductor.programs import phases
+from g4ir.backends.inductor.target import Target
+from g4ir.ir.graph import Graph, Program
+from g4ir.plan.engine_limits import Limits
+from g4ir.quant.rewrite import simplified
+
+from .choices import choice_texts
+from .schedule import schedule, unmeasured
+from .scratch import Scratch
+from .target import find_target
+from .toolkit import toolchain, toolkit_found
+
+#: the files of this room that a program's code follows from
+SOURCES = ("kernels/base.py", "lowerings.py", "schedule.py", "toolkit.py")
+#: and those that it follows from with kernels of ours
+KERNEL_SOURCES = ("tunings.py", "tunings.yaml", "kernels/*.py")
+
+
+class Cuda(Device):
+    """NVIDIA's GPUs. What needs torch is imported late: kernels are counted without it."""
+
+    name = "cuda"
+    packages = ("torch", "triton")
+    preload = "torch"  # the compiler may open the GPU, which forks could not use then
+
+    def needs(self) -> tuple[Callable[[], object], ...]:
+        return toolchain(", or build with --device cpu")
+
+    def machine(self) -> str:
+        import torch
+
+        return f"cuda sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
+
+    def target(self, rows: int) -> Target:
+        return find_target(rows)
+
+    def stored(self, program: Program) -> Program:
+        """Return graphs whose kernels read neither int6 nor codes with minima."""
+        return program.map(simplified)
+
+    def scratch_bytes(self, program: Program) -> Callable[[Limits], int]:
+        return Scratch(program).at
+
+    def choice_texts(self, program: Program, limits: Limits) -> dict[str, str]:
+        return choice_texts(program, limits)
+
+    def notes(self, program: Program, target: Target) -> Iterator[str]:
+        if not target.gpu:
+            yield "this GPU is older than Hopper: the library's kernels only"
+            return
+        found = (unmeasured(schedule(program.graphs[p], target)) for p in phases(program))
+        yield from filter(None, found)
+
+    def lowered(self, g: Graph, target: Target) -> Any:
+        from .lowerings import GpuLowered
+
+        return GpuLowered(schedule(g, target))
+
+    def sources(self, target: Target) -> Sequence[Path]:
+        names = (*SOURCES, *(KERNEL_SOURCES if target.gpu else ()))
+        room = Path(__file__).resolve().parent
+        return [path for name in names for path in sorted(room.glob(name))]
+
+    def versions(self, target: Target) -> Sequence[str]:
+        return [importlib.metadata.version("triton")] if target.gpu else []
+
+    @contextmanager
+    def packaging(
+        self, folder: Path, options: dict[str, Any], made_of: str
+    ) -> Iterator[dict[str, Any]]:
+        with toolkit_found():
+            yield options
+
+    def runtime(
+        self,
+        task: Task,
+        steps: Mapping[str, Sequence[Any]],
+        files: Mapping[str, Sequence[str | None]],
+        cuda_graph: bool,
+    ) -> Any:
+        from .runtime import CudaRuntime
+
+        return CudaRuntime(task, steps, files, cuda_graph)
+
+
+DEVICE = Cuda()

@@ -1,0 +1,240 @@
+"""Each kernel of a model on its own: the node it stands for, with operands of the true sizes.
+
+A case serves to check a kernel against the op's reference, to time it against the bytes that it
+has to move, to try settings, and to compile it for a GPU that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from g4ir.backends.inductor.lower import SegmentModule
+from g4ir.backends.inductor.segment import canonical, part
+from g4ir.backends.inductor.target import Target
+from g4ir.ir.graph import Graph, Node, Program, Value
+from g4ir.ir.interpret import interpret
+from g4ir.ir.rewrite import bind
+from g4ir.ir.text import print_graph
+from g4ir.ops import OPS
+from g4ir.ops.codecs import FORM_OF, FORMS, PACKED
+from g4ir.ops.kv_quant import held_width
+from g4ir.ops.types import FLOATS, torch_dtype
+from g4ir.plan.cost import graph_costs
+
+from .kernels.base import Choice, Schedule, Use
+from .kernels.launch import Launch, recorded
+from .lowerings import GpuLowered
+from .schedule import schedule
+
+Tensor = torch.Tensor
+
+#: rms error that a kernel may have in any case: a rounding or two of bf16
+BUDGET = 1e-2
+#: and where the references in bf16 are further off than that, as a multiple of their error
+LEEWAY = 1.25
+#: what is fed to a graph in tests has these dims: new tokens of a sequence in prefill
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A graph of one node, or of a product and the norm that adds up its parts."""
+
+    choice: Choice
+    schedule: Schedule
+    tokens: int  # that a row holds when the step is done
+
+    @property
+    def graph(self) -> Graph:
+        return self.schedule.graph
+
+    @property
+    def target(self) -> Target:
+        return self.schedule.target
+
+    def using(self, kernel: str, use: Use) -> Case:
+        """Return the same case with other settings."""
+        return replace(self, schedule=self.schedule.using(kernel, use))
+
+    @property
+    def name(self) -> str:
+        shape = " ".join(f"{k}={v}" for k, v in self.choice.shape.items())
+        return f"{self.choice.name} {shape}"
+
+
+def find_cases(
+    p: Program, phase: str, target: Target, tokens: int, chunk: int = CHUNK
+) -> list[Case]:
+    """Return one case for each different node that a kernel was chosen for, all dims bound."""
+    dims = {"B": target.rows, "C": tokens, "S": 1 if phase == "decode" else chunk}
+    s = schedule(bind(p.graphs[phase], **dims), target)
+    found: dict[str, Case] = {}
+    for n in s.graph.nodes:
+        choice = s.find(n)
+        if choice:
+            g = _alone(s.graph, _with_weights(s.graph, n), choice)
+            alone = Schedule(g, target, {**schedule(g, target).choices, **s.choices})
+            key = f"{choice.name}\n{print_graph(canonical(alone.graph))}"
+            found.setdefault(key, Case(choice, alone, tokens))
+    return list(found.values())
+
+
+def all_cases(
+    programs: Iterable[Program], targets: Sequence[Target], tokens: int, chunk: int = CHUNK
+) -> Iterator[Case]:
+    """Yield the different cases of both phases of many programs for many targets."""
+    seen: set[tuple[str, str]] = set()
+    for program in programs:
+        for target in targets:
+            for phase in ("decode", "prefill"):
+                for case in find_cases(program, phase, target, tokens, chunk):
+                    key = f"{case.name} {case.target}", print_graph(canonical(case.graph))
+                    if key not in seen:
+                        seen.add(key)
+                        yield case
+
+
+def _with_weights(g: Graph, n: Node) -> list[Node]:
+    """Return a node behind those that make its weights of codes."""
+    made = [g.producers[v.name] for v in n.inputs if v.name in g.producers]
+    return [*(m for m in made if m.op == "dequantize"), n]
+
+
+def _alone(g: Graph, nodes: list[Node], choice: Choice) -> Graph:
+    ending = choice.kernel.ending(g, nodes[-1])
+    nodes = [*nodes, ending] if ending else nodes
+    written = replace(g, state=(*g.state, *g.next.values()))  # which are caches here as well
+    case = part(written, "case", nodes, ())
+    outputs = (v for v in nodes[-1].outputs if v not in case.next.values())
+    return replace(case, outputs=tuple(outputs))
+
+
+def operands(case: Case, device: str, seed: int = 0) -> dict[str, Tensor]:
+    """Return random values by name: activations and caches of size one, which products keep."""
+    random = torch.Generator(device="cpu" if device == "meta" else device).manual_seed(seed)
+    return {v.name: _value(case, v, device, random) for v in case.graph.sources()}
+
+
+def _value(case: Case, v: Value, device: str, random: torch.Generator) -> Tensor:
+    shape, dtype = [int(d) for d in v.type.shape], torch_dtype(v.type.dtype)
+    if device == "meta":
+        return torch.empty(shape, dtype=dtype, device=device)
+    if v in case.graph.state and v.type.dtype in ("i8", "f8e4m3"):
+        rows = torch.randn((*shape[:-1], held_width(v.type)), device=device, generator=random)
+        return OPS["narrow_row"].reference(rows, to=v.type.dtype)  # type: ignore[misc]
+    if v.type.dtype in PACKED:
+        return _codes(shape, dtype, device, random)
+    if v.type.dtype not in FLOATS:
+        return _whole_numbers(case, v, shape, device)
+    t = torch.randn(shape, dtype=dtype, device=device, generator=random)
+    for n in case.graph.find("dequantize"):
+        if v == n["scales"]:
+            largest = FORMS[FORM_OF[n["codes"].type.dtype]].largest
+            return t.mul_(2 / largest * int(n.out.type.shape[-1]) ** -0.5)
+    if v.name.endswith(".rms"):
+        return t.abs_().add_(0.1)
+    weight = v in case.graph.params and len(shape) > 1
+    return t.mul_(shape[-1] ** -0.5) if weight else t
+
+
+def _codes(shape: list[int], dtype: torch.dtype, device: str, random: torch.Generator) -> Tensor:
+    """Return any codes that are numbers."""
+    if dtype == torch.float8_e4m3fn:
+        return torch.randn(shape, device=device, generator=random).mul_(99).to(dtype)
+    draw = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=random)
+    return draw.view(dtype)
+
+
+def _whole_numbers(case: Case, v: Value, shape: list[int], device: str) -> Tensor:
+    """Return positions and lengths of full rows, by the names that the graphs give them."""
+    new = next((int(x.type.shape[1]) for x in case.graph.inputs if x.name == "positions"), 1)
+    first = case.tokens - new
+    start = {
+        "lengths": new,
+        "start": first,
+        "end": case.tokens,
+        "positions": first,
+        "positions.last": case.tokens - 1,
+    }[v.name]
+    step = torch.arange(shape[-1], device=device) if len(shape) == 2 else 0
+    return torch.full(shape, start, dtype=torch.int64, device=device) + step
+
+
+def run_case(case: Case, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """Run a case through the kernel; caches are written in place."""
+    module = SegmentModule(GpuLowered(case.schedule))
+    return module(*(given[v.name] for v in case.graph.sources()))
+
+
+def reference_case(case: Case, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """Run a case by the ops' references, in the width of the tensors given."""
+    g = _widened_graph(case.graph, given)
+    inputs, params, state = (
+        {v.name: given[v.name] for v in vs} for vs in (g.inputs, g.params, g.state)
+    )
+    outputs, after = interpret(g, inputs, params, state)
+    return (*outputs.values(), *(after[name] for name in g.next))
+
+
+def _widened_graph(g: Graph, given: dict[str, Tensor]) -> Graph:
+    """Return the graph with weights of codes in fp32 where scales are."""
+    nodes = [
+        replace(n, attrs={"to": "f32"})
+        if n.op == "dequantize" and given[n["scales"].name].dtype == torch.float32
+        else n
+        for n in g.nodes
+    ]
+    return replace(g, nodes=tuple(nodes))
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Differences from the references in fp32, of the kernel and of the references, in rms."""
+
+    rms: float
+    largest: float
+    reference_rms: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the kernel is as good as the references, up to the order of sums."""
+        return self.rms <= max(BUDGET, LEEWAY * self.reference_rms)
+
+
+def errors_of_case(case: Case, device: str, seed: int = 0) -> Errors:
+    """Run a case on fresh operands, in every way."""
+    given = operands(case, device, seed)
+    exact = reference_case(case, {k: _widened(t) for k, t in given.items()})
+    rounded = reference_case(case, given)
+    got = (*run_case(case, given), *(given[name] for name in case.graph.next))
+    pairs = [_difference(a, b) for a, b in zip(got, exact, strict=True)]
+    others = [_difference(a, b)[0] for a, b in zip(rounded, exact, strict=True)]
+    return Errors(max(p[0] for p in pairs), max(p[1] for p in pairs), max(others))
+
+
+def _widened(t: Tensor) -> Tensor:
+    return t.float() if t.is_floating_point() and t.element_size() > 1 else t
+
+
+def _difference(got: Tensor, want: Tensor) -> tuple[float, float]:
+    got, want = got.double(), want.double()
+    size = want.pow(2).mean().sqrt().clamp(min=1e-30)
+    error = (got - want).abs() / size
+    return float(error.pow(2).mean().sqrt()), float(error.max())
+
+
+def launches_of_case(case: Case) -> list[Launch]:
+    """Return the kernels that a case starts, none of them run."""
+    with recorded() as seen:
+        run_case(case, operands(case, "meta"))
+    return seen
+
+
+def bytes_of_case(case: Case) -> int:
+    """Count the bytes that the case's nodes have to read and write, by the cost model, in which a
+    weight of codes belongs to its product; of one alone its operands and result."""
+    found = sum(c.cost.nbytes for c in graph_costs(case.graph, B=1, S=1, C=case.tokens))
+    return found or sum(v.type.nbytes() for v in (*case.graph.sources(), *case.graph.outputs))

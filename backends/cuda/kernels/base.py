@@ -1,0 +1,347 @@
+"""A kernel: everything that the program knows about it, in one record.
+
+A kernel is a pair of files. `NAME.py` has its record: which nodes become it, how it is called, how
+often it is started, and the samples that it is tested on. `NAME_triton.py` has what runs on the GPU
+and a `triton_op` in the namespace `g4ir` that starts it, which off CUDA computes the op's
+reference. Records are read where there is no torch and no triton, to choose, count and plan: so
+only `call` imports the second file, when it runs. Every such pair of this folder is in the table of
+kernels, and tunings.yaml has the settings; no other file knows a kernel by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from g4ir.backends.inductor.lowered import Coded
+from g4ir.backends.inductor.target import Target
+from g4ir.ir.graph import RESULT, Graph, Node, Value
+from g4ir.ops.codecs import FORM_OF, PACKED
+from g4ir.ops.kv_quant import narrow_width
+from g4ir.ops.types import Type
+
+from ..tunings import Tuning, find_tuning
+
+#: most rows that products with few rows take; more are the library's
+SKINNY = 64
+#: of decode attention: more shares than this are for contexts in which each has more keys
+SHARES, SHARE_KEYS = 64, 256
+#: most numbers of shares that a program which adds them looks at together
+TOGETHER = 8192
+#: most numbers of a row that a program keeps in its registers
+LONGEST = 8192
+#: most candidates of a row that are found at once
+CANDIDATES = 64
+
+Shape = Mapping[str, int]
+Use = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A node that the kernel is tried on, once in fp32 and once in bf16.
+
+    inputs  types as text: `T` stands for the dtype, and a * in front says that it is a weight
+    attrs   of the node; "T" stands for the dtype
+    use     settings; of several kernels by name
+    given   operand -> its whole numbers
+    parts   operand -> of how many partial sums in fp32 it comes as a stack
+    packed  whether no operand may be a view of something larger
+    coded   operand -> the form of the codes that it comes in, and how many share a scale (0: a row)
+    """
+
+    inputs: tuple[str, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    use: Mapping[str, Any] = field(default_factory=dict)
+    given: Mapping[int, Any] = field(default_factory=dict)
+    parts: Mapping[int, int] = field(default_factory=dict)
+    packed: bool = False
+    coded: Mapping[int, tuple[str, int]] = field(default_factory=dict)
+
+
+def held(w: Any) -> tuple[Any, Any]:
+    """Return a weight and None, or its codes and their scales."""
+    return (w.codes, w.scales) if isinstance(w, Coded) else (w, None)
+
+
+def _whole(g: Graph, n: Node) -> Node | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The kernel that nodes of an op become on a GPU where `rule` says so.
+
+    starts   the kernels' names in the table of tunings, in order -> how often each is started
+    rule     (graph, node, target) -> the shape by which settings are looked up, or None: not ours
+    call     (run, node, choice, *tensors) -> the node's results, caches written in place
+    samples  from which tests are generated, with `error` and `differ`
+    error    of fp32 results against float64: the most, in units of their rms
+    differ   share of bf16 results that may differ from the op's; None: their error against float64
+             is compared with that of the op
+    use      settings where no entry of the table of tunings fits
+    coded    whether weights may come quantised
+    every_slot  whether it goes through all slots of the caches that it is given, used or not
+    ending   (graph, node) -> the node that makes the result whole, where the kernel's is not
+    """
+
+    op: str
+    starts: Mapping[str, int]
+    rule: Callable[[Graph, Node, Target], Shape | None]
+    call: Callable[..., Any]
+    samples: tuple[Sample, ...]
+    error: float
+    differ: float | None = 0.01
+    use: Use | None = None
+    coded: bool = False
+    every_slot: bool = False
+    ending: Callable[[Graph, Node], Node | None] = _whole  # a function with a name can be pickled
+
+    def settings(self, gpu: str, shape: Shape) -> dict[str, Tuning]:
+        """Return the settings of each kernel. LowerError where nobody has any for it."""
+        return {name: find_tuning(name, gpu, shape, self.use) for name in self.starts}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel of a node with its settings, and the shape that these were looked up by."""
+
+    kernel: Kernel
+    shape: Shape
+    tunings: Mapping[str, Tuning]
+
+    @property
+    def name(self) -> str:
+        """The only kernel, or the first of several."""
+        return next(iter(self.tunings))
+
+    @property
+    def uses(self) -> Mapping[str, Use]:
+        """The settings by kernel."""
+        return {name: t.use for name, t in self.tunings.items()}
+
+    @property
+    def use(self) -> Use:
+        """The settings of the first."""
+        return self.tunings[self.name].use
+
+    def using(self, kernel: str, use: Use) -> Choice:
+        """Return the same choice with other settings of a kernel."""
+        tried = {kernel: Tuning(use, False)} if kernel in self.tunings else {}
+        return replace(self, tunings={**self.tunings, **tried})
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A graph with the choice of each node that becomes a kernel, by the node's first result; made
+    once, and handed to whoever lowers, counts, times or prints the graph."""
+
+    graph: Graph
+    target: Target
+    choices: Mapping[str, Choice]
+
+    def find(self, n: Node) -> Choice | None:
+        """Return the kernel of a node of the graph, or of the parts of one; None: not ours."""
+        return self.choices.get(n.outputs[0].name)
+
+    def using(self, kernel: str, use: Use) -> Schedule:
+        """Return the schedule with other settings of a kernel, whatever the table says."""
+        return replace(self, choices={k: c.using(kernel, use) for k, c in self.choices.items()})
+
+
+def is_row(t: Type) -> bool:
+    """Whether a tensor is [B,1,...]: one token for each row of the batch."""
+    return t.rank >= 3 and t.shape[1] == 1
+
+
+def is_skinny(n: Node, target: Target) -> bool:
+    """Whether the node has few rows in all."""
+    return is_row(n.inputs[0].type) and target.rows <= SKINNY
+
+
+def size(t: Type, axis: int) -> int:
+    """Return a dim that is a number."""
+    found = t.shape[axis]
+    assert isinstance(found, int)
+    return found
+
+
+def codes_of(g: Graph, v: Value) -> dict[str, int]:
+    """Return {form: how many codes share a scale} of a quantised weight that kernels read as such;
+    nothing of any other. A part of a row has a power of two of them, from 16 on."""
+    n = g.producers.get(v.name)
+    if n is None or n.op != "dequantize":
+        return {}
+    codes, k = n["codes"].type, size(v.type, -1)
+    group = k // size(n["scales"].type, -1)
+    whole = group == k or (group >= 16 and group & (group - 1) == 0)
+    whole &= k % 8 == 0 and codes.dtype in PACKED
+    return {FORM_OF[codes.dtype]: group} if whole else {}
+
+
+def both_in_codes(g: Graph, n: Node) -> bool:
+    """Whether the library multiplies codes of rows with those of a weight: e4m3 with a scale for
+    each row on both sides, of sizes that are multiples of 16, into bf16."""
+    if n.op not in ("linear", "linear_glu"):
+        return False
+    x, w = (g.producers.get(n[operand].name) for operand in ("x", "w"))
+    if not (
+        x and w and (x.op, w.op) == ("fake_quantize", "dequantize") and x.word("form") == "fp8"
+    ):
+        return False
+    codes, scales = w["codes"].type, w["scales"].type
+    fits = codes.dtype == "f8e4m3" and w.out.type.dtype == "bf16" and size(scales, -1) == 1
+    return fits and codes.rank == 2 and all(size(codes, axis) % 16 == 0 for axis in (0, 1))
+
+
+def reads_blocks(n: Node) -> bool:
+    """Whether an attention reads block ids."""
+    return len(n.chunk) > len(n.caches)
+
+
+def kv_heads(n: Node) -> int:
+    """Count the heads of an attention's caches."""
+    return size(n.caches[0].type, 2)
+
+
+def attention_shape(n: Node) -> dict[str, int] | None:
+    """Return the shape; None for blocks of media, the library's: kernels see the past alone."""
+    q, heads = n["q"].type, kv_heads(n)
+    if reads_blocks(n):
+        return None
+    return {
+        "d": size(q, -1),
+        "kv_heads": heads,
+        "group": size(q, 2) // heads,
+        "window": n.whole("window"),
+    }
+
+
+def masking(n: Node) -> dict[str, Any]:
+    """Return the attributes that every attention has."""
+    return {k: n.attrs[k] for k in ("window", "scale", "softcap")}
+
+
+def norm_start(n: Node, given: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+    """Return x, the residual and the norm's weight; of a node with two sums what joins the second
+    to x; and the other inputs of an op that begins with a norm after a residual."""
+    if "dual_" not in n.op:
+        x, residual, w, *rest = given
+        return (x, residual, w), {}, rest
+    a, w_a, b, w_b, w, residual, *rest = given
+    return (a, residual, w), {"w_x": w_a, "b": b, "w_b": w_b}, rest
+
+
+def norm_end(n: Node, given: Sequence[Any]) -> tuple[Any, list[Any], float]:
+    """Return the scalar, the weights of the pre-norms and eps, of a norm's last inputs."""
+    left = list(given)
+    scalar = left.pop(0) if n.attrs["scaled"] else None
+    weighted = n.attrs["weighted"]
+    assert isinstance(weighted, tuple)
+    return scalar, [left.pop(0) if has else None for has in weighted], n.number("eps")
+
+
+def attention_sample(
+    lengths: tuple[int, ...],
+    slots: int,
+    window: int,
+    use: Use,
+    tokens: int = 0,
+    heads: tuple[int, int] = (4, 2),
+    d: int = 32,
+    scale: float = 0.3,
+    softcap: float = 0.0,
+    form: str = "",
+    pairs: int = 4,
+    narrow: str = "",
+) -> Sample:
+    """Return rows of which `lengths` tokens are in caches of `slots`: the newest of these attends,
+    or a chunk of `tokens` that follows. `heads`: of queries and of keys; `form`, `pairs`: of a
+    latent cache, and rotated; `narrow`: what the caches' rows are held in, if not the dtype."""
+    b, s, (nq, n) = len(lengths), tokens or 1, heads
+    rows: list[Any] = {
+        "": ["T", d, "T", d],
+        "value": ["T", d + 2 * pairs],
+        "raw": ["T", d, "f32", 1],
+    }[form]
+    kept = list(zip(rows[::2], rows[1::2]))
+    if narrow:
+        kept = [(narrow, narrow_width(w, narrow)) for _, w in kept]
+    attrs: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap}
+    if form:
+        attrs |= {"form": form, "dtype": "T", "kind": "proportional", "theta": 1e4}
+        attrs |= {"fraction": 2 * pairs / d, "factor": 1.0}
+    first = [length - (tokens == 0) for length in lengths]
+    return Sample(
+        (
+            f"T[{b},{s},{nq},{d}]",
+            f"i64[{b},{s}]",
+            f"i64[{b}]",
+            *[f"*T[{d}]"] * bool(form),
+            *(f"{t}[{slots},{b},{n},{w}]" for t, w in kept),
+            *(f"{t}[{b},{tokens},{n},{w}]" for t, w in kept * bool(tokens)),
+        ),
+        attrs,
+        use,
+        {1: [[*range(at, at + s)] for at in first], 2: lengths},
+    )
+
+
+def added_together(use: Use, group: int, d: int) -> tuple[int, int]:
+    """Return how many columns of a group of heads one of the programs that add the shares of an
+    attention has, and how many shares it adds at a time; powers of two."""
+    heads, width = (1 << (x - 1).bit_length() for x in (group, max(16, d)))
+    columns = width // min(use["merges"], width)
+    splits = 1 << (use["splits"] - 1).bit_length()
+    return columns, max(1, min(splits, TOGETHER // (heads * columns)))
+
+
+def _shares(n: Node, use: Use) -> int:
+    """Count the words in which the shares of an attention hand on what they have made: of each head
+    the sums of its dims, their maximum and their sum, two a word."""
+    heads, d = (size(n.outputs[0].type, axis) for axis in (-2, -1))
+    return -(-use["splits"] * heads * (d + 2) // 2) if use["splits"] > 1 else 1
+
+
+#: op -> how many words for each row are zero when its kernel begins, by the kernel's settings:
+#: those that count the shares of a head's keys, and those in which programs hand a row on
+ZEROS: Mapping[str, Callable[[Node, Use], int]] = {
+    **dict.fromkeys(("attention", "attention_latent"), lambda n, use: kv_heads(n)),
+    **dict.fromkeys(("qkv_attention", "q_attention"), _shares),
+}
+
+
+def arrivals(name: str) -> str:
+    """Return the name, in a run's `env`, of the zeros that came with this value."""
+    return f"{name}/arrivals"
+
+
+def given_zeros(run: Any, n: Node, choice: Choice, made: Value, like: Any) -> Any:
+    """Return the zeros of a node that came with `made`, or fresh ones; one of `like` for a row."""
+    import torch
+
+    found = run.env.get(arrivals(made.name))
+    return (
+        like.new_zeros((like.shape[0], ZEROS[n.op](n, choice.use)), dtype=torch.int64)
+        if found is None
+        else found
+    )
+
+
+def to_be_zeroed(run: Any, n: Node, like: Any) -> Any:
+    """Return room for the zeros of the node that reads a product's result, which the kernel of that
+    writes; None where none needs any."""
+    import torch
+
+    (made, *_), users = n.outputs, run.graph.users
+    after = [u for u in users.get(made.name, []) if u != RESULT]
+    if [u.op for u in after] == ["heads"]:
+        after, made = users.get(after[0].out.name, []), after[0].out
+    choice = run.lowered.schedule.find(after[0]) if len(after) == 1 else None
+    if choice is None or after[0].op not in ZEROS:
+        return None
+    count = ZEROS[after[0].op](after[0], choice.use)
+    room = like.new_empty((like.shape[0], count), dtype=torch.int64)
+    run.env[arrivals(made.name)] = room
+    return room

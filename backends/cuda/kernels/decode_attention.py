@@ -1,0 +1,127 @@
+"""Attention of one new token per row over its cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from g4ir.backends.inductor.lowered import Run
+from g4ir.backends.inductor.target import Target
+from g4ir.ir.graph import Graph, Node
+from g4ir.ops.kv_quant import GROUP
+
+from .base import Choice, Kernel, Shape, attention_shape, given_zeros, is_row, masking, size
+from .base import attention_sample as sample
+
+
+def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
+    """Return the shape; None where heads are not whole groups of the codes that a cache holds."""
+    shape, held = attention_shape(n), n.caches[0].type
+    if shape is None or n.chunk or not is_row(n["q"].type):
+        return None
+    if held.dtype == "i8" and size(n["q"].type, -1) % GROUP:
+        return None
+    return shape | {"programs": target.rows * shape["kv_heads"]}
+
+
+def _attention(
+    run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, *held: Any
+) -> Any:
+    """Attend over K and V, or over a latent cache, whose norm's weight comes before it."""
+    from g4ir.backends.inductor.attention import frequencies
+
+    from .decode_attention_triton import decode_attention
+
+    latent = n.op == "attention_latent"
+    w, caches = (held[0], held[1:]) if latent else (None, held)
+    return decode_attention(
+        *(q, written, w, list(caches), given_zeros(run, n, choice, n["q"], q)),
+        frequencies(n, q.device) if latent else None,
+        n.word("form") if latent else "",
+        **masking(n),
+        **choice.use,
+    )
+
+
+def _use(splits: int, block_n: int = 4) -> dict[str, int]:
+    return {"splits": splits, "block_n": block_n, "warps": 4, "stages": 2}
+
+
+W = 13
+SHORT, LONG = (0, 1, W - 1), (W, W + 1, 3 * W + 2)
+#: slots and window: a ring, one with slack, lists
+LAYOUTS = [(W, W), (W + 5, W), (64, 0), (64, W)]
+#: with few and many splits: also more than blocks of keys, and more than keys
+LENGTHS = [
+    sample(lengths, *layout, _use(splits), heads=(2, 1))
+    for layout in LAYOUTS
+    for lengths, splits in ((SHORT, 1), (LONG, 2), (SHORT, 4), (LONG, 7))
+]
+HEADS = [
+    sample((W + 3, 5)[:n], 64, 0, _use(3), 0, (n * group, n), scale=0.12, softcap=softcap)
+    for n, group, softcap in ((1, 1, 3.0), (2, 2, 0.0), (1, 4, 3.0), (2, 8, 0.0), (2, 1, 3.0))
+]
+SIZES = [
+    sample((41,), 64, 0, _use(3, block_n), 0, (group, 1), d)
+    for block_n, group, d in ((8, 3, 24), (16, 32, 64), (64, 3, 64), (8, 32, 24))
+]
+OTHERS = [
+    sample((41,), 64, 0, _use(3), scale=180.0),  # the running maximum
+    sample((41,), 64, 0, _use(2), softcap=0.5),
+    sample((100_003, 65_536), W, W, _use(2)),  # slots follow from late positions
+    sample((700,), 1024, 0, _use(128), heads=(2, 1)),  # counters of 11 groups exceed an int32
+]
+LATENT = [
+    *(
+        sample((W + 1, 0, 2 * W), 64, 0, _use(3, 8), heads=(2, 1), form=form, pairs=pairs)
+        for form, most in (("value", 15), ("raw", 16))
+        for pairs in (0, 5, 8, most)
+    ),
+    *(
+        sample(lengths, *layout, _use(splits), heads=(2, 1), form=form)
+        for form in ("value", "raw")
+        for layout, lengths, splits in zip(LAYOUTS, (SHORT, LONG) * 2, (2, 4) * 2)
+    ),
+    *(
+        sample((W + 3, 5)[:n], 64, 0, _use(3), 0, (n * group, n), d, 0.2, softcap, form)
+        for form in ("value", "raw")
+        for n, group, d, softcap in ((1, 1, 32, 3.0), (2, 4, 24, 0.0), (1, 8, 24, 3.0))
+    ),
+    sample((60_000, 52_345), W, W, _use(2), form="raw", pairs=8),  # angles far from the start
+]
+
+#: quantised rows: rings, lists, one key, more shares than blocks, padded columns, groups
+NARROW = [
+    sample(lengths, *layout, _use(splits, 8), 0, heads, d, narrow=narrow)
+    for narrow in ("i8", "f8e4m3")
+    for lengths, layout, splits, heads, d in (
+        (SHORT, LAYOUTS[0], 1, (2, 1), 32),
+        (LONG, LAYOUTS[1], 3, (4, 2), 96),
+        (LONG, LAYOUTS[2], 4, (2, 2), 64),
+    )
+]
+NARROW_LATENT = [
+    sample(LONG, 64, 0, _use(3, 8), heads=(4, 2), d=d, form="value", pairs=pairs, narrow=narrow)
+    for narrow in ("i8", "f8e4m3")
+    for d, pairs in ((32, 8), (96, 5), (32, 0))
+]
+
+KERNELS = (
+    Kernel(
+        op="attention",
+        starts={"decode_attention": 1},
+        rule=_shape,
+        call=_attention,
+        samples=(*LENGTHS, *HEADS, *SIZES, *OTHERS, *NARROW),
+        error=5e-6,
+        differ=None,
+    ),
+    Kernel(
+        op="attention_latent",
+        starts={"decode_attention_latent": 1},
+        rule=_shape,
+        call=_attention,
+        samples=(*LATENT, *NARROW_LATENT),
+        error=5e-6,
+        differ=None,
+    ),
+)

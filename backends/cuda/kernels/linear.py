@@ -1,0 +1,337 @@
+"""Products of a few rows with a weight, also after the norm that makes the row; and weights made of
+their codes for products of more rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from g4ir.backends.inductor.lowered import Run
+from g4ir.backends.inductor.target import Target
+from g4ir.ir.graph import RESULT, Graph, Node
+from g4ir.ir.names import layer_of
+from g4ir.ops.codecs import FORMS
+from g4ir.ops.mlp import ACTIVATIONS
+
+from .base import (
+    LONGEST,
+    Choice,
+    Kernel,
+    Sample,
+    Shape,
+    both_in_codes,
+    codes_of,
+    held,
+    is_row,
+    is_skinny,
+    norm_end,
+    norm_start,
+    size,
+    to_be_zeroed,
+)
+
+#: ops that add up partial sums of the products before them: op -> inputs that may be such
+SUMS = {
+    "norm_residual": (0,),
+    "norm_linear": (0,),
+    "norm_moe_mlp": (0,),
+    "dual_norm_residual": (0, 2),
+}
+
+
+def _sum(g: Graph, n: Node) -> Node | None:
+    """Return the op that can add up partial sums, where the node's result goes nowhere else, and
+    not to another layer: that is another program."""
+    users = g.users.get(n.out.name, [])
+    if len(users) != 1 or users[0].op not in SUMS or users[0].inputs.count(n.out) != 1:
+        return None
+    if layer_of(n.out.name) != layer_of(users[0].outputs[0].name):
+        return None
+    summed = any(users[0].inputs[i] == n.out for i in SUMS[users[0].op])
+    return users[0] if summed else None
+
+
+def _ending(g: Graph, n: Node) -> Node | None:
+    """Return the norm that adds up partial sums, by itself where it is a part of its op."""
+    user = _sum(g, n)
+    while user and not user.op.endswith("norm_residual"):
+        user = user.expanded[0][0]
+    return user
+
+
+def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
+    w = n["w"].type
+    found = {"rows": target.rows, "n": size(w, 0), "k": size(w, 1)}
+    return found | codes_of(g, n["w"]) if is_skinny(n, target) else None
+
+
+def _summed(g: Graph, n: Node, target: Target) -> Shape | None:
+    return _shape(g, n, target) if _sum(g, n) else None
+
+
+def _linear(run: Run, n: Node, choice: Choice, x: Any, w: Any, up: Any = None) -> Any:
+    """Return the product; with `split` partial sums, which the norm after it adds up."""
+    from .linear_triton import skinny_linear
+
+    w, scales = held(w)
+    act, zeroed = ("", to_be_zeroed(run, n, x)) if n.op == "linear" else (n.word("act"), None)
+    return skinny_linear(x, w, up, act, **choice.use, scales=scales, zeroed=zeroed)
+
+
+def _norm_shape(g: Graph, n: Node, target: Target) -> Shape | None:
+    """Return the shape; None for several rows, which would be made again by each program."""
+    n_rows, k = (size(n["w"].type, axis) for axis in (0, 1))
+    fits = target.rows == 1 and is_row(n["residual"].type) and k <= LONGEST
+    return {"n": n_rows, "k": k} | codes_of(g, n["w"]) if fits else None
+
+
+def _norm_linear(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, Any]:
+    """Start the kernel; after the norm's inputs come w, those of its end, and perhaps an up."""
+    from .norm_linear_triton import norm_linear
+
+    start, both, (w, *rest) = norm_start(n, given)
+    scalar, weights, eps = norm_end(n, rest)
+    behind = (scalar is not None) + sum(x is not None for x in weights)
+    up = rest[behind] if len(rest) > behind else None
+    w, scales = held(w)
+    made: tuple[Any, Any] = norm_linear(
+        *(*start, scalar, weights, w, up, n.word("act"), eps),
+        **choice.use,
+        scales=scales,
+        zeroed=to_be_zeroed(run, n, start[1]),
+        **both,
+    )
+    return made
+
+
+def _dense_shape(g: Graph, n: Node, target: Target) -> Shape | None:
+    """Return the shape of a weight with a user that is the library's."""
+    form, users = codes_of(g, n.out), g.users.get(n.out.name, [RESULT])
+    if not form or all(
+        u is not RESULT and (is_skinny(u, target) or both_in_codes(g, u)) for u in users
+    ):
+        return None
+    k = size(n.out.type, -1)
+    return {"n": n.out.type.numel() // k, "k": k, **form}
+
+
+def _dequantize(run: Run, n: Node, choice: Choice, codes: Any, scales: Any) -> Any:
+    from .codes_triton import dequantize
+
+    return dequantize(codes, scales, n.word("to"), **choice.use)
+
+
+def _use(block_m: int, block_n: int, block_k: int = 32, **more: int) -> dict[str, int]:
+    return {"block_m": block_m, "block_n": block_n, "block_k": block_k, "warps": 1, "stages": 2} | (
+        more
+    )
+
+
+#: both inner loops, with few rows and with more than `block_m`
+ONE, MANY, WIDE, WIDEST = _use(1, 4), _use(16, 16), _use(32, 16), _use(64, 16)
+#: rows, n, k, settings: tiny, odd, not whole blocks, whole blocks
+PRODUCTS = [
+    (1, 1, 1, ONE),
+    (1, 17, 100, ONE),
+    (3, 5, 33, ONE),
+    (1, 32, 96, MANY),
+    (2, 3, 7, MANY),
+    (3, 17, 100, MANY),
+    (16, 5, 33, MANY),
+    (19, 32, 96, MANY),
+    (27, 17, 100, WIDE),
+    (33, 17, 100, WIDEST),
+    (64, 32, 96, WIDEST),
+    (1, 40, 1536, _use(1, 8, 512, stages=4)),
+    (5, 72, 1536, _use(16, 64, 128, stages=3)),
+]
+SUMMED = [
+    (1, 21, 7, ONE, 3),
+    (1, 21, 100, ONE, 4),
+    (3, 21, 100, MANY, 3),
+    (16, 21, 256, MANY, 1),
+    (33, 21, 100, WIDEST, 3),
+]
+GATED = [(1, 5, 33, ONE), (3, 32, 96, MANY), (16, 5, 33, MANY), (2, 37, 45, ONE)]
+#: the same of quantised weights, and the codes: of rows and of groups, more and fewer than a block
+INT8, INT4, FP8 = ("int8", 0), ("int4", 32), ("fp8", 0)
+CODED = [
+    (1, 17, 104, ONE, INT8),
+    (3, 5, 96, ONE, INT4),
+    (1, 9, 160, _use(1, 4, 128), INT4),
+    (1, 17, 40, ONE, FP8),
+    (4, 17, 96, MANY, ("int8", 32)),
+    (16, 5, 96, _use(16, 16, 64), INT4),
+    (19, 17, 40, MANY, FP8),
+    (64, 5, 96, WIDEST, INT4),
+    (2, 5, 256, MANY, ("fp8", 128)),
+    (4, 5, 40, MANY, ("int4", 0)),
+    (1, 5, 40, ONE, ("int4", 0)),
+    (1, 6, 128, _use(1, 4, 64), ("int8", 16)),
+]
+CODED_PARTS = [
+    (1, 21, 224, ONE, INT4),
+    (3, 21, 72, ONE, INT8),
+    (16, 21, 224, MANY, INT4),
+    (4, 21, 72, MANY, FP8),
+]
+CODED_GLU = [
+    (1, 5, 96, ONE, INT4),
+    (16, 5, 96, MANY, INT4),
+    (1, 5, 40, ONE, FP8),
+    (4, 5, 40, MANY, INT8),
+    (33, 5, 96, WIDEST, INT8),
+]
+
+
+def _product(rows: int, n: int, k: int) -> tuple[str, ...]:
+    return f"T[{rows},1,{k}]", f"*T[{n},{k}]"
+
+
+#: shape of the codes in numbers, form, groups of a row
+WEIGHTS = [
+    ((5, 40), "int8", 1),
+    ((2, 3, 96), "int4", 3),
+    ((9, 40), "int4", 1),
+    ((3, 40), "fp8", 1),
+    ((4, 256), "fp8", 2),
+]
+
+
+def _weight(shape: tuple[int, ...], form: str, groups: int) -> Sample:
+    f, rows, k = FORMS[form], ",".join(map(str, shape[:-1])), shape[-1]
+    return Sample(
+        (f"{f.codes}[{rows},{k // f.packed}]", f"T[{rows},{groups}]"),
+        {"to": "T"},
+        {"block_n": 2, "block_k": 64, "warps": 1},
+        packed=True,
+    )
+
+
+def _norm_use(block_n: int, programs: int = 3, stages: int = 2) -> dict[str, int]:
+    return {"programs": programs, "block_n": block_n, "warps": 1, "stages": stages}
+
+
+#: k, n, activation, whether an up is given, scalar, pre-norms, partial sums of x; settings: fewer
+#: and more programs than tiles, whole tiles and not, and one tile for each
+NORM_CASES: list[tuple[Any, ...]] = [
+    (8, 5, "", False, False, (True,), 0, _norm_use(2)),
+    (33, 17, "", False, True, (True,), 3, _norm_use(4, 2)),
+    (64, 16, "", False, True, (False,), 1, _norm_use(4, 99)),
+    (100, 7, "silu", False, False, (True,), 0, _norm_use(4, 1)),
+    (45, 12, "gelu_pytorch_tanh", False, False, (True,), 4, _norm_use(8, 2, 3)),
+    (33, 9, "gelu_pytorch_tanh", True, False, (), 1, _norm_use(2)),
+    (16, 3, "relu", True, True, (), 0, _norm_use(1, 2)),
+    (96, 6, "", False, True, (), 0, _norm_use(4, 2)),
+    (1536, 24, "gelu", False, False, (True,), 1, _norm_use(4, 3, 4)),
+]
+#: the same of quantised weights, and the codes
+NORM_CODED: list[tuple[Any, ...]] = [
+    (96, 6, "", False, True, (True,), 0, _norm_use(4, 2), ("int4", 32)),
+    (104, 5, "silu", False, False, (True,), 1, _norm_use(4, 2), ("int8", 0)),
+    (40, 7, "", False, True, (True,), 0, _norm_use(4, 2), ("int4", 0)),
+    (40, 9, "relu", True, False, (), 2, _norm_use(2, 3), ("fp8", 0)),
+    (128, 6, "", False, True, (True,), 0, _norm_use(2, 2), ("int8", 16)),
+]
+
+
+def _norm_sample(case: tuple[Any, ...], dual: bool = False) -> Sample:
+    k, n, act, up, scaled, weighted, parts, use, *codes = case
+    row, w = f"T[1,1,{k}]", f"*T[{k}]"
+    packed = 2 if act and not up else 1
+    norm = (row, w, row, w, w, row) if dual else (row, row, w)
+    return Sample(
+        (
+            *(*norm, f"*T[{n * packed},{k}]"),
+            *["*T[1]"] * scaled,
+            *[w] * sum(weighted),
+            *[f"T[1,1,{n}]"] * up,
+        ),
+        {"eps": 1e-6, "scaled": scaled, "weighted": weighted, "act": act},
+        use,
+        parts={0: parts} if parts and not dual else {},
+        coded={len(norm): codes[0]} if codes else {},
+    )
+
+
+KERNELS = (
+    Kernel(
+        op="dequantize",
+        starts={"dequantize": 1},
+        rule=_dense_shape,
+        call=_dequantize,
+        samples=tuple(_weight(*sizes) for sizes in WEIGHTS),
+        error=1e-6,
+        differ=0,
+        use={"block_n": 8, "block_k": 1024, "warps": 8},
+    ),
+    Kernel(
+        op="linear",
+        starts={"skinny_linear_parts": 1},
+        rule=_summed,
+        call=_linear,
+        samples=tuple(
+            Sample(_product(b, n, k), use={**use, "split": split}) for b, n, k, use, split in SUMMED
+        )
+        + tuple(
+            Sample(_product(b, n, k), use={**use, "split": 3}, coded={1: how})
+            for b, n, k, use, how in CODED_PARTS
+        ),
+        error=5e-6,
+        coded=True,
+        ending=_ending,
+    ),
+    Kernel(
+        op="linear",
+        starts={"skinny_linear": 1},
+        rule=_shape,
+        call=_linear,
+        samples=tuple(Sample(_product(b, n, k), use=use) for b, n, k, use in PRODUCTS)
+        + tuple(Sample(_product(b, n, k), use=use, coded={1: how}) for b, n, k, use, how in CODED),
+        error=5e-6,
+        coded=True,
+    ),
+    Kernel(
+        op="linear_glu",
+        starts={"skinny_linear_glu": 1},
+        rule=_shape,
+        call=_linear,
+        samples=tuple(
+            Sample(
+                (*_product(b, n * (1 + packed), k), *[f"T[{b},1,{n}]"] * (not packed)),
+                {"act": act},
+                use,
+            )
+            for (b, n, k, use), act in zip(GATED, ACTIVATIONS, strict=True)
+            for packed in (True, False)
+        )
+        + tuple(
+            Sample((*_product(b, 2 * n, k),), {"act": "silu"}, use, coded={1: how})
+            for b, n, k, use, how in CODED_GLU
+        ),
+        error=1e-5,
+        differ=0.02,
+        coded=True,
+    ),
+    Kernel(
+        op="norm_linear",
+        starts={"norm_linear": 1},
+        rule=_norm_shape,
+        call=_norm_linear,
+        samples=tuple(_norm_sample(case) for case in NORM_CASES)
+        + tuple(_norm_sample(case) for case in NORM_CODED),
+        error=2e-5,
+        differ=0.02,
+        coded=True,
+    ),
+    Kernel(
+        op="dual_norm_linear",
+        starts={"dual_norm_linear": 1},
+        rule=_norm_shape,
+        call=_norm_linear,
+        samples=tuple(_norm_sample(case, dual=True) for case in NORM_CASES[::2])
+        + tuple(_norm_sample(case, dual=True) for case in NORM_CODED[:2]),
+        error=2e-5,
+        differ=0.02,
+        coded=True,
+    ),
+)

@@ -1,0 +1,163 @@
+"""The lowerings of nodes for a GPU that become no kernel of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from g4ir.backends.inductor.cache_write import cache_write, write_list
+from g4ir.backends.inductor.lower import COMMON, coded, dense, linear
+from g4ir.backends.inductor.lowered import Coded, Lowering, Rounded, Run
+from g4ir.ir.graph import Graph, Node
+from g4ir.ops.base import wide
+from g4ir.ops.codecs import quantized
+from g4ir.ops.mlp import activate
+from g4ir.ops.moe import own_index
+
+from .kernels.base import Schedule, both_in_codes, codes_of
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class GpuLowered:
+    """A graph with the kernels of its schedule, and the lowerings of other nodes."""
+
+    schedule: Schedule
+
+    @property
+    def graph(self) -> Graph:
+        return self.schedule.graph
+
+    def lowering(self, n: Node) -> Lowering | None:
+        """Return how a node is computed; None: by its op."""
+        choice = self.schedule.find(n)
+        if choice is None:
+            return LOWERINGS.get(n.op)
+        return Lowering(partial(_call, choice), (Coded,) if choice.kernel.coded else ())
+
+
+def _call(choice: Any, run: Run, n: Node, *tensors: Any) -> Any:
+    return choice.kernel.call(run, n, choice, *tensors)
+
+
+def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:
+    """Return the quantised weight where a kernel takes it so, else dense."""
+    weight = coded(m, n, codes, scales)
+    takes = m.lowered.schedule.target.gpu and codes_of(m.graph, n.out)
+    return weight if takes else dense(weight)
+
+
+def _linear(m: Run, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Any:
+    in_codes = isinstance(x, Rounded) and isinstance(w, Coded)
+    if in_codes and m.lowered.schedule.target.gpu and both_in_codes(m.graph, n):
+        return product_of_codes(x.x, w)
+    return linear(m, n, x, w)
+
+
+def product_of_codes(x: Tensor, w: Coded) -> Tensor:
+    """Return fake_quantize(x) @ w^T: codes are multiplied, scales after the sum, which is fp32."""
+    rows = x.flatten(0, -2)
+    codes, scales = quantized(rows, "fp8", x.shape[-1], "f32")
+    made = torch._scaled_mm(codes, w.codes.t(), scales, w.scales.float().t(), out_dtype=w.dtype)
+    return made.unflatten(0, x.shape[:-1])
+
+
+def _experts(
+    m: Run,
+    n: Node,
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    gate_up: Tensor | Coded,
+    down: Tensor | Coded,
+    first: Tensor | None = None,
+) -> Tensor:
+    return grouped_experts(x, weights, index, dense(gate_up), dense(down), n.word("act"), first)
+
+
+def grouped_experts(
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    act: str,
+    first: Tensor | None = None,
+) -> Tensor:
+    """Compute the op `experts` without data-dependent shapes: tokens sorted by expert, two grouped
+    products, fp32 weighting and sum in rank order."""
+    experts = gate_up.shape[0]
+    own = index if first is None else own_index(index, first, experts)  # others come last
+    tokens, slots = x.flatten(0, -2), own.flatten(0, -2)
+    k = slots.shape[1]
+    ids = slots.flatten().to(smallest(experts))
+    order = ids.argsort(stable=True)
+    bounds = torch.arange(1, experts + 1, device=x.device, dtype=ids.dtype)
+    ends = torch.searchsorted(ids[order], bounds).to(torch.int32)
+    rows = tokens[order // k]
+    gate, up = torch.ops.g4ir.grouped_mm(rows, gate_up, ends).chunk(2, -1)
+    rows = torch.ops.g4ir.grouped_mm(activate(gate, act) * up, down, ends)
+    out = wide(torch.empty_like(rows)).index_copy(0, order, wide(rows))
+    out = out.view(*slots.shape, -1) * weights.flatten(0, -2)[..., None]
+    if first is not None:
+        out = torch.where((slots < experts)[..., None], out, 0)  # no product wrote these
+    return out.sum(1).to(x.dtype).view_as(x)
+
+
+def smallest(most: int) -> torch.dtype:
+    """Return the smallest type that holds 0 to `most`: a sort takes eight bits at a time."""
+    return next(d for d in (torch.uint8, torch.int16, torch.int64) if most <= torch.iinfo(d).max)
+
+
+def _write(n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
+    """Write a chunk: a list has as many slots as tokens."""
+    ring = not isinstance(n["cache"].type.shape[0], str)
+    (_write_ring if ring else write_list)(cache, new, start, lengths)
+
+
+def _write_ring(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
+    """Write the newest tokens of each row to their slots of a ring [C,B,n,d], as many as a chunk
+    and the ring both have: two older ones could share a slot. So each slot is written once; where a
+    row has fewer tokens, those before its first write what was there."""
+    count = torch.sym_min(new.shape[1], cache.shape[0])
+    rows = torch.arange(new.shape[0], device=new.device)[None].expand(count, -1)
+    tokens = lengths - count + torch.arange(count, device=new.device)[:, None]
+    slot = torch.remainder(start + tokens, cache.shape[0])
+    picked = new[rows, tokens.clamp(min=0)]
+    real = (tokens >= 0)[:, :, None, None]
+    cache.index_put_((slot, rows), torch.where(real, picked, cache[slot, rows]))
+
+
+def _grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Return x [rows, k] @ w[e]^T for the rows before ends[e], i32[E]; w [E, n, k]. An op of its
+    own, since compiled programs know torch's only from 2.12 on."""
+    out: Tensor = torch._grouped_mm(x, w.transpose(1, 2), offs=ends)
+    return out
+
+
+def _grouped_room(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], w.shape[1]))
+
+
+_LIBRARY = torch.library.Library("g4ir", "FRAGMENT")
+_SCHEMA = torch.library.infer_schema(_grouped_mm, mutates_args=(), op_name="grouped_mm")
+_LIBRARY.define(_SCHEMA)
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("grouped_mm", _grouped_mm, _key)
+torch.library.register_fake("g4ir::grouped_mm", _grouped_room)
+
+
+#: op -> its lowering; one that is not here runs its reference
+LOWERINGS: Mapping[str, Lowering] = {
+    **COMMON,
+    "linear": Lowering(_linear, (Coded, Rounded)),
+    "dequantize": Lowering(_dequantize),
+    "dequantize_tiles": Lowering(_dequantize),
+    "experts": Lowering(_experts, (Coded,)),
+    "cache_write": Lowering(cache_write(_write)),
+}

@@ -1,0 +1,180 @@
+"""Engines on an NVIDIA GPU: recorded steps and chunks, and loops whose steps choose tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from g4ir.backends import sampling
+from g4ir.backends.base import DeviceChoice, Task, Tensors, Watch
+from g4ir.backends.inductor.runtime import ProgramRuntime
+from g4ir.backends.inductor.segment import Step
+from g4ir.backends.kv_cache import Caches
+from g4ir.model.decoder import VERIFY
+from g4ir.model.draft import DRAFT
+
+from .graph import CHUNK, CHUNKS, CaptureArena, Captured, LazyCapture, WithFallback, recorded
+from .schedule import any_length, schedule
+from .target import find_target
+from .token_loop import Choose, Embed, RoundLoop, TokenLoop, end_by_torch
+
+Tensor = torch.Tensor
+
+
+class CudaRuntime(ProgramRuntime):
+    """A loaded engine on a GPU."""
+
+    #: makes the place where a session's chunks are recorded
+    place = CaptureArena
+
+    def __init__(
+        self,
+        task: Task,
+        steps: Mapping[str, Sequence[Step]],
+        files: Mapping[str, Sequence[str | None]],
+        cuda_graph: bool = True,
+    ) -> None:
+        target, graphs = find_target(task.limits.max_batch), task.program.graphs
+        #: makes of a decode step what replays it; None: steps run launch by launch
+        self.record = WithFallback(recorded) if cuda_graph else None
+        self.any_length = any_length(schedule(graphs["decode"], target))
+        #: the same for full chunks of prompts, where a recorded one serves every length
+        records = cuda_graph and any_length(schedule(graphs["prefill"], target))
+        chunks = WithFallback(lambda work, place: place.record(work), CHUNKS)
+        self.record_chunk = chunks if records else None
+        super().__init__(task, steps, files)
+        #: op that chooses -> its program
+        self.choosers = {op: self.calls[files[op][0] or ""] for op in ("greedy", "candidates")}
+
+    def _device_index(self) -> int:
+        return torch.cuda.current_device()
+
+    def run(
+        self,
+        phase: str,
+        feeds: dict[str, Tensor],
+        state: Caches,
+        context: int,
+        logits: bool,
+        watch: Watch | None = None,
+    ) -> Tensors | None:
+        if watch is None and self._is_full(phase, feeds):
+            return self._chunk(feeds, state, logits)
+        if phase == "decode" and self.any_length:
+            context = self.limits.max_seq
+        if self.record and phase == "decode" and logits and watch is None:
+            return self._replay(feeds, state, state.views(context))
+        return super().run(phase, feeds, state, context, logits, watch)
+
+    def _step(self, phase: str, state: Caches) -> Callable[[Tensors], Tensors]:
+        """Return a step that makes all results of a graph, over all slots of these caches."""
+        return self._plan_step(phase, state.views(self.limits.max_seq))
+
+    def _plan_step(self, phase: str, views: Tensors) -> Callable[[Tensors], Tensors]:
+        plan = self.plans[phase, True]
+        return lambda feeds: self._results(phase, self._run_plan(plan, feeds, views))
+
+    def _is_full(self, phase: str, feeds: Tensors) -> bool:
+        """Whether it is a chunk of a prompt that may be recorded: of as many tokens as one has."""
+        full = phase == "prefill" and feeds["positions"].shape[1] == self.limits.prefill_chunk
+        return full and self.record_chunk is not None
+
+    def _chunk(self, feeds: dict[str, Tensor], state: Caches, logits: bool) -> Tensors | None:
+        """Run a full chunk, recorded for the session's caches, with logits and without apart."""
+        assert self.record_chunk
+        record, captured = self.record_chunk, state.captured
+        views, plan = state.views(self.limits.max_seq), self.plans["prefill", logits]
+
+        def step(given: Tensors) -> Tensors | None:
+            env = self._run_plan(plan, given, views)
+            return self._results("prefill", env) if logits else None
+
+        def make() -> Captured[Tensors | None]:
+            arena = captured.get(CaptureArena, CHUNK, lambda: self.place(CHUNK))
+            return Captured(step, feeds, lambda work: LazyCapture(work, arena, record))
+
+        return captured.get(Captured, (CHUNK, logits), make).replay(feeds)
+
+    def _replay(self, feeds: dict[str, Tensor], state: Caches, views: Tensors) -> Tensors:
+        """Replay a step in one launch; the graph is of the session's caches and so many slots."""
+        assert self.record
+        step, record = self._plan_step("decode", views), self.record
+        captured = state.captured.get(Captured, id(views), lambda: Captured(step, feeds, record))
+        return captured.replay(feeds)
+
+    def token_loop(
+        self,
+        embed: Embed,
+        state: Caches,
+        batch: int,
+        choice: DeviceChoice,
+        tables: Mapping[str, Any],
+    ) -> TokenLoop | None:
+        """Return steps that choose their own tokens; None if a step depends on how much of the
+        caches is in use. It belongs to the session's caches."""
+        if self.record is None or not self.any_length:
+            return None
+        record = self.record
+        run = self._step("decode", state)
+
+        def step(feeds: dict[str, Tensor]) -> Tensor:
+            return run(feeds)["logits"]
+
+        def make() -> TokenLoop:
+            choose = self._chooser(choice)
+            return TokenLoop(embed, step, choose, batch, self.device, record, end_by_torch)
+
+        return state.captured.get(TokenLoop, choice, make)
+
+    def round_loop(
+        self, embed: Embed, state: Caches, batch: int, choice: DeviceChoice, last: bool
+    ) -> RoundLoop | None:
+        """Return verification steps that draft and choose by themselves; None as `token_loop`, or
+        without a draft model. It belongs to the session's caches."""
+        if self.record is None or not self.any_length or DRAFT not in self.program.graphs:
+            return None
+        record = self.record
+
+        def make() -> RoundLoop:
+            return RoundLoop(
+                embed,
+                self._step(DRAFT, state),
+                self._step(VERIFY, state),
+                self._chooser(choice),
+                last,
+                self.device,
+                record,
+            )
+
+        return state.captured.get(RoundLoop, choice, make)
+
+    def _chooser(self, choice: DeviceChoice) -> Choose:
+        """Return how a step chooses tokens; a recorded step takes nothing from the host."""
+        never = torch.tensor(choice.suppress, dtype=torch.int64, device=self.device)
+        ways = {way: self._way(way) for way in choice.ways}
+
+        def choose(logits: Tensor, uniforms: Tensor, draws: Tensor) -> Tensor:
+            allowed = logits.index_fill(-1, never, float("-inf")) if choice.suppress else logits
+            tokens: Tensor | None = None
+            for way, find in ways.items():
+                found = find(allowed, uniforms, draws)
+                mine = draws[:, sampling.WAY] == sampling.WAYS.index(way)
+                tokens = found if tokens is None else torch.where(mine, found, tokens)
+            assert tokens is not None
+            return tokens
+
+        return choose
+
+    def _way(self, way: str) -> Choose:
+        """Return one of the sampler's WAYS; largest logits are found by compiled ops."""
+        if way == sampling.GREEDY:
+            greedy = self.choosers["greedy"]
+            return lambda logits, uniforms, draws: greedy([logits])[0]
+        if way == sampling.TOP:
+            candidates = self.choosers["candidates"]
+            return lambda logits, *rest: sampling.draw(*candidates([logits]), *rest)
+        return lambda logits, uniforms, draws: sampling.choose(
+            logits[:, 0].float(), uniforms, draws, way
+        )

@@ -1,0 +1,29 @@
+"""Which GPU's kernels a build for this machine takes."""
+
+from __future__ import annotations
+
+from g4ir.backends.inductor.target import Target
+
+#: compute capability that the kernels need
+LEAST = (9, 0)
+#: goes for a GPU that is not at hand
+HOPPER = "h100"
+
+
+def gpu_name(product: str, capability: tuple[int, int]) -> str:
+    """Name a GPU: `NVIDIA H200` -> h200; a Hopper card without tunings of its own goes by h100,
+    others by their capability, such as sm_100; empty for a GPU that is too old."""
+    if capability < LEAST:
+        return ""
+    for name in ("h200", HOPPER):
+        if name in product.lower():
+            return name
+    return HOPPER if capability == (9, 0) else f"sm_{capability[0]}{capability[1]}"
+
+
+def find_target(rows: int) -> Target:
+    """Return the target of a build for this machine's GPU."""
+    import torch
+
+    name = gpu_name(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+    return Target("cuda", name, rows)

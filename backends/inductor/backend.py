@@ -1,0 +1,136 @@
+"""`--backend torch`: compile the segments of prefill and decode, keep their files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from g4ir.backends.base import Backend, Prepared, Task
+from g4ir.errors import EngineError
+from g4ir.ir.graph import Program
+from g4ir.plan.engine_limits import Limits
+from g4ir.plan.formats import DTYPES
+from g4ir.ui import compiler_cache
+from g4ir.ui.progress import Progress
+
+from . import workers
+from .compile import check_program
+from .device import DEVICES, find_device
+from .programs import phase_steps
+from .segment import Segment, Step
+
+#: what a program's file is called
+PROGRAM = re.compile(r"[0-9a-f]{24}\.pt2")
+#: programs that are compiled at a time
+JOBS = max(1, min(os.cpu_count() or 1, 8))
+
+#: graph or op that chooses -> the program of each step, by file; None for eager ops
+Programs = dict[str, tuple[str | None, ...]]
+
+
+class TorchBackend(Backend):
+    """Ahead-of-time compiled for the CPU or for CUDA."""
+
+    name = "torch"
+    devices = tuple(DEVICES)
+    dtypes = DTYPES
+    native = True
+    shares = True
+    record = Programs
+
+    def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
+        return find_device(device).needs()
+
+    def machine(self, device: str) -> str:
+        return find_device(device).machine()
+
+    def stored(self, program: Program, device: str) -> Program:
+        return find_device(device).stored(program)
+
+    def packages(self, device: str) -> tuple[str, ...]:
+        return find_device(device).packages
+
+    @contextmanager
+    def about_to_compile(self, device: str) -> Iterator[None]:
+        """Start the processes that compile, which import torch's compiler for some seconds; at the
+        end delete precompiled headers, unless another build uses them."""
+        try:
+            with (
+                compiler_cache.in_use(),
+                workers.compilers_started(JOBS, device) if JOBS > 1 else nullcontext(),
+            ):
+                yield
+        finally:
+            compiler_cache.delete_headers()
+
+    def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
+        with compiler_cache.in_use():
+            return self._compile(task)
+
+    def _compile(self, task: Task) -> dict[str, Any]:
+        program, limits, progress = task.program, task.limits, task.progress
+        device = find_device(task.device)
+        steps, target = phase_steps(program, limits, device.name), device.target(limits.max_batch)
+        texts = [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
+        chooses = device.choice_texts(program, limits)
+        for note in device.notes(program, target):
+            progress(note)
+        parts, folder = device.parts(program), task.folder / "programs"
+        wanted = [*texts, *chooses.values(), *parts]
+        files = workers.compile_all(wanted, target, folder, JOBS, progress)
+        device.link(folder, parts)
+        phases = {
+            phase: tuple(files[s.text] if isinstance(s, Segment) else None for s in many)
+            for phase, many in steps.items()
+        }
+        return phases | {op: (files[text],) for op, text in chooses.items()}
+
+    def scratch_bytes(
+        self, program: Program, device: str, settings: Mapping[str, str]
+    ) -> Callable[[Limits], int]:
+        return find_device(device).scratch_bytes(program)
+
+    def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
+        """Count the programs that an engine calls in all, and those that are compiled."""
+        phases = phase_steps(prepared.packing.program, prepared.limits, prepared.device)
+        texts = [s.text for many in phases.values() for s in many if isinstance(s, Segment)]
+        return {"programs": {"calls": len(texts), "compiled": len(set(texts))}}
+
+    def load(self, task: Task, kept: Programs, cuda_graph: bool = True) -> Any:
+        steps = phase_steps(task.program, task.limits, task.device)
+        _check_programs(task, steps, kept)
+        return find_device(task.device).runtime(task, steps, kept, cuda_graph)
+
+
+def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], kept: Programs) -> None:
+    """Raise EngineError unless every segment has a program that was made of it."""
+    folder = task.folder / "programs"
+    texts: dict[str, list[str | None]] = {
+        name: [s.text if isinstance(s, Segment) else None for s in many]
+        for name, many in steps.items()
+    }
+    choices = find_device(task.device).choice_texts(task.program, task.limits)
+    texts |= {op: [text] for op, text in choices.items()}
+    if kept.keys() != texts.keys():
+        raise EngineError(
+            f"{folder}: programs of {', '.join(texts)} expected, those of "
+            f"{', '.join(kept)} named; build the engine again"
+        )
+    checked: set[tuple[str, str]] = set()
+    for name, many in texts.items():
+        if [t is None for t in many] != [f is None for f in kept[name]]:
+            raise EngineError(
+                f"{folder}: the programs of {name} are not one for each segment; "
+                f"build the engine again"
+            )
+        checked |= {(f, t) for f, t in zip(kept[name], many) if f and t}
+    for file, text in sorted(checked):
+        if not PROGRAM.fullmatch(file) or not (folder / file).is_file():
+            raise EngineError(f"{folder}: no program {file!r}; build the engine again")
+        check_program(folder / file, text)
+
+
+BACKEND = TorchBackend()

@@ -1,0 +1,50 @@
+"""Writing the rows of new tokens into a cache [C,B,n,d], in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from g4ir.ir.graph import Node
+
+from .lowered import Run
+
+Tensor = torch.Tensor
+#: (node, cache, new, start, lengths): writes a chunk of several tokens
+Write = Callable[[Node, Tensor, Tensor, Tensor, Tensor], None]
+
+
+def cache_write(write: Write) -> Callable[..., Tensor]:
+    """Return the lowering of a cache write whose chunks of several tokens `write` writes. Floats in
+    8 bits move as bytes: the compiler chooses between no others."""
+
+    def lowered(m: Run, n: Node, cache: Tensor, new: Tensor, *place: Tensor) -> Tensor:
+        bytewise = cache.dtype == torch.float8_e4m3fn
+        target, rows = (t.view(torch.uint8) if bytewise else t for t in (cache, new))
+        if n["new"].type.shape[1] == 1:
+            _write_one(target, rows, *place)
+        else:
+            write(n, target, rows, *place)
+        return cache
+
+    return lowered
+
+
+def _write_one(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
+    """Write one token of each row to its slot; padding writes what was there."""
+    rows = torch.arange(new.shape[0], device=new.device)
+    slot = torch.remainder(start, cache.shape[0])
+    value = torch.where((lengths > 0)[:, None, None], new[:, 0], cache[slot, rows])
+    cache.index_put_((slot, rows), value)
+
+
+def write_list(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
+    """Write slots start .. start + lengths - 1 of each row of the cache [C,B,n,d]. Padding writes
+    what was there, to slots of its own: no chunk is longer than the cache."""
+    torch._check(new.shape[1] <= cache.shape[0])
+    tokens = torch.arange(new.shape[1], device=new.device)[:, None]
+    rows = torch.arange(new.shape[0], device=new.device)[None].expand(new.shape[1], -1)
+    slot = torch.remainder(start + tokens, cache.shape[0])
+    real = (tokens < lengths)[:, :, None, None]
+    cache.index_put_((slot, rows), torch.where(real, new.transpose(0, 1), cache[slot, rows]))

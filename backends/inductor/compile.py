@@ -1,0 +1,320 @@
+"""A segment's text -> an ahead-of-time Inductor package.
+
+Compilation is a pure function of (text, device, torch, instruction set, this package's sources),
+so packages are kept under the hash of all that (program_cache.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import os
+import shutil
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from g4ir.backends.host_cpu import cpu_flags
+from g4ir.errors import EngineError, LowerError
+from g4ir.ir.text import parse_graph
+from g4ir.ui import compiler_cache
+from g4ir.ui.files import write_file
+from g4ir.ui.paths import keep_inductor_private, search_path, setting, variable
+from g4ir.weights.tensorfile import open_regular
+
+from .device import find_device
+from .target import Target
+
+#: the files of this room that a program's code follows from, beside the ops
+SOURCES = (
+    "attention.py",
+    "cache_write.py",
+    "compile.py",
+    "headers/regex",
+    "lower.py",
+    "lowered.py",
+)
+#: how the system and compilers word a full disk
+FULL = ("No space left on device", "Disk quota exceeded")
+#: sizes at which programs are traced; each named dim is dynamic from 1 up
+_TRACE = {"B": 2, "S": 4, "M": 3, "C": 16}
+#: Round where eager mode rounds; one thread of each worker process compiles; numbers that a kernel
+#: is given are fp32, as they are where it is started by hand: with fp64 none compiles. Torch
+#: refuses a name that it does not know.
+INDUCTOR = {
+    "emulate_precision_casts": True,
+    "compile_threads": 1,
+    "_use_fp64_for_unbacked_floats": False,
+}
+#: headers of ours for programs, and the lines of torch's by which they suit it
+HEADERS = Path(__file__).with_name("headers")
+MODEL_HEADER = "include/torch/csrc/inductor/aoti_runtime/model_base.h"
+REGEX_USES = ["#include <regex>", "std::regex re(", "std::regex_match(device_str, sm, re)"]
+#: precompiled headers that were there after a program of this process
+_HEADER_FILES: set[Path] = set()
+#: at which level wrappers are optimised, for torch (default: O1)
+WRAPPER_LEVEL = "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"
+#: What a profiler of torch's reads, and more than half of a program's bytes
+NO_TABLES = ("aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer")
+
+
+def program_name(text: str, target: Target) -> str:
+    """Return a hash of everything that a program's code follows from."""
+    import torch
+
+    device = find_device(target.device)
+    parts = [text, str(target), torch.__version__, device.machine(), _sources(target)]
+    parts += [setting(WRAPPER_LEVEL), *device.versions(target)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _sources(target: Target) -> str:
+    """Return a hash of the code that turns text into programs."""
+    package = Path(__file__).resolve().parent
+    ops = Path(__import__("g4ir.ops").ops.__file__).resolve().parent
+    files = [*(package / name for name in SOURCES), *find_device(target.device).sources(target)]
+    digest = hashlib.sha256()
+    for path in [*files, *sorted(ops.glob("*.py"))]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def compile_program(text: str, target: Target, path: Path) -> None:
+    """Export one segment and write its package."""
+    try:
+        with compiling() as folder:
+            _compile(text, target, path, folder)
+    except Exception as e:
+        raise without_space(e, path) or LowerError(
+            f"torch: a segment does not compile: {type(e).__name__}: {str(e)[:800]}\n"
+            f"its first node: {first_node(text)}"
+        ) from None
+
+
+@contextmanager
+def compiling() -> Iterator[Path]:
+    """A context in which torch compiles programs as this module means it; yields the folder of what
+    they share."""
+    import torch
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    folder = keep_inductor_private(default_cache_dir())
+    _keep_headers_in(folder)
+    ours = (_quiet_compiler, torch.no_grad, _kernels_understood, _own_headers, _without_probes)
+    with compiler_cache.in_use(), ExitStack() as entered:
+        _forget_deleted_headers(folder)
+        for context in ours:
+            entered.enter_context(context())
+        yield folder
+        _HEADER_FILES.update((folder / compiler_cache.HEADERS).rglob("*.[gp]ch"))
+
+
+def _keep_headers_in(folder: Path) -> None:
+    """Have torch keep precompiled headers, from which the code of programs comes, in this folder:
+    it takes its default folder whatever folder it is given. A torch that does not say so in the
+    same names goes without."""
+    from torch._inductor import codecache, config
+
+    headers = folder / compiler_cache.HEADERS
+    names = {"_HEADER_DIR": headers, "_HEADER_LOCK_DIR": headers / "locks"}
+    if vars(codecache).keys() >= names.keys():
+        vars(codecache).update({name: str(place) for name, place in names.items()})
+    else:
+        config.aot_inductor.precompile_headers = False
+
+
+def _forget_deleted_headers(folder: Path) -> None:
+    """Have torch make precompiled headers again that a build of another process has deleted: it
+    remembers for the life of the process which there are."""
+    from torch._inductor import codecache
+
+    if not all(file.exists() for file in _HEADER_FILES):
+        _HEADER_FILES.clear()
+        if clear := getattr(getattr(codecache, "_precompile_header", None), "cache_clear", None):
+            clear()
+
+
+@contextmanager
+def _own_headers() -> Iterator[None]:
+    """A context in which compilers find HEADERS before their own, if they suit this torch."""
+    import torch
+
+    name = "CPLUS_INCLUDE_PATH"
+    header = Path(torch.__file__).parent / MODEL_HEADER
+    uses = [line for line in header.read_text().splitlines() if "regex" in line]
+    suits = len(uses) == len(REGEX_USES) and all(map(str.__contains__, uses, REGEX_USES))
+    with variable(name, search_path(HEADERS, name)) if suits else nullcontext():
+        yield
+
+
+@contextmanager
+def replaced(owner: type, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """A context in which a class has another method."""
+    before = vars(owner)[name]
+    setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def _without_probes() -> Iterator[None]:
+    """A context in which torch takes it that the compiler knows the instructions of this CPU, as
+    those of C++20 do: it would compile programs to see, for up to 8 seconds."""
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    known = "avx2" in cpu_flags()
+    with replaced(VecISA, "check_build", lambda *_: True) if known else nullcontext():
+        yield
+
+
+def without_space(error: Exception, path: Path) -> LowerError | None:
+    """Return what to say where an error, ours or a compiler's, was that a disk is full."""
+    if not any(words in str(error) for words in FULL):
+        return None
+    from torch._inductor.runtime.cache_dir_utils import cache_dir as compiler_dir
+
+    advice = {
+        path.parent: "choose another --out",
+        Path(compiler_dir()): "set TORCHINDUCTOR_CACHE_DIR to another folder",
+        Path(tempfile.gettempdir()): "set TMPDIR to another folder",
+    }
+    folder = min(advice, key=lambda p: shutil.disk_usage(p).free)
+    return LowerError(
+        f"torch: {folder}: no space left on the device; make room, or {advice[folder]}"
+    )
+
+
+@contextmanager
+def _kernels_understood() -> Iterator[None]:
+    """A context that raises an error where torch cannot tell what a kernel writes: torch would
+    log it and copy every operand of the kernel, caches included."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("torch._dynamo")
+    before = log.level, log.propagate
+    log.setLevel(logging.WARNING)
+    log.propagate = False  # the user's terminal has no use for it
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = before[1]
+        log.setLevel(before[0])
+    if any("every input is mutated" in message for message in told):
+        raise RuntimeError("torch cannot tell which operands a kernel writes")
+
+
+def _compile(text: str, target: Target, path: Path, folder: Path) -> None:
+    """Write a program's file, which ends with what it was made of; `folder`: what programs share"""
+    from torch._inductor.utils import fresh_cache
+
+    given = options_of(text, target)
+    device = find_device(target.device)
+    with device.packaging(folder, given, program_name("", target)) as options:
+        package = _packaged(text, target, options)
+        if not _is_whole(package):  # a part, left in the compiler's cache by a killed compile
+            with fresh_cache():
+                package = _packaged(text, target, options)
+    with zipfile.ZipFile(package, "a") as archive:
+        archive.comment = marker(text)
+    write_file(path, [package.getbuffer()])
+
+
+def _packaged(text: str, target: Target, options: dict[str, Any]) -> io.BytesIO:
+    """Return a package in memory: torch's own writer ends the process on a full disk."""
+    import torch
+
+    package = io.BytesIO()
+    with _any_size():
+        torch._inductor.aoti_compile_and_package(
+            exported(text, target),
+            package_path=package,
+            inductor_configs=options,
+        )
+    return package
+
+
+def options_of(text: str, target: Target) -> dict[str, Any]:
+    """Return the options of a program's compilation."""
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    tables = {name: False for name in NO_TABLES if name in known}
+    return INDUCTOR | find_device(target.device).options(text) | tables
+
+
+def _is_whole(package: io.BytesIO) -> bool:
+    """Whether no file in a package is empty that says something of the others."""
+    with zipfile.ZipFile(package) as archive:
+        return all(f.file_size for f in archive.infolist() if f.filename.endswith(".json"))
+
+
+def marker(text: str) -> bytes:
+    """Return the end of a program's file, the comment of a zip: the segment it was made of."""
+    return b"g4ir " + hashlib.sha256(text.encode()).hexdigest().encode()
+
+
+def check_program(path: Path, text: str) -> None:
+    """Raise EngineError unless a program's file says that it was made of this segment: a program
+    does not look at the sizes of what it is given. Runs nothing of it."""
+    wanted = marker(text)
+    with open_regular(path) as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - len(wanted)))
+        found = file.read()
+    if found != wanted:
+        raise EngineError(
+            f"{path} was made for another segment than {first_node(text)}; build the engine again"
+        )
+
+
+def first_node(text: str) -> str:
+    """Return the node that names a segment in a message."""
+    return (text.splitlines()[-3:] or [text])[0].strip()
+
+
+def _any_size() -> Any:
+    """Return a context in which the exporter takes a dynamic size of 1 as well."""
+    from torch.fx.experimental import _config as fx_config
+
+    return fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+
+
+def exported(text: str, target: Target) -> Any:
+    """Return a segment as an exported program; in a FakeTensorMode the device need not exist."""
+    import torch
+    from torch.export import Dim
+
+    from .lower import SegmentModule, example
+
+    g = parse_graph(text)
+    args, dynamic = [], []
+    for v in g.sources():
+        args.append(example(v.type, target.device, _TRACE))
+        named = [i for i, d in enumerate(v.type.shape) if isinstance(d, str)]
+        dynamic.append({i: Dim.DYNAMIC(min=1) for i in named})
+    with _any_size():
+        return torch.export.export(
+            SegmentModule(find_device(target.device).lowered(g, target)),
+            tuple(args),
+            dynamic_shapes=(tuple(dynamic),),
+            strict=False,
+        )
+
+
+@contextmanager
+def _quiet_compiler() -> Iterator[None]:
+    """A context that keeps the exporter's warnings out of the user's terminal."""
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,110 @@
+"""A segment as a torch function: the op's own reference unless a lowering is better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from g4ir.ir.graph import Node, Value
+from g4ir.ops.base import as_tuple
+from g4ir.ops.codecs import dequantized, fake_quantized, from_tiles
+from g4ir.ops.types import Type, torch_dtype
+
+from .attention import attention, attention_latent, encoder_attention
+from .lowered import Coded, Lowered, Lowering, Rounded, Run
+
+Tensor = torch.Tensor
+
+
+def run_node(run: Run, n: Node) -> None:
+    """Add what a node makes to the run: by its lowering, its reference, or its parts."""
+    lowering = run.lowered.lowering(n)
+    takes = lowering.takes if lowering else ()
+    inputs = (run.env[v.name] for v in n.inputs)
+    tensors = (t if isinstance(t, takes) else dense(t) for t in inputs)
+    if lowering:
+        results = as_tuple(lowering.call(run, n, *tensors))
+    elif n.definition.reference:
+        results = as_tuple(n.definition.reference(*tensors, **n.attrs))
+    else:
+        nodes, values = n.expanded
+        for inner in nodes:
+            run_node(run, inner)
+        results = tuple(run.env[v.name] for v in values)
+    run.env.update({v.name: t for v, t in zip(n.outputs, results, strict=True)})
+
+
+class SegmentModule(torch.nn.Module):
+    """Inputs, params and caches in the segment's order -> outputs; caches are written in place."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        super().__init__()
+        self.lowered = lowered
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        g = self.lowered.graph
+        run = Run(self.lowered, {v.name: t for v, t in zip(g.sources(), tensors, strict=True)})
+        _unify_dims(g.sources(), run.env)
+        for n in g.nodes:
+            run_node(run, n)
+        return tuple(dense(run.env[v.name]).contiguous() for v in g.outputs)
+
+
+def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:
+    """Tell the exporter that equal names are equal sizes."""
+    sizes: dict[str, Any] = {}
+    for v in values:
+        for i, d in enumerate(v.type.shape):
+            if isinstance(d, str):
+                size = env[v.name].shape[i]
+                torch._check(size == sizes.setdefault(d, size))
+
+
+def dense(value: Any) -> Any:
+    """Return the numbers that codes or rounded rows stand for; anything else as it is."""
+    if isinstance(value, Rounded):
+        return fake_quantized(value.x, value.form)
+    if not isinstance(value, Coded):
+        return value
+    codes, scales = value.codes, value.scales
+    if value.tiles:
+        codes, scales = from_tiles(codes), from_tiles(scales)
+    return dequantized(codes, scales, value.dtype)
+
+
+def coded(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Coded:
+    """Return the quantised weight that a node dequantises."""
+    return Coded(codes, scales, torch_dtype(n.word("to")), n.op == "dequantize_tiles")
+
+
+def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:
+    return dense(coded(m, n, codes, scales))
+
+
+def _fake_quantize(m: Run, n: Node, x: Tensor) -> Rounded:
+    return Rounded(x, n.word("form"))
+
+
+def linear(m: Run, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Tensor:
+    """Return the library's product."""
+    return torch.nn.functional.linear(dense(x), dense(w))
+
+
+#: op -> its lowering on every device whose room has no other
+COMMON: Mapping[str, Lowering] = {
+    "linear": Lowering(linear, (Coded, Rounded)),
+    "dequantize": Lowering(_dequantize),
+    "dequantize_tiles": Lowering(_dequantize),
+    "fake_quantize": Lowering(_fake_quantize),
+    "attention": Lowering(attention),
+    "attention_latent": Lowering(attention_latent),
+    "encoder_attention": Lowering(encoder_attention),
+}
+
+
+def example(t: Type, device: str, dims: dict[str, int]) -> Tensor:
+    """Make a contiguous tensor of the type. It is never read; untouched memory costs nothing."""
+    shape = [int(d) for d in t.bind(dims).shape]
+    return torch.empty(shape, dtype=torch_dtype(t.dtype), device=device)

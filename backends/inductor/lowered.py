@@ -1,0 +1,66 @@
+"""How the nodes of a graph are computed in a compiled program: by what a device's room says, else
+by the op's reference, else by the op's parts. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from g4ir.ir.graph import Graph, Node
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A quantised weight, for lowerings that take it so; dtype: what it stands in."""
+
+    codes: Any
+    scales: Any
+    dtype: Any
+    #: whether codes and scales lie in tiles
+    tiles: bool = False
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Rows before `fake_quantize` rounds them to a form, for products that take them so."""
+
+    x: Any
+    form: str
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How nodes of an op are computed.
+
+    call   (run, node, *tensors) -> the node's results, caches written in place
+    takes  types of operands that it takes beside tensors
+    """
+
+    call: Callable[..., Any]
+    takes: tuple[type, ...] = ()
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A graph and the lowerings of its ops."""
+
+    graph: Graph
+    table: Mapping[str, Lowering]
+
+    def lowering(self, n: Node) -> Lowering | None:
+        """Return how a node of the graph, or of the parts of one, is computed; None: by its op."""
+        return self.table.get(n.op)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pass over a segment: lowerings read and add values by name in `env`."""
+
+    lowered: Any
+    env: dict[str, Any]
+
+    @property
+    def graph(self) -> Graph:
+        graph: Graph = self.lowered.graph
+        return graph

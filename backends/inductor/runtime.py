@@ -1,0 +1,225 @@
+"""Running compiled segments: bind operands once, then call one program after the other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from g4ir.backends.base import Task, Tensors, Watch
+from g4ir.backends.kv_cache import Caches
+from g4ir.errors import EngineError
+from g4ir.ir.interpret import run_node
+from g4ir.parallel.group import Group
+from g4ir.ui.paths import unpacking
+from g4ir.weights.pack import ParamSource
+
+from .segment import Glue, Segment, Step, state_steps
+
+Tensor = torch.Tensor
+
+#: stands for an operand that is bound when its step runs
+NOTHING = torch.empty(0)
+Call = Callable[[list[Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class BoundStep:
+    """A step with its params in place: `slots` says which operand comes from which value, `last`
+    which values no later step reads. All sessions share it."""
+
+    call: Call
+    operands: tuple[Tensor, ...]
+    slots: tuple[tuple[int, str], ...]
+    outputs: tuple[str, ...]
+    last: tuple[str, ...] = ()
+
+    def run(self, env: dict[str, Tensor], watch: Watch | None = None) -> None:
+        operands = [*self.operands]  # of this run alone: sessions of other threads run it too
+        for i, name in self.slots:
+            operands[i] = env[name]
+        for name, t in zip(self.outputs, self.call(operands)):
+            env[name] = t
+            if watch:
+                watch(name, t)
+        for name in self.last:
+            del env[name]
+
+
+class ProgramRuntime:
+    """A loaded engine, whose steps are compiled programs. The rooms of devices add to it."""
+
+    def __init__(
+        self,
+        task: Task,
+        steps: Mapping[str, Sequence[Step]],
+        files: Mapping[str, Sequence[str | None]],
+    ) -> None:
+        self.program, self.limits, self.device = task.program, task.limits, task.device
+        self.source, self.group = task.params, task.group
+        folder = task.folder / "programs"
+        names = dict.fromkeys(f for many in files.values() for f in many if f)
+        with unpacking() as self.unpacked:
+            self.calls = {
+                name: _load_program(folder / name, self.device, self._device_index())
+                for name in names
+            }
+        self.weights = self._load_params(self._param_names(steps), task)
+        self.plans: dict[tuple[str, bool], list[BoundStep]] = {}
+        for phase, many in steps.items():
+            graph = self.program.graphs[phase]
+            alias = {v.name: n for n, v in graph.next.items()}
+            bound = {
+                id(s): _bind(s, self.calls.get(f or ""), self.weights, alias, self.group)
+                for s, f in zip(many, files[phase], strict=True)
+            }
+            keep = {v.name for v in (*graph.outputs, *graph.inputs)}
+            for logits, chosen in ((True, many), (False, state_steps(many))):
+                plan = [bound[id(s)] for s in chosen]
+                self.plans[phase, logits] = _freeing(plan, keep)
+
+    def _device_index(self) -> int:
+        """Return torch's number of the device on which programs run; -1: none is said."""
+        return -1
+
+    def _param_names(self, steps: Mapping[str, Sequence[Step]]) -> Iterable[str]:
+        """Return the params that steps read, each once."""
+        segments = (s for many in steps.values() for s in many if isinstance(s, Segment))
+        return dict.fromkeys(name for s in segments for name in s.params)
+
+    def _load_params(self, names: Iterable[str], task: Task) -> dict[str, Tensor]:
+        """Load each param once, tensor by tensor."""
+        names, loaded = list(names), dict[str, Tensor]()
+        source, place = self._open_params(task)
+        for i, name in enumerate(names):
+            loaded[name] = place(source.tensor(name))
+            if source is task.params:
+                source.release(name)
+            task.progress(f"weights {i + 1}/{len(names)}")
+        return loaded
+
+    def _open_params(self, task: Task) -> tuple[ParamSource, Callable[[Tensor], Tensor]]:
+        """Return where params are read, and what brings one to where programs read it. The task's
+        own params release what was read."""
+        return task.params, lambda t: t.to(self.device, copy=True).contiguous()
+
+    def resident(self, param: str) -> Tensor | None:
+        return self.weights.get(param)
+
+    def new_state(self, batch: int) -> Caches:
+        caches = Caches(self.program, batch, self.limits.max_seq, self.device)
+        check_aligned(caches.tensors)
+        return caches
+
+    def run(
+        self,
+        phase: str,
+        feeds: dict[str, Tensor],
+        state: Caches,
+        context: int,
+        logits: bool,
+        watch: Watch | None = None,
+    ) -> Tensors | None:
+        env = self._run_plan(self.plans[phase, logits], feeds, state.views(context), watch)
+        return self._results(phase, env) if logits else None
+
+    def _results(self, phase: str, env: Tensors) -> Tensors:
+        return {v.name: env[v.name] for v in self.program.graphs[phase].outputs}
+
+    def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
+        return None
+
+    def encode(self, tower: str, feeds: Tensors) -> Tensor:
+        return self._run_plan(self.plans[tower, True], feeds, {})["soft"]
+
+    def _run_plan(
+        self, plan: Sequence[BoundStep], feeds: Tensors, views: Tensors, watch: Watch | None = None
+    ) -> dict[str, Tensor]:
+        env = {**feeds, **views}
+        for step in plan:
+            step.run(env, watch)
+        return env
+
+    def token_loop(self, *loop: Any) -> Any:
+        return None
+
+    def round_loop(self, *loop: Any) -> Any:
+        return None
+
+    def close(self) -> None:
+        self.plans.clear()
+        self.weights.clear()
+        self.source.close()
+        self.unpacked.close()
+
+
+def check_aligned(caches: Tensors) -> None:
+    """Raise EngineError for a cache not aligned to 16 bytes: a program would write to a copy."""
+    for name, t in caches.items():
+        if t.data_ptr() % 16:
+            raise EngineError(
+                f"cache {name} lies at {t.data_ptr():#x}, which is no multiple of 16: a program "
+                f"would write to a copy; use an allocator that aligns its memory"
+            )
+
+
+def _load_program(path: Path, device: str, index: int = -1) -> Call:
+    """Load a program, ready to be called on the device of this number. EngineError where the system
+    does not load it.
+
+    It unpacks itself; on a GPU it reads its kernels from there when they are first used.
+    """
+    # It warns about every package that it did not write in this very process.
+    logging.getLogger("torch._inductor.package.package").setLevel(logging.ERROR)
+    try:
+        # Not `torch._inductor.aoti_load_package`: it probes the instruction set with a compiler.
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
+    except RuntimeError as e:
+        raise EngineError(f"{path} cannot be loaded: {reason(e)}") from e
+    call: Call = loader.run
+    return call
+
+
+def reason(error: Exception) -> str:
+    """Return the system's own words, and what they mean where nothing may be run from a folder."""
+    text = str(error).splitlines()[0][:300]
+    if "failed to map segment" in text:
+        return f"{text}: that folder is mounted noexec; give XDG_CACHE_HOME another one"
+    if "extract" in text or "temporary" in text:
+        return f"{text}: make room there, or give XDG_CACHE_HOME another folder"
+    return text
+
+
+def _freeing(plan: Sequence[BoundStep], keep: set[str]) -> list[BoundStep]:
+    """Return each step with the values that die there; caches and `keep` live on."""
+    made = {name for b in plan for name in b.outputs} - keep
+    out: list[BoundStep] = []
+    for b in reversed(plan):
+        touched = {*(name for _, name in b.slots), *b.outputs} & made
+        out.append(replace(b, last=tuple(sorted(touched))))
+        made -= touched
+    return out[::-1]
+
+
+def _bind(
+    s: Step,
+    call: Call | None,
+    weights: Mapping[str, Tensor],
+    alias: Mapping[str, str],
+    group: Group | None = None,
+) -> BoundStep:
+    """Bind a step; `alias` maps a written cache's value to the cache, written in place."""
+    names = s.inputs
+    if isinstance(s, Glue):
+        call = partial(group.run_node if group else run_node, s.node)
+    else:
+        names += s.params + s.state
+    assert call
+    operands = tuple(weights.get(n, NOTHING) for n in names)
+    slots = tuple((i, alias.get(n, n)) for i, n in enumerate(names) if n not in weights)
+    return BoundStep(call, operands, slots, s.outputs)

@@ -1,0 +1,20 @@
+"""The target that programs are compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device; on CUDA the GPU whose tunings count and the most sequences of a batch.
+
+    `gpu` is empty where kernels are not used: on the CPU, and on GPUs before Hopper.
+    """
+
+    device: str
+    gpu: str = ""
+    rows: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.device} {self.gpu} rows {self.rows}" if self.gpu else self.device

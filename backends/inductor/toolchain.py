@@ -1,0 +1,30 @@
+"""The C++ compiler that torch takes."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+from g4ir.errors import MissingError
+from g4ir.ui.paths import setting
+
+
+def cpp_compiler() -> str:
+    """Return the C++ compiler that torch takes; MissingError if there is none."""
+    if sys.platform != "linux":
+        raise MissingError(
+            "the torch backend's CPU kernels need Linux: on a Mac use Docker "
+            "(docker/cpu.Dockerfile), or --backend reference"
+        )
+    usual = setting("CXX", "g++")
+    if shutil.which(usual):  # torch's compiler takes 2 s to import
+        return usual
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        return cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as e:
+        raise MissingError(
+            "the torch backend needs a C++ compiler (g++ 10 or newer, or clang++): "
+            "install one, for example with `apt-get install g++`"
+        ) from e

@@ -1,0 +1,263 @@
+"""Programs and parts of kernels, compiled in many processes, or taken from the cache."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import IO
+
+from g4ir.errors import G4Error, LowerError
+from g4ir.ui.paths import PREFIX, claimed
+from g4ir.ui.subprocesses import python
+
+from .compile import compile_program, program_name
+from .device import find_device
+from .program_cache import from_cache, keep_program
+from .target import Target
+
+#: lines that are shown of what a worker prints
+PRINTED_LINES = 200
+#: texts that wait for a process at a time, each in a thread
+MOST_WAITING = 64
+
+
+def compile_all(
+    texts: Sequence[str],
+    target: Target,
+    out: Path,
+    jobs: int,
+    progress: Callable[[str], None],
+) -> dict[str, str]:
+    """Compile each distinct text, of a program or of a device's part, into `out`; return text ->
+    file name.
+
+    Raises LowerError with the backend's message and the segment's first line.
+    """
+    files = {t: _file_of(t, target) for t in dict.fromkeys(texts)}
+    out.mkdir(parents=True, exist_ok=True)
+    missing = {t: out / name for t, name in files.items() if not from_cache(name, out)}
+    if missing:
+        progress(f"compiling {len(missing)} of {len(files)} programs")
+        with closing(_compiled(missing, target, min(jobs, len(missing)))) as done:
+            for i, _ in enumerate(done):
+                progress(f"compiled {i + 1}/{len(missing)}")
+    return files
+
+
+def _file_of(text: str, target: Target) -> str:
+    return find_device(target.device).part_file(text) or f"{program_name(text, target)}.pt2"
+
+
+def _make(text: str, target: Target, path: Path) -> None:
+    if not find_device(target.device).compile_part(text, target, path):
+        compile_program(text, target, path)
+
+
+def _compiled(
+    missing: Mapping[str, Path], target: Target, workers: int
+) -> Generator[str, None, None]:
+    """Compile each text into its file, in so many processes, and yield it."""
+    if workers == 1:
+        yield from _shared(missing, target)
+        return
+    # What takes longest comes first, so that nothing is left alone at the end.
+    device = find_device(target.device)
+    todo = sorted(missing, key=lambda t: (device.part_file(t) is not None, len(t)), reverse=True)
+    early = _early.pop(device.name, None)
+    with early or Workers(workers, device.name) as started:
+        for text in device.early_parts() if not early else ():
+            if device.part_file(text) is None:
+                started.submit(text, target, Path())
+        futures = {started.submit(text, target, missing[text]): text for text in todo}
+        for future in as_completed(futures):
+            future.result()
+            keep_program(missing[futures[future]])
+            yield futures[future]
+
+
+def _shared(missing: Mapping[str, Path], target: Target) -> Iterator[str]:
+    """Compile one after the other; programs that another process is compiling come last."""
+    todo, passed_over = deque(missing), 0
+    while todo:
+        text = todo.popleft()
+        path = missing[text]
+        with claimed(path.name, wait=passed_over > len(todo)) as alone:
+            if not alone:
+                todo.append(text)
+                passed_over += 1
+                continue
+            if not from_cache(path.name, path.parent):
+                _make(text, target, path)
+                keep_program(path)
+        passed_over = 0
+        yield text
+
+
+#: device -> processes that were started before it was known what is to be compiled
+_early: dict[str, Workers] = {}
+
+
+@contextmanager
+def compilers_started(count: int, device: str) -> Iterator[None]:
+    """A context in which processes import the compiler, for the next `compile_all`, and on the CPU
+    compile what every engine has. What goes wrong there, that says."""
+    workers = _early[device] = Workers(count, device)
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+        room = find_device(device)
+        for text in room.early_parts():
+            workers.submit(text, Target(device), Path(folder) / (room.part_file(text) or ""))
+        try:
+            yield
+        finally:
+            if _early.pop(device, None):
+                workers.end()
+
+
+class Workers:
+    """Processes that serve one program after the other, forks of one that has imported the
+    compiler, and as many for the CPU kernels, which need none of it. They are a process group of
+    their own: the terminal's Ctrl-C is for the main process, and a compiler ends with the worker
+    that began it, by SIGTERM, also where the main process ignores that. Their output and their
+    compilers' is kept, not shown.
+
+    Not multiprocessing: its processes import the user's main script again, which would have to
+    be written for that.
+    """
+
+    def __init__(self, count: int, device: str) -> None:
+        pairs = [socket.socketpair() for _ in range(2 * count)]
+        theirs = [other.fileno() for _, other in pairs]
+        self._pool, self._device = ThreadPoolExecutor(MOST_WAITING), find_device(device)
+        self._idle: dict[bool, SimpleQueue[IO[str]]] = {True: SimpleQueue(), False: SimpleQueue()}
+        for i, (own, _) in enumerate(pairs):
+            self._idle[i < count].put(own.makefile("rw"))
+        self._printed = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        self._server = subprocess.Popen(
+            python(__name__, f"serve({os.getpid()}, {theirs}, {device!r})"),
+            stdin=subprocess.DEVNULL,
+            stdout=self._printed,
+            stderr=self._printed,
+            pass_fds=theirs,
+            start_new_session=True,
+            preexec_fn=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL),  # of `kill`
+        )
+        for pair in pairs:  # what is made of the own ends keeps them open
+            for end in pair:
+                end.close()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self.kill()  # or the pool would wait for what nobody needs any more
+        self._pool.shutdown(cancel_futures=True)
+        with self._printed:
+            self._server.wait()
+
+    def kill(self) -> None:
+        """End them and what they started, whatever they are at; a compiler removes its file."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._server.pid, signal.SIGTERM)
+
+    def submit(self, text: str, target: Target, path: Path) -> Future[None]:
+        """Return what `compile` comes to, of texts in this order."""
+        return self._pool.submit(self.compile, text, target, path)
+
+    def compile(self, text: str, target: Target, path: Path) -> None:
+        """Compile a program, or what stands among their texts, in a process that is idle;
+        LowerError with its message, caused by what the processes printed."""
+        idle = self._idle[self._device.part_file(text) is not None]
+        channel = idle.get()
+        try:
+            print(json.dumps([text, asdict(target), str(path)]), file=channel, flush=True)
+            answer = channel.readline()
+        except OSError:  # it has ended
+            answer = ""
+        finally:
+            idle.put(channel)
+        if not answer:
+            raise LowerError(_end_of_worker(self._status())) from self._output()
+        if error := json.loads(answer):
+            raise LowerError(error) from self._output()
+
+    def _status(self) -> int:
+        """Return how the first process ended, as subprocess has it; it stays there for `kill`."""
+        found = os.waitid(os.P_PID, self._server.pid, os.WEXITED | os.WNOWAIT)
+        assert found
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+    def _output(self) -> Exception:
+        size = os.fstat(self._printed.fileno()).st_size
+        text = os.pread(self._printed.fileno(), size, 0).decode(errors="backslashreplace")
+        lines = text.splitlines()[-PRINTED_LINES:]
+        return RuntimeError("\n".join(["what the compiling processes printed:", *lines]))
+
+
+def _end_of_worker(status: int) -> str:
+    """Return why a worker ended without an answer."""
+    if status == -signal.SIGKILL:
+        why = "it was killed, most likely for memory: build again with fewer other programs running"
+    else:
+        why = "run again with --trace to see what it printed"
+    how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+    return f"torch: a compiling process ended {how}; {why}"
+
+
+def serve(parent: int, channels: Sequence[int], device: str) -> None:
+    """Fork a process for each channel, which compiles what lines there name. The first half, for
+    the CPU kernels, does not wait until the compiler is imported. Ends with `parent`, and as they
+    end. Those for a GPU import it themselves: it may open the GPU, which forks could not use
+    then."""
+    gc.disable()  # a fifth of what torch computes, for 40 MB
+    Thread(target=_end_with, args=(parent,), daemon=True).start()
+    for i, channel in enumerate(channels):
+        if i == len(channels) // 2:
+            importlib.import_module(find_device(device).preload)
+        if not os.fork():
+            for other in {*channels[i:]} - {channel}:
+                os.close(other)
+            _answer(channel)
+            return
+        os.close(channel)
+    _, status = os.wait()
+    if os.WIFSIGNALED(status):
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.WEXITSTATUS(status))
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os.killpg(0, signal.SIGKILL)  # compilers too
+
+
+def _answer(channel: int) -> None:
+    """Compile what each line names; answer null or the error."""
+    with socket.socket(fileno=channel) as own, own.makefile("rw") as lines:
+        while line := lines.readline():
+            text, target, path = json.loads(line)
+            try:
+                _make(text, Target(**target), Path(path))
+                error = None
+            except G4Error as e:
+                error = str(e)
+            print(json.dumps(error), file=lines, flush=True)
