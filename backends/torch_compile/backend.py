@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +23,20 @@ from g4ir.ui import compiler_cache
 from g4ir.ui.progress import Progress
 
 from ..base import Backend, Prepared, Setting, Task
-from ..experimental import experiment
 from . import workers
 from .compile import check_program, machine
 from .cpu_library import compile_kernels, kernel_parts
 from .cuda_toolkit import toolchain
-from .programs import CHAINS, END, KERNELS_FILE, choice_texts, phase_steps, phases
+from .programs import KERNELS_FILE, choice_texts, phase_steps, phases
 from .schedule import any_length, dense_bytes, same_kernels, schedule, unmeasured
 from .segment import Segment, Step
 from .target import HOPPER, Target, find_target
 from .tiles import in_tiles
 
 #: the setting of a decode step on a GPU, and its choices
-DECODE_STEP, PLAIN, FUSED, EARLY = "decode_step", "plain", "fused", "early"
-#: what a program's file is called, and a chain's
-PROGRAM, CHAIN = re.compile(r"[0-9a-f]{24}\.pt2"), re.compile(r"[0-9a-f]{24}\.chain")
+DECODE_STEP, PLAIN, FUSED = "decode_step", "plain", "fused"
+#: what a program's file is called
+PROGRAM = re.compile(r"[0-9a-f]{24}\.pt2")
 #: programs that are compiled at a time
 JOBS = max(1, min(os.cpu_count() or 1, 8))
 
@@ -58,11 +56,9 @@ class TorchBackend(Backend):
     record = Programs
     settings = {
         DECODE_STEP: Setting(
-            (PLAIN, FUSED, EARLY),
+            (PLAIN, FUSED),
             PLAIN,
-            "of a decode step on a GPU: one kernel per op; or, experiments, fewer fused kernels; "
-            "and fused kernels that begin before the one in front has ended (programmatic "
-            "dependent launch)",
+            "of a decode step on a GPU: one kernel per op; or, an experiment, fewer fused kernels",
         )
     }
 
@@ -121,16 +117,7 @@ class TorchBackend(Backend):
             phase: tuple(files[s.text] if isinstance(s, Segment) else None for s in many)
             for phase, many in steps.items()
         }
-        early = target.gpu and settings[DECODE_STEP] == EARLY
-        chains = self._kernel_graph(steps["decode"], target, task) if early else {}
-        return kept | {op: (files[text],) for op, text in chooses.items()} | chains
-
-    @staticmethod
-    def _kernel_graph(steps: Sequence[Step], target: Target, task: Task) -> dict[str, Any]:
-        """Compile the kernels of a decode step apart from its compiled regions."""
-        graph, folder = experiment("kernel_graph"), task.folder / "programs"
-        chains = graph.compile_chains(steps, target, task.limits, folder, task.progress)
-        return {CHAINS: chains, END: (graph.compile_end(task.limits.max_batch, folder),)}
+        return kept | {op: (files[text],) for op, text in chooses.items()}
 
     def scratch_bytes(
         self, program: Program, device: str, settings: Mapping[str, str]
@@ -205,29 +192,23 @@ def _check_programs(
     if task.device == "cuda":
         choices = choice_texts(task.program, task.limits).items()
         texts |= {op: [text] for op, text in choices}
-    if task.device == "cuda" and CHAINS in kept:
-        possible = zip_longest(texts["decode"], kept[CHAINS])
-        texts[CHAINS] = [t if f else None for t, f in possible]
-        texts[END] = [END if any(kept.get(END, ())) else None]
     if kept.keys() != texts.keys():
         raise EngineError(
             f"{folder}: programs of {', '.join(texts)} expected, those of "
             f"{', '.join(kept)} named; build the engine again"
         )
-    checked: set[tuple[str, str, str]] = set()
+    checked: set[tuple[str, str]] = set()
     for name, many in texts.items():
         if [t is None for t in many] != [f is None for f in kept[name]]:
             raise EngineError(
                 f"{folder}: the programs of {name} are not one for each segment; "
                 f"build the engine again"
             )
-        checked |= {(f, t, name) for f, t in zip(kept[name], many) if f and t}
-    for file, text, name in sorted(checked):
-        pattern = CHAIN if name in (CHAINS, END) else PROGRAM
-        if not pattern.fullmatch(file) or not (folder / file).is_file():
+        checked |= {(f, t) for f, t in zip(kept[name], many) if f and t}
+    for file, text in sorted(checked):
+        if not PROGRAM.fullmatch(file) or not (folder / file).is_file():
             raise EngineError(f"{folder}: no program {file!r}; build the engine again")
-        if pattern is PROGRAM:  # chains' files say what they were made of when they are read
-            check_program(folder / file, text)
+        check_program(folder / file, text)
 
 
 BACKEND = TorchBackend()

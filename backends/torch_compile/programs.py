@@ -16,10 +16,6 @@ from .segment import Step, graph_steps
 #: `prefill_media`
 PHASES = ("prefill", "decode", "verify", "prefill_media")
 KERNELS_FILE = "kernels.so"
-#: of an engine for a GPU: the chains of the decode step's segments
-CHAINS = "decode chains"
-#: and that of the step's end
-END = "end of a step"
 
 
 def phases(program: Program) -> list[str]:

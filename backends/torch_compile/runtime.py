@@ -23,7 +23,6 @@ from g4ir.weights.pack import StoredParams
 from g4ir.weights.tensorfile import ALIGNED, on_huge_pages, read_pages
 
 from ..base import DeviceChoice, Task, Tensors, Watch
-from ..experimental import experiment
 from ..kv_cache import Caches
 from . import pyops
 from .arena import ROWS, Arena
@@ -36,18 +35,17 @@ from .cuda_graph import (
     WithFallback,
     recorded,
 )
-from .programs import CHAINS, END, KERNELS_FILE
+from .programs import KERNELS_FILE
 from .schedule import any_length, schedule
 from .segment import Glue, Segment, Step, state_steps
 from .step_loop import Embedding, StepLoop, StepThread, mapped_tables, record_loop
 from .step_program import NoInstruction, StepProgram, of_tokens, record_step
 from .target import find_target
-from .token_loop import Choose, Embed, RoundLoop, TokenLoop, end_by_torch
+from .token_loop import Choose, Embed, RoundLoop, TokenLoop
 
 Tensor = torch.Tensor
 
 log = logging.getLogger(__name__)
-BY_PROGRAMS = "decode steps run by their compiled regions, which is slower: %s"
 
 #: stands for an operand that is bound when its step runs
 NOTHING = torch.empty(0)
@@ -96,14 +94,13 @@ class TorchRuntime:
         folder = task.folder / "programs"
         records, target = device == "cuda" and cuda_graph, find_target(device, limits.max_batch)
         #: makes of a decode step what replays it; None: steps run launch by launch
-        self.record = WithFallback(self._recorded) if records else None
+        self.record = WithFallback(recorded) if records else None
         self.any_length = any_length(schedule(program.graphs["decode"], target))
         #: the same for full chunks of prompts, where a recorded one serves every length
         records &= any_length(schedule(program.graphs["prefill"], target))
         chunks = WithFallback(lambda work, place: place.record(work), CHUNKS)
         self.record_chunk = chunks if records else None
-        programs = {name: many for name, many in files.items() if name not in (CHAINS, END)}
-        names = dict.fromkeys(f for many in programs.values() for f in many if f)
+        names = dict.fromkeys(f for many in files.values() for f in many if f)
         if device == "cpu":  # programs call them
             _load_kernels(folder / KERNELS_FILE)
         with unpacking() as self.unpacked:
@@ -133,15 +130,6 @@ class TorchRuntime:
             for logits, chosen in ((True, many), (False, state_steps(many))):
                 plan = [bound[id(s)] for s in chosen]
                 self.plans[phase, logits] = _freeing(plan, keep)
-        self.end_step: Callable[..., Any] = end_by_torch
-        #: phase -> its steps where they are recorded, if these are others
-        self.recorded_plans: dict[str, list[BoundStep]] = {}
-        if self.record and CHAINS in files:
-            graph = experiment("kernel_graph")
-            self.end_step = graph.load_end(files[END][0], folder, limits)
-            self.recorded_plans["decode"] = graph.load_step(
-                self.plans["decode", True], steps["decode"], files[CHAINS], folder
-            )
 
     def _load_params(self, steps: Mapping[str, Sequence[Step]], task: Task) -> dict[str, Tensor]:
         """Load each param once, tensor by tensor; on a CPU the engine's own files are mapped."""
@@ -257,27 +245,8 @@ class TorchRuntime:
         return self._plan_step(phase, state.views(self.limits.max_seq))
 
     def _plan_step(self, phase: str, views: Tensors) -> Callable[[Tensors], Tensors]:
-        plan, plans = self.plans[phase, True], self.recorded_plans  # looked up when it is recorded
-        return lambda feeds: self._results(
-            phase, self._run_plan(plans.get(phase, plan), feeds, views)
-        )
-
-    def _recorded(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record a step: by its programs from now on, where it cannot be by its chains on each
-        rank. Ranks that go different ways would wait for one another."""
-        if not self.recorded_plans:
-            return recorded(work)
-        replay, said = None, None
-        try:
-            replay = recorded(work)
-        except EngineError as e:
-            said = str(e)
-        why = next(filter(None, self.group.gathered(said) if self.group else [said]), None)
-        if replay and why is None:
-            return replay
-        self.recorded_plans.clear()
-        log.warning(BY_PROGRAMS, why)
-        return recorded(work)
+        plan = self.plans[phase, True]
+        return lambda feeds: self._results(phase, self._run_plan(plan, feeds, views))
 
     def _is_full(self, phase: str, feeds: Tensors) -> bool:
         """Whether it is a chunk of a prompt that may be recorded: of as many tokens as one has."""
@@ -330,7 +299,7 @@ class TorchRuntime:
 
         def make() -> TokenLoop:
             choose = self._chooser(choice)
-            return TokenLoop(embed, step, choose, batch, self.device, record, self.end_step)
+            return TokenLoop(embed, step, choose, batch, self.device, record)
 
         return state.captured.get(TokenLoop, choice, make)
 
@@ -403,7 +372,6 @@ class TorchRuntime:
     def close(self) -> None:
         self.worker.close()
         self.plans.clear()
-        self.recorded_plans.clear()
         self.weights.clear()
         self.embedding = None
         self.source.close()

@@ -45,7 +45,6 @@ from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.pack import MadeParams, Packing, ParamSource, make_packing
 from g4ir.weights.random import RandomCheckpoint, WithDrafter
 
-from ..experimental import experiment
 from ..primitives.graph import MEDIA, network_graph, tower_graphs
 from ..primitives.network import BLOCK_IDS, NO_BLOCK
 from ..reference import ReferenceRuntime, WideRuntime
@@ -160,7 +159,6 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
         "outputs": {n: str(t) for n, t in io.outputs.items() if n not in io.aliased},
         "caches": {"in_place": len(io.aliased)},
         "scratch_bytes": max([scratch, *(size for _, size in beside.values())]),
-        **experiment("trt_step").decode_step(written, p.limits, p.settings["experts"]),
         "builder": str(build.estimate([*networks(program).values()])),
         "notes": [*written.emitter.notes, *([made_dense] if dense else [])],
     }
