@@ -156,15 +156,15 @@ class Runtime(Protocol):
         choice: DeviceChoice,
         tables: Mapping[str, Any],
     ) -> Any:
-        """Return decode steps that choose tokens on the device (torch_compile/token_loop.py and
-        step_loop.py), or None. `tables` are those that `embed` reads."""
+        """Return decode steps that choose tokens on the device (cuda/token_loop.py and
+        cpu/step_loop.py), or None. `tables` are those that `embed` reads."""
         return None
 
     def round_loop(
         self, embed: Embed, state: Any, batch: int, choice: DeviceChoice, last: bool
     ) -> Any:
         """Return verification steps that draft and choose on the device
-        (torch_compile/token_loop.py), or None."""
+        (cuda/token_loop.py), or None."""
         return None
 
     def resident(self, param: str) -> torch.Tensor | None:

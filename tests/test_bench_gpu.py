@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import test_preflight as preflight
 from bench.gpu.conftest import Measure, read_results
 from bench.gpu.engines import copy_folder, take_carried
 from bench.gpu.test_kernels import case_name, programs
 from g4ir.backends.cuda.kernel_cases import all_cases
-from g4ir.backends.experimental.step_model import read_constants
 from g4ir.backends.inductor import program_cache
 from g4ir.backends.inductor.target import Target
 from g4ir.bench import roof
@@ -33,49 +31,6 @@ def run(out: Path, *words: str, at: Path = ROOT / "bench" / "gpu") -> tuple[int,
         [*command, "--out", str(out), *words], capture_output=True, text=True, cwd=ROOT
     )
     return done.returncode, done.stdout + done.stderr
-
-
-def test_a_preflight_writes_constants(tmp_path: Path) -> None:
-    """The faster of read and copy, and the gaps; nothing if one of them is not known."""
-    found = {
-        "gap": {"us_best": 1.85, "us_p50": 2.05, "ok": True},
-        "early gap": {"us_best": 0.8, "us_p50": 1.1, "ok": True},
-        "rates": {"read": 4.2e12, "copy": 4.0e12, "matmul": 7e14},
-    }
-    path = tmp_path / "made.yaml"
-    preflight.write_constants(found, "h200", path)
-    made = read_constants(path)
-    assert made.gpus["h200"].copy == 4.2e6 and made.gap == pytest.approx((1.0, 1.2))
-    assert made.early.gap == pytest.approx((0.3, 0.6))
-    other = tmp_path / "other.yaml"
-    preflight.write_constants({**found, "gap": {"failed": "x"}}, "h100", other)
-    preflight.write_constants({**found, "early gap": {**found["gap"], "ok": False}}, "h100", other)
-    preflight.write_constants(found, "sm_100", other)
-    assert not other.exists()
-
-
-def test_kernels_are_started_as_an_engine_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel for Hopper, its one operand, and whether it may begin early."""
-    told = list[Any]()
-
-    class Driver:
-        def load(self, cubin: bytes, name: str, shared: int) -> str:
-            told.append((cubin[:4], name))
-            return name
-
-        def start(self, *words: Any) -> None:
-            told.append(words)
-
-    monkeypatch.setattr(preflight, "CudaDriver", Driver)
-    counted = torch.zeros(1, dtype=torch.int32)
-    for early in (False, True):
-        preflight.starter(counted, early)()
-    (elf, name), first, _, second = told
-    assert elf == b"\x7fELF" and name == "_count"
-    function, grid, threads, shared, values, _ = first
-    assert (function, grid, threads, shared) == ("_count", (1, 1, 1), 32, 0)
-    assert [v.value for v in values] == [counted.data_ptr()]
-    assert (first[-1], second[-1]) == (False, True)
 
 
 def test_options_refused(tmp_path: Path) -> None:
@@ -104,13 +59,12 @@ def test_the_most_useful_comes_first(tmp_path: Path) -> None:
 def test_a_dry_run_in_part(tmp_path: Path, full: bool) -> None:
     """What is measured and kept of one tiny variant with one row."""
     peers = "transformers or " if full else ""
-    some = f"test_preflight or (1 and (built or _decode or {peers}predictions))"
+    some = f"test_preflight or (1 and (built or {peers}_decode))"
     code, text = run(tmp_path, "--dry-run", "--variants", "tiny-moe", "-k", some)
     assert code == 0, text
     found = read_results(tmp_path / "results.jsonl")
     gaps = {n: v for n, v in found["test_preflight.py::test_preflight"].items() if "gap" in n}
-    assert len(gaps) == 2 and all(v["us_best"] > 0 for v in gaps.values())
-    assert (tmp_path / "step_model-h200.yaml").exists()
+    assert len(gaps) == 1 and all(v["us_best"] > 0 for v in gaps.values())
     assert (tmp_path / "engines" / "tiny-moe-b1-plain").is_dir()
     decode = found["test_decode.py::test_decode[tiny-moe-plain-1]"]
     assert {*decode} == {"decode c32", "agreement", "prefill 24"}
@@ -118,8 +72,6 @@ def test_a_dry_run_in_part(tmp_path: Path, full: bool) -> None:
     if full:
         made = found["test_peers.py::test_transformers[tiny-moe-1]"]
         assert made["hf-static c32"]["cosine"] > 0.9999
-    (predicted,) = found["test_preflight.py::test_predictions[tiny-moe-1]"].values()
-    assert 0 < predicted["roof_us"] < predicted["us"]["fast"] < predicted["us"]["slow"]
     assert "prefill 24" in (tmp_path / "report.md").read_text()
 
 

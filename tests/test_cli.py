@@ -130,7 +130,7 @@ def test_help(verb: str) -> None:
     text = ok(*verb.split(), "--help")
     assert text.startswith(f"usage: {' '.join(['g4ir', *verb.split()])} ")
     words = {"build": [*PASSES, *GPUS, SIZE_RULE], "plan": [*GPUS, SIZE_RULE]}
-    words |= {v: [*GPUS] for v in ("show", "cost", "kernels")}
+    words |= {v: [*GPUS] for v in ("cost", "kernels")}
     assert not [w for w in words.get(verb, ()) if w not in text]
 
 

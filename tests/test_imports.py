@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from g4ir.backends.experimental import EXPERIMENTS
 from tests.cases import TABLES
 
 ROOT = Path(__file__).parents[1]
@@ -147,24 +146,6 @@ def test_no_function_of_a_backend_asks_for_its_device() -> None:
 def test_no_module_imports_itself_through_others() -> None:
     assert not circles(graph())
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
-
-
-def test_experiments_are_imported_one_way() -> None:
-    """The core loads an experiment by its name, in experiment(); no module of it is imported."""
-    door, asked = "g4ir.backends.experimental", set[str]()
-    for module, names in graph().items():
-        if not inside(module, door):
-            assert not {n for n in names if inside(n, door)} - {door}, module
-            calls = (n for n in ast.walk(ast.parse(MODULES[module].read_text())))
-            asked |= {
-                ast.literal_eval(n.args[0])
-                for n in calls
-                if isinstance(n, ast.Call) and ast.unparse(n.func) == "experiment"
-            }
-    assert asked == EXPERIMENTS.keys()
-    assert all(f"{door}.{name}" in MODULES for name in EXPERIMENTS)
-    readme = (ROOT / "backends/experimental/README.md").read_text()
-    assert all(f"`{name}`" in readme for name in EXPERIMENTS)
 
 
 def test_the_recorder_imports_itself_alone() -> None:

@@ -33,7 +33,6 @@ from g4ir.backends.cuda.kernel_cases import (
 from g4ir.backends.cuda.kernels.assembly import compile_for
 from g4ir.backends.cuda.kernels.launch import recorded
 from g4ir.backends.cuda.kernels.resources import SHARED_BYTES, Resources, resources
-from g4ir.backends.experimental.end_of_step import end_step
 from g4ir.backends.inductor.compile import _TRACE as TRACE
 from g4ir.backends.inductor.compile import INDUCTOR, exported
 from g4ir.backends.inductor.programs import phase_steps
@@ -312,7 +311,7 @@ def check(found: list[Resources]) -> None:
 
 
 @triton.jit
-def _three(x, y, N: tl.constexpr, AHEAD: tl.constexpr = False):
+def _three(x, y, N: tl.constexpr, M: tl.constexpr = 3):
     tl.store(y, tl.load(x) + N)
 
 
@@ -326,14 +325,14 @@ def test_a_signature_has_every_parameter(monkeypatch: pytest.MonkeyPatch) -> Non
         compile_for(_three, types, constants, ["x"], 90, {"num_warps": 1})
         return sources[-1]
 
-    for given, ahead in (({"N": 2}, False), ({"N": 2, "AHEAD": True}, True)):
+    for given, m in (({"N": 2}, 3), ({"N": 2, "M": 4}, 4)):
         found = compiled(given)
-        assert found.signature == {**types, "N": "constexpr", "AHEAD": "constexpr"}
-        assert found.constants == {(2,): 2, (3,): ahead}
+        assert found.signature == {**types, "N": "constexpr", "M": "constexpr"}
+        assert found.constants == {(2,): 2, (3,): m}
     with pytest.raises(LowerError, match=r"_three: parameters without a value \['N'\]"):
         compiled({})
-    with pytest.raises(LowerError, match=r"values of no parameter \['M'\]"):
-        compiled({"N": 2, "M": 1})
+    with pytest.raises(LowerError, match=r"values of no parameter \['K'\]"):
+        compiled({"N": 2, "K": 1})
 
 
 @pytest.mark.parametrize("name", short("26b-a4b+int4", of=("26b-a4b", "26b-a4b+int4")))
@@ -364,13 +363,6 @@ def test_rows_of_host_memory_are_read_in_wide_loads(dtype: torch.dtype) -> None:
     (found,) = [resources(launch) for launch in launches]
     check([found])
     assert found.wide_loads and not found.shared_bytes
-
-
-def test_the_end_of_a_step_compiles() -> None:
-    rows = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
-    with recorded() as launches:
-        end_step([torch.zeros(1), *rows, torch.zeros(1), torch.zeros(3, dtype=torch.int64)])
-    check([resources(launch) for launch in launches])
 
 
 @pytest.mark.full

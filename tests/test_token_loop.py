@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import g4ir
 from g4ir.backends import sampling
@@ -25,19 +24,14 @@ from g4ir.backends.cuda import graph as cuda_graph
 from g4ir.backends.cuda import host_table
 from g4ir.backends.cuda.graph import CHUNKS, CaptureArena, WithFallback
 from g4ir.backends.cuda.host_table import HostTable
-from g4ir.backends.cuda.kernels import KERNELS
-from g4ir.backends.cuda.kernels.launch import recorded
 from g4ir.backends.cuda.schedule import any_length, schedule
 from g4ir.backends.cuda.token_loop import TokenLoop
-from g4ir.backends.experimental.end_of_step import end_step
-from g4ir.backends.experimental.step_model import read_constants
 from g4ir.backends.inductor import runtime
 from g4ir.backends.inductor.target import Target
 from g4ir.backends.sampling import SamplingParams
 from g4ir.engine.async_engine import AsyncEngine
 from g4ir.engine.device_loop import TokenSteps
 from g4ir.engine.engine import Engine
-from g4ir.engine.parts import embed_rows
 from g4ir.engine.requests import PREFILLING, QUEUED, Event, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.session import Session
@@ -49,11 +43,9 @@ from g4ir.engine.speculative import (
 )
 from g4ir.errors import CheckError, EngineError
 from g4ir.weights.pack import RowTable, StoredParams
-from tests.configs import spec_called
 from tests.contract import flows
 from tests.contract.flows import CHUNK, in_a_loop
 from tests.engines import some_tokens
-from tests.runner import built_program
 from tests.test_kernel_ops import program
 from tests.uncompiled import uncompiled
 
@@ -419,36 +411,6 @@ def test_rows_at_rest_have_nothing_to_attend_to() -> None:
     assert seen == [([0, 5], [0, 1]), ([0, 6], [0, 1])]
     assert [loop.read() for _ in range(loop.unread)] == [[[1], [1]], [[1], [2]]]
     assert loop.lengths.tolist() == [7, 7]
-
-
-class Counted(TorchDispatchMode):
-    """Counts what torch is asked for that is neither room, nor a view, nor of a single number."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        of_numbers = all(not t.dim() for t in args if isinstance(t, torch.Tensor))
-        self.count += not (of_numbers or func.is_view or "empty" in func.name())
-        return func(*args, **(kwargs or {}))
-
-
-def test_kernels_around_the_graph() -> None:
-    """As many as predictions of a step count: rows of both tables, positions, choice and end."""
-    g = built_program(spec_called("tiny-ple"), dtype="bf16").graphs["embed"]
-    tables = {v.name: torch.zeros([int(d) for d in v.type.shape]).bfloat16() for v in g.params}
-    logits, chosen = torch.zeros(1, 1, 64), torch.zeros(1, dtype=torch.int64)
-    loop = TokenLoop(
-        lambda tokens: embed_rows(g, tables, tokens),
-        lambda feeds: logits,
-        lambda logits, uniforms, draws: chosen,
-        *(1, "cpu", lambda work: work, end_step),
-    )
-    with recorded() as launches, Counted() as work:
-        loop._once()
-    greedy = next(k for k in KERNELS if k.op == "greedy")
-    zeros = 1  # for the counters of the sum over a vocabulary
-    made = work.count + zeros + len(launches) + sum(greedy.starts.values())
-    assert made == read_constants().around
 
 
 class StandIn:

@@ -23,7 +23,6 @@ MOST = {
     "backends": 19726,
     # Beside what a reader needs: an emulator of TensorRT, and what no device has run.
     "backends/trt/recorder": 1900,
-    "backends/experimental": 1072,
     "g4ir/media": 1509,
     "g4ir/engine/ranks": 253,
     "g4ir/engine": 8176,

@@ -22,7 +22,7 @@ from g4ir.ops.types import torch_dtype
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource, StoredParams, open_table
 
-from .kernels.launch import begin, blocks, ready, start_untraced
+from .kernels.launch import blocks, start_untraced
 
 #: flags of cudaHostRegister: for every context, at a device address, and never written
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8
@@ -37,11 +37,9 @@ log = logging.getLogger(__name__)
 
 @triton.jit
 def host_rows(  # type: ignore[no-untyped-def]
-    address, ids, out, D, BLOCK: tl.constexpr, AHEAD: tl.constexpr = False
+    address, ids, out, D, BLOCK: tl.constexpr
 ):
     """out[r] = table[ids[r]], rows of D elements of out's type; the table lies at an address."""
-    begin(AHEAD)
-    ready(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     keep = i < D

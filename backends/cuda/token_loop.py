@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -27,23 +26,9 @@ Embed = Callable[[Tensor], dict[str, Tensor]]
 Step = Callable[[dict[str, Tensor]], Tensor]
 #: (logits [B,1,vocab], random numbers f64[B], settings f64[B,4]) -> tokens i64[B]
 Choose = Callable[[Tensor, Tensor, Tensor], Tensor]
-#: (operands of `end_by_torch`) -> None
-End = Callable[[list[Tensor]], Any]
 Tensors = Mapping[str, Tensor]
 #: runs a graph over the session's caches
 Run = Callable[[Tensors], Tensors]
-
-
-def end_by_torch(operands: list[Tensor]) -> None:
-    """End a step; write tokens and lengths i64[B] and flaws f32[B] in place.
-
-    Operands: sums f32[B] of a row's logits, which make its flaw NaN if they are not finite; its
-    chosen token i64[B], which a row that runs takes; tokens, lengths, active i64[B], flaws.
-    """
-    sums, chosen, tokens, lengths, active, flaws = operands
-    flaws += (sums * 0).where(active > 0, 0.0)
-    lengths += active
-    tokens.copy_(torch.where(active > 0, chosen, tokens))
 
 
 class TokenLoop:
@@ -64,12 +49,11 @@ class TokenLoop:
         batch: int,
         device: str,
         record: Callable[[Callable[[], None]], Callable[[], None]],
-        end: End = end_by_torch,
     ) -> None:
         def zeros() -> Tensor:
             return torch.zeros(batch, dtype=torch.int64, device=device)
 
-        self.embed, self.step, self.choose, self.end = embed, step, choose, end
+        self.embed, self.step, self.choose = embed, step, choose
         #: i64[B]: to be fed next; tokens that each row holds; 1 if the row takes the token
         self.tokens, self.lengths, self.active = zeros(), zeros(), zeros()
         self.uniforms = torch.zeros(batch, dtype=torch.float64, device=device)
@@ -116,7 +100,10 @@ class TokenLoop:
         # One pass: the sum is finite if all of them are.
         sums = logits.sum((1, 2), dtype=torch.float32)
         chosen = self.choose(logits, self.uniforms, self.draws)
-        self.end([sums, chosen, self.tokens, self.lengths, self.active, self.flaws])
+        runs = self.active > 0
+        self.flaws += (sums * 0).where(runs, 0.0)
+        self.lengths += self.active
+        self.tokens.copy_(chosen.where(runs, self.tokens))
 
     def advance(self, count: int = 1, uniforms: Tensor | None = None) -> None:
         """Start one step, after `start`, and the copy of its tokens to the host; `uniforms`

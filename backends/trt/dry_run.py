@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from g4ir.backends.experimental import experiment
 from g4ir.backends.primitives.graph import MEDIA, network_graph, tower_graphs
 from g4ir.backends.primitives.network import BLOCK_IDS, NO_BLOCK
 from g4ir.backends.reference import ReferenceRuntime, WideRuntime
@@ -160,7 +159,6 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
         "outputs": {n: str(t) for n, t in io.outputs.items() if n not in io.aliased},
         "caches": {"in_place": len(io.aliased)},
         "scratch_bytes": max([scratch, *(size for _, size in beside.values())]),
-        **experiment("trt_step").decode_step(written, p.limits, p.settings["experts"]),
         "builder": str(build.estimate([*networks(program).values()])),
         "notes": [*written.emitter.notes, *([made_dense] if dense else [])],
     }

@@ -54,7 +54,7 @@ class KernelCache:
         config.dynamic_shapes_kernel_specialization_strategy = (
             strategy.EAGER if recorded else strategy.NONE
         )
-        # Steps are recorded here (torch_compile/cuda_graph.py), not by the library as well.
+        # Steps are recorded here (cuda/graph.py), not by the library as well.
         config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED
         if self._cache is None:
             self._cache = self._opened(config)

@@ -47,7 +47,7 @@ def kernels(args: argparse.Namespace) -> int:
     caches that a step moves: codes and scales of quantised weights."""
     check_graph(args)
     graph, spec = chosen_graph(args), spec_of(args)
-    s, step, moved = scheduled(args, graph, spec)
+    s, step, moved = _scheduled(args, graph, spec)
     found, context, nbytes = kernel_rows(s, moved), step.C + step.S, sum(moved.values())
     facts = {"phase": graph.name, "gpu": s.target.gpu, "batch": s.target.rows}
     facts |= {"starts": sum(r.starts for r in found), "context": context, "bytes": nbytes}
@@ -58,7 +58,7 @@ def kernels(args: argparse.Namespace) -> int:
     return output(args, facts | {"rows": rows}, text + aligned([head, *map(_line, found)]))
 
 
-def scheduled(
+def _scheduled(
     args: argparse.Namespace, graph: Graph, spec: Spec
 ) -> tuple[Schedule, Step, dict[str, int]]:
     """Return the kernels of a graph, the step that the options describe, and the bytes of weights

@@ -1,15 +1,13 @@
 """`g4ir show`: printed IR at any point of the pipeline, what a pass did, what two graphs differ in,
-the ops of the IR, and how long a decode step is expected to take."""
+the ops of the IR."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from g4ir.backends.experimental import experiment
 from g4ir.errors import InputError
 from g4ir.ir.diff import diff_graphs, diff_text
 from g4ir.ir.graph import Graph, Node, print_node
@@ -20,13 +18,11 @@ from g4ir.parallel.shard import collectives
 from g4ir.passes import find_pass, run_passes
 from g4ir.plan.count import Block, layer_blocks
 from g4ir.ui import console
-from g4ir.ui.plots import check_plot, plot_launches
-from g4ir.ui.table import Line, aligned
-from g4ir.ui.units import count_text, si, size_text
+from g4ir.ui.table import aligned
+from g4ir.ui.units import size_text
 
 from . import graphs
 from .common import flag_of, output
-from .kernels import scheduled
 from .models import any_spec
 
 #: what goes with `--ops`; the rest chooses a graph, or something else to show
@@ -57,14 +53,11 @@ def show(args: argparse.Namespace) -> int:
         return _show_ops(args)
     graphs.check_graph(args)
     _check(args)
-    args.gpu_kernels = args.timeline
     if args.diff or args.against is not None:
         return _show_diff(args)
     if args.why:
         return _show_why(args)
     graph = graphs.chosen_graph(args)
-    if args.timeline:
-        return _show_timeline(args, graph)
     if args.collectives:
         return _show_collectives(args, graph)
     text = str(graph) if args.layer is None else _layer_text(graph, args.layer)
@@ -220,72 +213,3 @@ def _op_line(facts: dict[str, Any]) -> tuple[str, ...]:
     has = ", ".join(name for name, key in {**notes, "view": "view"}.items() if facts[key])
     errors = (str(facts["budget"][key] or "-") for key in ("rounded", "summed"))
     return facts["op"], facts["kind"] or "by name", *errors, has, facts["meaning"]
-
-
-def _show_timeline(args: argparse.Namespace, graph: Graph) -> int:
-    """Print the kernels of a decode step with their predicted times, and the share of the roofline;
-    draw them where a file is named."""
-    if graph.name != "decode":
-        raise InputError(f"--timeline is of decode, not of {graph.name}: leave out --phase")
-    if args.plot:
-        check_plot(args.plot)
-    spec = graphs.spec_of(args)
-    s, step, moved = scheduled(args, graph, spec)
-    model = experiment("step_model")
-    path = Path(args.constants) if args.constants else model.TABLE
-    found = model.predict(s, moved, step.C + step.S, path)
-    if args.plot:
-        kinds = [(x.kernel, sum(x.us) / 2) for x in found.launches]
-        plot_launches(args.plot, kinds, found.roof_us, f"{spec.name}, {found.gpu}")
-    facts = _timeline_facts(found, spec.name, step.B, step.C + step.S)
-    rows = "1 row" if step.B == 1 else f"{step.B} rows"
-    on = found.gpu if args.tp is None else f"one of {args.tp} {found.gpu}"
-    text = f"{spec.name} decode on {on}, {rows} of {count_text(step.C + step.S)} tokens\n"
-    text += _summary(found, step.B)
-    if args.tp is not None:
-        facts["ranks"] = args.tp
-    head = ["kernel", "launches", "bytes", "us each", "us", "of the step"]
-    return output(args, facts, text + aligned([head, *_launch_lines(found)]))
-
-
-def _summary(p: Any, rows: int) -> str:
-    (fast, slow), (low, high) = p.us, p.share
-    rates = f"{rows * 1e6 / slow:.0f} to {rows * 1e6 / fast:.0f} tokens/s"
-    return (
-        f"{len(p.launches)} launches, predicted {fast / 1e3:.2f} to {slow / 1e3:.2f} ms, {rates}\n"
-        f"roof {p.roof_us / 1e3:.2f} ms: {si(p.nbytes, 'B')} at {p.rate / 1e6:.2f} TB/s, of which "
-        f"it reaches {100 * low:.0f} to {100 * high:.0f} %\n"
-    )
-
-
-def _launch_lines(p: Any) -> list[Line]:
-    """List kernels of one name, those that take longest first; times between both bounds."""
-    groups: dict[str, list[Any]] = {}
-    for x in p.launches:
-        groups.setdefault(x.kernel, []).append(x)
-    times = {name: sum(sum(x.us) for x in found) / 2 for name, found in groups.items()}
-    lines: list[Line] = []
-    for name in sorted(groups, key=lambda name: -times[name]):
-        us, count = times[name], len(groups[name])
-        nbytes = sum(x.nbytes for x in groups[name])
-        moved, share = si(nbytes, "B") if nbytes else "", f"{200 * us / sum(p.us):.0f} %"
-        lines.append([name, str(count), moved, f"{us / count:.2f}", f"{us:.0f}", share])
-    return lines
-
-
-def _timeline_facts(p: Any, variant: str, rows: int, context: int) -> dict[str, Any]:
-    launches = [
-        {"kernel": x.kernel, "node": x.node, "bytes": x.nbytes, "us": [round(t, 3) for t in x.us]}
-        for x in p.launches
-    ]
-    return {
-        "variant": variant,
-        "gpu": p.gpu,
-        "batch": rows,
-        "context": context,
-        "bytes": p.nbytes,
-        "time_us": [round(t, 1) for t in p.us],
-        "roof_us": round(p.roof_us, 1),
-        "share": [round(x, 4) for x in p.share],
-        "launches": launches,
-    }

@@ -83,23 +83,3 @@ def plot_caches(path: str | Path, lines: Sequence[CacheLines], title: str) -> No
         axes.set_xticks(ticks, [count_text(c) for c in ticks])
         axes.grid(True, which="major", alpha=0.3)
         axes.legend(fontsize="small", ncols=2)
-
-
-def plot_launches(
-    path: str | Path, launches: Sequence[tuple[str, float]], roof: float, title: str
-) -> None:
-    """Plot a step as bars of microseconds on one line, a colour a kind of kernel, those that take
-    longest first in the legend; a line where the roofline is."""
-    bars: dict[str, list[tuple[float, float]]] = {}
-    now = 0.0
-    for kind, us in launches:
-        bars.setdefault(kind, []).append((now, us))
-        now += us
-    times = {kind: sum(us for _, us in found) for kind, found in bars.items()}
-    with figure(path, 11, 3.2) as axes:
-        for i, kind in enumerate(sorted(times, key=lambda kind: -times[kind])):
-            look = {"color": f"C{i % 10}", "alpha": 1 - i // 10 / 2}
-            axes.broken_barh(bars[kind], (0, 1), label=f"{kind}: {times[kind]:.0f} us", **look)
-        axes.axvline(roof, color="black", linestyle="--", label=f"roof: {roof:.0f} us")
-        axes.set(title=title, xlabel="microseconds, predicted", yticks=[], xlim=(0, now))
-        axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.25))

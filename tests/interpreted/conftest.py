@@ -1,8 +1,8 @@
 """Tests of the Triton kernels under Triton's interpreter.
 
 They need TRITON_INTERPRET=1 before triton is imported, so tests/test_interpreted.py runs them in a
-process of its own; elsewhere they are not collected. `--order interleaved --seed 3 --poison` runs
-all of them with the programs of each grid in another order (see orders.py).
+process of its own; elsewhere they are not collected. `--interleaved SEED --poison` runs all of them
+with the programs of each grid in another order (see orders.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the options of orders: known where this folder is named on the command line."""
-    parser.addoption(
-        "--order", choices=("interleaved", "overlapping"), help="of programs in a grid"
-    )
-    parser.addoption("--seed", type=int, default=0, help="of the order")
+    parser.addoption("--interleaved", metavar="SEED", type=int, help="order of programs in a grid")
     parser.addoption("--poison", action="store_true", help="new tensors hold NaN")
 
 
@@ -30,15 +27,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def kernels_are_interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
     from g4ir.backends.cuda.kernels.interpreter import interpreted
 
-    from .orders import ORDERS, poisoned
+    from .orders import interleaved, poisoned
     from .quick import quick
 
     given = request.config.getoption
-    order, seed = given("order", None), given("seed", 0)
+    seed = given("interleaved", None)
     with (
         interpreted(),
         quick(),
-        ORDERS[order](seed) if order else nullcontext(),
+        nullcontext() if seed is None else interleaved(seed),
         poisoned() if given("poison", False) else nullcontext(),
     ):
         yield

@@ -1,4 +1,4 @@
-"""Rows of a table that is known by its address; and what rows go on with behind a step."""
+"""Rows of a table that is known by its address."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import torch
 
 from g4ir.backends.cuda.host_table import ROW_BLOCK as BLOCK
 from g4ir.backends.cuda.host_table import HostTable
-from g4ir.backends.cuda.token_loop import end_by_torch
-from g4ir.backends.experimental.end_of_step import end_step
 
 DTYPES = [
     torch.float32,
@@ -34,20 +32,6 @@ def test_rows_by_address(dtype: torch.dtype, columns: int) -> None:
             assert same(table[index], plain[index])
         strided = torch.arange(10)[::3]
         assert same(table[strided], plain[strided])
-
-
-def test_the_end_of_a_step() -> None:
-    """As torch has it: rows that run, at rest, and with logits that are no numbers."""
-    sums = torch.tensor([1.5, torch.nan, torch.inf, torch.nan, -2.0])
-    chosen = torch.tensor([7, 3, 9, 5, 40])
-    rows = [torch.tensor(x) for x in ([1, 2, 3, 4, 7], [5, 6, 7, 8, 9], [1, 1, 1, 0, 1])]
-    rows.append(torch.zeros(5))
-    want = [x.clone() for x in rows]
-    end_by_torch([sums, chosen, *want])
-    end_step([sums, chosen, *rows])
-    for a, b in zip(rows, want, strict=True):
-        torch.testing.assert_close(a, b, equal_nan=True)
-    assert rows[3].isnan().tolist() == [False, True, True, False, False]
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -3,26 +3,20 @@ what is wrong in none."""
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.errors import InterpreterError
 
-from g4ir.backends.cuda.kernels import KERNELS, moe_triton, norms_triton, qkv_attention_triton
 from g4ir.backends.cuda.kernels import decode_attention_triton as module
-from g4ir.backends.cuda.kernels.base import Kernel, Sample
+from g4ir.backends.cuda.kernels import qkv_attention_triton
 from g4ir.backends.cuda.kernels.decode_attention_triton import decode_attention, tree
-from g4ir.backends.cuda.kernels.launch import begin, ready, start
+from g4ir.backends.cuda.kernels.launch import start
 from g4ir.backends.cuda.kernels.moe_order_triton import moe_sort
 from g4ir.ops.attention import attention
 
-from .orders import LIVE, ORDERS, interleaved, overlapping, poisoned
+from .orders import LIVE, interleaved, poisoned
 from .samples import Try, kernel_called
-
-NO_WAIT = "before it has waited"
 
 
 @triton.jit
@@ -35,41 +29,6 @@ def _count(word, out):
 def _fail(word):
     if tl.atomic_add(word, 1) == LIVE:
         tl.static_assert(False, "on purpose")
-
-
-@triton.jit
-def _late(source, x, count, BLOCK: tl.constexpr, AHEAD: tl.constexpr = False):
-    """x = source, while the next kernel may begin."""
-    begin(AHEAD)
-    ready(AHEAD)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(x + i, tl.load(source + i, mask=i < count), mask=i < count)
-
-
-@triton.jit
-def _does_not_wait(AHEAD):
-    pass
-
-
-@triton.jit
-def _row_before_it_waits(x, like, at, i, keep, apart, PARTS):
-    """`_row` of a kernel that waits behind it."""
-    h = tl.load(x + at + i, mask=keep, other=0).to(tl.float32)
-    _waits(True)
-    return h
-
-
-@triton.jit
-def _waits(AHEAD):
-    if AHEAD:
-        tl.inline_asm_elementwise("griddepcontrol.wait;", "=r", [], tl.int32, False, 1)
-
-
-@triton.jit
-def _begin_and_ready(AHEAD):
-    """`ready_and_begin` the other way round."""
-    begin(AHEAD)
-    ready(AHEAD)
 
 
 @triton.jit
@@ -128,14 +87,13 @@ def decode(splits: int) -> float:
     return float((got - want).abs().max())
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("splits", [3, 16])
-def test_shares_of_attention(monkeypatch: pytest.MonkeyPatch, order: str, splits: int) -> None:
+def test_shares_of_attention(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
     """Added by whoever is last, in one step and, of groups of 4, in two."""
     if splits == 16:
         monkeypatch.setattr(module, "STEP", 0)
         assert tree(splits, 1) == (4, 3)
-    with ORDERS[order](0), poisoned():
+    with interleaved(0), poisoned():
         assert decode(splits) < 1e-5
 
 
@@ -147,74 +105,6 @@ def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch, name: str, broken: obj
     monkeypatch.setattr(module, name, broken)
     assert decode(3) < 1e-5
     assert any(is_wrong(seed) for seed in range(8))
-
-
-def made_late(x: torch.Tensor) -> None:
-    """Have a kernel write what x holds, which is nothing sensible before."""
-    x = x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]).view(-1)
-    source = x.clone()
-    x.fill_(torch.iinfo(x.dtype).max)  # NaN, or out of all ranges
-    size = triton.next_power_of_2(triton.cdiv(x.numel(), 4))
-    start(_late, (triton.cdiv(x.numel(), size),), (source, x, x.numel()), BLOCK=size)
-
-
-def behind_another(kernel: Kernel, sample: Sample, seed: int) -> set[str]:
-    """The kernel on operands that others make right in front of it, but for its weights. Returns
-    what was started that does not begin early."""
-    one = Try(kernel, sample, "f32")
-    with overlapping(seed) as queue, poisoned():
-        for i, text in enumerate(sample.inputs):
-            x = one.rooms[i][1] if i in one.rooms else one.ours[i]
-            if not text.startswith("*") and i not in sample.coded and x.element_size() > 1:
-                made_late(x)
-        got = one.call(one.ours)
-    one.check(got)
-    return queue.late
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.op}-{next(iter(k.starts))}")
-def test_kernels_wait_for_those_in_front(kernel: Kernel) -> None:
-    of_prompts = {"dequantize", "prefill_attention", "prefill_attention_latent"}
-    for seed, sample in enumerate(kernel.samples[:2]):
-        late = behind_another(kernel, sample, seed)
-        assert bool(late) == bool(of_prompts & kernel.starts.keys()), late
-
-
-@pytest.mark.parametrize(
-    ("name", "place", "broken", "error", "message"),
-    [
-        ("rms_norm", norms_triton, {"ready": _does_not_wait}, InterpreterError, NO_WAIT),
-        (
-            "rms_norm",
-            norms_triton,
-            {"ready": _does_not_wait, "_row": _row_before_it_waits},
-            AssertionError,
-            None,
-        ),
-        ("norm_router", moe_triton, {"ready_and_begin": _begin_and_ready}, AssertionError, None),
-    ],
-    ids=[
-        "no wait",
-        "a wait behind what it is for",
-        "what the kernel before the one in front left, which does not wait for that one",
-    ],
-)
-def test_a_missing_wait_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    place: ModuleType,
-    broken: dict[str, object],
-    error: type[Exception],
-    message: str | None,
-) -> None:
-    kernel = kernel_called(name)
-    sample = kernel.samples[0]
-    behind_another(kernel, sample, 0)
-    for part, fn in broken.items():
-        monkeypatch.setattr(place, part, fn)
-    with pytest.raises(error, match=message):
-        for seed in range(8):
-            behind_another(kernel, sample, seed)
 
 
 def test_partial_results_that_are_not_waited_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,34 +128,31 @@ def is_wrong(seed: int) -> bool:
             return True
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", ["qkv_attention", "norm_linear", "norm_router"])
-def test_what_each_program_makes_for_itself(order: str, name: str) -> None:
+def test_what_each_program_makes_for_itself(name: str) -> None:
     """Rows, and queries; the newest key by one program, which others do not wait for."""
     kernel = kernel_called(name)
     for i, sample in enumerate(kernel.samples[:2]):
         one = Try(kernel, sample, "f32")
-        with ORDERS[order](i), poisoned():
+        with interleaved(i), poisoned():
             got = one.run()
         one.check(got)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_tokens_sorted_by_expert(order: str) -> None:
+def test_tokens_sorted_by_expert() -> None:
     g = torch.Generator().manual_seed(0)
     scores, scale = torch.randn(5, 1, 8, generator=g), torch.ones(8)
     want = moe_sort(scores, scale, 2, warps=4)
-    with ORDERS[order](1), poisoned():
+    with interleaved(1), poisoned():
         got = moe_sort(scores, scale, 2, warps=4)
     for a, b in zip(got[:2], want[:2], strict=True):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_each_program_runs_once(order: str) -> None:
+def test_each_program_runs_once() -> None:
     """More of them than live at a time, in another order than their numbers'."""
     word, out = torch.zeros(1, dtype=torch.int32), torch.full((40,), -1, dtype=torch.int32)
-    with ORDERS[order](0):
+    with interleaved(0):
         start(_count, (40,), (word, out))
     assert int(word) == 40 and out.tolist() != sorted(out.tolist())
     assert sorted(out.tolist()) == list(range(40))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from g4ir.backends.trt.recorder import RuleError, aliases, check, execute, scratch_bytes, traffic
+from g4ir.backends.trt.recorder import RuleError, aliases, check, execute, scratch_bytes
 from tests.recorder.networks import Net
 
 TABLE: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text())
@@ -141,27 +141,7 @@ def run(n: Net, tensor: Any, **feeds: torch.Tensor) -> torch.Tensor:
     return execute(n.network, feeds)["y"]
 
 
-def test_traffic() -> None:
-    """A product reads what it needs of its weights through other layers; an update writes what is
-    new, and reads no cache; a part of a constant may be all that is read; nothing is computed that
-    only empty tensors are made of."""
-    n = Net()
-    x, w = n.x(1, 4), n.constant(torch.zeros(6, 8))
-    n.network.get_layer(0).name = "w/weights"
-    n.output(n.exp(n.product(n.exp(x), n.slice(w, 0, 4))))
-    read, written = (4 + 4 * 8) * 4 + 8 * 4, 8 * 4
-    assert traffic(n.network, {}, {}) == (read + written + 8 * 4, 2)
-    assert traffic(n.network, {}, {"w": 0.5})[0] == read + written + 8 * 4 - 8 * 4
-    n = Net()
-    n.output(n.append(n.x(1, 2, 10, 4), n.x(1, 2, 3, 4), n.x(1, dtype="INT32")))
-    assert traffic(n.network, {}, {}) == (2 * 24 * 4 + 4, 1)
-    n = Net()
-    none = n.slice(n.product(n.x(2, 4), n.x(4, 8)), 0, 0)
-    n.output(n.concat(n.product(n.x(2, 4), n.x(4, 8)), none))
-    assert traffic(n.network, {}, {})[1] == 2
-
-
-def test_traffic_of_deep_networks() -> None:
+def test_deep_networks() -> None:
     """Layers are typed in order, not each by those before it on one stack."""
     n = Net()
     x = n.x(1, 4)
@@ -169,7 +149,7 @@ def test_traffic_of_deep_networks() -> None:
         x = n.exp(x)
         assert x.shape == (1, 4)
     n.output(x)
-    assert traffic(n.network, {}, {}) == (2 * 4 * 4, 1)
+    assert scratch_bytes(n.network, {}) == 2 * 4 * 4
 
 
 def test_cache_update_is_in_place() -> None:

@@ -103,11 +103,8 @@ def test_dry_run(variant: str, tmp_path: Path) -> None:
     assert plan["layers"] == sum(plan["layer_kinds"].values()) > 500
     for part in ("logits", "soft", "drafts"):
         assert plan[f"{part}_error"]["f32"] < dry.BUDGETS["f32"]
-    assert plan["step_kernels"] < plan["layers"] / 3
     if "compiled" in plan:  # where TensorRT-RTX is installed, of small networks
-        made = int(plan["compiled"][0].split()[1])
-        assert made < plan["step_kernels"] < 1.4 * made
-    assert variant not in VARIANTS or 1 < plan["step_over_roof"] < 1.6
+        assert int(plan["compiled"][0].split()[1]) < plan["layers"] / 3
     assert plan["draft"].endswith(" layers") and "hidden" in plan["outputs"]
     assert len(plan["towers"]) <= 2 and any(n.startswith("vision_") for n in plan["towers"])
     assert plan["inputs"]["positions"] == "i64[B,S]"

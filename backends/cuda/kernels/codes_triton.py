@@ -22,7 +22,7 @@ from torch.library import triton_op
 from g4ir.ops.codecs import FORM_OF, FORMS, PACKED, dequantized
 from g4ir.ops.types import torch_dtype
 
-from .launch import blocks, fetch, start, takes
+from .launch import blocks, start, takes
 
 Tensor = torch.Tensor
 #: dtype of codes -> their form
@@ -182,20 +182,6 @@ def row_sums(
         t = products(t, a, scales, live, first + at, exponent, K, W, BLOCK_K, R, FORM, GROUP, A)
         sums += t
     return row_scaled(tl.sum(sums, 1), scales, live, FORM, GROUP)
-
-
-@triton.jit
-def fetch_rows(w, row, live, first, K, CHUNK, SPAN, FORM, AHEAD):
-    """Have the first SPAN of CHUNK columns, from `first` on, of rows of a weight brought to L2."""
-    if AHEAD:
-        PACKED: tl.constexpr = 8 if FORM == "int4" else 1
-        WORDS: tl.constexpr = (SPAN if SPAN < CHUNK else CHUNK) // PACKED
-        w = rows_of(w, row, K, FORM)
-        EACH: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
-        LINES: tl.constexpr = triton.next_power_of_2((WORDS + EACH - 1) // EACH)
-        at = first // PACKED + tl.arange(0, LINES) * EACH
-        keep = (at < K // PACKED) & (tl.arange(0, LINES) * EACH < WORDS)
-        fetch(w[:, None] + at[None, :], live[:, None] & keep[None, :])
 
 
 @triton.jit

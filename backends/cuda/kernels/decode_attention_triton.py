@@ -30,7 +30,7 @@ from g4ir.ops.kv_quant import numbers, numbers_in
 from g4ir.ops.latent import keys_values_of_value
 
 from .base import SHARE_KEYS, SHARES
-from .launch import begin, blocks, fetch_row, power_of_2, ready, rounded, start, takes, tanh
+from .launch import blocks, power_of_2, rounded, start, takes, tanh
 
 Tensor = torch.Tensor
 
@@ -400,15 +400,10 @@ def _decode(
     BITS: tl.constexpr,
     STAGES: tl.constexpr,
     ROW: tl.constexpr,
-    AHEAD: tl.constexpr = False,
 ):
     """One share of one row and key head, grid (SPLITS, n, B). FORM: empty for K and V, or that of a
     latent cache: `values` is None in `value`, and the reciprocal rms in `raw`."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    begin(AHEAD)
-    if FORM != "":
-        fetch_row(w, D, AHEAD)
-    ready(AHEAD)
     first, lo, hi, used = _span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
     if split < used:
         q += row * q_row + head * GROUP * q_head

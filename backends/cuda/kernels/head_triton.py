@@ -15,7 +15,7 @@ import triton.language as tl
 from torch.library import triton_op
 
 from .base import CANDIDATES
-from .launch import begin, blocks, power_of_2, ready, start, takes
+from .launch import blocks, power_of_2, start, takes
 
 Tensor = torch.Tensor
 
@@ -42,12 +42,8 @@ def _value(keys):
 
 
 @triton.jit
-def _best_of_block(
-    logits, best, vocab, KEPT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr = False
-):
+def _best_of_block(logits, best, vocab, KEPT: tl.constexpr, BLOCK: tl.constexpr):
     """best [B, blocks, KEPT]: the largest keys of each block of the row. Grid: blocks, B."""
-    begin(AHEAD)
-    ready(AHEAD)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = block * BLOCK + tl.arange(0, BLOCK)
     keys = _keys(logits + row * vocab, i, i < vocab)
@@ -67,12 +63,9 @@ def _best(
     k,
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr = False,
 ):
     """values, index [B, k]: of the k largest keys of best [B, count], in order; no values of one.
     Grid: B."""
-    begin(AHEAD)
-    ready(AHEAD)
     row, i = tl.program_id(0), tl.arange(0, BLOCK)
     keys = tl.load(best + row * count + i, mask=i < count, other=-0x8000000000000000)
     if KEPT == 1:

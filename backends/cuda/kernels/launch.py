@@ -25,22 +25,17 @@ def _direct(kernel: Any, grid: Any, args: tuple[Any, ...], meta: dict[str, Any])
 
 
 _START: ContextVar[Callable[..., None]] = ContextVar("start", default=_traced)
-_AHEAD: ContextVar[bool] = ContextVar("ahead", default=False)
 
 
 def start(kernel: Any, grid: tuple[Any, ...], args: tuple[Any, ...], **meta: Any) -> None:
     """Start a kernel so that tracers see it; `meta` holds constexprs, num_warps and num_stages."""
-    _START.get()(kernel, grid, args, _with_ahead(kernel, meta))
-
-
-def _with_ahead(kernel: Any, meta: dict[str, Any]) -> dict[str, Any]:
-    return meta | {"AHEAD": _AHEAD.get()} if "AHEAD" in kernel.arg_names else meta
+    _START.get()(kernel, grid, args, meta)
 
 
 def start_untraced(kernel: Any, grid: tuple[Any, ...], args: tuple[Any, ...], **meta: Any) -> None:
     """Do `start` for what no tracer sees: a twentieth of the time, nothing kept by torch."""
     how = _START.get()
-    (_direct if how is _traced else how)(kernel, grid, args, _with_ahead(kernel, meta))
+    (_direct if how is _traced else how)(kernel, grid, args, meta)
 
 
 def takes(x: torch.Tensor) -> bool:
@@ -70,17 +65,6 @@ def by_default() -> Any:
 
 
 @contextmanager
-def ahead() -> Iterator[None]:
-    """A context in which kernels of a step are started in the form that may begin before the
-    kernels in front have ended (see `begin`)."""
-    token = _AHEAD.set(True)
-    try:
-        yield
-    finally:
-        _AHEAD.reset(token)
-
-
-@contextmanager
 def recorded() -> Iterator[list[Launch]]:
     """A context in which no kernel runs; the list receives what would have been started."""
     seen: list[Launch] = []
@@ -103,62 +87,6 @@ def power_of_2(n: int) -> int:
 def blocks(n: Any, size: int) -> Any:
     """Count the blocks of `size` that cover n, which may be symbolic."""
     return (n + size - 1) // size
-
-
-# A kernel with AHEAD, for programmatic dependent launches: it is started while the one in front
-# runs, asks for its own weights, which no kernel writes, and waits before it touches the rest.
-# Each program of each kernel waits: so the end of a kernel is the end of all in front of it.
-
-
-@triton.jit
-def begin(AHEAD):
-    """Let the next kernel start once all programs of this one have begun: it takes what room they
-    leave, and waits for their end by itself."""
-    if AHEAD:
-        tl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def ready(AHEAD):
-    """Wait until the kernels in front have ended and what they wrote can be seen; before that
-    nothing is written, and nothing read that a kernel writes (but see `ready_and_begin`)."""
-    if AHEAD:
-        tl.inline_asm_elementwise(
-            "griddepcontrol.wait; // $0", "=r", [], tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def ready_and_begin(AHEAD):
-    """Wait, and only then let the next kernel start: when all programs of this one have let it, the
-    kernels in front of this one have ended. So the next one may read what those have left before it
-    waits, though not what this one writes."""
-    ready(AHEAD)
-    begin(AHEAD)
-
-
-@triton.jit
-def fetch(pointers, keep):
-    """Have the cache lines of these addresses brought to L2."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [pointers.to(tl.int64), keep.to(tl.int32)],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def fetch_row(w, N: tl.constexpr, AHEAD):
-    """Have N elements from w on brought to L2."""
-    if AHEAD:
-        EACH: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
-        i = tl.arange(0, triton.next_power_of_2((N + EACH - 1) // EACH)) * EACH
-        fetch(w + i, i < N)
 
 
 @triton.jit

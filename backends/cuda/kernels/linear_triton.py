@@ -25,7 +25,6 @@ from g4ir.ops.mlp import glu
 from .codes_triton import (
     bits_of_16,
     dense,
-    fetch_rows,
     form_of,
     row_scaled,
     row_sums,
@@ -33,7 +32,7 @@ from .codes_triton import (
     scales_of,
     weight_tile,
 )
-from .launch import activate, begin, blocks, ready, rounded, start, takes, zero
+from .launch import activate, blocks, rounded, start, takes, zero
 
 Tensor = torch.Tensor
 
@@ -78,7 +77,6 @@ def _skinny(
     ACT: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
-    AHEAD: tl.constexpr = False,
 ):
     """Columns of y for BLOCK_M rows, over one CHUNK of K.
 
@@ -86,7 +84,6 @@ def _skinny(
     each GROUP (codes_triton.py); up [rows, N], read if ACT is given and not PACKED; y [chunks,
     rows, N]; zeroed [count] or None. Grid: columns, chunks, rows.
     """
-    begin(AHEAD)
     part, split = tl.program_id(1), tl.num_programs(1)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     R: tl.constexpr = 2 * BLOCK_N if PACKED else BLOCK_N
@@ -95,8 +92,6 @@ def _skinny(
     live = i < N
     row = i + r // BLOCK_N * N
     first = part * CHUNK
-    fetch_rows(w, row, live, first, K, CHUNK, STAGES * BLOCK_K, FORM, AHEAD)
-    ready(AHEAD)
     program = tl.program_id(0) + tl.num_programs(0) * (part + split * tl.program_id(2))
     zero(zeroed, count, program, tl.num_programs(0) * split * tl.num_programs(2))
     if BLOCK_M == 1:

@@ -19,8 +19,7 @@ from torch.library import triton_op
 from g4ir.ops.base import wide
 from g4ir.ops.moe import own_index
 
-from .codes_triton import fetch_rows
-from .launch import begin, blocks, power_of_2, ready, rounded, start, takes
+from .launch import blocks, power_of_2, rounded, start, takes
 from .norms_triton import after_residual, factor, norm_residual, parts_of, reciprocal_rms, weight
 
 Tensor = torch.Tensor
@@ -123,11 +122,8 @@ def _topk(
     ROWS: tl.constexpr,
     WIDE: tl.constexpr,
     HELD: tl.constexpr,
-    AHEAD: tl.constexpr = False,
 ):
     """The routing of all rows, and the list of experts in use, by one program."""
-    begin(AHEAD)
-    ready(AHEAD)
     i = tl.arange(0, E_P)
     own = i
     if HELD:
@@ -248,14 +244,10 @@ def _router_logits(
     EXPERTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr = False,
 ):
     """BLOCK_N scores of one row."""
-    begin(AHEAD)
     row = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    fetch_rows(proj, n, n < EXPERTS, 0, HIDDEN, HIDDEN, HIDDEN, "", AHEAD)
-    ready(AHEAD)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for k0 in range(0, HIDDEN, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
@@ -325,14 +317,12 @@ def _norm_router(
     EXPERTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr = False,
 ):
     """BLOCK_N scores of one row, of the third pre-norm behind a residual; each program makes the
     row, and the first one stores the residual h and the other two, y1 and y2.
 
     x, residual, h, y1, y2 [HIDDEN], x [PARTS, HIDDEN] if PARTS > 0.
     """
-    begin(AHEAD)
     k, n = tl.arange(0, BLOCK), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     keep, own = k < HIDDEN, tl.program_id(0) == 0
     w = tl.load(
@@ -344,7 +334,6 @@ def _norm_router(
     by, s = factor(scalar), weight(scale, k, keep)
     row = after_residual(
         *(x, None, None, None, residual, w_post, h, 0, k, keep, eps, HIDDEN, HIDDEN, PARTS, 0),
-        AHEAD,
     )
     row = rounded(row * by, h)
     tl.store(h + k, row.to(h.dtype.element_ty), mask=keep & own)

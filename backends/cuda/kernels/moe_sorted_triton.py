@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes_triton import bits_of_16, fetch_rows, row_scaled, rows_of, scales_of, weight_tile
-from .launch import activate, begin, ready, rounded
+from .codes_triton import bits_of_16, row_scaled, rows_of, scales_of, weight_tile
+from .launch import activate, rounded
 
 
 @triton.jit
@@ -105,21 +105,15 @@ def _down_sorted(
     DENSE_GROUP: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
-    AHEAD: tl.constexpr = False,
 ):
     """BLOCK_M rows, BLOCK_N columns of the dense MLP or of a listed expert: parts [rows, TOP_K,
     HIDDEN], rounded and not yet weighted."""
-    begin(AHEAD)
     block = tl.program_id(0)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = m.to(tl.int64)
     act += row * (TOP_K * INNER + DENSE)
     per_expert: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
     n0 = block % per_expert * BLOCK_N
-    if block < per_expert:
-        n = n0 + tl.arange(0, BLOCK_N)
-        fetch_rows(w_dense, n, n < HIDDEN, 0, DENSE, DENSE, STAGES * BLOCK_K, DENSE_FORM, AHEAD)
-    ready(AHEAD)
     if block < per_expert:
         _tile_linear(
             *(act + TOP_K * INNER, w_dense, dense_scales, 0, dense + row * HIDDEN, m < rows, n0),
@@ -144,12 +138,9 @@ def _sum_slots(
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr = False,
 ):
     """out[row] = sum over the slots of weight * part, in the order of rank; nobody has written the
     part of a slot that weighs nothing."""
-    begin(AHEAD)
-    ready(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

@@ -23,14 +23,11 @@ from torch.library import triton_op
 from g4ir.ops.base import wide
 from g4ir.ops.mlp import activate as activation
 
-from .codes_triton import columns, dense, fetch_rows, form_of, row_sums
+from .codes_triton import columns, dense, form_of, row_sums
 from .launch import (
     activate,
-    begin,
     blocks,
     power_of_2,
-    ready,
-    ready_and_begin,
     rounded,
     start,
     takes,
@@ -95,30 +92,20 @@ def _gate_up(
     DENSE_GROUP: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
-    AHEAD: tl.constexpr = False,
 ):
     """BLOCK_N columns of the dense MLP, or of an expert. One row and one of its slots (BLOCK_M 1),
     `chosen`: the scores; or BLOCK_M rows and a listed expert, `chosen`: the rows' experts.
 
-    The dense blocks come first: they stream while the others wait for their top-k. The next kernel
-    may read the scores early."""
+    The dense blocks come first: they stream while the others wait for their top-k."""
     if BLOCK_M == 1:
         block, row, live = tl.program_id(1), tl.program_id(0).to(tl.int64), True
     else:
-        begin(AHEAD)
         block = tl.program_id(0)
         m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
         row, live = m.to(tl.int64), m < rows
     out += row * (TOP_K * INNER + DENSE)
     dense_blocks: tl.constexpr = (DENSE + BLOCK_N - 1) // BLOCK_N
     per_expert: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
-    if block < dense_blocks:
-        i, own = glu_rows(block * BLOCK_N, DENSE, BLOCK_M, BLOCK_N)
-        fetch_rows(w_dense, own, i < DENSE, 0, HIDDEN, HIDDEN, STAGES * BLOCK_K, DENSE_FORM, AHEAD)
-    if BLOCK_M == 1:
-        ready_and_begin(AHEAD)
-    else:
-        ready(AHEAD)
     if block < dense_blocks:
         _glu(
             *(x_dense + row * HIDDEN, w_dense, dense_scales, 0, out + TOP_K * INNER, live),
@@ -174,27 +161,18 @@ def _down(
     DENSE_GROUP: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
-    AHEAD: tl.constexpr = False,
 ):
     """One row; tiles of S * BLOCK_N columns of the dense MLP, or of BLOCK_N columns of all slots at
     once: both have as many rows of weights, so that both keep as many loads in flight. Grid: rows;
-    programs of the dense MLP, then those of the slots, of EACH tiles.
-
-    The experts are chosen, and the first tile's weights asked for, before this waits: the kernel in
-    front, `_gate_up`, lets it begin when what has made the scores has ended."""
-    begin(AHEAD)
+    programs of the dense MLP, then those of the slots, of EACH tiles."""
     row, own = tl.program_id(0).to(tl.int64), tl.program_id(1)
     act += row * (TOP_K * INNER + DENSE)
     R: tl.constexpr = S * BLOCK_N
     dense_tiles: tl.constexpr = (HIDDEN + R - 1) // R
     dense_programs: tl.constexpr = (dense_tiles + EACH - 1) // EACH
     tiles: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
-    SPAN: tl.constexpr = STAGES * BLOCK_K
     r = tl.arange(0, R)
     if own < dense_programs:
-        n = own * R + r
-        fetch_rows(w_dense, n, n < HIDDEN, 0, DENSE, DENSE, SPAN, DENSE_FORM, AHEAD)
-        ready(AHEAD)
         for t in range(own, dense_tiles, dense_programs):
             n = t * R + r
             sums = row_sums(
@@ -212,9 +190,6 @@ def _down(
         if HELD:
             chosen = chosen & (base >= 0) & (base < HELD * HIDDEN)
         own -= dense_programs
-        n = own * BLOCK_N + r % BLOCK_N
-        fetch_rows(down, base + n, chosen & (n < HIDDEN), 0, INNER, INNER, SPAN, FORM, AHEAD)
-        ready(AHEAD)
         for t in range(own, tiles, tl.num_programs(1) - dense_programs):
             n = t * BLOCK_N + r % BLOCK_N
             sums = row_sums(

@@ -26,7 +26,7 @@ from .codes_triton import (
     rows_of,
     scales_of,
 )
-from .launch import begin, blocks, power_of_2, rounded, start, takes, zero
+from .launch import blocks, power_of_2, rounded, start, takes, zero
 from .linear_triton import activated, gated
 from .norms_triton import (
     after_residual,
@@ -41,15 +41,13 @@ Tensor = torch.Tensor
 
 
 @triton.jit
-def normed(x, w_x, b, w_b, residual, w_post, scalar, w_pre, h, eps, K, PARTS, BLOCK, PRE, AHEAD):
+def normed(x, w_x, b, w_b, residual, w_post, scalar, w_pre, h, eps, K, PARTS, BLOCK, PRE):
     """fp32 [BLOCK]: the row that is multiplied; the residual behind the norm goes to h, which the
     first program stores."""
     i = tl.arange(0, BLOCK)
     keep = i < K
     g, by = weight(w_pre, i, keep), factor(scalar)
-    row = after_residual(
-        x, w_x, b, w_b, residual, w_post, h, 0, i, keep, eps, K, K, PARTS, 0, AHEAD
-    )
+    row = after_residual(x, w_x, b, w_b, residual, w_post, h, 0, i, keep, eps, K, K, PARTS, 0)
     row = rounded(row * by, h)
     tl.store(h + i, row.to(h.dtype.element_ty), mask=keep & (tl.program_id(0) == 0))
     if PRE:
@@ -106,7 +104,6 @@ def _norm_linear(
     ACT: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
-    AHEAD: tl.constexpr = False,
 ):
     """x, residual, h [K], x [PARTS, K] if PARTS > 0; b [K], added to x, each with a norm of its
     own, w_x and w_b, or None; w [N, K], or [2N, K] if PACKED: gate rows, then up rows; up, y [N];
@@ -114,7 +111,6 @@ def _norm_linear(
     EACH: tl.constexpr = 8 if FORM == "int4" else 1
     W: tl.constexpr = BLOCK // EACH
     OUT: tl.constexpr = R // 2 if PACKED else R
-    begin(AHEAD)
     exponent = bits_of_16(w)
     own = tl.program_id(0)
     j, r, o = tl.arange(0, W), tl.arange(0, R), tl.arange(0, OUT)
@@ -122,7 +118,7 @@ def _norm_linear(
     for tile in tl.range(own, (N + OUT - 1) // OUT, tl.num_programs(0), num_stages=STAGES):
         if tile == own:
             row = normed(
-                x, w_x, b, w_b, residual, w_post, scalar, w_pre, h, eps, K, PARTS, BLOCK, PRE, AHEAD
+                x, w_x, b, w_b, residual, w_post, scalar, w_pre, h, eps, K, PARTS, BLOCK, PRE
             )
         i = tile * OUT + r % OUT
         live, at = i < N, i + r // OUT * N

@@ -23,7 +23,7 @@ from torch.library import triton_op
 
 from g4ir.ops import norm
 
-from .launch import begin, power_of_2, ready, rounded, start, takes
+from .launch import power_of_2, rounded, start, takes
 
 Tensor = torch.Tensor
 #: most pre-norms that a kernel makes: of the dense MLP, of the router and of the experts
@@ -113,13 +113,10 @@ def added(h, h_b, r, g_x, g_b, g, like, eps, D):
 
 
 @triton.jit
-def after_residual(
-    x, w_x, b, w_b, residual, w, like, at, i, keep, eps, apart, D, PARTS, PARTS_B, AHEAD
-):
+def after_residual(x, w_x, b, w_b, residual, w, like, at, i, keep, eps, apart, D, PARTS, PARTS_B):
     """fp32 row of residual + rms_norm(x, w) from `at` on, rounded through the type of `like`;
     with b, of rms_norm(x, w_x) + rms_norm(b, w_b) instead of x. Waits for the kernels in front."""
     g_x, g_b, g = weight(w_x, i, keep), weight(w_b, i, keep), weight(w, i, keep)
-    ready(AHEAD)
     r = tl.load(residual + at + i, mask=keep, other=0)
     h, h_b = _row(x, residual, at, i, keep, apart, PARTS), None
     if b is not None:
@@ -128,14 +125,12 @@ def after_residual(
 
 
 @triton.jit
-def _rms_norm(x, w, y, eps, D: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr = False):
+def _rms_norm(x, w, y, eps, D: tl.constexpr, BLOCK: tl.constexpr):
     """x, y [rows, D]; w [D] or None. Grid: rows."""
-    begin(AHEAD)
     at = tl.program_id(0).to(tl.int64) * D
     i = tl.arange(0, BLOCK)
     keep = i < D
     g = weight(w, i, keep)
-    ready(AHEAD)
     h = _row(x, x, at, i, keep, 0, 0)
     h *= reciprocal_rms(tl.sum(h * h, 0), eps, D)
     _store_product(y, h, g, at, i, keep)
@@ -162,22 +157,18 @@ def _norm_residual(
     PARTS: tl.constexpr,
     PARTS_B: tl.constexpr,
     BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr = False,
 ):
     """x [rows, D], or [PARTS, rows, D] if PARTS > 0; residual, y, y1 to y3 [rows, D]. Grid: rows.
     b, PARTS_B as x, PARTS: x and b have norms of their own, w_x and w_b, or b is None.
 
     y1 to y3 are None beyond the number of pre-norms; scalar [1] and w1 to w3 [D] may be.
     """
-    begin(AHEAD)
     at, apart = tl.program_id(0).to(tl.int64) * D, tl.num_programs(0).to(tl.int64) * D
     i = tl.arange(0, BLOCK)
     keep = i < D
     g1, g2, g3 = weight(w1, i, keep), weight(w2, i, keep), weight(w3, i, keep)
     by = factor(scalar)
-    h = after_residual(
-        x, w_x, b, w_b, residual, w, y, at, i, keep, eps, apart, D, PARTS, PARTS_B, AHEAD
-    )
+    h = after_residual(x, w_x, b, w_b, residual, w, y, at, i, keep, eps, apart, D, PARTS, PARTS_B)
     end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
 
 

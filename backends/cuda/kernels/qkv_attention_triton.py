@@ -28,13 +28,12 @@ from .base import added_together
 from .decode_attention_triton import (
     _attended,
     _no_keys,
-    _slots,
     _span,
     _write,
     constants,
     factors,
 )
-from .launch import begin, fetch, fetch_row, ready, rounded, start, takes, tanh
+from .launch import rounded, start, takes, tanh
 from .qkv_triton import q_heads, qkv_write
 
 Tensor = torch.Tensor
@@ -154,18 +153,6 @@ def _added(words, out, used, first, GROUP, D, SPLITS, F, C):
 
 
 @triton.jit
-def _fetch_keys(cache, end, slots, split, stride, WINDOW, SPLITS, D, N):
-    """Have the first N rows of a share of a cache brought to L2. No kernel of a step writes the
-    number of tokens; if one did, these would be rows of the cache too."""
-    EACH: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = triton.next_power_of_2((D + EACH - 1) // EACH)
-    first, lo, hi, _ = _span(end, slots, split, WINDOW, SPLITS, N)
-    i, at = lo + tl.arange(0, N), tl.arange(0, LINES) * EACH
-    rows = cache + _slots(i, (first % slots).to(tl.int32), slots) * stride
-    fetch(rows[:, None] + at[None, :], (i < hi)[:, None] & (at < D)[None, :])
-
-
-@triton.jit
 def _qkv_decode(
     x,
     norm_q,
@@ -201,7 +188,6 @@ def _qkv_decode(
     WORDS: tl.constexpr,
     F: tl.constexpr,
     C: tl.constexpr,
-    AHEAD: tl.constexpr = False,
 ):
     """One share of one row and key head, or C columns of a group's result; x [B, HEADS, D], cos,
     sin [B, D], words [B, WORDS] of 32 bits. Grid: SPLITS shares, then DP / C programs that add
@@ -211,17 +197,9 @@ def _qkv_decode(
     the same heads of x, behind the queries; 2 where V has heads of its own behind them.
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    begin(AHEAD)
     h, cols = tl.arange(0, M)[:, None], tl.arange(0, DP)
     keys += row * k_row + head * k_head
     values += row * v_row + head * v_head
-    if AHEAD:
-        end = tl.load(ends + row)
-        _fetch_keys(keys, end, slots, split, k_slot, WINDOW, SPLITS, D, N)
-        _fetch_keys(values, end, slots, split, v_slot, WINDOW, SPLITS, D, N)
-    fetch_row(norm_q, D, AHEAD)
-    fetch_row(norm_k, D, AHEAD)
-    ready(AHEAD)
     end, new = tl.load(ends + row), tl.load(lengths + row) > 0  # all that is read at once
     x += row * (HEADS * D)
     cos += row * D

@@ -26,7 +26,7 @@ from g4ir.ops.norm import rms_norm
 from g4ir.ops.qkv import APART
 from g4ir.ops.rope import rope
 
-from .launch import begin, fetch_row, power_of_2, ready, rounded, takes
+from .launch import power_of_2, rounded, takes
 from .launch import start as start_kernel
 
 Tensor = torch.Tensor
@@ -114,7 +114,6 @@ def _qkv_write(
     P: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
-    AHEAD: tl.constexpr = False,
 ):
     """qkv [B, N, D], N = HEADS + KV [+ KV if VALUES]; norm_q, norm_k [D]; cos, sin [B, D]; start,
     lengths [B]; q [B, HEADS, D]; arrivals [B, KV]. Grid: N, B.
@@ -123,12 +122,7 @@ def _qkv_write(
     in the form `value`. V of the form `unnormed` is not normed. FORM is empty where all heads are
     queries. H: power of two, at least D/2.
     """
-    begin(AHEAD)
     head, row = tl.program_id(0), tl.program_id(1)
-    fetch_row(norm_q, D, AHEAD)
-    if FORM != "":
-        fetch_row(norm_k, D, AHEAD)
-    ready(AHEAD)
     x = qkv + (row.to(tl.int64) * tl.num_programs(0) + head) * D
     cos += row * D
     sin += row * D

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,42 +61,6 @@ def resources(launch: Launch, capability: int = 90) -> Resources:
     )
 
 
-@dataclass(frozen=True)
-class Assembled:
-    """A kernel for the driver: its name in the file, and what is said when it is started."""
-
-    name: str
-    warps: int
-    shared: int
-    cubin: bytes
-
-
-def assemble(launch: Launch, capability: int = 90) -> Assembled:
-    """Compile a recorded launch; resources() says for what operands."""
-    made = _compiled(launch, capability)
-    about = made.metadata
-    assert not about.global_scratch_size and not about.profile_scratch_size
-    return Assembled(about.name, about.num_warps, about.shared, made.asm["cubin"])
-
-
-@dataclass(frozen=True)
-class Signature:
-    """The types of a launch's operands, which ones are multiples of 16, and those, by their
-    place, that the compiled kernel is given: the others are constants of it."""
-
-    of: tuple[str, ...]
-    aligned: tuple[bool, ...]
-    operands: tuple[tuple[int, Any], ...] = field(repr=False)
-
-
-def signature(launch: Launch) -> Signature:
-    """Return the types that a launcher would derive from the operands."""
-    _, _, args, _ = launch
-    kinds = tuple(map(_kind, args))
-    given = tuple((i, value) for i, value in enumerate(args) if kinds[i] != "constexpr")
-    return Signature(kinds, tuple(map(_is_aligned, args)), given)
-
-
 def _is_aligned(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.storage_offset() * value.element_size() % 16 == 0
@@ -106,14 +70,15 @@ def _is_aligned(value: Any) -> bool:
 def _compiled(launch: Launch, capability: int) -> Any:
     kernel, _, args, meta = launch
     options = {k: meta[k] for k in _OPTIONS if k in meta}
-    names, found = kernel.arg_names, signature(launch)
-    given = {i for i, _ in found.operands}
-    constants = {names[i]: value for i, value in enumerate(args) if i not in given}
+    operands = dict(zip(kernel.arg_names, args))
+    kinds = {name: _kind(value) for name, value in operands.items()}
+    types = {name: kind for name, kind in kinds.items() if kind != "constexpr"}
+    constants = {name: value for name, value in operands.items() if name not in types}
     return compile_for(
         kernel,
-        {names[i]: found.of[i] for i in given},
+        types,
         constants | {k: v for k, v in meta.items() if k not in options},
-        [names[i] for i in given if found.aligned[i]],
+        [name for name in types if _is_aligned(operands[name])],
         capability,
         options,
     )

@@ -18,7 +18,6 @@ from .network import aliases as aliases
 from .network import check as check
 from .network import execute as execute
 from .network import scratch_bytes as scratch_bytes
-from .network import traffic as traffic
 from .ranks import Exchange as Exchange
 from .ranks import communicator as communicator
 from .ranks import side_by_side as side_by_side
