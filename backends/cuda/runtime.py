@@ -18,7 +18,7 @@ from g4ir.model.draft import DRAFT
 from .graph import CHUNK, CHUNKS, CaptureArena, Captured, LazyCapture, WithFallback, recorded
 from .schedule import any_length, schedule
 from .target import find_target
-from .token_loop import Choose, Embed, RoundLoop, TokenLoop, end_by_torch
+from .token_loop import Choose, Embed, RoundLoop, TokenLoop
 
 Tensor = torch.Tensor
 
@@ -124,7 +124,7 @@ class CudaRuntime(ProgramRuntime):
 
         def make() -> TokenLoop:
             choose = self._chooser(choice)
-            return TokenLoop(embed, step, choose, batch, self.device, record, end_by_torch)
+            return TokenLoop(embed, step, choose, batch, self.device, record)
 
         return state.captured.get(TokenLoop, choice, make)
 
