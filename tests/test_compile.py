@@ -25,6 +25,7 @@ from g4ir.backends.cpu import library as cpu_library
 from g4ir.backends.cpu import wrappers
 from g4ir.backends.inductor import compile as compiler
 from g4ir.backends.inductor import program_cache, workers
+from g4ir.backends.inductor.device import DEVICES, find_device
 from g4ir.backends.inductor.target import Target
 from g4ir.errors import LowerError
 from g4ir.ui import compiler_cache
@@ -158,33 +159,35 @@ def test_each_part_of_the_kernels_is_compiled_once(
     assert len(made("other flags")) == 4
 
 
-def test_key_covers_what_lowering_imports() -> None:
-    """Every module of the package that a program's code follows from, and no other; on a GPU those
-    of the kernels too."""
-    #: what a program on the CPU has of the kernels: codes, and the values of a run
-    assert imported() - {"kernels.py"} == {*compiler.SOURCES} - {"kernels/base.py", "headers/regex"}
-    assert "kernels/base.py" in compiler.SOURCES
-    of_kernels = {
-        f"{name}.py"
-        for path in Path(compiler.__file__).parent.glob("kernels/*.py")
-        for name in re.findall(r"^ *from \.\.(\w+) import", path.read_text(), re.M)
-    }
-    own = {"tunings.py", "tunings.yaml", "kernels/*.py"}
-    assert of_kernels <= {*compiler.SOURCES, "tunings.py"} and {*compiler.GPU_SOURCES} == own
+ROOMS = {name: Path(*Path(compiler.__file__).parts[:-2], name) for name in DEVICES}
 
 
-def imported() -> set[str]:
-    """compile.py and what it imports of its package, not looking into the kernels."""
-    folder, found, queue = Path(compiler.__file__).parent, set[str](), ["compile.py"]
+@pytest.mark.parametrize("device", DEVICES)
+def test_key_covers_what_lowering_imports(device: str) -> None:
+    """Every module of its room that the lowerings import, and of what all devices share; with
+    kernels of ours, all of these too."""
+    room = ROOMS[device]
+    files = {p.name for p in find_device(device).sources(Target(device)) if p.parent == room}
+    assert imported(room, "lowerings.py") <= files | {"kernels.py"}
+    shared = imported(Path(compiler.__file__).parent, "lower.py") | {"compile.py"}
+    assert shared <= {*compiler.SOURCES} | {"target.py"}
+
+
+def test_key_covers_all_kernels() -> None:
+    room = ROOMS["cuda"]
+    files = {*find_device("cuda").sources(Target("cuda", "h200"))}
+    assert {*(room / "kernels").glob("*.py")} <= files
+
+
+def imported(folder: Path, first: str) -> set[str]:
+    """A module of a folder and what it imports of it, not looking into folders within."""
+    found, queue = set[str](), [first]
     while queue:
         name = queue.pop()
         found.add(name)
         if not (folder / name).is_file():
             continue
-        text = (folder / name).read_text()
-        here = re.findall(r"^ *from \.(\w+)[.\w]* import", text, re.M)
-        for names in re.findall(r"^ *from \. import (.+)", text, re.M):
-            here += re.findall(r"\w+", names)
+        here = re.findall(r"^ *from \.(\w+)[.\w]* import", (folder / name).read_text(), re.M)
         queue += [f"{m}.py" for m in here if f"{m}.py" not in found]
     return found
 
@@ -194,7 +197,7 @@ def test_key_depends_on_all_that_the_code_follows_from(monkeypatch: pytest.Monke
     keys |= {compiler.program_name(TEXT, Target("cpu", "h200", rows)) for rows in (1, 2)}
     monkeypatch.setattr(compiler, "_sources", lambda target: "changed")
     keys.add(name(TEXT))
-    monkeypatch.setattr(compiler, "machine", lambda device: "elsewhere")
+    monkeypatch.setattr(type(find_device("cpu")), "machine", lambda device: "elsewhere")
     keys.add(name(TEXT))
     monkeypatch.setattr(torch, "__version__", "9.9")
     keys.add(name(TEXT))

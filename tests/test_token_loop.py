@@ -18,7 +18,7 @@ import torch
 import g4ir
 from g4ir.backends import sampling
 from g4ir.backends.base import DeviceChoice
-from g4ir.backends.cpu import step_program
+from g4ir.backends.cpu import runtime, step_program
 from g4ir.backends.cpu.step_loop import LoopProgram, StepLoop
 from g4ir.backends.cuda import graph as cuda_graph
 from g4ir.backends.cuda import host_table
@@ -26,7 +26,6 @@ from g4ir.backends.cuda.graph import CHUNKS, CaptureArena, WithFallback
 from g4ir.backends.cuda.host_table import HostTable
 from g4ir.backends.cuda.schedule import any_length, schedule
 from g4ir.backends.cuda.token_loop import TokenLoop
-from g4ir.backends.inductor import runtime
 from g4ir.backends.inductor.target import Target
 from g4ir.backends.sampling import SamplingParams
 from g4ir.engine.async_engine import AsyncEngine
@@ -46,6 +45,7 @@ from g4ir.weights.pack import RowTable, StoredParams
 from tests.contract import flows
 from tests.contract.flows import CHUNK, in_a_loop
 from tests.engines import some_tokens
+from tests.gpu_on_cpu import use_gpu_runtime
 from tests.test_kernel_ops import program
 from tests.uncompiled import uncompiled
 
@@ -444,9 +444,10 @@ def over(engine: Engine, patch: pytest.MonkeyPatch, fails: bool = False) -> list
         places.append(StandIn(what, fails))
         return places[-1]
 
-    patch.setattr(engine.runtime, "place", place, raising=False)
+    runtime = use_gpu_runtime(engine, patch)
+    patch.setattr(runtime, "place", place, raising=False)
     chunks = WithFallback(lambda work, place: place.record(work), CHUNKS)
-    patch.setattr(engine.runtime, "record_chunk", chunks)
+    patch.setattr(runtime, "record_chunk", chunks)
     return places
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from g4ir.backends.cpu.device import DEVICE as CPU
 from g4ir.backends.cpu.library import FORM_SOURCE
 from g4ir.backends.cpu.lowerings import lowered
 from g4ir.backends.cuda.lowerings import _write_ring, smallest
 from g4ir.backends.inductor.attention import _pairs, _rotate
-from g4ir.backends.inductor.backend import _kernel_parts
 from g4ir.backends.inductor.cache_write import write_list
 from g4ir.backends.inductor.compile import compile_program
 from g4ir.backends.inductor.lower import SegmentModule
@@ -195,10 +195,10 @@ def close(got: torch.Tensor, want: torch.Tensor, budget: float) -> None:
 def test_kernels_of_an_engine(quant: str, forms: list[str]) -> None:
     """Those of its formats; of rows that are rounded if a product rounds them."""
     program = built_program(load_spec("tiny-ple"), quant=quant)
-    parts = [p for p in _kernel_parts(split_program(program).program) if FORM_SOURCE in p]
+    parts = [p for p in CPU.parts(split_program(program).program) if FORM_SOURCE in p]
     assert [p.rpartition("=")[2] for p in parts] == forms and "-DROUNDED" not in str(parts)
     rounding = run_program(program, options=PassOptions((ActivationOptions("int8"),)))
-    parts = _kernel_parts(split_program(rounding).program)
+    parts = CPU.parts(split_program(rounding).program)
     assert all("-DROUNDED" in p for p in parts if FORM_SOURCE in p)
 
 

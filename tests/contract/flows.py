@@ -31,10 +31,11 @@ def in_a_program(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 def in_a_loop(engine: Engine, patch: pytest.MonkeyPatch) -> list[Any]:
     """The step chooses too: as on a GPU, but without a CUDA graph, on the CPU's programs."""
     from g4ir.backends.cuda.choices import choice_texts
+    from tests.gpu_on_cpu import use_gpu_runtime
     from tests.uncompiled import eager
 
     prepared: list[Callable[[], None]] = []
-    runtime: Any = engine.runtime
+    runtime = use_gpu_runtime(engine, patch)
     ops = choice_texts(runtime.program, runtime.limits).items()
 
     def record(work: Callable[[], None]) -> Callable[[], None]:
@@ -45,7 +46,6 @@ def in_a_loop(engine: Engine, patch: pytest.MonkeyPatch) -> list[Any]:
     patch.setattr(runtime, "choosers", {op: eager(text) for op, text in ops})
     patch.setattr(runtime, "record", record)
     patch.setattr(runtime, "any_length", True)
-    patch.setattr(engine, "_idle", None)  # a session kept from before has no step of this kind
     return prepared
 
 

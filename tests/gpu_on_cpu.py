@@ -1,0 +1,35 @@
+"""The runtime of GPUs over an engine for the CPU: its steps are the CPU's programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from g4ir.backends.base import Tensors
+from g4ir.backends.cpu.runtime import CpuRuntime
+from g4ir.backends.cuda.runtime import CudaRuntime
+from g4ir.backends.kv_cache import Caches
+
+
+class GpuOnCpu(CudaRuntime, CpuRuntime):
+    """Nothing is recorded until a test says so; phases that are step programs stay those."""
+
+    def __init__(self, runtime: CpuRuntime) -> None:
+        self.__dict__.update(runtime.__dict__)
+        self.record = None
+        self.record_chunk = None
+        self.any_length = False
+        self.choosers = {}
+
+    def _step(self, phase: str, state: Caches) -> Callable[[Tensors], Tensors]:
+        if phase in self.recorded_phases:
+            return lambda feeds: self._run_program(phase, feeds, state, None)
+        return super()._step(phase, state)
+
+
+def use_gpu_runtime(engine: Any, patch: Any) -> Any:
+    """Give an engine for the CPU the runtime of GPUs, and return it."""
+    if not isinstance(engine.runtime, GpuOnCpu):
+        patch.setattr(engine, "runtime", GpuOnCpu(engine.runtime))
+        patch.setattr(engine, "_idle", None)  # a session kept from before has no step of this kind
+    return engine.runtime
