@@ -22,7 +22,7 @@ from g4ir.quant.rewrite import simplified
 from g4ir.ui import compiler_cache
 from g4ir.ui.progress import Progress
 
-from ..base import Backend, Prepared, Setting, Task
+from ..base import Backend, Prepared, Task
 from . import workers
 from .compile import check_program, machine
 from .cpu_library import compile_kernels, kernel_parts
@@ -33,8 +33,6 @@ from .segment import Segment, Step
 from .target import HOPPER, Target, find_target
 from .tiles import in_tiles
 
-#: the setting of a decode step on a GPU, and its choices
-DECODE_STEP, PLAIN, FUSED = "decode_step", "plain", "fused"
 #: what a program's file is called
 PROGRAM = re.compile(r"[0-9a-f]{24}\.pt2")
 #: programs that are compiled at a time
@@ -54,16 +52,6 @@ class TorchBackend(Backend):
     native = True
     shares = True
     record = Programs
-    settings = {
-        DECODE_STEP: Setting(
-            (PLAIN, FUSED),
-            PLAIN,
-            "of a decode step on a GPU: one kernel per op; or, an experiment, fewer fused kernels",
-        )
-    }
-
-    def fused_rows(self, rows: int, device: str, settings: Mapping[str, str]) -> int:
-        return rows if device == "cuda" and settings.get(DECODE_STEP, PLAIN) != PLAIN else 0
 
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
         return toolchain(device, ", or build with --device cpu")
