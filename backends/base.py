@@ -257,11 +257,6 @@ class Backend(ABC):
         each raises MissingError. A dry run makes none of them."""
         return ()
 
-    def fused_rows(self, rows: int, device: str, settings: Mapping[str, str]) -> int:
-        """Return the maximum batch size for which the passes fuse a decode step's kernels; 0: they
-        do not."""
-        return 0
-
     def stored(self, program: Program, device: str) -> Program:
         """Return optimised graphs whose weights lie as its products take them on a device: those in
         codes by columns, say, or made dense at build."""

@@ -6,7 +6,6 @@ A pass is a file of this folder with
   AFTER  the pass that it follows, with the reason; None: it is the first
 and, if it applies,
   OPTIONS  default options, a frozen dataclass that checks its fields: the function's third argument
-  GPU_ROWS  the most sequences of a step, for passes of decode steps that are one kernel graph
   CHANGES_STATE  true: it may change the types of the caches
   CHANGES_MEANING  true: it may round, or change values that keep their names
 
@@ -78,18 +77,14 @@ CHANGES_STATE = frozenset(_with("CHANGES_STATE"))
 CHANGES_MEANING = frozenset(_with("CHANGES_MEANING"))
 #: pass -> its options by default
 OPTIONS: Mapping[str, Any] = _with("OPTIONS")
-#: pass that is only for kernel graphs of a GPU -> the most sequences of a step
-GPU_ROWS: Mapping[str, int] = _with("GPU_ROWS")
 
 
 @dataclass(frozen=True)
 class PassOptions:
-    """The options of a pipeline and what it is for."""
+    """The options of a pipeline."""
 
     #: one record at most for each pass (its OPTIONS); other passes have their defaults
     records: tuple[Any, ...] = ()
-    #: sequences of a decode step that is one kernel graph on a GPU; 0: steps are no such graph
-    gpu_rows: int = 0
 
     def of(self, kind: type[Record]) -> Record:
         """Return the options of this type."""
@@ -101,9 +96,8 @@ class PassOptions:
         return replace(self, records=(*others, record))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every option by pass, and `gpu_rows`."""
-        own = {name: asdict(self.of(type(default))) for name, default in OPTIONS.items()}
-        return {**own, "gpu_rows": self.gpu_rows}
+        """Return every option by pass."""
+        return {name: asdict(self.of(type(default))) for name, default in OPTIONS.items()}
 
 
 PLAIN = PassOptions()
@@ -129,11 +123,6 @@ class Acted:
         return ", ".join(f"{name} {counts[name]}" for name in PASSES if counts[name])
 
 
-def pipeline(gpu_rows: int = 0) -> tuple[str, ...]:
-    """Return the passes of a target in order: `gpu_rows` as in PassOptions."""
-    return tuple(p for p in PASSES if p not in GPU_ROWS or 0 < gpu_rows <= GPU_ROWS[p])
-
-
 def find_pass(name: str) -> Callable[..., Graph]:
     """Return the function of a pass; InputError lists the names."""
     if name not in PASSES:
@@ -150,7 +139,7 @@ def run_passes(
     note: PassNote | None = None,
     options: PassOptions = PLAIN,
 ) -> Graph:
-    """Run the target's pipeline without the passes in `skip`, up to and including `until`.
+    """Run the pipeline without the passes in `skip`, up to and including `until`.
 
     `dump(pass, graph)` sees the graph after each pass, `note(pass, value, reason)` what each did.
     Raises PassError with the passes that ran before.
@@ -160,7 +149,7 @@ def run_passes(
         find_pass(name)
     verify(g)
     done: list[str] = []
-    for name in pipeline(options.gpu_rows):
+    for name in PASSES:
         if name not in skip:
             g = _run_one(g, name, done, note, options)
             done.append(name)

@@ -8,7 +8,7 @@ is what then remains of both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, repeat
@@ -25,10 +25,6 @@ class Join:
     """A row: the op that two nodes become."""
 
     op: str
-    #: only for one token of each sequence
-    one_token: bool = False
-    #: reason to leave producer and reader apart, or ""
-    refuses: Callable[[Graph, Node, Node], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,10 +45,6 @@ class _Pair:
         value = n[self.operand]
         if n.inputs.count(value) > 1:
             raise Left(f"{value} has another user")
-        if self.row.one_token and (value.type.rank < 3 or value.type.shape[1] != 1):
-            raise Left(f"{value} is of several tokens")
-        if self.row.refuses and (reason := self.row.refuses(g, producer, n)):
-            raise Left(reason)
         made = self.joined(n, producer)
         parts = parts_of(g, made)
         made_at = places[value.name]

@@ -86,13 +86,12 @@ def built_program(
     dtype: str | None = None,
     latent_kv: str = "off",
     quant: str = "",
-    gpu_rows: int = 0,
     narrow_kv: str = "off",
 ) -> Program:
     """The graphs after the passes, kept for the next test."""
-    key = (spec, all_logits, skip, dtype, latent_kv, quant, gpu_rows, narrow_kv)
+    key = (spec, all_logits, skip, dtype, latent_kv, quant, narrow_kv)
     if key not in _PROGRAMS:
-        options = PassOptions((LatentOptions(latent_kv), NarrowOptions(narrow_kv)), gpu_rows)
+        options = PassOptions((LatentOptions(latent_kv), NarrowOptions(narrow_kv)))
         plain = build_program(spec, all_logits, dtype)
         plain = quantised(plain, spec, find_recipe(quant or None), dtype or spec.dtype)
         _PROGRAMS[key] = run_program(plain, skip=skip, options=options)

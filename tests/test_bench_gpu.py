@@ -65,8 +65,8 @@ def test_a_dry_run_in_part(tmp_path: Path, full: bool) -> None:
     found = read_results(tmp_path / "results.jsonl")
     gaps = {n: v for n, v in found["test_preflight.py::test_preflight"].items() if "gap" in n}
     assert len(gaps) == 1 and all(v["us_best"] > 0 for v in gaps.values())
-    assert (tmp_path / "engines" / "tiny-moe-b1-plain").is_dir()
-    decode = found["test_decode.py::test_decode[tiny-moe-plain-1]"]
+    assert (tmp_path / "engines" / "tiny-moe-b1").is_dir()
+    decode = found["test_decode.py::test_decode[tiny-moe-1]"]
     assert {*decode} == {"decode c32", "agreement", "prefill 24"}
     assert decode["agreement"]["cosine"] > 0.9999
     if full:
@@ -82,7 +82,7 @@ import pytest
 from g4ir.errors import InputError
 
 class DRY:
-    variants, choices = ("tiny-moe",), ("plain",)
+    variants = ("tiny-moe",)
 
 CARD = DRY
 

@@ -40,7 +40,7 @@ from g4ir.generate.offline import BOS_ADDED, RAW, OfflineEngine
 from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
-from g4ir.passes import PASSES, pipeline, run_passes
+from g4ir.passes import PASSES, run_passes
 from g4ir.plan.gpus import GPUS, SIZE_RULE
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import json_schema, load_spec
@@ -216,7 +216,7 @@ def test_build_options(tmp_path: Path) -> None:
     assert manifest["skipped_passes"] == ["fuse_qkv", "plan_cache"]
     kept = {"latent_kv": {"form": "raw", "keep": []}, "narrow_kv": {"to": "off"}}
     kept |= {"quantize_activations": {"to": "off"}, "plan_cache": {"slack": 0}}
-    assert manifest["options"] == kept | {"scale_residual": {"divisor": 1}, "gpu_rows": 0}
+    assert manifest["options"] == kept | {"scale_residual": {"divisor": 1}}
     for after in ((), ("--after", "latent_kv")):
         assert "attention_latent(" in ok("show", out, *after)
     given = ("show", out, "--latent-kv", "raw", "--after", "latent_kv")
@@ -227,7 +227,7 @@ def test_dump_ir(tmp_path: Path) -> None:
     folder, words = tmp_path / "ir", ("--variant", "tiny-ple", "--random-weights", "0")
     ok(*BUILD, *words, "--dump-ir", folder, "--dry-run")
     phases = ("decode", "embed", "prefill")
-    expected = {f"{i:02}-{p}.{x}.g4ir" for i, p in enumerate(pipeline(), 1) for x in phases}
+    expected = {f"{i:02}-{p}.{x}.g4ir" for i, p in enumerate(PASSES, 1) for x in phases}
     assert {p.name for p in folder.iterdir()} == expected
     shown = ok("show", "--variant", "tiny-ple", "--after", "plan_cache")
     (graph,) = folder.glob("*-plan_cache.decode.g4ir")

@@ -37,18 +37,13 @@ def test_kernels_of_weights_in_codes(capsys: pytest.CaptureFixture[str]) -> None
     """In decode no weight is dense, and codes and scales are what is counted."""
     plain, coded = shown(capsys), shown(capsys, "--quant", "int4")
     assert plain["starts"] == coded["starts"] and kernels(plain) == kernels(coded)
-    read = {"skinny_linear", "skinny_linear_parts", "dual_norm_linear", "moe_down"}
+    read = {"skinny_linear", "skinny_linear_parts", "moe_down"}
     forms = [r["shape"] for r in coded["rows"] if r["kernel"] in read]
     assert all(shape["int4"] == 32 for shape in forms[:-1]) and forms[-1]["int8"] == 2816
     (head,) = (r for r in coded["rows"] if r["shape"].get("n") == 262144)
-    norms = 4 * 2816 * 2 + 2  # and the scalar of a layer, in front of each but the first
-    assert head["bytes"] == 262144 * (2816 + 2) + norms
-    products = ("linear", "dual_norm_linear")
-    sizes = [
-        sum(r["bytes"] for r in x["rows"] if r["op"] in products) - 29 * norms
-        for x in (plain, coded)
-    ]
-    rest = sizes[0] - 262144 * 2816 * 2 - norms
+    assert head["bytes"] == 262144 * (2816 + 2)
+    sizes = [sum(r["bytes"] for r in x["rows"] if r["op"] == "linear") for x in (plain, coded)]
+    rest = sizes[0] - 262144 * 2816 * 2
     assert sizes[1] - head["bytes"] == rest * 18 // 64  # 18 bytes hold 32 numbers
     many = kernels(shown(capsys, "--quant", "int4", "--batch", "65"))
     assert many["dequantize"] == {"dequantize"} and many["linear"] == {OTHER}

@@ -212,8 +212,7 @@ OPTIONAL = {
     ("tiny-dense", "value"): SLACK.changed(LatentOptions("value")),
     ("tiny-moe", "raw"): SLACK.changed(LatentOptions("raw")),
     ("tiny-moe", "scaled"): SLACK.changed(ScaleOptions(16)),
-    ("tiny-ple", "scaled, fused"): replace(SLACK, gpu_rows=1).changed(ScaleOptions(16)),
-    ("tiny-moe", "fused"): replace(SLACK, gpu_rows=1),
+    ("tiny-ple", "scaled"): SLACK.changed(ScaleOptions(16)),
 }
 
 

@@ -26,14 +26,12 @@ from g4ir.ops.kv_quant import NARROW
 from g4ir.parallel.shard import shard_program
 from g4ir.passes import (
     CHANGES_STATE,
-    GPU_ROWS,
     OPTIONS,
     PASSES,
     Acted,
     PassOptions,
     _ordered,
     find_pass,
-    pipeline,
     run_passes,
     run_program,
 )
@@ -65,7 +63,7 @@ def asked(name: str, text: str) -> PassOptions:
     pairs = line.removeprefix(ASKS).split() if line.startswith(ASKS) else []
     given: Any = dict(pair.split("=") for pair in pairs)
     given = {k: int(v) if v.isdigit() else v for k, v in given.items()}
-    return PassOptions((replace(OPTIONS[name], **given),) if given else (), gpu_rows=1)
+    return PassOptions((replace(OPTIONS[name], **given),) if given else ())
 
 
 def function(name: str, options: PassOptions) -> Any:
@@ -125,8 +123,6 @@ SPECS: dict[str, Callable[[], Spec]] = {
 LATENT = ("value", "raw")
 #: the residual stream divided
 SCALED = "scaled"
-#: passes for steps that are a chain of kernels on a GPU, of one row here
-GPU, CHAINED = "gpu", tuple(GPU_ROWS)
 SKIPS = {
     "none": (),
     "all": PASSES,
@@ -138,16 +134,12 @@ SKIPS = {
     SCALED: (),
     f"{SCALED} alone": tuple(q for q in PASSES if q != "scale_residual"),
     f"{SCALED} without fuse_norm_residual": ("fuse_norm_residual",),
-    GPU: (),
-    **{f"{GPU} without {p}": (p,) for p in ("fuse_norm_residual", "fuse_glu", *CHAINED)},
 }
 
 
 def options(skip: str) -> PassOptions:
     """The options of a pipeline of SKIPS, which its first word says."""
     form = skip.partition(" ")[0]
-    if form == GPU:
-        return PassOptions(gpu_rows=1)
     records: dict[str, Any] = {SCALED: ScaleOptions(16)}
     records |= {to: NarrowOptions(to) for to in NARROW}
     records |= {to: ActivationOptions(to) for to in ACTIVATIONS}
@@ -175,7 +167,7 @@ def coded(spec: str) -> Program:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("form", ["off", *LATENT, "i8", "int8", SCALED, GPU])
+@pytest.mark.parametrize("form", ["off", *LATENT, "i8", "int8", SCALED])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str) -> None:
@@ -186,8 +178,7 @@ def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str)
     run_passes(stages[0], dump=lambda _, g: stages.append(g), note=note, options=options(form))
     assert set(stages[-1].params) <= set(stages[0].params)
     assert run_passes(stages[-1], options=options(form)) == stages[-1]
-    ran = pipeline(options(form).gpu_rows)
-    for name, before, after in zip(ran, stages[:-1], stages[1:], strict=True):
+    for name, before, after in zip(PASSES, stages[:-1], stages[1:], strict=True):
         assert interface(after) == interface(before)
         assert before.state == after.state or name in CHANGES_STATE
         run = function(name, options(form))
@@ -301,8 +292,8 @@ def of_two_ranks(spec: str) -> Program:
 #: kind of engine -> its program of a variant, its phases, its options
 KINDS: dict[str, tuple[Callable[[str], Program], tuple[str, ...], PassOptions]] = {
     "cpu": (program, PHASES, PassOptions()),
-    "gpu": (program, ("decode",), PassOptions((LatentOptions("value"),), gpu_rows=1)),
-    "gpu, 2 ranks": (of_two_ranks, ("decode",), PassOptions(gpu_rows=1)),
+    "value": (program, ("decode",), PassOptions((LatentOptions("value"),))),
+    "2 ranks": (of_two_ranks, ("decode",), PassOptions()),
     "raw": (program, PHASES, PassOptions((LatentOptions("raw"),))),
     "int8 KV cache": (program, PHASES, PassOptions((NarrowOptions("i8"),))),
     "int8 weights and activations": (coded, PHASES, PassOptions((ActivationOptions("int8"),))),
@@ -321,7 +312,7 @@ def acted(g: Graph, options: PassOptions) -> dict[str, int]:
 def counted() -> dict[str, dict[str, dict[str, int]]]:
     found: dict[str, dict[str, dict[str, int]]] = {}
     for spec in (*(n for n in spec_names() if n not in SPECS), *SPECS):
-        for kind in KINDS if spec in SPECS else ("cpu", "gpu"):
+        for kind in KINDS if spec in SPECS else ("cpu", "value"):
             made, phases, options = KINDS[kind]
             graphs = made(spec).graphs
             rows = {f"{phase}, {kind}": acted(graphs[phase], options) for phase in phases}

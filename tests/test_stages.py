@@ -49,8 +49,7 @@ from tests import cli_tools as cli
 from tests.configs import spec_called
 from tests.engines import random_checkpoint
 
-#: those that an engine of a CPU runs
-PASSES = pipeline.pipeline()
+PASSES = pipeline.PASSES
 
 Breaker = Callable[[Graph], Graph]
 

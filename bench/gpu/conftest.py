@@ -85,13 +85,10 @@ def scale_of(config: pytest.Config, module: Any) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise tests by the variants asked for, else those of their file, and by the choices of
-    the setting decode_step."""
+    """Parametrise tests by the variants asked for, else those of their file."""
     scale = scale_of(metafunc.config, metafunc.module)
-    given = {"variant": metafunc.config.option.variants or scale.variants, "step": scale.choices}
-    for name, values in given.items():
-        if name in metafunc.fixturenames:
-            metafunc.parametrize(name, values)
+    if "variant" in metafunc.fixturenames:
+        metafunc.parametrize("variant", metafunc.config.option.variants or scale.variants)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

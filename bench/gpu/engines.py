@@ -41,9 +41,8 @@ PROGRAMS, COPY_S = "programs", 5.0
 
 @dataclass(frozen=True)
 class Scale:
-    """How large a run is: engines of `variants` with `choices` of the setting decode_step; steps
-    over rows that hold `contexts` tokens, and `prompts`; for kernels, `tokens` of a row and `new`
-    ones."""
+    """How large a run is: engines of `variants`; steps over rows that hold `contexts` tokens, and
+    `prompts`; for kernels, `tokens` of a row and `new` ones."""
 
     device: str = "cuda"
     backend: str = "torch"
@@ -57,10 +56,9 @@ class Scale:
     steps: int = 64
     tokens: int = 4096
     new: int = 1024
-    choices: tuple[str, ...] = ("plain",)
 
 
-CARD = Scale(choices=("plain", "fused", "early"))
+CARD = Scale()
 DRY = Scale(
     device="cpu",
     backend="reference",
@@ -79,8 +77,8 @@ DRY = Scale(
 ROWS = (1, 8, 32)
 
 
-def engine_path(out: Path, variant: str, rows: int, step: str = "plain") -> Path:
-    return out / "engines" / f"{variant}-b{rows}-{step}"
+def engine_path(out: Path, variant: str, rows: int) -> Path:
+    return out / "engines" / f"{variant}-b{rows}"
 
 
 def named(variant: str) -> list[str]:
@@ -116,12 +114,10 @@ def take_carried(folder: Path | None) -> None:
         keep_program(path)
 
 
-def build_all(
-    measure: Any, scale: Scale, variants: list[str], rows: int, step: str, out: Path
-) -> None:
+def build_all(measure: Any, scale: Scale, variants: list[str], rows: int, out: Path) -> None:
     """Build several engines at a time; compiled programs are copied to --out meanwhile."""
     with ThreadPoolExecutor(len(variants)) as pool:
-        begun = {v: pool.submit(build, scale, v, rows, step, out) for v in variants}
+        begun = {v: pool.submit(build, scale, v, rows, out) for v in variants}
         while wait(begun.values(), COPY_S).not_done:
             copy_folder(cache_dir(), out / PROGRAMS)
         copy_folder(cache_dir(), out / PROGRAMS)
@@ -129,13 +125,12 @@ def build_all(
         measure(variant, future.result)
 
 
-def build(scale: Scale, variant: str, rows: int, step: str, out: Path) -> dict[str, Any]:
+def build(scale: Scale, variant: str, rows: int, out: Path) -> dict[str, Any]:
     """Build for all contexts if they fit the device, else for the longest that does."""
-    begun, path = time.monotonic(), engine_path(out, variant, rows, step)
+    begun, path = time.monotonic(), engine_path(out, variant, rows)
     if not path.exists():
         options = longest(scale, variant, rows)
         words = [f"--{k.replace('_', '-')}={v}" for k, v in options.items()]
-        words += [f"--set=decode_step={step}"] if scale.backend == "torch" else []
         g4ir_said(["build", *named(variant), *words, "--out", str(path)])
     size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
     return {"build_s": round(time.monotonic() - begun, 1), "megabytes": size >> 20}
@@ -158,9 +153,9 @@ def longest(scale: Scale, variant: str, rows: int) -> dict[str, Any]:
     return options
 
 
-def open_engine(out: Path, variant: str, rows: int, step: str = "plain") -> Engine:
+def open_engine(out: Path, variant: str, rows: int) -> Engine:
     """Load an engine that `build` made. InputError if there is none."""
-    path = engine_path(out, variant, rows, step)
+    path = engine_path(out, variant, rows)
     if not path.exists():
         raise InputError(f"{path} is missing: run test_engines_are_built of test_decode.py")
     return load_engine(path)

@@ -1,6 +1,6 @@
 """How long do decode steps and prompts take, and do logits agree with the interpreter?
 
-Steps run over caches of noise, in each choice of the setting `decode_step`.
+Steps run over caches of noise.
 """
 
 from __future__ import annotations
@@ -37,21 +37,20 @@ def test_engines_are_built(
     out: Path,
     carry: Path | None,
     rows: int,
-    step: str,
     pytestconfig: pytest.Config,
 ) -> None:
     take_carried(carry)
     todo = [v for v in pytestconfig.option.variants or scale.variants if v not in measure.found]
     if todo:
-        build_all(measure, scale, todo, rows, step, out)
+        build_all(measure, scale, todo, rows, out)
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_decode(measure: Any, scale: Scale, out: Path, variant: str, rows: int, step: str) -> None:
-    engine = open_engine(out, variant, rows, step)
+def test_decode(measure: Any, scale: Scale, out: Path, variant: str, rows: int) -> None:
+    engine = open_engine(out, variant, rows)
     rates = Meter(scale.device, torch.bfloat16).measure()
     for c in scale.contexts:
         measure(f"decode c{c}", partial(decode_cell, engine, scale, rows, c, rates))
     measure("agreement", partial(agreement_cell, engine, rows))
-    for n in scale.prompts if rows == 1 and step == "plain" else ():
+    for n in scale.prompts if rows == 1 else ():
         measure(f"prefill {n}", partial(prefill_cell, engine, n, rates))

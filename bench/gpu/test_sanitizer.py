@@ -21,7 +21,7 @@ SANITIZER, TOOLS = "compute-sanitizer", ("memcheck", "racecheck")
 @pytest.mark.parametrize("small", DRY.variants)
 def test_sanitizer(measure: Any, scale: Scale, out: Path, small: str) -> None:
     scale = replace(scale, contexts=(128,), chunk=16)
-    measure("build", partial(build, scale, small, 2, "plain", out))
+    measure("build", partial(build, scale, small, 2, out))
     for tool in TOOLS:
         measure(tool, partial(sanitized, engine_path(out, small, 2), tool, scale))
 

@@ -56,7 +56,7 @@ from g4ir.weights.origin import OF_DIRECTORY
 
 from .digests import has_digest
 
-FORMAT = 18
+FORMAT = 19
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 SPEC, DRAFTER = "spec.yaml", "drafter.yaml"
 #: part of the name of an unfinished directory
@@ -382,18 +382,13 @@ def _manifest_of(values: Mapping[str, Any], where: Where) -> Manifest:
     except InputError as e:  # of a record that checks itself
         raise fail(where, "", str(e)) from None
     found = vars(read.options)
-    options = PassOptions(tuple(found[name] for name in OPTIONS), found["gpu_rows"])
+    options = PassOptions(tuple(found[name] for name in OPTIONS))
     return replace(read, options=options)
 
 
-#: the pass options as they are in the file: a record of each pass by its name, and `gpu_rows`
+#: the pass options as they are in the file: a record of each pass by its name
 _OptionsFile = make_dataclass(
-    "_OptionsFile",
-    [
-        *((name, type(default)) for name, default in OPTIONS.items()),
-        ("gpu_rows", Annotated[int, Range(0, 1 << 20)]),
-    ],
-    frozen=True,
+    "_OptionsFile", [(name, type(default)) for name, default in OPTIONS.items()], frozen=True
 )
 
 

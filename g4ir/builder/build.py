@@ -310,7 +310,6 @@ def _resolved(
         activations=o.quant_activations,
         drafted=resolve.find_draft_tokens(o.draft_tokens, limits.max_seq, drafter is not None),
         keep=layers_read(spec, drafter),
-        gpu_rows=backend.fused_rows(limits.max_batch, device, o.settings or {}),
         divisor=o.residual_scale,
     )
     resolve.check_supported(backend, o, options, limits)

@@ -17,14 +17,13 @@ from g4ir.model.media import Media, offered
 from g4ir.model.text import TEXT_GRAPHS, build_graph
 from g4ir.model.towers import PARTS, build_towers, default_tower
 from g4ir.parallel.shard import shard
-from g4ir.passes import GPU_ROWS, Dump, PassOptions, find_pass, run_passes
+from g4ir.passes import Dump, PassOptions, find_pass, run_passes
 from g4ir.passes.latent_kv import FORMS, PLAIN
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.plan import resolve
 from g4ir.quant.recipe import find_recipe, one_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
-from g4ir.ui.units import parse_count
 
 from .common import flag_of, given_spec, tables
 from .models import Model, named_model
@@ -162,18 +161,11 @@ def pass_options(args: argparse.Namespace) -> PassOptions:
         spec = spec_of(args)
         kv = resolve.find_kv_dtype(args.kv_dtype, spec.dtype)
         form = resolve.find_latent(args.latent_kv or PLAIN, spec, "cpu", spec.dtype, 1, kv)
-        drafted, rows = drafted_tokens(args), _gpu_rows(args)
+        drafted = drafted_tokens(args)
         given, divisor = args.quant_activations, args.residual_scale
         divisor = 1 if divisor is None else divisor
-        return resolve.pass_options(form, kv, given, drafted, gpu_rows=rows, divisor=divisor)
+        return resolve.pass_options(form, kv, given, drafted, divisor=divisor)
     return engine.options
-
-
-def _gpu_rows(args: argparse.Namespace) -> int:
-    """Return the batch size on a GPU if its kernels or a pass for them are shown; else 0."""
-    if not (args.gpu_kernels or {args.why, args.after} & GPU_ROWS.keys()):
-        return 0
-    return parse_count(batch, "--batch") if (batch := vars(args).get("batch")) else 1
 
 
 def drafted_tokens(args: argparse.Namespace) -> int:

@@ -125,7 +125,7 @@ def _program(args: argparse.Namespace, rows: int) -> Program:
         raise InputError("tune: give --variant or --spec")
     if args.latent_kv not in FORMS:
         raise InputError(f"--latent-kv {args.latent_kv}: expected one of {', '.join(FORMS)}")
-    options = PassOptions((LatentOptions(args.latent_kv),), gpu_rows=rows)
+    options = PassOptions((LatentOptions(args.latent_kv),))
     plain = build_program(spec, args.all_logits, "bf16")
     plain = quantised(plain, spec, find_recipe(args.quant), "bf16")
     return split_program(run_program(plain, skip=args.skip, options=options)).program

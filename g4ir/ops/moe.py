@@ -9,7 +9,6 @@ from typing import Any
 from .base import Traffic, cases, every_operand, op, require, wide
 from .budgets import Budget
 from .mlp import activate
-from .norm import NORM
 from .types import ITEMSIZE, Type, Types, torch
 
 #: attributes of the dense MLP and the experts
@@ -258,35 +257,4 @@ class moe_mlp:
         "3*f32[2,3,16] f32[16] f32[8,16] f32[8] f32[40,16] f32[16,20] f32[4,24,16] "
         "f32[4,16,12] i64[1]@4:5 {act='gelu_pytorch_tanh', top_k=3}",
         root=0.25,
-    )
-
-
-@op
-class norm_moe_mlp:
-    """h, n1, n2, n3 = norm_residual(x, residual, w_post, ..); dense, moe = moe_mlp(n1, n2, n3, ..)
-
-    Results: dense, moe, h. Behind the weights of `moe_mlp` the inputs of `norm_residual` after
-    w_post; `weighted` has three entries.
-    """
-
-    budget = Budget(11, 576, "as norm_residual, then as moe_mlp")
-    kind = "experts"
-    operands = (
-        "x residual w_post router_scale router_proj per_expert w_dense w_dense_down gate_up down"
-        " *rest"
-    )
-    attrs = NORM | ROUTING
-
-    @staticmethod
-    def expand(b: Any, *given: Any, **attrs: Any) -> tuple[Any, Any, Any]:
-        norm, routing = ({k: attrs[k] for k in kinds} for kinds in (NORM, ROUTING))
-        require(len(norm["weighted"]) == 3, f"{len(norm['weighted'])} pre-norms, expected 3")
-        h, *rows = b.emit_all("norm_residual", *given[:3], *given[10:], **norm)
-        dense, moe = b.emit_all("moe_mlp", *rows, *given[3:10], **routing)
-        return dense, moe, h
-
-    samples = cases(
-        "2*f32[2,3,16] 2*f32[16] f32[8,16] f32[8] f32[40,16] f32[16,20] f32[8,24,16] "
-        "f32[8,16,12] f32[1] 2*f32[16] {eps=1e-06, scaled=True, weighted=(True, True, False), "
-        "act='gelu_pytorch_tanh', top_k=2, root=0.25}"
     )

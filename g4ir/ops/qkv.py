@@ -1,10 +1,9 @@
-"""Ops after a packed projection: norms, rotation, the KV cache's update, and attention."""
+"""Ops after a packed projection: norms, rotation and the KV cache's update."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .attention import MASKING
 from .base import cases, op, require
 from .budgets import Budget
 from .latent import PARTS
@@ -82,60 +81,4 @@ class qkv_write:
         f"f32[2,1,64] {_OTHERS} 2*i8[4,2,2,10] {{{_PLAIN}}}",
         heads=4,
         eps=1e-6,
-    )
-
-
-_SLOTS = "2*f32[8] 2*f32[2,1,8] i64[2]@3:4 i64[2]@1:2 i64[2,1]@3:4 i64[2]@4:5"
-_ATTRS = "heads=4, eps=1e-06, scale=0.3, softcap=0.0"
-
-
-@op
-class qkv_attention:
-    """q, caches = qkv_write(qkv, ..) of form `plain`; attention(q, .., caches), then the caches
-
-    positions i64[B,S] of the queries, written i64[B] tokens in the caches after the write.
-    """
-
-    budget = Budget(5, 512, "as qkv_write, then as attention over what was written")
-    kind = "kv"
-    updates = ((1, 9), (2, 10))
-    held = (9, 11)
-    operands = "qkv norm_q norm_k cos sin start lengths positions written cache_k cache_v"
-    attrs = MASKING | PACKED
-
-    @staticmethod
-    def expand(b: Any, *given: Any, **attrs: Any) -> tuple[Any, Any, Any]:
-        positions, written, cache_k, cache_v = given[7:]
-        masking = {name: attrs.pop(name) for name in MASKING}
-        caches = (cache_k, cache_v)
-        q, k, v = b.emit_all("qkv_write", *given[:7], *caches, form="plain", pairs=0, **attrs)
-        return b.emit("attention", q, positions, written, k, v, **masking), k, v
-
-    samples = cases(
-        f"f32[2,1,64] {_SLOTS} 2*f32[9,2,2,8] {{kv_heads=2, values=True, window=0, {_ATTRS}}}",
-        f"f32[2,1,40] {_SLOTS} 2*f32[3,2,1,8] {{kv_heads=1, values=False, window=3, {_ATTRS}}}",
-    )
-
-
-@op
-class q_attention:
-    """attention(norm_rope(x, norm_q, cos, sin), ..) over caches that another layer has written
-
-    positions i64[B,S] of the queries, written i64[B] tokens in the caches.
-    """
-
-    budget = Budget(5, 512, "as norm_rope, then as attention")
-    kind = "kv"
-    held = (6, 8)
-    operands = "x norm_q cos sin positions written cache_k cache_v"
-    attrs = MASKING | {"eps": "float"}
-
-    @staticmethod
-    def expand(b: Any, *given: Any, eps: float, **masking: Any) -> Any:
-        q = b.emit("norm_rope", *given[:4], eps=eps)
-        return b.emit("attention", q, *given[4:], **masking)
-
-    samples = cases(
-        "f32[2,1,4,8] f32[8] 2*f32[2,1,8] i64[2,1]@6:7 i64[2]@7:8 2*f32[9,2,2,8] {eps=1e-06, "
-        "window=0, scale=0.3, softcap=0.0}"
     )

@@ -158,18 +158,17 @@ def pass_options(
     activations: str | None = None,
     drafted: int = 0,
     keep: Sequence[int] = (),
-    gpu_rows: int = 0,
     divisor: int = 1,
 ) -> PassOptions:
     """Return the options of the passes. keep: layers whose cache is K and V, not latent; drafted:
-    rejected tokens that a ring cache has room for; gpu_rows: batch size of a step that is one
-    kernel graph on a GPU (0: none). InputError for activations or a divisor that no pass has."""
+    rejected tokens that a ring cache has room for. InputError for activations or a divisor that no
+    pass has."""
     if activations is not None:
         _one_of("--quant-activations", activations, ACTIVATIONS)
     _one_of("--residual-scale", divisor, DIVISORS)
     layout = LatentOptions(latent, tuple(keep)), NarrowOptions(kv)
     others = ScaleOptions(divisor), RingOptions(drafted), ActivationOptions(activations or OFF)
-    return PassOptions((*others, *layout), gpu_rows)
+    return PassOptions((*others, *layout))
 
 
 def find_latent(

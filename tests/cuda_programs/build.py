@@ -148,7 +148,7 @@ def programs(
 
     spec = load_spec(variant)
     plain = quantised(build_program(spec, dtype="bf16"), spec, find_recipe(quant), "bf16")
-    options = pass_options(form, "off", activations, gpu_rows=rows)
+    options = pass_options(form, "off", activations)
     program = split_program(run_program(plain, options=options)).program
     limits = Limits(max_batch=rows)
     seen: set[str] = set()

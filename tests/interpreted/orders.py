@@ -35,8 +35,6 @@ ACCESSES = (
     "create_atomic_cas",
     "create_barrier",
 )
-#: kernels whose programs wait for those before them in the grid, which a GPU begins first
-IN_ORDER = ("_qkv_decode",)
 Index = tuple[int, ...]
 Program = Callable[[], None]
 
@@ -155,10 +153,7 @@ def interleaved(seed: int) -> Iterator[None]:
         grid = self.grid(operands) if callable(self.grid) else self.grid
         size = (*grid, 1, 1)[:3]
         programs = [(index, lambda: self.fn(**operands)) for index in product(*map(range, size))]
-        if self.fn.__name__ in IN_ORDER:
-            programs.sort(key=lambda program: program[0][::-1], reverse=True)
-        else:
-            draw.shuffle(programs)
+        draw.shuffle(programs)
         running[:] = [Turns(draw, size, programs)]
         with ExitStack() as stack:
             stack.callback(interpreter._patch_lang(self.fn).restore)

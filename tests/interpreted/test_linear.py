@@ -26,7 +26,7 @@ def test_each_part_is_the_sum_of_its_chunk(sample: object, split: int, dtype: st
         at = slice(p * step, (p + 1) * step)
         want = x[..., at].double() @ w[:, at].double().t()
         torch.testing.assert_close(parts[p].double(), want, rtol=1e-5, atol=1e-5)
-    off_cuda = skinny_linear(x, w, None, "", **one.sample.use | {"split": split}, zeroed=None)
+    off_cuda = skinny_linear(x, w, None, "", **one.sample.use | {"split": split})
     torch.testing.assert_close(parts, off_cuda, rtol=1e-5, atol=1e-5)
 
 

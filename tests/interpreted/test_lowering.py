@@ -46,7 +46,7 @@ SLOTS = 40
 
 def graph_of(name: str, form: str, phase: str, rows: int) -> Graph:
     model, _, quant = name.partition("+")
-    how = {"latent_kv": form, "dtype": "bf16", "quant": quant, "gpu_rows": rows}
+    how = {"latent_kv": form, "dtype": "bf16", "quant": quant}
     program = split_program(built_program(spec_called(model), **how)).program
     return bind(program.graphs[phase], B=rows) if rows == 1 else program.graphs[phase]
 

@@ -9,14 +9,12 @@ import triton
 import triton.language as tl
 
 from g4ir.backends.cuda.kernels import decode_attention_triton as module
-from g4ir.backends.cuda.kernels import qkv_attention_triton
 from g4ir.backends.cuda.kernels.decode_attention_triton import decode_attention, tree
 from g4ir.backends.cuda.kernels.launch import start
 from g4ir.backends.cuda.kernels.moe_order_triton import moe_sort
 from g4ir.ops.attention import attention
 
 from .orders import LIVE, interleaved, poisoned
-from .samples import Try, kernel_called
 
 
 @triton.jit
@@ -29,12 +27,6 @@ def _count(word, out):
 def _fail(word):
     if tl.atomic_add(word, 1) == LIVE:
         tl.static_assert(False, "on purpose")
-
-
-@triton.jit
-def _left_as_it_is(words, keep):
-    """`_left` of words that are there, whatever they are."""
-    return tl.load(words, mask=keep, other=1) | 1
 
 
 @triton.jit
@@ -107,36 +99,12 @@ def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch, name: str, broken: obj
     assert any(is_wrong(seed) for seed in range(8))
 
 
-def test_partial_results_that_are_not_waited_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partial results of split-KV attention, read before all of them are there."""
-    kernel = kernel_called("q_attention")
-    one = Try(kernel, kernel.samples[2], "f32")
-    monkeypatch.setattr(qkv_attention_triton, "_left", _left_as_it_is)
-    one.check(one.run())
-    with pytest.raises(AssertionError):
-        for seed in range(8):
-            with interleaved(seed):
-                got = one.run()
-            one.check(got)
-
-
 def is_wrong(seed: int) -> bool:
     with interleaved(seed), poisoned():
         try:
             return not decode(3) < 1e-5
         except AssertionError:  # a counter was left behind
             return True
-
-
-@pytest.mark.parametrize("name", ["qkv_attention", "norm_linear", "norm_router"])
-def test_what_each_program_makes_for_itself(name: str) -> None:
-    """Rows, and queries; the newest key by one program, which others do not wait for."""
-    kernel = kernel_called(name)
-    for i, sample in enumerate(kernel.samples[:2]):
-        one = Try(kernel, sample, "f32")
-        with interleaved(i), poisoned():
-            got = one.run()
-        one.check(got)
 
 
 def test_tokens_sorted_by_expert() -> None:

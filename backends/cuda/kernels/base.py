@@ -16,7 +16,7 @@ from typing import Any
 
 from g4ir.backends.inductor.lowered import Coded
 from g4ir.backends.inductor.target import Target
-from g4ir.ir.graph import RESULT, Graph, Node, Value
+from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ops.codecs import FORM_OF, PACKED
 from g4ir.ops.kv_quant import narrow_width
 from g4ir.ops.types import Type
@@ -27,10 +27,6 @@ from ..tunings import Tuning, find_tuning
 SKINNY = 64
 #: of decode attention: more shares than this are for contexts in which each has more keys
 SHARES, SHARE_KEYS = 64, 256
-#: most numbers of shares that a program which adds them looks at together
-TOGETHER = 8192
-#: most numbers of a row that a program keeps in its registers
-LONGEST = 8192
 #: most candidates of a row that are found at once
 CANDIDATES = 64
 
@@ -288,60 +284,17 @@ def attention_sample(
     )
 
 
-def added_together(use: Use, group: int, d: int) -> tuple[int, int]:
-    """Return how many columns of a group of heads one of the programs that add the shares of an
-    attention has, and how many shares it adds at a time; powers of two."""
-    heads, width = (1 << (x - 1).bit_length() for x in (group, max(16, d)))
-    columns = width // min(use["merges"], width)
-    splits = 1 << (use["splits"] - 1).bit_length()
-    return columns, max(1, min(splits, TOGETHER // (heads * columns)))
-
-
-def _shares(n: Node, use: Use) -> int:
-    """Count the words in which the shares of an attention hand on what they have made: of each head
-    the sums of its dims, their maximum and their sum, two a word."""
-    heads, d = (size(n.outputs[0].type, axis) for axis in (-2, -1))
-    return -(-use["splits"] * heads * (d + 2) // 2) if use["splits"] > 1 else 1
-
-
-#: op -> how many words for each row are zero when its kernel begins, by the kernel's settings:
-#: those that count the shares of a head's keys, and those in which programs hand a row on
-ZEROS: Mapping[str, Callable[[Node, Use], int]] = {
-    **dict.fromkeys(("attention", "attention_latent"), lambda n, use: kv_heads(n)),
-    **dict.fromkeys(("qkv_attention", "q_attention"), _shares),
-}
-
-
 def arrivals(name: str) -> str:
     """Return the name, in a run's `env`, of the zeros that came with this value."""
     return f"{name}/arrivals"
 
 
-def given_zeros(run: Any, n: Node, choice: Choice, made: Value, like: Any) -> Any:
-    """Return the zeros of a node that came with `made`, or fresh ones; one of `like` for a row."""
+def given_zeros(run: Any, n: Node, made: Value, like: Any) -> Any:
+    """Return the zeros of an attention's KV heads that came with `made`, or fresh ones; `like`: a
+    tensor of its rows."""
     import torch
 
     found = run.env.get(arrivals(made.name))
     return (
-        like.new_zeros((like.shape[0], ZEROS[n.op](n, choice.use)), dtype=torch.int64)
-        if found is None
-        else found
+        like.new_zeros((like.shape[0], kv_heads(n)), dtype=torch.int64) if found is None else found
     )
-
-
-def to_be_zeroed(run: Any, n: Node, like: Any) -> Any:
-    """Return room for the zeros of the node that reads a product's result, which the kernel of that
-    writes; None where none needs any."""
-    import torch
-
-    (made, *_), users = n.outputs, run.graph.users
-    after = [u for u in users.get(made.name, []) if u != RESULT]
-    if [u.op for u in after] == ["heads"]:
-        after, made = users.get(after[0].out.name, []), after[0].out
-    choice = run.lowered.schedule.find(after[0]) if len(after) == 1 else None
-    if choice is None or after[0].op not in ZEROS:
-        return None
-    count = ZEROS[after[0].op](after[0], choice.use)
-    room = like.new_empty((like.shape[0], count), dtype=torch.int64)
-    run.env[arrivals(made.name)] = room
-    return room

@@ -34,7 +34,7 @@ def _attention(
     latent = n.op == "attention_latent"
     w, caches = (held[0], held[1:]) if latent else (None, held)
     return decode_attention(
-        *(q, written, w, list(caches), given_zeros(run, n, choice, n["q"], q)),
+        *(q, written, w, list(caches), given_zeros(run, n, n["q"], q)),
         frequencies(n, q.device) if latent else None,
         n.word("form") if latent else "",
         **masking(n),

@@ -90,15 +90,6 @@ def blocks(n: Any, size: int) -> Any:
 
 
 @triton.jit
-def zero(words, count, program, programs):
-    """Set this program's part of `count` words to zero; none where there are none."""
-    if words is not None:
-        for at in range(program * 512, count, programs * 512):
-            i = at + tl.arange(0, 512)
-            tl.store(words + i, tl.zeros([512], tl.int64), mask=i < count)
-
-
-@triton.jit
 def tanh(x):
     """tanh of fp32: off by at most 1.2e-7, absolute; no overflow."""
     return 2 * tl.sigmoid(2 * x) - 1

@@ -13,7 +13,6 @@ from g4ir.ops.codecs import FORMS
 from g4ir.ops.mlp import ACTIVATIONS
 
 from .base import (
-    LONGEST,
     Choice,
     Kernel,
     Sample,
@@ -21,19 +20,13 @@ from .base import (
     both_in_codes,
     codes_of,
     held,
-    is_row,
     is_skinny,
-    norm_end,
-    norm_start,
     size,
-    to_be_zeroed,
 )
 
 #: ops that add up partial sums of the products before them: op -> inputs that may be such
 SUMS = {
     "norm_residual": (0,),
-    "norm_linear": (0,),
-    "norm_moe_mlp": (0,),
     "dual_norm_residual": (0, 2),
 }
 
@@ -48,14 +41,6 @@ def _sum(g: Graph, n: Node) -> Node | None:
         return None
     summed = any(users[0].inputs[i] == n.out for i in SUMS[users[0].op])
     return users[0] if summed else None
-
-
-def _ending(g: Graph, n: Node) -> Node | None:
-    """Return the norm that adds up partial sums, by itself where it is a part of its op."""
-    user = _sum(g, n)
-    while user and not user.op.endswith("norm_residual"):
-        user = user.expanded[0][0]
-    return user
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
@@ -73,34 +58,8 @@ def _linear(run: Run, n: Node, choice: Choice, x: Any, w: Any, up: Any = None) -
     from .linear_triton import skinny_linear
 
     w, scales = held(w)
-    act, zeroed = ("", to_be_zeroed(run, n, x)) if n.op == "linear" else (n.word("act"), None)
-    return skinny_linear(x, w, up, act, **choice.use, scales=scales, zeroed=zeroed)
-
-
-def _norm_shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    """Return the shape; None for several rows, which would be made again by each program."""
-    n_rows, k = (size(n["w"].type, axis) for axis in (0, 1))
-    fits = target.rows == 1 and is_row(n["residual"].type) and k <= LONGEST
-    return {"n": n_rows, "k": k} | codes_of(g, n["w"]) if fits else None
-
-
-def _norm_linear(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, Any]:
-    """Start the kernel; after the norm's inputs come w, those of its end, and perhaps an up."""
-    from .norm_linear_triton import norm_linear
-
-    start, both, (w, *rest) = norm_start(n, given)
-    scalar, weights, eps = norm_end(n, rest)
-    behind = (scalar is not None) + sum(x is not None for x in weights)
-    up = rest[behind] if len(rest) > behind else None
-    w, scales = held(w)
-    made: tuple[Any, Any] = norm_linear(
-        *(*start, scalar, weights, w, up, n.word("act"), eps),
-        **choice.use,
-        scales=scales,
-        zeroed=to_be_zeroed(run, n, start[1]),
-        **both,
-    )
-    return made
+    act = "" if n.op == "linear" else n.word("act")
+    return skinny_linear(x, w, up, act, **choice.use, scales=scales)
 
 
 def _dense_shape(g: Graph, n: Node, target: Target) -> Shape | None:
@@ -207,52 +166,6 @@ def _weight(shape: tuple[int, ...], form: str, groups: int) -> Sample:
     )
 
 
-def _norm_use(block_n: int, programs: int = 3, stages: int = 2) -> dict[str, int]:
-    return {"programs": programs, "block_n": block_n, "warps": 1, "stages": stages}
-
-
-#: k, n, activation, whether an up is given, scalar, pre-norms, partial sums of x; settings: fewer
-#: and more programs than tiles, whole tiles and not, and one tile for each
-NORM_CASES: list[tuple[Any, ...]] = [
-    (8, 5, "", False, False, (True,), 0, _norm_use(2)),
-    (33, 17, "", False, True, (True,), 3, _norm_use(4, 2)),
-    (64, 16, "", False, True, (False,), 1, _norm_use(4, 99)),
-    (100, 7, "silu", False, False, (True,), 0, _norm_use(4, 1)),
-    (45, 12, "gelu_pytorch_tanh", False, False, (True,), 4, _norm_use(8, 2, 3)),
-    (33, 9, "gelu_pytorch_tanh", True, False, (), 1, _norm_use(2)),
-    (16, 3, "relu", True, True, (), 0, _norm_use(1, 2)),
-    (96, 6, "", False, True, (), 0, _norm_use(4, 2)),
-    (1536, 24, "gelu", False, False, (True,), 1, _norm_use(4, 3, 4)),
-]
-#: the same of quantised weights, and the codes
-NORM_CODED: list[tuple[Any, ...]] = [
-    (96, 6, "", False, True, (True,), 0, _norm_use(4, 2), ("int4", 32)),
-    (104, 5, "silu", False, False, (True,), 1, _norm_use(4, 2), ("int8", 0)),
-    (40, 7, "", False, True, (True,), 0, _norm_use(4, 2), ("int4", 0)),
-    (40, 9, "relu", True, False, (), 2, _norm_use(2, 3), ("fp8", 0)),
-    (128, 6, "", False, True, (True,), 0, _norm_use(2, 2), ("int8", 16)),
-]
-
-
-def _norm_sample(case: tuple[Any, ...], dual: bool = False) -> Sample:
-    k, n, act, up, scaled, weighted, parts, use, *codes = case
-    row, w = f"T[1,1,{k}]", f"*T[{k}]"
-    packed = 2 if act and not up else 1
-    norm = (row, w, row, w, w, row) if dual else (row, row, w)
-    return Sample(
-        (
-            *(*norm, f"*T[{n * packed},{k}]"),
-            *["*T[1]"] * scaled,
-            *[w] * sum(weighted),
-            *[f"T[1,1,{n}]"] * up,
-        ),
-        {"eps": 1e-6, "scaled": scaled, "weighted": weighted, "act": act},
-        use,
-        parts={0: parts} if parts and not dual else {},
-        coded={len(norm): codes[0]} if codes else {},
-    )
-
-
 KERNELS = (
     Kernel(
         op="dequantize",
@@ -278,7 +191,7 @@ KERNELS = (
         ),
         error=5e-6,
         coded=True,
-        ending=_ending,
+        ending=_sum,
     ),
     Kernel(
         op="linear",
@@ -309,28 +222,6 @@ KERNELS = (
             for b, n, k, use, how in CODED_GLU
         ),
         error=1e-5,
-        differ=0.02,
-        coded=True,
-    ),
-    Kernel(
-        op="norm_linear",
-        starts={"norm_linear": 1},
-        rule=_norm_shape,
-        call=_norm_linear,
-        samples=tuple(_norm_sample(case) for case in NORM_CASES)
-        + tuple(_norm_sample(case) for case in NORM_CODED),
-        error=2e-5,
-        differ=0.02,
-        coded=True,
-    ),
-    Kernel(
-        op="dual_norm_linear",
-        starts={"dual_norm_linear": 1},
-        rule=_norm_shape,
-        call=_norm_linear,
-        samples=tuple(_norm_sample(case, dual=True) for case in NORM_CASES[::2])
-        + tuple(_norm_sample(case, dual=True) for case in NORM_CODED[:2]),
-        error=2e-5,
         differ=0.02,
         coded=True,
     ),

@@ -32,7 +32,7 @@ from .codes_triton import (
     scales_of,
     weight_tile,
 )
-from .launch import activate, blocks, rounded, start, takes, zero
+from .launch import activate, blocks, rounded, start, takes
 
 Tensor = torch.Tensor
 
@@ -63,8 +63,6 @@ def _skinny(
     scales,
     up,
     y,
-    zeroed,
-    count,
     rows,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -82,9 +80,9 @@ def _skinny(
 
     x [rows, K]; w [N, K], or [2N, K] if PACKED: gate rows, then up rows, in a FORM with scales in
     each GROUP (codes_triton.py); up [rows, N], read if ACT is given and not PACKED; y [chunks,
-    rows, N]; zeroed [count] or None. Grid: columns, chunks, rows.
+    rows, N]. Grid: columns, chunks, rows.
     """
-    part, split = tl.program_id(1), tl.num_programs(1)
+    part = tl.program_id(1)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     R: tl.constexpr = 2 * BLOCK_N if PACKED else BLOCK_N
     r = tl.arange(0, R)
@@ -92,8 +90,6 @@ def _skinny(
     live = i < N
     row = i + r // BLOCK_N * N
     first = part * CHUNK
-    program = tl.program_id(0) + tl.num_programs(0) * (part + split * tl.program_id(2))
-    zero(zeroed, count, program, tl.num_programs(0) * split * tl.num_programs(2))
     if BLOCK_M == 1:
         x += tl.program_id(2).to(tl.int64) * K
         sums = row_sums(x, w, scales, row, live, first, K, CHUNK, BLOCK_K, R, STAGES, FORM, GROUP)[
@@ -142,7 +138,7 @@ def chunk(k: int, split: int, block_k: int) -> int:
     return int(blocks(blocks(k, block_k), split) * block_k)
 
 
-@triton_op("g4ir::skinny_linear", mutates_args={"zeroed"})
+@triton_op("g4ir::skinny_linear", mutates_args={})
 def skinny_linear(
     x: Tensor,
     w: Tensor,
@@ -153,20 +149,16 @@ def skinny_linear(
     block_k: int,
     warps: int,
     stages: int,
-    zeroed: Tensor | None,
     scales: Tensor | None = None,
     split: int = 0,
 ) -> Tensor:
     """Compute the op `linear`: x [..., k], w [n, k] -> [..., n]; w may be codes, with scales.
 
     With split fp32 [split, ..., n], whose sum, rounded, is the op. With act then `glu` with up
-    [..., n], or, without up, `glu_packed`, w [2n, k]. zeroed: what is set to zeros. It has no
-    default: torch 2.11 does not find what an op writes where that was left to one.
+    [..., n], or, without up, `glu_packed`, w [2n, k].
     """
     packed, k = bool(act) and up is None, x.shape[-1]
     if not takes(x):
-        if zeroed is not None:
-            zeroed.zero_()
         w = dense(w, scales, x.dtype)
         if split:
             step = chunk(k, split, block_k)
@@ -177,11 +169,10 @@ def skinny_linear(
     shape = (*x.shape[:-1], n)
     y = x.new_empty((split, *shape), dtype=torch.float32) if split else x.new_empty(shape)
     own, other = w if scales is None else scales, x if up is None else up.contiguous()
-    count = 0 if zeroed is None else zeroed.numel()
     start(
         _skinny,
         (blocks(n, block_n), parts, blocks(rows, block_m)),
-        (x.contiguous(), w, own, other, y, zeroed, count, rows),
+        (x.contiguous(), w, own, other, y, rows),
         N=n,
         K=k,
         CHUNK=chunk(k, parts, block_k),

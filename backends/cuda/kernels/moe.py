@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from g4ir.backends.inductor.lowered import Run
@@ -12,7 +11,6 @@ from g4ir.ir.graph import Graph, Node
 from g4ir.ops.mlp import ACTIVATIONS
 
 from .base import (
-    LONGEST,
     Choice,
     Kernel,
     Sample,
@@ -21,7 +19,6 @@ from .base import (
     codes_of,
     held,
     is_skinny,
-    norm_end,
     size,
 )
 
@@ -49,26 +46,9 @@ def _many(g: Graph, n: Node, target: Target) -> Shape | None:
     return _shape(g, n, target) if is_skinny(n, target) and target.rows > UNSORTED else None
 
 
-def _alone(g: Graph, n: Node, target: Target) -> Shape | None:
-    """Return the shape; None for several rows, which would be made again by each program."""
-    one = target.rows == 1 and is_skinny(n, target) and size(n["x"].type, -1) <= LONGEST
-    return _shape(g, n, target) if one else None
-
-
 def _by_row(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
     """Return (dense, experts): the dense MLP in the grids of the experts."""
     return _experts(n, choice, given[:2], _scores(n, choice, given), given[5:])
-
-
-def _behind_norm(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
-    """Return the results of `_by_row`, and the residual."""
-    from .moe_order_triton import norm_router
-
-    scalar, weights, eps = norm_end(n, given[10:])
-    routed = (*given[3:5], n.number("root"), eps)
-    use = choice.uses["norm_router"]
-    h, *rows, scores = norm_router(*given[:3], scalar, weights, *routed, **use)
-    return *_experts(n, choice, rows, scores, given[5:10]), h
 
 
 def _experts(n: Node, choice: Choice, rows: Any, scores: Any, given: tuple[Any, ...]) -> Any:
@@ -139,19 +119,6 @@ def _sample(
     )
 
 
-def _behind(scaled: bool, weighted: tuple[bool, ...], parts: int, sample: Sample) -> Sample:
-    """Return a sample of one row with the norm that makes its rows."""
-    x, w = sample.inputs[0], sample.inputs[3]
-    norm = {"eps": 1e-6, "scaled": scaled, "weighted": weighted}
-    return replace(
-        sample,
-        inputs=(x, x, w, *sample.inputs[3:], *["*T[1]"] * scaled, *[w] * sum(weighted)),
-        attrs={**sample.attrs, **norm},
-        use={**sample.use, "norm_router": {"block_n": 4, "warps": 4}},
-        parts={0: parts} if parts else {},
-    )
-
-
 #: rows, d, inner, dense, experts, top_k: few are multiples of a block
 SIZES = [(1, 37, 11, 29, 6, 2), (2, 32, 16, 48, 8, 4), (3, 37, 11, 29, 6, 6), (5, 37, 16, 29, 5, 1)]
 SORTED: list[tuple[Any, ...]] = [
@@ -217,20 +184,6 @@ KERNELS = (
         + (_sample(LARGEST, (64, 40, 24, 32, 4, 2, FP8, INT8)),)
         + (_sample(TILES, CODED_SORTED[0], held=3),),
         error=1e-5,
-        differ=0.05,
-        coded=True,
-    ),
-    Kernel(
-        op="norm_moe_mlp",
-        starts={"norm_router": 1, "moe_gate_up": 1, "moe_down": 1},
-        rule=_alone,
-        call=_behind_norm,
-        samples=(
-            _behind(False, (True, True, False), 1, _sample(ROWS, SIZES[0])),
-            _behind(True, (True, False, True), 3, _sample(ROWS, (1, 40, 8, 12, 5, 3), "relu")),
-            _behind(False, (True, True, False), 0, _sample(ROWS, CODED[0])),
-        ),
-        error=2e-5,
         differ=0.05,
         coded=True,
     ),
