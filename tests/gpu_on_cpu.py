@@ -21,6 +21,10 @@ class GpuOnCpu(CudaRuntime, CpuRuntime):
         self.any_length = False
         self.choosers = {}
 
+    def run(self, phase: str, *step: Any, **more: Any) -> Any:
+        room = CpuRuntime if phase in self.recorded_phases else CudaRuntime
+        return room.run(self, phase, *step, **more)
+
     def _step(self, phase: str, state: Caches) -> Callable[[Tensors], Tensors]:
         if phase in self.recorded_phases:
             return lambda feeds: self._run_program(phase, feeds, state, None)
