@@ -28,7 +28,7 @@ from .compile import check_program, machine
 from .cpu_library import compile_kernels, kernel_parts
 from .cuda_toolkit import toolchain
 from .programs import KERNELS_FILE, choice_texts, phase_steps, phases
-from .schedule import any_length, dense_bytes, same_kernels, schedule, unmeasured
+from .schedule import any_length, dense_bytes, same_kernels, schedule
 from .segment import Segment, Step
 from .target import HOPPER, Target, find_target
 from .tiles import in_tiles
@@ -93,9 +93,6 @@ class TorchBackend(Backend):
         target = find_target(device, limits.max_batch)
         if device == "cuda" and not target.gpu:
             progress("this GPU is older than Hopper: the library's kernels only")
-        for phase in phases(program) if target.gpu else ():
-            if note := unmeasured(schedule(program.graphs[phase], target)):
-                progress(note)
         parts = _kernel_parts(program) if device == "cpu" else []
         folder = task.folder / "programs"
         files = workers.compile_all([*texts, *parts], target, folder, JOBS, progress)

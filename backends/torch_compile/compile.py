@@ -47,7 +47,7 @@ SOURCES = (
     "target.py",
 )
 #: and those that it follows from on a GPU with kernels
-GPU_SOURCES = ("tunings.py", "tunings.yaml", "kernels/*.py")
+GPU_SOURCES = ("kernels/*.py",)
 #: stands among the texts of programs for what all programs for the CPU share, in two parts
 SHARED = "of all programs: "
 SHARED_PARTS = (SHARED + WRAPPER, SHARED + "kernels")

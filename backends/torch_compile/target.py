@@ -16,7 +16,7 @@ HOPPER = "h100"
 
 @dataclass(frozen=True)
 class Target:
-    """The device; on CUDA the GPU whose tunings count and the most sequences of a batch.
+    """The device; on CUDA the GPU and the maximum batch size.
 
     `gpu` is empty where kernels are not used: on the CPU, and on GPUs before Hopper.
     """
@@ -30,7 +30,7 @@ class Target:
 
 
 def gpu_name(product: str, capability: tuple[int, int]) -> str:
-    """Name a GPU: `NVIDIA H200` -> h200; a Hopper card without tunings of its own goes by h100,
+    """Name a GPU: `NVIDIA H200` -> h200; another Hopper card goes by h100,
     others by their capability, such as sm_100; empty for a GPU that is too old."""
     if capability < LEAST:
         return ""

@@ -27,7 +27,6 @@ from g4ir.backends.torch_compile.kernels.base import (
 )
 from g4ir.backends.torch_compile.lower import dense
 from g4ir.backends.torch_compile.target import Target
-from g4ir.backends.torch_compile.tunings import Tuning
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.interpret import interpret
 from g4ir.ops import OPS
@@ -231,7 +230,7 @@ class Try:
         """The results on these operands; counters that the kernel leaves are zero."""
         starts, s = self.kernel.starts, self.sample
         uses = s.use if len(starts) > 1 else {name: {**s.use, **use} for name in starts}
-        choice = Choice(self.kernel, {}, {name: Tuning(uses[name], False) for name in starts})
+        choice = Choice(self.kernel, {}, {name: uses[name] for name in starts})
         g = Graph("one", self.node.inputs, (), (), (self.node,), self.node.outputs)
         made = {} if self.counters is None else {arrivals("x0"): self.counters}
         run = Run(Schedule(g, Target("cpu"), {}), made)

@@ -13,6 +13,7 @@ from .base import (
     Run,
     Sample,
     Shape,
+    Use,
     attention_sample,
     attention_shape,
     masking,
@@ -26,6 +27,12 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
 
 def _value_shape(g: Graph, n: Node, target: Target) -> Shape | None:
     return _shape(g, n, target) if n.attrs["form"] == "value" else None
+
+
+def _estimate(shape: Shape) -> Use:
+    small = shape["d"] <= 256
+    tile = {"block_m": 128, "block_n": 64} if small else {"block_m": 64, "block_n": 32}
+    return {**tile, "warps": 8, "stages": 2}
 
 
 def _attention(
@@ -115,6 +122,7 @@ KERNELS = (
         samples=(*LISTS, *RINGS, *SHAPES, *REAL),
         error=1e-5,
         differ=None,
+        uses={"prefill_attention": _estimate},
     ),
     Kernel(
         op="attention_latent",
@@ -124,6 +132,7 @@ KERNELS = (
         samples=tuple(LATENT),
         error=1e-5,
         differ=None,
+        uses={"prefill_attention_latent": {"block_m": 64, "block_n": 32, "warps": 8, "stages": 3}},
     ),
     Kernel(
         op="attention_latent",
@@ -133,6 +142,7 @@ KERNELS = (
         samples=(_sample(9, (11, 4), 16, form="raw"), _sample(5, (40, 9), 8, 8, form="raw")),
         error=1e-5,
         differ=None,
+        uses={"prefill_attention": _estimate},
         every_slot=True,  # K and V are made again
     ),
 )
