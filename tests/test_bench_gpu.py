@@ -16,7 +16,7 @@ import torch
 
 from bench.gpu.conftest import Measure, read_results
 from bench.gpu.engines import copy_folder, take_carried
-from bench.gpu.test_kernels import case_name, programs
+from bench.gpu.test_kernels import CAPACITY, COPIES, SPREAD, case_name, copies, programs
 from g4ir.backends.cuda.kernel_cases import all_cases
 from g4ir.backends.inductor import program_cache
 from g4ir.backends.inductor.target import Target
@@ -200,7 +200,7 @@ def test_cases_keep_their_names_beside_others() -> None:
     targets = [Target("cpu", "h200", n) for n in (1, 3)]
 
     def names(*variants: str) -> list[str]:
-        cases = pickle.dumps([*all_cases(programs(list(variants), 1), targets, 48, 16)])
+        cases = pickle.dumps([*all_cases(programs(list(variants)), targets, 48, 16)])
         return [case_name(c) for c in pickle.loads(cases)]
 
     alone, beside = names("tiny-moe"), names("tiny-dense", "tiny-moe")
@@ -233,3 +233,12 @@ def test_a_gpu_is_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> Non
     meter.device = "cuda"
     assert meter._typical(run, 3) == pytest.approx(4e-3)
     assert clock[0] == 4.0 * (5 + 3 * roof.REPEATS)
+
+
+def test_copies_of_small_operands_do_not_fit_the_cache_either() -> None:
+    some = 800 << 10
+    assert copies(some, some) * some > SPREAD - some > 100 << 20
+    assert copies(1 << 30, 1 << 30) == 2 and copies(0, 0) == COPIES
+    # One slot of a cache is touched, all of it is held.
+    assert 2 < copies(300 << 10, 512 << 20) * (512 << 20) <= CAPACITY
+    assert copies(1 << 10, 40 << 30) == 2

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.cuda.schedule import OTHER, schedule, unmeasured
+from g4ir.backends.cuda.schedule import OTHER
+from g4ir.backends.cuda.target import gpu_name
 from g4ir.backends.cuda.toolkit import toolchain
 from g4ir.backends.inductor.target import Target
 from g4ir.cli import main
 from g4ir.errors import MissingError, check_all
-from g4ir.ir.rewrite import split_prologue
-from g4ir.model.text import build_program
-from g4ir.passes import run_program
-from g4ir.spec.record import load_spec
+from tests.cases import TABLES
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -64,8 +62,12 @@ def test_gpus_that_are_too_old_and_a_missing_triton(monkeypatch: pytest.MonkeyPa
         check_all(*toolchain(", or build with --device cpu"))
 
 
-def test_estimated_settings_are_said_once() -> None:
-    program = run_program(build_program(load_spec("e2b"), dtype="bf16"))
-    graph = split_prologue(program.graphs["decode"])[1]
-    note = unmeasured(schedule(graph, Target("cuda", "h200")))
-    assert note and "estimated settings on h200" in note and "g4ir tune" in note
+@pytest.mark.parametrize(("product", "capability", "name"), TABLES["gpu names"])
+def test_gpu_names(product: str, capability: list[int], name: str) -> None:
+    assert gpu_name(product, tuple(capability)) == name
+
+
+def test_targets_differ_as_programs_do() -> None:
+    hopper = [Target("cuda", "h100"), Target("cuda", "h200"), Target("cuda", "h200", 8)]
+    assert len({*map(str, (Target("cpu"), Target("cuda"), *hopper))}) == 5
+    assert str(Target("cuda", rows=8)) == str(Target("cuda"))

@@ -37,7 +37,7 @@ COPIED = (*PRODUCT, "specs", "tests", "tools", "docs", "bench", "README.md", "py
 LIMIT_S, MOST_TESTS = 180, 40
 NO_TESTS = 5  # exit code of pytest
 #: kernels, and the tests of their numbers
-KERNELS, INTERPRETED = "backends/inductor/kernels/", "tests/interpreted"
+KERNELS, INTERPRETED = "backends/cuda/kernels/", "tests/interpreted"
 TOO_LONG = "the run ends otherwise"
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,

@@ -10,14 +10,13 @@ from typing import Any
 
 from g4ir.backends.base import Task
 from g4ir.backends.inductor.device import Device
-from g4ir.backends.inductor.programs import phases
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Program
 from g4ir.plan.engine_limits import Limits
 from g4ir.quant.rewrite import simplified
 
 from .choices import choice_texts
-from .schedule import schedule, unmeasured
+from .schedule import schedule
 from .scratch import Scratch
 from .target import find_target
 from .toolkit import toolchain, toolkit_found
@@ -25,7 +24,7 @@ from .toolkit import toolchain, toolkit_found
 #: the files of this room that a program's code follows from
 SOURCES = ("kernels/base.py", "lowerings.py", "schedule.py", "toolkit.py")
 #: and those that it follows from with kernels of ours
-KERNEL_SOURCES = ("tunings.py", "tunings.yaml", "kernels/*.py")
+KERNEL_SOURCES = ("kernels/*.py",)
 
 
 class Cuda(Device):
@@ -59,9 +58,6 @@ class Cuda(Device):
     def notes(self, program: Program, target: Target) -> Iterator[str]:
         if not target.gpu:
             yield "this GPU is older than Hopper: the library's kernels only"
-            return
-        found = (unmeasured(schedule(program.graphs[p], target)) for p in phases(program))
-        yield from filter(None, found)
 
     def lowered(self, g: Graph, target: Target) -> Any:
         from .lowerings import GpuLowered

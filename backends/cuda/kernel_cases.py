@@ -1,7 +1,7 @@
 """Each kernel of a model on its own: the node it stands for, with operands of the true sizes.
 
 A case serves to check a kernel against the op's reference, to time it against the bytes that it
-has to move, to try settings, and to compile it for a GPU that is not there.
+has to move, and to compile it for a GPU that is not there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from g4ir.ops.kv_quant import held_width
 from g4ir.ops.types import FLOATS, torch_dtype
 from g4ir.plan.cost import graph_costs
 
-from .kernels.base import Choice, Schedule, Use
+from .kernels.base import Choice, Schedule
 from .kernels.launch import Launch, recorded
 from .lowerings import GpuLowered
 from .schedule import schedule
@@ -54,10 +54,6 @@ class Case:
     @property
     def target(self) -> Target:
         return self.schedule.target
-
-    def using(self, kernel: str, use: Use) -> Case:
-        """Return the same case with other settings."""
-        return replace(self, schedule=self.schedule.using(kernel, use))
 
     @property
     def name(self) -> str:

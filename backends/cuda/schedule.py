@@ -25,9 +25,8 @@ HALF = frozenset({"bf16", "f16"})
 OTHER = "compiler"
 #: an exchange with other ranks, between compiled programs
 MESSAGE = "message"
-SHOWN = 3
 Pairs = tuple[tuple[str, int], ...]
-_Key = tuple[str, str, Pairs, Pairs, bool, int]
+_Key = tuple[str, str, Pairs, Pairs, int]
 
 
 def schedule(g: Graph, target: Target) -> Schedule:
@@ -79,7 +78,7 @@ def _choose(g: Graph, n: Node, target: Target) -> Choice | None:
         return None
     for kernel in KERNELS:
         if kernel.op == n.op and (shape := kernel.rule(g, n, target)) is not None:
-            return Choice(kernel, shape, kernel.settings(target.gpu, shape))
+            return Choice(kernel, shape, kernel.settings(shape))
     return None
 
 
@@ -91,7 +90,6 @@ class Row:
     kernel: str
     shape: Pairs
     use: Pairs
-    measured: bool
     nodes: int
     starts: int  # kernels of ours that a step starts for them
     nbytes: int = 0  # that the nodes have to move, at the first of an op's kernels
@@ -99,11 +97,10 @@ class Row:
 
 def _keys(n: Node, choice: Choice | None) -> list[_Key]:
     if not choice:
-        return [(n.op, MESSAGE if n.op in COLLECTIVES else OTHER, (), (), False, 0)]
+        return [(n.op, MESSAGE if n.op in COLLECTIVES else OTHER, (), (), 0)]
     shape, starts = tuple(choice.shape.items()), choice.kernel.starts
     return [
-        (n.op, name, shape, tuple(t.use.items()), t.measured, starts[name])
-        for name, t in choice.tunings.items()
+        (n.op, name, shape, tuple(use.items()), starts[name]) for name, use in choice.uses.items()
     ]
 
 
@@ -121,16 +118,3 @@ def kernel_rows(s: Schedule, moved: Mapping[str, int] | None = None) -> list[Row
             if not choice or key[1] == choice.name:
                 nbytes[key] += (moved or {}).get(n.outputs[0].name, 0)
     return [Row(*k[:-1], nodes=n, starts=n * k[-1], nbytes=nbytes[k]) for k, n in counted.items()]
-
-
-def unmeasured(s: Schedule) -> str | None:
-    """Return one sentence on kernels whose settings are estimates, or None."""
-    rows = [r for r in kernel_rows(s) if r.use and not r.measured]
-    if not rows:
-        return None
-    names = list(dict.fromkeys(r.kernel for r in rows))
-    shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
-    return (
-        f"{len(rows)} kernels of {s.graph.name} ({shown}) have estimated settings on "
-        f"{s.target.gpu}; `g4ir tune` measures them"
-    )

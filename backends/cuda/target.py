@@ -11,7 +11,7 @@ HOPPER = "h100"
 
 
 def gpu_name(product: str, capability: tuple[int, int]) -> str:
-    """Name a GPU: `NVIDIA H200` -> h200; a Hopper card without tunings of its own goes by h100,
+    """Name a GPU: `NVIDIA H200` -> h200; another Hopper card goes by h100,
     others by their capability, such as sm_100; empty for a GPU that is too old."""
     if capability < LEAST:
         return ""

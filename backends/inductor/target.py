@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Target:
-    """The device; on CUDA the GPU whose tunings count and the most sequences of a batch.
+    """The device; on CUDA the GPU and the maximum batch size.
 
     `gpu` is empty where kernels are not used: on the CPU, and on GPUs before Hopper.
     """

@@ -10,24 +10,29 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
 from bench.gpu.engines import CARD, DRY, Scale
+from g4ir.backends.cuda.graph import recorded
 from g4ir.backends.cuda.kernel_cases import (
     Case,
     all_cases,
     bytes_of_case,
     errors_of_case,
     launches_of_case,
+    operands,
+    run_case,
 )
 from g4ir.backends.cuda.kernels.interpreter import interpreted
+from g4ir.backends.cuda.kernels.launch import directly
 from g4ir.backends.inductor.device import find_device
 from g4ir.backends.inductor.segment import canonical
 from g4ir.backends.inductor.target import Target
-from g4ir.bench.roof import Meter
+from g4ir.bench.roof import Meter, passes_seconds
 from g4ir.ir.graph import Program
 from g4ir.ir.text import print_graph
 from g4ir.model.text import build_program
@@ -39,13 +44,20 @@ from g4ir.spec.record import load_spec
 from g4ir.weights.pack import split_program
 
 __all__ = ["CARD", "DRY"]
+#: bytes of operands that are gone through, several times the L2 cache
+SPREAD = 512 << 20
+#: maximum copies of the operands, and minimum launches that are timed together
+COPIES, LAUNCHES = 1024, 64
+#: bytes of the device that copies may take
+CAPACITY = 8 << 30
+TRIES = 5
 
 
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("rows", [1, 8, 16])
 def test_kernels(measure: Any, scale: Scale, variant: str, rows: int) -> None:
     target = Target(scale.device, scale.gpu or find_device(scale.device).target(1).gpu, rows)
-    every = all_cases(programs([variant], rows), [target], scale.tokens, scale.new)
+    every = all_cases(programs([variant]), [target], scale.tokens, scale.new)
     cases = {case_name(c): c for c in every}
     interpreting = scale.device == "cpu"
     if not interpreting:
@@ -56,9 +68,8 @@ def test_kernels(measure: Any, scale: Scale, variant: str, rows: int) -> None:
             measure(name, partial(one_kernel, case, scale.device, rate))
 
 
-def programs(variants: list[str], rows: int) -> Iterator[Program]:
-    """Yield the programs of every variant for so many rows, with latent caches too if it has
-    any."""
+def programs(variants: list[str]) -> Iterator[Program]:
+    """Yield the programs of every variant, with latent caches too if it has any."""
     for variant in variants:
         name, _, quant = variant.partition("+")
         spec = load_spec(name)
@@ -66,7 +77,7 @@ def programs(variants: list[str], rows: int) -> Iterator[Program]:
         graphs = quantised(graphs, spec, find_recipe(quant or None), "bf16")
         latent = spec.text.full.k_eq_v and not quant
         for form in ("off", "value", "raw") if latent else ("off",):
-            done = run_program(graphs, options=PassOptions((LatentOptions(form),), rows))
+            done = run_program(graphs, options=PassOptions((LatentOptions(form),)))
             yield split_program(done).program
 
 
@@ -102,21 +113,40 @@ def one_kernel(case: Case, device: str, bandwidth: float) -> dict[str, Any]:
     """Compare a kernel with the op's reference, and time it against its bytes at `bandwidth`."""
     seed = 0 if device == "cpu" else int(time.time())
     errors = errors_of_case(case, device, seed)
-    tunings = case.choice.tunings
     found: dict[str, Any] = {
         "seed": seed,
-        "use": " ".join(f"{name} {dict(t.use)}" for name, t in tunings.items()),
-        "measured_tuning": all(t.measured for t in tunings.values()),
+        "use": " ".join(f"{name} {dict(use)}" for name, use in case.choice.uses.items()),
         **asdict(errors),
         "ok": errors.ok,
     }
     if device == "cpu":
         return found
-    from g4ir.backends.cuda.tune import time_case
-
     floor = bytes_of_case(case) / bandwidth * 1e6
     try:
         found["us"] = time_case(case)
     except torch.OutOfMemoryError as e:  # the results are right or wrong all the same
         return {**found, "out_of_memory": str(e)[:300]}
     return {**found, "floor_us": floor, "share_of_bandwidth": floor / found["us"]}
+
+
+def time_case(case: Case) -> float:
+    """Measure the microseconds of one run in a CUDA graph of many, operands not in the cache."""
+    first = operands(case, "cuda")
+    count = copies(bytes_of_case(case), sum(t.nbytes for t in first.values()))
+    given = [first, *(operands(case, "cuda", seed) for seed in range(1, count))]
+    turns = [given[i % len(given)] for i in range(max(LAUNCHES, len(given)))]
+
+    def work() -> None:
+        for one in turns:
+            run_case(case, one)
+
+    with directly():
+        replay = recorded(work)
+    return median(passes_seconds(replay, 1) for _ in range(TRIES)) / len(turns) * 1e6
+
+
+def copies(touched: int, held: int) -> int:
+    """Return how many sets of operands, of which a run touches so many bytes, do not fit the cache
+    together: at most `COPIES`, and no more than `CAPACITY` holds. A cache is held whole and touched
+    at one slot."""
+    return max(2, min(COPIES, SPREAD // max(touched, 1), CAPACITY // max(held, 1)))

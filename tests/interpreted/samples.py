@@ -17,7 +17,6 @@ import torch
 from g4ir.backends.cuda.kernels import KERNELS
 from g4ir.backends.cuda.kernels.base import Choice, Kernel, Sample, Schedule, arrivals, held
 from g4ir.backends.cuda.lowerings import GpuLowered
-from g4ir.backends.cuda.tunings import Tuning
 from g4ir.backends.inductor.lower import dense
 from g4ir.backends.inductor.lowered import Coded, Run
 from g4ir.backends.inductor.target import Target
@@ -224,7 +223,7 @@ class Try:
         """The results on these operands; counters that the kernel leaves are zero."""
         starts, s = self.kernel.starts, self.sample
         uses = s.use if len(starts) > 1 else {name: {**s.use, **use} for name in starts}
-        choice = Choice(self.kernel, {}, {name: Tuning(uses[name], False) for name in starts})
+        choice = Choice(self.kernel, {}, {name: uses[name] for name in starts})
         g = Graph("one", self.node.inputs, (), (), (self.node,), self.node.outputs)
         made = {} if self.counters is None else {arrivals("x0"): self.counters}
         run = Run(GpuLowered(Schedule(g, Target("cpu"), {})), made)

@@ -161,7 +161,7 @@ def test_every_kernel_is_used() -> None:
         name
         for g, rows in graphs
         for c in schedule(g, Target("cpu", "h200", rows)).choices.values()
-        for name in c.tunings
+        for name in c.uses
     }
     apart = {"block_argmax", "top_candidates"}  # programs of their own
     assert seen == {name for k in KERNELS for name in k.starts} - apart

@@ -5,23 +5,21 @@ often it is started, and the samples that it is tested on. `NAME_triton.py` has 
 and a `triton_op` in the namespace `g4ir` that starts it, which off CUDA computes the op's
 reference. Records are read where there is no torch and no triton, to choose, count and plan: so
 only `call` imports the second file, when it runs. Every such pair of this folder is in the table of
-kernels, and tunings.yaml has the settings; no other file knows a kernel by its name.
+kernels; no other file knows a kernel by its name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from g4ir.backends.inductor.lowered import Coded
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node, Value
-from g4ir.ops.codecs import FORM_OF, PACKED
+from g4ir.ops.codecs import FORM_OF, FORMS, PACKED
 from g4ir.ops.kv_quant import narrow_width
 from g4ir.ops.types import Type
-
-from ..tunings import Tuning, find_tuning
 
 #: most rows that products with few rows take; more are the library's
 SKINNY = 64
@@ -69,14 +67,15 @@ def _whole(g: Graph, n: Node) -> Node | None:
 class Kernel:
     """The kernel that nodes of an op become on a GPU where `rule` says so.
 
-    starts   the kernels' names in the table of tunings, in order -> how often each is started
-    rule     (graph, node, target) -> the shape by which settings are looked up, or None: not ours
+    starts   the kernels' names, in order -> how often each is started
+    rule     (graph, node, target) -> the shape that settings depend on, or None: not ours
     call     (run, node, choice, *tensors) -> the node's results, caches written in place
     samples  from which tests are generated, with `error` and `differ`
     error    of fp32 results against float64: the most, in units of their rms
     differ   share of bf16 results that may differ from the op's; None: their error against float64
              is compared with that of the op
-    use      settings where no entry of the table of tunings fits
+    uses     launch settings by kernel, or a function of the shape: estimates from the size of a
+             Hopper GPU, none measured; kernels without an entry have none
     coded    whether weights may come quantised
     every_slot  whether it goes through all slots of the caches that it is given, used or not
     ending   (graph, node) -> the node that makes the result whole, where the kernel's is not
@@ -89,43 +88,34 @@ class Kernel:
     samples: tuple[Sample, ...]
     error: float
     differ: float | None = 0.01
-    use: Use | None = None
+    uses: Mapping[str, Use | Callable[[Shape], Use]] = field(default_factory=dict)
     coded: bool = False
     every_slot: bool = False
     ending: Callable[[Graph, Node], Node | None] = _whole  # a function with a name can be pickled
 
-    def settings(self, gpu: str, shape: Shape) -> dict[str, Tuning]:
-        """Return the settings of each kernel. LowerError where nobody has any for it."""
-        return {name: find_tuning(name, gpu, shape, self.use) for name in self.starts}
+    def settings(self, shape: Shape) -> dict[str, Use]:
+        """Return the launch settings of each kernel for a shape."""
+        uses = {name: self.uses.get(name, {}) for name in self.starts}
+        return {name: use(shape) if callable(use) else use for name, use in uses.items()}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel of a node with its settings, and the shape that these were looked up by."""
+    """The kernel of a node, the shape that its settings depend on, and these by kernel."""
 
     kernel: Kernel
     shape: Shape
-    tunings: Mapping[str, Tuning]
+    uses: Mapping[str, Use]
 
     @property
     def name(self) -> str:
         """The only kernel, or the first of several."""
-        return next(iter(self.tunings))
-
-    @property
-    def uses(self) -> Mapping[str, Use]:
-        """The settings by kernel."""
-        return {name: t.use for name, t in self.tunings.items()}
+        return next(iter(self.uses))
 
     @property
     def use(self) -> Use:
         """The settings of the first."""
-        return self.tunings[self.name].use
-
-    def using(self, kernel: str, use: Use) -> Choice:
-        """Return the same choice with other settings of a kernel."""
-        tried = {kernel: Tuning(use, False)} if kernel in self.tunings else {}
-        return replace(self, tunings={**self.tunings, **tried})
+        return self.uses[self.name]
 
 
 @dataclass(frozen=True)
@@ -140,10 +130,6 @@ class Schedule:
     def find(self, n: Node) -> Choice | None:
         """Return the kernel of a node of the graph, or of the parts of one; None: not ours."""
         return self.choices.get(n.outputs[0].name)
-
-    def using(self, kernel: str, use: Use) -> Schedule:
-        """Return the schedule with other settings of a kernel, whatever the table says."""
-        return replace(self, choices={k: c.using(kernel, use) for k, c in self.choices.items()})
 
 
 def is_row(t: Type) -> bool:
@@ -174,6 +160,16 @@ def codes_of(g: Graph, v: Value) -> dict[str, int]:
     whole = group == k or (group >= 16 and group & (group - 1) == 0)
     whole &= k % 8 == 0 and codes.dtype in PACKED
     return {FORM_OF[codes.dtype]: group} if whole else {}
+
+
+def is_quantised(shape: Shape) -> bool:
+    """Whether a shape has what `codes_of` returns of a weight."""
+    return any(form in shape for form in FORMS)
+
+
+def row_tile(shape: Shape) -> int:
+    """Return how many of `rows` a program takes: what tensor cores take at least, or all."""
+    return max(16, 1 << (shape["rows"] - 1).bit_length())
 
 
 def both_in_codes(g: Graph, n: Node) -> bool:

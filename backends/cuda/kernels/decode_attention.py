@@ -9,8 +9,10 @@ from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node
 from g4ir.ops.kv_quant import GROUP
 
-from .base import Choice, Kernel, Shape, attention_shape, given_zeros, is_row, masking, size
+from .base import Choice, Kernel, Shape, Use, attention_shape, given_zeros, is_row, masking, size
 from .base import attention_sample as sample
+
+WARPS = {"warps": 8, "stages": 3}
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
@@ -21,6 +23,17 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
     if held.dtype == "i8" and size(n["q"].type, -1) % GROUP:
         return None
     return shape | {"programs": target.rows * shape["kv_heads"]}
+
+
+def _estimate(shape: Shape) -> Use:
+    """Return splits that give a program to each of some 128 multiprocessors; 8 of a window."""
+    programs, most = 1 << (shape["programs"] - 1).bit_length(), 8 if shape["window"] else 128
+    block_n = 64 if shape["window"] else 32
+    return {"splits": min(most, max(1, 128 // programs)), "block_n": block_n} | WARPS
+
+
+def _latent_estimate(shape: Shape) -> Use:
+    return {**_estimate(shape), "block_n": 64}
 
 
 def _attention(
@@ -114,6 +127,7 @@ KERNELS = (
         samples=(*LENGTHS, *HEADS, *SIZES, *OTHERS, *NARROW),
         error=5e-6,
         differ=None,
+        uses={"decode_attention": _estimate},
     ),
     Kernel(
         op="attention_latent",
@@ -123,5 +137,6 @@ KERNELS = (
         samples=(*LATENT, *NARROW_LATENT),
         error=5e-6,
         differ=None,
+        uses={"decode_attention_latent": _latent_estimate},
     ),
 )

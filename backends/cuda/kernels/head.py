@@ -43,7 +43,6 @@ KERNELS = (
         samples=tuple(Sample((f"T[{b},1,{v}]",)) for b, v, _ in SIZES),
         error=0,
         differ=0,
-        use={},
     ),
     Kernel(
         op="candidates",
@@ -53,6 +52,5 @@ KERNELS = (
         samples=tuple(Sample((f"T[{b},1,{v}]",), {"k": k}) for b, v, k in SIZES),
         error=0,
         differ=0,
-        use={},
     ),
 )

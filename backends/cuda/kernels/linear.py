@@ -17,10 +17,13 @@ from .base import (
     Kernel,
     Sample,
     Shape,
+    Use,
     both_in_codes,
     codes_of,
     held,
+    is_quantised,
     is_skinny,
+    row_tile,
     size,
 )
 
@@ -47,6 +50,53 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
     w = n["w"].type
     found = {"rows": target.rows, "n": size(w, 0), "k": size(w, 1)}
     return found | codes_of(g, n["w"]) if is_skinny(n, target) else None
+
+
+def _one_row(shape: Shape, block_n: int) -> Use:
+    """Return the settings of a product of one row: `block_n` rows of the weight, of 4 bits twice as
+    many, 2 to 4 KB of each on their way."""
+    if shape["k"] <= 256:
+        block_k, stages = 256, 1
+    else:
+        block_k, stages = 1024 if is_quantised(shape) else 512, 4
+    n = block_n * (1 + ("int4" in shape))
+    return {"block_m": 1, "block_n": n, "block_k": block_k, "warps": 4, "stages": stages}
+
+
+def _estimate(shape: Shape) -> Use:
+    """Return settings for which each of 132 multiprocessors has some programs."""
+    n = shape["n"]
+    if shape["rows"] == 1:
+        return _one_row(shape, 2 if n <= 512 else 4 if n <= 3072 else 8)
+    block_n = 16 if n <= 512 else 32 if n <= 5120 else 64 if n <= 10240 else 128
+    block_k = 256 if n <= 512 else 128
+    tile = {"block_m": row_tile(shape), "block_n": block_n, "block_k": block_k}
+    return {**tile, "warps": 4, "stages": 4}
+
+
+def _parts(shape: Shape) -> Use:
+    """Return the same of partial sums: few rows of a weight leave multiprocessors idle."""
+    n, k = shape["n"], shape["k"]
+    if shape["rows"] == 1:
+        split = 2 if "int4" in shape and k >= 1024 else 1
+        return {"split": split, **_one_row(shape, 4 if n <= 3072 else 8)}
+    if k <= 256:
+        split, block_n, block_k, stages = 1, 32, 256, 2
+    else:
+        split, block_k, stages = 4 if k <= 2048 else 8 if n <= 2048 else 6, 128, 4
+        block_n = 64 if n <= 4096 else 128
+    tile = {"block_m": row_tile(shape), "block_n": block_n, "block_k": block_k}
+    return {"split": split, **tile, "warps": 4, "stages": stages}
+
+
+def _glu(shape: Shape) -> Use:
+    """Return the same of two products, whose rows come in pairs."""
+    n = shape["n"]
+    if shape["rows"] == 1:
+        return _one_row(shape, 2 if n <= 512 else 4)
+    block_n = 16 if n <= 512 else 32 if n <= 12288 else 64
+    tile = {"block_m": row_tile(shape), "block_n": block_n, "block_k": 256 if n <= 512 else 128}
+    return {**tile, "warps": 4, "stages": 3}
 
 
 def _summed(g: Graph, n: Node, target: Target) -> Shape | None:
@@ -175,7 +225,7 @@ KERNELS = (
         samples=tuple(_weight(*sizes) for sizes in WEIGHTS),
         error=1e-6,
         differ=0,
-        use={"block_n": 8, "block_k": 1024, "warps": 8},
+        uses={"dequantize": {"block_n": 8, "block_k": 1024, "warps": 8}},
     ),
     Kernel(
         op="linear",
@@ -190,6 +240,7 @@ KERNELS = (
             for b, n, k, use, how in CODED_PARTS
         ),
         error=5e-6,
+        uses={"skinny_linear_parts": _parts},
         coded=True,
         ending=_sum,
     ),
@@ -201,6 +252,7 @@ KERNELS = (
         samples=tuple(Sample(_product(b, n, k), use=use) for b, n, k, use in PRODUCTS)
         + tuple(Sample(_product(b, n, k), use=use, coded={1: how}) for b, n, k, use, how in CODED),
         error=5e-6,
+        uses={"skinny_linear": _estimate},
         coded=True,
     ),
     Kernel(
@@ -223,6 +275,7 @@ KERNELS = (
         ),
         error=1e-5,
         differ=0.02,
+        uses={"skinny_linear_glu": _glu},
         coded=True,
     ),
 )

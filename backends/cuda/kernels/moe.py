@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from g4ir.backends.inductor.lowered import Run
@@ -18,7 +18,9 @@ from .base import (
     Use,
     codes_of,
     held,
+    is_quantised,
     is_skinny,
+    row_tile,
     size,
 )
 
@@ -44,6 +46,37 @@ def _few(g: Graph, n: Node, target: Target) -> Shape | None:
 
 def _many(g: Graph, n: Node, target: Target) -> Shape | None:
     return _shape(g, n, target) if is_skinny(n, target) and target.rows > UNSORTED else None
+
+
+def _gate_up(shape: Shape) -> Use:
+    coded = is_quantised(shape)
+    block_n, block_k, stages = (8, 1024, 3) if "int4" in shape else (4, 512 if coded else 256, 4)
+    return {"block_n": block_n, "block_k": block_k, "warps": 4, "stages": stages}
+
+
+def _down(shape: Shape) -> Use:
+    coded = is_quantised(shape)
+    block_n, block_k, stages = (2, 256, 3 if "int4" in shape else 4) if coded else (4, 128, 4)
+    tile = {"block_n": block_n, "block_k": block_k, "warps": 4, "stages": stages}
+    return {"programs": 396, **tile}
+
+
+def _gate_up_sorted(shape: Shape) -> Use:
+    return {"block_m": row_tile(shape), "block_n": 32, "block_k": 128, "warps": 4, "stages": 4}
+
+
+def _down_sorted(shape: Shape) -> Use:
+    return {"block_m": row_tile(shape), "block_n": 64, "block_k": 64, "warps": 4, "stages": 4}
+
+
+ESTIMATES: Mapping[str, Use | Callable[[Shape], Use]] = {
+    "router_logits": {"block_n": 2, "block_k": 4096, "warps": 4, "stages": 1},
+    "moe_gate_up": _gate_up,
+    "moe_down": _down,
+    "moe_sort": {"warps": 8},
+    "moe_gate_up_sorted": _gate_up_sorted,
+    "moe_down_sorted": _down_sorted,
+}
 
 
 def _by_row(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
@@ -147,7 +180,7 @@ ACTS = (*ACTIVATIONS, *ACTIVATIONS)
 SCORES = {"router_logits": {"block_n": 4, "block_k": 32, "warps": 4, "stages": 1}}
 ROW = {"block_n": 8, "block_k": 16, "warps": 4, "stages": 2}
 ROWS = SCORES | {"moe_gate_up": ROW, "moe_down": {"programs": 3, **ROW}}
-#: as the table of tunings has it, up to 16 rows, and for more and many more
+#: up to 16 rows, and for more and many more
 TILE = {"block_m": 16, "block_n": 16, "block_k": 32, "warps": 4, "stages": 2}
 SORT = SCORES | {"moe_sort": {"warps": 4}}
 TILES = SORT | {"moe_gate_up_sorted": TILE, "moe_down_sorted": TILE}
@@ -168,6 +201,7 @@ KERNELS = (
         + tuple(_sample(ROWS, sizes, held=held) for sizes, held in (*PARTS, (CODED[0], 3))),
         error=1e-5,
         differ=0.05,
+        uses=ESTIMATES,
         coded=True,
     ),
     Kernel(
@@ -185,6 +219,7 @@ KERNELS = (
         + (_sample(TILES, CODED_SORTED[0], held=3),),
         error=1e-5,
         differ=0.05,
+        uses=ESTIMATES,
         coded=True,
     ),
 )

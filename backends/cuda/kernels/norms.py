@@ -8,7 +8,7 @@ from g4ir.backends.inductor.lowered import Run
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node
 
-from .base import Choice, Kernel, Sample, Shape, is_row, norm_end, norm_start, size
+from .base import Choice, Kernel, Sample, Shape, Use, is_row, norm_end, norm_start, size
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
@@ -27,6 +27,11 @@ def _norm_residual(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any,
 
     start, both, rest = norm_start(n, given)
     return tuple(norm_residual(*start, *norm_end(n, rest), **choice.use, **both))
+
+
+def _use(shape: Shape) -> Use:
+    d = shape["d"]
+    return {"warps": 1 if d <= 512 else 8 if d <= 4096 else 16}
 
 
 #: leading dims, d, warps
@@ -74,6 +79,7 @@ KERNELS = (
             for weighted in (0, 1)
         ),
         error=1e-6,
+        uses={"rms_norm": _use},
     ),
     *(
         Kernel(
@@ -83,6 +89,7 @@ KERNELS = (
             call=_norm_residual,
             samples=tuple(_sample("dual_" in op, *case) for case in CASES),
             error=1e-6,
+            uses={op: _use},
         )
         for op in ("norm_residual", "dual_norm_residual")
     ),

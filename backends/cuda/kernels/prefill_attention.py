@@ -8,7 +8,7 @@ from g4ir.backends.inductor.lowered import Run
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node
 
-from .base import Choice, Kernel, Sample, Shape, attention_sample, attention_shape, masking
+from .base import Choice, Kernel, Sample, Shape, Use, attention_sample, attention_shape, masking
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
@@ -18,6 +18,12 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
 
 def _value_shape(g: Graph, n: Node, target: Target) -> Shape | None:
     return _shape(g, n, target) if n.attrs["form"] == "value" else None
+
+
+def _estimate(shape: Shape) -> Use:
+    small = shape["d"] <= 256
+    tile = {"block_m": 128, "block_n": 64} if small else {"block_m": 64, "block_n": 32}
+    return {**tile, "warps": 8, "stages": 2}
 
 
 def _attention(
@@ -107,6 +113,7 @@ KERNELS = (
         samples=(*LISTS, *RINGS, *SHAPES, *REAL),
         error=1e-5,
         differ=None,
+        uses={"prefill_attention": _estimate},
     ),
     Kernel(
         op="attention_latent",
@@ -116,6 +123,7 @@ KERNELS = (
         samples=tuple(LATENT),
         error=1e-5,
         differ=None,
+        uses={"prefill_attention_latent": {"block_m": 64, "block_n": 32, "warps": 8, "stages": 3}},
     ),
     Kernel(
         op="attention_latent",
@@ -125,6 +133,7 @@ KERNELS = (
         samples=(_sample(9, (11, 4), 16, form="raw"), _sample(5, (40, 9), 8, 8, form="raw")),
         error=1e-5,
         differ=None,
+        uses={"prefill_attention": _estimate},
         every_slot=True,  # K and V are made again
     ),
 )

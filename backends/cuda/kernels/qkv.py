@@ -116,6 +116,7 @@ KERNELS = (
         samples=tuple(_sample(*form, case) for case in CASES for form in FORMS),
         error=1e-6,
         differ=2**-9,
+        uses={"qkv_write": {"warps": 1}},
     ),
     Kernel(
         op="norm_rope",
@@ -128,5 +129,6 @@ KERNELS = (
         ),
         error=1e-6,
         differ=2**-9,
+        uses={"q_heads": {"warps": 1}},
     ),
 )
