@@ -17,6 +17,7 @@ from g4ir.engine.engine import Engine
 from g4ir.engine.requests import Request
 from g4ir.engine.scheduler import Scheduler
 from g4ir.errors import InputError
+from g4ir.generate.conversation import ChatSession
 from tests.cli_tools import g4ir as command
 from tests.engines import add_file
 from tests.media_tools import png
