@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from g4ir import build
+from g4ir import build, passes
 from g4ir.backends import find_backend
 from g4ir.backends.torch_compile.schedule import dense_bytes, same_kernels, schedule
 from g4ir.backends.torch_compile.target import HOPPER, Target
 from g4ir.engine.artefact import open_artefact
 from g4ir.engine.build import prepare
+from g4ir.ir.graph import Graph
+from g4ir.model.decoder import Decoder
 from g4ir.model.names import checkpoint_name
 from g4ir.plan.footprint import Footprint
 from g4ir.plan.gpus import find_gpu
@@ -212,6 +214,28 @@ def test_scratch_by_batch_size_is_that_of_every_batch_size(quant: str | None) ->
             kernels = [{k: c.kernel for k, c in s.choices.items()} for s in (one, other)]
             assert kernels[0] == kernels[1]
             assert dense_bytes(one) == dense_bytes(other)
+
+
+def test_formats_share_the_graphs_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many formats a plan compares, each graph is built once, and verified again only
+    after passes that changed it."""
+    spec = replace(load_spec("tiny-ple"), name="planned-once")
+    built, build_one = [], Decoder.build
+    verified, verify_one = [], passes.verify
+
+    def counted(decoder: Decoder) -> Graph:
+        built.append((decoder.phase, decoder.every, decoder.dtype))
+        return build_one(decoder)
+
+    def noted(g: Graph) -> None:
+        verified.append(g)  # all live, so that each has an id of its own
+        verify_one(g)
+
+    monkeypatch.setattr(Decoder, "build", counted)
+    monkeypatch.setattr(passes, "verify", noted)
+    plan = make_plan(spec, ctx=128)
+    assert len(plan.weights) > 3 and len(built) == len(set(built))
+    assert len(verified) == len({*map(id, verified)})
 
 
 def test_devices_by_default() -> None:
