@@ -23,6 +23,7 @@ from g4ir.cli.models import checkpoint_model
 from g4ir.engine.artefact import open_artefact
 from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
+from g4ir.errors import InputError
 from g4ir.ir.graph import Graph
 from g4ir.model.decoder import Decoder
 from g4ir.model.names import checkpoint_name
@@ -274,6 +275,12 @@ def test_engines(backend: str, device: str, quant: str | None, tmp_path: Path) -
     again = plan_engine(found.manifest.resolved(found.spec, found.drafter), memory=ENOUGH)
     assert again.needed[0].bytes == plan.needed[0].bytes
     engine.close()
+
+
+def test_a_plan_refuses_ranks_that_a_build_refuses() -> None:
+    spec, backend = load_spec("tiny-dense"), find_backend("onnx")
+    with pytest.raises(InputError, match="--tp 2: engines of backend onnx run as one rank"):
+        make_plan(spec, replace(PLANNED, device="cpu"), ctx=128, tp=2, backend=backend)
 
 
 def test_a_card_that_is_too_small_for_what_is_computed(tmp_path: Path) -> None:
