@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from g4ir.errors import InputError, VerifyError
@@ -109,16 +109,16 @@ def only_user(g: Graph, v: Value, op: str) -> Node:
     return users[0]
 
 
-def after(g: Graph, values: Iterable[Value]) -> list[Node]:
-    """Return the nodes that follow from values, up to cache writes, the nearest first."""
-    found: dict[int, Node] = {}
+def after(g: Graph, values: Iterable[Value]) -> Iterator[Node]:
+    """Yield the nodes that follow from values, up to cache writes, the nearest first."""
+    visited = set[int]()
     queue = [u for v in values for u in g.readers(v)]
     for n in queue:
-        if id(n) not in found:
-            found[id(n)] = n
+        if id(n) not in visited:
+            visited.add(id(n))
+            yield n
             results = n.outputs if n.op != "cache_write" else ()
             queue += [u for v in results for u in g.readers(v)]
-    return list(found.values())
 
 
 def normed(g: Graph, v: Value) -> Value:
@@ -140,10 +140,10 @@ def cache_names(g: Graph) -> dict[str, str]:
 def held_as(g: Graph, w: Value) -> tuple[object, ...] | None:
     """Return the format of a weight: weights of equal formats can be one. int5 and int6 count as
     the int8 that they can become. None for a value that is neither a param nor dequantised."""
-    if w in g.params:
+    made = g.producer(w)
+    if made is None and w in g.param_set:
         return (w.type.dtype,)
-    made = maker(g, w, "dequantize")
-    if made is None:
+    if made is None or made.op != "dequantize":
         return None
     types = tuple(v.type for v in made.inputs)
     if FORM_OF[types[0].dtype] in AS_BYTES:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from g4ir.engine.requests import Request
 from g4ir.engine.scheduler import Scheduler
 from g4ir.errors import InputError
 from g4ir.generate.conversation import ChatSession
+from tests.cli_tools import g4ir as command
 from tests.engines import add_file
 from tests.media_tools import png
 from tests.serve.running import chat_tokenizer, ready
@@ -85,6 +88,14 @@ def test_what_the_format_lacks_is_refused_at_once(engine: Engine) -> None:
         talk.set_thinking(False)
         assert not talk.thinking.on and talk.tools is None
         assert "probably a base model" in str(talk.template.note)
+
+
+def test_commands_that_the_format_lacks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`/think on` is refused when it is typed; the message behind it is answered."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"/think on\nhi\n")))
+    outcome = command("chat", folder, "--max-new-tokens", 2)
+    assert outcome.err.count("its format has no reasoning; leave it off") == 1
+    assert outcome.out.strip() and "probably a base model" in outcome.err
 
 
 def test_generate(engine: Engine, prompts: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import is_
 
 import pytest
 import torch
@@ -206,6 +207,17 @@ def test_rebuild_infers_types_downstream_of_a_rename() -> None:
     verify(out)
     assert out.outputs[0].type == Type("f32", ("B", 1, 512))
     assert "S" not in str(out)
+
+
+def test_rebuild_keeps_nodes_that_do_not_change() -> None:
+    """Types are inferred again of the others alone: a plan builds and edits thousands of nodes."""
+    g = build_graph(load_spec("tiny-dense"), "prefill")
+    first = next(n for n in g.nodes if n.op == "rms_norm")
+    other = Value("other", first.out.type)
+    out = rebuild(replace(g, params=(*g.params, other)), {first.out.name: other})
+    changed = [n for n, m in zip(g.nodes, out.nodes, strict=True) if n is not m]
+    assert changed == [n for n in g.nodes if first.out in n.inputs]
+    assert rebuild(g).nodes == g.nodes and all(map(is_, rebuild(g).nodes, g.nodes))
 
 
 def test_bind_replaces_dims_everywhere() -> None:

@@ -205,6 +205,32 @@ def answers(scheduler: Scheduler, engine: Engine, request: Request) -> RequestHa
     return handle
 
 
+#: prompts, of which something would cut a medium behind the first chunk; the chunk, that of prompts
+#: while others decode, and marks
+CUTS: dict[str, tuple[list[list[Segment]], int, int | None, tuple[int, ...]]] = {
+    "a chunk": ([[text(40), image(13), text(5)]], 16, None, ()),
+    "one of two images": ([[text(20), image(6), text(3), image(9, 1)]], 16, None, ()),
+    "neighbours": ([[text(25), image(5), image(6, 1), text(5)]], 16, None, ()),
+    "frames": ([[text(25), Segment("video", (4, 4, 4)), text(5)]], 16, None, ()),
+    "behind audio": ([[text(21), Segment("audio", (8,)), image(7), text(5)]], 16, None, ()),
+    "behind a mark": ([[text(20), image(10), text(5)]], 16, None, (8,)),
+    "behind a prefix": ([[text(30)], [text(20), image(13), text(5)]], 16, None, ()),
+    "beside others": ([[text(24), image(13), text(5)]], 16, 10, ()),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_media_that_would_be_cut(engine: Engine, cut: str) -> None:
+    prompts, chunk, chunk_tokens, marks = CUTS[cut]
+    config = SchedulerConfig(chunk_tokens=chunk_tokens, patience=0)
+    scheduler = Scheduler(with_chunk(engine, chunk), config)
+    if chunk_tokens:
+        scheduler.submit(Request((5, 6), 150, SamplingParams(ignore_eos=True)))
+        scheduler.step()
+    for prompt in prompts:
+        answers(scheduler, engine, request_of(prompt, marks=marks))
+
+
 def test_the_same_chunks_are_the_same_bits(engine: Engine) -> None:
     """Chunks of any sizes, cut at marks, beside calls of `Session.prefill` of the same tokens."""
 

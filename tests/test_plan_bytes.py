@@ -4,22 +4,32 @@ the bytes of the engine."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from g4ir import build
+from g4ir import build, passes
 from g4ir.artefact.directory import open_artefact
 from g4ir.backends import find_backend
 from g4ir.backends.cuda.schedule import dense_bytes, same_kernels, schedule
 from g4ir.backends.cuda.target import HOPPER
 from g4ir.backends.inductor.target import Target
 from g4ir.builder.build import prepare
+from g4ir.cli.models import checkpoint_model
+from g4ir.engine.engine import Engine
+from g4ir.errors import InputError
+from g4ir.ir.graph import Graph
+from g4ir.model.decoder import Decoder
 from g4ir.model.names import checkpoint_name
+from g4ir.model.tensors import text_tensors
+from g4ir.ops.types import TORCH_NAMES
 from g4ir.plan.footprint import Footprint
 from g4ir.plan.gpus import find_gpu
 from g4ir.plan.options import BuildOptions, Resolved
@@ -28,9 +38,15 @@ from g4ir.plan.table import plan_text
 from g4ir.quant.recipe import SCHEMES, Scheme, built_in
 from g4ir.quant.rewrite import held_recipe, weights_of
 from g4ir.spec.record import Spec, load_spec
+from g4ir.weights.gguf.checkpoint import READ
+from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir
 from tests.configs import widened
-from tests.gguf_files import BLOCKS, bare_file
+from tests.gguf_files import all_of, bare_file, write_gguf
+from tests.test_checkpoint import MLX, MLX_OTHERS, mlx_checkpoint
+from tests.test_quantised_checkpoints import CASES, OTHERS, quantise_experts
+from tests.uncompiled import uncompiled
 
 #: where engines run
 WHERE = [
@@ -87,6 +103,21 @@ def assert_same(p: Any, plan: Any) -> None:
     assert own.device + own.host + own.mapped == p.param_bytes()
 
 
+def assert_stored(engine: Engine, plan: Any) -> None:
+    """The bytes of a loaded engine's weights and of its session's caches are those of a plan."""
+    assert engine.session(SIZES["max_batch"]).nbytes() == plan.rows[0].built
+    backend = engine.facts.backend
+    if backend == "onnx":  # which reads them from the engine's files
+        own = plan.weights_as(plan.fits[0].weights)
+        files = map(load_file, engine.path.glob("weights-*"))
+        stored = sum(t.nbytes for tensors in files for t in tensors.values())
+        assert stored == own.device + own.mapped
+        return
+    weights = engine.runtime.params if backend == "reference" else engine.runtime.weights
+    size = sum(t.numel() * t.element_size() for t in weights.values())
+    assert size == plan.fits[0].weight_bytes
+
+
 def specs() -> list[Spec]:
     """Specs whose rows are multiples of 256: per-layer embeddings and a tied head, experts."""
     return [widened("tiny-ple"), widened("tiny-moe")]
@@ -132,9 +163,85 @@ def test_quantised_checkpoints(backend: str, device: str) -> None:
         assert plan.fits[0].weight_bytes == parts["weights"]
 
 
-@pytest.mark.parametrize("kind", [*BLOCKS, "Q4_0", "Q4_1", "Q5_0", "Q8_0", "F16"])
-def test_gguf_files(kind: str, tmp_path: Path) -> None:
-    """By the command line, with the device by default and on a GPU."""
+def gguf_file(*kinds: str, folder: Path) -> Path:
+    """Write a GGUF file of matrices in the first type, and tables in the last."""
+    spec, path = widened("tiny-moe" if "Q4_0" in kinds else "tiny-ple"), folder / "a.gguf"
+    source = RandomCheckpoint(spec, 0, torch.float32)
+    tensors = {name: source.tensor(name) for name in text_tensors(spec)}
+    matrices, *_, tables = (*map(all_of, kinds), all_of(kinds[-1]))
+
+    def kind_of(name: str, shape: tuple[int, ...]) -> str:
+        return (tables if "embed_tokens" in name else matrices)(name, shape)
+
+    write_gguf(path, spec, tensors, kind_of)
+    return path
+
+
+def directory(name: str, quantise: Callable[[Path], Any], folder: Path) -> Path:
+    """Write a checkpoint directory of a spec, and quantise it."""
+    spec, path = load_spec(name), folder / "checkpoint"
+    write_checkpoint(path, spec, RandomCheckpoint(spec, 3, torch.float32))
+    quantise(path)
+    return path
+
+
+def of_mlx(folder: Path) -> Path:
+    mlx_checkpoint(folder / "mlx", load_spec("tiny-dense"), {**MLX, **MLX_OTHERS})
+    return folder / "mlx"
+
+
+#: quantised model -> the function that writes it into a folder: every type of GGUF files and every
+#: format of checkpoint directories that is read
+FILES: dict[str, Callable[..., Path]] = {
+    **{kind: partial(gguf_file, kind) for kind in READ},
+    "Q4_K, tables Q6_K": partial(gguf_file, "Q4_K", "Q6_K"),
+    "Q4_0, tables F16": partial(gguf_file, "Q4_0", "F16"),
+    **{name: partial(directory, "tiny-ple", case.quantise) for name, case in CASES.items()},
+    **{
+        f"experts, {name}": partial(directory, "tiny-moe", partial(quantise_experts, case))
+        for name, case in OTHERS.items()
+    },
+    "MLX": of_mlx,
+}
+TARGETS = [
+    (backend, device, dtype) for backend, device in WHERE for dtype in find_backend(backend).dtypes
+]
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize(("backend", "device", "dtype"), TARGETS)
+@pytest.mark.parametrize("file", FILES)
+def test_quantised_files(file: str, backend: str, device: str, dtype: str, tmp_path: Path) -> None:
+    path = FILES[file](folder=tmp_path)
+    model = checkpoint_model(path)
+    options = {"dtype": TORCH_NAMES[dtype], "checkpoint": path, "held": model.held}
+    assert_same(*both(model.spec, backend, device, **options))
+
+
+#: half of the files on a backend each; all on all with --full
+LOADED = [
+    pytest.param(file, backend, marks=() if j == i % 6 else pytest.mark.full)
+    for i, file in enumerate(FILES)
+    for j, backend in enumerate(("reference", "onnx", "torch"))
+]
+
+
+@pytest.mark.parametrize(("file", "backend"), LOADED)
+def test_engines_of_quantised_files(file: str, backend: str, tmp_path: Path) -> None:
+    """Planned is what the engine of a quantised file stores."""
+    path = FILES[file](folder=tmp_path)
+    model = checkpoint_model(path)
+    options = {"backend": backend, "device": "cpu", "checkpoint": path, "media": "none"}
+    _, plan = both(model.spec, **options, held=model.held)
+    with uncompiled():
+        engine = build(None, tmp_path / "e", **options, **SIZES)
+        assert_stored(engine, plan)
+        engine.close()
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q4_1"])
+def test_gguf_files_by_the_command_line(kind: str, tmp_path: Path) -> None:
+    """With the device by default and on a GPU."""
     file = tmp_path / "a.gguf"
     bare_file(file, widened("tiny-ple"), kind=kind)
     sizes = ("--prefill-chunk", 64, "--json")
@@ -164,21 +271,17 @@ def test_engines(backend: str, device: str, quant: str | None, tmp_path: Path) -
     options = {"backend": backend, "device": device, "quant": given, "media": "none"}
     _, plan = both(spec, **options)
     engine = build(spec, tmp_path / "e", random_weights=0, **options, **SIZES)
-    session = engine.session(SIZES["max_batch"])
-    assert session.nbytes() == plan.rows[0].built
-    if backend == "onnx":  # which reads them from the engine's files
-        own = plan.weights_as(plan.fits[0].weights)
-        files = map(load_file, engine.path.glob("weights-*"))
-        stored = sum(t.nbytes for tensors in files for t in tensors.values())
-        assert stored == own.device + own.mapped
-    else:
-        held = engine.runtime.params if backend == "reference" else engine.runtime.weights
-        size = sum(t.numel() * t.element_size() for t in held.values())
-        assert size == plan.fits[0].weight_bytes
+    assert_stored(engine, plan)
     found = open_artefact(engine.path)
     again = plan_engine(found.manifest.resolved(found.spec, found.drafter), memory=ENOUGH)
     assert again.needed[0].bytes == plan.needed[0].bytes
     engine.close()
+
+
+def test_a_plan_refuses_ranks_that_a_build_refuses() -> None:
+    spec, backend = load_spec("tiny-dense"), find_backend("onnx")
+    with pytest.raises(InputError, match="--tp 2: engines of backend onnx run as one rank"):
+        make_plan(spec, replace(PLANNED, device="cpu"), ctx=128, tp=2, backend=backend)
 
 
 def test_a_card_that_is_too_small_for_what_is_computed(tmp_path: Path) -> None:
@@ -213,6 +316,28 @@ def test_scratch_by_batch_size_is_that_of_every_batch_size(quant: str | None) ->
             kernels = [{k: c.kernel for k, c in s.choices.items()} for s in (one, other)]
             assert kernels[0] == kernels[1]
             assert dense_bytes(one) == dense_bytes(other)
+
+
+def test_formats_share_the_graphs_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many formats a plan compares, each graph is built once, and verified again only
+    after passes that changed it."""
+    spec = replace(load_spec("tiny-ple"), name="planned-once")
+    built, build_one = [], Decoder.build
+    verified, verify_one = [], passes.verify
+
+    def counted(decoder: Decoder) -> Graph:
+        built.append((decoder.phase, decoder.every, decoder.dtype))
+        return build_one(decoder)
+
+    def noted(g: Graph) -> None:
+        verified.append(g)  # all live, so that each has an id of its own
+        verify_one(g)
+
+    monkeypatch.setattr(Decoder, "build", counted)
+    monkeypatch.setattr(passes, "verify", noted)
+    plan = make_plan(spec, ctx=128)
+    assert len(plan.weights) > 3 and len(built) == len(set(built))
+    assert len(verified) == len({*map(id, verified)})
 
 
 def test_devices_by_default() -> None:

@@ -73,15 +73,20 @@ class Case:
         return cls(config, pack(*given) if given else pack, blocks, stacked)
 
     def write(self, oracle: Oracle, folder: Path) -> Path:
-        """The oracle's checkpoint with modules packed: its linears, and a tied head is left out; in
-        the mobile form tables too, and a head of its own."""
+        """Write the oracle's checkpoint, quantised."""
         save_checkpoint(oracle, folder)
+        return self.quantise(folder)
+
+    def quantise(self, folder: Path) -> Path:
+        """Pack the modules of a checkpoint: its linears, and a tied head is left out; in the mobile
+        form tables too, and a head of its own."""
         mobile = self.config["quant_method"] == "gemma"
         kept = self.config.get("modules_to_not_convert", ()) if mobile else TABLES
 
         def change(tensors: Tensors) -> None:
             if mobile:
-                tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+                table = next(t for n, t in tensors.items() if n.endswith("embed_tokens.weight"))
+                tensors["lm_head.weight"] = table.clone()
             for name in [n for n in tensors if n.endswith(".weight")]:
                 module = name.removesuffix(".weight")
                 if tensors[name].dim() == 2 and not module.endswith(tuple(kept)):
@@ -301,10 +306,18 @@ def test_transformers_on_the_same_files(
 
 
 def moe_checkpoint(case: Case, oracle: Oracle, folder: Path) -> Oracle:
-    """Write a checkpoint with all matrices in codes but tables, head and router; experts one by
-    one. Returns the dense model that it means."""
+    """Write a checkpoint with quantised experts. Returns the dense model that it means."""
     model = copy.deepcopy(oracle.model)
+    save_checkpoint(oracle, folder)
     dense = dict(model.named_parameters())
+    for name, values in quantise_experts(case, folder).items():
+        dense[name].data.copy_(values)
+    return replace(oracle, model=model)
+
+
+def quantise_experts(case: Case, folder: Path) -> Tensors:
+    """Pack all matrices of a checkpoint but tables, head and router; experts one by one. Returns
+    what those of each name mean."""
 
     def packed_as(name: str, w: torch.Tensor) -> Tensors:
         made = case.pack(name, w)
@@ -318,7 +331,7 @@ def moe_checkpoint(case: Case, oracle: Oracle, folder: Path) -> Oracle:
                 tensors.update(experts(name, tensors.pop(name)))
             elif is_linear(module, tensors[name]) and "router" not in name:
                 tensors.update(packed_as(module, tensors.pop(name)))
-                dense[name].data.copy_(means[module])
+                dense[name] = means[module]
 
     def experts(name: str, w: torch.Tensor) -> Tensors:
         prefix, _, last = name.rpartition(".")
@@ -330,7 +343,7 @@ def moe_checkpoint(case: Case, oracle: Oracle, folder: Path) -> Oracle:
             for one, part in zip(names, parts, strict=False):
                 out |= packed_as(f"{prefix}.{e}.{one}", part)
                 made.append(means[f"{prefix}.{e}.{one}"])
-        dense[name].data.copy_(torch.cat(made).view(w.shape))
+        dense[name] = torch.cat(made).view(w.shape)
         if not case.stacked:
             return out
         codes, scales = (
@@ -340,12 +353,12 @@ def moe_checkpoint(case: Case, oracle: Oracle, folder: Path) -> Oracle:
         return {name: codes, f"{name}{case.stacked}": scales}
 
     means: Tensors = {}
-    save_checkpoint(oracle, folder)
+    dense: Tensors = {}
     config = copy.deepcopy(case.config)
     if "ignore" in config:
         config["ignore"] = ["lm_head", "re:.*router.*"]
     rewrite(folder, change, quantization_config=config)
-    return replace(oracle, model=model)
+    return dense
 
 
 @pytest.mark.parametrize("case", OTHERS)

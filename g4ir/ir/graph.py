@@ -155,6 +155,10 @@ class Graph:
         return {v.name: n for n in self.nodes for v in n.outputs}
 
     @cached_property
+    def param_set(self) -> frozenset[Value]:
+        return frozenset(self.params)
+
+    @cached_property
     def users(self) -> Mapping[str, list[Node]]:
         """Value name -> the nodes that read it; RESULT stands for the graph's end."""
         table: dict[str, list[Node]] = {}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from g4ir.errors import VerifyError
 
-from .graph import Graph, Node, Value, infer
+from .graph import Graph, Node, Value
 
 
 def splice(g: Graph, old: Sequence[Node], new: Sequence[Node]) -> Graph:
@@ -60,7 +60,8 @@ def order(g: Graph) -> Graph:
 
 
 def rebuild(g: Graph, rename: Mapping[str, Value] | None = None) -> Graph:
-    """Infer all types again from the sources, after replacing uses as `rename` says."""
+    """Infer all types again from the sources, after replacing uses as `rename` says. A node whose
+    inputs and types stay is the same object, so that it is not inferred again."""
     now = {v.name: v for v in g.sources()}
     rename = dict(rename or {})
 
@@ -71,12 +72,23 @@ def rebuild(g: Graph, rename: Mapping[str, Value] | None = None) -> Graph:
     nodes = []
     for n in g.nodes:
         inputs = tuple(map(look, n.inputs))
-        types = infer(n.op, inputs, n.attrs, f"graph {g.name}: {n.outputs[0]}")
-        outputs = tuple(Value(v.name, t) for v, t in zip(n.outputs, types, strict=True))
-        now.update({v.name: v for v in outputs})
-        nodes.append(replace(n, inputs=inputs, outputs=outputs))
+        n = n if inputs == n.inputs else replace(n, inputs=inputs)
+        nodes.append(_retyped(n, g.name))
+        now.update({v.name: v for v in nodes[-1].outputs})
     after = {name: look(v) for name, v in g.next.items()}
     return replace(g, nodes=tuple(nodes), outputs=tuple(map(look, g.outputs)), next=after)
+
+
+def _retyped(n: Node, graph: str) -> Node:
+    """Return a node whose results have the types that its op infers; VerifyError names `graph`."""
+    try:
+        types = n.inferred
+    except VerifyError as e:
+        raise VerifyError(f"graph {graph}: {e}") from e
+    if types == tuple(v.type for v in n.outputs):
+        return n
+    outputs = tuple(Value(v.name, t) for v, t in zip(n.outputs, types, strict=True))
+    return replace(n, outputs=outputs)
 
 
 def drop_dead(g: Graph) -> Graph:

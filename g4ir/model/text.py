@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Program
 from g4ir.ops.types import Type
@@ -48,6 +50,7 @@ def has_blocks(spec: Spec) -> bool:
     return spec.text.use_bidirectional_attention is not None and SLIDING in spec.text.layer_types
 
 
+@lru_cache(maxsize=16)  # formats of one model are made of the same graphs
 def build_graph(
     spec: Spec,
     phase: str = "decode",

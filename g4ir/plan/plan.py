@@ -95,7 +95,7 @@ def make_plan(
 
     Raises InputError naming the argument for sizes out of range and unknown choices.
     """
-    setup = _resolved(spec, options, ctx, held, backend)
+    setup = _resolved(spec, replace(options, tp=tp, ep=ep), ctx, held, backend)
     if tp != 1 or ep:
         check_ranks(spec, tp, ep)
     recipes = {name: find_recipe(name) for name in INTEGERS}

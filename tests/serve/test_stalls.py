@@ -18,6 +18,8 @@ import httpx
 import numpy as np
 import pytest
 
+from g4ir.engine import multimodal
+from g4ir.errors import InputError
 from g4ir.media import limits, videos
 from g4ir.serve.media_queue import VIDEO
 from tests.serve.running import NAME, Running, chat_engine, eventually, ready
@@ -30,6 +32,8 @@ PATH, JSON = "/v1/chat/completions", {"Content-Type": "application/json"}
 GAP_S, TEXT_S = 0.3, 1.0
 #: and where other tests run too
 BUSY = 2.5
+#: of anyio, in which an application's functions run
+THREADS = 40
 
 
 @cache
@@ -165,3 +169,24 @@ def test_more_media_than_the_queue_takes(films: Running, monkeypatch: pytest.Mon
     got = post(films, body(image(data("image/png", picture()))))
     assert got.status_code == 429 and int(got.headers["Retry-After"]) >= 1
     assert post(films, body()).status_code == 200
+
+
+def test_images_that_wait_hold_up_no_text(films: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More images than the server has threads for texts wait for one that takes long."""
+    go = threading.Event()
+
+    def waiting(*args: Any) -> Any:
+        go.wait()
+        raise InputError("took long")
+
+    monkeypatch.setattr(multimodal, "prepare_image", waiting)
+    part, texts = image(data("image/png", picture())), list[int]()
+    with ThreadPoolExecutor(THREADS + 5) as pool:
+        answers = [pool.submit(post, films, body(part)) for _ in range(THREADS + 5)]
+        try:
+            begin = time.monotonic()
+            while time.monotonic() - begin < 1.5:
+                texts.append(post(films, body(), wait=TEXT_S * BUSY).status_code)
+        finally:
+            go.set()
+    assert {*texts} == {200} and {a.result().status_code for a in answers} <= {400, 429}
