@@ -32,7 +32,7 @@ def fuse_cache_write(g: Graph, note: Note = ignore, several: bool = False) -> Gr
 
 
 def _edit(g: Graph, n: Node, several: bool) -> Edit:
-    form = str(n.attrs.get("form", "plain"))
+    form = "value" if n.op == "attention_latent" else "plain"
     writes = [_write(g, v) for v in n.caches]
     row, other = writes[0]["new"], writes[-1]["new"]
     if not several and row.type.shape[1] != 1:
@@ -40,8 +40,8 @@ def _edit(g: Graph, n: Node, several: bool) -> Edit:
     k = _wide(g, row)
     latent = made_by(g, k, "latent_row") if form == "value" else None
     k = latent["k"] if latent else k
-    key = made_by(g, k, "norm_rope") if form != "raw" else None
-    kv_heads = made_by(g, key["x"] if key else k, "heads")
+    key = made_by(g, k, "norm_rope")
+    kv_heads = made_by(g, key["x"], "heads")
     split = made_by(g, kv_heads["x"], "split")
     q_heads = only_user(g, split.outputs[0], "heads")
     q = only_user(g, q_heads.out, "norm_rope")
@@ -55,7 +55,7 @@ def _edit(g: Graph, n: Node, several: bool) -> Edit:
         "form": form,
         "pairs": latent.attrs["pairs"] if latent else 0,
     }
-    norms = (q["w"], key["w"] if key else n["w"], *q.inputs[2:])
+    norms = (q["w"], key["w"], *q.inputs[2:])
     slots = (writes[0]["start"], writes[0]["lengths"])
     inputs = (split["x"], *norms, *slots, *(w["cache"] for w in writes))
     made = Node("qkv_write", inputs, (q.out, *(w.out for w in writes)), attrs)

@@ -1,9 +1,8 @@
 """A cache of K and a cache of V that come from one projection  ->  one cache that says both
 
-K = rope(rms_norm(raw, w)), V = rms_norm(raw); every attention(K, V) becomes attention_latent
+K = rope(rms_norm(x, w)), V = rms_norm(x); every attention(K, V) becomes attention_latent
 
   form "value":  states k, v [C,B,n,d]   ->   state latent [C,B,n,d + 2p]: V, K's rotated dims
-  form "raw":    states k, v [C,B,n,d]   ->   states raw [C,B,n,d], rms f32[C,B,n,1]
 
 for p rotated pairs. "value" leaves a layer whose dims are all rotated, "off" leaves every layer.
 Layers in `keep` stay as they are, since a draft model reads them too.
@@ -19,7 +18,6 @@ from g4ir.ir.graph import RESULT, Builder, Graph, Node, Value
 from g4ir.ir.names import layer_of
 from g4ir.ir.rewrite import drop_dead, splice_all
 from g4ir.ops.attention import split_chunk
-from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import rotated_pairs
 
 from .match import Left, Note, cache_names, ignore, made_by, maker, require_one_of
@@ -28,7 +26,7 @@ AFTER = "last_token_only"  # its readers are those that are left
 CHANGES_STATE = True
 #: the form in which K and V are cached
 PLAIN = "off"
-FORMS = (PLAIN, *PARTS)
+FORMS = (PLAIN, "value")
 
 
 @dataclass(frozen=True)
@@ -58,17 +56,16 @@ def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -
             _check_readers(g, found, readers)
             if options.form == PLAIN:
                 raise Left("the form `off` keeps K and V")
-            if options.form == "value" and 2 * found.rotated == found.table.attrs["dim"]:
+            if 2 * found.rotated == found.table.attrs["dim"]:
                 raise Left("every dim of K is rotated, so that V says nothing of them")
         except Left as reason:
             note(k, f"left: {reason}")
             continue
-        new = found.writes(options.form)
-        writes = [n for n in new if n.op == "cache_write"]
-        edits.append(([found.write_k, found.write_v], new))
-        edits += [([n], [found.read(n, options.form, writes)]) for n in readers]
-        replaced |= {k: writes, v: []}
-        note(k, f"kept with %{v} as {' and '.join(str(w['cache']) for w in writes)}")
+        row, write = found.write()
+        edits.append(([found.write_k, found.write_v], [row, write]))
+        edits += [([n], [found.read(n, write)]) for n in readers]
+        replaced |= {k: [write], v: []}
+        note(k, f"kept with %{v} as {write['cache']}")
     if not edits:
         return g
     caches = {name: [w["cache"] for w in writes] for name, writes in replaced.items()}
@@ -104,32 +101,25 @@ class _Match:
         t = self.table
         return rotated_pairs(t.word("kind"), t.whole("dim"), t.number("fraction"))
 
-    def writes(self, form: str) -> list[Node]:
+    def write(self) -> list[Node]:
         """Return the nodes that make the chunk's rows and write them."""
         b, k = Builder(), self.write_k["cache"]
         scope = k.name[: k.name.rfind(".") + 1]
-        if form == "value":
-            kv = self.write_v["new"], self.write_k["new"]
-            rows = [b.emit("latent_row", *kv, pairs=self.rotated, name=f"{scope}latent.new")]
-        else:
-            raw, eps = self.norm["x"], self.norm.attrs["eps"]
-            rows = [raw, b.emit("inverse_rms", raw, eps=eps, name=f"{scope}rms.new")]
-        for part, row in zip(PARTS[form], rows, strict=True):
-            batch, _, *rest = row.type.shape
-            state = Value(f"{scope}{part}", row.type.with_shape(k.type.shape[0], batch, *rest))
-            b.emit("cache_write", state, row, *self.write_k.inputs[2:], name=f"{state.name}.next")
+        kv = self.write_v["new"], self.write_k["new"]
+        row = b.emit("latent_row", *kv, pairs=self.rotated, name=f"{scope}latent.new")
+        batch, _, *rest = row.type.shape
+        state = Value(f"{scope}latent", row.type.with_shape(k.type.shape[0], batch, *rest))
+        b.emit("cache_write", state, row, *self.write_k.inputs[2:], name=f"{state.name}.next")
         return b.nodes
 
-    def read(self, n: Node, form: str, writes: list[Node]) -> Node:
-        """Return a reader over the new caches, before or after their write as before."""
-        rotation = {k: v for k, v in self.table.attrs.items() if k != "dim"}
+    def read(self, n: Node, write: Node) -> Node:
+        """Return a reader over the new cache, before or after its write as before."""
         after = n.caches[0] == self.write_k.out
         fresh, block_ids = split_chunk(n.chunk, 2)
-        held = [w.out if after else w["cache"] for w in writes]
-        held += [w["new"] for w in writes] if fresh else []
+        held = [write.out if after else write["cache"], *[write["new"]] * bool(fresh)]
         held += [] if block_ids is None else [block_ids]
         inputs = (*n.inputs[:3], self.norm["w"], *held)
-        return Node("attention_latent", inputs, n.outputs, {"form": form, **n.attrs, **rotation})
+        return Node("attention_latent", inputs, n.outputs, {**n.attrs, "pairs": self.rotated})
 
 
 def _match(g: Graph, writes: dict[str, Node], k: str, v: str) -> _Match:

@@ -4,7 +4,6 @@ row = narrow_row(x), cache' the state in the dtype `to`; "off" leaves everything
 
 A chunk is read as its cache will hold it, so that results do not depend on how tokens are cut into
 chunks. This pass changes what a graph computes, by a rounding of K and V that the user asked for.
-Caches of the form `raw` are left: what they hold is bounded by no norm.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from g4ir.ir.rewrite import rebuild
 from g4ir.ops.kv_quant import NARROW, as_held
 from g4ir.ops.types import ITEMSIZE
 
-from .match import OFF, Note, cache_names, ignore, require_one_of
+from .match import OFF, Note, ignore, require_one_of
 
 AFTER = "latent_kv"  # what caches hold is decided
 CHANGES_STATE = True
@@ -59,15 +58,9 @@ def narrow_kv(g: Graph, note: Note = ignore, options: NarrowOptions = OPTIONS) -
 def _quantised(g: Graph, to: str, note: Note) -> dict[str, Value]:
     """Return the caches to quantise, by name, as they will be: those that this graph writes, and
     those that it only reads, since another graph writes them alike."""
-    names = cache_names(g)
-    latent = (n for n in g.find("attention_latent") if n.attrs["form"] == "raw")
-    raw = {names[v.name] for n in latent for v in n.caches}
     held: dict[str, Value] = {}
     for v in g.state:
         if to == OFF or ITEMSIZE[v.type.dtype] <= ITEMSIZE[to]:
-            continue
-        if v.name in raw:
-            note(v.name, "left: it holds a projection before its norm")
             continue
         held[v.name] = Value(v.name, as_held(v.type, to))
         note(v.name, f"held as {held[v.name].type.dtype}")

@@ -207,19 +207,19 @@ def test_build_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_build_options(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "engine"
     words = "--variant tiny-moe --random-weights 1 --dtype bfloat16 --max-batch 3 --all-logits"
-    words += " --skip fuse_qkv --skip plan_cache --latent-kv raw"
+    words += " --skip fuse_qkv --skip plan_cache --latent-kv value"
     told = json.loads(ok(*BUILD, *words.split(), "--json", "--out", out))
     assert told["engine"] == str(out) and told["compile_s"] >= 0
     manifest = stored_manifest(out)
     assert manifest["limits"] == {"max_batch": 3, "max_seq": 64, "prefill_chunk": 16}
     assert (manifest["dtype"], manifest["all_logits"]) == ("bf16", True)
     assert manifest["skipped_passes"] == ["fuse_qkv", "plan_cache"]
-    kept = {"latent_kv": {"form": "raw", "keep": []}, "narrow_kv": {"to": "off"}}
+    kept = {"latent_kv": {"form": "value", "keep": []}, "narrow_kv": {"to": "off"}}
     kept |= {"quantize_activations": {"to": "off"}, "plan_cache": {"slack": 0}}
     assert manifest["options"] == kept | {"scale_residual": {"divisor": 1}}
     for after in ((), ("--after", "latent_kv")):
         assert "attention_latent(" in ok("show", out, *after)
-    given = ("show", out, "--latent-kv", "raw", "--after", "latent_kv")
+    given = ("show", out, "--latent-kv", "value", "--after", "latent_kv")
     assert "an engine has its own" in refused(*given)
 
 

@@ -257,7 +257,6 @@ def test_text_is_that_of_single_steps(built: Build, name: str) -> None:
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "rows of V alone": ("26b-a4b", {"latent_kv": "value"}),
-    "rows before the norm": ("12b", {"latent_kv": "raw"}),
     "caches of bytes": ("e2b", {"kv_dtype": "int8", "latent_kv": "off"}),
     "quantised weights": ("e2b", {"quant": "int8"}),
 }

@@ -348,7 +348,7 @@ def test_help_shows_the_options_of_a_build() -> None:
     assert {*shown} == {"spec", "out", "progress", *options} and shown["max_batch"].default == 1
     assert all(shown[k].default == f.default for k, f in options.items())
     text = " ".join(pydoc.render_doc(g4ir.build, renderer=pydoc.plaintext).split())
-    assert "latent_kv: 'str' = 'auto'" in text
+    assert "latent_kv: 'str' = 'off'" in text
     assert all(" ".join(f.metadata["help"].split()) in text for f in options.values())
 
 

@@ -138,7 +138,7 @@ def test_a_residual_scale_keeps_the_stream_in_range(
 
 @pytest.mark.parametrize(
     ("spec", "more"),
-    [("tiny-ple", {}), ("tiny-moe", {"quant": "int8", "latent_kv": "raw"})],
+    [("tiny-ple", {}), ("tiny-moe", {"quant": "int8", "latent_kv": "value"})],
     ids=str,
 )
 def test_a_residual_scale_changes_no_bit_in_float32(

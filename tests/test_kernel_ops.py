@@ -46,7 +46,7 @@ from tests.cases import TABLES
 from tests.configs import VARIANTS, short, spec_called
 from tests.runner import built_program
 
-MODELS = (("tiny-moe", "off"), ("tiny-ple", "off"), ("31b-small", "value"), ("31b-small", "raw"))
+MODELS = (("tiny-moe", "off"), ("tiny-ple", "off"), ("31b-small", "value"))
 ROWS = (1, 3, 8)
 
 
@@ -178,7 +178,7 @@ def brackets_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        *short(*MODELS[3:4], of=MODELS[:4]),
+        *short(*MODELS[2:3], of=MODELS),
         *short((CODED[0], "off"), of=[(name, "off") for name in CODED]),
     ],
 )
@@ -258,8 +258,7 @@ def real_cases(variants: tuple[str, ...], rows: tuple[int, ...]) -> Iterator[Cas
         programs = (
             program(name, form)
             for name in variants
-            for form in (("off", "value", "raw") if latent(name) else ("off",))
-            if not (form == "raw" and "@" in name)
+            for form in (("off", "value") if latent(name) else ("off",))
         )
         yield from all_cases(programs, [Target("cuda", "h200", n)], 4096, chunk=1024)
 

@@ -90,7 +90,7 @@ def agrees(got: torch.Tensor, want: torch.Tensor) -> None:
     assert got.shape == want.shape and relative(got, want).max() < 1e-4
 
 
-@pytest.mark.parametrize("options", [{}, {"latent_kv": "raw"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"latent_kv": "value"}], ids=str)
 def test_ragged_rows_with_media(make_engine: Any, options: dict[str, Any]) -> None:
     """Blocks at different places of the rows, in chunks that would cut them; then decoding."""
     made = make_engine("tiny-unified", audio_seconds=(1,), **LIMITS, **options)

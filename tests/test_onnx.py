@@ -67,7 +67,7 @@ OP_BUDGET = {"f32": 2e-6, "f16": 4e-3}
 #: what the contract's engines do not have (tests/contract/test_onnx.py)
 OPTIONS: Mapping[str, tuple[Case, str]] = {
     "no passes": (Case("combined", ROWS, False, PASSES), "auto"),
-    "raw rows": (Case("12b-small", ROWS, latent_kv="raw"), "auto"),
+    "value rows": (Case("12b-small", ROWS, latent_kv="value"), "auto"),
     "value rows, no rings": (
         Case("combined", ROWS, True, ("plan_cache",), latent_kv="value"),
         "auto",

@@ -177,12 +177,8 @@ def test_what_an_op_says_of_caches(case: tuple[str, int]) -> None:
             assert set(moved[:, row].nonzero().flatten().tolist()) == {p % slots for p in last}
 
 
-#: (op, form) -> inputs before the fresh chunk
-WITHOUT_FRESH = {
-    ("attention", None): 5,
-    ("attention_latent", "value"): 5,
-    ("attention_latent", "raw"): 6,
-}
+#: op -> inputs before the fresh chunk
+WITHOUT_FRESH = {"attention": 5, "attention_latent": 5}
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if OPS[c[0]].rows])
@@ -190,7 +186,7 @@ def test_rows_are_independent(case: tuple[str, int]) -> None:
     """What an op says of `rows`: one row of those inputs alone gives that row of the results."""
     s, rows = sample(case), OPS[case[0]].rows
     # The keys of a fresh chunk belong to all its queries: such rows read the cache alone.
-    inputs = tensors(s.types(), s, F64)[: WITHOUT_FRESH.get((case[0], s.attrs.get("form")))]
+    inputs = tensors(s.types(), s, F64)[: WITHOUT_FRESH.get(case[0])]
     whole = run(case[0], *inputs, **s.attrs)
     for at in range(inputs[rows[0]].shape[1]):
         row = [x[:, at : at + 1] if i in rows else x for i, x in enumerate(inputs)]

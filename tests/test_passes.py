@@ -58,7 +58,7 @@ ASKS = "# options: "
 
 
 def asked(name: str, text: str) -> PassOptions:
-    """The pass's options, from a first line such as `# options: form=raw`."""
+    """The pass's options, from a first line such as `# options: form=value`."""
     line = text.partition("\n")[0]
     pairs = line.removeprefix(ASKS).split() if line.startswith(ASKS) else []
     given: Any = dict(pair.split("=") for pair in pairs)
@@ -120,7 +120,7 @@ SPECS: dict[str, Callable[[], Spec]] = {
     **{n: partial(load_spec, n) for n in spec_names() if n.startswith("tiny-")},
     "combined": combined,
 }
-LATENT = ("value", "raw")
+LATENT = ("value",)
 #: the residual stream divided
 SCALED = "scaled"
 SKIPS = {
@@ -292,9 +292,8 @@ def of_two_ranks(spec: str) -> Program:
 #: kind of engine -> its program of a variant, its phases, its options
 KINDS: dict[str, tuple[Callable[[str], Program], tuple[str, ...], PassOptions]] = {
     "cpu": (program, PHASES, PassOptions()),
-    "value": (program, ("decode",), PassOptions((LatentOptions("value"),))),
+    "value": (program, PHASES, PassOptions((LatentOptions("value"),))),
     "2 ranks": (of_two_ranks, ("decode",), PassOptions()),
-    "raw": (program, PHASES, PassOptions((LatentOptions("raw"),))),
     "int8 KV cache": (program, PHASES, PassOptions((NarrowOptions("i8"),))),
     "int8 weights and activations": (coded, PHASES, PassOptions((ActivationOptions("int8"),))),
     "float16 range": (program, PHASES, PassOptions((ScaleOptions(16),))),

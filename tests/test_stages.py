@@ -108,7 +108,6 @@ SOUND_TOO: list[tuple[str, str, bool, dict[str, Any]]] = [
     ("tiny-dense", "float32", True, {}),
     ("tiny-ple", "bfloat16", True, {}),
     ("tiny-dense", "bfloat16", True, {"all_logits": True}),
-    ("tiny-dense", "bfloat16", True, {"latent_kv": "raw"}),
 ]
 
 

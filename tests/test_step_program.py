@@ -54,7 +54,7 @@ EXPANDED = {
 #: rank, latent caches
 SEGMENTS = {
     *(("attention", i) for i in (0, 1, 2, 4, 5)),
-    *(("experts", 2), ("moe_mlp", 2), ("qkv_write", 3), ("qkv_write", 4)),
+    *(("experts", 2), ("moe_mlp", 2), ("qkv_write", 3)),
 }
 RECORDED = [
     c for c in CASES if c[0] in (LOWERINGS.keys() | EXPANDED) - WEIGHTS and c not in SEGMENTS

@@ -514,7 +514,6 @@ def test_recordings_of_a_place_share_its_stream_and_memory(monkeypatch: pytest.M
         ("tiny-moe", "off", "", True),
         ("tiny-ple", "off", "", True),
         ("31b-small", "value", "", True),
-        ("31b-small", "raw", "", False),  # K and V of all slots are made again
         ("tiny-moe", "off", "f8e4m3", False),  # the library's attention, over all slots
     ],
 )

@@ -164,10 +164,10 @@ def check_against_one(
 
 #: experts whole on a rank or cut, codes or floats, form of the latent cache, with a drafter
 RANKS = [
-    (True, True, "raw", True),
+    (True, True, "value", True),
     (False, False, "off", True),
     (True, False, "off", False),
-    (False, True, "value", False),
+    (False, True, "off", False),
 ]
 
 

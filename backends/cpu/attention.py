@@ -43,9 +43,9 @@ def attention(
 def attention_latent(
     m: Run, n: Node, q: Tensor, positions: Tensor, written: Tensor, w: Tensor, *rows: Tensor
 ) -> Tensor:
-    """Attend as `attention`: rows of the form `value` are keys and values."""
+    """Attend as `attention`: rows are keys and values at once."""
     cache, *chunk = rows
-    if n.attrs["softcap"] or n.word("form") != "value":
+    if n.attrs["softcap"]:
         return library.attention_latent(m, n, q, positions, written, w, *rows)
     query = library.latent_query(n, q, w)
     fresh, block_ids = split_chunk(tuple(chunk), 1)

@@ -130,8 +130,6 @@ def _value(case: Case, v: Value, device: str, random: torch.Generator) -> Tensor
         if v == n["scales"]:
             largest = FORMS[FORM_OF[n["codes"].type.dtype]].largest
             return t.mul_(2 / largest * int(n.out.type.shape[-1]) ** -0.5)
-    if v.name.endswith(".rms"):
-        return t.abs_().add_(0.1)
     weight = v in case.graph.params and len(shape) > 1
     return t.mul_(shape[-1] ** -0.5) if weight else t
 

@@ -15,9 +15,6 @@ from g4ir.ir.graph import Node
 from g4ir.ops.attention import last_seen, slot_positions, split_chunk, visible
 from g4ir.ops.base import wide
 from g4ir.ops.kv_quant import numbers
-from g4ir.ops.latent import PARTS
-from g4ir.ops.rope import inverse_frequencies, rotated_pairs
-from g4ir.ops.types import torch_dtype
 
 from .lowered import Run
 
@@ -53,27 +50,15 @@ def attention_latent(
     w: Tensor,
     *held: Tensor,
 ) -> Tensor:
-    """Attend in the form that measured fastest. Rows of the form `value` are keys and values; of
-    `raw` K and V are made again, except for a single token of a single row."""
+    """Attend over rows that are keys and values at once."""
     if n.attrs["softcap"]:
         return _reference(n, q, positions, written, w, *held)
-    form = n.word("form")
-    parts = len(PARTS[form])
-    caches = held[:parts]
-    fresh, block_ids = split_chunk(held[parts:], parts)
-    mask = _mask(n, positions, written, caches[0], bool(fresh), block_ids)
-    if form == "value":
-        (rows,) = _joined(caches, fresh, q.dtype)
-        query = latent_query(n, q, w)
-        return _grouped(query, rows, rows, mask, n.number("scale"))[..., : w.shape[0]]
-    key_pos = slot_positions(written, caches[0].shape[0])
-    raw, rms = _with_chunk(caches, fresh)
-    # fp16 holds a product with the projection only once that was divided by its rms.
-    if _is_one_token(n, fresh) and q.dtype != torch.float16:
-        return _one_token_raw(n, q, w, raw, rms, key_pos, mask)
-    key_pos = torch.cat((key_pos, positions.t())) if fresh else key_pos
-    keys, values = _keys_values(n, raw, rms, w, key_pos)
-    return _attend(n, q, keys, values, mask, chunk=bool(fresh))
+    cache, *chunk = held
+    fresh, block_ids = split_chunk(chunk, 1)
+    mask = _mask(n, positions, written, cache, bool(fresh), block_ids)
+    (rows,) = _joined((cache,), fresh, q.dtype)
+    query = latent_query(n, q, w)
+    return _grouped(query, rows, rows, mask, n.number("scale"))[..., : w.shape[0]]
 
 
 def encoder_attention(m: Run, n: Node, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Any:
@@ -101,11 +86,6 @@ def _mask(
     last = None if block_ids is None else last_seen(positions, block_ids)
     mask: Tensor = visible(key_pos, positions, n.whole("window"), last)
     return mask
-
-
-def _is_one_token(n: Node, fresh: tuple[Tensor, ...]) -> bool:
-    """Whether this is a decode step of an engine for one row."""
-    return not fresh and n["q"].type.shape[:2] == (1, 1)
 
 
 def _joined(
@@ -157,12 +137,6 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Ten
     return out.view(b, n, group, s, d).permute(0, 3, 1, 2, 4).reshape(b, s, heads, d)
 
 
-def _pairs(n: Node) -> int:
-    """Count the rotated pairs of a node that reads a latent cache."""
-    kind, fraction = n.word("kind"), n.number("fraction")
-    return rotated_pairs(kind, int(n["q"].type.shape[-1]), fraction)
-
-
 def _split(x: Tensor, pairs: int) -> tuple[Tensor, ...]:
     """Return the last dim as rotated, rest; rotated, rest: both halves."""
     half = x.shape[-1] // 2
@@ -179,81 +153,8 @@ def _query(q: Tensor, w: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
 
 
 def latent_query(n: Node, q: Tensor, w: Tensor) -> Tensor:
-    """Return the query [..., d + 2p] for the rows of a latent cache of the form `value`."""
-    return torch.cat(_query(q, w, _pairs(n)), -1)
-
-
-def _weights(scores: Tensor, mask: Tensor) -> Tensor:
-    """Return probabilities of a single token: softmax over scores [G,T] under a mask [1,1,T]."""
-    return scores.masked_fill(~mask[0], torch.finfo(scores.dtype).min).softmax(-1)
-
-
-def _one_token_raw(
-    n: Node, q: Tensor, w: Tensor, raw: Tensor, rms: Tensor, key_pos: Tensor, mask: Tensor
-) -> Tensor:
-    """Attend for one token, V = raw * rms: the reciprocal rms moves to scores and probabilities, so
-    that the projection is read as it is stored. Only K's rotated dims are made again."""
-    still, turned = (x[0, 0].chunk(raw.shape[2]) for x in _query(q, w, _pairs(n)))
-    low, _, high, _ = _split(raw, _pairs(n))
-    w_low, _, w_high, _ = _split(w, _pairs(n))
-    low, high = ((wide(x) * rms * wide(y)).to(q.dtype) for x, y in ((low, w_low), (high, w_high)))
-    keys = torch.cat(_rotate(n, low, high, key_pos), -1)
-    outs = []
-    for h in range(raw.shape[2]):
-        factor = rms[:, 0, h].t()
-        scores = wide(torch.mm(still[h], raw[:, 0, h].t())) * factor
-        scores = (scores + wide(torch.mm(turned[h], keys[:, 0, h].t()))) * n.number("scale")
-        weights = (_weights(scores, mask) * factor).to(q.dtype)
-        outs.append(torch.mm(weights, raw[:, 0, h]))
-    return torch.cat(outs)[None, None]
-
-
-def _keys_values(
-    n: Node, raw: Tensor, rms: Tensor, w: Tensor, key_pos: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return K and V [T,B,n,d] of rows in the form `raw`, with the roundings of the ops."""
-    h = wide(raw) * rms
-    low, rest1, high, rest2 = _split((h * wide(w)).to(raw.dtype), _pairs(n))
-    low, high = _rotate(n, low, high, key_pos)
-    return torch.cat((low, rest1, high, rest2), -1), h.to(raw.dtype)
-
-
-def keys_values_of_chunk(
-    n: Node,
-    positions: Tensor,
-    written: Tensor,
-    w: Tensor,
-    caches: tuple[Tensor, ...],
-    fresh: tuple[Tensor, ...],
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return K and V of the cache [C,B,n,d] and of the chunk [B,S,n,d], from rows of form `raw`."""
-    raw, rms = caches
-    old = _keys_values(n, raw, rms, w, slot_positions(written, raw.shape[0]))
-    raw, rms = (x.transpose(0, 1) for x in fresh)
-    new = _keys_values(n, raw, rms, w, positions.t())
-    return old, tuple(x.transpose(0, 1) for x in new)
-
-
-def frequencies(n: Node, device: torch.device) -> Tensor:
-    """Return f32 [p]: the inverse frequencies of the pairs that a node's keys are rotated in."""
-    kind, d = n.word("kind"), int(n["q"].type.shape[-1])
-    theta, fraction, factor = (n.number(a) for a in ("theta", "fraction", "factor"))
-    with torch.device(device):  # made there: a recorded step may copy nothing from the host
-        return inverse_frequencies(kind, theta, d, fraction, factor)[: _pairs(n)]
-
-
-def _rotate(n: Node, low: Tensor, high: Tensor, key_pos: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn pairs (low, high) [T,B,n,p] by key_pos i64[T,B], rounded like `rope_table`, `rope`."""
-    dtype, table = torch_dtype(n.word("dtype")), frequencies(n, key_pos.device)
-    if key_pos.device.type == "cpu":
-        # A product, so that the compiler fuses the positions' integer arithmetic, which it does not
-        # vectorise, with nothing: sums of one term are exact.
-        angles = torch.mm(key_pos.float().flatten()[:, None], table[None])
-        angles = angles.view(*key_pos.shape, -1)
-    else:  # a library's product may round late positions to 11 bits
-        angles = key_pos.float()[..., None] * table
-    cos, sin = (x.to(dtype)[:, :, None] for x in (angles.cos(), angles.sin()))
-    return low * cos - high * sin, high * cos + low * sin
+    """Return the query [..., d + 2p] for the rows of a latent cache."""
+    return torch.cat(_query(q, w, n.whole("pairs")), -1)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, scale: float) -> Tensor:

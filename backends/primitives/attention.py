@@ -11,7 +11,6 @@ from g4ir.ir.graph import Node, Value
 from g4ir.ops import OPS
 from g4ir.ops.attention import split_chunk
 from g4ir.ops.qkv import APART
-from g4ir.ops.rope import rotated_pairs
 from g4ir.ops.types import FLOATS, torch_dtype
 
 from .emitter import Emitter, Operand
@@ -249,17 +248,15 @@ def attention_latent(
     form: Callable[..., Operand] | None = None,
 ) -> Operand:
     """Attend over K and V that are made again from one cached tensor; `form` as in `attention`."""
-    at, rows = key_positions(net, n), held_rows(net, n, held)
-    value = n.word("form") == "value"
-    made = _of_value(net, n, rows, w) if value else _of_raw(net, n, rows, w, at)
-    return (form or attend)(net, n, q, *made, mask(net, n, at))
+    (row,) = held_rows(net, n, held)
+    seen = mask(net, n, key_positions(net, n))
+    return (form or attend)(net, n, q, *_keys_values(net, n, row, w), seen)
 
 
-def _of_value(net: Network, n: Node, rows: list[Operand], w: Operand) -> tuple[Operand, Operand]:
+def _keys_values(net: Network, n: Node, row: Operand, w: Operand) -> tuple[Operand, Operand]:
     """Return K and V: K's unrotated dims are V * w, rounded once."""
-    e, (row,) = net.e, rows
-    d = int(w.shape[0])
-    half, pairs = d // 2, rotated_pairs(n.word("kind"), d, n.number("fraction"))
+    e, d = net.e, int(w.shape[0])
+    half, pairs = d // 2, n.whole("pairs")
     v = e.slice(row, 3, 0, d)
     k = e.mul(v, e.unsqueeze(w, 0, 1, 2))
     cuts = [
@@ -269,24 +266,6 @@ def _of_value(net: Network, n: Node, rows: list[Operand], w: Operand) -> tuple[O
         (k, half + pairs, d),
     ]
     return e.concat([e.slice(x, 3, i, j) for x, i, j in cuts if i < j], 3), v
-
-
-def _of_raw(
-    net: Network, n: Node, rows: list[Operand], w: Operand, at: Operand
-) -> tuple[Operand, Operand]:
-    """Return K and V of raw rows, with the roundings of the first time."""
-    e, (raw, rms) = net.e, rows
-    h = e.mul(e.cast(raw, "f32"), rms)
-    k = e.cast(e.mul(h, e.cast(e.unsqueeze(w, 0, 1, 2), "f32")), raw.dtype)
-    rotation = {a: n.attrs[a] for a in ROTATION} | {"dim": int(w.shape[0])}
-
-    def angles() -> tuple[Operand, Operand]:
-        cos, sin = rope_rows(net, rotation, e.binary("max", at, 0))
-        cos, sin = (e.unsqueeze(e.cast(t, raw.dtype), 1) for t in (cos, signed(e, sin)))
-        return cos, sin
-
-    cos, sin = net.shared(("key rope", id(at), *rotation.values()), angles)
-    return rotate(e, k, cos, sin), e.cast(h, raw.dtype)
 
 
 def attend(

@@ -20,7 +20,6 @@ from .pointwise import (
     capped,
     layer_norm,
     normed,
-    reciprocal_rms,
     times,
     weighed,
     weight_like,
@@ -102,10 +101,6 @@ def _rms_norm(net: Network, n: Node, x: Operand, w: Operand | None = None) -> Op
     return weighed(e, h, w, x.dtype)
 
 
-def _inverse_rms(net: Network, n: Node, x: Operand) -> Operand:
-    return reciprocal_rms(net.e, net.e.cast(x, "f32"), n.number("eps"))
-
-
 def _rope(net: Network, n: Node, x: Operand, cos: Operand, sin: Operand) -> Operand:
     return attention.rotate(net.e, x, *attention.tables(net, n["cos"], n["sin"], 2))
 
@@ -166,7 +161,6 @@ LOWERINGS: Mapping[str, Lowering] = {
     "row_start": _row_start,
     "rms_norm": _rms_norm,
     "layer_norm": lambda net, n, x, w, b=None: layer_norm(net.e, x, w, b, n.number("eps")),
-    "inverse_rms": _inverse_rms,
     "rope_table": lambda net, n, positions: attention.rope_rows(net, n.attrs, positions),
     "rope": _rope,
     "latent_row": _latent_row,

@@ -76,7 +76,7 @@ def programs(variants: list[str]) -> Iterator[Program]:
         graphs = build_program(spec, dtype="bf16")
         graphs = quantised(graphs, spec, find_recipe(quant or None), "bf16")
         latent = spec.text.full.k_eq_v and not quant
-        for form in ("off", "value", "raw") if latent else ("off",):
+        for form in ("off", "value") if latent else ("off",):
             done = run_program(graphs, options=PassOptions((LatentOptions(form),)))
             yield split_program(done).program
 

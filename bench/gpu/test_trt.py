@@ -83,7 +83,7 @@ FORMS = (
     Form("tiny-dense", "float16"),
     *(Form("tiny-dense", settings=s) for s in _choices("attention")),
     *(Form("tiny-moe", settings=s) for s in _choices("experts")),
-    *(Form("tiny-moe", options={"latent_kv": form}) for form in ("value", "raw")),
+    Form("tiny-moe", options={"latent_kv": "value"}),
     Form("tiny-ple"),
     Form("tiny-dense", options={"quant": "int8"}),
     *(Form("tiny-dense", settings=s) for n in ("weights", "hardware") for s in _choices(n)),

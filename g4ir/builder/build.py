@@ -305,7 +305,7 @@ def _resolved(
     limits = _limits(spec, o, media)
     kv = resolve.find_kv_dtype(o.kv_dtype, dtype, backend.kv_dtypes)
     options = resolve.pass_options(
-        resolve.find_latent(o.latent_kv, spec, device, dtype, limits.max_seq, kv),
+        resolve.check_latent(o.latent_kv, spec),
         kv,
         activations=o.quant_activations,
         drafted=resolve.find_draft_tokens(o.draft_tokens, limits.max_seq, drafter is not None),

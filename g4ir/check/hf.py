@@ -31,8 +31,7 @@ from g4ir.model.text import build_graph
 from g4ir.ops import OPS
 from g4ir.ops.codecs import fake_quantized
 from g4ir.ops.kv_quant import numbers
-from g4ir.ops.latent import keys_values_of_value
-from g4ir.ops.rope import rotated_pairs
+from g4ir.ops.latent import keys_values
 from g4ir.ops.types import ITEMSIZE, torch_dtype
 from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import NarrowOptions
@@ -276,11 +275,10 @@ def _as_read(n: Node, k: Tensor, v: Tensor, attention: Any, to: str) -> tuple[Te
     """Return K and V [B,n,T,d] as a node reads them from its caches."""
     if n.op != "attention_latent":
         return rounded(k, to), rounded(v, to)
-    pairs = rotated_pairs(n.word("kind"), k.shape[-1], n.number("fraction"))
     join = OPS["latent_row"].reference
     assert join
-    row = join(v, k, pairs=pairs)
-    return keys_values_of_value(rounded(row, to), attention.k_norm.weight.to(row.dtype))
+    row = join(v, k, pairs=n.whole("pairs"))
+    return keys_values(rounded(row, to), attention.k_norm.weight.to(row.dtype))
 
 
 @contextmanager

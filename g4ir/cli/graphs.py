@@ -18,7 +18,7 @@ from g4ir.model.text import TEXT_GRAPHS, build_graph
 from g4ir.model.towers import PARTS, build_towers, default_tower
 from g4ir.parallel.shard import shard
 from g4ir.passes import Dump, PassOptions, find_pass, run_passes
-from g4ir.passes.latent_kv import FORMS, PLAIN
+from g4ir.passes.latent_kv import PLAIN
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.plan import resolve
 from g4ir.quant.recipe import find_recipe, one_recipe
@@ -155,12 +155,10 @@ def spec_of(args: argparse.Namespace) -> Spec:
 
 def pass_options(args: argparse.Namespace) -> PassOptions:
     """Return the passes' own arguments: the engine's, or those given."""
-    if args.latent_kv is not None and args.latent_kv not in FORMS:
-        raise InputError(f"--latent-kv {args.latent_kv!r}: expected one of {', '.join(FORMS)}")
     if not (engine := engine_of(args)):
         spec = spec_of(args)
         kv = resolve.find_kv_dtype(args.kv_dtype, spec.dtype)
-        form = resolve.find_latent(args.latent_kv or PLAIN, spec, "cpu", spec.dtype, 1, kv)
+        form = resolve.check_latent(args.latent_kv or PLAIN, spec)
         drafted = drafted_tokens(args)
         given, divisor = args.quant_activations, args.residual_scale
         divisor = 1 if divisor is None else divisor

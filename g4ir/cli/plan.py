@@ -12,6 +12,7 @@ from g4ir.backends import find_backend
 from g4ir.errors import InputError
 from g4ir.model.images import image_plan_text, parse_budgets, parse_sizes, plan_image
 from g4ir.model.media import offered
+from g4ir.passes.latent_kv import PLAIN
 from g4ir.plan.count import counts
 from g4ir.plan.gpus import GPUS, Gpu, find_gpu
 from g4ir.plan.options import BuildOptions
@@ -122,7 +123,7 @@ def _made(model: Model, args: argparse.Namespace, gpus: list[Gpu], several: bool
     if several:
         placement = options.ple_placement if spec.text.ple else None
         media = options.media if offered(spec) else "none"
-        latent = options.latent_kv if has_latent(spec) else "auto"
+        latent = options.latent_kv if has_latent(spec) else PLAIN
         options = replace(options, ple_placement=placement, media=media, latent_kv=latent)
     backend = find_backend(options.backend).aimed(options.target)
     if options.device is None and gpus and "cuda" in backend.devices:

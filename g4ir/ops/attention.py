@@ -66,20 +66,17 @@ def visible_pairs(queries: int, keys: int, window: int) -> int:
     return rising * first + rising * (rising + 1) // 2 + full * window
 
 
-def attention_workspace(
-    q: Type, kept: Sequence[Type], parts: int, softcap: float, raw: bool = False
-) -> int:
+def attention_workspace(q: Type, kept: Sequence[Type], parts: int, softcap: float) -> int:
     """Count the bytes besides the result, as the torch backend computes an attention over `parts`
-    caches, the first of `kept`: cache and chunk joined (T = slots + S rows), K and V of raw and of
-    quantised rows, a mask [B,S,T] and its bias for each query head of a group, and with a softcap
+    caches, the first of `kept`: cache and chunk joined (T = slots + S rows), K and V of quantised
+    rows, a mask [B,S,T] and its bias for each query head of a group, and with a softcap
     the scores [B,nq,S,T]."""
     caches, chunk = kept[:parts], len(kept) > parts
     b, s, heads, d = map(int, q.shape)
     kv_heads, width = int(caches[0].shape[2]), ITEMSIZE[q.dtype]
     keys = int(caches[0].shape[0]) + (s if chunk else 0)
     joined = sum(t.nbytes() for t in kept) if chunk else 0
-    rebuilt = caches[0].dtype != q.dtype or (raw and (b > 1 or s > 1))
-    made = 2 * keys * b * kv_heads * d * width if rebuilt else 0
+    made = 2 * keys * b * kv_heads * d * width if caches[0].dtype != q.dtype else 0
     mask = b * s * keys * (1 + heads // kv_heads * width)
     scores = b * heads * s * keys * 2 * (width + 4) if softcap else 0
     return joined + made + mask + scores

@@ -6,12 +6,11 @@ from typing import Any
 
 from .base import cases, op, require
 from .budgets import Budget
-from .latent import PARTS
 
 #: caches of K and of V, which is RMS-normed, or as projected: `unnormed`
 APART = ("plain", "unnormed")
-#: or one of the forms of one projection (see ops/latent.py)
-FORMS = (*APART, *PARTS)
+#: or one cache of a projection that both come from (see ops/latent.py)
+FORMS = (*APART, "value")
 #: attributes of a packed projection: heads of Q, of K and V, whether V is packed too; of the norms
 PACKED = {"heads": "int", "kv_heads": "int", "values": "bool", "eps": "float"}
 
@@ -29,8 +28,7 @@ class qkv_write:
     norm_q, norm_k [d]; cos, sin [B,S,d]; start, lengths i64[B] and the caches as in `cache_write`.
     K = norm_rope(k, norm_k), V = rms_norm(v) (rules 12, 13). Results: q [B,S,heads,d], then the
     caches. Form `plain` has caches of K and V, and so has `unnormed`, with V = v; `value` one, of
-    `latent_row` with this many pairs; `raw` two, of k itself and its `inverse_rms`, for which
-    norm_k is not used. Caches of the first three may hold quantised rows, of `narrow_row`.
+    `latent_row` with this many pairs. Caches may hold quantised rows, of `narrow_row`.
     """
 
     budget = Budget(2, 16, "as norm_rope or rms_norm; what follows moves data")
@@ -56,16 +54,13 @@ class qkv_write:
         q = b.emit("norm_rope", b.emit("heads", q, n=heads), norm_q, cos, sin, eps=eps)
         kv = [b.emit("heads", x, n=kv_heads) for x in kv]
         k, v = kv[0], kv[-1]
-        if form == "raw":
-            rows = [k, b.emit("inverse_rms", k, eps=eps)]
-        else:
-            k = b.emit("norm_rope", k, norm_k, cos, sin, eps=eps)
-            rows = [k, v if form == "unnormed" else b.emit("rms_norm", v, eps=eps)]
+        k = b.emit("norm_rope", k, norm_k, cos, sin, eps=eps)
+        rows = [k, v if form == "unnormed" else b.emit("rms_norm", v, eps=eps)]
         if form == "value":
             rows = [b.emit("latent_row", rows[1], k, pairs=pairs)]
         require(len(caches) == len(rows), f"{len(caches)} caches, form {form} has {len(rows)}")
         for i, (cache, row) in enumerate(zip(caches, rows, strict=True)):
-            if form != "raw" and row.type.dtype != cache.type.dtype:
+            if row.type.dtype != cache.type.dtype:
                 rows[i] = b.emit("narrow_row", row, to=cache.type.dtype)
         held = zip(caches, rows, strict=True)
         return q, *(b.emit("cache_write", cache, row, start, lengths) for cache, row in held)
@@ -75,8 +70,6 @@ class qkv_write:
         f"f32[2,1,40] {_OTHERS} 2*f32[9,2,1,8] {{kv_heads=1, values=False, form='plain', pairs=0}}",
         f"f32[2,1,64] {_OTHERS} 2*f32[4,2,2,8] {{{_PLAIN.replace('plain', 'unnormed')}}}",
         f"f32[2,1,48] {_OTHERS} f32[9,2,2,12] {{kv_heads=2, values=False, form='value', pairs=2}}",
-        f"f32[2,1,48] {_OTHERS} f32[9,2,2,8] f32[9,2,2,1]"
-        " {kv_heads=2, values=False, form='raw', pairs=0}",
         f"f32[2,1,64] {_OTHERS} 2*f8e4m3[4,2,2,8] {{{_PLAIN}}}",
         f"f32[2,1,64] {_OTHERS} 2*i8[4,2,2,10] {{{_PLAIN}}}",
         heads=4,

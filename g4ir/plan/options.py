@@ -60,7 +60,7 @@ class BuildOptions:
     tp: int = option("tp", 1, "N", type=int)
     ep: bool = option("ep", False)
     skip: Iterable[str] = option("skip", (), "PASS", action="append")
-    latent_kv: str = option("latent_kv", "auto", "FORM")
+    latent_kv: str = option("latent_kv", "off", "FORM")
     ple_placement: str | None = option("ple_placement", None, "P")
     media: str | Iterable[str] = option("media", "all", "KINDS")
     image_budgets: Sequence[int] | None = option(

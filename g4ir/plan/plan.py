@@ -95,7 +95,7 @@ def make_plan(
 
     Raises InputError naming the argument for sizes out of range and unknown choices.
     """
-    setup = _resolved(spec, replace(options, tp=tp, ep=ep), ctx, held, backend)
+    setup = _resolved(spec, replace(options, tp=tp, ep=ep), held, backend)
     if tp != 1 or ep:
         check_ranks(spec, tp, ep)
     recipes = {name: find_recipe(name) for name in INTEGERS}
@@ -192,18 +192,16 @@ def _weights(made: EngineCosts, every: Sequence[EngineCosts]) -> tuple[WeightByt
 def _resolved(
     spec: Spec,
     options: BuildOptions,
-    ctx: int | Sequence[int] | None,
     held: Recipe | None,
     backend: PlannedBackend,
 ) -> Resolved:
     """Return the settings of a build whose limits are the most there is."""
     most = spec.text.max_position_embeddings
-    longest = min(most, CONTEXTS[-1]) if ctx is None else max(_positive("--ctx", ctx))
     (chunk,) = _positive("--prefill-chunk", options.prefill_chunk)
     device = resolve.device_of(backend, options.device)
     dtype = resolve.dtype_of(backend, options.dtype, spec)
     kv = resolve.find_kv_dtype(options.kv_dtype, dtype, backend.kv_dtypes)
-    latent = resolve.find_latent(options.latent_kv, spec, device, dtype, longest, kv)
+    latent = resolve.check_latent(options.latent_kv, spec)
     kinds = options.media if isinstance(options.media, str) else tuple(options.media)
     drafter = (
         None

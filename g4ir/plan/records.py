@@ -168,7 +168,7 @@ class Plan:
     dtype: str  # of activations, unquantised weights and, unless quantised, the KV cache
     backend: str
     device: str
-    latent: str  # latent KV cache of K=V layers: off, value or raw
+    latent: str  # latent KV cache of K=V layers: off or value
     kv_dtype: str | None  # of a quantised KV cache
     ple_placement: str | None  # None: no per-layer embeddings
     prefill_chunk: int

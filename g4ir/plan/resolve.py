@@ -24,7 +24,6 @@ from g4ir.weights.pack import DEFAULT_PLACEMENT, PLACEMENTS
 
 from .engine_limits import Limits
 from .formats import DTYPES
-from .latent import choose_form
 from .layout import PlannedBackend
 from .options import BuildOptions
 
@@ -171,26 +170,13 @@ def pass_options(
     return PassOptions((*others, *layout))
 
 
-def find_latent(
-    given: str, spec: Spec, device: str, dtype: str, max_seq: int, kv: str = OFF
-) -> str:
-    """Return the layout of the K=V caches, for `auto` as measured. `raw` holds values before their
-    norm, which a quantised cache has no range for: there `auto` takes `value`."""
-    if device not in DEVICES:
-        raise InputError(f"--device {device!r}: expected {' or '.join(DEVICES)}")
-    _one_of("--latent-kv", given, ("auto", *FORMS))
-    form = choose_form(spec, device, dtype, max_seq) if given == "auto" else given
-    if given not in ("auto", PLAIN) and not has_latent(spec):
+def check_latent(form: str, spec: Spec) -> str:
+    """Return the layout of the K=V caches; a warning for one that changes nothing."""
+    _one_of("--latent-kv", form, FORMS)
+    if form != PLAIN and not has_latent(spec):
         what = "--latent-kv %s changes nothing: no layer of %s makes K and V of one projection"
-        log.warning(what, given, spec.name)
-    if form != "raw" or kv == OFF:
-        return form
-    if given == "auto":
-        return "value"
-    raise InputError(
-        f"--latent-kv raw: it holds projections before their norm, which --kv-dtype "
-        f"{KV_NAMES[kv]} has no range for; take value, off or auto"
-    )
+        log.warning(what, form, spec.name)
+    return form
 
 
 def has_latent(spec: Spec) -> bool:

@@ -264,7 +264,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--variants", nargs="+", default=VARIANTS, metavar="V")
     parser.add_argument("--rows", nargs="+", type=int, default=(1, 8, 32), metavar="N")
     parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
-    parser.add_argument("--latent-kv", default="off", choices=("off", "value", "raw"))
+    parser.add_argument("--latent-kv", default="off", choices=("off", "value"))
     parser.add_argument("--quant", metavar="Q", help="int8, int4, fp8 or a recipe")
     parser.add_argument("--quant-activations", metavar="Q", help="int8 or fp8")
     parser.add_argument("--jobs", type=int, default=2, help="programs at a time")

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from g4ir.backends.cuda.kernels import decode_attention_triton as module
 from g4ir.backends.cuda.kernels.base import attention_sample
-from g4ir.backends.cuda.kernels.decode_attention_triton import _cos_sin, _span, tree
+from g4ir.backends.cuda.kernels.decode_attention_triton import _span, tree
 from g4ir.backends.cuda.kernels.launch import by_default, recorded, start
 
 from .samples import Try, kernel_called
@@ -19,24 +19,18 @@ USE = {"splits": 3, "block_n": 4, "warps": 4, "stages": 2}
 
 
 @triton.jit
-def _turn(x, cos, sin, N: tl.constexpr):
-    i = tl.arange(0, N)
-    c, s = _cos_sin(tl.load(x + i))
-    tl.store(cos + i, c)
-    tl.store(sin + i, s)
-
-
-@triton.jit
 def _shares(seen, used, SPLITS: tl.constexpr, N: tl.constexpr):
     i = tl.program_id(0)
     _, _, _, shares = _span(tl.load(seen + i), 1 << 30, 0, 0, SPLITS, N)
     tl.store(used + i, shares)
 
 
-def over(lengths: tuple[int, ...], form: str = "", heads: tuple[int, int] = (2, 1)) -> Try:
-    """A call over a list of 64 slots."""
-    kernel = kernel_called("decode_attention_latent") if form else PLAIN
-    return Try(kernel, attention_sample(lengths, 64, 0, USE, heads=heads, form=form), "f32")
+def over(
+    lengths: tuple[int, ...], pairs: int | None = None, heads: tuple[int, int] = (2, 1)
+) -> Try:
+    """A call over a list of 64 slots, of a latent cache with so many rotated pairs."""
+    kernel = PLAIN if pairs is None else kernel_called("decode_attention_latent")
+    return Try(kernel, attention_sample(lengths, 64, 0, USE, heads=heads, pairs=pairs), "f32")
 
 
 @pytest.mark.parametrize("splits", [7, 12])
@@ -68,10 +62,10 @@ def test_the_order_of_arrival_is_free(step: int, monkeypatch: pytest.MonkeyPatch
         assert torch.equal(one.run(splits=7)[0], want)
 
 
-@pytest.mark.parametrize("form", ["", "value", "raw"])
-def test_counters_are_zero_afterwards(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pairs", [None, 4])
+def test_counters_are_zero_afterwards(pairs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the next call can use them; elsewhere the reference leaves them as zeros too."""
-    one, counts = over((0, 30), form), torch.zeros(2, 1, dtype=torch.int64)
+    one, counts = over((0, 30), pairs), torch.zeros(2, 1, dtype=torch.int64)
     monkeypatch.setattr(Try, "counters", counts)
     first, again = one.run(splits=4), one.run(splits=4)
     assert torch.equal(first[0], again[0]) and not counts.any()
@@ -79,14 +73,6 @@ def test_counters_are_zero_afterwards(form: str, monkeypatch: pytest.MonkeyPatch
         counts += 1
         one.call(one.given)
     assert not counts.any()
-
-
-def test_cos_sin() -> None:
-    x = torch.cat((torch.linspace(0, 20, 2048), torch.rand(2048) * 65536))
-    cos, sin = torch.empty_like(x), torch.empty_like(x)
-    start(_turn, (1,), (x, cos, sin), N=4096)
-    assert (cos.double() - x.double().cos()).abs().max() < 2e-7
-    assert (sin.double() - x.double().sin()).abs().max() < 2e-7
 
 
 def test_shares_of_short_and_long_contexts() -> None:
@@ -114,5 +100,5 @@ def test_one_split_needs_no_workspace() -> None:
     with recorded() as launches:
         over((3,)).run(splits=1)
         over((3,)).run(splits=2)
-    sizes = [[args[i].numel() for i in (7, 8)] for _, _, args, _ in launches]
+    sizes = [[args[i].numel() for i in (6, 7)] for _, _, args, _ in launches]
     assert sizes[0] == [0, 0] and all(sizes[1])

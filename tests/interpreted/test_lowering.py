@@ -75,9 +75,6 @@ def drawn(g: Graph, rows: int, chunk: int, held: list[int]) -> tuple[dict[str, A
     feeds["positions"] = start[:, None] + torch.arange(chunk)
     feeds["lengths"] = torch.tensor([chunk, *[max(1, chunk - 2)] * (rows - 1)])
     caches = {v.name: draw(v) for v in g.state}
-    for name, t in caches.items():
-        if name.endswith(".rms"):
-            t.abs_().add_(0.1)
     return feeds, {v.name: draw(v) for v in g.params}, caches
 
 
@@ -91,7 +88,7 @@ ROWS = {"one": [19], "ragged": [0, 25, 7]}
 #: what is run by default; the rest is `full`
 QUICK = {
     ("combined", "off", "decode", "one"),
-    ("31b-small", "raw", "prefill", "ragged"),
+    ("31b-small", "value", "prefill", "ragged"),
     ("tiny-moe+int4", "off", "decode", "ragged"),
 }
 

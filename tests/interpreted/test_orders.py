@@ -66,8 +66,6 @@ def decode(splits: int) -> float:
         None,
         [k, v],
         arrivals,
-        None,
-        "",
         **attrs,
         splits=splits,
         block_n=4,

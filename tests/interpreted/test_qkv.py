@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from g4ir.backends.cuda.kernels.qkv_triton import qkv_write
-from g4ir.ops.latent import keys_values, keys_values_of_value
+from g4ir.ops.latent import keys_values
 from g4ir.ops.rope import rope_table, rotated_pairs
 
 from .samples import Try, kernel_called
@@ -22,8 +22,7 @@ WRITE = kernel_called("qkv_write")
     ("d", "slots", "start", "fraction"), [(16, 5, (3, 4, 22), 0.5), (22, 6, (2, 300_001), 1.0)]
 )
 def test_forms_agree(d: int, slots: int, start: tuple[int, ...], fraction: float) -> None:
-    """bf16 K and V made again from `raw` are those of `plain`, bit for bit, as are V and the
-    rotated dims of K in `value`."""
+    """bf16 V and the rotated dims of K in `value` are those of `plain`, bit for bit."""
     kind = "default" if fraction == 1 else "proportional"
     rotation: dict[str, Any] = {"kind": kind, "theta": 1e4, "fraction": fraction, "factor": 1.0}
     g, b, pairs = torch.Generator().manual_seed(d), len(start), rotated_pairs(kind, d, fraction)
@@ -31,20 +30,15 @@ def test_forms_agree(d: int, slots: int, start: tuple[int, ...], fraction: float
     w = (1 + torch.randn(d, generator=g) / 2).bfloat16()
     at = torch.tensor(start)
     tables = rope_table.reference(at[:, None], dim=d, dtype="bf16", **rotation)
-    widths = {"plain": (d, d), "value": (d + 2 * pairs,), "raw": (d, 1)}
+    widths = {"plain": (d, d), "value": (d + 2 * pairs,)}
     held = {}
     for form, many in widths.items():
-        caches = [
-            torch.zeros(slots, b, 2, n, dtype=torch.float32 if n == 1 else torch.bfloat16)
-            for n in many
-        ]
+        caches = [torch.zeros(slots, b, 2, n, dtype=torch.bfloat16) for n in many]
         own = pairs if form == "value" else 0
         qkv_write(x, w, w, *tables, at, at * 0 + 1, caches, 4, 2, False, form, own, EPS, 1)
         held[form] = [cache[at % slots, torch.arange(b)][:, None] for cache in caches]
     key, value = held["plain"]
-    remade = keys_values("raw", held["raw"], w, at[:, None], dtype="bf16", **rotation)
-    assert torch.equal(remade[0], key) and torch.equal(remade[1], value)
-    k, v = keys_values_of_value(held["value"][0], w)
+    k, v = keys_values(held["value"][0], w)
     turned = [i + half for half in (0, d // 2) for i in range(pairs)]
     assert torch.equal(v, value) and torch.equal(k[..., turned], key[..., turned])
 

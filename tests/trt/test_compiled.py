@@ -37,7 +37,7 @@ MORE_REPLAYS = (
         "tiny-moe experts=gather latent_kv=value",
     ),
     *(
-        "tiny-dense latent_kv=raw attention=fused",
+        "tiny-dense latent_kv=value attention=fused",
         "tiny-dense attention=plain",
         "tiny-ple quant=int8",
     ),

@@ -217,7 +217,7 @@ MODELS: list[tuple[str, dict[str, str]]] = [
     ("e2b-small", {}),
     ("combined", {"attention": "fused"}),
     ("31b-small", {"attention": "plain", "version": VERSION}),
-    ("12b-small", {"latent_kv": "raw", "attention": "fused"}),
+    ("12b-small", {"latent_kv": "value", "attention": "fused"}),
     ("26b-a4b-small", {"experts": "all", "version": VERSION}),
     ("gemma3-4b-small", {"attention": "fused"}),
     ("random-1003", {"attention": "fused"}),

@@ -31,7 +31,7 @@ MORE = {
     "tiny-moe int4 gather": {"quant": "int4", "settings": {"experts": "gather"}},
     "tiny-moe int8 f16": {"quant": "int8", "dtype": "float16"},
     "tiny-dense value": {"latent_kv": "value"},
-    "tiny-moe raw": {"latent_kv": "raw"},
+    "tiny-moe value": {"latent_kv": "value"},
     "tiny-unified": {"media": "all"},
     "tiny-gemma3": {"dtype": "float16", "quant": "int8"},
     "tiny-ple int8": {"quant": "int8"},

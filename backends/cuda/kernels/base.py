@@ -244,33 +244,25 @@ def attention_sample(
     d: int = 32,
     scale: float = 0.3,
     softcap: float = 0.0,
-    form: str = "",
-    pairs: int = 4,
+    pairs: int | None = None,
     narrow: str = "",
 ) -> Sample:
     """Return rows of which `lengths` tokens are in caches of `slots`: the newest of these attends,
-    or a chunk of `tokens` that follows. `heads`: of queries and of keys; `form`, `pairs`: of a
-    latent cache, and rotated; `narrow`: what the caches' rows are held in, if not the dtype."""
+    or a chunk of `tokens` that follows. `heads`: of queries and of keys; `pairs`: that are
+    rotated, of a latent cache; `narrow`: what the caches' rows are held in, if not the dtype."""
     b, s, (nq, n) = len(lengths), tokens or 1, heads
-    rows: list[Any] = {
-        "": ["T", d, "T", d],
-        "value": ["T", d + 2 * pairs],
-        "raw": ["T", d, "f32", 1],
-    }[form]
-    kept = list(zip(rows[::2], rows[1::2]))
-    if narrow:
-        kept = [(narrow, narrow_width(w, narrow)) for _, w in kept]
+    widths = [d, d] if pairs is None else [d + 2 * pairs]
+    kept = [(narrow or "T", narrow_width(w, narrow) if narrow else w) for w in widths]
     attrs: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap}
-    if form:
-        attrs |= {"form": form, "dtype": "T", "kind": "proportional", "theta": 1e4}
-        attrs |= {"fraction": 2 * pairs / d, "factor": 1.0}
+    if pairs is not None:
+        attrs["pairs"] = pairs
     first = [length - (tokens == 0) for length in lengths]
     return Sample(
         (
             f"T[{b},{s},{nq},{d}]",
             f"i64[{b},{s}]",
             f"i64[{b}]",
-            *[f"*T[{d}]"] * bool(form),
+            *[f"*T[{d}]"] * (pairs is not None),
             *(f"{t}[{slots},{b},{n},{w}]" for t, w in kept),
             *(f"{t}[{b},{tokens},{n},{w}]" for t, w in kept * bool(tokens)),
         ),

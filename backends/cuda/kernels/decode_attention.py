@@ -40,16 +40,12 @@ def _attention(
     run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, *held: Any
 ) -> Any:
     """Attend over K and V, or over a latent cache, whose norm's weight comes before it."""
-    from g4ir.backends.inductor.attention import frequencies
-
     from .decode_attention_triton import decode_attention
 
     latent = n.op == "attention_latent"
     w, caches = (held[0], held[1:]) if latent else (None, held)
     return decode_attention(
         *(q, written, w, list(caches), given_zeros(run, n, n["q"], q)),
-        frequencies(n, q.device) if latent else None,
-        n.word("form") if latent else "",
         **masking(n),
         **choice.use,
     )
@@ -85,21 +81,17 @@ OTHERS = [
 ]
 LATENT = [
     *(
-        sample((W + 1, 0, 2 * W), 64, 0, _use(3, 8), heads=(2, 1), form=form, pairs=pairs)
-        for form, most in (("value", 15), ("raw", 16))
-        for pairs in (0, 5, 8, most)
+        sample((W + 1, 0, 2 * W), 64, 0, _use(3, 8), heads=(2, 1), pairs=pairs)
+        for pairs in (0, 5, 8, 15)
     ),
     *(
-        sample(lengths, *layout, _use(splits), heads=(2, 1), form=form)
-        for form in ("value", "raw")
+        sample(lengths, *layout, _use(splits), heads=(2, 1), pairs=4)
         for layout, lengths, splits in zip(LAYOUTS, (SHORT, LONG) * 2, (2, 4) * 2)
     ),
     *(
-        sample((W + 3, 5)[:n], 64, 0, _use(3), 0, (n * group, n), d, 0.2, softcap, form)
-        for form in ("value", "raw")
+        sample((W + 3, 5)[:n], 64, 0, _use(3), 0, (n * group, n), d, 0.2, softcap, 4)
         for n, group, d, softcap in ((1, 1, 32, 3.0), (2, 4, 24, 0.0), (1, 8, 24, 3.0))
     ),
-    sample((60_000, 52_345), W, W, _use(2), form="raw", pairs=8),  # angles far from the start
 ]
 
 #: quantised rows: rings, lists, one key, more shares than blocks, padded columns, groups
@@ -113,7 +105,7 @@ NARROW = [
     )
 ]
 NARROW_LATENT = [
-    sample(LONG, 64, 0, _use(3, 8), heads=(4, 2), d=d, form="value", pairs=pairs, narrow=narrow)
+    sample(LONG, 64, 0, _use(3, 8), heads=(4, 2), d=d, pairs=pairs, narrow=narrow)
     for narrow in ("i8", "f8e4m3")
     for d, pairs in ((32, 8), (96, 5), (32, 0))
 ]

@@ -11,7 +11,7 @@ Numerics: fp32 scores, running maximum in base 2, fp32 sums; probabilities are r
 cache's dtype before they multiply V. The rms error against float64 is at most 1.5 of that of the
 op's reference, which rounds scores to 8 bits: at the models' head dims 0.2 to 0.5 of it over plain
 caches, 0.3 to 0.8 over latent ones, where q * w is rounded instead of V * w. fp32: 5e-6 of the
-result's rms. The form `raw` rounds K's rotated dims as the ops do.
+result's rms.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import triton
 import triton.language as tl
 from torch.library import triton_op
 
-from g4ir.ops.attention import attention, slot_positions
+from g4ir.ops.attention import attention
 from g4ir.ops.kv_quant import GROUP as CODES
 from g4ir.ops.kv_quant import numbers, numbers_in
-from g4ir.ops.latent import keys_values_of_value
+from g4ir.ops.latent import keys_values
 
 from .base import SHARE_KEYS, SHARES
-from .launch import blocks, power_of_2, rounded, start, takes, tanh
+from .launch import blocks, power_of_2, start, takes, tanh
 
 Tensor = torch.Tensor
 
@@ -280,84 +280,29 @@ def _still_query(q, w, cols, P, D):
 
 
 @triton.jit
-def _cos_sin(x):
-    """cos and sin of fp32 0 <= x < 2^18, off by less than 2e-7.
-
-    x - k pi / 2 in three steps: the first two parts of pi / 2 have 8 bits each, so that fused, or
-    for k < 2^16, what remains is exact; then Taylor's sums on [-pi / 4, pi / 4]. The library's
-    functions take a slow path through local memory for the angles of late positions.
-    """
-    k = tl.floor(x * 0.6366197723675814 + 0.5)
-    r = tl.fma(k, -1.5703125, x)
-    r = tl.fma(k, -0.0004825592041015625, r)
-    r = tl.fma(k, -1.2675907950567314e-06, r)
-    z = r * r
-    cos = 1 + z * (-1 / 2 + z * (1 / 24 + z * (-1 / 720 + z * (1 / 40320))))
-    sin = r + r * z * (-1 / 6 + z * (1 / 120 + z * (-1 / 5040 + z * (1 / 362880))))
-    quarter = k.to(tl.int32) & 3
-    odd = (quarter & 1) == 1
-    c, s = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
-    return tl.where((quarter == 1) | (quarter == 2), -c, c), tl.where(quarter >= 2, -s, s)
-
-
-@triton.jit
-def _turned_keys(rows, real, factor, position, w, freqs, pair, P, D):
-    """The rotated dims of K at `position`, low and high [N, pairs], from raw rows and their
-    reciprocal rms, with the roundings of the norm, the table and the rotation."""
-    dtype = w.dtype.element_ty
-    angle = position.to(tl.float32)[:, None] * tl.load(freqs + pair, mask=pair < P, other=0.0)
-    cos, sin = _cos_sin(angle)
-    cos, sin = rounded(cos, w), rounded(sin, w)
-    w_low = tl.load(w + pair, mask=pair < P, other=0.0).to(tl.float32)
-    w_high = tl.load(w + D // 2 + pair, mask=pair < P, other=0.0).to(tl.float32)
-    low = _tile(rows, real, pair, P).to(tl.float32) * factor[:, None] * w_low
-    high = _tile(rows + D // 2, real, pair, P).to(tl.float32) * factor[:, None] * w_high
-    low, high = rounded(low, w), rounded(high, w)
-    k_low = rounded(low * cos, w) - rounded(high * sin, w)
-    k_high = rounded(high * cos, w) + rounded(low * sin, w)
-    return k_low.to(dtype), k_high.to(dtype)
-
-
-@triton.jit
 def _attended_latent(
-    q, q_head, w, freqs, caches, first, share, factors, FORM, CAPPED, GROUP, D, P, PP, M, DP, N, ROW
+    q, q_head, w, cache, c_slot, share, factors, CAPPED, GROUP, D, P, PP, M, DP, N, ROW
 ):
-    """`_attended` over a latent cache. `value`: rows of V and K's 2 P rotated dims (PP: padded), so
-    that one tile of V is both. `raw`, V = raw * rms: the reciprocal rms multiplies scores and
-    probabilities, and K's P rotated pairs (PP: padded) are made again."""
-    cache, rms, c_slot, r_slot = caches
+    """`_attended` over a latent cache, rows of V and K's 2 P rotated dims (PP: padded), so that one
+    tile of V is both."""
     lo, hi, origin, slots = share
     inner, outer = factors
     o, top, total = _no_keys(M, DP, N)
     h, cols, dims = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, PP)
     still = _still_query(_tile(q + h * q_head, h < GROUP, cols, D), w, cols, P, D)
     if P > 0:
-        if FORM == "value":
-            turned_dims = tl.where(dims < P, dims, dims + (D // 2 - P))
-            real = (h < GROUP)[:, None] & (dims < 2 * P)[None, :]
-            turned = tl.load(q + h[:, None] * q_head + turned_dims[None, :], mask=real, other=0.0)
-        else:
-            q_low = _tile(q + h * q_head, h < GROUP, dims, P)
-            q_high = _tile(q + D // 2 + h * q_head, h < GROUP, dims, P)
+        turned_dims = tl.where(dims < P, dims, dims + (D // 2 - P))
+        real = (h < GROUP)[:, None] & (dims < 2 * P)[None, :]
+        turned = tl.load(q + h[:, None] * q_head + turned_dims[None, :], mask=real, other=0.0)
     for at in range(lo, hi, N):
         i = at + tl.arange(0, N)
-        slot = _slots(i, origin, slots)
-        rows = cache + slot * c_slot
+        rows = cache + _slots(i, origin, slots) * c_slot
         v = _numbers(rows, i < hi, cols, 0, D, ROW, still)
         s = tl.dot(still, tl.trans(v), input_precision="ieee")
-        if FORM == "raw":
-            factor = tl.load(rms + slot * r_slot, mask=i < hi, other=0.0)
-            s *= factor[None, :]
-            if P > 0:
-                low, high = _turned_keys(rows, i < hi, factor, first + i, w, freqs, dims, P, D)
-                s = tl.dot(q_low, tl.trans(low), s, input_precision="ieee")
-                s = tl.dot(q_high, tl.trans(high), s, input_precision="ieee")
-        elif P > 0:
+        if P > 0:
             k = _numbers(rows, i < hi, dims, D, 2 * P, ROW, still)
             s = tl.dot(turned, tl.trans(k), s, input_precision="ieee")
         p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
-        if FORM == "raw":
-            p *= factor[None, :]
         o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
     return o, top, total
 
@@ -367,7 +312,6 @@ def _decode(
     q,
     ends,
     w,
-    freqs,
     keys,
     values,
     arrivals,
@@ -385,7 +329,7 @@ def _decode(
     v_head,
     inner,
     outer,
-    FORM: tl.constexpr,
+    LATENT: tl.constexpr,
     P: tl.constexpr,
     PP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -401,25 +345,25 @@ def _decode(
     STAGES: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """One share of one row and key head, grid (SPLITS, n, B). FORM: empty for K and V, or that of a
-    latent cache: `values` is None in `value`, and the reciprocal rms in `raw`."""
+    """One share of one row and key head, grid (SPLITS, n, B). LATENT: `keys` says V too, and
+    `values` is None."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first, lo, hi, used = _span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
     if split < used:
         q += row * q_row + head * GROUP * q_head
         keys += row * k_row + head * k_head
-        if FORM != "value":
+        if not LATENT:
             values += row * v_row + head * v_head
         share, factors = (lo, hi, (first % slots).to(tl.int32), slots), (inner, outer)
-        caches = (keys, values, k_slot, v_slot)
-        if FORM == "":
+        if not LATENT:
+            caches = (keys, values, k_slot, v_slot)
             h, sums = tl.arange(0, M), _no_keys(M, DP, N)
             query = _tile(q + h * q_head, h < GROUP, tl.arange(0, DP), D)
             o, top, total = _attended(query, caches, share, sums, factors, CAPPED, D, N, ROW)
         else:
             o, top, total = _attended_latent(
-                *(q, q_head, w, freqs, caches, first, share, factors),
-                *(FORM, CAPPED, GROUP, D, P, PP, M, DP, N, ROW),
+                *(q, q_head, w, keys, k_slot, share, factors),
+                *(CAPPED, GROUP, D, P, PP, M, DP, N, ROW),
             )
         work, pair = (parts, stats, arrivals), row * tl.num_programs(1) + head
         sums = (o, top, tl.sum(total, 1))
@@ -451,35 +395,14 @@ def factors(scale: float, softcap: float) -> tuple[float, float]:
     return (scale / softcap, softcap * log2(e)) if softcap else (scale * log2(e), 0.0)
 
 
-def _latent(form: str, q: Tensor, cache: Tensor, freqs: Tensor | None, n: int) -> dict[str, Any]:
+def _layout(q: Tensor, cache: Tensor, latent: bool, n: int) -> dict[str, Any]:
     """Return the constants of a cache's layout, with N: n, or fewer."""
     row = numbers_in(cache.shape[3]) if cache.dtype == torch.int8 else 0
-    if form != "value":
-        pairs = 0 if freqs is None else freqs.shape[0]
-        return {"P": pairs, "PP": max(16, power_of_2(max(pairs, 1))), "ROW": row, "N": n}
+    if not latent:
+        return {"P": 0, "PP": 16, "ROW": row, "N": n}
     pairs = ((row or cache.shape[3]) - q.shape[3]) // 2
     padded = max(CODES if row else 16, power_of_2(2 * pairs))
     return {"P": pairs, "PP": padded, "ROW": row, "N": min(n, CODED_KEYS) if row else n}
-
-
-def _keys_values(
-    form: str, caches: list[Tensor], w: Tensor | None, freqs: Tensor | None, end: Tensor, q: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return K and V of a cache, as the ops' references make them."""
-    if w is None or freqs is None:
-        return caches[0], caches[1]
-    if form == "value":
-        made: tuple[Tensor, Tensor] = keys_values_of_value(numbers(caches[0], q.dtype), w)
-        return made
-    half, pairs = w.shape[0] // 2, freqs.shape[0]
-    h = caches[0].float() * caches[1]
-    low, rest1, high, rest2 = (
-        (h * w.float()).to(w.dtype).split([pairs, half - pairs, pairs, half - pairs], -1)
-    )
-    angle = slot_positions(end, h.shape[0]).float()[..., None] * freqs
-    cos, sin = (x.to(w.dtype)[:, :, None] for x in (angle.cos(), angle.sin()))
-    turned = (low * cos - high * sin, rest1, high * cos + low * sin, rest2)
-    return torch.cat(turned, -1), h.to(w.dtype)
 
 
 @triton_op("g4ir::decode_attention", mutates_args={"arrivals"})
@@ -489,8 +412,6 @@ def decode_attention(
     w: Tensor | None,
     caches: list[Tensor],
     arrivals: Tensor,
-    freqs: Tensor | None,
-    form: str,
     window: int,
     scale: float,
     softcap: float,
@@ -506,14 +427,13 @@ def decode_attention(
     d is a multiple of 32 where they are codes; arrivals i64[B,n], 0 before and after. A row without
     tokens yields 0. splits: programs for each row and key head, each of at least block_n keys.
 
-    Of `attention_latent` in the form `value` or `raw`, else empty: w [d] the weight of K's norm, of
-    q's dtype as the table was; caches [C,B,n,d+2p], or [C,B,n,d] and f32 [C,B,n,1]; freqs f32[p]
-    the inverse frequencies of the rotated pairs, which only the form `raw` reads.
+    With w [d], the weight of K's norm, the op `attention_latent` over one cache [C,B,n,d+2p].
     """
     if not takes(q):
         arrivals.zero_()
+        both = caches if w is None else keys_values(numbers(caches[0], q.dtype), w)
         out: Tensor = attention.reference(
-            *(q, end[:, None] - 1, end, *_keys_values(form, caches, w, freqs, end, q)),
+            *(q, end[:, None] - 1, end, *both),
             window=window,
             scale=scale,
             softcap=softcap,
@@ -524,13 +444,13 @@ def decode_attention(
     parts, stats, sums = workspace(out, n, splits)
     keys, values = caches if len(caches) == 2 else (caches[0], None)
     strides = [*keys.stride()[:3], *((0, 0, 0) if values is None else values.stride()[:3])]
-    given = (q, end, w, freqs if form == "raw" else None, keys, values, arrivals, parts, stats, out)
+    given = (q, end, w, keys, values, arrivals, parts, stats, out)
     start(
         _decode,
         (splits, n, b),
         (*given, slots, q.stride(0), q.stride(2), *strides, *factors(scale, softcap)),
-        FORM=form,
-        **_latent(form, q, keys, freqs, block_n),
+        LATENT=w is not None,
+        **_layout(q, keys, w is not None, block_n),
         **constants(out, n, window, softcap),
         **sums,
         num_warps=warps,

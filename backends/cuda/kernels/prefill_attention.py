@@ -16,10 +16,6 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
     return attention_shape(n) if n.chunk and held == n["q"].type.dtype else None
 
 
-def _value_shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    return _shape(g, n, target) if n.attrs["form"] == "value" else None
-
-
 def _estimate(shape: Shape) -> Use:
     small = shape["d"] <= 256
     tile = {"block_m": 128, "block_n": 64} if small else {"block_m": 64, "block_n": 32}
@@ -35,17 +31,6 @@ def _attention(
     w, rows = (held[0], held[1:]) if len(held) % 2 else (None, held)
     given = (q, positions, written, w, list(rows))
     return prefill_attention(*given, **masking(n), **choice.use)
-
-
-def _raw(
-    run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, w: Any, *held: Any
-) -> Any:
-    """Attend over K and V that are made again, for all tiles of queries at once."""
-    from g4ir.backends.inductor.attention import keys_values_of_chunk
-
-    parts = len(n.caches)
-    old, fresh = keys_values_of_chunk(n, positions, written, w, held[:parts], held[parts:])
-    return _attention(run, n, choice, q, positions, written, *old, *fresh)
 
 
 def _sample(
@@ -95,13 +80,13 @@ REAL = [
     _sample(12, (40, 9), 64, 0, (8, 1), 512, 1 / 22, tile=(64, 16), parts=2),
 ]
 LATENT = [
-    *(_sample(17, (23, 0), 40, form="value", pairs=pairs) for pairs in (0, 4, 11, 16)),
-    _sample(10, (12, 3), 16, scale=1.0, softcap=3.0, form="value", pairs=3),
-    _sample(5, (16, 3), 40, 0, (8, 1), 64, form="value", pairs=8),
-    _sample(9, (30, 11), 32, 0, (3, 1), 24, form="value", pairs=5),
-    _sample(17, (59, 70), 24, 20, form="value"),
-    _sample(1, (12,), 16, form="value", pairs=2),
-    _sample(12, (40, 7), 64, 0, (8, 1), 512, 1 / 22, tile=(64, 32), form="value", pairs=64),
+    *(_sample(17, (23, 0), 40, pairs=pairs) for pairs in (0, 4, 11, 16)),
+    _sample(10, (12, 3), 16, scale=1.0, softcap=3.0, pairs=3),
+    _sample(5, (16, 3), 40, 0, (8, 1), 64, pairs=8),
+    _sample(9, (30, 11), 32, 0, (3, 1), 24, pairs=5),
+    _sample(17, (59, 70), 24, 20, pairs=4),
+    _sample(1, (12,), 16, pairs=2),
+    _sample(12, (40, 7), 64, 0, (8, 1), 512, 1 / 22, tile=(64, 32), pairs=64),
 ]
 
 KERNELS = (
@@ -118,22 +103,11 @@ KERNELS = (
     Kernel(
         op="attention_latent",
         starts={"prefill_attention_latent": 1},
-        rule=_value_shape,
+        rule=_shape,
         call=_attention,
         samples=tuple(LATENT),
         error=1e-5,
         differ=None,
         uses={"prefill_attention_latent": {"block_m": 64, "block_n": 32, "warps": 8, "stages": 3}},
-    ),
-    Kernel(
-        op="attention_latent",
-        starts={"prefill_attention": 1},
-        rule=_shape,
-        call=_raw,
-        samples=(_sample(9, (11, 4), 16, form="raw"), _sample(5, (40, 9), 8, 8, form="raw")),
-        error=1e-5,
-        differ=None,
-        uses={"prefill_attention": _estimate},
-        every_slot=True,  # K and V are made again
     ),
 )

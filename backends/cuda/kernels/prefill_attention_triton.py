@@ -20,7 +20,7 @@ import triton.language as tl
 from torch.library import triton_op
 
 from g4ir.ops.attention import attention
-from g4ir.ops.latent import keys_values_of_value
+from g4ir.ops.latent import keys_values
 
 from .launch import blocks, power_of_2, start, takes, tanh
 
@@ -259,12 +259,12 @@ def prefill_attention(
     two) and `block_n` keys of a tile, powers of two from 16; `parts` programs that share V's
     columns, each with all scores, where the sums of a tile would not fit the registers of one.
 
-    With w [d], the weight of K's norm, the op `attention_latent`, form `value`: a cache [C,B,n,d +
+    With w [d], the weight of K's norm, the op `attention_latent`: a cache [C,B,n,d +
     2p] and its own rows [B,S,n,d + 2p]. K is not made again: a tile of V serves both products. Its
     unrotated dims meet q * w, rounded to the dtype, where the op's reference rounds V * w.
     """
     if not takes(q):
-        whole = held if w is None else [x for rows in held for x in keys_values_of_value(rows, w)]
+        whole = held if w is None else [x for rows in held for x in keys_values(rows, w)]
         given = (q, positions, written, *whole)
         made: Tensor = attention.reference(*given, window=window, scale=scale, softcap=softcap)
         return made

@@ -75,7 +75,7 @@ CASES = [
     (4, 2, 256, 3, (5, 1023), (1, 1), 64),
 ]
 #: form of the caches, and whether V has a projection of its own
-FORMS = [("plain", True), ("plain", False), ("unnormed", True), ("value", False), ("raw", False)]
+FORMS = [("plain", True), ("plain", False), ("unnormed", True), ("value", False)]
 
 
 def _heads(b: int, d: int) -> tuple[str, ...]:
@@ -86,16 +86,14 @@ def _sample(form: str, values: bool, case: tuple[Any, ...]) -> Sample:
     heads, kv, d, slots, start, lengths, pairs = case
     b, pairs = len(start), pairs if form == "value" else 0
     sizes = {"heads": heads, "kv_heads": kv, "values": values, "pairs": pairs}
-    caches = {"value": ("T", d + 2 * pairs), "raw": ("T", d, "f32", 1)}
-    held = caches.get(form, ("T", d, "T", d))
-    rows = zip(held[::2], held[1::2], strict=True)
+    widths = [d + 2 * pairs] if form == "value" else [d, d]
     return Sample(
         (
             f"T[{b},1,{(heads + kv * (1 + values)) * d}]",
             f"*T[{d}]",
             *_heads(b, d),
             *[f"i64[{b}]"] * 2,
-            *(f"{t}[{slots},{b},{kv},{w}]" for t, w in rows),
+            *(f"T[{slots},{b},{kv},{w}]" for w in widths),
         ),
         {"form": form, "eps": 1e-6, **sizes},
         {"warps": 1},

@@ -8,7 +8,7 @@ started before the first sum. Query programs also zero the counters of the atten
 Error budget. The roundings are those of the ops `rms_norm` and `rope`; the order in which squares
 are added differs, and the reciprocal root, within two fp32 units. An fp32 result is within 1e-6 of
 the head's rms. A bf16 result equals the op's but for one value in some thousand, by one unit, which
-a rotation passes on to both elements of the pair. The form `raw` stores the projection's bits.
+a rotation passes on to both elements of the pair.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch.library import triton_op
 
 from g4ir.ops.attention import cache_write
-from g4ir.ops.latent import inverse_rms, latent_row
+from g4ir.ops.latent import latent_row
 from g4ir.ops.norm import rms_norm
 from g4ir.ops.qkv import APART
 from g4ir.ops.rope import rope
@@ -136,9 +136,8 @@ def _qkv_write(
         turned = is_key & (i < (P if FORM == "value" else D // 2))
         place, length = tl.load(start + row), tl.load(lengths + row)
         low, high = _halves(x, i, keep, D)
-        if FORM != "raw":
-            w, c = _halves(norm_k, i, turned, D), _halves(cos, i, turned, D)
-            s = _halves(sin, i, turned, D)
+        w, c = _halves(norm_k, i, turned, D), _halves(cos, i, turned, D)
+        s = _halves(sin, i, turned, D)
         r = _reciprocal_rms(low, high, eps, D)
         # after the loads, which would wait for it; a division of 64 bits is a slow loop
         slot, j = (place.to(tl.int32) % slots).to(tl.int64), (head - HEADS) % KV
@@ -146,21 +145,17 @@ def _qkv_write(
         to = _slot(first, slot, row, j, slot_1, row_1, head_1)
         if FORM != "value":
             also = _slot(second, slot, row, j, slot_2, row_2, head_2)
-        if FORM == "raw":
-            _put(to, low, high, i, keep, D // 2)
-            tl.store(also, r, mask=length > 0)
-        else:
+        v_low, v_high = low, high
+        low, high = low * r, high * r
+        k_low, k_high = _rotated(low, high, w, c, s, first)
+        if FORM != "unnormed":
             v_low, v_high = low, high
-            low, high = low * r, high * r
-            k_low, k_high = _rotated(low, high, w, c, s, first)
-            if FORM != "unnormed":
-                v_low, v_high = low, high
-            if FORM == "value":
-                _put(to, v_low, v_high, i, keep, D // 2)
-                _put(to + D, k_low, k_high, i, turned, P)
-            else:
-                _put(to, k_low, k_high, i, turned, D // 2)
-                _put(also, v_low, v_high, i, keep & (is_key != VALUES), D // 2)
+        if FORM == "value":
+            _put(to, v_low, v_high, i, keep, D // 2)
+            _put(to + D, k_low, k_high, i, turned, P)
+        else:
+            _put(to, k_low, k_high, i, turned, D // 2)
+            _put(also, v_low, v_high, i, keep & (is_key != VALUES), D // 2)
 
 
 def _start(
@@ -226,8 +221,6 @@ def _rows(
     eps: float,
 ) -> list[Any]:
     """Return the rows that the caches of a form hold of the projections k, v [B,1,n,d]."""
-    if form == "raw":
-        return [k, inverse_rms.reference(k, eps=eps)]
     key = _norm_rope(k, norm_k, cos, sin, eps)
     value = v if form == "unnormed" else rms_norm.reference(v, eps=eps)
     return [key, value] if form in APART else [latent_row.reference(value, key, pairs=pairs)]
@@ -257,10 +250,9 @@ def qkv_write(
     qkv [B,1,(nq + n [+ n]) d]: query heads, key heads, value heads if `values`; otherwise V is of
     the keys' projection. norm_q, norm_k [d]; cos, sin [B,1,d]; start i64[B] the position of the
     token, below 2^31, and so its slot, modulo C; lengths i64[B], 0 for a row that leaves its caches
-    as they are and 1 for the others. caches [C,B,n,*], any strides but the last, of one of four
+    as they are and 1 for the others. caches [C,B,n,*], any strides but the last, of one of three
     forms: `plain` k, v of width d; `unnormed` the same, v as projected; `value` one of d + 2 pairs,
-    the `latent_row`; `raw` the projection, d, and its reciprocal rms, f32, 1. The zeros are
-    counters of the attention that reads the caches.
+    the `latent_row`. The zeros are counters of the attention that reads the caches.
     """
     d = norm_q.shape[0]
     if not takes(qkv):
