@@ -55,7 +55,6 @@ from g4ir.weights.random import RandomCheckpoint, WithDrafter
 
 from . import artefact
 from .calibration import CalibrationText, column_moments
-from .digests import remembered_digest
 from .drafters import find_drafter
 from .engine import TOKENIZER, Engine, read_tokenizer
 from .float16_trial import try_float16, why_untried
@@ -400,12 +399,12 @@ def _weights(
     seed = o.random_weights
     if adapters:
         merged = (
-            artefact.MergedAdapter(Line(a.path.resolve()), a.factor, remembered_digest(a.weights))
+            artefact.MergedAdapter(Line(a.path.resolve()), a.factor, sha256(a.weights))
             for a in adapters
         )
         return artefact.MergedWeights(adapters=tuple(merged))
     if isinstance(source, Checkpoint) and o.link_weights:
-        files = {name: remembered_digest(p) for name, p in linked_files(source).items()}
+        files = {name: sha256(p) for name, p in linked_files(source).items()}
         return artefact.LinkedWeights("linked", Line(source.directory.resolve()), files)
     if isinstance(source, Checkpoint) or (packs and seed is not None):
         return artefact.PackedWeights(seed=seed)
@@ -490,8 +489,7 @@ def _pack(p: Prepared, folder: Path, progress: Progress) -> artefact.Grid | None
 
 
 def _stored(file: Path) -> artefact.StoredFile:
-    large = file.name.endswith(artefact.WEIGHT_FILES)
-    return artefact.StoredFile((remembered_digest if large else sha256)(file), file.stat().st_size)
+    return artefact.StoredFile(sha256(file), file.stat().st_size)
 
 
 def _manifest(
