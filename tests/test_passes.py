@@ -41,7 +41,6 @@ from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.match import Note, ignore
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
-from g4ir.passes.scale_residual import ScaleOptions
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.parts import Moe
@@ -124,7 +123,6 @@ SPECS: dict[str, Callable[[], Spec]] = {
 }
 LATENT = ("value", "raw")
 #: the residual stream divided
-SCALED = "scaled"
 #: passes for steps that are a chain of kernels on a GPU, of one row here
 GPU, CHAINED = "gpu", tuple(GPU_ROWS)
 SKIPS = {
@@ -135,9 +133,6 @@ SKIPS = {
     **dict.fromkeys(LATENT, ()),
     **{f"{form} alone": tuple(q for q in PASSES if q != "latent_kv") for form in LATENT},
     **{f"{form} without plan_cache": ("plan_cache",) for form in LATENT},
-    SCALED: (),
-    f"{SCALED} alone": tuple(q for q in PASSES if q != "scale_residual"),
-    f"{SCALED} without fuse_norm_residual": ("fuse_norm_residual",),
     GPU: (),
     **{f"{GPU} without {p}": (p,) for p in ("fuse_norm_residual", "fuse_glu", *CHAINED)},
 }
@@ -148,8 +143,7 @@ def options(skip: str) -> PassOptions:
     form = skip.partition(" ")[0]
     if form == GPU:
         return PassOptions(gpu_rows=1)
-    records: dict[str, Any] = {SCALED: ScaleOptions(16)}
-    records |= {to: NarrowOptions(to) for to in NARROW}
+    records: dict[str, Any] = {to: NarrowOptions(to) for to in NARROW}
     records |= {to: ActivationOptions(to) for to in ACTIVATIONS}
     records |= {latent: LatentOptions(latent) for latent in LATENT}
     return PassOptions((records[form],) if form in records else ())
@@ -175,7 +169,7 @@ def coded(spec: str) -> Program:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("form", ["off", *LATENT, "i8", "int8", SCALED, GPU])
+@pytest.mark.parametrize("form", ["off", *LATENT, "i8", "int8", GPU])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str) -> None:
@@ -306,7 +300,6 @@ KINDS: dict[str, tuple[Callable[[str], Program], tuple[str, ...], PassOptions]] 
     "raw": (program, PHASES, PassOptions((LatentOptions("raw"),))),
     "int8 KV cache": (program, PHASES, PassOptions((NarrowOptions("i8"),))),
     "int8 weights and activations": (coded, PHASES, PassOptions((ActivationOptions("int8"),))),
-    "float16 range": (program, PHASES, PassOptions((ScaleOptions(16),))),
 }
 
 
@@ -365,7 +358,7 @@ def test_skip_until_and_dump() -> None:
     g = program("tiny-dense").graphs["prefill"]
     seen: list[str] = []
     out = run_passes(g, skip=["fuse_qkv"], until="fuse_gate_up", dump=lambda p, _: seen.append(p))
-    assert seen == ["scale_residual", "share_rope_tables", "fuse_gate_up"]
+    assert seen == ["share_rope_tables", "fuse_gate_up"]
     assert count(out, "glu_packed") == 6 and not count(out, "split", "norm_rope")
     assert run_passes(g, until="share_rope_tables", skip=["share_rope_tables"]) == g
 

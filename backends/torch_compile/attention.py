@@ -134,11 +134,9 @@ def _is_few(m: Run, n: Node, chunk: tuple[Tensor, ...]) -> bool:
 def _attend_few(
     n: Node, q: Tensor, positions: Tensor, written: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """Attend where keys and values lie; of fp16, in fp32, rounded once."""
-    rows = q.float() if q.dtype == torch.float16 else q
-    window = n.whole("window")
-    out = torch.ops.g4ir.attend(rows, positions, written, keys, values, window, n.number("scale"))
-    return out.to(q.dtype)
+    """Attend where keys and values lie."""
+    window, scale = n.whole("window"), n.number("scale")
+    return torch.ops.g4ir.attend(q, positions, written, keys, values, window, scale)
 
 
 def _has_chunk_kernel(m: Run, q: Tensor) -> bool:

@@ -163,9 +163,7 @@ def pass_options(args: argparse.Namespace) -> PassOptions:
         kv = resolve.find_kv_dtype(args.kv_dtype, spec.dtype)
         form = resolve.find_latent(args.latent_kv or PLAIN, spec, "cpu", spec.dtype, 1, kv)
         drafted, rows = drafted_tokens(args), _gpu_rows(args)
-        given, divisor = args.quant_activations, args.residual_scale
-        divisor = 1 if divisor is None else divisor
-        return resolve.pass_options(form, kv, given, drafted, gpu_rows=rows, divisor=divisor)
+        return resolve.pass_options(form, kv, args.quant_activations, drafted, gpu_rows=rows)
     return engine.options
 
 

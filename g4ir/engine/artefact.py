@@ -53,7 +53,7 @@ from g4ir.weights.checkpoint import CONFIG, GGUF, sha256
 from g4ir.weights.gguf.container import is_gguf
 from g4ir.weights.origin import OF_DIRECTORY
 
-FORMAT = 18
+FORMAT = 19
 MANIFEST = "manifest.json"
 SPEC, DRAFTER = "spec.yaml", "drafter.yaml"
 #: part of the name of an unfinished directory
@@ -512,7 +512,7 @@ def _stored_params(
 
 def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
     """Return the command that builds an engine again, with its own settings."""
-    scale, ring, latent, narrow, activations = (m.options.of(type(o)) for o in OPTIONS.values())
+    ring, latent, narrow, activations = (m.options.of(type(o)) for o in OPTIONS.values())
     linked = m.weights if isinstance(m.weights, LinkedWeights) else None
     drafter = path / DRAFTER if m.seed is not None else "DRAFTER"
     given = {
@@ -529,7 +529,6 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
         "--latent-kv": latent.form,
         "--kv-dtype": KV_NAMES.get(narrow.to),
         "--quant-activations": activations.to if activations.to != OFF else None,
-        "--residual-scale": scale.divisor if scale.divisor != 1 else None,
         "--draft-tokens": ring.slack or None,
         "--drafter": drafter if m.drafter_digest else None,
         "--ple-placement": m.ple_placement,

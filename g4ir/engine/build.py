@@ -29,7 +29,6 @@ from g4ir.model.media import Media, find_media
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import has_blocks
 from g4ir.ops.codecs import CALIBRATED
-from g4ir.ops.finite import TOO_LARGE
 from g4ir.ops.kv_quant import NARROW
 from g4ir.ops.types import torch_dtype
 from g4ir.passes import Acted, Dump
@@ -57,7 +56,6 @@ from . import artefact
 from .calibration import CalibrationText, column_moments
 from .drafters import find_drafter
 from .engine import TOKENIZER, Engine, read_tokenizer
-from .float16_trial import try_float16, why_untried
 from .load import described, linked_files, load_engine
 from .prompts import read_defaults
 from .trust import record_built
@@ -310,7 +308,6 @@ def _resolved(
         drafted=resolve.find_draft_tokens(o.draft_tokens, limits.max_seq, drafter is not None),
         keep=layers_read(spec, drafter),
         gpu_rows=backend.fused_rows(limits.max_batch, device, o.settings or {}),
-        divisor=o.residual_scale,
     )
     resolve.check_supported(backend, o, options, limits)
     return Resolved(
@@ -456,11 +453,6 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
             grid = p.donor.grid if p.donor else _pack(p, folder, progress)
             files = packings.rank_files(folder.glob("*.safetensors"), 0)
             params = packings.StoredParams.open(files)
-        if untried := why_untried(p):
-            log.warning("%s, and no text was tried: %s", TOO_LARGE, untried)
-        elif p.dtype == "f16":
-            progress("trying float16 on a text")
-            try_float16(p, params)
         start, told = time.perf_counter(), prefixed(progress, "build")
         task = Task(p.packing.program, p.limits, p.device, folder, params, told, memory=p.memory)
         compiled = p.backend.compile(task, p.settings)
