@@ -202,6 +202,6 @@ def test_the_command_of_ranks() -> None:
     assert told["time_us"] == pytest.approx(want.us, abs=0.1) and told["ranks"] == 4
     said = f"26b-a4b decode on one of 4 h200, 1 row of 1K tokens\n{len(want.launches)} launches"
     assert said in g4ir(*words).out
-    kernels = json.loads(g4ir(*words[:-1], "--kernels", "--json").out)["rows"]
+    kernels = json.loads(g4ir("kernels", *words[1:-1], "--json").out)["rows"]
     found = {r["op"]: (r["nodes"], r["starts"]) for r in kernels if "all_" in r["op"]}
     assert found == {"all_reduce": (60, 0), "all_gather": (1, 0)}
