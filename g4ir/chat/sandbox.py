@@ -35,8 +35,8 @@ MAX_BITS, MAX_DIGITS, MAX_STRIPPED = 4096, 3, 256
 MAX_INDENT = 16
 #: bytes of an element of a list, and between two looks at the clock
 ELEMENT, TICK = 64, 64 << 10
-VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
-CONTAINERS: tuple[type, ...] = (list, tuple, dict, set, frozenset, range, *VIEWS)
+VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+CONTAINERS: tuple[Any, ...] = (list, tuple, dict, set, frozenset, range, *VIEWS)
 
 
 METHODS = (BuiltinMethodType, MethodType)
@@ -350,12 +350,12 @@ class _Checked(NodeTransformer):
         self.generic_visit(node)
         return _filter(nodes.List(node.nodes, lineno=node.lineno), "concatenated")
 
-    def visit_List(self, node: nodes.List) -> nodes.Node:
+    def visit_List(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
         return _filter(node, "built")
 
     def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        return self.visit_List(node)  # type: ignore[arg-type]
+        return self.visit_List(node)
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
@@ -370,7 +370,7 @@ class _Checked(NodeTransformer):
         return _filter(node.node, "sliced", *ends)
 
 
-def _filter(node: nodes.Expr, name: str, *args: nodes.Expr) -> nodes.Filter:
+def _filter(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, [*args], [], None, None, lineno=node.lineno)
 
 
@@ -424,7 +424,8 @@ class Environment(ImmutableSandboxedEnvironment):
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         if not isinstance(value, METHODS) or super().wrap_str_format(value) is None:
             return None
-        text, mapping = value.__self__, value.__name__ == "format_map"
+        text: Any = value.__self__
+        mapping = value.__name__ == "format_map"
 
         def formatted(*args: Any, **named: Any) -> str:
             given = args[0] if mapping else named
