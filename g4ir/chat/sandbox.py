@@ -189,7 +189,7 @@ def _indented(text: str, width: Any = 4, *_: Any, **__: Any) -> int:
 
 def _joined(parts: Any, separator: Any = "", *_: Any, **__: Any) -> int:
     budget = _budget()
-    length = len(parts) if isinstance(parts, (str, *CONTAINERS)) else 0
+    length = len(parts) if hasattr(parts, "__len__") else 0
     return budget.size(parts) + length * budget.size(separator)
 
 
@@ -198,7 +198,7 @@ def _formatted(text: str, *args: Any, **named: Any) -> int:
     if re.search(rf"%[^%a-zA-Z]*(?:\d{{{MAX_DIGITS + 1}}}|\*)", text):
         raise LimitError("it formats with a width of more than 999")
     largest = max(map(_budget().size, (*args, *named.values())), default=0)
-    return len(text) + text.count("%") * (largest * 10 + 10**MAX_DIGITS)
+    return len(text) + text.count("%") * (largest + 10**MAX_DIGITS)
 
 
 #: methods of text, and filters, that make a larger one: a bound of its characters by the arguments
@@ -237,7 +237,7 @@ def _checked(name: str, value: Any, args: tuple[Any, ...], named: Mapping[str, A
     if name in TEXTS:
         budget.make(TEXTS[name](value, *args, **named))
     elif name == "join":
-        budget.make(_joined(value, *args[:1], *list(named.values())[:1]))
+        budget.make(_joined(value, *args[:1] or (named.get("d", ""),)))
     elif name == "sum" and not isinstance((*args[1:], named.get("start", 0))[0], int | float):
         raise LimitError("filter sum: adds numbers alone")
     return value
