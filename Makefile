@@ -18,7 +18,7 @@ PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist load
 export PYTHONDONTWRITEBYTECODE =
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo demo-real test units check near test-full test-real test-vllm test-clients test-wheel test-versions cuda-programs coverage mutants lint lines bench clean distclean
+.PHONY: setup demo demo-real test units check near test-full test-real test-vllm test-clients test-wheel test-versions coverage mutants lint lines bench clean distclean
 
 setup: $(READY)
 
@@ -102,22 +102,6 @@ $(PEFT): | $(READY)
 # Texts, token ids and likelihoods of both, adapters, and plans for RTX GPUs: minutes, npm, and a download. See tests/real.
 test-real: $(READY) $(REAL_MODEL) $(REAL_TOKENIZER) $(PEFT)
 	PYTHONPATH=$(PEFT) $(BIN)/python -m pytest -q tests/real/real.py tests/real/adapters.py tests/real/rtx.py
-
-# The engines' CUDA programs, built for a GPU that is not there: see tests/cuda_programs/build.py. Its
-# environment takes about 3 GB more from the index: the CUDA build of torch that the GPU machines have.
-# The headers of the last two are no dependency of torch, and its C++ part includes them.
-CUDA_ENV    = build/cuda-env
-CUDA_PIP    = $(CUDA_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile
-CUDA_TORCH  = torch==2.11.0
-
-cuda-programs: $(CUDA_ENV)/.ready
-	$(CUDA_ENV)/bin/python -m tests.cuda_programs.build $(CUDA_ARGS)
-
-$(CUDA_ENV)/.ready: pyproject.toml
-	$(PYTHON) -m venv $(CUDA_ENV)
-	$(CUDA_PIP) $(CUDA_TORCH) 'setuptools>=77' 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
-	$(CUDA_PIP) --no-build-isolation -e .
-	@touch $@
 
 # The tests of g4ir-vllm, in an environment of their own: vLLM, of which none of the kernels is used,
 # and what it imports, without what its wheel asks for beside (see g4ir-vllm/README.md).

@@ -1,5 +1,5 @@
 # What engines, their kernels and the scripts in bench/ need on an H100 or H200, one version of each
-# of those that pyproject.toml takes: the torch that `make cuda-programs` builds with, the TensorRT
+# of those that pyproject.toml takes: a torch, the TensorRT
 # whose signatures the backend is compared with. The driver has to be as new as their CUDA.
 #
 #     docker build -f docker/cuda.Dockerfile -t g4ir-cuda .

@@ -12,7 +12,7 @@ from g4ir.ir.rewrite import rebuild
 
 from .match import Note, ignore
 
-AFTER = "scale_residual"  # which comes first
+AFTER = None  # the first
 _SHARED = "rope"
 
 

@@ -257,7 +257,7 @@ def test_commands(dense: Path, tmp_path: Path) -> None:
     words = (*WORDS, "--checkpoint", dense, "--out", tmp_path / "e")
     made = command(*words, "--adapter", f"{folder}=0.5", "--adapter", folder)
     assert made.code == 0, made.err
-    shown = command("show", tmp_path / "e", "--provenance")
+    shown = command("inspect", tmp_path / "e")
     assert f"with 0.5 x {folder}, with 1 x {folder}" in shown.out
     assert "which --adapter changes" in refused(
         *words[:-1], tmp_path / "l", "--link-weights", "--adapter", folder

@@ -363,7 +363,7 @@ def test_pasted_lines_are_one_message_and_history_is_kept(
     history.mkdir(mode=0o700, parents=True)
     (tmp_path / "cache").chmod(0o700)
     (history / "chat-history").write_text("from before\n")
-    t = at_terminal([THINKING, WORDS, WORDS, THINKING], "--hide-thoughts")
+    t = at_terminal([THINKING, WORDS, WORDS, THINKING], "--hide-reasoning")
     t.ask(UP)
     before = t.until("hi €\r\n")
     assert "(thinking)" in before and "hm" not in before and "from before" in before

@@ -14,7 +14,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g4ir.chat import Answer, Budget, Piece, Reader, TokenStream, Vocabulary, call_id, make_prompt
+from g4ir.chat import (
+    Answer,
+    Piece,
+    Reader,
+    ReasoningBudget,
+    TokenStream,
+    Vocabulary,
+    call_id,
+    make_prompt,
+)
 from g4ir.chat.prompt import find
 from g4ir.chat.special_tokens import CALL, CALL_END, CONTROLS, QUOTE, RESPONSE, TURN_END
 from g4ir.errors import InputError
@@ -314,13 +323,13 @@ def test_a_budget_ends_thoughts() -> None:
     tokens = {"o": opened, "c": closed, "n": newline, "w": word, ".": None}
     tokens |= {str(i): token for i, token in enumerate(byte)}
     for limit, answer, forced in CALLS["budgets"]:
-        budget, found = Budget(WORDS, limit), list[Any]()
+        budget, found = ReasoningBudget(WORDS, limit), list[Any]()
         for letter in answer.split():
             budget.push(tokens[letter])
             found.append(budget.forced())
         assert found == [tokens[letter] for letter in forced.split()], answer
-    assert Budget(WORDS, 0, inside=True).forced() == closed
+    assert ReasoningBudget(WORDS, 0, inside=True).forced() == closed
     with pytest.raises(InputError, match="budget -1"):
-        Budget(WORDS, -1)
+        ReasoningBudget(WORDS, -1)
     with pytest.raises(InputError, match=r"no <\|channel>"):
-        Budget(Vocabulary(tokenizer()), 1)
+        ReasoningBudget(Vocabulary(tokenizer()), 1)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -161,51 +163,42 @@ def test_the_built_in_template_refuses_unknown_options() -> None:
 def test_hostile_templates_are_the_callers_error(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.2)
-    monkeypatch.setattr(sandbox, "MOST_TEXT", 1 << 18)
+    """Within the time, and without a large value: the process is the server's own."""
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(sandbox, "MAX_TEXT", 1 << 18)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.monotonic()
     with pytest.raises(InputError, match=r"own\.jinja.*template") as refused:
         render(HI, None, own(TABLES["hostile"][name]))
     assert len(str(refused.value)) < 600
+    assert time.monotonic() - started < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 700 << 10
     assert render(HI, None, own()).endswith("<|turn>model\n")
 
 
-def test_an_interrupted_rendering_is_not_the_next_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    box = sandbox.Sandbox()
-    assert box.render("{{ x }}", "a", {"x": 1}) == "1"
-    process = box._process
-    assert process is not None and process.stdout is not None
+def test_hostile_templates_end_in_threads_too() -> None:
+    """Each thread has limits of its own; a template that ends at one leaves none behind."""
+    failed: list[str] = []
 
-    def interrupted() -> str:
-        raise KeyboardInterrupt
+    def hostile() -> None:
+        with pytest.raises(InputError) as refused:
+            render(HI, None, own("{{ 'a' * 10**10 }}"))
+        failed.append(str(refused.value))
+        assert render(HI, None, own()).endswith("<|turn>model\n")
 
-    monkeypatch.setattr(process.stdout, "readline", interrupted, raising=False)
-    with pytest.raises(KeyboardInterrupt):
-        box.render("{{ x }}", "a", {"x": 2})
-    assert process.poll() is not None
-    assert box.render("{{ x }}", "a", {"x": 3}) == "3"
-    box.close()
+    threads = [threading.Thread(target=hostile) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(failed) == 4 and all("of more than 4194304 characters" in x for x in failed)
 
 
-def test_a_killed_process_refuses_no_conversation() -> None:
-    """Killed while it was idle, or once while it rendered; a template that always ends it is
-    refused."""
-    box = sandbox.Sandbox()
-    for _ in range(2):
-        assert box.render("{{ x }}", "a", {"x": 1}) == "1"
-        assert box._process is not None
-        box._process.kill()
-        box._process.wait()
-    slow = "{% for a in range(1000) %}{% for b in range(1000) %}{% endfor %}{% endfor %}done"
-    timer = threading.Timer(0.2, lambda: box._process and box._process.kill())
-    assert box.render("1", "a", {}) == "1"
-    timer.start()
-    assert box.render(slow, "a", {}) == "done"
-    timer.join()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sandbox, "python", lambda *_: ["true"])
-        box.close()
-        with pytest.raises(sandbox.TemplateError, match="its process ended with status 0"):
-            box.render("1", "a", {})
+def test_a_template_cannot_change_the_callers_messages() -> None:
+    messages = [{"role": "user", "content": "Hi", "extra": [1]}]
+    with pytest.raises(InputError):
+        render(messages, None, own("{{ messages[0].update({'role': 'x'}) }}"))
+    assert messages == [{"role": "user", "content": "Hi", "extra": [1]}]
 
 
 def test_templates_render_as_transformers_renders_them() -> None:

@@ -216,7 +216,7 @@ def test_build_options(tmp_path: Path) -> None:
     assert manifest["skipped_passes"] == ["fuse_qkv", "plan_cache"]
     kept = {"latent_kv": {"form": "value", "keep": []}, "narrow_kv": {"to": "off"}}
     kept |= {"quantize_activations": {"to": "off"}, "plan_cache": {"slack": 0}}
-    assert manifest["options"] == kept | {"scale_residual": {"divisor": 1}}
+    assert manifest["options"] == kept
     for after in ((), ("--after", "latent_kv")):
         assert "attention_latent(" in ok("show", out, *after)
     given = ("show", out, "--latent-kv", "value", "--after", "latent_kv")
@@ -277,7 +277,6 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     lines = dict(line.split(maxsplit=1) for line in text.splitlines())
     assert text.startswith("would build here\n") and lines["param_bytes"] == "1.16 MiB"
     usual = {"disk_bytes", "media", "ple_placement", "settings", "short", "ranks", "latent_kv"}
-    usual |= {"residual_scale"}
     assert not usual & lines.keys()
     words = ("--variant", "tiny-media", "--random-weights", "0", "--dry-run")
     text = ok(*BUILD, *words, "--out", tmp_path / "a")

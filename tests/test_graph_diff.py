@@ -1,4 +1,4 @@
-"""`show --diff`, `show --against` and `show --why`: what changed, where, and why not."""
+"""`show --diff`, `show --compare` and `show --why`: what changed, where, and why not."""
 
 from __future__ import annotations
 

@@ -30,8 +30,10 @@ from g4ir.backends.cuda.kernel_cases import (
     operands,
     run_case,
 )
+from g4ir.backends.cuda.kernels import KERNELS
 from g4ir.backends.cuda.kernels.assembly import compile_for
-from g4ir.backends.cuda.kernels.launch import recorded
+from g4ir.backends.cuda.kernels.base import Kernel
+from g4ir.backends.cuda.kernels.launch import Launch, recorded
 from g4ir.backends.cuda.kernels.resources import SHARED_BYTES, Resources, resources
 from g4ir.backends.inductor.compile import _TRACE as TRACE
 from g4ir.backends.inductor.compile import INDUCTOR, exported
@@ -44,6 +46,7 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import split_program
 from tests.cases import TABLES
 from tests.configs import VARIANTS, short, spec_called
+from tests.interpreted.samples import Try
 from tests.runner import built_program
 
 MODELS = (("tiny-moe", "off"), ("tiny-ple", "off"), ("31b-small", "value"))
@@ -325,6 +328,26 @@ def test_kernels_fit_hopper(name: str) -> None:
     # However few bits a weight has, it is read in whole lines.
     products = [r for r in found if r.kernel in ("_skinny", "_gate_up", "_down", "_dequantize")]
     assert products and all(r.wide_loads for r in products)
+
+
+def sample_launches(kernel: Kernel) -> list[Launch]:
+    """Return what a kernel starts on a sample of its record."""
+    one = Try(kernel, kernel.samples[0], "bf16")
+    with recorded() as launches:
+        kernel.call(*one.arguments(), *one.ours)
+    return launches
+
+
+def test_each_kernel_compiles_for_hopper() -> None:
+    """Once, with the constants of a layer of 26b-a4b, or of its record's sample if such a layer has
+    none; with the constants of every step: at length, below."""
+    cases = [*real_cases(("26b-a4b+int4",), (1, 8)), *real_cases(("26b-a4b",), (1,))]
+    launches = {launch[0].__name__: launch for case in cases for launch in launches_of_case(case)}
+    done = {case.graph.nodes[-1].op for case in cases}
+    for kernel in KERNELS:
+        for launch in sample_launches(kernel) if kernel.op not in done else ():
+            launches.setdefault(launch[0].__name__, launch)
+    check([resources(launch) for launch in launches.values()])
 
 
 @pytest.mark.parametrize("held", short("f8e4m3", of=("i8", "f8e4m3")))

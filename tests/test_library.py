@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 import g4ir
-from g4ir.artefact import digests
 from g4ir.backends.trt.kernel_cache import SUFFIX
 from g4ir.builder import library
 from g4ir.builder.library import cached_engines, engines_root, find_engine, keep_below, remove
@@ -430,18 +429,6 @@ def test_without_hard_links(model: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len({f.read_bytes() for path in paths for f in weight_files(path)}) == 1
     for path in paths:
         g4ir.load_engine(path, check_weights=True).close()
-
-
-def test_large_files_are_not_read_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linking changes a file's time of change, and its digest stays known."""
-    monkeypatch.setattr(digests, "LARGE", 1)
-    find_engine(model, SMALL)
-    hashed: list[Path] = []
-    whole = digests.sha256
-    monkeypatch.setattr(digests, "sha256", lambda f: (hashed.append(f), whole(f))[1])
-    second = find_engine(model, replace(SMALL, max_seq=32))
-    g4ir.load_engine(second, check_weights=True).close()
-    assert not [f for f in hashed if f.name.startswith("weights-")]
 
 
 def test_an_engine_that_is_removed_between_two_locks(

@@ -27,7 +27,6 @@ from g4ir.parallel.table import FIRST, Share, can_share, check_ranks, part_of
 from g4ir.passes import PassOptions, run_passes, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.plan_cache import RingOptions
-from g4ir.passes.scale_residual import ScaleOptions
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.spec.record import Spec, load_spec
@@ -207,12 +206,10 @@ def test_ranks_agree_with_one(
         assert distance(got[0], want) < most
 
 
-#: name -> options: caches of a rank's key heads, sums of parts that are divided already
+#: name -> options: caches of a rank's key heads
 OPTIONAL = {
     ("tiny-dense", "value"): SLACK.changed(LatentOptions("value")),
     ("tiny-moe", "value"): SLACK.changed(LatentOptions("value")),
-    ("tiny-moe", "scaled"): SLACK.changed(ScaleOptions(16)),
-    ("tiny-ple", "scaled"): SLACK.changed(ScaleOptions(16)),
 }
 
 

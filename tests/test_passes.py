@@ -39,7 +39,6 @@ from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.match import Note, ignore
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
-from g4ir.passes.scale_residual import ScaleOptions
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.parts import Moe
@@ -122,7 +121,6 @@ SPECS: dict[str, Callable[[], Spec]] = {
 }
 LATENT = ("value",)
 #: the residual stream divided
-SCALED = "scaled"
 SKIPS = {
     "none": (),
     "all": PASSES,
@@ -131,17 +129,13 @@ SKIPS = {
     **dict.fromkeys(LATENT, ()),
     **{f"{form} alone": tuple(q for q in PASSES if q != "latent_kv") for form in LATENT},
     **{f"{form} without plan_cache": ("plan_cache",) for form in LATENT},
-    SCALED: (),
-    f"{SCALED} alone": tuple(q for q in PASSES if q != "scale_residual"),
-    f"{SCALED} without fuse_norm_residual": ("fuse_norm_residual",),
 }
 
 
 def options(skip: str) -> PassOptions:
     """The options of a pipeline of SKIPS, which its first word says."""
     form = skip.partition(" ")[0]
-    records: dict[str, Any] = {SCALED: ScaleOptions(16)}
-    records |= {to: NarrowOptions(to) for to in NARROW}
+    records: dict[str, Any] = {to: NarrowOptions(to) for to in NARROW}
     records |= {to: ActivationOptions(to) for to in ACTIVATIONS}
     records |= {latent: LatentOptions(latent) for latent in LATENT}
     return PassOptions((records[form],) if form in records else ())
@@ -167,7 +161,7 @@ def coded(spec: str) -> Program:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("form", ["off", *LATENT, "i8", "int8", SCALED])
+@pytest.mark.parametrize("form", ["off", *LATENT, "i8", "int8"])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str) -> None:
@@ -296,7 +290,6 @@ KINDS: dict[str, tuple[Callable[[str], Program], tuple[str, ...], PassOptions]] 
     "2 ranks": (of_two_ranks, ("decode",), PassOptions()),
     "int8 KV cache": (program, PHASES, PassOptions((NarrowOptions("i8"),))),
     "int8 weights and activations": (coded, PHASES, PassOptions((ActivationOptions("int8"),))),
-    "float16 range": (program, PHASES, PassOptions((ScaleOptions(16),))),
 }
 
 
@@ -355,7 +348,7 @@ def test_skip_until_and_dump() -> None:
     g = program("tiny-dense").graphs["prefill"]
     seen: list[str] = []
     out = run_passes(g, skip=["fuse_qkv"], until="fuse_gate_up", dump=lambda p, _: seen.append(p))
-    assert seen == ["scale_residual", "share_rope_tables", "fuse_gate_up"]
+    assert seen == ["share_rope_tables", "fuse_gate_up"]
     assert count(out, "glu_packed") == 6 and not count(out, "split", "norm_rope")
     assert run_passes(g, until="share_rope_tables", skip=["share_rope_tables"]) == g
 

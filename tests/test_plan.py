@@ -311,7 +311,7 @@ def program_of(name: str, dtype: str, form: str) -> Program:
 
 def advised(message: str) -> list[dict[str, Any]]:
     """The settings that a refusal names: alternatives, or one that takes all of them."""
-    names = {"bfloat16": "bf16", "float16": "f16"}
+    names = {"bfloat16": "bf16"}
     found = [
         {flag.replace("-", "_"): int(value) if value.isdigit() else names.get(value, value)}
         for flag, value in re.findall(r"--([a-z-]+) (\w+)", message.partition("short; ")[2])

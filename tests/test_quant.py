@@ -420,7 +420,7 @@ def test_a_build_tells_how_4_bits_fit(tmp_path: Path, exact: bool) -> None:
     groups = [weights[n].numel() // 32 for n, s in held.items() if s.form == "int4"]
     grid = engine.manifest["notes"]["grid"]
     assert grid == {"groups": sum(groups), "exact": sum(groups) if exact else grid["exact"]}
-    assert f"{share} of " in command("show", str(out), "--provenance").out
+    assert f"{share} of " in command("inspect", str(out)).out
 
 
 @pytest.mark.covering

@@ -83,7 +83,7 @@ def sound(engine: Engine) -> StagesReport:
     assert all(s.excused == 0 for s in report.stages)
     still = {s.name for s in report.stages if not s.values}
     routed = {"fuse_moe", "fuse_dual_norm"}
-    asked = {"scale_residual", "latent_kv", "narrow_kv", "quantize_activations"}
+    asked = {"latent_kv", "narrow_kv", "quantize_activations"}
     assert still <= {"last_token_only", "fuse_cache_write", *asked, *routed}
     assert still & routed == (set() if engine.spec.text.moe else routed)
     assert ("fuse_cache_write" in still) == ("fuse_qkv" in skipped), "it needs packed projections"
@@ -95,7 +95,7 @@ def sound(engine: Engine) -> StagesReport:
 #: spec, dtype, whether it holds packed weights of a checkpoint, options of the build
 SOUND: list[tuple[str, str, bool, dict[str, Any]]] = [
     ("combined", "bfloat16", False, {}),
-    ("tiny-moe", "float16", True, {}),
+    ("tiny-moe", "bfloat16", True, {}),
     ("tiny-dense", "bfloat16", True, {"skip": ["plan_cache", "fuse_qkv"]}),
     ("tiny-dense", "bfloat16", True, {"latent_kv": "value"}),
 ]
@@ -103,7 +103,7 @@ SOUND_TOO: list[tuple[str, str, bool, dict[str, Any]]] = [
     ("tiny-dense", "bfloat16", True, {"link_weights": True}),
     ("tiny-ple", "float32", False, {}),
     ("tiny-dense", "bfloat16", False, {}),
-    ("tiny-moe", "float16", False, {}),
+    ("tiny-moe", "bfloat16", False, {}),
     *((f"{n}-small", "bfloat16", False, {}) for n in ("e2b", "e4b", "12b", "26b-a4b", "31b")),
     ("tiny-dense", "float32", True, {}),
     ("tiny-ple", "bfloat16", True, {}),

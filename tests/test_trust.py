@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
 import g4ir
 from g4ir.artefact import trust
-from g4ir.artefact.directory import MANIFEST, SIGNATURE, open_artefact
+from g4ir.artefact.directory import open_artefact
 from g4ir.backends.inductor import compile as compiler
 from g4ir.backends.inductor import program_cache
 from g4ir.builder.load import load_engine, open_runtime
 from g4ir.cli import main
 from g4ir.engine.engine import Engine
-from g4ir.errors import EngineError, G4Error, InputError, MissingError, TrustError, WeightsError
+from g4ir.errors import EngineError, G4Error, MissingError, TrustError, WeightsError
 from g4ir.ui import paths
 from g4ir.ui.progress import no_progress
 from tests.engines import resigned
@@ -97,7 +96,7 @@ def test_decisions(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
         load_engine(moved)
     assert main(["trust", "--revoke", digest]) == 0
     assert main(["trust", "--revoke", digest]) == 2
-    assert main(["trust", "--revoke", "../keys"]) == 2
+    assert main(["trust", "--revoke", "../claims"]) == 2
 
 
 def test_what_was_built_here_needs_no_question(tmp_path: Path) -> None:
@@ -107,7 +106,7 @@ def test_what_was_built_here_needs_no_question(tmp_path: Path) -> None:
     assert decision and decision.why == trust.BUILT and decision.path == str(tmp_path / "e")
     found = trust.provenance(open_artefact(engine.path))
     assert found["built_by"].startswith("this user, here, ") and found["native_code"] == "none"
-    assert found["weights"] == "made from seed 0" and found["signature"] == "none"
+    assert found["weights"] == "made from seed 0"
 
 
 def test_a_decision_that_cannot_be_kept_is_a_warning(
@@ -120,54 +119,6 @@ def test_a_decision_that_cannot_be_kept_is_a_warning(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     g4ir.build("tiny-dense", tmp_path / "e", **SMALL)
     assert "loading this engine will ask for --trust" in caplog.text
-
-
-# --- signatures -------------------------------------------------------------------------------
-
-
-def test_signed_engines(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = tmp_path / "me"
-    assert main(["sign", "--new-key", str(name)]) == 0
-    secret, public = Path(f"{name}.pem"), Path(f"{name}.pub.pem")
-    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
-    assert main(["sign", str(copied), "--key", str(secret)]) == 0
-    with pytest.raises(TrustError, match="a key that is not trusted here"):
-        load_engine(copied)
-    assert main(["trust", "--key", str(public)]) == 0
-    assert load_engine(copied)
-    capsys.readouterr()
-    assert main(["inspect", str(copied)]) == 0
-    (key,) = trust.trusted_keys()
-    assert f"key {key}, trusted" in capsys.readouterr().out
-    # As RFC 8032 and PEM have it, over the bytes of manifest.json.
-    plain: Any = load_pem_public_key(public.read_bytes())
-    plain.verify((copied / SIGNATURE).read_bytes(), (copied / MANIFEST).read_bytes())
-    # Not one byte of what is signed may change, nor of the signature.
-    signature = (copied / SIGNATURE).read_bytes()
-    for other in (bytes([signature[0] ^ 1]) + signature[1:], signature[:-1], signature + b"x", b""):
-        (copied / SIGNATURE).write_bytes(other)
-        with pytest.raises(TrustError):
-            load_engine(copied)
-    (copied / SIGNATURE).write_bytes(signature)
-    resigned(copied, lambda m: m["versions"].update(python="3.99"))
-    with pytest.raises(TrustError):
-        load_engine(copied)
-    assert main(["trust", "--revoke", key]) == 0 and not trust.trusted_keys()
-
-
-def test_keys_are_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "k.pub.pem").write_text("mine")
-    with pytest.raises(InputError, match="exists"):
-        trust.make_key(tmp_path / "k.pem", tmp_path / "k.pub.pem")
-    assert not (tmp_path / "k.pem").exists() and (tmp_path / "k.pub.pem").read_text() == "mine"
-
-
-def test_signing_looks_at_the_engine_first(copied: Path, tmp_path: Path) -> None:
-    main(["sign", "--new-key", str(tmp_path / "me")])
-    file = next(copied.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-    assert main(["sign", str(copied), "--key", str(tmp_path / "me.pem")]) == 2
-    assert not (copied / SIGNATURE).exists()
 
 
 # --- the user's folders -----------------------------------------------------------------------
@@ -394,14 +345,20 @@ def test_weights_that_change_after_they_were_looked_at(copied: Path) -> None:
         open_runtime(found, no_progress, cuda_graph=True, trust=True).source.tensor("final_norm.w")
 
 
-def test_other_files_among_the_keys(copied: Path, tmp_path: Path, home: Path) -> None:
-    """What a killed process or an editor left there is no key, and no reason to refuse others."""
-    main(["sign", "--new-key", str(tmp_path / "me")])
-    main(["sign", str(copied), "--key", str(tmp_path / "me.pem")])
-    name = trust.trust_key(tmp_path / "me.pub.pem")
-    keys = home / "state" / "g4ir" / "keys"
-    (keys / f".{name}.1234").write_text("half a key")
-    (keys / ("0" * 64)).write_text("no key")
-    (keys / ("1" * 64)).write_bytes((keys / name).read_bytes())
-    assert trust.find_signer(open_artefact(copied)) == name
+def test_other_files_among_the_decisions(copied: Path, home: Path) -> None:
+    """What a killed process or an editor left there is no decision, and no reason to refuse."""
+    main(["trust", str(copied)])
+    digest = open_artefact(copied).manifest.digest
+    folder = home / "state" / "g4ir" / "engines"
+    (folder / f".{digest}.1234").write_text("half a decision")
+    for name, text in zip("012", ("[", "null", "[1, 2]")):
+        (folder / (name * 64)).write_text(text)
+    assert [d for d, _ in trust.decisions()] == [digest]
     assert load_engine(copied)
+
+
+def test_a_signed_engine_of_before_is_refused(copied: Path) -> None:
+    """Nothing reads signatures any more: one that is there is another file in the directory."""
+    (copied / "manifest.sig").write_bytes(bytes(64))
+    with pytest.raises(EngineError, match=r"'?manifest\.sig'? is not among the files.*remove it"):
+        load_engine(copied, trust=True)

@@ -72,11 +72,10 @@ def _is_few(n: Node, chunk: tuple[Tensor, ...]) -> bool:
 def _attend_few(
     n: Node, q: Tensor, positions: Tensor, written: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """Attend where keys and values lie; of fp16, in fp32, rounded once."""
-    rows = q.float() if q.dtype == torch.float16 else q
-    window = n.whole("window")
-    out = OPS.attend(rows, positions, written, keys, values, window, n.number("scale"))
-    return out.to(q.dtype)
+    """Attend where keys and values lie."""
+    window, scale = n.whole("window"), n.number("scale")
+    out: Tensor = OPS.attend(q, positions, written, keys, values, window, scale)
+    return out
 
 
 def _has_chunk_kernel(q: Tensor) -> bool:

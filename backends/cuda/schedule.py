@@ -20,7 +20,6 @@ from .kernels import KERNELS
 from .kernels.base import SKINNY, Choice, Schedule, both_in_codes
 from .kernels.moe import UNSORTED
 
-HALF = frozenset({"bf16", "f16"})
 #: a node that the compiler turns into kernels of its own, or hands to the library
 OTHER = "compiler"
 #: an exchange with other ranks, between compiled programs
@@ -74,7 +73,7 @@ def _choose_all(
 
 
 def _choose(g: Graph, n: Node, target: Target) -> Choice | None:
-    if not n.inputs or HALF.isdisjoint(v.type.dtype for v in (n.inputs[0], n.outputs[0])):
+    if not n.inputs or "bf16" not in (v.type.dtype for v in (n.inputs[0], n.outputs[0])):
         return None
     for kernel in KERNELS:
         if kernel.op == n.op and (shape := kernel.rule(g, n, target)) is not None:

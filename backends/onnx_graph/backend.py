@@ -40,7 +40,7 @@ class OnnxBackend(Backend):
     name = "onnx"
     devices = ("cpu",)
     #: onnxruntime has hardly an operator in bf16 for the CPU
-    dtypes = ("f32", "f16")
+    dtypes = ("f32",)
     kv_dtypes = ()
     kv_reason = "onnxruntime's Concat, Gather, Slice and TensorScatter take no such rows on the CPU"
     rounds_activations = False

@@ -186,8 +186,8 @@ def open_session(
     `mapped`: weights are read where they lie in their files, instead of copied into the layouts
     that onnxruntime likes best. Loading then takes no time and no memory but the page cache's (4 GB
     of weights: 0.2 s against 15 s on two cores, 0.3 GB of memory against a peak of 5.5 GB); a step
-    takes up to twice as long. Not for f16, whose products need weights widened to f32, nor for
-    quantised weights, whose products would make them dense in every step.
+    takes up to twice as long. Not for quantised weights, whose products would make them dense in
+    every step.
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()

@@ -90,7 +90,7 @@ class TrtBackend(Backend):
     rounds_activations: bool = False
     verifies_in_chunks: bool = True
     devices: tuple[str, ...] = ("cuda",)
-    dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
+    dtypes: tuple[str, ...] = ("bf16", "f32")
     packs_weights: bool = True
     shares: bool = True
     native: bool = True
@@ -108,10 +108,9 @@ class TrtBackend(Backend):
         return self._for(find_target(kept["target"])) if kept["target"] else self
 
     def _for(self, target: Target) -> TrtBackend:
-        dtypes = tuple(d for d in self.dtypes if d not in target.lacks)
         # Its GPUs are the target's.
         own = {n: x for n, x in SETTINGS.items() if n != "hardware" or not target.ahead_of_time}
-        return replace(self, host=self.host.aimed(target), dtypes=dtypes, settings=own)
+        return replace(self, host=self.host.aimed(target), settings=own)
 
     @property
     def place(self) -> str:

@@ -27,9 +27,9 @@ Made = TypeVar("Made")
 NO_ROOT = -1
 #: most numbers of a constant that is made of others
 MOST_FOLDED = 1 << 18
-#: dtype -> what codes of rows are multiplied by before a product: codes with one scale, and their
-#: product, are one kernel. Not 1, which is no scale to a builder; small, where sums could overflow.
-PART = {"f16": 2.0**-12, "bf16": 2.0**-7, "f32": 2.0**-7}
+#: factor of the codes of rows before a product: codes with one scale, and their product, are one
+#: kernel. Not 1, which is no scale to a builder.
+PART = 2.0**-7
 #: constants of these do not exist: they are stored as the second and cast
 STORED_AS = {"bool": "i32"}
 ACTIVATIONS = {
@@ -329,7 +329,7 @@ class TrtEmitter(Emitter):
         return self.cast(Operand(replace(t, dtype=wide), handle), t.dtype)
 
     def part(self, codes: Operand, dtype: str, reader: int) -> tuple[Operand, float] | None:
-        power = PART[dtype] / 2**reader
+        power = PART / 2**reader
         small = self.constant(torch.tensor(power, dtype=torch_dtype(dtype)))
         t = Type(dtype, codes.shape)
         return Operand(t, Dequantized(codes.handle, small)), 1 / power

@@ -92,7 +92,7 @@ def in_blocks(
     # its own for each reader, which changes no bits, makes these conversions different, and fused.
     readers: list[Node] = net.shared(("readers", n.caches), list) if n.caches else []
     readers.append(n)
-    power = 2.0 ** (0 if q.dtype == "f16" else len(readers) - 1)
+    power = 2.0 ** (len(readers) - 1)
     if q.shape[1] == 1:
         return of_one(e, q, keys, values, seen, scale, cap, softmax, power)
     first = net.shared(("first row", id(seen)), lambda: e.slice(seen, 2, 0, 1))
@@ -197,9 +197,9 @@ def linear(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
 
 def _has_readers(w: Operand) -> bool:
     """Whether several products may read a weight. Of codes a builder would write one dense copy for
-    all, but where each multiplies them by a scale of its own (weights.py): not in fp16, which has
-    no room for these, nor codes of 4 bits, two products of which ended the builder by SIGSEGV."""
-    return not isinstance(w, weights.Coded) or (not w.columns and w.dtype != "f16")
+    all, but where each multiplies them by a scale of its own (weights.py): not codes of 4 bits,
+    two products of which ended the builder by SIGSEGV."""
+    return not isinstance(w, weights.Coded) or not w.columns
 
 
 # --- several ranks ------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def known_forms(graphs: Iterable[Graph]) -> dict[int, str]:
     for g in graphs:
         for n in g.nodes:
             if (size := head_size(n)) is not None:
-                whole = size <= MAX_HEAD and n["q"].type.dtype in ("bf16", "f16")
+                whole = size <= MAX_HEAD and n["q"].type.dtype == "bf16"
                 found[size] = "fused" if whole and not n.attrs.get("softcap") else "explicit"
     return found
 

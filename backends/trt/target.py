@@ -61,8 +61,6 @@ class Target:
     capabilities: tuple[str, ...]
     #: part of the GPU's name, if the capability is that of several
     gpu: str = ""
-    #: IR dtypes that its GPUs do not compute in
-    lacks: tuple[str, ...] = ()
 
     @property
     def ahead_of_time(self) -> bool:
@@ -82,8 +80,8 @@ class Target:
         )
 
 
-def _single(capability: str, *lacks: str) -> Target:
-    return Target(f"sm{capability.replace('.', '')}", RTX, (capability,), lacks=lacks)
+def _single(capability: str) -> Target:
+    return Target(f"sm{capability.replace('.', '')}", RTX, (capability,))
 
 
 #: the current GPU's
@@ -94,7 +92,6 @@ TARGETS: Mapping[str, Target] = {
         Target("h100", TENSORRT, ("9.0",), "H100"),
         Target("h200", TENSORRT, ("9.0",), "H200"),
         Target("rtx", RTX, ("8.0", "8.6", "8.9", "12.0" + LATER)),
-        _single("7.5", "bf16", "f32"),  # Turing: of matrix products, those of f16 alone
         *map(_single, ("8.0", "8.6", "8.9", "12.0", "12.1")),
     )
 }

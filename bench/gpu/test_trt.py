@@ -80,7 +80,6 @@ def _choices(setting: str) -> Iterator[dict[str, str]]:
 FORMS = (
     Form("tiny-dense"),
     Form("tiny-dense", "float32"),
-    Form("tiny-dense", "float16"),
     *(Form("tiny-dense", settings=s) for s in _choices("attention")),
     *(Form("tiny-moe", settings=s) for s in _choices("experts")),
     Form("tiny-moe", options={"latent_kv": "value"}),

@@ -64,7 +64,7 @@ class G4irPlatform(Platform):
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float32, torch.bfloat16, torch.float16]
+        return [torch.float32, torch.bfloat16]
 
     def is_cpu(self) -> bool:
         """Whether there is no accelerator whose memory vLLM could free, which it asks last. Before

@@ -28,7 +28,7 @@ from .config import ARCHITECTURE, MODEL_TYPE
 TOKENIZER_CONFIG = "tokenizer_config.json"
 #: what vLLM reads beside the files that are made here
 COPIED = (TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
-DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
 def prepare(engine: Path | str, out: Path | str) -> Path:

@@ -1,7 +1,6 @@
 """Reads an engine directory and checks that its files agree.
 
     manifest.json            what it is, limits, versions, digest of every file and of itself
-    manifest.sig             optional: an Ed25519 signature of manifest.json (see trust.py)
     spec.yaml                the variant; drafter.yaml, its drafter
     graph.PHASE.g4ir         the graphs that run, and prologue.g4ir, which made their params
     weights-*.safetensors    packed params (or the manifest names a seed, or a checkpoint); those of
@@ -54,10 +53,8 @@ from g4ir.weights.checkpoint import CONFIG, GGUF, sha256
 from g4ir.weights.gguf.container import is_gguf
 from g4ir.weights.origin import OF_DIRECTORY
 
-from .digests import has_digest
-
 FORMAT = 19
-MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
+MANIFEST = "manifest.json"
 SPEC, DRAFTER = "spec.yaml", "drafter.yaml"
 #: part of the name of an unfinished directory
 BUILDING = ".building-"
@@ -408,7 +405,7 @@ def _check_files(
             if not stat.S_ISREG(kind):
                 fix = "put the file itself there, or build the engine again"
                 raise EngineError(f"{shown} is a link or no ordinary file; {fix}")
-            if at not in (*files, MANIFEST, SIGNATURE):
+            if at not in (*files, MANIFEST):
                 foreign = f"{shown} is not among the files of {MANIFEST}"
                 raise EngineError(f"{foreign}; remove it, or build the engine again")
     every = [path / name for name in files]
@@ -421,8 +418,7 @@ def _check_files(
             raise _altered(file, f"{file.stat().st_size} bytes, expected {kept.bytes}")
         if file not in read or (large and not weights):
             continue
-        # Compiled programs are read each time.
-        if not (has_digest(file, kept.sha256) if large else sha256(file) == kept.sha256):
+        if sha256(file) != kept.sha256:
             raise _altered(file, "its SHA-256 is not the manifest's")
 
 
@@ -511,7 +507,7 @@ def _stored_params(
 
 def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
     """Return the command that builds an engine again, with its own settings."""
-    scale, ring, latent, narrow, activations = (m.options.of(type(o)) for o in OPTIONS.values())
+    ring, latent, narrow, activations = (m.options.of(type(o)) for o in OPTIONS.values())
     linked = m.weights if isinstance(m.weights, LinkedWeights) else None
     drafter = path / DRAFTER if m.seed is not None else "DRAFTER"
     given = {
@@ -528,7 +524,6 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
         "--latent-kv": latent.form,
         "--kv-dtype": KV_NAMES.get(narrow.to),
         "--quant-activations": activations.to if activations.to != OFF else None,
-        "--residual-scale": scale.divisor if scale.divisor != 1 else None,
         "--draft-tokens": ring.slack or None,
         "--drafter": drafter if m.drafter_digest else None,
         "--ple-placement": m.ple_placement,

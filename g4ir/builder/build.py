@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 from g4ir import __version__
 from g4ir.artefact import directory
-from g4ir.artefact.digests import remembered_digest
 from g4ir.artefact.trust import record_built
 from g4ir.backends import find_backend
 from g4ir.backends.base import Backend, Prepared, Task, checked_settings
@@ -34,7 +33,6 @@ from g4ir.model.media import Media, find_media
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import has_blocks
 from g4ir.ops.codecs import CALIBRATED
-from g4ir.ops.finite import TOO_LARGE
 from g4ir.ops.kv_quant import NARROW
 from g4ir.ops.types import torch_dtype
 from g4ir.passes import Acted, Dump
@@ -60,7 +58,6 @@ from g4ir.weights.random import RandomCheckpoint, WithDrafter
 
 from .calibration import CalibrationText, column_moments
 from .drafters import find_drafter
-from .float16_trial import try_float16, why_untried
 from .load import described, linked_files, load_engine
 
 DEFAULTS = BuildOptions()
@@ -310,7 +307,6 @@ def _resolved(
         activations=o.quant_activations,
         drafted=resolve.find_draft_tokens(o.draft_tokens, limits.max_seq, drafter is not None),
         keep=layers_read(spec, drafter),
-        divisor=o.residual_scale,
     )
     resolve.check_supported(backend, o, options, limits)
     return Resolved(
@@ -399,12 +395,12 @@ def _weights(
     seed = o.random_weights
     if adapters:
         merged = (
-            directory.MergedAdapter(Line(a.path.resolve()), a.factor, remembered_digest(a.weights))
+            directory.MergedAdapter(Line(a.path.resolve()), a.factor, sha256(a.weights))
             for a in adapters
         )
         return directory.MergedWeights(adapters=tuple(merged))
     if isinstance(source, Checkpoint) and o.link_weights:
-        files = {name: remembered_digest(p) for name, p in linked_files(source).items()}
+        files = {name: sha256(p) for name, p in linked_files(source).items()}
         return directory.LinkedWeights("linked", Line(source.directory.resolve()), files)
     if isinstance(source, Checkpoint) or (packs and seed is not None):
         return directory.PackedWeights(seed=seed)
@@ -456,11 +452,6 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
             grid = p.donor.grid if p.donor else _pack(p, folder, progress)
             files = packings.rank_files(folder.glob("*.safetensors"), 0)
             params = packings.StoredParams.open(files)
-        if untried := why_untried(p):
-            log.warning("%s, and no text was tried: %s", TOO_LARGE, untried)
-        elif p.dtype == "f16":
-            progress("trying float16 on a text")
-            try_float16(p, params)
         start, told = time.perf_counter(), prefixed(progress, "build")
         task = Task(p.packing.program, p.limits, p.device, folder, params, told, memory=p.memory)
         compiled = p.backend.compile(task, p.settings)
@@ -489,8 +480,7 @@ def _pack(p: Prepared, folder: Path, progress: Progress) -> directory.Grid | Non
 
 
 def _stored(file: Path) -> directory.StoredFile:
-    large = file.name.endswith(directory.WEIGHT_FILES)
-    return directory.StoredFile((remembered_digest if large else sha256)(file), file.stat().st_size)
+    return directory.StoredFile(sha256(file), file.stat().st_size)
 
 
 def _manifest(

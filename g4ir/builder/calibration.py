@@ -75,10 +75,9 @@ class CalibrationText:
 
 def column_moments(p: Prepared, progress: Progress) -> Moments:
     """Return weight -> the second moments of its input on the calibration text, relative to their
-    mean: f32 [1, K], of stacked experts [1, 1, K] or [E, 1, K]. The model is computed in its dtype
-    (float16: in f32), one weight in memory at a time as far as files are mapped."""
-    dtype = "f32" if p.dtype == "f16" else p.dtype
-    graphs = {name: build_graph(p.spec, name, True, dtype) for name in ("embed", "prefill")}
+    mean: f32 [1, K], of stacked experts [1, 1, K] or [E, 1, K]. The model is computed in its
+    dtype, one weight in memory at a time as far as files are mapped."""
+    graphs = {name: build_graph(p.spec, name, True, p.dtype) for name in ("embed", "prefill")}
     embed, text = graphs.values()
     plain = Packing(Program(graphs), Graph("prologue", (), (), (), (), ()))
     params = MadeParams(plain, p.source)

@@ -25,7 +25,7 @@ from g4ir.ops.types import torch_dtype
 from g4ir.plan.resolve import find_dtype
 from g4ir.quant.recipe import Scheme
 from g4ir.quant.rewrite import weights_of
-from g4ir.spec.parts import Tokens
+from g4ir.spec.parts import DTYPES, Tokens
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.adapter import Adapter, with_adapters
@@ -186,7 +186,7 @@ def _checked_dtype(out: Path, format: str, dtype: str | None, quant: str) -> str
     format cannot have, and for a directory that is not empty."""
     if format == HF:
         check_empty(out)
-        return find_dtype(dtype) if dtype else ""
+        return find_dtype(dtype, DTYPES) if dtype else ""
     kind = (dtype or "BF16").upper()
     if quant == KEEP:
         raise InputError("--quant keep is for --format hf: of a GGUF file --dtype says it")

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from g4ir import __version__
-from g4ir.artefact.digests import link_file
 from g4ir.artefact.directory import (
     BUILDING,
     FORMAT,
@@ -44,7 +43,7 @@ from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.ui.paths import cache_root, private
 from g4ir.ui.posix import fcntl
 from g4ir.ui.progress import Progress, no_progress
-from g4ir.weights.checkpoint import CONFIG, GGUF
+from g4ir.weights.checkpoint import CONFIG, GGUF, sha256
 from g4ir.weights.hub import Download, look_up
 from g4ir.weights.origin import AbsentWeights, find_model, need_snapshot
 
@@ -415,11 +414,23 @@ class Donor:
         """Link the files into a folder, none if one of them is not what it was; no engine's file is
         ever written in place."""
         for name, stored in self.files.items():
-            if not link_file(self.path / name, folder / name, stored.sha256):
+            if not _linked(self.path / name, folder / name, stored.sha256):
                 for done in self.files:
                     (folder / done).unlink(missing_ok=True)
                 return False
         return True
+
+
+def _linked(file: Path, new: Path, digest: str) -> bool:
+    """Link a file of this digest under another name, or copy it where the file system has no links;
+    False, and nothing done, if its digest is another."""
+    if sha256(file) != digest:
+        return False
+    try:
+        os.link(file, new)
+    except OSError:
+        shutil.copyfile(file, new)
+    return True
 
 
 def _weights_key(p: Prepared, options: BuildOptions) -> str | None:

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from g4ir.artefact.digests import has_digest
 from g4ir.artefact.directory import (
     MANIFEST,
     Artefact,
@@ -35,7 +34,7 @@ from g4ir.quant.rewrite import held_recipe
 from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.weights import pack as packings
 from g4ir.weights.adapter import Adapter, with_adapters
-from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.checkpoint import Checkpoint, sha256
 from g4ir.weights.origin import Origin, find_origin
 from g4ir.weights.random import random_weights
 
@@ -53,8 +52,7 @@ def load_engine(
     """Load an engine directory; compiles nothing.
 
     Every file is compared with the manifest's digests before any compiled file is opened;
-    check_weights=False leaves out the weight files, which take about a second per GiB the first
-    time (digests.py).
+    check_weights=False leaves out the weight files, which take about a second per GiB.
     ple_placement: memory of the per-layer embedding table, if not as built; cuda_graph=False runs
     steps on CUDA kernel by kernel, not as one recorded graph.
     trust=True runs native code of an engine that this user did not build here (trust.py).
@@ -241,7 +239,7 @@ def _open_params(found: Artefact, device: str) -> packings.ParamSource:
         return packings.MadeParams(found.packing, source, share=share, quantized=quantized)
     for name, digest in kept.files.items():
         file = Path(kept.directory) / name
-        if not file.is_file() or (found.whole and not has_digest(file, digest)):
+        if not file.is_file() or (found.whole and sha256(file) != digest):
             why = f"{file} is missing or is not the file this engine was built from"
             raise EngineError(f"{why}; restore it, or build again without --link-weights")
     checkpoint = find_origin(kept.path).open(found.spec, m.media.kinds, m.dtype)
@@ -261,7 +259,7 @@ def open_weights(engine: Engine, origin: Origin, kinds: Iterable[str]) -> Checkp
     source = origin.open(engine.spec, kinds, engine.dtype)
     adapters = [Adapter(Path(kept.path), kept.scale) for kept in engine.facts.adapters]
     for adapter, kept in zip(adapters, engine.facts.adapters):
-        if not adapter.path.is_dir() or not has_digest(adapter.weights, kept.sha256):
+        if not adapter.path.is_dir() or sha256(adapter.weights) != kept.sha256:
             why = f"is missing or is not the adapter that {engine.path} was built with"
             raise EngineError(f"{adapter.path} {why}; restore it")
     return with_adapters(source, engine.spec, adapters)

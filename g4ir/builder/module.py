@@ -288,7 +288,7 @@ def module(
 
     model: an engine directory, a GGUF file, a checkpoint directory, a Hugging Face id or a shipped
     variant whose weights are in the local cache, or a Spec, whose weights are drawn from seed 0.
-    dtype: float32, bfloat16 or float16, of parameters and computation.
+    dtype: float32 or bfloat16, of parameters and computation.
     random_weights: a seed for weights in place of those of a variant or spec.
     Raises InputError, SpecError or WeightsError that names what is wrong, and the fix.
     """

@@ -13,12 +13,8 @@ from .prompt import Piece, Prompt, ReasoningBudget, TokenStream, Vocabulary, enc
 from .reader import Answer, Event, Reader, call_id
 from .template import Template, make_prompt, render
 
-#: former name of ReasoningBudget, for one release
-Budget = ReasoningBudget
-
 __all__ = [
     "Answer",
-    "Budget",
     "Event",
     "Piece",
     "Prompt",

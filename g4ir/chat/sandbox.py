@@ -1,31 +1,52 @@
-"""Renders templates of strangers in a process of their own, under limits.
+"""Renders templates of strangers in jinja2's immutable sandbox, under limits on time and memory.
 
-In it jinja2's immutable sandbox keeps a template from objects and files, and the system ends one
-that takes too much processor time or memory, whatever it does meanwhile.
+The sandbox keeps a template from objects and files. Nothing can stop an operation once it runs in
+C, so each has a bounded size before it starts: operators, methods and filters that can make a large
+value of small ones are checked by the tables below, and all values that a template makes are
+charged to a budget, which also looks at the clock.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from functools import lru_cache
-from threading import Lock
+from functools import lru_cache, wraps
+from types import BuiltinMethodType, MethodType
 from typing import Any
 
-from g4ir.ui.posix import resource
-from g4ir.ui.subprocesses import python
+from jinja2 import Template, TemplateError, nodes
+from jinja2.compiler import CodeGenerator
+from jinja2.ext import Extension
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter, safe_range
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
-#: characters of a prompt, seconds of processor time for it, bytes of the process
-MOST_TEXT, MOST_SECONDS, MOST_MEMORY = 4 << 20, 10.0, 512 << 20
+#: characters of a prompt and of any value, seconds of a prompt, bytes of all
+#: values that it makes
+MAX_TEXT, MAX_SECONDS, MAX_MEMORY = 4 << 20, 10.0, 512 << 20
+#: bits of a number, characters of the digits of a format, of a set of characters to strip
+MAX_BITS, MAX_DIGITS, MAX_STRIPPED = 4096, 3, 256
+#: spaces of a level of JSON
+MAX_INDENT = 16
+#: bytes of an element of a list, and between two looks at the clock
+ELEMENT, TICK = 64, 64 << 10
+VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+CONTAINERS: tuple[Any, ...] = (list, tuple, dict, set, frozenset, range, *VIEWS)
 
 
-class TemplateError(Exception):
+METHODS = (BuiltinMethodType, MethodType)
+
+
+class LimitError(Exception):
+    """A template exceeds a limit."""
+
+
+class RenderError(Exception):
     """A template cannot be rendered, at this line of it if that is known."""
 
     def __init__(self, message: str, line: int | None = None) -> None:
@@ -33,133 +54,432 @@ class TemplateError(Exception):
         self.line = line
 
 
-class Sandbox:
-    """The process, started on first use and again after a template that ended it."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._process: subprocess.Popen[str] | None = None
-
-    def render(self, source: str, name: str, variables: Mapping[str, Any]) -> str:
-        """Return the text of a template. TemplateError if it raises or exceeds a limit, TypeError
-        or ValueError for variables that are not JSON."""
-        request = (source, name, variables, MOST_TEXT, MOST_SECONDS)
-        line = json.dumps(request, allow_nan=False)
-        with self._lock:
-            answer = json.loads(self._answer(line) or self._answer(line, last=True))
-        if "error" in answer:
-            raise TemplateError(answer["error"], answer.get("line"))
-        return str(answer["text"])
-
-    def _answer(self, request: str, last: bool = False) -> str:
-        """Return the process's answer; "" if it was killed, by whoever was short of memory say. The
-        `last` try, in a new process, raises TemplateError then."""
-        if self._process is None:
-            self._process = subprocess.Popen(
-                python("g4ir.chat.sandbox", f"serve({MOST_MEMORY})"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                start_new_session=True,  # Ctrl-C is for this process
-            )
-        process, answer = self._process, ""
-        assert process.stdin and process.stdout
-        try:
-            with contextlib.suppress(BrokenPipeError):  # its end says why
-                process.stdin.write(request + "\n")
-                process.stdin.flush()
-                answer = process.stdout.readline()
-        finally:  # an interrupt too: the next request must not read this one's answer
-            if not answer:
-                self.close()
-        if process.returncode == -signal.SIGPROF:
-            raise TemplateError(f"it takes more than {MOST_SECONDS:g} seconds")
-        if not answer and last:
-            raise TemplateError(f"its process ended with status {process.returncode}")
-        return answer
-
-    def close(self) -> None:
-        """End the process."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
-
-
-_SANDBOX = Sandbox()
-atexit.register(_SANDBOX.close)
-render = _SANDBOX.render
-
-
-def serve(memory: int) -> None:
-    """Answer each line of stdin with a line, in a process of at most so many bytes. It ends by
-    SIGPROF after the seconds of processor time that a line allows."""
-    compiled = _compiler()
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    for line in sys.stdin:
-        *request, seconds = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        answer = _rendered(compiled, *request)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(answer), flush=True)
-
-
-def _rendered(
-    compiled: Callable[[str, str], Any], source: str, name: str, variables: Any, most: int
-) -> dict[str, Any]:
-    """Return a `text` of at most so many characters, or its `error` and `line`."""
+def render(source: str, name: str, variables: Mapping[str, Any]) -> str:
+    """Return the text of a template. RenderError if it raises or exceeds a limit, TypeError or
+    ValueError for variables that are not JSON."""
+    values = json.loads(json.dumps(variables, allow_nan=False))
+    _THREAD.budget = Budget()
     pieces, length = list[str](), 0
     try:
-        for piece in compiled(source, name).generate(variables):
+        for piece in _compiled(source, name).generate(values):
             pieces.append(piece)
             length += len(piece)
-            if length > most:
-                return {"error": f"it prints more than {most} characters"}
-        return {"text": "".join(pieces)}
+            if length > MAX_TEXT:
+                raise LimitError(f"it prints more than {MAX_TEXT} characters")
+        return "".join(pieces)
     except RecursionError:
-        return {"error": "it calls itself without end"}
+        raise RenderError("it calls itself without end") from None
     except MemoryError:
-        return {"error": "it needs too much memory"}
+        raise RenderError("it needs too much memory") from None
     except Exception as e:  # a template raises whatever its expressions do
-        return {"error": str(e)[:400] or type(e).__name__, "line": getattr(e, "lineno", None)}
+        message = str(e)[:400] or type(e).__name__
+        raise RenderError(message, getattr(e, "lineno", None)) from None
+    finally:
+        _THREAD.budget = None
 
 
-def _compiler() -> Callable[[str, str], Any]:
-    """Return what compiles the source of a template under a name, with what transformers gives to
-    templates."""
-    from jinja2 import Template, TemplateError, nodes
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+# --- sizes ------------------------------------------------------------------------------------
 
-    class Generation(Extension):
-        """`{% generation %}...{% endgeneration %}`, with which training templates mark answers: its
-        body, in a scope of its own."""
 
-        tags = {"generation"}
+class Budget:
+    """What a template may still use. Sizes of containers are kept by identity: nothing in a
+    template can change one. Whatever puts containers into another measures it, so that none has
+    more than MAX_TEXT elements and characters, those that appear several times included."""
 
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
+    def __init__(self) -> None:
+        self.end = time.monotonic() + MAX_SECONDS
+        self.spent = self.looked = 0
+        self.sizes: dict[int, tuple[Any, int]] = {}
 
-    def refuse(message: Any) -> Any:
-        raise TemplateError(str(message))
+    def spend(self, nbytes: int) -> None:
+        """Charge bytes, each step of a template at least some. LimitError for too many, or if the
+        time is over."""
+        self.spent += nbytes
+        if self.spent - self.looked >= TICK:
+            self.looked = self.spent
+            if self.spent > MAX_MEMORY:
+                raise LimitError("it needs too much memory")
+            if time.monotonic() > self.end:
+                raise LimitError(f"it takes more than {MAX_SECONDS:g} seconds")
 
-    extensions = ["jinja2.ext.loopcontrols", Generation]
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=extensions
-    )
-    made.filters["tojson"] = _json
-    made.globals["raise_exception"] = refuse
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    def make(self, size: int) -> None:
+        """Charge a value of so many characters or elements before it is made."""
+        if size > MAX_TEXT:
+            raise LimitError(f"it makes a value of more than {MAX_TEXT} characters")
+        self.spend(size)
 
-    @lru_cache(maxsize=8)
-    def compiled(source: str, name: str) -> Template:
-        code = made.compile(source, filename=name)
-        return Template.from_code(made, code, made.make_globals(None))
+    def size(self, value: Any) -> int:
+        """Return an upper bound of the characters of a value as text, quotes and brackets included;
+        elements that appear several times count several times."""
+        if isinstance(value, str):
+            return len(value) + 2
+        if isinstance(value, int):
+            return value.bit_length() // 3 + 3
+        if not isinstance(value, CONTAINERS):
+            return 32
+        known = self.sizes.get(id(value))
+        if known is None:
+            self.spend(ELEMENT * len(value))
+            parts: Iterable[Any] = value
+            if isinstance(value, dict):
+                parts = (*value.keys(), *value.values())
+            known = value, 2 + sum(self.size(part) + 2 for part in parts)
+            if known[1] > MAX_TEXT:
+                raise LimitError(f"it makes a value of more than {MAX_TEXT} characters")
+            self.sizes[id(value)] = known
+        return known[1]
 
-    return compiled
+    def made(self, value: Any) -> Any:
+        """Charge a value that was made, and return it."""
+        if isinstance(value, str):
+            self.spend(len(value) * (1 if value.isascii() else 4) + ELEMENT)
+        elif isinstance(value, (list, tuple, dict)):
+            self.spend(ELEMENT * (len(value) + 1))
+        else:
+            self.spend(ELEMENT)
+        return value
+
+    def nested(self, value: Any) -> Any:
+        """Charge a container of others that was made, and return it."""
+        self.size(value)
+        return self.made(value)
+
+    def text(self, value: Any) -> str:
+        """Return a value as text."""
+        text: str = self.made(value if isinstance(value, str) else str(value))
+        return text
+
+
+class _Thread(threading.local):
+    budget: Budget | None = None
+
+
+_THREAD = _Thread()
+
+
+def _budget() -> Budget:
+    assert _THREAD.budget is not None
+    return _THREAD.budget
+
+
+def _number(value: Any) -> None:
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise LimitError(f"it makes a number of more than {MAX_BITS} bits")
+
+
+def _width(text: str, width: Any = 80, *_: Any, **__: Any) -> int:
+    return len(text) + (abs(width) if isinstance(width, int) else 0)
+
+
+def _replaced(text: str, old: Any = "", new: Any = "", *_: Any, **__: Any) -> int:
+    old, new = str(old), str(new)
+    return len(text) + text.count(old) * len(new)
+
+
+def _stripped(text: str, chars: Any = None, *_: Any, **__: Any) -> int:
+    if isinstance(chars, str) and len(chars) > MAX_STRIPPED:
+        raise LimitError(f"it strips one of more than {MAX_STRIPPED} characters")
+    return len(text)
+
+
+def _indented(text: str, width: Any = 4, *_: Any, **__: Any) -> int:
+    lines = len(text.splitlines()) + 1
+    return len(text) + lines * (len(width) if isinstance(width, str) else _width("", width))
+
+
+def _joined(parts: Any, separator: Any = "", *_: Any, **__: Any) -> int:
+    budget = _budget()
+    length = len(parts) if hasattr(parts, "__len__") else 0
+    return budget.size(parts) + length * budget.size(separator)
+
+
+def _formatted(text: str, *args: Any, **named: Any) -> int:
+    """Return a bound for a text in which each conversion may take the largest argument."""
+    if re.search(rf"%[^%a-zA-Z]*(?:\d{{{MAX_DIGITS + 1}}}|\*)", text):
+        raise LimitError("it formats with a width of more than 999")
+    largest = max(map(_budget().size, (*args, *named.values())), default=0)
+    return len(text) + text.count("%") * (largest + 10**MAX_DIGITS)
+
+
+#: methods of text, and filters, that make a larger one: a bound of its characters by the arguments
+TEXTS: Mapping[str, Callable[..., int]] = {
+    **dict.fromkeys(("center", "ljust", "rjust", "zfill", "truncate"), _width),
+    **dict.fromkeys(("strip", "lstrip", "rstrip", "trim"), _stripped),
+    "expandtabs": lambda text, size=8: len(text) + text.count("\t") * _width("", size),
+    "replace": _replaced,
+    "indent": _indented,
+    "format": _formatted,
+}
+#: attributes of text and numbers that templates do without
+REFUSED = frozenset(("encode", "maketrans", "translate", "to_bytes", "from_bytes", "fromkeys"))
+REFUSED |= {"striptags", "unescape"}
+#: filters likewise: they search quadratically, or write HTML
+NO_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr", "forceescape")
+#: filters whose first argument becomes text, and those whose result holds lists of the items
+TEXT_FILTERS = frozenset((*TEXTS, "capitalize", "e", "escape", "lower", "string", "title", "upper"))
+TEXT_FILTERS |= {"urlencode", "wordcount"}
+NESTING = frozenset(("batch", "groupby", "slice"))
+#: filters that take numbers of elements or digits
+COUNTING = frozenset(("batch", "slice", "round"))
+
+
+def _checked(name: str, value: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """Check the arguments of a filter; return the value, as text or a list if the filter would make
+    one of it. LimitError for a result that would be too large."""
+    budget = _budget()
+    for x in (*args, *named.values()) if name in COUNTING else ():
+        if isinstance(x, int) and not -300 < x < 10_000:
+            raise LimitError(f"filter {name}: {x} is too large")
+    if isinstance(value, Iterator):
+        value = budget.made(list(value))
+    if name in TEXT_FILTERS and not hasattr(value, "__html__"):
+        value = budget.text(value)
+    if name in TEXTS:
+        budget.make(TEXTS[name](value, *args, **named))
+    elif name == "join":
+        budget.make(_joined(value, *args[:1] or (named.get("d", ""),)))
+    elif name == "sum" and not isinstance((*args[1:], named.get("start", 0))[0], int | float):
+        raise LimitError("filter sum: adds numbers alone")
+    return value
+
+
+def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter within the limits. An argument that jinja2 gives to it is the first."""
+    first = int(hasattr(function, "jinja_pass_arg"))
+
+    @wraps(function)
+    def guarded(*args: Any, **named: Any) -> Any:
+        value = _checked(name, args[first], args[first + 1 :], named)
+        made = function(*args[:first], value, *args[first + 1 :], **named)
+        if name in NESTING:
+            return _budget().nested(list(made))
+        _number(made)
+        return _budget().made(made)
+
+    return guarded
+
+
+# --- operators --------------------------------------------------------------------------------
+
+
+def _repeated(left: Any, right: Any) -> int:
+    sequence, count = (right, left) if isinstance(left, int) else (left, right)
+    if not isinstance(sequence, (str, *CONTAINERS)) or not isinstance(count, int):
+        return 0
+    each = len(sequence) if isinstance(sequence, str) else _budget().size(sequence)
+    return each * max(count, 0)
+
+
+def _added(left: Any, right: Any) -> int:
+    if isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+        return _budget().size(left) + _budget().size(right)
+    return 0
+
+
+def _power(left: Any, right: Any) -> int:
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MAX_BITS:
+        raise LimitError(f"it makes a number of more than {MAX_BITS} bits")
+    return 0
+
+
+def _percent(left: Any, right: Any) -> int:
+    if not isinstance(left, str):
+        return 0
+    several = isinstance(right, tuple)
+    return _formatted(left, *right) if several else _formatted(left, right)
+
+
+OPERATORS: Mapping[str, Callable[[Any, Any], int]] = {
+    "+": _added,
+    "*": _repeated,
+    "**": _power,
+    "%": _percent,
+    "//": lambda left, right: 0,
+}
+
+
+class _Counted:
+    """An iterable of a loop: each step is charged."""
+
+    def __init__(self, values: Any) -> None:
+        _budget().spend(ELEMENT)
+        self.values, self.steps = values, iter(values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[Any]:
+        budget = _budget()
+        for x in self.steps:
+            budget.spend(ELEMENT)
+            yield x
+
+
+class _Plain(Namespace):
+    """A namespace; as text, its values would be read without end."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+class _Formatter(SandboxedFormatter):
+    """`str.format` with widths of at most three digits."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if re.search(rf"\d{{{MAX_DIGITS + 1}}}", format_spec):
+            raise LimitError("it formats with a width of more than 999")
+        budget = _budget()
+        budget.make(budget.size(value))
+        text: str = budget.made(super().format_field(value, format_spec))
+        return text
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        _budget().make(_budget().size(value))
+        return super().convert_field(value, conversion)
+
+
+class _Checked(NodeTransformer):
+    """Puts filters of ours around what makes values without a call: loops, lists, slices, `~`."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _filter(node.iter, "counted")
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(nodes.List(node.nodes, lineno=node.lineno), "concatenated")
+
+    def visit_List(self, node: nodes.Expr) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(node, "built")
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        return self.visit_List(node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(node, "built") if node.ctx == "load" else node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        if not isinstance(node.arg, nodes.Slice):
+            return node
+        none = nodes.Const(None, lineno=node.lineno)
+        ends = [x or none for x in (node.arg.start, node.arg.stop, node.arg.step)]
+        return _filter(node.node, "sliced", *ends)
+
+
+def _filter(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(node, name, [*args], [], None, None, lineno=node.lineno)
+
+
+class _Generator(CodeGenerator):
+    """Charges the text of a template itself where it is printed."""
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return f"environment.finalize({super()._output_const_repr(group)})"
+
+
+class Generation(Extension):
+    """`{% generation %}...{% endgeneration %}`, with which training templates mark answers: its
+    body, in a scope of its own."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class Environment(ImmutableSandboxedEnvironment):
+    """jinja2's immutable sandbox within a budget."""
+
+    code_generator_class = _Generator
+    intercepted_binops = frozenset(OPERATORS)
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", Generation],
+            finalize=lambda value: _budget().text(value),
+        )
+        shared = {n: f for n, f in self.filters.items() if n not in NO_FILTERS}
+        self.filters = {n: _guarded(n, f) for n, f in (shared | {"tojson": _json}).items()}
+        self.filters |= {"counted": _Counted, "concatenated": _concatenated}
+        self.filters |= {"built": lambda value: _budget().nested(value), "sliced": _sliced}
+        del self.globals["lipsum"]
+        self.globals |= {"range": safe_range, "namespace": _Plain, "raise_exception": _refuse}
+        self.globals["strftime_now"] = _now
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Checked().visit(super()._parse(source, name, filename))
+        return tree
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return attr not in REFUSED and super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        if not isinstance(value, METHODS) or super().wrap_str_format(value) is None:
+            return None
+        text: Any = value.__self__
+        mapping = value.__name__ == "format_map"
+
+        def formatted(*args: Any, **named: Any) -> str:
+            given = args[0] if mapping else named
+            return _Formatter(self).vformat(text, () if mapping else args, given)
+
+        return formatted
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        for x in (left, right):
+            _number(x)
+        budget = _budget()
+        budget.make(OPERATORS[operator](left, right))
+        return budget.made(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **named: Any) -> Any:
+        budget = _budget()
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(owner, str) and name == "join" and args:
+            parts = [*args[0]] if isinstance(args[0], Iterator) else args[0]
+            budget.make(_joined(parts, owner))
+            args = (parts, *args[1:])
+        elif isinstance(owner, str) and name in TEXTS and name != "format":
+            budget.make(TEXTS[name](owner, *args, **named))
+        if isinstance(__obj, LoopContext) and args:
+            args = (_Counted(args[0]), *args[1:])
+        elif len(args) + len(named) > 1:
+            budget.size((*args, *named.values()))
+        return budget.made(super().call(__context, __obj, *args, **named))
+
+
+def _refuse(message: Any) -> Any:
+    raise TemplateError(_budget().text(message))
+
+
+def _now(form: str) -> str:
+    if len(form) > MAX_STRIPPED or re.search(rf"\d{{{MAX_DIGITS}}}", form):
+        raise LimitError("strftime_now: the format is too long")
+    return datetime.now().strftime(form)
+
+
+def _sliced(value: Any, *ends: Any) -> Any:
+    """Return a slice, whose size is at most that of the whole."""
+    budget = _budget()
+    part = budget.made(value[slice(*ends)])
+    if isinstance(part, list | tuple):
+        budget.sizes[id(part)] = part, budget.size(value)
+    return part
+
+
+def _concatenated(values: list[Any]) -> str:
+    budget = _budget()
+    texts = [*map(budget.text, values)]
+    budget.make(sum(map(len, texts)))
+    return "".join(texts)
 
 
 def _json(
@@ -171,5 +491,30 @@ def _json(
 ) -> str:
     """Return JSON without the escapes for HTML that jinja2's own filter writes. The parameters, in
     this order, are those of transformers' filter: templates give them by place too."""
+    budget = _budget()
+    if separators and budget.size(separators) > 2 * MAX_INDENT:
+        raise LimitError("filter tojson: long separators")
+    if budget.size(indent if indent is not None else "") > 2 * MAX_INDENT or (
+        isinstance(indent, int) and indent > MAX_INDENT
+    ):
+        raise LimitError(f"filter tojson: indent of more than {MAX_INDENT}")
     form: Any = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
-    return json.dumps(value, ensure_ascii=ensure_ascii, **form)
+    pieces, length = list[str](), 0
+    for piece in json.JSONEncoder(ensure_ascii=ensure_ascii, **form).iterencode(value):
+        pieces.append(budget.made(piece))
+        length += len(piece)
+        if length > MAX_TEXT:
+            raise LimitError(f"it makes a value of more than {MAX_TEXT} characters")
+    return "".join(pieces)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
+    return Environment()
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str, name: str) -> Template:
+    env = _environment()
+    code = env.compile(source, filename=name)
+    return Template.from_code(env, code, env.make_globals(None))

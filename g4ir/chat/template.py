@@ -21,8 +21,6 @@ from g4ir.weights.tensorfile import parse_json
 from .messages import ASSISTANT, TOOL, Conversation, Message, check_pairs, joined, kind_of
 from .messages import read_messages as read
 from .prompt import Prompt, Vocabulary, guard, with_media
-from .sandbox import TemplateError
-from .sandbox import render as render_source
 from .special_tokens import BOS, CHANNEL, CHANNEL_END, RESPONSE, THOUGHT
 from .tools import lower, read_tools
 
@@ -148,9 +146,11 @@ class Template:
             "add_generation_prompt": True,
             **options,
         }
+        from .sandbox import RenderError, render  # jinja2 takes a tenth of a second
+
         try:
-            return render_source(self.source, self.origin, variables)
-        except TemplateError as e:
+            return render(self.source, self.origin, variables)
+        except RenderError as e:
             at = f"{self.origin}, line {e.line}" if e.line else self.origin
             raise InputError(f"{at}: the template refuses this conversation: {e}") from e
         except (TypeError, ValueError) as e:

@@ -14,7 +14,6 @@ import torch
 from g4ir.engine.engine import Engine
 from g4ir.ir.distance import max_or, row_errors
 from g4ir.ops.budgets import UNIT
-from g4ir.passes.scale_residual import ScaleOptions
 from g4ir.ui.progress import Progress
 
 from .hf import (
@@ -27,7 +26,7 @@ from .hf import (
     verified_model,
     wide_model,
 )
-from .reference import acting, reference_engine, wide_engine
+from .reference import reference_engine, wide_engine
 from .report import LAYER_TYPICAL, LAYER_WORST, LocalError
 from .tokens import Turns
 from .watch import ChunkPosition, watched
@@ -54,13 +53,12 @@ class EnginePeer:
     def logits(self, given: Turns, ends: Sequence[int] = (), layers: Rows | None = None) -> Tensor:
         """Return f32[N, vocab]. The outputs of the layers at the tokens `ends`, the ends of the
         chunks, go into `layers`."""
-        wanted, by = set(ends), acting(self.engine).of(ScaleOptions).divisor
+        wanted = set(ends)
 
         def keep(place: ChunkPosition, name: str, t: Tensor) -> None:
             if layers is not None and (name == FINAL or LAYER_OUT.fullmatch(name)):
                 # After the last layer whose K and V are read later, a chunk goes on with its end.
                 rows, first = t[0].float().cpu(), place.end + 1 - t.shape[1]
-                rows = rows * (1 if name == FINAL else by)
                 kept = {first + i: row for i, row in enumerate(rows) if first + i in wanted}
                 layers.setdefault(name, {}).update(kept)
 

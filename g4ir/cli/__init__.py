@@ -27,8 +27,6 @@ from .common import Parser, add_verb, tables
 GARBAGE = 200_000
 #: thresholds that a server takes again: it runs for long, and requests in cycles may hold media
 USUAL = gc.get_threshold()
-#: flags of `show` that are verbs now, and stay as aliases for one release
-FORMER_FLAGS = {"--cost": "cost", "--kernels": "kernels", "--provenance": "inspect"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     atexit.register(gc.freeze)  # else the process looks for garbage once more, 0.3 s with torch
     try:
         with console.logs(), console.endings(), console.output():
-            args = _parser().parse_args(_renamed(words), argparse.Namespace(json=False))
+            args = _parser().parse_args(words, argparse.Namespace(json=False))
             code: int = run_command(args)
             sys.stdout.flush()
             return code
@@ -48,16 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if launched():
             console.leave(code)
         return code
-
-
-def _renamed(words: list[str]) -> list[str]:
-    """Return `show --cost ...` as `cost ...`, and the other former flags likewise."""
-    flag = next((w for w in words if w in FORMER_FLAGS), None)
-    at = next((i for i, w in enumerate(words) if not w.startswith("-")), None)
-    if flag is None or at is None or words[at] != "show":
-        return words
-    rest = [w for w in words[at + 1 :] if w != flag]
-    return [*words[:at], FORMER_FLAGS[flag], *rest]
 
 
 def _parser() -> Parser:

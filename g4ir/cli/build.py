@@ -14,12 +14,10 @@ from g4ir.backends import find_backend
 from g4ir.backends.base import Prepared
 from g4ir.errors import EngineError, G4Error, InputError, check_all
 from g4ir.ir.graph import Graph
-from g4ir.ops.finite import TOO_LARGE
 from g4ir.passes import PASSES, Dump
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
-from g4ir.passes.scale_residual import ScaleOptions
 from g4ir.plan.footprint import Footprint
 from g4ir.plan.resolve import KV_NAMES
 from g4ir.spec.record import SUFFIXES, Spec, spec_names
@@ -126,8 +124,6 @@ def _tell_notes(p: Prepared, dry: bool) -> None:
     if p.source.defaults:
         first, value = next(iter(p.source.defaults.items()))
         console.say(f"note: {len(p.source.defaults)} tensors absent ({first}, ...): {value:g} used")
-    if p.dtype == "f16" and dry:
-        console.say(f"note: {TOO_LARGE}, and a dry run tries no text")
 
 
 def _tell_leftovers(out: Path) -> None:
@@ -158,7 +154,7 @@ def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) 
 
 
 #: of a plan as text, what is left out
-AT_REST = (("ranks", 1), ("residual_scale", 1))
+AT_REST = (("ranks", 1),)
 #: values that tell nothing, and those of options that are off
 EMPTY: tuple[Any, ...] = (None, [], {})
 USUAL = (*EMPTY, False, "off")
@@ -184,7 +180,6 @@ def _plan(p: Prepared, out: Path) -> dict[str, Any]:
         "backend": p.backend.name,
         "device": p.device,
         "dtype": p.dtype,
-        "residual_scale": p.options.of(ScaleOptions).divisor,
         "ranks": p.ranks,
         "ep": p.ep,
         **asdict(p.limits),

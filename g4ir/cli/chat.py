@@ -31,8 +31,6 @@ PROMPT, MORE = ">>> ", "... "
 MOST_LINES = 1000
 #: what begins and ends a message of several lines, which a command may have too
 QUOTES = '"""'
-#: former name of a command, for one release -> its name
-FORMER_COMMANDS = {"/thoughts": "/reasoning"}
 #: command, a method of Repl -> its row in verbs.yaml
 COMMANDS: dict[str, list[str]] = tables()["chat commands"]
 _BLOCK = re.compile(rf"\s*(/\w+\s+)?{QUOTES}")
@@ -245,7 +243,6 @@ class Repl:
         name, _, rest = text.partition(" ")
         name, _, below = name.partition("\n")
         rest = f"{below}{rest}".strip()
-        name = FORMER_COMMANDS.get(name, name)
         command = name.removeprefix("/")
         if name not in COMMANDS:
             raise InputError(

@@ -253,7 +253,7 @@ def add_flags(parser: Group, entries: Iterable[Any], words: Mapping[str, Any]) -
                     how["default"] = argparse.SUPPRESS  # argparse looks at identity
                 if isinstance(how.get("choices"), str):
                     how["choices"] = words[how["choices"]]
-                parser.add_argument(*names.split("/"), **how)
+                parser.add_argument(names, **how)
 
 
 def _medium(kind: str, path: str) -> tuple[str, str]:

@@ -159,10 +159,7 @@ def pass_options(args: argparse.Namespace) -> PassOptions:
         spec = spec_of(args)
         kv = resolve.find_kv_dtype(args.kv_dtype, spec.dtype)
         form = resolve.check_latent(args.latent_kv or PLAIN, spec)
-        drafted = drafted_tokens(args)
-        given, divisor = args.quant_activations, args.residual_scale
-        divisor = 1 if divisor is None else divisor
-        return resolve.pass_options(form, kv, given, drafted, divisor=divisor)
+        return resolve.pass_options(form, kv, args.quant_activations, drafted_tokens(args))
     return engine.options
 
 

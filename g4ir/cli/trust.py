@@ -1,5 +1,4 @@
-"""`g4ir inspect`, `trust` and `sign`: where engines come from, whose native code is run, and how to
-ship engines."""
+"""`g4ir inspect` and `trust`: where engines come from, and whose native code is run."""
 
 from __future__ import annotations
 
@@ -51,37 +50,23 @@ def _stated(word: str, model: Model) -> dict[str, str]:
 
 
 def trust(args: argparse.Namespace) -> int:
-    """Trust an engine or a key, revoke that, or list what is trusted."""
+    """Trust an engine, revoke that, or list the engines that are trusted."""
     if args.engine is not None:
         found = open_artefact(Path(args.engine), check_weights=True)
         decisions.record(found.manifest.digest, decisions.TRUSTED, found.path)
         return _said(args, {"engine": found.manifest.digest})
-    if args.key is not None:
-        return _said(args, {"key": decisions.trust_key(Path(args.key))})
     if args.revoke is not None:
         if not decisions.revoke(args.revoke):
-            raise InputError(
-                f"--revoke {args.revoke}: no such engine or key; `g4ir trust` lists them"
-            )
+            raise InputError(f"--revoke {args.revoke}: no such engine; `g4ir trust` lists them")
         return _said(args, {"revoked": args.revoke})
     return _list(args)
 
 
 def _list(args: argparse.Namespace) -> int:
-    engines, keys = list(decisions.decisions()), decisions.trusted_keys()
-    facts = {"engines": [{"digest": d, **asdict(x)} for d, x in engines], "keys": keys}
+    engines = list(decisions.decisions())
+    facts = {"engines": [{"digest": d, **asdict(x)} for d, x in engines]}
     text = "".join(f"engine {digest}  {x.why}, {x.when}, {x.path}\n" for digest, x in engines)
-    return output(args, facts, text + "".join(f"key    {key}\n" for key in keys))
-
-
-def sign(args: argparse.Namespace) -> int:
-    """Sign an engine, or make a key pair."""
-    if args.new_key is not None:
-        files = Path(f"{args.new_key}.pem"), Path(f"{args.new_key}.pub.pem")
-        decisions.make_key(*files)
-        return _said(args, {"private_key": str(files[0]), "public_key": str(files[1])})
-    found = open_artefact(Path(args.engine), check_weights=True)
-    return _said(args, {"signed_with": decisions.sign(found, Path(args.key))})
+    return output(args, facts, text)
 
 
 def _said(args: argparse.Namespace, values: Mapping[str, Any], width: int = 0) -> int:

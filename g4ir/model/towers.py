@@ -220,8 +220,7 @@ class _Vision(_Tower):
         if c.standardize:
             bias, scale = (self.weight(n, c.hidden_size) for n in ("std_bias", "std_scale"))
             x = self.emit("standardize", x, bias, scale, name="standard")
-        # Nothing bounds what was pooled, times a root of 27 or 34: fp16 waits for the next norm.
-        return x if self.dtype == "f16" else self.emit("cast", x, dtype=self.dtype, name="rounded")
+        return self.emit("cast", x, dtype=self.dtype, name="rounded")
 
 
 class _UnifiedVision(_Tower):

@@ -1,5 +1,4 @@
-"""Reports a NaN or an infinity, which no value of a model should be: usually a float16 that was too
-large."""
+"""Reports a NaN or an infinity, which no value of a model should be."""
 
 from __future__ import annotations
 
@@ -7,13 +6,9 @@ from g4ir.errors import CheckError, WeightsError
 
 from .types import TORCH_NAMES, torch, torch_dtype
 
-TOO_LARGE = "float16 holds numbers up to 65504"
-
 
 def advice(dtype: str) -> str:
-    """Say why a dtype's values are not finite, and what to do."""
-    if dtype == "f16":
-        return f"{TOO_LARGE}; build with --dtype bfloat16"
+    """Return why an engine's values are not finite, and what to do."""
     return f"{TORCH_NAMES[dtype]} has the range of float32: look for damaged weights"
 
 
@@ -35,5 +30,6 @@ def cast(value: torch.Tensor, dtype: str, tensor: str) -> torch.Tensor:
     """Return a weight in a dtype; WeightsError where that makes it infinite."""
     made = value.to(torch_dtype(dtype))
     if dtype == "f16" and value.dtype != made.dtype and bool(made.isinf().any()):
-        raise WeightsError(f"{tensor}: {float(value.abs().max()):g} does not fit; {advice(dtype)}")
+        largest = f"{float(value.abs().max()):g} does not fit float16, which ends at 65504"
+        raise WeightsError(f"{tensor}: {largest}; take --dtype bfloat16")
     return made

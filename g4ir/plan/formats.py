@@ -17,10 +17,11 @@ from g4ir.model.tensors import text_tensors
 from g4ir.ops.types import ITEMSIZE, Type
 from g4ir.quant.recipe import Recipe, find_recipe
 from g4ir.quant.rewrite import weights_of
+from g4ir.spec import parts
 from g4ir.spec.record import Spec
 
 #: what engines compute in, the most common first
-DTYPES = ("bf16", "f16", "f32")
+DTYPES = ("bf16", "f32")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Format:
 
 
 FORMATS = {
-    **{d: Format(n, n, n, n) for d, n in ITEMSIZE.items() if d in DTYPES},
+    **{d: Format(n, n, n, n) for d, n in ITEMSIZE.items() if d in parts.DTYPES},
     "fp8": Format(1, 1, nominal=1),
     "int8": Format(1, 1, nominal=1),
     "int4": Format(0.5 + 2 / 32, 1, nominal=0.5),  # a scale of 2 bytes for 32
@@ -75,7 +76,8 @@ class WeightSizes:
 def weight_sizes(spec: Spec, form: str | Recipe, dtype: str | None = None) -> WeightSizes:
     """Return sizes in a format, a dtype or a recipe; `dtype` is the engine's (default: the spec's).
     InputError for a format that there is not."""
-    recipe = None if form in DTYPES else form if isinstance(form, Recipe) else find_recipe(form)
+    plain = form in parts.DTYPES
+    recipe = None if plain else form if isinstance(form, Recipe) else find_recipe(form)
     own = (dtype or spec.dtype) if recipe else str(form)
     sizes = {n: math.prod(s) * ITEMSIZE[own] for n, s in text_tensors(spec).items()}
     if recipe:

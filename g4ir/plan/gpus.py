@@ -1,8 +1,8 @@
 """GPUs by name, from public data sheets (gpus.yaml), and sizes in bytes.
 
 `memory_bytes` is the card's total as the driver reports it, or, if its `source` says "as sold", the
-size it is sold with, in GB. The rates are the vendor's peaks: bf16 (float16 on a card without) with
-fp32 accumulation, without sparsity. `g4ir bench` measures what a card reaches.
+size it is sold with, in GB. The rates are the vendor's peaks: bf16 with fp32 accumulation, without
+sparsity. `g4ir bench` measures what a card reaches.
 """
 
 from __future__ import annotations

@@ -46,7 +46,6 @@ class BuildOptions:
     device: str | None = option("device", None, "D")
     target: str | None = option("target", None, "GPUS")
     dtype: str | None = option("dtype", None, "T")
-    residual_scale: int = option("residual_scale", 1, "N", type=int)
     quant: str | Path | None = option("quant", None, "Q")
     calibrate: str | Path | None = option("calibrate", None, "FILE")
     quant_activations: str | None = option("quant_activations", None, "Q")

@@ -17,7 +17,6 @@ from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.plan_cache import MOST_SLACK, RingOptions
 from g4ir.passes.quantize_activations import ActivationOptions
-from g4ir.passes.scale_residual import DIVISORS, ScaleOptions
 from g4ir.spec.record import SUFFIXES, Spec, load_spec
 from g4ir.weights.checkpoint import CONFIG, GGUF
 from g4ir.weights.pack import DEFAULT_PLACEMENT, PLACEMENTS
@@ -38,6 +37,11 @@ MOST_DRAFTED = MOST_SLACK
 DRAFTED = 4
 #: words for the drafter that belongs to the variant, and for none
 DEFAULT, NO_DRAFTER = "default", (None, "none")
+#: docs/numerics.md has the measurement
+NO_FLOAT16 = (
+    "activations of trained models exceed the range of float16, 65504 (the residual stream of "
+    "Gemma 3 270M reaches 103,795), so no engine computes in it"
+)
 KV_NAMES = {short: name for name, short in KV_DTYPES.items()}
 
 
@@ -47,15 +51,19 @@ def _one_of(option: str, given: object, known: Iterable[object]) -> None:
         raise InputError(f"{option} {shown}: expected one of {', '.join(map(str, known))}")
 
 
-def find_dtype(name: str) -> str:
-    """`float32`, `f32` -> f32; InputError for what no engine computes in."""
+def find_dtype(name: str, known: Sequence[str] = DTYPES) -> str:
+    """`float32`, `f32` -> f32; InputError for a dtype that is not in `known`, by default those that
+    engines compute in."""
     try:
         short = dtype_name(name)
     except ValueError:
         short = name
-    if short not in DTYPES:
-        raise InputError(f"--dtype {name!r}: expected float32, bfloat16 or float16")
-    return short
+    if short in known:
+        return short
+    if short in ("f16", "fp16", "half"):
+        raise InputError(f"--dtype {name}: {NO_FLOAT16}; give bfloat16 or float32")
+    *some, last = (long for short, long in TORCH_NAMES.items() if short in known)
+    raise InputError(f"--dtype {name!r}: expected {', '.join(some)} or {last}")
 
 
 def device_of(backend: PlannedBackend, given: str | None) -> str:
@@ -70,14 +78,17 @@ def device_of(backend: PlannedBackend, given: str | None) -> str:
 def dtype_of(backend: PlannedBackend, given: str | None, spec: Spec) -> str:
     """Return the dtype of a build: by default the spec's, where the backend computes in it.
     InputError for a requested one in which it does not."""
-    kind = find_dtype(given or spec.dtype)
+    if given is None:
+        chosen = spec.dtype if spec.dtype in backend.dtypes else backend.dtypes[0]
+        if (spec.dtype, chosen) == ("f16", "bf16"):
+            what = "%s is float16, and becomes bfloat16; --dtype float32 rounds no weight of it"
+            log.warning(what, spec.name)
+        return chosen
+    kind = find_dtype(given)
     if kind in backend.dtypes:
         return kind
-    if given is None:
-        return backend.dtypes[0]
-    can, untargeted = ", ".join(TORCH_NAMES[d] for d in backend.dtypes), type(backend)
-    on = f" {backend.place}" if kind in vars(untargeted).get("dtypes", ()) else ""
-    raise InputError(f"--dtype {given}: backend {backend.name} computes in {can}{on}")
+    can = ", ".join(TORCH_NAMES[d] for d in backend.dtypes)
+    raise InputError(f"--dtype {given}: backend {backend.name} computes in {can}")
 
 
 def check_supported(
@@ -157,16 +168,14 @@ def pass_options(
     activations: str | None = None,
     drafted: int = 0,
     keep: Sequence[int] = (),
-    divisor: int = 1,
 ) -> PassOptions:
     """Return the options of the passes. keep: layers whose cache is K and V, not latent; drafted:
-    rejected tokens that a ring cache has room for. InputError for activations or a divisor that no
-    pass has."""
+    rejected tokens that a ring cache has room for. InputError for activations that no pass
+    has."""
     if activations is not None:
         _one_of("--quant-activations", activations, ACTIVATIONS)
-    _one_of("--residual-scale", divisor, DIVISORS)
     layout = LatentOptions(latent, tuple(keep)), NarrowOptions(kv)
-    others = ScaleOptions(divisor), RingOptions(drafted), ActivationOptions(activations or OFF)
+    others = RingOptions(drafted), ActivationOptions(activations or OFF)
     return PassOptions((*others, *layout))
 
 

@@ -32,8 +32,7 @@ def cache_root() -> Path:
 
 
 def state_root() -> Path:
-    """Return the folder of trust decisions: engines that this user built or trusts, and digests of
-    the cache's files."""
+    """Return the folder of trust decisions: engines that this user built or trusts."""
     return _base("XDG_STATE_HOME", ".local/state") / "g4ir"
 
 

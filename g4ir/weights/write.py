@@ -13,6 +13,7 @@ from typing import Any
 from g4ir.errors import WeightsError
 from g4ir.model.names import HEAD, ORDER, PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import Shape, dead_tensors, media_tensors, text_tensors
+from g4ir.ops.finite import cast
 from g4ir.ops.types import dtype_name, torch
 from g4ir.spec.record import Spec
 from g4ir.ui.files import check_folder, check_room, new_folder, write_file
@@ -147,7 +148,8 @@ def _part(read: Callable[[str], torch.Tensor], bare: str, suffix: str) -> torch.
 
 
 def _made(source: WeightSource, name: str, shape: Shape, dtype: torch.dtype) -> Made:
-    return (x if name == ORDER else x.to(dtype) for x in in_pieces(source, name, shape))
+    kind = dtype_name(dtype)
+    return (x if name == ORDER else cast(x, kind, name) for x in in_pieces(source, name, shape))
 
 
 def in_pieces(source: WeightSource, name: str, shape: Shape) -> Iterator[torch.Tensor]:

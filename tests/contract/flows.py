@@ -69,7 +69,7 @@ class Flow:
     """One backend, as the contract needs it."""
 
     backend: str
-    #: a dtype of 16 bits that it computes in, and how far its logits may lie from the reference's
+    #: bfloat16 if it computes in that, and how far its logits may lie from the reference's
     #: in it, where each layer adds up to 2^-5 (tests/test_bf16.py) and there are eight
     half: tuple[str, float]
     #: why something is not offered -> how it is asked for, and what it `says`

@@ -221,16 +221,20 @@ class Try:
 
     def call(self, given: list[Tensor], **use: Any) -> tuple[Tensor, ...]:
         """The results on these operands; counters that the kernel leaves are zero."""
+        run, *node = self.arguments(**use)
+        got = as_tuple(self.kernel.call(run, *node, *given))
+        assert len(got) == len(self.node.outputs)
+        assert not any(x.any() for x in run.env.values())
+        return got
+
+    def arguments(self, **use: Any) -> tuple[Run, Node, Choice]:
+        """What the kernel's call takes before the operands."""
         starts, s = self.kernel.starts, self.sample
         uses = s.use if len(starts) > 1 else {name: {**s.use, **use} for name in starts}
         choice = Choice(self.kernel, {}, {name: uses[name] for name in starts})
         g = Graph("one", self.node.inputs, (), (), (self.node,), self.node.outputs)
         made = {} if self.counters is None else {arrivals("x0"): self.counters}
-        run = Run(GpuLowered(Schedule(g, Target("cpu"), {})), made)
-        got = as_tuple(self.kernel.call(run, self.node, choice, *given))
-        assert len(got) == len(self.node.outputs)
-        assert not any(x.any() for x in run.env.values())
-        return got
+        return Run(GpuLowered(Schedule(g, Target("cpu"), {})), made), self.node, choice
 
     def run(self, **use: Any) -> tuple[Tensor, ...]:
         """The kernel's results; nothing has changed but caches that it writes."""

@@ -307,8 +307,8 @@ def test_engine_of_other_tensors(shared: Engine) -> None:
     changed = {**other.inputs, "more": other.inputs["lengths"]}
     with pytest.raises(EngineError, match=r"its tensors are .*, expected .*more"):
         runtime.check_engine(made.api, made.engine, replace(other, inputs=changed))
-    wider = {n: replace(t, dtype="f16") if n == "embeds" else t for n, t in other.inputs.items()}
-    with pytest.raises(EngineError, match="embeds is f32, expected f16"):
+    wider = {n: replace(t, dtype="bf16") if n == "embeds" else t for n, t in other.inputs.items()}
+    with pytest.raises(EngineError, match="embeds is f32, expected bf16"):
         runtime.check_engine(made.api, made.engine, replace(other, inputs=wider))
     moved = dict.fromkeys(other.aliased, "lengths")
     with pytest.raises(EngineError, match=r"lies at the address of .*, expected lengths"):

@@ -24,7 +24,8 @@ from g4ir.errors import InputError, SpecError
 from g4ir.model.names import CODES, NORM, SCALES, checkpoint_name
 from g4ir.model.tensors import text_tensors
 from g4ir.ops.codecs import SAME_CODES, opened, quantized
-from g4ir.ops.types import torch
+from g4ir.ops.finite import cast
+from g4ir.ops.types import dtype_name, torch
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec, diff_specs
@@ -190,13 +191,13 @@ def _rows(
     for piece in in_pieces(source, bare, shape):
         matrix = piece.flatten(0, -2) if piece.dim() > 1 else piece[None]
         for x in matrix.split(_count(matrix)):
-            yield _stored(x, kind, added)
+            yield _stored(x, kind, added, bare)
     source.release(bare)
 
 
-def _stored(x: torch.Tensor, kind: str, added: float) -> torch.Tensor:
+def _stored(x: torch.Tensor, kind: str, added: float, name: str) -> torch.Tensor:
     if kind in _DENSE:
-        return (x.float() + added if added else x).to(_DENSE[kind])
+        return cast(x.float() + added if added else x, dtype_name(_DENSE[kind]), name)
     block = _BLOCKS[kind]
     codes, scales = quantized(x.float(), block.form, block.group, "f16")
     return _blocks(opened(codes), scales, kind)
