@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from g4ir.backends.inductor.toolchain import cpp_compiler
-from g4ir.cli import GARBAGE
+from g4ir.cli import GARBAGE, _parser
+from g4ir.cli.common import utf8
 from g4ir.errors import MissingError
 from g4ir.ui import console
+from g4ir.ui.paths import cache_root, private, state_root
 from tests.cli_tools import BUILD, g4ir
 
 ERRORS = [
@@ -104,6 +107,32 @@ def test_a_closed_stderr() -> None:
         done = shell(f'"{sys.executable}" -c "{code}" {closed}')
         assert (done.returncode, done.stdout) == (0, "True True\n")
     assert shell("$G4IR specs no-such-verb 2>&-").returncode == 2
+
+
+def test_a_text_in_another_locale() -> None:
+    """An argument in UTF-8 is one in the locale of C too, in which Python escapes its bytes."""
+    code = "import sys; from g4ir.cli.common import utf8; print(ascii(utf8(sys.argv[1])))"
+    run = f"export LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0; '{sys.executable}' -c '{code}'"
+    for word, text in (("é 😀", ascii("é 😀")), ("plain", "'plain'"), ("\\xff", "'\\udcff'")):
+        assert shell(f"{run} $'{word}'").stdout.strip() == text
+    assert [utf8(x) for x in ("é", "\ud83d", "\udcc3\udca9")] == ["é", "\ud83d", "é"]
+    for words in (["run", "e", "--prompt", "\udcc3\udca9"], ["chat", "e"]):
+        args = _parser().parse_args([*words, "--system", "\udcc3\udca9"])
+        assert {args.system, getattr(args, "prompt", "é")} == {"é"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "folder"), [("XDG_CACHE_HOME", cache_root), ("XDG_STATE_HOME", state_root)]
+)
+def test_a_folder_of_the_user_that_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, folder: Callable[[], Path]
+) -> None:
+    """The error names the variable to set."""
+    (tmp_path / "file").touch()
+    for path in ("/proc/none", str(tmp_path / "file")):
+        monkeypatch.setenv(variable, path)
+        with pytest.raises(OSError, match=f"; set {variable} to a folder that you may write to"):
+            private(folder() / "engines")
 
 
 def test_python_without_docstrings() -> None:

@@ -148,34 +148,29 @@ def test_a_call_that_fails(
         assert [e.token for e in scheduler.run(again)] == alone[0]
 
 
-def test_a_batch_that_cannot_grow_loses_no_token(
-    engine: Engine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("call", "states"),
+    [((Batch, "put"), (FINISHED, FAILED)), ((TokenSteps, "close"), (FAILED, FINISHED))],
+    ids=["batch that cannot grow", "failing step"],
+)
+def test_a_prompt_while_steps_are_in_flight(
+    engine: Engine,
+    alone: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    call: tuple[type, str],
+    states: tuple[str, str],
 ) -> None:
-    """The prompt fails; the sequence whose steps are in flight gets all its tokens."""
+    """A batch that cannot grow fails the prompt and loses no token of the running sequence; a
+    failing step of that sequence does not fail the prompt."""
     scheduler = Scheduler(engine)
     first, events = scheduler.submit(job(0)), list[Event]()
     for _ in range(3):
         events += scheduler.step()
-    Faults(monkeypatch, Batch, "put", 1)
+    Faults(monkeypatch, *call, 1)
     second = scheduler.submit(job(1))
     while scheduler.busy:
         events += scheduler.step()
-    assert (first.state, second.state) == (FINISHED, FAILED)
-    check(events, [first, second], alone)
-
-
-def test_a_failing_step_does_not_blame_a_prompt(
-    engine: Engine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheduler = Scheduler(engine)
-    first, events = scheduler.submit(job(0)), list[Event]()
-    for _ in range(3):
-        events += scheduler.step()
-    Faults(monkeypatch, TokenSteps, "close", 1)
-    second = scheduler.submit(job(1))
-    while scheduler.busy:
-        events += scheduler.step()
-    assert (first.state, second.state) == (FAILED, FINISHED)
+    assert (first.state, second.state) == states
     check(events, [first, second], alone)
 
 

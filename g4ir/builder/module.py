@@ -35,10 +35,10 @@ from .module_tree import (
     ScaledEmbedding,
     Submodule,
     Tree,
+    add_tensor,
     full_name,
     linear_modules,
     module_at,
-    place_tensor,
 )
 
 #: labels that the loss leaves out, as in transformers
@@ -180,10 +180,10 @@ class TextModule(nn.Module):
             module_at(self, path, table)
         for name in dict.fromkeys(checkpoint_name(v.name) for g in graphs for v in g.params):
             tensor = source.tensor(name).to(device, kind, copy=True)
-            place_tensor(self, full_name(name), nn.Parameter(tensor))
+            add_tensor(self, full_name(name), nn.Parameter(tensor))
             source.release(name)
         if spec.text.tie_word_embeddings:
-            place_tensor(self, HEAD, self.get_parameter(full_name(TOKEN_TABLE)))
+            add_tensor(self, HEAD, self.get_parameter(full_name(TOKEN_TABLE)))
         for linear in self.modules():
             if isinstance(linear, nn.Linear):
                 linear.out_features, linear.in_features = linear.weight.shape

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -104,40 +104,50 @@ class Activation(nn.Module):
         return self.name
 
 
-def place_tensor(root: nn.Module, name: str, tensor: nn.Parameter) -> None:
+def add_tensor(root: nn.Module, name: str, tensor: nn.Parameter) -> None:
     """Add a parameter, or buffer, under its full name; modules on its path are added."""
-    path, _, last = name.rpartition(".")
+    path, _, attribute = name.rpartition(".")
     module = module_at(root, path)
     if name.endswith(BUFFERS):
-        module.register_buffer(last, tensor.detach())
+        module.register_buffer(attribute, tensor.detach())
     else:
-        module.register_parameter(last, tensor)
+        module.register_parameter(attribute, tensor)
 
 
 def module_at(root: nn.Module, path: str, leaf: nn.Module | None = None) -> nn.Module:
-    """Return the module at a path; what is missing is added, `leaf` at its end."""
+    """Return the module at a path; missing modules are added, with `leaf` at the end."""
     names = path.split(".") if path else []
     for depth, name in enumerate(names, 1):
         if name not in root._modules:
-            last = leaf if depth == len(names) else None
-            root.add_module(name, last or (Layers() if name == "layers" else Submodule()))
+            module = leaf if depth == len(names) else None
+            root.add_module(name, module or (Layers() if name == "layers" else Submodule()))
         root = root.get_submodule(name)
     return root
 
 
-# --- the graph as calls that modules own ------------------------------------------------------
+# --- the graph as calls in modules ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Step:
-    """A call in the module at the path `owner`; `function` None: of that module itself, a leaf.
+    """A call in the module at the path `module`; `function` None: a call of that module, a leaf.
     Inputs are names of values, and of params, by their full names."""
 
-    owner: str
+    module: str
     function: Callable[..., Any] | None
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     attrs: dict[str, Any] = field(default_factory=dict)
+
+
+class LayerContext(NamedTuple):
+    """The values that an attention reads from its layer's context, by name."""
+
+    #: cos, sin
+    rope: tuple[str, str]
+    mask: str
+    #: K, V
+    kv: tuple[str, str]
 
 
 class Tree:
@@ -155,33 +165,32 @@ class Tree:
         self.tables: dict[str, tuple[str, str]] = {}  # arguments of a rope table -> (cos, sin)
         self.rotations: dict[str, tuple[str, str]] = {}  # attention -> (cos, sin)
         self.alias: dict[str, str] = {}  # values of a layer -> those of all
-        #: layer -> its (cos, sin), mask, K and V
-        self.context: dict[int, tuple[tuple[str, str], str, tuple[str, str]]] = {}
+        self.context: dict[int, LayerContext] = {}
         self.donors = {x.donor for x in spec.layers()} - {None}
-        self.shares = bool(self.donors)
+        self.has_shared_kv = bool(self.donors)
         self.steps: list[Step] = []
         self.weight_steps: dict[str, Step] = {}  # of weights alone, by result
         self.functions: dict[Any, Callable[..., Any]] = {}  # by source and what it calls
 
     def build(self, graph: Graph) -> None:
         """Give every module its function; `graph` is the plain prefill graph, with all logits."""
-        for n in _opened(graph.nodes):
+        for n in _unfused(graph.nodes):
             if n.op not in CACHE_OPS:
-                for step in RULES.get(n.op, plain)(self, n):
+                for step in RULES.get(n.op, _reference)(self, n):
                     self._add(step)
         self.readers: dict[str, set[int]] = {}
         for i, step in enumerate(self.steps):
             for name in step.inputs:
                 self.readers.setdefault(name, set()).add(i)
-        last = next(i for i, step in enumerate(self.steps) if not step.owner.startswith(MODEL))
-        body, head = list(enumerate(self.steps))[:last], list(enumerate(self.steps))[last:]
-        self._build_model(body)
-        self._build_plain("", head, graph.outputs[0].name)
+        steps = list(enumerate(self.steps))
+        count = next(i for i, step in steps if not step.module.startswith(MODEL))
+        self._build_model(steps[:count])
+        self._build_plain("", steps[count:], graph.outputs[0].name)
 
     def name(self, value: str) -> str:
         return self.alias.get(value, self.params.get(value, value))
 
-    def owner(self, n: Node) -> str:
+    def module_of(self, n: Node) -> str:
         """Return the module of a node: of its weight, or of its result's name."""
         for v in n.inputs:
             if (name := self._weight(v.name)) is not None:
@@ -191,8 +200,8 @@ class Tree:
         return f"{PREFIX}{value_module(n.outputs[0].name)}".rstrip(".")
 
     def _weight(self, value: str) -> str | None:
-        made = self.weight_steps.get(value)
-        return made.inputs[0] if made else self.params.get(value)
+        step = self.weight_steps.get(value)
+        return step.inputs[0] if step else self.params.get(value)
 
     def _add(self, step: Step) -> None:
         """Add a step; those of weights alone come right before their reader, in its module."""
@@ -214,25 +223,25 @@ class Tree:
         env = {name: f.placeholder(name) for name in names}
         env["positions"] = env["position_ids"]
         env["shared_kv_states"] = f.call_function(dict)
-        f.call_function(_collect, (env["states"], env["embeds"]))
-        for child, group in _grouped(MODEL, steps):
+        f.call_function(_append, (env["states"], env["embeds"]))
+        for child, group in _group_by_child(MODEL, steps):
             if not child.startswith("layers."):
-                self._emit(f, env, MODEL, child, group)
+                self._add_calls(f, env, MODEL, child, group)
                 continue
-            tables, mask, _ = self.context[int(child.removeprefix("layers."))]
-            env["position_embeddings"] = tuple(env[name] for name in tables)  # type: ignore[assignment]
-            window = int(mask.removeprefix("mask."))
+            context = self.context[int(child.removeprefix("layers."))]
+            env["position_embeddings"] = tuple(env[name] for name in context.rope)  # type: ignore[assignment]
+            window = int(context.mask.removeprefix("mask."))
             env["attention_mask"] = f.call_function(operator.getitem, (env["masks"], window))
-            self._emit(f, env, MODEL, child, group)
-            f.call_function(_collect, (env["states"], env[group[-1][1].outputs[0]]))
-        self._finish(f, MODEL, env[steps[-1][1].outputs[0]])
+            self._add_calls(f, env, MODEL, child, group)
+            f.call_function(_append, (env["states"], env[group[-1][1].outputs[0]]))
+        self._set_function(f, MODEL, env[steps[-1][1].outputs[0]])
 
     def _build_plain(self, path: str, steps: list[tuple[int, Step]], result: str) -> None:
         f = fx.Graph()
         env = {name: f.placeholder(f"x{i}") for i, name in enumerate(self._inputs(path, steps))}
-        for child, group in _grouped(path, steps):
-            self._emit(f, env, path, child, group)
-        self._finish(f, path, env[result])
+        for child, group in _group_by_child(path, steps):
+            self._add_calls(f, env, path, child, group)
+        self._set_function(f, path, env[result])
 
     def _build_child(
         self,
@@ -251,43 +260,42 @@ class Tree:
             for name in self._context_names():
                 env[name] = f.placeholder(name, default_value=None)
         if kind == ATTENTION:
-            self._unpack(f, env, path)
-        for child, group in _grouped(path, steps):
-            self._emit(f, env, path, child, group)
+            self._load_context(f, env, path)
+        for child, group in _group_by_child(path, steps):
+            self._add_calls(f, env, path, child, group)
         if kind == ATTENTION:
-            self._share(f, env, path)
+            self._store_kv(f, env, path)
         results = tuple(env[name] for name in outputs)
-        self._finish(f, path, results if len(results) > 1 else results[0])
+        self._set_function(f, path, results if len(results) > 1 else results[0])
 
     def _context_names(self) -> tuple[str, ...]:
-        return tuple(name for name in CONTEXT if self.shares or name != "shared_kv_states")
+        return tuple(name for name in CONTEXT if self.has_shared_kv or name != "shared_kv_states")
 
-    def _unpack(self, f: fx.Graph, env: dict[str, Any], path: str) -> None:
-        """Name the values of an attention's keyword arguments."""
+    def _load_context(self, f: fx.Graph, env: dict[str, Any], path: str) -> None:
+        """Bind the values in an attention's keyword arguments."""
         layer = self.spec.layers()[_layer(path)]
-        tables, mask, kv = self.context[layer.index]
-        env[mask] = env["attention_mask"]
-        pairs = [(name, "position_embeddings", i) for i, name in enumerate(tables)]
-        for name, source, i in pairs:
-            env[name] = f.call_function(operator.getitem, (env[source], i))
+        context = self.context[layer.index]
+        env[context.mask] = env["attention_mask"]
+        for i, name in enumerate(context.rope):
+            env[name] = f.call_function(operator.getitem, (env["position_embeddings"], i))
         if layer.donor is not None:
             key = HF_KINDS[layer.kind]
             shared = f.call_function(operator.getitem, (env["shared_kv_states"], key))
-            for i, name in enumerate(kv):
+            for i, name in enumerate(context.kv):
                 heads_first = f.call_function(operator.getitem, (shared, i))
                 env[name] = f.call_function(_swap_heads, (heads_first,))
 
-    def _share(self, f: fx.Graph, env: dict[str, Any], path: str) -> None:
+    def _store_kv(self, f: fx.Graph, env: dict[str, Any], path: str) -> None:
         """Store K and V [B,heads,S,d] of an attention for layers that read them."""
         layer = self.spec.layers()[_layer(path)]
         if layer.index in self.donors:
             kv = tuple(
-                f.call_function(_swap_heads, (env[x],)) for x in self.context[layer.index][2]
+                f.call_function(_swap_heads, (env[x],)) for x in self.context[layer.index].kv
             )
             key = HF_KINDS[layer.kind]
             f.call_function(operator.setitem, (env["shared_kv_states"], key, kv))
 
-    def _emit(
+    def _add_calls(
         self,
         f: fx.Graph,
         env: dict[str, Any],
@@ -302,12 +310,12 @@ class Tree:
                 assert step.function
                 _bind(f, env, f.call_function(step.function, operands, step.attrs), step.outputs)
             return
-        where, kind = f"{path}.{child}".lstrip("."), _kind(child)
-        inputs, outputs = self._inputs(where, group), self._outputs(where, group)
+        child_path, kind = f"{path}.{child}".lstrip("."), _kind(child)
+        inputs, outputs = self._inputs(child_path, group), self._outputs(child_path, group)
         args: tuple[Any, ...] = tuple(env[name] for name in inputs)
         if group[0][1].function is not None or len(group) > 1:
-            module_at(self.root, where)
-            self._build_child(where, group, inputs, outputs)
+            module_at(self.root, child_path)
+            self._build_child(child_path, group, inputs, outputs)
         kwargs: dict[str, Any] = {}
         if kind in CALLED_WITH_CONTEXT:
             kwargs = {name: env[name] for name in self._context_names()}
@@ -316,10 +324,10 @@ class Tree:
             args = ()
         _bind(f, env, f.call_module(child, args, kwargs), outputs)
         if kind == ATTENTION:
-            f.call_function(_collect, (env["attentions"], env[outputs[1]]))
+            f.call_function(_append, (env["attentions"], env[outputs[1]]))
 
     def _value(self, f: fx.Graph, env: dict[str, Any], path: str, name: str) -> Any:
-        if name not in env:  # a param of the module's own
+        if name not in env:  # a param of this module
             env[name] = f.get_attr(name.removeprefix(f"{path}."))
         return env[name]
 
@@ -329,8 +337,8 @@ class Tree:
         outputs = {name for _, step in group for name in step.outputs}
         excluded = {*outputs, *self.params.values()}
         if _kind(path) in CALLED_WITH_CONTEXT:
-            tables, mask, kv = self.context[_layer(path)]
-            excluded |= {*tables, mask, *kv}
+            context = self.context[_layer(path)]
+            excluded |= {*context.rope, context.mask, *context.kv}
         names = dict.fromkeys(name for _, step in group for name in step.inputs)
         return [name for name in names if name not in excluded]
 
@@ -341,11 +349,11 @@ class Tree:
             return tuple(f"L{_layer(path)}.{name}" for name in RESULTS[kind])
         indices = {i for i, _ in group}
         outputs = [name for _, step in group for name in step.outputs]
-        shared = self.context[_layer(path)][2] if kind in CALLED_WITH_CONTEXT else ()
-        read = [x for x in outputs if self.readers.get(x, set()) - indices and x not in shared]
-        return tuple(read or outputs[-1:])
+        shared = self.context[_layer(path)].kv if kind in CALLED_WITH_CONTEXT else ()
+        external = [x for x in outputs if self.readers.get(x, set()) - indices and x not in shared]
+        return tuple(external or outputs[-1:])
 
-    def _finish(self, f: fx.Graph, path: str, result: Any) -> None:
+    def _set_function(self, f: fx.Graph, path: str, result: Any) -> None:
         f.output(result)
         module = self.root.get_submodule(path)
         code = f.python_code("self")
@@ -358,10 +366,10 @@ class Tree:
 # --- what ops are in transformers' modules ----------------------------------------------------
 
 
-def plain(tree: Tree, n: Node) -> Iterator[Step]:
+def _reference(tree: Tree, n: Node) -> Iterator[Step]:
     """Yield the call of an op's reference."""
     inputs, outputs = (tuple(tree.name(v.name) for v in x) for x in (n.inputs, n.outputs))
-    yield Step(tree.owner(n), n.definition.reference, inputs, outputs, dict(n.attrs))
+    yield Step(tree.module_of(n), n.definition.reference, inputs, outputs, dict(n.attrs))
 
 
 def _linear(tree: Tree, n: Node) -> Iterator[Step]:
@@ -371,8 +379,8 @@ def _linear(tree: Tree, n: Node) -> Iterator[Step]:
 
 def _unstack(tree: Tree, n: Node) -> Iterator[Step]:
     """Yield the call in the model, though its results are of layers."""
-    for step in plain(tree, n):
-        yield replace(step, owner=MODEL)
+    for step in _reference(tree, n):
+        yield replace(step, module=MODEL)
 
 
 def _rope_table(tree: Tree, n: Node) -> Iterator[Step]:
@@ -388,66 +396,66 @@ def _rope_table(tree: Tree, n: Node) -> Iterator[Step]:
 
 def _norm(tree: Tree, n: Node) -> Iterator[Step]:
     """Yield a norm; in the layout that transformers has for it."""
-    (step,) = plain(tree, n)
-    _, layer, rest = split_name(n.out.name)
-    name, at = n.out.name, f"{PREFIX}layers.{layer}"
-    if rest in ("moe.in", "moe.router_in"):  # experts see tokens, without sequences
+    (step,) = _reference(tree, n)
+    _, layer, suffix = split_name(n.out.name)
+    name, path = n.out.name, f"{PREFIX}layers.{layer}"
+    if suffix in ("moe.in", "moe.router_in"):  # experts see tokens, without sequences
         flat, (x, *w) = f"L{layer}.moe.flat", step.inputs
-        if rest == "moe.in":
-            yield Step(at, _flat_tokens, (x,), (flat,))
+        if suffix == "moe.in":
+            yield Step(path, _flatten_tokens, (x,), (flat,))
         yield replace(step, inputs=(flat, *w))
-    elif rest in ("attn.q.norm", "attn.k.norm") and tree.heads_first:
-        owner, (x, *w) = f"{at}.{ATTENTION}", step.inputs
-        yield Step(owner, _swap_heads, (x,), (f"{x}.first",))
+    elif suffix in ("attn.q.norm", "attn.k.norm") and tree.heads_first:
+        module, (x, *w) = f"{path}.{ATTENTION}", step.inputs
+        yield Step(module, _swap_heads, (x,), (f"{x}.first",))
         yield replace(step, inputs=(f"{x}.first", *w), outputs=(f"{name}.first",))
-        yield Step(owner, _swap_heads, (f"{name}.first",), (name,))
+        yield Step(module, _swap_heads, (f"{name}.first",), (name,))
     else:
         yield step
 
 
 def _rope(tree: Tree, n: Node) -> Iterator[Step]:
-    (step,) = plain(tree, n)
-    tree.rotations[step.owner] = (step.inputs[1], step.inputs[2])
+    (step,) = _reference(tree, n)
+    tree.rotations[step.module] = (step.inputs[1], step.inputs[2])
     yield step
 
 
 def _attention(tree: Tree, n: Node) -> Iterator[Step]:
     """Yield attention over the sequence, by the layer's mask; with its weights [B,heads,S,S]."""
-    owner, weights = tree.owner(n), n.out.name.replace(".out", ".weights")
+    module, weights = tree.module_of(n), n.out.name.replace(".out", ".weights")
     mask, (k, v) = f"mask.{n.attrs['window']}", (x.name for x in n.chunk)
-    tree.context[_layer(owner)] = tree.rotations[owner], mask, (k, v)
+    tree.context[_layer(module)] = LayerContext(tree.rotations[module], mask, (k, v))
     attrs = {name: n.attrs[name] for name in ("scale", "softcap")}
     inputs = (n["q"].name, k, v, mask)
-    yield Step(owner, _attend, inputs, (n.out.name, weights), attrs)
+    yield Step(module, _attend, inputs, (n.out.name, weights), attrs)
 
 
 def _glu(tree: Tree, n: Node) -> Iterator[Step]:
     """Yield the activation, a module, and the product."""
-    owner, (gate, up) = tree.owner(n), (v.name for v in n.inputs)
-    path = f"{owner}.act_fn"
+    module, (gate, up) = tree.module_of(n), (v.name for v in n.inputs)
+    path = f"{module}.act_fn"
     module_at(tree.root, path, Activation(str(n.attrs["act"])))
     yield Step(path, None, (gate,), (f"{gate}.act",))
-    yield Step(owner, operator.mul, (f"{gate}.act", up), (n.out.name,))
+    yield Step(module, operator.mul, (f"{gate}.act", up), (n.out.name,))
 
 
 def _router(tree: Tree, n: Node) -> Iterator[Step]:
     """Yield the scaled states, the projection, an nn.Linear, and the choice of experts."""
     x, scale, proj, per_expert = (tree.name(v.name) for v in n.inputs)
-    owner, at = tree.owner(n), f"L{split_name(n.outputs[0].name)[1]}.moe"
-    scaled, scores, names = f"{at}.scaled", f"{at}.scores", (v.name for v in n.outputs)
-    yield Step(owner, _scaled, (x, scale), (scaled,), {"root": n.attrs["root"]})
+    module, prefix = tree.module_of(n), f"L{split_name(n.outputs[0].name)[1]}.moe"
+    scaled, scores, names = f"{prefix}.scaled", f"{prefix}.scores", (v.name for v in n.outputs)
+    yield Step(module, _scale, (x, scale), (scaled,), {"root": n.attrs["root"]})
     yield Step(proj.rpartition(".")[0], None, (scaled,), (scores,))
-    outputs, attrs = (f"{at}.probabilities", *names), {"top_k": n.attrs["top_k"]}
-    yield Step(owner, choose_experts, (scores, per_expert), outputs, attrs)
+    outputs, attrs = (f"{prefix}.probabilities", *names), {"top_k": n.attrs["top_k"]}
+    yield Step(module, choose_experts, (scores, per_expert), outputs, attrs)
 
 
 def _experts(tree: Tree, n: Node) -> Iterator[Step]:
     x, weights, index, *tensors = (tree.name(v.name) for v in n.inputs)
     layer, flat = split_name(n.out.name)[1], f"{n.out.name}.flat"
     inputs = (x, index, weights, *tensors)
-    yield Step(tree.owner(n), _apply_experts, inputs, (flat,), {"act": n.attrs["act"]})
-    at = f"{PREFIX}layers.{layer}"
-    yield Step(at, _with_sequences, (flat, f"L{layer}.mid"), (n.out.name,))
+    yield Step(tree.module_of(n), _apply_experts, inputs, (flat,), {"act": n.attrs["act"]})
+    inputs = (flat, f"L{layer}.mid")
+    yield Step(f"{PREFIX}layers.{layer}", _unflatten_like, inputs, (n.out.name,))
 
 
 RULES: dict[str, Callable[[Tree, Node], Iterator[Step]]] = {
@@ -471,16 +479,16 @@ def linear_path(n: Node) -> str:
 
 def linear_modules(graphs: Iterable[Graph]) -> set[str]:
     """Return the paths of all projections, the routers' too."""
-    nodes = [n for g in graphs for n in _opened(g.nodes)]
+    nodes = [n for g in graphs for n in _unfused(g.nodes)]
     routers = (n["proj"].name for n in nodes if n.op == "router")
     names = {full_name(checkpoint_name(name)).removesuffix(".weight") for name in routers}
     return names | {linear_path(n) for n in nodes if n.op == "linear"}
 
 
-def _opened(nodes: Iterable[Node]) -> Iterator[Node]:
-    """Yield nodes whose ops have a reference, in the place of fused ones."""
+def _unfused(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Yield nodes whose ops have a reference; fused nodes as their parts."""
     for n in nodes:
-        yield from [n] if n.definition.reference else _opened(parts(n))
+        yield from [n] if n.definition.reference else _unfused(parts(n))
 
 
 # --- functions of the calls -------------------------------------------------------------------
@@ -493,7 +501,7 @@ def _attend(
     return weighted_values(weights, v), weights.flatten(1, 2)
 
 
-def _scaled(x: Tensor, scale: Tensor, root: float) -> Tensor:
+def _scale(x: Tensor, scale: Tensor, root: float) -> Tensor:
     return x * scale * root
 
 
@@ -509,15 +517,15 @@ def _swap_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-def _flat_tokens(x: Tensor) -> Tensor:
+def _flatten_tokens(x: Tensor) -> Tensor:
     return x.flatten(0, -2)
 
 
-def _with_sequences(x: Tensor, like: Tensor) -> Tensor:
+def _unflatten_like(x: Tensor, like: Tensor) -> Tensor:
     return x.view_as(like)
 
 
-def _collect(values: list[Tensor] | None, x: Tensor) -> None:
+def _append(values: list[Tensor] | None, x: Tensor) -> None:
     if values is not None:
         values.append(x)
 
@@ -525,23 +533,23 @@ def _collect(values: list[Tensor] | None, x: Tensor) -> None:
 # --- names of steps and calls -----------------------------------------------------------------
 
 
-def _grouped(
+def _group_by_child(
     path: str, steps: list[tuple[int, Step]]
 ) -> Iterator[tuple[str, list[tuple[int, Step]]]]:
-    """Yield runs of steps by the submodule of `path` that they belong to, "" for its own."""
-    for child, group in groupby(steps, lambda pair: _child(path, pair[1].owner)):
+    """Yield runs of steps by their submodule of `path`, "" for `path` itself."""
+    for child, group in groupby(steps, lambda pair: _child(path, pair[1].module)):
         yield child, list(group)
 
 
-def _child(path: str, owner: str) -> str:
-    names = owner.removeprefix(path).lstrip(".").split(".")
+def _child(path: str, module: str) -> str:
+    names = module.removeprefix(path).lstrip(".").split(".")
     return ".".join(names[: 2 if names[0] == "layers" else 1])
 
 
 def _kind(path: str) -> str:
     """Return the last name of a module's path; `layers` for a layer."""
-    *before, last = path.split(".")
-    return before[-1] if last.isdigit() else last
+    *parents, name = path.split(".")
+    return parents[-1] if name.isdigit() else name
 
 
 def _layer(path: str) -> int:

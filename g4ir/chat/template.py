@@ -74,9 +74,9 @@ class Template:
             source = _of_config(given, path)
         else:
             note = (
-                f"{folder} has no chat template, so it is probably a base model, which was not "
-                f"trained for conversations: take an instruction-tuned one (-it), or continue "
-                f"texts with `g4ir run`; the built-in form {otherwise!r} is used"
+                "the model has no chat template, so it is probably a base model, which was not "
+                "trained for conversations: take an instruction-tuned one (-it), or continue "
+                f"texts with `g4ir run`; the built-in format {otherwise!r} is used"
             )
             return Template.built_in(otherwise, note)
         named = {k: v for k, v in config.items() if k.endswith("_token")}

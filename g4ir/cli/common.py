@@ -248,12 +248,21 @@ def add_flags(parser: Group, entries: Iterable[Any], words: Mapping[str, Any]) -
                 how: dict[str, Any] = {"help": told} if isinstance(told, str) else dict(told)
                 how["help"] = how["help"].format_map(words)
                 if "type" in how:
-                    how["type"] = {"int": int, "float": float}[how["type"]]
+                    how["type"] = {"int": int, "float": float, "text": utf8}[how["type"]]
                 if how.get("default") == argparse.SUPPRESS:
                     how["default"] = argparse.SUPPRESS  # argparse looks at identity
                 if isinstance(how.get("choices"), str):
                     how["choices"] = words[how["choices"]]
                 parser.add_argument(names, **how)
+
+
+def utf8(word: str) -> str:
+    """Return an argument as UTF-8, whatever the locale: in that of C, Python escapes its bytes
+    (PEP 383). Bytes that are no UTF-8 stay escaped."""
+    try:
+        return word.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # half a character that is no escaped byte
+        return word
 
 
 def _medium(kind: str, path: str) -> tuple[str, str]:

@@ -219,6 +219,8 @@ class Server:
         if self.prompts:
             engine = self.prompts.engine
             model |= {"max_model_len": engine.limits.max_seq, "media": sorted(engine.media.kinds)}
+            if note := self.prompts.template.note:
+                model["note"] = note
         if (name := request.path_params.get("name")) is None:
             names = (self.name, *self.aliases)
             return _json({"object": "list", "data": [{"id": n, **model} for n in names]})

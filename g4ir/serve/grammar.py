@@ -20,8 +20,9 @@ from g4ir.chat.special_tokens import CALL, CALL_END, CHANNEL, CHANNEL_END, CONTR
 from g4ir.errors import InputError
 
 from .http_errors import Refused, bad
-from .json_schema import JSON_TEXT, llguidance, read_schema
+from .json_schema import read_schema
 from .request_schema import CHOICE, GRAMMAR, JSON, REGEX, Constraint
+from .schema_dialect import JSON_TEXT, llguidance
 from .tool_grammar import Called, grammar_of
 
 #: characters of a schema or a regular expression, of a grammar that is given, and of one made here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import ssl
 import threading
@@ -136,15 +137,27 @@ class ServerProcess(uvicorn.Server):
         self.error: BaseException | None = None
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen, and say where."""
+        """Listen, and log the address. InputError if it is taken or does not exist."""
+        logger = logging.getLogger("uvicorn.error")
+        logger.disabled = True  # uvicorn logs the error that is raised here
         try:
             await super().startup(sockets)
-        except SystemExit:
-            where = self.address.socket or f"{self.address.host} port {self.address.port}"
-            raise InputError(f"cannot listen at {where}: is it taken?") from None
+        except (OSError, SystemExit) as e:
+            raise self._not_listening(e if isinstance(e, OSError) else e.__context__) from None
+        finally:
+            logger.disabled = False
         if self.started:
             self.log(f"listening at {self.url}")
             self.loading.start()
+
+    def _not_listening(self, error: BaseException | None) -> InputError:
+        where, fix = f"{self.address.host} port {self.address.port}", "another --host or --port"
+        if self.address.socket:
+            where, fix = self.address.socket, "another --uds"
+        reason = str(error)
+        if isinstance(error, OSError) and error.errno:  # asyncio's text repeats the address
+            reason = os.strerror(error.errno) if error.errno > 0 else error.strerror
+        return InputError(f"cannot listen at {where}: {reason}; give {fix}")
 
     async def on_tick(self, counter: int) -> bool:
         """End where another rank has: nothing can be computed any more. Twice a second, close

@@ -21,16 +21,8 @@ from g4ir.chat.special_tokens import CALL, CALL_END, QUOTE
 from g4ir.chat.values import is_bare_key
 
 from .http_errors import Refused, missing
-from .json_schema import (
-    CONSTRAINTS,
-    FORMATS,
-    LIMITS,
-    OF_TYPE,
-    Dialect,
-    Node,
-    llguidance,
-    read_schema,
-)
+from .json_schema import read_schema
+from .schema_dialect import CONSTRAINTS, FORMATS, LIMITS, OF_TYPE, Dialect, Node, llguidance
 
 #: schemas of all functions of one grammar
 MAX_SCHEMAS = 1 << 14
@@ -334,7 +326,7 @@ def bounded(node: Node) -> dict[str, Any]:
     return {"type": node["type"], "minimum": -MOST_NUMBER, "maximum": MOST_NUMBER, **limits}
 
 
-def _adapted(leaf: Node) -> Node:
+def _adapt(leaf: Node) -> Node:
     """Return the schema in llguidance's JSON of what is written for a number or a string."""
     if leaf["type"] != "string":
         return bounded(leaf) if leaf.keys() & {*LIMITS} else leaf
@@ -374,7 +366,7 @@ def read_pattern(given: str) -> tuple[str, bool] | None:
 #: the native format of calls
 CALLS = Dialect(
     takes_pattern=lambda pattern: read_pattern(pattern) is not None,
-    adapted=_adapted,
-    strings=(LARK,),
+    adapt=_adapt,
+    string_keywords=(LARK,),
     key={"allOf": [{"pattern": f"^{_MATCHED_KEY}$"}]},
 )

@@ -22,18 +22,21 @@ from g4ir.errors import MissingError, TrustError
 
 from .posix import fcntl
 
+#: variables of the environment that name the folders of cache and state
+CACHE, STATE = "XDG_CACHE_HOME", "XDG_STATE_HOME"
 #: mode bits by which others than the owner may change what lies in a folder
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_root() -> Path:
     """Return the cache of compiled programs; losing it costs only time."""
-    return _base("XDG_CACHE_HOME", ".cache") / "g4ir"
+    return _base(CACHE, ".cache") / "g4ir"
 
 
 def state_root() -> Path:
-    """Return the folder of trust decisions: engines that this user built or trusts."""
-    return _base("XDG_STATE_HOME", ".local/state") / "g4ir"
+    """Return the folder of trust decisions: engines that this user built or trusts, and digests of
+    the cache's files."""
+    return _base(STATE, ".local/state") / "g4ir"
 
 
 def hub_cache() -> Path:
@@ -42,7 +45,7 @@ def hub_cache() -> Path:
     (https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables)
     """
     env = os.environ.get
-    home = Path(env("HF_HOME") or _base("XDG_CACHE_HOME", ".cache") / "huggingface")
+    home = Path(env("HF_HOME") or _base(CACHE, ".cache") / "huggingface")
     return Path(env("HF_HUB_CACHE") or env("HUGGINGFACE_HUB_CACHE") or home / "hub").expanduser()
 
 
@@ -180,10 +183,15 @@ def claimed(name: str, wait: bool) -> Iterator[bool]:
 
 def private(folder: Path) -> Path:
     """Return the folder; make it and missing parents with mode 0700. TrustError if other users
-    could change its files, OSError if it cannot be made."""
-    missing = [p for p in (folder, *folder.parents) if not p.exists()]
-    for path in reversed(missing):
-        path.mkdir(mode=0o700, exist_ok=True)
+    could change its files, OSError, which names the variable to set, if it cannot be made."""
+    try:
+        missing = [p for p in (folder, *folder.parents) if not p.exists()]
+        for path in reversed(missing):
+            path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as e:
+        variable = CACHE if folder.is_relative_to(cache_root()) else STATE
+        fix = f"set {variable} to a folder that you may write to"
+        raise OSError(e.errno, f"{e.strerror}; {fix}", e.filename) from None
     check_private(folder)
     return folder
 

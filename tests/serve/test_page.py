@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from g4ir.serve.app import Server
 from g4ir.serve.page import ASSETS, HEADERS, read_assets
-from tests.serve.running import Running
+from tests.serve.running import NAME, Running
 
 FOUND = {path: asset.content.decode() for path, asset in read_assets().items()}
 HTML, STYLE = FOUND["/"], FOUND["/style.css"]
@@ -65,6 +66,20 @@ def test_nothing_comes_from_elsewhere() -> None:
         "v1/chat/completions",
         "tokenize",
     }
+
+
+def test_a_base_model_is_called_one(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of `g4ir chat` and of the log; they name no path of the server's machine."""
+    prompts = served.server.prompts
+    assert prompts and "probably a base model" in str(prompts.template.note)
+    assert str(prompts.engine.path) not in str(prompts.template.note)
+    with served.client() as client:
+        listed, named = (client.get(p).json() for p in ("/v1/models", f"/v1/models/{NAME}"))
+        assert listed["data"][0]["note"] == named["note"] == prompts.template.note
+        monkeypatch.setattr(prompts, "template", replace(prompts.template, note=None))
+        assert "note" not in client.get("/v1/models").json()["data"][0]
+    (assigned,) = re.findall(r'find\("model-note"\)\.textContent = (.*?);', SCRIPT)
+    assert assigned == 'data[0].note ?? ""' and "model-note" in IDS
 
 
 def test_texts_of_a_model_are_no_markup() -> None:

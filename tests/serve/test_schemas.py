@@ -20,8 +20,9 @@ from jsonschema.validators import extend
 
 from g4ir.serve import json_schema
 from g4ir.serve.http_errors import Refused
-from g4ir.serve.json_schema import JSON_TEXT, Dialect, read_schema
+from g4ir.serve.json_schema import read_schema
 from g4ir.serve.request_schema import JSON, Constraint
+from g4ir.serve.schema_dialect import JSON_TEXT, Dialect
 from g4ir.serve.tool_grammar import CALLS, called
 from tests.serve.running import NAME, Running
 from tests.serve.test_calls import CLOSING, grammars, read, tool, vocabulary, walk

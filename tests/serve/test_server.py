@@ -331,11 +331,33 @@ def test_a_tokenizer_without_turns(tmp_path: Path) -> None:
 
 
 def test_flags_that_are_wrong(engine_folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as held:  # a port that is taken
-        port = str(held.getsockname()[1])
-        assert f"port {port}" in refused("serve", engine_folder, "--port", port)
     for words in (("--port", "70000"), ("--max-body", "0"), ("--queue", "0")):
         assert words[1] in refused("serve", engine_folder, *words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--port {port}", "127.0.0.1 port {port}: Address already in use; give another --host or"),
+        ("--host 192.0.2.1", "192.0.2.1 port 8000: Cannot assign requested address; give another"),
+        ("--host no-such-host.invalid", "no-such-host.invalid port 8000: "),
+        ("--uds {folder}/no/socket", "{folder}/no/socket: No such file or directory; give another"),
+        ("--uds {folder}", "{folder}: Address already in use; give another --uds"),
+    ],
+)
+def test_an_address_to_listen_at(
+    served: Running,
+    engine_folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    flags: str,
+    says: str,
+) -> None:
+    """The cause and the fix are one line, which uvicorn does not log too."""
+    words = {"port": served.url.rpartition(":")[2], "folder": str(tmp_path)}
+    message = refused("serve", engine_folder, *flags.format(**words).split())
+    assert f"cannot listen at {says.format(**words)}" in message and message.count("\n") == 1
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
 
 
 def test_hosts() -> None:

@@ -114,6 +114,7 @@ async function look() {
     const { data } = await (await asked("v1/models")).json();
     find("model").textContent = data[0].id;
     document.title = data[0].id;
+    find("model-note").textContent = data[0].note ?? "";
     state.media = data[0].media ?? null;
     if (state.media) tell(fullness(await (await asked("metrics")).text()), "off");
     else tell("loading");
