@@ -89,7 +89,7 @@ def _case(text: str, attrs: Mapping[str, Any]) -> Sample:
 
 @lru_cache(maxsize=4096)  # layers of a printed graph repeat each other's attributes
 def parse_attrs(text: str) -> tuple[tuple[str, Any], ...]:
-    """`eps=1e-06, form='raw'` -> names and values; ValueError or SyntaxError otherwise."""
+    """`eps=1e-06, form='value'` -> names and values; ValueError or SyntaxError otherwise."""
     call = ast.parse(f"f({text})", mode="eval").body
     if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
         raise ValueError("not a list of keywords")

@@ -233,38 +233,22 @@ def _attended(
     CAPPED,
     D,
     N,
-    ROW: tl.constexpr = 0,
-    HALVES: tl.constexpr = False,
+    ROW: tl.constexpr,
 ):
     """o [M, DP], maximum [M] and sums [M, N] of a share (keys lo .. hi - 1, of which key 0 lies in
-    slot `origin`, and the slots), with its keys added. HALVES: scores are the sum of those of two
-    halves of a head, which do not wait for each other."""
+    slot `origin`, and the slots), with its keys added."""
     keys, values, k_slot, v_slot = caches
     lo, hi, origin, slots = share
     inner, outer = factors
     o, top, total = sums
     cols = tl.arange(0, o.shape[1])
-    M: tl.constexpr = o.shape[0]
-    HALF: tl.constexpr = o.shape[1] // 2
-    if HALVES:
-        low, high = tl.split(tl.permute(tl.reshape(query, (M, 2, HALF)), (0, 2, 1)))
-        half = tl.arange(0, HALF)
     for at in range(lo, hi, N):
         i = at + tl.arange(0, N)
         slot = _slots(i, origin, slots)
         rows = keys + slot * k_slot
-        if HALVES:
-            k_low = _tile(rows, i < hi, half, HALF)
-            k_high = _tile(rows + HALF, i < hi, half, D - HALF)
-        else:
-            k = _numbers(rows, i < hi, cols, 0, D, ROW, query)
+        k = _numbers(rows, i < hi, cols, 0, D, ROW, query)
         v = _numbers(values + slot * v_slot, i < hi, cols, 0, D, ROW, query)
-        if HALVES:
-            s = tl.dot(low, tl.trans(k_low), input_precision="ieee")
-            more = tl.dot(high, tl.trans(k_high), input_precision="ieee")
-            s = tl.fma(more, tl.full([M, N], 1.0, tl.float32), s)  # a sum would become one chain
-        else:
-            s = tl.dot(query, tl.trans(k), input_precision="ieee")
+        s = tl.dot(query, tl.trans(k), input_precision="ieee")
         p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
         o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
     return o, top, total
