@@ -12,7 +12,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from datetime import datetime
 from functools import lru_cache, wraps
 from types import BuiltinMethodType, MethodType
@@ -189,7 +189,7 @@ def _indented(text: str, width: Any = 4, *_: Any, **__: Any) -> int:
 
 def _joined(parts: Any, separator: Any = "", *_: Any, **__: Any) -> int:
     budget = _budget()
-    length = len(parts) if hasattr(parts, "__len__") else 0
+    length = len(parts) if isinstance(parts, Sized) else 0
     return budget.size(parts) + length * budget.size(separator)
 
 
@@ -232,7 +232,7 @@ def _checked(name: str, value: Any, args: tuple[Any, ...], named: Mapping[str, A
             raise LimitError(f"filter {name}: {x} is too large")
     if isinstance(value, Iterator):
         value = budget.made(list(value))
-    if name in TEXT_FILTERS and not hasattr(value, "__html__"):
+    if name in TEXT_FILTERS and getattr(value, "__html__", None) is None:
         value = budget.text(value)
     if name in TEXTS:
         budget.make(TEXTS[name](value, *args, **named))
@@ -245,7 +245,7 @@ def _checked(name: str, value: Any, args: tuple[Any, ...], named: Mapping[str, A
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a filter within the limits. An argument that jinja2 gives to it is the first."""
-    first = int(hasattr(function, "jinja_pass_arg"))
+    first = int(getattr(function, "jinja_pass_arg", None) is not None)
 
     @wraps(function)
     def guarded(*args: Any, **named: Any) -> Any:

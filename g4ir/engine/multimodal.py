@@ -203,7 +203,7 @@ def source_of(medium: Medium) -> Source:
 
 def decode_base64(text: str, start: int = 0) -> bytes:
     """Return the bytes of the base64 in `text` from `start` on; ValueError where it is none. It is
-    decoded in slices: binascii holds the interpreter's lock, for 0.15 s with a film of 20 MB."""
+    decoded in slices: binascii holds the interpreter's lock, for 0.15 s with a video of 20 MB."""
     slices = range(start, len(text), SLICE)
     out = [base64.b64decode(text[i : i + SLICE], validate=True) for i in slices]
     if (len(text) - start) % 4 or any(len(b) != SLICE // 4 * 3 for b in out[:-1]):
