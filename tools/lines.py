@@ -16,10 +16,45 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 #: room -> the most code lines that it may have; a file counts for the longest name it begins with
-CAPS: dict[str, int] = {}
+CAPS = {
+    "g4ir/errors.py": 40,
+    "g4ir/ui": 690,
+    "g4ir/ops": 2500,
+    "g4ir/ir": 760,
+    "passes": 850,
+    "g4ir/spec": 1880,
+    "g4ir/model": 1310,
+    "g4ir/parallel": 700,
+    "g4ir/quant": 230,
+    "g4ir/weights": 4550,
+    "g4ir/plan": 2230,
+    "backends": 830,
+    "backends/inductor": 1500,
+    "backends/cpu": 1700,
+    "backends/cuda": 4500,
+    "backends/primitives": 1220,
+    "backends/onnx_graph": 730,
+    "backends/trt": 4300,
+    "g4ir/media": 1030,
+    "g4ir/chat": 2240,
+    "g4ir/artefact": 490,
+    "g4ir/engine": 2530,
+    "g4ir/builder": 2180,
+    "g4ir/generate": 760,
+    "g4ir/check": 2300,
+    "g4ir/bench": 1670,
+    "g4ir/serve": 3170,
+    "g4ir/serve/protocols": 770,
+    "g4ir/cli": 2540,
+    "g4ir-vllm": 1170,
+    "bench": 1720,
+    "examples": 160,
+    "tests": 34000,
+    "tools": 440,
+}
 #: what else may be full, by the ends of its files' names
 OTHERS = {
-    "C": (3700, (".c", ".h")),
+    "C": (3600, (".c", ".h")),
     "page": (2000, (".js", ".css", ".html")),
     "YAML of the product": (2400, (".yaml",)),
 }
