@@ -10,7 +10,7 @@ import torch
 from g4ir.backends.inductor import lower
 from g4ir.backends.inductor.cache_write import cache_write, write_list
 from g4ir.backends.inductor.lower import COMMON, dense
-from g4ir.backends.inductor.lowered import Coded, Lowered, Lowering, Rounded, Run
+from g4ir.backends.inductor.lowered import Coded, Lowered, LoweredByOp, Lowering, Rounded, Run
 from g4ir.ir.graph import Graph, Node
 from g4ir.model.decoder import TOKENS, VERIFY
 from g4ir.ops.attention import slot_positions
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 def lowered(g: Graph) -> Lowered:
     """Return a graph as it is computed on the CPU."""
-    return Lowered(g, LOWERINGS)
+    return LoweredByOp(g, LOWERINGS)
 
 
 def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:

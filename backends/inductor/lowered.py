@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from g4ir.ir.graph import Graph, Node
 
@@ -41,15 +41,24 @@ class Lowering:
     takes: tuple[type, ...] = ()
 
 
+class Lowered(Protocol):
+    """A graph and the lowerings of its nodes."""
+
+    @property
+    def graph(self) -> Graph: ...
+
+    def lowering(self, n: Node) -> Lowering | None:
+        """Return how a node of the graph, or of the parts of one, is computed; None: by its op."""
+
+
 @dataclass(frozen=True)
-class Lowered:
+class LoweredByOp:
     """A graph and the lowerings of its ops."""
 
     graph: Graph
     table: Mapping[str, Lowering]
 
     def lowering(self, n: Node) -> Lowering | None:
-        """Return how a node of the graph, or of the parts of one, is computed; None: by its op."""
         return self.table.get(n.op)
 
 

@@ -156,7 +156,7 @@ class ServerProcess(uvicorn.Server):
             where, fix = self.address.socket, "another --uds"
         reason = str(error)
         if isinstance(error, OSError) and error.errno:  # asyncio's text repeats the address
-            reason = os.strerror(error.errno) if error.errno > 0 else error.strerror
+            reason = os.strerror(error.errno) if error.errno > 0 else str(error.strerror)
         return InputError(f"cannot listen at {where}: {reason}; give {fix}")
 
     async def on_tick(self, counter: int) -> bool:
