@@ -53,9 +53,9 @@ def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:
 
 
 def _linear(m: Run, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Any:
-    if isinstance(x, Rounded) and isinstance(w, Coded):
-        if m.lowered.schedule.target.gpu and both_in_codes(m.graph, n):
-            return product_of_codes(x.x, w)
+    kernels = m.lowered.schedule.target.gpu and both_in_codes(m.graph, n)
+    if kernels and isinstance(x, Rounded) and isinstance(w, Coded):
+        return product_of_codes(x.x, w)
     return linear(m, n, x, w)
 
 
