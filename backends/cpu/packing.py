@@ -1,4 +1,4 @@
-"""The op `quantize` for 4-bit weights on the CPU by a C kernel (cpu/packing.c), the same bits."""
+"""The op `quantize` for 4-bit weights by a C kernel (kernels/packing.c): the same bits."""
 
 from __future__ import annotations
 

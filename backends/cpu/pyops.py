@@ -1,10 +1,10 @@
 """Ops that a compiled CPU program calls for: large products, routed experts, and attention of the
 vision tower.
 
-Products of a few rows go through the C kernels of cpu/, which for one row run at the speed at which
-memory delivers the weight; the library's products do not. So do bf16 products of more rows with
-quantised weights, if the CPU multiplies bf16 but has no matrix unit (cpu/gemm.h). Compiled regions
-call the kernels directly (cpu/calls.c). Other products call back into Python, which costs some
+Products of a few rows go through the C kernels (kernels/), which for one row run at the speed at
+which memory delivers the weight; the library's products do not. So do bf16 products of more rows
+with quantised weights, if the CPU multiplies bf16 but has no matrix unit (kernels/gemm.h). Compiled
+regions call the kernels directly (kernels/calls.c). Other products call back into Python, which costs some
 10 us: they go through the library, those of 16 bits in fp32 if the CPU has no instructions for
 them.
 """
@@ -57,7 +57,7 @@ NATIVE = {
 
 
 _free: defaultdict[int, list[Any]] = defaultdict(list)
-#: name -> function of cpu/kernels.h, of the engine that was loaded last
+#: name -> function of kernels/kernels.h, of the engine that was loaded last
 _kernels: dict[str, Callable[..., int]] = {}
 #: libraries of engines that were loaded, each with the formats of its own
 _libraries: list[ctypes.CDLL] = []
@@ -96,7 +96,7 @@ _ARGUMENTS = {
     "wait_steps": "ps",
     "step_version": "",
 }
-#: of the instructions of cpu/step.c
+#: of the instructions of kernels/step.c
 STEP_VERSION = 2
 #: dtype of codes -> codes that share a scale at least, and scales of a group
 _GROUPS = {
@@ -143,7 +143,8 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
 def linear_coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool = False) -> Tensor:
     """Return x [..., k] @ w[n, k]^T for w = codes * scales; sums are fp32, rounded once. A few rows
     are multiplied with the exact weight (those in bf16 as integers, where the weight lies in tiles
-    and the CPU has instructions for them: see cpu/tiles.h), more with w rounded to x's dtype."""
+    and the CPU has instructions for them: see kernels/tiles.h), more with w rounded to x's
+    dtype."""
     if not _has_kernel(x.dtype, codes, scales, x.numel() // x.shape[-1], x.shape[-1]):
         many = tiles and _takes_gemm(x, codes, scales)
         return _gemm(x, codes, scales) if many else _decoded_linear(x, codes, scales, tiles)
@@ -172,7 +173,7 @@ def _coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool, rounded: bool)
 
 
 def _takes_gemm(x: Tensor, codes: Tensor, scales: Tensor) -> bool:
-    """Whether cpu/gemm.h multiplies many rows with a weight in tiles."""
+    """Whether kernels/gemm.h multiplies many rows with a weight in tiles."""
     if not _kernels or scales.dtype not in DTYPES:
         return False
     if not (codes.is_contiguous() and scales.is_contiguous()):

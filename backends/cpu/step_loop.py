@@ -37,7 +37,7 @@ STOPS = 32
 LOOK_S = 1e-2
 #: most steps between two looks, and steps whose tokens are kept
 STEPS, KEPT = 32, 128
-#: `pace` of a program that has ended, and steps done after a failure: see cpu/step.c
+#: `pace` of a program that has ended, and steps done after a failure: see kernels/step.c
 ENDED, FAILED = -1, 1 << 62
 
 

@@ -1,4 +1,4 @@
-"""A decode or verification step on the CPU as one program: a list of instructions for cpu/step.c.
+"""A decode or verification step as one program: a list of instructions for kernels/step.c.
 
 A session's caches, the engine's weights and the memory of all values have fixed addresses. So a
 step is recorded once, op by op, and then runs without torch or Python between its products. What
@@ -37,7 +37,7 @@ from .tiles import multiplies_tiles
 
 Tensor = torch.Tensor
 
-#: instructions, numbered as in cpu/step.c
+#: instructions, numbered as in kernels/step.c
 KINDS = (
     *("copy", "rms_norm", "add", "mul", "scale", "softcap", "glu", "rope", "rope_table"),
     *("cache_write", "attention", "linear", "linear_coded", "row_start", "add_integers", "top_k"),
@@ -239,7 +239,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _rows(t: Tensor) -> tuple[int, ...]:
-    """Return outer, apart, inner, beside, width, dtype and bytes of a number: see cpu/step.c."""
+    """Return outer, apart, inner, beside, width, dtype, bytes of a number: see kernels/step.c."""
     merged: list[tuple[int, int]] = []
     for size, stride in zip(t.shape[:-1], t.stride()[:-1]):
         if size == 1:

@@ -1,5 +1,5 @@
-"""Quantised weights of the CPU's products in tiles of 16 rows (cpu/tiles.h), for processors that
-multiply tiles.
+"""Quantised weights of products in tiles of 16 rows (kernels/tiles.h), for processors that multiply
+tiles.
 
 A weight lies in tiles where products alone take it, and a table that is also the head; a table that
 is only gathered from keeps its rows, which are read one by one.
