@@ -4,9 +4,9 @@ vision tower.
 Products of a few rows go through the C kernels (kernels/), which for one row run at the speed at
 which memory delivers the weight; the library's products do not. So do bf16 products of more rows
 with quantised weights, if the CPU multiplies bf16 but has no matrix unit (kernels/gemm.h). Compiled
-regions call the kernels directly (kernels/calls.c). Other products call back into Python, which costs some
-10 us: they go through the library, those of 16 bits in fp32 if the CPU has no instructions for
-them.
+regions call the kernels directly (kernels/calls.c). Other products call back into Python, which
+costs some 10 us: they go through the library, those of 16 bits in fp32 if the CPU has no
+instructions for them.
 """
 
 from __future__ import annotations
