@@ -208,7 +208,7 @@ def test_weights_that_do_not_fit_are_refused_before_writing(
 KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
-from g4ir.engine import build as engine
+from g4ir.builder import build as engine
 from g4ir.plan.options import BuildOptions
 checkpoint, folder, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 options = BuildOptions(checkpoint=checkpoint, backend="reference", max_seq=64)

@@ -145,7 +145,7 @@ def test_a_build_that_ends_early_leaves_nothing(
     def ends(*given: Any) -> Any:
         raise fails
 
-    monkeypatch.setattr("g4ir.builder.build.artefact.graph_texts", ends)
+    monkeypatch.setattr("g4ir.builder.build.directory.graph_texts", ends)
     with pytest.raises((KeyboardInterrupt, EngineError), match=says):
         find_engine(model, SMALL)
     assert leftovers() == []

@@ -128,7 +128,7 @@ def test_threads_stay_on_the_cores_of_the_process(kernels: Path) -> None:
 import os, torch, sys, subprocess
 from pathlib import Path
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from g4ir.backends.inductor import pyops
+from g4ir.backends.cpu import pyops
 pyops.load_kernels(Path(sys.argv[1]))
 torch.set_num_threads(2)
 busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])

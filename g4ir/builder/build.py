@@ -28,7 +28,7 @@ from g4ir.backends.base import Backend, Prepared, Task, checked_settings
 from g4ir.engine.engine import TOKENIZER, Engine, read_tokenizer
 from g4ir.engine.prompts import read_defaults
 from g4ir.errors import EngineError, InputError, PlanError, SpecError, check_all
-from g4ir.model.draft import layers_read, shipped_drafter
+from g4ir.model.draft import shipped_drafter
 from g4ir.model.media import Media, find_media
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import has_blocks
@@ -293,36 +293,20 @@ def _resolved(
     origin: Origin | None,
     drafter: Spec | None,
 ) -> Resolved:
-    dtype = resolve.dtype_of(backend, o.dtype, spec)
     asked = o.media if isinstance(o.media, str) else tuple(o.media)
     kinds, extractor = (origin.kinds(asked, spec), origin.extractor()) if origin else (asked, None)
     media = find_media(spec, kinds, o.image_budgets, o.audio_seconds, extractor)
     if origin and media.kinds and origin.says_towers:
         _check_agreed(spec, origin, tuple(key for kind in media.kinds for key in OF_MEDIA[kind]))
-    limits = _limits(spec, o, media)
-    kv = resolve.find_kv_dtype(o.kv_dtype, dtype, backend.kv_dtypes)
-    options = resolve.pass_options(
-        resolve.check_latent(o.latent_kv, spec),
-        kv,
-        activations=o.quant_activations,
-        drafted=resolve.find_draft_tokens(o.draft_tokens, limits.max_seq, drafter is not None),
-        keep=layers_read(spec, drafter),
-    )
-    resolve.check_supported(backend, o, options, limits)
-    return Resolved(
-        spec=spec,
+    return resolve.resolved(
+        spec,
+        o,
+        backend,
         device=device,
-        dtype=dtype,
-        limits=limits,
-        all_logits=o.all_logits,
-        skip=tuple(o.skip),
-        options=options,
-        ple_placement=resolve.find_placement(o.ple_placement, spec, device),
+        limits=_limits(spec, o, media),
         media=media,
         recipe=find_recipe(o.quant),
         drafter=drafter,
-        ranks=o.tp,
-        ep=o.ep,
     )
 
 

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from g4ir.errors import InputError
-from g4ir.model.draft import layers_read
 from g4ir.model.media import find_media
 from g4ir.parallel.shard import collectives
 from g4ir.parallel.table import can_share, check_ranks
@@ -199,35 +198,24 @@ def _resolved(
     most = spec.text.max_position_embeddings
     (chunk,) = _positive("--prefill-chunk", options.prefill_chunk)
     device = resolve.device_of(backend, options.device)
-    dtype = resolve.dtype_of(backend, options.dtype, spec)
-    kv = resolve.find_kv_dtype(options.kv_dtype, dtype, backend.kv_dtypes)
-    latent = resolve.check_latent(options.latent_kv, spec)
     kinds = options.media if isinstance(options.media, str) else tuple(options.media)
     drafter = (
         None
         if options.drafter in resolve.NO_DRAFTER
         else resolve.drafter_spec(spec, options.drafter)
     )
-    drafted = resolve.find_draft_tokens(options.draft_tokens, most, drafter is not None)
-    limits = Limits(MOST_ROWS, most, chunk)
-    passes = resolve.pass_options(latent, kv, drafted=drafted, keep=layers_read(spec, drafter))
-    resolve.check_supported(backend, options, passes, limits)
-    return Resolved(
-        spec=spec,
+    whole = resolve.resolved(
+        spec,
+        options,
+        backend,
         device=device,
-        dtype=dtype,
-        limits=limits,
-        all_logits=options.all_logits,
-        skip=tuple(options.skip),
-        options=passes,
-        ple_placement=resolve.find_placement(options.ple_placement, spec, device),
+        limits=Limits(MOST_ROWS, most, chunk),
         media=find_media(spec, kinds),
         recipe=one_recipe(find_recipe(options.quant), held, "its file"),
         drafter=drafter,
-        ranks=1,
-        ep=False,
-        layout=backend.layout(device, options.settings or {}),
     )
+    layout = backend.layout(device, options.settings or {})
+    return replace(whole, ranks=1, ep=False, layout=layout)
 
 
 def _by_ranks(

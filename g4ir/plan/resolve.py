@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from g4ir.errors import InputError
-from g4ir.model.draft import check_pair, shipped_drafter
+from g4ir.model.draft import check_pair, layers_read, shipped_drafter
+from g4ir.model.media import Media
 from g4ir.ops.codecs import ACTIVATIONS
 from g4ir.ops.kv_quant import NARROW
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES, dtype_name
@@ -17,6 +18,7 @@ from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.plan_cache import MOST_SLACK, RingOptions
 from g4ir.passes.quantize_activations import ActivationOptions
+from g4ir.quant.recipe import Recipe
 from g4ir.spec.record import SUFFIXES, Spec, load_spec
 from g4ir.weights.checkpoint import CONFIG, GGUF
 from g4ir.weights.pack import DEFAULT_PLACEMENT, PLACEMENTS
@@ -24,7 +26,7 @@ from g4ir.weights.pack import DEFAULT_PLACEMENT, PLACEMENTS
 from .engine_limits import Limits
 from .formats import DTYPES
 from .layout import PlannedBackend
-from .options import BuildOptions
+from .options import BuildOptions, Resolved
 
 log = logging.getLogger(__name__)
 
@@ -186,6 +188,45 @@ def check_latent(form: str, spec: Spec) -> str:
         what = "--latent-kv %s changes nothing: no layer of %s makes K and V of one projection"
         log.warning(what, form, spec.name)
     return form
+
+
+def resolved(
+    spec: Spec,
+    o: BuildOptions,
+    backend: PlannedBackend,
+    *,
+    device: str,
+    limits: Limits,
+    media: Media,
+    recipe: Recipe | None,
+    drafter: Spec | None,
+) -> Resolved:
+    """Return a spec and a user's options, each resolved, for a build and a plan alike. InputError
+    for an option that the spec or the backend does not take."""
+    dtype = dtype_of(backend, o.dtype, spec)
+    options = pass_options(
+        check_latent(o.latent_kv, spec),
+        find_kv_dtype(o.kv_dtype, dtype, backend.kv_dtypes),
+        activations=o.quant_activations,
+        drafted=find_draft_tokens(o.draft_tokens, limits.max_seq, drafter is not None),
+        keep=layers_read(spec, drafter),
+    )
+    check_supported(backend, o, options, limits)
+    return Resolved(
+        spec=spec,
+        device=device,
+        dtype=dtype,
+        limits=limits,
+        all_logits=o.all_logits,
+        skip=tuple(o.skip),
+        options=options,
+        ple_placement=find_placement(o.ple_placement, spec, device),
+        media=media,
+        recipe=recipe,
+        drafter=drafter,
+        ranks=o.tp,
+        ep=o.ep,
+    )
 
 
 def has_latent(spec: Spec) -> bool:

@@ -62,7 +62,7 @@ def use(monkeypatch: pytest.MonkeyPatch, backend: TrtBackend) -> None:
         return backend if name == "trt" else find_backend(name)
 
     for user in ("build", "load"):
-        monkeypatch.setattr(f"g4ir.engine.{user}.find_backend", find)
+        monkeypatch.setattr(f"g4ir.builder.{user}.find_backend", find)
 
 
 def build(out: Path, spec: Any, backend: str = "trt", **options: Any) -> Engine:
