@@ -77,6 +77,7 @@ class Written:
     interface: Interface
     log: Any
     emitter: TrtEmitter
+    notes: list[str]
 
 
 def write_network(
@@ -102,9 +103,11 @@ def write_network(
     emitter = TrtEmitter(api.trt, network, of_params, log.said, trial)
     attention = settings["attention"]
     how = lowerings((forms or known_forms([graph])) if attention == AUTO else attention)
+    written = Network(emitter, graph, limits, how, settings["experts"])
     with all_taken(log, f"the network of {graph.name}"):
-        Network(emitter, graph, limits, how, settings["experts"]).emit()
-    return Written(builder, network, graph, interface(graph, limits), log, emitter)
+        written.emit()
+    io = interface(graph, limits)
+    return Written(builder, network, graph, io, log, emitter, written.notes)
 
 
 def attention_trials(graphs: Iterable[Graph]) -> dict[int, list[Graph]]:

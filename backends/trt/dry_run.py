@@ -162,7 +162,7 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
         "scratch_bytes": max([scratch, *(size for _, size in beside.values())]),
         **experiment("trt_step").decode_step(written, p.limits, p.settings["experts"]),
         "builder": str(build.estimate([*networks(program).values()])),
-        "notes": [*written.emitter.notes, *([made_dense] if dense else [])],
+        "notes": [*written.notes, *([made_dense] if dense else [])],
     }
     sizes = {name: f"{w.network.num_layers} layers" for name, (w, _) in beside.items()}
     drafter = {DRAFT: sizes.pop(DRAFT)} if DRAFT in sizes else {}

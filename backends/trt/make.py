@@ -219,7 +219,7 @@ class Make:
         if rank:
             params = params_of_rank(params, self.task.folder, rank)
         w = self._network(graph, params)
-        for note in () if rank else w.emitter.notes:
+        for note in () if rank else w.notes:
             self._note(note)
         begun = (self.task.folder / LOG).stat().st_size
         self._build(w, self.settings, self.task.folder / plan, self.task.progress)

@@ -362,8 +362,8 @@ def test_softcapped_attention_is_explicit_and_noted() -> None:
     assert compare(p)[0] < BUDGET
     graph = network_graph(p.packing.program)
     made = emit(graph, Limits(2, 64, 11), None, attention="fused")
-    assert len(made.emitter.notes) == p.spec.text.num_hidden_layers
-    assert "IAttention has no softcap" in made.emitter.notes[0]
+    assert len(made.notes) == p.spec.text.num_hidden_layers
+    assert "IAttention has no softcap" in made.notes[0]
     assert not any(x._kind == "attention" for x in made.network._layers)
 
 
