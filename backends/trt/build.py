@@ -32,6 +32,7 @@ from g4ir.weights.pack import ParamSource
 from g4ir.weights.tensorfile import FileTensor, write_tensors
 
 from ..primitives.network import ROWS, Network
+from .dialect import Dialect
 from .emitter import TrtEmitter
 from .host import MOST_SHARED_BYTES, Api, all_taken, joined, logger, progress_monitor, stream_writer
 from .interface import Interface, interface, phases_of
@@ -45,6 +46,7 @@ from .lowerings import (
     known_forms,
     lowerings,
 )
+from .parse import Addresses, parse
 from .target import HOPPER, Target
 
 GIB = 1 << 30
@@ -76,8 +78,9 @@ class Written:
     graph: Graph
     interface: Interface
     log: Any
-    emitter: TrtEmitter
+    emitter: Any
     notes: list[str]
+    parser: Any = None
 
 
 def write_network(
@@ -89,25 +92,33 @@ def write_network(
     log: Any = None,
     forms: Chosen | None = None,
     trial: bool = False,
+    parser: bool = False,
 ) -> Written:
     """Write a graph (primitives/graph.py) as an INetworkDefinition. `forms` are those of attention
-    that were tried, if any; in a trial, an attention layer is one kernel or refused. LowerError
-    names the op and the value, and ends with what TensorRT said."""
+    that were tried, if any; in a trial, an attention layer is one kernel or refused. By the
+    `parser`: as a model of the dialect, which needs params. LowerError names the op and the value,
+    and ends with what TensorRT said."""
     log = log or logger(api.trt)
     builder = api.trt.Builder(log)
     flags = api.network_flags()
     network = builder.create_network(flags)
     if network is None:
         raise LowerError(f"TensorRT makes no network with the flags {flags:#b}: {log.said()}")
-    of_params = params.tensor if params else None
-    emitter = TrtEmitter(api.trt, network, of_params, log.said, trial)
+    emitter: Any
+    if parser:
+        assert params
+        emitter = Dialect(Addresses(params), trial)
+    else:
+        of_params = params.tensor if params else None
+        emitter = TrtEmitter(api.trt, network, of_params, log.said, trial)
     attention = settings["attention"]
     how = lowerings((forms or known_forms([graph])) if attention == AUTO else attention)
     written = Network(emitter, graph, limits, how, settings["experts"])
     with all_taken(log, f"the network of {graph.name}"):
         written.emit()
+        parsed = parse(api, network, emitter, graph.name, log) if parser else None
     io = interface(graph, limits)
-    return Written(builder, network, graph, io, log, emitter, written.notes)
+    return Written(builder, network, graph, io, log, emitter, written.notes, parsed)
 
 
 def attention_trials(graphs: Iterable[Graph]) -> dict[int, list[Graph]]:

@@ -19,17 +19,13 @@ from g4ir.ir.graph import Value
 from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
 
 from ..primitives.emitter import Emitter, Operand, reshape_spec
+from .dialect import NO_ROOT, PART
 from .host import FEATURES, data_type, offers
 from .recorder import MAX_DIMS, MAX_TOP_K
 
 Made = TypeVar("Made")
-#: the root of a collective in which all ranks are alike
-NO_ROOT = -1
 #: most numbers of a constant that is made of others
 MOST_FOLDED = 1 << 18
-#: dtype -> what codes of rows are multiplied by before a product: codes with one scale, and their
-#: product, are one kernel. Not 1, which is no scale to a builder; small, where sums could overflow.
-PART = {"f16": 2.0**-12, "bf16": 2.0**-7, "f32": 2.0**-7}
 #: constants of these do not exist: they are stored as the second and cast
 STORED_AS = {"bool": "i32"}
 ACTIVATIONS = {
