@@ -183,8 +183,8 @@ def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch, scores: int, parts: i
 
 #: name -> version, settings
 TRT: dict[str, tuple[str, dict[str, str]]] = {
-    "tiny-media": ("11.4.0", {"weights": "refit"}),
-    "tiny-unified": ("10.16.1", {"attention": "fused"}),
+    "tiny-media": ("11.4.0", {"weights": "baked"}),
+    "tiny-unified": ("11.4.0", {"attention": "fused"}),
     "26b-a4b": ("11.4.0", {"weights": "streamed", "attention": "fused"}),
 }
 
@@ -221,7 +221,6 @@ def test_trt_bytes_on_disk(tmp_path: Path) -> None:
     assert len(audio) == 2 and audio[0] == audio[1] > 0
     whole = sum(map(builder.weight_bytes, every.values()))
     assert p.backend.repeated_bytes(program, settings) == whole
-    assert p.backend.repeated_bytes(program, {**settings, "weights": "refit"}) == 0
 
 
 def test_dry_run_finds_a_wrong_tower(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,8 @@ from g4ir.ui.paths import check_private, private
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource
-from g4ir.weights.tensorfile import FileTensor, write_tensors
 
 from ..primitives.network import ROWS, Network
-from .dialect import Dialect
 from .emitter import TrtEmitter
 from .host import MOST_SHARED_BYTES, Api, all_taken, joined, logger, progress_monitor, stream_writer
 from .interface import Interface, interface, phases_of
@@ -46,7 +44,6 @@ from .lowerings import (
     known_forms,
     lowerings,
 )
-from .parse import Addresses, parse
 from .target import HOPPER, Target
 
 GIB = 1 << 30
@@ -58,8 +55,6 @@ WRAPPER = "wrap_attention"
 NO_DRIVER = "CUDA driver version is insufficient"
 #: part of the name of a layer that was refused, or of the message -> what to try
 REMEDIES: Mapping[str, str] = {
-    "cuda_success": "--set weights=baked: TensorRT-RTX leaves weights out of a plan only where an "
-    "NVIDIA driver is installed",
     WRAPPER: "--set attention=plain, in which TensorRT finds no attention",
     "experts": "--set experts=all, whose products are plain ones",
     "attention": "--set attention=plain, whose attention is products and the plainest layers",
@@ -92,22 +87,22 @@ def write_network(
     log: Any = None,
     forms: Chosen | None = None,
     trial: bool = False,
-    parser: bool = False,
 ) -> Written:
     """Write a graph (primitives/graph.py) as an INetworkDefinition. `forms` are those of attention
-    that were tried, if any; in a trial, an attention layer is one kernel or refused. By the
-    `parser`: as a model of the dialect, which needs params. LowerError names the op and the value,
-    and ends with what TensorRT said."""
+    that were tried, if any; in a trial, an attention layer is one kernel or refused. Params may be
+    None on the recorder alone. LowerError names the op and the value, and ends with what TensorRT
+    said."""
     log = log or logger(api.trt)
     builder = api.trt.Builder(log)
-    flags = api.network_flags()
-    network = builder.create_network(flags)
+    network = builder.create_network()
     if network is None:
-        raise LowerError(f"TensorRT makes no network with the flags {flags:#b}: {log.said()}")
+        raise LowerError(f"TensorRT makes no network: {log.said()}")
     emitter: Any
-    if parser:
+    if api.parses:
+        from .parse import new_dialect, parse
+
         assert params
-        emitter = Dialect(Addresses(params), trial)
+        emitter = new_dialect(params, trial)
     else:
         of_params = params.tensor if params else None
         emitter = TrtEmitter(api.trt, network, of_params, log.said, trial)
@@ -116,9 +111,9 @@ def write_network(
     written = Network(emitter, graph, limits, how, settings["experts"])
     with all_taken(log, f"the network of {graph.name}"):
         written.emit()
-        parsed = parse(api, network, emitter, graph.name, log) if parser else None
+        parser = parse(api, network, emitter, graph.name, log) if api.parses else None
     io = interface(graph, limits)
-    return Written(builder, network, graph, io, log, emitter, written.notes, parsed)
+    return Written(builder, network, graph, io, log, emitter, written.notes, parser)
 
 
 def attention_trials(graphs: Iterable[Graph]) -> dict[int, list[Graph]]:
@@ -180,12 +175,8 @@ def configure(
         else:
             _of_hardware(trt, config, settings.get("hardware", "exact"))
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-        if ranks_of(w.graph) > 1 and api.has("collectives on trial"):
-            config.set_preview_feature(trt.PreviewFeature.MULTIDEVICE_RUNTIME_10_16, True)
         for name in w.interface.profiles:
             _add_profile(w, config, name)
-        if settings["weights"] == "refit":
-            _name_weights(w)
     return config
 
 
@@ -210,23 +201,6 @@ def _of_hardware(trt: Any, config: Any, hardware: str) -> None:
     if hardware != "exact":
         # By default such an engine's kernels get 48 KiB, which leaves out the best ones.
         config.set_memory_pool_limit(trt.MemoryPoolType.TACTIC_SHARED_MEMORY, MOST_SHARED_BYTES)
-
-
-def _name_weights(w: Written) -> None:
-    for name, weights in w.emitter.weights.items():
-        if not w.network.set_weights_name(weights, name):
-            raise LowerError(
-                f"TensorRT cannot leave weights {name} out of the plan: {w.log.said()}; try "
-                f"--set weights=baked"
-            )
-
-
-def write_constants(w: Written, path: Path) -> None:
-    """Write the constants of a network as safetensors, for a plan that was built without them."""
-    held = w.emitter.constants.items()
-    # Each lies at a multiple of its size.
-    ordered = sorted(held, key=lambda item: (-item[1].itemsize, item[0]))
-    write_tensors(path, {name: FileTensor.of(t.reshape(-1)) for name, t in ordered})
 
 
 def _add_profile(w: Written, config: Any, name: str) -> None:

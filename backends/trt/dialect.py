@@ -21,10 +21,8 @@ from g4ir.ops.types import Type, torch_dtype
 
 from ..onnx_graph.emitter import OnnxEmitter
 from ..primitives.emitter import Operand
+from .emitter import NO_ROOT, PART
 
-#: dtype -> what codes of rows are multiplied by before a product: codes with one scale, and their
-#: product, are one kernel. Not 1, which is no scale to a builder; small, where sums could overflow.
-PART = {"f16": 2.0**-12, "bf16": 2.0**-7, "f32": 2.0**-7}
 #: activation -> operator and attributes
 ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "gelu_pytorch_tanh": ("Gelu", {"approximate": "tanh"}),
@@ -34,8 +32,6 @@ ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 #: collective -> how it joins the tensors of ranks
 REDUCTIONS = {"all_reduce": "sum", "all_gather": "none"}
-#: the root of a collective in which all ranks are alike
-NO_ROOT = -1
 
 
 class Dialect(OnnxEmitter):

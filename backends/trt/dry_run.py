@@ -54,7 +54,7 @@ from .compiled import summary
 from .host import CODES, Api, capsule, installed, probe, require_library
 from .interface import draft_graph, networks, spans
 from .recorder import Exchange
-from .runtime import Opened, TrtRuntime, deserialize, refit, stream_weights
+from .runtime import Opened, TrtRuntime, deserialize, stream_weights
 from .target import RTX, TARGETS
 from .trial import compile_once
 
@@ -113,10 +113,9 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
 
 
 def compiled_lines(p: Prepared) -> list[str]:
-    """Return what TensorRT-RTX makes of the text model's network, a line for each profile. Weights
-    are in the plan: equal ones, which stand for them here, cannot be apart."""
-    graph, settings = network_graph(p.packing.program), {**p.settings, "weights": "baked"}
-    made = compile_once(require_library(RTX), graph, p.limits, settings, TARGETS["rtx"])
+    """Return what TensorRT-RTX makes of the text model's network, a line for each profile."""
+    graph, api = network_graph(p.packing.program), require_library(RTX)
+    made = compile_once(api, graph, p.limits, p.settings, TARGETS["rtx"])
     return summary(made.profiles)
 
 
@@ -325,9 +324,6 @@ def emulated(
         engine = deserialize(api, memoryview(plan), written.log)
         if settings["weights"] == "streamed":
             stream_weights(engine, 0)
-        if settings["weights"] == "refit":
-            constants = written.emitter.constants.__getitem__
-            refit(api, engine, written.log, constants, params.tensor)
         return Opened(api, engine, written.log, written.interface, "cpu")
 
     def other(name: str) -> Opened:

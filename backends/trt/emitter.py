@@ -19,13 +19,17 @@ from g4ir.ir.graph import Value
 from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
 
 from ..primitives.emitter import Emitter, Operand, reshape_spec
-from .dialect import NO_ROOT, PART
-from .host import FEATURES, data_type, offers
+from .host import data_type
 from .recorder import MAX_DIMS, MAX_TOP_K
 
 Made = TypeVar("Made")
 #: most numbers of a constant that is made of others
 MOST_FOLDED = 1 << 18
+#: the root of a collective in which all ranks are alike
+NO_ROOT = -1
+#: dtype -> what codes of rows are multiplied by before a product: codes with one scale, and their
+#: product, are one kernel. Not 1, which is no scale to a builder; small, where sums could overflow.
+PART = {"f16": 2.0**-12, "bf16": 2.0**-7, "f32": 2.0**-7}
 #: constants of these do not exist: they are stored as the second and cast
 STORED_AS = {"bool": "i32"}
 ACTIVATIONS = {
@@ -367,10 +371,7 @@ class TrtEmitter(Emitter):
         """Return one IAttention; never a causal kind beside the mask."""
         *rows, seen = map(self.tensor, (q, keys, values, mask))
         norm = self.trt.AttentionNormalizationOp.SOFTMAX
-        if offers(self.trt, *FEATURES["causal kind"]):
-            layer = self.network.add_attention_v2(*rows, norm, self.trt.CausalMaskKind.NONE)
-        else:
-            layer = self.network.add_attention(*rows, norm, False)
+        layer = self.network.add_attention_v2(*rows, norm, self.trt.CausalMaskKind.NONE)
         decomposable = not self.whole_attention
         return self.made(layer, "attention", t, mask=seen, decomposable=decomposable)
 

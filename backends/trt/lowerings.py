@@ -307,13 +307,8 @@ def _attention(chosen: Callable[[int], str]) -> Mapping[str, Lowering]:
 
 #: ops whose attention has forms
 ATTENTIONS = ("attention", "attention_latent", "encoder_attention")
-#: how weights lie in an engine -> builder flags. Equal weights are what an engine is given again:
-#: only then are its kernels those of one that has them. It takes all weights, constants too.
-WEIGHTS: Mapping[str, tuple[str, ...]] = {
-    "baked": (),
-    "streamed": ("WEIGHT_STREAMING",),
-    "refit": ("STRIP_PLAN", "REFIT_IDENTICAL"),
-}
+#: where an engine's weights are -> builder flags
+WEIGHTS: Mapping[str, tuple[str, ...]] = {"baked": (), "streamed": ("WEIGHT_STREAMING",)}
 #: where an engine runs -> level
 HARDWARE: Mapping[str, str] = {"exact": "NONE", "same-capability": "SAME_COMPUTE_CAPABILITY"}
 
@@ -334,8 +329,8 @@ SETTINGS: Mapping[str, Setting] = {
     "weights": Setting(
         tuple(WEIGHTS),
         "baked",
-        "in the plan; in the plan, and on the device as far as they fit; or out of the plan, which "
-        "takes them from the engine's safetensors when it is loaded",
+        "in the plan; or in the plan, and on the device as far as they fit. A plan without weights "
+        "(refit) is refused until a machine with an NVIDIA driver has built and loaded one",
     ),
     "hardware": Setting(
         tuple(HARDWARE),

@@ -44,6 +44,11 @@ class Addresses:
         return Place(location, 0, tensor.nbytes)
 
 
+def new_dialect(params: ParamSource, whole_attention: bool) -> Dialect:
+    """Return an emitter whose weights are these params."""
+    return Dialect(Addresses(params), whole_attention)
+
+
 def parse(api: Api, network: Any, emitter: Dialect, name: str, log: Any) -> Any:
     """Have NVIDIA's parser write what was emitted into a network. Return the parser, which the
     network needs until it is built. LowerError names the node that is refused."""

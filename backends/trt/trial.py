@@ -24,7 +24,7 @@ from .target import Target
 
 #: numbers of a buffer that differ; behind them they come again
 PERIOD = 1 << 22
-#: elements from the start of a param to that of the next: 64 bytes at least
+#: elements from the start of params of a size to those of the next
 STRIDE = 64
 
 
@@ -39,21 +39,18 @@ class Trial:
 @dataclass(frozen=True)
 class Repeated:
     """Params of any size that take no memory but for the largest: views of one buffer for each
-    dtype, each from another element on: a plan holds equal weights once."""
+    dtype. A plan holds equal weights once. Params of different sizes have different addresses, as
+    the parser asks of them."""
 
     types: Mapping[str, Type]
     _buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    _starts: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._starts.update({name: STRIDE * i for i, name in enumerate(self.types)})
 
     def tensor(self, name: str) -> torch.Tensor:
-        t, start = self.types[name], self._starts[name]
+        t = self.types[name]
+        sizes = sorted({x.numel() for x in self.types.values() if x.dtype == t.dtype})
         if t.dtype not in self._buffers:
-            same = (n for n, x in self.types.items() if x.dtype == t.dtype)
-            ends = (self._starts[n] + self.types[n].numel() for n in same)
-            self._buffers[t.dtype] = _numbers(t.dtype, max(ends))
+            self._buffers[t.dtype] = _numbers(t.dtype, sizes[-1] + STRIDE * len(sizes))
+        start = STRIDE * sizes.index(t.numel())
         return self._buffers[t.dtype][start : start + t.numel()].view([*map(int, t.shape)])
 
 
@@ -73,13 +70,12 @@ def compile_once(
     limits: Limits,
     settings: Mapping[str, str],
     target: Target,
-    parser: bool = False,
 ) -> Trial:
     """Compile a network of repeated params. LowerError where it is refused."""
     params = cast(ParamSource, Repeated({v.name: v.type for v in graph.params}))
     with tempfile.TemporaryDirectory() as folder:
         log, plan = logger(api.trt, Path(folder) / LOG), Path(folder) / "plan"
-        w = build.write_network(api, graph, limits, params, settings, log, parser=parser)
+        w = build.write_network(api, graph, limits, params, settings, log)
         config = build.configure(api, w, settings, None, target)
         build.build_plan(api, w, config, None, plan, no_progress)
         log.close()

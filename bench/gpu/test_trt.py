@@ -25,7 +25,7 @@ import torch
 
 import g4ir
 from bench.gpu.engines import Scale, copy_folder, decode_cell, prefill_cell, step_times, stepper
-from g4ir.backends.trt.host import FEATURES, Host, require_library
+from g4ir.backends.trt.host import Host, require_library
 from g4ir.backends.trt.interface import ENGINE, files
 from g4ir.backends.trt.lowerings import SETTINGS, WEIGHTS
 from g4ir.bench.measure import percentile
@@ -120,7 +120,7 @@ def features(host: Host) -> dict[str, Any]:
     """Describe the installed TensorRT. MissingError if it lacks what every build needs."""
     api = host.tensorrt()
     host.check_gpu()
-    return {"tensorrt": api.version, "gpu": host.gpu(), **{f: api.has(f) for f in FEATURES}}
+    return {"tensorrt": api.version, "gpu": host.gpu(), "parser": api.parses}
 
 
 # --- small builds -----------------------------------------------------------------------------

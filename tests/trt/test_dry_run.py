@@ -41,9 +41,9 @@ def test_tensorrt_without_its_libraries() -> None:
         host.require_library(load=load)
 
 
-@pytest.mark.parametrize("version", ["8.6.1", "10.14.1", "12.0.0", "9", "x.y"])
+@pytest.mark.parametrize("version", ["8.6.1", "10.16.1", "12.0.0", "9", "x.y"])
 def test_unsupported_versions(version: str) -> None:
-    with pytest.raises(MissingError, match=r"not supported: `pip install 'tensorrt>=10\.15,<12'`"):
+    with pytest.raises(MissingError, match=r"not supported: `pip install 'tensorrt>=11,<12'`"):
         host.probe(SimpleNamespace(__version__=version))
 
 

@@ -16,10 +16,9 @@ import torch
 
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import dry_run as dry
-from g4ir.backends.trt import host
 from g4ir.backends.trt.build import write_network
 from g4ir.backends.trt.host import recorded_by_all
-from g4ir.backends.trt.recorder import execute, recorder, side_by_side
+from g4ir.backends.trt.recorder import execute, side_by_side
 from g4ir.backends.trt.runtime import TrtRuntime
 from g4ir.cli import main
 from g4ir.engine.artefact import Artefact, open_artefact
@@ -128,8 +127,6 @@ def test_ranks_in_small(version: str) -> None:
         ("IDistCollectiveLayer", "num_ranks"),
     } < used
     assert ("IExecutionContext", "set_communicator") in used
-    preview = ("IBuilderConfig", "set_preview_feature") in used
-    assert preview == (version == "10.16.1")
     fits_bindings(distinct(api.trt.calls), version)
 
 
@@ -147,7 +144,7 @@ def test_a_report_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 def engine_of_two(folder: Path) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         use(patch, emulated(folder))
-        return build(folder / "engine", "tiny-moe", settings={"weights": "refit"}, **TINY)
+        return build(folder / "engine", "tiny-moe", **TINY)
 
 
 @pytest.fixture
@@ -158,8 +155,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 def test_a_plan_for_each_rank(two: Engine) -> None:
     names = {n for n in two.manifest["files"] if n.startswith("engine.")}
-    own = {f"engine.rank{i}of2.{kind}" for i in range(2) for kind in ("plan", "constants")}
-    assert names == {"engine.io.json", *own}
+    assert names == {"engine.io.json", *(f"engine.rank{i}of2.plan" for i in range(2))}
     kept = two.manifest["compiled"]
     assert (kept["plan"], kept["others"]) == ("engine.rank0of2.plan", {})
     with pytest.raises(InputError, match="built for 2 ranks, and 1 is running"):
@@ -219,21 +215,6 @@ def test_processes_run_an_engine(tmp_path: Path) -> None:
 
 
 # --- what ranks need --------------------------------------------------------------------------
-
-
-def test_a_version_without_collectives(tmp_path: Path) -> None:
-    """Said before anything is written."""
-    module = recorder("10.16.1")
-    module.INetworkDefinition = SimpleNamespace(add_kv_cache_update=True, set_weights_name=True)
-    api = host.probe(module)
-    host.check_ranks(api, 1)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(MissingError) as e:
-        use(patch, emulated(tmp_path, api=lambda: api))
-        build(tmp_path / "engine", "tiny-moe", **TINY)
-    assert str(e.value).startswith(
-        "--tp 2: TensorRT 10.16.1 lacks INetworkDefinition.add_dist_collective, by which ranks"
-    )
-    assert not [*tmp_path.glob("*engine*")]
 
 
 def test_steps_are_recorded_by_all_or_none() -> None:

@@ -24,7 +24,7 @@ from g4ir.backends.torch_compile.cuda_graph import Captured, WithFallback
 from g4ir.backends.trt import build as builder
 from g4ir.backends.trt import host, runtime
 from g4ir.backends.trt import interface as interfaces
-from g4ir.backends.trt.interface import CONSTANTS, LOG, PLAN, TENSORS, interface
+from g4ir.backends.trt.interface import LOG, PLAN, TENSORS, interface
 from g4ir.backends.trt.recorder import engine as fake
 from g4ir.backends.trt.recorder import recording
 from g4ir.check.logits import verify_engine
@@ -36,7 +36,6 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.plan.footprint import reserve
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
-from g4ir.weights.pack import StoredParams
 from tests.cases import TABLES
 from tests.engines import agrees
 from tests.trt.emulated import CHUNK, MAX_SEQ, ROWS, build, emulated, emulated_api, use
@@ -173,28 +172,6 @@ def test_weights_that_stay_on_the_device(trt: Build, tmp_path: Path) -> None:
     assert not runtime.is_streaming(again.engine)
 
 
-def test_weights_out_of_the_plan(trt: Build, tmp_path: Path) -> None:
-    """By the pair of flags that NVIDIA documents: params come from the engine's safetensors, all
-    constants from a file of their own."""
-    engine = trt(settings={"weights": "refit"})
-    made = cast(Any, engine.runtime).engine._built
-    assert len(made.refittable) == len(made.weights) and CONSTANTS in engine.manifest["files"]
-    constants = StoredParams.open([engine.path / CONSTANTS])
-    names = set(constants.headers[0].entries)
-    assert names and names < made.refittable.keys()
-    assert made.refittable.keys() - names <= {v.name for v in engine.program.params().values()}
-    api = emulated_api()
-
-    def other(name: str) -> torch.Tensor:
-        return constants.tensor(name) + 1
-
-    fresh = cast(Any, engine.runtime).engine
-    with pytest.raises(EngineError, match="not the weights that it was built with"):
-        runtime.refit(api, fresh, fresh._logger, other, engine.runtime.source.tensor)
-    with pytest.raises(EngineError, match="neither a param nor a constant"):
-        runtime.refit(api, fresh, fresh._logger, constants.tensor)
-
-
 def test_spans(trt: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of a token looks at the least span that has room for every row, of one size: the
     profile's; the last is the whole cache, of which nothing is cut off."""
@@ -289,8 +266,9 @@ def test_other_gpu_and_other_version(shared: Engine, tmp_path: Path) -> None:
     api = replace(emulated_api(), version="11.4.1")
     with pytest.raises(EngineError, match=r"TensorRT 11\.4\.0, this is 11\.4\.1.*build the engine"):
         reload(shared, emulated(tmp_path, api=lambda: api))
-    with pytest.raises(EngineError, match=r"another machine .*tensorrt-11\.4.*tensorrt-10\.16"):
-        load_as(shared.path, emulated(tmp_path, "10.16.1"))
+    newer = replace(api, version="11.5.0")
+    with pytest.raises(EngineError, match=r"another machine .*tensorrt-11\.4.*tensorrt-11\.5"):
+        load_as(shared.path, emulated(tmp_path, api=lambda: newer))
 
 
 def load_as(path: Path, backend: Any) -> None:
@@ -486,16 +464,15 @@ def test_a_call_that_only_logs_an_error_is_a_refusal(monkeypatch: pytest.MonkeyP
 
 
 def test_no_network_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a flag that TensorRT does not know."""
-    monkeypatch.setattr(emulated_api().trt.Builder, "create_network", lambda builder, flags: None)
-    with pytest.raises(LowerError, match="no network with the flags 0b"):
+    monkeypatch.setattr(emulated_api().trt.Builder, "create_network", lambda builder: None)
+    with pytest.raises(LowerError, match="makes no network: "):
         tiny_network()
 
 
 @pytest.mark.parametrize(
     ("quant", "weights"),
     [
-        ("int8", "refit"),
+        ("int8", "baked"),
         pytest.param("int4", "streamed", marks=pytest.mark.full),
         pytest.param("fp8", "baked", marks=pytest.mark.full),
     ],
