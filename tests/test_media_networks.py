@@ -42,7 +42,7 @@ from tests.media_tools import noise
 from tests.oracle import cosine
 from tests.test_media_models import message
 from tests.test_ops import node, tensors
-from tests.trt.emulated import emulated, emulated_api, use
+from tests.trt.emulated import emulated, use
 from tests.trt.running import computed, new_emitter
 
 #: clipped vision with sound; patches and samples without layers; plain vision and pictures seen
@@ -233,7 +233,7 @@ def test_dry_run_finds_a_wrong_tower(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builder, "lowerings", wrong)
     with pytest.raises(CheckError, match=r"soft of .* differ from the reference"):
-        dry.check_small(emulated_api(), p, "f32")
+        dry.check_small(dry.emulator(), p, "f32")
 
 
 def test_dry_run_finds_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,4 +245,4 @@ def test_dry_run_finds_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(attention, "_last_seen", own)
     with pytest.raises(CheckError, match=r"logits of .* differ from the reference"):
-        dry.check_small(emulated_api(), p, "f32")
+        dry.check_small(dry.emulator(), p, "f32")

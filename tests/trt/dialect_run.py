@@ -105,11 +105,12 @@ def computed(parts: Sequence[Segment], feeds: Tensors, exchange: Exchange | None
         values |= zip(names, part.session.run(names, given), strict=True)
         if part.collective:
             assert exchange, "no ranks are linked"
-            rows = [t.float() for t in exchange(torch.from_numpy(values[part.collective.input[0]]))]
+            own = torch.from_numpy(values[part.collective.input[0]])
+            rows = [t.float() for t in exchange(own)]
             how = {a.name: helper.get_attribute_value(a) for a in part.collective.attribute}
             summed = how["collective_operation"] == b"all_reduce"
             joined = torch.stack(rows).sum(0) if summed else torch.cat(rows)
-            values[part.collective.output[0]] = joined.numpy()
+            values[part.collective.output[0]] = joined.to(own.dtype).numpy()
     return {name: torch.from_numpy(v) for name, v in values.items()}
 
 

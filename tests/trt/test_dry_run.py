@@ -26,7 +26,6 @@ from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
 from tests.cases import TABLES
 from tests.configs import VARIANTS
-from tests.trt.emulated import emulated_api
 
 # --- what the environment lacks ---------------------------------------------------------------
 
@@ -141,14 +140,14 @@ def test_dry_run_of_any_legal_spec(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({"schema": 1, "extends": "tiny-dense", "text": UNEVEN}))
     p = prepare(load_spec(file), BuildOptions(backend="trt", media="none"), dry=True)
     with dry.one_thread():
-        assert dry.check_small(emulated_api(), p, "f32")["logits"] < 1e-3
+        assert dry.check_small(dry.emulator(), p, "f32")["logits"] < 1e-3
 
 
 def test_a_dry_run_allows_what_the_reference_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose rounding grows is no error of the lowering: float64 says how much it grows."""
     p = prepare(load_spec("tiny-ple"), BuildOptions(backend="trt"), dry=True)
     monkeypatch.setattr(dry, "BUDGETS", {"f32": 1e-9})
-    assert dry.check_small(emulated_api(), p, "f32")["logits"] > 1e-9
+    assert dry.check_small(dry.emulator(), p, "f32")["logits"] > 1e-9
 
 
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("f16", marks=pytest.mark.full)])
@@ -157,7 +156,7 @@ def test_dry_run_measures_rounding(dtype: str, monkeypatch: pytest.MonkeyPatch) 
     tenth is added, it is not."""
     options = BuildOptions(backend="trt", settings={"attention": "fused"}, media="none")
     p = prepare(load_spec("26b-a4b"), options, dry=True)
-    dry.check_small(emulated_api(), p, dtype)
+    dry.check_small(dry.emulator(), p, dtype)
     right = builder.lowerings
 
     def wrong(form: str) -> Any:
@@ -170,4 +169,4 @@ def test_dry_run_measures_rounding(dtype: str, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(builder, "lowerings", wrong)
     with pytest.raises(CheckError, match=f"more than rounding to {dtype}"):
-        dry.check_small(emulated_api(), p, dtype)
+        dry.check_small(dry.emulator(), p, dtype)

@@ -35,7 +35,7 @@ from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
 from tests.oracle import relative
 from tests.test_torchrun import started
-from tests.trt.emulated import build, emulated, emulated_api, use
+from tests.trt.emulated import build, emulated, use
 from tests.trt.rank_driver import PROMPTS
 from tests.trt.running import emit
 from tests.trt.test_signatures import VERSIONS, distinct, fits_bindings
@@ -97,7 +97,7 @@ def test_networks_of_ranks_differ_in_weights_alone() -> None:
     packing, params = dry.in_small(p, "f32")
     g = network_graph(packing.program)
     written = [
-        write_network(emulated_api(), g, dry.SMALL, own, p.settings).network for own in params
+        write_network(dry.emulator(), g, dry.SMALL, own, p.settings).network for own in params
     ]
     one, two = ([(x._title, x._types, _given(x)) for x in n._layers] for n in written)
     assert one == two and len(one) > 100
