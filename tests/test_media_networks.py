@@ -1,7 +1,7 @@
 """Media through the ONNX and TensorRT backends: towers, and prompts with their soft tokens.
 
 The reference backend, which is compared with transformers (test_towers.py, test_media_models.py),
-says what should come out on the same weights. TensorRT is the recorder.
+says what should come out on the same weights. tests/trt/fake.py stands for TensorRT.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ backend has, compares it with the reference, and times it;
 `test_cut` builds one repeat of a variant's layers at full width, with each way to keep weights
 (each build first tries its attentions alone: the notes say in which form);
 `test_full` builds the variants. Logs and tables of builds are copied to DIR, plans are not; the
-cache of timed kernels is, and --carry takes it back. In a dry run the recorder stands for TensorRT.
+cache of timed kernels is, and --carry takes it back. In a dry run tests/trt/fake.py stands for it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ FORMS = (
 
 @pytest.fixture(scope="module")
 def host(out: Path, carry: Path | None, pytestconfig: pytest.Config) -> Iterator[Host]:
-    """The machine's TensorRT; in a dry run `--backend trt` means the recorder."""
+    """The machine's TensorRT; in a dry run `--backend trt` means its stand-in."""
     with pytest.MonkeyPatch.context() as patch:
         host = Host()
         if pytestconfig.option.dry_run:

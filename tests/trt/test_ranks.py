@@ -1,4 +1,4 @@
-"""TensorRT engines of several ranks: what they exchange, and what each has, the recorder in
+"""TensorRT engines of several ranks: what they exchange, and what each has, a stand-in in
 TensorRT's place."""
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ def test_ranks_compute_what_one_does(two: Engine, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_processes_run_an_engine(tmp_path: Path) -> None:
-    """Whole sessions in two processes with a drafter, as one on the reference. A plan of the
-    recorder lives in the process that built it, so each builds the same engine first."""
+    """Whole sessions in two processes with a drafter, as one on the reference; each builds the same
+    engine first."""
     places = [tmp_path / f"{rank}" for rank in range(2)]
     for place in places:
         place.mkdir()
