@@ -119,8 +119,8 @@ class Dialect(OnnxEmitter):
         starts = [self._whole(0)] * x.rank
         sizes = [self._length(x, i) for i in range(x.rank)]
         starts[axis], sizes[axis] = begin, amount
-        first, shape = map(self._joined, (starts, sizes))
-        return self._op("TRT_Slice", [x, first, shape, self._whole(*[1] * x.rank)], t)
+        origin, extent = map(self._joined, (starts, sizes))
+        return self._op("TRT_Slice", [x, origin, extent, self._whole(*[1] * x.rank)], t)
 
     def _least(self, n: str, most: int) -> str:
         return self._node("Min", [n, self._whole(most)], Type("i64", (1,)))
