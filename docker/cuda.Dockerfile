@@ -15,7 +15,7 @@ ENV PATH=/opt/g4ir/bin:$PATH CUDA_HOME=/usr/local/cuda
 
 # torch goes first and alone, so that nothing else can pull in another build of it.
 RUN pip install --no-cache-dir torch==2.11.0 triton==3.6.0 'setuptools>=77'
-RUN pip install --no-cache-dir tensorrt-cu13==11.4.0.106
+RUN pip install --no-cache-dir tensorrt-cu13==11.4.0.106 'onnx>=1.20'
 
 WORKDIR /g4ir
 COPY . .

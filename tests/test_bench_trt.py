@@ -1,4 +1,4 @@
-"""The first contact with TensorRT (bench/gpu/test_trt.py): the recorder stands for it."""
+"""The first contact with TensorRT (bench/gpu/test_trt.py): tests/trt/fake.py stands for it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ import torch
 
 import g4ir
 from g4ir.backends.sampling import SamplingParams
-from g4ir.backends.trt.recorder import recording
 from g4ir.builder.build import Prepared, prepare
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
@@ -52,7 +51,7 @@ from tests.oracle import (
     relative,
     save_checkpoint,
 )
-from tests.trt.emulated import emulated_api
+from tests.trt import fake
 from tests.uncompiled import uncompiled
 
 #: every variant that has a drafter on the hub; two of them with a head of clusters
@@ -288,7 +287,7 @@ def test_a_network_of_the_drafter(
     if backend == "trt":
         made = cast(Any, engine.runtime)
         for steps in (made, *made.others.values()):
-            monkeypatch.setattr(steps, "record", recording(emulated_api().trt))
+            monkeypatch.setattr(steps, "record", fake.recording)
         monkeypatch.setattr(engine, "_idle", None)
         assert engine.generate(given, 30, stop_ids=(), draft="mtp") == want
 

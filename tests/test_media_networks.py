@@ -1,7 +1,7 @@
 """Media through the ONNX and TensorRT backends: towers, and prompts with their soft tokens.
 
 The reference backend, which is compared with transformers (test_towers.py, test_media_models.py),
-says what should come out on the same weights. TensorRT is the recorder.
+says what should come out on the same weights. tests/trt/fake.py stands for TensorRT.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.engines import agrees
 from tests.media_tools import noise
 from tests.test_media_models import message
 from tests.test_ops import node, tensors
-from tests.trt.emulated import emulated, emulated_api, use
+from tests.trt.emulated import emulated, use
 from tests.trt.running import computed, new_emitter
 
 #: clipped vision with sound; patches and samples without layers; plain vision and pictures seen
@@ -172,8 +172,8 @@ def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch, scores: int, parts: i
 
 #: name -> version, settings
 TRT: dict[str, tuple[str, dict[str, str]]] = {
-    "tiny-media": ("11.4.0", {"weights": "refit"}),
-    "tiny-unified": ("10.16.1", {"attention": "fused"}),
+    "tiny-media": ("11.4.0", {"weights": "baked"}),
+    "tiny-unified": ("11.4.0", {"attention": "fused"}),
     "26b-a4b": ("11.4.0", {"weights": "streamed", "attention": "fused"}),
 }
 
@@ -210,7 +210,6 @@ def test_trt_bytes_on_disk(tmp_path: Path) -> None:
     assert len(audio) == 2 and audio[0] == audio[1] > 0
     whole = sum(map(builder.weight_bytes, every.values()))
     assert p.backend.repeated_bytes(program, settings) == whole
-    assert p.backend.repeated_bytes(program, {**settings, "weights": "refit"}) == 0
 
 
 def test_dry_run_finds_a_wrong_tower(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +222,7 @@ def test_dry_run_finds_a_wrong_tower(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builder, "lowerings", wrong)
     with pytest.raises(CheckError, match=r"soft of .* differ from the reference"):
-        dry.check_small(emulated_api(), p, "f32")
+        dry.check_small(dry.emulator(), p, "f32")
 
 
 def test_dry_run_finds_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,4 +234,4 @@ def test_dry_run_finds_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(attention, "_last_seen", own)
     with pytest.raises(CheckError, match=r"logits of .* differ from the reference"):
-        dry.check_small(emulated_api(), p, "f32")
+        dry.check_small(dry.emulator(), p, "f32")

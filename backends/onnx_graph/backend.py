@@ -98,12 +98,13 @@ class OnnxBackend(Backend):
         return OnnxRuntime(task.program, task.limits, task.folder, task.params, task.progress)
 
 
-def require(*modules: str) -> None:
+def require(*modules: str, backend: str = "onnx") -> None:
     """Raise MissingError where some cannot be imported."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     if absent:
         raise MissingError(
-            f"--backend onnx needs the library {' and '.join(absent)}: `pip install 'g4ir[onnx]'`"
+            f"--backend {backend} needs the library {' and '.join(absent)}: `pip install "
+            f"'g4ir[onnx]'`"
         )
 
 

@@ -246,6 +246,13 @@ class Emitter(ABC):
         shape = (*x.shape[:axis], like.shape[0], *x.shape[axis + 1 :])
         return self._prefix(x, axis, like, x.type.with_shape(*shape))
 
+    def block(self, x: Operand, axis: int, first: int, count: int) -> Operand:
+        """Return entries first .. first + count - 1 of an axis whose size has a name, as far as it
+        has them: it may have none."""
+        name = f"{x.shape[axis]}@{first}+{count}"
+        shape = (name if i == axis else d for i, d in enumerate(x.shape))
+        return self._block(x, axis, first, count, x.type.with_shape(*shape))
+
     # --- by index -----------------------------------------------------------------------------
 
     def gather(self, x: Operand, index: Operand, axis: int) -> Operand:
@@ -270,6 +277,24 @@ class Emitter(ABC):
         fits = fits and new.dtype == cache.dtype and start.shape == (b,)
         _need(fits, f"append: {new.type} at {start.type} of {cache.type}")
         return self._append(cache, new, start, cache.type)
+
+    # --- attention and ranks ------------------------------------------------------------------
+
+    def attention(self, q: Operand, keys: Operand, values: Operand, mask: Operand) -> Operand:
+        """Return softmax(q keys^T) values of q [B,heads,S,d], whose heads share those of keys
+        [B,n,T,d] and values [B,n,T,w]. The mask [.,.,S,T] is bool, or is added to the scores."""
+        fits = q.shape[3] == keys.shape[3] and keys.shape[:3] == values.shape[:3]
+        fits = fits and int(q.shape[1]) % int(keys.shape[1]) == 0
+        _need(fits, f"attention: {q.type} over {keys.type}, {values.type}")
+        t = q.type.with_shape(*q.shape[:3], values.shape[3])
+        return self._attention(q, keys, values, mask, t)
+
+    def exchange(self, op: str, x: Operand, ranks: int) -> Operand:
+        """Return a collective over the ranks' tensors: their sum (all_reduce), or all of them in
+        order of rank, concatenated along the first dim (all_gather)."""
+        first, *others = x.shape
+        t = x.type.with_shape(ranks * int(first), *others) if op == "all_gather" else x.type
+        return self._exchange(op, x, ranks, t)
 
     # --- control ------------------------------------------------------------------------------
 
@@ -298,9 +323,12 @@ class Emitter(ABC):
     _concat: Callable[[Sequence[Operand], int, Type], Operand]
     _slice: Callable[[Operand, int, int, int, Type], Operand]
     _prefix: Callable[[Operand, int, Operand, Type], Operand]
+    _block: Callable[[Operand, int, int, int, Type], Operand]
     _gather: Callable[[Operand, Operand, int, Type], Operand]
     _gather_rows: Callable[[Operand, Operand, Type], Operand]
     _append: Callable[[Operand, Operand, Operand, Type], Operand]
+    _attention: Callable[[Operand, Operand, Operand, Operand, Type], Operand]
+    _exchange: Callable[[str, Operand, int, Type], Operand]
 
 
 def reshape_spec(x: Type, t: Type) -> list[int]:

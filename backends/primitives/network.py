@@ -61,6 +61,8 @@ class Network:
     lowerings: Mapping[str, Lowering]
     experts: str = "auto"
     env: dict[str, Operand] = field(default_factory=dict)
+    #: what differs from the request, for the user
+    notes: list[str] = field(default_factory=list)
     _shared: dict[Hashable, Any] = field(default_factory=dict)
     #: with the tensors, so that their ids stay theirs
     _of: dict[Hashable, tuple[Operand, Any]] = field(default_factory=dict)

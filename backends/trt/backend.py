@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from g4ir.backends.base import Backend, Setting, Task
+from g4ir.backends.onnx_graph.backend import require
 from g4ir.backends.primitives.network import stored_bytes
 from g4ir.backends.primitives.weights import by_columns, made_dense
 from g4ir.errors import EngineError
@@ -18,7 +19,6 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.plan.footprint import reserve
 from g4ir.spec.reader import Count, Line, OneOf, Range, Shaped
 from g4ir.ui.progress import Progress
-from g4ir.weights.pack import StoredParams
 
 from .build import estimate, weight_bytes
 from .dry_run import dry_run
@@ -26,7 +26,6 @@ from .host import (
     CODES,
     Api,
     Host,
-    check_ranks,
     installed,
     logger,
     recorded_by_all,
@@ -36,7 +35,7 @@ from .interface import ENGINE, files, interface, networks
 from .kernel_cache import SUFFIX, KernelCache
 from .lowerings import SETTINGS, score_bytes
 from .make import Make, build_apart, read_plan
-from .runtime import Opened, TrtRuntime, is_streaming, refit, stream_weights
+from .runtime import Opened, TrtRuntime, is_streaming, stream_weights
 from .target import HOPPER, LIBRARIES, RTX, TARGETS, Target, find_target
 
 if TYPE_CHECKING:
@@ -128,7 +127,11 @@ class TrtBackend(Backend):
         undecided = self.host.target is HOPPER and not super().has_device(device)
         if undecided and (version := installed(RTX)):
             return (partial(require_target, version),)
-        return (lambda: check_ranks(self.host.tensorrt(), ranks), self.host.check_gpu)
+        return (
+            self.host.tensorrt,
+            partial(require, "onnx", backend=self.name),
+            self.host.check_gpu,
+        )
 
     def machine(self, device: str) -> str:
         return self.host.machine(device)
@@ -158,8 +161,7 @@ class TrtBackend(Backend):
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
         """Count the weights of every plan; a tower of several sizes is in several."""
-        whole = sum(ranks_of(g) * weight_bytes(g) for g in networks(program).values())
-        return 0 if settings["weights"] == "refit" else whole
+        return sum(ranks_of(g) * weight_bytes(g) for g in networks(program).values())
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         return dry_run(prepared, progress)
@@ -167,9 +169,9 @@ class TrtBackend(Backend):
     def load(self, task: Task, kept: dict[str, Any], cuda_graph: bool = True) -> TrtRuntime:
         api, graphs, group = self.host.tensorrt(), networks(task.program), task.group
         rank = group.rank if group else 0
-        own = {name: files(name, rank, ranks_of(g)) for name, g in graphs.items()}
+        own = {name: files(name, rank, ranks_of(g))[0] for name, g in graphs.items()}
         self._check_plans(kept, api, graphs, task)
-        for plan, *_ in own.values():
+        for plan in own.values():
             path = task.folder / plan
             if not path.is_file() or not path.stat().st_size:
                 raise EngineError(f"{path} is missing or empty; build the engine again")
@@ -177,15 +179,11 @@ class TrtBackend(Backend):
         weights = kept["settings"]["weights"]
 
         def opened(name: str) -> Opened:
-            plan, _, beside = own[name]
+            plan = own[name]
             task.progress(f"reading {plan}")
             engine = read_plan(task.folder / plan, api, log)
             if weights == "streamed":
                 stream_weights(engine, self._spare(task))
-            if weights == "refit":
-                constants = StoredParams.open([task.folder / beside])
-                refit(api, engine, log, constants.tensor, task.params.tensor)
-                constants.close()
             io = interface(graphs[name], task.limits)
             return Opened(api, engine, log, io, task.device, kernels)
 

@@ -30,7 +30,6 @@ from g4ir.ui.paths import check_private, private
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource
-from g4ir.weights.tensorfile import FileTensor, write_tensors
 
 from .emitter import TrtEmitter
 from .host import MOST_SHARED_BYTES, Api, all_taken, joined, logger, progress_monitor, stream_writer
@@ -56,8 +55,6 @@ WRAPPER = "wrap_attention"
 NO_DRIVER = "CUDA driver version is insufficient"
 #: part of the name of a layer that was refused, or of the message -> what to try
 REMEDIES: Mapping[str, str] = {
-    "cuda_success": "--set weights=baked: TensorRT-RTX leaves weights out of a plan only where an "
-    "NVIDIA driver is installed",
     WRAPPER: "--set attention=plain, in which TensorRT finds no attention",
     "experts": "--set experts=all, whose products are plain ones",
     "attention": "--set attention=plain, whose attention is products and the plainest layers",
@@ -76,7 +73,9 @@ class Written:
     graph: Graph
     interface: Interface
     log: Any
-    emitter: TrtEmitter
+    emitter: Any
+    notes: list[str]
+    parser: Any = None
 
 
 def write_network(
@@ -90,21 +89,31 @@ def write_network(
     trial: bool = False,
 ) -> Written:
     """Write a graph (primitives/graph.py) as an INetworkDefinition. `forms` are those of attention
-    that were tried, if any; in a trial, an attention layer is one kernel or refused. LowerError
-    names the op and the value, and ends with what TensorRT said."""
+    that were tried, if any; in a trial, an attention layer is one kernel or refused. Params may be
+    None on the recorder alone. LowerError names the op and the value, and ends with what TensorRT
+    said."""
     log = log or logger(api.trt)
     builder = api.trt.Builder(log)
-    flags = api.network_flags()
-    network = builder.create_network(flags)
+    network = builder.create_network()
     if network is None:
-        raise LowerError(f"TensorRT makes no network with the flags {flags:#b}: {log.said()}")
-    of_params = params.tensor if params else None
-    emitter = TrtEmitter(api.trt, network, of_params, log.said, trial)
+        raise LowerError(f"TensorRT makes no network: {log.said()}")
+    emitter: Any
+    if api.parses:
+        from .parse import new_dialect, parse
+
+        assert params
+        emitter = new_dialect(params, trial)
+    else:
+        of_params = params.tensor if params else None
+        emitter = TrtEmitter(api.trt, network, of_params, log.said, trial)
     attention = settings["attention"]
     how = lowerings((forms or known_forms([graph])) if attention == AUTO else attention)
+    written = Network(emitter, graph, limits, how, settings["experts"])
     with all_taken(log, f"the network of {graph.name}"):
-        Network(emitter, graph, limits, how, settings["experts"]).emit()
-    return Written(builder, network, graph, interface(graph, limits), log, emitter)
+        written.emit()
+        parser = parse(api, network, emitter, graph.name, log) if api.parses else None
+    io = interface(graph, limits)
+    return Written(builder, network, graph, io, log, emitter, written.notes, parser)
 
 
 def attention_trials(graphs: Iterable[Graph]) -> dict[int, list[Graph]]:
@@ -166,12 +175,8 @@ def configure(
         else:
             _of_hardware(trt, config, settings.get("hardware", "exact"))
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-        if ranks_of(w.graph) > 1 and api.has("collectives on trial"):
-            config.set_preview_feature(trt.PreviewFeature.MULTIDEVICE_RUNTIME_10_16, True)
         for name in w.interface.profiles:
             _add_profile(w, config, name)
-        if settings["weights"] == "refit":
-            _name_weights(w)
     return config
 
 
@@ -196,23 +201,6 @@ def _of_hardware(trt: Any, config: Any, hardware: str) -> None:
     if hardware != "exact":
         # By default such an engine's kernels get 48 KiB, which leaves out the best ones.
         config.set_memory_pool_limit(trt.MemoryPoolType.TACTIC_SHARED_MEMORY, MOST_SHARED_BYTES)
-
-
-def _name_weights(w: Written) -> None:
-    for name, weights in w.emitter.weights.items():
-        if not w.network.set_weights_name(weights, name):
-            raise LowerError(
-                f"TensorRT cannot leave weights {name} out of the plan: {w.log.said()}; try "
-                f"--set weights=baked"
-            )
-
-
-def write_constants(w: Written, path: Path) -> None:
-    """Write the constants of a network as safetensors, for a plan that was built without them."""
-    held = w.emitter.constants.items()
-    # Each lies at a multiple of its size.
-    ordered = sorted(held, key=lambda item: (-item[1].itemsize, item[0]))
-    write_tensors(path, {name: FileTensor.of(t.reshape(-1)) for name, t in ordered})
 
 
 def _add_profile(w: Written, config: Any, name: str) -> None:

@@ -53,7 +53,7 @@ from .compiled import summary
 from .host import CODES, Api, capsule, installed, probe, require_library
 from .interface import draft_graph, networks, spans
 from .recorder import Exchange
-from .runtime import Opened, TrtRuntime, deserialize, refit, stream_weights
+from .runtime import Opened, TrtRuntime, deserialize, stream_weights
 from .target import RTX, TARGETS
 from .trial import compile_once
 
@@ -112,10 +112,9 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
 
 
 def compiled_lines(p: Prepared) -> list[str]:
-    """Return what TensorRT-RTX makes of the text model's network, a line for each profile. Weights
-    are in the plan: equal ones, which stand for them here, cannot be apart."""
-    graph, settings = network_graph(p.packing.program), {**p.settings, "weights": "baked"}
-    made = compile_once(require_library(RTX), graph, p.limits, settings, TARGETS["rtx"])
+    """Return what TensorRT-RTX makes of the text model's network, a line for each profile."""
+    graph, api = network_graph(p.packing.program), require_library(RTX)
+    made = compile_once(api, graph, p.limits, p.settings, TARGETS["rtx"])
     return summary(made.profiles)
 
 
@@ -160,7 +159,7 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
         "caches": {"in_place": len(io.aliased)},
         "scratch_bytes": max([scratch, *(size for _, size in beside.values())]),
         "builder": str(build.estimate([*networks(program).values()])),
-        "notes": [*written.emitter.notes, *([made_dense] if dense else [])],
+        "notes": [*written.notes, *([made_dense] if dense else [])],
     }
     sizes = {name: f"{w.network.num_layers} layers" for name, (w, _) in beside.items()}
     drafter = {DRAFT: sizes.pop(DRAFT)} if DRAFT in sizes else {}
@@ -323,9 +322,6 @@ def emulated(
         engine = deserialize(api, memoryview(plan), written.log)
         if settings["weights"] == "streamed":
             stream_weights(engine, 0)
-        if settings["weights"] == "refit":
-            constants = written.emitter.constants.__getitem__
-            refit(api, engine, written.log, constants, params.tensor)
         return Opened(api, engine, written.log, written.interface, "cpu")
 
     def other(name: str) -> Opened:

@@ -23,10 +23,10 @@ from .host import data_type
 from .recorder import MAX_DIMS, MAX_TOP_K
 
 Made = TypeVar("Made")
-#: the root of a collective in which all ranks are alike
-NO_ROOT = -1
 #: most numbers of a constant that is made of others
 MOST_FOLDED = 1 << 18
+#: the root of a collective in which all ranks are alike
+NO_ROOT = -1
 #: factor of the codes of rows before a product: codes with one scale, and their product, are one
 #: kernel. Not 1, which is no scale to a builder.
 PART = 2.0**-7
@@ -114,8 +114,6 @@ class TrtEmitter(Emitter):
         #: by name: weights that have a layer, and the tensors of constants among them
         self.weights: dict[str, Any] = {}
         self.constants: dict[str, torch.Tensor] = {}
-        #: what could not be done as asked
-        self.notes: list[str] = []
         self._counts: Counter[str] = Counter()
         #: of params and of what is made of constants, by name; of constants, by what is in them
         self._known: dict[str, Stored] = {}
@@ -359,16 +357,23 @@ class TrtEmitter(Emitter):
         layer = self.network.add_topk(self.tensor(x), best, k, 1 << (x.rank - 1), kind)
         return self.made(layer, "topk", values), self.checked(layer, index, 1)
 
-    def exchange(self, op: str, x: Operand, ranks: int) -> Operand:
-        """Return what an op of COLLECTIVES makes of the tensors of all ranks: their sum, or all of
-        them, behind one another along the first dim. Nothing says which rank this is."""
+    def _exchange(self, op: str, x: Operand, ranks: int, t: Type) -> Operand:
+        """Add an op of COLLECTIVES. Nothing says which rank this is."""
         kind, join = COLLECTIVES[op]
         operation = getattr(self.trt.CollectiveOperation, kind)
         by, every = getattr(self.trt.ReduceOperation, join), [*range(ranks)]
         layer = self.network.add_dist_collective(self.tensor(x), operation, by, NO_ROOT, every)
-        first, *others = x.shape
-        t = x.type.with_shape(ranks * int(first), *others) if join == "NONE" else x.type
         return self.made(layer, op, t, num_ranks=ranks)
+
+    def _attention(
+        self, q: Operand, keys: Operand, values: Operand, mask: Operand, t: Type
+    ) -> Operand:
+        """Return one IAttention; never a causal kind beside the mask."""
+        *rows, seen = map(self.tensor, (q, keys, values, mask))
+        norm = self.trt.AttentionNormalizationOp.SOFTMAX
+        layer = self.network.add_attention_v2(*rows, norm, self.trt.CausalMaskKind.NONE)
+        decomposable = not self.whole_attention
+        return self.made(layer, "attention", t, mask=seen, decomposable=decomposable)
 
     # --- layout -------------------------------------------------------------------------------
 
@@ -449,12 +454,7 @@ class TrtEmitter(Emitter):
     def _prefix(self, x: Operand, axis: int, like: Operand, t: Type) -> Operand:
         return self._sliced(x, axis, 0, self._dim(like, 0), "prefix", t)
 
-    def block(self, x: Operand, axis: int, first: int, count: int) -> Operand:
-        """Return entries first .. first + count - 1 of an axis whose size has a name, as far as it
-        has them: it may have none."""
-        name = str(x.shape[axis])
-        shape = (f"{name}@{first}+{count}" if i == axis else d for i, d in enumerate(x.shape))
-
+    def _block(self, x: Operand, axis: int, first: int, count: int, t: Type) -> Operand:
         def place() -> tuple[Any, Any]:
             whole = Operand(Type("i64", (1,)), self._dim(x, axis))
             ends = (self.constant(torch.tensor([n])) for n in (first, first + count))
@@ -464,8 +464,8 @@ class TrtEmitter(Emitter):
             size = self.binary("min", self.sub(stop, start), self.constant(torch.tensor([count])))
             return self.tensor(start), self.tensor(size)
 
-        start, size = self._once(("block", name, first, count), place)
-        return self._sliced(x, axis, start, size, "block", x.type.with_shape(*shape))
+        start, size = self._once(("block", t.shape[axis]), place)
+        return self._sliced(x, axis, start, size, "block", t)
 
     def _sliced(
         self, x: Operand, axis: int, start: Any, size: Any, primitive: str, t: Type

@@ -3,7 +3,7 @@
 A chunk's product with every expert would be E / K times what its tokens ask for, and nothing in a
 network depends on a condition (lowerings.py). So its shapes are those of the worst case. The first
 `most` tokens of each expert, at least four times as many as it has on average, are a block of one
-product of all experts, which reads weights as they are; if of 4 bits, gathered (TrtEmitter.stack).
+product of all experts, which reads weights as they are; if of 4 bits, gathered (`Emitter.stack`).
 Further tokens are in spare blocks, as many as a chunk can need: an expert of n tokens needs
 floor((n - 1) / most), and all n are K S. Their weights are gathered, all at once: several gathers
 of one weight would make a builder write all of it dense. Where tokens lie is found by comparing: no
@@ -23,8 +23,6 @@ from g4ir.backends.primitives.weights import Weight, gathered_weight, whole_weig
 from g4ir.ir.graph import Node
 from g4ir.plan.engine_limits import Limits
 
-from .emitter import TrtEmitter
-
 #: how many times a gathered weight is moved: read, written, and read
 MOVED = 3
 #: fewest tokens in a block, which a product's tile has
@@ -38,7 +36,6 @@ def experts(
     chose are gathered, and the others are sorted, which are none in a step of single tokens; where
     all rows together choose about as many as there are, all multiply every token."""
     e, count = net.e, int(held[0].shape[0])
-    assert isinstance(e, TrtEmitter)
     if net.experts != "auto":
         return moe.experts(net, n, x, weights, index, *held)
     few = gathers(net.experts, net.limits, int(index.shape[2]), count)
@@ -63,7 +60,6 @@ def _others(
 ) -> Operand:
     """Return the sum for all tokens but the first: sorted, where that is less than half of all."""
     e, chunk, count = net.e, net.limits.prefill_chunk, int(held[0].shape[0])
-    assert isinstance(e, TrtEmitter)
     most = block_rows(chunk, int(index.shape[2]), count)
     chunked = x.shape[1] == net.env["positions"].shape[1]
     x, weights, index = (e.block(t, 1, 1, chunk - 1) for t in (x, weights, index))
@@ -101,7 +97,7 @@ class Sorted:
 
     def __init__(self, net: Network, most: int, index: Operand, count: int) -> None:
         self.net, self.most, self.count = net, most, count
-        e = self.e = _emitter(net)
+        e = self.e = net.e
         self.choices = index
         chunk = net.limits.prefill_chunk
         self.place, self.before = net.shared("places", lambda: _places(net, chunk))
@@ -187,7 +183,7 @@ class Sorted:
 def _places(net: Network, chunk: int) -> tuple[Operand, Operand]:
     """Return the places f32[1,S] of all tokens of a chunk but the first, from 0 on; and f32[1,S,S],
     1 where the second lies before the first."""
-    e = _emitter(net)
+    e = net.e
     at = e.slice(net.env["positions"], 0, 0, 1)
     place = e.sub(e.block(at, 1, 1, chunk - 1), e.add(e.slice(at, 1, 0, 1), 1))
     place = e.cast(place, "f32")
@@ -197,8 +193,3 @@ def _places(net: Network, chunk: int) -> tuple[Operand, Operand]:
 def _flag(e: Emitter, x: Operand) -> Operand:
     """Return 1 where x holds, else 0."""
     return e.where(x, e.constant(torch.ones((1,) * x.rank)), 0.0)
-
-
-def _emitter(net: Network) -> TrtEmitter:
-    assert isinstance(net.e, TrtEmitter)
-    return net.e

@@ -1,9 +1,7 @@
 """The machine as the backend sees it, with the TensorRT at hand: the only place that knows how
 versions differ.
 
-Versions from 10.15 (the first with a layer that updates caches in place) up to, but not including,
-12. The module itself is asked for each feature in which they differ, never for a version number:
-see FEATURES.
+Versions from 11 (the first whose ONNX parser has NVIDIA's attention) up to, but not including, 12.
 """
 
 from __future__ import annotations
@@ -48,22 +46,10 @@ INSTEAD = (
     "build up to TensorRT's builder"
 )
 
-#: what only some of the supported versions have -> (class, attribute) of the module
-FEATURES: Mapping[str, tuple[str, str]] = {
-    # The older method takes a bool, whose mask is aligned to the wrong corner.
-    "causal kind": ("INetworkDefinition", "add_attention_v2"),
-    # Before 11, networks are weakly typed unless a flag says otherwise.
-    "weak typing": ("BuilderFlag", "FP16"),
-    # Exchange among ranks, new in 10.16, where builders are to be asked for it.
-    "collectives": ("INetworkDefinition", "add_dist_collective"),
-    "collectives on trial": ("PreviewFeature", "MULTIDEVICE_RUNTIME_10_16"),
-}
-
 #: what every supported version has, and builds or engines here use
 NEEDED: Mapping[str, tuple[str, ...]] = {
-    "INetworkDefinition": ("add_kv_cache_update", "set_weights_name"),
-    "NetworkDefinitionCreationFlag": ("STRONGLY_TYPED",),
-    "BuilderFlag": ("WEIGHT_STREAMING", "STRIP_PLAN", "REFIT_IDENTICAL"),
+    "INetworkDefinition": ("add_kv_cache_update", "add_dist_collective"),
+    "BuilderFlag": ("WEIGHT_STREAMING",),
     "HardwareCompatibilityLevel": ("SAME_COMPUTE_CAPABILITY",),
     "ExecutionContextAllocationStrategy": ("USER_MANAGED",),
     "ICudaEngine": (
@@ -91,14 +77,10 @@ class Api:
         """Major and minor, as they stand in a manifest."""
         return ".".join(self.version.split(".")[:2])
 
-    def has(self, feature: str) -> bool:
-        """Whether this version has one of FEATURES."""
-        return offers(self.trt, *FEATURES[feature])
-
-    def network_flags(self) -> int:
-        """Return the flags of a network whose types are what it says."""
-        flag = self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED
-        return 1 << int(flag) if self.has("weak typing") else 0
+    @property
+    def parses(self) -> bool:
+        """Whether it has NVIDIA's ONNX parser; the recorder has none."""
+        return offers(self.trt, "OnnxParser", "load_model_proto")
 
 
 def data_type(trt: Any, dtype: str) -> Any:
@@ -131,15 +113,6 @@ def probe(trt: Any, library: Library = TENSORRT) -> Api:
 def offers(trt: Any, owner: str, attribute: str) -> bool:
     """Whether a class of a module has an attribute."""
     return getattr(getattr(trt, owner, None), attribute, None) is not None
-
-
-def check_ranks(api: Api, ranks: int) -> None:
-    """Raise MissingError where this TensorRT cannot run several ranks."""
-    if ranks > 1 and not api.has("collectives"):
-        raise MissingError(
-            f"--tp {ranks}: TensorRT {api.version} lacks {'.'.join(FEATURES['collectives'])}, by "
-            f"which ranks exchange: install `tensorrt>=10.16,<12`, or build with --backend torch"
-        )
 
 
 def require_library(

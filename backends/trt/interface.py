@@ -175,14 +175,13 @@ def _verified(g: Graph, limits: Limits) -> int:
 # --- files ------------------------------------------------------------------------------------
 
 
-def files(name: str, rank: int = 0, ranks: int = 1) -> tuple[str, str, str]:
-    """Return the files of a network: its plan, what it is fed, and the constants of a plan without
-    weights. Of several ranks each has a plan, and constants, of its own."""
+def files(name: str, rank: int = 0, ranks: int = 1) -> tuple[str, str]:
+    """Return the files of a network: its plan, one for each rank, and what it is fed."""
     own = f"{name}.rank{rank}of{ranks}" if ranks > 1 else name
-    return f"{own}.plan", f"{name}.io.json", f"{own}.constants"
+    return f"{own}.plan", f"{name}.io.json"
 
 
-PLAN, TENSORS, CONSTANTS = files(ENGINE)
+PLAN, TENSORS = files(ENGINE)
 
 
 def keep_log(folder: Path) -> str:

@@ -20,9 +20,7 @@ from g4ir.ir.graph import Graph, Node
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.engine_limits import Limits
 
-from .emitter import TrtEmitter
 from .experts import experts
-from .host import FEATURES, offers
 from .recorder import MAX_HEAD
 
 # --- attention in layers of its own -------------------------------------------------------------
@@ -81,7 +79,6 @@ def in_blocks(
     which a builder copies them, a static number of blocks of queries one after the other. Where S
     is fixed at 1 the others are none, and their layers are dropped by the builder."""
     e, chunk, rows = net.e, net.limits.prefill_chunk, block_rows(n, net.limits)
-    assert isinstance(e, TrtEmitter)
     scale, cap = n.number("scale"), n.number("softcap")
 
     def part(first: int, count: int) -> tuple[Operand, Operand]:
@@ -185,7 +182,6 @@ def linear(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
     e = net.e
     if not isinstance(x, Gated):
         return weights.linear(e, x, w)
-    assert isinstance(e, TrtEmitter)
     size = GATED_ROWS if _has_readers(w) else net.limits.prefill_chunk
     made = []
     for i in range(-(-net.limits.prefill_chunk // size)):
@@ -209,7 +205,6 @@ def all_reduce(net: Network, n: Node, *xs: Operand) -> tuple[Operand, ...]:
     """Return sums over ranks in one collective: that of two is rounded once in any dtype; more
     would be rounded on their way, and travel in fp32."""
     e, ranks, last = net.e, n.whole("ranks"), xs[0].rank - 1
-    assert isinstance(e, TrtEmitter)
     if ranks == 1:
         return xs
     whole = e.concat(xs, last) if len(xs) > 1 else xs[0]
@@ -223,7 +218,6 @@ def all_reduce(net: Network, n: Node, *xs: Operand) -> tuple[Operand, ...]:
 def all_gather(net: Network, n: Node, x: Operand) -> Operand:
     """Return the parts of all ranks along the last dim; TensorRT joins them along the first."""
     e, ranks, (*rows, size) = net.e, n.whole("ranks"), x.shape
-    assert isinstance(e, TrtEmitter)
     if ranks == 1:
         return x
     parts = e.exchange("all_gather", e.unsqueeze(x, 0), ranks)
@@ -238,24 +232,15 @@ def attend(
     net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand
 ) -> Operand:
     """Attend by one IAttention over q [B,S,heads,d], keys and values [B,n,T,d] with a mask that
-    fits [B,heads,S,T], in towers too; never a causal kind beside it. There is no input for a scale,
-    so q is multiplied. It may be decomposed, unless the network
-    is a trial."""
+    fits [B,heads,S,T], in towers too. There is no input for a scale, so q is multiplied."""
     e = net.e
-    assert isinstance(e, TrtEmitter)
     if n.attrs.get("softcap"):
-        e.notes.append(f"{n.out}: explicit attention, since IAttention has no softcap")
+        net.notes.append(f"{n.out}: explicit attention, since IAttention has no softcap")
         return in_blocks(net, n, q, keys, values, seen)
     q = times(e, e.transpose(q, 0, 2, 1, 3), n.number("scale"))
     if _few_tokens(net, q):
         seen = net.shared(("added", id(seen)), lambda: _added(e, seen, q.dtype))
-    *rows, mask = map(e.tensor, (q, keys, values, seen))
-    norm = e.trt.AttentionNormalizationOp.SOFTMAX
-    if offers(e.trt, *FEATURES["causal kind"]):
-        layer = e.network.add_attention_v2(*rows, norm, e.trt.CausalMaskKind.NONE)
-    else:
-        layer = e.network.add_attention(*rows, norm, False)
-    made = e.made(layer, "attention", q.type, mask=mask, decomposable=not e.whole_attention)
+    made = e.attention(q, keys, values, seen)
     return e.transpose(made, 0, 2, 1, 3)
 
 
@@ -322,13 +307,8 @@ def _attention(chosen: Callable[[int], str]) -> Mapping[str, Lowering]:
 
 #: ops whose attention has forms
 ATTENTIONS = ("attention", "attention_latent", "encoder_attention")
-#: how weights lie in an engine -> builder flags. Equal weights are what an engine is given again:
-#: only then are its kernels those of one that has them. It takes all weights, constants too.
-WEIGHTS: Mapping[str, tuple[str, ...]] = {
-    "baked": (),
-    "streamed": ("WEIGHT_STREAMING",),
-    "refit": ("STRIP_PLAN", "REFIT_IDENTICAL"),
-}
+#: where an engine's weights are -> builder flags
+WEIGHTS: Mapping[str, tuple[str, ...]] = {"baked": (), "streamed": ("WEIGHT_STREAMING",)}
 #: where an engine runs -> level
 HARDWARE: Mapping[str, str] = {"exact": "NONE", "same-capability": "SAME_COMPUTE_CAPABILITY"}
 
@@ -349,8 +329,8 @@ SETTINGS: Mapping[str, Setting] = {
     "weights": Setting(
         tuple(WEIGHTS),
         "baked",
-        "in the plan; in the plan, and on the device as far as they fit; or out of the plan, which "
-        "takes them from the engine's safetensors when it is loaded",
+        "in the plan; or in the plan, and on the device as far as they fit. A plan without weights "
+        "(refit) is refused until a machine with an NVIDIA driver has built and loaded one",
     ),
     "hardware": Setting(
         tuple(HARDWARE),

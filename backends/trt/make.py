@@ -145,7 +145,8 @@ class Make:
     def _build_alone(self, g: Graph) -> None:
         settings = {**self.settings, "weights": "baked"}
         with tempfile.TemporaryDirectory() as folder, printed_to(self.task.folder / LOG):
-            w = self._network(g, None, trial=self.settings["attention"] == AUTO)
+            trial = self.settings["attention"] == AUTO
+            w = self._network(g, self.task.params, trial=trial)
             self._build(w, settings, Path(folder) / "plan", no_progress)
 
     def _or_plain(self, work: Callable[[], T]) -> T:
@@ -177,7 +178,7 @@ class Make:
                 forms = ", ".join(f"of {n}: {WORDS[form]}" for n, form in self.forms.items())
                 self._note(f"attention once more, of heads {forms}, since TensorRT refused: {e}")
 
-    def _network(self, g: Graph, params: ParamSource | None, trial: bool = False) -> Written:
+    def _network(self, g: Graph, params: ParamSource, trial: bool = False) -> Written:
         given = (self.api, g, self.task.limits, params, self.settings, self.log)
         return build.write_network(*given, self.forms, trial)
 
@@ -213,13 +214,13 @@ class Make:
         return layers
 
     def _plan_of(self, name: str, graph: Graph, rank: int) -> int:
-        plan, tensors, constants = files(name, rank, ranks_of(graph))
+        plan, tensors = files(name, rank, ranks_of(graph))
         self.task.progress(f"writing the network {plan.removesuffix('.plan')}")
         params = self.task.params
         if rank:
             params = params_of_rank(params, self.task.folder, rank)
         w = self._network(graph, params)
-        for note in () if rank else w.emitter.notes:
+        for note in () if rank else w.notes:
             self._note(note)
         begun = (self.task.folder / LOG).stat().st_size
         self._build(w, self.settings, self.task.folder / plan, self.task.progress)
@@ -227,8 +228,6 @@ class Make:
             self._look(w, begun)
         text = json.dumps(w.interface.as_json(), indent=1) + "\n"
         write_file(self.task.folder / tensors, [text.encode()])
-        if self.settings["weights"] == "refit":
-            build.write_constants(w, self.task.folder / constants)
         if rank:
             params.close()
         return int(w.network.num_layers)

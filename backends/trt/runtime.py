@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -400,33 +400,3 @@ def is_streaming(engine: Any) -> bool:
     """Whether steps wait for weights, which no recording can."""
     budget, size = engine.weight_streaming_budget_v2, engine.streamable_weights_size
     return bool(budget < size)
-
-
-def refit(api: Api, engine: Any, log: Any, *sources: Callable[[str], torch.Tensor]) -> None:
-    """Give a plan without weights its weights, each from the first source that has it, straight
-    from the mapped files. EngineError where TensorRT does not take one, or none has it."""
-    trt = api.trt
-    refitter = trt.Refitter(engine, log)
-    kept = []
-    for name in refitter.get_all_weights():
-        t = _weights_called(name, sources)
-        kept.append(t)
-        weights = trt.Weights(refitter.get_weights_prototype(name).dtype, t.data_ptr(), t.numel())
-        if not refitter.set_named_weights(name, weights, trt.TensorLocation.HOST):
-            raise EngineError(f"TensorRT engine: weights {name}: {log.said()}")
-    if not refitter.refit_cuda_engine():
-        missing = ", ".join(refitter.get_missing_weights()) or "none"
-        raise EngineError(
-            f"TensorRT engine: its weights cannot be set: {log.said()}; missing: {missing}; build "
-            f"it again"
-        )
-
-
-def _weights_called(name: str, sources: Sequence[Callable[[str], torch.Tensor]]) -> torch.Tensor:
-    for source in sources:
-        with suppress(LookupError, StopIteration):
-            return source(name).contiguous()
-    raise EngineError(
-        f"TensorRT engine: it asks for weights {name}, which are neither a param nor a constant; "
-        f"build it again"
-    )

@@ -33,9 +33,9 @@ class Library:
 TENSORRT = Library(
     name="TensorRT",
     module="tensorrt",
-    supported=((10, 15), (12,)),
-    requirements=("tensorrt>=10.15,<12",),
-    compared=("10.16.1", "11.4.0"),
+    supported=((11,), (12,)),
+    requirements=("tensorrt>=11,<12",),
+    compared=("11.4.0",),
 )
 RTX = Library(
     name="TensorRT-RTX",

@@ -24,6 +24,8 @@ from .target import Target
 
 #: numbers of a buffer that differ; behind them they come again
 PERIOD = 1 << 22
+#: elements from the start of params of a size to those of the next
+STRIDE = 64
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,19 @@ class Trial:
 @dataclass(frozen=True)
 class Repeated:
     """Params of any size that take no memory but for the largest: views of one buffer for each
-    dtype. A plan holds equal weights once."""
+    dtype. A plan holds equal weights once. Params of different sizes have different addresses, as
+    the parser asks of them."""
 
     types: Mapping[str, Type]
     _buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def tensor(self, name: str) -> torch.Tensor:
         t = self.types[name]
+        sizes = sorted({x.numel() for x in self.types.values() if x.dtype == t.dtype})
         if t.dtype not in self._buffers:
-            same = (x.numel() for x in self.types.values() if x.dtype == t.dtype)
-            self._buffers[t.dtype] = _numbers(t.dtype, max(same))
-        return self._buffers[t.dtype][: t.numel()].view([*map(int, t.shape)])
+            self._buffers[t.dtype] = _numbers(t.dtype, sizes[-1] + STRIDE * len(sizes))
+        start = STRIDE * sizes.index(t.numel())
+        return self._buffers[t.dtype][start : start + t.numel()].view([*map(int, t.shape)])
 
 
 def _numbers(dtype: str, count: int) -> torch.Tensor:

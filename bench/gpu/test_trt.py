@@ -5,7 +5,7 @@ backend has, compares it with the reference, and times it;
 `test_cut` builds one repeat of a variant's layers at full width, with each way to keep weights
 (each build first tries its attentions alone: the notes say in which form);
 `test_full` builds the variants. Logs and tables of builds are copied to DIR, plans are not; the
-cache of timed kernels is, and --carry takes it back. In a dry run the recorder stands for TensorRT.
+cache of timed kernels is, and --carry takes it back. In a dry run tests/trt/fake.py stands for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 import g4ir
 from bench.gpu.engines import Scale, copy_folder, decode_cell, prefill_cell, step_times, stepper
-from g4ir.backends.trt.host import FEATURES, Host, require_library
+from g4ir.backends.trt.host import Host, require_library
 from g4ir.backends.trt.interface import ENGINE, files
 from g4ir.backends.trt.lowerings import SETTINGS, WEIGHTS
 from g4ir.bench.measure import percentile
@@ -93,7 +93,7 @@ FORMS = (
 
 @pytest.fixture(scope="module")
 def host(out: Path, carry: Path | None, pytestconfig: pytest.Config) -> Iterator[Host]:
-    """The machine's TensorRT; in a dry run `--backend trt` means the recorder."""
+    """The machine's TensorRT; in a dry run `--backend trt` means its stand-in."""
     with pytest.MonkeyPatch.context() as patch:
         host = Host()
         if pytestconfig.option.dry_run:
@@ -119,7 +119,7 @@ def features(host: Host) -> dict[str, Any]:
     """Describe the installed TensorRT. MissingError if it lacks what every build needs."""
     api = host.tensorrt()
     host.check_gpu()
-    return {"tensorrt": api.version, "gpu": host.gpu(), **{f: api.has(f) for f in FEATURES}}
+    return {"tensorrt": api.version, "gpu": host.gpu(), "parser": api.parses}
 
 
 # --- small builds -----------------------------------------------------------------------------

@@ -54,8 +54,8 @@ MAX_SEQ, CHUNK = 128, 24
 
 
 @contextmanager
-def recorded_tensorrt(folder: Path) -> Iterator[None]:
-    """The recorder stands for TensorRT while engines are built and loaded."""
+def emulated_tensorrt(folder: Path) -> Iterator[None]:
+    """A stand-in for TensorRT while engines are built and loaded."""
     from g4ir.backends.trt import dry_run
     from tests.trt.emulated import emulated, use
 
@@ -92,7 +92,7 @@ class Flow:
 #: fields of a flow that are no data
 OF_CODE: dict[str, dict[str, Any]] = {
     "torch": {"choosers": {"host": on_the_host, "loop": in_a_loop, "program": in_a_program}},
-    "trt": {"using": recorded_tensorrt},
+    "trt": {"using": emulated_tensorrt},
 }
 FLOWS = {
     name: Flow(name, **given, **OF_CODE.get(name, {}))

@@ -1,4 +1,4 @@
-"""The contract on TensorRT, the recorder in its place."""
+"""The contract on TensorRT, tests/trt/fake.py in its place."""
 
 from tests.contract.directory import *  # noqa: F403
 from tests.contract.generation import *  # noqa: F403

@@ -1,5 +1,5 @@
 """`make test-real`: trained weights, Gemma 3 270M in Q4_K_M, through NVIDIA's own builder for RTX
-GPUs, which needs none: plans, and networks read back from the library and executed on the CPU."""
+GPUs, which needs none: plans, and the numbers of networks as its parser is given them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from g4ir.builder.build import prepare
 from g4ir.plan.options import BuildOptions
 from g4ir.weights.pack import MadeParams
 from tests.real.real import MODEL
-from tests.trt.replay import replayed
+from tests.trt.dialect_run import errors_of
 from tests.trt.test_rtx import builder
 
 pytestmark = builder
@@ -48,7 +48,7 @@ def test_plan(quant: str | None, checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quant", QUANTS)
-def test_what_the_library_holds(
+def test_what_the_parser_is_given(
     quant: str | None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It computes what the interpreter does of the same weights, in fp32."""
@@ -58,4 +58,4 @@ def test_what_the_library_holds(
     p = prepare(None, options, dry=True)
     own = p.packing, [MadeParams(p.packing, p.source)]
     monkeypatch.setattr(dry_run, "in_small", lambda p, dtype: own)
-    assert replayed(p, monkeypatch)["logits"] < dry_run.BUDGETS["f32"]
+    assert errors_of(p, monkeypatch)["logits"] < dry_run.BUDGETS["f32"]

@@ -27,7 +27,7 @@ from typing import Any
 from tests.cases import TABLES
 
 #: the recorder's version -> the wheel's, and what its libraries say that they are
-WHEELS = {"11.4.0": ("11.4.0.106", 110400), "10.16.1": ("10.16.1.11", 101601)}
+WHEELS = {"11.4.0": ("11.4.0.106", 110400)}
 PACKAGE = "tensorrt-cu13-bindings"
 FOLDER = Path(__file__).parents[2] / "build" / "bindings"
 #: library -> its symbols: what they return, and their C arguments

@@ -179,13 +179,6 @@ def of_two(n: Net) -> Any:
     return n.exchange(n.x(2, 3))
 
 
-def test_the_older_version_asks_for_a_feature() -> None:
-    small = Small("10.16.1", of_two)
-    assert small.plan() is None and "MULTIDEVICE_RUNTIME_10_16 is not enabled" in small.errors[0]
-    small.config.set_preview_feature(small.trt.PreviewFeature.MULTIDEVICE_RUNTIME_10_16, True)
-    assert small.plan()
-
-
 def test_contexts_ask_for_a_communicator() -> None:
     small = Small(make=of_two)
     run, x, y = small.engine().create_execution_context(), torch.ones(2, 3), torch.zeros(2, 3)

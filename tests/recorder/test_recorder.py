@@ -91,18 +91,6 @@ def test_other_rules(build: Callable[[Net], Any], message: str) -> None:
         check(n.network)
 
 
-def test_typing_is_asked_for_before_11() -> None:
-    for version, fails in (("10.16.1", True), ("11.4.0", False)):
-        n = Net(version)
-        n.network._flags = 0
-        n.output(n.exp(n.x(2)))
-        if fails:
-            with pytest.raises(RuleError, match="STRONGLY_TYPED"):
-                check(n.network)
-        else:
-            check(n.network)
-
-
 @pytest.mark.parametrize("text", TAKEN)
 def test_legal_forms(text: str) -> None:
     n = Net()

@@ -1,4 +1,4 @@
-"""The TensorRT backend on the CPU: the recorder stands for TensorRT, a name for the GPU."""
+"""The TensorRT backend on the CPU: fake.py stands for TensorRT, a name for the GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 import g4ir
 from g4ir.backends import find_backend
 from g4ir.backends.trt.backend import BACKEND, TrtBackend
-from g4ir.backends.trt.dry_run import emulator
-from g4ir.backends.trt.host import Api, Host, capsule
+from g4ir.backends.trt.host import Api, Host, capsule, probe
 from g4ir.backends.trt.recorder import communicator
 from g4ir.engine.engine import Engine
+from tests.trt import fake
 
 H100 = "NVIDIA H100 80GB HBM3"
 MAX_SEQ, CHUNK, ROWS = 96, 16, 3
@@ -24,8 +24,8 @@ MAX_SEQ, CHUNK, ROWS = 96, 16, 3
 
 @cache
 def emulated_api(version: str = "11.4.0") -> Api:
-    """One module per version, with everything that was ever asked of it."""
-    return emulator(version)
+    """One module per version."""
+    return probe(fake.tensorrt(version))
 
 
 def emulated(

@@ -1,4 +1,4 @@
-"""A process of several that builds the same engine as the others, on the recorder, and runs it with
+"""A process of several that builds the same engine as the others, on fake.py, and runs it with
 them: prints what was generated. Started as torchrun does, in a folder of its own."""
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ class Emitted:
     network: Any
     emitter: TrtEmitter
     graph: Graph
+    notes: list[str]
 
 
 def emit(
@@ -53,9 +54,10 @@ def emit(
     module = emulator(version).trt
     network = new_network(module)
     emitter = TrtEmitter(module, network, weights)
-    Network(emitter, graph, limits, lowerings(attention), experts).emit()
+    net = Network(emitter, graph, limits, lowerings(attention), experts)
+    net.emit()
     check(network)
-    return Emitted(module, network, emitter, graph)
+    return Emitted(module, network, emitter, graph, net.notes)
 
 
 def prepared(program: Program) -> Graph:

@@ -86,7 +86,7 @@ def test_its_errors_are_ours(prepared: Prepared, folder: Path) -> None:
 def test_what_it_makes(
     prepared: Prepared, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the files of a job alone, with the recorder as TensorRT."""
+    """From the files of a job alone, with fake.py as TensorRT."""
     params = packing.MadeParams(prepared.packing, prepared.source)
     packing.write_params(prepared.packing, params, folder, print)
     backend = emulated(tmp_path)

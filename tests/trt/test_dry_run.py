@@ -26,7 +26,6 @@ from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
 from tests.cases import TABLES
 from tests.configs import VARIANTS
-from tests.trt.emulated import emulated_api
 
 # --- what the environment lacks ---------------------------------------------------------------
 
@@ -41,9 +40,9 @@ def test_tensorrt_without_its_libraries() -> None:
         host.require_library(load=load)
 
 
-@pytest.mark.parametrize("version", ["8.6.1", "10.14.1", "12.0.0", "9", "x.y"])
+@pytest.mark.parametrize("version", ["8.6.1", "10.16.1", "12.0.0", "9", "x.y"])
 def test_unsupported_versions(version: str) -> None:
-    with pytest.raises(MissingError, match=r"not supported: `pip install 'tensorrt>=10\.15,<12'`"):
+    with pytest.raises(MissingError, match=r"not supported: `pip install 'tensorrt>=11,<12'`"):
         host.probe(SimpleNamespace(__version__=version))
 
 
@@ -138,14 +137,14 @@ def test_dry_run_of_any_legal_spec(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({"schema": 1, "extends": "tiny-dense", "text": UNEVEN}))
     p = prepare(load_spec(file), BuildOptions(backend="trt", media="none"), dry=True)
     with dry.one_thread():
-        assert dry.check_small(emulated_api(), p, "f32")["logits"] < 1e-3
+        assert dry.check_small(dry.emulator(), p, "f32")["logits"] < 1e-3
 
 
 def test_a_dry_run_allows_what_the_reference_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose rounding grows is no error of the lowering: float64 says how much it grows."""
     p = prepare(load_spec("tiny-ple"), BuildOptions(backend="trt"), dry=True)
     monkeypatch.setattr(dry, "BUDGETS", {"f32": 1e-9})
-    assert dry.check_small(emulated_api(), p, "f32")["logits"] > 1e-9
+    assert dry.check_small(dry.emulator(), p, "f32")["logits"] > 1e-9
 
 
 def test_dry_run_measures_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +152,7 @@ def test_dry_run_measures_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     tenth is added, it is not."""
     options = BuildOptions(backend="trt", settings={"attention": "fused"}, media="none")
     p = prepare(load_spec("26b-a4b"), options, dry=True)
-    dry.check_small(emulated_api(), p, "bf16")
+    dry.check_small(dry.emulator(), p, "bf16")
     right = builder.lowerings
 
     def wrong(form: str) -> Any:
@@ -166,4 +165,4 @@ def test_dry_run_measures_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builder, "lowerings", wrong)
     with pytest.raises(CheckError, match="more than rounding to bf16"):
-        dry.check_small(emulated_api(), p, "bf16")
+        dry.check_small(dry.emulator(), p, "bf16")

@@ -1,4 +1,4 @@
-"""TensorRT engines of several ranks: what they exchange, and what each has, the recorder in
+"""TensorRT engines of several ranks: what they exchange, and what each has, a stand-in in
 TensorRT's place."""
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch
 from g4ir.artefact.directory import Artefact, open_artefact
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import dry_run as dry
-from g4ir.backends.trt import host
 from g4ir.backends.trt.build import write_network
 from g4ir.backends.trt.host import recorded_by_all
-from g4ir.backends.trt.recorder import execute, recorder, side_by_side
+from g4ir.backends.trt.recorder import execute, side_by_side
 from g4ir.backends.trt.runtime import TrtRuntime
 from g4ir.builder.build import prepare
 from g4ir.builder.load import open_runtime
@@ -36,7 +35,7 @@ from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
 from tests.oracle import relative
 from tests.test_torchrun import started
-from tests.trt.emulated import build, emulated, emulated_api, use
+from tests.trt.emulated import build, emulated, use
 from tests.trt.rank_driver import PROMPTS
 from tests.trt.running import emit
 from tests.trt.test_signatures import VERSIONS, distinct, fits_bindings
@@ -98,7 +97,7 @@ def test_networks_of_ranks_differ_in_weights_alone() -> None:
     packing, params = dry.in_small(p, "f32")
     g = network_graph(packing.program)
     written = [
-        write_network(emulated_api(), g, dry.SMALL, own, p.settings).network for own in params
+        write_network(dry.emulator(), g, dry.SMALL, own, p.settings).network for own in params
     ]
     one, two = ([(x._title, x._types, _given(x)) for x in n._layers] for n in written)
     assert one == two and len(one) > 100
@@ -128,8 +127,6 @@ def test_ranks_in_small(version: str) -> None:
         ("IDistCollectiveLayer", "num_ranks"),
     } < used
     assert ("IExecutionContext", "set_communicator") in used
-    preview = ("IBuilderConfig", "set_preview_feature") in used
-    assert preview == (version == "10.16.1")
     fits_bindings(distinct(api.trt.calls), version)
 
 
@@ -147,7 +144,7 @@ def test_a_report_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 def engine_of_two(folder: Path) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         use(patch, emulated(folder))
-        return build(folder / "engine", "tiny-moe", settings={"weights": "refit"}, **TINY)
+        return build(folder / "engine", "tiny-moe", **TINY)
 
 
 @pytest.fixture
@@ -158,8 +155,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 def test_a_plan_for_each_rank(two: Engine) -> None:
     names = {n for n in two.manifest["files"] if n.startswith("engine.")}
-    own = {f"engine.rank{i}of2.{kind}" for i in range(2) for kind in ("plan", "constants")}
-    assert names == {"engine.io.json", *own}
+    assert names == {"engine.io.json", *(f"engine.rank{i}of2.plan" for i in range(2))}
     kept = two.manifest["compiled"]
     assert (kept["plan"], kept["others"]) == ("engine.rank0of2.plan", {})
     with pytest.raises(InputError, match="built for 2 ranks, and 1 is running"):
@@ -205,8 +201,8 @@ def test_ranks_compute_what_one_does(two: Engine, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_processes_run_an_engine(tmp_path: Path) -> None:
-    """Whole sessions in two processes with a drafter, as one on the reference. A plan of the
-    recorder lives in the process that built it, so each builds the same engine first."""
+    """Whole sessions in two processes with a drafter, as one on the reference; each builds the same
+    engine first."""
     places = [tmp_path / f"{rank}" for rank in range(2)]
     for place in places:
         place.mkdir()
@@ -219,21 +215,6 @@ def test_processes_run_an_engine(tmp_path: Path) -> None:
 
 
 # --- what ranks need --------------------------------------------------------------------------
-
-
-def test_a_version_without_collectives(tmp_path: Path) -> None:
-    """Said before anything is written."""
-    module = recorder("10.16.1")
-    module.INetworkDefinition = SimpleNamespace(add_kv_cache_update=True, set_weights_name=True)
-    api = host.probe(module)
-    host.check_ranks(api, 1)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(MissingError) as e:
-        use(patch, emulated(tmp_path, api=lambda: api))
-        build(tmp_path / "engine", "tiny-moe", **TINY)
-    assert str(e.value).startswith(
-        "--tp 2: TensorRT 10.16.1 lacks INetworkDefinition.add_dist_collective, by which ranks"
-    )
-    assert not [*tmp_path.glob("*engine*")]
 
 
 def test_steps_are_recorded_by_all_or_none() -> None:

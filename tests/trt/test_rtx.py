@@ -15,7 +15,7 @@ import torch
 
 import g4ir
 from g4ir.backends.trt import build as building
-from g4ir.backends.trt import dry_run, host
+from g4ir.backends.trt import host
 from g4ir.backends.trt.backend import BACKEND
 from g4ir.backends.trt.host import Api, installed
 from g4ir.backends.trt.interface import PLAN, networks
@@ -24,11 +24,9 @@ from g4ir.backends.trt.target import RTX, TARGETS, find_target
 from g4ir.builder.build import prepare
 from g4ir.builder.load import load_engine
 from g4ir.engine.engine import Engine
-from g4ir.errors import EngineError, InputError, LowerError, MissingError, PlanError
+from g4ir.errors import EngineError, InputError, MissingError, PlanError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
-from g4ir.ui.progress import no_progress
-from g4ir.weights.pack import MadeParams
 from tests.cli_tools import g4ir as command_line
 from tests.engines import resigned, stored_manifest
 from tests.trt.compiled import planned
@@ -180,29 +178,11 @@ def test_an_altered_plan(copy: Path) -> None:
         load_engine(copy, trust=True)
 
 
-@builder
-def test_weights_apart_need_a_driver(tmp_path: Path) -> None:
-    """Not so on a machine with one, where nothing of it has run."""
-    if torch.cuda.is_available():
-        pytest.skip("has a driver")
-    p = prepare(
-        load_spec("tiny-dense"),
-        BuildOptions(backend="trt", target="sm89", settings={"weights": "refit"}, **SMALL),
-    )
-    api, settings = host.require_library(RTX), p.settings
-    (graph,) = networks(p.packing.program).values()
-    w = building.write_network(api, graph, p.limits, MadeParams(p.packing, p.source), settings)
-    config = building.configure(api, w, settings, None, TARGETS["sm89"])
-    with pytest.raises(LowerError, match=r"CHECK\(status == CUDA_SUCCESS\).*--set weights=baked"):
-        building.build_plan(api, w, config, None, tmp_path / "plan", no_progress)
-
-
-@builder
-def test_a_dry_run_of_weights_apart() -> None:
-    """With equal weights in their place, which only a plan that has them can hold."""
-    options = BuildOptions(backend="trt", settings={"weights": "refit"}, **SMALL)
-    p = prepare(load_spec("tiny-ple"), options, dry=True)
-    assert [line.split(":")[0] for line in dry_run.compiled_lines(p)] == ["decode.80", "prefill"]
+def test_weights_out_of_the_plan(tmp_path: Path) -> None:
+    """Refused before anything is written: no machine with a driver has run it."""
+    with pytest.raises(InputError, match=r"weights=refit: one of baked, streamed .*NVIDIA driver"):
+        g4ir.build("tiny-dense", tmp_path / "e", backend="trt", settings={"weights": "refit"})
+    assert not [*tmp_path.iterdir()]
 
 
 @builder

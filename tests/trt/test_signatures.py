@@ -16,7 +16,7 @@ import pytest
 
 from g4ir.backends.trt import host as log
 from g4ir.backends.trt.dry_run import check_small, emulator
-from g4ir.backends.trt.host import FEATURES, NEEDED, Api
+from g4ir.backends.trt.host import NEEDED
 from g4ir.backends.trt.recorder import Call, recorder
 from g4ir.builder.build import prepare
 from g4ir.plan.options import BuildOptions
@@ -30,7 +30,7 @@ SETTINGS: tuple[dict[str, str], ...] = (
     {"attention": "auto", "experts": "auto", "weights": "baked", "hardware": "exact"},
     {"attention": "explicit"},
     {"attention": "fused", "experts": "gather", "weights": "streamed"},
-    {"attention": "plain", "experts": "all", "weights": "refit", "hardware": "same-capability"},
+    {"attention": "plain", "experts": "all", "weights": "baked", "hardware": "same-capability"},
 )
 
 
@@ -100,14 +100,12 @@ def test_building_loading_and_running(
     fits_bindings(calls, version)
 
 
-def test_difference_table(real: tuple[str, Bindings]) -> None:
-    """The probe sees in the recorder what it would see in the real module."""
-    version, bindings = real
-    api = Api(recorder(version), version)
-    for name, (owner, member) in FEATURES.items():
-        assert api.has(name) == bindings.has(owner, member), name
+def test_what_is_needed_exists(real: tuple[str, Bindings]) -> None:
+    """The real module has what the probe asks for, and the parser."""
+    _, bindings = real
     assert all(bindings.has(owner, member) for owner in NEEDED for member in NEEDED[owner])
-    assert api.has("weak typing") == version.startswith("10.")
+    for member in ("load_model_proto", "load_initializer", "parse_model_proto", "get_error"):
+        assert bindings.has("OnnxParser", member)
 
 
 def test_what_tensorrt_calls_back(real: tuple[str, Bindings]) -> None:

@@ -1,4 +1,4 @@
-"""`--backend trt` from end to end, the recorder in the place of TensorRT.
+"""`--backend trt` from end to end, fake.py in the place of TensorRT.
 
 What sessions should yield comes from the reference backend on the same weights.
 """
@@ -24,9 +24,7 @@ from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import build as builder
 from g4ir.backends.trt import host, runtime
 from g4ir.backends.trt import interface as interfaces
-from g4ir.backends.trt.interface import CONSTANTS, LOG, PLAN, TENSORS, interface
-from g4ir.backends.trt.recorder import engine as fake
-from g4ir.backends.trt.recorder import recording
+from g4ir.backends.trt.interface import LOG, PLAN, TENSORS, interface
 from g4ir.builder.build import prepare
 from g4ir.builder.load import load_engine
 from g4ir.check.logits import verify_engine
@@ -36,9 +34,10 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.plan.footprint import reserve
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
-from g4ir.weights.pack import StoredParams
+from g4ir.weights.pack import MadeParams
 from tests.cases import TABLES
 from tests.engines import agrees
+from tests.trt import fake
 from tests.trt.emulated import CHUNK, MAX_SEQ, ROWS, build, emulated, emulated_api, use
 
 Build = Callable[..., Engine]
@@ -99,15 +98,14 @@ def test_steps_that_cannot_be_recorded(
 ) -> None:
     """Streamed weights are not recorded at all; where a recording fails the step runs without, and
     that is said once."""
-    api = emulated_api("11.4.0")
     backend = emulated(tmp_path, free=0)
-    host = replace(backend.host, record=lambda device: recording(api.trt))
+    host = replace(backend.host, record=lambda device: fake.recording)
     engine = trt(backend=replace(backend, host=host), settings={"weights": "streamed"})
     made = cast(Any, engine.runtime)
     assert made.record is None
     plain, s, t = engine.session(2), engine.session(2), tokens(2, 5)
     expected = [plain.decode(t[:, i]) for i in range(4)]
-    made.record = WithFallback(recording(api.trt))
+    made.record = WithFallback(fake.recording)
     with caplog.at_level("WARNING"):
         got = [s.decode(t[:, i]) for i in range(4)]
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
@@ -171,28 +169,6 @@ def test_weights_that_stay_on_the_device(trt: Build, tmp_path: Path) -> None:
     again = reload(engine, emulated(tmp_path))
     assert again.engine.weight_streaming_budget_v2 == size
     assert not runtime.is_streaming(again.engine)
-
-
-def test_weights_out_of_the_plan(trt: Build, tmp_path: Path) -> None:
-    """By the pair of flags that NVIDIA documents: params come from the engine's safetensors, all
-    constants from a file of their own."""
-    engine = trt(settings={"weights": "refit"})
-    made = cast(Any, engine.runtime).engine._built
-    assert len(made.refittable) == len(made.weights) and CONSTANTS in engine.manifest["files"]
-    constants = StoredParams.open([engine.path / CONSTANTS])
-    names = set(constants.headers[0].entries)
-    assert names and names < made.refittable.keys()
-    assert made.refittable.keys() - names <= {v.name for v in engine.program.params().values()}
-    api = emulated_api()
-
-    def other(name: str) -> torch.Tensor:
-        return constants.tensor(name) + 1
-
-    fresh = cast(Any, engine.runtime).engine
-    with pytest.raises(EngineError, match="not the weights that it was built with"):
-        runtime.refit(api, fresh, fresh._logger, other, engine.runtime.source.tensor)
-    with pytest.raises(EngineError, match="neither a param nor a constant"):
-        runtime.refit(api, fresh, fresh._logger, constants.tensor)
 
 
 def test_spans(trt: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +243,7 @@ def _log(api: host.Api) -> Any:
 def test_foreign_plan(shared: Engine, tmp_path: Path) -> None:
     """What TensorRT itself refuses is said in its own words."""
     (tmp_path / PLAN).write_bytes(b"{}")
-    with pytest.raises(EngineError, match=r"does not take the plan: .*not built by this recorder"):
+    with pytest.raises(EngineError, match=r"does not take the plan: .*not built by this library"):
         reload(replace(shared, path=tmp_path), emulated(tmp_path))
 
 
@@ -289,8 +265,9 @@ def test_other_gpu_and_other_version(shared: Engine, tmp_path: Path) -> None:
     api = replace(emulated_api(), version="11.4.1")
     with pytest.raises(EngineError, match=r"TensorRT 11\.4\.0, this is 11\.4\.1.*build the engine"):
         reload(shared, emulated(tmp_path, api=lambda: api))
-    with pytest.raises(EngineError, match=r"another machine .*tensorrt-11\.4.*tensorrt-10\.16"):
-        load_as(shared.path, emulated(tmp_path, "10.16.1"))
+    newer = replace(api, version="11.5.0")
+    with pytest.raises(EngineError, match=r"another machine .*tensorrt-11\.4.*tensorrt-11\.5"):
+        load_as(shared.path, emulated(tmp_path, api=lambda: newer))
 
 
 def load_as(path: Path, backend: Any) -> None:
@@ -323,7 +300,7 @@ def timing(folder: Path) -> Path:
 
 
 def builds_in(folder: Path) -> int:
-    return int(timing(folder).read_text().removeprefix("recorder timing "))
+    return int(timing(folder).read_text().removeprefix("timed "))
 
 
 def test_timing_cache(trt: Build, tmp_path: Path) -> None:
@@ -342,13 +319,13 @@ def test_timing_cache(trt: Build, tmp_path: Path) -> None:
 
 def test_interrupted_build(trt: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C stops the builder at its next step: nothing is left but the timing cache."""
-    told = fake._told
+    reported = fake.reported
 
     def interrupted(monitor: Any, steps: int) -> bool:
         os.kill(os.getpid(), signal.SIGINT)
-        return told(monitor, steps)
+        return reported(monitor, steps)
 
-    monkeypatch.setattr(fake, "_told", interrupted)
+    monkeypatch.setattr(fake, "reported", interrupted)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         trt(settings={"experts": "all"})  # whose first build is one that keeps what it timed
@@ -363,12 +340,12 @@ def refusing(monkeypatch: pytest.MonkeyPatch, refused: Callable[[list[str]], str
     build_once, sizes = fake.Builder.build_serialized_network_to_stream, list[int]()
 
     def refuse(self: Any, network: Any, config: Any, writer: Any) -> bool:
-        said = refused([x._name for x in network._layers])
+        said = refused([n.name for n in network.model.graph.node])
         if not said:
             return bool(build_once(self, network, config, writer))
-        sizes.append(len(network._layers))
-        self._logger.log(fake.Severity.VERBOSE, "looked at everything")
-        self._logger.log(fake.Severity.ERROR, said)
+        sizes.append(network.num_layers)
+        self.logger.log(fake.Severity.VERBOSE, "looked at everything")
+        self.logger.log(fake.Severity.ERROR, said)
         return False
 
     monkeypatch.setattr(fake.Builder, "build_serialized_network_to_stream", refuse)
@@ -382,7 +359,7 @@ def test_attention_that_tensorrt_takes_for_its_own(
     """A second try in plain layers; what was chosen is in the manifest."""
 
     def wrapped(names: list[str]) -> str:
-        found = [n for n in names if n.endswith("attn.out/softmax")]
+        found = [n for n in names if n.endswith("attn.out/Softmax")]
         masked = found and len(names) > least
         return f"wrap_attention: {found[0]} has a mask, 3 inputs are expected" if masked else ""
 
@@ -400,7 +377,7 @@ def test_attention_that_tensorrt_takes_for_its_own(
     [
         ("float32", "no layer", {"TensorRT's own layer": 0, "products and a softmax": 2}),
         ("bfloat16", "no layer", {"TensorRT's own layer": 2, "products and a softmax": 0}),
-        ("bfloat16", "/attention", {"TensorRT's own layer": 0, "products and a softmax": 2}),
+        ("bfloat16", "/TRT_Attention", {"TensorRT's own layer": 0, "products and a softmax": 2}),
     ],
 )
 def test_chosen_attention(
@@ -418,7 +395,7 @@ def test_attention_that_is_refused_in_the_whole_network(
     """As seen of two attentions with one mask: layers take its place, and that is said."""
 
     def twice(names: list[str]) -> str:
-        layers = [n for n in names if n.endswith("/attention")]
+        layers = [n for n in names if n.endswith("/TRT_Attention")]
         return "more than one op named iota" if len(layers) and len(names) > 200 else ""
 
     sizes = refusing(monkeypatch, twice)
@@ -442,9 +419,7 @@ def test_attention_that_is_refused_alone(trt: Build, monkeypatch: pytest.MonkeyP
 
 def test_engine_that_does_not_fit(trt: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scratch memory is known when the engine is made."""
-    size = fake.Attribute(read=lambda e: 79 << 30)
-    size.__set_name__(fake.ICudaEngine, "device_memory_size_v2")
-    monkeypatch.setattr(fake.ICudaEngine, "device_memory_size_v2", size)
+    monkeypatch.setattr(fake.ICudaEngine, "device_memory_size_v2", 79 << 30)
     with pytest.raises(PlanError, match=r"scratch 79.*which has 80.*prefill-chunk"):
         trt()
 
@@ -459,10 +434,13 @@ def test_refusals(said: list[str], layer: str, advice: str) -> None:
 
 
 def tiny_network(settings: dict[str, str] | None = None) -> builder.Written:
-    p = prepare(load_spec("tiny-ple"), BuildOptions(backend="trt", media="none"), dry=True)
+    p = prepare(
+        load_spec("tiny-ple"), BuildOptions(backend="trt", media="none", random_weights=0), dry=True
+    )
     g = network_graph(p.packing.program)
     settings = {**p.settings, **(settings or {})}
-    w = builder.write_network(emulated_api(), g, p.limits, None, settings)
+    params = MadeParams(p.packing, p.source)
+    w = builder.write_network(emulated_api(), g, p.limits, params, settings)
     builder.configure(emulated_api(), w, settings, 1 << 33)
     return w
 
@@ -470,32 +448,28 @@ def tiny_network(settings: dict[str, str] | None = None) -> builder.Written:
 def test_a_call_that_only_logs_an_error_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorRT builds another network then: without the mask of an attention, say."""
     assert not tiny_network().log.errors
-    right = builder.lowerings
+    parse = fake.OnnxParser.parse_model_proto
 
-    def chosen(form: str) -> Any:
-        def scale(net: Any, n: Any, *xs: Any) -> Any:
-            net.e.network._tell("setMask: not beside\n    a causal kind")
-            return right(form)["scale"](net, n, *xs)
+    def complain(self: Any) -> bool:
+        self.logger.log(fake.Severity.ERROR, "setMask: not beside\n    a causal kind")
+        return parse(self)
 
-        return {**right(form), "scale": scale}
-
-    monkeypatch.setattr(builder, "lowerings", chosen)
+    monkeypatch.setattr(fake.OnnxParser, "parse_model_proto", complain)
     said = "a part of the network of prefill: setMask: not beside a causal kind$"
     with pytest.raises(LowerError, match=said):
         tiny_network()
 
 
 def test_no_network_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a flag that TensorRT does not know."""
-    monkeypatch.setattr(emulated_api().trt.Builder, "create_network", lambda builder, flags: None)
-    with pytest.raises(LowerError, match="no network with the flags 0b"):
+    monkeypatch.setattr(emulated_api().trt.Builder, "create_network", lambda builder: None)
+    with pytest.raises(LowerError, match="makes no network: "):
         tiny_network()
 
 
 @pytest.mark.parametrize(
     ("quant", "weights"),
     [
-        ("int8", "refit"),
+        ("int8", "baked"),
         pytest.param("int4", "streamed", marks=pytest.mark.full),
         pytest.param("fp8", "baked", marks=pytest.mark.full),
     ],

@@ -41,9 +41,6 @@ def recorder(version: str = "11.4.0") -> Any:
             own = isinstance(thing, type) and thing.__module__ == part.__name__
             if own and issubclass(thing, Recorded) and name not in ("Layer", "Callback"):
                 setattr(module, name, type(name, (thing,), {**bound, "_api_name": name}))
-    if version.startswith("10."):
-        for name in network.NEW_IN_11:
-            setattr(module.INetworkDefinition, name, None)
     vars(module).update({**ENUMS, **VERSIONED[version]}, __version__=version)
     return module
 

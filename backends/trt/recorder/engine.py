@@ -208,10 +208,6 @@ def _check_config(network: INetworkDefinition, config: IBuilderConfig) -> None:
     told = any(pool.name == "TACTIC_SHARED_MEMORY" for pool in config._pools)
     exact = config._hardware_compatibility_level.name == "NONE"
     need(exact or told, "TACTIC_SHARED_MEMORY has no limit beside a hardware compatibility level")
-    name = "MULTIDEVICE_RUNTIME_10_16"
-    feature = config._module.PreviewFeature.__members__.get(name)
-    asked = networks.ranks_of(network) == 1 or feature is None or feature in config._preview
-    need(asked, f"the network has collectives, and PreviewFeature.{name} is not enabled")
 
 
 def _built(network: INetworkDefinition, config: IBuilderConfig) -> Built:

@@ -53,11 +53,6 @@ ENUMS: Mapping[str, Any] = {
 VERSIONED: Mapping[str, Mapping[str, Any]] = {
     version: {name: _enum(name, members) for name, members in own.items()}
     for version, own in {
-        "10.16.1": {
-            "BuilderFlag": "FP16=0 TF32=6 STRIP_PLAN=19 REFIT_IDENTICAL=20 WEIGHT_STREAMING=21",
-            "PreviewFeature": "MULTIDEVICE_RUNTIME_10_16=3",
-            "NetworkDefinitionCreationFlag": "STRONGLY_TYPED=1",
-        },
         "11.4.0": {
             "BuilderFlag": "TF32=6 STRIP_PLAN=18 REFIT_IDENTICAL=19 WEIGHT_STREAMING=20",
             "PreviewFeature": "ALIASED_PLUGIN_IO_10_03=0",

@@ -39,8 +39,6 @@ ADDED: Mapping[str, tuple[type[Layer], str]] = {
     "add_attention": (kinds.IAttention, "query key value norm_op causal"),
     "add_attention_v2": (kinds.IAttention, "query key value norm_op causal_kind"),
 }
-#: those that version 10 does not have
-NEW_IN_11 = ("add_attention_v2",)
 
 
 def _adder(name: str, kind: type[Layer], parameters: str) -> Any:
@@ -121,9 +119,6 @@ def _names(network: INetworkDefinition) -> list[str]:
 
 def check(network: INetworkDefinition) -> None:
     """Check a network as the builder does before it builds; RuleError."""
-    typed = network._module.NetworkDefinitionCreationFlag.STRONGLY_TYPED
-    always = not network._module.__version__.startswith("10.")
-    need(always or network._flags >> int(typed) & 1, "the network is not STRONGLY_TYPED")
     for layer in network._layers:
         assert layer._types is not None  # a look at its rules
     need(network._outputs, "the network has no output")

@@ -1,0 +1,162 @@
+"""The tensor primitives as NVIDIA's ONNX parser takes them: ONNX, with NVIDIA's own operators in
+three places.
+
+- `TRT_Attention`: of ONNX's `Attention` the parser multiplies queries and keys by a scale, of 1
+  too, so that an engine would copy each KV cache in every step.
+- `TRT_Slice`, with a start and a size: the ends of a `Slice` do not bound the size of a block, and
+  its scratch memory would be that of the whole axis.
+- `DistCollective`: ONNX has no collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from g4ir.backends.onnx_graph.emitter import OnnxEmitter
+from g4ir.backends.primitives.emitter import Operand
+from g4ir.errors import LowerError
+from g4ir.ops.types import Type, torch_dtype
+
+from .emitter import NO_ROOT, PART
+
+#: activation -> operator and attributes
+ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gelu_pytorch_tanh": ("Gelu", {"approximate": "tanh"}),
+    "gelu": ("Gelu", {"approximate": "none"}),
+    "sigmoid": ("Sigmoid", {}),
+    "tanh": ("Tanh", {}),
+}
+#: collective -> how it joins the tensors of ranks
+REDUCTIONS = {"all_reduce": "sum", "all_gather": "none"}
+
+
+class Dialect(OnnxEmitter):
+    """Nothing in it depends on a condition: TensorRT asks the host which branch to launch."""
+
+    gathers_codes = False
+
+    def __init__(self, storage: Any, whole_attention: bool = False) -> None:
+        super().__init__(storage)
+        #: whether an attention that is not one kernel is to be refused
+        self.whole_attention = whole_attention
+        #: a dequantised 4-bit weight -> its codes; codes of which entries are gathered
+        self._codes: dict[str, str] = {}
+        self._gathered: set[str] = set()
+        self._integers: Operand | None = None
+
+    def input(self, name: str, t: Type) -> Operand:
+        x = super().input(name, t)
+        if t.dtype == "i64" and self._integers is None:
+            self._integers = x
+        return x
+
+    def activation(self, name: str, x: Operand) -> Operand | None:
+        if name not in ACTIVATIONS:
+            return None
+        op, attributes = ACTIVATIONS[name]
+        return self._op(op, [x], x.type, **attributes)
+
+    # --- quantised weights --------------------------------------------------------------------
+
+    def _dequantize(self, codes: Operand, scales: Operand, axis: int, t: Type) -> Operand:
+        """Return codes times the scales of groups, rounded once: in fp32 first, where scales have
+        another dtype than the result, which no builder was seen to make one kernel of."""
+        wide = t.dtype if scales.dtype == t.dtype else "f32"
+        made = super()._dequantize(codes, scales, axis, replace(t, dtype=wide))
+        made = self.cast(made, t.dtype)
+        if codes.dtype == "u8":
+            self._codes[made.handle] = codes.handle
+        return made
+
+    def part(self, codes: Operand, dtype: str, reader: int) -> tuple[Operand, float] | None:
+        power = PART / 2**reader
+        scale = self.constant(torch.tensor(power, dtype=torch_dtype(dtype)))
+        made = self._op("DequantizeLinear", [codes, scale], Type(dtype, codes.shape))
+        return made, 1 / power
+
+    def stack(self, x: Operand) -> Operand:
+        """Return a stack of weights, as a product with all of them takes it. If entries of one of 4
+        bits are gathered too, all are gathered: products of such constants have a layout of their
+        own, and a plan would hold the codes twice."""
+        if self._codes.get(x.handle) not in self._gathered or not self._integers:
+            return x
+        count, numbers = int(x.shape[0]), self._integers
+        index = self._once(("places", count), lambda: self._places(count, numbers).handle)
+        return self.gather(x, Operand(Type("i64", (count,)), index), 0)
+
+    def _places(self, count: int, x: Operand) -> Operand:
+        """Return i64[count], 0, 1, 2 and so on, plus min(x, 0) of an entry of x: 0, which only a
+        run knows. A builder would take a gather by a constant away."""
+        for axis in range(x.rank):
+            x = self.slice(x, axis, 0, 1)
+        zero = self.binary("min", self.reshape(x, 1), 0)
+        return self.add(self.constant(torch.arange(count)), zero)
+
+    def _gather(self, x: Operand, index: Operand, axis: int, t: Type) -> Operand:
+        if x.handle in self._codes:
+            self._gathered.add(self._codes[x.handle])
+        return super()._gather(x, index, axis, t)
+
+    # --- NVIDIA's operators -------------------------------------------------------------------
+
+    def _block(self, x: Operand, axis: int, first: int, count: int, t: Type) -> Operand:
+        def start() -> str:
+            return self._least(self._length(x, axis), first)
+
+        def size() -> str:
+            stop = self._least(self._length(x, axis), first + count)
+            rest = self._node("Sub", [stop, begin], Type("i64", (1,)))
+            # A builder bounds each of these alone: without a bound of its own the size would be
+            # taken to be as large as `stop`.
+            return self._least(rest, count)
+
+        begin = self._once(("start", t.shape[axis]), start)
+        amount = self._once(("size", t.shape[axis]), size)
+        starts = [self._whole(0)] * x.rank
+        sizes = [self._length(x, i) for i in range(x.rank)]
+        starts[axis], sizes[axis] = begin, amount
+        origin, extent = map(self._joined, (starts, sizes))
+        return self._op("TRT_Slice", [x, origin, extent, self._whole(*[1] * x.rank)], t)
+
+    def _least(self, n: str, most: int) -> str:
+        return self._node("Min", [n, self._whole(most)], Type("i64", (1,)))
+
+    def _joined(self, numbers: Sequence[str]) -> str:
+        """Return i64[n] of n tensors i64[1]."""
+        return self._node("Concat", numbers, Type("i64", (len(numbers),)), axis=0)
+
+    def _attention(
+        self, q: Operand, keys: Operand, values: Operand, mask: Operand, t: Type
+    ) -> Operand:
+        decomposable = int(not self.whole_attention)
+        given = [q, keys, values, mask]
+        return self._op("TRT_Attention", given, t, TRT_decomposable=decomposable)
+
+    def _exchange(self, op: str, x: Operand, ranks: int, t: Type) -> Operand:
+        """Add a collective of all ranks. Nothing says which rank this is."""
+        return self._op(
+            "DistCollective",
+            [x],
+            t,
+            collective_operation=op,
+            reduce_op=REDUCTIONS[op],
+            root=NO_ROOT,
+            nb_rank=ranks,
+            group_size=ranks,
+            groups=[*range(ranks)],
+        )
+
+    # --- control ------------------------------------------------------------------------------
+
+    def when_one(
+        self, x: Operand, axis: int, then: Callable[[], Operand], otherwise: Callable[[], Operand]
+    ) -> Operand:
+        """Raise LowerError: a step with a conditional cannot be recorded as a CUDA graph."""
+        raise LowerError(
+            f"{self.scope}: a conditional, whose step could not be recorded as a CUDA graph; give "
+            f"the op one form for every number of tokens (backends/trt/lowerings.py)"
+        )

@@ -1,0 +1,76 @@
+"""A model of the dialect, given to NVIDIA's parser. Weights are read at their addresses: nothing is
+copied, and no protobuf holds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx
+import torch
+
+from g4ir.backends.onnx_graph.emitter import Place
+from g4ir.errors import LowerError
+from g4ir.ir.graph import Value
+from g4ir.ops.types import Type, dtype_name
+from g4ir.weights.pack import ParamSource
+
+from .dialect import Dialect
+from .host import Api
+
+
+class Addresses:
+    """Weights and large constants of a model by the `location` of its initialisers. The network
+    points to these tensors until it is built. A parser takes two initialisers at one address only
+    if they have as many elements."""
+
+    def __init__(self, params: ParamSource) -> None:
+        self.params = params
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def weight(self, v: Value) -> Place:
+        """Return the place of a param; LowerError where it is of another type than the graph's."""
+        t = self.params.tensor(v.name).contiguous()
+        stored = Type(dtype_name(t.dtype), tuple(t.shape))
+        if stored != v.type:
+            raise LowerError(f"param {v} is {stored}, the graph says {v.type}")
+        return self._add(v.name, t)
+
+    def constant(self, data: bytes) -> Place:
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return self._add(f"constant/{len(self.tensors)}", tensor)
+
+    def _add(self, location: str, tensor: torch.Tensor) -> Place:
+        self.tensors[location] = tensor
+        return Place(location, 0, tensor.nbytes)
+
+
+def new_dialect(params: ParamSource, whole_attention: bool) -> Dialect:
+    """Return an emitter whose weights are these params."""
+    return Dialect(Addresses(params), whole_attention)
+
+
+def parse(api: Api, network: Any, emitter: Dialect, name: str, log: Any) -> Any:
+    """Have NVIDIA's parser write what was emitted into a network. Return the parser, which the
+    network needs until it is built. LowerError names the node that is refused."""
+    model = emitter.model(name, "", {})
+    parser = api.trt.OnnxParser(network, log)
+    taken = parser.load_model_proto(model.SerializeToString())
+    for t in model.graph.initializer if taken else ():
+        if t.data_location == onnx.TensorProto.EXTERNAL:
+            (location,) = (x.value for x in t.external_data if x.key == "location")
+            held = emitter.storage.tensors[location]
+            taken = taken and parser.load_initializer(t.name, held.data_ptr(), held.nbytes)
+    if not taken or not parser.parse_model_proto():
+        raise LowerError(
+            f"TensorRT's parser refuses the network of {name}: {_refusal(parser, log)}"
+        )
+    return parser
+
+
+def _refusal(parser: Any, log: Any) -> str:
+    """Return the parser's first error and its node; without one, what is in the log."""
+    if not parser.num_errors:
+        return str(log.said())
+    error = parser.get_error(0)
+    node = f"node {error.node_name()} ({error.node_operator()}): " if error.node_name() else ""
+    return node + " ".join(error.desc().split())

@@ -1,0 +1,129 @@
+"""Networks as NVIDIA's parser is given them: what they compute, and what is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir.backends.trt import experts
+from g4ir.backends.trt.dialect import Dialect
+from g4ir.backends.trt.dry_run import BUDGETS
+from g4ir.backends.trt.parse import Addresses, parse
+from g4ir.errors import LowerError
+from g4ir.ir.graph import Value
+from g4ir.ops.types import parse_type
+from tests.trt.compiled import planned
+from tests.trt.dialect_run import errors_of
+
+#: build -> tensors that are compared
+NETWORKS = {
+    "tiny-moe quant=int4": {"logits"},
+    "tiny-ple drafter=default attention=fused": {"logits", "drafts"},
+    "tiny-media media=all": {"logits", "soft"},
+    "tiny-dense quant=int8 tp=2 attention=plain": {"logits"},
+}
+MORE = (
+    *(
+        "tiny-dense",
+        "tiny-moe quant=fp8 attention=fused",
+        "tiny-moe experts=gather latent_kv=value",
+    ),
+    *("tiny-ple quant=int8", "e2b", "e2b quant=int4", "26b-a4b attention=fused", "12b"),
+    *("26b-a4b quant=int4 experts=all", "31b latent_kv=value", "26b-a4b tp=2 quant=fp8"),
+)
+
+
+@pytest.mark.parametrize(
+    "row", [*NETWORKS, *(pytest.param(r, marks=pytest.mark.full) for r in MORE)]
+)
+def test_numbers(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By onnxruntime in fp32 as the interpreter: prompts in chunks, decode over each span, drafts,
+    and the soft tokens of towers."""
+    found = errors_of(planned(f"{row} dtype=float32"), monkeypatch)
+    assert found.keys() >= NETWORKS.get(row, {"logits"})
+    assert max(found.values()) < BUDGETS["f32"]
+
+
+@pytest.mark.parametrize(
+    "row", ["tiny-moe quant=int4", pytest.param("tiny-moe tp=2 ep=1", marks=pytest.mark.full)]
+)
+def test_tokens_sorted_by_expert(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any chunk, in blocks of 3."""
+    monkeypatch.setattr(experts, "MOVED", 0)
+    monkeypatch.setattr(experts, "block_rows", lambda *_: 3)
+    monkeypatch.setattr(experts, "sorted_rows", lambda *_: 0)
+    assert errors_of(planned(f"{row} dtype=float32"), monkeypatch)["logits"] < BUDGETS["f32"]
+
+
+def test_no_conditionals() -> None:
+    e = Dialect(None)
+    e.scope = "L3.mlp.experts"
+    x = e.input("x", parse_type("f32[B,S,4]"))
+    with pytest.raises(LowerError, match=r"L3\.mlp\.experts: a conditional.*CUDA graph"):
+        e.when_one(x, 1, lambda: x, lambda: x)
+
+
+def test_weights_are_not_copied() -> None:
+    """Those of a param in another shape, too, lie where they were."""
+    w = torch.randn(64, 64).bfloat16()
+    params: Any = SimpleNamespace(tensor={"w": w}.__getitem__)
+    e = Dialect(Addresses(params))
+    v = Value("w", parse_type("bf16[64,64]"))
+    x = e.input("x", parse_type("bf16[B,64]"))
+    e.output("y", e.linear(x, e.param(v)))
+    assert e.storage.tensors["w"].data_ptr() == w.data_ptr()
+    assert len(e.model("network", "", {}).SerializeToString()) < w.nbytes
+    e.reshape(e.param(v), 1, 64, 64)
+    assert len(e.storage.tensors) == 1
+
+
+def test_weights_of_another_type() -> None:
+    params: Any = SimpleNamespace(tensor=lambda name: torch.zeros(4, 4))
+    with pytest.raises(LowerError, match=r"%w is f32\[4,4\], the graph says bf16"):
+        Dialect(Addresses(params)).param(Value("w", parse_type("bf16[4,4]")))
+
+
+def parser(**answers: Any) -> Any:
+    """A library whose parser gives these answers."""
+    error = SimpleNamespace(
+        node_name=lambda: "L7.attn/Softmax",
+        node_operator=lambda: "Softmax",
+        desc=lambda: "no such\n    axis",
+    )
+    given = {
+        "load_model_proto": lambda data: True,
+        "load_initializer": lambda name, address, nbytes: True,
+        "parse_model_proto": lambda: True,
+        "num_errors": 1,
+        "get_error": lambda i: error,
+    }
+    return SimpleNamespace(
+        trt=SimpleNamespace(OnnxParser=lambda *_: SimpleNamespace(**{**given, **answers}))
+    )
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        (
+            {"parse_model_proto": lambda: False},
+            r"the network of prefill: node L7\.attn/Softmax \(Softmax\): no such axis$",
+        ),
+        ({"load_model_proto": lambda data: False, "num_errors": 0}, "of prefill: it is no model$"),
+        ({"load_initializer": lambda *_: False, "num_errors": 0}, "of prefill: it is no model$"),
+    ],
+    ids=["a node", "the model", "a weight"],
+)
+def test_refused(answers: dict[str, Any], says: str) -> None:
+    """In the parser's words, with the node; without one, in those of the log."""
+    params: Any = SimpleNamespace(tensor=lambda name: torch.zeros(64, 64))
+    e = Dialect(Addresses(params))
+    x = e.input("x", parse_type("f32[B,64]"))
+    e.output("y", e.linear(x, e.param(Value("w", parse_type("f32[64,64]")))))
+    log = SimpleNamespace(said=lambda: "it is no model")
+    parse(parser(), None, e, "prefill", log)
+    with pytest.raises(LowerError, match=says):
+        parse(parser(**answers), None, e, "prefill", log)
