@@ -58,7 +58,8 @@ class EnginePeer:
         def keep(place: ChunkPosition, name: str, t: Tensor) -> None:
             if layers is not None and (name == FINAL or LAYER_OUT.fullmatch(name)):
                 # After the last layer whose K and V are read later, a chunk goes on with its end.
-                rows, first = t[0].float().cpu(), place.end + 1 - t.shape[1]
+                rows = t[0].to("cpu", torch.float32, copy=True)  # steps reuse the memory
+                first = place.end + 1 - t.shape[1]
                 kept = {first + i: row for i, row in enumerate(rows) if first + i in wanted}
                 layers.setdefault(name, {}).update(kept)
 
