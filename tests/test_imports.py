@@ -148,15 +148,6 @@ def test_no_module_imports_itself_through_others() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
 
 
-def test_the_recorder_imports_itself_alone() -> None:
-    """It could lie in any project; tests/recorder/ runs it without this one."""
-    folder = "g4ir.backends.trt.recorder"
-    for module in IN_ROOMS:
-        if inside(module, folder):
-            found = {name for name in imports(module) if inside(name, "g4ir")}
-            assert all(inside(name, folder) for name in found), module
-
-
 def test_what_lies_outside_of_rooms() -> None:
     """Every folder is a room; beside them lie the package, its errors and `python -m g4ir`."""
     assert {p.stem for p in (ROOT / "g4ir").glob("*.py")} == {"__init__", "__main__", "errors"}

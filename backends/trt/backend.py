@@ -48,14 +48,6 @@ Bytes = Annotated[int, Range(0, 1 << 60)]
 
 
 @dataclass(frozen=True)
-class Scratch:
-    """Bytes of scratch memory: as estimated, and as the engine says."""
-
-    estimated: Bytes
-    engine: Bytes
-
-
-@dataclass(frozen=True)
 class Plans:
     """The part of the manifest that a build makes. `settings` are those that were built in the
     end."""
@@ -73,7 +65,7 @@ class Plans:
     settings: dict[str, str]
     layers: Count
     notes: tuple[Line, ...]
-    scratch_bytes: Scratch
+    scratch_bytes: Bytes
     #: of towers and of a drafter's step, by their networks
     others: dict[str, PlainName]
 

@@ -48,7 +48,7 @@ INSTEAD = (
 
 #: what every supported version has, and builds or engines here use
 NEEDED: Mapping[str, tuple[str, ...]] = {
-    "INetworkDefinition": ("add_kv_cache_update", "add_dist_collective"),
+    "OnnxParser": ("load_model_proto", "load_initializer", "parse_model_proto"),
     "BuilderFlag": ("WEIGHT_STREAMING",),
     "HardwareCompatibilityLevel": ("SAME_COMPUTE_CAPABILITY",),
     "ExecutionContextAllocationStrategy": ("USER_MANAGED",),
@@ -77,11 +77,6 @@ class Api:
         """Major and minor, as they stand in a manifest."""
         return ".".join(self.version.split(".")[:2])
 
-    @property
-    def parses(self) -> bool:
-        """Whether it has NVIDIA's ONNX parser; the recorder has none."""
-        return offers(self.trt, "OnnxParser", "load_model_proto")
-
 
 def data_type(trt: Any, dtype: str) -> Any:
     """Return the DataType of a dtype of the IR; ValueError where TensorRT has none."""
@@ -104,8 +99,7 @@ def probe(trt: Any, library: Library = TENSORRT) -> Api:
     if lacking:
         raise MissingError(
             f"{library.name} {version} lacks {', '.join(lacking)}: install another version "
-            f"(`{library.install}`), of which {' and '.join(library.compared)} were compared call "
-            f"by call; {INSTEAD}"
+            f"(`{library.install}`); {INSTEAD}"
         )
     return Api(trt, version, library)
 

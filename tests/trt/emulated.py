@@ -14,7 +14,6 @@ import g4ir
 from g4ir.backends import find_backend
 from g4ir.backends.trt.backend import BACKEND, TrtBackend
 from g4ir.backends.trt.host import Api, Host, capsule, probe
-from g4ir.backends.trt.recorder import communicator
 from g4ir.engine.engine import Engine
 from tests.trt import fake
 
@@ -23,14 +22,12 @@ MAX_SEQ, CHUNK, ROWS = 96, 16, 3
 
 
 @cache
-def emulated_api(version: str = "11.4.0") -> Api:
-    """One module per version."""
-    return probe(fake.tensorrt(version))
+def emulated_api() -> Api:
+    return probe(fake.tensorrt())
 
 
 def emulated(
     folder: Path,
-    version: str = "11.4.0",
     gpu: str = H100,
     api: Callable[[], Api] | None = None,
     free: int = 80 << 30,
@@ -38,10 +35,10 @@ def emulated(
     """A backend that builds and runs on the CPU; timing caches lie in `folder`."""
 
     def communicator_of(group: Any) -> Any:
-        return capsule(communicator(group._all))
+        return capsule(fake.communicator(group._all))
 
     host = Host(
-        tensorrt=api or (lambda: emulated_api(version)),
+        tensorrt=api or emulated_api,
         check_gpu=lambda: None,
         gpu=lambda: gpu,
         architecture=lambda: "sm_90",
