@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,19 @@ from tests.trt import fake
 
 H100 = "NVIDIA H100 80GB HBM3"
 MAX_SEQ, CHUNK, ROWS = 96, 16, 3
+
+
+class OnTheCpu:
+    """A step runs when it is called; memory of the CPU lies anywhere."""
+
+    alignment = 1
+
+    def recording(self) -> bool:
+        return fake.IExecutionContext.capturing
+
+    @contextmanager
+    def handle(self) -> Iterator[int]:
+        yield 0
 
 
 @cache
@@ -41,12 +55,13 @@ def emulated(
         tensorrt=api or emulated_api,
         check_gpu=lambda: None,
         gpu=lambda: gpu,
-        architecture=lambda: "sm_90",
+        capability=lambda: (9, 0),
         memory=lambda device: 80 << 30,
         free=lambda device: free,
         communicator=communicator_of,
         timings=lambda: folder / "timings",
-        record=lambda device: None,
+        stream=OnTheCpu,
+        record=None,
         apart=False,
     )
     return replace(BACKEND, devices=("cpu",), host=host)

@@ -62,7 +62,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(MissingError, match=r"capability 9\.0 .*A100.*has 8\.0"):
         host.require_gpu()
-    assert host.gpu_architecture() == "sm_80"
+    assert host.Host().architecture() == "sm_80"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     host.require_gpu()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
