@@ -139,22 +139,13 @@ def test_no_function_of_a_backend_asks_for_its_device() -> None:
     """Its room says which it is."""
     assert asks_for_device(ast.parse("x = 1 if 'cuda' == device else 2"))
     for module, path in MODULES.items():
-        if module.split(".")[1:2] == ["backends"] and path.parent.name not in ("backends", "trt"):
+        if module.split(".")[1:2] == ["backends"] and path.parent.name != "backends":
             assert not asks_for_device(ast.parse(path.read_text())), module
 
 
 def test_no_module_imports_itself_through_others() -> None:
     assert not circles(graph())
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
-
-
-def test_the_recorder_imports_itself_alone() -> None:
-    """It could lie in any project; tests/recorder/ runs it without this one."""
-    folder = "g4ir.backends.trt.recorder"
-    for module in IN_ROOMS:
-        if inside(module, folder):
-            found = {name for name in imports(module) if inside(name, "g4ir")}
-            assert all(inside(name, folder) for name in found), module
 
 
 def test_what_lies_outside_of_rooms() -> None:

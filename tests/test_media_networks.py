@@ -23,6 +23,7 @@ from g4ir.backends.primitives.graph import tower_graphs
 from g4ir.backends.primitives.lowerings import LOWERINGS
 from g4ir.backends.primitives.network import Network
 from g4ir.backends.trt import build as builder
+from g4ir.backends.trt import dialect
 from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt.interface import networks
 from g4ir.builder.build import prepare
@@ -42,7 +43,7 @@ from tests.media_tools import noise
 from tests.test_media_models import message
 from tests.test_ops import node, tensors
 from tests.trt.emulated import emulated, use
-from tests.trt.running import computed, new_emitter
+from tests.trt.running import new_emitter, outputs_of
 
 #: clipped vision with sound; patches and samples without layers; plain vision and pictures seen
 #: both ways, with experts
@@ -75,12 +76,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
     """`made(backend, name, **options)`, each built once."""
     engines: dict[Any, Engine] = {}
 
-    def engine(backend: str, name: str, version: str = "11.4.0", **given: Any) -> Engine:
-        key = (backend, name, version, json.dumps(given, sort_keys=True))
+    def engine(backend: str, name: str, **given: Any) -> Engine:
+        key = (backend, name, json.dumps(given, sort_keys=True))
         if key not in engines:
             folder = tmp_path_factory.mktemp(backend)
             with pytest.MonkeyPatch.context() as patch:
-                use(patch, emulated(folder, version))
+                use(patch, emulated(folder))
                 engines[key] = built(folder / "engine", backend, name, **given)
         return engines[key]
 
@@ -164,23 +165,21 @@ def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch, scores: int, parts: i
     net.env.update({v.name: e.input(v.name, v.type) for v in n.inputs})
     net.node(n)
     e.output("y", net.env[n.out.name])
-    torch.testing.assert_close(computed(e, feeds)["y"], run_node(n, given)[0])
-    assert sum(x._kind == "softmax" for x in e.network._layers) == parts
+    torch.testing.assert_close(outputs_of(e, feeds)["y"], run_node(n, given)[0])
+    assert sum(x.op_type == "Softmax" for x in e.nodes) == parts
 
 
 # --- TensorRT ---------------------------------------------------------------------------------
 
-#: name -> version, settings
-TRT: dict[str, tuple[str, dict[str, str]]] = {
-    "tiny-media": ("11.4.0", {"weights": "baked"}),
-    "tiny-unified": ("11.4.0", {"attention": "fused"}),
-    "26b-a4b": ("11.4.0", {"weights": "streamed", "attention": "fused"}),
+TRT: dict[str, dict[str, str]] = {
+    "tiny-media": {"weights": "baked"},
+    "tiny-unified": {"attention": "fused"},
+    "26b-a4b": {"weights": "streamed", "attention": "fused"},
 }
 
 
 def trt(made: Make, name: str) -> Engine:
-    version, settings = TRT[name]
-    return made("trt", name, version, settings=settings)
+    return made("trt", name, settings=TRT[name])
 
 
 @pytest.mark.parametrize("name", short(*NAMES[:2], of=NAMES))
@@ -214,15 +213,15 @@ def test_trt_bytes_on_disk(tmp_path: Path) -> None:
 
 def test_dry_run_finds_a_wrong_tower(monkeypatch: pytest.MonkeyPatch) -> None:
     p = prepare(load_spec("e2b"), BuildOptions(backend="trt"), dry=True)
-    right, op = builder.lowerings, "chunked_attention"
+    right, op = dialect.lowerings, "chunked_attention"
 
     def wrong(form: str) -> Any:
         found = right(form)
         return {**found, op: lambda net, n, *xs: net.e.add(found[op](net, n, *xs), 0.01)}
 
-    monkeypatch.setattr(builder, "lowerings", wrong)
+    monkeypatch.setattr(dialect, "lowerings", wrong)
     with pytest.raises(CheckError, match=r"soft of .* differ from the reference"):
-        dry.check_small(dry.emulator(), p, "f32")
+        dry.check_small(p)
 
 
 def test_dry_run_finds_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,4 +233,4 @@ def test_dry_run_finds_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(attention, "_last_seen", own)
     with pytest.raises(CheckError, match=r"logits of .* differ from the reference"):
-        dry.check_small(dry.emulator(), p, "f32")
+        dry.check_small(p)

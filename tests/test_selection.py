@@ -141,8 +141,8 @@ def test_conditional_tests_run_if_a_path_or_a_test_of_theirs_changes() -> None:
     every = {*table.conditional}
     for changed, left in (
         ({"README.md", "g4ir/serve/app.py"}, every),
-        ({"backends/trt/emitter.py"}, every - {"TensorRT", "networks of media", "ranks"}),
-        ({"tests/trt/test_emitter.py"}, every - {"TensorRT"}),
+        ({"backends/trt/dialect.py"}, every - {"TensorRT", "networks of media", "ranks"}),
+        ({"tests/trt/test_lowerings.py"}, every - {"TensorRT"}),
         ({"backends/onnx_graph/export.py"}, {"CPU programs", "GPU kernels", "TensorRT"}),
         ({"backends/cpu/kernels/form.c"}, every - {"CPU programs", "GPU kernels", "ranks"}),
         ({"g4ir/parallel/shard.py"}, every - {"ranks"}),
@@ -187,12 +187,12 @@ def test_every_pattern_of_the_table_matches_a_file() -> None:
 def test_conditional_tests_are_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Repository, "changed", lambda self, base: frozenset({"README.md"}))
     plugin = LeaveOut("auto")
-    assert plugin.pytest_ignore_collect(ROOT / "tests/trt/test_emitter.py")
+    assert plugin.pytest_ignore_collect(ROOT / "tests/trt/test_lowerings.py")
     assert plugin.pytest_ignore_collect(ROOT / "tests/test_interpreted.py")
     assert plugin.pytest_ignore_collect(ROOT / "tests/test_spec.py") is None
     assert plugin.pytest_ignore_collect(ROOT / "tests/trt") is None
     monkeypatch.setattr(Repository, "changed", lambda self, base: None)
-    assert LeaveOut("auto").pytest_ignore_collect(ROOT / "tests/trt/test_emitter.py") is None
+    assert LeaveOut("auto").pytest_ignore_collect(ROOT / "tests/trt/test_lowerings.py") is None
     with pytest.raises(SystemExit, match="--changed-since nowhere: git knows no such commit"):
         LeaveOut("nowhere")
 

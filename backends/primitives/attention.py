@@ -184,7 +184,7 @@ def mask(net: Network, n: Node, key: Operand) -> Operand:
         last = None if block_ids is None else _last_seen(net, positions, block_ids)
         return _mask(net.e, key, net.operand(positions), window, last)
 
-    return net.shared(("mask", id(key), positions, window, block_ids), make)
+    return net.shared(("mask", key, positions, window, block_ids), make)
 
 
 # --- heads on their way to attention and the caches ------------------------------------------

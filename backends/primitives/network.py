@@ -64,8 +64,6 @@ class Network:
     #: what differs from the request, for the user
     notes: list[str] = field(default_factory=list)
     _shared: dict[Hashable, Any] = field(default_factory=dict)
-    #: with the tensors, so that their ids stay theirs
-    _of: dict[Hashable, tuple[Operand, Any]] = field(default_factory=dict)
 
     def emit(self) -> None:
         """Write inputs, nodes and outputs."""
@@ -110,7 +108,8 @@ class Network:
         return self.env[v.name]
 
     def shared(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return a thing that several ops need, made for the first of them."""
+        """Return a thing that several ops need, made for the first of them. Operands in a key are
+        these themselves: an `id` may soon be another's."""
         if key not in self._shared:
             with self.e.apart():
                 self._shared[key] = make()
@@ -119,10 +118,10 @@ class Network:
 
     def once(self, what: str, x: Operand, make: Callable[[], Made]) -> Made:
         """Return what the ops that read one tensor have in common; it is part of the first."""
-        key = (what, id(x))
-        if key not in self._of:
-            self._of[key] = x, make()
-        made: Made = self._of[key][1]
+        key = (what, x)
+        if key not in self._shared:
+            self._shared[key] = make()
+        made: Made = self._shared[key]
         return made
 
 

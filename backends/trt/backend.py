@@ -48,14 +48,6 @@ Bytes = Annotated[int, Range(0, 1 << 60)]
 
 
 @dataclass(frozen=True)
-class Scratch:
-    """Bytes of scratch memory: as estimated, and as the engine says."""
-
-    estimated: Bytes
-    engine: Bytes
-
-
-@dataclass(frozen=True)
 class Plans:
     """The part of the manifest that a build makes. `settings` are those that were built in the
     end."""
@@ -73,7 +65,7 @@ class Plans:
     settings: dict[str, str]
     layers: Count
     notes: tuple[Line, ...]
-    scratch_bytes: Scratch
+    scratch_bytes: Bytes
     #: of towers and of a drafter's step, by their networks
     others: dict[str, PlainName]
 
@@ -117,14 +109,14 @@ class TrtBackend(Backend):
         return f"on a GPU of {target.gpus}" if target.ahead_of_time else "where it was built"
 
     def has_device(self, device: str) -> bool:
-        return self.host.has_gpu(device)
+        return self.host.has_gpu()
 
     def packages(self, device: str) -> tuple[str, ...]:
         requirements = self.host.target.library.requirements
         return tuple(re.split("[<>=]", r)[0] for r in requirements)
 
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
-        undecided = self.host.target is HOPPER and not super().has_device(device)
+        undecided = self.host.target is HOPPER and not self.host.capability()
         if undecided and (version := installed(RTX)):
             return (partial(require_target, version),)
         return (
@@ -185,10 +177,10 @@ class TrtBackend(Backend):
             if weights == "streamed":
                 stream_weights(engine, self._spare(task))
             io = interface(graphs[name], task.limits)
-            return Opened(api, engine, log, io, task.device, kernels)
+            return Opened(api, engine, log, io, task.device, self.host.stream(), kernels)
 
         main = opened(ENGINE)
-        record = self.host.record(task.device) if cuda_graph else None
+        record = self.host.record if cuda_graph else None
         # Of several ranks each has room of its own, and what one does not record none does.
         if record and (is_streaming(main.engine) or (group and weights == "streamed")):
             task.progress("weights are streamed: decode steps run launch by launch")

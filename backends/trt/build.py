@@ -1,7 +1,7 @@
 """The way from a graph to a plan: network, builder configuration, profiles, the builder's answer.
 
-Everything takes the TensorRT module as an argument (host.Api), so that all of it runs on the
-recorder as well.
+Everything takes the TensorRT module as an argument (host.Api), so that all of it runs over a
+stand-in as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from g4ir.backends.primitives.network import ROWS, Network
+from g4ir.backends.primitives.network import ROWS
 from g4ir.errors import LowerError, TrustError
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.names import layer_of
@@ -31,19 +31,9 @@ from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource
 
-from .emitter import TrtEmitter
 from .host import MOST_SHARED_BYTES, Api, all_taken, joined, logger, progress_monitor, stream_writer
 from .interface import Interface, interface, phases_of
-from .lowerings import (
-    ATTENTIONS,
-    AUTO,
-    HARDWARE,
-    WEIGHTS,
-    Chosen,
-    head_size,
-    known_forms,
-    lowerings,
-)
+from .lowerings import ATTENTIONS, HARDWARE, WEIGHTS, Chosen, head_size
 from .target import HOPPER, Target
 
 GIB = 1 << 30
@@ -66,54 +56,44 @@ REMEDIES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Written:
-    """A network that is complete, and what it is fed. The emitter keeps alive what it points to."""
+    """A network that is complete, and what it is fed."""
 
     builder: Any
     network: Any
     graph: Graph
     interface: Interface
     log: Any
-    emitter: Any
     notes: list[str]
-    parser: Any = None
+    #: what the network points to until it is built: the parser, and the weights
+    alive: tuple[Any, ...]
 
 
 def write_network(
     api: Api,
     graph: Graph,
     limits: Limits,
-    params: ParamSource | None,
+    params: ParamSource,
     settings: Mapping[str, str],
     log: Any = None,
     forms: Chosen | None = None,
     trial: bool = False,
 ) -> Written:
-    """Write a graph (primitives/graph.py) as an INetworkDefinition. `forms` are those of attention
-    that were tried, if any; in a trial, an attention layer is one kernel or refused. Params may be
-    None on the recorder alone. LowerError names the op and the value, and ends with what TensorRT
-    said."""
+    """Have NVIDIA's parser write a graph as an INetworkDefinition. `forms` are those of attention
+    that were tried, if any; in a trial, an attention layer is one kernel or refused. LowerError
+    names the op and the value, or the node, and ends with what TensorRT said."""
+    from .dialect import emitted
+    from .parse import Addresses, parse
+
     log = log or logger(api.trt)
     builder = api.trt.Builder(log)
     network = builder.create_network()
     if network is None:
         raise LowerError(f"TensorRT makes no network: {log.said()}")
-    emitter: Any
-    if api.parses:
-        from .parse import new_dialect, parse
-
-        assert params
-        emitter = new_dialect(params, trial)
-    else:
-        of_params = params.tensor if params else None
-        emitter = TrtEmitter(api.trt, network, of_params, log.said, trial)
-    attention = settings["attention"]
-    how = lowerings((forms or known_forms([graph])) if attention == AUTO else attention)
-    written = Network(emitter, graph, limits, how, settings["experts"])
+    e, notes = emitted(graph, limits, Addresses(params), settings, forms, trial)
     with all_taken(log, f"the network of {graph.name}"):
-        written.emit()
-        parser = parse(api, network, emitter, graph.name, log) if api.parses else None
+        parser = parse(api, network, e, graph.name, log)
     io = interface(graph, limits)
-    return Written(builder, network, graph, io, log, emitter, written.notes, parser)
+    return Written(builder, network, graph, io, log, notes, (parser, e.storage))
 
 
 def attention_trials(graphs: Iterable[Graph]) -> dict[int, list[Graph]]:

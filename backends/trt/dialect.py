@@ -10,7 +10,7 @@ three places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,21 @@ import torch
 
 from g4ir.backends.onnx_graph.emitter import OnnxEmitter
 from g4ir.backends.primitives.emitter import Operand
+from g4ir.backends.primitives.network import Network
 from g4ir.errors import LowerError
+from g4ir.ir.graph import Graph
 from g4ir.ops.types import Type, torch_dtype
+from g4ir.plan.engine_limits import Limits
 
-from .emitter import NO_ROOT, PART
+from .lowerings import AUTO, Chosen, known_forms, lowerings
 
+#: NVIDIA's operator of the tensors of several ranks
+COLLECTIVE = "DistCollective"
+#: the root of a collective in which all ranks are alike
+NO_ROOT = -1
+#: factor of the codes of rows before a product: codes with one scale, and their product, are one
+#: kernel. Not 1, which is no scale to a builder.
+PART = 2.0**-7
 #: activation -> operator and attributes
 ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "gelu_pytorch_tanh": ("Gelu", {"approximate": "tanh"}),
@@ -139,7 +149,7 @@ class Dialect(OnnxEmitter):
     def _exchange(self, op: str, x: Operand, ranks: int, t: Type) -> Operand:
         """Add a collective of all ranks. Nothing says which rank this is."""
         return self._op(
-            "DistCollective",
+            COLLECTIVE,
             [x],
             t,
             collective_operation=op,
@@ -160,3 +170,21 @@ class Dialect(OnnxEmitter):
             f"{self.scope}: a conditional, whose step could not be recorded as a CUDA graph; give "
             f"the op one form for every number of tokens (backends/trt/lowerings.py)"
         )
+
+
+def emitted(
+    graph: Graph,
+    limits: Limits,
+    storage: Any,
+    settings: Mapping[str, str],
+    forms: Chosen | None = None,
+    whole_attention: bool = False,
+) -> tuple[Dialect, list[str]]:
+    """Return a graph (primitives/graph.py) in the dialect, and notes for the user. `forms` are
+    those of attention that were tried, if any. LowerError names the op and the value."""
+    e = Dialect(storage, whole_attention)
+    attention = settings["attention"]
+    how = lowerings((forms or known_forms([graph])) if attention == AUTO else attention)
+    net = Network(e, graph, limits, how, settings["experts"])
+    net.emit()
+    return e, net.notes

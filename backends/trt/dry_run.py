@@ -1,17 +1,16 @@
 """A build up to TensorRT's builder, on any machine.
 
-The recorder stands for TensorRT. First the variant in small (spec/shrink.py): it is written, every
-rule that the recorder knows is checked, and it is run, prefill in chunks and decode, beside the
-interpreter; so are its towers, and a step of its drafter. Several ranks run it in a thread each,
-and are to compute what one does. Then the networks, the largest tower of each kind, at full size,
-without weights.
+First the variant in small (spec/shrink.py), in fp32: its networks are computed by onnxruntime
+(execute.py), prefill in chunks and decode, its towers, and a step of its drafter, and compared with
+the interpreter. Several ranks run in a thread each, and are to compute what one does. Then the
+networks at full size, without weights; what TensorRT-RTX makes of the text model's, where it is
+installed.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -20,19 +19,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from g4ir.backends.primitives.graph import MEDIA, network_graph, tower_graphs
+from g4ir.backends.onnx_graph.backend import require
+from g4ir.backends.primitives.graph import MEDIA, tower_graphs
 from g4ir.backends.primitives.network import BLOCK_IDS, NO_BLOCK
 from g4ir.backends.reference import ReferenceRuntime, WideRuntime
-from g4ir.errors import CheckError, InputError, LowerError
-from g4ir.ir.distance import ROUNDED, Anchor, Tolerance, rounding_room, row_errors, worst_of
-from g4ir.ir.graph import Graph, Node, Program
+from g4ir.errors import CheckError, InputError
+from g4ir.ir.distance import rounding_room, row_errors, worst_of
+from g4ir.ir.graph import Node, Program
 from g4ir.ir.interpret import interpret, run_node
 from g4ir.model.decoder import HIDDEN, VERIFY
 from g4ir.model.draft import DRAFT, NEXT_HIDDEN, layers_read
 from g4ir.model.media import AUDIO, find_media
 from g4ir.model.text import build_program
 from g4ir.ops.collective import COLLECTIVES
-from g4ir.ops.types import torch_dtype
 from g4ir.parallel.group import exchanged
 from g4ir.parallel.shard import shard_program
 from g4ir.parallel.table import Share, can_share
@@ -41,27 +40,24 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import quantised, weights_of
 from g4ir.spec.record import Spec
-from g4ir.spec.shrink import shrink, shrink_drafter, with_all_experts
+from g4ir.spec.shrink import shrink, shrink_drafter
 from g4ir.ui.posix import resource
 from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.pack import MadeParams, Packing, ParamSource, make_packing
 from g4ir.weights.random import RandomCheckpoint, WithDrafter
 
-from . import build, recorder
+from . import build
 from .compiled import summary
-from .host import CODES, Api, capsule, installed, probe, require_library
-from .interface import draft_graph, networks, spans
-from .recorder import Exchange
-from .runtime import Opened, TrtRuntime, deserialize, stream_weights
+from .host import Api, installed, require_library
+from .interface import ENGINE, interface, networks, spans
+from .ranks import Exchange, side_by_side
 from .target import RTX, TARGETS
-from .trial import compile_once
+from .trial import compile_once, parse_once
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
 
-#: which TensorRT the recorder stands for
-EMULATED = "11.4.0"
 #: host memory that a builder may take of a dry run
 MOST_COMPILED = 3 * build.GIB
 SMALL = Limits(max_batch=3, max_seq=4200, prefill_chunk=11)
@@ -69,99 +65,70 @@ SMALL = Limits(max_batch=3, max_seq=4200, prefill_chunk=11)
 LENGTHS, VERIFIED = (29, 0, 17), 2
 #: patches in a row of the image that small towers are given
 WIDTH = 24
-#: largest difference of a row relative to its rms. fp32 differs in the order of sums; the others
-#: also in where such a sum falls on rounding, which logits have a measure of their own for.
-BUDGETS: Mapping[str, float] = {"f32": 1e-4, "bf16": 1.5e-1}
-#: how much farther a row may lie from float64 where products of codes are rounded, and once more
-#: behind their scales
-ROUNDED_TWICE = 1.5
+#: largest difference of a row relative to its rms, which comes of the order of sums
+BUDGET = 1e-4
 #: `logits`, `drafts` of each rank; `soft` tokens of each tower
 Results = dict[str, list[Tensor]]
-
-
-def emulator(version: str = EMULATED) -> Api:
-    """Return the recorder in the place of TensorRT."""
-    return probe(recorder.recorder(version))
 
 
 def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
     """Return the report of `g4ir build --dry-run` on the network, and what it took. CheckError
     where the small network is off."""
+    require("onnx", "onnxruntime", backend="trt")
     start = time.monotonic()
-    api = emulator()
     progress("checking the network in small")
     with one_thread():
-        errors = {d: check_small(api, p, d) for d in ("f32", p.dtype)}
+        errors = check_small(p)
     progress("writing the network at full size")
-    found = full_size(api, p)
-    estimate = build.estimate([*networks(p.packing.program).values()])
-    if estimate.host_bytes <= MOST_COMPILED and installed(RTX):
-        progress("compiling the network of the text model")
-        found |= {"compiled": compiled_lines(p)}
-    rounded = {
-        f"{name}_error": {d: float(f"{e[name]:.1e}") for d, e in errors.items()}
-        for name in errors["f32"]
-    }
+    found = full_size(p)
+    if installed(RTX):
+        progress("asking TensorRT-RTX")
+        found |= by_library(require_library(RTX), p)
     return {
-        "tensorrt": f"emulated {api.version}",
-        **rounded,
+        **{f"{name}_error": float(f"{e:.1e}") for name, e in errors.items()},
         **found,
         "dry_run_s": round(time.monotonic() - start, 1),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
-def compiled_lines(p: Prepared) -> list[str]:
-    """Return what TensorRT-RTX makes of the text model's network, a line for each profile."""
-    graph, api = network_graph(p.packing.program), require_library(RTX)
-    made = compile_once(api, graph, p.limits, p.settings, TARGETS["rtx"])
-    return summary(made.profiles)
+def by_library(api: Api, p: Prepared) -> dict[str, Any]:
+    """Return what a library that needs no GPU makes of the text model's network: its layers as the
+    parser writes them, and what a small one is compiled to, a line for each profile. LowerError
+    where it is refused."""
+    every = networks(p.packing.program)
+    given = (api, every[ENGINE], p.limits, p.settings)
+    name = f"{api.library.name} {api.version}"
+    if build.estimate([*every.values()]).host_bytes > MOST_COMPILED:
+        return {"parsed": f"{parse_once(*given)} layers, by {name}"}
+    made = compile_once(*given, TARGETS["rtx"])
+    return {"parsed": f"{made.layers} layers, by {name}", "compiled": summary(made.profiles)}
 
 
-def check_sizes(
-    api: Api, graph: Graph, limits: Limits, settings: Mapping[str, str]
-) -> tuple[build.Written, int]:
-    """Return the network at full size, without weights, on the recorder, and bytes of scratch
-    memory in the largest chunk where nothing is fused. LowerError where it breaks a rule."""
-    written = build.write_network(api, graph, limits, None, settings)
-    try:
-        recorder.check(written.network)
-    except recorder.RuleError as e:
-        raise LowerError(f"TensorRT would refuse the network: {e}") from e
-    io = written.interface
-    # Those of prefill are the largest, where there are any: nothing else has as many tokens.
-    widest = [*io.of_phase(DRAFT), *io.of_phase("prefill")]
-    largest = {name: io.shapes(name, widest[-1])[2] for name in io.dynamic()}
-    return written, recorder.scratch_bytes(written.network, largest)
-
-
-def full_size(api: Api, p: Prepared) -> dict[str, Any]:
+def full_size(p: Prepared) -> dict[str, Any]:
     """Return the networks of the build without weights: size, and what the text model is fed."""
-    program = p.packing.program
-    written, scratch = check_sizes(api, network_graph(program), p.limits, p.settings)
-    towers = sorted(tower_graphs(program).values(), key=lambda g: g.inputs[0].type.numel())
-    largest = {g.name.split("_")[0]: g for g in towers}  # others have the same layers
-    others = draft_graph(program) | {g.name: g for g in largest.values()}
-    beside = {name: check_sizes(api, g, p.limits, p.settings) for name, g in others.items()}
+    from g4ir.backends.onnx_graph.export import Nowhere
+
+    from .dialect import emitted
+
+    graphs = networks(p.packing.program)
+    written = {n: emitted(g, p.limits, Nowhere(), p.settings) for n, g in graphs.items()}
+    sizes = {name: f"{len(e.nodes)} nodes" for name, (e, _) in written.items()}
     dense = sum(1 for _ in p.packing.prologue.find("dense"))
     made_dense = (
         f"{dense} quantised weights are made dense at build: gates of per-layer embeddings, and "
         f"what TensorRT does not take: it takes 8 bits with a scale for each row, in the engine's "
         f"dtype, and 4 bits with scales of groups"
     )
-    io, network = written.interface, written.network
-    layers = (network.get_layer(i) for i in range(network.num_layers))
+    io = interface(graphs[ENGINE], p.limits)
     found = {
-        "layers": network.num_layers,
-        "layer_kinds": dict(Counter(type(layer).__name__ for layer in layers).most_common()),
+        "network": sizes.pop(ENGINE),
         "inputs": {n: str(t) for n, t in io.inputs.items() if n not in io.aliased.values()},
         "outputs": {n: str(t) for n, t in io.outputs.items() if n not in io.aliased},
         "caches": {"in_place": len(io.aliased)},
-        "scratch_bytes": max([scratch, *(size for _, size in beside.values())]),
-        "builder": str(build.estimate([*networks(program).values()])),
-        "notes": [*written.notes, *([made_dense] if dense else [])],
+        "builder": str(build.estimate([*graphs.values()])),
+        "notes": [*written[ENGINE][1], *([made_dense] if dense else [])],
     }
-    sizes = {name: f"{w.network.num_layers} layers" for name, (w, _) in beside.items()}
     drafter = {DRAFT: sizes.pop(DRAFT)} if DRAFT in sizes else {}
     return {**found, **drafter, **({"towers": sizes} if sizes else {})}
 
@@ -169,14 +136,12 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
 # --- in small ---------------------------------------------------------------------------------
 
 
-def in_small(p: Prepared, dtype: str) -> tuple[Packing, list[ParamSource]]:
-    """Return the variant in small (shrink.py) through the same passes, with the same kinds of
-    media, each in one size, and random weights of each rank, quantised where the recipe fits it. In
-    16 bits all experts are taken, so that rounding says how far two runs may lie apart."""
+def in_small(p: Prepared) -> tuple[Packing, list[ParamSource]]:
+    """Return the variant in small (shrink.py) through the same passes, in fp32, with the same kinds
+    of media, each in one size, and random weights of each rank, quantised where the recipe fits
+    it."""
     kinds = p.media.kinds
     spec = shrink(p.spec, media=bool(kinds))
-    if dtype in ROUNDED:
-        spec = with_all_experts(spec)
     media = find_media(spec, kinds, seconds=(1.0,) if AUDIO in kinds else None)
     drafter = shrink_drafter(p.drafter, spec) if p.drafter else None
     latent = replace(p.options.of(LatentOptions), keep=layers_read(spec, drafter))
@@ -185,19 +150,19 @@ def in_small(p: Prepared, dtype: str) -> tuple[Packing, list[ParamSource]]:
     packing = make_packing(
         spec=spec,
         all_logits=p.all_logits,
-        dtype=dtype,
+        dtype="f32",
         media=media,
         skip=p.skip,
         options=p.options.changed(latent),
-        recipe=_fitting(p.recipe, dtype, shares[0]),
+        recipe=_fitting(p.recipe, shares[0]),
         stored=partial(p.backend.stored, device=p.device),
         drafter=drafter,
         ranks=ranks,
         ep=shares[0].ep,
     )
-    source: WeightSource = RandomCheckpoint(spec, 0, torch_dtype(dtype))
+    source: WeightSource = RandomCheckpoint(spec, 0, torch.float32)
     if drafter:
-        source = WithDrafter(source, RandomCheckpoint(drafter, 1, torch_dtype(dtype)))
+        source = WithDrafter(source, RandomCheckpoint(drafter, 1, torch.float32))
     return packing, [MadeParams(packing, source, share=share) for share in shares]
 
 
@@ -208,29 +173,30 @@ def small_ranks(p: Prepared, spec: Spec, drafter: Spec | None) -> int:
     return next(fits, 1)
 
 
-def _fitting(recipe: Recipe | None, dtype: str, share: Share) -> Recipe | None:
+def _fitting(recipe: Recipe | None, share: Share) -> Recipe | None:
     """Return a recipe, or none where a rule is about layers that a small spec does not have, or
     about groups of numbers that its ranks cannot share."""
     spec = share.spec
     with suppress(InputError):
         if recipe and recipe.schemes(weights_of(spec)):
-            made = quantised(build_program(spec, dtype=dtype), spec, recipe, dtype)
+            made = quantised(build_program(spec, dtype="f32"), spec, recipe, "f32")
             shard_program(made, spec, share.ranks, share.ep)
             return recipe
     return None
 
 
-def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:
-    """Return the largest errors of the small networks in this dtype: `logits`, `soft` tokens where
-    there are towers, and `drafts`, the states of a drafter. CheckError beyond the budget, which is
-    wider where the reference itself lies far from float64, as `verify` has it."""
-    packing, params = in_small(p, dtype)
-    program = packing.program
-    made = [emulated(api, program, SMALL, own, p.settings) for own in params]
+def check_small(p: Prepared) -> dict[str, float]:
+    """Return the largest errors of the small networks: `logits`, `soft` tokens where there are
+    towers, and `drafts`, the states of a drafter. CheckError beyond the budget, which is wider
+    where the reference itself lies far from float64, as `verify` has it."""
+    from .execute import DialectRuntime
 
-    def linked(rank: int, exchange: Exchange) -> TrtRuntime:
-        if len(params) > 1:
-            made[rank].link(partial(capsule, recorder.communicator(exchange)))
+    packing, params = in_small(p)
+    program = packing.program
+    made = [DialectRuntime(program, SMALL, own, p.settings) for own in params]
+
+    def linked(rank: int, exchange: Exchange) -> DialectRuntime:
+        made[rank].exchange = exchange
         return made[rank]
 
     def of(kind: type[ReferenceRuntime]) -> Results:
@@ -244,18 +210,10 @@ def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:
     wide = cache(partial(of, WideRuntime))
     errors = {name: _worst(got[name], want[name]) for name in got}
     for name, error in errors.items():
-        if dtype in ROUNDED and name == "logits":
-            rows = zip(got[name], want[name], wide()[name], strict=True)
-            times = ROUNDED_TWICE if _has_rows(program) else 1.0
-            right = all(rounds_alike(*of_rank, dtype, times) for of_rank in rows)
-        else:
-            right = error <= BUDGETS[dtype] or error <= rounding_room(
-                _worst(want[name], wide()[name])
-            )
-        if not right:
+        if not (error <= BUDGET or error <= rounding_room(_worst(want[name], wide()[name]))):
             raise CheckError(
                 f"dry run: {name} of {p.spec.name} in small differ from the reference by "
-                f"{error:.1e} of their rms, which is more than rounding to {dtype}; this is an "
+                f"{error:.1e} of their rms, which is more than rounding to f32; this is an "
                 f"error of the lowering: report it"
             )
     return errors
@@ -281,7 +239,7 @@ def results(
     def run(rank: int, exchange: Exchange) -> dict[str, Tensor]:
         return run_small(program, params[rank], opened(rank, exchange))
 
-    ranks = recorder.side_by_side(len(params), run)
+    ranks = side_by_side(len(params), run)
     soft = [one.encode(name, feeds)[0] for name, feeds in tower_feeds(program)]
     found = {name: [of_rank[name] for of_rank in ranks] for name in ranks[0]}
     return {**found, "soft": soft} if soft else found
@@ -290,44 +248,6 @@ def results(
 def _worst(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
     pairs = zip(got, want, strict=True)
     return worst_of([row_errors(a, b).relative.max().item() for a, b in pairs])
-
-
-def _has_rows(program: Program) -> bool:
-    """Whether a weight has codes of 8 bits, whose products are multiplied by scales of rows."""
-    found = (n["codes"] for g in program.graphs.values() for n in g.find("dequantize"))
-    return any(v.type.dtype in CODES for v in found)
-
-
-def rounds_alike(got: Tensor, want: Tensor, wide: Tensor, dtype: str, times: float = 1.0) -> bool:
-    """Whether logits in 16 bits are as near to float64 as the reference's (g4ir/ir/distance.py), or
-    so many times as far. Fused kernels keep more digits than it: the two need not be near each
-    other."""
-    rounding = Anchor("float64", wide, ()).rounding(want, dtype)
-    farther = {k: times * getattr(rounding, k) for k in ("median", "worst")}
-    anchor, budget = Anchor("float64", wide, ()), Tolerance(rounding=replace(rounding, **farther))
-    return budget.all_hold(anchor.errors(got, want))
-
-
-def emulated(
-    api: Api, program: Program, limits: Limits, params: Any, settings: Mapping[str, str]
-) -> TrtRuntime:
-    """Return the program built and loaded by the recorder."""
-
-    def opened(graph: Graph) -> Opened:
-        written = build.write_network(api, graph, limits, params, settings)
-        config = build.configure(api, written, settings, memory=1 << 33)
-        plan = written.builder.build_serialized_network(written.network, config)
-        if plan is None:
-            raise LowerError(build.refusal(written.log.errors, []))
-        engine = deserialize(api, memoryview(plan), written.log)
-        if settings["weights"] == "streamed":
-            stream_weights(engine, 0)
-        return Opened(api, engine, written.log, written.interface, "cpu")
-
-    def other(name: str) -> Opened:
-        return opened(program.graphs[name])
-
-    return TrtRuntime(opened(network_graph(program)), limits, None, params, other, program)
 
 
 def run_small(program: Program, params: Any, runtime: Any) -> dict[str, Tensor]:

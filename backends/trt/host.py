@@ -48,7 +48,7 @@ INSTEAD = (
 
 #: what every supported version has, and builds or engines here use
 NEEDED: Mapping[str, tuple[str, ...]] = {
-    "INetworkDefinition": ("add_kv_cache_update", "add_dist_collective"),
+    "OnnxParser": ("load_model_proto", "load_initializer", "parse_model_proto"),
     "BuilderFlag": ("WEIGHT_STREAMING",),
     "HardwareCompatibilityLevel": ("SAME_COMPUTE_CAPABILITY",),
     "ExecutionContextAllocationStrategy": ("USER_MANAGED",),
@@ -77,11 +77,6 @@ class Api:
         """Major and minor, as they stand in a manifest."""
         return ".".join(self.version.split(".")[:2])
 
-    @property
-    def parses(self) -> bool:
-        """Whether it has NVIDIA's ONNX parser; the recorder has none."""
-        return offers(self.trt, "OnnxParser", "load_model_proto")
-
 
 def data_type(trt: Any, dtype: str) -> Any:
     """Return the DataType of a dtype of the IR; ValueError where TensorRT has none."""
@@ -104,8 +99,7 @@ def probe(trt: Any, library: Library = TENSORRT) -> Api:
     if lacking:
         raise MissingError(
             f"{library.name} {version} lacks {', '.join(lacking)}: install another version "
-            f"(`{library.install}`), of which {' and '.join(library.compared)} were compared call "
-            f"by call; {INSTEAD}"
+            f"(`{library.install}`); {INSTEAD}"
         )
     return Api(trt, version, library)
 
@@ -142,7 +136,7 @@ def require_gpu(target: Target = HOPPER) -> None:
             f"GPU that it builds for; build on an H100 or H200, or for other GPUs on any machine "
             f"({elsewhere()}); {INSTEAD}"
         )
-    found, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+    found, name = gpu_capability(), torch.cuda.get_device_name()
     if not target.runs_on(found) or target.gpu not in name:
         raise MissingError(
             f"--backend trt builds for {target.gpus} ({target.gpu or 'H100, H200'}); the current "
@@ -172,12 +166,9 @@ def require_target(version: str) -> None:
     )
 
 
-def gpu_architecture() -> str:
-    """Return `sm_90` of the current GPU; nothing if there is none."""
-    if not torch.cuda.is_available():
-        return ""
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}"
+def gpu_capability() -> tuple[int, ...]:
+    """Return the compute capability of the current GPU; nothing if there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else ()
 
 
 # --- what TensorRT calls back ------------------------------------------------------------------
@@ -316,8 +307,32 @@ def cache_dir() -> Path:
     return cache_root() / "tensorrt"
 
 
-def recorder_of(device: str) -> Record | None:
-    return recorded if device == "cuda" else None
+class Stream:
+    """The stream that TensorRT works on, in order with torch's: the current one, on which a step is
+    warmed up and recorded, but for the default stream, on which TensorRT waits for the device at
+    every step: there one of its own."""
+
+    #: bytes; TensorRT asks for addresses of tensors that are multiples of it
+    alignment = 256
+
+    def __init__(self) -> None:
+        self.side = torch.cuda.Stream()
+
+    def recording(self) -> bool:
+        """Whether the current stream records a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    @contextmanager
+    def handle(self) -> Iterator[int]:
+        """Yield the stream's handle; what follows in torch waits for what is done on it."""
+        current = torch.cuda.current_stream()
+        if current != torch.cuda.default_stream():
+            yield current.cuda_stream
+            return
+        self.side.wait_stream(current)
+        with torch.cuda.stream(self.side):
+            yield self.side.cuda_stream
+        current.wait_stream(self.side)
 
 
 @dataclass(frozen=True)
@@ -329,7 +344,7 @@ class Host:
     tensorrt: Callable[[], Api] = require_library
     check_gpu: Callable[[], None] = require_gpu
     gpu: Callable[[], str] = lambda: torch.cuda.get_device_name()
-    architecture: Callable[[], str] = gpu_architecture
+    capability: Callable[[], tuple[int, ...]] = gpu_capability
     memory: Callable[[str], int] = device_memory
     free: Callable[[str], int] = free_on
     #: ranks -> what the contexts of this one are given, by which they exchange
@@ -338,8 +353,10 @@ class Host:
     timings: Callable[[], Path] = cache_dir
     #: whether a build has a process of its own
     apart: bool = True
-    #: device -> what makes of a step one that is replayed; None: steps run launch by launch
-    record: Callable[[str], Record | None] = recorder_of
+    #: for each engine, what its steps run on
+    stream: Callable[[], Any] = Stream
+    #: makes of a step one that is replayed; None: steps run launch by launch
+    record: Record | None = recorded
 
     def aimed(self, target: Target) -> Host:
         """Return this machine as it builds or runs engines for a target."""
@@ -350,12 +367,14 @@ class Host:
             check_gpu=partial(require_gpu, target),
         )
 
-    def has_gpu(self, device: str) -> bool:
+    def architecture(self) -> str:
+        """Return `sm_90` of the current GPU; nothing if there is none."""
+        found = self.capability()
+        return f"sm_{found[0]}{found[1]}" if found else ""
+
+    def has_gpu(self) -> bool:
         """Whether this machine's GPU is one of the target."""
-        if device != "cuda":
-            return True
-        here = torch.cuda.is_available()
-        return here and self.target.runs_on(torch.cuda.get_device_capability())
+        return self.target.runs_on(self.capability())
 
     def machine(self, device: str) -> str:
         """Return the library of plans and, if it times its kernels, the GPU that they are for."""

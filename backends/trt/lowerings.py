@@ -21,7 +21,6 @@ from g4ir.ops.types import torch_dtype
 from g4ir.plan.engine_limits import Limits
 
 from .experts import experts
-from .recorder import MAX_HEAD
 
 # --- attention in layers of its own -------------------------------------------------------------
 
@@ -82,7 +81,7 @@ def in_blocks(
     scale, cap = n.number("scale"), n.number("softcap")
 
     def part(first: int, count: int) -> tuple[Operand, Operand]:
-        mask = net.shared(("rows", id(seen), first), lambda: e.block(seen, 2, first, count))
+        mask = net.shared(("rows", seen, first), lambda: e.block(seen, 2, first, count))
         return e.block(q, 1, first, count), mask
 
     # A builder converts a cache that several layers read once, to fp32 in memory. A power of two of
@@ -92,7 +91,7 @@ def in_blocks(
     power = 2.0 ** (len(readers) - 1)
     if q.shape[1] == 1:
         return of_one(e, q, keys, values, seen, scale, cap, softmax, power)
-    first = net.shared(("first row", id(seen)), lambda: e.slice(seen, 2, 0, 1))
+    first = net.shared(("first row", seen), lambda: e.slice(seen, 2, 0, 1))
     made = [of_one(e, e.slice(q, 1, 0, 1), keys, values, first, scale, cap, softmax, power)]
     for i in range(1, chunk, rows):
         some, mask = part(i, min(rows, chunk - i))
@@ -239,7 +238,7 @@ def attend(
         return in_blocks(net, n, q, keys, values, seen)
     q = times(e, e.transpose(q, 0, 2, 1, 3), n.number("scale"))
     if _few_tokens(net, q):
-        seen = net.shared(("added", id(seen)), lambda: _added(e, seen, q.dtype))
+        seen = net.shared(("added", seen), lambda: _added(e, seen, q.dtype))
     made = e.attention(q, keys, values, seen)
     return e.transpose(made, 0, 2, 1, 3)
 
@@ -268,6 +267,8 @@ FORMS: Mapping[str, tuple[Callable[..., Operand], vision.Form]] = {
     ),
     "fused": (attend, attend),
 }
+#: largest heads, in 16 bits, for which a builder of TensorRT-RTX had an attention kernel
+MAX_HEAD = 256
 #: the choice of one form for each size of heads
 AUTO = "auto"
 #: head size -> form

@@ -35,7 +35,6 @@ from g4ir.weights.pack import ParamSource, StoredParams, params_of_rank, rank_fi
 from . import build
 from .build import Written
 from .compiled import Made, compiled, summary
-from .dry_run import check_sizes, emulator
 from .host import Api, Host, logger
 from .interface import ENGINE, LOG, files, keep_log, networks
 from .lowerings import AUTO
@@ -89,13 +88,10 @@ class Make:
             self.log.close()
 
     def _made(self) -> dict[str, Any]:
-        self.task.progress("checking sizes")
-        api, limits, graphs = emulator(), self.task.limits, self.graphs.values()
-        scratch = max(check_sizes(api, g, limits, self.settings)[1] for g in graphs)
         self._try_attention()
-        self.task.progress(f"TensorRT's builder: {build.estimate([*graphs])}")
+        self.task.progress(f"TensorRT's builder: {build.estimate([*self.graphs.values()])}")
         layers = {name: self._or_simpler(partial(self._plans, name)) for name in self.graphs}
-        found = self._check_memory()
+        scratch = self._check_memory()
         first = {name: files(name, 0, ranks_of(g))[0] for name, g in self.graphs.items()}
         return {
             "plan": first.pop(ENGINE),
@@ -108,7 +104,7 @@ class Make:
             "settings": self.settings,
             "layers": layers[ENGINE],
             "notes": self.notes,
-            "scratch_bytes": {"estimated": scratch, "engine": found},
+            "scratch_bytes": scratch,
             "others": first,
         }
 

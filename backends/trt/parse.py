@@ -39,14 +39,14 @@ class Addresses:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return self._add(f"constant/{len(self.tensors)}", tensor)
 
+    def of(self, t: onnx.TensorProto) -> torch.Tensor:
+        """Return the tensor of an initialiser that lies outside of the model."""
+        (location,) = (x.value for x in t.external_data if x.key == "location")
+        return self.tensors[location]
+
     def _add(self, location: str, tensor: torch.Tensor) -> Place:
         self.tensors[location] = tensor
         return Place(location, 0, tensor.nbytes)
-
-
-def new_dialect(params: ParamSource, whole_attention: bool) -> Dialect:
-    """Return an emitter whose weights are these params."""
-    return Dialect(Addresses(params), whole_attention)
 
 
 def parse(api: Api, network: Any, emitter: Dialect, name: str, log: Any) -> Any:
@@ -57,8 +57,7 @@ def parse(api: Api, network: Any, emitter: Dialect, name: str, log: Any) -> Any:
     taken = parser.load_model_proto(model.SerializeToString())
     for t in model.graph.initializer if taken else ():
         if t.data_location == onnx.TensorProto.EXTERNAL:
-            (location,) = (x.value for x in t.external_data if x.key == "location")
-            held = emitter.storage.tensors[location]
+            held = emitter.storage.of(t)
             taken = taken and parser.load_initializer(t.name, held.data_ptr(), held.nbytes)
     if not taken or not parser.parse_model_proto():
         raise LowerError(

@@ -37,8 +37,6 @@ from .kernel_cache import KernelCache
 Feeds = dict[str, torch.Tensor]
 #: gives what contexts of this rank exchange by; all ranks ask at the same time
 Communicator = Callable[[], Any]
-#: bytes; TensorRT asks for addresses of tensors that are multiples of it
-ALIGNMENT = 256
 #: fewest slots of the full-length caches that a step looks at, where rows may hold as many
 LEAST_SLOTS = 256
 #: phases whose steps have few tokens, in few sizes
@@ -63,6 +61,8 @@ class Opened:
     log: Any
     io: Interface
     device: str
+    #: what steps run on (host.Stream)
+    stream: Any
     #: of a library that finishes kernels when an engine is loaded
     kernels: KernelCache | None = None
 
@@ -77,9 +77,7 @@ class TrtSteps:
     def __init__(self, opened: Opened, limits: Limits, record: Record | None = None) -> None:
         self.api, self.engine, self.log = opened.api, opened.engine, opened.log
         self.io, self.device, self.limits = opened.io, opened.device, limits
-        self.kernels = opened.kernels
-        # Not the default stream, on which TensorRT waits for the device at every step.
-        self.side = torch.cuda.Stream() if self.device == "cuda" else None
+        self.stream, self.kernels = opened.stream, opened.kernels
         #: held during a step: contexts and scratch memory serve the sessions of all threads
         self.turn = threading.RLock()
         #: makes of a step what replays it; None: steps run launch by launch
@@ -111,7 +109,7 @@ class TrtSteps:
                 f"no execution context for {profile or 'a tower'}", "free device memory"
             )
         if profile:
-            with self._stream() as stream:
+            with self.stream.handle() as stream:
                 if not context.set_optimization_profile_async(self.io.index(profile), stream):
                     raise self._error(f"no profile for {profile}")
         if self.scratch is not None and recorded:
@@ -211,10 +209,6 @@ class TrtSteps:
         fix = "load it with cuda_graph=False to see where"
         self._execute(context, given, outputs | made, fix)
 
-    def recording(self) -> bool:
-        """Whether the current stream records a CUDA graph."""
-        return self.device == "cuda" and torch.cuda.is_current_stream_capturing()
-
     def _no_blocks(self, batch: int, size: int) -> torch.Tensor:
         key = batch, size
         if key in self.no_blocks:
@@ -226,35 +220,23 @@ class TrtSteps:
         self, context: Any, inputs: Feeds, outputs: Feeds, fix: str = "build it again"
     ) -> None:
         given = {name: inputs[name].contiguous() for name in self.io.inputs}
-        with self._stream() as stream:
+        with self.stream.handle() as stream:
             self._bind(context, given, outputs)
-            if self.kernels and self.recording() and not context.is_stream_capturable(stream):
+            if (
+                self.kernels
+                and self.stream.recording()
+                and not context.is_stream_capturable(stream)
+            ):
                 raise self._error("it allocates memory in a step, which cannot be recorded")
             if not context.execute_async_v3(stream):
                 raise self._error("a step failed", fix)
 
-    @contextmanager
-    def _stream(self) -> Iterator[int]:
-        """Yield the stream that TensorRT works on, in order with torch's: the current one, on which
-        a step is warmed up and recorded, but for the default stream: there one of its own."""
-        if self.side is None:
-            yield 0
-            return
-        current = torch.cuda.current_stream()
-        if current != torch.cuda.default_stream():
-            yield current.cuda_stream
-            return
-        self.side.wait_stream(current)
-        with torch.cuda.stream(self.side):
-            yield self.side.cuda_stream
-        current.wait_stream(self.side)
-
     def _bind(self, context: Any, inputs: Feeds, outputs: Feeds) -> None:
         for name, t in (*inputs.items(), *outputs.items()):
-            if self.device == "cuda" and t.data_ptr() % ALIGNMENT:
+            if t.data_ptr() % self.stream.alignment:
                 raise EngineError(
                     f"TensorRT engine: {name} lies at {t.data_ptr():#x}, which is no multiple of "
-                    f"{ALIGNMENT}: feed a tensor that is not a view into another"
+                    f"{self.stream.alignment}: feed a tensor that is not a view into another"
                 )
         for name, t in inputs.items():
             fits = context.set_input_shape(name, tuple(t.shape))

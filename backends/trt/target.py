@@ -20,8 +20,6 @@ class Library:
     supported: tuple[tuple[int, ...], tuple[int, ...]]
     #: what pip installs
     requirements: tuple[str, ...]
-    #: versions whose signatures every call is compared with
-    compared: tuple[str, ...]
     ahead_of_time: bool = False
 
     @property
@@ -35,14 +33,12 @@ TENSORRT = Library(
     module="tensorrt",
     supported=((11,), (12,)),
     requirements=("tensorrt>=11,<12",),
-    compared=("11.4.0",),
 )
 RTX = Library(
     name="TensorRT-RTX",
     module="tensorrt_rtx_bindings",
     supported=((1, 5), (2,)),
     requirements=("tensorrt-rtx-cu12-libs>=1.5,<2", "tensorrt-rtx-cu12-bindings>=1.5,<2"),
-    compared=("1.7.1",),
     ahead_of_time=True,
 )
 LIBRARIES: Mapping[str, Library] = {lib.name: lib for lib in (TENSORRT, RTX)}

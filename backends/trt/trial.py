@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -30,8 +30,9 @@ STRIDE = 64
 
 @dataclass(frozen=True)
 class Trial:
-    """What was made of a network: of each profile, and the bytes of its plan."""
+    """What was made of a network: layers, each profile, and the bytes of its plan."""
 
+    layers: int
     profiles: Mapping[str, Made]
     plan_bytes: int
 
@@ -64,6 +65,12 @@ def _numbers(dtype: str, count: int) -> torch.Tensor:
     return some.repeat(-(-count // size))[:count]
 
 
+def parse_once(api: Api, graph: Graph, limits: Limits, settings: Mapping[str, str]) -> int:
+    """Return the number of layers that the parser writes for a network of repeated params.
+    LowerError where it is refused."""
+    return int(_written(api, graph, limits, settings, logger(api.trt)).network.num_layers)
+
+
 def compile_once(
     api: Api,
     graph: Graph,
@@ -72,13 +79,19 @@ def compile_once(
     target: Target,
 ) -> Trial:
     """Compile a network of repeated params. LowerError where it is refused."""
-    params = cast(ParamSource, Repeated({v.name: v.type for v in graph.params}))
     with tempfile.TemporaryDirectory() as folder:
         log, plan = logger(api.trt, Path(folder) / LOG), Path(folder) / "plan"
-        w = build.write_network(api, graph, limits, params, settings, log)
+        w = _written(api, graph, limits, settings, log)
         config = build.configure(api, w, settings, None, target)
         build.build_plan(api, w, config, None, plan, no_progress)
         log.close()
         text = (Path(folder) / LOG).read_text(errors="replace")
-        names = [v.name for v in graph.state]
-        return Trial(compiled(text, [*w.interface.profiles], names), plan.stat().st_size)
+        profiles = compiled(text, [*w.interface.profiles], [v.name for v in graph.state])
+        return Trial(int(w.network.num_layers), profiles, plan.stat().st_size)
+
+
+def _written(
+    api: Api, graph: Graph, limits: Limits, settings: Mapping[str, str], log: Any
+) -> build.Written:
+    params = cast(ParamSource, Repeated({v.name: v.type for v in graph.params}))
+    return build.write_network(api, graph, limits, params, settings, log)

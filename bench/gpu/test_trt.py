@@ -119,7 +119,7 @@ def features(host: Host) -> dict[str, Any]:
     """Describe the installed TensorRT. MissingError if it lacks what every build needs."""
     api = host.tensorrt()
     host.check_gpu()
-    return {"tensorrt": api.version, "gpu": host.gpu(), "parser": api.parses}
+    return {"tensorrt": api.version, "gpu": host.gpu()}
 
 
 # --- small builds -----------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def about(engine: Engine, out: Path) -> dict[str, Any]:
     found = {
         "layers": compiled["layers"],
         "plan_mb": (engine.path / compiled["plan"]).stat().st_size >> 20,
-        "scratch_mb": compiled["scratch_bytes"]["engine"] >> 20,
+        "scratch_mb": compiled["scratch_bytes"] >> 20,
         "recorded": record is not None and record.record is not None,
         "notes": "; ".join(compiled["notes"]),
     }

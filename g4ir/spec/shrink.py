@@ -106,16 +106,6 @@ def shrink_drafter(drafter: Spec, model: Spec) -> Spec:
     return check_spec(replace(small_spec, tokens=TOKENS))
 
 
-def with_all_experts(spec: Spec) -> Spec:
-    """Let each token take every expert: there is no near tie of a router, which would turn over
-    where two computations round in different places."""
-    moe = spec.text.moe
-    if moe is None:
-        return spec
-    every = replace(moe, top_k_experts=moe.num_experts)
-    return check_spec(replace(spec, text=replace(spec.text, moe=every)))
-
-
 def _vision(v: Vision | UnifiedVision | None) -> Vision | UnifiedVision | None:
     """Keep two layers of the same proportions, clipping and standardizing as before."""
     if isinstance(v, UnifiedVision):

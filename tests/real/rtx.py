@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.trt.dialect_run import errors_of
 
 import g4ir
 from g4ir.backends.trt import dry_run
@@ -16,7 +17,6 @@ from g4ir.builder.build import prepare
 from g4ir.plan.options import BuildOptions
 from g4ir.weights.pack import MadeParams
 from tests.real.real import MODEL
-from tests.trt.dialect_run import errors_of
 from tests.trt.test_rtx import builder
 
 pytestmark = builder

@@ -16,7 +16,8 @@ from g4ir.backends.trt.target import RTX, TARGETS
 from g4ir.backends.trt.trial import compile_once
 from g4ir.builder.build import prepare
 from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import Spec, load_spec
+from g4ir.spec.record import Spec
+from tests.configs import spec_called
 
 TABLE: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("compiled.yaml").read_text()
@@ -47,7 +48,7 @@ def planned(row: str) -> Any:
     given: dict[str, Any] = {
         k: int(v) if v.isdigit() else v for k, v in (w.split("=") for w in words)
     }
-    spec, layers = load_spec(variant), given.pop("layers", 0)
+    spec, layers = spec_called(variant), given.pop("layers", 0)
     settings = {k: given.pop(k) for k in SETTINGS if k in given}
     tiny = TINY if variant.startswith("tiny") else {}
     how = {"dtype": "bfloat16", "media": "none", **tiny, **given}

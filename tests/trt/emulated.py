@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,6 @@ import g4ir
 from g4ir.backends import find_backend
 from g4ir.backends.trt.backend import BACKEND, TrtBackend
 from g4ir.backends.trt.host import Api, Host, capsule, probe
-from g4ir.backends.trt.recorder import communicator
 from g4ir.engine.engine import Engine
 from tests.trt import fake
 
@@ -22,15 +22,26 @@ H100 = "NVIDIA H100 80GB HBM3"
 MAX_SEQ, CHUNK, ROWS = 96, 16, 3
 
 
+class OnTheCpu:
+    """A step runs when it is called; memory of the CPU lies anywhere."""
+
+    alignment = 1
+
+    def recording(self) -> bool:
+        return fake.IExecutionContext.capturing
+
+    @contextmanager
+    def handle(self) -> Iterator[int]:
+        yield 0
+
+
 @cache
-def emulated_api(version: str = "11.4.0") -> Api:
-    """One module per version."""
-    return probe(fake.tensorrt(version))
+def emulated_api() -> Api:
+    return probe(fake.tensorrt())
 
 
 def emulated(
     folder: Path,
-    version: str = "11.4.0",
     gpu: str = H100,
     api: Callable[[], Api] | None = None,
     free: int = 80 << 30,
@@ -38,18 +49,19 @@ def emulated(
     """A backend that builds and runs on the CPU; timing caches lie in `folder`."""
 
     def communicator_of(group: Any) -> Any:
-        return capsule(communicator(group._all))
+        return capsule(fake.communicator(group._all))
 
     host = Host(
-        tensorrt=api or (lambda: emulated_api(version)),
+        tensorrt=api or emulated_api,
         check_gpu=lambda: None,
         gpu=lambda: gpu,
-        architecture=lambda: "sm_90",
+        capability=lambda: (9, 0),
         memory=lambda device: 80 << 30,
         free=lambda device: free,
         communicator=communicator_of,
         timings=lambda: folder / "timings",
-        record=lambda device: None,
+        stream=OnTheCpu,
+        record=None,
         apart=False,
     )
     return replace(BACKEND, devices=("cpu",), host=host)

@@ -19,8 +19,9 @@ from typing import Any
 import onnx
 import torch
 
-from g4ir.backends.trt.recorder.ranks import Exchange, exchange_of
-from tests.trt.dialect_run import COLLECTIVE, Segment, computed, segments
+from g4ir.backends.trt.dialect import COLLECTIVE
+from g4ir.backends.trt.execute import Segment, computed, segments
+from g4ir.backends.trt.ranks import Exchange
 
 VERSION = "11.4.0"
 #: bytes of scratch memory that every engine asks for, and those of its first profile
@@ -79,8 +80,6 @@ class IStreamWriter:
 
 class INetworkDefinition:
     model = onnx.ModelProto()
-    #: of which a probe looks for the names alone
-    add_kv_cache_update = add_dist_collective = NotImplemented
 
     @property
     def num_layers(self) -> int:
@@ -264,6 +263,24 @@ def agree(one: Shape, other: Shape) -> bool:
 
 
 # --- running ----------------------------------------------------------------------------------
+
+#: address of a communicator -> what is exchanged by
+_EXCHANGES: dict[int, Exchange] = {}
+
+
+def communicator(exchange: Exchange) -> int:
+    """Return the address of a communicator, which a capsule holds that contexts are given."""
+    address = len(_EXCHANGES) + 1
+    _EXCHANGES[address] = exchange
+    return address
+
+
+def exchange_of(capsule: Any) -> Exchange | None:
+    """Return what is exchanged by; None where a capsule holds no address of `communicator`."""
+    name, pointer = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
+    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return _EXCHANGES.get(pointer(capsule, name(capsule)))
 
 
 class Runtime:
@@ -461,10 +478,10 @@ PARTS: Iterable[Any] = (
 )
 
 
-def tensorrt(version: str = VERSION) -> Any:
+def tensorrt() -> Any:
     """Return the module."""
     module: Any = ModuleType("tensorrt")
-    module.__version__ = version
+    module.__version__ = VERSION
     for part in PARTS:
         setattr(module, part.__name__, part)
     return module

@@ -99,7 +99,7 @@ def test_steps_that_cannot_be_recorded(
     """Streamed weights are not recorded at all; where a recording fails the step runs without, and
     that is said once."""
     backend = emulated(tmp_path, free=0)
-    host = replace(backend.host, record=lambda device: fake.recording)
+    host = replace(backend.host, record=fake.recording)
     engine = trt(backend=replace(backend, host=host), settings={"weights": "streamed"})
     made = cast(Any, engine.runtime)
     assert made.record is None
@@ -139,11 +139,11 @@ def test_what_steps_are_given(shared: Engine, monkeypatch: pytest.MonkeyPatch) -
     binding makes an exception of, is an engine that does not fit."""
     made = cast(Any, shared.runtime)
     context, room = made.contexts[made.io.of_phase("decode")[0]], torch.zeros(1024)
-    odd = (-room.data_ptr() % runtime.ALIGNMENT) // 4 + 1
-    monkeypatch.setattr(made, "device", "cuda")
+    odd = (-room.data_ptr() % host.Stream.alignment) // 4 + 1
+    monkeypatch.setattr(made.stream, "alignment", host.Stream.alignment)
     with pytest.raises(EngineError, match=r"x lies at .* no multiple of 256"):
         made._bind(context, {}, {"x": room[odd:]})
-    monkeypatch.setattr(made, "device", "cpu")
+    monkeypatch.undo()
 
     def infer(self: Any) -> Any:
         raise RuntimeError("Error in inferring shapes")

@@ -1,55 +1,50 @@
-"""Networks of the dialect, computed by onnxruntime on a CPU: NVIDIA's operators are replaced by
-ONNX's, and ranks exchange what their collectives are of."""
+"""Networks of the dialect, computed by onnxruntime on a CPU: ONNX's operators take the place of
+NVIDIA's, and ranks exchange what their collectives are of."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import onnx
 import onnxruntime
-import pytest
 import torch
 from onnx import helper
 
-from g4ir.backends.base import Prepared
-from g4ir.backends.onnx_graph.runtime import OnnxRuntime, Tensors
-from g4ir.backends.primitives.graph import network_graph, tower_graphs
-from g4ir.backends.primitives.network import Network
-from g4ir.backends.trt import dry_run
-from g4ir.backends.trt.dialect import Dialect
-from g4ir.backends.trt.lowerings import AUTO, known_forms, lowerings
-from g4ir.backends.trt.parse import Addresses
-from g4ir.backends.trt.recorder.ranks import Exchange, exchange_of
+from g4ir.backends.base import Tensors
+from g4ir.backends.onnx_graph.export import MODEL
+from g4ir.backends.onnx_graph.runtime import PRODUCTS_OF_CODES, SEVERITY, OnnxRuntime
 from g4ir.ir.graph import Graph, Program
-from g4ir.model.draft import DRAFT
 from g4ir.plan.engine_limits import Limits
+from g4ir.weights.pack import ParamSource
 
-COLLECTIVE = "DistCollective"
+from .dialect import COLLECTIVE, Dialect, emitted
+from .interface import ENGINE, networks
+from .parse import Addresses
+from .ranks import Exchange
 
 
-def dialect_of(
-    g: Graph, limits: Limits, params: Any, settings: Mapping[str, str]
+def whole_model(
+    g: Graph, limits: Limits, params: ParamSource, settings: Mapping[str, str]
 ) -> onnx.ModelProto:
-    """The model of a graph, with its weights in it."""
-    e = Dialect(Addresses(params))
-    attention = settings["attention"]
-    how = lowerings(known_forms([g]) if attention == AUTO else attention)
-    Network(e, g, limits, how, settings["experts"]).emit()
-    model = e.model(g.name, "", {})
+    """Return the model of a graph, with its weights in it."""
+    return with_weights(emitted(g, limits, Addresses(params), settings)[0], g.name)
+
+
+def with_weights(e: Dialect, name: str) -> onnx.ModelProto:
+    """Return the model of what was emitted, with the weights that it points to in it."""
+    model = e.model(name, "", {})
     for t in model.graph.initializer:
         if t.data_location == onnx.TensorProto.EXTERNAL:
-            (location,) = (x.value for x in t.external_data if x.key == "location")
-            stored = e.storage.tensors[location].contiguous().view(-1).view(torch.uint8)
+            stored = e.storage.of(t).view(-1).view(torch.uint8)
             t.ClearField("external_data")
             t.data_location, t.raw_data = onnx.TensorProto.DEFAULT, stored.numpy().tobytes()
     return model
 
 
 def as_onnx(n: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """The nodes of ONNX that compute what one of NVIDIA's does."""
+    """Return nodes of ONNX that compute what one of NVIDIA's does."""
     if n.op_type == "TRT_Slice":
         x, start, size, stride = n.input
         stop = f"{n.name}/stop"
@@ -82,22 +77,29 @@ def segments(model: onnx.ModelProto) -> Iterator[Segment]:
         read = {name for n in part for name in n.input if name}
         later = {i for k, p in parts.items() if k > number for n in p for i in n.input}
         later |= {v.name for v in g.output} | ({last.input[0]} if last else set())
-        held = [t for t in g.initializer if t.name in read]
-        inputs = read - written - {t.name for t in held}
+        weights = [t for t in g.initializer if t.name in read]
+        inputs = read - written - {t.name for t in weights}
         values = ([kinds[n] for n in sorted(names)] for names in (inputs, written & later))
         piece = helper.make_model(
-            helper.make_graph(part, f"{g.name}{number}", *values, held),
+            helper.make_graph(part, f"{g.name}{number}", *values, weights),
             opset_imports=model.opset_import,
             ir_version=model.ir_version,
         )
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = 1, 3
-        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
-        yield Segment(onnxruntime.InferenceSession(piece.SerializeToString(), options), last)
+        yield Segment(_session(piece), last)
+
+
+def _session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, SEVERITY
+    for key, value in PRODUCTS_OF_CODES.items():
+        options.add_session_config_entry(key, value)
+    return onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
 
 
 def computed(parts: Sequence[Segment], feeds: Tensors, exchange: Exchange | None) -> Tensors:
-    """Every tensor that is fed or handed from one segment to another or to the caller."""
+    """Return every tensor that is fed, or handed from a segment to another or to the caller."""
     values = {name: t.contiguous().numpy() for name, t in feeds.items()}
     for part in parts:
         names = [o.name for o in part.session.get_outputs()]
@@ -118,34 +120,20 @@ class DialectRuntime(OnnxRuntime):
     """The runtime of ONNX engines over networks of the dialect, without files."""
 
     def __init__(
-        self, program: Program, limits: Limits, params: Any, settings: Mapping[str, str]
+        self, program: Program, limits: Limits, params: ParamSource, settings: Mapping[str, str]
     ) -> None:
-        graphs = {"model": network_graph(program), **tower_graphs(program)}
-        graphs |= {DRAFT: program.graphs[DRAFT]} if DRAFT in program.graphs else {}
-        models = {name: dialect_of(g, limits, params, settings) for name, g in graphs.items()}
-        self.models = models
-        self.parts = {name: [*segments(m)] for name, m in models.items()}
+        graphs = networks(program)
+        self.models = {n: whole_model(g, limits, params, settings) for n, g in graphs.items()}
+        self.parts = {name: [*segments(m)] for name, m in self.models.items()}
         self.graphs, self.limits, self.source, self.mapped = program.graphs, limits, params, False
-        self.state = {v.name: v for v in graphs["model"].state}
-        self.outputs, self.in_place = graphs["model"].outputs, frozenset[str]()
+        self.state = {v.name: v for v in graphs[ENGINE].state}
+        self.outputs, self.in_place = graphs[ENGINE].outputs, frozenset[str]()
+        #: of several ranks: what this one's collectives exchange by
         self.exchange: Exchange | None = None
         self._counted: dict[int, torch.Tensor] = {}
 
-    def link(self, communicator: Any) -> None:
-        self.exchange = exchange_of(communicator())
-
     def _run(self, file: str, mapped: bool, feeds: Tensors, made: Tensors, where: str) -> None:
-        found = computed(self.parts[file.removesuffix(".onnx")], feeds, self.exchange)
+        name = ENGINE if file == MODEL else file.removesuffix(".onnx")
+        found = computed(self.parts[name], feeds, self.exchange)
         for name, t in made.items():
             t.copy_(found[name])
-
-
-def errors_of(p: Prepared, patch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Errors of the networks in small, in fp32, beside the interpreter's."""
-
-    def opened(api: Any, *of: Any) -> DialectRuntime:
-        return DialectRuntime(*of)
-
-    patch.setattr(dry_run, "emulated", opened)
-    with dry_run.one_thread():
-        return dry_run.check_small(dry_run.emulator(), p, "f32")

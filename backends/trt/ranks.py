@@ -1,14 +1,12 @@
-"""Several ranks in one process: a communicator that contexts take, and a thread for each rank."""
+"""Several ranks in one process, a thread for each."""
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import count
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -17,24 +15,6 @@ T = TypeVar("T")
 Exchange = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 #: seconds that a rank waits for the others
 PATIENCE_S = 600.0
-#: address -> what is exchanged by
-_EXCHANGES: dict[int, Exchange] = {}
-_ADDRESSES = count(1)
-
-
-def communicator(exchange: Exchange) -> int:
-    """Return the address of a communicator, which a capsule holds that contexts are given."""
-    address = next(_ADDRESSES)
-    _EXCHANGES[address] = exchange
-    return address
-
-
-def exchange_of(capsule: Any) -> Exchange | None:
-    """Return what is exchanged by; None where a capsule holds no address of `communicator`."""
-    name, pointer = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
-    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.py_object]
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    return _EXCHANGES.get(pointer(capsule, name(capsule)))
 
 
 def side_by_side(ranks: int, work: Callable[[int, Exchange], T]) -> list[T]:

@@ -1,0 +1,252 @@
+"""Ops, routed experts and blocks as TensorRT's lowerings write them, computed by onnxruntime."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir.backends.base import Prepared
+from g4ir.backends.onnx_graph.export import Nowhere
+from g4ir.backends.primitives import attention
+from g4ir.backends.primitives.graph import network_graph
+from g4ir.backends.primitives.network import TURNED, Network, stored_type
+from g4ir.backends.trt import dry_run as dry
+from g4ir.backends.trt import experts
+from g4ir.backends.trt import lowerings as lowered
+from g4ir.backends.trt.dialect import Dialect, emitted
+from g4ir.builder.build import prepare
+from g4ir.ir.graph import Graph, Node, Value, infer
+from g4ir.ir.interpret import interpret
+from g4ir.ops import Sample
+from g4ir.ops.types import Type, parse_type
+from g4ir.plan.engine_limits import Limits
+from g4ir.plan.options import BuildOptions
+from g4ir.spec.record import check_spec
+from tests.configs import spec_called
+from tests.network_session import (
+    as_declared,
+    as_stored,
+    cache_inputs,
+    in_network,
+    in_range,
+    tokens_held,
+)
+from tests.test_ops import IN_NETWORKS, sample, tensors
+from tests.trt.compiled import planned
+from tests.trt.running import new_emitter, outputs_of
+
+#: tokens of the largest chunk: no chunk of a sample then crosses the end of a ring
+ROOM = 16
+
+
+# --- ops --------------------------------------------------------------------------------------
+
+
+def in_float32(s: Sample) -> Sample:
+    """There is no f64 in TensorRT."""
+    return replace(s, attrs={k: "f32" if v == "f64" else v for k, v in s.attrs.items()})
+
+
+@pytest.mark.parametrize("case", [c for c in IN_NETWORKS if in_network(c)], ids=str)
+def test_op(case: tuple[str, int]) -> None:
+    """A graph of one op; caches are rings."""
+    s = in_float32(sample(case))
+    inputs = tuple(Value(f"x{i}", t) for i, t in enumerate(s.types()))
+    made = infer(case[0], inputs, s.attrs, "y")
+    n = Node(case[0], inputs, tuple(Value(f"y{i}", t) for i, t in enumerate(made)), s.attrs)
+    state = tuple(inputs[i] for i in cache_inputs(n))
+    given = in_range(case[0], tensors(s.types(), s))
+    following = dict(n.definition.updated(inputs, n.outputs))
+    graph = Graph(
+        "prefill",
+        tuple(v for v in inputs if v not in state),
+        (),
+        state,
+        (n,),
+        tuple(v for v in n.outputs if v not in following.values()),
+        {old.name: new for old, new in following.items()},
+    )
+    longest = max([int(t.max()) for t in given if not t.is_floating_point()], default=0)
+    limits = Limits(4, longest + 1, ROOM)
+    e = new_emitter()
+    net = Network(e, graph, limits, lowered.lowerings(), "all")
+    net.emit()
+    plain = {v.name: t for v, t in zip(inputs, given, strict=True)}
+    kinds = {v.name: stored_type(v.type, limits) for v in state}
+    before, tokens = tokens_held(n, given)
+    rings = {k: as_stored(plain[k], before, int(t.shape[2])) for k, t in kinds.items()}
+    turned = {TURNED: torch.zeros_like(before)} if state else {}
+    out = outputs_of(e, plain | rings | turned)
+    want, after = interpret(graph, plain, {}, plain)
+    for v in graph.outputs:
+        assert torch.allclose(out[v.name], want[v.name], atol=1e-4, rtol=1e-4), v
+    for name in graph.next:
+        made = as_declared(out[f"{name}.next"], tokens, plain[name])
+        assert torch.allclose(made, after[name], atol=1e-5), name
+
+
+class Attention(Node):
+    """Over one cache of full length."""
+
+    caches, chunk = (Value("k", Type("f32", ("C", "B", 1, 4))),), ()
+
+    def __getitem__(self, name: str) -> Value:
+        return next(v for v in self.inputs if v.name == name)
+
+
+@pytest.mark.parametrize("form", ["mask", "explicit", "plain", "fused"])
+def test_what_attentions_share_is_of_their_operands(form: str) -> None:
+    """A mask is that of its keys, also where these have the address of others that are gone."""
+    e = Dialect(Nowhere())
+    net = Network(e, None, Limits(1, 8, 4), {})  # type: ignore[arg-type]
+    b = ("B", "S")
+    kinds = {"positions": Type("i64", b), "start": Type("i64", ("B",))}
+    net.env = {name: e.input(name, t) for name, t in kinds.items()}
+    q, held = (e.input(n, Type("f32", s)) for n, s in (("q", (*b, 2, 4)), ("k", ("B", 1, 8, 4))))
+    how = {"scale": 1.0, "softcap": 0.0, "window": 4}
+    given = {"keys": Type("i32", (1, 8)), "seen": Type("bool", ("B", 1, "S", 8))}
+    operands = (Value(name, t) for name, t in {**kinds, "q": q.type}.items())
+    n: Any = Attention("attention", tuple(operands), (Value("y", q.type),), how)
+    for i in range(20):
+        keys, seen = (e.input(f"{x}{i}", t) for x, t in given.items())
+        if form == "mask":
+            attention.mask(net, n, keys)
+        else:
+            lowered.FORMS[form][0](net, n, q, held, held, seen)
+        del keys, seen
+    read = {name for node in e.nodes for name in node.input}
+    assert {f"{'keys' if form == 'mask' else 'seen'}{i}" for i in range(20)} <= read
+
+
+# --- attention and MLPs in blocks -------------------------------------------------------------
+
+
+def nodes_of(p: Prepared) -> Counter[str]:
+    """How often each operator is in the text model's network, with a layer's own as `L0/...`."""
+    e, _ = emitted(network_graph(p.packing.program), dry.SMALL, Nowhere(), p.settings)
+    return Counter(n.op_type for n in e.nodes)
+
+
+def test_no_softmax_layer_in_plain_attention() -> None:
+    """Nothing for TensorRT to recognise."""
+    for form, some in (("plain", False), ("explicit", True)):
+        p = planned(f"tiny-dense attention={form} dtype=float32")
+        assert bool(nodes_of(p)["Softmax"]) == some
+
+
+def test_queries_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that would take more than they may are made block by block, each row as before; of a
+    short chunk the last blocks have nothing."""
+    p = planned("12b attention=plain dtype=float32")
+    whole = nodes_of(p)["TRT_Slice"]
+    monkeypatch.setattr(lowered, "MOST_SCORE_BYTES", 3 * 4 * dry.SMALL.max_seq * 6 * 4)
+    assert nodes_of(p)["TRT_Slice"] > whole
+    assert dry.check_small(p)["logits"] < dry.BUDGET
+
+
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_mlps_in_blocks(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chunk; each product has codes of its own scale."""
+    p = planned(f"12b quant={quant} dtype=float32")
+    whole = nodes_of(p)["MatMul"]
+    monkeypatch.setattr(lowered, "GATED_ROWS", 4)
+    monkeypatch.setattr(lowered, "MOST_GATED_BYTES", 0)
+    # In each layer but the last, of single tokens, three blocks of two products.
+    assert nodes_of(p)["MatMul"] == whole + 4 * (p.spec.text.num_hidden_layers - 1)
+    assert dry.check_small(p)["logits"] < dry.BUDGET
+
+
+def test_softcapped_attention_is_explicit_and_noted() -> None:
+    """IAttention cannot cap its scores."""
+    spec = spec_called("tiny-dense")
+    text = replace(spec.text, attn_logit_softcapping=20.0)
+    spec = check_spec(replace(spec, name="capped", text=text))
+    how: dict[str, Any] = {"dtype": "float32", "settings": {"attention": "fused"}}
+    p = prepare(spec, BuildOptions(backend="trt", random_weights=0, **how), dry=True)
+    assert dry.check_small(p)["logits"] < dry.BUDGET
+    notes = dry.full_size(p)["notes"]
+    assert len(notes) == spec.text.num_hidden_layers
+    assert "IAttention has no softcap" in notes[0]
+    assert not nodes_of(p)["TRT_Attention"]
+
+
+# --- routed experts ---------------------------------------------------------------------------
+
+
+def routed(
+    choices: torch.Tensor, sizes: tuple[int, int, int]
+) -> tuple[torch.Tensor, torch.Tensor, Dialect]:
+    """Experts' sums of these choices [B,S,K]: by the network, and one token after the other; and
+    the network."""
+    (batch, chunk, k), (count, width, inner) = choices.shape, sizes
+    g = torch.Generator().manual_seed(0)
+    held = {
+        "gate_up": torch.randn(count, 2 * inner, width, generator=g),
+        "down": torch.randn(count, width, inner, generator=g),
+    }
+    x, weights = (torch.randn(batch, chunk, n, generator=g) for n in (width, k))
+    positions = 7 + torch.arange(chunk).repeat(batch, 1)
+    feeds = {"x": x, "weights": weights, "index": choices, "positions": positions}
+    e = new_emitter(held.__getitem__)
+    kinds = (f"f32[B,S,{width}]", f"f32[B,S,{k}]", f"i64[B,S,{k}]", "i64[B,S]")
+    given = {n: e.input(n, parse_type(t)) for n, t in zip(feeds, kinds, strict=True)}
+    net = Network(e, None, Limits(batch, 64, 13), {}, "auto", given)  # type: ignore[arg-type]
+    params = [e.param(Value(n, Type("f32", tuple(t.shape)))) for n, t in held.items()]
+    e.scope = "L0.experts"
+    node: Any = SimpleNamespace(word=lambda _: "gelu_pytorch_tanh")
+    inputs = (given[n] for n in ("x", "weights", "index"))
+    e.output("y", experts.experts(net, node, *inputs, *params))
+    gate_up, down = held.values()
+    gate, up = torch.einsum("bsh,bskih->bski", x, gate_up[choices]).chunk(2, -1)
+    made = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    want = torch.einsum("bski,bskhi,bsk->bsh", made, down[choices], weights)
+    return outputs_of(e, feeds)["y"], want, e
+
+
+@pytest.fixture
+def sort_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sort tokens of any chunk, in blocks of 3."""
+    monkeypatch.setattr(experts, "MOVED", 0)
+    monkeypatch.setattr(experts, "block_rows", lambda *_: 3)
+    monkeypatch.setattr(experts, "sorted_rows", lambda *_: 0)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "tiny-moe quant=int4",
+        *(
+            pytest.param(f"tiny-moe {words}", marks=pytest.mark.full)
+            for words in ("", "quant=int8", "quant=fp8", "tp=2 ep=1")
+        ),
+    ],
+)
+@pytest.mark.usefixtures("sort_all")
+def test_models_whose_tokens_are_sorted(row: str) -> None:
+    """With padding, experts of every form, and those of several ranks."""
+    assert dry.check_small(planned(f"{row} dtype=float32"))["logits"] < dry.BUDGET
+
+
+@pytest.mark.usefixtures("sort_all")
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 13])
+def test_tokens_of_a_chunk_by_expert(tokens: int) -> None:
+    """Also where all tokens choose the same experts, and where experts have a token more than a
+    block, which need the most spare blocks."""
+    any_two = torch.rand(2, tokens, 8, generator=torch.Generator().manual_seed(1)).topk(2).indices
+    four_each = (torch.arange(-1, tokens - 1).clamp(0)[:, None] // 4 * 2 + torch.arange(2)) % 8
+    same = torch.tensor([6, 1]).expand(2, tokens, 2)
+    for choices in (any_two, same, four_each.expand(2, -1, -1)):
+        got, want, e = routed(choices, (8, 16, 12))
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        assert any(n.op_type == "GatherND" for n in e.nodes)
+
+
+def test_rows_of_a_chunk_by_expert() -> None:
+    """26b-a4b's of 1024 tokens: less than a third of all tokens times all experts."""
+    assert experts.block_rows(1024, 8, 128) == 256
+    assert experts.sorted_rows(1024, 8, 128) * 3 < 1024 * 128
