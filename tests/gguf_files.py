@@ -21,6 +21,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from g4ir.chat.special_tokens import CONTROLS
 from g4ir.model.tensors import text_tensors
+from g4ir.ops.layouts import LAYOUTS, in_six_bits, six_bits
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec
 from g4ir.weights.random import RandomCheckpoint, distribution
@@ -28,8 +29,8 @@ from g4ir.weights.random import RandomCheckpoint, distribution
 #: name and shape of a tensor -> its type in the file
 Kind = Callable[[str, tuple[int, ...]], str]
 CASES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-BLOCKS: dict[str, list[int]] = CASES["blocks"]
-DRAWN = {**BLOCKS, "Q8_0": [0], "Q4_0": [0]}
+BLOCKS: list[str] = CASES["blocks"]
+DRAWN = [*BLOCKS, "Q8_0", "Q4_0"]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
@@ -80,6 +81,13 @@ def stored(bare: str, t: torch.Tensor, kind: str, seed: int) -> tuple[Any, Any]:
     return data, quants.dequantize(data, to).reshape(values.shape)
 
 
+def offsets(kind: str) -> range:
+    """Where the float16 of a block lie."""
+    layout = LAYOUTS[kind]
+    found = layout.split(torch.arange(layout.nbytes))["scales"]
+    return range(int(found[0]), int(found[-1]), 2)
+
+
 def blocks(kind: str, bare: str, shape: tuple[int, ...], seed: int) -> Any:
     """Random blocks of a type, whose values are about zero, as those of `RandomCheckpoint` and as
     large: a mean of theirs would add the same vector to every product, whatever is computed."""
@@ -91,11 +99,12 @@ def blocks(kind: str, bare: str, shape: tuple[int, ...], seed: int) -> Any:
     d = signs * rng.uniform(0.75, 1.25, count) * distribution(bare, shape)[1] / 3**0.5
     d /= CASES["sizes"][kind]
     middle = CASES["middles"].get(kind)
-    for at, scale in zip(DRAWN[kind], (d, d * (middle or 1)), strict=False):
+    for at, scale in zip(offsets(kind), (d, d * (middle or 1)), strict=False):
         raw[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(count, 2)
     if middle:  # each scale of 32 codes is that of their minimum too
-        raw[:, 8:12] = raw[:, 4:8]
-        raw[:, 12:16] = raw[:, 12:16] % 16 * 17
+        integers = LAYOUTS[kind].split(torch.from_numpy(raw))["integers"]
+        scales, _ = six_bits(integers)
+        integers[:] = in_six_bits(scales, scales)
     return raw.reshape(*shape[:-1], -1)
 
 

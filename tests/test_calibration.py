@@ -80,11 +80,11 @@ def test_weights_trained_for_4_bits_stay_exact() -> None:
     codes = torch.randint(-8, 8, (16, 128), generator=random, dtype=torch.int8)
     codes[:, ::32] = -8
     scales = torch.rand(16, 4, generator=random).add(0.1).to(torch.bfloat16)
-    w = dequantized(packed(codes), scales, torch.bfloat16)
+    w = dequantized(packed(codes, "int4"), scales, torch.bfloat16)
     found = quantize.reference(
         w, form="int4", group=32, scale="bf16", moments=column_weights(128, random)
     )
-    assert torch.equal(found[0], packed(codes)) and torch.equal(found[1], scales)
+    assert torch.equal(found[0], packed(codes, "int4")) and torch.equal(found[1], scales)
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,7 @@ from tests.gguf_files import (
     all_of,
     bare_file,
     finish,
+    offsets,
     values_of,
     write_gguf,
     write_values,
@@ -67,7 +68,7 @@ def test_blocks_to_the_bit(kind: str) -> None:
     block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     rng = np.random.default_rng(1)
     raw = rng.integers(0, 256, (600, nbytes), dtype=np.uint8)
-    for at in BLOCKS.get(kind, (0, 2) if kind in DENSE else (0,)):
+    for at in offsets(kind):
         d = rng.integers(0, 0x7C00, 600) | rng.integers(0, 2, 600) << 15
         raw[:, at : at + 2] = d.astype(np.uint16).view(np.uint8).reshape(600, 2)
     want = torch.from_numpy(quants.dequantize(raw, GGMLQuantizationType[kind]))

@@ -15,7 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 import g4ir
 from g4ir.spec.record import Spec
 from tests.configs import widened
-from tests.gguf_files import DRAWN, all_of, blocks, write_random
+from tests.gguf_files import DRAWN, all_of, blocks, offsets, write_random
 
 LIMITS: dict[str, Any] = {"backend": "reference", "max_seq": 64, "prefill_chunk": 64}
 Edit = Callable[[str, Any], Any]
@@ -38,7 +38,7 @@ def negated(kind: str, data: Any) -> Any:
     if kind not in DRAWN:
         return -data
     raw = data.reshape(-1, GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]).copy()
-    for at in DRAWN[kind]:
+    for at in offsets(kind):
         raw[:, at + 1] ^= 0x80  # of a float16
     return raw.reshape(data.shape)
 

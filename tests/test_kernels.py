@@ -26,11 +26,10 @@ from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Builder, Program
 from g4ir.ops import OPS
 from g4ir.ops.codecs import (
-    BLOCK_PARTS,
     FORMS,
     dequantized,
-    folded,
     from_tiles,
+    packed,
     rows_from_tiles,
     to_tiles,
 )
@@ -146,13 +145,14 @@ def test_decoded_codes_are_the_definition(dtype: torch.dtype, form: str) -> None
     """Bit for bit, for every code there is."""
     if form == "int4":
         codes = torch.arange(256, dtype=torch.uint8).view(4, 64)
-    elif form in (*BLOCK_PARTS, "int5"):  # all bytes are codes
+    elif form in ("uint4", "uint5", "int5"):  # all bytes are codes
         size = FORMS[form].held(2048) * ITEMSIZE[FORMS[form].codes]
         raw = torch.randint(0, 256, (16, size), dtype=torch.uint8)
         codes = raw.view(torch_dtype(FORMS[form].codes))
     elif form == "int6":  # every number with every integer
         numbers = torch.arange(-32, 32).repeat(256).view(16, 1024)
-        codes = folded(numbers, torch.arange(-128, 128).repeat_interleave(4).view(16, 64))
+        integers = torch.arange(-128, 128, dtype=torch.int8).repeat_interleave(4).view(16, 64)
+        codes = packed(numbers, form, integers.view(torch.uint8))
     else:
         codes = torch.arange(256, dtype=torch.uint8).view(torch.int8).view(2, 128)
     if form == "fp8":  # without the two that are no number

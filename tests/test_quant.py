@@ -37,18 +37,14 @@ from g4ir.model.names import checkpoint_name
 from g4ir.model.text import build_program
 from g4ir.ops import OPS, quant
 from g4ir.ops.codecs import (
-    BLOCK_PARTS,
     FORM_OF,
     FORMS,
     PACKED,
-    folded,
-    from_blocks,
-    in_six_bits,
     packed,
-    to_blocks,
-    unfolded,
+    shared_integers,
     unpacked,
 )
+from g4ir.ops.layouts import in_six_bits, six_bits
 from g4ir.ops.types import Type
 from g4ir.passes import run_program
 from g4ir.plan.cost import graph_costs, total
@@ -71,6 +67,7 @@ from tests.runner import Session, built_program
 
 BF16, F32 = torch.bfloat16, torch.float32
 SCHEMES = {"int8": (0, "bf16"), "int4": (32, "bf16"), "fp8": (0, "f32")}
+MINIMA = ("uint4", "uint5")
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 MATRIX = yaml.safe_load(Path(__file__).with_name("quant_matrix.yaml").read_text())
 
@@ -123,7 +120,7 @@ def test_value_is_rounded_once() -> None:
 @given(st.lists(st.integers(-8, 7), min_size=2, max_size=64).filter(lambda c: len(c) % 2 == 0))
 def test_four_bits_two_in_a_byte(codes: list[int]) -> None:
     """The even element lies in the low half, as code + 8."""
-    made = packed(torch.tensor(codes, dtype=torch.int8))
+    made = packed(torch.tensor(codes, dtype=torch.int8), "int4")
     pairs = zip(codes[::2], codes[1::2], strict=True)
     assert made.tolist() == [(a + 8) | (b + 8) << 4 for a, b in pairs]
     assert unpacked(made).tolist() == codes
@@ -134,8 +131,9 @@ def test_integers_are_the_least_that_hold_their_numbers(group: int) -> None:
     w = gaussian(5, 768)
     w[2, :16] *= 1e-3
     codes, scales = OPS["quantize"].reference(w, form="int6", group=group, scale="f16")  # type: ignore[misc]
-    numbers, integers = unfolded(codes)
-    assert torch.equal(folded(numbers, integers), codes)
+    numbers, integers = unpacked(codes), shared_integers(codes)
+    assert torch.equal(packed(numbers, "int6", integers), codes)
+    integers = integers.view(torch.int8)
     assert scales.dtype == torch.float16 and numbers.abs().max() <= 31 and integers.min() == 1
     made = dequantize(codes, scales)
     assert 0.015 < (made - w.float()).norm() / w.float().norm() < 0.025
@@ -143,15 +141,16 @@ def test_integers_are_the_least_that_hold_their_numbers(group: int) -> None:
     assert torch.equal(dequantize(*as_bytes), made)
 
 
-@pytest.mark.parametrize("form", BLOCK_PARTS)
+@pytest.mark.parametrize("form", MINIMA)
 def test_codes_with_minima_come_back(form: str) -> None:
     """Two groups of a row, of 512 numbers each, which have 16 integers and as many of minima."""
     random = torch.Generator().manual_seed(0)
     most = int(FORMS[form].largest)
     numbers = torch.randint(0, most + 1, (2, 1024), generator=random, dtype=torch.uint8)
     parts = torch.randint(0, 64, (2, 2, 32), generator=random, dtype=torch.uint8)
-    codes = to_blocks(numbers, in_six_bits(*parts), form)
-    assert all(map(torch.equal, from_blocks(codes), (numbers, *parts)))
+    codes = packed(numbers, form, in_six_bits(*parts))
+    came_back = unpacked(codes), *six_bits(shared_integers(codes))
+    assert all(map(torch.equal, came_back, (numbers, *parts)))
     scales, minima = torch.rand(2, 2, 2, generator=random)
     made = dequantize(codes, torch.stack((scales, minima), -1).flatten(1))
     scale, minimum = (t.repeat_interleave(16, 1)[..., None] for t in (scales, minima))
@@ -481,14 +480,14 @@ def test_by_columns_and_back(rows: int, size: int, dtype: str) -> None:
     assert torch.equal(quant.by_rows(quant.by_columns(x)), x)
 
 
-@pytest.mark.parametrize("form", ["int6", *BLOCK_PARTS])
+@pytest.mark.parametrize("form", ["int6", *MINIMA])
 def test_a_gpu_is_given_what_its_kernels_read(form: str) -> None:
     """The table, gathered from and multiplied with, is one param in both graphs."""
     rule = Rule(("L*.mlp.w_*", "L*.moe.*", "embed.table"), form)
     program = quantised_program(widened("tiny-moe"), Recipe((rule,), "r"))
     packing = split_program(find_backend("torch").stored(program, "cuda"))
     params = packing.program.params().values()
-    assert not {FORMS[f].codes for f in ("int6", *BLOCK_PARTS)} & {v.type.dtype for v in params}
+    assert not {FORMS[f].codes for f in ("int6", *MINIMA)} & {v.type.dtype for v in params}
     tables = [v for g in packing.program.graphs.values() for v in g.params if "table" in v.name]
     assert len(tables) > len({*tables}) == (2 if form == "int6" else 1)
 

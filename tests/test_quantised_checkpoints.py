@@ -198,7 +198,8 @@ def mobile_weight(configs: Mapping[str, Any]) -> Pack:
         top = 1 << b - 1
         scale = w.abs().amax(-1, keepdim=True) / top
         codes = (w / scale).round().clamp(-top, top - 1)
-        stored = {2: four_in_a_byte, 4: packed, 8: lambda t: t.to(torch.int8)}[b](codes)
+        by = {2: four_in_a_byte, 4: lambda t: packed(t, "int4"), 8: lambda t: t.to(torch.int8)}
+        stored = by[b](codes)
         if module.endswith(TABLES):
             return {f"{module}.embedding_quantized": stored, f"{module}.embedding_scale": scale}
         ranges = ("input_activation_scale", "output_activation_scale")

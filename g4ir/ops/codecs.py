@@ -1,24 +1,14 @@
 """Quantised weights: codes, and a scale for each row or each group of a row.
 
 One definition serves every format: w = round(code * scale), rounded once to the model's dtype.
-Codes are `i8` [.., K], `f8e4m3` [.., K], or 4 bits, two in a byte: `u8` [.., K/2] with the even
-element in the low half, each as code + 8. Scales are [.., G]: each serves K/G codes in a row.
+Codes are `i8` [.., K], `f8e4m3` [.., K], or lie in blocks as layouts.py has them, each in as many
+elements of a dtype of its own. Scales are [.., G]: each serves K/G codes in a row.
 
-Codes of `int5` are held as code + 16. 32 of them lie in 20 bytes, `u16` [.., K/32 * 10]: 16 bytes
-with the low 4 bits, as of `int4`, and 4 with bit 4, that of number 8 a + 2 i + p in bit 2 a + p of
-byte i.
-
-Codes of `int6` are products: of a number of 6 bits and one of 8, an integer, that 16 codes share.
-128 of them lie in 104 bytes, `i64` [.., K/128 * 13], as in each half of a block of GGUF's Q6_K: 64
-bytes with the low 4 bits of number + 32, 0-63 in the low halves and 64-127 in the high ones; 32
-bytes with the upper 2 bits, those of 0-31 lowest, then 32-63, 64-95 and 96-127; the 8 integers.
+Codes of `int6` are products: of a value of 6 bits and an integer of 8, which 16 codes share.
 
 `uint4` and `uint5` have minima: w = round(code * scale - integer * minimum). A code is a product
-here too, of a number from 0 on and an integer of 6 bits; 32 codes share that one and the integer of
-their minimum. Scales are pairs, [.., 2G]: a scale and a minimum. 256 codes lie together in 140
-bytes, `i32` [.., K/256 * 35], or in 172, `i16` [.., K/256 * 86]; they are what a block of GGUF's
-Q4_K or Q5_K holds: 128 bytes with the low 4 bits, as of `int4`; of uint5 32 bytes with bit 4, that
-of number 64 a + 2 i + p in bit 2 a + p of byte i; 12 bytes with the integers (see `in_six_bits`).
+here too, of a value from 0 on and an integer of 6 bits; 32 codes share that one and the integer of
+their minimum. Scales are pairs, [.., 2G]: a scale and a minimum.
 """
 
 from __future__ import annotations
@@ -28,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .base import wide
-from .types import dtype_name, torch, torch_dtype
+from .layouts import LAYOUTS, Layout, in_six_bits, six_bits
+from .types import ITEMSIZE, dtype_name, torch, torch_dtype
 
 #: elements that `quantize` looks at together: few enough to stay in a core's cache
 PIECE = 1 << 18
@@ -36,15 +27,24 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class Form:
-    """How a number is held: dtype of the codes, codes in `elements` of it, the largest code, codes
-    that a group is a multiple of, and its scales: one, or two where the second is a minimum."""
+    """A quantised format: dtype of the codes, the largest code, codes that a group is a multiple
+    of, its scales (one, or two if the second is a minimum), and how codes lie in bytes."""
 
     codes: str
-    packed: int
     largest: float
-    elements: int = 1
+    layout: Layout
     share: int = 1
     scales: int = 1
+
+    @property
+    def packed(self) -> int:
+        """Values of a block."""
+        return self.layout.values
+
+    @property
+    def elements(self) -> int:
+        """Elements of a block."""
+        return self.layout.nbytes // ITEMSIZE[self.codes]
 
     def held(self, numbers: int) -> int:
         """Return the elements that hold so many numbers."""
@@ -55,24 +55,18 @@ class Form:
         return 0 if held % self.elements else held // self.elements * self.packed
 
 
-#: of `int6`: codes that lie together, their bytes by part, codes that share an integer, the largest
-#: number and integer
-TOGETHER, PARTS, SHARE = 128, (64, 32, 8), 16
-NUMBER, INTEGER = 31, 127
-#: of forms with minima: codes that lie together, codes that share integers, the largest integer,
-#: and bytes by part: low bits, upper bits where there are some, integers
-BLOCK, EIGHTH, MOST = 256, 32, 63
-BLOCK_PARTS = {"uint4": (128, 0, 12), "uint5": (128, 32, 12)}
-#: of `int5`: bytes of 32 codes by part
-FIVES = (16, 4)
+#: of `int6`: codes that share an integer, the largest value and integer
+SHARE, NUMBER, INTEGER = 16, 31, 127
+#: of formats with minima: codes that share integers, the largest integer
+EIGHTH, MOST = 32, 63
 FORMS = {
-    "int8": Form("i8", 1, 127),
-    "int6": Form("i64", TOGETHER, NUMBER * INTEGER, sum(PARTS) // 8, SHARE),
-    "int5": Form("u16", EIGHTH, 15, sum(FIVES) // 2),
-    "uint5": Form("i16", BLOCK, 31, sum(BLOCK_PARTS["uint5"]) // 2, EIGHTH, 2),
-    "int4": Form("u8", 2, 8),
-    "uint4": Form("i32", BLOCK, 15, sum(BLOCK_PARTS["uint4"]) // 4, EIGHTH, 2),
-    "fp8": Form("f8e4m3", 1, 448),
+    "int8": Form("i8", 127, LAYOUTS["int8"]),
+    "int6": Form("i64", NUMBER * INTEGER, LAYOUTS["int6"], SHARE),
+    "int5": Form("u16", 15, LAYOUTS["int5"]),
+    "uint5": Form("i16", 31, LAYOUTS["uint5"], EIGHTH, 2),
+    "int4": Form("u8", 8, LAYOUTS["int4"]),
+    "uint4": Form("i32", 15, LAYOUTS["uint4"], EIGHTH, 2),
+    "fp8": Form("f8e4m3", 448, LAYOUTS["fp8"]),
 }
 #: dtype of codes -> form
 FORM_OF = {f.codes: name for name, f in FORMS.items()}
@@ -102,12 +96,12 @@ def numbers_in(codes: Any) -> int:
 def dequantized(codes: Any, scales: Any, dtype: Any) -> Any:
     """Return the numbers of codes in a dtype; float64 where scales are."""
     factor = wide(scales)
-    form = FORM_OF.get(dtype_name(codes.dtype), "")
-    if form in BLOCK_PARTS:
+    form = FORM_OF.get(dtype_name(codes.dtype), "fp8")
+    if FORMS[form].scales > 1:
         w = _above_minima(codes, factor)
     else:
-        opened = {"int4": unpacked, "int5": fives, "int6": products}.get(form)
-        w = _shared((opened(codes) if opened else codes).to(factor.dtype), factor)
+        values = products(codes) if form == "int6" else unpacked(codes)
+        w = _shared(values.to(factor.dtype), factor)
     return w if w.dtype == torch.float64 else w.to(dtype)
 
 
@@ -118,9 +112,9 @@ def _shared(numbers: Any, factors: Any) -> Any:
 
 def _above_minima(codes: Any, pairs: Any) -> Any:
     """Return the numbers of codes with scales and minima in pairs, before they are rounded."""
-    numbers, integers, least = from_blocks(codes)
+    integers, least = six_bits(shared_integers(codes))
     scales, minima = pairs.unflatten(-1, (-1, 2)).unbind(-1)
-    w = _shared(_shared(numbers.to(torch.int16), integers).to(pairs.dtype), scales)
+    w = _shared(_shared(unpacked(codes).to(torch.int16), integers).to(pairs.dtype), scales)
     below = _shared(least.to(pairs.dtype), minima)
     return (w.unflatten(-1, (-1, EIGHTH)) - below[..., None]).flatten(-2)
 
@@ -134,123 +128,51 @@ def fake_quantized(x: Any, form: str) -> Any:
     return dequantized(codes, scales, x.dtype)[..., :width]
 
 
-def packed(codes: Any) -> Any:
-    """Return 4-bit codes [.., K], -8 to 7, two in a byte: u8 [.., K/2]."""
-    even, odd = (codes + 8).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-    return even | odd << 4
+def packed(values: Any, form: str, integers: Any = None) -> Any:
+    """Return codes of a format [.., K / block * elements] of values [.., K] and the bytes of the
+    integers that they share [.., bytes], if the format has such."""
+    layout = FORMS[form].layout
+    data = (values + layout.zero).to(torch.uint8).unflatten(-1, (-1, layout.values))
+    shared = {} if integers is None else {"integers": integers.unflatten(-1, (data.shape[-2], -1))}
+    return layout.write(data, **shared).flatten(-2).view(torch_dtype(FORMS[form].codes))
 
 
 def unpacked(codes: Any) -> Any:
-    """Return the 4-bit codes of bytes u8 [.., K/2]: i8 [.., K], -8 to 7."""
-    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8) - 8
+    """Return the values of codes [.., K]: i8, u8 for formats with minima; of int8 and fp8 the codes
+    themselves."""
+    form = FORMS[FORM_OF.get(dtype_name(codes.dtype), "fp8")]
+    if form.packed == 1:
+        return codes
+    values = form.layout.read(_blocks(codes, form)).flatten(-2)
+    return values.to(torch.int8) - form.layout.zero if form.layout.zero else values
 
 
-def in_fives(codes: Any) -> Any:
-    """Return codes of int5 [.., K], -16 to 15, as u16 [.., K/32 * 10]."""
-    parts = _low_and_upper(codes + 16, EIGHTH)
-    return torch.cat(parts, -1).flatten(-2).view(torch.uint16)
+def shared_integers(codes: Any) -> Any:
+    """Return the bytes of the integers that values of codes share: u8 [.., bytes]."""
+    form = FORMS[FORM_OF[dtype_name(codes.dtype)]]
+    return form.layout.split(_blocks(codes, form))["integers"].flatten(-2)
 
 
-def fives(codes: Any) -> Any:
-    """Return what `in_fives` was given, as i8."""
-    low, upper = codes.view(torch.uint8).unflatten(-1, (-1, sum(FIVES))).split(FIVES, -1)
-    return _five_bits(low, upper).flatten(-2).to(torch.int8) - 16
-
-
-def _low_and_upper(numbers: Any, block: int) -> tuple[Any, Any]:
-    """Return the low 4 bits of numbers of 5 bits [.., K], two in a byte: u8 [.., K/block, block/2],
-    and their upper ones [.., K/block, block/8]."""
-    parts = numbers.to(torch.uint8).unflatten(-1, (-1, 4, block // 8, 2))
-    even, odd = (parts & 15).unbind(-1)
-    upper = (parts >> 4 << _places(parts)).sum((-3, -1), dtype=torch.uint8)
-    return (even | odd << 4).flatten(-2), upper
-
-
-def _five_bits(low: Any, upper: Any) -> Any:
-    """Return numbers [.., K/block, block] of what `_low_and_upper` made."""
-    numbers = torch.stack((low & 15, low >> 4), -1).flatten(-2)
-    return numbers | ((upper[..., None, :, None] >> _places(low) & 1) << 4).flatten(-3)
-
-
-def _places(like: Any) -> Any:
-    """Return the bit in which a number's upper one lies, u8 [4, 1, 2]."""
-    return torch.arange(8, dtype=torch.uint8, device=like.device).view(4, 1, 2)
-
-
-def opened(codes: Any) -> Any:
-    """Return codes of int8, int5 or int4 as i8 [.., K]."""
-    by = {"int4": unpacked, "int5": fives}.get(FORM_OF[dtype_name(codes.dtype)])
-    return by(codes) if by else codes
-
-
-def folded(numbers: Any, integers: Any) -> Any:
-    """Return codes of int6: of numbers [.., K], -32 to 31, and the integers [.., K/16] that they
-    share."""
-    parts = (numbers + 32).to(torch.uint8).unflatten(-1, (-1, 4, TOGETHER // 4))
-    low, high = parts & 15, parts >> 4
-    low = (low[..., :2, :] | low[..., 2:, :] << 4).flatten(-2)
-    by = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    high = (high << by).sum(-2, dtype=torch.uint8)
-    shared = integers.to(torch.int8).view(torch.uint8).unflatten(-1, (-1, PARTS[2]))
-    return torch.cat((low, high, shared), -1).flatten(-2).view(torch.int64)
-
-
-def unfolded(codes: Any) -> tuple[Any, Any]:
-    """Return what `folded` was given, as i8."""
-    low, high, shared = codes.view(torch.uint8).unflatten(-1, (-1, sum(PARTS))).split(PARTS, -1)
-    low = torch.cat((low & 15, low >> 4), -1)
-    high = torch.cat([(high >> by & 3) << 4 for by in range(0, 8, 2)], -1)
-    numbers = ((low | high).to(torch.int8) - 32).flatten(-2)
-    return numbers, shared.view(torch.int8).flatten(-2)
+def _blocks(codes: Any, form: Form) -> Any:
+    return codes.view(torch.uint8).unflatten(-1, (-1, form.layout.nbytes))
 
 
 def products(codes: Any) -> Any:
     """Return the codes of int6 as integers: i16 [.., K]."""
-    numbers, integers = unfolded(codes)
-    return _shared(numbers.to(torch.int16), integers)
-
-
-def in_six_bits(integers: Any, least: Any) -> Any:
-    """Return integers of 6 bits and those of minima, [.., 8 B] each, in 12 bytes for 8 of both: the
-    first four of each, with the upper bits of the others above them; the lower bits of those."""
-    pairs = [t.to(torch.uint8).unflatten(-1, (-1, 2, 4)).unbind(-2) for t in (integers, least)]
-    first = [low | high >> 4 << 6 for low, high in pairs]
-    last = pairs[0][1] & 15 | (pairs[1][1] & 15) << 4
-    return torch.cat((*first, last), -1).flatten(-2)
-
-
-def to_blocks(numbers: Any, integers: Any, form: str) -> Any:
-    """Return codes of a form with minima: of numbers [.., K], 0 to 15 or 31, and the bytes
-    [.., K/256 * 12] that `in_six_bits` makes."""
-    low, upper = _low_and_upper(numbers, BLOCK)
-    parts = [low, upper] if BLOCK_PARTS[form][1] else [low]
-    parts.append(integers.unflatten(-1, (-1, BLOCK_PARTS[form][2])))
-    return torch.cat(parts, -1).flatten(-2).view(torch_dtype(FORMS[form].codes))
-
-
-def from_blocks(codes: Any) -> tuple[Any, Any, Any]:
-    """Return u8 numbers [.., K], integers [.., K/32] and those of minima of codes with minima."""
-    sizes = BLOCK_PARTS[FORM_OF[dtype_name(codes.dtype)]]
-    low, upper, six = codes.view(torch.uint8).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
-    numbers = _five_bits(low, upper) if sizes[1] else torch.stack((low & 15, low >> 4), -1)
-    *first, last = six.unflatten(-1, (3, 4)).unbind(-2)
-    integers, least = (
-        torch.cat((low & 63, high | low >> 6 << 4), -1).flatten(-2)
-        for low, high in zip(first, (last & 15, last >> 4), strict=True)
-    )
-    return numbers.flatten(codes.dim() - 1), integers, least
+    integers = shared_integers(codes).view(torch.int8)
+    return _shared(unpacked(codes).to(torch.int16), integers)
 
 
 def by_columns(x: Any) -> Any:
     """Return codes or scales [.., N, K] as [.., K, N]; see the op `columns`."""
     if x.dtype != torch.uint8:
         return x.mT.contiguous()
-    return packed(unpacked(x).mT) ^ COMPLEMENT
+    return packed(unpacked(x).mT, "int4") ^ COMPLEMENT
 
 
 def by_rows(x: Any) -> Any:
     """Return what `by_columns` was given."""
-    return packed(unpacked(x ^ COMPLEMENT).mT) if x.dtype == torch.uint8 else x.mT
+    return packed(unpacked(x ^ COMPLEMENT).mT, "int4") if x.dtype == torch.uint8 else x.mT
 
 
 #: rows of a weight that lie together in tiles, and bytes of each that lie side by side
@@ -309,7 +231,7 @@ def quantized(w: Any, form: str, group: int, scale: str, moments: Any = None) ->
     dtype = torch_dtype(scale)
     if moments is not None:
         moments = moments.to(x.dtype).unflatten(-1, (-1, group))
-    if form in BLOCK_PARTS:
+    if FORMS[form].scales > 1:
         kept = torch.float64 if w.dtype == torch.float64 else dtype
         return _with_minima(x, form, kept, dtype, moments)
     if form == "int4":
@@ -327,14 +249,15 @@ def _int6(y: Any) -> Any:
     shared = y.flatten(-2).unflatten(-1, (-1, SHARE))
     integers = (shared.abs().amax(-1) / NUMBER).ceil().clamp(1, INTEGER)
     numbers = (shared / integers[..., None]).round().clamp(-NUMBER - 1, NUMBER)
-    return folded(numbers.flatten(-2), integers)[:, None]
+    shared = integers.to(torch.int8).view(torch.uint8)
+    return packed(numbers.flatten(-2), "int6", shared)[:, None]
 
 
 _CODES: dict[str, Callable[[Any], Any]] = {
     "int8": lambda y: y.round().clamp(-127, 127).to(torch.int8),
     "int6": _int6,
-    "int5": lambda y: in_fives(y.round().clamp(-16, 15).flatten(-2))[:, None],
-    "int4": lambda y: packed(y.round().clamp(-8, 7).flatten(-2)).unflatten(-1, (y.shape[-2], -1)),
+    "int5": lambda y: packed(y.round().clamp(-16, 15).flatten(-2), "int5")[:, None],
+    "int4": lambda y: packed(y.round().clamp(-8, 7).flatten(-2), "int4")[:, None],
     "fp8": lambda y: y.clamp(-448, 448).to(torch.float8_e4m3fn),
 }
 
@@ -353,7 +276,7 @@ def _with_minima(x: Any, form: str, kept: Any, dtype: Any, moments: Any = None) 
     step, least = (i * p[..., None] for i, p in zip(integers, pairs, strict=True))
     numbers = _numbers_above(parts, step, least, most)
     six = in_six_bits(*(i.flatten(1) for i in integers))
-    return to_blocks(numbers.flatten(1), six, form), torch.stack(pairs, -1).flatten(1).to(kept)
+    return packed(numbers.flatten(1), form, six), torch.stack(pairs, -1).flatten(1).to(kept)
 
 
 def _numbers_above(x: Any, step: Any, least: Any, most: float) -> Any:

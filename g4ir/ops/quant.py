@@ -21,12 +21,12 @@ from .codecs import (
     dequantized,
     fake_quantized,
     fits_tiles,
-    fives,
     from_tiles,
     quantized,
     rows_from_tiles,
+    shared_integers,
     to_tiles,
-    unfolded,
+    unpacked,
 )
 from .types import FLOATS, ITEMSIZE, Type, Types, dtype_name, torch, torch_dtype
 
@@ -167,10 +167,9 @@ class as_bytes:
     @staticmethod
     def reference(codes: Any, scales: Any) -> tuple[Any, Any]:
         if FORM_OF[dtype_name(codes.dtype)] == "int5":
-            return fives(codes), scales
-        numbers, integers = unfolded(codes)
-        factor = wide(scales)[..., None]
-        return numbers, (integers.unflatten(-1, (scales.shape[-1], -1)) * factor).flatten(-2)
+            return unpacked(codes), scales
+        integers = shared_integers(codes).view(torch.int8).unflatten(-1, (scales.shape[-1], -1))
+        return unpacked(codes), (integers * wide(scales)[..., None]).flatten(-2)
 
     flops = free
     samples = cases(

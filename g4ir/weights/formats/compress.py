@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from g4ir.model.names import CODES, SCALES
-from g4ir.ops.codecs import fives
+from g4ir.ops.codecs import unpacked
 from g4ir.ops.types import TORCH_NAMES, torch
 from g4ir.quant.recipe import Scheme
 from g4ir.weights.tensorfile import CODES as DTYPES
@@ -133,7 +133,7 @@ def _rows(e: int, first: int, count: int, t: torch.Tensor) -> torch.Tensor:
 def _codes(parts: Parts, cut: Cut) -> torch.Tensor:
     codes = cut(parts(CODES)).contiguous()
     if codes.dtype == torch.uint16:
-        codes = fives(codes)
+        codes = unpacked(codes)
     if codes.dtype == torch.int8:  # a word holds code + 128
         codes = codes.view(torch.uint8) ^ 128
     return codes.view(torch.int32) if codes.dtype == torch.uint8 else codes

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from g4ir.ops.layouts import PAIRS, in_order
 from g4ir.ops.types import torch
 from g4ir.spec.reader import Length, Node, OneOf, Range, build
 from g4ir.weights.tensorfile import FLOATS, broken, quoted
@@ -196,8 +197,8 @@ def _is_set(files: Files, found: Found) -> bool:
 
 def _from_2_bits(t: torch.Tensor) -> torch.Tensor:
     """Return bytes of four 2-bit codes as bytes of two 4-bit codes: code + 2 becomes code + 8."""
-    a, b, c, d = ((t >> at & 3) + 6 for at in (0, 2, 4, 6))
-    return torch.stack((a | b << 4, c | d << 4), -1).flatten(-2)
+    codes: torch.Tensor = PAIRS.write(in_order(2).read(t) + 6)
+    return codes
 
 
 @dataclass(frozen=True)
@@ -266,11 +267,9 @@ def _mlx_weight(
     require(biases, FLOATS, (rows, groups))
     header, entry = codes
     raw = header, replace(entry, dtype="U8", shape=(rows, entry.shape[1] * 4))
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
 
     def piece(raw: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        q = (raw[..., None] >> shifts) & (1 << bits) - 1
-        grouped = q.view(len(raw), groups, -1).float()
+        grouped = in_order(bits).read(raw).view(len(raw), groups, -1).float()
         return (grouped * scale.float()[..., None] + bias.float()[..., None]).flatten(1)
 
     def values(ids: torch.Tensor | None) -> torch.Tensor:

@@ -1,16 +1,19 @@
-"""Turns the blocks of GGUF files into values, and into codes and scales where that loses nothing.
+"""Turns the blocks of GGUF files (ops/layouts.py) into values, and into codes and scales where that
+loses nothing.
 
-Layouts are those of ggml's `ggml-common.h` and `ggml-quants.c`. A block is a row of bytes. Types
-whose minima are float16 too (Q4_1, Q5_1) become values. Every product is exact in float32.
+A block is a row of bytes. Types whose minima are float16 too (Q4_1, Q5_1) become values. Every
+product is exact in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from g4ir.ops.codecs import dequantized, in_fives, packed, to_blocks
-from g4ir.ops.types import torch
+from g4ir.ops.codecs import FORMS, dequantized
+from g4ir.ops.layouts import LAYOUTS
+from g4ir.ops.types import torch, torch_dtype
 from g4ir.quant.recipe import Scheme
 
 #: u8[n, bytes of a block] -> something of each of the n blocks, [n, ..]
@@ -18,15 +21,7 @@ Part = Callable[["torch.Tensor"], "torch.Tensor"]
 
 #: bytes of blocks that are looked at together: few enough to stay in a core's cache
 PIECE = 1 << 18
-
-
-def _half(b: torch.Tensor, at: int, count: int = 1) -> torch.Tensor:
-    """Return the float16 from a byte of each block on: f16[n, count]."""
-    return b[:, at : at + 2 * count].contiguous().view(torch.float16)
-
-
-def _first(b: torch.Tensor) -> torch.Tensor:
-    return _half(b, 0)
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True)
@@ -35,91 +30,58 @@ class BlockFormat:
 
     scheme: Scheme
     codes: Part
-    scales: Part = _first
+    scales: Part
 
     def numbers(self, blocks: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = dequantized(self.codes(blocks), self.scales(blocks), torch.float32)
         return made
 
 
-def _shifted(b: torch.Tensor, shifts: range, each: int) -> torch.Tensor:
-    """Return `each` bytes shifted right by the first, then by the next, then the next bytes."""
-    by = torch.tensor(shifts, dtype=torch.uint8)[:, None]
-    return (b.unflatten(-1, (-1, 1, each)) >> by).flatten(1)
+def _coded(kind: str, form: str, group: int) -> BlockFormat:
+    """Return a type whose blocks hold the codes of a form in another order of bits."""
+    dtype = torch_dtype(FORMS[form].codes)
+
+    def codes(blocks: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = LAYOUTS[kind].convert(blocks, FORMS[form].layout)
+        return made.view(dtype)
+
+    return BlockFormat(Scheme(form, group, "f16"), codes, partial(_scales, kind))
 
 
-def _nibbles(b: torch.Tensor, each: int) -> torch.Tensor:
-    """Return the low halves of `each` bytes, then their high halves: u8[n, 2 bytes]."""
-    return _shifted(b, range(0, 8, 4), each) & 15
+def _scales(kind: str, blocks: torch.Tensor) -> torch.Tensor:
+    """Return the float16 scales (and minima) of blocks: f16[n, 1 or 2]."""
+    found: torch.Tensor = LAYOUTS[kind].split(blocks)["scales"].contiguous().view(torch.float16)
+    return found
 
 
-def _bits(b: torch.Tensor, each: int) -> torch.Tensor:
-    """Return the fifth bits of numbers, each as 16; `each` 1: those of a little-endian u32."""
-    return (_shifted(b, range(8), each) & 1) << 4
+def _iq4(kind: str, blocks: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(_IQ4, dtype=torch.int8)[LAYOUTS[kind].read(blocks).int()]
 
 
-def _signed(b: torch.Tensor, zero: int) -> torch.Tensor:
-    return b.to(torch.int8) - zero
+def _iq4_xs_scales(blocks: torch.Tensor) -> torch.Tensor:
+    layout, parts = LAYOUTS["IQ4_XS integers"], LAYOUTS["IQ4_XS"].split(blocks)
+    integers = layout.read(parts["integers"]).to(torch.int8) - layout.zero
+    return _scales("IQ4_XS", blocks).float() * integers
 
 
-def _i8(b: torch.Tensor) -> torch.Tensor:
-    return b.view(torch.int8)
+def _with_minimum(kind: str, blocks: torch.Tensor) -> torch.Tensor:
+    scale, minimum = _scales(kind, blocks).float().split(1, -1)
+    return LAYOUTS[kind].read(blocks) * scale + minimum
 
 
-def _q6_k(b: torch.Tensor) -> torch.Tensor:
-    """Return the halves of blocks one after the other: i64[n, 26]."""
-    parts = (b[:, at : at + 2 * each].unflatten(-1, (2, each)) for at, each in _Q6_K)
-    return torch.cat([*parts], -1).flatten(1).view(torch.int64)
-
-
-#: where the parts of int6 lie in a block of Q6_K, and their bytes in each half of it
-_Q6_K = ((0, 64), (128, 32), (192, 8))
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
-
-def _iq4(nibbles: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(_IQ4, dtype=torch.int8)[nibbles.int()]
-
-
-def _iq4_xs_scales(b: torch.Tensor) -> torch.Tensor:
-    high = (_shifted(b[:, 2:4], range(0, 8, 2), 1) & 3) << 4
-    return _half(b, 0).float() * _signed(_nibbles(b[:, 4:8], 1) | high, 32)
-
-
-def _with_minimum(q: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return q * _half(b, 0).float() + _half(b, 2).float()
-
-
-_INT8 = Scheme("int8", 32, "f16")
 CODED = {
-    "Q8_0": BlockFormat(_INT8, lambda b: _i8(b[:, 2:])),
-    "Q4_0": BlockFormat(
-        Scheme("int4", 32, "f16"), lambda b: packed(_signed(_nibbles(b[:, 2:], 16), 8))
+    "Q8_0": _coded("Q8_0", "int8", 32),
+    "Q4_0": _coded("Q4_0", "int4", 32),
+    "Q5_0": _coded("Q5_0", "int5", 32),
+    "Q4_K": _coded("Q4_K", "uint4", 256),
+    "Q5_K": _coded("Q5_K", "uint5", 256),
+    "Q6_K": _coded("Q6_K", "int6", 256),
+    "IQ4_NL": BlockFormat(
+        Scheme("int8", 32, "f16"), partial(_iq4, "IQ4_NL"), partial(_scales, "IQ4_NL")
     ),
-    "Q5_0": BlockFormat(
-        Scheme("int5", 32, "f16"),
-        lambda b: in_fives(_signed(_nibbles(b[:, 6:], 16) | _bits(b[:, 2:6], 1), 16)),
-    ),
-    "Q4_K": BlockFormat(
-        Scheme("uint4", 256, "f16"),
-        lambda b: to_blocks(_nibbles(b[:, 16:], 32), b[:, 4:16], "uint4"),
-        lambda b: _half(b, 0, 2),
-    ),
-    "Q5_K": BlockFormat(
-        Scheme("uint5", 256, "f16"),
-        lambda b: to_blocks(_nibbles(b[:, 48:], 32) | _bits(b[:, 16:48], 32), b[:, 4:16], "uint5"),
-        lambda b: _half(b, 0, 2),
-    ),
-    "Q6_K": BlockFormat(Scheme("int6", 256, "f16"), _q6_k, lambda b: _half(b, 208)),
-    "IQ4_NL": BlockFormat(_INT8, lambda b: _iq4(_nibbles(b[:, 2:], 16))),
-    "IQ4_XS": BlockFormat(
-        Scheme("int8", 32, "f32"), lambda b: _iq4(_nibbles(b[:, 8:], 16)), _iq4_xs_scales
-    ),
+    "IQ4_XS": BlockFormat(Scheme("int8", 32, "f32"), partial(_iq4, "IQ4_XS"), _iq4_xs_scales),
 }
-DENSE: dict[str, Part] = {
-    "Q4_1": lambda b: _with_minimum(_nibbles(b[:, 4:], 16), b),
-    "Q5_1": lambda b: _with_minimum(_nibbles(b[:, 8:], 16) | _bits(b[:, 4:8], 1), b),
-}
+DENSE: dict[str, Part] = {kind: partial(_with_minimum, kind) for kind in ("Q4_1", "Q5_1")}
 
 
 def by_pieces(blocks: torch.Tensor, convert: Part) -> torch.Tensor:

@@ -23,8 +23,9 @@ from typing import Any
 from g4ir.errors import InputError, SpecError
 from g4ir.model.names import CODES, NORM, SCALES, checkpoint_name
 from g4ir.model.tensors import text_tensors
-from g4ir.ops.codecs import SAME_CODES, opened, quantized
+from g4ir.ops.codecs import SAME_CODES, quantized, unpacked
 from g4ir.ops.finite import cast
+from g4ir.ops.layouts import LAYOUTS
 from g4ir.ops.types import dtype_name, torch
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.parts import SLIDING
@@ -183,7 +184,7 @@ def _rows(
     if held and block and form == block.form and held.group % block.group == 0:
         parts = [source.tensor(f"{bare}{part}").flatten(0, -2) for part in (CODES, SCALES)]
         for codes, scales in zip(*(t.split(_count(parts[0])) for t in parts), strict=True):
-            codes = opened(codes)
+            codes = unpacked(codes)
             each = codes.shape[-1] // block.group // scales.shape[-1]
             yield _blocks(codes, scales.repeat_interleave(each, -1), kind)
         source.release(bare)
@@ -200,7 +201,7 @@ def _stored(x: torch.Tensor, kind: str, added: float, name: str) -> torch.Tensor
         return cast(x.float() + added if added else x, dtype_name(_DENSE[kind]), name)
     block = _BLOCKS[kind]
     codes, scales = quantized(x.float(), block.form, block.group, "f16")
-    return _blocks(opened(codes), scales, kind)
+    return _blocks(unpacked(codes), scales, kind)
 
 
 def _count(t: torch.Tensor) -> int:
@@ -209,12 +210,11 @@ def _count(t: torch.Tensor) -> int:
 
 def _blocks(codes: torch.Tensor, scales: torch.Tensor, kind: str) -> torch.Tensor:
     """Return the blocks of codes i8 [n, K] and scales [n, K/32]: u8 [n * K/32, bytes]."""
-    codes = codes.reshape(-1, 32)
-    data = codes.view(torch.uint8)
-    if kind == "Q4_0":  # numbers 0-15 in the low halves of bytes, 16-31 in the high ones
-        low, high = (codes + 8).to(torch.uint8).chunk(2, -1)
-        data = low | high << 4
-    return torch.cat([scales.half().reshape(-1, 1).contiguous().view(torch.uint8), data], -1)
+    layout = LAYOUTS[kind]
+    data = (codes.reshape(-1, layout.values) + layout.zero).view(torch.uint8)
+    own = scales.half().reshape(-1, 1).contiguous().view(torch.uint8)
+    made: torch.Tensor = layout.write(data, scales=own)
+    return made
 
 
 # --- metadata ---------------------------------------------------------------------------------

@@ -1,0 +1,163 @@
+"""How quantised weights lie in bytes: the formats of g4ir and those of GGUF files, in one table.
+
+Readers, writers and conversions between formats follow from `LAYOUTS`. GGUF's are those of ggml's
+`ggml-common.h` and `ggml-quants.c`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from .types import torch
+
+
+@dataclass(frozen=True)
+class Bits:
+    """`width` bits of each value. Values are seen as an array of `axes`; the index along an axis
+    with a step chooses where in a byte they lie, in steps of so many bits, indices along the others
+    choose the byte."""
+
+    width: int
+    axes: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    def read(self, data: Any) -> Any:
+        """Return the bits of values, lowest first, of bytes that hold any number of such arrays:
+        u8 [.., values]."""
+        sizes = [size for size, step in zip(self.axes, self.steps, strict=True) if not step]
+        return self._read(data.unflatten(-1, (-1, *sizes)), 0, 0).flatten(-1 - len(self.axes))
+
+    def _read(self, data: Any, axis: int, shift: int) -> Any:
+        while axis < len(self.axes) and not self.steps[axis]:
+            axis += 1
+        if axis == len(self.axes):
+            shifted = data >> shift if shift else data
+            return shifted & (1 << self.width) - 1 if shift + self.width < 8 else shifted
+        shifts = [shift + i * self.steps[axis] for i in range(self.axes[axis])]
+        return torch.stack([self._read(data, axis + 1, s) for s in shifts], axis - len(self.axes))
+
+    def write(self, values: Any) -> Any:
+        """Return the bytes of values u8 [.., values] of so many bits: u8 [.., bytes]."""
+        data = values.unflatten(-1, (-1, *self.axes))
+        for axis, step in enumerate(self.steps):
+            if step:
+                slices = data.unbind(axis - len(self.axes))
+                data = reduce(torch.bitwise_or, (x << i * step for i, x in enumerate(slices)))
+        return data.flatten(-1 - self.steps.count(0))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Blocks of so many values, each stored as value + `zero`: bytes and bits of their fields, in
+    order. `low` and `high` are the values' bits, `high` from bit 4 on; `integers`, which values
+    share, and `scales` are whole bytes."""
+
+    values: int
+    zero: int
+    fields: Mapping[str, tuple[int, Bits]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for nbytes, _ in self.fields.values())
+
+    def split(self, blocks: Any) -> dict[str, Any]:
+        """Return the fields of blocks [.., nbytes], as views."""
+        sizes = [nbytes for nbytes, _ in self.fields.values()]
+        return dict(zip(self.fields, blocks.split(sizes, -1), strict=True))
+
+    def read(self, blocks: Any) -> Any:
+        """Return the values of blocks [.., nbytes], with `zero` added: u8 [.., values]."""
+        parts = self.split(blocks)
+        low, *high = (self.fields[n][1].read(parts[n]) for n in ("low", "high") if n in parts)
+        return low | high[0] << 4 if high else low
+
+    def write(self, values: Any, **shared: Any) -> Any:
+        """Return blocks u8 [.., nbytes] of values u8 [.., values] with `zero` added, and of the
+        bytes of their other fields."""
+        parts = {"low": values, "high": values >> 4}
+        for name in parts.keys() & self.fields.keys():
+            bits = self.fields[name][1]
+            shared[name] = bits.write(parts[name] & (1 << bits.width) - 1)
+        return torch.cat([shared[name] for name in self.fields], -1)
+
+    def convert(self, blocks: Any, to: Layout) -> Any:
+        """Return the fields of another layout, with the same `zero`, of blocks [.., nbytes]."""
+        parts, count = self.split(blocks), self.values // to.values
+        for name, (_, bits) in to.fields.items():
+            if (own := self.fields[name][1]) != bits:
+                parts[name] = bits.write(own.read(parts[name]))
+            parts[name] = parts[name].unflatten(-1, (count, -1))
+        return torch.cat([parts[name] for name in to.fields], -1).flatten(-2)
+
+
+def six_bits(data: Any) -> tuple[Any, Any]:
+    """Return the integers of 6 bits, [.., 8 B] each, that 12 bytes hold for 8 scales and 8 minima:
+    the first four of each with the upper bits of the last four above them, then the lower bits."""
+    *first, last = data.unflatten(-1, (-1, 3, 4)).unbind(-2)
+    scales, minima = (
+        torch.cat((low & 63, high | low >> 6 << 4), -1).flatten(-2)
+        for low, high in zip(first, (last & 15, last >> 4), strict=True)
+    )
+    return scales, minima
+
+
+def in_six_bits(scales: Any, minima: Any) -> Any:
+    """Return the bytes that `six_bits` reads, [.., 12 B]."""
+    pairs = [t.to(torch.uint8).unflatten(-1, (-1, 2, 4)).unbind(-2) for t in (scales, minima)]
+    first = [low | high >> 4 << 6 for low, high in pairs]
+    last = pairs[0][1] & 15 | (pairs[1][1] & 15) << 4
+    return torch.cat((*first, last), -1).flatten(-2)
+
+
+def in_order(width: int) -> Bits:
+    """Return values of 1, 2, 4 or 8 bits one after the other, the first in the lowest bits."""
+    return Bits(width, (8 // width,), (width,))
+
+
+def halves(n: int) -> Bits:
+    """Return n values in the low halves of bytes, the next n in the high ones."""
+    return Bits(4, (2, n), (4, 0))
+
+
+def fifth(n: int) -> Bits:
+    """Return one bit of each of n values: that of value a n / 4 + 2 i + p is bit 2 a + p of byte
+    i."""
+    return Bits(1, (4, n // 8, 2), (2, 0, 1))
+
+
+def _layout(values: int, zero: int = 0, **fields: tuple[int, Bits] | int) -> Layout:
+    """Return a layout; a field of whole bytes is given by their count."""
+    bits = {n: (f, BYTES) if isinstance(f, int) else f for n, f in fields.items()}
+    return Layout(values, zero, bits)
+
+
+BYTES, PAIRS, SINGLE = Bits(8, (), ()), in_order(4), in_order(1)
+#: 2 bits of each of 128 values, one of each of 256: those of values 32 apart share a byte
+QUARTERS, EIGHTHS = Bits(2, (4, 32), (2, 0)), Bits(1, (8, 32), (1, 0))
+
+LAYOUTS = {
+    # g4ir's
+    "int8": _layout(1, low=1),
+    "fp8": _layout(1, low=1),
+    "int4": _layout(2, 8, low=(1, PAIRS)),
+    "int5": _layout(32, 16, low=(16, PAIRS), high=(4, fifth(32))),
+    "int6": _layout(128, 32, low=(64, halves(64)), high=(32, QUARTERS), integers=8),
+    "uint4": _layout(256, low=(128, PAIRS), integers=12),
+    "uint5": _layout(256, low=(128, PAIRS), high=(32, fifth(256)), integers=12),
+    # GGUF's
+    "Q8_0": _layout(32, scales=2, low=32),
+    "Q4_0": _layout(32, 8, scales=2, low=(16, halves(16))),
+    "Q4_1": _layout(32, scales=4, low=(16, halves(16))),
+    "Q5_0": _layout(32, 16, scales=2, high=(4, SINGLE), low=(16, halves(16))),
+    "Q5_1": _layout(32, scales=4, high=(4, SINGLE), low=(16, halves(16))),
+    "Q4_K": _layout(256, scales=4, integers=12, low=(128, halves(32))),
+    "Q5_K": _layout(256, scales=4, integers=12, high=(32, EIGHTHS), low=(128, halves(32))),
+    "Q6_K": _layout(256, 32, low=(128, halves(64)), high=(64, QUARTERS), integers=16, scales=2),
+    "IQ4_NL": _layout(32, scales=2, low=(16, halves(16))),
+    "IQ4_XS": _layout(256, scales=2, integers=6, low=(128, halves(16))),
+    # the integers of a block of IQ4_XS, which multiply its scale
+    "IQ4_XS integers": _layout(8, 32, high=(2, in_order(2)), low=(4, PAIRS)),
+}
