@@ -1,7 +1,7 @@
 """Prompts from conversations; reasoning, content and tool calls from output.
 
-    messages, tools --messages, tools--> Conversation      decoded, checked; schemas lowered
-    Conversation --template--> marked text --prompt--> Prompt --Vocabulary--> ids
+    messages, tools --messages, tools--> messages, tools   decoded, checked; schemas lowered
+    messages, tools --template--> marked text --prompt--> Prompt --Vocabulary--> ids
                    the checkpoint's own, or built in        contents never become control tokens
     ids --TokenStream--> pieces --Reader--> events, Answer  each piece text or a control token
 

@@ -7,7 +7,7 @@ reasoning removed. Its content is None, a text, or a list of texts and media.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -44,31 +44,26 @@ class Medium:
     place: str
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """Messages, and declared tools as checked by `tools`: all that a template takes."""
+Messages = Sequence[Message]
 
-    messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...] = ()
 
-    @property
-    def turns(self) -> list[tuple[Message, list[Message]]]:
-        """The messages but those of tools, each with the answers to its calls."""
-        out = list[tuple[Message, list[Message]]]()
-        for message in self.messages:
-            if message["role"] != TOOL:
-                out.append((message, []))
-            elif out and out[-1][0].get("tool_calls") and not out[-1][0].get("tool_responses"):
-                out[-1][1].append(message)
-        return out
+def turns(messages: Messages) -> list[tuple[Message, list[Message]]]:
+    """Return the messages but those of tools, each with the answers to its calls."""
+    out = list[tuple[Message, list[Message]]]()
+    for message in messages:
+        if message["role"] != TOOL:
+            out.append((message, []))
+        elif out and out[-1][0].get("tool_calls") and not out[-1][0].get("tool_responses"):
+            out[-1][1].append(message)
+    return out
 
-    @property
-    def media(self) -> tuple[Medium, ...]:
-        """The media in the order of their placeholders: answers are written behind the calls, which
-        is before the text of the message that called."""
-        written = [m for message, answers in self.turns for m in (*answers, message)]
-        contents = [m["content"] for m in written if isinstance(m["content"], list)]
-        return tuple(part for parts in contents for part in parts if isinstance(part, Medium))
+
+def media_of(messages: Messages) -> tuple[Medium, ...]:
+    """Return the media in the order of their placeholders: answers are written behind the calls,
+    which is before the text of the message that called."""
+    written = [m for message, answers in turns(messages) for m in (*answers, message)]
+    contents = [m["content"] for m in written if isinstance(m["content"], list)]
+    return tuple(part for parts in contents for part in parts if isinstance(part, Medium))
 
 
 def read_messages(given: Any) -> tuple[Message, ...]:
@@ -253,14 +248,14 @@ def _joined(content: Any) -> Any:
     return out if any(isinstance(part, Medium) for part in out) else "".join(out)
 
 
-def check_pairs(conversation: Conversation, may_wait: bool = False) -> list[Message]:
+def check_pairs(messages: Messages, may_wait: bool = False) -> list[Message]:
     """Raise InputError where calls and answers do not belong to each other, or nothing is asked:
     no model was trained to go on from a call without an answer, nor the other way round. Return the
     calls that wait for an answer, as those of the last message may where it `may_wait`."""
-    if not conversation.messages:
+    if not messages:
         raise InputError("messages: are empty; give at least one")
     waiting, end = list[Message](), {"role": "end"}
-    for i, message in enumerate((*conversation.messages, end)):
+    for i, message in enumerate((*messages, end)):
         if message["role"] == TOOL:
             waiting.remove(_called(message, waiting, f"messages[{i}]"))
             continue

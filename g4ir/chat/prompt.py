@@ -19,7 +19,7 @@ from g4ir.errors import InputError
 from g4ir.spec.parts import CHAT_FORMATS
 
 from . import special_tokens as control
-from .messages import PARTS, Conversation, Medium, Message, map_texts
+from .messages import PARTS, Medium, Message, map_texts
 
 #: stands for bytes that are no character
 REPLACEMENT = "\ufffd"
@@ -45,11 +45,13 @@ def _pieces(text: str) -> list[Piece]:
     return [Piece(text)] if text else []
 
 
-def guard(
-    conversation: Conversation, options: Mapping[str, Any], source: str
-) -> tuple[Conversation, dict[str, Any], str]:
-    """Return a conversation and options with marked texts, and the mark, which the template's
-    source does not have either. InputError for a text that is no Unicode."""
+#: messages, tools, and options of a template
+Given = tuple[Sequence[Message], Sequence[Any], Mapping[str, Any]]
+
+
+def guard(given: Given, source: str) -> tuple[Given, str]:
+    """Return the same with marked texts, and the mark, which the template's source does not have
+    either. InputError for a text that is no Unicode."""
     seen = set(source)
 
     def look(text: str) -> str:
@@ -58,22 +60,22 @@ def guard(
                 seen.update(text[start : start + _BLOCK])
         return text
 
-    given = (conversation.messages, conversation.tools, dict(options))
     map_texts(given, look)
     if bad := next((c for c in seen if "\ud800" <= c <= "\udfff"), None):
         what = f"a text has half a character (U+{ord(bad):04X})"
-        raise InputError(f"{_place(conversation, options, bad)}: {what}; it is no UTF-8")
+        raise InputError(f"{_place(given, bad)}: {what}; it is no UTF-8")
     mark = next((chr(c) for c in _MARKS if chr(c) not in seen), None)
     if mark is None:
         raise InputError("messages: the conversation has every rare ideograph; leave one out")
-    messages, tools, chosen = map_texts(given, lambda text: text.replace("<", f"<{mark}"))
-    return Conversation(messages, tools), chosen, mark
+    marked: Given = map_texts(given, lambda text: text.replace("<", f"<{mark}"))
+    return marked, mark
 
 
-def _place(conversation: Conversation, options: Mapping[str, Any], character: str) -> str:
+def _place(given: Given, character: str) -> str:
     """Return the part of a request whose texts have a character."""
-    parts = [(f"messages[{i}]", message) for i, message in enumerate(conversation.messages)]
-    parts += [(f"tools[{i}]", tool) for i, tool in enumerate(conversation.tools)]
+    messages, tools, options = given
+    parts = [(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    parts += [(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
     parts += [(f"chat_template_kwargs.{name}", {name: v}) for name, v in options.items()]
     for place, part in parts:
         if map_texts(part, lambda text: text.replace(character, "")) != part:

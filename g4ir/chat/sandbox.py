@@ -19,9 +19,8 @@ from types import BuiltinMethodType, MethodType
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
-from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension
-from jinja2.runtime import LoopContext
+from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter, safe_range
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -37,9 +36,6 @@ MAX_INDENT = 16
 ELEMENT, TICK = 64, 64 << 10
 VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 CONTAINERS: tuple[Any, ...] = (list, tuple, dict, set, frozenset, range, *VIEWS)
-
-
-METHODS = (BuiltinMethodType, MethodType)
 
 
 class LimitError(Exception):
@@ -131,12 +127,12 @@ class Budget:
 
     def made(self, value: Any) -> Any:
         """Charge a value that was made, and return it."""
+        size = 1
         if isinstance(value, str):
-            self.spend(len(value) * (1 if value.isascii() else 4) + ELEMENT)
+            size += len(value) // (64 if value.isascii() else 16)
         elif isinstance(value, (list, tuple, dict)):
-            self.spend(ELEMENT * (len(value) + 1))
-        else:
-            self.spend(ELEMENT)
+            size += len(value)
+        self.spend(ELEMENT * size)
         return value
 
     def nested(self, value: Any) -> Any:
@@ -146,7 +142,8 @@ class Budget:
 
     def text(self, value: Any) -> str:
         """Return a value as text."""
-        text: str = self.made(value if isinstance(value, str) else str(value))
+        text = value if isinstance(value, str) else str(value)
+        self.spend(len(text) * (1 if text.isascii() else 4) + ELEMENT)
         return text
 
 
@@ -162,7 +159,7 @@ def _budget() -> Budget:
     return _THREAD.budget
 
 
-def _number(value: Any) -> None:
+def _check_number(value: Any) -> None:
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise LimitError(f"it makes a number of more than {MAX_BITS} bits")
 
@@ -219,42 +216,54 @@ NO_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr", "forceesca
 TEXT_FILTERS = frozenset((*TEXTS, "capitalize", "e", "escape", "lower", "string", "title", "upper"))
 TEXT_FILTERS |= {"urlencode", "wordcount"}
 NESTING = frozenset(("batch", "groupby", "slice"))
-#: filters that take numbers of elements or digits
-COUNTING = frozenset(("batch", "slice", "round"))
 
 
-def _checked(name: str, value: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """Check the arguments of a filter; return the value, as text or a list if the filter would make
-    one of it. LimitError for a result that would be too large."""
-    budget = _budget()
-    for x in (*args, *named.values()) if name in COUNTING else ():
+def _check_counts(name: str, counts: Iterable[Any]) -> None:
+    for x in counts:
         if isinstance(x, int) and not -300 < x < 10_000:
             raise LimitError(f"filter {name}: {x} is too large")
-    if isinstance(value, Iterator):
-        value = budget.made(list(value))
-    if name in TEXT_FILTERS and getattr(value, "__html__", None) is None:
-        value = budget.text(value)
-    if name in TEXTS:
-        budget.make(TEXTS[name](value, *args, **named))
-    elif name == "join":
-        budget.make(_joined(value, *args[:1] or (named.get("d", ""),)))
-    elif name == "sum" and not isinstance((*args[1:], named.get("start", 0))[0], int | float):
+
+
+def _check_start(*args: Any, start: Any = 0) -> None:
+    if not isinstance((*args[1:], start)[0], int | float):
         raise LimitError("filter sum: adds numbers alone")
-    return value
+
+
+#: filters that take numbers of elements or digits, or make more than their text: what checks the
+#: value and the arguments
+CHECKS: Mapping[str, Callable[..., None]] = {
+    **{
+        name: lambda value, *args, _n=name, **named: _check_counts(_n, (*args, *named.values()))
+        for name in ("batch", "slice", "round")
+    },
+    **{
+        name: lambda *args, _size=size, **named: _budget().make(_size(*args, **named))
+        for name, size in TEXTS.items()
+    },
+    "join": lambda value, d="", attribute=None: _budget().make(_joined(value, d)),
+    "sum": lambda value, *args, **named: _check_start(*args, **named),
+}
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a filter within the limits. An argument that jinja2 gives to it is the first."""
     first = int(getattr(function, "jinja_pass_arg", None) is not None)
+    check = CHECKS.get(name)
 
     @wraps(function)
     def guarded(*args: Any, **named: Any) -> Any:
-        value = _checked(name, args[first], args[first + 1 :], named)
+        budget, value = _budget(), args[first]
+        if isinstance(value, Iterator):
+            value = budget.made(list(value))
+        if name in TEXT_FILTERS and not hasattr(value, "__html__"):
+            value = budget.text(value)
+        if check:
+            check(value, *args[first + 1 :], **named)
         made = function(*args[:first], value, *args[first + 1 :], **named)
         if name in NESTING:
-            return _budget().nested(list(made))
-        _number(made)
-        return _budget().made(made)
+            return budget.nested(list(made))
+        _check_number(made)
+        return budget.made(made)
 
     return guarded
 
@@ -298,12 +307,16 @@ OPERATORS: Mapping[str, Callable[[Any, Any], int]] = {
 }
 
 
-class _Counted:
-    """An iterable of a loop: each step is charged."""
+#: attributes of dicts, which go before their keys
+_OF_DICTS = frozenset(dir(dict))
 
-    def __init__(self, values: Any) -> None:
+
+class _Counted:
+    """An iterable of a loop: each step is charged, the `text` of the loop's body included."""
+
+    def __init__(self, values: Any, text: int = 0) -> None:
         _budget().spend(ELEMENT)
-        self.values, self.steps = values, iter(values)
+        self.values, self.steps, self.text = values, iter(values), text
 
     def __len__(self) -> int:
         return len(self.values)
@@ -311,7 +324,7 @@ class _Counted:
     def __iter__(self) -> Iterator[Any]:
         budget = _budget()
         for x in self.steps:
-            budget.spend(ELEMENT)
+            budget.spend(ELEMENT + self.text)
             yield x
 
 
@@ -341,44 +354,25 @@ class _Formatter(SandboxedFormatter):
 class _Checked(NodeTransformer):
     """Puts filters of ours around what makes values without a call: loops, lists, slices, `~`."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        node.iter = _filter(node.iter, "counted")
+    def generic_visit(self, node: nodes.Node, *args: Any, **named: Any) -> nodes.Node:
+        super().generic_visit(node)
+        if isinstance(node, nodes.For):
+            text = sum(len(part.data) for part in node.find_all(nodes.TemplateData))
+            node.iter = _filter(node.iter, "counted", nodes.Const(text, lineno=node.lineno))
+        elif isinstance(node, nodes.Concat):
+            return _filter(nodes.List(node.nodes, lineno=node.lineno), "concatenated")
+        elif isinstance(node, (nodes.List, nodes.Dict, nodes.Tuple)):
+            stored = isinstance(node, nodes.Tuple) and node.ctx != "load"
+            return node if stored else _filter(node, "built")
+        elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+            none, part = nodes.Const(None, lineno=node.lineno), node.arg
+            ends = [x or none for x in (part.start, part.stop, part.step)]
+            return _filter(node.node, "sliced", *ends)
         return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return _filter(nodes.List(node.nodes, lineno=node.lineno), "concatenated")
-
-    def visit_List(self, node: nodes.Expr) -> nodes.Node:
-        self.generic_visit(node)
-        return _filter(node, "built")
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        return self.visit_List(node)
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        self.generic_visit(node)
-        return _filter(node, "built") if node.ctx == "load" else node
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        self.generic_visit(node)
-        if not isinstance(node.arg, nodes.Slice):
-            return node
-        none = nodes.Const(None, lineno=node.lineno)
-        ends = [x or none for x in (node.arg.start, node.arg.stop, node.arg.step)]
-        return _filter(node.node, "sliced", *ends)
 
 
 def _filter(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, [*args], [], None, None, lineno=node.lineno)
-
-
-class _Generator(CodeGenerator):
-    """Charges the text of a template itself where it is printed."""
-
-    def _output_const_repr(self, group: Iterable[Any]) -> str:
-        return f"environment.finalize({super()._output_const_repr(group)})"
 
 
 class Generation(Extension):
@@ -396,7 +390,6 @@ class Generation(Extension):
 class Environment(ImmutableSandboxedEnvironment):
     """jinja2's immutable sandbox within a budget."""
 
-    code_generator_class = _Generator
     intercepted_binops = frozenset(OPERATORS)
 
     def __init__(self) -> None:
@@ -421,8 +414,16 @@ class Environment(ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         return attr not in REFUSED and super().is_safe_attribute(obj, attr, value)
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        if not isinstance(value, METHODS) or super().wrap_str_format(value) is None:
+        if (
+            not isinstance(value, (BuiltinMethodType, MethodType))
+            or super().wrap_str_format(value) is None
+        ):
             return None
         text: Any = value.__self__
         mapping = value.__name__ == "format_map"
@@ -435,7 +436,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         for x in (left, right):
-            _number(x)
+            _check_number(x)
         budget = _budget()
         budget.make(OPERATORS[operator](left, right))
         return budget.made(super().call_binop(context, operator, left, right))
@@ -444,13 +445,15 @@ class Environment(ImmutableSandboxedEnvironment):
         budget = _budget()
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str) and name == "join" and args:
-            parts = [*args[0]] if isinstance(args[0], Iterator) else args[0]
-            budget.make(_joined(parts, owner))
-            args = (parts, *args[1:])
-        elif isinstance(owner, str) and name in TEXTS and name != "format":
+            args = ([*args[0]] if isinstance(args[0], Iterator) else args[0], *args[1:])
+            budget.make(_joined(args[0], owner))
+        elif isinstance(owner, str) and name in TEXTS:
             budget.make(TEXTS[name](owner, *args, **named))
-        if isinstance(__obj, LoopContext) and args:
-            args = (_Counted(args[0]), *args[1:])
+        elif isinstance(__obj, LoopContext) and args:
+            args = (_Counted(args[0], __obj._iterable.text), *args[1:])
+        elif isinstance(__obj, Macro) and not (__obj.catch_varargs or __obj.catch_kwargs):
+            named.pop("_loop_vars", None)  # of jinja2's context, which a macro does not need
+            return budget.made(__obj(*args, **named))
         elif len(args) + len(named) > 1:
             budget.size((*args, *named.values()))
         return budget.made(super().call(__context, __obj, *args, **named))

@@ -18,8 +18,17 @@ from g4ir.errors import InputError
 from g4ir.spec.parts import CHAT_FORMATS, CHAT_FORMS
 from g4ir.weights.tensorfile import parse_json
 
-from .messages import ASSISTANT, TOOL, Conversation, Message, check_pairs, joined, kind_of
-from .messages import read_messages as read
+from .messages import (
+    ASSISTANT,
+    TOOL,
+    Message,
+    check_pairs,
+    joined,
+    kind_of,
+    media_of,
+    read_messages,
+    turns,
+)
 from .prompt import Prompt, Vocabulary, guard, with_media
 from .special_tokens import BOS, CHANNEL, CHANNEL_END, RESPONSE, THOUGHT
 from .tools import lower, read_tools
@@ -106,7 +115,7 @@ class Template:
         asked = {"role": ASSISTANT, "content": None, "tool_calls": [call]}
         answer = {"role": TOOL, "content": "answer", "tool_call_id": "1", "name": "f"}
         messages = ({"role": "user", "content": "?"}, asked, answer)
-        return not self._answers(messages) and self._answers(_folded(Conversation(messages)))
+        return not self._answers(messages) and self._answers(_folded(messages))
 
     def _answers(self, messages: Sequence[Message]) -> bool:
         """Whether the template writes the answer of a tool behind its call, in the native form."""
@@ -120,17 +129,19 @@ class Template:
         """Return which template it is, as values of JSON."""
         return {"template": self.origin, "sha256": self.sha256, "form": self.form}
 
-    def write(self, conversation: Conversation, options: Mapping[str, Any]) -> str:
+    def write(
+        self, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any]
+    ) -> str:
         """Return the prompt of a conversation. InputError if the template refuses it."""
         unknown = options.keys() - set(OPTIONS) if self.origin == BUILT_IN else ()
         if unknown:
             what, known = f"no option {min(unknown)!r}", ", ".join(OPTIONS)
             raise InputError(f"the built-in template has {what}; it has {known}")
-        if conversation.tools and "tools" not in self.source:
+        if tools and "tools" not in self.source:
             where = "the built-in template" if self.origin == "built-in" else self.origin
             raise InputError(f"tools: {where} has no place for them; leave them out")
-        messages = _folded(conversation) if self.folds else conversation.messages
-        text = self._text(messages, {"tools": [*conversation.tools] or None, **options})
+        messages = _folded(messages) if self.folds else messages
+        text = self._text(messages, {"tools": [*tools] or None, **options})
         if not options.get("add_generation_prompt", True) or not text.endswith(self.turn_end):
             return text
         # After a tool's answer and a text, published templates open no turn.
@@ -163,9 +174,9 @@ def _form_of(template: Template) -> str:
     is that of the variant."""
     if "channel" not in template.strings["controls"]:
         return template.form
-    question = Conversation(({"role": "user", "content": "?"},))
+    question = [{"role": "user", "content": "?"}]
     try:
-        text = template.write(question, {"enable_thinking": False})
+        text = template.write(question, (), {"enable_thinking": False})
     except InputError as e:
         if "line " in str(e).partition(": ")[0]:  # a mistake of the file, in each conversation
             raise
@@ -194,10 +205,10 @@ def _of_config(given: Any, path: Path) -> str:
     return given
 
 
-def _folded(conversation: Conversation) -> list[Message]:
+def _folded(messages: Sequence[Message]) -> list[Message]:
     """Return messages with the answers of tools in the message that called."""
     out = list[Message]()
-    for message, answers in conversation.turns:
+    for message, answers in turns(messages):
         if message.get("tool_calls") and not message.get("tool_responses"):
             responses = [_response(message["tool_calls"], answer) for answer in answers]
             message = message | {"tool_responses": responses}
@@ -225,7 +236,7 @@ def render(messages: Any, tools: Any = None, form: str | Template = "small", **o
     `options`: enable_thinking, preserve_thinking, add_generation_prompt, and what a checkpoint's
     own template knows beside them. InputError names the message or tool and the fix.
     """
-    return _prompt(Conversation(read(messages), read_tools(tools)), form, options).text
+    return _prompt(read_messages(messages), read_tools(tools), _template(form), options).text
 
 
 def make_prompt(
@@ -242,26 +253,34 @@ def make_prompt(
     are lowered, and contents are marked, so that they never become control tokens. `continued`: the
     last message is the head of the answer.
     """
-    checked = Conversation(joined(read(messages)), read_tools(tools))
+    checked, declared = joined(read_messages(messages)), read_tools(tools)
     check_pairs(checked)
-    lowered, said = lower(checked.tools)
-    last = checked.messages[-1]
+    lowered, said = lower(declared)
+    last = checked[-1]
     if continued:
         if last["role"] != ASSISTANT or last.get("tool_calls") or not last["content"]:
             what = "to be continued it must be the assistant's, with text only"
             raise InputError(f"messages[-1]: {what}")
         options["add_generation_prompt"] = False
-    template = form if isinstance(form, Template) else Template.built_in(form)
-    prompt = replace(_prompt(replace(checked, tools=lowered), template, options), said=said)
+    template = _template(form)
+    prompt = replace(_prompt(checked, lowered, template, options), said=said)
     prompt.check_media()
     head = prompt.marked.removesuffix(template.turn_end)
     return replace(prompt, marked=head) if continued else prompt
 
 
-def _prompt(conversation: Conversation, form: str | Template, options: Mapping[str, Any]) -> Prompt:
-    template = form if isinstance(form, Template) else Template.built_in(form)
-    marked, options, mark = guard(conversation, options, template.source)
-    return Prompt(template.write(marked, options), mark, conversation.media)
+def _template(form: str | Template) -> Template:
+    return form if isinstance(form, Template) else Template.built_in(form)
+
+
+def _prompt(
+    messages: Sequence[Message],
+    tools: Sequence[Any],
+    template: Template,
+    options: Mapping[str, Any],
+) -> Prompt:
+    marked, mark = guard((messages, tools, options), template.source)
+    return Prompt(template.write(*marked), mark, media_of(messages))
 
 
 def check_chats(vocabulary: Vocabulary, folder: Path) -> None:

@@ -18,7 +18,7 @@ from .requests import CANCELLED, FAILED, LENGTH, STOP, Event
 LEAST = -9999.0
 
 
-class Answer:
+class AnswerStream:
     """One answer while it comes. `take` returns what is certain with each token.
 
     Without a `reader` all of it is content, which strings of `stop` end; a reader has its own. With

@@ -23,14 +23,14 @@ import numpy as np
 from g4ir.backends.sampling import LogitsMask, SamplingParams
 from g4ir.chat import Event as Said
 from g4ir.chat import Prompt, Reader, ReasoningBudget, make_prompt
-from g4ir.chat.messages import Conversation, an_object, check_pairs, decoded, read_messages
+from g4ir.chat.messages import an_object, check_pairs, decoded, media_of, read_messages
 from g4ir.chat.prompt import with_media
 from g4ir.chat.template import open_chat
 from g4ir.chat.text_files import read_text
 from g4ir.chat.tools import lower, read_tools
 from g4ir.engine.engine import Engine
 from g4ir.engine.multimodal import read_own
-from g4ir.engine.output import Answer
+from g4ir.engine.output import AnswerStream
 from g4ir.engine.prompts import sampling_params
 from g4ir.engine.requests import CANCELLED, Counts, Request, RequestHandle, check_least
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
@@ -249,11 +249,11 @@ class ChatSession:
                 raise InputError(f"{min(unknown)}: is not known; {has}")
             messages: Any = held.get("messages")
             tools = held.get("tools")
-            read = Conversation(read_messages(messages))
-            if read.messages:
+            read = read_messages(messages)
+            if read:
                 check_pairs(read, may_wait=True)
             read_tools(tools)
-            soft = {id(m.part): (m.part, read_own(self.engine, m)) for m in read.media}
+            soft = {id(m.part): (m.part, read_own(self.engine, m)) for m in media_of(read)}
         except InputError as e:
             text = str(e)
             raise InputError(text if str(path) in text else f"{path}: {text}") from None
@@ -263,8 +263,7 @@ class ChatSession:
     @property
     def open_calls(self) -> list[dict[str, Any]]:
         """The calls of the last answer that have no answer yet."""
-        messages = tuple(self.messages)
-        return check_pairs(Conversation(messages), may_wait=True) if messages else []
+        return check_pairs(self.messages, may_wait=True) if self.messages else []
 
     def answer_call(self, text: str) -> None:
         """Answer the first open call, with JSON or any text."""
@@ -315,7 +314,7 @@ class ChatSession:
         self._stopped = False
         request, prompt = self._request()
         reader = Reader(self.tools, prompt.tail, calls=bool(self.tools), thinking=self.thinking.on)
-        answer = Answer(self.vocabulary, reader)
+        answer = AnswerStream(self.vocabulary, reader)
         self._handle = handle = self._scheduler.submit(request)
         if self._stopped:
             handle.cancel()
@@ -338,7 +337,7 @@ class ChatSession:
         if handle := self._handle:
             handle.cancel()
 
-    def _taken(self, answer: Answer, handle: RequestHandle) -> Turn:
+    def _taken(self, answer: AnswerStream, handle: RequestHandle) -> Turn:
         """Add an answer to the conversation, in a form that the next prompt can have."""
         counts, message = handle.counts, answer.message()
         cancelled, reason = handle.state == CANCELLED, answer.finish or ""

@@ -13,11 +13,11 @@ from g4ir.backends.sampling import Logprobs
 from g4ir.chat import Event as Said
 from g4ir.chat import TokenStream
 from g4ir.chat.reader import ARGUMENTS
-from g4ir.engine.output import Answer, as_call, is_call
+from g4ir.engine.output import AnswerStream, as_call, is_call
 from g4ir.engine.requests import RequestHandle
 from g4ir.media.soft import Soft, counts
 
-from .prompts import PreparedRequest
+from .prompts import ServedRequest
 from .protocols.parts import AnswerFormat
 
 
@@ -25,7 +25,7 @@ from .protocols.parts import AnswerFormat
 class ResponseFormat(AnswerFormat):
     """The words of one answer to a request: chats and completions differ in them."""
 
-    asked: PreparedRequest
+    asked: Sequence[ServedRequest]
     model: str
     given: Mapping[str, Any]
     id: str = field(default_factory=lambda: secrets.token_hex(12))
@@ -33,7 +33,14 @@ class ResponseFormat(AnswerFormat):
 
     @property
     def chat(self) -> bool:
-        return self.asked.prompt is not None
+        return self.asked[0].prompt is not None
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        return self.asked[0].fields
+
+    def _echo(self, a: AnswerStream) -> str:
+        return self.asked[a.index // self.asked[0].n].echo
 
     @cached_property
     def _chunk_head(self) -> dict[str, Any]:
@@ -46,30 +53,30 @@ class ResponseFormat(AnswerFormat):
         head = {"id": f"{prefix}{self.id}", "object": name}
         return head | {"created": self.created, "model": self.model}
 
-    def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> dict[str, Any]:
+    def whole(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a request that asked for no stream."""
         answers = [*answers]
         choices = [self._choice(a) for a in answers]
         out = self._head(False) | {"choices": choices, "usage": usage}
-        if self.chat and "prompt_logprobs" in self.asked.fields:
+        if self.chat and "prompt_logprobs" in self.fields:
             out["prompt_logprobs"] = _of_prompt(answers[0])
         return out
 
-    def _choice(self, a: Answer) -> dict[str, Any]:
+    def _choice(self, a: AnswerStream) -> dict[str, Any]:
         said: dict[str, Any] = {"message": a.message()}
         if not self.chat:
-            said = {"text": self.asked.echo(a.index) + a.text("content")}
-            if "prompt_logprobs" in self.asked.fields:
+            said = {"text": self._echo(a) + a.text("content")}
+            if "prompt_logprobs" in self.fields:
                 said["prompt_logprobs"] = _of_prompt(a)
         return {"index": a.index, "finish_reason": a.finish, "logprobs": self._logprobs(a)} | said
 
-    def _logprobs(self, a: Answer) -> dict[str, Any] | None:
-        given = self.asked.fields.get("logprobs")
+    def _logprobs(self, a: AnswerStream) -> dict[str, Any] | None:
+        given = self.fields.get("logprobs")
         if given is None or given is False:
             return None
         starts, entries = a.taken_offsets()
-        if self.asked.fields.get("echo"):
-            echo = self.asked.echo(a.index)
+        if self.fields.get("echo"):
+            echo = self._echo(a)
             starts = [*self._starts(a, echo), *(len(echo) + start for start in starts)]
             entries = [*(a.entry(*pair) for pair in a.prompt), *entries]
         if self.chat:
@@ -81,7 +88,7 @@ class ResponseFormat(AnswerFormat):
         out = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top}
         return out | {"text_offset": starts}
 
-    def _starts(self, a: Answer, echo: str) -> list[int]:
+    def _starts(self, a: AnswerStream, echo: str) -> list[int]:
         """Return where the tokens of a prompt begin in its text, which may lack their <bos>."""
         stream, starts = TokenStream(a.vocabulary, spelled=True), list[int]()
         for token, _ in a.prompt:
@@ -98,7 +105,7 @@ class ResponseFormat(AnswerFormat):
         delta = {"role": "assistant", "content": ""}
         return [self._chunk(i, {"delta": delta}, None) for i in range(count)]
 
-    def chunks(self, a: Answer, new: Iterable[Said]) -> list[dict[str, Any]]:
+    def chunks(self, a: AnswerStream, new: Iterable[Said]) -> list[dict[str, Any]]:
         """Return the chunks of new pieces, and the last one where the answer is over."""
         parts = [part for said in new for part in self._parts(said)]
         out = [self._chunk(a.index, part, self._logprobs(a)) for part in parts]
@@ -128,16 +135,18 @@ class ResponseFormat(AnswerFormat):
         self, index: int, part: Mapping[str, Any], logprobs: Any, finish: str | None = None
     ) -> dict[str, Any]:
         choice = {"index": index, **part, "logprobs": logprobs, "finish_reason": finish}
-        usage = {"usage": None} if self.asked.fields.get("stream_options") else {}
+        usage = {"usage": None} if self.fields.get("stream_options") else {}
         return {**self._chunk_head, "choices": [choice], **usage}
 
-    def last(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def last(
+        self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
         """Return the chunk of the usage, where it was asked for."""
-        asked = self.asked.fields.get("stream_options")
+        asked = self.fields.get("stream_options")
         return [self._head(True) | {"choices": [], "usage": usage}] if asked else []
 
 
-def _of_prompt(a: Answer) -> list[dict[str, Any] | None]:
+def _of_prompt(a: AnswerStream) -> list[dict[str, Any] | None]:
     """Return the log-probabilities of a prompt by token id, as vLLM says them: the token's own and
     the likeliest, with their ranks among those."""
 
@@ -156,7 +165,10 @@ def _of_prompt(a: Answer) -> list[dict[str, Any] | None]:
 
 
 def usage_of(
-    handles: Sequence[RequestHandle], answers: Sequence[Answer], drafts: bool, media: Sequence[Soft]
+    handles: Sequence[RequestHandle],
+    answers: Sequence[AnswerStream],
+    drafts: bool,
+    media: Sequence[Soft],
 ) -> dict[str, Any]:
     """Return how many tokens a request took, those of its `media` by kind; where it `drafts`, also
     how many were drafted for it."""

@@ -9,11 +9,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from dataclasses import replace as changed
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -29,20 +29,21 @@ from g4ir import __version__
 from g4ir.chat import Event as Said
 from g4ir.engine.async_engine import AsyncEngine, AsyncEngineConfig
 from g4ir.engine.engine import Engine
-from g4ir.engine.output import Answer
+from g4ir.engine.output import AnswerStream
 from g4ir.engine.requests import CANCELLED, FAILED, Event, RequestHandle
 from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.errors import BusyError
+from g4ir.media.limits import Limit
 
 from . import request_schema as schema
 from .answers import ResponseFormat, usage_of
 from .auth import JSON, Auth
 from .http_errors import Refused, ending, later, refusal
-from .media_fetch import Sources
+from .media_fetch import Sources, read_bytes
 from .media_queue import FETCH, SMALL, VIDEO, MediaQueue
 from .metrics import Metrics
 from .page import read_assets
-from .prompts import PreparedRequest, Prompts, Unread
+from .prompts import Prompts, ServedRequest
 from .protocols import messages, responses, transcriptions
 from .protocols.parts import AnswerFormat
 from .protocols.translation import Body, Translation
@@ -56,32 +57,41 @@ ALIVE_S, LOOK_S = 10.0, 1.0
 LARGE = 1 << 18
 NOT_READ = "the answer was not read in time, and was cancelled"
 Handler = Callable[[Request], Awaitable[Response]]
-T = TypeVar("T")
-Made = Callable[[Prompts, dict[str, Any]], Unread[T]]
+Requests = tuple[ServedRequest, ...]
 
 
 @dataclass(frozen=True)
 class Api:
-    """A protocol: its fields, once a body is translated, and how answers are written."""
+    """A protocol: its fields, once a body is translated if that is needed, what requests they are,
+    and how answers are written."""
 
-    fields: Mapping[str, schema.Read]
-    form: Callable[[PreparedRequest, str, Body], AnswerFormat] = ResponseFormat
-    read: Callable[[Body], Translation] = lambda given: Translation(given, given)
+    fields: Callable[[Body], Mapping[str, schema.Read]]
+    make: Callable[[Prompts, Mapping[str, Any], str], Requests] = Prompts.chat
+    form: Callable[[Requests, str, Body], AnswerFormat] = ResponseFormat
+    read: Callable[[Body], Translation] | None = None
     #: the Content-Type of a request, without its parameters, and what makes an object of a body
     content_type: str = JSON
     parse: Callable[[bytes, str], Body] = lambda raw, content_type: schema.parsed(raw)
 
 
-CHATS, COMPLETIONS = Api(schema.CHAT), Api(schema.COMPLETIONS)
-RESPONSES = Api(schema.CHAT, responses.ResponsesFormat, responses.read)
-MESSAGES = Api(schema.CHAT, messages.MessageFormat, messages.read)
-TRANSCRIPTIONS = Api(
-    schema.CHAT,
-    transcriptions.TranscriptFormat,
-    transcriptions.read,
-    transcriptions.FORM,
-    transcriptions.parse_form,
+CHATS = Api(lambda body: schema.CHAT)
+COMPLETIONS = Api(lambda body: schema.COMPLETIONS, Prompts.completions)
+RESPONSES = replace(CHATS, form=responses.ResponsesFormat, read=responses.read)
+MESSAGES = replace(CHATS, form=messages.MessageFormat, read=messages.read)
+TRANSCRIPTIONS = replace(
+    CHATS,
+    form=transcriptions.TranscriptFormat,
+    read=transcriptions.read,
+    content_type=transcriptions.FORM,
+    parse=transcriptions.parse_form,
 )
+#: whose tokens are counted or returned
+COUNTED = replace(CHATS, make=Prompts.tokens, read=messages.count)
+TOKENIZED = Api(
+    lambda body: schema.TOKENIZE if "prompt" in body else schema.TOKENIZE_CHAT, Prompts.tokens
+)
+RENDERED = Api(lambda body: schema.TOKENIZE_CHAT, Prompts.tokens)
+DETOKENIZED = Api(lambda body: schema.DETOKENIZE, Prompts.tokens)
 #: paths whose errors have another form than OpenAI's
 ERRORS = {"/v1/messages": messages.error_body}
 
@@ -117,7 +127,7 @@ class Server:
 
     def start(self, engine: Engine) -> AsyncEngine:
         """Answer with an engine from now on."""
-        prompts = Prompts(engine, self.sources)
+        prompts = Prompts(engine)
         prompts.vocabulary.longest  # noqa: B018  # an engine without a tokenizer is refused here
         prompts.grammars.prepare()
         if prompts.template.note:
@@ -140,10 +150,10 @@ class Server:
             "/v1/responses": ("POST", partial(self.answer, api=RESPONSES)),
             "/v1/messages": ("POST", partial(self.answer, api=MESSAGES)),
             "/v1/audio/transcriptions": ("POST", partial(self.answer, api=TRANSCRIPTIONS)),
-            "/v1/messages/count_tokens": ("POST", partial(self.read, made=self._counted)),
-            "/tokenize": ("POST", partial(self.read, made=self._tokenized)),
-            "/detokenize": ("POST", partial(self.read, made=self._detokenized)),
-            "/render": ("POST", partial(self.read, made=self._rendered)),
+            "/v1/messages/count_tokens": ("POST", self.count_tokens),
+            "/tokenize": ("POST", self.tokenize),
+            "/detokenize": ("POST", self.detokenize),
+            "/render": ("POST", self.render),
             "/tokenizer_info": ("GET", self.tokenizer_info),
             "/server_info": ("GET", self.server_info),
         }
@@ -265,62 +275,71 @@ class Server:
             raise later(503, "engine_ended", "the engine has ended; start the server again")
         return self.prompts, self.service
 
-    async def read(self, request: Request, made: Made[dict[str, Any]]) -> Response:
-        """Answer what a body is made into: ids, or their text."""
-        return _json(await self._prepared(request, made))
+    async def tokenize(self, request: Request) -> Response:
+        """Answer the ids of a prompt or a conversation."""
+        (asked,), _ = await self._requests(request, TOKENIZED)
+        size = {"max_model_len": self._ready()[0].engine.limits.max_seq}
+        count = {"count": len(asked.tokens), **size}
+        return _json({**count, "tokens": asked.tokens, "token_strs": None})
 
-    def _tokenized(self, prompts: Prompts, given: Body) -> Unread[Body]:
-        fields = self._fields(given, schema.TOKENIZE if "prompt" in given else schema.TOKENIZE_CHAT)
-        size = {"max_model_len": prompts.engine.limits.max_seq}
-        return prompts.tokens(fields).map(
-            lambda ids: {"count": len(ids), **size, "tokens": ids, "token_strs": None}
-        )
+    async def render(self, request: Request) -> Response:
+        """Answer the ids and the text of a conversation."""
+        (asked,), _ = await self._requests(request, RENDERED)
+        text = await run_in_threadpool(self._ready()[0].text, asked.tokens)
+        return _json({"prompt": text, "token_ids": asked.tokens})
 
-    def _rendered(self, prompts: Prompts, given: Body) -> Unread[Body]:
-        ids = prompts.tokens(self._fields(given, schema.TOKENIZE_CHAT))
-        return ids.map(lambda ids: {"prompt": prompts.text(ids), "token_ids": ids})
+    async def count_tokens(self, request: Request) -> Response:
+        """Answer how many tokens a conversation has."""
+        (asked,), _ = await self._requests(request, COUNTED)
+        return _json({"input_tokens": len(asked.tokens)})
 
-    def _counted(self, prompts: Prompts, given: Body) -> Unread[Body]:
-        made = messages.count(given)
-        with made.named():
-            ids = prompts.tokens(self._fields(made.body, schema.CHAT))
-        return changed(ids.map(lambda ids: {"input_tokens": len(ids)}), named=made.named)
+    async def detokenize(self, request: Request) -> Response:
+        """Answer the text of ids."""
+        (asked,), _ = await self._requests(request, DETOKENIZED)
+        return _json({"prompt": await run_in_threadpool(self._ready()[0].text, asked.tokens)})
 
-    def _detokenized(self, prompts: Prompts, given: Body) -> Unread[Body]:
-        text = prompts.text(self._fields(given, schema.DETOKENIZE)["tokens"])
-        return Unread(lambda soft: {"prompt": text})
-
-    def _fields(self, given: dict[str, Any], table: Mapping[str, schema.Read]) -> dict[str, Any]:
-        fields = schema.read_fields(given, table)
-        self._check_model(fields.get("model"))
-        return fields
-
-    async def _prepared(self, request: Request, made: Made[T], api: Api = CHATS) -> T:
-        """Return what threads make of a body: of large ones one at a time, so that what they take
-        in memory and time does not grow with their number. Media are read by other threads."""
+    async def _requests(self, request: Request, api: Api) -> tuple[Requests, Body]:
+        """Return what threads make of a body, and the body: of large ones one at a time, so that
+        what they take in memory and time does not grow with their number. Media are read by other
+        threads."""
         prompts, _ = self._ready()
         if api.content_type != JSON:
             self._check_origin(request)
-        body = await self.gate.body(request, api.content_type)
-        kind = request.headers.get("content-type", "")
+        raw = await self.gate.body(request, api.content_type)
+        kind, salt = request.headers.get("content-type", ""), request.state.salt
+        named: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
-        def begun() -> tuple[Unread[T], T | None]:
-            unread = made(prompts, api.parse(body, kind))
-            return unread, None if unread.media else _finished(unread, ())
+        def begun() -> tuple[Requests, Body]:
+            nonlocal named
+            body = given = api.parse(raw, kind)
+            if api.read:
+                translation = api.read(given)
+                body, named = translation.body, translation.named
+            with named():
+                fields = schema.read_fields(body, api.fields(body))
+                self._check_model(fields.get("model"))
+                return api.make(prompts, fields, salt), given
 
-        async with self._large if len(body) > LARGE else contextlib.nullcontext():
-            unread, result = await run_in_threadpool(begun)
-        if not unread.media:
-            return cast(T, result)
-        lane = VIDEO if any(m.kind == "video" for m in unread.media) else SMALL
-        soft: Any = await self._media.run(
-            request,
-            (
-                (FETCH, lambda limit, _: prompts.fetch(unread)),
-                (lane, lambda limit, items: prompts.encode(unread, cast(Any, items), limit)),
-            ),
-        )
-        return await run_in_threadpool(lambda: _finished(unread, soft))
+        async with self._large if len(raw) > LARGE else contextlib.nullcontext():
+            asked, given = await run_in_threadpool(begun)
+        if not (media := asked[0].media):
+            return asked, given
+
+        def fetched(limit: Limit, _: Any) -> Any:
+            with named():
+                return read_bytes(prompts.engine, media, self.sources)
+
+        def encoded(limit: Limit, items: Any) -> Any:
+            with named():
+                return prompts.encode(asked[0], items, limit)
+
+        def filled() -> Requests:
+            with named():
+                return (prompts.fill(asked[0], soft),)
+
+        lane = VIDEO if any(m.kind == "video" for m in media) else SMALL
+        soft: Any = await self._media.run(request, ((FETCH, fetched), (lane, encoded)))
+        return await run_in_threadpool(filled), given
 
     def _check_origin(self, request: Request) -> None:
         """Refuse a form of a page of another site: browsers send forms without asking first."""
@@ -333,18 +352,10 @@ class Server:
     async def answer(self, request: Request, api: Api) -> Response:
         """Answer a conversation, or prompts."""
         _, service = self._ready()
-
-        def prepared(prompts: Prompts, given: Body) -> Unread[tuple[PreparedRequest, AnswerFormat]]:
-            made = api.read(given)
-            make = prompts.completions if api is COMPLETIONS else prompts.chat
-            with made.named():
-                asked = make(self._fields(made.body, api.fields), request.state.salt)
-            both = asked.map(lambda asked: (asked, api.form(asked, self.name, given)))
-            return changed(both, named=made.named)
-
-        running = Running(self, *await self._prepared(request, prepared, api), request)
+        asked, given = await self._requests(request, api)
+        running = Running(self, asked, api.form(asked, self.name, given), request)
         await run_in_threadpool(running.submit, service)
-        if running.asked.fields.get("stream"):
+        if running.fields.get("stream"):
             return Streamed(running)
         try:
             return await running.whole()
@@ -352,21 +363,17 @@ class Server:
             running.end()
 
 
-def _finished(unread: Unread[T], soft: Any) -> T:
-    with unread.named():
-        return unread.then(soft)
-
-
 class Running:
     """A request that is being answered."""
 
     def __init__(
-        self, server: Server, asked: PreparedRequest, form: AnswerFormat, request: Request
+        self, server: Server, asked: Requests, form: AnswerFormat, request: Request
     ) -> None:
         assert server.prompts
         self.server, self.asked, self.form, self.request = server, asked, form, request
-        count = asked.n * len(asked.jobs)
-        self.answers = [asked.answer(server.prompts.vocabulary, i) for i in range(count)]
+        self.fields, self.n = asked[0].fields, asked[0].n
+        words, count = server.prompts.vocabulary, self.n * len(asked)
+        self.answers = [asked[0].answer(words, i) for i in range(count)]
         self.handles: list[RequestHandle] = []
         #: events that came, and whether the event loop knows
         self._come: deque[tuple[int, Event]] = deque()
@@ -377,8 +384,8 @@ class Running:
     def submit(self, service: AsyncEngine) -> None:
         """Put its jobs into the queue: all of them, or none."""
         try:
-            for i, job in enumerate(self.asked.jobs):
-                self.handles.append(service.submit(job, self._told(i * self.asked.n)))
+            for i, asked in enumerate(self.asked):
+                self.handles.append(service.submit(asked, self._told(i * self.n)))
         except Exception:
             self.end()
             raise
@@ -429,7 +436,7 @@ class Running:
         ends = ",".join(str(a.finish or "cancelled") for a in self.answers)
         return total | {k: v and round(v, 4) for k, v in times.items()} | {"end": ends}
 
-    async def _events(self) -> AsyncIterator[Iterator[tuple[Answer, Event]]]:
+    async def _events(self) -> AsyncIterator[Iterator[tuple[AnswerStream, Event]]]:
         """Yield the events that have come until every answer is over, and none where there was none
         for a while. Refused where the client has gone."""
         left = self._loop.create_task(self._wait_for_leaving())
@@ -456,7 +463,7 @@ class Running:
         self._arrived.set()
         self._clock = self._loop.call_later(LOOK_S, self._look)
 
-    def _new(self) -> Iterator[tuple[Answer, Event]]:
+    def _new(self) -> Iterator[tuple[AnswerStream, Event]]:
         """Yield the events that are there; refused at one that was cancelled."""
         for _ in range(len(self._come)):
             index, event = self._come.popleft()
@@ -465,17 +472,17 @@ class Running:
                 raise ending() if self.server.draining else later(503, "not_read", NOT_READ)
             yield answer, event
 
-    def _take(self, answer: Answer, event: Event) -> list[Said]:
+    def _take(self, answer: AnswerStream, event: Event) -> list[Said]:
         """Return what an event says. A row whose answer ended before it did goes to another."""
         new = answer.take(event)
         if answer.over and not event.finish:
-            job, index = divmod(answer.index, self.asked.n)
+            job, index = divmod(answer.index, self.n)
             self.handles[job].stop(index)
         return new
 
     def _usage(self) -> dict[str, Any]:
         drafts = bool(self.server.scheduler_config.draft)
-        media = [soft for job in self.asked.jobs for soft in job.soft]
+        media = [soft for asked in self.asked for soft in asked.soft]
         return usage_of(self.handles, self.answers, drafts, media)
 
     async def whole(self) -> Response:
@@ -502,7 +509,7 @@ class Running:
             yield form.end
         except Exception as e:
             hidden = str(self.server.prompts and self.server.prompts.engine.path)
-            for value in form.failed(refusal(e, self.asked.fields, hidden)):
+            for value in form.failed(refusal(e, self.fields, hidden)):
                 yield form.frame(value, _text(value))
 
     async def _pieces(self) -> AsyncIterator[list[Body] | None]:

@@ -3,12 +3,11 @@ how answers are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from g4ir.backends.background_mask import BackgroundMask
 from g4ir.backends.sampling import LogitsMask, SamplingParams
@@ -17,7 +16,7 @@ from g4ir.chat.messages import Medium
 from g4ir.chat.prompt import spelled
 from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.engine.multimodal import soft_of
-from g4ir.engine.output import Answer
+from g4ir.engine.output import AnswerStream
 from g4ir.engine.prompts import checked_ids, sampling_params
 from g4ir.engine.requests import Request
 from g4ir.errors import EngineError, InputError
@@ -30,12 +29,10 @@ from g4ir.media.soft import Soft
 
 from .grammar import Grammars, Mask
 from .http_errors import Refused, bad, missing
-from .media_fetch import Sources, read_bytes, setting
+from .media_fetch import setting
 from .request_schema import NO_EFFORTS, as_input, chosen, constraint_of
 from .tool_grammar import called
 
-T = TypeVar("T")
-U = TypeVar("U")
 #: sampling settings that have the names of fields
 SETTINGS = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "logit_bias", "ignore_eos", "min_tokens"),
@@ -44,54 +41,49 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class PreparedRequest:
-    """A checked request: jobs that wait to be submitted, and what answers are read with."""
+class ServedRequest(Request):
+    """A request of `fields` as `read_fields` returns them. One of a chat has a `prompt`; until its
+    `media` are read, it has no tokens. `echo`: the text of the prompt, if it is to be repeated."""
 
-    fields: Mapping[str, Any]
-    jobs: tuple[Request, ...]
-    #: of a chat; None: the text is taken as it is
-    prompt: Prompt | None = None
-    thinking: bool | None = None
-    #: texts of the prompts, where they are to be repeated
-    echoes: tuple[str, ...] = ()
-
-    @property
-    def n(self) -> int:
-        return int(self.fields.get("n", 1))
-
-    def answer(self, vocabulary: Vocabulary, index: int) -> Answer:
-        """Return what takes the events of one answer."""
-        stop, reader = self.fields.get("stop", ()), None
-        if self.prompt is not None:
-            tools, calls = self.fields.get("tools") or None, chosen(self.fields).mode != "none"
-            reader = Reader(tools, self.prompt.tail, stop, calls=calls, thinking=self.thinking)
-        single, silent = self.fields.get("parallel_tool_calls") is False, self.count == 0
-        return Answer(vocabulary, reader, index=index, stop=stop, single=single, silent=silent)
-
-    @property
-    def count(self) -> int | None:
-        """How many new tokens were asked for at most; None: it was not said."""
-        count: int | None = self.fields.get("max_completion_tokens", self.fields.get("max_tokens"))
-        return count
-
-    def echo(self, index: int) -> str:
-        """Return the text of the prompt of an answer, if it is to be repeated."""
-        return self.echoes[index // self.n] if self.echoes else ""
-
-
-@dataclass(frozen=True)
-class Unread(Generic[T]):
-    """What becomes of a request once its media are read: `then`, of their soft tokens. `named` is
-    the context in which errors are raised."""
-
-    then: Callable[[tuple[Soft, ...]], T]
-    media: tuple[Medium, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
-    named: Callable[[], AbstractContextManager[Any]] = nullcontext
+    prompt: Prompt | None = None
+    echo: str = ""
 
-    def map(self, change: Callable[[T], U]) -> Unread[U]:
-        """Return it with a change of the result."""
-        return Unread(lambda soft: change(self.then(soft)), self.media, self.fields, self.named)
+    @property
+    def media(self) -> tuple[Medium, ...]:
+        return self.prompt.media if self.prompt else ()
+
+    @property
+    def thinking(self) -> bool | None:
+        """Whether the model thinks; None: as the template has it."""
+        thinking: bool | None = _template_options(self.fields).get("enable_thinking")
+        return thinking
+
+    def answer(self, vocabulary: Vocabulary, index: int) -> AnswerStream:
+        """Return what takes the events of one answer."""
+        fields, reader = self.fields, None
+        stop = fields.get("stop", ())
+        if self.prompt is not None:
+            tools, calls = fields.get("tools") or None, chosen(fields).mode != "none"
+            reader = Reader(tools, self.prompt.tail, stop, calls=calls, thinking=self.thinking)
+        single, silent = fields.get("parallel_tool_calls") is False, max_new(fields) == 0
+        return AnswerStream(
+            vocabulary, reader, index=index, stop=stop, single=single, silent=silent
+        )
+
+
+def max_new(fields: Mapping[str, Any]) -> int | None:
+    """Return the maximum number of new tokens of a request; None: it gives none."""
+    count: int | None = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    return count
+
+
+def _template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the chat template that a request gives."""
+    options = dict(fields.get("chat_template_kwargs", {}))
+    if "reasoning_effort" in fields:
+        options.setdefault("enable_thinking", fields["reasoning_effort"] not in NO_EFFORTS)
+    return options
 
 
 def require_tokenizer(path: Path) -> None:
@@ -114,7 +106,6 @@ class Prompts:
     """An engine as requests see it. Any thread may ask."""
 
     engine: Engine
-    sources: Sources = field(default_factory=Sources)
 
     def __post_init__(self) -> None:
         self.template = Template.open(self.engine.path, self.engine.spec.chat)
@@ -137,14 +128,12 @@ class Prompts:
         ends = {*self.engine.stop_ids(), *self.vocabulary.ends} - {*self.engine.suppressed()}
         return Grammars(self.vocabulary, self.engine.spec.text.vocab_size, sorted(ends))
 
-    def chat(self, fields: Mapping[str, Any], salt: str = "") -> Unread[PreparedRequest]:
-        """Return the job of a conversation, once its media are read. Refused, or InputError, for
-        what is wrong with it."""
+    def chat(self, fields: Mapping[str, Any], salt: str = "") -> tuple[ServedRequest, ...]:
+        """Return the request of a conversation, which `fill` completes once its media are read.
+        Refused, or InputError, for what is wrong with it."""
         if not self.vocabulary.chats:
             raise missing("messages", "the tokenizer of this model has no turns of a chat")
-        options = dict(fields.get("chat_template_kwargs", {}))
-        if "reasoning_effort" in fields:
-            options.setdefault("enable_thinking", fields["reasoning_effort"] not in NO_EFFORTS)
+        options = _template_options(fields)
         if "add_generation_prompt" in fields:
             options["add_generation_prompt"] = fields["add_generation_prompt"]
         self._check_length(_characters(fields["messages"]), "messages")
@@ -152,49 +141,34 @@ class Prompts:
         options["continued"] = fields.get("continue_final_message", False)
         prompt = make_prompt(fields["messages"], tools, self.template, **options)
         self._check_length(len(prompt.text), "messages")
-        thinking = options.get("enable_thinking")
+        request = ServedRequest((), fields=fields, prompt=prompt, salt=salt)
+        return (request if prompt.media else self.fill(request, ()),)
 
-        def then(soft: tuple[Soft, ...]) -> PreparedRequest:
-            return self._conversation(prompt, fields, salt, soft, thinking)
-
-        return Unread(then, prompt.media, fields)
-
-    def _conversation(
-        self,
-        prompt: Prompt,
-        fields: Mapping[str, Any],
-        salt: str,
-        soft: tuple[Soft, ...],
-        thinking: bool | None,
-    ) -> PreparedRequest:
+    def fill(self, request: ServedRequest, soft: tuple[Soft, ...]) -> ServedRequest:
+        """Return the request of a chat with the tokens of its prompt and its media."""
+        fields, prompt = request.fields, request.prompt
+        assert prompt
         expanded = [[*expansion(s, self.engine.spec.tokens)] for s in soft]
         tokens = self.vocabulary.encode(prompt, expanded)
         top = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
-        made = self._job(tokens, fields, top, salt)
+        request = self._with_tokens(request, tokens, top)
         system = fields["messages"][0].get("role") in ("system", "developer")
         marks = self.vocabulary.marks(tokens, system)
-        sampling = self._held(made.sampling, fields, prompt, thinking is True)
-        job = replace(made, soft=soft, marks=marks, sampling=sampling)
-        return PreparedRequest(fields, (job,), prompt, thinking)
-
-    def fetch(self, unread: Unread[Any]) -> list[tuple[Medium, bytes]]:
-        """Return the media of a request with their bytes."""
-        with unread.named():
-            return read_bytes(self.engine, unread.media, self.sources)
+        if mask := self._mask(fields, prompt, request.thinking is True):
+            request = replace(request, sampling=replace(request.sampling, allowed=mask))
+        return replace(request, soft=soft, marks=marks)
 
     def encode(
-        self, unread: Unread[Any], items: Sequence[tuple[Medium, bytes]], limit: Limit
+        self, request: ServedRequest, items: Sequence[tuple[Medium, bytes]], limit: Limit
     ) -> tuple[Soft, ...]:
         """Return the soft tokens of media. InputError where they take more than the limit."""
-        engine, fields = self.engine, {"audio_too_long": REFUSE, **unread.fields}
-        with unread.named(), limited(limit):
+        engine, fields = self.engine, {"audio_too_long": REFUSE, **request.fields}
+        with limited(limit):
             each = [(m, raw, setting(engine, m, fields)) for m, raw in items]
             return tuple(_soft(engine, medium, raw, own, limit) for medium, raw, own in each)
 
-    def _held(
-        self, sampling: SamplingParams, fields: Mapping[str, Any], prompt: Prompt, thinking: bool
-    ) -> SamplingParams:
-        """Return settings that hold an answer to what a request says of its calls and its form."""
+    def _mask(self, fields: Mapping[str, Any], prompt: Prompt, thinking: bool) -> LogitsMask | None:
+        """Return the logits mask of what a request says of its calls, its form and its thinking."""
         choice, constraint = chosen(fields), constraint_of(fields)
         tools, forced = fields.get("tools") or (), choice.mode == "required"
         functions = called(tools, choice.names, strict=not forced) if choice.mode != "none" else []
@@ -211,30 +185,31 @@ class Prompts:
         if (limit := fields.get("thinking_token_budget")) is not None:
             budget = ReasoningBudget(self.vocabulary, limit, inside)
             bounded = Bounded(budget, self.engine.spec.text.vocab_size, allowed)
-            return replace(sampling, allowed=_threaded(bounded, allowed))
-        return replace(sampling, allowed=_threaded(allowed, allowed)) if allowed else sampling
+            return BackgroundMask(bounded, allowed.named) if allowed else bounded
+        return allowed and BackgroundMask(allowed, allowed.named)
 
-    def completions(self, fields: Mapping[str, Any], salt: str = "") -> Unread[PreparedRequest]:
-        """Return one job for each prompt."""
+    def completions(self, fields: Mapping[str, Any], salt: str = "") -> tuple[ServedRequest, ...]:
+        """Return a request for each prompt."""
         top, constraint = fields.get("logprobs"), constraint_of(fields)
-        ids = [self._ids(p, fields) for p in fields["prompt"]]
-        jobs = [self._job(i, fields, top, salt) for i in ids]
+        out, ids = list[ServedRequest](), [self._ids(p, fields) for p in fields["prompt"]]
+        for prompt, tokens in zip(fields["prompt"], ids):
+            echo = prompt if isinstance(prompt, str) else ""
+            echo = (echo or self.text(tokens)) if fields.get("echo") else ""
+            request = ServedRequest((), fields=fields, echo=echo, salt=salt)
+            out.append(self._with_tokens(request, tokens, top))
         if constraint:
             allowed = self.grammars.text(constraint, thinking=False, inside=False)
-            held = [replace(j.sampling, allowed=_threaded(allowed, allowed)) for j in jobs]
-            jobs = [replace(j, sampling=s) for j, s in zip(jobs, held)]
-        pairs = zip(fields["prompt"], ids) if fields.get("echo") else ()
-        echoes = (*(p if isinstance(p, str) else self.text(i) for p, i in pairs),)
-        made = PreparedRequest(fields, (*jobs,), echoes=echoes)
-        return Unread(lambda soft: made)
+            masks = (BackgroundMask(allowed, allowed.named) for _ in out)
+            out = [replace(r, sampling=replace(r.sampling, allowed=m)) for r, m in zip(out, masks)]
+        return (*out,)
 
-    def tokens(self, fields: Mapping[str, Any]) -> Unread[list[int]]:
-        """Return the ids of a prompt, or of a conversation as it would be answered."""
+    def tokens(self, fields: Mapping[str, Any], salt: str = "") -> tuple[ServedRequest, ...]:
+        """Return a request with the ids of a prompt, which are checked as they are used, or of a
+        conversation as it would be answered."""
         if "messages" in fields:
-            chat = self.chat({**fields, "max_completion_tokens": 1})
-            return chat.map(lambda made: [*made.jobs[0].tokens])
-        ids = self._ids(fields["prompt"], fields)
-        return Unread(lambda soft: ids)
+            return self.chat({**fields, "max_completion_tokens": 1})
+        ids = fields["tokens"] if "tokens" in fields else self._ids(fields["prompt"], fields)
+        return (ServedRequest(tuple(ids), fields=fields),)
 
     def tokenizer_info(self) -> dict[str, Any]:
         """Return what a client needs to tokenise as this server does."""
@@ -272,24 +247,28 @@ class Prompts:
         except InputError as e:
             raise as_input(e, "prompt") from None
 
-    def _job(
-        self, tokens: Sequence[int], fields: Mapping[str, Any], top: int | None, salt: str
-    ) -> Request:
-        room, name = self.engine.limits.max_seq, "messages" if "messages" in fields else "prompt"
-        asked = fields.get("max_completion_tokens", fields.get("max_tokens"))
-        count = max(room + 1 - len(tokens), 1) if asked is None else asked
+    def _with_tokens(
+        self, request: ServedRequest, tokens: Sequence[int], top: int | None
+    ) -> ServedRequest:
+        fields, room = request.fields, self.engine.limits.max_seq
+        name, count = "messages" if "messages" in fields else "prompt", max_new(fields)
+        count = max(room + 1 - len(tokens), 1) if count is None else count
         if not tokens:
             raise bad(name, "is empty; give at least one token")
         if len(tokens) + count - 1 > room:  # the last token is never written
             what = f"the prompt has {len(tokens)} tokens, and {count} new ones are asked for"
             message = f"{name}: {what}; this engine holds {room} tokens"
             raise Refused(400, message, param=name, code="context_length_exceeded")
-        sampling = self._sampling(fields, top)
-        salt += f"\0{fields['cache_salt']}" if "cache_salt" in fields else ""
-        reuse, n = fields.get("cache_prompt", True), fields.get("n", 1)
-        read = fields.get("prompt_logprobs", top if fields.get("echo") else None)
-        made = Request(tuple(tokens), max(count, 1), sampling, n=n, reuse=reuse, salt=salt)
-        return replace(made, prompt_logprobs=read)
+        return replace(
+            request,
+            tokens=tuple(tokens),
+            max_new_tokens=max(count, 1),
+            sampling=self._sampling(fields, top),
+            n=fields.get("n", 1),
+            reuse=fields.get("cache_prompt", True),
+            salt=request.salt + (f"\0{fields['cache_salt']}" if "cache_salt" in fields else ""),
+            prompt_logprobs=fields.get("prompt_logprobs", top if fields.get("echo") else None),
+        )
 
     def _sampling(self, fields: Mapping[str, Any], top: int | None) -> SamplingParams:
         """Return the sampling parameters: of the request, else of the checkpoint."""
@@ -305,11 +284,6 @@ def _soft(
 ) -> Soft:
     limit.name = medium.place
     return soft_of(engine, medium, raw, **options)
-
-
-def _threaded(mask: LogitsMask, grammar: Mask | None) -> LogitsMask:
-    """Return a mask that is computed in threads, if it is that of a grammar."""
-    return mask if grammar is None else BackgroundMask(mask, grammar.named)
 
 
 def _head(fields: Mapping[str, Any], prompt: Prompt) -> str:

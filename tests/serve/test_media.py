@@ -189,7 +189,7 @@ def test_a_picture_from_a_named_host(
     address = f"http://{site[0]}:{site[1]}"
     got = ask(served, image(f"{address}/picture"))
     assert got.status_code == 400 and "--media-hosts" in got.json()["error"]["message"]
-    monkeypatch.setattr(served.server.prompts, "sources", sources(site))
+    monkeypatch.setattr(served.server, "sources", sources(site))
     got = ask(served, image(f"{address}/picture?size=1"))
     assert got.status_code == 200, got.text
     assert got.json()["usage"]["prompt_tokens"] > 30
@@ -286,7 +286,7 @@ def test_files_below_a_folder(
     url = (folder / "a b.png").as_uri()
     got = ask(served, image(url))
     assert got.status_code == 400 and "--media-dir" in got.json()["error"]["message"]
-    monkeypatch.setattr(served.server.prompts, "sources", Sources.named((), folder, 1 << 20))
+    monkeypatch.setattr(served.server, "sources", Sources.named((), folder, 1 << 20))
     for name in ("a b.png", "sub/b.png", "in.png"):
         assert ask(served, image((folder / name).as_uri())).status_code == 200
     assert ask(served, image(f"file://localhost{folder}/in.png")).status_code == 200

@@ -13,6 +13,7 @@ import yaml
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from g4ir.serve import prompts
 from g4ir.serve.protocols import messages, responses
 from g4ir.serve.protocols.parts import JsonText
 from g4ir.serve.tool_grammar import LARK
@@ -80,10 +81,10 @@ def test_a_conversation_of_items(
 ) -> None:
     """What an answer has goes back as input: the prompt is that of the same chat."""
     seen: list[Any] = []
-    prompts = served.server.prompts
-    assert prompts
-    chat = prompts.chat
-    monkeypatch.setattr(prompts, "chat", lambda f, s: seen.append(f["messages"]) or chat(f, s))
+    made = prompts.make_prompt
+    monkeypatch.setattr(
+        prompts, "make_prompt", lambda m, *a, **k: seen.append(m) or made(m, *a, **k)
+    )
     tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
     space = {"type": "namespace", "name": "space", "description": "d", "tools": tools}
     tools = [{"type": "web_search"}, space]

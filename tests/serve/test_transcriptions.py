@@ -10,6 +10,7 @@ import openai
 import pytest
 import soundfile
 
+from g4ir.serve import prompts
 from tests.serve.running import NAME, Running, chat_engine, ready
 from tests.serve.test_media import sound
 
@@ -51,16 +52,15 @@ def test_hints_are_part_of_the_prompt(
 ) -> None:
     seen: list[str] = []
     sampling = {"temperature": 0.25, "seed": 7, "top_p": 0.5, "max_completion_tokens": 9}
-    prompts = served.server.prompts
-    assert prompts
-    made = prompts.chat
+    made = prompts.ServedRequest
 
-    def chat(fields: Any, salt: str = "") -> Any:
+    def request(*given: Any, **parts: Any) -> Any:
+        fields = parts["fields"]
         seen.append(str(fields["messages"][0]["content"][0]["text"]))
         assert {name: fields[name] for name in sampling} == sampling
-        return made(fields, salt)
+        return made(*given, **parts)
 
-    monkeypatch.setattr(prompts, "chat", chat)
+    monkeypatch.setattr(prompts, "ServedRequest", request)
     served.dictate(monkeypatch, "ok", END)
     transcribe(client, language="de", prompt="Ada Lovelace", extra_body={**sampling, "new": "x"})
     assert "language is de." in seen[0] and "Ada Lovelace" in seen[0]

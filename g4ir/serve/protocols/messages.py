@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from g4ir.engine.output import Answer
+from g4ir.chat import Event as Said
+from g4ir.engine.output import AnswerStream
 
 from .. import request_schema as schema
 from ..http_errors import Refused, bad, missing
-from ..prompts import PreparedRequest
-from .parts import CALL, THOUGHT, Part, PartsFormat
+from ..prompts import ServedRequest
+from .parts import CALL, THOUGHT, PartsFormat
 from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 
 TABLE = TABLES["messages"]
@@ -184,8 +185,8 @@ class MessageFormat(PartsFormat):
 
     alive = 'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def __init__(self, asked: PreparedRequest, model: str, given: Body) -> None:
-        self.asked, self.model = asked, model
+    def __init__(self, asked: Sequence[ServedRequest], model: str, given: Body) -> None:
+        self.tokens, self.model = len(asked[0].tokens), model
         self.id = f"msg_{secrets.token_hex(12)}"
         self.content: list[Body] = []
         self._json = ""
@@ -196,47 +197,45 @@ class MessageFormat(PartsFormat):
         return {**head, "content": self.content, **ended, "usage": usage}
 
     def first(self, count: int) -> list[Body]:
-        tokens = len(self.asked.jobs[0].tokens)
-        message = self._message(_usage({"prompt_tokens": tokens, "completion_tokens": 0}))
+        message = self._message(_usage({"prompt_tokens": self.tokens, "completion_tokens": 0}))
         return [{"type": "message_start", "message": message}]
 
     def _at(self) -> Body:
         return {"index": len(self.content) - 1}
 
-    def opened(self, part: Part) -> list[Body]:
-        self.part, self._json = part, ""
-        block = dict(BLOCK_OF[part.kind])
-        if part.kind == CALL:
+    def opened(self, part: Said) -> list[Body]:
+        self._json, block = "", dict(BLOCK_OF[self.kind])
+        if self.kind == CALL:
             block |= {"id": f"toolu_{secrets.token_hex(12)}", "name": part.name, "input": {}}
         self.content.append(block)
         return [{"type": "content_block_start", **self._at(), "content_block": dict(block)}]
 
-    def more(self, part: Part, text: str, a: Answer) -> list[Body]:
+    def more(self, text: str, a: AnswerStream) -> list[Body]:
         if not text:
             return []
-        if part.kind == CALL:
+        if self.kind == CALL:
             self._json += text
             delta = {"type": "input_json_delta", "partial_json": text}
         else:
-            name = "thinking" if part.kind == THOUGHT else "text"
+            name = "thinking" if self.kind == THOUGHT else "text"
             self.content[-1][name] += text
             delta = {"type": f"{name}_delta", name: text}
         return [{"type": "content_block_delta", **self._at(), "delta": delta}]
 
-    def ended(self, part: Part, cut: bool) -> list[Body]:
-        if part.kind == CALL:
+    def ended(self, cut: bool) -> list[Body]:
+        if self.kind == CALL:
             self.content[-1]["input"] = _value(self._json)
         return [{"type": "content_block_stop", **self._at()}]
 
-    def _stop(self, a: Answer) -> Body:
+    def _stop(self, a: AnswerStream) -> Body:
         reason = "stop_sequence" if a.stopped_by else REASONS[str(a.finish)]
         return {"stop_reason": reason, "stop_sequence": a.stopped_by}
 
-    def last(self, answers: list[Answer], usage: Mapping[str, Any]) -> list[Body]:
+    def last(self, answers: list[AnswerStream], usage: Mapping[str, Any]) -> list[Body]:
         delta = {"type": "message_delta", "delta": self._stop(answers[0]), "usage": _usage(usage)}
         return [delta, {"type": "message_stop"}]
 
-    def message(self, a: Answer, usage: Mapping[str, Any]) -> Body:
+    def message(self, a: AnswerStream, usage: Mapping[str, Any]) -> Body:
         return self._message(_usage(usage)) | self._stop(a)
 
     def failed(self, error: Refused) -> list[Body]:

@@ -6,35 +6,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from g4ir.chat import Event as Said
 from g4ir.chat.reader import ARGUMENTS
-from g4ir.engine.output import Answer
+from g4ir.engine.output import AnswerStream
 
 from ..http_errors import Refused
 from .translation import Body
 
 THOUGHT, CONTENT, CALL = "thought", "content", "call"
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """One part; `name` and `index` are those of a call."""
-
-    kind: str
-    name: str | None = None
-    index: int | None = None
-
-
-def split(said: Said, part: Part | None) -> tuple[Part, str]:
-    """Return the part that a piece belongs to, which is `part` or a new one, and its text."""
-    if said.kind not in (CALL, ARGUMENTS):
-        return (part if part and part.kind == said.kind else Part(said.kind)), said.text
-    same = part if part and part.kind == CALL and part.index == said.index else None
-    text = "" if said.kind == CALL and said.streamed else said.text
-    return same or Part(CALL, said.name, said.index), text
 
 
 class AnswerFormat(Protocol):
@@ -48,13 +29,13 @@ class AnswerFormat(Protocol):
         """Return what comes before the first token of so many answers."""
         return []
 
-    def chunks(self, a: Answer, new: Iterable[Said]) -> list[Body]:
+    def chunks(self, a: AnswerStream, new: Iterable[Said]) -> list[Body]:
         """Return what new pieces of an answer add, and its end where it is over."""
 
-    def last(self, answers: list[Answer], usage: Mapping[str, Any]) -> list[Body]:
+    def last(self, answers: list[AnswerStream], usage: Mapping[str, Any]) -> list[Body]:
         """Return what comes behind the last token."""
 
-    def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> Body | str:
+    def whole(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> Body | str:
         """Return all answers at once."""
 
     def failed(self, error: Refused) -> list[Body]:
@@ -70,36 +51,45 @@ class PartsFormat(AnswerFormat, Protocol):
     """Writes one answer as parts, which typed events open, fill and close."""
 
     end: str = ""
-    #: the one that is open
-    part: Part | None = None
+    #: the piece that began the part which is open
+    part: Said | None = None
 
-    def chunks(self, a: Answer, new: Iterable[Said]) -> list[Body]:
+    @property
+    def kind(self) -> str:
+        """The kind of the part that is open: THOUGHT, CONTENT or CALL."""
+        assert self.part
+        return CALL if self.part.kind == ARGUMENTS else self.part.kind
+
+    def chunks(self, a: AnswerStream, new: Iterable[Said]) -> list[Body]:
         out = list[Body]()
         for said in new:
-            part, text = split(said, self.part)
-            if part is not self.part:
-                out += self.closed() + self.opened(part)
-            out += self.more(part, text, a)
+            kind = CALL if said.kind == ARGUMENTS else said.kind
+            if not self.part or (self.kind, self.part.index) != (kind, said.index):
+                out += self.closed()
+                self.part = said
+                out += self.opened(said)
+            out += self.more("" if said.kind == CALL and said.streamed else said.text, a)
         return out + (self.closed(a.finish == "length") if a.over else [])
 
-    def opened(self, part: Part) -> list[Body]:
+    def opened(self, part: Said) -> list[Body]:
         """Begin a part."""
 
-    def more(self, part: Part, text: str, a: Answer) -> list[Body]:
+    def more(self, text: str, a: AnswerStream) -> list[Body]:
         """Add a text, which may be empty, to the open part."""
 
     def closed(self, cut: bool = False) -> list[Body]:
         """End the open part, if there is one."""
-        part, self.part = self.part, None
-        return self.ended(part, cut) if part else []
+        out = self.ended(cut) if self.part else []
+        self.part = None
+        return out
 
-    def ended(self, part: Part, cut: bool) -> list[Body]:
-        """Return the events of a part that has ended, or was cut."""
+    def ended(self, cut: bool) -> list[Body]:
+        """Return the events of the open part, which has ended or was cut."""
 
-    def message(self, a: Answer, usage: Mapping[str, Any]) -> Body:
+    def message(self, a: AnswerStream, usage: Mapping[str, Any]) -> Body:
         """Return the whole answer, whose parts are written."""
 
-    def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> Body:
+    def whole(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> Body:
         (a,) = answers
         self.chunks(a, a.said)
         return self.message(a, usage)

@@ -6,18 +6,19 @@ from __future__ import annotations
 import base64
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from g4ir.chat import Event as Said
 from g4ir.chat import call_id
 from g4ir.chat.messages import PARTS, shown
-from g4ir.engine.output import Answer
+from g4ir.engine.output import AnswerStream
 
 from .. import request_schema as schema
 from ..http_errors import SERVER, Refused, bad, missing
-from ..prompts import PreparedRequest
+from ..prompts import ServedRequest
 from ..tool_grammar import LARK
-from .parts import CALL, CONTENT, THOUGHT, JsonText, Part, PartsFormat
+from .parts import CALL, CONTENT, THOUGHT, JsonText, PartsFormat
 from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 
 #: before the reasoning that is given back as encrypted content, which is not secret
@@ -242,9 +243,9 @@ UNSAID: Mapping[str, Any] = TABLE["unsaid"]
 class ResponsesFormat(PartsFormat):
     """Writes one answer as items, whole or as events with sequence numbers."""
 
-    def __init__(self, asked: PreparedRequest, model: str, given: Body) -> None:
+    def __init__(self, asked: Sequence[ServedRequest], model: str, given: Body) -> None:
         declared = given.get("tools") or []
-        self.asked, self.model = asked, model
+        self.model = model
         self.given = {**given, "tools": [t for t in declared if t["type"] not in LEFT_OUT]}
         self.id, self.created = f"resp_{secrets.token_hex(24)}", int(time.time())
         self.output: list[Body] = []
@@ -269,10 +270,10 @@ class ResponsesFormat(PartsFormat):
         kinds = ("created", "in_progress")
         return [self._event(k, response=self._response("in_progress")) for k in kinds]
 
-    def opened(self, part: Part) -> list[Body]:
+    def opened(self, part: Said) -> list[Body]:
         """Begin an item, and what it contains."""
-        item = {"id": "", **ITEM_OF[part.kind], "status": "in_progress"}
-        if part.kind == CALL:
+        item = {"id": "", **ITEM_OF[self.kind], "status": "in_progress"}
+        if self.kind == CALL:
             tool = self._tools.get(part.name or "", {"type": "function", "name": part.name})
             custom = tool["type"] == "custom"
             item |= {
@@ -285,13 +286,12 @@ class ResponsesFormat(PartsFormat):
         else:
             item["content"] = []
         item["id"] = f"{TYPES[item['type']][0]}_{secrets.token_hex(24)}"
-        self.part = part
         self.output.append(item)
         at = {"output_index": len(self.output) - 1}
         out = [self._event("output_item.added", item=copied(item), **at)]
-        if part.kind != CALL:
-            item["content"] = [dict(CONTENT_OF[part.kind])]
-            item["content"][0] |= {"logprobs": []} if part.kind == CONTENT else {}
+        if self.kind != CALL:
+            item["content"] = [dict(CONTENT_OF[self.kind])]
+            item["content"][0] |= {"logprobs": []} if self.kind == CONTENT else {}
             out.append(self._event("content_part.added", **self._at(), part=dict(self._held)))
         return out
 
@@ -307,7 +307,7 @@ class ResponsesFormat(PartsFormat):
         part = {"content_index": 0} if "content" in item else {}
         return {"item_id": item["id"], "output_index": index, **part}
 
-    def more(self, part: Part, text: str, a: Answer) -> list[Body]:
+    def more(self, text: str, a: AnswerStream) -> list[Body]:
         text = self._input.feed(text) if self._input else text
         if not text:
             return []
@@ -319,7 +319,7 @@ class ResponsesFormat(PartsFormat):
             held["logprobs"] += more["logprobs"]
         return [self._event(f"{event}.delta", **self._at(), delta=text, **more)]
 
-    def ended(self, part: Part, cut: bool) -> list[Body]:
+    def ended(self, cut: bool) -> list[Body]:
         item, held = self.output[-1], self._held
         _, event, key = TYPES[item["type"]]
         if self._input:  # no object with one text
@@ -330,18 +330,18 @@ class ResponsesFormat(PartsFormat):
         out = [self._event(f"{event}.done", **self._at(), **done)]
         if "content" in item:
             out.append(self._event("content_part.done", **self._at(), part=dict(held)))
-        if part.kind == THOUGHT and self._hide:
+        if self.kind == THOUGHT and self._hide:
             item["encrypted_content"] = _hidden(held["text"])
         end = {"output_index": len(self.output) - 1, "item": copied(item)}
         return [*out, self._event("output_item.done", **end)]
 
-    def message(self, a: Answer, usage: Mapping[str, Any]) -> Body:
+    def message(self, a: AnswerStream, usage: Mapping[str, Any]) -> Body:
         if a.finish == "length":
             why = {"reason": "max_output_tokens"}
             return self._response("incomplete", usage=_usage(usage), incomplete_details=why)
         return self._response("completed", usage=_usage(usage), completed_at=int(time.time()))
 
-    def last(self, answers: list[Answer], usage: Mapping[str, Any]) -> list[Body]:
+    def last(self, answers: list[AnswerStream], usage: Mapping[str, Any]) -> list[Body]:
         response = self.message(answers[0], usage)
         return [self._event(response["status"], response=response)]
 

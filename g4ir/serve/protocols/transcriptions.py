@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from g4ir.chat import Event as Said
 from g4ir.chat.messages import shown
-from g4ir.engine.output import Answer
+from g4ir.engine.output import AnswerStream
 
 from ..http_errors import Refused, bad, missing
-from ..prompts import PreparedRequest
+from ..prompts import ServedRequest
 from ..request_schema import CHAT
 from .parts import AnswerFormat
 from .translation import TABLES, Body, Change, Translation, translated
@@ -128,22 +128,22 @@ CHANGES: dict[str, Change] = {
 class TranscriptFormat(AnswerFormat):
     """Writes a transcript: an object, a text, or events with pieces of it."""
 
-    def __init__(self, asked: PreparedRequest, model: str, given: Body) -> None:
+    def __init__(self, asked: Sequence[ServedRequest], model: str, given: Body) -> None:
         self.plain = given.get("response_format") == "text"
 
-    def chunks(self, a: Answer, new: Iterable[Said]) -> list[Body]:
+    def chunks(self, a: AnswerStream, new: Iterable[Said]) -> list[Body]:
         words = [said.text for said in new if said.kind == "content"]
         return [{"type": "transcript.text.delta", "delta": text} for text in words]
 
-    def last(self, answers: list[Answer], usage: Mapping[str, Any]) -> list[Body]:
+    def last(self, answers: list[AnswerStream], usage: Mapping[str, Any]) -> list[Body]:
         return [{"type": "transcript.text.done", **self._whole(answers[0], usage)}]
 
-    def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> Body | str:
+    def whole(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> Body | str:
         (answer,) = answers
         made = self._whole(answer, usage)
         return f"{made['text']}\n" if self.plain else made
 
-    def _whole(self, a: Answer, usage: Mapping[str, Any]) -> Body:
+    def _whole(self, a: AnswerStream, usage: Mapping[str, Any]) -> Body:
         heard = usage["prompt_tokens_details"].get("audio_tokens", 0)
         details = {"audio_tokens": heard, "text_tokens": usage["prompt_tokens"] - heard}
         counts = {"input_tokens": usage["prompt_tokens"], "input_token_details": details}
