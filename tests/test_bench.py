@@ -49,8 +49,7 @@ from g4ir.bench.schema import VERSION, BenchReport, plain, read_report, report_o
 from g4ir.bench.text import ROWS, _shown, compare_reports, compare_text, markdown, text
 from g4ir.bench.work import find_work, request_chunks
 from g4ir.builder.load import load_engine
-from g4ir.check.reference import reference_engine
-from g4ir.check.watch import Watched, watching
+from g4ir.check.reference import reference_engine, watched, with_run
 from g4ir.cli.common import strict
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError
@@ -154,14 +153,12 @@ def test_chunks_are_those_of_a_session(ple: Engine, w: Workload) -> None:
     """(graph, tokens, tokens held, logits) of each run that a session makes."""
     seen: list[tuple[str, int, int, bool]] = []
 
-    class Spy(Watched):
-        def run(self, phase: str, feeds: Any, state: Any, context: int, logits: bool) -> Any:
-            new = feeds["positions"].shape[1]
-            seen.append((phase, new, context - new, logits))
-            return super().run(phase, feeds, state, context, logits)
+    def run(phase: str, feeds: Any, state: Any, context: int, logits: bool) -> Any:
+        new = feeds["positions"].shape[1]
+        seen.append((phase, new, context - new, logits))
+        return ple.runtime.run(phase, feeds, state, context, logits)
 
-    spy: Any = Spy(ple.runtime, lambda *_: None)
-    runner = EngineRunner(replace(ple, runtime=spy), 1)
+    runner = EngineRunner(with_run(ple, run), 1)
     tokens = draw_tokens(w, ple)
     runner.hold(tokens[:, : w.context])
     seen.clear()
@@ -267,7 +264,7 @@ def test_experts_are_counted(moe: Engine) -> None:
         if name in indices:
             chosen.setdefault(name, []).append(t)
 
-    runner = EngineRunner(watching(reference_engine(opened), watch), 1)
+    runner = EngineRunner(watched(reference_engine(opened), watch), 1)
     for piece in pieces(SMALL, tokens):
         runner.step(piece)
     work = find_work(moe, SMALL, tokens)

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from g4ir.check.reference import reference_engine
-from g4ir.check.watch import ChunkPosition, watching
+from g4ir.check.reference import reference_engine, watched
 from g4ir.engine.engine import Engine
 from g4ir.ir.flatten import flatten
 from g4ir.ir.graph import Graph
@@ -129,19 +128,19 @@ def _counted(
     engine = replace(engine, program=engine.program.map(flatten))
     graphs = engine.program.graphs
     names = {n.outputs[1].name for g in graphs.values() for n in g.find("router")}
-    counts: dict[tuple[ChunkPosition, str], int] = {}
+    counts: dict[tuple[range, str], int] = {}
 
-    def see(place: ChunkPosition, name: str, t: torch.Tensor) -> None:
+    def see(chunk: range, name: str, t: torch.Tensor) -> None:
         if name in names:
-            counts[place, name] = int(t.unique().numel())
+            counts[chunk, name] = int(t.unique().numel())
 
-    runner = EngineRunner(watching(reference_engine(engine, held=True), see), w.batch)
+    runner = EngineRunner(watched(reference_engine(engine, held=True), see), w.batch)
     runner.hold(tokens[:, : w.context])
     for piece in pieces(w, tokens):
         runner.step(piece)
     found = []
     for c in chunks:
-        place = ChunkPosition(c.phase, c.held, c.held + c.new - 1)
+        place = range(c.held, c.held + c.new)
         routers = _needed(graphs[c.phase], c).find("router")
         ran = [counts[place, n.outputs[1].name] for n in routers]
         found.append(replace(c, distinct=mean(ran)) if ran else c)
