@@ -15,16 +15,11 @@ import yaml
 import g4ir
 from g4ir import passes as pipeline
 from g4ir.backends.cpu import step_program
-from g4ir.check import passes as each_pass
-from g4ir.check.passes import (
-    Shown,
-    StageComparison,
-    joint_budget,
-    local_errors,
-    verify_each_pass,
-)
+from g4ir.check import compare
+from g4ir.check.compare import Comparison, Shown, joint_budget, local_errors
+from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
-from g4ir.check.report import StagesReport
+from g4ir.check.stage_report import StageReport, StagesReport
 from g4ir.check.stages import (
     BACKEND,
     STORED,
@@ -385,18 +380,15 @@ def test_wrong_cache_of_a_backend(ple: Engine, monkeypatch: pytest.MonkeyPatch) 
     assert culprit.first.value == "L1.v.next"
 
 
-def shown(engine: Engine, after: str = PASSES[-1]) -> tuple[Shown, StageComparison]:
+def shown(engine: Engine, after: str = PASSES[-1]) -> tuple[Shown, StageReport]:
     """The first chunk of an engine as it is after a pass, of which a backend has shown all up to
     layer 1."""
     stages = stages_of(engine, StageWeights(plain_params(engine), "cpu"))
     stage = next(s for s in stages if s.name == after)
-    chunk, comparison = (
-        next(chunks_of_tokens(torch.arange(20), 8, 16)),
-        StageComparison(BACKEND, engine.dtype),
-    )
+    chunk, report = next(chunks_of_tokens(torch.arange(20), 8, 16)), StageReport(BACKEND)
     trace = StageRun(stage, 20, "cpu").trace(chunk)
     given = {v.name for v in trace.recording.graph.inputs} | {"L1.out", "L2.in"}
-    return Shown(trace, comparison, given), comparison
+    return Shown(trace, Comparison(report, engine.dtype), given), report
 
 
 @pytest.mark.parametrize("after", ["fuse_glu", "fuse_moe"])
@@ -406,7 +398,7 @@ def test_close_call_of_a_router(
 ) -> None:
     """A compiled layer may send a row to another expert that is as good; only such rows may
     differ, and they are counted. The router is seen in a fused op too."""
-    monkeypatch.setitem(each_pass.CLOSE_EXPERTS, "f32", close)
+    monkeypatch.setitem(compare.CLOSE_EXPERTS, "f32", close)
     one, comparison = shown(moe, after)
     want = one.trace.values["L2.out"]
     got = want.clone()
@@ -422,7 +414,7 @@ def test_experts_chosen(
 ) -> None:
     """Another expert in the list is right only if it is as probable; rows that no router touched
     have no excuse."""
-    monkeypatch.setitem(each_pass.CLOSE_EXPERTS, "f32", close)
+    monkeypatch.setitem(compare.CLOSE_EXPERTS, "f32", close)
     one, comparison = shown(moe, after="fuse_glu")
     index = one.trace.values["L2.moe.index"].clone()
     index[0, 1] = index[0, 1].flip(0)

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from operator import methodcaller
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from g4ir.errors import InputError
 from g4ir.ir.distance import ROUNDED, Anchor, Errors, Tolerance, budget_of, row_errors, widened
 from g4ir.ui.progress import Progress, no_progress
 
+from .compare import CHUNK, first_difference, first_not_finite
 from .hf import text_bytes
 from .media import check_media
 from .peers import FINAL, EnginePeer, HfPeer, Peer, Rows, find_peer
@@ -44,11 +46,10 @@ from .report import (
     Quality,
     Saturation,
     VerifyReport,
-    engine_name,
 )
 from .score import score_rows
+from .stage_report import engine_name
 from .tokens import Turns, chosen_tokens, plan_turns, wanted_tokens
-from .watch import first_difference, first_not_finite
 
 Tensor = torch.Tensor
 AGAINST = ("reference", "hf")
@@ -238,17 +239,19 @@ def _compare_greedy(
 
 def _first(engine: Engine, peer: Peer, given: Turns, report: VerifyReport) -> str:
     """Name the first value inside that differs, or say where the difference is."""
+    chunks = given.chunks(min(engine.limits.prefill_chunk, CHUNK))
+    steps = [methodcaller("prefill", piece[None]) for piece in chunks]
     odd = any(math.isnan(p.absolute) for p in report.positions)
-    if odd and (found := first_not_finite(engine, given)):
+    if odd and (found := first_not_finite(engine, steps)):
         return found
     if report.plain_ok and not all(p.ok for p in report.rounds):
         return ROUNDS_ALONE
-    inner = peer.engine if isinstance(peer, EnginePeer) else reference_engine(engine)
-    inside = first_difference(engine, inner, given, report.budget.inside)
+    reference = peer.engine if isinstance(peer, EnginePeer) else reference_engine(engine)
+    inside = first_difference(engine, reference, steps, len(given.ids))
     if isinstance(peer, EnginePeer):
-        return inside or "none inside; the logits differ"
+        return inside.place() if inside else "none inside; the logits differ"
     if inside:
-        return f"{inside}, against reference"
+        return f"{inside.place()}, against reference"
     return "none against reference: the graph or the weights are not what transformers computes"
 
 

@@ -11,97 +11,34 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import methodcaller
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from g4ir.backends.base import Tensors
 from g4ir.engine.engine import Engine
-from g4ir.engine.multimodal import sound_settings
 from g4ir.ir.distance import BUDGETS, Anchor, Tolerance, row_errors, widened
 from g4ir.ir.interpret import interpret
 from g4ir.ir.wide import in_float64
-from g4ir.media.audio import Waveform
 from g4ir.media.soft import Soft, counts
 from g4ir.model.decoder import BLOCKS
-from g4ir.model.media import AUDIO, IMAGE, PICTURES, VIDEO, placeholders
+from g4ir.model.media import PICTURES, placeholders
 from g4ir.model.towers import is_tower
 from g4ir.ui.progress import Progress, no_progress
 
-from .reference import reference_engine, wide_engine
+from .compare import Step, first_difference
+from .items import Item, smallest_items
+from .reference import reference_engine, wide_engine, with_run
 from .tokens import EVERY_LOGITS, SEED, random_ids
-from .watch import Step, first_value
 
 if TYPE_CHECKING:
     from g4ir.engine.session import Session
 
 Tensor = torch.Tensor
-#: of an audio clip's graph, what the audio takes at most, and its soft tokens at most
-SHARE, LONGEST = 0.6, 48
-#: pixels of an image, height and width: no budget is filled by sides of these proportions
-SIDES = (48, 72)
 #: tokens of text before the first medium of a prompt, after each, and single steps after all
 HEAD, BETWEEN, STEPS = 7, 4, 4
 #: tokens that a chunk has more than the longest medium: fewer than the head, so that it is cut
 MORE = 3
-
-
-@dataclass(frozen=True, eq=False)
-class Item:
-    """One medium as its tower takes it, `feeds` by input. The first `rows` of the `size` soft
-    tokens that come out are its own, the others padding; `times` are those of frames."""
-
-    tower: str
-    kind: str
-    feeds: Mapping[str, Tensor]
-    rows: int
-    size: int
-    times: tuple[str, ...]
-
-
-def smallest_items(engine: Engine) -> tuple[Item, ...]:
-    """An item for the smallest tower of each part that the engine has."""
-    media, out, rng = engine.media, [], np.random.default_rng(SEED)
-    sizes = [(n, IMAGE, {"budget": n}) for n in media.budgets]
-    sizes += [(n, VIDEO, {}) for n in (media.frame,) if n is not None]
-    if sizes:
-        _, kind, options = min(sizes, key=lambda size: size[0])
-        pixels = rng.integers(0, 256, (*SIDES, 3), dtype=np.uint8)
-        out.append(_item(engine, kind, pixels if kind == IMAGE else pixels[None], **options))
-    if media.lengths:
-        out.append(_sound(engine))
-    return tuple(out)
-
-
-def _sound(engine: Engine) -> Item:
-    """Its padding is noise: a tower that does not mask it hears it at the end."""
-    settings = sound_settings(engine)
-    rate = settings.sampling_rate
-    wanted = min(max(1, int(SHARE * min(engine.media.lengths))), LONGEST)
-    count = max(settings.fewest_samples, wanted * rate // settings.soft_tokens(rate))
-    samples = 0.3 * np.random.default_rng(SEED).standard_normal(count)
-    sound = _item(engine, AUDIO, Waveform(samples.astype(np.float32), rate))
-    if "mask" not in sound.feeds:
-        return sound
-    features = sound.feeds["features"].where(sound.feeds["mask"][..., None], 1.0)
-    return replace(sound, feeds={**sound.feeds, "features": features})
-
-
-def _item(engine: Engine, kind: str, given: Any, **options: Any) -> Item:
-    """Prepare an item: its tower's inputs, as they come to a runtime."""
-    runs: list[tuple[str, Mapping[str, Tensor], int]] = []
-
-    def encode(tower: str, feeds: Mapping[str, Tensor]) -> Tensor:
-        shape = [int(d) for d in engine.program.graphs[tower].outputs[0].type.shape]
-        runs.append((tower, feeds, shape[1]))
-        return torch.zeros(shape)
-
-    seen: Any = SimpleNamespace(encode=encode)
-    soft = replace(engine, runtime=seen).encode(kind, given, **options)
-    ((tower, feeds, size),) = runs
-    return Item(tower, kind, feeds, soft.count, size, soft.times)
 
 
 @dataclass(frozen=True)
@@ -299,9 +236,7 @@ def _prompt_report(engine: Engine, reference: Engine, p: MediaPrompt) -> PromptR
         phases[phase] = None
         return engine.runtime.run(phase, *rest)
 
-    own = engine.runtime
-    noted: Any = SimpleNamespace(run=run, new_state=own.new_state, embed=own.embed)
-    got = p.logits(replace(engine, runtime=noted), every)
+    got = p.logits(with_run(engine, run), every)
     want = p.logits(reference, every)
     judged, holds = _judged(
         engine.dtype, got, want, lambda: p.logits(wide_engine(reference), every)
@@ -310,8 +245,8 @@ def _prompt_report(engine: Engine, reference: Engine, p: MediaPrompt) -> PromptR
     report = PromptReport(**judged, tokens=count, chunk=p.chunk, soft=soft, phases=tuple(phases))
     if report.ok:
         return report
-    if found := first_value(engine, reference, p.steps(), report.budget.inside):
-        return replace(report, phase=found[0].phase, first_difference=found[1])
+    if found := first_difference(engine, reference, p.steps(), count):
+        return replace(report, phase=found.phase, first_difference=found.place())
     early = BLOCKS if BLOCKS in phases else "prefill"
     phase = "decode" if bool(holds[: -len(p.after)].all()) else early
     return replace(report, phase=phase, first_difference="none inside; the logits differ")

@@ -26,10 +26,9 @@ from .hf import (
     verified_model,
     wide_model,
 )
-from .reference import reference_engine, wide_engine
+from .reference import reference_engine, watched, wide_engine
 from .report import LAYER_TYPICAL, LAYER_WORST, LocalError
 from .tokens import Turns
-from .watch import ChunkPosition, watched
 
 Tensor = torch.Tensor
 #: value -> index of a token -> the value's row there, f32[hidden]
@@ -55,15 +54,15 @@ class EnginePeer:
         chunks, go into `layers`."""
         wanted = set(ends)
 
-        def keep(place: ChunkPosition, name: str, t: Tensor) -> None:
+        def keep(chunk: range, name: str, t: Tensor) -> None:
             if layers is not None and (name == FINAL or LAYER_OUT.fullmatch(name)):
                 # After the last layer whose K and V are read later, a chunk goes on with its end.
                 rows = t[0].to("cpu", torch.float32, copy=True)  # steps reuse the memory
-                first = place.end + 1 - t.shape[1]
+                first = chunk.stop - t.shape[1]
                 kept = {first + i: row for i, row in enumerate(rows) if first + i in wanted}
                 layers.setdefault(name, {}).update(kept)
 
-        session = self.engine.session() if layers is None else watched(self.engine, keep)
+        session = (self.engine if layers is None else watched(self.engine, keep)).session()
         turns = given.ids.split([*given.sizes])
         rows = [session.prefill(t[None], all_logits=given.every)[0] for t in turns]
         return torch.cat(rows) if given.every else torch.stack(rows)

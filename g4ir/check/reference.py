@@ -3,11 +3,17 @@ whether a computation fits in the memory that loaded weights leave."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+from torch import Tensor
+
+from g4ir.backends.base import Tensors
 from g4ir.backends.reference import ReferenceRuntime, text_graphs
 from g4ir.builder.load import open_weights
 from g4ir.engine.engine import Engine
@@ -32,6 +38,28 @@ def reference_engine(engine: Engine, held: bool = False) -> Engine:
     """Return an engine that interprets the same text graphs; it holds no towers. Its params are
     made from the engine's source, or `held`: those that the engine holds."""
     return replace(engine, runtime=interpreted(engine, "held" if held else "made"))
+
+
+def with_run(engine: Engine, run: Callable[..., Tensors | None]) -> Engine:
+    """Return the same engine, whose graphs of text are run by `run`."""
+    own = engine.runtime
+    runtime: Any = SimpleNamespace(run=run, new_state=own.new_state, embed=own.embed)
+    return replace(engine, runtime=runtime)
+
+
+def watched(engine: Engine, watch: Callable[[range, str, Tensor], None]) -> Engine:
+    """Return the same engine for one row, whose values are shown: the positions of the chunk, the
+    name of the value and the value. On a GPU decode steps stay what they are for users, one
+    replayed graph, of which nothing shows."""
+    own, hidden = engine.runtime, engine.device == "cuda"
+
+    def run(phase: str, feeds: dict[str, Tensor], *rest: Any) -> Tensors | None:
+        if hidden and phase == "decode":
+            return own.run(phase, feeds, *rest)
+        start, end = (int(feeds["positions"][0, i]) for i in (0, -1))
+        return own.run(phase, feeds, *rest, partial(watch, range(start, end + 1)))
+
+    return with_run(engine, run)
 
 
 def wide_engine(engine: Engine) -> Engine:

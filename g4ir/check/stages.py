@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from g4ir.backends import find_backend
+from g4ir.backends.reference import text_graphs
 from g4ir.engine.engine import Engine
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.interpret import empty_state, interpret
@@ -33,7 +34,7 @@ from g4ir.passes import run_program
 from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.weights.pack import Packing, UnpackedWeights, own_params, split_program
 
-from .media import Item
+from .items import Item
 from .reference import original_weights
 
 Tensor = torch.Tensor
@@ -185,10 +186,10 @@ class Stage:
         graphs = self.packing.program.graphs
         recordings = {}
         for name in self.params.keys() - {"embed"}:
-            embed, given = graphs["embed"], self.params["embed"]
+            embed, given = graphs["embed"], self.params.get("embed")
             if name == VERIFY:  # values of both graphs have one type by name
                 embed = bind(embed, S="M")
-            if is_tower(name) or name == DRAFT:
+            if is_tower(name) or name == DRAFT or given is None:
                 embed, given = NO_EMBEDDING, {}
             params = {**given, **self.params[name]}
             recordings[name] = Recording(embed, graphs[name], params, self.packing.prologue)
@@ -235,6 +236,19 @@ def stages_of(
     own = Packing(engine.program, from_codes(engine.prologue) if held else engine.prologue)
     if packing != own:
         yield stage(STORED, own)
+
+
+def stored_stage(engine: Engine, reference: Engine) -> Stage:
+    """Return an engine's own text graphs behind the embedding, on the params that the interpreter
+    has of them. Raises EngineError as `plain_params`, for an engine of several ranks."""
+    names = [name for name in text_graphs(engine.program).graphs if name != "embed"]
+    if engine.ranks > 1:
+        *_, last = stages_of(engine, StageWeights(plain_params(engine), engine.device), names)
+        return replace(last, params={name: last.params[name] for name in names})
+    held = reference.runtime.params
+    graphs = {name: engine.program.graphs[name] for name in names}
+    params = {name: {v.name: held[v.name] for v in g.params} for name, g in graphs.items()}
+    return Stage(STORED, Packing(engine.program, engine.prologue), params)
 
 
 def _written(engine: Engine) -> Program:

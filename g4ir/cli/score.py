@@ -50,7 +50,7 @@ def verify_text(args: argparse.Namespace) -> int:
     """Compare an engine with its unquantised weights, or another engine, on texts."""
     from g4ir.artefact.directory import read_manifest
     from g4ir.check.logits import AGAINST
-    from g4ir.check.report import engine_name
+    from g4ir.check.stage_report import engine_name
 
     if args.against in AGAINST:
         raise InputError(

@@ -1,0 +1,80 @@
+"""Media on which towers are checked, as graphs take them: pixels and samples of a fixed seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from g4ir.engine.engine import Engine
+from g4ir.engine.multimodal import sound_settings
+from g4ir.media.audio import Waveform
+from g4ir.model.media import AUDIO, IMAGE, VIDEO
+
+from .tokens import SEED
+
+Tensor = torch.Tensor
+#: of an audio clip's graph, what the audio takes at most, and its soft tokens at most
+SHARE, LONGEST = 0.6, 48
+#: pixels of an image, height and width: no budget is filled by sides of these proportions
+SIDES = (48, 72)
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One medium as its tower takes it, `feeds` by input. The first `rows` of the `size` soft
+    tokens that come out are its own, the others padding; `times` are those of frames."""
+
+    tower: str
+    kind: str
+    feeds: Mapping[str, Tensor]
+    rows: int
+    size: int
+    times: tuple[str, ...]
+
+
+def smallest_items(engine: Engine) -> tuple[Item, ...]:
+    """An item for the smallest tower of each part that the engine has."""
+    media, out, rng = engine.media, [], np.random.default_rng(SEED)
+    sizes = [(n, IMAGE, {"budget": n}) for n in media.budgets]
+    sizes += [(n, VIDEO, {}) for n in (media.frame,) if n is not None]
+    if sizes:
+        _, kind, options = min(sizes, key=lambda size: size[0])
+        pixels = rng.integers(0, 256, (*SIDES, 3), dtype=np.uint8)
+        out.append(_item(engine, kind, pixels if kind == IMAGE else pixels[None], **options))
+    if media.lengths:
+        out.append(_sound(engine))
+    return tuple(out)
+
+
+def _sound(engine: Engine) -> Item:
+    """Its padding is noise: a tower that does not mask it hears it at the end."""
+    settings = sound_settings(engine)
+    rate = settings.sampling_rate
+    wanted = min(max(1, int(SHARE * min(engine.media.lengths))), LONGEST)
+    count = max(settings.fewest_samples, wanted * rate // settings.soft_tokens(rate))
+    samples = 0.3 * np.random.default_rng(SEED).standard_normal(count)
+    sound = _item(engine, AUDIO, Waveform(samples.astype(np.float32), rate))
+    if "mask" not in sound.feeds:
+        return sound
+    features = sound.feeds["features"].where(sound.feeds["mask"][..., None], 1.0)
+    return replace(sound, feeds={**sound.feeds, "features": features})
+
+
+def _item(engine: Engine, kind: str, given: Any, **options: Any) -> Item:
+    """Prepare an item: its tower's inputs, as they come to a runtime."""
+    runs: list[tuple[str, Mapping[str, Tensor], int]] = []
+
+    def encode(tower: str, feeds: Mapping[str, Tensor]) -> Tensor:
+        shape = [int(d) for d in engine.program.graphs[tower].outputs[0].type.shape]
+        runs.append((tower, feeds, shape[1]))
+        return torch.zeros(shape)
+
+    seen: Any = SimpleNamespace(encode=encode)
+    soft = replace(engine, runtime=seen).encode(kind, given, **options)
+    ((tower, feeds, size),) = runs
+    return Item(tower, kind, feeds, soft.count, size, soft.times)
