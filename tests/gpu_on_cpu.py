@@ -19,7 +19,6 @@ class GpuOnCpu(CudaRuntime, CpuRuntime):
         self.record = None
         self.record_chunk = None
         self.any_length = False
-        self.choosers = {}
 
     def run(self, phase: str, *step: Any, **more: Any) -> Any:
         room = CpuRuntime if phase in self.recorded_phases else CudaRuntime

@@ -35,7 +35,7 @@ def test_kernels_of_weights_in_codes(capsys: pytest.CaptureFixture[str]) -> None
     """In decode no weight is dense, and codes and scales are what is counted."""
     plain, coded = shown(capsys), shown(capsys, "--quant", "int4")
     assert plain["starts"] == coded["starts"] and kernels(plain) == kernels(coded)
-    read = {"skinny_linear", "skinny_linear_parts", "moe_down"}
+    read = {"skinny_linear", "moe_down"}
     forms = [r["shape"] for r in coded["rows"] if r["kernel"] in read]
     assert all(shape["int4"] == 32 for shape in forms[:-1]) and forms[-1]["int8"] == 2816
     (head,) = (r for r in coded["rows"] if r["shape"].get("n") == 262144)

@@ -15,7 +15,6 @@ from g4ir.ir.graph import Graph, Program
 from g4ir.plan.engine_limits import Limits
 from g4ir.quant.rewrite import simplified
 
-from .choices import choice_texts
 from .schedule import schedule
 from .scratch import Scratch
 from .target import find_target
@@ -52,9 +51,6 @@ class Cuda(Device):
     def scratch_bytes(self, program: Program) -> Callable[[Limits], int]:
         return Scratch(program).at
 
-    def choice_texts(self, program: Program, limits: Limits) -> dict[str, str]:
-        return choice_texts(program, limits)
-
     def notes(self, program: Program, target: Target) -> Iterator[str]:
         if not target.gpu:
             yield "this GPU is older than Hopper: the library's kernels only"
@@ -68,6 +64,9 @@ class Cuda(Device):
         names = (*SOURCES, *(KERNEL_SOURCES if target.gpu else ()))
         room = Path(__file__).resolve().parent
         return [path for name in names for path in sorted(room.glob(name))]
+
+    def options(self, text: str) -> dict[str, Any]:
+        return {"combo_kernels": True}  # what does not depend on each other starts at once
 
     def versions(self, target: Target) -> Sequence[str]:
         return [importlib.metadata.version("triton")] if target.gpu else []

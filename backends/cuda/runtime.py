@@ -45,8 +45,6 @@ class CudaRuntime(ProgramRuntime):
         chunks = WithFallback(lambda work, place: place.record(work), CHUNKS)
         self.record_chunk = chunks if records else None
         super().__init__(task, steps, files)
-        #: op that chooses -> its program
-        self.choosers = {op: self.calls[files[op][0] or ""] for op in ("greedy", "candidates")}
 
     def _device_index(self) -> int:
         return torch.cuda.current_device()
@@ -153,28 +151,17 @@ class CudaRuntime(ProgramRuntime):
     def _chooser(self, choice: DeviceChoice) -> Choose:
         """Return how a step chooses tokens; a recorded step takes nothing from the host."""
         never = torch.tensor(choice.suppress, dtype=torch.int64, device=self.device)
-        ways = {way: self._way(way) for way in choice.ways}
 
         def choose(logits: Tensor, uniforms: Tensor, draws: Tensor) -> Tensor:
-            allowed = logits.index_fill(-1, never, float("-inf")) if choice.suppress else logits
+            allowed = logits[:, 0].float()
+            if choice.suppress:
+                allowed = allowed.index_fill(-1, never, float("-inf"))
             tokens: Tensor | None = None
-            for way, find in ways.items():
-                found = find(allowed, uniforms, draws)
+            for way in choice.ways:
+                found = sampling.choose(allowed, uniforms, draws, way)
                 mine = draws[:, sampling.WAY] == sampling.WAYS.index(way)
                 tokens = found if tokens is None else torch.where(mine, found, tokens)
             assert tokens is not None
             return tokens
 
         return choose
-
-    def _way(self, way: str) -> Choose:
-        """Return one of the sampler's WAYS; largest logits are found by compiled ops."""
-        if way == sampling.GREEDY:
-            greedy = self.choosers["greedy"]
-            return lambda logits, uniforms, draws: greedy([logits])[0]
-        if way == sampling.TOP:
-            candidates = self.choosers["candidates"]
-            return lambda logits, *rest: sampling.draw(*candidates([logits]), *rest)
-        return lambda logits, uniforms, draws: sampling.choose(
-            logits[:, 0].float(), uniforms, draws, way
-        )

@@ -75,18 +75,16 @@ class TorchBackend(Backend):
         device = find_device(task.device)
         steps, target = phase_steps(program, limits, device.name), device.target(limits.max_batch)
         texts = [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
-        chooses = device.choice_texts(program, limits)
         for note in device.notes(program, target):
             progress(note)
         parts, folder = device.parts(program), task.folder / "programs"
-        wanted = [*texts, *chooses.values(), *parts]
+        wanted = [*texts, *parts]
         files = workers.compile_all(wanted, target, folder, JOBS, progress)
         device.link(folder, parts)
-        phases = {
+        return {
             phase: tuple(files[s.text] if isinstance(s, Segment) else None for s in many)
             for phase, many in steps.items()
         }
-        return phases | {op: (files[text],) for op, text in chooses.items()}
 
     def scratch_bytes(
         self, program: Program, device: str, settings: Mapping[str, str]
@@ -112,8 +110,6 @@ def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], kept: Progr
         name: [s.text if isinstance(s, Segment) else None for s in many]
         for name, many in steps.items()
     }
-    choices = find_device(task.device).choice_texts(task.program, task.limits)
-    texts |= {op: [text] for op, text in choices.items()}
     if kept.keys() != texts.keys():
         raise EngineError(
             f"{folder}: programs of {', '.join(texts)} expected, those of "

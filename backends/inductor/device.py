@@ -56,10 +56,6 @@ class Device(ABC):
         """Return the graphs that need no compiled programs."""
         return ()
 
-    def choice_texts(self, program: Program, limits: Limits) -> dict[str, str]:
-        """Return the programs of one op that choose tokens on the device."""
-        return {}
-
     def notes(self, program: Program, target: Target) -> Iterator[str]:
         """Yield what a build should say of its target."""
         yield from ()

@@ -190,11 +190,11 @@ LOWERINGS: Mapping[str, Lowering] = {
     "chunked_attention": audio.chunked_attention,
 }
 
-#: ops that no network contains: rows of tables are gathered outside, tokens are chosen outside,
+#: ops that no network contains: rows of tables are gathered outside,
 #: what depends on weights alone is made at build, and caches have the dtype of the engine
 OUTSIDE = frozenset(
     {
-        *("embedding", "embedding_quantized", "embedding_tiles", "candidates", "relative_keys"),
+        *("embedding", "embedding_quantized", "embedding_tiles", "relative_keys"),
         *("quantize", "columns", "tiles", "dequantize_tiles", "as_bytes", "narrow_row"),
         "by_cluster",
         "fake_quantize",

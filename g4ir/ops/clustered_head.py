@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Traffic, cases, free, gathered, op, per_input, require, wide
+from .base import Traffic, cases, free, gathered, op, per_input, require
 from .budgets import MOVES, PRODUCT
 from .types import Type, Types, torch
 
@@ -104,11 +104,6 @@ class pick_id:
     samples = cases("i64[3,1,7]@0:99 i64[3]@0:7")
 
 
-def _require_logits(name: str, logits: Type) -> None:
-    fits = logits.rank == 3 and logits.shape[1] == 1 and isinstance(logits.shape[2], int)
-    require(fits, f"{name}: logits {logits} are not [B, 1, vocab]")
-
-
 @op
 class greedy:
     """The token of the largest logit of each row, the lowest of equal ones; i64[B]"""
@@ -118,7 +113,8 @@ class greedy:
 
     @staticmethod
     def infer(logits: Type) -> Type:
-        _require_logits("greedy", logits)
+        fits = logits.rank == 3 and logits.shape[1] == 1 and isinstance(logits.shape[2], int)
+        require(fits, f"greedy: logits {logits} are not [B, 1, vocab]")
         return Type("i64", logits.shape[:1])
 
     @staticmethod
@@ -127,28 +123,3 @@ class greedy:
 
     flops = per_input(1)
     samples = cases("f32[3,1,33]")
-
-
-@op
-class candidates:
-    """The k largest logits of each row in descending order, equal ones by lower token first, and
-    their tokens; f32[B,k], i64[B,k]"""
-
-    budget = MOVES
-    kind = "head"
-
-    @staticmethod
-    def infer(logits: Type, *, k: int) -> tuple[Type, Type]:
-        _require_logits("candidates", logits)
-        vocab = logits.shape[2]
-        require(isinstance(vocab, int) and 0 < k <= vocab, f"candidates: {k} of {logits}")
-        shape = (logits.shape[0], k)
-        return Type("f64" if logits.dtype == "f64" else "f32", shape), Type("i64", shape)
-
-    @staticmethod
-    def reference(logits: Any, *, k: int) -> tuple[Any, Any]:
-        values, index = logits[:, 0].sort(dim=-1, descending=True, stable=True)
-        return wide(values)[:, :k], index[:, :k]
-
-    flops = per_input(1)
-    samples = cases("f32[3,1,33]", k=5)

@@ -30,20 +30,16 @@ def in_a_program(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 
 def in_a_loop(engine: Engine, patch: pytest.MonkeyPatch) -> list[Any]:
     """The step chooses too: as on a GPU, but without a CUDA graph, on the CPU's programs."""
-    from g4ir.backends.cuda.choices import choice_texts
     from tests.gpu_on_cpu import use_gpu_runtime
-    from tests.uncompiled import eager
 
     prepared: list[Callable[[], None]] = []
     runtime = use_gpu_runtime(engine, patch)
-    ops = choice_texts(runtime.program, runtime.limits).items()
 
     def record(work: Callable[[], None]) -> Callable[[], None]:
         work()  # as recording a graph does
         prepared.append(work)
         return work
 
-    patch.setattr(runtime, "choosers", {op: eager(text) for op, text in ops})
     patch.setattr(runtime, "record", record)
     patch.setattr(runtime, "any_length", True)
     return prepared

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import triton
@@ -9,7 +11,12 @@ import triton.language as tl
 
 from g4ir.backends.cuda.kernels import decode_attention_triton as module
 from g4ir.backends.cuda.kernels.base import attention_sample
-from g4ir.backends.cuda.kernels.decode_attention_triton import _span, tree
+from g4ir.backends.cuda.kernels.decode_attention import zeros_of
+from g4ir.backends.cuda.kernels.decode_attention_triton import (
+    _span,
+    decode_attention,
+    tree,
+)
 from g4ir.backends.cuda.kernels.launch import by_default, recorded, start
 
 from .samples import Try, kernel_called
@@ -62,17 +69,17 @@ def test_the_order_of_arrival_is_free(step: int, monkeypatch: pytest.MonkeyPatch
         assert torch.equal(one.run(splits=7)[0], want)
 
 
-@pytest.mark.parametrize("pairs", [None, 4])
-def test_counters_are_zero_afterwards(pairs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the next call can use them; elsewhere the reference leaves them as zeros too."""
-    one, counts = over((0, 30), pairs), torch.zeros(2, 1, dtype=torch.int64)
-    monkeypatch.setattr(Try, "counters", counts)
-    first, again = one.run(splits=4), one.run(splits=4)
-    assert torch.equal(first[0], again[0]) and not counts.any()
-    with by_default():
-        counts += 1
-        one.call(one.given)
-    assert not counts.any()
+def test_counters_are_zero_afterwards() -> None:
+    """As they were, also where the reference computes; made of any queries, NaN and all."""
+    q, (k, v) = torch.randn(2, 1, 4, 16), torch.randn(2, 80, 2, 2, 16)
+    q[1] = torch.nan
+    counts = zeros_of(q)
+    assert counts.shape == (2, 4) and counts.dtype == torch.int64 and not counts.any()
+    end, rest = torch.tensor([70, 9]), {"window": 0, "scale": 1.0, "softcap": 0.0}
+    for context in (nullcontext(), by_default()):
+        with context:
+            decode_attention(q, end, None, [k, v], counts, **rest, **{**USE, "splits": 4})
+        assert not counts.any()
 
 
 def test_shares_of_short_and_long_contexts() -> None:

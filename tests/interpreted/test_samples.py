@@ -42,24 +42,13 @@ def test_sample(kernel: Kernel, sample: Sample, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [0.0, 1e4])
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if "eps" in k.samples[0].attrs], ids=called)
-def test_small_and_large_values(kernel: Kernel, size: float, dtype: str) -> None:
-    """Norms of other sizes; of zeros eps alone is under the root."""
-    for sample in kernel.samples[1:3]:
-        one = Try(kernel, sample, dtype, size=size)
-        one.check(one.run())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", KERNELS, ids=called)
 def test_off_the_gpu(kernel: Kernel, dtype: str) -> None:
-    """There a kernel computes what the op does: in bf16 bit for bit, but for partial sums."""
+    """There a kernel computes what the op does: in bf16 bit for bit, but for sums in parts."""
     for sample in kernel.samples:
         one = Try(kernel, sample, dtype)
-        given = [one.ours[i] if i in sample.parts else x.clone() for i, x in enumerate(one.given)]
         with by_default():
-            got = one.call(given)
+            got = one.call([x.clone() for x in one.given])
         one.check(got)
-        pairs = [(a, b) for a, b in zip(got, one.expect()[0]) if a.dim() == b.dim()]
-        assert dtype == "f32" or all(torch.equal(a, b) for a, b in pairs)
+        exact = dtype == "bf16" and "split" not in sample.use
+        assert not exact or all(map(torch.equal, got, one.expect()[0]))

@@ -10,7 +10,7 @@ kernels; no other file knows a kernel by its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +25,6 @@ from g4ir.ops.types import Type
 SKINNY = 64
 #: of decode attention: more shares than this are for contexts in which each has more keys
 SHARES, SHARE_KEYS = 64, 256
-#: most candidates of a row that are found at once
-CANDIDATES = 64
 
 Shape = Mapping[str, int]
 Use = Mapping[str, int]
@@ -40,7 +38,6 @@ class Sample:
     attrs   of the node; "T" stands for the dtype
     use     settings; of several kernels by name
     given   operand -> its whole numbers
-    parts   operand -> of how many partial sums in fp32 it comes as a stack
     packed  whether no operand may be a view of something larger
     coded   operand -> the form of the codes that it comes in, and how many share a scale (0: a row)
     """
@@ -49,7 +46,6 @@ class Sample:
     attrs: Mapping[str, Any] = field(default_factory=dict)
     use: Mapping[str, Any] = field(default_factory=dict)
     given: Mapping[int, Any] = field(default_factory=dict)
-    parts: Mapping[int, int] = field(default_factory=dict)
     packed: bool = False
     coded: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
@@ -57,10 +53,6 @@ class Sample:
 def held(w: Any) -> tuple[Any, Any]:
     """Return a weight and None, or its codes and their scales."""
     return (w.codes, w.scales) if isinstance(w, Coded) else (w, None)
-
-
-def _whole(g: Graph, n: Node) -> Node | None:
-    return None
 
 
 @dataclass(frozen=True)
@@ -77,8 +69,6 @@ class Kernel:
     uses     launch settings by kernel, or a function of the shape: estimates from the size of a
              Hopper GPU, none measured; kernels without an entry have none
     coded    whether weights may come quantised
-    every_slot  whether it goes through all slots of the caches that it is given, used or not
-    ending   (graph, node) -> the node that makes the result whole, where the kernel's is not
     """
 
     op: str
@@ -90,8 +80,6 @@ class Kernel:
     differ: float | None = 0.01
     uses: Mapping[str, Use | Callable[[Shape], Use]] = field(default_factory=dict)
     coded: bool = False
-    every_slot: bool = False
-    ending: Callable[[Graph, Node], Node | None] = _whole  # a function with a name can be pickled
 
     def settings(self, shape: Shape) -> dict[str, Use]:
         """Return the launch settings of each kernel for a shape."""
@@ -215,25 +203,6 @@ def masking(n: Node) -> dict[str, Any]:
     return {k: n.attrs[k] for k in ("window", "scale", "softcap")}
 
 
-def norm_start(n: Node, given: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
-    """Return x, the residual and the norm's weight; of a node with two sums what joins the second
-    to x; and the other inputs of an op that begins with a norm after a residual."""
-    if "dual_" not in n.op:
-        x, residual, w, *rest = given
-        return (x, residual, w), {}, rest
-    a, w_a, b, w_b, w, residual, *rest = given
-    return (a, residual, w), {"w_x": w_a, "b": b, "w_b": w_b}, rest
-
-
-def norm_end(n: Node, given: Sequence[Any]) -> tuple[Any, list[Any], float]:
-    """Return the scalar, the weights of the pre-norms and eps, of a norm's last inputs."""
-    left = list(given)
-    scalar = left.pop(0) if n.attrs["scaled"] else None
-    weighted = n.attrs["weighted"]
-    assert isinstance(weighted, tuple)
-    return scalar, [left.pop(0) if has else None for has in weighted], n.number("eps")
-
-
 def attention_sample(
     lengths: tuple[int, ...],
     slots: int,
@@ -269,20 +238,4 @@ def attention_sample(
         attrs,
         use,
         {1: [[*range(at, at + s)] for at in first], 2: lengths},
-    )
-
-
-def arrivals(name: str) -> str:
-    """Return the name, in a run's `env`, of the zeros that came with this value."""
-    return f"{name}/arrivals"
-
-
-def given_zeros(run: Any, n: Node, made: Value, like: Any) -> Any:
-    """Return the zeros of an attention's KV heads that came with `made`, or fresh ones; `like`: a
-    tensor of its rows."""
-    import torch
-
-    found = run.env.get(arrivals(made.name))
-    return (
-        like.new_zeros((like.shape[0], kv_heads(n)), dtype=torch.int64) if found is None else found
     )

@@ -9,7 +9,7 @@ from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node
 from g4ir.ops.kv_quant import GROUP
 
-from .base import Choice, Kernel, Shape, Use, attention_shape, given_zeros, is_row, masking, size
+from .base import Choice, Kernel, Shape, Use, attention_shape, is_row, masking, size
 from .base import attention_sample as sample
 
 WARPS = {"warps": 8, "stages": 3}
@@ -45,10 +45,16 @@ def _attention(
     latent = n.op == "attention_latent"
     w, caches = (held[0], held[1:]) if latent else (None, held)
     return decode_attention(
-        *(q, written, w, list(caches), given_zeros(run, n, n["q"], q)),
+        *(q, written, w, list(caches), zeros_of(q)),
         **masking(n),
         **choice.use,
     )
+
+
+def zeros_of(q: Any) -> Any:
+    """Return zeros for each row and head, i64[B,nq]: counters of the programs that share keys. Made
+    of the queries, since the compiler then makes both in one kernel; of nothing, by one more."""
+    return q[:, 0].isnan().any(-1).long() * 0
 
 
 def _use(splits: int, block_n: int = 4) -> dict[str, int]:

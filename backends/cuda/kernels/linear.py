@@ -8,7 +8,6 @@ from typing import Any
 from g4ir.backends.inductor.lowered import Run
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import RESULT, Graph, Node
-from g4ir.ir.names import layer_of
 from g4ir.ops.codecs import FORMS
 from g4ir.ops.mlp import ACTIVATIONS
 
@@ -27,23 +26,8 @@ from .base import (
     size,
 )
 
-#: ops that add up partial sums of the products before them: op -> inputs that may be such
-SUMS = {
-    "norm_residual": (0,),
-    "dual_norm_residual": (0, 2),
-}
-
-
-def _sum(g: Graph, n: Node) -> Node | None:
-    """Return the op that can add up partial sums, where the node's result goes nowhere else, and
-    not to another layer: that is another program."""
-    users = g.users.get(n.out.name, [])
-    if len(users) != 1 or users[0].op not in SUMS or users[0].inputs.count(n.out) != 1:
-        return None
-    if layer_of(n.out.name) != layer_of(users[0].outputs[0].name):
-        return None
-    summed = any(users[0].inputs[i] == n.out for i in SUMS[users[0].op])
-    return users[0] if summed else None
+#: programs that fill a Hopper GPU
+PROGRAMS = 264
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
@@ -64,29 +48,16 @@ def _one_row(shape: Shape, block_n: int) -> Use:
 
 
 def _estimate(shape: Shape) -> Use:
-    """Return settings for which each of 132 multiprocessors has some programs."""
-    n = shape["n"]
-    if shape["rows"] == 1:
-        return _one_row(shape, 2 if n <= 512 else 4 if n <= 3072 else 8)
-    block_n = 16 if n <= 512 else 32 if n <= 5120 else 64 if n <= 10240 else 128
-    block_k = 256 if n <= 512 else 128
-    tile = {"block_m": row_tile(shape), "block_n": block_n, "block_k": block_k}
-    return {**tile, "warps": 4, "stages": 4}
-
-
-def _parts(shape: Shape) -> Use:
-    """Return the same of partial sums: few rows of a weight leave multiprocessors idle."""
+    """Return settings for which each of 132 multiprocessors has some programs: of few rows of a
+    weight by parts of k, whose sums the compiler adds up where it reads them."""
     n, k = shape["n"], shape["k"]
     if shape["rows"] == 1:
-        split = 2 if "int4" in shape and k >= 1024 else 1
-        return {"split": split, **_one_row(shape, 4 if n <= 3072 else 8)}
-    if k <= 256:
-        split, block_n, block_k, stages = 1, 32, 256, 2
-    else:
-        split, block_k, stages = 4 if k <= 2048 else 8 if n <= 2048 else 6, 128, 4
-        block_n = 64 if n <= 4096 else 128
-    tile = {"block_m": row_tile(shape), "block_n": block_n, "block_k": block_k}
-    return {"split": split, **tile, "warps": 4, "stages": stages}
+        use = _one_row(shape, 2 if n <= 512 else 4 if n <= 3072 else 8)
+        return {**use, "split": 2 if k >= 1024 and n < PROGRAMS * use["block_n"] else 1}
+    block_n = 32 if n <= 1024 else 64 if n <= 10240 else 128
+    split = min(8, -(-k // 256), -(-PROGRAMS * block_n // n))
+    tile = {"block_m": row_tile(shape), "block_n": block_n, "block_k": 128}
+    return {**tile, "warps": 4, "stages": 4, "split": split}
 
 
 def _glu(shape: Shape) -> Use:
@@ -99,17 +70,13 @@ def _glu(shape: Shape) -> Use:
     return {**tile, "warps": 4, "stages": 3}
 
 
-def _summed(g: Graph, n: Node, target: Target) -> Shape | None:
-    return _shape(g, n, target) if _sum(g, n) else None
-
-
 def _linear(run: Run, n: Node, choice: Choice, x: Any, w: Any, up: Any = None) -> Any:
-    """Return the product; with `split` partial sums, which the norm after it adds up."""
     from .linear_triton import skinny_linear
 
     w, scales = held(w)
     act = "" if n.op == "linear" else n.word("act")
-    return skinny_linear(x, w, up, act, **choice.use, scales=scales)
+    y = skinny_linear(x, w, up, act, **choice.use, scales=scales)
+    return y.sum(0).to(x.dtype) if choice.use.get("split", 1) > 1 else y
 
 
 def _dense_shape(g: Graph, n: Node, target: Target) -> Shape | None:
@@ -153,12 +120,12 @@ PRODUCTS = [
     (1, 40, 1536, _use(1, 8, 512, stages=4)),
     (5, 72, 1536, _use(16, 64, 128, stages=3)),
 ]
+#: the same in parts of k, some of them empty
 SUMMED = [
-    (1, 21, 7, ONE, 3),
-    (1, 21, 100, ONE, 4),
-    (3, 21, 100, MANY, 3),
-    (16, 21, 256, MANY, 1),
-    (33, 21, 100, WIDEST, 3),
+    (1, 21, 7, ONE | {"split": 3}),
+    (1, 21, 100, ONE | {"split": 4}),
+    (3, 21, 100, MANY | {"split": 3}),
+    (33, 21, 100, WIDEST | {"split": 3}),
 ]
 GATED = [(1, 5, 33, ONE), (3, 32, 96, MANY), (16, 5, 33, MANY), (2, 37, 45, ONE)]
 #: the same of quantised weights, and the codes: of rows and of groups, more and fewer than a block
@@ -178,10 +145,10 @@ CODED = [
     (1, 6, 128, _use(1, 4, 64), ("int8", 16)),
 ]
 CODED_PARTS = [
-    (1, 21, 224, ONE, INT4),
-    (3, 21, 72, ONE, INT8),
-    (16, 21, 224, MANY, INT4),
-    (4, 21, 72, MANY, FP8),
+    (1, 21, 224, ONE | {"split": 3}, INT4),
+    (3, 21, 72, ONE | {"split": 3}, INT8),
+    (16, 21, 224, MANY | {"split": 3}, INT4),
+    (4, 21, 72, MANY | {"split": 3}, FP8),
 ]
 CODED_GLU = [
     (1, 5, 96, ONE, INT4),
@@ -229,28 +196,14 @@ KERNELS = (
     ),
     Kernel(
         op="linear",
-        starts={"skinny_linear_parts": 1},
-        rule=_summed,
-        call=_linear,
-        samples=tuple(
-            Sample(_product(b, n, k), use={**use, "split": split}) for b, n, k, use, split in SUMMED
-        )
-        + tuple(
-            Sample(_product(b, n, k), use={**use, "split": 3}, coded={1: how})
-            for b, n, k, use, how in CODED_PARTS
-        ),
-        error=5e-6,
-        uses={"skinny_linear_parts": _parts},
-        coded=True,
-        ending=_sum,
-    ),
-    Kernel(
-        op="linear",
         starts={"skinny_linear": 1},
         rule=_shape,
         call=_linear,
-        samples=tuple(Sample(_product(b, n, k), use=use) for b, n, k, use in PRODUCTS)
-        + tuple(Sample(_product(b, n, k), use=use, coded={1: how}) for b, n, k, use, how in CODED),
+        samples=tuple(Sample(_product(b, n, k), use=use) for b, n, k, use in (*PRODUCTS, *SUMMED))
+        + tuple(
+            Sample(_product(b, n, k), use=use, coded={1: how})
+            for b, n, k, use, how in (*CODED, *CODED_PARTS)
+        ),
         error=5e-6,
         uses={"skinny_linear": _estimate},
         coded=True,

@@ -150,32 +150,32 @@ def skinny_linear(
     warps: int,
     stages: int,
     scales: Tensor | None = None,
-    split: int = 0,
+    split: int = 1,
 ) -> Tensor:
     """Compute the op `linear`: x [..., k], w [n, k] -> [..., n]; w may be codes, with scales.
 
-    With split fp32 [split, ..., n], whose sum, rounded, is the op. With act then `glu` with up
-    [..., n], or, without up, `glu_packed`, w [2n, k].
+    With split above 1 fp32 [split, ..., n], whose sum, rounded, is the op. With act then `glu` with
+    up [..., n], or, without up, `glu_packed`, w [2n, k].
     """
     packed, k = bool(act) and up is None, x.shape[-1]
     if not takes(x):
         w = dense(w, scales, x.dtype)
-        if split:
+        if split > 1:
             step = chunk(k, split, block_k)
             at = [slice(p * step, (p + 1) * step) for p in range(split)]
             return torch.stack([_linear(x[..., s].float(), w[:, s].float()) for s in at])
         return activated(_linear(x, w), up, act)
-    n, rows, parts = w.shape[0] // (1 + packed), x.numel() // k, max(split, 1)
+    n, rows = w.shape[0] // (1 + packed), x.numel() // k
     shape = (*x.shape[:-1], n)
-    y = x.new_empty((split, *shape), dtype=torch.float32) if split else x.new_empty(shape)
+    y = x.new_empty((split, *shape), dtype=torch.float32) if split > 1 else x.new_empty(shape)
     own, other = w if scales is None else scales, x if up is None else up.contiguous()
     start(
         _skinny,
-        (blocks(n, block_n), parts, blocks(rows, block_m)),
+        (blocks(n, block_n), split, blocks(rows, block_m)),
         (x.contiguous(), w, own, other, y, rows),
         N=n,
         K=k,
-        CHUNK=chunk(k, parts, block_k),
+        CHUNK=chunk(k, split, block_k),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
