@@ -186,9 +186,8 @@ def trt(made: Make, name: str) -> Engine:
 def test_trt_plans(made: Make, name: str) -> None:
     """One of the text model, one of each tower, each with what it is fed."""
     engine = trt(made, name)
-    kept = engine.manifest["compiled"]
     towers = tower_graphs(engine.program)
-    assert kept["others"] == {t: f"{t}.plan" for t in towers} and towers
+    assert towers
     for tower, graph in towers.items():
         described = json.loads((engine.path / f"{tower}.io.json").read_text())
         assert [x["name"] for x in described["inputs"]] == [v.name for v in graph.inputs]

@@ -30,7 +30,7 @@ from g4ir.ops.types import torch_dtype
 from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import ParamSource
 
-from .host import DTYPES, Api, data_type
+from .host import DTYPES, Api
 from .interface import MOST_VERIFIED, Interface, phase_of
 from .kernel_cache import KernelCache
 
@@ -350,7 +350,7 @@ def check_engine(api: Api, engine: Any, io: Interface) -> None:
     names = sorted(engine.get_tensor_name(i) for i in range(engine.num_io_tensors))
     described = {**io.inputs, **io.outputs}
     alike("its tensors are", ", ".join(names), ", ".join(sorted(described)))
-    types = {data_type(api.trt, dtype): dtype for dtype in DTYPES}
+    types = {getattr(api.trt.DataType, kind): dtype for dtype, kind in DTYPES.items()}
     for name, t in described.items():
         alike(f"{name} is", str(types.get(engine.get_tensor_dtype(name))), t.dtype)
     for out, source in io.aliased.items():

@@ -26,7 +26,7 @@ import torch
 import g4ir
 from bench.gpu.engines import Scale, copy_folder, decode_cell, prefill_cell, step_times, stepper
 from g4ir.backends.trt.host import Host, require_library
-from g4ir.backends.trt.interface import ENGINE, files
+from g4ir.backends.trt.interface import PLAN
 from g4ir.backends.trt.lowerings import SETTINGS, WEIGHTS
 from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Meter
@@ -167,8 +167,7 @@ def about(engine: Engine, out: Path) -> dict[str, Any]:
     """Return what TensorRT made of an engine's network, and whether its steps are recorded."""
     compiled, record = engine.manifest["compiled"], engine.runtime.record
     found = {
-        "layers": compiled["layers"],
-        "plan_mb": (engine.path / compiled["plan"]).stat().st_size >> 20,
+        "plan_mb": (engine.path / PLAN).stat().st_size >> 20,
         "scratch_mb": compiled["scratch_bytes"] >> 20,
         "recorded": record is not None and record.record is not None,
         "notes": "; ".join(compiled["notes"]),
@@ -234,7 +233,7 @@ def measure_engine(
         finally:
             engine.close()
 
-    if "layers" not in measure("engine", built):
+    if "plan_mb" not in measure("engine", built):
         return
     engine = load_engine(path)
     rates = Meter(scale.device, torch.bfloat16).measure()
@@ -253,7 +252,7 @@ def trtexec(path: Path, out: Path) -> dict[str, Any]:
     if shutil.which("trtexec") is None:
         raise MissingError("no trtexec here: it comes with TensorRT's archive or container")
     out.mkdir(parents=True, exist_ok=True)
-    words = [f"--loadEngine={path / files(ENGINE)[0]}", "--useProfile=0", "--useCudaGraph"]
+    words = [f"--loadEngine={path / PLAN}", "--useProfile=0", "--useCudaGraph"]
     words += [
         f"--exportLayerInfo={out / 'layers_0.json'}",
         f"--exportProfile={out / 'profile_0.json'}",

@@ -20,8 +20,7 @@ import onnx
 import torch
 
 from g4ir.backends.trt.dialect import COLLECTIVE
-from g4ir.backends.trt.execute import Segment, computed, segments
-from g4ir.backends.trt.ranks import Exchange
+from tests.trt.segments import Exchange, Segment, computed, segments
 
 VERSION = "11.4.0"
 #: bytes of scratch memory that every engine asks for, and those of its first profile
@@ -208,7 +207,6 @@ class Builder:
     ) -> bool:
         try:
             check_config(network, config)
-            check_attention(network.model.graph)
             if config.timing:
                 config.timing.builds += 1
             going = reported(config.progress_monitor, network.num_layers)
@@ -242,16 +240,6 @@ def check_config(network: INetworkDefinition, config: IBuilderConfig) -> None:
     exact = config.hardware_compatibility_level is HardwareCompatibilityLevel.NONE
     limited = MemoryPoolType.TACTIC_SHARED_MEMORY in config.pools
     need(exact or limited, "no limit of shared memory beside a hardware compatibility level")
-
-
-def check_attention(g: onnx.GraphProto) -> None:
-    """TensorRT has no kernel for an attention in fp32, which it decomposes if it may."""
-    kinds = {v.name: v.type.tensor_type.elem_type for v in (*g.input, *g.value_info)}
-    for n in g.node:
-        if n.op_type == "TRT_Attention":
-            (whole,) = (not a.i for a in n.attribute if a.name == "TRT_decomposable")
-            wide = kinds[n.input[0]] == onnx.TensorProto.FLOAT
-            need(not whole or not wide, f"{n.name}: no kernel of an attention in fp32")
 
 
 def dims_of(v: onnx.ValueInfoProto) -> Shape:
