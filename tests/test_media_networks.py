@@ -172,9 +172,9 @@ def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch, scores: int, parts: i
 # --- TensorRT ---------------------------------------------------------------------------------
 
 TRT: dict[str, dict[str, str]] = {
-    "tiny-media": {"weights": "baked"},
+    "tiny-media": {},
     "tiny-unified": {"attention": "fused"},
-    "26b-a4b": {"weights": "streamed", "attention": "fused"},
+    "26b-a4b": {"attention": "fused"},
 }
 
 

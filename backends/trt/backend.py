@@ -16,7 +16,6 @@ from g4ir.errors import EngineError
 from g4ir.ir.graph import Graph, Node, Program
 from g4ir.parallel.shard import ranks_of
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.footprint import reserve
 from g4ir.spec.reader import Line, OneOf, Range
 from g4ir.ui.progress import Progress
 
@@ -34,7 +33,7 @@ from .interface import ENGINE, files, interface, networks
 from .kernel_cache import SUFFIX, KernelCache
 from .lowerings import SETTINGS, score_bytes
 from .make import Make, build_apart, read_plan
-from .runtime import Opened, TrtRuntime, is_streaming, stream_weights
+from .runtime import Opened, TrtRuntime
 from .target import HOPPER, RTX, TARGETS, Target, find_target
 
 if TYPE_CHECKING:
@@ -89,9 +88,7 @@ class TrtBackend(Backend):
         return self._for(find_target(kept["target"])) if kept["target"] else self
 
     def _for(self, target: Target) -> TrtBackend:
-        # Its GPUs are the target's.
-        own = {n: x for n, x in SETTINGS.items() if n != "hardware" or not target.ahead_of_time}
-        return replace(self, host=self.host.aimed(target), settings=own)
+        return replace(self, host=self.host.aimed(target))
 
     @property
     def place(self) -> str:
@@ -158,23 +155,16 @@ class TrtBackend(Backend):
             if not path.is_file() or not path.stat().st_size:
                 raise EngineError(f"{path} is missing or empty; build the engine again")
         log, kernels = logger(api.trt), self._kernels(api, task)
-        weights = kept["settings"]["weights"]
 
         def opened(name: str) -> Opened:
             plan = own[name]
             task.progress(f"reading {plan}")
             engine = read_plan(task.folder / plan, api, log)
-            if weights == "streamed":
-                stream_weights(engine, self._spare(task))
             io = interface(graphs[name], task.limits)
             return Opened(api, engine, log, io, task.device, self.host.stream(), kernels)
 
         main = opened(ENGINE)
         record = self.host.record if cuda_graph else None
-        # Of several ranks each has room of its own, and what one does not record none does.
-        if record and (is_streaming(main.engine) or (group and weights == "streamed")):
-            task.progress("weights are streamed: decode steps run launch by launch")
-            record = None
         if record and group:
             record = recorded_by_all(record, group.gathered)
         loaded = TrtRuntime(main, task.limits, record, task.params, opened, task.program)
@@ -190,12 +180,6 @@ class TrtBackend(Backend):
         folder = task.folder.resolve()
         file = folder.with_name(f"{folder.name}{rank}{SUFFIX}")
         return KernelCache(api, file, key, task.progress)
-
-    def _spare(self, task: Task) -> int:
-        tables = sum(v.type.nbytes() for v in task.program.graphs["embed"].params)
-        caches = self.cache_bytes(task.program, task.limits)
-        taken = caches + tables + reserve(self.host.memory(task.device))
-        return self.host.free(task.device) - taken
 
     def _check_plans(self, kept: Mapping[str, Any], api: Api, task: Task) -> None:
         """Raise EngineError where plans are another TensorRT's or another GPU's. A patch version
@@ -217,10 +201,10 @@ class TrtBackend(Backend):
                 f"the plan was built by {api.library.name} {kept['version']}, this is "
                 f"{api.version}: install that version, or build the engine again"
             )
-        if settings.get("hardware") == "exact" and kept["gpu"] != self.host.gpu():
+        if kept["gpu"] and kept["gpu"] != self.host.gpu():
             raise EngineError(
                 f"the plan was built on {kept['gpu']}, this is {self.host.gpu()}: build it again "
-                f"here, or build it with --set hardware=same-capability for both"
+                f"here"
             )
 
 

@@ -29,9 +29,8 @@ from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource
 
-from .host import MOST_SHARED_BYTES, Api, all_taken, joined, logger, progress_monitor, stream_writer
+from .host import Api, all_taken, joined, logger, progress_monitor, stream_writer
 from .interface import Interface, interface
-from .lowerings import HARDWARE, WEIGHTS
 from .target import HOPPER, Target
 
 GIB = 1 << 30
@@ -46,7 +45,7 @@ REMEDIES: Mapping[str, str] = {
     WRAPPER: "--set attention=plain, in which TensorRT finds no attention",
     "experts": "--set experts=all, whose products are plain ones",
     "attention": "--set attention=plain, whose attention is products and the plainest layers",
-    "memory": "a smaller --prefill-chunk, --max-batch or --max-seq, or --set weights=streamed",
+    "memory": "a smaller --prefill-chunk, --max-batch or --max-seq",
     "attn": "--set attention=plain, whose attention is products and the plainest layers",
     "": "--set attention=plain --set experts=all, the plainest form of the network",
 }
@@ -94,55 +93,34 @@ def write_network(
 # --- configuration ----------------------------------------------------------------------------
 
 
-def configure(
-    api: Api,
-    w: Written,
-    settings: Mapping[str, str],
-    memory: int | None,
-    target: Target = HOPPER,
-) -> Any:
+def configure(api: Api, w: Written, memory: int | None, target: Target = HOPPER) -> Any:
     """Return the builder's configuration. memory: bytes of the device, if known."""
     trt, config = api.trt, w.builder.create_builder_config()
     with all_taken(w.log, "the configuration"):
         # What the ops compute in fp32 is fp32, not products of 10 bits.
         config.clear_flag(trt.BuilderFlag.TF32)
-        for flag in WEIGHTS[settings["weights"]]:
-            config.set_flag(getattr(trt.BuilderFlag, flag))
         if memory is not None:
             # What weights leave of the device is for kernels.
             workspace = max(memory - weight_bytes(w.graph), LEAST_WORKSPACE)
             config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
         if target.ahead_of_time:
-            _aim(trt, config, target, settings["weights"])
-        else:
-            _of_hardware(trt, config, settings.get("hardware", "exact"))
+            _aim(trt, config, target)
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         for name in w.interface.profiles:
             _add_profile(w, config, name)
     return config
 
 
-def _aim(trt: Any, config: Any, target: Target, weights: str) -> None:
+def _aim(trt: Any, config: Any, target: Target) -> None:
     """Have the builder compile for the target's compute capability; without one, engines are
-    portable. Steps allocate nothing, so that they can be recorded as CUDA graphs; those that stream
-    weights allocate, and are not recorded. Kernels run one after the other: side by side, as few of
-    a chunk could, they need more scratch memory at a time."""
+    portable. Steps allocate nothing, so that they can be recorded as CUDA graphs. Kernels run one
+    after the other: side by side, as few of a chunk could, they need more scratch memory."""
     config.max_aux_streams = 0
-    if weights != "streamed":
-        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if len(target.capabilities) == 1:
         own = getattr(trt.ComputeCapability, f"SM{target.capabilities[0].replace('.', '')}")
         config.num_compute_capabilities = 1
         config.set_compute_capability(own, 0)
-
-
-def _of_hardware(trt: Any, config: Any, hardware: str) -> None:
-    config.hardware_compatibility_level = getattr(
-        trt.HardwareCompatibilityLevel, HARDWARE[hardware]
-    )
-    if hardware != "exact":
-        # By default such an engine's kernels get 48 KiB, which leaves out the best ones.
-        config.set_memory_pool_limit(trt.MemoryPoolType.TACTIC_SHARED_MEMORY, MOST_SHARED_BYTES)
 
 
 def _add_profile(w: Written, config: Any, name: str) -> None:

@@ -21,14 +21,12 @@ import torch
 from g4ir.backends.cuda.graph import Record, recorded
 from g4ir.errors import EngineError, LowerError, MissingError
 from g4ir.parallel.group import Group
-from g4ir.ui.memory import device_memory, free_on
+from g4ir.ui.memory import device_memory
 from g4ir.ui.paths import cache_root
 from g4ir.ui.progress import Progress
 
 from .target import ANYWHERE, HOPPER, RTX, TENSORRT, Library, Target
 
-#: bytes of shared memory that a block has there
-MOST_SHARED_BYTES = 227 * 1024
 #: dtype of the IR -> DataType
 DTYPES = {
     "f32": "FLOAT",
@@ -306,7 +304,6 @@ class Host:
     gpu: Callable[[], str] = lambda: torch.cuda.get_device_name()
     capability: Callable[[], tuple[int, ...]] = gpu_capability
     memory: Callable[[str], int] = device_memory
-    free: Callable[[str], int] = free_on
     #: ranks -> what the contexts of this one are given, by which they exchange
     communicator: Callable[[Group], Any] = communicator_of
     #: where timing caches are kept between builds

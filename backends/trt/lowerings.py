@@ -307,11 +307,6 @@ def _attention(chosen: Callable[[int], str]) -> Mapping[str, Lowering]:
 
 #: ops whose attention has forms
 ATTENTIONS = ("attention", "attention_latent", "encoder_attention")
-#: where an engine's weights are -> builder flags
-WEIGHTS: Mapping[str, tuple[str, ...]] = {"baked": (), "streamed": ("WEIGHT_STREAMING",)}
-#: where an engine runs -> level
-HARDWARE: Mapping[str, str] = {"exact": "NONE", "same-capability": "SAME_COMPUTE_CAPABILITY"}
-
 SETTINGS: Mapping[str, Setting] = {
     "attention": Setting(
         (AUTO, *FORMS),
@@ -325,17 +320,6 @@ SETTINGS: Mapping[str, Setting] = {
         "auto",
         "weights of the chosen experts gathered for single tokens, tokens of a chunk sorted by "
         "expert (auto); always gathered; or all multiplied",
-    ),
-    "weights": Setting(
-        tuple(WEIGHTS),
-        "baked",
-        "in the plan; or in the plan, and on the device as far as they fit. A plan without weights "
-        "(refit) is refused until a machine with an NVIDIA driver has built and loaded one",
-    ),
-    "hardware": Setting(
-        tuple(HARDWARE),
-        "exact",
-        "the plan runs on the GPU that it was built on; or on every GPU of its compute capability",
     ),
 }
 

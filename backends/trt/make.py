@@ -123,12 +123,6 @@ class Make:
         for note in summary(self.made):
             self._note(note)
 
-    def _build(self, w: Written, settings: dict[str, str], plan: Path, progress: Progress) -> None:
-        config = build.configure(self.api, w, settings, self._memory(), self.target)
-        timing = build.timing_file(self.host.timings(), self.host.machine(self.task.device))
-        timed = None if self.target.ahead_of_time else timing
-        build.build_plan(self.api, w, config, timed, plan, progress)
-
     def _memory(self) -> int | None:
         """Return the bytes of the device; None if it is another machine's and none were given."""
         here = not self.target.ahead_of_time
@@ -150,7 +144,11 @@ class Make:
         for note in () if rank else w.notes:
             self._note(note)
         begun = (self.task.folder / LOG).stat().st_size
-        self._build(w, self.settings, self.task.folder / plan, self.task.progress)
+        config = build.configure(self.api, w, self._memory(), self.target)
+        timing = build.timing_file(self.host.timings(), self.host.machine(self.task.device))
+        timed = None if self.target.ahead_of_time else timing
+        path, progress = self.task.folder / plan, self.task.progress
+        build.build_plan(self.api, w, config, timed, path, progress)
         if name == ENGINE and not rank:
             self._look(w, begun)
         text = json.dumps(w.interface.as_json(), indent=1) + "\n"
@@ -165,10 +163,9 @@ class Make:
         scratch, memory = self._scratch(), self._memory()
         if memory is None:
             return scratch
-        streamed = self.settings["weights"] == "streamed"
         steps = [self.graphs[name] for name in (ENGINE, DRAFT) if name in self.graphs]
         parts = {
-            "weights": 0 if streamed else sum(map(build.weight_bytes, steps)),
+            "weights": sum(map(build.weight_bytes, steps)),
             "caches": stored_bytes(self.task.program.graphs["prefill"], self.task.limits),
             "scratch": scratch,
             "reserve": reserve(memory),
@@ -178,7 +175,7 @@ class Make:
             raise PlanError(
                 f"the engine that TensorRT made needs {size_text(sum(parts.values()))} on "
                 f"{self.task.device} ({shares}), which has {size_text(memory)}: build with a "
-                f"smaller --prefill-chunk, --max-batch or --max-seq, or with --set weights=streamed"
+                f"smaller --prefill-chunk, --max-batch or --max-seq"
             )
         return scratch
 

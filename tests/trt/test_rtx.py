@@ -28,7 +28,7 @@ from g4ir.errors import EngineError, InputError, MissingError, PlanError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir as command_line
-from tests.engines import resigned, stored_manifest
+from tests.engines import resigned
 from tests.trt.compiled import planned
 from tests.trt.emulated import build, emulated, use
 
@@ -171,22 +171,6 @@ def test_an_altered_plan(copy: Path) -> None:
         file.write(b"altered")
     with pytest.raises(EngineError, match=r"engine\.plan: its SHA-256 is not the manifest's"):
         load_engine(copy, trust=True)
-
-
-def test_weights_out_of_the_plan(tmp_path: Path) -> None:
-    """Refused before anything is written: no machine with a driver has run it."""
-    with pytest.raises(InputError, match=r"weights=refit: one of baked, streamed .*NVIDIA driver"):
-        g4ir.build("tiny-dense", tmp_path / "e", backend="trt", settings={"weights": "refit"})
-    assert not [*tmp_path.iterdir()]
-
-
-@builder
-def test_streamed_weights(tmp_path: Path) -> None:
-    """Their steps allocate: a builder that is told otherwise refuses them."""
-    how = {"backend": "trt", "target": "rtx", "settings": {"weights": "streamed"}}
-    g4ir.build("tiny-dense", tmp_path / "e", **how, **SMALL)
-    manifest = stored_manifest(tmp_path / "e")
-    assert manifest["compiled"]["settings"]["weights"] == "streamed"
 
 
 def test_verify_runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
