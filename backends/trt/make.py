@@ -42,7 +42,7 @@ from .target import HOPPER, TARGETS, Target
 T = TypeVar("T")
 #: form of attention -> the one that is built where a network with it is refused
 SIMPLER = {AUTO: "explicit", "explicit": "plain"}
-#: what the child process is to do, beside its graphs and weights
+#: what the child process is to do, beside its weights
 JOB = "job.json"
 #: how long a child that is asked to end may take
 PATIENCE_S = 5.0
@@ -206,27 +206,20 @@ def build_apart(
 ) -> dict[str, Any]:
     """Return what the child process made in the task's folder. Its errors are raised here;
     LowerError where it ended without one, as when the builder crashes."""
-    out, graphs = task.folder, task.program.graphs
     job = {
+        "graphs": {name: str(g) for name, g in task.program.graphs.items()},
         "limits": asdict(task.limits),
         "device": task.device,
         "settings": dict(settings),
         "target": target.name,
         "memory": task.memory,
     }
-    given = {JOB: json.dumps({**job, "graphs": [*graphs]})}
-    given |= {_graph_file(name): str(g) for name, g in graphs.items()}
-    for name, text in given.items():
-        write_file(out / name, [text.encode()])
+    out, file = task.folder, task.folder / JOB
+    write_file(file, [json.dumps(job).encode()])
     try:
         return _listen(argv or python(__name__, f"main({str(out)!r})"), out, task.progress)
     finally:
-        for name in given:
-            (out / name).unlink(missing_ok=True)
-
-
-def _graph_file(name: str) -> str:
-    return f"{name}.job.g4ir"
+        file.unlink(missing_ok=True)
 
 
 def _listen(argv: Sequence[str], out: Path, progress: Progress) -> dict[str, Any]:
@@ -242,10 +235,8 @@ def _listen(argv: Sequence[str], out: Path, progress: Progress) -> dict[str, Any
     if "made" in said:
         made: dict[str, Any] = said["made"]
         return made
-    if "errno" in said:
-        raise OSError(said["errno"], said["message"], said["file"])
     if "error" in said:
-        raise getattr(errors, said["error"], LowerError)(said["message"])
+        raise {**vars(errors), "OSError": OSError}[said["error"]](*said["of"])
     code = child.returncode
     ending = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     raise LowerError(
@@ -282,8 +273,7 @@ def _heard(line: str, progress: Progress) -> dict[str, Any]:
 def run_job(folder: Path, host: Host) -> dict[str, Any]:
     """Do the job and return the last line of the child process."""
     job = json.loads((folder / JOB).read_text())
-    texts = {name: (folder / _graph_file(name)).read_text() for name in job["graphs"]}
-    program = Program({name: parse_graph(text) for name, text in texts.items()})
+    program = Program({name: parse_graph(text) for name, text in job["graphs"].items()})
     params = StoredParams.open(rank_files(folder.glob("*.safetensors"), 0))
 
     def progress(message: str) -> None:
@@ -296,9 +286,9 @@ def run_job(folder: Path, host: Host) -> dict[str, Any]:
         made = Make(aimed, task, job["settings"]).run()
     except G4Error as e:
         kind = next(c.__name__ for c in type(e).__mro__ if vars(errors).get(c.__name__) is c)
-        return {"error": kind, "message": str(e)}
+        return {"error": kind, "of": [str(e)]}
     except OSError as e:  # no space, or files that may not be written
-        return {"errno": e.errno or 0, "message": e.strerror or str(e), "file": e.filename}
+        return {"error": "OSError", "of": [e.errno or 0, e.strerror or str(e), e.filename]}
     return {"made": made}
 
 
@@ -308,7 +298,7 @@ def _say(line: Mapping[str, Any]) -> None:
 
 def main(folder: str) -> None:
     """Build what `job.json` in a folder asks for. Prints a JSON object a line: `progress`, and at
-    the end `made` (what the manifest keeps), `error` or `errno`."""
+    the end `made` (what the manifest keeps), or an `error` by name and what it is made `of`."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PARENT_DEATH, signal.SIGTERM)
     _say(run_job(Path(folder), Host()))

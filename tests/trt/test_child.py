@@ -126,7 +126,7 @@ def test_no_space_for_a_plan(
         child, "_listen", lambda argv, out, progress: child.run_job(out, emulated(tmp_path).host)
     )
     said = run(prepared, folder, "", print)
-    assert said == {"errno": errno.ENOSPC, "message": "No space left on device", "file": None}
+    assert said == {"error": "OSError", "of": [errno.ENOSPC, "No space left on device", None]}
     assert {p.name for p in folder.iterdir()} - before == {LOG}
     monkeypatch.undo()
     code = f"import json; print(json.dumps({said}))".replace("None", "'engine.plan'")
