@@ -20,7 +20,7 @@ def test_a_dry_run_in_part(tmp_path: Path) -> None:
     code, text = run(tmp_path, *words, at=FILE)
     assert code == 0, text
     (found,) = read_results(tmp_path / "results.jsonl").values()
-    assert found["engine"]["layers"] > 100 and found["compared"]["ok"]
+    assert found["engine"]["plan_mb"] >= 0 and found["compared"]["ok"]
     assert found["decode c32"]["step_ms"]["p50"] > 0 and "refused" in found["trtexec"]
     kept = {p.name for p in (tmp_path / "engines" / "tiny-dense").iterdir()}
     assert {"trt.log", "manifest.json", "engine.io.json"} <= kept

@@ -16,14 +16,12 @@ from g4ir.errors import EngineError
 from g4ir.ir.graph import Graph, Node, Program
 from g4ir.parallel.shard import ranks_of
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.footprint import reserve
-from g4ir.spec.reader import Count, Line, OneOf, Range, Shaped
+from g4ir.spec.reader import Line, OneOf, Range
 from g4ir.ui.progress import Progress
 
 from .build import estimate, weight_bytes
 from .dry_run import dry_run
 from .host import (
-    CODES,
     Api,
     Host,
     installed,
@@ -35,15 +33,12 @@ from .interface import ENGINE, files, interface, networks
 from .kernel_cache import SUFFIX, KernelCache
 from .lowerings import SETTINGS, score_bytes
 from .make import Make, build_apart, read_plan
-from .runtime import Opened, TrtRuntime, is_streaming, stream_weights
-from .target import HOPPER, LIBRARIES, RTX, TARGETS, Target, find_target
+from .runtime import Opened, TrtRuntime
+from .target import HOPPER, RTX, TARGETS, Target, find_target
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
 
-Capability = Annotated[str, Shaped(r"\d{1,2}\.\d\+?", "8.9")]
-#: a file beside the manifest
-PlainName = Annotated[str, Shaped(r"(?a:\w[\w.]*)", "engine.plan")]
 Bytes = Annotated[int, Range(0, 1 << 60)]
 
 
@@ -52,22 +47,16 @@ class Plans:
     """The part of the manifest that a build makes. `settings` are those that were built in the
     end."""
 
-    plan: PlainName
-    tensors: PlainName
     #: of `--target`; empty: the GPU of the build
     target: Annotated[str, OneOf(("", *TARGETS))]
-    #: name and version
-    library: Annotated[str, OneOf(LIBRARIES)]
+    #: of its library
     version: str
-    #: compute capabilities whose GPUs run the plans; the GPU that kernels were timed on, if any
-    capabilities: tuple[Capability, ...]
+    #: that kernels were timed on, if any
     gpu: str
     settings: dict[str, str]
-    layers: Count
     notes: tuple[Line, ...]
+    #: of the text model's engine
     scratch_bytes: Bytes
-    #: of towers and of a drafter's step, by their networks
-    others: dict[str, PlainName]
 
 
 @dataclass(frozen=True)
@@ -99,9 +88,7 @@ class TrtBackend(Backend):
         return self._for(find_target(kept["target"])) if kept["target"] else self
 
     def _for(self, target: Target) -> TrtBackend:
-        # Its GPUs are the target's.
-        own = {n: x for n, x in SETTINGS.items() if n != "hardware" or not target.ahead_of_time}
-        return replace(self, host=self.host.aimed(target), settings=own)
+        return replace(self, host=self.host.aimed(target))
 
     @property
     def place(self) -> str:
@@ -162,29 +149,22 @@ class TrtBackend(Backend):
         api, graphs, group = self.host.tensorrt(), networks(task.program), task.group
         rank = group.rank if group else 0
         own = {name: files(name, rank, ranks_of(g))[0] for name, g in graphs.items()}
-        self._check_plans(kept, api, graphs, task)
+        self._check_plans(kept, api, task)
         for plan in own.values():
             path = task.folder / plan
             if not path.is_file() or not path.stat().st_size:
                 raise EngineError(f"{path} is missing or empty; build the engine again")
         log, kernels = logger(api.trt), self._kernels(api, task)
-        weights = kept["settings"]["weights"]
 
         def opened(name: str) -> Opened:
             plan = own[name]
             task.progress(f"reading {plan}")
             engine = read_plan(task.folder / plan, api, log)
-            if weights == "streamed":
-                stream_weights(engine, self._spare(task))
             io = interface(graphs[name], task.limits)
             return Opened(api, engine, log, io, task.device, self.host.stream(), kernels)
 
         main = opened(ENGINE)
         record = self.host.record if cuda_graph else None
-        # Of several ranks each has room of its own, and what one does not record none does.
-        if record and (is_streaming(main.engine) or (group and weights == "streamed")):
-            task.progress("weights are streamed: decode steps run launch by launch")
-            record = None
         if record and group:
             record = recorded_by_all(record, group.gathered)
         loaded = TrtRuntime(main, task.limits, record, task.params, opened, task.program)
@@ -201,29 +181,13 @@ class TrtBackend(Backend):
         file = folder.with_name(f"{folder.name}{rank}{SUFFIX}")
         return KernelCache(api, file, key, task.progress)
 
-    def _spare(self, task: Task) -> int:
-        tables = sum(v.type.nbytes() for v in task.program.graphs["embed"].params)
-        caches = self.cache_bytes(task.program, task.limits)
-        taken = caches + tables + reserve(self.host.memory(task.device))
-        return self.host.free(task.device) - taken
-
-    def _check_plans(
-        self, kept: Mapping[str, Any], api: Api, graphs: Mapping[str, Graph], task: Task
-    ) -> None:
-        """Raise EngineError where plans are not one for each network, or are another TensorRT's or
-        another GPU's. A patch version counts too: plans are read by the version that wrote them."""
+    def _check_plans(self, kept: Mapping[str, Any], api: Api, task: Task) -> None:
+        """Raise EngineError where plans are another TensorRT's or another GPU's. A patch version
+        counts too: plans are read by the version that wrote them."""
         folder, settings = task.folder, kept["settings"]
-        others = {name: files(name, 0, ranks_of(g))[0] for name, g in graphs.items()}
-        agreed = {
-            "settings": all(settings.get(n) in s.choices for n, s in self.settings.items()),
-            "library": kept["library"] == self.host.target.library.name,
-            "capabilities": tuple(kept["capabilities"]) == self.host.target.capabilities,
-            "plan": kept["plan"] == others.pop(ENGINE),
-            "others": kept["others"] == others,
-        }
-        for key in (key for key, holds in agreed.items() if not holds):
+        if any(settings.get(n) not in s.choices for n, s in self.settings.items()):
             raise EngineError(
-                f"{folder}: {key} of its compiled files are not those of its networks; build it "
+                f"{folder}: settings of its compiled files are not those of this backend; build it "
                 f"again"
             )
         if not self.has_device(task.device):
@@ -234,13 +198,13 @@ class TrtBackend(Backend):
             )
         if kept["version"] != api.version:
             raise EngineError(
-                f"the plan was built by {kept['library']} {kept['version']}, this is "
+                f"the plan was built by {api.library.name} {kept['version']}, this is "
                 f"{api.version}: install that version, or build the engine again"
             )
-        if settings.get("hardware") == "exact" and kept["gpu"] != self.host.gpu():
+        if kept["gpu"] and kept["gpu"] != self.host.gpu():
             raise EngineError(
                 f"the plan was built on {kept['gpu']}, this is {self.host.gpu()}: build it again "
-                f"here, or build it with --set hardware=same-capability for both"
+                f"here"
             )
 
 
@@ -251,7 +215,7 @@ def takes_codes(g: Graph, n: Node) -> bool:
     codes, scales = n["codes"].type, n["scales"].type
     rows = scales.shape[-1] == 1 and scales.dtype == n.word("to")
     gates = any(m.op == "linear_glu" and len(m.inputs) > 2 for m in g.readers(n.out))
-    return not gates and (codes.dtype == "u8" or (codes.dtype in CODES and rows))
+    return not gates and (codes.dtype == "u8" or (codes.dtype in ("i8", "f8e4m3") and rows))
 
 
 BACKEND = TrtBackend()

@@ -10,18 +10,16 @@ import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from g4ir.backends.primitives.network import ROWS
 from g4ir.errors import LowerError, TrustError
-from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.graph import Graph, Value
 from g4ir.ir.names import layer_of
 from g4ir.ops.codecs import FORM_OF, FORMS
-from g4ir.parallel.shard import ranks_of
 from g4ir.plan.engine_limits import Limits
 from g4ir.ui.console import handled
 from g4ir.ui.files import new_version, write_file
@@ -31,9 +29,8 @@ from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource
 
-from .host import MOST_SHARED_BYTES, Api, all_taken, joined, logger, progress_monitor, stream_writer
-from .interface import Interface, interface, phases_of
-from .lowerings import ATTENTIONS, HARDWARE, WEIGHTS, Chosen, head_size
+from .host import Api, all_taken, joined, logger, progress_monitor, stream_writer
+from .interface import Interface, interface
 from .target import HOPPER, Target
 
 GIB = 1 << 30
@@ -48,7 +45,7 @@ REMEDIES: Mapping[str, str] = {
     WRAPPER: "--set attention=plain, in which TensorRT finds no attention",
     "experts": "--set experts=all, whose products are plain ones",
     "attention": "--set attention=plain, whose attention is products and the plainest layers",
-    "memory": "a smaller --prefill-chunk, --max-batch or --max-seq, or --set weights=streamed",
+    "memory": "a smaller --prefill-chunk, --max-batch or --max-seq",
     "attn": "--set attention=plain, whose attention is products and the plainest layers",
     "": "--set attention=plain --set experts=all, the plainest form of the network",
 }
@@ -75,12 +72,9 @@ def write_network(
     params: ParamSource,
     settings: Mapping[str, str],
     log: Any = None,
-    forms: Chosen | None = None,
-    trial: bool = False,
 ) -> Written:
-    """Have NVIDIA's parser write a graph as an INetworkDefinition. `forms` are those of attention
-    that were tried, if any; in a trial, an attention layer is one kernel or refused. LowerError
-    names the op and the value, or the node, and ends with what TensorRT said."""
+    """Have NVIDIA's parser write a graph as an INetworkDefinition. LowerError names the op and the
+    value, or the node, and ends with what TensorRT said."""
     from .dialect import emitted
     from .parse import Addresses, parse
 
@@ -89,98 +83,44 @@ def write_network(
     network = builder.create_network()
     if network is None:
         raise LowerError(f"TensorRT makes no network: {log.said()}")
-    e, notes = emitted(graph, limits, Addresses(params), settings, forms, trial)
+    e, notes = emitted(graph, limits, Addresses(params), settings)
     with all_taken(log, f"the network of {graph.name}"):
         parser = parse(api, network, e, graph.name, log)
     io = interface(graph, limits)
     return Written(builder, network, graph, io, log, notes, (parser, e.storage))
 
 
-def attention_trials(graphs: Iterable[Graph]) -> dict[int, list[Graph]]:
-    """Return for each size of heads the trials: of each graph, its distinct attentions of that
-    size, at least two, as builders may take one and not two. They read caches and write none."""
-    found: dict[int, list[Graph]] = {}
-    for g in graphs:
-        kinds: dict[int, dict[Any, Node]] = {}
-        for n in g.nodes:
-            if (size := head_size(n)) is not None:
-                key = (n.op, tuple(sorted(n.attrs.items())), *(v.type for v in n.inputs))
-                kinds.setdefault(size, {}).setdefault(key, n)
-        for size, nodes in kinds.items():
-            found.setdefault(size, []).append(_alone(g, [*nodes.values()]))
-    return found
-
-
-def _alone(g: Graph, nodes: Sequence[Node]) -> Graph:
-    """Return the graph of attentions alone, of a single one twice."""
-    nodes = [*nodes, *([_again(nodes[0])] if len(nodes) == 1 else [])]
-    caches = tuple(dict.fromkeys(v for n in nodes if n.definition.held for v in n.caches))
-    inputs = dict.fromkeys(v for n in nodes for v in n.inputs if v not in caches)
-    inputs |= {v: None for v in g.inputs if v.name == ROWS}  # which decides its profiles
-    outputs = tuple(v for n in nodes for v in n.outputs)
-    name = "prefill" if caches else g.name
-    return Graph(name, tuple(inputs), (), caches, tuple(nodes), outputs, {})
-
-
-def _again(n: Node) -> Node:
-    """Return an attention of other queries over the same keys."""
-    inputs = (replace(v, name=f"{v.name}.again") if v == n["q"] else v for v in n.inputs)
-    outputs = (replace(v, name=f"{v.name}.again") for v in n.outputs)
-    return replace(n, inputs=tuple(inputs), outputs=tuple(outputs))
-
-
 # --- configuration ----------------------------------------------------------------------------
 
 
-def configure(
-    api: Api,
-    w: Written,
-    settings: Mapping[str, str],
-    memory: int | None,
-    target: Target = HOPPER,
-) -> Any:
+def configure(api: Api, w: Written, memory: int | None, target: Target = HOPPER) -> Any:
     """Return the builder's configuration. memory: bytes of the device, if known."""
     trt, config = api.trt, w.builder.create_builder_config()
     with all_taken(w.log, "the configuration"):
         # What the ops compute in fp32 is fp32, not products of 10 bits.
         config.clear_flag(trt.BuilderFlag.TF32)
-        for flag in WEIGHTS[settings["weights"]]:
-            config.set_flag(getattr(trt.BuilderFlag, flag))
         if memory is not None:
             # What weights leave of the device is for kernels.
             workspace = max(memory - weight_bytes(w.graph), LEAST_WORKSPACE)
             config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
         if target.ahead_of_time:
-            _aim(trt, config, target, settings["weights"])
-        else:
-            _of_hardware(trt, config, settings.get("hardware", "exact"))
+            _aim(trt, config, target)
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         for name in w.interface.profiles:
             _add_profile(w, config, name)
     return config
 
 
-def _aim(trt: Any, config: Any, target: Target, weights: str) -> None:
+def _aim(trt: Any, config: Any, target: Target) -> None:
     """Have the builder compile for the target's compute capability; without one, engines are
-    portable. Steps allocate nothing, so that they can be recorded as CUDA graphs; those that stream
-    weights allocate, and are not recorded. Kernels run one after the other: side by side, as few of
-    a chunk could, they need more scratch memory at a time."""
+    portable. Steps allocate nothing, so that they can be recorded as CUDA graphs. Kernels run one
+    after the other: side by side, as few of a chunk could, they need more scratch memory."""
     config.max_aux_streams = 0
-    if weights != "streamed":
-        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if len(target.capabilities) == 1:
         own = getattr(trt.ComputeCapability, f"SM{target.capabilities[0].replace('.', '')}")
         config.num_compute_capabilities = 1
         config.set_compute_capability(own, 0)
-
-
-def _of_hardware(trt: Any, config: Any, hardware: str) -> None:
-    config.hardware_compatibility_level = getattr(
-        trt.HardwareCompatibilityLevel, HARDWARE[hardware]
-    )
-    if hardware != "exact":
-        # By default such an engine's kernels get 48 KiB, which leaves out the best ones.
-        config.set_memory_pool_limit(trt.MemoryPoolType.TACTIC_SHARED_MEMORY, MOST_SHARED_BYTES)
 
 
 def _add_profile(w: Written, config: Any, name: str) -> None:
@@ -199,10 +139,8 @@ def _add_profile(w: Written, config: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The costs of a build, before it is begun: seconds by a rule of thumb (kernels of each product
-    timed per profile), bytes by what the builder holds."""
+    """The memory of a build, before it is begun, by what the builder holds."""
 
-    seconds: float
     host_bytes: int
     device_bytes: int
     #: host memory of the model cut to its first layers: one, two and so on
@@ -212,7 +150,6 @@ class Estimate:
 
     def __str__(self) -> str:
         return (
-            f"about {max(1, round(self.seconds / 60))} min (a guess: no build was timed), "
             f"{size_text(self.host_bytes)} of host memory, "
             f"{size_text(self.device_bytes)} of device memory"
         )
@@ -231,17 +168,9 @@ class Estimate:
         )
 
 
-#: a matrix product's kernels in one profile; a GiB of weights copied, laid out and written
-SECONDS_PER_PRODUCT, SECONDS_PER_GIB = 0.5, 8.0
-
-
 #: host memory of a builder beside weights, and for each layer, as measured of TensorRT-RTX 1.7
 #: (bench/results/rtx-builds.txt)
 HOST_BYTES, LAYER_HOST_BYTES = 2 * GIB // 5, GIB // 28
-
-
-#: ops whose products' kernels are timed
-TIMED = ("linear", "linear_bias", "linear_clipped", "experts", "conv_halve", "chunked_attention")
 
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:
@@ -250,18 +179,10 @@ def estimate(graphs: Sequence[Graph]) -> Estimate:
     text, *others = graphs
     rest = max(map(_host_bytes, others), default=0)
     first = [max(rest, _host_bytes(text, n + 1)) for n in range(_layers(text.params))]
-    seconds = sum(ranks_of(g) * _seconds(g) for g in graphs)
     host = max(rest, _host_bytes(text))
     device = max(map(weight_bytes, graphs)) + LEAST_WORKSPACE
     four_bits = any(v.type.dtype == FORMS["int4"].codes for v in text.params)
-    return Estimate(seconds, host, device, tuple(first), four_bits)
-
-
-def _seconds(g: Graph) -> float:
-    """Estimate the seconds of a build; a tower has one shape. Spans of one phase differ in their
-    attention alone: what else was timed for the first is in the timing cache."""
-    products = sum(1 for _ in g.find(*TIMED, *ATTENTIONS)) * max(1, len(phases_of(g)))
-    return products * SECONDS_PER_PRODUCT + weight_bytes(g) / GIB * SECONDS_PER_GIB
+    return Estimate(host, device, tuple(first), four_bits)
 
 
 def _host_bytes(g: Graph, layers: float = inf) -> int:

@@ -67,7 +67,6 @@ class Made:
     are written to put caches, or parts of them, elsewhere."""
 
     kernels: int
-    copies: int
     copied_bytes: int
     scratch_bytes: int
 
@@ -115,9 +114,8 @@ def compiled(log: str, profiles: Sequence[str], caches: Collection[str]) -> dict
         )
     rows = {}
     for name, own, room in zip(names, kernels, scratch, strict=True):
-        moved = copies(own, caches)
-        written = sum(t.nbytes for k in moved for t in k.outputs)
-        rows[name] = Made(len(own), len(moved), written, room)
+        written = sum(t.nbytes for k in copies(own, caches) for t in k.outputs)
+        rows[name] = Made(len(own), written, room)
     return rows
 
 

@@ -24,7 +24,7 @@ from g4ir.ir.graph import Graph
 from g4ir.ops.types import Type, torch_dtype
 from g4ir.plan.engine_limits import Limits
 
-from .lowerings import AUTO, Chosen, known_forms, lowerings
+from .lowerings import AUTO, known_forms, lowerings
 
 #: NVIDIA's operator of the tensors of several ranks
 COLLECTIVE = "DistCollective"
@@ -49,10 +49,8 @@ class Dialect(OnnxEmitter):
 
     gathers_codes = False
 
-    def __init__(self, storage: Any, whole_attention: bool = False) -> None:
+    def __init__(self, storage: Any) -> None:
         super().__init__(storage)
-        #: whether an attention that is not one kernel is to be refused
-        self.whole_attention = whole_attention
         #: a dequantised 4-bit weight -> its codes; codes of which entries are gathered
         self._codes: dict[str, str] = {}
         self._gathered: set[str] = set()
@@ -142,9 +140,7 @@ class Dialect(OnnxEmitter):
     def _attention(
         self, q: Operand, keys: Operand, values: Operand, mask: Operand, t: Type
     ) -> Operand:
-        decomposable = int(not self.whole_attention)
-        given = [q, keys, values, mask]
-        return self._op("TRT_Attention", given, t, TRT_decomposable=decomposable)
+        return self._op("TRT_Attention", [q, keys, values, mask], t, TRT_decomposable=1)
 
     def _exchange(self, op: str, x: Operand, ranks: int, t: Type) -> Operand:
         """Add a collective of all ranks. Nothing says which rank this is."""
@@ -177,14 +173,11 @@ def emitted(
     limits: Limits,
     storage: Any,
     settings: Mapping[str, str],
-    forms: Chosen | None = None,
-    whole_attention: bool = False,
 ) -> tuple[Dialect, list[str]]:
-    """Return a graph (primitives/graph.py) in the dialect, and notes for the user. `forms` are
-    those of attention that were tried, if any. LowerError names the op and the value."""
-    e = Dialect(storage, whole_attention)
-    attention = settings["attention"]
-    how = lowerings((forms or known_forms([graph])) if attention == AUTO else attention)
+    """Return a graph (primitives/graph.py) in the dialect, and notes for the user. LowerError names
+    the op and the value."""
+    e, attention = Dialect(storage), settings["attention"]
+    how = lowerings(known_forms(graph) if attention == AUTO else attention)
     net = Network(e, graph, limits, how, settings["experts"])
     net.emit()
     return e, net.notes

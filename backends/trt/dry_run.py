@@ -2,15 +2,14 @@
 
 First the variant in small (spec/shrink.py), in fp32: its networks are computed by onnxruntime
 (execute.py), prefill in chunks and decode, its towers, and a step of its drafter, and compared with
-the interpreter. Several ranks run in a thread each, and are to compute what one does. Then the
-networks at full size, without weights; what TensorRT-RTX makes of the text model's, where it is
-installed.
+the interpreter. Then the networks at full size, without weights; what TensorRT-RTX makes of the
+text model's, where it is installed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -25,16 +24,12 @@ from g4ir.backends.primitives.network import BLOCK_IDS, NO_BLOCK
 from g4ir.backends.reference import ReferenceRuntime, WideRuntime
 from g4ir.errors import CheckError, InputError
 from g4ir.ir.distance import rounding_room, row_errors, worst_of
-from g4ir.ir.graph import Node, Program
-from g4ir.ir.interpret import interpret, run_node
+from g4ir.ir.graph import Program
+from g4ir.ir.interpret import interpret
 from g4ir.model.decoder import HIDDEN, VERIFY
 from g4ir.model.draft import DRAFT, NEXT_HIDDEN, layers_read
 from g4ir.model.media import AUDIO, find_media
 from g4ir.model.text import build_program
-from g4ir.ops.collective import COLLECTIVES
-from g4ir.parallel.group import exchanged
-from g4ir.parallel.shard import shard_program
-from g4ir.parallel.table import Share, can_share
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.plan.engine_limits import Limits
 from g4ir.quant.recipe import Recipe
@@ -51,7 +46,6 @@ from . import build
 from .compiled import summary
 from .host import Api, installed, require_library
 from .interface import ENGINE, interface, networks, spans
-from .ranks import Exchange, side_by_side
 from .target import RTX, TARGETS
 from .trial import compile_once, parse_once
 
@@ -67,8 +61,6 @@ LENGTHS, VERIFIED = (29, 0, 17), 2
 WIDTH = 24
 #: largest difference of a row relative to its rms, which comes of the order of sums
 BUDGET = 1e-4
-#: `logits`, `drafts` of each rank; `soft` tokens of each tower
-Results = dict[str, list[Tensor]]
 
 
 def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
@@ -136,17 +128,15 @@ def full_size(p: Prepared) -> dict[str, Any]:
 # --- in small ---------------------------------------------------------------------------------
 
 
-def in_small(p: Prepared) -> tuple[Packing, list[ParamSource]]:
+def in_small(p: Prepared) -> tuple[Packing, ParamSource]:
     """Return the variant in small (shrink.py) through the same passes, in fp32, with the same kinds
-    of media, each in one size, and random weights of each rank, quantised where the recipe fits
-    it."""
+    of media, each in one size, and random weights, quantised where the recipe fits it. It is one
+    rank's, of one: those of several have the same networks but for their collectives."""
     kinds = p.media.kinds
     spec = shrink(p.spec, media=bool(kinds))
     media = find_media(spec, kinds, seconds=(1.0,) if AUDIO in kinds else None)
     drafter = shrink_drafter(p.drafter, spec) if p.drafter else None
     latent = replace(p.options.of(LatentOptions), keep=layers_read(spec, drafter))
-    ranks = small_ranks(p, spec, drafter)
-    shares = [Share(spec, rank, ranks, p.ep and ranks > 1) for rank in range(ranks)]
     packing = make_packing(
         spec=spec,
         all_logits=p.all_logits,
@@ -154,33 +144,21 @@ def in_small(p: Prepared) -> tuple[Packing, list[ParamSource]]:
         media=media,
         skip=p.skip,
         options=p.options.changed(latent),
-        recipe=_fitting(p.recipe, shares[0]),
+        recipe=_fitting(p.recipe, spec),
         stored=partial(p.backend.stored, device=p.device),
         drafter=drafter,
-        ranks=ranks,
-        ep=shares[0].ep,
     )
     source: WeightSource = RandomCheckpoint(spec, 0, torch.float32)
     if drafter:
         source = WithDrafter(source, RandomCheckpoint(drafter, 1, torch.float32))
-    return packing, [MadeParams(packing, source, share=share) for share in shares]
+    return packing, MadeParams(packing, source)
 
 
-def small_ranks(p: Prepared, spec: Spec, drafter: Spec | None) -> int:
-    """Return how many ranks can share a model in small and its drafter, at most those of p."""
-    heads = drafter.text.num_attention_heads if drafter else 0
-    fits = (n for n in range(p.ranks, 1, -1) if can_share(spec, n, p.ep) and heads % n == 0)
-    return next(fits, 1)
-
-
-def _fitting(recipe: Recipe | None, share: Share) -> Recipe | None:
-    """Return a recipe, or none where a rule is about layers that a small spec does not have, or
-    about groups of numbers that its ranks cannot share."""
-    spec = share.spec
+def _fitting(recipe: Recipe | None, spec: Spec) -> Recipe | None:
+    """Return a recipe, or none where a rule is about layers that a small spec does not have."""
     with suppress(InputError):
         if recipe and recipe.schemes(weights_of(spec)):
-            made = quantised(build_program(spec, dtype="f32"), spec, recipe, "f32")
-            shard_program(made, spec, share.ranks, share.ep)
+            quantised(build_program(spec, dtype="f32"), spec, recipe, "f32")
             return recipe
     return None
 
@@ -193,21 +171,12 @@ def check_small(p: Prepared) -> dict[str, float]:
 
     packing, params = in_small(p)
     program = packing.program
-    made = [DialectRuntime(program, SMALL, own, p.settings) for own in params]
 
-    def linked(rank: int, exchange: Exchange) -> DialectRuntime:
-        made[rank].exchange = exchange
-        return made[rank]
+    def of(kind: type[ReferenceRuntime]) -> dict[str, Tensor]:
+        return results(program, params, kind(program, SMALL, "cpu", params))
 
-    def of(kind: type[ReferenceRuntime]) -> Results:
-        def beside(rank: int, exchange: Exchange) -> ReferenceRuntime:
-            run = partial(run_beside, rank, exchange)
-            return kind(program, SMALL, "cpu", params[rank], run)
-
-        return results(program, params, beside, kind(program, SMALL, "cpu", params[0]))
-
-    got, want = results(program, params, linked, made[0]), of(ReferenceRuntime)
-    wide = cache(partial(of, WideRuntime))
+    got = results(program, params, DialectRuntime(program, SMALL, params, p.settings))
+    want, wide = of(ReferenceRuntime), cache(partial(of, WideRuntime))
     errors = {name: _worst(got[name], want[name]) for name in got}
     for name, error in errors.items():
         if not (error <= BUDGET or error <= rounding_room(_worst(want[name], wide()[name]))):
@@ -219,35 +188,15 @@ def check_small(p: Prepared) -> dict[str, float]:
     return errors
 
 
-def run_beside(rank: int, exchange: Exchange, n: Node, tensors: list[Any]) -> tuple[Any, ...]:
-    """Run an op as `interpret` does, what ranks exchange beside the others."""
-    if n.op not in COLLECTIVES:
-        return run_node(n, tensors)
-    parts = zip(*map(exchange, tensors), strict=True)
-    return tuple(exchanged(n, [[*own] for own in parts])[rank])
+def results(program: Program, params: ParamSource, runtime: Any) -> dict[str, Tensor]:
+    """Return what `run_small` gives, and the `soft` tokens of towers."""
+    made = run_small(program, params, runtime)
+    soft = [runtime.encode(name, feeds)[0] for name, feeds in tower_feeds(program)]
+    return {**made, "soft": torch.cat(soft)} if soft else made
 
 
-def results(
-    program: Program,
-    params: Sequence[ParamSource],
-    opened: Callable[[int, Exchange], Any],
-    one: Any,
-) -> Results:
-    """Return what `run_small` gives, of each rank's runtime (`opened`), and the soft tokens of
-    towers, which one runs."""
-
-    def run(rank: int, exchange: Exchange) -> dict[str, Tensor]:
-        return run_small(program, params[rank], opened(rank, exchange))
-
-    ranks = side_by_side(len(params), run)
-    soft = [one.encode(name, feeds)[0] for name, feeds in tower_feeds(program)]
-    found = {name: [of_rank[name] for of_rank in ranks] for name in ranks[0]}
-    return {**found, "soft": soft} if soft else found
-
-
-def _worst(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-    pairs = zip(got, want, strict=True)
-    return worst_of([row_errors(a, b).relative.max().item() for a, b in pairs])
+def _worst(got: Tensor, want: Tensor) -> float:
+    return worst_of([row_errors(got, want).relative.max().item()])
 
 
 def run_small(program: Program, params: Any, runtime: Any) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,14 +21,12 @@ import torch
 from g4ir.backends.cuda.graph import Record, recorded
 from g4ir.errors import EngineError, LowerError, MissingError
 from g4ir.parallel.group import Group
-from g4ir.ui.memory import device_memory, free_on
+from g4ir.ui.memory import device_memory
 from g4ir.ui.paths import cache_root
 from g4ir.ui.progress import Progress
 
 from .target import ANYWHERE, HOPPER, RTX, TENSORRT, Library, Target
 
-#: bytes of shared memory that a block has there
-MOST_SHARED_BYTES = 227 * 1024
 #: dtype of the IR -> DataType
 DTYPES = {
     "f32": "FLOAT",
@@ -38,30 +36,10 @@ DTYPES = {
     "i64": "INT64",
     "bool": "BOOL",
 }
-#: dtype of codes -> DataType, of constants alone. Two codes of 4 bits lie in a byte.
-CODES = {"i8": "INT8", "f8e4m3": "FP8", "u8": "INT4"}
-
 INSTEAD = (
     "without it, --backend onnx builds the same network for onnxruntime, and --dry-run checks a "
     "build up to TensorRT's builder"
 )
-
-#: what every supported version has, and builds or engines here use
-NEEDED: Mapping[str, tuple[str, ...]] = {
-    "OnnxParser": ("load_model_proto", "load_initializer", "parse_model_proto"),
-    "BuilderFlag": ("WEIGHT_STREAMING",),
-    "HardwareCompatibilityLevel": ("SAME_COMPUTE_CAPABILITY",),
-    "ExecutionContextAllocationStrategy": ("USER_MANAGED",),
-    "ICudaEngine": (
-        "get_aliased_input_tensor",
-        "device_memory_size_v2",
-        "get_device_memory_size_for_profile_v2",
-        "weight_streaming_budget_v2",
-        "streamable_weights_size",
-    ),
-    "Builder": ("build_serialized_network_to_stream",),
-    "IStreamWriter": ("write",),
-}
 
 
 @dataclass(frozen=True)
@@ -78,35 +56,15 @@ class Api:
         return ".".join(self.version.split(".")[:2])
 
 
-def data_type(trt: Any, dtype: str) -> Any:
-    """Return the DataType of a dtype of the IR; ValueError where TensorRT has none."""
-    kinds = {**DTYPES, **CODES}
-    if dtype not in kinds:
-        raise ValueError(f"TensorRT networks have no {dtype}: one of {', '.join(DTYPES)}")
-    return getattr(trt.DataType, kinds[dtype])
-
-
 def probe(trt: Any, library: Library = TENSORRT) -> Api:
-    """Return the API; MissingError for a version not supported, or lacking something NEEDED."""
+    """Return the API; MissingError for a version that is not supported."""
     version, (least, beyond) = str(trt.__version__), library.supported
     numbers = tuple(int(n) for n in version.split(".")[:3] if n.isdigit())
     if not least <= numbers < beyond:
         raise MissingError(
             f"{library.name} {version} is not supported: `{library.install}`; {INSTEAD}"
         )
-    needed = ((owner, name) for owner, names in NEEDED.items() for name in names)
-    lacking = [f"{owner}.{name}" for owner, name in needed if not offers(trt, owner, name)]
-    if lacking:
-        raise MissingError(
-            f"{library.name} {version} lacks {', '.join(lacking)}: install another version "
-            f"(`{library.install}`); {INSTEAD}"
-        )
     return Api(trt, version, library)
-
-
-def offers(trt: Any, owner: str, attribute: str) -> bool:
-    """Whether a class of a module has an attribute."""
-    return getattr(getattr(trt, owner, None), attribute, None) is not None
 
 
 def require_library(
@@ -346,7 +304,6 @@ class Host:
     gpu: Callable[[], str] = lambda: torch.cuda.get_device_name()
     capability: Callable[[], tuple[int, ...]] = gpu_capability
     memory: Callable[[str], int] = device_memory
-    free: Callable[[str], int] = free_on
     #: ranks -> what the contexts of this one are given, by which they exchange
     communicator: Callable[[Group], Any] = communicator_of
     #: where timing caches are kept between builds

@@ -196,9 +196,5 @@ def keep_log(folder: Path) -> str:
 
 def networks(program: Program) -> dict[str, Graph]:
     """Return the graph of every network of an engine directory, by name."""
-    return {ENGINE: network_graph(program), **draft_graph(program), **tower_graphs(program)}
-
-
-def draft_graph(program: Program) -> dict[str, Graph]:
-    """Return the graph of the drafter's step by its name, where there is one."""
-    return {DRAFT: program.graphs[DRAFT]} if DRAFT in program.graphs else {}
+    drafter = {DRAFT: program.graphs[DRAFT]} if DRAFT in program.graphs else {}
+    return {ENGINE: network_graph(program), **drafter, **tower_graphs(program)}

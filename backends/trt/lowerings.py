@@ -3,7 +3,7 @@ which choose among them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -50,7 +50,7 @@ def block_rows(n: Node, limits: Limits) -> int:
 
 def score_bytes(g: Graph, limits: Limits, attention: str) -> int:
     """Count the bytes of scores of the largest attention of a graph that is not one layer."""
-    forms = known_forms([g]) if attention == AUTO else {}
+    forms = known_forms(g) if attention == AUTO else {}
     return max(
         (
             row_bytes(n, limits) * (block_rows(n, limits) if n["q"].type.shape[1] != 1 else 1)
@@ -280,15 +280,14 @@ def head_size(n: Node) -> int | None:
     return int(n["q"].type.shape[-1]) if n.op in ATTENTIONS else None
 
 
-def known_forms(graphs: Iterable[Graph]) -> dict[int, str]:
-    """Return the form for each size of heads where no builder can be asked, by what those of
-    TensorRT-RTX were seen to make one kernel of."""
+def known_forms(g: Graph) -> dict[int, str]:
+    """Return the form for each size of heads, by what builders of TensorRT-RTX were seen to make
+    one kernel of."""
     found = {}
-    for g in graphs:
-        for n in g.nodes:
-            if (size := head_size(n)) is not None:
-                whole = size <= MAX_HEAD and n["q"].type.dtype == "bf16"
-                found[size] = "fused" if whole and not n.attrs.get("softcap") else "explicit"
+    for n in g.nodes:
+        if (size := head_size(n)) is not None:
+            whole = size <= MAX_HEAD and n["q"].type.dtype == "bf16"
+            found[size] = "fused" if whole and not n.attrs.get("softcap") else "explicit"
     return found
 
 
@@ -308,17 +307,12 @@ def _attention(chosen: Callable[[int], str]) -> Mapping[str, Lowering]:
 
 #: ops whose attention has forms
 ATTENTIONS = ("attention", "attention_latent", "encoder_attention")
-#: where an engine's weights are -> builder flags
-WEIGHTS: Mapping[str, tuple[str, ...]] = {"baked": (), "streamed": ("WEIGHT_STREAMING",)}
-#: where an engine runs -> level
-HARDWARE: Mapping[str, str] = {"exact": "NONE", "same-capability": "SAME_COMPUTE_CAPABILITY"}
-
 SETTINGS: Mapping[str, Setting] = {
     "attention": Setting(
         (AUTO, *FORMS),
         AUTO,
-        "TensorRT's own attention layer for sizes of heads that it has one kernel for, else "
-        "products and a softmax (auto); these alone; these with the softmax in plain layers; or "
+        "TensorRT's own attention layer in bf16 for heads of at most 256, else products and a "
+        "softmax (auto); these alone; these with the softmax in plain layers; or "
         "TensorRT's own layer alone, in towers too",
     ),
     "experts": Setting(
@@ -326,17 +320,6 @@ SETTINGS: Mapping[str, Setting] = {
         "auto",
         "weights of the chosen experts gathered for single tokens, tokens of a chunk sorted by "
         "expert (auto); always gathered; or all multiplied",
-    ),
-    "weights": Setting(
-        tuple(WEIGHTS),
-        "baked",
-        "in the plan; or in the plan, and on the device as far as they fit. A plan without weights "
-        "(refit) is refused until a machine with an NVIDIA driver has built and loaded one",
-    ),
-    "hardware": Setting(
-        tuple(HARDWARE),
-        "exact",
-        "the plan runs on the GPU that it was built on; or on every GPU of its compute capability",
     ),
 }
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
-import os
 import signal
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,10 +25,10 @@ from g4ir.parallel.shard import ranks_of
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.footprint import reserve
 from g4ir.ui.files import write_file
-from g4ir.ui.progress import Progress, no_progress
+from g4ir.ui.progress import Progress
 from g4ir.ui.subprocesses import python
 from g4ir.ui.units import size_text
-from g4ir.weights.pack import ParamSource, StoredParams, params_of_rank, rank_files
+from g4ir.weights.pack import StoredParams, params_of_rank, rank_files
 
 from . import build
 from .build import Written
@@ -42,14 +40,9 @@ from .runtime import deserialize
 from .target import HOPPER, TARGETS, Target
 
 T = TypeVar("T")
-#: form of attention -> what notes say of it, and what is tried where a whole network is refused
-WORDS = {
-    "fused": "TensorRT's own layer",
-    "explicit": "products and a softmax",
-    "plain": "products and the softmax in plain layers",
-}
-SIMPLER = {"fused": "explicit"}
-#: what the child process is to do, beside its graphs and weights
+#: form of attention -> the one that is built where a network with it is refused
+SIMPLER = {AUTO: "explicit", "explicit": "plain"}
+#: what the child process is to do, beside its weights
 JOB = "job.json"
 #: how long a child that is asked to end may take
 PATIENCE_S = 5.0
@@ -65,14 +58,12 @@ class Make:
     task: Task
     settings: dict[str, str]
     notes: list[str] = field(default_factory=list)
-    #: of attention, by head size, where it is chosen
-    forms: dict[int, str] = field(default_factory=dict)
     #: of the text model's plan, by profile
     made: dict[str, Made] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.api, self.graphs = self.host.tensorrt(), networks(self.task.program)
-        self.target = self.host.target
+        self.target, self.asked = self.host.target, self.settings["attention"]
 
     def run(self) -> dict[str, Any]:
         """Write the plans; return what the manifest keeps. Where it fails, TensorRT's log is kept
@@ -88,95 +79,36 @@ class Make:
             self.log.close()
 
     def _made(self) -> dict[str, Any]:
-        self._try_attention()
         self.task.progress(f"TensorRT's builder: {build.estimate([*self.graphs.values()])}")
-        layers = {name: self._or_simpler(partial(self._plans, name)) for name in self.graphs}
+        for name in self.graphs:
+            self._or_simpler(partial(self._plans, name))
         scratch = self._check_memory()
-        first = {name: files(name, 0, ranks_of(g))[0] for name, g in self.graphs.items()}
         return {
-            "plan": first.pop(ENGINE),
-            "tensors": files(ENGINE)[1],
             "target": self.target.name,
-            "library": self.target.library.name,
             "version": self.api.version,
-            "capabilities": [*self.target.capabilities],
             "gpu": "" if self.target.ahead_of_time else self.host.gpu(),
             "settings": self.settings,
-            "layers": layers[ENGINE],
             "notes": self.notes,
             "scratch_bytes": scratch,
-            "others": first,
         }
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
         self.task.progress(text)
 
-    def _try_attention(self) -> None:
-        """Build the attentions of each size of heads alone, into plans that are thrown away, in one
-        form after the other until one is taken."""
-        for size, trials in build.attention_trials(self.graphs.values()).items():
-            place = trials[0].outputs[0].name
-            self.task.progress(f"trial build of the attention of {place}, heads of {size}")
-            refused: LowerError | None = None
-            for form in self._candidates():
-                self.forms[size] = form
-                try:
-                    for g in trials:
-                        self._or_plain(partial(self._build_alone, g))
-                    break
-                except LowerError as e:
-                    refused = e
-            else:
-                said = f"a trial build of the attention of {place} alone: {refused}"
-                raise LowerError(said) from refused
-            if self.settings["attention"] == AUTO:
-                self._note(f"attention of heads of {size}: {WORDS[self.forms[size]]}")
-
-    def _candidates(self) -> tuple[str, ...]:
-        """Return the forms of attention that may be tried, the best first."""
-        chosen = self.settings["attention"]
-        return ("fused", "explicit", "plain") if chosen == AUTO else (chosen,)
-
-    def _build_alone(self, g: Graph) -> None:
-        settings = {**self.settings, "weights": "baked"}
-        with tempfile.TemporaryDirectory() as folder, printed_to(self.task.folder / LOG):
-            trial = self.settings["attention"] == AUTO
-            w = self._network(g, self.task.params, trial=trial)
-            self._build(w, settings, Path(folder) / "plan", no_progress)
-
-    def _or_plain(self, work: Callable[[], T]) -> T:
-        """Build something; where a refusal names the wrapper that takes layers for attention, once
-        more with attention in plain layers."""
-        try:
-            return work()
-        except build.RefusedError as e:
-            if self.settings["attention"] in ("plain", AUTO) or build.WRAPPER not in str(e):
-                raise
-        self.settings["attention"] = "plain"
-        self._note(
-            "attention: plain, since TensorRT takes the layers of the other form for an attention "
-            "of its own and fails"
-        )
-        return work()
-
-    def _or_simpler(self, work: Callable[[], T]) -> T:
-        """Build a whole network; where it is refused in the forms of attention that were taken
-        alone, in the next simpler ones."""
+    def _or_simpler(self, work: Callable[[], None]) -> None:
+        """Do the work; where the builder refuses a whole network whose attention it chose the form
+        of, or takes its layers for an attention of its own, once more in the next simpler form."""
         while True:
+            form = self.settings["attention"]
             try:
-                return self._or_plain(work)
+                return work()
             except build.RefusedError as e:
-                if self.settings["attention"] != AUTO or {*self.forms.values()} <= {"plain"}:
+                chosen = self.asked == AUTO or (form != "fused" and build.WRAPPER in str(e))
+                if form not in SIMPLER or not chosen:
                     raise
-                simpler = SIMPLER if "fused" in self.forms.values() else {"explicit": "plain"}
-                self.forms = {size: simpler.get(f, f) for size, f in self.forms.items()}
-                forms = ", ".join(f"of {n}: {WORDS[form]}" for n, form in self.forms.items())
-                self._note(f"attention once more, of heads {forms}, since TensorRT refused: {e}")
-
-    def _network(self, g: Graph, params: ParamSource, trial: bool = False) -> Written:
-        given = (self.api, g, self.task.limits, params, self.settings, self.log)
-        return build.write_network(*given, self.forms, trial)
+                self.settings["attention"] = SIMPLER[form]
+                self._note(f"attention: {SIMPLER[form]}, since TensorRT refused: {e}")
 
     def _look(self, w: Written, begun: int) -> None:
         """Note what the builder's log, from here on, says that it made of the text model; builders
@@ -191,42 +123,38 @@ class Make:
         for note in summary(self.made):
             self._note(note)
 
-    def _build(self, w: Written, settings: dict[str, str], plan: Path, progress: Progress) -> None:
-        config = build.configure(self.api, w, settings, self._memory(), self.target)
-        timing = build.timing_file(self.host.timings(), self.host.machine(self.task.device))
-        timed = None if self.target.ahead_of_time else timing
-        build.build_plan(self.api, w, config, timed, plan, progress)
-
     def _memory(self) -> int | None:
         """Return the bytes of the device; None if it is another machine's and none were given."""
         here = not self.target.ahead_of_time
         return self.task.memory or (self.host.memory(self.task.device) if here else None)
 
-    def _plans(self, name: str) -> int:
-        """Write the plans of all ranks, one after the other: kernels are timed for the first.
-        Return the number of its layers."""
+    def _plans(self, name: str) -> None:
+        """Write the plans of all ranks, one after the other: kernels are timed for the first."""
         graph = self.graphs[name]
-        layers, *_ = [self._plan_of(name, graph, rank) for rank in range(ranks_of(graph))]
-        return layers
+        for rank in range(ranks_of(graph)):
+            self._plan_of(name, graph, rank)
 
-    def _plan_of(self, name: str, graph: Graph, rank: int) -> int:
+    def _plan_of(self, name: str, graph: Graph, rank: int) -> None:
         plan, tensors = files(name, rank, ranks_of(graph))
         self.task.progress(f"writing the network {plan.removesuffix('.plan')}")
         params = self.task.params
         if rank:
             params = params_of_rank(params, self.task.folder, rank)
-        w = self._network(graph, params)
+        w = build.write_network(self.api, graph, self.task.limits, params, self.settings, self.log)
         for note in () if rank else w.notes:
             self._note(note)
         begun = (self.task.folder / LOG).stat().st_size
-        self._build(w, self.settings, self.task.folder / plan, self.task.progress)
+        config = build.configure(self.api, w, self._memory(), self.target)
+        timing = build.timing_file(self.host.timings(), self.host.machine(self.task.device))
+        timed = None if self.target.ahead_of_time else timing
+        path, progress = self.task.folder / plan, self.task.progress
+        build.build_plan(self.api, w, config, timed, path, progress)
         if name == ENGINE and not rank:
             self._look(w, begun)
         text = json.dumps(w.interface.as_json(), indent=1) + "\n"
         write_file(self.task.folder / tensors, [text.encode()])
         if rank:
             params.close()
-        return int(w.network.num_layers)
 
     def _check_memory(self) -> int:
         """Count the bytes of scratch memory of the text model's engine. PlanError where they do not
@@ -235,10 +163,9 @@ class Make:
         scratch, memory = self._scratch(), self._memory()
         if memory is None:
             return scratch
-        streamed = self.settings["weights"] == "streamed"
         steps = [self.graphs[name] for name in (ENGINE, DRAFT) if name in self.graphs]
         parts = {
-            "weights": 0 if streamed else sum(map(build.weight_bytes, steps)),
+            "weights": sum(map(build.weight_bytes, steps)),
             "caches": stored_bytes(self.task.program.graphs["prefill"], self.task.limits),
             "scratch": scratch,
             "reserve": reserve(memory),
@@ -248,7 +175,7 @@ class Make:
             raise PlanError(
                 f"the engine that TensorRT made needs {size_text(sum(parts.values()))} on "
                 f"{self.task.device} ({shares}), which has {size_text(memory)}: build with a "
-                f"smaller --prefill-chunk, --max-batch or --max-seq, or with --set weights=streamed"
+                f"smaller --prefill-chunk, --max-batch or --max-seq"
             )
         return scratch
 
@@ -260,20 +187,6 @@ class Make:
             return max((m.scratch_bytes for m in self.made.values()), default=0)
         engine = read_plan(self.task.folder / plan, self.api, self.log)
         return int(engine.device_memory_size_v2)
-
-
-@contextmanager
-def printed_to(log: Path) -> Iterator[None]:
-    """A context in which what libraries print as an error is a line of the log: of a trial, a
-    refusal is none."""
-    before = os.dup(2)
-    try:
-        with log.open("ab") as file:
-            os.dup2(file.fileno(), 2)
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
 
 
 def read_plan(path: Path, api: Api, log: Any) -> Any:
@@ -293,27 +206,20 @@ def build_apart(
 ) -> dict[str, Any]:
     """Return what the child process made in the task's folder. Its errors are raised here;
     LowerError where it ended without one, as when the builder crashes."""
-    out, graphs = task.folder, task.program.graphs
     job = {
+        "graphs": {name: str(g) for name, g in task.program.graphs.items()},
         "limits": asdict(task.limits),
         "device": task.device,
         "settings": dict(settings),
         "target": target.name,
         "memory": task.memory,
     }
-    given = {JOB: json.dumps({**job, "graphs": [*graphs]})}
-    given |= {_graph_file(name): str(g) for name, g in graphs.items()}
-    for name, text in given.items():
-        write_file(out / name, [text.encode()])
+    out, file = task.folder, task.folder / JOB
+    write_file(file, [json.dumps(job).encode()])
     try:
         return _listen(argv or python(__name__, f"main({str(out)!r})"), out, task.progress)
     finally:
-        for name in given:
-            (out / name).unlink(missing_ok=True)
-
-
-def _graph_file(name: str) -> str:
-    return f"{name}.job.g4ir"
+        file.unlink(missing_ok=True)
 
 
 def _listen(argv: Sequence[str], out: Path, progress: Progress) -> dict[str, Any]:
@@ -329,10 +235,8 @@ def _listen(argv: Sequence[str], out: Path, progress: Progress) -> dict[str, Any
     if "made" in said:
         made: dict[str, Any] = said["made"]
         return made
-    if "errno" in said:
-        raise OSError(said["errno"], said["message"], said["file"])
     if "error" in said:
-        raise getattr(errors, said["error"], LowerError)(said["message"])
+        raise {**vars(errors), "OSError": OSError}[said["error"]](*said["of"])
     code = child.returncode
     ending = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     raise LowerError(
@@ -369,8 +273,7 @@ def _heard(line: str, progress: Progress) -> dict[str, Any]:
 def run_job(folder: Path, host: Host) -> dict[str, Any]:
     """Do the job and return the last line of the child process."""
     job = json.loads((folder / JOB).read_text())
-    texts = {name: (folder / _graph_file(name)).read_text() for name in job["graphs"]}
-    program = Program({name: parse_graph(text) for name, text in texts.items()})
+    program = Program({name: parse_graph(text) for name, text in job["graphs"].items()})
     params = StoredParams.open(rank_files(folder.glob("*.safetensors"), 0))
 
     def progress(message: str) -> None:
@@ -383,9 +286,9 @@ def run_job(folder: Path, host: Host) -> dict[str, Any]:
         made = Make(aimed, task, job["settings"]).run()
     except G4Error as e:
         kind = next(c.__name__ for c in type(e).__mro__ if vars(errors).get(c.__name__) is c)
-        return {"error": kind, "message": str(e)}
+        return {"error": kind, "of": [str(e)]}
     except OSError as e:  # no space, or files that may not be written
-        return {"errno": e.errno or 0, "message": e.strerror or str(e), "file": e.filename}
+        return {"error": "OSError", "of": [e.errno or 0, e.strerror or str(e), e.filename]}
     return {"made": made}
 
 
@@ -395,7 +298,7 @@ def _say(line: Mapping[str, Any]) -> None:
 
 def main(folder: str) -> None:
     """Build what `job.json` in a folder asks for. Prints a JSON object a line: `progress`, and at
-    the end `made` (what the manifest keeps), `error` or `errno`."""
+    the end `made` (what the manifest keeps), or an `error` by name and what it is made `of`."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PARENT_DEATH, signal.SIGTERM)
     _say(run_job(Path(folder), Host()))

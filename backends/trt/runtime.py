@@ -30,7 +30,7 @@ from g4ir.ops.types import torch_dtype
 from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import ParamSource
 
-from .host import DTYPES, Api, data_type
+from .host import DTYPES, Api
 from .interface import MOST_VERIFIED, Interface, phase_of
 from .kernel_cache import KernelCache
 
@@ -81,7 +81,7 @@ class TrtSteps:
         #: held during a step: contexts and scratch memory serve the sessions of all threads
         self.turn = threading.RLock()
         #: makes of a step what replays it; None: steps run launch by launch
-        self.record = WithFallback(record) if record and not is_streaming(self.engine) else None
+        self.record = WithFallback(record) if record else None
         recorded = [p for p in self.io.profiles if phase_of(p) in RECORDED]
         #: of recorded steps, which point into it and of which no two run at the same time
         self.scratch = self._scratch(*recorded) if recorded else None
@@ -350,7 +350,7 @@ def check_engine(api: Api, engine: Any, io: Interface) -> None:
     names = sorted(engine.get_tensor_name(i) for i in range(engine.num_io_tensors))
     described = {**io.inputs, **io.outputs}
     alike("its tensors are", ", ".join(names), ", ".join(sorted(described)))
-    types = {data_type(api.trt, dtype): dtype for dtype in DTYPES}
+    types = {getattr(api.trt.DataType, kind): dtype for dtype, kind in DTYPES.items()}
     for name, t in described.items():
         alike(f"{name} is", str(types.get(engine.get_tensor_dtype(name))), t.dtype)
     for out, source in io.aliased.items():
@@ -368,17 +368,3 @@ def deserialize(api: Api, plan: Any, log: Any) -> Any:
             f"with this {name} {'for' if api.library.ahead_of_time else 'on'} this GPU"
         )
     return engine
-
-
-def stream_weights(engine: Any, free: int) -> None:
-    """Keep as many of a plan's weights on the device as `free` bytes, beside the engine's scratch
-    memory, have room for. TensorRT's own choice would be all that is free before caches exist."""
-    engine.weight_streaming_budget_v2 = 0
-    room = free - engine.device_memory_size_v2  # with what streaming itself takes
-    engine.weight_streaming_budget_v2 = min(max(0, room), engine.streamable_weights_size)
-
-
-def is_streaming(engine: Any) -> bool:
-    """Whether steps wait for weights, which no recording can."""
-    budget, size = engine.weight_streaming_budget_v2, engine.streamable_weights_size
-    return bool(budget < size)

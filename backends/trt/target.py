@@ -37,8 +37,8 @@ TENSORRT = Library(
 RTX = Library(
     name="TensorRT-RTX",
     module="tensorrt_rtx_bindings",
-    supported=((1, 5), (2,)),
-    requirements=("tensorrt-rtx-cu12-libs>=1.5,<2", "tensorrt-rtx-cu12-bindings>=1.5,<2"),
+    supported=((1, 7), (2,)),
+    requirements=("tensorrt-rtx-cu12-libs>=1.7,<2", "tensorrt-rtx-cu12-bindings>=1.7,<2"),
     ahead_of_time=True,
 )
 LIBRARIES: Mapping[str, Library] = {lib.name: lib for lib in (TENSORRT, RTX)}

@@ -82,7 +82,7 @@ def compile_once(
     with tempfile.TemporaryDirectory() as folder:
         log, plan = logger(api.trt, Path(folder) / LOG), Path(folder) / "plan"
         w = _written(api, graph, limits, settings, log)
-        config = build.configure(api, w, settings, None, target)
+        config = build.configure(api, w, None, target)
         build.build_plan(api, w, config, None, plan, no_progress)
         log.close()
         text = (Path(folder) / LOG).read_text(errors="replace")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.trt.dialect_run import errors_of
 
 import g4ir
 from g4ir.backends.trt import dry_run
@@ -56,6 +55,6 @@ def test_what_the_parser_is_given(
         checkpoint=checkpoint, backend="trt", target="rtx", dtype="float32", quant=quant
     )
     p = prepare(None, options, dry=True)
-    own = p.packing, [MadeParams(p.packing, p.source)]
-    monkeypatch.setattr(dry_run, "in_small", lambda p, dtype: own)
-    assert errors_of(p, monkeypatch)["logits"] < dry_run.BUDGETS["f32"]
+    own = p.packing, MadeParams(p.packing, p.source)
+    monkeypatch.setattr(dry_run, "in_small", lambda p: own)
+    assert dry_run.check_small(p)["logits"] < dry_run.BUDGET

@@ -23,7 +23,7 @@ TABLE: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("compiled.yaml").read_text()
 )
 #: settings of the backend; other words are options of a build
-SETTINGS = ("attention", "experts", "weights")
+SETTINGS = ("attention", "experts")
 #: of tiny networks; others have the limits of a build
 TINY = {"max_batch": 2, "max_seq": 64, "prefill_chunk": 16}
 

@@ -44,7 +44,6 @@ def emulated(
     folder: Path,
     gpu: str = H100,
     api: Callable[[], Api] | None = None,
-    free: int = 80 << 30,
 ) -> TrtBackend:
     """A backend that builds and runs on the CPU; timing caches lie in `folder`."""
 
@@ -57,7 +56,6 @@ def emulated(
         gpu=lambda: gpu,
         capability=lambda: (9, 0),
         memory=lambda device: 80 << 30,
-        free=lambda device: free,
         communicator=communicator_of,
         timings=lambda: folder / "timings",
         stream=OnTheCpu,

@@ -20,8 +20,7 @@ import onnx
 import torch
 
 from g4ir.backends.trt.dialect import COLLECTIVE
-from g4ir.backends.trt.execute import Segment, computed, segments
-from g4ir.backends.trt.ranks import Exchange
+from tests.trt.segments import Exchange, Segment, computed, segments
 
 VERSION = "11.4.0"
 #: bytes of scratch memory that every engine asks for, and those of its first profile
@@ -29,9 +28,8 @@ SCRATCH, LEAST_SCRATCH = 4096, 1024
 
 DataType = Enum("DataType", "FLOAT HALF BF16 INT32 INT64 BOOL")
 Severity = Enum("Severity", "INTERNAL_ERROR ERROR WARNING INFO VERBOSE")
-BuilderFlag = Enum("BuilderFlag", "TF32 WEIGHT_STREAMING")
-HardwareCompatibilityLevel = Enum("HardwareCompatibilityLevel", "NONE SAME_COMPUTE_CAPABILITY")
-MemoryPoolType = Enum("MemoryPoolType", "WORKSPACE TACTIC_SHARED_MEMORY")
+BuilderFlag = Enum("BuilderFlag", "TF32")
+MemoryPoolType = Enum("MemoryPoolType", "WORKSPACE")
 ProfilingVerbosity = Enum("ProfilingVerbosity", "DETAILED")
 ExecutionContextAllocationStrategy = Enum(
     "ExecutionContextAllocationStrategy", "STATIC USER_MANAGED"
@@ -135,11 +133,9 @@ class ITimingCache:
 class IBuilderConfig:
     progress_monitor: Any = None
     profiling_verbosity: Any = None
-    hardware_compatibility_level: Any = HardwareCompatibilityLevel.NONE
 
     def __init__(self) -> None:
         self.flags, self.profiles = {BuilderFlag.TF32}, list[IOptimizationProfile]()
-        self.pools: dict[Any, int] = {}
         self.timing: ITimingCache | None = None
 
     def set_flag(self, flag: Any) -> None:
@@ -149,7 +145,7 @@ class IBuilderConfig:
         self.flags.discard(flag)
 
     def set_memory_pool_limit(self, pool: Any, pool_size: int) -> None:
-        self.pools[pool] = pool_size
+        pass
 
     def add_optimization_profile(self, profile: IOptimizationProfile) -> int:
         self.profiles.append(profile)
@@ -173,11 +169,10 @@ class Plan:
 
     version: str
     profiles: list[dict[str, list[Shape]]]
-    streamed: bool
     model: onnx.ModelProto
 
     def write(self) -> bytes:
-        facts = {"version": self.version, "profiles": self.profiles, "streamed": self.streamed}
+        facts = {"version": self.version, "profiles": self.profiles}
         model = self.model.SerializeToString(deterministic=True)
         return b"fake plan" + json.dumps(facts).encode() + b"\n" + model
 
@@ -208,7 +203,6 @@ class Builder:
     ) -> bool:
         try:
             check_config(network, config)
-            check_attention(network.model.graph)
             if config.timing:
                 config.timing.builds += 1
             going = reported(config.progress_monitor, network.num_layers)
@@ -216,9 +210,8 @@ class Builder:
         except RefusedError as e:
             self.logger.log(Severity.ERROR, str(e))
             return False
-        streamed = BuilderFlag.WEIGHT_STREAMING in config.flags
         profiles = [p.ranges for p in config.profiles]
-        plan = Plan(VERSION, profiles, streamed, network.model).write()
+        plan = Plan(VERSION, profiles, network.model).write()
         half = len(plan) // 2  # a writer is called more than once
         return all(writer.write(piece) == len(piece) for piece in (plan[:half], plan[half:]))
 
@@ -238,20 +231,6 @@ def check_config(network: INetworkDefinition, config: IBuilderConfig) -> None:
         for v in dynamic:
             fits = all(agree(dims_of(v), s) for s in p.ranges.get(v.name, [()]))
             need(fits, f"profile: {v.name} has no range, or one that does not fit")
-    # By default kernels of an engine for several GPUs have 48 KiB, which leaves out the best ones.
-    exact = config.hardware_compatibility_level is HardwareCompatibilityLevel.NONE
-    limited = MemoryPoolType.TACTIC_SHARED_MEMORY in config.pools
-    need(exact or limited, "no limit of shared memory beside a hardware compatibility level")
-
-
-def check_attention(g: onnx.GraphProto) -> None:
-    """TensorRT has no kernel for an attention in fp32, which it decomposes if it may."""
-    kinds = {v.name: v.type.tensor_type.elem_type for v in (*g.input, *g.value_info)}
-    for n in g.node:
-        if n.op_type == "TRT_Attention":
-            (whole,) = (not a.i for a in n.attribute if a.name == "TRT_decomposable")
-            wide = kinds[n.input[0]] == onnx.TensorProto.FLOAT
-            need(not whole or not wide, f"{n.name}: no kernel of an attention in fp32")
 
 
 def dims_of(v: onnx.ValueInfoProto) -> Shape:
@@ -300,7 +279,6 @@ class ICudaEngine:
 
     def __init__(self, plan: Plan, logger: ILogger) -> None:
         self.plan, self.logger, g = plan, logger, plan.model.graph
-        self.budget: int | None = None
         self.inputs, self.outputs = ({v.name: v for v in side} for side in (g.input, g.output))
         self.tensors = {**self.inputs, **self.outputs}
         updates = [n for n in g.node if n.op_type == "TensorScatter"]
@@ -313,19 +291,6 @@ class ICudaEngine:
     @property
     def num_io_tensors(self) -> int:
         return len(self.tensors)
-
-    @property
-    def streamable_weights_size(self) -> int:
-        sizes = (len(t.raw_data) for t in self.plan.model.graph.initializer)
-        return sum(sizes) * self.plan.streamed
-
-    @property
-    def weight_streaming_budget_v2(self) -> int:
-        return self.budget or 0
-
-    @weight_streaming_budget_v2.setter
-    def weight_streaming_budget_v2(self, nbytes: int) -> None:
-        self.budget = nbytes
 
     def get_tensor_name(self, index: int) -> str:
         return [*self.tensors][index]
@@ -340,8 +305,6 @@ class ICudaEngine:
         return self.aliases.get(name)
 
     def create_execution_context(self, strategy: Any = None) -> IExecutionContext:
-        chosen = self.budget is not None or not self.plan.streamed
-        need(chosen, "no weight_streaming_budget_v2: TensorRT's own is all memory that is free now")
         return IExecutionContext(self, strategy)
 
 
@@ -446,8 +409,6 @@ class IExecutionContext:
         need(self.exchange or not several, "no communicator, by which ranks exchange")
         self._check_addresses()
         if IExecutionContext.capturing:
-            streams = engine.weight_streaming_budget_v2 < engine.streamable_weights_size
-            need(not streams, "weights are streamed: the step waits, and cannot be captured")
             said = f"stream {stream}: its first step makes events, and cannot be captured"
             need(stream in self.streams, said)
 
@@ -471,7 +432,7 @@ class IExecutionContext:
 # --- the module -------------------------------------------------------------------------------
 
 PARTS: Iterable[Any] = (
-    *(DataType, BuilderFlag, HardwareCompatibilityLevel, MemoryPoolType, ProfilingVerbosity),
+    *(DataType, BuilderFlag, MemoryPoolType, ProfilingVerbosity),
     *(ExecutionContextAllocationStrategy, ILogger, IProgressMonitor, IStreamWriter),
     *(INetworkDefinition, OnnxParser, IOptimizationProfile, ITimingCache, IBuilderConfig),
     *(Builder, Runtime, ICudaEngine, IExecutionContext),

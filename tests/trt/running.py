@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from g4ir.backends.trt.dialect import Dialect
-from g4ir.backends.trt.execute import computed, segments, with_weights
+from g4ir.backends.trt.execute import with_weights
 from g4ir.backends.trt.parse import Addresses
-from g4ir.backends.trt.ranks import Exchange
+from tests.trt.segments import Exchange, computed, segments
 
 
 def new_emitter(weights: Callable[[str], torch.Tensor] | None = None) -> Dialect:

@@ -24,7 +24,6 @@ from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
 from tests.cases import TABLES
 from tests.configs import VARIANTS
-from tests.trt import fake
 
 # --- what the environment lacks ---------------------------------------------------------------
 
@@ -43,13 +42,6 @@ def test_tensorrt_without_its_libraries() -> None:
 def test_unsupported_versions(version: str) -> None:
     with pytest.raises(MissingError, match=r"not supported: `pip install 'tensorrt>=11,<12'`"):
         host.probe(SimpleNamespace(__version__=version))
-
-
-def test_version_that_lacks_something() -> None:
-    module = fake.tensorrt()
-    del module.BuilderFlag
-    with pytest.raises(MissingError, match=r"lacks BuilderFlag\.WEIGHT_STREAMING"):
-        host.probe(module)
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

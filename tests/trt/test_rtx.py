@@ -28,7 +28,7 @@ from g4ir.errors import EngineError, InputError, MissingError, PlanError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir as command_line
-from tests.engines import resigned, stored_manifest
+from tests.engines import resigned
 from tests.trt.compiled import planned
 from tests.trt.emulated import build, emulated, use
 
@@ -75,10 +75,7 @@ def test_without_a_gpu_and_a_target(version: str, monkeypatch: pytest.MonkeyPatc
     def load(name: str) -> Any:
         if name != RTX.module or not version:
             raise ImportError(name)
-        module = SimpleNamespace(__version__=version)
-        for owner, names in host.NEEDED.items():
-            setattr(module, owner, SimpleNamespace(**dict.fromkeys(names, 0)))
-        return module
+        return SimpleNamespace(__version__=version)
 
     monkeypatch.setattr(host.require_library, "__defaults__", (host.TENSORRT, load))
     with pytest.raises(MissingError) as e:
@@ -91,7 +88,7 @@ def test_without_a_gpu_and_a_target(version: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_unsupported_versions_of_the_library() -> None:
-    for version in ("1.4.0.76", "2.0.0"):
+    for version in ("1.6.0.1", "2.0.0"):
         with pytest.raises(MissingError, match=rf"TensorRT-RTX {version} is not supported: `pip"):
             host.probe(SimpleNamespace(__version__=version), RTX)
 
@@ -116,9 +113,8 @@ def test_a_portable_engine(engine: Engine) -> None:
     m = engine.manifest
     kept = m["compiled"]
     assert m["machine"] == f"cuda tensorrt-rtx-{'.'.join(VERSION.split('.')[:2])}"
-    assert (kept["library"], kept["version"], kept["gpu"]) == ("TensorRT-RTX", VERSION, "")
-    assert kept["capabilities"] == ["8.0", "8.6", "8.9", "12.0+"]
-    assert kept["layers"] > 400 and (engine.path / PLAN).stat().st_size > 1 << 20
+    assert (kept["target"], kept["version"], kept["gpu"]) == ("rtx", VERSION, "")
+    assert (engine.path / PLAN).stat().st_size > 1 << 20
     assert kept["scratch_bytes"] > 1 << 20
     said = [n for n in kept["notes"] if "kernels" in n]
     assert len(said) == 2 and "0.00 KiB of caches copied" in said[0]
@@ -133,10 +129,9 @@ def test_a_portable_engine(engine: Engine) -> None:
         (None, "", {}, r"no CUDA device; run it on a GPU of .*8\.0, 8\.6, 8\.9, 12\.0 or later"),
         ((9, 0), "NVIDIA H100", {}, r"runs on a GPU of .*12\.0 or later; .*H100, is sm_90"),
         ((8, 9), "RTX 4090", {"machine": "cuda tensorrt-rtx-1.4"}, r"-1\.4\); this .*--target rtx"),
-        ((8, 9), "RTX 4090", {"library": "TensorRT"}, "library of its compiled files are not"),
         ((8, 9), "RTX 4090", {"version": "1.7.0.1"}, r"by TensorRT-RTX 1\.7\.0\.1, this is"),
     ],
-    ids=["no GPU", "another GPU", "another minor version", "another library", "another version"],
+    ids=["no GPU", "another GPU", "another minor version", "another version"],
 )
 def test_where_it_does_not_run(
     copy: Path,
@@ -176,22 +171,6 @@ def test_an_altered_plan(copy: Path) -> None:
         file.write(b"altered")
     with pytest.raises(EngineError, match=r"engine\.plan: its SHA-256 is not the manifest's"):
         load_engine(copy, trust=True)
-
-
-def test_weights_out_of_the_plan(tmp_path: Path) -> None:
-    """Refused before anything is written: no machine with a driver has run it."""
-    with pytest.raises(InputError, match=r"weights=refit: one of baked, streamed .*NVIDIA driver"):
-        g4ir.build("tiny-dense", tmp_path / "e", backend="trt", settings={"weights": "refit"})
-    assert not [*tmp_path.iterdir()]
-
-
-@builder
-def test_streamed_weights(tmp_path: Path) -> None:
-    """Their steps allocate: a builder that is told otherwise refuses them."""
-    how = {"backend": "trt", "target": "rtx", "settings": {"weights": "streamed"}}
-    g4ir.build("tiny-dense", tmp_path / "e", **how, **SMALL)
-    manifest = stored_manifest(tmp_path / "e")
-    assert manifest["compiled"]["settings"]["weights"] == "streamed"
 
 
 def test_verify_runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
