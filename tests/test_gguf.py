@@ -342,7 +342,7 @@ def test_halves_of_experts_that_lie_apart(tmp_path: Path, kinds: tuple[str, str]
 
     def apart(name: str, t: Any) -> dict[str, Any]:
         if not name.endswith("ffn_gate_up_exps.weight"):
-            return {name: (t.data, t.tensor_type)}
+            return as_it_is(name, t)
         halves = np.split(t.data, 2, axis=1)
         to = [GGMLQuantizationType[k] for k in kinds]
         names = [name.replace("gate_up", part) for part in ("gate", "up")]
@@ -384,7 +384,7 @@ def test_fused_tensors_and_other_names(tmp_path: Path, name: str, kind: str) -> 
             ("post_ffw_norm.", "ffn_post_norm."),
         ):
             own = own.replace(one, other)
-        return {own: (t.data, t.tensor_type)}
+        return as_it_is(own, t)
 
     fused = rewritten(file, tmp_path / "b.gguf", fuse)
     assert_says(fused, spec)
@@ -494,13 +494,13 @@ def test_refused_metadata(tmp_path: Path, name: str) -> None:
 
 
 def without(part: str) -> Callable[[str, Any], dict[str, Any]]:
-    return lambda name, t: {} if part in name else {name: (t.data, t.tensor_type)}
+    return lambda name, t: {} if part in name else as_it_is(name, t)
 
 
 def retyped(part: str, kind: str) -> Callable[[str, Any], dict[str, Any]]:
     def edit(name: str, t: Any) -> dict[str, Any]:
         if part not in name:
-            return {name: (t.data, t.tensor_type)}
+            return as_it_is(name, t)
         block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
         columns, *rows = (int(d) for d in t.shape)
         shape = (*reversed(rows), max(1, columns // block) * nbytes)
@@ -510,11 +510,9 @@ def retyped(part: str, kind: str) -> Callable[[str, Any], dict[str, Any]]:
 
 
 def added(name: str) -> Callable[[str, Any], dict[str, Any]]:
-    def edit(own: str, t: Any) -> dict[str, Any]:
-        more = {name: (t.data, t.tensor_type)} if own == "output_norm.weight" else {}
-        return {own: (t.data, t.tensor_type)} | more
-
-    return edit
+    return lambda own, t: (
+        as_it_is(own, t) | (as_it_is(name, t) if own == "output_norm.weight" else {})
+    )
 
 
 def same_name(name: str, t: Any) -> dict[str, Any]:

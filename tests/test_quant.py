@@ -44,7 +44,7 @@ from g4ir.ops.codecs import (
     shared_integers,
     unpacked,
 )
-from g4ir.ops.layouts import in_six_bits, six_bits
+from g4ir.ops.layouts import in_six_bits
 from g4ir.ops.types import Type
 from g4ir.passes import run_program
 from g4ir.plan.cost import graph_costs, total
@@ -131,9 +131,8 @@ def test_integers_are_the_least_that_hold_their_numbers(group: int) -> None:
     w = gaussian(5, 768)
     w[2, :16] *= 1e-3
     codes, scales = OPS["quantize"].reference(w, form="int6", group=group, scale="f16")  # type: ignore[misc]
-    numbers, integers = unpacked(codes), shared_integers(codes)
-    assert torch.equal(packed(numbers, "int6", integers), codes)
-    integers = integers.view(torch.int8)
+    numbers, (integers,) = unpacked(codes), shared_integers(codes)
+    assert torch.equal(packed(numbers, "int6", integers.view(torch.uint8)), codes)
     assert scales.dtype == torch.float16 and numbers.abs().max() <= 31 and integers.min() == 1
     made = dequantize(codes, scales)
     assert 0.015 < (made - w.float()).norm() / w.float().norm() < 0.025
@@ -149,7 +148,7 @@ def test_codes_with_minima_come_back(form: str) -> None:
     numbers = torch.randint(0, most + 1, (2, 1024), generator=random, dtype=torch.uint8)
     parts = torch.randint(0, 64, (2, 2, 32), generator=random, dtype=torch.uint8)
     codes = packed(numbers, form, in_six_bits(*parts))
-    came_back = unpacked(codes), *six_bits(shared_integers(codes))
+    came_back = unpacked(codes), *shared_integers(codes)
     assert all(map(torch.equal, came_back, (numbers, *parts)))
     scales, minima = torch.rand(2, 2, 2, generator=random)
     made = dequantize(codes, torch.stack((scales, minima), -1).flatten(1))

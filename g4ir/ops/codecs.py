@@ -86,8 +86,7 @@ COMPLEMENT = 0x88
 
 def numbers_in(codes: Any) -> int:
     """Return the numbers of a row of a tensor of codes."""
-    form = FORM_OF[dtype_name(codes.dtype)]
-    return FORMS[form].numbers(codes.shape[-1])
+    return _form_of(codes).numbers(codes.shape[-1])
 
 
 # --- codes to numbers --------------------------------------------------------------------------
@@ -95,28 +94,24 @@ def numbers_in(codes: Any) -> int:
 
 def dequantized(codes: Any, scales: Any, dtype: Any) -> Any:
     """Return the numbers of codes in a dtype; float64 where scales are."""
-    factor = wide(scales)
-    form = FORM_OF.get(dtype_name(codes.dtype), "fp8")
-    if FORMS[form].scales > 1:
-        w = _above_minima(codes, factor)
-    else:
-        values = products(codes) if form == "int6" else unpacked(codes)
-        w = _shared(values.to(factor.dtype), factor)
+    form = _form_of(codes)
+    values, factors, minima = unpacked(codes), wide(scales), None
+    least: list[Any] = []
+    if form.scales > 1:
+        factors, minima = factors.unflatten(-1, (-1, 2)).unbind(-1)
+    if "integers" in form.layout.fields:
+        integers, *least = shared_integers(codes)
+        values = scaled(values.to(torch.int16), integers)
+    w = scaled(values.to(factors.dtype), factors)
+    for integers in least:
+        below = scaled(integers.to(w.dtype), minima)
+        w = (w.unflatten(-1, (-1, EIGHTH)) - below[..., None]).flatten(-2)
     return w if w.dtype == torch.float64 else w.to(dtype)
 
 
-def _shared(numbers: Any, factors: Any) -> Any:
+def scaled(numbers: Any, factors: Any) -> Any:
     """Return numbers [.., K] times the factors [.., G] that groups of them share."""
     return (numbers.unflatten(-1, (factors.shape[-1], -1)) * factors[..., None]).flatten(-2)
-
-
-def _above_minima(codes: Any, pairs: Any) -> Any:
-    """Return the numbers of codes with scales and minima in pairs, before they are rounded."""
-    integers, least = six_bits(shared_integers(codes))
-    scales, minima = pairs.unflatten(-1, (-1, 2)).unbind(-1)
-    w = _shared(_shared(unpacked(codes).to(torch.int16), integers).to(pairs.dtype), scales)
-    below = _shared(least.to(pairs.dtype), minima)
-    return (w.unflatten(-1, (-1, EIGHTH)) - below[..., None]).flatten(-2)
 
 
 def fake_quantized(x: Any, form: str) -> Any:
@@ -133,34 +128,34 @@ def packed(values: Any, form: str, integers: Any = None) -> Any:
     integers that they share [.., bytes], if the format has such."""
     layout = FORMS[form].layout
     data = (values + layout.zero).to(torch.uint8).unflatten(-1, (-1, layout.values))
-    shared = {} if integers is None else {"integers": integers.unflatten(-1, (data.shape[-2], -1))}
-    return layout.write(data, **shared).flatten(-2).view(torch_dtype(FORMS[form].codes))
+    fields = {} if integers is None else {"integers": integers.unflatten(-1, (data.shape[-2], -1))}
+    return layout.write(data, **fields).flatten(-2).view(torch_dtype(FORMS[form].codes))
 
 
 def unpacked(codes: Any) -> Any:
     """Return the values of codes [.., K]: i8, u8 for formats with minima; of int8 and fp8 the codes
     themselves."""
-    form = FORMS[FORM_OF.get(dtype_name(codes.dtype), "fp8")]
+    form = _form_of(codes)
     if form.packed == 1:
         return codes
     values = form.layout.read(_blocks(codes, form)).flatten(-2)
     return values.to(torch.int8) - form.layout.zero if form.layout.zero else values
 
 
-def shared_integers(codes: Any) -> Any:
-    """Return the bytes of the integers that values of codes share: u8 [.., bytes]."""
-    form = FORMS[FORM_OF[dtype_name(codes.dtype)]]
-    return form.layout.split(_blocks(codes, form))["integers"].flatten(-2)
+def shared_integers(codes: Any) -> tuple[Any, ...]:
+    """Return the integers that values share: i8 [.., K/16] of int6; of formats with minima u8
+    [.., K/32], and as many of their minima."""
+    form = _form_of(codes)
+    data = form.layout.split(_blocks(codes, form))["integers"].flatten(-2)
+    return six_bits(data) if form.scales > 1 else (data.view(torch.int8),)
+
+
+def _form_of(codes: Any) -> Form:
+    return FORMS[FORM_OF.get(dtype_name(codes.dtype), "fp8")]
 
 
 def _blocks(codes: Any, form: Form) -> Any:
     return codes.view(torch.uint8).unflatten(-1, (-1, form.layout.nbytes))
-
-
-def products(codes: Any) -> Any:
-    """Return the codes of int6 as integers: i16 [.., K]."""
-    integers = shared_integers(codes).view(torch.int8)
-    return _shared(unpacked(codes).to(torch.int16), integers)
 
 
 def by_columns(x: Any) -> Any:

@@ -24,6 +24,7 @@ from .codecs import (
     from_tiles,
     quantized,
     rows_from_tiles,
+    scaled,
     shared_integers,
     to_tiles,
     unpacked,
@@ -168,8 +169,8 @@ class as_bytes:
     def reference(codes: Any, scales: Any) -> tuple[Any, Any]:
         if FORM_OF[dtype_name(codes.dtype)] == "int5":
             return unpacked(codes), scales
-        integers = shared_integers(codes).view(torch.int8).unflatten(-1, (scales.shape[-1], -1))
-        return unpacked(codes), (integers * wide(scales)[..., None]).flatten(-2)
+        (integers,) = shared_integers(codes)
+        return unpacked(codes), scaled(integers, wide(scales))
 
     flops = free
     samples = cases(

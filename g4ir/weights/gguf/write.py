@@ -27,7 +27,6 @@ from g4ir.ops.codecs import SAME_CODES, quantized, unpacked
 from g4ir.ops.finite import cast
 from g4ir.ops.layouts import LAYOUTS
 from g4ir.ops.types import dtype_name, torch
-from g4ir.quant.recipe import Scheme
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec, diff_specs
 from g4ir.ui.files import check_folder, check_room, write_file
@@ -36,6 +35,7 @@ from g4ir.weights.checkpoint import GENERATION, WeightSource
 from g4ir.weights.tensorfile import bytes_of, parse_json
 from g4ir.weights.write import PIECE, in_pieces
 
+from .blocks import CODED
 from .container import (
     ALIGNMENT,
     ARRAY,
@@ -171,7 +171,7 @@ def _kind(bare: str, shape: tuple[int, ...], kind: str) -> str:
 
 _TABLES = [checkpoint_name(param) for param in ("embed.table", "ple.table", "head.w", "ple.w")]
 #: type -> scheme of its blocks
-_BLOCKS = {"Q8_0": Scheme("int8", 32, "f16"), "Q4_0": Scheme("int4", 32, "f16")}
+_BLOCKS = {kind: CODED[kind].scheme for kind in WRITTEN if kind in CODED}
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
