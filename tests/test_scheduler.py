@@ -275,15 +275,6 @@ def test_the_smallest_bucket_is_used(engine: Engine) -> None:
     assert sizes == [2, 2, 4, 4]
 
 
-def test_the_session_of_one_row_is_kept(engine: Engine) -> None:
-    """With the step that was recorded for it."""
-    scheduler = Scheduler(engine)
-    ran(scheduler, Request(prompt(5), 4, FREE))
-    session = scheduler.batch.sessions[1]
-    ran(scheduler, Request(prompt(6, 1), 4, FREE))
-    assert scheduler.batch.sessions[1] is session
-
-
 def test_sizes_of_buckets() -> None:
     assert [checked_buckets(None, n) for n in (1, 3, 8)] == [(1,), (1, 2, 3), (1, 2, 4, 8)]
     assert checked_buckets((4, 2, 4), 4) == (2, 4)
@@ -481,15 +472,6 @@ def shown(*soft: Soft, words: int = 5, seed: int = 0) -> Request:
     return Request(tuple(t if t != 501 else 3 for t in tokens), 5, FREE, soft)
 
 
-def test_pictures_in_rows(unified: Engine) -> None:
-    """Each with its own, in pieces that cut none, beside text."""
-    soft = [picture(unified, i) for i in range(4)]
-    jobs = [shown(soft[0]), shown(soft[1], soft[2]), shown(soft[3], soft[0])]
-    jobs.append(Request(prompt(30), 5, FREE))
-    want = [alone(unified, job) for job in jobs]
-    assert texts(Scheduler(unified, SchedulerConfig(chunk_tokens=5)), jobs) == want
-
-
 def test_equal_ids_of_other_pictures(unified: Engine) -> None:
     """Nothing behind the first difference is taken from another picture; what is equal is."""
     a, b = picture(unified, 1), picture(unified, 2)
@@ -503,15 +485,6 @@ def test_equal_ids_of_other_pictures(unified: Engine) -> None:
     assert seen == [0, 19, 19, 2]
     keys = prompt_keys((2, 500, 500), (Soft("image", (a.pieces[0][:2],)),), {"image": 500})
     assert keys[0] == 2 and keys[1] != keys[2] and max(keys[1:]) < 0
-
-
-def test_pictures_that_do_not_fit(unified: Engine) -> None:
-    for count in (0, 2):
-        soft = tuple(picture(unified, i) for i in range(count))
-        with pytest.raises(InputError, match="the prompt has 12 placeholders"):
-            Scheduler(unified).submit(replace(shown(picture(unified, 0)), soft=soft))
-    with pytest.raises(InputError, match="must be in one chunk"):
-        Scheduler(unified).submit(shown(picture(unified, 0, 71)))
 
 
 def test_a_thousand_short_requests(engine: Engine, full: bool) -> None:

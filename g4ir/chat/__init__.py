@@ -1,9 +1,10 @@
 """Prompts from conversations; reasoning, content and tool calls from output.
 
-    messages, tools --messages, tools--> messages, tools   decoded, checked; schemas lowered
-    messages, tools --template--> marked text --prompt--> Prompt --Vocabulary--> ids
-                   the checkpoint's own, or built in        contents never become control tokens
-    ids --TokenStream--> pieces --Reader--> events, Answer  each piece text or a control token
+    messages, tools --read_messages, lower--> the same, decoded and checked, schemas lowered
+        --template--> marked text --prompt--> Prompt --Vocabulary--> ids
+          the checkpoint's own, or built in     contents never become control tokens
+    ids --TokenStream--> pieces --Reader--> events, Answer
+          each piece text or a control token
 
 It knows nothing of HTTP and of engines. Errors of requests are InputError and begin with their
 place, as in `messages[2].content: ...`.

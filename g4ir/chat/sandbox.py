@@ -50,6 +50,13 @@ class RenderError(Exception):
         self.line = line
 
 
+#: errors without a message of their own
+REASONS: Mapping[type, str] = {
+    RecursionError: "it calls itself without end",
+    MemoryError: "it needs too much memory",
+}
+
+
 def render(source: str, name: str, variables: Mapping[str, Any]) -> str:
     """Return the text of a template. RenderError if it raises or exceeds a limit, TypeError or
     ValueError for variables that are not JSON."""
@@ -63,12 +70,8 @@ def render(source: str, name: str, variables: Mapping[str, Any]) -> str:
             if length > MAX_TEXT:
                 raise LimitError(f"it prints more than {MAX_TEXT} characters")
         return "".join(pieces)
-    except RecursionError:
-        raise RenderError("it calls itself without end") from None
-    except MemoryError:
-        raise RenderError("it needs too much memory") from None
     except Exception as e:  # a template raises whatever its expressions do
-        message = str(e)[:400] or type(e).__name__
+        message = REASONS.get(type(e), str(e)[:400]) or type(e).__name__
         raise RenderError(message, getattr(e, "lineno", None)) from None
     finally:
         _THREAD.budget = None
@@ -159,8 +162,8 @@ def _budget() -> Budget:
     return _THREAD.budget
 
 
-def _check_number(value: Any) -> None:
-    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+def _check_bits(bits: int) -> None:
+    if bits > MAX_BITS:
         raise LimitError(f"it makes a number of more than {MAX_BITS} bits")
 
 
@@ -184,7 +187,7 @@ def _indented(text: str, width: Any = 4, *_: Any, **__: Any) -> int:
     return len(text) + lines * (len(width) if isinstance(width, str) else _width("", width))
 
 
-def _joined(parts: Any, separator: Any = "", *_: Any, **__: Any) -> int:
+def _joined(parts: Any, separator: Any) -> int:
     budget = _budget()
     length = len(parts) if isinstance(parts, Sized) else 0
     return budget.size(parts) + length * budget.size(separator)
@@ -218,37 +221,32 @@ TEXT_FILTERS |= {"urlencode", "wordcount"}
 NESTING = frozenset(("batch", "groupby", "slice"))
 
 
-def _check_counts(name: str, counts: Iterable[Any]) -> None:
-    for x in counts:
+def _counted(value: Any, *counts: Any, **named: Any) -> int:
+    for x in (*counts, *named.values()):
         if isinstance(x, int) and not -300 < x < 10_000:
-            raise LimitError(f"filter {name}: {x} is too large")
+            raise LimitError(f"it gives a filter {x}, which is too large a number")
+    return 0
 
 
-def _check_start(*args: Any, start: Any = 0) -> None:
-    if not isinstance((*args[1:], start)[0], int | float):
+def _summed(values: Any, attribute: Any = None, start: Any = 0) -> int:
+    if not isinstance(start, int | float):
         raise LimitError("filter sum: adds numbers alone")
+    return 0
 
 
-#: filters that take numbers of elements or digits, or make more than their text: what checks the
-#: value and the arguments
-CHECKS: Mapping[str, Callable[..., None]] = {
-    **{
-        name: lambda value, *args, _n=name, **named: _check_counts(_n, (*args, *named.values()))
-        for name in ("batch", "slice", "round")
-    },
-    **{
-        name: lambda *args, _size=size, **named: _budget().make(_size(*args, **named))
-        for name, size in TEXTS.items()
-    },
-    "join": lambda value, d="", attribute=None: _budget().make(_joined(value, d)),
-    "sum": lambda value, *args, **named: _check_start(*args, **named),
+#: filters likewise, and those that take numbers of elements or digits
+FILTERS: Mapping[str, Callable[..., int]] = {
+    **TEXTS,
+    **dict.fromkeys(("batch", "slice", "round"), _counted),
+    "join": lambda parts, d="", attribute=None: _joined(parts, d),
+    "sum": _summed,
 }
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a filter within the limits. An argument that jinja2 gives to it is the first."""
     first = int(getattr(function, "jinja_pass_arg", None) is not None)
-    check = CHECKS.get(name)
+    bound = FILTERS.get(name)
 
     @wraps(function)
     def guarded(*args: Any, **named: Any) -> Any:
@@ -257,12 +255,14 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             value = budget.made(list(value))
         if name in TEXT_FILTERS and not hasattr(value, "__html__"):
             value = budget.text(value)
-        if check:
-            check(value, *args[first + 1 :], **named)
-        made = function(*args[:first], value, *args[first + 1 :], **named)
+        more = args[first + 1 :]
+        if bound:
+            budget.make(bound(value, *more, **named))
+        made = function(*args[:first], value, *more, **named)
         if name in NESTING:
             return budget.nested(list(made))
-        _check_number(made)
+        if isinstance(made, int):
+            _check_bits(made.bit_length())
         return budget.made(made)
 
     return guarded
@@ -286,16 +286,14 @@ def _added(left: Any, right: Any) -> int:
 
 
 def _power(left: Any, right: Any) -> int:
-    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MAX_BITS:
-        raise LimitError(f"it makes a number of more than {MAX_BITS} bits")
+    if isinstance(left, int) and isinstance(right, int):
+        _check_bits(left.bit_length() * right)
     return 0
 
 
 def _percent(left: Any, right: Any) -> int:
-    if not isinstance(left, str):
-        return 0
-    several = isinstance(right, tuple)
-    return _formatted(left, *right) if several else _formatted(left, right)
+    args = right if isinstance(right, tuple) else (right,)
+    return _formatted(left, *args) if isinstance(left, str) else 0
 
 
 OPERATORS: Mapping[str, Callable[[Any, Any], int]] = {
@@ -436,7 +434,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         for x in (left, right):
-            _check_number(x)
+            _check_bits(x.bit_length() if isinstance(x, int) else 0)
         budget = _budget()
         budget.make(OPERATORS[operator](left, right))
         return budget.made(super().call_binop(context, operator, left, right))
@@ -450,7 +448,8 @@ class Environment(ImmutableSandboxedEnvironment):
         elif isinstance(owner, str) and name in TEXTS:
             budget.make(TEXTS[name](owner, *args, **named))
         elif isinstance(__obj, LoopContext) and args:
-            args = (_Counted(args[0], __obj._iterable.text), *args[1:])
+            loop: Any = __obj._iterable
+            args = (_Counted(args[0], loop.text), *args[1:])
         elif isinstance(__obj, Macro) and not (__obj.catch_varargs or __obj.catch_kwargs):
             named.pop("_loop_vars", None)  # of jinja2's context, which a macro does not need
             return budget.made(__obj(*args, **named))

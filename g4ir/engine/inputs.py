@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from g4ir.errors import InputError
-from g4ir.media.merge import Prompt, check_softs, merged
+from g4ir.media.merge import TokenBatch, check_softs, merged
 from g4ir.media.soft import Soft
 from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import check_list, check_taken, listed, placeholders
@@ -32,7 +32,7 @@ class SessionInputs:
         lengths: Any,
         soft: Sequence[Soft],
         **lists: Sequence[Any],
-    ) -> Prompt:
+    ) -> TokenBatch:
         """Return tokens [batch, S] with their media, for rows that hold `held` tokens."""
         tokens, lengths = self.tokens(held, tokens, lengths)
         check_list("soft", soft)
@@ -44,7 +44,7 @@ class SessionInputs:
             check_taken(s.kind, engine.media, engine.spec)
         return merged(tokens, lengths, softs, _media(engine), BLOCKS in engine.program.graphs)
 
-    def single(self, held: torch.Tensor, next_tokens: Any, active: Any) -> Prompt:
+    def single(self, held: torch.Tensor, next_tokens: Any, active: Any) -> TokenBatch:
         """Return one token a row, int64 [batch], of the rows that are `active` (bool [batch])."""
         tokens, lengths = _tensor(next_tokens, "decode: tokens"), None
         if tokens.shape != (self.batch,):
@@ -55,7 +55,7 @@ class SessionInputs:
                 raise InputError(
                     f"decode: expected {self.batch} booleans as active, found {lengths.tolist()}"
                 )
-        return Prompt(*self.tokens(held, tokens[:, None], lengths))
+        return TokenBatch(*self.tokens(held, tokens[:, None], lengths))
 
     def drafted(
         self, held: torch.Tensor, tokens: Any, lengths: Any
@@ -120,7 +120,7 @@ class SessionInputs:
         return tokens, lengths
 
 
-def row_prompt(engine: EngineParts, tokens: Sequence[int], soft: Sequence[Soft] = ()) -> Prompt:
+def row_prompt(engine: EngineParts, tokens: Sequence[int], soft: Sequence[Soft] = ()) -> TokenBatch:
     """Return the prompt of an empty row; InputError for what a session would refuse."""
     prompt = SessionInputs(engine, 1).prompt(torch.tensor([0]), [tokens], None, soft)
     prompt.pieces(engine.limits.prefill_chunk)  # refuses a block longer than a chunk

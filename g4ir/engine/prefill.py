@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from g4ir.errors import InputError
-from g4ir.media.merge import Prompt
+from g4ir.media.merge import TokenBatch
 from g4ir.media.soft import Soft
 from g4ir.model.media import placeholders
 from g4ir.ui.memory import free_on
@@ -213,7 +213,7 @@ class Prefiller:
     def _computed(
         self,
         request: Request,
-        prompt: Prompt,
+        prompt: TokenBatch,
         until: Callable[[int], int],
         keys: Keys,
         marks: set[int],
@@ -231,7 +231,7 @@ class Prefiller:
                 self.prefixes.keep(request.salt, keys[:start], self.session)
             yield logits
 
-    def _found(self, request: Request, prompt: Prompt, keys: Keys) -> tuple[int, int]:
+    def _found(self, request: Request, prompt: TokenBatch, keys: Keys) -> tuple[int, int]:
         """Hold as much of a prompt as is known, but its last token. Return how much that is, and
         where it parts from the one before if that is worth a mark, as a third is likely to."""
         salt, held = self._given

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from g4ir.errors import InputError
-from g4ir.media.merge import Piece, Prompt
+from g4ir.media.merge import Piece, TokenBatch
 from g4ir.media.soft import Soft
 from g4ir.model.decoder import BLOCKS, HIDDEN, VERIFY
 from g4ir.model.draft import DRAFT, NEXT_HIDDEN, TOKEN
@@ -95,7 +95,7 @@ class Session:
         return self._steps(self._inputs.prompt(self.length, tokens, None, ()))
 
     def prefill_piece(
-        self, prompt: Prompt, piece: Piece, every: Callable[[torch.Tensor], None] | None = None
+        self, prompt: TokenBatch, piece: Piece, every: Callable[[torch.Tensor], None] | None = None
     ) -> torch.Tensor | None:
         """Append the next piece, of at most a chunk, of a checked prompt to the only row. Return
         None, or with the last piece the logits [1, vocab] as `prefill_steps`; `every` takes those
@@ -211,7 +211,7 @@ class Session:
             return int(self.state.nbytes())
         return sum(t.nbytes for t in self.state.views(held).values()) if held else 0
 
-    def _last_logits(self, prompt: Prompt) -> torch.Tensor:
+    def _last_logits(self, prompt: TokenBatch) -> torch.Tensor:
         """Return the logits [B, vocab] of each row's last token: a copy for the caller to keep."""
         found: torch.Tensor | None = None
         for step in self._steps(prompt):
@@ -220,7 +220,7 @@ class Session:
 
     def _steps(
         self,
-        prompt: Prompt,
+        prompt: TokenBatch,
         pieces: Sequence[Piece] | None = None,
         every: Callable[[torch.Tensor], None] | None = None,
     ) -> Iterator[torch.Tensor | None]:
@@ -241,7 +241,7 @@ class Session:
             yield found
 
     def _chunks(
-        self, prompt: Prompt, pieces: Sequence[Piece] | None, every: bool
+        self, prompt: TokenBatch, pieces: Sequence[Piece] | None, every: bool
     ) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor | None]]:
         """Yield each piece, the rows that end in it, and its logits: of `every`, or the last."""
         for piece in pieces or prompt.pieces(self.engine.limits.prefill_chunk):
@@ -257,7 +257,7 @@ class Session:
         tokens: torch.Tensor,
         count: torch.Tensor,
         wanted: bool = True,
-        media: tuple[Prompt, Piece] | None = None,
+        media: tuple[TokenBatch, Piece] | None = None,
     ) -> torch.Tensor | None:
         """Append `count` of the tokens [B, S] to each row by a graph; return its logits, if they
         are wanted. A chunk of one token is a decode step."""

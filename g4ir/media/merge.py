@@ -50,7 +50,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TokenBatch:
     """Tokens i64[B,S], of which row b's first lengths[b] are valid; the row of each token in the
     table of soft tokens, or -1; and its block, or -1."""
 
@@ -108,12 +108,12 @@ class Prompt:
 
 def merged(
     tokens: Tensor, lengths: Tensor, softs: Sequence[Soft], ids: Mapping[str, int], blocks: bool
-) -> Prompt:
+) -> TokenBatch:
     """Return the prompt of tokens and soft tokens, which passed `check_softs`. `ids`: placeholder
     of each kind; those of a kind take its soft tokens in row-major order. InputError if their
     numbers differ."""
     if not ids:
-        return Prompt(tokens, lengths)
+        return TokenBatch(tokens, lengths)
     valid = torch.arange(tokens.shape[1]) < lengths[:, None]
     rows, pictures, given = torch.full_like(tokens, -1), torch.zeros_like(valid), counts(softs)
     pieces: list[Tensor] = []
@@ -131,8 +131,8 @@ def merged(
             pictures |= mask
     seen = block_ids(pictures) if blocks and bool(pictures.any()) else None
     if not pieces:
-        return Prompt(tokens, lengths, block_ids=seen)
-    return Prompt(tokens, lengths, rows, torch.cat([p.to(pieces[0]) for p in pieces]), seen)
+        return TokenBatch(tokens, lengths, block_ids=seen)
+    return TokenBatch(tokens, lengths, rows, torch.cat([p.to(pieces[0]) for p in pieces]), seen)
 
 
 def check_softs(softs: Sequence[Any], hidden: int) -> None:

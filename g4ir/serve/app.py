@@ -40,7 +40,7 @@ from .answers import ResponseFormat, usage_of
 from .auth import JSON, Auth
 from .http_errors import Refused, ending, later, refusal
 from .media_fetch import Sources, read_bytes
-from .media_queue import FETCH, SMALL, VIDEO, MediaQueue
+from .media_queue import FETCH, SMALL, VIDEO, MediaQueue, wait_for_leaving
 from .metrics import Metrics
 from .page import read_assets
 from .prompts import Prompts, ServedRequest
@@ -58,6 +58,8 @@ LARGE = 1 << 18
 NOT_READ = "the answer was not read in time, and was cancelled"
 Handler = Callable[[Request], Awaitable[Response]]
 Requests = tuple[ServedRequest, ...]
+#: a context in which errors name the fields of the client's protocol
+Named = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -307,7 +309,7 @@ class Server:
             self._check_origin(request)
         raw = await self.gate.body(request, api.content_type)
         kind, salt = request.headers.get("content-type", ""), request.state.salt
-        named: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        named: Named = contextlib.nullcontext
 
         def begun() -> tuple[Requests, Body]:
             nonlocal named
@@ -322,24 +324,30 @@ class Server:
 
         async with self._large if len(raw) > LARGE else contextlib.nullcontext():
             asked, given = await run_in_threadpool(begun)
-        if not (media := asked[0].media):
-            return asked, given
+        if asked[0].media:
+            asked = (await self._with_media(request, prompts, asked[0], named),)
+        return asked, given
+
+    async def _with_media(
+        self, request: Request, prompts: Prompts, asked: ServedRequest, named: Named
+    ) -> ServedRequest:
+        """Return a request with the soft tokens of its media, whose errors are `named`."""
 
         def fetched(limit: Limit, _: Any) -> Any:
             with named():
-                return read_bytes(prompts.engine, media, self.sources)
+                return read_bytes(prompts.engine, asked.media, self.sources)
 
         def encoded(limit: Limit, items: Any) -> Any:
             with named():
-                return prompts.encode(asked[0], items, limit)
+                return prompts.encode(asked, items, limit)
 
-        def filled() -> Requests:
+        def filled() -> ServedRequest:
             with named():
-                return (prompts.fill(asked[0], soft),)
+                return prompts.fill(asked, soft)
 
-        lane = VIDEO if any(m.kind == "video" for m in media) else SMALL
+        lane = VIDEO if any(m.kind == "video" for m in asked.media) else SMALL
         soft: Any = await self._media.run(request, ((FETCH, fetched), (lane, encoded)))
-        return await run_in_threadpool(filled), given
+        return await run_in_threadpool(filled)
 
     def _check_origin(self, request: Request) -> None:
         """Refuse a form of a page of another site: browsers send forms without asking first."""
@@ -454,8 +462,7 @@ class Running:
             self._clock.cancel()
 
     async def _wait_for_leaving(self) -> None:
-        while (await self.request.receive())["type"] != "http.disconnect":
-            pass
+        await wait_for_leaving(self.request)
         self._gone = True
         self._arrived.set()
 

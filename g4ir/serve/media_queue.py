@@ -50,7 +50,7 @@ class MediaQueue:
             raise BusyError(f"{self.count} requests with media wait already; try again later")
         self.count += 1
         limit, loop, value = Limit(), asyncio.get_running_loop(), None
-        leaving = loop.create_task(_wait_for_leaving(request))
+        leaving = loop.create_task(wait_for_leaving(request))
         try:
             for kind, step in steps:
                 work = loop.run_in_executor(self._threads[kind], step, limit, value)
@@ -69,7 +69,8 @@ class MediaQueue:
             self.count -= 1
 
 
-async def _wait_for_leaving(request: Request) -> None:
+async def wait_for_leaving(request: Request) -> None:
+    """Return when the client of a request has gone."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -85,11 +85,10 @@ class TypeConstraints:
     parts: Sequence[Source]
     exact: bool
 
-    def _keyword(self, name: str) -> Iterator[tuple[Any, str]]:
-        """Yield the values of a keyword, and their paths."""
+    def _keywords(self, *names: str) -> Iterator[tuple[str, Any, str]]:
+        """Yield the keywords that are given, their values and their paths."""
         for part in self.parts:
-            if name in part.node:
-                yield part.node[name], f"{part.where}.{name}"
+            yield from ((k, part.node[k], f"{part.where}.{k}") for k in names if k in part.node)
 
     def _tighten(
         self, constraints: dict[str, Any], tried: dict[str, Any], error: str, where: str
@@ -110,18 +109,12 @@ class TypeConstraints:
     def number(self, kind: str) -> dict[str, Any]:
         """Intersect the limits of numbers; `kind` is number or integer."""
         out = dict[str, Any]()
-        for part in self.parts:
-            for name in LIMITS:
-                if name not in part.node:
-                    continue
-                value, where = part.node[name], f"{part.where}.{name}"
-                if not has_type(value, "number"):
-                    self.reader.drop(where, f"must be a number, found {shown(value)}")
-                    continue
-                if name == "multipleOf" and not 0 < step_coefficient(value) <= MAX_STEP:
-                    why = f"must be 1 to {MAX_STEP}, times a power of ten below 1"
-                    self.reader.drop(where, why)
-                    continue
+        for name, value, where in self._keywords(*LIMITS):
+            if not has_type(value, "number"):
+                self.reader.drop(where, f"must be a number, found {shown(value)}")
+            elif name == "multipleOf" and not 0 < step_coefficient(value) <= MAX_STEP:
+                self.reader.drop(where, f"must be 1 to {MAX_STEP}, times a power of ten below 1")
+            else:
                 tried = out | {name: tighter_limit(name, out.get(name, value), value)}
                 out = self._tighten(out, tried, self._judge({"type": kind, **tried}), where)
         return out
@@ -129,22 +122,19 @@ class TypeConstraints:
     def _counts(self, low: str, high: str) -> dict[str, Any]:
         """Return the stricter of all lower and upper counts."""
         out = dict[str, int]()
-        for part in self.parts:
-            for name, tighter in ((low, max), (high, min)):
-                if name not in part.node:
-                    continue
-                value, where = part.node[name], f"{part.where}.{name}"
-                if not has_type(value, "integer") or not 0 <= value <= MAX_COUNT:
-                    why = f"must be a whole number of 0 to {MAX_COUNT}, found {shown(value)}"
-                    self.reader.drop(where, why)
-                    continue
-                limits = out | {name: tighter(int(value), out.get(name, int(value)))}
-                if limits.get(low, 0) <= limits.get(high, MAX_COUNT):
-                    out = limits
-                elif self.exact:
-                    raise Contradiction
-                else:
-                    self.reader.drop(where, f"{low} is more than {high}")
+        for name, value, where in self._keywords(low, high):
+            if not has_type(value, "integer") or not 0 <= value <= MAX_COUNT:
+                why = f"must be a whole number of 0 to {MAX_COUNT}, found {shown(value)}"
+                self.reader.drop(where, why)
+                continue
+            tighter = max if name == low else min
+            limits = out | {name: tighter(int(value), out.get(name, int(value)))}
+            if limits.get(low, 0) <= limits.get(high, MAX_COUNT):
+                out = limits
+            elif self.exact:
+                raise Contradiction
+            else:
+                self.reader.drop(where, f"{low} is more than {high}")
         return {k: v for k, v in out.items() if not (k == low and v == 0)}
 
     # --- strings ---
@@ -152,18 +142,16 @@ class TypeConstraints:
     def string(self, kind: str) -> dict[str, Any]:
         """Intersect lengths, patterns and, if they allow it, one format."""
         out = self._counts("minLength", "maxLength")
-        for part in self.parts:
-            keywords = self.reader.dialect.string_keywords
-            out |= {k: part.node[k] for k in keywords if k in part.node}
-            if "pattern" not in part.node:
-                continue
-            pattern, where = part.node["pattern"], f"{part.where}.pattern"
+        out |= {k: v for k, v, _ in self._keywords(*self.reader.dialect.string_keywords)}
+        for _, pattern, where in self._keywords("pattern"):
             if not self._takes_pattern(pattern, where) or pattern == out.get("pattern"):
                 continue
             more = {"allOf": [*out.get("allOf", []), {"pattern": pattern}]}
             tried = out | (more if "pattern" in out else {"pattern": pattern})
             out = self._tighten(out, tried, self._judge({"type": kind, **tried}), where)
-        for name, where in self._keyword("format"):  # an annotation: it gives way to constraints
+        for _, name, where in self._keywords(
+            "format"
+        ):  # an annotation: it gives way to constraints
             if name == out.get("format"):
                 continue
             tried = out | {"format": name}
@@ -191,7 +179,7 @@ class TypeConstraints:
     def array(self, kind: str) -> dict[str, Any]:
         """Intersect the counts and the schemas of items."""
         out = self._counts("minItems", "maxItems")
-        for items, where in self._keyword("prefixItems"):
+        for _, items, where in self._keywords("prefixItems"):
             if not isinstance(items, list):
                 raise self.reader.refuse(where, "must be a list of schemas")
         length = max(len(p.node.get("prefixItems", [])) for p in self.parts)
@@ -272,11 +260,10 @@ class TypeConstraints:
         return self._judge_object(out, excluding)
 
     def _check_object(self) -> None:
-        for name in ("properties", "patternProperties"):
-            for members, where in self._keyword(name):
-                if not isinstance(members, Mapping):
-                    raise self.reader.refuse(where, "must be an object of schemas")
-        for required, where in self._keyword("required"):
+        for _, members, where in self._keywords("properties", "patternProperties"):
+            if not isinstance(members, Mapping):
+                raise self.reader.refuse(where, "must be an object of schemas")
+        for _, required, where in self._keywords("required"):
             if not isinstance(required, list) or not all(isinstance(k, str) for k in required):
                 raise self.reader.refuse(where, "must be a list of names")
 
