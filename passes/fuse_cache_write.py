@@ -15,7 +15,7 @@ from g4ir.ir.graph import Attr, Graph, Node, Value
 
 from .match import Edit, Left, Note, edit_each, ignore, made_by, maker, only_user, parts_of
 
-AFTER = "fuse_dual_norm"  # it takes whatever form the caches have
+AFTER = "fuse_moe"  # it takes whatever form the caches have
 
 
 def fuse_cache_write(g: Graph, note: Note = ignore, several: bool = False) -> Graph:

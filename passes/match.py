@@ -123,7 +123,7 @@ def after(g: Graph, values: Iterable[Value]) -> Iterator[Node]:
 
 def normed(g: Graph, v: Value) -> Value:
     """Return the value that a pre-norm norms; any other value stands for itself."""
-    made = maker(g, v, "rms_norm", "norm_residual", "dual_norm_residual")
+    made = maker(g, v, "rms_norm", "norm_residual")
     if made is None:
         return v
     return made["x"] if made.op == "rms_norm" else made.outputs[0]

@@ -77,7 +77,7 @@ def sound(engine: Engine) -> StagesReport:
     assert [s.name for s in report.stages] == [p for p in PASSES if p not in skipped] + [BACKEND]
     assert all(s.excused == 0 for s in report.stages)
     still = {s.name for s in report.stages if not s.values}
-    routed = {"fuse_moe", "fuse_dual_norm"}
+    routed = {"fuse_moe"}
     asked = {"latent_kv", "narrow_kv", "quantize_activations"}
     assert still <= {"last_token_only", "fuse_cache_write", *asked, *routed}
     assert still & routed == (set() if engine.spec.text.moe else routed)

@@ -18,7 +18,6 @@ from g4ir.ops.collective import COLLECTIVES
 
 from .kernels import KERNELS
 from .kernels.base import SKINNY, Choice, Schedule, both_in_codes
-from .kernels.moe import UNSORTED
 
 #: a node that the compiler turns into kernels of its own, or hands to the library
 OTHER = "compiler"
@@ -39,7 +38,7 @@ def schedule(g: Graph, target: Target) -> Schedule:
 def same_kernels(rows: int) -> int:
     """Return a batch size at which every node has the kernel that it has at `rows`, the same for
     all such batch sizes; the kernels' settings may be others."""
-    return next((most for most in (1, UNSORTED, SKINNY) if rows <= most), SKINNY + 1)
+    return next((most for most in (1, SKINNY) if rows <= most), SKINNY + 1)
 
 
 def any_length(s: Schedule) -> bool:

@@ -116,39 +116,6 @@ class norm_residual:
     )
 
 
-_BRANCHES = "f32[2,3,16] f32[16] f32[2,3,16] 2*f32[16] f32[2,3,16]"
-
-
-@op
-class dual_norm_residual:
-    """h = (residual + rms_norm(s, w_sum)) [* scalar], s = rms_norm(a, w_a) + rms_norm(b, w_b);
-    n_i = rms_norm(h [, w_i])
-
-    From the dense MLP and the routed experts of a layer to the input of the next (rule 7). Inputs
-    after the residual, and results, as in `norm_residual`.
-    """
-
-    budget = Budget(3, 24, "as rms_norm, then as norm_residual twice")
-    kind = "other"
-    rows = (0, 2, 5)
-    operands = "a w_a b w_b w_sum residual *rest"
-    attrs = NORM
-
-    @staticmethod
-    def expand(make: Any, *given: Any, eps: float, **norm: Any) -> Any:
-        a, w_a, b, w_b, w_sum, residual, *rest = given
-        one = make.emit("rms_norm", a, w_a, eps=eps)
-        both = make.emit("norm_residual", b, one, w_b, eps=eps, scaled=False, weighted=())
-        return make.emit_all("norm_residual", both, residual, w_sum, *rest, eps=eps, **norm)
-
-    samples = cases(
-        f"{_BRANCHES} f32[1] f32[16] {{scaled=True, weighted=(True,)}}",
-        f"{_BRANCHES} f32[16] {{scaled=False, weighted=(False, True)}}",
-        f"{_BRANCHES} {{scaled=False, weighted=()}}",
-        eps=1e-06,
-    )
-
-
 @op
 class layer_norm:
     """(x - mean) / sqrt(var + eps) * w (+ b) over the last dim, rounded once (rules 33, 42)"""

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from g4ir.backends.cuda.kernels import decode_attention_triton as module
-from g4ir.backends.cuda.kernels.base import attention_sample
-from g4ir.backends.cuda.kernels.decode_attention import zeros_of
+from g4ir.backends.cuda.kernels.base import attention_sample, zeros_of
 from g4ir.backends.cuda.kernels.decode_attention_triton import (
     _span,
     decode_attention,
@@ -74,7 +73,7 @@ def test_counters_are_zero_afterwards() -> None:
     q, (k, v) = torch.randn(2, 1, 4, 16), torch.randn(2, 80, 2, 2, 16)
     q[1] = torch.nan
     counts = zeros_of(q)
-    assert counts.shape == (2, 4) and counts.dtype == torch.int64 and not counts.any()
+    assert counts.shape == (2, 1, 4) and counts.dtype == torch.int64 and not counts.any()
     end, rest = torch.tensor([70, 9]), {"window": 0, "scale": 1.0, "softcap": 0.0}
     for context in (nullcontext(), by_default()):
         with context:

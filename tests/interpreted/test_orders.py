@@ -11,10 +11,10 @@ import triton.language as tl
 from g4ir.backends.cuda.kernels import decode_attention_triton as module
 from g4ir.backends.cuda.kernels.decode_attention_triton import decode_attention, tree
 from g4ir.backends.cuda.kernels.launch import start
-from g4ir.backends.cuda.kernels.moe_order_triton import moe_sort
 from g4ir.ops.attention import attention
 
 from .orders import LIVE, interleaved, poisoned
+from .test_moe import routed
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _counts_before_it_stores(
     out += pair * (GROUP * D)
     parts += pair * ((SPLITS + 1) * GROUP * D)
     stats += pair * ((SPLITS + 1) * GROUP * 2)
-    last = module._last(arrivals + pair, 0, used, BITS)
+    last = module.is_last(arrivals + pair, 0, used, BITS)
     module._put(parts, stats, split, o, top, total, GROUP, D)
     if last:
         o1, _, total1 = module._merge(parts, stats, 0, used, GROUP, D, o.shape[1], STAGES)
@@ -88,7 +88,8 @@ def test_shares_of_attention(monkeypatch: pytest.MonkeyPatch, splits: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "broken"), [("_last", _last_without_an_atomic), ("_finish", _counts_before_it_stores)]
+    ("name", "broken"),
+    [("is_last", _last_without_an_atomic), ("_finish", _counts_before_it_stores)],
 )
 def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
     """Both are right one program after the other, and wrong in some order on a GPU."""
@@ -105,14 +106,13 @@ def is_wrong(seed: int) -> bool:
             return True
 
 
-def test_tokens_sorted_by_expert() -> None:
+def test_the_choice_of_experts() -> None:
     g = torch.Generator().manual_seed(0)
-    scores, scale = torch.randn(5, 1, 8, generator=g), torch.ones(8)
-    want = moe_sort(scores, scale, 2, warps=4)
+    scores, factor = torch.randn(5, 1, 8, generator=g), torch.ones(8)
+    want = routed(scores, factor, 2)
     with interleaved(1), poisoned():
-        got = moe_sort(scores, scale, 2, warps=4)
-    for a, b in zip(got[:2], want[:2], strict=True):
-        torch.testing.assert_close(a, b)
+        got = routed(scores, factor, 2)
+    assert all(map(torch.equal, got, want))
 
 
 def test_each_program_runs_once() -> None:

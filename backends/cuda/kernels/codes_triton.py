@@ -45,10 +45,9 @@ def scales_of(scales, row, K, GROUP):
 
 @triton.jit
 def row_scaled(sums, scales, live, FORM, GROUP):
-    """Sums of the products of rows [R] or [R, M], times the rows' scale where they have one."""
+    """Sums of the products of rows [R, M], times the rows' scale where they have one."""
     if FORM != "" and GROUP == 0:
-        s = tl.load(scales, mask=live, other=0.0).to(tl.float32)
-        sums = sums * (s if len(sums.shape) == 1 else s[:, None])
+        sums = sums * tl.load(scales, mask=live, other=0.0).to(tl.float32)[:, None]
     return sums
 
 
@@ -85,11 +84,11 @@ def _nibble(word, NTH: tl.constexpr, exponent):
 
 
 @triton.jit
-def _eighths(x, A, W):
-    """[A, 8 W] -> eight [A, W]: columns 0, 8, ..; 1, 9, ..; and so on."""
-    even, odd = tl.split(tl.reshape(x, (A, W, 4, 2)))
-    a, c = tl.split(tl.reshape(even, (A, W, 2, 2)))
-    b, d = tl.split(tl.reshape(odd, (A, W, 2, 2)))
+def _eighths(x, W):
+    """[1, 8 W] -> eight [1, W]: columns 0, 8, ..; 1, 9, ..; and so on."""
+    even, odd = tl.split(tl.reshape(x, (1, W, 4, 2)))
+    a, c = tl.split(tl.reshape(even, (1, W, 2, 2)))
+    b, d = tl.split(tl.reshape(odd, (1, W, 2, 2)))
     x0, x4 = tl.split(a)
     x1, x5 = tl.split(b)
     x2, x6 = tl.split(c)
@@ -98,80 +97,30 @@ def _eighths(x, A, W):
 
 
 @triton.jit
-def _word_products(word, x, exponent, A, W):
-    """The sum of the products of each word's codes with eight columns of x [A, 8 W], fp32."""
-    x0, x1, x2, x3, x4, x5, x6, x7 = _eighths(x, A, W)
-    sums = _nibble(word, 0, exponent) * _beside(x0, A)
-    sums += _nibble(word, 1, exponent) * _beside(x1, A)
-    sums += _nibble(word, 2, exponent) * _beside(x2, A)
-    sums += _nibble(word, 3, exponent) * _beside(x3, A)
-    sums += _nibble(word, 4, exponent) * _beside(x4, A)
-    sums += _nibble(word, 5, exponent) * _beside(x5, A)
-    sums += _nibble(word, 6, exponent) * _beside(x6, A)
-    sums += _nibble(word, 7, exponent) * _beside(x7, A)
-    return sums - 24.0 * _beside((x0 + x1) + (x2 + x3) + (x4 + x5) + (x6 + x7), A)
+def _word_products(word, x, exponent, W):
+    """The sum of the products of each word's codes with eight columns of x [1, 8 W], fp32."""
+    x0, x1, x2, x3, x4, x5, x6, x7 = _eighths(x, W)
+    sums = _nibble(word, 0, exponent) * x0
+    sums += _nibble(word, 1, exponent) * x1
+    sums += _nibble(word, 2, exponent) * x2
+    sums += _nibble(word, 3, exponent) * x3
+    sums += _nibble(word, 4, exponent) * x4
+    sums += _nibble(word, 5, exponent) * x5
+    sums += _nibble(word, 6, exponent) * x6
+    sums += _nibble(word, 7, exponent) * x7
+    return sums - 24.0 * ((x0 + x1) + (x2 + x3) + (x4 + x5) + (x6 + x7))
 
 
 @triton.jit
-def _beside(x, A):
-    """x [A, W] for rows of a weight: of all of them, or [A, 1, W] of A shares of them."""
-    return x if A == 1 else x[:, None, :]
-
-
-@triton.jit
-def products(t, a, scales, live, at, exponent, K, W, BLOCK_K, R, FORM, GROUP, A: tl.constexpr):
-    """fp32 [R, W]: what t [R, W], read of rows of a weight from column `at`, adds to their sums
-    with a [A, BLOCK_K], of int4 eight products each; a row's own scale is not applied.
-
-    scales: pointers to rows, of `scales_of`; exponent: of `bits_of_16`."""
-    if A > 1:
-        t = tl.reshape(t, (A, R // A, W))
-    if FORM == "int4":
-        t = _word_products(t, a, exponent, A, W)
-    else:
-        t = t.to(tl.float32) * _beside(a, A)
-    if A > 1:
-        t = tl.reshape(t, (R, W))
-    if GROUP:
-        t = _scaled(t, scales, live, at, K, W, BLOCK_K, R, GROUP, 0)
-    return t
-
-
-@triton.jit
-def row_sums(
-    x,
-    w,
-    scales,
-    row,
-    live,
-    first,
-    K,
-    CHUNK,
-    BLOCK_K,
-    R,
-    STAGES,
-    FORM,
-    GROUP,
-    A: tl.constexpr = 1,
-):
-    """fp32 [R]: sum over CHUNK values of k, from `first`, of x[k] * weight[row][k].
-
-    x points to a row, or [A] to one for each share of the rows; `row` [R] are rows of w [.., K].
-    """
+def _one_row(x, w, scales, live, first, exponent, K, CHUNK, BLOCK_K, R, STAGES, FORM, GROUP):
+    """fp32 [R, 1]: what `sums_of` adds for one row of x, without its rows' own scales."""
     EACH: tl.constexpr = 8 if FORM == "int4" else 1
     W: tl.constexpr = BLOCK_K // EACH
-    exponent = bits_of_16(w)
-    w = rows_of(w, row, K, FORM)
-    scales = scales_of(scales, row, K, GROUP)
     j, k = tl.arange(0, W), tl.arange(0, BLOCK_K)
     sums = tl.zeros([R, W], tl.float32)
     for at in tl.range(0, CHUNK, BLOCK_K, num_stages=STAGES):
         columns = first + at + k
-        if A == 1:
-            a = tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
-        else:
-            a = tl.load(x[:, None] + columns[None, :], mask=(columns < K)[None, :], other=0.0)
-            a = a.to(tl.float32)
+        a = tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
         here = (first + at) // EACH + j
         t = tl.load(
             w[:, None] + here[None, :],
@@ -179,9 +128,37 @@ def row_sums(
             other=0.0,
             eviction_policy="evict_first",
         )
-        t = products(t, a, scales, live, first + at, exponent, K, W, BLOCK_K, R, FORM, GROUP, A)
+        t = _word_products(t, a, exponent, W) if FORM == "int4" else t.to(tl.float32) * a
+        if GROUP:
+            t = _scaled(t, scales, live, first + at, K, W, BLOCK_K, R, GROUP, 0)
         sums += t
-    return row_scaled(tl.sum(sums, 1), scales, live, FORM, GROUP)
+    return tl.sum(sums, 1)[:, None]
+
+
+@triton.jit
+def sums_of(
+    x, real, w, scales, row, live, first, K, CHUNK, BLOCK_M, BLOCK_K, R, STAGES, FORM, GROUP
+):
+    """fp32 [R, BLOCK_M]: sum over CHUNK values of k, from `first`, of x[m][k] * weight[row][k].
+
+    x: pointers to rows [BLOCK_M], those that are `real`; row [R]: rows of w [.., K], those that are
+    `live`. One row multiplies and adds in fp32; more, from 16 on, go to tensor cores.
+    """
+    exponent = bits_of_16(w)
+    w, scales = rows_of(w, row, K, FORM), scales_of(scales, row, K, GROUP)
+    if BLOCK_M == 1:
+        sums = _one_row(
+            x, w, scales, live, first, exponent, K, CHUNK, BLOCK_K, R, STAGES, FORM, GROUP
+        )
+    else:
+        sums = tl.zeros([R, BLOCK_M], tl.float32)
+        for at in tl.range(0, CHUNK, BLOCK_K, num_stages=STAGES):
+            t = weight_tile(w, scales, live, first + at, exponent, K, BLOCK_K, R, FORM, GROUP)
+            k = first + at + tl.arange(0, BLOCK_K)
+            inside = real[None, :] & (k < K)[:, None]
+            a = tl.load(x[None, :] + k[:, None], mask=inside, other=0.0)
+            sums = tl.dot(t.to(a.dtype), a, sums, input_precision="ieee")
+    return row_scaled(sums, scales, live, FORM, GROUP)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node
 from g4ir.ops.kv_quant import GROUP
 
-from .base import Choice, Kernel, Shape, Use, attention_shape, is_row, masking, size
+from .base import Choice, Kernel, Shape, Use, attention_shape, is_row, masking, size, zeros_of
 from .base import attention_sample as sample
 
 WARPS = {"warps": 8, "stages": 3}
@@ -49,12 +49,6 @@ def _attention(
         **masking(n),
         **choice.use,
     )
-
-
-def zeros_of(q: Any) -> Any:
-    """Return zeros for each row and head, i64[B,nq]: counters of the programs that share keys. Made
-    of the queries, since the compiler then makes both in one kernel; of nothing, by one more."""
-    return q[:, 0].isnan().any(-1).long() * 0
 
 
 def _use(splits: int, block_n: int = 4) -> dict[str, int]:

@@ -30,7 +30,7 @@ from g4ir.ops.kv_quant import numbers, numbers_in
 from g4ir.ops.latent import keys_values
 
 from .base import SHARE_KEYS, SHARES
-from .launch import blocks, power_of_2, start, takes, tanh
+from .launch import blocks, is_last, power_of_2, start, takes, tanh
 
 Tensor = torch.Tensor
 
@@ -152,16 +152,6 @@ def _put(parts, stats, i, o, top, total, GROUP, D):
 
 
 @triton.jit
-def _last(word, shift, size, BITS):
-    """Counts in a field of BITS bits; whether this program is the last of `size`, which then sees
-    what the others stored: the barrier puts all threads' stores before the one atomic."""
-    tl.debug_barrier()
-    one = tl.full([], 1, tl.int64)
-    before = tl.atomic_add(word, one << shift, sem="acq_rel", scope="gpu")
-    return ((before >> shift) & ((1 << BITS) - 1)) == size - 1
-
-
-@triton.jit
 def _merge(parts, stats, first, number, GROUP, D, DP, STAGES):
     """The sum of the partial results first .. first + number - 1, as one: o, maximum, sum."""
     H: tl.constexpr = triton.next_power_of_2(GROUP)
@@ -202,7 +192,7 @@ def _finish(sums, out, work, split, used, pair, GROUP, D, SPLITS, FAN, BITS, STA
         group = split // FAN
         size = tl.minimum(used - group * FAN, FAN)
         _put(parts, stats, split, o, top, total, GROUP, D)
-        if _last(arrivals, group * BITS, size, BITS):
+        if is_last(arrivals, group * BITS, size, BITS):
             o1, top1, total1 = _merge(parts, stats, group * FAN, size, GROUP, D, DP, STAGES)
             if used <= FAN:
                 _write(out, o1, total1, GROUP, D)
@@ -210,7 +200,7 @@ def _finish(sums, out, work, split, used, pair, GROUP, D, SPLITS, FAN, BITS, STA
             elif GROUPS > 1:
                 _put(parts, stats, SPLITS + group, o1, top1, total1, GROUP, D)
                 groups = tl.cdiv(used, FAN)
-                if _last(arrivals, GROUPS * BITS, groups, 63 - GROUPS * BITS):
+                if is_last(arrivals, GROUPS * BITS, groups, 63 - GROUPS * BITS):
                     o2, _, total2 = _merge(parts, stats, SPLITS, groups, GROUP, D, DP, STAGES)
                     _write(out, o2, total2, GROUP, D)
                     tl.store(arrivals, 0)

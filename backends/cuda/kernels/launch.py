@@ -113,3 +113,13 @@ def activate(x, ACT: tl.constexpr):
 def rounded(x, like):
     """fp32 -> the element type of `like` and back: where the reference model rounds."""
     return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def is_last(word, shift, size, BITS):
+    """Counts in a field of BITS bits; whether this program is the last of `size`, which then sees
+    what the others stored: the barrier puts all threads' stores before the one atomic."""
+    tl.debug_barrier()
+    one = tl.full([], 1, tl.int64)
+    before = tl.atomic_add(word, one << shift, sem="acq_rel", scope="gpu")
+    return ((before >> shift) & ((1 << BITS) - 1)) == size - 1

@@ -22,38 +22,10 @@ from torch.library import triton_op
 from g4ir.ops.linear import linear
 from g4ir.ops.mlp import glu
 
-from .codes_triton import (
-    bits_of_16,
-    dense,
-    form_of,
-    row_scaled,
-    row_sums,
-    rows_of,
-    scales_of,
-    weight_tile,
-)
+from .codes_triton import dense, form_of, sums_of
 from .launch import activate, blocks, rounded, start, takes
 
 Tensor = torch.Tensor
-
-
-@triton.jit
-def _many_rows(
-    x, w, scales, row, m, live, first, rows, K, CHUNK, BLOCK_K, R, BLOCK_M, STAGES, FORM, GROUP
-):
-    """fp32 [R, BLOCK_M]: what `row_sums` adds, for the rows m of x, by tensor cores."""
-    j = tl.arange(0, BLOCK_K)
-    exponent = bits_of_16(w)
-    w = rows_of(w, row, K, FORM)
-    scales = scales_of(scales, row, K, GROUP)
-    x += m.to(tl.int64)[None, :] * K
-    sums = tl.zeros([R, BLOCK_M], tl.float32)
-    for at in tl.range(0, CHUNK, BLOCK_K, num_stages=STAGES):
-        a = weight_tile(w, scales, live, first + at, exponent, K, BLOCK_K, R, FORM, GROUP)
-        here = first + at + j
-        b = tl.load(x + here[:, None], mask=(m < rows)[None, :] & (here < K)[:, None], other=0)
-        sums = tl.dot(a.to(b.dtype), b, sums, input_precision="ieee")
-    return row_scaled(sums, scales, live, FORM, GROUP)
 
 
 @triton.jit
@@ -90,30 +62,11 @@ def _skinny(
     live = i < N
     row = i + r // BLOCK_N * N
     first = part * CHUNK
-    if BLOCK_M == 1:
-        x += tl.program_id(2).to(tl.int64) * K
-        sums = row_sums(x, w, scales, row, live, first, K, CHUNK, BLOCK_K, R, STAGES, FORM, GROUP)[
-            :, None
-        ]
-    else:
-        sums = _many_rows(
-            x,
-            w,
-            scales,
-            row,
-            m,
-            live,
-            first,
-            rows,
-            K,
-            CHUNK,
-            BLOCK_K,
-            R,
-            BLOCK_M,
-            STAGES,
-            FORM,
-            GROUP,
-        )
+    x += m.to(tl.int64) * K
+    sums = sums_of(
+        *(x, m < rows, w, scales, row, live, first, K, CHUNK),
+        *(BLOCK_M, BLOCK_K, R, STAGES, FORM, GROUP),
+    )
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (i < N)[:, None] & (m < rows)[None, :]
     at = m.to(tl.int64)[None, :] * N + i[:, None]

@@ -1,10 +1,17 @@
-"""The MoE block of a decode step: gate and up, down; experts and dense MLP together.
+"""The MoE block of a decode step: the choice of experts, gate and up, down; experts and dense MLP
+together, which alone would not fill the machine.
 
-The op `router` becomes `router_logits` and a top-k that every reader of the scores does again, from
-E scores in L2: cheaper than a kernel in between. The dense MLP of the layer is a part of the same
-grids, because alone it would not fill the machine. act holds, per row, top_k slots of I in the
-order of rank, then the Id columns of the dense MLP. Row by row, the weights of an expert are read
-once per row that chose it; from about five rows on rows share experts (moe_sorted_triton.py).
+`moe_route` makes the router's scores; its program that arrives last chooses the experts of all rows
+and lists those in use. So the weights of each are read once, for all rows together: a row chooses
+an expert at most once, and an expert never has more rows than there are. An activation holds, per
+row, top_k slots of I in the order of rank, then the Id columns of the dense MLP. What the slots add
+up to is the caller's, whose compiler adds where it reads. If a rank has HELD experts from `first`
+on, choices of others are passed over: no weight is read for them.
+
+A key is an integer whose order is (score, then lower index), so that one integer maximum finds
+both. 10 bits hold the index. Scores of 16 bits leave room for it in 32 bits; fp32 needs 64. Equal
+scores go by the lower index (`torch.topk` promises no order among equals). Weights are exp(s - max
+s) / sum over the chosen experts.
 
 Error: fp32 sums in another order than the reference, about 1e-6 of the rms of the terms, then the
 roundings of the op. fp32: within 1e-5 of the result's rms. bf16: a rounding may fall the other way
@@ -22,112 +29,251 @@ from torch.library import triton_op
 
 from g4ir.ops.base import wide
 from g4ir.ops.mlp import activate as activation
+from g4ir.ops.moe import own_index
 
-from .codes_triton import columns, dense, form_of, row_sums
-from .launch import (
-    activate,
-    blocks,
-    power_of_2,
-    rounded,
-    start,
-    takes,
-    tile,
-)
-from .moe_order_triton import _expert_of, _is_wide, _part, _route, _rows, _topk_reference
-from .moe_sorted_triton import _down_sorted, _slots_of, _sum_slots, _tile_glu, glu_rows
+from .codes_triton import columns, dense, form_of, sums_of
+from .launch import activate, blocks, is_last, power_of_2, rounded, start, takes, tile
 
 Tensor = torch.Tensor
+
+#: rows of scores that are taken at a time by the program that chooses
+ROWS = 16
+
+#: index of a choice that another rank holds: less than what ends the list, and than padding
+OTHERS = tl.constexpr(-3)
+
+
+@triton.jit
+def _keys(s, i, WIDE):
+    """Scores s (fp32) and their expert indices i -> keys."""
+    bits = (s + 0.0).to(tl.int32, bitcast=True)  # -0 and 0 are equal
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    if WIDE:
+        key = (order.to(tl.int64) << 10) | (1023 - i)
+    else:
+        key = (order & -1024) | (1023 - i)
+    return key
+
+
+@triton.jit
+def _expert(key):
+    return (1023 - (key & 1023)).to(tl.int64)
+
+
+@triton.jit
+def _score(key, WIDE):
+    if WIDE:
+        order = (key >> 10).to(tl.int32)
+        bits = order ^ ((order >> 31) & 0x7FFFFFFF)
+    else:
+        bits = (key ^ ((key >> 31) & 0x7FFFFFFF)) & -1024
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _choose(logits, per_expert, slots, EXPERTS, E_P, TOP_K, WIDE):
+    """Experts int64 and weights fp32 [R, S] of ranks `slots` [1, S], 0 from TOP_K on, of rows of
+    scores [R, 1]; and which experts some row chose, i32[E_P]."""
+    i = tl.arange(0, E_P)[None, :]
+    # past the registers of those that stored them
+    s = tl.load(logits + i, mask=i < EXPERTS, other=float("-inf"), cache_modifier=".cg")
+    key = _keys(s.to(tl.float32), i, WIDE)
+    least: tl.constexpr = -(2**63) if WIDE else -(2**31)
+    best = tl.max(key, 1)[:, None]
+    highest = _score(best, WIDE)
+    chosen = tl.where(slots == 0, best, 0)
+    for j in tl.static_range(1, TOP_K):
+        best = tl.max(tl.where(key < best, key, least), 1)[:, None]
+        chosen = tl.where(slots == j, best, chosen)
+    live = slots < TOP_K
+    ids = tl.where(live, _expert(chosen), 0)
+    e = tl.where(live, tl.exp(tl.where(live, _score(chosen, WIDE), highest) - highest), 0.0)
+    scale = tl.load(per_expert + ids).to(tl.float32)
+    weights = tl.div_rn(e, tl.zeros_like(e) + tl.sum(e, 1)[:, None]) * scale
+    return ids, weights, tl.max((key >= best).to(tl.int32), 0)  # best: the last rank's
+
+
+@triton.jit
+def _route_all(
+    logits,
+    per_expert,
+    first,
+    weights,
+    index,
+    listed,
+    rows,
+    EXPERTS,
+    E_P,
+    TOP_K,
+    S,
+    ROWS,
+    WIDE,
+    HELD,
+):
+    """The choice of all rows, and the list of experts in use."""
+    i, slots = tl.arange(0, E_P), tl.arange(0, S)[None, :]
+    own = i
+    if HELD:
+        own = i - tl.load(first).to(tl.int32)
+    here = (own >= 0) & (own < (HELD if HELD else EXPERTS))
+    used = tl.zeros([E_P], tl.int32)
+    for r0 in range(0, rows, ROWS):
+        r = r0 + tl.arange(0, ROWS)[:, None]
+        at = logits + tl.minimum(r, rows - 1) * EXPERTS  # past the end the last row again
+        ids, weight, those = _choose(at, per_expert, slots, EXPERTS, E_P, TOP_K, WIDE)
+        if HELD:
+            ids -= tl.load(first)
+            mine = (ids >= 0) & (ids < HELD)
+            weight, ids = tl.where(mine, weight, 0.0), tl.where(mine, ids, OTHERS)
+        inside = (r < rows) & (slots < TOP_K)
+        tl.store(weights + r * TOP_K + slots, weight, mask=inside)
+        tl.store(index + r * TOP_K + slots, ids, mask=inside)
+        used = tl.maximum(used, those)
+    used = tl.where(here, used, 0)
+    before = tl.cumsum(used, 0) - used
+    place = tl.where(used == 1, before, tl.sum(used, 0) + own - before)
+    tl.store(listed + place, tl.where(used == 1, own, -1), mask=here)
+
+
+@triton.jit
+def _route(
+    x,
+    scale,
+    proj,
+    per_expert,
+    first,
+    arrivals,
+    logits,
+    weights,
+    index,
+    listed,
+    rows,
+    root,
+    HIDDEN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    E_P: tl.constexpr,
+    TOP_K: tl.constexpr,
+    S: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+    HELD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_N scores of one row, of x * scale * root, each step rounded; the last program chooses.
+    arrivals: 0 before and after. Grid: blocks, rows."""
+    row = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for k0 in range(0, HIDDEN, BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        inside = k < HIDDEN
+        a = tl.load(x + row * HIDDEN + k, mask=inside, other=0.0).to(tl.float32)
+        a = rounded(a * tl.load(scale + k, mask=inside, other=0.0).to(tl.float32), x)
+        a = rounded(a * root, x)
+        at, live = n[:, None] * HIDDEN + k[None, :], (n < EXPERTS)[:, None] & inside[None, :]
+        sums += a[None, :] * tl.load(proj + at, mask=live, other=0.0).to(tl.float32)
+    out = tl.sum(sums, 1).to(logits.dtype.element_ty)
+    tl.store(logits + row * EXPERTS + n, out, mask=n < EXPERTS)
+    if is_last(arrivals, 0, tl.num_programs(0) * tl.num_programs(1), 31):
+        _route_all(
+            *(logits, per_expert, first, weights, index, listed, rows),
+            *(EXPERTS, E_P, TOP_K, S, ROWS, WIDE, HELD),
+        )
+        tl.store(arrivals, 0)
+
+
+@triton.jit
+def _slots_of(index, expert, m, rows, TOP_K, S):
+    """Per row m: whether it chose the expert, and in which slot."""
+    slots = tl.arange(0, S)[None, :]
+    inside = (m < rows)[:, None] & (slots < TOP_K)
+    hit = tl.load(index + m[:, None] * TOP_K + slots, mask=inside, other=-2) == expert
+    return tl.max(hit.to(tl.int32), 1) == 1, tl.sum(tl.where(hit, slots, 0), 1)
 
 
 @triton.jit
 def _glu(
     x, w, scales, base, out, live, n0, N, K, BLOCK_M, BLOCK_N, BLOCK_K, ACT, STAGES, FORM, GROUP
 ):
-    """out[n] = act(w[base + n] @ x) * (w[base + N + n] @ x) for BLOCK_N of n from n0; x [K], or, of
-    BLOCK_M rows, as in `_tile_glu`."""
-    if BLOCK_M > 1:
-        _tile_glu(
-            *(x, w, scales, base, out, live, n0, N, K, BLOCK_M, BLOCK_N, BLOCK_K),
-            *(ACT, STAGES, FORM, GROUP),
-        )
-    else:
-        R: tl.constexpr = 2 * BLOCK_N
-        i, row = glu_rows(n0, N, 1, BLOCK_N)
-        row += base
-        sums = row_sums(x, w, scales, row, i < N, 0, K, K, BLOCK_K, R, STAGES, FORM, GROUP)
-        gate, up = tl.split(tl.permute(tl.reshape(sums, (2, BLOCK_N)), (1, 0)))
-        gate = rounded(activate(rounded(gate, out), ACT), out)
-        n = n0 + tl.arange(0, BLOCK_N)
-        tl.store(out + n, (gate * rounded(up, out)).to(out.dtype.element_ty), mask=n < N)
+    """out[m][n] = act(w[base + n] @ x[m]) * (w[base + N + n] @ x[m]) for live m; x and out:
+    pointers per row m. Rows of gate and up come in turn, so that a pair ends up in one thread."""
+    R: tl.constexpr = 2 * BLOCK_N
+    r = tl.arange(0, R)
+    i = n0 + r // 2
+    sums = sums_of(
+        *(x, live, w, scales, base + i + r % 2 * N, i < N, 0, K, K),
+        *(BLOCK_M, BLOCK_K, R, STAGES, FORM, GROUP),
+    )
+    gate, up = tl.split(tl.permute(tl.reshape(sums, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
+    y = rounded(activate(rounded(gate, out), ACT), out) * rounded(up, out)
+    n = n0 + tl.arange(0, BLOCK_N)
+    inside = live[None, :] & (n < N)[:, None]
+    tl.store(out[None, :] + n[:, None], y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _product(
+    x, w, scales, base, out, live, n0, N, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORM, GROUP
+):
+    """out[m][n] = w[base + n] @ x[m] for live m; x and out: pointers per row m."""
+    n = n0 + tl.arange(0, BLOCK_N)
+    sums = sums_of(
+        *(x, live, w, scales, base + n, n < N, 0, K, K),
+        *(BLOCK_M, BLOCK_K, BLOCK_N, STAGES, FORM, GROUP),
+    )
+    inside = live[None, :] & (n < N)[:, None]
+    tl.store(out[None, :] + n[:, None], sums.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _gate_up(
     x_dense,
     x_moe,
-    chosen,
+    index,
     listed,
     w_dense,
     dense_scales,
-    gate_up,
+    w,
     scales,
-    first,
     out,
     rows,
     HIDDEN: tl.constexpr,
-    EXPERTS: tl.constexpr,
     INNER: tl.constexpr,
     DENSE: tl.constexpr,
     TOP_K: tl.constexpr,
     S: tl.constexpr,
-    E_P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     ACT: tl.constexpr,
-    WIDE: tl.constexpr,
-    HELD: tl.constexpr,
-    STAGES: tl.constexpr,
     DENSE_FORM: tl.constexpr,
     DENSE_GROUP: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """BLOCK_N columns of the dense MLP, or of an expert. One row and one of its slots (BLOCK_M 1),
-    `chosen`: the scores; or BLOCK_M rows and a listed expert, `chosen`: the rows' experts.
-
-    The dense blocks come first: they stream while the others wait for their top-k."""
-    if BLOCK_M == 1:
-        block, row, live = tl.program_id(1), tl.program_id(0).to(tl.int64), True
-    else:
-        block = tl.program_id(0)
-        m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-        row, live = m.to(tl.int64), m < rows
+    """BLOCK_M rows, BLOCK_N columns of the dense MLP, which come first, or of a listed expert."""
+    block = tl.program_id(0)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = m.to(tl.int64)
     out += row * (TOP_K * INNER + DENSE)
     dense_blocks: tl.constexpr = (DENSE + BLOCK_N - 1) // BLOCK_N
     per_expert: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     if block < dense_blocks:
         _glu(
-            *(x_dense + row * HIDDEN, w_dense, dense_scales, 0, out + TOP_K * INNER, live),
+            *(x_dense + row * HIDDEN, w_dense, dense_scales, 0, out + TOP_K * INNER, m < rows),
             *(block * BLOCK_N, DENSE, HIDDEN, BLOCK_M, BLOCK_N, BLOCK_K),
             *(ACT, STAGES, DENSE_FORM, DENSE_GROUP),
         )
     else:
-        slot, n0 = (block - dense_blocks) // per_expert, (block - dense_blocks) % per_expert
-        if BLOCK_M == 1:
-            expert = _expert_of(chosen + row * EXPERTS, slot, EXPERTS, E_P, WIDE)
-            used = True
-            if HELD:
-                expert -= tl.load(first)
-                used = (expert >= 0) & (expert < HELD)
-        else:
-            expert = tl.load(listed + slot).to(tl.int64)
-            live, slot = _slots_of(chosen, expert, m, rows, TOP_K, S)
-            used = tl.max(live.to(tl.int32), 0) == 1
-        if used:
+        block -= dense_blocks
+        expert = tl.load(listed + block // per_expert).to(tl.int64)
+        live, slot = _slots_of(index, expert, m, rows, TOP_K, S)
+        if tl.max(live.to(tl.int32), 0) == 1:
             _glu(
-                *(x_moe + row * HIDDEN, gate_up, scales, expert * (2 * INNER), out + slot * INNER),
-                *(live, n0 * BLOCK_N, INNER, HIDDEN, BLOCK_M, BLOCK_N, BLOCK_K),
+                *(x_moe + row * HIDDEN, w, scales, expert * (2 * INNER), out + slot * INNER, live),
+                *(block % per_expert * BLOCK_N, INNER, HIDDEN, BLOCK_M, BLOCK_N, BLOCK_K),
                 *(ACT, STAGES, FORM, GROUP),
             )
 
@@ -135,173 +281,195 @@ def _gate_up(
 @triton.jit
 def _down(
     act,
-    logits,
-    per_expert,
+    index,
+    listed,
     w_dense,
     dense_scales,
-    down,
+    w,
     scales,
-    first,
     dense,
-    moe,
+    parts,
+    rows,
     HIDDEN: tl.constexpr,
-    EXPERTS: tl.constexpr,
     INNER: tl.constexpr,
     DENSE: tl.constexpr,
     TOP_K: tl.constexpr,
     S: tl.constexpr,
-    EACH: tl.constexpr,
-    E_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr,
-    HELD: tl.constexpr,
-    STAGES: tl.constexpr,
     DENSE_FORM: tl.constexpr,
     DENSE_GROUP: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """One row; tiles of S * BLOCK_N columns of the dense MLP, or of BLOCK_N columns of all slots at
-    once: both have as many rows of weights, so that both keep as many loads in flight. Grid: rows;
-    programs of the dense MLP, then those of the slots, of EACH tiles."""
-    row, own = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """BLOCK_M rows, BLOCK_N columns of the dense MLP or of a listed expert: parts [rows, TOP_K,
+    HIDDEN], rounded and not yet weighted."""
+    block = tl.program_id(0)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = m.to(tl.int64)
     act += row * (TOP_K * INNER + DENSE)
-    R: tl.constexpr = S * BLOCK_N
-    dense_tiles: tl.constexpr = (HIDDEN + R - 1) // R
-    dense_programs: tl.constexpr = (dense_tiles + EACH - 1) // EACH
-    tiles: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
-    r = tl.arange(0, R)
-    if own < dense_programs:
-        for t in range(own, dense_tiles, dense_programs):
-            n = t * R + r
-            sums = row_sums(
-                *(act + TOP_K * INNER, w_dense, dense_scales, n, n < HIDDEN, 0, DENSE, DENSE),
-                *(BLOCK_K, R, STAGES, DENSE_FORM, DENSE_GROUP),
-            )
-            tl.store(dense + row * HIDDEN + n, sums.to(dense.dtype.element_ty), mask=n < HIDDEN)
+    per_expert: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
+    n0 = block % per_expert * BLOCK_N
+    if block < per_expert:
+        _product(
+            *(act + TOP_K * INNER, w_dense, dense_scales, 0, dense + row * HIDDEN, m < rows, n0),
+            *(HIDDEN, DENSE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DENSE_FORM, DENSE_GROUP),
+        )
     else:
-        slots = tl.arange(0, S)
-        ids, weights = _route(logits + row * EXPERTS, per_expert, slots, EXPERTS, E_P, TOP_K, WIDE)
-        if HELD:
-            ids -= tl.load(first)
-        base = tl.reshape(tl.broadcast_to(ids[:, None], (S, BLOCK_N)), (R,)) * HIDDEN
-        chosen = r // BLOCK_N < TOP_K
-        if HELD:
-            chosen = chosen & (base >= 0) & (base < HELD * HIDDEN)
-        own -= dense_programs
-        for t in range(own, tiles, tl.num_programs(1) - dense_programs):
-            n = t * BLOCK_N + r % BLOCK_N
-            sums = row_sums(
-                *(act + tl.minimum(slots, TOP_K - 1) * INNER, down, scales, base + n),
-                *(chosen & (n < HIDDEN), 0, INNER, INNER, BLOCK_K, R, STAGES, FORM, GROUP, S),
+        expert = tl.load(listed + block // per_expert - 1).to(tl.int64)
+        live, slot = _slots_of(index, expert, m, rows, TOP_K, S)
+        if tl.max(live.to(tl.int32), 0) == 1:
+            out = parts + (row * TOP_K + slot) * HIDDEN
+            _product(
+                *(act + slot * INNER, w, scales, expert * HIDDEN, out, live, n0),
+                *(HIDDEN, INNER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORM, GROUP),
             )
-            y = rounded(tl.reshape(sums, (S, BLOCK_N)), moe) * weights[:, None]
-            if HELD:
-                y = tl.where(((ids >= 0) & (ids < HELD))[:, None], y, 0.0)
-            total = tl.zeros([BLOCK_N], tl.float32)
-            for j in tl.static_range(TOP_K):  # in the order of rank, unlike tl.sum
-                total += tl.sum(tl.where(slots[:, None] == j, y, 0.0), 0)
-            i = t * BLOCK_N + tl.arange(0, BLOCK_N)
-            tl.store(moe + row * HIDDEN + i, total.to(moe.dtype.element_ty), mask=i < HIDDEN)
 
 
-def _operands(
-    w_dense: Tensor, dense_scales: Tensor | None, w: Tensor, scales: Tensor | None
-) -> Any:
-    """Return both weights, each with its scales, or with itself for want of such."""
-    own = w_dense if dense_scales is None else dense_scales, w if scales is None else scales
-    return w_dense, own[0], w, own[1]
+# --- what starts them -------------------------------------------------------------------------
 
 
-def _forms(w_dense: Tensor, dense_scales: Tensor | None, w: Tensor, scales: Tensor | None) -> Any:
-    return {**form_of(w_dense, dense_scales, "DENSE_"), **form_of(w, scales)}
+def route_reference(
+    logits: Tensor, per_expert: Tensor, top_k: int, first: Tensor | None, held: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the second half of the op `router`, with an order among equals; of a part of the
+    experts their places in it; and the list of those in use."""
+    scores, index = wide(logits).sort(dim=-1, descending=True, stable=True)
+    index = index[..., :top_k].contiguous()
+    weights = scores[..., :top_k].softmax(-1) * per_expert[index]
+    if first is not None:
+        own = own_index(index, first, held)
+        weights, index = (
+            torch.where(own < held, weights, 0),
+            torch.where(own < held, own, OTHERS.value),
+        )
+    experts = torch.arange(held or logits.shape[-1], device=logits.device)
+    used = (index.flatten()[:, None] == experts).any(0)
+    order = (~used).to(torch.int8).argsort(dim=0, stable=True)
+    return weights, index, torch.where(used[order], order, -1).to(torch.int32)
 
 
-def _per_slot(x: Tensor, w: Tensor) -> Tensor:
-    """Return products per slot: x [rows, slots or 1, k], w [rows, slots, n, k] -> [rows, slots, n],
-    rounded once."""
-    return (wide(w) @ wide(x)[..., None])[..., 0].to(x.dtype)
+def _rows(x: Tensor) -> Any:
+    """Return the product of the leading dims, which may be symbolic."""
+    return x.numel() // x.shape[-1]
 
 
-def _held(index: Tensor) -> Tensor:
-    """Return [rows, slots] of experts that are there: any, for a choice that weighs nothing."""
-    return index.flatten(0, -2).clamp(min=0)
+@triton_op("g4ir::moe_route", mutates_args={"arrivals"})
+def moe_route(
+    x: Tensor,
+    scale: Tensor,
+    proj: Tensor,
+    per_expert: Tensor,
+    first: Tensor | None,
+    arrivals: Tensor,
+    held: int,
+    top_k: int,
+    root: float,
+    block_n: int,
+    block_k: int,
+    warps: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights f32 and index i64 [..., top_k] of the op `router`, and i32[E]: the experts
+    that some row chose, ascending, then -1. With `first` of `held` experts from there on, and their
+    places among these; choices of others weigh 0. arrivals i64[1 or more]: 0 before and after."""
+    if not takes(x):
+        arrivals.zero_()
+        logits = torch.nn.functional.linear(x * scale * root, proj)
+        return route_reference(logits, per_expert, top_k, first, held)
+    (experts, hidden), rows, shape = proj.shape, _rows(x), (*x.shape[:-1], top_k)
+    logits = x.new_empty((rows, experts))
+    weights = x.new_empty(shape, dtype=torch.float32)
+    index = x.new_empty(shape, dtype=torch.int64)
+    listed = x.new_empty((held or experts,), dtype=torch.int32)
+    inputs = (x, scale, proj, per_expert, index if first is None else first, arrivals)
+    start(
+        _route,
+        (blocks(experts, block_n), rows),
+        (*inputs, logits, weights, index, listed, rows, root),
+        HIDDEN=hidden,
+        EXPERTS=experts,
+        E_P=power_of_2(experts),
+        TOP_K=top_k,
+        S=power_of_2(top_k),
+        ROWS=ROWS,
+        WIDE=logits.dtype == torch.float32,
+        HELD=0 if first is None else held,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=warps,
+        num_stages=1,
+    )
+    return weights, index, listed
 
 
-def _gate_up_reference(
-    x_dense: Tensor, x_moe: Tensor, index: Tensor, w_dense: Tensor, gate_up: Tensor, act: str
-) -> Tensor:
-    """Compute `experts` up to its second product, and the dense MLP; the weights are gathered per
-    slot."""
-
-    def glu(packed: Tensor) -> Tensor:
-        gate, up = packed.chunk(2, -1)
-        out: Tensor = activation(gate, act) * up
-        return out
-
-    dense = glu(torch.nn.functional.linear(x_dense.flatten(0, -2), w_dense))
-    slots = glu(_per_slot(x_moe.flatten(0, -2)[:, None], gate_up[_held(index)]))
-    return torch.cat((slots.flatten(1), dense), 1)
+def _constants(
+    hidden: int, inner: int, width: int, top_k: int, weights: tuple[Tensor, Tensor | None, Any, Any]
+) -> dict[str, Any]:
+    """Return the constants of both products; weights: the dense one, its scales, the experts'."""
+    sizes = {"HIDDEN": hidden, "INNER": inner, "DENSE": width}
+    sizes |= {"TOP_K": top_k, "S": power_of_2(top_k)}
+    return sizes | form_of(*weights[:2], "DENSE_") | form_of(*weights[2:])
 
 
-def _down_reference(
-    act: Tensor, weights: Tensor, index: Tensor, w_dense: Tensor, down: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the rest of `experts` and of the dense MLP."""
-    lead, top_k = index.shape[:-1], index.shape[-1]
-    _, hidden, inner = down.shape
-    dense = torch.nn.functional.linear(act[:, top_k * inner :], w_dense)
-    y = _per_slot(act[:, : top_k * inner].unflatten(1, (top_k, inner)), down[_held(index)])
-    moe = (wide(y) * weights.flatten(0, -2)[..., None]).sum(1).to(act.dtype)
-    return dense.reshape(*lead, hidden), moe.reshape(*lead, hidden)
+def _with_scales(w: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return a weight with its scales, or with itself for want of such."""
+    return w, w if scales is None else scales
+
+
+def _most_in_use(listed: Tensor, index: Tensor) -> Any:
+    """Count the experts that can be in use: all, or one per slot of every row."""
+    return torch.sym_min(listed.shape[0], index.numel())
+
+
+def _per_slot(x: Tensor, w: Tensor, index: Tensor) -> Tensor:
+    """Return products per slot: x [rows, slots or 1, k], w [E, n, k] -> [rows, slots, n], rounded
+    once; of experts that are not there, which weigh nothing, any."""
+    picked = w[index.flatten(0, -2).clamp(min=0)]
+    return (wide(picked) @ wide(x)[..., None])[..., 0].to(x.dtype)
 
 
 @triton_op("g4ir::moe_gate_up", mutates_args={})
 def moe_gate_up(
     x_dense: Tensor,
     x_moe: Tensor,
-    chosen: Tensor,
-    listed: Tensor | None,
+    index: Tensor,
+    listed: Tensor,
     w_dense: Tensor,
-    gate_up: Tensor,
-    top_k: int,
+    dense_scales: Tensor | None,
+    w: Tensor,
+    scales: Tensor | None,
     act: str,
+    block_m: int,
     block_n: int,
     block_k: int,
     warps: int,
     stages: int,
-    block_m: int = 1,
-    dense_scales: Tensor | None = None,
-    scales: Tensor | None = None,
-    first: Tensor | None = None,
 ) -> Tensor:
-    """Return act [rows, top_k*I + Id] = act(gate) * up, per slot and then of the dense MLP.
+    """Return [rows, top_k*I + Id]: act(gate) * up per slot, then of the dense MLP.
 
-    x_* [..., D], w_dense [2Id, D] and gate_up [E, 2I, D]: gate rows first. Row by row `chosen` is
-    the scores [..., E]; with `listed`, block_m rows (16 or more) at a time, both are `moe_sort`'s.
-    With `first` gate_up is of experts from there on, and nothing is written for others.
+    x_* [..., D], w_dense [2Id, D] and w [E, 2I, D]: gate rows first; index and listed of
+    `moe_route`; block_m rows at a time: 1, or 16 or more. Nothing is written for experts that
+    another rank has.
     """
     if not takes(x_moe):
-        if listed is None:
-            ones, part = chosen.new_ones(chosen.shape[-1]), (first, gate_up.shape[0])
-            _, chosen = _topk_reference(chosen, ones, top_k, *part)
-        weights = dense(w_dense, dense_scales, x_moe.dtype), dense(gate_up, scales, x_moe.dtype)
-        return _gate_up_reference(x_dense, x_moe, chosen, *weights, act)
-    inner, width, rows = gate_up.shape[1] // 2, w_dense.shape[0] // 2, _rows(x_moe)
+        d, e = dense(w_dense, dense_scales, x_moe.dtype), dense(w, scales, x_moe.dtype)
+        slots = _per_slot(x_moe.flatten(0, -2)[:, None], e, index)
+        pairs = slots, torch.nn.functional.linear(x_dense.flatten(0, -2), d)
+        made = [activation(gate, act) * up for gate, up in (x.chunk(2, -1) for x in pairs)]
+        return torch.cat((made[0].flatten(1), made[1]), 1)
+    inner, width, top_k = w.shape[1] // 2, w_dense.shape[0] // 2, index.shape[-1]
+    rows = _rows(x_moe)
     out = x_moe.new_empty((rows, top_k * inner + width))
-    slots = top_k if listed is None else _most_in_use(listed, chosen)
-    programs = blocks(width, block_n) + slots * blocks(inner, block_n)
-    weights = _operands(w_dense, dense_scales, gate_up, scales)
+    programs = blocks(width, block_n) + _most_in_use(listed, index) * blocks(inner, block_n)
+    weights = (*_with_scales(w_dense, dense_scales), *_with_scales(w, scales))
     start(
         _gate_up,
-        (rows, programs) if listed is None else (programs, blocks(rows, block_m)),
-        (x_dense, x_moe, chosen, listed, *weights, chosen if first is None else first, out, rows),
-        **_sizes(x_moe.shape[-1], inner, width, top_k),
-        **_experts(chosen),
+        (programs, blocks(rows, block_m)),
+        (x_dense, x_moe, index, listed, *weights, out, rows),
         ACT=act,
-        **_part(first, gate_up.shape[0]),
-        **_forms(w_dense, dense_scales, gate_up, scales),
+        **_constants(x_moe.shape[-1], inner, width, top_k, (w_dense, dense_scales, w, scales)),
         **tile(block_n, block_k, warps, stages, block_m),
     )
     return out
@@ -310,78 +478,38 @@ def moe_gate_up(
 @triton_op("g4ir::moe_down", mutates_args={})
 def moe_down(
     act: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-    listed: Tensor | None,
+    index: Tensor,
+    listed: Tensor,
     w_dense: Tensor,
-    down: Tensor,
-    top_k: int,
+    dense_scales: Tensor | None,
+    w: Tensor,
+    scales: Tensor | None,
+    block_m: int,
     block_n: int,
     block_k: int,
     warps: int,
     stages: int,
-    programs: int = 0,
-    block_m: int = 1,
-    dense_scales: Tensor | None = None,
-    scales: Tensor | None = None,
-    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (w_dense @ dense part, weighted sum over the slots of down[e] @ slot), each [..., D].
+    """Return w_dense @ dense part [..., D], and w[e] @ slot for each slot, [..., top_k, D].
 
-    act [rows, top_k*I + Id], w_dense [D, Id], down [E, D, I]. Row by row `chosen` is the scores
-    [..., E], `weights` the factors of experts [E], and about `programs` are started for a row. With
-    `listed`, block_m rows (16 or more) at a time, all three are `moe_sort`'s; that is two kernels.
+    act of `moe_gate_up`, w_dense [D, Id], w [E, D, I]; the rest as there.
     """
+    lead, top_k, hidden = index.shape[:-1], index.shape[-1], w.shape[1]
+    inner, width = columns(w), columns(w_dense)
     if not takes(act):
-        index = chosen
-        if listed is None:
-            weights, index = _topk_reference(chosen, weights, top_k, first, down.shape[0])
-        matrices = dense(w_dense, dense_scales, act.dtype), dense(down, scales, act.dtype)
-        return _down_reference(act, weights, index, *matrices)
-    hidden, rows, slots = down.shape[1], _rows(chosen), power_of_2(top_k)
-    y_dense, y_moe = (act.new_empty((*chosen.shape[:-1], hidden)) for _ in range(2))
-    given = _operands(w_dense, dense_scales, down, scales)
-    sizes = _sizes(hidden, columns(down), columns(w_dense), top_k)
-    sizes |= _forms(w_dense, dense_scales, down, scales)
-    if listed is None:
-        tiles = blocks(hidden, slots * block_n), blocks(hidden, block_n)
-        each = blocks(sum(tiles), programs)
-        start(
-            _down,
-            (rows, sum(blocks(n, each) for n in tiles)),
-            (act, chosen, weights, *given, chosen if first is None else first, y_dense, y_moe),
-            **_experts(chosen),
-            EACH=each,
-            **_part(first, down.shape[0]),
-            **sizes,
-            **tile(block_n, block_k, warps, stages),
-        )
-        return y_dense, y_moe
-    parts = act.new_empty((rows, top_k, hidden))
-    count = (1 + _most_in_use(listed, chosen)) * blocks(hidden, block_n)
+        d, e = dense(w_dense, dense_scales, act.dtype), dense(w, scales, act.dtype)
+        slots = act[:, : top_k * inner].unflatten(1, (top_k, inner))
+        out = torch.nn.functional.linear(act[:, top_k * inner :], d)
+        parts = _per_slot(slots, e, index)
+        return out.reshape(*lead, hidden), parts.reshape(*lead, top_k, hidden)
+    rows = _rows(index)
+    out, parts = act.new_empty((*lead, hidden)), act.new_empty((*lead, top_k, hidden))
+    weights = (*_with_scales(w_dense, dense_scales), *_with_scales(w, scales))
     start(
-        _down_sorted,
-        (count, blocks(rows, block_m)),
-        (act, chosen, listed, *given, y_dense, parts, rows),
-        **sizes,
+        _down,
+        ((1 + _most_in_use(listed, index)) * blocks(hidden, block_n), blocks(rows, block_m)),
+        (act, index, listed, *weights, out, parts, rows),
+        **_constants(hidden, inner, width, top_k, (w_dense, dense_scales, w, scales)),
         **tile(block_n, block_k, warps, stages, block_m),
     )
-    block = {"HIDDEN": hidden, "TOP_K": top_k, "BLOCK": 256, "num_warps": 1, "num_stages": 1}
-    start(_sum_slots, (rows, blocks(hidden, 256)), (parts, weights, y_moe), **block)
-    return y_dense, y_moe
-
-
-def _sizes(hidden: int, inner: int, width: int, top_k: int) -> dict[str, Any]:
-    sizes = {"HIDDEN": hidden, "INNER": inner, "DENSE": width, "TOP_K": top_k}
-    return sizes | {"S": power_of_2(top_k)}
-
-
-def _experts(scores: Tensor) -> dict[str, Any]:
-    """Return the constants of a choice from scores."""
-    count = scores.shape[-1]
-    return {"EXPERTS": count, "E_P": power_of_2(count), "WIDE": _is_wide(scores)}
-
-
-def _most_in_use(listed: Tensor, index: Tensor) -> Any:
-    """Count the experts that can be in use: all, or one per slot of every row."""
-    return torch.sym_min(listed.shape[0], index.numel())
+    return out, parts
