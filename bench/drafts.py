@@ -1,11 +1,12 @@
 """Drafts from a text's own n-grams: tokens a round and tokens/s by task, beside single steps.
 
-    python bench/drafts.py ENGINE [--tokens 4,7] [--new 96] [--rounds 3] [--drawn] [--save]
+    python bench/drafts.py ENGINE [--tokens 4,7] [--new 96] [--rounds 3] [--drawn] [--text FILE]
+                          [--save]
 
 ENGINE: of trained weights, which answer a prompt by its text, built with --draft-tokens. Tasks are
-those of drafts.yaml, greedy or --drawn at temperature 1 (top-k 64, top-p 0.95; a seed each
-round). Each task runs without drafts and with up to so many in turn; a rate counts from the first
-new token on.
+those of drafts.yaml, or the text of a file to go on with; greedy or --drawn at temperature 1 (top-k
+64, top-p 0.95; a seed each round). Each task runs without drafts and with up to so many in turn; a
+rate counts from the first new token on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from common import arguments, finish
 import g4ir
 from g4ir.backends.sampling import SamplingParams
 from g4ir.bench.measure import median
-from g4ir.engine.engine import Engine
 from g4ir.engine.requests import Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.speculative import NGRAM, NO_DRAFT, AcceptanceStats, SpeculativeConfig
@@ -33,11 +33,15 @@ TASKS: dict[str, tuple[str | None, int, str]] = yaml.safe_load(
 DRAWN = {"temperature": 1.0, "top_k": 64, "top_p": 0.95}
 
 
-def prompt_of(engine: Engine, task: str) -> list[int]:
-    file, size, more = TASKS[task]
-    text = (HERE.parent / "tests/real" / file).read_text()[:size] if file else ""
-    ids: list[int] = engine.tokenizer().encode(text + more, add_special_tokens=False).ids
-    return [2, *ids]
+def texts(file: str | None) -> dict[str, str]:
+    """Return the prompt of each task."""
+    if file:
+        return {file: Path(file).read_text(encoding="utf-8")}
+    found = {}
+    for task, (source, size, more) in TASKS.items():
+        text = (HERE.parent / "tests/real" / source).read_text()[:size] if source else ""
+        found[task] = text + more
+    return found
 
 
 def written(
@@ -54,14 +58,14 @@ def written(
 
 
 def main() -> None:
-    args = arguments(__doc__, "engine", tokens=(4, 7), new=96, rounds=3, drawn=False)
+    args = arguments(__doc__, "engine", tokens=(4, 7), new=96, rounds=3, drawn=False, text=None)
     columns = (x for k in args.tokens for x in (f"K {k}: a round", "speed-up"))
     rows: list[tuple[str, ...]] = [("task", "tokens/s", *columns)]
     with g4ir.load_engine(args.engine) as engine:
         drafts = {0: NO_DRAFT} | {k: SpeculativeConfig(NGRAM, k) for k in args.tokens}
         schedulers = {k: Scheduler(engine, SchedulerConfig(draft=d)) for k, d in drafts.items()}
-        for task in TASKS:
-            prompt = prompt_of(engine, task)
+        for task, text in texts(args.text).items():
+            prompt = [2, *engine.tokenizer().encode(text, add_special_tokens=False).ids]
             rates: dict[int, list[float]] = {k: [] for k in drafts}
             tallies = {k: AcceptanceStats() for k in drafts}
             for scheduler in schedulers.values():  # what is recorded or measured at first

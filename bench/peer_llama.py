@@ -36,7 +36,7 @@ from g4ir.backends.sampling import SamplingParams
 from g4ir.bench.llama import LlamaRunner
 from g4ir.bench.roof import Meter
 from g4ir.bench.runners import draw_tokens, plan_workload
-from g4ir.bench.work import find_work
+from g4ir.bench.work import request_costs
 from g4ir.engine.requests import Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.ui.table import aligned
@@ -208,7 +208,7 @@ def main() -> str | None:
 
         def nbytes(sequences: int) -> int:
             size = plan_workload([engine.limits], HELD, args.steps + 1, sequences)
-            return find_work(engine, size, drawn[:sequences]).decode.cost().needed_bytes
+            return request_costs(engine, size)["decode"].needed_bytes
 
         table = aligned(rows(args, reads, found, nbytes), indent=0)
     label = f"beside {llama.label}; cosine of logits {cosine:.6f}"

@@ -21,10 +21,6 @@ from hypothesis import strategies as st
 
 import g4ir
 from g4ir.backends.sampling import SamplingParams
-from g4ir.bench.drafts import DRAFTED, PIECE, PLAIN
-from g4ir.bench.schema import plain as plain_values
-from g4ir.bench.schema import read_report
-from g4ir.bench.text import text as bench_text
 from g4ir.builder.load import load_engine
 from g4ir.check.logits import ROUNDS_ALONE, verify_engine
 from g4ir.check.passes import verify_each_pass
@@ -55,7 +51,6 @@ from tests.cli_tools import g4ir as command
 from tests.contract.session import AnyOrder
 from tests.engines import some_tokens
 from tests.serve.running import chat_engine, eventually, running
-from tests.small_bench import small_bench
 from tests.talking import dictate
 from tests.test_stages import break_pass, smaller_rings
 
@@ -343,9 +338,6 @@ def test_usage_and_counts_of_a_server(folder: Path, monkeypatch: pytest.MonkeyPa
     assert 'g4ir_draft_tokens_total{position="1"}' in metrics
 
 
-FLAGS = ("--input-len", "60", "--output-len", "24", "--rounds", "2", "--warmup", "0")
-
-
 def test_drafts_that_an_engine_cannot_verify(made: Make) -> None:
     """More than it was built for, or any."""
     few, none = (made("tiny-ple", draft_tokens=n) for n in (MOST, 0))
@@ -353,26 +345,8 @@ def test_drafts_that_an_engine_cannot_verify(made: Make) -> None:
         few.generate([2, 5, 7], 4, draft="ngram", draft_tokens=9)
     told = refused("run", few.path, "--tokens", "2,5", "--draft", "ngram", "--draft-tokens", "-1")
     assert "draft-tokens -1: expected 1 to 8, which this engine was built for" in told
-    told = refused("bench", none.path, *FLAGS, "--draft", "ngram")
+    told = refused("run", none.path, "--tokens", "2,5", "--draft", "ngram")
     assert "verifies no drafted tokens; build the engine again with --draft-tokens K" in told
-
-
-def test_the_report_tells_of_drafts(
-    made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_bench(monkeypatch)
-    engine, file = made("tiny-dense", draft_tokens=4), tmp_path / "report.json"
-    done = command("bench", engine.path, *FLAGS, "--draft", "ngram", "--json", file)
-    drafts = json.loads(file.read_text())["drafts"]
-    assert drafts["source"] == "ngram" and drafts["tokens"] == 4
-    assert f"{PIECE} random tokens again and again" in drafts["prompt"]
-    assert drafts["tokens_per_round"] >= 1 and len(drafts["accepted"]) <= 4
-    assert drafts["same_tokens"] == drafts["all_tokens"] == 24
-    assert drafts["speedup"]["value"] > 0 and set(drafts["decode_per_s"]) == {PLAIN, DRAFTED}
-    assert "drafts of ngram" in done.out and "tokens a round of 4 drafted at most" in done.out
-    assert "24 of 24 tokens are the same" in done.out
-    read = read_report(file)
-    assert plain_values(read)["drafts"] == drafts and bench_text(read) in done.out
 
 
 #: as many as a ring of 8 slots and more

@@ -8,17 +8,16 @@ process to process (where memory lies, clocks) is the same in every round of a r
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import fmean as mean
 from statistics import median
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
 import torch
@@ -128,28 +127,9 @@ def timed_request(runner: BenchRunner, w: Workload, tokens: torch.Tensor) -> Req
     return RequestTiming(first, tuple(rest))
 
 
-def turn(runner: BenchRunner, w: Workload, tokens: torch.Tensor, count: int) -> list[RequestTiming]:
-    """Run a runner's share of a round, without the garbage of the one before."""
-    gc.collect()
-    return [timed_request(runner, w, tokens) for _ in range(count)]
-
-
 def requests_per_round(seconds: float) -> int:
     """Return how many requests a round takes, from the time of one."""
     return max(1, min(MOST_REQUESTS, math.ceil(ROUND_S / max(seconds, 1e-6))))
-
-
-def interleave(
-    rounds: int, before: Callable[[], Any], runs: Mapping[str, Callable[[], Any]]
-) -> tuple[list[Any], dict[str, list[Any]]]:
-    """Run A-B-A-B: each round calls `before`, then every run once; return results by round."""
-    each: list[Any] = []
-    results: dict[str, list[Any]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        each.append(before())
-        for name, run in runs.items():
-            results[name].append(run())
-    return each, results
 
 
 Take = Callable[[RequestTiming], Sequence[float]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +16,6 @@ from g4ir.backends.inductor.device import find_device
 from g4ir.check.hf import need_transformers
 from g4ir.check.reference import acting, param_bytes
 from g4ir.engine.engine import Engine
-from g4ir.engine.speculative import NONE, find_draft
 from g4ir.errors import InputError, check_all
 from g4ir.ops.types import torch_dtype
 from g4ir.passes.match import OFF
@@ -24,26 +24,10 @@ from g4ir.spec.reader import Line, on_one_line
 from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress, no_progress
 
-from . import schema
 from .agreement import Agreement, agreements_of, void_roles
-from .drafts import Writer, repeated
 from .llama import LLAMA, LlamaRunner, binding, gguf_file
-from .measure import (
-    TAKE,
-    Number,
-    RequestTiming,
-    around,
-    interleave,
-    latencies,
-    median,
-    over,
-    requests_per_round,
-    shares,
-    speeds,
-    timed_request,
-    turn,
-)
-from .roof import Meter, Rates, middle
+from .measure import Number, RequestTiming, requests_per_round, timed_request
+from .roof import Meter, Rates
 from .runners import (
     MODES,
     BenchRunner,
@@ -56,9 +40,19 @@ from .runners import (
     peer_model,
     pieces,
 )
-from .schema import BenchReport, RunReport, Speedup
+from .schema import (
+    KIND,
+    VERSION,
+    BenchReport,
+    EngineFacts,
+    RawSamples,
+    RoofFacts,
+    RunReport,
+    WorkFacts,
+    WorkloadFacts,
+)
 from .system import OtherLoad, busy_text, environment, load_average, peak_memory, reset_peak
-from .work import find_work
+from .work import request_costs
 
 #: what is looked at for its spread -> metric
 SPREADS = {"prefill": "prefill_throughput", "decode": "itl_p50"}
@@ -75,8 +69,6 @@ def run_bench(
     checkpoint: str | None = None,
     load_s: Sequence[float] = (),
     progress: Progress = no_progress,
-    draft: str = NONE,
-    draft_tokens: int | None = None,
 ) -> BenchReport:
     """Measure one engine, or two of the same variant, beside peers: transformers (keys of
     runners.MODES), llama.cpp; return the report.
@@ -84,8 +76,6 @@ def run_bench(
     w: from `plan_workload`. rounds: at least 2, each runner takes its turn in each. warmup:
     requests of each before them, beside the one that its outputs are compared on. checkpoint:
     what peers load where the engine does not know. load_s: seconds that loading each engine took.
-    draft, draft_tokens: as `Engine.generate` has them; the first engine then also writes texts with
-    drafts and without (drafts.py).
 
     Raises InputError and MissingError for what is asked wrongly; outputs that disagree are no
     error: the report says so and marks the numbers void.
@@ -94,14 +84,12 @@ def run_bench(
     check_specs({str(e.path): e.spec for e in engines})
     if any(MODES[name][2] for name in {*peers} & {*MODES}):
         check_all(*find_device(engines[0].device).needs())
-    drafts = find_draft(engines[0], draft, draft_tokens)
-    bench = Bench(engines, w, draw_tokens(w, engines[0]), rounds, warmup, progress)
+    bench = Bench(engines, w, draw_tokens(w, engines[0]), warmup, progress)
     bench.start(peers, checkpoint, load_s)
     progress("comparing outputs")
     agreements = agreements_of(w, bench.tokens, bench.runners)
-    writer = Writer(engines[0], drafts, w, repeated(w, bench.tokens)) if drafts else None
-    bench.measure(writer)
-    return bench.report(agreements, writer)
+    bench.measure(rounds)
+    return bench.report(agreements)
 
 
 def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
@@ -147,7 +135,6 @@ class Bench:
     engines: Sequence[Engine]
     w: Workload
     tokens: torch.Tensor
-    rounds: int
     warmup: int
     progress: Progress
     runners: list[BenchRunner] = field(default_factory=list)
@@ -191,49 +178,37 @@ class Bench:
         runner.peak_memory = peak_memory(device)
         self.runners.append(runner)
 
-    def measure(self, writer: Writer | None) -> None:
-        """Warm up, then take the rounds."""
-        engine, runners = self.engines[0], self.runners
+    def measure(self, rounds: int) -> None:
+        """Warm up, then take the rounds: A-B-A-B, each without the garbage of the one before."""
+        engine = self.engines[0]
         meter = Meter(engine.device, torch_dtype(engine.dtype))
         self.progress("warming up")
-        for runner in runners:
+        for runner in self.runners:
             for _ in range(self.warmup):
                 timed_request(runner, self.w, self.tokens)
-        self.per_round = requests_per_round(timed_request(runners[0], self.w, self.tokens).e2e)
-        turns: dict[str, Callable[[], list[RequestTiming]]] = {
-            r.role: partial(turn, r, self.w, self.tokens, self.per_round) for r in runners
-        }
-        if writer:
-            drafted = writer.turns(self.per_round)
-            for write in drafted.values():
-                write()  # what is compiled or recorded at first is not timed
-            turns |= drafted
-        numbers = iter(range(1, self.rounds + 1))
+        self.per_round = requests_per_round(timed_request(self.runners[0], self.w, self.tokens).e2e)
         load = OtherLoad()
-
-        def before() -> Rates:
-            self.progress(f"round {next(numbers)} of {self.rounds}")
-            return meter.measure()
-
-        self.rates, self.requests = interleave(self.rounds, before, turns)
+        for number in range(1, rounds + 1):
+            self.progress(f"round {number} of {rounds}")
+            self.rates.append(meter.measure())
+            for r in self.runners:
+                gc.collect()
+                many = [timed_request(r, self.w, self.tokens) for _ in range(self.per_round)]
+                self.requests.setdefault(r.role, []).append(many)
         self.other_cores = load.cores()
 
-    def report(self, agreements: Sequence[Agreement], writer: Writer | None) -> BenchReport:
+    def report(self, agreements: Sequence[Agreement]) -> BenchReport:
         """Return the report of the rounds."""
-        void = void_roles(agreements)
-        runs = [self._run(r, r.role in void) for r in self.runners]
-        w, engine = self.w, self.engines[0]
-        samples = tuple(asdict(r) for r in self.rates)
-        read, copy, matmul = (around(median(v), v) for v in zip(*(s.values() for s in samples)))
-        return BenchReport(
-            schema.KIND,
-            schema.VERSION,
+        void, w, engine = void_roles(agreements), self.w, self.engines[0]
+        report = BenchReport(
+            KIND,
+            VERSION,
             date=time.strftime("%Y%m%d-%H%M%S"),
             backend=f"g4ir-{engine.facts.backend}",
             model_id=engine.spec.name,
-            workload=schema.WorkloadFacts(
-                **{**asdict(w), "text": w.text and on_one_line(w.text)},
-                rounds=self.rounds,
+            workload=WorkloadFacts(
+                **{**vars(w), "text": w.text and on_one_line(w.text)},
+                rounds=len(self.rates),
                 requests_per_round=self.per_round,
                 warmup=self.warmup,
             ),
@@ -242,38 +217,33 @@ class Bench:
                 "load_average": self.load_average,
                 "other_cores": self.other_cores,
             },
-            roof=schema.RoofStats(read, copy, matmul, engine.dtype, samples),
+            roof=RoofFacts(engine.dtype, tuple(self.rates)),
             agreement=tuple(agreements),
-            speedup={r.role: self._speedup(runs[0], r) for r in runs[1:]},
-            runs=tuple(runs),
+            runs=tuple(self._run(r, r.role in void) for r in self.runners),
             notes=tuple(map(on_one_line, _notes(engine, w))),
-            drafts=writer.facts(self.requests) if writer else None,
-            warnings=tuple(map(on_one_line, self._warnings(runs))),
         )
+        return replace(report, warnings=tuple(map(on_one_line, self._warnings(report))))
 
-    def _warnings(self, runs: Sequence[RunReport]) -> Iterator[str]:
+    def _warnings(self, report: BenchReport) -> Iterator[str]:
         threads = 1 if self.engines[0].device == "cuda" else torch.get_num_threads()
         if busy := busy_text(threads, self.other_cores, self.load_average):
             yield busy
-        for run in runs:
-            found = {key: run.metrics()[name][1] for key, name in SPREADS.items()}
+        for run in report.runs:
+            found = {key: report.metrics(run)[name][1] for key, name in SPREADS.items()}
             if wide := [f"{k} ± {s.spread / s.value:.0%}" for k, s in found.items() if s.wide]:
                 what = "rounds differ too much to compare; give more --rounds on a quiet machine"
                 yield f"{run.name or run.role}: {', '.join(wide)}: {what}"
 
     def _run(self, runner: BenchRunner, void: bool) -> RunReport:
         rounds = self.requests[runner.role]
-        samples = schema.RawSamples(
-            tuple(tuple(r.ttft * 1e3 for r in many) for many in rounds),
-            tuple(tuple([x * 1e3 for x in r.itl] for r in many) for many in rounds),
-        )
         return RunReport(
             runner.role,
             on_one_line(runner.label),
             void,
-            samples,
-            latencies(rounds),
-            speeds(self.w, rounds),
+            RawSamples(
+                tuple(tuple(r.ttft * 1e3 for r in many) for many in rounds),
+                tuple(tuple(tuple(x * 1e3 for x in r.itl) for r in many) for many in rounds),
+            ),
             runner.setup_s,
             runner.peak_memory,
             runner.name,
@@ -281,14 +251,11 @@ class Bench:
         )
 
     def _engine_part(self, runner: EngineRunner) -> dict[str, Any]:
-        """Return what only an engine knows of itself: its work, share of the roofline, parts."""
-        engine, facts, rounds = runner.engine, runner.engine.facts, self.requests[runner.role]
-        work = find_work(engine, self.w, self.tokens)
-        nbytes, flops = work.decode.cost().needed_bytes, work.prefill.cost().flops
-        first_token, steps = (partial(shares, rounds, self.rates, TAKE[k]) for k in ("ttft", "itl"))
+        """Return what only an engine knows of itself: its work and parts."""
+        engine, facts = runner.engine, runner.engine.facts
         form = acting(engine).of(ActivationOptions).to
         return {
-            "engine": schema.EngineFacts(
+            "engine": EngineFacts(
                 facts.digest,
                 engine.dtype,
                 facts.backend,
@@ -299,16 +266,9 @@ class Bench:
                 Line(engine.recipe.name) if engine.recipe else None,
                 Line(form) if form != OFF else None,
             ),
-            "work": work.facts(middle(self.rates).roof()),
-            "mbu": steps(lambda r: nbytes / r.bandwidth),
-            "mfu": first_token(lambda r: flops / r.matmul),
-            "roof_ratio": {
-                "prefill": first_token(lambda r: work.prefill.floor(r.roof())),
-                "decode": steps(lambda r: work.decode.floor(r.roof())),
-            },
+            "work": WorkFacts(**request_costs(engine, self.w)),
             "calls_per_step": {**calls_per_step(engine), **self._kernels(runner)},
             "cache_bytes": runner.session.nbytes(),
-            "bytes_per_token": nbytes // self.w.batch,
             "param_bytes": param_bytes(engine),
         }
 
@@ -325,14 +285,6 @@ class Bench:
             runner.step(step)
 
         return kernels_per_step(once)
-
-    def _speedup(self, own: RunReport, other: RunReport) -> Speedup | None:
-        """Return the median time of the other over our own, by round and over all; null where
-        either is void."""
-        if own.void or other.void:
-            return None
-        a, b = (self.requests[r.role] for r in (own, other))
-        return Speedup(other.label, *(over(b, a, TAKE[k]) for k in ("ttft", "itl", "e2el")))
 
 
 def _notes(engine: Engine, w: Workload) -> Iterator[str]:

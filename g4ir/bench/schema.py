@@ -1,36 +1,61 @@
-"""Records of a report; `plain` writes one as JSON values, `read_report` reads and checks it.
+"""The record of a measurement. `plain` writes it as JSON values, `read_report` reads and checks it.
 
-Beside the fields of BenchReport a file has keys that follow from them (`summary`), some in vLLM's
-names (request_throughput, mean_ttft_ms, ...): they are about the first engine and are null where
-its outputs disagree with what it was compared with. `runs` holds every runner with its raw samples:
-`samples_ms.ttft[round][request]`, `samples_ms.itl[round][request][step]`. A stat is {value,
-spread}; see measure.py for what the spread is.
+A report holds what was measured. What follows from that (statistics, rates, shares, speedups) is
+worked out when it is asked for; a file has it too, by the names of DERIVED and `summary`, for
+others to read. Some of these are vLLM's (request_throughput, mean_ttft_ms, ...): they are about the
+first engine and are null where its outputs disagree with what it was compared with. `runs` holds
+every runner with its raw samples: `samples_ms.ttft[round][request]`,
+`samples_ms.itl[round][request][step]`. A stat is {value, spread}; see measure.py for what the
+spread is.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property, partial
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 from g4ir.errors import InputError, SpecError
+from g4ir.plan.cost import Cost, floor
 from g4ir.spec.reader import Length, Line, OneOf, Range, Where, build, json_object, tree_of
 
 from .agreement import Agreement
-from .measure import Amount, Number, Stat
+from .measure import (
+    TAKE,
+    Amount,
+    Number,
+    RequestTiming,
+    Stat,
+    around,
+    latencies,
+    over,
+    shares,
+    speeds,
+)
+from .roof import Rates, middle
 from .runners import Workload
 
 #: counts up when a key changes its meaning or goes away
 VERSION = 2
 KIND = "g4ir bench"
-#: vLLM's names: of a statistic and of a throughput -> ours, and of times
+#: vLLM's names: of a statistic and of a throughput -> ours
 VLLM_STATISTICS = {"mean": "mean", "median": "p50", "p99": "p99"}
 VLLM_RATES = {"request": "request", "output": "output", "total_token": "total"}
-VLLM_TIMES = ("ttft", "tpot", "itl", "e2el")
+#: rate of the machine -> its name in a file
+RATES = {
+    "read": "read_bytes_per_s",
+    "copy": "copy_bytes_per_s",
+    "matmul": "matmul_flops_per_s",
+}
+#: of a run, null for a baseline
+SHARES = ("mbu", "mfu", "roof_ratio", "bytes_per_token")
+#: keys inside a file that follow from others; and one of older files that is no more
+DERIVED = {"stats", "tokens_per_s", *SHARES, *RATES.values(), "floor_ms", "bound", "experts"}
 Some = Annotated[int, Range(1)]
-Stats = dict[str, Stat]
-Samples = tuple[tuple[Any, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +69,17 @@ class WorkloadFacts(Workload):
 
 
 @dataclass(frozen=True)
-class RoofStats:
+class RoofFacts:
     """This machine's rates in the measuring process; one sample per round."""
 
-    read_bytes_per_s: Stat
-    copy_bytes_per_s: Stat
-    matmul_flops_per_s: Stat
     matmul_dtype: str
-    samples: tuple[dict[str, float], ...]
+    samples: Annotated[tuple[Rates, ...], Length(1)]
+
+    @property
+    def stats(self) -> dict[str, Stat]:
+        """Each rate by its name in a file."""
+        columns = {name: [getattr(r, key) for r in self.samples] for key, name in RATES.items()}
+        return {name: around(median(rates), rates) for name, rates in columns.items()}
 
 
 @dataclass(frozen=True)
@@ -71,108 +99,54 @@ class EngineFacts:
 
 
 @dataclass(frozen=True)
-class PhaseWork:
-    """FLOPs and bytes of a prompt or a step, and the least time at the measured roofline."""
-
-    flops: Amount
-    weight_bytes: Amount
-    state_bytes: Amount
-    other_bytes: Amount
-    floor_ms: float
-    bound: Annotated[str, OneOf(("memory", "compute"))]
-
-
-@dataclass(frozen=True)
 class WorkFacts:
-    """A prompt, an average decode step, and the number of experts used."""
+    """FLOPs and bytes of a prompt and of an average decode step."""
 
-    prefill: PhaseWork
-    decode: PhaseWork
-    experts: dict[str, Any] | None
+    prefill: Cost
+    decode: Cost
 
 
 @dataclass(frozen=True)
 class RawSamples:
     """Milliseconds by round and request, `itl` by step too."""
 
-    ttft: Samples
-    itl: Samples
+    ttft: tuple[tuple[float, ...], ...]
+    itl: tuple[tuple[tuple[float, ...], ...], ...]
+
+    @property
+    def rounds(self) -> list[list[RequestTiming]]:
+        return [
+            [
+                RequestTiming(first / 1e3, tuple(x / 1e3 for x in rest))
+                for first, rest in zip(*many, strict=True)
+            ]
+            for many in zip(self.ttft, self.itl, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """One runner. stats: latency -> statistic; void: its outputs agree with no other runner. Null
-    for a baseline from `name` on. name: the engine's folder; mbu: bytes of a decode step / p50 ITL
-    / measured bandwidth, quantised weights as stored; mfu: FLOPs of a prompt / p50 TTFT / measured
-    matmul rate; roof_ratio: by phase, least time at the measured roofline / p50."""
+    """One runner. void: its outputs agree with no other runner. Null for a baseline from `name` on.
+    name: the engine's folder."""
 
     role: str
     label: Line
     void: bool
     samples_ms: RawSamples
-    stats: dict[str, Stats]
-    tokens_per_s: Stats
     setup_s: dict[str, Number]
     peak_memory: dict[str, int]
     name: Line | None = None
     engine: EngineFacts | None = None
     work: WorkFacts | None = None
-    mbu: Stat | None = None
-    mfu: Stat | None = None
-    roof_ratio: Stats | None = None
     calls_per_step: dict[str, float] | None = None
     cache_bytes: Amount | None = None
     param_bytes: Amount | None = None
-    bytes_per_token: Amount | None = None
-
-    def metrics(self) -> dict[str, tuple[str, Stat]]:
-        """Return name -> unit and value."""
-        found = {
-            f"{key.removesuffix('_ms')}_{name}": ("ms", stat)
-            for key, stats in self.stats.items()
-            for name, stat in stats.items()
-        }
-        for name, stat in self.tokens_per_s.items():
-            unit = "requests/s" if name == "request" else "tokens/s"
-            found[f"{name}_throughput"] = unit, stat
-        ratios = {f"roof_ratio_{phase}": stat for phase, stat in (self.roof_ratio or {}).items()}
-        shares = {"mbu": self.mbu, "mfu": self.mfu, **ratios}
-        return found | {name: ("share", stat) for name, stat in shares.items() if stat}
-
-
-@dataclass(frozen=True)
-class Speedup:
-    """Times of another runner over those of the first engine."""
-
-    over: Line
-    prefill: Stat
-    decode: Stat
-    e2e: Stat
-
-
-@dataclass(frozen=True)
-class DraftFacts:
-    """Texts that the first engine wrote with drafts and without, in turn. source: where drafts come
-    from; tokens: drafted at a time at most; prompt: what was written on; accepted: share of drafted
-    tokens by place; same_tokens of all_tokens are those of single steps; decode_per_s: tokens a
-    second of all rows; speedup: time without over time with, of decode and of whole requests."""
-
-    source: Line
-    tokens: Some
-    prompt: Line
-    tokens_per_round: Annotated[float, Range(1)]
-    accepted: tuple[float, ...]
-    same_tokens: Amount
-    all_tokens: Amount
-    decode_per_s: Stats
-    speedup: Stat
-    speedup_e2e: Stat
 
 
 @dataclass(frozen=True)
 class BenchReport:
-    """One run of g4ir bench. speedup: of the first engine over each other runner, null if void.
-    warnings: why the times may be wrong: a busy machine, rounds that differ."""
+    """One run of g4ir bench. warnings: why the times may be wrong: a busy machine, rounds that
+    differ."""
 
     kind: Annotated[str, OneOf((KIND,))]
     schema: Annotated[int, Range(VERSION, VERSION)]
@@ -181,47 +155,112 @@ class BenchReport:
     model_id: str
     workload: WorkloadFacts
     env: dict[str, Any]
-    roof: RoofStats
+    roof: RoofFacts
     agreement: Annotated[tuple[Agreement, ...], Length(1)]
-    speedup: dict[str, Speedup | None]
     runs: Annotated[tuple[RunReport, ...], Length(1)]
     notes: tuple[Line, ...]
-    drafts: DraftFacts | None = None
     warnings: tuple[Line, ...] = ()
 
     @property
     def outputs_agree(self) -> bool:
         return all(a.ok for a in self.agreement)
 
+    @cached_property
+    def derived(self) -> dict[str, dict[str, Any]]:
+        """By role what follows from its samples. stats: latency -> statistic; mbu: bytes of a
+        decode step / p50 ITL / measured bandwidth, quantised weights as stored; mfu: FLOPs of a
+        prompt / p50 TTFT / measured matmul rate; roof_ratio: by phase, least time at the measured
+        roofline / p50."""
+        return {run.role: self._derived(run) for run in self.runs}
+
+    def _derived(self, run: RunReport) -> dict[str, Any]:
+        rounds, work = run.samples_ms.rounds, run.work
+        found: dict[str, Any] = {
+            "stats": latencies(rounds),
+            "tokens_per_s": speeds(self.workload, rounds),
+        }
+        if work is None:
+            return found
+        take = {"prefill": TAKE["ttft"], "decode": TAKE["itl"]}
+        prompt, step = (partial(shares, rounds, self.roof.samples, t) for t in take.values())
+        return found | {
+            "mbu": step(lambda r: work.decode.needed_bytes / r.bandwidth),
+            "mfu": prompt(lambda r: work.prefill.flops / r.matmul),
+            "roof_ratio": {
+                "prefill": prompt(lambda r: floor(work.prefill, r.roof()).seconds),
+                "decode": step(lambda r: floor(work.decode, r.roof()).seconds),
+            },
+            "bytes_per_token": work.decode.needed_bytes // self.workload.batch,
+        }
+
+    def floors(self, run: RunReport) -> dict[str, tuple[float, str]]:
+        """By phase the least milliseconds at the measured roofline, and what bounds them."""
+        costs, roof = vars(run.work) if run.work else {}, middle(self.roof.samples).roof()
+        least = {phase: floor(cost, roof) for phase, cost in costs.items()}
+        return {phase: (f.seconds * 1e3, f.bound) for phase, f in least.items()}
+
+    def metrics(self, run: RunReport) -> dict[str, tuple[str, Stat]]:
+        """Return name -> unit and value."""
+        d = self.derived[run.role]
+        found = {
+            f"{key.removesuffix('_ms')}_{name}": ("ms", stat)
+            for key, stats in d["stats"].items()
+            for name, stat in stats.items()
+        }
+        for name, stat in d["tokens_per_s"].items():
+            unit = "requests/s" if name == "request" else "tokens/s"
+            found[f"{name}_throughput"] = unit, stat
+        parts = {f"roof_ratio_{phase}": stat for phase, stat in d.get("roof_ratio", {}).items()}
+        parts |= {name: d[name] for name in ("mbu", "mfu") if name in d}
+        return found | {name: ("share", stat) for name, stat in parts.items()}
+
+    def speedups(self) -> dict[str, dict[str, Stat] | None]:
+        """Return by role the times of every other runner over those of the first engine; None where
+        either is void."""
+        own, *others = self.runs
+        keys, out = {"prefill": "ttft", "decode": "itl", "e2e": "e2el"}, {}
+        for r in others:
+            a, b = (x.samples_ms.rounds for x in (r, own))
+            ratios = {phase: over(a, b, TAKE[key]) for phase, key in keys.items()}
+            out[r.role] = None if own.void or r.void else ratios
+        return out
+
     def summary(self) -> dict[str, Any]:
-        """Return the keys of a file that follow from the others: numbers of the first engine, and
-        the baseline with the fastest decode as `peer`."""
-        own, w, metrics = self.runs[0], self.workload, self.runs[0].metrics()
+        """Return the keys of a file beside those of `runs`: numbers of the first engine, and the
+        baseline with the fastest decode as `peer`."""
+        own, w, metrics = self.runs[0], self.workload, self.metrics(self.runs[0])
         named = {f"{k}_throughput": f"{ours}_throughput" for k, ours in VLLM_RATES.items()}
         named |= {
             f"{k}_{time}_ms": f"{time}_{ours}"
-            for time in VLLM_TIMES
+            for time in TAKE
             for k, ours in VLLM_STATISTICS.items()
         }
-        found = {k: metrics[ours][1].value for k, ours in named.items() if ours in metrics}
-        peers = [r for r in self.runs if not r.engine and "itl_p50" in r.metrics()]
-        fastest = min(peers, key=lambda r: r.metrics()["itl_p50"][1].value, default=None)
+        peers = {r.role: self.metrics(r)["itl_p50"][1].value for r in self.runs if not r.engine}
+        shown = self.derived[own.role]
         return {
             "num_prompts": w.rounds * w.requests_per_round * w.batch,
             "max_concurrency": w.batch,
-            **{k: None if own.void else v for k, v in found.items()},
-            "mbu": own.mbu and own.mbu.value,
-            "mfu": own.mfu and own.mfu.value,
-            "roof_ratio": {k: s.value for k, s in (own.roof_ratio or {}).items()},
+            **{k: None if own.void else metrics[ours][1].value for k, ours in named.items()},
+            **{k: shown[k].value if k in shown else None for k in ("mbu", "mfu")},
+            "roof_ratio": {k: s.value for k, s in shown.get("roof_ratio", {}).items()},
             "outputs_agree": self.outputs_agree,
-            "peer": fastest and fastest.role,
+            "peer": min(peers, key=peers.__getitem__, default=None),
+            "speedup": {
+                r.role: ratios and {"over": r.label, **ratios}
+                for r, ratios in zip(self.runs[1:], self.speedups().values(), strict=True)
+            },
         }
 
-
-def plain(value: Any) -> Any:
-    """Return a record as JSON values."""
-    more = value.summary() if isinstance(value, BenchReport) else {}
-    return json.loads(json.dumps({**asdict(value), **more}))
+    def plain(self) -> dict[str, Any]:
+        """Return the values of a file."""
+        out = {**asdict(self), **self.summary()}
+        out["roof"] |= self.roof.stats
+        for values, run in zip(out["runs"], self.runs, strict=True):
+            values |= dict.fromkeys(SHARES) | self.derived[run.role]
+            for phase, (least, bound) in self.floors(run).items():
+                values["work"][phase] |= {"floor_ms": least, "bound": bound}
+        values = json.loads(json.dumps(out, default=vars))
+        return dict(values)
 
 
 def read_report(file: str | Path) -> BenchReport:
@@ -240,12 +279,22 @@ def read_report(file: str | Path) -> BenchReport:
     return report_of(report, str(file))
 
 
-def report_of(values: Any, file: str = "report") -> BenchReport:
+def report_of(values: Mapping[str, Any], file: str = "report") -> BenchReport:
     """Convert JSON values to a report; InputError names the key that is missing or wrong."""
     own = {f.name for f in fields(BenchReport)}
-    given = {k: v for k, v in values.items() if k in own}
+    given = {k: _measured(v) for k, v in values.items() if k in own}
     try:
         made: BenchReport = build(BenchReport, tree_of(given, Where(file, 0), exact=True))
+        made.summary()
     except SpecError as e:
         raise InputError(f"{e} (is it a report of g4ir bench?)") from None
+    except (ArithmeticError, ValueError) as e:
+        raise InputError(f"{file}: its samples do not fit each other: {e}") from None
     return made
+
+
+def _measured(value: Any) -> Any:
+    """Return values without those that follow from others."""
+    if isinstance(value, dict):
+        return {k: _measured(v) for k, v in value.items() if k not in DERIVED}
+    return [*map(_measured, value)] if isinstance(value, list) else value

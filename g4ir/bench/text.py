@@ -13,7 +13,7 @@ from g4ir.ui.table import aligned
 from g4ir.ui.units import scale, size_text
 
 from .measure import Number, Stat
-from .schema import BenchReport, DraftFacts, RunReport
+from .schema import BenchReport, EngineFacts, RunReport, WorkFacts
 
 #: label -> metric; a line that no run has is left out
 ROWS = (
@@ -36,8 +36,8 @@ ROWS = (
 )
 #: unit of a metric -> what follows its value, and a factor
 UNITS = {"ms": (" ms", 1.0), "share": (" %", 100.0)}
-#: phase -> statistic of a run that is plotted, and its title
-PANELS = {"prefill": ("ttft_ms", "TTFT p50, ms"), "decode": ("itl_ms", "ITL p50, ms")}
+#: phase -> metric that is plotted, and its title
+PANELS = {"prefill": ("ttft_p50", "TTFT p50, ms"), "decode": ("itl_p50", "ITL p50, ms")}
 #: part of the workload or the machine that numbers depend on
 WORKLOAD = ("input_len", "output_len", "batch", "context", "seed", "text")
 MACHINE = ("cpu", "gpu", "cores", "torch")
@@ -47,28 +47,22 @@ def text(report: BenchReport) -> str:
     """Return environment, roofline, agreement, the runs side by side, and each run's details."""
     names = {r.role: r.name or r.role for r in report.runs}
     own, *_ = names.values()
-    lines = [*_head(report), "", _table(report.runs, names)]
-    for role, s in report.speedup.items():
-        shown = "void: the outputs disagree"
-        if s:
-            shown = (
-                f"prefill x{_shown(s.prefill)}, decode x{_shown(s.decode)}, e2e x{_shown(s.e2e)}"
-            )
-        lines.append(f"{f'{own} over {names[role]}':25} {shown}")
-    lines += _drafts(report.drafts) if report.drafts else []
-    lines.append("")
-    for run in report.runs:
-        lines += _details(run)
+    lines = [*_head(report), "", _table(report, names)]
+    for role, ratios in report.speedups().items():
+        said = ", ".join(f"{phase} x{_shown(s)}" for phase, s in (ratios or {}).items())
+        over = f"{own} over {names[role]}"
+        lines.append(f"{over:25} {said or 'void: the outputs disagree'}")
+    lines += ["", *(line for run in report.runs for line in _details(report, run))]
     return "\n".join([*lines, *(f"note: {n}" for n in report.notes)])
 
 
 def _head(r: BenchReport) -> Iterator[str]:
-    w, roof = r.workload, r.roof
+    w = r.workload
+    read, copy, matmul = r.roof.stats.values()
     yield machine(r.env)
     yield (
-        f"roofline read {_rate(roof.read_bytes_per_s, 'B/s')}, copy "
-        f"{_rate(roof.copy_bytes_per_s, 'B/s')}, matmul {roof.matmul_dtype} "
-        f"{_rate(roof.matmul_flops_per_s, 'FLOP/s')}, in this process"
+        f"roofline read {_rate(read, 'B/s')}, copy {_rate(copy, 'B/s')}, matmul "
+        f"{r.roof.matmul_dtype} {_rate(matmul, 'FLOP/s')}, in this process"
     )
     yield (
         f"work     {r.model_id}: {w.batch} x {w.input_len} tokens in, {w.output_len} out, "
@@ -97,16 +91,17 @@ def _rate(stat: Stat, unit: str) -> str:
     return f"{stat.value / size:.1f} ± {stat.spread / size:.1f} {prefix}{unit}"
 
 
-def _table(runs: Sequence[RunReport], names: Mapping[str, str]) -> str:
-    metrics, lines = [run.metrics() for run in runs], [["", *names.values()]]
+def _table(report: BenchReport, names: Mapping[str, str]) -> str:
+    lines = [["", *names.values()]]
+    columns = [(report.metrics(run), "VOID " * run.void) for run in report.runs]
     for label, name in ROWS:
-        cells = []
-        for run, known in zip(runs, metrics, strict=True):
-            unit, stat = known.get(name, ("", None))
+        units = {found[name][0] for found, _ in columns if name in found}
+        for unit in units:
             after, factor = UNITS.get(unit, ("", 1.0))
-            shown = f"{'VOID ' * run.void}{_shown(stat, factor)}{after}" if stat else "-"
-            cells.append(shown)
-        if any(name in known for known in metrics):
+            cells = (
+                f"{void}{_shown(found[name][1], factor)}{after}" if name in found else "-"
+                for found, void in columns
+            )
             lines.append([label, *cells])
     return aligned(lines, indent=0).rstrip("\n")
 
@@ -118,7 +113,7 @@ def markdown(reports: Sequence[BenchReport]) -> str:
     head = ["", "prefill, tokens/s", *others, "decode, ms a token", *others]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for report in reports:
-        runs = {r.name or r.role: r.metrics() for r in report.runs if not r.void}
+        runs = {r.name or r.role: report.metrics(r) for r in report.runs if not r.void}
         own, *_ = (r.name or r.role for r in report.runs)
         lines.append([f"{report.model_id}, {own}"])
         for metric in ("prefill_throughput", "itl_p50"):
@@ -142,56 +137,37 @@ def _short(x: float) -> str:
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.3g}"
 
 
-def _drafts(d: DraftFacts) -> Iterator[str]:
-    plain, drafted = d.decode_per_s.values()
-    right = " ".join(f"{100 * share:.0f}" for share in d.accepted)
-    yield (
-        f"{'drafts of ' + d.source:26}decode x{_shown(d.speedup)}, e2e x{_shown(d.speedup_e2e)}; "
-        f"tokens/s {_shown(drafted)}, without {_shown(plain)}"
-    )
-    yield (
-        f"{'':26}{d.tokens_per_round:.2f} tokens a round of {d.tokens} drafted at most"
-        + (f", {right} % accepted by place" if right else "")
-    )
-    yield f"{'':26}prompt: {d.prompt}; {d.same_tokens} of {d.all_tokens} tokens are the same"
-
-
-def _details(run: RunReport) -> Iterator[str]:
+def _details(report: BenchReport, run: RunReport) -> Iterator[str]:
     yield f"{run.role}: {run.label}"
-    if run.engine:
-        yield from _engine_details(run)
-    seconds = {k.replace("_", " "): v for k, v in run.setup_s.items() if v is not None}
-    setup = ", ".join(f"{k} {v:.2f} s" for k, v in seconds.items())
-    peak = run.peak_memory.items()
-    memory = ", ".join(f"{k.removesuffix('_bytes')} {size_text(v)}" for k, v in peak)
-    yield f"  set-up   {setup} (not in any number above)"
-    yield f"  peak     {memory}"
+    if run.engine and run.work:
+        yield from _engine_details(report, run, run.engine, run.work)
+    setup = (f"{k.replace('_', ' ')} {v:.2f} s" for k, v in run.setup_s.items() if v is not None)
+    yield f"  set-up   {', '.join(setup)} (not in any number above)"
+    peak = (f"{k.removesuffix('_bytes')} {size_text(v)}" for k, v in run.peak_memory.items())
+    yield f"  peak     {', '.join(peak)}"
 
 
-def _engine_details(run: RunReport) -> Iterator[str]:
-    e, work = run.engine, run.work
-    assert e and work and run.calls_per_step
+def _engine_details(
+    report: BenchReport, run: RunReport, e: EngineFacts, work: WorkFacts
+) -> Iterator[str]:
     skipped = f", without {', '.join(e.skipped_passes)}" if e.skipped_passes else ""
     yield (
         f"  engine   {e.dtype}, {e.weights} weights, manifest {e.manifest[:12]}{skipped}; "
         f"params {size_text(run.param_bytes or 0)}, KV cache {size_text(run.cache_bytes or 0)}"
     )
-    for phase, c in (("prefill", work.prefill), ("decode", work.decode)):
+    for phase, (least, bound) in report.floors(run).items():
+        c = getattr(work, phase)
         yield (
             f"  {phase:8} {c.flops / 1e9:.4g} GFLOP, weights {size_text(c.weight_bytes)}, "
-            f"KV cache {size_text(c.state_bytes)}: at least {_short(c.floor_ms)} ms ({c.bound})"
+            f"KV cache {size_text(c.state_bytes)}: at least {_short(least)} ms ({bound})"
         )
-    held = f", weights quantised to {e.quant}" if e.quant else ""
-    held += f", activations quantised to {e.activations}" if e.activations else ""
-    yield f"  token    {size_text(run.bytes_per_token or 0)} of weights and KV cache are read{held}"
-    if x := work.experts:
-        yield (
-            f"  experts  {x['decode_distinct']:.1f} of {x['experts']} a layer in a decode step, "
-            f"{x['prefill_distinct']:.1f} in a chunk of the prompt ({x['source']})"
-        )
+    what = f", weights quantised to {e.quant}" if e.quant else ""
+    what += f", activations quantised to {e.activations}" if e.activations else ""
+    size = size_text(report.derived[run.role]["bytes_per_token"])
+    yield f"  token    {size} of weights and KV cache are read{what}"
     parts = (
         "one program" if (k, v) == ("programs", 1) else f"{v:g} {k.replace('_', ' ')}"
-        for k, v in run.calls_per_step.items()
+        for k, v in (run.calls_per_step or {}).items()
         if (k, v) != ("glue", 0)
     )
     yield f"  calls    {', '.join(parts)} in a decode step"
@@ -200,11 +176,6 @@ def _engine_details(run: RunReport) -> Iterator[str]:
 def plot_bench(path: str | Path, reports: Mapping[str, BenchReport]) -> None:
     """Plot p50 of TTFT and ITL of every run, with the least time at the measured roofline. Keys of
     `reports` tell their runs apart; void runs are hatched."""
-    runs = {
-        f"{label} {run.name or run.role}".strip(): run
-        for label, report in reports.items()
-        for run in report.runs
-    }
     titles = {
         f"{r.model_id}, {w.batch} x {w.input_len} in, {w.output_len} out, {w.context} in the KV "
         f"cache"
@@ -212,21 +183,24 @@ def plot_bench(path: str | Path, reports: Mapping[str, BenchReport]) -> None:
         for w in [r.workload]
     }
     with figure(path, 9, 4.2, columns=2) as axes:
-        for panel, (phase, (key, title)) in zip(axes, PANELS.items(), strict=True):
-            _bars(panel, runs, phase, key)
+        for panel, (phase, (metric, title)) in zip(axes, PANELS.items(), strict=True):
+            _bars(panel, reports, phase, metric)
             panel.set_title(f"{phase}: {title}")
         axes[0].figure.suptitle("; ".join(sorted(titles)), fontsize="medium")
 
 
-def _bars(axes: Any, runs: Mapping[str, RunReport], phase: str, key: str) -> None:
-    for i, run in enumerate(runs.values()):
-        stat, hatch = run.stats[key]["p50"], "//" if run.void else None
-        axes.bar(i, stat.value, yerr=stat.spread, color=f"C{i}", capsize=4, hatch=hatch)
-        if run.work:
-            least = getattr(run.work, phase).floor_ms
-            axes.plot([i - 0.4, i + 0.4], [least, least], "k--", label="roofline")
-    ticks = [f"{name}\nVOID" if run.void else name for name, run in runs.items()]
-    axes.set_xticks(range(len(runs)), ticks, fontsize="small")
+def _bars(axes: Any, reports: Mapping[str, BenchReport], phase: str, metric: str) -> None:
+    ticks = []
+    for label, report in reports.items():
+        for run in report.runs:
+            i, (_, stat) = len(ticks), report.metrics(run)[metric]
+            hatch = "//" if run.void else None
+            axes.bar(i, stat.value, yerr=stat.spread, color=f"C{i}", capsize=4, hatch=hatch)
+            if run.work:
+                least, _ = report.floors(run)[phase]
+                axes.plot([i - 0.4, i + 0.4], [least, least], "k--", label="roofline")
+            ticks.append(f"{label} {run.name or run.role}".strip() + "\nVOID" * run.void)
+    axes.set_xticks(range(len(ticks)), ticks, fontsize="small")
     axes.set_ylim(bottom=0)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[:1], labels[:1], fontsize="small")
@@ -260,21 +234,16 @@ def compare_reports(a: BenchReport, b: BenchReport, every: bool = False) -> Repo
     others = {r.role: r for r in b.runs}
     pairs = [(r, others[r.role]) for r in a.runs if r.role in others]
     shown = {metric for _, metric in ROWS}
-    rows = [row for pair in pairs for row in _pairs(*pair) if every or row.metric in shown]
-    return ReportComparison(
-        tuple(_differences(a, b, pairs)), tuple(rows), sum(r.differs for r in rows)
-    )
-
-
-def _pairs(a: RunReport, b: RunReport) -> Iterator[MetricPair]:
-    others = b.metrics()
-    for name, (unit, one) in a.metrics().items():
-        if name in others:
-            two = others[name][1]
-            ratio = two.value / one.value if one.value else None
-            yield MetricPair(
-                a.role, name, unit, one, two, ratio, one.differs(two), a.void or b.void
-            )
+    rows = []
+    for one, two in pairs:
+        found = b.metrics(two)
+        for name, (unit, x) in a.metrics(one).items():
+            if name in found and (every or name in shown):
+                y, void = found[name][1], one.void or two.void
+                ratio = y.value / x.value if x.value else None
+                rows.append(MetricPair(one.role, name, unit, x, y, ratio, x.differs(y), void))
+    differ = sum(r.differs for r in rows)
+    return ReportComparison(tuple(_differences(a, b, pairs)), tuple(rows), differ)
 
 
 def _differences(

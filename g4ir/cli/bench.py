@@ -6,13 +6,14 @@ import argparse
 import json
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from g4ir.artefact.directory import is_engine, read_manifest
 from g4ir.bench.llama import LLAMA, gguf_file, gguf_path
 from g4ir.bench.report import check_options, check_specs, run_bench
 from g4ir.bench.runners import Workload, plan_workload
-from g4ir.bench.schema import BenchReport, plain, read_report
+from g4ir.bench.schema import BenchReport, read_report
 from g4ir.bench.text import compare_reports, compare_text, markdown, plot_bench, text
 from g4ir.builder.load import described
 from g4ir.engine.engine import Engine
@@ -25,7 +26,6 @@ from g4ir.weights.origin import AbsentWeights, existing_origin, find_model
 
 from .common import emit, find_engines, flag_of, how_to_load, load, strict
 from .models import named_model
-from .talking import check_draft, given_draft
 
 STDOUT = "-"
 
@@ -67,7 +67,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise InputError(f"--text {args.text}: no such file")
     if args.plot:
         check_plot(args.plot)
-    check_draft(args)
     check_options(args.peer, args.rounds, args.warmup)
 
 
@@ -89,7 +88,6 @@ def _planned(args: argparse.Namespace) -> Workload:
 
 
 def _measured(args: argparse.Namespace, workload: Workload) -> BenchReport:
-    draft = given_draft(args)["draft"]
     engines: list[Engine] = []
     seconds = []
     with console.Progress() as progress, ExitStack() as opened:
@@ -107,8 +105,6 @@ def _measured(args: argparse.Namespace, workload: Workload) -> BenchReport:
             checkpoint=_checkpoint(args, args.models[0]),
             load_s=seconds,
             progress=progress,
-            draft=draft.source,
-            draft_tokens=draft.tokens or None,
         )
 
 
@@ -121,7 +117,7 @@ def _checkpoint(args: argparse.Namespace, model: str) -> str | None:
 
 
 def _write(args: argparse.Namespace, report: BenchReport) -> None:
-    values = strict(plain(report))
+    values = strict(report.plain())
     if args.json == STDOUT:
         emit(values)
     else:
@@ -140,7 +136,7 @@ def compare(args: argparse.Namespace) -> int:
         check_plot(args.plot)
     a, b = read_report(args.a), read_report(args.b)
     result = compare_reports(a, b, args.all)
-    emit(plain(result)) if args.json else print(compare_text(result))
+    emit(asdict(result)) if args.json else print(compare_text(result))
     if args.plot:
         plot_bench(args.plot, {"A": a, "B": b})
     return 1 if args.check and result.differ else 0
