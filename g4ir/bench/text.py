@@ -183,7 +183,7 @@ def plot_bench(path: str | Path, reports: Mapping[str, BenchReport]) -> None:
 
 
 def _bars(axes: Any, reports: Mapping[str, BenchReport], phase: str, metric: str) -> None:
-    ticks = []
+    ticks = list[str]()
     for label, report in reports.items():
         for run in report.runs:
             i, (_, stat) = len(ticks), report.metrics(run)[metric]
@@ -216,7 +216,7 @@ def compare_reports(a: BenchReport, b: BenchReport, every: bool = False) -> dict
                 ratio = y.value / x.value if x.value else None
                 row = {"metric": name, "unit": unit, "a": x, "b": y, "ratio": ratio}
                 rows.append({**named, **row, "differs": x.differs(y)})
-    differ = sum(r["differs"] for r in rows)
+    differ = sum(bool(r["differs"]) for r in rows)
     return {"notes": [*_differences(a, b, pairs)], "rows": rows, "differ": differ}
 
 
