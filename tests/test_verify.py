@@ -151,10 +151,11 @@ def test_disturbed_weight_is_found(engines: Any, against: str, param: str, value
     assert "FAILED" in report.text() and report.first_difference in report.text()
 
 
-def test_disturbed_torch_engine_names_the_layer(engines: Any, layer: int = 4) -> None:
-    """Compiled segments show what stands between them."""
-    engine = engines("torch", "tiny-ple")
-    weight = engine.runtime.resident(f"L{layer}.mlp.w_down")
+def test_a_wrong_product_is_named(engines: Any) -> None:
+    """Step programs show what stands between layers, and are forced there: what is wrong before is
+    not that of the layers behind."""
+    engine = engines("torch", "tiny-moe")
+    weight = engine.runtime.resident("L2.attn.wo")
     assert weight is not None
     before = weight.clone()
     weight.copy_(before + 0.3 * before.flip(0))
@@ -163,9 +164,7 @@ def test_disturbed_torch_engine_names_the_layer(engines: Any, layer: int = 4) ->
     finally:
         weight.copy_(before)
     assert not report.ok and report.first_difference
-    assert f"(layer {layer})" in report.first_difference or (
-        f"%L{layer + 1}." in report.first_difference
-    )
+    assert report.first_difference.startswith("%L2.out (layer 2) in the chunk at token 0: error ")
 
 
 def test_a_fault_of_decoding_only(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:

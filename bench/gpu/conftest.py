@@ -1,6 +1,6 @@
 """Measurements on an H100 or H200 as tests, one file per question:
 
-    python -m pytest -n 1 bench/gpu --out DIR [--budget MIN] [--variants e2b,...] [--carry DIR]
+    python -m pytest -n 1 bench/gpu --out DIR [--budget MIN] [--variants e2b,...]
 
 `-n 1` runs them in a worker process, which pytest-xdist replaces after a crash. A measurement that
 takes longer than its limit ends the worker, with a traceback in DIR/hung.txt. Each result is a line
@@ -41,7 +41,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--out", type=Path, metavar="DIR", help="folder of the results")
     group.addoption("--budget", type=float, default=60.0, metavar="MIN", help="begin no test after")
     group.addoption("--variants", type=lambda text: text.split(","), metavar="V,...")
-    group.addoption("--carry", type=Path, metavar="DIR", help="what an earlier run compiled")
     group.addoption("--again", action="store_true", help="measure anew what DIR has")
     group.addoption("--dry-run", action="store_true", help="tiny variants, without a GPU")
 
@@ -50,8 +49,6 @@ def pytest_configure(config: pytest.Config) -> None:
     option = config.option
     if not option.out:
         raise pytest.UsageError("--out DIR: name the folder of the results")
-    if option.carry and not option.carry.is_dir():
-        raise pytest.UsageError(f"--carry {option.carry}: there is no such folder")
     for variant in option.variants or ():
         try:
             load_spec(variant.partition("+")[0])
@@ -197,11 +194,6 @@ def scale(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="session")
 def out(pytestconfig: pytest.Config) -> Any:
     return pytestconfig.option.out
-
-
-@pytest.fixture(scope="session")
-def carry(pytestconfig: pytest.Config) -> Any:
-    return pytestconfig.option.carry
 
 
 @pytest.fixture(scope="session", autouse=True)

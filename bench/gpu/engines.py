@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -20,11 +20,10 @@ import torch
 
 from bench.common import fill_with_noise, seconds
 from g4ir.backends.base import DeviceChoice
-from g4ir.backends.inductor.program_cache import cache_dir, keep_program
 from g4ir.backends.sampling import GREEDY
 from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Rates, synchronize
-from g4ir.bench.runners import EngineRunner, kernels_per_step, reference_runner
+from g4ir.bench.runners import EngineRunner, reference_runner
 from g4ir.builder.build import prepare
 from g4ir.builder.load import load_engine
 from g4ir.check.tokens import random_ids
@@ -33,10 +32,6 @@ from g4ir.errors import InputError, PlanError
 from g4ir.plan.cost import graph_costs, prefill_chunks, total
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
-from g4ir.ui.files import write_file
-
-#: folder of --out for compiled programs, and seconds between two looks for new ones
-PROGRAMS, COPY_S = "programs", 5.0
 
 
 @dataclass(frozen=True)
@@ -97,30 +92,10 @@ def g4ir_said(words: Sequence[str], front: Sequence[str] = ()) -> str:
     return done.stdout
 
 
-def copy_folder(source: Path, target: Path) -> None:
-    """Copy the files that `target` lacks or has an older version of; not those that are being
-    written, whose names begin with a dot."""
-    for file in sorted(p for p in source.rglob("[!.]*") if p.is_file()):
-        copy = target / file.relative_to(source)
-        if not copy.exists() or copy.stat().st_mtime < file.stat().st_mtime:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            write_file(copy, [file.read_bytes()])
-
-
-def take_carried(folder: Path | None) -> None:
-    """Take programs that were compiled elsewhere: a build compiles only what is missing, by names
-    that say what each was compiled from, with, and for."""
-    for path in sorted(folder.rglob("*.pt2")) if folder else ():
-        keep_program(path)
-
-
 def build_all(measure: Any, scale: Scale, variants: list[str], rows: int, out: Path) -> None:
-    """Build several engines at a time; compiled programs are copied to --out meanwhile."""
+    """Build several engines at a time."""
     with ThreadPoolExecutor(len(variants)) as pool:
         begun = {v: pool.submit(build, scale, v, rows, out) for v in variants}
-        while wait(begun.values(), COPY_S).not_done:
-            copy_folder(cache_dir(), out / PROGRAMS)
-        copy_folder(cache_dir(), out / PROGRAMS)
     for variant, future in begun.items():
         measure(variant, future.result)
 
@@ -188,6 +163,22 @@ def decode_cell(
     if scale.device == "cpu":
         return found
     return {**found, **kernels_per_step(step), "memory_bytes": torch.cuda.max_memory_allocated()}
+
+
+def kernels_per_step(step: Callable[[], Any]) -> dict[str, float]:
+    """Count the CUDA kernels of a step, and their milliseconds."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    kernels = [
+        e for e in profiler.events() if e.device_type == cuda and not e.name.startswith("Mem")
+    ]
+    return {"kernels": len(kernels), "device_ms": sum(e.device_time for e in kernels) / 1e3}
 
 
 def stepper(engine: Engine, batch: int, context: int) -> Callable[[], Any]:

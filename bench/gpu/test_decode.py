@@ -22,7 +22,6 @@ from bench.gpu.engines import (
     decode_cell,
     open_engine,
     prefill_cell,
-    take_carried,
 )
 from g4ir.bench.roof import Meter
 
@@ -32,14 +31,8 @@ __all__ = ["CARD", "DRY"]
 @pytest.mark.limit(1500)
 @pytest.mark.parametrize("rows", ROWS)
 def test_engines_are_built(
-    measure: Any,
-    scale: Scale,
-    out: Path,
-    carry: Path | None,
-    rows: int,
-    pytestconfig: pytest.Config,
+    measure: Any, scale: Scale, out: Path, rows: int, pytestconfig: pytest.Config
 ) -> None:
-    take_carried(carry)
     todo = [v for v in pytestconfig.option.variants or scale.variants if v not in measure.found]
     if todo:
         build_all(measure, scale, todo, rows, out)

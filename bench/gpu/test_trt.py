@@ -3,8 +3,8 @@
 Tests are in the order of what stops all others. `test_tiny` builds an engine of each form that the
 backend has, compares it with the reference, and times it; `test_cut` builds one repeat of a
 variant's layers at full width (notes say where a form of attention was refused); `test_full` builds
-the variants. Logs and tables of builds are copied to DIR, plans are not; the cache of timed kernels
-is, and --carry takes it back. In a dry run tests/trt/fake.py stands for it.
+the variants. Logs and tables of builds are copied to DIR, plans are not. In a dry run
+tests/trt/fake.py stands for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import g4ir
-from bench.gpu.engines import Scale, copy_folder, decode_cell, prefill_cell, step_times, stepper
+from bench.gpu.engines import Scale, decode_cell, prefill_cell, step_times, stepper
 from g4ir.backends.trt.host import Host, require_library
 from g4ir.backends.trt.interface import PLAN
 from g4ir.backends.trt.lowerings import SETTINGS
@@ -35,7 +35,6 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import MissingError
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.files import write_file
-from g4ir.ui.paths import private
 
 CARD = Scale(
     backend="trt", variants=("e2b", "26b-a4b", "31b"), contexts=(128, 1024, 8192), chunk=1024
@@ -51,8 +50,8 @@ DRY = replace(
     warmup=1,
     steps=2,
 )
-#: folder of DIR for the cache of timed kernels; files of engines that are kept have fewer bytes
-TIMINGS, SMALL = "timings", 4 << 20
+#: files of engines that are kept have fewer bytes
+SMALL = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ FORMS = (
 
 
 @pytest.fixture(scope="module")
-def host(out: Path, carry: Path | None, pytestconfig: pytest.Config) -> Iterator[Host]:
+def host(out: Path, pytestconfig: pytest.Config) -> Iterator[Host]:
     """The machine's TensorRT; in a dry run `--backend trt` means its stand-in."""
     with pytest.MonkeyPatch.context() as patch:
         host = Host()
@@ -100,8 +99,6 @@ def host(out: Path, carry: Path | None, pytestconfig: pytest.Config) -> Iterator
             backend = emulated(out)
             use(patch, backend)
             host = backend.host
-        if carry:
-            copy_folder(carry / TIMINGS, private(host.timings()))
         yield host
 
 
@@ -157,8 +154,6 @@ def opened(
                 copy = out / "engines" / file.relative_to(path.parent)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 write_file(copy, [file.read_bytes()])
-        if host.timings().exists():
-            copy_folder(host.timings(), out / TIMINGS)
 
 
 def about(engine: Engine, out: Path) -> dict[str, Any]:

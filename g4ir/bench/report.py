@@ -34,11 +34,8 @@ from .runners import (
     EngineRunner,
     HfRunner,
     Workload,
-    calls_per_step,
     draw_tokens,
-    kernels_per_step,
     peer_model,
-    pieces,
 )
 from .schema import (
     KIND,
@@ -267,24 +264,9 @@ class Bench:
                 Line(form) if form != OFF else None,
             ),
             "work": WorkFacts(**request_costs(engine, self.w)),
-            "calls_per_step": {**calls_per_step(engine), **self._kernels(runner)},
             "cache_bytes": runner.session.nbytes(),
             "param_bytes": param_bytes(engine),
         }
-
-    def _kernels(self, runner: EngineRunner) -> dict[str, float]:
-        if runner.engine.device != "cuda":
-            return {}
-        runner.rewind()
-        prompt, step, *_ = pieces(self.w, self.tokens)
-        runner.step(prompt)
-        held = runner.session.snapshot()
-
-        def once() -> None:
-            runner.session.restore(held)
-            runner.step(step)
-
-        return kernels_per_step(once)
 
 
 def _notes(engine: Engine, w: Workload) -> Iterator[str]:

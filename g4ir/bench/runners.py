@@ -11,15 +11,13 @@ process and threads, and computes last logits only.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 
-from g4ir.backends.inductor.programs import phase_steps
-from g4ir.backends.inductor.segment import Segment
 from g4ir.chat.prompt import text_ids
 from g4ir.check.hf import cache_argument, hf_model, hf_origin, rows_kept
 from g4ir.check.reference import reference_engine
@@ -169,36 +167,6 @@ def reference_runner(engine: Engine, batch: int) -> EngineRunner:
     runner = EngineRunner(reference_engine(engine, held=True), batch, "reference")
     runner.label = "the interpreter on the engine's params"
     return runner
-
-
-def calls_per_step(engine: Engine) -> dict[str, int]:
-    """Count compiled regions and the eager ops between them: one of an engine whose whole network
-    is one program; nodes of the interpreter."""
-    if engine.facts.backend == "reference":
-        return {"nodes": len(engine.program.graphs["decode"].nodes)}
-    if engine.facts.backend != "torch":
-        return {"programs": 1, "glue": 0}
-    steps = phase_steps(engine.program, engine.limits, engine.device).get("decode")
-    if steps is None:  # one program of instructions
-        return {"programs": 1, "glue": 0}
-    regions = sum(isinstance(s, Segment) for s in steps)
-    return {"programs": regions, "glue": len(steps) - regions}
-
-
-def kernels_per_step(step: Callable[[], Any]) -> dict[str, float]:
-    """Count the CUDA kernels of a step, and their milliseconds."""
-    from torch.profiler import ProfilerActivity, profile
-
-    step()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
-    cuda = torch.autograd.DeviceType.CUDA
-    kernels = [
-        e for e in profiler.events() if e.device_type == cuda and not e.name.startswith("Mem")
-    ]
-    return {"kernels": len(kernels), "device_ms": sum(e.device_time for e in kernels) / 1e3}
 
 
 #: mode -> label, whether its cache is static, whether single tokens are compiled

@@ -53,8 +53,9 @@ RATES = {
 }
 #: of a run, null for a baseline
 SHARES = ("mbu", "mfu", "roof_ratio", "bytes_per_token")
-#: keys inside a file that follow from others; and one of older files that is no more
-DERIVED = {"stats", "tokens_per_s", *SHARES, *RATES.values(), "floor_ms", "bound", "experts"}
+#: keys inside a file that follow from others; and two of older files that are no more
+DERIVED = {"stats", "tokens_per_s", *SHARES, *RATES.values(), "floor_ms", "bound"}
+DERIVED |= {"experts", "calls_per_step"}
 Some = Annotated[int, Range(1)]
 
 
@@ -138,7 +139,6 @@ class RunReport:
     name: Line | None = None
     engine: EngineFacts | None = None
     work: WorkFacts | None = None
-    calls_per_step: dict[str, float] | None = None
     cache_bytes: Amount | None = None
     param_bytes: Amount | None = None
 

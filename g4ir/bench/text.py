@@ -4,7 +4,6 @@ both spreads."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from g4ir.ui.plots import figure
 from g4ir.ui.table import aligned
 from g4ir.ui.units import scale, size_text
 
-from .measure import Number, Stat
+from .measure import Stat
 from .schema import BenchReport, EngineFacts, RunReport, WorkFacts
 
 #: label -> metric; a line that no run has is left out
@@ -165,12 +164,6 @@ def _engine_details(
     what += f", activations quantised to {e.activations}" if e.activations else ""
     size = size_text(report.derived[run.role]["bytes_per_token"])
     yield f"  token    {size} of weights and KV cache are read{what}"
-    parts = (
-        "one program" if (k, v) == ("programs", 1) else f"{v:g} {k.replace('_', ' ')}"
-        for k, v in (run.calls_per_step or {}).items()
-        if (k, v) != ("glue", 0)
-    )
-    yield f"  calls    {', '.join(parts)} in a decode step"
 
 
 def plot_bench(path: str | Path, reports: Mapping[str, BenchReport]) -> None:
@@ -190,7 +183,7 @@ def plot_bench(path: str | Path, reports: Mapping[str, BenchReport]) -> None:
 
 
 def _bars(axes: Any, reports: Mapping[str, BenchReport], phase: str, metric: str) -> None:
-    ticks = []
+    ticks = list[str]()
     for label, report in reports.items():
         for run in report.runs:
             i, (_, stat) = len(ticks), report.metrics(run)[metric]
@@ -206,44 +199,25 @@ def _bars(axes: Any, reports: Mapping[str, BenchReport], phase: str, metric: str
     axes.legend(handles[:1], labels[:1], fontsize="small")
 
 
-@dataclass(frozen=True)
-class MetricPair:
-    """A metric in both reports; `differs` if the distance exceeds the sum of the spreads."""
-
-    role: str
-    metric: str
-    unit: str
-    a: Stat
-    b: Stat
-    ratio: Number
-    differs: bool
-    void: bool
-
-
-@dataclass(frozen=True)
-class ReportComparison:
-    """Differences of workload and machine, the metrics, and how many of them differ."""
-
-    notes: tuple[str, ...]
-    rows: tuple[MetricPair, ...]
-    differ: int
-
-
-def compare_reports(a: BenchReport, b: BenchReport, every: bool = False) -> ReportComparison:
-    """Compare the runs that are in both reports, by `every` metric or those of the text."""
+def compare_reports(a: BenchReport, b: BenchReport, every: bool = False) -> dict[str, Any]:
+    """Compare the runs that are in both reports, by `every` metric or those of the text. Return
+    `notes`, differences of workload and machine; `rows`, a metric in both, which `differs` if the
+    distance exceeds the sum of the spreads; and how many `differ`."""
     others = {r.role: r for r in b.runs}
     pairs = [(r, others[r.role]) for r in a.runs if r.role in others]
     shown = {metric for _, metric in ROWS}
     rows = []
     for one, two in pairs:
+        named = {"role": one.role, "void": one.void or two.void}
         found = b.metrics(two)
         for name, (unit, x) in a.metrics(one).items():
             if name in found and (every or name in shown):
-                y, void = found[name][1], one.void or two.void
+                y = found[name][1]
                 ratio = y.value / x.value if x.value else None
-                rows.append(MetricPair(one.role, name, unit, x, y, ratio, x.differs(y), void))
-    differ = sum(r.differs for r in rows)
-    return ReportComparison(tuple(_differences(a, b, pairs)), tuple(rows), differ)
+                row = {"metric": name, "unit": unit, "a": x, "b": y, "ratio": ratio}
+                rows.append({**named, **row, "differs": x.differs(y)})
+    differ = sum(bool(r["differs"]) for r in rows)
+    return {"notes": [*_differences(a, b, pairs)], "rows": rows, "differ": differ}
 
 
 def _differences(
@@ -267,14 +241,14 @@ def _differences(
             yield f"{pair[0].role}: another engine (manifest {one} and {two})"
 
 
-def compare_text(found: ReportComparison) -> str:
+def compare_text(found: Mapping[str, Any]) -> str:
     """Return a table with a mark at every difference."""
     lines = [["", "A", "B", "B / A", ""]]
-    for r in found.rows:
-        mark = "VOID" if r.void else "differs" if r.differs else ""
-        ratio = "-" if r.ratio is None else f"{r.ratio:.3f}"
-        a, b = (f"{s.value:.4g} ± {s.spread:.2g}" for s in (r.a, r.b))
-        lines.append([f"{r.role:10} {r.metric}", a, b, ratio, mark])
-    notes = "".join(f"note: {n}\n" for n in found.notes)
-    count = f"{found.differ} of {len(found.rows)} differ by more than their spreads"
+    for r in found["rows"]:
+        mark = "VOID" if r["void"] else "differs" if r["differs"] else ""
+        ratio = "-" if r["ratio"] is None else f"{r['ratio']:.3f}"
+        a, b = (f"{r[side].value:.4g} ± {r[side].spread:.2g}" for side in "ab")
+        lines.append([f"{r['role']:10} {r['metric']}", a, b, ratio, mark])
+    notes = "".join(f"note: {n}\n" for n in found["notes"])
+    count = f"{found['differ']} of {len(found['rows'])} differ by more than their spreads"
     return notes + aligned(lines, indent=0) + count

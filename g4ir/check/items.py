@@ -47,22 +47,22 @@ def smallest_items(engine: Engine) -> tuple[Item, ...]:
         pixels = rng.integers(0, 256, (*SIDES, 3), dtype=np.uint8)
         out.append(_item(engine, kind, pixels if kind == IMAGE else pixels[None], **options))
     if media.lengths:
-        out.append(_sound(engine))
+        out.append(_audio(engine))
     return tuple(out)
 
 
-def _sound(engine: Engine) -> Item:
+def _audio(engine: Engine) -> Item:
     """Its padding is noise: a tower that does not mask it hears it at the end."""
     settings = sound_settings(engine)
     rate = settings.sampling_rate
     wanted = min(max(1, int(SHARE * min(engine.media.lengths))), LONGEST)
     count = max(settings.fewest_samples, wanted * rate // settings.soft_tokens(rate))
     samples = 0.3 * np.random.default_rng(SEED).standard_normal(count)
-    sound = _item(engine, AUDIO, Waveform(samples.astype(np.float32), rate))
-    if "mask" not in sound.feeds:
-        return sound
-    features = sound.feeds["features"].where(sound.feeds["mask"][..., None], 1.0)
-    return replace(sound, feeds={**sound.feeds, "features": features})
+    audio = _item(engine, AUDIO, Waveform(samples.astype(np.float32), rate))
+    if "mask" not in audio.feeds:
+        return audio
+    features = audio.feeds["features"].where(audio.feeds["mask"][..., None], 1.0)
+    return replace(audio, feeds={**audio.feeds, "features": features})
 
 
 def _item(engine: Engine, kind: str, given: Any, **options: Any) -> Item:

@@ -51,13 +51,14 @@ def watched(engine: Engine, watch: Callable[[range, str, Tensor], None]) -> Engi
     """Return the same engine for one row, whose values are shown: the positions of the chunk, the
     name of the value and the value. On a GPU decode steps stay what they are for users, one
     replayed graph, of which nothing shows."""
-    own, hidden = engine.runtime, engine.device == "cuda"
+    own: Any = engine.runtime
 
     def run(phase: str, feeds: dict[str, Tensor], *rest: Any) -> Tensors | None:
-        if hidden and phase == "decode":
-            return own.run(phase, feeds, *rest)
         start, end = (int(feeds["positions"][0, i]) for i in (0, -1))
-        return own.run(phase, feeds, *rest, partial(watch, range(start, end + 1)))
+        hidden = phase == "decode" and engine.device == "cuda"
+        see = None if hidden else partial(watch, range(start, end + 1))
+        made: Tensors | None = own.run(phase, feeds, *rest, see)
+        return made
 
     return with_run(engine, run)
 

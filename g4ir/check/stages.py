@@ -245,9 +245,11 @@ def stored_stage(engine: Engine, reference: Engine) -> Stage:
     if engine.ranks > 1:
         *_, last = stages_of(engine, StageWeights(plain_params(engine), engine.device), names)
         return replace(last, params={name: last.params[name] for name in names})
-    held = reference.runtime.params
+    runtime: Any = reference.runtime
     graphs = {name: engine.program.graphs[name] for name in names}
-    params = {name: {v.name: held[v.name] for v in g.params} for name, g in graphs.items()}
+    params = {
+        name: {v.name: runtime.params[v.name] for v in g.params} for name, g in graphs.items()
+    }
     return Stage(STORED, Packing(engine.program, engine.prologue), params)
 
 

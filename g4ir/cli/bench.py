@@ -6,7 +6,6 @@ import argparse
 import json
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from pathlib import Path
 
 from g4ir.artefact.directory import is_engine, read_manifest
@@ -136,7 +135,7 @@ def compare(args: argparse.Namespace) -> int:
         check_plot(args.plot)
     a, b = read_report(args.a), read_report(args.b)
     result = compare_reports(a, b, args.all)
-    emit(asdict(result)) if args.json else print(compare_text(result))
+    emit(json.loads(json.dumps(result, default=vars))) if args.json else print(compare_text(result))
     if args.plot:
         plot_bench(args.plot, {"A": a, "B": b})
-    return 1 if args.check and result.differ else 0
+    return 1 if args.check and result["differ"] else 0
