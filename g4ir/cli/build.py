@@ -27,7 +27,7 @@ from g4ir.ui.units import size_text
 from g4ir.weights.origin import find_model
 
 from .common import Programs, Source, emit, of_file, output
-from .verb import Verb, argument, flag, flag_of, options, part
+from .verb import Verb, argument, flag, flag_of, options
 from .verify import compared
 
 #: title of --help -> options below it
@@ -58,7 +58,7 @@ class Build(Verb):
 
     json: bool = False
     model: str | None = argument("?", title="model")
-    source: Source = part("model")
+    source: Source = flag(title="model")
     options: BuildOptions = options(GROUPS)
     preset: str | None = flag(None, title="required")
     dump_ir: str | None = flag(None, title="passes")

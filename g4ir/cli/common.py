@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -102,7 +102,7 @@ class Load(Programs):
         processes)
     """
 
-    cuda_graph: bool = flag(True, "--no-cuda-graph")
+    cuda_graph: bool = flag(True, name="--no-cuda-graph")
     huge_pages: bool = False
 
     def engine(self, path: str | Path, progress: Callable[[str], None], **how: Any) -> Engine:
@@ -141,7 +141,7 @@ class Draft(Part):
 
     draft: str = "none"
     draft_tokens: int | None = None
-    draft_rows: int | None = field(default=None, metadata={"hidden": True})
+    draft_rows: int | None = flag(None, hidden=True)
 
     def __post_init__(self) -> None:
         if self.draft != "none":

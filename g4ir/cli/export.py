@@ -9,7 +9,7 @@ from g4ir.plan.options import BuildOptions
 from g4ir.ui import console
 
 from .common import Source, output
-from .verb import Verb, argument, options, part
+from .verb import Verb, argument, flag, options
 
 CHECKPOINT = "of a checkpoint"
 
@@ -34,7 +34,7 @@ class Export(Verb):
     dtype: str | None = None
     quant: Literal["none", "keep"] = "none"
     options: BuildOptions = options({"": "media", CHECKPOINT: "checkpoint mmproj adapter"})
-    source: Source = part(CHECKPOINT)
+    source: Source = flag(title=CHECKPOINT)
 
     def __call__(self) -> int:
         from g4ir.builder.export import export

@@ -68,7 +68,7 @@ class Run(OnEngine):
     fps: float | None = None
     audio_too_long: Literal["cut", "refuse"] | None = None
     sampling: Sampling
-    bos: bool | None = flag(None, "--no-bos")
+    bos: bool | None = flag(None, name="--no-bos")
     stop: TokenIds | None = None
     draft: DraftRows
     load: Load

@@ -54,7 +54,7 @@ class Show(Verb):
     layer: int | None = None
     why: str | None = None
     diff: bool = False
-    against: str | None = flag(None, "--compare")
+    against: str | None = flag(None, name="--compare")
     collectives: bool = False
     ops: bool = False
 

@@ -1,7 +1,7 @@
 """Verbs as frozen dataclasses, and the argparse flags that follow from their fields.
 
-A field is a flag or an `argument`; its type is the parser and its default the default. A dataclass
-as a field, a `part`, holds flags that several verbs share; `options` are fields of BuildOptions.
+A field is a flag or an `argument`; its type is the parser and its default the default. A `Part`
+as a field holds flags that several verbs share; `options` are fields of BuildOptions.
 Help is a line of the docstring for each field, `name METAVAR: text`; a verb's line replaces that of
 its parts.
 """
@@ -15,15 +15,13 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from inspect import cleandoc
 from itertools import chain
-from types import NoneType, UnionType
+from types import NoneType
 from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
     ClassVar,
     Literal,
-    TypeVar,
-    Union,
     get_args,
     get_origin,
     get_type_hints,
@@ -51,7 +49,6 @@ WORDS = {
     "variant, of which an engine is built on first use",
 }
 _HELP = re.compile(r"^(\w+)(?: (\S+))?: ", re.MULTILINE)
-P = TypeVar("P", bound="Part")
 Help = tuple[str | None, str]
 
 
@@ -81,43 +78,31 @@ Bytes = Annotated[int, parse_bytes]
 TokenIds = Annotated[list[int], token_ids]
 
 
-def flag(
-    default: Any,
-    name: str | None = None,
-    title: str | None = None,
-    one_of: bool = False,
-    each: Sequence[str] = (),
-    **argparse: Any,
-) -> Any:
-    """Return a field with what its type does not say: another name of the flag; the title of its
-    group in --help; `one_of`, if it is among the flags of which one must be given; `each` of the
-    names of its flags, with which values come as pairs; and arguments of add_argument."""
-    how = {"name": name, "title": title, "one_of": one_of, "each": each, "argparse": argparse}
+def flag(default: Any = MISSING, **how: Any) -> Any:
+    """Return a field with what its type does not say: another `name` of the flag; the `title` of
+    its group in --help; `one_of`, if it is among the flags of which one must be given; `each` of
+    the names of its flags, with which values come as pairs; and arguments of add_argument."""
     return field(default=default, metadata=how)
 
 
-def argument(nargs: str | None = None, title: str | None = None, **argparse: Any) -> Any:
+def argument(nargs: str | None = None, default: Any = None, **how: Any) -> Any:
     """Return the field of a positional argument; `?` and `*` may be left out."""
-    how = {"positional": True, "title": title, "argparse": argparse}
-    if nargs is None:
-        return field(metadata=how)
-    argparse["nargs"] = nargs
-    return field(default=argparse.pop("default", () if nargs == "*" else None), metadata=how)
-
-
-def part(title: str) -> Any:
-    """Return a field of shared flags below another title."""
-    return field(metadata={"title": title})
+    default = {None: MISSING, "*": ()}.get(nargs, default)
+    return flag(default, nargs=nargs, positional=True, **how)
 
 
 def options(names: str | Mapping[str, str]) -> Any:
     """Return a field with BuildOptions: the names of its flags, by title of --help or without."""
     groups = {"": names} if isinstance(names, str) else names
-    return field(metadata={"options": {title: text.split() for title, text in groups.items()}})
+    return flag(options={title: text.split() for title, text in groups.items()})
+
+
+#: what a field says that is not an argument of add_argument
+OURS = {"name", "title", "one_of", "each", "positional", "options", "hidden"}
 
 
 @dataclass_transform(
-    frozen_default=True, kw_only_default=True, field_specifiers=(field, flag, argument, options)
+    frozen_default=True, kw_only_default=True, field_specifiers=(flag, argument, options)
 )
 @dataclass(frozen=True, kw_only=True)
 class Part:
@@ -127,7 +112,7 @@ class Part:
     """
 
     #: fields that the command line gives, of the whole verb
-    given: frozenset[str] = field(default=frozenset(), metadata={"hidden": True})
+    given: frozenset[str] = flag(frozenset(), hidden=True)
     title: ClassVar[str | None] = None
 
     def __init_subclass__(cls, title: str | None = None) -> None:
@@ -196,21 +181,20 @@ class Flags:
 
     def _add_field(self, f: Any, hint: Any, group: Any, help: Help) -> None:
         told, name = f.metadata, f.metadata.get("name") or flag_of(f.name)
-        how = {"help": help[1], **_reading(hint, name, f.default), **told.get("argparse", {})}
+        how = {"help": help[1], **_reading(hint, name, f.default)}
+        how |= {k: v for k, v in told.items() if k not in OURS and v is not None}
         how |= {"metavar": help[0]} if help[0] else {}
-        if told.get("positional"):
+        if "positional" in told:
             group.add_argument(f.name, **{k: v for k, v in how.items() if k != "action"})
             return
-        how |= {"dest": f.name, "default": argparse.SUPPRESS}
-        how |= {"required": True} if f.default is MISSING else {}
-        if told.get("one_of"):
-            if "one of" not in self._groups:
-                self._groups["one of"] = group.add_mutually_exclusive_group(required=True)
-            group = self._groups["one of"]
+        how |= {"dest": f.name, "default": argparse.SUPPRESS, "required": f.default is MISSING}
+        if "one_of" in told:
+            one_of = self._groups.get("one of") or group.add_mutually_exclusive_group(required=True)
+            group = self._groups["one of"] = one_of
         for kind in told.get("each", ()):
             how |= {"type": partial(_of_kind, kind), "help": help[1].replace("KIND", kind)}
             group.add_argument(f"--{kind}", **how)
-        if not told.get("each"):
+        if "each" not in told:
             self.names[f.name] = name
             group.add_argument(name, **how)
 
@@ -225,9 +209,10 @@ class Flags:
 
     def made(self, values: Mapping[str, Any]) -> Verb:
         """Return the verb of the values that were given."""
-        return self._made(self.verb, {**values, "given": frozenset(values)})
+        verb: Verb = self._made(self.verb, {**values, "given": frozenset(values)})
+        return verb
 
-    def _made(self, cls: type[P], values: Mapping[str, Any]) -> P:
+    def _made(self, cls: type[Part], values: Mapping[str, Any]) -> Any:
         record = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         for f, hint in fields_of(cls):
             if is_part(hint):
@@ -260,7 +245,7 @@ def flag_of(name: str) -> str:
 
 def _reading(hint: Any, flag: str, default: Any) -> dict[str, Any]:
     """Return what argparse is told of a type."""
-    if get_origin(hint) in (Union, UnionType):
+    if NoneType in get_args(hint):
         (hint,) = (h for h in get_args(hint) if h is not NoneType)
     if get_origin(hint) is Annotated:
         return {"type": lambda text: hint.__metadata__[0](text, flag)}
