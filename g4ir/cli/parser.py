@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from g4ir.errors import InputError
 from g4ir.plan.presets import find_preset
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import SUFFIXES, spec_names
 
-from .verb import Flags, Verb, flag_of
+if TYPE_CHECKING:
+    from .verb import Flags
 
 #: flags of one meaning that verbs call differently
 ALIKE = (("--ctx", "--context", "--max-seq"), ("--batch", "--max-batch"))
@@ -32,7 +34,6 @@ class Parser(argparse.ArgumentParser):
         form = {"allow_abbrev": False, "formatter_class": argparse.RawTextHelpFormatter}
         super().__init__(**{**form, **kwargs})
         self._verb = verb
-        self._flags: Flags | None = None
         self.add_argument(
             "--trace",
             action="store_true",
@@ -40,14 +41,12 @@ class Parser(argparse.ArgumentParser):
             help="print the traceback of an error",
         )
 
-    @property
+    @cached_property
     def flags(self) -> Flags:
         """The flags of the verb, added to this parser."""
-        assert self._verb
-        if self._flags is None:
-            module, _, name = self._verb.partition(".")
-            self._flags = Flags(self, getattr(import_module(f".{module}", __package__), name))
-        return self._flags
+        module, _, name = (self._verb or "").partition(".")
+        flags: Flags = getattr(import_module(f".{module}", __package__), name).flags(self)
+        return flags
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as the base class does, but leave nothing unknown to the parser above, which does
@@ -65,8 +64,7 @@ class Parser(argparse.ArgumentParser):
     def run(self, values: Mapping[str, Any]) -> int:
         """Run the verb with the values that were given."""
         try:
-            verb: Verb = self.flags.made(values)
-            return verb()
+            return self.flags.made(values)()
         except InputError as e:
             raise self._reworded(e, values) from None
 
@@ -111,10 +109,11 @@ class Parser(argparse.ArgumentParser):
         preset, words = find_preset(values["preset"]), re.findall(r"[\w-]+", str(e))
         others = self.flags.names.keys() - self.flags.options
         own = {k: v for k, v in preset.options.items() if k not in others and values.get(k, v) == v}
-        named = [k for k in own if flag_of(k) in words] or [k for k in own if own[k] in words]
+        flags = {k: self.flags.name(k) for k in own}
+        named = [k for k in own if flags[k] in words] or [k for k in own if own[k] in words]
         if not named:
             return e
-        set_by = ", ".join(f"{flag_of(k)} {own[k]}" for k in named)
+        set_by = ", ".join(f"{flags[k]} {own[k]}" for k in named)
         known = all(k in self.flags.names for k in named)
         fix = "give another, or no preset" if known else "give no preset"
         return InputError(f"{e}; --preset {preset.name} sets {set_by}: {fix}")

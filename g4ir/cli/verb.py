@@ -123,6 +123,11 @@ class Part:
 class Verb(Part):
     """A verb of the command line."""
 
+    @classmethod
+    def flags(cls, parser: argparse.ArgumentParser) -> Flags:
+        """Add the flags to a parser."""
+        return Flags(parser, cls)
+
     def __call__(self) -> int:
         """Run the verb and return the exit code."""
         raise NotImplementedError
@@ -160,6 +165,10 @@ class Flags:
         self._parser = parser
         self._groups: dict[str | None, Any] = {None: parser}
         self._add(verb, {}, None)
+
+    def name(self, field: str) -> str:
+        """Return the flag of a field, also of one that this verb does not have."""
+        return self.names.get(field, flag_of(field))
 
     def _add(self, cls: type[Part], help: Mapping[str, Help], title: str | None) -> None:
         help = {**helps(cls), **help}
