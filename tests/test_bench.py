@@ -204,7 +204,7 @@ def test_numbers_of_a_wrong_engine_are_void(moe: Engine, monkeypatch: pytest.Mon
     assert "engine-b against reference: same token" in shown and "DISAGREES" in shown
     assert shown.count("VOID") == len([x for x in shown.splitlines() if "VOID" in x]) > 5
     broken = replace(shifted(moe), path=moe.path)
-    monkeypatch.setattr("g4ir.cli.bench.load", lambda *_, **__: broken)
+    monkeypatch.setattr("g4ir.cli.common.load", lambda *_, **__: broken)
     monkeypatch.setattr(Engine, "close", lambda self: None)
     outcome = g4ir("bench", moe.path, *FLAGS, "--json", "-")
     keys = json.loads(outcome.out)
@@ -381,7 +381,7 @@ def test_engines_of_two_variants_cannot_agree(
     """The manifests say so: the command loads neither."""
     with pytest.raises(InputError, match="their outputs cannot agree"):
         check_specs({str(e.path): e.spec for e in (moe, ple)})
-    monkeypatch.setattr("g4ir.cli.bench.load", None)
+    monkeypatch.setattr("g4ir.cli.common.load", None)
     assert "their outputs cannot agree" in refused("bench", moe.path, ple.path)
     spec = load_spec("tiny-moe")  # files of one model may have other names
     check_specs({"a": spec, "b": replace(spec, name="other", hub="some/other")})
@@ -514,9 +514,9 @@ def test_files_that_llama_cpp_does_not_read(
     file, double = gguf
     peer = (*FLAGS, "--peer", "llama.cpp")
     seeded = built(tmp_path / "seeded", "--variant", "tiny-moe", "--random-weights", "0")
-    monkeypatch.setattr("g4ir.cli.bench.load", None)  # nothing is loaded, and no engine built
+    monkeypatch.setattr("g4ir.cli.common.load", None)  # nothing is loaded, and no engine built
     assert "random weights, which is no GGUF file; bench one" in refused("bench", seeded, *peer)
-    monkeypatch.setattr("g4ir.cli.bench.find_engines", None)
+    monkeypatch.setattr("g4ir.cli.common.FirstUse.engines", None)
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     (folder / "config.json").write_text("{}")

@@ -424,11 +424,11 @@ def test_the_python_example_of_the_guide(folder: Path, monkeypatch: pytest.Monke
 
 def test_commands_of_the_shell_in_the_guide(folder: Path) -> None:
     """Each is one of the command line."""
-    from g4ir.cli import _parser
+    from g4ir.cli import parse
 
     text = (ROOT / "docs" / "chat.md").read_text()
     (block,) = re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S)
     lines = [shlex.split(x.partition("|")[2] or x) for x in block.splitlines()]
     assert len(lines) >= 4
     for words in lines:
-        assert words[0] == "g4ir" and callable(_parser().parse_args(words[1:]).command)
+        assert words[0] == "g4ir" and parse(words[1:])

@@ -32,8 +32,10 @@ from g4ir.backends.sampling import SamplingParams
 from g4ir.backends.trt.target import LIBRARIES
 from g4ir.builder.load import load_engine
 from g4ir.chat.prompt import TextStream, Vocabulary
-from g4ir.cli import _parser
-from g4ir.cli.common import tables
+from g4ir.cli import VERBS, all_verbs
+from g4ir.cli.build import GROUPS
+from g4ir.cli.parser import Parser
+from g4ir.cli.verb import helps
 from g4ir.engine.engine import Engine
 from g4ir.engine.scheduler import Scheduler
 from g4ir.generate.offline import BOS_ADDED, RAW, OfflineEngine
@@ -125,7 +127,7 @@ def test_transcript(name: str, engine: Path, text_engine: Path, tmp_path: Path) 
         assert not [x for x in step.get("not", ()) if x in done.out + done.err]
 
 
-@pytest.mark.parametrize("verb", ["", *tables()["verbs"]])
+@pytest.mark.parametrize("verb", ["", *VERBS])
 def test_help(verb: str) -> None:
     text = ok(*verb.split(), "--help")
     assert text.startswith(f"usage: {' '.join(['g4ir', *verb.split()])} ")
@@ -139,28 +141,31 @@ def test_help(verb: str) -> None:
 
 def test_build_groups_every_option() -> None:
     """Help of --set names every setting of every backend."""
-    groups = tables()["verbs"]["build"]["flags"][1:]
-    grouped = [n for g in groups for e in g["flags"] if "options" in e for n in e["options"]]
-    assert sorted(grouped) == sorted(f.name for f in fields(BuildOptions))
+    assert sorted(" ".join(GROUPS.values()).split()) == sorted(f.name for f in fields(BuildOptions))
     help = {f.name: f.metadata["help"] for f in fields(BuildOptions)}["settings"]
     for name in BACKENDS:
         assert all(s in help for s in find_backend(name).settings)
 
 
-def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
-    """Yield the arguments of a parser and of its verbs, with the command they belong to."""
+def _verbs(parser: Parser) -> Iterator[Parser]:
+    """Yield the parsers of the verbs."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for verb in action.choices.values():
-                yield from _arguments(verb)
-        else:
-            yield parser.prog, action
+                yield verb
+                yield from _verbs(verb)
 
 
-def test_every_argument_has_help() -> None:
-    found = list(_arguments(_parser()))
-    assert len(found) > 200
-    assert [(verb, a.dest) for verb, a in found if not a.help or len(a.help) < 8] == []
+def test_every_argument_has_help_and_every_help_an_argument() -> None:
+    count = 0
+    for verb in _verbs(all_verbs()):
+        cls = verb.flags.verb  # adds the arguments
+        known = {"json", *(a.dest for a in verb._actions)}
+        assert not helps(cls).keys() - known, verb.prog
+        arguments = [a for a in verb._actions if a.nargs != argparse.PARSER]
+        assert not [a.dest for a in arguments if not a.help or len(a.help) < 8], verb.prog
+        count += len(arguments)
+    assert count > 200
 
 
 # --- specs and show ---------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from unittest.mock import Mock
 import pytest
 
 from g4ir.backends.inductor.toolchain import cpp_compiler
-from g4ir.cli import GARBAGE, _parser
-from g4ir.cli.common import utf8
+from g4ir.cli import GARBAGE, parse
+from g4ir.cli.verb import utf8
 from g4ir.errors import MissingError
 from g4ir.ui import console
 from g4ir.ui.paths import cache_root, private, state_root
@@ -111,14 +111,14 @@ def test_a_closed_stderr() -> None:
 
 def test_a_text_in_another_locale() -> None:
     """An argument in UTF-8 is one in the locale of C too, in which Python escapes its bytes."""
-    code = "import sys; from g4ir.cli.common import utf8; print(ascii(utf8(sys.argv[1])))"
+    code = "import sys; from g4ir.cli.verb import utf8; print(ascii(utf8(sys.argv[1])))"
     run = f"export LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0; '{sys.executable}' -c '{code}'"
     for word, text in (("é 😀", ascii("é 😀")), ("plain", "'plain'"), ("\\xff", "'\\udcff'")):
         assert shell(f"{run} $'{word}'").stdout.strip() == text
     assert [utf8(x) for x in ("é", "\ud83d", "\udcc3\udca9")] == ["é", "\ud83d", "é"]
     for words in (["run", "e", "--prompt", "\udcc3\udca9"], ["chat", "e"]):
-        args = _parser().parse_args([*words, "--system", "\udcc3\udca9"])
-        assert {args.system, getattr(args, "prompt", "é")} == {"é"}
+        _, values = parse([*words, "--system", "\udcc3\udca9"])
+        assert {values["system"], values.get("prompt", "é")} == {"é"}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ In a transcript `...` stands for any lines, and within a line for anything.
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import re
@@ -118,10 +117,9 @@ def test_examples_that_need_no_engine(example: Example, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("example", ALL, ids=str)
 def test_examples_are_of_the_command_line(example: Example) -> None:
     """Also those that are not executed. A word too many is refused, so a wrong one would be."""
-    args = cli._parser().parse_args(example.words, argparse.Namespace(json=False))
-    assert callable(args.command)
+    cli.parse(example.words)
     with pytest.raises(g4ir.G4Error):
-        cli._parser().parse_args([*example.words, "--no-such-option"])
+        cli.parse([*example.words, "--no-such-option"])
 
 
 def inputs_of_examples() -> None:

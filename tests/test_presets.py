@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from g4ir.builder.load import load_engine
-from g4ir.cli import _parser
-from g4ir.cli.common import given_options
+from g4ir.cli import parse
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.presets import PRESETS
 from g4ir.spec.record import load_spec
@@ -23,14 +22,16 @@ TINY = ("--variant", "tiny-moe", "--random-weights", "0")
 
 
 def options(line: str) -> BuildOptions:
-    args = _parser().parse_args(shlex.split(line), argparse.Namespace(json=False))
-    return given_options(args)
+    parser, values = parse(shlex.split(line))
+    verb: Any = parser.flags.made(values)
+    found: BuildOptions = getattr(verb, "first_use", verb).options
+    return found
 
 
 def test_options_that_were_given() -> None:
     """With the default's value too, and not what another option's value looks like."""
     words = ["run", "e", "--max-batch", "1", "--prompt=--max-seq"]
-    assert {*_parser().parse_args(words).given} == {"max_batch", "prompt"}
+    assert parse(words)[1].keys() == {"engine", "max_batch", "prompt"}
 
 
 # --- presets ------------------------------------------------------------------------------------

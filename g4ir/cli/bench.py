@@ -1,21 +1,15 @@
-"""`g4ir bench` and `g4ir bench-compare`."""
+"""`g4ir bench` and `g4ir bench-compare`; what they measure with takes seconds to import."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from g4ir.artefact.directory import is_engine, read_manifest
-from g4ir.bench.llama import LLAMA, gguf_file, gguf_path
-from g4ir.bench.report import check_options, check_specs, run_bench
-from g4ir.bench.runners import Workload, plan_workload
-from g4ir.bench.schema import BenchReport, read_report
-from g4ir.bench.text import compare_reports, compare_text, markdown, plot_bench, text
-from g4ir.builder.load import described
-from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.spec.record import SUFFIXES
 from g4ir.ui import console
@@ -23,119 +17,199 @@ from g4ir.ui.files import write_file
 from g4ir.ui.plots import check_plot
 from g4ir.weights.origin import AbsentWeights, existing_origin, find_model
 
-from .common import emit, find_engines, flag_of, how_to_load, load, strict
+from .common import FirstUse, Load, emit, strict
 from .models import named_model
+from .verb import Verb, argument, flag, flag_of
+
+if TYPE_CHECKING:
+    from g4ir.bench.schema import BenchReport
+    from g4ir.engine.engine import Engine
 
 STDOUT = "-"
 
 
-def bench(args: argparse.Namespace) -> int:
-    """Measure engines, and report; or print the table of reports."""
-    if args.table and args.engines and all(Path(m).suffix == ".json" for m in args.engines):
-        if others := ", ".join(map(flag_of, sorted(args.given - {"table", "trace"}))):
-            raise InputError(f"{others}: of reports the table alone is printed; leave it out")
-        print(markdown([read_report(m) for m in args.engines]))
-        return 0
-    _check_arguments(args)
-    if len(args.engines) == 2:
-        with suppress(AbsentWeights):  # whose spec comes with them
-            check_specs({m: named_model(m).spec for m in args.engines})
-    if LLAMA in args.peer:
-        with suppress(AbsentWeights):  # which come before the engine
-            _check_llama(args)
-    find_engines(args)
-    report = _measured(args, _planned(args))
-    _write(args, report)
-    return 0 if report.outputs_agree else 1
+class Bench(Verb):
+    """Measure engines, and report; or print the table of reports.
+
+    engines MODEL: {model};
+        or two of the same variant to compare (alternating runs)
+    input_len N: prompt length in tokens (default 512, or what fits)
+    output_len N: generated tokens per sequence, exactly (default 64, or what fits)
+    batch N: batch size (default 1)
+    context N: tokens already in the KV cache of each sequence (default 0)
+    peer NAME: baseline in the same run: transformers as hf (eager, dynamic cache),
+        hf-static (static cache) or hf-compile (and torch.compile); or llama.cpp, which
+        reads a GGUF file (repeat)
+    checkpoint DIR|FILE: checkpoint of the baseline (default: MODEL's)
+    text FILE: text to take prompts from, instead of random tokens
+    seed N: seed of the random tokens (default 0)
+    rounds N: measured rounds (default 5)
+    warmup N: warm-up requests (default 2)
+    json FILE: print the report as JSON (last of the words); with FILE as --out FILE
+    out FILE: write the report as JSON to FILE
+    table: print a Markdown table; with reports A.json .. for MODEL the table of these
+    plot FILE: plot the results, .png or .svg
+    """
+
+    engines: list[str] = argument("*")
+    first_use: FirstUse
+    input_len: int | None = None
+    output_len: int | None = None
+    batch: int = 1
+    context: int = 0
+    peer: list[str] = flag(())
+    checkpoint: str | None = None
+    text: str | None = None
+    seed: int = 0
+    rounds: int = 5
+    warmup: int = 2
+    json: str | None = flag(None, nargs="?", const="-")
+    out: str | None = None
+    table: bool = False
+    plot: str | None = None
+    load: Load
+
+    def __post_init__(self) -> None:
+        if self.checkpoint is not None and not self.peer:
+            raise InputError("--checkpoint is of the baseline: name it with --peer")
+        if self.seed and self.text is not None:
+            raise InputError("--seed is of random tokens: leave it out with --text")
+
+    @property
+    def file(self) -> str | None:
+        """The file of the report: --out, or --json FILE."""
+        return self.out or (None if self.json == STDOUT else self.json)
+
+    def __call__(self) -> int:
+        from g4ir.bench.report import check_specs
+        from g4ir.bench.schema import read_report
+        from g4ir.bench.text import markdown
+
+        if self.table and self.engines and all(Path(m).suffix == ".json" for m in self.engines):
+            if others := ", ".join(map(flag_of, sorted(self.given - {"engines", "table"}))):
+                raise InputError(f"{others}: of reports the table alone is printed; leave it out")
+            print(markdown([read_report(m) for m in self.engines]))
+            return 0
+        self._check_arguments()
+        if len(self.engines) == 2:
+            with suppress(AbsentWeights):  # whose spec comes with them
+                check_specs({m: named_model(m).spec for m in self.engines})
+        if "llama.cpp" in self.peer:
+            with suppress(AbsentWeights):  # which come before the engine
+                self._check_llama()
+        report = self._measured(self.first_use.engines(self.engines))
+        self._write(report)
+        return 0 if report.outputs_agree else 1
+
+    def _check_arguments(self) -> None:
+        from g4ir.bench.report import check_options
+
+        if not 1 <= len(self.engines) <= 2:
+            raise InputError(f"bench takes one engine or two, not {len(self.engines)}")
+        if self.out and self.json not in (None, STDOUT):
+            raise InputError(f"--json {self.json} and --out {self.out}: give one file")
+        if self.json and Path(self.json).is_file() and Path(self.json).suffix != ".json":
+            what = "a file that is there, and no report"
+            raise InputError(f"--json {self.json}: {what}: give --out")
+        if self.file and not Path(self.file).absolute().parent.is_dir():
+            raise InputError(f"{self.file}: no such directory to write the report to")
+        if self.file and Path(self.file).is_dir():
+            what = "is a directory, and no file for the report"
+            raise InputError(f"{self.file} {what}: give --json last")
+        if self.text and not Path(self.text).is_file():
+            raise InputError(f"--text {self.text}: no such file")
+        if self.plot:
+            check_plot(self.plot)
+        check_options(self.peer, self.rounds, self.warmup)
+
+    def _check_llama(self) -> None:
+        """Refuse a MODEL that llama.cpp does not read before it is built or loaded."""
+        from g4ir.bench.llama import gguf_file, gguf_path
+        from g4ir.builder.load import described
+
+        model = self.engines[0]
+        if is_engine(Path(model)):
+            gguf_file(described(Path(model)), self.checkpoint)
+        else:
+            found = self._checkpoint()
+            gguf_path(existing_origin(found) if found else None, model)
+
+    def _measured(self, paths: Sequence[str]) -> BenchReport:
+        from g4ir.bench.report import run_bench
+        from g4ir.bench.runners import plan_workload
+
+        names = ("input_len", "output_len", "batch", "context", "seed", "text")
+        sizes = {name: vars(self)[name] for name in names}
+        workload = plan_workload([read_manifest(Path(path)).limits for path in paths], **sizes)
+        engines: list[Engine] = []
+        seconds = []
+        with console.Progress() as progress, ExitStack() as opened:
+            for path in paths:
+                start = time.perf_counter()
+                engines.append(self.load.engine(path, progress))
+                opened.callback(engines[-1].close)
+                seconds.append(time.perf_counter() - start)
+            return run_bench(
+                engines,
+                workload,
+                peers=self.peer,
+                rounds=self.rounds,
+                warmup=self.warmup,
+                checkpoint=self._checkpoint(),
+                load_s=seconds,
+                progress=progress,
+            )
+
+    def _checkpoint(self) -> str | None:
+        """Return what a baseline loads: --checkpoint, or the weights that the first MODEL names."""
+        model = self.engines[0]
+        given = self.checkpoint or self.first_use.options.random_weights is not None
+        if given or is_engine(Path(model)) or Path(model).suffix in SUFFIXES:
+            return self.checkpoint
+        return str(find_model(model, "", self.first_use.revision)[1])
+
+    def _write(self, report: BenchReport) -> None:
+        from g4ir.bench.text import markdown, plot_bench, text
+
+        values = strict(report.plain())
+        if self.json == STDOUT:
+            emit(values)
+        else:
+            print(markdown([report]) if self.table else text(report))
+        for warning in report.warnings:
+            console.say(f"warning: {warning}")
+        if self.file:
+            write_file(Path(self.file), [(json.dumps(values, indent=1) + "\n").encode()])
+        if self.plot:
+            plot_bench(self.plot, {"": report})
 
 
-def _check_arguments(args: argparse.Namespace) -> None:
-    if not 1 <= len(args.engines) <= 2:
-        raise InputError(f"bench takes one engine or two, not {len(args.engines)}")
-    if args.json not in (None, STDOUT):
-        if args.out:
-            raise InputError(f"--json {args.json} and --out {args.out}: give one file")
-        if Path(args.json).is_file() and Path(args.json).suffix != ".json":
-            raise InputError(f"--json {args.json}: a file that is there, and no report: give --out")
-        args.out, args.json = args.json, None
-    if args.out and not Path(args.out).absolute().parent.is_dir():
-        raise InputError(f"{args.out}: no such directory to write the report to")
-    if args.out and Path(args.out).is_dir():
-        raise InputError(f"{args.out} is a directory, and no file for the report: give --json last")
-    if args.text and not Path(args.text).is_file():
-        raise InputError(f"--text {args.text}: no such file")
-    if args.plot:
-        check_plot(args.plot)
-    check_options(args.peer, args.rounds, args.warmup)
+class Compare(Verb):
+    """Set two reports side by side.
 
+    a A.json: report of the baseline
+    b B.json: report to compare with it
+    all: show every statistic
+    check: exit 1 if a metric differs by more than both spreads
+    plot FILE: plot both reports, .png or .svg
+    """
 
-def _check_llama(args: argparse.Namespace) -> None:
-    """Refuse a MODEL that llama.cpp does not read before it is built or loaded."""
-    model = args.engines[0]
-    if is_engine(Path(model)):
-        gguf_file(described(Path(model)), args.checkpoint)
-    else:
-        found = _checkpoint(args, model)
-        gguf_path(existing_origin(found) if found else None, model)
+    json: bool = False
+    a: str = argument()
+    b: str = argument()
+    all: bool = False
+    check: bool = False
+    plot: str | None = None
 
+    def __call__(self) -> int:
+        from g4ir.bench.schema import read_report
+        from g4ir.bench.text import compare_reports, compare_text, plot_bench
 
-def _planned(args: argparse.Namespace) -> Workload:
-    manifests = {path: read_manifest(Path(path)) for path in args.engines}
-    names = ("input_len", "output_len", "batch", "context", "seed", "text")
-    sizes = {name: vars(args)[name] for name in names}
-    return plan_workload([m.limits for m in manifests.values()], **sizes)
-
-
-def _measured(args: argparse.Namespace, workload: Workload) -> BenchReport:
-    engines: list[Engine] = []
-    seconds = []
-    with console.Progress() as progress, ExitStack() as opened:
-        for path in args.engines:
-            start = time.perf_counter()
-            engines.append(load(path, progress, **how_to_load(args)))
-            opened.callback(engines[-1].close)
-            seconds.append(time.perf_counter() - start)
-        return run_bench(
-            engines,
-            workload,
-            peers=args.peer,
-            rounds=args.rounds,
-            warmup=args.warmup,
-            checkpoint=_checkpoint(args, args.models[0]),
-            load_s=seconds,
-            progress=progress,
-        )
-
-
-def _checkpoint(args: argparse.Namespace, model: str) -> str | None:
-    """Return what a baseline loads: --checkpoint, or the weights that MODEL names."""
-    given = args.checkpoint or args.random_weights is not None
-    if given or is_engine(Path(model)) or Path(model).suffix in SUFFIXES:
-        return args.checkpoint
-    return str(find_model(model, "", args.revision)[1])
-
-
-def _write(args: argparse.Namespace, report: BenchReport) -> None:
-    values = strict(report.plain())
-    if args.json == STDOUT:
-        emit(values)
-    else:
-        print(markdown([report]) if args.table else text(report))
-    for warning in report.warnings:
-        console.say(f"warning: {warning}")
-    if args.out:
-        write_file(Path(args.out), [(json.dumps(values, indent=1) + "\n").encode()])
-    if args.plot:
-        plot_bench(args.plot, {"": report})
-
-
-def compare(args: argparse.Namespace) -> int:
-    """Set two reports side by side."""
-    if args.plot:
-        check_plot(args.plot)
-    a, b = read_report(args.a), read_report(args.b)
-    result = compare_reports(a, b, args.all)
-    emit(json.loads(json.dumps(result, default=vars))) if args.json else print(compare_text(result))
-    if args.plot:
-        plot_bench(args.plot, {"A": a, "B": b})
-    return 1 if args.check and result["differ"] else 0
+        if self.plot:
+            check_plot(self.plot)
+        a, b = read_report(self.a), read_report(self.b)
+        result = compare_reports(a, b, self.all)
+        emit(json.loads(json.dumps(result, default=vars))) if self.json else print(compare_text(result))
+        if self.plot:
+            plot_bench(self.plot, {"A": a, "B": b})
+        return 1 if self.check and result["differ"] else 0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan.footprint import Footprint
+from g4ir.plan.options import BuildOptions
 from g4ir.plan.resolve import KV_NAMES
 from g4ir.spec.record import SUFFIXES, Spec, spec_names
 from g4ir.ui import console
@@ -26,77 +26,121 @@ from g4ir.ui.files import free_bytes
 from g4ir.ui.units import size_text
 from g4ir.weights.origin import find_model
 
-from .common import emit, flag_of, given_options, given_spec, of_file, output
-from .run import verified
+from .common import Programs, Source, emit, of_file, output
+from .verb import Verb, argument, flag, flag_of, options
+from .verify import compared
+
+#: title of --help -> options below it
+GROUPS = {
+    "model": "checkpoint mmproj adapter random_weights link_weights",
+    "required": "backend",
+    "device": "device target dtype memory settings ple_placement",
+    "limits": "max_batch max_seq prefill_chunk all_logits",
+    "quantisation": "quant calibrate quant_activations kv_dtype latent_kv",
+    "speculative decoding": "drafter draft_tokens",
+    "media": "media image_budgets audio_seconds",
+    "several ranks": "tp ep",
+    "passes": "skip",
+}
 
 
-def build(args: argparse.Namespace) -> int:
-    """Build an engine, or say what a build would make."""
-    if args.verify and args.tp > 1:
-        raise InputError(
-            f"--verify runs the engine, which takes {args.tp} processes: build it, then verify it "
-            f"by torchrun --nproc-per-node {args.tp} -m g4ir verify ENGINE"
-        )
-    backend = find_backend(args.backend)
-    device = args.device or backend.devices[0]
-    with nullcontext() if args.dry_run else backend.about_to_compile(device):
-        return _build(args)
+class Build(Verb):
+    """Build an engine, or say what a build would make.
 
+    model MODEL: a variant, GGUF file, checkpoint directory or Hugging Face id
+    preset NAME: options of a build by name, the backend among them (see `g4ir presets`); flags win:
+        {presets}
+    dump_ir DIR: write the graphs after every pass to DIR
+    out DIR: output directory (default: engines/VARIANT-BACKEND)
+    verify: verify the engine against the reference after the build
+    dry_run: check everything up to compilation, write nothing
+    """
 
-def _build(args: argparse.Namespace) -> int:
-    from g4ir.builder.build import check_absent, prepare, write_engine
+    json: bool = False
+    model: str | None = argument("?", title="model")
+    source: Source = flag(title="model")
+    options: BuildOptions = options(GROUPS)
+    preset: str | None = flag(None, title="required")
+    dump_ir: str | None = flag(None, title="passes")
+    out: str | None = flag(None, title="output")
+    verify: bool = flag(False, title="output")
+    dry_run: bool = flag(False, title="output")
 
-    console.spec_warnings()
-    if args.model:
-        _take_model(args)
-    spec = given_spec(args)
-    if args.out or spec:
-        check_absent(_out(args, spec))
-    with console.Progress() as progress:
-        progress("checking the build")
-        dump = _dump_to(Path(args.dump_ir)) if args.dump_ir else None
-        options = of_file(given_options(args), args)
-        prepared = prepare(spec, options, dry=args.dry_run, dump=dump)
-        here = prepared.backend.has_device(prepared.device)
-        if args.verify and not (here or args.dry_run):
-            raise InputError(f"--verify runs the engine: do that {prepared.backend.place}")
-        out = _out(args, prepared.spec)
-        _tell_notes(prepared, args.dry_run)
-        if args.dry_run:
-            return _dry_run(prepared, out, args.json, progress)
-        _tell_leftovers(out)
-        written = write_engine(prepared, out, progress)
-        prepared.source.close()
-    seconds = written.compile_s
-    if seconds >= console.QUIET_S:
-        console.say(f"compiled in {seconds:.0f} s; loading the engine compiles nothing")
-    if written.grid:
-        console.say(f"int4: {written.grid}")
-    if args.tp > 1:
-        console.say(f"run it by torchrun --nproc-per-node {args.tp} -m g4ir run {out} ...")
-    if not here:
-        console.say(f"run it {prepared.backend.place}")
-    if args.verify:
-        return verified(str(out), args, trust=not written.known)
-    made = {"engine": str(out), "compile_s": seconds, "grid": written.grid and asdict(written.grid)}
-    return output(args, made, f"{out}\n")
+    def __post_init__(self) -> None:
+        if not self.given & {"backend", "preset"}:
+            raise InputError(
+                "the following arguments are required: --backend (see g4ir build --help)"
+            )
+        if self.dry_run and self.verify:
+            raise InputError("--dry-run builds nothing that --verify could check")
+        if self.verify and (tp := self.options.tp) > 1:
+            raise InputError(
+                f"--verify runs the engine, which takes {tp} processes: build it, then verify it "
+                f"by torchrun --nproc-per-node {tp} -m g4ir verify ENGINE"
+            )
 
+    def __call__(self) -> int:
+        backend = find_backend(self.options.backend)
+        device = self.options.device or backend.devices[0]
+        with nullcontext() if self.dry_run else backend.about_to_compile(device):
+            return self._build()
 
-def _take_model(args: argparse.Namespace) -> None:
-    """Put MODEL in the place of --variant, --spec or --checkpoint."""
-    model, name = args.model, "checkpoint"
-    if model in spec_names() or Path(model).suffix in SUFFIXES:
-        name = "variant" if model in spec_names() else "spec"
-    else:
-        model = find_model(model, "")[1]
-    if name in args.given:
-        raise InputError(f"give MODEL or {flag_of(name)}, not both")
-    vars(args)[name] = model
+    def _build(self) -> int:
+        from g4ir.builder.build import check_absent, prepare, write_engine
 
+        console.spec_warnings()
+        source, options = self._sources()
+        spec = source.load()
+        if self.out or spec:
+            check_absent(self._out(spec))
+        with console.Progress() as progress:
+            progress("checking the build")
+            dump = _dump_to(Path(self.dump_ir)) if self.dump_ir else None
+            options = of_file(options, self.preset)
+            prepared = prepare(spec, options, dry=self.dry_run, dump=dump)
+            here = prepared.backend.has_device(prepared.device)
+            if self.verify and not (here or self.dry_run):
+                raise InputError(f"--verify runs the engine: do that {prepared.backend.place}")
+            out = self._out(prepared.spec)
+            _tell_notes(prepared)
+            if self.dry_run:
+                return _dry_run(prepared, out, self.json, progress)
+            _tell_leftovers(out)
+            written = write_engine(prepared, out, progress)
+            prepared.source.close()
+        seconds = written.compile_s
+        if seconds >= console.QUIET_S:
+            console.say(f"compiled in {seconds:.0f} s; loading the engine compiles nothing")
+        if written.grid:
+            console.say(f"int4: {written.grid}")
+        if options.tp > 1:
+            console.say(f"run it by torchrun --nproc-per-node {options.tp} -m g4ir run {out} ...")
+        if not here:
+            console.say(f"run it {prepared.backend.place}")
+        if self.verify:
+            load = Programs(trust=not written.known)
+            return compared(str(out), load, self.json, checkpoint=options.checkpoint)
+        grid = written.grid and asdict(written.grid)
+        made = {"engine": str(out), "compile_s": seconds, "grid": grid}
+        return output(self.json, made, f"{out}\n")
 
-def _out(args: argparse.Namespace, spec: Spec | None) -> Path:
-    assert args.out or spec
-    return Path(args.out or f"engines/{spec.name if spec else ''}-{args.backend}")
+    def _sources(self) -> tuple[Source, BuildOptions]:
+        """Return the spec and the options, with MODEL in the place of --variant, --spec or
+        --checkpoint."""
+        if not (model := self.model):
+            return self.source, self.options
+        spec = "spec" if Path(model).suffix in SUFFIXES else "checkpoint"
+        name = "variant" if model in spec_names() else spec
+        if name in self.given:
+            raise InputError(f"give MODEL or {flag_of(name)}, not both")
+        if name == "checkpoint":
+            return self.source, replace(self.options, checkpoint=find_model(model, "")[1])
+        named: dict[str, Any] = {name: model}
+        return replace(self.source, **named), self.options
+
+    def _out(self, spec: Spec | None) -> Path:
+        assert self.out or spec
+        return Path(self.out or f"engines/{spec.name if spec else ''}-{self.options.backend}")
 
 
 def _dump_to(folder: Path) -> Dump:
@@ -115,7 +159,7 @@ def _dump_to(folder: Path) -> Dump:
     return dump
 
 
-def _tell_notes(p: Prepared, dry: bool) -> None:
+def _tell_notes(p: Prepared) -> None:
     """Tell which tensors of the checkpoint the engine does not use, which it makes up, and what a
     dtype may be too narrow for."""
     whys = list(p.source.ignored.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -10,20 +9,21 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import G4Error, InputError
 from g4ir.model.media import KINDS, check_there
 from g4ir.spec.reader import did_you_mean
 from g4ir.ui import console
+from g4ir.ui.files import read_table
 from g4ir.ui.paths import cache_root, private
 
 from . import talking
-from .common import emit, load_to_generate, tables
+from .common import Draft, Load, OnEngine, emit
+from .verb import flag
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from g4ir.generate.conversation import ChatSession, Turn
 
 PROMPT, MORE = ">>> ", "... "
@@ -31,42 +31,60 @@ PROMPT, MORE = ">>> ", "... "
 MOST_LINES = 1000
 #: what begins and ends a message of several lines, which a command may have too
 QUOTES = '"""'
-#: command, a method of Repl -> its row in verbs.yaml
-COMMANDS: dict[str, list[str]] = tables()["chat commands"]
+TABLE = read_table(Path(__file__).with_suffix(".yaml"))
+#: command, a method of Repl -> usage, help, and what is allowed
+COMMANDS: dict[str, list[str]] = TABLE["commands"]
 _BLOCK = re.compile(rf"\s*(/\w+\s+)?{QUOTES}")
 
 
-def chat(args: argparse.Namespace) -> int:
-    """Talk with an engine."""
-    talking.check_draft(args)
-    if sys.stdin is None:
-        raise InputError("stdin is closed, and messages are read from it")
-    for kind, path in args.media:
-        check_there(kind, path)
-    talking.check_talk(args)
-    terminal = sys.stdin.isatty() and sys.stdout.isatty() and not args.json
-    with (
-        console.Progress() as progress,
-        closing(load_to_generate(args, progress)) as engine,
-        talking.begun(engine, args) as talk,
-    ):
-        progress.stop()
-        return _talk(talk, args, terminal)
+class Chat(OnEngine):
+    """Talk with an engine.
 
+    media FILE: KIND file of the first message (repeat)
+    hide_reasoning: hide the reasoning
+    max_new_tokens N: maximum number of generated tokens per answer (default: what fits)
+    """
 
-def _talk(talk: ChatSession, args: argparse.Namespace, terminal: bool) -> int:
-    repl = Repl(talk, terminal, args.json)
-    repl.screen.hides_reasoning = args.hide_reasoning
-    for kind, path in args.media:
-        repl.attach(kind, path)
-    if not terminal:
-        repl.run(from_pipe(sys.stdin.buffer))
-        return int(repl.failed)
-    name, room = talk.engine.spec.name, talk.engine.limits.max_seq
-    console.say(f"{name}, {room} tokens; /help lists commands, Ctrl-D leaves")
-    with history():
-        repl.run(typed)
-    return 0
+    json: bool = False
+    talk: talking.Talk
+    media: list[tuple[str, str]] = flag((), each=KINDS)
+    hide_reasoning: bool = False
+    sampling: talking.Sampling
+    draft: Draft
+    load: Load
+
+    def __post_init__(self) -> None:
+        self.talk.check()
+
+    def __call__(self) -> int:
+        if sys.stdin is None:
+            raise InputError("stdin is closed, and messages are read from it")
+        for kind, path in self.media:
+            check_there(kind, path)
+        path = self.with_engine(self.draft).engine
+        talking.check_turns(Path(path))
+        with (
+            console.Progress() as progress,
+            closing(self.load.to_generate(path, progress)) as engine,
+            talking.begun(engine, self.draft, self.talk, self.sampling) as talk,
+        ):
+            progress.stop()
+            return self._with(talk)
+
+    def _with(self, talk: ChatSession) -> int:
+        terminal = sys.stdin.isatty() and sys.stdout.isatty() and not self.json
+        repl = Repl(talk, terminal, self.json)
+        repl.screen.hides_reasoning = self.hide_reasoning
+        for kind, path in self.media:
+            repl.attach(kind, path)
+        if not terminal:
+            repl.run(from_pipe(sys.stdin.buffer))
+            return int(repl.failed)
+        name, room = talk.engine.spec.name, talk.engine.limits.max_seq
+        console.say(f"{name}, {room} tokens; /help lists commands, Ctrl-D leaves")
+        with history():
+            repl.run(typed)
+        return 0
 
 
 #: returns a line for a prompt, None after the last
@@ -362,7 +380,7 @@ class Repl:
 
     def help(self, text: str) -> None:
         rows = {f"{name} {usage}".strip(): what for name, (usage, what, *_) in COMMANDS.items()}
-        rows |= tables()["chat keys"]
+        rows |= TABLE["keys"]
         width = max(map(len, rows))
         self._tell("\n".join(f"{left:<{width}}  {what}" for left, what in rows.items()))
 
@@ -372,8 +390,6 @@ class Repl:
 
 def _path(text: str) -> str:
     """Return a path as it was typed: in quotes, or with ~ for the user's home."""
-    from pathlib import Path
-
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         text = text[1:-1]
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,12 +18,12 @@ from g4ir.ops.codecs import FORM_OF
 from g4ir.plan.cost import Cost, Roof, Step, by_kind, floor, graph_costs, prefill_chunks, total
 from g4ir.plan.drafting import ACCEPTANCE, Gain, gains, gains_text
 from g4ir.plan.gpus import find_gpu
-from g4ir.spec.record import Spec
 from g4ir.ui.table import aligned
-from g4ir.ui.units import parse_count, si
+from g4ir.ui.units import si
 
-from .common import flag_of, output
-from .graphs import check_graph, chosen_graph, drafted_tokens, no_layer, spec_of
+from .common import output
+from .graphs import NamedGraph, no_layer
+from .verb import Count, Part, Verb, flag_of
 
 #: default chunk size, and default context of a decode step
 TOKENS = 1024
@@ -43,46 +42,138 @@ MEANINGLESS: dict[str, tuple[str, ...]] = {
 }
 
 
-def cost(args: argparse.Namespace) -> int:
+class StepSize(Part):
+    """A step of a model, and a GPU.
+
+    batch N: batch size (default 1)
+    context N: tokens in the KV cache after the step, such as 32K
+        (default: decode 1K, prefill the chunk size)
+    prefill_chunk N: prefill chunk (default 1K)
+    gpu NAME: a GPU:
+        {gpus}
+    """
+
+    batch: Count | None = None
+    context: Count | None = None
+    prefill_chunk: Count | None = None
+    gpu: str | None = None
+
+    def of(self, graph: NamedGraph) -> Step:
+        """Return the step that the options describe, within the limits of the model."""
+        spec, phase, context, chunk = graph.spec, graph.phase, self.context, self.prefill_chunk
+        for name in MEANINGLESS.get(phase, ()):
+            if name in self.given:
+                raise InputError(f"{flag_of(name)} means nothing in phase {phase}")
+        longest = spec.text.max_position_embeddings
+        single = phase in ("decode", VERIFY, DRAFT)
+        new = 1 if single else chunk or min(TOKENS, context or longest)
+        if phase == VERIFY:
+            new = graph.drafted_tokens() + 1
+        held = context or (min(TOKENS, longest) if single else new)
+        if held > longest:
+            given = "context" if context else "prefill_chunk"
+            raise InputError(f"{flag_of(given)} {held}: {spec.name} has {longest} positions")
+        if new > held:
+            what = f"--draft-tokens {new - 1} and one" if single else f"--prefill-chunk {new}"
+            raise InputError(f"{what} is more than --context {held}")
+        if phase == DRAFT:  # the newest token is not in the caches
+            return Step(self.batch or 1, 1, held)
+        return Step(self.batch or 1, new, held - new)
+
+
+class CostOf(Verb):
     """Print the cost of one step of a graph; for prefill also of the whole prompt, for a
-    verification step also the expected speed-up of speculative decoding."""
-    check_graph(args)
-    graph, spec = chosen_graph(args), spec_of(args)
-    step, weights = step_of(args, spec), args.weights
-    roof = _roof(args)
-    costs = graph_costs(graph, B=step.B, S=step.S, C=step.C, weights=weights)
-    if args.layer is not None:
-        costs = [c for c in costs if layer_of(c.node) == args.layer]
-        if not costs:
-            raise no_layer(graph, args.layer)
-    report: dict[str, Any] = {
-        "variant": spec.name,
-        "phase": graph.name,
-        "batch": step.B,
-        "new_tokens": step.S,
-        "context": step.C + step.S,
-        "weights": weights or _forms(graph),
-        "layer": args.layer,
-        "roof": roof and asdict(roof),
-        "total": _row(total(costs), roof),
-        "kinds": {kind: _row(cost, roof) for kind, cost in by_kind(costs).items()},
-    }
-    if args.nodes or args.layer is not None:
-        report["nodes"] = [
-            {"node": c.node, "op": c.op, "kind": c.kind, **_row(c.cost, roof)}
-            for c in costs
-            if c.cost != Cost()
-        ]
-    if graph.name == "prefill" and args.layer is None:
-        chunks = prefill_chunks(graph, step.C + step.S, step.S, B=step.B, weights=weights)
-        report["prompt"] = {"chunks": len(chunks), **asdict(sum(chunks, Cost()))}
-        if roof:
-            report["prompt"]["floor_s"] = sum(floor(c, roof).seconds for c in chunks)
-    found: Sequence[Gain] = ()
-    if args.phase == VERIFY and args.layer is None:
-        found = _gains(args, graph, step, roof)
-        report["drafts"] = {"acceptance": ACCEPTANCE, "rounds": [g.to_dict() for g in found]}
-    return output(args, report, "".join(f"{line}\n" for line in _lines(report, found)))
+    verification step also the expected speed-up of speculative decoding.
+
+    layer I: only the nodes of layer I
+    bandwidth X: memory bandwidth of the roofline, bytes/s
+    flop_rate X: peak rate of the roofline, FLOP/s
+    weights FORMAT: weight format: f32, bf16, f16, fp8, int8 or int4 (default: the graph's)
+    nodes: list every node with a cost
+    """
+
+    json: bool = False
+    graph: NamedGraph
+    layer: int | None = None
+    step: StepSize
+    bandwidth: float | None = None
+    flop_rate: float | None = None
+    weights: str | None = None
+    nodes: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weights is not None and self.graph.options.quant is not None:
+            raise InputError("give --weights or --quant, not both")
+
+    def __call__(self) -> int:
+        self.graph.check()
+        graph, spec = self.graph.chosen(), self.graph.spec
+        step, weights = self.step.of(self.graph), self.weights
+        roof = self._roof()
+        costs = graph_costs(graph, B=step.B, S=step.S, C=step.C, weights=weights)
+        if self.layer is not None:
+            costs = [c for c in costs if layer_of(c.node) == self.layer]
+            if not costs:
+                raise no_layer(graph, self.layer)
+        report: dict[str, Any] = {
+            "variant": spec.name,
+            "phase": graph.name,
+            "batch": step.B,
+            "new_tokens": step.S,
+            "context": step.C + step.S,
+            "weights": weights or _forms(graph),
+            "layer": self.layer,
+            "roof": roof and asdict(roof),
+            "total": _row(total(costs), roof),
+            "kinds": {kind: _row(cost, roof) for kind, cost in by_kind(costs).items()},
+        }
+        if self.nodes or self.layer is not None:
+            report["nodes"] = [
+                {"node": c.node, "op": c.op, "kind": c.kind, **_row(c.cost, roof)}
+                for c in costs
+                if c.cost != Cost()
+            ]
+        if graph.name == "prefill" and self.layer is None:
+            chunks = prefill_chunks(graph, step.C + step.S, step.S, B=step.B, weights=weights)
+            report["prompt"] = {"chunks": len(chunks), **asdict(sum(chunks, Cost()))}
+            if roof:
+                report["prompt"]["floor_s"] = sum(floor(c, roof).seconds for c in chunks)
+        found: Sequence[Gain] = ()
+        if self.graph.phase == VERIFY and self.layer is None:
+            found = self._gains(graph, step, roof)
+            report["drafts"] = {"acceptance": ACCEPTANCE, "rounds": [g.to_dict() for g in found]}
+        return output(self.json, report, "".join(f"{line}\n" for line in _lines(report, found)))
+
+    def _gains(self, graph: Graph, step: Step, roof: Roof | None) -> Sequence[Gain]:
+        """Compare a verification step with steps of one token."""
+        single = self.graph.single_step().chosen()
+        held = step.C + step.S
+
+        def cost(tokens: int) -> Cost:
+            g = single if tokens == 1 else graph
+            sizes = {"B": step.B, "S": tokens, "C": held - tokens}
+            return total(graph_costs(g, weights=self.weights, **sizes))
+
+        return gains(cost, step.S - 1, roof)
+
+    def _roof(self) -> Roof | None:
+        for name, flag in RATES.items():
+            value = vars(self)[name]
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"{flag} {value}: expected a positive number")
+        card = find_gpu(self.step.gpu).roof if self.step.gpu is not None else None
+        rates = (self.bandwidth, self.flop_rate)
+        if card is None and rates == (None, None):
+            return None
+        if card is None and None in rates:
+            raise InputError("--bandwidth and --flop-rate go together unless --gpu gives the other")
+        names = [card.name] if card else []
+        names += [flag for name, flag in RATES.items() if name in self.given]
+        return Roof(
+            self.bandwidth or (card.bytes_per_s if card else 0.0),
+            self.flop_rate or (card.flops_per_s if card else 0.0),
+            " with ".join(names),
+        )
 
 
 def _forms(graph: Graph) -> str:
@@ -91,67 +182,6 @@ def _forms(graph: Graph) -> str:
     for v in graph.params:
         nbytes[FORM_OF.get(v.type.dtype, v.type.dtype)] += v.type.nbytes()
     return "/".join(d for d, n in nbytes.most_common() if n >= LITTLE * nbytes.total())
-
-
-def _gains(args: argparse.Namespace, graph: Graph, step: Step, roof: Roof | None) -> Sequence[Gain]:
-    """Compare a verification step with steps of one token."""
-    same = {"phase": "decode", "draft_tokens": drafted_tokens(args)}
-    single = chosen_graph(argparse.Namespace(**{**vars(args), **same}))
-    held = step.C + step.S
-
-    def cost(tokens: int) -> Cost:
-        g = single if tokens == 1 else graph
-        return total(graph_costs(g, B=step.B, S=tokens, C=held - tokens, weights=args.weights))
-
-    return gains(cost, step.S - 1, roof)
-
-
-def step_of(args: argparse.Namespace, spec: Spec) -> Step:
-    """Return the step that the options describe, within the limits of the model."""
-    for name in MEANINGLESS.get(args.phase, ()):
-        if vars(args).get(name) is not None:
-            raise InputError(f"{flag_of(name)} means nothing in phase {args.phase}")
-    batch, chunk, context = (_count(args, name) for name in ("batch", "prefill_chunk", "context"))
-    longest = spec.text.max_position_embeddings
-    single = args.phase in ("decode", VERIFY, DRAFT)
-    new = 1 if single else chunk or min(TOKENS, context or longest)
-    if args.phase == VERIFY:
-        new = drafted_tokens(args) + 1
-    held = context or (min(TOKENS, longest) if single else new)
-    if held > longest:
-        given = "context" if context else "prefill_chunk"
-        raise InputError(f"{flag_of(given)} {held}: {spec.name} has {longest} positions")
-    if new > held:
-        what = f"--draft-tokens {new - 1} and one" if single else f"--prefill-chunk {new}"
-        raise InputError(f"{what} is more than --context {held}")
-    if args.phase == DRAFT:  # the newest token is not in the caches
-        return Step(batch or 1, 1, held)
-    return Step(batch or 1, new, held - new)
-
-
-def _count(args: argparse.Namespace, name: str) -> int | None:
-    text = vars(args).get(name)
-    return None if text is None else parse_count(text, flag_of(name))
-
-
-def _roof(args: argparse.Namespace) -> Roof | None:
-    for name in RATES:
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            raise InputError(f"{RATES[name]} {value}: expected a positive number")
-    card = find_gpu(args.gpu).roof if args.gpu is not None else None
-    rates = (args.bandwidth, args.flop_rate)
-    if card is None and rates == (None, None):
-        return None
-    if card is None and None in rates:
-        raise InputError("--bandwidth and --flop-rate go together unless --gpu gives the other")
-    names = [card.name] if card else []
-    names += [flag for name, flag in RATES.items() if getattr(args, name) is not None]
-    return Roof(
-        args.bandwidth or (card.bytes_per_s if card else 0.0),
-        args.flop_rate or (card.flops_per_s if card else 0.0),
-        " with ".join(names),
-    )
 
 
 def _row(cost: Cost, roof: Roof | None) -> dict[str, Any]:

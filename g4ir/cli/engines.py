@@ -2,41 +2,85 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from g4ir.errors import InputError
 from g4ir.ui import compiler_cache
 from g4ir.ui.units import size_text
 
-from .common import flag_of, output
+from .common import output
+from .verb import Verb, argument, flag_of
 
 if TYPE_CHECKING:
     from g4ir.builder.library import CachedEngine
 
 
-def engines(args: argparse.Namespace) -> int:
-    """List the engines of the cache, print its folder, or remove some."""
-    from g4ir.builder.library import cached_engines, disk_bytes, engines_root
+class Engines(Verb):
+    """List the engines of the cache, print its folder, or remove some.
 
-    if args.action == "path":
-        return output(args, {"path": str(engines_root())}, f"{engines_root()}\n")
-    if args.action == "rm":
-        return _remove(args)
-    if args.names or args.all or args.stale or args.cache:
-        flags = "names, --all, --stale and --cache"
-        raise InputError(f"engines {args.action}: {flags} are for `g4ir engines rm`")
-    found, cache = cached_engines(), compiler_cache.size()
-    rows = [_row(e) for e in found]
-    lines = [_line(e) for e in found]
-    if len(found) > 1:
-        lines.append(f"in all  {size_text(disk_bytes(found))}, shared files counted once\n")
-    if cache:
-        lines.append(f"compiler cache  {size_text(cache)}  (g4ir engines rm --cache)\n")
-    facts = {"engines": rows, "bytes": disk_bytes(found), "compiler_cache_bytes": cache}
-    return output(args, facts, "".join(lines))
+    action: list: size, last use and model of each (default); rm: remove; path: print the folder
+    names NAME: engines to remove, as listed
+    all: remove every engine that no process uses
+    stale: remove engines of other versions, or of files that changed: they are not loaded any more
+    cache: remove the compiler cache, alone or too
+    """
+
+    json: bool = False
+    action: Literal["list", "rm", "path"] = argument("?", default="list")
+    names: list[str] = argument("*")
+    all: bool = False
+    stale: bool = False
+    cache: bool = False
+
+    def __call__(self) -> int:
+        from g4ir.builder.library import cached_engines, disk_bytes, engines_root
+
+        if self.action == "path":
+            return output(self.json, {"path": str(engines_root())}, f"{engines_root()}\n")
+        if self.action == "rm":
+            return self._remove()
+        if self.names or self.all or self.stale or self.cache:
+            flags = "names, --all, --stale and --cache"
+            raise InputError(f"engines {self.action}: {flags} are for `g4ir engines rm`")
+        found, cache = cached_engines(), compiler_cache.size()
+        rows = [_row(e) for e in found]
+        lines = [_line(e) for e in found]
+        if len(found) > 1:
+            lines.append(f"in all  {size_text(disk_bytes(found))}, shared files counted once\n")
+        if cache:
+            lines.append(f"compiler cache  {size_text(cache)}  (g4ir engines rm --cache)\n")
+        facts = {"engines": rows, "bytes": disk_bytes(found), "compiler_cache_bytes": cache}
+        return output(self.json, facts, "".join(lines))
+
+    def _remove(self) -> int:
+        from g4ir.builder.library import cached_engines, disk_bytes, remove
+
+        known = {e.path.name: e for e in cached_engines()}
+        ways = (bool(self.names), self.all, self.stale)
+        if sum(ways) > 1 or not (any(ways) or self.cache):
+            ways_text = "names, as `g4ir engines` lists them, --all or --stale"
+            raise InputError(f"engines rm: give either {ways_text}, or --cache")
+        if unknown := [name for name in self.names if name not in known]:
+            raise InputError(f"engines rm {unknown[0]}: no such engine; `g4ir engines` lists them")
+        chosen = known if self.all else {n: e for n, e in known.items() if self.stale and e.stale}
+        names = self.names or list(chosen)
+        removed = [name for name in names if remove(known[name].path)]
+        kept = [name for name in names if name not in removed]
+        if kept and self.names:
+            raise InputError(f"engines rm {kept[0]}: a process uses it; end that first")
+        remaining = [e for name, e in known.items() if name not in removed]
+        freed = disk_bytes(known.values()) - disk_bytes(remaining)
+        if self.cache:
+            size = compiler_cache.size()
+            if not compiler_cache.delete_all():
+                why = "a build uses the compiler cache; end that first"
+                raise InputError(f"engines rm --cache: {why}")
+            freed += size
+            removed += ["compiler cache"] if size else []
+        text = f"removed {len(removed)}, {size_text(freed)}\n" if removed else "nothing to remove\n"
+        return output(self.json, {"removed": removed, "in_use": kept, "bytes": freed}, text)
 
 
 def _row(e: CachedEngine) -> dict[str, Any]:
@@ -61,34 +105,6 @@ def _words(value: Any) -> str:
     if isinstance(value, dict):
         return " ".join(f"{k}={v}" for k, v in value.items())
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _remove(args: argparse.Namespace) -> int:
-    from g4ir.builder.library import cached_engines, disk_bytes, remove
-
-    known = {e.path.name: e for e in cached_engines()}
-    ways = (bool(args.names), args.all, args.stale)
-    if sum(ways) > 1 or not (any(ways) or args.cache):
-        ways_text = "names, as `g4ir engines` lists them, --all or --stale"
-        raise InputError(f"engines rm: give either {ways_text}, or --cache")
-    if unknown := [name for name in args.names if name not in known]:
-        raise InputError(f"engines rm {unknown[0]}: no such engine; `g4ir engines` lists them")
-    chosen = known if args.all else {n: e for n, e in known.items() if args.stale and e.stale}
-    names = args.names or list(chosen)
-    removed = [name for name in names if remove(known[name].path)]
-    kept = [name for name in names if name not in removed]
-    if kept and args.names:
-        raise InputError(f"engines rm {kept[0]}: a process uses it; end that first")
-    remaining = [e for name, e in known.items() if name not in removed]
-    freed = disk_bytes(known.values()) - disk_bytes(remaining)
-    if args.cache:
-        size = compiler_cache.size()
-        if not compiler_cache.delete_all():
-            raise InputError("engines rm --cache: a build uses the compiler cache; end that first")
-        freed += size
-        removed += ["compiler cache"] if size else []
-    text = f"removed {len(removed)}, {size_text(freed)}\n" if removed else "nothing to remove\n"
-    return output(args, {"removed": removed, "in_use": kept, "bytes": freed}, text)
 
 
 def _when(seconds: float) -> str:

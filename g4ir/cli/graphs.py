@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from g4ir.artefact.directory import Artefact
@@ -18,15 +18,16 @@ from g4ir.model.text import TEXT_GRAPHS, build_graph
 from g4ir.model.towers import PARTS, build_towers, default_tower
 from g4ir.parallel.shard import shard
 from g4ir.passes import Dump, PassOptions, find_pass, run_passes
-from g4ir.passes.latent_kv import PLAIN
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.plan import resolve
+from g4ir.plan.options import BuildOptions
 from g4ir.quant.recipe import find_recipe, one_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 
-from .common import flag_of, given_spec, tables
+from .common import Source
 from .models import Model, named_model
+from .verb import Part, argument, flag, flag_of, options
 
 #: what the towers of each part are for
 OF_PART = {"vision": "image", "audio": "audio"}
@@ -36,36 +37,134 @@ DRAFTED = 4
 DRAFTING = {VERIFY: "--draft-tokens K", DRAFT: "--drafter default"}
 
 
-def check_graph(args: argparse.Namespace) -> None:
-    """Find what is named and fill in the default phase; InputError for options that an engine has
-    already."""
-    decided = tables()["of engine"]
-    if engine_of(args) and any(getattr(args, name) for name in decided):
-        flags = ", ".join(map(flag_of, decided))
-        raise InputError(f"an engine has its own spec: leave out {flags}")
-    args.phase = args.phase or "decode"
+#: the text model's graphs, and the towers by their part
+PHASES = (*TEXT_GRAPHS, VERIFY, DRAFT, "embed", BLOCKS, *PARTS)
+#: options of a graph that an engine decides
+DECIDED = "all_logits quant quant_activations kv_dtype latent_kv draft_tokens tp ep"
 
 
-def chosen_graph(args: argparse.Namespace) -> Graph:
-    """Return an engine's graph as it runs; for a spec, or with `--after`, a stage of the
-    pipeline."""
-    if args.after is None and (engine := engine_of(args)):
-        if args.skip:
-            raise InputError("--skip needs --after or --why: an engine's graph is what was built")
-        return found_graph(engine.packing.program, args.phase, engine.spec)
-    graph, skip = given_graph(args)
-    return graph if args.after == "none" else behind(args, graph, skip)
+class NamedGraph(Part):
+    """A graph: of an engine, or of a model that none is built of.
 
+    engine MODEL: {described}
+    phase: graph of the engine (default decode)
+    after PASS: stop after this pass; `none`: before the first
+    latent_kv FORM: latent KV cache of layers with K=V: off (default) or value
+    tp N: graph of one rank at tensor-parallel size N
+    """
 
-def behind(
-    args: argparse.Namespace, graph: Graph, skip: Collection[str], dump: Dump | None = None
-) -> Graph:
-    """Return a graph behind the pass of `--after`."""
-    if args.after in skip:
-        find_pass(args.after)
-        raise InputError(f"--after {args.after}: the pass is skipped")
-    options = pass_options(args)
-    return run_passes(graph, skip=skip, until=args.after, dump=dump, options=options)
+    engine: str | None = argument("?")
+    source: Source
+    options: BuildOptions = options(f"skip {DECIDED}")
+    phase: str = flag("decode", choices=PHASES)
+    after: str | None = None
+
+    def check(self) -> None:
+        """Find what is named; InputError for options that an engine has already."""
+        if self.built and self.given & {*DECIDED.split()}:
+            flags = ", ".join(map(flag_of, DECIDED.split()))
+            raise InputError(f"an engine has its own spec: leave out {flags}")
+
+    @cached_property
+    def model(self) -> Model:
+        """What is named; it is read once, since every file of an engine is."""
+        if self.engine is not None:
+            if self.source.variant is not None or self.source.spec is not None:
+                raise InputError("give either MODEL or --variant or --spec, not both")
+            return named_model(self.engine)
+        if spec := self.source.load():
+            return Model(spec)
+        raise InputError("give MODEL: an engine directory, GGUF file, checkpoint or variant")
+
+    @property
+    def spec(self) -> Spec:
+        return self.model.spec
+
+    @property
+    def built(self) -> Artefact | None:
+        """The engine, if one is named."""
+        return self.model.engine
+
+    @property
+    def ranks(self) -> int | None:
+        """How many ranks share the model: --tp, or those of an engine; None for one."""
+        if not self.built:
+            return self.options.tp if "tp" in self.given else None
+        return self.built.ranks if self.built.ranks > 1 else None
+
+    def single_step(self) -> NamedGraph:
+        """Return the decode graph of the same model, with room for the same draft tokens."""
+        drafts = replace(self.options, draft_tokens=self.drafted_tokens())
+        graph = replace(self, phase="decode", options=drafts)
+        vars(graph)["model"] = self.model
+        return graph
+
+    def chosen(self) -> Graph:
+        """Return an engine's graph as it runs; for a spec, or with `--after`, a stage of the
+        pipeline."""
+        if self.after is None and (engine := self.built):
+            if self.options.skip:
+                what = "an engine's graph is what was built"
+                raise InputError(f"--skip needs --after or --why: {what}")
+            return found_graph(engine.packing.program, self.phase, engine.spec)
+        graph, skip = self.before_passes()
+        return graph if self.after == "none" else self.behind(graph, skip)
+
+    def behind(self, graph: Graph, skip: Collection[str], dump: Dump | None = None) -> Graph:
+        """Return a graph behind the pass of `--after`."""
+        if self.after and self.after in skip:
+            find_pass(self.after)
+            raise InputError(f"--after {self.after}: the pass is skipped")
+        options = self.pass_options()
+        return run_passes(graph, skip=skip, until=self.after, dump=dump, options=options)
+
+    def before_passes(self) -> tuple[Graph, set[str]]:
+        """Return the graph before all passes, and the passes to leave out."""
+        model, spec, phase, o = self.model, self.spec, self.phase, self.options
+        if not (found := model.engine):
+            plain = plain_graph(spec, phase, o.all_logits)
+            recipe = one_recipe(find_recipe(o.quant), model.held, self.engine)
+            held = quantised(Program({phase: plain}), spec, recipe, spec.dtype).graphs[phase]
+            if "tp" in self.given or o.ep:
+                held = self._of_rank(held)
+            return held, set(o.skip)
+        found_graph(found.packing.program, phase, spec)
+        plain = plain_graph(spec, phase, found.all_logits, found.dtype, found.media, found.drafter)
+        if plain.state:
+            plain = shard(plain, spec, found.ranks, found.ep)
+        graph = quantised(Program({phase: plain}), spec, found.recipe, found.dtype)
+        return graph.graphs[phase], {*found.skip, *o.skip}
+
+    def _of_rank(self, graph: Graph) -> Graph:
+        """Return the graph of one rank of `--tp`; InputError for one that ranks do not share."""
+        phases = (*TEXT_GRAPHS, VERIFY, BLOCKS, DRAFT)
+        if self.phase not in phases:
+            whole = f"--phase {self.phase} is whole on every rank"
+            raise InputError(f"--tp: {whole}; {', '.join(phases)}")
+        return shard(graph, self.spec, self.options.tp, self.options.ep)
+
+    def pass_options(self) -> PassOptions:
+        """Return the passes' own arguments: the engine's, or those given."""
+        if self.built:
+            return self.built.options
+        kv = resolve.find_kv_dtype(self.options.kv_dtype, self.spec.dtype)
+        form = resolve.check_latent(self.options.latent_kv, self.spec)
+        activations = self.options.quant_activations
+        return resolve.pass_options(form, kv, activations, self.drafted_tokens())
+
+    def drafted_tokens(self) -> int:
+        """Return how many tokens are drafted at a time: the engine's, or those given; of a graph
+        that verifies some where nothing is said."""
+        if self.built:
+            return self.built.options.of(RingOptions).slack
+        given, verifies = self.options.draft_tokens, self.phase == VERIFY
+        if given is None:
+            return DRAFTED * verifies
+        if verifies and given == 0:
+            raise InputError(
+                "--draft-tokens 0: --phase verify shows a step over 1 drafted token or more"
+            )
+        return resolve.find_draft_tokens(given, self.spec.text.max_position_embeddings)
 
 
 def plain_graph(
@@ -93,40 +192,6 @@ def plain_graph(
     return [*build_towers(spec, replace(media, **others[phase]), dtype).values()][-1]
 
 
-def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
-    """Return the graph before all passes, and the passes to leave out."""
-    model, spec = model_of(args), spec_of(args)
-    if not (found := model.engine):
-        plain = plain_graph(spec, args.phase, args.all_logits)
-        recipe = one_recipe(find_recipe(args.quant), model.held, args.engine)
-        held = quantised(Program({args.phase: plain}), spec, recipe, spec.dtype).graphs[args.phase]
-        if args.tp is not None or args.ep:
-            held = _rank_graph(args, held, spec)
-        return held, set(args.skip)
-    found_graph(found.packing.program, args.phase, spec)
-    plain = plain_graph(spec, args.phase, found.all_logits, found.dtype, found.media, found.drafter)
-    if plain.state:
-        plain = shard(plain, spec, found.ranks, found.ep)
-    graph = quantised(Program({args.phase: plain}), spec, found.recipe, found.dtype)
-    return graph.graphs[args.phase], {*found.skip, *args.skip}
-
-
-def _rank_graph(args: argparse.Namespace, graph: Graph, spec: Spec) -> Graph:
-    """Return the graph of one rank of `--tp`; InputError for one that ranks do not share."""
-    phases = (*TEXT_GRAPHS, VERIFY, BLOCKS, DRAFT)
-    if args.phase not in phases:
-        raise InputError(f"--tp: --phase {args.phase} is whole on every rank; {', '.join(phases)}")
-    return shard(graph, spec, 1 if args.tp is None else args.tp, args.ep)
-
-
-def ranks_of(args: argparse.Namespace) -> int | None:
-    """Return how many ranks share the model: --tp, or those of an engine; None for one."""
-    if not (engine := engine_of(args)):
-        given: int | None = args.tp
-        return given
-    return engine.ranks if engine.ranks > 1 else None
-
-
 def found_graph(program: Program, phase: str, spec: Spec) -> Graph:
     """Return a graph of an engine; of several sizes of a tower the largest."""
     if phase in program.graphs:
@@ -147,57 +212,6 @@ def _absent(phase: str, spec: Spec, known: Iterable[str]) -> InputError:
     except InputError as e:
         return InputError(f"{found}; {str(e).removeprefix(f'--phase {phase}: ')}")
     return InputError(f"{found}; build it with --media all")
-
-
-def spec_of(args: argparse.Namespace) -> Spec:
-    return model_of(args).spec
-
-
-def pass_options(args: argparse.Namespace) -> PassOptions:
-    """Return the passes' own arguments: the engine's, or those given."""
-    if not (engine := engine_of(args)):
-        spec = spec_of(args)
-        kv = resolve.find_kv_dtype(args.kv_dtype, spec.dtype)
-        form = resolve.check_latent(args.latent_kv or PLAIN, spec)
-        return resolve.pass_options(form, kv, args.quant_activations, drafted_tokens(args))
-    return engine.options
-
-
-def drafted_tokens(args: argparse.Namespace) -> int:
-    """Return how many tokens are drafted at a time: the engine's, or those given; of a graph that
-    verifies some where nothing is said."""
-    if engine := engine_of(args):
-        return engine.options.of(RingOptions).slack
-    given, verifies = args.draft_tokens, args.phase == VERIFY
-    if given is None:
-        return DRAFTED * verifies
-    if verifies and given == 0:
-        raise InputError(
-            "--draft-tokens 0: --phase verify shows a step over 1 drafted token or more"
-        )
-    return resolve.find_draft_tokens(given, spec_of(args).text.max_position_embeddings)
-
-
-def model_of(args: argparse.Namespace) -> Model:
-    """Return what is named; it is read once, since every file of an engine is."""
-    if args.model is None:
-        args.model = _named(args)
-    found: Model = args.model
-    return found
-
-
-def _named(args: argparse.Namespace) -> Model:
-    if args.engine is not None:
-        if args.variant is not None or args.spec is not None:
-            raise InputError("give either MODEL or --variant or --spec, not both")
-        return named_model(args.engine)
-    if spec := given_spec(args):
-        return Model(spec)
-    raise InputError("give MODEL: an engine directory, GGUF file, checkpoint or variant")
-
-
-def engine_of(args: argparse.Namespace) -> Artefact | None:
-    return model_of(args).engine
 
 
 def no_layer(graph: Graph, layer: int) -> InputError:

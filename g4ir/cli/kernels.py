@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -15,13 +14,13 @@ from g4ir.ir.graph import Graph
 from g4ir.ir.rewrite import split_prologue
 from g4ir.plan.cost import Step, graph_costs
 from g4ir.plan.gpus import Gpu, find_gpu
-from g4ir.spec.record import Spec
 from g4ir.ui.table import aligned
 from g4ir.ui.units import count_text, si
 
 from .common import output
-from .cost import step_of
-from .graphs import check_graph, chosen_graph, spec_of
+from .cost import StepSize
+from .graphs import NamedGraph
+from .verb import Verb
 
 #: the GPU whose settings are shown where none is named
 GPU = "h200"
@@ -29,34 +28,37 @@ GPU = "h200"
 CARDS = ("h100", "h200")
 
 
-def kernels(args: argparse.Namespace) -> int:
+class Kernels(Verb):
     """Print the kernels of a graph for a GPU and a maximum batch size, and the bytes of weights and
-    caches that a step moves: codes and scales of quantised weights."""
-    check_graph(args)
-    graph, spec = chosen_graph(args), spec_of(args)
-    s, step, moved = _scheduled(args, graph, spec)
-    found, context, nbytes = kernel_rows(s, moved), step.C + step.S, sum(moved.values())
-    facts = {"phase": graph.name, "gpu": s.target.gpu, "batch": s.target.rows}
-    facts |= {"starts": sum(r.starts for r in found), "context": context, "bytes": nbytes}
-    text = "{phase} on {gpu}, up to {batch} rows: {starts} kernels of our own\n".format(**facts)
-    text += f"weights and caches to move at {count_text(context)}: {si(nbytes, 'B')}\n"
-    head = ("op", "nodes", "kernel", "shape", "bytes", "settings")
-    rows = [_plain(r) for r in found]
-    return output(args, facts | {"rows": rows}, text + aligned([head, *map(_line, found)]))
+    caches that a step moves: quantised values and scales of quantised weights."""
 
+    json: bool = False
+    graph: NamedGraph
+    step: StepSize
 
-def _scheduled(
-    args: argparse.Namespace, graph: Graph, spec: Spec
-) -> tuple[Schedule, Step, dict[str, int]]:
-    """Return the kernels of a graph, the step that the options describe, and the bytes of weights
-    and caches that it moves by a node's first result."""
-    step = step_of(args, spec)
-    gpu = _short(find_gpu(args.gpu or GPU))
-    if gpu not in CARDS:
-        raise InputError(f"--gpu {args.gpu}: the kernels are for h100 and h200")
-    costs = graph_costs(graph, B=step.B, S=step.S, C=step.C)
-    moved = {c.node: c.cost.needed_bytes for c in costs}
-    return schedule(split_prologue(graph)[1], Target("cuda", gpu, step.B)), step, moved
+    def __call__(self) -> int:
+        self.graph.check()
+        graph = self.graph.chosen()
+        s, step, moved = self._scheduled(graph)
+        found, context, nbytes = kernel_rows(s, moved), step.C + step.S, sum(moved.values())
+        facts = {"phase": graph.name, "gpu": s.target.gpu, "batch": s.target.rows}
+        facts |= {"starts": sum(r.starts for r in found), "context": context, "bytes": nbytes}
+        text = "{phase} on {gpu}, up to {batch} rows: {starts} kernels of our own\n".format(**facts)
+        text += f"weights and caches to move at {count_text(context)}: {si(nbytes, 'B')}\n"
+        head = ("op", "nodes", "kernel", "shape", "bytes", "settings")
+        rows = [_plain(r) for r in found]
+        return output(self.json, facts | {"rows": rows}, text + aligned([head, *map(_line, found)]))
+
+    def _scheduled(self, graph: Graph) -> tuple[Schedule, Step, dict[str, int]]:
+        """Return the kernels of a graph, the step that the options describe, and the bytes of
+        weights and caches that it moves by a node's first result."""
+        step = self.step.of(self.graph)
+        gpu = _short(find_gpu(self.step.gpu or GPU))
+        if gpu not in CARDS:
+            raise InputError(f"--gpu {self.step.gpu}: the kernels are for h100 and h200")
+        costs = graph_costs(graph, B=step.B, S=step.S, C=step.C)
+        moved = {c.node: c.cost.needed_bytes for c in costs}
+        return schedule(split_prologue(graph)[1], Target("cuda", gpu, step.B)), step, moved
 
 
 def _short(gpu: Gpu) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
+from typing import Any
 
 from g4ir.backends import find_backend
 from g4ir.plan.options import BuildOptions
@@ -14,27 +14,39 @@ from g4ir.ui.units import count_text, size_text
 
 from .common import output
 from .models import Model, named_model, without_quant
+from .verb import Verb, argument
 
 
-def presets(args: argparse.Namespace) -> int:
-    """List the presets, with MODEL the memory that it needs with each."""
-    rows = [asdict(p) for p in PRESETS.values()]
-    if args.model is None:
-        text = "".join(f"{p.name}: {p.about}\n  {p.flags}\n" for p in PRESETS.values())
-        return output(args, rows, text)
-    model = named_model(args.model)
-    plans = [_planned(p, model) for p in PRESETS.values()]
-    lines: list[Line] = [["", "context", "batch", "weights", "KV cache", "in all", "memory"]]
-    for row, plan in zip(rows, plans):
-        (use,), (need,) = plan.rows, plan.needed
-        (weights,) = (w.device + w.host for w in plan.weights if w.sizes.format == need.weights)
-        facts = {"context": use.ctx, "batch": use.batch, "weights": weights}
-        row["plan"] = {**facts, "kv_cache": use.built, "needed": need.bytes, "device": plan.device}
-        sizes = map(size_text, (weights, use.built, need.bytes))
-        memory = "RAM" if plan.device == "cpu" else "GPU"
-        name = row["name"] + f" --max-seq {use.ctx}" * (use.ctx < row["options"].get("max_seq", 0))
-        lines.append([name, count_text(use.ctx), str(use.batch), *sizes, memory])
-    return output(args, rows, aligned(lines, indent=0))
+class Presets(Verb):
+    """List the presets, with MODEL the memory that it needs with each.
+
+    model MODEL: memory that it needs with each: {described}
+    """
+
+    json: bool = False
+    model: str | None = argument("?")
+
+    def __call__(self) -> int:
+        rows = [asdict(p) for p in PRESETS.values()]
+        if self.model is None:
+            text = "".join(f"{p.name}: {p.about}\n  {p.flags}\n" for p in PRESETS.values())
+            return output(self.json, rows, text)
+        model = named_model(self.model)
+        head: Line = ["", "context", "batch", "weights", "KV cache", "in all", "memory"]
+        plans = [(row, _planned(p, model)) for row, p in zip(rows, PRESETS.values())]
+        return output(self.json, rows, aligned([head, *(_line(*p) for p in plans)], indent=0))
+
+
+def _line(row: dict[str, Any], plan: Plan) -> Line:
+    """Add a plan to the row of a preset; return the cells of its line."""
+    (use,), (need,) = plan.rows, plan.needed
+    (weights,) = (w.device + w.host for w in plan.weights if w.sizes.format == need.weights)
+    facts = {"context": use.ctx, "batch": use.batch, "weights": weights}
+    row["plan"] = {**facts, "kv_cache": use.built, "needed": need.bytes, "device": plan.device}
+    sizes = map(size_text, (weights, use.built, need.bytes))
+    memory = "RAM" if plan.device == "cpu" else "GPU"
+    name = row["name"] + f" --max-seq {use.ctx}" * (use.ctx < row["options"].get("max_seq", 0))
+    return [name, count_text(use.ctx), str(use.batch), *sizes, memory]
 
 
 def _planned(preset: Preset, model: Model) -> Plan:

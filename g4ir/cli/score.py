@@ -1,21 +1,21 @@
-"""`g4ir score` and `g4ir verify --text`: probabilities that an engine gives to texts."""
+"""`g4ir score`: probabilities that an engine gives to texts."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
 from g4ir.ui import console
-from g4ir.ui.units import parse_count
 
-from .common import find_engines, load, strict
+from .common import OnEngine, Programs, strict
+from .verb import Count, flag
 
 if TYPE_CHECKING:
     from g4ir.check.documents import Window
@@ -31,109 +31,82 @@ COLUMNS = (
     ("kl", "KL", "12.6f"),
     ("same_top", "same top", "10.1%"),
 )
-UNQUANTISED = "the unquantised weights"
 
 
-def score(args: argparse.Namespace) -> int:
-    """Print the log-probabilities of given texts."""
-    most = _checked(args)
-    find_engines(args, all_logits=True)
+class ScoreTexts(OnEngine):
+    """Print the log-probabilities of given texts.
 
-    def row(one: Score) -> dict[str, Any]:
-        return {**_means(one), "token_ids": one.ids, "logprobs": one.logprobs}
+    text FILE: UTF-8 text, one document (repeat)
+    jsonl FILE: documents, one JSON object per line: text, or tokens (ids); optional: id, bos
+        (false: no <bos> before a text), labels (one per token; -100: not scored)
+    tokens N: maximum number of tokens, such as 4K (default: all)
+    """
 
-    with console.Progress() as progress, closing(_loaded(args, args.engine, progress)) as engine:
-        return _report(args, [engine], most, {}, row, progress)
+    json: bool = False
+    text: list[str] = flag((), one_of=True)
+    jsonl: str | None = flag(None, one_of=True)
+    tokens: Count | None = None
+    load: Programs
 
+    def __call__(self) -> int:
+        documents = Documents(self.text, self.jsonl, self.tokens)
+        documents.check()
 
-def verify_text(args: argparse.Namespace) -> int:
-    """Compare an engine with its unquantised weights, or another engine, on texts."""
-    from g4ir.artefact.directory import read_manifest
-    from g4ir.check.logits import AGAINST
-    from g4ir.check.stage_report import engine_name
+        def row(one: Score) -> dict[str, Any]:
+            return {**means(one), "token_ids": one.ids, "logprobs": one.logprobs}
 
-    if args.against in AGAINST:
-        raise InputError(
-            f"--against {args.against} is for token ids: with --text give an engine directory, or "
-            f"leave it out to compare with {UNQUANTISED}"
-        )
-    most = _checked(args)
-    if args.against is not None:
-        read_manifest(Path(args.against))
-    find_engines(args, all_logits=True)
-    with (
-        console.Progress() as progress,
-        closing(_loaded(args, args.engine, progress)) as engine,
-        _baseline(args, engine, progress) as (other, name),
-    ):
-        if other is None:
-            console.say(f"note: no KL divergence: {name}")
-        head = {"engine": engine_name(engine), "against": name if other else None}
-        engines = [engine, other] if other else [engine]
-        return _report(args, engines, most, head, _means, progress)
+        path = self.with_engine(all_logits=True).engine
+        with console.Progress() as progress, closing(loaded(self.load, path, progress)) as engine:
+            return report(documents, [engine], self.json, row, progress)
 
 
-def _checked(args: argparse.Namespace) -> int:
-    """Check files and the number of tokens before an engine is loaded; return the number."""
-    from g4ir.chat.text_files import check_files
-
-    lines = vars(args).get("jsonl")
-    check_files([lines] if lines else args.text, "--jsonl" if lines else "--text")
-    return parse_count(args.tokens, "--tokens") if args.tokens else sys.maxsize
-
-
-def _loaded(args: argparse.Namespace, path: str, progress: console.Progress) -> Engine:
+def loaded(load: Programs, path: str, progress: console.Progress) -> Engine:
+    """Load an engine that returns the logits of every position."""
     from g4ir.check.score import require_all_logits
 
-    engine = load(path, progress, trust=args.trust, threads=args.threads)
+    engine = load.engine(path, progress)
     require_all_logits(engine)
     return engine
 
 
-@contextmanager
-def _baseline(
-    args: argparse.Namespace, engine: Engine, progress: console.Progress
-) -> Iterator[tuple[Engine | None, str]]:
-    """A context with what an engine is compared with, and its name; or None, and why not."""
-    from g4ir.check.reference import is_quantised, param_bytes, unquantised
+@dataclass(frozen=True)
+class Documents:
+    """Files of text, or one of JSON lines; and the maximum number of tokens."""
 
-    with ExitStack() as stack:
-        if args.against is None and not is_quantised(engine):
-            yield None, "nothing is quantised; --against ENGINE compares with another engine"
-        elif args.against is None:
-            progress("opening the unquantised weights")
-            held = param_bytes(engine)
-            found = stack.enter_context(unquantised(engine, args.checkpoint, held))
-            yield (None, found) if isinstance(found, str) else (found, UNQUANTISED)
-        else:
-            other = stack.enter_context(_loaded(args, args.against, progress))
-            if (sizes := [e.spec.text.vocab_size for e in (engine, other)])[0] != sizes[1]:
-                said = "vocabularies of {} and {}: no common tokens".format(*sizes)
-                raise InputError(f"--against {args.against}: {said}")
-            if engine.tokenizer().get_vocab() != other.tokenizer().get_vocab():
-                raise InputError(f"--against {args.against}: its tokenizer has other tokens")
-            yield other, args.against
+    text: Sequence[str]
+    jsonl: str | None = None
+    tokens: int | None = None
+
+    def check(self) -> None:
+        """Check files before an engine is loaded."""
+        from g4ir.chat.text_files import check_files
+
+        check_files(*(([self.jsonl], "--jsonl") if self.jsonl else (self.text, "--text")))
+
+    def windows(self, engines: Sequence[Engine]) -> Iterator[Window]:
+        from g4ir.check.documents import Reader
+
+        longest = min(e.limits.max_seq for e in engines)
+        reader = Reader(engines[0], longest, self.tokens or sys.maxsize)
+        return reader.lines(self.jsonl) if self.jsonl else reader.files(self.text)
 
 
-def _report(
-    args: argparse.Namespace,
-    engines: list[Engine],
-    most: int,
-    head: dict[str, Any],
+def report(
+    documents: Documents,
+    engines: Sequence[Engine],
+    as_json: bool,
     row: Callable[[Score], dict[str, Any]],
     progress: console.Progress,
+    head: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
     """Print the scores as they come, then their totals; exit code 1 if one is not finite."""
-    from g4ir.check.documents import Reader
     from g4ir.check.score import Sums, score_windows
 
-    reader = Reader(engines[0], min(e.limits.max_seq for e in engines), most)
-    lines = vars(args).get("jsonl")
-    windows: Iterator[Window] = reader.lines(lines) if lines else reader.files(args.text)
+    windows = documents.windows(engines)
     total, count = Sums(), 0
     for one in score_windows(engines, windows, progress):
         console.Progress.clear()
-        if args.json:
+        if as_json:
             print(
                 ", " if count else '{"documents": [', json.dumps(strict(row(one))), sep="", end=""
             )
@@ -142,19 +115,19 @@ def _report(
         total, count = total + one.sums, count + 1
         sys.stdout.flush()
     if not count:
-        raise InputError(f"{lines}: no documents among its lines")
-    if args.json:
+        raise InputError(f"{documents.jsonl}: no documents among its lines")
+    if as_json:
         print(f"], {json.dumps(strict({**head, **total.means()}))[1:]}")
     elif count > 1:
         print(_line("all", total))
     return 0 if all(math.isfinite(x) for x in (total.nll, *(total.against or ()))) else 1
 
 
-def _means(one: Score) -> dict[str, Any]:
+def means(one: Score) -> dict[str, Any]:
     return {"id": one.document, "part": one.part, **one.sums.means()}
 
 
-def _heading(head: dict[str, Any], one: Score) -> str:
+def _heading(head: Mapping[str, Any], one: Score) -> str:
     means = one.sums.means()
     names = "".join(f"{name:>{_width(form)}}" for key, name, form in COLUMNS if key in means)
     against = f" against {head['against']}" if head.get("against") else ""

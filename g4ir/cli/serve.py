@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +13,8 @@ from g4ir.plan.gpus import parse_bytes
 from g4ir.ui import console
 
 from . import USUAL
-from .common import find_engines, load_to_generate
-from .talking import check_draft, given_draft
+from .common import DraftRows, Load, OnEngine
+from .verb import flag
 
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
@@ -23,67 +22,118 @@ if TYPE_CHECKING:
     from g4ir.serve.server import Address
 
 
-def serve(args: argparse.Namespace) -> int:
-    """Answer HTTP requests until a signal."""
-    app, address = _server(args)
-    from g4ir.serve import server
-    from g4ir.serve.auth import is_loopback
+class Serve(OnEngine):
+    """Answer HTTP requests until a signal.
 
-    find_engines(args)  # may build one: what is wrong with the flags was said before
-    server.check_engine(args.engine, args.trust)
-    if not (app.gate.keys or args.uds or is_loopback(args.host)):
-        console.say(f"warning: {args.host} is open to others, and no --api-key-file is given")
+    host NAME: bind address (default 127.0.0.1)
+    port N: port (default 8000; 0: any free port)
+    api_key_file FILE: file of accepted API keys, one per line
+    served_name NAME: model name in the API; all names are the same model (default: the name of the
+        engine's directory) (repeat)
+    allow_host NAME: additional Host header to accept on a loopback address (repeat)
+    allow_origin URL: origin whose web pages may call the API, such as https://chat.example; *: any
+        (repeat)
+    root_path PATH: URL prefix under which a proxy serves this server, such as /llm
+    uds FILE: Unix socket to listen on instead of host and port
+    tls_cert FILE: TLS certificate chain (PEM); needs --tls-key
+    tls_key FILE: private key of the TLS certificate (PEM)
+    log_requests: log a line per request: id, sizes, times, end; no texts
+    queue N: maximum number of waiting requests (default 64)
+    chunk_tokens N: prefill tokens between two decode steps (default: the engine's --prefill-chunk);
+        fewer: lower inter-token latency, higher time to first token
+    prefix_memory BYTES: size of the prefix cache, such as 4GiB; 0: none (default: a quarter of the
+        free memory, at most 8 GiB, and at least four prompts of 8192 tokens)
+    max_body MIB: maximum size of a request body in MiB (default 32)
+    media_hosts NAME: host from which media URLs may be fetched, NAME or NAME:PORT (repeat)
+    media_dir DIR: directory that file:// media URLs may read
+    drain S: shutdown grace period for running requests in seconds (default 60)
+    no_page: disable the web page at /
+    """
 
-    def loader() -> Engine:
-        with console.Progress() as progress:
-            engine = load_to_generate(args, progress)
-        gc.set_threshold(*USUAL)
-        return engine
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key_file: str | None = None
+    served_name: list[str] = flag(())
+    allow_host: list[str] = flag(())
+    allow_origin: list[str] = flag(())
+    root_path: str = ""
+    uds: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    log_requests: bool = False
+    queue: int = 64
+    chunk_tokens: int | None = None
+    prefix_memory: str | None = None
+    max_body: int = 32
+    media_hosts: list[str] = flag(())
+    media_dir: str | None = None
+    drain: float = 60.0
+    no_page: bool = False
+    draft: DraftRows
+    load: Load
 
-    if server.serve(app, address, loader, console.say):
-        console.say("ended while the engine was being loaded")
-        # A library still works in a thread: what Python takes down behind it would end in a crash.
-        console.leave(0)
-    return 0
+    def __call__(self) -> int:
+        app, address = self._server()
+        from g4ir.serve import server
+        from g4ir.serve.auth import is_loopback
 
+        engine = self.with_engine(self.draft).engine  # may build one: flags were checked before
+        server.check_engine(engine, self.load.trust)
+        if not (app.gate.keys or self.uds or is_loopback(self.host)):
+            console.say(f"warning: {self.host} is open to others, and no --api-key-file is given")
 
-def _server(args: argparse.Namespace) -> tuple[Server, Address]:
-    """Return what the flags say, checked."""
-    try:
-        from g4ir.serve.app import Server
-        from g4ir.serve.auth import Auth, known_hosts, read_keys
-        from g4ir.serve.media_fetch import Sources
-        from g4ir.serve.server import Address
-    except ImportError as e:
-        if (e.name or "").startswith("g4ir"):
-            raise
-        raise MissingError(f"serving needs {e.name}: pip install 'g4ir[serve]'") from e
-    from g4ir.engine.async_engine import AsyncEngineConfig
-    from g4ir.engine.scheduler import SchedulerConfig
+        def loader() -> Engine:
+            with console.Progress() as progress:
+                loaded = self.load.to_generate(engine, progress)
+            gc.set_threshold(*USUAL)
+            return loaded
 
-    check_draft(args)
-    if args.max_body < 1:
-        raise InputError(f"--max-body {args.max_body}: expected at least 1 MiB")
-    most = args.max_body << 20
-    keys = read_keys(args.api_key_file) if args.api_key_file else ()
-    memory = args.prefix_memory
-    if memory is not None:
-        memory = 0 if memory.strip() == "0" else parse_bytes(memory, "--prefix-memory")
-    name, *aliases = args.served_name or [Path(args.engine).resolve().name.removesuffix(".gguf")]
-    app = Server(
-        name,
-        Auth(keys, known_hosts(args.host, args.allow_host), most),
-        AsyncEngineConfig(waiting=args.queue),
-        SchedulerConfig(chunk_tokens=args.chunk_tokens, prefix_bytes=memory, **given_draft(args)),
-        Sources.named(args.media_hosts, args.media_dir, most),
-        page=not args.no_page,
-        aliases=(*aliases,),
-        origins=_origins(args.allow_origin),
-        root_path=_root_path(args.root_path),
-        log=console.say if args.log_requests else None,
-    )
-    tls = args.tls_cert, args.tls_key
-    return app, Address(args.host, args.port, args.drain, socket=args.uds, tls=tls)
+        if server.serve(app, address, loader, console.say):
+            console.say("ended while the engine was being loaded")
+            # A library still works in a thread: what Python takes down behind it would end in a
+            # crash.
+            console.leave(0)
+        return 0
+
+    def _server(self) -> tuple[Server, Address]:
+        """Return what the flags say, checked."""
+        try:
+            from g4ir.serve.app import Server
+            from g4ir.serve.auth import Auth, known_hosts, read_keys
+            from g4ir.serve.media_fetch import Sources
+            from g4ir.serve.server import Address
+        except ImportError as e:
+            if (e.name or "").startswith("g4ir"):
+                raise
+            raise MissingError(f"serving needs {e.name}: pip install 'g4ir[serve]'") from e
+        from g4ir.engine.async_engine import AsyncEngineConfig
+        from g4ir.engine.scheduler import SchedulerConfig
+
+        if self.max_body < 1:
+            raise InputError(f"--max-body {self.max_body}: expected at least 1 MiB")
+        most = self.max_body << 20
+        keys = read_keys(self.api_key_file) if self.api_key_file else ()
+        memory = None
+        if self.prefix_memory is not None:
+            none = self.prefix_memory.strip() == "0"
+            memory = 0 if none else parse_bytes(self.prefix_memory, "--prefix-memory")
+        default = Path(self.engine).resolve().name.removesuffix(".gguf")
+        name, *aliases = self.served_name or [default]
+        draft = self.draft.scheduler()
+        app = Server(
+            name,
+            Auth(keys, known_hosts(self.host, self.allow_host), most),
+            AsyncEngineConfig(waiting=self.queue),
+            SchedulerConfig(chunk_tokens=self.chunk_tokens, prefix_bytes=memory, **draft),
+            Sources.named(self.media_hosts, self.media_dir, most),
+            page=not self.no_page,
+            aliases=(*aliases,),
+            origins=_origins(self.allow_origin),
+            root_path=_root_path(self.root_path),
+            log=console.say if self.log_requests else None,
+        )
+        tls = self.tls_cert, self.tls_key
+        return app, Address(self.host, self.port, self.drain, socket=self.uds, tls=tls)
 
 
 def _origins(given: Sequence[str]) -> tuple[str, ...]:

@@ -3,7 +3,6 @@ the ops of the IR."""
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from dataclasses import asdict
 from typing import Any
@@ -21,12 +20,11 @@ from g4ir.ui import console
 from g4ir.ui.table import aligned
 from g4ir.ui.units import size_text
 
-from . import graphs
-from .common import flag_of, output
+from .common import output
+from .graphs import NamedGraph, no_layer, plain_graph
 from .models import any_spec
+from .verb import Verb, flag, flag_of
 
-#: what goes with `--ops`; the rest chooses a graph, or something else to show
-WITH_OPS = ("ops", "json", "trace", "command", "of_build", "given")
 #: graphs of the layers of the model
 DECODER = ("prefill", "decode", VERIFY, BLOCKS)
 #: one token of one row
@@ -38,86 +36,149 @@ units of a sum
 """
 
 
-def _check(args: argparse.Namespace) -> None:
-    if args.collectives and graphs.ranks_of(args) is None:
-        raise InputError("--collectives needs --tp N: a single rank has no collectives")
-    if args.against and graphs.ranks_of(args) is not None:
-        raise InputError(
-            "--compare compares one rank alone: leave out --tp, or give an engine of one rank"
+class Show(Verb):
+    """Print a graph, or what is asked of it.
+
+    layer I: only the nodes of layer I
+    why PASS: explain why a pass did or did not match
+    diff: with --after PASS: diff of the graph before and after it; ~ marks changed lines,
+        with old->new inside
+    against B: diff against the same graph of another variant (a name, a YAML file, a checkpoint
+        or its config.json); exit 1 if they differ
+    collectives: with --tp or a tensor-parallel engine: collectives of a step and their bytes
+    ops: list the ops of the IR: kind, tolerance, requirements, definition
+    """
+
+    json: bool = False
+    graph: NamedGraph
+    layer: int | None = None
+    why: str | None = None
+    diff: bool = False
+    against: str | None = flag(None, name="--compare")
+    collectives: bool = False
+    ops: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ops:
+            if others := sorted(self.given - {"ops", "json"}):
+                flags = ["the engine" if n == "engine" else flag_of(n) for n in others]
+                what = f"leave out {', '.join(flags)}"
+                raise InputError(f"--ops shows the ops of every graph: {what}")
+            return
+        if self.why is not None and self.collectives:
+            raise InputError("give --why or --collectives, not both")
+        if self.why is not None and (self.diff or self.against is not None):
+            raise InputError("give --diff or --compare, or --why")
+        if self.why is not None and self.graph.after is not None:
+            raise InputError("give --why or --after, not both")
+        if self.collectives and self.layer is not None:
+            raise InputError("--collectives is of all layers: leave out --layer")
+
+    def __call__(self) -> int:
+        if self.ops:
+            return self._ops()
+        self.graph.check()
+        if self.collectives and self.graph.ranks is None:
+            raise InputError("--collectives needs --tp N: a single rank has no collectives")
+        if self.against and self.graph.ranks is not None:
+            raise InputError(
+                "--compare compares one rank alone: leave out --tp, or give an engine of one rank"
+            )
+        if self.diff or self.against is not None:
+            return self._diff()
+        if self.why:
+            return self._why(self.why)
+        graph = self.graph.chosen()
+        if self.collectives:
+            return self._collectives(graph)
+        text = str(graph) if self.layer is None else _layer_text(graph, self.layer)
+        if self.layer is not None and self.graph.phase in DECODER:
+            text = _about(layer_blocks(self.graph.spec)[self.layer]) + text
+        return output(self.json, {"graph": graph.name, "text": text}, text)
+
+    def _why(self, why: str) -> int:
+        find_pass(why)
+        graph, skip = self.graph.before_passes()
+        rows: list[dict[str, str]] = []
+
+        def note(name: str, value: str, reason: str) -> None:
+            if name == why and (self.layer is None or layer_of(value) == self.layer):
+                rows.append({"value": f"%{value}", "reason": reason})
+
+        if why in skip:
+            rows.append({"value": graph.name, "reason": f"{why} is skipped"})
+        elif self.layer is not None and not _nodes_of(graph, self.layer):
+            raise no_layer(graph, self.layer)
+        else:
+            run_passes(graph, skip=skip, until=why, note=note, options=self.graph.pass_options())
+        output(self.json, rows, "".join(f"{row['value']}: {row['reason']}\n" for row in rows))
+        if not rows:
+            console.say(f"{why} found no candidate in graph {graph.name}")
+        return 0
+
+    def _collectives(self, graph: Graph) -> int:
+        """Print the collectives of a graph, equal ones together, and the bytes that a rank sends
+        for one token of one sequence."""
+        found = Counter(
+            (n.op, tuple(v.type.bind(ONE) for v in n.inputs)) for n in collectives(graph)
         )
+        rows: list[dict[str, Any]] = []
+        table = [("op", "messages", "tensors of a rank", "each")]
+        for (op, types), count in found.items():
+            tensors, nbytes = [str(t) for t in types], sum(t.nbytes() for t in types)
+            rows.append({"op": op, "messages": count, "tensors": tensors, "bytes": nbytes})
+            table.append((op, str(count), " ".join(tensors), size_text(nbytes)))
+        total, ranks = sum(found.values()), self.graph.ranks
+        facts = {"phase": graph.name, "ranks": ranks, "messages": total, "rows": rows}
+        head = f"{graph.name} on {ranks} ranks: {total} messages a step\n"
+        return output(self.json, facts, head + aligned(table))
 
+    def _ops(self) -> int:
+        facts = [_op_facts(o) for o in OPS.values()]
+        head = ("op", "kind", "rounded", "summed", "has", "meaning")
+        table = aligned([head, *map(_op_line, facts)], indent=0, left=len(head))
+        return output(self.json, facts, table + NOTE)
 
-def show(args: argparse.Namespace) -> int:
-    """Print a graph, or what is asked of it."""
-    if args.ops:
-        return _show_ops(args)
-    graphs.check_graph(args)
-    _check(args)
-    if args.diff or args.against is not None:
-        return _show_diff(args)
-    if args.why:
-        return _show_why(args)
-    graph = graphs.chosen_graph(args)
-    if args.collectives:
-        return _show_collectives(args, graph)
-    text = str(graph) if args.layer is None else _layer_text(graph, args.layer)
-    if args.layer is not None and args.phase in DECODER:
-        text = _about(layer_blocks(graphs.spec_of(args))[args.layer]) + text
-    return output(args, {"graph": graph.name, "text": text}, text)
+    def _diff(self) -> int:
+        """Print a diff. A pass is there to change something: exit 0. Two variants: exit 1 if they
+        differ, as `specs diff` and diff(1)."""
+        a, b = self._stages() if self.against is None else self._variants(self.against)
+        if self.layer is not None and not any(_nodes_of(g, self.layer) for g in (a, b)):
+            raise no_layer(a, self.layer)
+        changes = [c for c in diff_graphs(a, b) if self.layer is None or c.layer == self.layer]
+        output(self.json, [asdict(c) for c in changes], diff_text(changes))
+        if self.against is None and not changes:
+            console.say(f"{self.graph.after} changes nothing in graph {a.name}")
+        return int(self.against is not None and bool(changes))
 
+    def _stages(self) -> tuple[Graph, Graph]:
+        if self.graph.after in (None, "none"):
+            raise InputError(
+                "--diff: give --after PASS for what a pass changes, or --compare B for two variants"
+            )
+        find_pass(self.graph.after)
+        graph, skip = self.graph.before_passes()
+        stages = [graph]
+        self.graph.behind(graph, skip, dump=lambda _, g: stages.append(g))
+        return stages[-2], stages[-1]
 
-def _show_why(args: argparse.Namespace) -> int:
-    find_pass(args.why)
-    graph, skip = graphs.given_graph(args)
-    rows: list[dict[str, str]] = []
-
-    def note(name: str, value: str, reason: str) -> None:
-        if name == args.why and (args.layer is None or layer_of(value) == args.layer):
-            rows.append({"value": f"%{value}", "reason": reason})
-
-    if args.why in skip:
-        rows.append({"value": graph.name, "reason": f"{args.why} is skipped"})
-    elif args.layer is not None and not _nodes_of(graph, args.layer):
-        raise graphs.no_layer(graph, args.layer)
-    else:
-        run_passes(graph, skip=skip, until=args.why, note=note, options=graphs.pass_options(args))
-    output(args, rows, "".join(f"{row['value']}: {row['reason']}\n" for row in rows))
-    if not rows:
-        console.say(f"{args.why} found no candidate in graph {graph.name}")
-    return 0
-
-
-def _show_collectives(args: argparse.Namespace, graph: Graph) -> int:
-    """Print the collectives of a graph, equal ones together, and the bytes that a rank sends for
-    one token of one sequence."""
-    found = Counter((n.op, tuple(v.type.bind(ONE) for v in n.inputs)) for n in collectives(graph))
-    rows: list[dict[str, Any]] = []
-    table = [("op", "messages", "tensors of a rank", "each")]
-    for (op, types), count in found.items():
-        tensors, nbytes = [str(t) for t in types], sum(t.nbytes() for t in types)
-        rows.append({"op": op, "messages": count, "tensors": tensors, "bytes": nbytes})
-        table.append((op, str(count), " ".join(tensors), size_text(nbytes)))
-    total, ranks = sum(found.values()), graphs.ranks_of(args)
-    facts = {"phase": graph.name, "ranks": ranks, "messages": total, "rows": rows}
-    head = f"{graph.name} on {ranks} ranks: {total} messages a step\n"
-    return output(args, facts, head + aligned(table))
-
-
-def _show_ops(args: argparse.Namespace) -> int:
-    given = [n for n, v in vars(args).items() if v not in (None, []) and v is not False]
-    if others := [n for n in given if n not in WITH_OPS]:
-        flags = ["the engine" if n == "engine" else flag_of(n) for n in others]
-        raise InputError(f"--ops shows the ops of every graph: leave out {', '.join(flags)}")
-    facts = [_op_facts(o) for o in OPS.values()]
-    head = ("op", "kind", "rounded", "summed", "has", "meaning")
-    table = aligned([head, *map(_op_line, facts)], indent=0, left=len(head))
-    return output(args, facts, table + NOTE)
+    def _variants(self, against: str) -> tuple[Graph, Graph]:
+        (graph, skip), options = self.graph.before_passes(), self.graph.pass_options()
+        dtype = graph.outputs[0].type.dtype
+        all_logits = "logits.all" not in graph.producers
+        built, until = self.graph.built, self.graph.after
+        media = built.manifest.media if built else None
+        other = plain_graph(any_spec(against), self.graph.phase, all_logits, dtype, media)
+        if until == "none":
+            return graph, other
+        one, two = (run_passes(g, skip=skip, until=until, options=options) for g in (graph, other))
+        return one, two
 
 
 def _layer_text(graph: Graph, layer: int) -> str:
     nodes = _nodes_of(graph, layer)
     if not nodes:
-        raise graphs.no_layer(graph, layer)
+        raise no_layer(graph, layer)
     read = {v.name for n in nodes for v in n.inputs}
     lines = [
         f"{kind} {v}: {v.type}"
@@ -136,45 +197,6 @@ def _about(b: Block) -> str:
     heads = f"{b.heads} heads of {b.head_dim} dims, {b.kv_heads} KV heads"
     rotated = f"RoPE rotates {b.rotated} dims of a head, not {b.head_dim - b.rotated}"
     return f"# layer {b.layers[0]}, {b.kind} attention: {heads}; {rotated}\n"
-
-
-def _show_diff(args: argparse.Namespace) -> int:
-    """Print a diff. A pass is there to change something: exit 0. Two variants: exit 1 where they
-    differ, as `specs diff` and diff(1)."""
-    a, b = _stages(args) if args.against is None else _variants(args)
-    if args.layer is not None and not any(_nodes_of(g, args.layer) for g in (a, b)):
-        raise graphs.no_layer(a, args.layer)
-    changes = [c for c in diff_graphs(a, b) if args.layer is None or c.layer == args.layer]
-    output(args, [asdict(c) for c in changes], diff_text(changes))
-    if args.against is None and not changes:
-        console.say(f"{args.after} changes nothing in graph {a.name}")
-    return int(args.against is not None and bool(changes))
-
-
-def _stages(args: argparse.Namespace) -> tuple[Graph, Graph]:
-    if args.after in (None, "none"):
-        raise InputError(
-            "--diff: give --after PASS for what a pass changes, or --compare B for two variants"
-        )
-    find_pass(args.after)
-    graph, skip = graphs.given_graph(args)
-    stages = [graph]
-    graphs.behind(args, graph, skip, dump=lambda _, g: stages.append(g))
-    return stages[-2], stages[-1]
-
-
-def _variants(args: argparse.Namespace) -> tuple[Graph, Graph]:
-    (graph, skip), options = graphs.given_graph(args), graphs.pass_options(args)
-    dtype = graph.outputs[0].type.dtype
-    all_logits = "logits.all" not in graph.producers
-    spec, media = any_spec(args.against), None
-    if engine := graphs.engine_of(args):
-        media = engine.manifest.media
-    other = graphs.plain_graph(spec, args.phase, all_logits, dtype, media)
-    if args.after == "none":
-        return graph, other
-    one, two = (run_passes(g, skip=skip, until=args.after, options=options) for g in (graph, other))
-    return one, two
 
 
 def _nodes_of(g: Graph, layer: int) -> list[Node]:

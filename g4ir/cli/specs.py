@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -24,14 +23,19 @@ from g4ir.ui.table import aligned
 
 from .common import emit, output
 from .models import any_spec
+from .verb import Verb, argument
 
 
-def list_specs(args: argparse.Namespace) -> int:
+class ListSpecs(Verb):
     """List the shipped variants."""
-    rows = [_spec_row(name) for name in spec_names()]
-    keys = [k for k in rows[0] if k != "file"]
-    table = [keys, *([_cell(row[k]) for k in keys] for row in rows)]
-    return output(args, rows, aligned(table, indent=0, left=len(keys)))
+
+    json: bool = False
+
+    def __call__(self) -> int:
+        rows = [_spec_row(name) for name in spec_names()]
+        keys = [k for k in rows[0] if k != "file"]
+        table = [keys, *([_cell(row[k]) for k in keys] for row in rows)]
+        return output(self.json, rows, aligned(table, indent=0, left=len(keys)))
 
 
 def _spec_row(name: str) -> dict[str, Any]:
@@ -57,45 +61,90 @@ def _cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def show_spec(args: argparse.Namespace) -> int:
-    """Print a spec."""
-    spec = load_spec(args.name)
-    return output(args, spec.to_dict(), spec.to_yaml())
+class ShowSpec(Verb):
+    """Print a spec.
+
+    name VARIANT: a shipped variant, or the path of a YAML file
+    """
+
+    json: bool = False
+    name: str = argument()
+
+    def __call__(self) -> int:
+        spec = load_spec(self.name)
+        return output(self.json, spec.to_dict(), spec.to_yaml())
 
 
-def validate(args: argparse.Namespace) -> int:
-    """Check a spec file."""
-    console.spec_warnings()
-    spec = load_spec(Path(args.file))
-    size, layers = counts(spec).text, spec.text.num_hidden_layers
-    found = {"name": spec.name, "digest": spec.digest(), "text_parameters": size}
-    text = f"{args.file}: ok: {spec.name}, {layers} layers, {size:,} text parameters\n"
-    return output(args, found, text)
+class Validate(Verb):
+    """Check a spec file.
+
+    file FILE: a spec file (YAML)
+    """
+
+    json: bool = False
+    file: str = argument()
+
+    def __call__(self) -> int:
+        console.spec_warnings()
+        spec = load_spec(Path(self.file))
+        size, layers = counts(spec).text, spec.text.num_hidden_layers
+        found = {"name": spec.name, "digest": spec.digest(), "text_parameters": size}
+        text = f"{self.file}: ok: {spec.name}, {layers} layers, {size:,} text parameters\n"
+        return output(self.json, found, text)
 
 
-def from_hf(args: argparse.Namespace) -> int:
-    """Print the spec of a checkpoint."""
-    console.spec_warnings()
-    spec = any_spec(args.source)
-    spec = replace(spec, name=slug(args.name)) if args.name else spec
-    return output(args, spec.to_dict(), spec.to_yaml())
+class FromHf(Verb):
+    """Print the spec of a checkpoint.
+
+    source CHECKPOINT: a checkpoint directory, config.json, GGUF file or Hugging Face id
+    name: name of the spec (default: the directory's or the file's)
+    """
+
+    json: bool = False
+    source: str = argument()
+    name: str | None = None
+
+    def __call__(self) -> int:
+        console.spec_warnings()
+        spec = any_spec(self.source)
+        spec = replace(spec, name=slug(self.name)) if self.name else spec
+        return output(self.json, spec.to_dict(), spec.to_yaml())
 
 
-def to_hf(args: argparse.Namespace) -> int:
-    """Print a spec as a config.json."""
-    emit(load_spec(args.name).to_hf(), indent=2)
-    return 0
+class ToHf(Verb):
+    """Print a spec as a config.json.
+
+    name VARIANT: a shipped variant, or the path of a YAML file
+    """
+
+    name: str = argument()
+
+    def __call__(self) -> int:
+        emit(load_spec(self.name).to_hf(), indent=2)
+        return 0
 
 
-def diff(args: argparse.Namespace) -> int:
-    """Print the fields that differ; exit 1 where there are any, like diff(1)."""
-    rows = diff_specs(any_spec(args.a), any_spec(args.b))
-    text = "".join(f"{key}: {json.dumps(a)} -> {json.dumps(b)}\n" for key, a, b in rows)
-    output(args, [{"key": key, "a": a, "b": b} for key, a, b in rows], text)
-    return 1 if rows else 0
+class Diff(Verb):
+    """Print the fields that differ; exit 1 if there are any, like diff(1).
+
+    a A: a variant, a YAML file, a checkpoint or config.json
+    b B: the same kinds of source
+    """
+
+    json: bool = False
+    a: str = argument()
+    b: str = argument()
+
+    def __call__(self) -> int:
+        rows = diff_specs(any_spec(self.a), any_spec(self.b))
+        text = "".join(f"{key}: {json.dumps(a)} -> {json.dumps(b)}\n" for key, a, b in rows)
+        output(self.json, [{"key": key, "a": a, "b": b} for key, a, b in rows], text)
+        return 1 if rows else 0
 
 
-def schema(args: argparse.Namespace) -> int:
+class Schema(Verb):
     """Print the JSON Schema of spec files."""
-    emit(json_schema(), indent=2)
-    return 0
+
+    def __call__(self) -> int:
+        emit(json_schema(), indent=2)
+        return 0

@@ -3,7 +3,6 @@ are shown."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -15,10 +14,10 @@ from g4ir.chat import Event, Vocabulary
 from g4ir.chat.messages import decoded
 from g4ir.chat.template import check_chats
 from g4ir.errors import EngineError, InputError
-from g4ir.model.media import encode_options
 from g4ir.ui import console
 
-from .common import emit, find_engines, flag_of
+from .common import Draft
+from .verb import Part, Text
 
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
@@ -26,47 +25,49 @@ if TYPE_CHECKING:
     from g4ir.engine.speculative import AcceptanceStats
     from g4ir.generate.conversation import ChatSession, Turn
 
-SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
 #: on a terminal: what dims, and what ends it
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-def check_talk(args: argparse.Namespace) -> None:
-    """Find the engine; raise an error for a conversation that cannot be, before weights are
-    loaded."""
-    if (args.think_budget or 0) < 0:
-        raise InputError(f"--think-budget {args.think_budget}: expected 0 or more tokens")
-    find_engines(args)
-    if vars(args).get("chat", True):
-        _check_turns(Path(args.engine))
+class Talk(Part):
+    """A conversation.
+
+    system TEXT: system prompt
+    tools FILE: JSON file of tool definitions in OpenAI's format
+    think: enable reasoning before the answer
+    think_budget N: with --think: maximum reasoning tokens
+    """
+
+    system: Text | None = None
+    tools: str | None = None
+    think: bool = False
+    think_budget: int | None = None
+
+    def check(self) -> None:
+        if self.think_budget is not None and not self.think:
+            raise InputError("--think-budget is for --think, which is not given")
+        if (self.think_budget or 0) < 0:
+            raise InputError(f"--think-budget {self.think_budget}: expected 0 or more tokens")
 
 
-def check_draft(args: argparse.Namespace) -> None:
-    """Raise InputError for flags of drafts that are wrong, or would do nothing, whatever the
-    engine."""
-    from g4ir.engine.speculative import DRAFTS, NONE
+class Sampling(Part):
+    """How tokens are drawn.
 
-    if args.draft not in DRAFTS:
-        raise InputError(f"--draft {args.draft}: expected one of {', '.join(DRAFTS)}")
-    if args.draft != NONE:
-        return
-    for name in ("draft_tokens", "draft_rows"):
-        value = getattr(args, name, None)
-        if value is not None and (name, value) != ("draft_tokens", 0):
-            flag = flag_of(name)
-            raise InputError(f"{flag} {value}: nothing is drafted; give --draft too")
+    temperature T: sampling temperature; 0: greedy
+    top_k K: sample from the K most likely tokens; 0: all
+    top_p P: nucleus sampling: cumulative probability to keep
+    seed N: sampling seed (default: random)
+    """
 
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
 
-def given_draft(args: argparse.Namespace) -> dict[str, Any]:
-    """Return fields of SchedulerConfig; the scheduler checks them against an engine."""
-    from g4ir.engine.speculative import NO_DRAFT, SpeculativeConfig
-
-    off = args.draft_tokens == 0
-    rows = getattr(args, "draft_rows", None)
-    return {
-        "draft": NO_DRAFT if off else SpeculativeConfig(args.draft, args.draft_tokens or 0),
-        **({} if rows is None else {"draft_rows": rows}),
-    }
+    def settings(self) -> dict[str, Any]:
+        """Return the values by name; None: the checkpoint's."""
+        return {k: v for k, v in vars(self).items() if k != "given"}
 
 
 def tally_text(tally: AcceptanceStats | None) -> str:
@@ -80,7 +81,7 @@ def tally_text(tally: AcceptanceStats | None) -> str:
     return f"; {told['tokens_per_round']:.2f} tokens a round{right}"
 
 
-def _check_turns(folder: Path) -> None:
+def check_turns(folder: Path) -> None:
     """Raise for an engine that cannot chat: EngineError without a tokenizer, InputError if the
     tokenizer has no turns."""
     from g4ir.engine.engine import TOKENIZER, read_tokenizer
@@ -96,20 +97,20 @@ def _check_turns(folder: Path) -> None:
 
 
 @contextmanager
-def begun(engine: Engine, args: argparse.Namespace) -> Iterator[ChatSession]:
+def begun(engine: Engine, draft: Draft, talk: Talk, sampling: Sampling) -> Iterator[ChatSession]:
     """A context with a conversation of what the flags say."""
     from g4ir.engine.scheduler import SchedulerConfig
     from g4ir.generate.conversation import ChatSession
 
-    with closing(ChatSession(engine, SchedulerConfig(**given_draft(args)))) as talk:
-        if talk.template.note:
-            console.say(f"note: {talk.template.note}")
-        talk.set_system(args.system or "")
-        if args.tools:
-            declare(talk, args.tools)
-        talk.set_thinking(args.think, args.think_budget)
-        talk.choose({name: getattr(args, name) for name in SAMPLING})
-        yield talk
+    with closing(ChatSession(engine, SchedulerConfig(**draft.scheduler()))) as session:
+        if session.template.note:
+            console.say(f"note: {session.template.note}")
+        session.set_system(talk.system or "")
+        if talk.tools:
+            declare(session, talk.tools)
+        session.set_thinking(talk.think, talk.think_budget)
+        session.choose(sampling.settings())
+        yield session
 
 
 def declare(talk: ChatSession, path: str) -> None:
@@ -205,20 +206,3 @@ def answer_summary(c: Counts, tally: AcceptanceStats | None, reason: str | None)
 
 def _ended(reason: str | None) -> str:
     return "; interrupted" if reason == "interrupted" else f"; ended by {reason}"
-
-
-def answer_once(engine: Engine, args: argparse.Namespace, stop: Any) -> None:
-    """Answer one message, for `g4ir run --chat`."""
-    with begun(engine, args) as talk:
-        talk.stop_ids = frozenset(stop or ())
-        for kind, path in args.media:
-            talk.attach(kind, path, **encode_options(kind, vars(args)))
-        if args.json:
-            emit(talk.say(args.prompt).output())
-            return
-        screen = Screen(sys.stdout.isatty())
-        try:
-            turn = talk.say(args.prompt, screen)
-        finally:
-            screen.end()
-        console.say(summary(turn, engine.limits.max_seq))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -21,13 +20,22 @@ from g4ir.ui.units import count_text, size_text
 
 from .common import output
 from .models import Model, named_model
+from .verb import Verb, argument
 
 
-def inspect(args: argparse.Namespace) -> int:
-    """Print the origin of an engine, or what another model says of itself."""
-    model = named_model(args.engine)
-    facts = provenance(model.engine) if model.engine else _stated(args.engine, model)
-    return _said(args, facts, width=14)
+class Inspect(Verb):
+    """Print the origin of an engine, or what another model says of itself.
+
+    engine MODEL: {described}
+    """
+
+    json: bool = False
+    engine: str = argument()
+
+    def __call__(self) -> int:
+        model = named_model(self.engine)
+        facts = provenance(model.engine) if model.engine else _stated(self.engine, model)
+        return _said(self.json, facts, width=14)
 
 
 def _stated(word: str, model: Model) -> dict[str, str]:
@@ -49,26 +57,34 @@ def _stated(word: str, model: Model) -> dict[str, str]:
     }
 
 
-def trust(args: argparse.Namespace) -> int:
-    """Trust an engine, revoke that, or list the engines that are trusted."""
-    if args.engine is not None:
-        found = open_artefact(Path(args.engine), check_weights=True)
-        decisions.record(found.manifest.digest, decisions.TRUSTED, found.path)
-        return _said(args, {"engine": found.manifest.digest})
-    if args.revoke is not None:
-        if not decisions.revoke(args.revoke):
-            raise InputError(f"--revoke {args.revoke}: no such engine; `g4ir trust` lists them")
-        return _said(args, {"revoked": args.revoke})
-    return _list(args)
+class Trust(Verb):
+    """Trust an engine, revoke that, or list the engines that are trusted.
+
+    engine ENGINE: engine directory to trust: its compiled code runs as long as it is unchanged
+    revoke DIGEST: revoke trust in an engine, as listed
+    """
+
+    json: bool = False
+    engine: str | None = argument("?")
+    revoke: str | None = None
+
+    def __call__(self) -> int:
+        if self.engine is not None and self.revoke is not None:
+            raise InputError("give ENGINE or --revoke, not both")
+        if self.engine is not None:
+            found = open_artefact(Path(self.engine), check_weights=True)
+            decisions.record(found.manifest.digest, decisions.TRUSTED, found.path)
+            return _said(self.json, {"engine": found.manifest.digest})
+        if self.revoke is not None:
+            if not decisions.revoke(self.revoke):
+                raise InputError(f"--revoke {self.revoke}: no such engine; `g4ir trust` lists them")
+            return _said(self.json, {"revoked": self.revoke})
+        engines = list(decisions.decisions())
+        facts = {"engines": [{"digest": d, **asdict(x)} for d, x in engines]}
+        text = "".join(f"engine {digest}  {x.why}, {x.when}, {x.path}\n" for digest, x in engines)
+        return output(self.json, facts, text)
 
 
-def _list(args: argparse.Namespace) -> int:
-    engines = list(decisions.decisions())
-    facts = {"engines": [{"digest": d, **asdict(x)} for d, x in engines]}
-    text = "".join(f"engine {digest}  {x.why}, {x.when}, {x.path}\n" for digest, x in engines)
-    return output(args, facts, text)
-
-
-def _said(args: argparse.Namespace, values: Mapping[str, Any], width: int = 0) -> int:
+def _said(as_json: bool, values: Mapping[str, Any], width: int = 0) -> int:
     lines = [f"{key.replace('_', ' '):<{width}} {value}\n" for key, value in values.items()]
-    return output(args, values, "".join(lines))
+    return output(as_json, values, "".join(lines))

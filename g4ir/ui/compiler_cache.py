@@ -5,15 +5,12 @@ A build holds a shared lock on them while it compiles; whoever deletes needs an 
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from g4ir.errors import TrustError
-
-from .paths import cache_root, private
+from .paths import cache_root, locked
 from .posix import fcntl
 
 #: below the user's cache: torch's compiler, and compiled programs
@@ -26,14 +23,8 @@ LOCK = "compilers.lock"
 @contextmanager
 def in_use() -> Iterator[None]:
     """A context in which nobody deletes the compilers' files."""
-    held = _open_lock()
-    try:
-        if held is not None:
-            fcntl.flock(held, fcntl.LOCK_SH)
+    with locked(cache_root(), LOCK, fcntl.LOCK_SH):
         yield
-    finally:
-        if held is not None:
-            os.close(held)
 
 
 def folders() -> list[Path]:
@@ -57,25 +48,9 @@ def delete_all() -> bool:
 
 
 def _delete(chosen: list[Path]) -> bool:
-    held = _open_lock()
-    if held is None:
-        return False
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for folder in chosen:
+    """Delete folders unless a build uses them, or the cache is not this user's alone: then builds
+    keep nothing in it."""
+    with locked(cache_root(), LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB) as alone:
+        for folder in chosen if alone else ():
             shutil.rmtree(folder, ignore_errors=True)
-        return True
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(held)
-
-
-def _open_lock() -> int | None:
-    """Return the open lock; None where the cache cannot be written or is not this user's alone, so
-    that builds keep nothing in it."""
-    try:
-        file = private(cache_root()) / LOCK
-        return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except (OSError, TrustError):
-        return None
+        return alone is True

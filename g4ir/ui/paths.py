@@ -165,20 +165,30 @@ def _private_temporary(root: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 @contextmanager
+def locked(folder: Path, name: str, kind: int) -> Iterator[bool | None]:
+    """A lock between processes, of a `kind` of flock(2), by a file of a private folder: yields
+    whether it was taken; None if the folder is not private, or has no locks."""
+    taken: bool | None = None
+    with ExitStack() as opened:
+        with suppress(OSError, TrustError):
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            file = os.open(private(folder) / name, flags, 0o600)
+            opened.callback(os.close, file)
+            try:
+                fcntl.flock(file, kind)
+                taken = True
+            except BlockingIOError:
+                taken = False
+        yield taken
+
+
+@contextmanager
 def claimed(name: str, wait: bool) -> Iterator[bool]:
     """A lock between processes by name: yields whether it was taken; `wait`: block until it is.
     Without file locks it always yields True."""
-    alone = True
-    with ExitStack() as held:
-        with suppress(OSError, TrustError):
-            claims = private(state_root() / "claims")
-            file = os.open(claims / name, os.O_RDWR | os.O_CREAT, 0o600)
-            held.callback(os.close, file)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                alone = False
-        yield alone
+    kind = fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)
+    with locked(state_root() / "claims", name, kind) as taken:
+        yield taken is not False
 
 
 def private(folder: Path) -> Path:

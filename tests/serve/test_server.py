@@ -287,7 +287,7 @@ def test_a_server_looks_for_garbage_as_usual(
 ) -> None:
     """Once its engine is loaded: requests may leave cycles that hold media."""
     monkeypatch.setattr("g4ir.cli.serve.USUAL", (5000, 6, 7))
-    monkeypatch.setattr("g4ir.cli.serve.load_to_generate", lambda *_: None)
+    monkeypatch.setattr("g4ir.cli.common.Load.to_generate", lambda *_: None)
     monkeypatch.setattr(server, "serve", lambda app, address, loader, say: loader())
     before = gc.get_threshold()
     try:

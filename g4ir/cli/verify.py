@@ -1,0 +1,141 @@
+"""`g4ir verify`: an engine beside a reference, or on texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir.errors import InputError
+from g4ir.ui import console
+from g4ir.ui.units import parse_count
+
+from .common import OnEngine, Programs, output
+from .score import Documents, loaded, means, report
+from .verb import flag, token_ids
+
+if TYPE_CHECKING:
+    from g4ir.engine.engine import Engine
+
+UNQUANTISED = "the unquantised weights"
+
+
+class Verify(OnEngine):
+    """Compare an engine with a reference, or on texts.
+
+    against WHAT: reference: the interpreter of the same graphs (the default); hf: transformers;
+        with --text another engine directory (default: the unquantised weights)
+    checkpoint DIR: original checkpoint: weights of hf, and with --each-pass those before packing;
+        for a quantised engine, also reports the quantisation error
+    text FILE: measure quality on a text: NLL and perplexity, and KL divergence and share of equal
+        best tokens against --against; needs --all-logits (repeat: one document each)
+    tokens 2,5,7: prompt token ids to compare on (default: drawn from a seed, which says nothing
+        of quality); with --text: maximum number of tokens
+    each_pass: re-run the passes one by one, compare each with the previous and the last with the
+        backend, and name the first node outside its op's tolerance
+    """
+
+    json: bool = False
+    against: str | None = None
+    checkpoint: str | None = None
+    text: list[str] = flag(())
+    tokens: str | None = None
+    each_pass: bool = False
+    load: Programs
+
+    def __post_init__(self) -> None:
+        if self.each_pass and self.text:
+            raise InputError("--each-pass is for token ids: leave out --text")
+        if self.each_pass and self.against is not None:
+            what = f"leave out --against {self.against}"
+            raise InputError(f"--each-pass compares with the interpreter: {what}")
+        if self.text and self.against is not None and self.checkpoint is not None:
+            raise InputError("--checkpoint is not read beside --against ENGINE")
+
+    def __call__(self) -> int:
+        from g4ir.check.logits import check_against
+
+        if self.text:
+            return self._on_texts()
+        tokens = token_ids(self.tokens, "--tokens") if self.tokens is not None else None
+        against = self.against or "reference"
+        check_against(against)
+        engine = self.with_engine().engine
+        return compared(
+            engine, self.load, self.json, against, tokens, self.checkpoint, self.each_pass
+        )
+
+    def _on_texts(self) -> int:
+        """Compare an engine with its unquantised weights, or another engine, on texts."""
+        from g4ir.artefact.directory import read_manifest
+        from g4ir.check.logits import AGAINST
+        from g4ir.check.stage_report import engine_name
+
+        if self.against in AGAINST:
+            raise InputError(
+                f"--against {self.against} is for token ids: with --text give an engine directory, "
+                f"or leave it out to compare with {UNQUANTISED}"
+            )
+        most = None if self.tokens is None else parse_count(self.tokens, "--tokens")
+        documents = Documents(self.text, tokens=most)
+        documents.check()
+        if self.against is not None:
+            read_manifest(Path(self.against))
+        path = self.with_engine(all_logits=True).engine
+        with (
+            console.Progress() as progress,
+            closing(loaded(self.load, path, progress)) as engine,
+            self._baseline(engine, progress) as (other, name),
+        ):
+            if other is None:
+                console.say(f"note: no KL divergence: {name}")
+            head = {"engine": engine_name(engine), "against": name if other else None}
+            engines = [engine, other] if other else [engine]
+            return report(documents, engines, self.json, means, progress, head)
+
+    @contextmanager
+    def _baseline(
+        self, engine: Engine, progress: console.Progress
+    ) -> Iterator[tuple[Engine | None, str]]:
+        """A context with what an engine is compared with, and its name; or None, and why not."""
+        from g4ir.check.reference import is_quantised, param_bytes, unquantised
+
+        with ExitStack() as stack:
+            if self.against is None and not is_quantised(engine):
+                yield None, "nothing is quantised; --against ENGINE compares with another engine"
+            elif self.against is None:
+                progress("opening the unquantised weights")
+                held = param_bytes(engine)
+                found = stack.enter_context(unquantised(engine, self.checkpoint, held))
+                yield (None, found) if isinstance(found, str) else (found, UNQUANTISED)
+            else:
+                other = stack.enter_context(loaded(self.load, self.against, progress))
+                if (sizes := [e.spec.text.vocab_size for e in (engine, other)])[0] != sizes[1]:
+                    said = "vocabularies of {} and {}: no common tokens".format(*sizes)
+                    raise InputError(f"--against {self.against}: {said}")
+                if engine.tokenizer().get_vocab() != other.tokenizer().get_vocab():
+                    raise InputError(f"--against {self.against}: its tokenizer has other tokens")
+                yield other, self.against
+
+
+def compared(
+    path: str,
+    load: Programs,
+    as_json: bool,
+    against: str = "reference",
+    tokens: list[int] | None = None,
+    checkpoint: str | Path | None = None,
+    each_pass: bool = False,
+) -> int:
+    """Compare the logits of an engine directory; `build --verify` does this too."""
+    from g4ir.check.logits import verify_engine
+    from g4ir.check.passes import verify_each_pass
+
+    check: Callable[..., Any] = verify_each_pass
+    check = check if each_pass else partial(verify_engine, against=against)
+    with console.Progress() as progress, closing(load.engine(path, progress)) as engine:
+        report = check(engine, tokens=tokens, checkpoint=checkpoint, progress=progress)
+    output(as_json, report.to_dict(), f"{report.text()}\n")
+    return 0 if report.ok else 1
