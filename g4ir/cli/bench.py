@@ -209,7 +209,10 @@ class Compare(Verb):
             check_plot(self.plot)
         a, b = read_report(self.a), read_report(self.b)
         result = compare_reports(a, b, self.all)
-        emit(json.loads(json.dumps(result, default=vars))) if self.json else print(compare_text(result))
+        if self.json:
+            emit(json.loads(json.dumps(result, default=vars)))
+        else:
+            print(compare_text(result))
         if self.plot:
             plot_bench(self.plot, {"A": a, "B": b})
         return 1 if self.check and result["differ"] else 0
