@@ -91,7 +91,7 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
     api = emulator()
     progress("checking the network in small")
     with one_thread():
-        errors = {d: check_small(api, p, d) for d in ("f32", p.dtype)}
+        errors = {d: check_small(api, p, d) for d in ("f32", p.config.dtype)}
     progress("writing the network at full size")
     found = full_size(api, p)
     estimate = build.estimate([*networks(p.packing.program).values()])
@@ -114,7 +114,7 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
 def compiled_lines(p: Prepared) -> list[str]:
     """Return what TensorRT-RTX makes of the text model's network, a line for each profile."""
     graph, api = network_graph(p.packing.program), require_library(RTX)
-    made = compile_once(api, graph, p.limits, p.settings, TARGETS["rtx"])
+    made = compile_once(api, graph, p.config.limits, p.config.settings, TARGETS["rtx"])
     return summary(made.profiles)
 
 
@@ -138,11 +138,13 @@ def check_sizes(
 def full_size(api: Api, p: Prepared) -> dict[str, Any]:
     """Return the networks of the build without weights: size, and what the text model is fed."""
     program = p.packing.program
-    written, scratch = check_sizes(api, network_graph(program), p.limits, p.settings)
+    written, scratch = check_sizes(api, network_graph(program), p.config.limits, p.config.settings)
     towers = sorted(tower_graphs(program).values(), key=lambda g: g.inputs[0].type.numel())
     largest = {g.name.split("_")[0]: g for g in towers}  # others have the same layers
     others = draft_graph(program) | {g.name: g for g in largest.values()}
-    beside = {name: check_sizes(api, g, p.limits, p.settings) for name, g in others.items()}
+    beside = {
+        name: check_sizes(api, g, p.config.limits, p.config.settings) for name, g in others.items()
+    }
     dense = sum(1 for _ in p.packing.prologue.find("dense"))
     made_dense = (
         f"{dense} quantised weights are made dense at build: gates of per-layer embeddings, and "
@@ -173,24 +175,24 @@ def in_small(p: Prepared, dtype: str) -> tuple[Packing, list[ParamSource]]:
     """Return the variant in small (shrink.py) through the same passes, with the same kinds of
     media, each in one size, and random weights of each rank, quantised where the recipe fits it. In
     16 bits all experts are taken, so that rounding says how far two runs may lie apart."""
-    kinds = p.media.kinds
-    spec = shrink(p.spec, media=bool(kinds))
+    kinds = p.config.media.kinds
+    spec = shrink(p.config.spec, media=bool(kinds))
     if dtype in ROUNDED:
         spec = with_all_experts(spec)
     media = find_media(spec, kinds, seconds=(1.0,) if AUDIO in kinds else None)
-    drafter = shrink_drafter(p.drafter, spec) if p.drafter else None
-    latent = replace(p.options.of(LatentOptions), keep=layers_read(spec, drafter))
+    drafter = shrink_drafter(p.config.drafter, spec) if p.config.drafter else None
+    latent = replace(p.config.options.of(LatentOptions), keep=layers_read(spec, drafter))
     ranks = small_ranks(p, spec, drafter)
-    shares = [Share(spec, rank, ranks, p.ep and ranks > 1) for rank in range(ranks)]
+    shares = [Share(spec, rank, ranks, p.config.ep and ranks > 1) for rank in range(ranks)]
     packing = make_packing(
         spec=spec,
-        all_logits=p.all_logits,
+        all_logits=p.config.all_logits,
         dtype=dtype,
         media=media,
-        skip=p.skip,
-        options=p.options.changed(latent),
-        recipe=_fitting(p.recipe, dtype, shares[0]),
-        stored=partial(p.backend.stored, device=p.device),
+        skip=p.config.skip,
+        options=p.config.options.changed(latent),
+        recipe=_fitting(p.config.quant, dtype, shares[0]),
+        stored=partial(p.backend.stored, device=p.config.device),
         drafter=drafter,
         ranks=ranks,
         ep=shares[0].ep,
@@ -204,7 +206,11 @@ def in_small(p: Prepared, dtype: str) -> tuple[Packing, list[ParamSource]]:
 def small_ranks(p: Prepared, spec: Spec, drafter: Spec | None) -> int:
     """Return how many ranks can share a model in small and its drafter, at most those of p."""
     heads = drafter.text.num_attention_heads if drafter else 0
-    fits = (n for n in range(p.ranks, 1, -1) if can_share(spec, n, p.ep) and heads % n == 0)
+    fits = (
+        n
+        for n in range(p.config.ranks, 1, -1)
+        if can_share(spec, n, p.config.ep) and heads % n == 0
+    )
     return next(fits, 1)
 
 
@@ -226,7 +232,7 @@ def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:
     wider where the reference itself lies far from float64, as `verify` has it."""
     packing, params = in_small(p, dtype)
     program = packing.program
-    made = [emulated(api, program, SMALL, own, p.settings) for own in params]
+    made = [emulated(api, program, SMALL, own, p.config.settings) for own in params]
 
     def linked(rank: int, exchange: Exchange) -> TrtRuntime:
         if len(params) > 1:
@@ -254,7 +260,7 @@ def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:
             )
         if not right:
             raise CheckError(
-                f"dry run: {name} of {p.spec.name} in small differ from the reference by "
+                f"dry run: {name} of {p.config.spec.name} in small differ from the reference by "
                 f"{error:.1e} of their rms, which is more than rounding to {dtype}; this is an "
                 f"error of the lowering: report it"
             )

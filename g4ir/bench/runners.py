@@ -144,7 +144,7 @@ class EngineRunner(BenchRunner):
         self, engine: Engine, batch: int, role: str = "engine", name: Line | None = None
     ) -> None:
         self.role, self.engine, self.name = role, engine, name
-        backend = engine.facts.backend
+        backend = engine.config.backend
         self.label = f"{engine.path} ({engine.spec.name}, {backend}, {engine.device})"
         self.session = engine.session(batch)
         self._kept = self.session.snapshot()
@@ -174,9 +174,9 @@ def reference_runner(engine: Engine, batch: int) -> EngineRunner:
 def calls_per_step(engine: Engine) -> dict[str, int]:
     """Count compiled regions and the eager ops between them: one of an engine whose whole network
     is one program; nodes of the interpreter."""
-    if engine.facts.backend == "reference":
+    if engine.config.backend == "reference":
         return {"nodes": len(engine.program.graphs["decode"].nodes)}
-    if engine.facts.backend != "torch":
+    if engine.config.backend != "torch":
         return {"programs": 1, "glue": 0}
     steps = phase_steps(engine.program, engine.limits, engine.device).get("decode")
     if steps is None:  # one program of instructions

@@ -144,7 +144,7 @@ def _compared(
         if not reports[-1].ok:
             return reports
         old = new
-    progress(f"{engine.facts.backend} backend")
+    progress(f"{engine.config.backend} backend")
     return [*reports, _backend_against(old, series, engine)]
 
 

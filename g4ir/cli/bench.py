@@ -85,7 +85,7 @@ def _planned(args: argparse.Namespace) -> Workload:
     manifests = {path: read_manifest(Path(path)) for path in args.engines}
     names = ("input_len", "output_len", "batch", "context", "seed", "text")
     sizes = {name: vars(args)[name] for name in names}
-    return plan_workload([m.limits for m in manifests.values()], **sizes)
+    return plan_workload([m.config.limits for m in manifests.values()], **sizes)
 
 
 def _measured(args: argparse.Namespace, workload: Workload) -> BenchReport:

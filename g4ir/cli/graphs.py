@@ -19,7 +19,6 @@ from g4ir.model.towers import PARTS, build_towers, default_tower
 from g4ir.parallel.shard import shard
 from g4ir.passes import Dump, PassOptions, find_pass, run_passes
 from g4ir.passes.latent_kv import PLAIN
-from g4ir.passes.plan_cache import RingOptions
 from g4ir.plan import resolve
 from g4ir.quant.recipe import find_recipe, one_recipe
 from g4ir.quant.rewrite import quantised
@@ -124,7 +123,7 @@ def ranks_of(args: argparse.Namespace) -> int | None:
     if not (engine := engine_of(args)):
         given: int | None = args.tp
         return given
-    return engine.ranks if engine.ranks > 1 else None
+    return engine.config.ranks if engine.config.ranks > 1 else None
 
 
 def found_graph(program: Program, phase: str, spec: Spec) -> Graph:
@@ -160,14 +159,14 @@ def pass_options(args: argparse.Namespace) -> PassOptions:
         kv = resolve.find_kv_dtype(args.kv_dtype, spec.dtype)
         form = resolve.check_latent(args.latent_kv or PLAIN, spec)
         return resolve.pass_options(form, kv, args.quant_activations, drafted_tokens(args))
-    return engine.options
+    return engine.config.options
 
 
 def drafted_tokens(args: argparse.Namespace) -> int:
     """Return how many tokens are drafted at a time: the engine's, or those given; of a graph that
     verifies some where nothing is said."""
     if engine := engine_of(args):
-        return engine.options.of(RingOptions).slack
+        return engine.config.draft_tokens
     given, verifies = args.draft_tokens, args.phase == VERIFY
     if given is None:
         return DRAFTED * verifies

@@ -47,7 +47,7 @@ def plan(args: argparse.Namespace) -> int:
     plans = [_made(m, args, gpus, several=len(models) > 1) for m in models]
     if args.plot:
         lines = [cache_lines(p) for p in plans]
-        plot_caches(args.plot, lines, f"K and V caches, one row, {plans[0].dtype}")
+        plot_caches(args.plot, lines, f"K and V caches, one row, {plans[0].config.dtype}")
     if len(plans) == 1:
         return output(args, plans[0].to_dict(), plan_text(plans[0], args.nominal))
     several = {"schema": SCHEMA, "plans": [p.to_dict() for p in plans]}
@@ -137,4 +137,4 @@ def _of_engine(found: Artefact, args: argparse.Namespace, **sizes: Any) -> Plan:
     if given := sorted(args.given & {"preset", *(f.name for f in fields(BuildOptions))}):
         flags = ", ".join(map(flag_of, given))
         raise InputError(f"{found.path} is an engine, and has its own settings: leave out {flags}")
-    return plan_engine(found.manifest.resolved(found.spec, found.drafter), **sizes)
+    return plan_engine(found.config, find_backend(found.config.backend), **sizes)

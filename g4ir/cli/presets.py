@@ -27,11 +27,16 @@ def presets(args: argparse.Namespace) -> int:
     lines: list[Line] = [["", "context", "batch", "weights", "KV cache", "in all", "memory"]]
     for row, plan in zip(rows, plans):
         (use,), (need,) = plan.rows, plan.needed
-        (weights,) = (w.device + w.host for w in plan.weights if w.sizes.format == need.weights)
+        (weights,) = (w.device + w.host for w in plan.weights if w.format == need.weights)
         facts = {"context": use.ctx, "batch": use.batch, "weights": weights}
-        row["plan"] = {**facts, "kv_cache": use.built, "needed": need.bytes, "device": plan.device}
+        row["plan"] = {
+            **facts,
+            "kv_cache": use.built,
+            "needed": need.bytes,
+            "device": plan.config.device,
+        }
         sizes = map(size_text, (weights, use.built, need.bytes))
-        memory = "RAM" if plan.device == "cpu" else "GPU"
+        memory = "RAM" if plan.config.device == "cpu" else "GPU"
         name = row["name"] + f" --max-seq {use.ctx}" * (use.ctx < row["options"].get("max_seq", 0))
         lines.append([name, count_text(use.ctx), str(use.batch), *sizes, memory])
     return output(args, rows, aligned(lines, indent=0))

@@ -169,7 +169,7 @@ def _variants(args: argparse.Namespace) -> tuple[Graph, Graph]:
     all_logits = "logits.all" not in graph.producers
     spec, media = any_spec(args.against), None
     if engine := graphs.engine_of(args):
-        media = engine.manifest.media
+        media = engine.config.media
     other = graphs.plain_graph(spec, args.phase, all_logits, dtype, media)
     if args.after == "none":
         return graph, other

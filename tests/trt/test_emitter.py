@@ -201,7 +201,7 @@ def compare(p: Prepared) -> tuple[float, TrtRuntime]:
     """The largest error beside the reference, of a ragged prompt in chunks and of steps over each
     span; and the runtime."""
     program, params = p.packing.program, MadeParams(p.packing, p.source)
-    runtime = dry.emulated(dry.emulator(), program, dry.SMALL, params, p.settings)
+    runtime = dry.emulated(dry.emulator(), program, dry.SMALL, params, p.config.settings)
     reference = ReferenceRuntime(program, dry.SMALL, "cpu", params)
     with dry.one_thread():
         got, want = (dry.run_small(program, params, r) for r in (runtime, reference))
@@ -359,7 +359,7 @@ def test_softcapped_attention_is_explicit_and_noted() -> None:
     assert compare(p)[0] < BUDGET
     graph = network_graph(p.packing.program)
     made = emit(graph, Limits(2, 64, 11), None, attention="fused")
-    assert len(made.notes) == p.spec.text.num_hidden_layers
+    assert len(made.notes) == p.config.spec.text.num_hidden_layers
     assert "IAttention has no softcap" in made.notes[0]
     assert not any(x._kind == "attention" for x in made.network._layers)
 

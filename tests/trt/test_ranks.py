@@ -97,7 +97,8 @@ def test_networks_of_ranks_differ_in_weights_alone() -> None:
     packing, params = dry.in_small(p, "f32")
     g = network_graph(packing.program)
     written = [
-        write_network(dry.emulator(), g, dry.SMALL, own, p.settings).network for own in params
+        write_network(dry.emulator(), g, dry.SMALL, own, p.config.settings).network
+        for own in params
     ]
     one, two = ([(x._title, x._types, _given(x)) for x in n._layers] for n in written)
     assert one == two and len(one) > 100
