@@ -103,11 +103,12 @@ def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
             held = _rank_graph(args, held, spec)
         return held, set(args.skip)
     found_graph(found.packing.program, args.phase, spec)
-    plain = plain_graph(spec, args.phase, found.all_logits, found.dtype, found.media, found.drafter)
+    c = found.config
+    plain = plain_graph(spec, args.phase, c.all_logits, c.dtype, c.media, c.drafter)
     if plain.state:
-        plain = shard(plain, spec, found.ranks, found.ep)
-    graph = quantised(Program({args.phase: plain}), spec, found.recipe, found.dtype)
-    return graph.graphs[args.phase], {*found.skip, *args.skip}
+        plain = shard(plain, spec, c.ranks, c.ep)
+    graph = quantised(Program({args.phase: plain}), spec, c.quant, c.dtype)
+    return graph.graphs[args.phase], {*c.skip, *args.skip}
 
 
 def _rank_graph(args: argparse.Namespace, graph: Graph, spec: Spec) -> Graph:
