@@ -23,7 +23,6 @@ from g4ir.ops.codecs import FORM_OF
 from g4ir.ops.types import ITEMSIZE
 from g4ir.passes import PASSES
 from g4ir.passes.latent_kv import PLAIN
-from g4ir.spec.record import Spec
 from g4ir.weights.pack import DEFAULT_PLACEMENT, Packing
 
 from .backend import PlannedBackend
@@ -41,7 +40,7 @@ NO_MORE = ("decode",)
 #: how params of tables begin -> field of WeightBytes
 TABLE_PARTS = {"embed.table": "token_table", "head.w": "head", PLE_PARAM: "ple_table"}
 #: properties of a Footprint that depend on its graphs alone
-OF_GRAPHS = ("needs", "least_chunk", "_tables", "upcast", "_scratch")
+OF_GRAPHS = ("needs", "least_chunk", "_tables", "upcast", "_scratch", "plain", "step")
 #: kept free on a device: its driver's and the allocator's share, not measured per device
 RESERVE_BYTES, RESERVE_SHARE = 512 << 20, 1 / 64
 
@@ -62,8 +61,10 @@ class Footprint:
         """Build the graphs of an engine, but for some that need no more than others."""
         return Footprint(config, backend, config.packing(backend, without=without))
 
-    def placed(self, ple_placement: str | None) -> Footprint:
-        return self.at(ple_placement=ple_placement)
+    @property
+    def form(self) -> str:
+        """The name of the quantisation config; the dtype of weights that are not quantised."""
+        return self.config.quant.name if self.config.quant else self.config.dtype
 
     def at(self, **fields: Any) -> Footprint:
         """Return the footprint with other settings on which no graph depends; what was counted of
@@ -84,10 +85,6 @@ class Footprint:
     @property
     def _absent(self) -> tuple[str, ...]:
         return () if "decode" in self.packing.program.graphs else NO_MORE
-
-    @property
-    def placement(self) -> str:
-        return self.config.ple_placement or DEFAULT_PLACEMENT
 
     @cached_property
     def needs(self) -> Needs:
@@ -119,10 +116,8 @@ class Footprint:
             begins = (part for table, part in TABLE_PARTS.items() if name.startswith(table))
             parts[next(begins, "layers")] += size
         ple = sum(n for name, n in self._tables.items() if name.startswith(PLE_PARAM))
-        form = weight_format(self.config)
-        return weight_bytes(
-            self.config, form, parts, ple, sum(self._tables.values()) - ple, self.upcast
-        )
+        others = sum(self._tables.values()) - ple
+        return weight_bytes(self.config, self.form, parts, ple, others, self.upcast)
 
     @cached_property
     def _tables(self) -> dict[str, int]:
@@ -183,6 +178,54 @@ class Footprint:
 
         return parts
 
+    @cached_property
+    def plain(self) -> Footprint:
+        """The same without quantised weights and caches and latent rows."""
+        if (self.config.latent_kv, self.config.kv_dtype) == (PLAIN, None):
+            return self
+        # The shapes of an unquantised, not latent KV cache depend on one pass alone.
+        skip = (*self.config.skip, *(p for p in PASSES if p != "plan_cache"))
+        return self.changed(skip=skip, quant=None)
+
+    @cached_property
+    def row(self) -> Callable[[int, int], MemoryUse]:
+        """Function of a context and a batch."""
+        naive = naive_bytes(self.config.spec, self.config.dtype, self.config.ranks)
+
+        @cache
+        def row(ctx: int, batch: int) -> MemoryUse:
+            parts = self.parts(batch, ctx)
+            return MemoryUse(
+                ctx,
+                batch,
+                naive * ctx * batch,
+                self.plain.cache(batch, ctx),
+                parts["caches"],
+                parts["activations"],
+                parts["workspace"],
+            )
+
+        return row
+
+    def need_at(self, ctx: int, batch: int, kind: str = "built") -> int:
+        """Return bytes in the device's memory with one of TOTALS, without the reserve."""
+        row = self.row(ctx, batch)
+        caches: int = getattr(row, kind)
+        return self.resident + caches + row.activations + row.workspace
+
+    @cached_property
+    def step(self) -> Callable[..., Cost]:
+        """Function of a context, a batch and new tokens of each sequence: the cost of a step. One
+        of a single token costs what a prompt of one token does."""
+        graphs = self.packing.program.graphs
+
+        @cache
+        def cost(ctx: int, batch: int, tokens: int = 1, graph: str = "") -> Cost:
+            g = graphs[graph or (VERIFY if tokens > 1 else "prefill")]
+            return total(graph_costs(g, B=batch, S=tokens, C=max(ctx - tokens, 0)))
+
+        return cost
+
     @property
     def built(self) -> dict[str, int]:
         """Bytes in the device's memory at the limits of the engine."""
@@ -191,11 +234,6 @@ class Footprint:
     @property
     def need(self) -> int:
         return sum(self.built.values())
-
-
-def weight_format(config: BuildConfig) -> str:
-    """Return the name of the quantisation config; the dtype of weights that are not quantised."""
-    return config.quant.name if config.quant else config.dtype
 
 
 def weight_bytes(
@@ -234,75 +272,6 @@ def plain_weights(config: BuildConfig, dtype: str) -> WeightBytes:
     return weight_bytes(config, dtype, parts, parts["ple_table"], tables)
 
 
-@dataclass(frozen=True)
-class EngineCosts:
-    """An engine to plan: its footprint, and its caches without quantisation and latent rows."""
-
-    footprint: Footprint
-    plain: Needs
-
-    @property
-    def config(self) -> BuildConfig:
-        return self.footprint.config
-
-    @property
-    def form(self) -> str:
-        return weight_format(self.config)
-
-    @cached_property
-    def step(self) -> Callable[..., Cost]:
-        """Function of a context, a batch and new tokens of each sequence: the cost of a step. One
-        of a single token costs what a prompt of one token does."""
-        graphs = self.footprint.packing.program.graphs
-
-        @cache
-        def cost(ctx: int, batch: int, tokens: int = 1, graph: str = "") -> Cost:
-            g = graphs[graph or (VERIFY if tokens > 1 else "prefill")]
-            return total(graph_costs(g, B=batch, S=tokens, C=max(ctx - tokens, 0)))
-
-        return cost
-
-    def placed(self, ple_placement: str | None) -> EngineCosts:
-        return replace(self, footprint=self.footprint.placed(ple_placement))
-
-    @cached_property
-    def row(self) -> Callable[[int, int], MemoryUse]:
-        """Function of a context and a batch."""
-        spec = _rank_spec(self.config.spec, self.config.ranks)
-        naive = naive_bytes(spec, self.config.dtype)
-
-        @cache
-        def row(ctx: int, batch: int) -> MemoryUse:
-            parts = self.footprint.parts(batch, ctx)
-            return MemoryUse(
-                ctx,
-                batch,
-                naive * ctx * batch,
-                self.plain.cache(batch, ctx),
-                parts["caches"],
-                parts["activations"],
-                parts["workspace"],
-            )
-
-        return row
-
-    def need(self, ctx: int, batch: int, kind: str = "built") -> int:
-        """Return bytes in the device's memory with one of TOTALS, without the reserve."""
-        row = self.row(ctx, batch)
-        cache: int = getattr(row, kind)
-        return self.footprint.resident + cache + row.activations + row.workspace
-
-
-def _rank_spec(spec: Spec, ranks: int) -> Spec:
-    """Return the spec with a rank's KV heads: at least one of each kind."""
-    text = spec.text
-    sliding, full = (
-        replace(kind, num_key_value_heads=max(1, kind.num_key_value_heads // ranks))
-        for kind in (text.sliding, text.full)
-    )
-    return replace(spec, text=replace(text, sliding=sliding, full=full))
-
-
 def reserve(memory: int) -> int:
     """Return bytes of a device that a plan leaves alone."""
     return int(RESERVE_BYTES + memory * RESERVE_SHARE)
@@ -318,12 +287,6 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def measure(config: BuildConfig, backend: PlannedBackend) -> EngineCosts:
-    """Build the graphs of an engine, and measure what they need."""
-    footprint = Footprint.of(config, backend, NO_MORE)
-    plain = footprint.needs
-    if (config.latent_kv, config.kv_dtype) != (PLAIN, None):
-        # The shapes of an unquantised, not latent KV cache depend on one pass alone.
-        skip = (*config.skip, *(p for p in PASSES if p != "plan_cache"))
-        plain = footprint.changed(skip=skip, quant=None).needs
-    return EngineCosts(footprint, plain)
+def measured(config: BuildConfig, backend: PlannedBackend) -> Footprint:
+    """Return the footprint of an engine to plan: each is measured once."""
+    return Footprint.of(config, backend, NO_MORE)

@@ -83,7 +83,9 @@ def cache_bytes(program: Program, batch: int, max_seq: int) -> int:
     return sum(t.nbytes() for t in cache_types(program, batch, max_seq).values())
 
 
-def naive_bytes(spec: Spec, dtype: str) -> int:
-    """Return the cache bytes of one token in all layers that own K and V."""
+def naive_bytes(spec: Spec, dtype: str, ranks: int = 1) -> int:
+    """Return the cache bytes of one token in all layers that own K and V; on one of some ranks,
+    which has at least one KV head."""
     owners = (layer.attention for layer in spec.layers() if layer.donor is None)
-    return sum(2 * a.num_key_value_heads * a.head_dim for a in owners) * ITEMSIZE[dtype]
+    heads = ((max(1, a.num_key_value_heads // ranks), a.head_dim) for a in owners)
+    return sum(2 * count * size for count, size in heads) * ITEMSIZE[dtype]

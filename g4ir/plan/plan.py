@@ -31,9 +31,9 @@ from .drafting import gains
 from .engine_limits import Limits
 from .footprint import (
     MOST_ROWS,
-    EngineCosts,
+    Footprint,
     largest,
-    measure,
+    measured,
     plain_weights,
     reserve,
 )
@@ -140,7 +140,7 @@ def _planned(
     planner = _DevicePlanner(counted, config.ranks, shared, shape, free)
     ranks = {form: planner.placed(costs, gpus) for form, costs in planner.own.items()}
     rank, *_ = ranks.values()
-    every = [c.placed(rank.config.ple_placement) for c in counted[1].values()]
+    every = [c.at(ple_placement=rank.config.ple_placement) for c in counted[1].values()]
     rows, layers = planner.rows(every[0]), layer_blocks(spec)
     return Plan(
         config=rank.config,
@@ -152,7 +152,7 @@ def _planned(
         cache=_rates(every[0]),
         rows=rows,
         needed=tuple(
-            Need(form, ctx, batch, costs.need(ctx, batch))
+            Need(form, ctx, batch, costs.need_at(ctx, batch))
             for form, costs in ranks.items()
             for ctx, batch in shape
         ),
@@ -163,13 +163,13 @@ def _planned(
     )
 
 
-def _weights(every: Sequence[EngineCosts]) -> tuple[WeightBytes, ...]:
+def _weights(every: Sequence[Footprint]) -> tuple[WeightBytes, ...]:
     """Return the weights unquantised, and in each quantised format; of an engine that is not
     quantised also in other dtypes."""
     config = every[0].config
     dtypes = [config.dtype] if config.quant or len(every) == 1 else ["f32", "bf16", config.dtype]
     plain = {d: plain_weights(config, d) for d in dtypes}
-    return tuple((plain | {c.form: c.footprint.weights for c in every}).values())
+    return tuple((plain | {c.form: c.weights for c in every}).values())
 
 
 def _resolved(
@@ -192,7 +192,7 @@ def _resolved(
 
 def _by_ranks(
     config: BuildConfig, backend: PlannedBackend, others: Sequence[Recipe | None], compare: bool
-) -> dict[int, dict[str, EngineCosts]]:
+) -> dict[int, dict[str, Footprint]]:
     """Measure one rank and, to compare, one of each other number that can share the model: number
     of ranks -> weight format -> costs, that of the settings first."""
     tp, ep = config.ranks, config.ep
@@ -202,23 +202,23 @@ def _by_ranks(
     numbers = [n for n in COUNTS if n > 1 and can_share(config.spec, n, ep)] if compare else []
     for n in {tp, *numbers} - {1}:
         found = replace(config, ranks=n, ep=ep)
-        if n == tp or config.quant is None or _measured(found, backend):
+        if n == tp or config.quant is None or _uncut(found, backend):
             counted[n] = _by_format(found, backend, others)
     return counted
 
 
 def _by_format(
     config: BuildConfig, backend: PlannedBackend, others: Sequence[Recipe | None]
-) -> dict[str, EngineCosts]:
+) -> dict[str, Footprint]:
     """Measure settings, and with other quantisation configs whose groups no rank cuts."""
-    more = (_measured(replace(config, quant=r), backend) for r in others)
-    return {c.form: c for c in (measure(config, backend), *more) if c}
+    more = (_uncut(replace(config, quant=r), backend) for r in others)
+    return {c.form: c for c in (measured(config, backend), *more) if c}
 
 
-def _measured(config: BuildConfig, backend: PlannedBackend) -> EngineCosts | None:
+def _uncut(config: BuildConfig, backend: PlannedBackend) -> Footprint | None:
     """Measure settings; None if ranks cut a group of quantised weights."""
     try:
-        return measure(config, backend)
+        return measured(config, backend)
     except InputError:
         if config.ranks == 1:
             raise
@@ -230,31 +230,31 @@ class _DevicePlanner:
     """Plans devices for an engine, measured by number of ranks and weight format; `free`: the
     per-layer embedding table may leave the device."""
 
-    counted: dict[int, dict[str, EngineCosts]]
+    counted: dict[int, dict[str, Footprint]]
     ranks: int
     shared: bool
     shape: tuple[tuple[int, int], ...]
     free: bool
 
     @property
-    def own(self) -> dict[str, EngineCosts]:
+    def own(self) -> dict[str, Footprint]:
         return self.counted[self.ranks]
 
-    def rows(self, costs: EngineCosts) -> tuple[MemoryUse, ...]:
+    def rows(self, costs: Footprint) -> tuple[MemoryUse, ...]:
         return tuple(costs.row(c, b) for c, b in self.shape)
 
-    def placed(self, costs: EngineCosts, gpus: Sequence[Gpu]) -> EngineCosts:
+    def placed(self, costs: Footprint, gpus: Sequence[Gpu]) -> Footprint:
         """Place the per-layer embedding table on the devices if every row then fits."""
-        needs = [costs.need(c, b) for c, b in self.shape] if self.free else []
+        needs = [costs.need_at(c, b) for c, b in self.shape] if self.free else []
         fits = all(need <= _room(gpu) for need in needs for gpu in gpus)
-        return costs if fits else costs.placed(DEFAULT_PLACEMENT)
+        return costs if fits else costs.at(ple_placement=DEFAULT_PLACEMENT)
 
     def fit(self, gpu: Gpu, form: str) -> Fit:
         own = self.placed(self.own[form], [gpu])
         room, limits = _room(gpu), own.config.limits
 
         def fits(ctx: int, batch: int, kind: str) -> bool:
-            return own.need(ctx, batch, kind) <= room
+            return own.need_at(ctx, batch, kind) <= room
 
         def most(at: int, limit: int, fit: Callable[..., bool]) -> Largest:
             return Largest(at, *(largest(partial(fit, kind=kind), limit) for kind in TOTALS))
@@ -265,7 +265,7 @@ class _DevicePlanner:
             memory=gpu.memory_bytes,
             reserve=reserve(gpu.memory_bytes),
             weights=form,
-            weight_bytes=own.footprint.resident,
+            weight_bytes=own.resident,
             cells=tuple(self._cell(own, gpu, r) for r in self.rows(own)),
             max_context=tuple(most(b, limits.max_seq, partial(fits, batch=b)) for b in batches),
             max_batch=tuple(most(c, limits.max_batch, partial(fits, c)) for c in contexts),
@@ -273,8 +273,8 @@ class _DevicePlanner:
             ple_placement=own.config.ple_placement,
         )
 
-    def _cell(self, own: EngineCosts, gpu: Gpu, row: MemoryUse) -> DeviceUse:
-        totals = {kind: own.need(row.ctx, row.batch, kind) for kind in TOTALS}
+    def _cell(self, own: Footprint, gpu: Gpu, row: MemoryUse) -> DeviceUse:
+        totals = {kind: own.need_at(row.ctx, row.batch, kind) for kind in TOTALS}
         seconds = None
         if gpu.bytes_per_s is not None:
             seconds = floor(own.step(row.ctx, row.batch), gpu.roof).seconds
@@ -293,7 +293,7 @@ class _DevicePlanner:
         """Return the fewest ranks, each on such a device, that fit; None if none do."""
         for ranks, costs in sorted(self.counted.items()):
             own = self.placed(costs[form], [gpu]) if form in costs else None
-            if own and own.need(row.ctx, row.batch) <= _room(gpu):
+            if own and own.need_at(row.ctx, row.batch) <= _room(gpu):
                 return ranks
         return None
 
@@ -302,7 +302,7 @@ def _room(gpu: Gpu) -> int:
     return gpu.memory_bytes - reserve(gpu.memory_bytes)
 
 
-def _drafts(made: EngineCosts, rows: Sequence[MemoryUse], gpus: Sequence[Gpu]) -> Drafts | None:
+def _drafts(made: Footprint, rows: Sequence[MemoryUse], gpus: Sequence[Gpu]) -> Drafts | None:
     """Plan speculative decoding at the shortest context, on the first card of known speed."""
     drafted, drafter = made.config.draft_tokens, made.config.drafter
     if not drafted:
@@ -318,7 +318,7 @@ def _drafts(made: EngineCosts, rows: Sequence[MemoryUse], gpus: Sequence[Gpu]) -
             made.step(ctx, batch, graph=DRAFT) if drafter else None,
         )
 
-    prefill, *_ = made.footprint.needs.graphs
+    prefill, *_ = made.needs.graphs
     rings = [v.type for v in prefill.state if isinstance(v.type.shape[0], int)]
     return Drafts(
         tokens=drafted,
@@ -328,18 +328,18 @@ def _drafts(made: EngineCosts, rows: Sequence[MemoryUse], gpus: Sequence[Gpu]) -
         device=card.name if card else None,
         tables=tuple((b, table(b)) for b in sorted({r.batch for r in rows})),
         drafter=drafter.name if drafter else None,
-        drafter_bytes=made.footprint.drafter_bytes,
+        drafter_bytes=made.drafter_bytes,
     )
 
 
-def _ranks(rank: EngineCosts, rows: Sequence[MemoryUse]) -> Ranks:
+def _ranks(rank: Footprint, rows: Sequence[MemoryUse]) -> Ranks:
     """Return what one rank needs at every context and batch of `rows`, from its measurement."""
-    sent = list(collectives(rank.footprint.packing.program.graphs["prefill"]))
+    sent = list(collectives(rank.packing.program.graphs["prefill"]))
     token = {"B": 1, "S": 1}
     return Ranks(
         count=rank.config.ranks,
-        weights=rank.footprint.decoder_bytes,
-        drafter=rank.footprint.drafter_bytes,
+        weights=rank.decoder_bytes,
+        drafter=rank.drafter_bytes,
         rows=tuple(RankRow(r.ctx, r.batch, r.built) for r in rows),
         messages=len(sent),
         message_bytes=sum(v.type.bind(token).nbytes() for n in sent for v in n.inputs),
@@ -380,13 +380,13 @@ def _contexts(config: BuildConfig, ctx: int | Sequence[int] | None) -> tuple[int
     return contexts
 
 
-def _rates(made: EngineCosts) -> CacheRates:
+def _rates(made: Footprint) -> CacheRates:
     """Derive rates from two contexts beyond every window, between which the size is linear."""
     windows = [layer.attention.window or 1 for layer in made.config.spec.layers()]
     near = -(-max(*windows, made.config.limits.prefill_chunk) // 256) * 256
     far = 2 * near
     rates = []
-    for cache in (made.plain.cache, made.footprint.cache):
+    for cache in (made.plain.cache, made.cache):
         per_token = (cache(1, far) - cache(1, near)) // (far - near)
         rates += [per_token, cache(1, near) - per_token * near]
     return CacheRates(naive_bytes(made.config.spec, made.config.dtype), *rates)
