@@ -6,19 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Program
-from g4ir.ops.kv_quant import NARROW
 from g4ir.parallel.group import Group
 from g4ir.parallel.table import Share
 from g4ir.passes import Acted
+from g4ir.plan.backend import PlannedBackend
+from g4ir.plan.backend import Setting as Setting
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.layout import Layout, no_scratch, plain_caches
-from g4ir.plan.options import Resolved
+from g4ir.plan.options import BuildConfig
 from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.pack import Packing, ParamSource, own_params
@@ -31,28 +30,6 @@ Tensors = Mapping[str, "torch.Tensor"]
 Embed = Callable[["torch.Tensor"], "dict[str, torch.Tensor]"]
 #: sees values by name as a graph makes them
 Watch = Callable[[str, "torch.Tensor"], None]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A choice that a backend offers to a build: `g4ir build --set NAME=VALUE`."""
-
-    choices: tuple[str, ...]
-    default: str
-    help: str
-
-
-def checked_settings(backend: Backend, given: Mapping[str, str]) -> dict[str, str]:
-    """Return every setting of the backend; InputError on an unknown name or value."""
-    known = backend.settings
-    for name, value in given.items():
-        if name not in known:
-            names = ", ".join(known) or "none"
-            raise InputError(f"--set {name}: backend {backend.name} has the settings: {names}")
-        if value not in known[name].choices:
-            choices = ", ".join(known[name].choices)
-            raise InputError(f"--set {name}={value}: one of {choices} ({known[name].help})")
-    return {name: given.get(name, s.default) for name, s in known.items()}
 
 
 @dataclass(frozen=True)
@@ -194,30 +171,15 @@ class Task:
     digest: str = ""
 
 
-class Backend(ABC):
+class Backend(PlannedBackend, ABC):
     """One way to make a program run. What is not said here again compiles nothing and needs
     nothing."""
 
-    name: str
-    #: where its engines run, the default first
-    devices: tuple[str, ...]
-    #: IR names of the dtypes it computes in; the spec's where it is among them, else the first
-    dtypes: tuple[str, ...]
-    settings: Mapping[str, Setting] = {}
     #: whether `compile` finds the packed params in the folder: its files refer to them or contain
     #: them
     packs_weights: bool = False
     #: whether its compiled files are native code, which can do all that the user can
     native: bool = False
-    #: dtypes that its caches may be narrowed to (ops/kv_quant.py), and why there are no others
-    kv_dtypes: tuple[str, ...] = tuple(NARROW)
-    kv_reason: str = ""
-    #: whether it can round the rows of products (ops/codecs.py: fake_quantize)
-    rounds_activations: bool = True
-    #: whether it verifies as it prefills: no more tokens than a chunk has
-    verifies_in_chunks: bool = False
-    #: whether several ranks can share what it runs
-    shares: bool = False
     #: whether its engines run with the torch that built them alone
     of_torch: bool = True
     #: the type of what `compile` returns, as spec/reader.py reads it
@@ -257,11 +219,6 @@ class Backend(ABC):
         each raises MissingError. A dry run makes none of them."""
         return ()
 
-    def stored(self, program: Program, device: str) -> Program:
-        """Return optimised graphs whose weights lie as its products take them on a device: those in
-        codes by columns, say, or made dense at build."""
-        return program
-
     def about_to_compile(self, device: str) -> AbstractContextManager[None]:
         """Return a context that surrounds `compile` and what comes before, in which what it needs
         in any case is begun."""
@@ -270,30 +227,6 @@ class Backend(ABC):
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         """Write compiled files into the folder; returns what the manifest keeps of them."""
         return {}
-
-    def cache_bytes(self, program: Program, limits: Limits) -> int:
-        """Return the bytes of the caches of a session of max_batch sequences."""
-        return plain_caches(program, limits)
-
-    def scratch_bytes(
-        self, program: Program, device: str, settings: Mapping[str, str]
-    ) -> Callable[[Limits], int]:
-        """Return, as a function of the limits, the bytes that a step needs beyond the workspace of
-        its graphs."""
-        return no_scratch(program)
-
-    def layout(self, device: str, settings: Mapping[str, str]) -> Layout:
-        """Return the memory layout of its engines, for plans and memory checks. InputError for a
-        setting that the backend lacks."""
-        checked = checked_settings(self, settings)
-        return Layout(
-            self.name,
-            device,
-            tuple(sorted(checked.items())),
-            stored=partial(self.stored, device=device),
-            caches=self.cache_bytes,
-            scratch=partial(self.scratch_bytes, device=device, settings=checked),
-        )
 
     def short(self, program: Program) -> str:
         """Return why compiling needs more memory than this machine has; nothing if it does not."""
@@ -319,11 +252,11 @@ class Backend(ABC):
 
 
 @dataclass(frozen=True)
-class Prepared(Resolved):
+class Prepared:
     """A build up to compilation: everything is checked, nothing is written."""
 
+    config: BuildConfig
     backend: Backend
-    settings: Mapping[str, str]
     packing: Packing
     #: how often each pass acted
     acted: Acted
@@ -347,14 +280,14 @@ class Prepared(Resolved):
 
     def share(self, rank: int) -> Share:
         """Return what a rank has of the weights."""
-        return Share(self.spec, rank, self.ranks, self.ep)
+        return Share(self.config.spec, rank, self.config.ranks, self.config.ep)
 
     def written_bytes(self) -> int:
         """Count the bytes of the packed params of all ranks; what they share counts once."""
         sizes = {name: v.type.nbytes() for name, v in self.packing.program.params().items()}
-        own = own_params(self.packing, self.share(0))
-        return sum(size * (self.ranks if name in own else 1) for name, size in sizes.items())
+        own, ranks = own_params(self.packing, self.share(0)), self.config.ranks
+        return sum(size * (ranks if name in own else 1) for name, size in sizes.items())
 
     def cache_bytes(self) -> int:
         """Count the bytes of the caches of a session of max_batch sequences."""
-        return self.backend.cache_bytes(self.packing.program, self.limits)
+        return self.backend.cache_bytes(self.packing.program, self.config.limits)

@@ -147,7 +147,7 @@ def main() -> None:
         beside = gaps(bench, max([n for n in active if n < scheduler.max_batch], default=0))
         chunk = args.chunk_tokens or engine.limits.prefill_chunk
         text = (
-            f"{engine.spec.name}, {engine.facts.backend} on {engine.device}, {engine.dtype}; "
+            f"{engine.spec.name}, {engine.config.backend} on {engine.device}, {engine.dtype}; "
             f"context {args.context}, {args.new} new tokens\n\n{table}\n"
             f"a prompt of {late} tokens in chunks of {chunk}\n\n{beside}"
         )

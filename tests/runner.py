@@ -73,7 +73,7 @@ def build_engine(oracle: Oracle, folder: Path, **options: Any) -> Engine:
 def with_chunk(engine: Engine, size: int) -> Engine:
     """The same engine, prefilling in chunks of at most `size` tokens."""
     assert size <= engine.limits.prefill_chunk
-    return replace(engine, limits=replace(engine.limits, prefill_chunk=size))
+    return engine.configured(limits=replace(engine.limits, prefill_chunk=size))
 
 
 _PROGRAMS: dict[Any, Program] = {}

@@ -156,8 +156,8 @@ def test_an_engine_is_built_again_with_it(tmp_path: Path) -> None:
     out = tmp_path / "engine"
     build(out, "tiny-ple", "int4", "int8").close()
     found = open_artefact(out)
-    assert found.manifest.options.of(ActivationOptions).to == "int8"
-    assert "--quant-activations int8 " in rebuild(out, found.manifest, found.spec)
+    assert found.config.activations == "int8"
+    assert "--quant-activations int8 " in rebuild(out, found.manifest)
 
 
 # --- kernels -----------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_moments_are_those_of_transformers(
     given = {"checkpoint": files / name, "calibrate": files / "text.txt", **OPTIONS}
     p = prepare(None, BuildOptions(**given))
     monkeypatch.setattr(calibration, "MOST", 40)
-    text = calibration.CalibrationText.read(files / "text.txt", p.spec, p.side_files)
+    text = calibration.CalibrationText.read(files / "text.txt", p.config.spec, p.side_files)
     monkeypatch.setattr(calibration, "WINDOW", 25)
     found = column_moments(replace(p, calibration=text), no_progress)
     with g4ir.build(None, tmp_path / "e", **{**given, "quant": None, "calibrate": None}) as engine:
@@ -163,7 +163,7 @@ def test_a_calibrated_engine(files: Path, tmp_path: Path) -> None:
             made = [engine.param(n) - p.source.tensor(checkpoint_name(n)) for n in names]
             note = engine.manifest["notes"]["calibration"]
             told = command("inspect", out).out
-            words = shlex.split(rebuild(out, engine.facts, engine.spec))
+            words = shlex.split(rebuild(out, engine.facts))
         errors.append([(e.square() * moments[n]).sum() for e, n in zip(made, names)])
         if calibrate:
             digest = sha256(text.read_bytes()).hexdigest()

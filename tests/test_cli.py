@@ -218,7 +218,7 @@ def test_build_options(tmp_path: Path) -> None:
     manifest = stored_manifest(out)
     assert manifest["limits"] == {"max_batch": 3, "max_seq": 64, "prefill_chunk": 16}
     assert (manifest["dtype"], manifest["all_logits"]) == ("bf16", True)
-    assert manifest["skipped_passes"] == ["fuse_qkv", "plan_cache"]
+    assert manifest["skip"] == ["fuse_qkv", "plan_cache"]
     kept = {"latent_kv": {"form": "value", "keep": []}, "narrow_kv": {"to": "off"}}
     kept |= {"quantize_activations": {"to": "off"}, "plan_cache": {"slack": 0}}
     assert manifest["options"] == kept

@@ -226,7 +226,7 @@ def test_every_step_is_the_assistants(built: Build, name: str, last: bool) -> No
     pair = pair_of(name)
     engine = built(pair)
     if last:
-        engine = replace(engine, drafter=standing_last(engine))
+        engine = engine.configured(drafter=standing_last(engine))
     tokens, session = pair.oracle.tokens[0], engine.session(len(LENGTHS))
     padded = torch.stack([tokens[: max(LENGTHS)]] * len(LENGTHS))
     session.prefill(padded, torch.tensor(LENGTHS))

@@ -28,7 +28,7 @@ from g4ir.artefact.directory import Manifest
 from g4ir.builder.load import load_engine
 from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, InputError
-from g4ir.plan.options import BuildOptions
+from g4ir.plan.options import BuildConfig, BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.weights import pack as packing
 from g4ir.weights.checkpoint import Checkpoint
@@ -95,7 +95,10 @@ def test_directory(built: Engine) -> None:
 
 def test_manifest(built: Engine) -> None:
     m = json.loads((built.path / "manifest.json").read_text())
-    assert [*m] == ["format", *(f.name for f in fields(Manifest)), "digest"]
+    config = {f.name for f in fields(BuildConfig)} - {"spec", "drafter"}
+    record = {f.name for f in fields(Manifest)} - {"config"}
+    specs = {"variant", "spec_digest", "drafter_digest"}
+    assert m.keys() == {"format", "digest", *config, *record, *specs}
     assert m["limits"] == {"max_batch": 1, "max_seq": 64, "prefill_chunk": 16}
     assert (m["backend"], m["device"], m["dtype"]) == ("reference", "cpu", "f32")
     assert m["weights"] == {"kind": "packed", "seed": None}
@@ -138,7 +141,7 @@ def test_weights_in_shards(
 
 def test_skipped_passes_are_kept_in_mind(checkpoint: Path, built: Engine, tmp_path: Path) -> None:
     plain = small(tmp_path / "plain", checkpoint=checkpoint, skip=iter(["fuse_qkv", "plan_cache"]))
-    assert plain.manifest["skipped_passes"] == ["fuse_qkv", "plan_cache"]
+    assert plain.config.skip == ("fuse_qkv", "plan_cache")
     assert plain.rings == () and built.rings == ((8, 8),)
     agrees(answer(plain), answer(built))
     session = plain.session()

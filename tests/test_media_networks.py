@@ -202,7 +202,7 @@ def test_trt_bytes_on_disk(tmp_path: Path) -> None:
     p = prepare(
         spec_of("tiny-media"), BuildOptions(backend="trt", audio_seconds=(0.5, 1.5)), dry=True
     )
-    program, settings = p.packing.program, dict(p.settings)
+    program, settings = p.packing.program, dict(p.config.settings)
     every = networks(program)
     audio = [builder.weight_bytes(g) for name, g in every.items() if name.startswith("audio")]
     assert len(audio) == 2 and audio[0] == audio[1] > 0

@@ -232,10 +232,10 @@ def test_media_are_lists(engine: Engine, name: str) -> None:
 
 def test_kinds_that_an_engine_does_not_take(engine: Engine) -> None:
     """Their ids are tokens like any other."""
-    images = replace(engine, media=Media(("image",)))
+    images = engine.configured(media=Media(("image",)))
     with pytest.raises(InputError, match="takes text, image, no audio"):
         images.session(1).prefill([[502]], soft=[soft("audio", 1, 64)])
-    text = replace(engine, media=Media())
+    text = engine.configured(media=Media())
     with pytest.raises(InputError, match="this engine takes text, no image"):
         text.session(1).prefill([[500]], soft=[soft("image", 1, 64)])
     assert text.session(1).prefill([[500, 502]]).any()

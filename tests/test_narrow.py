@@ -32,8 +32,8 @@ from g4ir.ops.types import Type
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.narrow_kv import NarrowOptions
+from g4ir.plan.formats import KV_NAMES
 from g4ir.plan.plan import PLANNED, make_plan
-from g4ir.plan.resolve import KV_NAMES
 from g4ir.spec.record import load_spec
 from g4ir.weights.random import RandomCheckpoint
 from tests.cases import TABLES

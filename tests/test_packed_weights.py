@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from g4ir.builder.build import prepare
-from g4ir.plan.formats import weight_sizes
+from g4ir.model.tensors import numel, text_tensors
+from g4ir.ops.types import ITEMSIZE
 from g4ir.plan.options import BuildOptions
 from tests.configs import NAMES, few, spec_called
 
@@ -15,7 +16,7 @@ def test_packed_weights_have_no_padding(name: str) -> None:
     """What an engine stores is every tensor once: a layer with K=V packs Q and K alone."""
     spec = spec_called(name)
     prepared = prepare(spec, BuildOptions(random_weights=0))
-    assert prepared.param_bytes() == weight_sizes(spec, spec.dtype).total
+    assert prepared.param_bytes() == numel(text_tensors(spec)) * ITEMSIZE[spec.dtype]
     packs = {
         n.out.name.split(".")[0]: n
         for n in prepared.packing.prologue.find("concat")

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,14 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph
 from g4ir.model.decoder import Decoder
-from g4ir.model.names import checkpoint_name
 from g4ir.model.tensors import text_tensors
 from g4ir.ops.types import TORCH_NAMES
 from g4ir.plan.footprint import Footprint
 from g4ir.plan.gpus import find_gpu
-from g4ir.plan.options import BuildOptions, Resolved
+from g4ir.plan.options import BuildOptions
 from g4ir.plan.plan import PLANNED, make_plan, plan_engine
 from g4ir.plan.table import plan_text
-from g4ir.quant.recipe import SCHEMES, Scheme, built_in
-from g4ir.quant.rewrite import held_recipe, weights_of
+from g4ir.quant.recipe import SCHEMES, built_in
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.gguf.checkpoint import READ
 from g4ir.weights.random import RandomCheckpoint
@@ -92,9 +89,9 @@ def both(spec: Spec, backend: str, device: str, **options: Any) -> tuple[Any, An
 
 
 def assert_same(p: Any, plan: Any) -> None:
-    parts = Footprint(p, p.packing).parts(p.limits.max_batch, p.limits.max_seq)
+    parts = Footprint(p.config, p.backend, p.packing).built
     fit, (row,) = plan.fits[0], plan.rows
-    assert (plan.dtype, fit.ple_placement) == (p.dtype, p.ple_placement)
+    assert (plan.config.dtype, fit.ple_placement) == (p.config.dtype, p.config.ple_placement)
     assert fit.weight_bytes == parts["weights"]
     assert row.built == parts["caches"] == p.cache_bytes()
     assert (row.activations, row.workspace) == (parts["activations"], parts["workspace"])
@@ -106,7 +103,7 @@ def assert_same(p: Any, plan: Any) -> None:
 def assert_stored(engine: Engine, plan: Any) -> None:
     """The bytes of a loaded engine's weights and of its session's caches are those of a plan."""
     assert engine.session(SIZES["max_batch"]).nbytes() == plan.rows[0].built
-    backend = engine.facts.backend
+    backend = engine.config.backend
     if backend == "onnx":  # which reads them from the engine's files
         own = plan.weights_as(plan.fits[0].weights)
         files = map(load_file, engine.path.glob("weights-*"))
@@ -128,39 +125,6 @@ def test_own_formats(backend: str, device: str, tmp_path: Path) -> None:
     for quant in (None, *built_in(), *(recipe_of(form, tmp_path) for form in SCHEMES)):
         for spec in specs():
             assert_same(*both(spec, backend, device, quant=quant))
-
-
-def held_schemes() -> list[Scheme]:
-    """Every way in which GGUF files and checkpoints of compressed-tensors store weights."""
-    groups = {"int8": (0, 32, 128), "int4": (32, 64, 128, 0), "fp8": (0, 128)}
-    many = [Scheme(form, g, s) for form, gs in groups.items() for g in gs for s in ("f16", None)]
-    return [*many, *(SCHEMES[form] for form in SCHEMES if form not in groups)]
-
-
-@pytest.mark.parametrize(("backend", "device"), WHERE)
-def test_quantised_checkpoints(backend: str, device: str) -> None:
-    """Weights that come quantised, the table in the same format, in another or in none."""
-    built = [(spec, both(spec, backend, device)[0]) for spec in specs()]
-    tables = cycle(("same", SCHEMES["int6"], None))
-    for scheme, (spec, p), table in zip(held_schemes(), cycle(built), tables):
-        types = weights_of(spec)
-        chosen = dict.fromkeys(types, scheme) | ({"embed.table": table} if table != "same" else {})
-        forms = {checkpoint_name(n): s for n, s in chosen.items() if s and s.fits(types[n])}
-        held = held_recipe(spec, forms)
-        own = {f.name: getattr(p, f.name) for f in fields(Resolved)}
-        r = Resolved(**own | {"recipe": held})
-        plan = make_plan(
-            spec,
-            BuildOptions(device=device, media="none", prefill_chunk=SIZES["prefill_chunk"]),
-            ctx=SIZES["max_seq"],
-            batch=SIZES["max_batch"],
-            memory=ENOUGH,
-            held=held,
-            backend=find_backend(backend),
-        )
-        parts = Footprint.of(r).parts(SIZES["max_batch"], SIZES["max_seq"])
-        assert plan.needed[0].bytes == sum(parts.values())
-        assert plan.fits[0].weight_bytes == parts["weights"]
 
 
 def gguf_file(*kinds: str, folder: Path) -> Path:
@@ -273,7 +237,7 @@ def test_engines(backend: str, device: str, quant: str | None, tmp_path: Path) -
     engine = build(spec, tmp_path / "e", random_weights=0, **options, **SIZES)
     assert_stored(engine, plan)
     found = open_artefact(engine.path)
-    again = plan_engine(found.manifest.resolved(found.spec, found.drafter), memory=ENOUGH)
+    again = plan_engine(found.config, find_backend(backend), memory=ENOUGH)
     assert again.needed[0].bytes == plan.needed[0].bytes
     engine.close()
 

@@ -329,7 +329,7 @@ def test_experts_and_blocks(case: str, tmp_path: Path) -> None:
     oracle = find_oracle(load_spec("tiny-moe"))
     dense = moe_checkpoint(OTHERS[case], oracle, tmp_path / "c")
     engine = built(tmp_path / "c", tmp_path / "e")
-    assert engine.recipe and engine.recipe.held
+    assert engine.config.quant and engine.config.quant.held
     for name in ("L0.moe.gate_up", "L1.moe.down", "L2.attn.wq"):
         want = dense.tensors[f"model.{checkpoint_name(name)}"]
         assert torch.equal(engine.param(name), want), name
@@ -395,4 +395,4 @@ def test_towers_in_codes(tmp_path: Path) -> None:
         bare = next(n for n in opened.forms if name.endswith(n.removeprefix("vision.")))
         assert torch.equal(opened.tensor(bare), want)
     engine = built(folder, tmp_path / "e", media=("image",))
-    assert engine.recipe is None and not Checkpoint.open(folder, spec).forms
+    assert engine.config.quant is None and not Checkpoint.open(folder, spec).forms

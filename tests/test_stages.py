@@ -73,7 +73,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def sound(engine: Engine) -> StagesReport:
     report = verify_each_pass(engine)
     assert report.ok and report.culprit is None, report.text()
-    skipped = engine.manifest["skipped_passes"]
+    skipped = engine.config.skip
     assert [s.name for s in report.stages] == [p for p in PASSES if p not in skipped] + [BACKEND]
     assert all(s.excused == 0 for s in report.stages)
     still = {s.name for s in report.stages if not s.values}
@@ -292,8 +292,7 @@ def test_broken_pass_is_named(
     break_pass(monkeypatch, fault.of, fault.breaker)
     before = PASSES[: PASSES.index(fault.of)] if fault.whole else ()
     skip = tuple(p for p in PASSES if p != fault.of and p not in before)
-    facts = replace(engine.facts, skipped_passes=skip)
-    report = verify_each_pass(replace(engine, facts=facts))
+    report = verify_each_pass(engine.configured(skip=skip))
     assert not report.ok and report.culprit
     assert [s.name for s in report.stages] == [*before, fault.of]
     assert [s.ok for s in report.stages] == [True] * len(before) + [False]

@@ -208,7 +208,7 @@ def test_bytes_of_a_rank_are_those_of_the_plan(tmp_path: Path) -> None:
     assert [f.name for f in files] == [f"weights-{part}.safetensors" for part in parts]
     options = replace(PLANNED, drafter="default")
     planned = make_plan(load_spec("tiny-moe"), options, ctx=64, tp=2, memory=None).ranks
-    assert planned and found.manifest.ranks == 2
+    assert planned and found.config.ranks == 2
     sizes = [
         sum(params.tensor(name).nbytes for name in found.packing.program.params().keys() - tables)
         for params in (StoredParams.open(rank_files(files, rank)) for rank in range(2))
@@ -348,7 +348,9 @@ def test_ranks_of_different_engines(engine_of_two: Path, tmp_path: Path) -> None
 
 def test_a_rank_without_a_gpu(engine_of_two: Path) -> None:
     found = open_artefact(engine_of_two)
-    on_cuda = replace(found, manifest=replace(found.manifest, device="cuda"))
+    on_cuda = replace(
+        found, manifest=replace(found.manifest, config=replace(found.config, device="cuda"))
+    )
     alone = SimpleNamespace(rank=1, on_gpus=False)
     with pytest.raises(MissingError, match="rank 1 has no GPU of its own, or its torch no NCCL"):
         open_runtime(on_cuda, no_progress, alone, cuda_graph=True, trust=True)  # type: ignore[arg-type]

@@ -93,7 +93,8 @@ class TorchBackend(Backend):
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         """Count the programs that an engine calls in all, and those that are compiled."""
-        phases = phase_steps(prepared.packing.program, prepared.limits, prepared.device)
+        config = prepared.config
+        phases = phase_steps(prepared.packing.program, config.limits, config.device)
         texts = [s.text for many in phases.values() for s in many if isinstance(s, Segment)]
         return {"programs": {"calls": len(texts), "compiled": len(set(texts))}}
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from g4ir.backends.base import Task
 from g4ir.ir.graph import Graph, Program
+from g4ir.plan.backend import no_scratch
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.layout import no_scratch
 
 from .target import Target
 

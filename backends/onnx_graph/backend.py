@@ -80,8 +80,8 @@ class OnnxBackend(Backend):
         require("onnx")
         from .export import EMBED, MODEL, Nowhere, models, node_counts, summary
 
-        program, experts = prepared.packing.program, prepared.settings["experts"]
-        made = dict(models(program, prepared.limits, Nowhere(), experts))
+        program, experts = prepared.packing.program, prepared.config.settings["experts"]
+        made = dict(models(program, prepared.config.limits, Nowhere(), experts))
         found: dict[str, Any] = {"onnx": summary(made.pop(MODEL))}
         del made[EMBED]
         counts = {

@@ -59,7 +59,7 @@ class Plans:
     scratch_bytes: Bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TrtBackend(Backend):
     """One plan holds the text model, prefill and decode as its profiles; each tower is a plan with
     static shapes, a drafter's step is one over the same caches."""

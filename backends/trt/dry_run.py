@@ -89,7 +89,7 @@ def by_library(api: Api, p: Prepared) -> dict[str, Any]:
     parser writes them, and what a small one is compiled to, a line for each profile. LowerError
     where it is refused."""
     every = networks(p.packing.program)
-    given = (api, every[ENGINE], p.limits, p.settings)
+    given = (api, every[ENGINE], p.config.limits, p.config.settings)
     name = f"{api.library.name} {api.version}"
     if build.estimate([*every.values()]).host_bytes > MOST_COMPILED:
         return {"parsed": f"{parse_once(*given)} layers, by {name}"}
@@ -104,7 +104,9 @@ def full_size(p: Prepared) -> dict[str, Any]:
     from .dialect import emitted
 
     graphs = networks(p.packing.program)
-    written = {n: emitted(g, p.limits, Nowhere(), p.settings) for n, g in graphs.items()}
+    written = {
+        n: emitted(g, p.config.limits, Nowhere(), p.config.settings) for n, g in graphs.items()
+    }
     sizes = {name: f"{len(e.nodes)} nodes" for name, (e, _) in written.items()}
     dense = sum(1 for _ in p.packing.prologue.find("dense"))
     made_dense = (
@@ -112,7 +114,7 @@ def full_size(p: Prepared) -> dict[str, Any]:
         f"what TensorRT does not take: it takes 8 bits with a scale for each row, in the engine's "
         f"dtype, and 4 bits with scales of groups"
     )
-    io = interface(graphs[ENGINE], p.limits)
+    io = interface(graphs[ENGINE], p.config.limits)
     found = {
         "network": sizes.pop(ENGINE),
         "inputs": {n: str(t) for n, t in io.inputs.items() if n not in io.aliased.values()},
@@ -132,20 +134,20 @@ def in_small(p: Prepared) -> tuple[Packing, ParamSource]:
     """Return the variant in small (shrink.py) through the same passes, in fp32, with the same kinds
     of media, each in one size, and random weights, quantised where the recipe fits it. It is one
     rank's, of one: those of several have the same networks but for their collectives."""
-    kinds = p.media.kinds
-    spec = shrink(p.spec, media=bool(kinds))
+    kinds = p.config.media.kinds
+    spec = shrink(p.config.spec, media=bool(kinds))
     media = find_media(spec, kinds, seconds=(1.0,) if AUDIO in kinds else None)
-    drafter = shrink_drafter(p.drafter, spec) if p.drafter else None
-    latent = replace(p.options.of(LatentOptions), keep=layers_read(spec, drafter))
+    drafter = shrink_drafter(p.config.drafter, spec) if p.config.drafter else None
+    latent = replace(p.config.options.of(LatentOptions), keep=layers_read(spec, drafter))
     packing = make_packing(
         spec=spec,
-        all_logits=p.all_logits,
+        all_logits=p.config.all_logits,
         dtype="f32",
         media=media,
-        skip=p.skip,
-        options=p.options.changed(latent),
-        recipe=_fitting(p.recipe, spec),
-        stored=partial(p.backend.stored, device=p.device),
+        skip=p.config.skip,
+        options=p.config.options.changed(latent),
+        recipe=_fitting(p.config.quant, spec),
+        stored=partial(p.backend.stored, device=p.config.device),
         drafter=drafter,
     )
     source: WeightSource = RandomCheckpoint(spec, 0, torch.float32)
@@ -175,13 +177,13 @@ def check_small(p: Prepared) -> dict[str, float]:
     def of(kind: type[ReferenceRuntime]) -> dict[str, Tensor]:
         return results(program, params, kind(program, SMALL, "cpu", params))
 
-    got = results(program, params, DialectRuntime(program, SMALL, params, p.settings))
+    got = results(program, params, DialectRuntime(program, SMALL, params, p.config.settings))
     want, wide = of(ReferenceRuntime), cache(partial(of, WideRuntime))
     errors = {name: _worst(got[name], want[name]) for name in got}
     for name, error in errors.items():
         if not (error <= BUDGET or error <= rounding_room(_worst(want[name], wide()[name]))):
             raise CheckError(
-                f"dry run: {name} of {p.spec.name} in small differ from the reference by "
+                f"dry run: {name} of {p.config.spec.name} in small differ from the reference by "
                 f"{error:.1e} of their rms, which is more than rounding to f32; this is an "
                 f"error of the lowering: report it"
             )

@@ -56,12 +56,12 @@ def prepare(engine: Path | str, out: Path | str) -> Path:
 def config_of(found: Artefact) -> dict[str, Any]:
     """Return the config.json of an engine. Of the model it says only what vLLM asks each for: a
     block of vLLM's is a row of the engine, and no shape of a cache counts."""
-    text, limits = found.spec.text, found.manifest.limits
-    media = placeholders(found.spec.tokens, found.manifest.media.kinds)
+    text, limits = found.spec.text, found.config.limits
+    media = placeholders(found.spec.tokens, found.config.media.kinds)
     return {
         "architectures": [ARCHITECTURE],
         "model_type": MODEL_TYPE,
-        "dtype": DTYPES[found.manifest.dtype],
+        "dtype": DTYPES[found.config.dtype],
         "vocab_size": text.vocab_size,
         "hidden_size": text.hidden_size,
         "num_hidden_layers": 1,

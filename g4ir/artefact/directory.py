@@ -23,26 +23,22 @@ import shlex
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, make_dataclass, replace
+from dataclasses import asdict, dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from g4ir.backends import find_backend
-from g4ir.backends.base import checked_settings
 from g4ir.errors import EngineError, G4Error, InputError, SpecError
 from g4ir.model.draft import check_pair, layers_read
-from g4ir.model.media import Media, build_words, check_media
+from g4ir.model.media import build_words, check_media
 from g4ir.ops.types import TORCH_NAMES
 from g4ir.parallel.table import check_ranks
 from g4ir.passes import OPTIONS, PassOptions, find_pass
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.match import OFF
-from g4ir.passes.plan_cache import RingOptions
-from g4ir.plan.engine_limits import Limits
-from g4ir.plan.formats import DTYPES
-from g4ir.plan.options import Resolved
-from g4ir.plan.resolve import DEVICES, KV_NAMES, find_placement
-from g4ir.quant.recipe import Recipe
+from g4ir.plan.backend import checked_settings
+from g4ir.plan.options import BuildConfig
+from g4ir.plan.resolve import find_placement
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec import reader
 from g4ir.spec.reader import Line, OneOf, Range, Shaped, Where, fail
@@ -53,7 +49,7 @@ from g4ir.weights.checkpoint import CONFIG, GGUF, sha256
 from g4ir.weights.gguf.container import is_gguf
 from g4ir.weights.origin import OF_DIRECTORY
 
-FORMAT = 19
+FORMAT = 20
 MANIFEST = "manifest.json"
 SPEC, DRAFTER = "spec.yaml", "drafter.yaml"
 #: part of the name of an unfinished directory
@@ -179,27 +175,12 @@ class Notes:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The fields of manifest.json, in its order; `format` and `digest` are the file's own."""
+    """The record of an engine. Its file, manifest.json, has the fields of `config` too, specs by
+    their digests; `format` and `digest` are the file's own."""
 
     g4ir: str
-    variant: str
-    spec_digest: Digest
-    drafter_digest: Digest | None
-    backend: str
-    device: Annotated[str, OneOf(DEVICES)]
+    config: BuildConfig
     machine: Line
-    dtype: Annotated[str, OneOf(DTYPES)]
-    ranks: Annotated[int, Range(1, 1 << 16)]
-    #: expert parallelism: whole experts on each rank
-    ep: bool
-    limits: Limits
-    all_logits: bool
-    skipped_passes: tuple[str, ...]
-    options: PassOptions
-    settings: dict[str, str]
-    ple_placement: str | None
-    media: Media
-    quant: Recipe | None
     graphs: tuple[str, ...]
     weights: Any  # one of WEIGHTS
     compiled: Any  # what the backend's `record` says
@@ -219,7 +200,8 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values of the file without its digest."""
-        return {"format": FORMAT, **asdict(self), "options": self.options.to_dict()}
+        own = {k: v for k, v in asdict(self).items() if k != "config"}
+        return {"format": FORMAT, "g4ir": own.pop("g4ir"), **self.config.to_dict(), **own}
 
     def text(self) -> str:
         """Return the content of the file."""
@@ -230,17 +212,9 @@ class Manifest:
         """Digest of all values, and so of every byte of the engine."""
         return _digest(self.to_dict())
 
-    def resolved(self, spec: Spec, drafter: Spec | None) -> Resolved:
-        """Return the spec and options that the engine was built of."""
-        held = vars(self)
-        own = {f.name: held[f.name] for f in fields(Resolved) if f.name in held}
-        own |= {"skip": self.skipped_passes, "recipe": self.quant}
-        own |= {"layout": find_backend(self.backend).layout(self.device, self.settings)}
-        return Resolved(spec=spec, drafter=drafter, **own)
-
 
 @dataclass(frozen=True)
-class Artefact(Resolved):
+class Artefact:
     """A checked engine directory. Loading it runs nothing of what lies there."""
 
     path: Path
@@ -251,6 +225,14 @@ class Artefact(Resolved):
     #: whether digests of weight files are checked too
     whole: bool
     rank: int
+
+    @property
+    def config(self) -> BuildConfig:
+        return self.manifest.config
+
+    @property
+    def spec(self) -> Spec:
+        return self.config.spec
 
 
 def manifest_text(values: Mapping[str, Any]) -> str:
@@ -280,30 +262,24 @@ def open_artefact(path: Path, check_weights: bool = False, rank: int | None = No
 
     Raises EngineError that names the file, the field, and the fix.
     """
-    try:
-        with _schema_errors():
-            m = read_manifest(path)
-            _check_files(path, m.files, check_weights, rank)
-            spec = load_spec(path / SPEC, alone=True)
-            _check_spec(path / MANIFEST, m, spec)
-            drafter = _read_drafter(path, m, spec)
-            made = m.resolved(spec, drafter)
-            packing = _made_again(path, m, made)
-            stored = _stored_params(path, m, packing)
-    except (OSError, ValueError, RecursionError) as e:
-        raise EngineError(f"{path} cannot be read as an engine: {e}; build it again") from None
+    with _errors(path):
+        m = read_manifest(path, check_weights, rank)
+        _check_config(path / MANIFEST, m)
+        packing = _made_again(path, m)
+        stored = _stored_params(path, m, packing)
     own = stored[rank or 0] if stored else None
-    found: dict[str, Any] = {"path": path, "manifest": m, "packing": packing, "stored": own}
-    return Artefact(**vars(made), **found, whole=check_weights, rank=rank or 0)
+    return Artefact(path, m, packing, own, whole=check_weights, rank=rank or 0)
 
 
 @contextmanager
-def _schema_errors() -> Iterator[None]:
-    """A context in which a field that breaks its schema is an EngineError."""
+def _errors(path: Path) -> Iterator[None]:
+    """A context in which what cannot be read, or breaks its schema, is an EngineError."""
     try:
         yield
     except SpecError as e:
         raise EngineError(f"{e}; build the engine again") from None
+    except (OSError, ValueError, RecursionError) as e:
+        raise EngineError(f"{path} cannot be read as an engine: {e}; build it again") from None
 
 
 def is_engine(path: Path) -> bool:
@@ -314,8 +290,9 @@ def _altered(place: Path, what: str) -> EngineError:
     return EngineError(f"{place}: {what}; build the engine again")
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of an engine directory, every field checked."""
+def read_manifest(path: Path, check_weights: bool = False, rank: int | None = None) -> Manifest:
+    """Return the manifest of an engine directory: every field is checked, and every file as by
+    `open_artefact`."""
     file = path / MANIFEST
     unfinished = path.resolve().name.startswith(".") and BUILDING in path.resolve().name
     if unfinished or not file.is_file():
@@ -334,8 +311,14 @@ def read_manifest(path: Path) -> Manifest:
         raise _altered(file, "its digest does not match its content")
     if values.get("format") != FORMAT:
         raise _altered(file, f"format {values.get('format')!r}, this g4ir reads {FORMAT}")
-    with _schema_errors():
-        manifest = _manifest_of(values, Where(str(file), 0))
+    with _errors(path):
+        where = Where(str(file), 0)
+        tree = reader.tree_of(values.get("files"), where)
+        files = reader.convert(tree, dict[FileName, StoredFile], "files")
+        _check_files(path, files, check_weights, rank)
+        spec = load_spec(path / SPEC, alone=True)
+        drafter = load_spec(path / DRAFTER, alone=True) if DRAFTER in files else None
+        manifest = _manifest_of(values, where, spec, drafter)
     # What is read is what is written: no field of another type, left out, or in another order.
     written = manifest.text().encode()
     if written != raw:
@@ -358,34 +341,56 @@ def _no_engine(path: Path, unfinished: bool) -> EngineError:
 
 def require_readable(m: Manifest) -> None:
     """Raise EngineError if the manifest could not be read again, as a path with a line break."""
+    values, where = json.loads(m.text()), Where(MANIFEST, 0)
     try:
-        _manifest_of(json.loads(m.text()), Where(MANIFEST, 0))
+        _manifest_of(values, where, m.config.spec, m.config.drafter)
     except SpecError as e:
         why = f"the engine could not be read again: {e}"
         raise EngineError(f"{why}; give plain names to files and folders") from None
 
 
-def _manifest_of(values: Mapping[str, Any], where: Where) -> Manifest:
+def _manifest_of(
+    values: Mapping[str, Any], where: Where, spec: Spec, drafter: Spec | None
+) -> Manifest:
     given = {k: v for k, v in values.items() if k not in ("format", "digest")}
     weights = given.get("weights")
     kind = weights.get("kind") if isinstance(weights, dict) else None
     if not isinstance(kind, str) or kind not in WEIGHTS:
         raise fail(where, "weights", f"expected one of the kinds {', '.join(WEIGHTS)}")
     try:
-        record = find_backend(str(given.get("backend"))).record
-        own = {"weights": WEIGHTS[kind], "compiled": record, "options": _OptionsFile}
-        hints = reader.hints_of(Manifest) | own
-        read: Manifest = reader.build(Manifest, reader.tree_of(given, where), hints=hints)
+        compiled = find_backend(str(given.get("backend"))).record
+        own = {"weights": WEIGHTS[kind], "compiled": compiled}
+        hints = reader.hints_of(_ManifestFile) | own
+        read = vars(reader.build(_ManifestFile, reader.tree_of(given, where), hints=hints))
     except InputError as e:  # of a record that checks itself
         raise fail(where, "", str(e)) from None
-    found = vars(read.options)
-    options = PassOptions(tuple(found[name] for name in OPTIONS))
-    return replace(read, options=options)
+    options = vars(read.pop("options"))
+    read |= {"options": PassOptions(tuple(options[name] for name in OPTIONS))}
+    read |= {"spec": spec, "drafter": drafter}
+    config = BuildConfig(**{f.name: read[f.name] for f in fields(BuildConfig)})
+    if said := [k for k, v in config.to_dict().items() if k in _NAMES and read[k] != v]:
+        file = DRAFTER if said[-1] == "drafter_digest" else SPEC
+        raise fail(where, said[-1], f"is not that of {file}")
+    record = {f.name: read[f.name] for f in fields(Manifest) if f.name in read}
+    return Manifest(config=config, **record)
 
 
+#: specs as they are in the file
+_NAMES = {"variant": str, "spec_digest": Digest, "drafter_digest": Digest | None}
 #: the pass options as they are in the file: a record of each pass by its name
 _OptionsFile = make_dataclass(
     "_OptionsFile", [(name, type(default)) for name, default in OPTIONS.items()], frozen=True
+)
+_HINTS = _NAMES | reader.hints_of(BuildConfig) | {"options": _OptionsFile}
+#: the fields of the file, in its order
+_ManifestFile = make_dataclass(
+    "_ManifestFile",
+    [
+        ("g4ir", str),
+        *((name, hint) for name, hint in _HINTS.items() if name not in ("spec", "drafter")),
+        *((k, v) for k, v in reader.hints_of(Manifest).items() if k not in ("g4ir", "config")),
+    ],
+    frozen=True,
 )
 
 
@@ -427,49 +432,37 @@ def _raised(error: OSError) -> None:
     raise error
 
 
-def _check_spec(file: Path, m: Manifest, spec: Spec) -> None:
-    if (m.variant, m.spec_digest) != (spec.name, spec.digest()):
-        raise _altered(file, f"spec_digest: is not that of {SPEC}")
-    most, limits = spec.text.max_position_embeddings, m.limits
+def _check_config(file: Path, m: Manifest) -> None:
+    c, limits = m.config, m.config.limits
+    most = c.spec.text.max_position_embeddings
     if not limits.prefill_chunk <= limits.max_seq <= most:
         raise _altered(file, f"limits: expected prefill_chunk <= max_seq <= {most}")
     if (grid := m.notes.grid) and grid.exact > grid.groups:
         raise _altered(file, f"notes.grid.exact: expected at most groups, {grid.groups}")
     try:
-        checked_settings(find_backend(m.backend), m.settings)
-        check_ranks(spec, m.ranks, m.ep)
-        placement = find_placement(m.ple_placement, spec, m.device)
-        check_media(m.media, spec, MOST_SIZES)
-        if m.quant:
-            m.quant.schemes(weights_of(spec))
-        for name in m.skipped_passes:
+        checked_settings(find_backend(c.backend), c.settings)
+        check_ranks(c.spec, c.ranks, c.ep)
+        placement = find_placement(c.ple_placement, c.spec, c.device)
+        check_media(c.media, c.spec, MOST_SIZES)
+        if c.quant:
+            c.quant.schemes(weights_of(c.spec))
+        for name in c.skip:
             find_pass(name)
+        if c.drafter:
+            check_pair(c.spec, c.drafter)
     except G4Error as e:
         raise _altered(file, str(e)) from None
-    if placement != m.ple_placement:
+    if placement != c.ple_placement:
         raise _altered(file, "ple_placement: is missing")
+    if c.drafter and not c.draft_tokens:
+        raise _altered(file, "options.plan_cache.slack: is missing")
+    if c.options.of(LatentOptions).keep != layers_read(c.spec, c.drafter):
+        raise _altered(file, "options.latent_kv.keep: is not as drafted from")
 
 
-def _read_drafter(path: Path, m: Manifest, spec: Spec) -> Spec | None:
-    """Return the draft model's spec, if there is one; an error if it is not the manifest's, or not
-    for this model."""
-    if (DRAFTER in m.files) != (m.drafter_digest is not None):
-        raise _altered(path / DRAFTER, "drafter_digest is not of it")
-    drafter = load_spec(path / DRAFTER, alone=True) if m.drafter_digest else None
-    if drafter:
-        if drafter.digest() != m.drafter_digest:
-            raise _altered(path / DRAFTER, f"not the drafter of {MANIFEST}")
-        check_pair(spec, drafter)
-        if not m.options.of(RingOptions).slack:
-            raise _altered(path / MANIFEST, "options.plan_cache.slack: is missing")
-    if m.options.of(LatentOptions).keep != layers_read(spec, drafter):
-        raise _altered(path / MANIFEST, "options.latent_kv.keep: is not as drafted from")
-    return drafter
-
-
-def _made_again(path: Path, m: Manifest, made: Resolved) -> packings.Packing:
+def _made_again(path: Path, m: Manifest) -> packings.Packing:
     """Make the graphs of spec and options; EngineError if the stored text differs."""
-    packing = packings.make_packing(**made.of_graphs())
+    packing = m.config.packing(find_backend(m.config.backend))
     if tuple(packing.program.graphs) != m.graphs:
         raise _altered(path / MANIFEST, f"graphs: expected {', '.join(packing.program.graphs)}")
     for name, text in graph_texts(packing).items():
@@ -477,7 +470,7 @@ def _made_again(path: Path, m: Manifest, made: Resolved) -> packings.Packing:
         if found != wanted:
             line = f"{path / name}: line {_first_difference(found, wanted)}"
             why = f"{line} is not what this g4ir makes of the engine's spec and options"
-            raise EngineError(f"{why}; {rebuild(path, m, made.spec)}")
+            raise EngineError(f"{why}; {rebuild(path, m)}")
     return packing
 
 
@@ -497,7 +490,7 @@ def _stored_params(
         count = f"{len(files)} weight files are named"
         raise _altered(path / MANIFEST, f"weights are {m.weights.kind}, and {count}")
     found = []
-    for rank in range(m.ranks if packed else 0):
+    for rank in range(m.config.ranks if packed else 0):
         found.append(packings.StoredParams.open(packings.rank_files(files, rank)))
         if not found[-1].headers:
             raise _altered(path / MANIFEST, f"no weight file of rank {rank} is named")
@@ -505,30 +498,30 @@ def _stored_params(
     return found
 
 
-def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
+def rebuild(path: Path, m: Manifest) -> str:
     """Return the command that builds an engine again, with its own settings."""
-    ring, latent, narrow, activations = (m.options.of(type(o)) for o in OPTIONS.values())
+    c = m.config
     linked = m.weights if isinstance(m.weights, LinkedWeights) else None
     drafter = path / DRAFTER if m.seed is not None else "DRAFTER"
     given = {
         "--spec": path / SPEC,
-        "--backend": m.backend,
-        "--device": m.device,
+        "--backend": c.backend,
+        "--device": c.device,
         "--target": m.to_dict()["compiled"].get("target") or None,
-        "--dtype": TORCH_NAMES[m.dtype],
-        **{f"--{name.replace('_', '-')}": size for name, size in asdict(m.limits).items()},
-        "--tp": m.ranks if m.ranks > 1 else None,
-        "--ep": m.ep,
-        "--all-logits": m.all_logits,
-        "--skip": m.skipped_passes,
-        "--latent-kv": latent.form,
-        "--kv-dtype": KV_NAMES.get(narrow.to),
-        "--quant-activations": activations.to if activations.to != OFF else None,
-        "--draft-tokens": ring.slack or None,
-        "--drafter": drafter if m.drafter_digest else None,
-        "--ple-placement": m.ple_placement,
-        "--set": tuple(f"{key}={value}" for key, value in m.settings.items()),
-        "--quant": m.quant.name if m.quant and not m.quant.held else None,
+        "--dtype": TORCH_NAMES[c.dtype],
+        **{f"--{name.replace('_', '-')}": size for name, size in asdict(c.limits).items()},
+        "--tp": c.ranks if c.ranks > 1 else None,
+        "--ep": c.ep,
+        "--all-logits": c.all_logits,
+        "--skip": c.skip,
+        "--latent-kv": c.latent_kv,
+        "--kv-dtype": c.kv_dtype,
+        "--quant-activations": c.activations if c.activations != OFF else None,
+        "--draft-tokens": c.draft_tokens or None,
+        "--drafter": drafter if c.drafter else None,
+        "--ple-placement": c.ple_placement,
+        "--set": tuple(f"{key}={value}" for key, value in c.settings.items()),
+        "--quant": c.quant.name if c.quant and not c.quant.held else None,
         "--calibrate": m.notes.calibration.path if m.notes.calibration else None,
         "--random-weights": m.seed,
         "--link-weights": linked is not None,
@@ -540,5 +533,5 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
         for one in value if isinstance(value, tuple) else (value,):
             if one is not None and one is not False:
                 words += [flag] if one is True else [flag, str(one)]
-    words += map(str, build_words(m.media, spec))
+    words += map(str, build_words(c.media, c.spec))
     return f"build it again: {shlex.join(words)} --out NEW"

@@ -64,20 +64,21 @@ def provenance(found: Artefact) -> dict[str, str]:
     """Return the engine's name, its builder as far as known, how 4-bit codes fit its weights and on
     what text they were calibrated, and whether its native code is run here; plain text by name.
     Nothing of the engine is run."""
-    m, decision, built = found.manifest, find_decision(found.manifest.digest), "unknown"
+    m, c, built = found.manifest, found.config, "unknown"
+    decision = find_decision(m.digest)
     if decision and decision.why == BUILT:
         built = f"this user, here, {decision.when}, as {decision.path}"
     runs = f"is run: {decision.why}" if decision else "is not run without --trust"
     return {
         "engine": str(found.path),
         "digest": m.digest,
-        "variant": f"{m.variant} ({found.spec.hub or 'no hub id'})",
-        "backend": f"{m.backend} {TORCH_NAMES[m.dtype]} for {m.device}: {m.machine}",
+        "variant": f"{c.spec.name} ({c.spec.hub or 'no hub id'})",
+        "backend": f"{c.backend} {TORCH_NAMES[c.dtype]} for {c.device}: {m.machine}",
         "made_with": f"g4ir {m.g4ir}, torch {m.versions.torch}, Python {m.versions.python}",
         "weights": _weights_text(found),
         **{k: str(v) for k in ("grid", "calibration") if (v := getattr(m.notes, k))},
         "built_by": built,
-        "native_code": runs if find_backend(m.backend).native else "none",
+        "native_code": runs if find_backend(c.backend).native else "none",
     }
 
 

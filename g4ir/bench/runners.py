@@ -142,7 +142,7 @@ class EngineRunner(BenchRunner):
         self, engine: Engine, batch: int, role: str = "engine", name: Line | None = None
     ) -> None:
         self.role, self.engine, self.name = role, engine, name
-        backend = engine.facts.backend
+        backend = engine.config.backend
         self.label = f"{engine.path} ({engine.spec.name}, {backend}, {engine.device})"
         self.session = engine.session(batch)
         self._kept = self.session.snapshot()

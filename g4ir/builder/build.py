@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from g4ir import __version__
 from g4ir.artefact import directory
 from g4ir.artefact.trust import record_built
 from g4ir.backends import find_backend
-from g4ir.backends.base import Backend, Prepared, Task, checked_settings
+from g4ir.backends.base import Backend, Prepared, Task
 from g4ir.engine.engine import TOKENIZER, Engine, read_tokenizer
 from g4ir.engine.prompts import read_defaults
 from g4ir.errors import EngineError, InputError, PlanError, SpecError, check_all
@@ -38,11 +38,12 @@ from g4ir.ops.types import torch_dtype
 from g4ir.passes import Acted, Dump
 from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import NarrowOptions
-from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan import resolve
+from g4ir.plan.backend import checked_settings
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import device_memory, fitted
-from g4ir.plan.options import BuildOptions, Resolved, options_text
+from g4ir.plan.footprint import Footprint
+from g4ir.plan.options import BuildConfig, BuildOptions, options_text
 from g4ir.quant.recipe import Recipe, find_recipe, one_recipe
 from g4ir.quant.rewrite import held_recipe, weights_of
 from g4ir.spec.reader import Line, on_one_line
@@ -105,7 +106,7 @@ def build(
     prepared = prepare(spec, BuildOptions(**options))
     written = write_engine(prepared, out, progress)
     prepared.source.close()
-    if prepared.ranks > 1 or not prepared.backend.has_device(prepared.device):
+    if prepared.config.ranks > 1 or not prepared.backend.has_device(prepared.config.device):
         return described(out)
     # A recorded build needs no trust, so that a directory put in its place by now has none.
     return load_engine(out, trust=not written.known, progress=progress)
@@ -133,7 +134,7 @@ def prepare(
     backend, seed = find_backend(options.backend).aimed(options.target), options.random_weights
     device = resolve.device_of(backend, options.device)
     _check_given(spec, options, backend)
-    settings = checked_settings(backend, options.settings or {})
+    checked_settings(backend, options.settings or {})
     needs = () if dry else backend.needs(device, options.tp)
     if absent := _absent_weights(spec, options, dry):
         check_all(*needs, *absent)
@@ -142,32 +143,31 @@ def prepare(
     assert agreed
     drafter = find_drafter(agreed, options, dry)
     side = checked_side_files(agreed, origin) if origin else {}
-    r = _resolved(agreed, options, backend, device, origin, drafter.spec if drafter else None)
-    r = replace(r, layout=backend.layout(device, settings))
+    config = _resolved(agreed, options, backend, origin, drafter.spec if drafter else None)
     check_all(*needs)
-    checkpoint = origin.open(agreed, r.media.kinds, r.dtype) if origin else None
+    checkpoint = origin.open(agreed, config.media.kinds, config.dtype) if origin else None
     adapters = _adapters(options, origin)
     if checkpoint:
         checkpoint = with_adapters(checkpoint, agreed, adapters)
-    r = replace(r, recipe=_recipe(r, checkpoint, origin))
-    calibration = _calibration(options, r.recipe, agreed, side)
+    config = replace(config, quant=_recipe(config, checkpoint, origin))
+    calibration = _calibration(options, config.quant, agreed, side)
     acted = Acted()
-    packing = packings.make_packing(**r.of_graphs(), dump=dump, acted=acted)
-    r, short = _fitted(r, options, backend, packing, dry)
-    source: WeightSource = checkpoint or RandomCheckpoint(r.spec, seed or 0, torch_dtype(r.dtype))
+    packing = config.packing(backend, dump=dump, acted=acted)
+    config, short = _fitted(Footprint(config, backend, packing), options, backend, dry)
+    dtype = torch_dtype(config.dtype)
+    source: WeightSource = checkpoint or RandomCheckpoint(agreed, seed or 0, dtype)
     weights = _weights(source, options, backend.packs_weights, adapters)
     if weights is not None:
-        _check_range(r, source)
+        _check_range(config, source)
     if drafter:
-        source = WithDrafter(source, drafter.open(r.dtype, seed or 0))
+        source = WithDrafter(source, drafter.open(config.dtype, seed or 0))
     return Prepared(
-        **vars(r),
-        backend=backend,
-        settings=settings,
-        packing=packing,
-        acted=acted,
-        source=source,
-        weights=weights,
+        config,
+        backend,
+        packing,
+        acted,
+        source,
+        weights,
         side_files=side,
         short=short,
         memory=options.memory,
@@ -289,10 +289,9 @@ def _resolved(
     spec: Spec,
     o: BuildOptions,
     backend: Backend,
-    device: str,
     origin: Origin | None,
     drafter: Spec | None,
-) -> Resolved:
+) -> BuildConfig:
     asked = o.media if isinstance(o.media, str) else tuple(o.media)
     kinds, extractor = (origin.kinds(asked, spec), origin.extractor()) if origin else (asked, None)
     media = find_media(spec, kinds, o.image_budgets, o.audio_seconds, extractor)
@@ -302,10 +301,9 @@ def _resolved(
         spec,
         o,
         backend,
-        device=device,
         limits=_limits(spec, o, media),
         media=media,
-        recipe=find_recipe(o.quant),
+        quant=find_recipe(o.quant),
         drafter=drafter,
     )
 
@@ -345,12 +343,12 @@ def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:
     return adapters
 
 
-def _recipe(r: Resolved, opened: Checkpoint | None, origin: Origin | None) -> Recipe | None:
+def _recipe(config: BuildConfig, opened: Checkpoint | None, origin: Origin | None) -> Recipe | None:
     """Return the quantisation config that was given, or that of a quantised checkpoint; InputError
     for both, or for quantised activations without either."""
-    held = held_recipe(r.spec, opened.forms) if opened else None
-    found = one_recipe(r.recipe, held, origin and origin.path)
-    form = r.options.of(ActivationOptions).to
+    held = held_recipe(config.spec, opened.forms) if opened else None
+    found = one_recipe(config.quant, held, origin and origin.path)
+    form = config.activations
     if form != OFF and not found:
         why = "no weight is quantised, and only products with such weights round what they take"
         raise InputError(f"--quant-activations {form}: {why}; give --quant int8, int4 or fp8 too")
@@ -358,18 +356,19 @@ def _recipe(r: Resolved, opened: Checkpoint | None, origin: Origin | None) -> Re
 
 
 def _fitted(
-    r: Resolved, o: BuildOptions, backend: Backend, packing: packings.Packing, dry: bool
-) -> tuple[Resolved, str]:
+    footprint: Footprint, o: BuildOptions, backend: Backend, dry: bool
+) -> tuple[BuildConfig, str]:
     """Place the per-layer embedding table in the memory where it fits; return that, and why the
     engine does not fit its device: PlanError, unless it is a dry run."""
-    if o.memory is None and not backend.has_device(r.device):
-        return r, ""
-    memory = o.memory if o.memory is not None else device_memory(r.device)
-    free = o.ple_placement is None and r.ple_placement == "device"
-    r, short = fitted(packing, r, memory, free)
+    config = footprint.config
+    if o.memory is None and not backend.has_device(config.device):
+        return config, ""
+    memory = o.memory if o.memory is not None else device_memory(config.device)
+    free = o.ple_placement is None and config.ple_placement == "device"
+    config, short = fitted(footprint, memory, free)
     if short and not dry:
         raise PlanError(short)
-    return r, short
+    return config, short
 
 
 def _weights(
@@ -391,13 +390,13 @@ def _weights(
     return None if seed is None else directory.RandomWeights("random", seed)
 
 
-def _check_range(r: Resolved, source: WeightSource) -> None:
+def _check_range(config: BuildConfig, source: WeightSource) -> None:
     """Warn of the layer whose K may be farthest beyond the range of a float8 cache: after a norm of
     weight w no element of d is larger than sqrt(d) * max |w|. Such elements saturate."""
-    most = NARROW.get(r.options.of(NarrowOptions).to)
+    most = NARROW.get(config.options.of(NarrowOptions).to)
     if most is None:
         return
-    names = [f"L{x.index}.attn.norm_k" for x in r.spec.layers() if x.donor is None]
+    names = [f"L{x.index}.attn.norm_k" for x in config.spec.layers() if x.donor is None]
     weights = {name: source.tensor(checkpoint_name(name)) for name in names}
     reach = {name: len(w) ** 0.5 * float(w.abs().max()) for name, w in weights.items()}
     worst = max(reach, key=reach.__getitem__)
@@ -436,12 +435,12 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
             grid = p.donor.grid if p.donor else _pack(p, folder, progress)
             files = packings.rank_files(folder.glob("*.safetensors"), 0)
             params = packings.StoredParams.open(files)
-        start, told = time.perf_counter(), prefixed(progress, "build")
-        task = Task(p.packing.program, p.limits, p.device, folder, params, told, memory=p.memory)
-        compiled = p.backend.compile(task, p.settings)
+        c, start, told = p.config, time.perf_counter(), prefixed(progress, "build")
+        task = Task(p.packing.program, c.limits, c.device, folder, params, told, memory=p.memory)
+        compiled = p.backend.compile(task, c.settings)
         seconds = time.perf_counter() - start
-        texts = {**directory.graph_texts(p.packing), directory.SPEC: p.spec.to_yaml()}
-        texts |= {directory.DRAFTER: p.drafter.to_yaml()} if p.drafter else {}
+        texts = {**directory.graph_texts(p.packing), directory.SPEC: c.spec.to_yaml()}
+        texts |= {directory.DRAFTER: c.drafter.to_yaml()} if c.drafter else {}
         side = {**{name: text.encode() for name, text in texts.items()}, **p.side_files}
         for name, raw in side.items():
             write_file(folder / name, [raw])
@@ -458,7 +457,7 @@ def _pack(p: Prepared, folder: Path, progress: Progress) -> directory.Grid | Non
     grids: dict[str, tuple[int, int]] = {}
     moments = column_moments(p, progress) if p.calibration else {}
     params = packings.MadeParams(p.packing, p.source, grids, p.share(0), moments, quantized)
-    packings.write_shares(p.packing, params, p.ranks, folder, progress)
+    packings.write_shares(p.packing, params, p.config.ranks, folder, progress)
     exact, groups = map(sum, zip((0, 0), *grids.values(), strict=True))
     return directory.Grid(groups, exact) if groups else None
 
@@ -472,22 +471,14 @@ def _manifest(
 ) -> directory.Manifest:
     import torch
 
-    known = {f.name for f in fields(directory.Manifest)}
     ignored = {on_one_line(k): Line(v) for k, v in p.source.ignored.items()}
     defaults = {Line(k): f"{v:g}" for k, v in p.source.defaults.items()}
     names = (f.relative_to(folder).as_posix() for f in sorted(folder.rglob("*")) if f.is_file())
     linked: Mapping[str, directory.StoredFile] = p.donor.files if p.donor else {}
     return directory.Manifest(
         g4ir=__version__,
-        variant=p.spec.name,
-        spec_digest=p.spec.digest(),
-        drafter_digest=p.drafter.digest() if p.drafter else None,
-        backend=p.backend.name,
-        machine=Line(p.backend.machine(p.device)),
-        skipped_passes=p.skip,
-        settings=dict(p.settings),
-        quant=p.recipe,
-        **{f.name: getattr(p, f.name) for f in fields(Resolved) if f.name in known},
+        config=p.config,
+        machine=Line(p.backend.machine(p.config.device)),
         graphs=tuple(p.packing.program.graphs),
         weights=p.weights,
         compiled=dict(compiled),
@@ -501,7 +492,7 @@ def disk_bytes(p: Prepared) -> int:
     """Return the bytes of weights in the engine directory."""
     if isinstance(p.weights, directory.RandomWeights | directory.LinkedWeights):
         return 0
-    return p.written_bytes() + p.backend.repeated_bytes(p.packing.program, p.settings)
+    return p.written_bytes() + p.backend.repeated_bytes(p.packing.program, p.config.settings)
 
 
 def check_space(p: Prepared, out: Path) -> None:
@@ -509,7 +500,7 @@ def check_space(p: Prepared, out: Path) -> None:
     weights, free = disk_bytes(p) - (p.written_bytes() if p.donor else 0), free_bytes(out)
     need = weights + OTHER_BYTES
     if weights and free < need:
-        link = "" if p.backend.packs_weights or p.drafter else ", use --link-weights"
+        link = "" if p.backend.packs_weights or p.config.drafter else ", use --link-weights"
         needs = f"the engine needs {size_text(need)} ({size_text(weights)} of weights)"
         fix = f"make room{link} or choose another --out"
         raise EngineError(f"{out.parent}: {needs}, {size_text(free)} are free; {fix}")

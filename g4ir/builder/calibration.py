@@ -77,7 +77,8 @@ def column_moments(p: Prepared, progress: Progress) -> Moments:
     """Return weight -> the second moments of its input on the calibration text, relative to their
     mean: f32 [1, K], of stacked experts [1, 1, K] or [E, 1, K]. The model is computed in its
     dtype, one weight in memory at a time as far as files are mapped."""
-    graphs = {name: build_graph(p.spec, name, True, p.dtype) for name in ("embed", "prefill")}
+    spec, dtype = p.config.spec, p.config.dtype
+    graphs = {name: build_graph(spec, name, True, dtype) for name in ("embed", "prefill")}
     embed, text = graphs.values()
     plain = Packing(Program(graphs), Graph("prologue", (), (), (), (), ()))
     params = MadeParams(plain, p.source)
@@ -85,7 +86,7 @@ def column_moments(p: Prepared, progress: Progress) -> Moments:
     head = next(n for n in reversed(text.nodes) if n.op == "linear")
     text = drop_dead(replace(text, outputs=(head["x"],)))
     sums = _Sums(params)
-    ids, bos = torch.tensor(p.calibration.ids), p.spec.tokens.bos
+    ids, bos = torch.tensor(p.calibration.ids), spec.tokens.bos
     for done, window in enumerate(ids.split(WINDOW)):
         progress(f"calibration: {done * WINDOW} of {len(ids)} tokens")
         tokens = torch.cat([torch.tensor([] if bos is None else [bos]), window])[None].long()

@@ -87,7 +87,7 @@ class HeldWeights(WeightSource):
 
     @cached_property
     def forms(self) -> Mapping[str, Scheme]:
-        recipe, weights = self.engine.recipe, weights_of(self.engine.spec)
+        recipe, weights = self.engine.config.quant, weights_of(self.engine.spec)
         schemes = recipe.schemes(weights) if recipe else {}
         return {
             checkpoint_name(param): scheme

@@ -441,12 +441,12 @@ def _weights_key(p: Prepared, options: BuildOptions) -> str | None:
     facts = {
         "version": [__version__, FORMAT],
         "files": _files(options),
-        "spec": p.spec.digest(),
-        "drafter": p.drafter and p.drafter.digest(),
+        "spec": p.config.spec.digest(),
+        "drafter": p.config.drafter and p.config.drafter.digest(),
         "seed": options.random_weights,
         "adapters": [str(a) for a in _listed(options.adapter)],
         "calibrated": options.calibrate and str(options.calibrate),
-        "ranks": [p.ranks, p.ep],
+        "ranks": [p.config.ranks, p.config.ep],
         "params": [f"{v}: {v.type}" for v in params],
         "prologue": str(p.packing.prologue),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +19,7 @@ from g4ir.artefact.directory import (
 )
 from g4ir.artefact.trust import require_trust
 from g4ir.backends import find_backend
-from g4ir.backends.base import Backend, Runtime, Task, checked_settings
+from g4ir.backends.base import Backend, Runtime, Task
 from g4ir.engine.engine import Engine, Refusing
 from g4ir.engine.ranks import lead
 from g4ir.errors import EngineError, InputError, MissingError
@@ -29,6 +28,7 @@ from g4ir.model.text import PLE_PARAM
 from g4ir.ops.types import torch_dtype
 from g4ir.parallel.group import Group, current
 from g4ir.parallel.table import Share
+from g4ir.plan.backend import checked_settings
 from g4ir.plan.resolve import find_placement
 from g4ir.quant.rewrite import held_recipe
 from g4ir.ui.progress import Progress, no_progress, prefixed
@@ -64,24 +64,25 @@ def load_engine(
     """
     group = current()
     found = open_artefact(Path(path), check_weights, group.rank if group else None)
-    m, here = found.manifest, group.ranks if group else 1
-    if here != m.ranks:
+    c, here = found.config, group.ranks if group else 1
+    if here != c.ranks:
         raise EngineError(_of_ranks(found, here))
     if huge_pages:
         _check_huge_pages(found)
     how = {"cuda_graph": cuda_graph, "trust": trust, "huge_pages": huge_pages}
     opens = partial(open_runtime, found, progress, group, **how)
     options = {"check_weights": check_weights, **how}
-    runtime = lead(group, str(found.path), m.digest, options, opens) if group else opens()
-    placed = find_placement(ple_placement or m.ple_placement, found.spec, m.device)
+    digest = found.manifest.digest
+    runtime = lead(group, str(found.path), digest, options, opens) if group else opens()
+    placed = find_placement(ple_placement or c.ple_placement, c.spec, c.device)
     params = found.packing.program.graphs["embed"].params
-    return _engine(found, runtime, {v.name: _table(runtime, v, placed, m.device) for v in params})
+    return _engine(found, runtime, {v.name: _table(runtime, v, placed, c.device) for v in params})
 
 
 def _check_huge_pages(found: Artefact) -> None:
-    m = found.manifest
-    if (m.backend, m.device) != ("torch", "cpu"):
-        raise EngineError(f"{found.path} runs by {m.backend} on {m.device}: no huge pages there")
+    c = found.config
+    if (c.backend, c.device) != ("torch", "cpu"):
+        raise EngineError(f"{found.path} runs by {c.backend} on {c.device}: no huge pages there")
     if sys.platform != "linux":
         raise EngineError(f"{found.path}: huge pages are Linux's alone; leave huge_pages out")
 
@@ -90,7 +91,7 @@ def described(path: Path) -> Engine:
     """Return an engine of several ranks, or of another machine's GPU: it has its facts, and refuses
     to run."""
     found = open_artefact(path)
-    why = _of_ranks(found, 1) if found.manifest.ranks > 1 else _not_here(found)
+    why = _of_ranks(found, 1) if found.config.ranks > 1 else _not_here(found)
     return _engine(found, Refusing(why), {})
 
 
@@ -103,10 +104,8 @@ def open_held(path: str | Path) -> Engine:
 
 
 def _engine(found: Artefact, runtime: Any, tables: dict[str, Any]) -> Engine:
-    held = vars(found)
-    own = {f.name: held[f.name] for f in fields(Engine) if f.name in held}
-    own |= {"program": found.packing.program, "prologue": found.packing.prologue}
-    return Engine(**own, facts=found.manifest, runtime=runtime, tables=tables)
+    packing = found.packing
+    return Engine(found.path, found.manifest, packing.program, packing.prologue, runtime, tables)
 
 
 def open_runtime(
@@ -119,18 +118,18 @@ def open_runtime(
     huge_pages: bool = False,
 ) -> Runtime:
     """Return the runtime of a checked engine on params of its rank."""
-    m = found.manifest
-    if m.device == "cuda" and group and not group.on_gpus:
+    m, c = found.manifest, found.config
+    if c.device == "cuda" and group and not group.on_gpus:
         why = f"rank {group.rank} has no GPU of its own, or its torch no NCCL"
         fix = "start as many ranks on a machine as it has GPUs"
         raise MissingError(f"{found.path} was built for cuda, and {why}; {fix}")
     backend = check_runnable(found, trust)
-    params, told = _open_params(found, m.device), prefixed(progress, "load")
+    params, told = _open_params(found, c.device), prefixed(progress, "load")
     program = found.packing.program
     task = Task(
         program=program,
-        limits=m.limits,
-        device=m.device,
+        limits=c.limits,
+        device=c.device,
         folder=found.path,
         params=params,
         progress=told,
@@ -153,7 +152,7 @@ def check_runnable(found: Artefact, trust: bool = False) -> Backend:
 
 def _of_ranks(found: Artefact, here: int) -> str:
     """Return why so many processes cannot run an engine, and which command can."""
-    ranks = found.manifest.ranks
+    ranks = found.config.ranks
     how = f"torchrun --nproc-per-node {ranks} -m g4ir ..." if ranks > 1 else "g4ir ..."
     return (
         f"{found.path} was built for {ranks} rank{'s' * (ranks > 1)}, and {here} "
@@ -163,21 +162,21 @@ def _of_ranks(found: Artefact, here: int) -> str:
 
 
 def _backend_of(found: Artefact) -> Backend:
-    m, where = found.manifest, found.path / MANIFEST
-    backend = find_backend(m.backend).built(m.to_dict()["compiled"])
+    m, c, where = found.manifest, found.config, found.path / MANIFEST
+    backend = find_backend(c.backend).built(m.to_dict()["compiled"])
     try:
-        settings = checked_settings(backend, m.settings)
+        settings = checked_settings(backend, c.settings)
     except InputError as e:
         raise EngineError(f"{where}: {e}; build the engine again") from None
     rules = {
-        "device": m.device in backend.devices,
-        "dtype": m.dtype in backend.dtypes,
-        "settings": m.settings == settings,
-        "ranks": m.ranks == 1 or backend.shares,
+        "device": c.device in backend.devices,
+        "dtype": c.dtype in backend.dtypes,
+        "settings": c.settings == settings,
+        "ranks": c.ranks == 1 or backend.shares,
         "weights": not backend.packs_weights or isinstance(m.weights, PackedWeights),
     }
     if broken := next((key for key, holds in rules.items() if not holds), None):
-        raise EngineError(f"{where}: {broken} is none of backend {m.backend}; build it again")
+        raise EngineError(f"{where}: {broken} is none of backend {c.backend}; build it again")
     return backend
 
 
@@ -209,11 +208,11 @@ def _not_here(found: Artefact) -> str:
 def _check_machine(found: Artefact, backend: Backend) -> None:
     import torch
 
-    path, m = found.path, found.manifest
+    path, m, device = found.path, found.manifest, found.config.device
     # Not `backend.needs`, which a build needs: loading needs no compiler.
-    if m.device == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         raise EngineError(_not_here(found))
-    built, here, why = m.machine, backend.machine(m.device), ""
+    built, here, why = m.machine, backend.machine(device), ""
     *kind, flags = built.split(" ")
     *kind_here, flags_here = here.split(" ")
     if kind != kind_here or not set(flags.split(",")) <= set(flags_here.split(",")):
@@ -223,33 +222,33 @@ def _check_machine(found: Artefact, backend: Backend) -> None:
     elif backend.of_torch and built != "any" and m.versions.torch != torch.__version__:
         why = f"with torch {m.versions.torch}, this is {torch.__version__}"
     if why:
-        raise EngineError(f"{path} was built {why}; {rebuild(path, m, found.spec)}")
+        raise EngineError(f"{path} was built {why}; {rebuild(path, m)}")
 
 
 def _open_params(found: Artefact, device: str) -> packings.ParamSource:
-    m, kept = found.manifest, found.manifest.weights
+    c, kept = found.config, found.manifest.weights
     if found.stored is not None:
         return found.stored
     from g4ir.backends.cpu.packing import quantized
 
-    share = Share(found.spec, found.rank, m.ranks, m.ep)
+    share = Share(c.spec, found.rank, c.ranks, c.ep)
     if isinstance(kept, RandomWeights):
-        dtype = torch_dtype(m.dtype)
-        source = random_weights(found.spec, found.drafter, kept.seed, dtype, device)
+        dtype = torch_dtype(c.dtype)
+        source = random_weights(c.spec, c.drafter, kept.seed, dtype, device)
         return packings.MadeParams(found.packing, source, share=share, quantized=quantized)
     for name, digest in kept.files.items():
         file = Path(kept.directory) / name
         if not file.is_file() or (found.whole and sha256(file) != digest):
             why = f"{file} is missing or is not the file this engine was built from"
             raise EngineError(f"{why}; restore it, or build again without --link-weights")
-    checkpoint = find_origin(kept.path).open(found.spec, m.media.kinds, m.dtype)
+    checkpoint = find_origin(kept.path).open(c.spec, c.media.kinds, c.dtype)
     if {*linked_files(checkpoint)} != kept.files.keys():
         why = f"its weight files are not those that {found.path / MANIFEST} names"
         fix = "restore them, or build again without --link-weights"
         raise EngineError(f"{kept.directory}: {why}; {fix}")
-    if held_recipe(found.spec, checkpoint.forms) != (m.quant if m.quant and m.quant.held else None):
+    if held_recipe(c.spec, checkpoint.forms) != (c.quant if c.quant and c.quant.held else None):
         why = f"{found.path} takes codes in other forms than this g4ir reads from {kept.directory}"
-        raise EngineError(f"{why}; {rebuild(found.path, m, found.spec)}")
+        raise EngineError(f"{why}; {rebuild(found.path, found.manifest)}")
     return packings.MadeParams(found.packing, checkpoint, share=share, quantized=quantized)
 
 

@@ -71,7 +71,7 @@ def first_difference(
         return {"logits": trace.values["logits"]} if logits else None
 
     limits = replace(engine.limits, prefill_chunk=min(engine.limits.prefill_chunk, CHUNK))
-    session = with_run(replace(engine, limits=limits), forced).session()
+    session = with_run(engine.configured(limits=limits), forced).session()
     for step in steps:
         step(session)
         if comparison.report.first:

@@ -180,11 +180,11 @@ def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Prog
         model = _load_hf(origin.path, engine.dtype)
     else:
         model = hf_model(engine, origin, attention="eager")
-    if engine.recipe and (plain or not engine.recipe.held):
+    if engine.config.quant and (plain or not engine.config.quant.held):
         held = dict(model.get_decoder().named_parameters())
         held |= {HEAD: model.get_output_embeddings().weight}
         with torch.no_grad():
-            for name in engine.recipe.schemes(weights_of(engine.spec)):
+            for name in engine.config.quant.schemes(weights_of(engine.spec)):
                 held[checkpoint_name(name)].copy_(engine.param(name))
     return model
 
@@ -228,9 +228,9 @@ def _load_hf(directory: Path, dtype: str) -> Any:
 def round_activations(engine: Engine, model: Any) -> None:
     """Have a transformers model round what its products take, for the quantised weights."""
     form = acting(engine).of(ActivationOptions).to
-    if form == OFF or engine.recipe is None:
+    if form == OFF or engine.config.quant is None:
         return
-    held = engine.recipe.schemes(weights_of(engine.spec))
+    held = engine.config.quant.schemes(weights_of(engine.spec))
     graph = build_graph(engine.spec, "prefill", all_logits=True)
     names = {n["w"].name for n in graph.find("linear")} & held.keys()
     modules = dict(model.get_decoder().named_modules())

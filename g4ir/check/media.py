@@ -226,7 +226,7 @@ def _prompt(engine: Engine, softs: Sequence[Soft]) -> MediaPrompt | None:
 
 def _prompt_report(engine: Engine, reference: Engine, p: MediaPrompt) -> PromptReport:
     engine, reference = (
-        replace(e, limits=replace(e.limits, prefill_chunk=p.chunk)) for e in (engine, reference)
+        e.configured(limits=replace(e.limits, prefill_chunk=p.chunk)) for e in (engine, reference)
     )
     tokens = p.tokens.shape[1]
     every = engine.all_logits and tokens * engine.spec.text.vocab_size <= EVERY_LOGITS

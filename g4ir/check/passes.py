@@ -105,5 +105,5 @@ def _compared(
         if not reports[-1].ok:
             return reports
         old = new
-    progress(f"{engine.facts.backend} backend")
+    progress(f"{engine.config.backend} backend")
     return [*reports, backend_against(old, series, engine)]

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from g4ir.backends import find_backend
 from g4ir.backends.base import Tensors
 from g4ir.backends.reference import ReferenceRuntime, text_graphs
 from g4ir.builder.load import open_weights
@@ -30,7 +31,7 @@ from g4ir.spec.record import Spec
 from g4ir.ui.units import size_text
 from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.origin import find_origin
-from g4ir.weights.pack import DEFAULT_PLACEMENT, MadeParams, Packing, make_packing, open_table
+from g4ir.weights.pack import DEFAULT_PLACEMENT, MadeParams, Packing, open_table
 from g4ir.weights.random import random_weights
 
 
@@ -70,10 +71,9 @@ def wide_engine(engine: Engine) -> Engine:
 
 def plain_packing(engine: Engine) -> Packing:
     """Return the text graphs of an engine without any quantisation, and what makes their params."""
-    own = engine.facts.resolved(engine.spec, engine.drafter)
-    options = own.options.changed(NarrowOptions()).changed(ActivationOptions())
-    plain = replace(own, options=options, recipe=None, ranks=1, ep=False)
-    made = make_packing(**plain.of_graphs())
+    options = engine.config.options.changed(NarrowOptions()).changed(ActivationOptions())
+    plain = replace(engine.config, options=options, quant=None, ranks=1, ep=False)
+    made = plain.packing(find_backend(plain.backend))
     return Packing(text_graphs(made.program), made.prologue)
 
 
@@ -85,7 +85,8 @@ def plain_engine(engine: Engine, params: MadeParams) -> Engine:
         v.name: open_table(params, v, DEFAULT_PLACEMENT, device)
         for v in program.graphs["embed"].params
     }
-    return replace(engine, program=program, runtime=runtime, tables=tables, recipe=None)
+    plain = engine.configured(quant=None)
+    return replace(plain, program=program, runtime=runtime, tables=tables)
 
 
 def original_weights(engine: Engine, checkpoint: str | Path | None) -> WeightSource | None:
@@ -104,7 +105,7 @@ def original_weights(engine: Engine, checkpoint: str | Path | None) -> WeightSou
 
 def acting(engine: Engine) -> PassOptions:
     """Return the options of the passes that made an engine's graphs."""
-    skipped, options = engine.facts.skipped_passes, engine.facts.options
+    skipped, options = engine.config.skip, engine.config.options
     kinds = {type(OPTIONS[name]) for name in skipped if name in OPTIONS}
     return replace(options, records=tuple(r for r in options.records if type(r) not in kinds))
 
@@ -117,7 +118,7 @@ def coarse(engine: Engine) -> tuple[str, ...]:
 
 def is_quantised(engine: Engine) -> bool:
     """Whether weights, KV cache or activations are."""
-    return engine.recipe is not None or bool(coarse(engine))
+    return engine.config.quant is not None or bool(coarse(engine))
 
 
 @contextmanager

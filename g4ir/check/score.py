@@ -141,7 +141,7 @@ def _joined(parts: list[Score]) -> Score:
 def require_all_logits(engine: Engine) -> None:
     """Raise InputError, with the command that builds it, for an engine without all_logits."""
     if not engine.all_logits:
-        again = rebuild(engine.path, replace(engine.facts, all_logits=True), engine.spec)
+        again = rebuild(engine.path, engine.configured(all_logits=True).facts)
         why = f"{engine.path} was built without --all-logits, and scoring needs every token's"
         raise InputError(f"{why}; {again}")
 

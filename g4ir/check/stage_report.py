@@ -146,4 +146,4 @@ def placed(name: str, at: int) -> str:
 
 def engine_name(engine: Engine) -> str:
     """Return the head of a report."""
-    return f"{engine.spec.name} ({engine.facts.backend}, {engine.device}, {engine.dtype})"
+    return f"{engine.spec.name} ({engine.config.backend}, {engine.device}, {engine.dtype})"

@@ -207,16 +207,16 @@ def stages_of(
 ) -> Iterator[Stage]:
     """Yield the model as written, sharded, and after each pass; then the engine's own graphs if
     they differ (an engine of an older version). Only `graphs` can be run."""
-    facts, held = engine.facts, weights.plain.unpacked is not None
-    stored = partial(find_backend(facts.backend).stored, device=facts.device)
+    config, held = engine.config, weights.plain.unpacked is not None
+    stored = partial(find_backend(config.backend).stored, device=config.device)
     plain = _written(engine)
     if held:
         plain = plain.map(from_codes)
     after: dict[str, dict[str, Graph]] = {MODEL: dict(plain.graphs)}
     if engine.ranks > 1:
-        if engine.recipe and not engine.recipe.held:
+        if engine.config.quant and not engine.config.quant.held:
             after.clear()  # each rank made codes of its part, with scales of their own
-        plain = shard_program(plain, engine.spec, engine.ranks, facts.ep)
+        plain = shard_program(plain, engine.spec, engine.ranks, config.ep)
         after[SHARD] = dict(plain.graphs)
 
     def stage(name: str, packing: Packing) -> Stage:
@@ -228,7 +228,7 @@ def stages_of(
     def keep(name: str, g: Graph) -> None:
         after.setdefault(name, {})[g.name] = g
 
-    run_program(plain, skip=facts.skipped_passes, dump=keep, options=facts.options)
+    run_program(plain, skip=config.skip, dump=keep, options=config.options)
     packing = None
     for name, made in after.items():
         packing = split_program(stored(Program(made)))
@@ -262,7 +262,7 @@ def _written(engine: Engine) -> Program:
         verifies=VERIFY in engine.program.graphs,
         drafter=engine.drafter,
     )
-    return quantised(plain, engine.spec, engine.recipe, engine.dtype)
+    return quantised(plain, engine.spec, engine.config.quant, engine.dtype)
 
 
 def _side_by_side(packing: Packing, share: Share) -> Packing:

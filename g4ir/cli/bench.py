@@ -140,7 +140,9 @@ class Bench(Verb):
 
         names = ("input_len", "output_len", "batch", "context", "seed", "text")
         sizes = {name: vars(self)[name] for name in names}
-        workload = plan_workload([read_manifest(Path(path)).limits for path in paths], **sizes)
+        workload = plan_workload(
+            [read_manifest(Path(path)).config.limits for path in paths], **sizes
+        )
         engines: list[Engine] = []
         seconds = []
         with console.Progress() as progress, ExitStack() as opened:

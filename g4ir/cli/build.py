@@ -14,12 +14,8 @@ from g4ir.backends.base import Prepared
 from g4ir.errors import EngineError, G4Error, InputError, check_all
 from g4ir.ir.graph import Graph
 from g4ir.passes import PASSES, Dump
-from g4ir.passes.latent_kv import LatentOptions
-from g4ir.passes.narrow_kv import NarrowOptions
-from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan.footprint import Footprint
 from g4ir.plan.options import BuildOptions
-from g4ir.plan.resolve import KV_NAMES
 from g4ir.spec.record import SUFFIXES, Spec, spec_names
 from g4ir.ui import console
 from g4ir.ui.files import free_bytes
@@ -98,10 +94,10 @@ class Build(Verb):
             dump = _dump_to(Path(self.dump_ir)) if self.dump_ir else None
             options = of_file(options, self.preset)
             prepared = prepare(spec, options, dry=self.dry_run, dump=dump)
-            here = prepared.backend.has_device(prepared.device)
+            here = prepared.backend.has_device(prepared.config.device)
             if self.verify and not (here or self.dry_run):
                 raise InputError(f"--verify runs the engine: do that {prepared.backend.place}")
-            out = self._out(prepared.spec)
+            out = self._out(prepared.config.spec)
             _tell_notes(prepared)
             if self.dry_run:
                 return _dry_run(prepared, out, self.json, progress)
@@ -189,8 +185,12 @@ def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) 
         emit({"verdict": verdict, "short": short} | plan | found)
         return int(bool(short))
     print(verdict)
-    chosen = {n: v for n, v in p.settings.items() if v != p.backend.settings[n].default}
-    plan |= {"settings": chosen, "memory": None, "media": plan["media"] if p.media.kinds else None}
+    chosen = {n: v for n, v in p.config.settings.items() if v != p.backend.settings[n].default}
+    plan |= {
+        "settings": chosen,
+        "memory": None,
+        "media": plan["media"] if p.config.media.kinds else None,
+    }
     kept = {k: v for k, v in plan.items() if v not in USUAL and (k, v) not in AT_REST}
     for key, value in (kept | {k: v for k, v in found.items() if v not in EMPTY}).items():
         print(f"{key:<14} {_planned(key, value)}")
@@ -209,7 +209,7 @@ def _verdict(p: Prepared, short: list[str]) -> str:
     if short:
         return f"would not build here: {'; '.join(short)}"
     try:
-        check_all(*p.backend.needs(p.device, p.ranks))
+        check_all(*p.backend.needs(p.config.device, p.config.ranks))
     except G4Error as e:
         return f"fits; to build it here: {e}"
     return "would build here" + ("" if p.weights else ", with weights")
@@ -218,24 +218,24 @@ def _verdict(p: Prepared, short: list[str]) -> str:
 def _plan(p: Prepared, out: Path) -> dict[str, Any]:
     from g4ir.builder.build import disk_bytes
 
-    memory = Footprint(p, p.packing).parts(p.limits.max_batch, p.limits.max_seq)
+    c, memory = p.config, Footprint(p.config, p.backend, p.packing).built
     return {
-        "variant": p.spec.name,
+        "variant": c.spec.name,
         "backend": p.backend.name,
-        "device": p.device,
-        "dtype": p.dtype,
-        "ranks": p.ranks,
-        "ep": p.ep,
-        **asdict(p.limits),
-        "all_logits": p.all_logits,
-        "skipped_passes": list(p.skip),
-        "latent_kv": p.options.of(LatentOptions).form,
-        "kv_dtype": KV_NAMES.get(p.options.of(NarrowOptions).to),
-        "ple_placement": p.ple_placement,
-        "settings": dict(p.settings),
-        "media": p.media.to_dict(),
-        "quant": p.recipe.name if p.recipe else None,
-        "quant_activations": p.options.of(ActivationOptions).to,
+        "device": c.device,
+        "dtype": c.dtype,
+        "ranks": c.ranks,
+        "ep": c.ep,
+        **asdict(c.limits),
+        "all_logits": c.all_logits,
+        "skipped_passes": list(c.skip),
+        "latent_kv": c.latent_kv,
+        "kv_dtype": c.kv_dtype,
+        "ple_placement": c.ple_placement,
+        "settings": dict(c.settings),
+        "media": c.media.to_dict(),
+        "quant": c.quant.name if c.quant else None,
+        "quant_activations": c.activations,
         "weights": p.weights.kind if p.weights else "absent",
         "param_bytes": p.param_bytes(),
         "cache_bytes": p.cache_bytes(),

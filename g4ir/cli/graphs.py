@@ -18,7 +18,6 @@ from g4ir.model.text import TEXT_GRAPHS, build_graph
 from g4ir.model.towers import PARTS, build_towers, default_tower
 from g4ir.parallel.shard import shard
 from g4ir.passes import Dump, PassOptions, find_pass, run_passes
-from g4ir.passes.plan_cache import RingOptions
 from g4ir.plan import resolve
 from g4ir.plan.options import BuildOptions
 from g4ir.quant.recipe import find_recipe, one_recipe
@@ -90,7 +89,7 @@ class NamedGraph(Part):
         """How many ranks share the model: --tp, or those of an engine; None for one."""
         if not self.built:
             return self.options.tp if "tp" in self.given else None
-        return self.built.ranks if self.built.ranks > 1 else None
+        return self.built.config.ranks if self.built.config.ranks > 1 else None
 
     def single_step(self) -> NamedGraph:
         """Return the decode graph of the same model, with room for the same draft tokens."""
@@ -129,11 +128,12 @@ class NamedGraph(Part):
                 held = self._of_rank(held)
             return held, set(o.skip)
         found_graph(found.packing.program, phase, spec)
-        plain = plain_graph(spec, phase, found.all_logits, found.dtype, found.media, found.drafter)
+        c = found.config
+        plain = plain_graph(spec, phase, c.all_logits, c.dtype, c.media, c.drafter)
         if plain.state:
-            plain = shard(plain, spec, found.ranks, found.ep)
-        graph = quantised(Program({phase: plain}), spec, found.recipe, found.dtype)
-        return graph.graphs[phase], {*found.skip, *o.skip}
+            plain = shard(plain, spec, c.ranks, c.ep)
+        graph = quantised(Program({phase: plain}), spec, c.quant, c.dtype)
+        return graph.graphs[phase], {*c.skip, *o.skip}
 
     def _of_rank(self, graph: Graph) -> Graph:
         """Return the graph of one rank of `--tp`; InputError for one that ranks do not share."""
@@ -146,7 +146,7 @@ class NamedGraph(Part):
     def pass_options(self) -> PassOptions:
         """Return the passes' own arguments: the engine's, or those given."""
         if self.built:
-            return self.built.options
+            return self.built.config.options
         kv = resolve.find_kv_dtype(self.options.kv_dtype, self.spec.dtype)
         form = resolve.check_latent(self.options.latent_kv, self.spec)
         activations = self.options.quant_activations
@@ -156,7 +156,7 @@ class NamedGraph(Part):
         """Return how many tokens are drafted at a time: the engine's, or those given; of a graph
         that verifies some where nothing is said."""
         if self.built:
-            return self.built.options.of(RingOptions).slack
+            return self.built.config.draft_tokens
         given, verifies = self.options.draft_tokens, self.phase == VERIFY
         if given is None:
             return DRAFTED * verifies

@@ -37,7 +37,7 @@ def named_model(word: str) -> Model:
     nothing = folder.is_dir() and not (folder / CONFIG).is_file() and not [*folder.glob(f"*{GGUF}")]
     if is_engine(folder) or (nothing and not (folder / "snapshots").is_dir()):
         found = open_artefact(folder)
-        return Model(found.spec, held=found.manifest.quant, engine=found)
+        return Model(found.spec, held=found.config.quant, engine=found)
     spec, origin = _stated(word)
     return Model(spec, origin, _held(spec, origin) if origin else None)
 

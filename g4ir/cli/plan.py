@@ -87,7 +87,7 @@ class PlanModels(Verb):
         plans = [self._plan(m, gpus, several=len(models) > 1) for m in models]
         if self.plot:
             lines = [cache_lines(p) for p in plans]
-            plot_caches(self.plot, lines, f"K and V caches, one row, {plans[0].dtype}")
+            plot_caches(self.plot, lines, f"K and V caches, one row, {plans[0].config.dtype}")
         if len(plans) == 1:
             return output(self.json, plans[0].to_dict(), plan_text(plans[0], self.nominal))
         several = {"schema": SCHEMA, "plans": [p.to_dict() for p in plans]}
@@ -130,8 +130,10 @@ class PlanModels(Verb):
                 flags, path = ", ".join(map(flag_of, given)), model.engine.path
                 what = f"{path} is an engine, and has its own settings"
                 raise InputError(f"{what}: leave out {flags}")
-            built = model.engine.manifest.resolved(spec, model.engine.drafter)
-            return plan_engine(built, ctx=ctx, batch=batch, memory=gpus)
+            built = model.engine.config
+            return plan_engine(
+                built, find_backend(built.backend), ctx=ctx, batch=batch, memory=gpus
+            )
         if several and ctx:
             ctx = [c for c in ctx if c <= longest] or ctx
         kinds: Any = self.options.media if "media" in self.given else "none"

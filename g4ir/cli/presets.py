@@ -40,11 +40,12 @@ class Presets(Verb):
 def _line(row: dict[str, Any], plan: Plan) -> Line:
     """Add a plan to the row of a preset; return the cells of its line."""
     (use,), (need,) = plan.rows, plan.needed
-    (weights,) = (w.device + w.host for w in plan.weights if w.sizes.format == need.weights)
+    (weights,) = (w.device + w.host for w in plan.weights if w.format == need.weights)
     facts = {"context": use.ctx, "batch": use.batch, "weights": weights}
-    row["plan"] = {**facts, "kv_cache": use.built, "needed": need.bytes, "device": plan.device}
+    device = plan.config.device
+    row["plan"] = {**facts, "kv_cache": use.built, "needed": need.bytes, "device": device}
     sizes = map(size_text, (weights, use.built, need.bytes))
-    memory = "RAM" if plan.device == "cpu" else "GPU"
+    memory = "RAM" if device == "cpu" else "GPU"
     name = row["name"] + f" --max-seq {use.ctx}" * (use.ctx < row["options"].get("max_seq", 0))
     return [name, count_text(use.ctx), str(use.batch), *sizes, memory]
 

@@ -167,7 +167,7 @@ class Show(Verb):
         dtype = graph.outputs[0].type.dtype
         all_logits = "logits.all" not in graph.producers
         built, until = self.graph.built, self.graph.after
-        media = built.manifest.media if built else None
+        media = built.config.media if built else None
         other = plain_graph(any_spec(against), self.graph.phase, all_logits, dtype, media)
         if until == "none":
             return graph, other

@@ -13,8 +13,9 @@ from g4ir.artefact.directory import open_artefact
 from g4ir.artefact.trust import provenance
 from g4ir.errors import InputError
 from g4ir.model.media import offered
-from g4ir.ops.types import TORCH_NAMES
-from g4ir.plan.formats import weight_sizes
+from g4ir.ops.types import ITEMSIZE, TORCH_NAMES
+from g4ir.plan.count import counts
+from g4ir.plan.plan import make_plan
 from g4ir.quant.rewrite import weights_of
 from g4ir.ui.units import count_text, size_text
 
@@ -41,7 +42,9 @@ class Inspect(Verb):
 def _stated(word: str, model: Model) -> dict[str, str]:
     """Return the facts of a model that is no engine; plain text by name."""
     spec, held = model.spec, model.held
-    size = weight_sizes(spec, held or spec.dtype).total
+    size = counts(spec).text * ITEMSIZE[spec.dtype]
+    if held:
+        size = make_plan(spec, ctx=1, held=held).weights_as(held.name).total
     schemes = held.schemes(weights_of(spec)).values() if held else ()
     forms = ", ".join(f"{n} {form}" for form, n in Counter(s.form for s in schemes).items())
     longest = count_text(spec.text.max_position_embeddings)

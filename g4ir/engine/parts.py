@@ -6,10 +6,10 @@ import json
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from g4ir.artefact.directory import Manifest
 from g4ir.backends.base import Runtime
@@ -19,9 +19,8 @@ from g4ir.ir.interpret import interpret
 from g4ir.model.media import Media
 from g4ir.model.text import build_program
 from g4ir.parallel.table import Share
-from g4ir.passes.plan_cache import RingOptions
 from g4ir.plan.engine_limits import Limits
-from g4ir.quant.recipe import Recipe
+from g4ir.plan.options import BuildConfig
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import GENERATION
@@ -33,6 +32,9 @@ if TYPE_CHECKING:
     import torch
 
 
+Parts = TypeVar("Parts", bound="EngineParts")
+
+
 @dataclass(repr=False)
 class EngineParts:
     """A program, its runtime and its embedding tables, of the process that loaded them."""
@@ -40,28 +42,67 @@ class EngineParts:
     path: Path
     #: manifest.json, typed
     facts: Manifest
-    spec: Spec
-    limits: Limits
-    all_logits: bool
-    device: str
-    dtype: str
     program: Program
+    #: the graph that made its params of the model's
+    prologue: Graph = field(repr=False)
     runtime: Runtime
     tables: dict[str, Any] = field(repr=False)
-    #: sizes of its towers
-    media: Media = field(default_factory=Media)
-    recipe: Recipe | None = None
-    #: the graph that made its params of the model's
-    prologue: Graph = field(default=Graph("prologue", (), (), (), (), ()), repr=False)
-    drafter: Spec | None = None
     #: for whoever runs a tower
     towers: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _process: int = field(default_factory=os.getpid, init=False)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{k} {v}" for k, v in asdict(self.limits).items())
-        where = f"{self.facts.backend} on {self.device}, {self.dtype}"
+        where = f"{self.config.backend} on {self.device}, {self.dtype}"
         return f"<Engine {str(self.path)!r}: {self.spec.name}, {where}, {sizes}>"
+
+    @property
+    def config(self) -> BuildConfig:
+        return self.facts.config
+
+    def configured(self: Parts, **changes: Any) -> Parts:
+        """Return the engine with other options, of which its graphs do not depend."""
+        facts = replace(self.facts, config=replace(self.config, **changes))
+        return replace(self, facts=facts)
+
+    @property
+    def spec(self) -> Spec:
+        return self.config.spec
+
+    @property
+    def device(self) -> str:
+        return self.config.device
+
+    @property
+    def dtype(self) -> str:
+        return self.config.dtype
+
+    @property
+    def limits(self) -> Limits:
+        return self.config.limits
+
+    @property
+    def media(self) -> Media:
+        """Sizes of its towers."""
+        return self.config.media
+
+    @property
+    def drafter(self) -> Spec | None:
+        return self.config.drafter
+
+    @property
+    def draft_tokens(self) -> int:
+        """Maximum draft tokens of a verification step; 0: no speculative decoding."""
+        return self.config.draft_tokens
+
+    @property
+    def all_logits(self) -> bool:
+        return self.config.all_logits
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes that run it together."""
+        return self.config.ranks
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -97,14 +138,9 @@ class EngineParts:
             raise InputError(f"{self.path}: {why}; load the engine in the process that uses it")
 
     @property
-    def ranks(self) -> int:
-        """Number of processes that run it together."""
-        return self.facts.ranks
-
-    @property
     def share(self) -> Share:
         """The weights of rank 0."""
-        return Share(self.spec, 0, self.ranks, self.facts.ep)
+        return Share(self.spec, 0, self.ranks, self.config.ep)
 
     @cached_property
     def rings(self) -> tuple[tuple[int, int], ...]:
@@ -117,11 +153,6 @@ class EngineParts:
                 window = n.whole("window")
                 found |= {(window, size) for size in slots if isinstance(size, int)}
         return tuple(sorted(found))
-
-    @property
-    def draft_tokens(self) -> int:
-        """Maximum draft tokens of a verification step; 0: no speculative decoding."""
-        return self.facts.options.of(RingOptions).slack
 
     def defaults(self) -> Defaults:
         """Read the checkpoint's generation_config.json."""

@@ -7,21 +7,20 @@ yet; `weight_sizes` is exact.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Program
-from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE, checkpoint_name
-from g4ir.model.tensors import text_tensors
 from g4ir.ops.types import ITEMSIZE, Type
-from g4ir.quant.recipe import Recipe, find_recipe
-from g4ir.quant.rewrite import weights_of
 from g4ir.spec import parts
 from g4ir.spec.record import Spec
 
-#: what engines compute in, the most common first
+#: what engines compute in, the most common first, and run on
 DTYPES = ("bf16", "f32")
+DEVICES = ("cpu", "cuda")
+#: what caches may hold, as a user says it -> dtype of their rows (ops/kv_quant.py)
+KV_DTYPES = {"bfloat16": "bf16", "float8": "f8e4m3", "int8": "i8"}
+KV_NAMES = {short: name for name, short in KV_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -51,41 +50,6 @@ def find_format(name: str) -> Format:
     if name not in FORMATS:
         raise InputError(f"unknown weight format {name!r}: one of {', '.join(FORMATS)}")
     return FORMATS[name]
-
-
-@dataclass(frozen=True)
-class WeightSizes:
-    """Bytes of the decoder in one format; a tied head is the token table and counted once."""
-
-    format: str
-    layers: int  # with norms and the shared parts of the per-layer embeddings
-    token_table: int
-    head: int  # 0 where it is tied
-    ple_table: int
-
-    @property
-    def total(self) -> int:
-        return self.layers + self.token_table + self.head + self.ple_table
-
-    @property
-    def tables(self) -> int:
-        """Tables that are only gathered from, without the one for per-layer embeddings."""
-        return self.token_table if self.head else 0
-
-
-def weight_sizes(spec: Spec, form: str | Recipe, dtype: str | None = None) -> WeightSizes:
-    """Return sizes in a format, a dtype or a recipe; `dtype` is the engine's (default: the spec's).
-    InputError for a format that there is not."""
-    plain = form in parts.DTYPES
-    recipe = None if plain else form if isinstance(form, Recipe) else find_recipe(form)
-    own = (dtype or spec.dtype) if recipe else str(form)
-    sizes = {n: math.prod(s) * ITEMSIZE[own] for n, s in text_tensors(spec).items()}
-    if recipe:
-        weights = weights_of(spec)
-        for name, scheme in recipe.schemes(weights).items():
-            sizes[checkpoint_name(name)] = scheme.nbytes(weights[name], own)
-    tables = [sizes.pop(name, 0) for name in (TOKEN_TABLE, HEAD, PLE_TABLE)]
-    return WeightSizes(recipe.name if recipe else own, sum(sizes.values()), *tables)
 
 
 def nominal(parameters: int) -> int:
@@ -119,7 +83,9 @@ def cache_bytes(program: Program, batch: int, max_seq: int) -> int:
     return sum(t.nbytes() for t in cache_types(program, batch, max_seq).values())
 
 
-def naive_bytes(spec: Spec, dtype: str) -> int:
-    """Return the cache bytes of one token in all layers that own K and V."""
+def naive_bytes(spec: Spec, dtype: str, ranks: int = 1) -> int:
+    """Return the cache bytes of one token in all layers that own K and V; on one of some ranks,
+    which has at least one KV head."""
     owners = (layer.attention for layer in spec.layers() if layer.donor is None)
-    return sum(2 * a.num_key_value_heads * a.head_dim for a in owners) * ITEMSIZE[dtype]
+    heads = ((max(1, a.num_key_value_heads // ranks), a.head_dim) for a in owners)
+    return sum(2 * count * size for count, size in heads) * ITEMSIZE[dtype]

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from g4ir.ir.flatten import flatten
-from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.graph import Graph, Node
 from g4ir.ops.base import nothing
 from g4ir.ops.types import ITEMSIZE, Type
 
@@ -108,14 +108,10 @@ def _workspace(nodes: Iterable[Node], dims: Dims) -> int:
 @dataclass(frozen=True)
 class Needs:
     """Bytes that an engine needs beside its weights, by rows, tokens and those of a prefill call.
-
-    `graphs` are those that run on the device; the caches are the state of all of them.
+    `graphs` are those that run on the device.
     """
 
     graphs: tuple[Graph, ...]
-
-    def cache(self, batch: int, context: int) -> int:
-        return self._state.at({"B": batch, "C": capacity(context)})
 
     def activations(self, batch: int, context: int, chunk: int) -> int:
         dims = _dims(batch, context, chunk)
@@ -134,11 +130,6 @@ class Needs:
     def params(self) -> int:
         """Bytes of all packed weights but tables that are only gathered from."""
         return param_bytes(self.graphs)
-
-    @cached_property
-    def _state(self) -> Size:
-        unique: dict[str, Value] = {v.name: v for g in self.graphs for v in g.state}
-        return Size.of(_terms(v.type for v in unique.values()))
 
     @cached_property
     def _live(self) -> frozenset[Size]:

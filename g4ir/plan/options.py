@@ -6,20 +6,29 @@ of `g4ir plan` too."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import Annotated, Any
 
 from g4ir.model.media import Media
 from g4ir.passes import PASSES, PassOptions
+from g4ir.passes.latent_kv import LatentOptions
+from g4ir.passes.narrow_kv import NarrowOptions
+from g4ir.passes.plan_cache import RingOptions
+from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.quant.recipe import Recipe
+from g4ir.spec.reader import OneOf, Range
 from g4ir.spec.record import Spec
 from g4ir.ui.files import read_table
+from g4ir.weights import pack
+from g4ir.weights.pack import Packing
 
+from .backend import PlannedBackend
 from .engine_limits import Limits
+from .formats import DEVICES, DTYPES, KV_NAMES
 from .gpus import gpu_names
-from .layout import Layout
 
 _HELP: dict[str, str] = read_table(Path(__file__).with_suffix(".yaml"))
 _FILLED = {"limits": Limits(), "passes": fill(", ".join(PASSES), 76), "gpus": gpu_names()}
@@ -80,29 +89,72 @@ def options_text() -> str:
 
 
 @dataclass(frozen=True)
-class Resolved:
-    """A spec and the options of its engine, each resolved: what graphs, sizes and the manifest
-    follow from."""
+class BuildConfig:
+    """A spec and the options of its engine, each resolved: what graphs and sizes follow from, and
+    what an engine's manifest says. Fields that a user gives have the names of BuildOptions."""
 
     spec: Spec
-    device: str
-    dtype: str
+    drafter: Spec | None
+    backend: str
+    #: every setting of the backend
+    settings: dict[str, str] = field(hash=False)
+    device: Annotated[str, OneOf(DEVICES)]
+    dtype: Annotated[str, OneOf(DTYPES)]
+    #: how many share the model, and whether each has some of the experts
+    ranks: Annotated[int, Range(1, 1 << 16)]
+    ep: bool
     limits: Limits
     all_logits: bool
     skip: tuple[str, ...]
     options: PassOptions
     ple_placement: str | None
     media: Media
-    recipe: Recipe | None
-    drafter: Spec | None
-    #: how many share the model, and whether each has some of the experts
-    ranks: int
-    ep: bool
-    #: how its backend stores weights and caches
-    layout: Layout = field(default=Layout(), kw_only=True)
+    quant: Recipe | None
 
-    def of_graphs(self) -> dict[str, Any]:
-        """Return the arguments of `make_packing`."""
-        others = ("device", "limits", "ple_placement", "layout")  # on which no plain graph depends
-        own = {f.name: getattr(self, f.name) for f in fields(Resolved) if f.name not in others}
-        return {**own, "stored": self.layout.stored}
+    @property
+    def draft_tokens(self) -> int:
+        """Maximum draft tokens of a verification step; 0: no speculative decoding."""
+        return self.options.of(RingOptions).slack
+
+    @property
+    def latent_kv(self) -> str:
+        """The latent KV cache of K=V layers: off or value."""
+        return self.options.of(LatentOptions).form
+
+    @property
+    def kv_dtype(self) -> str | None:
+        """The dtype of a quantised KV cache."""
+        return KV_NAMES.get(self.options.of(NarrowOptions).to)
+
+    @property
+    def activations(self) -> str:
+        """The format to which inputs of products are rounded, or `off`."""
+        return self.options.of(ActivationOptions).to
+
+    def packing(self, backend: PlannedBackend, **how: Any) -> Packing:
+        """Return the graphs of its engine, or of one of its ranks, as a backend loads them, and the
+        prologue of their params; `how`: other arguments of `make_packing`."""
+        return pack.make_packing(
+            spec=self.spec,
+            all_logits=self.all_logits,
+            dtype=self.dtype,
+            media=self.media,
+            skip=self.skip,
+            options=self.options,
+            recipe=self.quant,
+            stored=partial(backend.stored, device=self.device),
+            drafter=self.drafter,
+            ranks=self.ranks,
+            ep=self.ep,
+            **how,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values of a manifest: of specs their digests."""
+        names = {
+            "variant": self.spec.name,
+            "spec_digest": self.spec.digest(),
+            "drafter_digest": self.drafter.digest() if self.drafter else None,
+        }
+        own = {k: v for k, v in asdict(self).items() if k not in ("spec", "drafter")}
+        return {**names, **own, "options": self.options.to_dict()}

@@ -7,18 +7,16 @@ json.dumps(plan.to_dict())      # as JSON (records.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from g4ir.errors import InputError
+from g4ir.model.draft import DRAFT
 from g4ir.model.media import find_media
 from g4ir.parallel.shard import collectives
 from g4ir.parallel.table import can_share, check_ranks
-from g4ir.passes.latent_kv import LatentOptions
-from g4ir.passes.narrow_kv import NarrowOptions
-from g4ir.passes.plan_cache import RingOptions
 from g4ir.quant.recipe import Recipe, find_recipe, one_recipe
 from g4ir.spec.record import Spec
 from g4ir.ui.plots import CacheLines
@@ -26,24 +24,23 @@ from g4ir.ui.units import count_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT
 
 from . import resolve
-from .cost import Cost, floor
+from .backend import DEFINITION, PlannedBackend
+from .cost import floor
 from .count import counts, distinct_blocks, layer_blocks, ple_parts
 from .drafting import gains
 from .engine_limits import Limits
 from .footprint import (
     MOST_ROWS,
-    EngineCosts,
-    StepCosts,
+    Footprint,
     largest,
-    measure,
+    measured,
     plain_weights,
     reserve,
 )
 from .formats import INTEGERS, capacity, naive_bytes
 from .gpus import Gpu
-from .layout import DEFINITION, PlannedBackend
 from .media import media_plan
-from .options import BuildOptions, Resolved
+from .options import BuildConfig, BuildOptions
 from .records import (
     TOTALS,
     CacheRates,
@@ -94,22 +91,23 @@ def make_plan(
 
     Raises InputError naming the argument for sizes out of range and unknown choices.
     """
-    setup = _resolved(spec, replace(options, tp=tp, ep=ep), held, backend)
+    config = _resolved(spec, replace(options, tp=tp, ep=ep), held, backend)
     if tp != 1 or ep:
         check_ranks(spec, tp, ep)
-    recipes = {name: find_recipe(name) for name in INTEGERS}
     return _planned(
-        replace(setup, ranks=tp, ep=ep),
-        _contexts(setup, ctx),
+        config,
+        backend,
+        _contexts(config, ctx),
         _positive("--batch", batch, MOST_ROWS),
         memory,
-        others={} if setup.recipe else recipes,
-        free=options.ple_placement is None and setup.ple_placement == "device",
+        others=() if config.quant else tuple(map(find_recipe, INTEGERS)),
+        free=options.ple_placement is None and config.ple_placement == "device",
     )
 
 
 def plan_engine(
-    setup: Resolved,
+    config: BuildConfig,
+    backend: PlannedBackend,
     *,
     ctx: int | Sequence[int] | None = None,
     batch: int | Sequence[int] | None = None,
@@ -118,137 +116,113 @@ def plan_engine(
     """Plan an engine as it was built; its limits are the most, and the default, of ctx and batch.
 
     Raises InputError naming the argument for sizes out of range."""
-    limits = setup.limits
-    return _planned(
-        setup,
-        _contexts(setup, limits.max_seq if ctx is None else ctx),
-        _positive("--batch", limits.max_batch if batch is None else batch, limits.max_batch),
-        memory,
-        others={},
-        free=False,
-    )
+    limits = config.limits
+    contexts = _contexts(config, limits.max_seq if ctx is None else ctx)
+    batches = _positive("--batch", limits.max_batch if batch is None else batch, limits.max_batch)
+    return _planned(config, backend, contexts, batches, memory, others=(), free=False)
 
 
 def _planned(
-    setup: Resolved,
+    config: BuildConfig,
+    backend: PlannedBackend,
     contexts: Sequence[int],
     batches: Sequence[int],
     memory: Gpu | int | Sequence[Gpu | int] | None,
-    others: Mapping[str, Recipe | None],
+    others: Sequence[Recipe | None],
     free: bool,
 ) -> Plan:
     """Plan settings, and the same with each of `others` as quantisation config; `free`: the table
     of per-layer embeddings may leave the device."""
-    spec, shared = setup.spec, setup.ranks != 1 or setup.ep
+    spec, shared = config.spec, config.ranks != 1 or config.ep
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
-    counted = _by_ranks(setup, others, compare=bool(gpus))
+    counted = _by_ranks(config, backend, others, compare=bool(gpus))
     shape = tuple((c, b) for b in batches for c in contexts)
-    planner = _DevicePlanner(counted, setup.ranks, shared, shape, free)
+    planner = _DevicePlanner(counted, config.ranks, shared, shape, free)
     ranks = {form: planner.placed(costs, gpus) for form, costs in planner.own.items()}
     rank, *_ = ranks.values()
-    whole = counted[1]
-    made = next(iter(whole.values())).placed(rank.setup.ple_placement)
-    rows, layers = planner.rows(made), layer_blocks(spec)
+    every = [c.at(ple_placement=rank.config.ple_placement) for c in counted[1].values()]
+    rows, layers = planner.rows(every[0]), layer_blocks(spec)
     return Plan(
-        spec=spec,
-        dtype=setup.dtype,
-        backend=setup.layout.backend,
-        device=setup.device,
-        latent=setup.options.of(LatentOptions).form,
-        kv_dtype=resolve.KV_NAMES.get(setup.options.of(NarrowOptions).to),
-        ple_placement=made.setup.ple_placement,
-        prefill_chunk=setup.limits.prefill_chunk,
-        skip=setup.skip,
+        config=rank.config,
         counts=counts(spec),
         ple=ple_parts(spec),
         blocks=distinct_blocks(layers),
         layers=layers,
-        weights=_weights(made, [c.placed(made.setup.ple_placement) for c in whole.values()]),
-        cache=_rates(made),
+        weights=_weights(every),
+        cache=_rates(every[0]),
         rows=rows,
         needed=tuple(
-            Need(form, ctx, batch, costs.need(ctx, batch))
+            Need(form, ctx, batch, costs.need_at(ctx, batch))
             for form, costs in ranks.items()
             for ctx, batch in shape
         ),
         fits=tuple(planner.fit(gpu, form) for gpu in gpus for form in ranks),
-        kinds=setup.media.kinds,
         media=media_plan(spec),
-        drafts=_drafts(made, rows, gpus),
+        drafts=_drafts(every[0], rows, gpus),
         ranks=_ranks(rank, planner.rows(rank)) if shared else None,
     )
 
 
-def _weights(made: EngineCosts, every: Sequence[EngineCosts]) -> tuple[WeightBytes, ...]:
+def _weights(every: Sequence[Footprint]) -> tuple[WeightBytes, ...]:
     """Return the weights unquantised, and in each quantised format; of an engine that is not
     quantised also in other dtypes."""
-    setup = made.setup
-    dtypes = [setup.dtype] if setup.recipe or len(every) == 1 else ["f32", "bf16", setup.dtype]
-    plain = {d: plain_weights(setup, d) for d in dtypes}
-    return tuple((plain | {c.form: c.footprint.weights for c in every}).values())
+    config = every[0].config
+    dtypes = [config.dtype] if config.quant or len(every) == 1 else ["f32", "bf16", config.dtype]
+    plain = {d: plain_weights(config, d) for d in dtypes}
+    return tuple((plain | {c.form: c.weights for c in every}).values())
 
 
 def _resolved(
-    spec: Spec,
-    options: BuildOptions,
-    held: Recipe | None,
-    backend: PlannedBackend,
-) -> Resolved:
+    spec: Spec, options: BuildOptions, held: Recipe | None, backend: PlannedBackend
+) -> BuildConfig:
     """Return the settings of a build whose limits are the most there is."""
-    most = spec.text.max_position_embeddings
     (chunk,) = _positive("--prefill-chunk", options.prefill_chunk)
-    device = resolve.device_of(backend, options.device)
     kinds = options.media if isinstance(options.media, str) else tuple(options.media)
-    drafter = (
-        None
-        if options.drafter in resolve.NO_DRAFTER
-        else resolve.drafter_spec(spec, options.drafter)
-    )
-    whole = resolve.resolved(
+    drafted = options.drafter not in resolve.NO_DRAFTER
+    return resolve.resolved(
         spec,
         options,
         backend,
-        device=device,
-        limits=Limits(MOST_ROWS, most, chunk),
+        limits=Limits(MOST_ROWS, spec.text.max_position_embeddings, chunk),
         media=find_media(spec, kinds),
-        recipe=one_recipe(find_recipe(options.quant), held, "its file"),
-        drafter=drafter,
+        quant=one_recipe(find_recipe(options.quant), held, "its file"),
+        drafter=resolve.drafter_spec(spec, options.drafter) if drafted else None,
     )
-    layout = backend.layout(device, options.settings or {})
-    return replace(whole, ranks=1, ep=False, layout=layout)
 
 
 def _by_ranks(
-    setup: Resolved, others: Mapping[str, Recipe | None], compare: bool
-) -> dict[int, dict[str, EngineCosts]]:
+    config: BuildConfig, backend: PlannedBackend, others: Sequence[Recipe | None], compare: bool
+) -> dict[int, dict[str, Footprint]]:
     """Measure one rank and, to compare, one of each other number that can share the model: number
     of ranks -> weight format -> costs, that of the settings first."""
-    tp, ep = setup.ranks, setup.ep
-    counted = {1: _by_format(replace(setup, ranks=1, ep=False), others)}
+    tp, ep = config.ranks, config.ep
+    counted = {1: _by_format(replace(config, ranks=1, ep=False), backend, others)}
     if tp == 1 and not ep:
         return counted
-    numbers = [n for n in COUNTS if n > 1 and can_share(setup.spec, n, ep)] if compare else []
+    numbers = [n for n in COUNTS if n > 1 and can_share(config.spec, n, ep)] if compare else []
     for n in {tp, *numbers} - {1}:
-        found = replace(setup, ranks=n, ep=ep)
-        if n == tp or setup.recipe is None or _cuts_whole_groups(found):
-            counted[n] = _by_format(found, others)
+        found = replace(config, ranks=n, ep=ep)
+        if n == tp or config.quant is None or _uncut(found, backend):
+            counted[n] = _by_format(found, backend, others)
     return counted
 
 
-def _by_format(setup: Resolved, others: Mapping[str, Recipe | None]) -> dict[str, EngineCosts]:
+def _by_format(
+    config: BuildConfig, backend: PlannedBackend, others: Sequence[Recipe | None]
+) -> dict[str, Footprint]:
     """Measure settings, and with other quantisation configs whose groups no rank cuts."""
-    own, settings = measure(setup), (replace(setup, recipe=r) for r in others.values())
-    return {own.form: own} | {c.form: c for c in map(measure, filter(_cuts_whole_groups, settings))}
+    more = (_uncut(replace(config, quant=r), backend) for r in others)
+    return {c.form: c for c in (measured(config, backend), *more) if c}
 
 
-def _cuts_whole_groups(setup: Resolved) -> bool:
-    """Whether ranks cut no group of quantised weights."""
+def _uncut(config: BuildConfig, backend: PlannedBackend) -> Footprint | None:
+    """Measure settings; None if ranks cut a group of quantised weights."""
     try:
-        return bool(measure(setup))
+        return measured(config, backend)
     except InputError:
-        if setup.ranks == 1:
+        if config.ranks == 1:
             raise
-        return False
+        return None
 
 
 @dataclass(frozen=True)
@@ -256,31 +230,31 @@ class _DevicePlanner:
     """Plans devices for an engine, measured by number of ranks and weight format; `free`: the
     per-layer embedding table may leave the device."""
 
-    counted: dict[int, dict[str, EngineCosts]]
+    counted: dict[int, dict[str, Footprint]]
     ranks: int
     shared: bool
     shape: tuple[tuple[int, int], ...]
     free: bool
 
     @property
-    def own(self) -> dict[str, EngineCosts]:
+    def own(self) -> dict[str, Footprint]:
         return self.counted[self.ranks]
 
-    def rows(self, costs: EngineCosts) -> tuple[MemoryUse, ...]:
+    def rows(self, costs: Footprint) -> tuple[MemoryUse, ...]:
         return tuple(costs.row(c, b) for c, b in self.shape)
 
-    def placed(self, costs: EngineCosts, gpus: Sequence[Gpu]) -> EngineCosts:
+    def placed(self, costs: Footprint, gpus: Sequence[Gpu]) -> Footprint:
         """Place the per-layer embedding table on the devices if every row then fits."""
-        needs = [costs.need(c, b) for c, b in self.shape] if self.free else []
+        needs = [costs.need_at(c, b) for c, b in self.shape] if self.free else []
         fits = all(need <= _room(gpu) for need in needs for gpu in gpus)
-        return costs if fits else costs.placed(DEFAULT_PLACEMENT)
+        return costs if fits else costs.at(ple_placement=DEFAULT_PLACEMENT)
 
     def fit(self, gpu: Gpu, form: str) -> Fit:
         own = self.placed(self.own[form], [gpu])
-        room, limits = _room(gpu), own.setup.limits
+        room, limits = _room(gpu), own.config.limits
 
         def fits(ctx: int, batch: int, kind: str) -> bool:
-            return own.need(ctx, batch, kind) <= room
+            return own.need_at(ctx, batch, kind) <= room
 
         def most(at: int, limit: int, fit: Callable[..., bool]) -> Largest:
             return Largest(at, *(largest(partial(fit, kind=kind), limit) for kind in TOTALS))
@@ -291,21 +265,19 @@ class _DevicePlanner:
             memory=gpu.memory_bytes,
             reserve=reserve(gpu.memory_bytes),
             weights=form,
-            weight_bytes=own.footprint.resident,
+            weight_bytes=own.resident,
             cells=tuple(self._cell(own, gpu, r) for r in self.rows(own)),
             max_context=tuple(most(b, limits.max_seq, partial(fits, batch=b)) for b in batches),
             max_batch=tuple(most(c, limits.max_batch, partial(fits, c)) for c in contexts),
-            ranks=own.setup.ranks,
-            ple_placement=own.setup.ple_placement,
+            ranks=own.config.ranks,
+            ple_placement=own.config.ple_placement,
         )
 
-    def _cell(self, own: EngineCosts, gpu: Gpu, row: MemoryUse) -> DeviceUse:
-        totals = {kind: own.need(row.ctx, row.batch, kind) for kind in TOTALS}
+    def _cell(self, own: Footprint, gpu: Gpu, row: MemoryUse) -> DeviceUse:
+        totals = {kind: own.need_at(row.ctx, row.batch, kind) for kind in TOTALS}
         seconds = None
         if gpu.bytes_per_s is not None:
-            first = next(iter(self.own.values()))  # other formats are estimated by its graph
-            cost = first.decode.at(row.ctx, row.batch, own.form, own.setup.dtype)
-            seconds = floor(cost, gpu.roof).seconds
+            seconds = floor(own.step(row.ctx, row.batch), gpu.roof).seconds
         spare = _room(gpu) - totals["built"]
         return DeviceUse(
             ctx=row.ctx,
@@ -321,7 +293,7 @@ class _DevicePlanner:
         """Return the fewest ranks, each on such a device, that fit; None if none do."""
         for ranks, costs in sorted(self.counted.items()):
             own = self.placed(costs[form], [gpu]) if form in costs else None
-            if own and own.need(row.ctx, row.batch) <= _room(gpu):
+            if own and own.need_at(row.ctx, row.batch) <= _room(gpu):
                 return ranks
         return None
 
@@ -330,26 +302,23 @@ def _room(gpu: Gpu) -> int:
     return gpu.memory_bytes - reserve(gpu.memory_bytes)
 
 
-def _drafts(made: EngineCosts, rows: Sequence[MemoryUse], gpus: Sequence[Gpu]) -> Drafts | None:
+def _drafts(made: Footprint, rows: Sequence[MemoryUse], gpus: Sequence[Gpu]) -> Drafts | None:
     """Plan speculative decoding at the shortest context, on the first card of known speed."""
-    drafted, drafter = made.setup.options.of(RingOptions).slack, made.setup.drafter
+    drafted, drafter = made.config.draft_tokens, made.config.drafter
     if not drafted:
         return None
     card = next((gpu for gpu in gpus if gpu.bytes_per_s is not None), None)
     ctx = min(r.ctx for r in rows)
 
     def table(batch: int) -> Any:
-        def at(costs: StepCosts, tokens: int = 1) -> Cost:
-            return costs.at(ctx, batch, made.form, made.setup.dtype, tokens)
-
         return gains(
-            lambda tokens: at(made.verify if tokens > 1 else made.decode, tokens),
+            lambda tokens: made.step(ctx, batch, tokens),
             min(drafted, ctx - 1) or 1,
             card.roof if card else None,
-            at(made.draft) if made.draft else None,
+            made.step(ctx, batch, graph=DRAFT) if drafter else None,
         )
 
-    prefill, *_ = made.footprint.needs.graphs
+    prefill, *_ = made.needs.graphs
     rings = [v.type for v in prefill.state if isinstance(v.type.shape[0], int)]
     return Drafts(
         tokens=drafted,
@@ -359,18 +328,18 @@ def _drafts(made: EngineCosts, rows: Sequence[MemoryUse], gpus: Sequence[Gpu]) -
         device=card.name if card else None,
         tables=tuple((b, table(b)) for b in sorted({r.batch for r in rows})),
         drafter=drafter.name if drafter else None,
-        drafter_bytes=made.footprint.drafter_bytes,
+        drafter_bytes=made.drafter_bytes,
     )
 
 
-def _ranks(rank: EngineCosts, rows: Sequence[MemoryUse]) -> Ranks:
+def _ranks(rank: Footprint, rows: Sequence[MemoryUse]) -> Ranks:
     """Return what one rank needs at every context and batch of `rows`, from its measurement."""
-    sent = list(collectives(rank.decode.graph))
-    token = {"B": 1, "S": 1, "M": 1}
+    sent = list(collectives(rank.packing.program.graphs["prefill"]))
+    token = {"B": 1, "S": 1}
     return Ranks(
-        count=rank.setup.ranks,
-        weights=rank.footprint.decoder_bytes,
-        drafter=rank.footprint.drafter_bytes,
+        count=rank.config.ranks,
+        weights=rank.decoder_bytes,
+        drafter=rank.drafter_bytes,
         rows=tuple(RankRow(r.ctx, r.batch, r.built) for r in rows),
         messages=len(sent),
         message_bytes=sum(v.type.bind(token).nbytes() for n in sent for v in n.inputs),
@@ -399,8 +368,8 @@ def _positive(name: str, given: int | Sequence[int], most: int | None = None) ->
     return tuple(sorted(set(values)))
 
 
-def _contexts(setup: Resolved, ctx: int | Sequence[int] | None) -> tuple[int, ...]:
-    spec, most = setup.spec, setup.limits.max_seq
+def _contexts(config: BuildConfig, ctx: int | Sequence[int] | None) -> tuple[int, ...]:
+    spec, most = config.spec, config.limits.max_seq
     if ctx is None:
         return tuple(c for c in CONTEXTS if c <= most) or (most,)
     contexts = _positive("--ctx", ctx)
@@ -411,16 +380,16 @@ def _contexts(setup: Resolved, ctx: int | Sequence[int] | None) -> tuple[int, ..
     return contexts
 
 
-def _rates(made: EngineCosts) -> CacheRates:
+def _rates(made: Footprint) -> CacheRates:
     """Derive rates from two contexts beyond every window, between which the size is linear."""
-    windows = [layer.attention.window or 1 for layer in made.setup.spec.layers()]
-    near = -(-max(*windows, made.setup.limits.prefill_chunk) // 256) * 256
+    windows = [layer.attention.window or 1 for layer in made.config.spec.layers()]
+    near = -(-max(*windows, made.config.limits.prefill_chunk) // 256) * 256
     far = 2 * near
     rates = []
-    for cache in (made.plain.cache, made.footprint.cache):
+    for cache in (made.plain.cache, made.cache):
         per_token = (cache(1, far) - cache(1, near)) // (far - near)
         rates += [per_token, cache(1, near) - per_token * near]
-    return CacheRates(naive_bytes(made.setup.spec, made.setup.dtype), *rates)
+    return CacheRates(naive_bytes(made.config.spec, made.config.dtype), *rates)
 
 
 def cache_lines(plan: Plan) -> CacheLines:

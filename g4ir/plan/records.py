@@ -19,8 +19,9 @@ from g4ir.spec.record import Spec
 
 from .count import Block, ParameterCounts
 from .drafting import ACCEPTANCE, Gain
-from .formats import WeightSizes, nominal
+from .formats import nominal
 from .media import MediaPart
+from .options import BuildConfig
 
 #: version of the JSON layout; another number has other keys
 SCHEMA = 4
@@ -29,9 +30,14 @@ TOTALS = ("naive", "planned", "built")
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of the weights in one format: the decoder's parts, and by where they lie."""
+    """Bytes of the decoder's weights in one format, as stored: by part, and by where they lie. A
+    tied head is the token table and counted once."""
 
-    sizes: WeightSizes
+    format: str
+    layers: int  # with norms and the shared parts of the per-layer embeddings
+    token_table: int
+    head: int  # 0 where it is tied
+    ple_table: int
     device: int
     host: int
     mapped: int
@@ -40,8 +46,12 @@ class WeightBytes:
     #: format of the file -> one with more bits that the backend stores it in
     upcast: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def total(self) -> int:
+        return self.layers + self.token_table + self.head + self.ple_table
+
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self.sizes), "total": self.sizes.total, **_without(self, "sizes")}
+        return {**vars(self), "total": self.total}
 
 
 @dataclass(frozen=True)
@@ -164,15 +174,7 @@ class Ranks:
 class Plan:
     """Memory and speed of a variant, by `make_plan`."""
 
-    spec: Spec
-    dtype: str  # of activations, unquantised weights and, unless quantised, the KV cache
-    backend: str
-    device: str
-    latent: str  # latent KV cache of K=V layers: off or value
-    kv_dtype: str | None  # of a quantised KV cache
-    ple_placement: str | None  # None: no per-layer embeddings
-    prefill_chunk: int
-    skip: tuple[str, ...]
+    config: BuildConfig  # its limits are the most there is
     counts: ParameterCounts
     ple: Mapping[str, int]
     blocks: tuple[Block, ...]  # per kind of layer
@@ -182,26 +184,36 @@ class Plan:
     rows: tuple[MemoryUse, ...]
     needed: tuple[Need, ...]
     fits: tuple[Fit, ...]
-    kinds: tuple[str, ...]  # modalities included in rows and fits
     media: tuple[MediaPart, ...]
     drafts: Drafts | None = None
     ranks: Ranks | None = None  # None: one rank
 
+    @property
+    def spec(self) -> Spec:
+        return self.config.spec
+
     def weights_as(self, form: str) -> WeightBytes:
-        return next(w for w in self.weights if w.sizes.format == form)
+        return next(w for w in self.weights if w.format == form)
 
     def to_dict(self) -> dict[str, Any]:
-        renamed = ("spec", "counts", "kinds", "skip", "ple", "media")
-        return {k: _json(v) for k, v in _without(self, *renamed).items()} | {
+        c = self.config
+        return {k: _json(v) for k, v in _without(self, "config", "counts", "ple").items()} | {
             "schema": SCHEMA,
-            "variant": self.spec.name,
-            "hub": self.spec.hub,
-            "spec_digest": self.spec.digest(),
-            "skipped_passes": list(self.skip),
-            "max_context": self.spec.text.max_position_embeddings,
-            "parameters": _parameters(self.spec, self.counts),
+            "variant": c.spec.name,
+            "hub": c.spec.hub,
+            "spec_digest": c.spec.digest(),
+            "dtype": c.dtype,
+            "backend": c.backend,
+            "device": c.device,
+            "latent": c.latent_kv,
+            "kv_dtype": c.kv_dtype,
+            "ple_placement": c.ple_placement,
+            "prefill_chunk": c.limits.prefill_chunk,
+            "skipped_passes": list(c.skip),
+            "max_context": c.spec.text.max_position_embeddings,
+            "parameters": _parameters(c.spec, self.counts),
             "ple_parameters": dict(self.ple),
-            "media": {"kinds": list(self.kinds), "parts": _json(self.media)},
+            "media": {"kinds": list(c.media.kinds), "parts": _json(self.media)},
         }
 
 

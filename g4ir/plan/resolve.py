@@ -23,16 +23,13 @@ from g4ir.spec.record import SUFFIXES, Spec, load_spec
 from g4ir.weights.checkpoint import CONFIG, GGUF
 from g4ir.weights.pack import DEFAULT_PLACEMENT, PLACEMENTS
 
+from .backend import PlannedBackend, checked_settings
 from .engine_limits import Limits
-from .formats import DTYPES
-from .layout import PlannedBackend
-from .options import BuildOptions, Resolved
+from .formats import DTYPES, KV_DTYPES, KV_NAMES
+from .options import BuildConfig, BuildOptions
 
 log = logging.getLogger(__name__)
 
-DEVICES = ("cpu", "cuda")
-#: what caches may hold, as a user says it -> dtype of their rows (ops/kv_quant.py)
-KV_DTYPES = {"bfloat16": "bf16", "float8": "f8e4m3", "int8": "i8"}
 #: draft tokens of a verification step at most
 MOST_DRAFTED = MOST_SLACK
 #: what a drafter drafts unless told: further ones are seldom right
@@ -44,7 +41,6 @@ NO_FLOAT16 = (
     "activations of trained models exceed the range of float16, 65504 (the residual stream of "
     "Gemma 3 270M reaches 103,795), so no engine computes in it"
 )
-KV_NAMES = {short: name for name, short in KV_DTYPES.items()}
 
 
 def _one_of(option: str, given: object, known: Iterable[object]) -> None:
@@ -195,15 +191,14 @@ def resolved(
     o: BuildOptions,
     backend: PlannedBackend,
     *,
-    device: str,
     limits: Limits,
     media: Media,
-    recipe: Recipe | None,
+    quant: Recipe | None,
     drafter: Spec | None,
-) -> Resolved:
+) -> BuildConfig:
     """Return a spec and a user's options, each resolved, for a build and a plan alike. InputError
     for an option that the spec or the backend does not take."""
-    dtype = dtype_of(backend, o.dtype, spec)
+    device, dtype = device_of(backend, o.device), dtype_of(backend, o.dtype, spec)
     options = pass_options(
         check_latent(o.latent_kv, spec),
         find_kv_dtype(o.kv_dtype, dtype, backend.kv_dtypes),
@@ -212,20 +207,22 @@ def resolved(
         keep=layers_read(spec, drafter),
     )
     check_supported(backend, o, options, limits)
-    return Resolved(
+    return BuildConfig(
         spec=spec,
+        drafter=drafter,
+        backend=backend.name,
+        settings=checked_settings(backend, o.settings or {}),
         device=device,
         dtype=dtype,
+        ranks=o.tp,
+        ep=o.ep,
         limits=limits,
         all_logits=o.all_logits,
         skip=tuple(o.skip),
         options=options,
         ple_placement=find_placement(o.ple_placement, spec, device),
         media=media,
-        recipe=recipe,
-        drafter=drafter,
-        ranks=o.tp,
-        ep=o.ep,
+        quant=quant,
     )
 
 

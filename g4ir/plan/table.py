@@ -46,17 +46,17 @@ def plan_text(plan: Plan, nominal: bool = False) -> str:
 
 
 def _title(plan: Plan) -> str:
-    text = plan.spec.text
+    c, text = plan.config, plan.spec.text
     about = [
         f"{plan.spec.name}: {text.num_hidden_layers} layers",
         f"up to {count_text(text.max_position_embeddings)} tokens",
-        f"{plan.dtype} by {plan.backend} on {plan.device}",
-        f"latent KV {plan.latent}",
-        *([f"KV cache {plan.kv_dtype}"] if plan.kv_dtype else []),
-        f"prefill chunk {plan.prefill_chunk}",
+        f"{c.dtype} by {c.backend} on {c.device}",
+        f"latent KV {c.latent_kv}",
+        *([f"KV cache {c.kv_dtype}"] if c.kv_dtype else []),
+        f"prefill chunk {c.limits.prefill_chunk}",
     ]
-    if plan.ple_placement:
-        places = dict.fromkeys(str(f.ple_placement) for f in plan.fits) or [plan.ple_placement]
+    if c.ple_placement:
+        places = dict.fromkeys(str(f.ple_placement) for f in plan.fits) or [c.ple_placement]
         about.append(f"per-layer table: {' or '.join(places)}")
     return f"{', '.join(about)}\n{_units(plan)}"
 
@@ -119,10 +119,11 @@ def _blocks(plan: Plan) -> str:
 
 
 def _weights(plan: Plan, nominal: bool) -> str:
-    lines: list[Line] = [["", *(w.sizes.format for w in plan.weights)]]
+    lines: list[Line] = [["", *(w.format for w in plan.weights)]]
+    where = "in RAM" if plan.config.device == "cpu" else "on the device"
     rows = {
-        "decoder": [w.sizes.total for w in plan.weights],
-        "in RAM" if plan.device == "cpu" else "on the device": [w.device for w in plan.weights],
+        "decoder": [w.total for w in plan.weights],
+        where: [w.device for w in plan.weights],
         "in host memory": [w.host for w in plan.weights],
         "in the file, by row": [w.mapped for w in plan.weights],
     }
@@ -134,16 +135,16 @@ def _weights(plan: Plan, nominal: bool) -> str:
     if not upcast:
         return text
     stored = ", ".join(f"{form} as {to}" for form, to in upcast.items())
-    where = f"backend {plan.backend} on {plan.device}"
+    where = f"backend {plan.config.backend} on {plan.config.device}"
     return f"{text}  {where} stores these formats in more bits: {stored}\n"
 
 
 def _caches(plan: Plan, batch: int) -> str:
-    rows = [r for r in plan.rows if r.batch == batch]
+    rows, c = [r for r in plan.rows if r.batch == batch], plan.config
     names = {
         "naive": "naive: full context",
         "planned": "planned: windows",
-        "built": ", ".join(filter(None, (f"as built: latent KV {plan.latent}", plan.kv_dtype))),
+        "built": ", ".join(filter(None, (f"as built: latent KV {c.latent_kv}", c.kv_dtype))),
         "activations": "activations",
         "workspace": "workspace",
     }
@@ -186,11 +187,11 @@ def _drafts(plan: Plan) -> str:
 def _media(plan: Plan) -> str:
     if not plan.media:
         return ""
-    counted = ", ".join(plan.kinds)
+    counted = ", ".join(plan.config.media.kinds)
     about = f"included above: {counted}" if counted else "not included above (see --media)"
     lines: list[Line] = [["", "soft tokens", "input rows", "GFLOP"]]
     for part in plan.media:
-        size = size_text(part.params * ITEMSIZE[plan.dtype])
+        size = size_text(part.params * ITEMSIZE[plan.config.dtype])
         lines.append([f"{part.name}, {part.params / 1e6:.1f}M, {size}"])
         for s in part.sizes:
             lines.append([f"  {s.label}", str(s.soft_tokens), str(s.rows), f"{s.flops / 1e9:.1f}"])
@@ -199,7 +200,7 @@ def _media(plan: Plan) -> str:
 
 def _needed_in_all(plan: Plan) -> Iterable[str]:
     """Describe what each batch size needs, without a card to compare it with."""
-    memory = "RAM" if plan.device == "cpu" else "GPU memory"
+    memory = "RAM" if plan.config.device == "cpu" else "GPU memory"
     rank = ", of each rank" if plan.ranks and plan.ranks.count > 1 else ""
     for batch in sorted({r.batch for r in plan.rows}):
         lines: list[Line] = [
@@ -318,12 +319,12 @@ def comparison_text(plans: Sequence[Plan], nominal: bool = False) -> str:
 
 
 def _totals(plans: Sequence[Plan], nominal: bool) -> str:
-    forms = dict.fromkeys(w.sizes.format for p in plans for w in p.weights)
+    forms = dict.fromkeys(w.format for p in plans for w in p.weights)
     lines: list[Line] = [["", "loaded", "active", *forms, *(["nominal"] if nominal else [])]]
     for p in plans:
-        held = {w.sizes.format: size_text(w.sizes.total) for w in p.weights}
+        held = {w.format: size_text(w.total) for w in p.weights}
         sizes = [held.get(form, "-") for form in forms]
-        quoted = [f"{p.weights_as(p.dtype).nominal / 1e9:.1f} GB"] if nominal else []
+        quoted = [f"{p.weights_as(p.config.dtype).nominal / 1e9:.1f} GB"] if nominal else []
         counts = [f"{n / 1e9:.3f}B" for n in (p.counts.loaded, p.counts.active)]
         lines.append([p.spec.name, *counts, *sizes, *quoted])
     return _section(f"{_units(plans[0])}parameters, and bytes of the decoder's weights", lines)
@@ -335,7 +336,7 @@ def _cache_table(plans: Sequence[Plan], batch: int) -> str:
     width = max(8, *(len(p.spec.name) for p in plans))
     for p in plans:
         found = {r.ctx: r for r in p.rows if r.batch == batch}
-        built = ", ".join(filter(None, (p.latent, p.kv_dtype)))
+        built = ", ".join(filter(None, (p.config.latent_kv, p.config.kv_dtype)))
         labels = ("naive", "planned", f"as built ({built})")
         for key, label in zip(TOTALS, labels, strict=True):
             sizes = [size_text(getattr(found[c], key)) if c in found else "" for c in contexts]

@@ -243,7 +243,7 @@ class Server:
         """Answer what is served and what it holds: for people and their tools."""
         prompts, service = self._ready()
         engine, scheduler = prompts.engine, service.scheduler
-        build = {"g4ir": __version__, "backend": engine.facts.backend}
+        build = {"g4ir": __version__, "backend": engine.config.backend}
         build |= {"device": engine.device, "dtype": engine.dtype}
         prefixes = scheduler.prefixes
         return _json(

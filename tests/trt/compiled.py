@@ -60,7 +60,7 @@ def numbers(row: str) -> dict[str, dict[str, list[int]]]:
     """What compiled.yaml keeps of each network."""
     p, found = planned(row), {}
     for name, g in networks(p.packing.program).items():
-        made = compile_once(real(), g, p.limits, p.settings, TARGETS["sm120"])
+        made = compile_once(real(), g, p.config.limits, p.config.settings, TARGETS["sm120"])
         kept: dict[str, list[int]] = {}
         for profile, m in made.profiles.items():
             kind = "step" if phase_of(profile) in SINGLE else "chunk"

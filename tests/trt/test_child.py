@@ -51,12 +51,12 @@ def folder(tmp_path: Path) -> Path:
 
 def run(p: Prepared, folder: Path, code: str, progress: Callable[[str], None]) -> dict[str, Any]:
     argv = [sys.executable, "-c", code]
-    return child.build_apart(task(p, folder, "cpu", progress), p.settings, argv)
+    return child.build_apart(task(p, folder, "cpu", progress), p.config.settings, argv)
 
 
 def task(p: Prepared, folder: Path, device: str, progress: Callable[[str], None] = print) -> Task:
     params = packing.MadeParams(p.packing, p.source)
-    return Task(p.packing.program, p.limits, device, folder, params, progress)
+    return Task(p.packing.program, p.config.limits, device, folder, params, progress)
 
 
 def test_a_crash_is_one_error(prepared: Prepared, folder: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_crash_is_one_error(prepared: Prepared, folder: Path) -> None:
 def test_its_errors_are_ours(prepared: Prepared, folder: Path) -> None:
     """The real child, which finds no TensorRT here, or no GPU."""
     with pytest.raises(MissingError, match="TensorRT"):
-        child.build_apart(task(prepared, folder, "cuda"), prepared.settings)
+        child.build_apart(task(prepared, folder, "cuda"), prepared.config.settings)
     assert not [*folder.glob("*.json"), *folder.glob("*.g4ir")]
     assert BACKEND.host.apart
 

@@ -44,7 +44,9 @@ def weights_held(row: str, folder: Path) -> int:
     """Return the bytes of weights of a text model's plan."""
     p, api, log = planned(row), real(), folder / LOG
     graph, params = networks(p.packing.program)[ENGINE], MadeParams(p.packing, p.source)
-    w = build.write_network(api, graph, p.limits, params, p.settings, logger(api.trt, log))
+    w = build.write_network(
+        api, graph, p.config.limits, params, p.config.settings, logger(api.trt, log)
+    )
     config = build.configure(api, w, None, TARGETS["sm120"])
     build.build_plan(api, w, config, None, folder / "plan", no_progress)
     said = re.findall(r"Total Weights Memory: (\d+) bytes", log.read_text(errors="replace"))

@@ -128,7 +128,7 @@ def test_what_attentions_share_is_of_their_operands(form: str) -> None:
 
 def nodes_of(p: Prepared) -> Counter[str]:
     """How often each operator is in the text model's network, with a layer's own as `L0/...`."""
-    e, _ = emitted(network_graph(p.packing.program), dry.SMALL, Nowhere(), p.settings)
+    e, _ = emitted(network_graph(p.packing.program), dry.SMALL, Nowhere(), p.config.settings)
     return Counter(n.op_type for n in e.nodes)
 
 
@@ -157,7 +157,7 @@ def test_mlps_in_blocks(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowered, "GATED_ROWS", 4)
     monkeypatch.setattr(lowered, "MOST_GATED_BYTES", 0)
     # In each layer but the last, of single tokens, three blocks of two products.
-    assert nodes_of(p)["MatMul"] == whole + 4 * (p.spec.text.num_hidden_layers - 1)
+    assert nodes_of(p)["MatMul"] == whole + 4 * (p.config.spec.text.num_hidden_layers - 1)
     assert dry.check_small(p)["logits"] < dry.BUDGET
 
 

@@ -394,9 +394,9 @@ def tiny_network(settings: dict[str, str] | None = None) -> builder.Written:
         load_spec("tiny-ple"), BuildOptions(backend="trt", media="none", random_weights=0), dry=True
     )
     g = network_graph(p.packing.program)
-    settings = {**p.settings, **(settings or {})}
+    settings = {**p.config.settings, **(settings or {})}
     params = MadeParams(p.packing, p.source)
-    w = builder.write_network(emulated_api(), g, p.limits, params, settings)
+    w = builder.write_network(emulated_api(), g, p.config.limits, params, settings)
     builder.configure(emulated_api(), w, 1 << 33)
     return w
 

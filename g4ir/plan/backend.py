@@ -1,0 +1,92 @@
+"""What a plan has to know of a backend: what it can do, and how it lays out an engine in memory.
+
+Plans, memory checks of builds and loaders of engines take the bytes from the program that `stored`
+returns, and from nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from g4ir.errors import InputError
+from g4ir.ir.graph import Program
+from g4ir.ops.kv_quant import NARROW
+
+from .engine_limits import Limits
+from .formats import DEVICES, DTYPES, cache_bytes
+
+
+def no_scratch(program: Program) -> Callable[[Limits], int]:
+    return lambda limits: 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A choice that a backend offers to a build: `g4ir build --set NAME=VALUE`."""
+
+    choices: tuple[str, ...]
+    default: str
+    help: str
+
+
+class PlannedBackend:
+    """The part of a backend (backends/base.py) that a plan depends on. What is not said here again
+    stores weights and caches as the graphs declare them."""
+
+    name: str
+    #: where its engines run, the default first
+    devices: tuple[str, ...]
+    #: IR names of the dtypes it computes in; the spec's where it is among them, else the first
+    dtypes: tuple[str, ...]
+    settings: Mapping[str, Setting] = {}
+    #: dtypes that its caches may be narrowed to (ops/kv_quant.py), and why there are no others
+    kv_dtypes: tuple[str, ...] = tuple(NARROW)
+    kv_reason: str = ""
+    #: whether it can round the rows of products (ops/codecs.py: fake_quantize)
+    rounds_activations: bool = True
+    #: whether it verifies as it prefills: no more tokens than a chunk has
+    verifies_in_chunks: bool = False
+    #: whether several ranks can share what it runs
+    shares: bool = False
+
+    def stored(self, program: Program, device: str) -> Program:
+        """Return optimised graphs whose weights lie as its products take them on a device: those in
+        codes by columns, say, or made dense at build."""
+        return program
+
+    def cache_bytes(self, program: Program, limits: Limits) -> int:
+        """Return the bytes of the caches of a session of max_batch sequences."""
+        return cache_bytes(program, limits.max_batch, limits.max_seq)
+
+    def scratch_bytes(
+        self, program: Program, device: str, settings: Mapping[str, str]
+    ) -> Callable[[Limits], int]:
+        """Return, as a function of the limits, the bytes that a step needs beyond the workspace of
+        its graphs."""
+        return no_scratch(program)
+
+
+class Definition(PlannedBackend):
+    """The interpreter, without torch."""
+
+    name = "reference"
+    devices = DEVICES
+    dtypes = DTYPES
+    shares = True
+
+
+DEFINITION = Definition()
+
+
+def checked_settings(backend: PlannedBackend, given: Mapping[str, str]) -> dict[str, str]:
+    """Return every setting of the backend; InputError on an unknown name or value."""
+    known = backend.settings
+    for name, value in given.items():
+        if name not in known:
+            names = ", ".join(known) or "none"
+            raise InputError(f"--set {name}: backend {backend.name} has the settings: {names}")
+        if value not in known[name].choices:
+            choices = ", ".join(known[name].choices)
+            raise InputError(f"--set {name}={value}: one of {choices} ({known[name].help})")
+    return {name: given.get(name, s.default) for name, s in known.items()}
