@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,8 +22,11 @@ from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError
 from g4ir.model.names import checkpoint_name
+from g4ir.ops.codecs import packed, unpacked
+from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import load_spec
 from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.origin import find_origin
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
@@ -74,15 +78,22 @@ class Case:
         return self.quantise(folder)
 
     def quantise(self, folder: Path) -> Path:
-        """Pack the linears of a checkpoint."""
+        """Pack the modules of a checkpoint: its linears, and a tied head is left out; in the mobile
+        form tables too, and a head of its own."""
+        mobile = self.config["quant_method"] == "gemma"
+        kept = self.config.get("modules_to_not_convert", ()) if mobile else TABLES
 
         def change(tensors: Tensors) -> None:
+            if mobile:
+                table = next(t for n, t in tensors.items() if n.endswith("embed_tokens.weight"))
+                tensors["lm_head.weight"] = table.clone()
             for name in [n for n in tensors if n.endswith(".weight")]:
                 module = name.removesuffix(".weight")
-                if is_linear(module, tensors[name]):
+                if tensors[name].dim() == 2 and not module.endswith(tuple(kept)):
                     tensors.update(self.pack(module, tensors.pop(name)))
 
-        return rewrite(folder, change, quantization_config=self.config)
+        edited = {"tie_word_embeddings": False} if mobile else {}
+        return rewrite(folder, change, quantization_config=self.config, **edited)
 
 
 def compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
@@ -178,6 +189,34 @@ def int8_weight(module: str, w: torch.Tensor) -> Tensors:
     return {f"{module}.weight": codes, f"{module}.weight_scale": scale}
 
 
+def mobile_weight(configs: Mapping[str, Any]) -> Pack:
+    """2, 4 or 8 bits, a scale for each row; activations are not calibrated."""
+
+    def pack(module: str, w: torch.Tensor) -> Tensors:
+        own = (c["num_bits"] for pattern, c in configs.items() if re.search(pattern, module))
+        b = next(own, 4)
+        top = 1 << b - 1
+        scale = w.abs().amax(-1, keepdim=True) / top
+        codes = (w / scale).round().clamp(-top, top - 1)
+        by = {2: four_in_a_byte, 4: lambda t: packed(t, "int4"), 8: lambda t: t.to(torch.int8)}
+        stored = by[b](codes)
+        if module.endswith(TABLES):
+            return {f"{module}.embedding_quantized": stored, f"{module}.embedding_scale": scale}
+        ranges = ("input_activation_scale", "output_activation_scale")
+        return {
+            f"{module}.weight": stored,
+            f"{module}.weight_scale": scale,
+            **{f"{module}.{r}": torch.tensor(0.0) for r in ranges},
+        }
+
+    return pack
+
+
+def four_in_a_byte(codes: torch.Tensor) -> torch.Tensor:
+    parts = (codes + 2).to(torch.uint8).unflatten(-1, (-1, 4)).unbind(-1)
+    return parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6
+
+
 def meaning(parts: Tensors, shape: tuple[int, ...], rows: int, columns: int) -> torch.Tensor:
     """The numbers [N, K] of a module packed as above, whose scales serve blocks of rows x columns;
     0: all of them."""
@@ -253,7 +292,7 @@ FULL = pytest.mark.full
 #: every case on one model; on another, and some on the torch backend, with --full
 FILES = [pytest.param(c, "tiny-ple", "reference", id=c) for c in CASES]
 FILES += [pytest.param(c, "tiny-dense", "reference", marks=FULL) for c in CASES]
-TORCH = ("int4 in groups", "fp8 in rows")
+TORCH = ("int4 in groups", "fp8 in rows", "mobile")
 FILES += [pytest.param(c, "tiny-ple", "torch", marks=FULL) for c in TORCH]
 
 
@@ -359,6 +398,37 @@ def test_what_an_engine_of_codes_knows(tmp_path: Path) -> None:
     assert "%L0.attn.wo.codes" in command("show", path).out
     assert command("cost", path).code == 0
     assert command("verify", path, "--each-pass").code == 0
+
+
+def test_the_mobile_form_in_bf16(tmp_path: Path) -> None:
+    """Scales are rounded before they are multiplied; all other weights once, after it."""
+    oracle = find_oracle(load_spec("tiny-ple"))
+    folder = CASES["mobile"].write(oracle, tmp_path / "c")
+    engine = built(folder, tmp_path / "e", dtype="bf16")
+    source = Checkpoint.open(folder, engine.spec)
+    for name in ("layers.0.self_attn.q_proj.weight", "embed_tokens.weight", "lm_head.weight"):
+        codes, scales = (source.tensor(name + part) for part in (".codes", ".scales"))
+        numbers = unpacked(codes) if codes.dtype == torch.uint8 else codes
+        want = numbers.to(torch.bfloat16) * scales.to(torch.bfloat16)
+        param = next(p for p in weights_of(engine.spec) if checkpoint_name(p) == name)
+        assert torch.equal(engine.param(param), want), name
+        dense = find_origin(folder).open(engine.spec, (), engine.dtype)
+        assert torch.equal(dense.tensor(name).to(torch.bfloat16), want), name
+
+
+def test_grids_of_a_tower_that_is_left_out(tmp_path: Path) -> None:
+    oracle = find_oracle(load_spec("tiny-ple"))
+    folder = CASES["mobile"].write(oracle, tmp_path / "c")
+    module = f"{oracle.spec.prefixes.vision[0]}layer"
+    spec = find_origin(folder).spec()
+
+    def change(tensors: Tensors) -> None:
+        tensors.update(mobile_weight({})(module, torch.ones(4, 32)))
+        tensors[f"{module}.input_activation_scale"] = torch.tensor(0.5)
+
+    ignored = Checkpoint.open(rewrite(folder, change), spec).ignored
+    assert "grid of their own" in ignored[f"{module}.input_activation_scale"]
+    assert "not rounded" in ignored[f"{module}.output_activation_scale"]
 
 
 def test_links_keep_what_says_how_codes_are_held(tmp_path: Path) -> None:

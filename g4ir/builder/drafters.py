@@ -27,7 +27,7 @@ class FoundDrafter:
         """Return its weights, for an engine of this dtype."""
         if self.path is None:
             return RandomCheckpoint(self.spec, seed, torch_dtype(dtype))
-        return Checkpoint.open(self.path, self.spec)
+        return Checkpoint.open(self.path, self.spec, (), dtype)
 
 
 def find_drafter(model: Spec, o: BuildOptions, dry: bool = False) -> FoundDrafter | None:

@@ -115,15 +115,19 @@ class Checkpoint:
     stated: Path | None = None
 
     @classmethod
-    def open(cls, directory: Path | str, spec: Spec, media: Iterable[str] = ()) -> Checkpoint:
-        """Check config, index, headers, names, shapes and dtypes; reads no tensors but those that
-        give the shapes of quantised weights, and norms that may be stored about zero. `media`: the
-        kinds whose towers are needed too."""
+    def open(
+        cls, directory: Path | str, spec: Spec, media: Iterable[str] = (), dtype: str = "f32"
+    ) -> Checkpoint:
+        """Check config, index, headers, names, shapes and dtypes; of tensors it reads those alone
+        that say how codes are held, shapes and ranges of activations, and norms that may be stored
+        in another way. `media`: the kinds whose
+        towers are wanted too; `dtype`: the engine's, which scales have that a file holds wider.
+        """
         directory = Path(directory)
         headers = read_headers(directory)
         names = by_plain_name(directory, headers)
         prefix = find_prefix(directory, spec, names)
-        files = Files(directory, names, partial(is_text, spec, prefix))
+        files = Files(directory, names, partial(is_text, spec, prefix), dtype)
         found = read_coded(directory / CONFIG, files)
         match = TensorMatch(spec, directory, prefix, media_tensors(spec, media), found.names)
         live = match.live
@@ -133,6 +137,8 @@ class Checkpoint:
         if ORDER in live:
             _check_order(files, live[ORDER])
         weights = {n: found.weights.get(at[1]) or files.weight(at) for n, at in live.items()}
+        if fault := next((w.fault for w in weights.values() if w.fault), None):
+            raise WeightsError(fault)
         if head:
             weights[TOKEN_TABLE] = _tied_table(files, live[TOKEN_TABLE], head)
         coded = not found.weights.keys().isdisjoint(entry for _, entry in live.values())

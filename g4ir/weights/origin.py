@@ -100,7 +100,7 @@ class CheckpointDirectory:
 
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
         """Open its weights, for an engine of this dtype; WeightsError if they do not fit."""
-        return Checkpoint.open(self.path, spec, kinds)
+        return Checkpoint.open(self.path, spec, kinds, dtype)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from g4ir.weights.tensorfile import broken, quoted, read_json
 
 from . import compressed_tensors
 from .base import KEY, Files, QuantisedTensors
-from .huggingface import MLX_KEY, MLX_OTHER, is_mlx, read_fp8, read_mlx
+from .huggingface import MLX_KEY, MLX_OTHER, is_mlx, read_fp8, read_mlx, read_mobile
 
 #: quant_method -> its reader: the config's tree and the files -> what is quantised
 METHODS: Mapping[str, Callable[[Any, Files], QuantisedTensors]] = {
     "compressed-tensors": compressed_tensors.read,
     "fp8": read_fp8,
+    "gemma": read_mobile,
 }
 
 

@@ -16,7 +16,7 @@ from typing import Annotated
 from g4ir.errors import WeightsError
 from g4ir.model.names import CODES, SCALES
 from g4ir.ops.codecs import dequantized
-from g4ir.ops.types import torch
+from g4ir.ops.types import torch, torch_dtype
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.reader import Length
 from g4ir.weights import tensorfile
@@ -72,13 +72,15 @@ Part = Callable[["torch.Tensor | None"], "torch.Tensor"]
 
 @dataclass(frozen=True, eq=False)
 class StoredWeight:
-    """A weight of `shape`. `parts`: its values ("") and, if it is quantised, its codes and scales
-    in canonical form, by the suffix of their names; `release` gives back pages that were read."""
+    """A weight of `shape`. `parts`: its values ("") and, of a quantised one, its codes and scales
+    in canonical form, by the suffix of their names; `release` gives back the pages that were read;
+    `fault`: why it may not be used."""
 
     shape: tuple[int, ...]
     parts: Mapping[str, Part]
     release: Callable[[], None] = lambda: None
     scheme: Scheme | None = None
+    fault: str = ""
 
 
 def quantised_weight(
@@ -87,11 +89,13 @@ def quantised_weight(
     codes: Part,
     scales: Part,
     release: Callable[[], None],
+    dtype: str = "f32",
 ) -> StoredWeight:
-    """Return a weight of codes and scales."""
+    """Return a weight of codes and scales, these in the engine's `dtype` if it has none."""
 
     def values(rows: torch.Tensor | None) -> torch.Tensor:
-        return dequantized(codes(rows), scales(rows), torch.float32)
+        rounded = scales(rows).to(torch_dtype(scheme.scale or dtype))
+        return dequantized(codes(rows), rounded, torch.float32)
 
     return StoredWeight(shape, {"": values, CODES: codes, SCALES: scales}, release, scheme)
 
@@ -99,11 +103,12 @@ def quantised_weight(
 @dataclass
 class Files:
     """Tensors by their name in the files, mapped on first use. `of_text`: whether a name is of the
-    text model."""
+    text model; `dtype`: the engine's."""
 
     directory: Path
     names: Mapping[str, Found] = field(default_factory=dict)
     of_text: Callable[[str], bool] = lambda name: True
+    dtype: str = "f32"
     closed: bool = False
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
 
@@ -280,20 +285,23 @@ def coded_weight(
     scales: Found,
     grid: ScaleBlocks,
     convert: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
+    dtype: str | None = "",
 ) -> StoredWeight:
-    """Make a weight [.., N, K] of stored codes and scales."""
+    """Make a weight [.., N, K] of stored codes and scales, these in `dtype`, else the file's."""
     if len(shape) < 2 or not all(shape):
         raise wrong(codes, f"expected a matrix, found {shown(codes)}")
     group = grid.group(shape)
     if group < min(LEAST_GROUP, shape[-1]):
         raise wrong(codes, f"blocks of {grid.columns} columns do not divide rows of {shape[-1]}")
     read = _stored_scales(files, scales, shape, grid, form == "int4")
+    kept = FILE_SCALES[scales[1].dtype] if dtype == "" else dtype
     return quantised_weight(
-        Scheme(form, 0 if group == shape[-1] else group, FILE_SCALES[scales[1].dtype]),
+        Scheme(form, 0 if group == shape[-1] else group, kept),
         shape,
         lambda ids: convert(files.rows(codes, ids)),
         read,
         partial(files.release, (codes, scales)),
+        files.dtype,
     )
 
 
@@ -349,7 +357,8 @@ def _stack(parts: list[Taken], each: int) -> Taken:
 
     shape = (len(parts) // each, each * n, k)
     joined = {suffix: partial(join, suffix) for suffix in first.parts}
-    return found, StoredWeight(shape, joined, release, first.scheme)
+    fault = next((w.fault for _, w in parts if w.fault), "")
+    return found, StoredWeight(shape, joined, release, first.scheme, fault)
 
 
 #: characters of a pattern and of a tensor's name; patterns of a list

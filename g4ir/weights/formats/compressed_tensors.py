@@ -279,4 +279,4 @@ def _with_zeros(files: Files, w: StoredWeight, zeros: Found, grid: ScaleBlocks) 
         return (q.unflatten(-1, (z.shape[-1], -1)) - z[..., None]).flatten(-2)
 
     assert w.scheme
-    return quantised_weight(w.scheme, w.shape, codes, w.parts[SCALES], w.release)
+    return quantised_weight(w.scheme, w.shape, codes, w.parts[SCALES], w.release, files.dtype)

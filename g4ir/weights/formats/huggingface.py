@@ -3,6 +3,10 @@
 fp8: e4m3 codes, a scale for each block or one for all of a weight. `weight_scale_inv` is
 multiplied, in spite of its name.
 
+The mobile form (`quant_method` gemma): 2, 4 or 8 bits for each module, a scale for each row. Codes
+lie along K, low bits first, as code + 2^(b-1) in bytes; 8 bits as they are. Scales are rounded to
+the engine's dtype before they are multiplied.
+
 MLX: w = scale * q + bias, with one of each for a group of a row; `quantization` of config.json has
 `bits` and `group_size`, and others under a module's name, false if it is not quantised. Codes lie
 in words of 32 bits, low bits first. No scheme of ours has both in 16 bits: weights become values.
@@ -11,13 +15,13 @@ in words of 32 bits, low bits first. No scheme of ours has both in 16 bits: weig
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from g4ir.ops.layouts import in_order
+from g4ir.ops.layouts import PAIRS, in_order
 from g4ir.ops.types import torch
 from g4ir.spec.reader import Length, Node, OneOf, Range, build
 from g4ir.weights.tensorfile import FLOATS, broken, quoted
@@ -33,7 +37,9 @@ from .base import (
     ScaleBlocks,
     StoredWeight,
     Taken,
+    as_it_is,
     coded_weight,
+    compiled,
     e4m3,
     excluded,
     plain_name,
@@ -89,6 +95,127 @@ def _take_fp8(
     require(weight, ["F8_E4M3"])
     grid = ScaleBlocks(*(config.weight_block_size or (0, 0)))
     return weight, coded_weight(files, "fp8", weight[1].shape, weight, scales, grid, e4m3(weight))
+
+
+SCALE = ".weight_scale"
+TABLE, TABLE_SCALE = ".embedding_quantized", ".embedding_scale"
+RANGES = (".input_activation_scale", ".output_activation_scale")
+CACHES = dict.fromkeys(
+    (".k_cache_scale", ".v_cache_scale"), "a scale of caches, which are not rounded"
+)
+MOBILE = (SCALE, TABLE, TABLE_SCALE, *RANGES, WEIGHT)
+ROUNDED = "activations are rounded to a grid of their own, which engines do not do"
+OTHERWISE = "fix: take the weights in bf16, trained for 4 bits, with --quant int4"
+
+_Bits = Annotated[int, Range(2, 8)]
+
+
+@dataclass(frozen=True)
+class Own:
+    """Settings of some modules."""
+
+    num_bits: _Bits | None = None
+
+
+@dataclass(frozen=True)
+class MobileConfig:
+    """The whole of `quantization_config`."""
+
+    quant_method: str
+    num_bits: _Bits = 4
+    quantize_embeddings: bool = False
+    module_quant_configs: dict[Annotated[str, Length(1, 500)], Own] | None = None
+    modules_to_not_convert: NameList | None = None
+
+    def bits(self, module: str, where: str) -> int:
+        """Return the bits of a module; the first pattern that is found in its name counts."""
+        for pattern, own in (self.module_quant_configs or {}).items():
+            if compiled(pattern, where).search(module):
+                return own.num_bits or self.num_bits
+        return self.num_bits
+
+
+def read_mobile(tree: Node, files: Files) -> QuantisedTensors:
+    config: MobileConfig = build(MobileConfig, tree, KEY)
+    ranges: dict[str, str] = {}
+    take = partial(_take_mobile, files, config, str(tree.where), ranges)
+    found = read_modules(files, MOBILE, take, CACHES)
+    return replace(found, ignored={**found.ignored, **ranges})
+
+
+def _take_mobile(
+    files: Files,
+    config: MobileConfig,
+    where: str,
+    ignored: dict[str, str],
+    module: str,
+    parts: dict[str, Found],
+) -> Taken | None:
+    ranges = [found for suffix in RANGES if (found := parts.pop(suffix, None))]
+    if not parts.keys() & {SCALE, TABLE, TABLE_SCALE}:
+        if ranges:
+            raise wrong(ranges[0], "is of a module without weight_scale")
+        return None
+    table = not parts.keys().isdisjoint((TABLE, TABLE_SCALE))
+    codes, scales = (parts.get(s) for s in ((TABLE, TABLE_SCALE) if table else (WEIGHT, SCALE)))
+    if scales is None or codes is None or len(parts) > 2:
+        found = next(parts[s] for s in MOBILE if s in parts)
+        raise wrong(found, "expected codes and their scales, and no others")
+    if excluded(module, config.modules_to_not_convert or (), where):
+        raise wrong(codes, "is quantised, but modules_to_not_convert names its module", FIX)
+    if table and not config.quantize_embeddings:
+        raise wrong(codes, "is quantised, but quantize_embeddings is false", FIX)
+    rounded = [found for found in ranges if _is_set(files, found)]
+    for found in ranges:
+        ignored[found[1].name] = ROUNDED if found in rounded else "0: activations are not rounded"
+    bits = config.bits(module, where)
+    if bits not in FORMS:
+        raise broken(where, f"{KEY}: num_bits {bits} of {module}: expected 2, 4 or 8", FIX)
+    form = FORMS[bits]
+    require(codes, [form.dtype])
+    shape = (*codes[1].shape[:-1], codes[1].shape[-1] * form.packed) if codes[1].shape else ()
+    grid = ScaleBlocks(1, _columns(scales, shape) if table else 0)
+    weight = coded_weight(files, form.name, shape, codes, scales, grid, form.convert, None)
+    fault = str(wrong(rounded[-1], ROUNDED, OTHERWISE)) if rounded else ""
+    return codes, replace(weight, fault=fault)
+
+
+def _columns(scales: Found, shape: tuple[int, ...]) -> int:
+    groups = scales[1].shape[-1] if len(scales[1].shape) == 2 else 0
+    if not groups or not shape or shape[-1] % groups:
+        raise wrong(scales, f"its scales do not divide rows of {shape[-1] if shape else 0}")
+    return shape[-1] // groups
+
+
+def _is_set(files: Files, found: Found) -> bool:
+    """Whether a scale of activations is not 0, which stands for none."""
+    require(found, ["F32", "BF16", "F16"])
+    if found[1].shape not in ((), (1,)):
+        raise wrong(found, f"expected one number, found {list(found[1].shape)}")
+    return float(files.rows(found).flatten()[0]) != 0
+
+
+def _from_2_bits(t: torch.Tensor) -> torch.Tensor:
+    """Return bytes of four 2-bit codes as bytes of two 4-bit codes: code + 2 becomes code + 8."""
+    codes: torch.Tensor = PAIRS.write(in_order(2).read(t) + 6)
+    return codes
+
+
+@dataclass(frozen=True)
+class MobileFormat:
+    """How codes lie in a file: dtype, codes in an element; the canonical form and the way to it."""
+
+    dtype: str
+    packed: int
+    name: str
+    convert: Callable[[torch.Tensor], torch.Tensor]
+
+
+FORMS: Mapping[int, MobileFormat] = {
+    2: MobileFormat("U8", 4, "int4", _from_2_bits),
+    4: MobileFormat("U8", 2, "int4", as_it_is),
+    8: MobileFormat("I8", 1, "int8", as_it_is),
+}
 
 
 MLX_KEY, NEEDED = "quantization", {"group_size", "bits"}
