@@ -21,6 +21,7 @@ from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
 from g4ir.check.report import LEVELS, Saturation, curve
+from g4ir.check.stage_report import placed
 from g4ir.check.tokens import Turns, random_ids
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError, SpecError
@@ -165,6 +166,12 @@ def test_a_wrong_product_is_named(engines: Any) -> None:
         weight.copy_(before)
     assert not report.ok and report.first_difference
     assert report.first_difference.startswith("%L2.out (layer 2) in the chunk at token 0: error ")
+
+
+def test_a_place_is_that_of_its_layer() -> None:
+    for name, layer in (("L3.out", "layer 3"), ("final.norm", "outside the layers")):
+        assert placed(name, 7) == f"%{name} ({layer}) in the chunk at token 7"
+    assert "(layer 1)" in placed("r0.L1.attn.o.part", 0)
 
 
 def test_a_fault_of_decoding_only(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from g4ir.engine.engine import Engine
 from g4ir.ir.names import layer_of
+from g4ir.parallel.shard import split_name
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,8 @@ class StagesReport:
 
 
 def placed(name: str, at: int) -> str:
-    """Return a value, its layer and its chunk."""
-    layer = layer_of(name)
+    """Return a value, of a rank's too, its layer and its chunk."""
+    layer = layer_of(split_name(name)[1])
     where = "outside the layers" if layer is None else f"layer {layer}"
     return f"%{name} ({where}) in the chunk at token {at}"
 
