@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from g4ir.backends.inductor.toolchain import cpp_compiler
 from tests.cases import TABLES
 
 ROOT = Path(__file__).parents[1]
@@ -103,6 +106,15 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
+KERNELS = ROOT / "backends" / "cpu" / "kernels"
+
+
+def included() -> dict[str, set[str]]:
+    """C file of the CPU kernels -> files of these that it includes."""
+    found = re.compile(r'^ *# *include +"(.+?)"', re.MULTILINE)
+    return {p.name: {*found.findall(p.read_text())} for p in sorted(KERNELS.glob("*.[ch]"))}
+
+
 def test_a_room_imports_only_rooms_before_it() -> None:
     """The package itself sets OpenMP's variables, before any room loads torch."""
     assert graph()["g4ir"] == {"g4ir.ui.threads"}
@@ -145,7 +157,19 @@ def test_no_function_of_a_backend_asks_for_its_device() -> None:
 
 def test_no_module_imports_itself_through_others() -> None:
     assert not circles(graph())
+    assert not circles(included())
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+
+
+def test_a_header_of_the_kernels_includes_what_it_uses() -> None:
+    """Each compiles by itself; every one belongs to a file that is compiled."""
+    files = included()
+    headers = {name for name in files if name.endswith(".h")}
+    assert set().union(*files.values()) == headers
+    for name in headers:
+        words = ["-x", "c", "-fsyntax-only", "-w", "-march=native", "-DFORM=INT4", "-DROUNDED"]
+        words.append("-Werror=implicit-function-declaration")
+        subprocess.run([cpp_compiler(), *words, KERNELS / name], check=True, capture_output=True)
 
 
 def test_what_lies_outside_of_rooms() -> None:

@@ -16,15 +16,13 @@ import numpy as np
 import pytest
 import torch
 
+from g4ir.backends.cpu import isa, pyops
 from g4ir.backends.cpu import library as cpu_library
-from g4ir.backends.cpu import pyops, tiles
 from g4ir.backends.cpu.isa import has_gemm
 from g4ir.backends.host_cpu import cpu_flags
 from g4ir.backends.inductor import compile as compiler
 from g4ir.backends.inductor import runtime
 from g4ir.backends.inductor.target import Target
-from g4ir.ir.graph import Builder, Program
-from g4ir.ops import OPS
 from g4ir.ops.codecs import (
     FORMS,
     dequantized,
@@ -34,7 +32,7 @@ from g4ir.ops.codecs import (
     to_tiles,
 )
 from g4ir.ops.moe import experts as experts_op
-from g4ir.ops.types import ITEMSIZE, Type, dtype_name, torch_dtype
+from g4ir.ops.types import ITEMSIZE, dtype_name, torch_dtype
 from tests.coded_products import (
     BUDGET,
     GROUPS,
@@ -294,28 +292,19 @@ def test_codes_on_other_cpus(
 
 INTEGERS = {*CODED} - {"fp8"}
 VNNI = ("avx512_vnni", "avx512bw")
-LAYOUTS = (
-    *((("avx", "fma"), set()), (("asimd", "bf16"), set())),
-    *((("avx2", "fma"), INTEGERS), (VNNI, INTEGERS), (("avx512bw",), set())),
+PROCESSORS = (
+    *((("avx", "fma"), set()), (("asimd", "bf16"), set()), (("avx512bw",), set())),
+    *((("avx2", "fma"), INTEGERS), (VNNI, INTEGERS)),
     ((*VNNI, "avx512_bf16", "avx512vbmi"), {*CODED}),
 )
 
 
-@pytest.mark.parametrize(("flags", "tiled"), LAYOUTS)
-def test_the_processor_decides_the_layout(
-    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], tiled: set[str]
+@pytest.mark.parametrize(("flags", "integers"), PROCESSORS)
+def test_the_processor_decides_on_integers(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], integers: set[str]
 ) -> None:
-    """Weights keep their rows where no instruction multiplies tiles."""
-    monkeypatch.setattr(tiles, "cpu_flags", lambda: flags)
-    monkeypatch.setattr(tiles, "FROM", 1)
-    for form in CODED:
-        b = Builder()
-        types = OPS["quantize"].infer(Type("f32", (16, 256)), form=form, group=0, scale="f32")
-        parts = [b.param(f"w.{part}", t) for part, t in zip(("codes", "scales"), types)]
-        w = b.emit("dequantize", *parts, to="bf16")
-        y = b.emit("linear", b.input("x", Type("bf16", (1, 1, 256))), w)
-        g = tiles.in_tiles(Program({"decode": b.graph(y)})).graphs["decode"]
-        assert len([*g.find("dequantize_tiles")]) == (form in tiled)
+    monkeypatch.setattr(isa, "cpu_flags", lambda: flags)
+    assert {form for form in CODED if isa.multiplies_integers(form)} == integers
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -333,7 +322,7 @@ def test_a_row_is_the_same_beside_any_others(form: str, product: Any) -> None:
 @pytest.mark.skipif(not {"avx2", *VNNI} <= {*cpu_flags()}, reason="this CPU has not both widths")
 @pytest.mark.parametrize("form", CODED)
 def test_tiles_in_vectors_of_either_width(library: Callable[..., Path], form: str) -> None:
-    """The same sums of integers, equal bit for bit but for bf16's of fp8; and what tiles.py says of
+    """The same sums of integers, equal bit for bit but for bf16's of fp8; and what isa.py says of
     a processor is what its kernels do."""
     g = torch.Generator().manual_seed(len(form))
     x, w = torch.randn(8, 1024, generator=g).bfloat16(), torch.randn(48, 1024, generator=g)
@@ -342,11 +331,11 @@ def test_tiles_in_vectors_of_either_width(library: Callable[..., Path], form: st
 
     def made(flags: tuple[str, ...]) -> list[torch.Tensor]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tiles, "cpu_flags", lambda: flags)
+            patch.setattr(isa, "cpu_flags", lambda: flags)
             shape = 1, BF16, 1, 1024, scales.shape[-1]
             takes = pyops._kernels["takes_codes"](pyops.FORMS[codes.dtype], *shape)
-            assert bool(takes) == tiles.multiplies_tiles(form)
-        # AVX2 has no tiles of fp8: rows that are rounded become bf16 once more
+            assert bool(takes) == isa.multiplies_integers(form)
+        # AVX2 has no integers of fp8: rows that are rounded become bf16 once more
         products = PRODUCTS[:1] if form == "fp8" else PRODUCTS
         return [p(x[:rows], *weight) for p in products for rows in range(1, 9)]
 
@@ -492,7 +481,7 @@ def test_a_library_has_the_formats_of_its_engine(
         takes, groups = pyops._kernels["takes_codes"], 2
         return [
             (dtype, bool(rounded))
-            for dtype in cpu_library.KERNEL_FORMS
+            for dtype in isa.KERNEL_FORMS
             for rounded in (0, 1)
             if takes(pyops.FORMS[torch_dtype(dtype)], rounded, BF16, 1, 512, groups)
         ]
@@ -502,7 +491,7 @@ def test_a_library_has_the_formats_of_its_engine(
     torch.testing.assert_close(before, near, rtol=2**-7, atol=2**-4)
     assert taken({own, "bf16"}, False) == [(own, False)]
     assert torch.equal(before, pyops.linear_coded(x, codes, scales))
-    assert taken({own}) == [(own, r) for r in (False, True)][: 1 + tiles.multiplies_tiles(form)]
+    assert taken({own}) == [(own, r) for r in (False, True)][: 1 + isa.multiplies_integers(form)]
 
 
 def test_engines_in_a_process_share_their_formats(
@@ -524,7 +513,7 @@ def test_engines_in_a_process_share_their_formats(
         codes, scales = QUANTIZE(torch.randn(32, 256), form=form, group=256, scale="f16")
         assert pyops._has_kernel(torch.bfloat16, codes, scales, 1, 256)
         assert pyops._has_kernel(torch.bfloat16, codes, scales, 1, 256, True) == (
-            form == "int8" and tiles.multiplies_tiles(form)
+            form == "int8" and isa.multiplies_integers(form)
         )
 
 

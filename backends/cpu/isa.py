@@ -6,6 +6,19 @@ from g4ir.backends.host_cpu import cpu_flags
 
 #: elements of a weight from which on the C kernels gain
 FROM = 1 << 16
+#: dtype of codes -> name of its form, in the order of their numbers in kernels/kernels.h
+KERNEL_FORMS = {
+    "i8": "INT8",
+    "u8": "INT4",
+    "f8e4m3": "FP8",
+    "i64": "INT6",
+    "i32": "UINT4",
+    "i16": "UINT5",
+    "u16": "INT5",
+}
+#: sets of extensions with any of which a CPU multiplies tiles by integers: of most forms, of others
+_EXTENSIONS = ({"avx512_vnni", "avx512bw"}, {"avx2", "fma"}, {"asimddp"})
+_OF_FORM = {"fp8": ({"avx512_vnni", "avx512bw", "avx512_bf16", "avx512vbmi"},)}
 
 
 def has_gemm() -> bool:
@@ -13,3 +26,9 @@ def has_gemm() -> bool:
     (kernels/gemm.h): the CPU multiplies bf16 and has no matrix unit, with which a library is
     faster."""
     return "avx512_bf16" in cpu_flags() and "amx_bf16" not in cpu_flags()
+
+
+def multiplies_integers(form: str) -> bool:
+    """Whether this CPU multiplies rows of x in bf16, rounded ones too, with tiles of a form as
+    integers (kernels/digits.h); others do so in fp32."""
+    return any(need <= {*cpu_flags()} for need in _OF_FORM.get(form, _EXTENSIONS))

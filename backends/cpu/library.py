@@ -15,22 +15,14 @@ from g4ir.backends.inductor.toolchain import cpp_compiler
 from g4ir.errors import LowerError
 from g4ir.ui.paths import claimed
 
+from .isa import KERNEL_FORMS
+
 #: what the CPU kernels are made of, and how: the parts of every engine, and the one of a format of
 #: weights, compiled with `-DFORM=` and its name there
 CPU_KERNELS = Path(__file__).with_name("kernels")
 KERNEL_SOURCES, FORM_SOURCE = ("kernels.c", "step.c", "calls.c", "team.c"), "form.c"
 #: what links them
 KERNELS_FILE = "kernels.so"
-#: dtype of codes -> that name (kernels/kernels.h)
-KERNEL_FORMS = {
-    "i8": "INT8",
-    "u8": "INT4",
-    "f8e4m3": "FP8",
-    "i64": "INT6",
-    "i32": "UINT4",
-    "i16": "UINT5",
-    "u16": "INT5",
-}
 KERNEL_FLAGS = (
     "-O3",
     "-march=native",

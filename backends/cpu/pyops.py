@@ -32,6 +32,9 @@ from g4ir.ops.codecs import TILE, dequantized, fake_quantized, from_tiles, numbe
 from g4ir.ops.kv_quant import numbers
 from g4ir.ops.mlp import activate
 from g4ir.ops.moe import own_index
+from g4ir.ops.types import torch_dtype
+
+from .isa import KERNEL_FORMS
 
 Tensor = torch.Tensor
 
@@ -65,11 +68,7 @@ _libraries: list[ctypes.CDLL] = []
 _older: list[Path] = []
 #: dtype of x, of results and of scales, and dtype of codes -> their numbers there
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
-_CODES = (
-    *(torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.int32, torch.int16),
-    torch.uint16,
-)
-FORMS = {dtype: number for number, dtype in enumerate(_CODES)}
+FORMS = {torch_dtype(name): number for number, name in enumerate(KERNEL_FORMS)}
 #: dtype of a cache -> its number there
 HELD = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
 #: letter -> type of an argument there, and the arguments of each function
@@ -143,7 +142,7 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
 def linear_coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool = False) -> Tensor:
     """Return x [..., k] @ w[n, k]^T for w = codes * scales; sums are fp32, rounded once. A few rows
     are multiplied with the exact weight (those in bf16 as integers, where the weight lies in tiles
-    and the CPU has instructions for them: see kernels/tiles.h), more with w rounded to x's
+    and the CPU has instructions for them: see kernels/digits.h), more with w rounded to x's
     dtype."""
     if not _has_kernel(x.dtype, codes, scales, x.numel() // x.shape[-1], x.shape[-1]):
         many = tiles and _takes_gemm(x, codes, scales)

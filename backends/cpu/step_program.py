@@ -33,7 +33,7 @@ from g4ir.plan.engine_limits import Limits
 
 from . import pyops
 from .arena import ROWS, Arena, storage_of
-from .tiles import multiplies_tiles
+from .isa import multiplies_integers
 
 Tensor = torch.Tensor
 
@@ -383,7 +383,7 @@ def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Ten
     _computes(rows)
     y = r.like(rows, int(n["w"].type.shape[0]))
     if isinstance(w, Coded):
-        takes = w.tiles and multiplies_tiles(FORM_OF[dtype_name(w.codes.dtype)])
+        takes = w.tiles and multiplies_integers(FORM_OF[dtype_name(w.codes.dtype)])
         if form and not (takes and form == "int8" and rows.dtype == torch.bfloat16):
             raise NoInstruction("rows that are rounded, of a weight that is not in tiles")
         use = (_form(w), w.tiles, bool(form))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from g4ir.backends.cpu import isa, pyops
 from g4ir.backends.cpu import library as cpu_library
-from g4ir.backends.cpu import pyops
 from g4ir.ops.codecs import to_tiles
 from tests.coded_products import (
     BUDGET,
@@ -46,7 +46,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     form = cpu_library.CPU_KERNELS / cpu_library.FORM_SOURCE
     forms = [
         compiled(f"{name}.o", "-c", "-DROUNDED", f"-DFORM={name}", form)
-        for name in cpu_library.KERNEL_FORMS.values()
+        for name in isa.KERNEL_FORMS.values()
     ]
     sources = [Path(__file__).with_name("products.c"), cpu_library.CPU_KERNELS / "team.c"]
     return compiled("products", "-static", *sources, *forms)

@@ -1,8 +1,11 @@
 /* Products of tiles on AMX, for five rows of x and more: the digits of all rows of a block are a tile of A,
- * its codes one of B, their sums one of C. Sums are the same integers as those of tile_product, and so are
+ * its codes one of B, their sums one of C. Sums are the same integers as those of integers.h, and so are
  * results. Codes and sums go through memory: in each turn the codes of a block further on are unpacked, a
  * block is multiplied, and the sums of one before are added up. Two tiles of the weight share A, whose
  * loads would take a fifth of the time. */
+#pragma once
+#include "digits.h"
+
 #ifdef ON_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -57,7 +60,7 @@ ALWAYS unpack_block(const int form, const strip *of, int64_t i, row_words *to) {
 }
 
 /* Two strips times `rows` rows of x, whose digits are rows of `a` too, [blocks][rows][parts][BLOCK]. */
-ALWAYS amx_product(const int form, const int rows, const int parts, const product *p, const strip *of,
+ALWAYS amx_product(const int form, const int rows, const int parts, const coded *p, const strip *of,
                    const digits *const *x, const int8_t *a) {
     const int minima = MINIMA(form), dtype = p->scales_dtype;
     const int64_t blocks = p->k / BLOCK;
@@ -98,10 +101,10 @@ ALWAYS amx_product(const int form, const int rows, const int parts, const produc
     BOTH UNROLLED for (int r = 0; r < rows; r++)
         *(any_row_floats *)(of[s].out + r * TILE) = sum[s][r];
 }
-#else
+#elif defined(INTEGERS)
 static const int amx_allowed = 1;
-static void set_amx(int tall) {}
-static void end_amx(void) {}
-ALWAYS amx_product(const int form, const int rows, const int parts, const product *p, const strip *of,
+static inline void set_amx(int tall) {}
+static inline void end_amx(void) {}
+ALWAYS amx_product(const int form, const int rows, const int parts, const coded *p, const strip *of,
                    const digits *const *x, const int8_t *a) {}
 #endif

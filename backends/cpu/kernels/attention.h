@@ -1,4 +1,6 @@
 /* Attention of a few queries over a KV cache (g4ir/ops/attention.py). */
+#pragma once
+#include "dense.h"
 
 /* Keys that are taken together, a multiple of the rows that a product takes; their values wait in a
  * core's own cache meanwhile. A thread has so many at least. */
@@ -117,7 +119,7 @@ static void formed_queries(const attention *a, int64_t b, int64_t h, char *to) {
             for (int64_t j = 0; j < a->d; j++) ((float *)to)[j] = load(q, j, a->dtype);
             for (int64_t j = a->d; j < a->wide; j++) ((float *)to)[j] = 0;
         } else if (a->dtype == BF16 && EMULATED)
-            in_pairs(q, BF16, to, a->d);
+            in_pairs((const bf16 *)q, (float *)to, a->d);
         else
             memcpy(to, q, a->d * size);
     }

@@ -1,31 +1,89 @@
-/* The kernels of weights in one form, FORM (kernels.h), for the library of an engine that has such; with
- * ROUNDED, of rows that are rounded too. */
-#include "product.h"
+/* The products of quantised weights in one form, FORM (kernels.h), for the library of an engine that has
+ * such; with ROUNDED, of rows that are rounded too. */
+#include "decode.h"
 
-#include "vectors.h"
-
-#include "gemm.h"
-
-/* What is called so, of this form. */
-#define OF_FORM(NAME) WITH(NAME, FORM)
-#define WITH(NAME, END) JOINED(NAME, END)
-#define JOINED(NAME, END) NAME##END
-
-#include "quantised.h"
-
-#include "tiles.h"
-
-#include "quantised_calls.h"
-
-#include "unpack.h"
-
-#ifdef ROUNDED
-#define TAKES_ROUNDED 1
-#else
-#define TAKES_ROUNDED 0
+#if WIDE == 32 /* at level 3 compilers take minutes, with nothing gained */
+#pragma GCC push_options
+#pragma GCC optimize("O2")
 #endif
+#include "floats.h"
+#include "integers.h"
+#if WIDE == 32
+#pragma GCC pop_options
+#endif
+#include "panels.h"
+
+/* Most rows that are multiplied with codes as they are. */
+#define CODED_ROWS 8
+
+/* A weight [n, k] and `rows` rows of x. */
+static coded weight(const void *codes, const void *scales, int scales_dtype, int64_t n, int64_t k,
+                    int64_t groups) {
+    return (coded){.w = codes, .scales = scales, .scales_dtype = scales_dtype, .groups = groups,
+                   .each = k / groups * (1 + MINIMA(FORM)), .n = n, .k = k};
+}
+
+static int takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups) {
+    if (rounded && !(dtype == BF16 && HAS_ROUNDED)) return 0;
+    if (dtype != BF16 && dtype != F32) return 0;
+    if (groups % (1 + MINIMA(FORM))) return 0;
+    groups /= 1 + MINIMA(FORM);
+    if (rows < 1 || rows > CODED_ROWS || k % BLOCK || groups < 1 || k % groups) return 0;
+    return k / groups % SHARE_OF(FORM) == 0;
+}
+
+static int linear_coded(const void *codes, int form, int tiles, const void *scales, int scales_dtype,
+                        const void *x, int rounded, void *y, int dtype, int64_t rows, int64_t n,
+                        int64_t k, int64_t groups, int threads) {
+    coded p = weight(codes, scales, scales_dtype, n, k, groups);
+    p.x = x, p.y = y, p.dtype = dtype, p.rows = rows;
+    if (tiles && dtype == BF16 && HAS_INTEGERS) return multiply_integers(&p, rounded ? 1 : 2, threads);
+    return multiply_floats(&p, tiles, threads);
+}
+
+static int takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k) {
+    return HAS_PANELS && dtype == BF16 && rows >= 1 && n >= 1 && n % TILE == 0 && k >= 1 && k % BLOCK == 0;
+}
+
+static int coded_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x,
+                      void *y, int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
+    coded p = weight(codes, scales, scales_dtype, n, k, groups);
+    p.x = x, p.y = y, p.dtype = BF16, p.rows = rows;
+    return multiply_panels(&p, threads);
+}
+
+typedef struct {
+    const coded *p;
+    int tiles;
+    rows_to_decode rows;
+} decoding;
+
+static int decode_units(void *context, units *left) {
+    const decoding *d = context;
+    rows_to_decode own = d->rows;
+    uint8_t *rows = d->tiles ? malloc(tile_bytes(d->p)) : NULL;
+    if (d->tiles && !rows) return 1;
+    for (int64_t i; (i = take_unit(left)) >= 0;) {
+        if (!d->tiles) {
+            decode_rows(&own, i * TILE, least((i + 1) * TILE, d->p->n));
+            continue;
+        }
+        own.codes = rows, own.scales = rows_of_tile(d->p, i, rows);
+        own.y = (char *)d->rows.y + i * TILE * own.k * (own.dtype == F32 ? 4 : 2);
+        decode_rows(&own, 0, TILE);
+    }
+    free(rows);
+    return 0;
+}
+
+static int decode(const void *codes, int form, int tiles, const void *scales, int scales_dtype,
+                  void *y, int dtype, int64_t n, int64_t k, int64_t groups, int threads) {
+    coded p = weight(codes, scales, scales_dtype, n, k, groups);
+    decoding d = {&p, tiles, {codes, scales, scales_dtype, y, dtype, k, groups}};
+    return run_region(decode_units, &d, (n + TILE - 1) / TILE, threads);
+}
 
 __attribute__((constructor)) static void add_form(void) {
-    static const form_kernels own = {TAKES_ROUNDED, takes_codes, linear_coded, takes_gemm, coded_gemm, decode};
+    static const form_kernels own = {HAS_ROUNDED, takes_codes, linear_coded, takes_gemm, coded_gemm, decode};
     g4ir_forms[FORM] = &own;
 }

@@ -1,41 +1,12 @@
 /* What kernels.c does; all arrays are contiguous. Dtypes, forms of codes and results are numbered as
  * in pyops.py. */
+#pragma once
 #include <stdint.h>
 
 /* Dtypes of scales; x and results have one of the first two. */
 enum { BF16, F32, F16 };
 /* Forms of codes: a byte each, two in one, 128 in 104 bytes, 256 with minima in 140 or 172, or 32 in 20. */
 enum { INT8, INT4, FP8, INT6, UINT4, UINT5, INT5, FORMS };
-
-/* Tiles of a weight that are multiplied with so many rows of x at a time, each of a run of its own. AMD's
- * CPUs (which alone have SSE4A) read four runs fastest, without a prefetch: int8 at 34 and 51 GB/s where one
- * with a prefetch does at 30 and 36 (Zen 4, its memory slow and fast), int4 and fp8 by 8 and 35 % more.
- * Intel's read two with one: a step of E2B in Q8_0 takes 95 ms for 112, in Q4_0 53 for 57 (Emerald Rapids).
- * What takes more work is faster with two, or slower so. */
-#define STRIPS_MOST 4
-#ifdef __SSE4A__
-#define STRIPS_OF_ONE STRIPS_MOST
-#else
-#define STRIPS_OF_ONE 2
-#endif
-/* Whether so many rows of x are multiplied on AMX (amx.h): in cache eight rows take 0.8 of the time with int4
- * and uint4, 0.7 with 5 bits (Emerald Rapids). Four rows do not gain, nor does int8, whose codes need no
- * unpacking, nor one digit of x; int6, with scales for half a block, has twice as many sums to store. */
-#if defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__linux__)
-#define ON_AMX
-#endif
-static inline int on_amx(int form, int digits, int64_t rows) {
-#ifdef ON_AMX
-    return rows > 4 && digits == 2 && (form == INT4 || form > INT6);
-#endif
-    return 0;
-}
-
-static inline int strips_of(int form, int digits, int64_t rows) {
-    if (on_amx(form, digits, rows)) return 2;
-    if (rows > 2 || form > FP8 && form != INT5) return 1;
-    return rows == 2 || form == INT5 ? 2 : STRIPS_OF_ONE;
-}
 
 /* Whether a product with so many rows is done here. A library is faster with others. */
 int g4ir_takes(int dtype, int64_t rows);
@@ -46,7 +17,7 @@ int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, 
                 int64_t k, int threads);
 
 /* The same of quantised weights, for w = codes[n, k] * scales[n, groups], less minima that lie beside
- * scales, where the form has such; `tiles`: they lie in tiles of 16 rows (tiles.h), as n and
+ * scales, where the form has such; `tiles`: they lie in tiles of 16 rows (layout.h), as n and
  * groups allow it; `rounded`: rows of x, in bf16, are rounded to 8 bits first, with a scale for each 32
  * numbers; tiles alone. */
 int g4ir_takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups);

@@ -1,4 +1,7 @@
 /* Numbers of 16 bits and fp32, one at a time. */
+#pragma once
+#include "kernels.h"
+
 #include <stdint.h>
 #include <string.h>
 

@@ -3,6 +3,10 @@
  * block of COLUMNS of them. It goes over the keys that its queries see, BLOCK_KEYS at a time, with a
  * running softmax: scores never leave a core's cache. Scores and sums are fp32; weights of values are
  * rounded to bf16. */
+#pragma once
+#include "attention.h"
+#include "gemm.h"
+
 #ifdef GEMM
 #define BLOCK_KEYS 128
 

@@ -1,7 +1,7 @@
 /* A decode step as one program: instructions over fixed addresses, recorded once for a session by
  * step_program.py. Rows are computed in fp32 and rounded where the definitions of the ops round
  * (g4ir/ops). */
-#include "kernels.h"
+#include "layout.h"
 #include "number.h"
 #include "team.h"
 
@@ -16,8 +16,6 @@
 /* Numbers that are worked on at a time, and the least for which threads share an instruction. */
 #define PIECE 2048
 #define SHARED 16384
-/* Rows of a weight in a tile: tiles.h. */
-#define TILE 16
 /* Bytes of a weight that are read ahead, of each of two parts, at most. */
 #define READ_AHEAD (1 << 20)
 /* Result of a step after which no row has a next token. */
@@ -394,7 +392,7 @@ static void mask_ids(const running *a) {
     }
 }
 
-/* A row of a table in tiles of 16 rows (tiles.h), in which parts of `size` bytes alternate. */
+/* A row of a table in tiles (layout.h), in which parts of `size` bytes alternate. */
 static const char *row_of_tile(const operand *table, int64_t r, int64_t size, char *to) {
     int64_t bytes = table->width * table->bytes;
     const char *tile = table->at + r / TILE * TILE * bytes;

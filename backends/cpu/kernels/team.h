@@ -1,6 +1,7 @@
 /* A thread pool for the CPU kernels, used instead of OpenMP's. A parallel region never waits for a
  * worker that the system has not scheduled: running threads take the next unit of work, and a worker
  * that arrives late finds the region closed. */
+#pragma once
 #include <stdint.h>
 
 /* The units of a region that no thread has taken yet. */
@@ -27,10 +28,5 @@ int run_region(region *body, void *context, int64_t count, int threads);
  * begin at `at` and lie `apart`. */
 void read_next(const void *at, int64_t apart, int places, int64_t size);
 
-/* Parts of a weight for each thread: one that others hold up takes fewer. Each is made of so many equal
- * runs, so that no tile is multiplied twice. */
+/* Parts of a weight for each thread: one that others hold up takes fewer. */
 #define PARTS 4
-static inline int64_t tiles_of_part(int64_t tiles, int64_t threads, int64_t runs) {
-    int64_t part = (tiles + threads * PARTS - 1) / (threads * PARTS);
-    return part > runs ? part - part % runs : runs;
-}

@@ -1,0 +1,43 @@
+/* What the products and attention share: numbers, threads, vectors of this CPU, constant loops. */
+#pragma once
+#include "kernels.h"
+#include "number.h"
+#include "team.h"
+
+#include <math.h>
+#include <stddef.h>
+#include <stdlib.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#define LINE 64
+/* Bytes of a vector of words in products of tiles. */
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define WIDE 64
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define WIDE 32
+#else
+#define WIDE 16
+#endif
+/* Rows of x that are multiplied together at most. */
+#define TOGETHER 8
+/* Functions whose first arguments are constants where they are called: their loops are unrolled, and sums
+ * stay in registers. */
+#define ALWAYS static inline __attribute__((always_inline)) void
+#define UNROLLED _Pragma("GCC unroll 8")
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+#ifdef __AVX512F__
+/* Sixteen numbers in bf16, as narrow() has them. */
+static inline __m256i in_bf16(__m512 v) {
+    __m512i u = _mm512_castps_si512(v), even = _mm512_set1_epi32(0x7fff);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    u = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, even)), 16);
+    __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(u, nan, _mm512_set1_epi32(0x7fc0)));
+}
+#endif

@@ -1,0 +1,264 @@
+/* Rows of a quantised weight in the form FORM as numbers (g4ir/ops/quant.py), bit for bit. */
+#pragma once
+#include "common.h"
+#include "layout.h"
+
+typedef uint8_t half_block __attribute__((vector_size(HALF)));
+typedef uint32_t half_words __attribute__((vector_size(HALF)));
+
+/* ---- a block as fp32 ---- */
+
+typedef float eight __attribute__((vector_size(32)));
+typedef int32_t eight_codes __attribute__((vector_size(32)));
+
+/* Eight codes, with their signs. */
+static inline eight_codes signed_codes(const uint8_t *p) {
+#ifdef __AVX2__ /* compilers do not find it */
+    return (eight_codes)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    eight_codes c;
+    for (int i = 0; i < 8; i++) c[i] = (int8_t)p[i];
+    return c;
+#endif
+}
+
+static inline void read_int8(const uint8_t *p, float *to) {
+#ifdef __AVX512BW__
+    for (int i = 0; i < BLOCK; i += 16) {
+        __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p + i)));
+        _mm512_storeu_ps(to + i, _mm512_cvtepi32_ps(codes));
+    }
+#else
+    UNROLLED for (int i = 0; i < BLOCK; i += 8) {
+        eight v = __builtin_convertvector(signed_codes(p + i), eight);
+        memcpy(to + i, &v, sizeof v);
+    }
+#endif
+}
+
+/* Below 2^-6 a number of e4m3 has no leading bit; read with one it is `high`, and less than that without. */
+static inline void read_fp8(const uint8_t *p, float *to) {
+#ifdef __AVX512BW__ /* the bits of e4m3 are those of a half 2^8 times smaller */
+    __m512i c = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p));
+    c = _mm512_and_si512(_mm512_slli_epi16(c, 7), _mm512_set1_epi16((short)0xbfff));
+    __m512 by = _mm512_set1_ps(0x1p8f);
+    _mm512_storeu_ps(to, _mm512_mul_ps(by, _mm512_cvtph_ps(_mm512_castsi512_si256(c))));
+    _mm512_storeu_ps(to + 16, _mm512_mul_ps(by, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(c, 1))));
+#else
+    UNROLLED for (int i = 0; i < BLOCK; i += 8) {
+        eight_codes c = signed_codes(p + i), less;
+        eight high = (eight)(((c & 0x7f) << 20) + (120 << 23)), low = 2 * high - 0x1p-6f;
+        less = low < high;
+        less = ((eight_codes)low & less) | ((eight_codes)high & ~less) | (c & INT32_MIN);
+        memcpy(to + i, &less, sizeof less);
+    }
+#endif
+}
+
+/* The even codes of a block, then the odd ones, come into their order. */
+static inline void read_halves(const half_block *halves, float *to) {
+    uint8_t codes[BLOCK];
+#ifdef __AVX2__
+    __m128i even = (__m128i)halves[0], odd = (__m128i)halves[1];
+    _mm_storeu_si128((__m128i *)codes, _mm_unpacklo_epi8(even, odd));
+    _mm_storeu_si128((__m128i *)(codes + HALF), _mm_unpackhi_epi8(even, odd));
+#else
+    for (int j = 0; j < HALF; j++) codes[2 * j] = halves[0][j], codes[2 * j + 1] = halves[1][j];
+#endif
+    read_int8(codes, to);
+}
+
+static inline void read_int4(const uint8_t *p, float *to) {
+    half_block codes[2];
+    memcpy(codes, p, HALF);
+    codes[1] = (codes[0] >> 4) - 8;
+    codes[0] = (codes[0] & 15) - 8;
+    read_halves(codes, to);
+}
+
+static inline void read_int5(const uint8_t *p, float *to) {
+    uint32_t high;
+    half_words low;
+    memcpy(&low, p, HALF), memcpy(&high, p + HALF, sizeof high);
+    half_words upper = (half_words){high, high >> 2, high >> 4, high >> 6};
+    half_block codes[2] = {(half_block)(low & 0x0f0f0f0f | (upper & 0x01010101) << 4) - 16,
+                           (half_block)(low >> 4 & 0x0f0f0f0f | (upper >> 1 & 0x01010101) << 4) - 16};
+    read_halves(codes, to);
+}
+
+typedef uint32_t block_words __attribute__((vector_size(BLOCK)));
+typedef uint8_t block_bytes __attribute__((vector_size(BLOCK)));
+
+/* Block b of four that lie together: numbers times the integer of their half. */
+static inline void read_int6(const uint8_t *p, int b, float *to) {
+    const int8_t *shared = (const int8_t *)p + SIXES_SHARED + 2 * b;
+    block_words low, high;
+    memcpy(&low, p + b % 2 * BLOCK, BLOCK);
+    memcpy(&high, p + SIXES_HIGH, BLOCK);
+    low = low >> b / 2 * 4 & 0x0f0f0f0f;
+    high = (high >> b * 2 & 0x03030303) << 4;
+    block_bytes numbers = (block_bytes)(low | high) - 32;
+    read_int8((const uint8_t *)&numbers, to);
+    float first = shared[0], second = shared[1];
+    for (int j = 0; j < BLOCK; j++) to[j] *= j < HALF ? first : second;
+}
+
+/* The codes of block i of a row. */
+static inline void read_block(const int form, const uint8_t *row, int64_t i, float *to) {
+    const uint8_t *p = row + i / BLOCKS_OF(form) * BYTES_OF(form);
+    if (form == INT4) read_int4(p, to);
+    else if (form == INT5) read_int5(p, to);
+    else if (form == INT6) read_int6(p, i % BLOCKS_OF(form), to);
+    else if (form == FP8) read_fp8(p, to);
+    else read_int8(p, to);
+}
+
+/* The even numbers and then the odd ones of a block with a minimum. `high`, a constant, says whether there
+ * is an upper bit. */
+static inline void numbers_above(const int high, const uint8_t *p, int b, half_block *to) {
+    half_words low, upper;
+    memcpy(&low, p + b * HALF, HALF);
+    half_words even = low & 0x0f0f0f0f, odd = low >> 4 & 0x0f0f0f0f;
+    if (high) {
+        memcpy(&upper, p + ABOVE_HIGH + b % 2 * HALF, HALF);
+        upper >>= b / 2 * 2;
+        even |= (upper & 0x01010101) << 4;
+        odd |= (upper >> 1 & 0x01010101) << 4;
+    }
+    to[0] = (half_block)even, to[1] = (half_block)odd;
+}
+
+/* The integers of eight blocks, or those of their minima, a byte each. */
+static inline uint64_t integers_above(const uint8_t *six, const int least) {
+    uint32_t first, last;
+    memcpy(&first, six + 4 * least, sizeof first);
+    memcpy(&last, six + 8, sizeof last);
+    last = (last >> 4 * least & 0x0f0f0f0f) | (first >> 2 & 0x30303030);
+    return (uint64_t)last << 32 | (first & 0x3f3f3f3f);
+}
+
+static inline float integer_of(uint64_t bytes, int b) { return bytes >> 8 * b & 63; }
+
+/* ---- rows ---- */
+
+typedef struct {
+    const uint8_t *codes;
+    const void *scales;
+    int scales_dtype;
+    void *y;
+    int dtype;
+    int64_t k, groups;
+} rows_to_decode;
+
+static inline void write_block(const float *v, void *y, int dtype, int64_t at) {
+    if (dtype == F32)
+        memcpy((float *)y + at, v, BLOCK * sizeof *v);
+    else
+        for (int j = 0; j < BLOCK; j++) ((bf16 *)y)[at + j] = narrow(v[j]);
+}
+
+static void decode_blocks(const rows_to_decode *d, int64_t first, int64_t last) {
+    int64_t each = d->k / d->groups, bytes = d->k / BLOCK / BLOCKS_OF(FORM) * BYTES_OF(FORM);
+    for (int64_t o = first; o < last; o++)
+        for (int64_t i = 0; i < d->k; i += BLOCK) {
+            float v[BLOCK];
+            float s = load(d->scales, o * d->groups + i / each, d->scales_dtype);
+            float t = load(d->scales, o * d->groups + (i + HALF) / each, d->scales_dtype);
+            read_block(FORM, d->codes + o * bytes, i / BLOCK, v);
+            for (int j = 0; j < BLOCK; j++) v[j] *= j < HALF ? s : t;
+            write_block(v, d->y, d->dtype, o * d->k + i);
+        }
+}
+
+/* What is said to change in memory is neither reordered nor fused. */
+#define AS_IT_IS(V) __asm__("" : "+m"(V))
+
+/* The pair of a scale and a minimum of blocks that lie together, and the integers of these. */
+typedef struct {
+    float scale, least;
+    uint64_t scales, minima;
+} factors_above;
+
+static inline factors_above factors_at(const rows_to_decode *d, int64_t at, const uint8_t *end) {
+    int64_t pair = at * ABOVE / (d->k / d->groups * 2) * 2;
+    return (factors_above){load(d->scales, pair, d->scales_dtype),
+                           load(d->scales, pair + 1, d->scales_dtype), integers_above(end - 12, 0),
+                           integers_above(end - 12, 1)};
+}
+
+/* Each product is rounded by itself, and so is the difference, as the definition has it. */
+static void decode_above(const rows_to_decode *d, int64_t first, int64_t last) {
+    for (int64_t at = first * d->k / ABOVE; at < last * d->k / ABOVE; at++) {
+        const uint8_t *from = d->codes + at * BYTES_OF(FORM);
+        factors_above f = factors_at(d, at, from + BYTES_OF(FORM));
+        for (int b = 0; b < 8; b++) {
+            float v[BLOCK], below = f.least * integer_of(f.minima, b);
+            half_block codes[2];
+            numbers_above(FORM == UINT5, from, b, codes);
+            read_halves(codes, v);
+            for (int j = 0; j < BLOCK; j++) v[j] *= integer_of(f.scales, b);
+            AS_IT_IS(v);
+            for (int j = 0; j < BLOCK; j++) v[j] *= f.scale;
+            AS_IT_IS(v);
+            for (int j = 0; j < BLOCK; j++) v[j] -= below;
+            write_block(v, d->y, d->dtype, at * ABOVE + b * BLOCK);
+        }
+    }
+}
+
+#ifdef __AVX512BW__
+/* What sixteen codes from `first` on are in bf16. */
+static inline __m256i values_of(float first, float scale, float least) {
+    __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    codes = _mm512_add_ps(codes, _mm512_set1_ps(first));
+    return in_bf16(_mm512_fmsub_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(least)));
+}
+
+/* As decode_blocks does, six times as fast: codes look up the values of their group. */
+static void decode_int4_bf16(const rows_to_decode *d, int64_t first, int64_t last) {
+    int64_t each = d->k / d->groups;
+    for (int64_t g = first * d->groups; g < last * d->groups; g++) {
+        float scale = load(d->scales, g, d->scales_dtype);
+        __m512i values = _mm512_broadcast_i64x4(values_of(-8, scale, 0));
+        for (int64_t i = g * each; i < (g + 1) * each; i += BLOCK) {
+            __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(d->codes + i / 2)));
+            c = _mm512_or_si512(c, _mm512_slli_epi32(c, 12));
+            _mm512_storeu_si512((bf16 *)d->y + i, _mm512_permutexvar_epi16(c, values));
+        }
+    }
+}
+
+/* The same of codes with minima, for scales of 16 bits, whose products are exact. */
+static void decode_above_bf16(const rows_to_decode *rows, int64_t first, int64_t last) {
+    for (int64_t at = first * rows->k / ABOVE; at < last * rows->k / ABOVE; at++) {
+        const uint8_t *from = rows->codes + at * BYTES_OF(FORM);
+        factors_above f = factors_at(rows, at, from + BYTES_OF(FORM));
+        for (int b = 0; b < 8; b++) {
+            float d = f.scale * integer_of(f.scales, b), below = f.least * integer_of(f.minima, b);
+            __m512i values = _mm512_broadcast_i64x4(values_of(0, d, below));
+            __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from + b * HALF)));
+            c = _mm512_and_si512(_mm512_or_si512(c, _mm512_slli_epi32(c, 12)),
+                                 _mm512_set1_epi32(0xf000f));
+            if (FORM == UINT5) {
+                const uint8_t *p = from + ABOVE_HIGH + b % 2 * HALF;
+                __m512i u = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+                u = _mm512_srl_epi32(u, _mm_cvtsi32_si128(b / 2 * 2));
+                u = _mm512_or_si512(_mm512_slli_epi32(u, 4), _mm512_slli_epi32(u, 19));
+                c = _mm512_or_si512(c, _mm512_and_si512(u, _mm512_set1_epi32(0x100010)));
+                values = _mm512_inserti64x4(values, values_of(16, d, below), 1);
+            }
+            _mm512_storeu_si512((bf16 *)rows->y + at * ABOVE + b * BLOCK, _mm512_permutexvar_epi16(c, values));
+        }
+    }
+}
+#endif
+
+static void decode_rows(const rows_to_decode *d, int64_t first, int64_t last) {
+#ifdef __AVX512BW__
+    if (FORM == INT4 && d->dtype == BF16) return decode_int4_bf16(d, first, last);
+    if (MINIMA(FORM) && d->dtype == BF16 && d->scales_dtype != F32)
+        return decode_above_bf16(d, first, last);
+#endif
+    if (MINIMA(FORM)) return decode_above(d, first, last);
+    decode_blocks(d, first, last);
+}

@@ -1,0 +1,284 @@
+/* Products of a weight in bf16 or fp32 with a few rows of x: the order of work and the threads. The weight
+ * is read from memory once for TOGETHER rows, each part by one thread; in bf16, with instructions for it,
+ * about as fast as memory delivers it for up to five rows. Sums are fp32. */
+#pragma once
+#include "common.h"
+
+/* ---- vectors ---- */
+
+#ifdef __AVX512F__
+#define VECTOR 64
+#else
+#define VECTOR 32
+#endif
+typedef float vector __attribute__((vector_size(VECTOR)));
+typedef float any_vector __attribute__((vector_size(VECTOR), aligned(4), may_alias));
+typedef uint32_t words __attribute__((vector_size(VECTOR)));
+typedef uint32_t any_words __attribute__((vector_size(VECTOR), aligned(2), may_alias));
+typedef struct {
+    vector first, second;
+} pair;
+#define PAIR (int64_t)(sizeof(pair) / sizeof(float))
+
+/* bf16 to fp32: the even lanes, then the odd ones, a shift and a mask. Rows of x are brought into the same
+ * order. */
+static inline pair pair_bf16(const bf16 *p) {
+    words u = *(const any_words *)p;
+    return (pair){(vector)(u << 16), (vector)(u & 0xffff0000u)};
+}
+
+static inline pair pair_f32(const float *p) {
+    const any_vector *v = (const any_vector *)p;
+    return (pair){v[0], v[1]};
+}
+
+/* One row of x as pair_bf16 takes the weight. */
+static void in_pairs(const bf16 *from, float *to, int64_t k) {
+    int64_t i = 0;
+    for (; i + PAIR <= k; i += PAIR) {
+        pair v = pair_bf16(from + i);
+        memcpy(to + i, &v, sizeof v);
+    }
+    for (; i < k; i++) to[i] = widen(from[i]);
+}
+
+/* ---- the order of work ---- */
+
+/* Rows of the weight that share what is loaded of x, at most. */
+#define SIDE 4
+/* Bytes that are read ahead of their use, of all rows of a weight that are taken together: left alone, some
+ * CPUs stop reading ahead at the end of every page. */
+#define AHEAD 8192
+/* Rows of a part of a weight at least. */
+#define PART_LEAST 32
+
+typedef struct {
+    const uint8_t *w;
+    int64_t bytes; /* of 256 numbers of the weight */
+    int64_t stride; /* numbers from one row of it to the next */
+    const void *x;
+    int as_pairs;  /* whether rows of x are to be brought into the order of pair_bf16 */
+    int64_t apart; /* bytes between rows of x as they are taken */
+    void *y;
+    int dtype;
+    int64_t rows, n, k;
+    int64_t beside; /* from one row of the weight to the next of those that are taken together */
+} product;
+
+/* Which row of the weight is the one with number s of those that are taken together from o on. */
+static inline int64_t beside(const product *p, int64_t o, int s) { return o + s * p->beside; }
+
+static inline const uint8_t *weights(const product *p, int64_t o, int64_t at) {
+    return p->w + (o * p->stride + at) * p->bytes / 256;
+}
+
+static inline const char *row_of(const product *p, int64_t r) {
+    return (const char *)p->x + r * p->apart;
+}
+
+/* Reads what lies ahead of what is taken now of one row of `outs`, into the second cache: into the
+ * nearest one it is a seventh slower for one row of x in bf16 (Zen 4), and a third for four. */
+static inline void read_ahead(const void *now, const int outs) {
+    __builtin_prefetch((const char *)now + AHEAD / outs, 0, 2);
+}
+
+/* Sums of one row of the weight with up to TOGETHER rows of x. */
+typedef float sums[TOGETHER];
+
+/* Sets out to the products of rows of the weight, from o on, with rows of x, from r on. */
+typedef void (*dot)(const product *p, int64_t o, int64_t r, sums *out);
+
+/* The same function for one row of x to TOGETHER, and for one row of the weight or `outs` of them, each
+ * with its numbers as constants. How many rows of the weight, by rows of x: four, or as many as make as many
+ * sums as registers hold. */
+#define SUMS _Pragma("GCC unroll 24")
+#define MOST_SUMS 24
+#ifdef __AVX512F__
+#define REGISTERS 24
+#define SEVERAL(F, NAME)                                                                        \
+    F(NAME, 4, 1) F(NAME, 4, 2) F(NAME, 4, 3) F(NAME, 4, 4) F(NAME, 4, 5) F(NAME, 4, 6)         \
+    F(NAME, 3, 7) F(NAME, 3, 8)
+#else
+#define REGISTERS 12
+#define SEVERAL(F, NAME)                                                                        \
+    F(NAME, 4, 1) F(NAME, 4, 2) F(NAME, 4, 3) F(NAME, 3, 4) F(NAME, 2, 5) F(NAME, 2, 6)         \
+    F(NAME, 1, 7) F(NAME, 1, 8)
+#endif
+#define DOT_OF(NAME, OUTS, ROWS)                                                                \
+    static void NAME##_##OUTS##_of_##ROWS(const product *p, int64_t o, int64_t r, sums *out) {  \
+        NAME(OUTS, ROWS, p, o, r, out);                                                         \
+    }                                                                                           \
+    static void NAME##_one_of_##ROWS(const product *p, int64_t o, int64_t r, sums *out) {       \
+        NAME(1, ROWS, p, o, r, out);                                                            \
+    }
+#define DOTS_OF(NAME, OUTS, ROWS) {NAME##_one_of_##ROWS, NAME##_##OUTS##_of_##ROWS, OUTS},
+typedef struct {
+    dot one, several;
+    int outs;
+} dots;
+/* By rows of x. */
+#define DOTS(NAME)                                                                              \
+    SEVERAL(DOT_OF, NAME)                                                                       \
+    static const dots NAME##s[] = {{0}, SEVERAL(DOTS_OF, NAME)};
+
+/* A thread's own rows of x, in pairs; NULL where memory is short. */
+static void *formed(product *p) {
+    char *form = aligned_alloc(LINE, (p->rows * p->apart + LINE - 1) / LINE * LINE);
+    for (int64_t r = 0; form && r < p->rows; r++)
+        in_pairs((const bf16 *)p->x + r * p->k, (float *)(form + r * p->apart), p->k);
+    p->x = form;
+    return form;
+}
+
+/* Products of `outs` rows of the weight, from o on, with `here` rows of x from r on. */
+static void multiply_rows(const product *p, dot of, int outs, int64_t o, int64_t r, int64_t here) {
+    sums out[SIDE];
+    of(p, o, r, out);
+    for (int64_t i = 0; i < here; i++)
+        for (int s = 0; s < outs; s++)
+            store(p->y, (r + i) * p->n + beside(p, o, s), out[s][i], p->dtype);
+}
+
+/* The same from row `first` to `last`. Those that are taken together lie apart, so that each is one of
+ * a run of rows, which a CPU reads ahead by itself. */
+static void multiply_part(product p, const dots *of, int64_t first, int64_t last, int64_t r,
+                          int64_t here) {
+    int64_t outs = of->outs, each = (last - first) / outs;
+    p.beside = each;
+    for (int64_t o = first; o < first + each; o++) multiply_rows(&p, of->several, outs, o, r, here);
+    for (int64_t o = first + outs * each; o < last; o++) multiply_rows(&p, of->one, 1, o, r, here);
+}
+
+typedef struct {
+    const product *p;
+    const dots *of;
+    /* rows of x that are multiplied together; rows of the weight in a unit, and units of a turn */
+    int64_t together, part, parts;
+} multiplication;
+
+static int multiply_units(void *context, units *left) {
+    const multiplication *m = context;
+    product own = *m->p;
+    void *form = own.as_pairs ? formed(&own) : NULL;
+    if (own.as_pairs && !form) return 1;
+    for (int64_t i; (i = take_unit(left)) >= 0;) {
+        int64_t r = i / m->parts * m->together, o = i % m->parts * m->part;
+        int64_t here = least(m->together, own.rows - r);
+        multiply_part(own, m->of + here, o, least(o + m->part, own.n), r, here);
+    }
+    free(form);
+    return 0;
+}
+
+/* y[rows, n] = x[rows, k] @ w[n, k]^T, all contiguous. Returns 0, or 1 where memory is short.
+ *
+ * Several rows of the weight share what is loaded of x. Each thread brings x into its form itself: x
+ * is less to carry from one core to another than the form. */
+static int multiply(const product *p, const dots *of, int threads) {
+    int64_t turns = (p->rows + TOGETHER - 1) / TOGETHER, part = p->n / (threads * PARTS) + SIDE;
+    if (part < PART_LEAST) part = PART_LEAST;
+    multiplication m = {p, of, (p->rows + turns - 1) / turns, part, (p->n + part - 1) / part};
+    int64_t groups = (p->rows + m.together - 1) / m.together;
+    return run_region(multiply_units, &m, groups * m.parts, threads);
+}
+
+/* ---- sums ---- */
+
+/* The product of what is left of two rows behind whole vectors, one function for all sums: its loop in
+ * each place was a third of the code. */
+#define REST(NAME, TYPE, OTHER, WIDEN, WIDEN_OTHER)                                             \
+    static __attribute__((noinline)) float rest_##NAME(const TYPE *w, const OTHER *x,           \
+                                                       int64_t count) {                         \
+        float rest = 0;                                                                         \
+        for (int64_t j = 0; j < count; j++) rest += WIDEN(w[j]) * WIDEN_OTHER(x[j]);            \
+        return rest;                                                                            \
+    }
+
+/* Rows are fp32; of the weight, a pair is made wide once for all rows. Sums of a row of the weight and
+ * one of x: enough of them to hide the latency of the multiply-add, and as registers can hold. */
+#define DOT(NAME, TYPE, WIDEN)                                                                  \
+    REST(NAME, TYPE, float, WIDEN, same)                                                        \
+    ALWAYS dot_##NAME(const int outs, const int rows, const product *p, int64_t o, int64_t r,   \
+                      sums *out) {                                                              \
+        const int all = outs * rows;                                                            \
+        const int chains = all > REGISTERS / 2 ? 1 : all > REGISTERS / 4 ? 2 : all > 1 ? 4 : 8; \
+        const int unroll = chains > 2 ? chains / 2 : 1;                                         \
+        vector sum[MOST_SUMS][8];                                                               \
+        SUMS for (int b = 0; b < all; b++)                                                      \
+            UNROLLED for (int u = 0; u < 8; u++) sum[b][u] = (vector){0};                       \
+        int64_t i = 0;                                                                          \
+        for (; i + unroll * PAIR <= p->k; i += unroll * PAIR)                                   \
+            UNROLLED for (int s = 0; s < outs; s++)                                             \
+                UNROLLED for (int u = 0; u < unroll; u++) {                                     \
+                    const TYPE *w = (const TYPE *)weights(p, beside(p, o, s), 0) + i + u * PAIR;\
+                    read_ahead(w, outs);                                                        \
+                    pair v = pair_##NAME(w);                                                    \
+                    UNROLLED for (int q = 0; q < rows; q++) {                                   \
+                        const float *row = (const float *)row_of(p, r + q) + i + u * PAIR;      \
+                        pair x = pair_f32(row);                                                 \
+                        const int b = s * rows + q, odd = chains > 1 ? 2 * u + 1 : 0;           \
+                        sum[b][2 * u] += v.first * x.first;                                     \
+                        sum[b][odd] += v.second * x.second;                                     \
+                    }                                                                           \
+                }                                                                               \
+        UNROLLED for (int s = 0; s < outs; s++)                                                 \
+            UNROLLED for (int q = 0; q < rows; q++) {                                           \
+                const TYPE *w = (const TYPE *)weights(p, beside(p, o, s), 0);                   \
+                const float *x = (const float *)row_of(p, r + q);                               \
+                vector whole = sum[s * rows + q][0];                                            \
+                UNROLLED for (int u = 1; u < chains; u++) whole += sum[s * rows + q][u];        \
+                int64_t j = i;                                                                  \
+                for (; j + PAIR <= p->k; j += PAIR) {                                           \
+                    pair v = pair_##NAME(w + j), y = pair_f32(x + j);                           \
+                    whole += v.first * y.first + v.second * y.second;                           \
+                }                                                                               \
+                float rest = j < p->k ? rest_##NAME(w + j, x + j, p->k - j) : 0;                \
+                for (unsigned l = 0; l < VECTOR / sizeof(float); l++) rest += whole[l];         \
+                out[s][q] = rest;                                                               \
+            }                                                                                   \
+    }                                                                                           \
+    DOTS(dot_##NAME)
+
+#ifdef __AVX512BF16__
+#define LANES 32
+#define LOAD(p) ((__m512bh)_mm512_loadu_si512(p))
+
+REST(bf16, bf16, bf16, widen, widen)
+/* Four independent sums at least hide the latency of the multiply-add. */
+ALWAYS dot_bf16(const int outs, const int rows, const product *p, int64_t o, int64_t r, sums *out) {
+    const int all = outs * rows, unroll = all > 8 ? 1 : all > 2 ? 2 : 4;
+    __m512 sum[MOST_SUMS][4];
+    SUMS for (int b = 0; b < all; b++)
+        UNROLLED for (int u = 0; u < 4; u++) sum[b][u] = _mm512_setzero_ps();
+    int64_t i = 0;
+    for (; i + unroll * LANES <= p->k; i += unroll * LANES)
+        UNROLLED for (int s = 0; s < outs; s++)
+            UNROLLED for (int u = 0; u < unroll; u++) {
+                const bf16 *w = (const bf16 *)weights(p, beside(p, o, s), 0) + i + u * LANES;
+                read_ahead(w, outs);
+                __m512bh v = LOAD(w);
+                UNROLLED for (int q = 0; q < rows; q++) {
+                    const bf16 *x = (const bf16 *)row_of(p, r + q) + i + u * LANES;
+                    sum[s * rows + q][u] = _mm512_dpbf16_ps(sum[s * rows + q][u], v, LOAD(x));
+                }
+            }
+    UNROLLED for (int s = 0; s < outs; s++)
+        UNROLLED for (int q = 0; q < rows; q++) {
+            const bf16 *w = (const bf16 *)weights(p, beside(p, o, s), 0);
+            const bf16 *x = (const bf16 *)row_of(p, r + q);
+            __m512 whole = sum[s * rows + q][0];
+            UNROLLED for (int u = 1; u < unroll; u++)
+                whole = _mm512_add_ps(whole, sum[s * rows + q][u]);
+            float rest = i < p->k ? rest_bf16(w + i, x + i, p->k - i) : 0;
+            out[s][q] = _mm512_reduce_add_ps(whole) + rest;
+        }
+}
+DOTS(dot_bf16)
+typedef bf16 bf16_row;
+#else
+DOT(bf16, bf16, widen)
+typedef float bf16_row;
+#endif
+DOT(f32, float, same)
+
+static const int EMULATED = sizeof(bf16_row) == sizeof(float);

@@ -1,0 +1,217 @@
+/* Rows of x as integers, for products of tiles on CPUs that multiply vectors of integers: of 15 bits (two
+ * digits of 8) times a power of two for each block of 32, exact where a number is at least 1/128 of the
+ * largest of its block; with one digit they are what fake_quantize makes. Integer sums need no horizontal
+ * sums and no floating point but one multiply-add a block. Codes of fp8 are multiplied as what they are in
+ * bf16, with x as it is. */
+#pragma once
+#include "tiles.h"
+
+#ifdef INTEGERS
+#if WIDE == 64 && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define FP8_TILES
+#endif
+/* Whether rows of x are pairs of 16 bits: numbers in bf16, or integers, which AVX2 adds up without loss. */
+#define IN_16_BITS(form) (WIDE == 32 || (form) == FP8)
+
+/* A block of a row of x in the order of a form's words: its numbers are (256 high + low) * unit, or
+ * pairs * unit, each for the first and third byte of a word, or the others. `unit` is NaN where a
+ * number is not finite. */
+typedef struct {
+    union {
+        struct {
+            int32_t high[BLOCK / 4], low[BLOCK / 4];
+        };
+        int32_t pairs[BLOCK / 2];
+    };
+    int32_t less[2], both; /* what codes are stored above themselves by, of each half; of both */
+    float unit, sum; /* sum: of the numbers */
+} digits;
+
+#ifdef FP8_TILES
+/* The upper and the lower bytes of all codes of e4m3 without sign, in bf16. */
+static uint8_t fp8_upper[128] __attribute__((aligned(64))), fp8_lower[128] __attribute__((aligned(64)));
+
+__attribute__((constructor)) static void list_fp8(void) {
+    for (int c = 0; c < 128; c++) {
+        float size = c < 8 ? c * 0x1p-9f : (8 + c % 8) * 0x1p-10f * (1 << c / 8);
+        bf16 number = c == 127 ? 0x7fc0 : narrow(size);
+        fp8_upper[c] = number >> 8, fp8_lower[c] = (uint8_t)number;
+    }
+}
+
+static inline row_words listed(const uint8_t *table, row_words codes) {
+    const __m512i *t = (const __m512i *)table;
+    return (row_words)_mm512_permutex2var_epi8(t[0], (__m512i)codes, t[1]);
+}
+#endif
+
+#define EVERY_OTHER 0x00ff00ffu
+/* What four codes of a word are multiplied as: bytes, or two pairs of 16 bits. */
+static inline void factors_of(const int form, row_words codes, row_words *to) {
+    to[0] = codes;
+    if (!IN_16_BITS(form)) return;
+    row_words lower = codes, upper = {0};
+#ifdef FP8_TILES
+    lower = listed(fp8_lower, codes), upper = listed(fp8_upper, codes) | (codes & 0x80808080u);
+#endif
+    to[0] = (lower & EVERY_OTHER) | (upper & EVERY_OTHER) << 8;
+    to[1] = (lower >> 8 & EVERY_OTHER) | (upper & ~EVERY_OTHER);
+}
+
+/* Multiplies each lane with the same word of x; compilers load the word by an instruction of its own. */
+#define ADD_PRODUCTS(INSTRUCTION, SUM, FACTORS, X)                                              \
+    __asm__(INSTRUCTION " %2%{1to16%}, %1, %0" : "+v"(SUM) : "v"(FACTORS), "m"(*(X)))
+
+/* Adds to the sums of each row the products of word j of a block with that of a row of x. */
+static inline void add_word(const int form, const int parts, const row_words *factors,
+                            const digits *d, int j, row_sums *sum) {
+#if WIDE == 64
+    if (form == FP8) {
+        ADD_PRODUCTS("vdpbf16ps", sum[0], factors[0], d->pairs + 2 * j);
+        ADD_PRODUCTS("vdpbf16ps", sum[1], factors[1], d->pairs + 2 * j + 1);
+    } else {
+        ADD_PRODUCTS("vpdpbusd", sum[0], factors[0], d->high + j);
+        if (parts == 2) ADD_PRODUCTS("vpdpbusd", sum[1], factors[0], d->low + j);
+    }
+#elif WIDE == 16
+    int8x16_t codes = (int8x16_t)factors[0];
+    sum[0] = (row_sums)vdotq_s32((int32x4_t)sum[0], codes, (int8x16_t)vdupq_n_s32(d->high[j]));
+    if (parts == 2) sum[1] = (row_sums)vdotq_s32((int32x4_t)sum[1], codes, (int8x16_t)vdupq_n_s32(d->low[j]));
+#else
+    UNROLLED for (int i = 0; i < 2; i++) {
+        __m256i x = _mm256_set1_epi32(d->pairs[2 * j + i]);
+        sum[0] += (row_sums)_mm256_madd_epi16((__m256i)factors[i], x);
+    }
+#endif
+}
+
+/* What sums start with that are to be `less`, and what they come to. */
+static inline void start_sums(const int form, const int parts, int32_t less, row_sums *sum) {
+    sum[0] = sum[1] = (row_sums){0};
+    sum[parts == 2 && !IN_16_BITS(form)] += less;
+}
+
+static inline row_floats total_of(const int form, const int parts, const row_sums *sum) {
+    if (form == FP8) return (row_floats)sum[0] + (row_floats)sum[1];
+    row_sums all = parts == 2 && !IN_16_BITS(form) ? (sum[0] << 8) + sum[1] : sum[0];
+    return __builtin_convertvector(all, row_floats);
+}
+
+/* What takes numbers of an exponent to integers of 15 bits, and their unit; 0 for those that are all too
+ * small. */
+static inline float to_15_bits(uint32_t exponent, float *unit) {
+    uint32_t inverse = exponent < 15 ? 0 : (268 - exponent) << 23;
+    uint32_t u = exponent < 15 ? 0 : (exponent - 14) << 23;
+    float times;
+    memcpy(&times, &inverse, 4);
+    memcpy(unit, &u, 4);
+    return times;
+}
+
+/* A block with a number that is not finite: no product of it is. */
+static void not_finite(digits *to) {
+    memset(to, 0, sizeof *to);
+    to->unit = to->sum = NAN;
+}
+
+/* Sets how numbers of 15 bits, or of 8 for one digit, become integers: times a factor or divided by
+ * their unit. */
+static inline float integers_by(int parts, uint32_t top, float *unit) {
+    /* the largest number is below 2^15 units, and rounds to 255 * 2^7 + 127 at most */
+    float times = to_15_bits((top >> 7) + ((top & 0x7f) == 0x7f), unit);
+    if (parts == 1) *unit = top ? widen(top) / 127 : 1;
+    return times;
+}
+
+static inline void set_sums(int form, const int32_t *sums, digits *to) {
+    to->less[0] = -BIAS[form] * sums[0], to->less[1] = -BIAS[form] * sums[1];
+    to->both = to->less[0] + to->less[1];
+    to->sum = (float)(sums[0] + sums[1]) * to->unit;
+}
+
+#if WIDE == 64
+static inline __m512 sixteen(__m256i x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+
+static inline __m256i in_order(int form, __m256i bytes) {
+    __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    return EVEN_ODD(form) ? _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(order)) : bytes;
+}
+
+/* The sums of the first and the second sixteen integers. */
+static inline __m128i sums_of(__m512i all) {
+    __m512i pairs = _mm512_madd_epi16(all, _mm512_set1_epi16(1));
+    __m256i few = _mm256_hadd_epi32(_mm512_castsi512_si256(pairs), _mm512_extracti64x4_epi64(pairs, 1));
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(few), _mm256_extracti128_si256(few, 1));
+    return _mm_hadd_epi32(four, four);
+}
+
+static inline void block_digits(int parts, int form, const bf16 *x, digits *to) {
+    __m512i given = _mm512_loadu_si512(x), all;
+    __m256i first = _mm512_castsi512_si256(given), second = _mm512_extracti64x4_epi64(given, 1);
+    __m256i sign = _mm256_set1_epi16(0x7fff);
+    __m256i most = _mm256_max_epu16(_mm256_and_si256(first, sign), _mm256_and_si256(second, sign));
+    __m128i few = _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    few = _mm_minpos_epu16(_mm_xor_si128(few, _mm_set1_epi16(-1)));
+    uint32_t top = ~_mm_cvtsi128_si32(few) & 0xffff;
+    if (top >= 0x7f80) {
+        not_finite(to);
+        return;
+    }
+    __m512 times = _mm512_set1_ps(integers_by(parts, top, &to->unit)), unit = _mm512_set1_ps(to->unit);
+    __m512 v[2] = {sixteen(first), sixteen(second)};
+    __m256i halves[2];
+    UNROLLED for (int h = 0; h < 2; h++) {
+        v[h] = parts == 1 ? _mm512_div_ps(v[h], unit) : _mm512_mul_ps(v[h], times);
+        if (form == FP8) {
+            __m512i u = _mm512_castps_si512(_mm512_roundscale_ps(v[h], _MM_FROUND_TO_NEAREST_INT));
+            halves[h] = _mm512_cvtepi32_epi16(_mm512_srli_epi32(u, 16));
+        } else
+            halves[h] = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(v[h]));
+    }
+    all = _mm512_inserti64x4(_mm512_castsi256_si512(halves[0]), halves[1], 1);
+    if (form == FP8) {
+        if (parts == 2) all = given, to->unit = 1;
+        all = _mm512_shufflehi_epi16(_mm512_shufflelo_epi16(all, 0xd8), 0xd8);
+        _mm512_storeu_si512(to->pairs, all);
+        to->both = 0;
+        return;
+    }
+    __m512i upper = _mm512_srai_epi16(_mm512_add_epi16(all, _mm512_set1_epi16(128)), 8);
+    if (parts == 1) upper = all;
+    _mm256_storeu_si256((__m256i *)to->high, in_order(form, _mm512_cvtepi16_epi8(upper)));
+    _mm256_storeu_si256((__m256i *)to->low, in_order(form, _mm512_cvtepi16_epi8(all)));
+    int32_t sums[4];
+    _mm_storeu_si128((__m128i *)sums, sums_of(all));
+    set_sums(form, sums, to);
+}
+#else
+static inline void block_digits(int parts, int form, const bf16 *x, digits *to) {
+    uint16_t top = 0;
+    for (int j = 0; j < BLOCK; j++) {
+        uint16_t size = x[j] & 0x7fff;
+        top = size > top ? size : top;
+    }
+    if (top >= 0x7f80) {
+        not_finite(to);
+        return;
+    }
+    float times = integers_by(parts, top, &to->unit);
+    int32_t all[BLOCK], sums[2] = {0};
+    for (int j = 0; j < BLOCK; j++)
+        all[j] = (int32_t)rintf(parts == 1 ? widen(x[j]) / to->unit : widen(x[j]) * times);
+    for (int j = 0; j < BLOCK; j++) sums[j / HALF] += all[j];
+    int16_t *pairs = (int16_t *)to->pairs;
+    int8_t *high = (int8_t *)to->high, *low = (int8_t *)to->low;
+    for (int j = 0; j < BLOCK; j++) { /* byte j % 4 of word j / 4 */
+        int of = EVEN_ODD(form) ? j / 8 * 8 + j / 4 % 2 + j % 4 * 2 : j;
+        if (IN_16_BITS(form))
+            pairs[j / 4 * 4 + j % 2 * 2 + j % 4 / 2] = all[of];
+        else
+            high[j] = parts == 1 ? all[of] : (all[of] + 128) >> 8, low[j] = (int8_t)all[of];
+    }
+    set_sums(form, sums, to);
+}
+#endif
+#endif

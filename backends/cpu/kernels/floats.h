@@ -1,0 +1,140 @@
+/* Products of quantised weights in fp32: with rows of x in fp32, and in bf16 where the CPU has no
+ * instructions for products of integers (digits.h) or the weight is not in tiles. A vector has a number of
+ * each of its rows of the weight, so that every sum is in one lane. */
+#pragma once
+#include "tiles.h"
+
+/* Rows of x that are multiplied together at most, and vectors of a tile by rows of x: registers hold their
+ * sums, and enough of them hide the latency of a multiply-add. */
+#define FLOAT_ROWS 4
+#define FLOAT_STRIPS(ROWS) ((ROWS) < 3 && WORDS < TILE ? 2 : 1)
+
+/* Number t of a word of codes of e4m3. Below 2^-6 it has no leading bit; read with one it is `high`, and less
+ * than that without. */
+static inline row_floats fp8_number(row_words codes, int t) {
+    row_words c = codes << (24 - 8 * t);
+    row_floats high = (row_floats)((c >> 4 & 0x07f00000u) + (120u << 23));
+    row_floats low = multiply_add(high, all_rows(2), all_rows(-0x1p-6f));
+    return (row_floats)((row_words)smaller(low, high) | (c & 0x80000000u));
+}
+
+/* Number t of a word of codes. */
+static inline row_floats number(row_words codes, int t) {
+    if (FORM == FP8) return fp8_number(codes, t);
+    if (FORM == INT8) return signed_byte(WITH_SIGN ? codes : codes ^ 0x80808080u, t);
+    return __builtin_convertvector((row_sums)(codes >> (8 * t) & 255) - BIAS[FORM], row_floats);
+}
+
+/* Scales of half blocks from the one at `i` on, of groups of such halves at least; minima. */
+static inline void scales_at(const coded *p, const strip *of, int64_t i, row_floats *scale,
+                             row_floats *least) {
+    for (int h = 0; h < 2; h++) {
+        int64_t group = (i + h * HALF) / p->each * (1 + MINIMA(FORM));
+        scale[h] = tile_scales(of->scales, group * TILE, p->scales_dtype);
+        if (MINIMA(FORM)) *least = tile_scales(of->scales, (group + 1) * TILE, p->scales_dtype);
+    }
+}
+
+/* Strips times `rows` rows of x in fp32, in the order of words. */
+ALWAYS float_product(const int rows, const int strips, const coded *p, const strip *of,
+                     const float *const *x) {
+    row_floats sum[2][FLOAT_ROWS], scale[2][2], least[2] = {{0}, {0}};
+    EACH_STRIP UNROLLED for (int r = 0; r < rows; r++) sum[s][r] = (row_floats){0};
+    int64_t next = 0;
+    for (int64_t i = 0; i < p->k; i += BLOCK) {
+        if (i >= next) {
+            EACH_STRIP scales_at(p, of + s, i, scale[s], least + s);
+            next = p->each < BLOCK ? i + 1 : i + p->each;
+        }
+        const int64_t at = i / BLOCK / BLOCKS_OF(FORM) * BYTES_OF(FORM) * TILE;
+        const int b = i / BLOCK % BLOCKS_OF(FORM);
+        row_floats factor[2][2], below[2];
+        EACH_STRIP {
+            block_factors(FORM, of[s].codes + at, b, scale[s][0], least[s], factor[s], below + s);
+            if (p->each < BLOCK) factor[s][1] = scale[s][1];
+        }
+        for (int h = 0; h < 2; h++) {
+            row_floats part[2][FLOAT_ROWS];
+            EACH_STRIP UNROLLED for (int r = 0; r < rows; r++)
+                part[s][r] = MINIMA(FORM) ? sum[s][r] : (row_floats){0};
+            for (int j = h * 4; j < h * 4 + 4; j++) EACH_STRIP {
+                row_words codes = code_word(FORM, of[s].codes + at, b, j);
+                UNROLLED for (int t = 0; t < 4; t++) {
+                    row_floats v = number(codes, t);
+                    if (MINIMA(FORM)) v = multiply_add(v, factor[s][0], -below[s]);
+                    UNROLLED for (int r = 0; r < rows; r++)
+                        part[s][r] = multiply_add(v, all_rows(x[r][i + j * 4 + t]), part[s][r]);
+                }
+            }
+            EACH_STRIP UNROLLED for (int r = 0; r < rows; r++)
+                sum[s][r] = MINIMA(FORM) ? part[s][r] : multiply_add(part[s][r], factor[s][h], sum[s][r]);
+        }
+    }
+    EACH_STRIP UNROLLED for (int r = 0; r < rows; r++)
+        *(any_row_floats *)(of[s].out + r * TILE) = sum[s][r];
+}
+
+/* Sums of a tile with rows of x, [rows][TILE]. */
+typedef void float_dot(const coded *p, int64_t tile, const float *const *x, float *out);
+#define FLOAT_DOT(ROWS)                                                                         \
+    static void floats_##ROWS(const coded *p, int64_t tile, const float *const *x, float *out) {\
+        const int strips = FLOAT_STRIPS(ROWS);                                                  \
+        for (int lane = 0; lane < TILE; lane += strips * WORDS) {                               \
+            strip of[2];                                                                        \
+            EACH_STRIP of[s] = strip_of(p, tile, lane + s * WORDS, out);                        \
+            float_product(ROWS, strips, p, of, x);                                              \
+        }                                                                                       \
+    }
+FLOAT_DOT(1)
+FLOAT_DOT(2)
+FLOAT_DOT(3)
+FLOAT_DOT(4)
+static float_dot *const FLOAT_DOTS[] = {NULL, floats_1, floats_2, floats_3, floats_4};
+
+/* A row of x in fp32, its numbers in the order of the words of codes. */
+static void row_in_order(const coded *p, int64_t r, float *to) {
+    for (int64_t i = 0; i < p->k; i += BLOCK)
+        for (int j = 0; j < BLOCK; j++) {
+            int of = EVEN_ODD(FORM) ? j / 8 * 8 + j / 4 % 2 + j % 4 * 2 : j;
+            to[i + j] = load(p->x, r * p->k + i + of, p->dtype);
+        }
+}
+
+typedef struct {
+    const coded *p;
+    int tiled;
+} float_products;
+
+static int float_units(void *context, units *left) {
+    const float_products *m = context;
+    const coded *p = m->p;
+    coded own = *p;
+    int64_t x_bytes = (p->rows * p->k * sizeof(float) + LINE - 1) / LINE * LINE;
+    char *room = aligned_alloc(LINE, x_bytes + (tile_bytes(p) + LINE - 1) / LINE * LINE);
+    if (!room) return 1;
+    float *x = (float *)room;
+    uint8_t *tile = (uint8_t *)room + x_bytes;
+    for (int64_t r = 0; r < p->rows; r++) row_in_order(p, r, x + r * p->k);
+    for (int64_t t; (t = take_unit(left)) >= 0;) {
+        if (!m->tiled) own.w = tile, own.scales = tile_of_rows(p, t, tile);
+        for (int64_t r = 0; r < p->rows; r += FLOAT_ROWS) {
+            int64_t here = least(FLOAT_ROWS, p->rows - r);
+            const float *of[FLOAT_ROWS];
+            float out[FLOAT_ROWS * TILE];
+            for (int64_t i = 0; i < here; i++) of[i] = x + (r + i) * p->k;
+            FLOAT_DOTS[here](&own, m->tiled ? t : 0, of, out);
+            for (int64_t i = 0; i < here; i++)
+                for (int64_t j = 0; j < least(TILE, p->n - t * TILE); j++)
+                    store(p->y, (r + i) * p->n + t * TILE + j, out[i * TILE + j], p->dtype);
+        }
+    }
+    free(room);
+    return 0;
+}
+
+/* y = x w^T of a weight in tiles, or in rows, which are brought into tiles one after the other. Returns 0, or
+ * 1 where memory is short. */
+static int multiply_floats(const coded *p, int tiled, int threads) {
+    float_products m = {p, tiled};
+    return run_region(float_units, &m, (p->n + TILE - 1) / TILE, threads);
+}

@@ -1,0 +1,175 @@
+/* Products of tiles with a few rows of x in bf16, as integers (digits.h). */
+#pragma once
+#include "amx.h"
+
+#ifdef INTEGERS
+/* Whether there are such of the form, and of rows that are rounded. */
+#ifdef FP8_TILES
+#define HAS_INTEGERS 1
+#else
+#define HAS_INTEGERS (FORM != FP8)
+#endif
+#ifdef ROUNDED
+#define HAS_ROUNDED HAS_INTEGERS
+#else
+#define HAS_ROUNDED 0
+#endif
+
+/* Strips times `rows` rows of x. */
+ALWAYS tile_product(const int form, const int rows, const int strips, const int parts,
+                    const coded *p, const strip *of, const digits *const *x) {
+    const int dtype = p->scales_dtype;
+    const int together = BLOCKS_OF(form), minima = MINIMA(form);
+    row_floats sum[STRIPS_MOST][TOGETHER], scale[STRIPS_MOST], least[STRIPS_MOST];
+    EACH_STRIP UNROLLED for (int r = 0; r < rows; r++) sum[s][r] = (row_floats){0};
+    int64_t left = p->each, group = 0, blocks = p->k / BLOCK, at = 0;
+    for (int64_t i = 0; i < blocks; i += together, at += WORDS_OF(form) * LINE) {
+        if (left >= p->each) {
+            EACH_STRIP scale[s] = tile_scales(of[s].scales, group * TILE, dtype);
+            if (minima) EACH_STRIP least[s] = tile_scales(of[s].scales, (group + 1) * TILE, dtype);
+            group += 1 + minima, left = 0;
+        }
+        left += together * BLOCK;
+        UNROLLED for (int b = 0; b < together; b++) EACH_STRIP {
+            const uint8_t *w = of[s].codes + at;
+            const int line = b * WORDS_OF(form) / together;
+            if (strips < STRIPS_MOST)
+                UNROLLED for (int j = line; j < (b + 1) * WORDS_OF(form) / together; j++)
+                    __builtin_prefetch(w + j * LINE + TILE_AHEAD, 0, 2);
+            row_floats factor[2], below;
+            block_factors(form, w, b, scale[s], least[s], factor, &below);
+            if (minima)
+                UNROLLED for (int r = 0; r < rows; r++)
+                    sum[s][r] = multiply_add(-below, all_rows(x[r][i + b].sum), sum[s][r]);
+            const int halves = form == INT6 ? 2 : 1;
+            UNROLLED for (int h = 0; h < halves; h++) {
+                row_sums made[TOGETHER][2];
+                UNROLLED for (int r = 0; r < rows; r++) {
+                    const digits *d = x[r] + i + b;
+                    start_sums(form, parts, halves == 2 ? d->less[h] : d->both, made[r]);
+                }
+                UNROLLED for (int j = h * 4; j < (halves == 2 ? h * 4 + 4 : 8); j++) {
+                    row_words factors[2];
+                    factors_of(form, code_word(form, w, b, j), factors);
+                    UNROLLED for (int r = 0; r < rows; r++)
+                        add_word(form, parts, factors, x[r] + i + b, j, made[r]);
+                }
+                UNROLLED for (int r = 0; r < rows; r++)
+                    sum[s][r] = multiply_add(total_of(form, parts, made[r]), factor[h] * x[r][i + b].unit,
+                                             sum[s][r]);
+            }
+        }
+    }
+    EACH_STRIP UNROLLED for (int r = 0; r < rows; r++)
+        *(any_row_floats *)(of[s].out + r * TILE) = sum[s][r];
+}
+
+/* Sums of a tile with rows of x, [rows][TILE], and of the others where there are several strips. `a`: the
+ * digits as amx.h has them. */
+typedef void tile_dot(const coded *p, const int64_t *tiles, const digits *const *x, const int8_t *a,
+                      float *out);
+
+/* Rows of x of which registers hold all sums. */
+#define ROWS_AT_ONCE(ROWS) ((ROWS) > 4 && (WIDE < 64 || MINIMA(FORM) && (ROWS) == 8) ? (ROWS) / 2 : (ROWS))
+#define TILE_DOT(PARTS, ROWS)                                                                   \
+    static void tile_##PARTS##_##ROWS(const coded *p, const int64_t *tiles,                     \
+                                      const digits *const *x, const int8_t *a, float *out) {    \
+        const int each = on_amx(FORM, PARTS, ROWS) ? ROWS : ROWS_AT_ONCE(ROWS);                 \
+        const int strips = strips_of(FORM, PARTS, ROWS);                                        \
+        for (int lane = 0; lane < TILE; lane += WORDS)                                          \
+            for (int r = 0; r < ROWS; r += each) {                                              \
+                strip of[STRIPS_MOST];                                                          \
+                EACH_STRIP of[s] = strip_of(p, tiles[s], lane, out + (s * ROWS + r) * TILE);    \
+                if (on_amx(FORM, PARTS, ROWS))                                                  \
+                    amx_product(FORM, ROWS, PARTS, p, of, x, a);                                \
+                else                                                                            \
+                    tile_product(FORM, each, strips, PARTS, p, of, x + r);                            \
+            }                                                                                   \
+    }
+/* Rows of x that are multiplied together: five are six, seven are eight. */
+#define BY_ROWS(F, PARTS) F(PARTS, 1) F(PARTS, 2) F(PARTS, 3) F(PARTS, 4) F(PARTS, 6) F(PARTS, 8)
+#define TILE_NAME(PARTS, ROWS) [ROWS] = tile_##PARTS##_##ROWS,
+/* One digit: rows that are rounded. */
+#ifdef ROUNDED
+#define ONE_DIGIT BY_ROWS
+#else
+#define ONE_DIGIT(F, PARTS)
+#endif
+ONE_DIGIT(TILE_DOT, 1)
+BY_ROWS(TILE_DOT, 2)
+/* By digits of x and rows of it. */
+static tile_dot *const TILE_DOTS[][TOGETHER + 1] = {{0}, {ONE_DIGIT(TILE_NAME, 1)}, {BY_ROWS(TILE_NAME, 2)}};
+
+typedef struct {
+    const coded *p;
+    int parts;
+    int64_t together, part, units;
+} tiled_product;
+
+static void store_tile(const coded *p, int64_t r, int64_t tile, const float *sums) {
+    bf16 *to = (bf16 *)p->y + r * p->n + tile * TILE;
+#if WIDE == 64
+    _mm256_storeu_si256((__m256i *)to, in_bf16(_mm512_loadu_ps(sums)));
+#else
+    for (int j = 0; j < TILE; j++) to[j] = narrow(sums[j]);
+#endif
+}
+
+/* Writes the digits of all rows of x one behind the other, block by block; those of the last one again
+ * where `tall` rows are multiplied. */
+static void rows_of_a(const tiled_product *m, const digits *form, int64_t tall, int8_t *to) {
+    int64_t blocks = m->p->k / BLOCK, bytes = m->parts * BLOCK;
+    for (int64_t b = 0; b < blocks; b++)
+        for (int64_t r = 0; r < tall; r++, to += bytes)
+            memcpy(to, form + least(r, m->p->rows - 1) * blocks + b, bytes);
+}
+
+static int tile_units(void *context, units *left) {
+    const tiled_product *m = context;
+    const coded *p = m->p;
+    tile_dot *const *of = TILE_DOTS[m->parts];
+    int64_t blocks = p->k / BLOCK, tiles = p->n / TILE;
+    int64_t tall = of[m->together] ? m->together : m->together + 1, amx = on_amx(FORM, m->parts, tall);
+    int64_t bytes = (p->rows * blocks * sizeof(digits) + LINE - 1) / LINE * LINE;
+    int64_t of_a = amx ? blocks * tall * m->parts * BLOCK : 0;
+    digits *form = aligned_alloc(LINE, bytes + (of_a + LINE - 1) / LINE * LINE);
+    if (!form) return 1;
+    for (int64_t i = 0; i < p->rows * blocks; i++)
+        block_digits(m->parts, FORM, (const bf16 *)p->x + i * BLOCK, form + i);
+    int8_t *a = (int8_t *)form + bytes;
+    if (amx) set_amx(tall * m->parts), rows_of_a(m, form, tall, a); /* such rows are one turn */
+    for (int64_t u; (u = take_unit(left)) >= 0;) {
+        int64_t r = u / m->units * m->together, here = least(m->together, p->rows - r);
+        int64_t first = u % m->units * m->part, last = least(first + m->part, tiles);
+        const digits *x[TOGETHER];
+        int64_t taken = of[here] ? here : here + 1;
+        for (int64_t i = 0; i < taken; i++) x[i] = form + (r + least(i, here - 1)) * blocks;
+        int64_t strips = strips_of(FORM, m->parts, taken), run = (last - first + strips - 1) / strips;
+        for (int64_t t = first; t < first + run; t++) {
+            int64_t of_run[STRIPS_MOST];
+            for (int64_t s = 0; s < strips; s++) of_run[s] = t + s * run < last ? t + s * run : t;
+            float out[2 * TOGETHER * TILE];
+            of[taken](p, of_run, x, a, out);
+            for (int64_t s = 0; s < strips; s++)
+                for (int64_t i = 0; i < here; i++)
+                    store_tile(p, r + i, of_run[s], out + (s * taken + i) * TILE);
+        }
+    }
+    if (amx) end_amx();
+    free(form);
+    return 0;
+}
+
+static int multiply_integers(const coded *p, int parts, int threads) {
+    int64_t most = on_amx(FORM, parts, TOGETHER) && !amx_allowed ? 4 : TOGETHER;
+    int64_t tiles = p->n / TILE, turns = (p->rows + most - 1) / most;
+    int64_t together = (p->rows + turns - 1) / turns;
+    int64_t part = tiles_of_part(tiles, threads, strips_of(FORM, parts, together));
+    tiled_product m = {p, parts, together, part, (tiles + part - 1) / part};
+    return run_region(tile_units, &m, turns * m.units, threads);
+}
+#else
+#define HAS_INTEGERS 0
+#define HAS_ROUNDED 0
+static int multiply_integers(const coded *p, int parts, int threads) { return 1; }
+#endif
