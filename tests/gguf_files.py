@@ -242,11 +242,15 @@ def write_random(
     path: Path,
     spec: Spec,
     kind: Kind,
+    change: Callable[[dict[str, Any]], Any] = lambda values: None,
+    edit: Callable[[str, Any], Any] = lambda bare, data: data,
 ) -> None:
     """Write a model of any size, one tensor at a time: blocks are random, the others those of
-    `RandomCheckpoint`."""
+    `RandomCheckpoint`. `change` may alter the metadata, `edit` what is stored of a tensor."""
     writer = gguf.GGUFWriter(path, architecture(spec))
-    write_values(writer, metadata(spec))
+    values = metadata(spec)
+    change(values)
+    write_values(writer, values)
     kinds = {bare: kind(bare, shape) for bare, shape in text_tensors(spec).items()}
     for bare, shape in text_tensors(spec).items():
         to = GGMLQuantizationType[kinds[bare]]
@@ -259,7 +263,7 @@ def write_random(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for seed, (bare, shape) in enumerate(text_tensors(spec).items()):
-        writer.write_tensor_data(_drawn(spec, bare, shape, kinds[bare], seed))
+        writer.write_tensor_data(edit(bare, _drawn(spec, bare, shape, kinds[bare], seed)))
     if freqs is not None:
         writer.write_tensor_data(freqs)
     writer.close()
