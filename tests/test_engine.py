@@ -24,12 +24,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import g4ir
-from g4ir.artefact.directory import Manifest
+from g4ir.artefact.directory import Manifest, open_artefact
+from g4ir.builder.build import prepare, write_engine
 from g4ir.builder.load import load_engine
 from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, InputError
 from g4ir.plan.options import BuildConfig, BuildOptions
 from g4ir.spec.record import load_spec
+from g4ir.ui.progress import no_progress
 from g4ir.weights import pack as packing
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.pack import MadeParams, RowTable, StoredParams
@@ -107,6 +109,14 @@ def test_manifest(built: Engine) -> None:
     for name, kept in m["files"].items():
         data = (built.path / name).read_bytes()
         assert kept == {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+
+
+def test_what_is_read_is_what_was_resolved(tmp_path: Path) -> None:
+    given = {"backend": "reference", "quant": "int4", "kv_dtype": "int8", "skip": ("fuse_qkv",)}
+    given |= {"drafter": "default", "random_weights": 0, "max_seq": 64}
+    p = prepare(load_spec("tiny-media"), BuildOptions(**given))
+    write_engine(p, tmp_path / "engine", no_progress)
+    assert open_artefact(tmp_path / "engine").config == p.config
 
 
 def test_no_file_names_the_machine_it_was_built_on(built: Engine, checkpoint: Path) -> None:

@@ -172,9 +172,8 @@ def pass_options(
     has."""
     if activations is not None:
         _one_of("--quant-activations", activations, ACTIVATIONS)
-    layout = LatentOptions(latent, tuple(keep)), NarrowOptions(kv)
-    others = RingOptions(drafted), ActivationOptions(activations or OFF)
-    return PassOptions((*others, *layout))
+    layout = RingOptions(drafted), LatentOptions(latent, tuple(keep)), NarrowOptions(kv)
+    return PassOptions((*layout, ActivationOptions(activations or OFF)))
 
 
 def check_latent(form: str, spec: Spec) -> str:
