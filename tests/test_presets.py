@@ -28,12 +28,6 @@ def options(line: str) -> BuildOptions:
     return found
 
 
-def test_options_that_were_given() -> None:
-    """With the default's value too, and not what another option's value looks like."""
-    words = ["run", "e", "--max-batch", "1", "--prompt=--max-seq"]
-    assert parse(words)[1].keys() == {"engine", "max_batch", "prompt"}
-
-
 # --- presets ------------------------------------------------------------------------------------
 
 
@@ -75,9 +69,19 @@ def test_flags_win_wherever_they_stand(line: str) -> None:
     assert {k: getattr(found, k) for k in others} == {k: preset[k] for k in others}
 
 
-@pytest.mark.parametrize("backend, target", [("trt", "rtx"), ("torch", None)])
-def test_another_backend_has_its_own_targets(backend: str, target: str | None) -> None:
-    found = options(f"build --preset rtx --backend {backend} --variant x")
+@pytest.mark.parametrize(
+    ("line", "backend", "target"),
+    [
+        ("build --preset rtx --backend trt --variant x", "trt", "rtx"),
+        # another backend has its own targets
+        ("build --preset rtx --backend torch --variant x", "torch", None),
+        # the last counts
+        ("plan 31b --preset laptop --preset rtx", "trt", "rtx"),
+        ("plan 31b --preset laptop --preset=rtx --preset=laptop", "torch", None),
+    ],
+)
+def test_the_target_of_a_preset(line: str, backend: str, target: str | None) -> None:
+    found = options(line)
     assert (found.backend, found.target, found.quant) == (backend, target, "int8")
 
 
@@ -157,12 +161,6 @@ def test_verbs_take_models(tmp_path: Path) -> None:
         assert g4ir(verb, "tiny-moe").out == g4ir(verb, "--variant", "tiny-moe").out != ""
     both = g4ir("plan", "tiny-dense", file, "--gpu", "8GiB")
     assert "weights f32/int8/int4 or checkpoint" in both.out, both
-
-
-@pytest.mark.parametrize("words", ["--preset laptop --preset rtx", "--preset laptop --preset=rtx"])
-def test_the_last_preset_counts(words: str) -> None:
-    assert options(f"plan 31b {words}").target == "rtx"
-    assert options(f"plan 31b {words} --preset=laptop").device == "cpu"
 
 
 def test_a_config_alone_in_the_hub_s_cache_is_planned(
