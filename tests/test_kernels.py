@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from g4ir.backends.cpu import isa, pyops
+from g4ir.backends.cpu import isa, pyops, tiles
 from g4ir.backends.cpu import library as cpu_library
 from g4ir.backends.cpu.isa import has_gemm
 from g4ir.backends.host_cpu import cpu_flags
 from g4ir.backends.inductor import compile as compiler
 from g4ir.backends.inductor import runtime
 from g4ir.backends.inductor.target import Target
+from g4ir.ir.graph import Builder, Program
+from g4ir.ops import OPS
 from g4ir.ops.codecs import (
     FORMS,
     dequantized,
@@ -32,7 +34,7 @@ from g4ir.ops.codecs import (
     to_tiles,
 )
 from g4ir.ops.moe import experts as experts_op
-from g4ir.ops.types import ITEMSIZE, dtype_name, torch_dtype
+from g4ir.ops.types import ITEMSIZE, Type, dtype_name, torch_dtype
 from tests.coded_products import (
     BUDGET,
     GROUPS,
@@ -305,6 +307,24 @@ def test_the_processor_decides_on_integers(
 ) -> None:
     monkeypatch.setattr(isa, "cpu_flags", lambda: flags)
     assert {form for form in CODED if isa.multiplies_integers(form)} == integers
+
+
+@pytest.mark.parametrize("form", CODED)
+@pytest.mark.parametrize(("rows", "tiled"), [(16, True), (17, False)])
+def test_weights_of_products_lie_in_tiles(
+    form: str, rows: int, tiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every processor, where whole tiles fit."""
+    monkeypatch.setattr(tiles, "FROM", 1)
+    b = Builder()
+    types = OPS["quantize"].infer(Type("f32", (rows, 256)), form=form, group=0, scale="f32")
+    parts = [b.param(f"w.{part}", t) for part, t in zip(("codes", "scales"), types)]
+    w = b.emit("dequantize", *parts, to="bf16")
+    y = b.emit("linear", b.input("x", Type("bf16", (1, 1, 256))), w)
+    g = tiles.in_tiles(Program({"decode": b.graph(y)})).graphs["decode"]
+    assert [n.op for n in g.nodes if n.op.startswith("dequantize")] == [
+        "dequantize_tiles" if tiled else "dequantize"
+    ]
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
