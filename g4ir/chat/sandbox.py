@@ -253,7 +253,7 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         budget, value = _budget(), args[first]
         if isinstance(value, Iterator):
             value = budget.made(list(value))
-        if name in TEXT_FILTERS and not hasattr(value, "__html__"):
+        if name in TEXT_FILTERS and getattr(value, "__html__", None) is None:
             value = budget.text(value)
         more = args[first + 1 :]
         if bound:
