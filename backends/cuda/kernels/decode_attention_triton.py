@@ -227,7 +227,7 @@ def _attended(
 ):
     """o [M, DP], maximum [M] and sums [M, N] of a share (keys lo .. hi - 1, of which key 0 lies in
     slot `origin`, and the slots), with its keys added."""
-    keys, values, k_slot, v_slot = caches
+    keys, values, by_slot = caches
     lo, hi, origin, slots = share
     inner, outer = factors
     o, top, total = sums
@@ -235,9 +235,9 @@ def _attended(
     for at in range(lo, hi, N):
         i = at + tl.arange(0, N)
         slot = _slots(i, origin, slots)
-        rows = keys + slot * k_slot
+        rows = keys + slot * by_slot
         k = _numbers(rows, i < hi, cols, 0, D, ROW, query)
-        v = _numbers(values + slot * v_slot, i < hi, cols, 0, D, ROW, query)
+        v = _numbers(values + slot * by_slot, i < hi, cols, 0, D, ROW, query)
         s = tl.dot(query, tl.trans(k), input_precision="ieee")
         p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
         o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
@@ -254,23 +254,21 @@ def _still_query(q, w, cols, P, D):
 
 
 @triton.jit
-def _attended_latent(
-    q, q_head, w, cache, c_slot, share, factors, CAPPED, GROUP, D, P, PP, M, DP, N, ROW
-):
+def _attended_latent(q, w, cache, by_slot, share, factors, CAPPED, GROUP, D, P, PP, M, DP, N, ROW):
     """`_attended` over a latent cache, rows of V and K's 2 P rotated dims (PP: padded), so that one
     tile of V is both."""
     lo, hi, origin, slots = share
     inner, outer = factors
     o, top, total = _no_keys(M, DP, N)
     h, cols, dims = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, PP)
-    still = _still_query(_tile(q + h * q_head, h < GROUP, cols, D), w, cols, P, D)
+    still = _still_query(_tile(q + h * D, h < GROUP, cols, D), w, cols, P, D)
     if P > 0:
         turned_dims = tl.where(dims < P, dims, dims + (D // 2 - P))
         real = (h < GROUP)[:, None] & (dims < 2 * P)[None, :]
-        turned = tl.load(q + h[:, None] * q_head + turned_dims[None, :], mask=real, other=0.0)
+        turned = tl.load(q + h[:, None] * D + turned_dims[None, :], mask=real, other=0.0)
     for at in range(lo, hi, N):
         i = at + tl.arange(0, N)
-        rows = cache + _slots(i, origin, slots) * c_slot
+        rows = cache + _slots(i, origin, slots) * by_slot
         v = _numbers(rows, i < hi, cols, 0, D, ROW, still)
         s = tl.dot(still, tl.trans(v), input_precision="ieee")
         if P > 0:
@@ -293,14 +291,9 @@ def _decode(
     stats,
     out,
     slots,
-    q_row,
-    q_head,
-    k_slot,
-    k_row,
-    k_head,
-    v_slot,
-    v_row,
-    v_head,
+    by_slot,
+    by_row,
+    by_head,
     inner,
     outer,
     LATENT: tl.constexpr,
@@ -324,19 +317,19 @@ def _decode(
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first, lo, hi, used = _span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
     if split < used:
-        q += row * q_row + head * GROUP * q_head
-        keys += row * k_row + head * k_head
+        q += (row * tl.num_programs(1) + head) * GROUP * D
+        keys += row * by_row + head * by_head
         if not LATENT:
-            values += row * v_row + head * v_head
+            values += row * by_row + head * by_head
         share, factors = (lo, hi, (first % slots).to(tl.int32), slots), (inner, outer)
         if not LATENT:
-            caches = (keys, values, k_slot, v_slot)
+            caches = (keys, values, by_slot)
             h, sums = tl.arange(0, M), _no_keys(M, DP, N)
-            query = _tile(q + h * q_head, h < GROUP, tl.arange(0, DP), D)
+            query = _tile(q + h * D, h < GROUP, tl.arange(0, DP), D)
             o, top, total = _attended(query, caches, share, sums, factors, CAPPED, D, N, ROW)
         else:
             o, top, total = _attended_latent(
-                *(q, q_head, w, keys, k_slot, share, factors),
+                *(q, w, keys, by_slot, share, factors),
                 *(CAPPED, GROUP, D, P, PP, M, DP, N, ROW),
             )
         work, pair = (parts, stats, arrivals), row * tl.num_programs(1) + head
@@ -397,9 +390,9 @@ def decode_attention(
     """Compute `attention` of the newest token of each row over its cache, [B,1,nq,d]
 
     q [B,1,nq,d]; end i64[B] tokens in the cache, the query's among them: its position is end - 1;
-    caches k, v [C,B,n,d], any strides but the last, or quantised rows (ops/kv_quant.py), whose
-    d is a multiple of 32 where they are codes; arrivals i64[B,n], 0 before and after. A row without
-    tokens yields 0. splits: programs for each row and key head, each of at least block_n keys.
+    caches k, v [C,B,n,d], alike in any strides but the last, or quantised rows (ops/kv_quant.py),
+    whose d is a multiple of 32 where they are codes; arrivals i64[B,n], 0 before and after. A row
+    without tokens yields 0. splits: programs for each row and key head, of block_n keys or more.
 
     With w [d], the weight of K's norm, the op `attention_latent` over one cache [C,B,n,d+2p].
     """
@@ -417,12 +410,13 @@ def decode_attention(
     slots, b, n, _ = caches[0].shape
     parts, stats, sums = workspace(out, n, splits)
     keys, values = caches if len(caches) == 2 else (caches[0], None)
-    strides = [*keys.stride()[:3], *((0, 0, 0) if values is None else values.stride()[:3])]
-    given = (q, end, w, keys, values, arrivals, parts, stats, out)
+    if values is not None and values.stride() != keys.stride():
+        raise ValueError(f"caches of strides {keys.stride()} and {values.stride()}: not alike")
+    given = (q.contiguous(), end, w, keys, values, arrivals, parts, stats, out)
     start(
         _decode,
         (splits, n, b),
-        (*given, slots, q.stride(0), q.stride(2), *strides, *factors(scale, softcap)),
+        (*given, slots, *keys.stride()[:3], *factors(scale, softcap)),
         LATENT=w is not None,
         **_layout(q, keys, w is not None, block_n),
         **constants(out, n, window, softcap),

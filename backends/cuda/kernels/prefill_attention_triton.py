@@ -132,23 +132,9 @@ def _attend(
     softcap,
     tokens,
     slots,
-    q_b,
-    q_s,
-    q_h,
-    positions_b,
-    written_b,
-    ck_c,
-    ck_b,
-    ck_h,
-    cv_c,
-    cv_b,
-    cv_h,
-    k_b,
-    k_s,
-    k_h,
-    v_b,
-    v_s,
-    v_h,
+    by_slot,
+    by_row,
+    by_head,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     PACK: tl.constexpr,
@@ -165,8 +151,8 @@ def _attend(
     """Program (tile of tokens, key head and part of V's columns, batch row). LATENT: V's rows are
     `latent_row`s, and the columns behind V, K's rotated dims, take K's place; else w is unread."""
     b, head = tl.program_id(2).to(tl.int64), tl.program_id(1) // PARTS
-    begin = tl.load(positions + b * positions_b).to(tl.int32)
-    old = tl.load(written + b * written_b).to(tl.int32)
+    begin = tl.load(positions + b * tokens).to(tl.int32)
+    old = tl.load(written + b).to(tl.int32)
     # The last tiles of a chunk see most keys: they start first.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * (BLOCK_M // PACK)
     last = tl.minimum(first + BLOCK_M // PACK, tokens) - 1
@@ -175,13 +161,15 @@ def _attend(
     dims = tl.arange(0, KEY_DIMS)
     columns = tl.program_id(1) % PARTS * (DIMS // PARTS) + tl.arange(0, DIMS // PARTS)
     token, real = first + m // PACK, (first + m // PACK < tokens) & (m % PACK < GROUP)
-    q += b * q_b + head * GROUP * q_h
+    q += (b * tokens * heads + head * GROUP) * D
     out += ((b * tokens + first) * heads + head * GROUP) * D
-    rows = token.to(tl.int64) * q_s + m % PACK * q_h
-    cache_k += b * ck_b + head * ck_h
-    cache_v += b * cv_b + head * cv_h
-    k += b * k_b + head * k_h
-    v += b * v_b + head * v_h
+    rows = (token.to(tl.int64) * heads + m % PACK) * D
+    cache_k += b * by_row + head * by_head
+    cache_v += b * by_row + head * by_head
+    HELD: tl.constexpr = D + 2 * PAIRS
+    fresh = tl.num_programs(1) // PARTS * HELD  # from a token to the next
+    k += b * tokens * fresh + head * HELD
+    v += b * tokens * fresh + head * HELD
     if LATENT:
         cache_k += D
         k += D
@@ -209,9 +197,9 @@ def _attend(
         cached, row, stop, shift = _block(
             i, oldest, slot, run, wrapped, low, last + 1, begin, slots, BLOCK_N
         )
-        base, step = tl.where(cached, cache_k, k), tl.where(cached, ck_c, k_s)
+        base, step = tl.where(cached, cache_k, k), tl.where(cached, by_slot, fresh)
         tile_k = _tile(base, step, row, keys, dims, stop, WIDTH, WIDTH == KEY_DIMS)
-        base, step = tl.where(cached, cache_v, v), tl.where(cached, cv_c, v_s)
+        base, step = tl.where(cached, cache_v, v), tl.where(cached, by_slot, fresh)
         tile_v = _tile(base, step, row, keys, columns, stop, D, D == DIMS)
         scores = tl.dot(query, tl.trans(tile_k), input_precision="ieee") * unit
         if LATENT:
@@ -234,6 +222,14 @@ def _attend(
     tl.store(mine, result.to(out.dtype.element_ty), mask=real[:, None] & (columns < D)[None, :])
 
 
+def _sizes(d: int, group: int, pairs: int, latent: bool) -> dict[str, int]:
+    """Return the constants that follow from sizes; a latent cache has two dims more a pair."""
+    dims = max(16, power_of_2(d))
+    keys = max(16, power_of_2(2 * pairs)) if latent else dims
+    sizes = {"D": d, "GROUP": group, "PACK": power_of_2(group)}
+    return {**sizes, "PAIRS": pairs, "DIMS": dims, "KEY_DIMS": keys}
+
+
 @triton_op("g4ir::prefill_attention", mutates_args={})
 def prefill_attention(
     q: Tensor,
@@ -254,8 +250,8 @@ def prefill_attention(
     [B,S,n,d].
 
     positions i64[B,S] must count up from positions[b, 0] >= 0 by one: only the first of a row is
-    read. written i64[B] tokens are in the cache. Innermost dims are contiguous, others may be
-    strided. Tuning: `block_m` query rows (at least the group's heads, rounded up to a power of
+    read. written i64[B] tokens are in the cache. Caches are alike in their strides, of which the
+    last is 1. Tuning: `block_m` query rows (at least the group's heads, rounded up to a power of
     two) and `block_n` keys of a tile, powers of two from 16; `parts` programs that share V's
     columns, each with all scores, where the sums of a tile would not fit the registers of one.
 
@@ -269,28 +265,23 @@ def prefill_attention(
         made: Tensor = attention.reference(*given, window=window, scale=scale, softcap=softcap)
         return made
     cache_k, cache_v, k, v = held if w is None else (held[0], held[0], held[1], held[1])
-    pairs = 0 if w is None else (cache_k.shape[-1] - q.shape[-1]) // 2
     b, s, heads, d = q.shape
     slots, _, n, _ = cache_k.shape
-    group, dims = heads // n, max(16, power_of_2(d))
     out = q.new_empty(b, s, heads, d)
-    caches = (cache_k, cache_v, k, v)
-    numbers = (scale, softcap, s, slots, *q.stride()[:3], positions.stride(0), written.stride(0))
-    strides = (n for x in caches for n in x.stride()[:3])
+    if cache_k.stride() != cache_v.stride():
+        raise ValueError(f"caches of strides {cache_k.stride()}, {cache_v.stride()}: not alike")
+    places = (*(t.contiguous() for t in (q, positions, written)), q if w is None else w)
+    rows = (cache_k, cache_v, k.contiguous(), v.contiguous())
+    numbers = (scale, softcap, s, slots, *cache_k.stride()[:3])
     start(
         _attend,
-        (blocks(s, block_m // power_of_2(group)), n * parts, b),
-        (q, positions, written, q if w is None else w, *caches, out, *numbers, *strides),
-        D=d,
-        GROUP=group,
-        PACK=power_of_2(group),
+        (blocks(s, block_m // power_of_2(heads // n)), n * parts, b),
+        (*places, *rows, out, *numbers),
         WINDOW=window,
         CAP=softcap > 0,
         LATENT=w is not None,
-        PAIRS=pairs,
-        DIMS=dims,
-        KEY_DIMS=dims if w is None else max(16, power_of_2(2 * pairs)),
         PARTS=parts,
+        **_sizes(d, heads // n, (cache_k.shape[-1] - d) // 2, w is not None),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         num_warps=warps,
