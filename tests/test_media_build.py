@@ -34,16 +34,16 @@ def prepared(variant: str, **options: Any) -> Any:
 def test_a_chunk_holds_the_largest_picture(caplog: pytest.LogCaptureFixture) -> None:
     """Where its tokens see each other; with a note."""
     with caplog.at_level(logging.WARNING):
-        assert prepared("tiny-unified", prefill_chunk=16).limits.prefill_chunk == 70
+        assert prepared("tiny-unified", prefill_chunk=16).config.limits.prefill_chunk == 70
         assert "prefill-chunk 16 is raised to 70" in caplog.text
         caplog.clear()
-        assert prepared("tiny-unified", prefill_chunk=96).limits.prefill_chunk == 96
-        assert prepared("tiny-media", prefill_chunk=16).limits.prefill_chunk == 16
+        assert prepared("tiny-unified", prefill_chunk=96).config.limits.prefill_chunk == 96
+        assert prepared("tiny-media", prefill_chunk=16).config.limits.prefill_chunk == 16
         options = {"prefill_chunk": 16, "media": "audio"}
-        assert prepared("tiny-unified", **options).limits.prefill_chunk == 16
+        assert prepared("tiny-unified", **options).config.limits.prefill_chunk == 16
     assert not caplog.text
     with caplog.at_level(logging.WARNING):
-        assert prepared("tiny-unified", max_seq=64, prefill_chunk=16).limits.prefill_chunk == 64
+        assert prepared("tiny-unified", max_seq=64, prefill_chunk=16).config.limits.prefill_chunk == 64
     assert "max-seq 64: an image of 70 soft tokens, as built for, does not fit" in caplog.text
 
 

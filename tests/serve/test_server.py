@@ -264,10 +264,10 @@ def test_a_signal_lets_answers_end(engine_folder: Path, tmp_path: Path) -> None:
 
 LOADING = """
 import sys, threading
-import g4ir.cli.serve as verb
 from g4ir.cli import main
+from g4ir.cli.common import Load
 
-verb.load_to_generate = lambda *_: threading.Event().wait(60)
+Load.to_generate = lambda *_: threading.Event().wait(60)
 sys.exit(main(["serve", sys.argv[1], "--port", "0"]))
 """
 

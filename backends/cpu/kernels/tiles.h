@@ -3,7 +3,7 @@
 #include "common.h"
 #include "layout.h"
 
-/* A weight [n, k] in codes and rows of x. */
+/* A weight [n, k] quantised, and rows of x. */
 typedef struct {
     const uint8_t *w;
     const void *scales;

@@ -39,11 +39,10 @@ class BlockFormat:
 
 def _coded(kind: str, form: str, group: int) -> BlockFormat:
     """Return a type whose blocks hold the codes of a form in another order of bits."""
-    dtype = torch_dtype(FORMS[form].codes)
 
     def codes(blocks: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = LAYOUTS[kind].convert(blocks, FORMS[form].layout)
-        return made.view(dtype)
+        return made.view(torch_dtype(FORMS[form].codes))
 
     return BlockFormat(Scheme(form, group, "f16"), codes, partial(_scales, kind))
 
