@@ -43,7 +43,8 @@ def test_a_chunk_holds_the_largest_picture(caplog: pytest.LogCaptureFixture) -> 
         assert prepared("tiny-unified", **options).config.limits.prefill_chunk == 16
     assert not caplog.text
     with caplog.at_level(logging.WARNING):
-        assert prepared("tiny-unified", max_seq=64, prefill_chunk=16).config.limits.prefill_chunk == 64
+        short = prepared("tiny-unified", max_seq=64, prefill_chunk=16)
+    assert short.config.limits.prefill_chunk == 64
     assert "max-seq 64: an image of 70 soft tokens, as built for, does not fit" in caplog.text
 
 
