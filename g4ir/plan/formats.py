@@ -2,7 +2,7 @@
 
 f32, bf16 and f16 hold every element in that type; any other format is a quantisation config
 (quant/recipe.py). FORMATS estimates the built-in ones, for costs of graphs that are not quantised
-yet; `weight_sizes` is exact.
+yet.
 """
 
 from __future__ import annotations
