@@ -17,7 +17,6 @@ class GpuOnCpu(CudaRuntime, CpuRuntime):
     def __init__(self, runtime: CpuRuntime) -> None:
         self.__dict__.update(runtime.__dict__)
         self.record = None
-        self.record_chunk = None
         self.any_length = False
 
     def run(self, phase: str, *step: Any, **more: Any) -> Any:

@@ -1,6 +1,5 @@
-"""Recorded steps: decode steps that choose their own tokens, against the host that chooses, and
-full chunks of prompts. Run here without a CUDA graph, on the CPU's compiled programs, with
-everything else as on a GPU."""
+"""Recorded decode steps that choose their own tokens, against the host that chooses. Run here
+without a CUDA graph, on the CPU's compiled programs, with everything else as on a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ from g4ir.backends.cpu import runtime, step_program
 from g4ir.backends.cpu.step_loop import LoopProgram, StepLoop
 from g4ir.backends.cuda import graph as cuda_graph
 from g4ir.backends.cuda import host_table
-from g4ir.backends.cuda.graph import CHUNKS, CaptureArena, WithFallback
 from g4ir.backends.cuda.host_table import HostTable
 from g4ir.backends.cuda.schedule import any_length, schedule
 from g4ir.backends.cuda.token_loop import TokenLoop
@@ -43,9 +41,8 @@ from g4ir.engine.speculative import (
 from g4ir.errors import CheckError, EngineError
 from g4ir.weights.pack import RowTable, StoredParams
 from tests.contract import flows
-from tests.contract.flows import CHUNK, in_a_loop
+from tests.contract.flows import in_a_loop
 from tests.engines import some_tokens
-from tests.gpu_on_cpu import use_gpu_runtime
 from tests.test_kernel_ops import program
 from tests.uncompiled import uncompiled
 
@@ -378,7 +375,6 @@ def pretend(patch: pytest.MonkeyPatch, capture: Any) -> Stream:
         ("graph", capture),
         ("stream", On),
         ("current_stream", lambda: main),
-        ("graph_pool_handle", lambda: "pool"),
     ):
         patch.setattr(cuda_graph.torch.cuda, name, value)
     return main
@@ -413,111 +409,30 @@ def test_rows_at_rest_have_nothing_to_attend_to() -> None:
     assert loop.lengths.tolist() == [7, 7]
 
 
-class StandIn:
-    """A place that keeps what happens there; recording does nothing yet, as on a GPU."""
+def test_a_step_is_recorded_where_it_was_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run is on the stream on which it is recorded, and others' work goes on."""
 
-    def __init__(self, what: str = "", fails: bool = False) -> None:
-        self.said: list[str] = []
-        self.fails = fails
-
-    def launch(self, work: Work) -> None:
-        self.said.append("launch")
-        work()
-
-    def record(self, work: Work) -> Work:
-        self.said.append("record")
-        if self.fails:
-            raise EngineError("not permitted when stream is capturing")
-
-        def replay() -> None:
-            self.said.append("replay")
-            work()
-
-        return replay
-
-
-def over(engine: Engine, patch: pytest.MonkeyPatch, fails: bool = False) -> list[StandIn]:
-    """Turns recording on; returns the places of sessions that are made from now on."""
-    places: list[StandIn] = []
-
-    def place(what: str) -> StandIn:
-        places.append(StandIn(what, fails))
-        return places[-1]
-
-    runtime = use_gpu_runtime(engine, patch)
-    patch.setattr(runtime, "place", place, raising=False)
-    chunks = WithFallback(lambda work, place: place.record(work), CHUNKS)
-    patch.setattr(runtime, "record_chunk", chunks)
-    return places
-
-
-def test_a_prompt_of_several_chunks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same logits, with rings that each chunk writes over; chunks that end no prompt and those
-    that do are two recordings in one place, and what is shorter is launched. Of ragged rows one
-    ends within a recorded chunk, one has no token in it."""
-    prompts = [some_tokens(3, width) for width in (3 * CHUNK + 5, CHUNK, CHUNK)]
-    ragged = some_tokens(3, 3 * CHUNK), torch.tensor([3 * CHUNK, CHUNK + 3, 0])
-
-    def logits() -> list[torch.Tensor]:
-        session, other = engine.session(3), engine.session(3)
-        made = [session.prefill(tokens) for tokens in prompts]
-        return [*made, other.prefill(*ragged), other.decode(torch.tensor([1, 2, 3]))]
-
-    want = logits()
-    places = over(engine, monkeypatch)
-    for got, wanted in zip(logits(), want, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
-    early, last = ["launch", "record", "replay", "replay"], ["launch", "record", "replay"]
-    assert [p.said for p in places] == [[*early, *last], ["launch", "launch", "record", "replay"]]
-
-
-def test_chunks_that_cannot_be_recorded(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They are launched, each once, and that is said once, whatever session it is."""
-    tokens = some_tokens(1, 4 * CHUNK)
-    want = engine.session(1).prefill(tokens)
-    places = over(engine, monkeypatch, fails=True)
-    with caplog.at_level("WARNING"):
-        for _ in range(2):
-            torch.testing.assert_close(
-                engine.session(1).prefill(tokens), want, rtol=1e-4, atol=1e-4
-            )
-    (said,) = caplog.messages
-    assert said.startswith("full chunks of prompts run launch by launch")
-    assert "not permitted" in said
-    assert [p.said for p in places] == [["launch", "record", "launch"], ["launch", "launch"]]
-
-
-def test_recordings_of_a_place_share_its_stream_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first run of each is on the stream on which it is recorded."""
-
-    def capture(graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> On:
+    def capture(graph: Any, stream: Any, capture_error_mode: str) -> On:
         assert capture_error_mode == "thread_local"
-        Stream.seen.append(("capture", pool))
         return On(stream)
 
     main = pretend(monkeypatch, capture)
-    place, seen = CaptureArena("a chunk"), Stream.seen
-    place.launch(lambda: seen.append("work"))
-    waits, (_, side), work, after = seen
-    assert waits == ("waits", side, main) and after == ("waits", main, side) and work == "work"
-    seen.clear()
-    for _ in range(2):
-        place.record(lambda: seen.append("work"))()
-    assert seen == [("capture", "pool"), ("on", main), ("on", side), "work", "replay"] * 2
+    seen = Stream.seen
+    cuda_graph.recorded(lambda: seen.append("work"))()
+    waits, (_, side), *others = seen
+    assert waits == ("waits", side, main) and side is not main
+    assert others == ["work", ("waits", main, side), ("on", main), ("on", side), "work", "replay"]
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "held", "same"),
+    ("name", "form", "gpu", "same"),
     [
-        ("tiny-moe", "off", "", True),
-        ("tiny-ple", "off", "", True),
-        ("31b-small", "value", "", True),
-        ("tiny-moe", "off", "f8e4m3", False),  # the library's attention, over all slots
+        ("tiny-moe", "off", "h100", True),
+        ("31b-small", "value", "h100", True),
+        ("tiny-moe", "off", "", False),  # the library's attention, over all slots
     ],
 )
-def test_chunks_that_one_recording_serves(name: str, form: str, held: str, same: bool) -> None:
+def test_steps_that_one_recording_serves(name: str, form: str, gpu: str, same: bool) -> None:
     """Those whose attention goes by what rows hold, in kernels of ours."""
-    g = program(f"{name}@{held}" if held else name, form).graphs["prefill"]
-    assert any_length(schedule(g, Target("cuda", "h100", 1))) == same
+    g = program(name, form).graphs["decode"]
+    assert any_length(schedule(g, Target("cuda", gpu, 1))) == same

@@ -16,7 +16,7 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.quant.rewrite import simplified
 
 from .schedule import schedule
-from .scratch import Scratch
+from .scratch import scratch_bytes
 from .target import find_target
 from .toolkit import toolchain, toolkit_found
 
@@ -49,7 +49,7 @@ class Cuda(Device):
         return program.map(simplified)
 
     def scratch_bytes(self, program: Program) -> Callable[[Limits], int]:
-        return Scratch(program).at
+        return scratch_bytes(program)
 
     def notes(self, program: Program, target: Target) -> Iterator[str]:
         if not target.gpu:

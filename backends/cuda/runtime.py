@@ -1,4 +1,4 @@
-"""Engines on an NVIDIA GPU: recorded steps and chunks, and loops whose steps choose tokens."""
+"""Engines on an NVIDIA GPU: recorded steps, and loops whose steps choose tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from g4ir.backends.kv_cache import Caches
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 
-from .graph import CHUNK, CHUNKS, CaptureArena, Captured, LazyCapture, WithFallback, recorded
+from .graph import Captured, WithFallback, recorded
 from .schedule import any_length, schedule
 from .target import find_target
 from .token_loop import Choose, Embed, RoundLoop, TokenLoop
@@ -26,9 +26,6 @@ Tensor = torch.Tensor
 class CudaRuntime(ProgramRuntime):
     """A loaded engine on a GPU."""
 
-    #: makes the place where a session's chunks are recorded
-    place = CaptureArena
-
     def __init__(
         self,
         task: Task,
@@ -36,14 +33,10 @@ class CudaRuntime(ProgramRuntime):
         files: Mapping[str, Sequence[str | None]],
         cuda_graph: bool = True,
     ) -> None:
-        target, graphs = find_target(task.limits.max_batch), task.program.graphs
+        decode = schedule(task.program.graphs["decode"], find_target(task.limits.max_batch))
         #: makes of a decode step what replays it; None: steps run launch by launch
         self.record = WithFallback(recorded) if cuda_graph else None
-        self.any_length = any_length(schedule(graphs["decode"], target))
-        #: the same for full chunks of prompts, where a recorded one serves every length
-        records = cuda_graph and any_length(schedule(graphs["prefill"], target))
-        chunks = WithFallback(lambda work, place: place.record(work), CHUNKS)
-        self.record_chunk = chunks if records else None
+        self.any_length = any_length(decode)
         super().__init__(task, steps, files)
 
     def _device_index(self) -> int:
@@ -58,8 +51,6 @@ class CudaRuntime(ProgramRuntime):
         logits: bool,
         watch: Watch | None = None,
     ) -> Tensors | None:
-        if watch is None and self._is_full(phase, feeds):
-            return self._chunk(feeds, state, logits)
         if phase == "decode" and self.any_length:
             context = self.limits.max_seq
         if self.record and phase == "decode" and logits and watch is None:
@@ -73,27 +64,6 @@ class CudaRuntime(ProgramRuntime):
     def _plan_step(self, phase: str, views: Tensors) -> Callable[[Tensors], Tensors]:
         plan = self.plans[phase, True]
         return lambda feeds: self._results(phase, self._run_plan(plan, feeds, views))
-
-    def _is_full(self, phase: str, feeds: Tensors) -> bool:
-        """Whether it is a chunk of a prompt that may be recorded: of as many tokens as one has."""
-        full = phase == "prefill" and feeds["positions"].shape[1] == self.limits.prefill_chunk
-        return full and self.record_chunk is not None
-
-    def _chunk(self, feeds: dict[str, Tensor], state: Caches, logits: bool) -> Tensors | None:
-        """Run a full chunk, recorded for the session's caches, with logits and without apart."""
-        assert self.record_chunk
-        record, captured = self.record_chunk, state.captured
-        views, plan = state.views(self.limits.max_seq), self.plans["prefill", logits]
-
-        def step(given: Tensors) -> Tensors | None:
-            env = self._run_plan(plan, given, views)
-            return self._results("prefill", env) if logits else None
-
-        def make() -> Captured[Tensors | None]:
-            arena = captured.get(CaptureArena, CHUNK, lambda: self.place(CHUNK))
-            return Captured(step, feeds, lambda work: LazyCapture(work, arena, record))
-
-        return captured.get(Captured, (CHUNK, logits), make).replay(feeds)
 
     def _replay(self, feeds: dict[str, Tensor], state: Caches, views: Tensors) -> Tensors:
         """Replay a step in one launch; the graph is of the session's caches and so many slots."""

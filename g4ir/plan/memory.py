@@ -120,12 +120,6 @@ class Needs:
     def workspace(self, batch: int, context: int, chunk: int) -> int:
         return _workspace(self.costly, _dims(batch, context, chunk))
 
-    def without_attention(self, batch: int, context: int, chunk: int) -> int:
-        """Return the bytes of activations, and of the workspace of nodes other than attention."""
-        others = (n for n in self.costly if not n.definition.held)
-        dims = _dims(batch, context, chunk)
-        return self.activations(batch, context, chunk) + _workspace(others, dims)
-
     @cached_property
     def params(self) -> int:
         """Bytes of all packed weights but tables that are only gathered from."""
