@@ -11,11 +11,6 @@ import torch
 
 import g4ir
 from g4ir.artefact.directory import open_artefact, rebuild
-from g4ir.backends.cuda import lowerings
-from g4ir.backends.cuda.kernels.base import both_in_codes
-from g4ir.backends.cuda.schedule import dense_bytes, schedule
-from g4ir.backends.inductor.lowered import Coded
-from g4ir.backends.inductor.target import Target
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.peers import EnginePeer, find_peer
@@ -23,7 +18,7 @@ from g4ir.check.tokens import Turns
 from g4ir.engine.engine import Engine
 from g4ir.ir.graph import Graph
 from g4ir.model.text import build_program
-from g4ir.ops.codecs import ACTIVATIONS, dequantized, fake_quantized
+from g4ir.ops.codecs import ACTIVATIONS, fake_quantized
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan.resolve import pass_options
@@ -31,7 +26,6 @@ from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
-from tests.coded_products import QUANTIZE
 from tests.configs import short
 
 # --- the grid ----------------------------------------------------------------------------------
@@ -158,33 +152,3 @@ def test_an_engine_is_built_again_with_it(tmp_path: Path) -> None:
     found = open_artefact(out)
     assert found.config.activations == "int8"
     assert "--quant-activations int8 " in rebuild(out, found.manifest)
-
-
-# --- kernels -----------------------------------------------------------------------------------
-
-
-def test_codes_times_codes() -> None:
-    """The library's product of e4m3 is the same function on the CPU."""
-    x, w = torch.randn(3, 5, 64).bfloat16(), torch.randn(48, 64)
-    codes, scales = QUANTIZE(w, form="fp8", group=0, scale="f32")
-    got = lowerings.product_of_codes(x, Coded(codes, scales, torch.bfloat16))
-    want = fake_quantized(x.double(), "fp8") @ dequantized(codes, scales.double(), x.dtype).t()
-    assert got.shape == (3, 5, 48) and got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=2**-7)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "to", "taken"),
-    [("fp8", "fp8", True), ("fp8", "int8", False), ("int8", "fp8", False)],
-)
-def test_a_gpu_multiplies_codes(recipe: str, to: str, taken: bool) -> None:
-    """In prompts, e4m3 with e4m3: no weight is made dense first."""
-    g = run_passes(coded("e2b", recipe, "prefill"), options=pass_options("off", "off", to))
-    s = schedule(g, Target("cuda", "h200", 1))
-    made = {n.out.name for n in g.find("dequantize") if s.find(n)}
-    products = [n for n in g.find("linear", "linear_glu") if not s.find(n)]
-    assert products
-    both = [n for n in products if both_in_codes(g, n)]
-    assert all((n in both) != (n["w"].name in made) for n in products)
-    assert bool(both) == taken and (not made or not taken)
-    assert (dense_bytes(s) == 0) == taken

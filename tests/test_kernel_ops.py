@@ -121,7 +121,7 @@ def test_ops_keep_the_rules() -> None:
     names = {(op._schema.name.removeprefix("g4ir::"), coded) for op, coded in checked}
     assert {(name, False) for name in expected} <= names
     takers = {*("skinny_linear", "moe_gate_up", "moe_down")}
-    assert {(name, True) for name in ("dequantize", *takers)} <= names
+    assert {(name, True) for name in takers} <= names
 
 
 def test_what_an_op_writes_is_always_given() -> None:
@@ -197,7 +197,6 @@ def test_every_step_exports_for_a_gpu(
             graph = exported(text, target).graph
         called |= {str(n.target).split(".")[1] for n in graph.nodes if "g4ir" in str(n.target)}
     assert {"skinny_linear", "decode_attention"} <= called
-    assert ("dequantize" in called) == ("+" in name)
 
 
 WRITES = TABLES["graphs"]["chunk"]
@@ -324,7 +323,7 @@ def test_kernels_fit_hopper(name: str) -> None:
     found = compiled(real_cases((name,), (1,)))
     check(found)
     # However few bits a weight has, it is read in whole lines.
-    products = [r for r in found if r.kernel in ("_skinny", "_gate_up", "_down", "_dequantize")]
+    products = [r for r in found if r.kernel in ("_skinny", "_gate_up", "_down")]
     assert products and all(r.wide_loads for r in products)
 
 

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 
 from g4ir.backends.inductor.cache_write import cache_write, write_list
-from g4ir.backends.inductor.lower import COMMON, coded, dense, linear
-from g4ir.backends.inductor.lowered import Coded, Lowering, Rounded, Run
+from g4ir.backends.inductor.lower import COMMON, coded, dense
+from g4ir.backends.inductor.lowered import Coded, Lowering, Run
 from g4ir.ir.graph import Graph, Node
 from g4ir.ops.base import wide
-from g4ir.ops.codecs import quantized
 from g4ir.ops.mlp import activate
 from g4ir.ops.moe import own_index
 
-from .kernels.base import Schedule, both_in_codes, codes_of
+from .kernels.base import Schedule, codes_of
 
 Tensor = torch.Tensor
 
@@ -50,21 +49,6 @@ def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:
     weight = coded(m, n, codes, scales)
     takes = m.lowered.schedule.target.gpu and codes_of(m.graph, n.out)
     return weight if takes else dense(weight)
-
-
-def _linear(m: Run, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Any:
-    kernels = m.lowered.schedule.target.gpu and both_in_codes(m.graph, n)
-    if kernels and isinstance(x, Rounded) and isinstance(w, Coded):
-        return product_of_codes(x.x, w)
-    return linear(m, n, x, w)
-
-
-def product_of_codes(x: Tensor, w: Coded) -> Tensor:
-    """Return fake_quantize(x) @ w^T: codes are multiplied, scales after the sum, which is fp32."""
-    rows = x.flatten(0, -2)
-    codes, scales = quantized(rows, "fp8", x.shape[-1], "f32")
-    made = torch._scaled_mm(codes, w.codes.t(), scales, w.scales.float().t(), out_dtype=w.dtype)
-    return made.unflatten(0, x.shape[:-1])
 
 
 def _experts(
@@ -155,7 +139,6 @@ torch.library.register_fake("g4ir::grouped_mm", _grouped_room)
 #: op -> its lowering; one that is not here runs its reference
 LOWERINGS: Mapping[str, Lowering] = {
     **COMMON,
-    "linear": Lowering(_linear, (Coded, Rounded)),
     "dequantize": Lowering(_dequantize),
     "dequantize_tiles": Lowering(_dequantize),
     "experts": Lowering(_experts, (Coded,)),

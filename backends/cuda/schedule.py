@@ -17,7 +17,7 @@ from g4ir.ops.base import nothing
 from g4ir.ops.collective import COLLECTIVES
 
 from .kernels import KERNELS
-from .kernels.base import SKINNY, Choice, Schedule, both_in_codes
+from .kernels.base import SKINNY, Choice, Schedule
 
 #: a node that the compiler turns into kernels of its own, or hands to the library
 OTHER = "compiler"
@@ -53,8 +53,7 @@ def dense_bytes(s: Schedule) -> int:
 
     def taken(n: Node) -> int:
         choice = s.find(n)
-        coded = choice.kernel.coded if choice else both_in_codes(s.graph, n)
-        return 0 if coded else sum(made.get(v.name, 0) for v in n.inputs)
+        return 0 if choice and choice.kernel.coded else sum(made.get(v.name, 0) for v in n.inputs)
 
     return max(map(taken, s.graph.nodes), default=0)
 

@@ -160,21 +160,6 @@ def row_tile(shape: Shape) -> int:
     return max(16, 1 << (shape["rows"] - 1).bit_length())
 
 
-def both_in_codes(g: Graph, n: Node) -> bool:
-    """Whether the library multiplies codes of rows with those of a weight: e4m3 with a scale for
-    each row on both sides, of sizes that are multiples of 16, into bf16."""
-    if n.op not in ("linear", "linear_glu"):
-        return False
-    x, w = (g.producers.get(n[operand].name) for operand in ("x", "w"))
-    if not (
-        x and w and (x.op, w.op) == ("fake_quantize", "dequantize") and x.word("form") == "fp8"
-    ):
-        return False
-    codes, scales = w["codes"].type, w["scales"].type
-    fits = codes.dtype == "f8e4m3" and w.out.type.dtype == "bf16" and size(scales, -1) == 1
-    return fits and codes.rank == 2 and all(size(codes, axis) % 16 == 0 for axis in (0, 1))
-
-
 def reads_blocks(n: Node) -> bool:
     """Whether an attention reads block ids."""
     return len(n.chunk) > len(n.caches)

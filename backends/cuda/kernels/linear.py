@@ -1,5 +1,4 @@
-"""Products of a few rows with a weight, also after the norm that makes the row; and weights made of
-their codes for products of more rows."""
+"""Products of a few rows with a weight, also after the norm that makes the row."""
 
 from __future__ import annotations
 
@@ -7,8 +6,7 @@ from typing import Any
 
 from g4ir.backends.inductor.lowered import Run
 from g4ir.backends.inductor.target import Target
-from g4ir.ir.graph import RESULT, Graph, Node
-from g4ir.ops.codecs import FORMS
+from g4ir.ir.graph import Graph, Node
 from g4ir.ops.mlp import ACTIVATIONS
 
 from .base import (
@@ -17,7 +15,6 @@ from .base import (
     Sample,
     Shape,
     Use,
-    both_in_codes,
     codes_of,
     held,
     is_quantised,
@@ -77,23 +74,6 @@ def _linear(run: Run, n: Node, choice: Choice, x: Any, w: Any, up: Any = None) -
     act = "" if n.op == "linear" else n.word("act")
     y = skinny_linear(x, w, up, act, **choice.use, scales=scales)
     return y.sum(0).to(x.dtype) if choice.use.get("split", 1) > 1 else y
-
-
-def _dense_shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    """Return the shape of a weight with a user that is the library's."""
-    form, users = codes_of(g, n.out), g.users.get(n.out.name, [RESULT])
-    if not form or all(
-        u is not RESULT and (is_skinny(u, target) or both_in_codes(g, u)) for u in users
-    ):
-        return None
-    k = size(n.out.type, -1)
-    return {"n": n.out.type.numel() // k, "k": k, **form}
-
-
-def _dequantize(run: Run, n: Node, choice: Choice, codes: Any, scales: Any) -> Any:
-    from .codes_triton import dequantize
-
-    return dequantize(codes, scales, n.word("to"), **choice.use)
 
 
 def _use(block_m: int, block_n: int, block_k: int = 32, **more: int) -> dict[str, int]:
@@ -163,37 +143,7 @@ def _product(rows: int, n: int, k: int) -> tuple[str, ...]:
     return f"T[{rows},1,{k}]", f"*T[{n},{k}]"
 
 
-#: shape of the codes in numbers, form, groups of a row
-WEIGHTS = [
-    ((5, 40), "int8", 1),
-    ((2, 3, 96), "int4", 3),
-    ((9, 40), "int4", 1),
-    ((3, 40), "fp8", 1),
-    ((4, 256), "fp8", 2),
-]
-
-
-def _weight(shape: tuple[int, ...], form: str, groups: int) -> Sample:
-    f, rows, k = FORMS[form], ",".join(map(str, shape[:-1])), shape[-1]
-    return Sample(
-        (f"{f.codes}[{rows},{k // f.packed}]", f"T[{rows},{groups}]"),
-        {"to": "T"},
-        {"block_n": 2, "block_k": 64, "warps": 1},
-        packed=True,
-    )
-
-
 KERNELS = (
-    Kernel(
-        op="dequantize",
-        starts={"dequantize": 1},
-        rule=_dense_shape,
-        call=_dequantize,
-        samples=tuple(_weight(*sizes) for sizes in WEIGHTS),
-        error=1e-6,
-        differ=0,
-        uses={"dequantize": {"block_n": 8, "block_k": 1024, "warps": 8}},
-    ),
     Kernel(
         op="linear",
         starts={"skinny_linear": 1},
