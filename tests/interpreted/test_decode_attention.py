@@ -6,29 +6,15 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
-from g4ir.backends.cuda.kernels import decode_attention_triton as module
 from g4ir.backends.cuda.kernels.base import attention_sample, zeros_of
-from g4ir.backends.cuda.kernels.decode_attention_triton import (
-    _span,
-    decode_attention,
-    tree,
-)
-from g4ir.backends.cuda.kernels.launch import by_default, recorded, start
+from g4ir.backends.cuda.kernels.decode_attention_triton import decode_attention
+from g4ir.backends.cuda.kernels.launch import by_default, recorded
 
 from .samples import Try, kernel_called
 
 PLAIN = kernel_called("decode_attention")
 USE = {"splits": 3, "block_n": 4, "warps": 4, "stages": 2}
-
-
-@triton.jit
-def _shares(seen, used, SPLITS: tl.constexpr, N: tl.constexpr):
-    i = tl.program_id(0)
-    _, _, _, shares = _span(tl.load(seen + i), 1 << 30, 0, 0, SPLITS, N)
-    tl.store(used + i, shares)
 
 
 def over(
@@ -39,23 +25,10 @@ def over(
     return Try(kernel, attention_sample(lengths, 64, 0, USE, heads=heads, pairs=pairs), "f32")
 
 
-@pytest.mark.parametrize("splits", [7, 12])
-def test_two_steps(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partial results added by groups: same counters, and more splits than keys."""
-    monkeypatch.setattr(module, "STEP", 0)
-    fan, _ = tree(splits, 1)
-    assert fan < splits
-    for lengths, block_n in (((0, 1, 9), 2), ((17, 41, 64), 8), ((5,), 1)):
-        one = over(lengths)
-        one.check(one.run(splits=splits, block_n=block_n))
-
-
-@pytest.mark.parametrize("step", [module.STEP, 0], ids=["one step", "two steps"])
-def test_the_order_of_arrival_is_free(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_arrival_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits whoever comes last."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    monkeypatch.setattr(module, "STEP", step)
     one = over((41,), heads=(4, 2))
     (want,) = one.run(splits=7)
     turn = InterpreterBuilder.set_grid_idx
@@ -79,27 +52,6 @@ def test_counters_are_zero_afterwards() -> None:
         with context:
             decode_attention(q, end, None, [k, v], counts, **rest, **{**USE, "splits": 4})
         assert not counts.any()
-
-
-def test_shares_of_short_and_long_contexts() -> None:
-    """128 shares where each has 256 keys and more; below, 64, and for a few keys a block each."""
-    seen = torch.tensor([0, 1, 32, 64, 2048, 16384, 16385, 24000, 32768, 131072])
-    used = torch.empty_like(seen)
-    start(_shares, (len(seen),), (seen, used), SPLITS=128, N=32)
-    assert used.tolist() == [1, 1, 1, 2, 64, 64, 65, 94, 128, 128]
-
-
-@pytest.mark.parametrize("size", [1, 2048, 8192, 32768])
-def test_counters_fit(size: int) -> None:
-    for splits in range(1, 509):
-        fan, bits = tree(splits, size)
-        groups = -(-splits // fan)
-        if groups == 1:
-            assert fan < 1 << bits <= 1 << 31
-            continue
-        assert fan < 1 << bits
-        assert groups * bits + groups.bit_length() <= 63
-        assert fan + groups < splits
 
 
 def test_one_split_needs_no_workspace() -> None:

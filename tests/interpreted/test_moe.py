@@ -22,7 +22,7 @@ def routed(
     count, counter = scores.shape[-1], torch.zeros(1, dtype=torch.int64)
     ones, eye = scores.new_ones(count), torch.eye(count).to(scores.dtype)
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    found = moe_route(scores, ones, eye, factor, None, counter, 0, top_k, 1.0, **USE)
+    found = moe_route(scores, ones, eye, factor, counter, top_k, 1.0, **USE)
     assert not counter.any()
     return found
 
@@ -32,7 +32,7 @@ def test_each_step_of_the_scores_is_rounded() -> None:
     g = torch.Generator().manual_seed(0)
     x, scale = (torch.randn(*s, generator=g).bfloat16() for s in ((2, 1, 64), (64,)))
     proj, root, ones = torch.eye(64).bfloat16(), 0.37, torch.ones(64)
-    given = (x, scale, proj, ones, None, torch.zeros(1, dtype=torch.int64), 0, 64, root)
+    given = (x, scale, proj, ones, torch.zeros(1, dtype=torch.int64), 64, root)
     got = moe_route(*given, **USE)[0]
     steps, once = x * scale * root, (x.float() * scale.float() * root).bfloat16()
     for scores, equal in ((steps, True), (once, False)):

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from g4ir.backends.cuda.kernels import decode_attention_triton as module
-from g4ir.backends.cuda.kernels.decode_attention_triton import decode_attention, tree
+from g4ir.backends.cuda.kernels.decode_attention_triton import decode_attention
 from g4ir.backends.cuda.kernels.launch import start
 from g4ir.ops.attention import attention
 
@@ -30,26 +30,24 @@ def _fail(word):
 
 
 @triton.jit
-def _last_without_an_atomic(word, shift, size, BITS: tl.constexpr):
+def _last_without_an_atomic(word, size):
     before = tl.load(word)
-    tl.store(word, before + (tl.full([], 1, tl.int64) << shift))
-    return ((before >> shift) & ((1 << BITS) - 1)) == size - 1
+    tl.store(word, before + 1)
+    return before == size - 1
 
 
 @triton.jit
-def _counts_before_it_stores(
-    sums, out, work, split, used, pair, GROUP, D, SPLITS, FAN, BITS, STAGES
-):
-    """`_finish` of one group, in which the last to count adds up what others have yet to store."""
+def _counts_before_it_stores(sums, out, work, split, used, pair, GROUP, D, SPLITS, STAGES):
+    """`_finish`, in which the last to count adds up what others have yet to store."""
     o, top, total = sums
     parts, stats, arrivals = work
     out += pair * (GROUP * D)
-    parts += pair * ((SPLITS + 1) * GROUP * D)
-    stats += pair * ((SPLITS + 1) * GROUP * 2)
-    last = module.is_last(arrivals + pair, 0, used, BITS)
+    parts += pair * (SPLITS * GROUP * D)
+    stats += pair * (SPLITS * GROUP * 2)
+    last = module.is_last(arrivals + pair, used)
     module._put(parts, stats, split, o, top, total, GROUP, D)
     if last:
-        o1, _, total1 = module._merge(parts, stats, 0, used, GROUP, D, o.shape[1], STAGES)
+        o1, total1 = module._merge(parts, stats, used, GROUP, D, o.shape[1], STAGES)
         module._write(out, o1, total1, GROUP, D)
         tl.store(arrivals + pair, 0)
 
@@ -78,11 +76,8 @@ def decode(splits: int) -> float:
 
 
 @pytest.mark.parametrize("splits", [3, 16])
-def test_shares_of_attention(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
-    """Added by whoever is last, in one step and, of groups of 4, in two."""
-    if splits == 16:
-        monkeypatch.setattr(module, "STEP", 0)
-        assert tree(splits, 1) == (4, 3)
+def test_shares_of_attention(splits: int) -> None:
+    """Added by whoever is last."""
     with interleaved(0), poisoned():
         assert decode(splits) < 1e-5
 

@@ -23,8 +23,6 @@ from g4ir.ops.types import Type
 
 #: most rows that products with few rows take; more are the library's
 SKINNY = 64
-#: of decode attention: more shares than this are for contexts in which each has more keys
-SHARES, SHARE_KEYS = 64, 256
 
 Shape = Mapping[str, int]
 Use = Mapping[str, int]

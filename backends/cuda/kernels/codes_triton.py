@@ -109,16 +109,16 @@ def _word_products(word, x, exponent, W):
 
 
 @triton.jit
-def _one_row(x, w, scales, live, first, exponent, K, CHUNK, BLOCK_K, R, STAGES, FORM, GROUP):
+def _one_row(x, w, scales, live, exponent, K, BLOCK_K, R, STAGES, FORM, GROUP):
     """fp32 [R, 1]: what `sums_of` adds for one row of x, without its rows' own scales."""
     EACH: tl.constexpr = 8 if FORM == "int4" else 1
     W: tl.constexpr = BLOCK_K // EACH
     j, k = tl.arange(0, W), tl.arange(0, BLOCK_K)
     sums = tl.zeros([R, W], tl.float32)
-    for at in tl.range(0, CHUNK, BLOCK_K, num_stages=STAGES):
-        columns = first + at + k
+    for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        columns = at + k
         a = tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
-        here = (first + at) // EACH + j
+        here = at // EACH + j
         t = tl.load(
             w[:, None] + here[None, :],
             mask=live[:, None] & (here < K // EACH)[None, :],
@@ -127,16 +127,14 @@ def _one_row(x, w, scales, live, first, exponent, K, CHUNK, BLOCK_K, R, STAGES, 
         )
         t = _word_products(t, a, exponent, W) if FORM == "int4" else t.to(tl.float32) * a
         if GROUP:
-            t = _scaled(t, scales, live, first + at, K, W, BLOCK_K, R, GROUP, 0)
+            t = _scaled(t, scales, live, at, K, W, BLOCK_K, R, GROUP, 0)
         sums += t
     return tl.sum(sums, 1)[:, None]
 
 
 @triton.jit
-def sums_of(
-    x, real, w, scales, row, live, first, K, CHUNK, BLOCK_M, BLOCK_K, R, STAGES, FORM, GROUP
-):
-    """fp32 [R, BLOCK_M]: sum over CHUNK values of k, from `first`, of x[m][k] * weight[row][k].
+def sums_of(x, real, w, scales, row, live, K, BLOCK_M, BLOCK_K, R, STAGES, FORM, GROUP):
+    """fp32 [R, BLOCK_M]: sum over k of x[m][k] * weight[row][k].
 
     x: pointers to rows [BLOCK_M], those that are `real`; row [R]: rows of w [.., K], those that are
     `live`. One row multiplies and adds in fp32; more, from 16 on, go to tensor cores.
@@ -144,14 +142,12 @@ def sums_of(
     exponent = bits_of_16(w)
     w, scales = rows_of(w, row, K, FORM), scales_of(scales, row, K, GROUP)
     if BLOCK_M == 1:
-        sums = _one_row(
-            x, w, scales, live, first, exponent, K, CHUNK, BLOCK_K, R, STAGES, FORM, GROUP
-        )
+        sums = _one_row(x, w, scales, live, exponent, K, BLOCK_K, R, STAGES, FORM, GROUP)
     else:
         sums = tl.zeros([R, BLOCK_M], tl.float32)
-        for at in tl.range(0, CHUNK, BLOCK_K, num_stages=STAGES):
-            t = weight_tile(w, scales, live, first + at, exponent, K, BLOCK_K, R, FORM, GROUP)
-            k = first + at + tl.arange(0, BLOCK_K)
+        for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            t = weight_tile(w, scales, live, at, exponent, K, BLOCK_K, R, FORM, GROUP)
+            k = at + tl.arange(0, BLOCK_K)
             inside = real[None, :] & (k < K)[:, None]
             a = tl.load(x[None, :] + k[:, None], mask=inside, other=0.0)
             sums = tl.dot(t.to(a.dtype), a, sums, input_precision="ieee")

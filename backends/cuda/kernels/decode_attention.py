@@ -13,6 +13,8 @@ from .base import Choice, Kernel, Shape, Use, attention_shape, is_row, masking, 
 from .base import attention_sample as sample
 
 WARPS = {"warps": 8, "stages": 3}
+#: numbers of partial results, half a MiB, that one program adds up
+ADDED = 1 << 17
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
@@ -26,8 +28,10 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
 
 
 def _estimate(shape: Shape) -> Use:
-    """Return splits that give a program to each of some 128 multiprocessors; 8 of a window."""
-    programs, most = 1 << (shape["programs"] - 1).bit_length(), 8 if shape["window"] else 128
+    """Return splits that give a program to each of some 128 multiprocessors; 8 of a window, and no
+    more than one program can add up of others."""
+    programs = 1 << (shape["programs"] - 1).bit_length()
+    most = 8 if shape["window"] else max(1, ADDED // (shape["group"] * shape["d"]))
     block_n = 64 if shape["window"] else 32
     return {"splits": min(most, max(1, 128 // programs)), "block_n": block_n} | WARPS
 
@@ -77,7 +81,6 @@ OTHERS = [
     sample((41,), 64, 0, _use(3), scale=180.0),  # the running maximum
     sample((41,), 64, 0, _use(2), softcap=0.5),
     sample((100_003, 65_536), W, W, _use(2)),  # slots follow from late positions
-    sample((700,), 1024, 0, _use(128), heads=(2, 1)),  # counters of 11 groups exceed an int32
 ]
 LATENT = [
     *(

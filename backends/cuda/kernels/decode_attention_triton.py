@@ -3,9 +3,9 @@
 Split-KV: a program has one row, one key head and one split of the keys that the query sees; the
 query heads of the group are the rows of its products, so that a key is read once. The splits follow
 from the number of tokens in the cache when the kernel runs: one captured graph serves all lengths,
-and no slot is read that the query does not see. The program that arrives last, by a counter, adds
-the partial results in the order of the splits: in two steps, by groups, where they are many or
-large. Counters of a (row, key head) are fields of one int64 of `arrivals`, 0 before and after.
+and no slot is read that the query does not see. The program that arrives last, by the counter of
+its (row, key head) in `arrivals`, 0 before and after, adds the partial results in the order of the
+splits.
 
 Numerics: fp32 scores, running maximum in base 2, fp32 sums; probabilities are rounded to the
 cache's dtype before they multiply V. The rms error against float64 is at most 1.5 of that of the
@@ -16,7 +16,7 @@ result's rms.
 
 from __future__ import annotations
 
-from math import e, isqrt, log2
+from math import e, log2
 from typing import Any
 
 import torch
@@ -29,14 +29,9 @@ from g4ir.ops.kv_quant import GROUP as CODES
 from g4ir.ops.kv_quant import numbers, numbers_in
 from g4ir.ops.latent import keys_values
 
-from .base import SHARE_KEYS, SHARES
-from .launch import blocks, is_last, power_of_2, start, takes, tanh
+from .launch import is_last, power_of_2, start, takes, tanh
 
 Tensor = torch.Tensor
-
-#: Bytes of partial results that one program adds in about the time of a second step, and the
-#: bytes in whose time it adds one of any size: a round of barriers.
-STEP, ROUND = 96 * 1024, 8 * 1024
 
 #: Bytes of partial results that are on their way while one is added, and their number at most.
 ON_THE_WAY, AHEAD = 64 * 1024, 8
@@ -44,26 +39,6 @@ ON_THE_WAY, AHEAD = 64 * 1024, 8
 #: Codes that share a scale in rows of 8 bits, and the most latent rows of these that are taken at a
 #: time: on their way to numbers they need twice the registers.
 EACH, CODED_KEYS = tl.constexpr(CODES), 16
-
-#: More shares than `SHORT` are for contexts in which each has more keys than `LONG`: a share less
-#: to add up is worth more in shorter ones.
-SHORT, LONG = tl.constexpr(SHARES), tl.constexpr(SHARE_KEYS)
-
-
-def tree(splits: int, size: int) -> tuple[int, int]:
-    """Return (partial results of `size` bytes in a group, bits of a group's counter).
-
-    One group where all are added at once. Else groups of about sqrt(splits), whose counters and
-    that of the groups, above them, fit into 63 bits.
-    """
-    root = isqrt(splits - 1) + 1
-    if (splits - 2 * root) * max(size, ROUND) > STEP:
-        for bits in range(2, 9):
-            most = max(g for g in range(1, 32) if g * bits + g.bit_length() <= 63)
-            fan = max(root, -(-splits // most))
-            if fan < 1 << bits:
-                return fan, bits
-    return splits, 31
 
 
 @triton.jit
@@ -77,8 +52,6 @@ def _span(end, slots, split, WINDOW, SPLITS, N):
     first = end - seen
     seen = seen.to(tl.int32)
     share = tl.maximum(tl.cdiv(seen, SPLITS), N)
-    if SPLITS > SHORT:
-        share = tl.maximum(share, tl.minimum(tl.cdiv(seen, SHORT), LONG))
     used = tl.maximum(tl.cdiv(seen, share), 1)
     return first, split * share, tl.minimum((split + 1) * share, seen), used
 
@@ -152,15 +125,15 @@ def _put(parts, stats, i, o, top, total, GROUP, D):
 
 
 @triton.jit
-def _merge(parts, stats, first, number, GROUP, D, DP, STAGES):
-    """The sum of the partial results first .. first + number - 1, as one: o, maximum, sum."""
+def _merge(parts, stats, number, GROUP, D, DP, STAGES):
+    """The sum of so many partial results: o and sum."""
     H: tl.constexpr = triton.next_power_of_2(GROUP)
     h, cols = tl.arange(0, H), tl.arange(0, DP)[None, :]
     real = (h < GROUP)[:, None] & (cols < D)
     o = tl.zeros([H, DP], tl.float32)
     top = tl.full([H], float("-inf"), tl.float32)
     total = tl.zeros([H], tl.float32)
-    for i in tl.range(first, first + number, num_stages=STAGES):
+    for i in tl.range(0, number, num_stages=STAGES):
         at = stats + 2 * i * GROUP + h
         its = tl.load(at, mask=h < GROUP, other=0.0, cache_modifier=".cg")
         sums = tl.load(at + GROUP, mask=h < GROUP, other=0.0, cache_modifier=".cg")
@@ -171,39 +144,28 @@ def _merge(parts, stats, first, number, GROUP, D, DP, STAGES):
         fade, gain = tl.exp2(top - highest), tl.exp2(its - highest)
         o = o * fade[:, None] + part * gain[:, None]
         top, total = highest, total * fade + sums * gain
-    return o, top, total
+    return o, total
 
 
 @triton.jit
-def _finish(sums, out, work, split, used, pair, GROUP, D, SPLITS, FAN, BITS, STAGES):
+def _finish(sums, out, work, split, used, pair, GROUP, D, SPLITS, STAGES):
     """From a share's sums (o [M, DP], maximum and sum [M]) to the result of the pair (row, key
     head); work: partial results, their maxima and sums, counters."""
     o, top, total = sums
     parts, stats, arrivals = work
     DP: tl.constexpr = o.shape[1]
-    GROUPS: tl.constexpr = (SPLITS + FAN - 1) // FAN
     out += pair * (GROUP * D)
     if SPLITS == 1 or used == 1:
         _write(out, o, total, GROUP, D)
     else:
-        parts += pair * ((SPLITS + GROUPS) * GROUP * D)
-        stats += pair * ((SPLITS + GROUPS) * GROUP * 2)
+        parts += pair * (SPLITS * GROUP * D)
+        stats += pair * (SPLITS * GROUP * 2)
         arrivals += pair
-        group = split // FAN
-        size = tl.minimum(used - group * FAN, FAN)
         _put(parts, stats, split, o, top, total, GROUP, D)
-        if is_last(arrivals, group * BITS, size, BITS):
-            o1, top1, total1 = _merge(parts, stats, group * FAN, size, GROUP, D, DP, STAGES)
-            if used <= FAN:
-                _write(out, o1, total1, GROUP, D)
-                tl.store(arrivals, 0)
-            elif GROUPS > 1:
-                _put(parts, stats, SPLITS + group, o1, top1, total1, GROUP, D)
-                groups = tl.cdiv(used, FAN)
-                if is_last(arrivals, GROUPS * BITS, groups, 63 - GROUPS * BITS):
-                    o2, _, total2 = _merge(parts, stats, SPLITS, groups, GROUP, D, DP, STAGES)
-                    _write(out, o2, total2, GROUP, D)
-                    tl.store(arrivals, 0)
+        if is_last(arrivals, used):
+            o1, total1 = _merge(parts, stats, used, GROUP, D, DP, STAGES)
+            _write(out, o1, total1, GROUP, D)
+            tl.store(arrivals, 0)
 
 
 @triton.jit
@@ -307,8 +269,6 @@ def _decode(
     DP: tl.constexpr,
     N: tl.constexpr,
     SPLITS: tl.constexpr,
-    FAN: tl.constexpr,
-    BITS: tl.constexpr,
     STAGES: tl.constexpr,
     ROW: tl.constexpr,
 ):
@@ -334,20 +294,18 @@ def _decode(
             )
         work, pair = (parts, stats, arrivals), row * tl.num_programs(1) + head
         sums = (o, top, tl.sum(total, 1))
-        _finish(sums, out, work, split, used, pair, GROUP, D, SPLITS, FAN, BITS, STAGES)
+        _finish(sums, out, work, split, used, pair, GROUP, D, SPLITS, STAGES)
 
 
 def workspace(out: Tensor, kv_heads: int, splits: int) -> tuple[Tensor, Tensor, dict[str, int]]:
     """Return partial results, their maxima and sums, and the constants of the sums."""
     b, _, heads, d = out.shape
     group = heads // kv_heads
-    size = 4 * group * d
-    fan, bits = tree(splits, size)
-    ahead = max(2, min(AHEAD, fan, ON_THE_WAY // size))
-    held = splits + blocks(splits, fan) if splits > 1 else 0
+    ahead = max(2, min(AHEAD, splits, ON_THE_WAY // (4 * group * d)))
+    held = splits if splits > 1 else 0
     parts = out.new_empty((b, kv_heads, held, group, d), dtype=torch.float32)
     stats = out.new_empty((b, kv_heads, held, 2, group), dtype=torch.float32)
-    return parts, stats, {"SPLITS": splits, "FAN": fan, "BITS": bits, "STAGES": ahead + 1}
+    return parts, stats, {"SPLITS": splits, "STAGES": ahead + 1}
 
 
 def constants(out: Tensor, kv_heads: int, window: int, softcap: float) -> dict[str, Any]:

@@ -116,10 +116,9 @@ def rounded(x, like):
 
 
 @triton.jit
-def is_last(word, shift, size, BITS):
-    """Counts in a field of BITS bits; whether this program is the last of `size`, which then sees
-    what the others stored: the barrier puts all threads' stores before the one atomic."""
+def is_last(word, size):
+    """Counts; whether this program is the last of `size`, which then sees what the others stored:
+    the barrier puts all threads' stores before the one atomic."""
     tl.debug_barrier()
     one = tl.full([], 1, tl.int64)
-    before = tl.atomic_add(word, one << shift, sem="acq_rel", scope="gpu")
-    return ((before >> shift) & ((1 << BITS) - 1)) == size - 1
+    return tl.atomic_add(word, one, sem="acq_rel", scope="gpu") == size - 1

@@ -23,9 +23,6 @@ from .base import (
     size,
 )
 
-#: programs that fill a Hopper GPU
-PROGRAMS = 264
-
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
     w = n["w"].type
@@ -45,16 +42,13 @@ def _one_row(shape: Shape, block_n: int) -> Use:
 
 
 def _estimate(shape: Shape) -> Use:
-    """Return settings for which each of 132 multiprocessors has some programs: of few rows of a
-    weight by parts of k, whose sums the compiler adds up where it reads them."""
-    n, k = shape["n"], shape["k"]
+    """Return settings for which each of 132 multiprocessors has some programs."""
+    n = shape["n"]
     if shape["rows"] == 1:
-        use = _one_row(shape, 2 if n <= 512 else 4 if n <= 3072 else 8)
-        return {**use, "split": 2 if k >= 1024 and n < PROGRAMS * use["block_n"] else 1}
-    block_n = 32 if n <= 1024 else 64 if n <= 10240 else 128
-    split = min(8, -(-k // 256), -(-PROGRAMS * block_n // n))
+        return _one_row(shape, 2 if n <= 512 else 4 if n <= 3072 else 8)
+    block_n = 16 if n <= 2048 else 32 if n <= 4096 else 64 if n <= 10240 else 128
     tile = {"block_m": row_tile(shape), "block_n": block_n, "block_k": 128}
-    return {**tile, "warps": 4, "stages": 4, "split": split}
+    return {**tile, "warps": 4, "stages": 4}
 
 
 def _glu(shape: Shape) -> Use:
@@ -72,8 +66,7 @@ def _linear(run: Run, n: Node, choice: Choice, x: Any, w: Any, up: Any = None) -
 
     w, scales = held(w)
     act = "" if n.op == "linear" else n.word("act")
-    y = skinny_linear(x, w, up, act, **choice.use, scales=scales)
-    return y.sum(0).to(x.dtype) if choice.use.get("split", 1) > 1 else y
+    return skinny_linear(x, w, up, act, **choice.use, scales=scales)
 
 
 def _use(block_m: int, block_n: int, block_k: int = 32, **more: int) -> dict[str, int]:
@@ -100,13 +93,6 @@ PRODUCTS = [
     (1, 40, 1536, _use(1, 8, 512, stages=4)),
     (5, 72, 1536, _use(16, 64, 128, stages=3)),
 ]
-#: the same in parts of k, some of them empty
-SUMMED = [
-    (1, 21, 7, ONE | {"split": 3}),
-    (1, 21, 100, ONE | {"split": 4}),
-    (3, 21, 100, MANY | {"split": 3}),
-    (33, 21, 100, WIDEST | {"split": 3}),
-]
 GATED = [(1, 5, 33, ONE), (3, 32, 96, MANY), (16, 5, 33, MANY), (2, 37, 45, ONE)]
 #: the same of quantised weights, and the codes: of rows and of groups, more and fewer than a block
 INT8, INT4, FP8 = ("int8", 0), ("int4", 32), ("fp8", 0)
@@ -123,12 +109,6 @@ CODED = [
     (4, 5, 40, MANY, ("int4", 0)),
     (1, 5, 40, ONE, ("int4", 0)),
     (1, 6, 128, _use(1, 4, 64), ("int8", 16)),
-]
-CODED_PARTS = [
-    (1, 21, 224, ONE | {"split": 3}, INT4),
-    (3, 21, 72, ONE | {"split": 3}, INT8),
-    (16, 21, 224, MANY | {"split": 3}, INT4),
-    (4, 21, 72, MANY | {"split": 3}, FP8),
 ]
 CODED_GLU = [
     (1, 5, 96, ONE, INT4),
@@ -149,11 +129,8 @@ KERNELS = (
         starts={"skinny_linear": 1},
         rule=_shape,
         call=_linear,
-        samples=tuple(Sample(_product(b, n, k), use=use) for b, n, k, use in (*PRODUCTS, *SUMMED))
-        + tuple(
-            Sample(_product(b, n, k), use=use, coded={1: how})
-            for b, n, k, use, how in (*CODED, *CODED_PARTS)
-        ),
+        samples=tuple(Sample(_product(b, n, k), use=use) for b, n, k, use in PRODUCTS)
+        + tuple(Sample(_product(b, n, k), use=use, coded={1: how}) for b, n, k, use, how in CODED),
         error=5e-6,
         uses={"skinny_linear": _estimate},
         coded=True,

@@ -38,7 +38,6 @@ def _skinny(
     rows,
     N: tl.constexpr,
     K: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -48,23 +47,21 @@ def _skinny(
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Columns of y for BLOCK_M rows, over one CHUNK of K.
+    """Columns of y for BLOCK_M rows.
 
     x [rows, K]; w [N, K], or [2N, K] if PACKED: gate rows, then up rows, in a FORM with scales in
-    each GROUP (codes_triton.py); up [rows, N], read if ACT is given and not PACKED; y [chunks,
-    rows, N]. Grid: columns, chunks, rows.
+    each GROUP (codes_triton.py); up [rows, N], read if ACT is given and not PACKED; y [rows,
+    N]. Grid: columns, rows.
     """
-    part = tl.program_id(1)
-    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     R: tl.constexpr = 2 * BLOCK_N if PACKED else BLOCK_N
     r = tl.arange(0, R)
     i = tl.program_id(0) * BLOCK_N + r % BLOCK_N
     live = i < N
     row = i + r // BLOCK_N * N
-    first = part * CHUNK
     x += m.to(tl.int64) * K
     sums = sums_of(
-        *(x, m < rows, w, scales, row, live, first, K, CHUNK),
+        *(x, m < rows, w, scales, row, live, K),
         *(BLOCK_M, BLOCK_K, R, STAGES, FORM, GROUP),
     )
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -77,18 +74,13 @@ def _skinny(
     elif ACT != "":
         by = tl.load(up + at, mask=mask, other=0).to(tl.float32)
         sums = gated(sums, by, y, ACT)
-    tl.store(y + part.to(tl.int64) * rows * N + at, sums.to(y.dtype.element_ty), mask=mask)
+    tl.store(y + at, sums.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def gated(gate, up, like, ACT):
     """act(gate) * up with the roundings of the ops `linear` and `glu`, all but the last."""
     return rounded(activate(rounded(gate, like), ACT), like) * up
-
-
-def chunk(k: int, split: int, block_k: int) -> int:
-    """Count the products of k that one of `split` parts adds: whole blocks, the last part fewer."""
-    return int(blocks(blocks(k, block_k), split) * block_k)
 
 
 @triton_op("g4ir::skinny_linear", mutates_args={})
@@ -103,32 +95,24 @@ def skinny_linear(
     warps: int,
     stages: int,
     scales: Tensor | None = None,
-    split: int = 1,
 ) -> Tensor:
     """Compute the op `linear`: x [..., k], w [n, k] -> [..., n]; w may be codes, with scales.
 
-    With split above 1 fp32 [split, ..., n], whose sum, rounded, is the op. With act then `glu` with
-    up [..., n], or, without up, `glu_packed`, w [2n, k].
+    With act then `glu` with up [..., n], or, without up, `glu_packed`, w [2n, k].
     """
     packed, k = bool(act) and up is None, x.shape[-1]
     if not takes(x):
-        w = dense(w, scales, x.dtype)
-        if split > 1:
-            step = chunk(k, split, block_k)
-            at = [slice(p * step, (p + 1) * step) for p in range(split)]
-            return torch.stack([_linear(x[..., s].float(), w[:, s].float()) for s in at])
-        return activated(_linear(x, w), up, act)
+        product: Tensor = linear.reference(x, dense(w, scales, x.dtype))
+        return activated(product, up, act)
     n, rows = w.shape[0] // (1 + packed), x.numel() // k
-    shape = (*x.shape[:-1], n)
-    y = x.new_empty((split, *shape), dtype=torch.float32) if split > 1 else x.new_empty(shape)
+    y = x.new_empty((*x.shape[:-1], n))
     own, other = w if scales is None else scales, x if up is None else up.contiguous()
     start(
         _skinny,
-        (blocks(n, block_n), split, blocks(rows, block_m)),
+        (blocks(n, block_n), blocks(rows, block_m)),
         (x.contiguous(), w, own, other, y, rows),
         N=n,
         K=k,
-        CHUNK=chunk(k, split, block_k),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -148,7 +132,3 @@ def activated(gate: Tensor, up: Tensor | None, act: str) -> Any:
     if up is None:
         gate, up = gate.chunk(2, -1)
     return glu.reference(gate, up, act=act)
-
-
-def _linear(x: Tensor, w: Tensor) -> Any:
-    return linear.reference(x, w)

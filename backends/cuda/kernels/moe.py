@@ -27,9 +27,12 @@ from .base import (
     zeros_of,
 )
 
+#: operands of a block of all experts
+ALL_EXPERTS = 10
+
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    if not is_skinny(n, target):
+    if not is_skinny(n, target) or len(n.inputs) > ALL_EXPERTS:  # of one rank: the library's
         return None
     x, dense, gate_up = n.outputs[0].type, n["w_dense"].type, n["gate_up"].type
     return {
@@ -62,38 +65,30 @@ def _down(shape: Shape) -> Use:
 
 def _experts(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, Any]:
     """Return (dense, experts): the dense MLP in the grids of the experts, whose slots are added in
-    the order of rank. Nobody has written the part of one that weighs nothing."""
-    import torch
-
+    the order of rank."""
     from .moe_triton import moe_down, moe_gate_up, moe_route
 
-    x_dense, x_moe, x, scale, proj, per_expert, w_dense, w_dense_down, gate_up, down, *first = given
-    part = (next(iter(first), None), zeros_of(x), size(n["gate_up"].type, 0) if first else 0)
-    router, top_k, use = (x, scale, proj, per_expert, *part), n.whole("top_k"), choice.uses
+    x_dense, x_moe, x, scale, proj, per_expert, w_dense, w_dense_down, gate_up, down = given
+    router, top_k, use = (x, scale, proj, per_expert, zeros_of(x)), n.whole("top_k"), choice.uses
     weights, *order = moe_route(*router, top_k, n.number("root"), **use["moe_route"])
     ups, downs = (*held(w_dense), *held(gate_up)), (*held(w_dense_down), *held(down))
     act = moe_gate_up(x_dense, x_moe, *order, *ups, n.word("act"), **use["moe_gate_up"])
     dense, parts = moe_down(act, *order, *downs, **use["moe_down"])
-    weights = weights[..., None]
-    slots = torch.where(weights == 0, 0, weights * parts.float()).unbind(-2)
+    slots = (weights[..., None] * parts.float()).unbind(-2)
     return dense, reduce(operator.add, slots).to(x.dtype)
 
 
-def _sample(
-    use: Mapping[str, Use], sizes: tuple[Any, ...], act: str = "silu", held: int = 0
-) -> Sample:
-    """Return a block; with `held`, of as many experts, those in the middle."""
+def _sample(use: Mapping[str, Use], sizes: tuple[Any, ...], act: str = "silu") -> Sample:
+    """Return a block."""
     rows, d, inner, dense, experts, top_k, *forms = sizes
     dense_form, form = forms or (None, None)
     x, w = f"T[{rows},1,{d}]", f"*T[{d}]"
     mlp = (f"*T[{2 * dense},{d}]", f"*T[{d},{dense}]")
-    own, first = held or experts, (experts - held) // 2
-    packed = (f"*T[{own},{2 * inner},{d}]", f"*T[{own},{d},{inner}]", *["i64[1]"] * bool(held))
+    packed = (f"*T[{experts},{2 * inner},{d}]", f"*T[{experts},{d},{inner}]")
     return Sample(
         (x, x, x, w, f"*T[{experts},{d}]", f"*T[{experts}]", *mlp, *packed),
         {"top_k": top_k, "root": d**-0.5, "act": act},
         use,
-        {10: [first]} if held else {},
         packed=True,
         coded={i: f for i, f in zip((6, 7, 8, 9), (dense_form, dense_form, form, form)) if f},
     )
@@ -122,15 +117,6 @@ CODED: list[tuple[Any, ...]] = [
     (17, 40, 24, 32, 4, 2, None, FP8),
     (64, 40, 24, 32, 4, 2, FP8, INT8),
 ]
-#: parts of the experts: sizes, and how many there are
-PARTS: list[tuple[tuple[Any, ...], int]] = [
-    ((1, 37, 11, 29, 6, 1), 1),
-    ((3, 37, 11, 29, 6, 2), 2),
-    ((5, 38, 11, 29, 9, 3), 3),
-    ((18, 20, 11, 29, 12, 2), 6),
-    (CODED[0], 3),
-    (CODED[3], 3),
-]
 
 
 def _use(rows: int) -> dict[str, Use]:
@@ -153,7 +139,6 @@ KERNELS = (
         samples=(
             *(_sample(_use(sizes[0]), sizes, ACTIVATIONS[i % 4]) for i, sizes in enumerate(SIZES)),
             *(_sample(_use(sizes[0]), sizes) for sizes in CODED),
-            *(_sample(_use(sizes[0]), sizes, held=many) for sizes, many in PARTS),
         ),
         error=1e-5,
         differ=0.05,

@@ -5,8 +5,7 @@ together, which alone would not fill the machine.
 and lists those in use. So the weights of each are read once, for all rows together: a row chooses
 an expert at most once, and an expert never has more rows than there are. An activation holds, per
 row, top_k slots of I in the order of rank, then the Id columns of the dense MLP. What the slots add
-up to is the caller's, whose compiler adds where it reads. If a rank has HELD experts from `first`
-on, choices of others are passed over: no weight is read for them.
+up to is the caller's, whose compiler adds where it reads.
 
 A key is an integer whose order is (score, then lower index), so that one integer maximum finds
 both. 10 bits hold the index. Scores of 16 bits leave room for it in 32 bits; fp32 needs 64. Equal
@@ -29,7 +28,6 @@ from torch.library import triton_op
 
 from g4ir.ops.base import wide
 from g4ir.ops.mlp import activate as activation
-from g4ir.ops.moe import own_index
 
 from .codes_triton import columns, dense, form_of, sums_of
 from .launch import activate, blocks, is_last, power_of_2, rounded, start, takes, tile
@@ -38,9 +36,6 @@ Tensor = torch.Tensor
 
 #: rows of scores that are taken at a time by the program that chooses
 ROWS = 16
-
-#: index of a choice that another rank holds: less than what ends the list, and than padding
-OTHERS = tl.constexpr(-3)
 
 
 @triton.jit
@@ -95,44 +90,22 @@ def _choose(logits, per_expert, slots, EXPERTS, E_P, TOP_K, WIDE):
 
 @triton.jit
 def _route_all(
-    logits,
-    per_expert,
-    first,
-    weights,
-    index,
-    listed,
-    rows,
-    EXPERTS,
-    E_P,
-    TOP_K,
-    S,
-    ROWS,
-    WIDE,
-    HELD,
+    logits, per_expert, weights, index, listed, rows, EXPERTS, E_P, TOP_K, S, ROWS, WIDE
 ):
     """The choice of all rows, and the list of experts in use."""
     i, slots = tl.arange(0, E_P), tl.arange(0, S)[None, :]
-    own = i
-    if HELD:
-        own = i - tl.load(first).to(tl.int32)
-    here = (own >= 0) & (own < (HELD if HELD else EXPERTS))
     used = tl.zeros([E_P], tl.int32)
     for r0 in range(0, rows, ROWS):
         r = r0 + tl.arange(0, ROWS)[:, None]
         at = logits + tl.minimum(r, rows - 1) * EXPERTS  # past the end the last row again
         ids, weight, those = _choose(at, per_expert, slots, EXPERTS, E_P, TOP_K, WIDE)
-        if HELD:
-            ids -= tl.load(first)
-            mine = (ids >= 0) & (ids < HELD)
-            weight, ids = tl.where(mine, weight, 0.0), tl.where(mine, ids, OTHERS)
         inside = (r < rows) & (slots < TOP_K)
         tl.store(weights + r * TOP_K + slots, weight, mask=inside)
         tl.store(index + r * TOP_K + slots, ids, mask=inside)
         used = tl.maximum(used, those)
-    used = tl.where(here, used, 0)
     before = tl.cumsum(used, 0) - used
-    place = tl.where(used == 1, before, tl.sum(used, 0) + own - before)
-    tl.store(listed + place, tl.where(used == 1, own, -1), mask=here)
+    place = tl.where(used == 1, before, tl.sum(used, 0) + i - before)
+    tl.store(listed + place, tl.where(used == 1, i, -1), mask=i < EXPERTS)
 
 
 @triton.jit
@@ -141,7 +114,6 @@ def _route(
     scale,
     proj,
     per_expert,
-    first,
     arrivals,
     logits,
     weights,
@@ -156,7 +128,6 @@ def _route(
     S: tl.constexpr,
     ROWS: tl.constexpr,
     WIDE: tl.constexpr,
-    HELD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -175,10 +146,10 @@ def _route(
         sums += a[None, :] * tl.load(proj + at, mask=live, other=0.0).to(tl.float32)
     out = tl.sum(sums, 1).to(logits.dtype.element_ty)
     tl.store(logits + row * EXPERTS + n, out, mask=n < EXPERTS)
-    if is_last(arrivals, 0, tl.num_programs(0) * tl.num_programs(1), 31):
+    if is_last(arrivals, tl.num_programs(0) * tl.num_programs(1)):
         _route_all(
-            *(logits, per_expert, first, weights, index, listed, rows),
-            *(EXPERTS, E_P, TOP_K, S, ROWS, WIDE, HELD),
+            *(logits, per_expert, weights, index, listed, rows),
+            *(EXPERTS, E_P, TOP_K, S, ROWS, WIDE),
         )
         tl.store(arrivals, 0)
 
@@ -202,7 +173,7 @@ def _glu(
     r = tl.arange(0, R)
     i = n0 + r // 2
     sums = sums_of(
-        *(x, live, w, scales, base + i + r % 2 * N, i < N, 0, K, K),
+        *(x, live, w, scales, base + i + r % 2 * N, i < N, K),
         *(BLOCK_M, BLOCK_K, R, STAGES, FORM, GROUP),
     )
     gate, up = tl.split(tl.permute(tl.reshape(sums, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
@@ -219,7 +190,7 @@ def _product(
     """out[m][n] = w[base + n] @ x[m] for live m; x and out: pointers per row m."""
     n = n0 + tl.arange(0, BLOCK_N)
     sums = sums_of(
-        *(x, live, w, scales, base + n, n < N, 0, K, K),
+        *(x, live, w, scales, base + n, n < N, K),
         *(BLOCK_M, BLOCK_K, BLOCK_N, STAGES, FORM, GROUP),
     )
     inside = live[None, :] & (n < N)[:, None]
@@ -332,20 +303,14 @@ def _down(
 
 
 def route_reference(
-    logits: Tensor, per_expert: Tensor, top_k: int, first: Tensor | None, held: int
+    logits: Tensor, per_expert: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the second half of the op `router`, with an order among equals; of a part of the
-    experts their places in it; and the list of those in use."""
+    """Compute the second half of the op `router`, with an order among equals, and the list of
+    experts in use."""
     scores, index = wide(logits).sort(dim=-1, descending=True, stable=True)
     index = index[..., :top_k].contiguous()
     weights = scores[..., :top_k].softmax(-1) * per_expert[index]
-    if first is not None:
-        own = own_index(index, first, held)
-        weights, index = (
-            torch.where(own < held, weights, 0),
-            torch.where(own < held, own, OTHERS.value),
-        )
-    experts = torch.arange(held or logits.shape[-1], device=logits.device)
+    experts = torch.arange(logits.shape[-1], device=logits.device)
     used = (index.flatten()[:, None] == experts).any(0)
     order = (~used).to(torch.int8).argsort(dim=0, stable=True)
     return weights, index, torch.where(used[order], order, -1).to(torch.int32)
@@ -362,9 +327,7 @@ def moe_route(
     scale: Tensor,
     proj: Tensor,
     per_expert: Tensor,
-    first: Tensor | None,
     arrivals: Tensor,
-    held: int,
     top_k: int,
     root: float,
     block_n: int,
@@ -372,18 +335,17 @@ def moe_route(
     warps: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return weights f32 and index i64 [..., top_k] of the op `router`, and i32[E]: the experts
-    that some row chose, ascending, then -1. With `first` of `held` experts from there on, and their
-    places among these; choices of others weigh 0. arrivals i64[1 or more]: 0 before and after."""
+    that some row chose, ascending, then -1. arrivals i64[1 or more]: 0 before and after."""
     if not takes(x):
         arrivals.zero_()
         logits = torch.nn.functional.linear(x * scale * root, proj)
-        return route_reference(logits, per_expert, top_k, first, held)
+        return route_reference(logits, per_expert, top_k)
     (experts, hidden), rows, shape = proj.shape, _rows(x), (*x.shape[:-1], top_k)
     logits = x.new_empty((rows, experts))
     weights = x.new_empty(shape, dtype=torch.float32)
     index = x.new_empty(shape, dtype=torch.int64)
-    listed = x.new_empty((held or experts,), dtype=torch.int32)
-    inputs = (x, scale, proj, per_expert, index if first is None else first, arrivals)
+    listed = x.new_empty((experts,), dtype=torch.int32)
+    inputs = (x, scale, proj, per_expert, arrivals)
     start(
         _route,
         (blocks(experts, block_n), rows),
@@ -395,7 +357,6 @@ def moe_route(
         S=power_of_2(top_k),
         ROWS=ROWS,
         WIDE=logits.dtype == torch.float32,
-        HELD=0 if first is None else held,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=warps,
@@ -425,8 +386,8 @@ def _most_in_use(listed: Tensor, index: Tensor) -> Any:
 
 def _per_slot(x: Tensor, w: Tensor, index: Tensor) -> Tensor:
     """Return products per slot: x [rows, slots or 1, k], w [E, n, k] -> [rows, slots, n], rounded
-    once; of experts that are not there, which weigh nothing, any."""
-    picked = w[index.flatten(0, -2).clamp(min=0)]
+    once."""
+    picked = w[index.flatten(0, -2)]
     return (wide(picked) @ wide(x)[..., None])[..., 0].to(x.dtype)
 
 
@@ -450,8 +411,7 @@ def moe_gate_up(
     """Return [rows, top_k*I + Id]: act(gate) * up per slot, then of the dense MLP.
 
     x_* [..., D], w_dense [2Id, D] and w [E, 2I, D]: gate rows first; index and listed of
-    `moe_route`; block_m rows at a time: 1, or 16 or more. Nothing is written for experts that
-    another rank has.
+    `moe_route`; block_m rows at a time: 1, or 16 or more.
     """
     if not takes(x_moe):
         d, e = dense(w_dense, dense_scales, x_moe.dtype), dense(w, scales, x_moe.dtype)

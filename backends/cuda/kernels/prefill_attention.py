@@ -40,11 +40,9 @@ def _sample(
     window: int = 0,
     *shape: Any,
     tile: tuple[int, int] = (16, 16),
-    parts: int = 1,
     **named: Any,
 ) -> Sample:
     use = {"block_m": tile[0], "block_n": tile[1], "warps": 4, "stages": 2}
-    use |= {"parts": parts} if parts > 1 else {}
     return attention_sample(written, slots, window, use, tokens, *shape, **named)
 
 
@@ -66,18 +64,17 @@ RINGS = [
     _sample(5, (40, 9), 16),  # has lost tokens that the mask would show
     _sample(9, (31,), 8, 12),
 ]
-#: query heads and key heads; head dims; columns of V shared by programs; scores
+#: query heads and key heads; head dims; scores
 SHAPES = [
     *(_sample(7, (11, 4), 16, 8, heads) for heads in ((4, 4), (4, 1), (8, 1), (6, 2), (3, 1))),
     *(_sample(6, (5, 9), 12, d=d, scale=d**-0.5) for d in (8, 24, 48, 256)),
-    *(_sample(6, (5, 30), 12, 9, d=d, parts=p) for d, p in ((64, 2), (48, 2), (64, 4))),
     _sample(10, (12, 3), 16, 8, scale=1.0, softcap=3.0),
     _sample(12, (20, 31), 32, scale=3.0),  # as without a softmax scale: about +-100
 ]
 #: as on a GPU: over two tiles and a ring that wraps; of many heads
 REAL = [
     _sample(70, (1300,), 1024, 1024, (4, 2), 256, 1 / 16, tile=(128, 32)),
-    _sample(12, (40, 9), 64, 0, (8, 1), 512, 1 / 22, tile=(64, 16), parts=2),
+    _sample(12, (40, 9), 64, 0, (8, 1), 512, 1 / 22, tile=(64, 16)),
 ]
 LATENT = [
     *(_sample(17, (23, 0), 40, pairs=pairs) for pairs in (0, 4, 11, 16)),

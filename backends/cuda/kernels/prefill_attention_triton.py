@@ -144,22 +144,21 @@ def _attend(
     PAIRS: tl.constexpr,
     DIMS: tl.constexpr,
     KEY_DIMS: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (tile of tokens, key head and part of V's columns, batch row). LATENT: V's rows are
+    """Program (tile of tokens, key head, batch row). LATENT: V's rows are
     `latent_row`s, and the columns behind V, K's rotated dims, take K's place; else w is unread."""
-    b, head = tl.program_id(2).to(tl.int64), tl.program_id(1) // PARTS
+    b, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     begin = tl.load(positions + b * tokens).to(tl.int32)
     old = tl.load(written + b).to(tl.int32)
     # The last tiles of a chunk see most keys: they start first.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * (BLOCK_M // PACK)
     last = tl.minimum(first + BLOCK_M // PACK, tokens) - 1
-    heads = tl.num_programs(1) // PARTS * GROUP
+    heads = tl.num_programs(1) * GROUP
     m, keys = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     dims = tl.arange(0, KEY_DIMS)
-    columns = tl.program_id(1) % PARTS * (DIMS // PARTS) + tl.arange(0, DIMS // PARTS)
+    columns = tl.arange(0, DIMS)
     token, real = first + m // PACK, (first + m // PACK < tokens) & (m % PACK < GROUP)
     q += (b * tokens * heads + head * GROUP) * D
     out += ((b * tokens + first) * heads + head * GROUP) * D
@@ -167,7 +166,7 @@ def _attend(
     cache_k += b * by_row + head * by_head
     cache_v += b * by_row + head * by_head
     HELD: tl.constexpr = D + 2 * PAIRS
-    fresh = tl.num_programs(1) // PARTS * HELD  # from a token to the next
+    fresh = tl.num_programs(1) * HELD  # from a token to the next
     k += b * tokens * fresh + head * HELD
     v += b * tokens * fresh + head * HELD
     if LATENT:
@@ -192,7 +191,7 @@ def _attend(
     tl.assume(count > 0)
     top = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    sums = tl.zeros([BLOCK_M, DIMS // PARTS], tl.float32)
+    sums = tl.zeros([BLOCK_M, DIMS], tl.float32)
     for i in range(count):
         cached, row, stop, shift = _block(
             i, oldest, slot, run, wrapped, low, last + 1, begin, slots, BLOCK_N
@@ -244,7 +243,6 @@ def prefill_attention(
     block_n: int,
     warps: int,
     stages: int,
-    parts: int = 1,
 ) -> Tensor:
     """Compute the op `attention` for a chunk: q [B,S,nq,d]; held: caches [C,B,n,d], then fresh k, v
     [B,S,n,d].
@@ -252,8 +250,7 @@ def prefill_attention(
     positions i64[B,S] must count up from positions[b, 0] >= 0 by one: only the first of a row is
     read. written i64[B] tokens are in the cache. Caches are alike in their strides, of which the
     last is 1. Tuning: `block_m` query rows (at least the group's heads, rounded up to a power of
-    two) and `block_n` keys of a tile, powers of two from 16; `parts` programs that share V's
-    columns, each with all scores, where the sums of a tile would not fit the registers of one.
+    two) and `block_n` keys of a tile, powers of two from 16.
 
     With w [d], the weight of K's norm, the op `attention_latent`: a cache [C,B,n,d +
     2p] and its own rows [B,S,n,d + 2p]. K is not made again: a tile of V serves both products. Its
@@ -275,12 +272,11 @@ def prefill_attention(
     numbers = (scale, softcap, s, slots, *cache_k.stride()[:3])
     start(
         _attend,
-        (blocks(s, block_m // power_of_2(heads // n)), n * parts, b),
+        (blocks(s, block_m // power_of_2(heads // n)), n, b),
         (*places, *rows, out, *numbers),
         WINDOW=window,
         CAP=softcap > 0,
         LATENT=w is not None,
-        PARTS=parts,
         **_sizes(d, heads // n, (cache_k.shape[-1] - d) // 2, w is not None),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
