@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from bench.gpu.conftest import Measure, read_results
+from bench.gpu.kernel_cases import all_cases
 from bench.gpu.test_kernels import CAPACITY, COPIES, SPREAD, case_name, copies, programs
-from g4ir.backends.cuda.kernel_cases import all_cases
 from g4ir.backends.inductor.target import Target
 from g4ir.bench import roof
 

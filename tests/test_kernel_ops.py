@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import sympy
 import torch
-import triton
-import triton.language as tl
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen.common import SizeArg
 from torch._inductor.codegen.triton_utils import signature_of
@@ -20,8 +18,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from g4ir.backends.cuda.host_table import gather_host_rows
-from g4ir.backends.cuda.kernel_cases import (
+from bench.gpu.kernel_cases import (
     Case,
     all_cases,
     find_cases,
@@ -30,21 +27,19 @@ from g4ir.backends.cuda.kernel_cases import (
     run_case,
 )
 from g4ir.backends.cuda.kernels import KERNELS
-from g4ir.backends.cuda.kernels.assembly import compile_for
 from g4ir.backends.cuda.kernels.base import Kernel
 from g4ir.backends.cuda.kernels.launch import Launch, recorded
-from g4ir.backends.cuda.kernels.resources import SHARED_BYTES, Resources, resources
 from g4ir.backends.inductor.compile import _TRACE as TRACE
 from g4ir.backends.inductor.compile import INDUCTOR, exported
 from g4ir.backends.inductor.programs import phase_steps
 from g4ir.backends.inductor.segment import Segment
 from g4ir.backends.inductor.target import Target
-from g4ir.errors import LowerError
 from g4ir.ir.graph import Program
 from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import split_program
 from tests.cases import TABLES
 from tests.configs import VARIANTS, short, spec_called
+from tests.hopper import SHARED_BYTES, Resources, resources
 from tests.interpreted.samples import Try
 from tests.runner import built_program
 
@@ -238,7 +233,7 @@ def type_of_number(number: float) -> str:
 def test_numbers_reach_kernels_as_fp32() -> None:
     """Without the options of the build they are fp64, and no product of a kernel compiles."""
     launches = [x for case in tiny_cases(1) for x in launches_of_case(case)]
-    numbers = {a for _, _, args, _ in launches for a in args if isinstance(a, float)}
+    numbers = {a for _, _, given, _ in launches for a in given.values() if isinstance(a, float)}
     assert len(numbers) > 2
     with inductor_config.patch(INDUCTOR):
         assert {type_of_number(a) for a in numbers} == {"fp32"}
@@ -272,8 +267,11 @@ def compiled(cases: Iterator[Case]) -> list[Resources]:
     done: dict[str, Resources] = {}
     for case in cases:
         for launch in launches_of_case(case):
-            kernel, _, args, meta = launch
-            types = [a.dtype if isinstance(a, torch.Tensor) else (type(a), a == 1) for a in args]
+            kernel, _, given, meta = launch
+            types = [
+                a.dtype if isinstance(a, torch.Tensor) else (type(a), a == 1)
+                for a in given.values()
+            ]
             key = f"{kernel.__name__} {meta} {types}"
             if key not in done:
                 done[key] = RESOURCES[key] = RESOURCES.get(key) or resources(launch)
@@ -291,31 +289,6 @@ def check(found: list[Resources]) -> None:
         assert r.shared_bytes <= SHARED_BYTES, r
         if "attention" in r.kernel or "attend" in r.kernel:
             assert r.tensor_cores and r.wide_loads, r
-
-
-@triton.jit
-def _three(x, y, N: tl.constexpr, M: tl.constexpr = 3):
-    tl.store(y, tl.load(x) + N)
-
-
-def test_a_signature_has_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 takes defaults by itself, 3.7 does not. Else an error names the parameter."""
-    sources: list[Any] = []
-    monkeypatch.setattr(triton, "compile", lambda source, **options: sources.append(source))
-    types = {"x": "*fp32", "y": "*fp32"}
-
-    def compiled(constants: dict[str, Any]) -> Any:
-        compile_for(_three, types, constants, ["x"], 90, {"num_warps": 1})
-        return sources[-1]
-
-    for given, m in (({"N": 2}, 3), ({"N": 2, "M": 4}, 4)):
-        found = compiled(given)
-        assert found.signature == {**types, "N": "constexpr", "M": "constexpr"}
-        assert found.constants == {(2,): 2, (3,): m}
-    with pytest.raises(LowerError, match=r"_three: parameters without a value \['N'\]"):
-        compiled({})
-    with pytest.raises(LowerError, match=r"values of no parameter \['K'\]"):
-        compiled({"N": 2, "K": 1})
 
 
 @pytest.mark.parametrize("name", short("26b-a4b+int4", of=("26b-a4b", "26b-a4b+int4")))
@@ -345,6 +318,10 @@ def test_each_kernel_compiles_for_hopper() -> None:
         for launch in sample_launches(kernel) if kernel.op not in done else ():
             launches.setdefault(launch[0].__name__, launch)
     check([resources(launch) for launch in launches.values()])
+    assert len(launches) == 6
+    for started, _, given, _ in launches.values():
+        assert [p.name for p in started.params if not p.is_constexpr] == [*given]
+        assert len(given) <= 16
 
 
 @pytest.mark.parametrize("held", short("f8e4m3", of=("i8", "f8e4m3")))
@@ -356,16 +333,6 @@ def test_narrow_caches_fit_hopper(held: str) -> None:
     found = compiled(iter(c for c in over if not c.graph.nodes[-1].chunk))
     assert {r.kernel for r in found} == {"_decode"}
     check(found)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_rows_of_host_memory_are_read_in_wide_loads(dtype: torch.dtype) -> None:
-    """E2B's table: the address is known to be a multiple of 16."""
-    with recorded() as launches:
-        gather_host_rows(1 << 44, torch.zeros(1, 1, dtype=torch.int64), 35 * 256, dtype)
-    (found,) = [resources(launch) for launch in launches]
-    check([found])
-    assert found.wide_loads and not found.shared_bytes
 
 
 @pytest.mark.full

@@ -20,8 +20,6 @@ from g4ir.backends.base import DeviceChoice
 from g4ir.backends.cpu import runtime, step_program
 from g4ir.backends.cpu.step_loop import LoopProgram, StepLoop
 from g4ir.backends.cuda import graph as cuda_graph
-from g4ir.backends.cuda import host_table
-from g4ir.backends.cuda.host_table import HostTable
 from g4ir.backends.cuda.schedule import any_length, schedule
 from g4ir.backends.cuda.token_loop import TokenLoop
 from g4ir.backends.inductor.target import Target
@@ -71,22 +69,11 @@ def looped(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Loops:
     return partial(in_a_loop, engine, monkeypatch)
 
 
-def test_tables_that_the_device_reads_in_host_memory(
-    engine: Engine, looped: Loops, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They take the loop: nothing of a step waits for the host."""
-    want = engine.generate(rows(engine), 12, stop_ids=())
-    prepared = looped()
-    memory = {t.data_ptr(): t for t in engine.tables.values()}
-    monkeypatch.setattr(
-        host_table, "gather_host_rows", lambda address, ids, *_: memory[address][ids]
-    )
-    here = torch.device("cpu")
-    tables = zip(engine.tables, memory.values(), strict=True)
-    monkeypatch.setattr(engine, "tables", {n: HostTable(t, here) for n, t in tables})
-    assert engine.embeds_on_device
-    assert engine.generate(rows(engine), 12, stop_ids=()) == want
-    assert len(prepared) == 1
+def test_tables_in_host_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host gathers their rows, and so chooses."""
+    assert engine.chooses_on_device
+    monkeypatch.setattr(engine, "device", "cuda")
+    assert not engine.embeds_on_device and not engine.chooses_on_device
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from bench.gpu.engines import CARD, DRY, Scale
-from g4ir.backends.cuda.graph import recorded
-from g4ir.backends.cuda.kernel_cases import (
+from bench.gpu.kernel_cases import (
     Case,
     all_cases,
     bytes_of_case,
@@ -27,6 +26,7 @@ from g4ir.backends.cuda.kernel_cases import (
     operands,
     run_case,
 )
+from g4ir.backends.cuda.graph import recorded
 from g4ir.backends.cuda.kernels.interpreter import interpreted
 from g4ir.backends.cuda.kernels.launch import directly
 from g4ir.backends.inductor.device import find_device
@@ -101,9 +101,9 @@ def compile_ahead(cases: list[Case]) -> None:
 def compile_launches(case: Case) -> int:
     """Compile, not run, the kernels of a case; return how many were refused."""
     refused = 0
-    for kernel, grid, args, meta in launches_of_case(case):
+    for kernel, grid, given, meta in launches_of_case(case):
         try:
-            kernel.warmup(*args, grid=grid, **meta)
+            kernel.warmup(**given, grid=grid, **meta)
         except Exception:
             refused += 1
     return refused

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -187,10 +186,6 @@ def _table(runtime: Runtime, v: Value, ple: str | None, device: str) -> Any:
     if resident is not None:
         return resident
     placement = ple if v.name.startswith(PLE_PARAM) and ple else packings.DEFAULT_PLACEMENT
-    if device == "cuda" and placement != "device" and find_spec("triton"):
-        from g4ir.backends.cuda.host_table import open_host_table
-
-        return open_host_table(runtime.source, v, placement, device)
     return packings.open_table(runtime.source, v, placement, device)
 
 

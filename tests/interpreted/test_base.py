@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from g4ir.backends.cuda.kernels.launch import activate, rounded, start, tanh
+from g4ir.backends.cuda.kernels.launch import activate, rounded, tanh
 from g4ir.ops.mlp import ACTIVATIONS
 from g4ir.ops.mlp import activate as reference
 
@@ -41,14 +41,14 @@ def _dot(x, w, y, N: tl.constexpr):
 def test_activations(act: str) -> None:
     x = torch.linspace(-12, 12, 1024)
     y = torch.empty_like(x)
-    start(_activate, (1,), (x, y), N=1024, ACT=act)
+    _activate[(1,)](x, y, N=1024, ACT=act)
     torch.testing.assert_close(y, reference(x, act), rtol=1e-6, atol=1e-6)
 
 
 def test_tanh() -> None:
     x = torch.cat((torch.linspace(-30, 30, 1023), torch.tensor([1e30])))
     y = torch.empty_like(x)
-    start(_tanh, (1,), (x, y), N=1024)
+    _tanh[(1,)](x, y, N=1024)
     torch.testing.assert_close(y, x.tanh(), rtol=0, atol=2e-7)
 
 
@@ -57,7 +57,7 @@ def test_rounding(dtype: torch.dtype) -> None:
     x = torch.randn(1024, generator=torch.Generator().manual_seed(0)) * 3
     x[:2] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])  # halfway: to even
     y = torch.empty_like(x)
-    start(_round, (1,), (x, torch.empty(0, dtype=dtype), y), N=1024)
+    _round[(1,)](x, torch.empty(0, dtype=dtype), y, N=1024)
     if dtype == torch.float16:  # the interpreter truncates it
         torch.testing.assert_close(y, x, rtol=2**-10, atol=0)
     else:
@@ -68,5 +68,5 @@ def test_products_of_bf16() -> None:
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(16, 16, generator=g).bfloat16() for _ in range(2))
     y = torch.empty(16, 16)
-    start(_dot, (1,), (x, w, y), N=16)
+    _dot[(1,)](x, w, y, N=16)
     torch.testing.assert_close(y, x.float() @ w.float().t())

@@ -58,5 +58,5 @@ def test_one_split_needs_no_workspace() -> None:
     with recorded() as launches:
         over((3,)).run(splits=1)
         over((3,)).run(splits=2)
-    sizes = [[args[i].numel() for i in (6, 7)] for _, _, args, _ in launches]
+    sizes = [[given[n].numel() for n in ("parts", "stats")] for _, _, given, _ in launches]
     assert sizes[0] == [0, 0] and all(sizes[1])

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from g4ir.backends.cuda.kernels import decode_attention_triton as module
 from g4ir.backends.cuda.kernels.decode_attention_triton import decode_attention
-from g4ir.backends.cuda.kernels.launch import start
 from g4ir.ops.attention import attention
 
 from .orders import LIVE, interleaved, poisoned
@@ -114,7 +113,7 @@ def test_each_program_runs_once() -> None:
     """More of them than live at a time, in another order than their numbers'."""
     word, out = torch.zeros(1, dtype=torch.int32), torch.full((40,), -1, dtype=torch.int32)
     with interleaved(0):
-        start(_count, (40,), (word, out))
+        _count[(40,)](word, out)
     assert int(word) == 40 and out.tolist() != sorted(out.tolist())
     assert sorted(out.tolist()) == list(range(40))
 
@@ -122,6 +121,6 @@ def test_each_program_runs_once() -> None:
 def test_a_program_that_fails_ends_all() -> None:
     word = torch.zeros(1, dtype=torch.int32)
     with interleaved(0), pytest.raises(AssertionError, match="on purpose"):
-        start(_fail, (20,), (word,))
+        _fail[(20,)](word)
     assert int(word) <= LIVE + 1
     assert decode(3) < 1e-5

@@ -7,7 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-from g4ir.backends.cuda.kernels.launch import start
 from g4ir.backends.cuda.kernels.prefill_attention_triton import _block, _is_partial, _runs
 from g4ir.ops.attention import slot_positions, visible
 from tests.cases import TABLES
@@ -35,7 +34,7 @@ def _walk(
 
 def _blocks(first: int, last: int, begin: int, slots: int, window: int) -> torch.Tensor:
     count, blocks = torch.zeros((), dtype=torch.int32), torch.zeros(64, 5, dtype=torch.int32)
-    start(_walk, (1,), (count, blocks, first, last, begin, begin, slots), WINDOW=window, BLOCK_N=16)
+    _walk[(1,)](count, blocks, first, last, begin, begin, slots, WINDOW=window, BLOCK_N=16)
     return blocks[: int(count)]
 
 

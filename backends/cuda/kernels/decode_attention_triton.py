@@ -16,6 +16,7 @@ result's rms.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import e, log2
 from typing import Any
 
@@ -241,6 +242,27 @@ def _attended_latent(q, w, cache, by_slot, share, factors, CAPPED, GROUP, D, P, 
     return o, top, total
 
 
+@dataclass(frozen=True)
+class DecodeOperands:
+    """Of `_decode`."""
+
+    q: Tensor
+    ends: Tensor
+    w: Tensor | None
+    keys: Tensor
+    values: Tensor | None
+    arrivals: Tensor
+    parts: Tensor
+    stats: Tensor
+    out: Tensor
+    slots: Any
+    by_slot: Any
+    by_row: Any
+    by_head: Any
+    inner: float
+    outer: float
+
+
 @triton.jit
 def _decode(
     q,
@@ -370,11 +392,11 @@ def decode_attention(
     keys, values = caches if len(caches) == 2 else (caches[0], None)
     if values is not None and values.stride() != keys.stride():
         raise ValueError(f"caches of strides {keys.stride()} and {values.stride()}: not alike")
-    given = (q.contiguous(), end, w, keys, values, arrivals, parts, stats, out)
+    tensors = (q.contiguous(), end, w, keys, values, arrivals, parts, stats, out)
     start(
         _decode,
         (splits, n, b),
-        (*given, slots, *keys.stride()[:3], *factors(scale, softcap)),
+        DecodeOperands(*tensors, slots, *keys.stride()[:3], *factors(scale, softcap)),
         LATENT=w is not None,
         **_layout(q, keys, w is not None, block_n),
         **constants(out, n, window, softcap),

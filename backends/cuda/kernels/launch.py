@@ -12,30 +12,25 @@ import triton
 import triton.language as tl
 from torch.library import wrap_triton
 
-#: (kernel, grid, operands, constants and options of the compiler)
-Launch = tuple[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]
+#: (kernel, grid, operands by name, constants and options of the compiler)
+Launch = tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]
 
 
-def _traced(kernel: Any, grid: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
-    wrap_triton(kernel)[grid](*args, **meta)
+def _traced(kernel: Any, grid: Any, operands: dict[str, Any], meta: dict[str, Any]) -> None:
+    wrap_triton(kernel)[grid](**operands, **meta)
 
 
-def _direct(kernel: Any, grid: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
-    kernel[grid](*args, **meta)
+def _direct(kernel: Any, grid: Any, operands: dict[str, Any], meta: dict[str, Any]) -> None:
+    kernel[grid](**operands, **meta)
 
 
 _START: ContextVar[Callable[..., None]] = ContextVar("start", default=_traced)
 
 
-def start(kernel: Any, grid: tuple[Any, ...], args: tuple[Any, ...], **meta: Any) -> None:
-    """Start a kernel so that tracers see it; `meta` holds constexprs, num_warps and num_stages."""
-    _START.get()(kernel, grid, args, meta)
-
-
-def start_untraced(kernel: Any, grid: tuple[Any, ...], args: tuple[Any, ...], **meta: Any) -> None:
-    """Do `start` for what no tracer sees: a twentieth of the time, nothing kept by torch."""
-    how = _START.get()
-    (_direct if how is _traced else how)(kernel, grid, args, meta)
+def start(kernel: Any, grid: tuple[Any, ...], operands: Any, **meta: Any) -> None:
+    """Start a kernel so that tracers see it; `operands` are the kernel's record of its own, whose
+    fields are its parameters, `meta` holds constexprs, num_warps and num_stages."""
+    _START.get()(kernel, grid, dict(vars(operands)), meta)
 
 
 def takes(x: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ exact sum's nearest neighbour except where that sum is within this budget of a t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,18 @@ from .codes_triton import dense, form_of, sums_of
 from .launch import activate, blocks, rounded, start, takes
 
 Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class ProductOperands:
+    """Of `_skinny`."""
+
+    x: Tensor
+    w: Tensor
+    scales: Tensor
+    up: Tensor
+    y: Tensor
+    rows: Any
 
 
 @triton.jit
@@ -110,7 +123,7 @@ def skinny_linear(
     start(
         _skinny,
         (blocks(n, block_n), blocks(rows, block_m)),
-        (x.contiguous(), w, own, other, y, rows),
+        ProductOperands(x.contiguous(), w, own, other, y, rows),
         N=n,
         K=k,
         BLOCK_M=block_m,

@@ -19,6 +19,7 @@ roundings of the op. fp32: within 1e-5 of the result's rms. bf16: a rounding may
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -302,6 +303,55 @@ def _down(
 # --- what starts them -------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class RouteOperands:
+    """Of `_route`."""
+
+    x: Tensor
+    scale: Tensor
+    proj: Tensor
+    per_expert: Tensor
+    arrivals: Tensor
+    logits: Tensor
+    weights: Tensor
+    index: Tensor
+    listed: Tensor
+    rows: Any
+    root: float
+
+
+@dataclass(frozen=True)
+class GateUpOperands:
+    """Of `_gate_up`."""
+
+    x_dense: Tensor
+    x_moe: Tensor
+    index: Tensor
+    listed: Tensor
+    w_dense: Tensor
+    dense_scales: Tensor
+    w: Tensor
+    scales: Tensor
+    out: Tensor
+    rows: Any
+
+
+@dataclass(frozen=True)
+class DownOperands:
+    """Of `_down`."""
+
+    act: Tensor
+    index: Tensor
+    listed: Tensor
+    w_dense: Tensor
+    dense_scales: Tensor
+    w: Tensor
+    scales: Tensor
+    dense: Tensor
+    parts: Tensor
+    rows: Any
+
+
 def route_reference(
     logits: Tensor, per_expert: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -349,7 +399,7 @@ def moe_route(
     start(
         _route,
         (blocks(experts, block_n), rows),
-        (*inputs, logits, weights, index, listed, rows, root),
+        RouteOperands(*inputs, logits, weights, index, listed, rows, root),
         HIDDEN=hidden,
         EXPERTS=experts,
         E_P=power_of_2(experts),
@@ -427,7 +477,7 @@ def moe_gate_up(
     start(
         _gate_up,
         (programs, blocks(rows, block_m)),
-        (x_dense, x_moe, index, listed, *weights, out, rows),
+        GateUpOperands(x_dense, x_moe, index, listed, *weights, out, rows),
         ACT=act,
         **_constants(x_moe.shape[-1], inner, width, top_k, (w_dense, dense_scales, w, scales)),
         **tile(block_n, block_k, warps, stages, block_m),
@@ -468,7 +518,7 @@ def moe_down(
     start(
         _down,
         ((1 + _most_in_use(listed, index)) * blocks(hidden, block_n), blocks(rows, block_m)),
-        (act, index, listed, *weights, out, parts, rows),
+        DownOperands(act, index, listed, *weights, out, parts, rows),
         **_constants(hidden, inner, width, top_k, (w_dense, dense_scales, w, scales)),
         **tile(block_n, block_k, warps, stages, block_m),
     )

@@ -5,6 +5,7 @@ Registers and spills are what ptxas says, shared memory what the compiler reserv
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -12,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
 
-from .assembly import compile_for
-from .launch import Launch
+from g4ir.backends.cuda.kernels.launch import Launch
 
+CAPABILITY = 90
 #: bytes of shared memory that a block of sm_90 may use
 SHARED_BYTES = 227 * 1024
-_OPTIONS = ("num_warps", "num_stages")
-_POINTERS = {
+OPTIONS = ("num_warps", "num_stages")
+POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
@@ -45,48 +49,41 @@ class Resources:
     wide_loads: bool  # 16 bytes at a time, or copied to shared memory by the hardware
 
 
-def resources(launch: Launch, capability: int = 90) -> Resources:
+def resources(launch: Launch) -> Resources:
     """Compile a recorded launch. Its tensors may be fake; sizes must be numbers."""
-    made = _compiled(launch, capability)
+    kernel, _, operands, meta = launch
+    kinds = {name: kind(value) for name, value in operands.items()}
+    types = {name: k for name, k in kinds.items() if k != "constexpr"}
+    names = kernel.arg_names
+    aligned = [n for n in types if is_aligned(operands[n])]
+    source = ASTSource(
+        fn=kernel,
+        signature={n: types.get(n, "constexpr") for n in names},
+        constexprs={n: v for n, v in (operands | meta).items() if n in {*names} - {*types}},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    options = {k: meta[k] for k in OPTIONS if k in meta}
+    made = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
     ptx = made.asm["ptx"]
-    registers, spills = assembled(ptx, capability)
     return Resources(
-        launch[0].__name__,
+        kernel.__name__,
         made.metadata.num_warps,
-        registers,
-        spills,
+        *assembled(ptx),
         made.metadata.shared,
         any(op in ptx for op in ("wgmma.mma_async", "mma.sync")),
         any(op in ptx for op in ("cp.async", ".v4.b32", ".v2.b64")),
     )
 
 
-def _is_aligned(value: Any) -> bool:
+def is_aligned(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.storage_offset() * value.element_size() % 16 == 0
     return isinstance(value, int) and value % 16 == 0
 
 
-def _compiled(launch: Launch, capability: int) -> Any:
-    kernel, _, args, meta = launch
-    options = {k: meta[k] for k in _OPTIONS if k in meta}
-    operands = dict(zip(kernel.arg_names, args))
-    kinds = {name: _kind(value) for name, value in operands.items()}
-    types = {name: kind for name, kind in kinds.items() if kind != "constexpr"}
-    constants = {name: value for name, value in operands.items() if name not in types}
-    return compile_for(
-        kernel,
-        types,
-        constants | {k: v for k, v in meta.items() if k not in options},
-        [name for name in types if _is_aligned(operands[name])],
-        capability,
-        options,
-    )
-
-
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return _POINTERS[value.dtype]
+        return POINTERS[value.dtype]
     if value is None or isinstance(value, bool) or value == 1:
         return "constexpr"
     if isinstance(value, int):
@@ -94,18 +91,14 @@ def _kind(value: Any) -> str:
     return "fp32"
 
 
-def assembled(ptx: str, capability: int, ptxas: Path | None = None) -> tuple[int, int]:
-    """Return (registers of a thread, spilled bytes), by triton's assembler or another."""
-    ptxas = ptxas or Path(get_ptxas(capability).path)
+def assembled(ptx: str) -> tuple[int, int]:
+    """Return (registers of a thread, spilled bytes)."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [str(ptxas), "-v", f"-arch=sm_{capability}a", str(path), "-o", f"{path}.o"]
+        assembler = get_ptxas(CAPABILITY).path
+        command = [assembler, "-v", f"-arch=sm_{CAPABILITY}a", str(path), "-o", f"{path}.o"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    used = next(line for line in said.splitlines() if "Used" in line)
-    spilled = next(line for line in said.splitlines() if "spill stores" in line)
-    return _before(used, " registers"), _before(spilled, " bytes spill stores")
-
-
-def _before(line: str, what: str) -> int:
-    return int(line.partition(what)[0].split()[-1])
+    found = (re.search(rf"(\d+) {what}", said) for what in ("registers", "bytes spill stores"))
+    used, spilled = (int(m[1]) for m in found if m)
+    return used, spilled

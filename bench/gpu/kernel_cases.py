@@ -11,6 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from g4ir.backends.cuda.kernels.base import Choice, Schedule
+from g4ir.backends.cuda.kernels.launch import Launch, recorded
+from g4ir.backends.cuda.lowerings import GpuLowered
+from g4ir.backends.cuda.schedule import schedule
 from g4ir.backends.inductor.lower import SegmentModule
 from g4ir.backends.inductor.segment import canonical, part
 from g4ir.backends.inductor.target import Target
@@ -23,11 +27,6 @@ from g4ir.ops.codecs import FORM_OF, FORMS, PACKED
 from g4ir.ops.kv_quant import held_width
 from g4ir.ops.types import FLOATS, torch_dtype
 from g4ir.plan.cost import graph_costs
-
-from .kernels.base import Choice, Schedule
-from .kernels.launch import Launch, recorded
-from .lowerings import GpuLowered
-from .schedule import schedule
 
 Tensor = torch.Tensor
 
