@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from g4ir.quant.rewrite import simplified
 from .schedule import schedule
 from .scratch import scratch_bytes
 from .target import find_target
-from .toolkit import toolchain, toolkit_found
+from .toolkit import toolchain
 
 #: the files of this room that a program's code follows from
-SOURCES = ("kernels/base.py", "lowerings.py", "schedule.py", "toolkit.py")
+SOURCES = ("kernels/base.py", "lowerings.py", "schedule.py")
 #: and those that it follows from with kernels of ours
 KERNEL_SOURCES = ("kernels/*.py",)
 
@@ -70,13 +69,6 @@ class Cuda(Device):
 
     def versions(self, target: Target) -> Sequence[str]:
         return [importlib.metadata.version("triton")] if target.gpu else []
-
-    @contextmanager
-    def packaging(
-        self, folder: Path, options: dict[str, Any], made_of: str
-    ) -> Iterator[dict[str, Any]]:
-        with toolkit_found():
-            yield options
 
     def runtime(
         self,
