@@ -18,17 +18,15 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.backends.primitives import attention, vision
+from g4ir.backends.primitives import vision
 from g4ir.backends.primitives.graph import tower_graphs
 from g4ir.backends.primitives.lowerings import LOWERINGS
 from g4ir.backends.primitives.network import Network
 from g4ir.backends.trt import build as builder
-from g4ir.backends.trt import dialect
-from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt.interface import networks
 from g4ir.builder.build import prepare
 from g4ir.engine.engine import Engine
-from g4ir.errors import CheckError, EngineError
+from g4ir.errors import EngineError
 from g4ir.ir.interpret import run_node
 from g4ir.media.audio import Waveform
 from g4ir.ops import Sample
@@ -209,28 +207,3 @@ def test_trt_bytes_on_disk(tmp_path: Path) -> None:
     assert len(audio) == 2 and audio[0] == audio[1] > 0
     whole = sum(map(builder.weight_bytes, every.values()))
     assert p.backend.repeated_bytes(program, settings) == whole
-
-
-def test_dry_run_finds_a_wrong_tower(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = prepare(load_spec("e2b"), BuildOptions(backend="trt"), dry=True)
-    right, op = dialect.lowerings, "chunked_attention"
-
-    def wrong(form: str) -> Any:
-        found = right(form)
-        return {**found, op: lambda net, n, *xs: net.e.add(found[op](net, n, *xs), 0.01)}
-
-    monkeypatch.setattr(dialect, "lowerings", wrong)
-    with pytest.raises(CheckError, match=r"soft of .* differ from the reference"):
-        dry.check_small(p)
-
-
-def test_dry_run_finds_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are looked at."""
-    p = prepare(load_spec("12b"), BuildOptions(backend="trt"), dry=True)
-
-    def own(net: Any, positions: Any, block_ids: Any) -> Any:
-        return net.e.cast(net.operand(positions), "i32")
-
-    monkeypatch.setattr(attention, "_last_seen", own)
-    with pytest.raises(CheckError, match=r"logits of .* differ from the reference"):
-        dry.check_small(p)

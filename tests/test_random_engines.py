@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.trt import dry_run
-from g4ir.builder.build import build, prepare
+from g4ir.builder.build import build
 from g4ir.errors import InputError
-from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, check_spec, load_spec
 from g4ir.spec.rules import canonical
-from g4ir.ui.progress import no_progress
 from tests.configs import GEMMA3_SEEDS, random_spec, short
 from tests.oracle import relative
+from tests.trt.emulated import emulated, use
 from tests.uncompiled import uncompiled
 
 #: K=V, experts and fp8; Gemma 3 and rounds; towers, per-layer embeddings, shared caches and int4
@@ -103,25 +101,19 @@ def logits_of(spec: Spec, out: Path, options: dict[str, Any]) -> torch.Tensor:
 def test_backends_agree_or_refuse_by_name(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dry_run, "MOST_COMPILED", 0)  # the real compiler has tests of its own
+    use(monkeypatch, emulated(tmp_path))
     rng = random.Random(seed)
     spec, options = drawn_spec(rng, seed), drawn_options(rng)
     want = logits_of(spec, tmp_path / "reference", {**options, "backend": "reference"})
     assert torch.isfinite(want).all()
     refused = dict[str, str]()
-    for backend in ("torch", "onnx"):
+    for backend in ("torch", "onnx", "trt"):
         try:
             got = logits_of(spec, tmp_path / backend, {**options, "backend": backend})
         except InputError as e:
             refused[backend] = str(e)
         else:
             assert relative(got, want).max() < BUDGET, backend
-    try:
-        given = BuildOptions(random_weights=0, backend="trt", device="cuda", **options)
-        prepared = prepare(spec, given, dry=True)
-        prepared.backend.dry_run(prepared, no_progress)  # CheckError where it does not agree
-    except InputError as e:
-        refused["trt"] = str(e)
     few = options["prefill_chunk"] <= options["draft_tokens"]
     assert set(refused) == ({"onnx", "trt"} if few else set())
     assert all("--draft-tokens 3: backend" in said for said in refused.values())

@@ -52,10 +52,10 @@ MAX_SEQ, CHUNK = 128, 24
 @contextmanager
 def emulated_tensorrt(folder: Path) -> Iterator[None]:
     """A stand-in for TensorRT while engines are built and loaded."""
-    from g4ir.backends.trt import dry_run
     from tests.trt.emulated import emulated, use
+    from tests.trt.small import one_thread
 
-    with pytest.MonkeyPatch.context() as patch, dry_run.one_thread():
+    with pytest.MonkeyPatch.context() as patch, one_thread():
         use(patch, emulated(folder))
         yield
 

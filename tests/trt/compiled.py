@@ -42,14 +42,19 @@ def cut(spec: Spec, layers: int) -> Spec:
     return replace(spec, name=f"{spec.name}-{layers}", text=replace(text, **changed))
 
 
-def planned(row: str) -> Any:
-    """`tiny-moe quant=int4 experts=all layers=6` as a build that is not made."""
+def words_of(row: str) -> tuple[str, dict[str, str], dict[str, Any]]:
+    """A variant, settings of the backend and options of the build."""
     variant, *words = row.split()
     given: dict[str, Any] = {
         k: int(v) if v.isdigit() else v for k, v in (w.split("=") for w in words)
     }
+    return variant, {k: given.pop(k) for k in SETTINGS if k in given}, given
+
+
+def planned(row: str) -> Any:
+    """`tiny-moe quant=int4 experts=all layers=6` as a build that is not made."""
+    variant, settings, given = words_of(row)
     spec, layers = spec_called(variant), given.pop("layers", 0)
-    settings = {k: given.pop(k) for k in SETTINGS if k in given}
     tiny = TINY if variant.startswith("tiny") else {}
     how = {"dtype": "bfloat16", "media": "none", **tiny, **given}
     options = BuildOptions(backend="trt", settings=settings, random_weights=0, **how)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import g4ir
-from g4ir.backends.trt.dry_run import one_thread
 from g4ir.check.logits import verify_engine
 from tests.trt.emulated import build, emulated, use
+from tests.trt.small import one_thread
 
 PROMPTS = [[2, 5, 7, 9, 11, 13, 4, 3, 8, 21, 34, 55], [2, 33]]
 

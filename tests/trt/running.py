@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from g4ir.backends.trt.dialect import Dialect
-from g4ir.backends.trt.execute import with_weights
 from g4ir.backends.trt.parse import Addresses
+from tests.trt.execute import with_weights
 from tests.trt.segments import Exchange, computed, segments
 
 

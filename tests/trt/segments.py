@@ -18,7 +18,7 @@ from onnx import helper
 
 from g4ir.backends.base import Tensors
 from g4ir.backends.trt.dialect import COLLECTIVE
-from g4ir.backends.trt.execute import as_onnx, new_session
+from tests.trt.execute import as_onnx, new_session
 
 T = TypeVar("T")
 #: this rank's tensor -> those of all ranks, in order

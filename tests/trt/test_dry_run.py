@@ -12,17 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from g4ir.backends.trt import dialect, host, runtime
 from g4ir.backends.trt import dry_run as dry
+from g4ir.backends.trt import host, runtime
 from g4ir.backends.trt.target import RTX, TARGETS
 from g4ir.builder.build import prepare
-from g4ir.errors import CheckError, MissingError
+from g4ir.errors import MissingError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
-from tests.cases import TABLES
 from tests.configs import VARIANTS
 
 # --- what the environment lacks ---------------------------------------------------------------
@@ -91,8 +89,6 @@ def test_dry_run(variant: str, tmp_path: Path) -> None:
     assert done.returncode == bool(plan["short"]), done.stderr
     nodes = int(plan["network"].removesuffix(" nodes"))
     assert plan["dry_run_s"] < 60 and nodes > 500
-    for part in ("logits", "soft", "drafts"):
-        assert plan[f"{part}_error"] < dry.BUDGET
     if host.installed(RTX):
         assert int(plan["parsed"].split()[0]) > nodes / 2
         assert "compiled" not in plan or int(plan["compiled"][0].split()[1]) < nodes / 3
@@ -105,55 +101,16 @@ def test_dry_run(variant: str, tmp_path: Path) -> None:
 
 
 def test_dry_run_of_what_is_made_dense() -> None:
-    """The small network holds codes as the large one does; the report says which it does not."""
+    """The report says which weights a network does not hold in codes."""
     options = BuildOptions(backend="trt", quant="int8", media="none", dtype="float32")
     p = prepare(load_spec("tiny-ple"), options, dry=True)
-    small, _ = dry.in_small(p)
-    assert any(True for _ in small.program.graphs["prefill"].find("dequantize"))
     notes = dry.full_size(p)["notes"]
     assert "8 quantised weights are made dense at build: gates of per-layer" in str(notes)
 
 
-@pytest.mark.parametrize("absent", ["onnx", "onnxruntime"])
-def test_dry_run_without_a_library(absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     p = prepare(load_spec("tiny-dense"), BuildOptions(backend="trt"), dry=True)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == absent else name)
-    said = rf"--backend trt needs the library {absent}: `pip install 'g4ir\[onnx\]'`"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnx" else name)
+    said = r"--backend trt needs the library onnx: `pip install 'g4ir\[onnx\]'`"
     with pytest.raises(MissingError, match=said):
         dry.dry_run(p, no_progress)
-
-
-UNEVEN = TABLES["dry run"]["uneven"]
-
-
-def test_dry_run_of_any_legal_spec(tmp_path: Path) -> None:
-    """What it makes in small is legal, and no deeper than what was given."""
-    file = tmp_path / "mine.yaml"
-    file.write_text(yaml.safe_dump({"schema": 1, "extends": "tiny-dense", "text": UNEVEN}))
-    p = prepare(load_spec(file), BuildOptions(backend="trt", media="none"), dry=True)
-    assert dry.check_small(p)["logits"] < dry.BUDGET
-
-
-def test_a_dry_run_allows_what_the_reference_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model whose rounding grows is no error of the lowering: float64 says how much it grows."""
-    p = prepare(load_spec("tiny-ple"), BuildOptions(backend="trt"), dry=True)
-    monkeypatch.setattr(dry, "BUDGET", 1e-9)
-    assert dry.check_small(p)["logits"] > 1e-9
-
-
-def test_dry_run_finds_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = BuildOptions(backend="trt", settings={"attention": "fused"}, media="none")
-    p = prepare(load_spec("26b-a4b"), options, dry=True)
-    right = dialect.lowerings
-
-    def wrong(form: str) -> Any:
-        found = right(form)
-
-        def attend(net: Any, n: Any, *xs: Any) -> Any:
-            return net.e.add(found["attention"](net, n, *xs), 1e-3)
-
-        return {**found, "attention": attend}
-
-    monkeypatch.setattr(dialect, "lowerings", wrong)
-    with pytest.raises(CheckError, match="more than rounding to f32"):
-        dry.check_small(p)
