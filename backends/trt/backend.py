@@ -32,7 +32,7 @@ from .host import (
 from .interface import ENGINE, files, interface, networks
 from .kernel_cache import SUFFIX, KernelCache
 from .lowerings import SETTINGS, score_bytes
-from .make import Make, build_apart, read_plan
+from .make import Make, read_plan
 from .runtime import Opened, TrtRuntime
 from .target import HOPPER, RTX, TARGETS, Target, find_target
 
@@ -121,8 +121,6 @@ class TrtBackend(Backend):
         return program.map(lambda g: by_columns(made_dense(g, takes_codes), ("u8",)))
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
-        if self.host.apart:
-            return build_apart(task, settings, target=self.host.target)
         return Make(self.host, task, dict(settings)).run()
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:

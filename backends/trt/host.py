@@ -308,8 +308,6 @@ class Host:
     communicator: Callable[[Group], Any] = communicator_of
     #: where timing caches are kept between builds
     timings: Callable[[], Path] = cache_dir
-    #: whether a build has a process of its own
-    apart: bool = True
     #: for each engine, what its steps run on
     stream: Callable[[], Any] = Stream
     #: makes of a step one that is replayed; None: steps run launch by launch

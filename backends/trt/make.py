@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
-import signal
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from g4ir import errors
 from g4ir.backends.base import Task
 from g4ir.backends.primitives.network import stored_bytes
-from g4ir.errors import G4Error, LowerError, PlanError
-from g4ir.ir.graph import Graph, Program
-from g4ir.ir.text import parse_graph
+from g4ir.errors import G4Error, PlanError
+from g4ir.ir.graph import Graph
 from g4ir.model.draft import DRAFT
 from g4ir.parallel.shard import ranks_of
-from g4ir.plan.engine_limits import Limits
 from g4ir.plan.footprint import reserve
 from g4ir.ui.files import write_file
-from g4ir.ui.progress import Progress
-from g4ir.ui.subprocesses import python
 from g4ir.ui.units import size_text
-from g4ir.weights.pack import StoredParams, params_of_rank, rank_files
+from g4ir.weights.pack import params_of_rank
 
 from . import build
 from .build import Written
@@ -37,17 +28,9 @@ from .host import Api, Host, logger
 from .interface import ENGINE, LOG, files, keep_log, networks
 from .lowerings import AUTO
 from .runtime import deserialize
-from .target import HOPPER, TARGETS, Target
 
-T = TypeVar("T")
 #: form of attention -> the one that is built where a network with it is refused
 SIMPLER = {AUTO: "explicit", "explicit": "plain"}
-#: what the child process is to do, beside its weights
-JOB = "job.json"
-#: how long a child that is asked to end may take
-PATIENCE_S = 5.0
-#: prctl's PR_SET_PDEATHSIG: the signal that a process gets when its parent ends
-PARENT_DEATH = 1
 
 
 @dataclass
@@ -71,9 +54,8 @@ class Make:
         self.log = logger(self.api.trt, self.task.folder / LOG)
         try:
             return self._made()
-        except Exception as e:
-            if e.args:
-                e.args = (f"{e.args[0]}; {keep_log(self.task.folder)}", *e.args[1:])
+        except G4Error as e:
+            e.args = (f"{e}; {keep_log(self.task.folder)}",)
             raise
         finally:
             self.log.close()
@@ -193,112 +175,3 @@ def read_plan(path: Path, api: Api, log: Any) -> Any:
     """Return the engine of a plan, mapped, not read: a plan is as large as the weights."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
         return deserialize(api, plan, log)
-
-
-# --- in a process of its own: where the builder crashes, this one goes on and says so -----------
-
-
-def build_apart(
-    task: Task,
-    settings: Mapping[str, str],
-    argv: Sequence[str] = (),
-    target: Target = HOPPER,
-) -> dict[str, Any]:
-    """Return what the child process made in the task's folder. Its errors are raised here;
-    LowerError where it ended without one, as when the builder crashes."""
-    job = {
-        "graphs": {name: str(g) for name, g in task.program.graphs.items()},
-        "limits": asdict(task.limits),
-        "device": task.device,
-        "settings": dict(settings),
-        "target": target.name,
-        "memory": task.memory,
-    }
-    out, file = task.folder, task.folder / JOB
-    write_file(file, [json.dumps(job).encode()])
-    try:
-        return _listen(argv or python(__name__, f"main({str(out)!r})"), out, task.progress)
-    finally:
-        file.unlink(missing_ok=True)
-
-
-def _listen(argv: Sequence[str], out: Path, progress: Progress) -> dict[str, Any]:
-    said: dict[str, Any] = {}
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, errors="replace") as child:
-        assert child.stdout
-        try:
-            for line in child.stdout:
-                said |= _heard(line, progress)
-        except BaseException as e:
-            _end(child, patient=isinstance(e, KeyboardInterrupt))
-            raise
-    if "made" in said:
-        made: dict[str, Any] = said["made"]
-        return made
-    if "error" in said:
-        raise {**vars(errors), "OSError": OSError}[said["error"]](*said["of"])
-    code = child.returncode
-    ending = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    raise LowerError(
-        f"TensorRT's builder crashed ({ending}); {keep_log(out)}; build again: "
-        f"kernels that were timed are not timed again, and --set attention=plain or --set "
-        f"experts=all is another network"
-    )
-
-
-def _end(child: subprocess.Popen[str], patient: bool) -> None:
-    """Ask the child to end, at the builder's next step; it keeps what was timed. Who pressed Ctrl-C
-    sees it going on, and may press it again; others are not kept waiting."""
-    try:
-        child.send_signal(signal.SIGINT if patient else signal.SIGTERM)
-        child.wait(None if patient else PATIENCE_S)
-    except (KeyboardInterrupt, subprocess.TimeoutExpired):
-        pass
-    finally:
-        child.kill()
-
-
-def _heard(line: str, progress: Progress) -> dict[str, Any]:
-    """Return what a line says, beside progress; libraries may print lines of their own."""
-    said = None
-    with suppress(ValueError):
-        said = json.loads(line)
-    if not isinstance(said, dict):
-        return {}
-    if "progress" in said:
-        progress(said.pop("progress"))
-    return said
-
-
-def run_job(folder: Path, host: Host) -> dict[str, Any]:
-    """Do the job and return the last line of the child process."""
-    job = json.loads((folder / JOB).read_text())
-    program = Program({name: parse_graph(text) for name, text in job["graphs"].items()})
-    params = StoredParams.open(rank_files(folder.glob("*.safetensors"), 0))
-
-    def progress(message: str) -> None:
-        _say({"progress": message})
-
-    limits, memory = Limits(**job["limits"]), job["memory"]
-    task = Task(program, limits, job["device"], folder, params, progress, memory=memory)
-    try:
-        aimed = host.aimed(TARGETS[job["target"]]) if job["target"] else host
-        made = Make(aimed, task, job["settings"]).run()
-    except G4Error as e:
-        kind = next(c.__name__ for c in type(e).__mro__ if vars(errors).get(c.__name__) is c)
-        return {"error": kind, "of": [str(e)]}
-    except OSError as e:  # no space, or files that may not be written
-        return {"error": "OSError", "of": [e.errno or 0, e.strerror or str(e), e.filename]}
-    return {"made": made}
-
-
-def _say(line: Mapping[str, Any]) -> None:
-    print(json.dumps(line), flush=True)
-
-
-def main(folder: str) -> None:
-    """Build what `job.json` in a folder asks for. Prints a JSON object a line: `progress`, and at
-    the end `made` (what the manifest keeps), or an `error` by name and what it is made `of`."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PARENT_DEATH, signal.SIGTERM)
-    _say(run_job(Path(folder), Host()))

@@ -60,7 +60,6 @@ def emulated(
         timings=lambda: folder / "timings",
         stream=OnTheCpu,
         record=None,
-        apart=False,
     )
     return replace(BACKEND, devices=("cpu",), host=host)
 

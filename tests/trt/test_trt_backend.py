@@ -5,6 +5,7 @@ What sessions should yield comes from the reference backend on the same weights.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -29,7 +31,7 @@ from g4ir.builder.build import prepare
 from g4ir.builder.load import load_engine
 from g4ir.check.logits import verify_engine
 from g4ir.engine.engine import Engine
-from g4ir.errors import EngineError, LowerError, PlanError
+from g4ir.errors import EngineError, G4Error, LowerError, PlanError
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
@@ -308,6 +310,22 @@ def test_interrupted_build(trt: Build, tmp_path: Path, monkeypatch: pytest.Monke
     assert signal.getsignal(signal.SIGINT) is before
     assert not (tmp_path / "engine").exists() and not [*tmp_path.glob(".engine*")]
     assert builds_in(tmp_path) == 1
+
+
+def test_no_space_for_a_plan(trt: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The builder takes no exception of its writer; of the engine nothing is left."""
+
+    def full(api: Any, file: Any) -> Any:
+        def write(data: bytes) -> int:
+            file.write(data[:3])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        return host.stream_writer(api, cast(Any, SimpleNamespace(write=write)))
+
+    monkeypatch.setattr(builder, "stream_writer", full)
+    with pytest.raises((OSError, G4Error), match="No space left"):
+        trt()
+    assert not (tmp_path / "engine").exists() and not [*tmp_path.glob(".engine*")]
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, refused: Callable[[list[str]], str]) -> list[int]:
