@@ -11,10 +11,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 from g4ir.errors import InputError
@@ -44,41 +43,8 @@ class LogitsMask(Protocol):
         as torch or numpy. None: every token may follow."""
 
 
-class _Worker:
-    """A thread that waits for tasks. A new one starts if all are busy: a slow mask delays none."""
-
-    _idle: list[_Worker] = []  # of the process
-
-    def __init__(self) -> None:
-        self.tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        #: whether its priority was lowered, which nothing raises again
-        self.lowered = False
-        self.thread = threading.Thread(target=self._run, name="g4ir-mask", daemon=True)
-        self.thread.start()
-
-    @classmethod
-    def free(cls) -> _Worker:
-        """Return a worker without a task, which `_run` lists again after its next one."""
-        try:
-            return cls._idle.pop()  # atomic
-        except IndexError:
-            return cls()
-
-    def _run(self) -> None:
-        while not self.lowered:
-            self.tasks.get()()
-            if not self.lowered:
-                self._idle.append(self)
-
-    def lower(self) -> None:
-        """Give it a low priority, and let it end after its task."""
-        assert self.thread.native_id is not None
-        self.lowered = True
-        lower_priority(self.thread.native_id)
-
-
 class _Computation:
-    """One mask that a worker computes."""
+    """One mask that a thread of its own computes."""
 
     def __init__(self, mask: LogitsMask, generated: Sequence[int]) -> None:
         self.count, self.words, self.error = len(generated), None, None
@@ -89,8 +55,9 @@ class _Computation:
         #: the clock of its thread, and what that showed at the beginning; seconds once it is done
         self._clock: tuple[int, float] | None = None
         self._cpu_s: float | None = None
-        self._worker = _Worker.free()
-        self._worker.tasks.put(self._run)
+        self._lowered = False
+        self._thread = threading.Thread(target=self._run, name="g4ir-mask", daemon=True)
+        self._thread.start()
 
     words: Any
     error: Exception | None
@@ -111,14 +78,15 @@ class _Computation:
         return self._arrived.wait(timeout)
 
     def cpu_s(self) -> float:
-        """Return its processor time so far; lower the priority of a slow worker."""
-        with self._lock:  # the worker is busy with it meanwhile, so that its clock exists
+        """Return its processor time so far; lower the priority of a slow thread."""
+        with self._lock:  # the thread is busy with it meanwhile, so that its clock exists
             if self._cpu_s is not None or self._clock is None:
                 return self._cpu_s or 0.0
             clock, begin = self._clock
             took = time.clock_gettime(clock) - begin
-            if took > LOW_S and not self._worker.lowered:
-                self._worker.lower()
+            if took > LOW_S and not self._lowered and self._thread.native_id is not None:
+                self._lowered = True
+                lower_priority(self._thread.native_id)
             return took
 
 

@@ -12,7 +12,6 @@ from threading import Event, Thread
 from typing import Any
 from zipfile import ZipFile
 
-import numpy as np
 import pytest
 import torch
 
@@ -535,23 +534,6 @@ def test_engines_in_a_process_share_their_formats(
         assert pyops._has_kernel(torch.bfloat16, codes, scales, 1, 256, True) == (
             form == "int8" and isa.multiplies_integers(form)
         )
-
-
-def test_kernels_of_an_older_library_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shares no formats: a step of another engine may end at one that it has not."""
-
-    class Older:
-        def __getitem__(self, name: str) -> Any:
-            return lambda *_: pyops.STEP_VERSION
-
-    monkeypatch.setattr(pyops, "_kernels", {"run_instructions": lambda *_: 2})
-    monkeypatch.setattr(pyops, "_older", [])
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Older())
-    instructions = np.zeros(1)
-    for again in ("the engine again", "the engine of old/kernels.so, loaded too, again"):
-        with pytest.raises(RuntimeError, match=f"of another version; build {again}"):
-            pyops.run_instructions(instructions, instructions, torch.zeros(1), 1)
-        pyops.load_kernels(Path("old/kernels.so"))
 
 
 def test_other_threads_run_meanwhile(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from g4ir.backends.inductor import attention as library
@@ -57,11 +55,6 @@ def attention_latent(
     else:
         return library.attention_latent(m, n, q, positions, written, w, *rows)
     return out[..., : w.shape[0]]
-
-
-def encoder_attention(m: Run, n: Node, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Any:
-    """Attend by the library, without a mask if it can."""
-    return OPS.encoder_attention(q, k, v, valid, n.number("scale"))
 
 
 def _is_few(n: Node, chunk: tuple[Tensor, ...]) -> bool:

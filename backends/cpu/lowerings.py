@@ -15,7 +15,7 @@ from g4ir.ir.graph import Graph, Node
 from g4ir.model.decoder import TOKENS, VERIFY
 from g4ir.ops.attention import slot_positions
 
-from .attention import attention, attention_latent, encoder_attention
+from .attention import attention, attention_latent
 from .isa import FROM
 from .pyops import OPS
 
@@ -86,5 +86,4 @@ LOWERINGS: Mapping[str, Lowering] = {
     "cache_write": Lowering(cache_write(_write)),
     "attention": Lowering(attention),
     "attention_latent": Lowering(attention_latent),
-    "encoder_attention": Lowering(encoder_attention),
 }

@@ -1,5 +1,4 @@
-"""Ops that a compiled CPU program calls for: large products, routed experts, and attention of the
-vision tower.
+"""Ops that a compiled CPU program calls for: large products, routed experts, and attention.
 
 Products of a few rows go through the C kernels (kernels/), which for one row run at the speed at
 which memory delivers the weight; the library's products do not. So do bf16 products of more rows
@@ -24,7 +23,6 @@ import torch
 from torch.nn import functional
 
 from g4ir.backends.host_cpu import cpu_flags
-from g4ir.backends.inductor.attention import attend_heads, masked_attention
 from g4ir.ops.attention import attend as attend_all
 from g4ir.ops.attention import attention, slot_positions, visible
 from g4ir.ops.base import wide
@@ -64,8 +62,6 @@ _free: defaultdict[int, list[Any]] = defaultdict(list)
 _kernels: dict[str, Callable[..., int]] = {}
 #: libraries of engines that were loaded, each with the formats of its own
 _libraries: list[ctypes.CDLL] = []
-#: files of those of an older g4ir, which share no formats with others
-_older: list[Path] = []
 #: dtype of x, of results and of scales, and dtype of codes -> their numbers there
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 FORMS = {torch_dtype(name): number for number, name in enumerate(KERNEL_FORMS)}
@@ -118,12 +114,9 @@ def load_kernels(path: Path) -> None:
         _kernels[name] = kernel
     if _kernels["step_version"]() != STEP_VERSION:
         raise ValueError("kernels of another version; build the engine again")
-    if share := getattr(library, "g4ir_share_forms", None):  # older ones have all formats
-        for other in _libraries:
-            share((ctypes.c_void_p * len(FORMS)).in_dll(other, "g4ir_forms"))
-        _libraries.append(library)
-    else:
-        _older.append(path)
+    for other in _libraries:
+        library.g4ir_share_forms((ctypes.c_void_p * len(FORMS)).in_dll(other, "g4ir_forms"))
+    _libraries.append(library)
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
@@ -214,8 +207,7 @@ def run_instructions(
     run = "run_instructions" if pace is None else "run_steps"
     places += [] if pace is None else [pace.data_ptr()]
     if failed := _kernels[run](*places, room.data_ptr(), threads):
-        again = f"the engine of {_older[0]}, loaded too," if _older else "the engine"
-        other = f"its kernels are of another version; build {again} again"
+        other = "its kernels are of another version; build the engine again"
         why = "no memory for its products" if failed == 1 else other
         raise (MemoryError if failed == 1 else RuntimeError)(f"a decode step ended: {why}")
 
@@ -440,15 +432,6 @@ def _each_expert(
     return (out * scale[..., None]).sum(1).to(x.dtype).view_as(x)
 
 
-def encoder_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, scale: float) -> Tensor:
-    """Compute the op `encoder_attention`. Padding comes last, so that keys before it need no mask,
-    which costs about a twentieth."""
-    count = int(valid.sum())
-    if len(valid) == 1 and count and bool(valid[0, :count].all()):
-        return attend_heads(q, k[:, :count], v[:, :count], scale).contiguous()
-    return masked_attention(q, k, v, valid, scale).contiguous()
-
-
 def _product(x: Tensor, w: Tensor, *operands: Any) -> Tensor:
     """Return room for what a product makes of rows x."""
     return x.new_empty((*x.shape[:-1], w.shape[0]))
@@ -467,7 +450,6 @@ _OPS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
     attend_chunk: _like,
     experts: _like,
     experts_coded: _like,
-    encoder_attention: _like,
 }
 _LIBRARY = torch.library.Library("g4ir", "DEF")
 for _op, _room in _OPS.items():

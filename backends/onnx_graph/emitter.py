@@ -8,7 +8,7 @@ engine keeps them, in its safetensors files; no protobuf holds more than small c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,8 +19,6 @@ from onnx import helper
 from g4ir.backends.primitives.emitter import Emitter, Operand, reshape_spec
 from g4ir.ir.graph import Value
 from g4ir.ops.types import Dim, Type, dtype_name
-
-from .allow_list import walk
 
 OPSET = 24
 #: of the IR's dtypes; the same operators in bf16 are legal ONNX, but no runtime here has them
@@ -314,6 +312,15 @@ class OnnxEmitter(Emitter):
         )
         helper.set_model_props(model, dict(facts))
         return model
+
+
+def walk(nodes: Sequence[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Yield the nodes, and those of their branches."""
+    for n in nodes:
+        yield n
+        for a in n.attribute:
+            if a.type == onnx.AttributeProto.GRAPH:
+                yield from walk(a.g.node)
 
 
 def _rename(n: onnx.NodeProto, names: Mapping[str, str]) -> None:
