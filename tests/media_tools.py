@@ -19,7 +19,8 @@ import torch
 import g4ir
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
-from g4ir.media.videos import Footage
+from g4ir.media import videos
+from g4ir.media.videos import Footage, Video
 from g4ir.model.media import KINDS
 from g4ir.spec.parts import Tokens
 from g4ir.spec.record import Spec, load_spec
@@ -79,6 +80,13 @@ def outlives_damage(read: Callable[[Path], Any], data: bytes, path: Path) -> Non
 
 def noise(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def read_video(path: str | Path, frames: int | None = None, fps: float | None = None) -> Video:
+    """The frames that `read_footage` prepares, all of them in full resolution."""
+    sample = videos._sample(Path(path), frames, fps)
+    pixels = np.stack([*videos._decoded(Path(path), sample)])
+    return Video(pixels, sample.rate, str(path), sample.seconds)
 
 
 def png(path: Path, width: int = 96, height: int = 48, seed: int = 0) -> Path:

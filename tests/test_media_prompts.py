@@ -26,9 +26,9 @@ from g4ir.errors import InputError
 from g4ir.generate.jsonl import FIELDS
 from g4ir.media.audio import Waveform, prepare_audio
 from g4ir.media.images import prepare_image, read_image
-from g4ir.media.prompt import check_given, expand_text, mark, place, place_rows, times_left_out
+from g4ir.media.prompt import check_given, expand_text, mark, place_rows, times_left_out
 from g4ir.media.soft import Soft, counts
-from g4ir.media.videos import Video, prepare_video, read_video, video_settings
+from g4ir.media.videos import Video, prepare_video, video_settings
 from g4ir.model.audio import audio_settings
 from g4ir.model.images import image_settings
 from g4ir.model.media import KINDS, LISTS, MEDIA_SETTINGS, Media, check_budget, check_taken
@@ -50,6 +50,7 @@ from tests.media_tools import (
     media_tokenizer,
     noise,
     processor,
+    read_video,
 )
 
 IDS = Tokens(bos=2, eos=(1,), pad=0, image=10, video=11, audio=12, boi=20, eoi=21, boa=22, eoa=23)
@@ -62,6 +63,10 @@ def soft(kind: str, *sizes: int, times: tuple[str, ...] = (), width: int = 4) ->
 def spelled(text: str) -> list[int]:
     """A stand-in for a tokenizer: a character is its code above 1000."""
     return [1000 + ord(c) for c in text]
+
+
+def place(ids: list[int], *rest: Any, **more: Any) -> list[int]:
+    return place_rows([ids], *rest, **more)[0]
 
 
 # --- ids and text -----------------------------------------------------------------------------

@@ -31,13 +31,12 @@ from g4ir.media.videos import (
     frames_at,
     prepare_video,
     read_footage,
-    read_video,
     sample_frames,
     spread_frames,
     video_settings,
 )
 from g4ir.spec.record import load_spec
-from tests.media_tools import TOWER, UNIFIED, noise, outlives_damage, processor
+from tests.media_tools import TOWER, UNIFIED, noise, outlives_damage, processor, read_video
 
 av = pytest.importorskip("av")
 SETTINGS = video_settings(load_spec("e2b"))
@@ -378,24 +377,6 @@ def test_frames_are_upright(tmp_path: Path, case: str) -> None:
     footage = read_footage(path, SETTINGS, 3)
     tall = video.frames.shape[1] > video.frames.shape[2]
     assert tall == (int(footage.positions[0, :, 1].max()) > int(footage.positions[0, :, 0].max()))
-
-
-@pytest.mark.parametrize("ending", ["mkv", "webm"])
-@pytest.mark.parametrize("degrees", [90, 180])
-def test_rotation_in_other_containers(tmp_path: Path, ending: str, degrees: int) -> None:
-    path, plain = tmp_path / f"a.{ending}", film(tmp_path / f"b.{ending}")
-    if not hasattr(av.VideoStream, "set_display_rotation"):
-        pytest.skip("this av writes no display matrix")
-    with av.open(str(plain)) as source, av.open(str(path), "w") as out:
-        (given,) = source.streams.video
-        stream = out.add_stream_from_template(given)
-        stream.set_display_rotation(degrees)
-        for packet in source.demux(given):
-            if packet.dts is not None:
-                packet.stream = stream
-                out.mux(packet)
-    wanted = [np.rot90(x, degrees // 90) for x in read_video(plain, 2).frames]
-    assert np.array_equal(read_video(path, 2).frames, wanted)
 
 
 def test_an_oblique_angle_is_refused(tmp_path: Path) -> None:

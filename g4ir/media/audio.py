@@ -12,11 +12,9 @@ the reference's `load_audio` takes whichever of three libraries is installed.
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 import re
-import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +26,7 @@ from numpy.typing import NDArray
 from g4ir.errors import InputError
 from g4ir.model.audio import RATES, AudioSettings, MelSettings, RawSettings, round_up
 
-from .files import is_cut, is_unknown, library, opened
+from .files import is_cut, library, opened
 from .limits import check_limit
 
 F32 = NDArray[np.float32]
@@ -266,19 +264,17 @@ def frozen(array: Any) -> Any:
 
 
 def read_audio(path: str | Path) -> Waveform:
-    """Decode an audio file by soundfile: WAV, FLAC, OGG, MP3, AIFF, AU, CAF and Wave64, as float32.
+    """Decode an audio file by soundfile: WAV, FLAC, OGG and MP3, as float32.
 
     InputError, naming the file, if it is missing, empty, not audio, corrupt, truncated, without
     samples or too large; MissingError if soundfile is not installed.
     """
     path = Path(path)
     with opened(path, "audio", MAX_BYTES, "send it in parts") as file:
-        head = file.read(12)
+        head = file.read(4)
         if not MAGIC.match(head):  # libsndfile knows dozens more
-            begins = f"it begins with {head[:4]!r}"
+            begins = f"it begins with {head!r}"
             raise InputError(f"{path}: not an audio file ({begins}); send WAV, FLAC, OGG or MP3")
-        if head[:4] in WAVES and head[8:] == b"WAVE":
-            return _decode(io.BytesIO(_plain_wav(head + file.read(), path)), path)
         if is_cut(file, path.stat().st_size):
             raise InputError(f"{path}: truncated: its header announces more than the file has")
         file.seek(0)
@@ -286,36 +282,8 @@ def read_audio(path: str | Path) -> Waveform:
 
 
 #: first bytes of the formats that are opened; those of MPEG audio are a frame of layer I to III
-MAGIC = re.compile(
-    rb"RIFF|RF64|BW64|RIFX|riff|fLaC|OggS|FORM|caff|\.snd|ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]"
-)
-WAVES = (b"RIFF", b"RF64", b"BW64")  # the latter two have 64-bit sizes in a chunk `ds64`
-UNKNOWN_SIZE = (1 << 32) - 1  # libsndfile reads to the end of the file
+MAGIC = re.compile(rb"RIFF|fLaC|OggS|ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]")
 UNKNOWN_FRAMES = 1 << 62  # or more: the number of samples of a FLAC that went through a pipe
-
-
-def _plain_wav(data: bytes, path: Path) -> bytes:
-    """Return a WAV file with a plain header. libsndfile shortens truncated files silently, takes a
-    size of 0 (a recorder that could not seek back) literally and does not know BW64; here the size
-    of the samples is checked, and an unknown one becomes UNKNOWN_SIZE."""
-    riff, large, at = int.from_bytes(data[4:8], "little"), 0, 12
-    while at + 8 <= len(data):
-        mark, size = struct.unpack_from("<4sI", data, at)
-        at += 8
-        if mark == b"data":
-            break
-        if mark == b"ds64":  # sizes of the file and of its samples
-            large = int.from_bytes(data[at + 8 : at + 16], "little")
-        at += size + size % 2  # chunks begin at even offsets
-    else:
-        raise InputError(f"{path}: truncated: the WAV file ends before its samples (no data chunk)")
-    size = large if large and size == UNKNOWN_SIZE else size
-    left = len(data) - at
-    if is_unknown(size) or (size == 0 and riff + 8 != len(data)):
-        size = UNKNOWN_SIZE
-    elif size > left:
-        raise InputError(f"{path}: truncated: {size} bytes of samples announced, {left} there")
-    return b"RIFF" + data[4 : at - 4] + struct.pack("<I", size) + data[at:]
 
 
 def _decode(file: BinaryIO, path: Path) -> Waveform:

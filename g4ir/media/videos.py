@@ -181,19 +181,6 @@ def _footage(
 CONTAINERS = ("mov", "matroska", "avi", "mpegts", "mpeg", "ogg", "flv", "gif")
 
 
-def read_video(path: str | Path, frames: int | None = None, fps: float | None = None) -> Video:
-    """Read sampled frames of a video file in full resolution, as players show them: turned and
-    mirrored by the display matrix, without what edit lists hide, spread by presentation time.
-    InputError, naming the file, for one that is missing, empty, none of CONTAINERS, without images,
-    corrupt, truncated or too large; MissingError if av is not installed."""
-    path = Path(path)
-    sample = _sample(path, frames, fps)
-    pixels = [*_decoded(path, sample)]
-    if len({frame.shape for frame in pixels}) > 1:
-        raise InputError(f"{path}: its frames have several sizes; encode it with one")
-    return Video(np.stack(pixels), sample.rate, str(path), sample.seconds)
-
-
 def read_footage(
     path: str | Path,
     settings: ImageSettings,
@@ -201,8 +188,13 @@ def read_footage(
     most: int | None = None,
     fps: float | None = None,
 ) -> Footage:
-    """Return `prepare_video` of `read_video`, with one frame at a time in full resolution. Errors
-    as there, and InputError for more than `most` soft tokens."""
+    """Return the patches of sampled frames of a video file, one at a time in full resolution, as
+    players show them: turned and mirrored by the display matrix, without what edit lists hide,
+    spread by presentation time.
+
+    InputError, naming the file, for one that is missing, empty, none of CONTAINERS, without images,
+    corrupt, truncated or too large, and for more than `most` soft tokens; MissingError if av is not
+    installed."""
     path = Path(path)
     sample = _sample(path, frames, fps)
     times = frame_times(sample.indices, sample.rate, sample.seconds)
