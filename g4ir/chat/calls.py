@@ -119,19 +119,12 @@ class CallBody:
         new, self._sent = self._json[self._sent :], len(self._json)
         return "".join(new)
 
-    def cut_off(self) -> str | None:
-        """End where the call was cut, within a string that may be a bare word or JSON. Return the
-        JSON if it has all of the text so far, but the head of a key, word or number."""
-        raw = "".join(self._raw).lstrip()
+    def cut_off(self) -> str:
+        """End where the call was cut. Return its JSON, with all of an open string but without the
+        head of a key, word or number."""
         if self._place == TEXT:
             self._say(len("".join(self._raw)))
-        elif self._place == VALUE and self._quote == '"':
-            self._emit(f'{self._comma()}"{spelled(raw)}')
-        elif self._place == VALUE and raw and not self._quote and is_text(self._schema):
-            self._emit(f'{self._comma()}"')
-            self._raw = [raw]
-            self._say(len(raw))
-        return None if self._place == DEAD else self.json
+        return self.as_written(self.raw) if self._place == DEAD else self.json
 
     def close(self) -> bool:
         """End the open string before the braces that end the call; whether they are there."""

@@ -327,8 +327,8 @@ class Reader:
         if body.close():
             self._end_call(body.json, whole=True)
         elif not whole:
-            cut, end = body.cut_off(), len(raw)
-            self._end_call(body.as_written(raw) if cut is None else cut)
+            end = len(raw)
+            self._end_call(body.cut_off())
         elif body.streams:
             self._end_call(body.as_written(raw[:end]))
         else:

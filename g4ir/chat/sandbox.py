@@ -306,7 +306,7 @@ class Environment(ImmutableSandboxedEnvironment):
         self.filters["made"] = lambda value: _budget().made(value)
         del self.globals["lipsum"]
         self.globals |= {"range": safe_range, "namespace": _Plain, "raise_exception": _refuse}
-        self.globals["strftime_now"] = _now
+        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Checked().visit(super()._parse(source, name, filename))
@@ -351,12 +351,6 @@ class Environment(ImmutableSandboxedEnvironment):
 
 def _refuse(message: Any) -> Any:
     raise TemplateError(_budget().text(message))
-
-
-def _now(form: str) -> str:
-    if len(form) > MAX_SHORT or re.search(r"\d{3}", form):
-        raise LimitError("strftime_now: the format is too long")
-    return datetime.now().strftime(form)
 
 
 def _sliced(part: Any) -> Any:
