@@ -151,16 +151,11 @@ def test_a_long_clip_is_cut_with_a_warning_or_refused(caplog: pytest.LogCaptureF
         prepare_audio(given, MEL, "split")
 
 
-@pytest.mark.parametrize("kind, zero, full", [("uint8", 128, 128), ("int16", 0, 2**15)])
-def test_whole_numbers_are_scaled_and_channels_averaged(kind: str, zero: int, full: int) -> None:
-    info = np.iinfo(kind)
-    samples = np.array([info.min, info.max, info.max // 2 + 1, info.max // 3], kind)
-    want = (samples.astype(np.float64) - zero) / full
-    np.testing.assert_allclose(to_mono(samples), want, rtol=1e-7, atol=0)
-    stereo = np.stack([samples, samples[::-1]], axis=1)
-    np.testing.assert_allclose(to_mono(stereo), (want + want[::-1]) / 2, atol=1e-7)
+def test_channels_are_averaged() -> None:
     half = noise(50).astype(np.float16)
     np.testing.assert_array_equal(to_mono(half), half.astype(np.float32))
+    stereo = np.stack([half, half[::-1]], axis=1)
+    np.testing.assert_allclose(to_mono(stereo), (half + half[::-1]) / 2, atol=1e-3)
 
 
 GOOD_SAMPLES = noise(900)
@@ -170,8 +165,8 @@ BAD_SAMPLES: dict[str, tuple[Any, Any, str]] = {
     "scalar": (np.float32(1), RATE, r"shape \[\]"),
     "cube": (np.zeros((2, 2, 2), np.float32), RATE, r"shape \[2, 2, 2\]"),
     "lying": (np.zeros((2, 900), np.float32), RATE, "900 channels, at most 64; .* transpose"),
-    "complex": (np.zeros(900, np.complex64), RATE, "samples of type complex64; one of float16"),
-    "bool": (np.zeros(900, np.bool_), RATE, "samples of type bool"),
+    "complex": (np.zeros(900, np.complex64), RATE, "samples of type complex64; give floats"),
+    "int16": (np.zeros(900, np.int16), RATE, "samples of type int16; .* divided by 32768"),
     "nan": (np.array([0, 1, np.nan]), RATE, "sample 2 is nan; samples must be finite"),
     "inf": (np.array([[0, 1], [np.inf, 0]]), RATE, "sample 1 is inf"),
     "overflow": (np.array([1e300]), RATE, "sample 0 is inf"),

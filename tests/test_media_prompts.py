@@ -28,7 +28,7 @@ from g4ir.media.audio import Waveform, prepare_audio
 from g4ir.media.images import prepare_image, read_image
 from g4ir.media.prompt import check_given, expand_text, mark, place_rows, times_left_out
 from g4ir.media.soft import Soft, counts
-from g4ir.media.videos import Video, prepare_video, video_settings
+from g4ir.media.videos import Video, prepare_video, read_footage, video_settings
 from g4ir.model.audio import audio_settings
 from g4ir.model.images import image_settings
 from g4ir.model.media import KINDS, LISTS, MEDIA_SETTINGS, Media, check_budget, check_taken
@@ -50,7 +50,6 @@ from tests.media_tools import (
     media_tokenizer,
     noise,
     processor,
-    read_video,
 )
 
 IDS = Tokens(bos=2, eos=(1,), pad=0, image=10, video=11, audio=12, boi=20, eoi=21, boa=22, eoa=23)
@@ -351,7 +350,7 @@ def test_run_text_with_every_kind(engine: Path, loaded: Engine, files: Path) -> 
         text = text.replace(f"<{kind}>", string) if kind in KINDS else text
     ids = tokenizer.encode(expand_text(text, softs, loaded.spec.tokens, tokenizer.id_to_token)).ids
     assert log["prompt_tokens"] == len(ids) and "notes" not in log
-    clip = prepare_video(read_video("c.mp4", 2), video_settings(loaded.spec))
+    clip = read_footage("c.mp4", video_settings(loaded.spec), 2)
     assert got == generated(loaded, ids, images=["a.png", "b.jpg"], audio=["d.wav"], videos=[clip])
 
 
@@ -361,7 +360,7 @@ def test_run_without_a_tokenizer(bare: Path, files: Path) -> None:
     got, log = answered(bare, *words)
     assert log["notes"] == ["no tokenizer: the frames of videos come without their times"]
     engine = load_engine(bare)
-    clip = prepare_video(read_video("c.mp4", 2), video_settings(engine.spec))
+    clip = read_footage("c.mp4", video_settings(engine.spec), 2)
     assert got == generated(engine, [2, tokens.video, 5], videos=[clip])
     assert log["prompt_tokens"] == log["soft_tokens"]["video"] + 6
 

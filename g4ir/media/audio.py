@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Waveform:
-    """Decoded samples: [N] or [N, channels], floats about [-1, 1] or whole numbers (see SCALES)."""
+    """Decoded samples: [N] or [N, channels], floats about [-1, 1]."""
 
     samples: NDArray[Any]
     rate: int  # Hz
@@ -108,13 +108,9 @@ def _check_length(
 
 # --- samples ----------------------------------------------------------------------------------
 
-#: type of samples -> (zero, full scale), as every decoder reads them
-SCALES = {"float16": (0, 1), "float32": (0, 1), "float64": (0, 1)}
-SCALES |= {"uint8": (128, 1 << 7), "int16": (0, 1 << 15), "int32": (0, 1 << 31)}
-
 
 def to_mono(samples: NDArray[Any], name: str = "audio") -> F32:
-    """Average the channels: [N] or [N, channels] of any type in SCALES -> f32 [N]. InputError for
+    """Average the channels: [N] or [N, channels] of floats -> f32 [N]. InputError for
     other types and shapes, no samples, too many channels, and NaN or infinity."""
     samples = np.asarray(samples)
     if samples.ndim not in (1, 2):
@@ -124,14 +120,11 @@ def to_mono(samples: NDArray[Any], name: str = "audio") -> F32:
     if samples.ndim == 2 and samples.shape[1] > MAX_CHANNELS:
         many = f"{samples.shape[1]} channels, at most {MAX_CHANNELS}"
         raise InputError(f"{name}: {many}; samples are [N, channels], transpose them")
-    if (kind := samples.dtype.name) not in SCALES:
-        raise InputError(f"{name}: samples of type {kind}; one of {', '.join(SCALES)}")
-    zero, full = SCALES[kind]
+    if samples.dtype.kind != "f":
+        kind = f"samples of type {samples.dtype.name}"
+        raise InputError(f"{name}: {kind}; give floats about [-1, 1], int16 divided by 32768")
     with np.errstate(over="ignore"):
-        if kind.startswith("float"):
-            values = samples.astype(np.float32, copy=False)  # no copy of an hour's samples
-        else:
-            values = ((samples.astype(np.float64) - zero) / full).astype(np.float32)
+        values = samples.astype(np.float32, copy=False)  # no copy of an hour's samples
     if not np.isfinite(values).all():
         first = np.argwhere(~np.isfinite(values))[0]
         bad = f"sample {int(first[0])} is {values[tuple(first)]}"
