@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 import g4ir
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
+from g4ir.media import videos
 from g4ir.media.videos import Footage
 from g4ir.model.media import KINDS
 from g4ir.spec.parts import Tokens
@@ -79,6 +81,13 @@ def outlives_damage(read: Callable[[Path], Any], data: bytes, path: Path) -> Non
 
 def noise(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def read_video(path: str | Path, frames: int | None = None, fps: float | None = None) -> Any:
+    """The frames that `read_footage` prepares, in full resolution, with their times."""
+    sample = videos._sample(Path(path), frames, fps)
+    pixels = np.stack([*videos._decoded(Path(path), sample)])
+    return SimpleNamespace(frames=pixels, rate=sample.rate, seconds=sample.seconds)
 
 
 def png(path: Path, width: int = 96, height: int = 48, seed: int = 0) -> Path:

@@ -7,7 +7,6 @@ import io
 import logging
 import math
 import struct
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from transformers.models.gemma4_unified.feature_extraction_gemma4_unified import
     Gemma4UnifiedAudioFeatureExtractor,
 )
 
-from g4ir.errors import InputError, MissingError
+from g4ir.errors import InputError
 from g4ir.media import audio
 from g4ir.media.audio import (
     REFUSE,
@@ -152,16 +151,11 @@ def test_a_long_clip_is_cut_with_a_warning_or_refused(caplog: pytest.LogCaptureF
         prepare_audio(given, MEL, "split")
 
 
-@pytest.mark.parametrize("kind, zero, full", [("uint8", 128, 128), ("int16", 0, 2**15)])
-def test_whole_numbers_are_scaled_and_channels_averaged(kind: str, zero: int, full: int) -> None:
-    info = np.iinfo(kind)
-    samples = np.array([info.min, info.max, info.max // 2 + 1, info.max // 3], kind)
-    want = (samples.astype(np.float64) - zero) / full
-    np.testing.assert_allclose(to_mono(samples), want, rtol=1e-7, atol=0)
-    stereo = np.stack([samples, samples[::-1]], axis=1)
-    np.testing.assert_allclose(to_mono(stereo), (want + want[::-1]) / 2, atol=1e-7)
+def test_channels_are_averaged() -> None:
     half = noise(50).astype(np.float16)
     np.testing.assert_array_equal(to_mono(half), half.astype(np.float32))
+    stereo = np.stack([half, half[::-1]], axis=1)
+    np.testing.assert_allclose(to_mono(stereo), (half + half[::-1]) / 2, atol=1e-3)
 
 
 GOOD_SAMPLES = noise(900)
@@ -171,8 +165,8 @@ BAD_SAMPLES: dict[str, tuple[Any, Any, str]] = {
     "scalar": (np.float32(1), RATE, r"shape \[\]"),
     "cube": (np.zeros((2, 2, 2), np.float32), RATE, r"shape \[2, 2, 2\]"),
     "lying": (np.zeros((2, 900), np.float32), RATE, "900 channels, at most 64; .* transpose"),
-    "complex": (np.zeros(900, np.complex64), RATE, "samples of type complex64; one of float16"),
-    "bool": (np.zeros(900, np.bool_), RATE, "samples of type bool"),
+    "complex": (np.zeros(900, np.complex64), RATE, "samples of type complex64; give floats"),
+    "int16": (np.zeros(900, np.int16), RATE, "samples of type int16; .* divided by 32768"),
     "nan": (np.array([0, 1, np.nan]), RATE, "sample 2 is nan; samples must be finite"),
     "inf": (np.array([[0, 1], [np.inf, 0]]), RATE, "sample 1 is inf"),
     "overflow": (np.array([1e300]), RATE, "sample 0 is inf"),
@@ -241,12 +235,6 @@ def wav_bytes(
     return b"RIFF" + struct.pack("<I", other.get("riff", len(body))) + body
 
 
-def large(data: bytes, size: int, kind: bytes = b"RF64") -> bytes:
-    """A WAV file with sizes of 64 bits."""
-    ds64 = b"ds64" + struct.pack("<IQQQI", 28, 0, size, 0, 0)
-    return kind + wav_bytes(data, size=0xFFFFFFFF, riff=0xFFFFFFFF, before=ds64)[4:]
-
-
 def saved(folder: Path, data: bytes, name: str = "a.wav") -> Path:
     path = folder / name
     path.write_bytes(data)
@@ -254,26 +242,9 @@ def saved(folder: Path, data: bytes, name: str = "a.wav") -> Path:
 
 
 GOOD = (noise(400) * 9_000).astype("<i2").tobytes()
-#: sizes of data and of the file that recorders and pipes leave in a header
-UNKNOWN = {
-    "all ones": (0xFFFFFFFF, 0xFFFFFFFF),
-    "nearly 2^32": (0xFFFFFFFF - 36, 0xFFFFFFFF),
-    "2^31 - 1": (0x7FFFFFFF, 0x7FFFFFFF + 36),
-    "2^31 less a page": (0x7FFFF000, 0x7FFFF024),
-    "zeros": (0, 0),
-    "an empty file's": (0, 36),
-}
 
 
-@pytest.mark.parametrize("case", UNKNOWN)
-def test_unknown_sizes_mean_to_the_end(tmp_path: Path, case: str) -> None:
-    size, riff = UNKNOWN[case]
-    for rest in (b"", b"\0"):  # the last sample may be half there
-        path = saved(tmp_path, wav_bytes(GOOD[:768] + rest, size=size, riff=riff))
-        assert len(read_audio(path).samples) == 384
-
-
-def test_chunks_of_all_kinds_and_large_sizes_are_read(tmp_path: Path) -> None:
+def test_chunks_of_all_kinds_and_unknown_sizes_are_read(tmp_path: Path) -> None:
     want = np.frombuffer(GOOD, "<i2")[:, None] / np.float32(1 << 15)
     list_chunk = b"LIST" + struct.pack("<I", 3) + b"abc\0"  # odd size, hence a byte of padding
     guid = b"\0\0\0\0\x10\0\x80\0\0\xaa\0\x38\x9b\x71"
@@ -283,10 +254,10 @@ def test_chunks_of_all_kinds_and_large_sizes_are_read(tmp_path: Path) -> None:
         "chunk before": wav_bytes(GOOD, before=list_chunk),
         "chunk after": wav_bytes(GOOD) + list_chunk,
         "extensible": wav_bytes(GOOD, fmt=extensible),
-        "streamed": wav_bytes(GOOD, size=0xFFFFFFFF) + b"\0",
-        "64 bits": large(GOOD, len(GOOD)) + list_chunk,
-        "64 bits, broadcast": large(GOOD, len(GOOD), b"BW64"),
-        "64 bits, streamed": large(GOOD, 0),
+        "all ones": wav_bytes(GOOD, size=0xFFFFFFFF, riff=0xFFFFFFFF),
+        "nearly 2^32": wav_bytes(GOOD, size=0xFFFFFFFF - 36, riff=0xFFFFFFFF),
+        "2^31 less a page, and half a sample": wav_bytes(GOOD, size=0x7FFFF000, riff=0x7FFFF024)
+        + b"\0",
     }
     for name, content in files.items():
         found = read_audio(saved(tmp_path, content))
@@ -298,10 +269,8 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "the file is empty"),
     "head": (wav_bytes(GOOD)[:7], "corrupt, or an unsupported format: Format not recognised"),
     "avi": (b"RIFF\0\0\0\0AVI \0\0\0\0", "corrupt, or an unsupported format: Format not rec"),
-    "no chunk": (wav_bytes(GOOD)[:12], "truncated: .*no data chunk"),
-    "no data": (wav_bytes(GOOD)[:36], "truncated: .*no data chunk"),
-    "half": (wav_bytes(GOOD)[:500], "truncated: 800 bytes of samples announced, 456 there"),
-    "half of 64 bits": (large(GOOD, 800)[:500], "truncated: 800 bytes of samples announced, 420"),
+    "no data": (wav_bytes(GOOD)[:36], "truncated"),
+    "half": (wav_bytes(GOOD)[:500], "truncated"),
     "short format": (wav_bytes(GOOD, fmt=b"\1\0\1\0"), "corrupt, .* Short 'fmt ' chunk"),
     "channels": (wav_bytes(GOOD, channels=0, block=2), "corrupt, .* Channel count is zero"),
     "many": (wav_bytes(GOOD, channels=65), "65 channels, at most 64"),
@@ -309,6 +278,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "wild rate": (wav_bytes(GOOD, rate=2**30), "sample rate 1073741824"),
     "no samples": (wav_bytes(b""), "no samples"),
     "png": (b"\x89PNG\r\n\x1a\n" + GOOD, "not an audio file"),
+    "aiff": (b"FORM\0\0\3\x46AIFF" + GOOD, "not an audio file .*send WAV, FLAC, OGG or MP3"),
     "aac": (b"\xff\xf1\x50\x80" + GOOD, "not an audio file"),
     "nan": (wav_bytes(NAN, tag=3, bits=32), "sample 1 is nan"),
 }
@@ -341,31 +311,12 @@ def test_sizes_are_looked_at_before_decoding(
 # --- other formats ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", [b"fLaC" + GOOD, wav_bytes(GOOD)])
-def test_without_soundfile_the_error_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
-) -> None:
-    monkeypatch.setitem(sys.modules, "soundfile", None)  # as if it were not installed
-    with pytest.raises(MissingError, match=r"needs soundfile: pip install 'g4ir\[mm\]'"):
-        read_audio(saved(tmp_path, data, "a.flac"))
-
-
 def encoded(kind: str, rate: int = 16_000, channels: int = 1) -> bytes:
     soundfile = pytest.importorskip("soundfile")
     out = io.BytesIO()
     samples = np.stack([noise(4_000, c).clip(-0.9, 0.9) for c in range(channels)], axis=1)
     soundfile.write(out, samples, rate, format=kind)
     return out.getvalue()
-
-
-@pytest.mark.parametrize("rate", [11025, 24000, 48000])
-def test_mp3_of_every_version(tmp_path: Path, rate: int) -> None:
-    """MPEG 1, 2 and 2.5, as recorders write it; a tag in front of it or not."""
-    data = encoded("MP3", rate)
-    title = b"TIT2" + struct.pack(">IH", 5, 0) + b"\3talk"
-    for content in (data, b"ID3\4\0\0\0\0\0" + bytes([len(title)]) + title + data):
-        found = read_audio(saved(tmp_path, content, "a.mp3"))
-        assert found.rate == rate and len(found.samples) == 4_000
 
 
 def test_a_flac_that_went_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,23 +333,27 @@ def test_a_flac_that_went_through_a_pipe(tmp_path: Path, monkeypatch: pytest.Mon
             read_audio(saved(tmp_path, content))
 
 
-#: format -> mean error
-FORMATS = {"WAV": 1e-4, "RF64": 1e-4, "W64": 1e-4, "FLAC": 1e-4, "OGG": 0.2}
-FORMATS |= {"AIFF": 1e-4, "CAF": 1e-4, "AU": 1e-4, "MP3": 0.2}
+#: format and rate -> mean error; MP3 as MPEG 1, 2 and 2.5
+FORMATS = {("WAV", RATE): 1e-4, ("FLAC", RATE): 1e-4, ("OGG", RATE): 0.2}
+FORMATS |= {("MP3", rate): 0.2 for rate in (11_025, 24_000, 48_000)}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # soundfile's seeks
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind, rate", FORMATS)
 def test_files_of_every_format_whole_cut_and_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, rate: int
 ) -> None:
-    data = encoded(kind, channels=2)
+    data = encoded(kind, rate, channels=2)
     found = read_audio(saved(tmp_path, data, "whole"))
     wanted = np.stack([noise(4_000, c).clip(-0.9, 0.9) for c in range(2)], axis=1)
-    assert found.rate == RATE and np.abs(found.samples - wanted).mean() < FORMATS[kind]
+    assert found.rate == rate and np.abs(found.samples - wanted).mean() < FORMATS[kind, rate]
+    if kind == "MP3":  # a tag may stand before it
+        title = b"TIT2" + struct.pack(">IH", 5, 0) + b"\3talk"
+        tagged = b"ID3\4\0\0\0\0\0" + bytes([len(title)]) + title + data
+        assert len(read_audio(saved(tmp_path, tagged)).samples) == 4_000
     monkeypatch.setattr(audio, "MAX_VALUES", 1 << 20)
     outlives_damage(lambda path: read_audio(path).samples, data, tmp_path / f"damaged.{kind}")
-    if kind in ("FLAC", "OGG", "CAF"):  # which do not say how long they are
+    if kind in ("FLAC", "OGG"):  # which do not say how long they are
         return
     for end in (len(data) // 2, len(data) - (400 if kind == "MP3" else 40)):
         with pytest.raises(InputError, match="truncated"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import resource
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
 from g4ir.chat import Prompt, Template, Vocabulary, encode, make_prompt, render, sandbox
-from g4ir.chat.messages import read_messages
 from g4ir.chat.special_tokens import CONTROLS
 from g4ir.chat.tools import lower, read_tools
 from g4ir.errors import InputError
@@ -176,29 +175,17 @@ def test_hostile_templates_are_the_callers_error(
     assert render(HI, None, own()).endswith("<|turn>model\n")
 
 
-def test_hostile_templates_end_in_threads_too() -> None:
-    """Each thread has limits of its own; a template that ends at one leaves none behind."""
-    failed: list[str] = []
+def test_each_thread_has_limits_of_its_own() -> None:
+    """A template that ends at one leaves none behind."""
 
-    def hostile() -> None:
+    def hostile(_: int) -> str:
         with pytest.raises(InputError) as refused:
             render(HI, None, own("{{ 'a' * 10**10 }}"))
-        failed.append(str(refused.value))
         assert render(HI, None, own()).endswith("<|turn>model\n")
+        return str(refused.value)
 
-    threads = [threading.Thread(target=hostile) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(failed) == 4 and all("of more than 4194304 characters" in x for x in failed)
-
-
-def test_a_template_cannot_change_the_callers_messages() -> None:
-    messages = [{"role": "user", "content": "Hi", "extra": [1]}]
-    with pytest.raises(InputError):
-        render(messages, None, own("{{ messages[0].update({'role': 'x'}) }}"))
-    assert messages == [{"role": "user", "content": "Hi", "extra": [1]}]
+    with ThreadPoolExecutor(4) as pool:
+        assert all("of more than 4194304 characters" in x for x in pool.map(hostile, range(4)))
 
 
 def test_templates_render_as_transformers_renders_them() -> None:
@@ -368,16 +355,6 @@ def test_calls_and_answers_are_paired(case: Any) -> None:
     else:
         with pytest.raises(InputError, match=words):
             make_prompt(messages)
-
-
-def test_one_form_of_every_message() -> None:
-    first, second = read_messages(
-        [
-            {"role": "developer", "content": "x"},
-            {"role": "assistant", "content": None, "refusal": "No.", "reasoning": "r"},
-        ]
-    )
-    assert first["role"] == "system" and (second["content"], second["reasoning"]) == ("No.", "r")
 
 
 def tool(**function: Any) -> dict[str, Any]:

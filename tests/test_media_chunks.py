@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -229,42 +228,6 @@ def test_media_that_would_be_cut(engine: Engine, cut: str) -> None:
         scheduler.step()
     for prompt in prompts:
         answers(scheduler, engine, request_of(prompt, marks=marks))
-
-
-def test_the_same_chunks_are_the_same_bits(engine: Engine) -> None:
-    """Chunks of any sizes, cut at marks, beside calls of `Session.prefill` of the same tokens."""
-
-    @settings(max_examples=EXAMPLES, deadline=None)
-    @given(PROMPTS, st.lists(SIZES, min_size=1, max_size=5), MARKS)
-    def check(segments: list[Segment], sizes: list[int], marks: list[int]) -> None:
-        request, prefiller = request_of(segments, marks=tuple(marks)), Prefiller(engine)
-        chunks = prefiller.chunks(request, lambda at: at + sizes[at % len(sizes)])
-        ends, found = zip(*((prefiller.held, logits) for logits in chunks), strict=True)
-        prompt = row_prompt(engine, request.tokens, request.soft)
-        assert not any(start < end < stop for end in ends for start, stop in prompt.spans)
-        session = engine.session(1)
-        for start, end in pairwise((0, *ends)):
-            tokens = [request.tokens[start:end]]
-            logits = session.prefill(tokens, soft=parts_of(segments, start, end))
-        assert found[:-1] == (None,) * len(found[:-1])
-        assert torch.equal(logits, found[-1].float())
-
-    check()
-
-
-def parts_of(segments: Sequence[Segment], start: int, stop: int) -> list[Soft]:
-    """The soft tokens of the tokens from `start` to `stop`, by kind in order."""
-    out, at = list[Soft](), 0
-    for s in segments:
-        for soft in s.soft:
-            rows = torch.cat(soft.pieces)
-            holder = HOLDERS[s.kind]
-            index = [at + i for i, t in enumerate(s.tokens) if t == holder]
-            inside = torch.tensor([start <= i < stop for i in index])
-            if bool(inside.any()):
-                out.append(Soft(s.kind, (rows[inside],)))
-        at += len(s.tokens)
-    return out
 
 
 def test_a_piece_ends_before_a_block_or_after_it(engine: Engine) -> None:

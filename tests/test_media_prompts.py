@@ -26,9 +26,9 @@ from g4ir.errors import InputError
 from g4ir.generate.jsonl import FIELDS
 from g4ir.media.audio import Waveform, prepare_audio
 from g4ir.media.images import prepare_image, read_image
-from g4ir.media.prompt import check_given, expand_text, mark, place, place_rows, times_left_out
+from g4ir.media.prompt import check_given, expand_text, mark, place_rows, times_left_out
 from g4ir.media.soft import Soft, counts
-from g4ir.media.videos import Video, prepare_video, read_video, video_settings
+from g4ir.media.videos import Video, prepare_video, read_footage, video_settings
 from g4ir.model.audio import audio_settings
 from g4ir.model.images import image_settings
 from g4ir.model.media import KINDS, LISTS, MEDIA_SETTINGS, Media, check_budget, check_taken
@@ -62,6 +62,10 @@ def soft(kind: str, *sizes: int, times: tuple[str, ...] = (), width: int = 4) ->
 def spelled(text: str) -> list[int]:
     """A stand-in for a tokenizer: a character is its code above 1000."""
     return [1000 + ord(c) for c in text]
+
+
+def place(ids: list[int], *rest: Any, **more: Any) -> list[int]:
+    return place_rows([ids], *rest, **more)[0]
 
 
 # --- ids and text -----------------------------------------------------------------------------
@@ -346,7 +350,7 @@ def test_run_text_with_every_kind(engine: Path, loaded: Engine, files: Path) -> 
         text = text.replace(f"<{kind}>", string) if kind in KINDS else text
     ids = tokenizer.encode(expand_text(text, softs, loaded.spec.tokens, tokenizer.id_to_token)).ids
     assert log["prompt_tokens"] == len(ids) and "notes" not in log
-    clip = prepare_video(read_video("c.mp4", 2), video_settings(loaded.spec))
+    clip = read_footage("c.mp4", video_settings(loaded.spec), 2)
     assert got == generated(loaded, ids, images=["a.png", "b.jpg"], audio=["d.wav"], videos=[clip])
 
 
@@ -356,7 +360,7 @@ def test_run_without_a_tokenizer(bare: Path, files: Path) -> None:
     got, log = answered(bare, *words)
     assert log["notes"] == ["no tokenizer: the frames of videos come without their times"]
     engine = load_engine(bare)
-    clip = prepare_video(read_video("c.mp4", 2), video_settings(engine.spec))
+    clip = read_footage("c.mp4", video_settings(engine.spec), 2)
     assert got == generated(engine, [2, tokens.video, 5], videos=[clip])
     assert log["prompt_tokens"] == log["soft_tokens"]["video"] + 6
 

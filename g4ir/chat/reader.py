@@ -24,10 +24,9 @@ from typing import Any
 from g4ir.errors import InputError
 
 from . import special_tokens as control
-from .partial import CallBody
+from .calls import BROKEN, DONE, WRONG, CallBody, Schemas, begins_head, head_name
 from .prompt import Piece
 from .tools import lower, read_tools
-from .values import Schemas, begins_head, head_name, read_call
 
 _CALL, _CALL_END = control.MARKS[control.CALL], control.MARKS[control.CALL_END]
 _CHANNEL, _CHANNEL_END = control.MARKS[control.CHANNEL], control.MARKS[control.CHANNEL_END]
@@ -43,8 +42,6 @@ ARGUMENTS = "arguments"
 
 _WORD = "call:"
 _BRACE = re.compile("[{(]")
-#: what ends a call whose last string was never closed
-_ENDS = re.compile(f"[{_CALL}{_CALL_END}{''.join(control.END_MARKS)}]")
 
 #: where the machine is
 START, CONTENT, OPENING, THINKING, HEAD, BODY, BEHIND, BAD = range(8)
@@ -198,7 +195,7 @@ class Reader:
     def _end(self, whole: bool) -> None:
         """Give out what was held back; `whole` is False where the answer was cut."""
         while self._state == BODY and not self.stopped:
-            self._run(self._given_back(self._body.raw, whole))
+            self._run(self._given_back(whole))
         if self._state == HEAD and not whole and self._opener and begins_head(self._held):
             self._held = ""  # a call that was cut before its name was known
         elif self._state == HEAD:
@@ -311,44 +308,42 @@ class Reader:
 
     def _in_body(self, text: str, at: int) -> tuple[int, str]:
         """Take the arguments of a call. Return how far, and what must be read again before."""
-        end, done, broken = self._body.scan(text, at)
-        if broken:
-            return end, self._given_back(self._body.raw, True, broken == "string")
-        if done:
-            self._read_call(self._body.raw)
+        end, ended = self._body.scan(text, at)
+        if ended == BROKEN:
+            return end, self._given_back()
+        if ended == DONE:
+            self._end_call(self._body.json, whole=True)
+        elif ended == WRONG:
+            self._give_content(self._body.raw)
         elif self._body.streams:
             self._send(self._body.new_json())
         return end, ""
 
-    def _given_back(self, raw: str, whole: bool, inside: bool = True) -> str:
-        """Read a call that has no end of its own. Return what of it is not its own.
-
-        It may have ended at the first control token that ends a call, if it lies `inside` of a
-        string that was never closed; one that was cut (not `whole`) there ends nowhere.
-        """
-        found = _ENDS.search(raw, self._body.streamed) if inside else None
-        body, rest = (raw[: found.start()], raw[found.start() :]) if found else (raw, "")
-        if not whole and (not found or read_call(body, self._schemas) is None):
-            cut = self._body.cut_off()
-            self._end_call(self._body.as_written(raw) if cut is None else cut, None)
-            return ""
-        self._retries += 1
-        self._read_call(body)
-        return rest
-
-    def _read_call(self, body: str) -> None:
-        read = read_call(body, self._schemas)
-        text = "" if read is None else json.dumps(read, ensure_ascii=False)
-        if self._body.streams and not text.startswith(self._body.json):
-            self._end_call(self._body.as_written(body), None)
-        elif text:
-            self._end_call(text, read)
+    def _given_back(self, whole: bool = True) -> str:
+        """End a call that has no end of its own, or was cut (not `whole`). Return what of it is not
+        its own: all from a control token on that ends it, in a string that was never closed."""
+        body, raw = self._body, self._body.raw
+        end = body.end
+        if body.close():
+            self._end_call(body.json, whole=True)
+        elif not whole:
+            end = len(raw)
+            self._end_call(body.cut_off())
+        elif body.streams:
+            self._end_call(body.as_written(raw[:end]))
         else:
-            self._say("content", self._opener + control.spelled(body))
-            self._state = BAD
+            self._give_content(raw[:end])
+        self._retries += end < len(raw)
+        return raw[end:]
 
-    def _end_call(self, text: str, arguments: dict[str, Any] | None) -> None:
-        """Emit the rest of a call; `text` is all of its JSON."""
+    def _give_content(self, raw: str) -> None:
+        """Give a call that has no reading as content."""
+        self._say("content", self._opener + control.spelled(raw))
+        self._state = BAD
+
+    def _end_call(self, text: str, whole: bool = False) -> None:
+        """Emit the rest of a call; `text` is all of its arguments, `whole` if they are JSON."""
+        arguments = json.loads(text) if whole else None
         if self._sent:
             self._send(text[self._sent :])
         name, index = self._body.name, len(self._read)

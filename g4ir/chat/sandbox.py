@@ -1,9 +1,9 @@
 """Renders templates of strangers in jinja2's immutable sandbox, under limits on time and memory.
 
 The sandbox keeps a template from objects and files. Nothing can stop an operation once it runs in
-C, so each has a bounded size before it starts: operators, methods and filters that can make a large
-value of small ones are checked by the tables below, and all values that a template makes are
-charged to a budget, which also looks at the clock.
+C, so each must be short: every value that a template makes is measured, with all that it holds, and
+refused if as text it were longer than a prompt may be; what multiplies values (`GROWTH`) is
+measured before. Steps and values are charged to a budget, which also looks at the clock.
 """
 
 from __future__ import annotations
@@ -15,27 +15,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from datetime import datetime
 from functools import lru_cache, wraps
-from types import BuiltinMethodType, MethodType
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.runtime import LoopContext, Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter, safe_range
+from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-#: characters of a prompt and of any value, seconds of a prompt, bytes of all
-#: values that it makes
+#: characters of a prompt and of any value, seconds of a prompt, bytes of all values that it makes
 MAX_TEXT, MAX_SECONDS, MAX_MEMORY = 4 << 20, 10.0, 512 << 20
-#: bits of a number, characters of the digits of a format, of a set of characters to strip
-MAX_BITS, MAX_DIGITS, MAX_STRIPPED = 4096, 3, 256
-#: spaces of a level of JSON
-MAX_INDENT = 16
+#: bits of a number, a number of columns or digits, characters of a set to strip or of a separator
+MAX_BITS, MAX_COUNT, MAX_SHORT = 4096, 10_000, 256
 #: bytes of an element of a list, and between two looks at the clock
 ELEMENT, TICK = 64, 64 << 10
-VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
-CONTAINERS: tuple[Any, ...] = (list, tuple, dict, set, frozenset, range, *VIEWS)
+CONTAINERS: tuple[Any, ...] = (list, tuple, dict)
 
 
 class LimitError(Exception):
@@ -77,22 +72,17 @@ def render(source: str, name: str, variables: Mapping[str, Any]) -> str:
         _THREAD.budget = None
 
 
-# --- sizes ------------------------------------------------------------------------------------
-
-
 class Budget:
     """What a template may still use. Sizes of containers are kept by identity: nothing in a
-    template can change one. Whatever puts containers into another measures it, so that none has
-    more than MAX_TEXT elements and characters, those that appear several times included."""
+    template can change one."""
 
     def __init__(self) -> None:
         self.end = time.monotonic() + MAX_SECONDS
         self.spent = self.looked = 0
         self.sizes: dict[int, tuple[Any, int]] = {}
 
-    def spend(self, nbytes: int) -> None:
-        """Charge bytes, each step of a template at least some. LimitError for too many, or if the
-        time is over."""
+    def spend(self, nbytes: int = ELEMENT) -> None:
+        """Charge bytes. LimitError for too many, or if the time is over."""
         self.spent += nbytes
         if self.spent - self.looked >= TICK:
             self.looked = self.spent
@@ -100,12 +90,6 @@ class Budget:
                 raise LimitError("it needs too much memory")
             if time.monotonic() > self.end:
                 raise LimitError(f"it takes more than {MAX_SECONDS:g} seconds")
-
-    def make(self, size: int) -> None:
-        """Charge a value of so many characters or elements before it is made."""
-        if size > MAX_TEXT:
-            raise LimitError(f"it makes a value of more than {MAX_TEXT} characters")
-        self.spend(size)
 
     def size(self, value: Any) -> int:
         """Return an upper bound of the characters of a value as text, quotes and brackets included;
@@ -122,32 +106,34 @@ class Budget:
             parts: Iterable[Any] = value
             if isinstance(value, dict):
                 parts = (*value.keys(), *value.values())
-            known = value, 2 + sum(self.size(part) + 2 for part in parts)
-            if known[1] > MAX_TEXT:
-                raise LimitError(f"it makes a value of more than {MAX_TEXT} characters")
+            known = value, check_size(2 + sum(self.size(part) + 2 for part in parts))
             self.sizes[id(value)] = known
         return known[1]
 
     def made(self, value: Any) -> Any:
-        """Charge a value that was made, and return it."""
-        size = 1
+        """Charge a value that was made, and return it, an iterator as a list."""
         if isinstance(value, str):
-            size += len(value) // (64 if value.isascii() else 16)
-        elif isinstance(value, (list, tuple, dict)):
-            size += len(value)
-        self.spend(ELEMENT * size)
+            self.spend(ELEMENT + check_size(len(value)) * (1 if value.isascii() else 4))
+            return value
+        if isinstance(value, int):
+            if value.bit_length() > MAX_BITS:
+                raise LimitError(f"it makes a number of more than {MAX_BITS} bits")
+        elif not isinstance(value, CONTAINERS) and isinstance(value, Iterator):
+            value = [*value]
+        self.size(value)
+        self.spend()
         return value
 
-    def nested(self, value: Any) -> Any:
-        """Charge a container of others that was made, and return it."""
-        self.size(value)
-        return self.made(value)
-
-    def text(self, value: Any) -> str:
+    def text(self, value: Any) -> Any:
         """Return a value as text."""
-        text = value if isinstance(value, str) else str(value)
-        self.spend(len(text) * (1 if text.isascii() else 4) + ELEMENT)
-        return text
+        return self.made(value if isinstance(value, str) else str(value))
+
+
+def check_size(size: int) -> int:
+    """Return a number of characters, if a value may have so many."""
+    if size > MAX_TEXT:
+        raise LimitError(f"it makes a value of more than {MAX_TEXT} characters")
+    return size
 
 
 class _Thread(threading.local):
@@ -162,70 +148,21 @@ def _budget() -> Budget:
     return _THREAD.budget
 
 
-def _check_bits(bits: int) -> None:
-    if bits > MAX_BITS:
-        raise LimitError(f"it makes a number of more than {MAX_BITS} bits")
+# --- what multiplies --------------------------------------------------------------------------
 
 
-def _width(text: str, width: Any = 80, *_: Any, **__: Any) -> int:
-    return len(text) + (abs(width) if isinstance(width, int) else 0)
-
-
-def _replaced(text: str, old: Any = "", new: Any = "", *_: Any, **__: Any) -> int:
-    old, new = str(old), str(new)
-    return len(text) + text.count(old) * len(new)
-
-
-def _stripped(text: str, chars: Any = None, *_: Any, **__: Any) -> int:
-    if isinstance(chars, str) and len(chars) > MAX_STRIPPED:
-        raise LimitError(f"it strips one of more than {MAX_STRIPPED} characters")
-    return len(text)
+def _stripped(text: str, chars: Any = None) -> int:
+    if isinstance(chars, str) and len(chars) > MAX_SHORT:
+        raise LimitError(f"it strips one of more than {MAX_SHORT} characters")
+    return 0
 
 
 def _indented(text: str, width: Any = 4, *_: Any, **__: Any) -> int:
-    lines = len(text.splitlines()) + 1
-    return len(text) + lines * (len(width) if isinstance(width, str) else _width("", width))
+    return (len(text.splitlines()) + 1) * (len(width) if isinstance(width, str) else width)
 
 
-def _joined(parts: Any, separator: Any) -> int:
-    budget = _budget()
-    length = len(parts) if isinstance(parts, Sized) else 0
-    return budget.size(parts) + length * budget.size(separator)
-
-
-def _formatted(text: str, *args: Any, **named: Any) -> int:
-    """Return a bound for a text in which each conversion may take the largest argument."""
-    if re.search(rf"%[^%a-zA-Z]*(?:\d{{{MAX_DIGITS + 1}}}|\*)", text):
-        raise LimitError("it formats with a width of more than 999")
-    largest = max(map(_budget().size, (*args, *named.values())), default=0)
-    return len(text) + text.count("%") * (largest + 10**MAX_DIGITS)
-
-
-#: methods of text, and filters, that make a larger one: a bound of its characters by the arguments
-TEXTS: Mapping[str, Callable[..., int]] = {
-    **dict.fromkeys(("center", "ljust", "rjust", "zfill", "truncate"), _width),
-    **dict.fromkeys(("strip", "lstrip", "rstrip", "trim"), _stripped),
-    "expandtabs": lambda text, size=8: len(text) + text.count("\t") * _width("", size),
-    "replace": _replaced,
-    "indent": _indented,
-    "format": _formatted,
-}
-#: attributes of text and numbers that templates do without
-REFUSED = frozenset(("encode", "maketrans", "translate", "to_bytes", "from_bytes", "fromkeys"))
-REFUSED |= {"striptags", "unescape"}
-#: filters likewise: they search quadratically, or write HTML
-NO_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr", "forceescape")
-#: filters whose first argument becomes text, and those whose result holds lists of the items
-TEXT_FILTERS = frozenset((*TEXTS, "capitalize", "e", "escape", "lower", "string", "title", "upper"))
-TEXT_FILTERS |= {"urlencode", "wordcount"}
-NESTING = frozenset(("batch", "groupby", "slice"))
-
-
-def _counted(value: Any, *counts: Any, **named: Any) -> int:
-    for x in (*counts, *named.values()):
-        if isinstance(x, int) and not -300 < x < 10_000:
-            raise LimitError(f"it gives a filter {x}, which is too large a number")
-    return 0
+def _joined(parts: Any, d: Any = "", attribute: Any = None) -> int:
+    return (len(parts) if isinstance(parts, Sized) else 0) * _budget().size(d)
 
 
 def _summed(values: Any, attribute: Any = None, start: Any = 0) -> int:
@@ -234,75 +171,60 @@ def _summed(values: Any, attribute: Any = None, start: Any = 0) -> int:
     return 0
 
 
-#: filters likewise, and those that take numbers of elements or digits
-FILTERS: Mapping[str, Callable[..., int]] = {
-    **TEXTS,
-    **dict.fromkeys(("batch", "slice", "round"), _counted),
-    "join": lambda parts, d="", attribute=None: _joined(parts, d),
+#: widths of four digits, by a star or within braces; attributes and elements of arguments
+_TOO_WIDE = re.compile(r"%[^%a-zA-Z]*(?:\d{4}|\*)|\{(?:[^{}:]*[.\[]|[^{}]*:[^{}]*(?:\d{4}|\{))")
+
+
+def _formatted(text: str, *args: Any, **named: Any) -> int:
+    if _TOO_WIDE.search(text.replace("{{", "").replace("}}", "")):
+        raise LimitError("it formats with a width of more than 999, or an attribute")
+    largest = max(map(_budget().size, (*args, *named.values())), default=0)
+    return (text.count("%") + text.count("{")) * (largest + 1000)
+
+
+#: methods of text and filters -> how much longer than their operand they make it at most
+GROWTH: Mapping[str, Callable[..., int]] = {
+    **dict.fromkeys(("strip", "lstrip", "rstrip", "trim"), _stripped),
+    "expandtabs": lambda text, tabsize=8: text.count("\t") * tabsize,
+    "replace": lambda text, old="", new="", *_: text.count(str(old)) * len(str(new)),
+    "indent": _indented,
+    "format": _formatted,
+    "format_map": lambda text, mapping: _formatted(text, mapping),
+    "join": _joined,
     "sum": _summed,
 }
+#: those that take a number of columns, elements or digits
+COUNTED = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "truncate", "round"}
+COUNTED |= {"batch", "slice", "tojson"}
+#: attributes of text and numbers that templates do without
+REFUSED = frozenset(("encode", "maketrans", "translate", "to_bytes", "from_bytes", "fromkeys"))
+REFUSED |= {"striptags", "unescape"}
+#: filters likewise: they search quadratically, or write HTML
+NO_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr", "forceescape")
+
+
+def _check_growth(name: str, value: Any, args: Any, named: Mapping[str, Any]) -> None:
+    """Raise LimitError where a method or filter would make a value that is too large."""
+    for x in (*args, *named.values()) if name in COUNTED else ():
+        if isinstance(x, int) and not -MAX_COUNT < x < MAX_COUNT:
+            raise LimitError(f"{name}: {x} is too large a number")
+    if grown := GROWTH.get(name):
+        check_size(_budget().size(value) + grown(value, *args, **named))
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a filter within the limits. An argument that jinja2 gives to it is the first."""
     first = int(getattr(function, "jinja_pass_arg", None) is not None)
-    bound = FILTERS.get(name)
 
     @wraps(function)
     def guarded(*args: Any, **named: Any) -> Any:
-        budget, value = _budget(), args[first]
-        if isinstance(value, Iterator):
-            value = budget.made(list(value))
-        if name in TEXT_FILTERS and getattr(value, "__html__", None) is None:
+        budget, value, more = _budget(), args[first], args[first + 1 :]
+        if name in GROWTH and name not in ("join", "sum"):
             value = budget.text(value)
-        more = args[first + 1 :]
-        if bound:
-            budget.make(bound(value, *more, **named))
-        made = function(*args[:first], value, *more, **named)
-        if name in NESTING:
-            return budget.nested(list(made))
-        if isinstance(made, int):
-            _check_bits(made.bit_length())
-        return budget.made(made)
+        _check_growth(name, value, more, named)
+        return budget.made(function(*args[:first], value, *more, **named))
 
     return guarded
-
-
-# --- operators --------------------------------------------------------------------------------
-
-
-def _repeated(left: Any, right: Any) -> int:
-    sequence, count = (right, left) if isinstance(left, int) else (left, right)
-    if not isinstance(sequence, (str, *CONTAINERS)) or not isinstance(count, int):
-        return 0
-    each = len(sequence) if isinstance(sequence, str) else _budget().size(sequence)
-    return each * max(count, 0)
-
-
-def _added(left: Any, right: Any) -> int:
-    if isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-        return _budget().size(left) + _budget().size(right)
-    return 0
-
-
-def _power(left: Any, right: Any) -> int:
-    if isinstance(left, int) and isinstance(right, int):
-        _check_bits(left.bit_length() * right)
-    return 0
-
-
-def _percent(left: Any, right: Any) -> int:
-    args = right if isinstance(right, tuple) else (right,)
-    return _formatted(left, *args) if isinstance(left, str) else 0
-
-
-OPERATORS: Mapping[str, Callable[[Any, Any], int]] = {
-    "+": _added,
-    "*": _repeated,
-    "**": _power,
-    "%": _percent,
-    "//": lambda left, right: 0,
-}
 
 
 #: attributes of dicts, which go before their keys
@@ -313,7 +235,7 @@ class _Counted:
     """An iterable of a loop: each step is charged, the `text` of the loop's body included."""
 
     def __init__(self, values: Any, text: int = 0) -> None:
-        _budget().spend(ELEMENT)
+        _budget().spend()
         self.values, self.steps, self.text = values, iter(values), text
 
     def __len__(self) -> int:
@@ -333,22 +255,6 @@ class _Plain(Namespace):
         return "<Namespace>"
 
 
-class _Formatter(SandboxedFormatter):
-    """`str.format` with widths of at most three digits."""
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        if re.search(rf"\d{{{MAX_DIGITS + 1}}}", format_spec):
-            raise LimitError("it formats with a width of more than 999")
-        budget = _budget()
-        budget.make(budget.size(value))
-        text: str = budget.made(super().format_field(value, format_spec))
-        return text
-
-    def convert_field(self, value: Any, conversion: Any) -> Any:
-        _budget().make(_budget().size(value))
-        return super().convert_field(value, conversion)
-
-
 class _Checked(NodeTransformer):
     """Puts filters of ours around what makes values without a call: loops, lists, slices, `~`."""
 
@@ -359,14 +265,11 @@ class _Checked(NodeTransformer):
             node.iter = _filter(node.iter, "counted", nodes.Const(text, lineno=node.lineno))
         elif isinstance(node, nodes.Concat):
             return _filter(nodes.List(node.nodes, lineno=node.lineno), "concatenated")
-        elif isinstance(node, (nodes.List, nodes.Dict, nodes.Tuple)):
-            stored = isinstance(node, nodes.Tuple) and node.ctx != "load"
-            return node if stored else _filter(node, "built")
         elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
-            none, part = nodes.Const(None, lineno=node.lineno), node.arg
-            ends = [x or none for x in (part.start, part.stop, part.step)]
-            return _filter(node.node, "sliced", *ends)
-        return node
+            return _filter(node, "sliced")
+        stored = isinstance(node, nodes.Tuple) and node.ctx != "load"
+        makes = isinstance(node, (nodes.List, nodes.Dict, nodes.Tuple)) and not stored
+        return _filter(node, "made") if makes else node
 
 
 def _filter(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
@@ -388,7 +291,7 @@ class Generation(Extension):
 class Environment(ImmutableSandboxedEnvironment):
     """jinja2's immutable sandbox within a budget."""
 
-    intercepted_binops = frozenset(OPERATORS)
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self) -> None:
         super().__init__(
@@ -399,11 +302,11 @@ class Environment(ImmutableSandboxedEnvironment):
         )
         shared = {n: f for n, f in self.filters.items() if n not in NO_FILTERS}
         self.filters = {n: _guarded(n, f) for n, f in (shared | {"tojson": _json}).items()}
-        self.filters |= {"counted": _Counted, "concatenated": _concatenated}
-        self.filters |= {"built": lambda value: _budget().nested(value), "sliced": _sliced}
+        self.filters |= {"counted": _Counted, "concatenated": _concatenated, "sliced": _sliced}
+        self.filters["made"] = lambda value: _budget().made(value)
         del self.globals["lipsum"]
         self.globals |= {"range": safe_range, "namespace": _Plain, "raise_exception": _refuse}
-        self.globals["strftime_now"] = _now
+        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Checked().visit(super()._parse(source, name, filename))
@@ -414,39 +317,27 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
-            return obj[attribute]
+            return obj[attribute]  # at once: most of what templates read
         return super().getattr(obj, attribute)
 
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        if (
-            not isinstance(value, (BuiltinMethodType, MethodType))
-            or super().wrap_str_format(value) is None
-        ):
-            return None
-        text: Any = value.__self__
-        mapping = value.__name__ == "format_map"
-
-        def formatted(*args: Any, **named: Any) -> str:
-            given = args[0] if mapping else named
-            return _Formatter(self).vformat(text, () if mapping else args, given)
-
-        return formatted
-
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        for x in (left, right):
-            _check_bits(x.bit_length() if isinstance(x, int) else 0)
         budget = _budget()
-        budget.make(OPERATORS[operator](left, right))
+        if operator == "%" and isinstance(left, str):
+            check_size(_formatted(left, *(right if isinstance(right, tuple) else (right,))))
+        for x, count in ((left, right), (right, left)):
+            if isinstance(count, int) and operator == "*":
+                check_size(budget.size(x) * count if isinstance(x, (str, *CONTAINERS)) else 0)
+        if operator == "**" and isinstance(left, int) and isinstance(right, int):
+            budget.made(1 << min(left.bit_length() * max(right, 0), MAX_BITS))
         return budget.made(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **named: Any) -> Any:
-        budget = _budget()
-        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
-        if isinstance(owner, str) and name == "join" and args:
-            args = ([*args[0]] if isinstance(args[0], Iterator) else args[0], *args[1:])
-            budget.make(_joined(args[0], owner))
-        elif isinstance(owner, str) and name in TEXTS:
-            budget.make(TEXTS[name](owner, *args, **named))
+        method = getattr(__obj, "__wrapped__", __obj)  # jinja2 wraps `format`
+        budget, owner = _budget(), getattr(method, "__self__", None)
+        if isinstance(owner, str) and args and method.__name__ == "join":
+            _check_growth("join", args[0], (owner,), {})
+        elif isinstance(owner, str):
+            _check_growth(method.__name__, owner, args, named)
         elif isinstance(__obj, LoopContext) and args:
             loop: Any = __obj._iterable
             args = (_Counted(args[0], loop.text), *args[1:])
@@ -454,7 +345,7 @@ class Environment(ImmutableSandboxedEnvironment):
             named.pop("_loop_vars", None)  # of jinja2's context, which a macro does not need
             return budget.made(__obj(*args, **named))
         elif len(args) + len(named) > 1:
-            budget.size((*args, *named.values()))
+            check_size(sum(map(budget.size, (*args, *named.values()))))
         return budget.made(super().call(__context, __obj, *args, **named))
 
 
@@ -462,26 +353,16 @@ def _refuse(message: Any) -> Any:
     raise TemplateError(_budget().text(message))
 
 
-def _now(form: str) -> str:
-    if len(form) > MAX_STRIPPED or re.search(rf"\d{{{MAX_DIGITS}}}", form):
-        raise LimitError("strftime_now: the format is too long")
-    return datetime.now().strftime(form)
-
-
-def _sliced(value: Any, *ends: Any) -> Any:
-    """Return a slice, whose size is at most that of the whole."""
-    budget = _budget()
-    part = budget.made(value[slice(*ends)])
-    if isinstance(part, list | tuple):
-        budget.sizes[id(part)] = part, budget.size(value)
+def _sliced(part: Any) -> Any:
+    """Charge a slice. Its size is at most that of the whole, so it is not measured again."""
+    _budget().spend(ELEMENT + (1 if isinstance(part, str) else 8) * len(part))
     return part
 
 
-def _concatenated(values: list[Any]) -> str:
-    budget = _budget()
-    texts = [*map(budget.text, values)]
-    budget.make(sum(map(len, texts)))
-    return "".join(texts)
+def _concatenated(values: list[Any]) -> Any:
+    texts = [*map(_budget().text, values)]
+    check_size(sum(map(len, texts)))
+    return _budget().made("".join(texts))
 
 
 def _json(
@@ -493,20 +374,13 @@ def _json(
 ) -> str:
     """Return JSON without the escapes for HTML that jinja2's own filter writes. The parameters, in
     this order, are those of transformers' filter: templates give them by place too."""
-    budget = _budget()
-    if separators and budget.size(separators) > 2 * MAX_INDENT:
-        raise LimitError("filter tojson: long separators")
-    if budget.size(indent if indent is not None else "") > 2 * MAX_INDENT or (
-        isinstance(indent, int) and indent > MAX_INDENT
-    ):
-        raise LimitError(f"filter tojson: indent of more than {MAX_INDENT}")
+    if _budget().size((indent, separators)) > MAX_SHORT:
+        raise LimitError("filter tojson: a long indent or separator")
     form: Any = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     pieces, length = list[str](), 0
     for piece in json.JSONEncoder(ensure_ascii=ensure_ascii, **form).iterencode(value):
-        pieces.append(budget.made(piece))
-        length += len(piece)
-        if length > MAX_TEXT:
-            raise LimitError(f"it makes a value of more than {MAX_TEXT} characters")
+        pieces.append(piece)
+        length = check_size(length + len(piece))
     return "".join(pieces)
 
 

@@ -120,8 +120,7 @@ def lower(
 
     References inside of a schema are resolved; `anyOf [T, null]` becomes a T that may be null; a
     union of plain types becomes their list, any other its first; `allOf` is merged; texts that are
-    `const` become an enum. For `reading` values any other union becomes what all its forms have in
-    common.
+    `const` become an enum. For `reading` values any other union allows all.
     """
     out, said = [], list[str]()
     for tool in tools:
@@ -135,36 +134,18 @@ def lower(
 
 
 def target(root: Mapping[str, Any], ref: Any) -> Any:
-    """Return the schema in a root that a reference names: `#`, a pointer, or an anchor or `$id`;
-    None where there is none."""
-    if not isinstance(ref, str) or not isinstance(root, Mapping):
+    """Return the schema in a root that a reference names, `#` or a pointer; None where there is
+    none."""
+    if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
         return None
-    pointer = unquote(ref)
-    if pointer != "#" and not pointer.startswith("#/"):
-        return _anchored(root, ref)
     node: Any = root
-    for step in pointer.split("/")[1:]:
+    for step in unquote(ref).split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
         if isinstance(node, list):
             node = node[int(key)] if key.isdecimal() and int(key) < len(node) else None
         else:
             node = node.get(key) if isinstance(node, Mapping) else None
     return node if isinstance(node, Mapping | bool) else None
-
-
-def _anchored(root: Mapping[str, Any], ref: str) -> Any:
-    """Return the schema whose `$anchor` or `$id` is a reference."""
-    waiting: list[Any] = [root]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Mapping):
-            ids = (node.get("$id"), node.get("id"), f"#{node.get('$anchor')}")
-            if ref in ids:
-                return node
-            waiting += [value for key, value in node.items() if key not in DATA]
-        elif isinstance(node, list):
-            waiting += node
-    return None
 
 
 @dataclass
@@ -217,8 +198,7 @@ class _Lowering:
                 for branch in all_of:
                     node = self._merged(node, branch, where)
             elif union := node.pop("anyOf", None) or node.pop("oneOf", None):
-                plain, refs = self._union(union, where, refs)
-                node = {**plain, **node}
+                node = {**self._union(union, where), **node}
             else:
                 _normalise(node)
                 return node, refs
@@ -236,34 +216,21 @@ class _Lowering:
             out["required"] = [*dict.fromkeys(required)]
         return out
 
-    def _union(self, branches: Sequence[Any], where: str, refs: tuple[str, ...]) -> Led:
+    def _union(self, branches: Sequence[Any], where: str) -> dict[str, Any]:
         """Return a union as one schema: exactly where it can be said, else with a loss."""
         full = [dict(b) if isinstance(b, Mapping) else {} for b in branches]
         known = [b for b in full if b.get("type") != "null"]
         null = {"nullable": True} if len(known) < len(full) else {}
         if all(isinstance(b.get("const"), str) for b in known) and len(known) > 1:
-            return {"type": "string", "enum": [b["const"] for b in known], **null}, refs
+            return {"type": "string", "enum": [b["const"] for b in known], **null}
         plain = all(b.keys() <= {"type", *NOTES} and isinstance(b.get("type"), str) for b in known)
         if plain and len(known) > 1:
-            return {"type": [*dict.fromkeys(b["type"] for b in known)], **null}, refs
+            return {"type": [*dict.fromkeys(b["type"] for b in known)], **null}
         if self.reading and len(known) > 1:
-            common, refs = self._common(known, where, refs)
-            return {**common, **null}, refs
+            return null  # each form may have a type of its own
         if len(known) > 1:
             self.said.append(f"{where}: {len(known) - 1} of {len(known)} forms of a union")
-        return {**(known[0] if known else {}), **null}, refs
-
-    def _common(self, known: Sequence[dict[str, Any]], where: str, refs: tuple[str, ...]) -> Led:
-        """Return the types of all forms of a union, and the properties in which they agree."""
-        flat = [self._flat(branch, where, refs) for branch in known]
-        properties = dict[str, Any]()
-        for node, _ in flat:
-            for key, schema in node.get("properties", {}).items():
-                properties[key] = schema if properties.get(key, schema) == schema else {}
-        kinds = [kind for node, _ in flat for kind in _list(node.get("type", [*TYPES]))]
-        null = {"nullable": True} if any(node.get("nullable") for node, _ in flat) else {}
-        came = dict.fromkeys((*refs, *(ref for _, led in flat for ref in led)))
-        return {"type": [*dict.fromkeys(kinds)], "properties": properties, **null}, (*came,)
+        return {**(known[0] if known else {}), **null}
 
 
 def _normalise(node: dict[str, Any]) -> None:

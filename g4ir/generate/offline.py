@@ -242,7 +242,7 @@ class OfflineEngine:
             prompts.check_given(tokens, [kind for kind, *_ in asked.media], special, kinds)
             if asked.soft:
                 encode, before = self.codec.plain if self.codec else None, tokens
-                tokens = prompts.place(tokens, asked.soft, special, encode, kinds)
+                (tokens,) = prompts.place_rows([tokens], asked.soft, special, encode, kinds)
                 if not encode and prompts.times_left_out([before], [tokens], special):
                     notes.append(prompts.NO_TIMES)
         return tokens, tuple(n for n in notes if n)

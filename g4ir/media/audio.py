@@ -12,11 +12,9 @@ the reference's `load_audio` takes whichever of three libraries is installed.
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 import re
-import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +26,7 @@ from numpy.typing import NDArray
 from g4ir.errors import InputError
 from g4ir.model.audio import RATES, AudioSettings, MelSettings, RawSettings, round_up
 
-from .files import is_cut, is_unknown, library, opened
+from .files import is_cut, library, opened
 from .limits import check_limit
 
 F32 = NDArray[np.float32]
@@ -48,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Waveform:
-    """Decoded samples: [N] or [N, channels], floats about [-1, 1] or whole numbers (see SCALES)."""
+    """Decoded samples: [N] or [N, channels], floats about [-1, 1]."""
 
     samples: NDArray[Any]
     rate: int  # Hz
@@ -110,13 +108,9 @@ def _check_length(
 
 # --- samples ----------------------------------------------------------------------------------
 
-#: type of samples -> (zero, full scale), as every decoder reads them
-SCALES = {"float16": (0, 1), "float32": (0, 1), "float64": (0, 1)}
-SCALES |= {"uint8": (128, 1 << 7), "int16": (0, 1 << 15), "int32": (0, 1 << 31)}
-
 
 def to_mono(samples: NDArray[Any], name: str = "audio") -> F32:
-    """Average the channels: [N] or [N, channels] of any type in SCALES -> f32 [N]. InputError for
+    """Average the channels: [N] or [N, channels] of floats -> f32 [N]. InputError for
     other types and shapes, no samples, too many channels, and NaN or infinity."""
     samples = np.asarray(samples)
     if samples.ndim not in (1, 2):
@@ -126,14 +120,11 @@ def to_mono(samples: NDArray[Any], name: str = "audio") -> F32:
     if samples.ndim == 2 and samples.shape[1] > MAX_CHANNELS:
         many = f"{samples.shape[1]} channels, at most {MAX_CHANNELS}"
         raise InputError(f"{name}: {many}; samples are [N, channels], transpose them")
-    if (kind := samples.dtype.name) not in SCALES:
-        raise InputError(f"{name}: samples of type {kind}; one of {', '.join(SCALES)}")
-    zero, full = SCALES[kind]
+    if samples.dtype.kind != "f":
+        kind = f"samples of type {samples.dtype.name}"
+        raise InputError(f"{name}: {kind}; give floats about [-1, 1], int16 divided by 32768")
     with np.errstate(over="ignore"):
-        if kind.startswith("float"):
-            values = samples.astype(np.float32, copy=False)  # no copy of an hour's samples
-        else:
-            values = ((samples.astype(np.float64) - zero) / full).astype(np.float32)
+        values = samples.astype(np.float32, copy=False)  # no copy of an hour's samples
     if not np.isfinite(values).all():
         first = np.argwhere(~np.isfinite(values))[0]
         bad = f"sample {int(first[0])} is {values[tuple(first)]}"
@@ -266,19 +257,17 @@ def frozen(array: Any) -> Any:
 
 
 def read_audio(path: str | Path) -> Waveform:
-    """Decode an audio file by soundfile: WAV, FLAC, OGG, MP3, AIFF, AU, CAF and Wave64, as float32.
+    """Decode an audio file by soundfile: WAV, FLAC, OGG and MP3, as float32.
 
     InputError, naming the file, if it is missing, empty, not audio, corrupt, truncated, without
     samples or too large; MissingError if soundfile is not installed.
     """
     path = Path(path)
     with opened(path, "audio", MAX_BYTES, "send it in parts") as file:
-        head = file.read(12)
+        head = file.read(4)
         if not MAGIC.match(head):  # libsndfile knows dozens more
-            begins = f"it begins with {head[:4]!r}"
+            begins = f"it begins with {head!r}"
             raise InputError(f"{path}: not an audio file ({begins}); send WAV, FLAC, OGG or MP3")
-        if head[:4] in WAVES and head[8:] == b"WAVE":
-            return _decode(io.BytesIO(_plain_wav(head + file.read(), path)), path)
         if is_cut(file, path.stat().st_size):
             raise InputError(f"{path}: truncated: its header announces more than the file has")
         file.seek(0)
@@ -286,36 +275,8 @@ def read_audio(path: str | Path) -> Waveform:
 
 
 #: first bytes of the formats that are opened; those of MPEG audio are a frame of layer I to III
-MAGIC = re.compile(
-    rb"RIFF|RF64|BW64|RIFX|riff|fLaC|OggS|FORM|caff|\.snd|ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]"
-)
-WAVES = (b"RIFF", b"RF64", b"BW64")  # the latter two have 64-bit sizes in a chunk `ds64`
-UNKNOWN_SIZE = (1 << 32) - 1  # libsndfile reads to the end of the file
+MAGIC = re.compile(rb"RIFF|fLaC|OggS|ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]")
 UNKNOWN_FRAMES = 1 << 62  # or more: the number of samples of a FLAC that went through a pipe
-
-
-def _plain_wav(data: bytes, path: Path) -> bytes:
-    """Return a WAV file with a plain header. libsndfile shortens truncated files silently, takes a
-    size of 0 (a recorder that could not seek back) literally and does not know BW64; here the size
-    of the samples is checked, and an unknown one becomes UNKNOWN_SIZE."""
-    riff, large, at = int.from_bytes(data[4:8], "little"), 0, 12
-    while at + 8 <= len(data):
-        mark, size = struct.unpack_from("<4sI", data, at)
-        at += 8
-        if mark == b"data":
-            break
-        if mark == b"ds64":  # sizes of the file and of its samples
-            large = int.from_bytes(data[at + 8 : at + 16], "little")
-        at += size + size % 2  # chunks begin at even offsets
-    else:
-        raise InputError(f"{path}: truncated: the WAV file ends before its samples (no data chunk)")
-    size = large if large and size == UNKNOWN_SIZE else size
-    left = len(data) - at
-    if is_unknown(size) or (size == 0 and riff + 8 != len(data)):
-        size = UNKNOWN_SIZE
-    elif size > left:
-        raise InputError(f"{path}: truncated: {size} bytes of samples announced, {left} there")
-    return b"RIFF" + data[4 : at - 4] + struct.pack("<I", size) + data[at:]
 
 
 def _decode(file: BinaryIO, path: Path) -> Waveform:

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 from g4ir.errors import InputError, MissingError
 
 EBML, SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
-#: outermost elements that hold content: of MP4, AVI and WAV, Matroska, AIFF, AU and Wave64
-CONTENT = (b"moov", b"moof", b"mdat", b"RIFF", SEGMENT, b"FORM", b".snd", b"riff")
+#: outermost elements that hold content: of MP4, AVI and WAV, Matroska
+CONTENT = (b"moov", b"moof", b"mdat", b"RIFF", SEGMENT)
 _MOST = 1 << 16  # elements to look at, so that the walk through a damaged file ends
 
 
@@ -53,12 +53,6 @@ def check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
         )
 
 
-def is_unknown(size: int) -> bool:
-    """Whether a size of 32 bits is a placeholder (nearly 2^31 or 2^32) of a program that wrote to a
-    pipe and could not seek back."""
-    return any(-4096 <= size - full < 4096 for full in (1 << 31, 1 << 32))
-
-
 def is_cut(file: BinaryIO, total: int) -> bool:
     """Whether the last outermost element with content ends behind the file's `total` bytes."""
     end = at = 0
@@ -75,17 +69,14 @@ def is_cut(file: BinaryIO, total: int) -> bool:
 
 def _size(head: bytes) -> int:
     """Return the bytes of the element that begins with `head`; 0 where it does not say."""
-    kind, word = head[:4], int.from_bytes(head[4:8], "little" if head[:4] == b"RIFF" else "big")
+    kind, word = head[:4], int.from_bytes(head[4:8], "little")
     if kind in (EBML, SEGMENT):  # a size of 1 to 8 bytes: the leading zeros say of how many
         width = 9 - head[4].bit_length()
         size, most = int.from_bytes(head[4 : 4 + width], "big"), (1 << 7 * width) - 1
         return 0 if size & most == most else 4 + width + (size & most)
-    if kind in (b"RIFF", b"FORM"):
-        return 0 if is_unknown(word) else 8 + word + word % 2
-    if kind == b".snd":  # where the samples begin, and their size
-        size = int.from_bytes(head[8:12], "big")
-        return 0 if is_unknown(size) else word + size
-    if kind == b"riff":
-        return int.from_bytes(head[16:24], "little")
+    if kind == b"RIFF":
+        # Nearly 2^31 or 2^32: of a program that wrote to a pipe and could not seek back.
+        unknown = any(-4096 <= word - full < 4096 for full in (1 << 31, 1 << 32))
+        return 0 if unknown else 8 + word + word % 2
     size = int.from_bytes(kind, "big")
     return int.from_bytes(head[8:16], "big") if size == 1 else size

@@ -8,14 +8,13 @@ on a CPU, whose resize works on uint8 and so rounds and clamps after either dire
 
 As the reference's `load_image` we apply the EXIF orientation and convert to RGB by Pillow: alpha is
 dropped, palettes are looked up, of animations the first frame counts. (Its processors, given a
-path, ignore the orientation.) Pixels of more than 8 bits, which Pillow clips, are scaled.
+path, ignore the orientation.) Pixels of 16 bits, which Pillow clips, are scaled.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -151,39 +150,16 @@ def _decode(file: BinaryIO, path: Path) -> U8:
 
 
 def _rgb(image: Any, name: str) -> U8:
-    tags = getattr(image, "tag_v2", {})
-    limits = [tags.get(tag) for tag in SAMPLE_LIMITS]
-    white_is_zero = tags.get(PHOTOMETRIC) == 0
+    white_is_zero = getattr(image, "tag_v2", {}).get(PHOTOMETRIC) == 0
     deep = image.format == "PNG" and image.mode == "I"  # 16 bits in older Pillows
     image = library("PIL.ImageOps", f"{name}: images need Pillow").exif_transpose(image)
     if image.mode[0] not in "IF":
         return np.array(image.convert("RGB"))
-    values = np.asarray(image)
-    grey = _eight_bits(values.astype(np.uint16) if deep else values, limits, name)
+    if image.mode in "IF" and not deep:
+        what = "pixels of 32 bits, whose range nothing states"
+        raise InputError(f"{name}: {what}; save it with 8 or 16 bits")
+    grey = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
     return np.repeat((255 - grey if white_is_zero else grey)[..., None], CHANNELS, axis=-1)
 
 
-#: TIFF tags: the range of the samples, and whether the lowest is white
-SAMPLE_LIMITS, PHOTOMETRIC = (340, 341), 262
-
-
-def _eight_bits(values: NDArray[Any], limits: Sequence[Any], name: str) -> U8:
-    """Scale grey values [H, W] to 8 bits: 16 bits from their whole range, others from the range
-    that the file states; floats within [0, 1] need none."""
-    stated = None not in limits
-    if values.dtype.kind == "u" and not stated:
-        return (values >> 8).astype(np.uint8)
-    low, high = (float(np.ravel(x)[0]) for x in limits) if stated else (0.0, 1.0)
-    least, most = values.min(), values.max()  # NaN where there is one
-    known = stated or (values.dtype.kind == "f" and low <= least and most <= high)
-    if not (known and low < high and np.isfinite([low, high, least, most]).all()):
-        raise InputError(
-            f"{name}: {values.dtype} pixels from {least} to {most} without a range (TIFF tags "
-            "SMinSampleValue and SMaxSampleValue); save it with 8 or 16 bits"
-        )
-    out = np.empty(values.shape, np.uint8)
-    for row, into in zip(values, out, strict=True):  # so that no copy of all is wider than the file
-        into[:] = np.round(
-            (row.astype(np.float64) - low).clip(0, high - low) * (255 / (high - low))
-        )
-    return out
+PHOTOMETRIC = 262  # the TIFF tag that says whether the lowest value is white

@@ -4,7 +4,7 @@
     text = expand_text(text, softs, tokens, spell)      # once they are: the reference's text
     ids = tokenizer.encode(text).ids
     check_given(ids, ["image"], tokens, media.kinds)    # before the media are read
-    ids = place(ids, softs, tokens, encode, media.kinds)
+    (ids,) = place_rows([ids], softs, tokens, encode, media.kinds)
 
 A medium is one placeholder in a prompt, which is expanded between marks of begin and end, or one
 placeholder for each of its soft tokens; each frame of a video has its own marks, with its time
@@ -58,17 +58,6 @@ def check_given(
         found, media = ids.count(holder), given.count(kind)
         if found < media or (found and not media):
             raise count_error(kind, holder, found, media)
-
-
-def place(
-    ids: Sequence[int],
-    softs: Sequence[Soft],
-    tokens: Tokens,
-    encode: Encode | None = None,
-    kinds: Collection[str] = KINDS,
-) -> list[int]:
-    """`place_rows` of one prompt."""
-    return place_rows([ids], softs, tokens, encode, kinds)[0]
 
 
 def place_rows(
@@ -192,7 +181,7 @@ def _markers(kind: str, text: str, media: int, holder: Callable[[], str]) -> int
 
 def expand_text(text: str, softs: Sequence[Soft], tokens: Tokens, spell: Spell) -> str:
     """Return the text with every placeholder of a whole medium expanded, for kinds with as many
-    placeholders as media; `place` checks the others."""
+    placeholders as media; `place_rows` checks the others."""
     patterns, left, spell = [], {}, cache(spell)
     for kind in dict.fromkeys(s.kind for s in softs):
         media = [s for s in softs if s.kind == kind]

@@ -40,7 +40,6 @@ class Video:
     frames: U8
     rate: float | None = None  # frames per second
     name: str = "video"  # for messages: the file's name
-    seconds: tuple[float, ...] | None = None  # presentation time of each frame; None: index / rate
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,15 +130,13 @@ def prepare_video(
     """Return the patches of the sampled frames (`frames_at`). InputError, naming the video, for
     another type or shape, a rate that is no positive number, and numbers of frames as in
     `sample_frames`."""
-    name, rate, total, seconds = video.name, video.rate, len(video.frames), video.seconds
+    name, rate, total = video.name, video.rate, len(video.frames)
     check_pixels(video.frames, 4, name)
     if rate is not None and not (np.isfinite(rate) and rate > 0):
         raise InputError(f"{name}: {rate!r} frames per second; expected a number above 0")
-    if seconds is not None and len(seconds) != total:
-        raise InputError(f"{name}: {total} frames at {len(seconds)} seconds; one for each")
-    even = seconds or [i / (rate or ASSUMED_RATE) for i in range(total)]
-    indices = spread_frames(seconds or range(total), frames_at(fps, even, frames, name), name)
-    times = frame_times(indices, rate, seconds and tuple(seconds[i] for i in indices))
+    count = frames_at(fps, [i / (rate or ASSUMED_RATE) for i in range(total)], frames, name)
+    indices = sample_frames(total, count, name)
+    times = frame_times(indices, rate)
     return _footage((video.frames[i] for i in indices), times, settings, name)
 
 
@@ -181,19 +178,6 @@ def _footage(
 CONTAINERS = ("mov", "matroska", "avi", "mpegts", "mpeg", "ogg", "flv", "gif")
 
 
-def read_video(path: str | Path, frames: int | None = None, fps: float | None = None) -> Video:
-    """Read sampled frames of a video file in full resolution, as players show them: turned and
-    mirrored by the display matrix, without what edit lists hide, spread by presentation time.
-    InputError, naming the file, for one that is missing, empty, none of CONTAINERS, without images,
-    corrupt, truncated or too large; MissingError if av is not installed."""
-    path = Path(path)
-    sample = _sample(path, frames, fps)
-    pixels = [*_decoded(path, sample)]
-    if len({frame.shape for frame in pixels}) > 1:
-        raise InputError(f"{path}: its frames have several sizes; encode it with one")
-    return Video(np.stack(pixels), sample.rate, str(path), sample.seconds)
-
-
 def read_footage(
     path: str | Path,
     settings: ImageSettings,
@@ -201,8 +185,13 @@ def read_footage(
     most: int | None = None,
     fps: float | None = None,
 ) -> Footage:
-    """Return `prepare_video` of `read_video`, with one frame at a time in full resolution. Errors
-    as there, and InputError for more than `most` soft tokens."""
+    """Return the patches of sampled frames of a video file, one at a time in full resolution, as
+    players show them: turned and mirrored by the display matrix, without what edit lists hide,
+    spread by presentation time.
+
+    InputError, naming the file, for one that is missing, empty, none of CONTAINERS, without images,
+    corrupt, truncated or too large, and for more than `most` soft tokens; MissingError if av is not
+    installed."""
     path = Path(path)
     sample = _sample(path, frames, fps)
     times = frame_times(sample.indices, sample.rate, sample.seconds)

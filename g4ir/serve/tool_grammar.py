@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from g4ir.chat.calls import is_bare_key
 from g4ir.chat.messages import shown
 from g4ir.chat.special_tokens import CALL, CALL_END, QUOTE
-from g4ir.chat.values import is_bare_key
 
 from .http_errors import Refused, missing
 from .json_schema import read_schema

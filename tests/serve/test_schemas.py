@@ -241,7 +241,6 @@ DEFS = {
     "$defs": {
         "a/b": {"type": "integer"},
         "list": {"anyOf": [{"type": "boolean"}, {"type": "integer"}]},
-        "named": {"$anchor": "named", "type": "null"},
         "node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}},
     },
     "definitions": {"x": {"type": "boolean"}},

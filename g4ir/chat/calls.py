@@ -1,0 +1,384 @@
+"""Reads a call, `NAME{key:value,...}`, while it is generated: its arguments as JSON so far.
+
+Calls are marked texts (see special_tokens.py), with strings between control tokens. What models
+write beside the format is read where it is clear: JSON strings, single quotes, bare words, `=`
+behind declared keys, missing commas between what ends by itself, a second pair of braces.
+
+What is read is final, so all of it may be streamed. Of an open string the end is held back that is
+not its own if it is never closed: braces, and all from a control token on that ends a call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from . import special_tokens as control
+from .special_tokens import spelled
+
+_CALL, _CALL_END = control.MARKS[control.CALL], control.MARKS[control.CALL_END]
+_QUOTE = control.MARKS[control.QUOTE]
+_SURROGATES = "\ud800-\udfff"
+_HEAD = re.compile(rf"\s*(?:call\s*)?:\s*([^\s{{}}()<>:,\"'{_SURROGATES}]{{1,256}})\s*([{{(])")
+_BEGUN = re.compile(rf"\s*(?:(?:c(?:a(?:l)?)?)?|call\s*)(?::[^{{}}(){_SURROGATES}]*)?")
+_KEY = re.compile(rf"[^\s:,{{}}\[\]\"'{_SURROGATES}][^:,{{}}\[\]\"'{_SURROGATES}]*")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_JSON = json.JSONDecoder(strict=False)
+#: control tokens that end a call; outside of strings also one that begins reasoning
+_ENDS = {_CALL, _CALL_END, *control.END_MARKS}
+_BREAKS = {*_ENDS, control.MARKS[control.CHANNEL]}
+_OUTSIDE = re.compile(rf"[{{}}()\[\],:=\"]|{control.MARK.pattern}")
+_IN_STRING = {_QUOTE: control.MARK, '"': re.compile(rf'["\\]|{control.MARK.pattern}')}
+#: what an open string may end with that is not its own, and how much of that is held back
+_TAIL, LONGEST_TAIL = re.compile(r"[\s)}]*\Z"), 256
+_CLOSERS = {"{": "}", "(": ")", "[": "]"}
+#: type of a value -> types of a schema that allow it; numbers are not told apart
+_FITS: dict[type, set[str]] = {kind: {"integer", "number"} for kind in (int, float)}
+_FITS |= {bool: {"boolean"}, str: {"string"}, list: {"array"}, dict: {"object"}}
+#: how deep the values of a call may lie in each other
+MOST_DEPTH = 64
+#: characters of final text from which arguments are streamed; a shorter call may still be none
+FEWEST_STREAMED = 32
+
+#: where the next token belongs: to a key, behind it, to a value, to a string that is streamed,
+#: behind a value, or to a call that has no reading any more
+KEY, COLON, VALUE, TEXT, AFTER, DEAD = range(6)
+#: how the arguments ended: well, by a control token that is not theirs, or without a reading
+DONE, BROKEN, WRONG = "done", "broken", "wrong"
+
+Schema = Mapping[str, Any]
+Schemas = Mapping[str, Schema]
+
+
+class Unreadable(ValueError):
+    """A body does not have the form of a call."""
+
+
+def begins_head(text: str) -> bool:
+    """Whether a text is what the head of a call begins with."""
+    return _BEGUN.fullmatch(text) is not None
+
+
+def head_name(text: str) -> str | None:
+    """Return the name in the head of a call, `call:NAME{`, the first word optional; None for a text
+    that is none."""
+    found = _HEAD.fullmatch(text)
+    return found[1] if found else None
+
+
+def is_bare_key(text: str) -> bool:
+    """Whether a key is read back as it is without delimiters."""
+    return _KEY.fullmatch(text) is not None and text == text.strip()
+
+
+class CallBody:
+    """The arguments of one call, which has begun with `head`. `plain`: a control token of calls
+    ends it even inside of a string."""
+
+    def __init__(self, head: str, name: str, schema: Schema, plain: bool) -> None:
+        self.name, self._parts, self._plain = name, [head], plain
+        self._json, self._sent = ["{"], 0
+        #: what closes each open object and list, and its schema; None for a second pair of braces
+        self._open: list[tuple[str, Schema | None]] = [(_CLOSERS[head[-1]], schema)]
+        self._schema, self._place = schema, KEY  # of what comes next
+        self._raw = list[str]()  # of a key or value that has not ended, or what is held of a string
+        self._quote = ""  # what closes the string that is open
+        self._escaped = self._closed = False  # behind a backslash, and behind the end of a call
+        self._mark: int | None = None  # where in `_raw` a control token ends the call
+        self._said = 0  # characters of strings that are final
+        self._taken = self._seen = len(head)  # characters that the JSON stands for, and all
+
+    @property
+    def streams(self) -> bool:
+        """Whether enough text is final for the JSON to be given out."""
+        return self._said >= FEWEST_STREAMED
+
+    @property
+    def raw(self) -> str:
+        """The call as it was written."""
+        return "".join(self._parts)
+
+    @property
+    def json(self) -> str:
+        """All of the JSON that is final."""
+        return "".join(self._json)
+
+    @property
+    def end(self) -> int:
+        """Where a call ends that has no end of its own: at a control token in its open string."""
+        return self._seen - (0 if self._mark is None else len("".join(self._raw)) - self._mark)
+
+    def as_written(self, body: str) -> str:
+        """Return the final JSON, and what follows it in a body as it was written."""
+        return self.json + spelled(body[self._taken :])
+
+    def new_json(self) -> str:
+        """Return the JSON that became final since the last time."""
+        new, self._sent = self._json[self._sent :], len(self._json)
+        return "".join(new)
+
+    def cut_off(self) -> str:
+        """End where the call was cut. Return its JSON, with all of an open string but without the
+        head of a key, word or number."""
+        if self._place == TEXT:
+            self._say(len("".join(self._raw)))
+        return self.as_written(self.raw) if self._place == DEAD else self.json
+
+    def close(self) -> bool:
+        """End the open string before the braces that end the call; whether they are there."""
+        if self._place != TEXT or self._mark is None or not is_text(self._schema):
+            return False
+        text = "".join(self._raw)[: self._mark].rstrip()
+        for closer, _ in reversed(self._open):
+            if not text.endswith(closer):
+                return False
+            text = text[:-1].rstrip()
+        self._say(len(text))
+        self._emit('"' + "}" * sum(schema is not None for _, schema in self._open))
+        return True
+
+    def scan(self, text: str, at: int) -> tuple[int, str]:
+        """Take a text. Return how far, and how the arguments ended there, or nothing."""
+        start, ended = at, ""
+        while at < len(text) and not ended:
+            at, ended = self._step(text, at)
+        self._parts.append(text[start:at])
+        return at, ended
+
+    def _step(self, text: str, at: int) -> tuple[int, str]:
+        if self._escaped:
+            self._escaped = False
+            self._text(text[at])
+            return at + 1, ""
+        found = _IN_STRING.get(self._quote, _OUTSIDE).search(text, at)
+        end = found.start() if found else len(text)
+        self._text(text[at:end])
+        if found is None:
+            return end, ""
+        token = found[0]
+        calls = token in (_CALL, _CALL_END) if self._plain else token == _CALL and self._closed
+        if calls if self._quote else token in _BREAKS:
+            return end, BROKEN
+        try:
+            if self._quote:
+                self._in_string(token)
+            elif self._place != DEAD:
+                self._seen += 1
+                self._outside(token)
+            else:
+                self._text(token)
+        except Unreadable:
+            self._place = DEAD
+            if not self.streams:
+                return found.end(), WRONG
+        return found.end(), "" if self._open else DONE
+
+    def _text(self, text: str) -> None:
+        """Take text without structure."""
+        self._seen += len(text)
+        self._closed = self._closed and not text.strip()
+        if text and self._place != DEAD:
+            self._raw.append(text)
+        if text and self._place == TEXT and self._mark is None:
+            held = "".join(self._raw)
+            found = _TAIL.search(held, max(0, len(held) - LONGEST_TAIL))
+            self._raw = [held]
+            self._say(found.start() if found else len(held))
+
+    def _in_string(self, token: str) -> None:
+        if token != self._quote:
+            if token in _ENDS and self._mark is None:
+                self._mark = len("".join(self._raw))
+            self._text(token)
+            self._escaped, self._closed = token == "\\", token == _CALL_END
+            return
+        self._seen += 1
+        raw, self._quote = "".join(self._raw), ""
+        if self._place == TEXT:
+            self._say(len(raw))
+            self._emit('"')
+            self._place = AFTER
+            return
+        text = spelled(raw)
+        if token == '"':
+            try:
+                text = control.whole(_JSON.decode(f'"{text}"'))
+            except ValueError:
+                raise Unreadable from None
+        if self._place == KEY:
+            self._key(text, COLON)
+        else:
+            self._value(_typed(text, self._schema))
+
+    def _outside(self, token: str) -> None:
+        """Take a token outside of strings."""
+        closer, schema = self._open[-1]
+        self._raw = ["".join(self._raw)]
+        raw = self._raw[0].strip()
+        if schema is None and (raw or token != closer):
+            raise Unreadable
+        if self._place == VALUE and raw[:1] == "'" and _unquoted(raw) == raw:
+            self._raw.append(token)  # between single quotes
+            return
+        if self._place == AFTER and (raw or token in f'{{["{_QUOTE}'):  # a comma is missing
+            self._next()
+        place = self._place
+        separates = token == ":" or (token == "=" and raw in properties(schema))
+        if token in f'"{_QUOTE}' and not raw and place in (KEY, VALUE):
+            self._begin_string(token)
+        elif token == _QUOTE and place == VALUE and is_text(self._schema):  # it ends a bare text
+            self._value(_unquoted(raw))
+        elif place == KEY and raw and separates:
+            if '"' in raw:
+                raise Unreadable
+            self._key(_unquoted(raw), VALUE)
+        elif place == COLON and token in ":=" and not raw:
+            self._raw, self._place = [], VALUE
+        elif place == VALUE and token in "{[" and not raw:
+            self._push(token)
+        elif place == KEY and token == "{" and len(self._json) == len(self._open) == 1 and not raw:
+            self._open = [(closer, None), ("}", schema)]
+        elif token in (",", closer):
+            self._end(token, raw)
+        elif (place == KEY and token in '=()"') or (place == VALUE and token in ':=()"'):
+            self._raw.append(token)
+        else:
+            raise Unreadable
+
+    def _next(self) -> None:
+        """Go on with the next element of the innermost object or list."""
+        closer, schema = self._open[-1]
+        self._place = VALUE if closer == "]" else KEY
+        self._schema = properties(schema, "items")
+
+    def _begin_string(self, quote: str) -> None:
+        self._quote, self._closed, self._mark, self._raw = quote, False, None, []
+        if self._place == VALUE and quote == _QUOTE and fits("", self._schema):
+            self._emit(self._comma() + '"')
+            self._place = TEXT
+
+    def _key(self, key: str, place: int) -> None:
+        self._emit(f"{self._comma()}{json.dumps(key, ensure_ascii=False)}: ")
+        self._raw, self._place = [], place
+        self._schema = properties(self._open[-1][1]).get(key, {})
+
+    def _value(self, value: Any, behind: int = 0) -> None:
+        self._emit(self._comma() + json.dumps(value, ensure_ascii=False), behind)
+        self._raw, self._place = [], AFTER
+
+    def _push(self, opener: str) -> None:
+        if len(self._open) >= MOST_DEPTH:
+            raise Unreadable
+        self._emit(self._comma() + opener)
+        self._open.append((_CLOSERS[opener], self._schema))
+        self._raw = []
+        self._next()
+
+    def _end(self, token: str, raw: str) -> None:
+        """Take a comma, or what closes the innermost object or list."""
+        closer, schema = self._open[-1]
+        if self._place == VALUE and raw:
+            word = _unquoted(raw)
+            value = _bare(raw, self._schema) if word == raw else _typed(word, self._schema)
+            self._value(value, len(token))
+        empty = self._place == (VALUE if closer == "]" else KEY) and token == closer
+        if self._place != AFTER and (raw or not empty):
+            raise Unreadable
+        self._raw = []
+        if token == closer:
+            self._open.pop()
+            self._place = AFTER
+            if schema is not None:
+                self._emit("]" if closer == "]" else "}")
+        else:
+            self._next()
+
+    def _comma(self) -> str:
+        """Return what separates the next element; that of a key, and a first one, have none."""
+        return "" if self._json[-1][-1] in "[{ " else ", "
+
+    def _say(self, count: int) -> None:
+        """Make so many characters of what is held of a string final."""
+        held = "".join(self._raw)
+        text, self._raw = held[:count], [held[count:]]
+        if text:
+            self._said += len(text)
+            made = json.dumps(spelled(text), ensure_ascii=False)[1:-1]
+            self._emit(made, len(held) - count)
+
+    def _emit(self, text: str, behind: int = 0) -> None:
+        """Make JSON final; the last `behind` characters of the call are not part of it."""
+        self._json.append(text)
+        self._taken = self._seen - behind
+
+
+def properties(schema: Schema | None, key: str = "properties") -> Mapping[str, Any]:
+    """Return the properties that a schema declares."""
+    found = (schema or {}).get(key)
+    return found if isinstance(found, Mapping) else {}
+
+
+def kinds_of(schema: Schema) -> set[str]:
+    """Return the types that a schema allows beside null."""
+    kinds = schema.get("type")
+    listed = kinds if isinstance(kinds, list) else [kinds]
+    return {k.lower() for k in listed if isinstance(k, str)} - {"null"}
+
+
+def is_text(schema: Schema) -> bool:
+    """Whether a schema allows texts only, beside null."""
+    return kinds_of(schema) == {"string"}
+
+
+def fits(value: Any, schema: Schema) -> bool:
+    """Whether a schema allows the type of a value; one without types allows all."""
+    kinds = kinds_of(schema)
+    return not kinds or value is None or bool(_FITS[type(value)] & kinds)
+
+
+def _unquoted(raw: str) -> str:
+    """Return a text without its single quotes."""
+    return raw[1:-1] if len(raw) > 1 and raw[0] == raw[-1] == "'" else raw
+
+
+def _typed(text: str, schema: Schema) -> Any:
+    """Return a delimited text as the one value of its schema's types that it spells; else as it
+    is."""
+    if fits("", schema):
+        return text
+    word = text.strip()
+    value = _literal(word, python=True)
+    if value is None and word in ("null", "None"):
+        return None if schema.get("nullable") else text
+    if value is None and word[:1] in ("[", "{"):
+        try:
+            value = json.loads(word)
+        except (ValueError, RecursionError):
+            return text
+    return text if value is None or not fits(value, schema) else value
+
+
+def _bare(word: str, schema: Schema) -> Any:
+    python = not fits("", schema)
+    value = _literal(word, python)
+    if word == "null" or (word == "None" and python and schema.get("nullable")):
+        return None
+    if set(word) & {"\n", '"'} or (value is None and python and set(word) & {":", "="}):
+        raise Unreadable
+    return word if value is None or is_text(schema) else value
+
+
+def _literal(word: str, python: bool) -> Any:
+    """Return the number, true or false that a word is, as JSON writes it or also Python; None for
+    all others."""
+    if word in ("true", "false") or (python and word in ("True", "False")):
+        return word.lower() == "true"
+    if (number := _NUMBER.fullmatch(word)) is None:
+        return None
+    try:
+        value = float(word) if number[1] or number[2] else int(word)
+    except ValueError:  # more digits than Python converts
+        return None
+    return value if abs(value) != float("inf") else None
