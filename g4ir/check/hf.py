@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,6 @@ from g4ir.weights.random import RandomCheckpoint
 from .reference import acting, param_bytes
 
 Tensor = torch.Tensor
-ROUTER = re.compile(r"layers\.(\d+)\.router")
 
 
 def need_transformers(asked: str) -> None:
@@ -282,32 +280,13 @@ def _as_read(n: Node, k: Tensor, v: Tensor, attention: Any, to: str) -> tuple[Te
 
 
 @contextmanager
-def wide_model(
-    model: Any,
-    given: Mapping[int, Mapping[int, Tensor]] | None = None,
-    margins: dict[int, Tensor] | None = None,
-) -> Iterator[None]:
+def wide_model(model: Any) -> Iterator[None]:
     """Make a transformers text model compute in float64 on its own weights. Rows of its tables are
-    made as ever, then widened: their scale and its rounding belong to the model.
-
-    given: by layer (the final norm after the last), by index of a token, what it takes instead of
-    what it would be given.
-    margins: by layer, how far the first expert that a router leaves out lies behind the last that
-    it takes, relative to that, f32[T].
-    """
-    decoder = model.get_decoder()
+    made as ever, then widened: their scale and its rounding belong to the model."""
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding):
                 hook = module.register_forward_hook(lambda module, args, made: made.double())
-                stack.callback(hook.remove)
-        for i, layer in enumerate([*decoder.layers, decoder.norm]):
-            if rows := (given or {}).get(i):
-                hook = layer.register_forward_pre_hook(_taker(rows), with_kwargs=True)
-                stack.callback(hook.remove)
-        for name, module in decoder.named_modules():
-            if margins is not None and (found := ROUTER.fullmatch(name)):
-                hook = module.register_forward_hook(_measurer(margins, int(found[1])))
                 stack.callback(hook.remove)
         # Grouped products of experts have no float64.
         before = model.config._experts_implementation
@@ -316,30 +295,6 @@ def wide_model(
             model.set_experts_implementation("eager")
         stack.enter_context(WideProducts())
         yield
-
-
-def _taker(rows: Mapping[int, Tensor]) -> Callable[..., Any]:
-    """Return a hook that puts rows in the place of a layer's input."""
-    at = torch.tensor(sorted(rows))
-    values = torch.stack([rows[i] for i in at.tolist()])
-
-    def take(module: Any, args: Any, kwargs: Any) -> Any:
-        hidden = args[0].clone()
-        hidden[0, at.to(hidden.device)] = values.to(hidden)
-        return (hidden, *args[1:]), kwargs
-
-    return take
-
-
-def _measurer(margins: dict[int, Tensor], layer: int) -> Callable[..., None]:
-    def measure(router: Any, given: Any, made: Any) -> None:
-        k = made[2].shape[-1]
-        best = made[0].topk(min(k + 1, made[0].shape[-1]), -1).values.float().cpu()
-        # All experts taken: no tie.
-        left = best[:, -1] if best.shape[-1] > k else torch.zeros(len(best))
-        margins[layer] = 1 - left / best[:, k - 1]
-
-    return measure
 
 
 @contextmanager
