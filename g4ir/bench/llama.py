@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -96,29 +95,18 @@ class LlamaRunner(BenchRunner):
             raise InputError(f"--peer {LLAMA}: it cannot load {file}: {why}")
         self._vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         self._batch = api.llama_batch_init(given.n_batch, 0, 1)
-        self._length, self._kept = 0, (0, (ctypes.c_uint8 * 0)())
+        self._length = 0
         weakref.finalize(self, _free, self._thread, api, self._batch, self._context, model)
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         return self._thread.submit(function, *args).result()
 
     def hold(self, tokens: torch.Tensor) -> None:
-        self._clear(0)
+        super().hold(tokens)
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+        self._length = 0
         if tokens.shape[1]:
             self.step(tokens)
-        held = (ctypes.c_uint8 * self._api.llama_state_get_size(self._context))()
-        self._api.llama_state_get_data(self._context, held, len(held))
-        self._kept = self._length, held
-
-    def rewind(self) -> None:
-        length, held = self._kept
-        self._clear(length)
-        if length:
-            self._api.llama_state_set_data(self._context, held, len(held))
-
-    def _clear(self, length: int) -> None:
-        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
-        self._length = length
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         b, (rows, count) = self._batch, tokens.shape
