@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -96,7 +95,6 @@ class LlamaRunner(BenchRunner):
         self._vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         self._batch = api.llama_batch_init(given.n_batch, 0, 1)
         self._length = 0
-        weakref.finalize(self, _free, self._thread, api, self._batch, self._context, model)
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         return self._thread.submit(function, *args).result()
@@ -122,10 +120,3 @@ class LlamaRunner(BenchRunner):
         found = (self._api.llama_get_logits_ith(self._context, at) for at in ends)
         logits = [np.ctypeslib.as_array(p, shape=(self._vocab,)) for p in found]
         return torch.from_numpy(np.stack(logits))
-
-
-def _free(thread: ThreadPoolExecutor, api: Any, batch: Any, context: Any, model: Any) -> None:
-    thread.shutdown()  # an interrupted step may still compute
-    api.llama_batch_free(batch)
-    api.llama_free(context)
-    api.llama_model_free(model)

@@ -8,7 +8,6 @@ which takes the memory of activations, whatever the size of the model.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,27 +24,24 @@ from g4ir.ir.graph import Node
 from g4ir.ir.names import layer_of
 from g4ir.ir.wide import WideProducts
 from g4ir.model.names import HEAD, TOKEN_TABLE, checkpoint_name
-from g4ir.model.tensors import text_tensors
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
 from g4ir.ops.codecs import fake_quantized
 from g4ir.ops.kv_quant import numbers
 from g4ir.ops.latent import keys_values
-from g4ir.ops.types import ITEMSIZE, torch_dtype
+from g4ir.ops.types import torch_dtype
 from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
-from g4ir.plan.fit import device_memory
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress
-from g4ir.ui.units import size_text
 from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.formats import is_coded
 from g4ir.weights.origin import CheckpointDirectory, Origin, find_origin, snapshot_of
 from g4ir.weights.random import RandomCheckpoint
 
-from .reference import acting, param_bytes
+from .reference import acting
 
 Tensor = torch.Tensor
 
@@ -164,7 +160,7 @@ def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Prog
     it can, and weights that the engine quantised are what their codes mean."""
     origin = hf_origin(engine, checkpoint, "verify --against hf")
     if origin is None:
-        progress(f"transformers takes {size_text(_check_room(engine))} of random weights")
+        progress("transformers takes random weights")
     else:
         progress(f"transformers loads {origin.path}")
     plain = (
@@ -185,24 +181,6 @@ def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Prog
             for name in engine.config.quant.schemes(weights_of(engine.spec)):
                 held[checkpoint_name(name)].copy_(engine.param(name))
     return model
-
-
-def _check_room(engine: Engine) -> int:
-    """Return the bytes of the text model's weights; InputError if they do not fit the memory that
-    the engine leaves."""
-    size = text_bytes(engine)
-    free = device_memory("cpu") - (param_bytes(engine) if engine.device == "cpu" else 0)
-    if size > free:
-        raise InputError(
-            f"verify --against hf: transformers needs {size_text(size)} for the weights, and the "
-            f"engine leaves {size_text(max(free, 0))} of memory; use --against reference"
-        )
-    return size
-
-
-def text_bytes(engine: Engine) -> int:
-    """Return the bytes of the text model's weights in the engine's dtype."""
-    return sum(map(math.prod, text_tensors(engine.spec).values())) * ITEMSIZE[engine.dtype]
 
 
 def _load_hf(directory: Path, dtype: str) -> Any:
