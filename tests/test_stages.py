@@ -365,7 +365,7 @@ def shown(engine: Engine, after: str = PASSES[-1]) -> tuple[Shown, StageReport]:
     stages = stages_of(engine, StageWeights(plain_params(engine), "cpu"))
     stage = next(s for s in stages if s.name == after)
     chunk, report = next(chunks_of_tokens(torch.arange(20), 8, 16)), StageReport(BACKEND)
-    trace = StageRun(stage, 20, "cpu").trace(chunk)
+    trace = StageRun(stage, 20, engine).trace(chunk)
     given = {v.name for v in trace.recording.graph.inputs} | {"L1.out", "L2.in"}
     return Shown(trace, Comparison(report, engine.dtype), given), report
 
@@ -426,7 +426,9 @@ def test_what_is_no_number_is_an_error(ple: Engine, monkeypatch: pytest.MonkeyPa
         return t.clone().fill_(float("inf")) if v.name == "L2.norm_ffn" else t
 
     monkeypatch.setattr(StageWeights, "_held", poisoned)
-    with pytest.raises(CheckError, match=r"%L2\.ffn\.\w+, in prefill .* NaN or infinite"):
+    with pytest.raises(
+        CheckError, match=r"%L2\.ffn\.\w+ \(layer 2\) in the chunk .* NaN or infinite"
+    ):
         verify_each_pass(ple)
 
 

@@ -11,7 +11,6 @@ compared with the interpreter's (media.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import methodcaller
@@ -20,11 +19,11 @@ from pathlib import Path
 import torch
 
 from g4ir.engine.engine import Engine
-from g4ir.errors import InputError
+from g4ir.errors import CheckError, InputError
 from g4ir.ir.distance import Anchor, Errors, Tolerance, budget_of, judge, row_errors
 from g4ir.ui.progress import Progress, no_progress
 
-from .compare import CHUNK, Step, first_difference, first_not_finite
+from .compare import CHUNK, first_difference
 from .media import check_media
 from .peers import EnginePeer, HfPeer, Peer, find_peer
 from .reference import coarse, float64_refusal, reference_engine
@@ -179,10 +178,6 @@ def _compare_greedy(
 
 def _first(engine: Engine, peer: Peer, given: Turns, report: VerifyReport) -> str:
     """Name the first value inside that differs, or say where the difference is."""
-    steps = _steps(engine, given)
-    odd = any(math.isnan(p.absolute) for p in report.positions)
-    if odd and (found := first_not_finite(engine, steps)):
-        return found
     if report.plain_ok and not all(p.ok for p in report.rounds):
         return ROUNDS_ALONE
     if inside := _inside(engine, peer, given):
@@ -193,13 +188,13 @@ def _first(engine: Engine, peer: Peer, given: Turns, report: VerifyReport) -> st
 
 
 def _inside(engine: Engine, peer: Peer, given: Turns) -> str | None:
-    """Name the first value inside that differs from the interpreter's."""
+    """Name the first value inside that differs from the interpreter's, or is no number there."""
     reference = peer.engine if isinstance(peer, EnginePeer) else reference_engine(engine)
-    found = first_difference(engine, reference, _steps(engine, given), len(given.ids))
+    chunks = given.chunks(min(engine.limits.prefill_chunk, CHUNK))
+    steps = [methodcaller("prefill", piece[None]) for piece in chunks]
+    try:
+        found = first_difference(engine, reference, steps, len(given.ids))
+    except CheckError as e:
+        return str(e)
     aside = "" if isinstance(peer, EnginePeer) else ", against reference"
     return f"{found.place()}{aside}" if found else None
-
-
-def _steps(engine: Engine, given: Turns) -> list[Step]:
-    chunks = given.chunks(min(engine.limits.prefill_chunk, CHUNK))
-    return [methodcaller("prefill", piece[None]) for piece in chunks]
