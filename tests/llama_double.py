@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import defaultdict
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,12 +25,10 @@ class LlamaDouble:
     def __init__(self, engine: Engine, off: float = 0.0) -> None:
         self.engine, self.off, self.said = engine, off, lambda *_: None
         self.rows: dict[int, list[int]] = defaultdict(list)
-        self.freed, self.threads, self.done = 0, set[int](), 0
-        self.during: Callable[[], object] = lambda: None
+        self.threads = set[int]()
 
-    def __getattr__(self, name: str) -> Any:
-        assert name in ("llama_backend_init", "llama_batch_free", "llama_free", "llama_model_free")
-        return lambda *_: setattr(self, "freed", self.freed + len(_))
+    def llama_backend_init(self) -> None:
+        pass
 
     def llama_log_set(self, hear: Any, _: None) -> None:
         self.said = hear
@@ -58,20 +55,8 @@ class LlamaDouble:
     def llama_memory_clear(self, memory: Any, data: bool) -> None:
         self.rows.clear()
 
-    def llama_state_get_size(self, context: Any) -> int:
-        return 4096
-
-    def llama_state_get_data(self, context: Any, into: Any, size: int) -> None:
-        data = repr(dict(self.rows)).encode()
-        ctypes.memmove(into, data, len(data))
-
-    def llama_state_set_data(self, context: Any, held: Any, size: int) -> None:
-        self.rows |= eval(bytes(held).rstrip(b"\0"))
-
     def llama_decode(self, context: Any, b: Any) -> int:
         self.threads.add(threading.get_ident())
-        self.during()
-        assert not self.freed
         assert b.n_tokens <= self.most
         for i in range(b.n_tokens):
             row = self.rows[b.seq_id[i][0]]
@@ -81,7 +66,6 @@ class LlamaDouble:
         rows = [self.rows[b.seq_id[i][0]] for i in self.ends]
         session = self.engine.session(len(rows))
         self.logits = (session.prefill(torch.tensor(rows)).float() + self.off).contiguous()
-        self.done += 1
         return 0
 
     def llama_get_logits_ith(self, context: Any, at: int) -> Any:

@@ -132,7 +132,7 @@ def test_tolerance_of_16_bits(tmp_path: Path) -> None:
     options = {**LIMITS, "dtype": "bfloat16", "audio_seconds": [1]}
     media = check_media(g4ir.build("tiny-media", tmp_path / "e", random_weights=1, **options))
     assert media.ok and media.prompt and not media.not_run
-    assert {t.budget for t in (*media.towers, media.prompt)} == {Tolerance(cosine=0.999)}
+    assert all(t.budget.rounding for t in (*media.towers, media.prompt))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from g4ir.backends.onnx_graph.export import EMBED, MODEL
 from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.weights import by_columns
 from g4ir.builder.build import prepare, write_engine
-from g4ir.check.logits import measured, verify_engine
+from g4ir.check.logits import verify_engine
 from g4ir.check.score import score_rows
 from g4ir.errors import G4Error, WeightsError
 from g4ir.ir.graph import Builder, Program
@@ -347,44 +346,6 @@ def test_formulas_of_quality() -> None:
     label = torch.tensor([0, 1])
     assert score_rows(got, label, want)[2].tolist() == pytest.approx([kl, kl])
     assert score_rows(want, label, want + 7)[2].tolist() == pytest.approx([0, 0], abs=1e-12)
-    q = measured(got, want, torch.tensor([0, 0, 1]), [0, 1])
-    assert (q.positions, q.same_top, q.divergence) == (2, 0.5, pytest.approx(kl))
-    assert q.nll == pytest.approx((math.log(2), -(math.log(0.75) + math.log(0.75)) / 2))
-    assert measured(got[:1], want[:1], torch.tensor([0]), [0]).nll is None
-
-
-def test_quality_of_an_engine(tmp_path: Path) -> None:
-    """How far it lies from the checkpoint is told apart: the fewer bits, the farther, for either
-    peer."""
-    checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense", seed=3)
-    found, dense = {}, {}
-    for recipe in ("int8", "int4", "none"):
-        engine = g4ir.build(
-            None, tmp_path / recipe, backend="onnx", checkpoint=checkpoint, quant=recipe, **LIMITS
-        )
-        for against in ("reference", "hf") if recipe != "int4" else ("reference",):
-            report = verify_engine(engine, against, checkpoint=checkpoint)
-            assert report.ok
-            found[recipe, against], dense[against] = report.quality, report.nll
-            assert report.to_dict()["quality"] == (report.quality and asdict(report.quality))
-    assert found["none", "reference"] is found["none", "hf"] is None
-    int8, int4 = found["int8", "reference"], found["int4", "reference"]
-    assert 1e-7 < int8.divergence < int4.divergence < 5
-    for against in ("reference", "hf"):
-        assert found["int8", against].same_top > 0.5
-        assert found["int8", against].nll[1] == pytest.approx(dense[against][0], abs=1e-4)
-
-
-def test_quality_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense", seed=3)
-    engine = g4ir.build(
-        None, tmp_path / "e", backend="reference", checkpoint=checkpoint, quant="int8", **LIMITS
-    )
-    report = verify_engine(engine)
-    assert report.ok and "quality     not measured: give --checkpoint DIR" in report.text()
-    monkeypatch.setattr("g4ir.check.reference.device_memory", lambda device: 1 << 20)
-    report = verify_engine(engine, checkpoint=checkpoint)
-    assert report.ok and "free" in report.text()
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -8,25 +8,22 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 import g4ir
 from g4ir.bench.runners import HfRunner
-from g4ir.check import hf, peers
 from g4ir.check import logits as compare
+from g4ir.check import peers
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
-from g4ir.check.report import LEVELS, Saturation, curve
 from g4ir.check.stage_report import placed
 from g4ir.check.tokens import Turns, random_ids
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError, SpecError
 from g4ir.ir.distance import BUDGETS, Tolerance
-from g4ir.spec.record import load_spec
 from tests.configs import spec_called
 from tests.engines import MAX_SEQ, random_checkpoint, some_tokens
 from tests.oracle import find_oracle
@@ -67,7 +64,6 @@ def test_sound_engine(engines: Any, backend: str, spec: str, against: str) -> No
     assert sum(report.turns) == 96 and report.turns[-24:] == (1,) * 24
     assert len(report.positions) == (96 if engine.all_logits else len(report.turns))
     assert report.greedy.equal == report.greedy.count == 16
-    assert report.nll and abs(report.nll[0] - report.nll[1]) < 1e-4
     assert any("through the engine" in s for s in said)
 
 
@@ -78,9 +74,6 @@ def test_given_tokens(engines: Any) -> None:
         report = verify_engine(engine, tokens=tokens[0].tolist())
         assert report.ok and sum(report.turns) == count
         assert len(report.positions) == (count if engine.all_logits else len(report.turns))
-        logits = engine.session().prefill(tokens, all_logits=True)[0]
-        want = torch.nn.functional.cross_entropy(logits[:-1], tokens[0, 1:]).item()
-        assert report.nll and abs(report.nll[0] - want) < 1e-5
 
 
 @pytest.mark.parametrize(("backend", "quant"), [("reference", "none"), ("onnx", "int8")])
@@ -91,8 +84,6 @@ def test_random_weights_against_hf(backend: str, quant: str, tmp_path: Path) -> 
     assert engine.manifest["weights"]["seed"] == 3
     report = verify_engine(engine, "hf")
     assert report.ok, report.text()
-    if quant == "int8":
-        assert report.quality and report.quality.reason is None
     passes = verify_each_pass(engine)
     assert passes.ok and "--checkpoint" not in passes.text()
 
@@ -102,17 +93,6 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """Of random weights, which it stores as a seed."""
     out = tmp_path_factory.mktemp("drawn") / "e"
     return g4ir.build("tiny-moe", out, random_weights=3, backend="reference", max_seq=64)
-
-
-def test_a_model_without_room_beside_the_engine(
-    drawn: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Is refused by its spec, before a weight is made."""
-    monkeypatch.setattr(hf, "device_memory", lambda device: 5 << 20)
-    monkeypatch.setattr(hf, "RandomCheckpoint", Mock(side_effect=AssertionError))
-    said = r"needs 2.87 MiB .* leaves 2.13 MiB .*--against reference"
-    with pytest.raises(InputError, match=said):
-        verify_engine(drawn, "hf")
 
 
 def test_a_config_that_transformers_refuses(drawn: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,70 +202,11 @@ def test_report(engines: Any) -> None:
     lines = text.splitlines()
     assert lines[0].endswith("against reference, 96 tokens in 63 + 9 + 24 single steps")
     assert lines[-1] == "ok" and len(lines) <= 10 and all(len(x) <= 100 for x in lines)
-    for word in ("max abs", "relative", "cosine", "greedy", "NLL", "16 of 16 equal", "1.0e-04"):
+    for word in ("max abs", "relative", "cosine", "greedy", "16 of 16 equal", "1.0e-04"):
         assert word in text
     assert not replace(report, greedy=replace(report.greedy, differs=4)).ok
     worse = replace(report.positions[3], ok=False)
     assert not replace(report, positions=(*report.positions[:3], worse)).ok
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("backend, against", [("reference", "hf"), ("torch", "reference")])
-def test_curve_of_the_layers(engines: Any, backend: str, against: str) -> None:
-    """A weight of layer 3 is wrong: the curve jumps there."""
-    engine = engines(backend, "tiny-ple")
-    if backend == "reference":
-        engine = disturbed(engine, "L3.mlp.w_down", 0.01)
-    report = verify_engine(engine, against, checkpoint=engines.checkpoint("tiny-ple"))
-    assert [e.layer for e in report.layers] == [*range(8)]
-    assert [e.value for e in report.layers] == [f"L{i}.out" for i in range(8)]
-    if backend == "torch":
-        assert all(0 < e.relative < 1e-4 and e.cosine > 0.999999 for e in report.layers)
-        return
-    assert all(e.relative < 1e-5 for e in report.layers[:3])
-    assert all(e.relative > 1e-4 and e.cosine < 0.9999999 for e in report.layers[3:])
-    line = next(x for x in report.text().splitlines() if x.startswith("  layers"))
-    columns = line.split()[1]
-    heights = [LEVELS.index(c) for c in columns]
-    assert len(heights) == 8 and max(heights[:3]) < min(heights[3:])
-
-
-def test_curve_text() -> None:
-    assert curve([0.0, 1e-8, 1e-4, float("nan")]) == (
-        "_.@!  relative 0.0e+00 at the first, nan at the last"
-    )
-    assert curve([0.0] * 5) == "5 layers, bit for bit"
-    assert curve([1e-7] * 3).split()[0] == "..."
-    wide = curve([10.0 ** (i - 200) for i in range(180)]).split()[0]
-    assert len(wide) == 60 and wide == "".join(sorted(wide, key=LEVELS.index))
-
-
-def test_alarm_at_the_softcap(engines: Any) -> None:
-    """A head a hundred times too large: nearly all rows end at the cap, where any two models
-    agree. Engine and peer are watched alike."""
-    engine = engines("reference", "tiny-ple")
-    quiet = verify_engine(engine)
-    assert quiet.saturation == Saturation(30.0, 0.0, 0.0) and not quiet.saturation.alarm
-    assert "ALARM" not in quiet.text()
-    loud = reference_engine(engine)
-    weights = loud.runtime.params  # type: ignore[attr-defined]
-    weights["final.w"] = weights["final.w"] * 100
-    report = verify_engine(loud)
-    assert report.saturation and report.saturation.engine > 0.9 and report.saturation.peer == 0
-    assert report.saturation.alarm and not report.ok
-    assert "ALARM: " in report.text() and "are at the softcap" in report.text()
-    kept = report.to_dict()["saturation"]
-    assert kept["alarm"] is True and kept["cap"] == 30.0
-    assert Saturation(30.0, 0.0, 0.5).alarm and not Saturation(30.0, 0.1, 0.1).alarm
-
-
-def test_no_softcap_no_alarm(tmp_path: Path) -> None:
-    spec = load_spec("tiny-dense")
-    spec = replace(spec, text=replace(spec.text, final_logit_softcapping=None))
-    engine = g4ir.build(
-        spec, tmp_path / "e", random_weights=1, backend="reference", max_seq=32, prefill_chunk=16
-    )
-    assert verify_engine(engine).saturation is None
 
 
 class Fixed:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -12,19 +12,8 @@ from g4ir.check.logits import find_anchor, rounding_error
 from g4ir.check.peers import EnginePeer, HfPeer
 from g4ir.check.reference import float64_refusal, reference_engine
 from g4ir.check.tokens import Turns
-from g4ir.ir.distance import (
-    BUDGETS,
-    ROUNDED,
-    Anchor,
-    Tolerance,
-    median_of,
-    row_errors,
-    widened,
-    worst_of,
-)
-from g4ir.spec.reader import Line
+from g4ir.ir.distance import BUDGETS, Anchor, Errors, Tolerance, judge
 
-from .measure import Amount, Number
 from .runners import BenchRunner, HfRunner, Workload, pieces, reference_runner
 
 
@@ -33,39 +22,18 @@ class Agreement:
     """`role` against `base` over `count` choices (rows times output_len).
 
     cosine and relative are the worst of all; `equal` choices are the same, `close` ones differ
-    where the base's two candidates lie within the tolerance of each other. Distances are those to
-    float64, where rounding is measured.
+    where the base's two candidates lie within the tolerance of each other.
     """
 
     role: str
     base: str
-    count: Amount
-    cosine: Number
-    relative: Number
-    equal: Amount
-    close: Amount
+    count: int
+    cosine: float
+    relative: float
+    equal: int
+    close: int
     ok: bool
-    budget: Line
-    distance_median: Number = None
-    distance_worst: Number = None
-    base_median: Number = None
-    base_worst: Number = None
-
-    def text(self) -> str:
-        """Return what is compared, how far it lies apart, and the verdict."""
-        # A report has null for what is not a number.
-        n = {k: math.nan if v is None else v for k, v in vars(self).items()}
-        close = f", {self.close} close calls" if self.close else ""
-        apart = (
-            f", distance {n['distance_median']:.1e} in the median and {n['distance_worst']:.1e} at "
-            f"worst, that of {self.base} {n['base_median']:.1e} and {n['base_worst']:.1e}"
-        )
-        return (
-            f"{self.role} against {self.base}: same token {self.equal} of {self.count}{close}, "
-            f"cosine at least {n['cosine']:.6f}, relative error at most {n['relative']:.1e}"
-            f"{'' if math.isnan(n['base_median']) else apart}: "
-            f"{'ok' if self.ok else 'DISAGREES'} ({self.budget})"
-        )
+    budget: str
 
 
 def agreements_of(
@@ -77,29 +45,33 @@ def agreements_of(
     base: BenchRunner = peers[0] if peers else reference_runner(first, w.batch)
     base.hold(tokens[:, : w.context])
     want = logits_of(base, w, tokens)
-    against, dtype, anchor = "hf" if peers else "reference", first.dtype, None
+    against = "hf" if peers else "reference"
     sizes = [w.context + w.input_len, *[1] * (w.output_len - 1)]
     given = [Turns(ids, sizes) for ids in tokens]
-    if dtype in ROUNDED:
+
+    @cache
+    def anchor() -> Anchor | None:
         own = reference_engine(first, held=True)
         peer = HfPeer(peers[0].model) if peers else EnginePeer(own)
         refusal = float64_refusal(own, w.fed, w.batch * w.output_len, own.device)
-        anchor = find_anchor(peer, given, want, refusal)
-    measured = anchor and Tolerance(rounding=anchor.rounding(want, dtype))
+        return find_anchor(peer, given, want, refusal)
+
     found = []
     for runner in runners:
         if runner is base:
             continue
-        other = (runner.engine or first).dtype
-        budget = pair_budget([dtype, other], against)
-        budget = runner.tolerance or (measured if measured and other == dtype else budget)
+        dtypes = [first.dtype, (runner.engine or first).dtype]
+        measured = runner.tolerance is None and len({*dtypes}) == 1
         got = logits_of(runner, w, tokens)
-        made = compared(runner.role, got, base.role, want, budget, anchor)
-        if not made.ok and budget.relative is not None:
-            # As verify does: random weights can make a model in which rounding grows.
-            budget = widened(budget, rounding_error(first, given[0]))
-            made = compared(runner.role, got, base.role, want, budget, anchor)
-        found.append(made)
+        budget, (errors,) = judge(
+            runner.tolerance or pair_budget(dtypes, against),
+            first.dtype,
+            [got],
+            want,
+            anchor=anchor if measured else lambda: None,
+            rounding=lambda: rounding_error(first, given[0]),
+        )
+        found.append(compared(runner.role, got, base.role, want, budget, errors))
     return found
 
 
@@ -122,17 +94,14 @@ def compared(
     base: str,
     want: torch.Tensor,
     budget: Tolerance,
-    anchor: Anchor | None = None,
+    errors: Errors,
 ) -> Agreement:
-    """Compare rows of logits, and the tokens that they choose. `anchor`: what the distances of a
-    budget with measured rounding start from."""
-    rounding = budget.rounding
-    errors = anchor.errors(got, want) if anchor and rounding else row_errors(got, want)
+    """Return the agreement of rows of logits, and of the tokens that they choose."""
     mine, theirs = got.argmax(-1, keepdim=True), want.argmax(-1, keepdim=True)
     gap = (want.gather(1, theirs) - want.gather(1, mine))[:, 0]
     same = (mine == theirs)[:, 0]
     near = ~same & (gap <= budget.gap * want.pow(2).mean(-1).sqrt())
-    equal, close, own = int(same.sum()), int(near.sum()), errors.distance.tolist()
+    equal, close = int(same.sum()), int(near.sum())
     return Agreement(
         role,
         base,
@@ -142,8 +111,7 @@ def compared(
         equal,
         close,
         budget.all_hold(errors) and equal + close == len(want),
-        Line(budget),
-        *((median_of(own), worst_of(own), rounding.median, rounding.worst) if rounding else ()),
+        str(budget),
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -96,29 +94,17 @@ class LlamaRunner(BenchRunner):
             raise InputError(f"--peer {LLAMA}: it cannot load {file}: {why}")
         self._vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         self._batch = api.llama_batch_init(given.n_batch, 0, 1)
-        self._length, self._kept = 0, (0, (ctypes.c_uint8 * 0)())
-        weakref.finalize(self, _free, self._thread, api, self._batch, self._context, model)
+        self._length = 0
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         return self._thread.submit(function, *args).result()
 
     def hold(self, tokens: torch.Tensor) -> None:
-        self._clear(0)
+        super().hold(tokens)
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+        self._length = 0
         if tokens.shape[1]:
             self.step(tokens)
-        held = (ctypes.c_uint8 * self._api.llama_state_get_size(self._context))()
-        self._api.llama_state_get_data(self._context, held, len(held))
-        self._kept = self._length, held
-
-    def rewind(self) -> None:
-        length, held = self._kept
-        self._clear(length)
-        if length:
-            self._api.llama_state_set_data(self._context, held, len(held))
-
-    def _clear(self, length: int) -> None:
-        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
-        self._length = length
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         b, (rows, count) = self._batch, tokens.shape
@@ -134,10 +120,3 @@ class LlamaRunner(BenchRunner):
         found = (self._api.llama_get_logits_ith(self._context, at) for at in ends)
         logits = [np.ctypeslib.as_array(p, shape=(self._vocab,)) for p in found]
         return torch.from_numpy(np.stack(logits))
-
-
-def _free(thread: ThreadPoolExecutor, api: Any, batch: Any, context: Any, model: Any) -> None:
-    thread.shutdown()  # an interrupted step may still compute
-    api.llama_batch_free(batch)
-    api.llama_free(context)
-    api.llama_model_free(model)

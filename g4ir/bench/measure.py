@@ -17,12 +17,10 @@ from functools import partial
 from itertools import pairwise
 from statistics import fmean as mean
 from statistics import median
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
-
-from g4ir.spec.reader import Range
 
 from .roof import Rates, middle
 from .runners import BenchRunner, Workload, pieces
@@ -38,9 +36,6 @@ WIDE = 0.3
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 Samples = Sequence[float]
 T = TypeVar("T")
-Amount = Annotated[int, Range(0)]
-#: null where there is none, or where it is no number
-Number = float | None
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class Stat:
     """A value; each round's lies within value - spread and value + spread."""
 
     value: float
-    spread: Annotated[float, Range(0)]
+    spread: float
 
     @property
     def wide(self) -> bool:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,13 +18,12 @@ from g4ir.errors import InputError, check_all
 from g4ir.ops.types import torch_dtype
 from g4ir.passes.match import OFF
 from g4ir.passes.quantize_activations import ActivationOptions
-from g4ir.spec.reader import Line, on_one_line
 from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress, no_progress
 
 from .agreement import Agreement, agreements_of, void_roles
 from .llama import LLAMA, LlamaRunner, binding, gguf_file
-from .measure import Number, RequestTiming, requests_per_round, timed_request
+from .measure import RequestTiming, Rounds, requests_per_round, timed_request
 from .roof import Meter, Rates
 from .runners import (
     MODES,
@@ -39,21 +36,27 @@ from .runners import (
 )
 from .schema import (
     KIND,
+    OF_ENGINES,
     VERSION,
-    BenchReport,
-    EngineFacts,
-    RawSamples,
-    RoofFacts,
-    RunReport,
-    WorkFacts,
-    WorkloadFacts,
+    Values,
+    metrics,
+    plain,
+    roof_values,
+    sample_values,
+    speedup,
+    summary,
+    work_values,
 )
-from .system import OtherLoad, busy_text, environment, load_average, peak_memory, reset_peak
+from .system import busy_text, environment, load_average, peak_memory, reset_peak
 from .work import request_costs
 
 #: what is looked at for its spread -> metric
 SPREADS = {"prefill": "prefill_throughput", "decode": "itl_p50"}
 ENGINE_ROLES = ("engine", "engine-b")
+RANDOM_WEIGHTS = (
+    "random weights: routing is near uniform and text means nothing; speed of dense parts does not "
+    "depend on it"
+)
 
 
 def run_bench(
@@ -66,7 +69,7 @@ def run_bench(
     checkpoint: str | None = None,
     load_s: Sequence[float] = (),
     progress: Progress = no_progress,
-) -> BenchReport:
+) -> Values:
     """Measure one engine, or two of the same variant, beside peers: transformers (keys of
     runners.MODES), llama.cpp; return the report.
 
@@ -114,16 +117,6 @@ def check_specs(specs: Mapping[str, Spec]) -> None:
             )
 
 
-def folder_names(paths: Sequence[Path]) -> list[Line]:
-    """Return the last parts of the paths, as many as tell them apart."""
-    parts = [path.resolve().parts for path in paths]
-    for n in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(p[-n:]) for p in parts]
-        if len({*names}) == len(names):
-            return [on_one_line(name) for name in names]
-    return [on_one_line(f"{path.name} ({role})") for path, role in zip(paths, ENGINE_ROLES)]
-
-
 @dataclass
 class Bench:
     """What is run over which tokens, and the rounds: the machine's rates, and each runner's
@@ -138,13 +131,14 @@ class Bench:
     per_round: int = 1
     rates: list[Rates] = field(default_factory=list)
     requests: dict[str, list[list[RequestTiming]]] = field(default_factory=dict)
-    load_average: Number = field(default_factory=load_average)
-    other_cores: Number = None
+    load_average: float | None = field(default_factory=load_average)
 
     def start(self, peers: Sequence[str], checkpoint: str | None, load_s: Sequence[float]) -> None:
         """Make the runners of the engines and the peers."""
-        names = folder_names([e.path for e in self.engines])
-        loads: list[Number] = [*load_s, *[None] * len(self.engines)]
+        names = [e.path.resolve().name for e in self.engines]
+        if len({*names}) < len(names):
+            names = [f"{name} ({role})" for name, role in zip(names, ENGINE_ROLES)]
+        loads: list[float | None] = [*load_s, *[None] * len(self.engines)]
         for engine, role, name, load in zip(self.engines, ENGINE_ROLES, names, loads):
             self._add(role, partial(EngineRunner, engine, self.w.batch, role, name), load)
         engine, modes = self.engines[0], [name for name in peers if name in MODES]
@@ -159,7 +153,7 @@ class Bench:
             file, w = gguf_file(engine, checkpoint), self.w
             self._add(LLAMA, partial(LlamaRunner, file, w.batch, w.fed, engine.device), None)
 
-    def _add(self, role: str, make: Callable[[], BenchRunner], load: Number) -> None:
+    def _add(self, role: str, make: Callable[[], BenchRunner], load: float | None) -> None:
         """Make a runner; keep the seconds of loading it, of bringing its rows to their depth and of
         the first request of all, in which a peer compiles and CUDA graphs are captured; and the
         peak memory of that."""
@@ -184,7 +178,6 @@ class Bench:
             for _ in range(self.warmup):
                 timed_request(runner, self.w, self.tokens)
         self.per_round = requests_per_round(timed_request(self.runners[0], self.w, self.tokens).e2e)
-        load = OtherLoad()
         for number in range(1, rounds + 1):
             self.progress(f"round {number} of {rounds}")
             self.rates.append(meter.measure())
@@ -192,94 +185,84 @@ class Bench:
                 gc.collect()
                 many = [timed_request(r, self.w, self.tokens) for _ in range(self.per_round)]
                 self.requests.setdefault(r.role, []).append(many)
-        self.other_cores = load.cores()
 
-    def report(self, agreements: Sequence[Agreement]) -> BenchReport:
-        """Return the report of the rounds."""
+    def report(self, agreements: Sequence[Agreement]) -> Values:
+        """Return the report of the rounds, as JSON values."""
         void, w, engine = void_roles(agreements), self.w, self.engines[0]
-        report = BenchReport(
-            KIND,
-            VERSION,
-            date=time.strftime("%Y%m%d-%H%M%S"),
-            backend=f"g4ir-{engine.config.backend}",
-            model_id=engine.spec.name,
-            workload=WorkloadFacts(
-                **{**vars(w), "text": w.text and on_one_line(w.text)},
-                rounds=len(self.rates),
-                requests_per_round=self.per_round,
-                warmup=self.warmup,
-            ),
-            env={
-                **environment(engine.device),
-                "load_average": self.load_average,
-                "other_cores": self.other_cores,
+        runs = [self._run(r, r.role in void) for r in self.runners]
+        own, *others = (self.requests[r.role] for r in self.runners)
+        ratios = {
+            r.role: None
+            if {r.role, runs[0]["role"]} & void
+            else {"over": r.label, **speedup(own, rounds)}
+            for r, rounds in zip(self.runners[1:], others, strict=True)
+        }
+        values = {
+            "kind": KIND,
+            "schema": VERSION,
+            "date": time.strftime("%Y%m%d-%H%M%S"),
+            "backend": f"g4ir-{engine.config.backend}",
+            "model_id": engine.spec.name,
+            "workload": {
+                **vars(w),
+                "rounds": len(self.rates),
+                "requests_per_round": self.per_round,
+                "warmup": self.warmup,
             },
-            roof=RoofFacts(engine.dtype, tuple(self.rates)),
-            agreement=tuple(agreements),
-            runs=tuple(self._run(r, r.role in void) for r in self.runners),
-            notes=tuple(map(on_one_line, _notes(engine, w))),
-        )
-        return replace(report, warnings=tuple(map(on_one_line, self._warnings(report))))
+            "env": {**environment(engine.device), "load_average": self.load_average},
+            "roof": roof_values(engine.dtype, self.rates),
+            "agreement": agreements,
+            "outputs_agree": all(a.ok for a in agreements),
+            "runs": runs,
+            "notes": [RANDOM_WEIGHTS] if engine.facts.seed is not None else [],
+            "warnings": [*self._warnings(runs)],
+            "num_prompts": len(self.rates) * self.per_round * w.batch,
+            "max_concurrency": w.batch,
+            **summary(runs),
+            "speedup": ratios,
+        }
+        return dict(plain(values))
 
-    def _warnings(self, report: BenchReport) -> Iterator[str]:
-        threads = 1 if self.engines[0].device == "cuda" else torch.get_num_threads()
-        if busy := busy_text(threads, self.other_cores, self.load_average):
+    def _warnings(self, runs: Sequence[Values]) -> Iterator[str]:
+        if busy := busy_text(self.load_average):
             yield busy
-        for run in report.runs:
-            found = {key: report.metrics(run)[name][1] for key, name in SPREADS.items()}
+        for run in runs:
+            found = {key: metrics(run)[name][1] for key, name in SPREADS.items()}
             if wide := [f"{k} ± {s.spread / s.value:.0%}" for k, s in found.items() if s.wide]:
                 what = "rounds differ too much to compare; give more --rounds on a quiet machine"
-                yield f"{run.name or run.role}: {', '.join(wide)}: {what}"
+                yield f"{run['name'] or run['role']}: {', '.join(wide)}: {what}"
 
-    def _run(self, runner: BenchRunner, void: bool) -> RunReport:
+    def _run(self, runner: BenchRunner, void: bool) -> Values:
         rounds = self.requests[runner.role]
-        return RunReport(
-            runner.role,
-            on_one_line(runner.label),
-            void,
-            RawSamples(
-                tuple(tuple(r.ttft * 1e3 for r in many) for many in rounds),
-                tuple(tuple(tuple(x * 1e3 for x in r.itl) for r in many) for many in rounds),
-            ),
-            runner.setup_s,
-            runner.peak_memory,
-            runner.name,
-            **(self._engine_part(runner) if isinstance(runner, EngineRunner) else {}),
-        )
-
-    def _engine_part(self, runner: EngineRunner) -> dict[str, Any]:
-        """Return what only an engine knows of itself: its work and parts."""
-        engine, facts = runner.engine, runner.engine.facts
-        form = acting(engine).of(ActivationOptions).to
         return {
-            "engine": EngineFacts(
-                facts.digest,
-                engine.dtype,
-                engine.config.backend,
-                engine.device,
-                facts.weights.kind,
-                engine.config.skip,
-                asdict(engine.limits),
-                Line(engine.config.quant.name) if engine.config.quant else None,
-                Line(form) if form != OFF else None,
-            ),
-            "work": WorkFacts(**request_costs(engine, self.w)),
-            "cache_bytes": runner.session.nbytes(),
-            "param_bytes": param_bytes(engine),
+            "role": runner.role,
+            "label": runner.label,
+            "void": void,
+            **sample_values(self.w, rounds),
+            "setup_s": runner.setup_s,
+            "peak_memory": runner.peak_memory,
+            **dict.fromkeys(OF_ENGINES),
+            **(self._engine_part(runner, rounds) if isinstance(runner, EngineRunner) else {}),
         }
 
-
-def _notes(engine: Engine, w: Workload) -> Iterator[str]:
-    yield (
-        "every runner leaves its logits on the device that made them and takes the largest there; "
-        "the chosen tokens come to the host at each step"
-    )
-    if engine.facts.seed is not None:
-        yield (
-            "random weights: routing is near uniform and text means nothing; speed of dense parts "
-            "does not depend on it"
-        )
-    if w.text is None:
-        yield f"prompts are random tokens (seed {w.seed})"
-    if engine.device == "cpu":
-        yield "peak memory is that of the process, other engines and peers included"
+    def _engine_part(self, runner: EngineRunner, rounds: Rounds) -> Values:
+        """Return what only an engine knows of itself: its work and parts."""
+        engine, facts, config = runner.engine, runner.engine.facts, runner.engine.config
+        form = acting(engine).of(ActivationOptions).to
+        return {
+            "name": runner.name,
+            "engine": {
+                "manifest": facts.digest,
+                "dtype": engine.dtype,
+                "backend": config.backend,
+                "device": engine.device,
+                "weights": facts.weights.kind,
+                "skipped_passes": config.skip,
+                "limits": engine.limits,
+                "quant": config.quant and config.quant.name,
+                "activations": form if form != OFF else None,
+            },
+            "cache_bytes": runner.session.nbytes(),
+            "param_bytes": param_bytes(engine),
+            **work_values(self.w, rounds, self.rates, request_costs(engine, self.w)),
+        }

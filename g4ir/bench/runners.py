@@ -10,11 +10,10 @@ process and threads, and computes last logits only.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
@@ -26,7 +25,6 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.distance import Tolerance
 from g4ir.plan.engine_limits import Limits
-from g4ir.spec.reader import Line, Range
 
 from .roof import synchronize
 
@@ -38,11 +36,11 @@ class Workload:
     """input_len, output_len: tokens of a prompt, and choices per row, exactly; batch: rows;
     context: tokens held before the prompt; seed: of the tokens; text: the file they come from."""
 
-    input_len: Annotated[int, Range(1)]
-    output_len: Annotated[int, Range(2)]
-    batch: Annotated[int, Range(1)] = 1
-    context: Annotated[int, Range(0)] = 0
-    seed: Annotated[int, Range(0)] = 0
+    input_len: int
+    output_len: int
+    batch: int = 1
+    context: int = 0
+    seed: int = 0
     text: str | None = None
 
     @property
@@ -108,17 +106,17 @@ class BenchRunner:
     label: str
     tolerance: Tolerance | None = None
     engine: Engine | None = None
-    name: Line | None = None
+    name: str | None = None
     setup_s: dict[str, float | None]
     peak_memory: dict[str, int]
 
     def hold(self, tokens: torch.Tensor) -> None:
-        """Hold exactly i64[B, n], n possibly 0, and remember that."""
-        raise NotImplementedError
+        """Hold exactly i64[B, n], n possibly 0."""
+        self._held = tokens
 
     def rewind(self) -> None:
         """Hold again what was last given to `hold`."""
-        raise NotImplementedError
+        self.hold(self._held)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append i64[B, n]; return logits [B, vocab] after the last one, left on the device that
@@ -139,7 +137,7 @@ class EngineRunner(BenchRunner):
     engine: Engine
 
     def __init__(
-        self, engine: Engine, batch: int, role: str = "engine", name: Line | None = None
+        self, engine: Engine, batch: int, role: str = "engine", name: str | None = None
     ) -> None:
         self.role, self.engine, self.name = role, engine, name
         backend = engine.config.backend
@@ -193,8 +191,7 @@ class HfRunner(BenchRunner):
         forward = model.forward
         self.single = torch.compile(forward, mode="reduce-overhead") if compiled else forward
         self.argument, self.rows = cache_argument(forward), rows_kept(model)
-        self.cache = self._new_cache()
-        self.length, self._kept = 0, (0, copy.deepcopy(self.cache))
+        self.cache, self.length = self._new_cache(), 0
 
     def _new_cache(self) -> Any:
         from transformers import DynamicCache, StaticCache
@@ -204,6 +201,7 @@ class HfRunner(BenchRunner):
         return DynamicCache(config=self.model.config)
 
     def hold(self, tokens: torch.Tensor) -> None:
+        super().hold(tokens)
         self.length = 0
         if self.static:
             self.cache.reset()
@@ -211,22 +209,7 @@ class HfRunner(BenchRunner):
             self.cache = self._new_cache()
         if tokens.shape[1]:
             self.step(tokens)
-        self._kept = self.length, copy.deepcopy(self.cache)
-
-    def rewind(self) -> None:
-        self.length, kept = self._kept
-        if not self.static:
-            self.cache = copy.deepcopy(kept)
-        elif not self.length:
-            self.cache.reset()
-        else:
-            for layer, then in zip(self.cache.layers, kept.layers, strict=True):
-                for name, value in vars(then).items():
-                    if isinstance(value, torch.Tensor):
-                        getattr(layer, name).copy_(value)
-                    else:
-                        setattr(layer, name, value)
-        # So that no time of the copies counts as that of a request.
+        # So that no time of the context counts as that of a request.
         synchronize(self.model.device.type)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -16,31 +16,21 @@ import torch
 from g4ir import __version__
 from g4ir.ui.posix import resource
 
-#: what nvidia-smi is asked -> key of the report
-GPU_FIELDS = {
-    "driver_version": "driver",
-    "clocks.sm": "clock_mhz",
-    "clocks.max.sm": "max_clock_mhz",
-    "clocks.mem": "memory_clock_mhz",
-    "power.limit": "power_limit_w",
-    "temperature.gpu": "temperature_c",
-    "memory.total": "memory_mib",
-    "clocks_throttle_reasons.active": "throttle_reasons",
-}
-#: cores of other processes that take nothing from this one's threads
+#: load beyond the cores that says nothing
 SPARE = 0.25
 PACKAGES = ("transformers", "triton")
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
     """Return CPU or GPU model, clocks where they can be read, threads, versions, commit, date."""
+    gpu = device == "cuda"
     models, clocks = (_lines("/proc/cpuinfo", key) for key in ("model name", "cpu MHz"))
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return {
-        **(_gpu() if device == "cuda" else {}),
+        **({"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if gpu else {}),
         "cpu": models[0] if models else platform.processor(),
         "cpu_mhz": round(sum(map(float, clocks)) / len(clocks)) if clocks else None,
         "cores": torch.get_num_threads(),
@@ -63,22 +53,6 @@ def _lines(file: str, key: str, separator: str = ":") -> list[str]:
     return []
 
 
-def _gpu() -> dict[str, Any]:
-    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-    command = [
-        "nvidia-smi",
-        f"--query-gpu={','.join(GPU_FIELDS)}",
-        "--format=csv,noheader,nounits",
-        f"--id={torch.cuda.current_device()}",
-    ]
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-        values = [x.strip() for x in done.stdout.strip().split(",")]
-        if done.returncode == 0 and len(values) == len(GPU_FIELDS):
-            found |= dict(zip(GPU_FIELDS.values(), values, strict=True))
-    return found
-
-
 def commit() -> str:
     """Return the commit of the checkout that runs; `unknown` where this is none."""
     root = Path(__file__).resolve().parents[2]
@@ -91,52 +65,23 @@ def commit() -> str:
     return "unknown"
 
 
-class OtherLoad:
-    """Measures, from its creation on, how many cores other processes keep busy."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter(), *_processor_seconds()
-
-    def cores(self) -> float | None:
-        """Return the mean number of cores; None where the system does not count them."""
-        start, total, own = self._start
-        if total is None or (now := _processor_seconds())[0] is None:
-            return None
-        elapsed = max(time.perf_counter() - start, 1e-9)
-        return max(0.0, (now[0] - total - (now[1] - own)) / elapsed)
-
-
-def _processor_seconds() -> tuple[float | None, float]:
-    """Return the seconds that all cores were busy (other guests of the host included), and those
-    of this process."""
-    fields = _lines("/proc/stat", "cpu ", " ")
-    # user, nice, system, idle, iowait, irq, softirq, steal; guests are part of user
-    ticks = [int(x) for x in fields[0].split()[:8]] if fields else []
-    busy = (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK") if ticks else None
-    return busy, time.process_time()
-
-
 def load_average() -> float | None:
     """Return the load of the last minute; None where the system has none."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):
         return os.getloadavg()[0]
     return None
 
 
-def busy_text(threads: int, others: float | None, load: float | None) -> str | None:
-    """Say that the machine was busy, so that times are too long; None where it was not.
-
-    threads: of this process. others: cores that other processes kept busy. load: the average before
-    it began, which counts what it waited for too.
-    """
+def busy_text(load: float | None) -> str | None:
+    """Say that the machine was busy at the start, so that times are too long; None where it was
+    not."""
     cores = os.cpu_count() or 1
-    contended = others is not None and others > SPARE and threads + others > cores + SPARE
-    if not contended and (load is None or load <= cores + SPARE):
+    if load is None or load <= cores + SPARE:
         return None
-    kept = f"other processes kept {others:.1f} of {cores} cores busy" if contended else ""
-    queue = f"load average {load:.1f} on {cores} cores at the start" if load is not None else ""
-    facts = ", ".join(filter(None, (kept, queue)))
-    return f"the machine is busy ({facts}): times are too long; run again when it is quiet"
+    return (
+        f"the machine is busy (load average {load:.1f} on {cores} cores at the start): times are "
+        f"too long; run again when it is quiet"
+    )
 
 
 def reset_peak(device: str) -> None:

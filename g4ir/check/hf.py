@@ -8,9 +8,7 @@ which takes the memory of activations, whatever the size of the model.
 from __future__ import annotations
 
 import inspect
-import math
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,30 +24,26 @@ from g4ir.ir.graph import Node
 from g4ir.ir.names import layer_of
 from g4ir.ir.wide import WideProducts
 from g4ir.model.names import HEAD, TOKEN_TABLE, checkpoint_name
-from g4ir.model.tensors import text_tensors
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
 from g4ir.ops.codecs import fake_quantized
 from g4ir.ops.kv_quant import numbers
 from g4ir.ops.latent import keys_values
-from g4ir.ops.types import ITEMSIZE, torch_dtype
+from g4ir.ops.types import torch_dtype
 from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
-from g4ir.plan.fit import device_memory
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress
-from g4ir.ui.units import size_text
 from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.formats import is_coded
 from g4ir.weights.origin import CheckpointDirectory, Origin, find_origin, snapshot_of
 from g4ir.weights.random import RandomCheckpoint
 
-from .reference import acting, param_bytes
+from .reference import acting
 
 Tensor = torch.Tensor
-ROUTER = re.compile(r"layers\.(\d+)\.router")
 
 
 def need_transformers(asked: str) -> None:
@@ -166,7 +160,7 @@ def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Prog
     it can, and weights that the engine quantised are what their codes mean."""
     origin = hf_origin(engine, checkpoint, "verify --against hf")
     if origin is None:
-        progress(f"transformers takes {size_text(_check_room(engine))} of random weights")
+        progress("transformers takes random weights")
     else:
         progress(f"transformers loads {origin.path}")
     plain = (
@@ -187,24 +181,6 @@ def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Prog
             for name in engine.config.quant.schemes(weights_of(engine.spec)):
                 held[checkpoint_name(name)].copy_(engine.param(name))
     return model
-
-
-def _check_room(engine: Engine) -> int:
-    """Return the bytes of the text model's weights; InputError if they do not fit the memory that
-    the engine leaves."""
-    size = text_bytes(engine)
-    free = device_memory("cpu") - (param_bytes(engine) if engine.device == "cpu" else 0)
-    if size > free:
-        raise InputError(
-            f"verify --against hf: transformers needs {size_text(size)} for the weights, and the "
-            f"engine leaves {size_text(max(free, 0))} of memory; use --against reference"
-        )
-    return size
-
-
-def text_bytes(engine: Engine) -> int:
-    """Return the bytes of the text model's weights in the engine's dtype."""
-    return sum(map(math.prod, text_tensors(engine.spec).values())) * ITEMSIZE[engine.dtype]
 
 
 def _load_hf(directory: Path, dtype: str) -> Any:
@@ -282,32 +258,13 @@ def _as_read(n: Node, k: Tensor, v: Tensor, attention: Any, to: str) -> tuple[Te
 
 
 @contextmanager
-def wide_model(
-    model: Any,
-    given: Mapping[int, Mapping[int, Tensor]] | None = None,
-    margins: dict[int, Tensor] | None = None,
-) -> Iterator[None]:
+def wide_model(model: Any) -> Iterator[None]:
     """Make a transformers text model compute in float64 on its own weights. Rows of its tables are
-    made as ever, then widened: their scale and its rounding belong to the model.
-
-    given: by layer (the final norm after the last), by index of a token, what it takes instead of
-    what it would be given.
-    margins: by layer, how far the first expert that a router leaves out lies behind the last that
-    it takes, relative to that, f32[T].
-    """
-    decoder = model.get_decoder()
+    made as ever, then widened: their scale and its rounding belong to the model."""
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding):
                 hook = module.register_forward_hook(lambda module, args, made: made.double())
-                stack.callback(hook.remove)
-        for i, layer in enumerate([*decoder.layers, decoder.norm]):
-            if rows := (given or {}).get(i):
-                hook = layer.register_forward_pre_hook(_taker(rows), with_kwargs=True)
-                stack.callback(hook.remove)
-        for name, module in decoder.named_modules():
-            if margins is not None and (found := ROUTER.fullmatch(name)):
-                hook = module.register_forward_hook(_measurer(margins, int(found[1])))
                 stack.callback(hook.remove)
         # Grouped products of experts have no float64.
         before = model.config._experts_implementation
@@ -316,30 +273,6 @@ def wide_model(
             model.set_experts_implementation("eager")
         stack.enter_context(WideProducts())
         yield
-
-
-def _taker(rows: Mapping[int, Tensor]) -> Callable[..., Any]:
-    """Return a hook that puts rows in the place of a layer's input."""
-    at = torch.tensor(sorted(rows))
-    values = torch.stack([rows[i] for i in at.tolist()])
-
-    def take(module: Any, args: Any, kwargs: Any) -> Any:
-        hidden = args[0].clone()
-        hidden[0, at.to(hidden.device)] = values.to(hidden)
-        return (hidden, *args[1:]), kwargs
-
-    return take
-
-
-def _measurer(margins: dict[int, Tensor], layer: int) -> Callable[..., None]:
-    def measure(router: Any, given: Any, made: Any) -> None:
-        k = made[2].shape[-1]
-        best = made[0].topk(min(k + 1, made[0].shape[-1]), -1).values.float().cpu()
-        # All experts taken: no tie.
-        left = best[:, -1] if best.shape[-1] > k else torch.zeros(len(best))
-        margins[layer] = 1 - left / best[:, k - 1]
-
-    return measure
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 
 from g4ir.backends.base import Tensors
 from g4ir.engine.engine import Engine
-from g4ir.ir.distance import BUDGETS, Anchor, Tolerance, row_errors, widened
+from g4ir.ir.distance import BUDGETS, Anchor, Errors, Tolerance, judge, row_errors
 from g4ir.ir.interpret import interpret
 from g4ir.ir.wide import in_float64
 from g4ir.media.soft import Soft, counts
@@ -150,18 +150,24 @@ def check_media(
 
 def _judged(
     dtype: str, got: Tensor, want: Tensor, exact: Callable[[], Tensor]
-) -> tuple[dict[str, Any], Tensor]:
-    """Return the fields of Judged, and which rows hold, by the fixed budget; where it is missed, by
-    the budget that the interpreter's own rounding allows, measured against `exact`, the same rows
-    in float64."""
-    budget, errors = BUDGETS[dtype, "reference"], row_errors(got, want)
-    if not budget.all_hold(errors) and budget.relative is not None:
-        budget = widened(budget, float(row_errors(want, exact()).relative.max()))
-    elif not budget.all_hold(errors):
-        anchor = Anchor("float64", exact(), [])
-        budget, errors = Tolerance(rounding=anchor.rounding(want, dtype)), anchor.errors(got, want)
+) -> tuple[Tolerance, Errors]:
+    """Compare by what the interpreter's own rounding allows, measured against `exact`, the same
+    rows in float64."""
+    budget, (errors,) = judge(
+        BUDGETS[dtype, "reference"],
+        dtype,
+        [got],
+        want,
+        anchor=lambda: Anchor("float64", exact(), []),
+        rounding=lambda: float(row_errors(want, exact()).relative.max()),
+    )
+    return budget, errors
+
+
+def _worst(budget: Tolerance, errors: Errors) -> dict[str, Any]:
+    """Return the fields of Judged."""
     worst = {"relative": float(errors.relative.max()), "cosine": float(errors.cosine.min())}
-    return {**worst, "budget": budget, "ok": budget.all_hold(errors)}, budget.holds(errors)
+    return {**worst, "budget": budget, "ok": budget.all_hold(errors)}
 
 
 def _tower(engine: Engine, item: Item) -> tuple[TowerReport, Soft]:
@@ -173,8 +179,10 @@ def _tower(engine: Engine, item: Item) -> tuple[TowerReport, Soft]:
     def exact() -> Tensor:
         return in_float64(graph, item.feeds, params)["soft"][0, : item.rows]
 
-    judged, _ = _judged(engine.dtype, got, want, exact)
-    report = TowerReport(**judged, tower=item.tower, kind=item.kind, rows=item.rows, size=item.size)
+    budget, errors = _judged(engine.dtype, got, want, exact)
+    report = TowerReport(
+        **_worst(budget, errors), tower=item.tower, kind=item.kind, rows=item.rows, size=item.size
+    )
     return report, Soft(item.kind, (want,), item.times)
 
 
@@ -238,15 +246,17 @@ def _prompt_report(engine: Engine, reference: Engine, p: MediaPrompt) -> PromptR
 
     got = p.logits(with_run(engine, run), every)
     want = p.logits(reference, every)
-    judged, holds = _judged(
+    budget, errors = _judged(
         engine.dtype, got, want, lambda: p.logits(wide_engine(reference), every)
     )
     count, soft = tokens + len(p.after), counts(p.soft)
-    report = PromptReport(**judged, tokens=count, chunk=p.chunk, soft=soft, phases=tuple(phases))
+    report = PromptReport(
+        **_worst(budget, errors), tokens=count, chunk=p.chunk, soft=soft, phases=tuple(phases)
+    )
     if report.ok:
         return report
     if found := first_difference(engine, reference, p.steps(), count):
         return replace(report, phase=found.phase, first_difference=found.place())
     early = BLOCKS if BLOCKS in phases else "prefill"
-    phase = "decode" if bool(holds[: -len(p.after)].all()) else early
+    phase = "decode" if bool(budget.holds(errors)[: -len(p.after)].all()) else early
     return replace(report, phase=phase, first_difference="none inside; the logits differ")

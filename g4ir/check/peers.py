@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -12,8 +10,6 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from g4ir.engine.engine import Engine
-from g4ir.ir.distance import max_or, row_errors
-from g4ir.ops.budgets import UNIT
 from g4ir.ui.progress import Progress
 
 from .hf import (
@@ -26,20 +22,10 @@ from .hf import (
     verified_model,
     wide_model,
 )
-from .reference import reference_engine, watched, wide_engine
-from .report import LAYER_TYPICAL, LAYER_WORST, LocalError
+from .reference import reference_engine, wide_engine
 from .tokens import Turns
 
 Tensor = torch.Tensor
-#: value -> index of a token -> the value's row there, f32[hidden]
-Rows = dict[str, dict[int, Tensor]]
-#: logits of a run, and the outputs of its layers
-Shown = tuple[Tensor, Rows]
-#: names of what is compared layer by layer
-LAYER_OUT, FINAL = re.compile(r"L\d+\.out"), "final.norm"
-#: units of the dtype by which the first expert left out lies behind the last one taken, relative
-#: to it, where either may be taken
-CLOSE_UNITS = 8
 
 
 @dataclass(frozen=True)
@@ -49,20 +35,9 @@ class EnginePeer:
     name: ClassVar = "reference"
     engine: Engine
 
-    def logits(self, given: Turns, ends: Sequence[int] = (), layers: Rows | None = None) -> Tensor:
-        """Return f32[N, vocab]. The outputs of the layers at the tokens `ends`, the ends of the
-        chunks, go into `layers`."""
-        wanted = set(ends)
-
-        def keep(chunk: range, name: str, t: Tensor) -> None:
-            if layers is not None and (name == FINAL or LAYER_OUT.fullmatch(name)):
-                # After the last layer whose K and V are read later, a chunk goes on with its end.
-                rows = t[0].to("cpu", torch.float32, copy=True)  # steps reuse the memory
-                first = chunk.stop - t.shape[1]
-                kept = {first + i: row for i, row in enumerate(rows) if first + i in wanted}
-                layers.setdefault(name, {}).update(kept)
-
-        session = (self.engine if layers is None else watched(self.engine, keep)).session()
+    def logits(self, given: Turns) -> Tensor:
+        """Return f32[N, vocab]."""
+        session = self.engine.session()
         turns = given.ids.split([*given.sizes])
         rows = [session.prefill(t[None], all_logits=given.every)[0] for t in turns]
         return torch.cat(rows) if given.every else torch.stack(rows)
@@ -112,11 +87,11 @@ class HfPeer:
     model: Any
     caches: Callable[[], Any] | None = None
 
-    def logits(self, given: Turns, ends: Sequence[int] = (), layers: Rows | None = None) -> Tensor:
+    def logits(self, given: Turns) -> Tensor:
         """Return as EnginePeer."""
         device = self.model.device
         where = torch.tensor(given.where, device=device)
-        with torch.no_grad(), _kept(self.model.get_decoder(), ends, layers):
+        with torch.no_grad():
             ids = given.ids[None].to(device)
             past = {cache_argument(self.model.forward): self.caches()} if self.caches else {}
             out = self.model(input_ids=ids, use_cache=False, logits_to_keep=where, **past)
@@ -133,62 +108,6 @@ class HfPeer:
         reverse."""
         with other_attention(self.model):
             return self.logits(given)
-
-    def local(self, given: Turns, own: Shown, theirs: Shown, dtype: str) -> tuple[LocalError, ...]:
-        """Compare each layer, and the head, in float64 on what the engine gave it, beside the same
-        of the peer in 16 bits: what a layer adds of its own, whatever the ones before it added.
-        The head counts where its input is shown, or it would stand for all layers. A quarter of a
-        unit is the least allowed: rounding once moves by up to half."""
-        count = len(self.model.get_decoder().layers)
-        at = {}
-        for i in range(count):
-            mine, others = (shown[1].get(f"L{i}.out", {}) for shown in (own, theirs))
-            if both := sorted(mine.keys() & others.keys()):
-                at[i] = both
-        if not at:
-            return ()  # the engine shows none of its layers
-        if ends := [t for t in given.where if t in at.get(count - 1, ())]:
-            at[count] = ends
-        found, peers = (self._added(given, shown, at, dtype) for shown in (own, theirs))
-        out = []
-        for i, added in found.items():
-            median, worst = map(float, added)
-            peer_median, peer_worst = (max_or(t, UNIT[dtype] / 4) for t in peers[i])
-            ok = median <= LAYER_TYPICAL * peer_median and worst <= LAYER_WORST * peer_worst
-            label = "the head" if i == count else f"layer {i}"
-            out.append(LocalError(label, median, worst, peer_median, peer_worst, ok))
-        return tuple(out)
-
-    def _added(
-        self, given: Turns, shown: Shown, at: Mapping[int, Sequence[int]], dtype: str
-    ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return, by layer (the head after the last), the median distance to float64 on its own
-        inputs at the tokens `at`, and the worst without near ties of a router. A layer of which
-        none are shown counts as part of the next."""
-        (logits, rows), count = shown, len(self.model.get_decoder().layers)
-        inputs = {i + 1: {t: rows[f"L{i}.out"][t] for t in at[i]} for i in at if i < count}
-        margins: dict[int, Tensor] = {}
-        wide: Rows = {}
-        with wide_model(self.model, inputs, margins):
-            wide_logits = self.logits(given, range(len(given.ids)), wide)
-        out, parts = {}, set[int]()
-        for i in range(count + 1):
-            parts.add(i)
-            if i not in at:
-                continue
-            if i == count:
-                found = [given.where.index(t) for t in at[i]]
-                errors = row_errors(logits[found], wide_logits[found])
-            else:
-                outs = (x[f"L{i}.out"] for x in (rows, wide))
-                errors = row_errors(*(torch.stack([x[j] for j in at[i]]) for x in outs))
-            tied = torch.zeros(len(at[i]), dtype=torch.bool)
-            for part in margins.keys() & parts:
-                tied |= margins[part][at[i]] < CLOSE_UNITS * UNIT[dtype]
-            median, clear = errors.distance.median(), errors.distance[~tied]
-            out[i] = median, clear.max() if len(clear) else median
-            parts.clear()
-        return out
 
     def greedy(self, prompt: Tensor, count: int, readable: int) -> tuple[list[int], Tensor]:
         """Return as EnginePeer."""
@@ -207,25 +126,6 @@ class HfPeer:
 
 
 Peer: TypeAlias = EnginePeer | HfPeer
-
-
-@contextmanager
-def _kept(decoder: Any, ends: Sequence[int], layers: Rows | None) -> Iterator[None]:
-    """Keep the rows `ends` of what the layers and the final norm of a transformers model make."""
-
-    def keeper(name: str) -> Callable[..., None]:
-        def keep(module: Any, given: Any, made: Any) -> None:
-            out = made[0] if isinstance(made, tuple) else made
-            if layers is not None:
-                layers[name] = {at: out[0, at].float().cpu() for at in ends}
-
-        return keep
-
-    named = {f"L{i}.out": layer for i, layer in enumerate(decoder.layers)} | {FINAL: decoder.norm}
-    with ExitStack() as hooks:
-        for name, module in named.items():
-            hooks.callback(module.register_forward_hook(keeper(name)).remove)
-        yield
 
 
 def find_peer(

@@ -6,12 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-from torch import Tensor
 
 from g4ir.backends import find_backend
 from g4ir.backends.base import Tensors
@@ -46,22 +43,6 @@ def with_run(engine: Engine, run: Callable[..., Tensors | None]) -> Engine:
     own = engine.runtime
     runtime: Any = SimpleNamespace(run=run, new_state=own.new_state, embed=own.embed)
     return replace(engine, runtime=runtime)
-
-
-def watched(engine: Engine, watch: Callable[[range, str, Tensor], None]) -> Engine:
-    """Return the same engine for one row, whose values are shown: the positions of the chunk, the
-    name of the value and the value. On a GPU decode steps stay what they are for users, one
-    replayed graph, of which nothing shows."""
-    own: Any = engine.runtime
-
-    def run(phase: str, feeds: dict[str, Tensor], *rest: Any) -> Tensors | None:
-        start, end = (int(feeds["positions"][0, i]) for i in (0, -1))
-        hidden = phase == "decode" and engine.device == "cuda"
-        see = None if hidden else partial(watch, range(start, end + 1))
-        made: Tensors | None = own.run(phase, feeds, *rest, see)
-        return made
-
-    return with_run(engine, run)
 
 
 def wide_engine(engine: Engine) -> Engine:

@@ -11,17 +11,6 @@ from g4ir.ir.distance import GROUP, Rounding, Tolerance, median_of, worst_of
 
 from .media import MediaReport
 
-#: a row is at the softcap where its largest logit is beyond this share of the cap
-SATURATED = 0.99
-#: share of rows at the softcap from which on there is an alarm: a sound model is seldom as sure
-SATURATED_ROWS = 0.1
-#: times the peer's distance that a layer may add, in the median and at its worst row: rounding
-#: of one layer on its own inputs is the same on both sides within a few percent
-LAYER_TYPICAL, LAYER_WORST = 1.5, 2.5
-#: columns and levels of the curve
-CURVE_WIDTH = 60
-LEVELS = "_.:-=+*#@"
-
 
 @dataclass(frozen=True)
 class Position:
@@ -51,93 +40,6 @@ class Greedy:
 
 
 @dataclass(frozen=True)
-class LayerError:
-    """The output of a layer at the ends of the chunks: worst relative error and worst cosine.
-    `value` is the output's name, or the final norm's where a backend shows only that of the last
-    layer."""
-
-    layer: int
-    value: str
-    relative: float
-    cosine: float
-
-
-@dataclass(frozen=True)
-class Saturation:
-    """Shares of rows, of the engine and of the reference, at the softcap."""
-
-    cap: float
-    engine: float
-    peer: float
-
-    @property
-    def alarm(self) -> bool:
-        """Whether there are too many: then the model or its weights are probably damaged."""
-        return max(self.engine, self.peer) > SATURATED_ROWS
-
-    def text(self) -> str:
-        return (
-            f"  ALARM: {self.engine:.0%} of the engine's rows and {self.peer:.0%} of the "
-            f"reference's are at the softcap\n  (a logit beyond {SATURATED:.0%} of {self.cap:g}; "
-            f"up to {SATURATED_ROWS:.0%} is normal): there, agreement says little"
-        )
-
-
-@dataclass(frozen=True)
-class LocalError:
-    """The error that a layer (the head after the last) adds to the distance to float64: in the
-    median and at its worst row without a near tie of its router, of the engine and of the peer."""
-
-    layer: str
-    median: float
-    worst: float
-    peer_median: float
-    peer_worst: float
-    ok: bool
-
-    @property
-    def ratios(self) -> tuple[float, float]:
-        """Ratios to the peer, of the medians and of the worst rows."""
-        return self.median / self.peer_median, self.worst / self.peer_worst
-
-
-def local_text(errors: Sequence[LocalError]) -> str:
-    """Name the layers that lie farthest from float64, in the median and at a row."""
-    far = []
-    for i in range(2):
-        e = max(errors, key=lambda e: math.inf if math.isnan(e.ratios[i]) else e.ratios[i])
-        far.append(f"{e.ratios[i]:.2f} ({e.layer})")
-    return (
-        f"median {far[0]} and worst row {far[1]} x the reference's; up to "
-        f"{LAYER_TYPICAL:g} and {LAYER_WORST:g}"
-    )
-
-
-@dataclass(frozen=True)
-class Quality:
-    """The distance of the engine's next tokens to those of the weights as they were: the mean
-    Kullback-Leibler divergence of theirs from the engine's (nats), the share of positions with the
-    same best token, and the mean negative log likelihood of the given text, the engine's first.
-    Without numbers, the `reason` why there are none."""
-
-    positions: int = 0
-    divergence: float | None = None
-    same_top: float | None = None
-    nll: tuple[float, float] | None = None
-    reason: str | None = None
-
-    def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield the labels and texts of a report."""
-        if self.divergence is None or self.same_top is None:
-            yield "quality", f"  not measured: {self.reason}"
-            return
-        far = f"{self.divergence:>12.2e} of KL divergence from the weights as they were"
-        yield "quality", f"{far}, same top token {self.same_top:.1%} of {self.positions}"
-        if self.nll:
-            yield "", "{:>12.6f} of NLL, and {:.6f} of those".format(*self.nll)
-
-
-@dataclass(frozen=True)
 class VerifyReport:
     """A report of what was compared, and how far apart it was."""
 
@@ -147,27 +49,26 @@ class VerifyReport:
     turns: tuple[int, ...]
     positions: tuple[Position, ...] = field(repr=False)
     greedy: Greedy
-    nll: tuple[float, float] | None
-    first_difference: str | None
-    layers: tuple[LayerError, ...]
-    saturation: Saturation | None
-    #: None for an engine that takes text alone
-    media: MediaReport | None = None
-    #: each layer on what the engine itself gave it; () where nothing was measured
-    local: tuple[LocalError, ...] = ()
     #: the single steps once more, verified in rounds; () where the engine verifies nothing
     rounds: tuple[Position, ...] = field(default=(), repr=False)
-    #: of a quantised engine, beside its weights as they were; nothing passes or fails by it
-    quality: Quality | None = None
-    #: the tokens were drawn: they compare implementations, and are no text
-    random_ids: bool = False
+    #: in 16 bits against transformers: the largest relative error of the engine's graphs in float64
+    #: to transformers in float64, and what is allowed
+    float64: tuple[float, float] | None = None
+    first_difference: str | None = None
+    #: None for an engine that takes text alone
+    media: MediaReport | None = None
 
     @property
     def text_ok(self) -> bool:
-        """Whether every position is within the tolerance, their median and each layer too, and the
-        greedy tokens are the same."""
-        whole = self.typical and all(e.ok for e in self.local)
+        """Whether every position is within the tolerance, their median too, no value inside is out
+        of it, and the greedy tokens are the same."""
+        whole = self.typical and self.graphs_ok and self.first_difference is None
         return whole and self.plain_ok and all(p.ok for p in self.rounds)
+
+    @property
+    def graphs_ok(self) -> bool:
+        """Whether the graphs compute what transformers does, where that was measured."""
+        return self.float64 is None or self.float64[0] <= self.float64[1]
 
     @property
     def plain_ok(self) -> bool:
@@ -200,8 +101,6 @@ class VerifyReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         out = {**asdict(self), "ok": self.ok}
-        if self.saturation:
-            out["saturation"]["alarm"] = self.saturation.alarm
         if self.media:
             out["media"] = self.media.to_dict()
         return out
@@ -214,8 +113,6 @@ class VerifyReport:
         lines = [f"{self.engine} against {self.against}, {sum(self.turns)} tokens in {turns}"]
         lines += [f"  {label:10}{said}" for label, said in self._rows()]
         lines += self.media.lines() if self.media else []
-        if self.saturation and self.saturation.alarm:
-            lines.append(self.saturation.text())
         if self.first_difference:
             lines.append(f"  first value out of tolerance: {self.first_difference}")
         return "\n".join([*lines, "ok" if self.ok else "FAILED"])
@@ -234,14 +131,6 @@ class VerifyReport:
         if self.budget.rounding:
             yield from self._rounding_rows(self.budget.rounding)
         yield "greedy", self.greedy.text()
-        if self.nll:
-            yield "NLL", "{:>12.6f} and {:.6f} of the reference".format(*self.nll)
-        if self.quality:
-            yield from self.quality.rows()
-            if self.random_ids:
-                yield "", "  of random token ids, which say nothing of a text: --text FILE does"
-        if self.layers:
-            yield "layers", curve([e.relative for e in self.layers])
 
     def _rounding_rows(self, rounding: Rounding) -> Iterator[tuple[str, str]]:
         worst = worst_of(distances(self.positions))
@@ -252,10 +141,10 @@ class VerifyReport:
             yield "", "the positions as a whole are out of tolerance"
         if rounding.reason:
             yield "", rounding.reason
-        if self.local:
-            yield "one layer", local_text(self.local)
-        if bad := [e.layer for e in self.local if not e.ok]:
-            yield "", f"out of tolerance: {', '.join(bad)}"
+        if self.float64:
+            error, limit = self.float64
+            verdict = "ok" if self.graphs_ok else "out of tolerance"
+            yield "float64", f"{error:>12.2e} of {limit:.1e}, the graphs in float64: {verdict}"
 
 
 def distances(positions: Sequence[Position]) -> list[float]:
@@ -266,24 +155,3 @@ def distances(positions: Sequence[Position]) -> list[float]:
 def _worst(positions: Sequence[Position], errors: Sequence[float]) -> str:
     worst = max(range(len(errors)), key=lambda i: (math.isnan(errors[i]), errors[i]))
     return f"{errors[worst]:>12.2e}{positions[worst].at:>10}"
-
-
-def curve(errors: Sequence[float]) -> str:
-    """Return `_.:-=+@`: one column per layer (the worst of several where they do not fit), its
-    height by the logarithm; `_` is no error, `!` not a number. Then the first and the last
-    error."""
-    step = -(-len(errors) // CURVE_WIDTH)
-    columns = [worst_of(errors[i : i + step]) for i in range(0, len(errors), step)]
-    sizes = sorted(e for e in columns if 0 < e < math.inf)
-    if not sizes and not any(columns):
-        return f"{len(errors)} layers, bit for bit"
-    low, high = (sizes[0], sizes[-1]) if sizes else (1.0, 1.0)
-
-    def level(error: float) -> str:
-        if error == 0 or not error < math.inf:
-            return LEVELS[0] if error == 0 else "!"
-        height = math.log(error / low) / math.log(high / low) if high > low else 0.0
-        return LEVELS[1 + round(height * (len(LEVELS) - 2))]
-
-    text = "".join(map(level, columns))
-    return f"{text}  relative {errors[0]:.1e} at the first, {errors[-1]:.1e} at the last"

@@ -27,6 +27,8 @@ from g4ir.model.draft import DRAFT
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import TEXT_GRAPHS, build_program
 from g4ir.model.towers import is_tower
+from g4ir.ops.finite import require_finite
+from g4ir.ops.kv_quant import comparable
 from g4ir.ops.types import Type, torch_dtype
 from g4ir.parallel.shard import shard_program, split_name, unroll
 from g4ir.parallel.table import Share
@@ -36,6 +38,7 @@ from g4ir.weights.pack import Packing, UnpackedWeights, own_params, split_progra
 
 from .items import Item
 from .reference import original_weights
+from .stage_report import placed
 
 Tensor = torch.Tensor
 #: the embedding of a step that has none
@@ -292,17 +295,20 @@ class Trace:
 
 
 class StageRun:
-    """A stage on its own, step after step."""
+    """A stage on its own, step after step. CheckError names the first value that is NaN or
+    infinite, which is no fault of what is compared with it."""
 
-    def __init__(self, stage: Stage, slots: int, device: str) -> None:
-        self.stage, self.device = stage, device
-        self.state = stage.caches(slots, device)
+    def __init__(self, stage: Stage, slots: int, engine: Engine) -> None:
+        self.stage, self.device, self.dtype = stage, engine.device, engine.dtype
+        self.state = stage.caches(slots, engine.device)
 
     def trace(self, step: GraphStep) -> Trace:
         values, before = step.feeds(self.device), self.state
         recording = self.stage.recordings[step.phase]
 
         def keep(v: Value, t: Tensor) -> None:
+            valid = comparable(step.without_padding(t, v.type))
+            require_finite(valid, placed(v.name, step.at), self.dtype)
             values[v.name] = t.to(self.device)
 
         for graph in (recording.embed, recording.graph):

@@ -22,7 +22,7 @@ from .models import named_model
 from .verb import Verb, argument, flag, flag_of
 
 if TYPE_CHECKING:
-    from g4ir.bench.schema import BenchReport
+    from g4ir.bench.schema import Values
     from g4ir.engine.engine import Engine
 
 STDOUT = "-"
@@ -82,8 +82,7 @@ class Bench(Verb):
 
     def __call__(self) -> int:
         from g4ir.bench.report import check_specs
-        from g4ir.bench.schema import read_report
-        from g4ir.bench.text import markdown
+        from g4ir.bench.text import markdown, read_report
 
         if self.table and self.engines and all(Path(m).suffix == ".json" for m in self.engines):
             if others := ", ".join(map(flag_of, sorted(self.given - {"engines", "table"}))):
@@ -99,7 +98,7 @@ class Bench(Verb):
                 self._check_llama()
         report = self._measured(self.first_use.engines(self.engines))
         self._write(report)
-        return 0 if report.outputs_agree else 1
+        return 0 if report["outputs_agree"] else 1
 
     def _check_arguments(self) -> None:
         from g4ir.bench.report import check_options
@@ -134,7 +133,7 @@ class Bench(Verb):
             found = self._checkpoint()
             gguf_path(existing_origin(found) if found else None, model)
 
-    def _measured(self, paths: Sequence[str]) -> BenchReport:
+    def _measured(self, paths: Sequence[str]) -> Values:
         from g4ir.bench.report import run_bench
         from g4ir.bench.runners import plan_workload
 
@@ -170,15 +169,15 @@ class Bench(Verb):
             return self.checkpoint
         return str(find_model(model, "", self.first_use.revision)[1])
 
-    def _write(self, report: BenchReport) -> None:
+    def _write(self, report: Values) -> None:
         from g4ir.bench.text import markdown, plot_bench, text
 
-        values = strict(report.plain())
+        values = strict(report)
         if self.json == STDOUT:
             emit(values)
         else:
             print(markdown([report]) if self.table else text(report))
-        for warning in report.warnings:
+        for warning in report["warnings"]:
             console.say(f"warning: {warning}")
         if self.file:
             write_file(Path(self.file), [(json.dumps(values, indent=1) + "\n").encode()])
@@ -204,15 +203,15 @@ class Compare(Verb):
     plot: str | None = None
 
     def __call__(self) -> int:
-        from g4ir.bench.schema import read_report
-        from g4ir.bench.text import compare_reports, compare_text, plot_bench
+        from g4ir.bench.schema import plain
+        from g4ir.bench.text import compare_reports, compare_text, plot_bench, read_report
 
         if self.plot:
             check_plot(self.plot)
         a, b = read_report(self.a), read_report(self.b)
         result = compare_reports(a, b, self.all)
         if self.json:
-            emit(json.loads(json.dumps(result, default=vars)))
+            emit(plain(result))
         else:
             print(compare_text(result))
         if self.plot:

@@ -27,8 +27,8 @@ class Verify(OnEngine):
 
     against WHAT: reference: the interpreter of the same graphs (the default); hf: transformers;
         with --text another engine directory (default: the unquantised weights)
-    checkpoint DIR: original checkpoint: weights of hf, and with --each-pass those before packing;
-        for a quantised engine, also reports the quantisation error
+    checkpoint DIR: original checkpoint: weights of hf, with --each-pass those before packing, with
+        --text those before quantisation
     text FILE: measure quality on a text: NLL and perplexity, and KL divergence and share of equal
         best tokens against --against; needs --all-logits (repeat: one document each)
     tokens 2,5,7: prompt token ids to compare on (default: drawn from a seed, which says nothing

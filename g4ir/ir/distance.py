@@ -14,7 +14,7 @@ taken from the reference itself: the engine's, and that of the reference's other
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -97,14 +97,6 @@ class Tolerance:
     def all_hold(self, errors: Errors) -> bool:
         """Whether each row holds, and the rows as a whole."""
         return bool(self.holds(errors).all()) and self.typical(errors)
-
-    @property
-    def inside(self) -> Tolerance:
-        """The budget of values inside, beside those of a reference of the same dtype."""
-        if self.rounding is None:
-            return self
-        away, least = self.rounding.median_limit, BUDGETS["bf16", "reference"].cosine or 0.0
-        return Tolerance(cosine=max(1 - away * away / 2, least))
 
     @property
     def gap(self) -> float:
@@ -207,10 +199,25 @@ def widened(budget: Tolerance, rounding: float) -> Tolerance:
     return Tolerance(relative=max(budget.relative, rounding_room(rounding)))
 
 
-def max_or(value: Tensor, least: float) -> float:
-    """Return the larger; a value that is not a number stays so."""
-    found = float(value)
-    return found if math.isnan(found) else max(found, least)
+def judge(
+    budget: Tolerance,
+    dtype: str,
+    many: Sequence[Tensor],
+    want: Tensor,
+    *,
+    anchor: Callable[[], Anchor | None],
+    rounding: Callable[[], float],
+) -> tuple[Tolerance, list[Errors]]:
+    """Return the tolerance of an engine of a dtype, and the errors of each of `many` rows against
+    `want`: measured from an anchor in 16 bits, where there is one; else `budget`, widened where it
+    is missed by what the model's own relative `rounding` allows."""
+    if dtype in ROUNDED and (origin := anchor()):
+        measured = Tolerance(rounding=origin.rounding(want, dtype))
+        return measured, [origin.errors(rows, want) for rows in many]
+    errors = [row_errors(rows, want) for rows in many]
+    if budget.relative is not None and not all(map(budget.all_hold, errors)):
+        budget = widened(budget, rounding())
+    return budget, errors
 
 
 def median_of(values: Sequence[float]) -> float:
