@@ -252,11 +252,11 @@ def test_each_pass_with_packed_weights(tmp_path: Path) -> None:
     """Of the towers too, with and without the checkpoint."""
     from g4ir.model.media import KINDS
     from g4ir.spec.record import load_spec
-    from g4ir.weights.random import RandomCheckpoint
+    from g4ir.weights.random import random_weights
     from g4ir.weights.write import write_checkpoint
 
     spec = load_spec("tiny-media")
-    source = RandomCheckpoint(spec, 0, torch.float32)
+    source = random_weights(spec, 0, torch.float32)
     checkpoint = write_checkpoint(tmp_path / "c", spec, source, media=KINDS)
     engine = g4ir.build(None, tmp_path / "e", checkpoint=checkpoint, audio_seconds=[1], **LIMITS)
     report = verify_each_pass(engine, FEW, checkpoint)

@@ -109,7 +109,7 @@ def test_a_model_without_room_beside_the_engine(
 ) -> None:
     """Is refused by its spec, before a weight is made."""
     monkeypatch.setattr(hf, "device_memory", lambda device: 5 << 20)
-    monkeypatch.setattr(hf, "RandomCheckpoint", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(hf, "random_weights", Mock(side_effect=AssertionError))
     said = r"needs 2.87 MiB .* leaves 2.13 MiB .*--against reference"
     with pytest.raises(InputError, match=said):
         verify_engine(drawn, "hf")

@@ -38,9 +38,8 @@ from g4ir.spec.record import Spec
 from g4ir.spec.shrink import shrink, shrink_drafter
 from g4ir.ui.posix import resource
 from g4ir.ui.progress import Progress
-from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.pack import MadeParams, Packing, ParamSource, make_packing
-from g4ir.weights.random import RandomCheckpoint, WithDrafter
+from g4ir.weights.random import random_weights
 
 from . import build
 from .compiled import summary
@@ -150,9 +149,7 @@ def in_small(p: Prepared) -> tuple[Packing, ParamSource]:
         stored=partial(p.backend.stored, device=p.config.device),
         drafter=drafter,
     )
-    source: WeightSource = RandomCheckpoint(spec, 0, torch.float32)
-    if drafter:
-        source = WithDrafter(source, RandomCheckpoint(drafter, 1, torch.float32))
+    source = random_weights(spec, 0, torch.float32, drafter=drafter)
     return packing, MadeParams(packing, source)
 
 

@@ -53,9 +53,9 @@ from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.ui.units import size_text
 from g4ir.weights import pack as packings
 from g4ir.weights.adapter import Adapter, lies_in, with_adapters
-from g4ir.weights.checkpoint import GENERATION, Checkpoint, WeightSource, sha256
+from g4ir.weights.checkpoint import GENERATION, Checkpoint, sha256
 from g4ir.weights.origin import Origin, existing_origin, find_origin, need_snapshot, snapshot_of
-from g4ir.weights.random import RandomCheckpoint, WithDrafter
+from g4ir.weights.random import random_weights
 
 from .calibration import CalibrationText, column_moments
 from .drafters import find_drafter
@@ -155,12 +155,12 @@ def prepare(
     packing = config.packing(backend, dump=dump, acted=acted)
     config, short = _fitted(Footprint(config, backend, packing), options, backend, dry)
     dtype = torch_dtype(config.dtype)
-    source: WeightSource = checkpoint or RandomCheckpoint(agreed, seed or 0, dtype)
-    weights = _weights(source, options, backend.packs_weights, adapters)
+    source = checkpoint or random_weights(agreed, seed or 0, dtype)
+    weights = _weights(checkpoint, options, backend.packs_weights, adapters)
     if weights is not None:
         _check_range(config, source)
     if drafter:
-        source = WithDrafter(source, drafter.open(config.dtype, seed or 0))
+        source = source.with_drafter(drafter.open(config.dtype, seed or 0))
     return Prepared(
         config,
         backend,
@@ -372,7 +372,7 @@ def _fitted(
 
 
 def _weights(
-    source: WeightSource, o: BuildOptions, packs: bool, adapters: tuple[Adapter, ...]
+    checkpoint: Checkpoint | None, o: BuildOptions, packs: bool, adapters: tuple[Adapter, ...]
 ) -> Any:
     """Return one of directory.WEIGHTS; None without weights."""
     seed = o.random_weights
@@ -382,15 +382,15 @@ def _weights(
             for a in adapters
         )
         return directory.MergedWeights(adapters=tuple(merged))
-    if isinstance(source, Checkpoint) and o.link_weights:
-        files = {name: sha256(p) for name, p in linked_files(source).items()}
-        return directory.LinkedWeights("linked", Line(source.directory.resolve()), files)
-    if isinstance(source, Checkpoint) or (packs and seed is not None):
+    if checkpoint and o.link_weights:
+        files = {name: sha256(p) for name, p in linked_files(checkpoint).items()}
+        return directory.LinkedWeights("linked", Line(checkpoint.directory.resolve()), files)
+    if checkpoint or (packs and seed is not None):
         return directory.PackedWeights(seed=seed)
     return None if seed is None else directory.RandomWeights("random", seed)
 
 
-def _check_range(config: BuildConfig, source: WeightSource) -> None:
+def _check_range(config: BuildConfig, source: Checkpoint) -> None:
     """Warn of the layer whose K may be farthest beyond the range of a float8 cache: after a norm of
     weight w no element of d is larger than sqrt(d) * max |w|. Such elements saturate."""
     most = NARROW.get(config.options.of(NarrowOptions).to)

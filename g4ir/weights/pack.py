@@ -29,7 +29,7 @@ from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 
 from . import tensorfile
-from .checkpoint import WeightSource
+from .checkpoint import Checkpoint
 from .formats.base import Files
 
 #: `mmap` maps a table up to this size whole (or makes it), and reads a larger one row by row
@@ -126,7 +126,7 @@ class MadeParams:
     """Params made on demand from a checkpoint or from a seed."""
 
     packing: Packing
-    source: WeightSource
+    source: Checkpoint
     #: where it is to be known how weights lie on a 4-bit grid: name -> groups that do, groups
     grids: dict[str, tuple[int, int]] | None = None
     #: of several ranks, the one whose params they are
