@@ -410,12 +410,10 @@ def _check_range(config: BuildConfig, source: Checkpoint) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """Seconds of compilation, whether the build was recorded as this user's, and the fit of 4-bit
-    weights."""
+    """Seconds of compilation, and whether the build was recorded as this user's."""
 
     compile_s: float
     known: bool
-    grid: directory.Grid | None
 
 
 def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
@@ -428,11 +426,11 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         progress(f"passes of {graph}: {p.acted.text(graph) or 'none acted'}")
     with _new_directory(out) as folder:
         params: packings.ParamSource = packings.MadeParams(p.packing, p.source, share=p.share(0))
-        grid = None
         if isinstance(p.weights, directory.PackedWeights):
             if p.donor and not p.donor.link_to(folder):
                 p = replace(p, donor=None)
-            grid = p.donor.grid if p.donor else _pack(p, folder, progress)
+            if not p.donor:
+                _pack(p, folder, progress)
             files = packings.rank_files(folder.glob("*.safetensors"), 0)
             params = packings.StoredParams.open(files)
         c, start, told = p.config, time.perf_counter(), prefixed(progress, "build")
@@ -444,31 +442,26 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         side = {**{name: text.encode() for name, text in texts.items()}, **p.side_files}
         for name, raw in side.items():
             write_file(folder / name, [raw])
-        manifest = _manifest(p, compiled, grid, folder)
+        manifest = _manifest(p, compiled, folder)
         directory.require_readable(manifest)
         write_file(folder / directory.MANIFEST, [manifest.text().encode()])
-    return Written(seconds, record_built(manifest, out), grid)
+    return Written(seconds, record_built(manifest, out))
 
 
-def _pack(p: Prepared, folder: Path, progress: Progress) -> directory.Grid | None:
-    """Write the params; return the fit of 4-bit weights, if any were made."""
+def _pack(p: Prepared, folder: Path, progress: Progress) -> None:
+    """Write the params."""
     from g4ir.backends.cpu.packing import quantized
 
-    grids: dict[str, tuple[int, int]] = {}
     moments = column_moments(p, progress) if p.calibration else {}
-    params = packings.MadeParams(p.packing, p.source, grids, p.share(0), moments, quantized)
+    params = packings.MadeParams(p.packing, p.source, p.share(0), moments, quantized)
     packings.write_shares(p.packing, params, p.config.ranks, folder, progress)
-    exact, groups = map(sum, zip((0, 0), *grids.values(), strict=True))
-    return directory.Grid(groups, exact) if groups else None
 
 
 def _stored(file: Path) -> directory.StoredFile:
     return directory.StoredFile(sha256(file), file.stat().st_size)
 
 
-def _manifest(
-    p: Prepared, compiled: Mapping[str, Any], grid: directory.Grid | None, folder: Path
-) -> directory.Manifest:
+def _manifest(p: Prepared, compiled: Mapping[str, Any], folder: Path) -> directory.Manifest:
     import torch
 
     ignored = {on_one_line(k): Line(v) for k, v in p.source.ignored.items()}
@@ -483,7 +476,7 @@ def _manifest(
         weights=p.weights,
         compiled=dict(compiled),
         versions=directory.Versions(torch.__version__, platform.python_version()),
-        notes=directory.Notes(ignored, defaults, grid, p.calibration and p.calibration.record),
+        notes=directory.Notes(ignored, defaults, p.calibration and p.calibration.record),
         files={name: linked.get(name) or _stored(folder / name) for name in names},
     )
 

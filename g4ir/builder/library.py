@@ -27,7 +27,6 @@ from g4ir.artefact.directory import (
     BUILDING,
     FORMAT,
     MANIFEST,
-    Grid,
     PackedWeights,
     StoredFile,
     is_engine,
@@ -403,12 +402,10 @@ def _build(
 
 @dataclass(frozen=True)
 class Donor:
-    """An engine of the cache that has the weight files of one that is built: their digests, and the
-    fit of 4-bit weights."""
+    """An engine of the cache that has the weight files of one that is built, and their digests."""
 
     path: Path
     files: Mapping[str, StoredFile]
-    grid: Grid | None
 
     def link_to(self, folder: Path) -> bool:
         """Link the files into a folder, none if one of them is not what it was; no engine's file is
@@ -483,7 +480,7 @@ def _donor_of(path: Path, held: int) -> Donor | None:
     except (G4Error, OSError):
         return None
     files = {n: f for n, f in manifest.files.items() if n.startswith(PACKED)}
-    return Donor(path, files, manifest.notes.grid) if files else None
+    return Donor(path, files) if files else None
 
 
 def _clear(path: Path) -> None:
