@@ -132,7 +132,7 @@ def find_engine(
     try:
         found = _with_weights(model, options, revision)
     except AbsentWeights as e:
-        _downloaded(e, download, progress)
+        _downloaded(e, download)
         found = _with_weights(model, options, revision)
     if found is None:
         return Path(str(model))
@@ -223,14 +223,14 @@ def _with_weights(
     return re.sub(r"[^\w.-]", "_", name), None, replace(options, checkpoint=path.absolute())
 
 
-def _downloaded(absent: AbsentWeights, download: Consent, progress: Progress) -> None:
+def _downloaded(absent: AbsentWeights, download: Consent) -> None:
     """Download weights, if that is wanted."""
     if download is False:
         raise MissingError(f"{absent}; --download does so on the way")
     found = look_up(absent.hub_id, absent.revision)
     if not (download is True or download(found)):
         raise MissingError(f"{absent.hub_id} is not downloaded, as was answered")
-    found.fetch(progress)
+    found.fetch()
 
 
 def _hash(spec: Spec | None, options: BuildOptions) -> str:
