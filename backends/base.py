@@ -19,7 +19,7 @@ from g4ir.plan.backend import Setting as Setting
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildConfig
 from g4ir.ui.progress import Progress
-from g4ir.weights.checkpoint import WeightSource
+from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.pack import Packing, ParamSource, own_params
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class Prepared:
     packing: Packing
     #: how often each pass acted
     acted: Acted
-    source: WeightSource
+    source: Checkpoint
     #: one of artefact.WEIGHTS; None in a dry run without any
     weights: Any
     #: of the checkpoint, name -> content

@@ -13,7 +13,7 @@ import torch
 
 from g4ir.cli import main
 from g4ir.spec.record import load_spec
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 
 BUILD = ("build", "--backend", "reference", "--max-seq", "64", "--prefill-chunk", "16")
@@ -67,7 +67,7 @@ def built(out: Path, *words: str | Path) -> Path:
 def plain_checkpoint(folder: Path, variant: str = "tiny-ple", **options: Any) -> Path:
     """A checkpoint directory of random weights."""
     spec = load_spec(variant)
-    return write_checkpoint(folder, spec, RandomCheckpoint(spec, 0, torch.float32), **options)
+    return write_checkpoint(folder, spec, random_weights(spec, 0, torch.float32), **options)
 
 
 def text_checkpoint(folder: Path) -> Path:

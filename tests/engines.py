@@ -17,7 +17,7 @@ from g4ir.artefact.directory import MANIFEST, manifest_text
 from g4ir.engine.engine import Engine
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.checkpoint import sha256
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.contract.flows import CHUNK, FLOWS, MAX_SEQ
 from tests.oracle import relative
@@ -47,7 +47,7 @@ def limits_of(backend: str, name: str) -> dict[str, Any]:
 def random_checkpoint(folder: Path, name: str | Spec, seed: int = 0) -> Path:
     """A checkpoint directory of a spec, in fp32."""
     spec = load_spec(name) if isinstance(name, str) else name
-    return write_checkpoint(folder, spec, RandomCheckpoint(spec, seed, torch.float32))
+    return write_checkpoint(folder, spec, random_weights(spec, seed, torch.float32))
 
 
 @dataclass

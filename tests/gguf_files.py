@@ -24,7 +24,7 @@ from g4ir.model.tensors import text_tensors
 from g4ir.ops.layouts import LAYOUTS, in_six_bits, six_bits
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec
-from g4ir.weights.random import RandomCheckpoint, distribution
+from g4ir.weights.random import distribution, random_weights
 
 #: name and shape of a tensor -> its type in the file
 Kind = Callable[[str, tuple[int, ...]], str]
@@ -89,7 +89,7 @@ def offsets(kind: str) -> range:
 
 
 def blocks(kind: str, bare: str, shape: tuple[int, ...], seed: int) -> Any:
-    """Random blocks of a type, whose values are about zero, as those of `RandomCheckpoint` and as
+    """Random blocks of a type, whose values are about zero, as those of `random_weights` and as
     large: a mean of theirs would add the same vector to every product, whatever is computed."""
     block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     rng = np.random.default_rng(seed)
@@ -154,7 +154,7 @@ def bare_file(
     change: Callable[[dict[str, Any]], Any] = lambda values: None,
     kind: str = "F16",
 ) -> Path:
-    source = RandomCheckpoint(spec, 0, torch.float32)
+    source = random_weights(spec, 0, torch.float32)
     tensors = {name: source.tensor(name) for name in text_tensors(spec)}
     write_gguf(path, spec, tensors, all_of(kind), change=change)
     return path
@@ -246,7 +246,7 @@ def write_random(
     edit: Callable[[str, Any], Any] = lambda bare, data: data,
 ) -> None:
     """Write a model of any size, one tensor at a time: blocks are random, the others those of
-    `RandomCheckpoint`. `change` may alter the metadata, `edit` what is stored of a tensor."""
+    `random_weights`. `change` may alter the metadata, `edit` what is stored of a tensor."""
     writer = gguf.GGUFWriter(path, architecture(spec))
     values = metadata(spec)
     change(values)
@@ -272,7 +272,7 @@ def write_random(
 def _drawn(spec: Spec, bare: str, shape: tuple[int, ...], kind: str, seed: int) -> Any:
     if kind in DRAWN:
         return blocks(kind, bare, shape, seed)
-    values = RandomCheckpoint(spec, 0, torch.bfloat16).tensor(bare)
+    values = random_weights(spec, 0, torch.bfloat16).tensor(bare)
     if bare.endswith("norm.weight") and spec.text.norms_about_zero:
         values = values.float() + 1
     return values.view(torch.uint8).numpy() if kind == "BF16" else values.float().numpy()

@@ -25,7 +25,7 @@ from g4ir.media.videos import Footage
 from g4ir.model.media import KINDS
 from g4ir.spec.parts import Tokens
 from g4ir.spec.record import Spec, load_spec
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.cases import TABLES
 from tests.engines import add_file
@@ -160,7 +160,7 @@ def media_pair(spec: Spec, folder: Path, seed: int, **options: Any) -> tuple[Eng
     """An engine of a checkpoint with towers, every tensor random, and transformers' model of it."""
     from transformers import AutoModelForMultimodalLM
 
-    source = RandomCheckpoint(spec, seed, torch.float32)
+    source = random_weights(spec, seed, torch.float32)
     checkpoint = write_checkpoint(folder / "checkpoint", spec, source, media=KINDS)
     engine = g4ir.build(
         spec, folder / "engine", checkpoint=checkpoint, **{"backend": "reference", **options}

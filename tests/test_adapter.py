@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.adapter import Adapter, with_adapters
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import find_origin
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
@@ -68,7 +67,7 @@ def of_text(names: Any = TARGETS, stem: str = STEM) -> dict[str, str]:
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of tiny-dense in bfloat16; do not alter it."""
     spec = load_spec("tiny-dense")
-    source = RandomCheckpoint(spec, 1, torch.bfloat16)
+    source = random_weights(spec, 1, torch.bfloat16)
     return write_checkpoint(tmp_path_factory.mktemp("dense") / "c", spec, source)
 
 
@@ -122,32 +121,11 @@ def test_names(dense: Path, tmp_path: Path, stem: str) -> None:
     assert changed == {f"{name}.weight" for name in TARGETS}
 
 
-def test_tables_of_a_model_that_is_not_tied(tmp_path: Path) -> None:
-    spec = load_spec("tiny-dense")
-    spec = replace(spec, text=replace(spec.text, tie_word_embeddings=False))
-    folder = write_checkpoint(tmp_path / "c", spec, RandomCheckpoint(spec, 1, torch.float32))
-    a, b, table = torch.randn(4, 512), torch.randn(64, 4), torch.randn(512, 64)
-
-    def edit(tensors: Tensors) -> None:
-        tensors[f"{STEM}embed_tokens.lora_embedding_A"] = a
-        tensors[f"{STEM}embed_tokens.lora_embedding_B"] = b
-        tensors[f"{STEM}embed_tokens.base_layer.weight"] = table  # PEFT stores it too
-
-    names = {"base_model.model.lm_head": "lm_head.weight"}
-    source = merged(folder, spec, write_adapter(tmp_path / "a", spec, names, edit=edit))
-    base = Checkpoint.open(folder, spec)
-    want = table + 4 * (b @ a).T
-    torch.testing.assert_close(source.tensor("embed_tokens.weight"), want)
-    ids = torch.tensor([[3, 511], [0, 3]])
-    torch.testing.assert_close(source.rows("embed_tokens.weight", ids), want[ids])
-    assert not torch.equal(source.tensor("lm_head.weight"), base.tensor("lm_head.weight"))
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 def test_experts(tmp_path: Path, transposed: bool) -> None:
     """PEFT names no parameter: wrappers lie one within the other, and shapes tell them apart."""
     spec = load_spec("tiny-moe")
-    source = RandomCheckpoint(spec, 1, torch.float32)
+    source = random_weights(spec, 1, torch.float32)
     folder = write_checkpoint(tmp_path / "c", spec, source)
     ranks = {"gate_up_proj": (4, f"{STEM}layers.0.experts.base_layer")}
     ranks["down_proj"] = (2, f"{STEM}layers.0.experts")
@@ -173,26 +151,10 @@ def test_experts(tmp_path: Path, transposed: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.25])
-def test_modules_saved_whole(dense: Path, tmp_path: Path, factor: float) -> None:
-    """They replace the model's, or lie as far from it as the adapter is scaled."""
-    spec, saved = load_spec("tiny-dense"), torch.randn(64)
-    config = {"modules_to_save": ["input_layernorm"]}
-    name = "layers.1.input_layernorm.weight"
-    folder = write_adapter(
-        tmp_path / "a", spec, of_text(), config, lambda t: t.update({STEM + name: saved})
-    )
-    got, base = merged(dense, spec, f"{folder}={factor}"), Checkpoint.open(dense, spec)
-    own = base.tensor(name).float()
-    torch.testing.assert_close(got.tensor(name), own + factor * (saved - own))
-    changed = {n for n in base.weights if not torch.equal(got.tensor(n), base.tensor(n))}
-    assert changed == {name, *(f"{target}.weight" for target in TARGETS)}
-
-
 def test_towers(tmp_path: Path) -> None:
     """Merged where the engine has them, left out by name where not, as K and V that none reads."""
     spec = load_spec("tiny-media")
-    source = RandomCheckpoint(spec, 1, torch.float32)
+    source = random_weights(spec, 1, torch.float32)
     folder = write_checkpoint(tmp_path / "c", spec, source, media=KINDS)
     stem = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.linear"
     bare = "vision.encoder.layers.0.self_attn.q_proj.linear.weight"
@@ -225,14 +187,7 @@ def test_an_engine_is_that_of_the_merged_checkpoint(
     folder = write_adapter(tmp_path / "a", spec, of_text())
     source = merged(dense, spec, folder)
 
-    class Own(RandomCheckpoint):
-        def tensor(self, name: str) -> torch.Tensor:
-            return source.tensor(name).float()
-
-        def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-            return source.rows(name, ids).float()
-
-    whole = write_checkpoint(tmp_path / "whole", spec, Own(spec, 1, torch.float32))
+    whole = write_checkpoint(tmp_path / "whole", spec, source, dtype=torch.float32)
     options = {} if quant == "none" else {"quant": quant}
     shared = {"backend": "reference", "dtype": "float32", "max_seq": 64, **options}
     got = g4ir.build(None, tmp_path / "e", checkpoint=dense, adapter=folder, **shared)
@@ -266,7 +221,7 @@ def test_commands(dense: Path, tmp_path: Path) -> None:
 
 def test_an_adapter_beside_a_checkpoint(tmp_path: Path) -> None:
     spec = load_spec("tiny-dense")
-    folder = write_checkpoint(tmp_path / "c", spec, RandomCheckpoint(spec, 1, torch.float32))
+    folder = write_checkpoint(tmp_path / "c", spec, random_weights(spec, 1, torch.float32))
     write_adapter(folder, spec, of_text())
     words = (*WORDS, "--checkpoint", folder, "--out", tmp_path / "e", "--dry-run")
     said = f"{folder}: holds a LoRA adapter (adapter_config.json), which is not merged"

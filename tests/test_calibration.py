@@ -187,8 +187,8 @@ def test_ranks_use_their_part_of_the_moments(files: Path, tmp_path: Path) -> Non
     two = prepare(None, BuildOptions(**{**given, "backend": "torch", "tp": 2}))
     moments, name = column_moments(one, no_progress), "L0.mlp.w_down"
     codes = next(v for v in two.packing.program.params() if v.startswith(f"{name}.codes"))
-    parts = [MadeParams(two.packing, two.source, None, two.share(r), moments) for r in range(2)]
-    whole = MadeParams(one.packing, one.source, None, None, moments).tensor(f"{name}.codes")
+    parts = [MadeParams(two.packing, two.source, two.share(r), moments) for r in range(2)]
+    whole = MadeParams(one.packing, one.source, None, moments).tensor(f"{name}.codes")
     assert torch.equal(torch.cat([p.tensor(codes) for p in parts], -1), whole)
 
 

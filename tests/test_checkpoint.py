@@ -27,7 +27,7 @@ from g4ir.ui.paths import hub_cache
 from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import find_origin, hub_snapshot
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import random_weights
 from g4ir.weights.tensorfile import FileTensor, read_header, write_tensors
 from g4ir.weights.write import write_checkpoint
 
@@ -47,8 +47,8 @@ def ple() -> Spec:
     return load_spec("tiny-ple")
 
 
-def source(spec: Spec, dtype: torch.dtype = torch.bfloat16) -> RandomCheckpoint:
-    return RandomCheckpoint(spec, seed=1, dtype=dtype)
+def source(spec: Spec, dtype: torch.dtype = torch.bfloat16) -> Checkpoint:
+    return random_weights(spec, seed=1, dtype=dtype)
 
 
 def save(directory: Path, spec: Spec, edit: Callable[[Tensors], Any] = lambda t: None) -> Path:
@@ -165,7 +165,7 @@ def test_dead_kv_of_shared_layers_is_ignored_and_reported(tmp_path: Path, ple: S
     opened = Checkpoint.open(path, ple)
     assert dead_tensors(ple)
     assert opened.ignored.keys() == {PREFIX + name for name in dead_tensors(ple)}
-    with pytest.raises(WeightsError, match="no text tensor"):
+    with pytest.raises(WeightsError, match="no tensor"):
         opened.tensor("layers.7.self_attn.k_proj.weight")
 
 

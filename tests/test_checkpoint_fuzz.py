@@ -21,7 +21,7 @@ from g4ir.errors import G4Error
 from g4ir.model.tensors import text_tensors
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.checkpoint import INDEX, SINGLE, Checkpoint
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.configs import two_layers
 from tests.mutations import mutate
@@ -42,7 +42,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(path: Path, shards: int) -> Path:
-    write_checkpoint(path, SPEC, RandomCheckpoint(SPEC, 0), shards=shards, config=False)
+    write_checkpoint(path, SPEC, random_weights(SPEC, 0), shards=shards, config=False)
     (path / "config.json").write_text("{}")
     for file in list(path.iterdir()):
         (path.parent / file.name).write_bytes(file.read_bytes())  # the originals

@@ -502,7 +502,7 @@ def test_a_build_that_does_not_fit_is_refused_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr("g4ir.builder.build.device_memory", lambda device: 600 << 20)
     asked = Mock(side_effect=AssertionError)
-    monkeypatch.setattr("g4ir.weights.random.RandomCheckpoint.tensor", asked)
+    monkeypatch.setattr("g4ir.weights.random.random_tensor", asked)
     words = ("--variant", "e2b", "--random-weights", "0", "--out", tmp_path / "e")
     message = refused(*BUILD, *words)
     assert "short;" in message and "needs" in message and not list(tmp_path.iterdir())

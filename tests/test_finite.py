@@ -20,7 +20,7 @@ from g4ir.errors import CheckError, WeightsError
 from g4ir.generate.offline import Failure, OfflineEngine, Result
 from g4ir.ir.distance import row_errors
 from g4ir.spec.record import load_spec
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir
 
@@ -31,7 +31,7 @@ ADVICE = "bfloat16 has the range of float32: look for damaged weights"
 def large_checkpoint(folder: Path, value: float) -> Path:
     """One norm's weight is large: what it makes is up to a few times as large."""
     spec = load_spec("tiny-dense")
-    write_checkpoint(folder, spec, RandomCheckpoint(spec, 0, torch.float32))
+    write_checkpoint(folder, spec, random_weights(spec, 0, torch.float32))
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     name = f"model.{NORM}"
@@ -104,7 +104,7 @@ def test_a_float16_checkpoint_becomes_bfloat16(
 ) -> None:
     """Without --dtype, and says so; float32 is taken if asked for, and rounds nothing."""
     spec = replace(load_spec("tiny-dense"), dtype="f16")
-    write_checkpoint(tmp_path / "c", spec, RandomCheckpoint(spec, 0, torch.float16))
+    write_checkpoint(tmp_path / "c", spec, random_weights(spec, 0, torch.float16))
     for dtype, name in ((None, "bf16"), ("float32", "f32")):
         caplog.clear()
         options = {"backend": "reference", "max_seq": 32, "dtype": dtype}

@@ -37,7 +37,7 @@ from g4ir.weights.gguf.checkpoint import open_gguf
 from g4ir.weights.gguf.container import read_container
 from g4ir.weights.gguf.metadata import SPEC_ONLY, read_spec
 from g4ir.weights.origin import find_origin
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
@@ -266,7 +266,7 @@ def test_norms_about_zero(tmp_path: Path) -> None:
     """Files hold 1 + w, in which w is to the bit what a checkpoint has; the reverse is refused, and
     1 + w in a checkpoint too."""
     spec = spec_called("gemma3-4b-small")
-    source, zero = RandomCheckpoint(spec, 0, torch.bfloat16), (FINAL_NORM, "q_norm.weight")
+    source, zero = random_weights(spec, 0, torch.bfloat16), (FINAL_NORM, "q_norm.weight")
     tensors = {name: source.tensor(name) for name in text_tensors(spec)}
     write_gguf(tmp_path / "a.gguf", spec, tensors, all_of("F16"))
     found = open_gguf(read_container(tmp_path / "a.gguf"), spec, "bf16")
@@ -359,39 +359,23 @@ def test_halves_of_experts_that_lie_apart(tmp_path: Path, kinds: tuple[str, str]
     assert (name in source.forms) == (kinds == ("Q4_0", "Q4_0"))
 
 
-#: fused tensor -> the matrices whose rows it holds, in order
-FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up": ("ffn_gate", "ffn_up")}
+def test_other_names(tmp_path: Path) -> None:
+    """Norms as other converters call them; a tower in the same file is left out."""
+    spec = load_spec("tiny-ple")
+    file = bare_file(tmp_path / "a.gguf", spec)
+    names = {"post_attention_norm": "attn_post_norm", "post_ffw_norm.": "ffn_post_norm."}
 
-
-@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-@pytest.mark.parametrize("name", ["tiny-ple", "tiny-dense"])
-def test_fused_tensors_and_other_names(tmp_path: Path, name: str, kind: str) -> None:
-    spec = load_spec(name)
-    file = bare_file(tmp_path / "a.gguf", spec, kind=kind)
-    held = {t.name: t for t in gguf.GGUFReader(file).tensors}
-
-    def fuse(own: str, t: Any) -> dict[str, Any]:
-        block, _, rest = own.removesuffix(".weight").rpartition(".")
-        for fused, parts in FUSED.items():
-            there = [held[n] for p in parts if (n := f"{block}.{p}.weight") in held]
-            if block and rest == parts[0]:
-                data = np.concatenate([x.data for x in there])
-                return {f"{block}.{fused}.weight": (data, t.tensor_type)}
-            if block and rest in parts:
-                return {}
-        for one, other in (
-            ("post_attention_norm", "attn_post_norm"),
-            ("post_ffw_norm.", "ffn_post_norm."),
-        ):
+    def rename(own: str, t: Any) -> dict[str, Any]:
+        tower = (
+            {"v.patch_embd.weight": (t.data, t.tensor_type)} if own == "rope_freqs.weight" else {}
+        )
+        for one, other in names.items():
             own = own.replace(one, other)
-        return as_it_is(own, t)
+        return as_it_is(own, t) | tower
 
-    fused = rewritten(file, tmp_path / "b.gguf", fuse)
-    assert_says(fused, spec)
-    got, want = opened(fused, spec), opened(file, spec)
-    assert got.forms == want.forms
-    for tensor in text_tensors(spec):
-        assert torch.equal(got.tensor(tensor), want.tensor(tensor)), tensor
+    got, want = opened(rewritten(file, tmp_path / "b.gguf", rename), spec), opened(file, spec)
+    assert got.ignored == {"v.patch_embd.weight": "part of a tower, which this engine leaves out"}
+    assert all(torch.equal(got.tensor(n), want.tensor(n)) for n in text_tensors(spec))
 
 
 def test_split_files(model: Path, tmp_path: Path) -> None:
@@ -520,14 +504,9 @@ def same_name(name: str, t: Any) -> dict[str, Any]:
     return dict.fromkeys((name, other), (t.data, t.tensor_type))
 
 
-def fused_too(name: str, t: Any) -> dict[str, Any]:
-    fused = {"blk.0.attn_qkv.weight": (np.concatenate([t.data] * 2), t.tensor_type)}
-    return as_it_is(name, t) | (fused if name == "blk.0.attn_q.weight" else {})
-
-
 #: how a case changes tensors: a function of its words, and what is done without any
 TENSOR_EDITS: dict[str, Any] = {"without": without, "added": added, "retyped": retyped}
-WHOLE = {"same_name": same_name, "fused_too": fused_too}
+WHOLE = {"same_name": same_name}
 
 
 @pytest.mark.parametrize("name", TENSORS)

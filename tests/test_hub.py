@@ -96,7 +96,7 @@ def test_an_interrupted_download_goes_on(hub: Hub, monkeypatch: pytest.MonkeyPat
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        look_up("some/tiny").fetch(lambda message: None)
+        look_up("some/tiny").fetch()
     thread.join()
     assert hub_snapshot("some/tiny") is None and hub_snapshot("some/tiny", COMMIT) is None
     hub.go_on.set()

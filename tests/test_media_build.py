@@ -17,7 +17,7 @@ from g4ir.model.media import KINDS
 from g4ir.plan.footprint import reserve
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, load_spec
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.engines import random_checkpoint
 
@@ -57,7 +57,7 @@ def test_towers_are_those_of_the_checkpoint(tmp_path: Path, key: str, value: Any
     spec = load_spec("tiny-media")
     part, _, name = key.partition(".")
     other = replace(spec, **{part: replace(getattr(spec, part), **{name: value})})
-    source = RandomCheckpoint(spec, 0, torch.float32)
+    source = random_weights(spec, 0, torch.float32)
     checkpoint = write_checkpoint(tmp_path / "c", spec, source, media=KINDS)
     check_without_media(other, checkpoint, SpecError, key)
 

@@ -252,11 +252,11 @@ def test_each_pass_with_packed_weights(tmp_path: Path) -> None:
     """Of the towers too, with and without the checkpoint."""
     from g4ir.model.media import KINDS
     from g4ir.spec.record import load_spec
-    from g4ir.weights.random import RandomCheckpoint
+    from g4ir.weights.random import random_weights
     from g4ir.weights.write import write_checkpoint
 
     spec = load_spec("tiny-media")
-    source = RandomCheckpoint(spec, 0, torch.float32)
+    source = random_weights(spec, 0, torch.float32)
     checkpoint = write_checkpoint(tmp_path / "c", spec, source, media=KINDS)
     engine = g4ir.build(None, tmp_path / "e", checkpoint=checkpoint, audio_seconds=[1], **LIMITS)
     report = verify_each_pass(engine, FEW, checkpoint)
@@ -270,8 +270,8 @@ def test_each_pass_with_packed_weights(tmp_path: Path) -> None:
 def test_a_pass_that_breaks_one_graph(
     built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worse = nodes(attrs("norm_residual", eps=0.5))
-    broken = "fuse_norm_residual"
+    worse = nodes(attrs("rms_norm", eps=0.5))
+    broken = "fuse_gate_up"
     break_pass(monkeypatch, broken, lambda g: worse(g) if g.name == "vision_70" else g)
     culprit = verify_each_pass(built["tiny-media"], FEW).culprit
     assert culprit and culprit.name == broken and culprit.first

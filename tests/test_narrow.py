@@ -35,7 +35,7 @@ from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.plan.formats import KV_NAMES
 from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.spec.record import load_spec
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.checkpoint import Checkpoint
 from tests.cases import TABLES
 from tests.cli_tools import g4ir as cli
 from tests.oracle import relative
@@ -268,13 +268,13 @@ def test_k_beyond_the_range_is_told(
     """sqrt(32) * 100 is more than 448: the layer is named, and the engine still computes."""
     build(tmp_path / "fine", kv_dtype="float8")
     assert not caplog.records
-    real = RandomCheckpoint.tensor
+    real = Checkpoint.tensor
 
     def loud(self: Any, name: str) -> torch.Tensor:
         t = real(self, name)
         return t * 100 if name == "layers.2.self_attn.k_norm.weight" else t
 
-    monkeypatch.setattr(RandomCheckpoint, "tensor", loud)
+    monkeypatch.setattr(Checkpoint, "tensor", loud)
     engine = build(tmp_path / "loud", kv_dtype="float8")
     assert engine.session(1).prefill(tokens(1, 9)).isfinite().all()
     build(tmp_path / "int8", kv_dtype="int8")

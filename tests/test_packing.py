@@ -14,7 +14,6 @@ import g4ir
 from g4ir.backends.cpu import library as cpu_library
 from g4ir.backends.cpu import packing
 from g4ir.errors import MissingError
-from g4ir.ops.codecs import dequantized, on_grid
 from g4ir.ops.quant import quantize
 from tests.engines import random_checkpoint
 
@@ -92,18 +91,6 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_library", lambda: library)
     w = torch.randn(8, 64)
     assert library is None and all(map(torch.equal, packed(w, group=32), definition(w, group=32)))
-
-
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.9, 1.0])
-def test_groups_on_a_grid_are_counted(share: float) -> None:
-    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
-    grid = KINDS["on a 4-bit grid"](x).bfloat16()
-    off = torch.arange(64 * 8).view(64, 8).repeat_interleave(32, -1) >= share * 64 * 8
-    w = grid.where(~off, x.bfloat16())
-    codes, scales = packed(w, group=32)
-    same = dequantized(codes, scales, torch.bfloat16) == w
-    count = int(same.unflatten(-1, (-1, 32)).all(-1).sum())
-    assert on_grid(w, codes, scales) == count >= int(share * 64 * 8)
 
 
 @pytest.mark.parametrize("packs", [True, False])

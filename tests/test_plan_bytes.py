@@ -36,7 +36,7 @@ from g4ir.plan.table import plan_text
 from g4ir.quant.recipe import SCHEMES, built_in
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.gguf.checkpoint import READ
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir
 from tests.configs import widened
@@ -130,7 +130,7 @@ def test_own_formats(backend: str, device: str, tmp_path: Path) -> None:
 def gguf_file(*kinds: str, folder: Path) -> Path:
     """Write a GGUF file of matrices in the first type, and tables in the last."""
     spec, path = widened("tiny-moe" if "Q4_0" in kinds else "tiny-ple"), folder / "a.gguf"
-    source = RandomCheckpoint(spec, 0, torch.float32)
+    source = random_weights(spec, 0, torch.float32)
     tensors = {name: source.tensor(name) for name in text_tensors(spec)}
     matrices, *_, tables = (*map(all_of, kinds), all_of(kinds[-1]))
 
@@ -144,7 +144,7 @@ def gguf_file(*kinds: str, folder: Path) -> Path:
 def directory(name: str, quantise: Callable[[Path], Any], folder: Path) -> Path:
     """Write a checkpoint directory of a spec, and quantise it."""
     spec, path = load_spec(name), folder / "checkpoint"
-    write_checkpoint(path, spec, RandomCheckpoint(spec, 3, torch.float32))
+    write_checkpoint(path, spec, random_weights(spec, 3, torch.float32))
     quantise(path)
     return path
 

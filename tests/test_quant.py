@@ -55,7 +55,6 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header
-from tests.cli_tools import g4ir as command
 from tests.coded_products import asked_of
 from tests.configs import widened
 from tests.engines import random_checkpoint
@@ -346,30 +345,6 @@ def test_formulas_of_quality() -> None:
     label = torch.tensor([0, 1])
     assert score_rows(got, label, want)[2].tolist() == pytest.approx([kl, kl])
     assert score_rows(want, label, want + 7)[2].tolist() == pytest.approx([0, 0], abs=1e-12)
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_build_tells_how_4_bits_fit(tmp_path: Path, exact: bool) -> None:
-    checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense", seed=3)
-    file = checkpoint / "model.safetensors"
-    tensors = load_file(file)
-    for name, t in tensors.items():
-        if exact and t.dim() == 2 and t.shape[1] % 32 == 0:
-            codes, scales = quantize(t, "int4")
-            tensors[name] = dequantize(codes, scales, "bf16").float()
-    save_file(tensors, file, {"format": "pt"})
-    out = tmp_path / "e"
-    words = ["build", "--checkpoint", str(checkpoint), "--backend", "reference", "--quant", "int4"]
-    done = command(*words, "--out", str(out))
-    share, kind = ("100.0%", "trained for 4 bits") if exact else ("0.0%", "rounded")
-    assert f"int4: {share} of " in done.err and f"on a 4-bit grid: {kind} weights" in done.err
-    engine = g4ir.load_engine(out)
-    weights, rules = weights_of(engine.spec), recipe_called("int4")
-    held = rules.schemes(weights)
-    groups = [weights[n].numel() // 32 for n, s in held.items() if s.form == "int4"]
-    grid = engine.manifest["notes"]["grid"]
-    assert grid == {"groups": sum(groups), "exact": sum(groups) if exact else grid["exact"]}
-    assert f"{share} of " in command("inspect", str(out)).out
 
 
 @pytest.mark.covering

@@ -27,7 +27,7 @@ from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import load_spec
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import find_origin
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.oracle import Oracle, find_oracle, relative, save_checkpoint
@@ -445,7 +445,7 @@ def test_links_keep_what_says_how_codes_are_held(tmp_path: Path) -> None:
 def test_towers_in_codes(tmp_path: Path) -> None:
     """They are made dense at build; what else is of a tower left out is not looked at."""
     spec = load_spec("tiny-media")
-    source = RandomCheckpoint(spec, 3, F32)
+    source = random_weights(spec, 3, F32)
     folder = write_checkpoint(tmp_path / "c", spec, source, media=("image",))
     means: Tensors = {}
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from g4ir.errors import InputError
+from g4ir.errors import InputError, WeightsError
 from g4ir.model.media import KINDS
 from g4ir.model.tensors import media_tensors, text_tensors
 from g4ir.spec.record import load_spec
-from g4ir.weights.random import BLOCK, RandomCheckpoint, distribution, random_rows, random_tensor
+from g4ir.weights.random import BLOCK, distribution, random_rows, random_tensor, random_weights
 from g4ir.weights.tensorfile import TABLES
 
 NAME = "layers.3.mlp.up_proj.weight"
@@ -111,7 +111,7 @@ def test_norms_about_zero() -> None:
     text = replace(zero.text, norms_about_zero=False)
     plain, dim = replace(zero, text=text), zero.text.full.head_dim
     for name in (n for n, shape in text_tensors(zero).items() if len(shape) == 1):
-        made, other = (RandomCheckpoint(s, 0, torch.float32).tensor(name) for s in (zero, plain))
+        made, other = (random_weights(s, 0, torch.float32).tensor(name) for s in (zero, plain))
         torch.testing.assert_close(made + 1, other)
         if name.endswith("q_norm.weight"):
             assert other.mean().item() == pytest.approx((24 / dim) ** 0.5, rel=0.1)
@@ -130,7 +130,7 @@ def test_every_distribution_row_is_used() -> None:
 )
 def test_random_checkpoint_fills_every_tensor(name: str) -> None:
     spec = load_spec(name)
-    source = RandomCheckpoint(spec, seed=4, dtype=torch.float32)
+    source = random_weights(spec, seed=4, dtype=torch.float32)
     for tensor, shape in text_tensors(spec).items():
         values = source.tensor(tensor)
         assert values.shape == shape and values.isfinite().all()
@@ -146,5 +146,5 @@ def test_random_checkpoint_fills_every_tensor(name: str) -> None:
     assert not source.ignored and not source.defaults
     source.release("norm.weight")
     source.close()
-    with pytest.raises(InputError, match="no tensor"):
+    with pytest.raises(WeightsError, match="no tensor"):
         source.tensor("nothing")

@@ -138,19 +138,6 @@ class Versions:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Groups of weights that were quantised to 4 bits, and those of them that are exact."""
-
-    groups: Annotated[int, Range(1, 1 << 60)]
-    exact: Count
-
-    def __str__(self) -> str:
-        share = self.exact / self.groups
-        kind = "trained for 4 bits" if share > 0.9 else "rounded" if share < 0.1 else "mixed"
-        return f"{share:.1%} of {self.groups:,} groups lie on a 4-bit grid: {kind} weights"
-
-
-@dataclass(frozen=True)
 class Calibration:
     """The text that scales of 4-bit weights were chosen on, and how many of its tokens."""
 
@@ -164,12 +151,11 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Notes:
-    """Tensors of the checkpoint that are not used, and why; missing ones, and their value; the fit
-    of 4-bit weights, and the text that they were calibrated on."""
+    """Tensors of the checkpoint that are not used, and why; missing ones, and their value; the text
+    that 4-bit weights were calibrated on."""
 
     ignored: dict[Line, Line]
     defaults: dict[Line, str]
-    grid: Grid | None
     calibration: Calibration | None
 
 
@@ -437,8 +423,6 @@ def _check_config(file: Path, m: Manifest) -> None:
     most = c.spec.text.max_position_embeddings
     if not limits.prefill_chunk <= limits.max_seq <= most:
         raise _altered(file, f"limits: expected prefill_chunk <= max_seq <= {most}")
-    if (grid := m.notes.grid) and grid.exact > grid.groups:
-        raise _altered(file, f"notes.grid.exact: expected at most groups, {grid.groups}")
     try:
         checked_settings(find_backend(c.backend), c.settings)
         check_ranks(c.spec, c.ranks, c.ep)

@@ -76,7 +76,7 @@ def provenance(found: Artefact) -> dict[str, str]:
         "backend": f"{c.backend} {TORCH_NAMES[c.dtype]} for {c.device}: {m.machine}",
         "made_with": f"g4ir {m.g4ir}, torch {m.versions.torch}, Python {m.versions.python}",
         "weights": _weights_text(found),
-        **{k: str(v) for k in ("grid", "calibration") if (v := getattr(m.notes, k))},
+        **({"calibration": str(m.notes.calibration)} if m.notes.calibration else {}),
         "built_by": built,
         "native_code": runs if find_backend(c.backend).native else "none",
     }

@@ -53,9 +53,9 @@ from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.ui.units import size_text
 from g4ir.weights import pack as packings
 from g4ir.weights.adapter import Adapter, lies_in, with_adapters
-from g4ir.weights.checkpoint import GENERATION, Checkpoint, WeightSource, sha256
+from g4ir.weights.checkpoint import GENERATION, Checkpoint, sha256
 from g4ir.weights.origin import Origin, existing_origin, find_origin, need_snapshot, snapshot_of
-from g4ir.weights.random import RandomCheckpoint, WithDrafter
+from g4ir.weights.random import random_weights
 
 from .calibration import CalibrationText, column_moments
 from .drafters import find_drafter
@@ -155,12 +155,12 @@ def prepare(
     packing = config.packing(backend, dump=dump, acted=acted)
     config, short = _fitted(Footprint(config, backend, packing), options, backend, dry)
     dtype = torch_dtype(config.dtype)
-    source: WeightSource = checkpoint or RandomCheckpoint(agreed, seed or 0, dtype)
-    weights = _weights(source, options, backend.packs_weights, adapters)
+    source = checkpoint or random_weights(agreed, seed or 0, dtype)
+    weights = _weights(checkpoint, options, backend.packs_weights, adapters)
     if weights is not None:
         _check_range(config, source)
     if drafter:
-        source = WithDrafter(source, drafter.open(config.dtype, seed or 0))
+        source = source.with_drafter(drafter.open(config.dtype, seed or 0))
     return Prepared(
         config,
         backend,
@@ -372,7 +372,7 @@ def _fitted(
 
 
 def _weights(
-    source: WeightSource, o: BuildOptions, packs: bool, adapters: tuple[Adapter, ...]
+    checkpoint: Checkpoint | None, o: BuildOptions, packs: bool, adapters: tuple[Adapter, ...]
 ) -> Any:
     """Return one of directory.WEIGHTS; None without weights."""
     seed = o.random_weights
@@ -382,15 +382,15 @@ def _weights(
             for a in adapters
         )
         return directory.MergedWeights(adapters=tuple(merged))
-    if isinstance(source, Checkpoint) and o.link_weights:
-        files = {name: sha256(p) for name, p in linked_files(source).items()}
-        return directory.LinkedWeights("linked", Line(source.directory.resolve()), files)
-    if isinstance(source, Checkpoint) or (packs and seed is not None):
+    if checkpoint and o.link_weights:
+        files = {name: sha256(p) for name, p in linked_files(checkpoint).items()}
+        return directory.LinkedWeights("linked", Line(checkpoint.directory.resolve()), files)
+    if checkpoint or (packs and seed is not None):
         return directory.PackedWeights(seed=seed)
     return None if seed is None else directory.RandomWeights("random", seed)
 
 
-def _check_range(config: BuildConfig, source: WeightSource) -> None:
+def _check_range(config: BuildConfig, source: Checkpoint) -> None:
     """Warn of the layer whose K may be farthest beyond the range of a float8 cache: after a norm of
     weight w no element of d is larger than sqrt(d) * max |w|. Such elements saturate."""
     most = NARROW.get(config.options.of(NarrowOptions).to)
@@ -410,12 +410,10 @@ def _check_range(config: BuildConfig, source: WeightSource) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """Seconds of compilation, whether the build was recorded as this user's, and the fit of 4-bit
-    weights."""
+    """Seconds of compilation, and whether the build was recorded as this user's."""
 
     compile_s: float
     known: bool
-    grid: directory.Grid | None
 
 
 def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
@@ -428,11 +426,11 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         progress(f"passes of {graph}: {p.acted.text(graph) or 'none acted'}")
     with _new_directory(out) as folder:
         params: packings.ParamSource = packings.MadeParams(p.packing, p.source, share=p.share(0))
-        grid = None
         if isinstance(p.weights, directory.PackedWeights):
             if p.donor and not p.donor.link_to(folder):
                 p = replace(p, donor=None)
-            grid = p.donor.grid if p.donor else _pack(p, folder, progress)
+            if not p.donor:
+                _pack(p, folder, progress)
             files = packings.rank_files(folder.glob("*.safetensors"), 0)
             params = packings.StoredParams.open(files)
         c, start, told = p.config, time.perf_counter(), prefixed(progress, "build")
@@ -444,31 +442,26 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         side = {**{name: text.encode() for name, text in texts.items()}, **p.side_files}
         for name, raw in side.items():
             write_file(folder / name, [raw])
-        manifest = _manifest(p, compiled, grid, folder)
+        manifest = _manifest(p, compiled, folder)
         directory.require_readable(manifest)
         write_file(folder / directory.MANIFEST, [manifest.text().encode()])
-    return Written(seconds, record_built(manifest, out), grid)
+    return Written(seconds, record_built(manifest, out))
 
 
-def _pack(p: Prepared, folder: Path, progress: Progress) -> directory.Grid | None:
-    """Write the params; return the fit of 4-bit weights, if any were made."""
+def _pack(p: Prepared, folder: Path, progress: Progress) -> None:
+    """Write the params."""
     from g4ir.backends.cpu.packing import quantized
 
-    grids: dict[str, tuple[int, int]] = {}
     moments = column_moments(p, progress) if p.calibration else {}
-    params = packings.MadeParams(p.packing, p.source, grids, p.share(0), moments, quantized)
+    params = packings.MadeParams(p.packing, p.source, p.share(0), moments, quantized)
     packings.write_shares(p.packing, params, p.config.ranks, folder, progress)
-    exact, groups = map(sum, zip((0, 0), *grids.values(), strict=True))
-    return directory.Grid(groups, exact) if groups else None
 
 
 def _stored(file: Path) -> directory.StoredFile:
     return directory.StoredFile(sha256(file), file.stat().st_size)
 
 
-def _manifest(
-    p: Prepared, compiled: Mapping[str, Any], grid: directory.Grid | None, folder: Path
-) -> directory.Manifest:
+def _manifest(p: Prepared, compiled: Mapping[str, Any], folder: Path) -> directory.Manifest:
     import torch
 
     ignored = {on_one_line(k): Line(v) for k, v in p.source.ignored.items()}
@@ -483,7 +476,7 @@ def _manifest(
         weights=p.weights,
         compiled=dict(compiled),
         versions=directory.Versions(torch.__version__, platform.python_version()),
-        notes=directory.Notes(ignored, defaults, grid, p.calibration and p.calibration.record),
+        notes=directory.Notes(ignored, defaults, p.calibration and p.calibration.record),
         files={name: linked.get(name) or _stored(folder / name) for name in names},
     )
 

@@ -11,9 +11,9 @@ from g4ir.ops.types import torch_dtype
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.resolve import DEFAULT, NO_DRAFTER, drafter_spec
 from g4ir.spec.record import SUFFIXES, Spec
-from g4ir.weights.checkpoint import Checkpoint, WeightSource
+from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import need_snapshot, snapshot_of
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import random_weights
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class FoundDrafter:
     spec: Spec
     path: Path | None
 
-    def open(self, dtype: str, seed: int) -> WeightSource:
+    def open(self, dtype: str, seed: int) -> Checkpoint:
         """Return its weights, for an engine of this dtype."""
         if self.path is None:
-            return RandomCheckpoint(self.spec, seed, torch_dtype(dtype))
+            return random_weights(self.spec, seed, torch_dtype(dtype))
         return Checkpoint.open(self.path, self.spec, (), dtype)
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +23,14 @@ from g4ir.ops import OPS
 from g4ir.ops.codecs import dequantized
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.resolve import find_dtype
-from g4ir.quant.recipe import Scheme
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.parts import DTYPES, Tokens
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.adapter import Adapter, with_adapters
-from g4ir.weights.checkpoint import GENERATION, SIDE_FILES, WeightSource
+from g4ir.weights.checkpoint import GENERATION, SIDE_FILES, Checkpoint
 from g4ir.weights.checkpoint import GGUF as GGUF_SUFFIX
+from g4ir.weights.formats.base import StoredWeight
 from g4ir.weights.gguf.write import WRITTEN, write_gguf
 from g4ir.weights.origin import GgufFile, existing_origin, find_model
 from g4ir.weights.write import check_empty, write_checkpoint
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     import torch
 
 FORMATS = (HF, GGUF) = ("hf", "gguf")
-#: what becomes of codes
-QUANTS = (NONE, KEEP) = ("none", "keep")
 
 log = logging.getLogger(__name__)
 
@@ -53,78 +51,53 @@ class Exported:
     """A model to write: `spec` says nothing of what is left out; `kinds`: those of its media."""
 
     spec: Spec
-    source: WeightSource
+    source: Checkpoint
     kinds: tuple[str, ...]
     side_files: Mapping[str, bytes]
     dtype: str
 
 
-@dataclass(frozen=True)
-class HeldWeights(WeightSource):
-    """The weights of a model as an engine computes with them."""
+def held_weights(engine: Engine) -> Checkpoint:
+    """Return the weights of a model as an engine computes with them."""
+    recipe, named = engine.config.quant, weights_of(engine.spec)
+    schemes = {
+        param: scheme
+        for param, scheme in (recipe.schemes(named) if recipe else {}).items()
+        if scheme.group or not engine.share.cuts_rows(param, named[param])
+    }
+    program = build_program(engine.spec, dtype=engine.dtype, media=engine.media)
+    weights = {}
+    for v in program.params().values():
+        scheme, parts = schemes.get(v.name), {"": partial(_values, engine, v)}
+        if scheme:
+            types = OPS["quantize"].infer_types((v.type,), scheme.attrs(engine.dtype))
+            for suffix, t in zip((CODES, SCALES), types, strict=True):
+                parts[suffix] = partial(_part, engine, Value(f"{v.name}{suffix}", t))
+        shape = tuple(map(int, v.type.shape))
+        weights[checkpoint_name(v.name)] = StoredWeight(shape, parts, scheme=scheme)
+    defaults = {name: float(value) for name, value in engine.facts.notes.defaults.items()}
+    dtype = torch_dtype(engine.dtype)
+    return Checkpoint(engine.path, weights, dtype, defaults=defaults, opened=(engine,))
 
-    engine: Engine
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch_dtype(self.engine.dtype)
+def _part(engine: Engine, part: Value, rows: torch.Tensor | None) -> torch.Tensor:
+    return engine.share.joined(part, lambda rank, own: engine.unpacked(rank).part(own))
 
-    @property
-    def defaults(self) -> Mapping[str, float]:
-        return {name: float(value) for name, value in self.engine.facts.notes.defaults.items()}
 
-    @cached_property
-    def _params(self) -> Mapping[str, Value]:
-        engine = self.engine
-        program = build_program(engine.spec, dtype=engine.dtype, media=engine.media)
-        return {checkpoint_name(v.name): v for v in program.params().values()}
-
-    def check(self, towers: Iterable[str]) -> None:
-        """Raise EngineError if the engine only has what was made of a tensor of its towers."""
-        unpacked = self.engine.unpacked()
-        for name in towers:
-            unpacked.check(self._params[name])
-
-    @cached_property
-    def forms(self) -> Mapping[str, Scheme]:
-        recipe, weights = self.engine.config.quant, weights_of(self.engine.spec)
-        schemes = recipe.schemes(weights) if recipe else {}
-        return {
-            checkpoint_name(param): scheme
-            for param, scheme in schemes.items()
-            if scheme.group or not self.engine.share.cuts_rows(param, weights[param])
-        }
-
-    def tensor(self, name: str) -> torch.Tensor:
-        weight = name.removesuffix(CODES).removesuffix(SCALES)
-        v = self._params[weight]
-        if weight == name:
-            return self.engine.param(v.name)
-        codes, scales = OPS["quantize"].infer_types(
-            (v.type,), self.forms[weight].attrs(self.engine.dtype)
-        )
-        suffix = name.removeprefix(weight)
-        part = Value(f"{v.name}{suffix}", codes if suffix == CODES else scales)
-        engine = self.engine
-        return engine.share.joined(part, lambda rank, own: engine.unpacked(rank).part(own))
-
-    def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of a table, of which most engines hold rows, or codes and scales of rows."""
-        param, held = self._params[name].name, self.engine.unpacked().held
-        known, parts = self.engine.program.params(), (f"{param}{CODES}", f"{param}{SCALES}")
-        if param in known:
-            return held.rows(param, ids)
-        if all(part in known for part in parts):
-            codes, scales = (held.rows(part, ids) for part in parts)
-            made: torch.Tensor = dequantized(codes, scales, self.dtype)
-            return made
-        return self.tensor(name)[ids]
-
-    def release(self, name: str) -> None:
-        """Do nothing: what is packed serves other tensors too."""
-
-    def close(self) -> None:
-        self.engine.close()
+def _values(engine: Engine, v: Value, rows: torch.Tensor | None) -> torch.Tensor:
+    """Return a weight, or rows of a table, of which most engines hold rows, or codes and scales of
+    rows."""
+    if rows is None:
+        return engine.param(v.name)
+    held, known = engine.unpacked().held, engine.program.params()
+    parts = (f"{v.name}{CODES}", f"{v.name}{SCALES}")
+    if v.name in known:
+        return held.rows(v.name, rows)
+    if all(part in known for part in parts):
+        codes, scales = (held.rows(part, rows) for part in parts)
+        made: torch.Tensor = dequantized(codes, scales, torch_dtype(engine.dtype))
+        return made
+    return engine.param(v.name)[rows]
 
 
 def export(
@@ -137,7 +110,6 @@ def export(
     mmproj: str | Path | None = None,
     media: str | Sequence[str] = "all",
     dtype: str | None = None,
-    quant: str = NONE,
     progress: Progress = no_progress,
 ) -> Path:
     """Write a model to `out`, an absent or empty directory or FILE.gguf, and return its path.
@@ -150,15 +122,12 @@ def export(
     media: kinds whose towers are written too: `all` that are there, `none`, or a list.
     dtype: of weights, by default the engine's, or the checkpoint's config's; of a GGUF file F32,
     F16, BF16 (default), Q8_0 or Q4_0.
-    quant: `none` writes what the codes of quantised weights mean; `keep` the codes of matrices, as
-    compressed-tensors, where that has a name for their scheme.
+    Quantised weights are dequantised, but for codes that the type of a GGUF file has too.
     Raises a G4Error before anything is left at `out`.
     """
     if format not in FORMATS:
         raise InputError(f"--format {format}: expected one of {', '.join(FORMATS)}")
-    if quant not in QUANTS:
-        raise InputError(f"--quant {quant}: expected one of {', '.join(QUANTS)}")
-    out, kind = Path(out), _checked_dtype(Path(out), format, dtype, quant)
+    out, kind = Path(out), _checked_dtype(Path(out), format, dtype)
     given = (adapter,) if isinstance(adapter, str | Path) else tuple(adapter)
     media = media if format == HF else "none"
     if isinstance(model, Spec):
@@ -175,29 +144,25 @@ def export(
         where = model.path if isinstance(model, Engine) else model
         log.warning("%s has no %s: it is exported without a tokenizer", where, TOKENIZER)
     try:
-        return _written(found, out, format, kind, quant == KEEP, progress)
+        return _written(found, out, format, kind, progress)
     finally:
         if not isinstance(model, Engine):
             found.source.close()
 
 
-def _checked_dtype(out: Path, format: str, dtype: str | None, quant: str) -> str:
+def _checked_dtype(out: Path, format: str, dtype: str | None) -> str:
     """Return the dtype that is asked for, "" for the model's own; an error for options that the
     format cannot have, and for a directory that is not empty."""
     if format == HF:
         check_empty(out)
         return find_dtype(dtype, DTYPES) if dtype else ""
     kind = (dtype or "BF16").upper()
-    if quant == KEEP:
-        raise InputError("--quant keep is for --format hf: of a GGUF file --dtype says it")
     if kind not in WRITTEN:
         raise InputError(f"--dtype {dtype}: a GGUF file has {', '.join(WRITTEN)}")
     return kind
 
 
-def _written(
-    found: Exported, out: Path, format: str, kind: str, coded: bool, progress: Progress
-) -> Path:
+def _written(found: Exported, out: Path, format: str, kind: str, progress: Progress) -> Path:
     if format == GGUF:
         alone = out.suffix == GGUF_SUFFIX
         file = out if alone else out / f"{found.spec.name}-{kind}{GGUF_SUFFIX}"
@@ -213,7 +178,6 @@ def _written(
         found.source,
         media=found.kinds,
         dtype=torch_dtype(kind),
-        coded=coded,
         side_files=found.side_files,
         progress=progress,
     )
@@ -260,9 +224,11 @@ def _of_engine(model: Engine | str | Path, media: str | Sequence[str]) -> Export
     paths = {name: engine.path / name for name in SIDE_FILES}
     side = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
     spec = _of_kinds(engine.spec, kinds)
-    source = HeldWeights(engine)
-    source.check(media_tensors(spec, kinds))
-    return Exported(spec, source, kinds, side, engine.dtype)
+    program = build_program(engine.spec, dtype=engine.dtype, media=engine.media)
+    params = {checkpoint_name(v.name): v for v in program.params().values()}
+    for name in media_tensors(spec, kinds):
+        engine.unpacked().check(params[name])
+    return Exported(spec, held_weights(engine), kinds, side, engine.dtype)
 
 
 def _of_checkpoint(

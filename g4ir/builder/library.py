@@ -27,7 +27,6 @@ from g4ir.artefact.directory import (
     BUILDING,
     FORMAT,
     MANIFEST,
-    Grid,
     PackedWeights,
     StoredFile,
     is_engine,
@@ -133,7 +132,7 @@ def find_engine(
     try:
         found = _with_weights(model, options, revision)
     except AbsentWeights as e:
-        _downloaded(e, download, progress)
+        _downloaded(e, download)
         found = _with_weights(model, options, revision)
     if found is None:
         return Path(str(model))
@@ -224,14 +223,14 @@ def _with_weights(
     return re.sub(r"[^\w.-]", "_", name), None, replace(options, checkpoint=path.absolute())
 
 
-def _downloaded(absent: AbsentWeights, download: Consent, progress: Progress) -> None:
+def _downloaded(absent: AbsentWeights, download: Consent) -> None:
     """Download weights, if that is wanted."""
     if download is False:
         raise MissingError(f"{absent}; --download does so on the way")
     found = look_up(absent.hub_id, absent.revision)
     if not (download is True or download(found)):
         raise MissingError(f"{absent.hub_id} is not downloaded, as was answered")
-    found.fetch(progress)
+    found.fetch()
 
 
 def _hash(spec: Spec | None, options: BuildOptions) -> str:
@@ -403,12 +402,10 @@ def _build(
 
 @dataclass(frozen=True)
 class Donor:
-    """An engine of the cache that has the weight files of one that is built: their digests, and the
-    fit of 4-bit weights."""
+    """An engine of the cache that has the weight files of one that is built, and their digests."""
 
     path: Path
     files: Mapping[str, StoredFile]
-    grid: Grid | None
 
     def link_to(self, folder: Path) -> bool:
         """Link the files into a folder, none if one of them is not what it was; no engine's file is
@@ -483,7 +480,7 @@ def _donor_of(path: Path, held: int) -> Donor | None:
     except (G4Error, OSError):
         return None
     files = {n: f for n, f in manifest.files.items() if n.startswith(PACKED)}
-    return Donor(path, files, manifest.notes.grid) if files else None
+    return Donor(path, files) if files else None
 
 
 def _clear(path: Path) -> None:

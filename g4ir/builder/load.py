@@ -229,7 +229,7 @@ def _open_params(found: Artefact, device: str) -> packings.ParamSource:
     share = Share(c.spec, found.rank, c.ranks, c.ep)
     if isinstance(kept, RandomWeights):
         dtype = torch_dtype(c.dtype)
-        source = random_weights(c.spec, c.drafter, kept.seed, dtype, device)
+        source = random_weights(c.spec, kept.seed, dtype, device, c.drafter)
         return packings.MadeParams(found.packing, source, share=share, quantized=quantized)
     for name, digest in kept.files.items():
         file = Path(kept.directory) / name

@@ -25,11 +25,11 @@ from g4ir.ops.attention import visible
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.resolve import find_dtype
 from g4ir.spec.record import Spec, load_spec, spec_names
-from g4ir.weights.checkpoint import WeightSource
+from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import existing_origin, find_model
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import random_weights as drawn_weights
 
-from .export import HeldWeights
+from .export import held_weights
 from .load import open_held
 from .module_tree import (
     ScaledEmbedding,
@@ -165,7 +165,7 @@ class TextModule(nn.Module):
 
     function: Callable[..., Any]
 
-    def __init__(self, spec: Spec, source: WeightSource, dtype: str, device: str) -> None:
+    def __init__(self, spec: Spec, source: Checkpoint, dtype: str, device: str) -> None:
         super().__init__()
         self.spec, kind = spec, torch_dtype(dtype)
         graphs = [build_graph(spec, phase, True, dtype) for phase in ("embed", "prefill")]
@@ -298,7 +298,7 @@ def module(
     if random_weights is not None and isinstance(model, str) and model in spec_names():
         model = load_spec(model)
     if isinstance(model, Spec):
-        drawn = RandomCheckpoint(model, random_weights or 0, torch_dtype(kind))
+        drawn = drawn_weights(model, random_weights or 0, torch_dtype(kind))
         return TextModule(model, drawn, kind, device)
     if random_weights is not None:
         raise InputError(f"random_weights goes with a variant or a spec; {model} has weights")
@@ -309,11 +309,11 @@ def module(
         source.close()
 
 
-def _with_weights(model: str | Path, dtype: str) -> tuple[Spec, WeightSource]:
+def _with_weights(model: str | Path, dtype: str) -> tuple[Spec, Checkpoint]:
     _, path = find_model(model, "random_weights=SEED")
     if (path / MANIFEST).is_file():
         engine = open_held(path)
-        return engine.spec, HeldWeights(engine)
+        return engine.spec, held_weights(engine)
     origin = existing_origin(path)
     spec = origin.spec()
     return spec, origin.open(spec, (), dtype)

@@ -36,10 +36,15 @@ from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress
+<<<<<<< HEAD
 from g4ir.weights.checkpoint import WeightSource
+=======
+from g4ir.ui.units import size_text
+from g4ir.weights.checkpoint import Checkpoint
+>>>>>>> weights
 from g4ir.weights.formats import is_coded
 from g4ir.weights.origin import CheckpointDirectory, Origin, find_origin, snapshot_of
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import random_weights
 
 from .reference import acting
 
@@ -116,21 +121,18 @@ def hf_model(
     """Return the transformers text model on weights of a checkpoint, or of the engine's seed,
     without the library that packed them; of quantised weights, what they mean."""
     dtype, seed = torch_dtype(engine.dtype), engine.facts.seed
-    source: WeightSource
     if origin is not None:
         source = open_weights(engine, origin, ())
     else:
         assert seed is not None
-        source = RandomCheckpoint(engine.spec, seed, dtype, device)
+        source = random_weights(engine.spec, seed, dtype, device)
     try:
         return _filled(engine.spec, source, dtype, device, attention)
     finally:
         source.close()
 
 
-def _filled(
-    spec: Spec, source: WeightSource, dtype: torch.dtype, device: str, attention: str
-) -> Any:
+def _filled(spec: Spec, source: Checkpoint, dtype: torch.dtype, device: str, attention: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = spec.to_hf()

@@ -26,7 +26,7 @@ from g4ir.plan.fit import device_memory
 from g4ir.plan.formats import cache_types
 from g4ir.spec.record import Spec
 from g4ir.ui.units import size_text
-from g4ir.weights.checkpoint import WeightSource
+from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import find_origin
 from g4ir.weights.pack import DEFAULT_PLACEMENT, MadeParams, Packing, open_table
 from g4ir.weights.random import random_weights
@@ -70,7 +70,7 @@ def plain_engine(engine: Engine, params: MadeParams) -> Engine:
     return replace(plain, program=program, runtime=runtime, tables=tables)
 
 
-def original_weights(engine: Engine, checkpoint: str | Path | None) -> WeightSource | None:
+def original_weights(engine: Engine, checkpoint: str | Path | None) -> Checkpoint | None:
     """Return the weights that an engine was built from: those of `checkpoint`, else the engine's
     own source, else those of its seed; None if nothing says what they were."""
     if checkpoint is not None:
@@ -81,7 +81,7 @@ def original_weights(engine: Engine, checkpoint: str | Path | None) -> WeightSou
     seed = engine.facts.seed
     if seed is None:
         return None
-    return random_weights(engine.spec, engine.drafter, seed, torch_dtype(engine.dtype))
+    return random_weights(engine.spec, seed, torch_dtype(engine.dtype), drafter=engine.drafter)
 
 
 def acting(engine: Engine) -> PassOptions:

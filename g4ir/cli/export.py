@@ -23,8 +23,6 @@ class Export(Verb):
     format: hf (default): config.json, safetensors, tokenizer
     dtype T: of weights: float32, bfloat16 or float16 (default: the engine's or the checkpoint's);
         with --format gguf: F32, F16, BF16 (default), Q8_0 or Q4_0
-    quant: quantised weights: none (default) dequantises them; keep writes the codes of matrices
-        as compressed-tensors
     """
 
     json: bool = False
@@ -32,7 +30,6 @@ class Export(Verb):
     out: str
     format: Literal["hf", "gguf"] = "hf"
     dtype: str | None = None
-    quant: Literal["none", "keep"] = "none"
     options: BuildOptions = options({"": "media", CHECKPOINT: "checkpoint mmproj adapter"})
     source: Source = flag(title=CHECKPOINT)
 
@@ -48,7 +45,7 @@ class Export(Verb):
             raise InputError(f"give MODEL: {what}")
         console.spec_warnings()
         how: dict[str, Any] = {"adapter": o.adapter, "mmproj": o.mmproj, "media": o.media}
-        how |= {"format": self.format, "dtype": self.dtype, "quant": self.quant}
+        how |= {"format": self.format, "dtype": self.dtype}
         with console.Progress() as progress:
             path = export(model, self.out, spec=self.source.load(), progress=progress, **how)
         return output(self.json, {"path": str(path), "format": self.format}, f"{path}\n")

@@ -341,24 +341,6 @@ _FIRST = 3
 _NEAR = 2.0**-6
 
 
-def on_grid(w: Any, codes: Any, scales: Any) -> int:
-    """Return how many groups of a weight are what their codes and scales mean in bf16, bit for bit:
-    nearly all of one that was trained for 4 bits, and hardly any of another."""
-    groups = [t.reshape(scales.numel(), -1) for t in (w, codes, scales)]
-    found = 0
-    for x, q, s in zip(*(t.split(PIECE // groups[0].shape[-1] + 1) for t in groups), strict=True):
-        # Few groups that are off it have such a first pair: the rest need no look.
-        near = _meant(x[:, :2], q[:, :1], s)
-        few = 2 * int(near.sum()) < len(near)
-        found += int(_meant(*((t[near] for t in (x, q, s)) if few else (x, q, s))).sum())
-    return found
-
-
-def _meant(w: Any, codes: Any, scales: Any) -> Any:
-    """Return whether each row of w is what its codes and its scale mean in bf16."""
-    return (dequantized(codes, scales, torch.bfloat16).to(w.dtype) == w).all(-1)
-
-
 def int4_scales(x: Any, dtype: Any, moments: Any = None) -> Any:
     """Return one scale [n, G] for each group of x [n, G, g].
 

@@ -38,11 +38,10 @@ from .match import tower_names
 from .tensorfile import FLOATS, TABLES, broken, quoted, read_header, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PART = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.default)?(?:\.weight)?")
+_PART = re.compile(r"(.+)\.lora_([AB])(?:\.default)?(?:\.weight)?")
 #: the experts of a layer: PEFT wraps their parameters (`target_parameters`) one within the other,
 #: and only shapes say which is which
 _EXPERTS = re.compile(r"(.+\.experts)(?:\.base_layer)*")
-BASE_LAYER = ".base_layer.weight"
 TIED = "the table of tokens is the head too (tie_word_embeddings is true), and an adapter changes"
 TIED += " one of them"
 MERGE = (
@@ -130,17 +129,14 @@ class Adapter:
             raise broken(place, f"{key}: expected a number above 0, found {quoted(value)}")
         return float(value)
 
-    def named(self, key: str) -> list[str]:
-        """Return the names of modules or parameters of a key; WeightsError if it has others."""
-        own = self.config.get(key) or []
+    @property
+    def target_parameters(self) -> list[str]:
+        """The names of parameters of experts; WeightsError if the config has others."""
+        own = self.config.get("target_parameters") or []
         if not isinstance(own, list) or not all(isinstance(name, str) and name for name in own):
-            raise broken(self.path / CONFIG, f"{key}: expected names, found {quoted(own)}")
+            what = f"target_parameters: expected names, found {quoted(own)}"
+            raise broken(self.path / CONFIG, what)
         return own
-
-    def saves(self, name: str, end: str) -> bool:
-        """Whether a tensor is of a module that is saved whole, as its name ends so."""
-        path = name.split(".")
-        return any(".".join(path[:i]).endswith(end) for i in range(1, len(path)))
 
 
 def lies_in(directory: Path) -> str | None:
@@ -162,9 +158,10 @@ def _merged(model: Checkpoint, spec: Spec, adapter: Adapter) -> Checkpoint:
     files, weights = Files(adapter.path, names), dict(model.weights)
     ignored: dict[str, str] = {}
     changes = [*_changes(spec, adapter, files)]
-    for name in adapter.named("target_parameters"):
+    for name in adapter.target_parameters:
         if not any(c.bare.endswith(name.rpartition(".")[2]) for c in changes):
-            raise _absent(adapter, "target_parameters", name)
+            what = f"target_parameters: {quoted(name)} has no tensors in {WEIGHTS}"
+            raise broken(adapter.path / CONFIG, what, "fix: save the adapter again")
     for change in changes:
         bare, why = change.bare, change.why
         if not why and bare not in weights:
@@ -199,25 +196,15 @@ class _Change:
 
 
 def _changes(spec: Spec, adapter: Adapter, files: Files) -> Iterator[_Change]:
-    """Yield all changes, modules that are saved whole first: sums are made of these."""
-    modules: dict[tuple[str, bool], dict[str, Found]] = {}
-    saved = adapter.named("modules_to_save")
-    for end in saved:
-        if not any(adapter.saves(n, end) for n in files.names if not _PART.fullmatch(n)):
-            raise _absent(adapter, "modules_to_save", end)
+    modules: dict[str, dict[str, Found]] = {}
     for name, found in files.names.items():
-        if match := _PART.fullmatch(name):
-            modules.setdefault((match[1], bool(match[2])), {})[match[3]] = found
-        elif name.endswith(BASE_LAYER) or any(adapter.saves(name, end) for end in saved):
-            bare, shape, why = _target(spec, adapter, name.replace(".base_layer", ""), found)
-            require(found, FLOATS, shape)
-            factor = 1.0 if name.endswith(BASE_LAYER) else adapter.factor
-            yield _Change(bare, why, (found,), partial(_saved, files, found, factor))
-        else:
+        match = _PART.fullmatch(name)
+        if match is None:
             raise wrong(found, "no A or B of a plain LoRA", MERGE)
+        modules.setdefault(match[1], {})[match[2]] = found
     if not files.names:
         raise broken(adapter.weights, "has no tensor")
-    for (module, embedding), parts in modules.items():
+    for module, parts in modules.items():
         first = next(iter(parts.values()))
         if parts.keys() != {"A", "B"}:
             raise wrong(first, f"is there without its {'A' if 'B' in parts else 'B'}")
@@ -226,36 +213,16 @@ def _changes(spec: Spec, adapter: Adapter, files: Files) -> Iterator[_Change]:
             yield _change_of_experts(spec, adapter, files, match[1], (b, a))
             continue
         bare, shape, why = _target(spec, adapter, f"{module}.weight", first)
-        _check_factors(a, b, shape[::-1] if embedding else shape, shape)
+        _check_factors(a, b, shape)
         scale = adapter.scale(module, a[1].shape[0])
-        low = (a, b) if embedding else (b, a)
-        yield _Change(bare, why, (a, b), partial(_sum, files, low, embedding, scale))
-
-
-def _absent(adapter: Adapter, key: str, name: str) -> WeightsError:
-    what = f"{key}: {quoted(name)} has no tensors in {WEIGHTS}"
-    return broken(adapter.path / CONFIG, what, "fix: save the adapter again")
-
-
-def _saved(
-    files: Files, found: Found, factor: float, own: Part, rows: torch.Tensor | None
-) -> torch.Tensor:
-    """Return values that the adapter has, or a share, its factor, of the way to them."""
-    saved = files.rows(found, rows).float()
-    return saved if factor == 1 else own(rows).float().lerp(saved, factor)
+        yield _Change(bare, why, (a, b), partial(_sum, files, (b, a), scale))
 
 
 def _sum(
-    files: Files,
-    low: tuple[Found, Found],
-    embedding: bool,
-    scale: float,
-    own: Part,
-    rows: torch.Tensor | None,
+    files: Files, low: tuple[Found, Found], scale: float, own: Part, rows: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return values, or `rows` of them, plus B [N, r] @ A [r, K]; transposed for a table [K, N]."""
+    """Return values, or `rows` of them, plus B [N, r] @ A [r, K]."""
     left, right = (files.rows(part).float() for part in low)
-    left, right = (left.T, right.T) if embedding else (left, right)
     left = left if rows is None else left.index_select(0, rows)
     return own(rows).float() + scale * (left @ right)
 
@@ -325,9 +292,9 @@ def _target(spec: Spec, adapter: Adapter, name: str, found: Found) -> tuple[str,
     )
 
 
-def _check_factors(a: Found, b: Found, product: Shape, shape: Shape) -> None:
-    """Raise WeightsError unless A is [r, K] and B [N, r] of a product [N, K]."""
-    outer, inner = product if len(product) == 2 else (0, 0)
+def _check_factors(a: Found, b: Found, shape: Shape) -> None:
+    """Raise WeightsError unless A is [r, K] and B [N, r] of a weight [N, K]."""
+    outer, inner = shape if len(shape) == 2 else (0, 0)
     rank = a[1].shape[0] if a[1].shape else 0
     for part, want in ((a, (rank, inner)), (b, (outer, rank))):
         if part[1].shape != want or part[1].dtype not in FLOATS or not rank:

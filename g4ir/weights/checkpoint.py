@@ -8,13 +8,22 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from g4ir.errors import InputError, WeightsError
-from g4ir.model.names import CODES, FINAL_NORM, HEAD, NORM, ORDER, SCALES, TOKEN_TABLE
+from g4ir.model.names import (
+    CODES,
+    FINAL_NORM,
+    HEAD,
+    NORM,
+    OF_DRAFTER,
+    ORDER,
+    SCALES,
+    TOKEN_TABLE,
+)
 from g4ir.model.tensors import CLIP_BOUNDS, media_tensors
 from g4ir.ops.types import torch
 from g4ir.quant.recipe import Scheme
@@ -45,42 +54,6 @@ INDEX_LIMIT = 100_000_000  # bytes
 LEAST_MEAN, FEW, MANY = 0.5, 0.01, 0.05
 
 
-class WeightSource(Protocol):
-    """Where parameters come from: a checkpoint, or random values. Names have no prefix."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the embedding table; of the final norm if the table is quantised."""
-
-    @property
-    def ignored(self) -> Mapping[str, str]:
-        """Tensors present and not used -> why."""
-        return {}
-
-    @property
-    def defaults(self) -> Mapping[str, float]:
-        """Tensors absent -> the value used instead."""
-        return {}
-
-    @property
-    def forms(self) -> Mapping[str, Scheme]:
-        """Quantised weight -> how. `X.codes` and `X.scales` of such a weight X are tensors
-        (ops/codecs.py says their layout); X itself is what they mean, in f32."""
-        return {}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor; do not write to it."""
-
-    def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows `ids` (any shape, int) of a 2-D tensor: shape [*ids.shape, columns]."""
-
-    def release(self, name: str) -> None:
-        """Give a tensor's memory back: the caller is done with it for now."""
-
-    def close(self) -> None:
-        """End all reads; tensors handed out stay valid."""
-
-
 def check_norms(spec: Spec, found: Checkpoint, place: Path, stored: float = 0.0) -> None:
     """Raise WeightsError where norms that are stored about zero hold 1 + w instead, or w in a file
     that should hold w + `stored`. Weights that could be either are taken."""
@@ -100,17 +73,26 @@ def check_norms(spec: Spec, found: Checkpoint, place: Path, stored: float = 0.0)
     )
 
 
+class Closes(Protocol):
+    """What a checkpoint reads from; tensors handed out stay valid."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint that fits its spec. Names carry no prefix."""
+    """Weights that fit a spec: of files, of an engine, or random. Names carry no prefix."""
 
     directory: Path
     weights: Mapping[str, StoredWeight]  # live tensors only
+    #: of the embedding table; of the final norm if the table is quantised
     dtype: torch.dtype
-    headers: tuple[Header, ...]
-    ignored: Mapping[str, str]
-    defaults: Mapping[str, float]
-    opened: tuple[Files, ...] = ()
+    headers: tuple[Header, ...] = ()
+    #: tensors present and not used -> why
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    #: tensors absent -> the value used instead
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    opened: tuple[Closes, ...] = ()
     #: the file that says what codes mean, where it is not that of the weights
     stated: Path | None = None
 
@@ -157,13 +139,24 @@ class Checkpoint:
 
     @property
     def forms(self) -> Mapping[str, Scheme]:
+        """Quantised weight -> how. `X.codes` and `X.scales` of such a weight X are tensors
+        (ops/codecs.py says their layout); X itself is what they mean, in f32."""
         return {name: w.scheme for name, w in self.weights.items() if w.scheme}
 
     @property
     def files(self) -> tuple[tuple[Path, int], ...]:
         return tuple((header.path, header.size) for header in self.headers)
 
+    def with_drafter(self, drafter: Checkpoint) -> Checkpoint:
+        """Return the weights of both: `draft.NAME` is the drafter's tensor NAME."""
+        parts = {}
+        for part in ("weights", "ignored", "defaults"):
+            scoped = {f"{OF_DRAFTER}{name}": x for name, x in getattr(drafter, part).items()}
+            parts[part] = {**getattr(self, part), **scoped}
+        return replace(self, **parts, opened=(*self.opened, *drafter.opened))
+
     def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor; do not write to it."""
         if name in self.defaults:
             shape = () if name.endswith(CLIP_BOUNDS) else (1,)
             return torch.full(shape, self.defaults[name], dtype=self.dtype)
@@ -171,16 +164,19 @@ class Checkpoint:
         return weight.parts[suffix](None)
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows `ids` (any shape, int) of a 2-D tensor: shape [*ids.shape, columns]."""
         weight, suffix = self._find(name)
         check_rows(name.removesuffix(suffix), weight.shape, ids)
         made = weight.parts[suffix](ids.reshape(-1).cpu())
         return made.view(*ids.shape, made.shape[-1])
 
     def release(self, name: str) -> None:
+        """Give a tensor's memory back: the caller is done with it for now."""
         if weight := self.weights.get(_split(name)[0]):
             weight.release()
 
     def close(self) -> None:
+        """End all reads; tensors handed out stay valid."""
         for files in self.opened:
             files.close()
 
@@ -188,7 +184,7 @@ class Checkpoint:
         stem, suffix = _split(name)
         weight = self.weights.get(stem)
         if weight is None or suffix not in weight.parts:
-            raise WeightsError(f"{self.directory}: no text tensor {quoted(name)} in the spec")
+            raise WeightsError(f"{self.directory}: no tensor {quoted(name)} in the spec")
         return weight, suffix
 
 

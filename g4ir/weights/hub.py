@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import errno
 import re
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 from g4ir.errors import G4Error, InputError, MissingError
 from g4ir.ui.files import free_bytes
 from g4ir.ui.paths import hub_cache
-from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 
 from .checkpoint import CONFIG, GGUF
@@ -24,8 +22,6 @@ from .origin import cache_folder
 #: files of a checkpoint: weights come last, so that a snapshot with weights is whole
 SMALL = re.compile(r"[^/]+\.(json|jinja|model)")
 WEIGHTS = re.compile(r"[^/]+\.safetensors")
-#: seconds between two messages of progress
-PERIOD_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -61,12 +57,12 @@ class Download:
             f"{size_text(self.free)} free in {hub_cache()}; licence: {self.page}{accept}"
         )
 
-    def fetch(self, progress: Progress) -> Path:
-        """Download the files that are absent; return the snapshot. MissingError if the disk has no
-        room, or the hub does not give the files."""
+    def fetch(self) -> Path:
+        """Download the files that are absent, with the library's own progress; return the snapshot.
+        MissingError if the disk has no room, or the hub does not give the files."""
         if self.absent > self.free:
             raise MissingError(f"{self}; make room, or give HF_HOME a folder with more")
-        with _errors(self.hub_id, self.revision) as hub, self._shown(progress):
+        with _errors(self.hub_id, self.revision) as hub:
             api, where = hub.HfApi(), {"revision": self.commit, "cache_dir": hub_cache()}
             for name in self.files:
                 api.hf_hub_download(self.hub_id, name, **where)
@@ -74,29 +70,6 @@ class Download:
         ref.parent.mkdir(parents=True, exist_ok=True)
         ref.write_text(self.commit)  # last: a snapshot that is named is whole
         return self._snapshot
-
-    @contextmanager
-    def _shown(self, progress: Progress) -> Iterator[None]:
-        blobs, total = cache_folder(self.hub_id) / "blobs", sum(self.files.values())
-        ended = threading.Event()
-
-        def watch() -> None:
-            while not ended.wait(PERIOD_S):
-                there = 0
-                for file in blobs.glob("*"):
-                    with suppress(OSError):  # renamed meanwhile, as it is whole
-                        there += file.stat().st_size
-                done = f"{size_text(min(there, total))} of {size_text(total)}"
-                progress(f"downloading {self.hub_id}: {done}")
-
-        progress(f"downloading {self.hub_id}")
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            watcher.join()
 
 
 def look_up(hub_id: str, revision: str | None = None) -> Download:
@@ -122,10 +95,10 @@ def look_up(hub_id: str, revision: str | None = None) -> Download:
 
 @contextmanager
 def _errors(hub_id: str, revision: str) -> Iterator[Any]:
-    """A context that yields huggingface_hub without its own progress, and says what it raises."""
+    """A context that yields huggingface_hub, and says what it raises."""
     try:
         import huggingface_hub as hub
-        from huggingface_hub import errors, utils
+        from huggingface_hub import errors
     except ImportError:
         fix = "pip install huggingface_hub"
         raise MissingError(
@@ -148,8 +121,6 @@ def _errors(hub_id: str, revision: str) -> Iterator[Any]:
             f"{hub_id} is not in the local cache, and HF_HUB_OFFLINE forbids downloads: unset it"
         ),
     }
-    shown = utils.are_progress_bars_disabled()
-    utils.disable_progress_bars()
     try:
         yield hub
     except Exception as e:
@@ -164,6 +135,3 @@ def _errors(hub_id: str, revision: str) -> Iterator[Any]:
         first = (str(cause).splitlines() or [type(cause).__name__])[0]
         fix = "try again: complete files are kept"
         raise MissingError(f"{hub_id}: {endpoint} gave no file ({first}); {fix}") from None
-    finally:
-        if not shown:
-            utils.enable_progress_bars()

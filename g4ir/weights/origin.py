@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,11 +32,9 @@ from .checkpoint import (
 )
 from .formats.base import plain_name
 from .gguf.checkpoint import open_gguf, with_towers
-from .gguf.container import TOWERS, Container, read_container
+from .gguf.container import Container, read_container
 from .gguf.metadata import GENERATION_KEYS, SPEC_ONLY, read_spec, side_files
 from .tensorfile import quoted
-
-log = logging.getLogger(__name__)
 
 #: of the hub, as on the command line; other words are paths
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -133,33 +130,20 @@ class GgufFile:
     def extractor(self) -> Mapping[str, Any] | None:
         return None
 
-    @cached_property
-    def whole(self) -> bool:
-        return any(name.startswith(TOWERS) for name in self.container.tensors)
-
     def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:
-        described = spec.vision is not None or spec.audio is not None
-        if self.towers or (self.whole and described):
-            return asked
         words = asked.split(",") if isinstance(asked, str) else asked
         wanted = [w for w in words if w.strip() not in ("", "all", "none")]
-        what, fix = "holds the text model alone", "give the file of its towers too, --mmproj FILE"
-        if self.whole:
-            what = "holds its towers, and not all of how they compute"
-            fix = "give --variant or --spec too"
-        if wanted:
-            fix += ", or leave the option out"
+        if wanted and not self.towers:
+            fix = "give the file of its towers too, --mmproj FILE, or leave the option out"
+            what = "is read as the text model alone"
             raise InputError(f"--media {','.join(wanted)[:80]}: {self.path} {what}; {fix}")
-        if self.whole and "none" not in words:
-            log.warning("%s %s: they are left out; %s", self.path, what, fix)
-        return "none"
+        return asked if self.towers else "none"
 
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
-        found, kinds = open_gguf(self.container, spec, dtype), tuple(kinds)
-        if not kinds and not self.towers:
+        found = open_gguf(self.container, spec, dtype)
+        if not self.towers:
             return found
-        file = read_container(self.towers) if self.towers else self.container
-        return with_towers(found, file, spec, kinds, dtype, own=not self.towers)
+        return with_towers(found, read_container(self.towers), spec, kinds, dtype)
 
 
 Origin = CheckpointDirectory | GgufFile
@@ -185,9 +169,9 @@ def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origi
         raise InputError(f"{path}: no such directory")
     if mmproj is None:
         return found
-    if not isinstance(found, GgufFile) or found.whole:
-        own = "holds" if isinstance(found, GgufFile) else "is no GGUF file, and has"
-        raise InputError(f"--mmproj {mmproj}: {path} {own} its own towers; leave the option out")
+    if not isinstance(found, GgufFile):
+        what = "is no GGUF file, and has its own towers"
+        raise InputError(f"--mmproj {mmproj}: {path} {what}; leave the option out")
     if not Path(mmproj).is_file():
         raise InputError(f"--mmproj {mmproj}: no such file")
     return replace(found, towers=Path(mmproj))

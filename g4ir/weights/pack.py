@@ -16,7 +16,7 @@ from g4ir.ir.rewrite import drop_dead, split_prologue
 from g4ir.model.media import Media
 from g4ir.model.names import CODES, SCALES, checkpoint_name
 from g4ir.model.text import build_program
-from g4ir.ops.codecs import by_rows, from_tiles, on_grid
+from g4ir.ops.codecs import by_rows, from_tiles
 from g4ir.ops.finite import cast
 from g4ir.ops.quant import quantize
 from g4ir.ops.types import TORCH_NAMES, dtype_name, torch, torch_dtype
@@ -29,7 +29,7 @@ from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 
 from . import tensorfile
-from .checkpoint import WeightSource
+from .checkpoint import Checkpoint
 from .formats.base import Files
 
 #: `mmap` maps a table up to this size whole (or makes it), and reads a larger one row by row
@@ -126,9 +126,7 @@ class MadeParams:
     """Params made on demand from a checkpoint or from a seed."""
 
     packing: Packing
-    source: WeightSource
-    #: where it is to be known how weights lie on a 4-bit grid: name -> groups that do, groups
-    grids: dict[str, tuple[int, int]] | None = None
+    source: Checkpoint
     #: of several ranks, the one whose params they are
     share: Share | None = None
     #: second moments of the inputs of calibrated weights, by param of the whole model: as many axes
@@ -169,29 +167,14 @@ class MadeParams:
     def _begun(self, param: str) -> Graph:
         """Return a recipe that is about to be run, of whose results none is held."""
         self._made.clear()
-        recipe, grids = self.packing.recipe(param), self.grids or {}
-        for n in recipe.find("quantize"):
-            grids.pop(n["w"].name, None)
-        return recipe
+        return self.packing.recipe(param)
 
     def _results(
         self, recipe: Graph, read: Callable[[str], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        seen = {v.name: self._given(v, read) for v in recipe.params}
-
-        def keep(v: Value, t: torch.Tensor) -> None:
-            seen[v.name] = t
-
-        watch = None if self.grids is None else keep
-        made: dict[str, torch.Tensor]
-        made = interpret(recipe, {}, dict(seen), {}, watch, self._run)[0]
+        given = {v.name: self._given(v, read) for v in recipe.params}
+        made: dict[str, torch.Tensor] = interpret(recipe, {}, given, {}, run=self._run)[0]
         self._require_finite(recipe, made)
-        for n in recipe.find("quantize"):
-            if self.grids is not None and n.word("form") == "int4":
-                w, codes, scales = (seen[v.name] for v in (n["w"], *n.outputs))
-                exact, groups = self.grids.get(n["w"].name, (0, 0))
-                own = exact + on_grid(w, codes, scales), groups + scales.numel()
-                self.grids[n["w"].name] = own
         return made
 
     def _run(self, n: Node, tensors: list[Any]) -> tuple[Any, ...]:

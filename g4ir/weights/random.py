@@ -14,21 +14,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from math import prod, sqrt
-from typing import Any
+from pathlib import Path
 
 import torch
 
 from g4ir.errors import InputError
 from g4ir.model.media import KINDS
-from g4ir.model.names import NORM, OF_DRAFTER, ORDER
+from g4ir.model.names import NORM, ORDER
 from g4ir.model.tensors import media_tensors, text_tensors
-from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
-from g4ir.weights.checkpoint import WeightSource, check_rows
+from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.formats.base import StoredWeight
 from g4ir.weights.tensorfile import TABLES
 
 Shape = tuple[int, ...]
@@ -104,7 +102,6 @@ def random_rows(
 ) -> torch.Tensor:
     """Make rows `row_ids` (any shape) of the 2-D tensor: [*row_ids.shape, columns], bit for bit."""
     centre, scale = _scale(name, shape, 0.0)
-    check_rows(name, shape, row_ids)
     columns = shape[1]
     ids = row_ids.reshape(-1).to(device=device, dtype=torch.int64)
     out = torch.empty((ids.numel(), columns), dtype=dtype, device=device)
@@ -171,90 +168,35 @@ def _finish(x: torch.Tensor) -> torch.Tensor:
     return _xorshift(x, 16, scratch)
 
 
-@dataclass(frozen=True)
-class RandomCheckpoint(WeightSource):
-    """A WeightSource of random values for every tensor of a spec; holds no memory."""
-
-    spec: Spec
-    seed: int
-    dtype: torch.dtype = torch.bfloat16
-    device: torch.device | str = "cpu"
-
-    def tensor(self, name: str) -> torch.Tensor:
-        dtype = torch.float32 if name == ORDER else self.dtype
-        shape = self._shape(name)
-        shift = norm_shift(self.spec, name, shape)
-        made = random_tensor(self.seed, name, shape, dtype, self.device, shift)
-        return made.argsort(stable=True) if name == ORDER else made
-
-    def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        return random_rows(self.seed, name, self._shape(name), ids, self.dtype, self.device)
-
-    def release(self, name: str) -> None:
-        """Do nothing: nothing is held."""
-
-    def close(self) -> None:
-        """Do nothing: nothing is held."""
-
-    def _shape(self, name: str) -> Shape:
-        if name not in self._shapes:
-            raise InputError(f"spec {self.spec.name} has no tensor {name!r}")
-        return self._shapes[name]
-
-    @cached_property
-    def _shapes(self) -> Mapping[str, Shape]:
-        return text_tensors(self.spec) | media_tensors(self.spec, KINDS)
-
-
-@dataclass(frozen=True)
-class WithDrafter:
-    """A WeightSource of two: `draft.NAME` is the drafter's tensor NAME."""
-
-    model: WeightSource
-    drafter: WeightSource
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
-    @property
-    def ignored(self) -> Mapping[str, str]:
-        return {**self.model.ignored, **_scoped(self.drafter.ignored)}
-
-    @property
-    def defaults(self) -> Mapping[str, float]:
-        return {**self.model.defaults, **_scoped(self.drafter.defaults)}
-
-    @property
-    def forms(self) -> Mapping[str, Scheme]:
-        return self.model.forms
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._of(name).tensor(name.removeprefix(OF_DRAFTER))
-
-    def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        return self._of(name).rows(name.removeprefix(OF_DRAFTER), ids)
-
-    def release(self, name: str) -> None:
-        self._of(name).release(name.removeprefix(OF_DRAFTER))
-
-    def close(self) -> None:
-        self.model.close()
-        self.drafter.close()
-
-    def _of(self, name: str) -> WeightSource:
-        return self.drafter if name.startswith(OF_DRAFTER) else self.model
-
-
-def _scoped(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{OF_DRAFTER}{name}": value for name, value in values.items()}
-
-
 def random_weights(
-    spec: Spec, drafter: Spec | None, seed: int, dtype: torch.dtype, device: str = "cpu"
-) -> WeightSource:
-    """Return the weights that a seed gives a model, and its drafter if it has one."""
-    model = RandomCheckpoint(spec, seed, dtype, device)
-    if drafter is None:
-        return model
-    return WithDrafter(model, RandomCheckpoint(drafter, seed, dtype, device))
+    spec: Spec,
+    seed: int,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    drafter: Spec | None = None,
+) -> Checkpoint:
+    """Return random values for every tensor of a spec, and of its drafter if it has one; holds no
+    memory."""
+    weights = {
+        name: StoredWeight(shape, {"": partial(_values, spec, seed, name, shape, dtype, device)})
+        for name, shape in (text_tensors(spec) | media_tensors(spec, KINDS)).items()
+    }
+    made = Checkpoint(Path(f"random weights of {spec.name}"), weights, dtype)
+    return made.with_drafter(random_weights(drafter, seed, dtype, device)) if drafter else made
+
+
+def _values(
+    spec: Spec,
+    seed: int,
+    name: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    rows: torch.Tensor | None,
+) -> torch.Tensor:
+    if rows is not None:
+        return random_rows(seed, name, shape, rows, dtype, device)
+    shift = norm_shift(spec, name, shape)
+    if name == ORDER:
+        return random_tensor(seed, name, shape, torch.float32, device, shift).argsort(stable=True)
+    return random_tensor(seed, name, shape, dtype, device, shift)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import lru_cache, partial
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,11 @@ from g4ir.ui.files import check_folder, check_room, new_folder, write_file
 from g4ir.ui.progress import Progress, no_progress
 
 from . import tensorfile
-from .checkpoint import CONFIG, INDEX, SINGLE, WeightSource
-from .formats import compress
-from .formats.base import KEY
+from .checkpoint import CONFIG, INDEX, SINGLE, Checkpoint
 from .match import tower_names
 from .random import random_tensor
 from .tensorfile import FileTensor, Made, code_of, in_shards
 
-log = logging.getLogger(__name__)
 #: elements of a table that are made together
 PIECE = 1 << 24
 
@@ -35,7 +31,7 @@ PIECE = 1 << 24
 def write_checkpoint(
     directory: Path,
     spec: Spec,
-    source: WeightSource,
+    source: Checkpoint,
     *,
     shards: int | None = None,
     prefix: str | None = None,
@@ -43,7 +39,6 @@ def write_checkpoint(
     config: bool = True,
     media: Iterable[str] = (),
     dtype: torch.dtype | None = None,
-    coded: bool = False,
     side_files: Mapping[str, bytes] | None = None,
     progress: Progress = no_progress,
 ) -> Path:
@@ -52,8 +47,7 @@ def write_checkpoint(
     `shards`: files of weights, by default as many as `in_shards` makes; `prefix` defaults to
     what transformers uses for that config. `dead` adds the unused K/V of KV-shared layers, as the
     hub's files have them; `media` the towers of these kinds; what the source has defaults for is
-    left out. `coded` keeps quantised weights as compressed-tensors where that has a name for their
-    scheme; all else has `dtype`, by default the source's, and are made one after the other.
+    left out. Tensors have `dtype`, by default the source's, and are made one after the other.
     WeightsError if the directory is not empty, or the disk has no room."""
     check_empty(directory)
     values = spec.to_hf() if config else {}
@@ -61,12 +55,7 @@ def write_checkpoint(
     prefix = prefix or ("model." if alone else "model.language_model.")
     dtype = dtype or source.dtype
     names = _names(spec, source, prefix, media)
-    kept = _kept(names, source) if coded else []
-    tensors = _tensors(names, source, dtype, kept)
-    if kept and config:
-        schemes = {name: source.forms[names[name][0]] for name in kept}
-        matrices = [name for name, (_, shape) in names.items() if len(shape) > 1]
-        values[KEY] = compress.config(schemes, matrices)
+    tensors = _tensors(names, source, dtype)
     if dead:
         tensors |= _dead(spec, dtype, prefix)
     check_room(directory, sum(t.nbytes for t in tensors.values()))
@@ -96,7 +85,7 @@ def check_empty(path: Path) -> None:
 
 
 def _names(
-    spec: Spec, source: WeightSource, prefix: str, media: Iterable[str]
+    spec: Spec, source: Checkpoint, prefix: str, media: Iterable[str]
 ) -> dict[str, tuple[str, Shape]]:
     """Return the names of a checkpoint's tensors -> those without a prefix, and shapes."""
     text, towers = text_tensors(spec), media_tensors(spec, media)
@@ -105,54 +94,24 @@ def _names(
     return {name: found for name, found in names.items() if found[0] not in source.defaults}
 
 
-def _kept(names: Mapping[str, tuple[str, Shape]], source: WeightSource) -> list[str]:
-    """Return the weights that stay in codes. Warns of codes that have no name there."""
-    forms = source.forms
-    coded = {name: found for name, found in names.items() if found[0] in forms}
-    named = [n for n, (bare, shape) in coded.items() if compress.has_name(n, shape, forms[bare])]
-    kept = compress.whole_experts(named)
-    if others := coded.keys() - kept:
-        kinds = ", ".join(sorted({forms[coded[name][0]].form for name in others}))
-        what = (
-            "%d weights in %s are dequantised (%s, ...): tables, or no scheme of compressed-tensors"
-        )
-        log.warning(what, len(others), kinds, min(others))
-    return kept
-
-
 def _tensors(
-    names: Mapping[str, tuple[str, Shape]],
-    source: WeightSource,
-    dtype: torch.dtype,
-    kept: Collection[str],
+    names: Mapping[str, tuple[str, Shape]], source: Checkpoint, dtype: torch.dtype
 ) -> dict[str, FileTensor]:
     """Return the tensors of a checkpoint by their names there."""
-    part = lru_cache(maxsize=2)(source.tensor)  # experts are parts of one
-    scale, out = dtype_name(source.dtype), dict[str, FileTensor]()
+    out: dict[str, FileTensor] = {}
     for name, (bare, shape) in names.items():
-        if name in kept:
-            parts = partial(_part, part, bare)
-            out |= compress.stored(name, shape, source.forms[bare], scale, parts)
-        else:
-            code = "I64" if bare == ORDER else code_of(dtype)
-            make, release = (
-                partial(_made, source, bare, shape, dtype),
-                partial(source.release, bare),
-            )
-            out[name] = FileTensor(code, shape, make, release)
+        code = "I64" if bare == ORDER else code_of(dtype)
+        make = partial(_made, source, bare, shape, dtype)
+        out[name] = FileTensor(code, shape, make, partial(source.release, bare))
     return out
 
 
-def _part(read: Callable[[str], torch.Tensor], bare: str, suffix: str) -> torch.Tensor:
-    return read(f"{bare}{suffix}")
-
-
-def _made(source: WeightSource, name: str, shape: Shape, dtype: torch.dtype) -> Made:
+def _made(source: Checkpoint, name: str, shape: Shape, dtype: torch.dtype) -> Made:
     kind = dtype_name(dtype)
     return (x if name == ORDER else cast(x, kind, name) for x in in_pieces(source, name, shape))
 
 
-def in_pieces(source: WeightSource, name: str, shape: Shape) -> Iterator[torch.Tensor]:
+def in_pieces(source: Checkpoint, name: str, shape: Shape) -> Iterator[torch.Tensor]:
     """Yield a tensor, an embedding table some rows at a time: it may be half of a model."""
     if name not in (TOKEN_TABLE, PLE_TABLE):
         yield source.tensor(name)

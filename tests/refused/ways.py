@@ -24,7 +24,7 @@ from g4ir.ir.text import parse_graph
 from g4ir.ops import OPS
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.checkpoint import Checkpoint
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import random_weights
 from g4ir.weights.tensorfile import read_header
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import BUILD, built, plain_checkpoint, refused, text_checkpoint
@@ -234,7 +234,7 @@ def checkpoint(
 ) -> Any:
     """A directory that is changed, read as a variant with other fields."""
     made = load_spec(variant)
-    source = RandomCheckpoint(made, 1, torch.bfloat16)
+    source = random_weights(made, 1, torch.bfloat16)
     folder = write_checkpoint(world.here / "c", made, source, shards=shards, config=False)
     _change(folder, {"config.json": "{}"}, **changes)
     values = yaml.safe_load(load_spec(read or variant).to_yaml())

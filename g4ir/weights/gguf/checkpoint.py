@@ -1,19 +1,17 @@
 """Opens GGUF files as a checkpoint of a spec.
 
 Plain tensors are views of the mapped file; blocks are converted when they are read, of a table only
-the rows in use. Towers are in a file of their own (`mmproj`), as llama.cpp's converter writes it,
-or in the text model's, as ollama's does; tensors of another layout are put back.
+the rows in use. Towers are in a file of their own (`mmproj`), as llama.cpp's converter writes it;
+tensors of another layout are put back.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from math import isqrt
 from typing import Any
 
@@ -33,7 +31,6 @@ from g4ir.weights.tensorfile import FLOATS, broken, quoted
 from .blocks import CODED, DENSE, Part, by_pieces
 from .container import (
     HALVES,
-    KIND,
     ROPE,
     TABLES,
     TOWERS,
@@ -41,7 +38,6 @@ from .container import (
     Container,
     Tensor,
     architecture,
-    fused_parts,
     known_names,
     shortest,
 )
@@ -58,7 +54,7 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
     live, ignored, problems = _sorted(file, spec)
     names = known_names(spec.text.num_hidden_layers)
     stored = {bare: name for name, bare in reversed(names.items())}
-    defaults = _checked(file, spec, live, text_tensors(spec), problems, stored, {})
+    defaults = _checked(file, spec, live, text_tensors(spec), problems, stored)
     dense = Counter(t.stored.name for ts in live.values() for t in ts if t.stored.name in DENSE)
     if dense:
         shown = ", ".join(f"{n} of {kind}" for kind, n in sorted(dense.items()))
@@ -97,12 +93,11 @@ def _checked(
     shapes: Mapping[str, Shape],
     problems: list[Mismatch],
     stored: Mapping[str, str],
-    values: Mapping[str, float],
     fix: str = "gguf",
 ) -> dict[str, float]:
-    """Return the defaults of absent tensors, `values` first. WeightsError for these problems, for
-    tensors that are missing (under their `stored` names), and for types and shapes that differ."""
-    absent = {n: values.get(n, absent_value(n)) for n in shapes if n not in live}
+    """Return the defaults of absent tensors. WeightsError for these problems, for tensors that are
+    missing (under their `stored` names), and for types and shapes that differ."""
+    absent = {n: absent_value(n) for n in shapes if n not in live}
     for bare in (name for name, value in absent.items() if value is None):
         text = f"missing: expected shape {[*shapes[bare]]}"
         own = "tie" if bare == HEAD else fix
@@ -120,10 +115,10 @@ def _sorted(
     """Sort the tensors into live (by the checkpoint's name), ignored (name -> why), and unknown."""
     known, dead = known_names(spec.text.num_hidden_layers), dead_tensors(spec)
     valid = text_tensors(spec)
-    tensors, problems = _unfused(file, spec)
+    problems: list[Mismatch] = []
     places: dict[str, list[str]] = {}
     ignored: dict[str, str] = {}
-    for name in tensors:
+    for name in file.tensors:
         bare = known.get(name, "")
         if bare in valid:
             places.setdefault(bare, []).append(name)
@@ -141,36 +136,8 @@ def _sorted(
         if len(names) != len({second(n) for n in names}):
             problems.append(_mismatch(file, names[1], f"the same weight as {quoted(names[0])}"))
         names.sort(key=second)
-    live = {bare: tuple(tensors[n] for n in names) for bare, names in places.items()}
+    live = {bare: tuple(file.tensors[n] for n in names) for bare, names in places.items()}
     return live, ignored, problems
-
-
-def _unfused(file: Container, spec: Spec) -> tuple[dict[str, Tensor], list[Mismatch]]:
-    """Return the tensors, a fused one as the matrices whose rows it holds."""
-    known = known_names(spec.text.num_hidden_layers)
-    live = text_tensors(spec)
-    possible = dead_tensors(spec) | live
-    out: dict[str, Tensor] = {}
-    problems = []
-    for name, tensor in file.tensors.items():
-        parts = {p: possible[known[p]][0] for p in fused_parts(name) if known.get(p) in possible}
-        if parts and tensor.shape[0] != sum(parts.values()):  # without K and V that none reads
-            parts = {part: rows for part, rows in parts.items() if known[part] in live}
-        if not parts:
-            out[name] = tensor
-        elif len(tensor.shape) != 2 or tensor.shape[0] != sum(parts.values()):
-            rows = " and ".join(f"{rows} of {part}" for part, rows in parts.items())
-            text = f"expected the rows of several matrices, {rows}, found {list(tensor.shape)}"
-            problems.append(_mismatch(file, name, text))
-        elif twice := next((part for part in parts if part in file.tensors), None):
-            problems.append(
-                _mismatch(file, name, f"holds rows of {quoted(twice)}, which is there too")
-            )
-        else:
-            starts = accumulate(parts.values(), initial=0)
-            for (part, count), start in zip(parts.items(), starts, strict=False):
-                out[part] = tensor.rows(name, start, count)
-    return out, problems
 
 
 def _misfits(tensors: Tensors, wanted: Shape, fix: str) -> Iterator[Mismatch]:
@@ -249,8 +216,6 @@ class Blocks:
 
 #: bound of a clipped linear -> its param's
 _BOUNDS = {bound: bound.replace("put_", "_") for bound in CLIP_BOUNDS}
-#: the bounds of all clipped linears of the vision tower once more, then four of the projector
-CLAMPS = "v.clamp_data"
 
 
 def with_towers(
@@ -259,81 +224,37 @@ def with_towers(
     spec: Spec,
     kinds: Iterable[str],
     dtype: str,
-    own: bool = False,
 ) -> Checkpoint:
-    """Return a checkpoint that holds the towers of these kinds of media too; reads no tensor data.
-    `own`: the file is the text model's."""
+    """Return a checkpoint that holds the towers of these kinds of media too; reads no tensor
+    data."""
     kinds = set(kinds)
-    (_check_own_metadata if own else _check_metadata)(file, spec, kinds)
+    _check_metadata(file, spec, kinds)
     shapes, known = media_tensors(spec, kinds), _known(spec)
-    stored = _stored_names(file, own)
-    clamps = _clamps(file, spec) if "vision.encoder" in " ".join(shapes) else {}
     live = {
-        bare: (file.tensors[name],)
-        for own_name, name in stored.items()
-        for bare in known.get(own_name, ())
+        bare: (tensor,)
+        for name, tensor in file.tensors.items()
+        for bare in known.get(name, ())
         if bare in shapes
     }
     possible = media_tensors(spec, KINDS).keys()
-    unknown = [name for n, name in stored.items() if possible.isdisjoint(known.get(n, ()))]
-    unknown += [CLAMPS] if clamps and shapes.keys().isdisjoint(clamps) else []
-    problems = [_mismatch(file, name, "not in the spec", "mmproj") for name in unknown]
-    defaults = _checked(file, spec, live, shapes, problems, {}, clamps, "mmproj")
+    problems = [
+        _mismatch(file, name, "not in the spec", "mmproj")
+        for name in file.tensors
+        if possible.isdisjoint(known.get(name, ()))
+    ]
+    defaults = _checked(file, spec, live, shapes, problems, {}, "mmproj")
     files = Files(file.path.parent)
     made = {
         bare: _published(Blocks(files, tensors, dtype), bare, shapes[bare])
         for bare, tensors in live.items()
     }
-    used = {CLAMPS, *(tensor.entry.name for (tensor,) in live.values())}
     return replace(
         text,
         weights={**text.weights, **made},
-        ignored={n: why for n, why in text.ignored.items() if n not in used},
         defaults={**text.defaults, **defaults},
-        headers=(*text.headers, *(h for h in file.headers if h not in text.headers)),
+        headers=(*text.headers, *file.headers),
         opened=(*text.opened, files),
     )
-
-
-def _stored_names(file: Container, own: bool) -> dict[str, str]:
-    """Return llama.cpp's name -> name in the file, of towers; `own`: beside the text model's."""
-    top, layer = TABLES["other_audio"], TABLES["other_audio_layer"]
-    other = next(iter(top)) in file.tensors
-
-    def named(name: str) -> str:
-        match = re.fullmatch(r"(a\.blk\.[^.]*\.)(.*)", name)
-        if not other or match is None:
-            return top.get(name, name) if other else name
-        return match[1] + layer.get(match[2], match[2])
-
-    out: dict[str, str] = {}
-    for name in (n for n in file.tensors if n != CLAMPS and (not own or n.startswith(TOWERS))):
-        if (first := out.setdefault(named(name), name)) != name:
-            raise _contradiction(file, name, "one tensor of this meaning", first)
-    return out
-
-
-def _clamps(file: Container, spec: Spec) -> dict[str, float]:
-    """Return name -> bound of the vision tower's clipped linears, from CLAMPS if it is there. They
-    must be those of the tensors that hold one bound each."""
-    tensor = file.tensors.get(CLAMPS)
-    if tensor is None:
-        return {}
-    names = [
-        (f"v.blk.{i}.{name}.{bound}", checkpoint_name(f"vision.L{i}.{param}.{own}"))
-        for i in range(getattr(spec.vision, "num_hidden_layers", 0))
-        for name, param in TABLES["tower_layers"]["vision"]["linears"].items()
-        for bound, own in _BOUNDS.items()
-    ]
-    count = len(names) + len(_BOUNDS)
-    if tensor.stored.dtype != "F32" or tensor.shape != (count,):
-        raise _contradiction(file, CLAMPS, f"F32 [{count}]", f"{tensor.stored} {[*tensor.shape]}")
-    values = file.floats(tensor)
-    for (name, _), value in zip(names, values, strict=False):
-        own = file.tensors.get(name)
-        if own is not None and own.stored.dtype == "F32" and file.floats(own) != [value]:
-            raise _contradiction(file, name, value, file.floats(own)[0])
-    return {bare: value for (_, bare), value in zip(names, values, strict=False)}
 
 
 def _known(spec: Spec) -> dict[str, tuple[str, ...]]:
@@ -362,7 +283,9 @@ def _check_metadata(file: Container, spec: Spec, kinds: set[str]) -> None:
             expected[f"clip.{part}.projector_type"] = projector
             if heads := getattr(getattr(spec, part), "num_attention_heads", None):
                 expected[f"clip.{part}.attention.head_count"] = heads
-    _require(file, expected)
+    for key, value in expected.items():
+        if shortest(found := file.values.get(key)) != value:
+            raise _contradiction(file, key, value, found)
     for name, value in (
         (("image_mean", 0), ("image_std", 1)) if kinds.intersection(PICTURES) else ()
     ):
@@ -373,35 +296,9 @@ def _check_metadata(file: Container, spec: Spec, kinds: set[str]) -> None:
             raise _contradiction(file, key, [value] * 3, given)
 
 
-def _check_own_metadata(file: Container, spec: Spec, kinds: set[str]) -> None:
-    expected: dict[str, Any] = {}
-    for part, served in _PARTS.items():
-        tower, prefix = getattr(spec, part), f"{file.values[KIND]}.{part}."
-        if kinds.intersection(served):
-            said = {key: getattr(tower, field, None) for key, field in TABLES["said"][part].items()}
-            said |= {"num_channels": 3} if part == "vision" else {}
-            said |= {"feed_forward_length": 4 * tower.hidden_size} if part == "audio" else {}
-            named = (key for key in file.values if key.startswith(prefix))
-            expected |= {key: said.get(key.removeprefix(prefix)) for key in named}
-    _require(file, expected, "give the variant of this file")
-
-
-def _require(file: Container, expected: Mapping[str, Any], *fix: str) -> None:
-    for key, value in expected.items():
-        found = file.values.get(key)
-        if shortest(found) != value:
-            raise _contradiction(file, key, value, found, *fix)
-
-
-def _contradiction(
-    file: Container,
-    key: str,
-    expected: object,
-    found: object,
-    fix: str = "give the mmproj file of this variant",
-) -> WeightsError:
-    wanted = "no such key" if expected is None else f"expected {quoted(expected)}"
-    return file.wrong(key, wanted, found, fix)
+def _contradiction(file: Container, key: str, expected: object, found: object) -> WeightsError:
+    fix = "give the mmproj file of this variant"
+    return file.wrong(key, f"expected {quoted(expected)}", found, fix)
 
 
 #: rows of pixels: colours lie apart in the file, and side by side in a checkpoint

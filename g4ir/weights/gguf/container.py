@@ -92,14 +92,6 @@ class Tensor:
     entry: Entry
     header: Header
 
-    def rows(self, name: str, start: int, count: int) -> Tensor:
-        """Return `count` rows of a matrix as a tensor of their own: they lie together."""
-        first, *width = self.entry.shape
-        each = self.entry.nbytes // first
-        at = self.entry.start + start * each
-        entry = Entry(name, self.entry.dtype, (count, *width), at, at + count * each)
-        return Tensor(self.stored, (count, *self.shape[1:]), entry, self.header)
-
 
 @dataclass(frozen=True, eq=False)
 class Container:
@@ -390,9 +382,3 @@ def known_names(layers: int) -> dict[str, str]:
         for name, param in TABLES["layer"].items():
             names[f"blk.{i}.{name}"] = checkpoint_name(f"L{i}.{param}")
     return names
-
-
-def fused_parts(name: str) -> tuple[str, ...]:
-    """Return the names of the matrices whose rows a fused tensor holds; none for another tensor."""
-    *layer, own = name.split(".", 2)
-    return tuple(".".join((*layer, part)) for part in TABLES["fused"].get(own, ()))

@@ -39,7 +39,7 @@ OTHER_NAMES = {
     "rope.freq_base_swa": "rope.local.freq_base",
     "rope.freq_base": "rope.global.freq_base",
 }
-#: keys of towers in the same file, which checkpoint.py reads
+#: keys of towers in the same file, as ollama writes it, which are left out
 OF_TOWERS = ("vision.", "audio.", "mm.")
 UNROTATED = 1e30
 MOST_PAIRS = 1 << 15
@@ -275,7 +275,7 @@ def _attention(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
     return {
         **kinds[SLIDING],
         "per_layer_config": full,
-        "attention_k_eq_v": _shares_values(keys, sliding, kinds[FULL]),
+        "attention_k_eq_v": _shares_values(keys, sliding),
         "rope_parameters": ropes,
     }
 
@@ -303,14 +303,11 @@ def _head_dim(keys: _Keys, name: str, layers: list[int]) -> int:
     return dim
 
 
-def _shares_values(keys: _Keys, sliding: list[bool], full: dict[str, int]) -> bool:
+def _shares_values(keys: _Keys, sliding: list[bool]) -> bool:
     """Whether the full layers that have keys of their own have no values."""
     tensors = keys.file.tensors
     names = [f"blk.{i}.attn" for i, s in enumerate(sliding) if not s]
     own = [n for n in names if f"{n}_k.weight" in tensors]
-    if fused := [tensors[f"{n}_qkv.weight"] for n in names if f"{n}_qkv.weight" in tensors]:
-        heads = keys.by_layer("attention.head_count", len(sliding))[0]
-        return fused[0].shape[0] == (heads + full["num_key_value_heads"]) * full["head_dim"]
     return bool(own) and all(f"{n}_v.weight" not in tensors for n in own)
 
 

@@ -31,7 +31,7 @@ from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec, diff_specs
 from g4ir.ui.files import check_folder, check_room, write_file
 from g4ir.ui.progress import Progress, no_progress
-from g4ir.weights.checkpoint import GENERATION, WeightSource
+from g4ir.weights.checkpoint import GENERATION, Checkpoint
 from g4ir.weights.tensorfile import bytes_of, parse_json
 from g4ir.weights.write import PIECE, in_pieces
 
@@ -83,7 +83,7 @@ NORMAL, UNKNOWN, UNUSED, BYTE = 1, 2, 5, 6
 def write_gguf(
     path: Path,
     spec: Spec,
-    source: WeightSource,
+    source: Checkpoint,
     kind: str,
     side_files: Mapping[str, bytes],
     progress: Progress = no_progress,
@@ -141,7 +141,7 @@ def architecture_of(spec: Spec) -> str:
 # --- tensors ----------------------------------------------------------------------------------
 
 
-def _tensors(spec: Spec, source: WeightSource, kind: str) -> Iterator[_Tensor]:
+def _tensors(spec: Spec, source: Checkpoint, kind: str) -> Iterator[_Tensor]:
     """Yield the tensors, rotations first: with the metadata, they say what the model is."""
     known, rules = known_names(spec.text.num_hidden_layers), _rules(spec)
     stored = {bare: name for name, bare in reversed(known.items())}
@@ -176,7 +176,7 @@ _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def _rows(
-    source: WeightSource, bare: str, shape: tuple[int, ...], kind: str, added: float
+    source: Checkpoint, bare: str, shape: tuple[int, ...], kind: str, added: float
 ) -> Iterator[torch.Tensor]:
     """Yield the bytes of a tensor, some rows at a time."""
     held, block = source.forms.get(bare), _BLOCKS.get(kind)
