@@ -123,8 +123,10 @@ def after(g: Graph, values: Iterable[Value]) -> Iterator[Node]:
 
 def normed(g: Graph, v: Value) -> Value:
     """Return the value that a pre-norm norms; any other value stands for itself."""
-    made = maker(g, v, "rms_norm")
-    return made["x"] if made else v
+    made = maker(g, v, "rms_norm", "norm_residual")
+    if made is None:
+        return v
+    return made["x"] if made.op == "rms_norm" else made.outputs[0]
 
 
 def cache_names(g: Graph) -> dict[str, str]:

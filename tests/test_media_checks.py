@@ -270,8 +270,8 @@ def test_each_pass_with_packed_weights(tmp_path: Path) -> None:
 def test_a_pass_that_breaks_one_graph(
     built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worse = nodes(attrs("rms_norm", eps=0.5))
-    broken = "fuse_gate_up"
+    worse = nodes(attrs("norm_residual", eps=0.5))
+    broken = "fuse_norm_residual"
     break_pass(monkeypatch, broken, lambda g: worse(g) if g.name == "vision_70" else g)
     culprit = verify_each_pass(built["tiny-media"], FEW).culprit
     assert culprit and culprit.name == broken and culprit.first

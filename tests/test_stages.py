@@ -189,6 +189,11 @@ def only(op: str, change: Callable[[Node], Node]) -> Callable[[Node], Node]:
     return lambda n: change(n) if n.op == op else n
 
 
+def unscaled(n: Node) -> Node:
+    """A fused norm that forgets the layer scalar."""
+    return replace(n, inputs=(*n.inputs[:3], *n.inputs[4:]), attrs={**n.attrs, "scaled": False})
+
+
 def reading(name: str, other: str) -> Callable[[Node], Node]:
     """A node that reads another layer's values."""
 
@@ -241,6 +246,7 @@ CHANGES: dict[str, Callable[..., Any]] = {
     "swapped in": lambda op, i, j: only(op, swapped(i, j)),
     "reading": reading,
     "last column": lambda: only("last_row", lambda n: replace(n, op="last_column")),
+    "unscaled": lambda: unscaled,
     "reversed": lambda: lambda n: replace(n, outputs=(n.outputs[0], *n.outputs[:0:-1])),
 }
 GRAPHS: dict[str, Breaker] = {

@@ -47,7 +47,7 @@ FP32 = {("experts", 1)}
 WEIGHTS = {"dequantize", "dequantize_tiles", "dense", "fake_quantize"}
 #: fused ops that are recorded by their parts, and views
 EXPANDED = {
-    *("norm_rope", "linear_glu", "glu_packed"),
+    *("norm_rope", "norm_residual", "linear_glu", "glu_packed"),
     *("qkv_write", "moe_mlp", "heads", "merge_heads", "split", "unstack_layers"),
 }
 #: samples that run as compiled segments: attention with a softcap or over a chunk, experts of one

@@ -59,13 +59,13 @@ def test_comments_blank_lines_and_spaces_are_ignored() -> None:
 def test_attributes_keep_their_kinds() -> None:
     text = """graph g {
       input %x: f32[2,3,16]
-      %h = scale(%x) {value=1e-06}: f32[2,3,16]
-      %a, %b = split(%h) {sizes=(4, 12)}: f32[2,3,4], f32[2,3,12]
-      output %a
-    }"""
-    first, second = parse_graph(text).nodes
-    assert (first.attrs, second.attrs) == ({"value": 1e-06}, {"sizes": (4, 12)})
-    assert "sizes=(4, 12)" in str(parse_graph(text))
+      param %w: f32[16]
+      param %s: f32[1]
+      %h, %n = norm_residual(%x, %x, %w, %s) {eps=1e-06, scaled=True, weighted=(False,)}: """
+    text += "f32[2,3,16], f32[2,3,16]\n output %n\n }"
+    (node,) = parse_graph(text).nodes
+    assert node.attrs == {"eps": 1e-06, "scaled": True, "weighted": (False,)}
+    assert node.attrs["scaled"] is True and "weighted=(False,)" in str(parse_graph(text))
 
 
 def one_layer(name: str, phase: str) -> Graph:

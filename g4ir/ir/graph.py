@@ -18,7 +18,7 @@ from g4ir.ops import OPS, Op
 from g4ir.ops.base import as_tuple
 from g4ir.ops.types import Type
 
-Attr = int | float | str | bool | tuple[int, ...]
+Attr = int | float | str | bool | tuple[int, ...] | tuple[bool, ...]
 
 
 @dataclass(frozen=True)

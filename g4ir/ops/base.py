@@ -163,6 +163,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "str": lambda x: isinstance(x, str),
     "bool": lambda x: isinstance(x, bool),
     "tuple[int, ...]": lambda x: isinstance(x, tuple) and all(map(_is_int, x)),
+    "tuple[bool, ...]": lambda x: isinstance(x, tuple) and all(isinstance(i, bool) for i in x),
 }
 
 

@@ -1,4 +1,4 @@
-"""Normalisation of rows."""
+"""RMS normalisation, alone and fused with the residual adds around it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from typing import Any
 
 from .base import cases, op, per_result, require, wide
 from .budgets import Budget
-from .types import FLOATS, Type, torch
+from .types import FLOATS, Type, Types, torch
+
+#: attributes of a norm at the end of a block: a layer scalar follows; the pre-norms that follow,
+#: and whether each has a weight
+NORM = {"eps": "float", "scaled": "bool", "weighted": "tuple[bool, ...]"}
 
 
 def reciprocal_rms(h: Any, eps: float) -> Any:
@@ -65,6 +69,51 @@ class rms_norm:
 
     flops = per_result(4)
     samples = cases("f32[2,3,33] f32[33]", "f32[2,3,4,8]", eps=1e-06)
+
+
+@op
+class norm_residual:
+    """h = (residual + rms_norm(x, w_post)) [* scalar]; n_i = rms_norm(h [, w_i])
+
+    One op from the end of a block to the input of the next (rules 6 to 9). Inputs after
+    w_post: the scalar where `scaled`, then one weight for each True in `weighted`, which has
+    an entry per pre-norm that follows. Results: h, then the pre-norms.
+    """
+
+    budget = Budget(2, 16, "norm, sum, scalar and the next norm, each rounded")
+    kind = "other"
+    rows = (0, 1)
+    operands = "x residual w_post *rest"
+    attrs = NORM
+
+    @staticmethod
+    def expand(
+        b: Any, x: Any, residual: Any, w_post: Any, *rest: Any, eps: float, **norm: Any
+    ) -> tuple[Any, ...]:
+        scaled, weighted = norm["scaled"], norm["weighted"]
+        want = scaled + sum(weighted)
+        require(len(rest) == want, f"{len(rest)} inputs after w_post, expected {want}")
+        h = b.emit("add", residual, b.emit("rms_norm", x, w_post, eps=eps))
+        if scaled:
+            scalar = rest[0].type
+            require(scalar.shape == (1,), f"scalar {scalar} is not one value for {x.type}")
+            h = b.emit("mul", h, rest[0])
+        weights = iter(rest[scaled:])
+        norms = [
+            b.emit("rms_norm", h, *([next(weights)] if has else []), eps=eps) for has in weighted
+        ]
+        return (h, *norms)
+
+    @staticmethod
+    def flops(ins: Types, outs: Types, **_: Any) -> int:
+        return 4 * sum(t.numel() for t in outs) + 2 * outs[0].numel()
+
+    samples = cases(
+        "2*f32[2,3,16] f32[16] f32[1] f32[16] {scaled=True, weighted=(True,)}",
+        "2*f32[2,3,16] 3*f32[16] {scaled=False, weighted=(True, True, False)}",
+        "2*f32[2,3,16] f32[16] {scaled=False, weighted=()}",
+        eps=1e-06,
+    )
 
 
 @op
