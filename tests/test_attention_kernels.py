@@ -84,7 +84,9 @@ def test_attention_over_narrow_rows(dtype: torch.dtype, held: torch.dtype) -> No
 CHUNKS = ((1, 5, 1, 8), (2, 37, 2, 4), (1, 130, 1, 3), (3, 1, 1, 2))
 
 
-def check_chunk(held: torch.dtype, shape: tuple[int, int, int, int], d: int) -> None:
+def check_chunk(
+    held: torch.dtype, shape: tuple[int, int, int, int], d: int, dtype: torch.dtype = torch.bfloat16
+) -> None:
     """Against float64, over every kind of cache, with and without blocks of soft tokens; empty
     slots hold no number."""
     b, s, kv_heads, group = shape
@@ -93,13 +95,13 @@ def check_chunk(held: torch.dtype, shape: tuple[int, int, int, int], d: int) -> 
         most = 3 * slots if window else max(slots - s, 0)
         written = torch.randint(0, most + 1, (b,), generator=g)
         positions = written[:, None] + torch.arange(s)
-        q = (torch.randn(b, s, kv_heads * group, d, generator=g) * 2 * d**-0.5).bfloat16()
+        q = (torch.randn(b, s, kv_heads * group, d, generator=g) * 2 * d**-0.5).to(dtype)
         kept = [cached(held, g, slots, b, kv_heads, d) for _ in "kv"]
         kept += [cached(held, g, b, s, kv_heads, d) for _ in "kv"]
         ids = torch.randint(-1, 1, (b, s), generator=g).cummax(1).values
         last = last_seen(positions, ids) if blocks else positions
-        exact = [numbers(rows, torch.bfloat16).double() for rows in kept]
-        if held == torch.bfloat16:
+        exact = [numbers(rows, dtype).double() for rows in kept]
+        if held == dtype:
             for rows in kept[:2]:
                 rows[slot_positions(written, slots) < 0] = float("nan")
         given = (*exact, ids) if blocks else exact
@@ -116,6 +118,13 @@ def check_chunk(held: torch.dtype, shape: tuple[int, int, int, int], d: int) -> 
 @pytest.mark.skipif(not has_gemm(), reason="other CPUs attend by compiled programs")
 def test_attention_of_a_chunk(held: torch.dtype, shape: tuple[int, int, int, int], d: int) -> None:
     check_chunk(held, shape, d)
+
+
+@pytest.mark.parametrize("held", [torch.float32, *BITS8], ids=str)
+@pytest.mark.parametrize("shape", CHUNKS, ids=str)
+@pytest.mark.skipif(not has_gemm(), reason="other CPUs attend by compiled programs")
+def test_attention_of_a_chunk_in_fp32(held: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    check_chunk(held, shape, 256, torch.float32)
 
 
 @pytest.mark.skipif(not has_gemm(), reason="other CPUs attend by compiled programs")

@@ -123,19 +123,41 @@ def test_linear_of_codes(dtype: torch.dtype, form: str, n: int, k: int) -> None:
                 assert (got[0].double() - want).abs().max() <= budget, rows
 
 
+#: dtypes in which the kernels multiply many rows; panels of bf16 hold no fp32
+MANY_ROWS = (torch.bfloat16,) if "avx512_bf16" in cpu_flags() else (torch.bfloat16, torch.float32)
+
+
 @pytest.mark.skipif(not has_gemm(), reason="a library multiplies prompts on this CPU")
+@pytest.mark.parametrize("dtype", MANY_ROWS, ids=str)
 @pytest.mark.parametrize("rows", [9, 130, 515])
-@pytest.mark.parametrize("form", ["int4", "int5", "int6", "int8", "uint4", "uint5"])
-def test_panels_of_tiles(form: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in bf16: no weight is decoded whole; units of rows, and rows that fill no panel."""
-    w, x = torch.randn(80, 512).bfloat16(), torch.randn(1, rows, 512).bfloat16()
-    codes, scales = QUANTIZE(w, form=form, group=CODED[form][-1], scale="f32")
-    want = x[0].double() @ dequantized(codes, scales.double(), torch.bfloat16).t()
+@pytest.mark.parametrize("form", CODED)
+def test_panels_of_tiles(
+    form: str, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts: no weight is decoded whole; units of rows, and rows that fill no panel."""
+    w, x = torch.randn(80, 512).to(dtype), torch.randn(1, rows, 512).to(dtype)
+    group = max(size for size in CODED[form] if not size or 512 % size == 0)
+    codes, scales = QUANTIZE(w, form=form, group=group, scale="f32")
+    want = x[0].double() @ dequantized(codes, scales.double(), dtype).t()
     monkeypatch.setattr(pyops, "_decoded_linear", None)
     *_, weight = layouts(codes, scales)
     got = pyops.linear_coded(x, *weight)
-    budget = 2 * BUDGET[torch.bfloat16] * want.abs().max()
+    budget = 2 * BUDGET[dtype] * want.abs().max()
     assert (got[0].double() - want).abs().max() <= budget
+
+
+@pytest.mark.skipif(not has_gemm(), reason="a library multiplies prompts on this CPU")
+@pytest.mark.parametrize("dtype", MANY_ROWS, ids=str)
+@pytest.mark.parametrize("rows", [25, 130, 515])
+@pytest.mark.parametrize("shape", [(16, 2), (80, 512), (48, 530), (640, 258)], ids=str)
+def test_panels_of_dense_weights(
+    shape: tuple[int, int], rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w, x = torch.randn(shape).to(dtype), torch.randn(1, rows, shape[1]).to(dtype)
+    want = x[0].double() @ w.double().t()
+    monkeypatch.setattr(pyops, "_library_linear", None)
+    got = pyops.linear(x, w)
+    assert (got[0].double() - want).abs().max() <= 2 * BUDGET[dtype] * want.abs().max()
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)

@@ -23,9 +23,10 @@ _OF_FORM = {"fp8": ({"avx512_vnni", "avx512bw", "avx512_bf16", "avx512vbmi"},)}
 
 def has_gemm() -> bool:
     """Whether the C kernels compute products of many rows and attention of prompts
-    (kernels/gemm.h): the CPU multiplies bf16 and has no matrix unit, with which a library is
+    (kernels/gemm.h): the CPU has vectors for them and no matrix unit, with which a library is
     faster."""
-    return "avx512_bf16" in cpu_flags() and "amx_bf16" not in cpu_flags()
+    flags = {*cpu_flags()}
+    return "amx_bf16" not in flags and ({"avx2", "fma"} <= flags or "asimd" in flags)
 
 
 def multiplies_integers(form: str) -> bool:

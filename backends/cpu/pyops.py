@@ -75,16 +75,16 @@ _TYPES: dict[str, Any] = {
     "d": ctypes.c_double,
 }
 _ARGUMENTS = {
-    "takes": "is",
+    "takes": "isss",
     "linear": "pppisssi",
     "takes_codes": "iiisss",
     "linear_coded": "piipipipissssi",
     "takes_gemm": "iisss",
-    "gemm": "pipippssssi",
+    "gemm": "pipippissssi",
     "decode": "piipipisssi",
     "attend": "ppppppiissssssssdi",
     "takes_chunk": "iis",
-    "attend_chunk": "pppppppppissssssssdi",
+    "attend_chunk": "pppppppppiissssssssdi",
     "run_instructions": "ppspi",
     "run_steps": "ppsppi",
     "want_steps": "ps",
@@ -92,7 +92,7 @@ _ARGUMENTS = {
     "step_version": "",
 }
 #: of the instructions of kernels/step.c
-STEP_VERSION = 2
+STEP_VERSION = 3
 #: dtype of codes -> codes that share a scale at least, and scales of a group
 _GROUPS = {
     torch.int8: (16, 1),
@@ -123,7 +123,7 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     """Return x [..., k] @ w[n, k]^T; sums are fp32, rounded once."""
     (n, k), dtype = w.shape, DTYPES.get(x.dtype, -1)
     rows = x.numel() // k
-    if not (_kernels and _kernels["takes"](dtype, rows)):
+    if not (_kernels and _kernels["takes"](dtype, rows, n, k)):
         return _library_linear(x, w)
     out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
     failed = _kernels["linear"](
@@ -179,7 +179,8 @@ def _gemm(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
     failed = _kernels["gemm"](
         *(codes.data_ptr(), FORMS[codes.dtype], scales.data_ptr(), DTYPES[scales.dtype]),
-        *(x.data_ptr(), out.data_ptr(), x.numel() // k, n, k, groups, torch.get_num_threads()),
+        *(x.data_ptr(), out.data_ptr(), DTYPES[x.dtype]),
+        *(x.numel() // k, n, k, groups, torch.get_num_threads()),
     )
     return _with_memory(failed, out, "the rows of a product {} in another form")
 
@@ -276,8 +277,8 @@ def attend_chunk(
     out = torch.empty_like(given[0])
     failed = _kernels["attend_chunk"](
         *(t.data_ptr() for t in (*given, out)),
-        *(HELD[keys.dtype], b, s, heads, kv_heads, d, slots, width, window, scale),
-        torch.get_num_threads(),
+        *(DTYPES[q.dtype], HELD[keys.dtype], b, s, heads, kv_heads, d, slots, width),
+        *(window, scale, torch.get_num_threads()),
     )
     return _with_memory(failed, out, "the packed keys of an attention {}")
 

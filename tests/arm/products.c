@@ -19,10 +19,16 @@ int main(void) {
         int64_t rows = n[4], outs = n[5], k = n[6], groups = n[7];
         void *codes = read_bytes(n[8]), *scales = read_bytes(n[9]), *x = read_bytes(n[10]);
         uint16_t *y = calloc(rows * outs, sizeof *y);
-        if (!g4ir_forms[form]->takes_codes(form, rounded, BF16, rows, k, groups)) return 3;
-        if (g4ir_forms[form]->linear_coded(codes, form, tiles, scales, scales_dtype, x, rounded, y, BF16, rows,
-                                           outs, k, groups, 2))
-            return 4;
+        const form_kernels *of = g4ir_forms[form];
+        int failed;
+        if (of->takes_codes(form, rounded, BF16, rows, k, groups))
+            failed = of->linear_coded(codes, form, tiles, scales, scales_dtype, x, rounded, y, BF16, rows, outs,
+                                      k, groups, 2);
+        else if (of->takes_gemm(form, BF16, rows, outs, k))
+            failed = of->gemm(codes, form, scales, scales_dtype, x, y, BF16, rows, outs, k, groups, 2);
+        else
+            return 3;
+        if (failed) return 4;
         if (fwrite(y, sizeof *y, rows * outs, stdout) != (size_t)(rows * outs)) return 5;
         free(codes), free(scales), free(x), free(y);
     }

@@ -56,24 +56,39 @@ def data(t: torch.Tensor) -> bytes:
     return t.contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def products(
+    program: Path, codes: torch.Tensor, scales: torch.Tensor, xs: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the products of a weight in tiles with several x, as the emulated CPU makes them."""
+    form, kind, request = pyops.FORMS[codes.dtype], pyops.DTYPES[scales.dtype], b""
+    for x in xs:
+        parts = [*map(data, (codes, scales, x))]
+        sizes = (len(x), OUTS, x.shape[1], scales.shape[1], *map(len, parts))
+        request += np.array([form, 1, kind, 0, *sizes], np.int64).tobytes() + b"".join(parts)
+    done = subprocess.run([EMULATOR, program], input=request, capture_output=True, check=True)
+    outputs = torch.from_numpy(np.frombuffer(done.stdout, np.int16).copy()).view(torch.bfloat16)
+    return [t.view(-1, OUTS) for t in outputs.split([len(x) * OUTS for x in xs])]
+
+
 @pytest.mark.parametrize("weight", CASES, ids=lambda w: "-".join(map(str, w)))
 def test_products_of_tiles(program: Path, weight: tuple[str, int, str]) -> None:
     """Within the budget for one row to eight, of which each has the same bits beside others; and
     bit by bit what this CPU makes."""
     x, codes, scales, dense = with_outliers(ROWS, OUTS, WIDTH, weight, torch.bfloat16)
     laid = to_tiles(codes), to_tiles(scales)
-    form, kind = pyops.FORMS[codes.dtype], pyops.DTYPES[scales.dtype]
-    asked = b""
-    for rows in range(1, ROWS + 1):
-        parts = [*map(data, (*laid, x[:rows]))]
-        sizes = (rows, OUTS, x.shape[1], scales.shape[1], *map(len, parts))
-        asked += np.array([form, 1, kind, 0, *sizes], np.int64).tobytes() + b"".join(parts)
-    done = subprocess.run([EMULATOR, program], input=asked, capture_output=True, check=True)
-    made = torch.from_numpy(np.frombuffer(done.stdout, np.int16).copy()).view(torch.bfloat16)
-    every = [t.view(-1, OUTS) for t in made.split([rows * OUTS for rows in range(1, ROWS + 1)])]
+    every = products(program, *laid, [x[:rows] for rows in range(1, ROWS + 1)])
     want = x.double() @ dense.T
     assert (every[-1] - want).abs().amax() <= BUDGET[torch.bfloat16] * want.abs().amax()
     for rows, got in enumerate(every, 1):
         assert torch.equal(got, every[-1][:rows])
         if "dotprod" in program.parent.name:
             assert torch.equal(got, pyops.linear_coded(x[:rows], *laid, True))
+
+
+@pytest.mark.parametrize("weight", CASES, ids=lambda w: "-".join(map(str, w)))
+def test_prompts_of_tiles(program: Path, weight: tuple[str, int, str]) -> None:
+    """More rows than are multiplied with codes as they are."""
+    x, codes, scales, dense = with_outliers(61, OUTS, WIDTH, weight, torch.bfloat16)
+    (got,) = products(program, to_tiles(codes), to_tiles(scales), [x])
+    want = x.double() @ dense.T
+    assert (got - want).abs().amax() <= BUDGET[torch.bfloat16] * want.abs().amax()

@@ -136,10 +136,10 @@ status g4ir_call_linear(tensor x, tensor w, tensor *out) {
     tensor operands[] = {x, w};
     view a, b;
     void *y;
-    if (!viewed(x, &a) || !viewed(w, &b) || a.dtype != b.dtype ||
-        !g4ir_takes(number(a.dtype), rows_of(&a)))
+    if (!viewed(x, &a) || !viewed(w, &b) || a.dtype != b.dtype)
         return dispatched(op, 2, operands, out);
     int64_t n = b.sizes[0], k = b.sizes[1];
+    if (!g4ir_takes(number(a.dtype), rows_of(&a), n, k)) return dispatched(op, 2, operands, out);
     if (made(&a, n, out, &y)) return 1;
     void *state = without_lock();
     int failed = g4ir_linear(b.data, a.data, y, number(a.dtype), rows_of(&a), n, k, threads());
@@ -165,8 +165,8 @@ static status linear_coded(const char *op, int rounded, tensor x, tensor codes, 
     int scales_dtype = number(c.dtype);
     int failed = few ? g4ir_linear_coded(b.data, form, tiles, c.data, scales_dtype, a.data, rounded,
                                          y, dtype, rows, n, k, groups, threads())
-                     : g4ir_gemm(b.data, form, c.data, scales_dtype, a.data, y, rows, n, k, groups,
-                                 threads());
+                     : g4ir_gemm(b.data, form, c.data, scales_dtype, a.data, y, dtype, rows, n, k,
+                                 groups, threads());
     with_lock(state);
     if (!failed) return 0;
     aoti_torch_delete_tensor_object(*out);
@@ -230,8 +230,8 @@ status g4ir_call_attend_chunk(tensor q, tensor positions, tensor last, tensor wr
     if (made(of, d, out, &y)) return 1;
     void *state = without_lock();
     int failed = g4ir_attend_chunk(of[0].data, of[1].data, of[2].data, of[3].data, of[4].data,
-                                   of[5].data, of[6].data, of[7].data, y, held, queries[0],
-                                   queries[1], queries[2], keys[2], d, keys[0], keys[3], window,
+                                   of[5].data, of[6].data, of[7].data, y, number(of[0].dtype), held,
+                                   queries[0], queries[1], queries[2], keys[2], d, keys[0], keys[3], window,
                                    scale, threads());
     with_lock(state);
     if (!failed) return 0;

@@ -42,13 +42,14 @@ static int linear_coded(const void *codes, int form, int tiles, const void *scal
 }
 
 static int takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k) {
-    return HAS_PANELS && dtype == BF16 && rows >= 1 && n >= 1 && n % TILE == 0 && k >= 1 && k % BLOCK == 0;
+    if (!HAS_PANELS || dtype != BF16 && (dtype != F32 || PER_WORD > 1)) return 0;
+    return rows >= 1 && n >= 1 && n % TILE == 0 && k >= 1 && k % BLOCK == 0;
 }
 
 static int coded_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x,
-                      void *y, int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
+                      void *y, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
     coded p = weight(codes, scales, scales_dtype, n, k, groups);
-    p.x = x, p.y = y, p.dtype = BF16, p.rows = rows;
+    p.x = x, p.y = y, p.dtype = dtype, p.rows = rows;
     return multiply_panels(&p, threads);
 }
 

@@ -1,6 +1,7 @@
 /* What kernels.h declares of dense weights and attention; products of quantised weights are handed to the
  * forms that the library has (form.c). One translation unit: attention inlines the loops of dense.h. */
 #include "dense.h"
+#include "dense_panels.h"
 #include "attention.h"
 #include "prefill_attention.h"
 
@@ -11,13 +12,18 @@
 #define EMULATED_ROWS 24
 #define F32_ROWS 4
 
-int g4ir_takes(int dtype, int64_t rows) {
-    if (dtype != BF16 && dtype != F32) return 0;
-    return rows >= 1 && rows <= (dtype == F32 ? F32_ROWS : EMULATED ? EMULATED_ROWS : BF16_ROWS);
+static int is_few(int dtype, int64_t rows) {
+    return rows <= (dtype == F32 ? F32_ROWS : EMULATED ? EMULATED_ROWS : BF16_ROWS);
+}
+
+int g4ir_takes(int dtype, int64_t rows, int64_t n, int64_t k) {
+    if (dtype != BF16 && dtype != F32 || rows < 1) return 0;
+    return is_few(dtype, rows) || takes_many_rows(dtype, n, k);
 }
 
 int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
                 int64_t k, int threads) {
+    if (!is_few(dtype, rows)) return multiply_dense_rows(w, x, y, dtype, rows, n, k, threads);
     int64_t size = dtype == BF16 ? sizeof(bf16_row) : sizeof(float);
     product p = {.w = w, .bytes = dtype == BF16 ? 512 : 1024, .stride = k, .x = x,
                  .as_pairs = dtype == BF16 && EMULATED, .apart = k * size, .y = y,
@@ -56,9 +62,9 @@ int g4ir_takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k) {
 }
 
 int g4ir_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x, void *y,
-              int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
+              int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
     if (!of_form(form)) return NO_FORM;
-    return of_form(form)->gemm(codes, form, scales, scales_dtype, x, y, rows, n, k, groups, threads);
+    return of_form(form)->gemm(codes, form, scales, scales_dtype, x, y, dtype, rows, n, k, groups, threads);
 }
 
 int g4ir_decode(const void *codes, int form, int tiles, const void *scales, int scales_dtype, void *y,

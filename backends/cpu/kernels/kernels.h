@@ -8,8 +8,8 @@ enum { BF16, F32, F16 };
 /* Forms of codes: a byte each, two in one, 128 in 104 bytes, 256 with minima in 140 or 172, or 32 in 20. */
 enum { INT8, INT4, FP8, INT6, UINT4, UINT5, INT5, FORMS };
 
-/* Whether a product with so many rows is done here. A library is faster with others. */
-int g4ir_takes(int dtype, int64_t rows);
+/* Whether a product is done here. A library is faster with others. */
+int g4ir_takes(int dtype, int64_t rows, int64_t n, int64_t k);
 
 /* y[rows, n] = x[rows, k] @ w[n, k]^T; sums are fp32, rounded once. Returns 0, or 1 where memory is
  * short. */
@@ -25,10 +25,10 @@ int g4ir_linear_coded(const void *codes, int form, int tiles, const void *scales
                       const void *x, int rounded, void *y, int dtype, int64_t rows, int64_t n,
                       int64_t k, int64_t groups, int threads);
 
-/* The same in bf16 for more rows and a weight in tiles, which is rounded to bf16. */
+/* The same for more rows and a weight in tiles; x in bf16 may have it rounded to bf16. */
 int g4ir_takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k);
 int g4ir_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x, void *y,
-              int64_t rows, int64_t n, int64_t k, int64_t groups, int threads);
+              int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups, int threads);
 
 /* y[n, k] = round(codes * scales), for what is taken as one row. */
 int g4ir_decode(const void *codes, int form, int tiles, const void *scales, int scales_dtype,
@@ -61,12 +61,12 @@ int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written,
                 int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
                 int64_t window, double scale, int threads);
 
-/* The same of a prompt's chunk, in bf16: queries see the cache, then k and v[batch, queries, kv_heads,
+/* The same of a prompt's chunk: queries see the cache, then k and v[batch, queries, kv_heads,
  * width] of the chunk, up to position last[batch, queries]. Whether a CPU has it: */
 int g4ir_takes_chunk(int dtype, int held, int64_t d);
 int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *last,
                       const int64_t *written, const void *k, const void *v, const void *fresh_k,
-                      const void *fresh_v, void *out, int held, int64_t batch, int64_t queries,
+                      const void *fresh_v, void *out, int dtype, int held, int64_t batch, int64_t queries,
                       int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
                       int64_t window, double scale, int threads);
 

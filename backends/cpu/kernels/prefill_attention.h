@@ -1,29 +1,31 @@
 /* Attention of a prompt's chunk over the KV cache and the chunk itself (g4ir/ops/attention.py), by the
  * micro-kernel of gemm.h. Query heads that share K and V are rows of one matrix; a unit of work is a
  * block of COLUMNS of them. It goes over the keys that its queries see, BLOCK_KEYS at a time, with a
- * running softmax: scores never leave a core's cache. Scores and sums are fp32; weights of values are
- * rounded to bf16. */
+ * running softmax: scores never leave a core's cache. Scores and sums are fp32; where panels hold bf16, weights
+ * of values are rounded to it. */
 #pragma once
 #include "attention.h"
 #include "gemm.h"
 
 #ifdef GEMM
-#define BLOCK_KEYS 128
+/* A multiple of ROWS and of PER_WORD. */
+#define BLOCK_KEYS (ROWS == 6 ? 96 : 128)
 
 typedef struct {
     const void *q, *kept[2], *fresh[2]; /* K, V of the cache and of the chunk */
     const int64_t *positions, *last, *written; /* last: the last position that a query sees */
     void *out;
-    int held;
+    int dtype, held; /* of queries and the result; of rows */
     int64_t batch, queries, heads, kv_heads, d, slots, width, window;
     float scale;
     /* derived */
     int64_t group, blocks;   /* query heads of a head of K; blocks of keys */
-    uint32_t *packed[2];     /* K, V [batch, kv_heads, blocks, BLOCK_KEYS * d / 2] */
+    int64_t padded;          /* d in whole groups of ROWS */
+    panel_word *packed[2];   /* K, V [batch, kv_heads, blocks, BLOCK_KEYS * padded / PER_WORD] */
     int32_t *at, *low, *high; /* positions of keys, -1: none; the least and most of ROWS keys */
 } prefill;
 
-static inline int64_t words_in_block(const prefill *a) { return BLOCK_KEYS * a->d / 2; }
+static inline int64_t words_in_block(const prefill *a) { return BLOCK_KEYS * a->padded / PER_WORD; }
 
 /* Position of key i of a sequence: those of the cache, then those of the chunk; -1 if there is none. */
 static int32_t position_of(const prefill *a, int64_t b, int64_t i) {
@@ -46,36 +48,50 @@ static void find_positions(const prefill *a, int64_t b) {
     }
 }
 
-/* Row of K (0) or V (1) in bf16, in `room` unless it is held so; zeros for a key that does not exist. */
-static const bf16 *row_of_key(const prefill *a, int value, int64_t b, int64_t h, int64_t i, void *room) {
+/* Row of K (0) or V (1) as the dtype of queries has it, in fp32, in `row`; zeros for a key that does not exist. */
+static const float *row_of_key(const prefill *a, int value, int64_t b, int64_t h, int64_t i, float *row) {
     int64_t fresh = i - a->slots, size = a->held == F32 ? 4 : a->held > F16 ? 1 : 2;
-    if (a->at[b * a->blocks * BLOCK_KEYS + i] < 0) return memset(room, 0, a->d * 2);
-    int64_t row = fresh >= 0 ? b * a->queries + fresh : i * a->batch + b;
+    if (a->at[b * a->blocks * BLOCK_KEYS + i] < 0) return memset(row, 0, a->d * sizeof *row);
+    int64_t at = fresh >= 0 ? b * a->queries + fresh : i * a->batch + b;
     const char *from = fresh >= 0 ? a->fresh[value] : a->kept[value];
-    from += (row * a->kv_heads + h) * a->width * size;
-    if (a->held == BF16) return (const bf16 *)from;
-    float *wide = (float *)((char *)room + a->d * 2);
-    widen_row(from, a->held, wide, a->d);
-    for (int64_t j = 0; j < a->d; j++) ((bf16 *)room)[j] = narrow(wide[j]);
-    return room;
+    from += (at * a->kv_heads + h) * a->width * size;
+    if (a->held == F32 && a->dtype == F32) return (const float *)from;
+    widen_row(from, a->held, row, a->d);
+    if (a->dtype == BF16 && a->held != BF16) /* as the definition reads a cache */
+        for (int64_t j = 0; j < a->d; j++) row[j] = widen(narrow(row[j]));
+    return row;
 }
 
-/* Packs K [BLOCK_KEYS / ROWS, d / 2, ROWS] words of two neighbours, V [d / ROWS, BLOCK_KEYS / 2, ROWS]
- * words of two keys. */
-static void pack_block(const prefill *a, int64_t unit, char *room) {
+static inline panel_word word_of(const float *values, int64_t stride) {
+#ifdef GEMM_BF16
+    return narrow(values[0]) | (uint32_t)narrow(values[stride]) << 16;
+#else
+    return values[0];
+#endif
+}
+
+/* Packs K [BLOCK_KEYS / ROWS, d / PER_WORD, ROWS] words along d, V [padded / ROWS, BLOCK_KEYS / PER_WORD, ROWS]
+ * words along keys. `room`: PER_WORD rows of K and of V. */
+static void pack_block(const prefill *a, int64_t unit, float *room) {
     int64_t block = unit % a->blocks, h = unit / a->blocks % a->kv_heads, b = unit / a->blocks / a->kv_heads;
-    uint32_t *k = a->packed[0] + unit * words_in_block(a), *v = a->packed[1] + unit * words_in_block(a);
-    for (int64_t i = 0; i < BLOCK_KEYS; i += 2) {
-        const bf16 *rows[2];
-        for (int s = 0; s < 2; s++) {
-            const uint32_t *row = (const uint32_t *)row_of_key(a, 0, b, h, block * BLOCK_KEYS + i + s, room);
-            uint32_t *to = k + (i + s) / ROWS * ROWS * a->d / 2 + (i + s) % ROWS;
-            for (int64_t j = 0; j < a->d / 2; j++) to[j * ROWS] = row[j];
+    panel_word *k = a->packed[0] + unit * words_in_block(a), *v = a->packed[1] + unit * words_in_block(a);
+    const int64_t words = a->d / PER_WORD;
+    for (int64_t i = 0; i < BLOCK_KEYS; i += PER_WORD) {
+        for (int64_t s = 0; s < PER_WORD; s++) {
+            const float *row = row_of_key(a, 0, b, h, block * BLOCK_KEYS + i + s, room);
+            panel_word *to = k + (i + s) / ROWS * ROWS * words + (i + s) % ROWS;
+            for (int64_t j = 0; j < words; j++) to[j * ROWS] = word_of(row + j * PER_WORD, 1);
         }
-        for (int s = 0; s < 2; s++)
-            rows[s] = row_of_key(a, 1, b, h, block * BLOCK_KEYS + i + s, room + s * 6 * a->d);
-        for (int64_t j = 0; j < a->d; j++)
-            v[(j / ROWS * BLOCK_KEYS / 2 + i / 2) * ROWS + j % ROWS] = rows[0][j] | (uint32_t)rows[1][j] << 16;
+        const float *row = row_of_key(a, 1, b, h, block * BLOCK_KEYS + i, room);
+        if (PER_WORD > 1) {
+            if (row != room) memcpy(room, row, a->d * sizeof *row);
+            const float *other = row_of_key(a, 1, b, h, block * BLOCK_KEYS + i + 1, room + a->d);
+            if (other != room + a->d) memcpy(room + a->d, other, a->d * sizeof *other);
+            row = room;
+        }
+        panel_word *to = v + i / PER_WORD * ROWS;
+        for (int64_t j = 0; j < a->padded; j++)
+            to[j / ROWS * ROWS * (BLOCK_KEYS / PER_WORD) + j % ROWS] = j < a->d ? word_of(row + j, a->d) : 0;
     }
 }
 
@@ -89,7 +105,7 @@ static int exists(const prefill *a, int64_t unit) {
 
 static int pack_units(void *context, units *left) {
     const prefill *a = context;
-    char *room = malloc(12 * a->d);
+    float *room = malloc(2 * a->d * sizeof *room);
     for (int64_t i; room && (i = take_unit(left)) >= 0;)
         if (exists(a, i)) pack_block(a, i, room);
     free(room);
@@ -99,10 +115,10 @@ static int pack_units(void *context, units *left) {
 /* ---- a block of queries ---- */
 
 typedef struct {
-    uint32_t *q;         /* [d / 2, COLUMNS] words of two neighbours */
+    panel_word *q;       /* [d / PER_WORD, COLUMNS] words along d */
     float *scores;       /* [BLOCK_KEYS, COLUMNS] */
-    uint32_t *weights;   /* [BLOCK_KEYS / 2, COLUMNS] words of two keys */
-    float *sums;         /* [d, COLUMNS] */
+    panel_word *weights; /* [BLOCK_KEYS / PER_WORD, COLUMNS] words along keys */
+    float *sums;         /* [padded, COLUMNS] */
     float most[COLUMNS], total[COLUMNS];
     int32_t from[COLUMNS], last[COLUMNS]; /* positions that a query sees */
     int32_t first_from, most_from, least_last, most_last; /* over the block's queries */
@@ -117,8 +133,12 @@ static void load_queries(const prefill *a, int64_t b, int64_t h, int64_t first, 
     own->first_from = own->least_last = INT32_MAX, own->most_from = own->most_last = -1;
     for (int64_t l = 0; l < COLUMNS; l++) {
         int64_t r = least(first + l, rows - 1), s = b * a->queries + r / a->group;
-        const uint32_t *row = (const uint32_t *)((const bf16 *)a->q + query_row(a, b, h, r) * a->d);
-        for (int64_t j = 0; j < a->d / 2; j++) own->q[j * COLUMNS + l] = row[j];
+        int64_t at = query_row(a, b, h, r) * a->d;
+        for (int64_t j = 0; j < a->d / PER_WORD; j++) {
+            float values[PER_WORD];
+            for (int i = 0; i < PER_WORD; i++) values[i] = load(a->q, at + j * PER_WORD + i, a->dtype);
+            own->q[j * COLUMNS + l] = word_of(values, 1);
+        }
         int64_t from = a->window ? a->positions[s] - a->window + 1 : 0;
         own->from[l] = from = from < 0 ? 0 : from, own->last[l] = a->last[s];
         own->most[l] = LOWEST, own->total[l] = 0;
@@ -127,63 +147,79 @@ static void load_queries(const prefill *a, int64_t b, int64_t h, int64_t first, 
         if (a->last[s] < own->least_last) own->least_last = a->last[s];
         if (a->last[s] > own->most_last) own->most_last = a->last[s];
     }
-    memset(own->sums, 0, a->d * COLUMNS * sizeof *own->sums);
+    memset(own->sums, 0, a->padded * COLUMNS * sizeof *own->sums);
 }
 
-/* 2^y; y is at most 0. */
-static inline __m512 power_512(__m512 y) {
-    __m512 whole = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 x = _mm512_sub_ps(y, whole), z = _mm512_set1_ps(0.00015403530f);
+static inline lanes all_lanes(float value) { return (lanes){0} + value; }
+
+static inline lanes where(lane_masks mask, lanes yes, lanes no) {
+    return (lanes)((lane_masks)yes & mask | (lane_masks)no & ~mask);
+}
+
+static inline lanes rounded(lanes y) {
+#if defined(__AVX512F__)
+    return (lanes)_mm512_roundscale_ps((__m512)y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__)
+    return (lanes)_mm256_round_ps((__m256)y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    return (lanes)vrndnq_f32((float32x4_t)y);
+#endif
+}
+
+/* 2^y; y is at most 0, or NaN. */
+static inline lanes power_of_two(lanes y) {
+    lanes low = all_lanes(-127), whole = rounded(where(y < low, low, y)), x = y - whole;
+    lanes z = all_lanes(0.00015403530f);
     const float of[] = {0.0013333558f, 0.0096181291f, 0.055504109f, 0.24022651f, 0.69314718f, 1};
-    UNROLLED for (int i = 0; i < 6; i++) z = _mm512_fmadd_ps(z, x, _mm512_set1_ps(of[i]));
-    return _mm512_scalef_ps(z, whole);
+    UNROLLED for (int i = 0; i < 6; i++) z = z * x + of[i];
+    lanes power = (lanes)((__builtin_convertvector(whole, lane_masks) + 127) << 23);
+    return where(y < low, (lanes){0}, z * power);
 }
 
 /* Scores of `count` keys at positions `at` become weights, for LANE queries from l on. Sets *factor to
  * what earlier sums are multiplied by; returns whether that is not 1. */
 static int weigh_lane(const prefill *a, query_block *own, int l, const int32_t *at, int64_t count, int all,
-                      __m512 *factor) {
-    __m512i from = _mm512_loadu_si512(own->from + l), last = _mm512_loadu_si512(own->last + l);
-    __m512 before = _mm512_loadu_ps(own->most + l), top = before, sum = _mm512_setzero_ps();
-    __m512 scale = _mm512_set1_ps(a->scale), unseen = _mm512_set1_ps(LOWEST);
+                      lanes *factor) {
+    lane_masks from, last, grown;
+    memcpy(&from, own->from + l, sizeof from), memcpy(&last, own->last + l, sizeof last);
+    lanes before = *(any_lanes *)(own->most + l), top = before, sum = {0}, unseen = all_lanes(LOWEST);
     for (int64_t t = 0; t < count; t++) {
-        float *score = own->scores + t * COLUMNS + l;
-        __m512 s = _mm512_mul_ps(_mm512_loadu_ps(score), scale);
-        if (!all) {
-            __m512i key = _mm512_set1_epi32(at[t]);
-            __mmask16 seen = _mm512_cmple_epi32_mask(from, key) & _mm512_cmple_epi32_mask(key, last);
-            s = _mm512_mask_mov_ps(unseen, seen, s);
-        }
-        _mm512_storeu_ps(score, s);
-        top = _mm512_max_ps(s, top); /* of NaN, the second */
+        any_lanes *score = (any_lanes *)(own->scores + t * COLUMNS + l);
+        lanes s = *score * a->scale;
+        if (!all) s = where((from <= at[t]) & (at[t] <= last), s, unseen);
+        *score = s;
+        top = where(s > top, s, top); /* NaN leaves it */
     }
-    for (int64_t t = 0; t < count; t += 2) {
-        __m512 p[2];
-        for (int s = 0; s < 2; s++) {
-            __m512 score = _mm512_loadu_ps(own->scores + (t + s) * COLUMNS + l);
-            __mmask16 seen = _mm512_cmp_ps_mask(score, unseen, _CMP_NLE_UQ);
-            p[s] = _mm512_maskz_mov_ps(seen, power_512(_mm512_sub_ps(score, top)));
-            sum = _mm512_add_ps(sum, p[s]);
+    for (int64_t t = 0; t < count; t += PER_WORD) {
+        lanes p[PER_WORD];
+        for (int s = 0; s < PER_WORD; s++) {
+            lanes score = *(any_lanes *)(own->scores + (t + s) * COLUMNS + l);
+            p[s] = where(score <= unseen, (lanes){0}, power_of_two(score - top));
+            sum += p[s];
         }
-        _mm512_storeu_si512(own->weights + t / 2 * COLUMNS + l, words_of(p[0], p[1]));
+#ifdef GEMM_BF16
+        *(any_word_lanes *)(own->weights + t / 2 * COLUMNS + l) = words_of(p[0], p[1]);
+#else
+        *(any_word_lanes *)(own->weights + t * COLUMNS + l) = p[0];
+#endif
     }
-    *factor = power_512(_mm512_sub_ps(before, top));
-    __m512 total = _mm512_loadu_ps(own->total + l);
-    _mm512_storeu_ps(own->total + l, _mm512_fmadd_ps(total, *factor, sum));
-    _mm512_storeu_ps(own->most + l, top);
-    return _mm512_cmp_ps_mask(top, before, _CMP_GT_OQ) != 0;
+    *factor = power_of_two(before - top);
+    any_lanes *total = (any_lanes *)(own->total + l);
+    *total = *total * *factor + sum;
+    *(any_lanes *)(own->most + l) = top;
+    grown = top > before;
+    int any = 0;
+    for (int i = 0; i < LANE; i++) any |= grown[i];
+    return any;
 }
 
 static void weigh_keys(const prefill *a, query_block *own, const int32_t *at, int64_t count, int all) {
-    __m512 factor[COLUMNS / LANE];
+    lanes factor[VECTORS_MAX];
     int grown = 0;
-    for (int v = 0; v < COLUMNS / LANE; v++)
-        grown |= weigh_lane(a, own, v * LANE, at, count, all, factor + v);
+    for (int v = 0; v < VECTORS_MAX; v++) grown |= weigh_lane(a, own, v * LANE, at, count, all, factor + v);
     for (int64_t j = 0; grown && j < a->d; j++)
-        UNROLLED for (int v = 0; v < COLUMNS / LANE; v++) {
-            float *sum = own->sums + j * COLUMNS + v * LANE;
-            _mm512_storeu_ps(sum, _mm512_mul_ps(_mm512_loadu_ps(sum), factor[v]));
-        }
+        UNROLLED for (int v = 0; v < VECTORS_MAX; v++)
+            *(any_lanes *)(own->sums + j * COLUMNS + v * LANE) *= factor[v];
 }
 
 /* Attends to what is seen of a block of keys: to groups of ROWS of them, from the first one seen to the
@@ -196,31 +232,26 @@ static void attend_block(const prefill *a, int64_t b, int64_t h, int64_t block, 
     if (first == last) return;
     int all = 1;
     for (int64_t g = first; g < last; g++) all &= low[g] >= own->most_from && high[g] <= own->least_last;
-    int64_t unit = (b * a->kv_heads + h) * a->blocks + block, words = a->d / 2;
-    const uint32_t *k = a->packed[0] + unit * words_in_block(a), *v = a->packed[1] + unit * words_in_block(a);
+    int64_t unit = (b * a->kv_heads + h) * a->blocks + block, words = a->d / PER_WORD;
+    const panel_word *k = a->packed[0] + unit * words_in_block(a), *v = a->packed[1] + unit * words_in_block(a);
+    micro_kernel_of *multiply = micro_kernels[VECTORS_MAX];
     for (int64_t g = first; g < last; g++)
-        micro_kernel_3(words, k + g * words * ROWS, own->q, own->scores + (g - first) * ROWS * COLUMNS, 0);
+        multiply(words, k + g * words * ROWS, own->q, own->scores + (g - first) * ROWS * COLUMNS, 0);
     weigh_keys(a, own, a->at + (at + first) * ROWS, (last - first) * ROWS, all);
     for (int64_t c = 0; c < a->d; c += ROWS)
-        micro_kernel_3((last - first) * ROWS / 2, v + c * BLOCK_KEYS / 2 + first * ROWS / 2 * ROWS,
-                         own->weights, own->sums + c * COLUMNS, 1);
+        multiply((last - first) * ROWS / PER_WORD, v + (c * BLOCK_KEYS + first * ROWS * ROWS) / PER_WORD,
+                 own->weights, own->sums + c * COLUMNS, 1);
 }
 
 static void store_queries(const prefill *a, int64_t b, int64_t h, int64_t first, query_block *own) {
     for (int v = 0; v < COLUMNS; v += LANE) {
-        __m512 total = _mm512_loadu_ps(own->total + v), one = _mm512_set1_ps(1);
-        __mmask16 any = _mm512_cmp_ps_mask(total, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-        __m512 inverse = _mm512_maskz_div_ps(any, one, total);
-        for (int64_t j = 0; j < a->d; j += 2) {
-            __m512 sums[2];
-            for (int s = 0; s < 2; s++)
-                sums[s] = _mm512_mul_ps(_mm512_loadu_ps(own->sums + (j + s) * COLUMNS + v), inverse);
-            _mm512_storeu_si512(own->q + j / 2 * COLUMNS + v, words_of(sums[0], sums[1]));
-        }
+        lanes total = *(any_lanes *)(own->total + v);
+        lanes inverse = where(total == 0, (lanes){0}, 1 / total);
+        for (int64_t j = 0; j < a->d; j++) *(any_lanes *)(own->sums + j * COLUMNS + v) *= inverse;
     }
     for (int64_t l = 0; l < least(COLUMNS, a->queries * a->group - first); l++) {
-        uint32_t *to = (uint32_t *)((bf16 *)a->out + query_row(a, b, h, first + l) * a->d);
-        for (int64_t j = 0; j < a->d / 2; j++) to[j] = own->q[j * COLUMNS + l];
+        int64_t to = query_row(a, b, h, first + l) * a->d;
+        for (int64_t j = 0; j < a->d; j++) store(a->out, to + j, own->sums[j * COLUMNS + l], a->dtype);
     }
 }
 
@@ -228,11 +259,11 @@ static int prefill_units(void *context, units *left) {
     const prefill *a = context;
     query_block own;
     int64_t rows = a->queries * a->group, parts = (rows + COLUMNS - 1) / COLUMNS;
-    own.q = aligned_alloc(LINE, (a->d / 2 * 3 + BLOCK_KEYS / 2 * 3) * COLUMNS * 4);
+    own.q = aligned_alloc(LINE, (2 * a->padded + 2 * BLOCK_KEYS) * COLUMNS * sizeof(float));
     if (!own.q) return 1;
-    own.sums = (float *)(own.q + a->d / 2 * COLUMNS);
-    own.scores = own.sums + a->d * COLUMNS;
-    own.weights = (uint32_t *)(own.scores + BLOCK_KEYS * COLUMNS);
+    own.sums = (float *)(own.q + a->padded * COLUMNS);
+    own.scores = own.sums + a->padded * COLUMNS;
+    own.weights = (panel_word *)(own.scores + BLOCK_KEYS * COLUMNS);
     for (int64_t i; (i = take_unit(left)) >= 0;) {
         /* the last queries first: they see most */
         int64_t head = i % (a->batch * a->kv_heads), part = parts - 1 - i / (a->batch * a->kv_heads);
@@ -247,14 +278,15 @@ static int prefill_units(void *context, units *left) {
 
 int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *last,
                       const int64_t *written, const void *k, const void *v, const void *fresh_k,
-                      const void *fresh_v, void *out, int held, int64_t batch, int64_t queries,
+                      const void *fresh_v, void *out, int dtype, int held, int64_t batch, int64_t queries,
                       int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
                       int64_t window, double scale, int threads) {
     prefill a = {.q = q, .kept = {k, v}, .fresh = {fresh_k, fresh_v}, .positions = positions,
-                 .last = last, .written = written, .out = out, .held = held, .batch = batch,
+                 .last = last, .written = written, .out = out, .dtype = dtype, .held = held, .batch = batch,
                  .queries = queries, .heads = heads, .kv_heads = kv_heads, .d = d, .slots = slots,
                  .width = width, .window = window, .scale = scale * 1.4426950408889634,
-                 .group = heads / kv_heads, .blocks = (slots + queries + BLOCK_KEYS - 1) / BLOCK_KEYS};
+                 .group = heads / kv_heads, .padded = (d + ROWS - 1) / ROWS * ROWS,
+                 .blocks = (slots + queries + BLOCK_KEYS - 1) / BLOCK_KEYS};
     int64_t packs = batch * kv_heads * a.blocks, keys = batch * a.blocks * BLOCK_KEYS;
     a.packed[0] = aligned_alloc(LINE, packs * words_in_block(&a) * 8 + keys * 8);
     if (!a.packed[0]) return 1;
@@ -270,13 +302,14 @@ int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *la
 }
 
 int g4ir_takes_chunk(int dtype, int held, int64_t d) {
-    return dtype == BF16 && held >= BF16 && held <= ROWS_FP8 && d % ROWS == 0;
+    if (dtype != BF16 && (dtype != F32 || PER_WORD > 1)) return 0;
+    return held >= BF16 && held <= ROWS_FP8 && d % PER_WORD == 0;
 }
 #else
 int g4ir_takes_chunk(int dtype, int held, int64_t d) { return 0; }
 int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *last,
                       const int64_t *written, const void *k, const void *v, const void *fresh_k,
-                      const void *fresh_v, void *out, int held, int64_t batch, int64_t queries,
+                      const void *fresh_v, void *out, int dtype, int held, int64_t batch, int64_t queries,
                       int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
                       int64_t window, double scale, int threads) {
     return 1;
