@@ -1,6 +1,6 @@
 """Media through the ONNX and TensorRT backends: towers, and prompts with their soft tokens.
 
-The reference backend, which is compared with transformers (test_towers.py, test_media_models.py),
+The reference backend, which is compared with transformers (test_media_models.py),
 says what should come out on the same weights. tests/trt/fake.py stands for TensorRT.
 """
 
