@@ -117,6 +117,11 @@ class Runtime(Protocol):
         they are not asked for.
         `watch` sees the graph's values that the backend can show, in order."""
 
+    def embed(self, tokens: torch.Tensor, tables: Mapping[str, Any]) -> Tensors | None:
+        """Return the outputs of the embed graph for a few tokens i64[B,S]; None where the host is
+        as fast."""
+        return None
+
     def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
         """Return the soft tokens [1, N, hidden] that a tower's graph makes of its inputs."""
 

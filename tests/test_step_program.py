@@ -3,6 +3,7 @@ contract (tests/contract/test_torch.py)."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import g4ir
 from g4ir.backends.cpu import pyops
 from g4ir.backends.cpu.arena import Arena
 from g4ir.backends.cpu.library import compile_kernels
+from g4ir.backends.cpu.step_loop import Embedding
 from g4ir.backends.cpu.step_program import (
     LOWERINGS,
     NoInstruction,
@@ -209,17 +211,24 @@ def test_decode_steps_are_recorded(name: str, quant: str) -> None:
 
 @pytest.mark.parametrize("quant", RECIPES)
 def test_embedding_of_a_few_tokens(quant: str) -> None:
-    """What torch's ops make."""
+    """What torch's ops make, from several threads at once; the host embeds more."""
     program = stored("tiny-ple", quant)
     graph, random, tables = program.graphs["embed"], torch.Generator().manual_seed(3), {}
     for v in graph.params:
         numbers = 100 * torch.rand([int(d) for d in v.type.shape], generator=random)
         tables[v.name] = numbers.to(torch_dtype(v.type.dtype))
-    for rows, count in ((1, 1), (2, 3), (8, 1), (1, 8)):
-        given = {"tokens": some_tokens(rows, count)}
-        got = record_step(graph, tables, {}, given, Arena("cpu")).run(given)
-        want = embed_rows(graph, tables, given["tokens"])
-        assert all(torch.equal(t, got[name]) for name, t in want.items())
+    embed = Embedding(program, tables)
+
+    def same(tokens: torch.Tensor) -> bool:
+        got, want = embed(tokens), embed_rows(graph, tables, tokens)
+        return got is not None and all(torch.equal(t, got[name]) for name, t in want.items())
+
+    with ThreadPoolExecutor(4) as pool:
+        given = [some_tokens(rows, count) for rows, count in ((1, 1), (2, 3), (8, 1), (1, 8))]
+        assert all(pool.map(same, given * 8))
+    others = ([[graph.params[0].type.shape[0]]], [[3, -1]], [[]])
+    assert embed(some_tokens(3, 3)) is None
+    assert all(embed(torch.tensor(ids, dtype=torch.int64)) is None for ids in others)
 
 
 def stored(name: str, quant: str) -> Program:

@@ -23,7 +23,7 @@ from g4ir.weights.tensorfile import ALIGNED, on_huge_pages, read_pages
 from . import pyops
 from .arena import ROWS, Arena
 from .library import KERNELS_FILE
-from .step_loop import StepLoop, StepThread, mapped_tables, record_loop
+from .step_loop import Embedding, StepLoop, StepThread, mapped_tables, record_loop
 from .step_program import NoInstruction, StepProgram, of_tokens, record_step
 
 Tensor = torch.Tensor
@@ -42,6 +42,8 @@ class CpuRuntime(ProgramRuntime):
     ) -> None:
         #: phases that run as programs recorded for a session
         self.recorded_phases = task.program.graphs.keys() - steps.keys() - {"embed"}
+        #: what embeds a few tokens, once it was asked for
+        self.embedding: Embedding | None = None
         #: the thread that runs steps while the host reads the tokens of others
         self.worker = StepThread()
         _load_kernels(task.folder / "programs" / KERNELS_FILE)  # programs call them
@@ -107,6 +109,12 @@ class CpuRuntime(ProgramRuntime):
         step = captured.get(StepProgram, key, lambda: of_tokens(recorded(2), recorded(3), tokens))
         return step.run(feeds)
 
+    def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
+        if "decode" not in self.recorded_phases or not self.weights:
+            return None
+        embedding = self.embedding = self.embedding or Embedding(self.program, tables)
+        return embedding(tokens)
+
     def token_loop(
         self,
         embed: Embed,
@@ -139,6 +147,7 @@ class CpuRuntime(ProgramRuntime):
 
     def close(self) -> None:
         self.worker.close()
+        self.embedding = None
         super().close()
 
 

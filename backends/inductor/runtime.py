@@ -131,6 +131,9 @@ class ProgramRuntime:
     def _results(self, phase: str, env: Tensors) -> Tensors:
         return {v.name: env[v.name] for v in self.program.graphs[phase].outputs}
 
+    def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
+        return None
+
     def encode(self, tower: str, feeds: Tensors) -> Tensor:
         return self._run_plan(self.plans[tower, True], feeds, {})["soft"]
 

@@ -186,7 +186,9 @@ class EngineParts:
     def embed(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Token ids -> the inputs of the text graphs, on the engine's device."""
         self.check_process()
-        rows = embed_rows(self.program.graphs["embed"], self.tables, tokens)
+        rows = self.runtime.embed(tokens, self.tables)
+        if rows is None:
+            rows = embed_rows(self.program.graphs["embed"], self.tables, tokens)
         return {k: t.to(self.device) for k, t in rows.items()}
 
 
