@@ -62,8 +62,19 @@ def attention_latent(
 
 
 def encoder_attention(m: Run, n: Node, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Any:
-    """Attend by the library, which never holds the scores."""
-    return masked_attention(q, k, v, valid, n.number("scale"))
+    """Attend by the library, which never holds the scores: q [B,P,nq,d], k and v [B,T,n,d]."""
+    bias = torch.zeros(valid.shape, dtype=q.dtype, device=q.device)
+    bias = bias.masked_fill(~valid, torch.finfo(q.dtype).min)[:, None, None]
+    heads, keys, values = (x.transpose(1, 2) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        heads,
+        keys,
+        values,
+        attn_mask=bias.expand(*bias.shape[:2], q.shape[1], -1),
+        scale=n.number("scale"),
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)
 
 
 def _reference(n: Node, *operands: Tensor) -> Any:
@@ -155,21 +166,3 @@ def _query(q: Tensor, w: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
 def latent_query(n: Node, q: Tensor, w: Tensor) -> Tensor:
     """Return the query [..., d + 2p] for the rows of a latent cache."""
     return torch.cat(_query(q, w, n.whole("pairs")), -1)
-
-
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, scale: float) -> Tensor:
-    """Compute `encoder_attention` in the same way whatever is valid."""
-    bias = torch.zeros(valid.shape, dtype=q.dtype, device=q.device)
-    bias = bias.masked_fill(~valid, torch.finfo(q.dtype).min)[:, None, None]
-    return attend_heads(q, k, v, scale, bias.expand(*bias.shape[:2], q.shape[1], -1))
-
-
-def attend_heads(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None
-) -> Tensor:
-    """Attend by the library: q [B,P,nq,d], k and v [B,T,n,d] -> [B,P,nq,d]."""
-    heads, keys, values = (x.transpose(1, 2) for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(
-        heads, keys, values, attn_mask=bias, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
-    )
-    return out.transpose(1, 2)

@@ -392,11 +392,12 @@ def decode_attention(
     keys, values = caches if len(caches) == 2 else (caches[0], None)
     if values is not None and values.stride() != keys.stride():
         raise ValueError(f"caches of strides {keys.stride()} and {values.stride()}: not alike")
-    tensors = (q.contiguous(), end, w, keys, values, arrivals, parts, stats, out)
+    given: list[Any] = [q.contiguous(), end, w, keys, values, arrivals, parts, stats, out]
+    given += [slots, *keys.stride()[:3], *factors(scale, softcap)]
     start(
         _decode,
         (splits, n, b),
-        DecodeOperands(*tensors, slots, *keys.stride()[:3], *factors(scale, softcap)),
+        DecodeOperands(*given),
         LATENT=w is not None,
         **_layout(q, keys, w is not None, block_n),
         **constants(out, n, window, softcap),

@@ -292,13 +292,14 @@ def prefill_attention(
     out = q.new_empty(b, s, heads, d)
     if cache_k.stride() != cache_v.stride():
         raise ValueError(f"caches of strides {cache_k.stride()}, {cache_v.stride()}: not alike")
-    places = (*(t.contiguous() for t in (q, positions, written)), q if w is None else w)
-    rows = (cache_k, cache_v, k.contiguous(), v.contiguous())
-    numbers = (scale, softcap, s, slots, *cache_k.stride()[:3])
+    places: list[Any] = [t.contiguous() for t in (q, positions, written)]
+    places.append(q if w is None else w)
+    places += [cache_k, cache_v, k.contiguous(), v.contiguous(), out]
+    places += [scale, softcap, s, slots, *cache_k.stride()[:3]]
     start(
         _attend,
         (blocks(s, block_m // power_of_2(heads // n)), n, b),
-        ChunkOperands(*places, *rows, out, *numbers),
+        ChunkOperands(*places),
         WINDOW=window,
         CAP=softcap > 0,
         LATENT=w is not None,
