@@ -22,11 +22,13 @@ from g4ir.bench.llama import LlamaRunner
 from g4ir.bench.measure import (
     FLOOR,
     STATISTICS,
+    RequestTiming,
     Stat,
     around,
     stat,
 )
 from g4ir.bench.report import ENGINE_ROLES, check_specs, run_bench
+from g4ir.bench.roof import Rates
 from g4ir.bench.runners import (
     MODES,
     BenchRunner,
@@ -39,7 +41,7 @@ from g4ir.bench.runners import (
     plan_workload,
     reference_runner,
 )
-from g4ir.bench.schema import VERSION, Values
+from g4ir.bench.schema import VERSION, Values, sample_values, speedup, work_values
 from g4ir.bench.text import ROWS, _shown, compare_reports, compare_text, markdown, read_report, text
 from g4ir.bench.work import request_chunks, request_costs
 from g4ir.builder.load import load_engine
@@ -47,7 +49,7 @@ from g4ir.check.reference import with_run
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError
 from g4ir.ir.distance import Tolerance, row_errors
-from g4ir.plan.cost import graph_costs, total
+from g4ir.plan.cost import Cost, graph_costs, total
 from g4ir.spec.record import load_spec
 from tests.cli_tools import PROMPT, built, g4ir, refused, text_checkpoint
 from tests.engines import CHUNK, MAX_SEQ
@@ -87,6 +89,24 @@ def test_a_value_and_its_spread() -> None:
     assert not Stat(10, 1).differs(Stat(12, 1)) and Stat(10, 1).differs(Stat(12.1, 1))
     assert _shown(Stat(0.00123, 0.0004), 1e3) == "1.23 ± 0.4"
     assert _shown(Stat(0.25, 0.0125), 1e3) == "250 ± 12"
+
+
+def test_what_follows_from_samples() -> None:
+    w = Workload(4, 3, batch=2)
+    slow = [[RequestTiming(0.2, (0.1, 0.3))]] * 2
+    values = sample_values(w, slow)
+    assert values["samples_ms"] == {"ttft": [[200.0]] * 2, "itl": [[[100.0, 300.0]]] * 2}
+    speeds = {name: s.value for name, s in values["tokens_per_s"].items()}
+    assert speeds["prefill"] == pytest.approx(40) and speeds["decode"] == pytest.approx(10)
+    ratios = speedup([[RequestTiming(0.1, (0.05, 0.15))]] * 2, slow)
+    assert [s.value for s in ratios.values()] == pytest.approx([2.0] * 3)
+    costs = {"prefill": Cost(400, 50), "decode": Cost(10, 60, 40)}
+    work = work_values(w, slow, [Rates(1e3, 1.0, 1e4)] * 2, costs)
+    shares = [work["mbu"], work["mfu"], *work["roof_ratio"].values()]
+    assert [s.value for s in shares] == pytest.approx([0.5, 0.2, 0.25, 0.5])
+    decode = work["work"]["decode"]
+    assert (decode["bound"], work["bytes_per_token"]) == ("memory", 50)
+    assert decode["floor_ms"] == pytest.approx(100)
 
 
 def test_lengths_left_open_fit(moe: Engine) -> None:

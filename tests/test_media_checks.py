@@ -15,7 +15,6 @@ from g4ir.bench.runners import Workload, draw_tokens
 from g4ir.check.logits import verify_engine
 from g4ir.check.media import HEAD, STEPS, check_media
 from g4ir.check.passes import verify_each_pass
-from g4ir.check.stages import BACKEND
 from g4ir.check.tokens import random_ids
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
@@ -276,13 +275,3 @@ def test_a_pass_that_breaks_one_graph(
     culprit = verify_each_pass(built["tiny-media"], FEW).culprit
     assert culprit and culprit.name == broken and culprit.first
     assert culprit.first.phase == "vision_70"
-
-
-def test_each_pass_runs_the_backends_blocks(
-    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = built["tiny-unified"]
-    monkeypatch.setattr(engine.runtime, "run", without_blocks(engine))
-    culprit = verify_each_pass(engine, [*range(5, 17)]).culprit
-    assert culprit and culprit.name == BACKEND and culprit.first
-    assert culprit.first.phase == "prefill_media" and culprit.first.value == "L0.attn.out"

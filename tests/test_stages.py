@@ -315,18 +315,6 @@ def test_engine_of_other_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert any("concat(%L2.mlp.w_up, %L2.mlp.w_gate)" in x for x in report.culprit.first.after)
 
 
-@pytest.mark.parametrize("param, value", [("L3.attn.wo", "L3.attn.o"), ("L5.scalar", "L5.out")])
-def test_disturbed_runtime(ple: Engine, param: str, value: str) -> None:
-    """The interpreter as a backend shows every value."""
-    engine = reference_engine(ple)
-    weights = engine.runtime.params  # type: ignore[attr-defined]
-    t = weights[param]
-    weights[param] = t * 1.2 if t.numel() == 1 else t + 0.3 * t.flip(0)
-    culprit = verify_each_pass(engine).culprit
-    assert culprit and culprit.name == BACKEND and culprit.first
-    assert culprit.first.value.removesuffix(".last") == value
-
-
 def test_broken_lowering(engines: Any, monkeypatch: pytest.MonkeyPatch, layer: int = 5) -> None:
     """An instruction of one layer that makes its result 1 % wrong."""
     engine, right = engines("torch", "tiny-ple"), step_program.LOWERINGS["mul"]

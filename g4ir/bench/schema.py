@@ -34,8 +34,10 @@ RATES = {
     "matmul": "matmul_flops_per_s",
 }
 #: of an engine; null for a baseline
-OF_ENGINES = ("name", "engine", "work", "cache_bytes", "param_bytes")
-OF_ENGINES += ("mbu", "mfu", "roof_ratio", "bytes_per_token")
+OF_ENGINES = (
+    *("name", "engine", "work", "cache_bytes", "param_bytes"),
+    *("mbu", "mfu", "roof_ratio", "bytes_per_token"),
+)
 #: JSON values
 Values = dict[str, Any]
 
