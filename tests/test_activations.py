@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.artefact.directory import open_artefact, rebuild
 from g4ir.backends.cuda import lowerings
 from g4ir.backends.cuda.kernels.base import both_in_codes
 from g4ir.backends.cuda.schedule import dense_bytes, schedule
@@ -150,14 +149,6 @@ def test_verify(name: str, quant: str, to: str, tmp_path: Path) -> None:
     assert torch.stack(near).double().mean() > 0.9
     stages = verify_each_pass(engine, IDS)
     assert stages.ok and "as asked: not compared" in stages.text()
-
-
-def test_an_engine_is_built_again_with_it(tmp_path: Path) -> None:
-    out = tmp_path / "engine"
-    build(out, "tiny-ple", "int4", "int8").close()
-    found = open_artefact(out)
-    assert found.config.activations == "int8"
-    assert "--quant-activations int8 " in rebuild(out, found.manifest)
 
 
 # --- kernels -----------------------------------------------------------------------------------
