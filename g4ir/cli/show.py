@@ -90,7 +90,7 @@ class Show(Verb):
         if self.collectives:
             return self._collectives(graph)
         text = _text(graph, self.layer)
-        if not text:
+        if self.layer is not None and not text:
             raise no_layer(graph, self.layer)
         if self.layer is not None and self.graph.phase in DECODER:
             text = _about(layer_blocks(self.graph.spec)[self.layer]) + text
@@ -145,8 +145,8 @@ class Show(Verb):
         a, b = self._stages() if self.against is None else self._variants(self.against)
         if self.layer is not None and not any(_nodes_of(g, self.layer) for g in (a, b)):
             raise no_layer(a, self.layer)
-        texts = (_text(g, self.layer).splitlines() for g in (a, b))
-        changes = [*unified_diff(*texts, n=0, lineterm="")][2:]  # without names of files
+        before, after = (_text(g, self.layer).splitlines() for g in (a, b))
+        changes = [*unified_diff(before, after, n=0, lineterm="")][2:]  # without names of files
         output(self.json, changes, "".join(f"{line}\n" for line in changes))
         if self.against is None and not changes:
             console.say(f"{self.graph.after} changes nothing in graph {a.name}")
