@@ -238,19 +238,11 @@ def _frequencies(spec: Spec) -> Any:
     return np.array([1.0] * rotated + [1e30] * (dim // 2 - rotated), np.float32)
 
 
-def write_random(
-    path: Path,
-    spec: Spec,
-    kind: Kind,
-    change: Callable[[dict[str, Any]], Any] = lambda values: None,
-    edit: Callable[[str, Any], Any] = lambda bare, data: data,
-) -> None:
+def write_random(path: Path, spec: Spec, kind: Kind) -> None:
     """Write a model of any size, one tensor at a time: blocks are random, the others those of
-    `random_weights`. `change` may alter the metadata, `edit` what is stored of a tensor."""
+    `random_weights`."""
     writer = gguf.GGUFWriter(path, architecture(spec))
-    values = metadata(spec)
-    change(values)
-    write_values(writer, values)
+    write_values(writer, metadata(spec))
     kinds = {bare: kind(bare, shape) for bare, shape in text_tensors(spec).items()}
     for bare, shape in text_tensors(spec).items():
         to = GGMLQuantizationType[kinds[bare]]
@@ -263,7 +255,7 @@ def write_random(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for seed, (bare, shape) in enumerate(text_tensors(spec).items()):
-        writer.write_tensor_data(edit(bare, _drawn(spec, bare, shape, kinds[bare], seed)))
+        writer.write_tensor_data(_drawn(spec, bare, shape, kinds[bare], seed))
     if freqs is not None:
         writer.write_tensor_data(freqs)
     writer.close()

@@ -285,12 +285,6 @@ def test_norms_about_zero(tmp_path: Path) -> None:
         Checkpoint.open(folder, spec)
 
 
-def test_bfloat16(tmp_path: Path) -> None:
-    engine, _, meant = built(tmp_path, widened("tiny-dense"), all_of("Q4_K"), dtype="bfloat16")
-    name = "layers.0.mlp.up_proj.weight"
-    assert torch.equal(engine.param("L0.mlp.w_up"), meant[name].to(torch.bfloat16))
-
-
 def opened(path: Path, spec: Spec, dtype: str = "f32") -> Checkpoint:
     return open_gguf(read_container(path), spec, dtype)
 

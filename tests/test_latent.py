@@ -12,9 +12,6 @@ from functools import cache
 import pytest
 import torch
 
-from g4ir.errors import InputError
-from g4ir.passes.latent_kv import LatentOptions, latent_kv
-from g4ir.plan.options import BuildOptions
 from g4ir.plan.resolve import check_latent
 from g4ir.spec.parts import FULL, SLIDING, Rope
 from g4ir.spec.record import Spec, check_spec, load_spec
@@ -83,19 +80,7 @@ def test_value_in_bf16(name: str) -> None:
     assert torch.equal(got.argmax(-1)[clear], oracle.logits.argmax(-1)[clear])
 
 
-def test_an_unknown_form_is_refused() -> None:
-    with pytest.raises(InputError, match="form 'half': expected one of off, value"):
-        latent_kv(built_program(every_kind()).graphs["decode"], LatentOptions("half"))
-
-
 # --- the option -------------------------------------------------------------------------------
-
-
-def test_caches_are_plain_unless_asked_for() -> None:
-    assert BuildOptions().latent_kv == "off"
-    for form in ("auto", "raw"):
-        with pytest.raises(InputError, match=f"--latent-kv '{form}': expected one of off, value$"):
-            check_latent(form, load_spec("31b"))
 
 
 def test_a_form_that_no_layer_takes_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -240,17 +240,6 @@ def test_gpu_kernels_of_narrowed_rows(phase: str) -> None:
     assert {d: choice is not None for d, choice in of.items()} == {80: False, 512: True}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("kv", "form"), [("float8", "value"), *((kv, "off") for kv in BITS8)])
-def test_compiled(kv: str, form: str, tmp_path: Path) -> None:
-    """A ring and a list of K = V, from prefill in chunks to steps, against the interpreter."""
-    spec = load_spec("tiny-dense")
-    text = replace(spec.text, num_hidden_layers=2, pattern=("sliding", "full"))
-    options = {**SMALL, "backend": "torch", "max_batch": 1, "kv_dtype": kv, "latent_kv": form}
-    engine = g4ir.build(replace(spec, name="two", text=text), tmp_path / "engine", **options)
-    assert verify_engine(engine).ok and verify_each_pass(engine).ok
-
-
 # --- options and refusals ---------------------------------------------------------------------
 
 

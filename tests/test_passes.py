@@ -238,35 +238,11 @@ def test_a_pipeline_changes_no_result(spec: str, skip: str) -> None:
     assert want.isfinite().all() and worst < 1e-12
 
 
-# --- counts -----------------------------------------------------------------------------------
-
-ALL = [*(n for n in spec_names() if n not in SPECS), *SPECS]
-
-
-@cache
-def planned(spec: str, phase: str) -> Graph:
-    return run_passes(program(spec).graphs[phase], until="plan_cache")
+# --- pipeline ---------------------------------------------------------------------------------
 
 
 def count(g: Graph, *ops: str) -> int:
     return len(list(g.find(*ops)))
-
-
-@pytest.mark.parametrize("spec", ALL)
-def test_caches_and_weights_of_both_phases(spec: str) -> None:
-    """Two caches for each layer that owns keys and values, rings where it has a window; both
-    phases pack weights alike."""
-    layers = (SPECS[spec]() if spec in SPECS else load_spec(spec)).layers()
-    own = [x for x in layers if x.donor is None]
-    want = {f"L{x.index}.{c}": x.attention.window or "C" for x in own for c in "kv"}
-    prefill, decode = (planned(spec, phase) for phase in PHASES)
-    assert {v.name: v.type.shape[0] for v in decode.state} == want
-    assert prefill.state == decode.state
-    packs = [{n.out: n.inputs for n in g.find("concat")} for g in (prefill, decode)]
-    assert packs[0] == packs[1]
-
-
-# --- pipeline ---------------------------------------------------------------------------------
 
 
 def break_pass(monkeypatch: pytest.MonkeyPatch, name: str, f: Callable[[Graph], Graph]) -> None:

@@ -75,7 +75,7 @@ def held_weights(engine: Engine) -> Checkpoint:
                 parts[suffix] = partial(_part, engine, Value(f"{v.name}{suffix}", t))
         shape = tuple(map(int, v.type.shape))
         weights[checkpoint_name(v.name)] = StoredWeight(shape, parts, scheme=scheme)
-    defaults = {name: float(value) for name, value in engine.facts.notes.defaults.items()}
+    defaults = {str(name): float(value) for name, value in engine.facts.notes.defaults.items()}
     dtype = torch_dtype(engine.dtype)
     return Checkpoint(engine.path, weights, dtype, defaults=defaults, opened=(engine,))
 

@@ -4,11 +4,10 @@ the ops of the IR."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
+from difflib import unified_diff
 from typing import Any
 
 from g4ir.errors import InputError
-from g4ir.ir.diff import diff_graphs, diff_text
 from g4ir.ir.graph import Graph, Node, print_node
 from g4ir.ir.names import layer_of
 from g4ir.model.decoder import BLOCKS, VERIFY
@@ -41,8 +40,7 @@ class Show(Verb):
 
     layer I: only the nodes of layer I
     why PASS: explain why a pass did or did not match
-    diff: with --after PASS: diff of the graph before and after it; ~ marks changed lines,
-        with old->new inside
+    diff: with --after PASS: diff of the graph before and after it
     against B: diff against the same graph of another variant (a name, a YAML file, a checkpoint
         or its config.json); exit 1 if they differ
     collectives: with --tp or a tensor-parallel engine: collectives of a step and their bytes
@@ -91,7 +89,9 @@ class Show(Verb):
         graph = self.graph.chosen()
         if self.collectives:
             return self._collectives(graph)
-        text = str(graph) if self.layer is None else _layer_text(graph, self.layer)
+        text = _text(graph, self.layer)
+        if self.layer is not None and not text:
+            raise no_layer(graph, self.layer)
         if self.layer is not None and self.graph.phase in DECODER:
             text = _about(layer_blocks(self.graph.spec)[self.layer]) + text
         return output(self.json, {"graph": graph.name, "text": text}, text)
@@ -145,8 +145,9 @@ class Show(Verb):
         a, b = self._stages() if self.against is None else self._variants(self.against)
         if self.layer is not None and not any(_nodes_of(g, self.layer) for g in (a, b)):
             raise no_layer(a, self.layer)
-        changes = [c for c in diff_graphs(a, b) if self.layer is None or c.layer == self.layer]
-        output(self.json, [asdict(c) for c in changes], diff_text(changes))
+        before, after = (_text(g, self.layer).splitlines() for g in (a, b))
+        changes = [*unified_diff(before, after, n=0, lineterm="")][2:]  # without names of files
+        output(self.json, changes, "".join(f"{line}\n" for line in changes))
         if self.against is None and not changes:
             console.say(f"{self.graph.after} changes nothing in graph {a.name}")
         return int(self.against is not None and bool(changes))
@@ -175,10 +176,11 @@ class Show(Verb):
         return one, two
 
 
-def _layer_text(graph: Graph, layer: int) -> str:
-    nodes = _nodes_of(graph, layer)
+def _text(graph: Graph, layer: int | None) -> str:
+    """Return the text of a graph, or of one of its layers: none if it has no such layer."""
+    nodes = [] if layer is None else _nodes_of(graph, layer)
     if not nodes:
-        raise no_layer(graph, layer)
+        return str(graph) if layer is None else ""
     read = {v.name for n in nodes for v in n.inputs}
     lines = [
         f"{kind} {v}: {v.type}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-from math import comb
 from typing import Any
 
 from .base import Traffic, cases, every_operand, op, require, wide
@@ -79,26 +77,6 @@ def distinct_experts(count: int, top_k: int, tokens: int) -> float:
     return count * (1 - (1 - top_k / count) ** tokens)
 
 
-@cache
-def busiest(total: int, held: int, chosen: int) -> float:
-    """Return the expected number of `chosen` different experts of `total` that the rank with most
-    of them has, all choices equally likely and `held` on each rank: everybody waits for it."""
-    ranks, every = total // held, comb(total, chosen)
-
-    def choices(most: int) -> int:
-        """Count the choices in which no rank has more: a coefficient of a product of sums."""
-        ways = [1] + [0] * chosen
-        own = [comb(held, n) for n in range(most + 1)]
-        for _ in range(ranks):
-            ways = [
-                sum(ways[at - n] * own[n] for n in range(min(at, most) + 1))
-                for at in range(chosen + 1)
-            ]
-        return ways[chosen]
-
-    return sum(1 - choices(most) / every for most in range(held))
-
-
 def own_index(index: Any, first: Any, count: int) -> Any:
     """Return each choice's place among the `count` experts from `first` on; `count`: it is none of
     them."""
@@ -166,16 +144,15 @@ class experts:
         ins: Types, outs: Types, *, distinct: float | None = None, total: int = 0, **_: Any
     ) -> Traffic:
         """Count the weights of the experts that some token chose: `distinct` of them where they
-        were counted, else `distinct_experts`, an upper bound for routers that have favourites. Of a
-        part of them as many as on the busiest rank."""
+        were counted, else `distinct_experts`, an upper bound for routers that have favourites; of a
+        part of them its share."""
         reads, writes = every_operand(ins, outs)
         held, k = int(ins[3].shape[0]), int(ins[2].shape[-1])
         count = total or held
         if distinct is None:
             distinct = distinct_experts(count, k, ins[2].numel() // k)
-        if total:
-            distinct = busiest(total, held, round(min(distinct, total)))
-        weights = (round(size * min(distinct, held) / held) for size in reads[3:5])
+        share = min(distinct / count, 1)
+        weights = (round(size * share) for size in reads[3:5])
         return (*reads[:3], *weights, *reads[5:]), writes
 
     @staticmethod

@@ -149,7 +149,7 @@ class Checkpoint:
 
     def with_drafter(self, drafter: Checkpoint) -> Checkpoint:
         """Return the weights of both: `draft.NAME` is the drafter's tensor NAME."""
-        parts = {}
+        parts: dict[str, Any] = {}
         for part in ("weights", "ignored", "defaults"):
             scoped = {f"{OF_DRAFTER}{name}": x for name, x in getattr(drafter, part).items()}
             parts[part] = {**getattr(self, part), **scoped}
