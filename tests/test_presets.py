@@ -107,8 +107,8 @@ def test_presets_are_planned_as_plan_does() -> None:
     assert [r["name"] for r in rows] == [*PRESETS]
     for row in rows:
         words = ("--preset", row["name"], "--ctx", row["plan"]["context"], "--json")
-        (need,) = json.loads(g4ir("plan", "tiny-ple", *words).out)["needed"]
-        assert need["bytes"] == row["plan"]["needed"] > row["plan"]["kv_cache"] > 0
+        (need,) = json.loads(g4ir("plan", "tiny-ple", *words).out)["rows"]
+        assert need["needed"] == row["plan"]["needed"] > row["plan"]["kv_cache"] > 0
         assert row["plan"]["context"] == 1024  # the model's limit is below that of all presets
     assert all("plan" not in row for row in json.loads(g4ir("presets", "--json").out))
 
@@ -139,14 +139,12 @@ def test_a_model_is_planned_as_its_engine_is(kind: str, tmp_path: Path) -> None:
         weights = sum(t.numel() * t.element_size() for t in loaded.runtime.params.values())
         cache = loaded.session(2).nbytes()
     for plan in found:
-        (row,) = plan["rows"]
-        assert (row["ctx"], row["batch"], row["built"]) == (64, 2, cache)
-        held = plan["weights"][-1] if kind == "Q8_0" or "variant" in kind else None
-        held = held or next(w for w in plan["weights"] if w["format"] == plan["dtype"])
-        assert held["device"] == weights
-        assert plan["needed"][0]["bytes"] > weights + cache
-    card = json.loads(g4ir("plan", engine, "--gpu", "16GiB", "--json").out)["fits"][0]
-    assert [m["built"] for m in (*card["max_context"], *card["max_batch"])] == [64, 2]
+        row = plan["rows"][0]
+        assert (row["ctx"], row["batch"], row["planned"]) == (64, 2, cache)
+        assert plan["weights"][0]["device"] == weights
+        assert row["needed"] > weights + cache
+    card = json.loads(g4ir("plan", engine, "--gpu", "16GiB", "--json").out)["largest"][0]
+    assert (card["max_context"], card["max_batch"]) == ({"2": 64}, {"64": 2})
 
 
 def test_verbs_take_models(tmp_path: Path) -> None:

@@ -162,17 +162,12 @@ class experts:
         return 3 * ins[2].numel() * int(double) * int(hidden)
 
     @staticmethod
-    def traffic(
-        ins: Types, outs: Types, *, distinct: float | None = None, total: int = 0, **_: Any
-    ) -> Traffic:
-        """Count the weights of the experts that some token chose: `distinct` of them where they
-        were counted, else `distinct_experts`, an upper bound for routers that have favourites. Of a
-        part of them as many as on the busiest rank."""
+    def traffic(ins: Types, outs: Types, *, total: int = 0, **_: Any) -> Traffic:
+        """Count the weights of the experts that some token chose: `distinct_experts`, an upper
+        bound for routers that have favourites. Of a part of them as many as on the busiest rank."""
         reads, writes = every_operand(ins, outs)
         held, k = int(ins[3].shape[0]), int(ins[2].shape[-1])
-        count = total or held
-        if distinct is None:
-            distinct = distinct_experts(count, k, ins[2].numel() // k)
+        distinct = distinct_experts(total or held, k, ins[2].numel() // k)
         if total:
             distinct = busiest(total, held, round(min(distinct, total)))
         weights = (round(size * min(distinct, held) / held) for size in reads[3:5])
