@@ -7,8 +7,8 @@ import math
 import re
 import subprocess
 import sys
-from dataclasses import fields, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +24,26 @@ from g4ir.ir.graph import Graph, Program
 from g4ir.ir.rewrite import split_prologue
 from g4ir.model.media import Media
 from g4ir.model.tensors import numel, text_tensors
-from g4ir.model.text import build_graph, build_program
-from g4ir.passes import PassOptions, run_passes, run_program
-from g4ir.passes.latent_kv import LatentOptions
+from g4ir.model.text import build_graph
+from g4ir.passes import run_passes
 from g4ir.plan.backend import DEFINITION
 from g4ir.plan.cost import floor, graph_costs, total
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import fitted
-from g4ir.plan.footprint import RESERVE_BYTES, Footprint, reserve
+from g4ir.plan.footprint import RESERVE_BYTES, measured, reserve
 from g4ir.plan.gpus import find_gpu, parse_bytes
 from g4ir.plan.memory import live_sizes
-from g4ir.plan.options import BuildConfig, BuildOptions
+from g4ir.plan.options import BuildOptions
 from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.plan.records import SCHEMA
+from g4ir.plan.resolve import resolved
 from g4ir.plan.table import plan_text
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import load_spec
 from g4ir.spec.shrink import shrink
 from g4ir.ui.units import count_text, parse_counts, rounded_count, size_text
-from g4ir.weights.pack import split_program
-from tests.cli_tools import g4ir, refused
+from tests.cli_tools import g4ir
 from tests.configs import NAMES, SMALL, short, spec_called
 
 CASES = yaml.safe_load(Path(__file__).with_name("plan_cases.yaml").read_text())
@@ -247,41 +246,28 @@ def test_where_the_table_lies_by_default(device: str, memory: int, place: str) -
     assert plan.to_dict()["ple_placement"] == place
 
 
-def test_one_placement_serves_every_row_of_a_plan() -> None:
-    """Each format has its own, unless one is given."""
-    spec = load_spec("e2b")
-    plan = make_plan(spec, ctx=(1024, 131072), memory=9 * GIB)
-    assert plan.config.ple_placement == "mmap"
+def test_each_format_has_its_own_placement() -> None:
+    """Unless one is given."""
+    spec, memory = load_spec("e2b"), 9 * GIB
+    plan = make_plan(spec, ctx=(1024, 131072), memory=memory)
     assert [w.mapped > 0 for w in plan.weights] == [True, False, False]
-    assert make_plan(spec).config.ple_placement == "device"
-    given = replace(PLANNED, ple_placement="device")
-    assert make_plan(spec, given, memory=9 * GIB).config.ple_placement == "device"
+    given = make_plan(spec, replace(PLANNED, ple_placement="device"), memory=memory)
+    assert {w.mapped for w in given.weights} == {0}
 
 
 # --- refusing a build ---------------------------------------------------------------------------
 
 
-def check(name: str, memory: int, **changes: Any) -> None:
+def check(name: str, memory: int, latent: str = "off", quant: Any = None, **changes: Any) -> None:
     """Raise PlanError where an engine by these settings does not fit."""
-    spec = spec_called(name)
-    given = {"dtype": "bf16", "device": "cuda", "ple_placement": None, "latent": "off"} | changes
-    form, media = given.pop("latent"), given.pop("media", Media())
-    sizes = {f.name for f in fields(Limits)} & given.keys()
-    limits = Limits(**{k: given.pop(k) for k in sizes})
-    packing = split_program(program_of(name, given["dtype"], form))
-    options = PassOptions((LatentOptions(form),))
-    plain = {"all_logits": False, "skip": (), "quant": None, "drafter": None, "settings": {}}
-    own = {"limits": limits, "options": options, "media": media, "ranks": 1, "ep": False}
-    config = BuildConfig(spec, backend="reference", **{**plain, **own, **given})
-    _, short = fitted(Footprint(config, DEFINITION, packing), memory)
+    limits = Limits(**{k: changes.pop(k) for k in vars(Limits()) if k in changes})
+    options = BuildOptions(**{"dtype": "bf16", "device": "cuda", "latent_kv": latent, **changes})
+    parts = {"limits": limits, "media": Media(), "quant": quant, "drafter": None}
+    config = resolved(spec_called(name), options, DEFINITION, **parts)
+    found = measured(replace(config, limits=Limits()), DEFINITION).at(limits=limits)
+    _, short = fitted(found, memory)
     if short:
         raise PlanError(short)
-
-
-@cache
-def program_of(name: str, dtype: str, form: str) -> Program:
-    built = build_program(spec_called(name), dtype=dtype)
-    return run_program(built, options=PassOptions((LatentOptions(form),)))
 
 
 def advised(message: str) -> list[dict[str, Any]]:
@@ -386,13 +372,6 @@ def test_plots_without_a_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     drawn = {f"{name} {total}" for name in ("31b", "e2b") for total in ("naive", "planned")}
     assert all(f"<!-- {label} -->" in text for label in drawn)
     assert sorted(tmp_path.iterdir()) == [svg, png]
-
-
-def test_plots_need_their_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    message = refused("plan", "--variant", "e2b", "--plot", tmp_path / "a.png", code=3)
-    assert "pip install 'g4ir[plot]'" in message
-    assert not list(tmp_path.iterdir())
 
 
 # --- quick --------------------------------------------------------------------------------------

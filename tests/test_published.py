@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from g4ir.ir.graph import Graph, Program
-from g4ir.model.tensors import layer_tensors, numel, tower_tensors
+from g4ir.model.tensors import numel, text_tensors, tower_tensors
 from g4ir.model.text import build_graph
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.latent_kv import LatentOptions
@@ -80,8 +80,9 @@ def test_blocks(name: str) -> None:
     share = spec.text.moe.top_k_experts / spec.text.moe.num_experts if spec.text.moe else 0
     for index, expected in TABLES["blocks"][name].items():
         matrices = Counter[str]()
-        for key, shape in layer_tensors(spec, spec.layers()[index]).items():
-            matrices[key.partition(".")[0]] += math.prod(shape) / 1e6 * (len(shape) > 1)
+        for key, shape in text_tensors(spec).items():
+            if key.startswith(f"layers.{index}."):
+                matrices[key.split(".")[2]] += math.prod(shape) / 1e6 * (len(shape) > 1)
         attention, experts = matrices["self_attn"], matrices["experts"]
         dense = matrices["mlp"] + matrices["router"]
         ffn, active = dense + experts, dense + experts * share

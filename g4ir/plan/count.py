@@ -37,8 +37,6 @@ class ParameterCounts:
     embed_vision: int = 0
     embed_audio: int = 0
     dead: int = 0  # K and V of shared layers, in published files only
-    dead_tensors: int = 0
-    live_tensors: int = 0
     layer_scalars: int = 0  # within `layers`
     top_k: int = 0
     num_experts: int = 0
@@ -66,10 +64,6 @@ class ParameterCounts:
         return self.hub - self.vision_scalars - self.audio_scalars
 
     @property
-    def hub_tensors(self) -> int:
-        return self.live_tensors + self.dead_tensors
-
-    @property
     def active(self) -> int:
         """Weights that one token multiplies with, head included (the lookup tables are not)."""
         used = self.experts * self.top_k // max(self.num_experts, 1)
@@ -90,8 +84,6 @@ def counts(spec: Spec) -> ParameterCounts:
     return ParameterCounts(
         **parts,
         dead=numel(dead),
-        dead_tensors=len(dead),
-        live_tensors=len(live) + sum(map(len, towers.values())),
         layer_scalars=sum(name.endswith(".layer_scalar") for name in live),
         top_k=moe.top_k_experts if moe else 0,
         num_experts=moe.num_experts if moe else 0,

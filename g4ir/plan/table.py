@@ -167,7 +167,10 @@ def _totals(models: Sequence[Plan]) -> str:
         sizes = {w.format: size_text(w.decoder) for w in p.weights}
         counts = [f"{n / 1e9:.3f}B" for n in (p.counts.loaded, p.counts.active)]
         lines.append([p.spec.name, *counts, *(sizes.get(form, "-") for form in forms)])
-    return _section(f"{_units(models[0])}parameters, and bytes of the decoder's weights", lines)
+    ranks = models[0].config.ranks
+    whose = f", on one of {ranks} ranks" if ranks > 1 else ""
+    head = f"parameters, and bytes of the decoder's weights{whose}"
+    return _section(f"{_units(models[0])}{head}", lines)
 
 
 def _cache_table(models: Sequence[Plan], batch: int) -> str:
