@@ -67,6 +67,7 @@ def test_shrunk_engines_allocate_what_was_planned(name: str, form: str, tmp_path
         plan = make_plan(spec, options, ctx=max_seq, batch=(1, 2, 3))
         for found in plan.rows[:3]:
             assert engine.session(found.batch).nbytes() == found.planned
+            assert found.naive == found.batch * plan.rows[0].naive
         weights = sum(t.numel() * t.element_size() for t in engine.runtime.params.values())
         assert weights == plan.weights_as(spec.dtype).device
         engine.close()

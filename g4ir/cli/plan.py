@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ class PlanModels(Verb):
         if self.plot:
             check_plot(self.plot)
         several = len(models) > 1
-        plans = [[self._plan(m, gpu, several) for gpu in gpus or [None]] for m in models]
+        plans = [[self._plan(m, gpu, several) for gpu in gpus] for m in models]
         first, *others = [plan for own in plans for plan in own]
         if self.plot:
             lines = [cache_lines(own[0]) for own in plans]
@@ -126,9 +127,9 @@ def plan_model(model: Model, options: BuildOptions, **sizes: Any) -> Plan:
     return make_plan(model.spec, options, held=model.held, backend=backend, **sizes)
 
 
-def _gpus(text: str | None) -> list[Gpu]:
+def _gpus(text: str | None) -> Sequence[Gpu | None]:
     if text is None:
-        return []
+        return [None]
     named = GPUS.values() if text == ALL else map(find_gpu, text.split(","))
     found = list(dict.fromkeys(named))
     if small := next((g for g in found if g.memory_bytes < LEAST), None):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from g4ir.errors import InputError
 from g4ir.model.media import find_media
@@ -191,7 +192,7 @@ def _sized(memory: Gpu | int | None) -> Gpu | None:
 
 
 def _positive(name: str, given: int | Sequence[int], most: int | None = None) -> tuple[int, ...]:
-    values = list(given) if isinstance(given, list | tuple) else [given]
+    values: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     for v in values:
         if type(v) is not int or v < 1 or (most and v > most):
             limit = f"from 1 to {most}" if most else "of at least 1"

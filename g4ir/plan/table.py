@@ -121,8 +121,8 @@ def _caches(plan: Plan, batch: int) -> str:
 
 def _needed(plan: Plan, batch: int) -> str:
     def need(r: MemoryUse) -> str:
-        short = r.spare is not None and r.spare < 0
-        return f"short {size_text(-r.spare)}" if short else size_text(r.needed)
+        spare = 0 if r.spare is None else r.spare
+        return f"short {size_text(-spare)}" if spare < 0 else size_text(r.needed)
 
     memory = "RAM" if plan.config.device == "cpu" else "GPU memory"
     head = f"{memory} needed by weights"
