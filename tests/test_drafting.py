@@ -44,8 +44,7 @@ from g4ir.errors import InputError
 from g4ir.model.decoder import VERIFY
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.plan_cache import RingOptions
-from g4ir.plan.cost import Cost, Roof, graph_costs, total
-from g4ir.plan.drafting import Gain, gains, gains_text, tokens_per_round
+from g4ir.plan.cost import Cost, graph_costs, total
 from tests.cli_tools import Outcome, refused
 from tests.cli_tools import g4ir as command
 from tests.contract.session import AnyOrder
@@ -442,24 +441,3 @@ def test_tokens_of_a_step() -> None:
     assert five.weight_bytes == single.weight_bytes
     assert five.flops == pytest.approx(5 * single.flops, rel=0.01)
     assert single.state_bytes < five.state_bytes < 1.1 * single.state_bytes
-
-
-def test_gains() -> None:
-    """Rounds have as many tokens as the sum of the shares; they pay where those save steps."""
-    assert tokens_per_round(0.8, 4) == pytest.approx(sum(0.8**i for i in range(5)))
-    assert [tokens_per_round(share, 3) for share in (0.0, 1.0)] == [1, 4]
-
-    def cost(tokens: int) -> Cost:
-        return Cost(10 * tokens, 90 + 10 * tokens)
-
-    found = gains(cost, 5, None)
-    assert [g.drafted for g in found] == [1, 2, 3, 4, 5]
-    assert found[0].cost == pytest.approx(1.1) and found[0].speedup(1.0) == pytest.approx(2 / 1.1)
-    assert found[0].pays_from == 0.11
-    slow = gains(cost, 1, Roof(1e9, 1.0))[0]  # FLOPs alone: nothing is gained
-    assert slow.cost == pytest.approx(2) and slow.pays_from is None
-    assert [g.drafted for g in gains(cost, 9, None)] == [1, 2, 3, 4, 6, 8, 9]
-    table = gains_text([Gain(2, 1.5), slow]).splitlines()
-    want = "2 1.50 0.67x 0.83x 1.04x 1.31x 1.63x 2.00x 37 %"
-    assert " ".join(table[1].split()) == want
-    assert table[2].endswith("never")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import json
 import os
 import re
 import struct
@@ -25,9 +24,8 @@ from g4ir.errors import InputError, MissingError
 from g4ir.media import images
 from g4ir.media.audio import read_audio
 from g4ir.media.images import FORMATS, pixels_of, prepare_image, read_image
-from g4ir.model.images import BUDGETS, ImageSettings, fit_image, image_settings, plan_image
+from g4ir.model.images import BUDGETS, ImageSettings, fit_image, image_settings
 from g4ir.spec.record import load_spec
-from tests.cli_tools import g4ir
 from tests.media_tools import (
     TOWER,
     UNIFIED,
@@ -316,28 +314,3 @@ def test_devices_pipes_and_folders_are_no_files(tmp_path: Path) -> None:
         for kind, read in {"image": read_image, "video": read_video, "audio": read_audio}.items():
             with pytest.raises(InputError, match=f"no such {kind} file"):
                 read(path)
-
-
-# --- the planner ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("budget", [None, *BUDGETS])
-def test_a_plan_is_what_preparing_gives(variant: str, budget: int | None) -> None:
-    plan = plan_image(load_spec(variant), 320, 200, budget)
-    found = prepare_image(noise(200, 320, 3), cut(variant, budget))
-    assert plan.grid.soft_tokens == found.soft_tokens == plan.prefill_tokens - 2
-    rows = int((found.positions >= 0).all(1).sum())
-    assert rows == (plan.grid.soft_tokens if variant == UNIFIED else plan.grid.patches)
-
-
-def test_the_planner_on_the_command_line() -> None:
-    outcome = g4ir("plan", "--variant", "e2b", "--image", "1920x1080", "--json")
-    (row,) = json.loads(outcome.out)["images"]
-    sizes = {"image": [1920, 1080], "resized": [1056, 576], "grid": [66, 36]}
-    counts = {"patches": 2376, "padded_patches": 2520, "soft_tokens": 264, "prefill_tokens": 266}
-    assert row == {"variant": "e2b", "budget": 280, "patch_size": 16, **sizes, **counts}
-    everyone = g4ir("plan", "--image", "64x64", "--json")
-    assert {x["variant"] for x in json.loads(everyone.out)["images"]} == set(VARIANTS)
-    with pytest.raises(InputError, match="one of 70"):
-        image_settings(load_spec(TOWER), True)

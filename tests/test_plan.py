@@ -7,8 +7,8 @@ import math
 import re
 import subprocess
 import sys
-from dataclasses import fields, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +18,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from g4ir import build
-from g4ir.backends.kv_cache import Caches
 from g4ir.builder.build import prepare
 from g4ir.errors import InputError, PlanError
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.rewrite import split_prologue
 from g4ir.model.media import Media
 from g4ir.model.tensors import numel, text_tensors
-from g4ir.model.text import build_graph, build_program
-from g4ir.passes import PassOptions, run_passes, run_program
-from g4ir.passes.latent_kv import LatentOptions
+from g4ir.model.text import build_graph
+from g4ir.passes import run_passes
 from g4ir.plan.backend import DEFINITION
+from g4ir.plan.cost import floor, graph_costs, total
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import fitted
-from g4ir.plan.footprint import RESERVE_BYTES, Footprint, reserve
+from g4ir.plan.footprint import RESERVE_BYTES, measured, reserve
 from g4ir.plan.gpus import find_gpu, parse_bytes
-from g4ir.plan.memory import Needs, live_sizes
-from g4ir.plan.options import BuildConfig, BuildOptions
-from g4ir.plan.plan import PLANNED, cache_lines, make_plan
+from g4ir.plan.memory import live_sizes
+from g4ir.plan.options import BuildOptions
+from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.plan.records import SCHEMA
-from g4ir.plan.table import comparison_text, plan_text
+from g4ir.plan.resolve import resolved
+from g4ir.plan.table import plan_text
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import load_spec
 from g4ir.spec.shrink import shrink
 from g4ir.ui.units import count_text, parse_counts, rounded_count, size_text
-from g4ir.weights.pack import split_program
-from tests.cli_tools import g4ir, refused
-from tests.configs import NAMES, SMALL, few, short, spec_called
+from tests.cli_tools import g4ir
+from tests.configs import NAMES, SMALL, short, spec_called
 
 CASES = yaml.safe_load(Path(__file__).with_name("plan_cases.yaml").read_text())
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
@@ -66,31 +65,12 @@ def test_shrunk_engines_allocate_what_was_planned(name: str, form: str, tmp_path
     for max_seq in (100, 700):
         engine = build(spec, tmp_path / str(max_seq), max_seq=max_seq, **shared)
         plan = make_plan(spec, options, ctx=max_seq, batch=(1, 2, 3))
-        for found in plan.rows:
-            session = engine.session(found.batch)
-            assert session.nbytes() == found.built
+        for found in plan.rows[:3]:
+            assert engine.session(found.batch).nbytes() == found.planned
+            assert found.naive == found.batch * plan.rows[0].naive
         weights = sum(t.numel() * t.element_size() for t in engine.runtime.params.values())
         assert weights == plan.weights_as(spec.dtype).device
         engine.close()
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("name", few(NAMES))
-@pytest.mark.parametrize("form", FORMS)
-def test_plans_see_the_whole_program(name: str, form: str) -> None:
-    """A plan looks at the prefill graph alone; params and caches are those of all graphs."""
-    spec = spec_called(name)
-    program = run_program(build_program(spec), options=PassOptions((LatentOptions(form),)))
-    mains = split_program(program).program
-    plan = make_plan(spec, replace(PLANNED, latent_kv=form, device="cpu"), ctx=100, batch=2)
-    weights = plan.weights_as(spec.dtype)
-    assert sum(v.type.nbytes() for v in mains.params().values()) == weights.total
-    running = {v.name: v for p in ("prefill", "decode") for v in mains.graphs[p].params}
-    assert sum(v.type.nbytes() for v in running.values()) == weights.device
-    assert Caches(program, 2, 100, "cpu").nbytes() == plan.rows[0].built
-    both = Needs((mains.graphs["prefill"], mains.graphs["decode"]))
-    assert both.activations(2, 100, 1024) == plan.rows[0].activations
-    assert both.workspace(2, 100, 1024) == plan.rows[0].workspace
 
 
 @pytest.mark.parametrize("variant", short("e2b", "12b", "31b", of=VARIANTS))
@@ -101,10 +81,7 @@ def test_towers_are_counted_as_they_are_packed(variant: str) -> None:
     built = [
         prepare(spec, BuildOptions(random_weights=0, backend="reference", media=k)) for k in kinds
     ]
-    planned = [
-        make_plan(spec, replace(PLANNED, media=k), memory=1 << 36).fits[0].weight_bytes
-        for k in kinds
-    ]
+    planned = [make_plan(spec, replace(PLANNED, media=k)).weights[0].device for k in kinds]
     more = built[1].param_bytes() - built[0].param_bytes()
     assert planned[1] - planned[0] == more > 0
 
@@ -115,7 +92,7 @@ def test_no_pass_no_planning() -> None:
     found = make_plan(spec, replace(PLANNED, skip=["plan_cache"]), ctx=4096).rows[0]
     layers = [x.attention for x in spec.layers()]
     every = sum(2 * 2 * 4096 * a.num_key_value_heads * a.head_dim for a in layers)
-    assert found.built == found.planned == every > found.naive
+    assert found.planned == every > found.naive
 
 
 # --- weight formats -----------------------------------------------------------------------------
@@ -129,11 +106,10 @@ def test_integer_formats_to_the_byte() -> None:
     vectors = sum(4 * numel({k: s}) for k, s in shapes.items() if len(s) == 1)
     matrices = [s for k, s in shapes.items() if len(s) == 2 and k != "embed_tokens.weight"]
     rows, columns = shapes["embed_tokens.weight"]
-    int8, int4 = map(make_plan(spec, ctx=1).weights_as, ("int8", "int4"))
-    assert int8.token_table == int4.token_table == rows * (columns + 4)
-    assert int8.layers == vectors + sum(r * (c + 4) for r, c in matrices)
+    int8, int4 = (w.decoder - vectors for w in make_plan(spec, ctx=1).weights[1:])
+    assert int8 == sum(r * (c + 4) for r, c in (*matrices, (rows, columns)))
     assert all(c % 32 == 0 for _, c in matrices)
-    assert int4.layers == vectors + sum(r * c // 32 * 18 for r, c in matrices)
+    assert int4 == rows * (columns + 4) + sum(r * c // 32 * 18 for r, c in matrices)
 
 
 # --- activations and workspace ------------------------------------------------------------------
@@ -199,20 +175,18 @@ def check_largest(name: str, memory: int, ctx: int, batch: int, **options: Any) 
     spec = spec_called(name)
     longest = spec.text.max_position_embeddings
     make = partial(make_plan, spec, replace(PLANNED, **options), memory=memory)
-    plan = make(ctx=ctx, batch=batch)
-    most = {f.weights: (f.max_context[0].built, f.max_batch[0].built) for f in plan.fits}
-    assert {(f.max_context[0].at, f.max_batch[0].at) for f in plan.fits} == {(batch, ctx)}
+    most = {
+        x.weights: (x.max_context[batch], x.max_batch[ctx])
+        for x in make(ctx=ctx, batch=batch).largest
+    }
     contexts = [c + more for c, _ in most.values() for more in (0, 1, 256)]
     batches = [b + more for _, b in most.values() for more in (0, 1)]
     along = make(ctx=[c for c in contexts if 1 <= c <= longest], batch=batch)
     across = make(ctx=ctx, batch=[b for b in batches if 1 <= b <= 65536])
-    for row, column in zip(along.fits, across.fits):
-        c, b = most[row.weights]
-        assert [x.fits for x in row.cells] == [x.ctx <= c for x in row.cells]
-        assert [x.fits for x in column.cells] == [x.batch <= b for x in column.cells]
-        for x in (*row.cells, *column.cells):
-            assert x.fits == (x.spare >= 0)
-            assert x.spare == memory - reserve(memory) - x.built
+    for plan, at, sizes in ((along, 0, "ctx"), (across, 1, "batch")):
+        for r in plan.rows:
+            assert r.spare == memory - reserve(memory) - r.needed
+            assert (r.spare >= 0) == (getattr(r, sizes) <= most[r.weights][at])
 
 
 @settings(max_examples=25)
@@ -234,28 +208,26 @@ def test_the_largest_fits_and_one_more_does_not(
 
 def test_an_80_gb_card_and_the_largest_variant() -> None:
     """The naive count says 23K tokens, the engine holds more than 128K; 256K does not fit."""
-    bf16, *_, int4 = make_plan(load_spec("31b"), memory=find_gpu("h100-80gb")).fits
-    most = bf16.max_context[0]
-    assert most.naive < 24 * 1024 < 128 * 1024 < most.planned == most.built < 256 * 1024
-    assert [c.fits for c in bf16.cells] == [True, True, True, False]
-    assert bf16.max_batch[-1].built == 0 and int4.cells[-1].fits
+    plan = make_plan(load_spec("31b"), memory=find_gpu("h100-80gb"))
+    bf16, *_, int4 = plan.largest
+    assert 128 * 1024 < bf16.max_context[1] < 256 * 1024
+    assert [r.spare >= 0 for r in plan.rows[:4]] == [True, True, True, False]
+    assert plan.rows[0].spare < make_plan(load_spec("31b"), ctx=24 * 1024).rows[0].naive
+    assert bf16.max_batch[262144] == 0 and plan.rows[-1].spare > 0 < int4.max_batch[262144]
 
 
 def test_time_floors_are_those_of_the_cost_model() -> None:
-    from g4ir.plan.cost import floor, graph_costs, total
-
     spec, gpu = load_spec("26b-a4b"), find_gpu("h200-141gb")
     plan = make_plan(spec, ctx=(4096, 8192), batch=(1, 8), memory=gpu)
     step = Program({"decode": build_graph(spec, "decode")})
-    for f in plan.fits:
-        recipe = None if f.weights == spec.dtype else find_recipe(f.weights)
+    for form in ("bf16", "int8", "int4"):
+        recipe = None if form == spec.dtype else find_recipe(form)
         graph = run_passes(quantised(step, spec, recipe, spec.dtype).graphs["decode"])
-        for c in f.cells:
-            costs = graph_costs(graph, C=c.ctx - 1, B=c.batch)
-            seconds = floor(total(costs), gpu.roof).seconds
-            assert c.decode_floor_s == pytest.approx(seconds, rel=1e-4)
-    sized = make_plan(spec, memory=gpu.memory_bytes).fits[0]
-    assert {c.decode_floor_s for c in sized.cells} == {None}
+        for r in (r for r in plan.rows if r.weights == form):
+            seconds = floor(total(graph_costs(graph, C=r.ctx - 1, B=r.batch)), gpu.roof).seconds
+            assert r.step_s == pytest.approx(seconds, rel=1e-4)
+    sized = make_plan(spec, memory=gpu.memory_bytes)
+    assert {r.step_s for r in sized.rows} == {None}
 
 
 WHERE = [("cuda", 80 * GB, "device"), ("cuda", 9 * GIB, "mmap"), ("cpu", 80 * GB, "mmap")]
@@ -270,51 +242,33 @@ def test_where_the_table_lies_by_default(device: str, memory: int, place: str) -
     built = prepare(spec, BuildOptions(random_weights=0, backend="reference", **given), dry=True)
     assert plan.config.ple_placement == built.config.ple_placement == place
     found = plan.weights_as("bf16")
-    assert {"device": found.device, "mmap": found.mapped}[place] >= found.ple_table
+    table = 2 * plan.counts.ple_table
+    assert {"device": found.device, "mmap": found.mapped}[place] >= table
     assert plan.to_dict()["ple_placement"] == place
-    assert f"per-layer table: {place}" in plan_text(plan)
 
 
-def test_one_placement_serves_every_row_of_a_plan() -> None:
-    spec = load_spec("e2b")
-    sizes = [80 * GB, 9 * GIB]
-    assert [make_plan(spec, ctx=4096, memory=m).config.ple_placement for m in sizes] == [
-        "device",
-        "mmap",
-    ]
-    assert make_plan(spec, ctx=4096, memory=sizes).config.ple_placement == "mmap"
-    assert make_plan(spec).config.ple_placement == "device"
-    given = replace(PLANNED, ple_placement="device")
-    assert make_plan(spec, given, memory=9 * GIB).config.ple_placement == "device"
-    cards = make_plan(spec, ctx=4096, memory=[find_gpu("h100-80gb"), find_gpu("rtx4060-8gb")])
-    assert [*dict.fromkeys(f.ple_placement for f in cards.fits)] == ["device", "mmap"]
-    assert "per-layer table: device or mmap" in plan_text(cards)
+def test_each_format_has_its_own_placement() -> None:
+    """Unless one is given."""
+    spec, memory = load_spec("e2b"), 9 * GIB
+    plan = make_plan(spec, ctx=(1024, 131072), memory=memory)
+    assert [w.mapped > 0 for w in plan.weights] == [True, False, False]
+    given = make_plan(spec, replace(PLANNED, ple_placement="device"), memory=memory)
+    assert {w.mapped for w in given.weights} == {0}
 
 
 # --- refusing a build ---------------------------------------------------------------------------
 
 
-def check(name: str, memory: int, **changes: Any) -> None:
+def check(name: str, memory: int, latent: str = "off", quant: Any = None, **changes: Any) -> None:
     """Raise PlanError where an engine by these settings does not fit."""
-    spec = spec_called(name)
-    given = {"dtype": "bf16", "device": "cuda", "ple_placement": None, "latent": "off"} | changes
-    form, media = given.pop("latent"), given.pop("media", Media())
-    sizes = {f.name for f in fields(Limits)} & given.keys()
-    limits = Limits(**{k: given.pop(k) for k in sizes})
-    packing = split_program(program_of(name, given["dtype"], form))
-    options = PassOptions((LatentOptions(form),))
-    plain = {"all_logits": False, "skip": (), "quant": None, "drafter": None, "settings": {}}
-    own = {"limits": limits, "options": options, "media": media, "ranks": 1, "ep": False}
-    config = BuildConfig(spec, backend="reference", **{**plain, **own, **given})
-    _, short = fitted(Footprint(config, DEFINITION, packing), memory)
+    limits = Limits(**{k: changes.pop(k) for k in vars(Limits()) if k in changes})
+    options = BuildOptions(**{"dtype": "bf16", "device": "cuda", "latent_kv": latent, **changes})
+    parts = {"limits": limits, "media": Media(), "quant": quant, "drafter": None}
+    config = resolved(spec_called(name), options, DEFINITION, **parts)
+    found = measured(replace(config, limits=Limits()), DEFINITION).at(limits=limits)
+    _, short = fitted(found, memory)
     if short:
         raise PlanError(short)
-
-
-@cache
-def program_of(name: str, dtype: str, form: str) -> Program:
-    built = build_program(spec_called(name), dtype=dtype)
-    return run_program(built, options=PassOptions((LatentOptions(form),)))
 
 
 def advised(message: str) -> list[dict[str, Any]]:
@@ -391,7 +345,7 @@ def ok(*words: str | Path) -> str:
 def test_json_keeps_its_keys() -> None:
     """Scripts read them: a change of one raises SCHEMA."""
     found = json.loads(ok("--variant", "e2b", "--gpu", "h100-80gb", "--json"))
-    assert found["schema"] == SCHEMA == 4
+    assert found["schema"] == SCHEMA == 5
     assert found.keys() == set(CASES["keys"].split())
     for key, names in CASES["keys of parts"].items():
         part = found[key] if isinstance(found[key], dict) else found[key][0]
@@ -414,34 +368,11 @@ def test_plots_without_a_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     png, svg = tmp_path / "caches.png", tmp_path / "caches.SVG"
     ok("--plot", png)
     assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert "31b" in ok("--variant", "31b,e2b", "--latent-kv", "value", "--plot", svg)
+    assert "31b" in ok("--variant", "31b,e2b", "--plot", svg)
     text = svg.read_text()
     drawn = {f"{name} {total}" for name in ("31b", "e2b") for total in ("naive", "planned")}
-    assert all(f"<!-- {label} -->" in text for label in (*drawn, "31b built"))
-    assert "<!-- e2b built -->" not in text  # it has no K=V layers: as planned
+    assert all(f"<!-- {label} -->" in text for label in drawn)
     assert sorted(tmp_path.iterdir()) == [svg, png]
-
-
-@pytest.mark.parametrize(("name", "latent"), [*(("31b", form) for form in FORMS), ("e2b", "value")])
-def test_plotted_lines_are_the_rows(name: str, latent: str) -> None:
-    plan = make_plan(load_spec(name), replace(PLANNED, latent_kv=latent))
-    lines = cache_lines(plan)
-    assert lines.contexts[0] == 1024
-    assert lines.contexts[-1] == plan.spec.text.max_position_embeddings
-    for r in plan.rows:
-        at = lines.contexts.index(r.ctx)
-        built = lines.totals.get("built", lines.totals["planned"])
-        found = lines.totals["naive"][at], lines.totals["planned"][at], built[at]
-        assert found == (r.naive, r.planned, r.built)
-    k_eq_v = plan.spec.text.full.k_eq_v
-    assert ("built" in lines.totals) is (k_eq_v and latent != "off")
-
-
-def test_plots_need_their_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    message = refused("plan", "--variant", "e2b", "--plot", tmp_path / "a.png", code=3)
-    assert "pip install 'g4ir[plot]'" in message
-    assert not list(tmp_path.iterdir())
 
 
 # --- quick --------------------------------------------------------------------------------------
@@ -495,30 +426,20 @@ def test_what_fits_is_of_a_rank(name: str, options: dict[str, Any]) -> None:
     )
     short = prepare(spec, replace(asked, memory=1 << 20), dry=True).short
     counts = re.search(r"weights (\S+ \w+), caches (\S+ \w+), ", short)
-    asked = replace(asked, ple_placement="device" if spec.text.ple else None)
-    plan = make_plan(spec, asked, ctx=512, memory=1 << 20, tp=2, ep=asked.ep)
-    assert plan.ranks and counts
-    rank, fit = plan.ranks, plan.fits[0]
-    assert fit.ranks == 2
-    assert size_text(rank.rows[0].cache) == counts[2]
-    table = plan.weights_as(fit.weights).ple_table
-    assert fit.weight_bytes - (table if fit.ple_placement == "device" else 0) == pytest.approx(
-        rank.weights, rel=0.002
-    )
+    plan = make_plan(spec, asked, ctx=512, memory=1 << 20)
+    assert counts and plan.config.ranks == 2
+    row, weights = plan.rows[0], plan.weights[0]
+    assert (size_text(weights.device), size_text(row.planned)) == counts.groups()
+    whole = make_plan(spec, replace(asked, tp=1, ep=False), ctx=512)
+    assert weights.device < whole.weights[0].device and row.planned <= whole.rows[0].planned
 
 
 def test_two_cards_where_one_is_too_small() -> None:
     card = find_gpu("a6000-48gb")
-    plan = make_plan(load_spec("31b"), ctx=[8192, 262144], memory=card, tp=2)
-    cells = {(f.weights, c.ctx): c for f in plan.fits for c in f.cells}
-    assert cells["bf16", 8192].fits and cells["bf16", 8192].cards == 2
-    assert cells["int4", 8192].cards == 1
-    one = make_plan(load_spec("31b"), ctx=[8192], memory=card)
-    assert not one.fits[0].cells[0].fits and one.fits[0].cells[0].cards is None
-    both = one.fits[0].cells[0].decode_floor_s, cells["bf16", 8192].decode_floor_s
-    assert both[0] and both[1] and both[1] == pytest.approx(both[0] / 2, rel=0.01)
-    text = plan_text(plan)
-    for said in ("each of 2 ranks, on its own a6000-48gb: ", "bf16, cards needed ", "on a rank, "):
-        assert said in text
+    one, two = (
+        make_plan(load_spec("31b"), replace(PLANNED, tp=n), ctx=8192, memory=card) for n in (1, 2)
+    )
+    assert one.rows[0].spare < 0 < two.rows[0].spare
+    assert two.rows[0].step_s == pytest.approx(one.rows[0].step_s / 2, rel=0.01)
+    assert "one of 2 ranks, " in plan_text(two) and "without collectives" in plan_text(two)
     assert "ranks" not in plan_text(one)
-    assert "  cards needed" in comparison_text([plan, plan])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,26 +13,22 @@ from typing import Any
 import pytest
 import yaml
 
-from g4ir.ir.graph import Graph
+from g4ir.ir.graph import Graph, Program
+from g4ir.model.tensors import numel, text_tensors, tower_tensors
 from g4ir.model.text import build_graph
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.latent_kv import LatentOptions
-from g4ir.plan.cost import (
-    NodeCost,
-    Roof,
-    by_kind,
-    floor,
-    graph_costs,
-    total,
-)
+from g4ir.plan.cost import NodeCost, Roof, by_kind, floor, graph_costs, total
 from g4ir.plan.plan import PLANNED, make_plan
+from g4ir.plan.records import Plan
+from g4ir.quant.recipe import find_recipe
+from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import load_spec
-from tests.cli_tools import g4ir
 
 TABLES = yaml.safe_load((Path(__file__).parent / "golden" / "published.yaml").read_text())
 VARIANTS = TABLES["variants"]
 CONTEXTS = (1024, 8192, 32768, 131072)
-GIB, GB = 2**30, 10**9
+GIB = 2**30
 FLOP_RATE = 790e12
 
 
@@ -50,16 +47,8 @@ def digits(value: float) -> int:
 
 
 @cache
-def planned(name: str) -> dict[str, Any]:
-    """Return what `plan --json` says of a variant."""
-    outcome = g4ir("plan", "--variant", name, "--json")
-    assert outcome.code == 0, outcome.err
-    found: dict[str, Any] = json.loads(outcome.out)
-    return found
-
-
-def row(name: str, ctx: int) -> dict[str, int]:
-    return next(r for r in planned(name)["rows"] if r["ctx"] == ctx and r["batch"] == 1)
+def planned(name: str) -> Plan:
+    return make_plan(load_spec(name))
 
 
 # --- parameters ---------------------------------------------------------------------------------
@@ -67,13 +56,18 @@ def row(name: str, ctx: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_parameters(name: str) -> None:
-    expected, found = of(name, "parameters"), planned(name)["parameters"]
-    assert {key: found[key] for key in expected} == expected
+    expected, found = of(name, "parameters"), planned(name).counts
+    assert {key: getattr(found, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_reported_sums(name: str) -> None:
-    found = planned(name)["parameters"]
+    towers, count = tower_tensors(load_spec(name)), planned(name).counts
+    parts = {"position_table": ".position_embedding_table", "buffers": (".std_bias", ".std_scale")}
+    found = {f: getattr(count, f) for f in ("active", *vars(count))} | {
+        f"vision_{part}": numel({k: v for k, v in towers.items() if k.endswith(ending)})
+        for part, ending in parts.items()
+    }
     for terms, millions in of(name, "reported").items():
         signed = re.findall(r"(-?) ?(\w+)", terms)
         value = sum(-found[key] if sign else found[key] for sign, key in signed)
@@ -82,28 +76,30 @@ def test_reported_sums(name: str) -> None:
 
 @pytest.mark.parametrize("name", TABLES["blocks"])
 def test_blocks(name: str) -> None:
-    plan, columns = planned(name), TABLES["block_columns"]
-    for layer, expected in TABLES["blocks"][name].items():
-        assert plan["layers"][layer]["layers"] == [layer]
-        (block,) = [b for b in plan["blocks"] if layer in b["layers"]]
-        for found in (block, plan["layers"][layer]):
-            assert [round(found[k] / 1e6, 1) for k in columns] == expected
+    spec = load_spec(name)
+    share = spec.text.moe.top_k_experts / spec.text.moe.num_experts if spec.text.moe else 0
+    for index, expected in TABLES["blocks"][name].items():
+        matrices = Counter[str]()
+        for key, shape in text_tensors(spec).items():
+            if key.startswith(f"layers.{index}."):
+                matrices[key.split(".")[2]] += math.prod(shape) / 1e6 * (len(shape) > 1)
+        attention, experts = matrices["self_attn"], matrices["experts"]
+        dense = matrices["mlp"] + matrices["router"]
+        ffn, active = dense + experts, dense + experts * share
+        blocks = attention + ffn, attention + active
+        parts = attention, matrices["mlp"], matrices["router"], experts, experts * share
+        assert [round(n, 1) for n in (*parts, ffn, active, *blocks)] == expected
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_layers(name: str) -> None:
-    found, expected = planned(name)["layers"], TABLES["layers"][name]
-    first = found[0]["intermediate_size"]
+    layers, expected = load_spec(name).layers(), TABLES["layers"][name]
+    first = layers[0].intermediate_size
     assert expected == {
-        "full": [b["layers"][0] for b in found if b["kind"] == "full"],
-        "donors": sorted({b["donor"] for b in found} - {None}),
-        "wide": [i for i, b in enumerate(found) if b["intermediate_size"] != first],
+        "full": [x.index for x in layers if x.kind == "full"],
+        "donors": sorted({x.donor for x in layers} - {None}),
+        "wide": [x.index for x in layers if x.intermediate_size != first],
     }
-
-
-def test_per_layer_embeddings() -> None:
-    assert planned("e2b")["ple_parameters"] == TABLES["per_layer_embeddings"]
-    assert planned("31b")["ple_parameters"]["total"] == 0
 
 
 # --- the KV cache -------------------------------------------------------------------------------
@@ -111,36 +107,26 @@ def test_per_layer_embeddings() -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_cache(name: str) -> None:
-    table, found = TABLES["cache"][name], planned(name)["cache"]
+    table = TABLES["cache"][name]
     naive, per_token, window = table["bytes"]
-    assert [found[k] for k in ("naive_per_token", "per_token", "window")] == table["bytes"]
-    assert (found["built_per_token"], found["built_window"]) == (per_token, window)  # not latent
     contexts = (4096, 32768, 131072, 262144)[: len(table["gib"])]
-    assert [r["ctx"] for r in planned(name)["rows"]] == list(contexts)
-    for ctx, gib, public in zip(contexts, table["gib"], table.get("naive_gib", [None] * 4)):
-        found = row(name, ctx)
-        assert found["planned"] == found["built"] == window + per_token * ctx
-        assert found["planned"] / GIB == pytest.approx(gib, abs=5.1e-4)
-        assert found["naive"] == naive * ctx
-        assert public in (None, round(found["naive"] / GIB, 2 if (public or 1) < 0.1 else 1))
+    rows = [r for r in planned(name).rows if r.weights == "bf16"]
+    assert [r.ctx for r in rows] == list(contexts)
+    for found, gib, public in zip(rows, table["gib"], table.get("naive_gib", [None] * 4)):
+        assert found.planned == window + per_token * found.ctx
+        assert found.planned / GIB == pytest.approx(gib, abs=5.1e-4)
+        assert found.naive == naive * found.ctx
+        assert public in (None, round(found.naive / GIB, 2 if (public or 1) < 0.1 else 1))
 
 
 def test_latent_forms_of_the_largest() -> None:
     """31b at 256K: 220 GiB naive, 20.8 planned, 13.3 as latent rows."""
     forms = [replace(PLANNED, latent_kv=form) for form in ("off", "value")]
     found = [make_plan(load_spec("31b"), form, ctx=262144).rows[0] for form in forms]
-    assert {(round(r.naive / GIB), round(r.planned / GIB, 1)) for r in found} == {(220, 20.8)}
-    assert [round(r.built / GIB, 1) for r in found] == [20.8, 13.3]
-    plain, value = (r.built - TABLES["cache"]["31b"]["bytes"][2] for r in found)
+    assert {round(r.naive / GIB) for r in found} == {220}
+    assert [round(r.planned / GIB, 1) for r in found] == [20.8, 13.3]
+    plain, value = (r.planned - TABLES["cache"]["31b"]["bytes"][2] for r in found)
     assert value / plain == 5 / 8
-
-
-@pytest.mark.parametrize("name, gb", [("31b", 62.0), ("26b-a4b", 52.0), ("e2b", 10.2)])
-def test_nominal_weights(name: str, gb: float) -> None:
-    """The usual estimate, 2 bytes for each parameter as quoted."""
-    found = {w["format"]: w["nominal"] for w in planned(name)["weights"]}
-    assert found["bf16"] / GB == gb
-    assert (found["f32"], found["int8"], found["int4"]) == (2 * gb * GB, gb / 2 * GB, gb / 4 * GB)
 
 
 # --- cost ---------------------------------------------------------------------------------------
@@ -149,6 +135,14 @@ def test_nominal_weights(name: str, gb: float) -> None:
 @cache
 def graph(name: str, phase: str = "decode", skip: tuple[str, ...] = ()) -> Graph:
     return run_passes(build_graph(load_spec(name), phase), skip=skip)
+
+
+@cache
+def stored(name: str, weights: str) -> Graph:
+    """A decode step with quantised weights."""
+    spec, recipe = load_spec(name), None if weights == "bf16" else find_recipe(weights)
+    program = Program({"decode": build_graph(spec, "decode")})
+    return run_passes(quantised(program, spec, recipe, spec.dtype).graphs["decode"])
 
 
 def body(name: str, tokens: int) -> list[NodeCost]:
@@ -168,14 +162,14 @@ def layer_of(c: NodeCost) -> int:
 def test_decode_reads_what_the_table_says(name: str, weights: str) -> None:
     for batch, expected in TABLES["decode"][name][weights].items():
         for context, gb in zip(CONTEXTS, expected, strict=True):
-            cost = total(graph_costs(graph(name), C=context - 1, B=batch, weights=weights))
+            cost = total(graph_costs(stored(name, weights), C=context - 1, B=batch))
             assert cost.needed_bytes / 1e9 == printed(gb), (batch, context)
 
 
 @pytest.mark.parametrize("name", TABLES["floors"])
 def test_the_floor_of_a_step(name: str) -> None:
     for weights, expected in TABLES["floors"][name].items():
-        costs = graph_costs(graph(name), C=1023, weights=weights)
+        costs = graph_costs(stored(name, weights), C=1023)
         for rate, ms in zip((4.3e12, 3.35e12), expected, strict=True):
             f = floor(total(costs), Roof(rate, FLOP_RATE))
             assert f.bound == "memory" and f.seconds * 1e3 == printed(ms, 2)

@@ -154,9 +154,8 @@ def check_against_one(
         want["again"] = engine.generate([2, 33], 4)
     asked = {k: v for k, v in options.items() if k in ("drafter", "latent_kv")}
     room = options.get("max_seq", LIMITS["max_seq"])
-    planned = make_plan(load_spec(name), replace(PLANNED, **asked), ctx=room, tp=ranks).ranks
-    assert planned
-    assert got.pop("cache") == planned.rows[0].cache < want.pop("cache")
+    planned = make_plan(load_spec(name), replace(PLANNED, tp=ranks, **asked), ctx=room)
+    assert got.pop("cache") == planned.rows[0].planned < want.pop("cache")
     assert got == want
     for i, row in load_file(folder / "said.safetensors").items():
         assert float(relative(row, rows[i]).max()) < 1e-4
@@ -206,14 +205,14 @@ def test_bytes_of_a_rank_are_those_of_the_plan(tmp_path: Path) -> None:
     tables = {v.name for v in found.packing.program.graphs["embed"].params}
     files, parts = sorted(path.glob("*.safetensors")), ("00000", "rank0of2-00000", "rank1of2-00000")
     assert [f.name for f in files] == [f"weights-{part}.safetensors" for part in parts]
-    options = replace(PLANNED, drafter="default")
-    planned = make_plan(load_spec("tiny-moe"), options, ctx=64, tp=2, memory=None).ranks
-    assert planned and found.config.ranks == 2
+    options = replace(PLANNED, drafter="default", tp=2)
+    planned = make_plan(load_spec("tiny-moe"), options, ctx=64).weights[0]
+    assert found.config.ranks == 2
     sizes = [
         sum(params.tensor(name).nbytes for name in found.packing.program.params().keys() - tables)
         for params in (StoredParams.open(rank_files(files, rank)) for rank in range(2))
     ]
-    assert sizes == [planned.weights + planned.drafter] * 2 and planned.drafter
+    assert sizes == [planned.device] * 2
     heads = [load_file(f)["head.w"] for f in files[1:]]
     whole = load_file(files[0])["embed.table"]
     assert torch.equal(torch.cat(heads), whole)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +15,6 @@ from g4ir.model.draft import DRAFT
 from g4ir.model.towers import PARTS, is_tower
 from g4ir.ops.codecs import FORM_OF
 from g4ir.plan.cost import Cost, Roof, Step, by_kind, floor, graph_costs, prefill_chunks, total
-from g4ir.plan.drafting import ACCEPTANCE, Gain, gains, gains_text
 from g4ir.plan.gpus import find_gpu
 from g4ir.ui.table import aligned
 from g4ir.ui.units import si
@@ -27,7 +25,6 @@ from .verb import Count, Part, Verb, flag_of
 
 #: default chunk size, and default context of a decode step
 TOKENS = 1024
-RATES = {"bandwidth": "--bandwidth", "flop_rate": "--flop-rate"}
 NOTE = (
     "time: the longer of bytes (weights and caches) and FLOPs at the roofline; activations\n"
     "are left out, since fused nodes keep them on the chip"
@@ -82,13 +79,9 @@ class StepSize(Part):
 
 
 class CostOf(Verb):
-    """Print the cost of one step of a graph; for prefill also of the whole prompt, for a
-    verification step also the expected speed-up of speculative decoding.
+    """Print the cost of one step of a graph; for prefill also of the whole prompt.
 
     layer I: only the nodes of layer I
-    bandwidth X: memory bandwidth of the roofline, bytes/s
-    flop_rate X: peak rate of the roofline, FLOP/s
-    weights FORMAT: weight format: f32, bf16, f16, fp8, int8 or int4 (default: the graph's)
     nodes: list every node with a cost
     """
 
@@ -96,32 +89,24 @@ class CostOf(Verb):
     graph: NamedGraph
     layer: int | None = None
     step: StepSize
-    bandwidth: float | None = None
-    flop_rate: float | None = None
-    weights: str | None = None
     nodes: bool = False
-
-    def __post_init__(self) -> None:
-        if self.weights is not None and self.graph.options.quant is not None:
-            raise InputError("give --weights or --quant, not both")
 
     def __call__(self) -> int:
         self.graph.check()
-        graph, spec = self.graph.chosen(), self.graph.spec
-        step, weights = self.step.of(self.graph), self.weights
-        roof = self._roof()
-        costs = graph_costs(graph, B=step.B, S=step.S, C=step.C, weights=weights)
+        graph, step = self.graph.chosen(), self.step.of(self.graph)
+        roof = find_gpu(self.step.gpu).roof if self.step.gpu is not None else None
+        costs = graph_costs(graph, B=step.B, S=step.S, C=step.C)
         if self.layer is not None:
             costs = [c for c in costs if layer_of(c.node) == self.layer]
             if not costs:
                 raise no_layer(graph, self.layer)
         report: dict[str, Any] = {
-            "variant": spec.name,
+            "variant": self.graph.spec.name,
             "phase": graph.name,
             "batch": step.B,
             "new_tokens": step.S,
             "context": step.C + step.S,
-            "weights": weights or _forms(graph),
+            "weights": _forms(graph),
             "layer": self.layer,
             "roof": roof and asdict(roof),
             "total": _row(total(costs), roof),
@@ -134,46 +119,11 @@ class CostOf(Verb):
                 if c.cost != Cost()
             ]
         if graph.name == "prefill" and self.layer is None:
-            chunks = prefill_chunks(graph, step.C + step.S, step.S, B=step.B, weights=weights)
+            chunks = prefill_chunks(graph, step.C + step.S, step.S, B=step.B)
             report["prompt"] = {"chunks": len(chunks), **asdict(sum(chunks, Cost()))}
             if roof:
                 report["prompt"]["floor_s"] = sum(floor(c, roof).seconds for c in chunks)
-        found: Sequence[Gain] = ()
-        if self.graph.phase == VERIFY and self.layer is None:
-            found = self._gains(graph, step, roof)
-            report["drafts"] = {"acceptance": ACCEPTANCE, "rounds": [g.to_dict() for g in found]}
-        return output(self.json, report, "".join(f"{line}\n" for line in _lines(report, found)))
-
-    def _gains(self, graph: Graph, step: Step, roof: Roof | None) -> Sequence[Gain]:
-        """Compare a verification step with steps of one token."""
-        single = self.graph.single_step().chosen()
-        held = step.C + step.S
-
-        def cost(tokens: int) -> Cost:
-            g = single if tokens == 1 else graph
-            sizes = {"B": step.B, "S": tokens, "C": held - tokens}
-            return total(graph_costs(g, weights=self.weights, **sizes))
-
-        return gains(cost, step.S - 1, roof)
-
-    def _roof(self) -> Roof | None:
-        for name, flag in RATES.items():
-            value = vars(self)[name]
-            if value is not None and not 0 < value < math.inf:
-                raise InputError(f"{flag} {value}: expected a positive number")
-        card = find_gpu(self.step.gpu).roof if self.step.gpu is not None else None
-        rates = (self.bandwidth, self.flop_rate)
-        if card is None and rates == (None, None):
-            return None
-        if card is None and None in rates:
-            raise InputError("--bandwidth and --flop-rate go together unless --gpu gives the other")
-        names = [card.name] if card else []
-        names += [flag for name, flag in RATES.items() if name in self.given]
-        return Roof(
-            self.bandwidth or (card.bytes_per_s if card else 0.0),
-            self.flop_rate or (card.flops_per_s if card else 0.0),
-            " with ".join(names),
-        )
+        return output(self.json, report, "".join(f"{line}\n" for line in _lines(report)))
 
 
 def _forms(graph: Graph) -> str:
@@ -191,7 +141,7 @@ def _row(cost: Cost, roof: Roof | None) -> dict[str, Any]:
     return {**asdict(cost), **asdict(f), "floor_s": f.seconds, "bound": f.bound}
 
 
-def _lines(report: dict[str, Any], found: Sequence[Gain] = ()) -> Iterable[str]:
+def _lines(report: dict[str, Any]) -> Iterable[str]:
     roof = report["roof"]
     part = "" if report["layer"] is None else f" layer {report['layer']}"
     new = f"{report['new_tokens']} new of {report['context']} tokens a row"
@@ -213,10 +163,6 @@ def _lines(report: dict[str, Any], found: Sequence[Gain] = ()) -> Iterable[str]:
             f"whole prompt of {report['context']} tokens in {prompt['chunks']} chunks: "
             f"{si(prompt['flops'], 'FLOP')}{floor_s}"
         )
-    if found:
-        by = "time" if roof else "bytes of weights and caches"
-        yield from ("", f"speed-up by share of drafts that are right, each by itself, by {by}")
-        yield from gains_text(found, indent=0).splitlines()
     if roof:
         yield from ("", NOTE)
 

@@ -91,13 +91,6 @@ class NamedGraph(Part):
             return self.options.tp if "tp" in self.given else None
         return self.built.config.ranks if self.built.config.ranks > 1 else None
 
-    def single_step(self) -> NamedGraph:
-        """Return the decode graph of the same model, with room for the same draft tokens."""
-        drafts = replace(self.options, draft_tokens=self.drafted_tokens())
-        graph = replace(self, phase="decode", options=drafts)
-        vars(graph)["model"] = self.model
-        return graph
-
     def chosen(self) -> Graph:
         """Return an engine's graph as it runs; for a spec, or with `--after`, a stage of the
         pipeline."""

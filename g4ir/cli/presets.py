@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from g4ir.backends import find_backend
 from g4ir.plan.options import BuildOptions
-from g4ir.plan.plan import Plan, make_plan
+from g4ir.plan.plan import Plan
 from g4ir.plan.presets import PRESETS, Preset
 from g4ir.ui.table import Line, aligned
 from g4ir.ui.units import count_text, size_text
 
 from .common import output
 from .models import Model, named_model, without_quant
+from .plan import plan_model
 from .verb import Verb, argument
 
 
@@ -39,12 +39,11 @@ class Presets(Verb):
 
 def _line(row: dict[str, Any], plan: Plan) -> Line:
     """Add a plan to the row of a preset; return the cells of its line."""
-    (use,), (need,) = plan.rows, plan.needed
-    (weights,) = (w.device + w.host for w in plan.weights if w.format == need.weights)
+    use, weights = plan.rows[0], plan.weights[0].device + plan.weights[0].host
     facts = {"context": use.ctx, "batch": use.batch, "weights": weights}
     device = plan.config.device
-    row["plan"] = {**facts, "kv_cache": use.built, "needed": need.bytes, "device": device}
-    sizes = map(size_text, (weights, use.built, need.bytes))
+    row["plan"] = {**facts, "kv_cache": use.planned, "needed": use.needed, "device": device}
+    sizes = map(size_text, (weights, use.planned, use.needed))
     memory = "RAM" if device == "cpu" else "GPU"
     name = row["name"] + f" --max-seq {use.ctx}" * (use.ctx < row["options"].get("max_seq", 0))
     return [name, count_text(use.ctx), str(use.batch), *sizes, memory]
@@ -55,6 +54,4 @@ def _planned(preset: Preset, model: Model) -> Plan:
     options = without_quant(BuildOptions(**preset.options, media="none"), preset, model)
     longest = model.spec.text.max_position_embeddings
     ctx = min(options.max_seq or longest, longest)
-    backend = find_backend(options.backend).aimed(options.target)
-    batch, held = options.max_batch, model.held
-    return make_plan(model.spec, options, ctx=ctx, batch=batch, held=held, backend=backend)
+    return plan_model(model, options, ctx=ctx, batch=options.max_batch)

@@ -14,7 +14,7 @@ from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.ops import OPS, Op
 from g4ir.parallel.shard import collectives
 from g4ir.passes import find_pass, run_passes
-from g4ir.plan.count import Block, layer_blocks
+from g4ir.spec.record import Spec
 from g4ir.ui import console
 from g4ir.ui.table import aligned
 from g4ir.ui.units import size_text
@@ -93,7 +93,7 @@ class Show(Verb):
         if self.layer is not None and not text:
             raise no_layer(graph, self.layer)
         if self.layer is not None and self.graph.phase in DECODER:
-            text = _about(layer_blocks(self.graph.spec)[self.layer]) + text
+            text = _about(self.graph.spec, self.layer) + text
         return output(self.json, {"graph": graph.name, "text": text}, text)
 
     def _why(self, why: str) -> int:
@@ -194,11 +194,14 @@ def _text(graph: Graph, layer: int | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _about(b: Block) -> str:
+def _about(spec: Spec, index: int) -> str:
     """Return what attention of a layer is like; RoPE rotates some dims of a head, or all."""
-    heads = f"{b.heads} heads of {b.head_dim} dims, {b.kv_heads} KV heads"
-    rotated = f"RoPE rotates {b.rotated} dims of a head, not {b.head_dim - b.rotated}"
-    return f"# layer {b.layers[0]}, {b.kind} attention: {heads}; {rotated}\n"
+    layer = spec.layers()[index]
+    a, count = layer.attention, spec.text.num_attention_heads
+    heads = f"{count} heads of {a.head_dim} dims, {a.num_key_value_heads} KV heads"
+    rotated = 2 * a.rope.pairs(a.head_dim)
+    rope = f"RoPE rotates {rotated} dims of a head, not {a.head_dim - rotated}"
+    return f"# layer {index}, {layer.kind} attention: {heads}; {rope}\n"
 
 
 def _nodes_of(g: Graph, layer: int) -> list[Node]:

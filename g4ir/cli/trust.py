@@ -44,7 +44,7 @@ def _stated(word: str, model: Model) -> dict[str, str]:
     spec, held = model.spec, model.held
     size = counts(spec).text * ITEMSIZE[spec.dtype]
     if held:
-        size = make_plan(spec, ctx=1, held=held).weights_as(held.name).total
+        size = make_plan(spec, ctx=1, held=held).weights_as(held.name).decoder
     schemes = held.schemes(weights_of(spec)).values() if held else ()
     forms = ", ".join(f"{n} {form}" for form, n in Counter(s.form for s in schemes).items())
     longest = count_text(spec.text.max_position_embeddings)

@@ -4,28 +4,23 @@
     grid = fit_image(settings, 1920, 1080)     # 1056x576 pixels, 66x36 patches, 264 soft tokens
 
 Arithmetic alone, equal to the reference's image processors (rule 31): neither torch nor Pillow is
-needed, so `g4ir plan --image` answers at once. Sizes are width first, as people write them.
+needed. Sizes are width first, as people write them.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from g4ir.errors import InputError
 from g4ir.spec.parts import UnifiedVision, Vision
 from g4ir.spec.record import Spec
-from g4ir.ui.table import aligned
 
 #: soft tokens of an image or frame; the reference's processors refuse every other number
 BUDGETS = (70, 140, 280, 560, 1120)
 #: soft tokens of a video's frame: the reference's default
 FRAME_BUDGET = 70
 CHANNELS = 3
-_SIZE = re.compile(r"([0-9]{1,7})[xX×]([0-9]{1,7})")
 
 
 @dataclass(frozen=True)
@@ -128,93 +123,3 @@ def _check_positions(settings: ImageSettings, longest: int, name: str) -> None:
             f"{name}: a side of {needed} patches, the position table has "
             f"{settings.positions}; take a smaller budget"
         )
-
-
-# --- the planner ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ImagePlan:
-    """The cost of one image for one variant."""
-
-    variant: str
-    width: int
-    height: int
-    settings: ImageSettings
-    grid: Grid
-    prefill_tokens: int  # soft tokens with their begin and end
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values; sizes are [width, height]."""
-        s, g = self.settings, self.grid
-        return {
-            "variant": self.variant,
-            "image": [self.width, self.height],
-            "budget": s.budget,
-            "resized": [g.width, g.height],
-            "patch_size": s.patch_size,
-            "grid": [g.columns, g.rows],
-            "patches": g.patches,
-            "padded_patches": s.max_patches,
-            "soft_tokens": g.soft_tokens,
-            "prefill_tokens": self.prefill_tokens,
-        }
-
-
-def plan_image(spec: Spec, width: int, height: int, budget: int | None = None) -> ImagePlan:
-    """Return the plan of an image of width x height pixels. InputError as in `image_settings` and
-    `fit_image`."""
-    settings = image_settings(spec, budget)
-    grid = fit_image(settings, width, height)
-    marks = sum(mark is not None for mark in (spec.tokens.boi, spec.tokens.eoi))
-    return ImagePlan(spec.name, width, height, settings, grid, grid.soft_tokens + marks)
-
-
-def image_plan_text(plans: Sequence[ImagePlan]) -> str:
-    """Return a line per image."""
-    rows = [_columns(p) for p in plans]
-    return aligned([tuple(rows[0]), *(tuple(row.values()) for row in rows)])
-
-
-def _columns(p: ImagePlan) -> dict[str, str]:
-    s, g = p.settings, p.grid
-    return {
-        "variant": p.variant,
-        "image": f"{p.width}x{p.height}",
-        "budget": str(s.budget),
-        "resized": f"{g.width}x{g.height}",
-        "patch": f"{s.patch_size}x{s.patch_size}",
-        "patches": f"{g.columns}x{g.rows} = {g.patches}",
-        "padded": str(s.max_patches),
-        "soft tokens": str(g.soft_tokens),
-        "prefill tokens": str(p.prefill_tokens),
-    }
-
-
-def parse_sizes(text: str, what: str) -> list[tuple[int, int]]:
-    """`1920x1080,640x480` -> [(1920, 1080), (640, 480)]; InputError that names `what`."""
-    return [_size(word, what) for word in text.split(",")]
-
-
-def _size(word: str, what: str) -> tuple[int, int]:
-    match = _SIZE.fullmatch(word.strip())
-    size = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not all(size):
-        raise InputError(
-            f"{what} {word[:40]!r}: expected width x height in pixels, such as 1920x1080"
-        )
-    return size
-
-
-def parse_budgets(text: str | None, what: str) -> list[int | None]:
-    """`70,280` -> [70, 280], [None] for the variant's own; InputError that lists the budgets."""
-    if text is None:
-        return [None]
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        if not re.fullmatch(r"[0-9]{1,9}", word):
-            raise InputError(
-                f"{what} {word[:40]!r}: soft tokens of an image are one of "
-                f"{', '.join(map(str, BUDGETS))}"
-            )
-    return list(dict.fromkeys(map(int, words)))

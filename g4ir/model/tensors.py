@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from g4ir.ir.graph import Graph
-from g4ir.spec.parts import Layer
 from g4ir.spec.record import Spec
 
 from .draft import drafter_alone
@@ -40,13 +39,6 @@ def text_tensors(spec: Spec) -> Tensors:
     head is `lm_head.weight`; it lies outside the text prefix (`spec.prefixes.head`).
     """
     return dict(_text(spec))
-
-
-def layer_tensors(spec: Spec, layer: Layer) -> Tensors:
-    """Name -> shape of one layer's live tensors, without `layers.N.`."""
-    prefix = f"layers.{layer.index}."
-    found = _text(spec).items()
-    return {name.removeprefix(prefix): v for name, v in found if name.startswith(prefix)}
 
 
 def dead_tensors(spec: Spec) -> Tensors:

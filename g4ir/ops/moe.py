@@ -140,18 +140,13 @@ class experts:
         return 3 * ins[2].numel() * int(double) * int(hidden)
 
     @staticmethod
-    def traffic(
-        ins: Types, outs: Types, *, distinct: float | None = None, total: int = 0, **_: Any
-    ) -> Traffic:
-        """Count the weights of the experts that some token chose: `distinct` of them where they
-        were counted, else `distinct_experts`, an upper bound for routers that have favourites; of a
-        part of them its share."""
+    def traffic(ins: Types, outs: Types, *, total: int = 0, **_: Any) -> Traffic:
+        """Count the weights of the experts that some token chose: `distinct_experts`, an upper
+        bound for routers that have favourites; of a part of them its share."""
         reads, writes = every_operand(ins, outs)
-        held, k = int(ins[3].shape[0]), int(ins[2].shape[-1])
-        count = total or held
-        if distinct is None:
-            distinct = distinct_experts(count, k, ins[2].numel() // k)
-        share = min(distinct / count, 1)
+        count = total or int(ins[3].shape[0])
+        k = int(ins[2].shape[-1])
+        share = min(distinct_experts(count, k, ins[2].numel() // k) / count, 1)
         weights = (round(size * share) for size in reads[3:5])
         return (*reads[:3], *weights, *reads[5:]), writes
 

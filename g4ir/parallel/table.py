@@ -184,11 +184,6 @@ def key_heads(layer: Layer, ranks: int) -> int:
     return max(1, layer.attention.num_key_value_heads // ranks)
 
 
-def can_share(spec: Spec, ranks: int, ep: bool = False) -> bool:
-    """Whether a model can be cut so."""
-    return _uneven(spec, ranks, ep) is None
-
-
 def check_ranks(spec: Spec, ranks: int, ep: bool = False) -> None:
     """Raise InputError, naming the key and what would do, if a model cannot be cut so."""
     if ranks < 1:

@@ -23,9 +23,7 @@ from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.rewrite import split_prologue
 from g4ir.model.names import kind_of_name
 from g4ir.ops.base import KINDS, nothing
-from g4ir.ops.types import ITEMSIZE, Type
-
-from .formats import find_format
+from g4ir.ops.types import Type
 
 
 @dataclass(frozen=True)
@@ -102,35 +100,22 @@ class Step:
                 raise InputError(f"{name}={value!r}: expected an integer of at least {least}")
 
 
-def graph_costs(
-    g: Graph,
-    *,
-    B: int = 1,
-    S: int = 1,
-    C: int = 0,
-    experts: float | None = None,
-    weights: str | None = None,
-) -> list[NodeCost]:
+def graph_costs(g: Graph, *, B: int = 1, S: int = 1, C: int = 0) -> list[NodeCost]:
     """Return the cost of each node at one step (see Step); S is 1 in a graph of single tokens.
 
-    `experts` is the number of distinct experts per layer where it was counted, else it is the
-    expected number for uniform choices (ops/moe.py). `weights` is one of FORMATS; without
-    it weights have the graph's dtype. Any graph will do, before and after any pass.
-
-    Raises InputError for sizes out of range and an unknown format.
+    Of experts the expected number for uniform choices is read (ops/moe.py). Any graph will do,
+    before and after any pass. Raises InputError for sizes out of range.
     """
-    return _Meter(g, experts, weights).nodes(Step(B, S, C))
+    return _Meter(g).nodes(Step(B, S, C))
 
 
-def prefill_chunks(
-    g: Graph, tokens: int, chunk: int | None = None, *, B: int = 1, weights: str | None = None
-) -> list[Cost]:
+def prefill_chunks(g: Graph, tokens: int, chunk: int | None = None, *, B: int = 1) -> list[Cost]:
     """Cost a prompt of `tokens` tokens per row from empty caches, chunk by chunk (default: one).
     Chunks run one after the other, so the floor of a prompt is the sum of their floors."""
     _positive("tokens", tokens)
     size = tokens if chunk is None else chunk
     _positive("chunk", size)
-    meter = _Meter(g, None, weights)
+    meter = _Meter(g)
     return [meter.total(Step(B, min(size, tokens - at), at)) for at in range(0, tokens, size)]
 
 
@@ -143,11 +128,7 @@ class _Meter:
     """The costs of a graph's nodes at any step. Layers repeat each other: of nodes that cost the
     same at every step one is computed."""
 
-    def __init__(self, g: Graph, experts: float | None, weights: str | None) -> None:
-        if experts is not None and not experts > 0:
-            raise InputError(f"experts={experts!r}: expected a positive number")
-        self.format = None if weights is None else find_format(weights)
-        self.counted = {} if experts is None else {"experts": {"distinct": experts}}
+    def __init__(self, g: Graph) -> None:
         self.graph = g = split_prologue(g)[1]
         self.chunked = any({"S", "M"} & {*v.type.shape} for v in g.inputs)
         #: quantised weight -> share of its bytes that codes and scales have
@@ -216,24 +197,13 @@ class _Meter:
         op = n.definition
         assert op.flops and op.traffic
         moved = {"weight": 0, "state": 0, "other": 0}
-        reads, writes = op.traffic(ins, outs, **n.attrs, **self.counted.get(n.op, {}))
-        for v, t, size in zip(values, types, (*reads, *writes), strict=True):
+        reads, writes = op.traffic(ins, outs, **n.attrs)
+        for v, size in zip(values, (*reads, *writes), strict=True):
             if owner := owners.get(v.name):
                 size = min(size, left[owner.name])
                 left[owner.name] -= size
-                role = self._role(owner)
-                moved[role] += self._stored(n, owner, t, size) if role == "weight" else size
+                moved[self._role(owner)] += round(size * self.coded.get(owner.name, 1))
         return Cost(op.flops(ins, outs, **n.attrs), *moved.values())
-
-    def _stored(self, n: Node, weight: Value, t: Type, size: int) -> int:
-        """Return the bytes of a weight in its format, for `size` in its own dtype."""
-        if weight.name in self.coded:
-            return round(size * self.coded[weight.name])
-        if self.format is None:
-            return size
-        table = kind_of(n) in ("head", "embed")
-        each = self.format.table if table else self.format.matrix
-        return round(size * (each if t.rank > 1 else self.format.vector) / ITEMSIZE[t.dtype])
 
     def _bound(self, v: Value, step: Step) -> Type:
         """Return the type with its dims as they are at a step; a cache with its slots in use."""

@@ -7,7 +7,7 @@ KV cache and weights are the state and params of the graphs as the engine's back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
@@ -16,31 +16,23 @@ from g4ir.ir.graph import Program
 from g4ir.ir.rewrite import bind
 from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.draft import DRAFT
-from g4ir.model.tensors import numel, tower_tensors
 from g4ir.model.text import PLE_PARAM
 from g4ir.model.towers import is_tower
 from g4ir.ops.codecs import FORM_OF
-from g4ir.ops.types import ITEMSIZE
-from g4ir.passes import PASSES
-from g4ir.passes.latent_kv import PLAIN
 from g4ir.weights.pack import DEFAULT_PLACEMENT, Packing
 
 from .backend import PlannedBackend
 from .cost import Cost, graph_costs, total
-from .count import counts
 from .engine_limits import Limits
-from .formats import FORMATS, naive_bytes, nominal
 from .memory import Needs, param_bytes
 from .options import BuildConfig
-from .records import MemoryUse, WeightBytes
+from .records import WeightBytes
 
 MOST_ROWS = 1 << 16
 #: graphs whose params and caches are those of prefill, and which need less of everything else
 NO_MORE = ("decode",)
-#: how params of tables begin -> field of WeightBytes
-TABLE_PARTS = {"embed.table": "token_table", "head.w": "head", PLE_PARAM: "ple_table"}
 #: properties of a Footprint that depend on its graphs alone
-OF_GRAPHS = ("needs", "least_chunk", "_tables", "upcast", "_scratch", "plain", "step")
+OF_GRAPHS = ("needs", "least_chunk", "_tables", "_upcast", "_session")
 #: kept free on a device: its driver's and the allocator's share, not measured per device
 RESERVE_BYTES, RESERVE_SHARE = 512 << 20, 1 / 64
 
@@ -108,16 +100,15 @@ class Footprint:
 
     @cached_property
     def weights(self) -> WeightBytes:
-        """Weights of the decoder, as the backend stores them."""
+        """Weights by where they lie, as the backend stores them."""
+        tables = self._tables
+        ple = sum(n for name, n in tables.items() if name.startswith(PLE_PARAM))
+        memory = {"device": self.needs.params, "host": 0, "mmap": sum(tables.values()) - ple}
+        memory[self.config.ple_placement or DEFAULT_PLACEMENT] += ple
         text = (g for g in self.needs.graphs if not is_tower(g.name) and g.name != DRAFT)
-        params = {v.name: v.type.nbytes() for g in text for v in g.params} | self._tables
-        parts = dict.fromkeys((*TABLE_PARTS.values(), "layers"), 0)
-        for name, size in params.items():
-            begins = (part for table, part in TABLE_PARTS.items() if name.startswith(table))
-            parts[next(begins, "layers")] += size
-        ple = sum(n for name, n in self._tables.items() if name.startswith(PLE_PARAM))
-        others = sum(self._tables.values()) - ple
-        return weight_bytes(self.config, self.form, parts, ple, others, self.upcast)
+        decoder = param_bytes(text) + sum(tables.values())
+        device, host, mapped = memory.values()
+        return WeightBytes(self.form, decoder, device, host, mapped, self._upcast)
 
     @cached_property
     def _tables(self) -> dict[str, int]:
@@ -127,104 +118,46 @@ class Footprint:
         return {v.name: v.type.nbytes() for v in tables if v.name not in multiplied}
 
     @cached_property
-    def upcast(self) -> dict[str, str]:
+    def _upcast(self) -> dict[str, str]:
         """Format of weights -> the one with more bits that the backend stores them in."""
         nodes = self.packing.prologue.nodes
         made = {"dense": lambda n: n.word("to"), "as_bytes": lambda n: "int8"}
         found = (n for n in nodes if n.op in made)
         return {FORM_OF[n["codes"].type.dtype]: made[n.op](n) for n in found}
 
-    @property
-    def resident(self) -> int:
-        """Bytes of weights in the device's memory; on the CPU that is the host's."""
-        placed = ("device", "host") if self.config.device == "cpu" else ("device",)
-        ple = (n for name, n in self._tables.items() if name.startswith(PLE_PARAM))
-        return self.needs.params + (sum(ple) if self.config.ple_placement in placed else 0)
-
-    @property
-    def decoder_bytes(self) -> int:
-        """Bytes of the decoder's weights without tables that are only gathered from."""
-        return param_bytes(self.needs.graphs, lambda n: not is_tower(n) and n != DRAFT)
-
-    @property
-    def drafter_bytes(self) -> int:
-        return param_bytes(self.needs.graphs, lambda name: name == DRAFT)
-
     # --- everything
 
-    def cache(self, batch: int, ctx: int) -> int:
-        """Return the bytes of KV caches that the backend allocates."""
-        return self.backend.cache_bytes(self.packing.program, self.limits(batch, ctx))
-
     @cached_property
-    def _scratch(self) -> Callable[[Limits], int]:
-        device, settings = self.config.device, self.config.settings
-        return self.backend.scratch_bytes(self.packing.program, device, settings)
-
-    @cached_property
-    def parts(self) -> Callable[[int, int], dict[str, int]]:
-        """Function of a batch and a context: bytes in the device's memory by what they are for."""
+    def _session(self) -> Callable[[Limits], dict[str, int]]:
+        """Function of limits: bytes of a session by what they are for."""
+        program, device = self.packing.program, self.config.device
+        scratch = self.backend.scratch_bytes(program, device, self.config.settings)
 
         @cache
-        def parts(batch: int, ctx: int) -> dict[str, int]:
-            limits = self.limits(batch, ctx)
-            sizes = (batch, ctx, limits.prefill_chunk)
+        def session(limits: Limits) -> dict[str, int]:
+            sizes = (limits.max_batch, limits.max_seq, limits.prefill_chunk)
             return {
-                "weights": self.resident,
-                "caches": self.cache(batch, ctx),
+                "caches": self.backend.cache_bytes(program, limits),
                 "activations": self.needs.activations(*sizes),
-                "workspace": self.needs.workspace(*sizes) + self._scratch(limits),
+                "workspace": self.needs.workspace(*sizes) + scratch(limits),
             }
 
-        return parts
+        return session
 
-    @cached_property
-    def plain(self) -> Footprint:
-        """The same without quantised weights and caches and latent rows."""
-        if (self.config.latent_kv, self.config.kv_dtype) == (PLAIN, None):
-            return self
-        # The shapes of an unquantised, not latent KV cache depend on one pass alone.
-        skip = (*self.config.skip, *(p for p in PASSES if p != "plan_cache"))
-        return self.changed(skip=skip, quant=None)
+    def parts(self, batch: int, ctx: int) -> dict[str, int]:
+        """Return bytes in the device's memory by what they are for; on the CPU that is the
+        host's."""
+        host = self.weights.host if self.config.device == "cpu" else 0
+        return {"weights": self.weights.device + host, **self._session(self.limits(batch, ctx))}
 
-    @cached_property
-    def row(self) -> Callable[[int, int], MemoryUse]:
-        """Function of a context and a batch."""
-        naive = naive_bytes(self.config.spec, self.config.dtype, self.config.ranks)
+    def step(self, batch: int, ctx: int) -> Cost:
+        """Return the cost of a decode step, which is that of a prompt of one token."""
+        g = self.packing.program.graphs["prefill"]
+        return total(graph_costs(g, B=batch, C=ctx - 1))
 
-        @cache
-        def row(ctx: int, batch: int) -> MemoryUse:
-            parts = self.parts(batch, ctx)
-            return MemoryUse(
-                ctx,
-                batch,
-                naive * ctx * batch,
-                self.plain.cache(batch, ctx),
-                parts["caches"],
-                parts["activations"],
-                parts["workspace"],
-            )
-
-        return row
-
-    def need_at(self, ctx: int, batch: int, kind: str = "built") -> int:
-        """Return bytes in the device's memory with one of TOTALS, without the reserve."""
-        row = self.row(ctx, batch)
-        caches: int = getattr(row, kind)
-        return self.resident + caches + row.activations + row.workspace
-
-    @cached_property
-    def step(self) -> Callable[..., Cost]:
-        """Function of a context, a batch and new tokens of each sequence: the cost of a step. One
-        of a single token costs what a prompt of one token does."""
-        graphs = self.packing.program.graphs
-
-        @cache
-        def cost(ctx: int, batch: int, tokens: int = 1, graph: str = "") -> Cost:
-            g = graphs[graph or (VERIFY if tokens > 1 else "prefill")]
-            return total(graph_costs(g, B=batch, S=tokens, C=max(ctx - tokens, 0)))
-
-        return cost
+    def need_at(self, batch: int, ctx: int) -> int:
+        """Return bytes in the device's memory, without the reserve."""
+        return sum(self.parts(batch, ctx).values())
 
     @property
     def built(self) -> dict[str, int]:
@@ -234,42 +167,6 @@ class Footprint:
     @property
     def need(self) -> int:
         return sum(self.built.values())
-
-
-def weight_bytes(
-    config: BuildConfig,
-    form: str,
-    parts: Mapping[str, int],
-    ple: int,
-    tables: int,
-    upcast: Mapping[str, str] | None = None,
-) -> WeightBytes:
-    """Return weights by the memory that they are in; `ple` and `tables`: bytes of those that are
-    only gathered from."""
-    total = sum(parts.values())
-    memory = {"device": total - ple - tables, "host": 0, "mmap": tables}
-    memory[config.ple_placement or DEFAULT_PLACEMENT] += ple
-    n, known = counts(config.spec), FORMATS.get(form)
-    return WeightBytes(
-        form,
-        **parts,
-        device=memory["device"],
-        host=memory["host"],
-        mapped=memory["mmap"],
-        towers=numel(tower_tensors(config.spec)) * ITEMSIZE[config.dtype],
-        nominal=int(nominal(n.hub_parameters) * (known.nominal if known else total / n.text)),
-        upcast=dict(upcast or {}),
-    )
-
-
-def plain_weights(config: BuildConfig, dtype: str) -> WeightBytes:
-    """Return weights that are not quantised, which every backend stores as they are."""
-    n = counts(config.spec)
-    elements = {"token_table": n.embed, "head": n.head, "ple_table": n.ple_table}
-    elements["layers"] = n.text - sum(elements.values())
-    parts = {part: count * ITEMSIZE[dtype] for part, count in elements.items()}
-    tables = parts["token_table"] if n.head else 0
-    return weight_bytes(config, dtype, parts, parts["ple_table"], tables)
 
 
 def reserve(memory: int) -> int:

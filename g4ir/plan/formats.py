@@ -1,18 +1,9 @@
-"""Counts bytes of weights in a format and of KV caches, before anything is allocated.
-
-f32, bf16 and f16 hold every element in that type; any other format is a quantisation config
-(quant/recipe.py). FORMATS estimates the built-in ones, for costs of graphs that are not quantised
-yet.
-"""
+"""Dtypes, devices, and the bytes of KV caches before anything is allocated."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from g4ir.errors import InputError
 from g4ir.ir.graph import Program
 from g4ir.ops.types import ITEMSIZE, Type
-from g4ir.spec import parts
 from g4ir.spec.record import Spec
 
 #: what engines compute in, the most common first, and run on
@@ -21,40 +12,6 @@ DEVICES = ("cpu", "cuda")
 #: what caches may hold, as a user says it -> dtype of their rows (ops/kv_quant.py)
 KV_DTYPES = {"bfloat16": "bf16", "float8": "f8e4m3", "int8": "i8"}
 KV_NAMES = {short: name for name, short in KV_DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class Format:
-    """Bytes per element of matrices of the layers, of tables and the head, of everything else.
-    Scales of whole rows, 0.1 % of the bytes, are left out; `nominal` is the usual estimate, which
-    knows neither scales nor tables."""
-
-    matrix: float
-    table: float
-    vector: float = 2
-    nominal: float = 0.0
-
-
-FORMATS = {
-    **{d: Format(n, n, n, n) for d, n in ITEMSIZE.items() if d in parts.DTYPES},
-    "fp8": Format(1, 1, nominal=1),
-    "int8": Format(1, 1, nominal=1),
-    "int4": Format(0.5 + 2 / 32, 1, nominal=0.5),  # a scale of 2 bytes for 32
-}
-#: narrow formats that a plan shows beside the engine's dtype
-INTEGERS = ("int8", "int4")
-
-
-def find_format(name: str) -> Format:
-    """Return the format of a name; InputError lists the formats."""
-    if name not in FORMATS:
-        raise InputError(f"unknown weight format {name!r}: one of {', '.join(FORMATS)}")
-    return FORMATS[name]
-
-
-def nominal(parameters: int) -> int:
-    """Return a parameter count as it is quoted: two digits (31,273,088,876 -> 31,000,000,000)."""
-    return int(float(f"{parameters:.1e}"))
 
 
 #: contexts are rounded up, so that few distinct sizes occur: (up to, step)

@@ -34,9 +34,7 @@ class Gpu:
     @property
     def roof(self) -> Roof:
         if self.bytes_per_s is None or self.bf16_flops_per_s is None:
-            raise InputError(
-                f"GPU {self.name}: a size says nothing of speed: name a card or give its rates"
-            )
+            raise InputError(f"GPU {self.name}: a size says nothing of speed: name a card")
         return Roof(self.bytes_per_s, self.bf16_flops_per_s, self.name)
 
 

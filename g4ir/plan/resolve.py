@@ -179,7 +179,7 @@ def pass_options(
 def check_latent(form: str, spec: Spec) -> str:
     """Return the layout of the K=V caches; a warning for one that changes nothing."""
     _one_of("--latent-kv", form, FORMS)
-    if form != PLAIN and not has_latent(spec):
+    if form != PLAIN and not any(x.attention.k_eq_v for x in spec.layers()):
         what = "--latent-kv %s changes nothing: no layer of %s makes K and V of one projection"
         log.warning(what, form, spec.name)
     return form
@@ -223,10 +223,6 @@ def resolved(
         media=media,
         quant=quant,
     )
-
-
-def has_latent(spec: Spec) -> bool:
-    return any(x.attention.k_eq_v for x in spec.layers())
 
 
 def find_placement(given: str | None, spec: Spec, device: str) -> str | None:

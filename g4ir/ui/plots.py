@@ -65,13 +65,13 @@ class CacheLines:
     totals: Mapping[str, Sequence[int]]
 
 
-#: how each of the three totals is drawn
-STYLES = {"naive": "--", "planned": "-", "built": ":"}
+#: how each of the totals is drawn
+STYLES = {"naive": "--", "planned": "-"}
 
 
 def plot_caches(path: str | Path, lines: Sequence[CacheLines], title: str) -> None:
-    """Plot bytes of K and V against context; one colour a variant, naive dashed, planned solid, and
-    dotted as built where that is less."""
+    """Plot bytes of K and V against context; one colour a variant, naive dashed and planned
+    solid."""
     with figure(path) as axes:
         for i, line in enumerate(lines):
             for total, sizes in line.totals.items():
