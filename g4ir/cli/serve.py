@@ -44,7 +44,6 @@ class Serve(OnEngine):
     prefix_memory BYTES: size of the prefix cache, such as 4GiB; 0: none (default: a quarter of the
         free memory, at most 8 GiB, and at least four prompts of 8192 tokens)
     max_body MIB: maximum size of a request body in MiB (default 32)
-    media_hosts NAME: host from which media URLs may be fetched, NAME or NAME:PORT (repeat)
     media_dir DIR: directory that file:// media URLs may read
     drain S: shutdown grace period for running requests in seconds (default 60)
     no_page: disable the web page at /
@@ -65,7 +64,6 @@ class Serve(OnEngine):
     chunk_tokens: int | None = None
     prefix_memory: str | None = None
     max_body: int = 32
-    media_hosts: list[str] = flag(())
     media_dir: str | None = None
     drain: float = 60.0
     no_page: bool = False
@@ -100,7 +98,7 @@ class Serve(OnEngine):
         try:
             from g4ir.serve.app import Server
             from g4ir.serve.auth import Auth, known_hosts, read_keys
-            from g4ir.serve.media_fetch import Sources
+            from g4ir.serve.media_sources import MediaFolder
             from g4ir.serve.server import Address
         except ImportError as e:
             if (e.name or "").startswith("g4ir"):
@@ -125,7 +123,7 @@ class Serve(OnEngine):
             Auth(keys, known_hosts(self.host, self.allow_host), most),
             AsyncEngineConfig(waiting=self.queue),
             SchedulerConfig(chunk_tokens=self.chunk_tokens, prefix_bytes=memory, **draft),
-            Sources.named(self.media_hosts, self.media_dir, most),
+            MediaFolder.named(self.media_dir, most),
             page=not self.no_page,
             aliases=(*aliases,),
             origins=_origins(self.allow_origin),

@@ -34,13 +34,14 @@ from g4ir.engine.requests import CANCELLED, FAILED, Event, RequestHandle
 from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.errors import BusyError
 from g4ir.media.limits import Limit
+from g4ir.media.soft import Soft
 
 from . import request_schema as schema
 from .answers import ResponseFormat, usage_of
 from .auth import JSON, Auth
 from .http_errors import Refused, ending, later, refusal
-from .media_fetch import Sources, read_bytes
-from .media_queue import FETCH, SMALL, VIDEO, MediaQueue, wait_for_leaving
+from .media_queue import SMALL, VIDEO, MediaQueue, wait_for_leaving
+from .media_sources import MediaFolder, read_bytes
 from .metrics import Metrics
 from .page import read_assets
 from .prompts import Prompts, ServedRequest
@@ -106,7 +107,7 @@ class Server:
     gate: Auth = field(default_factory=Auth)
     settings: AsyncEngineConfig = field(default_factory=AsyncEngineConfig)
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
-    sources: Sources = field(default_factory=Sources)
+    folder: MediaFolder = field(default_factory=MediaFolder)
     #: whether there is a page at /
     page: bool = True
     #: other names of the model
@@ -333,12 +334,9 @@ class Server:
     ) -> ServedRequest:
         """Return a request with the soft tokens of its media, whose errors are `named`."""
 
-        def fetched(limit: Limit, _: Any) -> Any:
+        def encoded(limit: Limit) -> tuple[Soft, ...]:
             with named():
-                return read_bytes(prompts.engine, asked.media, self.sources)
-
-        def encoded(limit: Limit, items: Any) -> Any:
-            with named():
+                items = read_bytes(prompts.engine, asked.media, self.folder)
                 return prompts.encode(asked, items, limit)
 
         def filled() -> ServedRequest:
@@ -346,7 +344,7 @@ class Server:
                 return prompts.fill(asked, soft)
 
         lane = VIDEO if any(m.kind == "video" for m in asked.media) else SMALL
-        soft: Any = await self._media.run(request, ((FETCH, fetched), (lane, encoded)))
+        soft = await self._media.run(request, lane, encoded)
         return await run_in_threadpool(filled)
 
     def _check_origin(self, request: Request) -> None:

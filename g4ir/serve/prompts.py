@@ -29,7 +29,7 @@ from g4ir.media.soft import Soft
 
 from .grammar import Grammars, Mask
 from .http_errors import Refused, bad, missing
-from .media_fetch import setting
+from .media_sources import setting
 from .request_schema import NO_EFFORTS, as_input, chosen, constraint_of
 from .tool_grammar import called
 
