@@ -173,13 +173,12 @@ class Prompts:
         tools, forced = fields.get("tools") or (), choice.mode == "required"
         functions = called(tools, choice.names, strict=not forced) if choice.mode != "none" else []
         inside = Reader(prompt_tail=prompt.tail).thinking
-        head = _head(fields, prompt) if fields.get("continue_final_message") else ""
         allowed: Mask | None = None
-        if functions and (forced or constraint) and not (head and constraint):
+        if functions and (forced or constraint):
             many, calls = choice.many, self.grammars.calls
             allowed = calls(functions, thinking, inside, many=many, content=constraint)
         elif constraint:
-            allowed = self.grammars.text(constraint, thinking, inside, head)
+            allowed = self.grammars.text(constraint, thinking, inside)
         elif choice.names is not None or any(f.held for f in functions):
             allowed = self.grammars.some_calls(functions)
         if (limit := fields.get("thinking_token_budget")) is not None:
@@ -284,12 +283,3 @@ def _soft(
 ) -> Soft:
     limit.name = medium.place
     return soft_of(engine, medium, raw, **options)
-
-
-def _head(fields: Mapping[str, Any], prompt: Prompt) -> str:
-    """Return the text to continue, with the trailing blanks that templates drop."""
-    message = fields["messages"][-1]
-    content = message.get("content") or message["refusal"]
-    last = content if isinstance(content, str) else content[-1]
-    text = last if isinstance(last, str) else last.get("text", "")
-    return prompt.head.rstrip() + text[len(text.rstrip()) :]

@@ -22,8 +22,7 @@ from g4ir.serve import json_schema
 from g4ir.serve.http_errors import Refused
 from g4ir.serve.json_schema import read_schema
 from g4ir.serve.request_schema import JSON, Constraint
-from g4ir.serve.schema_dialect import JSON_TEXT, Dialect
-from g4ir.serve.tool_grammar import CALLS, called
+from g4ir.serve.tool_grammar import called
 from tests.serve.running import NAME, Running
 from tests.serve.test_calls import CLOSING, grammars, read, tool, vocabulary, walk
 from tests.serve.test_client import HI
@@ -63,7 +62,7 @@ def without(schema: Any, paths: list[str]) -> Any:
     return out
 
 
-def dropped(schema: Any, dialect: Dialect, caplog: pytest.LogCaptureFixture) -> list[str]:
+def dropped(schema: Any, caplog: pytest.LogCaptureFixture) -> list[str]:
     """The paths that the log names when a schema is read."""
     json_schema._LOGGED.clear()
     caplog.clear()
@@ -71,7 +70,6 @@ def dropped(schema: Any, dialect: Dialect, caplog: pytest.LogCaptureFixture) -> 
         read_schema(
             schema,
             "schema",
-            dialect,
             strict=False,
             controls=vocabulary().controls,
             refuse=lambda where, why: Refused(400, f"{where}: {why}"),
@@ -211,9 +209,8 @@ def check(seed: int, caplog: pytest.LogCaptureFixture) -> str:
     """Try one random schema in each use; return why it was refused, if it was."""
     schema = Schemas(seed).root()
     for use in USES:
-        dialect = JSON_TEXT if use == "response_format" else CALLS
         try:
-            paths = dropped(schema, dialect, caplog)
+            paths = dropped(schema, caplog)
         except Refused as e:
             assert re.search(NOTHING, e.message), e.message
             return e.message
@@ -262,9 +259,7 @@ def test_constraints_that_are_dropped_alone(
 ) -> None:
     """They are named in the log; a strict schema is refused by their path."""
     schema = around(inner)
-    paths = dropped(schema, JSON_TEXT if use == "response_format" else CALLS, caplog)
-    if keyword == "minProperties" and use == "response_format" and not paths:
-        return  # llguidance keeps it
+    paths = dropped(schema, caplog)
     assert paths == [f"schema.properties.a.{keyword}"]
     if use == "strict":
         with pytest.raises(Refused, match=re.escape(f"properties.a.{keyword}: ")) as e:
@@ -285,7 +280,7 @@ def test_annotations_are_ignored(
     reduced = around({"type": ["string", "integer"], "maxLength": 60})
     for seed in range(2):
         valid(value_of(schema, use, seed), reduced)
-    paths = dropped(schema, JSON_TEXT if use == "response_format" else CALLS, caplog)
+    paths = dropped(schema, caplog)
     assert {p.rpartition(".")[2] for p in paths} <= {"format"}
 
 
