@@ -29,7 +29,7 @@ from g4ir.errors import InputError, MissingError, RankError
 from g4ir.ops.finite import not_finite
 
 from .batch import Batch, checked_buckets
-from .device_loop import Drafters, DraftRounds, Tokens, TokenSteps, open_loop
+from .device_loop import Drafters, Tokens, TokenSteps, open_loop
 from .inputs import padded, row_prompt
 from .parts import EngineParts
 from .prefill import Chunks, Prefiller
@@ -96,7 +96,7 @@ class Scheduler:
         #: the request in prefill, and the chunks that are left of its prompt
         self._prompt: tuple[RequestHandle, Chunks] | None = None
         #: steps that run on the device, and their sequences
-        self._loop: TokenSteps | DraftRounds | None = None
+        self._loop: TokenSteps | None = None
         self._looped: list[SequenceState] = []
         #: events that nobody has taken yet: they outlive an exception in their step
         self._events: list[Event] = []
@@ -252,7 +252,7 @@ class Scheduler:
             self._looped = [*running]
         loop, begun = self._loop, time.perf_counter()
         tokens = loop.step(prefill_follows=bool(self._prompt) or self._next_fits())
-        if isinstance(loop, TokenSteps) and loop.watches:
+        if loop.watches:
             self.costs.add(self.batch.session.batch, 1, time.perf_counter() - begun)
         return self._poll(tokens)
 
