@@ -34,7 +34,6 @@ class Serve(OnEngine):
     allow_origin URL: origin whose web pages may call the API, such as https://chat.example; *: any
         (repeat)
     root_path PATH: URL prefix under which a proxy serves this server, such as /llm
-    uds FILE: Unix socket to listen on instead of host and port
     tls_cert FILE: TLS certificate chain (PEM); needs --tls-key
     tls_key FILE: private key of the TLS certificate (PEM)
     log_requests: log a line per request: id, sizes, times, end; no texts
@@ -56,7 +55,6 @@ class Serve(OnEngine):
     allow_host: list[str] = flag(())
     allow_origin: list[str] = flag(())
     root_path: str = ""
-    uds: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
     log_requests: bool = False
@@ -77,7 +75,7 @@ class Serve(OnEngine):
 
         engine = self.with_engine(self.draft).engine  # may build one: flags were checked before
         server.check_engine(engine, self.load.trust)
-        if not (app.gate.keys or self.uds or is_loopback(self.host)):
+        if not (app.gate.keys or is_loopback(self.host)):
             console.say(f"warning: {self.host} is open to others, and no --api-key-file is given")
 
         def loader() -> Engine:
@@ -131,7 +129,7 @@ class Serve(OnEngine):
             log=console.say if self.log_requests else None,
         )
         tls = self.tls_cert, self.tls_key
-        return app, Address(self.host, self.port, self.drain, socket=self.uds, tls=tls)
+        return app, Address(self.host, self.port, self.drain, tls)
 
 
 def _origins(given: Sequence[str]) -> tuple[str, ...]:

@@ -56,7 +56,6 @@ log = logging.getLogger(__name__)
 ALIVE_S, LOOK_S = 10.0, 1.0
 #: bytes of a body from which on it is large
 LARGE = 1 << 18
-NOT_READ = "the answer was not read in time, and was cancelled"
 Handler = Callable[[Request], Awaitable[Response]]
 Requests = tuple[ServedRequest, ...]
 #: a context in which errors name the fields of the client's protocol
@@ -397,22 +396,15 @@ class Running:
             raise
 
     def _told(self, first: int) -> Callable[[Event], None]:
-        """Return a callback that forwards events to the event loop and cancels slow clients."""
-        settings, since = self.server.settings, time.monotonic()
+        """Return a callback that forwards events to the event loop."""
         last: dict[int, float] = {}
 
         def forward(event: Event) -> None:
-            nonlocal since
             now = time.monotonic()
             if event.token is not None:
                 if event.index in last:
                     self.server.metrics.tokens.observe(now - last[event.index])
                 last[event.index] = now
-            if len(self._come) < settings.unread:
-                since = now
-            elif now - since > settings.slow_s:
-                for handle in self.handles:
-                    handle.cancel()
             self._come.append((first + event.index, event))
             if not self._told_of:  # once for all events that come until it looks
                 self._told_of = True
@@ -474,7 +466,8 @@ class Running:
             index, event = self._come.popleft()
             answer = self.answers[index]
             if event.finish == CANCELLED and not answer.over:
-                raise ending() if self.server.draining else later(503, "not_read", NOT_READ)
+                cancelled = later(503, "cancelled", "the answer was cancelled")
+                raise ending() if self.server.draining else cancelled
             yield answer, event
 
     def _take(self, answer: AnswerStream, event: Event) -> list[Said]:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
@@ -41,10 +42,6 @@ from .schema_leaves import (
 )
 
 log = logging.getLogger(__name__)
-#: lines that were logged; cleared when there are too many, so that each drop is logged once or more
-_LOGGED: set[str] = set()
-MAX_LOGGED = 4096
-
 #: schemas of one root, unions beside each other multiplied
 MAX_SCHEMAS = 1 << 13
 #: nesting at which two schemas are looked at for a common value
@@ -99,13 +96,14 @@ def read_schema(
         raise refuse(path, f"the schema allows nothing: {reason}")
     reader.check_ends()
     for path, reason in reader.dropped.items():
-        line = f"{path[-200:]}: {reason}"
-        if line not in _LOGGED:
-            if len(_LOGGED) >= MAX_LOGGED:
-                _LOGGED.clear()
-            _LOGGED.add(line)
-            log.warning("a constraint of a schema is not kept: %s", line)
+        log_dropped(f"{path[-200:]}: {reason}")
     return {**body, **({"$defs": reader.defs} if reader.defs else {})}
+
+
+@lru_cache(maxsize=4096)
+def log_dropped(line: str) -> None:
+    """Log a constraint that is not kept, once: agents send the same schemas again and again."""
+    log.warning("a constraint of a schema is not kept: %s", line)
 
 
 @dataclass

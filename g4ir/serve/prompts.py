@@ -93,14 +93,6 @@ def require_tokenizer(path: Path) -> None:
         raise EngineError(f"{path} has no {TOKENIZER}: it cannot be served; {cure}")
 
 
-def _characters(messages: Sequence[Any]) -> int:
-    """Return how many characters the texts of messages have that were not checked yet."""
-    contents = [m.get("content") for m in messages if isinstance(m, dict)]
-    parts = [part for c in contents for part in (c if isinstance(c, list) else [c])]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    return sum(len(text) for text in texts if isinstance(text, str))
-
-
 @dataclass
 class Prompts:
     """An engine as requests see it. Any thread may ask."""
@@ -136,7 +128,6 @@ class Prompts:
         options = _template_options(fields)
         if "add_generation_prompt" in fields:
             options["add_generation_prompt"] = fields["add_generation_prompt"]
-        self._check_length(_characters(fields["messages"]), "messages")
         tools = (fields.get("tools") or None) if chosen(fields).mode != "none" else None
         options["continued"] = fields.get("continue_final_message", False)
         prompt = make_prompt(fields["messages"], tools, self.template, **options)

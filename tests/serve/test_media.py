@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import os
-import random
 import wave
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ import pytest
 import yaml
 
 from g4ir.chat.messages import Medium
-from g4ir.engine import multimodal
 from g4ir.errors import InputError
 from g4ir.serve.media_sources import MediaFolder, setting
 from tests.serve.running import NAME, Running, chat_engine, ready
@@ -96,25 +94,6 @@ def test_parts(short: Running, case: dict[str, Any]) -> None:
         error = got.json()["error"]
         assert got.status_code == 400 and case["says"] in error["message"], error
         assert error["param"] == case.get("param", error["param"])
-
-
-def test_base64_in_slices_is_base64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what is none: padding within, other characters, lengths that are no multiple of 4."""
-    monkeypatch.setattr(multimodal, "SLICE", 8)
-    draw = random.Random(0)
-    for _ in range(20_000):
-        text = base64.b64encode(draw.randbytes(draw.randrange(40))).decode()
-        at = draw.randrange(len(text) + 1)
-        text = draw.choice([text, text[:at] + draw.choice("=A+ é") + text[at:], text[:at]])
-        try:
-            expected = base64.b64decode(text, validate=True)
-        except ValueError:
-            expected = None
-        if expected is None or len(text) % 4:
-            with pytest.raises(ValueError):
-                multimodal.decode_base64(f"data:{text}", 5)
-        else:
-            assert multimodal.decode_base64(f"data:{text}", 5) == expected
 
 
 def test_the_detail_of_an_image_chooses_its_budget() -> None:
