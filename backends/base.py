@@ -137,13 +137,6 @@ class Runtime(Protocol):
         cpu/step_loop.py), or None. `tables` are those that `embed` reads."""
         return None
 
-    def round_loop(
-        self, embed: Embed, state: Any, batch: int, choice: DeviceChoice, last: bool
-    ) -> Any:
-        """Return verification steps that draft and choose on the device
-        (cuda/token_loop.py), or None."""
-        return None
-
     def resident(self, param: str) -> torch.Tensor | None:
         """Return a param that the runtime holds whole, for others to read."""
         return None

@@ -434,13 +434,13 @@ def run_by_torch(full: bool) -> Iterator[None]:
 
 @pytest.fixture
 def looped(run_by_torch: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], Any]:
-    """Turns rounds on as on a GPU, launch by launch; returns the rounds that were recorded."""
+    """Records steps as on a GPU, launch by launch; returns those that were recorded."""
     return partial(in_a_loop, patch=monkeypatch)
 
 
 def test_rounds_on_the_device(built: Build, looped: Any) -> None:
     """Greedy and drawn, ragged rows, stop tokens, a budget that ends within a round: the tokens are
-    those of single steps, and nothing is recorded twice."""
+    those of single steps, and the drafter's step is recorded once for a batch."""
     pair = copying("12b")
     engine, given = built(pair, backend="torch"), prompts_of(pair)
     some = engine.generate(given, 24, stop_ids=())
@@ -454,7 +454,7 @@ def test_rounds_on_the_device(built: Build, looped: Any) -> None:
         assert engine.generate(given, n, stop_ids=s, draft="mtp", tally=tally, **o) == w
         assert tally.tokens == sum(map(len, w)) - len(w)
     assert sum(tallies[0].accepted.values()) > 0
-    assert 1 <= len(recorded) <= 3 * (MOST + 1)
+    assert 1 <= len(recorded) <= 3
 
 
 def test_rounds_of_changing_batches(built: Build, looped: Any) -> None:

@@ -136,11 +136,11 @@ class Machine(RuleBasedStateMachine):
         self.handles: list[RequestHandle] = []
         self.events: list[Event] = []
 
-    @rule(which=st.integers(0, 11), priority=st.integers(0, 1), mark=st.booleans())
-    def submit(self, which: int, priority: int, mark: bool) -> None:
+    @rule(which=st.integers(0, 11), mark=st.booleans())
+    def submit(self, which: int, mark: bool) -> None:
         job = self.jobs[which]
         marks = (len(job.tokens) // 2,) if mark else ()
-        self.handles.append(self.scheduler.submit(replace(job, priority=priority, marks=marks)))
+        self.handles.append(self.scheduler.submit(replace(job, marks=marks)))
 
     @precondition(lambda self: self.handles)
     @rule(which=st.integers(0, 100))
@@ -166,7 +166,7 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.events += finished(self.scheduler)
         for t in self.handles:
-            job = replace(t.request, priority=0, marks=())
+            job = replace(t.request, marks=())
             want, got = self.wanted[job], t.answers[0].tokens
             told = [e.token for e in self.events if e.handle is t and e.token is not None]
             assert told == got == want[: len(got)]
@@ -203,16 +203,6 @@ def test_several_answers_to_one_prompt(engine: Engine) -> None:
     assert handle.state == FINISHED and handle.counts.generated == 9 + 4 + 9
     assert scheduler.totals.ended[STOP] == 1 and scheduler.totals.computed == 21 + 5
     assert other.answers[0].tokens == alone(engine, other.request)
-
-
-def test_priority_comes_before_order(engine: Engine) -> None:
-    scheduler = Scheduler(engine)
-    handles = [
-        scheduler.submit(Request(prompt(4, i), 2, FREE, priority=p))
-        for i, p in enumerate((0, 2, 1, 2))
-    ]
-    begun = dict.fromkeys(e.handle for e in finished(scheduler))
-    assert [*begun] == [handles[1], handles[3], handles[2], handles[0]]
 
 
 def test_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

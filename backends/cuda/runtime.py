@@ -18,9 +18,11 @@ from g4ir.model.draft import DRAFT
 from .graph import Captured, WithFallback, recorded
 from .schedule import any_length, schedule
 from .target import find_target
-from .token_loop import Choose, Embed, RoundLoop, TokenLoop
+from .token_loop import Choose, Embed, TokenLoop
 
 Tensor = torch.Tensor
+#: graphs of a few tokens a row, which are recorded
+STEPS = ("decode", VERIFY, DRAFT)
 
 
 class CudaRuntime(ProgramRuntime):
@@ -51,10 +53,10 @@ class CudaRuntime(ProgramRuntime):
         logits: bool,
         watch: Watch | None = None,
     ) -> Tensors | None:
-        if phase == "decode" and self.any_length:
+        if phase in STEPS and self.any_length:
             context = self.limits.max_seq
-        if self.record and phase == "decode" and logits and watch is None:
-            return self._replay(feeds, state, state.views(context))
+        if self.record and phase in STEPS and logits and watch is None:
+            return self._replay(phase, feeds, state, state.views(context))
         return super().run(phase, feeds, state, context, logits, watch)
 
     def _step(self, phase: str, state: Caches) -> Callable[[Tensors], Tensors]:
@@ -65,11 +67,15 @@ class CudaRuntime(ProgramRuntime):
         plan = self.plans[phase, True]
         return lambda feeds: self._results(phase, self._run_plan(plan, feeds, views))
 
-    def _replay(self, feeds: dict[str, Tensor], state: Caches, views: Tensors) -> Tensors:
-        """Replay a step in one launch; the graph is of the session's caches and so many slots."""
+    def _replay(
+        self, phase: str, feeds: dict[str, Tensor], state: Caches, views: Tensors
+    ) -> Tensors:
+        """Replay a step in one launch; the graph is of the session's caches, of so many slots and
+        so many tokens a row."""
         assert self.record
-        step, record = self._plan_step("decode", views), self.record
-        captured = state.captured.get(Captured, id(views), lambda: Captured(step, feeds, record))
+        step, record = self._plan_step(phase, views), self.record
+        key = phase, id(views), feeds["positions"].shape[1]
+        captured = state.captured.get(Captured, key, lambda: Captured(step, feeds, record))
         return captured.replay(feeds)
 
     def token_loop(
@@ -95,28 +101,6 @@ class CudaRuntime(ProgramRuntime):
             return TokenLoop(embed, step, choose, batch, self.device, record)
 
         return state.captured.get(TokenLoop, choice, make)
-
-    def round_loop(
-        self, embed: Embed, state: Caches, batch: int, choice: DeviceChoice, last: bool
-    ) -> RoundLoop | None:
-        """Return verification steps that draft and choose by themselves; None as `token_loop`, or
-        without a draft model. It belongs to the session's caches."""
-        if self.record is None or not self.any_length or DRAFT not in self.program.graphs:
-            return None
-        record = self.record
-
-        def make() -> RoundLoop:
-            return RoundLoop(
-                embed,
-                self._step(DRAFT, state),
-                self._step(VERIFY, state),
-                self._chooser(choice),
-                last,
-                self.device,
-                record,
-            )
-
-        return state.captured.get(RoundLoop, choice, make)
 
     def _chooser(self, choice: DeviceChoice) -> Choose:
         """Return how a step chooses tokens; a recorded step takes nothing from the host."""

@@ -148,9 +148,6 @@ class ProgramRuntime:
     def token_loop(self, *loop: Any) -> Any:
         return None
 
-    def round_loop(self, *loop: Any) -> Any:
-        return None
-
     def close(self) -> None:
         self.plans.clear()
         self.weights.clear()

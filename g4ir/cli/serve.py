@@ -34,7 +34,6 @@ class Serve(OnEngine):
     allow_origin URL: origin whose web pages may call the API, such as https://chat.example; *: any
         (repeat)
     root_path PATH: URL prefix under which a proxy serves this server, such as /llm
-    uds FILE: Unix socket to listen on instead of host and port
     tls_cert FILE: TLS certificate chain (PEM); needs --tls-key
     tls_key FILE: private key of the TLS certificate (PEM)
     log_requests: log a line per request: id, sizes, times, end; no texts
@@ -44,7 +43,6 @@ class Serve(OnEngine):
     prefix_memory BYTES: size of the prefix cache, such as 4GiB; 0: none (default: a quarter of the
         free memory, at most 8 GiB, and at least four prompts of 8192 tokens)
     max_body MIB: maximum size of a request body in MiB (default 32)
-    media_hosts NAME: host from which media URLs may be fetched, NAME or NAME:PORT (repeat)
     media_dir DIR: directory that file:// media URLs may read
     drain S: shutdown grace period for running requests in seconds (default 60)
     no_page: disable the web page at /
@@ -57,7 +55,6 @@ class Serve(OnEngine):
     allow_host: list[str] = flag(())
     allow_origin: list[str] = flag(())
     root_path: str = ""
-    uds: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
     log_requests: bool = False
@@ -65,7 +62,6 @@ class Serve(OnEngine):
     chunk_tokens: int | None = None
     prefix_memory: str | None = None
     max_body: int = 32
-    media_hosts: list[str] = flag(())
     media_dir: str | None = None
     drain: float = 60.0
     no_page: bool = False
@@ -79,7 +75,7 @@ class Serve(OnEngine):
 
         engine = self.with_engine(self.draft).engine  # may build one: flags were checked before
         server.check_engine(engine, self.load.trust)
-        if not (app.gate.keys or self.uds or is_loopback(self.host)):
+        if not (app.gate.keys or is_loopback(self.host)):
             console.say(f"warning: {self.host} is open to others, and no --api-key-file is given")
 
         def loader() -> Engine:
@@ -100,7 +96,7 @@ class Serve(OnEngine):
         try:
             from g4ir.serve.app import Server
             from g4ir.serve.auth import Auth, known_hosts, read_keys
-            from g4ir.serve.media_fetch import Sources
+            from g4ir.serve.media_sources import MediaFolder
             from g4ir.serve.server import Address
         except ImportError as e:
             if (e.name or "").startswith("g4ir"):
@@ -125,7 +121,7 @@ class Serve(OnEngine):
             Auth(keys, known_hosts(self.host, self.allow_host), most),
             AsyncEngineConfig(waiting=self.queue),
             SchedulerConfig(chunk_tokens=self.chunk_tokens, prefix_bytes=memory, **draft),
-            Sources.named(self.media_hosts, self.media_dir, most),
+            MediaFolder.named(self.media_dir, most),
             page=not self.no_page,
             aliases=(*aliases,),
             origins=_origins(self.allow_origin),
@@ -133,7 +129,7 @@ class Serve(OnEngine):
             log=console.say if self.log_requests else None,
         )
         tls = self.tls_cert, self.tls_key
-        return app, Address(self.host, self.port, self.drain, socket=self.uds, tls=tls)
+        return app, Address(self.host, self.port, self.drain, tls)
 
 
 def _origins(given: Sequence[str]) -> tuple[str, ...]:

@@ -24,16 +24,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AsyncEngineConfig:
-    """At most `waiting` requests of together `waiting_tokens` prompt tokens have no slot yet. The
-    server cancels a client that has had `unread` events to read for `slow_s` seconds."""
+    """At most `waiting` requests of together `waiting_tokens` prompt tokens have no slot yet."""
 
     waiting: int = 64
     waiting_tokens: int = 1 << 20
-    unread: int = 256
-    slow_s: float = 30.0
 
     def __post_init__(self) -> None:
-        check_least(vars(self), waiting=1, waiting_tokens=1, unread=1, slow_s=0)
+        check_least(vars(self), waiting=1, waiting_tokens=1)
 
 
 class AsyncEngine:

@@ -2,8 +2,7 @@
 
 The scheduler opens a loop when no sequence needs the host between two tokens, and closes it before
 it changes the batch: when a sequence ends, joins, pauses or is cancelled. `TokenSteps` decode one
-token a step, and the host reads the tokens of a step while the next one runs. `DraftRounds` draft,
-verify and choose several.
+token a step, and the host reads the tokens of a step while the next one runs.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from .speculative import NGRAM, RowDrafts
 
 #: calls, each of a step or several, that may be started before the host has read the first
 AHEAD = 2
-#: random numbers that a loop of rounds is given; it is opened again when they are used up
-NUMBERS = 128
 
 #: new tokens by row of the session; None: logits that are NaN or infinite
 Tokens = Mapping[int, Sequence[int | None]]
@@ -97,55 +94,6 @@ class TokenSteps:
         return rest
 
 
-class DraftRounds:
-    """Rounds of drafts and verification, as TokenSteps; all rows draft equally many tokens."""
-
-    steps = 1
-
-    def __init__(
-        self, loop: Any, session: Session, running: Sequence[SequenceState], drafters: Drafters
-    ) -> None:
-        self.loop, self.session, self.drafters = loop, session, drafters
-        self.running = running
-        tokens, active, draws = _rows(session, running)
-        self._limits = session.length.clone()
-        for s in running:
-            self._limits[s.slot] += s.room
-        self._taken, self._fed = torch.zeros_like(tokens), torch.zeros_like(tokens)
-        numbers = None
-        if any(s.sampler.params.way != GREEDY for s in running):
-            numbers = torch.zeros(NUMBERS, session.batch, dtype=torch.float64)
-            for s in running:
-                numbers[:, s.slot] = torch.tensor([s.sampler.uniform(i) for i in range(NUMBERS)])
-        held = session.length, self._limits, active, session.hidden.of(session.length)
-        loop.start(tokens, *held, draws, numbers)
-
-    @property
-    def over(self) -> bool:
-        """Whether random numbers may run out in the next step."""
-        most = max(d.pace.most for d in self.drafters.values())
-        return int(self._taken.max()) + most + 1 > NUMBERS
-
-    def step(self, prefill_follows: bool = False) -> Tokens:
-        """Return the tokens of the next round."""
-        batch = self.session.batch
-        count = max(self.drafters[s.slot].count(s.room - 1, batch) for s in self.running)
-        made = self.loop.run(count)
-        before = self.session.length + self._taken
-        kept = torch.tensor([len(tokens) for tokens in made.tokens])
-        fed = (self._limits - before).clamp(max=count + 1) * (kept > 0)
-        self._fed = torch.maximum(self._fed, self._taken + fed)
-        self._taken += kept
-        for row, drafter in self.drafters.items():
-            drafter.told(count, len(made.tokens[row]), batch)
-        return {row: made.tokens[row] if made.finite[row] else [None] for row in self.drafters}
-
-    def close(self) -> list[Tokens]:
-        """Let the session take over."""
-        self.session.extend(self._taken, self.loop.hidden.clone(), self._fed)
-        return []
-
-
 def _rows(
     session: Session, running: Iterable[SequenceState]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -171,25 +119,18 @@ def open_loop(
     running: Sequence[SequenceState],
     suppress: tuple[int, ...],
     drafters: Drafters,
-) -> TokenSteps | DraftRounds | None:
-    """Return a loop for these sequences, with rounds if they have a draft model's `drafters`; None
-    if the host has to choose: the runtime has no such step, a table lies elsewhere, a sequence's
-    settings need it, or it has a draft of n-grams."""
+) -> TokenSteps | None:
+    """Return a loop for these sequences; None if the host has to choose: the runtime has no such
+    step, a table lies elsewhere, a sequence's settings need it, it has a draft of n-grams, or a
+    draft model."""
     params = [s.sampler.params for s in running]
     plain = all(s.sampler.plain for s in running) and all(p.suppress == suppress for p in params)
     if not plain or not engine.chooses_on_device:
         return None
+    if any(d.source != NGRAM for d in drafters.values()) or any_draft(running, drafters):
+        return None
     ways = {p.way for p in params}
     choice = DeviceChoice(tuple(way for way in WAYS if way in ways), suppress)
     where = engine.embed, session.state, session.batch, choice
-    if all(d.source == NGRAM for d in drafters.values()):
-        if any_draft(running, drafters):
-            return None
-        loop = engine.runtime.token_loop(*where, engine.tables)
-        return loop and TokenSteps(loop, session, running, drafters)
-    known = session.hidden.known(session.length)[[*drafters]]
-    if not bool(known.all()):
-        return None
-    assert engine.drafter and engine.drafter.drafter
-    loop = engine.runtime.round_loop(*where, engine.drafter.drafter.position == "last")
-    return loop and DraftRounds(loop, session, running, drafters)
+    loop = engine.runtime.token_loop(*where, engine.tables)
+    return loop and TokenSteps(loop, session, running, drafters)

@@ -43,10 +43,6 @@ class HiddenStates:
             self._before = first
         self._after = torch.where(kept | new if made is not None else kept, after, 0)
 
-    def stand(self, states: torch.Tensor, length: torch.Tensor) -> None:
-        """Take in the states [batch, 1, hidden] of rows that hold so many tokens."""
-        self.states, self._before, self._after = states, length - 1, length.clone()
-
     def copy_row(self, source: HiddenStates, start: int, row: int, length: torch.Tensor) -> None:
         """Have in a row what row `start` of another has, whose rows hold `length` tokens."""
         found = source.of(length)

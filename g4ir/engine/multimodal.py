@@ -168,8 +168,6 @@ _DATA = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 _FILE = "file://"
-#: characters of base64 that are decoded at once
-SLICE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -195,20 +193,10 @@ def source_of(medium: Medium) -> Source:
     if head is None and inner == "url":
         return Source(text, where, None)
     try:
-        raw = decode_base64(text, head.end() if head else 0)
+        raw = base64.b64decode(text[head.end() if head else 0 :], validate=True)
     except ValueError:
         raise InputError(f"{where}: is no base64") from None
     return Source(text, where, raw)
-
-
-def decode_base64(text: str, start: int = 0) -> bytes:
-    """Return the bytes of the base64 in `text` from `start` on; ValueError where it is none. It is
-    decoded in slices: binascii holds the interpreter's lock, for 0.15 s with a video of 20 MB."""
-    slices = range(start, len(text), SLICE)
-    out = [base64.b64decode(text[i : i + SLICE], validate=True) for i in slices]
-    if (len(text) - start) % 4 or any(len(b) != SLICE // 4 * 3 for b in out[:-1]):
-        raise ValueError("characters that are no multiple of 4, or padding before the end")
-    return b"".join(out)
 
 
 def read_own(engine: EngineParts, medium: Medium) -> Soft:

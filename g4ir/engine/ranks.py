@@ -27,8 +27,6 @@ LOAD = "load"
 CALLS = frozenset({"zero", "clear", "copy", "put", "close", "run", "run_watched", "watch_held"})
 #: those that return an object of which each rank keeps its own
 MAKERS = frozenset({"new_state", "kept", "interpreter"})
-#: a runtime has none: the host of rank 0 chooses tokens, and drafts
-LOOPS = frozenset({"token_loop", "round_loop"})
 
 #: is shown a rank's tensor by its name, and may write over it
 See = Callable[[int, str, torch.Tensor], None]
@@ -47,7 +45,8 @@ class Led:
             return partial(self._call, name)
         if name in MAKERS:
             return partial(self._make, name)
-        return _no_loop if name in LOOPS else getattr(self.own, name)
+        # The host of rank 0 chooses tokens.
+        return _no_loop if name == "token_loop" else getattr(self.own, name)
 
     def _call(self, name: str, *args: Any, see: See | None = None) -> Any:
         if name == "close" and self.group.broken:

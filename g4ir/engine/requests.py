@@ -35,11 +35,11 @@ def check_least(given: Mapping[str, Any], **least: float) -> None:
 class Request:
     """`n` answers to one prompt, each of at most `max_new_tokens`.
 
-    A queued request of a higher `priority` is prefilled first. `soft` stand for the placeholders,
-    as in `Session.prefill`. `marks` are numbers of tokens after which the prefix is cached for
-    other prompts that begin with it and have the same `salt`; without `reuse` nothing is cached and
-    nothing cached is used. With `prompt_logprobs` the log-probabilities of the prompt's own tokens
-    are read, and so many of the likeliest: such a prompt is not cached either.
+    `soft` stand for the placeholders, as in `Session.prefill`. `marks` are numbers of tokens after
+    which the prefix is cached for other prompts that begin with it and have the same `salt`;
+    without `reuse` nothing is cached and nothing cached is used. With `prompt_logprobs` the
+    log-probabilities of the prompt's own tokens are read, and so many of the likeliest: such a
+    prompt is not cached either.
     """
 
     tokens: tuple[int, ...]
@@ -47,7 +47,6 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     soft: tuple[Soft, ...] = ()
     n: int = 1
-    priority: int = 0
     marks: tuple[int, ...] = ()
     reuse: bool = True
     salt: str = ""
@@ -124,7 +123,7 @@ class RequestHandle:
     def __init__(
         self, request: Request, keys: tuple[int, ...], samplers: Sequence[Sampler]
     ) -> None:
-        self.request, self.number, self.keys = request, 0, keys
+        self.request, self.keys = request, keys
         self.answers = tuple(SequenceState(i, self, s) for i, s in enumerate(samplers))
         self.state = QUEUED
         self.counts, self.tally = Counts(len(request.tokens)), AcceptanceStats()
@@ -132,10 +131,6 @@ class RequestHandle:
         #: of the prompt's tokens, as far as it is computed; the first has none
         self.prompt_logprobs: list[Logprobs | None] = [None]
         self._begun = time.perf_counter()
-
-    def __lt__(self, other: RequestHandle) -> bool:
-        mine, theirs = self.request.priority, other.request.priority
-        return (-mine, self.number) < (-theirs, other.number)
 
     def read_prompt(self, logits: torch.Tensor) -> None:
         """Keep the log-probabilities of the next tokens of the prompt, by their logits [1, S,

@@ -15,8 +15,8 @@ tokens (speculative.py); by a step whose tokens the host chooses. One thread at 
 
 from __future__ import annotations
 
-import heapq
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ from g4ir.errors import InputError, MissingError, RankError
 from g4ir.ops.finite import not_finite
 
 from .batch import Batch, checked_buckets
-from .device_loop import Drafters, DraftRounds, Tokens, TokenSteps, open_loop
+from .device_loop import Drafters, Tokens, TokenSteps, open_loop
 from .inputs import padded, row_prompt
 from .parts import EngineParts
 from .prefill import Chunks, Prefiller
@@ -91,12 +91,11 @@ class Scheduler:
         self.prefixes, self.totals = self.prefiller.prefixes, Totals()
         self.costs = StepCosts()
         self.suppress, self._eos = engine.suppressed(), frozenset(engine.stop_ids())
-        self._queue: list[RequestHandle] = []
-        self._number = 0
+        self._queue = deque[RequestHandle]()
         #: the request in prefill, and the chunks that are left of its prompt
         self._prompt: tuple[RequestHandle, Chunks] | None = None
         #: steps that run on the device, and their sequences
-        self._loop: TokenSteps | DraftRounds | None = None
+        self._loop: TokenSteps | None = None
         self._looped: list[SequenceState] = []
         #: events that nobody has taken yet: they outlive an exception in their step
         self._events: list[Event] = []
@@ -143,9 +142,7 @@ class Scheduler:
 
     def admit(self, handle: RequestHandle) -> RequestHandle:
         """Put a request in the queue."""
-        self._number += 1
-        handle.number = self._number
-        heapq.heappush(self._queue, handle)
+        self._queue.append(handle)
         return handle
 
     def run(self, *handles: RequestHandle) -> Iterator[Event]:
@@ -207,10 +204,9 @@ class Scheduler:
                 self._end(handle, FAILED, e)
 
     def _drop_cancelled(self) -> None:
-        gone = sorted(handle for handle in self._queue if handle.cancelled)
-        if gone:
-            self._queue = [handle for handle in self._queue if not handle.cancelled]
-            heapq.heapify(self._queue)
+        gone = [handle for handle in self._queue if handle.cancelled]
+        for handle in gone:
+            self._queue.remove(handle)
         if self._prompt and self._prompt[0].cancelled:
             gone.append(self._take_prompt())
         for handle in gone:
@@ -252,7 +248,7 @@ class Scheduler:
             self._looped = [*running]
         loop, begun = self._loop, time.perf_counter()
         tokens = loop.step(prefill_follows=bool(self._prompt) or self._next_fits())
-        if isinstance(loop, TokenSteps) and loop.watches:
+        if loop.watches:
             self.costs.add(self.batch.session.batch, 1, time.perf_counter() - begun)
         return self._poll(tokens)
 
@@ -402,7 +398,7 @@ class Scheduler:
         return bool(self._queue) and self._queue[0].request.n <= self.max_batch - self.active
 
     def _advance_prompt(self) -> None:
-        handle = self._prompt[0] if self._prompt else heapq.heappop(self._queue)
+        handle = self._prompt[0] if self._prompt else self._queue.popleft()
         begun = time.perf_counter()
         try:
             self._prompt = self._prompt or self._begun(handle)
@@ -460,7 +456,8 @@ class Scheduler:
 
     def close(self) -> None:
         """Free all caches; requests that have not ended stay as they are."""
-        self._prompt, self._queue, self._loop = None, [], None
+        self._prompt, self._loop = None, None
+        self._queue.clear()
         self.batch.forget()
         self.prefiller.close()
 

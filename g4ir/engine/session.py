@@ -133,17 +133,12 @@ class Session:
         ids = self.engine.spec.text.readable_ids
         return {row: list(takewhile(lambda t: t < ids, found)) for row, found in made.items()}
 
-    def extend(self, counts: Any, hidden: torch.Tensor | None = None, most: Any = None) -> None:
+    def extend(self, counts: torch.Tensor) -> None:
         """Take over tokens that a loop on the device has appended: so many to each row, int64
-        [batch]; `most` of them were written, rejected ones included (default: `counts`). `hidden`
-        are the states of the new last tokens."""
-        written = self.length + (counts if most is None else most)
+        [batch]."""
         self.length = self.length + counts
-        self._written = torch.maximum(self._written, written)
-        if hidden is None:
-            self.hidden.forget()
-        else:
-            self.hidden.stand(hidden, self.length)
+        self._written = torch.maximum(self._written, self.length)
+        self.hidden.forget()
 
     def truncate(self, n: Any) -> None:
         """Keep the first n tokens (an int or int64 [batch]) of each row. InputError, and nothing is

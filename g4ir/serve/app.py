@@ -34,13 +34,14 @@ from g4ir.engine.requests import CANCELLED, FAILED, Event, RequestHandle
 from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.errors import BusyError
 from g4ir.media.limits import Limit
+from g4ir.media.soft import Soft
 
 from . import request_schema as schema
 from .answers import ResponseFormat, usage_of
 from .auth import JSON, Auth
 from .http_errors import Refused, ending, later, refusal
-from .media_fetch import Sources, read_bytes
-from .media_queue import FETCH, SMALL, VIDEO, MediaQueue, wait_for_leaving
+from .media_queue import SMALL, VIDEO, MediaQueue, wait_for_leaving
+from .media_sources import MediaFolder, read_bytes
 from .metrics import Metrics
 from .page import read_assets
 from .prompts import Prompts, ServedRequest
@@ -55,7 +56,6 @@ log = logging.getLogger(__name__)
 ALIVE_S, LOOK_S = 10.0, 1.0
 #: bytes of a body from which on it is large
 LARGE = 1 << 18
-NOT_READ = "the answer was not read in time, and was cancelled"
 Handler = Callable[[Request], Awaitable[Response]]
 Requests = tuple[ServedRequest, ...]
 #: a context in which errors name the fields of the client's protocol
@@ -106,7 +106,7 @@ class Server:
     gate: Auth = field(default_factory=Auth)
     settings: AsyncEngineConfig = field(default_factory=AsyncEngineConfig)
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
-    sources: Sources = field(default_factory=Sources)
+    folder: MediaFolder = field(default_factory=MediaFolder)
     #: whether there is a page at /
     page: bool = True
     #: other names of the model
@@ -333,12 +333,9 @@ class Server:
     ) -> ServedRequest:
         """Return a request with the soft tokens of its media, whose errors are `named`."""
 
-        def fetched(limit: Limit, _: Any) -> Any:
+        def encoded(limit: Limit) -> tuple[Soft, ...]:
             with named():
-                return read_bytes(prompts.engine, asked.media, self.sources)
-
-        def encoded(limit: Limit, items: Any) -> Any:
-            with named():
+                items = read_bytes(prompts.engine, asked.media, self.folder)
                 return prompts.encode(asked, items, limit)
 
         def filled() -> ServedRequest:
@@ -346,7 +343,7 @@ class Server:
                 return prompts.fill(asked, soft)
 
         lane = VIDEO if any(m.kind == "video" for m in asked.media) else SMALL
-        soft: Any = await self._media.run(request, ((FETCH, fetched), (lane, encoded)))
+        soft = await self._media.run(request, lane, encoded)
         return await run_in_threadpool(filled)
 
     def _check_origin(self, request: Request) -> None:
@@ -399,22 +396,15 @@ class Running:
             raise
 
     def _told(self, first: int) -> Callable[[Event], None]:
-        """Return a callback that forwards events to the event loop and cancels slow clients."""
-        settings, since = self.server.settings, time.monotonic()
+        """Return a callback that forwards events to the event loop."""
         last: dict[int, float] = {}
 
         def forward(event: Event) -> None:
-            nonlocal since
             now = time.monotonic()
             if event.token is not None:
                 if event.index in last:
                     self.server.metrics.tokens.observe(now - last[event.index])
                 last[event.index] = now
-            if len(self._come) < settings.unread:
-                since = now
-            elif now - since > settings.slow_s:
-                for handle in self.handles:
-                    handle.cancel()
             self._come.append((first + event.index, event))
             if not self._told_of:  # once for all events that come until it looks
                 self._told_of = True
@@ -476,7 +466,8 @@ class Running:
             index, event = self._come.popleft()
             answer = self.answers[index]
             if event.finish == CANCELLED and not answer.over:
-                raise ending() if self.server.draining else later(503, "not_read", NOT_READ)
+                cancelled = later(503, "cancelled", "the answer was cancelled")
+                raise ending() if self.server.draining else cancelled
             yield answer, event
 
     def _take(self, answer: AnswerStream, event: Event) -> list[Said]:

@@ -5,34 +5,28 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from g4ir.backends.background_mask import MAX_S
 from g4ir.chat import Vocabulary
 from g4ir.chat.special_tokens import CALL, CALL_END, CHANNEL, CHANNEL_END, CONTROLS
 from g4ir.errors import InputError
 
-from .http_errors import Refused, bad
+from .http_errors import bad
 from .json_schema import read_schema
 from .request_schema import CHOICE, GRAMMAR, JSON, REGEX, Constraint
-from .schema_dialect import JSON_TEXT, llguidance
+from .schema_leaves import llguidance
 from .tool_grammar import Called, grammar_of
 
 #: characters of a schema or a regular expression, of a grammar that is given, and of one made here
 LARGEST, MOST_GBNF, MOST_GRAMMAR = 1 << 16, 1 << 14, 1 << 20
 #: llguidance's limits of Earley items: 1,500 optional properties take 6,000 in a row
 MOST_ITEMS, MOST_STEP = 1 << 13, 1 << 20
-#: characters of a grammar whose ends are looked for
-LOOKED_AT = 1 << 12
-#: rounds in which the ends of a grammar are looked for, and levels of groups in a rule
-MOST_ROUNDS = 64
 
 
 class Grammars:
@@ -60,25 +54,10 @@ class Grammars:
             with self._lock:
                 self._tables  # noqa: B018
 
-    def text(self, c: Constraint, thinking: bool, inside: bool, head: str = "") -> HeldMask:
+    def text(self, c: Constraint, thinking: bool, inside: bool) -> HeldMask:
         """Return the mask of an answer whose text is constrained. `thinking`: it may begin with
-        reasoning; `inside`: it begins in it; `head`: what the prompt has of the text already.
-        Refused if llguidance cannot follow the constraint, or the head is no beginning of it."""
-        held = self._held(self._grammar(c), c.field, thinking and not head, inside)
-        if head and not self._follows(held.matcher, head, c.field):
-            message = f"messages[-1].content: cannot begin what {c.field} asks for"
-            raise Refused(400, message, param="messages")
-        return replace(held, first=words_of(held.matcher)) if head else held
-
-    def _follows(self, matcher: Any, head: str, field: str) -> bool:
-        """Whether a matcher follows a text; refused if that takes too long."""
-        begin = time.thread_time()
-        for token in self._tables.tokenize_str(head):
-            if not matcher.consume_token(token):
-                return False
-            if time.thread_time() - begin > MAX_S:
-                raise bad(field, "takes too long to follow what it should continue; simplify it")
-        return True
+        reasoning; `inside`: it begins in it. Refused if llguidance cannot follow the constraint."""
+        return self._held(self._grammar(c), c.field, thinking, inside)
 
     def calls(
         self,
@@ -116,11 +95,9 @@ class Grammars:
             whole = re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", c.value.removeprefix("^"))
             return str(library.LLMatcher.grammar_from_regex(whole))
         try:
-            text = str(library.grammar_from("grammar", c.value))
+            return str(library.grammar_from("grammar", c.value))
         except (ValueError, RecursionError) as e:
             raise bad(c.field, f"is no grammar in Lark or GBNF: {str(e)[:200]}") from None
-        check_ends(text, c.field)
-        return text
 
     def _schema(self, c: Constraint) -> str:
         """Return the text of a schema whose JSON has at most one blank, or one new line, between
@@ -130,7 +107,6 @@ class Grammars:
         schema = read_schema(
             c.value,
             "schema",
-            JSON_TEXT,
             strict=c.strict,
             controls=self.vocabulary.controls,
             refuse=lambda where, why: bad(c.field, f"{where[:200]}: {why}"),
@@ -276,54 +252,3 @@ def _said(error: str) -> str:
 def _set(words: Any, token: int, value: bool) -> None:
     view, one = words.view(np.uint32), np.uint32(1 << token % 32)
     view[token // 32] = view[token // 32] | one if value else view[token // 32] & ~one
-
-
-#: in Lark: a comment, or a literal (an unclosed one ends with its line: no character is read
-#: twice); the beginning of a rule; a name; a group; what may be left out
-_LITERALS = re.compile(
-    r'(//.*|#.*)|"(?:\\.|[^"\\\n])*(?:"i?)?|/(?:\\.|[^/\\\n])+(?:/[a-z]*)?|<\[?[^<>\n]*>'
-)
-_RULE = re.compile(r"^[?!]?([A-Za-z_]\w*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:", re.M)
-_NAME, _GROUP = re.compile(r"[A-Za-z_]\w*"), re.compile(r"[(\[]([^()\[\]]*)[)\]]")
-_OPTIONAL = re.compile(r"!\s*(?:[?*]|~\s*0|\{\s*0?\s*,)")
-
-
-def check_ends(grammar: str, field: str) -> None:
-    """Refuse a grammar in Lark that no finite text matches. One with directives or parameters, or
-    larger than LOOKED_AT, is not checked: it is given up when it grows too large."""
-    text = grammar.removeprefix("%llguidance {}")  # of what was GBNF
-    if len(text) > LOOKED_AT:
-        return
-    text = _LITERALS.sub(lambda found: "" if found[1] else "0", text)
-    if "%" in text or "::" in text:
-        return
-    _, *parts = _RULE.split(re.sub(r"->\s*\w+", "", text))
-    rules, endless = [*zip(parts[::2], parts[1::2])], set(parts[::2])
-    for _ in range(MOST_ROUNDS):
-        before = len(endless)
-        rules.reverse()
-        for name, body in rules:
-            if name in endless and _can_end(body, endless):
-                endless.discard(name)
-        if "start" not in endless:
-            return
-        if len(endless) == before:
-            named = ", ".join(sorted(endless)[:3])
-            raise bad(field, f"the recursion of {named!r} has no base case")
-
-
-def _can_end(body: str, endless: Collection[str]) -> bool:
-    """Return whether an alternative of a rule has no endless part, or too many nested groups."""
-
-    def closed(found: re.Match[str]) -> str:
-        return "0" if found[0][0] == "[" or ends(found[1]) else "!"
-
-    def ends(text: str) -> bool:
-        return any("!" not in _OPTIONAL.sub("", way) for way in text.split("|"))
-
-    body = _NAME.sub(lambda found: "!" if found[0] in endless else "0", body)
-    for _ in range(MOST_ROUNDS):
-        body, groups = _GROUP.subn(closed, body)
-        if not groups:
-            return ends(body)
-    return True

@@ -1,4 +1,4 @@
-"""Threads that fetch, decode and encode media, with a bounded queue before them.
+"""Threads that decode and encode media, with a bounded queue before them.
 
 They have a low priority, so that decoding takes only what running answers leave, and no other
 request waits for a thread of theirs. A request whose client has gone leaves the queue, or stops
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -22,10 +22,9 @@ from g4ir.media.limits import Limit
 
 from .http_errors import Refused
 
-#: threads that wait for hosts
-FETCHING = 8
-#: kinds of work: what a thread of each does takes up to seconds, one medium, or a video
-FETCH, SMALL, VIDEO = "fetch", "small", "video"
+#: kinds of work, each of one thread: images and audio, and videos
+SMALL, VIDEO = "small", "video"
+T = TypeVar("T")
 
 
 class MediaQueue:
@@ -34,33 +33,26 @@ class MediaQueue:
 
     def __init__(self, most: int) -> None:
         self.most, self.count = most, 0
-        sizes = {FETCH: FETCHING, SMALL: 1, VIDEO: 1}
         self._threads = {
-            kind: ThreadPoolExecutor(size, f"g4ir-media-{kind}", _lower)
-            for kind, size in sizes.items()
+            kind: ThreadPoolExecutor(1, f"g4ir-media-{kind}", _lower) for kind in (SMALL, VIDEO)
         }
 
-    async def run(
-        self, request: Request, steps: tuple[tuple[str, Callable[[Limit, object], object]], ...]
-    ) -> object:
-        """Run steps of one request, each in a thread of its kind on the limit and the result of the
-        one before; return the last result. BusyError if too many requests have media; Refused if
-        the client goes away."""
+    async def run(self, request: Request, kind: str, work: Callable[[Limit], T]) -> T:
+        """Return the result of a request's work, done in the thread of its kind under a limit.
+        BusyError if too many requests have media; Refused if the client goes away."""
         if self.count >= self.most:
             raise BusyError(f"{self.count} requests with media wait already; try again later")
         self.count += 1
-        limit, loop, value = Limit(), asyncio.get_running_loop(), None
+        limit, loop = Limit(), asyncio.get_running_loop()
         leaving = loop.create_task(wait_for_leaving(request))
         try:
-            for kind, step in steps:
-                work = loop.run_in_executor(self._threads[kind], step, limit, value)
-                both: set[asyncio.Future[Any]] = {work, leaving}
-                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-                if not work.done():
-                    work.cancel()
-                    raise Refused(499, "the client went away")
-                value = work.result()
-            return value
+            done = loop.run_in_executor(self._threads[kind], work, limit)
+            both: set[asyncio.Future[Any]] = {done, leaving}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                done.cancel()
+                raise Refused(499, "the client went away")
+            return done.result()
         finally:
             limit.abandoned = True
             leaving.cancel()

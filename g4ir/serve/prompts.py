@@ -29,7 +29,7 @@ from g4ir.media.soft import Soft
 
 from .grammar import Grammars, Mask
 from .http_errors import Refused, bad, missing
-from .media_fetch import setting
+from .media_sources import setting
 from .request_schema import NO_EFFORTS, as_input, chosen, constraint_of
 from .tool_grammar import called
 
@@ -93,14 +93,6 @@ def require_tokenizer(path: Path) -> None:
         raise EngineError(f"{path} has no {TOKENIZER}: it cannot be served; {cure}")
 
 
-def _characters(messages: Sequence[Any]) -> int:
-    """Return how many characters the texts of messages have that were not checked yet."""
-    contents = [m.get("content") for m in messages if isinstance(m, dict)]
-    parts = [part for c in contents for part in (c if isinstance(c, list) else [c])]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    return sum(len(text) for text in texts if isinstance(text, str))
-
-
 @dataclass
 class Prompts:
     """An engine as requests see it. Any thread may ask."""
@@ -136,7 +128,6 @@ class Prompts:
         options = _template_options(fields)
         if "add_generation_prompt" in fields:
             options["add_generation_prompt"] = fields["add_generation_prompt"]
-        self._check_length(_characters(fields["messages"]), "messages")
         tools = (fields.get("tools") or None) if chosen(fields).mode != "none" else None
         options["continued"] = fields.get("continue_final_message", False)
         prompt = make_prompt(fields["messages"], tools, self.template, **options)
@@ -173,13 +164,12 @@ class Prompts:
         tools, forced = fields.get("tools") or (), choice.mode == "required"
         functions = called(tools, choice.names, strict=not forced) if choice.mode != "none" else []
         inside = Reader(prompt_tail=prompt.tail).thinking
-        head = _head(fields, prompt) if fields.get("continue_final_message") else ""
         allowed: Mask | None = None
-        if functions and (forced or constraint) and not (head and constraint):
+        if functions and (forced or constraint):
             many, calls = choice.many, self.grammars.calls
             allowed = calls(functions, thinking, inside, many=many, content=constraint)
         elif constraint:
-            allowed = self.grammars.text(constraint, thinking, inside, head)
+            allowed = self.grammars.text(constraint, thinking, inside)
         elif choice.names is not None or any(f.held for f in functions):
             allowed = self.grammars.some_calls(functions)
         if (limit := fields.get("thinking_token_budget")) is not None:
@@ -284,12 +274,3 @@ def _soft(
 ) -> Soft:
     limit.name = medium.place
     return soft_of(engine, medium, raw, **options)
-
-
-def _head(fields: Mapping[str, Any], prompt: Prompt) -> str:
-    """Return the text to continue, with the trailing blanks that templates drop."""
-    message = fields["messages"][-1]
-    content = message.get("content") or message["refusal"]
-    last = content if isinstance(content, str) else content[-1]
-    text = last if isinstance(last, str) else last.get("text", "")
-    return prompt.head.rstrip() + text[len(text.rstrip()) :]

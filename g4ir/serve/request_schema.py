@@ -441,6 +441,8 @@ def _check_choice(fields: Mapping[str, Any]) -> None:
         raise bad("tool_choice", "needs tools, of which one can be called")
     if forced and formed:
         raise bad(formed.field, "cannot be combined with a forced call")
+    if formed and fields.get("continue_final_message"):
+        raise bad(formed.field, "holds whole answers: it cannot go on from a message that is begun")
     if formed and formed.kind != JSON and tools and choice.mode != "none":
         raise bad(formed.field, 'cannot be combined with tools; give tool_choice "none"')
     for name in ("ignore_eos", "min_tokens"):

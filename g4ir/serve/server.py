@@ -54,13 +54,11 @@ def open_files() -> int:
 @dataclass(frozen=True)
 class Address:
     """Where to listen; port 0 takes a free one. `drain_s`: how long running answers may take when
-    the server is asked to end. `socket`: a Unix socket, in place of host and port. `tls`: files of
-    a certificate and its key."""
+    the server is asked to end. `tls`: files of a certificate and its key."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     drain_s: float = 60.0
-    socket: str | None = None
     tls: tuple[str | None, str | None] = (None, None)
 
     def __post_init__(self) -> None:
@@ -118,7 +116,6 @@ class ServerProcess(uvicorn.Server):
             server.app(),
             host=address.host,
             port=address.port,
-            uds=address.socket,
             http=BoundedProtocol,
             ssl_certfile=address.tls[0],
             ssl_keyfile=address.tls[1],
@@ -152,8 +149,6 @@ class ServerProcess(uvicorn.Server):
 
     def _not_listening(self, error: BaseException | None) -> InputError:
         where, fix = f"{self.address.host} port {self.address.port}", "another --host or --port"
-        if self.address.socket:
-            where, fix = self.address.socket, "another --uds"
         reason = str(error)
         if isinstance(error, OSError) and error.errno:  # asyncio's text repeats the address
             reason = os.strerror(error.errno) if error.errno > 0 else str(error.strerror)
@@ -187,8 +182,6 @@ class ServerProcess(uvicorn.Server):
     def url(self) -> str:
         """Where it is asked."""
         found = self.servers[0].sockets[0].getsockname()
-        if self.address.socket:
-            return f"unix:{found}"
         host = f"[{found[0]}]" if ":" in found[0] else found[0]
         return f"http{'s' if self.address.tls[0] else ''}://{host}:{found[1]}"
 

@@ -9,11 +9,9 @@ ones.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from g4ir.chat.calls import is_bare_key
@@ -21,34 +19,29 @@ from g4ir.chat.messages import shown
 from g4ir.chat.special_tokens import CALL, CALL_END, QUOTE
 
 from .http_errors import Refused, missing
-from .json_schema import read_schema
-from .schema_dialect import CONSTRAINTS, FORMATS, LIMITS, OF_TYPE, Dialect, Node, llguidance
+from .json_schema import CONSTRAINTS, read_schema
+from .schema_leaves import (
+    FORMATS,
+    LARK,
+    LIMITS,
+    MATCHED_KEY,
+    OF_TYPE,
+    Node,
+    llguidance,
+    read_pattern,
+    written,
+)
 
 #: schemas of all functions of one grammar
 MAX_SCHEMAS = 1 << 14
-#: characters of a pattern
-MAX_PATTERN = 1 << 14
-#: whole numbers have at most 18 digits, and so has what stands before and behind a point
-MOST_NUMBER = 10**18 - 1
-#: limits that are left out themselves -> on which side of them the numbers are
-EDGES = {"exclusiveMinimum": 1, "exclusiveMaximum": -1}
 #: how deep a value may lie of which nothing is said
 ANY_DEPTH = 4
-#: keyword of a string that is a text of a grammar in Lark: that of a custom tool
-LARK = "x-g4ir-lark"
 
 _NUMBERS = {
     "integer": "/-?(0|[1-9][0-9]{0,17})/",
     "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?/",
 }
-_COMMA, _KEY, _MATCHED_KEY = ' "," ', "[A-Za-z_][A-Za-z0-9_.-]{0,63}", "[A-Za-z0-9_.-]{1,64}"
-
-_ESCAPE = r"\\[^bBAZzkpP0-9]"
-#: escapes and classes of characters in a pattern
-_LITERAL = re.compile(rf"{_ESCAPE}|\[(?:{_ESCAPE}|[^\]\\])*\]", re.S)
-#: what a pattern cannot have beside them: it looks around, repeats what was matched, or is
-#: anchored inside
-_ODD = re.compile(r"\\|\(\?(?!:)|[\^$]")
+_COMMA, _KEY = ' "," ', "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 
 
 @dataclass(frozen=True)
@@ -116,7 +109,7 @@ def _parameters(function: Called, controls: Collection[str]) -> dict[str, Any]:
     if not said or (said == {"properties"} and not given["properties"]):
         given["additionalProperties"] = False
     return read_schema(
-        given, function.where, CALLS, strict=function.strict, controls=controls, refuse=refused
+        given, function.where, strict=function.strict, controls=controls, refuse=refused
     )
 
 
@@ -262,7 +255,9 @@ class _Schema:
         limits = {k: node[k] for k in LIMITS if k in node}
         if not limits:
             return self.rules.terminal(_NUMBERS[kind])
-        return self.rules.rule("%json " + json.dumps(bounded({"type": kind, **limits})))
+        more = [part for part in node.get("allOf", ()) if "multipleOf" in part]
+        leaf = {"type": kind, **limits, "allOf": more}
+        return self.rules.rule("%json " + json.dumps(written(leaf)))
 
     def _array(self, node: Node) -> str:
         least, most = node.get("minItems", 0), node.get("maxItems")
@@ -287,11 +282,9 @@ class _Schema:
             node.get("properties", {}),
             node.get("required", ()),
         )
-        for pattern, inner in {} if properties else node.get("patternProperties", {}).items():
-            if inner is False:
-                continue
+        for pattern, inner in node.get("patternProperties", {}).items():
             expression, _ = read_pattern(pattern) or ("", False)
-            return rules.mapping(self.value(inner), f"/{_MATCHED_KEY}/", expression)
+            return rules.mapping(self.value(inner), f"/{MATCHED_KEY}/", expression)
         more = node.get("additionalProperties", {})
         if not properties and more is not False:
             return rules.mapping(self.value(more))
@@ -314,59 +307,3 @@ def _kinds(node: Node) -> list[str]:
     if kinds is None:
         return [k for k, names in OF_TYPE.items() if k != "integer" and node.keys() & {*names}]
     return kinds if isinstance(kinds, list) else [kinds]
-
-
-def bounded(node: Node) -> dict[str, Any]:
-    """Return the schema of a number, in llguidance's JSON, with numbers of at most 18 digits."""
-    limits = {k: node[k] for k in LIMITS if k in node}
-    for key in {*limits} - {"multipleOf"}:
-        limits[key] = max(-MOST_NUMBER, min(limits[key], MOST_NUMBER))
-        if key in EDGES and node["type"] == "number":
-            limits[key] = _inside(limits[key], EDGES[key])
-    return {"type": node["type"], "minimum": -MOST_NUMBER, "maximum": MOST_NUMBER, **limits}
-
-
-def _adapt(leaf: Node) -> Node:
-    """Return the schema in llguidance's JSON of what is written for a number or a string."""
-    if leaf["type"] != "string":
-        return bounded(leaf) if leaf.keys() & {*LIMITS} else leaf
-    node = {k: v for k, v in leaf.items() if k != "format"}
-    if "format" in leaf:
-        node["allOf"] = [*node.get("allOf", ()), {"pattern": f"^({FORMATS[leaf['format']]})$"}]
-    return node
-
-
-def _inside(edge: float, side: int) -> float:
-    """Return an edge moved so far to one side that no long decimal beyond is read as the edge."""
-    return edge + side * 1e-9 if abs(edge) < 1e6 else math.nextafter(edge, side * math.inf)
-
-
-def read_pattern(given: str) -> tuple[str, bool] | None:
-    """Return a regular expression of whole strings, and whether it matches the empty one; None: it
-    is not supported."""
-    if len(given) > MAX_PATTERN:
-        return None
-    begin, inner, end = re.findall(r"(\^?)((?:\\.|.)*?)(\$?)\Z", given, re.S)[0]
-    bare = _LITERAL.sub("", inner)
-    depths = accumulate((c == "(") - (c == ")") for c in bare)
-    outside = any(c == "|" and not depth for c, depth in zip(bare, depths, strict=True))
-    if _ODD.search(bare) or (outside and (begin or end)):
-        return None
-    try:
-        text = llguidance().regex_to_lark(inner, "dws")
-        empty = re.fullmatch(inner, "") is not None
-    except (ValueError, re.error, RecursionError):
-        return None
-    around = ["" if anchor else "(?s:.*)" for anchor in (begin, end)]
-    whole = f"/{around[0]}({text}){around[1]}/"
-    error = llguidance().LLMatcher.validate_grammar(f"start: {whole}", None)
-    return None if error else (whole, empty)
-
-
-#: the native format of calls
-CALLS = Dialect(
-    takes_pattern=lambda pattern: read_pattern(pattern) is not None,
-    adapt=_adapt,
-    string_keywords=(LARK,),
-    key={"allOf": [{"pattern": f"^{_MATCHED_KEY}$"}]},
-)

@@ -173,36 +173,6 @@ def test_a_grammar_that_is_given_up(
     assert e.value.param == "json_schema"
 
 
-def continued(client: openai.OpenAI, head: Any, **body: Any) -> Any:
-    messages = [*HI, {"role": "assistant", "content": head}]
-    given = {"continue_final_message": True, "add_generation_prompt": False, **body}
-    return ask(client, messages=messages, max_tokens=40, temperature=1.2, extra_body=given)
-
-
-@pytest.mark.parametrize(("body", "heads", "allowed"), CASES["continued"])
-def test_a_constraint_goes_on_from_the_head(
-    client: openai.OpenAI, body: dict[str, Any], heads: list[str], allowed: str
-) -> None:
-    """Also beside tools, where thinking is on, and of a part of a text or a refusal."""
-    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
-    for i, head in enumerate(heads):
-        more = ({}, {"tools": [tool("f", {})]} if "guided_json" in body else {}, thinking)[i % 3]
-        content = [{"type": "text", "text": head}] if i % 2 else head
-        choice = continued(client, content, **body, **more).choices[0]
-        text = head + choice.message.content
-        assert choice.finish_reason == "length" or re.fullmatch(allowed, text), text
-
-
-def test_heads_that_cannot_be_continued(client: openai.OpenAI) -> None:
-    for head in CASES["no_heads"]:
-        with pytest.raises(openai.BadRequestError, match="cannot begin what guided_json asks") as e:
-            continued(client, head, **CASES["continued"][0][0])
-        assert e.value.param == "messages"
-    refusal = [*HI, {"role": "assistant", "content": None, "refusal": "ye"}]
-    body = {"continue_final_message": True, "guided_choice": ["yes", "no"]}
-    assert ask(client, messages=refusal, extra_body=body).choices[0].message.content == "s"
-
-
 @pytest.mark.parametrize("body", [{}, {"regex": DIGITS}])
 @pytest.mark.parametrize("limit", [0, 5])
 def test_thoughts_end_at_their_budget(
@@ -248,11 +218,3 @@ def test_a_mask_that_takes_too_long_ends_its_answer(
         body = {"grammar": AMBIGUOUS.replace("start: s", 'start: s "!"')}
         ask(client, extra_body=body, max_tokens=500, logit_bias={str(served.ids("!")[0]): -100})
     assert ask(client, extra_body={"regex": DIGITS}, max_tokens=8).choices[0].message.content
-
-
-def test_a_head_that_takes_too_long_to_follow(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grammar, "MAX_S", 0.02)
-    with pytest.raises(openai.BadRequestError, match="grammar: takes too long to follow"):
-        continued(client, "a" * 300, grammar=AMBIGUOUS)

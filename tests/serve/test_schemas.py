@@ -18,12 +18,10 @@ import pytest
 import yaml
 from jsonschema.validators import extend
 
-from g4ir.serve import json_schema
 from g4ir.serve.http_errors import Refused
-from g4ir.serve.json_schema import read_schema
+from g4ir.serve.json_schema import log_dropped, read_schema
 from g4ir.serve.request_schema import JSON, Constraint
-from g4ir.serve.schema_dialect import JSON_TEXT, Dialect
-from g4ir.serve.tool_grammar import CALLS, called
+from g4ir.serve.tool_grammar import called
 from tests.serve.running import NAME, Running
 from tests.serve.test_calls import CLOSING, grammars, read, tool, vocabulary, walk
 from tests.serve.test_client import HI
@@ -46,7 +44,7 @@ VALIDATOR = extend(jsonschema.Draft202012Validator, {"multipleOf": _multiple})
 @pytest.fixture(autouse=True)
 def forget() -> None:
     """A drop is logged once, and so in each test."""
-    json_schema._LOGGED.clear()
+    log_dropped.cache_clear()
 
 
 def without(schema: Any, paths: list[str]) -> Any:
@@ -63,15 +61,14 @@ def without(schema: Any, paths: list[str]) -> Any:
     return out
 
 
-def dropped(schema: Any, dialect: Dialect, caplog: pytest.LogCaptureFixture) -> list[str]:
+def dropped(schema: Any, caplog: pytest.LogCaptureFixture) -> list[str]:
     """The paths that the log names when a schema is read."""
-    json_schema._LOGGED.clear()
+    log_dropped.cache_clear()
     caplog.clear()
     with caplog.at_level(logging.WARNING, "g4ir.serve.json_schema"):
         read_schema(
             schema,
             "schema",
-            dialect,
             strict=False,
             controls=vocabulary().controls,
             refuse=lambda where, why: Refused(400, f"{where}: {why}"),
@@ -211,9 +208,8 @@ def check(seed: int, caplog: pytest.LogCaptureFixture) -> str:
     """Try one random schema in each use; return why it was refused, if it was."""
     schema = Schemas(seed).root()
     for use in USES:
-        dialect = JSON_TEXT if use == "response_format" else CALLS
         try:
-            paths = dropped(schema, dialect, caplog)
+            paths = dropped(schema, caplog)
         except Refused as e:
             assert re.search(NOTHING, e.message), e.message
             return e.message
@@ -261,9 +257,7 @@ def test_constraints_that_are_dropped_alone(
 ) -> None:
     """They are named in the log; a strict schema is refused by their path."""
     schema = around(inner)
-    paths = dropped(schema, JSON_TEXT if use == "response_format" else CALLS, caplog)
-    if keyword == "minProperties" and use == "response_format" and not paths:
-        return  # llguidance keeps it
+    paths = dropped(schema, caplog)
     assert paths == [f"schema.properties.a.{keyword}"]
     if use == "strict":
         with pytest.raises(Refused, match=re.escape(f"properties.a.{keyword}: ")) as e:
@@ -284,7 +278,7 @@ def test_annotations_are_ignored(
     reduced = around({"type": ["string", "integer"], "maxLength": 60})
     for seed in range(2):
         valid(value_of(schema, use, seed), reduced)
-    paths = dropped(schema, JSON_TEXT if use == "response_format" else CALLS, caplog)
+    paths = dropped(schema, caplog)
     assert {p.rpartition(".")[2] for p in paths} <= {"format"}
 
 
@@ -295,7 +289,7 @@ def test_other_spellings(inner: Any, modern: Any, use: str) -> None:
     for seed in range(4):
         value = value_of(around(inner), use, seed)
         valid(value, around(modern))
-    assert not json_schema._LOGGED
+    assert not log_dropped.cache_info().currsize
 
 
 @pytest.mark.parametrize("use", USES)
@@ -304,14 +298,6 @@ def test_schemas_that_allow_nothing(inner: Any, why: str, use: str) -> None:
     with pytest.raises(Refused, match=re.escape(why)) as e:
         mask_of(around(inner), use)
     assert e.value.status == 400
-
-
-def test_schemas_of_members_that_refer_to_themselves() -> None:
-    """A call holds each level."""
-    schema = around({"$ref": "#/$defs/node"})
-    row = walk(mask_of(schema, "strict"), 5)
-    (call,) = read(row, [tool("f", schema)]).tool_calls
-    valid(call["arguments"], schema)
 
 
 #: a path, a key of `asked`, and the path of a schema in an error
@@ -351,7 +337,7 @@ def test_schemas_over_http(
     wrong = around({"type": "array", "items": {"type": "boolean"}, "uniqueItems": True})
     noted = around({"type": "boolean", "format": "ipv6", "contentEncoding": "x"})
     for schema, strict, status in ((wrong, True, 400), (wrong, False, 200), (noted, True, 200)):
-        json_schema._LOGGED.clear()
+        log_dropped.cache_clear()
         caplog.clear()
         with served.client() as client:
             got = client.post(f"/v1/{path}", json={**base, **asked(key, schema, strict)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import re
@@ -17,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +25,10 @@ import pytest
 
 import g4ir
 from g4ir.builder.load import load_engine
-from g4ir.cli import main
 from g4ir.engine.engine import Engine, _within
 from g4ir.engine.session import Session
 from g4ir.errors import CheckError, EngineError, MissingError, TrustError
-from g4ir.serve import app, server
+from g4ir.serve import server
 from g4ir.serve.auth import Auth, known_hosts
 from g4ir.serve.http_errors import refusal
 from g4ir.serve.server import Address, Server, ServerProcess
@@ -282,21 +279,6 @@ def test_a_signal_while_the_engine_is_loading(engine_folder: Path) -> None:
     assert process.stderr.read() == "g4ir: ended while the engine was being loaded\n"
 
 
-def test_a_server_looks_for_garbage_as_usual(
-    engine_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once its engine is loaded: requests may leave cycles that hold media."""
-    monkeypatch.setattr("g4ir.cli.serve.USUAL", (5000, 6, 7))
-    monkeypatch.setattr("g4ir.cli.common.Load.to_generate", lambda *_: None)
-    monkeypatch.setattr(server, "serve", lambda app, address, loader, say: loader())
-    before = gc.get_threshold()
-    try:
-        assert main(["serve", str(engine_folder), "--trust"]) == 0
-        assert gc.get_threshold() == (5000, 6, 7)
-    finally:
-        gc.set_threshold(*before)
-
-
 def test_an_engine_that_cannot_be_loaded() -> None:
     def loader() -> Engine:
         raise EngineError("no such engine")
@@ -341,20 +323,17 @@ def test_flags_that_are_wrong(engine_folder: Path) -> None:
         ("--port {port}", "127.0.0.1 port {port}: Address already in use; give another --host or"),
         ("--host 192.0.2.1", "192.0.2.1 port 8000: Cannot assign requested address; give another"),
         ("--host no-such-host.invalid", "no-such-host.invalid port 8000: "),
-        ("--uds {folder}/no/socket", "{folder}/no/socket: No such file or directory; give another"),
-        ("--uds {folder}", "{folder}: Address already in use; give another --uds"),
     ],
 )
 def test_an_address_to_listen_at(
     served: Running,
     engine_folder: Path,
-    tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     flags: str,
     says: str,
 ) -> None:
     """The cause and the fix are one line, which uvicorn does not log too."""
-    words = {"port": served.url.rpartition(":")[2], "folder": str(tmp_path)}
+    words = {"port": served.url.rpartition(":")[2]}
     message = refused("serve", engine_folder, *flags.format(**words).split())
     assert f"cannot listen at {says.format(**words)}" in message and message.count("\n") == 1
     assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
@@ -374,24 +353,6 @@ def test_without_the_libraries(
     monkeypatch.setitem(sys.modules, name, None)
     said = refused("serve", engine_folder, "--port", "0", code=3)
     assert name in said and "pip install 'g4ir[serve]'" in said
-
-
-def test_a_reader_that_lags_is_cancelled(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits for a reader that takes nothing is bounded in time."""
-    settings = replace(narrow.server.settings, unread=4, slow_s=0.1)
-    monkeypatch.setattr(narrow.server, "settings", settings)
-
-    new = app.Running._new
-
-    def slow(running: app.Running) -> Any:
-        eventually(lambda: running.handles[0].cancelled)  # nothing is taken meanwhile
-        return new(running)
-
-    monkeypatch.setattr(app.Running, "_new", slow)
-    with narrow.client() as client:
-        failed(client.post(CHAT, json=LONG | {"max_tokens": 600}), 503, "not_read")
-    assert narrow.service.totals.ended["cancelled"] == 1
-    assert b"g4ir_cancelled_requests_total 1.0" in narrow.server.metrics.text()
 
 
 def test_a_row_that_hit_its_stop_string_is_free(
@@ -420,23 +381,6 @@ def test_a_row_that_hit_its_stop_string_is_free(
     assert rows[0] == 3 and min(rows) < 3
     eventually(lambda: not served.scheduler.active)
     assert service.totals.ended["cancelled"] == cancelled
-
-
-def test_many_at_once(narrow: Running, full: bool) -> None:
-    """Most are told to come again; the others are answered, and nobody hangs."""
-    count = 1000 if full else 150
-    limits = httpx.Limits(max_connections=count)
-
-    async def every() -> list[int]:
-        async with httpx.AsyncClient(base_url=narrow.url, timeout=WAIT, limits=limits) as client:
-            asked = [client.post(CHAT, json=SHORT) for _ in range(count)]
-            return [got.status_code for got in await asyncio.gather(*asked)]
-
-    codes = asyncio.run(every())
-    assert {*codes} == {200, 429} and codes.count(429) > count // 2
-    with narrow.client() as client:
-        assert client.post(CHAT, json=SHORT).status_code == 200
-    eventually(lambda: not narrow.scheduler.busy and not narrow.busy)
 
 
 def test_a_client_that_leaves_before_the_first_piece(narrow: Running) -> None:

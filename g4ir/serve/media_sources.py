@@ -1,0 +1,108 @@
+"""Media of requests: data URLs, and files below one folder. Nothing is fetched."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from g4ir.chat.messages import Medium
+from g4ir.engine.engine import Engine
+from g4ir.engine.multimodal import source_of
+from g4ir.errors import InputError
+from g4ir.model.media import encode_options
+
+from .http_errors import bad, missing
+
+#: media of one request
+MAX_MEDIA = 32
+#: detail of an image_url -> which of the engine's image budgets; "auto": the default one
+DETAILS = {"low": 0, "high": -1, "original": -1}
+
+
+@dataclass(frozen=True)
+class MediaFolder:
+    """The folder whose files requests may name, None: none; the files of one request have at most
+    `max_bytes` together."""
+
+    path: Path | None = None
+    max_bytes: int = 32 << 20
+
+    @classmethod
+    def named(cls, path: str | None, max_bytes: int) -> MediaFolder:
+        """Return the folder of a flag. InputError for what is none."""
+        if path is not None and not Path(path).is_dir():
+            raise InputError(f"--media-dir {path}: is no folder")
+        return cls(None if path is None else Path(path).resolve(), max_bytes)
+
+    def read(self, url: str, where: str) -> bytes:
+        """Return the bytes of a file's URL. InputError where it may not be read."""
+        try:
+            parts = urlsplit(url) if url.isprintable() else urlsplit("")
+        except ValueError:
+            parts = urlsplit("")
+        if parts.scheme != "file":
+            raise InputError(
+                f"{where}: must be a data URL in base64, such as data:image/png;base64,..., or a "
+                f"file that this server may read; nothing is fetched"
+            )
+        if self.path is None:
+            raise InputError(f"{where}: no file is read here; see --media-dir, or give a data URL")
+        # One text for all that is wrong: nobody learns what there is elsewhere.
+        refused = InputError(f"{where}: is no file that lies below --media-dir")
+        path = Path(unquote(parts.path))
+        if parts.netloc not in ("", "localhost") or ".." in path.parts or "\0" in str(path):
+            raise refused
+        try:
+            real = path.resolve(strict=True)
+            if not real.is_relative_to(self.path):
+                raise refused
+            with open(real, "rb", opener=_opened) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise refused
+                return file.read(self.max_bytes + 1)
+        except (OSError, RuntimeError):
+            raise refused from None
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def read_bytes(
+    engine: Engine, media: Sequence[Medium], folder: MediaFolder
+) -> list[tuple[Medium, bytes]]:
+    """Return media with their bytes, in their order. Refused are kinds that the engine does not
+    take, and what is neither a data URL nor a file of the folder."""
+    if len(media) > MAX_MEDIA:
+        raise InputError(f"messages: have {len(media)} media, at most {MAX_MEDIA} are read")
+    for medium in media:
+        if medium.kind not in engine.media.kinds:
+            raise missing("messages", f"this engine takes no {medium.kind} ({medium.place})")
+    out, total = [], 0
+    for medium in media:
+        found = source_of(medium)
+        raw = folder.read(found.text, found.where) if found.raw is None else found.raw
+        total += len(raw) if found.raw is None else 0
+        if total > folder.max_bytes:
+            most = f"more than {folder.max_bytes} bytes together"
+            raise InputError(f"{found.where}: the files have {most}")
+        out.append((medium, raw))
+    return out
+
+
+def setting(engine: Engine, medium: Medium, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how `Engine.encode` reads a medium: as the request's fields say, or an image as its
+    own `detail` does."""
+    outer = medium.part.get("image_url")
+    detail = outer.get("detail") if isinstance(outer, dict) else None
+    if detail not in (None, "auto", *DETAILS):
+        raise bad(f"{medium.place}.image_url.detail", f"must be auto, {', '.join(DETAILS)}")
+    options = encode_options(medium.kind, fields)
+    if detail in DETAILS:
+        options.setdefault("budget", engine.media.budgets[DETAILS[detail]])
+    return options
