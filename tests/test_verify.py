@@ -95,20 +95,6 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return g4ir.build("tiny-moe", out, random_weights=3, backend="reference", max_seq=64)
 
 
-<<<<<<< HEAD
-=======
-def test_a_model_without_room_beside_the_engine(
-    drawn: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Is refused by its spec, before a weight is made."""
-    monkeypatch.setattr(hf, "device_memory", lambda device: 5 << 20)
-    monkeypatch.setattr(hf, "random_weights", Mock(side_effect=AssertionError))
-    said = r"needs 2.87 MiB .* leaves 2.13 MiB .*--against reference"
-    with pytest.raises(InputError, match=said):
-        verify_engine(drawn, "hf")
-
-
->>>>>>> weights
 def test_a_config_that_transformers_refuses(drawn: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its strict classes have errors of their own."""
     broken = {**drawn.spec.to_hf(), "head_dim": 32.5}

@@ -36,12 +36,7 @@ from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress
-<<<<<<< HEAD
-from g4ir.weights.checkpoint import WeightSource
-=======
-from g4ir.ui.units import size_text
 from g4ir.weights.checkpoint import Checkpoint
->>>>>>> weights
 from g4ir.weights.formats import is_coded
 from g4ir.weights.origin import CheckpointDirectory, Origin, find_origin, snapshot_of
 from g4ir.weights.random import random_weights
