@@ -20,8 +20,9 @@ import torch
 from g4ir.artefact.directory import LinkedWeights, MergedWeights
 from g4ir.builder.build import agreed_spec
 from g4ir.builder.load import open_weights
+from g4ir.builder.module import refusals_of_transformers, text_model
 from g4ir.engine.engine import Engine
-from g4ir.errors import InputError, MissingError
+from g4ir.errors import InputError
 from g4ir.ir.graph import Node
 from g4ir.ir.names import layer_of
 from g4ir.ir.wide import WideProducts
@@ -38,7 +39,6 @@ from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan.fit import device_memory
 from g4ir.quant.rewrite import weights_of
-from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.checkpoint import WeightSource
@@ -50,29 +50,6 @@ from .reference import acting, param_bytes
 
 Tensor = torch.Tensor
 ROUTER = re.compile(r"layers\.(\d+)\.router")
-
-
-def need_transformers(asked: str) -> None:
-    """MissingError, which says what asked for it, where transformers does not know the model."""
-    try:
-        from transformers import Gemma4ForCausalLM  # noqa: F401
-    except ImportError as e:
-        raise MissingError(
-            f"{asked} needs transformers 5.17 or newer: `pip install 'g4ir[hf]'`"
-        ) from e
-
-
-@contextmanager
-def refusals_of_transformers(what: str) -> Iterator[None]:
-    """A context that raises InputError if transformers refuses a config or a checkpoint; its
-    strict config classes have errors of their own."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    kinds = (OSError, ValueError, RuntimeError, KeyError, TypeError, StrictDataclassError)
-    try:
-        yield
-    except kinds as e:
-        raise InputError(f"transformers cannot load {what}: {' '.join(str(e).split())}") from e
 
 
 def cache_argument(f: Callable[..., Any]) -> str:
@@ -129,36 +106,9 @@ def hf_model(
         assert seed is not None
         source = RandomCheckpoint(engine.spec, seed, dtype, device)
     try:
-        return _filled(engine.spec, source, dtype, device, attention)
+        return text_model(engine.spec, source, dtype, device, attention)
     finally:
         source.close()
-
-
-def _filled(
-    spec: Spec, source: WeightSource, dtype: torch.dtype, device: str, attention: str
-) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    values = spec.to_hf()
-    with refusals_of_transformers(f"the config of spec {spec.name}"), torch.device("meta"):
-        config = AutoConfig.for_model(**values.get("text_config", values))
-        config._attn_implementation = attention
-        model = AutoModelForCausalLM.from_config(config)
-    model = model.to(dtype).to_empty(device=device).eval()
-    named = dict(model.model.state_dict())
-    if not spec.text.tie_word_embeddings:
-        named[HEAD] = model.lm_head.weight
-    with torch.no_grad():
-        for name, t in named.items():
-            t.copy_(source.tensor(name))
-            source.release(name)
-        # Constants that are no checkpoint tensors: rope frequencies and embedding scales.
-        model.model.rotary_emb = type(model.model.rotary_emb)(config)
-        for module in model.modules():
-            if type(module).__name__.endswith("ScaledWordEmbedding"):
-                module.embed_scale = torch.tensor(module.scalar_embed_scale)
-    model.tie_weights()
-    return model.to(device)
 
 
 def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Progress) -> Any:
