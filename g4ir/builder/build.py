@@ -59,7 +59,7 @@ from g4ir.weights.random import RandomCheckpoint, WithDrafter
 
 from .calibration import CalibrationText, column_moments
 from .drafters import find_drafter
-from .load import described, linked_files, load_engine
+from .load import described, engine_of, linked_files, open_runtime
 
 DEFAULTS = BuildOptions()
 #: disk space for the files of an engine that are no weights
@@ -106,10 +106,10 @@ def build(
     prepared = prepare(spec, BuildOptions(**options))
     written = write_engine(prepared, out, progress)
     prepared.source.close()
-    if prepared.config.ranks > 1 or not prepared.backend.has_device(prepared.config.device):
-        return described(out)
-    # A recorded build needs no trust, so that a directory put in its place by now has none.
-    return load_engine(out, trust=not written.known, progress=progress)
+    found, c = written.artefact, prepared.config
+    if c.ranks > 1 or not prepared.backend.has_device(c.device):
+        return described(found)
+    return engine_of(found, open_runtime(found, progress, trust=True))
 
 
 def check_absent(out: Path) -> None:
@@ -410,12 +410,12 @@ def _check_range(config: BuildConfig, source: WeightSource) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """Seconds of compilation, whether the build was recorded as this user's, and the fit of 4-bit
-    weights."""
+    """What was written, as `open_artefact` reads it; seconds of compilation; and whether the build
+    was recorded as this user's."""
 
+    artefact: directory.Artefact
     compile_s: float
     known: bool
-    grid: directory.Grid | None
 
 
 def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
@@ -429,12 +429,9 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
     with _new_directory(out) as folder:
         params: packings.ParamSource = packings.MadeParams(p.packing, p.source, share=p.share(0))
         grid = None
-        if isinstance(p.weights, directory.PackedWeights):
-            if p.donor and not p.donor.link_to(folder):
-                p = replace(p, donor=None)
-            grid = p.donor.grid if p.donor else _pack(p, folder, progress)
-            files = packings.rank_files(folder.glob("*.safetensors"), 0)
-            params = packings.StoredParams.open(files)
+        if packed := isinstance(p.weights, directory.PackedWeights):
+            grid = _pack(p, folder, progress)
+            params = packings.stored_params(folder, 0)
         c, start, told = p.config, time.perf_counter(), prefixed(progress, "build")
         task = Task(p.packing.program, c.limits, c.device, folder, params, told, memory=p.memory)
         compiled = p.backend.compile(task, c.settings)
@@ -447,7 +444,9 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         manifest = _manifest(p, compiled, grid, folder)
         directory.require_readable(manifest)
         write_file(folder / directory.MANIFEST, [manifest.text().encode()])
-    return Written(seconds, record_built(manifest, out), grid)
+    stored = packings.stored_params(out, 0) if packed else None
+    artefact = directory.Artefact(out, manifest, p.packing, stored, whole=False, rank=0)
+    return Written(artefact, seconds, record_built(manifest, out))
 
 
 def _pack(p: Prepared, folder: Path, progress: Progress) -> directory.Grid | None:
@@ -474,7 +473,6 @@ def _manifest(
     ignored = {on_one_line(k): Line(v) for k, v in p.source.ignored.items()}
     defaults = {Line(k): f"{v:g}" for k, v in p.source.defaults.items()}
     names = (f.relative_to(folder).as_posix() for f in sorted(folder.rglob("*")) if f.is_file())
-    linked: Mapping[str, directory.StoredFile] = p.donor.files if p.donor else {}
     return directory.Manifest(
         g4ir=__version__,
         config=p.config,
@@ -484,7 +482,7 @@ def _manifest(
         compiled=dict(compiled),
         versions=directory.Versions(torch.__version__, platform.python_version()),
         notes=directory.Notes(ignored, defaults, grid, p.calibration and p.calibration.record),
-        files={name: linked.get(name) or _stored(folder / name) for name in names},
+        files={name: _stored(folder / name) for name in names},
     )
 
 
@@ -497,7 +495,7 @@ def disk_bytes(p: Prepared) -> int:
 
 def check_space(p: Prepared, out: Path) -> None:
     """Raise EngineError if the weights do not fit the disk."""
-    weights, free = disk_bytes(p) - (p.written_bytes() if p.donor else 0), free_bytes(out)
+    weights, free = disk_bytes(p), free_bytes(out)
     need = weights + OTHER_BYTES
     if weights and free < need:
         link = "" if p.backend.packs_weights or p.config.drafter else ", use --link-weights"

@@ -107,8 +107,8 @@ class Build(Verb):
         seconds = written.compile_s
         if seconds >= console.QUIET_S:
             console.say(f"compiled in {seconds:.0f} s; loading the engine compiles nothing")
-        if written.grid:
-            console.say(f"int4: {written.grid}")
+        if grid := written.artefact.manifest.notes.grid:
+            console.say(f"int4: {grid}")
         if options.tp > 1:
             console.say(f"run it by torchrun --nproc-per-node {options.tp} -m g4ir run {out} ...")
         if not here:
@@ -116,8 +116,7 @@ class Build(Verb):
         if self.verify:
             load = Programs(trust=not written.known)
             return compared(str(out), load, self.json, checkpoint=options.checkpoint)
-        grid = written.grid and asdict(written.grid)
-        made = {"engine": str(out), "compile_s": seconds, "grid": grid}
+        made = {"engine": str(out), "compile_s": seconds, "grid": grid and asdict(grid)}
         return output(self.json, made, f"{out}\n")
 
     def _sources(self) -> tuple[Source, BuildOptions]:

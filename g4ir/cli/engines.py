@@ -23,7 +23,6 @@ class Engines(Verb):
     action: list: size, last use and model of each (default); rm: remove; path: print the folder
     names NAME: engines to remove, as listed
     all: remove every engine that no process uses
-    stale: remove engines of other versions, or of files that changed: they are not loaded any more
     cache: remove the compiler cache, alone or too
     """
 
@@ -31,7 +30,6 @@ class Engines(Verb):
     action: Literal["list", "rm", "path"] = argument("?", default="list")
     names: list[str] = argument("*")
     all: bool = False
-    stale: bool = False
     cache: bool = False
 
     def __call__(self) -> int:
@@ -41,8 +39,8 @@ class Engines(Verb):
             return output(self.json, {"path": str(engines_root())}, f"{engines_root()}\n")
         if self.action == "rm":
             return self._remove()
-        if self.names or self.all or self.stale or self.cache:
-            flags = "names, --all, --stale and --cache"
+        if self.names or self.all or self.cache:
+            flags = "names, --all and --cache"
             raise InputError(f"engines {self.action}: {flags} are for `g4ir engines rm`")
         found, cache = cached_engines(), compiler_cache.size()
         rows = [_row(e) for e in found]
@@ -58,14 +56,12 @@ class Engines(Verb):
         from g4ir.builder.library import cached_engines, disk_bytes, remove
 
         known = {e.path.name: e for e in cached_engines()}
-        ways = (bool(self.names), self.all, self.stale)
-        if sum(ways) > 1 or not (any(ways) or self.cache):
-            ways_text = "names, as `g4ir engines` lists them, --all or --stale"
-            raise InputError(f"engines rm: give either {ways_text}, or --cache")
+        if (self.names and self.all) or not (self.names or self.all or self.cache):
+            ways = "names, as `g4ir engines` lists them, or --all, or --cache"
+            raise InputError(f"engines rm: give either {ways}")
         if unknown := [name for name in self.names if name not in known]:
             raise InputError(f"engines rm {unknown[0]}: no such engine; `g4ir engines` lists them")
-        chosen = known if self.all else {n: e for n, e in known.items() if self.stale and e.stale}
-        names = self.names or list(chosen)
+        names = list(known) if self.all else self.names
         removed = [name for name in names if remove(known[name].path)]
         kept = [name for name in names if name not in removed]
         if kept and self.names:
@@ -95,9 +91,8 @@ def _line(e: CachedEngine) -> str:
         for name, value in e.options.items()
         if name != "checkpoint"
     )
-    shared = f" ({size_text(e.shared)} shared)" if e.shared else ""
-    notes = "".join(f", {note}" for note in (e.in_use and "in use", e.stale) if note)
-    named = f"{e.path.name}  {size_text(e.bytes)}{shared}  used {_when(e.used)}{notes}"
+    notes = ", in use" if e.in_use else ""
+    named = f"{e.path.name}  {size_text(e.bytes)}  used {_when(e.used)}{notes}"
     return f"{named}  {e.model}{options and f'  {options}'}\n"
 
 
