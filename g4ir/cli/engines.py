@@ -7,11 +7,12 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from g4ir.errors import InputError
+from g4ir.plan.options import flags_of
 from g4ir.ui import compiler_cache
 from g4ir.ui.units import size_text
 
 from .common import output
-from .verb import Verb, argument, flag_of
+from .verb import Verb, argument
 
 if TYPE_CHECKING:
     from g4ir.builder.library import CachedEngine
@@ -86,20 +87,10 @@ def _row(e: CachedEngine) -> dict[str, Any]:
 
 def _line(e: CachedEngine) -> str:
     """Return size, last use, model and the options of its build that are not the default."""
-    options = " ".join(
-        flag_of(name) if value is True else f"{flag_of(name)} {_words(value)}"
-        for name, value in e.options.items()
-        if name != "checkpoint"
-    )
+    options = " ".join(flags_of({**e.options, "checkpoint": None}))
     notes = ", in use" if e.in_use else ""
     named = f"{e.path.name}  {size_text(e.bytes)}  used {_when(e.used)}{notes}"
     return f"{named}  {e.model}{options and f'  {options}'}\n"
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{k}={v}" for k, v in value.items())
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _when(seconds: float) -> str:

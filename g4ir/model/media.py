@@ -190,17 +190,17 @@ def find_media(
     )
 
 
-def build_words(media: Media, spec: Spec) -> list[str]:
-    """Return the options of `g4ir build` that ask for this choice."""
-    words = ["--media", ",".join(media.kinds) or "none"]
-    if media.default:
-        others = [b for b in media.budgets if b != media.default]
-        words += ["--image-budget", ",".join(map(str, (media.default, *others)))]
-    if media.lengths:
-        audio = audio_settings(spec)
-        least = [bisect_left(range(MOST_SAMPLES), n, key=audio.soft_tokens) for n in media.lengths]
-        words += ["--audio-seconds", ",".join(f"{s / audio.sampling_rate:.6f}" for s in least)]
-    return words
+def media_options(media: Media, spec: Spec) -> dict[str, Any]:
+    """Return the options of a build that ask for this choice."""
+    audio, others = spec.audio and audio_settings(spec), [*media.budgets]
+    if media.default in others:
+        others.remove(media.default)
+    least = [bisect_left(range(MOST_SAMPLES), n, key=audio.soft_tokens) for n in media.lengths]
+    return {
+        "media": ",".join(media.kinds) or "none",
+        "image_budgets": [media.default, *others] if media.default else None,
+        "audio_seconds": [f"{s / audio.sampling_rate:.6f}" for s in least],
+    }
 
 
 def _kinds(spec: Spec, kinds: str | Sequence[str]) -> tuple[str, ...]:
