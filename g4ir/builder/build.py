@@ -43,11 +43,11 @@ from g4ir.plan.backend import checked_settings
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import device_memory, fitted
 from g4ir.plan.footprint import Footprint
-from g4ir.plan.options import BuildConfig, BuildOptions, options_text
+from g4ir.plan.options import BuildConfig, BuildOptions, options_text, words_of
 from g4ir.quant.recipe import Recipe, find_recipe, one_recipe
 from g4ir.quant.rewrite import held_recipe, weights_of
 from g4ir.spec.reader import Line, on_one_line
-from g4ir.spec.record import Spec, diff_specs, load_spec
+from g4ir.spec.record import SUFFIXES, Spec, diff_specs, load_spec
 from g4ir.ui.files import free_bytes, new_folder, write_file
 from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.ui.units import size_text
@@ -58,7 +58,6 @@ from g4ir.weights.origin import Origin, existing_origin, find_origin, need_snaps
 from g4ir.weights.random import RandomCheckpoint, WithDrafter
 
 from .calibration import CalibrationText, column_moments
-from .drafters import find_drafter
 from .load import described, engine_of, linked_files, open_runtime
 
 DEFAULTS = BuildOptions()
@@ -141,9 +140,9 @@ def prepare(
     origin = _origin(spec, options)
     agreed = agreed_spec(spec, origin) if origin else spec
     assert agreed
-    drafter = find_drafter(agreed, options, dry)
+    drafter = _drafter(agreed, options, dry)
     side = checked_side_files(agreed, origin) if origin else {}
-    config = _resolved(agreed, options, backend, origin, drafter.spec if drafter else None)
+    config = _resolved(agreed, options, backend, origin, drafter[0] if drafter else None)
     check_all(*needs)
     checkpoint = origin.open(agreed, config.media.kinds, config.dtype) if origin else None
     adapters = _adapters(options, origin)
@@ -160,7 +159,13 @@ def prepare(
     if weights is not None:
         _check_range(config, source)
     if drafter:
-        source = WithDrafter(source, drafter.open(config.dtype, seed or 0))
+        known, path = drafter
+        source = WithDrafter(
+            source,
+            Checkpoint.open(path, known, (), config.dtype)
+            if path
+            else RandomCheckpoint(known, seed or 0, dtype),
+        )
     return Prepared(
         config,
         backend,
@@ -189,17 +194,22 @@ def _calibration(
     return CalibrationText.read(Path(o.calibrate), spec, side)
 
 
+#: options that do not go with --link-weights
+UNLINKED = {
+    "random_weights": "it refers to a checkpoint's files, and random weights have none",
+    "mmproj": "it refers to one checkpoint, and this is another",
+    "drafter": "it refers to one checkpoint, and this is another",
+    "adapter": "it refers to the checkpoint's files, which this changes",
+    "calibrate": "the engine makes its weights at load, without the text",
+}
+
+
 def _check_given(spec: Spec | None, o: BuildOptions, backend: Backend) -> None:
     """Raise InputError for options of weights that exclude each other."""
     checkpoint, seed = o.checkpoint, o.random_weights
-    if o.calibrate is not None and o.link_weights:
-        why = "the engine makes its weights at load, without the text"
-        raise InputError(f"--calibrate {o.calibrate} with --link-weights: {why}; leave one out")
     if o.mmproj is not None and (checkpoint is None or spec is None):
         why = "it goes with --checkpoint FILE.gguf and, as no file says how towers compute"
         raise InputError(f"--mmproj {o.mmproj}: {why}, with --variant or --spec")
-    if o.mmproj is not None and o.link_weights:
-        raise InputError("--link-weights refers to one checkpoint, and --mmproj is another")
     if checkpoint is not None and seed is not None:
         raise InputError("give either a checkpoint or --random-weights, not both")
     if seed is not None and not 0 <= seed < 1 << 63:
@@ -209,15 +219,14 @@ def _check_given(spec: Spec | None, o: BuildOptions, backend: Backend) -> None:
         raise InputError(needs if seed is None else "--random-weights needs --variant or --spec")
     if o.adapter and seed is not None:
         raise InputError("--adapter goes with a checkpoint, and not with --random-weights")
-    if not o.link_weights:
-        return
-    if seed is not None:
-        raise InputError("--link-weights refers to a checkpoint's files; random weights have none")
-    if o.adapter:
-        raise InputError("--link-weights refers to the checkpoint's files, which --adapter changes")
-    if backend.packs_weights:
-        what = f"what backend {backend.name} writes refers to packed weights"
-        raise InputError(f"--link-weights: {what}; leave the option out")
+    if o.link_weights:
+        for name, why in UNLINKED.items():
+            if (value := getattr(o, name)) not in (*resolve.NO_DRAFTER, (), []):
+                given = f"--{name.replace('_', '-')} {words_of(value)}"
+                raise InputError(f"{given} with --link-weights: {why}; leave one out")
+        if backend.packs_weights:
+            what = f"what backend {backend.name} writes refers to packed weights"
+            raise InputError(f"--link-weights: {what}; leave the option out")
 
 
 def _absent_weights(spec: Spec | None, o: BuildOptions, dry: bool) -> list[Callable[[], object]]:
@@ -230,6 +239,28 @@ def _absent_weights(spec: Spec | None, o: BuildOptions, dry: bool) -> list[Calla
     if o.drafter == resolve.DEFAULT and snapshot_of(shipped_drafter(spec)) is None:
         absent.append(partial(need_snapshot, shipped_drafter(spec), "--drafter DIR"))
     return absent
+
+
+def _drafter(model: Spec, o: BuildOptions, dry: bool) -> tuple[Spec, Path | None] | None:
+    """Return the spec of the drafter that was asked for, and the directory of its checkpoint, None
+    if its weights are random; InputError or SpecError where there is none such, or it drafts for
+    another model. A `dry` run needs no weights."""
+    if o.drafter in resolve.NO_DRAFTER:
+        return None
+    random, path = o.random_weights is not None, Path(str(o.drafter))
+    is_spec, found = path.suffix in SUFFIXES, None
+    if is_spec and not random and not dry:
+        fix = "give its checkpoint's directory, or --random-weights SEED"
+        raise InputError(f"--drafter {o.drafter}: a spec has no weights; {fix}")
+    if o.drafter == resolve.DEFAULT and not random:
+        own = shipped_drafter(model)
+        found = snapshot_of(own) if dry else need_snapshot(own, "--drafter DIR")
+    elif o.drafter != resolve.DEFAULT and not is_spec:
+        if random:
+            why = "beside --random-weights the drafter's are random too"
+            raise InputError(f"--drafter {o.drafter}: {why}; give `default` or its spec FILE.yaml")
+        found = path
+    return resolve.drafter_spec(model, o.drafter), found
 
 
 def _origin(spec: Spec | None, o: BuildOptions) -> Origin | None:
