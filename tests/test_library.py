@@ -212,7 +212,7 @@ def test_verbs_take_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert command("engines", "path").out == f"{engines_root()}\n"
     assert "a process uses it" in refused("engines", "rm", builds[0].name)
     release()
-    assert command("engines", "rm", builds[0].name).out.startswith("removed 1, ")
+    assert command("engines", "rm", builds[0].name).out.startswith("freed ")
     for more, drafts in ((["--draft-tokens", "2"], 2), ([], 4)):
         limited = ("--engines-limit", "1KiB", "--draft", "ngram", *more)
         assert command("run", checkpoint, *FLAGS, "--tokens", "2,5", *limited).code == 0
@@ -463,5 +463,5 @@ def test_the_compiler_cache(model: Path) -> None:
         assert not compiler_cache.delete_headers() and headers.exists()
         assert "a build uses the compiler cache" in refused("engines", "rm", "--cache")
     assert compiler_cache.delete_headers() and not headers.exists() and other.exists()
-    assert command("engines", "rm", "--cache").out == "removed 1, 2.00 KiB\n"
+    assert command("engines", "rm", "--cache").out == "freed 2.00 KiB\n"
     assert not other.exists()

@@ -57,27 +57,23 @@ class Engines(Verb):
         from g4ir.builder.library import cached_engines, disk_bytes, remove
 
         known = {e.path.name: e for e in cached_engines()}
-        if (self.names and self.all) or not (self.names or self.all or self.cache):
+        names = list(known) if self.all else self.names
+        if (self.names and self.all) or not (names or self.all or self.cache):
             ways = "names, as `g4ir engines` lists them, or --all, or --cache"
             raise InputError(f"engines rm: give either {ways}")
-        if unknown := [name for name in self.names if name not in known]:
+        if unknown := [name for name in names if name not in known]:
             raise InputError(f"engines rm {unknown[0]}: no such engine; `g4ir engines` lists them")
-        names = list(known) if self.all else self.names
+        before = disk_bytes(known.values()) + compiler_cache.size()
         removed = [name for name in names if remove(known[name].path)]
         kept = [name for name in names if name not in removed]
         if kept and self.names:
             raise InputError(f"engines rm {kept[0]}: a process uses it; end that first")
-        remaining = [e for name, e in known.items() if name not in removed]
-        freed = disk_bytes(known.values()) - disk_bytes(remaining)
-        if self.cache:
-            size = compiler_cache.size()
-            if not compiler_cache.delete_all():
-                why = "a build uses the compiler cache; end that first"
-                raise InputError(f"engines rm --cache: {why}")
-            freed += size
-            removed += ["compiler cache"] if size else []
-        text = f"removed {len(removed)}, {size_text(freed)}\n" if removed else "nothing to remove\n"
-        return output(self.json, {"removed": removed, "in_use": kept, "bytes": freed}, text)
+        if self.cache and not compiler_cache.delete_all():
+            why = "a build uses the compiler cache; end that first"
+            raise InputError(f"engines rm --cache: {why}")
+        freed = before - disk_bytes(cached_engines()) - compiler_cache.size()
+        facts = {"removed": removed, "in_use": kept, "bytes": freed}
+        return output(self.json, facts, f"freed {size_text(freed)}\n")
 
 
 def _row(e: CachedEngine) -> dict[str, Any]:
