@@ -192,14 +192,15 @@ def find_media(
 
 def media_options(media: Media, spec: Spec) -> dict[str, Any]:
     """Return the options of a build that ask for this choice."""
-    audio, others = spec.audio and audio_settings(spec), [*media.budgets]
-    if media.default in others:
-        others.remove(media.default)
-    least = [bisect_left(range(MOST_SAMPLES), n, key=audio.soft_tokens) for n in media.lengths]
+    others, seconds = [b for b in media.budgets if b != media.default], []
+    if media.lengths:
+        audio = audio_settings(spec)
+        least = [bisect_left(range(MOST_SAMPLES), n, key=audio.soft_tokens) for n in media.lengths]
+        seconds = [f"{samples / audio.sampling_rate:.6f}" for samples in least]
     return {
         "media": ",".join(media.kinds) or "none",
         "image_budgets": [media.default, *others] if media.default else None,
-        "audio_seconds": [f"{s / audio.sampling_rate:.6f}" for s in least],
+        "audio_seconds": seconds,
     }
 
 
