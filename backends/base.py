@@ -264,8 +264,6 @@ class Prepared:
     memory: int | None = None
     #: what 4-bit weights are calibrated on (builder/calibration.py)
     calibration: Any = None
-    #: an engine of the cache that has these weight files (builder/library.py)
-    donor: Any = None
 
     def param_bytes(self) -> int:
         """Count the bytes of the packed params, tables included."""

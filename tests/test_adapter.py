@@ -214,7 +214,7 @@ def test_commands(dense: Path, tmp_path: Path) -> None:
     assert made.code == 0, made.err
     shown = command("inspect", tmp_path / "e")
     assert f"with 0.5 x {folder}, with 1 x {folder}" in shown.out
-    assert "which --adapter changes" in refused(
+    assert "files, which this changes" in refused(
         *words[:-1], tmp_path / "l", "--link-weights", "--adapter", folder
     )
 

@@ -110,9 +110,8 @@ def test_graphs_of_another_g4ir_are_named_with_the_command(
     monkeypatch.setattr(pack, "make_packing", lambda **given: made(**given | other))
     refused(
         altered,
-        f"g4ir build --spec {altered}/spec.yaml --backend reference --device cpu",
+        f"g4ir build --spec {altered}/spec.yaml --checkpoint DIR --backend reference --device cpu",
         "--max-seq 64",
-        "--checkpoint DIR",
     )
 
 

@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[bytes | None, list[str], str]] = {
     "short": (b"ab w3", [], f"t.txt: 4 tokens, and {LEAST} are the least"),
     "no weights of 4 bits": (b"ab " * 999, ["--quant", "int8"], "give --quant int4 or int4-mixed"),
     "not quantised": (b"ab " * 999, ["--quant", "none"], "give --quant int4 or int4-mixed too"),
-    "linked": (b"ab " * 999, ["--link-weights"], "--link-weights: the engine makes its weights"),
+    "linked": (b"ab " * 999, ["--link-weights"], " with --link-weights: the engine makes its"),
 }
 
 

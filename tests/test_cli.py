@@ -285,7 +285,7 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert not usual & lines.keys()
     words = ("--variant", "tiny-media", "--random-weights", "0", "--dry-run")
     text = ok(*BUILD, *words, "--out", tmp_path / "a")
-    assert "\nmedia          kinds image video audio, budgets 70, default 70, frame 70, " in text
+    assert "\nmedia          image,video,audio\nimage_budgets  70\n" in text
     assert not list(tmp_path.iterdir())
 
 

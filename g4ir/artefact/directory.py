@@ -30,14 +30,12 @@ from typing import Annotated, Any
 from g4ir.backends import find_backend
 from g4ir.errors import EngineError, G4Error, InputError, SpecError
 from g4ir.model.draft import check_pair, layers_read
-from g4ir.model.media import build_words, check_media
-from g4ir.ops.types import TORCH_NAMES
+from g4ir.model.media import check_media
 from g4ir.parallel.table import check_ranks
 from g4ir.passes import OPTIONS, PassOptions, find_pass
 from g4ir.passes.latent_kv import LatentOptions
-from g4ir.passes.match import OFF
 from g4ir.plan.backend import checked_settings
-from g4ir.plan.options import BuildConfig
+from g4ir.plan.options import BuildConfig, flags_of
 from g4ir.plan.resolve import find_placement
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec import reader
@@ -484,38 +482,19 @@ def _stored_params(
 
 def rebuild(path: Path, m: Manifest) -> str:
     """Return the command that builds an engine again, with its own settings."""
-    c = m.config
+    c, seed = m.config, m.seed
     linked = m.weights if isinstance(m.weights, LinkedWeights) else None
-    drafter = path / DRAFTER if m.seed is not None else "DRAFTER"
-    given = {
-        "--spec": path / SPEC,
-        "--backend": c.backend,
-        "--device": c.device,
-        "--target": m.to_dict()["compiled"].get("target") or None,
-        "--dtype": TORCH_NAMES[c.dtype],
-        **{f"--{name.replace('_', '-')}": size for name, size in asdict(c.limits).items()},
-        "--tp": c.ranks if c.ranks > 1 else None,
-        "--ep": c.ep,
-        "--all-logits": c.all_logits,
-        "--skip": c.skip,
-        "--latent-kv": c.latent_kv,
-        "--kv-dtype": c.kv_dtype,
-        "--quant-activations": c.activations if c.activations != OFF else None,
-        "--draft-tokens": c.draft_tokens or None,
-        "--drafter": drafter if c.drafter else None,
-        "--ple-placement": c.ple_placement,
-        "--set": tuple(f"{key}={value}" for key, value in c.settings.items()),
-        "--quant": c.quant.name if c.quant and not c.quant.held else None,
-        "--calibrate": m.notes.calibration.path if m.notes.calibration else None,
-        "--random-weights": m.seed,
-        "--link-weights": linked is not None,
-        "--checkpoint": linked.path if linked else "DIR" if m.seed is None else None,
-        "--adapter": tuple(f"{a.path}={a.scale:g}" for a in m.adapters),
+    given = c.as_options() | {
+        "checkpoint": linked.path if linked else None if seed is not None else "DIR",
+        "adapter": [f"{a.path}={a.scale:g}" for a in m.adapters],
+        "random_weights": seed,
+        "target": m.to_dict()["compiled"].get("target"),
+        "calibrate": m.notes.calibration and m.notes.calibration.path,
+        "link_weights": linked is not None,
     }
-    words = ["g4ir", "build"]
-    for flag, value in given.items():
-        for one in value if isinstance(value, tuple) else (value,):
-            if one is not None and one is not False:
-                words += [flag] if one is True else [flag, str(one)]
-    words += map(str, build_words(c.media, c.spec))
-    return f"build it again: {shlex.join(words)} --out NEW"
+    if c.drafter:
+        given["drafter"] = "DRAFTER" if seed is None else path / DRAFTER
+    if c.quant and c.quant.held:
+        given["quant"] = None
+    words = ["g4ir", "build", "--spec", str(path / SPEC), *flags_of(given), "--out"]
+    return f"build it again: {shlex.join(words)} NEW"

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from g4ir.backends.inductor.device import find_device
-from g4ir.check.hf import need_transformers
+from g4ir.builder.module import need_transformers
 from g4ir.check.reference import acting, param_bytes
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, check_all

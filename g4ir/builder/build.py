@@ -43,11 +43,11 @@ from g4ir.plan.backend import checked_settings
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import device_memory, fitted
 from g4ir.plan.footprint import Footprint
-from g4ir.plan.options import BuildConfig, BuildOptions, options_text
+from g4ir.plan.options import BuildConfig, BuildOptions, options_text, words_of
 from g4ir.quant.recipe import Recipe, find_recipe, one_recipe
 from g4ir.quant.rewrite import held_recipe, weights_of
 from g4ir.spec.reader import Line, on_one_line
-from g4ir.spec.record import Spec, diff_specs, load_spec
+from g4ir.spec.record import SUFFIXES, Spec, diff_specs, load_spec
 from g4ir.ui.files import free_bytes, new_folder, write_file
 from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.ui.units import size_text
@@ -58,8 +58,7 @@ from g4ir.weights.origin import Origin, existing_origin, find_origin, need_snaps
 from g4ir.weights.random import random_weights
 
 from .calibration import CalibrationText, column_moments
-from .drafters import find_drafter
-from .load import described, linked_files, load_engine
+from .load import described, engine_of, linked_files, open_runtime
 
 DEFAULTS = BuildOptions()
 #: disk space for the files of an engine that are no weights
@@ -106,10 +105,10 @@ def build(
     prepared = prepare(spec, BuildOptions(**options))
     written = write_engine(prepared, out, progress)
     prepared.source.close()
-    if prepared.config.ranks > 1 or not prepared.backend.has_device(prepared.config.device):
-        return described(out)
-    # A recorded build needs no trust, so that a directory put in its place by now has none.
-    return load_engine(out, trust=not written.known, progress=progress)
+    found, c = written.artefact, prepared.config
+    if c.ranks > 1 or not prepared.backend.has_device(c.device):
+        return described(found)
+    return engine_of(found, open_runtime(found, progress, trust=True))
 
 
 def check_absent(out: Path) -> None:
@@ -141,9 +140,9 @@ def prepare(
     origin = _origin(spec, options)
     agreed = agreed_spec(spec, origin) if origin else spec
     assert agreed
-    drafter = find_drafter(agreed, options, dry)
+    drafter = _drafter(agreed, options, dry)
     side = checked_side_files(agreed, origin) if origin else {}
-    config = _resolved(agreed, options, backend, origin, drafter.spec if drafter else None)
+    config = _resolved(agreed, options, backend, origin, drafter[0] if drafter else None)
     check_all(*needs)
     checkpoint = origin.open(agreed, config.media.kinds, config.dtype) if origin else None
     adapters = _adapters(options, origin)
@@ -160,7 +159,12 @@ def prepare(
     if weights is not None:
         _check_range(config, source)
     if drafter:
-        source = source.with_drafter(drafter.open(config.dtype, seed or 0))
+        known, path = drafter
+        source = source.with_drafter(
+            Checkpoint.open(path, known, (), config.dtype)
+            if path
+            else random_weights(known, seed or 0, dtype)
+        )
     return Prepared(
         config,
         backend,
@@ -189,17 +193,22 @@ def _calibration(
     return CalibrationText.read(Path(o.calibrate), spec, side)
 
 
+#: options that do not go with --link-weights
+UNLINKED = {
+    "random_weights": "it refers to a checkpoint's files, and random weights have none",
+    "mmproj": "it refers to one checkpoint, and this is another",
+    "drafter": "it refers to one checkpoint, and this is another",
+    "adapter": "it refers to the checkpoint's files, which this changes",
+    "calibrate": "the engine makes its weights at load, without the text",
+}
+
+
 def _check_given(spec: Spec | None, o: BuildOptions, backend: Backend) -> None:
     """Raise InputError for options of weights that exclude each other."""
     checkpoint, seed = o.checkpoint, o.random_weights
-    if o.calibrate is not None and o.link_weights:
-        why = "the engine makes its weights at load, without the text"
-        raise InputError(f"--calibrate {o.calibrate} with --link-weights: {why}; leave one out")
     if o.mmproj is not None and (checkpoint is None or spec is None):
         why = "it goes with --checkpoint FILE.gguf and, as no file says how towers compute"
         raise InputError(f"--mmproj {o.mmproj}: {why}, with --variant or --spec")
-    if o.mmproj is not None and o.link_weights:
-        raise InputError("--link-weights refers to one checkpoint, and --mmproj is another")
     if checkpoint is not None and seed is not None:
         raise InputError("give either a checkpoint or --random-weights, not both")
     if seed is not None and not 0 <= seed < 1 << 63:
@@ -209,15 +218,14 @@ def _check_given(spec: Spec | None, o: BuildOptions, backend: Backend) -> None:
         raise InputError(needs if seed is None else "--random-weights needs --variant or --spec")
     if o.adapter and seed is not None:
         raise InputError("--adapter goes with a checkpoint, and not with --random-weights")
-    if not o.link_weights:
-        return
-    if seed is not None:
-        raise InputError("--link-weights refers to a checkpoint's files; random weights have none")
-    if o.adapter:
-        raise InputError("--link-weights refers to the checkpoint's files, which --adapter changes")
-    if backend.packs_weights:
-        what = f"what backend {backend.name} writes refers to packed weights"
-        raise InputError(f"--link-weights: {what}; leave the option out")
+    if o.link_weights:
+        for name, why in UNLINKED.items():
+            if (value := getattr(o, name)) not in (*resolve.NO_DRAFTER, (), []):
+                given = f"--{name.replace('_', '-')} {words_of(value)}"
+                raise InputError(f"{given} with --link-weights: {why}; leave one out")
+        if backend.packs_weights:
+            what = f"what backend {backend.name} writes refers to packed weights"
+            raise InputError(f"--link-weights: {what}; leave the option out")
 
 
 def _absent_weights(spec: Spec | None, o: BuildOptions, dry: bool) -> list[Callable[[], object]]:
@@ -230,6 +238,28 @@ def _absent_weights(spec: Spec | None, o: BuildOptions, dry: bool) -> list[Calla
     if o.drafter == resolve.DEFAULT and snapshot_of(shipped_drafter(spec)) is None:
         absent.append(partial(need_snapshot, shipped_drafter(spec), "--drafter DIR"))
     return absent
+
+
+def _drafter(model: Spec, o: BuildOptions, dry: bool) -> tuple[Spec, Path | None] | None:
+    """Return the spec of the drafter that was asked for, and the directory of its checkpoint, None
+    if its weights are random; InputError or SpecError where there is none such, or it drafts for
+    another model. A `dry` run needs no weights."""
+    if o.drafter in resolve.NO_DRAFTER:
+        return None
+    random, path = o.random_weights is not None, Path(str(o.drafter))
+    is_spec, found = path.suffix in SUFFIXES, None
+    if is_spec and not random and not dry:
+        fix = "give its checkpoint's directory, or --random-weights SEED"
+        raise InputError(f"--drafter {o.drafter}: a spec has no weights; {fix}")
+    if o.drafter == resolve.DEFAULT and not random:
+        own = shipped_drafter(model)
+        found = snapshot_of(own) if dry else need_snapshot(own, "--drafter DIR")
+    elif o.drafter != resolve.DEFAULT and not is_spec:
+        if random:
+            why = "beside --random-weights the drafter's are random too"
+            raise InputError(f"--drafter {o.drafter}: {why}; give `default` or its spec FILE.yaml")
+        found = path
+    return resolve.drafter_spec(model, o.drafter), found
 
 
 def _origin(spec: Spec | None, o: BuildOptions) -> Origin | None:
@@ -410,8 +440,10 @@ def _check_range(config: BuildConfig, source: Checkpoint) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """Seconds of compilation, and whether the build was recorded as this user's."""
+    """What was written, as `open_artefact` reads it; seconds of compilation; and whether the build
+    was recorded as this user's."""
 
+    artefact: directory.Artefact
     compile_s: float
     known: bool
 
@@ -426,13 +458,9 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         progress(f"passes of {graph}: {p.acted.text(graph) or 'none acted'}")
     with _new_directory(out) as folder:
         params: packings.ParamSource = packings.MadeParams(p.packing, p.source, share=p.share(0))
-        if isinstance(p.weights, directory.PackedWeights):
-            if p.donor and not p.donor.link_to(folder):
-                p = replace(p, donor=None)
-            if not p.donor:
-                _pack(p, folder, progress)
-            files = packings.rank_files(folder.glob("*.safetensors"), 0)
-            params = packings.StoredParams.open(files)
+        if packed := isinstance(p.weights, directory.PackedWeights):
+            _pack(p, folder, progress)
+            params = packings.stored_params(folder, 0)
         c, start, told = p.config, time.perf_counter(), prefixed(progress, "build")
         task = Task(p.packing.program, c.limits, c.device, folder, params, told, memory=p.memory)
         compiled = p.backend.compile(task, c.settings)
@@ -445,7 +473,9 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         manifest = _manifest(p, compiled, folder)
         directory.require_readable(manifest)
         write_file(folder / directory.MANIFEST, [manifest.text().encode()])
-    return Written(seconds, record_built(manifest, out))
+    stored = packings.stored_params(out, 0) if packed else None
+    artefact = directory.Artefact(out, manifest, p.packing, stored, whole=False, rank=0)
+    return Written(artefact, seconds, record_built(manifest, out))
 
 
 def _pack(p: Prepared, folder: Path, progress: Progress) -> None:
@@ -467,7 +497,6 @@ def _manifest(p: Prepared, compiled: Mapping[str, Any], folder: Path) -> directo
     ignored = {on_one_line(k): Line(v) for k, v in p.source.ignored.items()}
     defaults = {Line(k): f"{v:g}" for k, v in p.source.defaults.items()}
     names = (f.relative_to(folder).as_posix() for f in sorted(folder.rglob("*")) if f.is_file())
-    linked: Mapping[str, directory.StoredFile] = p.donor.files if p.donor else {}
     return directory.Manifest(
         g4ir=__version__,
         config=p.config,
@@ -477,7 +506,7 @@ def _manifest(p: Prepared, compiled: Mapping[str, Any], folder: Path) -> directo
         compiled=dict(compiled),
         versions=directory.Versions(torch.__version__, platform.python_version()),
         notes=directory.Notes(ignored, defaults, p.calibration and p.calibration.record),
-        files={name: linked.get(name) or _stored(folder / name) for name in names},
+        files={name: _stored(folder / name) for name in names},
     )
 
 
@@ -490,7 +519,7 @@ def disk_bytes(p: Prepared) -> int:
 
 def check_space(p: Prepared, out: Path) -> None:
     """Raise EngineError if the weights do not fit the disk."""
-    weights, free = disk_bytes(p) - (p.written_bytes() if p.donor else 0), free_bytes(out)
+    weights, free = disk_bytes(p), free_bytes(out)
     need = weights + OTHER_BYTES
     if weights and free < need:
         link = "" if p.backend.packs_weights or p.config.drafter else ", use --link-weights"

@@ -14,27 +14,17 @@ import json
 import os
 import re
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from g4ir import __version__
-from g4ir.artefact.directory import (
-    BUILDING,
-    FORMAT,
-    MANIFEST,
-    PackedWeights,
-    StoredFile,
-    is_engine,
-    read_manifest,
-)
-from g4ir.artefact.trust import BUILT, find_decision
+from g4ir.artefact.directory import BUILDING, FORMAT, MANIFEST, is_engine, read_manifest
 from g4ir.backends import find_backend
-from g4ir.backends.base import Prepared
 from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, G4Error, InputError, MissingError
 from g4ir.plan.options import BuildOptions
@@ -66,18 +56,16 @@ _in_use: dict[Path, int] = {}
 
 @dataclass(frozen=True)
 class CachedEngine:
-    """An engine of the cache: its bytes on disk, those of them that other engines have too, the
-    model it was built from, the time of its last use (seconds since 1970), whether a process uses
-    it, and why it is no longer loaded for its model (nothing if it is)."""
+    """An engine of the cache: its bytes on disk, the model it was built from and its options that
+    are not the default, the time of its last use (seconds since 1970), and whether a process uses
+    it."""
 
     path: Path
     model: str
     options: Mapping[str, Any]
     bytes: int
-    shared: int
     used: float
     in_use: bool
-    stale: str
     #: (device, inode) -> bytes
     files: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
@@ -151,12 +139,8 @@ def engines_root() -> Path:
 
 def cached_engines() -> list[CachedEngine]:
     """Return the engines of the cache, the last used first."""
-    found = [_described(path) for path in engines_root().glob(f"*{RECORD}")]
-    engines = sorted((e for e in found if e), key=lambda e: -e.used)
-    count = Counter(file for e in engines for file in e.files)
-    return [
-        replace(e, shared=sum(n for file, n in e.files.items() if count[file] > 1)) for e in engines
-    ]
+    found = map(_described, engines_root().glob(f"*{RECORD}"))
+    return sorted((e for e in found if e), key=lambda e: -e.used)
 
 
 def disk_bytes(engines: Iterable[CachedEngine]) -> int:
@@ -234,18 +218,18 @@ def _downloaded(absent: AbsentWeights, download: Consent) -> None:
 
 
 def _hash(spec: Spec | None, options: BuildOptions) -> str:
-    device = options.device or find_backend(options.backend).devices[0]
     facts = {
         "spec": spec and spec.digest(),
-        "options": _given(options) | {"device": device},
+        "options": _given(options) | {"device": _device(options)},
         "files": _files(options),
         "versions": _versions(options),
     }
-    return _digest(facts)[:12]
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _digest(facts: Any) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+def _device(options: BuildOptions) -> str:
+    return options.device or find_backend(options.backend).devices[0]
 
 
 def _files(options: BuildOptions) -> list[list[Any]]:
@@ -258,26 +242,12 @@ def _files(options: BuildOptions) -> list[list[Any]]:
 def _versions(options: BuildOptions) -> list[Any]:
     """Return the versions of what builds and runs an engine: of g4ir, and of the packages of its
     backend alone, so that others can be installed; and the machine."""
-    backend = find_backend(options.backend)
-    device, machine = options.device or backend.devices[0], ""
+    backend, device, machine = find_backend(options.backend), _device(options), ""
     with suppress(G4Error, RuntimeError, AssertionError):  # no such device: the build says so
         backend = backend.aimed(options.target)
         machine = backend.machine(device)
     packages = {name: _version(name) for name in backend.packages(device)}
     return [__version__, FORMAT, machine, packages]
-
-
-def _stale(facts: Mapping[str, Any]) -> str:
-    """Return why a record's engine is no longer loaded for its model; nothing if it is."""
-    known = {f.name for f in fields(BuildOptions)}
-    given = {name: value for name, value in facts["options"].items() if name in known}
-    try:
-        if facts.get("versions") != _versions(BuildOptions(**given)):
-            return "of other versions"
-        same = all(json.loads(json.dumps(_identity(f[0]))) == f for f in facts["files"])
-    except (G4Error, TypeError, IndexError):
-        return "of other options"
-    return "" if same else "its files changed"
 
 
 def _given(options: BuildOptions) -> dict[str, Any]:
@@ -333,176 +303,77 @@ def _take(
         return
     if path in _in_use:  # somebody deleted the directory: this process would wait for itself
         os.close(_in_use.pop(path))
-    facts: dict[str, Any] = {"model": model, "options": _given(options)}
-    facts |= {"versions": _versions(options), "files": _files(options)}
     while path not in _in_use:
         held = _locked(path, fcntl.LOCK_SH, progress)
-        if not is_engine(path):
-            os.close(held)
-            held = _locked(path, fcntl.LOCK_EX, progress)
+        if is_engine(path) and os.fstat(held).st_size:
+            os.utime(held)
+            _in_use[path] = held
+            return
+        os.close(held)
+        held = _locked(path, fcntl.LOCK_EX, progress)
         try:
-            _describe(held, facts)
+            _describe(held, {"model": model, "options": _given(options)})
             if not is_engine(path):
-                _build(path, spec, options, progress, held)
-            fcntl.flock(held, fcntl.LOCK_SH)
-            # The exclusive lock ends before the shared one begins: in between the engine may have
-            # been removed, and its record be another file.
-            if _is_record(held, path) and is_engine(path):
-                os.utime(held)
-                _in_use[path] = held
+                _build(path, spec, options, progress)
         except BaseException:
             if not is_engine(path):
                 _record(path).unlink(missing_ok=True)
-            os.close(held)
             raise
-        if path not in _in_use:
+        finally:  # a lock cannot be converted: until it is taken again others may remove the engine
             os.close(held)
 
 
 def _describe(held: int, facts: Mapping[str, Any]) -> None:
-    """Write the facts of an engine to its record, unless they are there; EngineError if the disk
-    has no room."""
-    if os.fstat(held).st_size:
-        return
+    """Write the facts of an engine to its record; EngineError if the disk has no room."""
     try:
-        os.pwrite(held, json.dumps(facts, default=str).encode(), 0)
+        os.ftruncate(held, os.pwrite(held, json.dumps(facts, default=str).encode(), 0))
     except OSError as e:
         what = f"cannot write the record of an engine in {engines_root()}: {e.strerror}"
         raise EngineError(f"{what}; make room there, or move the cache") from None
 
 
-def _build(
-    path: Path, spec: Spec | None, options: BuildOptions, progress: Progress, held: int
-) -> None:
-    """Build an engine, whose record is open and locked exclusively; remove what killed builds
-    left. Weight files that an engine of the cache has are linked."""
+def _build(path: Path, spec: Spec | None, options: BuildOptions, progress: Progress) -> None:
+    """Build an engine whose record is locked; remove what killed builds left."""
     _clear(path)
     for left in path.parent.glob(f".*{BUILDING}*"):
         other = path.parent / left.name[1:].partition(BUILDING)[0]
         if other == path or remove(other):
             shutil.rmtree(left, ignore_errors=True)
     progress(f"building {path.name}")
-    backend = find_backend(options.backend)
-    with backend.about_to_compile(options.device or backend.devices[0]):
+    with find_backend(options.backend).about_to_compile(_device(options)):
         prepared = prepare(spec, options)
         try:
-            key = _weights_key(prepared, options)
-            _amend(held, {"weights": key})
-            with _donor(path, key) as donor:
-                write_engine(replace(prepared, donor=donor), path, progress)
+            write_engine(prepared, path, progress)
         finally:
             prepared.source.close()
     if not path.name.endswith(_hash(spec, options)):
         _clear(path)
         raise EngineError(f"{options.checkpoint} changed while it was read; try again")
+    _share_weights(path)
 
 
-# --- weight files of several engines ------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Donor:
-    """An engine of the cache that has the weight files of one that is built, and their digests."""
-
-    path: Path
-    files: Mapping[str, StoredFile]
-
-    def link_to(self, folder: Path) -> bool:
-        """Link the files into a folder, none if one of them is not what it was; no engine's file is
-        ever written in place."""
-        for name, stored in self.files.items():
-            if not _linked(self.path / name, folder / name, stored.sha256):
-                for done in self.files:
-                    (folder / done).unlink(missing_ok=True)
-                return False
-        return True
-
-
-def _linked(file: Path, new: Path, digest: str) -> bool:
-    """Link a file of this digest under another name, or copy it where the file system has no links;
-    False, and nothing done, if its digest is another."""
-    if sha256(file) != digest:
-        return False
-    try:
-        os.link(file, new)
-    except OSError:
-        shutil.copyfile(file, new)
-    return True
-
-
-def _weights_key(p: Prepared, options: BuildOptions) -> str | None:
-    """Return a digest of all that the weight files of an engine follow from; None without any."""
-    if not isinstance(p.weights, PackedWeights):
-        return None
-    params = p.packing.program.params().values()
-    facts = {
-        "version": [__version__, FORMAT],
-        "files": _files(options),
-        "spec": p.config.spec.digest(),
-        "drafter": p.config.drafter and p.config.drafter.digest(),
-        "seed": options.random_weights,
-        "adapters": [str(a) for a in _listed(options.adapter)],
-        "calibrated": options.calibrate and str(options.calibrate),
-        "ranks": [p.config.ranks, p.config.ep],
-        "params": [f"{v}: {v.type}" for v in params],
-        "prologue": str(p.packing.prologue),
-    }
-    return _digest(facts)
-
-
-@contextmanager
-def _donor(path: Path, key: str | None) -> Iterator[Donor | None]:
-    """A context with an engine of the cache that has the same weight files, in use meanwhile; None
-    if there is none that this user built here."""
-    for record in sorted(engines_root().glob(f"*{RECORD}")) if key else ():
-        other = record.with_name(record.name.removesuffix(RECORD))
-        if other == path or _facts_of(record).get("weights") != key:
-            continue
-        held = _open_record(other)
-        try:
-            if found := _donor_of(other, held):
-                yield found
-                return
-        finally:
-            os.close(held)
-    yield None
-
-
-def _donor_of(path: Path, held: int) -> Donor | None:
-    """Return an engine that can give its files while its record is open; None if it cannot."""
-    try:
-        fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if not _is_record(held, path):
-            return None
-        manifest = read_manifest(path)
-        if (decision := find_decision(manifest.digest)) is None or decision.why != BUILT:
-            return None
-    except (G4Error, OSError):
-        return None
-    files = {n: f for n, f in manifest.files.items() if n.startswith(PACKED)}
-    return Donor(path, files) if files else None
+def _share_weights(path: Path) -> None:
+    """Let weight files of a new engine be those of another one of the cache that has the same
+    bytes, where the file system has links; no engine's file is ever written in place."""
+    own = {n: f for n, f in read_manifest(path).files.items() if n.startswith(PACKED)}
+    for manifest in engines_root().glob(f"[!.]*/{MANIFEST}"):
+        other = manifest.parent
+        with (
+            suppress(G4Error, OSError),  # it is damaged, or removed at the moment
+            TemporaryDirectory(dir=path.parent, prefix=f".{path.name}{BUILDING}") as folder,
+        ):
+            known = read_manifest(other).files if own and other != path else {}
+            for name in [n for n, f in own.items() if known.get(n) == f]:
+                os.link(other / name, Path(folder, name))
+                if sha256(Path(folder, name)) == own[name].sha256:
+                    os.replace(Path(folder, name), path / name)
+                    del own[name]
 
 
 def _clear(path: Path) -> None:
     """Remove an engine directory; a part of one is no engine."""
     (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _amend(held: int, facts: Mapping[str, Any]) -> None:
-    """Add facts to a record that is locked exclusively."""
-    known = json.loads(os.pread(held, os.fstat(held).st_size, 0))
-    raw = json.dumps(known | facts, default=str).encode()
-    os.pwrite(held, raw, 0)
-    os.ftruncate(held, len(raw))
-
-
-def _facts_of(record: Path) -> dict[str, Any]:
-    """Return the facts of a record; none of one that is damaged, or of an earlier version."""
-    with suppress(OSError, ValueError):
-        found = json.loads(record.read_text())
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 def _record(path: Path) -> Path:
@@ -535,26 +406,18 @@ def _is_record(held: int, path: Path) -> bool:
 
 def _described(record: Path) -> CachedEngine | None:
     path = record.with_name(record.name.removesuffix(RECORD))
-    try:
-        facts = json.loads(record.read_text())
-        used, in_use = record.stat().st_mtime, _is_used(path)
-        every = [*(f for f in path.rglob("*") if f.is_file()), *_kernels(path)]
-        files = {(s.st_dev, s.st_ino): s.st_size for s in map(os.stat, every)}
-    except (OSError, ValueError):  # it is removed at the moment, or its record is damaged
-        return None
     if not is_engine(path):  # it is built at the moment
         return None
-    return CachedEngine(
-        path,
-        facts["model"],
-        facts["options"],
-        bytes=sum(files.values()),
-        shared=0,
-        used=used,
-        in_use=in_use,
-        stale=_stale(facts),
-        files=files,
-    )
+    try:
+        facts = json.loads(record.read_text())
+        every = [*(f for f in path.rglob("*") if f.is_file()), *_kernels(path)]
+        files = {(s.st_dev, s.st_ino): s.st_size for s in map(os.stat, every)}
+        used, size = record.stat().st_mtime, sum(files.values())
+        return CachedEngine(
+            path, facts["model"], facts["options"], size, used, _is_used(path), files
+        )
+    except (OSError, ValueError):  # it is removed at the moment, or its record is damaged
+        return None
 
 
 def _kernels(path: Path) -> list[Path]:

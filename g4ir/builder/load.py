@@ -73,6 +73,12 @@ def load_engine(
     options = {"check_weights": check_weights, **how}
     digest = found.manifest.digest
     runtime = lead(group, str(found.path), digest, options, opens) if group else opens()
+    return engine_of(found, runtime, ple_placement)
+
+
+def engine_of(found: Artefact, runtime: Runtime, ple_placement: str | None = None) -> Engine:
+    """Return the engine of an open directory, whose runtime runs here."""
+    c = found.config
     placed = find_placement(ple_placement or c.ple_placement, c.spec, c.device)
     params = found.packing.program.graphs["embed"].params
     return _engine(found, runtime, {v.name: _table(runtime, v, placed, c.device) for v in params})
@@ -86,10 +92,9 @@ def _check_huge_pages(found: Artefact) -> None:
         raise EngineError(f"{found.path}: huge pages are Linux's alone; leave huge_pages out")
 
 
-def described(path: Path) -> Engine:
+def described(found: Artefact) -> Engine:
     """Return an engine of several ranks, or of another machine's GPU: it has its facts, and refuses
     to run."""
-    found = open_artefact(path)
     why = _of_ranks(found, 1) if found.config.ranks > 1 else _not_here(found)
     return _engine(found, Refusing(why), {})
 
@@ -112,7 +117,7 @@ def open_runtime(
     progress: Progress,
     group: Group | None = None,
     *,
-    cuda_graph: bool,
+    cuda_graph: bool = True,
     trust: bool,
     huge_pages: bool = False,
 ) -> Runtime:

@@ -18,8 +18,9 @@ import torch
 from g4ir.artefact.directory import LinkedWeights, MergedWeights
 from g4ir.builder.build import agreed_spec
 from g4ir.builder.load import open_weights
+from g4ir.builder.module import refusals_of_transformers, text_model
 from g4ir.engine.engine import Engine
-from g4ir.errors import InputError, MissingError
+from g4ir.errors import InputError
 from g4ir.ir.graph import Node
 from g4ir.ir.names import layer_of
 from g4ir.ir.wide import WideProducts
@@ -34,9 +35,7 @@ from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.quant.rewrite import weights_of
-from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress
-from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.formats import is_coded
 from g4ir.weights.origin import CheckpointDirectory, Origin, find_origin, snapshot_of
 from g4ir.weights.random import random_weights
@@ -44,29 +43,6 @@ from g4ir.weights.random import random_weights
 from .reference import acting
 
 Tensor = torch.Tensor
-
-
-def need_transformers(asked: str) -> None:
-    """MissingError, which says what asked for it, where transformers does not know the model."""
-    try:
-        from transformers import Gemma4ForCausalLM  # noqa: F401
-    except ImportError as e:
-        raise MissingError(
-            f"{asked} needs transformers 5.17 or newer: `pip install 'g4ir[hf]'`"
-        ) from e
-
-
-@contextmanager
-def refusals_of_transformers(what: str) -> Iterator[None]:
-    """A context that raises InputError if transformers refuses a config or a checkpoint; its
-    strict config classes have errors of their own."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    kinds = (OSError, ValueError, RuntimeError, KeyError, TypeError, StrictDataclassError)
-    try:
-        yield
-    except kinds as e:
-        raise InputError(f"transformers cannot load {what}: {' '.join(str(e).split())}") from e
 
 
 def cache_argument(f: Callable[..., Any]) -> str:
@@ -122,34 +98,9 @@ def hf_model(
         assert seed is not None
         source = random_weights(engine.spec, seed, dtype, device)
     try:
-        return _filled(engine.spec, source, dtype, device, attention)
+        return text_model(engine.spec, source, dtype, device, attention)
     finally:
         source.close()
-
-
-def _filled(spec: Spec, source: Checkpoint, dtype: torch.dtype, device: str, attention: str) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    values = spec.to_hf()
-    with refusals_of_transformers(f"the config of spec {spec.name}"), torch.device("meta"):
-        config = AutoConfig.for_model(**values.get("text_config", values))
-        config._attn_implementation = attention
-        model = AutoModelForCausalLM.from_config(config)
-    model = model.to(dtype).to_empty(device=device).eval()
-    named = dict(model.model.state_dict())
-    if not spec.text.tie_word_embeddings:
-        named[HEAD] = model.lm_head.weight
-    with torch.no_grad():
-        for name, t in named.items():
-            t.copy_(source.tensor(name))
-            source.release(name)
-        # Constants that are no checkpoint tensors: rope frequencies and embedding scales.
-        model.model.rotary_emb = type(model.model.rotary_emb)(config)
-        for module in model.modules():
-            if type(module).__name__.endswith("ScaledWordEmbedding"):
-                module.embed_scale = torch.tensor(module.scalar_embed_scale)
-    model.tie_weights()
-    return model.to(device)
 
 
 def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Progress) -> Any:

@@ -9,12 +9,12 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
+from g4ir.builder.module import need_transformers
 from g4ir.engine.engine import Engine
 from g4ir.ui.progress import Progress
 
 from .hf import (
     cache_argument,
-    need_transformers,
     other_attention,
     round_activations,
     rounding_caches,

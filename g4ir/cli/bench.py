@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from g4ir.artefact.directory import is_engine, read_manifest
+from g4ir.artefact.directory import is_engine, open_artefact, read_manifest
 from g4ir.errors import InputError
 from g4ir.spec.record import SUFFIXES
 from g4ir.ui import console
@@ -128,7 +128,7 @@ class Bench(Verb):
 
         model = self.engines[0]
         if is_engine(Path(model)):
-            gguf_file(described(Path(model)), self.checkpoint)
+            gguf_file(described(open_artefact(Path(model))), self.checkpoint)
         else:
             found = self._checkpoint()
             gguf_path(existing_origin(found) if found else None, model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from g4ir.errors import EngineError, G4Error, InputError, check_all
 from g4ir.ir.graph import Graph
 from g4ir.passes import PASSES, Dump
 from g4ir.plan.footprint import Footprint
-from g4ir.plan.options import BuildOptions
+from g4ir.plan.options import BuildOptions, words_of
 from g4ir.spec.record import SUFFIXES, Spec, spec_names
 from g4ir.ui import console
 from g4ir.ui.files import free_bytes
@@ -176,29 +176,17 @@ def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) 
         check_space(p, out)
     except EngineError as e:
         short.append(str(e))
-    found = p.backend.dry_run(p, progress)
-    verdict, plan = _verdict(p, short), _plan(p, out)
+    plan = _plan(p, out) | p.backend.dry_run(p, progress)
+    verdict = _verdict(p, short)
     if as_json:
-        emit({"verdict": verdict, "short": short} | plan | found)
+        emit({"verdict": verdict, "short": short} | plan)
         return int(bool(short))
     print(verdict)
-    chosen = {n: v for n, v in p.config.settings.items() if v != p.backend.settings[n].default}
-    plan |= {
-        "settings": chosen,
-        "memory": None,
-        "media": plan["media"] if p.config.media.kinds else None,
-    }
-    kept = {k: v for k, v in plan.items() if v not in USUAL and (k, v) not in AT_REST}
-    for key, value in (kept | {k: v for k, v in found.items() if v not in EMPTY}).items():
-        print(f"{key:<14} {_planned(key, value)}")
+    for key, value in plan.items():
+        size = key.endswith("_bytes") or key == "disk_free"
+        if value not in (None, False, 0, "off", "none", [], (), {}):
+            print(f"{key:<14} {size_text(value) if size else words_of(value)}")
     return int(bool(short))
-
-
-#: of a plan as text, what is left out
-AT_REST = (("ranks", 1),)
-#: values that tell nothing, and those of options that are off
-EMPTY: tuple[Any, ...] = (None, [], {})
-USUAL = (*EMPTY, False, "off")
 
 
 def _verdict(p: Prepared, short: list[str]) -> str:
@@ -215,24 +203,10 @@ def _verdict(p: Prepared, short: list[str]) -> str:
 def _plan(p: Prepared, out: Path) -> dict[str, Any]:
     from g4ir.builder.build import disk_bytes
 
-    c, memory = p.config, Footprint(p.config, p.backend, p.packing).built
+    memory = Footprint(p.config, p.backend, p.packing).built
     return {
-        "variant": c.spec.name,
-        "backend": p.backend.name,
-        "device": c.device,
-        "dtype": c.dtype,
-        "ranks": c.ranks,
-        "ep": c.ep,
-        **asdict(c.limits),
-        "all_logits": c.all_logits,
-        "skipped_passes": list(c.skip),
-        "latent_kv": c.latent_kv,
-        "kv_dtype": c.kv_dtype,
-        "ple_placement": c.ple_placement,
-        "settings": dict(c.settings),
-        "media": c.media.to_dict(),
-        "quant": c.quant.name if c.quant else None,
-        "quant_activations": c.activations,
+        "variant": p.config.spec.name,
+        **p.config.as_options(),
         "weights": p.weights.kind if p.weights else "absent",
         "param_bytes": p.param_bytes(),
         "cache_bytes": p.cache_bytes(),
@@ -243,20 +217,3 @@ def _plan(p: Prepared, out: Path) -> dict[str, Any]:
         "disk_free": free_bytes(out),
         "out": str(out),
     }
-
-
-def _planned(key: str, value: Any) -> str:
-    if key.endswith("_bytes") or key == "disk_free":
-        return size_text(value) if value else "none"
-    return _plain(value)
-
-
-def _plain(value: Any, between: str = ", ") -> str:
-    """Return a value in words; of a table, the keys that have one."""
-    if isinstance(value, dict):
-        value = [f"{k} {_plain(v, ' ')}" for k, v in value.items() if v not in (None, (), [])]
-    if isinstance(value, list | tuple):
-        return between.join(map(_plain, value)) or "none"
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -7,11 +7,12 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from g4ir.errors import InputError
+from g4ir.plan.options import flags_of
 from g4ir.ui import compiler_cache
 from g4ir.ui.units import size_text
 
 from .common import output
-from .verb import Verb, argument, flag_of
+from .verb import Verb, argument
 
 if TYPE_CHECKING:
     from g4ir.builder.library import CachedEngine
@@ -23,7 +24,6 @@ class Engines(Verb):
     action: list: size, last use and model of each (default); rm: remove; path: print the folder
     names NAME: engines to remove, as listed
     all: remove every engine that no process uses
-    stale: remove engines of other versions, or of files that changed: they are not loaded any more
     cache: remove the compiler cache, alone or too
     """
 
@@ -31,7 +31,6 @@ class Engines(Verb):
     action: Literal["list", "rm", "path"] = argument("?", default="list")
     names: list[str] = argument("*")
     all: bool = False
-    stale: bool = False
     cache: bool = False
 
     def __call__(self) -> int:
@@ -41,8 +40,8 @@ class Engines(Verb):
             return output(self.json, {"path": str(engines_root())}, f"{engines_root()}\n")
         if self.action == "rm":
             return self._remove()
-        if self.names or self.all or self.stale or self.cache:
-            flags = "names, --all, --stale and --cache"
+        if self.names or self.all or self.cache:
+            flags = "names, --all and --cache"
             raise InputError(f"engines {self.action}: {flags} are for `g4ir engines rm`")
         found, cache = cached_engines(), compiler_cache.size()
         rows = [_row(e) for e in found]
@@ -58,29 +57,23 @@ class Engines(Verb):
         from g4ir.builder.library import cached_engines, disk_bytes, remove
 
         known = {e.path.name: e for e in cached_engines()}
-        ways = (bool(self.names), self.all, self.stale)
-        if sum(ways) > 1 or not (any(ways) or self.cache):
-            ways_text = "names, as `g4ir engines` lists them, --all or --stale"
-            raise InputError(f"engines rm: give either {ways_text}, or --cache")
-        if unknown := [name for name in self.names if name not in known]:
+        names = list(known) if self.all else self.names
+        if (self.names and self.all) or not (names or self.all or self.cache):
+            ways = "names, as `g4ir engines` lists them, or --all, or --cache"
+            raise InputError(f"engines rm: give either {ways}")
+        if unknown := [name for name in names if name not in known]:
             raise InputError(f"engines rm {unknown[0]}: no such engine; `g4ir engines` lists them")
-        chosen = known if self.all else {n: e for n, e in known.items() if self.stale and e.stale}
-        names = self.names or list(chosen)
+        before = disk_bytes(known.values()) + compiler_cache.size()
         removed = [name for name in names if remove(known[name].path)]
         kept = [name for name in names if name not in removed]
         if kept and self.names:
             raise InputError(f"engines rm {kept[0]}: a process uses it; end that first")
-        remaining = [e for name, e in known.items() if name not in removed]
-        freed = disk_bytes(known.values()) - disk_bytes(remaining)
-        if self.cache:
-            size = compiler_cache.size()
-            if not compiler_cache.delete_all():
-                why = "a build uses the compiler cache; end that first"
-                raise InputError(f"engines rm --cache: {why}")
-            freed += size
-            removed += ["compiler cache"] if size else []
-        text = f"removed {len(removed)}, {size_text(freed)}\n" if removed else "nothing to remove\n"
-        return output(self.json, {"removed": removed, "in_use": kept, "bytes": freed}, text)
+        if self.cache and not compiler_cache.delete_all():
+            why = "a build uses the compiler cache; end that first"
+            raise InputError(f"engines rm --cache: {why}")
+        freed = before - disk_bytes(cached_engines()) - compiler_cache.size()
+        facts = {"removed": removed, "in_use": kept, "bytes": freed}
+        return output(self.json, facts, f"freed {size_text(freed)}\n")
 
 
 def _row(e: CachedEngine) -> dict[str, Any]:
@@ -90,21 +83,10 @@ def _row(e: CachedEngine) -> dict[str, Any]:
 
 def _line(e: CachedEngine) -> str:
     """Return size, last use, model and the options of its build that are not the default."""
-    options = " ".join(
-        flag_of(name) if value is True else f"{flag_of(name)} {_words(value)}"
-        for name, value in e.options.items()
-        if name != "checkpoint"
-    )
-    shared = f" ({size_text(e.shared)} shared)" if e.shared else ""
-    notes = "".join(f", {note}" for note in (e.in_use and "in use", e.stale) if note)
-    named = f"{e.path.name}  {size_text(e.bytes)}{shared}  used {_when(e.used)}{notes}"
+    options = " ".join(flags_of({**e.options, "checkpoint": None}))
+    notes = ", in use" if e.in_use else ""
+    named = f"{e.path.name}  {size_text(e.bytes)}  used {_when(e.used)}{notes}"
     return f"{named}  {e.model}{options and f'  {options}'}\n"
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{k}={v}" for k, v in value.items())
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _when(seconds: float) -> str:

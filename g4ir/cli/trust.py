@@ -13,11 +13,8 @@ from g4ir.artefact.directory import open_artefact
 from g4ir.artefact.trust import provenance
 from g4ir.errors import InputError
 from g4ir.model.media import offered
-from g4ir.ops.types import ITEMSIZE, TORCH_NAMES
-from g4ir.plan.count import counts
-from g4ir.plan.plan import make_plan
+from g4ir.ops.types import TORCH_NAMES
 from g4ir.quant.rewrite import weights_of
-from g4ir.ui.units import count_text, size_text
 
 from .common import output
 from .models import Model, named_model
@@ -42,20 +39,17 @@ class Inspect(Verb):
 def _stated(word: str, model: Model) -> dict[str, str]:
     """Return the facts of a model that is no engine; plain text by name."""
     spec, held = model.spec, model.held
-    size = counts(spec).text * ITEMSIZE[spec.dtype]
-    if held:
-        size = make_plan(spec, ctx=1, held=held).weights_as(held.name).decoder
     schemes = held.schemes(weights_of(spec)).values() if held else ()
-    forms = ", ".join(f"{n} {form}" for form, n in Counter(s.form for s in schemes).items())
-    longest = count_text(spec.text.max_position_embeddings)
+    forms = Counter(s.form for s in schemes)
     return {
         "model": word,
         "variant": f"{spec.name} ({spec.hub or 'no hub id'})",
         "digest": spec.digest(),
-        "layers": f"{spec.text.num_hidden_layers}, up to {longest} tokens",
+        "layers": str(spec.text.num_hidden_layers),
+        "positions": str(spec.text.max_position_embeddings),
         "takes": ", ".join(("text", *offered(spec))),
-        "weights": f"{size_text(size)} of the text model, {TORCH_NAMES[spec.dtype]}",
-        **({"quantised": forms} if forms else {}),
+        "dtype": TORCH_NAMES[spec.dtype],
+        "quantised": ", ".join(f"{n} {form}" for form, n in forms.items()) or "none",
         "engine": "none: `run`, `chat` and `serve` build one on first use",
     }
 

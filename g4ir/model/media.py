@@ -190,17 +190,18 @@ def find_media(
     )
 
 
-def build_words(media: Media, spec: Spec) -> list[str]:
-    """Return the options of `g4ir build` that ask for this choice."""
-    words = ["--media", ",".join(media.kinds) or "none"]
-    if media.default:
-        others = [b for b in media.budgets if b != media.default]
-        words += ["--image-budget", ",".join(map(str, (media.default, *others)))]
+def media_options(media: Media, spec: Spec) -> dict[str, Any]:
+    """Return the options of a build that ask for this choice."""
+    others, seconds = [b for b in media.budgets if b != media.default], []
     if media.lengths:
         audio = audio_settings(spec)
         least = [bisect_left(range(MOST_SAMPLES), n, key=audio.soft_tokens) for n in media.lengths]
-        words += ["--audio-seconds", ",".join(f"{s / audio.sampling_rate:.6f}" for s in least)]
-    return words
+        seconds = [f"{samples / audio.sampling_rate:.6f}" for samples in least]
+    return {
+        "media": ",".join(media.kinds) or "none",
+        "image_budgets": [media.default, *others] if media.default else None,
+        "audio_seconds": seconds,
+    }
 
 
 def _kinds(spec: Spec, kinds: str | Sequence[str]) -> tuple[str, ...]:

@@ -146,25 +146,6 @@ def _of_tower(name: str) -> str | None:
     return _TOWER_LAYER.get(name)
 
 
-#: modules of a layer whose values need no weight of theirs, by the beginning of the value's name
-_VALUES = {
-    "attn.v.norm": "self_attn.v_norm",
-    "attn.": "self_attn",
-    "mlp.": "mlp",
-    "moe.router_in": "router.norm",
-}
-
-
-def value_module(name: str) -> str:
-    """Return the module of the text model that computes a value without a weight:
-    `L3.attn.merged` -> `layers.3.self_attn`, `L3.mid` -> `layers.3`; "" outside of layers."""
-    _, layer, rest = split_name(name)
-    if layer is None:
-        return ""
-    found = next((f".{module}" for start, module in _VALUES.items() if rest.startswith(start)), "")
-    return f"layers.{layer}{found}"
-
-
 #: kind of cost, by what a value is part of
 _KINDS = (
     ("attention", re.compile(r"(\w+\.)?L\d+\.attn\.")),

@@ -87,9 +87,9 @@ def require_groups(op: str, heads: Dim, groups: Dim) -> None:
     require(fits, f"{op}: {heads} query heads do not divide into {groups} groups")
 
 
-def attention_weights(q: Any, keys: Any, seen: Any, scale: float, softcap: float = 0.0) -> Any:
-    """Return the weights [B,n,nq/n,S,T] in q's dtype of q [B,S,nq,d] on keys [B,T,n,d]; `seen`
-    broadcasts to them, bool [B,n,nq/n,S,T]. A query that sees nothing has equal weights."""
+def attend(q: Any, keys: Any, values: Any, seen: Any, scale: float, softcap: float = 0.0) -> Any:
+    """Return attention [B,S,nq,d] of q over keys and values [B,T,n,d]; `seen` broadcasts to the
+    scores, bool [B,n,nq/n,S,T]. A query that sees nothing has equal weights."""
     b, s, heads, d = q.shape
     n = keys.shape[2]
     grouped = q.view(b, s, n, heads // n, d).permute(0, 2, 3, 1, 4)
@@ -97,19 +97,8 @@ def attention_weights(q: Any, keys: Any, seen: Any, scale: float, softcap: float
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-    return wide(scores).softmax(-1).to(q.dtype)
-
-
-def weighted_values(weights: Any, values: Any) -> Any:
-    """Return the sums [B,S,nq,d] of values [B,T,n,d] by the weights of `attention_weights`."""
-    out = weights @ values.permute(0, 2, 1, 3)[:, :, None]
+    out = wide(scores).softmax(-1).to(q.dtype) @ values.permute(0, 2, 1, 3)[:, :, None]
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def attend(q: Any, keys: Any, values: Any, seen: Any, scale: float, softcap: float = 0.0) -> Any:
-    """Return attention [B,S,nq,d] of q over keys and values [B,T,n,d]; `seen` broadcasts to the
-    scores, bool [B,n,nq/n,S,T]."""
-    return weighted_values(attention_weights(q, keys, seen, scale, softcap), values)
 
 
 #: of the samples: queries, their positions and tokens in the cache

@@ -13,15 +13,6 @@ from .types import ITEMSIZE, Type, Types, torch
 ROUTING = {"act": "str", "top_k": "int", "root": "float"}
 
 
-def choose_experts(scores: Any, per_expert: Any, top_k: int) -> tuple[Any, Any, Any]:
-    """Return probabilities [..., experts], weights [..., top_k] and indices of the top_k experts,
-    from scores [..., experts]; in fp32."""
-    probabilities = wide(scores).softmax(-1)
-    weights, index = torch.topk(probabilities, top_k, -1)
-    weights = weights / weights.sum(-1, keepdim=True)
-    return probabilities, weights * per_expert[index], index
-
-
 @op
 class router:
     """weights, indices of the top_k experts (rules 23, 24)
@@ -56,8 +47,9 @@ class router:
         x: Any, scale: Any, proj: Any, per_expert: Any, *, top_k: int, root: float
     ) -> tuple[Any, Any]:
         scores = torch.nn.functional.linear(x * scale * root, proj)
-        _, weights, index = choose_experts(scores, per_expert, top_k)
-        return weights, index
+        weights, index = torch.topk(wide(scores).softmax(-1), top_k, -1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        return weights * per_expert[index], index
 
     @staticmethod
     def flops(ins: Types, outs: Types, **_: Any) -> int:

@@ -12,7 +12,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any
 
-from g4ir.model.media import Media
+from g4ir.model.media import Media, media_options
+from g4ir.ops.types import TORCH_NAMES
 from g4ir.passes import PASSES, PassOptions
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.narrow_kv import NarrowOptions
@@ -88,6 +89,32 @@ def options_text() -> str:
     return "\n".join(f"    {name}: {text}" for name, text in helps)
 
 
+def words_of(value: Any) -> str:
+    """Return a value of an option as its flag takes it."""
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}={words_of(x)}" for key, x in value.items())
+    return ",".join(map(words_of, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def flags_of(values: Mapping[str, Any]) -> list[str]:
+    """Return options of a build as words of a command line; those that are off are left out."""
+    words = []
+    for f in fields(BuildOptions):
+        how, value = f.metadata["flag"], values.get(f.name)
+        flag = how.get("name") or f"--{f.name.replace('_', '-')}"
+        if value in (None, False, "off", (), [], {}):
+            continue
+        if value is True:
+            words.append(flag)
+        elif how.get("action") == "append" and not isinstance(value, str):
+            given = value.items() if isinstance(value, Mapping) else value
+            each = ("=".join(x) if isinstance(x, tuple) else str(x) for x in given)
+            words += [word for x in each for word in (flag, x)]
+        else:
+            words += [flag, words_of(value)]
+    return words
+
+
 @dataclass(frozen=True)
 class BuildConfig:
     """A spec and the options of its engine, each resolved: what graphs and sizes follow from, and
@@ -130,6 +157,20 @@ class BuildConfig:
     def activations(self) -> str:
         """The format to which inputs of products are rounded, or `off`."""
         return self.options.of(ActivationOptions).to
+
+    def as_options(self) -> dict[str, Any]:
+        """Return the options of a build that resolves to this, by their names; weights aside, and
+        draft models and quantisation by their names."""
+        own = vars(self) | asdict(self.limits) | media_options(self.media, self.spec)
+        own |= {
+            "tp": self.ranks,
+            "dtype": TORCH_NAMES[self.dtype],
+            "quant": self.quant and self.quant.name,
+            "drafter": self.drafter and self.drafter.name,
+        }
+        own |= {name: getattr(self, name) for name in ("latent_kv", "kv_dtype", "draft_tokens")}
+        own |= {"quant_activations": self.activations}
+        return {f.name: own[f.name] for f in fields(BuildOptions) if f.name in own}
 
     def packing(self, backend: PlannedBackend, **how: Any) -> Packing:
         """Return the graphs of its engine, or of one of its ranks, as a backend loads them, and the

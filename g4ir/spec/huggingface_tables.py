@@ -41,7 +41,6 @@ class Family:
     ignored: str = ""
     chat: str = CHAT_FORMS[0]
     text: dict[str, bool] = field(default_factory=dict)
-    heads_first: bool = False
     prefixes: dict[str, list[str]] = field(default_factory=dict)
 
     @property

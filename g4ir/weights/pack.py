@@ -323,12 +323,17 @@ def rank_files(files: Iterable[Path], rank: int) -> list[Path]:
     return sorted(f for f, own in named if own is None or int(own[1]) == rank)
 
 
+def stored_params(folder: Path, rank: int) -> StoredParams:
+    """Return the packed params of a rank of the engine in a folder."""
+    return StoredParams.open(rank_files(folder.glob("*.safetensors"), rank))
+
+
 def params_of_rank(params: ParamSource, folder: Path, rank: int) -> ParamSource:
     """Return what another rank of an engine has, from what one of them has."""
     if isinstance(params, MadeParams):
         share = params.share and replace(params.share, rank=rank)
         return replace(params, share=share, _made={})
-    return StoredParams.open(rank_files(folder.glob("*.safetensors"), rank))
+    return stored_params(folder, rank)
 
 
 def write_shares(

@@ -113,7 +113,7 @@ def test_a_report_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     words = "build --variant tiny-dense --backend trt --media none --dtype float32 --tp 2 --dry-run"
     assert main(words.split()) == 0
     said = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
-    assert said["ranks"] == "2" and int(said["network"].split()[0]) > 100
+    assert said["tp"] == "2" and int(said["network"].split()[0]) > 100
 
 
 # --- engines ----------------------------------------------------------------------------------
