@@ -9,7 +9,6 @@ import pty
 import re
 import select
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -88,8 +87,8 @@ def test_quotes_that_do_not_end() -> None:
 # --- what is shown ----------------------------------------------------------------------------
 
 
-def shown(events: Sequence[Event], terminal: bool, hidden: bool = False) -> str:
-    screen, out = Screen(terminal, hidden), io.StringIO()
+def shown(events: Sequence[Event], terminal: bool) -> str:
+    screen, out = Screen(terminal), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", out)
         for event in events:
@@ -112,7 +111,6 @@ def test_what_a_terminal_is_shown() -> None:
     """No order of the model reaches it."""
     call = '{"name": "f", "arguments": {"a": "é"}}\n'
     assert shown(EVENTS, True) == f"\x1b[2mhm\\x1b[1m.\x1b[0m\na\n{call}b\n"
-    assert shown(EVENTS, True, True) == f"\x1b[2m(thinking)\x1b[0m\na\n{call}b\n"
     assert shown(EVENTS[:1], True) == "\x1b[2mhm\\x1b[1m\x1b[0m\n"
 
 
@@ -336,11 +334,8 @@ def test_a_terminal(at_terminal: Callable[..., Terminal], tmp_path: Path) -> Non
 
 
 def test_lines_of_a_terminal(at_terminal: Callable[..., Terminal], tmp_path: Path) -> None:
-    """Pasted lines are one message, paths are completed, and thoughts can be hidden."""
-    t = at_terminal([THINKING, WORDS, WORDS], "--hide-reasoning")
-    t.ask("hello")
-    before = t.until("hi €\r\n")
-    assert "(thinking)" in before and "hm" not in before
+    """Pasted lines are one message, and paths are completed."""
+    t = at_terminal([WORDS])
     t.ask("\x1b[200~def f():\r    return 1\r\r/bye\x1b[201~", "w1_ w2_\r\n")
     (tmp_path / "one.txt").write_text("x")
     t.ask(f"/file {tmp_path}/on\t", "tokens, for the next message")
@@ -348,23 +343,7 @@ def test_lines_of_a_terminal(at_terminal: Callable[..., Terminal], tmp_path: Pat
     t.ask("/bye")
     assert t.end() == 0
     saved = [m["content"] for m in json.loads((tmp_path / "talk.json").read_text())["messages"]]
-    assert saved[2:] == ["def f():\n    return 1\n\n/bye", "w1_ w2_"]
-
-
-def test_an_engine_that_cannot_chat_is_refused_before_its_weights_are_loaded(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("g4ir.builder.load.load_engine", lambda *a, **k: pytest.fail("loaded"))
-    for words in (("chat", tmp_path / "e"), ("run", tmp_path / "e", "--chat", "--prompt", "x")):
-        shutil.rmtree(tmp_path / "e", ignore_errors=True)
-        shutil.copytree(folder, tmp_path / "e")
-        file = tmp_path / "e" / "tokenizer.json"
-        text = file.read_text().replace("<|turn>", "<|torn>")
-        file.write_text(text.replace("<start_of_turn>", "<start_of_torn>"))
-        assert "no turns of a chat" in refused(*words)
-        file.unlink()
-        said = refused(*words)
-        assert "no tokenizer.json" in said and "which a chat needs" in said
+    assert saved == ["def f():\n    return 1\n\n/bye", "w1_ w2_"]
 
 
 def test_the_examples_of_the_guide(

@@ -37,14 +37,12 @@ class Chat(OnEngine):
     """Talk with an engine.
 
     media FILE: KIND file of the first message (repeat)
-    hide_reasoning: hide the reasoning
     max_new_tokens N: maximum number of generated tokens per answer (default: what fits)
     """
 
     json: bool = False
     talk: talking.Talk
     media: list[tuple[str, str]] = flag((), each=KINDS)
-    hide_reasoning: bool = False
     sampling: talking.Sampling
     draft: Draft
     load: Load
@@ -55,7 +53,6 @@ class Chat(OnEngine):
         for kind, path in self.media:
             check_there(kind, path)
         path = self.with_engine(self.draft).engine
-        talking.check_turns(Path(path))
         with (
             console.Progress() as progress,
             closing(self.load.to_generate(path, progress)) as engine,
@@ -66,7 +63,7 @@ class Chat(OnEngine):
 
     def _with(self, talk: ChatSession) -> int:
         terminal = sys.stdin.isatty() and sys.stdout.isatty() and not self.json
-        repl = Repl(talk, talking.Screen(terminal, self.hide_reasoning), self.json)
+        repl = Repl(talk, talking.Screen(terminal), self.json)
         for kind, path in self.media:
             repl.attach(kind, path)
         if not terminal:

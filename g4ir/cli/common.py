@@ -91,7 +91,14 @@ class Programs(Part):
 
     def engine(self, path: str | Path, progress: Callable[[str], None], **how: Any) -> Engine:
         """Load an engine; `how`: further arguments of load_engine."""
-        return load(path, progress, threads=self.threads, trust=self.trust, **how)
+        import torch
+
+        from g4ir.builder.load import load_engine
+
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        progress(f"loading {path}")
+        return load_engine(path, progress=progress, trust=self.trust, **how)
 
 
 class Load(Programs):
@@ -115,20 +122,6 @@ class Load(Programs):
         if note := engine.defaults().note:
             console.say(f"note: {note}")
         return engine
-
-
-def load(
-    path: str | Path, progress: Callable[[str], None], threads: int | None = None, **how: Any
-) -> Engine:
-    """Load an engine; `how`: arguments of load_engine."""
-    import torch
-
-    from g4ir.builder.load import load_engine
-
-    if threads:
-        torch.set_num_threads(threads)
-    progress(f"loading {path}")
-    return load_engine(path, progress=progress, **how)
 
 
 class Draft(Part):

@@ -13,7 +13,7 @@ from g4ir.model.media import KINDS, MEDIA_SETTINGS, check_there, encode_options
 from g4ir.ui import console
 
 from .common import Draft, Load, OnEngine, emit
-from .talking import Sampling, Screen, Talk, answer_summary, begun, chat_summary, check_turns
+from .talking import Sampling, Screen, Talk, answer_summary, begun, chat_summary
 from .verb import Text, TokenIds, flag, flag_of
 
 if TYPE_CHECKING:
@@ -106,8 +106,6 @@ class Run(OnEngine):
             if lines is None and self.input_jsonl is not None:  # before a MODEL is built
                 lines = opened.enter_context(Path(self.input_jsonl).open("rb"))
             path = self.with_engine(self.draft).engine
-            if self.chat:
-                check_turns(Path(path))
             progress = opened.enter_context(console.Progress())
             engine = opened.enter_context(closing(self.load.to_generate(path, progress)))
             if self.chat:

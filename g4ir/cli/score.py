@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.errors import InputError
 from g4ir.ui import console
 
-from .common import OnEngine, Programs, strict
+from .common import OnEngine, Programs, emit
 from .verb import Count, flag
 
 if TYPE_CHECKING:
@@ -99,26 +98,22 @@ def report(
     progress: console.Progress,
     head: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
-    """Print the scores as they come, then their totals; exit code 1 if one is not finite."""
+    """Print the scores, as text while they come, and totals; exit code 1 if one is not finite."""
     from g4ir.check.score import Sums, score_windows
 
-    windows = documents.windows(engines)
-    total, count = Sums(), 0
-    for one in score_windows(engines, windows, progress):
+    total, rows = Sums(), list[dict[str, Any]]()
+    for one in score_windows(engines, documents.windows(engines), progress):
         console.Progress.clear()
-        if as_json:
-            print(
-                ", " if count else '{"documents": [', json.dumps(strict(row(one))), sep="", end=""
-            )
-        else:
-            print("" if count else _heading(head, one), _line(one.name, one.sums), sep="")
-        total, count = total + one.sums, count + 1
-        sys.stdout.flush()
-    if not count:
+        if not as_json:
+            start = "" if rows else _heading(head, one)
+            print(start, _line(one.name, one.sums), sep="", flush=True)
+        total += one.sums
+        rows.append(row(one))
+    if not rows:
         raise InputError(f"{documents.jsonl}: no documents among its lines")
     if as_json:
-        print(f"], {json.dumps(strict({**head, **total.means()}))[1:]}")
-    elif count > 1:
+        emit({"documents": rows, **head, **total.means()})
+    elif len(rows) > 1:
         print(_line("all", total))
     return 0 if all(math.isfinite(x) for x in (total.nll, *(total.against or ()))) else 1
 

@@ -76,7 +76,7 @@ class Show(Verb):
         elif self.layer is not None and not _nodes_of(graph, self.layer):
             raise no_layer(graph, self.layer)
         else:
-            run_passes(graph, skip=skip, until=why, note=note, options=self.graph.pass_options())
+            run_passes(graph, skip=skip, until=why, note=note, options=self.graph.config.options)
         output(self.json, rows, "".join(f"{row['value']}: {row['reason']}\n" for row in rows))
         if not rows:
             console.say(f"{why} found no candidate in graph {graph.name}")

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4ir.errors import EngineError, InputError
+from g4ir.errors import InputError
 from g4ir.ui import console
 
 from .common import Draft
@@ -68,23 +68,6 @@ class Sampling(Part):
         return {k: v for k, v in vars(self).items() if k != "given"}
 
 
-def check_turns(folder: Path) -> None:
-    """Raise for an engine that cannot chat: EngineError without a tokenizer, InputError if the
-    tokenizer has no turns."""
-    from g4ir.chat import Vocabulary
-    from g4ir.chat.template import check_chats
-    from g4ir.engine.engine import TOKENIZER, read_tokenizer
-
-    file = folder / TOKENIZER
-    if file.is_file():
-        check_chats(Vocabulary(read_tokenizer(file, file.read_bytes())), folder)
-    elif folder.is_dir() and any(folder.glob("manifest.json")):
-        raise EngineError(
-            f"{folder} has no tokenizer.json (its checkpoint had none), which a chat needs; build "
-            f"from a checkpoint with one, or take `g4ir run {folder} --tokens IDS`"
-        )
-
-
 @contextmanager
 def begun(engine: Engine, draft: Draft, talk: Talk, sampling: Sampling) -> Iterator[ChatSession]:
     """A context with a conversation of what the flags say."""
@@ -120,8 +103,8 @@ class Screen:
     """Shows answers while they come: on a terminal reasoning dimmed, elsewhere content and calls
     alone. Calls are lines of JSON."""
 
-    def __init__(self, terminal: bool, hides_reasoning: bool = False) -> None:
-        self.terminal, self._hides_reasoning = terminal, hides_reasoning
+    def __init__(self, terminal: bool) -> None:
+        self.terminal = terminal
         self._kind = ""
         self._at_start = True
 
@@ -130,14 +113,11 @@ class Screen:
         kind, text = event.kind, event.text
         if kind not in (("content", "call", "thought") if self.terminal else ("content", "call")):
             return
-        new = kind != self._kind
         if kind == "call":
             arguments = text if event.arguments is None else event.arguments
             call = {"name": event.name, "arguments": arguments}
             text = json.dumps(call, ensure_ascii=not self.terminal) + "\n"
-        elif kind == "thought" and self._hides_reasoning:
-            text = "(thinking)" if new else ""
-        if new:
+        if kind != self._kind:
             self._line()
             self._kind = kind
             print(DIM if kind == "thought" else "", end="")
