@@ -509,7 +509,7 @@ def test_files_that_llama_cpp_does_not_read(
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    words = ("bench", file, *peer, "--checkpoint", folder)
+    words = ("bench", seeded, *peer, "--checkpoint", folder)
     assert f"{folder} is no GGUF file; bench one" in refused(*words)
     with pytest.raises(MissingError, match="runs on CPUs alone"):
         LlamaRunner(file, 1, 8, "cuda")
