@@ -5,13 +5,10 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests import selection
-from tests.durations import longest_first
 from tests.selection import ImportGraph, LeaveOut, Repository, Table, fitting, matches, read_table
 
 ROOT = Path(__file__).parents[1]
@@ -197,21 +194,6 @@ def test_conditional_tests_are_not_collected(monkeypatch: pytest.MonkeyPatch) ->
         LeaveOut("nowhere")
 
 
-def test_the_summary_counts_the_tests_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = frozenset({"backends/onnx_graph/export.py"})
-    monkeypatch.setattr(Repository, "base", lambda self, revision: "0123456789")
-    monkeypatch.setattr(Repository, "changed", lambda self, base: changed)
-    files = ("contract/test_onnx.py", "test_onnx.py", "test_spec.py")
-    passed = [SimpleNamespace(nodeid=f"tests/{f}::a", when="call") for f in files]
-    errors = [SimpleNamespace(nodeid="tests/test_onnx.py::b", when="setup")]
-    lines = list[str]()
-    stats = {"passed": passed, "error": errors, "warnings": [SimpleNamespace(nodeid="")]}
-    LeaveOut("auto").pytest_terminal_summary(SimpleNamespace(stats=stats, write_line=lines.append))
-    counts = dict(line.split(maxsplit=1) for line in lines if len(line.split()) == 3)
-    assert counts == {"unconditional": "1 tests", "ONNX": "3 tests", "ranks": "0 tests"}
-    assert "TensorRT                left out, unchanged since 01234567" in lines
-
-
 # --- tests near a change ------------------------------------------------------------------------
 
 
@@ -253,16 +235,6 @@ def test_the_nearest_tests_come_first(files: ImportGraph) -> None:
     assert files.of({"tests/test_norm.py"}, table) == {"tests/test_norm.py": 0}
     assert files.of({"specs/new.yaml"}, table) == {"tests/test_other.py": 0}
     assert files.of({"README.md", "tests/test_gone.py"}, table) == {}
-
-
-def test_a_file_that_was_never_measured_is_begun_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be the longest: begun last, it would run alone at the end."""
-    monkeypatch.setattr("tests.durations.known_seconds", lambda: {"slow": 9.0, "quick": 0.0})
-    items: list[Any] = [
-        SimpleNamespace(nodeid=f"{file}::test") for file in ("quick", "slow", "new")
-    ]
-    longest_first(items)
-    assert [item.nodeid for item in items] == ["new::test", "slow::test", "quick::test"]
 
 
 def test_as_many_as_the_budget_holds() -> None:
