@@ -92,6 +92,6 @@ class Parser(argparse.ArgumentParser):
     def _of_preset(self, e: InputError, values: Mapping[str, Any]) -> InputError:
         preset, words = find_preset(values["preset"]), re.findall(r"[\w-]+", str(e))
         own = {self.flags.name(k): v for k, v in preset.options.items() if k not in values}
-        named = [f"{flag} {v}" for flag, v in own.items() if flag in words or v in words]
-        what = f"--preset {preset.name} sets {', '.join(named)}: give another, or no preset"
-        return InputError(f"{e}; {what}") if named else e
+        named = [f for f in own if f in words] or [f for f, v in own.items() if v in words]
+        sets = f"--preset {preset.name} sets {', '.join(f'{f} {own[f]}' for f in named)}"
+        return InputError(f"{e}; {sets}: give another, or no preset") if named else e

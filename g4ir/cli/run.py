@@ -172,8 +172,10 @@ def _stream(offline: OfflineEngine, request: OfflineRequest, progress: console.P
 
     try:
         result = offline.answer(request, told)
-    finally:
+    except (KeyboardInterrupt, console.Ended):
         print(text.rest() if text else "", flush=True)
+        raise
+    print(text.rest() if text else "", flush=True)
     for note in result.request.notes:
         console.say(f"note: {note}")
     return result

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
 from g4ir.ui import console
+from g4ir.ui.table import aligned
 
 from .common import OnEngine, Programs, emit
 from .verb import Count, flag
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
 
 #: columns of the table: key of `Sums.means`, heading, format
 COLUMNS = (
-    ("tokens", "tokens", "8d"),
-    ("nll", "NLL", "10.4f"),
-    ("ppl", "perplexity", "12.2f"),
-    ("baseline_nll", "baseline", "10.4f"),
-    ("kl", "KL", "12.6f"),
-    ("same_top", "same top", "10.1%"),
+    ("tokens", "tokens", "d"),
+    ("nll", "NLL", ".4f"),
+    ("ppl", "perplexity", ".2f"),
+    ("baseline_nll", "baseline", ".4f"),
+    ("kl", "KL", ".6f"),
+    ("same_top", "same top", ".1%"),
 )
 
 
@@ -98,23 +99,23 @@ def report(
     progress: console.Progress,
     head: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
-    """Print the scores, as text while they come, and totals; exit code 1 if one is not finite."""
+    """Print the scores and their totals; exit code 1 if one is not finite."""
     from g4ir.check.score import Sums, score_windows
 
-    total, rows = Sums(), list[dict[str, Any]]()
+    total, rows, table = Sums(), list[dict[str, Any]](), list[tuple[str, Sums]]()
     for one in score_windows(engines, documents.windows(engines), progress):
-        console.Progress.clear()
-        if not as_json:
-            start = "" if rows else _heading(head, one)
-            print(start, _line(one.name, one.sums), sep="", flush=True)
         total += one.sums
         rows.append(row(one))
+        table.append((one.name, one.sums))
     if not rows:
         raise InputError(f"{documents.jsonl}: no documents among its lines")
     if as_json:
         emit({"documents": rows, **head, **total.means()})
-    elif len(rows) > 1:
-        print(_line("all", total))
+    else:
+        console.Progress.clear()
+        against = f" against {head['against']}" if head.get("against") else ""
+        print(f"{head['engine']}{against}\n" if head else "", end="")
+        print(_table([*table, *([("all", total)] if len(table) > 1 else [])]), end="", flush=True)
     return 0 if all(math.isfinite(x) for x in (total.nll, *(total.against or ()))) else 1
 
 
@@ -122,23 +123,11 @@ def means(one: Score) -> dict[str, Any]:
     return {"id": one.document, "part": one.part, **one.sums.means()}
 
 
-def _heading(head: Mapping[str, Any], one: Score) -> str:
-    means = one.sums.means()
-    names = "".join(f"{name:>{_width(form)}}" for key, name, form in COLUMNS if key in means)
-    against = f" against {head['against']}" if head.get("against") else ""
-    title = f"{head['engine']}{against}\n" if head else ""
-    return f"{title}  {'document':22}{names}\n"
-
-
-def _line(name: str, sums: Sums) -> str:
-    means = sums.means()
-    cells = "".join(
-        f"{'-':>{_width(form)}}" if means[key] is None else f"{means[key]:{form}}"
-        for key, _, form in COLUMNS
-        if key in means
-    )
-    return f"  {name:22}{cells}"
-
-
-def _width(form: str) -> str:
-    return form.rstrip("df%").partition(".")[0]
+def _table(rows: Sequence[tuple[str, Sums]]) -> str:
+    found = [(name, sums.means()) for name, sums in rows]
+    columns = {key: row for key, *row in COLUMNS if key in found[0][1]}
+    lines = [["document", *(name for name, _ in columns.values())]]
+    for name, values in found:
+        cells = ((values[key], form) for key, (_, form) in columns.items())
+        lines.append([name, *("-" if x is None else f"{x:{form}}" for x, form in cells)])
+    return aligned(lines)
