@@ -1,4 +1,4 @@
-"""`show --diff`, `show --compare` and `show --why`: what changed, where, and why not."""
+"""`show --diff`: what changed, and where."""
 
 from __future__ import annotations
 
