@@ -1,8 +1,8 @@
 """Tests chosen by what has changed in the repository.
 
 `pytest --changed-since REV` (`make test`) leaves out the conditional tests of selection.yaml whose
-paths are the same as in REV. `python -m tests.selection` (`make check`) prints the test files
-nearest to the changes, as many as fit into a budget of CPU seconds.
+paths are the same as in REV. `python -m tests.selection` (`make check`) prints the quickest test
+files near the changes, as many as fit into a budget of CPU seconds.
 
 Changes are those of the working tree, untracked files included, since REV. REV `auto` is the merge
 base with the main branch; on the main branch itself, where it was before the pull or merge that
@@ -17,11 +17,9 @@ import ast
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +100,6 @@ class Table:
             if not any(matches(path, (*group["tests"], *group["paths"])) for path in changed)
         }
 
-    def group(self, file: str) -> str:
-        """Return the first group that lists a test file; `unconditional` if there is none."""
-        groups = (name for name, g in self.conditional.items() if matches(file, g["tests"]))
-        return next(groups, "unconditional")
-
 
 def read_table() -> Table:
     return Table(**yaml.safe_load(FILE.read_text()))
@@ -117,8 +110,8 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 class LeaveOut:
-    """Pytest plugin: does not collect the conditional tests whose paths are unchanged, and prints
-    how many tests of each group ran."""
+    """Pytest plugin: does not collect the conditional tests whose paths are unchanged, and says
+    which."""
 
     def __init__(self, since: str) -> None:
         repository = Repository(ROOT)
@@ -134,73 +127,30 @@ class LeaveOut:
         return True if collection_path.is_file() and matches(path, patterns) else None
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        reports = [r for many in terminalreporter.stats.values() for r in many]
-        ran = {r.nodeid for r in reports if hasattr(r, "when")}
-        counts = Counter(self.table.group(test.partition("::")[0]) for test in ran)
-        for name in ("unconditional", *self.table.conditional):
-            reason = f"left out, unchanged since {str(self.base)[:8]}"
-            count = reason if name in self.groups else f"{counts[name]:6,d} tests"
-            terminalreporter.write_line(f"{name:24}{count}")
+        for name in self.groups:
+            line = f"{name:24}left out, unchanged since {str(self.base)[:8]}"
+            terminalreporter.write_line(line)
 
 
 # --- tests near a change ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ImportGraph:
-    """What the files of the test suite import, and those of the product."""
-
-    root: Path
-
-    @cached_property
-    def imported(self) -> dict[str, frozenset[str]]:
-        """Python file of tests/ -> modules it imports; names of modules and of what is in them."""
-        return self.of_folders("tests")
-
-    @cached_property
-    def product(self) -> dict[str, frozenset[str]]:
-        return self.of_folders("g4ir", *MAPPED)
-
-    def of_folders(self, *folders: str) -> dict[str, frozenset[str]]:
-        paths = (p for folder in folders for p in (self.root / folder).rglob("*.py"))
-        files = (p.relative_to(self.root).as_posix() for p in paths)
-        return {file: frozenset(imports(self.root, file)) for file in files}
-
-    def of(self, changed: Iterable[str], table: Table) -> dict[str, int]:
-        """Test file -> distance: 0 if changed, 1 if it imports the module (0 where it has the name
-        of the module or of its room), 2 if a helper of the tests does. Of a module that no test
-        imports they are the tests of what imports it."""
-        found: dict[str, int] = {}
-
-        def add(file: str, distance: int) -> None:
-            if is_test(file) and file in self.imported:
-                found[file] = min(distance, found.get(file, distance))
-
-        for path in changed:
-            add(path, 0)
-            for pattern, tests in table.data.items():
-                if fnmatchcase(path, pattern):
-                    for file in tests:
-                        add(file, 0)
-            if not path.endswith(".py") or is_test(path):
-                continue
-            seen, near, room = {path}, self.importers({path}), Path(path).parent.name
-            while not near and (users := self.importers(seen, self.product) - seen):
-                seen |= users
-                near = self.importers(users)
-            for file in near:
-                named = Path(file).stem in (f"test_{Path(path).stem}", f"test_{room}")
-                add(file, 0 if named else 1)
-            for file in self.importers({f for f in near if not is_test(f)}):
-                add(file, 2)
-        return found
-
-    def importers(
-        self, paths: set[str], among: Mapping[str, frozenset[str]] | None = None
-    ) -> set[str]:
-        names = {module_name(path) for path in paths}
-        files = (self.imported if among is None else among).items()
-        return {file for file, modules in files if modules & names}
+def near(root: Path, changed: Iterable[str], table: Table) -> set[str]:
+    """Return the test files that have changed, those of the table's files, and those that import a
+    changed module, themselves or by a helper of the tests."""
+    imported = {
+        path.relative_to(root).as_posix(): {*imports(root, path.relative_to(root).as_posix())}
+        for path in (root / "tests").rglob("*.py")
+    }
+    names = {module_name(path) for path in changed if path.endswith(".py")}
+    helpers = {f for f, modules in imported.items() if modules & names and not is_test(f)}
+    names |= {module_name(file) for file in helpers}
+    found = {f for f, modules in imported.items() if modules & names}
+    data = [
+        pattern for pattern in table.data if any(fnmatchcase(path, pattern) for path in changed)
+    ]
+    found |= {test for pattern in data for test in table.data[pattern]}
+    return {file for file in {*found, *changed} if is_test(file) and file in imported}
 
 
 def is_test(path: str) -> bool:
@@ -227,10 +177,10 @@ def imports(root: Path, file: str) -> Iterator[str]:
             yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
 
 
-def fitting(distances: Mapping[str, int], seconds: Mapping[str, float], budget: float) -> list[str]:
-    """Return the nearest test files, the quick ones of a distance first, within a budget."""
+def fitting(files: Iterable[str], seconds: Mapping[str, float], budget: float) -> list[str]:
+    """Return the quickest test files within a budget."""
     kept, spent = [], 0.0
-    for file in sorted(distances, key=lambda f: (distances[f], seconds.get(f, 1), f)):
+    for file in sorted(files, key=lambda f: (seconds.get(f, 1), f)):
         spent += seconds.get(file, 1)
         if spent <= budget:
             kept.append(file)
@@ -250,9 +200,9 @@ def main(words: Sequence[str]) -> int:
     if changed is None:
         print("no base to compare with: git diff fails here; run make test", file=sys.stderr)
         return 1
-    distances = ImportGraph(ROOT).of(changed, read_table())
-    kept = fitting(distances, known_seconds(), args.budget)
-    left = sorted(distances.keys() - set(kept))
+    found = near(ROOT, changed, read_table())
+    kept = fitting(found, known_seconds(), args.budget)
+    left = sorted(found - {*kept})
     print(f"{len(changed)} files changed since {str(base)[:8]}", file=sys.stderr)
     if left:
         print(f"left to make test: {' '.join(left)}", file=sys.stderr)

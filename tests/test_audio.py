@@ -21,7 +21,6 @@ from transformers.models.gemma4_unified.feature_extraction_gemma4_unified import
 from g4ir.errors import InputError
 from g4ir.media import audio
 from g4ir.media.audio import (
-    REFUSE,
     Waveform,
     mel_filters,
     prepare_audio,
@@ -30,7 +29,7 @@ from g4ir.media.audio import (
     resampled_length,
     to_mono,
 )
-from g4ir.model.audio import MelSettings, RawSettings, audio_settings
+from g4ir.model.audio import REFUSE, MelSettings, RawSettings, audio_settings
 from g4ir.spec.record import load_spec
 from tests.media_tools import outlives_damage
 

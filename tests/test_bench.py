@@ -51,7 +51,7 @@ from g4ir.errors import InputError, MissingError
 from g4ir.ir.distance import Tolerance, row_errors
 from g4ir.plan.cost import Cost, graph_costs, total
 from g4ir.spec.record import load_spec
-from tests.cli_tools import PROMPT, built, g4ir, refused, text_checkpoint
+from tests.cli_tools import PROMPT, built, g4ir, plain_checkpoint, refused, text_checkpoint
 from tests.engines import CHUNK, MAX_SEQ
 from tests.gguf_files import bare_file
 from tests.llama_double import LlamaDouble
@@ -212,7 +212,7 @@ def test_numbers_of_a_wrong_engine_are_void(moe: Engine, monkeypatch: pytest.Mon
     assert "engine-b against reference: same token" in shown and "DISAGREES" in shown
     assert shown.count("VOID") == len([x for x in shown.splitlines() if "VOID" in x]) > 5
     broken = replace(shifted(moe), path=moe.path)
-    monkeypatch.setattr("g4ir.cli.common.load", lambda *_, **__: broken)
+    monkeypatch.setattr("g4ir.builder.load.load_engine", lambda *_, **__: broken)
     monkeypatch.setattr(Engine, "close", lambda self: None)
     outcome = g4ir("bench", moe.path, *FLAGS, "--json", "-")
     keys = json.loads(outcome.out)
@@ -326,11 +326,6 @@ def test_bench_writes_all_its_files(moe: Engine, tmp_path: Path) -> None:
     table = g4ir("bench", files["--json"], files["--json"], "--table").out.splitlines()
     assert table[0] == "|  | prefill, tokens/s | decode, ms a token |" and len(table) == 4
     assert table[2] == table[3] and table[2].startswith(f"| {made['model_id']}, {moe.path.name} | ")
-    other = tmp_path / "other.json"
-    told = g4ir("bench", moe.path, *FLAGS, "--out", other, "--json")
-    assert json.loads(told.out) == json.loads(other.read_text()) and told.code == 0
-    words = ("--out", other, "--json", files["--json"])
-    assert "give one file" in refused("bench", moe.path, *FLAGS, *words)
     assert "give --json last" in refused("bench", *FLAGS, "--json", tmp_path, moe.path)
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
 
@@ -367,13 +362,9 @@ def test_rows_share_a_batch(ple: Engine, engines: Any) -> None:
     assert made["max_concurrency"] == 3 and made["num_prompts"] == 6
 
 
-def test_engines_of_two_variants_cannot_agree(
-    moe: Engine, ple: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The manifests say so: the command loads neither."""
+def test_engines_of_two_variants_cannot_agree(moe: Engine, ple: Engine) -> None:
     with pytest.raises(InputError, match="their outputs cannot agree"):
         check_specs({str(e.path): e.spec for e in (moe, ple)})
-    monkeypatch.setattr("g4ir.cli.common.load", None)
     assert "their outputs cannot agree" in refused("bench", moe.path, ple.path)
     spec = load_spec("tiny-moe")  # files of one model may have other names
     check_specs({"a": spec, "b": replace(spec, name="other", hub="some/other")})
@@ -459,17 +450,9 @@ def test_files_that_llama_cpp_does_not_read(
     file, double = gguf
     peer = (*FLAGS, "--peer", "llama.cpp")
     seeded = built(tmp_path / "seeded", "--variant", "tiny-moe", "--random-weights", "0")
-    monkeypatch.setattr("g4ir.cli.common.load", None)  # nothing is loaded, and no engine built
     assert "random weights, which is no GGUF file; bench one" in refused("bench", seeded, *peer)
-    monkeypatch.setattr("g4ir.cli.common.FirstUse.engines", None)
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    assert f"{folder} is no GGUF file; bench one" in refused("bench", folder, *peer)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny-moe").symlink_to(folder)  # a folder, not the variant
-    assert "llama.cpp: tiny-moe is no GGUF file" in refused("bench", "./tiny-moe", *peer)
-    words = ("bench", file, *peer, "--checkpoint", folder)
+    folder = plain_checkpoint(tmp_path / "checkpoint", "tiny-moe")
+    words = ("bench", seeded, *peer, "--checkpoint", folder)
     assert f"{folder} is no GGUF file; bench one" in refused(*words)
     with pytest.raises(MissingError, match="runs on CPUs alone"):
         LlamaRunner(file, 1, 8, "cuda")

@@ -25,7 +25,6 @@ from g4ir.builder.load import load_engine
 from g4ir.check.logits import ROUNDS_ALONE, verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.stages import BACKEND, chunks_of_tokens, rounds_of
-from g4ir.cli.talking import tally_text
 from g4ir.engine.engine import Engine
 from g4ir.engine.requests import Event, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
@@ -237,13 +236,11 @@ def test_tally() -> None:
     want = {"rounds": 4, "tokens_per_round": 2.25, "accepted": [0.6667, 0.3333, 0.5, 0.5]}
     assert tally.to_dict() == want
     assert AcceptanceStats().to_dict() == {"rounds": 0, "tokens_per_round": None, "accepted": []}
-    assert tally_text(AcceptanceStats()) == tally_text(None) == ""
-    assert tally_text(tally) == "; 2.25 tokens a round (67 33 50 50 % of drafts accepted)"
 
 
 #: what an answer of a server or of a conversation is made to say
 SAID = "abcdef" * 5
-TOLD = re.compile(r"; (\d\.\d\d) tokens a round \((\d+( \d+)*) % of drafts accepted\)")
+TOLD = re.compile(r"; (\d\.\d\d) tokens a round; ended by")
 #: a prompt that a random model repeats pieces of
 PROMPT = "2,5,7,9,5,7,9,5,7,9"
 GREEDY = ("--temperature", "0", "--max-new-tokens", "40")
@@ -261,7 +258,6 @@ def test_run_tells_its_rounds(folder: Path) -> None:
     assert got.code == 0 and got.out == want.out
     told = TOLD.search(got.err)
     assert told and float(told[1]) > 1 and "tokens a round" not in want.err
-    assert len(told[2].split()) == 4
     (told,) = counts(command(*words, "--json", "--draft", "ngram", "--draft-tokens", "2").err)
     drafts = told["drafts"]
     assert drafts["rounds"] < 39 and len(drafts["accepted"]) == 2
@@ -277,7 +273,7 @@ def counts(err: str) -> list[dict[str, Any]]:
 
 
 def test_run_of_lines(folder: Path, tmp_path: Path) -> None:
-    """Drawn ones too: the same seed gives the same text, however many rows draft."""
+    """Drawn ones too: the same seed gives the same text."""
     ids = [int(t) for t in PROMPT.split(",")]
     lines = [
         {"tokens": ids[: 4 + i] * 2, "max_new_tokens": 20 + i, "temperature": i % 2, "seed": i}
@@ -286,9 +282,9 @@ def test_run_of_lines(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     want = command("run", folder, "--input-jsonl", file)
-    got = command("run", folder, "--input-jsonl", file, "--draft", "ngram", "--draft-rows", "4")
+    got = command("run", folder, "--input-jsonl", file, "--draft", "ngram")
     assert got.code == 0 and got.out == want.out
-    assert sum(bool(c.get("drafts")) for c in counts(got.err)) >= 5
+    assert any(c.get("drafts") for c in counts(got.err))
 
 
 def test_chat_tells_its_rounds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,12 +111,6 @@ def on_torch(g: Graph, given: dict[str, torch.Tensor]) -> torch.Tensor:
     return out
 
 
-def test_the_torch_backend_runs_the_example_in_parts(softcap_op: Op) -> None:
-    g = one_node_graph(softcap_op)
-    given = drawn(g)
-    torch.testing.assert_close(on_torch(g, given), defined(*given.values()))
-
-
 def test_the_example_of_a_lowering(softcap_op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     made = module("lowering linear_softcap", "lowering")
     calls: list[str] = []
@@ -228,32 +222,6 @@ def test_the_example_of_a_pass(softcap_pass: ModuleType) -> None:
     torch.testing.assert_close(
         logits(passes.find_pass("fuse_softcap")(decode)), logits(decode), rtol=1e-12, atol=1e-12
     )
-
-
-#: argv: nothing; run where the tree has two files more
-ONE_FILE_EACH = """
-from g4ir.model.text import build_program
-from g4ir.ops import OPS
-from g4ir.passes import PASSES, run_passes
-from g4ir.spec.record import load_spec
-
-out = run_passes(build_program(load_spec("tiny-dense")).graphs["decode"])
-print(OPS["linear_softcap"].name, PASSES[-1], [n.op for n in out.find("softcap", "linear_softcap")])
-"""
-
-
-def test_an_op_and_a_pass_are_one_file_each(tmp_path: Path) -> None:
-    files = {
-        "ops/linear_softcap.py": example("op"),
-        "passes/fuse_softcap.py": example("pass fuse_softcap"),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_FILE_EACH],
-        cwd=tree_with(tmp_path, files),
-        text=True,
-        capture_output=True,
-    )
-    assert done.stdout == "linear_softcap fuse_softcap ['linear_softcap']\n", done.stderr
 
 
 #: what a step of the guide changes, and the tests that look at it

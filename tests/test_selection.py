@@ -5,14 +5,11 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests import selection
-from tests.durations import longest_first
-from tests.selection import ImportGraph, LeaveOut, Repository, Table, fitting, matches, read_table
+from tests.selection import LeaveOut, Repository, Table, fitting, matches, near, read_table
 
 ROOT = Path(__file__).parents[1]
 Git = Callable[..., str]
@@ -158,12 +155,14 @@ def test_conditional_tests_run_if_a_path_or_a_test_of_theirs_changes() -> None:
 
 def test_what_tests_import_is_among_their_paths() -> None:
     """GPU kernels and networks aside, whose own paths alone are tried again."""
-    table, graph = read_table(), ImportGraph(ROOT)
-    files = {selection.module_name(file): file for file in (*graph.product, *graph.imported)}
+    table = read_table()
+    paths = (p for top in ("tests", "g4ir", *selection.MAPPED) for p in (ROOT / top).rglob("*.py"))
+    every = [path.relative_to(ROOT).as_posix() for path in paths]
+    files = {selection.module_name(file): file for file in every}
     del files["g4ir"]
     for name in table.conditional.keys() - {"GPU kernels", "TensorRT"}:
         tests, paths = table.conditional[name]["tests"], table.conditional[name]["paths"]
-        modules = {m for f in graph.imported if matches(f, tests) for m in graph.imported[f]}
+        modules = {m for f in every if matches(f, tests) for m in selection.imports(ROOT, f)}
         known = (*paths, *tests, *table.everything)
         missing = [files[m] for m in modules & files.keys() if not matches(files[m], known)]
         assert not missing, name
@@ -197,79 +196,40 @@ def test_conditional_tests_are_not_collected(monkeypatch: pytest.MonkeyPatch) ->
         LeaveOut("nowhere")
 
 
-def test_the_summary_counts_the_tests_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = frozenset({"backends/onnx_graph/export.py"})
-    monkeypatch.setattr(Repository, "base", lambda self, revision: "0123456789")
-    monkeypatch.setattr(Repository, "changed", lambda self, base: changed)
-    files = ("contract/test_onnx.py", "test_onnx.py", "test_spec.py")
-    passed = [SimpleNamespace(nodeid=f"tests/{f}::a", when="call") for f in files]
-    errors = [SimpleNamespace(nodeid="tests/test_onnx.py::b", when="setup")]
-    lines = list[str]()
-    stats = {"passed": passed, "error": errors, "warnings": [SimpleNamespace(nodeid="")]}
-    LeaveOut("auto").pytest_terminal_summary(SimpleNamespace(stats=stats, write_line=lines.append))
-    counts = dict(line.split(maxsplit=1) for line in lines if len(line.split()) == 3)
-    assert counts == {"unconditional": "1 tests", "ONNX": "3 tests", "ranks": "0 tests"}
-    assert "TensorRT                left out, unchanged since 01234567" in lines
-
-
 # --- tests near a change ------------------------------------------------------------------------
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> ImportGraph:
-    for folder in ("tests", "backends"):
-        (tmp_path / folder).mkdir()
+def test_tests_near_a_change(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
     for name, text in {
-        "tests/test_norm.py": "import torch",
-        "tests/test_plan.py": "from g4ir.plan.cost import floor",
-        "tests/test_cost.py": "from g4ir.plan import cost",
-        "tests/test_bench.py": "import g4ir.plan.cost",
-        "tests/test_engine.py": "from g4ir.ops.norm import rms_norm\nimport g4ir.backends.base",
-        "tests/helper.py": "from g4ir.ops import norm",
-        "tests/test_far.py": "from tests.helper import build",
-        "tests/test_other.py": "from g4ir.ops import linear",
-        "backends/base.py": "from .inner import x",
-        "backends/inner.py": "import g4ir.backends.inmost",
+        "test_norm.py": "import torch",
+        "test_plan.py": "from g4ir.plan.cost import floor",
+        "test_cost.py": "from g4ir.plan import cost",
+        "test_engine.py": "from g4ir.ops.norm import rms_norm\nimport g4ir.backends.base",
+        "helper.py": "from g4ir.ops import norm",
+        "test_far.py": "from tests.helper import build",
+        "test_other.py": "from g4ir.ops import linear",
     }.items():
-        (tmp_path / name).write_text(text)
-    return ImportGraph(tmp_path)
-
-
-def test_the_nearest_tests_come_first(files: ImportGraph) -> None:
+        (tmp_path / "tests" / name).write_text(text)
     table = Table({}, (), {"specs/*.yaml": ["tests/test_other.py"]})
-    assert files.of({"g4ir/ops/norm.py"}, table) == {
-        "tests/test_engine.py": 1,
-        "tests/test_far.py": 2,
-    }
-    assert files.of({"g4ir/plan/cost.py"}, table) == {
-        "tests/test_cost.py": 0,
-        "tests/test_plan.py": 0,
-        "tests/test_bench.py": 1,
-    }
-    for file in ("base", "inner", "inmost"):
-        assert files.of({f"backends/{file}.py"}, table) == {"tests/test_engine.py": 1}
-    assert files.of({"backends/alone.py"}, table) == {}
-    assert files.of({"tests/helper.py"}, table) == {"tests/test_far.py": 1}
-    assert files.of({"tests/test_norm.py"}, table) == {"tests/test_norm.py": 0}
-    assert files.of({"specs/new.yaml"}, table) == {"tests/test_other.py": 0}
-    assert files.of({"README.md", "tests/test_gone.py"}, table) == {}
-
-
-def test_a_file_that_was_never_measured_is_begun_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be the longest: begun last, it would run alone at the end."""
-    monkeypatch.setattr("tests.durations.known_seconds", lambda: {"slow": 9.0, "quick": 0.0})
-    items: list[Any] = [
-        SimpleNamespace(nodeid=f"{file}::test") for file in ("quick", "slow", "new")
-    ]
-    longest_first(items)
-    assert [item.nodeid for item in items] == ["new::test", "slow::test", "quick::test"]
+    for path, stems in {
+        "g4ir/ops/norm.py": "engine far",
+        "g4ir/plan/cost.py": "plan cost",
+        "backends/base.py": "engine",
+        "backends/alone.py": "",
+        "tests/helper.py": "far",
+        "tests/test_norm.py": "norm",
+        "specs/new.yaml": "other",
+        "README.md": "",
+        "tests/test_gone.py": "",
+    }.items():
+        assert near(tmp_path, {path}, table) == {f"tests/test_{s}.py" for s in stems.split()}
 
 
 def test_as_many_as_the_budget_holds() -> None:
-    distances = {"slow": 0, "quick": 0, "near": 1, "far": 2}
-    seconds = {"slow": 50, "quick": 2, "near": 30}
-    assert fitting(distances, seconds, 100) == ["quick", "slow", "near", "far"]
-    assert fitting(distances, seconds, 60) == ["quick", "slow"]
+    files, seconds = {"slow", "quick", "near", "new"}, {"slow": 50, "quick": 2, "near": 30}
+    assert fitting(files, seconds, 100) == ["new", "quick", "near", "slow"]
+    assert fitting(files, seconds, 60) == ["new", "quick", "near"]
 
 
 def test_make_check_prints_files_that_exist(

@@ -459,7 +459,7 @@ def test_command(ple: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "tiny-ple (reference, cpu, bf16), pass by pass on 6 tokens in chunks of "
     assert lines[0].startswith(said)
     # An engine of other passes than those of now is refused; here the pass breaks after loading.
-    monkeypatch.setattr("g4ir.cli.common.load", lambda *_, **__: ple)
+    monkeypatch.setattr("g4ir.builder.load.load_engine", lambda *_, **__: ple)
     monkeypatch.setattr(type(ple), "close", lambda _: None)
     break_pass(monkeypatch, "fuse_gate_up", nodes(swapped(0, 1), "L2.mlp.w_gate_up"))
     outcome = cli.g4ir("verify", ple.path, "--each-pass")

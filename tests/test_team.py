@@ -151,7 +151,6 @@ def test_threads_of_a_command_line(count: int) -> None:
     )
 
 
-CFS = "cpu,cpuacct/docker/x/cpu.cfs"
 V1, V2 = "4:cpu,cpuacct:/docker/x\n1:name=systemd:/docker/x\n", "0::/user/job\n"
 
 
@@ -160,8 +159,7 @@ QUOTAS: dict[str, tuple[str, dict[str, str], float | None]] = {
     "its own": (V2, {"user/job/cpu.max": "150000 100000"}, 1.5),
     "of a group above": (V2, {"user/cpu.max": "50000 100000"}, 0.5),
     "namespace": ("0::/\n", {"cpu.max": "300000 100000"}, 3),
-    "version 1": (V1, {f"{CFS}_quota_us": "200000", f"{CFS}_period_us": "100000"}, 2),
-    "version 1 without": (V1, {f"{CFS}_quota_us": "-1", f"{CFS}_period_us": "100000"}, None),
+    "version 1": (V1, {"cpu.max": "100000 100000"}, None),
     "unreadable": (V2, {"user/job/cpu.max": "nonsense"}, None),
     "no groups": ("", {}, None),
 }
@@ -177,7 +175,6 @@ def container(root: Path, groups: str, files: dict[str, str]) -> None:
 LIMITS: list[tuple[str, dict[str, str], list[int]]] = [
     (V2, {}, []),
     (V2, {"user/job/memory.max": "max\n", "user/memory.max": "5\n", "memory.max": "7\n"}, [5, 7]),
-    ("3:cpu:/a\n4:memory:/a\n", {"memory/a/memory.limit_in_bytes": "6\n", "memory.max": "1"}, [6]),
 ]
 
 

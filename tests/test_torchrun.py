@@ -232,7 +232,7 @@ def test_one_process_can_only_look_at_it(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=re.escape(said)):
         g4ir.load_engine(engine.path)
     assert said in refused("run", engine.path, "--tokens", "2")
-    assert main(["show", str(engine.path), "--collectives"]) == 0
+    assert main(["show", str(engine.path)]) == 0
 
 
 @pytest.mark.full

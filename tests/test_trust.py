@@ -20,7 +20,6 @@ from g4ir.backends.inductor import compile as compiler
 from g4ir.backends.inductor import program_cache
 from g4ir.builder.load import load_engine, open_runtime
 from g4ir.cli import main
-from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, G4Error, MissingError, TrustError, WeightsError
 from g4ir.ui import paths
 from g4ir.ui.progress import no_progress
@@ -247,17 +246,14 @@ def test_programs_are_those_of_their_segments(copied: Path, case: str) -> None:
 def test_unpacked_programs_leave_nothing(
     copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither in the cache nor among temporary files; where no cache can be, those are used."""
-    shared = tmp_path / "tmp"
-    shared.mkdir()
-    monkeypatch.setenv("TMPDIR", str(shared))
-    for cache in ("cache", "file/x"):
-        (tmp_path / "file").write_text("")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
-        engine: Engine = load_engine(copied, trust=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(paths.tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    with load_engine(copied, trust=True) as engine:
         assert engine.generate([2, 5, 7], 2)
-        assert not (tmp_path / "cache").exists() and not list(shared.iterdir())
-        assert os.environ["TMPDIR"] == str(shared)
+    assert not (tmp_path / "cache").exists() and not [*(tmp_path / "tmp").iterdir()]
+    assert os.environ["TMPDIR"] == str(tmp_path / "tmp")
 
 
 def test_no_room_to_unpack_is_one_error(
@@ -266,12 +262,10 @@ def test_no_room_to_unpack_is_one_error(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(paths.tempfile, "tempdir", str(tmp_path / "missing"))
     assert main(["run", str(copied), "--tokens", "2,5", "--trust"]) == 3
     said = capsys.readouterr().err
-    assert "no folder to unpack" in said and "missing" in said and "XDG_CACHE_HOME" in said
+    assert "no folder to unpack" in said and "missing" in said and "TMPDIR" in said
 
 
 def test_any_umask_makes_private_folders(tmp_path: Path, home: Path) -> None:
@@ -285,42 +279,23 @@ def test_any_umask_makes_private_folders(tmp_path: Path, home: Path) -> None:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700, folder
 
 
-def test_unpacking_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpacking_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """TMPDIR is one for all threads."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TMPDIR", raising=False)
     seen: list[str] = []
 
     def unpack() -> None:
-        with paths.unpacking() as mine:
+        with paths.unpacking() as mine, mine:
             seen.append(os.environ["TMPDIR"])
-            assert seen[-1] == str(mine.path)
-        mine.close()
+            assert seen[-1] == mine.name and stat.S_IMODE(Path(mine.name).stat().st_mode) == 0o700
 
-    with paths.unpacking() as first:
+    with paths.unpacking() as first, first:
         other = threading.Thread(target=unpack)
         other.start()
         other.join(0.2)
-        assert other.is_alive() and os.environ["TMPDIR"] == str(first.path)
+        assert other.is_alive() and os.environ["TMPDIR"] == first.name
     other.join()
     assert len(seen) == 1 and "TMPDIR" not in os.environ
-    first.close()
-    first.close()
-    assert not (tmp_path / "cache").exists()
-
-
-def test_folders_of_killed_processes_go(tmp_path: Path) -> None:
-    """Those that a process holds stay, however old they are."""
-    held = paths.PrivateFolder(tmp_path / "unpacked")
-    left = tmp_path / "unpacked" / f"{paths.PREFIX}left"
-    new = tmp_path / "unpacked" / f"{paths.PREFIX}new"
-    for folder in (left, new):
-        (folder / "data").mkdir(parents=True)
-    for folder in (left, held.path):
-        os.utime(folder, (0, 0))
-    paths.PrivateFolder(tmp_path / "unpacked").close()
-    assert held.path.is_dir() and new.is_dir() and not left.exists()
-    held.close()
 
 
 def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from contextlib import closing
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,8 +52,8 @@ def _library() -> Any:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     try:
-        with unpacking() as folder, closing(folder):
-            path = folder.path / "packing.so"
+        with unpacking() as folder, folder:
+            path = Path(folder.name, "packing.so")
             compile_kernels(path, PACKING)
             library = ctypes.CDLL(str(path))
     except (LowerError, MissingError, TrustError, OSError):

@@ -48,7 +48,7 @@ class CpuRuntime(ProgramRuntime):
         self.worker = StepThread()
         _load_kernels(task.folder / "programs" / KERNELS_FILE)  # programs call them
         super().__init__(task, steps, files)
-        self.unpacked.close()
+        self.unpacked.cleanup()
 
     def _param_names(self, steps: Mapping[str, Sequence[Step]]) -> Iterable[str]:
         graphs = (self.program.graphs[phase] for phase in self.recorded_phases)

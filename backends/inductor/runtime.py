@@ -152,7 +152,7 @@ class ProgramRuntime:
         self.plans.clear()
         self.weights.clear()
         self.source.close()
-        self.unpacked.close()
+        self.unpacked.cleanup()
 
 
 def check_aligned(caches: Tensors) -> None:

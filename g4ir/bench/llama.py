@@ -15,7 +15,7 @@ from g4ir.check.hf import hf_origin
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError
 from g4ir.ir.distance import Tolerance
-from g4ir.weights.origin import GgufFile, Origin
+from g4ir.weights.origin import GgufFile
 
 from .runners import BenchRunner
 
@@ -49,15 +49,9 @@ def binding() -> tuple[Any, list[str], Any]:
 def gguf_file(engine: Engine, checkpoint: str | Path | None) -> Path:
     """Return the GGUF file that llama.cpp reads; InputError if an engine is of none."""
     origin = hf_origin(engine, checkpoint, f"bench --peer {LLAMA}")
-    return gguf_path(origin, f"{engine.path} has random weights, which")
-
-
-def gguf_path(origin: Origin | None, without: str) -> Path:
-    """Return the file of a checkpoint; InputError if it is no GGUF file, or, which `without` names,
-    there is no checkpoint."""
     if isinstance(origin, GgufFile):
         return origin.path
-    what = origin.path if origin else without
+    what = origin.path if origin else f"{engine.path} has random weights, which"
     raise InputError(
         f"--peer {LLAMA}: {what} is no GGUF file; bench one as MODEL, or give --checkpoint FILE"
     )

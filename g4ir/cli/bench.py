@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from g4ir.artefact.directory import is_engine, open_artefact, read_manifest
+from g4ir.artefact.directory import is_engine, read_manifest
 from g4ir.errors import InputError
 from g4ir.spec.record import SUFFIXES
 from g4ir.ui import console
 from g4ir.ui.files import write_file
 from g4ir.ui.plots import check_plot
-from g4ir.weights.origin import AbsentWeights, existing_origin, find_model
+from g4ir.weights.origin import find_model
 
 from .common import FirstUse, Load, emit, strict
-from .models import named_model
 from .verb import Verb, argument, flag, flag_of
 
 if TYPE_CHECKING:
@@ -45,8 +44,7 @@ class Bench(Verb):
     seed N: seed of the random tokens (default 0)
     rounds N: measured rounds (default 5)
     warmup N: warm-up requests (default 2)
-    json FILE: print the report as JSON (last of the words); with FILE as --out FILE
-    out FILE: write the report as JSON to FILE
+    json FILE: print the report as JSON (last of the words); with FILE write it as JSON to FILE
     table: print a Markdown table; with reports A.json .. for MODEL the table of these
     plot FILE: plot the results, .png or .svg
     """
@@ -64,7 +62,6 @@ class Bench(Verb):
     rounds: int = 5
     warmup: int = 2
     json: str | None = flag(None, nargs="?", const="-")
-    out: str | None = None
     table: bool = False
     plot: str | None = None
     load: Load
@@ -76,12 +73,11 @@ class Bench(Verb):
             raise InputError("--seed is of random tokens: leave it out with --text")
 
     @property
-    def file(self) -> str | None:
-        """The file of the report: --out, or --json FILE."""
-        return self.out or (None if self.json == STDOUT else self.json)
+    def file(self) -> Path | None:
+        """The file of the report."""
+        return None if self.json in (None, STDOUT) else Path(str(self.json))
 
     def __call__(self) -> int:
-        from g4ir.bench.report import check_specs
         from g4ir.bench.text import markdown, read_report
 
         if self.table and self.engines and all(Path(m).suffix == ".json" for m in self.engines):
@@ -90,12 +86,6 @@ class Bench(Verb):
             print(markdown([read_report(m) for m in self.engines]))
             return 0
         self._check_arguments()
-        if len(self.engines) == 2:
-            with suppress(AbsentWeights):  # whose spec comes with them
-                check_specs({m: named_model(m).spec for m in self.engines})
-        if "llama.cpp" in self.peer:
-            with suppress(AbsentWeights):  # which come before the engine
-                self._check_llama()
         report = self._measured(self.first_use.engines(self.engines))
         self._write(report)
         return 0 if report["outputs_agree"] else 1
@@ -105,33 +95,15 @@ class Bench(Verb):
 
         if not 1 <= len(self.engines) <= 2:
             raise InputError(f"bench takes one engine or two, not {len(self.engines)}")
-        if self.out and self.json not in (None, STDOUT):
-            raise InputError(f"--json {self.json} and --out {self.out}: give one file")
-        if self.json and Path(self.json).is_file() and Path(self.json).suffix != ".json":
-            what = "a file that is there, and no report"
-            raise InputError(f"--json {self.json}: {what}: give --out")
-        if self.file and not Path(self.file).absolute().parent.is_dir():
+        if self.file and not self.file.absolute().parent.is_dir():
             raise InputError(f"{self.file}: no such directory to write the report to")
-        if self.file and Path(self.file).is_dir():
-            what = "is a directory, and no file for the report"
-            raise InputError(f"{self.file} {what}: give --json last")
+        if self.file and self.file.exists() and self.file.suffix != ".json":
+            raise InputError(f"--json {self.file}: is there, and no report: give --json last")
         if self.text and not Path(self.text).is_file():
             raise InputError(f"--text {self.text}: no such file")
         if self.plot:
             check_plot(self.plot)
         check_options(self.peer, self.rounds, self.warmup)
-
-    def _check_llama(self) -> None:
-        """Refuse a MODEL that llama.cpp does not read before it is built or loaded."""
-        from g4ir.bench.llama import gguf_file, gguf_path
-        from g4ir.builder.load import described
-
-        model = self.engines[0]
-        if is_engine(Path(model)):
-            gguf_file(described(open_artefact(Path(model))), self.checkpoint)
-        else:
-            found = self._checkpoint()
-            gguf_path(existing_origin(found) if found else None, model)
 
     def _measured(self, paths: Sequence[str]) -> Values:
         from g4ir.bench.report import run_bench
@@ -180,7 +152,7 @@ class Bench(Verb):
         for warning in report["warnings"]:
             console.say(f"warning: {warning}")
         if self.file:
-            write_file(Path(self.file), [(json.dumps(values, indent=1) + "\n").encode()])
+            write_file(self.file, [(json.dumps(values, indent=1) + "\n").encode()])
         if self.plot:
             plot_bench(self.plot, {"": report})
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from g4ir.model.media import KINDS, check_there
 from g4ir.spec.reader import did_you_mean
 from g4ir.ui import console
 from g4ir.ui.files import read_table
-from g4ir.ui.paths import cache_root, private
 
 from . import talking
 from .common import Draft, Load, OnEngine, emit
@@ -27,12 +25,10 @@ if TYPE_CHECKING:
     from g4ir.generate.conversation import ChatSession, Turn
 
 PROMPT, MORE = ">>> ", "... "
-#: lines that are remembered for the next time
-MOST_LINES = 1000
 #: what begins and ends a message of several lines, which a command may have too
 QUOTES = '"""'
 TABLE = read_table(Path(__file__).with_suffix(".yaml"))
-#: command, a method of Repl -> usage, help, and what is allowed
+#: command, a method of Repl -> usage and help; a usage in brackets may be left out
 COMMANDS: dict[str, list[str]] = TABLE["commands"]
 _BLOCK = re.compile(rf"\s*(/\w+\s+)?{QUOTES}")
 
@@ -41,20 +37,15 @@ class Chat(OnEngine):
     """Talk with an engine.
 
     media FILE: KIND file of the first message (repeat)
-    hide_reasoning: hide the reasoning
     max_new_tokens N: maximum number of generated tokens per answer (default: what fits)
     """
 
     json: bool = False
     talk: talking.Talk
     media: list[tuple[str, str]] = flag((), each=KINDS)
-    hide_reasoning: bool = False
     sampling: talking.Sampling
     draft: Draft
     load: Load
-
-    def __post_init__(self) -> None:
-        self.talk.check()
 
     def __call__(self) -> int:
         if sys.stdin is None:
@@ -62,7 +53,6 @@ class Chat(OnEngine):
         for kind, path in self.media:
             check_there(kind, path)
         path = self.with_engine(self.draft).engine
-        talking.check_turns(Path(path))
         with (
             console.Progress() as progress,
             closing(self.load.to_generate(path, progress)) as engine,
@@ -73,8 +63,7 @@ class Chat(OnEngine):
 
     def _with(self, talk: ChatSession) -> int:
         terminal = sys.stdin.isatty() and sys.stdout.isatty() and not self.json
-        repl = Repl(talk, terminal, self.json)
-        repl.screen.hides_reasoning = self.hide_reasoning
+        repl = Repl(talk, talking.Screen(terminal), self.json)
         for kind, path in self.media:
             repl.attach(kind, path)
         if not terminal:
@@ -82,13 +71,24 @@ class Chat(OnEngine):
             return int(repl.failed)
         name, room = talk.engine.spec.name, talk.engine.limits.max_seq
         console.say(f"{name}, {room} tokens; /help lists commands, Ctrl-D leaves")
-        with history():
-            repl.run(typed)
+        edit_lines()
+        repl.run(typed)
         return 0
 
 
 #: returns a line for a prompt, None after the last
 Lines = Callable[[str], str | None]
+
+
+def edit_lines() -> None:
+    """Have lines that are typed edited and called back, and their paths completed; several pasted
+    lines are one."""
+    with suppress(ImportError):  # a Python without it reads plain lines
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")  # Python switches it off
+        readline.parse_and_bind("tab: complete")
+        readline.set_completer_delims(" ")
 
 
 def typed(prompt: str) -> str | None:
@@ -116,103 +116,30 @@ def from_pipe(stream: Any) -> Lines:
 
 
 def whole(lines: Lines, prompt: str) -> str | None:
-    '''Return a message, None after the last. It goes on behind a backslash at the end of a line,
-    and from """ at the beginning to the next """. InputError where that does not come.'''
+    '''Return a message, None after the last: a line, or from """ at its beginning to the next """,
+    without line breaks next to them. InputError where that does not come.'''
     line = lines(prompt)
-    if line is None:
-        return None
-    if begin := _BLOCK.match(line):
-        head = line[: begin.end() - len(QUOTES)]
-        return head + _quoted(lines, line[begin.end() :])
-    while line.endswith("\\"):
-        more = lines(MORE)
-        line = line[:-1] + ("" if more is None else f"\n{more}")
-    return line
-
-
-def _quoted(lines: Lines, text: str) -> str:
-    """Return a text up to the quotes that end it; line breaks next to the quotes are no part."""
+    if line is None or not (begin := _BLOCK.match(line)):
+        return line
+    head, text = line[: begin.end() - len(QUOTES)], line[begin.end() :]
     while QUOTES not in text:
         more = lines(MORE)
         if more is None:
             raise InputError(f"the message has no {QUOTES} that ends it; it was not sent")
         text += f"\n{more}"
     text, _, rest = text.partition(QUOTES)
-    return text.removeprefix("\n").removesuffix("\n") + rest
-
-
-def completions(line: str) -> list[str]:
-    """Return what Tab can put in place of the last word of a line: a command, a word or a setting
-    that it takes, or a path."""
-    name, space, rest = line.partition(" ")
-    if not space:
-        return [f"{c} " if row[0] else c for c, row in COMMANDS.items() if c.startswith(line)]
-    usage = COMMANDS.get(name, [""])[0]
-    found = [word for word in usage.split("|") if word.islower()]
-    if "NAME" in usage:
-        from g4ir.generate.conversation import SETTINGS
-
-        found = [f"{setting} " for setting in SETTINGS]
-    elif "PATH" in usage or "FILE" in usage:
-        quote = rest[:1] if rest.startswith(("'", '"')) else ""
-        found += [f"{quote}{p}{quote * (p[-1] != '/')}" for p in _paths(rest.removeprefix(quote))]
-    begins = rest.rpartition(" ")[0]
-    cut = len(begins) + bool(begins)
-    return [word[cut:] for word in found if word.startswith(rest) and word[cut:]]
-
-
-def _paths(begun: str) -> list[str]:
-    """Return the paths that begin with a text, folders with a slash at the end."""
-    folder = os.path.dirname(begun)
-    with suppress(OSError), os.scandir(os.path.expanduser(folder) or ".") as there:
-        shown = [e for e in there if begun.endswith(".") or not e.name.startswith(".")]
-        return sorted(os.path.join(folder, e.name) + "/" * e.is_dir() for e in shown)
-    return []
-
-
-def _complete(text: str, state: int) -> str | None:
-    import readline
-
-    line = readline.get_line_buffer()[: readline.get_endidx()]
-    return (*completions(line), None)[state] if line.startswith("/") else None
-
-
-@contextmanager
-def history() -> Iterator[None]:
-    """A context in which lines can be edited, completed and called back, those of the last time
-    too; several pasted lines are one."""
-    try:
-        import readline
-    except ImportError:  # a Python without it reads plain lines
-        yield
-        return
-    readline.parse_and_bind("set enable-bracketed-paste on")  # Python switches it off
-    readline.parse_and_bind("tab: complete")
-    readline.set_completer_delims(" ")
-    readline.set_completer(_complete)
-    place: Path | None = None
-    with suppress(OSError, G4Error):
-        place = private(cache_root()) / "chat-history"
-        readline.read_history_file(place)
-    readline.set_history_length(MOST_LINES)
-    try:
-        yield
-    finally:
-        if place:
-            with suppress(OSError):
-                readline.write_history_file(place)
-                place.chmod(0o600)
+    return head + text.removeprefix("\n").removesuffix("\n") + rest
 
 
 class Repl:
     """Takes messages, commands and answers of tools, one after the other."""
 
-    def __init__(self, talk: ChatSession, terminal: bool, json: bool = False) -> None:
-        self.talk, self.terminal, self.json = talk, terminal, json
-        self.screen = talking.Screen(terminal)
+    def __init__(self, talk: ChatSession, screen: talking.Screen, json: bool = False) -> None:
+        self.talk, self.screen, self.json = talk, screen, json
+        self.terminal = screen.terminal
         #: whether something was refused
         self.failed = False
-        self._stats, self._leaves = "short", False
+        self._leaves = False
 
     def run(self, lines: Lines) -> None:
         """Take all of the lines. What is wrong with one is said, and the next is taken."""
@@ -228,9 +155,7 @@ class Repl:
                 self.talk.leave_calls()
                 print()
             except (G4Error, OSError, UnicodeError) as e:
-                if isinstance(e, BrokenPipeError | console.OutputError):
-                    raise
-                if not self.talk.alive:
+                if isinstance(e, BrokenPipeError | console.OutputError) or not self.talk.alive:
                     raise
                 self._refuse(e)
 
@@ -258,22 +183,19 @@ class Repl:
             self._answer(lambda told: self.talk.say(text, told))
 
     def _command(self, text: str) -> None:
-        name, _, rest = text.partition(" ")
-        name, _, below = name.partition("\n")
-        rest = f"{below}{rest}".strip()
-        command = name.removeprefix("/")
+        name, *rest = text.split(maxsplit=1)
         if name not in COMMANDS:
             raise InputError(
                 f"no command {name}; /help lists them, and a message that begins with / has a "
                 f"space before it{did_you_mean(name, COMMANDS)}"
             )
-        allowed = COMMANDS[name][2:]
-        if allowed and not re.fullmatch(allowed[0], rest):
-            raise InputError(allowed[1].format(text=rest))
+        usage, word, command = COMMANDS[name][0], "".join(rest).strip(), name.removeprefix("/")
+        if not (word or usage == "" or usage.startswith("[")):
+            raise InputError(f"{name}: give {usage}")
         if command in KINDS:
-            self.attach(command, rest)
+            self.attach(command, word)
         else:
-            getattr(self, command)(rest)
+            getattr(self, command)(word)
 
     def _answer(self, ask: Callable[[Any], Turn]) -> None:
         """Show an answer; Ctrl-C ends it."""
@@ -287,10 +209,7 @@ class Repl:
             emit(turn.output())
         if not self.terminal:
             return
-        if made := STATS[self._stats]:
-            print(f"{talking.DIM}{made(turn, self.talk.engine.limits.max_seq)}{talking.PLAIN}")
-        elif turn.finish_reason == "interrupted":
-            self._tell("interrupted")
+        self._tell(f"{talking.DIM}{talking.chat_summary(turn, self.talk)}{talking.PLAIN}")
         if turn.full:
             self._tell("the context is full: /save FILE keeps the conversation, /clear begins anew")
         elif turn.nothing:
@@ -318,28 +237,13 @@ class Repl:
             talking.declare(self.talk, _path(text))
 
     def think(self, text: str) -> None:
+        if not re.fullmatch("on|off|[0-9]{1,9}", text):
+            raise InputError(f"/think {text!r}: on, off, or a number of tokens")
         self.talk.set_thinking(text != "off", int(text) if text.isdigit() else None)
-
-    def reasoning(self, text: str) -> None:
-        self.screen.hides_reasoning = text == "hide"
-
-    def stats(self, text: str) -> None:
-        self._stats = text
 
     def set(self, text: str) -> None:
         name, _, value = text.partition(" ")
-        from g4ir.generate.conversation import SETTINGS
-
-        if value.strip():
-            self.talk.set(name, value.strip())
-            return
-        if name and name not in SETTINGS:
-            raise InputError(f"setting {name!r}: one of {', '.join(SETTINGS)}")
-        chosen, default = self.talk.settings, self.talk.defaults.sampling
-        for key in [name] if name else SETTINGS:
-            found = chosen.get(key, default.get(key, "default"))
-            source = " (checkpoint)" if key in default.keys() - chosen.keys() else ""
-            self._tell(f"{key:<18}  {found}{source}")
+        self.talk.set(name, value.strip())
 
     def undo(self, text: str) -> None:
         self.talk.undo()
@@ -359,30 +263,25 @@ class Repl:
             self._tell(f"{len(self.talk.messages)} messages")
 
     def show(self, text: str) -> None:
-        talk = self.talk
-        names = [t["function"]["name"] for t in talk.tools or ()]
-        thinking = "on" if talk.thinking.on else "off"
-        if talk.thinking.on and talk.thinking.budget is not None:
-            thinking = f"at most {talk.thinking.budget} tokens"
-        given = {**talk.defaults.sampling, **talk.settings}
+        talk, thinking = self.talk, self.talk.thinking
+        at_most = "on" if thinking.budget is None else f"at most {thinking.budget} tokens"
         room = talk.engine.limits.max_seq
         lines = {
-            "engine": str(talk.engine.path),
+            "engine": talk.engine.path,
             "template": talk.template.origin,
             "system": talk.system or "none",
             "messages": f"{len(talk.messages)}, {min(talk.held, room)} of {room} tokens",
-            "attached": str(len(talk.attached)),
-            "tools": ", ".join(names) or "none",
-            "thinking": thinking,
-            "settings": json.dumps(given),
+            "attached": len(talk.attached),
+            "tools": ", ".join(t["function"]["name"] for t in talk.tools or ()) or "none",
+            "thinking": at_most if thinking.on else "off",
+            "settings": json.dumps({**talk.defaults.sampling, **talk.settings}),
         }
         self._tell("\n".join(f"{name:<9} {value}" for name, value in lines.items()))
 
     def help(self, text: str) -> None:
-        rows = {f"{name} {usage}".strip(): what for name, (usage, what, *_) in COMMANDS.items()}
+        rows = {f"{name} {usage}".strip(): what for name, (usage, what) in COMMANDS.items()}
         rows |= TABLE["keys"]
-        width = max(map(len, rows))
-        self._tell("\n".join(f"{left:<{width}}  {what}" for left, what in rows.items()))
+        self._tell("\n".join(f"{left:<18}  {what}" for left, what in rows.items()))
 
     def bye(self, text: str) -> None:
         self._leaves = True
@@ -396,11 +295,3 @@ def _path(text: str) -> str:
         return str(Path(text).expanduser())
     except RuntimeError:
         raise InputError(f"{text}: no such user") from None
-
-
-#: what is shown after an answer
-STATS: dict[str, Callable[[Turn, int], str] | None] = {
-    "on": talking.summary,
-    "short": talking.short_summary,
-    "off": None,
-}

@@ -91,7 +91,14 @@ class Programs(Part):
 
     def engine(self, path: str | Path, progress: Callable[[str], None], **how: Any) -> Engine:
         """Load an engine; `how`: further arguments of load_engine."""
-        return load(path, progress, threads=self.threads, trust=self.trust, **how)
+        import torch
+
+        from g4ir.builder.load import load_engine
+
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        progress(f"loading {path}")
+        return load_engine(path, progress=progress, trust=self.trust, **how)
 
 
 class Load(Programs):
@@ -117,20 +124,6 @@ class Load(Programs):
         return engine
 
 
-def load(
-    path: str | Path, progress: Callable[[str], None], threads: int | None = None, **how: Any
-) -> Engine:
-    """Load an engine; `how`: arguments of load_engine."""
-    import torch
-
-    from g4ir.builder.load import load_engine
-
-    if threads:
-        torch.set_num_threads(threads)
-    progress(f"loading {path}")
-    return load_engine(path, progress=progress, **how)
-
-
 class Draft(Part):
     """Speculative decoding.
 
@@ -141,7 +134,6 @@ class Draft(Part):
 
     draft: str = "none"
     draft_tokens: int | None = None
-    draft_rows: int | None = flag(None, hidden=True)
 
     def __post_init__(self) -> None:
         if self.draft != "none":
@@ -150,28 +142,16 @@ class Draft(Part):
             if self.draft not in DRAFTS:
                 raise InputError(f"--draft {self.draft}: expected one of {', '.join(DRAFTS)}")
             return
-        for name, value in (("tokens", self.draft_tokens or None), ("rows", self.draft_rows)):
-            if value is not None:
-                raise InputError(f"--draft-{name} {value}: nothing is drafted; give --draft too")
+        if self.draft_tokens:
+            what = f"--draft-tokens {self.draft_tokens}"
+            raise InputError(f"{what}: nothing is drafted; give --draft too")
 
     def scheduler(self) -> dict[str, Any]:
         """Return fields of SchedulerConfig; the scheduler checks them against an engine."""
         from g4ir.engine.speculative import NO_DRAFT, SpeculativeConfig
 
         off = self.draft_tokens == 0
-        return {
-            "draft": NO_DRAFT if off else SpeculativeConfig(self.draft, self.draft_tokens or 0),
-            **({} if self.draft_rows is None else {"draft_rows": self.draft_rows}),
-        }
-
-
-class DraftRows(Draft):
-    """Speculative decoding of several sequences.
-
-    draft_rows N: speculate only while at most N sequences are decoded concurrently (default 2)
-    """
-
-    draft_rows: int | None = None
+        return {"draft": NO_DRAFT if off else SpeculativeConfig(self.draft, self.draft_tokens or 0)}
 
 
 class FirstUse(Part, title="build on first use, if MODEL is no engine"):

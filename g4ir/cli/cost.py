@@ -65,7 +65,7 @@ class StepSize(Part):
         single = phase in ("decode", VERIFY, DRAFT)
         new = 1 if single else chunk or min(TOKENS, context or longest)
         if phase == VERIFY:
-            new = graph.drafted_tokens() + 1
+            new = graph.config.draft_tokens + 1
         held = context or (min(TOKENS, longest) if single else new)
         if held > longest:
             given = "context" if context else "prefill_chunk"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -17,9 +17,11 @@ from g4ir.model.media import Media, offered
 from g4ir.model.text import TEXT_GRAPHS, build_graph
 from g4ir.model.towers import PARTS, build_towers, default_tower
 from g4ir.parallel.shard import shard
-from g4ir.passes import Dump, PassOptions, find_pass, run_passes
+from g4ir.passes import Dump, find_pass, run_passes
 from g4ir.plan import resolve
-from g4ir.plan.options import BuildOptions
+from g4ir.plan.backend import DEFINITION
+from g4ir.plan.engine_limits import Limits
+from g4ir.plan.options import BuildConfig, BuildOptions
 from g4ir.quant.recipe import find_recipe, one_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
@@ -84,12 +86,27 @@ class NamedGraph(Part):
         """The engine, if one is named."""
         return self.model.engine
 
-    @property
-    def ranks(self) -> int | None:
-        """How many ranks share the model: --tp, or those of an engine; None for one."""
-        if not self.built:
-            return self.options.tp if "tp" in self.given else None
-        return self.built.config.ranks if self.built.config.ranks > 1 else None
+    @cached_property
+    def config(self) -> BuildConfig:
+        """The options of the engine, or those that are given and else an engine's own."""
+        if self.built:
+            return self.built.config
+        spec, given = self.spec, self.options
+        if self.phase == VERIFY and given.draft_tokens == 0:
+            raise InputError(
+                "--draft-tokens 0: --phase verify shows a step over 1 drafted token or more"
+            )
+        if self.phase == VERIFY and given.draft_tokens is None:
+            given = replace(given, draft_tokens=DRAFTED)
+        return resolve.resolved(
+            spec,
+            given,
+            DEFINITION,
+            limits=Limits(max_seq=spec.text.max_position_embeddings),
+            media=Media(),
+            quant=one_recipe(find_recipe(given.quant), self.model.held, self.engine),
+            drafter=None,
+        )
 
     def chosen(self) -> Graph:
         """Return an engine's graph as it runs; for a spec, or with `--after`, a stage of the
@@ -107,57 +124,31 @@ class NamedGraph(Part):
         if self.after and self.after in skip:
             find_pass(self.after)
             raise InputError(f"--after {self.after}: the pass is skipped")
-        options = self.pass_options()
+        options = self.config.options
         return run_passes(graph, skip=skip, until=self.after, dump=dump, options=options)
 
     def before_passes(self) -> tuple[Graph, set[str]]:
         """Return the graph before all passes, and the passes to leave out."""
-        model, spec, phase, o = self.model, self.spec, self.phase, self.options
-        if not (found := model.engine):
-            plain = plain_graph(spec, phase, o.all_logits)
-            recipe = one_recipe(find_recipe(o.quant), model.held, self.engine)
-            held = quantised(Program({phase: plain}), spec, recipe, spec.dtype).graphs[phase]
-            if "tp" in self.given or o.ep:
-                held = self._of_rank(held)
-            return held, set(o.skip)
-        found_graph(found.packing.program, phase, spec)
-        c = found.config
-        plain = plain_graph(spec, phase, c.all_logits, c.dtype, c.media, c.drafter)
-        if plain.state:
-            plain = shard(plain, spec, c.ranks, c.ep)
-        graph = quantised(Program({phase: plain}), spec, c.quant, c.dtype)
-        return graph.graphs[phase], {*c.skip, *o.skip}
+        spec, phase, built, c = self.spec, self.phase, self.built, self.config
+        if built:
+            found_graph(built.packing.program, phase, spec)
+        plain = plain_graph(
+            spec, phase, c.all_logits, c.dtype, c.media if built else None, c.drafter
+        )
+        graph = quantised(Program({phase: plain}), spec, c.quant, c.dtype).graphs[phase]
+        if c.ranks > 1 or c.ep:
+            graph = self._of_rank(graph)
+        return graph, {*c.skip, *self.options.skip}
 
     def _of_rank(self, graph: Graph) -> Graph:
-        """Return the graph of one rank of `--tp`; InputError for one that ranks do not share."""
+        """Return the graph of one rank; InputError for one that ranks do not share."""
         phases = (*TEXT_GRAPHS, VERIFY, BLOCKS, DRAFT)
-        if self.phase not in phases:
-            whole = f"--phase {self.phase} is whole on every rank"
-            raise InputError(f"--tp: {whole}; {', '.join(phases)}")
-        return shard(graph, self.spec, self.options.tp, self.options.ep)
-
-    def pass_options(self) -> PassOptions:
-        """Return the passes' own arguments: the engine's, or those given."""
+        if self.phase in phases:
+            return shard(graph, self.spec, self.config.ranks, self.config.ep)
         if self.built:
-            return self.built.config.options
-        kv = resolve.find_kv_dtype(self.options.kv_dtype, self.spec.dtype)
-        form = resolve.check_latent(self.options.latent_kv, self.spec)
-        activations = self.options.quant_activations
-        return resolve.pass_options(form, kv, activations, self.drafted_tokens())
-
-    def drafted_tokens(self) -> int:
-        """Return how many tokens are drafted at a time: the engine's, or those given; of a graph
-        that verifies some where nothing is said."""
-        if self.built:
-            return self.built.config.draft_tokens
-        given, verifies = self.options.draft_tokens, self.phase == VERIFY
-        if given is None:
-            return DRAFTED * verifies
-        if verifies and given == 0:
-            raise InputError(
-                "--draft-tokens 0: --phase verify shows a step over 1 drafted token or more"
-            )
-        return resolve.find_draft_tokens(given, self.spec.text.max_position_embeddings)
+            return graph
+        whole = f"--phase {self.phase} is whole on every rank"
+        raise InputError(f"--tp: {whole}; {', '.join(phases)}")
 
 
 def plain_graph(
@@ -192,19 +183,10 @@ def found_graph(program: Program, phase: str, spec: Spec) -> Graph:
     sizes = [g for name, g in program.graphs.items() if name.startswith(f"{phase}_")]
     if phase in PARTS and sizes:
         return sizes[-1]
-    raise _absent(phase, spec, program.graphs)
-
-
-def _absent(phase: str, spec: Spec, known: Iterable[str]) -> InputError:
-    """Return the error for an absent graph: what to build, where the variant could have it."""
-    found = f"--phase {phase}: this engine has {', '.join(known)}"
-    if phase in DRAFTING:
-        return InputError(f"{found}; build it with {DRAFTING[phase]}")
-    try:
-        plain_graph(spec, phase)
-    except InputError as e:
-        return InputError(f"{found}; {str(e).removeprefix(f'--phase {phase}: ')}")
-    return InputError(f"{found}; build it with --media all")
+    if phase not in DRAFTING:
+        plain_graph(spec, phase)  # which says so where the variant has none
+    known, fix = ", ".join(program.graphs), DRAFTING.get(phase, "--media all")
+    raise InputError(f"--phase {phase}: this engine has {known}; build it with {fix}")
 
 
 def no_layer(graph: Graph, layer: int) -> InputError:

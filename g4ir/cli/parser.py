@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from g4ir.errors import InputError
 from g4ir.plan.presets import find_preset
 from g4ir.spec.reader import did_you_mean
-from g4ir.spec.record import SUFFIXES, spec_names
 
 if TYPE_CHECKING:
     from .verb import Flags
@@ -22,7 +21,6 @@ ALIKE = (("--ctx", "--context", "--max-seq"), ("--batch", "--max-batch"))
 #: how argparse words what it does not know
 _NO_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)")
-_EXTRA = re.compile(r"unrecognized arguments: ([^-].*)")
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,13 +70,8 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message}{self._meant(message)} (see {self.prog} --help)")
 
     def _meant(self, message: str) -> str:
-        """Return how to give a variant or a spec file that has no flag before it, or the verb or
-        option that is like the unknown one."""
-        verb, extra = _NO_CHOICE.search(message), _EXTRA.search(message)
-        for word in [*(extra[1].split() if extra else ()), *([verb[1]] if verb else ())]:
-            if how := self._flag_of(word):
-                return how
-        if verb:
+        """Return the verb or option that is like the unknown one."""
+        if verb := _NO_CHOICE.search(message):
             return did_you_mean(verb[1], re.findall(r"[\w-]+", verb[2]))
         if option := _UNKNOWN.search(message):
             alike = next((names for names in ALIKE if option[1] in names), ())
@@ -86,15 +79,6 @@ class Parser(argparse.ArgumentParser):
                 return f"; did you mean {known[0]}?"
             return did_you_mean(option[1], re.findall(r"--[\w-]+", self.format_help()))
         return ""
-
-    def _flag_of(self, word: str) -> str:
-        """Return how this verb takes a variant or a spec file; nothing for another word."""
-        kind, flag = ("variant", "--variant") if word in spec_names() else ("spec file", "--spec")
-        if kind == "spec file" and not word.endswith(SUFFIXES):
-            return ""
-        known = flag in self._option_string_actions
-        how = f"give {flag} {word}" if known else f"`g4ir specs show {word}` prints it"
-        return f"; {word} is a {kind}: {how}"
 
     def _reworded(self, e: InputError, values: Mapping[str, Any]) -> InputError:
         """Return an error about a field, such as `top_p 2.0: ...`, under the name of its flag, and
@@ -107,13 +91,7 @@ class Parser(argparse.ArgumentParser):
 
     def _of_preset(self, e: InputError, values: Mapping[str, Any]) -> InputError:
         preset, words = find_preset(values["preset"]), re.findall(r"[\w-]+", str(e))
-        others = self.flags.names.keys() - self.flags.options
-        own = {k: v for k, v in preset.options.items() if k not in others and values.get(k, v) == v}
-        flags = {k: self.flags.name(k) for k in own}
-        named = [k for k in own if flags[k] in words] or [k for k in own if own[k] in words]
-        if not named:
-            return e
-        set_by = ", ".join(f"{flags[k]} {own[k]}" for k in named)
-        known = all(k in self.flags.names for k in named)
-        fix = "give another, or no preset" if known else "give no preset"
-        return InputError(f"{e}; --preset {preset.name} sets {set_by}: {fix}")
+        own = {self.flags.name(k): v for k, v in preset.options.items() if k not in values}
+        named = [f for f in own if f in words] or [f for f, v in own.items() if v in words]
+        sets = f"--preset {preset.name} sets {', '.join(f'{f} {own[f]}' for f in named)}"
+        return InputError(f"{e}; {sets}: give another, or no preset") if named else e

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from g4ir.chat.prompt import TextStream
 from g4ir.errors import InputError
-from g4ir.generate.jsonl import named
 from g4ir.model.media import KINDS, MEDIA_SETTINGS, check_there, encode_options
 from g4ir.ui import console
 
-from .common import DraftRows, Load, OnEngine, emit
-from .talking import Sampling, Screen, Talk, answer_summary, begun, check_turns, summary
+from .common import Draft, Load, OnEngine, emit
+from .talking import Sampling, Screen, Talk, answer_summary, begun, chat_summary
 from .verb import Text, TokenIds, flag, flag_of
 
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
-    from g4ir.engine.scheduler import SchedulerConfig
     from g4ir.generate.offline import Failure, OfflineEngine, OfflineRequest, Result
 
 #: setting of media -> the kind that it is for
@@ -52,8 +48,6 @@ class Run(OnEngine):
         with --chat what fits)
     bos: do not prepend <bos> to a raw prompt
     stop IDS: additional stop token ids, such as 1,106
-    draft_rows N: speculate only while at most N lines of --input-jsonl are decoded concurrently
-        (default 2)
     """
 
     json: bool = False
@@ -70,7 +64,7 @@ class Run(OnEngine):
     sampling: Sampling
     bos: bool | None = flag(None, name="--no-bos")
     stop: TokenIds | None = None
-    draft: DraftRows
+    draft: Draft
     load: Load
 
     def __post_init__(self) -> None:
@@ -81,9 +75,6 @@ class Run(OnEngine):
         talk = ("system", "tools", "think", "think_budget")
         if not self.chat and (given := [name for name in talk if name in self.given]):
             raise InputError(f"{flag_of(given[0])} is for --chat, which is not given")
-        if self.draft.draft_rows is not None and self.input_jsonl is None:
-            raise InputError("--draft-rows is for --input-jsonl, which is not given")
-        self.talk.check()
         self._check_media()
 
     def _check_media(self) -> None:
@@ -97,63 +88,52 @@ class Run(OnEngine):
             if setting in self.given and not self.input_jsonl and kind not in kinds:
                 raise InputError(f"{flag_of(setting)} is for --{kind}, which is not given")
         for kind, path in self.media:
-            with named(f"--{kind}"):
+            try:
                 check_there(kind, path)
+            except InputError as e:
+                raise InputError(f"--{kind}: {e}") from None
 
     def __call__(self) -> int:
         from g4ir.engine.scheduler import SchedulerConfig
-        from g4ir.generate.offline import check_flags
+        from g4ir.generate.offline import OfflineEngine, check_flags
 
         config = SchedulerConfig(**self.draft.scheduler())
         flags = {k: vars(self)[k] for k in ("bos", "stop", *SETTING_KINDS)}
         flags |= self.sampling.settings()
         check_flags(flags)
-        with self._lines() as lines:  # before a MODEL is built
-            found = self.with_engine(self.draft)
+        with ExitStack() as opened:
+            lines = sys.stdin.buffer if self.input_jsonl == "-" else None
+            if lines is None and self.input_jsonl is not None:  # before a MODEL is built
+                lines = opened.enter_context(Path(self.input_jsonl).open("rb"))
+            path = self.with_engine(self.draft).engine
+            progress = opened.enter_context(console.Progress())
+            engine = opened.enter_context(closing(self.load.to_generate(path, progress)))
             if self.chat:
-                check_turns(Path(found.engine))
-            with (
-                console.Progress() as progress,
-                closing(self.load.to_generate(found.engine, progress)) as engine,
-            ):
-                return found._answer(engine, lines, flags, config, progress)
+                progress.stop()
+                return self._chat(engine)
+            offline = OfflineEngine(engine, flags, config)
+            return self._answer(offline, progress) if lines is None else self._lines(offline, lines)
 
-    def _lines(self) -> AbstractContextManager[Any]:
-        if self.input_jsonl == "-":
-            return nullcontext(sys.stdin.buffer)
-        return nullcontext() if self.input_jsonl is None else Path(self.input_jsonl).open("rb")
+    def _lines(self, offline: OfflineEngine, lines: Any) -> int:
+        source = "stdin" if self.input_jsonl == "-" else str(self.input_jsonl)
+        answers = map(_log_and_emit, offline.answer_lines(lines, source))
+        return 1 if sum(a.failed for a in answers) else 0
 
-    def _answer(
-        self,
-        engine: Engine,
-        lines: Any,
-        flags: dict[str, Any],
-        config: SchedulerConfig,
-        progress: console.Progress,
-    ) -> int:
-        from g4ir.generate.offline import OfflineEngine
-
-        if self.chat:
-            progress.stop()
-            self._chat(engine)
-            return 0
-        offline = OfflineEngine(engine, flags, config)
-        if self.input_jsonl is not None:
-            progress.stop()
-            source = "stdin" if self.input_jsonl == "-" else self.input_jsonl
-            answers = map(_log_and_emit, offline.answer_lines(lines, source))
-            return 1 if sum(a.failed for a in answers) else 0
+    def _answer(self, offline: OfflineEngine, progress: console.Progress) -> int:
         name = "prompt" if self.tokens is None else "tokens"
         request = offline.request({name: vars(self)[name]}, flag_of(name), self.media)
         if self.json:
             progress.stop()
             _log_and_emit(offline.answer(request))
-        else:
-            progress("reading the prompt")
-            _say_summary(_stream(offline, request, progress), self.sampling.seed)
+            return 0
+        progress("reading the prompt")
+        r = _stream(offline, request, progress)
+        seed = r.request.sampling.seed
+        drawn = f"; drawn with --seed {seed}" if seed not in (None, self.sampling.seed) else ""
+        console.say(f"{answer_summary(r.counts, r.handle.tally, r.finish_reason)}{drawn}")
         return 0
 
-    def _chat(self, engine: Engine) -> None:
+    def _chat(self, engine: Engine) -> int:
         """Answer the prompt as a user message."""
         with begun(engine, self.draft, self.talk, self.sampling) as talk:
             talk.stop_ids = frozenset(self.stop or ())
@@ -161,13 +141,14 @@ class Run(OnEngine):
                 talk.attach(kind, path, **encode_options(kind, vars(self)))
             if self.json:
                 emit(talk.say(self.prompt or "").output())
-                return
+                return 0
             screen = Screen(sys.stdout.isatty())
             try:
                 turn = talk.say(self.prompt or "", screen)
             finally:
                 screen.end()
-            console.say(summary(turn, engine.limits.max_seq))
+            console.say(chat_summary(turn, talk))
+        return 0
 
 
 def _log_and_emit(result: Result | Failure) -> Result | Failure:
@@ -178,28 +159,23 @@ def _log_and_emit(result: Result | Failure) -> Result | Failure:
 
 def _stream(offline: OfflineEngine, request: OfflineRequest, progress: console.Progress) -> Result:
     """Print each piece as it comes: text, or ids without a tokenizer."""
+    from g4ir.chat.prompt import TextStream
+
     text = TextStream(offline.codec.vocabulary) if offline.codec else None
-    begun, count = time.perf_counter(), 0
+    between = ""
 
     def told(token: int) -> None:
-        nonlocal count
+        nonlocal between
         progress.stop()
-        print(text.push(token) if text else f"{' ' if count else ''}{token}", end="", flush=True)
-        count += 1
+        print(text.push(token) if text else f"{between}{token}", end="", flush=True)
+        between = " "
 
     try:
         result = offline.answer(request, told)
     except (KeyboardInterrupt, console.Ended):
         print(text.rest() if text else "", flush=True)
-        console.say(f"{count} new tokens in {time.perf_counter() - begun:.3f} s")
         raise
     print(text.rest() if text else "", flush=True)
     for note in result.request.notes:
         console.say(f"note: {note}")
     return result
-
-
-def _say_summary(r: Result, given: int | None) -> None:
-    seed = r.request.sampling.seed
-    drawn = f"; drawn with --seed {seed}" if seed not in (None, given) else ""
-    console.say(f"{answer_summary(r.counts, r.handle.tally, r.finish_reason)}{drawn}")

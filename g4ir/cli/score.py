@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
 from g4ir.ui import console
+from g4ir.ui.table import aligned
 
-from .common import OnEngine, Programs, strict
+from .common import OnEngine, Programs, emit
 from .verb import Count, flag
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 #: columns of the table: key of `Sums.means`, heading, format
 COLUMNS = (
-    ("tokens", "tokens", "8d"),
-    ("nll", "NLL", "10.4f"),
-    ("ppl", "perplexity", "12.2f"),
-    ("baseline_nll", "baseline", "10.4f"),
-    ("kl", "KL", "12.6f"),
-    ("same_top", "same top", "10.1%"),
+    ("tokens", "tokens", "d"),
+    ("nll", "NLL", ".4f"),
+    ("ppl", "perplexity", ".2f"),
+    ("baseline_nll", "baseline", ".4f"),
+    ("kl", "KL", ".6f"),
+    ("same_top", "same top", ".1%"),
 )
 
 
@@ -99,27 +99,23 @@ def report(
     progress: console.Progress,
     head: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
-    """Print the scores as they come, then their totals; exit code 1 if one is not finite."""
+    """Print the scores and their totals; exit code 1 if one is not finite."""
     from g4ir.check.score import Sums, score_windows
 
-    windows = documents.windows(engines)
-    total, count = Sums(), 0
-    for one in score_windows(engines, windows, progress):
-        console.Progress.clear()
-        if as_json:
-            print(
-                ", " if count else '{"documents": [', json.dumps(strict(row(one))), sep="", end=""
-            )
-        else:
-            print("" if count else _heading(head, one), _line(one.name, one.sums), sep="")
-        total, count = total + one.sums, count + 1
-        sys.stdout.flush()
-    if not count:
+    total, rows, table = Sums(), list[dict[str, Any]](), list[tuple[str, Sums]]()
+    for one in score_windows(engines, documents.windows(engines), progress):
+        total += one.sums
+        rows.append(row(one))
+        table.append((one.name, one.sums))
+    if not rows:
         raise InputError(f"{documents.jsonl}: no documents among its lines")
     if as_json:
-        print(f"], {json.dumps(strict({**head, **total.means()}))[1:]}")
-    elif count > 1:
-        print(_line("all", total))
+        emit({"documents": rows, **head, **total.means()})
+    else:
+        console.Progress.clear()
+        against = f" against {head['against']}" if head.get("against") else ""
+        print(f"{head['engine']}{against}\n" if head else "", end="")
+        print(_table([*table, *([("all", total)] if len(table) > 1 else [])]), end="", flush=True)
     return 0 if all(math.isfinite(x) for x in (total.nll, *(total.against or ()))) else 1
 
 
@@ -127,23 +123,11 @@ def means(one: Score) -> dict[str, Any]:
     return {"id": one.document, "part": one.part, **one.sums.means()}
 
 
-def _heading(head: Mapping[str, Any], one: Score) -> str:
-    means = one.sums.means()
-    names = "".join(f"{name:>{_width(form)}}" for key, name, form in COLUMNS if key in means)
-    against = f" against {head['against']}" if head.get("against") else ""
-    title = f"{head['engine']}{against}\n" if head else ""
-    return f"{title}  {'document':22}{names}\n"
-
-
-def _line(name: str, sums: Sums) -> str:
-    means = sums.means()
-    cells = "".join(
-        f"{'-':>{_width(form)}}" if means[key] is None else f"{means[key]:{form}}"
-        for key, _, form in COLUMNS
-        if key in means
-    )
-    return f"  {name:22}{cells}"
-
-
-def _width(form: str) -> str:
-    return form.rstrip("df%").partition(".")[0]
+def _table(rows: Sequence[tuple[str, Sums]]) -> str:
+    found = [(name, sums.means()) for name, sums in rows]
+    columns = {key: row for key, *row in COLUMNS if key in found[0][1]}
+    lines = [["document", *(name for name, _ in columns.values())]]
+    for name, values in found:
+        cells = ((values[key], form) for key, (_, form) in columns.items())
+        lines.append([name, *("-" if x is None else f"{x:{form}}" for x, form in cells)])
+    return aligned(lines)

@@ -13,7 +13,7 @@ from g4ir.plan.gpus import parse_bytes
 from g4ir.ui import console
 
 from . import USUAL
-from .common import DraftRows, Load, OnEngine
+from .common import Draft, Load, OnEngine
 from .verb import flag
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Serve(OnEngine):
     media_dir: str | None = None
     drain: float = 60.0
     no_page: bool = False
-    draft: DraftRows
+    draft: Draft
     load: Load
 
     def __call__(self) -> int:

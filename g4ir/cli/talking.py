@@ -10,16 +10,14 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4ir.chat import Event, Vocabulary
-from g4ir.chat.messages import decoded
-from g4ir.chat.template import check_chats
-from g4ir.errors import EngineError, InputError
+from g4ir.errors import InputError
 from g4ir.ui import console
 
 from .common import Draft
 from .verb import Part, Text
 
 if TYPE_CHECKING:
+    from g4ir.chat import Event
     from g4ir.engine.engine import Engine
     from g4ir.engine.requests import Counts
     from g4ir.engine.speculative import AcceptanceStats
@@ -43,7 +41,7 @@ class Talk(Part):
     think: bool = False
     think_budget: int | None = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if self.think_budget is not None and not self.think:
             raise InputError("--think-budget is for --think, which is not given")
         if (self.think_budget or 0) < 0:
@@ -70,32 +68,6 @@ class Sampling(Part):
         return {k: v for k, v in vars(self).items() if k != "given"}
 
 
-def tally_text(tally: AcceptanceStats | None) -> str:
-    """Return how many tokens came of a round, and how many of 100 drafted ones were accepted, by
-    place; nothing where nothing was drafted."""
-    if not tally or not tally.rounds:
-        return ""
-    told: Any = tally.to_dict()
-    shares = " ".join(f"{100 * share:.0f}" for share in told["accepted"])
-    right = f" ({shares} % of drafts accepted)" if shares else ""
-    return f"; {told['tokens_per_round']:.2f} tokens a round{right}"
-
-
-def check_turns(folder: Path) -> None:
-    """Raise for an engine that cannot chat: EngineError without a tokenizer, InputError if the
-    tokenizer has no turns."""
-    from g4ir.engine.engine import TOKENIZER, read_tokenizer
-
-    file = folder / TOKENIZER
-    if file.is_file():
-        check_chats(Vocabulary(read_tokenizer(file, file.read_bytes())), folder)
-    elif folder.is_dir() and any(folder.glob("manifest.json")):
-        raise EngineError(
-            f"{folder} has no tokenizer.json (its checkpoint had none), which a chat needs; build "
-            f"from a checkpoint with one, or take `g4ir run {folder} --tokens IDS`"
-        )
-
-
 @contextmanager
 def begun(engine: Engine, draft: Draft, talk: Talk, sampling: Sampling) -> Iterator[ChatSession]:
     """A context with a conversation of what the flags say."""
@@ -115,6 +87,7 @@ def begun(engine: Engine, draft: Draft, talk: Talk, sampling: Sampling) -> Itera
 
 def declare(talk: ChatSession, path: str) -> None:
     """Declare the tools of a file, and say what of their schemas is lost."""
+    from g4ir.chat.messages import decoded
     from g4ir.chat.text_files import read_text
 
     path = str(Path(path))
@@ -132,24 +105,19 @@ class Screen:
 
     def __init__(self, terminal: bool) -> None:
         self.terminal = terminal
-        self._shown = ("content", "call", "thought") if terminal else ("content", "call")
-        self.hides_reasoning = False
         self._kind = ""
         self._at_start = True
 
     def __call__(self, event: Event) -> None:
         """Show a piece of an answer; output of another kind begins on a new line."""
         kind, text = event.kind, event.text
-        if kind not in self._shown:
+        if kind not in (("content", "call", "thought") if self.terminal else ("content", "call")):
             return
-        new = kind != self._kind
         if kind == "call":
             arguments = text if event.arguments is None else event.arguments
             call = {"name": event.name, "arguments": arguments}
             text = json.dumps(call, ensure_ascii=not self.terminal) + "\n"
-        elif kind == "thought" and self.hides_reasoning:
-            text = "(thinking)" if new else ""
-        if new:
+        if kind != self._kind:
             self._line()
             self._kind = kind
             print(DIM if kind == "thought" else "", end="")
@@ -179,30 +147,20 @@ def _harmless(c: str) -> str:
     return c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else f"\\x{ord(c):02x}"
 
 
-def short_summary(turn: Turn, room: int) -> str:
-    """Return speed, use of the context and, if it is unusual, the finish reason of an answer."""
-    c = turn.counts
-    speed = f", {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""
-    used = min(c.prompt + c.generated, room)
-    end = "" if turn.finish_reason in ("stop", "tool_calls") else _ended(turn.finish_reason)
-    return f"{c.generated} tokens{speed}; {used} of {room} in use{end}"
-
-
-def summary(turn: Turn, room: int) -> str:
-    """Return a line about an answer: how fast it was, and how much the engine holds of it all."""
+def chat_summary(turn: Turn, talk: ChatSession) -> str:
+    """Return a line about an answer, and how much the engine holds of the conversation."""
+    room = talk.engine.limits.max_seq
     told = answer_summary(turn.counts, turn.tally, turn.finish_reason)
-    held = min(turn.counts.prompt + turn.counts.generated, room)
-    return f"{told}; {held} of {room} tokens are held"
+    return f"{told}; {min(talk.held, room)} of {room} tokens are held"
 
 
 def answer_summary(c: Counts, tally: AcceptanceStats | None, reason: str | None) -> str:
-    """Return how many tokens an answer has, how fast they came, and what ended it."""
+    """Return how many tokens an answer has, how fast they came, how many came of a round where some
+    were drafted, and what ended it."""
     known = f" ({c.cached} known)" if c.cached else ""
     first = "" if c.first_token_s is None else f"; first after {c.first_token_s:.3f} s"
     speed = f", then {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""
-    new = f"{c.generated} new ones{first}{speed}"
-    return f"{c.prompt} prompt tokens{known}, {new}{tally_text(tally)}{_ended(reason)}"
-
-
-def _ended(reason: str | None) -> str:
-    return "; interrupted" if reason == "interrupted" else f"; ended by {reason}"
+    drafted: Any = tally.to_dict() if tally and tally.rounds else {}
+    rounds = f"; {drafted['tokens_per_round']:.2f} tokens a round" if drafted else ""
+    end = "; interrupted" if reason == "interrupted" else f"; ended by {reason}"
+    return f"{c.prompt} prompt tokens{known}, {c.generated} new ones{first}{speed}{rounds}{end}"

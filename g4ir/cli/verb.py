@@ -172,7 +172,7 @@ class Flags:
 
     def _add(self, cls: type[Part], help: Mapping[str, Help], title: str | None) -> None:
         help = {**helps(cls), **help}
-        for f, hint in fields_of(cls):
+        for f, hint in sorted(fields_of(cls), key=_own_first):
             below = f.metadata.get("title") or title
             if is_part(hint):
                 self._add(hint, help, below or hint.title)
@@ -246,6 +246,11 @@ class Flags:
             if name in values:
                 read = _READ.get(name, lambda value, flag: value)
                 yield name, read(values[name], self.names[name])
+
+
+def _own_first(row: tuple[Any, Any]) -> bool:
+    """Sort what has a group of its own in --help, and is not of the verb, behind the others."""
+    return is_part(row[1]) and row[1].title is not None
 
 
 def flag_of(name: str) -> str:

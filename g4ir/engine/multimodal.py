@@ -24,12 +24,12 @@ import torch
 
 from g4ir.chat.messages import Medium, an_object
 from g4ir.errors import InputError
-from g4ir.media.audio import CUT, Clip, Waveform, prepare_audio, read_audio
+from g4ir.media.audio import Clip, Waveform, prepare_audio, read_audio
 from g4ir.media.images import PreparedImage, pixels_of, prepare_image, read_image
 from g4ir.media.limits import check_limit
 from g4ir.media.soft import Soft
 from g4ir.media.videos import Footage, Video, prepare_video, read_footage, video_settings
-from g4ir.model.audio import AudioSettings, MelSettings, audio_settings
+from g4ir.model.audio import CUT, AudioSettings, MelSettings, audio_settings
 from g4ir.model.images import image_settings
 from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_budget, check_taken, check_there
 from g4ir.model.towers import STRIDE, audio_name, vision_name

@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any, BinaryIO
 
 from g4ir.errors import InputError
-from g4ir.media.audio import CUT, REFUSE
+from g4ir.model.audio import CUT, REFUSE
 from g4ir.spec.reader import json_object
 from g4ir.ui.units import size_text
 

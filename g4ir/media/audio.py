@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from g4ir.errors import InputError
-from g4ir.model.audio import RATES, AudioSettings, MelSettings, RawSettings, round_up
+from g4ir.model.audio import CUT, RATES, REFUSE, AudioSettings, MelSettings, RawSettings, round_up
 
 from .files import is_cut, library, opened
 from .limits import check_limit
@@ -33,7 +33,6 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
-CUT, REFUSE = "cut", "refuse"  # what to do with a clip that is too long
 MAX_CHANNELS = 64
 MAX_RESAMPLED = 1 << 26  # samples of a clip at the model's rate: over an hour at 16 kHz
 MAX_BYTES, MAX_VALUES = 1 << 28, 1 << 26  # of a file; samples times channels that are decoded

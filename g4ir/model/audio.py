@@ -11,6 +11,7 @@ from g4ir.errors import InputError
 from g4ir.spec.parts import Audio, UnifiedAudio
 from g4ir.spec.record import Spec
 
+CUT, REFUSE = "cut", "refuse"  # what to do with a clip that is too long
 RATES = (1_000, 768_000)  # Hz; outside it a header is corrupt, and the resampler's table large
 
 

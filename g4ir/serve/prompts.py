@@ -22,10 +22,10 @@ from g4ir.engine.requests import Request
 from g4ir.errors import EngineError, InputError
 from g4ir.generate.conversation import Bounded
 from g4ir.generate.tokenizer import Codec
-from g4ir.media.audio import REFUSE
 from g4ir.media.limits import Limit, limited
 from g4ir.media.prompt import expansion
 from g4ir.media.soft import Soft
+from g4ir.model.audio import REFUSE
 
 from .grammar import Grammars, Mask
 from .http_errors import Refused, bad, missing

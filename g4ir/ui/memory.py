@@ -22,10 +22,9 @@ def device_memory(device: str) -> int:
 
 def memory_limits(root: Path = Path("/")) -> Iterator[int]:
     """Yield the memory limits of the process's control groups."""
-    for group in control_groups("memory", root):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            with contextlib.suppress(OSError, ValueError):  # "max": no limit
-                yield int((group / name).read_text())
+    for group in control_groups(root):
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            yield int((group / "memory.max").read_text())
 
 
 def free_memory() -> int:
@@ -36,10 +35,10 @@ def free_memory() -> int:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 found = [int(line.split()[1]) * 1024]
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # "max": no limit
-        limit, used = (int((group / f"memory.{n}").read_text()) for n in ("max", "current"))
-        found.append(max(limit - used, 0))
+    for group in control_groups():
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            limit, used = (int((group / f"memory.{n}").read_text()) for n in ("max", "current"))
+            found.append(max(limit - used, 0))
     return min(found)
 
 

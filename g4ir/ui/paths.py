@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import stat
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -69,47 +67,25 @@ def keep_inductor_private(default: str) -> Path:
 _until_the_end: list[tempfile.TemporaryDirectory[str]] = []
 #: of the names of temporary folders
 PREFIX = "g4ir-"
-#: seconds after which an unlocked folder is one of a killed process
-ABANDONED_S = 60.0
 #: held while TMPDIR, one for the whole process, is replaced
 _ELSEWHERE = threading.Lock()
 
 
-class PrivateFolder:
-    """A private temporary folder for libraries. `close`, or the end of the process, removes it; the
-    next one that is made removes those of killed processes."""
-
-    def __init__(self, root: Path) -> None:
-        self._new = [p for p in (root, *root.parents) if not p.exists()]
-        self._folder = _private_temporary(root)
-        self.path = Path(self._folder.name)
-        self._held = os.open(self.path, os.O_RDONLY)
-        with suppress(OSError):  # a file system without locks: then nothing there is swept either
-            fcntl.flock(self._held, fcntl.LOCK_EX)
-        if self.path.parent == root:
-            _sweep(root)
-
-    def close(self) -> None:
-        if self._held < 0:
-            return
-        os.close(self._held)
-        self._held = -1
-        self._folder.cleanup()
-        for made in self._new:  # a run alone leaves nothing behind
-            with suppress(OSError):
-                made.rmdir()
-
-
 @contextmanager
-def unpacking() -> Iterator[PrivateFolder]:
-    """A context in which TMPDIR is a private folder, which the caller closes. Raises MissingError
-    if none can be made."""
-    folder = PrivateFolder(cache_root() / "unpacked")
-    with _ELSEWHERE, variable("TMPDIR", str(folder.path)):
+def unpacking() -> Iterator[tempfile.TemporaryDirectory[str]]:
+    """A context in which TMPDIR is a new folder of this user alone, for libraries that unpack
+    programs in it; the caller cleans it up. MissingError if none can be made."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+    except OSError as e:
+        why = f"{e.filename or tempfile.gettempdir()}: {e.strerror}"
+        fix = "make room, or give TMPDIR a folder of your own"
+        raise MissingError(f"no folder to unpack compiled programs in: {why}; {fix}") from None
+    with _ELSEWHERE, variable("TMPDIR", folder.name):
         try:
             yield folder
         except BaseException:
-            folder.close()
+            folder.cleanup()
             raise
 
 
@@ -133,35 +109,6 @@ def variable(name: str, value: str) -> Iterator[None]:
 def search_path(first: Path, name: str) -> str:
     """Return the value of a search path that begins with a folder."""
     return os.pathsep.join([str(first), *filter(None, [os.environ.get(name)])])
-
-
-def _sweep(root: Path) -> None:
-    for left in root.glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                if time.time() - os.fstat(handle).st_mtime > ABANDONED_S:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(left, ignore_errors=True)
-            finally:
-                os.close(handle)
-
-
-def _private_temporary(root: Path) -> tempfile.TemporaryDirectory[str]:
-    reasons = []
-    for path in (root, None):
-        try:
-            if path:
-                private(path)
-            return tempfile.TemporaryDirectory(prefix=PREFIX, dir=path, ignore_cleanup_errors=True)
-        except OSError as e:
-            reasons.append(f"{e.filename or path}: {e.strerror}")
-        except TrustError as e:
-            reasons.append(str(e))
-    raise MissingError(
-        f"no folder to unpack compiled programs in: {'; '.join(reasons)}; make room, or give "
-        f"XDG_CACHE_HOME a folder of your own"
-    )
 
 
 @contextmanager

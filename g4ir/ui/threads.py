@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 
 #: rounds that OpenMP's threads spin before they sleep
@@ -44,33 +44,20 @@ def visible_cores() -> int:
 def usable_cores(root: Path = Path("/")) -> int:
     """Return how many cores this process can keep busy: its affinity, limited by the CPU quota of
     its control group (rounded down, at least one)."""
-    quotas = (quota for group in control_groups("cpu", root) for quota in _quota(group))
-    return max(1, min(visible_cores(), int(min((1e6, *quotas)))))
+    quotas = [1e6]
+    for group in control_groups(root):
+        with contextlib.suppress(OSError, ValueError):  # "max": no quota
+            quota, period = map(float, (group / "cpu.max").read_text().split())
+            quotas.append(quota / period)
+    return max(1, min(visible_cores(), int(min(quotas))))
 
 
-def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
-    """Yield the control groups of this process and their parents that may limit `cpu` or `memory`,
-    in version 2 and in version 1, which has a tree for each controller."""
+def control_groups(root: Path = Path("/")) -> list[Path]:
+    """Return the control group of this process and those above it (version 2)."""
     mount = root / "sys/fs/cgroup"
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and controller not in controllers.split(","):
-                continue
-            top = mount / controllers
-            own = top / path.lstrip("/")
-            for group in (own, *own.parents):
-                yield group
-                if group == top:
-                    break
-
-
-def _quota(group: Path) -> Iterator[float]:
-    """Yield a CPU quota in cores: cpu.max in version 2, cpu.cfs_quota_us in version 1, where -1
-    means none."""
-    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
-        with contextlib.suppress(OSError, ValueError):
-            words = (word for name in names for word in (group / name).read_text().split())
-            quota, period = map(float, words)
-            if quota > 0 < period:
-                yield quota / period
+            if line.startswith("0::"):
+                own = mount / line.removeprefix("0::/")
+                return [own, *(p for p in own.parents if p.is_relative_to(mount))]
+    return []
