@@ -72,7 +72,7 @@ def looped(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Loops:
 def test_tables_in_host_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host gathers their rows, and so chooses."""
     assert engine.chooses_on_device
-    monkeypatch.setattr(engine, "device", "cuda")
+    monkeypatch.setattr(type(engine), "device", "cuda")
     assert not engine.embeds_on_device and not engine.chooses_on_device
 
 
