@@ -16,6 +16,7 @@ from g4ir.model.towers import PARTS, is_tower
 from g4ir.ops.codecs import FORM_OF
 from g4ir.plan.cost import Cost, Roof, Step, by_kind, floor, graph_costs, prefill_chunks, total
 from g4ir.plan.gpus import find_gpu
+from g4ir.quant.recipe import Recipe
 from g4ir.ui.table import aligned
 from g4ir.ui.units import si
 
@@ -29,7 +30,7 @@ NOTE = (
     "time: the longer of bytes (weights and caches) and FLOPs at the roofline; activations\n"
     "are left out, since fused nodes keep them on the chip"
 )
-#: share of the weights' bytes below which a form is not named
+#: share of the weights' bytes below which a format is not named
 LITTLE = 0.15
 #: phase -> options that say nothing about it
 MEANINGLESS: dict[str, tuple[str, ...]] = {
@@ -106,7 +107,7 @@ class CostOf(Verb):
             "batch": step.B,
             "new_tokens": step.S,
             "context": step.C + step.S,
-            "weights": _forms(graph),
+            "weights": _formats(graph, self.graph.config.quant),
             "layer": self.layer,
             "roof": roof and asdict(roof),
             "total": _row(total(costs), roof),
@@ -126,8 +127,12 @@ class CostOf(Verb):
         return output(self.json, report, "".join(f"{line}\n" for line in _lines(report)))
 
 
-def _forms(graph: Graph) -> str:
-    """Return the dtypes of the params or the forms of their codes, largest share first."""
+def _formats(graph: Graph, quant: Recipe | None) -> str:
+    """Return what weights are quantised to, where the graph still makes their codes; else the
+    formats of its params, largest share first."""
+    coded = any(v.type.dtype in FORM_OF for v in graph.params)
+    if quant and not coded and not is_tower(graph.name):
+        return quant.name
     nbytes: Counter[str] = Counter()
     for v in graph.params:
         nbytes[FORM_OF.get(v.type.dtype, v.type.dtype)] += v.type.nbytes()
