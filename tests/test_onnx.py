@@ -322,7 +322,7 @@ def test_dry_run_counts_nodes(name: str, capsys: Any) -> None:
     code = main([*words.split(), "--drafter", "default"])
     told = json.loads(capsys.readouterr().out)
     assert code == bool(told["short"]), "a disk may be too small"
-    assert told["dtype"] == "f32" and " nodes: " in told["onnx"]
+    assert told["dtype"] == "float32" and " nodes: " in told["onnx"]
     assert {"vision_70", "vision_280"} <= told["towers"].keys()
     assert told["draft"].endswith(" nodes")
 
