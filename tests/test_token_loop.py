@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Barrier, Thread
 from typing import Any
 
@@ -24,10 +22,9 @@ from g4ir.backends.cuda.schedule import any_length, schedule
 from g4ir.backends.cuda.token_loop import TokenLoop
 from g4ir.backends.inductor.target import Target
 from g4ir.backends.sampling import SamplingParams
-from g4ir.engine.async_engine import AsyncEngine
 from g4ir.engine.device_loop import TokenSteps
 from g4ir.engine.engine import Engine
-from g4ir.engine.requests import PREFILLING, QUEUED, Event, Request
+from g4ir.engine.requests import PREFILLING, QUEUED, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.session import Session
 from g4ir.engine.speculative import (
@@ -54,21 +51,6 @@ def engine(engines: Any) -> Engine:
     return made
 
 
-def rows(engine: Engine) -> list[list[int]]:
-    """As many prompts as the engine has rows."""
-    return PROMPTS[: engine.limits.max_batch]
-
-
-Loops = Callable[[], list[Any]]
-Work = Callable[[], None]
-
-
-@pytest.fixture
-def looped(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Loops:
-    """Turns the loop on; returns the steps that are prepared."""
-    return partial(in_a_loop, engine, monkeypatch)
-
-
 def test_tables_in_host_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host gathers their rows, and so chooses."""
     assert engine.chooses_on_device
@@ -78,10 +60,10 @@ def test_tables_in_host_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite(
-    engine: Engine, looped: Loops, monkeypatch: pytest.MonkeyPatch, odd: float
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, odd: float
 ) -> None:
     """Found with the tokens that were chosen from them, and none of these is handed out."""
-    looped()
+    in_a_loop(engine, monkeypatch)
     want, seen = engine.generate(PROMPTS[0], 20, stop_ids=()), list[int]()
     monkeypatch.setattr(engine, "_idle", None)
     whole, steps = engine.runtime._step, []
@@ -102,33 +84,9 @@ def test_logits_that_are_not_finite(
     assert seen == want[:3] and len(steps) <= 1 + 4
 
 
-def test_served_requests_take_the_recorded_step(engine: Engine, looped: Loops) -> None:
-    """Whatever joins, is cancelled or ends: a step is recorded once for each batch size and set of
-    ways to choose, and texts are those of the host."""
-    params = [
-        SamplingParams(ignore_eos=True),
-        SamplingParams(0.8, 20, 0.9, seed=3, ignore_eos=True),
-        SamplingParams(ignore_eos=True, logprobs=1),
-    ]
-    asked = [Request(tuple(p), 12, s, reuse=False) for p in PROMPTS for s in params]
-    want = []
-    for request in asked:
-        scheduler = Scheduler(engine)
-        handle = scheduler.submit(request)
-        want.append([e.token for e in scheduler.run(handle)])
-    prepared, events = looped(), SimpleQueue[Event]()
-    with AsyncEngine(engine, config=SchedulerConfig(patience=0)) as service:
-        handles = [service.submit(request, events.put) for request in asked]
-        service.drain()
-    assert [handle.answers[0].tokens for handle in handles] == want
-    assert 1 <= len(prepared) <= 3 * engine.limits.max_batch
-
-
-def test_the_host_reads_a_step_behind(
-    engine: Engine, looped: Loops, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_host_reads_a_step_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step has been started when tokens are handed out, and none beyond the last."""
-    looped()
+    in_a_loop(engine, monkeypatch)
     started, ahead = [], []
     advance = TokenLoop.advance
     monkeypatch.setattr(
