@@ -13,9 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import helper
@@ -155,35 +153,6 @@ def test_weights_stay_in_the_safetensors_files(small: Engine) -> None:
             }
             used.add(name)
     assert used == set(entries)
-
-
-def test_engine_without_g4ir(small: Engine) -> None:
-    """Greedy decoding with onnxruntime and numpy alone, as the model's documentation says."""
-    net = onnxruntime.InferenceSession(small.path / "model.onnx")
-    embed = onnxruntime.InferenceSession(small.path / "embed.onnx")
-    facts = net.get_modelmeta().custom_metadata_map
-    caches = {
-        i.name: np.zeros([1 if d == "B" else d for d in i.shape], np.float32)
-        for i in net.get_inputs()
-        if f"{i.name}.next" in {o.name for o in net.get_outputs()}
-    }
-    names = [o.name for o in net.get_outputs()]
-    tokens, held, out = [5, 77, 31, 8, 402], 0, []
-    while len(out) < 24:
-        rows = embed.run(None, {"tokens": np.array([tokens])})
-        feeds = dict(zip([o.name for o in embed.get_outputs()], rows))
-        feeds |= caches | {
-            "positions": held + np.arange(len(tokens))[None],
-            "lengths": np.array([len(tokens)]),
-            "slots": np.arange(int(facts["g4ir.max_seq"])),
-            "turned": np.zeros(1, np.int64),
-        }
-        found = dict(zip(names, net.run(names, feeds)))
-        caches = {n: found[f"{n}.next"] for n in caches}
-        held += len(tokens)
-        tokens = [int(found["logits"][0, -1].argmax())]
-        out += tokens
-    assert out == small.generate([5, 77, 31, 8, 402], 24, stop_ids=())
 
 
 def test_files_say_what_they_take(small: Engine) -> None:

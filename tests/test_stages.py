@@ -16,7 +16,7 @@ import g4ir
 from g4ir import passes as pipeline
 from g4ir.backends.cpu import step_program
 from g4ir.check import compare
-from g4ir.check.compare import Comparison, Shown, joint_budget
+from g4ir.check.compare import Comparison, Shown, joint_budget, local_errors
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
 from g4ir.check.stage_report import StageReport, StagesReport
@@ -418,6 +418,18 @@ def test_what_is_no_number_is_an_error(ple: Engine, monkeypatch: pytest.MonkeyPa
         CheckError, match=r"%L2\.ffn\.\w+ \(layer 2\) in the chunk .* NaN or infinite"
     ):
         verify_each_pass(ple)
+
+
+def test_local_errors() -> None:
+    """Against the larger of the value and its row's rms."""
+    want = torch.tensor([[3.0, 4.0], [0.0, 0.1], [0.0, 0.0]])
+    got = want + torch.tensor([[0.3, 0.4], [0.1, 0.0], [0.0, 0.0]])
+    rms = 12.5**0.5
+    assert local_errors(got, want).tolist() == pytest.approx([0.1, 0.1 / 0.005**0.5, 0.0])
+    assert 0.3 / rms < 0.1
+    for bad in (float("nan"), float("inf")):
+        assert not (local_errors(torch.tensor([bad, 1.0]), torch.tensor([bad, 1.0])) <= 1e9).all()
+        assert not (local_errors(torch.tensor([1.0, bad]), torch.ones(2)) <= 1e9).all()
 
 
 def test_every_op_has_a_budget_with_a_reason() -> None:
