@@ -67,8 +67,6 @@ def test_the_mask_of_a_block(window: int) -> None:
 ATTENTIONS = [
     (op, i) for op in ("attention", "attention_latent") for i, _ in enumerate(OPS[op].samples)
 ]
-#: samples with block ids
-SAMPLES = [(op, i) for op, i in ATTENTIONS if OPS[op].samples[i].inputs[-1].startswith("i64[2,")]
 
 
 @pytest.mark.parametrize("softcap", [0.0, 20.0])

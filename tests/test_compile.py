@@ -32,7 +32,6 @@ from g4ir.ui import compiler_cache
 from g4ir.ui.paths import claimed
 from g4ir.ui.progress import no_progress
 from tests.cases import TABLES
-from tests.test_torch_backend import close
 
 TEXT = TABLES["graphs"]["linear"]
 
@@ -437,22 +436,6 @@ def test_a_full_disk_does_not_end_the_process(
     )
     compiler.compile_program(TEXT, Target("cpu"), tmp_path / "x.pt2")
     compiler.check_program(tmp_path / "x.pt2", TEXT)
-
-
-def test_a_program_of_one_segment(own_cache: Path, tmp_path: Path) -> None:
-    """Compiled for real: any size up to the limits, weights as inputs."""
-    from g4ir.backends.inductor.runtime import _load_program
-
-    (name,) = workers.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress).values()
-    with ZipFile(tmp_path / "a" / name) as archive:
-        (wrapper,) = (n for n in archive.namelist() if n.endswith("wrapper.cpp"))
-        assert b"AOTInductorModelContainerCreate(" not in archive.read(wrapper)  # linked
-    call = _load_program(tmp_path / "a" / name, "cpu")
-    w = torch.randn(4, 8)
-    for b, s in ((1, 1), (2, 1), (1, 16), (2, 7)):
-        x = torch.randn(b, s, 8)
-        (got,) = call([x, w])
-        close(got, x @ w.t(), 1e-5)
 
 
 def test_what_a_killed_compile_left_is_made_again(

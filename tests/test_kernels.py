@@ -456,6 +456,8 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (library_file,) = (n for n in archive.namelist() if n.endswith(".so"))
         assert b".debug_line" not in archive.read(library_file), "tables for a profiler"
         assert b"regex_traits" not in archive.read(library_file), "regular expressions"
+        (wrapper,) = (n for n in archive.namelist() if n.endswith("wrapper.cpp"))
+        assert b"AOTInductorModelContainerCreate(" not in archive.read(wrapper)  # linked
     call = runtime._load_program(path, "cpu")
     library, seen = pyops._library_linear, []
 

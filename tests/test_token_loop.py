@@ -4,7 +4,8 @@ without a CUDA graph, on the CPU's compiled programs, with everything else as on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -248,7 +249,12 @@ def test_sessions_take_turns(engine: Engine, programs: list[LoopProgram]) -> Non
 
 def test_a_late_host_does_not_shorten_steps(engine: Engine) -> None:
     """Tokens that lie ready say nothing of the time of a step."""
-    loop = open_loop_of(engine)
+    session = engine.session()
+    session.prefill(torch.tensor([PROMPTS[0]]))
+    choice = DeviceChoice((sampling.GREEDY,), ())
+    loop = engine.runtime.token_loop(engine.embed, session.state, 1, choice, engine.tables)
+    held = session.length, torch.ones(1, dtype=torch.bool)
+    loop.start(torch.tensor([5]), *held, torch.zeros(1, 4).double(), [()])
     loop._step_s, before = 1.0, loop.steps_per_call
     for _ in range(2):
         loop.advance(1, None)
@@ -256,16 +262,6 @@ def test_a_late_host_does_not_shorten_steps(engine: Engine) -> None:
     for _ in range(2):
         loop.read()
     assert before == loop.steps_per_call == 1
-
-
-def open_loop_of(engine: Engine) -> StepLoop:
-    session = engine.session()
-    session.prefill(torch.tensor([PROMPTS[0]]))
-    choice = DeviceChoice((sampling.GREEDY,), ())
-    loop = engine.runtime.token_loop(engine.embed, session.state, 1, choice, engine.tables)
-    held = session.length, torch.ones(1, dtype=torch.bool)
-    loop.start(torch.tensor([5]), *held, torch.zeros(1, 4).double(), [()])
-    return loop
 
 
 def test_a_program_maps_tables_that_are_read_row_by_row(
@@ -290,19 +286,10 @@ class Stream:
         self.seen.append(("waits", self, other))
 
 
-class On:
-    """A context on a stream."""
-
-    def __init__(self, stream: Any = None, fails: bool = False) -> None:
-        self.stream, self.fails = stream, fails
-
-    def __enter__(self) -> None:
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        Stream.seen.append(("on", self.stream))
-
-    def __exit__(self, *_: Any) -> None:
-        pass
+@contextmanager
+def on(stream: Stream) -> Iterator[None]:
+    Stream.seen.append(("on", stream))
+    yield
 
 
 class Graph:
@@ -318,7 +305,7 @@ def pretend(patch: pytest.MonkeyPatch, capture: Any) -> Stream:
         ("CUDAGraph", Graph),
         ("Stream", Stream),
         ("graph", capture),
-        ("stream", On),
+        ("stream", on),
         ("current_stream", lambda: main),
     ):
         patch.setattr(cuda_graph.torch.cuda, name, value)
@@ -327,7 +314,11 @@ def pretend(patch: pytest.MonkeyPatch, capture: Any) -> Stream:
 
 def test_a_step_that_cannot_be_recorded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason and the way out; nothing falls back in silence."""
-    pretend(monkeypatch, lambda *_, **__: On(fails=True))
+
+    def capture(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    pretend(monkeypatch, capture)
     in_a_loop(engine, monkeypatch)
     monkeypatch.setattr(engine.runtime, "record", cuda_graph.recorded)
     with pytest.raises(EngineError, match=r"not permitted.*--no-cuda-graph"):
@@ -357,9 +348,9 @@ def test_rows_at_rest_have_nothing_to_attend_to() -> None:
 def test_a_step_is_recorded_where_it_was_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first run is on the stream on which it is recorded, and others' work goes on."""
 
-    def capture(graph: Any, stream: Any, capture_error_mode: str) -> On:
+    def capture(graph: Any, stream: Any, capture_error_mode: str) -> Any:
         assert capture_error_mode == "thread_local"
-        return On(stream)
+        return on(stream)
 
     main = pretend(monkeypatch, capture)
     seen = Stream.seen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from g4ir.weights.pack import split_program
 from tests.cases import TABLES
 from tests.configs import RANDOM, SMALL, spec_called
 from tests.runner import built_program
+from tests.trt.compiled import cut
 
 PHASES = ("prefill", "decode")
 SPECS = ("tiny-dense", "tiny-moe", "tiny-ple", "combined", *SMALL, *RANDOM[:6])
@@ -123,18 +123,11 @@ def program_texts(spec: Spec) -> set[str]:
     return {s.text for many in steps for s in many if isinstance(s, Segment)}
 
 
-def deeper(spec: Spec, layers: int) -> Spec:
-    shared = spec.text.num_kv_shared_layers * layers // spec.text.num_hidden_layers
-    return replace(
-        spec, text=replace(spec.text, num_hidden_layers=layers, num_kv_shared_layers=shared)
-    )
-
-
 @pytest.mark.parametrize(("name", "apart"), [("tiny-dense", 0), ("tiny-moe", 0), ("tiny-ple", 2)])
 def test_programs_do_not_grow_with_depth(name: str, apart: int) -> None:
     """Equal layers have equal text. `apart`: texts of what stands around the layers, of per-layer
     embeddings, which depends on their number."""
-    few, many = (program_texts(deeper(load_spec(name), n)) for n in (12, 28))
+    few, many = (program_texts(cut(load_spec(name), n)) for n in (12, 28))
     assert len(few) == len(many) <= 12 and len(few - many) <= apart
 
 
