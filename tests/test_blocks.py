@@ -1,4 +1,5 @@
-"""Blocks of media in attention: the op against a mask made key by key, and every lowering of it."""
+"""Blocks of media in attention: graphs, passes, and every lowering of the op. That it sees what
+transformers does: test_media_models.py."""
 
 from __future__ import annotations
 
@@ -20,7 +21,6 @@ from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import Media, placeholders
 from g4ir.model.text import PHASES, build_graph
 from g4ir.ops import OPS
-from g4ir.ops.attention import last_seen, slot_positions, visible
 from g4ir.ops.types import Type
 from g4ir.passes import PassOptions, run_passes, run_program
 from g4ir.passes.latent_kv import LatentOptions
@@ -28,41 +28,6 @@ from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec, check_spec, load_spec
 from tests.configs import spec_called
 from tests.test_ops import node, tensors
-
-#: positions of the chunk's tokens, and their blocks; the second row is padded
-CHUNK = ([9, 10, 11, 12, 13, 14, 15, 16], [3, 4, 5, 6, 7, 8, 9, 10])
-BLOCK_IDS = ([-1, 1, 1, 1, 1, 1, -1, 7], [0, 0, 0, -1, 4, -1, -1, -1])
-VALID = (8, 5)
-SLOTS_HELD = 4
-
-
-def brute_force(window: int) -> torch.Tensor:
-    """bool[2,8,12]: over the slots of a ring of 4 and the chunk, by rule 19."""
-    mask = torch.zeros(2, 8, SLOTS_HELD + 8, dtype=torch.bool)
-    for b, (positions, ids) in enumerate(zip(CHUNK, BLOCK_IDS, strict=True)):
-        written = positions[0]
-        held = {p % SLOTS_HELD: p for p in range(written)}
-        for s, query in enumerate(positions):
-            for t in range(mask.shape[2]):
-                fresh = t - SLOTS_HELD
-                key = held.get(t, -1) if fresh < 0 else positions[fresh]
-                same = fresh >= 0 and ids[fresh] == ids[s] >= 0
-                near = not window or key > query - window
-                mask[b, s, t] = key >= 0 and (key <= query or same) and near
-    return mask
-
-
-@pytest.mark.parametrize("window", [0, 1, 3, 4, 20])
-def test_the_mask_of_a_block(window: int) -> None:
-    positions, ids = torch.tensor(CHUNK), torch.tensor(BLOCK_IDS)
-    keys = torch.cat((slot_positions(positions[:, 0], SLOTS_HELD), positions.t()))
-    got = visible(keys, positions, window, last_seen(positions, ids))
-    want = brute_force(window)
-    for row, n in enumerate(VALID):
-        assert torch.equal(got[row, :n], want[row, :n])
-        assert not got[row, :n, SLOTS_HELD + n :].any(), "padding is seen"
-    assert (got & ~visible(keys, positions, window)).any()
-
 
 ATTENTIONS = [
     (op, i) for op in ("attention", "attention_latent") for i, _ in enumerate(OPS[op].samples)
