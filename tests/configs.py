@@ -270,3 +270,12 @@ def two_layers(width: int, vocab: int) -> Spec:
         ple=replace(base.text.ple, dim=width // 2, vocab_size=vocab),  # type: ignore[type-var]
     )
     return check_spec(replace(base, name="small", text=text))
+
+
+def cut(spec: Spec, layers: int) -> Spec:
+    """The first layers alone; where the last of them share keys, so does the same part of these."""
+    text = spec.text
+    shared = text.num_kv_shared_layers * layers // text.num_hidden_layers
+    shared = min(shared, layers - len(text.pattern)) if shared else 0
+    changed = {"num_hidden_layers": layers, "num_kv_shared_layers": shared}
+    return replace(spec, name=f"{spec.name}-{layers}", text=replace(text, **changed))

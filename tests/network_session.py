@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
 import torch
 
-from g4ir.ir.graph import Node, Value
+from g4ir.backends.primitives.network import TURNED, Network, stored_type
+from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.interpret import interpret
 from g4ir.ops import OPS
 from g4ir.ops.attention import slot_positions, split_chunk
+from g4ir.plan.engine_limits import Limits
+from tests.test_ops import node, sample, tensors
+
+#: tokens of the largest chunk: no chunk of a sample then crosses the end of a ring
+ROOM = 16
 
 
 def in_network(case: tuple[str, int]) -> bool:
@@ -55,3 +66,51 @@ def in_range(op: str, given: list[torch.Tensor]) -> list[torch.Tensor]:
     if op == "axial_rope_table":
         return [given[0].clamp(max=given[0].shape[1] - 1)]
     return given
+
+
+def check_op(
+    case: tuple[str, int],
+    e: Any,
+    lowerings: Mapping[str, Any],
+    outputs_of: Callable[[Any, dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+    budget: float,
+    experts: str = "auto",
+) -> None:
+    """A sample of an op as a network of its own, whose caches are rings, against its reference.
+    `outputs_of` computes what an emitter has, `budget` is relative to a result's largest value."""
+    s = sample(case)
+    s = replace(s, attrs={k: "f32" if v == "f64" else v for k, v in s.attrs.items()})
+    n = node(case[0], s.types(), s.attrs)
+    state = tuple(n.inputs[i] for i in cache_inputs(n))
+    following = dict(n.definition.updated(n.inputs, n.outputs))
+    graph = Graph(
+        "prefill",
+        tuple(v for v in n.inputs if v not in state),
+        (),
+        state,
+        (n,),
+        tuple(v for v in n.outputs if v not in following.values()),
+        {old.name: new for old, new in following.items()},
+    )
+    given = in_range(case[0], tensors(s.types(), s))
+    longest = max([int(t.max()) for t in given if not t.is_floating_point()], default=0)
+    limits = Limits(4, longest + 1, ROOM)
+    Network(e, graph, limits, lowerings, experts).emit()
+    plain = {v.name: t for v, t in zip(n.inputs, given, strict=True)}
+    kinds = {v.name: stored_type(v.type, limits) for v in state}
+    before, tokens = tokens_held(n, given)
+    rings = {k: as_stored(plain[k], before, int(t.shape[2])) for k, t in kinds.items()}
+    turned = {TURNED: torch.zeros_like(before)} if state else {}
+    out = outputs_of(e, plain | rings | turned)
+    want, after = interpret(graph, plain, {}, plain)
+    made = {v.name: out[v.name] for v in graph.outputs}
+    for name in graph.next:
+        made[f"{name}.next"] = as_declared(out[f"{name}.next"], tokens, plain[name])
+        want[f"{name}.next"] = after[name]
+    for name, got in made.items():
+        assert got.dtype == want[name].dtype and got.shape == want[name].shape, name
+        if not got.is_floating_point():
+            assert torch.equal(got, want[name]), name
+        else:
+            error = (got.double() - want[name].double()).abs().max()
+            assert error <= budget * want[name].double().abs().max(), f"{name}: {float(error):.1e}"

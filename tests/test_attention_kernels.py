@@ -84,13 +84,19 @@ def test_attention_over_narrow_rows(dtype: torch.dtype, held: torch.dtype) -> No
 CHUNKS = ((1, 5, 1, 8), (2, 37, 2, 4), (1, 130, 1, 3), (3, 1, 1, 2))
 
 
-def check_chunk(
-    held: torch.dtype, shape: tuple[int, int, int, int], d: int, dtype: torch.dtype = torch.bfloat16
+@pytest.mark.parametrize("held", [None, *BITS8], ids=str)
+@pytest.mark.parametrize("shape", CHUNKS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "d"), [(torch.float32, 256), *((torch.bfloat16, d) for d in (8, 40, 256, 512))]
+)
+@pytest.mark.skipif(not has_gemm(), reason="other CPUs attend by compiled programs")
+def test_attention_of_a_chunk(
+    held: torch.dtype | None, shape: tuple[int, int, int, int], dtype: torch.dtype, d: int
 ) -> None:
     """Against float64, over every kind of cache, with and without blocks of soft tokens; empty
     slots hold no number."""
     b, s, kv_heads, group = shape
-    g = torch.Generator().manual_seed(d + s)
+    held, g = held or dtype, torch.Generator().manual_seed(d + s)
     for (slots, window), blocks in itertools.product(SLOTS_WINDOWS, (False, True)):
         most = 3 * slots if window else max(slots - s, 0)
         written = torch.randint(0, most + 1, (b,), generator=g)
@@ -110,21 +116,6 @@ def check_chunk(
         got = pyops.attend_chunk(q, positions, last, written, *kept, **attrs)
         assert got.dtype == q.dtype and got.shape == q.shape
         assert (got.double() - want).abs().max() <= 2**-7 * want.abs().max()
-
-
-@pytest.mark.parametrize("held", [torch.bfloat16, *BITS8], ids=str)
-@pytest.mark.parametrize("shape", CHUNKS, ids=str)
-@pytest.mark.parametrize("d", [8, 40, 256, 512])
-@pytest.mark.skipif(not has_gemm(), reason="other CPUs attend by compiled programs")
-def test_attention_of_a_chunk(held: torch.dtype, shape: tuple[int, int, int, int], d: int) -> None:
-    check_chunk(held, shape, d)
-
-
-@pytest.mark.parametrize("held", [torch.float32, *BITS8], ids=str)
-@pytest.mark.parametrize("shape", CHUNKS, ids=str)
-@pytest.mark.skipif(not has_gemm(), reason="other CPUs attend by compiled programs")
-def test_attention_of_a_chunk_in_fp32(held: torch.dtype, shape: tuple[int, int, int, int]) -> None:
-    check_chunk(held, shape, 256, torch.float32)
 
 
 @pytest.mark.skipif(not has_gemm(), reason="other CPUs attend by compiled programs")

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from bench.gpu.conftest import Measure, read_results
-from bench.gpu.kernel_cases import all_cases
-from bench.gpu.test_kernels import CAPACITY, COPIES, SPREAD, case_name, copies, programs
-from g4ir.backends.inductor.target import Target
+from bench.gpu.conftest import read_results
 from g4ir.bench import roof
 
 ROOT = Path(__file__).parents[1]
@@ -128,49 +122,6 @@ def test_one_measurement_does_not_cost_the_others(tmp_path: Path) -> None:
     assert code == 0 and "5 skipped" in text and not (out / "results.jsonl").exists()
 
 
-def test_a_lost_device_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever error is raised: launchers of kernels raise errors of their own."""
-
-    def failing(e: Exception) -> Any:
-        def make() -> dict[str, Any]:
-            raise e
-
-        return make
-
-    ended = list[int]()
-    monkeypatch.setattr("os._exit", ended.append)
-    measure = Measure(tmp_path / "results.jsonl", "test", 60.0)
-    measure("a", failing(torch.AcceleratorError("illegal memory access")))
-    assert ended.pop() == 1
-    measure("b", failing(torch.OutOfMemoryError("full")))
-    measure("c", failing(RuntimeError("launch failed")))
-    assert not ended
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", failing(RuntimeError("illegal access")))
-    measure("d", failing(RuntimeError("launch failed")))
-    assert ended == [1]
-    found = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])
-    assert (found["test"], found["name"]) == ("test", "d")
-    assert {n: next(iter(v)) for n, v in measure.found.items()} == {
-        "a": "failed",
-        "b": "refused",
-        "c": "failed",
-        "d": "failed",
-    }
-
-
-def test_cases_keep_their_names_beside_others() -> None:
-    """A case is named by what it is, each by a name of its own; other processes can have it."""
-    targets = [Target("cpu", "h200", n) for n in (1, 3)]
-
-    def names(*variants: str) -> list[str]:
-        cases = pickle.dumps([*all_cases(programs(list(variants)), targets, 48, 16)])
-        return [case_name(c) for c in pickle.loads(cases)]
-
-    alone, beside = names("tiny-moe"), names("tiny-dense", "tiny-moe")
-    assert len(set(beside)) == len(beside) and set(alone) < set(beside)
-
-
 def test_a_gpu_is_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many passes between two events; the median of what they say."""
     clock = [0.0]
@@ -197,12 +148,3 @@ def test_a_gpu_is_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> Non
     meter.device = "cuda"
     assert meter._typical(run, 3) == pytest.approx(4e-3)
     assert clock[0] == 4.0 * (5 + 3 * roof.REPEATS)
-
-
-def test_copies_of_small_operands_do_not_fit_the_cache_either() -> None:
-    some = 800 << 10
-    assert copies(some, some) * some > SPREAD - some > 100 << 20
-    assert copies(1 << 30, 1 << 30) == 2 and copies(0, 0) == COPIES
-    # One slot of a cache is touched, all of it is held.
-    assert 2 < copies(300 << 10, 512 << 20) * (512 << 20) <= CAPACITY
-    assert copies(1 << 10, 40 << 30) == 2

@@ -1,4 +1,5 @@
-"""Blocks of media in attention: the op against a mask made key by key, and every lowering of it."""
+"""Blocks of media in attention: graphs, passes, and every lowering of the op. That it sees what
+transformers does: test_media_models.py."""
 
 from __future__ import annotations
 
@@ -15,60 +16,22 @@ from g4ir.backends.inductor.lower import SegmentModule
 from g4ir.backends.inductor.target import Target
 from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Program
-from g4ir.ir.interpret import empty_state, interpret, run_node
+from g4ir.ir.interpret import run_node
 from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import Media, placeholders
 from g4ir.model.text import PHASES, build_graph
 from g4ir.ops import OPS
-from g4ir.ops.attention import last_seen, slot_positions, visible
 from g4ir.ops.types import Type
-from g4ir.passes import PASSES, PassOptions, run_passes, run_program
+from g4ir.passes import PassOptions, run_passes, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec, check_spec, load_spec
 from tests.configs import spec_called
 from tests.test_ops import node, tensors
 
-#: positions of the chunk's tokens, and their blocks; the second row is padded
-CHUNK = ([9, 10, 11, 12, 13, 14, 15, 16], [3, 4, 5, 6, 7, 8, 9, 10])
-BLOCK_IDS = ([-1, 1, 1, 1, 1, 1, -1, 7], [0, 0, 0, -1, 4, -1, -1, -1])
-VALID = (8, 5)
-SLOTS_HELD = 4
-
-
-def brute_force(window: int) -> torch.Tensor:
-    """bool[2,8,12]: over the slots of a ring of 4 and the chunk, by rule 19."""
-    mask = torch.zeros(2, 8, SLOTS_HELD + 8, dtype=torch.bool)
-    for b, (positions, ids) in enumerate(zip(CHUNK, BLOCK_IDS, strict=True)):
-        written = positions[0]
-        held = {p % SLOTS_HELD: p for p in range(written)}
-        for s, query in enumerate(positions):
-            for t in range(mask.shape[2]):
-                fresh = t - SLOTS_HELD
-                key = held.get(t, -1) if fresh < 0 else positions[fresh]
-                same = fresh >= 0 and ids[fresh] == ids[s] >= 0
-                near = not window or key > query - window
-                mask[b, s, t] = key >= 0 and (key <= query or same) and near
-    return mask
-
-
-@pytest.mark.parametrize("window", [0, 1, 3, 4, 20])
-def test_the_mask_of_a_block(window: int) -> None:
-    positions, ids = torch.tensor(CHUNK), torch.tensor(BLOCK_IDS)
-    keys = torch.cat((slot_positions(positions[:, 0], SLOTS_HELD), positions.t()))
-    got = visible(keys, positions, window, last_seen(positions, ids))
-    want = brute_force(window)
-    for row, n in enumerate(VALID):
-        assert torch.equal(got[row, :n], want[row, :n])
-        assert not got[row, :n, SLOTS_HELD + n :].any(), "padding is seen"
-    assert (got & ~visible(keys, positions, window)).any()
-
-
 ATTENTIONS = [
     (op, i) for op in ("attention", "attention_latent") for i, _ in enumerate(OPS[op].samples)
 ]
-#: samples with block ids
-SAMPLES = [(op, i) for op, i in ATTENTIONS if OPS[op].samples[i].inputs[-1].startswith("i64[2,")]
 
 
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
@@ -121,8 +84,6 @@ def spec_of(name: str) -> Spec:
 
 
 SPECS = ("12b", "26b-a4b", "31b", "e2b", "tied", "random-2", "random-5", "random-11")
-#: pipelines that change what a block reads
-SKIPS = ((), ("plan_cache",), ("last_token_only",), PASSES)
 FORMS = ("off", "value")
 
 
@@ -153,58 +114,6 @@ def test_passes_agree_on_the_state(name: str, form: str, all_logits: bool) -> No
         narrow += not chunk
         assert reads_blocks(n) == (chunk and bool(n.attrs["window"]))
     assert bool(narrow) != all_logits
-
-
-RESULTS = [
-    *(("tied", "value", s) for s in SKIPS),
-    ("tied", "off", ()),
-    ("random-2", "off", ()),
-    ("random-5", "value", ()),
-    ("random-11", "value", ()),
-]
-
-
-@pytest.mark.parametrize(("name", "form", "skip"), RESULTS)
-def test_passes_keep_the_result(name: str, form: str, skip: tuple[str, ...]) -> None:
-    """Two chunks with blocks, in fp64, from empty caches: as the graph before the passes."""
-    g = build_graph(spec_of(name), BLOCKS)
-    out = run_passes(g, skip=skip, options=PassOptions((LatentOptions(form),)))
-    want, causal = two_chunks(g), two_chunks(g, blocks=False)
-    for ours, plain in zip(two_chunks(out), want, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-9)
-    assert not torch.allclose(want[0], causal[0], rtol=1e-3)
-
-
-def two_chunks(g: Graph, blocks: bool = True) -> list[torch.Tensor]:
-    random = torch.Generator().manual_seed(5)
-    params = {v.name: draw(v.type, random, v.name) for v in sorted(g.params, key=lambda v: v.name)}
-    state, outs = empty_state(g, {"B": 2, "C": 32}, torch.float64), []
-    for start, lengths in ((0, (11, 6)), (11, (5, 11))):
-        feeds = {
-            v.name: draw(v.type.bind({"B": 2, "S": 11}), random, v.name)
-            for v in g.inputs
-            if v.type.dtype != "i64"
-        }
-        first = torch.tensor([0, 0] if not start else [11, 6])
-        ids = torch.tensor([[-1, 0, 0, 0, 0, -1, 1, 1, 1, 1, 1], [2, 2, 2, -1, -1, 3] + [-1] * 5])
-        if start:
-            ids[0, 5:] = -1
-        feeds |= {
-            "positions": first[:, None] + torch.arange(11),
-            "lengths": torch.tensor(lengths),
-            "block_ids": ids if blocks else torch.full_like(ids, -1),
-        }
-        made, state = interpret(g, feeds, params, state)
-        outs.append(made["logits"])
-    return outs
-
-
-def draw(t: Type, random: torch.Generator, name: str) -> torch.Tensor:
-    shape = [int(d) for d in t.shape]
-    seeded = torch.Generator().manual_seed(sum(name.encode()) + 7 * len(name))
-    g = random if name in ("embeds", "ple_rows") else seeded
-    x = torch.randn(shape, generator=g, dtype=torch.float64)
-    return x * shape[-1] ** -0.5 if len(shape) > 1 and "embeds" not in name else 1 + 0.1 * x
 
 
 def test_graphs_with_media() -> None:

@@ -32,7 +32,6 @@ from g4ir.ui import compiler_cache
 from g4ir.ui.paths import claimed
 from g4ir.ui.progress import no_progress
 from tests.cases import TABLES
-from tests.test_torch_backend import close
 
 TEXT = TABLES["graphs"]["linear"]
 
@@ -204,9 +203,9 @@ def test_key_depends_on_all_that_the_code_follows_from(monkeypatch: pytest.Monke
     assert len(keys) == 7 and name(TEXT) == name(TEXT)
 
 
-def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*args: Any) -> None:
-        raise RuntimeError("the compiler is out of luck")
+        raise error
 
     monkeypatch.setattr(compiler, "_compile", fail)
 
@@ -214,7 +213,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_failing_segment_is_named(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(monkeypatch)
+    failing(monkeypatch, RuntimeError("the compiler is out of luck"))
     with pytest.raises(LowerError, match=r"(?s)out of luck.*%v0 = linear"):
         workers.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
     assert not own_cache.exists()
@@ -413,21 +412,17 @@ def test_a_full_disk_is_called_so_and_the_folder_named(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     folder, usage = tmp_path / "a", shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=int(p != folder)))
-
-    def fail(*_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(compiler, "_compile", fail)
-    with pytest.raises(LowerError, match=f"{folder}: no space left on the device; .*--out"):
-        workers.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
-    monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=int(p == folder)))
-    with pytest.raises(LowerError, match=r"no space left .*TORCHINDUCTOR_CACHE_DIR"):
-        workers.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
     temporary = Path(tempfile.gettempdir())
-    monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=int(p != temporary)))
-    with pytest.raises(LowerError, match=r"no space left .*TMPDIR"):
-        workers.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
+    failing(monkeypatch, error)
+    for full, said in (
+        (lambda p: p == folder, f"{folder}: no space left on the device; .*--out"),
+        (lambda p: p != folder, r"no space left .*TORCHINDUCTOR_CACHE_DIR"),
+        (lambda p: p == temporary, r"no space left .*TMPDIR"),
+    ):
+        disk = lambda p, full=full: usage._replace(free=int(not full(p)))  # noqa: E731
+        monkeypatch.setattr(shutil, "disk_usage", disk)
+        with pytest.raises(LowerError, match=said):
+            workers.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
 
 
 def test_a_full_disk_does_not_end_the_process(
@@ -441,22 +436,6 @@ def test_a_full_disk_does_not_end_the_process(
     )
     compiler.compile_program(TEXT, Target("cpu"), tmp_path / "x.pt2")
     compiler.check_program(tmp_path / "x.pt2", TEXT)
-
-
-def test_a_program_of_one_segment(own_cache: Path, tmp_path: Path) -> None:
-    """Compiled for real: any size up to the limits, weights as inputs."""
-    from g4ir.backends.inductor.runtime import _load_program
-
-    (name,) = workers.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress).values()
-    with ZipFile(tmp_path / "a" / name) as archive:
-        (wrapper,) = (n for n in archive.namelist() if n.endswith("wrapper.cpp"))
-        assert b"AOTInductorModelContainerCreate(" not in archive.read(wrapper)  # linked
-    call = _load_program(tmp_path / "a" / name, "cpu")
-    w = torch.randn(4, 8)
-    for b, s in ((1, 1), (2, 1), (1, 16), (2, 7)):
-        x = torch.randn(b, s, 8)
-        (got,) = call([x, w])
-        close(got, x @ w.t(), 1e-5)
 
 
 def test_what_a_killed_compile_left_is_made_again(

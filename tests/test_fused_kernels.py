@@ -21,7 +21,6 @@ from tests.coded_products import (
     layouts,
     with_outliers,
 )
-from tests.test_torch_backend import close
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -80,6 +79,12 @@ def test_where_codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     pyops.linear_rounded(torch.randn(2, 64), *tiles)
     pyops.linear_rounded(torch.randn(3, 64).bfloat16(), *parts)
     assert seen == [9, 2, 3]
+
+
+def close(got: torch.Tensor, want: torch.Tensor, budget: float) -> None:
+    got, want = got.double(), want.double()
+    error = ((got - want).abs().max() / want.pow(2).mean().sqrt().clamp(min=1e-30)).item()
+    assert got.shape == want.shape and error <= budget, f"{error:.1e}, budget {budget:.0e}"
 
 
 INDICES = {

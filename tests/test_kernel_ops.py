@@ -291,13 +291,19 @@ def check(found: list[Resources]) -> None:
             assert r.tensor_cores and r.wide_loads, r
 
 
-@pytest.mark.parametrize("name", short("26b-a4b+int4", of=("26b-a4b", "26b-a4b+int4")))
-def test_kernels_fit_hopper(name: str) -> None:
-    found = compiled(real_cases((name,), (1,)))
+@pytest.mark.parametrize("quant", short("+int4", "@f8e4m3", of=("", "+int4", "@i8", "@f8e4m3")))
+def test_kernels_fit_hopper(quant: str) -> None:
+    """However few bits a weight or a row of a cache has, it is read in whole lines."""
+    cases = list(real_cases((f"26b-a4b{quant}",), (1,)))
+    if quant.startswith("@"):
+        last = (c.graph.nodes[-1] for c in cases)
+        over = [n.op in ("attention", "attention_latent") and not n.chunk for n in last]
+        cases = [c for c, reads in zip(cases, over, strict=True) if reads]
+    found = compiled(iter(cases))
     check(found)
-    # However few bits a weight has, it is read in whole lines.
-    products = [r for r in found if r.kernel in ("_skinny", "_gate_up", "_down")]
-    assert products and all(r.wide_loads for r in products)
+    kernels = ("_decode",) if quant.startswith("@") else ("_skinny", "_gate_up", "_down")
+    assert {r.kernel for r in found if r.wide_loads} >= {*kernels}
+    assert all(r.wide_loads for r in found if r.kernel in kernels)
 
 
 def sample_launches(kernel: Kernel) -> list[Launch]:
@@ -322,17 +328,6 @@ def test_each_kernel_compiles_for_hopper() -> None:
     for started, _, given, _ in launches.values():
         assert [p.name for p in started.params if not p.is_constexpr] == [*given]
         assert len(given) <= 16
-
-
-@pytest.mark.parametrize("held", short("f8e4m3", of=("i8", "f8e4m3")))
-def test_narrow_caches_fit_hopper(held: str) -> None:
-    """Steps over rows in fewer bits: whole lines are read of them too."""
-    cases = list(real_cases((f"26b-a4b@{held}",), (1,)))
-    kernels = ("attention", "attention_latent")
-    over = [c for c in cases if c.graph.nodes[-1].op in kernels]
-    found = compiled(iter(c for c in over if not c.graph.nodes[-1].chunk))
-    assert {r.kernel for r in found} == {"_decode"}
-    check(found)
 
 
 @pytest.mark.full

@@ -13,9 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import helper
@@ -25,15 +23,12 @@ from g4ir.backends.onnx_graph.emitter import OnnxEmitter, walk
 from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.lowerings import LOWERINGS
-from g4ir.backends.primitives.network import EXPERTS, TURNED, Network, stored_type
+from g4ir.backends.primitives.network import EXPERTS
 from g4ir.builder.build import prepare
 from g4ir.check.passes import verify_each_pass
 from g4ir.cli import main
 from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, LowerError, MissingError
-from g4ir.ir.graph import Node
-from g4ir.ir.interpret import run_node
-from g4ir.ops.types import FLOATS, Type
 from g4ir.passes import PASSES
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
@@ -43,17 +38,10 @@ from g4ir.weights.tensorfile import read_header
 from tests import parity
 from tests.configs import VARIANTS, short, spec_called
 from tests.engines import some_tokens
-from tests.network_session import (
-    as_declared,
-    as_stored,
-    cache_inputs,
-    in_network,
-    in_range,
-    tokens_held,
-)
+from tests.network_session import check_op, in_network
 from tests.parity import ROWS, Case, built
 from tests.runner import built_program
-from tests.test_ops import IN_NETWORKS, node, sample, tensors
+from tests.test_ops import IN_NETWORKS
 
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 #: of an op, relative to the result's largest value
@@ -167,35 +155,6 @@ def test_weights_stay_in_the_safetensors_files(small: Engine) -> None:
     assert used == set(entries)
 
 
-def test_engine_without_g4ir(small: Engine) -> None:
-    """Greedy decoding with onnxruntime and numpy alone, as the model's documentation says."""
-    net = onnxruntime.InferenceSession(small.path / "model.onnx")
-    embed = onnxruntime.InferenceSession(small.path / "embed.onnx")
-    facts = net.get_modelmeta().custom_metadata_map
-    caches = {
-        i.name: np.zeros([1 if d == "B" else d for d in i.shape], np.float32)
-        for i in net.get_inputs()
-        if f"{i.name}.next" in {o.name for o in net.get_outputs()}
-    }
-    names = [o.name for o in net.get_outputs()]
-    tokens, held, out = [5, 77, 31, 8, 402], 0, []
-    while len(out) < 24:
-        rows = embed.run(None, {"tokens": np.array([tokens])})
-        feeds = dict(zip([o.name for o in embed.get_outputs()], rows))
-        feeds |= caches | {
-            "positions": held + np.arange(len(tokens))[None],
-            "lengths": np.array([len(tokens)]),
-            "slots": np.arange(int(facts["g4ir.max_seq"])),
-            "turned": np.zeros(1, np.int64),
-        }
-        found = dict(zip(names, net.run(names, feeds)))
-        caches = {n: found[f"{n}.next"] for n in caches}
-        held += len(tokens)
-        tokens = [int(found["logits"][0, -1].argmax())]
-        out += tokens
-    assert out == small.generate([5, 77, 31, 8, 402], 24, stop_ids=())
-
-
 def test_files_say_what_they_take(small: Engine) -> None:
     for name, model in models(small.path).items():
         assert model.doc_string and model.graph.doc_string
@@ -267,50 +226,19 @@ def test_a_wrong_type_is_found(tmp_path: Path, small: Engine) -> None:
 @pytest.mark.parametrize("case", [c for c in IN_NETWORKS if in_network(c)])
 def test_ops(tmp_path: Path, case: tuple[str, int]) -> None:
     """Every op alone, on its samples, as its reference computes it."""
-    s = sample(case)
-    attrs = {**s.attrs, **({"dtype": "f32"} if "dtype" in s.attrs else {})}
-    n = node(case[0], s.types(), attrs)
-    given = in_range(case[0], tensors(s.types(), s))
-    want = run_node(n, list(given))
-    got = run_exported(n, given, tmp_path)
-    for v, ours, theirs in zip(n.outputs, got, want, strict=True):
-        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
-        if v.type.dtype not in FLOATS:
-            assert torch.equal(ours, theirs)
-            continue
-        error = (ours.double() - theirs.double()).abs().max() / theirs.double().abs().max()
-        assert error < OP_BUDGET, f"{v}: {float(error):.1e}"
+    with open(tmp_path / export.CONSTANTS, "wb") as file:
+        e = OnnxEmitter(export.Directory(tmp_path, file))
 
+        def outputs_of(_: OnnxEmitter, feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            file.flush()
+            model, path = e.model("op", case[0], {}), tmp_path / export.MODEL
+            path.write_bytes(model.SerializeToString())
+            export._check_file(path)
+            fed = {i.name: feeds[i.name].numpy() for i in model.graph.input}
+            made = open_session(path).run(None, fed)
+            return {v.name: torch.from_numpy(x) for v, x in zip(model.graph.output, made)}
 
-def run_exported(n: Node, given: list[torch.Tensor], folder: Path) -> list[torch.Tensor]:
-    """One op as a model of its own; what it needs beside its inputs is fed too."""
-    limits, feeds = Limits(3, 4096, 16), {}
-    held, tokens = tokens_held(n, given)
-    with open(folder / export.CONSTANTS, "wb") as file:
-        e = OnnxEmitter(export.Directory(folder, file))
-        net = Network(e, None, limits, LOWERINGS)  # type: ignore[arg-type]
-        if cache_inputs(n):
-            net.env[TURNED] = e.input(TURNED, Type("i64", (len(held),)))
-            feeds[TURNED] = torch.zeros_like(held)
-        for i, (v, t) in enumerate(zip(n.inputs, given, strict=True)):
-            cache = i in cache_inputs(n)
-            net.env[v.name] = e.input(v.name, stored_type(v.type, limits) if cache else v.type)
-            kind = stored_type(v.type, limits) if cache else v.type
-            feeds[v.name] = as_stored(t, held, int(kind.shape[2])) if cache else t
-        net.node(n)
-    for i, v in enumerate(n.outputs):
-        e.output(f"out{i}", net.env[v.name])
-    model = e.model("op", n.op, {})
-    path = folder / export.MODEL
-    path.write_bytes(model.SerializeToString())
-    export._check_file(path)
-    names = [i.name for i in model.graph.input]
-    made = open_session(path).run(None, {k: feeds[k].numpy() for k in names})
-    outs = [torch.from_numpy(x) for x in made]
-    updates = dict(n.definition.updates)
-    return [
-        as_declared(x, tokens, given[updates[i]]) if i in updates else x for i, x in enumerate(outs)
-    ]
+        check_op(case, e, LOWERINGS, outputs_of, OP_BUDGET)
 
 
 # --- the command line -------------------------------------------------------------------------

@@ -49,26 +49,17 @@ def kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("group", [32, 64, 128, 0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_codes_and_scales(kind: str, group: int) -> None:
-    """195 rows: several units of work, no multiple of the groups that the kernel takes together."""
+    """195 rows: several units of work, no multiple of the groups that the kernel takes together.
+    Calibrated: by moments of one matrix, by one set for all experts, and by a set each."""
     random = torch.Generator().manual_seed(group)
     x = KINDS[kind](torch.randn(39, 384, generator=random)).repeat(5, 1)
-    for dtype in (torch.bfloat16, torch.float32, torch.float16):
-        for w in (x.to(dtype), x.to(dtype)[:32].view(2, 16, 384), x.to(dtype).flip(1)[:, ::3]):
-            assert all(map(torch.equal, packed(w, group=group), definition(w, group=group)))
-
-
-@pytest.mark.usefixtures("kernel_alone")
-@pytest.mark.parametrize("group", [32, 64, 128, 0])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_of_calibrated_weights(kind: str, group: int) -> None:
-    """Moments of one matrix, one set for all experts, and a set each."""
-    random = torch.Generator().manual_seed(group)
-    x = KINDS[kind](torch.randn(39, 384, generator=random))
     moments = torch.randn(3, 1, 384, generator=random).square() ** 2
     moments[..., :40] = 0
-    for w in (x.bfloat16(), x):
-        experts = w.view(3, 13, 384)
-        for v, by in ((w, moments[0]), (experts, moments), (experts, moments[:1])):
+    for w in map(x.to, (torch.bfloat16, torch.float32, torch.float16)):
+        experts = w[:39].view(3, 13, 384)
+        plain = (w, w[:32].view(2, 16, 384), w.flip(1)[:, ::3])
+        calibrated = ((w, moments[0]), (experts, moments), (experts, moments[:1]))
+        for v, by in (*((v, None) for v in plain), *calibrated):
             given = {"group": group, "moments": by}
             assert all(map(torch.equal, packed(v, **given), definition(v, **given)))
 

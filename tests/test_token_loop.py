@@ -4,10 +4,9 @@ without a CUDA graph, on the CPU's compiled programs, with everything else as on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Barrier, Thread
 from typing import Any
 
@@ -24,10 +23,9 @@ from g4ir.backends.cuda.schedule import any_length, schedule
 from g4ir.backends.cuda.token_loop import TokenLoop
 from g4ir.backends.inductor.target import Target
 from g4ir.backends.sampling import SamplingParams
-from g4ir.engine.async_engine import AsyncEngine
 from g4ir.engine.device_loop import TokenSteps
 from g4ir.engine.engine import Engine
-from g4ir.engine.requests import PREFILLING, QUEUED, Event, Request
+from g4ir.engine.requests import PREFILLING, QUEUED, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.session import Session
 from g4ir.engine.speculative import (
@@ -54,21 +52,6 @@ def engine(engines: Any) -> Engine:
     return made
 
 
-def rows(engine: Engine) -> list[list[int]]:
-    """As many prompts as the engine has rows."""
-    return PROMPTS[: engine.limits.max_batch]
-
-
-Loops = Callable[[], list[Any]]
-Work = Callable[[], None]
-
-
-@pytest.fixture
-def looped(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Loops:
-    """Turns the loop on; returns the steps that are prepared."""
-    return partial(in_a_loop, engine, monkeypatch)
-
-
 def test_tables_in_host_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host gathers their rows, and so chooses."""
     assert engine.chooses_on_device
@@ -78,10 +61,10 @@ def test_tables_in_host_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite(
-    engine: Engine, looped: Loops, monkeypatch: pytest.MonkeyPatch, odd: float
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, odd: float
 ) -> None:
     """Found with the tokens that were chosen from them, and none of these is handed out."""
-    looped()
+    in_a_loop(engine, monkeypatch)
     want, seen = engine.generate(PROMPTS[0], 20, stop_ids=()), list[int]()
     monkeypatch.setattr(engine, "_idle", None)
     whole, steps = engine.runtime._step, []
@@ -102,33 +85,9 @@ def test_logits_that_are_not_finite(
     assert seen == want[:3] and len(steps) <= 1 + 4
 
 
-def test_served_requests_take_the_recorded_step(engine: Engine, looped: Loops) -> None:
-    """Whatever joins, is cancelled or ends: a step is recorded once for each batch size and set of
-    ways to choose, and texts are those of the host."""
-    params = [
-        SamplingParams(ignore_eos=True),
-        SamplingParams(0.8, 20, 0.9, seed=3, ignore_eos=True),
-        SamplingParams(ignore_eos=True, logprobs=1),
-    ]
-    asked = [Request(tuple(p), 12, s, reuse=False) for p in PROMPTS for s in params]
-    want = []
-    for request in asked:
-        scheduler = Scheduler(engine)
-        handle = scheduler.submit(request)
-        want.append([e.token for e in scheduler.run(handle)])
-    prepared, events = looped(), SimpleQueue[Event]()
-    with AsyncEngine(engine, config=SchedulerConfig(patience=0)) as service:
-        handles = [service.submit(request, events.put) for request in asked]
-        service.drain()
-    assert [handle.answers[0].tokens for handle in handles] == want
-    assert 1 <= len(prepared) <= 3 * engine.limits.max_batch
-
-
-def test_the_host_reads_a_step_behind(
-    engine: Engine, looped: Loops, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_host_reads_a_step_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step has been started when tokens are handed out, and none beyond the last."""
-    looped()
+    in_a_loop(engine, monkeypatch)
     started, ahead = [], []
     advance = TokenLoop.advance
     monkeypatch.setattr(
@@ -290,7 +249,12 @@ def test_sessions_take_turns(engine: Engine, programs: list[LoopProgram]) -> Non
 
 def test_a_late_host_does_not_shorten_steps(engine: Engine) -> None:
     """Tokens that lie ready say nothing of the time of a step."""
-    loop = open_loop_of(engine)
+    session = engine.session()
+    session.prefill(torch.tensor([PROMPTS[0]]))
+    choice = DeviceChoice((sampling.GREEDY,), ())
+    loop = engine.runtime.token_loop(engine.embed, session.state, 1, choice, engine.tables)
+    held = session.length, torch.ones(1, dtype=torch.bool)
+    loop.start(torch.tensor([5]), *held, torch.zeros(1, 4).double(), [()])
     loop._step_s, before = 1.0, loop.steps_per_call
     for _ in range(2):
         loop.advance(1, None)
@@ -298,16 +262,6 @@ def test_a_late_host_does_not_shorten_steps(engine: Engine) -> None:
     for _ in range(2):
         loop.read()
     assert before == loop.steps_per_call == 1
-
-
-def open_loop_of(engine: Engine) -> StepLoop:
-    session = engine.session()
-    session.prefill(torch.tensor([PROMPTS[0]]))
-    choice = DeviceChoice((sampling.GREEDY,), ())
-    loop = engine.runtime.token_loop(engine.embed, session.state, 1, choice, engine.tables)
-    held = session.length, torch.ones(1, dtype=torch.bool)
-    loop.start(torch.tensor([5]), *held, torch.zeros(1, 4).double(), [()])
-    return loop
 
 
 def test_a_program_maps_tables_that_are_read_row_by_row(
@@ -332,19 +286,10 @@ class Stream:
         self.seen.append(("waits", self, other))
 
 
-class On:
-    """A context on a stream."""
-
-    def __init__(self, stream: Any = None, fails: bool = False) -> None:
-        self.stream, self.fails = stream, fails
-
-    def __enter__(self) -> None:
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        Stream.seen.append(("on", self.stream))
-
-    def __exit__(self, *_: Any) -> None:
-        pass
+@contextmanager
+def on(stream: Stream) -> Iterator[None]:
+    Stream.seen.append(("on", stream))
+    yield
 
 
 class Graph:
@@ -360,7 +305,7 @@ def pretend(patch: pytest.MonkeyPatch, capture: Any) -> Stream:
         ("CUDAGraph", Graph),
         ("Stream", Stream),
         ("graph", capture),
-        ("stream", On),
+        ("stream", on),
         ("current_stream", lambda: main),
     ):
         patch.setattr(cuda_graph.torch.cuda, name, value)
@@ -369,7 +314,11 @@ def pretend(patch: pytest.MonkeyPatch, capture: Any) -> Stream:
 
 def test_a_step_that_cannot_be_recorded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason and the way out; nothing falls back in silence."""
-    pretend(monkeypatch, lambda *_, **__: On(fails=True))
+
+    def capture(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    pretend(monkeypatch, capture)
     in_a_loop(engine, monkeypatch)
     monkeypatch.setattr(engine.runtime, "record", cuda_graph.recorded)
     with pytest.raises(EngineError, match=r"not permitted.*--no-cuda-graph"):
@@ -399,9 +348,9 @@ def test_rows_at_rest_have_nothing_to_attend_to() -> None:
 def test_a_step_is_recorded_where_it_was_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first run is on the stream on which it is recorded, and others' work goes on."""
 
-    def capture(graph: Any, stream: Any, capture_error_mode: str) -> On:
+    def capture(graph: Any, stream: Any, capture_error_mode: str) -> Any:
         assert capture_error_mode == "thread_local"
-        return On(stream)
+        return on(stream)
 
     main = pretend(monkeypatch, capture)
     seen = Stream.seen

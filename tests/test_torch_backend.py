@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,8 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.pack import split_program
 from tests.cases import TABLES
-from tests.configs import RANDOM, SMALL, spec_called
+from tests.coded_products import cpu_kernels  # noqa: F401
+from tests.configs import RANDOM, SMALL, cut, spec_called
 from tests.runner import built_program
 
 PHASES = ("prefill", "decode")
@@ -123,69 +123,12 @@ def program_texts(spec: Spec) -> set[str]:
     return {s.text for many in steps for s in many if isinstance(s, Segment)}
 
 
-def deeper(spec: Spec, layers: int) -> Spec:
-    shared = spec.text.num_kv_shared_layers * layers // spec.text.num_hidden_layers
-    return replace(
-        spec, text=replace(spec.text, num_hidden_layers=layers, num_kv_shared_layers=shared)
-    )
-
-
 @pytest.mark.parametrize(("name", "apart"), [("tiny-dense", 0), ("tiny-moe", 0), ("tiny-ple", 2)])
 def test_programs_do_not_grow_with_depth(name: str, apart: int) -> None:
     """Equal layers have equal text. `apart`: texts of what stands around the layers, of per-layer
     embeddings, which depends on their number."""
-    few, many = (program_texts(deeper(load_spec(name), n)) for n in (12, 28))
+    few, many = (program_texts(cut(load_spec(name), n)) for n in (12, 28))
     assert len(few) == len(many) <= 12 and len(few - many) <= apart
-
-
-# --- running segments without a compiler ------------------------------------------------------
-
-
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        *((n, "off") for n in ("tiny-ple", "tiny-moe", "combined", "random-2", "random-5")),
-        *((n, "value") for n in ("combined", "random-5", "random-19")),
-    ],
-)
-def test_segments_compute_what_the_graph_says(name: str, form: str, phase: str) -> None:
-    """Every step as eager torch, against the interpreter, caches included."""
-    graph = main_graph(spec_called(name), phase, latent_kv=form)
-    dims = {"B": 2, "S": 1 if phase == "decode" else 5, "C": 24}
-    g = torch.Generator().manual_seed(1)
-
-    def draw(v: Any) -> torch.Tensor:
-        return torch.randn([int(d) for d in v.type.bind(dims).shape], generator=g) * 0.3
-
-    held = torch.tensor([11, 2])
-    feeds = {v.name: draw(v) for v in graph.inputs if v.type.dtype != "i64"}
-    feeds["positions"] = held[:, None] + torch.arange(dims["S"])
-    feeds["lengths"] = torch.tensor([dims["S"], 1])
-    params = {v.name: draw(v) for v in graph.params}
-    caches = {v.name: draw(v) for v in graph.state}
-    want, after = interpret(graph, feeds, params, {k: t.clone() for k, t in caches.items()})
-    alias = {v.name: cache for cache, v in graph.next.items()}
-    env = {**feeds, **params, **caches}
-    for step in graph_steps(graph):
-        names = list(step.inputs)
-        if isinstance(step, Glue):
-            made = step.node.definition.reference(*(env[n] for n in names), **step.node.attrs)
-            made = made if isinstance(made, tuple) else (made,)
-        else:
-            names += [*step.params, *step.state]
-            module = SegmentModule(lowered(parse_graph(step.text)))
-            made = module(*(env[alias.get(n, n)] for n in names))
-        env.update(zip(step.outputs, made, strict=True))
-    close(env["logits"], want["logits"], 1e-4)
-    for name, cache in caches.items():
-        close(cache, after[name], 1e-4)
-
-
-def close(got: torch.Tensor, want: torch.Tensor, budget: float) -> None:
-    got, want = got.double(), want.double()
-    error = ((got - want).abs().max() / want.pow(2).mean().sqrt().clamp(min=1e-30)).item()
-    assert got.shape == want.shape and error <= budget, f"{error:.1e}, budget {budget:.0e}"
 
 
 @pytest.mark.parametrize(
@@ -310,6 +253,7 @@ def test_keys_that_tokens_are_sorted_by(experts: int, key: torch.dtype) -> None:
     assert torch.equal(ids.to(key).argsort(stable=True), ids.argsort(stable=True))
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("to", ["i8", pytest.param("f8e4m3", marks=pytest.mark.full)])
 def test_a_compiled_chunk(tmp_path: Path, to: str) -> None:
     """Rows are made, attended to beside a ring, and written into it in place."""

@@ -30,13 +30,6 @@ def _round(x, like, y, N: tl.constexpr):
     tl.store(y + i, rounded(tl.load(x + i), like))
 
 
-@triton.jit
-def _dot(x, w, y, N: tl.constexpr):
-    i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
-    a, b = tl.load(x + i * N + j), tl.load(w + i * N + j)
-    tl.store(y + i * N + j, tl.dot(a, tl.trans(b)))
-
-
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_activations(act: str) -> None:
     x = torch.linspace(-12, 12, 1024)
@@ -62,11 +55,3 @@ def test_rounding(dtype: torch.dtype) -> None:
         torch.testing.assert_close(y, x, rtol=2**-10, atol=0)
     else:
         assert torch.equal(y, x.to(dtype).float())
-
-
-def test_products_of_bf16() -> None:
-    g = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(16, 16, generator=g).bfloat16() for _ in range(2))
-    y = torch.empty(16, 16)
-    _dot[(1,)](x, w, y, N=16)
-    torch.testing.assert_close(y, x.float() @ w.float().t())

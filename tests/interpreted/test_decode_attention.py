@@ -17,19 +17,16 @@ PLAIN = kernel_called("decode_attention")
 USE = {"splits": 3, "block_n": 4, "warps": 4, "stages": 2}
 
 
-def over(
-    lengths: tuple[int, ...], pairs: int | None = None, heads: tuple[int, int] = (2, 1)
-) -> Try:
-    """A call over a list of 64 slots, of a latent cache with so many rotated pairs."""
-    kernel = PLAIN if pairs is None else kernel_called("decode_attention_latent")
-    return Try(kernel, attention_sample(lengths, 64, 0, USE, heads=heads, pairs=pairs), "f32")
+def over(length: int, heads: tuple[int, int] = (2, 1)) -> Try:
+    """A call over a list of 64 slots."""
+    return Try(PLAIN, attention_sample((length,), 64, 0, USE, heads=heads), "f32")
 
 
 def test_the_order_of_arrival_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits whoever comes last."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    one = over((41,), heads=(4, 2))
+    one = over(41, heads=(4, 2))
     (want,) = one.run(splits=7)
     turn = InterpreterBuilder.set_grid_idx
     for order in ([6, 5, 4, 3, 2, 1, 0], [3, 6, 0, 5, 1, 4, 2]):
@@ -56,7 +53,7 @@ def test_counters_are_zero_afterwards() -> None:
 
 def test_one_split_needs_no_workspace() -> None:
     with recorded() as launches:
-        over((3,)).run(splits=1)
-        over((3,)).run(splits=2)
+        over(3).run(splits=1)
+        over(3).run(splits=2)
     sizes = [[given[n].numel() for n in ("parts", "stats")] for _, _, given, _ in launches]
     assert sizes[0] == [0, 0] and all(sizes[1])

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.cuda.kernels import KERNELS
 from g4ir.backends.cuda.lowerings import GpuLowered
 from g4ir.backends.cuda.schedule import schedule
 from g4ir.backends.inductor.lower import SegmentModule
@@ -138,22 +137,3 @@ def near(got: torch.Tensor, want: torch.Tensor, what: str, spared: float = 0.0) 
     rms, worst = error.pow(2).mean(-1).sqrt(), error.amax(-1)
     bad = (rms > BUDGET) | (worst > WORST)
     assert bad.double().mean() <= spared, f"{what}: {rms.tolist()}, largest {worst.tolist()}"
-
-
-@pytest.mark.full
-def test_every_kernel_is_used() -> None:
-    """The models above make each kind of node that a kernel can be chosen for, with the passes for
-    GPUs or (0 rows) without."""
-    graphs = [
-        (graph_of(model, form, phase, rows), rows or 1)
-        for model, form in MODELS
-        for phase in ("decode", "prefill")
-        for rows in (0, 1, 8)
-    ]
-    seen = {
-        name
-        for g, rows in graphs
-        for c in schedule(g, Target("cpu", "h200", rows)).choices.values()
-        for name in c.uses
-    }
-    assert seen == {name for k in KERNELS for name in k.starts}

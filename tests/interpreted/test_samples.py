@@ -11,6 +11,7 @@ import torch
 from g4ir.backends.cuda.kernels import KERNELS
 from g4ir.backends.cuda.kernels.base import Kernel, Sample
 from g4ir.backends.cuda.kernels.launch import by_default
+from g4ir.backends.cuda.kernels.linear_triton import skinny_linear
 
 from .orders import poisoned
 from .samples import Try
@@ -51,3 +52,9 @@ def test_off_the_gpu(kernel: Kernel, dtype: str) -> None:
             got = one.call([x.clone() for x in one.given])
         one.check(got)
         assert dtype != "bf16" or all(map(torch.equal, got, one.expect()[0]))
+
+
+def test_a_weight_whose_rows_lie_apart_is_refused() -> None:
+    x, w = torch.ones(3, 1, 40), torch.ones(40, 9).t()
+    with pytest.raises(ValueError, match="strides"):
+        skinny_linear(x, w, None, "", 1, 4, 32, 1, 2, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from g4ir.backends.trt.target import RTX, TARGETS
 from g4ir.backends.trt.trial import compile_once
 from g4ir.builder.build import prepare
 from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import Spec
-from tests.configs import spec_called
+from tests.configs import cut, spec_called
 
 TABLE: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("compiled.yaml").read_text()
@@ -31,15 +29,6 @@ TINY = {"max_batch": 2, "max_seq": 64, "prefill_chunk": 16}
 def real() -> Api:
     """The library; MissingError where it is not installed."""
     return require_library(RTX)
-
-
-def cut(spec: Spec, layers: int) -> Spec:
-    """The first layers alone; where the last of them share keys, so does the same part of these."""
-    text = spec.text
-    shared = text.num_kv_shared_layers * layers // text.num_hidden_layers
-    shared = min(shared, layers - len(text.pattern)) if shared else 0
-    changed = {"num_hidden_layers": layers, "num_kv_shared_layers": shared}
-    return replace(spec, name=f"{spec.name}-{layers}", text=replace(text, **changed))
 
 
 def words_of(row: str) -> tuple[str, dict[str, str], dict[str, Any]]:

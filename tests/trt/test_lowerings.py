@@ -15,35 +15,24 @@ from g4ir.backends.base import Prepared
 from g4ir.backends.onnx_graph.export import Nowhere
 from g4ir.backends.primitives import attention
 from g4ir.backends.primitives.graph import network_graph
-from g4ir.backends.primitives.network import TURNED, Network, stored_type
+from g4ir.backends.primitives.network import Network
 from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt import experts
 from g4ir.backends.trt import lowerings as lowered
 from g4ir.backends.trt.dialect import Dialect, emitted
 from g4ir.builder.build import prepare
-from g4ir.ir.graph import Graph, Node, Value, infer
-from g4ir.ir.interpret import interpret
-from g4ir.ops import Sample
+from g4ir.ir.graph import Node, Value
 from g4ir.ops.types import Type, parse_type
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import check_spec
 from tests.configs import spec_called
-from tests.network_session import (
-    as_declared,
-    as_stored,
-    cache_inputs,
-    in_network,
-    in_range,
-    tokens_held,
-)
-from tests.test_ops import IN_NETWORKS, sample, tensors
+from tests.network_session import check_op, in_network
+from tests.test_ops import IN_NETWORKS
 from tests.trt.compiled import planned
 from tests.trt.running import new_emitter, outputs_of
 from tests.trt.small import check, check_row
 
-#: tokens of the largest chunk: no chunk of a sample then crosses the end of a ring
-ROOM = 16
 #: of networks that are looked at
 SMALL = Limits(max_batch=3, max_seq=4200, prefill_chunk=11)
 
@@ -51,47 +40,9 @@ SMALL = Limits(max_batch=3, max_seq=4200, prefill_chunk=11)
 # --- ops --------------------------------------------------------------------------------------
 
 
-def in_float32(s: Sample) -> Sample:
-    """There is no f64 in TensorRT."""
-    return replace(s, attrs={k: "f32" if v == "f64" else v for k, v in s.attrs.items()})
-
-
 @pytest.mark.parametrize("case", [c for c in IN_NETWORKS if in_network(c)], ids=str)
 def test_op(case: tuple[str, int]) -> None:
-    """A graph of one op; caches are rings."""
-    s = in_float32(sample(case))
-    inputs = tuple(Value(f"x{i}", t) for i, t in enumerate(s.types()))
-    made = infer(case[0], inputs, s.attrs, "y")
-    n = Node(case[0], inputs, tuple(Value(f"y{i}", t) for i, t in enumerate(made)), s.attrs)
-    state = tuple(inputs[i] for i in cache_inputs(n))
-    given = in_range(case[0], tensors(s.types(), s))
-    following = dict(n.definition.updated(inputs, n.outputs))
-    graph = Graph(
-        "prefill",
-        tuple(v for v in inputs if v not in state),
-        (),
-        state,
-        (n,),
-        tuple(v for v in n.outputs if v not in following.values()),
-        {old.name: new for old, new in following.items()},
-    )
-    longest = max([int(t.max()) for t in given if not t.is_floating_point()], default=0)
-    limits = Limits(4, longest + 1, ROOM)
-    e = new_emitter()
-    net = Network(e, graph, limits, lowered.lowerings(), "all")
-    net.emit()
-    plain = {v.name: t for v, t in zip(inputs, given, strict=True)}
-    kinds = {v.name: stored_type(v.type, limits) for v in state}
-    before, tokens = tokens_held(n, given)
-    rings = {k: as_stored(plain[k], before, int(t.shape[2])) for k, t in kinds.items()}
-    turned = {TURNED: torch.zeros_like(before)} if state else {}
-    out = outputs_of(e, plain | rings | turned)
-    want, after = interpret(graph, plain, {}, plain)
-    for v in graph.outputs:
-        assert torch.allclose(out[v.name], want[v.name], atol=1e-4, rtol=1e-4), v
-    for name in graph.next:
-        made = as_declared(out[f"{name}.next"], tokens, plain[name])
-        assert torch.allclose(made, after[name], atol=1e-5), name
+    check_op(case, new_emitter(), lowered.lowerings(), outputs_of, 1e-4, "all")
 
 
 class Attention(Node):

@@ -19,7 +19,6 @@ from g4ir.backends.onnx_graph.export import Nowhere
 from g4ir.backends.trt.dialect import emitted
 from g4ir.backends.trt.host import recorded_by_all
 from g4ir.backends.trt.runtime import TrtRuntime
-from g4ir.builder.build import prepare
 from g4ir.builder.load import open_runtime
 from g4ir.cli import main
 from g4ir.engine.engine import Engine
@@ -28,8 +27,6 @@ from g4ir.ir.graph import Builder
 from g4ir.ops.types import parse_type
 from g4ir.parallel.group import Group
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
 from tests.oracle import relative
 from tests.test_torchrun import started
@@ -43,10 +40,6 @@ from tests.trt.small import results
 LIMITS = Limits(2, 64, 8)
 SETTINGS = {"attention": "explicit", "experts": "all"}
 TINY = {"tp": 2, "ep": True, "media": "none"}
-
-
-def prepared(name: str, **options: Any) -> Any:
-    return prepare(load_spec(name), BuildOptions(backend="trt", **options), dry=True)
 
 
 # --- what is written --------------------------------------------------------------------------

@@ -200,7 +200,11 @@ def test_documented_tensors(shared: Engine) -> None:
         made[x["name"]] = made[x["aliased"]] if "aliased" in x else _zeros(x, sizes)
     plan = (engine.path / PLAN).read_bytes()
     api = emulated_api()
-    run = api.trt.Runtime(_log(api)).deserialize_cuda_engine(plan).create_execution_context()
+    run = (
+        api.trt.Runtime(host.logger(api.trt))
+        .deserialize_cuda_engine(plan)
+        .create_execution_context()
+    )
     profile = next(p["index"] for p in described["profiles"] if p["phase"] == "prefill")
     assert run.set_optimization_profile_async(profile, 0)
     for x in described["inputs"]:
@@ -215,10 +219,6 @@ def _zeros(described: dict[str, Any], sizes: dict[str, int]) -> torch.Tensor:
     dtypes = {"f32": torch.float32, "i64": torch.int64}
     shape = [sizes.get(d, d) for d in described["shape"]]
     return torch.zeros(shape, dtype=dtypes[described["dtype"]])
-
-
-def _log(api: host.Api) -> Any:
-    return host.logger(api.trt)
 
 
 def test_foreign_plan(shared: Engine, tmp_path: Path) -> None:
@@ -236,7 +236,9 @@ def reload(engine: Engine, backend: Any, **kept: Any) -> Any:
     return backend.load(task, kept)
 
 
-def test_other_gpu_and_other_version(shared: Engine, tmp_path: Path) -> None:
+def test_other_gpu_and_other_version(
+    shared: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(EngineError, match=r"built on NVIDIA H100.*this is NVIDIA H200.*it again"):
         reload(shared, emulated(tmp_path, gpu="NVIDIA H200"))
     reload(shared, emulated(tmp_path))
@@ -244,14 +246,9 @@ def test_other_gpu_and_other_version(shared: Engine, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"TensorRT 11\.4\.0, this is 11\.4\.1.*build the engine"):
         reload(shared, emulated(tmp_path, api=lambda: api))
     newer = replace(api, version="11.5.0")
+    use(monkeypatch, emulated(tmp_path, api=lambda: newer))
     with pytest.raises(EngineError, match=r"another machine .*tensorrt-11\.4.*tensorrt-11\.5"):
-        load_as(shared.path, emulated(tmp_path, api=lambda: newer))
-
-
-def load_as(path: Path, backend: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        use(patch, backend)
-        load_engine(path)
+        load_engine(shared.path)
 
 
 def test_engine_of_other_tensors(shared: Engine) -> None:
@@ -346,34 +343,22 @@ def refusing(monkeypatch: pytest.MonkeyPatch, refused: Callable[[list[str]], str
     return sizes
 
 
-def test_attention_that_tensorrt_takes_for_its_own(
-    trt: Build, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("asked", "layer", "chosen"),
+    [("explicit", "attn.out/Softmax", "plain"), ("auto", "/TRT_Attention", "explicit")],
+)
+def test_attention_that_is_refused(
+    trt: Build, monkeypatch: pytest.MonkeyPatch, asked: str, layer: str, chosen: str
 ) -> None:
-    """A second try in plain layers; what was chosen is in the manifest."""
-
-    def wrapped(names: list[str]) -> str:
-        masked = [n for n in names if n.endswith("attn.out/Softmax")]
-        return (masked and f"wrap_attention: {masked[0]} has a mask, 3 inputs are expected") or ""
-
-    refused = refusing(monkeypatch, wrapped)
-    engine = trt("tiny-dense", settings={"attention": "explicit"})
+    """A second try in other layers; what was chosen is in the manifest, and said."""
+    said = "wrap_attention: it has a mask"
+    refused = refusing(monkeypatch, lambda names: said * any(n.endswith(layer) for n in names))
+    engine = trt("tiny-dense", dtype="bfloat16", settings={"attention": asked})
     kept = engine.manifest["compiled"]
-    assert kept["settings"]["attention"] == "plain" and len(refused) == 1
-    assert any("attention: plain" in note for note in kept["notes"])
-    assert (engine.path / LOG).read_text().count("[ERROR] wrap_attention") == 1
-
-
-def test_attention_that_is_refused(trt: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As seen of two attentions with one mask: layers take its place, and that is said."""
-
-    def twice(names: list[str]) -> str:
-        return "more than one op named iota" * any(n.endswith("/TRT_Attention") for n in names)
-
-    sizes = refusing(monkeypatch, twice)
-    engine = trt("tiny-dense", dtype="bfloat16")
-    (note,) = (n for n in engine.manifest["compiled"]["notes"] if "refused" in n)
-    assert len(sizes) == 1 and note.startswith("attention: explicit, since TensorRT refused: ")
-    assert engine.manifest["compiled"]["settings"]["attention"] == "explicit"
+    assert kept["settings"]["attention"] == chosen and len(refused) == 1
+    (note,) = (n for n in kept["notes"] if "refused" in n)
+    assert note.startswith(f"attention: {chosen}, since TensorRT refused: ")
+    assert (engine.path / LOG).read_text().count(f"[ERROR] {said}") == 1
 
 
 @pytest.mark.parametrize(("attention", "tries"), [("auto", 3), ("explicit", 1), ("plain", 1)])
@@ -407,14 +392,13 @@ def test_refusals(said: list[str], layer: str, advice: str) -> None:
     assert (f"at layer {layer}:" if layer else "the network:") in message
 
 
-def tiny_network(settings: dict[str, str] | None = None) -> builder.Written:
+def tiny_network() -> builder.Written:
     p = prepare(
         load_spec("tiny-ple"), BuildOptions(backend="trt", media="none", random_weights=0), dry=True
     )
     g = network_graph(p.packing.program)
-    settings = {**p.config.settings, **(settings or {})}
     params = MadeParams(p.packing, p.source)
-    w = builder.write_network(emulated_api(), g, p.config.limits, params, settings)
+    w = builder.write_network(emulated_api(), g, p.config.limits, params, p.config.settings)
     builder.configure(emulated_api(), w, 1 << 33)
     return w
 
