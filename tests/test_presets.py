@@ -13,7 +13,9 @@ from g4ir.cli import parse
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.presets import PRESETS
 from g4ir.spec.record import load_spec
-from tests.cli_tools import g4ir, plain_checkpoint, refused
+from tests.cases import TABLES
+from tests.cli_tools import g4ir, refused
+from tests.engines import random_checkpoint
 from tests.gguf_files import bare_file
 
 SMALL = ("--max-seq", "64", "--max-batch", "2")
@@ -50,15 +52,7 @@ def test_the_laptop_s_engine_runs(tmp_path: Path) -> None:
     assert done.code == 0, done
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "build --preset h100-throughput --max-batch 1 --kv-dtype bfloat16 --variant x",
-        "build --max-batch=1 --kv-dtype=bfloat16 --preset=h100-throughput --variant x",
-        "chat m --max-batch 1 --set a=b --preset h100-throughput",
-        "plan 31b --preset h100-throughput --kv-dtype bfloat16",
-    ],
-)
+@pytest.mark.parametrize("line", TABLES["presets"]["flags"])
 def test_flags_win_wherever_they_stand(line: str) -> None:
     """Also one with the value that it has without a preset."""
     found, preset = options(line), PRESETS["h100-throughput"].options
@@ -68,17 +62,7 @@ def test_flags_win_wherever_they_stand(line: str) -> None:
     assert {k: getattr(found, k) for k in others} == {k: preset[k] for k in others}
 
 
-@pytest.mark.parametrize(
-    ("line", "backend", "target"),
-    [
-        ("build --preset rtx --backend trt --variant x", "trt", "rtx"),
-        # another backend has its own targets
-        ("build --preset rtx --backend torch --variant x", "torch", None),
-        # the last counts
-        ("plan 31b --preset laptop --preset rtx", "trt", "rtx"),
-        ("plan 31b --preset laptop --preset=rtx --preset=laptop", "torch", None),
-    ],
-)
+@pytest.mark.parametrize(("line", "backend", "target"), TABLES["presets"]["targets"])
 def test_the_target_of_a_preset(line: str, backend: str, target: str | None) -> None:
     found = options(line)
     assert (found.backend, found.target, found.quant) == (backend, target, "int8")
@@ -145,7 +129,7 @@ def test_a_config_alone_in_the_hub_s_cache_is_planned(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert "no model of this name in the local" in refused("plan", "some/tiny")
     folder = tmp_path / "models--some--tiny" / "snapshots" / "abc"
-    plain_checkpoint(folder)
+    random_checkpoint(folder)
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     (folder.parents[1] / "refs").mkdir()
