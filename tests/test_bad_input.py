@@ -30,7 +30,7 @@ from g4ir.errors import EngineError
 from g4ir.generate import jsonl
 from g4ir.plan.options import BuildOptions
 from g4ir.ui import files
-from tests.cli_tools import BUILD, built, g4ir, refused, text_checkpoint
+from tests.cli_tools import BUILD, built, g4ir, ok, refused, text_checkpoint
 from tests.engines import random_checkpoint, resigned
 
 RANDOM = ("--random-weights", "0")
@@ -96,16 +96,11 @@ def test_spec_and_checkpoint_disagree(tmp_path: Path, out: Path) -> None:
 VARIANT = ("--variant", "tiny-dense")
 
 
-@pytest.mark.parametrize("kind", ["directory", "file", "dangling link"])
-def test_the_output_exists(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: path.symlink_to("x")])
+def test_the_output_exists(make: Callable[[Path], None], tmp_path: Path) -> None:
+    """A directory, a file, a link to nothing."""
     out = tmp_path / "e"
-    match kind:
-        case "directory":
-            out.mkdir()
-        case "file":
-            out.touch()
-        case _:
-            out.symlink_to("x")
+    make(out)
     for words in ((), ("--dry-run",)):
         message = refused(*BUILD, *VARIANT, *RANDOM, *words, "--out", out)
         has(message, f"{out} exists", "--out")
@@ -315,10 +310,8 @@ def test_a_token_without_a_row_in_the_per_layer_table(tmp_path: Path) -> None:
     assert max(loaded.generate([2, 9], 8)) < 256
     words = ("run", engine, "--tokens", "2,9", "--max-new-tokens", "8", "--temperature")
     for temperature in ("0", "5"):
-        outcome = g4ir(*words, temperature, "--json")
-        assert outcome.code == 0 and max(json.loads(outcome.out)["tokens"]) < 256
-    outcome = g4ir("verify", engine, "--against", "hf")
-    assert outcome.code == 0 and "greedy" in outcome.out, outcome.err
+        assert max(json.loads(ok(*words, temperature, "--json"))["tokens"]) < 256
+    assert "greedy" in ok("verify", engine, "--against", "hf")
 
 
 @pytest.mark.parametrize("piece", [b"x", b"\0", b"\n"])

@@ -151,7 +151,19 @@ def test_workspace_of_a_softcap_and_of_latent_rows() -> None:
 # --- what fits ----------------------------------------------------------------------------------
 
 
-def check_largest(name: str, memory: int, ctx: int, batch: int, **options: Any) -> None:
+@settings(max_examples=25)
+@given(
+    name=st.sampled_from((*SMALL, "tiny-ple", "tiny-moe")),
+    memory=st.integers(0, 30 << 20).map(lambda room: int(RESERVE_BYTES * 1.02) + room),
+    latent_kv=st.sampled_from(FORMS),
+    ctx=st.integers(1, 500),
+    batch=st.integers(1, 40),
+    prefill_chunk=st.sampled_from((1, 100, 1024)),
+    device=st.sampled_from(("cpu", "cuda")),
+)
+def test_the_largest_fits_and_one_more_does_not(
+    name: str, memory: int, ctx: int, batch: int, **options: Any
+) -> None:
     """The reported context and batch fit; one token or row more does not, nor a block more."""
     spec = spec_called(name)
     longest = spec.text.max_position_embeddings
@@ -168,23 +180,6 @@ def check_largest(name: str, memory: int, ctx: int, batch: int, **options: Any) 
         for r in plan.rows:
             assert r.spare == memory - reserve(memory) - r.needed
             assert (r.spare >= 0) == (getattr(r, sizes) <= most[r.weights][at])
-
-
-@settings(max_examples=25)
-@given(
-    name=st.sampled_from((*SMALL, "tiny-ple", "tiny-moe")),
-    room=st.integers(0, 30 << 20),
-    latent=st.sampled_from(FORMS),
-    ctx=st.integers(1, 500),
-    batch=st.integers(1, 40),
-    chunk=st.sampled_from((1, 100, 1024)),
-    device=st.sampled_from(("cpu", "cuda")),
-)
-def test_the_largest_fits_and_one_more_does_not(
-    name: str, room: int, latent: str, ctx: int, batch: int, chunk: int, device: str
-) -> None:
-    memory = int(RESERVE_BYTES * 1.02) + room
-    check_largest(name, memory, ctx, batch, latent_kv=latent, prefill_chunk=chunk, device=device)
 
 
 def test_time_floors_are_those_of_the_cost_model() -> None:
