@@ -230,6 +230,23 @@ def test_media_that_would_be_cut(engine: Engine, cut: str) -> None:
         answers(scheduler, engine, request_of(prompt, marks=marks))
 
 
+def test_a_piece_ends_before_a_block_or_after_it(engine: Engine) -> None:
+    """At a stop within a block: before it, or after it if the piece starts there."""
+    request = request_of(
+        [text(5), image(6), text(3, 1), Segment("audio", (4,)), image(2), image(3)]
+    )
+    prompt = row_prompt(engine, request.tokens, request.soft)
+    assert prompt.spans == [(5, 11), (18, 23)]
+    ends = {(0, 4): 4, (0, 5): 5, (0, 6): 5, (0, 11): 11, (5, 6): 11, (5, 13): 13, (11, 16): 16}
+    ends |= {(16, 20): 18, (18, 20): 23, (0, 23): 23}
+    for (start, stop), end in ends.items():
+        piece = prompt.piece(start, stop)
+        assert (piece.at, int(piece.start), int(piece.count)) == (start, start, end - start)
+    assert [prompt.boundary(i) for i in (0, 5, 7, 11, 16, 20, 23)] == [0, 5, 5, 11, 16, 18, 23]
+    plain = row_prompt(engine, request.tokens[:5])
+    assert plain.spans == [] and plain.boundary(3) == 3 and int(plain.piece(1, 4).count) == 3
+
+
 def test_a_cached_prefix_ends_with_the_whole_block(engine: Engine) -> None:
     """An image whose neighbour is another, or none, has seen other tokens; one without a block has
     not."""
