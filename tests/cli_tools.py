@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from g4ir.cli import main
-from g4ir.spec.record import load_spec
-from g4ir.weights.random import random_weights
-from g4ir.weights.write import write_checkpoint
+from tests.cases import TABLES
+from tests.engines import random_checkpoint
 
 BUILD = ("build", "--backend", "reference", "--max-seq", "64", "--prefill-chunk", "16")
 PROMPT = "ab w3 a€ w7"
@@ -57,34 +54,26 @@ def refused(*words: str | Path, code: int = 2) -> str:
     return outcome.message
 
 
+def ok(*words: str | Path) -> str:
+    """stdout of a command that succeeds."""
+    outcome = g4ir(*words)
+    assert outcome.code == 0, outcome
+    return outcome.out
+
+
 def built(out: Path, *words: str | Path) -> Path:
     """An engine directory by the reference backend."""
-    outcome = g4ir(*BUILD, *words, "--out", out)
-    assert outcome.code == 0, outcome.err
+    ok(*BUILD, *words, "--out", out)
     return out
-
-
-def plain_checkpoint(folder: Path, variant: str = "tiny-ple", **options: Any) -> Path:
-    """A checkpoint directory of random weights."""
-    spec = load_spec(variant)
-    return write_checkpoint(folder, spec, random_weights(spec, 0, torch.float32), **options)
 
 
 def text_checkpoint(folder: Path) -> Path:
     """One in two shards, with the unused K and V of shared layers, a tokenizer that falls back
     to bytes as Gemma's does, and generation settings."""
-    plain_checkpoint(folder, shards=2, dead=True)
+    random_checkpoint(folder, shards=2, dead=True)
     tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True}))
-    settings = {
-        "do_sample": True,
-        "temperature": 0.9,
-        "top_k": 64,
-        "top_p": 0.95,
-        "eos_token_id": [1, 107],
-        "suppress_tokens": [390, 99999],
-    }
-    (folder / "generation_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text(json.dumps(TABLES["cli"]["generation config"]))
     return folder
 
 

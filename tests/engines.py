@@ -44,10 +44,12 @@ def limits_of(backend: str, name: str) -> dict[str, Any]:
     return (COMPILED if backend == "torch" else OPTIONS)[name]
 
 
-def random_checkpoint(folder: Path, name: str | Spec, seed: int = 0) -> Path:
+def random_checkpoint(
+    folder: Path, name: str | Spec = "tiny-ple", seed: int = 0, **options: Any
+) -> Path:
     """A checkpoint directory of a spec, in fp32."""
     spec = load_spec(name) if isinstance(name, str) else name
-    return write_checkpoint(folder, spec, random_weights(spec, seed, torch.float32))
+    return write_checkpoint(folder, spec, random_weights(spec, seed, torch.float32), **options)
 
 
 @dataclass

@@ -25,10 +25,8 @@ from g4ir.media.videos import Footage
 from g4ir.model.media import KINDS
 from g4ir.spec.parts import Tokens
 from g4ir.spec.record import Spec, load_spec
-from g4ir.weights.random import random_weights
-from g4ir.weights.write import write_checkpoint
 from tests.cases import TABLES
-from tests.engines import add_file
+from tests.engines import add_file, random_checkpoint
 from tests.torchvision_half import find_torchvision
 
 #: as the checkpoints spell them
@@ -160,8 +158,7 @@ def media_pair(spec: Spec, folder: Path, seed: int, **options: Any) -> tuple[Eng
     """An engine of a checkpoint with towers, every tensor random, and transformers' model of it."""
     from transformers import AutoModelForMultimodalLM
 
-    source = random_weights(spec, seed, torch.float32)
-    checkpoint = write_checkpoint(folder / "checkpoint", spec, source, media=KINDS)
+    checkpoint = random_checkpoint(folder / "checkpoint", spec, seed, media=KINDS)
     engine = g4ir.build(
         spec, folder / "engine", checkpoint=checkpoint, **{"backend": "reference", **options}
     )

@@ -30,8 +30,8 @@ from g4ir.errors import EngineError
 from g4ir.generate import jsonl
 from g4ir.plan.options import BuildOptions
 from g4ir.ui import files
-from tests.cli_tools import BUILD, built, g4ir, plain_checkpoint, refused, text_checkpoint
-from tests.engines import resigned
+from tests.cli_tools import BUILD, built, g4ir, ok, refused, text_checkpoint
+from tests.engines import random_checkpoint, resigned
 
 RANDOM = ("--random-weights", "0")
 
@@ -62,7 +62,7 @@ def has(message: str, *parts: str | Path) -> None:
 
 def test_what_is_not_used_is_reported(tmp_path: Path) -> None:
     """Dead K and V, towers: no errors."""
-    folder = plain_checkpoint(tmp_path / "c", dead=True)
+    folder = random_checkpoint(tmp_path / "c", dead=True)
     file = folder / "model.safetensors"
     tensors = load_file(file)
     moved = tensors.pop("model.layers.4.self_attn.k_proj.weight")
@@ -74,7 +74,7 @@ def test_what_is_not_used_is_reported(tmp_path: Path) -> None:
 
 
 def test_spec_and_checkpoint_disagree(tmp_path: Path, out: Path) -> None:
-    folder = plain_checkpoint(tmp_path / "c", "tiny-dense")
+    folder = random_checkpoint(tmp_path / "c", "tiny-dense")
     file = tmp_path / "mine.yaml"
     file.write_text(
         "schema: 1\nextends: tiny-dense\n"
@@ -96,16 +96,11 @@ def test_spec_and_checkpoint_disagree(tmp_path: Path, out: Path) -> None:
 VARIANT = ("--variant", "tiny-dense")
 
 
-@pytest.mark.parametrize("kind", ["directory", "file", "dangling link"])
-def test_the_output_exists(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: path.symlink_to("x")])
+def test_the_output_exists(make: Callable[[Path], None], tmp_path: Path) -> None:
+    """A directory, a file, a link to nothing."""
     out = tmp_path / "e"
-    match kind:
-        case "directory":
-            out.mkdir()
-        case "file":
-            out.touch()
-        case _:
-            out.symlink_to("x")
+    make(out)
     for words in ((), ("--dry-run",)):
         message = refused(*BUILD, *VARIANT, *RANDOM, *words, "--out", out)
         has(message, f"{out} exists", "--out")
@@ -121,28 +116,23 @@ def test_inputs_that_no_yaml_holds(engine: Path, tmp_path: Path) -> None:
 # --- disks that fill up -----------------------------------------------------------------------
 
 
-class FullDisk:
-    """Counts what writes to a disk, and fails the `fail`-th time; 0 is never."""
+def full_disk(monkeypatch: pytest.MonkeyPatch, fail: int) -> list[Any]:
+    """What writes to a disk is noted, and fails the `fail`-th time; 0 is never."""
+    writes = list[Any]()
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fail: int) -> None:
-        self.count, self.fail = 0, fail
-        for module, name in (
-            (files, "_new_path"),
-            (os, "fsync"),
-            (os, "replace"),
-            (os, "rename"),
-            (shutil, "copyfile"),
-        ):
-            monkeypatch.setattr(module, name, self.counted(getattr(module, name)))
-
-    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            if self.count == self.fail:
+            writes.append(args)
+            if len(writes) == fail:
                 raise OSError(errno.ENOSPC, "No space left on device")
             return function(*args, **kwargs)
 
         return call
+
+    of_os = [(os, name) for name in ("fsync", "replace", "rename")]
+    for module, name in ((files, "_new_path"), *of_os, (shutil, "copyfile")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    return writes
 
 
 def test_no_space_left_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +145,9 @@ def test_no_space_left_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def write(fail: int) -> int:
         with monkeypatch.context() as patch:
-            disk = FullDisk(patch, fail)
+            writes = full_disk(patch, fail)
             write_engine(prepared, out, lambda message: None)
-        return disk.count
+        return len(writes)
 
     writes = write(0)
     shutil.rmtree(out)
@@ -198,7 +188,7 @@ def test_the_umask_holds_for_engines(tmp_path: Path) -> None:
 def test_weights_that_do_not_fit_are_refused_before_writing(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = plain_checkpoint(tmp_path / "c")
+    folder = random_checkpoint(tmp_path / "c")
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     short = "needs 66.1 MiB (2.07 MiB of weights), 1.00 MiB are free"
@@ -282,12 +272,10 @@ def test_built_for_another_device(copy: Path, monkeypatch: pytest.MonkeyPatch) -
 HERE = "x86_64 AVX2 avx,avx2,fma"
 
 
-OTHERS = ("aarch64 DEFAULT asimd", "x86_64 AVX512 avx,avx2,avx512f,fma")
-
-
 def test_built_for_another_machine(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReferenceBackend, "machine", lambda self, device: HERE)
-    for other in (*OTHERS, "x86_64 AVX2 avx,avx2,avx512f,fma"):
+    flags = "avx,avx2,avx512f,fma"
+    for other in ("aarch64 DEFAULT asimd", f"x86_64 AVX512 {flags}", f"x86_64 AVX2 {flags}"):
         has(run(edited(copy, machine=other)), copy, other, HERE, "build it again")
     assert "without avx512f" in run(copy)
     versions = json.loads((copy / MANIFEST).read_text())["versions"]
@@ -298,7 +286,7 @@ def test_built_for_another_machine(copy: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_linked_weights_that_changed(tmp_path: Path) -> None:
-    folder = plain_checkpoint(tmp_path / "c", shards=2)
+    folder = random_checkpoint(tmp_path / "c", shards=2)
     engine = built(tmp_path / "e", "--checkpoint", folder, "--link-weights")
     shard = sorted(folder.glob("*.safetensors"))[1]
     raw = shard.read_bytes()
@@ -322,10 +310,8 @@ def test_a_token_without_a_row_in_the_per_layer_table(tmp_path: Path) -> None:
     assert max(loaded.generate([2, 9], 8)) < 256
     words = ("run", engine, "--tokens", "2,9", "--max-new-tokens", "8", "--temperature")
     for temperature in ("0", "5"):
-        outcome = g4ir(*words, temperature, "--json")
-        assert outcome.code == 0 and max(json.loads(outcome.out)["tokens"]) < 256
-    outcome = g4ir("verify", engine, "--against", "hf")
-    assert outcome.code == 0 and "greedy" in outcome.out, outcome.err
+        assert max(json.loads(ok(*words, temperature, "--json"))["tokens"]) < 256
+    assert "greedy" in ok("verify", engine, "--against", "hf")
 
 
 @pytest.mark.parametrize("piece", [b"x", b"\0", b"\n"])

@@ -51,8 +51,8 @@ from g4ir.errors import InputError, MissingError
 from g4ir.ir.distance import Tolerance, row_errors
 from g4ir.plan.cost import Cost, graph_costs, total
 from g4ir.spec.record import load_spec
-from tests.cli_tools import PROMPT, built, g4ir, plain_checkpoint, refused, text_checkpoint
-from tests.engines import CHUNK, MAX_SEQ
+from tests.cli_tools import PROMPT, built, g4ir, refused, text_checkpoint
+from tests.engines import CHUNK, MAX_SEQ, random_checkpoint
 from tests.gguf_files import bare_file
 from tests.llama_double import LlamaDouble
 from tests.small_bench import shifted, small_bench
@@ -451,7 +451,7 @@ def test_files_that_llama_cpp_does_not_read(
     peer = (*FLAGS, "--peer", "llama.cpp")
     seeded = built(tmp_path / "seeded", "--variant", "tiny-moe", "--random-weights", "0")
     assert "random weights, which is no GGUF file; bench one" in refused("bench", seeded, *peer)
-    folder = plain_checkpoint(tmp_path / "checkpoint", "tiny-moe")
+    folder = random_checkpoint(tmp_path / "checkpoint", "tiny-moe")
     words = ("bench", seeded, *peer, "--checkpoint", folder)
     assert f"{folder} is no GGUF file; bench one" in refused(*words)
     with pytest.raises(MissingError, match="runs on CPUs alone"):

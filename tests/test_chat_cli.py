@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from g4ir.chat import Event
+from g4ir.cli import parse
 from g4ir.cli.chat import COMMANDS, from_pipe, whole
 from g4ir.cli.talking import Screen
 from g4ir.errors import InputError
@@ -29,8 +30,8 @@ from tests.cli_tools import Outcome, g4ir, refused
 from tests.media_tools import png
 from tests.serve.running import chat_engine
 from tests.talking import CALLING, THINKING, TOOLS, dictate
+from tests.test_docs import FILES, ROOT, blocks, run_python
 
-ROOT = Path(__file__).parents[1]
 CASES = yaml.safe_load((ROOT / "tests" / "chat" / "cli.yaml").read_text())
 WORDS = ["w1_ w2_"]
 WAIT = 60.0
@@ -352,32 +353,25 @@ def test_the_examples_of_the_guide(
     """What is typed in docs/chat.md is taken; every command is there."""
     monkeypatch.chdir(tmp_path)
     png(tmp_path / "photo.png")
-    text = (ROOT / "docs" / "chat.md").read_text()
-    (tools,) = re.findall(r"^```json\n(.*?)^```$", text, re.M | re.S)
+    (tools,), (session,) = blocks("chat.md", "json"), blocks("chat.md", "text")
     Path("weather.json").write_text(tools)
-    (session,) = re.findall(r"^```text\n(.*?)^```$", text, re.M | re.S)
     typed = re.findall(r"^(?:>>> |\.\.\. |weather answers> )(.*)$", session, re.M)
     done = piped("\n".join(typed), answers=[WORDS, CALLING, WORDS, WORDS])
     assert done.code == 0, done.err
     assert Path("talk.json").is_file() and len(typed) >= 8
-    assert {*COMMANDS} <= {*re.findall(r"`(/\w+)", text)}
+    assert {*COMMANDS} <= {*re.findall(r"`(/\w+)", FILES["chat.md"].read_text())}
 
 
 def test_the_python_example_of_the_guide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
-    text = (ROOT / "docs" / "chat.md").read_text()
-    code, _ = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
-    names: dict[str, Any] = {}
-    exec(code, names)
+    code, _ = blocks("chat.md", "python")
+    names, _ = run_python(code, "chat.md")
     assert len(names["tokens"]) <= 16 and names["answer"].content == names["turn"].content
 
 
 def test_commands_of_the_shell_in_the_guide(folder: Path) -> None:
     """Each is one of the command line."""
-    from g4ir.cli import parse
-
-    text = (ROOT / "docs" / "chat.md").read_text()
-    (block,) = re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S)
+    (block,) = blocks("chat.md", "sh")
     lines = [shlex.split(x.partition("|")[2] or x) for x in block.splitlines()]
     assert len(lines) >= 4
     for words in lines:

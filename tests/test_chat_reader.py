@@ -32,14 +32,13 @@ from tests.cli_tools import tokenizer
 FOLDER = Path(__file__).parent / "chat"
 CASES, STOPS = (json.loads((FOLDER / f"{name}.json").read_text()) for name in ("read", "stop"))
 CALLS = yaml.safe_load((FOLDER / "calls.yaml").read_text())
-SCHEMA = CALLS["schema"]
 CASES += CALLS["cases"]
 CASES += [{"ended": "length", "options": {"stop": case["stop"]}, **case} for case in STOPS]
 
 
 def declared(schemas: Any) -> Any:
     """Tools of the OpenAI form by name -> parameters; "f": the function of calls.yaml."""
-    schemas = {"f": SCHEMA} if schemas == "f" else schemas or {}
+    schemas = {"f": CALLS["schema"]} if schemas == "f" else schemas or {}
     functions = [{"name": k, "parameters": v} for k, v in schemas.items()]
     return [{"type": "function", "function": f} for f in functions] or None
 
@@ -128,15 +127,7 @@ def test_text_that_looks_like_a_control_token_is_text_where_ids_are_known() -> N
     assert ids.finish().tool_calls == [{"name": "f", "arguments": {"a": f"{QUOTE}{CALL_END}"}}]
 
 
-A = f"{QUOTE}a{QUOTE}"
-CUT = [
-    f"text:{A},n:12,deep:{{text:{QUOTE}rm -r x{QUOTE}}},list:[{A},{A}]",
-    f"n:{QUOTE}12{QUOTE},on:true,other:word",
-    '"text":"a \\"b\\"","list":["a"]',
-]
-
-
-@pytest.mark.parametrize("body", CUT)
+@pytest.mark.parametrize("body", CALLS["cut"])
 def test_a_cut_call_has_cut_arguments(body: str) -> None:
     head = f"{CALL}call:f{{"
     whole = f"{head}{body}}}{CALL_END}"
@@ -168,10 +159,7 @@ def streamed(reader: Reader, text: str, size: int = 3) -> list[tuple[int, str]]:
 SOURCE = "def f(a, b):\n    return {'a': [1, 2], 'b': (a, b)}  # \"quoted\", \\ and € }\n" * 40
 
 
-STREAMED = ["text:S", "n:3,deep:{text:S},on:true", f"list:[{A},S]", "other:[{a:{b:S}},1,null]"]
-
-
-@pytest.mark.parametrize("body", STREAMED)
+@pytest.mark.parametrize("body", CALLS["streamed"])
 def test_arguments_are_streamed_while_they_are_generated(body: str) -> None:
     text = f"{CALL}call:f{{{body.replace('S', f'{QUOTE}{SOURCE}{QUOTE}')}}}{CALL_END}"
     reading = Reader(declared("f"))
@@ -184,11 +172,7 @@ def test_arguments_are_streamed_while_they_are_generated(body: str) -> None:
     assert max(b - a for (a, _), (b, _) in pairwise(pieces)) < 60
 
 
-#: readings of a call whose last string is never closed, in which a key or a brace ends it
-OPEN = ["x, n:3}", "x  , n:3,on:true}", "x }}", "x) }", "x, note:y}", f"x}}{CALL_END}"]
-
-
-@pytest.mark.parametrize("end", OPEN)
+@pytest.mark.parametrize("end", CALLS["open"])
 def test_what_ends_an_open_string_is_not_streamed(end: str) -> None:
     text = f"{CALL}call:f{{text:{QUOTE}{'long text, ' * 8}{end}{CALL_END}"
     reading = Reader(declared("f"))
@@ -281,13 +265,9 @@ def test_time_grows_with_the_length(name: str) -> None:
     assert time.process_time() - begun < 4
 
 
-def vocabulary() -> Vocabulary:
-    made = tokenizer()
-    made.add_special_tokens([c for c in CONTROLS if c not in ("<pad>", "<eos>", "<bos>")])
-    return Vocabulary(made)
-
-
-WORDS = vocabulary()
+TOKENIZER = tokenizer()
+TOKENIZER.add_special_tokens([c for c in CONTROLS if c not in ("<pad>", "<eos>", "<bos>")])
+WORDS = Vocabulary(TOKENIZER)
 
 
 @given(st.lists(st.integers(3, 511) | st.integers(512, 530) | st.integers(4, 259), max_size=24))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +16,7 @@ from g4ir import backends, passes
 from g4ir.backends.cpu import lowerings
 from g4ir.backends.inductor import lower
 from g4ir.backends.inductor.lowered import Lowering
-from g4ir.ir.graph import Builder, Graph, Program
+from g4ir.ir.graph import Builder, Graph
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.text import parse_graph, print_graph
 from g4ir.model.text import build_program
@@ -45,27 +43,17 @@ def module(kind: str, name: str) -> ModuleType:
     return made
 
 
-def tree_with(folder: Path, files: dict[str, str]) -> Path:
-    """A package of links to this tree, with more files in some of its folders."""
-    package = folder / "g4ir"
-    package.mkdir()
-    for room in [*(ROOT / "g4ir").iterdir(), *(ROOT / n for n in ("passes", "backends", "specs"))]:
-        (package / room.name).symlink_to(room)
+def tree_with(folder: Path, files: dict[str, str]) -> None:
+    """Copy this tree, and add files."""
+    skip = shutil.ignore_patterns("__pycache__", ".*_cache")
+    for name in ("g4ir", "passes", "backends", "specs", "tests", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=skip)
+    for name in ("pyproject.toml", "README.md", "Makefile", "tools", "bench"):
+        (folder / name).symlink_to(ROOT / name)
+    for name in ("passes", "backends", "specs"):
+        (folder / "g4ir" / name).symlink_to(folder / name)
     for path, text in files.items():
-        for parent in [*Path(path).parents][-2::-1]:
-            _link_inside(package / parent)
-        (package / path).write_text(text)
-    return folder
-
-
-def _link_inside(folder: Path) -> None:
-    """In the place of a link to a folder, a folder of links."""
-    if folder.is_symlink():
-        source = folder.resolve()
-        folder.unlink()
-        folder.mkdir()
-        for path in source.iterdir():
-            (folder / path.name).symlink_to(path)
+        (folder / path).write_text(text)
 
 
 @pytest.fixture
@@ -105,12 +93,6 @@ def test_the_example_of_an_op(softcap_op: Op) -> None:
         softcap_op.infer_types(softcap_op.samples[0].types(), {"cap": 0.0})
 
 
-def on_torch(g: Graph, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A graph as the torch backend traces it for the CPU."""
-    (out,) = lower.SegmentModule(lowerings.lowered(g))(*given.values())
-    return out
-
-
 def test_the_example_of_a_lowering(softcap_op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     made = module("lowering linear_softcap", "lowering")
     calls: list[str] = []
@@ -121,61 +103,23 @@ def test_the_example_of_a_lowering(softcap_op: Op, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(lowerings.LOWERINGS, softcap_op.name, Lowering(lowering))
     g = one_node_graph(softcap_op)
-    given = drawn(g)
-    torch.testing.assert_close(on_torch(g, given), defined(*given.values()))
+    given = drawn(g).values()
+    (out,) = lower.SegmentModule(lowerings.lowered(g))(*given)  # as the backend traces it
+    torch.testing.assert_close(out, defined(*given))
     assert calls == [softcap_op.name]
 
 
-#: argv: the folder of the kernel's files
-KERNEL_TEST = """
-import torch
-from g4ir.backends.cuda import schedule
-from g4ir.backends.cuda.schedule import kernel_rows
-from g4ir.backends.cuda.kernels import KERNELS
-from g4ir.backends.inductor.target import Target
-from g4ir.ir.graph import Graph
-
-(kernel,) = (k for k in KERNELS if k.op == "softcap")
-
-from tests.interpreted.samples import Try
-from g4ir.backends.cuda.kernels.interpreter import interpreted
-from g4ir.backends.cuda.kernels.launch import by_default
-from g4ir.backends.cuda.lowerings import GpuLowered
-from g4ir.backends.inductor.lower import SegmentModule
-
-for dtype in ("f32", "bf16"):
-    for sample in kernel.samples:
-        one = Try(kernel, sample, dtype, views=dtype == "f32")
-        with interpreted():
-            one.check(one.run())
-        (got,), (want,) = one.call(one.given), one.expect()[0]
-        assert torch.equal(got, want), "off CUDA the reference"
-    print(dtype)
-
-n = one.node
-s = schedule.schedule(Graph("one", n.inputs, (), (), (n,), n.outputs), Target("cpu", "h200"))
-((row,), (choice,)) = kernel_rows(s), s.choices.values()
-assert (row.kernel, row.starts, dict(row.use)) == ("softcap", 1, kernel.uses["softcap"])
-with interpreted():
-    one.check(SegmentModule(GpuLowered(s))(*one.given))
-print("chosen")
-"""
+#: tests of every kernel: its samples, whether nodes become it, and what it makes of a step
+OF_KERNELS = "softcap or every_kernel_is_used or every_step and tiny-dense-off-decode-ragged"
 
 
 def test_the_example_of_a_kernel(tmp_path: Path) -> None:
-    """Its two files are all: samples pass, and nodes become it, in a process whose triton
-    interprets."""
-    folder = "backends/cuda/kernels"
+    """Its two files are all."""
+    folder, of_kernels = "backends/cuda/kernels", "tests/interpreted/test_{}.py".format
     files = {f"{folder}/{n}.py": example(f"kernel {n}") for n in ("softcap", "softcap_triton")}
-    done = subprocess.run(
-        [sys.executable, "-c", KERNEL_TEST],
-        cwd=tree_with(tmp_path, files),
-        text=True,
-        capture_output=True,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["f32", "bf16", "chosen"]
+    tree_with(tmp_path, files)
+    words = [*map(of_kernels, ("samples", "lowering")), "--full", "-k", OF_KERNELS]
+    run_pytest(tmp_path, *words, TRITON_INTERPRET="1", PYTHONPATH=str(tmp_path))
 
 
 @pytest.fixture
@@ -224,34 +168,21 @@ def test_the_example_of_a_pass(softcap_pass: ModuleType) -> None:
     )
 
 
-#: what a step of the guide changes, and the tests that look at it
-AFFECTED = tuple(TABLES["docs"]["affected"])
-
-
 @pytest.mark.full
 def test_the_steps_of_an_op_and_a_pass_end_green(tmp_path: Path) -> None:
     """In a copy of the tree: the files of the guide, then the command that writes golden data, then
     the tests of ops and passes."""
-    skip = shutil.ignore_patterns("__pycache__", ".*_cache")
-    for name in ("g4ir", "passes", "backends", "specs", "tests", "docs"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=skip)
-    for name in ("pyproject.toml", "README.md", "Makefile", "tools", "bench"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    for name in ("passes", "backends", "specs"):
-        (tmp_path / "g4ir" / name).symlink_to(tmp_path / name)
-    (tmp_path / "g4ir/ops/linear_softcap.py").write_text(example("op"))
-    (tmp_path / "passes/fuse_softcap.py").write_text(example("pass fuse_softcap"))
+    files = {"g4ir/ops/linear_softcap.py": example("op")}
+    files["passes/fuse_softcap.py"] = example("pass fuse_softcap")
     for stem in ("fuse_softcap", "fuse_softcap.refuse"):
         text = example(f"golden {stem}").partition("\n")[2]
-        (tmp_path / f"tests/passes/{stem}.g4ir").write_text(text)
-    here, golden_tests = (
-        {"PYTHONPATH": str(tmp_path)},
-        ("tests/test_passes.py", "tests/test_golden.py"),
-    )
-    run_pytest(tmp_path, *golden_tests, "--rewrite-golden", **here)
+        files[f"tests/passes/{stem}.g4ir"] = text
+    tree_with(tmp_path, files)
+    here, stems = {"PYTHONPATH": str(tmp_path)}, ("passes", "golden")
+    run_pytest(tmp_path, *(f"tests/test_{n}.py" for n in stems), "--rewrite-golden", **here)
     golden = (tmp_path / "tests/passes/fuse_softcap.g4ir").read_text()
     assert "%logits = linear_softcap(%x, %w)" in golden
-    run_pytest(tmp_path, *(f"tests/{name}" for name in AFFECTED), **here)
+    run_pytest(tmp_path, *(f"tests/{name}" for name in TABLES["docs"]["affected"]), **here)
 
 
 def test_the_example_of_a_variant(tmp_path: Path) -> None:
@@ -284,10 +215,3 @@ def test_the_example_of_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             tokens[name] = engine.generate([2, 5, 7], max_new_tokens=4)
     assert tokens["counting"] == tokens["reference"]
     assert made.STEPS == {"prefill": 1, "decode": 4}  # a chunk of one token is a decode step
-
-
-def test_examples_leave_nothing_behind() -> None:
-    """What they add is gone after them: this runs last, and with any other order too."""
-    assert "linear_softcap" not in OPS and "linear_softcap" not in lowerings.LOWERINGS
-    assert "fuse_softcap" not in passes.PASSES and "counting" not in backends.BACKENDS
-    assert isinstance(passes.run_program(build_program(load_spec("tiny-dense"))), Program)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,14 +22,13 @@ from tests.cli_tools import g4ir as command
 from tests.engines import add_file
 from tests.media_tools import png
 from tests.serve.running import chat_tokenizer, ready
-from tests.talking import dictate
+from tests.talking import TOOLS, dictate
 
 SAID = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi <end_of_turn>"}]
 PROMPT = (
     "<bos><start_of_turn>user\nbe brief\n\nhi <end_of_turn><end_of_turn>\n<start_of_turn>model\n"
 )
 MORE = "<end_of_turn>\n<start_of_turn>user\nmore<end_of_turn>\n<start_of_turn>model\n"
-SEEN = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]
 
 
 @pytest.fixture(scope="module")
@@ -74,22 +74,15 @@ def test_a_conversation(
             talk.attach("image", png(tmp_path / "a.png"))
 
 
-def test_what_the_format_lacks_is_refused_at_once(engine: Engine) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    with ChatSession(engine) as talk:
-        with pytest.raises(InputError, match="its format has no reasoning; leave it off"):
-            talk.set_thinking(True)
-        with pytest.raises(InputError, match="has no place for them"):
-            talk.set_tools([tool])
-        talk.set_thinking(False)
-        assert not talk.thinking.on and talk.tools is None
-        assert "probably a base model" in str(talk.template.note)
-
-
-def test_commands_that_the_format_lacks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`/think on` is refused when it is typed; the message behind it is answered."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"/think on\nhi\n")))
+def test_commands_that_the_format_lacks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They are refused when they are typed; the message behind them is answered."""
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    typed = f"/think on\n/tools {tmp_path}/tools.json\n/think off\nhi\n".encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed)))
     outcome = command("chat", folder, "--max-new-tokens", 2)
+    assert outcome.err.count("has no place for them") == 1
     assert outcome.err.count("its format has no reasoning; leave it off") == 1
     assert outcome.out.strip() and "probably a base model" in outcome.err
 
@@ -107,10 +100,9 @@ def test_a_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (choice["message"]["content"], choice["finish_reason"]) == ("w1_ w2_", "stop")
         ids = client.post("/tokenize", json={"messages": SAID}).json()["tokens"]
         assert chat_tokenizer().decode(ids, skip_special_tokens=False) == PROMPT
-        for more, words in (
-            ({"messages": SEEN}, "image"),
-            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "has no place for them"),
-        ):
+        seen = [{"type": "image_url", "image_url": {"url": "data:,x"}}]
+        asked = {"messages": [{"role": "user", "content": seen}]}
+        for more, words in ((asked, "image"), ({"tools": TOOLS}, "has no place for them")):
             body = {"messages": SAID, "max_tokens": 9} | more
             refused = client.post("/v1/chat/completions", json=body)
             assert refused.status_code == 400 and words in refused.json()["error"]["message"]

@@ -15,14 +15,13 @@ from g4ir.backends.cuda.schedule import OTHER
 from g4ir.backends.cuda.target import gpu_name
 from g4ir.backends.cuda.toolkit import check_toolkit, toolchain
 from g4ir.backends.inductor.target import Target
-from g4ir.cli import main
 from g4ir.errors import MissingError, check_all
 from tests.cases import TABLES
+from tests.cli_tools import ok
 
 
-def shown(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main(["kernels", "--variant", "26b-a4b", "--json", *words]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+def shown(*words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(ok("kernels", "--variant", "26b-a4b", "--json", *words))
     return found
 
 
@@ -33,9 +32,9 @@ def kernels(report: dict[str, Any]) -> dict[str, set[str]]:
     return table
 
 
-def test_kernels_of_weights_in_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_of_weights_in_codes() -> None:
     """In decode no weight is dense, and codes and scales are what is counted."""
-    plain, coded = shown(capsys), shown(capsys, "--quant", "int4")
+    plain, coded = shown(), shown("--quant", "int4")
     assert plain["starts"] == coded["starts"] and kernels(plain) == kernels(coded)
     read = {"skinny_linear", "moe_down"}
     forms = [r["shape"] for r in coded["rows"] if r["kernel"] in read]
@@ -45,7 +44,7 @@ def test_kernels_of_weights_in_codes(capsys: pytest.CaptureFixture[str]) -> None
     sizes = [sum(r["bytes"] for r in x["rows"] if r["op"] == "linear") for x in (plain, coded)]
     rest = sizes[0] - 262144 * 2816 * 2
     assert sizes[1] - head["bytes"] == rest * 18 // 64  # 18 bytes hold 32 numbers
-    many = kernels(shown(capsys, "--quant", "int4", "--batch", "65"))
+    many = kernels(shown("--quant", "int4", "--batch", "65"))
     assert many["linear"] == {OTHER}
 
 

@@ -10,7 +10,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,8 @@ from tests.media_tools import (
     smooth,
 )
 
-VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
-
-
-@cache
-def pil_reference() -> Any:
-    """The reference's other image processor, by Pillow and numpy: the same but for the resize."""
-    return importlib.import_module("transformers.models.gemma4.image_processing_pil_gemma4")
+#: the reference's other image processor, by Pillow and numpy: the same but for the resize
+PILLOW = "transformers.models.gemma4.image_processing_pil_gemma4"
 
 
 def cut(variant: str, budget: int | None = None) -> ImageSettings:
@@ -62,7 +57,7 @@ def test_sizes_are_the_references(
         ImageSettings(patch, pooling, budget, False, 1 << 30),
         ImageSettings(16, 3, BUDGETS[budget % len(BUDGETS)], False, 1 << 20),
     ):
-        size = pil_reference().get_aspect_ratio_preserving_size
+        size = importlib.import_module(PILLOW).get_aspect_ratio_preserving_size
         size = partial(size, height, width, s.patch_size, s.max_patches, s.pooling)
         try:
             wanted = size()
@@ -85,25 +80,20 @@ def test_a_position_table_that_is_too_short() -> None:
 # --- images -----------------------------------------------------------------------------------
 
 
-def same_as_the_reference(variant: str, budget: int, pixels: np.ndarray) -> None:
-    """Equal to the bit: values, positions with their padding, counts."""
-    wanted = processor(variant)(
-        pixels, max_soft_tokens=budget, return_tensors="np", input_data_format="channels_last"
-    )
-    found = prepare_image(pixels, cut(variant, budget))
-    assert found.patches.dtype == np.float32 and found.positions.dtype == np.int64
-    assert np.array_equal(found.patches, np.asarray(wanted["pixel_values"])[0])
-    assert np.array_equal(found.positions, np.asarray(wanted["image_position_ids"])[0])
-    assert found.soft_tokens == int(wanted["num_soft_tokens_per_image"][0])
-
-
 @pytest.mark.covering
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("variant", (TOWER, UNIFIED))
 @pytest.mark.parametrize("shape", [(60, 90), (768, 768), (1, 300), (733, 41), (500, 1001)])
 def test_images_are_the_references(variant: str, budget: int, shape: tuple[int, int]) -> None:
+    """Equal to the bit: values, positions with their padding, counts."""
+    options = {"return_tensors": "np", "input_data_format": "channels_last"}
     for pixels in (noise(*shape, 3), smooth(*shape)):
-        same_as_the_reference(variant, budget, pixels)
+        wanted = processor(variant)(pixels, max_soft_tokens=budget, **options)
+        found = prepare_image(pixels, cut(variant, budget))
+        assert found.patches.dtype == np.float32 and found.positions.dtype == np.int64
+        assert np.array_equal(found.patches, np.asarray(wanted["pixel_values"])[0])
+        assert np.array_equal(found.positions, np.asarray(wanted["image_position_ids"])[0])
+        assert found.soft_tokens == int(wanted["num_soft_tokens_per_image"][0])
 
 
 def test_views_of_pixels_are_taken_as_they_look() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,8 +25,9 @@ from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui import compiler_cache
 from g4ir.ui.paths import cache_root
+from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
-from tests.cli_tools import refused, text_checkpoint
+from tests.cli_tools import ok, refused, text_checkpoint
 from tests.engines import random_checkpoint
 from tests.gguf_files import bare_file, with_turns
 
@@ -129,22 +131,17 @@ def test_of_two_that_want_an_engine_one_builds(
     assert builds == [path] and told == [f"waiting for another process that builds {path.name}"]
 
 
+FULL = OSError(28, "No space left on device")
+MAKE_ROOM = ".*No space left.*make room"
+
+
 @pytest.mark.parametrize(
-    "fails, says",
-    (
-        (KeyboardInterrupt(), None),
-        (
-            OSError(28, "No space left on device"),
-            "cannot write the engine: .*No space left.*make room",
-        ),
-    ),
+    "fails, says", ((KeyboardInterrupt(), None), (FULL, f"cannot write the engine: {MAKE_ROOM}"))
 )
 def test_a_build_that_ends_early_leaves_nothing(
     fails: BaseException, says: str | None, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ends(*given: Any) -> Any:
-        raise fails
-
+    ends = Mock(side_effect=fails)
     monkeypatch.setattr("g4ir.builder.build.directory.graph_texts", ends)
     with pytest.raises((KeyboardInterrupt, EngineError), match=says):
         find_engine(model, SMALL)
@@ -197,19 +194,16 @@ def test_verbs_take_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     checkpoint, builds = text_checkpoint(tmp_path / "my-tiny"), built(monkeypatch)
     text = tmp_path / "text"
     text.write_text("ab w3 w7 a b")
-    ran = command(
-        "run", checkpoint, *FLAGS, "--prompt", "ab", "--max-new-tokens", "3", "--seed", "1"
-    )
-    assert ran.code == 0 and ran.out, ran.err
+    drawn = ("--prompt", "ab", "--max-new-tokens", "3", "--seed", "1")
+    assert ok("run", checkpoint, *FLAGS, *drawn)
     for words in (["verify", "--tokens", "2,5,7"], ["bench", "--output-len", "4", "--rounds", "2"]):
-        done = command(words[0], checkpoint, *words[1:], *FLAGS)
-        assert done.code == 0, done.err
+        ok(words[0], checkpoint, *words[1:], *FLAGS)
     assert len(builds) == 1
-    scored = command("score", checkpoint, *FLAGS, "--text", text)
-    assert scored.code == 0 and len(builds) == 2, scored.err
-    listed = command("engines")
-    assert listed.out.count("in use") == 2 and listed.out.count(str(checkpoint)) == 2
-    assert command("engines", "path").out == f"{engines_root()}\n"
+    ok("score", checkpoint, *FLAGS, "--text", text)
+    assert len(builds) == 2
+    listed = ok("engines")
+    assert listed.count("in use") == 2 and listed.count(str(checkpoint)) == 2
+    assert ok("engines", "path") == f"{engines_root()}\n"
     assert "a process uses it" in refused("engines", "rm", builds[0].name)
     release()
     assert command("engines", "rm", builds[0].name).out.startswith("freed ")
@@ -225,33 +219,12 @@ def test_chat_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     file = bare_file(tmp_path / "tiny.gguf", load_spec("tiny-dense"), with_turns)
     for _ in range(2):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\n")))
-        done = command(
-            "chat", file, *FLAGS, "--json", "--max-new-tokens", "4", "--temperature", "0"
-        )
-        assert done.code == 0 and '"finish_reason"' in done.out, done
+        words = ("--json", "--max-new-tokens", "4", "--temperature", "0")
+        assert '"finish_reason"' in ok("chat", file, *FLAGS, *words)
     assert len(cached_engines()) == 1
 
 
-@pytest.mark.parametrize(
-    "model, options, says",
-    (
-        (
-            "{engine}",
-            {"quant": "int4"},
-            "is an engine, and --quant belongs to its build: leave it",
-        ),
-        ("{here}/tiny.gguf", {"random_weights": 0}, "has weights, and --random-weights others"),
-        ("tiny-dense", {}, "variant tiny-dense has no hub id: give --random-weights SEED"),
-        (
-            "some/model",
-            {},
-            "no model of this name in the local Hugging Face cache; download it with",
-        ),
-        ("tiny-mo", {"random_weights": 0}, "no spec is called 'tiny-mo'; did you mean tiny-moe"),
-        ("e2", {}, "no spec is called 'e2'; did you mean e2b"),
-        ("{here}", {}, "is no engine directory: it has no manifest.json; run g4ir build"),
-    ),
-)
+@pytest.mark.parametrize("model, options, says", TABLES["library"])
 def test_refused(
     model: str, options: dict[str, Any], says: str, tmp_path: Path, request: Any
 ) -> None:
@@ -310,11 +283,8 @@ def test_records(model: Path, monkeypatch: Any) -> None:
     assert cached_engines() == [] and find_engine(model, SMALL) == path
     assert [e.model for e in cached_engines()] == [str(model)] and len(seen) == 1
 
-    def full(*given: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(EngineError, match=r"record of an engine in .*No space left.*make room"):
+    monkeypatch.setattr(os, "pwrite", Mock(side_effect=FULL))
+    with pytest.raises(EngineError, match=f"record of an engine in {MAKE_ROOM}"):
         find_engine(model, replace(SMALL, max_seq=32))
     assert leftovers() == [path.name, f"{path.name}.json"]
 
@@ -419,10 +389,7 @@ def test_damaged_files_are_not_linked(model: Path) -> None:
 
 
 def test_without_hard_links(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*names: Any) -> None:
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(os, "link", none)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(95, "Operation not supported")))
     paths = [find_engine(model, replace(SMALL, max_seq=n)) for n in (32, 64)]
     assert not alike(*paths)
     assert len({f.read_bytes() for path in paths for f in weight_files(path)}) == 1

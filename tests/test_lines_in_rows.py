@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -54,12 +55,9 @@ def stream(lines: list[Any]) -> io.BytesIO:
 
 
 def test_an_input_that_fails() -> None:
-    class Torn(io.RawIOBase):
-        def readline(self, *_: Any) -> bytes:
-            raise OSError("torn")
-
+    torn = Mock(readline=Mock(side_effect=OSError("torn")))
     with pytest.raises(OSError, match="torn"):
-        ReadAhead(Torn()).next(wait=True)  # type: ignore[arg-type]
+        ReadAhead(torn).next(wait=True)
 
 
 def answers(engine: Engine, lines: list[Any], **flags: Any) -> list[Result | Failure]:
@@ -96,10 +94,7 @@ def test_what_is_wrong_is_its_own_error(engine: Engine) -> None:
 
 
 def test_an_error_that_is_no_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Any:
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr(engine.runtime, "run", broken)
+    monkeypatch.setattr(engine.runtime, "run", Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         answers(engine, requests(2))
 
@@ -125,27 +120,17 @@ def test_one_request_with_settings_of_rows(engine: Engine) -> None:
     assert offline.answer(asked, seen.append).tokens == (5,) * 64 == tuple(seen)
 
 
-class Counted(io.BytesIO):
-    """Counts lines that were read."""
-
-    count = 0
-
-    def readline(self, *size: Any) -> bytes:
-        self.count += 1
-        return super().readline(*size)
-
-
 def test_few_lines_are_read_ahead(engine: Engine) -> None:
     """No more than rows are there for, and a few; also where the first takes longest."""
     short = [{"tokens": tokens(3, i), "max_new_tokens": 2} for i in range(40)]
-    lines = Counted(stream(short).getvalue())
+    lines = Mock(wraps=stream(short))
     for done, _ in enumerate(OfflineEngine(engine).answer_lines(lines, "x")):
-        assert lines.count - done <= ROWS + AHEAD + 2
-    lines = Counted(stream([{"tokens": [2], "max_new_tokens": 150}, *short]).getvalue())
+        assert lines.readline.call_count - done <= ROWS + AHEAD + 2
+    lines = Mock(wraps=stream([{"tokens": [2], "max_new_tokens": 150}, *short]))
     offline = OfflineEngine(engine)
     found = offline.answer_lines(lines, "x")
     next(found)
-    assert lines.count > ROWS + AHEAD  # they are answered, and wait for the first
+    assert lines.readline.call_count > ROWS + AHEAD  # they are answered, and wait for the first
     assert len([*found]) == 40
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from g4ir.builder.build import prepare
 from g4ir.errors import PlanError, SpecError, WeightsError
@@ -17,8 +16,6 @@ from g4ir.model.media import KINDS
 from g4ir.plan.footprint import reserve
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, load_spec
-from g4ir.weights.random import random_weights
-from g4ir.weights.write import write_checkpoint
 from tests.engines import random_checkpoint
 
 OPTIONS: dict[str, Any] = {"random_weights": 0, "backend": "reference", "max_seq": 256}
@@ -57,8 +54,7 @@ def test_towers_are_those_of_the_checkpoint(tmp_path: Path, key: str, value: Any
     spec = load_spec("tiny-media")
     part, _, name = key.partition(".")
     other = replace(spec, **{part: replace(getattr(spec, part), **{name: value})})
-    source = random_weights(spec, 0, torch.float32)
-    checkpoint = write_checkpoint(tmp_path / "c", spec, source, media=KINDS)
+    checkpoint = random_checkpoint(tmp_path / "c", spec, media=KINDS)
     check_without_media(other, checkpoint, SpecError, key)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,13 +14,15 @@ import torch
 import g4ir
 from g4ir.bench.runners import Workload, draw_tokens
 from g4ir.check.logits import verify_engine
-from g4ir.check.media import HEAD, STEPS, check_media
+from g4ir.check.media import HEAD, check_media
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.tokens import random_ids
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.distance import BUDGETS, Tolerance
+from g4ir.model.media import KINDS
 from tests import cli_tools as cli
+from tests.engines import random_checkpoint
 from tests.small_bench import small_bench
 from tests.test_stages import attrs, break_pass, nodes
 
@@ -65,28 +68,23 @@ def test_random_tokens_are_no_placeholders(engine: Engine, no_media: Engine) -> 
 
 def test_verify_against_transformers(built: dict[str, Engine]) -> None:
     """Media against the interpreter all the same."""
-    said = cli.g4ir("verify", built["tiny-media"].path, "--against", "hf")
-    assert said.code == 0, said.out + said.err
-    assert all(name in said.out for name in SMALLEST["tiny-media"])
+    said = cli.ok("verify", built["tiny-media"].path, "--against", "hf")
+    assert all(name in said for name in SMALLEST["tiny-media"])
 
 
 def test_bench(built: dict[str, Engine], no_media: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also beside an engine without media, on the same tokens."""
     small_bench(monkeypatch)
     words = ("--input-len", "60", "--output-len", "2", "--rounds", "2", "--warmup", "0")
-    said = cli.g4ir("bench", built["tiny-media"].path, no_media.path, *words, "--json", "-")
-    assert said.code == 0, said.err
-    assert json.loads(said.out)["outputs_agree"] is True
+    said = cli.ok("bench", built["tiny-media"].path, no_media.path, *words, "--json", "-")
+    assert json.loads(said)["outputs_agree"] is True
 
 
 def test_bench_refuses_placeholders_of_a_text(
     built: dict[str, Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Tokenizer:
-        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> Any:
-            return [type("Found", (), {"ids": [5, 500, 6, 7]}) for _ in texts]
-
-    monkeypatch.setattr(Engine, "tokenizer", lambda _: Tokenizer())
+    ids = Mock(return_value=[Mock(ids=[5, 500, 6, 7])])
+    monkeypatch.setattr(Engine, "tokenizer", lambda _: Mock(encode_batch_fast=ids))
     (tmp_path / "t.txt").write_text("a picture")
     workload = Workload(3, 2, text=str(tmp_path / "t.txt"))
     with pytest.raises(InputError, match=r"--text .*t\.txt: token 500 at index 1"):
@@ -156,65 +154,40 @@ def test_a_wrong_tower_is_named(
     assert tower in line and report.text().endswith("FAILED")
 
 
-@pytest.mark.parametrize(
-    "tower, feed, change",
-    [("vision_70", "positions", lambda t: t.clamp(min=0)), ("audio_125", "mask", torch.ones_like)],
-)
-def test_padding_that_is_seen(
-    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, tower: str, feed: str, change: Any
+#: engines, their phases and towers, and a feed that these get wrong: padding that is seen, nothing
+#: that is seen both ways, and caches that a picture left in disorder
+WRONG_FEEDS = [
+    ("tiny-media", "vision_70", "positions", lambda t: t.clamp(min=0)),
+    ("tiny-media", "audio_125", "mask", torch.ones_like),
+    ("tiny-unified", "prefill_media", "block_ids", lambda t: torch.full_like(t, -1)),
+    ("tiny-media", "decode", "positions", lambda t: t + 1),
+]
+
+
+@pytest.mark.parametrize("name, part, feed, change", WRONG_FEEDS)
+def test_wrong_feeds_are_named(
+    built: dict[str, Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    part: str,
+    feed: str,
+    change: Any,
 ) -> None:
-    """A tower that takes padding for the rest of the item."""
-    engine = built["tiny-media"]
-    encode = engine.runtime.encode
+    engine, method = built[name], "run" if part in ("prefill_media", "decode") else "encode"
+    inner = getattr(engine.runtime, method)
 
-    def blind(name: str, feeds: dict[str, Any]) -> Any:
-        if name == tower:
-            feeds = {**feeds, feed: change(feeds[feed])}
-        return encode(name, feeds)
+    def blind(called: str, feeds: dict[str, Any], *rest: Any) -> Any:
+        wrong = {feed: change(feeds[feed])} if called == part else {}
+        return inner(called, {**feeds, **wrong}, *rest)
 
-    monkeypatch.setattr(engine.runtime, "encode", blind)
-    assert check_media(engine).failed == tower
-
-
-def without_blocks(engine: Engine) -> Callable[..., Any]:
-    """Its `run`, that sees nothing both ways."""
-    run = engine.runtime.run
-
-    def causal(phase: str, feeds: dict[str, Any], *rest: Any) -> Any:
-        if "block_ids" in feeds:
-            feeds = {**feeds, "block_ids": torch.full_like(feeds["block_ids"], -1)}
-        return run(phase, feeds, *rest)
-
-    return causal
-
-
-def test_wrong_blocks_are_named(built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = built["tiny-unified"]
-    monkeypatch.setattr(engine.runtime, "run", without_blocks(engine))
+    monkeypatch.setattr(engine.runtime, method, blind)
     report = verify_engine(engine, tokens=FEW)
-    assert not report.ok and report.text_ok and report.media
-    assert all(t.ok for t in report.media.towers)
-    assert report.media.failed == "prefill_media"
-    prompt = report.media.prompt
-    assert prompt and prompt.first_difference and "%L0.attn.out" in prompt.first_difference
-    assert prompt.first_difference in report.text()
-
-
-def test_steps_after_a_picture(built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches that a picture left in disorder show in the steps behind it."""
-    engine = built["tiny-media"]
-    run, steps = engine.runtime.run, list[int]()
-
-    def faulty(phase: str, feeds: dict[str, Any], *rest: Any) -> Any:
-        if phase == "decode":
-            feeds = {**feeds, "positions": feeds["positions"] + 1}
-        steps.append(feeds["positions"].shape[1])
-        return run(phase, feeds, *rest)
-
-    monkeypatch.setattr(engine.runtime, "run", faulty)
-    media = check_media(engine)
-    assert media.failed == "decode" and media.prompt and media.prompt.tokens > STEPS
-    assert steps.count(1) >= STEPS
+    assert not report.ok and report.text_ok == (part != "decode")
+    assert report.media and report.media.failed == part and (prompt := report.media.prompt)
+    assert [t.tower for t in report.media.towers if not t.ok] == [part] * (method == "encode")
+    if part == "prefill_media":
+        assert prompt.first_difference and "%L0.attn.out" in prompt.first_difference
+        assert prompt.first_difference in report.text()
 
 
 def test_rounding_is_measured_where_the_budget_is_missed(
@@ -249,14 +222,7 @@ def test_each_pass(engine: Engine) -> None:
 
 def test_each_pass_with_packed_weights(tmp_path: Path) -> None:
     """Of the towers too, with and without the checkpoint."""
-    from g4ir.model.media import KINDS
-    from g4ir.spec.record import load_spec
-    from g4ir.weights.random import random_weights
-    from g4ir.weights.write import write_checkpoint
-
-    spec = load_spec("tiny-media")
-    source = random_weights(spec, 0, torch.float32)
-    checkpoint = write_checkpoint(tmp_path / "c", spec, source, media=KINDS)
+    checkpoint = random_checkpoint(tmp_path / "c", "tiny-media", media=KINDS)
     engine = g4ir.build(None, tmp_path / "e", checkpoint=checkpoint, audio_seconds=[1], **LIMITS)
     report = verify_each_pass(engine, FEW, checkpoint)
     assert report.ok and report.media == ("vision_70", "audio_25") and not report.unknown

@@ -25,7 +25,7 @@ from g4ir.media.images import PreparedImage, prepare_image
 from g4ir.media.videos import Footage, Video, prepare_video, video_settings
 from g4ir.model.audio import audio_settings
 from g4ir.model.images import BUDGETS, image_settings
-from g4ir.model.media import offered
+from g4ir.model.media import LISTS, offered
 from g4ir.spec.parts import UnifiedAudio
 from g4ir.spec.record import Spec, load_spec
 from g4ir.spec.shrink import WINDOW, shrink
@@ -95,6 +95,10 @@ class Message:
     types: list[int]
     media: dict[str, list[Any]]
     rng: np.random.Generator
+
+    def lists(self) -> dict[str, list[Any]]:
+        """What `prefill` takes."""
+        return {name: self.media[kind] for name, kind in LISTS.items()}
 
     def text(self, count: int) -> None:
         self.tokens += self.rng.integers(4, 200, count).tolist()
@@ -197,8 +201,8 @@ def test_model(pairs: Any, variant: str, case: str) -> None:
 
 
 def sent(session: Any, m: Message, all_logits: bool = False) -> torch.Tensor:
-    media = {"images": m.media["image"], "videos": m.media["video"], "audio": m.media["audio"]}
-    made: torch.Tensor = session.prefill(torch.tensor([m.tokens]), all_logits=all_logits, **media)
+    tokens = torch.tensor([m.tokens])
+    made: torch.Tensor = session.prefill(tokens, all_logits=all_logits, **m.lists())
     return made
 
 
@@ -212,9 +216,8 @@ def test_the_torch_backend(pairs: Any) -> None:
     lengths = torch.tensor([len(m.tokens), len(other.tokens)])
     for row, x in zip(rows, (m, other), strict=True):
         row[: len(x.tokens)] = torch.tensor(x.tokens)
-    images, session = m.media["image"] + other.media["image"], with_chunk(engine, 64).session(2)
-    media = {"images": images, "videos": m.media["video"], "audio": m.media["audio"]}
-    logits = session.prefill(rows, lengths, **media)
+    media = m.lists() | {"images": m.media["image"] + other.media["image"]}
+    logits = with_chunk(engine, 64).session(2).prefill(rows, lengths, **media)
     check(logits, torch.stack([w[-1] for w in wanted]))
 
 
@@ -246,8 +249,10 @@ def test_images(pairs: Any, variant: str, budget: int) -> None:
 
 # --- towers: audio ----------------------------------------------------------------------------
 
-#: samples at 16 kHz: one frame, odd lengths, at and beside the sizes of towers, the longest
-LENGTHS = (170, 7_777, 80_003, 160_000, 480_000)
+#: samples at 16 kHz: one frame, odd lengths, at and beside the sizes of towers, the longest; of raw
+#: frames, which stand alone, also more than any graph takes
+LENGTHS = [("e2b", n) for n in (170, 7_777, 80_003, 160_000, 480_000)]
+LENGTHS += [(UNIFIED, n) for n in (1, 41, 40 * 800 + 3)]
 
 
 def tone(samples: int, seed: int = 0) -> Waveform:
@@ -257,11 +262,12 @@ def tone(samples: int, seed: int = 0) -> Waveform:
     return Waveform(wave.astype(np.float32), 16_000)
 
 
-@pytest.mark.parametrize("samples", LENGTHS)
-def test_sounds(pairs: Any, samples: int) -> None:
-    engine, model = pairs("e2b")
+@pytest.mark.parametrize("variant, samples", LENGTHS)
+def test_sounds(pairs: Any, variant: str, samples: int) -> None:
+    engine, model = pairs(variant)
     clip = prepare_audio(tone(samples), audio_settings(engine.spec))
     (soft,) = engine.encode("audio", clip).pieces
+    assert len(soft) == clip.soft_tokens
     for fill in (0, 150):  # padding, whatever is in it, is not heard
         check(soft, heard(model, clip, fill))
 
@@ -277,16 +283,6 @@ def heard(model: Any, clip: Clip, fill: int = 0) -> torch.Tensor:
     if out.attention_mask is None:
         return out.pooler_output[0]
     return out.pooler_output[0][out.attention_mask[0]]
-
-
-@pytest.mark.parametrize("samples", (1, 41, 40 * 800 + 3))
-def test_raw_sounds(pairs: Any, samples: int) -> None:
-    """Also longer than any graph: frames stand alone."""
-    engine, model = pairs(UNIFIED)
-    clip = prepare_audio(tone(samples), audio_settings(engine.spec))
-    (soft,) = engine.encode("audio", clip).pieces
-    assert len(soft) == -(-samples // 40)
-    check(soft, heard(model, clip))
 
 
 def test_a_sound_longer_than_built_for_is_refused(pairs: Any) -> None:

@@ -113,11 +113,10 @@ def logits(engine: Engine, chunk: int) -> list[torch.Tensor]:
     m = message(engine.spec, PARTS)
     session, facts = engine.session(2), engine.facts
     tokens, lengths = torch.tensor([m.tokens] * 2), [len(m.tokens), 0]
-    media = {"images": m.media["image"], "videos": m.media["video"], "audio": m.media["audio"]}
     limits = replace(engine.limits, prefill_chunk=chunk)
     engine.facts = engine.configured(limits=limits).facts
     try:
-        out = [session.prefill(tokens, lengths, all_logits=True, **media)[0]]
+        out = [session.prefill(tokens, lengths, all_logits=True, **m.lists())[0]]
         out.append(session.prefill(torch.arange(20, 40).view(2, 10), [10, 7]))
         return out + [session.decode(torch.tensor([i, 2 * i])) for i in (30, 31, 32)]
     finally:

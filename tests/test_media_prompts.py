@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import shutil
@@ -17,6 +16,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+import transformers
 import yaml
 
 from g4ir.builder.load import load_engine
@@ -44,9 +44,9 @@ from tests.media_tools import (
     SPECIAL,
     TOWER,
     UNIFIED,
-    broken_files,
     made,
     media_engine,
+    media_files,
     media_tokenizer,
     noise,
     processor,
@@ -181,23 +181,17 @@ RATES = 0.7  # frames per second of the videos
 def reference(variant: str) -> tuple[Any, Any, Tokens]:
     """The processor with a small tokenizer, the tokenizer, and its special tokens."""
     image = processor(variant)
-    from transformers import PreTrainedTokenizerFast
-
+    name = type(image).__name__.removesuffix("ImageProcessor")
     tokenizer, tokens = media_tokenizer(Tokens(), 96)
-    fast = PreTrainedTokenizerFast(
+    fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<bos>",
         eos_token="<eos>",
         pad_token="<pad>",
         extra_special_tokens={f"{k}_token": v for k, v in SPECIAL.items() if k != "video"},
     )
-    name = type(image).__name__.removesuffix("ImageProcessor")
-    module = {"Gemma4": "gemma4", "Gemma4Unified": "gemma4_unified"}[name]
-    path = f"transformers.models.{module}"
-    extraction = importlib.import_module(f"{path}.feature_extraction_{module}")
-    extractor = getattr(extraction, f"{name}AudioFeatureExtractor")()
-    processing = importlib.import_module(f"{path}.processing_{module}")
-    made = getattr(processing, f"{name}Processor")
+    extractor = getattr(transformers, f"{name}AudioFeatureExtractor")()
+    made = getattr(transformers, f"{name}Processor")
     return made(extractor, image, fast, processor(variant, "video")), tokenizer, tokens
 
 
@@ -259,15 +253,25 @@ def test_prompts_are_the_processors(variant: str, case: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """Takes every kind."""
-    return media_engine(tmp_path_factory.mktemp("engines") / "media")
+    return load_engine(media_engine(tmp_path_factory.mktemp("engines") / "media"))
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """a.png, b.jpg, c.mp4, d.wav, and what is left of some."""
-    return broken_files(tmp_path_factory.mktemp("files"))
+@pytest.fixture
+def engine(loaded: Engine, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Commands take the one that is loaded, which saves seconds."""
+    monkeypatch.setattr("g4ir.builder.load.load_engine", lambda *words, **options: loaded)
+    monkeypatch.setattr(Engine, "close", lambda self: None)
+    return loaded.path
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """a.png, b.jpg, c.mp4, d.wav, in the current directory."""
+    folder = media_files(tmp_path / "files")
+    monkeypatch.chdir(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -280,27 +284,6 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def deaf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Takes images alone."""
     return made(tmp_path_factory.mktemp("deaf") / "e", "tiny-media", media="image")
-
-
-@pytest.fixture(scope="module")
-def loaded(engine: Path) -> Engine:
-    return load_engine(engine)
-
-
-@pytest.fixture(autouse=True)
-def loaded_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands on `engine` take the one that is loaded, which saves seconds."""
-    if "engine" in request.fixturenames:
-        engine = request.getfixturevalue("loaded")
-        monkeypatch.setattr("g4ir.builder.load.load_engine", lambda *words, **options: engine)
-        monkeypatch.setattr(Engine, "close", lambda self: None)
-
-
-@pytest.fixture(autouse=True)
-def beside_the_files(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths are relative to the current directory."""
-    if "files" in request.fixturenames:
-        monkeypatch.chdir(request.getfixturevalue("files"))
 
 
 def answered(*words: str | Path) -> tuple[list[int], dict[str, Any]]:
@@ -406,25 +389,6 @@ def test_lines_with_each_kind_of_media(engine: Path, files: Path, tmp_path: Path
         assert answer["tokens"] == got and log.get("notes") == alone.get("notes")
         kinds.append([*log.get("soft_tokens", {})])
     assert outcome.code == 0 and kinds == [["image"], ["video"], ["audio"], []]
-
-
-def test_one_bad_request_of_several(
-    engine: Path, loaded: Engine, files: Path, tmp_path: Path
-) -> None:
-    """It gets its error in its place, and the others, which have media too, their answers."""
-    bad = {"id": "b", "prompt": "<image>", "images": ["cut.png"]}
-    good = [{"tokens": [2, 5, 6]}, {"tokens": [2, 5, 500], "images": ["a.png"]}]
-    file = tmp_path / "in.jsonl"
-    file.write_text("\n".join(map(json.dumps, (good[0], bad, *good))))
-    outcome = command("run", engine, "--input-jsonl", file, "--max-new-tokens", "6")
-    first, second, third, last = map(json.loads, outcome.out.splitlines())
-    assert outcome.code == 1 and [*second] == ["id", "line", "error"]
-    assert ":2: images: cut.png: corrupt" in second["error"]
-    assert first["tokens"] == third["tokens"] == generated(loaded, [2, 5, 6])
-    assert last["tokens"] == generated(loaded, [2, 5, 500], images=["a.png"])
-    logs = [json.loads(line) for line in outcome.err.splitlines()]
-    assert [log["event"] for log in logs] == ["request", "error", "request", "request"]
-    assert logs[1] == {"event": "error", **second}
 
 
 # --- what is refused --------------------------------------------------------------------------

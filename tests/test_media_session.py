@@ -6,7 +6,6 @@ tests/test_media_models.py compares with transformers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -14,13 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.interpret import interpret
-from g4ir.media.merge import block_ids, cut
 from g4ir.media.soft import Soft
 from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import KINDS, Media
@@ -30,11 +26,11 @@ from tests.engines import CASES
 from tests.oracle import relative
 from tests.runner import with_chunk
 
-W, WHOLE = 8, 64
+WHOLE = 64
 #: the longest block of ROWS
 LONGEST = 13
 #: decoded after the prompt: past a window
-STEPS = W + 2
+STEPS = 8 + 2
 #: prompts, by token: I image, V video, A audio, . text
 ROWS = (
     "IIIIIIIIIIIII.IIIII.........VVVVVVAAAA....IIIIII",  # at the start, one token between, the end
@@ -130,7 +126,7 @@ def test_media_after_text(engine: Engine, letter: str) -> None:
         agrees(logits, engine.session(1).prefill(r.tokens[None], soft=softs_of(r))[0])
 
 
-def test_text_alone_is_cut_as_ever(engine: Engine) -> None:
+def test_text_alone_is_cut_as_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks and phases of an engine without media, which a prompt without pictures shares."""
     session, seen = with_chunk(engine, 16).session(2), list[tuple[str, int]]()
     run = engine.runtime.run
@@ -140,7 +136,7 @@ def test_text_alone_is_cut_as_ever(engine: Engine) -> None:
         assert ("block_ids" in feeds) == (phase == BLOCKS)
         return run(phase, feeds, *rest)
 
-    session.engine = replace(session.engine, runtime=Watched(engine.runtime, watched))
+    monkeypatch.setattr(engine.runtime, "run", watched)
     session.prefill(torch.full((2, 33), 7), torch.tensor([33, 18]))
     assert seen == [("prefill", 16), ("prefill", 16), ("decode", 1)]
     seen.clear()
@@ -150,17 +146,6 @@ def test_text_alone_is_cut_as_ever(engine: Engine) -> None:
     seen.clear()
     session.prefill([[500], [501]], soft=[soft("image", 1, 64), soft("video", 1, 64)])
     assert seen == [("decode", 1)]
-
-
-@dataclass
-class Watched:
-    """A runtime whose steps go through `run`."""
-
-    inner: Any
-    run: Any
-
-    def embed(self, *given: Any) -> Any:
-        return self.inner.embed(*given)
 
 
 def test_decoded_placeholders_are_padding(engine: Engine) -> None:
@@ -253,41 +238,3 @@ def test_placeholders_may_lie_outside_of_the_tables() -> None:
     out, _ = interpret(g, {"tokens": torch.tensor([[500, 7, 501, 502, 3]])}, tables, {})
     text, _ = interpret(g, {"tokens": torch.tensor([[0, 7, 0, 0, 3]])}, tables, {})
     assert all(torch.equal(out[k], text[k]) for k in ("embeds", "ple_rows"))
-
-
-#: a row by runs: (tokens, whether they are a block)
-RUNS = st.lists(st.tuples(st.integers(1, 12), st.booleans()), max_size=8)
-
-
-def blocks_of(rows: Sequence[Sequence[tuple[int, bool]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(lengths, block ids)"""
-    flags = [[seen for count, seen in row for _ in range(count)] for row in rows]
-    pictures = torch.zeros(len(rows), max(map(len, flags)), dtype=torch.bool)
-    for out, row in zip(pictures, flags, strict=True):
-        out[: len(row)] = torch.tensor(row, dtype=torch.bool)
-    return torch.tensor([len(row) for row in flags]), block_ids(pictures)
-
-
-@settings(max_examples=200)
-@given(rows=st.lists(RUNS, min_size=1, max_size=3), chunk=st.integers(1, 40))
-def test_cutting(rows: list[list[tuple[int, bool]]], chunk: int) -> None:
-    """Pieces cover a row in order, none is longer than a chunk, no block lies in two of them, and
-    a row is cut early only before a block."""
-    lengths, ids = blocks_of(rows)
-    longest = max((int((row == i).sum()) for row in ids for i in row[row >= 0]), default=0)
-    if longest > chunk:
-        with pytest.raises(InputError, match=f"the {longest} soft tokens .* of at most {chunk};"):
-            cut(lengths, chunk, ids)
-        return
-    pieces = cut(lengths, chunk, ids)
-    for row, length in enumerate(lengths.tolist()):
-        at = 0
-        for piece in pieces:
-            start, count = int(piece.start[row]), int(piece.count[row])
-            end = start + count
-            assert start == at and count <= chunk
-            assert count == min(chunk, length - start) or int(ids[row, end]) == end
-            assert end in (0, length) or not ids[row, end - 1] == ids[row, end] >= 0
-            at = end
-        assert at == length
-    assert all(piece.width > 0 for piece in pieces)

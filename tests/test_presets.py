@@ -13,7 +13,9 @@ from g4ir.cli import parse
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.presets import PRESETS
 from g4ir.spec.record import load_spec
-from tests.cli_tools import g4ir, plain_checkpoint, refused
+from tests.cases import TABLES
+from tests.cli_tools import built, g4ir, ok, refused
+from tests.engines import random_checkpoint
 from tests.gguf_files import bare_file
 
 SMALL = ("--max-seq", "64", "--max-batch", "2")
@@ -36,9 +38,7 @@ def options(line: str) -> BuildOptions:
 def test_each_preset_builds_in_small(name: str, tmp_path: Path) -> None:
     """As far as that goes without its GPU."""
     words = ("build", "--preset", name, *TINY, *SMALL, "--out", tmp_path / "e", "--dry-run")
-    done = g4ir(*words, "--json")
-    assert done.code == 0, done
-    found, preset = json.loads(done.out), PRESETS[name].options
+    found, preset = json.loads(ok(*words, "--json")), PRESETS[name].options
     assert (found["backend"], found["device"]) == (preset["backend"], preset["device"])
     assert (found["quant"], found["kv_dtype"]) == ("int8", preset.get("kv_dtype"))
     assert (found["max_seq"], found["max_batch"]) == (64, 2)
@@ -46,19 +46,10 @@ def test_each_preset_builds_in_small(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_laptop_s_engine_runs(tmp_path: Path) -> None:
-    done = g4ir("build", "--preset", "laptop", *TINY, *SMALL, "--out", tmp_path / "e", "--verify")
-    assert done.code == 0, done
+    ok("build", "--preset", "laptop", *TINY, *SMALL, "--out", tmp_path / "e", "--verify")
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "build --preset h100-throughput --max-batch 1 --kv-dtype bfloat16 --variant x",
-        "build --max-batch=1 --kv-dtype=bfloat16 --preset=h100-throughput --variant x",
-        "chat m --max-batch 1 --set a=b --preset h100-throughput",
-        "plan 31b --preset h100-throughput --kv-dtype bfloat16",
-    ],
-)
+@pytest.mark.parametrize("line", TABLES["presets"]["flags"])
 def test_flags_win_wherever_they_stand(line: str) -> None:
     """Also one with the value that it has without a preset."""
     found, preset = options(line), PRESETS["h100-throughput"].options
@@ -68,17 +59,7 @@ def test_flags_win_wherever_they_stand(line: str) -> None:
     assert {k: getattr(found, k) for k in others} == {k: preset[k] for k in others}
 
 
-@pytest.mark.parametrize(
-    ("line", "backend", "target"),
-    [
-        ("build --preset rtx --backend trt --variant x", "trt", "rtx"),
-        # another backend has its own targets
-        ("build --preset rtx --backend torch --variant x", "torch", None),
-        # the last counts
-        ("plan 31b --preset laptop --preset rtx", "trt", "rtx"),
-        ("plan 31b --preset laptop --preset=rtx --preset=laptop", "torch", None),
-    ],
-)
+@pytest.mark.parametrize(("line", "backend", "target"), TABLES["presets"]["targets"])
 def test_the_target_of_a_preset(line: str, backend: str, target: str | None) -> None:
     found = options(line)
     assert (found.backend, found.target, found.quant) == (backend, target, "int8")
@@ -117,9 +98,9 @@ def test_presets_are_planned_as_plan_does() -> None:
 
 def test_an_engine_is_planned_at_its_limits(tmp_path: Path) -> None:
     limits = ("--max-seq", "64", "--max-batch", "2", "--prefill-chunk", "16")
-    words = ("build", "--backend", "reference", "--variant", "tiny-ple", "--random-weights", "0")
-    assert g4ir(*words, "--quant", "int4", *limits, "--out", tmp_path / "e").code == 0
-    plan = json.loads(g4ir("plan", tmp_path / "e", "--gpu", "16GiB", "--json").out)
+    words = ("--variant", "tiny-ple", "--random-weights", "0", "--quant", "int4", *limits)
+    built(tmp_path / "e", *words)
+    plan = json.loads(ok("plan", tmp_path / "e", "--gpu", "16GiB", "--json"))
     (row,), (most,) = plan["rows"], plan["largest"]
     assert (row["weights"], row["ctx"], row["batch"]) == ("int4", 64, 2)
     assert (most["max_context"], most["max_batch"]) == ({"2": 64}, {"64": 2})
@@ -145,7 +126,7 @@ def test_a_config_alone_in_the_hub_s_cache_is_planned(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert "no model of this name in the local" in refused("plan", "some/tiny")
     folder = tmp_path / "models--some--tiny" / "snapshots" / "abc"
-    plain_checkpoint(folder)
+    random_checkpoint(folder)
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     (folder.parents[1] / "refs").mkdir()

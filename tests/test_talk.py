@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -47,15 +49,8 @@ def talk(engine: Engine) -> Iterator[ChatSession]:
 
 def stopping(talk: ChatSession, after: int) -> Callable[[Event], None]:
     """Sees pieces, and stops the answer with one of them."""
-    seen = 0
-
-    def told(event: Event) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == after:
-            talk.stop()
-
-    return told
+    seen = count(1)
+    return lambda event: talk.stop() if next(seen) == after else None
 
 
 @pytest.mark.parametrize("form, answer", [("small", THINKING), ("large", WORDS)])
@@ -174,11 +169,8 @@ def test_an_answer_that_was_stopped_before_it_began(talk: ChatSession, tmp_path:
 
 
 def test_a_reader_that_fails_ends_the_answer(talk: ChatSession) -> None:
-    def told(event: Event) -> None:
-        raise BrokenPipeError
-
     with pytest.raises(BrokenPipeError):
-        talk.say("hello", told)
+        talk.say("hello", Mock(side_effect=BrokenPipeError))
     assert not talk.messages
     talk.choose({"max_new_tokens": 2})
     assert talk.say("hello").counts.generated == 2
@@ -265,17 +257,16 @@ def test_media_of_a_message(talk: ChatSession, tmp_path: Path) -> None:
     """A file is read once, when it is named; pictures stand before the text, sounds behind it."""
     place = tmp_path / "a picture.png"
     png(place)
-    soft, seen = talk.attach("image", place), list[Any]()
+    soft, asked = talk.attach("image", place), Mock(side_effect=KeyError)
     talk.attached.append({"type": "audio_url", "audio_url": {"url": "b.wav"}})
-
-    def asked(messages: list[Any], told: Any) -> Any:
-        seen.append(messages[-1])
-        raise KeyError
-
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
         patch.setattr(talk, "_asked", asked)
         talk.say("x")
-    assert [p["type"] for p in seen[0]["content"]] == ["image_url", "text", "audio_url"]
+    assert [p["type"] for p in asked.call_args.args[0][-1]["content"]] == [
+        "image_url",
+        "text",
+        "audio_url",
+    ]
     talk.attached.pop()
     talk.choose({"max_new_tokens": 3})
     first = talk.say("what is this?")
@@ -321,7 +312,8 @@ def test_generate_takes_what_users_say(engine: Engine, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hello"}]
     said = engine.generate("hello", 6, chat=True)
     assert said == engine.generate(messages, 6, chat=True) and len(said) == 6
-    both = engine.generate(["hello", messages, [*messages, CALLED_OFF, *messages]], 6, chat=True)
+    longer = [*messages, {"role": "assistant", "content": "hi"}, *messages]
+    both = engine.generate(["hello", messages, longer], 6, chat=True)
     assert both[:2] == [said, said] and len(both) == 3
     with ChatSession(engine) as talk:
         talk.choose({"max_new_tokens": 6})
@@ -334,9 +326,6 @@ def test_generate_takes_what_users_say(engine: Engine, tmp_path: Path) -> None:
     asked = [{"role": "user", "content": parts}]
     assert seen == engine.generate(asked, 4, chat=True, images=[tmp_path / "a.png"])
     assert seen != engine.generate("what is this?", 4, chat=True)
-
-
-CALLED_OFF = {"role": "assistant", "content": "hi"}
 
 
 def test_generate_ends_with_the_turn(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

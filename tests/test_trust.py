@@ -10,6 +10,7 @@ import threading
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,6 +24,7 @@ from g4ir.cli import main
 from g4ir.errors import EngineError, G4Error, MissingError, TrustError, WeightsError
 from g4ir.ui import paths
 from g4ir.ui.progress import no_progress
+from tests.cli_tools import ok, refused
 from tests.engines import resigned
 
 SMALL: dict[str, Any] = {"random_weights": 0, "backend": "reference", "max_seq": 32}
@@ -77,14 +79,13 @@ def test_a_planted_library_is_not_run(copied: Path, tmp_path: Path) -> None:
     assert mark.exists()
 
 
-def test_decisions(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decisions(copied: Path) -> None:
     digest = open_artefact(copied).manifest.digest
     main(["trust", str(copied)])
     assert load_engine(copied).generate([2, 5, 7], 2)
     moved = copied.rename(copied.parent / "elsewhere")  # the bytes count, not the place
     assert load_engine(moved)
-    assert main(["trust"]) == 0
-    listed = capsys.readouterr().out
+    listed = ok("trust")
     assert f"engine {digest}  trusted, " in listed and str(copied) in listed
     assert main(["trust", "--revoke", digest]) == 0
     with pytest.raises(TrustError):
@@ -257,14 +258,10 @@ def test_unpacked_programs_leave_nothing(
 
 
 def test_no_room_to_unpack_is_one_error(
-    copied: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paths.tempfile, "tempdir", str(tmp_path / "missing"))
-    assert main(["run", str(copied), "--tokens", "2,5", "--trust"]) == 3
-    said = capsys.readouterr().err
+    said = refused("run", copied, "--tokens", "2,5", "--trust", code=3)
     assert "no folder to unpack" in said and "missing" in said and "TMPDIR" in said
 
 
@@ -299,11 +296,8 @@ def test_unpacking_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(paths.Path, "home", no_home)
+    monkeypatch.setattr(paths.Path, "home", Mock(side_effect=RuntimeError))
     with pytest.raises(MissingError, match="set XDG_CACHE_HOME"):
         paths.cache_root()
 

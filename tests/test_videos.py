@@ -12,6 +12,7 @@ import struct
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import chain, starmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,9 +37,11 @@ from g4ir.media.videos import (
     video_settings,
 )
 from g4ir.spec.record import load_spec
+from tests.cases import TABLES as CASES
 from tests.media_tools import TOWER, UNIFIED, noise, outlives_damage, processor, read_video
 
 av = pytest.importorskip("av")
+TABLES = CASES["media"]
 SETTINGS = video_settings(load_spec("e2b"))
 TENTHS = tuple(range(40))  # frames at a constant rate, in ticks
 TICK = Fraction(1, 10)
@@ -106,8 +109,6 @@ def seconds(times: Sequence[str]) -> list[int]:
 
 # --- arrays -----------------------------------------------------------------------------------
 
-GIVEN = ("pixel_values_videos", "video_position_ids")
-
 
 @pytest.mark.parametrize("variant", (TOWER, UNIFIED))
 @pytest.mark.parametrize(
@@ -128,9 +129,9 @@ def test_videos_are_the_references(
     )
     found = prepare_video(Video(pixels, 0.7), video_settings(load_spec(variant), budget), frames)
     # Videos have an axis of their own before transformers 5.24.
-    frames_of = {n: wanted[n].numpy().reshape(-1, *wanted[n].shape[-2:]) for n in GIVEN}
-    assert np.array_equal(found.patches, frames_of["pixel_values_videos"])
-    assert np.array_equal(found.positions, frames_of["video_position_ids"])
+    names = {"pixel_values_videos": found.patches, "video_position_ids": found.positions}
+    for name, values in names.items():
+        assert np.array_equal(values, wanted[name].numpy().reshape(values.shape))
     assert found.soft_tokens == int(wanted["num_soft_tokens_per_video"][0])
     assert found.times == tuple(reference_times(wanted["video_metadata"][0].timestamps))
 
@@ -277,20 +278,12 @@ def test_limits_come_before_decoding(
         read_video(path)
 
 
-#: files that name others, and one whose name looks like a protocol
-LISTS = {
-    "a.m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:1,\nreal.ts\n#EXT-X-ENDLIST\n",
-    "a.mp4": "ffconcat version 1.0\nfile real.ts\n",
-    "a.sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nm=video 5004 RTP/AVP 96\n",
-}
-
-
 def test_playlists_open_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copy(film(tmp_path / "b.mp4", TENTHS[:3]), "10:30.mp4")
     film(tmp_path / "real.ts", TENTHS[:3])
     assert len(read_video("10:30.mp4").frames) == 3
-    for name, text in LISTS.items():
+    for name, text in TABLES["lists"].items():
         Path(name).write_text(text)
         with pytest.raises(InputError, match=f"^{name}: no video.*send MP4"):
             read_video(name)
@@ -386,21 +379,12 @@ def test_an_oblique_angle_is_refused(tmp_path: Path) -> None:
 
 # --- edit lists -------------------------------------------------------------------------------
 
-#: edits of four seconds at ten frames each -> the frames that are shown
-EDITS: dict[str, tuple[list[tuple[float, float]], list[int]]] = {
-    "all": ([(4, 0)], [*range(40)]),
-    "the beginning is cut": ([(3, 1)], [*range(10, 40)]),
-    "the end is cut": ([(2.5, 0)], [*range(25)]),
-    "one frame": ([(0.1, 2)], [20]),
-    "two pieces": ([(1, 0.5), (1, 3)], [*range(5, 15), *range(30, 40)]),
-    "a pause first": ([(2, -1), (1, 1)], [*range(10, 20)]),
-}
-
 
 @pytest.mark.parametrize("b_frames", [0, 2])
-@pytest.mark.parametrize("case", EDITS)
+@pytest.mark.parametrize("case", TABLES["edits"])
 def test_edit_lists_are_followed(tmp_path: Path, b_frames: int, case: str) -> None:
-    edits, shown = EDITS[case]
+    edits, parts = TABLES["edits"][case]
+    shown = [*chain.from_iterable(starmap(range, parts))]
     delay = 0.1 * (b_frames > 0)  # by which presentation begins after decoding
     edits = [(n, at + delay if at >= 0 else at) for n, at in edits]
     path = with_edits(film(tmp_path / "a.mp4", b_frames=b_frames), edits)
@@ -442,24 +426,17 @@ def test_frames_that_begin_after_the_audio(tmp_path: Path) -> None:
 
 # --- frame rates ------------------------------------------------------------------------------
 
-CENTI = Fraction(1, 100)
-UNEVEN: dict[str, list[int]] = {  # in hundredths of a second
-    "three at once, then few": [0, 3, 6, *range(70, 4_100, 70)],
-    "a pause": [*range(0, 100, 4), *range(3_000, 3_100, 4)],
-    "slides": [0, 100, 200, 3_000, 6_000],
-}
-
 
 @pytest.mark.parametrize(
     "ending, b_frames", [("mp4", 2), ("mkv", 0), ("webm", 0), ("avi", 0), ("ts", 2)]
 )
-@pytest.mark.parametrize("case", UNEVEN)
+@pytest.mark.parametrize("case", TABLES["uneven"])
 def test_frames_are_spread_by_presentation_time(
     tmp_path: Path, ending: str, b_frames: int, case: str
 ) -> None:
-    times = UNEVEN[case]
+    times = [*chain.from_iterable(starmap(range, TABLES["uneven"][case]))]
     count = min(8, len(times))
-    path = film(tmp_path / f"a.{ending}", times, CENTI, b_frames)
+    path = film(tmp_path / f"a.{ending}", times, TICK / 10, b_frames)
     footage, chosen = read_footage(path, SETTINGS, count), numbers(path, count)
     assert chosen == list(spread_frames([t / 100 for t in times], count))
     assert seconds(footage.times) == [times[i] // 100 for i in chosen]

@@ -27,9 +27,9 @@ from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.random import random_weights
 from g4ir.weights.tensorfile import read_header
 from g4ir.weights.write import write_checkpoint
-from tests.cli_tools import BUILD, built, plain_checkpoint, refused, text_checkpoint
+from tests.cli_tools import BUILD, built, refused, text_checkpoint
 from tests.cli_tools import g4ir as command_line
-from tests.engines import resigned
+from tests.engines import random_checkpoint, resigned
 from tests.hub_configs import hub_config
 from tests.media_tools import broken_files, media_engine
 from tests.oracle import find_oracle
@@ -247,7 +247,7 @@ def checkpoint(
 
 def build_of(world: World, variant: str, **changes: Any) -> str:
     """A directory that is changed, built with copies of its weights and without."""
-    folder = _change(plain_checkpoint(world.here / "c", variant), {}, **changes)
+    folder = _change(random_checkpoint(world.here / "c", variant), {}, **changes)
     words = ["build", "--checkpoint", str(folder)]
     return command(world, [words, [*words, "--link-weights"]])
 
