@@ -430,13 +430,6 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path, dense: Spec) -> Non
     assert torch.equal(opened.tensor("norm.weight"), source(dense).tensor("norm.weight"))
 
 
-def test_tensor_in_two_shards(tmp_path: Path, dense: Spec) -> None:
-    path = sharded(tmp_path, dense)
-    other = path / SHARD.replace("00001", "00002", 1)
-    save_file({**load_file(other), Q0: torch.zeros(2)}, other)
-    refuse(path, dense, other.name, Q0, "not named")
-
-
 def edit_header(file: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     """Change a header; it has an odd length then, so that no data is aligned."""
     raw = file.read_bytes()

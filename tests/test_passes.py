@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -36,7 +35,7 @@ from g4ir.passes import (
     run_program,
 )
 from g4ir.passes.latent_kv import LatentOptions
-from g4ir.passes.match import Note, ignore
+from g4ir.passes.match import ignore
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.quant.recipe import find_recipe
@@ -44,6 +43,7 @@ from g4ir.quant.rewrite import quantised
 from g4ir.spec.parts import Moe
 from g4ir.spec.record import Spec, check_spec, load_spec, spec_names
 from tests.cases import TABLES
+from tests.test_stages import break_pass
 
 PHASES = ("prefill", "decode")
 
@@ -243,13 +243,6 @@ def test_a_pipeline_changes_no_result(spec: str, skip: str) -> None:
 
 def count(g: Graph, *ops: str) -> int:
     return len(list(g.find(*ops)))
-
-
-def break_pass(monkeypatch: pytest.MonkeyPatch, name: str, f: Callable[[Graph], Graph]) -> None:
-    def broken(g: Graph, note: Note, **options: Any) -> Graph:
-        return f(g)
-
-    monkeypatch.setattr(importlib.import_module(f"g4ir.passes.{name}"), name, broken)
 
 
 COUNTS = Path(__file__).parent / "golden" / "fusions.yaml"
