@@ -24,8 +24,8 @@ from g4ir.check.tokens import Turns, random_ids
 from g4ir.engine.engine import Engine
 from g4ir.ir import distance
 from g4ir.ir.distance import Anchor, row_errors
-from g4ir.ir.graph import Graph
 from tests.engines import random_checkpoint
+from tests.test_stages import attrs, nodes
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -115,18 +115,9 @@ def one_expert(w: torch.Tensor) -> torch.Tensor:
 
 
 def narrowed(engine: Engine) -> Engine:
-    """Every window is one key short."""
-
-    def narrow(g: Graph) -> Graph:
-        nodes = (
-            replace(n, attrs={**n.attrs, "window": n.whole("window") - 1})
-            if n.attrs.get("window")
-            else n
-            for n in g.nodes
-        )
-        return replace(g, nodes=tuple(nodes))
-
+    """A window is one key short."""
     out = reference_engine(engine)
+    narrow = nodes(attrs(window=7), "L0.attn.out")
     out.runtime.program = out.runtime.program.map(narrow)  # type: ignore[attr-defined]
     return out
 

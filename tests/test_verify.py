@@ -27,17 +27,13 @@ from g4ir.ir.distance import BUDGETS, Tolerance
 from tests.configs import spec_called
 from tests.engines import MAX_SEQ, random_checkpoint, some_tokens
 from tests.oracle import find_oracle
+from tests.test_rounding import changed
 
 
 def disturbed(engine: Engine, param: str, factor: float = 0.3) -> Engine:
     """The engine on the reference backend, with one weight changed after loading (not by a
     factor, which the next norm would take out)."""
-    out = reference_engine(engine)
-    out.runtime.params = {  # type: ignore[attr-defined]
-        k: t + factor * t.flip(0) if k == param else t
-        for k, t in out.runtime.params.items()  # type: ignore[attr-defined]
-    }
-    return out
+    return changed(engine, {param: lambda t: t + factor * t.flip(0)})
 
 
 def test_transformers_is_not_imported_without_need(engines: Any) -> None:
