@@ -51,6 +51,7 @@ from tests.engines import some_tokens
 from tests.serve.running import chat_engine, eventually, running
 from tests.talking import dictate
 from tests.test_stages import break_pass, smaller_rings
+from tests.test_verify import turned
 
 MAX_SEQ, CHUNK, MOST = 96, 16, 8
 Make = Callable[..., Engine]
@@ -353,18 +354,6 @@ def checked(made: Make) -> Engine:
     return made("tiny-dense", max_seq=48, max_batch=1, draft_tokens=4)
 
 
-def turned(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let its rounds see other positions."""
-    run: Callable[..., Any] = engine.runtime.run
-
-    def broken(phase: str, feeds: dict[str, torch.Tensor], *rest: Any) -> Any:
-        if phase == VERIFY:
-            feeds = {**feeds, "positions": feeds["positions"] + 1}
-        return run(phase, feeds, *rest)
-
-    monkeypatch.setattr(engine.runtime, "run", broken)
-
-
 def test_the_steps_are_verified_in_rounds(checked: Engine) -> None:
     report = verify_engine(checked)
     steps = [n for n in report.turns if n == 1]
@@ -390,7 +379,7 @@ def test_rounds_that_pass_an_engines_end(made: Make) -> None:
 
 
 def test_rounds_that_are_wrong(checked: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    turned(checked, monkeypatch)
+    turned(checked, VERIFY, monkeypatch)
     report = verify_engine(checked, tokens=IDS)
     assert not report.ok and not any(p.ok for p in report.rounds)
     assert all(p.ok for p in report.positions) and report.first_difference == ROUNDS_ALONE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,17 +151,21 @@ def test_a_place_is_that_of_its_layer() -> None:
     assert "(layer 1)" in placed("r0.L1.attn.o.part", 0)
 
 
+def turned(engine: Engine, turned_phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs of a phase see other positions."""
+    run: Callable[..., Any] = engine.runtime.run
+
+    def faulty(phase: str, feeds: dict[str, torch.Tensor], *rest: Any) -> Any:
+        moved = {**feeds, "positions": feeds["positions"] + 1}
+        return run(phase, moved if phase == turned_phase else feeds, *rest)
+
+    monkeypatch.setattr(engine.runtime, "run", faulty)
+
+
 def test_a_fault_of_decoding_only(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The turns end in single steps: a fault there shows, and where."""
     engine = reference_engine(engines("reference", "tiny-ple"))
-    run = engine.runtime.run
-
-    def faulty(phase: str, feeds: dict[str, Any], *rest: Any) -> Any:
-        if phase == "decode":
-            feeds = {**feeds, "positions": feeds["positions"] + 1}
-        return run(phase, feeds, *rest)
-
-    monkeypatch.setattr(engine.runtime, "run", faulty)
+    turned(engine, "decode", monkeypatch)
     report = verify_engine(engine)
     assert not report.ok
     assert next(p.at for p in report.positions if not p.ok) == 72
