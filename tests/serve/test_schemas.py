@@ -184,11 +184,12 @@ class Schemas:
     def value(self, depth: int) -> Any:
         if depth == 0 or self.draw.random() < 0.4:
             return self.leaf()
-        ways = (self.object, self.object, self.array, self.union, self.merged, self.reference)
+        ways = (self.object, self.array, self.array, self.union, self.merged, self.reference)
         return self.noted(self.draw.choice(ways)(depth - 1))
 
     def object(self, depth: int) -> dict[str, Any]:
-        names = self.draw.sample(CASES["names"], self.draw.randint(0, 3))
+        count = self.draw.randint(2, 4) if depth == 3 else self.draw.randint(0, 3)
+        names = self.draw.sample(CASES["names"], count)
         properties = {name: self.value(depth) for name in names}
         required = [name for name in names if self.draw.random() < 0.5]
         out: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
@@ -201,7 +202,7 @@ class Schemas:
 
     def array(self, depth: int) -> dict[str, Any]:
         return {"type": "array", "items": self.value(depth)} | self.some(
-            minItems=[1, 2], maxItems=[1, 3], uniqueItems=[True, False], contains=[{"const": 1}],
+            minItems=[1, 2, 3], maxItems=[3], uniqueItems=[True, False], contains=[{"const": 1}],
             prefixItems=[[{"type": "boolean"}]],
         )  # fmt: skip
 
@@ -244,7 +245,7 @@ def check(seed: int, caplog: pytest.LogCaptureFixture) -> str:
 
 def test_random_schemas(full: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Forced, strict and as a format of the answer."""
-    seeds = range(300) if full else range(30)
+    seeds = range(300) if full else range(40)
     refused = [why for seed in seeds if (why := check(seed, caplog))]
     assert len(refused) <= len(seeds) // 4, refused
 
