@@ -23,6 +23,7 @@ from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import find_origin
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
+from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
 from tests.gguf_files import bare_file
@@ -76,18 +77,9 @@ def merged(checkpoint: Path, spec: Spec, *given: str | Path, media: Any = ()) ->
     return with_adapters(opened, spec, [Adapter.of(g) for g in given])
 
 
-#: keys of the config -> the factor of B @ A
-SCALES: dict[str, tuple[dict[str, Any], float]] = {
-    "alpha": ({}, 4.0),
-    "root of the rank": ({"use_rslora": True}, 8.0),
-    "of a module": ({"alpha_pattern": {"self_attn.q_proj": 2}}, 0.5),
-    "rank of a module": ({"r": 9, "rank_pattern": {"q_proj": 4, "k_proj": 4, "down_proj": 4}}, 4.0),
-}
-
-
-@pytest.mark.parametrize("case", SCALES)
+@pytest.mark.parametrize("case", TABLES["scales of adapters"])
 def test_the_formula(dense: Path, tmp_path: Path, case: str) -> None:
-    spec, (config, scale) = load_spec("tiny-dense"), SCALES[case]
+    spec, (config, scale) = load_spec("tiny-dense"), TABLES["scales of adapters"][case]
     folder = write_adapter(tmp_path / "a", spec, of_text(TARGETS[:1]), config)
     parts = load_file(folder / "adapter_model.safetensors")
     a, b = (parts[f"{STEM}{TARGETS[0]}.lora_{x}.weight"].double() for x in "AB")
@@ -104,18 +96,10 @@ def test_the_formula(dense: Path, tmp_path: Path, case: str) -> None:
     assert torch.equal(source.tensor(other), Checkpoint.open(dense, spec).tensor(other))
 
 
-STEMS = {
-    "text alone": "base_model.model.model.",
-    "conditional": STEM,
-    "MLX": "base_model.model.language_model.model.",
-    "compiled": f"_orig_mod.{STEM}",
-}
-
-
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", TABLES["stems of adapters"])
 def test_names(dense: Path, tmp_path: Path, stem: str) -> None:
     spec = load_spec("tiny-dense")
-    folder = write_adapter(tmp_path / "a", spec, of_text(stem=STEMS[stem]))
+    folder = write_adapter(tmp_path / "a", spec, of_text(stem=stem))
     source, base = merged(dense, spec, folder), Checkpoint.open(dense, spec)
     changed = {n for n in base.weights if not torch.equal(source.tensor(n), base.tensor(n))}
     assert changed == {f"{name}.weight" for name in TARGETS}

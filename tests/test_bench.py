@@ -41,7 +41,7 @@ from g4ir.bench.runners import (
     plan_workload,
     reference_runner,
 )
-from g4ir.bench.schema import VERSION, Values, sample_values, speedup, work_values
+from g4ir.bench.schema import Values, sample_values, speedup, work_values
 from g4ir.bench.text import ROWS, _shown, compare_reports, compare_text, markdown, read_report, text
 from g4ir.bench.work import request_chunks, request_costs
 from g4ir.builder.load import load_engine
@@ -51,6 +51,7 @@ from g4ir.errors import InputError, MissingError
 from g4ir.ir.distance import Tolerance, row_errors
 from g4ir.plan.cost import Cost, graph_costs, total
 from g4ir.spec.record import load_spec
+from tests.cases import TABLES
 from tests.cli_tools import PROMPT, built, g4ir, refused, text_checkpoint
 from tests.engines import CHUNK, MAX_SEQ, random_checkpoint
 from tests.gguf_files import bare_file
@@ -248,19 +249,9 @@ def saved(folder: Path, values: dict[str, Any], name: str = "r.json") -> Path:
     return path
 
 
-#: a value at a path -> what is said of it
-WRONG: list[tuple[tuple[Any, ...], Any, str]] = [
-    (("runs",), [], "a damaged report"),
-    (("runs", 0, "work", "decode"), "gone", "'decode' is missing"),
-    (("runs", 0, "stats", "itl_ms", "p50"), {"value": 1}, "a damaged report"),
-    (("roof", "read_bytes_per_s", "value"), "x", "a damaged report"),
-    (("agreement", 0, "budget"), "gone", "'budget' is missing"),
-]
-
-
-@pytest.mark.parametrize("path, value, says", WRONG, ids=str)
+@pytest.mark.parametrize("path, value, says", TABLES["damaged reports"], ids=str)
 def test_reports_that_lack_or_change_something_are_refused(
-    report: Values, tmp_path: Path, path: tuple[Any, ...], value: Any, says: str
+    report: Values, tmp_path: Path, path: list[Any], value: Any, says: str
 ) -> None:
     at = values = json.loads(json.dumps(report))
     assert read_report(saved(tmp_path, values)) == report
@@ -272,12 +263,6 @@ def test_reports_that_lack_or_change_something_are_refused(
     file = saved(tmp_path, values)
     message = refused("bench-compare", file, file)
     assert str(file) in message and says in message
-
-
-def test_another_schema_version_is_refused(report: Values, tmp_path: Path) -> None:
-    path = saved(tmp_path, {**report, "schema": VERSION + 6})
-    message = refused("bench-compare", path, path)
-    assert str(path) in message and f"version {VERSION + 6}, expected {VERSION}" in message
 
 
 def steady(report: Values, ms: float) -> Values:

@@ -18,7 +18,7 @@ import g4ir
 from g4ir.artefact.directory import rebuild
 from g4ir.builder import calibration
 from g4ir.builder.build import prepare
-from g4ir.builder.calibration import LEAST, column_moments
+from g4ir.builder.calibration import column_moments
 from g4ir.check.hf import hf_model
 from g4ir.model.names import checkpoint_name
 from g4ir.ops.codecs import dequantized, packed
@@ -27,6 +27,7 @@ from g4ir.plan.options import BuildOptions
 from g4ir.ui.progress import no_progress
 from g4ir.weights.origin import find_origin
 from g4ir.weights.pack import MadeParams
+from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import text_checkpoint, tokenizer
 from tests.configs import widened
@@ -209,27 +210,18 @@ def test_formats_with_minima_are_made_at_build(files: Path, tmp_path: Path) -> N
             assert torch.equal(engine.param(name), made(w, form, FORMATS[form][0], moments[name]))
 
 
-REFUSED: dict[str, tuple[bytes | None, list[str], str]] = {
-    "missing": (None, [], "t.txt: no such file"),
-    "empty": (b"", [], "t.txt: the file is empty"),
-    "binary": (b"ab\0" * 999, [], "t.txt: NUL among its characters: a binary file, not a text"),
-    "another encoding": (b"\xff\xfea" * 999, [], "t.txt: not UTF-8 at byte 0"),
-    "short": (b"ab w3", [], f"t.txt: 4 tokens, and {LEAST} are the least"),
-    "no weights of 4 bits": (b"ab " * 999, ["--quant", "int8"], "give --quant int4 or int4-mixed"),
-    "not quantised": (b"ab " * 999, ["--quant", "none"], "give --quant int4 or int4-mixed too"),
-    "linked": (b"ab " * 999, ["--link-weights"], " with --link-weights: the engine makes its"),
-}
+REFUSED = TABLES["calibration"]
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(files: Path, case: str, tmp_path: Path) -> None:
-    content, more, says = REFUSED[case]
-    file, out = tmp_path / "t.txt", tmp_path / "e"
-    if content is not None:
-        file.write_bytes(content)
+    row, file, out = REFUSED[case], tmp_path / "t.txt", tmp_path / "e"
+    if case != "missing":
+        file.write_text(row.get("text", "") * row.get("times", 1), row.get("encoding"))
+    more = row.get("words", [])
     options = ["--backend", "reference", "--quant", "int4", "--calibrate", file, *more]
     outcome = command("build", "--checkpoint", files / "tiny-ple", *options, "--out", out)
-    assert outcome.code == 2 and says in outcome.err and str(file) in outcome.err
+    assert outcome.code == 2 and row["says"] in outcome.err and str(file) in outcome.err
     assert outcome.err.count("error") == 1 and not out.exists()
 
 

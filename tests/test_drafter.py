@@ -375,13 +375,6 @@ def test_build_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
 
 
-def test_an_engine_without_a_drafter(tmp_path: Path) -> None:
-    options = {"backend": "reference", "random_weights": 0, "max_seq": 64}
-    engine = g4ir.build("tiny-dense", tmp_path / "e", draft_tokens=2, **options)
-    with pytest.raises(InputError, match=r"has no drafter; .* with --drafter"):
-        engine.generate([2, 5], 4, draft="mtp")
-
-
 def test_broken_checkpoint(tmp_path: Path) -> None:
     """It lacks a tensor, or has it changed."""
     from safetensors.torch import load_file, save_file

@@ -51,6 +51,7 @@ from tests.engines import some_tokens
 from tests.serve.running import chat_engine, eventually, running
 from tests.talking import dictate
 from tests.test_stages import break_pass, smaller_rings
+from tests.test_verify import turned
 
 MAX_SEQ, CHUNK, MOST = 96, 16, 8
 Make = Callable[..., Engine]
@@ -334,14 +335,14 @@ def test_usage_and_counts_of_a_server(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_drafts_that_an_engine_cannot_verify(made: Make) -> None:
-    """More than it was built for, or any."""
-    few, none = (made("tiny-ple", draft_tokens=n) for n in (MOST, 0))
+    """More than it was built for, or those of a drafter that it has not."""
+    few = made("tiny-ple")
     with pytest.raises(InputError, match="build it again with --draft-tokens 9 for more"):
         few.generate([2, 5, 7], 4, draft="ngram", draft_tokens=9)
+    with pytest.raises(InputError, match=r"has no drafter; .* with --drafter"):
+        few.generate([2, 5, 7], 4, draft="mtp")
     told = refused("run", few.path, "--tokens", "2,5", "--draft", "ngram", "--draft-tokens", "-1")
     assert "draft-tokens -1: expected 1 to 8, which this engine was built for" in told
-    told = refused("run", none.path, "--tokens", "2,5", "--draft", "ngram")
-    assert "verifies no drafted tokens; build the engine again with --draft-tokens K" in told
 
 
 #: as many as a ring of 8 slots and more
@@ -351,18 +352,6 @@ IDS = [*range(5, 26)]
 @pytest.fixture(scope="module")
 def checked(made: Make) -> Engine:
     return made("tiny-dense", max_seq=48, max_batch=1, draft_tokens=4)
-
-
-def turned(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let its rounds see other positions."""
-    run: Callable[..., Any] = engine.runtime.run
-
-    def broken(phase: str, feeds: dict[str, torch.Tensor], *rest: Any) -> Any:
-        if phase == VERIFY:
-            feeds = {**feeds, "positions": feeds["positions"] + 1}
-        return run(phase, feeds, *rest)
-
-    monkeypatch.setattr(engine.runtime, "run", broken)
 
 
 def test_the_steps_are_verified_in_rounds(checked: Engine) -> None:
@@ -390,7 +379,7 @@ def test_rounds_that_pass_an_engines_end(made: Make) -> None:
 
 
 def test_rounds_that_are_wrong(checked: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    turned(checked, monkeypatch)
+    turned(checked, VERIFY, monkeypatch)
     report = verify_engine(checked, tokens=IDS)
     assert not report.ok and not any(p.ok for p in report.rounds)
     assert all(p.ok for p in report.positions) and report.first_difference == ROUNDS_ALONE

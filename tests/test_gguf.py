@@ -151,10 +151,6 @@ def test_what_files_of_gemma_3_leave_out(tmp_path: Path) -> None:
     assert read_spec(read_container(file)).text.pattern == ("sliding", "sliding", "full")
 
 
-def bare_tensors(oracle: Oracle) -> dict[str, torch.Tensor]:
-    return {k.removeprefix("model."): v for k, v in oracle.tensors.items()}
-
-
 def holding(oracle: Oracle, meant: dict[str, torch.Tensor]) -> Oracle:
     model = copy.deepcopy(oracle.model)
     state = {(k if k == HEAD else f"model.{k}"): v for k, v in meant.items()}
@@ -173,7 +169,8 @@ def built(
 ) -> tuple[Engine, Oracle, dict[str, torch.Tensor]]:
     """An engine in fp32 from a file, the model that holds what the file says, and its weights."""
     oracle = find_oracle(spec)
-    meant = write_gguf(folder / "model.gguf", spec, bare_tensors(oracle), kind)
+    tensors = {name.removeprefix("model."): t for name, t in oracle.tensors.items()}
+    meant = write_gguf(folder / "model.gguf", spec, tensors, kind)
     options = {"backend": backend, "dtype": "float32", **LIMITS, **options}
     engine = g4ir.build(None, folder / "engine", checkpoint=folder / "model.gguf", **options)
     return engine, holding(oracle, meant), meant
@@ -511,14 +508,18 @@ def test_refused_tensors(model: Path, tmp_path: Path, name: str) -> None:
     assert TENSORS[name]["says"] in str(error.value) and "a.gguf" in str(error.value), error.value
 
 
+def put_half(file: Path, name: str, value: float, at: int = 0) -> None:
+    """Write a float16 in place of two bytes of a tensor."""
+    start, data = read_container(file).tensors[name].entry.start + at, bytearray(file.read_bytes())
+    data[start : start + 2] = np.float16(value).tobytes()
+    file.write_bytes(data)
+
+
 @pytest.mark.parametrize(("kind", "at"), [("Q8_0", 34), ("Q4_K", 0), ("Q5_K", 176 + 2)])
 def test_scales_that_are_not_finite(tmp_path: Path, kind: str, at: int) -> None:
     spec = widened("tiny-ple")
     file = bare_file(tmp_path / "a.gguf", spec, kind=kind)
-    entry = read_container(file).tensors["blk.2.attn_q.weight"].entry
-    data = bytearray(file.read_bytes())
-    data[entry.start + at : entry.start + at + 2] = b"\x00\x7e"  # NaN
-    file.write_bytes(data)
+    put_half(file, "blk.2.attn_q.weight", np.nan, at)
     with pytest.raises(WeightsError, match=r"blk\.2\.attn_q\.weight.*NaN or infinite"):
         g4ir.build(None, tmp_path / "e", backend="reference", checkpoint=file)
 
@@ -526,10 +527,7 @@ def test_scales_that_are_not_finite(tmp_path: Path, kind: str, at: int) -> None:
 def test_numbers_beyond_float16(tmp_path: Path) -> None:
     spec = load_spec("tiny-dense")
     file = bare_file(tmp_path / "a.gguf", spec, kind="Q4_1")
-    entry = read_container(file).tensors["blk.0.ffn_up.weight"].entry
-    data = bytearray(file.read_bytes())
-    data[entry.start : entry.start + 2] = np.float16(60000).tobytes()
-    file.write_bytes(data)
+    put_half(file, "blk.0.ffn_up.weight", 60000)
     name = "layers.0.mlp.up_proj.weight"
     assert opened(file, spec, "bf16").tensor(name).max() > 65504
     with pytest.raises(WeightsError, match=r"blk\.0\.ffn_up\.weight: .* does not fit"):

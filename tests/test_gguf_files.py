@@ -280,12 +280,8 @@ def test_side_files(model: Path, tmp_path: Path) -> None:
     assert not files
 
 
-def plus(values: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
-    return lambda found: found.update(values)
-
-
 def opened(path: Path, values: Mapping[str, Any]) -> GgufFile:
-    return GgufFile(bare_file(path / "a.gguf", two_layers(32, 300), plus(values)))
+    return GgufFile(bare_file(path / "a.gguf", two_layers(32, 300), lambda v: v.update(values)))
 
 
 @pytest.mark.parametrize("case", CASES["sampling"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -36,7 +35,7 @@ from g4ir.passes import (
     run_program,
 )
 from g4ir.passes.latent_kv import LatentOptions
-from g4ir.passes.match import Note, ignore
+from g4ir.passes.match import ignore
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.quant.recipe import find_recipe
@@ -44,6 +43,7 @@ from g4ir.quant.rewrite import quantised
 from g4ir.spec.parts import Moe
 from g4ir.spec.record import Spec, check_spec, load_spec, spec_names
 from tests.cases import TABLES
+from tests.test_stages import break_pass
 
 PHASES = ("prefill", "decode")
 
@@ -119,16 +119,14 @@ SPECS: dict[str, Callable[[], Spec]] = {
     **{n: partial(load_spec, n) for n in spec_names() if n.startswith("tiny-")},
     "combined": combined,
 }
-LATENT = ("value",)
-#: the residual stream divided
 SKIPS = {
     "none": (),
     "all": PASSES,
     **{f"no {p}": (p,) for p in PASSES},
     **{f"only {p}": tuple(q for q in PASSES if q != p) for p in PASSES},
-    **dict.fromkeys(LATENT, ()),
-    **{f"{form} alone": tuple(q for q in PASSES if q != "latent_kv") for form in LATENT},
-    **{f"{form} without plan_cache": ("plan_cache",) for form in LATENT},
+    "value": (),
+    "value alone": tuple(q for q in PASSES if q != "latent_kv"),
+    "value without plan_cache": ("plan_cache",),
 }
 
 
@@ -137,7 +135,7 @@ def options(skip: str) -> PassOptions:
     form = skip.partition(" ")[0]
     records: dict[str, Any] = {to: NarrowOptions(to) for to in NARROW}
     records |= {to: ActivationOptions(to) for to in ACTIVATIONS}
-    records |= {latent: LatentOptions(latent) for latent in LATENT}
+    records |= {"value": LatentOptions("value")}
     return PassOptions((records[form],) if form in records else ())
 
 
@@ -161,7 +159,7 @@ def coded(spec: str) -> Program:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("form", ["off", *LATENT, "i8", "int8"])
+@pytest.mark.parametrize("form", ["off", "value", "i8", "int8"])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str) -> None:
@@ -243,13 +241,6 @@ def test_a_pipeline_changes_no_result(spec: str, skip: str) -> None:
 
 def count(g: Graph, *ops: str) -> int:
     return len(list(g.find(*ops)))
-
-
-def break_pass(monkeypatch: pytest.MonkeyPatch, name: str, f: Callable[[Graph], Graph]) -> None:
-    def broken(g: Graph, note: Note, **options: Any) -> Graph:
-        return f(g)
-
-    monkeypatch.setattr(importlib.import_module(f"g4ir.passes.{name}"), name, broken)
 
 
 COUNTS = Path(__file__).parent / "golden" / "fusions.yaml"

@@ -3,7 +3,6 @@ hold what the codes mean."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
@@ -26,7 +25,6 @@ from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.weights import by_columns
 from g4ir.builder.build import prepare, write_engine
 from g4ir.check.logits import verify_engine
-from g4ir.check.score import score_rows
 from g4ir.errors import G4Error, WeightsError
 from g4ir.ir.graph import Builder, Program
 from g4ir.ir.interpret import interpret
@@ -309,14 +307,6 @@ def test_dense_weights_of_a_gpu_are_counted() -> None:
     gate_up, head = 2 * 21504 * 5376, 262144 * 5376
     assert scratch("cpu", 1) == 0
     assert [scratch("cuda", rows) for rows in (1, 64, 65)] == [2 * gate_up, 2 * gate_up, 2 * head]
-
-
-def test_formulas_of_quality() -> None:
-    want, got = torch.tensor([[3.0, 1.0], [1.0, 3.0]]).log(), torch.zeros(2, 2)
-    kl = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
-    label = torch.tensor([0, 1])
-    assert score_rows(got, label, want)[2].tolist() == pytest.approx([kl, kl])
-    assert score_rows(want, label, want + 7)[2].tolist() == pytest.approx([0, 0], abs=1e-12)
 
 
 @pytest.mark.covering

@@ -320,37 +320,6 @@ def test_a_row_of_nan_fails_alone(
     assert texts(scheduler, jobs) == want
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_an_exception_fails_the_requests_of_its_step(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, phase: str
-) -> None:
-    """Those that wait are answered."""
-    jobs = [Request(prompt(20, i), 6, FREE) for i in range(ROWS + 2)]
-    want, run = [alone(engine, job) for job in jobs], engine.runtime.run
-    scheduler = Scheduler(engine)
-    handles = [scheduler.submit(job) for job in jobs]
-    for _ in range(7):
-        scheduler.step()
-
-    def broken(found: str, *rest: Any) -> Any:
-        if found == phase:
-            raise RuntimeError("out of memory")
-        return run(found, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runtime, "run", broken)
-        events = scheduler.step()
-    failed = [e for e in events if e.finish == FAILED]
-    assert failed and all("out of memory" in str(e.error) for e in failed)
-    assert len(failed) == 1 or phase == "decode"
-    finished(scheduler)
-    assert {t.state for t in handles} == {FINISHED, FAILED}
-    for t, text in zip(handles, want, strict=True):
-        got = t.answers[0].tokens
-        assert got == text[: len(got)] and (t.state == FAILED or got == text)
-    assert texts(scheduler, jobs) == want
-
-
 @pytest.mark.parametrize("says", CASES["requests"])
 def test_a_wrong_request_takes_no_slot(engine: Engine, says: str) -> None:
     given, scheduler = CASES["requests"][says], Scheduler(engine)

@@ -148,45 +148,35 @@ def test_a_call_that_fails(
         assert [e.token for e in scheduler.run(again)] == alone[0]
 
 
-@pytest.mark.parametrize(
-    ("call", "states"),
-    [((Batch, "put"), (FINISHED, FAILED)), ((TokenSteps, "close"), (FAILED, FINISHED))],
-    ids=["batch that cannot grow", "failing step"],
-)
-def test_a_prompt_while_steps_are_in_flight(
-    engine: Engine,
-    alone: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    call: tuple[type, str],
-    states: tuple[str, str],
+#: while steps are in flight: the call that fails, whether the first request is cancelled before it,
+#: and how the two end
+FLIGHTS = {
+    "batch that cannot grow": ((Batch, "put"), False, (FINISHED, FAILED)),
+    "failing step": ((TokenSteps, "close"), False, (FAILED, FINISHED)),
+    "failing step beside one that is cancelled": ((TokenSteps, "close"), True, (FAILED, FAILED)),
+}
+
+
+@pytest.mark.parametrize("name", FLIGHTS)
+def test_a_call_that_fails_while_steps_are_in_flight(
+    engine: Engine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A batch that cannot grow fails the prompt and loses no token of the running sequence; a
     failing step of that sequence does not fail the prompt."""
+    call, cancelled, states = FLIGHTS[name]
     scheduler = Scheduler(engine)
-    first, events = scheduler.submit(job(0)), list[Event]()
-    for _ in range(3):
+    handles, events = [scheduler.submit(job(seed)) for seed in range(1 + cancelled)], list[Event]()
+    for _ in range(3 + cancelled):
         events += scheduler.step()
     Faults(monkeypatch, *call, 1)
-    second = scheduler.submit(job(1))
+    if cancelled:
+        handles[0].cancel()
+    else:
+        handles.append(scheduler.submit(job(1)))
     while scheduler.busy:
         events += scheduler.step()
-    assert (first.state, second.state) == states
-    check(events, [first, second], alone)
-
-
-def test_a_service_outlives_a_step_that_fails_while_a_request_is_cancelled(
-    engine: Engine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheduler = Scheduler(engine)
-    handles, events = [scheduler.submit(job(seed)) for seed in range(2)], list[Event]()
-    for _ in range(4):
-        events += scheduler.step()
-    Faults(monkeypatch, TokenSteps, "close", 1)
-    handles[0].cancel()
-    while scheduler.busy:
-        events += scheduler.step()
+    assert tuple(handle.state for handle in handles) == states
     check(events, handles, alone)
-    assert handles[1].state == FAILED
 
 
 def test_events_before_a_rank_is_lost(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,22 +206,6 @@ def as_config(spec: Spec) -> Spec:
     return replace(spec, hub=None, chat=family(spec.model_type).chat)
 
 
-@pytest.mark.parametrize("name", RELEASED)
-def test_hub_config_is_the_shipped_spec(name: str) -> None:
-    spec = load_spec(name)
-    assert diff_specs(Spec.from_hf(hub_config(name), name=name), as_config(spec)) == []
-
-
-@pytest.mark.parametrize("name", spec_names())
-def test_hf_round_trip(name: str, tmp_path: Path) -> None:
-    spec = load_spec(name)
-    (tmp_path / "config.json").write_text(json.dumps(spec.to_hf()))
-    for source in (tmp_path, tmp_path / "config.json", str(tmp_path), spec.to_hf()):
-        again = Spec.from_hf(source, name=name)
-        assert diff_specs(again, as_config(spec)) == []
-    assert Spec.from_hf(tmp_path / "config.json").name == Spec.from_hf(tmp_path).name
-
-
 def saved_by_transformers(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The config.json that transformers writes after it has read this one."""
     from transformers import AutoConfig
@@ -235,14 +219,20 @@ def saved_by_transformers(config: dict[str, Any], folder: Path) -> dict[str, Any
 
 
 @pytest.mark.parametrize("name", spec_names())
-def test_transformers_reads_and_writes_what_we_do(name: str, tmp_path: Path) -> None:
-    spec = load_spec(name)
+def test_configs(name: str, tmp_path: Path) -> None:
+    """A spec's own config and that of the hub say the spec, as they are and as transformers writes
+    what it has read of them."""
+    spec, folder = load_spec(name), tmp_path / "0"
     for i, config in enumerate([spec.to_hf(), *([hub_config(name)] if name in RELEASED else [])]):
         saved = saved_by_transformers(config, tmp_path / str(i))
         text = saved.get("text_config", saved)
         by_layer = "per_layer_config" not in family(spec.model_type).without
         assert ("per_layer_config" in text) == by_layer and "global_head_dim" not in text
-        assert diff_specs(Spec.from_hf(saved, name=name), as_config(spec)) == []
+        for source in (config, saved):
+            assert diff_specs(Spec.from_hf(source, name=name), as_config(spec)) == []
+    for path in (folder, folder / "config.json", str(folder)):
+        assert diff_specs(Spec.from_hf(path, name=name), as_config(spec)) == []
+    assert Spec.from_hf(folder / "config.json").name == Spec.from_hf(folder).name
 
 
 def test_defaults_of_missing_keys_are_those_of_transformers(tmp_path: Path) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
-import torch
 
 import g4ir
 from g4ir.backends.sampling import SamplingParams
@@ -24,6 +23,7 @@ from g4ir.serve.app import Server
 from g4ir.serve.auth import Auth
 from g4ir.serve.server import Address, ServerProcess
 from tests.engines import add_file
+from tests.talking import Dictated
 
 NAME = "tiny"
 MAX_SEQ = 640
@@ -113,23 +113,9 @@ class Running:
             script += [controls[text]] if text in controls else self.ids(text)
 
         def dictated(*given: Any) -> SamplingParams:
-            return replace(made(*given), allowed=Script(script))
+            return replace(made(*given), allowed=Dictated(script, 512, 0.0, None))
 
         patch.setattr(prompts, "_sampling", dictated)
-
-
-@dataclass
-class Script:
-    """Allows the tokens of a script, one by one, and any behind them."""
-
-    tokens: Sequence[int]
-
-    def mask(self, generated: Sequence[int]) -> Any:
-        if len(generated) >= len(self.tokens):
-            return None
-        out = torch.zeros(512, dtype=torch.bool)
-        out[self.tokens[len(generated)]] = True
-        return out
 
 
 @contextlib.contextmanager

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from g4ir.cli.serve import _origins, _root_path
 from g4ir.errors import InputError
 from g4ir.serve.auth import Auth
 from g4ir.serve.server import Address
+from tests.cases import TABLES
 from tests.serve.running import NAME, WAIT, Running, eventually, ready
 from tests.serve.test_media import sound
 
@@ -74,19 +74,7 @@ def test_the_model_has_several_names(operated: Running) -> None:
             assert got.status_code == status
 
 
-@pytest.mark.parametrize(
-    ("path", "headers", "status"),
-    [
-        ("/v1/messages", {"x-api-key": KEY.decode()}, 200),
-        ("/v1/messages", BEARER, 200),
-        ("/v1/messages", {**BEARER, "x-api-key": KEY.decode()}, 200),
-        ("/v1/messages", {**BEARER, "x-api-key": "another"}, 401),
-        ("/v1/messages", {"x-api-key": "wrong"}, 401),
-        ("/v1/messages", {**BEARER, "x-api-key": ""}, 200),
-        ("/v1/messages", {}, 401),
-        ("/v1/chat/completions", {"x-api-key": KEY.decode()}, 401),
-    ],
-)
+@pytest.mark.parametrize(("path", "headers", "status"), TABLES["server"]["keys"])
 def test_keys_of_either_kind(
     operated: Running, path: str, headers: dict[str, str], status: int
 ) -> None:
@@ -213,19 +201,3 @@ def test_a_certificate(engine_folder: Path, tmp_path: Path) -> None:
     for wrong in ((cert, None), (None, key), (cert, cert), (f"{cert}.none", key)):
         with pytest.raises(InputError, match="--tls-cert"):
             Address(tls=wrong)
-
-
-@pytest.mark.parametrize(
-    ("read", "given"),
-    [
-        (lambda v: _origins([v]), "chat.example"),
-        (lambda v: _origins([v]), "https://chat.example/page"),
-        (lambda v: _origins([v]), "file://x"),
-        (_root_path, "llm"),
-        (_root_path, "/a?b"),
-    ],
-)
-def test_flags_that_are_wrong(read: Any, given: str) -> None:
-    with pytest.raises(InputError, match="expected"):
-        read(given)
-    assert _origins(["*", ORIGIN]) == ("*", ORIGIN) and _root_path("/llm/") == "/llm"

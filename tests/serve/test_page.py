@@ -41,14 +41,6 @@ def test_assets(served: Running, path: str) -> None:
         assert client.get(path, headers={"Host": "evil.example"}).status_code == 403
 
 
-def test_scripts_are_short() -> None:
-    """One that renders texts of a model is to be read at one sitting."""
-    length = {path: len(text.splitlines()) for path, text in SCRIPTS.items()}
-    assert max(length.values()) < 600 and length["/markdown.js"] <= 400
-    order = re.findall(r'<script src="(.*?)" defer>', HTML)
-    assert sorted(order) == sorted(path[1:] for path in SCRIPTS)
-
-
 def test_it_can_be_left_out() -> None:
     paths = {route.path for route in Server("x", page=False).app().routes}  # type: ignore[attr-defined]
     assert not paths & ASSETS.keys() and "/health" in paths

@@ -13,12 +13,11 @@ import yaml
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from g4ir.serve import prompts
 from g4ir.serve.protocols import messages, responses
 from g4ir.serve.protocols.parts import JsonText
-from g4ir.serve.tool_grammar import LARK
 from tests.serve.running import NAME, Running, eventually
 from tests.serve.test_client import ask
+from tests.serve.test_media import data, picture
 
 CASES = yaml.safe_load(Path(__file__).with_name("protocols.yaml").read_text())
 EVENTS = TypeAdapter[Any](ResponseStreamEvent)
@@ -48,6 +47,8 @@ def test_responses(
     whole = asked(client, **case["fields"])
     assert [bare(i) for i in whole.model_dump(exclude_unset=True)["output"]] == case["output"]
     assert whole.status == case.get("status", "completed")
+    kinds = [tool["type"] for tool in case["fields"].get("tools", ())]
+    assert [tool.type for tool in whole.tools] == [k for k in kinds if k != "web_search"]
     events = [*asked(client, stream=True, **case["fields"])]
     assert [e.sequence_number for e in events] == [*range(len(events))]
     dumped = [EVENTS.validate_python(e.model_dump(exclude_unset=True)).type for e in events]
@@ -74,58 +75,6 @@ def check_events(events: list[Any], output: list[Any]) -> None:
         held = item["content"][0]["text"] if "content" in item else None
         text = held if held is not None else item.get("arguments", item.get("input"))
         assert "".join(e.delta for e in own if e.type.endswith(".delta")) == text
-
-
-def test_a_conversation_of_items(
-    client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What an answer has goes back as input: the prompt is that of the same chat."""
-    seen: list[Any] = []
-    made = prompts.make_prompt
-    monkeypatch.setattr(
-        prompts, "make_prompt", lambda m, *a, **k: seen.append(m) or made(m, *a, **k)
-    )
-    tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
-    space = {"type": "namespace", "name": "space", "description": "d", "tools": tools}
-    tools = [{"type": "web_search"}, space]
-    call = {"type": "function_call", "name": "f", "call_id": "c1", "arguments": '{"a": 3}'}
-    call |= {"namespace": "space"}
-    items = [
-        {"role": "user", "content": "Hi"},
-        {"type": "reasoning", "summary": [], "encrypted_content": responses._hidden("hm")},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I"}]},
-        call,
-        {
-            "type": "function_call_output",
-            "call_id": "c1",
-            "output": [{"type": "input_text", "text": "3"}],
-        },
-    ]
-    got = asked(client, input=items, instructions="Be brief", tools=tools, max_output_tokens=2)
-    assert [tool.type for tool in got.tools] == ["namespace"]
-    function = {"name": "space.f", "arguments": '{"a": 3}'}
-    assert seen == [
-        [
-            {"role": "system", "content": "Be brief"},
-            {"role": "user", "content": "Hi"},
-            {
-                "role": "assistant",
-                "content": ["I"],
-                "reasoning_content": "hm",
-                "tool_calls": [{"id": "c1", "type": "function", "function": function}],
-            },
-            {"role": "tool", "content": ["3"], "tool_call_id": "c1"},
-        ]
-    ]
-
-
-def test_descriptions_of_a_namespace_and_its_tools_reach_the_model() -> None:
-    tools = [{"type": "function", "name": "f", "description": "Adds"}]
-    tools += [{"type": "custom", "name": "g"}]
-    space = {"type": "namespace", "name": "a", "description": "Sums", "tools": tools}
-    made = responses.read({"input": "Hi", "tools": [space]}).body["tools"]
-    assert [t["function"]["name"] for t in made] == ["a.f", "a.g"]
-    assert [t["function"]["description"] for t in made] == ["Sums\nAdds", "Sums"]
 
 
 def test_responses_say_what_chats_say(client: openai.OpenAI) -> None:
@@ -184,8 +133,9 @@ def test_the_text_of_a_json_object_in_pieces(cut: int) -> None:
 
 
 def post(served: Running, path: str, **body: Any) -> httpx.Response:
-    with served.client(headers={"anthropic-version": "2023-06-01"}) as client:
-        return client.post(path, json=body)
+    headers = {"anthropic-version": "2023-06-01", "content-type": "application/json"}
+    with served.client(headers=headers) as client:
+        return client.post(path, content=json.dumps(body))  # half a character as its escape
 
 
 def message(served: Running, **given: Any) -> Any:
@@ -249,11 +199,13 @@ def together(events: list[Any]) -> list[Any]:
     return blocks
 
 
-def test_messages_as_chats() -> None:
-    """What a body becomes: tools' answers first, thoughts beside the text, a text to go on from."""
-    case = CASES["translated"]
-    found = messages.read(case["given"])
-    assert found.body == case["becomes"] and found.places == case["places"]
+@pytest.mark.parametrize("case", CASES["translated"], ids=lambda case: case["protocol"])
+def test_bodies_as_chats(case: dict[str, Any]) -> None:
+    """What a body becomes: tools' answers first, thoughts beside the text, a text to go on from;
+    the descriptions of a namespace and its tools; a grammar in the schema of its tool."""
+    read = {"messages": messages.read, "responses": responses.read}[case["protocol"]]
+    found = read(case["given"])
+    assert (found.body, found.places) == (case["becomes"], case["places"])
 
 
 def test_tokens_are_counted(served: Running) -> None:
@@ -266,18 +218,11 @@ def test_tokens_are_counted(served: Running) -> None:
 
 
 def test_a_picture(served: Running, client: openai.OpenAI) -> None:
-    import base64
-    import io
-
-    from PIL import Image
-
-    raw = io.BytesIO()
-    Image.new("RGB", (48, 48), "red").save(raw, "PNG")
-    data = base64.b64encode(raw.getvalue()).decode()
-    source = {"type": "base64", "media_type": "image/png", "data": data}
+    url = data("image/png", picture())
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
     block = [{"type": "text", "text": "Hi"}, {"type": "image", "source": source}]
     seen = message(served, messages=[{"role": "user", "content": block}], max_tokens=2).json()
-    part = {"type": "input_image", "image_url": f"data:image/png;base64,{data}"}
+    part = {"type": "input_image", "image_url": url}
     items = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}, part]}]
     got = asked(client, input=items, max_output_tokens=2)
     usage = seen["usage"]
@@ -286,9 +231,9 @@ def test_a_picture(served: Running, client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("case", cases("refused"))
 def test_refused(served: Running, case: dict[str, Any]) -> None:
-    base: dict[str, Any] = {"model": NAME, "input": "Hi"}
-    if case["path"] == "/v1/messages":
-        base = {"model": NAME, "max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}]}
+    base: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}]}
+    base |= {"max_tokens": 4}
+    base = {"/v1/responses": {"input": "Hi"}, "/v1/completions": {}}.get(case["path"], base)
     body = {k: v for k, v in {**base, **case["body"]}.items() if v is not None}
     got = post(served, case["path"], **body)
     error = got.json()["error"]
@@ -317,13 +262,6 @@ def test_a_failing_stream_ends_with_an_event(
     assert "secret" not in json.dumps(last)
 
 
-def test_a_grammar_of_a_custom_tool_is_in_its_schema() -> None:
-    tool = {"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "lark"}}
-    tool["format"] |= {"definition": 'start: "a"'}
-    made = responses.read({"input": "Hi", "tools": [tool]}).body["tools"][0]["function"]
-    assert made["parameters"]["properties"]["input"][LARK] == 'start: "a"' and made["strict"]
-
-
 def test_an_empty_instruction_is_no_turn(served: Running) -> None:
     """An empty text, an empty list and empty blocks say nothing."""
     turn = [{"role": "user", "content": "Hi"}]
@@ -340,35 +278,3 @@ def test_an_empty_instruction_is_no_turn(served: Running) -> None:
         for more in ({}, {"instructions": ""}, {"instructions": None})
     ]
     assert {*usages} == counts
-
-
-HALF = "a\ud83d"
-
-
-NAMED = {"name": "f", "description": HALF}
-HALVES: list[tuple[str, dict[str, Any], str]] = [
-    ("chat/completions", {"messages": [{"role": "user", "content": HALF}]}, "messages"),
-    ("chat/completions", {"tools": [{"type": "function", "function": NAMED}]}, "tools"),
-    ("chat/completions", {"chat_template_kwargs": {"x": HALF}}, "chat_template_kwargs"),
-    ("responses", {"instructions": HALF}, "instructions"),
-    ("responses", {"input": HALF}, "input"),
-    ("responses", {"tools": [{"type": "function", **NAMED}]}, "tools"),
-    ("messages", {"system": HALF}, "system"),
-    ("messages", {"tools": [{"input_schema": {}, **NAMED}]}, "tools"),
-    ("completions", {"prompt": HALF}, "prompt"),
-    ("completions", {"prompt": "a", "cache_salt": HALF}, "cache_salt"),
-]
-
-
-@pytest.mark.parametrize(("path", "more", "named"), HALVES)
-def test_half_a_character_is_named_by_its_field(
-    served: Running, path: str, more: dict[str, Any], named: str
-) -> None:
-    turn: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-    base = {"responses": {"input": "Hi"}, "completions": {}}.get(path, turn)
-    text = json.dumps({"model": NAME, **base, **more})
-    with served.client() as client:
-        got = client.post(f"/v1/{path}", content=text, headers={"Content-Type": "application/json"})
-    error = got.json()["error"]
-    assert got.status_code == 400 and error["message"].startswith(named), got.text
-    assert error.get("param", named) == named

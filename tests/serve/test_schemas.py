@@ -23,13 +23,27 @@ from g4ir.serve.json_schema import log_dropped, read_schema
 from g4ir.serve.request_schema import JSON, Constraint
 from g4ir.serve.tool_grammar import called
 from tests.serve.running import NAME, Running
-from tests.serve.test_calls import CLOSING, grammars, read, tool, vocabulary, walk
+from tests.serve.test_calls import (
+    CLOSING,
+    SIZE,
+    free,
+    grammars,
+    ids,
+    read,
+    tool,
+    vocabulary,
+    walk,
+)
 from tests.serve.test_client import HI
 
 CASES = yaml.safe_load(Path(__file__).with_name("schemas.yaml").read_text())
 FORMATS = jsonschema.FormatChecker(["date", "uuid", "ipv4", "ipv6", "email"])
 #: how a schema is used
 USES = ("forced", "strict", "response_format")
+#: where all of it must hold
+STRICT = ("strict", "among")
+#: a text before a call among free text
+BEFORE = "so: {"
 
 
 def _multiple(validator: Any, step: Any, value: Any, schema: Any) -> Iterator[Any]:
@@ -80,18 +94,34 @@ def mask_of(schema: Any, use: str) -> Any:
     if use == "response_format":
         constraint = Constraint("f", JSON, schema)
         return grammars().text(constraint, thinking=False, inside=False)
-    functions = called([tool("f", schema, strict=use == "strict")], None, False)
-    return grammars().calls(functions, False, False, many=False)
+    if use == "among":
+        return grammars().some_calls(called(tools_of(schema, use), None, True))
+    functions = called(tools_of(schema, use), None, False)
+    return grammars().calls(functions, False, False, many=use == "many")
 
 
-def value_of(schema: Any, use: str, seed: int) -> Any:
-    """A random value that a grammar of the schema allows."""
+def tools_of(schema: Any, use: str) -> list[Any]:
+    names = ("f.0-x", "f.1-x") if use == "many" else ("f.0-x",)
+    return [tool(name, schema, strict=use in STRICT) for name in names]
+
+
+def check_value(schema: Any, use: str, seed: int, against: Any) -> None:
+    """A random answer that a grammar of the schema allows is valid, or its calls are."""
+    mask = mask_of(schema, use)
     if use == "response_format":
-        row = walk(mask_of(schema, use), seed, patience=30, closing=(*CLOSING, "<0x22>"))
-        return json.loads(vocabulary().tokenizer.decode([*row[:-1]]))
-    row = walk(mask_of(schema, use), seed, patience=30)
-    (call,) = read(row, [tool("f", schema)]).tool_calls
-    return call["arguments"]
+        row = walk(mask, seed, patience=30, closing=(*CLOSING, "<0x22>"))
+        valid(json.loads(vocabulary().tokenizer.decode([*row[:-1]])), against)
+        return
+    if use == "among":
+        row = walk(mask, seed, ids(BEFORE, "<|tool_call>"), 40, ends=["<tool_call|>"])
+        assert len(free(mask, row)) == SIZE
+    else:
+        row = walk(mask, seed, patience=30)
+    answer = read(row, tools_of(schema, use))
+    assert answer.content == (BEFORE if use == "among" else "")
+    assert len(answer.tool_calls) == 1 or (use == "many" and answer.tool_calls)
+    for call in answer.tool_calls:
+        valid(call["arguments"], against)
 
 
 def valid(value: Any, schema: Any) -> None:
@@ -135,7 +165,7 @@ class Schemas:
         }  # fmt: skip
 
     def leaf(self) -> Any:
-        kinds = (self.string, self.number, self.listed, self.plain)
+        kinds = (self.string, self.number, lambda: self.draw.choice(CASES["leaves"]))
         return self.noted(self.draw.choice(kinds)())
 
     def string(self) -> dict[str, Any]:
@@ -151,28 +181,15 @@ class Schemas:
             format=["int64", "double"],
         )  # fmt: skip
 
-    def listed(self) -> dict[str, Any]:
-        values = ["a", "b c", 1, 2.5, None, True, "tall", "é\n"]
-        chosen = self.draw.sample(values, self.draw.randint(1, 4))
-        schema: dict[str, Any] = {"enum": chosen} if len(chosen) > 1 else {"const": chosen[0]}
-        return schema | self.some(
-            type=["string", ["string", "integer"]], minLength=[1], format=["x"]
-        )
-
-    def plain(self) -> dict[str, Any]:
-        kind: Any = self.draw.choice(
-            ["boolean", "null", ["string", "null"], ["integer", "boolean"]]
-        )
-        return {"type": kind}
-
     def value(self, depth: int) -> Any:
         if depth == 0 or self.draw.random() < 0.4:
             return self.leaf()
-        ways = (self.object, self.object, self.array, self.union, self.merged, self.reference)
+        ways = (self.object, self.array, self.array, self.union, self.merged, self.reference)
         return self.noted(self.draw.choice(ways)(depth - 1))
 
     def object(self, depth: int) -> dict[str, Any]:
-        names = self.draw.sample(["a", "b", "key_2", "first name", "x-y"], self.draw.randint(0, 3))
+        count = self.draw.randint(2, 4) if depth == 3 else self.draw.randint(0, 3)
+        names = self.draw.sample(CASES["names"], count)
         properties = {name: self.value(depth) for name in names}
         required = [name for name in names if self.draw.random() < 0.5]
         out: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
@@ -185,7 +202,7 @@ class Schemas:
 
     def array(self, depth: int) -> dict[str, Any]:
         return {"type": "array", "items": self.value(depth)} | self.some(
-            minItems=[1, 2], maxItems=[1, 3], uniqueItems=[True, False], contains=[{"const": 1}],
+            minItems=[1, 2, 3], maxItems=[3], uniqueItems=[True, False], contains=[{"const": 1}],
             prefixItems=[[{"type": "boolean"}]],
         )  # fmt: skip
 
@@ -207,14 +224,14 @@ NOTHING = r"allows nothing|no value that ends"
 def check(seed: int, caplog: pytest.LogCaptureFixture) -> str:
     """Try one random schema in each use; return why it was refused, if it was."""
     schema = Schemas(seed).root()
-    for use in USES:
+    for use in (*USES, "many", "among"):
         try:
             paths = dropped(schema, caplog)
         except Refused as e:
             assert re.search(NOTHING, e.message), e.message
             return e.message
         constraints = [p for p in paths if not p.endswith(".format")]
-        if use == "strict" and constraints:
+        if use in STRICT and constraints:
             with pytest.raises(Refused) as e:
                 mask_of(schema, use)
             path = e.value.message.partition(": ")[0]
@@ -222,13 +239,13 @@ def check(seed: int, caplog: pytest.LogCaptureFixture) -> str:
             continue
         reduced = without(schema, paths)
         for i in range(2):
-            valid(value_of(schema, use, 7 * seed + i), reduced)
+            check_value(schema, use, 7 * seed + i, reduced)
     return ""
 
 
 def test_random_schemas(full: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Forced, strict and as a format of the answer."""
-    seeds = range(300) if full else range(12)
+    seeds = range(300) if full else range(40)
     refused = [why for seed in seeds if (why := check(seed, caplog))]
     assert len(refused) <= len(seeds) // 4, refused
 
@@ -266,7 +283,7 @@ def test_constraints_that_are_dropped_alone(
         return
     reduced = without(schema, paths)
     for seed in range(3):
-        valid(value_of(schema, use, seed), reduced)
+        check_value(schema, use, seed, reduced)
 
 
 @pytest.mark.parametrize("use", USES)
@@ -277,7 +294,7 @@ def test_annotations_are_ignored(
     schema = around({"type": ["string", "integer"], "maxLength": 60, **notes})
     reduced = around({"type": ["string", "integer"], "maxLength": 60})
     for seed in range(2):
-        valid(value_of(schema, use, seed), reduced)
+        check_value(schema, use, seed, reduced)
     paths = dropped(schema, caplog)
     assert {p.rpartition(".")[2] for p in paths} <= {"format"}
 
@@ -287,8 +304,7 @@ def test_annotations_are_ignored(
 def test_other_spellings(inner: Any, modern: Any, use: str) -> None:
     """They hold as the same in today's spelling; nothing is dropped."""
     for seed in range(4):
-        value = value_of(around(inner), use, seed)
-        valid(value, around(modern))
+        check_value(around(inner), use, seed, around(modern))
     assert not log_dropped.cache_info().currsize
 
 

@@ -3,7 +3,6 @@ beside a stream."""
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import threading
@@ -126,7 +125,6 @@ def test_films_and_a_grammar_hold_up_no_stream(
             assert post(films, body()).status_code == 200
             took.append(time.monotonic() - begin)
         assert [a.result().status_code for a in answers[:count]] == [200] * count
-        print(f"gap {stream.gap:.3f} s, text {max(took):.3f} s")
         assert stream.gap < GAP_S * times and max(took) < TEXT_S * times
 
 
@@ -144,13 +142,9 @@ def test_a_film_whose_client_leaves_is_left(
     with Stream(films) as stream:
         with pytest.raises(httpx.ReadTimeout):
             post(films, given, wait=0.3)
-        begin = time.monotonic()
         eventually(lambda: not films.server._media.count)
         films.server._media._threads[VIDEO].submit(int).result()
-        left = time.monotonic() - begin
         assert post(films, body()).status_code == 200
-    size = len(base64.b64decode(url.partition(",")[2]))
-    print(f"{size} bytes, gap {stream.gap:.3f} s, left after {left:.3f} s, {len(looks)} looks")
     assert stream.gap < GAP_S * BUSY and len(looks) < frames + frames * 7 // 8
 
 

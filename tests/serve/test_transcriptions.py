@@ -12,10 +12,9 @@ import soundfile
 
 from g4ir.serve import prompts
 from tests.serve.running import NAME, Running, chat_engine, ready
-from tests.serve.test_media import sound
+from tests.serve.test_media import CASES, sound
 
 END = "<turn|>"
-HEADS = b'--x\r\nContent-Disposition: form-data; name="' + b"a;" * 5000 + b'"\r\n\r\n1\r\n--x--'
 CLIP = ("clip.wav", sound(), "audio/wav")
 
 
@@ -66,49 +65,26 @@ def test_hints_are_part_of_the_prompt(
     assert "language is de." in seen[0] and "Ada Lovelace" in seen[0]
 
 
-@pytest.mark.parametrize(
-    ("given", "param", "says"),
-    [
-        ({"response_format": "srt"}, "response_format", "json or text"),
-        ({"timestamp_granularities": ["word"]}, "timestamp_granularities[]", "no timestamps"),
-        ({"include": ["logprobs"]}, "include[]", "logprobs"),
-        ({"file": ("a.wav", b"")}, "file", "empty"),
-        ({"model": ""}, "model", "empty"),
-        ({"file": ("a.wav", b"RIFF junk")}, "file", "corrupt"),
-        ({"file": ("a.wav", sound(60))}, "file", "60"),
-        ({"extra_body": {"temperature": "hot"}}, "temperature", "number"),
-        ({"extra_body": {"temperature": "101"}}, "temperature", "100"),
-        ({"extra_body": {"stream": "perhaps"}}, "stream", "true or false"),
-        ({"extra_body": {"seed": "1.5"}}, "seed", "whole number"),
-        ({"extra_body": {"n": "2"}}, "n", "not supported"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_refused(client: openai.OpenAI, given: dict[str, Any], param: str, says: str) -> None:
+@pytest.mark.parametrize("case", CASES["transcriptions"], ids=lambda case: case["name"])
+def test_refused(client: openai.OpenAI, case: dict[str, Any]) -> None:
+    files = {"EMPTY": b"", "JUNK": b"RIFF junk", "LONG": sound(60)}
+    given = case["given"]
+    if "file" in given:
+        given = {"file": ("a.wav", files[given["file"]])}
     with pytest.raises(openai.BadRequestError) as e:
         transcribe(client, **given)
-    assert e.value.param == param and says in e.value.message
+    assert e.value.param == case["param"] and case["says"] in e.value.message
     assert "messages" not in e.value.message
 
 
-@pytest.mark.parametrize(
-    ("kind", "body", "status", "says"),
-    [
-        ("application/json", b"{}", 415, "multipart/form-data"),
-        ("multipart/form-data", b"--x--", 400, "no boundary"),
-        ("multipart/form-data; boundary=x", b"", 400, "no end"),
-        ("multipart/form-data; boundary=x", b"--x\r\n\r\nvalue\r\n--x--", 400, "no name"),
-        ("multipart/form-data; boundary=x", b"--x\r\n\r\n" * 99 + b"--x--", 400, "no end"),
-        ("multipart/form-data; boundary=x", HEADS, 400, "8192 bytes of headers"),
-    ],
-)
-def test_forms_that_are_none(
-    served: Running, kind: str, body: bytes, status: int, says: str
-) -> None:
-    path, headers = "/v1/audio/transcriptions", {"Content-Type": kind}
+@pytest.mark.parametrize("case", CASES["forms"], ids=lambda case: case["says"])
+def test_forms_that_are_none(served: Running, case: dict[str, Any]) -> None:
+    path, headers = "/v1/audio/transcriptions", {"Content-Type": case["type"]}
+    body = "".join(text * times for text, times in case["body"]).encode()
     with served.client() as http:
         answer = http.post(path, content=body, headers=headers)
-        assert answer.status_code == status and says in answer.json()["error"]["message"]
+        assert answer.status_code == case.get("status", 400)
+        assert case["says"] in answer.json()["error"]["message"]
 
 
 def test_forms_of_other_sites(served: Running) -> None:
