@@ -63,11 +63,11 @@ def test_memory_of_results_is_given_to_one(monkeypatch: pytest.MonkeyPatch) -> N
 THREADS, STEPS, ROUNDS = 8, 12, 2
 
 
-def work(engine: Engine, i: int) -> tuple[list[torch.Tensor], list[int]]:
+def work(engine: Engine, steps: int, i: int) -> tuple[list[torch.Tensor], list[int]]:
     """Logits of the steps of an own session, and what `generate` makes, which lends one."""
     session = engine.session()
     seen = [session.prefill(torch.tensor([[5 + 7 * i, *range(3, 6 + i)]]))]
-    seen += [session.decode(seen[-1].argmax(-1)) for _ in range(STEPS)]
+    seen += [session.decode(seen[-1].argmax(-1)) for _ in range(steps)]
     return seen, engine.generate([5 + 7 * i], 4, stop_ids=())
 
 
@@ -76,15 +76,15 @@ def same(a: Any, b: Any) -> bool:
     return all(map(torch.equal, a[0], b[0])) and a[1] == b[1]
 
 
-def disturbed(engine: Engine) -> set[int]:
+def disturbed(engine: Engine, steps: int = STEPS, rounds: int = ROUNDS) -> set[int]:
     """Threads that got other results than alone."""
-    alone = [work(engine, i) for i in range(THREADS)]
+    alone = [work(engine, steps, i) for i in range(THREADS)]
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     wrong = set()
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         with ThreadPoolExecutor(THREADS) as pool:
-            together = list(pool.map(partial(work, engine), range(THREADS)))
+            together = list(pool.map(partial(work, engine, steps), range(THREADS)))
         wrong |= {i for i in range(THREADS) if not same(alone[i], together[i])}
     sys.setswitchinterval(before)
     return wrong
