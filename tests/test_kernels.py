@@ -243,6 +243,18 @@ def test_many_rows_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [0, 5, 100]
 
 
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
+@pytest.mark.parametrize(("rows", "n"), [(30, 5), (30, 16), (3, 5)])
+def test_rows_of_a_step(dtype: torch.dtype, rows: int, n: int) -> None:
+    """Step programs call the kernel whatever it would rather leave to the library."""
+    w, x, y = torch.randn(n, 96).to(dtype), torch.randn(rows, 96).to(dtype), torch.empty(rows, n)
+    y = y.to(dtype)
+    operands = (w.data_ptr(), x.data_ptr(), y.data_ptr(), pyops.DTYPES[dtype], rows, n, 96, 2)
+    assert not pyops._kernels["linear"](*operands)
+    want = x.double() @ w.double().t()
+    assert (y.double() - want).abs().max() <= 2 * BUDGET[dtype] * want.abs().max()
+
+
 def test_special_values() -> None:
     """Infinities and NaN survive the rounding to bf16; ties go to even."""
     w = torch.eye(4, 32, dtype=torch.bfloat16)
