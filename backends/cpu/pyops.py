@@ -1,11 +1,11 @@
 """Ops that a compiled CPU program calls for: large products, routed experts, and attention.
 
 Products of a few rows go through the C kernels (kernels/), which for one row run at the speed at
-which memory delivers the weight; the library's products do not. So do bf16 products of more rows
-with quantised weights, if the CPU multiplies bf16 but has no matrix unit (kernels/gemm.h). Compiled
-regions call the kernels directly (kernels/calls.c). Other products call back into Python, which
-costs some 10 us: they go through the library, those of 16 bits in fp32 if the CPU has no
-instructions for them.
+which memory delivers the weight; the library's products do not. So do products of more rows, with
+quantised weights and with dense ones in bf16, if the CPU has vectors for them and no matrix unit
+(kernels/gemm.h). Compiled regions call the kernels directly (kernels/calls.c). Other products call
+back into Python, which costs some 10 us: they go through the library, those of 16 bits in fp32 if
+the CPU has no instructions for them.
 """
 
 from __future__ import annotations
