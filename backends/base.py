@@ -271,7 +271,7 @@ class Prepared:
 
     def share(self, rank: int) -> Share:
         """Return what a rank has of the weights."""
-        return Share(self.config.spec, rank, self.config.ranks, self.config.ep)
+        return Share(self.config.sharding, rank)
 
     def written_bytes(self) -> int:
         """Count the bytes of the packed params of all ranks; what they share counts once."""

@@ -12,8 +12,8 @@ import pytest
 from g4ir.spec.parts import FULL, SLIDING, AttentionKind, Moe, Ple, Rope, Text
 from g4ir.spec.record import Spec, check_spec, load_spec
 from g4ir.spec.rules import canonical
-from g4ir.spec.shrink import TOKENS, shrink
 from tests.covering import covering
+from tests.shrink import TOKENS, shrink
 
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 RANDOM_SEEDS = range(20)

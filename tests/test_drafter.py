@@ -33,7 +33,6 @@ from g4ir.model.text import build_graph
 from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import DRAFTER, Spec, diff_specs, drafter_names, load_spec
-from g4ir.spec.shrink import shrink, shrink_drafter
 from tests.cli_tools import built as built_by_command
 from tests.cli_tools import g4ir as command
 from tests.configs import short
@@ -50,6 +49,7 @@ from tests.oracle import (
     relative,
     save_checkpoint,
 )
+from tests.shrink import shrink, shrink_drafter
 from tests.trt import fake
 from tests.uncompiled import uncompiled
 

@@ -19,7 +19,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from safetensors.torch import load_file, save_file
 
 import g4ir
-from g4ir.builder.build import agreed_spec
+from g4ir.builder.sources import agreed_spec
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine

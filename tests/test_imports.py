@@ -161,6 +161,22 @@ def test_no_module_imports_itself_through_others() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
 
 
+def test_every_module_is_used() -> None:
+    """By an import of the product, by its name in a text, or since its folder is listed."""
+    listed = tuple(RULES["listed folders"])
+    kernels = {m.removesuffix("_triton") for m in MODULES if m.endswith("_triton")}
+    imported = {name for module in MODULES for name in imports(module)}
+    texts = {
+        node.value
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    inits = {name_of(path) for path in FILES if path.stem in ("__init__", "__main__")}
+    left = MODULES.keys() - imported - inits - kernels - {*RULES["used by tests and bench"]}
+    assert not {m for m in left if not m.startswith(listed) and not {m, m[5:]} & texts}
+
+
 def test_a_header_of_the_kernels_includes_what_it_uses() -> None:
     """Each compiles by itself; every one belongs to a file that is compiled."""
     files = included()

@@ -15,11 +15,11 @@ import torch
 from g4ir.plan.resolve import check_latent
 from g4ir.spec.parts import FULL, SLIDING, Rope
 from g4ir.spec.record import Spec, check_spec, load_spec
-from g4ir.spec.shrink import shrink
 from tests.configs import spec_called
 from tests.oracle import Oracle, close_calls, cosine, find_bf16_oracle, find_oracle
 from tests.parity import prefill_then_decode
 from tests.runner import DTYPES, Session, built_program, open_session
+from tests.shrink import shrink
 from tests.test_bf16 import COSINE
 
 # --- specs ------------------------------------------------------------------------------------

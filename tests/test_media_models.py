@@ -28,11 +28,11 @@ from g4ir.model.images import BUDGETS, image_settings
 from g4ir.model.media import LISTS, offered
 from g4ir.spec.parts import UnifiedAudio
 from g4ir.spec.record import Spec, load_spec
-from g4ir.spec.shrink import WINDOW, shrink
 from tests.configs import VARIANTS
 from tests.media_tools import UNIFIED, media_pair, noise, video_inputs
 from tests.oracle import relative
 from tests.runner import with_chunk
+from tests.shrink import WINDOW, shrink
 from tests.uncompiled import uncompiled
 
 MAX_SEQ = 512

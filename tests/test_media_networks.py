@@ -34,10 +34,10 @@ from g4ir.ops.types import parse_type
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, load_spec
-from g4ir.spec.shrink import shrink
 from tests.configs import short
 from tests.engines import agrees
 from tests.media_tools import noise
+from tests.shrink import shrink
 from tests.test_media_models import message
 from tests.test_ops import node, tensors
 from tests.trt.emulated import emulated, use

@@ -23,7 +23,7 @@ from g4ir.model.text import build_graph, build_program, has_blocks
 from g4ir.ops.codecs import dequantized
 from g4ir.ops.types import Type
 from g4ir.parallel.shard import collectives, shard, shard_program
-from g4ir.parallel.table import FIRST, Share, check_ranks, part_of
+from g4ir.parallel.table import FIRST, Sharding, Share
 from g4ir.passes import PassOptions, run_passes, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.plan_cache import RingOptions
@@ -56,7 +56,7 @@ SLACK = PassOptions((RingOptions(2),))
 
 def can_share(spec: Spec, ranks: int, ep: bool = False) -> bool:
     try:
-        check_ranks(spec, ranks, ep)
+        Sharding(spec, ranks, ep).check()
     except InputError:
         return False
     return True
@@ -162,7 +162,7 @@ def rank_params(
     g: Graph, spec: Spec, params: dict[str, torch.Tensor], rank: int, ranks: int
 ) -> dict[str, torch.Tensor]:
     """A rank's params of a sharded graph, cut from those of the whole model."""
-    share = Share(spec, rank, ranks, any(v.name == FIRST for v in g.params))
+    share = Share(Sharding(spec, ranks, any(v.name == FIRST for v in g.params)), rank)
     return {v.name: share.own(v.name, params.__getitem__) for v in g.params}
 
 
@@ -180,7 +180,7 @@ def packed(
 
 
 def sharded(name: str, ranks: int, ep: bool = False) -> Program:
-    return shard_program(plain(name), spec_of(name), ranks, ep)
+    return shard_program(plain(name), Sharding(spec_of(name), ranks, ep))
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -228,7 +228,7 @@ def test_towers_are_whole(name: str) -> None:
     """So are the rows of tables; text is of a rank."""
     spec = load_spec(name)
     p = build_program(spec, media=find_media(spec))
-    own = shard_program(p, spec, 2)
+    own = shard_program(p, Sharding(spec, 2))
     alike = {phase for phase, g in p.graphs.items() if own.graphs[phase] == g}
     towers = {phase for phase in p.graphs if phase.startswith(("vision", "audio"))}
     assert towers and alike == {"embed", *towers}
@@ -277,7 +277,7 @@ def test_codes_of_the_whole_are_cut(
     made = in_codes(name, recipe, dtype)
     params, held = codes_of(made, weights(name, dtype)), made.map(from_codes)
     want = of_one(held, name, params, dtype)
-    own = shard_program(held, spec_of(name), ranks, ep)
+    own = shard_program(held, Sharding(spec_of(name), ranks, ep))
     for p in (own, run_program(own, options=SLACK)):
         assert distance(together(p, name, ranks, dtype, params)[0], want) < most
 
@@ -290,13 +290,13 @@ def test_a_rank_quantises_its_part(name: str, recipe: str, ranks: int, ep: bool)
     spec, dtype = spec_of(name), torch.float64
     made, params = in_codes(name, recipe, dtype), dict(weights(name, dtype))
     for n in quantising(made):
-        w, part = params[n["w"].name], part_of(spec, n["w"].name, ep)
+        w, part = params[n["w"].name], Sharding(spec, 2, ep).part(n["w"].name)
         apart = part is not None and part.axis == w.dim() - 1
         pieces = [part.cut(w, r, ranks) for r in range(ranks)] if part and apart else [w]
         back = (dequantized(*run_node(n, [x]), dtype) for x in pieces)
         params[n["w"].name] = torch.cat(list(back), -1)
     want = of_one(plain(name), name, params, dtype)
-    own = shard_program(made, spec, ranks, ep)
+    own = shard_program(made, Sharding(spec, ranks, ep))
     for p in (own, run_program(own, options=SLACK)):
         assert distance(together(p, name, ranks, dtype)[0], want) < 1e-12
 
@@ -307,7 +307,7 @@ def test_groups_are_not_cut(held: bool) -> None:
     p = quantised(build_program(spec), spec, find_recipe("int4"), "f32")
     said = r"--tp 4: L0\.mlp\.w_down has rows of 96 in groups of 32, which 4 ranks cannot share"
     with pytest.raises(InputError, match=said):
-        shard_program(p.map(from_codes) if held else p, spec, 4)
+        shard_program(p.map(from_codes) if held else p, Sharding(spec, 4))
 
 
 #: messages of a decode step: two for each layer, and the head's
@@ -321,17 +321,19 @@ def test_messages_of_a_step(name: str, ranks: int) -> None:
     """Every matrix of the layers is cut but routers and per-layer embeddings."""
     spec = load_spec(name)
     for ep in (False, True) if spec.text.moe else (False,):
-        own = shard(build_graph(spec, "decode"), spec, ranks, ep)
+        to = Sharding(spec, ranks, ep)
+        own = shard(build_graph(spec, "decode"), to)
         assert len(list(collectives(run_passes(own)))) == MESSAGES[name]
-        whole = {v.name for v in own.params if v.type.rank > 1 and not part_of(spec, v.name, ep)}
+        whole = {v.name for v in own.params if v.type.rank > 1 and not to.part(v.name)}
         assert all(n.startswith("ple.") or ".ple." in n or n.endswith(".router") for n in whole)
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_the_graph_is_text_and_the_same_for_all_ranks(name: str) -> None:
-    g = shard(plain(name).graphs["decode"], spec_of(name), 2)
+    g = shard(plain(name).graphs["decode"], Sharding(spec_of(name), 2))
     assert parse_graph(str(g)) == g
-    assert shard(plain(name).graphs["decode"], spec_of(name), 1) == plain(name).graphs["decode"]
+    one = Sharding(spec_of(name), 1)
+    assert shard(plain(name).graphs["decode"], one) == plain(name).graphs["decode"]
 
 
 def odd_spec(**text: Any) -> Spec:
@@ -354,12 +356,12 @@ REFUSED: dict[str, tuple[Spec, int, bool]] = {
 def test_numbers_that_cannot_share_are_refused(said: str) -> None:
     spec, ranks, ep = REFUSED[said]
     with pytest.raises(InputError, match=said):
-        shard(build_graph(spec, "decode"), spec, ranks, ep)
+        shard(build_graph(spec, "decode"), Sharding(spec, ranks, ep))
 
 
 def test_experts_cut_across_need_no_even_number() -> None:
-    check_ranks(ODD_EXPERTS, 2, ep=True)
-    check_ranks(ODD_EXPERTS, 4)
+    Sharding(ODD_EXPERTS, 2, ep=True).check()
+    Sharding(ODD_EXPERTS, 4).check()
 
 
 def test_ranks_of_another_number_are_refused() -> None:

@@ -23,6 +23,7 @@ from g4ir.model.text import build_program
 from g4ir.ops.codecs import ACTIVATIONS
 from g4ir.ops.kv_quant import NARROW
 from g4ir.parallel.shard import shard_program
+from g4ir.parallel.table import Sharding
 from g4ir.passes import (
     CHANGES_STATE,
     OPTIONS,
@@ -247,7 +248,7 @@ COUNTS = Path(__file__).parent / "golden" / "fusions.yaml"
 
 
 def of_two_ranks(spec: str) -> Program:
-    return shard_program(program(spec), SPECS[spec](), 2)
+    return shard_program(program(spec), Sharding(SPECS[spec](), 2))
 
 
 #: kind of engine -> its program of a variant, its phases, its options

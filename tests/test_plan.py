@@ -39,10 +39,10 @@ from g4ir.plan.table import plan_text
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import load_spec
-from g4ir.spec.shrink import shrink
 from g4ir.ui.units import count_text, parse_counts, rounded_count, size_text
 from tests.cli_tools import ok
 from tests.configs import NAMES, SMALL, short, spec_called
+from tests.shrink import shrink
 
 CASES = yaml.safe_load(Path(__file__).with_name("plan_cases.yaml").read_text())
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")

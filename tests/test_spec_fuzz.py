@@ -20,8 +20,8 @@ from g4ir.errors import SpecError
 from g4ir.model.tensors import dead_tensors, text_tensors
 from g4ir.plan.count import counts
 from g4ir.spec.record import Spec, check_spec, diff_specs, load_spec, spec_names, spec_path
-from g4ir.spec.shrink import shrink
 from tests.mutations import mutate
+from tests.shrink import shrink
 
 BASES = {name: load_spec(name) for name in spec_names()}
 SMALL_BASES = ("tiny-dense", "tiny-moe", "tiny-ple", "12b")

@@ -31,7 +31,6 @@ from g4ir.backends import find_backend
 from g4ir.errors import EngineError, G4Error, InputError, SpecError
 from g4ir.model.draft import check_pair, layers_read
 from g4ir.model.media import check_media
-from g4ir.parallel.table import check_ranks
 from g4ir.passes import OPTIONS, PassOptions, find_pass
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.plan.backend import checked_settings
@@ -423,7 +422,7 @@ def _check_config(file: Path, m: Manifest) -> None:
         raise _altered(file, f"limits: expected prefill_chunk <= max_seq <= {most}")
     try:
         checked_settings(find_backend(c.backend), c.settings)
-        check_ranks(c.spec, c.ranks, c.ep)
+        c.sharding.check()
         placement = find_placement(c.ple_placement, c.spec, c.device)
         check_media(c.media, c.spec, MOST_SIZES)
         if c.quant:

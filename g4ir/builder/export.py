@@ -35,8 +35,8 @@ from g4ir.weights.gguf.write import WRITTEN, write_gguf
 from g4ir.weights.origin import GgufFile, existing_origin, find_model
 from g4ir.weights.write import check_empty, write_checkpoint
 
-from .build import agreed_spec, checked_side_files
 from .load import open_held
+from .sources import agreed_spec, checked_side_files
 
 if TYPE_CHECKING:
     import torch

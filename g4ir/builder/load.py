@@ -231,7 +231,7 @@ def _open_params(found: Artefact, device: str) -> packings.ParamSource:
         return found.stored
     from g4ir.backends.cpu.packing import quantized
 
-    share = Share(c.spec, found.rank, c.ranks, c.ep)
+    share = Share(c.sharding, found.rank)
     if isinstance(kept, RandomWeights):
         dtype = torch_dtype(c.dtype)
         source = random_weights(c.spec, kept.seed, dtype, device, c.drafter)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from g4ir.artefact.directory import LinkedWeights, MergedWeights
-from g4ir.builder.build import agreed_spec
 from g4ir.builder.load import open_weights
 from g4ir.builder.module import refusals_of_transformers, text_model
+from g4ir.builder.sources import agreed_spec
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.graph import Node

@@ -219,7 +219,7 @@ def stages_of(
     if engine.ranks > 1:
         if engine.config.quant and not engine.config.quant.held:
             after.clear()  # each rank made codes of its part, with scales of their own
-        plain = shard_program(plain, engine.spec, engine.ranks, config.ep)
+        plain = shard_program(plain, config.sharding)
         after[SHARD] = dict(plain.graphs)
 
     def stage(name: str, packing: Packing) -> Stage:
@@ -271,8 +271,8 @@ def _written(engine: Engine) -> Program:
 def _side_by_side(packing: Packing, share: Share) -> Packing:
     own = own_params(packing, share)
     cut = {v.name for v in packing.prologue.params if share.cuts(v.name)}
-    program = packing.program.map(lambda g: unroll(g, own, share.ranks) if g.state else g)
-    return Packing(program, unroll(packing.prologue, cut, share.ranks))
+    program = packing.program.map(lambda g: unroll(g, own, share.sharding.ranks) if g.state else g)
+    return Packing(program, unroll(packing.prologue, cut, share.sharding.ranks))
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ class NamedGraph(Part):
         """Return the graph of one rank; InputError for one that ranks do not share."""
         phases = (*TEXT_GRAPHS, VERIFY, BLOCKS, DRAFT)
         if self.phase in phases:
-            return shard(graph, self.spec, self.config.ranks, self.config.ep)
+            return shard(graph, self.config.sharding)
         if self.built:
             return graph
         whole = f"--phase {self.phase} is whole on every rank"

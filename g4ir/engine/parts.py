@@ -140,7 +140,7 @@ class EngineParts:
     @property
     def share(self) -> Share:
         """The weights of rank 0."""
-        return Share(self.spec, 0, self.ranks, self.config.ep)
+        return Share(self.config.sharding, 0)
 
     @cached_property
     def rings(self) -> tuple[tuple[int, int], ...]:

@@ -19,9 +19,8 @@ from g4ir.ir.verify import verify
 from g4ir.model.names import CODES
 from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.types import Type
-from g4ir.spec.record import Spec
 
-from .table import FIRST, HEAD, TABLE, AxisShard, check_ranks, key_heads, part_of
+from .table import FIRST, HEAD, TABLE, AxisShard, Sharding
 
 #: values that are sums of what every rank has; of a drafter those of attention, the rest is whole
 _SUMS = re.compile(r"(draft\.)?L\d+\.attn\.o|L\d+\.(mlp\.down|moe\.out)")
@@ -32,41 +31,40 @@ _CACHE = re.compile(r"L(\d+)\.[kv]")
 _OWN = re.compile(r"r(\d+)\.(.+)")
 
 
-def shard_program(p: Program, spec: Spec, ranks: int, ep: bool = False) -> Program:
+def shard_program(p: Program, to: Sharding) -> Program:
     """Return each rank's program: `shard` of the graphs of the text model. Embedding tables and
-    towers stay whole. InputError where `ranks` cannot share the model."""
-    check_ranks(spec, ranks, ep)
-    if ranks == 1:
+    towers stay whole. InputError where the ranks cannot share the model."""
+    to.check()
+    if to.ranks == 1:
         return p
-    return p.map(lambda g: shard(g, spec, ranks, ep) if g.state else g)
+    return p.map(lambda g: shard(g, to) if g.state else g)
 
 
-def shard(g: Graph, spec: Spec, ranks: int, ep: bool = False) -> Graph:
-    """Return the graph of one rank of `ranks`, the same for each; see the module. With `ep` a rank
-    has some of the experts, else a part of each."""
-    check_ranks(spec, ranks, ep)
-    if ranks == 1:
+def shard(g: Graph, to: Sharding) -> Graph:
+    """Return the graph of one rank, the same for each; see the module."""
+    to.check()
+    if to.ranks == 1:
         return g
     for n in g.find("dequantize"):
-        _check_groups(n, spec, ranks, ep)
-    params = {v.name: _param(v, spec, ranks, ep) for v in g.params}
-    state = {v.name: _cache(v, spec, ranks) for v in g.state}
+        _check_groups(n, to)
+    params = {v.name: _param(v, to) for v in g.params}
+    state = {v.name: _cache(v, to) for v in g.state}
     sums = _sums(g)
     nodes: list[Node] = []
     for n in g.nodes:
         inputs = (state.get(v.name, params.get(v.name, _named(v))) for v in n.inputs)
         n = replace(n, inputs=tuple(inputs), outputs=tuple(map(_named, n.outputs)))
         if n.op == "heads":
-            n = _heads(n, spec, ranks)
+            n = _heads(n, to)
         elif n.outputs[0].name in sums or _is_head(n):
             n = replace(n, outputs=(_part(n.outputs[0]),))
-        nodes.append(_some(n, spec) if ep and n.op == "experts" else n)
+        nodes.append(_some(n, to) if to.ep and n.op == "experts" else n)
     first = (_FIRST,) if any(_FIRST in n.inputs for n in nodes) else ()
     cut = replace(
         g,
         params=(*params.values(), *first),
         state=tuple(state.values()),
-        nodes=(*nodes, *_collectives(g, sums, ranks)),
+        nodes=(*nodes, *_collectives(g, sums, to.ranks)),
     )
     out = drop_dead(rebuild(order(cut)))
     verify(out)
@@ -83,12 +81,12 @@ def ranks_of(g: Graph) -> int:
     return next((n.whole("ranks") for n in collectives(g)), 1)
 
 
-def _param(v: Value, spec: Spec, ranks: int, ep: bool) -> Value:
+def _param(v: Value, to: Sharding) -> Value:
     """Return a rank's part of a param. That of a tied head has a name of its own: the embedding
     table stays whole."""
     name = _named(v).name
-    part = part_of(spec, name, ep)
-    return Value(name, part.cut_type(v.type, ranks)) if part else v
+    part = to.part(name)
+    return Value(name, part.cut_type(v.type, to.ranks)) if part else v
 
 
 def _named(v: Value) -> Value:
@@ -96,17 +94,17 @@ def _named(v: Value) -> Value:
     return Value(v.name.replace(TABLE, HEAD, 1), v.type) if v.name.startswith(TABLE) else v
 
 
-def _check_groups(n: Node, spec: Spec, ranks: int, ep: bool) -> None:
+def _check_groups(n: Node, to: Sharding) -> None:
     """Raise InputError if a group of quantised weights, or an element, would be cut."""
     weight = n["codes"].name.removesuffix(CODES)
-    part = part_of(spec, HEAD if weight == TABLE else weight, ep)
-    if part is None or _divides(n, part, ranks):
+    part = to.part(HEAD if weight == TABLE else weight)
+    if part is None or _divides(n, part, to.ranks):
         return
     each = int(n.out.type.shape[-1]) // int(n["scales"].type.shape[-1])
     what = f"{weight} has rows of {n.out.type.shape[-1]} in groups of {each}"
     fix = "or a recipe that leaves it out or holds it in a form with a scale for each row"
-    cannot = f"which {ranks} ranks cannot share; take another number of them"
-    raise InputError(f"--tp {ranks}: {what}, {cannot}, {fix}")
+    cannot = f"which {to.ranks} ranks cannot share; take another number of them"
+    raise InputError(f"--tp {to.ranks}: {what}, {cannot}, {fix}")
 
 
 def _divides(n: Node, part: AxisShard, ranks: int) -> bool:
@@ -119,29 +117,29 @@ def _divides(n: Node, part: AxisShard, ranks: int) -> bool:
     return whole and made == (part.cut_type(n.out.type, ranks),)
 
 
-def _cache(v: Value, spec: Spec, ranks: int) -> Value:
+def _cache(v: Value, to: Sharding) -> Value:
     slots, rows, _, dim = v.type.shape
-    heads = key_heads(spec.layers()[int(_CACHE.sub(r"\1", v.name))], ranks)
+    heads = to.key_heads(int(_CACHE.sub(r"\1", v.name)))
     return Value(v.name, v.type.with_shape(slots, rows, heads, dim))
 
 
-def _heads(n: Node, spec: Spec, ranks: int) -> Node:
+def _heads(n: Node, to: Sharding) -> Node:
     """Return the split of a projection into the heads that a rank has of it."""
     match, count = _HEADS.fullmatch(n.out.name), n.whole("n")
     if not match:
         return n  # of per-layer embeddings, which are whole
-    if match[3] == "q" and count % ranks:
-        what = f"the drafter of {spec.name} has num_attention_heads {count}"
+    if match[3] == "q" and count % to.ranks:
+        what = f"the drafter of {to.spec.name} has num_attention_heads {count}"
         fix = f"take {count} or fewer, or leave the drafter out"
-        raise InputError(f"--tp {ranks}: {what}, which {ranks} ranks cannot share; {fix}")
-    own = count // ranks if match[3] == "q" else key_heads(spec.layers()[int(match[2])], ranks)
+        raise InputError(f"--tp {to.ranks}: {what}, which {to.ranks} ranks cannot share; {fix}")
+    own = count // to.ranks if match[3] == "q" else to.key_heads(int(match[2]))
     return replace(n, attrs={**n.attrs, "n": own})
 
 
-def _some(n: Node, spec: Spec) -> Node:
+def _some(n: Node, to: Sharding) -> Node:
     """Return experts of which a rank has some: an operand says which, so that no graph does."""
-    assert spec.text.moe
-    attrs = {**n.attrs, "total": spec.text.moe.num_experts}
+    assert to.spec.text.moe
+    attrs = {**n.attrs, "total": to.spec.text.moe.num_experts}
     return replace(n, inputs=(*n.inputs, _FIRST), attrs=attrs)
 
 

@@ -99,50 +99,92 @@ class AxisShard:
         return made
 
 
-def part_of(spec: Spec, param: str, ep: bool = False) -> AxisShard | None:
-    """Return a rank's part of a param of a sharded graph, or of its codes or scales; None: all."""
-    for suffix in (CODES, SCALES):
-        if param.endswith(suffix):
-            part = part_of(spec, param.removesuffix(suffix), ep)
-            return part and replace(part, source=f"{part.source}{suffix}")
-    if param == HEAD:
-        source = TABLE if spec.text.tie_word_embeddings else HEAD
-        return AxisShard(source, 0, spec.text.vocab_size)
-    match, cuts = _WEIGHT.fullmatch(param), CUTS | EXPERT_CUTS if ep else CUTS
-    index, name, *_ = [x for x in match.groups() if x] if match else ("", "")
-    if name not in cuts:
-        return None
-    axis, by = cuts[name]
-    return AxisShard(param, axis, *_units(spec, spec.layers()[int(index)], by))
+@dataclass(frozen=True)
+class Sharding:
+    """A model that `ranks` share; with `ep` each has some of the experts, else a part of each."""
 
+    spec: Spec
+    ranks: int
+    ep: bool = False
 
-def _units(spec: Spec, layer: Layer, by: str) -> tuple[int, int]:
-    """Return the units of a block that may not be cut, and the blocks."""
-    moe = spec.text.moe
-    expert, count = (moe.intermediate_size, moe.num_experts) if moe else (0, 0)
-    return {
-        "heads": (spec.text.num_attention_heads, 1),
-        "key heads": (layer.attention.num_key_value_heads, 1),
-        "width": (layer.intermediate_size, 1),
-        # gate and up lie one behind the other
-        "expert widths": (expert, 2),
-        "expert width": (expert, 1),
-        "experts": (count, 1),
-    }[by]
+    def part(self, param: str) -> AxisShard | None:
+        """Return a rank's part of a param of a sharded graph, or of its codes or scales; None: it
+        is whole."""
+        for suffix in (CODES, SCALES):
+            if param.endswith(suffix):
+                part = self.part(param.removesuffix(suffix))
+                return part and replace(part, source=f"{part.source}{suffix}")
+        text = self.spec.text
+        if param == HEAD:
+            return AxisShard(TABLE if text.tie_word_embeddings else HEAD, 0, text.vocab_size)
+        match, cuts = _WEIGHT.fullmatch(param), CUTS | EXPERT_CUTS if self.ep else CUTS
+        index, name, *_ = [x for x in match.groups() if x] if match else ("", "")
+        if name not in cuts:
+            return None
+        axis, by = cuts[name]
+        return AxisShard(param, axis, *self._units(self.spec.layers()[int(index)], by))
+
+    def _units(self, layer: Layer, by: str) -> tuple[int, int]:
+        """Return the units of a block that may not be cut, and the blocks."""
+        text, moe = self.spec.text, self.spec.text.moe
+        expert, count = (moe.intermediate_size, moe.num_experts) if moe else (0, 0)
+        return {
+            "heads": (text.num_attention_heads, 1),
+            "key heads": (layer.attention.num_key_value_heads, 1),
+            "width": (layer.intermediate_size, 1),
+            # gate and up lie one behind the other
+            "expert widths": (expert, 2),
+            "expert width": (expert, 1),
+            "experts": (count, 1),
+        }[by]
+
+    def key_heads(self, layer: int) -> int:
+        """Count the heads of keys and values whose caches a rank has."""
+        return max(1, self.spec.layers()[layer].attention.num_key_value_heads // self.ranks)
+
+    def check(self) -> None:
+        """Raise InputError, naming the key and what would do, if a model cannot be cut so."""
+        if self.ranks < 1:
+            raise InputError(f"--tp {self.ranks}: expected at least 1")
+        if self.ep and self.ranks == 1:
+            raise InputError("--ep needs --tp N, of 2 at least: one rank has all experts")
+        if self.ep and not self.spec.text.moe:
+            raise InputError(f"--ep: {self.spec.name} has no experts to share out; leave it out")
+        if uneven := self._uneven(self.ranks):
+            most = self.spec.text.num_attention_heads
+            fine = ", ".join(str(n) for n in range(1, most + 1) if not self._uneven(n))
+            key, size = uneven
+            what = f"{self.spec.name} has {key} {size}, which {self.ranks} ranks cannot share"
+            raise InputError(f"--tp {self.ranks}: {what}; one of {fine}")
+
+    def _uneven(self, ranks: int) -> tuple[str, int] | None:
+        """Return a key and its number that ranks cannot divide; key heads may be replicated."""
+        text, moe = self.spec.text, self.spec.text.moe
+        sizes = {
+            "num_attention_heads": text.num_attention_heads,
+            "intermediate_size": text.intermediate_size,
+            "vocab_size": text.vocab_size,
+        }
+        if moe:
+            key = "num_experts" if self.ep else "intermediate_size"
+            sizes[f"moe.{key}"] = getattr(moe, key)
+        layers = self.spec.layers()
+        keys = {f"{x.kind}.num_key_value_heads": x.attention.num_key_value_heads for x in layers}
+        uneven = (item for item in sizes.items() if item[1] % ranks)
+        apart = (item for item in keys.items() if item[1] % ranks and ranks % item[1])
+        return next(uneven, None) or next(apart, None)
 
 
 @dataclass(frozen=True)
 class Share:
-    """Weights of rank `rank` of `ranks`; with `ep` it has some of the experts."""
+    """The weights of one rank."""
 
-    spec: Spec
+    sharding: Sharding
     rank: int
-    ranks: int
-    ep: bool = False
 
     def cuts(self, param: str) -> bool:
         """Whether ranks have different parts of a param."""
-        return self.ranks > 1 and (param == FIRST or self._part(param) is not None)
+        return self.sharding.ranks > 1 and (param == FIRST or self._part(param) is not None)
 
     def cuts_rows(self, param: str, t: Type) -> bool:
         """Whether ranks have parts of the same rows, each of which has a scale of its own."""
@@ -160,58 +202,22 @@ class Share:
         if param == FIRST:
             import torch
 
-            assert self.spec.text.moe
-            return torch.tensor([self.rank * self.spec.text.moe.num_experts // self.ranks])
+            assert self.sharding.spec.text.moe
+            return torch.tensor(
+                [self.rank * self.sharding.spec.text.moe.num_experts // self.sharding.ranks]
+            )
         part = self._part(param)
         made = read(part.source if part else param)
-        return part.cut(made, self.rank, self.ranks).contiguous() if part else made
+        return part.cut(made, self.rank, self.sharding.ranks).contiguous() if part else made
 
     def joined(self, v: Value, read: Callable[[int, Value], Any]) -> Any:
         """Return a weight of the whole model, of what the ranks have; `read` gives a rank's."""
         part = self._part(v.name)
         if part is None:
             return read(0, v)
-        own = Value(v.name, part.cut_type(v.type, self.ranks))
-        parts = [read(rank, own) for rank in range(self.ranks)]
+        own = Value(v.name, part.cut_type(v.type, self.sharding.ranks))
+        parts = [read(rank, own) for rank in range(self.sharding.ranks)]
         return part.joined(parts, int(v.type.shape[part.axis]))
 
     def _part(self, param: str) -> AxisShard | None:
-        return part_of(self.spec, param, self.ep) if self.ranks > 1 else None
-
-
-def key_heads(layer: Layer, ranks: int) -> int:
-    """Count the heads of keys and values whose caches a rank has."""
-    return max(1, layer.attention.num_key_value_heads // ranks)
-
-
-def check_ranks(spec: Spec, ranks: int, ep: bool = False) -> None:
-    """Raise InputError, naming the key and what would do, if a model cannot be cut so."""
-    if ranks < 1:
-        raise InputError(f"--tp {ranks}: expected at least 1")
-    if ep and ranks == 1:
-        raise InputError("--ep needs --tp N, of 2 at least: one rank has all experts")
-    if ep and not spec.text.moe:
-        raise InputError(f"--ep: {spec.name} has no experts to share out; leave it out")
-    if uneven := _uneven(spec, ranks, ep):
-        most = spec.text.num_attention_heads
-        fine = ", ".join(str(n) for n in range(1, most + 1) if not _uneven(spec, n, ep))
-        key, size = uneven
-        what = f"{spec.name} has {key} {size}, which {ranks} ranks cannot share"
-        raise InputError(f"--tp {ranks}: {what}; one of {fine}")
-
-
-def _uneven(spec: Spec, ranks: int, ep: bool) -> tuple[str, int] | None:
-    """Return a key and its number that ranks cannot divide; key heads may be replicated."""
-    text, moe = spec.text, spec.text.moe
-    sizes = {
-        "num_attention_heads": text.num_attention_heads,
-        "intermediate_size": text.intermediate_size,
-        "vocab_size": text.vocab_size,
-    }
-    if moe:
-        key = "num_experts" if ep else "intermediate_size"
-        sizes[f"moe.{key}"] = getattr(moe, key)
-    keys = {f"{x.kind}.num_key_value_heads": x.attention.num_key_value_heads for x in spec.layers()}
-    uneven = (item for item in sizes.items() if item[1] % ranks)
-    apart = (item for item in keys.items() if item[1] % ranks and ranks % item[1])
-    return next(uneven, None) or next(apart, None)
+        return self.sharding.part(param) if self.sharding.ranks > 1 else None

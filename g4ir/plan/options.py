@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from g4ir.model.media import Media, media_options
 from g4ir.ops.types import TORCH_NAMES
+from g4ir.parallel.table import Sharding
 from g4ir.passes import PASSES, PassOptions
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.narrow_kv import NarrowOptions
@@ -137,6 +138,10 @@ class BuildConfig:
     ple_placement: str | None
     media: Media
     quant: Recipe | None
+
+    @property
+    def sharding(self) -> Sharding:
+        return Sharding(self.spec, self.ranks, self.ep)
 
     @property
     def draft_tokens(self) -> int:

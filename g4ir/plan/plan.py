@@ -15,7 +15,6 @@ from typing import Any
 
 from g4ir.errors import InputError
 from g4ir.model.media import find_media
-from g4ir.parallel.table import check_ranks
 from g4ir.quant.recipe import Recipe, find_recipe, one_recipe
 from g4ir.spec.record import Spec
 from g4ir.ui.plots import CacheLines
@@ -66,8 +65,7 @@ def make_plan(
     Raises InputError naming the argument for sizes out of range and unknown choices.
     """
     config = _resolved(spec, options, held, backend)
-    if options.tp != 1 or options.ep:
-        check_ranks(spec, options.tp, options.ep)
+    config.sharding.check()
     contexts, batches = _contexts(config, ctx), _positive("--batch", batch, MOST_ROWS)
     free = options.ple_placement is None and config.ple_placement == "device"
     formats = _formats(config, backend, () if config.quant else map(find_recipe, INTEGERS))

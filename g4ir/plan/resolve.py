@@ -9,6 +9,7 @@ from pathlib import Path
 from g4ir.errors import InputError
 from g4ir.model.draft import check_pair, layers_read, shipped_drafter
 from g4ir.model.media import Media
+from g4ir.model.text import has_blocks
 from g4ir.ops.codecs import ACTIVATIONS
 from g4ir.ops.kv_quant import NARROW
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES, dtype_name
@@ -190,14 +191,16 @@ def resolved(
     o: BuildOptions,
     backend: PlannedBackend,
     *,
-    limits: Limits,
     media: Media,
     quant: Recipe | None,
     drafter: Spec | None,
+    limits: Limits | None = None,
 ) -> BuildConfig:
-    """Return a spec and a user's options, each resolved, for a build and a plan alike. InputError
-    for an option that the spec or the backend does not take."""
+    """Return a spec and a user's options, each resolved, for a build and a plan alike; `limits` in
+    the place of the options'. InputError for an option that the spec or the backend does not take.
+    """
     device, dtype = device_of(backend, o.device), dtype_of(backend, o.dtype, spec)
+    limits = limits or find_limits(spec, o, media)
     options = pass_options(
         check_latent(o.latent_kv, spec),
         find_kv_dtype(o.kv_dtype, dtype, backend.kv_dtypes),
@@ -223,6 +226,29 @@ def resolved(
         media=media,
         quant=quant,
     )
+
+
+def find_limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
+    """Return the limits; the prefill chunk is widened to the largest image whose tokens see each
+    other, which is never cut (media/merge.py). Warns if the user gave a smaller one, and of images
+    longer than max_seq."""
+    longest = spec.text.max_position_embeddings
+    for name in ("max_batch", "max_seq", "prefill_chunk"):
+        value = getattr(o, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} {value}: expected at least 1")
+    if o.max_seq is not None and o.max_seq > longest:
+        raise InputError(f"--max-seq {o.max_seq}: {spec.name} has {longest} positions")
+    seq = min(Limits.max_seq, longest) if o.max_seq is None else o.max_seq
+    chunk, largest = min(o.prefill_chunk, seq), max(media.grids, default=0)
+    if largest > seq:
+        what = "--max-seq %d: an image of %d soft tokens, as built for, does not fit"
+        log.warning(what, seq, largest)
+    if has_blocks(spec) and chunk < min(largest, seq):
+        what = "--prefill-chunk %d is raised to %d: an image's tokens are computed together"
+        log.warning(what, chunk, min(largest, seq))
+        chunk = min(largest, seq)
+    return Limits(o.max_batch, seq, chunk)
 
 
 def find_placement(given: str | None, spec: Spec, device: str) -> str | None:

@@ -21,7 +21,7 @@ from g4ir.ops.finite import cast
 from g4ir.ops.quant import quantize
 from g4ir.ops.types import TORCH_NAMES, dtype_name, torch, torch_dtype
 from g4ir.parallel.shard import shard_program
-from g4ir.parallel.table import Share
+from g4ir.parallel.table import Sharding, Share
 from g4ir.passes import Acted, Dump, PassOptions, run_program
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.quant.recipe import Recipe
@@ -102,7 +102,7 @@ def make_packing(
     verifies = options.of(RingOptions).slack > 0
     whole = build_program(spec, all_logits, dtype, media, verifies, drafter).graphs
     made = Program({name: g for name, g in whole.items() if name not in without})
-    plain = shard_program(quantised(made, spec, recipe, dtype), spec, ranks, ep)
+    plain = shard_program(quantised(made, spec, recipe, dtype), Sharding(spec, ranks, ep))
     made = run_program(plain, skip=skip, dump=dump, options=options, acted=acted)
     return split_program(stored(made))
 

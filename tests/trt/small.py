@@ -21,8 +21,8 @@ from g4ir.ir.graph import Program
 from g4ir.ir.interpret import interpret
 from g4ir.model.decoder import HIDDEN, VERIFY
 from g4ir.model.draft import DRAFT, NEXT_HIDDEN
-from g4ir.spec.shrink import shrink
 from tests.configs import spec_called
+from tests.shrink import shrink
 from tests.trt.compiled import words_of
 from tests.trt.emulated import build, emulated, use
 

@@ -1,4 +1,4 @@
-"""Shrinks a spec to one of the same structure that runs in milliseconds, for checks and tests.
+"""Shrinks a spec to one of the same structure that runs in milliseconds, for tests.
 
 It knows no variant: sizes are scaled and layers cut, every structural field is kept.
 """
@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
-from .parts import (
+from g4ir.spec.parts import (
     AttentionKind,
     Audio,
     Centroids,
@@ -22,8 +22,8 @@ from .parts import (
     UnifiedVision,
     Vision,
 )
-from .record import Spec, check_spec
-from .rules import shortest_pattern
+from g4ir.spec.record import Spec, check_spec
+from g4ir.spec.rules import shortest_pattern
 
 WINDOW = 8
 VOCAB = 256

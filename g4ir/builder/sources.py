@@ -1,0 +1,204 @@
+"""Finds what a build reads: the spec, the checkpoint, its drafter, adapters and side files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from g4ir.engine.engine import TOKENIZER, read_tokenizer
+from g4ir.engine.prompts import read_defaults
+from g4ir.errors import InputError, SpecError
+from g4ir.model.media import Media, find_media
+from g4ir.ops.types import torch_dtype
+from g4ir.plan import resolve
+from g4ir.plan.options import BuildConfig, BuildOptions
+from g4ir.spec.record import SUFFIXES, Spec, diff_specs
+from g4ir.weights.adapter import Adapter, lies_in, with_adapters
+from g4ir.weights.checkpoint import GENERATION, Checkpoint
+from g4ir.weights.origin import Origin, existing_origin, find_origin, need_snapshot, snapshot_of
+from g4ir.weights.random import random_weights
+
+log = logging.getLogger(__name__)
+
+#: fields of the text model that only images use
+OF_PICTURES = ("text.use_bidirectional_attention",)
+_SEEN = ("vision.", "tokens.boi", "tokens.eoi", "tokens.pad")
+#: kind of media -> keys of a spec that its soft tokens follow from
+OF_MEDIA = {
+    "image": (*_SEEN, "tokens.image"),
+    "video": (*_SEEN, "tokens.video"),
+    "audio": ("audio.", "tokens.audio", "tokens.boa", "tokens.eoa", "tokens.pad"),
+}
+
+
+@dataclass(frozen=True)
+class DrafterSource:
+    """A drafter's spec, and the directory of its checkpoint; None: it is absent or random."""
+
+    spec: Spec
+    path: Path | None
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a build reads. `origin` is None for random weights (`seed`) and where the checkpoint is
+    absent, which a dry run goes without."""
+
+    spec: Spec
+    origin: Origin | None
+    seed: int | None
+    drafter: DrafterSource | None
+    adapters: tuple[Adapter, ...]
+    side_files: Mapping[str, bytes]
+
+    def absent(self) -> list[Callable[[], object]]:
+        """Return checks that raise for weights that are not in the local hub cache."""
+        checks: list[Callable[[], object]] = []
+        if self.seed is None and self.origin is None:
+            checks.append(partial(need_snapshot, self.spec))
+        if self.seed is None and self.drafter and self.drafter.path is None:
+            checks.append(partial(need_snapshot, self.drafter.spec, "--drafter DIR"))
+        return checks
+
+    def media(self, o: BuildOptions) -> Media:
+        """Return the media of an engine; SpecError where the checkpoint's towers are others."""
+        asked = o.media if isinstance(o.media, str) else tuple(o.media)
+        sizes = o.image_budgets, o.audio_seconds
+        if not self.origin:
+            return find_media(self.spec, asked, *sizes)
+        kinds = self.origin.kinds(asked, self.spec)
+        media = find_media(self.spec, kinds, *sizes, self.origin.extractor())
+        if media.kinds and self.origin.says_towers:
+            keys = tuple(key for kind in media.kinds for key in OF_MEDIA[kind])
+            _check_agreed(self.spec, self.origin, keys)
+        return media
+
+    def checkpoint(self, config: BuildConfig) -> Checkpoint | None:
+        """Open the checkpoint, with the adapters merged; None without one."""
+        if not self.origin:
+            return None
+        opened = self.origin.open(self.spec, config.media.kinds, config.dtype)
+        return with_adapters(opened, self.spec, self.adapters)
+
+    def weights(self, config: BuildConfig, opened: Checkpoint | None) -> Checkpoint:
+        """Return the weights of the engine, random ones without a checkpoint."""
+        dtype, seed = torch_dtype(config.dtype), self.seed or 0
+        weights = opened or random_weights(self.spec, seed, dtype)
+        if not self.drafter:
+            return weights
+        spec, path = self.drafter.spec, self.drafter.path
+        return weights.with_drafter(
+            Checkpoint.open(path, spec, (), config.dtype)
+            if path
+            else random_weights(spec, seed, dtype)
+        )
+
+
+def find_sources(spec: Spec | None, o: BuildOptions, dry: bool) -> Sources:
+    """Return what a build of these options reads; an error for files that contradict each other or
+    cannot be read. Without a spec it is the checkpoint's."""
+    _check_given(spec, o)
+    origin = _origin(spec, o)
+    agreed = agreed_spec(spec, origin) if origin else spec
+    assert agreed
+    return Sources(
+        agreed,
+        origin,
+        o.random_weights,
+        _drafter(agreed, o, dry),
+        _adapters(o, origin),
+        checked_side_files(agreed, origin) if origin else {},
+    )
+
+
+def _check_given(spec: Spec | None, o: BuildOptions) -> None:
+    """Raise InputError for options of weights that exclude each other."""
+    checkpoint, seed = o.checkpoint, o.random_weights
+    if o.mmproj is not None and (checkpoint is None or spec is None):
+        why = "it goes with --checkpoint FILE.gguf and, as no file says how towers compute"
+        raise InputError(f"--mmproj {o.mmproj}: {why}, with --variant or --spec")
+    if checkpoint is not None and seed is not None:
+        raise InputError("give either a checkpoint or --random-weights, not both")
+    if seed is not None and not 0 <= seed < 1 << 63:
+        raise InputError(f"--random-weights {seed}: expected a seed from 0 to 2^63 - 1")
+    if spec is None and checkpoint is None:
+        needs = "give a variant, a spec or a checkpoint"
+        raise InputError(needs if seed is None else "--random-weights needs --variant or --spec")
+    if o.adapter and seed is not None:
+        raise InputError("--adapter goes with a checkpoint, and not with --random-weights")
+
+
+def _origin(spec: Spec | None, o: BuildOptions) -> Origin | None:
+    """Return the checkpoint; None for random weights, and where it is absent."""
+    if o.random_weights is not None:
+        return None
+    if o.checkpoint is not None:
+        return existing_origin(o.checkpoint, o.mmproj)
+    found = snapshot_of(spec) if spec else None
+    return find_origin(found) if found else None
+
+
+def agreed_spec(spec: Spec | None, origin: Origin, images: bool = True) -> Spec:
+    """Return the spec, after comparing its text part with what the checkpoint says; fields of
+    images alone only with `images`."""
+    if spec is None:
+        return origin.spec()
+    _check_agreed(spec, origin, ("text.",), origin.spec_only + (() if images else OF_PICTURES))
+    return spec
+
+
+def _check_agreed(
+    spec: Spec, origin: Origin, keys: tuple[str, ...], free: tuple[str, ...] = ()
+) -> None:
+    """Raise SpecError if a checkpoint says something else of these keys."""
+    rows = diff_specs(spec, origin.spec())
+    rows = [r for r in rows if r[0].startswith(keys) and r[0] not in free]
+    if rows:
+        lines = "\n".join(f"  {key}: spec {a!r}, checkpoint {b!r}" for key, a, b in rows)
+        fix = "leave out the variant to build what the checkpoint says, or correct one of them"
+        raise SpecError(f"spec {spec.name} and {origin.stated} differ; {fix}:\n{lines}")
+
+
+def _drafter(model: Spec, o: BuildOptions, dry: bool) -> DrafterSource | None:
+    """Return the drafter that was asked for; InputError or SpecError where there is none such, or
+    it drafts for another model. A `dry` run needs no weights."""
+    if o.drafter in resolve.NO_DRAFTER:
+        return None
+    random, path = o.random_weights is not None, Path(str(o.drafter))
+    default, is_spec = o.drafter == resolve.DEFAULT, path.suffix in SUFFIXES
+    if is_spec and not random and not dry:
+        fix = "give its checkpoint's directory, or --random-weights SEED"
+        raise InputError(f"--drafter {o.drafter}: a spec has no weights; {fix}")
+    if random and not (is_spec or default):
+        why = "beside --random-weights the drafter's are random too"
+        raise InputError(f"--drafter {o.drafter}: {why}; give `default` or its spec FILE.yaml")
+    spec = resolve.drafter_spec(model, o.drafter)
+    if random or is_spec:
+        return DrafterSource(spec, None)
+    return DrafterSource(spec, snapshot_of(spec) if default else path)
+
+
+def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:
+    """Return the adapters to merge. Warns of one in the checkpoint's directory that is not."""
+    given = (o.adapter,) if isinstance(o.adapter, str | Path) else o.adapter
+    adapters = tuple(map(Adapter.of, given))
+    folder = origin.path if origin and origin.path.is_dir() else None
+    beside = lies_in(folder) if folder else None
+    if beside and folder not in [a.path for a in adapters]:
+        what = "%s: holds a LoRA adapter (%s), which is not merged; give --adapter %s to merge it"
+        log.warning(what, folder, beside, folder)
+    return adapters
+
+
+def checked_side_files(spec: Spec, origin: Origin) -> dict[str, bytes]:
+    """Return a checkpoint's side files by name; an error if one cannot be read later."""
+    side = origin.side_files()
+    if TOKENIZER in side:
+        read_tokenizer(origin.stated_at(TOKENIZER), side[TOKENIZER])
+    if GENERATION in side:
+        path, keys = origin.stated_at(GENERATION), origin.generation_keys
+        read_defaults(path, spec.text.vocab_size, side[GENERATION], keys)
+    return side
