@@ -1,4 +1,4 @@
-"""Engines on the CPU: steps of few tokens as step programs, chunks of prompts by compiled ones."""
+"""Engines on the CPU: steps and chunks of prompts as step programs, others as compiled ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from g4ir.backends.inductor.segment import Step
 from g4ir.backends.kv_cache import Caches
 from g4ir.errors import EngineError
 from g4ir.ir.rewrite import bind
-from g4ir.model.decoder import TOKENS, VERIFY
+from g4ir.model.decoder import CHUNK, TOKENS, VERIFY
 from g4ir.weights.pack import ParamSource, StoredParams
 from g4ir.weights.tensorfile import ALIGNED, on_huge_pages, read_pages
 
@@ -24,7 +24,14 @@ from . import pyops
 from .arena import ROWS, Arena
 from .library import KERNELS_FILE
 from .step_loop import Embedding, StepLoop, StepThread, mapped_tables, record_loop
-from .step_program import NoInstruction, StepProgram, of_tokens, record_step
+from .step_program import (
+    CHUNKS,
+    NoInstruction,
+    StepProgram,
+    chunk_arena,
+    of_tokens,
+    record_step,
+)
 
 Tensor = torch.Tensor
 
@@ -74,16 +81,38 @@ class CpuRuntime(ProgramRuntime):
     ) -> Tensors | None:
         if phase not in self.recorded_phases:
             return super().run(phase, feeds, state, context, logits, watch)
+        if not self.weights:
+            raise EngineError("the engine is closed")
+        if phase in CHUNKS:
+            return self._run_chunk(phase, feeds, state, logits, watch)
         made = self._run_program(phase, feeds, state, watch)
         return made if logits else None
+
+    def _run_chunk(
+        self, phase: str, feeds: Tensors, state: Caches, logits: bool, watch: Watch | None
+    ) -> Tensors | None:
+        """Run a step program of a chunk; without `logits` as far as it fills the caches."""
+        batch, tokens = feeds["positions"].shape
+        graph, captured = self.program.graphs[phase], state.captured
+        views, most = state.views(self.limits.max_seq), max(tokens, self.limits.prefill_chunk)
+        arena = captured.get(Arena, (phase, most), lambda: chunk_arena(graph, batch, most))
+
+        def record(count: int) -> StepProgram:
+            g = bind(graph, **{CHUNK: count})
+            return record_step(g, self.weights, views, feeds, arena)
+
+        def recorded(count: int) -> StepProgram:
+            return captured.get(StepProgram, (phase, most, count), lambda: record(count))
+
+        if tokens <= 3 or watch:
+            return recorded(tokens).run(feeds, watch, logits)
+        return of_tokens(recorded(2), recorded(3), tokens).run(feeds, None, logits)
 
     def _run_program(
         self, phase: str, feeds: Tensors, state: Caches, watch: Watch | None
     ) -> Tensors:
         """Run a step program over all slots of the session's caches: it reads those in use. More
         rows than a step has are pieces of fewer tokens, one after the other, but for a watch."""
-        if not self.weights:
-            raise EngineError("the engine is closed")
         batch, tokens = feeds["positions"].shape
         width = ROWS // batch
         if tokens > width and watch is None:
@@ -104,10 +133,10 @@ class CpuRuntime(ProgramRuntime):
             return captured.get(StepProgram, (phase, count), lambda: record(count))
 
         if tokens <= 3 or watch:
-            return recorded(tokens).run(feeds, watch)
+            return recorded(tokens).run(feeds, watch) or {}
         key = ("linear", tokens)
         step = captured.get(StepProgram, key, lambda: of_tokens(recorded(2), recorded(3), tokens))
-        return step.run(feeds)
+        return step.run(feeds) or {}
 
     def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
         if "decode" not in self.recorded_phases or not self.weights:
