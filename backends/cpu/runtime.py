@@ -121,7 +121,7 @@ class CpuRuntime(ProgramRuntime):
                 for at in range(0, tokens, width)
             ]
             return {name: torch.cat([p[name] for p in pieces], 1) for name in pieces[0]}
-        phase = phase if tokens > 1 else "decode"
+        phase = "decode" if (phase, tokens) == (VERIFY, 1) else phase
         views, captured = state.views(self.limits.max_seq), state.captured
         arena = captured.get(Arena, "", lambda: Arena("cpu"))
 

@@ -24,6 +24,7 @@ from g4ir.backends.inductor.segment import writes_last
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.rewrite import bind
 from g4ir.model.decoder import BLOCKS, CHUNK, VERIFY
+from g4ir.model.draft import DRAFT
 from g4ir.ops.base import as_tuple
 from g4ir.ops.codecs import FORM_OF
 from g4ir.ops.collective import COLLECTIVES
@@ -43,7 +44,7 @@ KINDS = (
     *("copy", "rms_norm", "add", "mul", "scale", "softcap", "glu", "rope", "rope_table"),
     *("cache_write", "attention", "linear", "linear_coded", "row_start", "add_integers", "top_k"),
     *("experts", "narrow_row", "mul_integers", "mask_ids", "embed_rows", "greedy", "end_step"),
-    *("attend_chunk", "last_row", "last_seen"),
+    *("attend_chunk", "last_row", "last_seen", "cluster_head", "pick_id"),
 )
 #: those that need no scratch memory for rows in fp32
 _WITHOUT_SCRATCH = {"softcap", "glu", "cache_write", "attention", "linear", "linear_coded"}
@@ -54,6 +55,7 @@ _OPERAND = np.dtype([("at", "u8"), ("sizes", "i8", 7)])
 STRIDED = {"linear": 0, "linear_coded": 0, "attention": 0, "add_integers": 0, "experts": 0}
 STRIDED |= {"cache_write": 1, "top_k": 0, "mul_integers": 0, "mask_ids": 0, "embed_rows": 0}
 STRIDED |= {"greedy": 1, "end_step": 0, "attend_chunk": 0, "last_row": 0, "last_seen": 0}
+STRIDED |= {"cluster_head": 0, "pick_id": 0}
 #: ops whose results are views
 _VIEWS = {"heads", "merge_heads", "split", "unstack_layers"}
 
@@ -69,7 +71,7 @@ CHUNKS = ("prefill", BLOCKS)
 def step_phases(program: Program, limits: Limits) -> tuple[str, ...]:
     """Return the graphs of an engine that run as step programs. Decode steps of many rows do not:
     what each row gets would depend on their number."""
-    few = ("decode", VERIFY) if limits.max_batch <= ROWS else ()
+    few = ("decode", VERIFY, DRAFT) if limits.max_batch <= ROWS else ()
     phases = [p for p in (*few, *CHUNKS) if p in program.graphs]
     return tuple(p for p in phases if _records(program.graphs[p], limits.max_batch))
 
@@ -497,6 +499,17 @@ def _weight(w: Tensor | Coded) -> tuple[Tensor, Tensor | None]:
     return (w.codes, w.scales) if isinstance(w, Coded) else (w, None)
 
 
+def _concat(r: Recorder, n: Node, *parts: Tensor) -> Tensor:
+    x, at = parts[0], 0
+    if n.whole("axis") != x.dim() - 1:
+        raise NoInstruction("concat of anything but rows")
+    y = r.like(x, sum(t.shape[-1] for t in parts))
+    for t in parts:
+        r.emit("copy", t, y[..., at : at + t.shape[-1]])
+        at += t.shape[-1]
+    return y
+
+
 def _mask_ids(r: Recorder, n: Node, ids: Tensor) -> Tensor:
     y, masked = r.like(ids), torch.tensor(n.wholes("ids"), dtype=torch.int64)
     r.emit("mask_ids", r.whole(ids), masked, y, n=(n.whole("pad"),))
@@ -514,6 +527,24 @@ def _embedding(r: Recorder, n: Node, table: Tensor, *others: Tensor) -> Tensor:
     _computes(y)
     operands = r.whole(ids), table, scales[0] if scales else None, y
     r.emit("embed_rows", *operands, n=(form, n.op == "embedding_tiles"), f=n.number("scale"))
+    return y
+
+
+def _cluster_head(
+    r: Recorder, n: Node, x: Tensor, heads: Tensor, rows: Tensor, order: Tensor
+) -> tuple[Tensor, Tensor]:
+    _computes(x)
+    k, scores = n.whole("top_k"), r.like(x, heads.shape[0])
+    logits, ids = (r.like(x, k * rows.shape[1], dtype) for dtype in (x.dtype, torch.int64))
+    r.emit("linear", r.whole(x), heads, scores)
+    r.emit("cluster_head", r.whole(x), scores, rows, order, logits, ids, n=(k,))
+    r.arena.use(scores, 0)
+    return logits, ids
+
+
+def _pick_id(r: Recorder, n: Node, ids: Tensor, at: Tensor) -> Tensor:
+    y = r.like(at)
+    r.emit("pick_id", ids, at, y)
     return y
 
 
@@ -543,11 +574,14 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
     "linear": _linear,
     "router": _router,
     "experts": _experts,
+    "concat": _concat,
     "mask_ids": _mask_ids,
     "embedding": _embedding,
     "embedding_quantized": _embedding,
     "embedding_tiles": _embedding,
     "greedy": _greedy,
+    "cluster_head": _cluster_head,
+    "pick_id": _pick_id,
 }
 
 

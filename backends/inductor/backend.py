@@ -43,10 +43,9 @@ class TorchBackend(Backend):
     record = Programs
     settings = {
         "programs": Setting(
-            ("auto", "compiled"),
+            ("auto", "inductor"),
             "auto",
-            "auto: on the CPU what its kernels can compute is compiled for no engine; compiled: by "
-            "torch's compiler alone",
+            "inductor: compile every graph, those too that the CPU's kernels compute without",
         )
     }
 
@@ -121,7 +120,7 @@ def _recorded(
     program: Program, limits: Limits, device: str, settings: Mapping[str, str]
 ) -> Sequence[str]:
     """Return the graphs that need no compiled programs."""
-    if settings["programs"] == "compiled":
+    if settings["programs"] == "inductor":
         return ()
     return find_device(device).recorded_phases(program, limits)
 

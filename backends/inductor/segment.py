@@ -216,7 +216,7 @@ def writes_last(g: Graph, nodes: Sequence[Node]) -> list[Node]:
         for write in waiting:
             left[write] += 1
     out: list[Node] = []
-    held: dict[str, Node] = {}
+    held: dict[str, Node] = {}  # writes that wait, by their first output
 
     def put(n: Node) -> None:
         out.append(n)
@@ -224,11 +224,10 @@ def writes_last(g: Graph, nodes: Sequence[Node]) -> list[Node]:
             left[write] -= 1
 
     for n in nodes:
-        made = {v.name for w in held.values() for v in w.outputs}
-        if used := [v for v in n.inputs if v.name in made]:
-            raise LowerError(
-                f"torch: graph {g.name}: contents that {used[0]} replaced are read later"
-            )
+        for w in held.values():
+            if set(w.outputs) & set(n.inputs):
+                (old, new), *_ = _updates(w)
+                raise LowerError(f"torch: graph {g.name}: {old} is read after {new} replaced it")
         if left.get(name := n.outputs[0].name):
             held[name] = n
         else:

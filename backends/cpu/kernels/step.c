@@ -35,7 +35,7 @@ typedef struct {
 enum {
     COPY, RMS_NORM, ADD, MUL, SCALE, SOFTCAP, GLU, ROPE, ROPE_TABLE, CACHE_WRITE, ATTENTION, LINEAR,
     LINEAR_CODED, ROW_START, ADD_INTEGERS, TOP_K, EXPERTS, NARROW_ROW, MUL_INTEGERS, MASK_IDS,
-    EMBED_ROWS, GREEDY, END_STEP, ATTEND_CHUNK, LAST_ROW, LAST_SEEN
+    EMBED_ROWS, GREEDY, END_STEP, ATTEND_CHUNK, LAST_ROW, LAST_SEEN, CLUSTER_HEAD, PICK_ID
 };
 
 typedef struct {
@@ -483,6 +483,33 @@ static int linear_coded(const running *a) {
     return failed;
 }
 
+/* x [T, d], scores of clusters [T, C], rows of clusters [C, size, d], tokens [C * size], logits [T, k * size]
+ * and ids of the k clusters of the best scores; n: k */
+static int cluster_head(const running *a) {
+    const operand *x = a->of, *scores = a->of + 1, *rows = a->of + 2, *logits = a->of + 4, *ids = a->of + 5;
+    int64_t d = x->width, size = logits->width / a->i->n[0];
+    for (int64_t t = 0; t < rows_of(x); t++) {
+        read_numbers(row(scores, t), scores->dtype, a->room, scores->width);
+        for (int64_t i = 0; i < a->i->n[0]; i++) {
+            int64_t best = 0;
+            for (int64_t c = 1; c < scores->width; c++) best = a->room[c] > a->room[best] ? c : best;
+            a->room[best] = -INFINITY;
+            memcpy((int64_t *)row(ids, t) + i * size, (const int64_t *)a->of[3].at + best * size, size * 8);
+            if (g4ir_linear(rows->at + best * size * d * rows->bytes, row(x, t),
+                            row(logits, t) + i * size * logits->bytes, x->dtype, 1, size, d, a->threads))
+                return 1;
+        }
+    }
+    return 0;
+}
+
+/* ids [B, n], places [B], y */
+static void pick_id(const running *a) {
+    const int64_t *at = (const int64_t *)a->of[1].at;
+    for (int64_t b = 0; b < rows_of(a->of); b++)
+        ((int64_t *)a->of[2].at)[b] = ((const int64_t *)row(a->of, b))[at[b]];
+}
+
 /* positions [B, S], start */
 static void row_start(const running *a) {
     int64_t *to = (int64_t *)a->of[1].at;
@@ -798,6 +825,8 @@ static int run_one(const running *a) {
     case ATTEND_CHUNK: return attend_chunk(a);
     case LAST_ROW: last_row(a); return 0;
     case LAST_SEEN: last_seen(a); return 0;
+    case CLUSTER_HEAD: return cluster_head(a);
+    case PICK_ID: pick_id(a); return 0;
     }
     return 2;
 }
