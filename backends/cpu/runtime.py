@@ -84,13 +84,14 @@ class CpuRuntime(ProgramRuntime):
         if not self.weights:
             raise EngineError("the engine is closed")
         if phase in CHUNKS:
-            return self._run_chunk(phase, feeds, state, logits, watch)
-        made = self._run_program(phase, feeds, state, watch)
+            made = self._run_chunk(phase, feeds, state, logits, watch)
+        else:
+            made = self._run_program(phase, feeds, state, watch)
         return made if logits else None
 
     def _run_chunk(
         self, phase: str, feeds: Tensors, state: Caches, logits: bool, watch: Watch | None
-    ) -> Tensors | None:
+    ) -> Tensors:
         """Run a step program of a chunk; without `logits` as far as it fills the caches."""
         batch, tokens = feeds["positions"].shape
         graph, captured = self.program.graphs[phase], state.captured
@@ -133,10 +134,10 @@ class CpuRuntime(ProgramRuntime):
             return captured.get(StepProgram, (phase, count), lambda: record(count))
 
         if tokens <= 3 or watch:
-            return recorded(tokens).run(feeds, watch) or {}
+            return recorded(tokens).run(feeds, watch)
         key = ("linear", tokens)
         step = captured.get(StepProgram, key, lambda: of_tokens(recorded(2), recorded(3), tokens))
-        return step.run(feeds) or {}
+        return step.run(feeds)
 
     def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
         if "decode" not in self.recorded_phases or not self.weights:

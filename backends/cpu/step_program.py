@@ -597,15 +597,14 @@ class StepProgram:
     ends: Sequence[tuple[int, Tensors]]
     state_end: int
 
-    def run(
-        self, feeds: Tensors, watch: Watch | None = None, results: bool = True
-    ) -> Tensors | None:
-        """Run the step; returns the graph's outputs, None where nobody wants these `results`."""
+    def run(self, feeds: Tensors, watch: Watch | None = None, results: bool = True) -> Tensors:
+        """Run the step; returns the graph's outputs. Without `results` it ends where the caches are
+        filled, and returns none."""
         for name, t in self.feeds.items():
             t.copy_(feeds[name])
         if not results:
             self.code.run(0, self.state_end)
-            return None
+            return {}
         if watch is None:
             self.code.run()
         else:
