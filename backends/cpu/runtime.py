@@ -28,9 +28,9 @@ from .step_program import (
     CHUNKS,
     NoInstruction,
     StepProgram,
-    chunk_arena,
     of_tokens,
     record_step,
+    step_arena,
 )
 
 Tensor = torch.Tensor
@@ -83,61 +83,66 @@ class CpuRuntime(ProgramRuntime):
             return super().run(phase, feeds, state, context, logits, watch)
         if not self.weights:
             raise EngineError("the engine is closed")
-        if phase in CHUNKS:
-            made = self._run_chunk(phase, feeds, state, logits, watch)
-        else:
-            made = self._run_program(phase, feeds, state, watch)
+        made = self._run_program(phase, feeds, state, watch, logits)
         return made if logits else None
 
-    def _run_chunk(
-        self, phase: str, feeds: Tensors, state: Caches, logits: bool, watch: Watch | None
-    ) -> Tensors:
-        """Run a step program of a chunk; without `logits` as far as it fills the caches."""
-        batch, tokens = feeds["positions"].shape
-        graph, captured = self.program.graphs[phase], state.captured
-        views, most = state.views(self.limits.max_seq), max(tokens, self.limits.prefill_chunk)
-        arena = captured.get(Arena, (phase, most), lambda: chunk_arena(graph, batch, most))
-
-        def record(count: int) -> StepProgram:
-            g = bind(graph, **{CHUNK: count})
-            return record_step(g, self.weights, views, feeds, arena)
-
-        def recorded(count: int) -> StepProgram:
-            return captured.get(StepProgram, (phase, most, count), lambda: record(count))
-
-        if tokens <= 3 or watch:
-            return recorded(tokens).run(feeds, watch, logits)
-        return of_tokens(recorded(2), recorded(3), tokens).run(feeds, None, logits)
-
     def _run_program(
-        self, phase: str, feeds: Tensors, state: Caches, watch: Watch | None
+        self,
+        phase: str,
+        feeds: Tensors,
+        state: Caches,
+        watch: Watch | None,
+        logits: bool = True,
     ) -> Tensors:
-        """Run a step program over all slots of the session's caches: it reads those in use. More
-        rows than a step has are pieces of fewer tokens, one after the other, but for a watch."""
+        """Run a step program over all slots of the session's caches: it reads those in use. A
+        verification of more rows than a step has is pieces of fewer tokens, one after the other, as
+        its logits have the bits of steps; not for a watch, nor where a step has more rows itself.
+        """
         batch, tokens = feeds["positions"].shape
         width = ROWS // batch
-        if tokens > width and watch is None:
+        if phase == VERIFY and tokens > width > 0 and watch is None:
             pieces = [
                 self._run_program(phase, _piece(feeds, at, width), state, watch)
                 for at in range(0, tokens, width)
             ]
             return {name: torch.cat([p[name] for p in pieces], 1) for name in pieces[0]}
         phase = "decode" if (phase, tokens) == (VERIFY, 1) else phase
-        views, captured = state.views(self.limits.max_seq), state.captured
-        arena = captured.get(Arena, "", lambda: Arena("cpu"))
+        return self._program(phase, feeds, state, watch).run(feeds, watch, logits)
 
-        def record(count: int) -> StepProgram:
-            g = bind(self.program.graphs[phase], **{str(TOKENS[VERIFY]): count})
-            return record_step(g, self.weights, views, feeds, arena)
+    def _program(
+        self, phase: str, feeds: Tensors, state: Caches, watch: Watch | None
+    ) -> StepProgram:
+        """Return the program of a step; one of more than three tokens follows from those of two and
+        of three, but for a watch."""
+        batch, tokens = feeds["positions"].shape
+        graph, captured = self.program.graphs[phase], state.captured
+        views, dim = state.views(self.limits.max_seq), str(TOKENS.get(phase, CHUNK))
+        # steps of few rows share their memory
+        most = 0 if phase not in CHUNKS and batch <= ROWS else self._most_tokens(phase, tokens)
+
+        def memory() -> Arena:
+            return step_arena(graph, {"B": batch}, dim, most) if most else Arena("cpu")
+
+        arena = captured.get(Arena, (phase, most) if most else "", memory)
 
         def recorded(count: int) -> StepProgram:
-            return captured.get(StepProgram, (phase, count), lambda: record(count))
+            def record() -> StepProgram:
+                return record_step(bind(graph, **{dim: count}), self.weights, views, feeds, arena)
+
+            return captured.get(StepProgram, (phase, most, count), record)
 
         if tokens <= 3 or watch:
-            return recorded(tokens).run(feeds, watch)
-        key = ("linear", tokens)
-        step = captured.get(StepProgram, key, lambda: of_tokens(recorded(2), recorded(3), tokens))
-        return step.run(feeds)
+            return recorded(tokens)
+
+        def follows() -> StepProgram:
+            return of_tokens(recorded(2), recorded(3), tokens)
+
+        # lengths of chunks are as many as there are prompts
+        return follows() if most else captured.get(StepProgram, (phase, tokens), follows)
+
+    def _most_tokens(self, phase: str, tokens: int) -> int:
+        """Return the tokens that the memory of a step is for."""
+        return max(tokens, self.limits.prefill_chunk) if phase in CHUNKS else tokens
 
     def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
         if "decode" not in self.recorded_phases or not self.weights:

@@ -23,7 +23,7 @@ from g4ir.backends.inductor.lowered import Coded, Rounded
 from g4ir.backends.inductor.segment import writes_last
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.rewrite import bind
-from g4ir.model.decoder import BLOCKS, CHUNK, VERIFY
+from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.ops.base import as_tuple
 from g4ir.ops.codecs import FORM_OF
@@ -35,7 +35,7 @@ from g4ir.plan.engine_limits import Limits
 
 from . import pyops
 from .arena import ROWS, Arena, storage_of
-from .isa import multiplies_integers, multiplies_many_rows
+from .isa import has_gemm, multiplies_integers, multiplies_many_rows
 
 Tensor = torch.Tensor
 
@@ -69,26 +69,27 @@ CHUNKS = ("prefill", BLOCKS)
 
 
 def step_phases(program: Program, limits: Limits) -> tuple[str, ...]:
-    """Return the graphs of an engine that run as step programs. Decode steps of many rows do not:
-    what each row gets would depend on their number."""
-    few = ("decode", VERIFY, DRAFT) if limits.max_batch <= ROWS else ()
-    phases = [p for p in (*few, *CHUNKS) if p in program.graphs]
-    return tuple(p for p in phases if _records(program.graphs[p], limits.max_batch))
+    """Return the graphs of an engine that run as step programs. Steps of many rows do where the CPU
+    has vectors for their products; a library does them faster elsewhere."""
+    few = limits.max_batch <= ROWS or has_gemm()
+    phases = (*("decode", VERIFY, DRAFT) * few, *CHUNKS)
+    found = [p for p in phases if p in program.graphs]
+    return tuple(p for p in found if _records(program.graphs[p], limits.max_batch))
 
 
 def _records(g: Graph, batch: int) -> bool:
     """Whether every op of a graph has an instruction."""
     try:
-        _recorded(g, batch, 2)
+        _recorded(g, B=batch)
     except NoInstruction:
         return False
     return True
 
 
-def _recorded(g: Graph, batch: int, tokens: int) -> Recorder:
-    """Record a graph without memory: what has another size than these is of two."""
-    dims = {d: 2 for v in g.sources() for d in v.type.shape if isinstance(d, str)}
-    g = bind(g, **dims | {"B": batch, CHUNK: tokens})
+def _recorded(g: Graph, **dims: int) -> Recorder:
+    """Record a graph without memory: dims that are not given are 2."""
+    others = {d: 2 for v in g.sources() for d in v.type.shape if isinstance(d, str)}
+    g = bind(g, **others | dims)
     r, env = Recorder(Arena("meta")), {}
     for v in g.sources():
         shape, dtype = _sizes(v)
@@ -102,9 +103,9 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def chunk_arena(g: Graph, batch: int, most: int) -> Arena:
-    """Return the memory of chunks of two to `most` tokens."""
-    two, three = (_recorded(g, batch, tokens).arena.sizes for tokens in (2, 3))
+def step_arena(g: Graph, dims: Mapping[str, int], tokens: str, most: int) -> Arena:
+    """Return the memory of steps whose dim `tokens` is 1 to `most`."""
+    two, three = (_recorded(g, **dims, **{tokens: n}).arena.sizes for n in (2, 3))
     sizes = [a + (most - 2) * (b - a) for a, b in zip(two, three, strict=True)]
     return Arena("cpu", sizes)
 
