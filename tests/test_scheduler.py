@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import threading
 import tracemalloc
@@ -14,7 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from g4ir.backends.sampling import SamplingParams
 from g4ir.engine import prefill
@@ -130,9 +131,12 @@ class Machine(RuleBasedStateMachine):
     wanted: dict[Request, list[int]] = {}
     jobs: list[Request] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scheduler = Scheduler(self.engine, SchedulerConfig(patience=1, prefix_bytes=100_000))
+    scheduler: Scheduler
+
+    @initialize(gap=st.sampled_from((math.inf, 1000.0, 1e-3)))
+    def start(self, gap: float) -> None:
+        config = SchedulerConfig(patience=1, prefix_bytes=100_000, max_gap_ms=gap)
+        self.scheduler = Scheduler(self.engine, config)
         self.handles: list[RequestHandle] = []
         self.events: list[Event] = []
 

@@ -15,6 +15,7 @@ tokens (speculative.py); by a step whose tokens the host chooses. One thread at 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from g4ir.errors import InputError, MissingError, RankError
 from g4ir.ops.finite import not_finite
 
 from .batch import Batch, checked_buckets
+from .chunk_size import ChunkSize
 from .device_loop import Drafters, Tokens, TokenSteps, open_loop
 from .inputs import padded, row_prompt
 from .parts import EngineParts
@@ -56,15 +58,18 @@ from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, StepCost
 class SchedulerConfig:
     """`buckets`: batch sizes that sessions are made for (default 1, 2, 4, ... max_batch). One chunk
     of a prompt, at most `chunk_tokens` long (default: --prefill-chunk), is computed between two
-    decode steps; with `prefill_first` all prompts that have a slot are. The batch shrinks after
-    `patience` calls of `step` for which a smaller bucket would have been enough. `prefix_bytes`:
-    size of the prefix cache (default: from what is free). `draft`: speculative decoding, while at
-    most `draft_rows` sequences decode, since more tokens cost more than reading the weights; of 0
-    tokens drafts as many as the engine verifies."""
+    decode steps; with `prefill_first` all prompts that have a slot are. `max_gap_ms` bounds the
+    time between two tokens of a running sequence: chunks between them become as short as that
+    takes, and several short prompts are computed where there is time (chunk_size.py). The batch
+    shrinks after `patience` calls of `step` for which a smaller bucket would have been enough.
+    `prefix_bytes`: size of the prefix cache (default: from what is free). `draft`: speculative
+    decoding, while at most `draft_rows` sequences decode, since more tokens cost more than reading
+    the weights; of 0 tokens drafts as many as the engine verifies."""
 
     buckets: tuple[int, ...] | None = None
     prefill_first: bool = False
     chunk_tokens: int | None = None
+    max_gap_ms: float = math.inf
     patience: int = 16
     prefix_bytes: int | None = None
     draft: SpeculativeConfig = NO_DRAFT
@@ -72,6 +77,8 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         check_least(vars(self), chunk_tokens=1, patience=0, prefix_bytes=0, draft_rows=1)
+        if not self.max_gap_ms > 0:
+            raise InputError(f"max_gap_ms {self.max_gap_ms}: expected more than 0 milliseconds")
 
 
 #: new tokens of sequences
@@ -89,6 +96,9 @@ class Scheduler:
         self.batch: Batch[SequenceState] = Batch(engine, sizes, config.patience)
         self.prefiller = Prefiller(engine, config.prefix_bytes)
         self.prefixes, self.totals = self.prefiller.prefixes, Totals()
+        chunk = engine.limits.prefill_chunk
+        most = min(config.chunk_tokens or chunk, chunk)
+        self.chunk_size = ChunkSize(config.max_gap_ms / 1e3, most)
         self.costs = StepCosts()
         self.suppress, self._eos = engine.suppressed(), frozenset(engine.stop_ids())
         self._queue = deque[RequestHandle]()
@@ -179,7 +189,8 @@ class Scheduler:
         while self._prompt or self._next_fits():
             with self._guard():
                 self._advance_prompt()
-            if not self.config.prefill_first:
+            more = self.active and self.chunk_size.bounded and self.chunk_size.left
+            if not (self.config.prefill_first or more):
                 break
         return self.take_events()
 
@@ -287,6 +298,8 @@ class Scheduler:
     def _publish(self, new: NewTokens) -> None:
         """Append the events of new tokens; sequences that end free their slots."""
         every = [new]
+        if new:
+            self.chunk_size.read(time.perf_counter())
         if any(None in choices or s.over for s, choices in new.items()):
             every += self._halt()
         for step in every:
@@ -405,6 +418,7 @@ class Scheduler:
             held = self.prefiller.held
             logits = next(self._prompt[1])
             self.totals.computed += self.prefiller.held - held
+            self.chunk_size.computed += self.prefiller.held - held
             self.totals.chunks += 1
             self.totals.chunk_s += time.perf_counter() - begun
             if logits is not None:
@@ -418,6 +432,8 @@ class Scheduler:
 
     def _begun(self, handle: RequestHandle) -> tuple[RequestHandle, Chunks]:
         handle.state, handle.counts.queued_s = PREFILLING, handle.age()
+        if not self.active:
+            self.chunk_size.begin(time.perf_counter())
         self.prefiller.borrow(self.batch)
         every = None if handle.request.prompt_logprobs is None else handle.read_prompt
         chunks = self.prefiller.chunks(handle.request, self._until, handle.keys, every)
@@ -434,8 +450,8 @@ class Scheduler:
 
     def _until(self, start: int) -> int:
         """Return how far a chunk may go: less far while sequences wait for it."""
-        size = self.config.chunk_tokens if self.active else None
-        return start + (size or self.engine.limits.prefill_chunk)
+        size = self.chunk_size.left or self.chunk_size.tokens
+        return start + (size if self.active else self.engine.limits.prefill_chunk)
 
     def _place(self, handle: RequestHandle, logits: torch.Tensor) -> None:
         """Choose the first token of each answer, and give those that go on a slot."""
@@ -445,6 +461,8 @@ class Scheduler:
             if choice is None:
                 session.reset(zero=True)
             self._accept(sequence, choice)
+        if not self.active:
+            self.chunk_size.read(time.perf_counter())
         going = [s for s in handle.answers if not s.finish]
         if not going:
             return
