@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice, takewhile
 
 import torch
 
@@ -51,6 +52,7 @@ from .requests import (
     Totals,
     check_least,
 )
+from .session import Session
 from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, StepCosts, find_draft
 
 
@@ -188,7 +190,7 @@ class Scheduler:
             self._decode()
         while self._prompt or self._next_fits():
             with self._guard():
-                self._advance_prompt()
+                self._advance_prompts()
             more = self.active and self.chunk_size.bounded and self.chunk_size.left
             if not (self.config.prefill_first or more):
                 break
@@ -410,6 +412,73 @@ class Scheduler:
     def _next_fits(self) -> bool:
         return bool(self._queue) and self._queue[0].request.n <= self.max_batch - self.active
 
+    def _advance_prompts(self) -> None:
+        """Compute a chunk of a prompt, or of all the next ones that fit into one."""
+        free = 0 if self._prompt else self.max_batch - self.active
+        joining = [*takewhile(lambda h: h.joins, islice(self._queue, free))]
+        room = self.chunk_size.left if self.active else self.engine.limits.prefill_chunk
+        sizes = [size for size in self.batch.sizes if 1 < size <= len(joining)]
+        count = self.prefiller.joined([(h.request, h.keys) for h in joining], sizes, room)
+        if count:
+            self._compute_together(joining[:count])
+        else:
+            self._advance_prompt()
+
+    def _compute_together(self, handles: Sequence[RequestHandle]) -> None:
+        """Compute whole prompts, each in a row of a session. After an exception each is computed
+        by itself."""
+        self._close_loop()
+        begun = time.perf_counter()
+        for handle in handles:
+            self._starts(handle)
+        self.prefiller.borrow(self.batch)
+        try:
+            session = self.batch.lend(len(handles))
+            logits, known = self.prefiller.together(session, [(h.request, h.keys) for h in handles])
+        except RankError:
+            raise
+        except Exception:
+            self.prefiller.forget()
+            if len(handles) != len(self.batch.held):
+                self.batch.sessions.pop(len(handles), None)
+            for handle in handles:
+                handle.joins = False
+            return
+        for handle, cached in zip(handles, known, strict=True):
+            self._queue.remove(handle)
+            handle.counts.cached = cached
+        computed = [h.counts.prompt - cached for h, cached in zip(handles, known, strict=True)]
+        self.chunk_size.computed += len(handles) * max(computed)
+        self.totals.cached += sum(known)
+        self.totals.computed += sum(computed)
+        self.totals.chunks += 1
+        self.totals.chunk_s += time.perf_counter() - begun
+        self._place_all(handles, logits, session)
+
+    def _place_all(
+        self, handles: Sequence[RequestHandle], logits: torch.Tensor, session: Session
+    ) -> None:
+        """Choose the first token of each answer, and give those that go on a slot."""
+        rows = [handle.answers[0] for handle in handles]
+        try:
+            for row, s in enumerate(rows):
+                s.handle.state, choice = DECODING, sample(logits, {row: s.sampler})[row]
+                if choice is None:
+                    session.reset([row], zero=True)
+                self._accept(s, choice)
+            if not self.active:
+                self.chunk_size.read(time.perf_counter())
+            self.batch.take(session, [None if s.finish else s for s in rows])
+        except Exception as e:
+            for handle in handles:
+                self._end(handle, FAILED, e)
+            raise
+
+    def _starts(self, handle: RequestHandle) -> None:
+        handle.state, handle.counts.queued_s = PREFILLING, handle.age()
+        if not self.active:
+            self.chunk_size.begin(time.perf_counter())
+
     def _advance_prompt(self) -> None:
         handle = self._prompt[0] if self._prompt else self._queue.popleft()
         begun = time.perf_counter()
@@ -431,9 +500,7 @@ class Scheduler:
             self._end(handle, FAILED, e)
 
     def _begun(self, handle: RequestHandle) -> tuple[RequestHandle, Chunks]:
-        handle.state, handle.counts.queued_s = PREFILLING, handle.age()
-        if not self.active:
-            self.chunk_size.begin(time.perf_counter())
+        self._starts(handle)
         self.prefiller.borrow(self.batch)
         every = None if handle.request.prompt_logprobs is None else handle.read_prompt
         chunks = self.prefiller.chunks(handle.request, self._until, handle.keys, every)
