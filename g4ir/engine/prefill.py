@@ -6,6 +6,8 @@
     batch.put(prefiller.session, [holder])
 
 So a prompt does not cost a chunk of every row, and sequences decode between two of its chunks.
+Short prompts share a chunk of a session of several rows: `joined` says which, `together` computes
+them.
 """
 
 from __future__ import annotations
