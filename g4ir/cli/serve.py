@@ -120,13 +120,17 @@ class Serve(OnEngine):
         name, *aliases = self.served_name or [default]
         if not self.max_gap > 0:
             raise InputError(f"--max-gap {self.max_gap:g}: expected more than 0 milliseconds")
-        chunks = {"chunk_tokens": self.chunk_tokens, "max_gap_ms": self.max_gap}
-        draft = self.draft.scheduler()
+        scheduler = SchedulerConfig(
+            chunk_tokens=self.chunk_tokens,
+            max_gap_ms=self.max_gap,
+            prefix_bytes=memory,
+            **self.draft.scheduler(),
+        )
         app = Server(
             name,
             Auth(keys, known_hosts(self.host, self.allow_host), most),
             AsyncEngineConfig(waiting=self.queue),
-            SchedulerConfig(prefix_bytes=memory, **chunks, **draft),
+            scheduler,
             MediaFolder.named(self.media_dir, most),
             page=not self.no_page,
             aliases=(*aliases,),
