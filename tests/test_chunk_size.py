@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from g4ir.backends.sampling import SamplingParams
+from g4ir.cli import parse
 from g4ir.engine.chunk_size import FEWEST_TOKENS, FIRST_TOKENS, ChunkSize
 from g4ir.engine.engine import Engine
 from g4ir.engine.requests import FINISHED, Request, RequestHandle
@@ -197,3 +198,12 @@ def test_without_a_bound_nothing_is_measured() -> None:
     size.computed = 100
     size.read(1e9)
     assert (size.tokens, size.left) == (100, 100) and not size.bounded
+
+
+@pytest.mark.parametrize(
+    ("words", "gap"), [("", 100), ("--max-gap 7.5", 7.5), ("--max-gap inf", math.inf)]
+)
+def test_the_bound_of_a_server(words: str, gap: float) -> None:
+    parser, values = parse(["serve", "engine", *words.split()])
+    app, _ = parser.flags.made(values)._server()
+    assert app.scheduler_config.max_gap_ms == gap
