@@ -8,6 +8,7 @@ transformers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -169,23 +170,27 @@ def agrees(engine: Engine, request: Request, events: Sequence[Event]) -> None:
 SIZES, MARKS = st.integers(1, 20), st.lists(st.integers(0, WHOLE), max_size=4)
 
 
+#: bounds of a gap while others decode, in ms; None: alone
+GAPS = (None, math.inf, 1e3, 1e-3)
+
+
 def test_no_cut_changes_the_numbers(engine: Engine) -> None:
     """Turns and prompts that part, with marks, in any chunks, alone or while others decode."""
 
     @settings(max_examples=EXAMPLES, deadline=None)
-    @given(related(), st.integers(LONGEST, 40), st.none() | SIZES, MARKS, st.booleans())
+    @given(related(), st.integers(LONGEST, 40), st.none() | SIZES, MARKS, st.sampled_from(GAPS))
     def check(
         prompts: list[list[Segment]],
         chunk: int,
         chunk_tokens: int | None,
         marks: list[int],
-        alone: bool,
+        gap: float | None,
     ) -> None:
         requests = [request_of(prompt) for prompt in prompts]
         size = max(chunk, *(longest_block(engine, r) for r in requests))
-        config = SchedulerConfig(chunk_tokens=chunk_tokens, patience=0)
+        config = SchedulerConfig(chunk_tokens=chunk_tokens, patience=0, max_gap_ms=gap or math.inf)
         scheduler = Scheduler(with_chunk(engine, size), config)
-        if not alone:
+        if gap:
             scheduler.submit(Request((5, 6), 150, SamplingParams(ignore_eos=True)))
             scheduler.step()
         for request in requests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import threading
 import tracemalloc
@@ -14,7 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from g4ir.backends.sampling import SamplingParams
 from g4ir.engine import prefill
@@ -32,6 +33,7 @@ from g4ir.engine.requests import (
     RequestHandle,
 )
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
+from g4ir.engine.session import Session
 from g4ir.errors import CheckError, InputError
 from g4ir.media.soft import Soft
 from tests.engines import CASES, some_tokens
@@ -130,9 +132,12 @@ class Machine(RuleBasedStateMachine):
     wanted: dict[Request, list[int]] = {}
     jobs: list[Request] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scheduler = Scheduler(self.engine, SchedulerConfig(patience=1, prefix_bytes=100_000))
+    scheduler: Scheduler
+
+    @initialize(gap=st.sampled_from((math.inf, 1000.0, 1e-3)))
+    def start(self, gap: float) -> None:
+        config = SchedulerConfig(patience=1, prefix_bytes=100_000, max_gap_ms=gap)
+        self.scheduler = Scheduler(self.engine, config)
         self.handles: list[RequestHandle] = []
         self.events: list[Event] = []
 
@@ -243,7 +248,7 @@ def test_sequences_decode_while_a_prompt_is_read(engine: Engine, size: int | Non
 
 def test_the_smallest_bucket_is_used(engine: Engine) -> None:
     """Upwards at once, for those that wait and at most twice those that run; downwards after a
-    while."""
+    while. Prompts that are computed together are so in a session of their number."""
     scheduler = Scheduler(engine, SchedulerConfig(patience=3))
     scheduler.submit(Request(prompt(3), 40, FREE))
     scheduler.step()
@@ -254,15 +259,85 @@ def test_the_smallest_bucket_is_used(engine: Engine) -> None:
         scheduler.step()
         sizes.append(len(scheduler.batch.held))
     assert all(t.state == FINISHED for t in short)
-    assert sizes[:3] == [4, 4, 4] and sizes[-1] == 1 and [*scheduler.batch.sessions] == [1, 4]
+    assert sizes[:3] == [4, 4, 4] and sizes[-1] == 1 and [*scheduler.batch.sessions] == [1, 4, 2]
     assert sizes == sorted(sizes, reverse=True)
     burst, sizes = Scheduler(engine), []
     for i in range(4):
-        burst.submit(Request(prompt(3, i), 40, FREE))
+        burst.submit(Request(prompt(13, i), 40, FREE))
     for _ in range(4):
         burst.step()
         sizes.append(len(burst.batch.held))
     assert sizes == [2, 2, 4, 4]
+
+
+def test_short_prompts_are_one_chunk(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a row, of what is not cached: nothing but time is another, alone, beside a stream,
+    with marks, or where one ends at once. The session of the first is that of the batch."""
+    pairs, chunks = [*enumerate((2, 1, 2, 2))], list[int]()
+    jobs = [Request(prompt(n, i), 6, FREE, marks=(1,)) for i, n in pairs]
+    want = [alone(engine, job) for job in jobs]
+    jobs[2] = replace(jobs[2], max_new_tokens=1)
+    steps = Session.prefill_steps
+
+    def counted(self: Session, tokens: Any, *rest: Any) -> Any:
+        chunks.append(tokens.numel())
+        return steps(self, tokens, *rest)
+
+    monkeypatch.setattr(Session, "prefill_steps", counted)
+    for stream in (False, True):
+        scheduler = Scheduler(engine, SchedulerConfig(prefix_bytes=200_000))
+        if stream:
+            running = scheduler.submit(Request(prompt(9, 9), 30, FREE))
+            scheduler.step()
+        handles = [scheduler.submit(job) for job in jobs]
+        scheduler.step()
+        assert scheduler.active == 3 + stream and scheduler.totals.chunks == 1 + stream
+        assert chunks == [4, 4] and len(scheduler.batch.held) == (8 if stream else 4)
+        finished(scheduler)
+        texts = [t.answers[0].tokens for t in handles]
+        assert texts == [want[0], want[1], want[2][:1], want[3]]
+        assert scheduler.totals.computed == 7 + 9 * stream
+        assert not stream or running.answers[0].tokens == alone(engine, running.request)
+        chunks.clear()
+        again = [scheduler.submit(replace(job, max_new_tokens=2)) for job in jobs]
+        finished(scheduler)
+        assert [t.counts.cached for t in again] == [1, 0, 1, 1] and sum(chunks) == 4
+        assert [t.answers[0].tokens for t in again] == [w[:2] for w in want]
+        chunks.clear()
+
+
+def test_prompts_that_are_computed_by_themselves(engine: Engine) -> None:
+    """Several answers, log-probabilities, a long one, one that goes on from another, and more than
+    a chunk; as many rows as a bucket has."""
+    prefiller, sizes = Scheduler(engine).prefiller, (2, 4)
+    shapes = {(4, 4): 2, (4, 4, 4): 2, (4,) * 5: 4, (16, 1): 0, (9, 8): 0, (1, 8): 2, (8, 3, 8): 2}
+    shapes |= {(1, 9, 1): 0, (4,): 0, (): 0, (50, 2): 0, (4, 1, 1, 1): 2}
+    for lengths, count in shapes.items():
+        prompts = [(Request(prompt(n, i)), prompt(n, i)) for i, n in enumerate(lengths)]
+        assert prefiller.joined(prompts, sizes, 16) == count, lengths
+    tokens = prompt(70)
+    alike = [(Request(t), t) for t in (tokens, (*tokens[:66], 4))]
+    assert prefiller.joined(alike, sizes, 1024) == 0
+    fresh = [(replace(r, reuse=False), keys) for r, keys in alike]
+    assert prefiller.joined(fresh, sizes, 1024) == 2
+    several = Scheduler(engine).handle(Request(prompt(3), n=2))
+    assert not several.joins and Scheduler(engine).handle(Request(prompt(3))).joins
+
+
+def test_a_joint_chunk_that_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prompt is computed by itself, and the running sequence goes on."""
+    jobs = [Request(prompt(4, i), 5, FREE) for i in range(4)]
+    want = [alone(engine, job) for job in jobs]
+    scheduler = Scheduler(engine)
+    running = scheduler.submit(Request(prompt(9, 9), 30, FREE))
+    scheduler.step()
+
+    def failing(self: Session, *tokens: Any) -> Any:
+        raise MemoryError("no memory for this")
+
+    monkeypatch.setattr(Session, "prefill_steps", failing)
+    assert texts(scheduler, jobs) == want and running.state == FINISHED
+    assert running.answers[0].tokens == alone(engine, running.request)
 
 
 def test_the_session_of_one_row_is_kept(engine: Engine) -> None:

@@ -81,13 +81,17 @@ CALLS: list[tuple[type, str]] = [
     (Batch, "put"),
     (Batch, "adopt"),
     (Batch, "shrink"),
+    (Batch, "lend"),
+    (Batch, "take"),
     (Session, "prefill_piece"),
     (Session, "copy_row"),
     (Session, "reset"),
     (Session, "verify"),
     (Session, "truncate"),
     (Session, "extend"),
+    (Session, "prefill_steps"),
     (Prefiller, "chunks"),
+    (Prefiller, "together"),
 ]
 
 

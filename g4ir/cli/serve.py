@@ -40,6 +40,8 @@ class Serve(OnEngine):
     queue N: maximum number of waiting requests (default 64)
     chunk_tokens N: prefill tokens between two decode steps (default: the engine's --prefill-chunk);
         fewer: lower inter-token latency, higher time to first token
+    max_gap MS: bound in milliseconds on the time between two tokens of a running answer while
+        prompts are read, by shorter chunks (default 100; inf: none)
     prefix_memory BYTES: size of the prefix cache, such as 4GiB; 0: none (default: a quarter of the
         free memory, at most 8 GiB, and at least four prompts of 8192 tokens)
     max_body MIB: maximum size of a request body in MiB (default 32)
@@ -60,6 +62,7 @@ class Serve(OnEngine):
     log_requests: bool = False
     queue: int = 64
     chunk_tokens: int | None = None
+    max_gap: float = 100.0
     prefix_memory: str | None = None
     max_body: int = 32
     media_dir: str | None = None
@@ -115,12 +118,19 @@ class Serve(OnEngine):
             memory = 0 if none else parse_bytes(self.prefix_memory, "--prefix-memory")
         default = Path(self.engine).resolve().name.removesuffix(".gguf")
         name, *aliases = self.served_name or [default]
-        draft = self.draft.scheduler()
+        if not self.max_gap > 0:
+            raise InputError(f"--max-gap {self.max_gap:g}: expected more than 0 milliseconds")
+        scheduler = SchedulerConfig(
+            chunk_tokens=self.chunk_tokens,
+            max_gap_ms=self.max_gap,
+            prefix_bytes=memory,
+            **self.draft.scheduler(),
+        )
         app = Server(
             name,
             Auth(keys, known_hosts(self.host, self.allow_host), most),
             AsyncEngineConfig(waiting=self.queue),
-            SchedulerConfig(chunk_tokens=self.chunk_tokens, prefix_bytes=memory, **draft),
+            scheduler,
             MediaFolder.named(self.media_dir, most),
             page=not self.no_page,
             aliases=(*aliases,),

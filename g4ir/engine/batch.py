@@ -54,15 +54,42 @@ class Batch(Generic[T]):
     def session(self) -> Session:
         return self.sessions[len(self.held)]
 
-    def put(self, source: Session, holders: Sequence[T], coming: int = 0) -> None:
-        """Give each a slot and a copy of the one row of `source`; `coming` more are expected."""
+    def put(self, source: Session, holders: Sequence[T], coming: int = 0, row: int = 0) -> None:
+        """Give each a slot and a copy of a row of `source`; `coming` more are expected."""
         count = len(self.holders) + len(holders)
         if count == len(holders) or count > len(self.held):
             self._move(self._fitting(count + coming))
         for holder in holders:
             slot = self.held.index(None)
-            self.session.copy_row(source, 0, slot)
+            self.session.copy_row(source, row, slot)
             self.held[slot], holder.slot = holder, slot
+
+    def lend(self, rows: int) -> Session:
+        """Return an empty session of a bucket, for `take`: no slot is in it, and there are free
+        slots for all its rows."""
+        count = len(self.holders) + rows
+        if count == rows:
+            self.held = []
+        elif count > len(self.held):
+            self._move(self._fitting(count))
+        if rows not in self.sessions:
+            self.sessions[rows] = Session(self.engine, rows)
+        self.sessions[rows].reset()
+        return self.sessions[rows]
+
+    def take(self, lent: Session, holders: Sequence[T | None]) -> None:
+        """Give the holder of each row of a lent session a slot: a copy, or if there is nobody else
+        the row itself."""
+        alone = not self.holders
+        if alone:
+            self.held, self._spare = [*holders], 0
+        for row, holder in enumerate(holders):
+            if holder and alone:
+                holder.slot = row
+            elif holder:
+                self.put(lent, [holder], row=row)
+            else:
+                lent.reset([row])
 
     def adopt(self, session: Session, holder: T) -> bool:
         """Take over a session of one row for the only holder, instead of a copy; whether it can."""

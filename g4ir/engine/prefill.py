@@ -6,14 +6,17 @@
     batch.put(prefiller.session, [holder])
 
 So a prompt does not cost a chunk of every row, and sequences decode between two of its chunks.
+Short prompts share a chunk of a session of several rows: `joined` says which, `together` computes
+them.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -26,7 +29,7 @@ from g4ir.ui.memory import free_on
 from g4ir.ui.units import size_text
 
 from .batch import Batch
-from .inputs import row_prompt
+from .inputs import padded, row_prompt
 from .parts import EngineParts
 from .requests import Request
 from .session import Session, Snapshot
@@ -38,6 +41,8 @@ LEAST_BYTES, MOST_BYTES, LEAST_PROMPTS, LONG = 256 << 20, 8 << 30, 4, 8192
 PARTED = 64
 #: what a prompt is compared by: a token's id, or for a soft token a number of its medium
 Keys = tuple[int, ...]
+#: a prompt and its keys
+Prompt = tuple[Request, Keys]
 #: bytes that a key takes beside the snapshot that it finds
 KEY_BYTES = 40
 #: logits of one chunk, at most (128 MiB in f32), where those of all tokens are read
@@ -204,11 +209,59 @@ class Prefiller:
         left early: what was computed is known to the next prompt. After an exception: `forget`.
         `every` takes the logits of all tokens, of chunks whose logits are at most CHUNK_LOGITS."""
         keys = self.keys(request) if keys is None else keys
+        prompt, marks = self._begun(request, keys)
+        return self._computed(request, prompt, until, keys, marks, every)
+
+    def _begun(self, request: Request, keys: Keys) -> tuple[TokenBatch, set[int]]:
+        """Hold what is known of a prompt; return it, and where its prefixes are to be kept."""
         prompt = row_prompt(self.engine, request.tokens, request.soft)
         self.known, parted = self._found(request, prompt, keys)
         self._given = (request.salt, keys if request.reuse else ())
-        marks = {prompt.boundary(m) for m in (*request.marks, parted) if m < len(keys)}
-        return self._computed(request, prompt, until, keys, marks, every)
+        return prompt, {prompt.boundary(m) for m in (*request.marks, parted) if m < len(keys)}
+
+    def joined(self, prompts: Iterable[Prompt], sizes: Sequence[int], tokens: int) -> int:
+        """Count how many of the first prompts fit into one chunk of so many tokens, each in a row
+        of it, half of which are used at least: one of `sizes`, or 0."""
+        fits, widths, before = 0, list[int](), list[Keys]()
+        for request, keys in prompts if sizes else ():
+            known = self.prefixes.longest(request.salt, keys)[0] if request.reuse else 0
+            if request.reuse and any(shared(keys, k) >= known + PARTED for k in before):
+                break  # it goes on from one that is computed first
+            widths.append(len(keys) - known)
+            before.append(keys)
+            padded_to = len(widths) * max(widths)
+            if padded_to > tokens:
+                break
+            if len(widths) in sizes and 2 * sum(widths) >= padded_to:
+                fits = len(widths)
+        return fits
+
+    def together(
+        self, session: Session, prompts: Sequence[Prompt]
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Compute prompts without media, as `joined` found them, each in its row of an empty
+        session. Return the logits of their last tokens, [rows, vocab], and how many tokens of each
+        were known. Each is cut at its marks alone, as it would be by itself."""
+        known, stops, logits = list[int](), list[list[int]](), dict[int, torch.Tensor]()
+        for row, (request, keys) in enumerate(prompts):
+            marks = sorted(self._begun(request, keys)[1])
+            session.copy_row(self.session, 0, row)
+            known.append(self.known)
+            stops.append([*(m for m in marks if m > self.known), len(keys)])
+        for ends in zip_longest(*stops):
+            spans = [
+                prompt[0].tokens[start : end or start]
+                for prompt, start, end in zip(prompts, session.length.tolist(), ends, strict=True)
+            ]
+            (found,) = session.prefill_steps(*padded(dict(enumerate(spans)), len(prompts)))
+            for row, (end, (request, keys)) in enumerate(zip(ends, prompts, strict=True)):
+                if end == len(keys) and found is not None:
+                    logits[row] = found[row].clone()
+                elif end and request.reuse:
+                    self.session.copy_row(session, row, 0)
+                    self._given = (request.salt, keys)
+                    self.prefixes.keep(request.salt, keys[:end], self.session)
+        return torch.stack([logits[row] for row in range(len(prompts))]), known
 
     def _computed(
         self,

@@ -128,6 +128,8 @@ class RequestHandle:
         self.state = QUEUED
         self.counts, self.tally = Counts(len(request.tokens)), AcceptanceStats()
         self.cancelled = False
+        #: whether its prompt may be computed together with others, each in a row
+        self.joins = not request.soft and request.n == 1 and request.prompt_logprobs is None
         #: of the prompt's tokens, as far as it is computed; the first has none
         self.prompt_logprobs: list[Logprobs | None] = [None]
         self._begun = time.perf_counter()

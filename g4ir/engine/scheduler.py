@@ -15,11 +15,13 @@ tokens (speculative.py); by a step whose tokens the host chooses. One thread at 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice, takewhile
 
 import torch
 
@@ -29,6 +31,7 @@ from g4ir.errors import InputError, MissingError, RankError
 from g4ir.ops.finite import not_finite
 
 from .batch import Batch, checked_buckets
+from .chunk_size import ChunkSize
 from .device_loop import Drafters, Tokens, TokenSteps, open_loop
 from .inputs import padded, row_prompt
 from .parts import EngineParts
@@ -49,6 +52,7 @@ from .requests import (
     Totals,
     check_least,
 )
+from .session import Session
 from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, StepCosts, find_draft
 
 
@@ -56,15 +60,18 @@ from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, StepCost
 class SchedulerConfig:
     """`buckets`: batch sizes that sessions are made for (default 1, 2, 4, ... max_batch). One chunk
     of a prompt, at most `chunk_tokens` long (default: --prefill-chunk), is computed between two
-    decode steps; with `prefill_first` all prompts that have a slot are. The batch shrinks after
-    `patience` calls of `step` for which a smaller bucket would have been enough. `prefix_bytes`:
-    size of the prefix cache (default: from what is free). `draft`: speculative decoding, while at
-    most `draft_rows` sequences decode, since more tokens cost more than reading the weights; of 0
-    tokens drafts as many as the engine verifies."""
+    decode steps; with `prefill_first` all prompts that have a slot are. `max_gap_ms` bounds the
+    time between two tokens of a running sequence: chunks between them become as short as that
+    takes, and several short prompts are computed where there is time (chunk_size.py). The batch
+    shrinks after `patience` calls of `step` for which a smaller bucket would have been enough.
+    `prefix_bytes`: size of the prefix cache (default: from what is free). `draft`: speculative
+    decoding, while at most `draft_rows` sequences decode, since more tokens cost more than reading
+    the weights; of 0 tokens drafts as many as the engine verifies."""
 
     buckets: tuple[int, ...] | None = None
     prefill_first: bool = False
     chunk_tokens: int | None = None
+    max_gap_ms: float = math.inf
     patience: int = 16
     prefix_bytes: int | None = None
     draft: SpeculativeConfig = NO_DRAFT
@@ -72,6 +79,8 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         check_least(vars(self), chunk_tokens=1, patience=0, prefix_bytes=0, draft_rows=1)
+        if not self.max_gap_ms > 0:
+            raise InputError(f"max_gap_ms {self.max_gap_ms}: expected more than 0 milliseconds")
 
 
 #: new tokens of sequences
@@ -89,6 +98,9 @@ class Scheduler:
         self.batch: Batch[SequenceState] = Batch(engine, sizes, config.patience)
         self.prefiller = Prefiller(engine, config.prefix_bytes)
         self.prefixes, self.totals = self.prefiller.prefixes, Totals()
+        chunk = engine.limits.prefill_chunk
+        most = min(config.chunk_tokens or chunk, chunk)
+        self.chunk_size = ChunkSize(config.max_gap_ms / 1e3, most)
         self.costs = StepCosts()
         self.suppress, self._eos = engine.suppressed(), frozenset(engine.stop_ids())
         self._queue = deque[RequestHandle]()
@@ -178,8 +190,9 @@ class Scheduler:
             self._decode()
         while self._prompt or self._next_fits():
             with self._guard():
-                self._advance_prompt()
-            if not self.config.prefill_first:
+                self._advance_prompts()
+            more = self.active and self.chunk_size.bounded and self.chunk_size.left
+            if not (self.config.prefill_first or more):
                 break
         return self.take_events()
 
@@ -287,6 +300,8 @@ class Scheduler:
     def _publish(self, new: NewTokens) -> None:
         """Append the events of new tokens; sequences that end free their slots."""
         every = [new]
+        if new:
+            self.chunk_size.read(time.perf_counter())
         if any(None in choices or s.over for s, choices in new.items()):
             every += self._halt()
         for step in every:
@@ -397,6 +412,73 @@ class Scheduler:
     def _next_fits(self) -> bool:
         return bool(self._queue) and self._queue[0].request.n <= self.max_batch - self.active
 
+    def _advance_prompts(self) -> None:
+        """Compute a chunk of a prompt, or of all the next ones that fit into one."""
+        free = 0 if self._prompt else self.max_batch - self.active
+        joining = [*takewhile(lambda h: h.joins, islice(self._queue, free))]
+        room = self.chunk_size.left if self.active else self.engine.limits.prefill_chunk
+        sizes = [size for size in self.batch.sizes if 1 < size <= len(joining)]
+        count = self.prefiller.joined([(h.request, h.keys) for h in joining], sizes, room)
+        if count:
+            self._compute_together(joining[:count])
+        else:
+            self._advance_prompt()
+
+    def _compute_together(self, handles: Sequence[RequestHandle]) -> None:
+        """Compute whole prompts, each in a row of a session. After an exception each is computed
+        by itself."""
+        self._close_loop()
+        begun = time.perf_counter()
+        for handle in handles:
+            self._starts(handle)
+        self.prefiller.borrow(self.batch)
+        try:
+            session = self.batch.lend(len(handles))
+            logits, known = self.prefiller.together(session, [(h.request, h.keys) for h in handles])
+        except RankError:
+            raise
+        except Exception:
+            self.prefiller.forget()
+            if len(handles) != len(self.batch.held):
+                self.batch.sessions.pop(len(handles), None)
+            for handle in handles:
+                handle.joins = False
+            return
+        for handle, cached in zip(handles, known, strict=True):
+            self._queue.remove(handle)
+            handle.counts.cached = cached
+        computed = [h.counts.prompt - cached for h, cached in zip(handles, known, strict=True)]
+        self.chunk_size.computed += len(handles) * max(computed)
+        self.totals.cached += sum(known)
+        self.totals.computed += sum(computed)
+        self.totals.chunks += 1
+        self.totals.chunk_s += time.perf_counter() - begun
+        self._place_all(handles, logits, session)
+
+    def _place_all(
+        self, handles: Sequence[RequestHandle], logits: torch.Tensor, session: Session
+    ) -> None:
+        """Choose the first token of each answer, and give those that go on a slot."""
+        rows = [handle.answers[0] for handle in handles]
+        try:
+            for row, s in enumerate(rows):
+                s.handle.state, choice = DECODING, sample(logits, {row: s.sampler})[row]
+                if choice is None:
+                    session.reset([row], zero=True)
+                self._accept(s, choice)
+            if not self.active:
+                self.chunk_size.read(time.perf_counter())
+            self.batch.take(session, [None if s.finish else s for s in rows])
+        except Exception as e:
+            for handle in handles:
+                self._end(handle, FAILED, e)
+            raise
+
+    def _starts(self, handle: RequestHandle) -> None:
+        handle.state, handle.counts.queued_s = PREFILLING, handle.age()
+        if not self.active:
+            self.chunk_size.begin(time.perf_counter())
+
     def _advance_prompt(self) -> None:
         handle = self._prompt[0] if self._prompt else self._queue.popleft()
         begun = time.perf_counter()
@@ -405,6 +487,7 @@ class Scheduler:
             held = self.prefiller.held
             logits = next(self._prompt[1])
             self.totals.computed += self.prefiller.held - held
+            self.chunk_size.computed += self.prefiller.held - held
             self.totals.chunks += 1
             self.totals.chunk_s += time.perf_counter() - begun
             if logits is not None:
@@ -417,7 +500,7 @@ class Scheduler:
             self._end(handle, FAILED, e)
 
     def _begun(self, handle: RequestHandle) -> tuple[RequestHandle, Chunks]:
-        handle.state, handle.counts.queued_s = PREFILLING, handle.age()
+        self._starts(handle)
         self.prefiller.borrow(self.batch)
         every = None if handle.request.prompt_logprobs is None else handle.read_prompt
         chunks = self.prefiller.chunks(handle.request, self._until, handle.keys, every)
@@ -434,8 +517,8 @@ class Scheduler:
 
     def _until(self, start: int) -> int:
         """Return how far a chunk may go: less far while sequences wait for it."""
-        size = self.config.chunk_tokens if self.active else None
-        return start + (size or self.engine.limits.prefill_chunk)
+        size = self.chunk_size.left or self.chunk_size.tokens
+        return start + (size if self.active else self.engine.limits.prefill_chunk)
 
     def _place(self, handle: RequestHandle, logits: torch.Tensor) -> None:
         """Choose the first token of each answer, and give those that go on a slot."""
@@ -445,6 +528,8 @@ class Scheduler:
             if choice is None:
                 session.reset(zero=True)
             self._accept(sequence, choice)
+        if not self.active:
+            self.chunk_size.read(time.perf_counter())
         going = [s for s in handle.answers if not s.finish]
         if not going:
             return

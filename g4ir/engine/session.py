@@ -87,12 +87,12 @@ class Session:
                 out[row, start : start + count] = rows[row, :count]
         return out
 
-    def prefill_steps(self, tokens: Any) -> Iterator[torch.Tensor | None]:
-        """Prefill tokens, a chunk for each value of the iterator: None, until a row has ended; then
-        the logits [B, vocab], on the engine's device and in its dtype, which the next step may
-        write over. InputError as `prefill`, at once. Nothing else may be appended before the last
-        chunk, but the iterator may be left early."""
-        return self._steps(self._inputs.prompt(self.length, tokens, None, ()))
+    def prefill_steps(self, tokens: Any, lengths: Any = None) -> Iterator[torch.Tensor | None]:
+        """Prefill tokens as `prefill`, a chunk for each value of the iterator: None, until a row
+        has ended; then the logits [B, vocab], on the engine's device and in its dtype, which the
+        next step may write over. InputError as `prefill`, at once. Nothing else may be appended
+        before the last chunk, but the iterator may be left early."""
+        return self._steps(self._inputs.prompt(self.length, tokens, lengths, ()))
 
     def prefill_piece(
         self, prompt: TokenBatch, piece: Piece, every: Callable[[torch.Tensor], None] | None = None

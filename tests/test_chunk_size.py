@@ -1,0 +1,209 @@
+"""Chunks of prompts beside running sequences: bounded by measured time. The clock is a fake one."""
+
+from __future__ import annotations
+
+import math
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from g4ir.backends.sampling import SamplingParams
+from g4ir.cli import parse
+from g4ir.engine.chunk_size import FEWEST_TOKENS, FIRST_TOKENS, ChunkSize
+from g4ir.engine.engine import Engine
+from g4ir.engine.requests import FINISHED, Request, RequestHandle
+from g4ir.engine.scheduler import Scheduler, SchedulerConfig
+from g4ir.engine.session import Session
+from tests.engines import some_tokens
+
+CHUNK, FREE = 128, SamplingParams(ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine: Any) -> Engine:
+    return make_engine("tiny-dense", max_seq=512, prefill_chunk=CHUNK, max_batch=4)
+
+
+class Machine:
+    """A clock, which tokens of a chunk and steps of the batch move on, and the sizes of chunks."""
+
+    def __init__(self, token_s: float, step_s: float) -> None:
+        self.now, self.token_s, self.step_s, self.sizes = 0.0, token_s, step_s, list[int]()
+
+    def chunk(self, tokens: int) -> None:
+        self.now += tokens * self.token_s
+        self.sizes.append(tokens)
+
+    def step(self) -> None:
+        self.now += self.step_s
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(2e-3, 10e-3)
+    piece, verify = Session.prefill_piece, Session.verify
+
+    def prefill_piece(self: Session, prompt: Any, piece_: Any, *rest: Any) -> Any:
+        made.chunk(piece_.width)
+        return piece(self, prompt, piece_, *rest)
+
+    def decode(self: Session, *tokens: Any) -> Any:
+        made.step()
+        return verify(self, *tokens)
+
+    monkeypatch.setattr(Session, "prefill_piece", prefill_piece)
+    monkeypatch.setattr(Session, "verify", decode)
+    monkeypatch.setattr(time, "perf_counter", lambda: made.now)
+    return made
+
+
+def prompt(count: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(some_tokens(1, count, seed)[0].tolist())
+
+
+class Streams:
+    """A scheduler with a stream that runs, and when its tokens came."""
+
+    def __init__(self, engine: Engine, machine: Machine, gap_ms: float) -> None:
+        self.machine = machine
+        config = SchedulerConfig(max_gap_ms=gap_ms, prefix_bytes=0)
+        self.scheduler, self.times = Scheduler(engine, config), list[float]()
+        self.stream = self.scheduler.submit(Request(prompt(3, 99), 400, FREE, reuse=False))
+        self.scheduler.step()
+
+    def read(self, count: int, seed: int = 1) -> RequestHandle:
+        """Have a prompt computed beside the stream; it gets one token."""
+        late = self.scheduler.submit(Request(prompt(count, seed), 1, FREE, reuse=False))
+        while not late.done:
+            events = self.scheduler.step()
+            self.times += [self.machine.now] * sum(e.handle is self.stream for e in events)
+        assert late.state == FINISHED
+        return late
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in pairwise(self.times)]
+
+
+def test_chunks_shrink_to_the_bound_and_are_whole_alone(engine: Engine, machine: Machine) -> None:
+    streams = Streams(engine, machine, 100)
+    for seed in range(3):
+        streams.read(400, seed)
+    assert max(streams.gaps) <= 0.1
+    assert machine.sizes[1] == FIRST_TOKENS
+    assert all(30 <= size <= 35 for size in machine.sizes[8:11])
+    machine.token_s = 20e-3  # another process takes the cores
+    streams.read(400, 5)
+    assert machine.sizes[-20:-1] == [FEWEST_TOKENS] * 19
+    streams.stream.cancel()
+    machine.sizes.clear()
+    handle = streams.scheduler.submit(Request(prompt(300, 7), 1, FREE, reuse=False))
+    [*streams.scheduler.run(handle)]
+    assert machine.sizes == [CHUNK, CHUNK, 300 - 2 * CHUNK]
+
+
+def test_chunks_grow_where_there_is_time(engine: Engine, machine: Machine) -> None:
+    machine.token_s = 0.1e-3
+    streams = Streams(engine, machine, 100)
+    streams.read(500)
+    sizes = machine.sizes[1:]
+    assert sizes[0] == FIRST_TOKENS and sizes[:-1] == sorted(sizes[:-1])
+    assert all(b <= 2 * a for a, b in pairwise(sizes)) and max(sizes) == CHUNK
+    streams.read(300)
+    assert machine.sizes[-3:] == [CHUNK, CHUNK, 300 - 2 * CHUNK]
+    assert max(streams.gaps) <= 0.1
+
+
+def test_prompts_go_on_however_slow(engine: Engine, machine: Machine) -> None:
+    """Where a step alone takes longer than the bound too."""
+    machine.step_s = 1.0
+    streams = Streams(engine, machine, 0.001)
+    streams.read(120)
+    assert min(machine.sizes[1:-1]) == FEWEST_TOKENS and len(machine.sizes) <= 1 + 120 // 16 + 1
+
+
+def test_a_lone_prompt_is_measured(engine: Engine, machine: Machine) -> None:
+    """Its rate bounds the first chunk beside others."""
+    machine.token_s = 1.0
+    scheduler = Scheduler(engine, SchedulerConfig(max_gap_ms=100))
+    scheduler.submit(Request(prompt(100), 50, FREE, reuse=False))
+    scheduler.step()
+    scheduler.submit(Request(prompt(100, 1), 1, FREE, reuse=False))
+    scheduler.step()
+    assert machine.sizes == [100, FEWEST_TOKENS]
+
+
+def test_one_slow_chunk_is_forgotten(engine: Engine, machine: Machine) -> None:
+    machine.token_s = 0.5e-3
+    streams = Streams(engine, machine, 100)
+    streams.read(500)
+    before = streams.scheduler.chunk_size.tokens
+    assert before > 100
+    machine.token_s, fast = 5e-3, machine.token_s
+    streams.read(before, 2)
+    streams.scheduler.step()
+    assert 50 < streams.scheduler.chunk_size.tokens <= CHUNK // 2
+    machine.token_s = fast
+    for seed in range(3):
+        streams.read(500, seed)
+    assert streams.scheduler.chunk_size.tokens >= before
+
+
+def test_short_prompts_share_the_time_between_two_tokens(engine: Engine, machine: Machine) -> None:
+    """With a bound, which is kept; the others wait."""
+    machine.token_s, machine.step_s = 0.5e-3, 5e-3
+    streams = Streams(engine, machine, 100)
+    streams.read(500)
+    room = streams.scheduler.chunk_size.tokens
+    late = [
+        streams.scheduler.submit(Request(prompt(30, i), 1, FREE, reuse=False)) for i in range(8)
+    ]
+    streams.times.clear()
+    while not late[-1].done:
+        done = sum(h.done for h in late)
+        events = streams.scheduler.step()
+        streams.times += [machine.now] * sum(e.handle is streams.stream for e in events)
+        assert (sum(h.done for h in late) - done) * 30 <= room + FEWEST_TOKENS
+    assert len(streams.gaps) < 8 // 2 and max(streams.gaps) <= 0.1
+
+
+@given(
+    st.floats(1e-6, 3e-3), st.floats(0, 0.04), st.floats(0, 0.02), st.sampled_from((64, 100, 1024))
+)
+def test_a_steady_machine(token_s: float, step_s: float, chunk_s: float, most: int) -> None:
+    """Whatever a token, a step and a chunk cost: gaps are within the bound once chunks are
+    measured, and chunks are no shorter than half of what fits."""
+    size, now, gaps = ChunkSize(0.1, most), 0.0, []
+    size.begin(now)
+    for _ in range(40):
+        size.computed += size.left
+        took = step_s + chunk_s + size.computed * token_s
+        gaps.append(took)
+        now += took
+        size.read(now)
+    fits = (0.1 - step_s - chunk_s) / token_s
+    if fits >= FEWEST_TOKENS:
+        assert max(gaps[5:]) <= 0.1
+        assert size.tokens >= min(most, fits / 2) - 1
+    else:
+        assert size.tokens == FEWEST_TOKENS
+
+
+def test_without_a_bound_nothing_is_measured() -> None:
+    size = ChunkSize(math.inf, 100)
+    size.computed = 100
+    size.read(1e9)
+    assert (size.tokens, size.left) == (100, 100) and not size.bounded
+
+
+@pytest.mark.parametrize(
+    ("words", "gap"), [("", 100), ("--max-gap 7.5", 7.5), ("--max-gap inf", math.inf)]
+)
+def test_the_bound_of_a_server(words: str, gap: float) -> None:
+    parser, values = parse(["serve", "engine", *words.split()])
+    app, _ = parser.flags.made(values)._server()
+    assert app.scheduler_config.max_gap_ms == gap
