@@ -179,6 +179,27 @@ def test_a_chunk_of_any_length(tmp_path: Path, name: str, rows: int) -> None:
         assert all(map(torch.equal, *made)), length
 
 
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"dtype": "float32"}])
+@pytest.mark.parametrize("name", ["tiny-ple", "tiny-moe"])
+def test_a_prompt_is_the_same_wherever_it_is_cut(
+    tmp_path: Path, name: str, options: dict[str, str]
+) -> None:
+    """Bit by bit, logits and caches: chunks follow measured time, and texts do not."""
+    if not has_gemm():
+        pytest.skip("this CPU reads prompts by compiled programs")
+    limits = {"max_seq": 256, "prefill_chunk": 128}
+    given = {"random_weights": 0, "dtype": "bfloat16"} | options
+    engine = g4ir.build(name, tmp_path / "e", **given, **limits)
+    tokens, found = some_tokens(1, 120), []
+    for cuts in ((120,), (60, 60), (16, 104), (7, 9, 30, 2, 72), (2,) * 60):
+        session = engine.session()
+        for part in tokens.split(cuts, 1):
+            logits = session.prefill(part)
+        found.append([logits, *held(session, 256).values()])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
 @pytest.mark.parametrize("name", ["tiny-ple", "tiny-moe"])
 def test_a_verification_is_single_steps(tmp_path: Path, name: str) -> None:
     """Bit by bit, also past a window and in pieces: draft tokens never change a text."""
@@ -202,8 +223,8 @@ def test_a_verification_is_single_steps(tmp_path: Path, name: str) -> None:
             assert session.state.captured.keys(Arena) == {"", ("prefill", 16)}
 
 
-def held(session: Session) -> dict[str, torch.Tensor]:
-    return {name: t.clone() for name, t in session.state.views(64).items()}
+def held(session: Session, context: int = 64) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in session.state.views(context).items()}
 
 
 RECIPES = ("none", "int8", "int4", "fp8")

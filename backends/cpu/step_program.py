@@ -56,16 +56,14 @@ STRIDED = {"linear": 0, "linear_coded": 0, "attention": 0, "add_integers": 0, "e
 STRIDED |= {"cache_write": 1, "top_k": 0, "mul_integers": 0, "mask_ids": 0, "embed_rows": 0}
 STRIDED |= {"greedy": 1, "end_step": 0, "attend_chunk": 0, "last_row": 0, "last_seen": 0}
 STRIDED |= {"cluster_head": 0, "pick_id": 0}
+#: the graphs of chunks
+CHUNKS = ("prefill", BLOCKS)
 #: ops whose results are views
 _VIEWS = {"heads", "merge_heads", "split", "unstack_layers"}
 
 
 class NoInstruction(Exception):
     """An op, a dtype or a layout that has no instruction."""
-
-
-#: the graphs of chunks
-CHUNKS = ("prefill", BLOCKS)
 
 
 def step_phases(program: Program, limits: Limits) -> tuple[str, ...]:
@@ -148,10 +146,11 @@ class Recorder:
         self.ends: list[tuple[int, Tensors]] = []
         #: how many instructions the new contents of the caches take
         self.state_end = 0
+        self.chunk = False
 
     def record(self, g: Graph, env: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Append the instructions of a graph; return its outputs, which keep their memory."""
-        g = replace(g, nodes=tuple(writes_last(g, g.nodes)))
+        g, self.chunk = replace(g, nodes=tuple(writes_last(g, g.nodes))), g.name in CHUNKS
         for name, t in env.items():
             self._put(name, t)
         for i, n in enumerate(g.nodes):
@@ -222,6 +221,10 @@ class Recorder:
             if t is not None and kind not in _WITHOUT_SCRATCH:
                 self.room = max(self.room, 3 * t.shape[-1])
         self.instructions.append((KINDS.index(kind), first, (*n, 0, 0, 0, 0)[:4], f))
+
+    def of_chunk(self, x: Tensor) -> bool:
+        """Whether x has all rows of a chunk, and not the last ones of its sequences."""
+        return self.chunk and x.dim() > 2 and x.shape[1] > 1
 
     def like(self, x: Tensor, width: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return room for rows as x has them, of `width` numbers."""
@@ -433,12 +436,12 @@ def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Ten
         takes = w.tiles and multiplies_integers(FORM_OF[dtype_name(w.codes.dtype)])
         if form and not (takes and form == "int8" and rows.dtype == torch.bfloat16):
             raise NoInstruction("rows that are rounded, of a weight that is not in tiles")
-        use = (_form(w), w.tiles, bool(form))
+        use = (_form(w), w.tiles, bool(form), r.of_chunk(rows))
         r.emit("linear_coded", r.whole(rows), w.codes, w.scales, y, n=use)
     elif form or w.dtype != rows.dtype:
         raise NoInstruction("rows that are rounded, of a dense weight")
     else:
-        r.emit("linear", r.whole(rows), w, y)
+        r.emit("linear", r.whole(rows), w, y, n=(r.of_chunk(rows),))
     return y
 
 
@@ -458,7 +461,7 @@ def _router(
     rows, scores = r.like(x), r.like(x, proj.shape[0])
     r.emit("mul", x, scale, rows)
     r.emit("scale", rows, rows, f=n.number("root"))
-    r.emit("linear", rows, proj, scores)
+    r.emit("linear", rows, proj, scores, n=(r.of_chunk(x),))
     weights, index = (r.like(x, n.whole("top_k"), d) for d in (torch.float32, torch.int64))
     r.emit("top_k", scores, per_expert, weights, index)
     for t in (rows, scores):
@@ -489,6 +492,7 @@ def _experts(
     parts = [*_weight(gate_up), *_weight(down)]
     forms = [_form(w) if isinstance(w, Coded) else -1 for w in (gate_up, down)]
     tiles = sum(isinstance(w, Coded) and w.tiles << i for i, w in enumerate((gate_up, down)))
+    tiles += r.of_chunk(x) << 2
     act = ACTIVATIONS.index(n.word("act"))
     r.emit("experts", r.whole(x), weights, index, *parts, *rooms, order, y, n=(act, *forms, tiles))
     for t in (*rooms, order):

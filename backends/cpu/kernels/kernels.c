@@ -32,6 +32,12 @@ int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, 
     return multiply(&p, dtype == BF16 ? dot_bf16s : dot_f32s, threads);
 }
 
+int g4ir_linear_chunk(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
+                      int64_t k, int threads) {
+    if (!takes_many_rows(dtype, n, k)) return g4ir_linear(w, x, y, dtype, rows, n, k, threads);
+    return multiply_dense_rows(w, x, y, dtype, rows, n, k, threads);
+}
+
 /* ---- quantised weights ---- */
 
 const form_kernels *g4ir_forms[FORMS];

@@ -16,6 +16,10 @@ int g4ir_takes(int dtype, int64_t rows, int64_t n, int64_t k);
 int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
                 int64_t k, int threads);
 
+/* The same of a chunk's rows, each of which is computed alike however many they are. */
+int g4ir_linear_chunk(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
+                      int64_t k, int threads);
+
 /* The same of quantised weights, for w = codes[n, k] * scales[n, groups], less minima that lie beside
  * scales, where the form has such; `tiles`: they lie in tiles of 16 rows (layout.h), as n and
  * groups allow it; `rounded`: rows of x, in bf16, are rounded to 8 bits first, with a scale for each 32

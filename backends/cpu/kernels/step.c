@@ -425,10 +425,11 @@ static void last_seen(const running *a) {
     }
 }
 
-/* x, w, y */
+/* x, w, y; n: whether rows are a chunk's */
 static int linear(const running *a) {
     const operand *x = a->of, *w = a->of + 1, *y = a->of + 2;
-    return g4ir_linear(w->at, x->at, y->at, x->dtype, rows_of(x), y->width, x->width, a->threads);
+    __typeof__(g4ir_linear) *multiply = a->i->n[0] ? g4ir_linear_chunk : g4ir_linear;
+    return multiply(w->at, x->at, y->at, x->dtype, rows_of(x), y->width, x->width, a->threads);
 }
 
 /* A product with a quantised weight. */
@@ -436,7 +437,7 @@ typedef struct {
     const char *codes, *scales;
     const void *x;
     void *y;
-    int64_t form, tiles, rounded, scales_dtype, dtype, rows, n, k, groups;
+    int64_t form, tiles, rounded, chunk, scales_dtype, dtype, rows, n, k, groups;
 } coded_product;
 
 /* Rounds rows of x to 8 bits, with a scale for each 32 numbers (g4ir/ops/codecs.py). */
@@ -461,9 +462,10 @@ static void round_rows(const running *a, int64_t from, int64_t to, float *room) 
     for (int64_t r = from; r < to; r++) round_row(row(x, r), x->dtype, row(y, r), x->width, room);
 }
 
-/* Few rows with codes as they are, more by panels of the weight where the CPU has them. */
+/* Few rows with codes as they are; more, and those of a chunk, by panels of the weight where the CPU has them,
+ * so that a row of a prompt is computed alike wherever it is cut. */
 static int multiply_coded(const coded_product *p, int threads) {
-    int few = g4ir_takes_codes(p->form, p->rounded, p->dtype, p->rows, p->k, p->groups);
+    int few = !p->chunk && g4ir_takes_codes(p->form, p->rounded, p->dtype, p->rows, p->k, p->groups);
     if (!few && !p->rounded && p->tiles && g4ir_takes_gemm(p->form, p->dtype, p->rows, p->n, p->k))
         return g4ir_gemm(p->codes, p->form, p->scales, p->scales_dtype, p->x, p->y, p->dtype, p->rows,
                          p->n, p->k, p->groups, threads);
@@ -476,14 +478,14 @@ static int multiply_coded(const coded_product *p, int threads) {
     return failed;
 }
 
-/* x, codes, scales, y; n: form, tiles, rounded */
+/* x, codes, scales, y; n: form, tiles, rounded, whether rows are a chunk's */
 static int linear_coded(const running *a) {
     const operand *x = a->of, *codes = a->of + 1, *scales = a->of + 2, *y = a->of + 3;
     const int64_t *n = a->i->n;
     coded_product p = {.codes = codes->at, .scales = scales->at, .x = x->at, .y = y->at, .form = n[0],
-                       .tiles = n[1], .rounded = n[2], .scales_dtype = scales->dtype, .dtype = x->dtype,
+                       .tiles = n[1], .rounded = n[2], .chunk = n[3], .scales_dtype = scales->dtype, .dtype = x->dtype,
                        .rows = rows_of(x), .n = y->width, .k = x->width, .groups = scales->width};
-    if (!p.rounded || p.rows <= ROWS_TOGETHER) return multiply_coded(&p, a->threads);
+    if (!p.rounded || !p.chunk && p.rows <= ROWS_TOGETHER) return multiply_coded(&p, a->threads);
     operand both[2] = {*x, *x};
     running rounding = {a->i, both, a->room, a->threads};
     p.x = both[1].at = malloc(rows_of(x) * x->width * x->bytes);
@@ -736,10 +738,11 @@ static int expert_products(const running *a, const operand *w, int64_t form, int
         for (end = from; end < count && chosen[order[end]] == e;) end++;
         const char *at = w->at + e * n * w->width * w->bytes;
         coded_product p = {.codes = at, .scales = scales->at + e * n * scales->width * scales->bytes,
-                           .x = row(x, from), .y = row(y, from), .form = form, .tiles = tiles,
+                           .x = row(x, from), .y = row(y, from), .form = form, .tiles = tiles & 1, .chunk = tiles >> 2,
                            .scales_dtype = scales->dtype, .dtype = x->dtype, .rows = end - from, .n = n,
                            .k = x->width, .groups = scales->width};
-        if (form < 0 ? g4ir_linear(at, p.x, p.y, p.dtype, p.rows, n, p.k, a->threads)
+        __typeof__(g4ir_linear) *dense = p.chunk ? g4ir_linear_chunk : g4ir_linear;
+        if (form < 0 ? dense(at, p.x, p.y, p.dtype, p.rows, n, p.k, a->threads)
                      : multiply_coded(&p, a->threads))
             return 1;
     }
@@ -796,15 +799,15 @@ static void weigh(const running *a, int64_t from, int64_t to, float *room) {
 
 /* x [T, D], weights [T, k], index [T, k], gate and up, their scales, down, its scales; room for rows of x
  * [T * k, D], of both [T * k, 2 I], of the activation, of results, and for an order [2, T * k]; y. n:
- * activation, forms of the weights, which of them lie in tiles. */
+ * activation, forms of the weights, bits: which of them lie in tiles, whether rows are a chunk's. */
 static int experts(const running *a) {
     const operand *index = a->of + 2, *up = a->of + 3, *down = a->of + 5, *rows = a->of + 7;
     const operand *both = a->of + 8, *act = a->of + 9, *made = a->of + 10, *y = a->of + 12;
     const int64_t *n = a->i->n;
     by_expert((const int64_t *)index->at, rows_of(rows), rows_of(up) / both->width, (int64_t *)a->of[11].at);
-    return by_rows(a, rows, expert_rows, 0) || expert_products(a, up, n[1], n[3] & 1, rows, both) ||
+    return by_rows(a, rows, expert_rows, 0) || expert_products(a, up, n[1], n[3] & 5, rows, both) ||
            by_rows(a, act, expert_glu, both->width) ||
-           expert_products(a, down, n[2], n[3] >> 1, act, made) || by_rows(a, y, weigh, 2 * y->width);
+           expert_products(a, down, n[2], n[3] >> 1 & 1 | n[3] & 4, act, made) || by_rows(a, y, weigh, 2 * y->width);
 }
 
 static int run_one(const running *a) {
