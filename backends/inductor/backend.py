@@ -47,6 +47,10 @@ class TorchBackend(Backend):
     def machine(self, device: str) -> str:
         return find_device(device).machine()
 
+    def machine_of(self, device: str, compiled: Mapping[str, Any]) -> str:
+        """An engine without programs is weights and graphs, the same for every CPU."""
+        return self.machine(device) if any(map(any, compiled.values())) else "any"
+
     def stored(self, program: Program, device: str) -> Program:
         return find_device(device).stored(program)
 
@@ -77,10 +81,8 @@ class TorchBackend(Backend):
         texts = [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
         for note in device.notes(program, target):
             progress(note)
-        parts, folder = device.parts(program), task.folder / "programs"
-        wanted = [*texts, *parts]
-        files = workers.compile_all(wanted, target, folder, JOBS, progress)
-        device.link(folder, parts)
+        folder = task.folder / "programs"
+        files = workers.compile_all(texts, target, folder, JOBS, progress)
         return {
             phase: tuple(files[s.text] if isinstance(s, Segment) else None for s in many)
             for phase, many in steps.items()

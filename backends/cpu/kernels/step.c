@@ -734,4 +734,3 @@ void g4ir_wait_steps(int64_t *pace, int64_t steps) {
 }
 
 /* Of the instructions and their operands: step_program.py has to be of the same. */
-int g4ir_step_version(void) { return 3; }
