@@ -165,7 +165,7 @@ def test_sources_and_options_are_in_the_name(
 def test_a_compiler_that_fails_is_quoted(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_library, "SOURCES", home)
     (home / "team.c").write_text("int f(void) { return nothing; }\n")
-    with pytest.raises(LowerError, match="(?s)do not compile: .*nothing"), replace(SMALL).opened():
+    with pytest.raises(LowerError, match=r"(?s)do not compile: .*nothing"), replace(SMALL).opened():
         pass
     assert not list((home / "XDG_CACHE_HOME").rglob("*.so"))
 
