@@ -144,8 +144,8 @@ $(EVAL_ENV)/.ready: tests/clients/evaluators.txt | $(READY)
 	$(EVAL_PIP) --no-deps 'lm_eval>=0.4.13,<0.5'
 	@touch $@
 
-# Wheels of this tree for Linux, with the CPU kernels of every instruction set ready inside: a minute an
-# architecture.
+# Wheels of this tree for Linux, with the CPU kernels of every instruction set ready inside: two
+# minutes of both cores an architecture.
 WHEELS      = build/wheels
 
 wheels: $(READY)

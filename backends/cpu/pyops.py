@@ -104,7 +104,7 @@ _GROUPS = {
 
 def load_kernels(library: Library | None = None) -> None:
     """Make the kernels of a library (default: of this process's instruction set, once) available to
-    the ops and to compiled programs."""
+    the ops."""
     if _kernels and library is None:
         return
     with (library or kernels()).opened() as path:
@@ -123,7 +123,8 @@ def kernel(name: str) -> Callable[..., int]:
 
 @cache
 def load_calls() -> None:
-    """Load what compiled programs call the kernels by, which are loaded."""
+    """Make the kernels available to compiled programs."""
+    load_kernels()
     with CALL_LIBRARY.opened() as path:
         ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL)
 

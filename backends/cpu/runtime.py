@@ -46,7 +46,7 @@ class CpuRuntime(ProgramRuntime):
         self.worker = StepThread()
         pyops.load_kernels()
         if steps:
-            pyops.load_calls()  # programs call them
+            pyops.load_calls()
         super().__init__(task, steps, files)
         self.unpacked.cleanup()
 

@@ -21,8 +21,10 @@ ISA = "G4IR_ISA"
 #: names of an architecture on other systems
 MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}
 #: variables by which torch, oneDNN, MKL and torch's compiler are held to an instruction set
-CAPS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-CAPS += ("TORCHINDUCTOR_CPP_MARCH",)
+CAPS = (
+    *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"),
+    *("MKL_ENABLE_INSTRUCTIONS", "TORCHINDUCTOR_CPP_MARCH"),
+)
 
 
 @dataclass(frozen=True)
