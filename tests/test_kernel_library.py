@@ -16,6 +16,7 @@ import pytest
 from g4ir.backends.cpu import library as cpu_library
 from g4ir.backends.cpu import pyops
 from g4ir.backends.cpu.library import CALL_LIBRARY, Library, kernels
+from g4ir.backends.inductor.backend import BACKEND
 from g4ir.errors import InputError, LowerError, MissingError, TrustError
 from g4ir.ui import processor
 from g4ir.ui.processor import CAPS, ISA, SETS, hold_libraries, instruction_set, select_set
@@ -227,6 +228,21 @@ def test_the_kernels_need_nothing_of_torch() -> None:
         assert {"g4ir_linear_coded"} < undefined(path, ("aoti", "g4ir"))
         needed = subprocess.check_output(["readelf", "-d", path], text=True)
         assert "[libtorch_cpu.so]" in needed
+
+
+def test_a_library_that_cannot_be_loaded(home: Path) -> None:
+    (home / "ready").mkdir()
+    (home / "ready" / SMALL.file).write_bytes(b"of another machine" * 99)
+    with pytest.raises(MissingError, match=r"cannot be loaded: .*invalid ELF header; set TMPDIR"):
+        pyops.load_kernels(SMALL)
+
+
+def test_what_binds_an_engine_to_a_machine() -> None:
+    """Compiled programs; weights and graphs run everywhere."""
+    here = BACKEND.machine("cpu")
+    assert BACKEND.machine_of("cpu", {"prefill": (None, "x.pt2"), "decode": ()}) == here
+    assert BACKEND.machine_of("cpu", {"prefill": (None,)}) == "any"
+    assert BACKEND.machine_of("cpu", {}) == "any"
 
 
 def test_an_engine_carries_no_kernels(engines: object) -> None:

@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 
 from g4ir.backends.inductor.compile import without_space
-from g4ir.backends.inductor.program_cache import from_cache, keep_program
+from g4ir.backends.inductor.program_cache import cache_dir, from_cache, keep_program
 from g4ir.errors import LowerError, MissingError
-from g4ir.ui.paths import PREFIX, claimed, setting
+from g4ir.ui.paths import PREFIX, claimed, setting, unpacking
 from g4ir.ui.processor import InstructionSet, instruction_set
 from g4ir.ui.threads import usable_cores
 
@@ -71,11 +71,9 @@ class Library:
         return f"{self.name}-{digest.hexdigest()[:16]}.so"
 
     def check(self) -> None:
-        """Raise MissingError if it is neither ready nor can be compiled."""
-        if not (READY / self.file).is_file():
-            with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
-                if not from_cache(self.file, Path(folder)):
-                    self.compiler()
+        """Raise MissingError if it is neither ready nor kept and cannot be compiled."""
+        if not any((folder / self.file).is_file() for folder in (READY, cache_dir())):
+            self.compiler()
 
     def compiler(self) -> list[str]:
         """Return the command of the C compiler."""
@@ -96,8 +94,8 @@ class Library:
         if (ready := READY / self.file).is_file():
             yield ready
             return
-        with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
-            path = Path(folder, self.file)
+        with unpacking() as folder, folder:
+            path = Path(folder.name, self.file)
             if not from_cache(self.file, path.parent):
                 with claimed(self.file, wait=True):
                     if not from_cache(self.file, path.parent):
@@ -139,7 +137,8 @@ def _run(words: Sequence[str], path: Path) -> str:
     """Run the compiler to write a file; return its path."""
     done = subprocess.run([*words, "-o", path], capture_output=True, text=True)
     if done.returncode:
-        raise without_space(RuntimeError(done.stderr), path) or LowerError(
+        within = Path(tempfile.gettempdir(), path.name)
+        raise without_space(RuntimeError(done.stderr), within) or LowerError(
             f"torch: the CPU kernels do not compile: {done.stderr[:800]}"
         )
     return str(path)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from g4ir.errors import MissingError
 from g4ir.ops.attention import attend as attend_all
 from g4ir.ops.attention import attention, slot_positions, visible
 from g4ir.ops.base import wide
@@ -107,8 +108,7 @@ def load_kernels(library: Library | None = None) -> None:
     the ops."""
     if _kernels and library is None:
         return
-    with (library or kernels()).opened() as path:
-        loaded = ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL)
+    loaded = _open_library(library or kernels())
     for name, arguments in _ARGUMENTS.items():
         kernel = loaded[f"g4ir_{name}"]
         kernel.restype, kernel.argtypes = ctypes.c_int, [_TYPES[a] for a in arguments]
@@ -125,8 +125,16 @@ def kernel(name: str) -> Callable[..., int]:
 def load_calls() -> None:
     """Make the kernels available to compiled programs."""
     load_kernels()
-    with CALL_LIBRARY.opened() as path:
-        ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL)
+    _open_library(CALL_LIBRARY)
+
+
+def _open_library(library: Library) -> ctypes.CDLL:
+    with library.opened() as path:
+        try:
+            return ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL)
+        except OSError as e:
+            fix = "set TMPDIR to a folder from which programs may run"
+            raise MissingError(f"the CPU kernels cannot be loaded: {e}; {fix}") from None
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
