@@ -6,6 +6,7 @@ libraries that compute what the kernels do not.
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Collection, MutableMapping
 from dataclasses import dataclass
@@ -13,8 +14,6 @@ from functools import cache
 from pathlib import Path
 
 from g4ir.errors import InputError, MissingError
-
-from .paths import setting
 
 #: variable of the environment that holds a process to an instruction set
 ISA = "G4IR_ISA"
@@ -95,7 +94,7 @@ SETS = (
 def instruction_set() -> InstructionSet:
     """Return the instruction set of this process. InputError if `G4IR_ISA` names none that this CPU
     has; MissingError if there is none for this CPU."""
-    return select_set(architecture(), _all_flags(), setting(ISA))
+    return select_set(architecture(), _all_flags(), os.environ.get(ISA, ""))
 
 
 def architecture() -> str:
@@ -126,7 +125,9 @@ def cpu_flags() -> tuple[str, ...]:
     """Return the vector extensions that this process uses, sorted: those of the CPU, or of
     `G4IR_ISA`."""
     flags = _all_flags()
-    return tuple(f for f in flags if f in instruction_set().flags) if setting(ISA) else flags
+    if not os.environ.get(ISA):
+        return flags
+    return tuple(f for f in flags if f in instruction_set().flags)
 
 
 @cache
