@@ -18,7 +18,7 @@ PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist load
 export PYTHONDONTWRITEBYTECODE =
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo demo-real test units check near test-full test-real test-vllm test-clients test-wheel test-versions coverage mutants lint lines bench clean distclean
+.PHONY: setup demo demo-real test units check near test-full test-real test-vllm test-clients test-wheel test-versions wheels coverage mutants lint lines bench clean distclean
 
 setup: $(READY)
 
@@ -144,16 +144,21 @@ $(EVAL_ENV)/.ready: tests/clients/evaluators.txt | $(READY)
 	$(EVAL_PIP) --no-deps 'lm_eval>=0.4.13,<0.5'
 	@touch $@
 
+# Wheels of this tree for Linux, with the CPU kernels of every instruction set ready inside: two
+# minutes of both cores an architecture.
+WHEELS      = build/wheels
+
+wheels: $(READY)
+	$(BIN)/python tools/wheels.py --out $(WHEELS)
+
 # The wheel of this tree, installed with what it asks for, without the repository beside it: its files
 # in `make test`, the README's commands here.
 WHEEL_ENV   = build/wheel-env
 WHEEL_PIP   = $(WHEEL_ENV)/bin/python -m pip --disable-pip-version-check
 WHEEL_INSTALL = $(WHEEL_PIP) install -q --no-compile -c constraints.txt
 
-test-wheel: $(READY) $(WHEEL_ENV)/.ready
-	rm -rf build/lib build/wheel
-	$(WHEEL_PIP) wheel -q --no-deps --wheel-dir build/wheel .
-	$(WHEEL_INSTALL) --force-reinstall --no-deps build/wheel/*.whl
+test-wheel: wheels $(WHEEL_ENV)/.ready
+	$(WHEEL_INSTALL) --force-reinstall --no-deps $(WHEELS)/*_$$(uname -m).whl
 	$(WHEEL_PIP) check
 	$(BIN)/python -m pytest -q tests/installed.py
 

@@ -238,6 +238,10 @@ class Backend(PlannedBackend, ABC):
         """Return the instruction set that the files need; an engine refuses any other machine."""
         return "any"
 
+    def machine_of(self, device: str, compiled: Mapping[str, Any]) -> str:
+        """Return the same of what an engine's `compile` returned."""
+        return self.machine(device)
+
     @abstractmethod
     def load(self, task: Task, kept: Any, cuda_graph: bool = True) -> Runtime:
         """Return a runtime; `kept` is of the type `record`. EngineError where compiled files are

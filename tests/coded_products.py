@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from g4ir.backends.cpu import library as cpu_library
 from g4ir.backends.cpu import lowerings, pyops, tiles
-from g4ir.backends.host_cpu import cpu_flags
 from g4ir.backends.inductor.lower import SegmentModule
 from g4ir.ir.graph import Builder
 from g4ir.ir.interpret import interpret
@@ -20,6 +16,7 @@ from g4ir.ir.rewrite import split_prologue
 from g4ir.ops import OPS
 from g4ir.ops.codecs import FORMS, dequantized, fits_tiles, to_tiles
 from g4ir.ops.types import Type, dtype_name
+from g4ir.ui.processor import ISA, SETS, architecture, cpu_flags, instruction_set
 
 Kernel = Callable[..., torch.Tensor]
 QUANTIZE: Any = OPS["quantize"].reference
@@ -53,53 +50,30 @@ def with_outliers(
 
 
 @pytest.fixture(scope="module")
-def cpu_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The CPU kernels, compiled here; other tests keep what they have loaded."""
+def cpu_kernels() -> Iterator[None]:
+    """The CPU kernels; other tests keep what they have loaded."""
     before = dict(pyops._kernels)
-    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    cpu_library.compile_kernels(path)
-    pyops.load_kernels(path)
+    pyops.load_kernels()
+    pyops.load_calls()
     yield
     pyops._kernels.clear()
     pyops._kernels.update(before)
 
 
-@pytest.fixture(name="library", scope="module")
-def kernel_library(tmp_path_factory: pytest.TempPathFactory, full: bool) -> Callable[..., Path]:
-    """`library(*flags, parts=None)`: the kernels, compiled once with each set of flags; only
-    `--full` has them optimised well. (Without any optimisation g++ takes a minute for those with
-    AVX2.)"""
-    folder, level = tmp_path_factory.mktemp("kernels"), "-O2" if full else "-O1"
-    options = ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fPIC", "-w"]
-
-    @cache
-    def library(*flags: str, parts: Sequence[str] | None = None) -> Path:
-        path = folder / f"k{''.join(flags)}.so"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cpu_library, "KERNEL_FLAGS", (level, *options, *flags))
-            cpu_library.compile_kernels(path, parts)
-        return path
-
-    return library
+#: instruction sets of this architecture but for the best of this CPU
+OTHERS = [s for s in SETS if s.machine == architecture() and s != instruction_set()]
 
 
-#: instructions with which the kernels are other ones; CPUs with AVX2 have f16c too
-SETS = {"plain C": (), "AVX2": ("avx2", "fma", "f16c"), "AVX-512": ("avx512f", "avx512bw")}
-
-
-@pytest.fixture(name="other_cpu", params=SETS.values(), ids=SETS.keys())
-def kernels_of_other_cpu(
-    request: pytest.FixtureRequest, library: Callable[..., Path]
-) -> Iterator[None]:
-    """Kernels as CPUs without integer products run them."""
-    if not {*request.param} <= {*cpu_flags(), "f16c"}:
-        pytest.skip(f"this CPU has no {request.param[0]}")
-    path = library(*(f"-m{flag}" for flag in request.param))
+@pytest.fixture(name="other_cpu", params=OTHERS, ids=lambda s: s.name)
+def kernels_of_other_cpu(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A process that is held to an instruction set below that of its CPU, by name."""
+    if lacking := request.param.flags - {*cpu_flags()}:
+        pytest.skip(f"this CPU has no {min(lacking)}")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ISA, request.param.name)
         patch.setattr(pyops, "_kernels", {})
-        patch.setattr(pyops, "_libraries", [])
-        pyops.load_kernels(path)
-        yield
+        pyops.load_kernels()
+        yield request.param.name
 
 
 def asked_of(

@@ -1,6 +1,7 @@
 """`make test-wheel`: README's commands by an installed wheel, in an environment of its own and a
 folder and home with nothing of the repository. Not part of `make test`: its packages come from the
-index, and an engine is compiled.
+index, and an engine is compiled. The CPU kernels are ready in the wheel: no compiler is at hand for
+them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def begun(home: Path, *words: str) -> subprocess.Popen[str]:
     """A command of the wheel that has begun."""
     kept = {name: os.environ[name] for name in ("LANG", "OMP_NUM_THREADS") if name in os.environ}
-    env = {"HOME": str(home), "PATH": f"{BIN}:{os.defpath}", **kept}
+    env = {"HOME": str(home), "PATH": f"{BIN}:{os.defpath}", "CC": "no-compiler", **kept}
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     return subprocess.Popen(words, cwd=home, env=env, text=True, **pipes)
 

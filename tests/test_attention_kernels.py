@@ -20,7 +20,6 @@ from g4ir.ops.kv_quant import coded, numbers
 from tests.coded_products import (
     BUDGET,
     cpu_kernels,  # noqa: F401
-    kernel_library,  # noqa: F401
     kernels_of_other_cpu,  # noqa: F401
 )
 from tests.configs import short

@@ -21,7 +21,6 @@ from zipfile import ZipFile
 import pytest
 import torch
 
-from g4ir.backends.cpu import library as cpu_library
 from g4ir.backends.cpu import wrappers
 from g4ir.backends.inductor import compile as compiler
 from g4ir.backends.inductor import program_cache, workers
@@ -129,33 +128,6 @@ def test_processes_share_the_work(
         assert waiting.is_alive()
     waiting.join()
     assert done == [TWO[1]] and (tmp_path / "out" / made[0]).read_text() == "theirs"
-
-
-def test_each_part_of_the_kernels_is_compiled_once(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine of other formats shares what it has of an earlier one."""
-    done: list[str] = []
-
-    def compiled(words: Sequence[str], path: Path) -> None:
-        done.extend(Path(word).name for word in words if word.endswith(".c") or "FORM" in word)
-        path.write_text(" ".join(words))
-
-    def made(folder: str, *dtypes: str) -> list[str]:
-        done.clear()
-        (tmp_path / folder).mkdir()
-        parts = cpu_library.kernel_parts(dtypes)
-        cpu_library.compile_kernels(tmp_path / folder / "kernels.so", parts)
-        assert [f.name for f in (tmp_path / folder).iterdir()] == ["kernels.so"]
-        return done
-
-    monkeypatch.setattr(cpu_library, "_compiler", compiled)
-    assert made("dense", "bf16", "f32") == ["kernels.c", "step.c", "calls.c", "team.c"]
-    assert made("int8", "bf16", "i8") == ["-DFORM=INT8", "form.c"]
-    assert made("mixed", "i8", "u8") == ["-DFORM=INT4", "form.c"]
-    assert made("again", "i8", "u8") == made("none") == []
-    monkeypatch.setattr(cpu_library, "KERNEL_FLAGS", ("-O1",))
-    assert len(made("other flags")) == 4
 
 
 ROOMS = {name: Path(*Path(compiler.__file__).parts[:-2], name) for name in DEVICES}
@@ -373,12 +345,12 @@ def test_headers_that_another_build_deletes_are_made_again(
 PARENT = """
 import sys
 from pathlib import Path
-from g4ir.backends.cpu.library import kernel_parts
+from g4ir.backends.cpu.device import KERNELS
 from g4ir.backends.inductor.target import Target
 from g4ir.backends.inductor.workers import Workers
 workers = Workers(2, "cpu")
 print(workers._server.pid, flush=True)
-workers.compile(kernel_parts()[0], Target("cpu"), Path(sys.argv[1]))
+workers.compile(KERNELS, Target("cpu"), Path())
 """
 
 
@@ -388,10 +360,10 @@ def test_processes_and_compilers_end_with_the_one_that_started_them(
     script, told = tmp_path / "g++", tmp_path / "pid"
     script.write_text(f"#!/bin/sh\necho $$ > {told}.part; mv {told}.part {told}; exec sleep 300\n")
     script.chmod(0o755)
-    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("CC", str(script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    words = [sys.executable, "-c", PARENT, tmp_path / "kernels.so"]
+    words = [sys.executable, "-c", PARENT]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as parent:
         assert parent.stdout
         server = int(parent.stdout.readline())

@@ -10,9 +10,9 @@ import torch
 
 from g4ir.backends.cpu import pyops
 from g4ir.backends.cuda.lowerings import grouped_experts
-from g4ir.backends.host_cpu import cpu_flags
 from g4ir.ops import OPS
 from g4ir.ops.codecs import fake_quantized, to_tiles
+from g4ir.ui.processor import cpu_flags
 from tests.coded_products import (
     GROUPS,
     QUANTIZE,

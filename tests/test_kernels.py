@@ -7,6 +7,7 @@ import itertools
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -19,7 +20,7 @@ from torch.nn.functional import pad
 from g4ir.backends.cpu import isa, pyops, tiles
 from g4ir.backends.cpu import library as cpu_library
 from g4ir.backends.cpu.isa import has_gemm
-from g4ir.backends.host_cpu import cpu_flags
+from g4ir.backends.cpu.library import CALL_LIBRARY
 from g4ir.backends.inductor import compile as compiler
 from g4ir.backends.inductor import runtime
 from g4ir.backends.inductor.target import Target
@@ -34,13 +35,13 @@ from g4ir.ops.codecs import (
     to_tiles,
 )
 from g4ir.ops.moe import experts as experts_op
-from g4ir.ops.types import ITEMSIZE, Type, dtype_name, torch_dtype
+from g4ir.ops.types import ITEMSIZE, Type, torch_dtype
+from g4ir.ui.processor import ISA, SETS, InstructionSet, cpu_flags
 from tests.coded_products import (
     BUDGET,
     GROUPS,
     QUANTIZE,
     cpu_kernels,  # noqa: F401
-    kernel_library,  # noqa: F401
     kernels_of_other_cpu,  # noqa: F401
     layouts,
     with_outliers,
@@ -269,22 +270,34 @@ def test_special_values() -> None:
 BF16, F32, F16 = (pyops.DTYPES[d] for d in (torch.bfloat16, torch.float32, torch.float16))
 
 
-def test_without_bf16_instructions(library: Callable[..., Path]) -> None:
+BY_NAME = {s.name: s for s in SETS}
+
+
+def takes_of(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`g4ir_takes` of an instruction set."""
+    monkeypatch.setattr(cpu_library, "KERNEL_FLAGS", ("-O1", *cpu_library.KERNEL_FLAGS[1:]))
+    library = replace(cpu_library.kernels(BY_NAME[name]), objects=(("kernels.c",), ("team.c",)))
+    library.compile(folder / "kernels.so")
+    takes = ctypes.CDLL(str(folder / "kernels.so")).g4ir_takes
+    return lambda dtype, rows, n: takes(dtype, *map(ctypes.c_int64, (rows, n, 64)))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="this instruction set is x86's")
+def test_without_bf16_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain C path is the one that other CPUs run; it makes rows of bf16 wide."""
-    plain = ctypes.CDLL(str(library()))
+    taken = takes_of("v2", tmp_path, monkeypatch)
     takes = [(dtype, rows) for dtype in (BF16, F32, F16) for rows in range(30)]
     wanted = {*((BF16, rows) for rows in range(1, 25)), *((F32, rows) for rows in range(1, 5))}
-    assert {t for t in takes if plain.g4ir_takes(*map(ctypes.c_int64, (*t, 16, 64)))} == wanted
+    assert {t for t in takes if taken(*t, 16)} == wanted
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these instructions are x86's")
-def test_with_bf16_instructions(library: Callable[..., Path]) -> None:
+def test_with_bf16_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Built for them everywhere, run where the CPU has them (test_linear)."""
-    parts = tuple(cpu_library.kernel_parts(()))
-    native = ctypes.CDLL(str(library("-mavx512f", "-mavx512bf16", parts=parts)))
+    taken = takes_of("avx512_bf16", tmp_path, monkeypatch)
     shapes = {(8, 7): 1, (9, 7): 0, (9, 16): 1}  # panels have whole vectors of columns
-    for (rows, n), taken in shapes.items():
-        assert native.g4ir_takes(BF16, *map(ctypes.c_int64, (rows, n, 64))) == taken
+    for (rows, n), wanted in shapes.items():
+        assert taken(BF16, rows, n) == wanted
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
@@ -305,20 +318,18 @@ def test_codes_on_other_cpus(
 
 
 INTEGERS = {*CODED} - {"fp8"}
-VNNI = ("avx512_vnni", "avx512bw")
-PROCESSORS = (
-    *((("avx", "fma"), set()), (("asimd", "bf16"), set()), (("avx512bw",), set())),
-    *((("avx2", "fma"), INTEGERS), (VNNI, INTEGERS)),
-    ((*VNNI, "avx512_bf16", "avx512vbmi"), {*CODED}),
-)
+WITHOUT_INTEGERS, WITH_FP8 = {"v2", "neon"}, {"avx512_bf16", "amx"}
 
 
-@pytest.mark.parametrize(("flags", "integers"), PROCESSORS)
-def test_the_processor_decides_on_integers(
-    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], integers: set[str]
+@pytest.mark.parametrize("isa_set", SETS, ids=lambda s: s.name)
+def test_the_instruction_set_decides_on_integers(
+    monkeypatch: pytest.MonkeyPatch, isa_set: InstructionSet
 ) -> None:
-    monkeypatch.setattr(isa, "cpu_flags", lambda: flags)
-    assert {form for form in CODED if isa.multiplies_integers(form)} == integers
+    monkeypatch.setattr(isa, "instruction_set", lambda: isa_set)
+    wanted = set() if isa_set.name in WITHOUT_INTEGERS else INTEGERS
+    wanted = wanted | ({"fp8"} if isa_set.name in WITH_FP8 else set())
+    assert {form for form in CODED if isa.multiplies_integers(form)} == wanted
+    assert isa.has_gemm() == (isa_set.name not in ("v2", "amx"))
 
 
 @pytest.mark.parametrize("form", CODED)
@@ -351,36 +362,37 @@ def test_a_row_is_the_same_beside_any_others(form: str, product: Any) -> None:
         assert torch.equal(product(x[:rows], *weight), alone[:rows]), rows
 
 
-@pytest.mark.skipif(not {"avx2", *VNNI} <= {*cpu_flags()}, reason="this CPU has not both widths")
 @pytest.mark.parametrize("form", CODED)
-def test_tiles_in_vectors_of_either_width(library: Callable[..., Path], form: str) -> None:
-    """The same sums of integers, equal bit for bit but for bf16's of fp8; and what isa.py says of
-    a processor is what its kernels do."""
+def test_what_isa_says_the_kernels_do(form: str) -> None:
+    codes, scales = QUANTIZE(torch.randn(48, 1024), form=form, group=CODED[form][0], scale="f16")
+    shape = 1, BF16, 1, 1024, scales.shape[-1]
+    takes = pyops.kernel("takes_codes")(pyops.FORMS[codes.dtype], *shape)
+    assert bool(takes) == isa.multiplies_integers(form)
+
+
+@pytest.mark.parametrize("form", CODED)
+def test_tiles_on_other_cpus(other_cpu: str, form: str) -> None:
+    """Sums of integers are equal bit for bit, but for bf16's of fp8; others round."""
+    test_what_isa_says_the_kernels_do(form)
     g = torch.Generator().manual_seed(len(form))
     x, w = torch.randn(8, 1024, generator=g).bfloat16(), torch.randn(48, 1024, generator=g)
     codes, scales = QUANTIZE(w, form=form, group=CODED[form][0], scale="f16")
     weight = to_tiles(codes), to_tiles(scales), True
+    # AVX2 has no integers of fp8: rows that are rounded become bf16 once more
+    products = PRODUCTS[:1] if form == "fp8" else PRODUCTS
 
-    def made(flags: tuple[str, ...]) -> list[torch.Tensor]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(isa, "cpu_flags", lambda: flags)
-            shape = 1, BF16, 1, 1024, scales.shape[-1]
-            takes = pyops._kernels["takes_codes"](pyops.FORMS[codes.dtype], *shape)
-            assert bool(takes) == isa.multiplies_integers(form)
-        # AVX2 has no integers of fp8: rows that are rounded become bf16 once more
-        products = PRODUCTS[:1] if form == "fp8" else PRODUCTS
+    def made() -> list[torch.Tensor]:
         return [p(x[:rows], *weight) for p in products for rows in range(1, 9)]
 
-    wide = made(cpu_flags())
+    other, integers = made(), isa.multiplies_integers(form)
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(ISA)
         patch.setattr(pyops, "_kernels", {})
-        patch.setattr(pyops, "_libraries", [])
-        pyops.load_kernels(library("-mavx2", "-mfma", "-mf16c"))
-        narrow = made(("avx2", "fma"))
-    near = {"rtol": 2**-7, "atol": 2**-7}
-    exact = near if form == "fp8" else {"rtol": 0, "atol": 0}
-    for one, other in zip(wide, narrow, strict=True):
-        torch.testing.assert_close(one, other, **exact)
+        pyops.load_kernels()
+        best, integers = made(), integers and isa.multiplies_integers(form)
+    near = 0 if integers and form != "fp8" else 2**-7
+    for one, two in zip(best, other, strict=True):
+        assert (one - two).abs().amax() <= near * one.abs().amax()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -496,65 +508,11 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert {*seen[: len(seen) // 2]} >= wanted
 
 
-@pytest.mark.parametrize("form", ["int8", "uint4"])
-def test_a_library_has_the_formats_of_its_engine(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of others it takes nothing, and a product with them is the library's; rows that are rounded
-    only if the engine has such."""
-    (codes, scales) = QUANTIZE(torch.randn(32, 256), form=form, group=256, scale="f16")
-    x, own = torch.randn(2, 256).bfloat16(), dtype_name(codes.dtype)
-    before = pyops.linear_coded(x, codes, scales)
-
-    def taken(*parts: Any) -> list[tuple[str, bool]]:
-        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.so"
-        cpu_library.compile_kernels(path, cpu_library.kernel_parts(*parts))
-        monkeypatch.setattr(pyops, "_kernels", {})
-        monkeypatch.setattr(pyops, "_libraries", [])
-        pyops.load_kernels(path)
-        takes, groups = pyops._kernels["takes_codes"], 2
-        return [
-            (dtype, bool(rounded))
-            for dtype in isa.KERNEL_FORMS
-            for rounded in (0, 1)
-            if takes(pyops.FORMS[torch_dtype(dtype)], rounded, BF16, 1, 512, groups)
-        ]
-
-    assert taken(()) == []
-    near = pyops.linear_coded(x, codes, scales)
-    torch.testing.assert_close(before, near, rtol=2**-7, atol=2**-4)
-    assert taken({own, "bf16"}, False) == [(own, False)]
-    assert torch.equal(before, pyops.linear_coded(x, codes, scales))
-    assert taken({own}) == [(own, r) for r in (False, True)][: 1 + isa.multiplies_integers(form)]
-
-
-def test_engines_in_a_process_share_their_formats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Programs call the library of the engine that was loaded first, Python the last one's."""
-    monkeypatch.setattr(pyops, "_kernels", {})
-    monkeypatch.setattr(pyops, "_libraries", [])
-    for i, dtypes in enumerate([{"i8"}, {"u8"}, {"bf16"}]):
-        cpu_library.compile_kernels(tmp_path / f"{i}.so", cpu_library.kernel_parts(dtypes, i == 0))
-        pyops.load_kernels(tmp_path / f"{i}.so")
-    taken = [
-        [form for form in range(len(pyops.FORMS)) if one.g4ir_takes_codes(form, 0, BF16, 1, *sizes)]
-        for one in pyops._libraries
-        for sizes in [(ctypes.c_int64(512), ctypes.c_int64(2))]
-    ]
-    assert taken == [[0, 1]] * 3
-    for form in ("int8", "int4"):
-        codes, scales = QUANTIZE(torch.randn(32, 256), form=form, group=256, scale="f16")
-        assert pyops._has_kernel(torch.bfloat16, codes, scales, 1, 256)
-        assert pyops._has_kernel(torch.bfloat16, codes, scales, 1, 256, True) == (
-            form == "int8" and isa.multiplies_integers(form)
-        )
-
-
-def test_other_threads_run_meanwhile(tmp_path: Path) -> None:
+def test_other_threads_run_meanwhile() -> None:
     """A product takes Python's lock from no thread, wherever it is called from."""
-    cpu_library.compile_kernels(tmp_path / "kernels.so")
-    call = ctypes.PyDLL(str(tmp_path / "kernels.so")).g4ir_call_linear  # keeps the lock
+    pyops.load_calls()
+    with CALL_LIBRARY.opened() as path:
+        call = ctypes.PyDLL(str(path)).g4ir_call_linear  # keeps the lock
     x, w = torch.randn(1, 4096), torch.randn(8192, 4096)
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]

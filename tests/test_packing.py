@@ -6,13 +6,13 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import g4ir
-from g4ir.backends.cpu import library as cpu_library
-from g4ir.backends.cpu import packing
+from g4ir.backends.cpu import packing, pyops
 from g4ir.errors import MissingError
 from g4ir.ops.quant import quantize
 from tests.engines import random_checkpoint
@@ -73,15 +73,12 @@ def test_the_definition_computes_other_weights(value: float) -> None:
     assert all(map(torch.equal, packed(w[:2, :48], group=16), definition(w[:2, :48], group=16)))
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> str:
-        raise MissingError("no compiler")
-
-    monkeypatch.setattr(cpu_library, "cpp_compiler", missing)
-    library = packing._library.__wrapped__()
-    monkeypatch.setattr(packing, "_library", lambda: library)
+def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pyops, "kernel", Mock(side_effect=MissingError("no compiler")))
+    monkeypatch.setattr(packing, "_has_kernel", packing._has_kernel.__wrapped__)
     w = torch.randn(8, 64)
-    assert library is None and all(map(torch.equal, packed(w, group=32), definition(w, group=32)))
+    assert all(map(torch.equal, packed(w, group=32), definition(w, group=32)))
+    assert pyops.kernel.called
 
 
 @pytest.mark.parametrize("packs", [True, False])

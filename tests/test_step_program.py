@@ -14,7 +14,6 @@ import g4ir
 from g4ir.backends.cpu import pyops
 from g4ir.backends.cpu.arena import Arena
 from g4ir.backends.cpu.isa import has_gemm
-from g4ir.backends.cpu.library import compile_kernels
 from g4ir.backends.cpu.step_loop import Embedding
 from g4ir.backends.cpu.step_program import (
     LOWERINGS,
@@ -59,10 +58,8 @@ RECORDED = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    compile_kernels(path)
-    pyops.load_kernels(path)
+def kernels() -> None:
+    pyops.load_kernels()
 
 
 def graph_of(name: str, s: Sample, dtype: str) -> Graph:

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from g4ir.backends.cpu import pyops
-from g4ir.backends.cpu.library import compile_kernels
 from g4ir.ui import threads
 from g4ir.ui.memory import memory_limits
 from tests.cli_tools import refused
@@ -25,11 +24,8 @@ PRODUCTS = [(512, 96), (64, 1024), (1000, 256), (37, 9216)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    compile_kernels(path)
-    pyops.load_kernels(path)
-    return path
+def kernels() -> None:
+    pyops.load_kernels()
 
 
 @pytest.fixture(autouse=True)
@@ -122,14 +118,13 @@ def test_a_busy_process_takes_its_share_alone() -> None:
     assert median(taken[threads.visible_cores()]) < 0.9 * median(taken[1]), taken
 
 
-def test_threads_stay_on_the_cores_of_the_process(kernels: Path) -> None:
+def test_threads_stay_on_the_cores_of_the_process() -> None:
     """Beside a busy process, on one core."""
     code = """
 import os, torch, sys, subprocess
-from pathlib import Path
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 from g4ir.backends.cpu import pyops
-pyops.load_kernels(Path(sys.argv[1]))
+pyops.load_kernels()
 torch.set_num_threads(2)
 busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
 for _ in range(300):
@@ -138,9 +133,7 @@ busy.kill()
 cores = {frozenset(os.sched_getaffinity(int(t))) for t in os.listdir("/proc/self/task")}
 assert cores == {frozenset(os.sched_getaffinity(0))}, cores
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(kernels)], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert not done.returncode, done.stderr
 
 

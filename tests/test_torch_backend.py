@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from g4ir.backends.cpu.device import DEVICE as CPU
-from g4ir.backends.cpu.library import FORM_SOURCE
 from g4ir.backends.cpu.lowerings import lowered
 from g4ir.backends.cuda.lowerings import _write_ring, smallest
 from g4ir.backends.inductor.cache_write import write_list
@@ -27,8 +25,6 @@ from g4ir.ir.text import parse_graph, print_graph
 from g4ir.ops import OPS
 from g4ir.ops.kv_quant import as_held, comparable
 from g4ir.ops.types import Type, torch_dtype
-from g4ir.passes import PassOptions, run_program
-from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan.engine_limits import Limits
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.pack import split_program
@@ -129,19 +125,6 @@ def test_programs_do_not_grow_with_depth(name: str, apart: int) -> None:
     embeddings, which depends on their number."""
     few, many = (program_texts(cut(load_spec(name), n)) for n in (12, 28))
     assert len(few) == len(many) <= 12 and len(few - many) <= apart
-
-
-@pytest.mark.parametrize(
-    ("quant", "forms"), [("", []), ("int8", ["INT8"]), ("int4-mixed", ["INT8", "INT4"])]
-)
-def test_kernels_of_an_engine(quant: str, forms: list[str]) -> None:
-    """Those of its formats; of rows that are rounded if a product rounds them."""
-    program = built_program(load_spec("tiny-ple"), quant=quant)
-    parts = [p for p in CPU.parts(split_program(program).program) if FORM_SOURCE in p]
-    assert [p.rpartition("=")[2] for p in parts] == forms and "-DROUNDED" not in str(parts)
-    rounding = run_program(program, options=PassOptions((ActivationOptions("int8"),)))
-    parts = CPU.parts(split_program(rounding).program)
-    assert all("-DROUNDED" in p for p in parts if FORM_SOURCE in p)
 
 
 # --- writes of a chunk --------------------------------------------------------------------------

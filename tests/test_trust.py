@@ -17,6 +17,7 @@ import pytest
 import g4ir
 from g4ir.artefact import trust
 from g4ir.artefact.directory import open_artefact
+from g4ir.backends.cpu import pyops
 from g4ir.backends.inductor import compile as compiler
 from g4ir.backends.inductor import program_cache
 from g4ir.builder.load import load_engine, open_runtime
@@ -43,7 +44,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def built(engines: Any) -> Path:
-    """Before the user of these tests is another one."""
+    """Before the user of these tests is another one, whose kernels are not compiled yet."""
+    pyops.load_kernels()
+    pyops.load_calls()
     path: Path = engines("torch", "tiny-moe").path
     return path
 
@@ -62,9 +65,19 @@ def library(path: Path, mark: Path) -> Path:
     return path
 
 
+def plant(program: Path, planted: Path) -> None:
+    """Put another library into a compiled program."""
+    with zipfile.ZipFile(program) as old:
+        files, comment = {name: old.read(name) for name in old.namelist()}, old.comment
+    with zipfile.ZipFile(program, "w") as new:
+        for name, data in files.items():
+            new.writestr(name, planted.read_bytes() if name.endswith(".so") else data)
+        new.comment = comment
+
+
 def test_a_planted_library_is_not_run(copied: Path, tmp_path: Path) -> None:
     mark = tmp_path / "pwned"
-    library(copied / "programs" / "kernels.so", mark)
+    plant(next((copied / "programs").glob("*.pt2")), library(tmp_path / "x.so", mark))
     resigned(copied, lambda m: None)
     with pytest.raises(TrustError, match=r"native code.*g4ir inspect.*--trust.*g4ir trust"):
         load_engine(copied)
@@ -74,7 +87,7 @@ def test_a_planted_library_is_not_run(copied: Path, tmp_path: Path) -> None:
     assert main(["inspect", str(copied)]) == 0
     assert main(["show", str(copied), "--phase", "decode"]) == 0
     assert not mark.exists()
-    with pytest.raises(G4Error):  # it has no kernels
+    with pytest.raises(G4Error):  # it has no program
         load_engine(copied, trust=True)
     assert mark.exists()
 

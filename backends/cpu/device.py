@@ -9,22 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.backends.base import Task
-from g4ir.backends.host_cpu import cpu_flags
 from g4ir.backends.inductor.device import Device
 from g4ir.backends.inductor.target import Target
 from g4ir.backends.inductor.toolchain import cpp_compiler
 from g4ir.ir.graph import Graph, Program
 from g4ir.plan.engine_limits import Limits
+from g4ir.ui.processor import cpu_flags
 
-from .library import KERNELS_FILE, compile_kernels, compile_part, is_part, kernel_parts, part_file
+from .library import CALL_LIBRARY, kernels
 from .tiles import in_tiles
 
 #: the files of this room that a program's code follows from
-SOURCES = ("attention.py", "isa.py", "lowerings.py", "pyops.py", "wrappers.py")
+SOURCES = ("attention.py", "isa.py", "library.py", "lowerings.py", "pyops.py", "wrappers.py")
+#: stands among the texts of programs for the libraries that all engines call
+KERNELS = "CPU kernels"
 
 
 class Cpu(Device):
-    """The CPU. What needs torch is imported late: processes that compile the C kernels do not."""
+    """The CPU. What needs torch is imported late."""
 
     name = "cpu"
     records = True
@@ -32,7 +34,10 @@ class Cpu(Device):
     preload = "torch._inductor.compile_fx"
 
     def needs(self) -> tuple[Callable[[], object], ...]:
-        return (cpp_compiler,)
+        return (lambda: kernels().check(),)
+
+    def check_compiler(self) -> None:
+        cpp_compiler()
 
     def machine(self) -> str:
         import torch
@@ -52,18 +57,10 @@ class Cpu(Device):
 
         return step_phases(program, limits)
 
-    def parts(self, program: Program) -> Sequence[str]:
-        graphs = program.graphs.values()
-        dtypes = {v.type.dtype for g in graphs for v in g.params}
-        return kernel_parts(dtypes, any(n.op == "fake_quantize" for g in graphs for n in g.nodes))
-
-    def early_parts(self) -> Sequence[str]:
+    def shared_parts(self) -> Sequence[str]:
         from .wrappers import SHARED_PARTS
 
-        return (*kernel_parts(()), *SHARED_PARTS)
-
-    def link(self, folder: Path, parts: Sequence[str]) -> None:
-        compile_kernels(folder / KERNELS_FILE, parts)
+        return (KERNELS, *SHARED_PARTS)
 
     def lowered(self, g: Graph, target: Target) -> Any:
         from .lowerings import lowered
@@ -85,19 +82,18 @@ class Cpu(Device):
 
         return interface_apart(folder, options, made_of)
 
-    def part_file(self, text: str) -> str | None:
-        return part_file(text) if is_part(text) else None
-
-    def compile_part(self, text: str, target: Target, path: Path) -> bool:
-        if is_part(text):
-            compile_part(text, path)
-            return True
+    def compile_part(self, text: str, target: Target) -> bool:
         from .wrappers import SHARED_PARTS, compile_shared
 
-        shared = text in SHARED_PARTS
-        if shared:
+        if text == KERNELS:
+            for library in (kernels(), CALL_LIBRARY):
+                with library.opened():
+                    pass
+        elif text in SHARED_PARTS:
             compile_shared(text, target)
-        return shared
+        else:
+            return False
+        return True
 
     def runtime(
         self,

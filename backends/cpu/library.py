@@ -1,31 +1,34 @@
-"""The CPU kernels, in parts that are compiled and kept apart -> a shared library of an engine."""
+"""The CPU kernels as shared libraries, one per instruction set: ready in the package (`make
+wheel-kernels`), or compiled once per machine and kept in the user's cache."""
 
 from __future__ import annotations
 
 import hashlib
-import platform
+import shlex
+import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from g4ir.backends.host_cpu import cpu_flags
 from g4ir.backends.inductor.compile import without_space
-from g4ir.backends.inductor.program_cache import from_cache, keep_program
-from g4ir.backends.inductor.toolchain import cpp_compiler
-from g4ir.errors import LowerError
-from g4ir.ui.paths import claimed
+from g4ir.backends.inductor.program_cache import cache_dir, from_cache, keep_program
+from g4ir.errors import LowerError, MissingError
+from g4ir.ui.paths import PREFIX, claimed, setting, unpacking
+from g4ir.ui.processor import InstructionSet, instruction_set
+from g4ir.ui.threads import usable_cores
 
 from .isa import KERNEL_FORMS
 
-#: what the CPU kernels are made of, and how: the parts of every engine, and the one of a format of
-#: weights, compiled with `-DFORM=` and its name there
-CPU_KERNELS = Path(__file__).with_name("kernels")
-KERNEL_SOURCES, FORM_SOURCE = ("kernels.c", "step.c", "calls.c", "team.c"), "form.c"
-#: what links them
-KERNELS_FILE = "kernels.so"
+SOURCES = Path(__file__).with_name("kernels")
+#: libraries that come with the package
+READY = Path(__file__).with_name("ready")
 KERNEL_FLAGS = (
     "-O3",
-    "-march=native",
     "-pthread",
     "-w",
     "-Werror=implicit-function-declaration",
@@ -36,67 +39,106 @@ KERNEL_FLAGS = (
     "-fno-trapping-math",
     "-fPIC",
 )
-LINK_FLAGS = ("-shared", "-Wl,-Bsymbolic")  # other engines' kernels may be loaded
-#: begins what stands for a part of the CPU kernels among the texts of programs, arguments of g++
-KERNELS = "CPU kernels: "
-#: the parts of the kernel that packs 4-bit weights, whose sums keep their order
-PACKING = (
-    f"{KERNELS}packing.c -ffp-contract=off -fno-associative-math -fsigned-zeros",
-    f"{KERNELS}team.c",
+LINK_FLAGS = ("-shared", "-s", "-pthread", "-Wl,-Bsymbolic")  # others may be loaded
+#: source and options of each object file, those first that take longest
+OBJECTS = (
+    ("kernels.c",),
+    ("step.c",),
+    *(("form.c", f"-DFORM={form}") for form in KERNEL_FORMS.values()),
+    # the sums of packing keep their order
+    ("packing.c", "-ffp-contract=off", "-fno-associative-math", "-fsigned-zeros"),
+    ("team.c",),
 )
+#: compilers, unless CC or CXX names one
+COMPILERS = ("gcc", "cc", "clang", "g++")
 
 
-def kernel_parts(dtypes: Iterable[str] = KERNEL_FORMS, rounded: bool = True) -> list[str]:
-    """Return the parts of the CPU kernels, as texts, that an engine calls: dtypes of its params,
-    and whether its products round rows; by default those of every engine."""
-    source = f"{FORM_SOURCE} -DROUNDED" if rounded else FORM_SOURCE
-    forms = [f"{source} -DFORM={KERNEL_FORMS[d]}" for d in KERNEL_FORMS if d in {*dtypes}]
-    return [KERNELS + part for part in (*KERNEL_SOURCES, *forms)]
+@dataclass(frozen=True)
+class Library:
+    """A shared library of C sources. `needs`: libraries that the process has loaded before."""
+
+    name: str
+    objects: tuple[tuple[str, ...], ...]
+    options: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+    @cached_property
+    def file(self) -> str:
+        """The name of its file, with a hash of everything that it is compiled from."""
+        digest = hashlib.sha256(repr((self, KERNEL_FLAGS, LINK_FLAGS)).encode())
+        for file in sorted(SOURCES.glob("*.[ch]")):
+            digest.update(file.read_bytes())
+        return f"{self.name}-{digest.hexdigest()[:16]}.so"
+
+    def check(self) -> None:
+        """Raise MissingError if it is neither ready nor kept and cannot be compiled."""
+        if not any((folder / self.file).is_file() for folder in (READY, cache_dir())):
+            self.compiler()
+
+    def compiler(self) -> list[str]:
+        """Return the command of the C compiler."""
+        named = setting("CC") or setting("CXX")
+        for command in map(shlex.split, [named] if named else COMPILERS):
+            if command and shutil.which(command[0]):
+                return command
+        raise MissingError(
+            f"the CPU kernels need a C compiler: {READY} has no {self.file}, and there is no "
+            f"{named or ', '.join(COMPILERS)}: install a wheel of g4ir for this machine, or a "
+            f"compiler, for example with `apt-get install g++`"
+        )
+
+    @contextmanager
+    def opened(self) -> Iterator[Path]:
+        """A context with the library's file, to be loaded in it: ready, kept, or compiled now (some
+        ten seconds on two cores)."""
+        if (ready := READY / self.file).is_file():
+            yield ready
+            return
+        with unpacking() as folder, folder:
+            path = Path(folder.name, self.file)
+            if not from_cache(self.file, path.parent):
+                with claimed(self.file, wait=True):
+                    if not from_cache(self.file, path.parent):
+                        self.compile(path)
+                        keep_program(path)
+            yield path
+
+    def compile(self, path: Path) -> None:
+        """Write the library's file; its object files are compiled side by side."""
+        compiler = self.compiler()
+        with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+
+            def compiled(i: int) -> str:
+                source, *options = self.objects[i]
+                words = [*KERNEL_FLAGS, *self.options, *options, "-c", "-x", "c"]
+                return _run([*compiler, *words, str(SOURCES / source)], Path(folder, f"{i}.o"))
+
+            def stub(name: str) -> str:
+                words = ["-shared", f"-Wl,-soname,{name}", "-x", "c", "/dev/null"]
+                return _run([*compiler, *words], Path(folder, name))
+
+            with ThreadPoolExecutor(usable_cores()) as pool:
+                objects = list(pool.map(compiled, range(len(self.objects))))
+            needed = ["-Wl,--no-as-needed", *map(stub, self.needs)]
+            _run([*compiler, *LINK_FLAGS, *objects, *needed, "-lm"], path)
 
 
-def is_part(text: str) -> bool:
-    return text.startswith(KERNELS)
+def kernels(isa: InstructionSet | None = None) -> Library:
+    """Return the library of an instruction set's kernels; default: that of this process."""
+    isa = isa or instruction_set()
+    return Library(f"kernels-{isa.name}", OBJECTS, isa.words)
 
 
-def compile_kernels(path: Path, parts: Sequence[str] | None = None) -> None:
-    """Write the CPU kernels, and what programs call them by, as a shared library for this machine:
-    of parts (default: all) that lie beside it, or are kept, or are compiled now (some twenty
-    seconds for all)."""
-    import torch
-
-    texts = kernel_parts() if parts is None else parts
-    files = {text: path.with_name(part_file(text)) for text in texts}
-    for text, file in files.items():
-        if not file.is_file():
-            compile_part(text, file)
-    libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"]
-    _compiler([*LINK_FLAGS, *map(str, files.values()), *libraries], path)
-    for file in files.values():
-        file.unlink()
+#: what compiled programs call the kernels by, with functions of torch's
+CALL_LIBRARY = Library("calls", (("calls.c",),), needs=("libtorch_cpu.so",))
 
 
-def part_file(text: str) -> str:
-    built_for = [platform.machine(), *cpu_flags(), *KERNEL_FLAGS, text]
-    digest = hashlib.sha256("\0".join(built_for).encode())
-    for file in sorted(CPU_KERNELS.glob("*.[ch]")):
-        digest.update(file.read_bytes())
-    return f"{digest.hexdigest()[:24]}.o"
-
-
-def compile_part(text: str, path: Path) -> None:
-    """Write a part of the CPU kernels as an object file: one that is kept, or compiled now."""
-    with claimed(f"{path.name}.kernels", wait=True):
-        if not from_cache(path.name, path.parent):
-            source, *defined = text.removeprefix(KERNELS).split()
-            words = [*KERNEL_FLAGS, *defined, "-c", "-x", "c", str(CPU_KERNELS / source)]
-            _compiler(words, path)
-            keep_program(path)
-
-
-def _compiler(words: Sequence[str], path: Path) -> None:
-    """Run the C++ compiler to write a file."""
-    done = subprocess.run([cpp_compiler(), *words, "-o", path], capture_output=True, text=True)
+def _run(words: Sequence[str], path: Path) -> str:
+    """Run the compiler to write a file; return its path."""
+    done = subprocess.run([*words, "-o", path], capture_output=True, text=True)
     if done.returncode:
-        raise without_space(RuntimeError(done.stderr), path) or LowerError(
+        within = Path(tempfile.gettempdir(), path.name)
+        raise without_space(RuntimeError(done.stderr), within) or LowerError(
             f"torch: the CPU kernels do not compile: {done.stderr[:800]}"
         )
+    return str(path)

@@ -16,13 +16,12 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from g4ir.backends.host_cpu import cpu_flags
+from g4ir.errors import MissingError
 from g4ir.ops.attention import attend as attend_all
 from g4ir.ops.attention import attention, slot_positions, visible
 from g4ir.ops.base import wide
@@ -31,8 +30,10 @@ from g4ir.ops.kv_quant import numbers
 from g4ir.ops.mlp import activate
 from g4ir.ops.moe import own_index
 from g4ir.ops.types import torch_dtype
+from g4ir.ui.processor import cpu_flags
 
 from .isa import KERNEL_FORMS
+from .library import CALL_LIBRARY, Library, kernels
 
 Tensor = torch.Tensor
 
@@ -58,10 +59,8 @@ NATIVE = {
 
 
 _free: defaultdict[int, list[Any]] = defaultdict(list)
-#: name -> function of kernels/kernels.h, of the engine that was loaded last
+#: name -> function of kernels/kernels.h
 _kernels: dict[str, Callable[..., int]] = {}
-#: libraries of engines that were loaded, each with the formats of its own
-_libraries: list[ctypes.CDLL] = []
 #: dtype of x, of results and of scales, and dtype of codes -> their numbers there
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 FORMS = {torch_dtype(name): number for number, name in enumerate(KERNEL_FORMS)}
@@ -89,10 +88,9 @@ _ARGUMENTS = {
     "run_steps": "ppsppi",
     "want_steps": "ps",
     "wait_steps": "ps",
-    "step_version": "",
+    "takes_packing": "is",
+    "pack": "ppppssssii",
 }
-#: of the instructions of kernels/step.c
-STEP_VERSION = 4
 #: dtype of codes -> codes that share a scale at least, and scales of a group
 _GROUPS = {
     torch.int8: (16, 1),
@@ -105,18 +103,38 @@ _GROUPS = {
 }
 
 
-def load_kernels(path: Path) -> None:
-    """Make the compiled kernels of an engine available, to the ops and to programs."""
-    library = ctypes.CDLL(str(path.resolve()), mode=os.RTLD_GLOBAL)
+def load_kernels(library: Library | None = None) -> None:
+    """Make the kernels of a library (default: of this process's instruction set, once) available to
+    the ops."""
+    if _kernels and library is None:
+        return
+    loaded = _open_library(library or kernels())
     for name, arguments in _ARGUMENTS.items():
-        kernel = library[f"g4ir_{name}"]
+        kernel = loaded[f"g4ir_{name}"]
         kernel.restype, kernel.argtypes = ctypes.c_int, [_TYPES[a] for a in arguments]
         _kernels[name] = kernel
-    if _kernels["step_version"]() != STEP_VERSION:
-        raise ValueError("kernels of another version; build the engine again")
-    for other in _libraries:
-        library.g4ir_share_forms((ctypes.c_void_p * len(FORMS)).in_dll(other, "g4ir_forms"))
-    _libraries.append(library)
+
+
+def kernel(name: str) -> Callable[..., int]:
+    """Return a function of kernels/kernels.h, which is loaded now if it was not."""
+    load_kernels()
+    return _kernels[name]
+
+
+@cache
+def load_calls() -> None:
+    """Make the kernels available to compiled programs."""
+    load_kernels()
+    _open_library(CALL_LIBRARY)
+
+
+def _open_library(library: Library) -> ctypes.CDLL:
+    with library.opened() as path:
+        try:
+            return ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL)
+        except OSError as e:
+            fix = "set TMPDIR to a folder from which programs may run"
+            raise MissingError(f"the CPU kernels cannot be loaded: {e}; {fix}") from None
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
@@ -208,8 +226,7 @@ def run_instructions(
     run = "run_instructions" if pace is None else "run_steps"
     places += [] if pace is None else [pace.data_ptr()]
     if failed := _kernels[run](*places, room.data_ptr(), threads):
-        other = "its kernels are of another version; build the engine again"
-        why = "no memory for its products" if failed == 1 else other
+        why = "no memory for its products" if failed == 1 else "an instruction is unknown"
         raise (MemoryError if failed == 1 else RuntimeError)(f"a decode step ended: {why}")
 
 

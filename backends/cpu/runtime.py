@@ -5,24 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from g4ir.backends.base import DeviceChoice, Embed, Task, Tensors, Watch
-from g4ir.backends.inductor.runtime import ProgramRuntime, reason
+from g4ir.backends.inductor.runtime import ProgramRuntime
 from g4ir.backends.inductor.segment import Step
 from g4ir.backends.kv_cache import Caches
 from g4ir.errors import EngineError
 from g4ir.ir.rewrite import bind
 from g4ir.model.decoder import CHUNK, TOKENS, VERIFY
+from g4ir.ui.processor import instruction_set
 from g4ir.weights.pack import ParamSource, StoredParams
 from g4ir.weights.tensorfile import ALIGNED, on_huge_pages, read_pages
 
 from . import pyops
 from .arena import ROWS, Arena
-from .library import KERNELS_FILE
 from .step_loop import Embedding, StepLoop, StepThread, mapped_tables, record_loop
 from .step_program import (
     CHUNKS,
@@ -53,7 +52,9 @@ class CpuRuntime(ProgramRuntime):
         self.embedding: Embedding | None = None
         #: the thread that runs steps while the host reads the tokens of others
         self.worker = StepThread()
-        _load_kernels(task.folder / "programs" / KERNELS_FILE)  # programs call them
+        pyops.load_kernels()
+        if steps:
+            pyops.load_calls()
         super().__init__(task, steps, files)
         self.unpacked.cleanup()
 
@@ -127,7 +128,13 @@ class CpuRuntime(ProgramRuntime):
 
         def recorded(count: int) -> StepProgram:
             def record() -> StepProgram:
-                return record_step(bind(graph, **{dim: count}), self.weights, views, feeds, arena)
+                try:
+                    g = bind(graph, **{dim: count})
+                    return record_step(g, self.weights, views, feeds, arena)
+                except NoInstruction as e:  # of an engine that was built for other instructions
+                    isa = instruction_set().name
+                    what = f"{phase} has no kernels for {isa}: {e}"
+                    raise EngineError(f"{what}; build the engine again on this machine") from e
 
             return captured.get(StepProgram, (phase, most, count), record)
 
@@ -198,10 +205,3 @@ def _placed(t: Tensor, mapped: bool) -> Tensor:
         read_pages(t)
         return t
     return t.clone().contiguous()
-
-
-def _load_kernels(path: Path) -> None:
-    try:
-        pyops.load_kernels(path)
-    except (OSError, ValueError, AttributeError) as e:  # no library, or one without our kernels
-        raise EngineError(f"{path} cannot be loaded: {reason(e)}") from e

@@ -55,6 +55,10 @@ class TorchBackend(Backend):
     def machine(self, device: str) -> str:
         return find_device(device).machine()
 
+    def machine_of(self, device: str, compiled: Mapping[str, Any]) -> str:
+        """An engine without programs is weights and graphs, the same for every CPU."""
+        return self.machine(device) if any(map(any, compiled.values())) else "any"
+
     def stored(self, program: Program, device: str) -> Program:
         return find_device(device).stored(program)
 
@@ -63,12 +67,14 @@ class TorchBackend(Backend):
 
     @contextmanager
     def about_to_compile(self, device: str) -> Iterator[None]:
-        """Start the processes that compile, which import torch's compiler for some seconds; at the
-        end delete precompiled headers, unless another build uses them."""
+        """Start the processes that compile, which import torch's compiler for some seconds, where
+        each engine has programs; at the end delete precompiled headers, unless another build uses
+        them."""
+        early = JOBS > 1 and not find_device(device).records
         try:
             with (
                 compiler_cache.in_use(),
-                workers.compilers_started(JOBS, device) if JOBS > 1 else nullcontext(),
+                workers.compilers_started(JOBS, device) if early else nullcontext(),
             ):
                 yield
         finally:
@@ -86,10 +92,10 @@ class TorchBackend(Backend):
         texts = [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
         for note in device.notes(program, target):
             progress(note)
-        parts, folder = device.parts(program), task.folder / "programs"
-        wanted = [*texts, *parts]
-        files = workers.compile_all(wanted, target, folder, JOBS, progress)
-        device.link(folder, parts)
+        if texts:
+            device.check_compiler()
+        folder = task.folder / "programs"
+        files = workers.compile_all(texts, target, folder, JOBS, progress)
         return {
             phase: tuple(files[s.text] if isinstance(s, Segment) else None for s in many)
             for phase, many in steps.items()

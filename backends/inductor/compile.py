@@ -19,12 +19,12 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from g4ir.backends.host_cpu import cpu_flags
 from g4ir.errors import EngineError, LowerError
 from g4ir.ir.text import parse_graph
 from g4ir.ui import compiler_cache
 from g4ir.ui.files import write_file
 from g4ir.ui.paths import keep_inductor_private, search_path, setting, variable
+from g4ir.ui.processor import cpu_flags
 from g4ir.weights.tensorfile import open_regular
 
 from .device import find_device

@@ -36,6 +36,9 @@ class Device(ABC):
     def needs(self) -> tuple[Callable[[], object], ...]:
         """Return checks of the environment for a build; each raises MissingError."""
 
+    def check_compiler(self) -> None:
+        """Raise MissingError where programs cannot be compiled, as far as `needs` does not."""
+
     @abstractmethod
     def machine(self) -> str:
         """Return the instruction set that compiled code needs, as text to compare and to show."""
@@ -62,17 +65,9 @@ class Device(ABC):
         """Yield what a build should say of its target."""
         yield from ()
 
-    def parts(self, program: Program) -> Sequence[str]:
-        """Return texts of what is compiled beside programs, which `part_file` knows."""
+    def shared_parts(self) -> Sequence[str]:
+        """Return texts of what all programs share, compiled once into caches."""
         return ()
-
-    def early_parts(self) -> Sequence[str]:
-        """Return texts of what every build compiles, in order."""
-        return ()
-
-    def link(self, folder: Path, parts: Sequence[str]) -> None:
-        """Make of the compiled parts in a folder what programs call."""
-        del folder, parts
 
     # --- how
 
@@ -99,12 +94,8 @@ class Device(ABC):
         what programs share, `made_of`: a hash of what their code follows from."""
         return nullcontext(options)
 
-    def part_file(self, text: str) -> str | None:
-        """Return the file of a part; None for the text of a program."""
-        return None
-
-    def compile_part(self, text: str, target: Target, path: Path) -> bool:
-        """Compile a part into its file; False for the text of a program."""
+    def compile_part(self, text: str, target: Target) -> bool:
+        """Compile one of `shared_parts`; False for the text of a program."""
         return False
 
     # --- running

@@ -1,4 +1,4 @@
-"""Compiled programs and parts of kernels that are kept between builds, in the user's cache."""
+"""Compiled programs and CPU kernels that are kept between builds, in the user's cache."""
 
 from __future__ import annotations
 

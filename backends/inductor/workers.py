@@ -1,4 +1,4 @@
-"""Programs and parts of kernels, compiled in many processes, or taken from the cache."""
+"""Programs, compiled in many processes, or taken from the cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from threading import Thread
 from typing import IO
 
 from g4ir.errors import G4Error, LowerError
-from g4ir.ui.paths import PREFIX, claimed
+from g4ir.ui.paths import claimed
 from g4ir.ui.subprocesses import python
 
 from .compile import compile_program, program_name
@@ -44,12 +44,11 @@ def compile_all(
     jobs: int,
     progress: Callable[[str], None],
 ) -> dict[str, str]:
-    """Compile each distinct text, of a program or of a device's part, into `out`; return text ->
-    file name.
+    """Compile each distinct text of a program into `out`; return text -> file name.
 
     Raises LowerError with the backend's message and the segment's first line.
     """
-    files = {t: _file_of(t, target) for t in dict.fromkeys(texts)}
+    files = {t: f"{program_name(t, target)}.pt2" for t in dict.fromkeys(texts)}
     out.mkdir(parents=True, exist_ok=True)
     missing = {t: out / name for t, name in files.items() if not from_cache(name, out)}
     if missing:
@@ -60,12 +59,8 @@ def compile_all(
     return files
 
 
-def _file_of(text: str, target: Target) -> str:
-    return find_device(target.device).part_file(text) or f"{program_name(text, target)}.pt2"
-
-
 def _make(text: str, target: Target, path: Path) -> None:
-    if not find_device(target.device).compile_part(text, target, path):
+    if not find_device(target.device).compile_part(text, target):
         compile_program(text, target, path)
 
 
@@ -78,12 +73,11 @@ def _compiled(
         return
     # What takes longest comes first, so that nothing is left alone at the end.
     device = find_device(target.device)
-    todo = sorted(missing, key=lambda t: (device.part_file(t) is not None, len(t)), reverse=True)
+    todo = sorted(missing, key=len, reverse=True)
     early = _early.pop(device.name, None)
     with early or Workers(workers, device.name) as started:
-        for text in device.early_parts() if not early else ():
-            if device.part_file(text) is None:
-                started.submit(text, target, Path())
+        for text in device.shared_parts() if not early else ():
+            started.submit(text, target, Path())
         futures = {started.submit(text, target, missing[text]): text for text in todo}
         for future in as_completed(futures):
             future.result()
@@ -115,38 +109,34 @@ _early: dict[str, Workers] = {}
 
 @contextmanager
 def compilers_started(count: int, device: str) -> Iterator[None]:
-    """A context in which processes import the compiler, for the next `compile_all`, and on the CPU
-    compile what every engine has. What goes wrong there, that says."""
+    """A context in which processes import the compiler, for the next `compile_all`, and compile
+    what all programs share. What goes wrong there, that says."""
     workers = _early[device] = Workers(count, device)
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
-        room = find_device(device)
-        for text in room.early_parts():
-            workers.submit(text, Target(device), Path(folder) / (room.part_file(text) or ""))
-        try:
-            yield
-        finally:
-            if _early.pop(device, None):
-                workers.end()
+    for text in find_device(device).shared_parts():
+        workers.submit(text, Target(device), Path())
+    try:
+        yield
+    finally:
+        if _early.pop(device, None):
+            workers.end()
 
 
 class Workers:
     """Processes that serve one program after the other, forks of one that has imported the
-    compiler, and as many for the CPU kernels, which need none of it. They are a process group of
-    their own: the terminal's Ctrl-C is for the main process, and a compiler ends with the worker
-    that began it, by SIGTERM, also where the main process ignores that. Their output and their
-    compilers' is kept, not shown.
+    compiler. They are a process group of their own: the terminal's Ctrl-C is for the main process,
+    and a compiler ends with the worker that began it, by SIGTERM, also where the main process
+    ignores that. Their output and their compilers' is kept, not shown.
 
     Not multiprocessing: its processes import the user's main script again, which would have to
     be written for that.
     """
 
     def __init__(self, count: int, device: str) -> None:
-        pairs = [socket.socketpair() for _ in range(2 * count)]
+        pairs = [socket.socketpair() for _ in range(count)]
         theirs = [other.fileno() for _, other in pairs]
-        self._pool, self._device = ThreadPoolExecutor(MOST_WAITING), find_device(device)
-        self._idle: dict[bool, SimpleQueue[IO[str]]] = {True: SimpleQueue(), False: SimpleQueue()}
-        for i, (own, _) in enumerate(pairs):
-            self._idle[i < count].put(own.makefile("rw"))
+        self._pool, self._idle = ThreadPoolExecutor(MOST_WAITING), SimpleQueue[IO[str]]()
+        for own, _ in pairs:
+            self._idle.put(own.makefile("rw"))
         self._printed = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self._server = subprocess.Popen(
             python(__name__, f"serve({os.getpid()}, {theirs}, {device!r})"),
@@ -185,15 +175,14 @@ class Workers:
     def compile(self, text: str, target: Target, path: Path) -> None:
         """Compile a program, or what stands among their texts, in a process that is idle;
         LowerError with its message, caused by what the processes printed."""
-        idle = self._idle[self._device.part_file(text) is not None]
-        channel = idle.get()
+        channel = self._idle.get()
         try:
             print(json.dumps([text, asdict(target), str(path)]), file=channel, flush=True)
             answer = channel.readline()
         except OSError:  # it has ended
             answer = ""
         finally:
-            idle.put(channel)
+            self._idle.put(channel)
         if not answer:
             raise LowerError(_end_of_worker(self._status())) from self._output()
         if error := json.loads(answer):
@@ -223,15 +212,13 @@ def _end_of_worker(status: int) -> str:
 
 
 def serve(parent: int, channels: Sequence[int], device: str) -> None:
-    """Fork a process for each channel, which compiles what lines there name. The first half, for
-    the CPU kernels, does not wait until the compiler is imported. Ends with `parent`, and as they
-    end. Those for a GPU import it themselves: it may open the GPU, which forks could not use
-    then."""
+    """Fork a process for each channel, which compiles what lines there name. Ends with `parent`,
+    and as they end. Those for a GPU import the compiler themselves: it may open the GPU, which
+    forks could not use then."""
     gc.disable()  # a fifth of what torch computes, for 40 MB
     Thread(target=_end_with, args=(parent,), daemon=True).start()
+    importlib.import_module(find_device(device).preload)
     for i, channel in enumerate(channels):
-        if i == len(channels) // 2:
-            importlib.import_module(find_device(device).preload)
         if not os.fork():
             for other in {*channels[i:]} - {channel}:
                 os.close(other)

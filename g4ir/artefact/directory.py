@@ -46,7 +46,7 @@ from g4ir.weights.checkpoint import CONFIG, GGUF, sha256
 from g4ir.weights.gguf.container import is_gguf
 from g4ir.weights.origin import OF_DIRECTORY
 
-FORMAT = 21
+FORMAT = 22
 MANIFEST = "manifest.json"
 SPEC, DRAFTER = "spec.yaml", "drafter.yaml"
 #: part of the name of an unfinished directory

@@ -320,7 +320,7 @@ def _manifest(p: Prepared, compiled: Mapping[str, Any], folder: Path) -> directo
     return directory.Manifest(
         g4ir=__version__,
         config=p.config,
-        machine=Line(p.backend.machine(p.config.device)),
+        machine=Line(p.backend.machine_of(p.config.device, compiled)),
         graphs=tuple(p.packing.program.graphs),
         weights=p.weights,
         compiled=dict(compiled),

@@ -212,6 +212,8 @@ def _check_machine(found: Artefact, backend: Backend) -> None:
     # Not `backend.needs`, which a build needs: loading needs no compiler.
     if device == "cuda" and not torch.cuda.is_available():
         raise EngineError(_not_here(found))
+    if m.machine == "any":
+        return
     built, here, why = m.machine, backend.machine(device), ""
     *kind, flags = built.split(" ")
     *kind_here, flags_here = here.split(" ")
@@ -219,7 +221,7 @@ def _check_machine(found: Artefact, backend: Backend) -> None:
         lacks = ", ".join(sorted({*flags.split(",")} - {*flags_here.split(",")}))
         without = f", without {lacks}" if kind == kind_here else ""
         why = f"for another machine ({built}); this is {here}{without}"
-    elif backend.of_torch and built != "any" and m.versions.torch != torch.__version__:
+    elif backend.of_torch and m.versions.torch != torch.__version__:
         why = f"with torch {m.versions.torch}, this is {torch.__version__}"
     if why:
         raise EngineError(f"{path} was built {why}; {rebuild(path, m)}")

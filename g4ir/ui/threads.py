@@ -14,6 +14,8 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from .processor import hold_libraries
+
 #: rounds that OpenMP's threads spin before they sleep
 SPIN = "3000"
 #: variables by which a user sets the wait policy, and the number of threads
@@ -23,10 +25,11 @@ COUNT_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 def configure_openmp(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set OpenMP's wait policy, and its number of threads if a CPU quota grants fewer cores than
-    are visible. The user's own variables win. No effect after torch is loaded: OpenMP reads them
-    then."""
+    are visible; hold libraries to the instruction set of `G4IR_ISA`. The user's own variables win.
+    No effect after torch is loaded: OpenMP reads them then."""
     if "torch" in sys.modules:
         return
+    hold_libraries(environ)
     if not any(name in environ for name in WAIT_VARIABLES):
         environ["GOMP_SPINCOUNT"] = SPIN
     if not any(name in environ for name in COUNT_VARIABLES) and usable_cores() < visible_cores():

@@ -36,19 +36,18 @@ CASES = [weight for weight in GROUPS if weight[0] != "fp8" and weight[1] != 16]
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernels of all forms for CPUs with integer products, and for those without."""
     folder = tmp_path_factory.mktemp(request.param)
-    flags = [f for f in cpu_library.KERNEL_FLAGS if f not in ("-march=native", "-fPIC")]
-    flags += [f"-march={request.param}", f"-I{cpu_library.CPU_KERNELS}"]
+    flags = [f for f in cpu_library.KERNEL_FLAGS if f != "-fPIC"]
+    flags += [f"-march={request.param}", f"-I{cpu_library.SOURCES}"]
 
     def compiled(name: str, *words: str | Path) -> Path:
         subprocess.run([COMPILER, *flags, *words, "-o", folder / name], check=True)
         return folder / name
 
-    form = cpu_library.CPU_KERNELS / cpu_library.FORM_SOURCE
+    form = cpu_library.SOURCES / "form.c"
     forms = [
-        compiled(f"{name}.o", "-c", "-DROUNDED", f"-DFORM={name}", form)
-        for name in isa.KERNEL_FORMS.values()
+        compiled(f"{name}.o", "-c", f"-DFORM={name}", form) for name in isa.KERNEL_FORMS.values()
     ]
-    sources = [Path(__file__).with_name("products.c"), cpu_library.CPU_KERNELS / "team.c"]
+    sources = [Path(__file__).with_name("products.c"), cpu_library.SOURCES / "team.c"]
     return compiled("products", "-static", *sources, *forms)
 
 

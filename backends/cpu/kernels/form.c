@@ -1,5 +1,4 @@
-/* The products of quantised weights in one form, FORM (kernels.h), for the library of an engine that has
- * such; with ROUNDED, of rows that are rounded too. */
+/* The products of quantised weights in one form, FORM (kernels.h). */
 #include "decode.h"
 
 #if WIDE == 32 /* at level 3 compilers take minutes, with nothing gained */
@@ -24,7 +23,7 @@ static coded weight(const void *codes, const void *scales, int scales_dtype, int
 }
 
 static int takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups) {
-    if (rounded && !(dtype == BF16 && HAS_ROUNDED)) return 0;
+    if (rounded && !(dtype == BF16 && HAS_INTEGERS)) return 0;
     if (dtype != BF16 && dtype != F32) return 0;
     if (groups % (1 + MINIMA(FORM))) return 0;
     groups /= 1 + MINIMA(FORM);
@@ -85,6 +84,6 @@ static int decode(const void *codes, int form, int tiles, const void *scales, in
 }
 
 __attribute__((constructor)) static void add_form(void) {
-    static const form_kernels own = {HAS_ROUNDED, takes_codes, linear_coded, takes_gemm, coded_gemm, decode};
+    static const form_kernels own = {takes_codes, linear_coded, takes_gemm, coded_gemm, decode};
     g4ir_forms[FORM] = &own;
 }

@@ -3,16 +3,11 @@
 #include "amx.h"
 
 #ifdef INTEGERS
-/* Whether there are such of the form, and of rows that are rounded. */
+/* Whether there are such of the form. */
 #ifdef FP8_TILES
 #define HAS_INTEGERS 1
 #else
 #define HAS_INTEGERS (FORM != FP8)
-#endif
-#ifdef ROUNDED
-#define HAS_ROUNDED HAS_INTEGERS
-#else
-#define HAS_ROUNDED 0
 #endif
 
 /* Strips times `rows` rows of x. */
@@ -71,34 +66,35 @@ typedef void tile_dot(const coded *p, const int64_t *tiles, const digits *const 
 
 /* Rows of x of which registers hold all sums. */
 #define ROWS_AT_ONCE(ROWS) ((ROWS) > 4 && (WIDE < 64 || MINIMA(FORM) && (ROWS) == 8) ? (ROWS) / 2 : (ROWS))
+ALWAYS strip_products(const int rows, const int strips, const int parts, const coded *p,
+                      const int64_t *tiles, const digits *const *x, const int8_t *a, float *out) {
+    const int amx = on_amx(FORM, parts, rows), each = amx ? rows : ROWS_AT_ONCE(rows);
+    for (int lane = 0; lane < TILE; lane += WORDS)
+        for (int r = 0; r < rows; r += each) {
+            strip of[STRIPS_MOST];
+            EACH_STRIP of[s] = strip_of(p, tiles[s], lane, out + (s * rows + r) * TILE);
+            if (amx)
+                amx_product(FORM, rows, parts, p, of, x, a);
+            else
+                tile_product(FORM, each, strips, parts, p, of, x + r);
+        }
+}
 #define TILE_DOT(PARTS, ROWS)                                                                   \
     static void tile_##PARTS##_##ROWS(const coded *p, const int64_t *tiles,                     \
                                       const digits *const *x, const int8_t *a, float *out) {    \
-        const int each = on_amx(FORM, PARTS, ROWS) ? ROWS : ROWS_AT_ONCE(ROWS);                 \
-        const int strips = strips_of(FORM, PARTS, ROWS);                                        \
-        for (int lane = 0; lane < TILE; lane += WORDS)                                          \
-            for (int r = 0; r < ROWS; r += each) {                                              \
-                strip of[STRIPS_MOST];                                                          \
-                EACH_STRIP of[s] = strip_of(p, tiles[s], lane, out + (s * ROWS + r) * TILE);    \
-                if (on_amx(FORM, PARTS, ROWS))                                                  \
-                    amx_product(FORM, ROWS, PARTS, p, of, x, a);                                \
-                else                                                                            \
-                    tile_product(FORM, each, strips, PARTS, p, of, x + r);                            \
-            }                                                                                   \
+        switch (strips_of(FORM, PARTS, ROWS)) {                                                 \
+        case 1: strip_products(ROWS, 1, PARTS, p, tiles, x, a, out); break;                     \
+        case 2: strip_products(ROWS, 2, PARTS, p, tiles, x, a, out); break;                     \
+        default: strip_products(ROWS, STRIPS_MOST, PARTS, p, tiles, x, a, out);                 \
+        }                                                                                       \
     }
 /* Rows of x that are multiplied together: five are six, seven are eight. */
 #define BY_ROWS(F, PARTS) F(PARTS, 1) F(PARTS, 2) F(PARTS, 3) F(PARTS, 4) F(PARTS, 6) F(PARTS, 8)
 #define TILE_NAME(PARTS, ROWS) [ROWS] = tile_##PARTS##_##ROWS,
-/* One digit: rows that are rounded. */
-#ifdef ROUNDED
-#define ONE_DIGIT BY_ROWS
-#else
-#define ONE_DIGIT(F, PARTS)
-#endif
-ONE_DIGIT(TILE_DOT, 1)
+BY_ROWS(TILE_DOT, 1)
 BY_ROWS(TILE_DOT, 2)
-/* By digits of x and rows of it. */
-static tile_dot *const TILE_DOTS[][TOGETHER + 1] = {{0}, {ONE_DIGIT(TILE_NAME, 1)}, {BY_ROWS(TILE_NAME, 2)}};
+/* By digits of x and rows of it; one digit: rows that are rounded. */
+static tile_dot *const TILE_DOTS[][TOGETHER + 1] = {{0}, {BY_ROWS(TILE_NAME, 1)}, {BY_ROWS(TILE_NAME, 2)}};
 
 typedef struct {
     const coded *p;
@@ -170,6 +166,5 @@ static int multiply_integers(const coded *p, int parts, int threads) {
 }
 #else
 #define HAS_INTEGERS 0
-#define HAS_ROUNDED 0
 static int multiply_integers(const coded *p, int parts, int threads) { return 1; }
 #endif

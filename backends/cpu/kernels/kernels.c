@@ -1,5 +1,5 @@
-/* What kernels.h declares of dense weights and attention; products of quantised weights are handed to the
- * forms that the library has (form.c). One translation unit: attention inlines the loops of dense.h. */
+/* What kernels.h declares of dense weights and attention; products of quantised weights are handed to their
+ * form (form.c). One translation unit: attention inlines the loops of dense.h. */
 #include "dense.h"
 #include "dense_panels.h"
 #include "attention.h"
@@ -42,13 +42,6 @@ int g4ir_linear_chunk(const void *w, const void *x, void *y, int dtype, int64_t 
 
 const form_kernels *g4ir_forms[FORMS];
 enum { NO_FORM = 2 };
-
-void g4ir_share_forms(const form_kernels **with) {
-    for (int form = 0; form < FORMS; form++) {
-        const form_kernels *own = g4ir_forms[form], *other = with[form];
-        g4ir_forms[form] = with[form] = own && (!other || own->rounded > other->rounded) ? own : other;
-    }
-}
 
 static const form_kernels *of_form(int form) { return form >= 0 && form < FORMS ? g4ir_forms[form] : NULL; }
 

@@ -38,10 +38,8 @@ int g4ir_gemm(const void *codes, int form, const void *scales, int scales_dtype,
 int g4ir_decode(const void *codes, int form, int tiles, const void *scales, int scales_dtype,
                 void *y, int dtype, int64_t n, int64_t k, int64_t groups, int threads);
 
-/* The kernels of a form, whether they take rows that are rounded, and those that a library has
- * (form.c). */
+/* The kernels of each form (form.c). */
 typedef struct {
-    int rounded;
     __typeof__(g4ir_takes_codes) *takes_codes;
     __typeof__(g4ir_linear_coded) *linear_coded;
     __typeof__(g4ir_takes_gemm) *takes_gemm;
@@ -49,9 +47,6 @@ typedef struct {
     __typeof__(g4ir_decode) *decode;
 } form_kernels;
 extern const form_kernels *g4ir_forms[FORMS];
-/* Has both libraries, this one and another whose `g4ir_forms` they are, take the forms of both: programs
- * of every engine in a process call the library that was loaded first, Python the last. */
-void g4ir_share_forms(const form_kernels **with);
 
 /* What rows of a cache may be held in beside dtypes (g4ir/ops/kv_quant.py). */
 enum { ROWS_INT8 = F16 + 1, ROWS_FP8 };
@@ -86,4 +81,8 @@ int g4ir_run_steps(const void *instructions, const void *operands, int64_t count
 int g4ir_want_steps(int64_t *pace, int64_t more);
 /* Returns once so many steps are done, or have failed. */
 void g4ir_wait_steps(int64_t *pace, int64_t steps);
-int g4ir_step_version(void);
+
+/* The op `quantize` of 4-bit codes with bf16 scales (packing.c). */
+int g4ir_takes_packing(int dtype, int64_t group);
+int g4ir_pack(const void *w, const float *moments, void *codes, void *scales, int64_t groups, int64_t group,
+              int64_t row, int64_t matrix, int dtype, int threads);

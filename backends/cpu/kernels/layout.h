@@ -34,17 +34,18 @@ enum { ABOVE_HIGH = 128, ABOVE_UINT4 = 140, ABOVE_UINT5 = 172 };
 /* Whether words have the even numbers of a block and then the odd ones, as bytes of two codes do. */
 #define EVEN_ODD(form) ((form) == INT4 || (form) >= UINT4)
 
-/* Tiles of a weight that are multiplied with so many rows of x at a time, each of a run of its own. AMD's
- * CPUs (which alone have SSE4A) read four runs fastest, without a prefetch: int8 at 34 and 51 GB/s where one
+/* Tiles of a weight that are multiplied with one row of x at a time, each of a run of its own. AMD's CPUs
+ * (which alone have SSE4A) read four runs fastest, without a prefetch: int8 at 34 and 51 GB/s where one
  * with a prefetch does at 30 and 36 (Zen 4, its memory slow and fast), int4 and fp8 by 8 and 35 % more.
  * Intel's read two with one: a step of E2B in Q8_0 takes 95 ms for 112, in Q4_0 53 for 57 (Emerald Rapids).
  * What takes more work is faster with two, or slower so. */
 #define STRIPS_MOST 4
-#ifdef __SSE4A__
-#define STRIPS_OF_ONE STRIPS_MOST
-#else
-#define STRIPS_OF_ONE 2
+static inline int strips_of_one(void) {
+#ifdef __x86_64__
+    if (__builtin_cpu_supports("sse4a")) return STRIPS_MOST;
 #endif
+    return 2;
+}
 /* Whether so many rows of x are multiplied on AMX (amx.h): in cache eight rows take 0.8 of the time with int4
  * and uint4, 0.7 with 5 bits (Emerald Rapids). Four rows do not gain, nor does int8, whose codes need no
  * unpacking, nor one digit of x; int6, with scales for half a block, has twice as many sums to store. */
@@ -61,7 +62,7 @@ static inline int on_amx(int form, int digits, int64_t rows) {
 static inline int strips_of(int form, int digits, int64_t rows) {
     if (on_amx(form, digits, rows)) return 2;
     if (rows > 2 || form > FP8 && form != INT5) return 1;
-    return rows == 2 || form == INT5 ? 2 : STRIPS_OF_ONE;
+    return rows == 2 || form == INT5 ? 2 : strips_of_one();
 }
 
 /* Tiles of a part of a weight. Each is made of so many equal runs, so that no tile is multiplied twice. */

@@ -1,7 +1,7 @@
 /* Codes of 4 bits and bf16 scales of a weight: what `int4_scales` of g4ir/ops/codecs.py finds, bit for bit.
  * Groups lie side by side, one in each place of a vector. The order of sums is that of torch's on x86-64:
  * 4 x 8 partial sums, of groups up to GROUP_MOST; larger ones it sums in several levels. Compiled without
- * reassociation and fused multiply-adds (cpu_library.py). */
+ * reassociation and fused multiply-adds (library.py). */
 #include "kernels.h"
 #include "number.h"
 #include "team.h"

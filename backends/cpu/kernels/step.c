@@ -916,6 +916,3 @@ void g4ir_wait_steps(int64_t *pace, int64_t steps) {
         syscall(SYS_futex, pace + DONE, FUTEX_WAIT_PRIVATE, (uint32_t)now, &most, NULL, 0);
     __atomic_store_n(pace + SLEPT_FOR, 0, __ATOMIC_SEQ_CST);
 }
-
-/* Of the instructions and their operands: step_program.py has to be of the same. */
-int g4ir_step_version(void) { return 4; }

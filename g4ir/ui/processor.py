@@ -1,0 +1,150 @@
+"""Instruction sets of CPUs: the one that this process uses, and how libraries are held to it.
+
+`G4IR_ISA=NAME` holds a process to an instruction set below the best of its CPU: kernels, and the
+libraries that compute what the kernels do not.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Collection, MutableMapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from g4ir.errors import InputError, MissingError
+
+#: variable of the environment that holds a process to an instruction set
+ISA = "G4IR_ISA"
+#: names of an architecture on other systems
+MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}
+#: variables by which torch, oneDNN, MKL and torch's compiler are held to an instruction set
+CAPS = (
+    *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"),
+    *("MKL_ENABLE_INSTRUCTIONS", "TORCHINDUCTOR_CPP_MARCH"),
+)
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """An instruction set for which the CPU kernels are compiled. `march` and `options`: of the C
+    compiler; `flags`: extensions that it needs, as /proc/cpuinfo names them; `caps`: values of
+    CAPS but for the last, which is `march`."""
+
+    name: str
+    machine: str
+    march: str
+    options: tuple[str, ...]
+    flags: frozenset[str]
+    caps: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (f"-march={self.march}", *self.options)
+
+
+_V2 = frozenset({"ssse3", "sse4_2"})
+_V3 = _V2 | {"avx2", "fma", "f16c", "bmi2"}
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_VNNI = _V4 | {"avx512_vnni"}
+_BF16 = _VNNI | {"avx512_bf16", "avx512vbmi"}
+_AMX = _BF16 | {"amx_tile", "amx_int8", "amx_bf16"}
+_DOTPROD = frozenset({"asimd", "asimddp"})
+_BF16_OPTIONS = ("-mavx512vnni", "-mavx512bf16", "-mavx512vbmi")
+_AMX_OPTIONS = (*_BF16_OPTIONS, "-mamx-tile", "-mamx-int8", "-mamx-bf16")
+_Set, _X86, _ARM = InstructionSet, "x86_64", "aarch64"
+
+#: of each architecture the best first
+SETS = (
+    _Set("amx", _X86, "x86-64-v4", _AMX_OPTIONS, _AMX, ("avx512", "AVX512_CORE_AMX", "AVX512")),
+    _Set(
+        "avx512_bf16",
+        _X86,
+        "x86-64-v4",
+        _BF16_OPTIONS,
+        _BF16,
+        ("avx512", "AVX512_CORE_BF16", "AVX512"),
+    ),
+    _Set(
+        "avx512_vnni",
+        _X86,
+        "x86-64-v4",
+        ("-mavx512vnni",),
+        _VNNI,
+        ("avx512", "AVX512_CORE_VNNI", "AVX512"),
+    ),
+    _Set("avx512", _X86, "x86-64-v4", (), _V4, ("avx512", "AVX512_CORE", "AVX512")),
+    _Set(
+        "avx_vnni",
+        _X86,
+        "x86-64-v3",
+        ("-mavxvnni",),
+        _V3 | {"avx_vnni"},
+        ("avx2", "AVX2_VNNI", "AVX2"),
+    ),
+    _Set("avx2", _X86, "x86-64-v3", (), _V3, ("avx2", "AVX2", "AVX2")),
+    _Set("v2", _X86, "x86-64-v2", (), _V2, ("default", "SSE41", "SSE4_2")),
+    _Set("i8mm", _ARM, "armv8.2-a+dotprod+i8mm+bf16", (), _DOTPROD | {"i8mm", "bf16"}),
+    _Set("dotprod", _ARM, "armv8.2-a+dotprod", (), _DOTPROD),
+    _Set("neon", _ARM, "armv8-a", (), frozenset({"asimd"})),
+)
+
+
+def instruction_set() -> InstructionSet:
+    """Return the instruction set of this process. InputError if `G4IR_ISA` names none that this CPU
+    has; MissingError if there is none for this CPU."""
+    return select_set(architecture(), _all_flags(), os.environ.get(ISA, ""))
+
+
+def architecture() -> str:
+    return MACHINES.get(platform.machine(), platform.machine())
+
+
+@cache
+def select_set(machine: str, flags: Collection[str], name: str = "") -> InstructionSet:
+    """Return the best instruction set of a CPU with these flags, or the one of a name."""
+    usable = [s for s in SETS if s.machine == machine and s.flags <= {*flags}]
+    if not usable:
+        raise MissingError(
+            f"the CPU kernels are compiled for {', '.join(s.name for s in SETS)}, of which this "
+            f"{machine} has none: use --backend reference"
+        )
+    for s in usable:
+        if s.name == (name or s.name):
+            return s
+    lacking = next((s.flags - {*flags} for s in SETS if s.name == name), None)
+    why = (
+        f"this CPU lacks {', '.join(sorted(lacking))}" if lacking else "there is none of this name"
+    )
+    choices = ", ".join(s.name for s in usable)
+    raise InputError(f"{ISA}={name[:40]}: {why}; instruction sets of this CPU: {choices}")
+
+
+def cpu_flags() -> tuple[str, ...]:
+    """Return the vector extensions that this process uses, sorted: those of the CPU, or of
+    `G4IR_ISA`."""
+    flags = _all_flags()
+    if not os.environ.get(ISA):
+        return flags
+    return tuple(f for f in flags if f in instruction_set().flags)
+
+
+@cache
+def _all_flags() -> tuple[str, ...]:
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    line = next((x for x in text.splitlines() if x.startswith(("flags", "Features"))), "")
+    kinds = ("avx", "amx", "fma", "f16c", "bmi", "ssse3", "sse4_2", "sve", "asimd", "bf16", "fp16")
+    return tuple(
+        sorted(f for f in line.partition(":")[2].split() if f.startswith((*kinds, "i8mm")))
+    )
+
+
+def hold_libraries(environ: MutableMapping[str, str]) -> None:
+    """Set the variables of an instruction set that `G4IR_ISA` names, before torch is loaded. The
+    user's own variables win."""
+    for s in SETS:
+        if s.name == environ.get(ISA):
+            for variable, value in zip(CAPS, (*s.caps, s.march) if s.caps else ()):
+                environ.setdefault(variable, value)

@@ -1,0 +1,254 @@
+"""The libraries of the CPU kernels: which is chosen, where it comes from, and what is said if there
+is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from g4ir.backends.cpu import library as cpu_library
+from g4ir.backends.cpu import pyops
+from g4ir.backends.cpu.library import CALL_LIBRARY, Library, kernels
+from g4ir.backends.inductor.backend import BACKEND
+from g4ir.errors import InputError, LowerError, MissingError, TrustError
+from g4ir.ui import processor
+from g4ir.ui.processor import CAPS, ISA, SETS, hold_libraries, instruction_set, select_set
+
+BY_NAME = {s.name: s for s in SETS}
+#: flags of processors, beyond those that each of its architecture has
+ZEN3 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "sse4_2", "ssse3")
+SKYLAKE = (*ZEN3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+ICE_LAKE = (*SKYLAKE, "avx512_vnni", "avx512vbmi")
+ZEN4 = (*ICE_LAKE, "avx512_bf16")
+SAPPHIRE_RAPIDS = (*ZEN4, "amx_bf16", "amx_int8", "amx_tile", "avx512_fp16", "avx_vnni")
+PROCESSORS = {
+    "amx": ("x86_64", SAPPHIRE_RAPIDS),
+    "avx512_bf16": ("x86_64", ZEN4),
+    "avx512_vnni": ("x86_64", (*SKYLAKE, "avx512_vnni", "avx512_bf16")),  # Cooper Lake
+    "avx512": ("x86_64", SKYLAKE),
+    "avx_vnni": ("x86_64", (*ZEN3, "avx_vnni")),
+    "avx2": ("x86_64", ZEN3),
+    "v2": ("x86_64", ("ssse3", "sse4_2", "avx")),
+    "i8mm": ("aarch64", ("asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve")),
+    "dotprod": ("aarch64", ("asimd", "asimddp", "i8mm")),
+    "neon": ("aarch64", ("asimd",)),
+}
+
+
+@pytest.mark.parametrize("name", [s.name for s in SETS])
+def test_the_best_set_of_a_processor(name: str) -> None:
+    machine, flags = PROCESSORS[name]
+    assert select_set(machine, flags).name == name
+    for s in SETS:  # which every better processor of the architecture may be held to
+        if s.machine == machine and s.flags <= {*flags}:
+            assert select_set(machine, flags, s.name) == s
+
+
+def test_a_processor_without_any() -> None:
+    with pytest.raises(MissingError, match=r"amx, .*neon, of which this riscv64 has none"):
+        select_set("riscv64", ())
+    with pytest.raises(MissingError, match="--backend reference"):
+        select_set("x86_64", ("ssse3",))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("avx512", r"G4IR_ISA=avx512: this CPU lacks avx512bw, .*; .*of this CPU: avx2, v2$"),
+        ("neon", r"G4IR_ISA=neon: this CPU lacks asimd; .*: avx2, v2$"),
+        ("AVX2", r"G4IR_ISA=AVX2: there is none of this name; .*: avx2, v2$"),
+    ],
+)
+def test_a_set_that_the_processor_lacks(name: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        select_set("x86_64", ZEN3, name)
+
+
+def test_a_process_is_held_to_a_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the process uses of its CPU follows: of AMX's, as on one that has AVX2 alone."""
+    monkeypatch.setattr(processor, "_all_flags", lambda: SAPPHIRE_RAPIDS)
+    monkeypatch.setattr(processor, "architecture", lambda: "x86_64")
+    monkeypatch.delenv(ISA, raising=False)
+    assert instruction_set().name == "amx" and processor.cpu_flags() == SAPPHIRE_RAPIDS
+    monkeypatch.setenv(ISA, "avx2")
+    assert instruction_set().name == "avx2"
+    assert {*processor.cpu_flags()} == BY_NAME["avx2"].flags
+    assert not pyops._multiplies.__wrapped__(pyops.torch.bfloat16)
+
+
+def test_libraries_are_held_to_a_set() -> None:
+    """torch's products too, before it is loaded; the user's own variables win."""
+    environ = {ISA: "avx2", CAPS[1]: "AVX"}
+    hold_libraries(environ)
+    values = ("avx2", "AVX", "AVX2", "x86-64-v3")
+    assert environ == {ISA: "avx2", **dict(zip(CAPS, values, strict=True))}
+    for name in ("dotprod", "no set"):
+        hold_libraries(environ := {ISA: name})
+        assert environ == {ISA: name}
+    code = "import g4ir, torch; print(torch.backends.cpu.get_cpu_capability())"
+    if instruction_set().machine == "x86_64":
+        env = {**os.environ, ISA: "v2"}
+        assert subprocess.check_output([sys.executable, "-c", code], env=env) == b"DEFAULT\n"
+
+
+# --- where a library comes from
+
+SMALL = Library("small", (("team.c",),))
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user without libraries, and a package without ready ones."""
+    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setattr(cpu_library, "READY", tmp_path / "ready")
+    return tmp_path
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_library.shutil, "which", lambda name: None)
+
+
+def test_compiled_once_and_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SMALL.opened() as path:
+        assert path.name == SMALL.file and path.read_bytes().startswith(b"\x7fELF")
+    assert not path.exists()  # loaded, it is needed no more
+    monkeypatch.setattr(Library, "compile", None)
+    with SMALL.opened() as again:
+        assert again.read_bytes()
+    SMALL.check()
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_ready_library_needs_no_compiler(home: Path) -> None:
+    (home / "ready").mkdir()
+    (home / "ready" / SMALL.file).write_bytes(b"library")
+    SMALL.check()
+    with SMALL.opened() as path:
+        assert path == home / "ready" / SMALL.file
+
+
+@pytest.mark.usefixtures("no_compiler", "home")
+def test_neither_ready_nor_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a build, and of a load."""
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    said = rf"no {SMALL.file}, and there is no gcc, cc, clang, g\+\+: install a wheel .*or a"
+    with pytest.raises(MissingError, match=said):
+        SMALL.check()
+    with pytest.raises(MissingError, match=said), SMALL.opened():
+        pass
+    monkeypatch.setenv("CC", "my-cc -m64")
+    with pytest.raises(MissingError, match="there is no my-cc -m64"):
+        SMALL.check()
+
+
+def test_sources_and_options_are_in_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library of other sources, in the package or the cache, is another one."""
+    names = [SMALL.file, replace(SMALL, options=("-O1",)).file]
+    (tmp_path / "team.c").write_text("int x;\n")
+    monkeypatch.setattr(cpu_library, "SOURCES", tmp_path)
+    names.append(replace(SMALL).file)
+    (tmp_path / "team.h").write_text("int y;\n")
+    assert len({*names, replace(SMALL).file}) == 4
+
+
+def test_a_compiler_that_fails_is_quoted(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_library, "SOURCES", home)
+    (home / "team.c").write_text("int f(void) { return nothing; }\n")
+    with pytest.raises(LowerError, match=r"(?s)do not compile: .*nothing"), replace(SMALL).opened():
+        pass
+    assert not list((home / "XDG_CACHE_HOME").rglob("*.so"))
+
+
+def test_a_library_that_others_may_change_is_not_loaded(home: Path) -> None:
+    with SMALL.opened():
+        pass
+    (kept,) = (home / "XDG_CACHE_HOME").rglob("*.so")
+    kept.parent.chmod(0o777)
+    with pytest.raises(TrustError, match="can be written by other users"), SMALL.opened():
+        pass
+
+
+OPENED = """
+from g4ir.backends.cpu.library import Library
+with Library("small", (("team.c",),)).opened() as path:
+    print(path.stat().st_size)
+"""
+
+
+def test_two_processes_compile_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, script = home / "calls", home / "cc"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nsleep 0.5\nexec gcc "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    words = [sys.executable, "-c", OPENED]
+    both = [subprocess.Popen(words, stdout=subprocess.PIPE) for _ in range(2)]
+    sizes = {p.communicate(timeout=120)[0] for p in both}
+    assert len(sizes) == 1 and all(p.returncode == 0 for p in both)
+    assert len(calls.read_text().splitlines()) == 2  # the part, and the library
+
+
+# --- what is compiled
+
+
+def undefined(path: Path, prefixes: Sequence[str]) -> set[str]:
+    """Undefined symbols of a library that begin so."""
+    listed = subprocess.check_output(["nm", "-D", "--undefined-only", path], text=True)
+    return {name for name in listed.split() if name.startswith(tuple(prefixes))}
+
+
+@pytest.mark.skipif(instruction_set().machine != "x86_64", reason="needs another compiler")
+@pytest.mark.parametrize(
+    "isa",
+    [pytest.param(s, marks=pytest.mark.full) for s in SETS if s.machine == "x86_64"],
+    ids=lambda s: s.name,
+)
+def test_every_set_compiles(isa: processor.InstructionSet, tmp_path: Path) -> None:
+    """Without torch, and without the instructions of this machine."""
+    kernels(isa).compile(tmp_path / "kernels.so")
+    assert not undefined(tmp_path / "kernels.so", ("aoti", "torch", "Py"))
+
+
+def test_the_kernels_need_nothing_of_torch() -> None:
+    """But for the functions by which compiled programs call them."""
+    with kernels().opened() as path:
+        assert not undefined(path, ("aoti", "torch", "Py"))
+    with CALL_LIBRARY.opened() as path:
+        assert {"g4ir_linear_coded"} < undefined(path, ("aoti", "g4ir"))
+        needed = subprocess.check_output(["readelf", "-d", path], text=True)
+        assert "[libtorch_cpu.so]" in needed
+
+
+def test_a_library_that_cannot_be_loaded(home: Path) -> None:
+    (home / "ready").mkdir()
+    (home / "ready" / SMALL.file).write_bytes(b"of another machine" * 99)
+    with pytest.raises(MissingError, match=r"cannot be loaded: .*invalid ELF header; set TMPDIR"):
+        pyops.load_kernels(SMALL)
+
+
+def test_what_binds_an_engine_to_a_machine() -> None:
+    """Compiled programs; weights and graphs run everywhere."""
+    here = BACKEND.machine("cpu")
+    assert BACKEND.machine_of("cpu", {"prefill": (None, "x.pt2"), "decode": ()}) == here
+    assert BACKEND.machine_of("cpu", {"prefill": (None,)}) == "any"
+    assert BACKEND.machine_of("cpu", {}) == "any"
+
+
+def test_an_engine_carries_no_kernels(engines: object) -> None:
+    """Its native code is that of its compiled programs, without which it is bound to no machine."""
+    path = engines("torch", "tiny-moe").path  # type: ignore[operator]
+    manifest = json.loads((path / "manifest.json").read_text())
+    programs = [name for name in manifest["files"] if name.startswith("programs/")]
+    assert all(name.endswith(".pt2") for name in programs)
+    assert (manifest["machine"] == "any") == (not programs)
