@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from g4ir.backends.cpu import pyops
+from g4ir.backends.cpu.isa import has_gemm
 from g4ir.backends.cuda.lowerings import grouped_experts
 from g4ir.ops import OPS
-from g4ir.ops.codecs import fake_quantized, to_tiles
+from g4ir.ops.codecs import dequantized, fake_quantized, to_tiles
 from g4ir.ui.processor import cpu_flags
 from tests.coded_products import (
     GROUPS,
@@ -24,6 +25,8 @@ from tests.coded_products import (
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
+#: format -> values that share a scale
+CODED = {"int8": 32, "int6": 128, "uint5": 256, "int4": 32, "int5": 64, "uint4": 256}
 #: for what a product makes: `SUM` of its terms' size
 SUM = 2.0**-8
 #: largest difference, relative to the rms of the result: fp32 sums in another order; bf16 rounds
@@ -48,23 +51,53 @@ def test_a_product_takes_rows_as_they_are(
 def test_a_product_of_rounded_rows(
     dtype: torch.dtype, form: str, group: int, scale: str, n: int, k: int
 ) -> None:
-    """The grid's own numbers, not rounded to x's dtype; those of many rows are, and the weight."""
-    x, codes, scales, exact = with_outliers(9, n, k, (form, group, scale), dtype)
+    """The grid's own numbers, not rounded to x's dtype; those of many rows are, and the weight,
+    where the CPU multiplies no such codes."""
+    x, codes, scales, exact = with_outliers(37, n, k, (form, group, scale), dtype)
     rows = fake_quantized(x.double(), "int8")
     # A difference of a scaled code and a minimum is rounded by the size of both.
     lost = 2.0**-22 * rows.abs().sum(1)[:, None] * exact.abs().amax(1)
     want, size = rows @ exact.t(), (rows.square() @ exact.square().t()).sqrt()
-    for (*weight, tiles), count in itertools.product(layouts(codes, scales), (1, 2, 3, 4, 8, 9)):
+    counts = (1, 2, 3, 4, 8, 9, *[37] * (dtype == torch.bfloat16))
+    for (*weight, tiles), count in itertools.product(layouts(codes, scales), counts):
         got = pyops.linear_rounded(x[None, :count], *weight, tiles)[0].double()
-        exactly = tiles and count <= 8
+        exactly = tiles and (count <= 8 or pyops._takes_gemm(x[:count], *weight, True))
         unit = SUM * (2 - exactly) if dtype == torch.bfloat16 else 1e-5
         budget = unit * (want.abs() + 2 * size) + lost
         assert ((got - want[:count]).abs() <= budget[:count]).all()
 
 
+@pytest.mark.skipif(not has_gemm(), reason="a library multiplies many rows on this CPU")
+@pytest.mark.parametrize("form", CODED)
+def test_many_rounded_rows_are_multiplied_as_codes(form: str) -> None:
+    """Each row has the same bits beside any others, more than a unit of them too; of a block that
+    is no number, none are."""
+    g = torch.Generator().manual_seed(len(form))
+    x, w = torch.randn(600, 768, generator=g).bfloat16(), torch.randn(304, 768, generator=g)
+    parts = QUANTIZE(w, form=form, group=CODED[form], scale="f16")
+    codes, scales = map(to_tiles, parts)
+    in_pairs = not {"avx512_vnni", "avx_vnni", "asimd"} & {*cpu_flags()}
+    if form == "int8" and in_pairs:
+        assert not pyops._takes_gemm(x, codes, scales, True)  # sums of 16 bits would overflow
+        return
+    assert pyops._takes_gemm(x, codes, scales, True)
+    x[:, 32:64] *= 1000  # codes of +-127, all of one sign: the largest sums
+    x[1, 64:96], x[2, 64:96] = 3.0, -3.0
+    x[3, 5] = float("nan")
+    every = pyops.linear_rounded(x, codes, scales, True)
+    rows, exact = fake_quantized(x.float(), "int8").double(), dequantized(*parts, torch.float64)
+    want = rows @ exact.t()
+    near = SUM * (want.abs() + 2 * (rows.square() @ exact.square().t()).sqrt())
+    good = torch.arange(600) != 3
+    assert ((every.double() - want).abs() <= near)[good].all() and every[3].isnan().all()
+    some = pyops.linear_rounded(x[4:49], codes, scales, True)
+    assert torch.equal(some, every[4:49])
+
+
 @pytest.mark.skipif("avx512_vnni" not in cpu_flags(), reason="this CPU multiplies no such codes")
 def test_where_codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few rows in bf16; others are rounded first, and go on as products with codes do."""
+    """Rows in bf16, many if there is no matrix unit; others are rounded first, and go on as
+    products with codes do."""
     seen: list[int] = []
 
     def counted(x: torch.Tensor, *weight: Any) -> torch.Tensor:
@@ -78,7 +111,7 @@ def test_where_codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
         pyops.linear_rounded(torch.randn(rows, 64).bfloat16(), *tiles)
     pyops.linear_rounded(torch.randn(2, 64), *tiles)
     pyops.linear_rounded(torch.randn(3, 64).bfloat16(), *parts)
-    assert seen == [9, 2, 3]
+    assert seen == [9] * (not has_gemm()) + [2, 3]
 
 
 def close(got: torch.Tensor, want: torch.Tensor, budget: float) -> None:

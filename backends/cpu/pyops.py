@@ -78,8 +78,8 @@ _ARGUMENTS = {
     "linear": "pppisssi",
     "takes_codes": "iiisss",
     "linear_coded": "piipipipissssi",
-    "takes_gemm": "iisss",
-    "gemm": "pipippissssi",
+    "takes_gemm": "iiissss",
+    "gemm": "pipipipissssi",
     "decode": "piipipisssi",
     "attend": "ppppppiissssssssdi",
     "takes_chunk": "iis",
@@ -156,19 +156,21 @@ def linear_coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool = False) 
     and the CPU has instructions for them: see kernels/digits.h), more with w rounded to x's
     dtype."""
     if not _has_kernel(x.dtype, codes, scales, x.numel() // x.shape[-1], x.shape[-1]):
-        many = tiles and _takes_gemm(x, codes, scales)
-        return _gemm(x, codes, scales) if many else _decoded_linear(x, codes, scales, tiles)
+        many = tiles and _takes_gemm(x, codes, scales, False)
+        return _gemm(x, codes, scales, False) if many else _decoded_linear(x, codes, scales, tiles)
     return _coded(x, codes, scales, tiles, False)
 
 
 def linear_rounded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool = False) -> Tensor:
-    """Return `linear_coded` of the rows fake_quantize(x, form=int8). A few rows in bf16 are
-    multiplied as codes, where the weight lies in tiles and the CPU can; others are rounded to x's
-    dtype once more."""
+    """Return `linear_coded` of the rows fake_quantize(x, form=int8). Rows in bf16 are multiplied as
+    codes, where the weight lies in tiles and the CPU can (many: see kernels/gemm_int8.h); others
+    are rounded to x's dtype once more."""
     rows, k = x.numel() // x.shape[-1], x.shape[-1]
-    if not (tiles and _has_kernel(x.dtype, codes, scales, rows, k, True)):
-        return linear_coded(fake_quantized(x, "int8"), codes, scales, tiles)
-    return _coded(x, codes, scales, tiles, True)
+    if tiles and _has_kernel(x.dtype, codes, scales, rows, k, True):
+        return _coded(x, codes, scales, tiles, True)
+    if tiles and _takes_gemm(x, codes, scales, True):
+        return _gemm(x, codes, scales, True)
+    return linear_coded(fake_quantized(x, "int8"), codes, scales, tiles)
 
 
 def _coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool, rounded: bool) -> Tensor:
@@ -182,22 +184,23 @@ def _coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool, rounded: bool)
     return _with_memory(failed, out, "the rows of a product {} in another form")
 
 
-def _takes_gemm(x: Tensor, codes: Tensor, scales: Tensor) -> bool:
+def _takes_gemm(x: Tensor, codes: Tensor, scales: Tensor, rounded: bool) -> bool:
     """Whether kernels/gemm.h multiplies many rows with a weight in tiles."""
     if not _kernels or scales.dtype not in DTYPES:
         return False
     if not (codes.is_contiguous() and scales.is_contiguous()):
         return False
     k, form, dtype = x.shape[-1], FORMS.get(codes.dtype, -1), DTYPES.get(x.dtype, -1)
-    return bool(_kernels["takes_gemm"](form, dtype, x.numel() // k, codes.shape[0], k))
+    sizes = (x.numel() // k, *codes.shape[:1], k, scales.shape[-1])
+    return bool(_kernels["takes_gemm"](form, rounded, dtype, *sizes))
 
 
-def _gemm(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+def _gemm(x: Tensor, codes: Tensor, scales: Tensor, rounded: bool) -> Tensor:
     (n, groups), k = scales.shape, x.shape[-1]
     out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
     failed = _kernels["gemm"](
         *(codes.data_ptr(), FORMS[codes.dtype], scales.data_ptr(), DTYPES[scales.dtype]),
-        *(x.data_ptr(), out.data_ptr(), DTYPES[x.dtype]),
+        *(x.data_ptr(), rounded, out.data_ptr(), DTYPES[x.dtype]),
         *(x.numel() // k, n, k, groups, torch.get_num_threads()),
     )
     return _with_memory(failed, out, "the rows of a product {} in another form")

@@ -10,6 +10,7 @@ from typing import Any
 from g4ir.backends.base import Task
 from g4ir.backends.inductor.device import Device
 from g4ir.backends.inductor.target import Target
+from g4ir.backends.inductor.toolchain import cpp_compiler
 from g4ir.ir.graph import Graph, Program
 from g4ir.plan.engine_limits import Limits
 from g4ir.quant.rewrite import simplified
@@ -34,6 +35,9 @@ class Cuda(Device):
 
     def needs(self) -> tuple[Callable[[], object], ...]:
         return toolchain(", or build with --device cpu")
+
+    def check_compiler(self) -> None:
+        cpp_compiler()
 
     def machine(self) -> str:
         import torch

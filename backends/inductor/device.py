@@ -36,8 +36,9 @@ class Device(ABC):
     def needs(self) -> tuple[Callable[[], object], ...]:
         """Return checks of the environment for a build; each raises MissingError."""
 
+    @abstractmethod
     def check_compiler(self) -> None:
-        """Raise MissingError where programs cannot be compiled, as far as `needs` does not."""
+        """Raise MissingError where programs cannot be compiled."""
 
     @abstractmethod
     def machine(self) -> str:

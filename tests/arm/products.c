@@ -24,8 +24,8 @@ int main(void) {
         if (of->takes_codes(form, rounded, BF16, rows, k, groups))
             failed = of->linear_coded(codes, form, tiles, scales, scales_dtype, x, rounded, y, BF16, rows, outs,
                                       k, groups, 2);
-        else if (of->takes_gemm(form, BF16, rows, outs, k))
-            failed = of->gemm(codes, form, scales, scales_dtype, x, y, BF16, rows, outs, k, groups, 2);
+        else if (of->takes_gemm(form, rounded, BF16, rows, outs, k, groups))
+            failed = of->gemm(codes, form, scales, scales_dtype, x, rounded, y, BF16, rows, outs, k, groups, 2);
         else
             return 3;
         if (failed) return 4;

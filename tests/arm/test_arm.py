@@ -13,7 +13,7 @@ import torch
 
 from g4ir.backends.cpu import isa, pyops
 from g4ir.backends.cpu import library as cpu_library
-from g4ir.ops.codecs import to_tiles
+from g4ir.ops.codecs import fake_quantized, to_tiles
 from tests.coded_products import (
     BUDGET,
     GROUPS,
@@ -56,14 +56,18 @@ def data(t: torch.Tensor) -> bytes:
 
 
 def products(
-    program: Path, codes: torch.Tensor, scales: torch.Tensor, xs: list[torch.Tensor]
+    program: Path,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    xs: list[torch.Tensor],
+    rounded: bool = False,
 ) -> list[torch.Tensor]:
     """Return the products of a weight in tiles with several x, as the emulated CPU makes them."""
     form, kind, request = pyops.FORMS[codes.dtype], pyops.DTYPES[scales.dtype], b""
     for x in xs:
         parts = [*map(data, (codes, scales, x))]
         sizes = (len(x), OUTS, x.shape[1], scales.shape[1], *map(len, parts))
-        request += np.array([form, 1, kind, 0, *sizes], np.int64).tobytes() + b"".join(parts)
+        request += np.array([form, 1, kind, rounded, *sizes], np.int64).tobytes() + b"".join(parts)
     done = subprocess.run([EMULATOR, program], input=request, capture_output=True, check=True)
     outputs = torch.from_numpy(np.frombuffer(done.stdout, np.int16).copy()).view(torch.bfloat16)
     return [t.view(-1, OUTS) for t in outputs.split([len(x) * OUTS for x in xs])]
@@ -90,4 +94,14 @@ def test_prompts_of_tiles(program: Path, weight: tuple[str, int, str]) -> None:
     x, codes, scales, dense = with_outliers(61, OUTS, WIDTH, weight, torch.bfloat16)
     (got,) = products(program, to_tiles(codes), to_tiles(scales), [x])
     want = x.double() @ dense.T
+    assert (got - want).abs().amax() <= BUDGET[torch.bfloat16] * want.abs().amax()
+
+
+@pytest.mark.parametrize("weight", CASES, ids=lambda w: "-".join(map(str, w)))
+def test_prompts_of_rounded_rows(program: Path, weight: tuple[str, int, str]) -> None:
+    if "dotprod" not in program.parent.name:
+        pytest.skip("a CPU without integer products rounds rows first")
+    x, codes, scales, dense = with_outliers(61, OUTS, WIDTH, weight, torch.bfloat16)
+    (got,) = products(program, to_tiles(codes), to_tiles(scales), [x], rounded=True)
+    want = fake_quantized(x.double(), "int8") @ dense.T
     assert (got - want).abs().amax() <= BUDGET[torch.bfloat16] * want.abs().amax()

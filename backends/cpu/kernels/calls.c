@@ -158,15 +158,15 @@ static status linear_coded(const char *op, int rounded, tensor x, tensor codes, 
     int dtype = number(a.dtype), form = form_of(b.dtype);
     int64_t rows = rows_of(&a), n = b.sizes[0], k = a.sizes[a.dim - 1], groups = c.sizes[1];
     int few = (tiles || !rounded) && g4ir_takes_codes(form, rounded, dtype, rows, k, groups);
-    if (!few && !(tiles && !rounded && g4ir_takes_gemm(form, dtype, rows, n, k)))
+    if (!few && !(tiles && g4ir_takes_gemm(form, rounded, dtype, rows, n, k, groups)))
         return dispatched_with(op, 3, operands, 1, numbers, out);
     if (made(&a, n, out, &y)) return 1;
     void *state = without_lock();
     int scales_dtype = number(c.dtype);
     int failed = few ? g4ir_linear_coded(b.data, form, tiles, c.data, scales_dtype, a.data, rounded,
                                          y, dtype, rows, n, k, groups, threads())
-                     : g4ir_gemm(b.data, form, c.data, scales_dtype, a.data, y, dtype, rows, n, k,
-                                 groups, threads());
+                     : g4ir_gemm(b.data, form, c.data, scales_dtype, a.data, rounded, y, dtype, rows, n,
+                                 k, groups, threads());
     with_lock(state);
     if (!failed) return 0;
     aoti_torch_delete_tensor_object(*out);

@@ -10,8 +10,9 @@ typedef struct {
 } dense_weight;
 
 static void unpack_rows(const void *weight, int64_t column, int64_t columns, int64_t first, int64_t last,
-                        panel_word *to) {
+                        void *panel) {
     const dense_weight *w = weight;
+    panel_word *to = panel;
     const int64_t words = (last - first) / PER_WORD;
     for (int64_t i = 0; i < columns; i++) {
         int64_t at = (column + i) * w->k + first;
@@ -34,8 +35,8 @@ static int takes_many_rows(int dtype, int64_t n, int64_t k) {
 static int multiply_dense_rows(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
                                int64_t k, int threads) {
     dense_weight weight = {w, dtype, k};
-    many_rows m = {.x = x, .y = y, .dtype = dtype, .rows = rows, .n = n, .k = k, .unpack = unpack_rows,
-                   .weight = &weight};
+    many_rows m = {.x = x, .y = y, .dtype = dtype, .rows = rows, .n = n, .k = k, .by = &FLOAT_SET,
+                   .unpack = unpack_rows, .weight = &weight};
     return multiply_many_rows(&m, threads);
 }
 #else

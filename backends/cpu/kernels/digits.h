@@ -129,14 +129,26 @@ static inline void set_sums(int form, const int32_t *sums, digits *to) {
     to->sum = (float)(sums[0] + sums[1]) * to->unit;
 }
 
-#if WIDE == 64
-static inline __m512 sixteen(__m256i x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-}
-
+#if WIDE > 16
+/* Integers of a block as bytes, in the order of a form's words. */
 static inline __m256i in_order(int form, __m256i bytes) {
     __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
     return EVEN_ODD(form) ? _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(order)) : bytes;
+}
+
+/* The largest of the sizes of a block's numbers. */
+static inline uint32_t top_of(__m256i first, __m256i second) {
+    __m256i sign = _mm256_set1_epi16(0x7fff);
+    __m256i most = _mm256_max_epu16(_mm256_and_si256(first, sign), _mm256_and_si256(second, sign));
+    __m128i few = _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    few = _mm_minpos_epu16(_mm_xor_si128(few, _mm_set1_epi16(-1)));
+    return ~_mm_cvtsi128_si32(few) & 0xffff;
+}
+#endif
+
+#if WIDE == 64
+static inline __m512 sixteen(__m256i x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
 }
 
 /* The sums of the first and the second sixteen integers. */
@@ -150,11 +162,7 @@ static inline __m128i sums_of(__m512i all) {
 static inline void block_digits(int parts, int form, const bf16 *x, digits *to) {
     __m512i given = _mm512_loadu_si512(x), all;
     __m256i first = _mm512_castsi512_si256(given), second = _mm512_extracti64x4_epi64(given, 1);
-    __m256i sign = _mm256_set1_epi16(0x7fff);
-    __m256i most = _mm256_max_epu16(_mm256_and_si256(first, sign), _mm256_and_si256(second, sign));
-    __m128i few = _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
-    few = _mm_minpos_epu16(_mm_xor_si128(few, _mm_set1_epi16(-1)));
-    uint32_t top = ~_mm_cvtsi128_si32(few) & 0xffff;
+    uint32_t top = top_of(first, second);
     if (top >= 0x7f80) {
         not_finite(to);
         return;
@@ -214,4 +222,35 @@ static inline void block_digits(int parts, int form, const bf16 *x, digits *to) 
     set_sums(form, sums, to);
 }
 #endif
+
+/* One digit of a block, in bytes on every CPU. */
+static inline void bytes_of_block(int form, const bf16 *x, digits *to) {
+#if WIDE == 32
+    __m256i first = _mm256_loadu_si256((const __m256i *)x), second = _mm256_loadu_si256((const __m256i *)x + 1);
+    uint32_t top = top_of(first, second);
+    if (top >= 0x7f80) {
+        not_finite(to);
+        return;
+    }
+    integers_by(1, top, &to->unit);
+    __m256i eight[4];
+    UNROLLED for (int i = 0; i < 4; i++) {
+        __m256i u = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x + i));
+        __m256 v = _mm256_castsi256_ps(_mm256_slli_epi32(u, 16));
+        eight[i] = _mm256_cvtps_epi32(_mm256_div_ps(v, _mm256_set1_ps(to->unit)));
+    }
+    __m256i low = _mm256_packs_epi32(eight[0], eight[1]), high = _mm256_packs_epi32(eight[2], eight[3]);
+    __m256i mixed = _mm256_packs_epi16(low, high);
+    __m256i bytes = _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256((__m256i *)to->high, in_order(form, bytes));
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
+    __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    int32_t some[8], sums[2];
+    _mm256_storeu_si256((__m256i *)some, fours);
+    for (int h = 0; h < 2; h++) sums[h] = some[4 * h] + some[4 * h + 1] + some[4 * h + 2] + some[4 * h + 3];
+    set_sums(form, sums, to);
+#else
+    block_digits(1, form, x, to);
+#endif
+}
 #endif

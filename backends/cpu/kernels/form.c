@@ -1,5 +1,7 @@
 /* The products of quantised weights in one form, FORM (kernels.h). */
 #include "decode.h"
+#include "many_rows.h"
+#include "tiles.h"
 
 #if WIDE == 32 /* at level 3 compilers take minutes, with nothing gained */
 #pragma GCC push_options
@@ -7,10 +9,11 @@
 #endif
 #include "floats.h"
 #include "integers.h"
+#include "panels.h"
+#include "gemm_int8.h"
 #if WIDE == 32
 #pragma GCC pop_options
 #endif
-#include "panels.h"
 
 /* Most rows that are multiplied with codes as they are. */
 #define CODED_ROWS 8
@@ -40,16 +43,21 @@ static int linear_coded(const void *codes, int form, int tiles, const void *scal
     return multiply_floats(&p, tiles, threads);
 }
 
-static int takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k) {
+static int takes_gemm(int form, int rounded, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups) {
+    const int scales = 1 + MINIMA(FORM);
+    if (rounded && !(dtype == BF16 && HAS_INT8_PANELS && groups >= scales && groups % scales == 0 &&
+                     k % (groups / scales * BLOCK) == 0))
+        return 0;
     if (!HAS_PANELS || dtype != BF16 && (dtype != F32 || PER_WORD > 1)) return 0;
     return rows >= 1 && n >= 1 && n % TILE == 0 && k >= 1 && k % BLOCK == 0;
 }
 
 static int coded_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x,
-                      void *y, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
+                      int rounded, void *y, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups,
+                      int threads) {
     coded p = weight(codes, scales, scales_dtype, n, k, groups);
     p.x = x, p.y = y, p.dtype = dtype, p.rows = rows;
-    return multiply_panels(&p, threads);
+    return rounded ? multiply_int8_panels(&p, threads) : multiply_panels(&p, threads);
 }
 
 typedef struct {

@@ -71,10 +71,9 @@ ALWAYS micro_kernel(const int vectors, int64_t words, const panel_word *a, const
     UNROLLED for (int i = 0; i < ROWS; i++)
         UNROLLED for (int v = 0; v < vectors; v++) *(any_lanes *)(c + (i * vectors + v) * LANE) = sum[i][v];
 }
-typedef void micro_kernel_of(int64_t words, const panel_word *a, const panel_word *b, float *c, int more);
+typedef void micro_kernel_of(int64_t words, const void *a, const void *b, float *c, int more);
 #define MICRO_KERNEL(VECTORS)                                                                       \
-    static void micro_kernel_##VECTORS(int64_t words, const panel_word *a, const panel_word *b,         \
-                                       float *c, int more) {                                        \
+    static void micro_kernel_##VECTORS(int64_t words, const void *a, const void *b, float *c, int more) {  \
         micro_kernel(VECTORS, words, a, b, c, more);                                                \
     }
 MICRO_KERNEL(1)
@@ -96,7 +95,8 @@ static micro_kernel_of *const micro_kernels[] = {NULL, micro_kernel_1, micro_ker
 
 /* Packs `count` rows of x, `stride` bytes from each other, in a panel of A; others of ROWS are zero. */
 static void pack_rows(const char *rows, int dtype, int64_t stride, int64_t count, int64_t words,
-                      panel_word *to) {
+                      void *panel) {
+    panel_word *to = panel;
     for (int64_t i = 0; i < ROWS; i++) {
         const char *row = rows + i * stride;
         for (int64_t j = 0; j < words; j++)

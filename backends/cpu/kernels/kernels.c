@@ -57,14 +57,15 @@ int g4ir_linear_coded(const void *codes, int form, int tiles, const void *scales
                                        n, k, groups, threads);
 }
 
-int g4ir_takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k) {
-    return of_form(form) && of_form(form)->takes_gemm(form, dtype, rows, n, k);
+int g4ir_takes_gemm(int form, int rounded, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups) {
+    return of_form(form) && of_form(form)->takes_gemm(form, rounded, dtype, rows, n, k, groups);
 }
 
-int g4ir_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x, void *y,
-              int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
+int g4ir_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x, int rounded,
+              void *y, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
     if (!of_form(form)) return NO_FORM;
-    return of_form(form)->gemm(codes, form, scales, scales_dtype, x, y, dtype, rows, n, k, groups, threads);
+    return of_form(form)->gemm(codes, form, scales, scales_dtype, x, rounded, y, dtype, rows, n, k, groups,
+                               threads);
 }
 
 int g4ir_decode(const void *codes, int form, int tiles, const void *scales, int scales_dtype, void *y,

@@ -30,9 +30,9 @@ int g4ir_linear_coded(const void *codes, int form, int tiles, const void *scales
                       int64_t k, int64_t groups, int threads);
 
 /* The same for more rows and a weight in tiles; x in bf16 may have it rounded to bf16. */
-int g4ir_takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k);
-int g4ir_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x, void *y,
-              int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups, int threads);
+int g4ir_takes_gemm(int form, int rounded, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups);
+int g4ir_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x, int rounded,
+              void *y, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups, int threads);
 
 /* y[n, k] = round(codes * scales), for what is taken as one row. */
 int g4ir_decode(const void *codes, int form, int tiles, const void *scales, int scales_dtype,

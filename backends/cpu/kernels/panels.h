@@ -41,8 +41,9 @@ static void unpack_strip(const coded *p, const strip *of, int64_t first, int64_t
 }
 
 static void unpack_tiles(const void *weight, int64_t column, int64_t columns, int64_t first, int64_t last,
-                         panel_word *to) {
+                         void *panel) {
     const coded *p = weight;
+    panel_word *to = panel;
     for (int64_t i = 0; i < columns; i += WORDS) {
         strip of = strip_of(p, (column + i) / TILE, i % TILE, NULL);
         unpack_strip(p, &of, first, last, to + i, columns);
@@ -52,7 +53,7 @@ static void unpack_tiles(const void *weight, int64_t column, int64_t columns, in
 /* y = x w^T; n is a multiple of TILE, k of BLOCK. Returns 0, or 1 if memory is short. */
 static int multiply_panels(const coded *p, int threads) {
     many_rows m = {.x = p->x, .y = p->y, .dtype = p->dtype, .rows = p->rows, .n = p->n, .k = p->k,
-                   .unpack = unpack_tiles, .weight = p};
+                   .by = &FLOAT_SET, .unpack = unpack_tiles, .weight = p};
     return multiply_many_rows(&m, threads);
 }
 #else

@@ -462,13 +462,17 @@ static void round_rows(const running *a, int64_t from, int64_t to, float *room) 
     for (int64_t r = from; r < to; r++) round_row(row(x, r), x->dtype, row(y, r), x->width, room);
 }
 
+static int takes_gemm(const coded_product *p) {
+    return g4ir_takes_gemm(p->form, p->rounded, p->dtype, p->rows, p->n, p->k, p->groups);
+}
+
 /* Few rows with codes as they are; more, and those of a chunk, by panels of the weight where the CPU has them,
  * so that a row of a prompt is computed alike wherever it is cut. */
 static int multiply_coded(const coded_product *p, int threads) {
     int few = !p->chunk && g4ir_takes_codes(p->form, p->rounded, p->dtype, p->rows, p->k, p->groups);
-    if (!few && !p->rounded && p->tiles && g4ir_takes_gemm(p->form, p->dtype, p->rows, p->n, p->k))
-        return g4ir_gemm(p->codes, p->form, p->scales, p->scales_dtype, p->x, p->y, p->dtype, p->rows,
-                         p->n, p->k, p->groups, threads);
+    if (!few && p->tiles && takes_gemm(p))
+        return g4ir_gemm(p->codes, p->form, p->scales, p->scales_dtype, p->x, p->rounded, p->y, p->dtype,
+                         p->rows, p->n, p->k, p->groups, threads);
     int64_t size = p->dtype == F32 ? 4 : 2, failed = 0, each = few ? p->rows : ROWS_TOGETHER;
     for (int64_t r = 0; r < p->rows && !failed; r += each)
         failed = g4ir_linear_coded(p->codes, p->form, p->tiles, p->scales, p->scales_dtype,
@@ -483,9 +487,11 @@ static int linear_coded(const running *a) {
     const operand *x = a->of, *codes = a->of + 1, *scales = a->of + 2, *y = a->of + 3;
     const int64_t *n = a->i->n;
     coded_product p = {.codes = codes->at, .scales = scales->at, .x = x->at, .y = y->at, .form = n[0],
-                       .tiles = n[1], .rounded = n[2], .chunk = n[3], .scales_dtype = scales->dtype, .dtype = x->dtype,
-                       .rows = rows_of(x), .n = y->width, .k = x->width, .groups = scales->width};
-    if (!p.rounded || !p.chunk && p.rows <= ROWS_TOGETHER) return multiply_coded(&p, a->threads);
+                       .tiles = n[1], .rounded = n[2], .chunk = n[3], .scales_dtype = scales->dtype,
+                       .dtype = x->dtype, .rows = rows_of(x), .n = y->width, .k = x->width,
+                       .groups = scales->width};
+    if (!p.rounded || !p.chunk && p.rows <= ROWS_TOGETHER || p.tiles && takes_gemm(&p))
+        return multiply_coded(&p, a->threads);
     operand both[2] = {*x, *x};
     running rounding = {a->i, both, a->room, a->threads};
     p.x = both[1].at = malloc(rows_of(x) * x->width * x->bytes);

@@ -1,0 +1,176 @@
+/* Products of many rows of x, rounded to 8 bits for each block of 32, with a weight in tiles, whose codes
+ * are multiplied as integers: a panel has, behind the words of a block, of x what its integers mean, of the
+ * weight its scales. The values are those of integers.h with one digit. */
+#pragma once
+#include "digits.h"
+#include "many_rows.h"
+
+/* Where instructions add products of bytes up in 32 bits, every form; else in pairs of 16 bits, which overflow:
+ * at once with codes of 8 bits. */
+#if WIDE == 32 && !defined(__AVXVNNI__)
+#define IN_PAIRS
+#endif
+#if defined(GEMM) && defined(INTEGERS) && defined(ROUNDED)
+#ifdef IN_PAIRS
+#define HAS_INT8_PANELS (FORM != FP8 && FORM != INT8)
+#else
+#define HAS_INT8_PANELS (FORM != FP8)
+#endif
+/* Parts of a block with scales of their own; words of it whose products a lane of a sum holds. */
+enum { SCALED = FORM == INT6 ? 2 : 1 };
+#ifdef IN_PAIRS
+enum { WORDS_SUMMED = FORM == INT6 ? 2 : FORM == INT5 || FORM == UINT5 ? 4 : 8 };
+typedef int16_t part_sums __attribute__((vector_size(WIDE)));
+#else
+enum { WORDS_SUMMED = 8 / SCALED };
+typedef row_sums part_sums;
+#endif
+/* Words of a block in panels. Of x: integers; what sums start with, for each part, or the block's sum if there are
+ * minima; the unit. Of the weight: codes, scales, minima. */
+enum { X_WORDS = 8 + SCALED + 1, W_WORDS = 8 + SCALED + MINIMA(FORM) };
+#if WIDE == 64
+enum { INT8_ROWS = 6, INT8_VECTORS = 2 };
+#elif WIDE == 32
+#ifdef IN_PAIRS
+enum { INT8_ROWS = 4, INT8_VECTORS = 2 };
+#else
+enum { INT8_ROWS = 5, INT8_VECTORS = 2 };
+#endif
+#else
+enum { INT8_ROWS = 4, INT8_VECTORS = 4 };
+#endif
+
+static inline part_sums add_bytes(part_sums sum, row_words codes, int32_t x) {
+#if WIDE == 64
+    return (part_sums)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
+#elif WIDE == 16
+    return (part_sums)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)vdupq_n_s32(x));
+#elif defined(IN_PAIRS)
+    return sum + (part_sums)_mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(x));
+#else
+    return (part_sums)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(x));
+#endif
+}
+
+static inline row_sums in_32_bits(part_sums sum) {
+#ifdef IN_PAIRS
+    return (row_sums)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+#else
+    return sum;
+#endif
+}
+
+/* C = A B, or C += A B with `more`, of so many blocks along k. */
+ALWAYS int8_kernel(const int vectors, int64_t blocks, const int32_t *a, const int32_t *b, float *c, int more) {
+    if (!more) memset(c, 0, INT8_ROWS * vectors * WIDE);
+    const int stride = vectors * WORDS;
+    for (; blocks-- > 0; a += X_WORDS * INT8_ROWS, b += W_WORDS * stride) {
+        const float *unit = (const float *)a + (8 + SCALED) * INT8_ROWS, *scales = (const float *)b + 8 * stride;
+        UNROLLED for (int h = 0; h < SCALED; h++) {
+            const int32_t *start = a + (8 + h) * INT8_ROWS;
+            row_sums sum[INT8_ROWS][INT8_VECTORS];
+            for (int j = h * 4; j < (h + 1) * 8 / SCALED; j += WORDS_SUMMED) {
+                part_sums part[INT8_ROWS][INT8_VECTORS];
+                UNROLLED for (int i = 0; i < INT8_ROWS; i++)
+                    UNROLLED for (int v = 0; v < vectors; v++) part[i][v] = (part_sums){0};
+                UNROLLED for (int t = j; t < j + WORDS_SUMMED; t++) {
+                    row_words codes[INT8_VECTORS];
+                    UNROLLED for (int v = 0; v < vectors; v++)
+                        codes[v] = *(const any_row_words *)(b + t * stride + v * WORDS);
+                    UNROLLED for (int i = 0; i < INT8_ROWS; i++)
+                        UNROLLED for (int v = 0; v < vectors; v++) {
+                            part[i][v] = add_bytes(part[i][v], codes[v], a[t * INT8_ROWS + i]);
+                            __asm__("" : "+" IN_VECTOR (part[i][v])); /* else compilers reorder, and spill */
+                        }
+                }
+                UNROLLED for (int i = 0; i < INT8_ROWS; i++)
+                    UNROLLED for (int v = 0; v < vectors; v++) {
+                        row_sums all = in_32_bits(part[i][v]);
+                        if (j > h * 4)
+                            sum[i][v] += all;
+                        else
+                            sum[i][v] = MINIMA(FORM) ? all : all + start[i];
+                    }
+            }
+            UNROLLED for (int i = 0; i < INT8_ROWS; i++)
+                UNROLLED for (int v = 0; v < vectors; v++) {
+                    any_row_floats *to = (any_row_floats *)(c + i * stride + v * WORDS);
+                    row_floats scale = *(const any_row_floats *)(scales + h * stride + v * WORDS), y = *to;
+                    row_floats one = product_of(__builtin_convertvector(sum[i][v], row_floats), scale);
+                    if (MINIMA(FORM)) {
+                        row_floats below = *(const any_row_floats *)(scales + SCALED * stride + v * WORDS);
+                        y = multiply_add(below, all_rows(((const float *)start)[i]), y);
+                    }
+                    *to = multiply_add(one, all_rows(unit[i]), y);
+                }
+        }
+    }
+}
+#define INT8_KERNEL(VECTORS)                                                                        \
+    static void int8_kernel_##VECTORS(int64_t blocks, const void *a, const void *b, float *c, int more) {  \
+        int8_kernel(VECTORS, blocks, a, b, c, more);                                                \
+    }
+#if WIDE == 64
+INT8_KERNEL(1)
+INT8_KERNEL(2)
+static micro_kernel_of *const int8_kernels[] = {NULL, int8_kernel_1, int8_kernel_2};
+#elif WIDE == 32
+INT8_KERNEL(2)
+static micro_kernel_of *const int8_kernels[] = {NULL, NULL, int8_kernel_2};
+#else
+INT8_KERNEL(4)
+static micro_kernel_of *const int8_kernels[] = {NULL, NULL, NULL, NULL, int8_kernel_4};
+#endif
+
+/* Packs `count` rows of x, rounded, in a panel of A; others of INT8_ROWS are zero. */
+static void pack_int8_rows(const char *rows, int dtype, int64_t stride, int64_t count, int64_t blocks,
+                           void *panel) {
+    for (int64_t i = 0; i < INT8_ROWS; i++)
+        for (int64_t b = 0; b < blocks; b++) {
+            int32_t *to = (int32_t *)panel + b * X_WORDS * INT8_ROWS + i;
+            digits d = {0};
+            if (i < count) bytes_of_block(FORM, (const bf16 *)(rows + i * stride) + b * BLOCK, &d);
+            for (int j = 0; j < 8; j++) to[j * INT8_ROWS] = d.high[j];
+            to += 8 * INT8_ROWS;
+            for (int h = 0; h < SCALED; h++) to[h * INT8_ROWS] = SCALED == 2 ? d.less[h] : d.both;
+            if (MINIMA(FORM)) memcpy(to, &d.sum, 4);
+            memcpy(to + SCALED * INT8_ROWS, &d.unit, 4);
+        }
+}
+
+/* Packs values `first` to `last` of `columns` rows of the weight as a panel of B. */
+static void unpack_codes(const void *weight, int64_t column, int64_t columns, int64_t first, int64_t last,
+                         void *panel) {
+    const coded *p = weight;
+    const int together = BLOCKS_OF(FORM);
+    for (int64_t v = 0; v < columns; v += WORDS) {
+        strip of = strip_of(p, (column + v) / TILE, (column + v) % TILE, NULL);
+        int32_t *to = (int32_t *)panel + v;
+        for (int64_t i = first; i < last; i += BLOCK, to += W_WORDS * columns) {
+            const uint8_t *w = of.codes + i / BLOCK / together * WORDS_OF(FORM) * LINE;
+            const int b = i / BLOCK % together;
+            row_floats scale[2], least = {0}, factor[2], below;
+            scales_at(p, &of, i, scale, &least);
+            block_factors(FORM, w, b, scale[0], least, factor, &below);
+            UNROLLED for (int j = 0; j < 8; j++) *(any_row_words *)(to + j * columns) = code_word(FORM, w, b, j);
+            for (int h = 0; h < SCALED; h++) *(any_row_floats *)(to + (8 + h) * columns) = factor[h];
+            if (MINIMA(FORM)) *(any_row_floats *)(to + (8 + SCALED) * columns) = -below;
+        }
+    }
+}
+
+static const micro_kernel_set INT8_SET = {
+    .rows = INT8_ROWS, .lane = WORDS, .columns = INT8_VECTORS * WORDS, .values = BLOCK, .x_words = X_WORDS,
+    .w_words = W_WORDS, .pack = pack_int8_rows, .kernels = int8_kernels};
+
+/* y = rounded(x) w^T; n is a multiple of TILE, a group of the weight of BLOCK. Returns 0, or 1 if memory is
+ * short. */
+static int multiply_int8_panels(const coded *p, int threads) {
+    many_rows m = {.x = p->x, .y = p->y, .dtype = p->dtype, .rows = p->rows, .n = p->n, .k = p->k,
+                   .by = &INT8_SET, .unpack = unpack_codes, .weight = p};
+    return multiply_many_rows(&m, threads);
+}
+#else
+#define HAS_INT8_PANELS 0
+static int multiply_int8_panels(const coded *p, int threads) { return 1; }
+#endif
