@@ -7,6 +7,7 @@
                              rank R of N alone in weights-rankRofN-*.safetensors
     programs/                compiled files of the backend
     tokenizer.json ...       copied from the checkpoint, or made of a GGUF file's metadata
+    tokenizer.index          by which a short text is encoded before that is parsed
 
 Anybody can write a manifest with right digests, so it is read as data of strangers: every field has
 its type and range, files are ordinary ones inside the directory, and what two places say must
