@@ -43,9 +43,11 @@ from g4ir.spec.reader import Line, OneOf, Range, Shaped, Where, fail
 from g4ir.spec.record import Spec, load_spec, spec_names
 from g4ir.weights import pack as packings
 from g4ir.weights import tensorfile
-from g4ir.weights.checkpoint import CONFIG, GGUF, sha256
+from g4ir.weights.checkpoint import CONFIG, GGUF
 from g4ir.weights.gguf.container import is_gguf
 from g4ir.weights.origin import OF_DIRECTORY
+
+from .digests import has_digest
 
 FORMAT = 21
 MANIFEST = "manifest.json"
@@ -407,7 +409,7 @@ def _check_files(
             raise _altered(file, f"{file.stat().st_size} bytes, expected {kept.bytes}")
         if file not in read or (large and not weights):
             continue
-        if sha256(file) != kept.sha256:
+        if not has_digest(file, kept.sha256):
             raise _altered(file, "its SHA-256 is not the manifest's")
 
 

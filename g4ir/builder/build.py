@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from g4ir import __version__
 from g4ir.artefact import directory
+from g4ir.artefact.digests import file_digest
 from g4ir.artefact.trust import record_built
 from g4ir.backends import find_backend
 from g4ir.backends.base import Backend, Prepared, Task
@@ -311,7 +312,7 @@ def _pack(p: Prepared, folder: Path, progress: Progress) -> None:
 
 
 def _stored(file: Path) -> directory.StoredFile:
-    return directory.StoredFile(sha256(file), file.stat().st_size)
+    return directory.StoredFile(file_digest(file), file.stat().st_size)
 
 
 def _manifest(p: Prepared, compiled: Mapping[str, Any], folder: Path) -> directory.Manifest:
