@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from g4ir import load_engine
-from g4ir.artefact import digests
-from g4ir.artefact.digests import file_digest, has_digest
+from g4ir.artefact import digests, directory
+from g4ir.artefact.digests import SOURCES, file_digest, has_digest
+from g4ir.artefact.directory import open_artefact
 from g4ir.errors import EngineError
 from g4ir.ui.paths import state_root
 from g4ir.weights.checkpoint import sha256
+from tests.engines import resigned
 
 
 @pytest.fixture
@@ -117,3 +120,66 @@ def test_a_second_start_reads_no_weights(
             load_engine(made.path)
     finally:
         weights[0].write_bytes(data)
+
+
+# --- graphs -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(computed: list[Path], monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The engines whose graphs were made."""
+    engines, make = list[Path](), directory._made_again
+
+    def counted(path: Path, *args: Any) -> Any:
+        engines.append(path)
+        return make(path, *args)
+
+    monkeypatch.setattr(directory, "_made_again", counted)
+    return engines
+
+
+def test_graphs_are_made_once(engines: Any, made: list[Path]) -> None:
+    """Those that are parsed are the same, of a program with a drafter and towers too."""
+    for variant in ("tiny-moe", "tiny-ple"):
+        path = engines("reference", variant).path
+        first, second = open_artefact(path), open_artefact(path)
+        assert first.packing == second.packing
+        assert [str(g) for g in first.packing.program.graphs.values()] == [
+            str(g) for g in second.packing.program.graphs.values()
+        ]
+    assert len(made) == 2
+
+
+def test_graphs_are_made_again_where_sources_changed(
+    engines: Any, made: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever file of the package it is."""
+    path = engines("reference", "tiny-moe").path
+    open_artefact(path)
+    sources = [*digests._sources()]
+    assert {"norm.py", "fuse_qkv.py", "tiles.py", "backend.py"} <= {p.name for p in sources}
+    assert {p.suffix for p in sources} == {*SOURCES}
+    other = tmp_path / "other.py"
+    other.write_text("")
+    monkeypatch.setattr(digests, "_sources", lambda: iter([*sources, other]))
+    open_artefact(path)
+    other.write_text("x = 1")
+    open_artefact(path)
+    assert len(made) == 3
+    open_artefact(path)
+    assert len(made) == 3
+
+
+def test_altered_graphs_are_refused_though_they_were_equal(
+    engines: Any, made: list[Path], tmp_path: Path
+) -> None:
+    path = shutil.copytree(engines("reference", "tiny-moe").path, tmp_path / "e")
+    open_artefact(path)
+    graph = path / "graph.decode.g4ir"
+    graph.write_text(graph.read_text().replace("rms_norm", "rms_morn", 1))
+    with pytest.raises(EngineError, match="SHA-256"):
+        open_artefact(path)
+    resigned(path, lambda values: None)
+    with pytest.raises(EngineError, match="is not what this g4ir makes"):
+        open_artefact(path)
+    assert len(made) == 2
