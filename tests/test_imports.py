@@ -177,6 +177,29 @@ def test_every_module_is_used() -> None:
     assert not {m for m in left if not m.startswith(listed) and not {m, m[5:]} & texts}
 
 
+def names_of(path: Path) -> set[str]:
+    """What a module defines or imports, anywhere."""
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    imported = (n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom))
+    defined = (n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef))
+    stored = (n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return {*defined, *stored, *(a.asname or a.name for n in imported for a in n.names)}
+
+
+def test_tests_and_scripts_import_what_is_there() -> None:
+    """Those too that `make test` does not run."""
+    others = [p for top in ("tests", "bench", "tools") for p in (ROOT / top).rglob("*.py")]
+    files = {p.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): p for p in others}
+    files |= MODULES
+    for path in [*others, *(ROOT / "g4ir-vllm").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and not node.level and node.module in files:
+                known = names_of(files[node.module]) | {"*"}
+                if "__getattr__" not in known:  # of the package itself
+                    asked = {a.name for a in node.names if f"{node.module}.{a.name}" not in files}
+                    assert asked <= known, (path, asked - known)
+
+
 def test_a_header_of_the_kernels_includes_what_it_uses() -> None:
     """Each compiles by itself; every one belongs to a file that is compiled."""
     files = included()

@@ -119,7 +119,7 @@ def kernels_of(text: str) -> Counter[str]:
 
 def programs_of(name: str) -> Counter[str]:
     """Texts of the programs of a decode step of one row, and how often each is called."""
-    steps = phase_steps(program(name), Limits(max_batch=1), "cuda")["decode"]
+    steps = phase_steps(program(name), Limits(max_batch=1))["decode"]
     return Counter(s.text for s in steps if isinstance(s, Segment))
 
 

@@ -184,7 +184,7 @@ def test_every_step_exports_for_a_gpu(
     """Whole decode and prefill steps, dynamic sizes and all; kernels appear as themselves."""
     p = program(name, form)
     limits, target = Limits(max_batch=rows), Target("cuda", "h200", rows)
-    steps = phase_steps(p, limits, "cuda")
+    steps = phase_steps(p, limits)
     texts = {s.text for many in steps.values() for s in many if isinstance(s, Segment)}
     called = set()
     for text in sorted(texts):

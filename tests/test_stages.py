@@ -328,7 +328,7 @@ def test_broken_lowering(engines: Any, monkeypatch: pytest.MonkeyPatch, layer: i
     monkeypatch.setitem(step_program.LOWERINGS, "mul", wrong)
     culprit = verify_each_pass(engine).culprit
     assert culprit and culprit.name == BACKEND and culprit.first
-    assert (culprit.first.value, culprit.first.phase) == (f"L{layer}.out", "decode")
+    assert (culprit.first.value, culprit.first.phase) == (f"L{layer}.out", "prefill")
 
 
 def test_wrong_cache_of_a_backend(ple: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

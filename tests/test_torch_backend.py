@@ -119,7 +119,7 @@ def test_a_reader_that_needs_the_write_is_refused(reader: str, message: str) -> 
 
 def program_texts(spec: Spec) -> set[str]:
     program = split_program(built_program(spec)).program
-    steps = phase_steps(program, Limits(), "cuda").values()
+    steps = phase_steps(program, Limits()).values()
     return {s.text for many in steps for s in many if isinstance(s, Segment)}
 
 

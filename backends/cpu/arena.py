@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count
 
@@ -19,12 +20,15 @@ LINE = 64
 class Arena:
     """Memory for the values of steps, reused after their last use and by every step of a session.
 
-    Blocks have the size of the same value in a step of ROWS rows, so steps of any number of rows
-    share them, and a value has the same address in all of them: the first block that is free.
-    Memory that no step touches is never made resident."""
+    Blocks have the size of the same value in a step of ROWS rows, or of the largest step if those
+    `sizes` are given in the order in which values are made. So steps of any number of rows share
+    them, and a value has the same address in all of them: the first block that is free. Memory that
+    no step touches is never made resident."""
 
-    def __init__(self, device: str) -> None:
-        self.device, self.rows = device, ROWS
+    def __init__(self, device: str, most: Sequence[int] = ()) -> None:
+        self.device, self.rows, self.most = device, ROWS, most
+        #: bytes of the values of this step, in the order in which they are made
+        self.sizes: list[int] = []
         #: heaps of free blocks by size, and blocks in use by storage: each with its number
         self._free: defaultdict[int, list[tuple[int, Tensor]]] = defaultdict(list)
         self._lent: dict[int, tuple[int, Tensor]] = {}
@@ -34,6 +38,7 @@ class Arena:
     def begin(self, rows: int) -> None:
         """Lend all memory anew, to a step of so many rows: its values replace those of others."""
         self.rows = rows
+        self.sizes.clear()
         for number, block in self._lent.values():
             heappush(self._free[block.numel()], (number, block))
         self._lent.clear()
@@ -41,7 +46,10 @@ class Arena:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
+        self.sizes.append(size)
         size = size * max(ROWS, self.rows) // self.rows
+        if self.most:
+            size = self.most[len(self.sizes) - 1]
         size = -(-max(size, 1) // LINE) * LINE
         if free := self._free[size]:
             number, block = heappop(free)

@@ -27,6 +27,7 @@ class Cpu(Device):
     """The CPU. What needs torch is imported late: processes that compile the C kernels do not."""
 
     name = "cpu"
+    records = True
     packages = ("torch",)
     preload = "torch._inductor.compile_fx"
 

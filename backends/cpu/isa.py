@@ -29,6 +29,13 @@ def has_gemm() -> bool:
     return "amx_bf16" not in flags and ({"avx2", "fma"} <= flags or "asimd" in flags)
 
 
+def multiplies_many_rows(dtype: str) -> bool:
+    """Whether those products, and attention of prompts, take x of this dtype: panels hold bf16
+    where it has instructions, else fp32."""
+    in_bf16 = {"avx512_bf16", "avx512_vnni"} <= {*cpu_flags()}
+    return has_gemm() and dtype in (("bf16",) if in_bf16 else ("bf16", "f32"))
+
+
 def multiplies_integers(form: str) -> bool:
     """Whether this CPU multiplies rows of x in bf16, rounded ones too, with tiles of a form as
     integers (kernels/digits.h); others do so in fp32."""

@@ -92,7 +92,7 @@ _ARGUMENTS = {
     "step_version": "",
 }
 #: of the instructions of kernels/step.c
-STEP_VERSION = 3
+STEP_VERSION = 4
 #: dtype of codes -> codes that share a scale at least, and scales of a group
 _GROUPS = {
     torch.int8: (16, 1),

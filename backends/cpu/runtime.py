@@ -1,4 +1,4 @@
-"""Engines on the CPU: steps of few tokens as step programs, chunks of prompts by compiled ones."""
+"""Engines on the CPU: steps and chunks of prompts as step programs, others as compiled ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from g4ir.backends.inductor.segment import Step
 from g4ir.backends.kv_cache import Caches
 from g4ir.errors import EngineError
 from g4ir.ir.rewrite import bind
-from g4ir.model.decoder import TOKENS, VERIFY
+from g4ir.model.decoder import CHUNK, TOKENS, VERIFY
 from g4ir.weights.pack import ParamSource, StoredParams
 from g4ir.weights.tensorfile import ALIGNED, on_huge_pages, read_pages
 
@@ -24,7 +24,14 @@ from . import pyops
 from .arena import ROWS, Arena
 from .library import KERNELS_FILE
 from .step_loop import Embedding, StepLoop, StepThread, mapped_tables, record_loop
-from .step_program import NoInstruction, StepProgram, of_tokens, record_step
+from .step_program import (
+    CHUNKS,
+    NoInstruction,
+    StepProgram,
+    of_tokens,
+    record_step,
+    step_arena,
+)
 
 Tensor = torch.Tensor
 
@@ -74,40 +81,68 @@ class CpuRuntime(ProgramRuntime):
     ) -> Tensors | None:
         if phase not in self.recorded_phases:
             return super().run(phase, feeds, state, context, logits, watch)
-        made = self._run_program(phase, feeds, state, watch)
+        if not self.weights:
+            raise EngineError("the engine is closed")
+        made = self._run_program(phase, feeds, state, watch, logits)
         return made if logits else None
 
     def _run_program(
-        self, phase: str, feeds: Tensors, state: Caches, watch: Watch | None
+        self,
+        phase: str,
+        feeds: Tensors,
+        state: Caches,
+        watch: Watch | None,
+        logits: bool = True,
     ) -> Tensors:
-        """Run a step program over all slots of the session's caches: it reads those in use. More
-        rows than a step has are pieces of fewer tokens, one after the other, but for a watch."""
-        if not self.weights:
-            raise EngineError("the engine is closed")
+        """Run a step program over all slots of the session's caches: it reads those in use. A
+        verification of more rows than a step has is pieces of fewer tokens, one after the other, as
+        its logits have the bits of steps; not for a watch, nor where a step has more rows itself.
+        """
         batch, tokens = feeds["positions"].shape
         width = ROWS // batch
-        if tokens > width and watch is None:
+        if phase == VERIFY and tokens > width > 0 and watch is None:
             pieces = [
                 self._run_program(phase, _piece(feeds, at, width), state, watch)
                 for at in range(0, tokens, width)
             ]
             return {name: torch.cat([p[name] for p in pieces], 1) for name in pieces[0]}
-        phase = phase if tokens > 1 else "decode"
-        views, captured = state.views(self.limits.max_seq), state.captured
-        arena = captured.get(Arena, "", lambda: Arena("cpu"))
+        phase = "decode" if (phase, tokens) == (VERIFY, 1) else phase
+        return self._program(phase, feeds, state, watch).run(feeds, watch, logits)
 
-        def record(count: int) -> StepProgram:
-            g = bind(self.program.graphs[phase], **{str(TOKENS[VERIFY]): count})
-            return record_step(g, self.weights, views, feeds, arena)
+    def _program(
+        self, phase: str, feeds: Tensors, state: Caches, watch: Watch | None
+    ) -> StepProgram:
+        """Return the program of a step; one of more than three tokens follows from those of two and
+        of three, but for a watch."""
+        batch, tokens = feeds["positions"].shape
+        graph, captured = self.program.graphs[phase], state.captured
+        views, dim = state.views(self.limits.max_seq), str(TOKENS.get(phase, CHUNK))
+        # steps of few rows share their memory
+        most = 0 if phase not in CHUNKS and batch <= ROWS else self._most_tokens(phase, tokens)
+
+        def memory() -> Arena:
+            return step_arena(graph, {"B": batch}, dim, most) if most else Arena("cpu")
+
+        arena = captured.get(Arena, (phase, most) if most else "", memory)
 
         def recorded(count: int) -> StepProgram:
-            return captured.get(StepProgram, (phase, count), lambda: record(count))
+            def record() -> StepProgram:
+                return record_step(bind(graph, **{dim: count}), self.weights, views, feeds, arena)
+
+            return captured.get(StepProgram, (phase, most, count), record)
 
         if tokens <= 3 or watch:
-            return recorded(tokens).run(feeds, watch)
-        key = ("linear", tokens)
-        step = captured.get(StepProgram, key, lambda: of_tokens(recorded(2), recorded(3), tokens))
-        return step.run(feeds)
+            return recorded(tokens)
+
+        def follows() -> StepProgram:
+            return of_tokens(recorded(2), recorded(3), tokens)
+
+        # lengths of chunks are as many as there are prompts
+        return follows() if most else captured.get(StepProgram, (phase, tokens), follows)
+
+    def _most_tokens(self, phase: str, tokens: int) -> int:
+        """Return the tokens that the memory of a step is for."""
+        return max(tokens, self.limits.prefill_chunk) if phase in CHUNKS else tokens
 
     def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
         if "decode" not in self.recorded_phases or not self.weights:

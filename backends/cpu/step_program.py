@@ -1,10 +1,10 @@
-"""A decode or verification step as one program: a list of instructions for kernels/step.c.
+"""A step of decoding, or a chunk of a prompt, as one program: instructions for kernels/step.c.
 
 A session's caches, the engine's weights and the memory of all values have fixed addresses. So a
 step is recorded once, op by op, and then runs without torch or Python between its products. What
-it computes and where it rounds is what the definitions of the ops say. A graph with an op that has
-no instruction here runs as compiled segments instead, and so does a step of many rows, whose
-products a library does faster.
+it computes and where it rounds is what the definitions of the ops say. Steps of two and of three
+tokens say what one of any number of tokens is (`of_tokens`). A graph with an op that has no
+instruction here runs as compiled segments instead.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import torch
 
 from g4ir.backends.base import Tensors, Watch
 from g4ir.backends.inductor.lowered import Coded, Rounded
+from g4ir.backends.inductor.segment import writes_last
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.rewrite import bind
-from g4ir.model.decoder import VERIFY
+from g4ir.model.decoder import BLOCKS, VERIFY
+from g4ir.model.draft import DRAFT
 from g4ir.ops.base import as_tuple
 from g4ir.ops.codecs import FORM_OF
 from g4ir.ops.collective import COLLECTIVES
@@ -33,7 +35,7 @@ from g4ir.plan.engine_limits import Limits
 
 from . import pyops
 from .arena import ROWS, Arena, storage_of
-from .isa import multiplies_integers
+from .isa import has_gemm, multiplies_integers, multiplies_many_rows
 
 Tensor = torch.Tensor
 
@@ -42,16 +44,18 @@ KINDS = (
     *("copy", "rms_norm", "add", "mul", "scale", "softcap", "glu", "rope", "rope_table"),
     *("cache_write", "attention", "linear", "linear_coded", "row_start", "add_integers", "top_k"),
     *("experts", "narrow_row", "mul_integers", "mask_ids", "embed_rows", "greedy", "end_step"),
+    *("attend_chunk", "last_row", "last_seen", "cluster_head", "pick_id"),
 )
 #: those that need no scratch memory for rows in fp32
 _WITHOUT_SCRATCH = {"softcap", "glu", "cache_write", "attention", "linear", "linear_coded"}
-_WITHOUT_SCRATCH |= {"greedy"}
+_WITHOUT_SCRATCH |= {"greedy", "attend_chunk", "last_row", "last_seen"}
 _INSTRUCTION = np.dtype([("kind", "i8"), ("first", "i8"), ("n", "i8", 4), ("f", "f8")])
 _OPERAND = np.dtype([("at", "u8"), ("sizes", "i8", 7)])
 #: instruction -> how many of its operands, the first ones, may have strides; others: all
 STRIDED = {"linear": 0, "linear_coded": 0, "attention": 0, "add_integers": 0, "experts": 0}
 STRIDED |= {"cache_write": 1, "top_k": 0, "mul_integers": 0, "mask_ids": 0, "embed_rows": 0}
-STRIDED |= {"greedy": 1, "end_step": 0}
+STRIDED |= {"greedy": 1, "end_step": 0, "attend_chunk": 0, "last_row": 0, "last_seen": 0}
+STRIDED |= {"cluster_head": 0, "pick_id": 0}
 #: ops whose results are views
 _VIEWS = {"heads", "merge_heads", "split", "unstack_layers"}
 
@@ -60,27 +64,50 @@ class NoInstruction(Exception):
     """An op, a dtype or a layout that has no instruction."""
 
 
+#: the graphs of chunks
+CHUNKS = ("prefill", BLOCKS)
+
+
 def step_phases(program: Program, limits: Limits) -> tuple[str, ...]:
-    """Return the graphs of an engine that run as step programs."""
-    if limits.max_batch > ROWS:
-        return ()
-    phases = [p for p in ("decode", VERIFY) if p in program.graphs]
-    return tuple(p for p in phases if _records(program.graphs[p], limits))
+    """Return the graphs of an engine that run as step programs. Steps of many rows do where the CPU
+    has vectors for their products; a library does them faster elsewhere."""
+    few = limits.max_batch <= ROWS or has_gemm()
+    phases = (*("decode", VERIFY, DRAFT) * few, *CHUNKS)
+    found = [p for p in phases if p in program.graphs]
+    return tuple(p for p in found if _records(program.graphs[p], limits.max_batch))
 
 
-def _records(g: Graph, limits: Limits) -> bool:
-    """Whether every op of a graph has an instruction: it is recorded without memory."""
-    dims = {d: 2 for v in g.sources() for d in v.type.shape if isinstance(d, str)}
-    g = bind(g, **dims | {"B": limits.max_batch})
-    env = {}
-    for v in g.sources():
-        shape, dtype = _sizes(v)
-        env[v.name] = torch.empty(shape, dtype=dtype, device="meta")
+def _records(g: Graph, batch: int) -> bool:
+    """Whether every op of a graph has an instruction."""
     try:
-        Recorder(Arena("meta")).record(g, env)
+        _recorded(g, B=batch)
     except NoInstruction:
         return False
     return True
+
+
+def _recorded(g: Graph, **dims: int) -> Recorder:
+    """Record a graph without memory: dims that are not given are 2."""
+    others = {d: 2 for v in g.sources() for d in v.type.shape if isinstance(d, str)}
+    g = bind(g, **others | dims)
+    r, env = Recorder(Arena("meta")), {}
+    for v in g.sources():
+        shape, dtype = _sizes(v)
+        own = v in g.inputs  # in the memory of the step, as `record_step` has them
+        env[v.name] = r.arena.empty(shape, dtype) if own else _empty(shape, dtype)
+    r.record(g, env)
+    return r
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def step_arena(g: Graph, dims: Mapping[str, int], tokens: str, most: int) -> Arena:
+    """Return the memory of steps whose dim `tokens` is 1 to `most`."""
+    two, three = (_recorded(g, **dims, **{tokens: n}).arena.sizes for n in (2, 3))
+    sizes = [a + (most - 2) * (b - a) for a, b in zip(two, three, strict=True)]
+    return Arena("cpu", sizes)
 
 
 def _sizes(v: Value) -> tuple[tuple[int, ...], torch.dtype]:
@@ -119,16 +146,18 @@ class Recorder:
         #: and what it makes
         self.tensors: list[Tensor] = []
         self.ends: list[tuple[int, Tensors]] = []
+        #: how many instructions the new contents of the caches take
+        self.state_end = 0
 
     def record(self, g: Graph, env: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Append the instructions of a graph; return its outputs, which keep their memory."""
+        g = replace(g, nodes=tuple(writes_last(g, g.nodes)))
         for name, t in env.items():
             self._put(name, t)
         for i, n in enumerate(g.nodes):
-            old = {v.name for v, _ in n.definition.updated(n.inputs, n.outputs)}
-            if any(len(g.users[name]) > 1 for name in old):
-                raise NoInstruction(f"{n.result_names()}: what it overwrites is read elsewhere")
             self.node(n)
+            if n.definition.updated(n.inputs, n.outputs):
+                self.state_end = len(self.instructions)
             self.ends.append((len(self.instructions), dict(self._shown(n))))
             for name in g.last_uses.get(i, ()):
                 self._drop(name)
@@ -360,13 +389,31 @@ def _cache_write(
 def _attention(
     r: Recorder, n: Node, q: Tensor, positions: Tensor, written: Tensor, *held: Tensor
 ) -> Tensor:
-    if n.attrs["softcap"] or len(held) != 2:
-        raise NoInstruction("attention with a softcap, or over a chunk")
+    if n.attrs["softcap"]:
+        raise NoInstruction("attention with a softcap")
     _computes(q)
     out = r.like(q)
-    n_ = (*q.shape[:2], n.whole("window"), held[0].shape[2])
-    r.emit("attention", r.whole(q), positions, written, *held, out, n=n_, f=n.number("scale"))
+    how: Any = {"n": (*q.shape[:2], n.whole("window"), held[0].shape[2]), "f": n.number("scale")}
+    if len(held) == 2:
+        r.emit("attention", r.whole(q), positions, written, *held, out, **how)
+        return out
+    (k, v, *fresh), ids = held[:4], held[4:]
+    if not multiplies_many_rows(dtype_name(q.dtype)) or q.shape[-1] % 2:
+        raise NoInstruction(f"attention over a chunk in {q.dtype}")
+    last = r.like(positions) if ids else positions
+    if ids:
+        r.emit("last_seen", r.whole(positions), r.whole(ids[0]), last)
+    rows = (r.whole(q), positions, last, written, k, v, *map(r.whole, fresh))
+    r.emit("attend_chunk", *rows, out, **how)
+    if ids:
+        r.arena.use(last, 0)
     return out
+
+
+def _last_row(r: Recorder, n: Node, x: Tensor, lengths: Tensor) -> Tensor:
+    y = r.arena.empty((x.shape[0], 1, *x.shape[2:]), x.dtype)
+    r.emit("last_row", r.whole(x), lengths, y, n=tuple(x.shape[:2]))
+    return y
 
 
 def _dequantize(r: Recorder, n: Node, codes: Tensor, scales: Tensor) -> Coded:
@@ -438,7 +485,7 @@ def _experts(
     d, y = x.shape[-1], r.like(x)
     sizes = (d, 2 * inner, inner, d)
     rooms = [r.arena.empty((choices, size), x.dtype) for size in sizes]
-    order = r.arena.empty((choices,), torch.int64)
+    order = r.arena.empty((2, choices), torch.int64)
     parts = [*_weight(gate_up), *_weight(down)]
     forms = [_form(w) if isinstance(w, Coded) else -1 for w in (gate_up, down)]
     tiles = sum(isinstance(w, Coded) and w.tiles << i for i, w in enumerate((gate_up, down)))
@@ -451,6 +498,17 @@ def _experts(
 
 def _weight(w: Tensor | Coded) -> tuple[Tensor, Tensor | None]:
     return (w.codes, w.scales) if isinstance(w, Coded) else (w, None)
+
+
+def _concat(r: Recorder, n: Node, *parts: Tensor) -> Tensor:
+    x, at = parts[0], 0
+    if n.whole("axis") != x.dim() - 1:
+        raise NoInstruction("concat of anything but rows")
+    y = r.like(x, sum(t.shape[-1] for t in parts))
+    for t in parts:
+        r.emit("copy", t, y[..., at : at + t.shape[-1]])
+        at += t.shape[-1]
+    return y
 
 
 def _mask_ids(r: Recorder, n: Node, ids: Tensor) -> Tensor:
@@ -473,6 +531,24 @@ def _embedding(r: Recorder, n: Node, table: Tensor, *others: Tensor) -> Tensor:
     return y
 
 
+def _cluster_head(
+    r: Recorder, n: Node, x: Tensor, heads: Tensor, rows: Tensor, order: Tensor
+) -> tuple[Tensor, Tensor]:
+    _computes(x)
+    k, scores = n.whole("top_k"), r.like(x, heads.shape[0])
+    logits, ids = (r.like(x, k * rows.shape[1], dtype) for dtype in (x.dtype, torch.int64))
+    r.emit("linear", r.whole(x), heads, scores)
+    r.emit("cluster_head", r.whole(x), scores, rows, order, logits, ids, n=(k,))
+    r.arena.use(scores, 0)
+    return logits, ids
+
+
+def _pick_id(r: Recorder, n: Node, ids: Tensor, at: Tensor) -> Tensor:
+    y = r.like(at)
+    r.emit("pick_id", ids, at, y)
+    return y
+
+
 def _greedy(r: Recorder, n: Node, logits: Tensor) -> Tensor:
     return r.greedy(logits, torch.empty(0, dtype=torch.int64))[0]
 
@@ -492,17 +568,21 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
     "narrow_row": _narrow_row,
     "cache_write": _cache_write,
     "attention": _attention,
+    "last_row": _last_row,
     "dequantize": _dequantize,
     "dequantize_tiles": _dequantize,
     "fake_quantize": _fake_quantize,
     "linear": _linear,
     "router": _router,
     "experts": _experts,
+    "concat": _concat,
     "mask_ids": _mask_ids,
     "embedding": _embedding,
     "embedding_quantized": _embedding,
     "embedding_tiles": _embedding,
     "greedy": _greedy,
+    "cluster_head": _cluster_head,
+    "pick_id": _pick_id,
 }
 
 
@@ -516,11 +596,16 @@ class StepProgram:
     outputs: Tensors
     #: after how many instructions a node is done, and what it makes
     ends: Sequence[tuple[int, Tensors]]
+    state_end: int
 
-    def run(self, feeds: Tensors, watch: Watch | None = None) -> Tensors:
-        """Run the step; returns the graph's outputs."""
+    def run(self, feeds: Tensors, watch: Watch | None = None, results: bool = True) -> Tensors:
+        """Run the step; returns the graph's outputs. Without `results` it ends where the caches are
+        filled, and returns none."""
         for name, t in self.feeds.items():
             t.copy_(feeds[name])
+        if not results:
+            self.code.run(0, self.state_end)
+            return {}
         if watch is None:
             self.code.run()
         else:
@@ -553,7 +638,7 @@ def record_step(
     own = {v.name: arena.empty(*_sizes(v)) for v in g.inputs}
     params = {v.name: weights[v.name] for v in g.params}
     outputs = r.record(g, {**own, **params, **{v.name: caches[v.name] for v in g.state}})
-    return StepProgram(r.code(params.values()), own, outputs, r.ends)
+    return StepProgram(r.code(params.values()), own, outputs, r.ends, r.state_end)
 
 
 def of_tokens(two: StepProgram, three: StepProgram, tokens: int) -> StepProgram:
@@ -577,6 +662,5 @@ def of_tokens(two: StepProgram, three: StepProgram, tokens: int) -> StepProgram:
     instructions = numbers(two.code.instructions, three.code.instructions)
     operands = numbers(two.code.operands, three.code.operands)
     code = replace(two.code, instructions=instructions, operands=operands)
-    return StepProgram(
-        code, tensors(two.feeds, three.feeds), tensors(two.outputs, three.outputs), ()
-    )
+    feeds, outputs = tensors(two.feeds, three.feeds), tensors(two.outputs, three.outputs)
+    return StepProgram(code, feeds, outputs, (), two.state_end)

@@ -11,6 +11,7 @@ from typing import Any
 from g4ir.backends.base import Backend, Prepared, Task
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program
+from g4ir.plan.backend import Setting
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import DTYPES
 from g4ir.ui import compiler_cache
@@ -40,6 +41,13 @@ class TorchBackend(Backend):
     native = True
     shares = True
     record = Programs
+    settings = {
+        "programs": Setting(
+            ("auto", "inductor"),
+            "auto",
+            "inductor: compile every graph, those too that the CPU's kernels compute without",
+        )
+    }
 
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
         return find_device(device).needs()
@@ -68,12 +76,13 @@ class TorchBackend(Backend):
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         with compiler_cache.in_use():
-            return self._compile(task)
+            recorded = _recorded(task.program, task.limits, task.device, settings)
+            return self._compile(task, recorded)
 
-    def _compile(self, task: Task) -> dict[str, Any]:
+    def _compile(self, task: Task, recorded: Sequence[str]) -> dict[str, Any]:
         program, limits, progress = task.program, task.limits, task.progress
         device = find_device(task.device)
-        steps, target = phase_steps(program, limits, device.name), device.target(limits.max_batch)
+        steps, target = phase_steps(program, limits, recorded), device.target(limits.max_batch)
         texts = [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
         for note in device.notes(program, target):
             progress(note)
@@ -93,15 +102,27 @@ class TorchBackend(Backend):
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         """Count the programs that an engine calls in all, and those that are compiled."""
-        config = prepared.config
-        phases = phase_steps(prepared.packing.program, config.limits, config.device)
+        config, program = prepared.config, prepared.packing.program
+        recorded = _recorded(program, config.limits, config.device, config.settings)
+        phases = phase_steps(program, config.limits, recorded)
         texts = [s.text for many in phases.values() for s in many if isinstance(s, Segment)]
         return {"programs": {"calls": len(texts), "compiled": len(set(texts))}}
 
     def load(self, task: Task, kept: Programs, cuda_graph: bool = True) -> Any:
-        steps = phase_steps(task.program, task.limits, task.device)
+        device = find_device(task.device)
+        recorded = task.program.graphs.keys() - kept.keys() if device.records else ()
+        steps = phase_steps(task.program, task.limits, recorded)
         _check_programs(task, steps, kept)
-        return find_device(task.device).runtime(task, steps, kept, cuda_graph)
+        return device.runtime(task, steps, kept, cuda_graph)
+
+
+def _recorded(
+    program: Program, limits: Limits, device: str, settings: Mapping[str, str]
+) -> Sequence[str]:
+    """Return the graphs that need no compiled programs."""
+    if settings["programs"] == "inductor":
+        return ()
+    return find_device(device).recorded_phases(program, limits)
 
 
 def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], kept: Programs) -> None:

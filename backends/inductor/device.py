@@ -27,6 +27,8 @@ class Device(ABC):
     name: str
     #: packages whose versions its engines depend on
     packages: tuple[str, ...]
+    #: whether graphs may run as programs that it records
+    records = False
     #: module that takes long to import, which compiling processes share
     preload: str
 

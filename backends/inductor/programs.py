@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from g4ir.ir.graph import Program
 from g4ir.ir.rewrite import bind
 from g4ir.plan.engine_limits import Limits
 
-from .device import find_device
 from .segment import Step, graph_steps
 
 #: the graphs that a step may run; only an engine that drafts has `verify`, only one of images
@@ -19,11 +20,13 @@ def phases(program: Program) -> list[str]:
     return [p for p in PHASES if p in program.graphs]
 
 
-def phase_steps(program: Program, limits: Limits, device: str) -> dict[str, list[Step]]:
-    """Return the steps of each phase and tower that is compiled; an engine for one row has its
-    batch dim fixed."""
+def phase_steps(
+    program: Program, limits: Limits, recorded: Iterable[str] = ()
+) -> dict[str, list[Step]]:
+    """Return the steps of each phase and tower that is compiled, but for those `recorded`; an
+    engine for one row has its batch dim fixed."""
     fixed = {"B": 1} if limits.max_batch == 1 else {}
-    others = ("embed", *find_device(device).recorded_phases(program, limits))
+    others = ("embed", *recorded)
     return {
         name: graph_steps(bind(g, **fixed))
         for name, g in program.graphs.items()

@@ -161,7 +161,7 @@ def _order_groups(g: Graph, groups: dict[Key, list[Node]], keys: dict[str, Key])
 def _step(g: Graph, nodes: list[Node], keys: dict[str, Key], key: Key) -> Step:
     if len(nodes) == 1 and nodes[0].definition.glue:
         return Glue(nodes[0])
-    nodes = _writes_last(g, nodes)
+    nodes = writes_last(g, nodes)
     outside = {v.name for n in g.nodes if keys[n.outputs[0].name] != key for v in n.inputs}
     outside |= {v.name for v in g.outputs}
     outputs = [v for n in nodes for v in _returned(n, outside)]
@@ -203,18 +203,37 @@ def _names(values: Iterable[Value]) -> tuple[str, ...]:
     return tuple(v.name for v in values)
 
 
-def _writes_last(g: Graph, nodes: list[Node]) -> list[Node]:
-    """Put each write after the last read of the old contents, before the first use of results."""
-    out = [n for n in nodes if not _updates(n)]
-    for w in (n for n in nodes if _updates(n)):
-        old, new = zip(*_updates(w), strict=True)
-        reads = [i for i, n in enumerate(out) if set(old) & set(n.inputs)]
-        made = [i for i, n in enumerate(out) if set(w.inputs) & set(n.outputs)]
-        at = max([*reads, *made], default=-1) + 1
-        uses = [i for i, n in enumerate(out) if set(w.outputs) & set(n.inputs)]
-        if uses and uses[0] < at:
-            raise LowerError(f"torch: graph {g.name}: {old[0]} is read after {new[0]} replaced it")
-        out.insert(uses[0] if uses else len(out), w)
+def writes_last(g: Graph, nodes: Sequence[Node]) -> list[Node]:
+    """Put each write behind the last read of the old contents. LowerError where what it makes is
+    used before."""
+    writes = {old.name: n.outputs[0].name for n in nodes for old, _ in _updates(n)}
+    left = dict.fromkeys(writes.values(), 0)  # reads that a write waits for
+    read = {
+        n.outputs[0].name: {writes[v.name] for v in n.inputs if v.name in writes} for n in nodes
+    }
+    for name, waiting in read.items():
+        waiting.discard(name)
+        for write in waiting:
+            left[write] += 1
+    out: list[Node] = []
+    held: dict[str, Node] = {}  # writes that wait, by their first output
+
+    def put(n: Node) -> None:
+        out.append(n)
+        for write in read[n.outputs[0].name]:
+            left[write] -= 1
+
+    for n in nodes:
+        for w in held.values():
+            if set(w.outputs) & set(n.inputs):
+                (old, new), *_ = _updates(w)
+                raise LowerError(f"torch: graph {g.name}: {old} is read after {new} replaced it")
+        if left.get(name := n.outputs[0].name):
+            held[name] = n
+        else:
+            put(n)
+        for name in [name for name in held if not left[name]]:
+            put(held.pop(name))
     return out
 
 

@@ -19,6 +19,8 @@ VERIFY = "verify"
 BLOCKS = "prefill_media"
 #: graph -> tokens of a chunk, where those are not S: few enough that caches have a slot for each
 TOKENS: dict[str, int | str] = {"decode": 1, VERIFY: "M"}
+#: the same of graphs of chunks, of any number
+CHUNK = "S"
 #: a graph's result: the state that logits are made of
 HIDDEN = "hidden"
 
@@ -41,7 +43,7 @@ class Decoder:
         self.eps = spec.text.rms_norm_eps
 
     def build(self) -> Graph:
-        b, text, s = self.b, self.text, TOKENS.get(self.phase, "S")
+        b, text, s = self.b, self.text, TOKENS.get(self.phase, CHUNK)
         h = b.input("embeds", Type(self.dtype, ("B", s, text.hidden_size)))
         ple = self.per_layer_inputs(h, s) if text.ple else None
         self.positions = b.input("positions", Type("i64", ("B", s)))

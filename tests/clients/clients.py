@@ -19,7 +19,8 @@ import yaml
 
 import g4ir
 from g4ir.backends.sampling import SamplingParams
-from tests.serve.running import Running, Script, chat_engine, ready
+from tests.serve.running import Running, chat_engine, ready
+from tests.talking import Dictated
 
 HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build"
@@ -45,14 +46,14 @@ def dictate(r: Running, patch: Any, answers: Sequence[Sequence[str]]) -> None:
     """Let the model say an answer after the other, whatever it is asked and held to."""
     prompts = r.server.prompts
     assert prompts
-    controls, made, left = prompts.vocabulary.controls, prompts._held, [*answers]
+    controls, made, left = prompts.vocabulary.controls, prompts._sampling, [*answers]
 
     def dictated(*given: Any) -> SamplingParams:
         words = left.pop(0) if len(left) > 1 else left[0]
         ids = [i for w in words for i in ([controls[w]] if w in controls else r.ids(w))]
-        return replace(made(*given), allowed=Script(ids))
+        return replace(made(*given), allowed=Dictated(ids, 512, 0.0, None))
 
-    patch.setattr(prompts, "_held", dictated)
+    patch.setattr(prompts, "_sampling", dictated)
 
 
 def evaluated(r: Running, folder: Path, tokenizer: Path, *checkpoint: Path) -> Any:

@@ -18,13 +18,13 @@ static int is_few(int dtype, int64_t rows) {
 
 int g4ir_takes(int dtype, int64_t rows, int64_t n, int64_t k) {
     if (dtype != BF16 && dtype != F32 || rows < 1) return 0;
-    return is_few(dtype, rows) || takes_many_rows(dtype, n, k);
+    return is_few(dtype, rows) || dtype == BF16 && takes_many_rows(dtype, n, k);
 }
 
 int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
                 int64_t k, int threads) {
     if (!is_few(dtype, rows) && takes_many_rows(dtype, n, k))
-        return multiply_dense_rows(w, x, y, rows, n, k, threads);
+        return multiply_dense_rows(w, x, y, dtype, rows, n, k, threads);
     int64_t size = dtype == BF16 ? sizeof(bf16_row) : sizeof(float);
     product p = {.w = w, .bytes = dtype == BF16 ? 512 : 1024, .stride = k, .x = x,
                  .as_pairs = dtype == BF16 && EMULATED, .apart = k * size, .y = y,

@@ -20,6 +20,7 @@ typedef struct {
     float scale;
     /* derived */
     int64_t group, blocks;   /* query heads of a head of K; blocks of keys */
+    int64_t fresh_at;        /* the first key of the chunk: it begins a block, whatever the cache holds */
     int64_t padded;          /* d in whole groups of ROWS */
     panel_word *packed[2];   /* K, V [batch, kv_heads, blocks, BLOCK_KEYS * padded / PER_WORD] */
     int32_t *at, *low, *high; /* positions of keys, -1: none; the least and most of ROWS keys */
@@ -29,7 +30,9 @@ static inline int64_t words_in_block(const prefill *a) { return BLOCK_KEYS * a->
 
 /* Position of key i of a sequence: those of the cache, then those of the chunk; -1 if there is none. */
 static int32_t position_of(const prefill *a, int64_t b, int64_t i) {
-    if (i >= a->slots) return i < a->slots + a->queries ? a->positions[b * a->queries + i - a->slots] : -1;
+    int64_t fresh = i - a->fresh_at;
+    if (fresh >= 0) return fresh < a->queries ? a->positions[b * a->queries + fresh] : -1;
+    if (i >= a->slots) return -1;
     int64_t newest = a->written[b] - 1, back = (newest - i) % a->slots;
     int64_t at = newest - (back < 0 ? back + a->slots : back);
     return at < 0 ? -1 : at;
@@ -50,7 +53,7 @@ static void find_positions(const prefill *a, int64_t b) {
 
 /* Row of K (0) or V (1) as the dtype of queries has it, in fp32, in `row`; zeros for a key that does not exist. */
 static const float *row_of_key(const prefill *a, int value, int64_t b, int64_t h, int64_t i, float *row) {
-    int64_t fresh = i - a->slots, size = a->held == F32 ? 4 : a->held > F16 ? 1 : 2;
+    int64_t fresh = i - a->fresh_at, size = a->held == F32 ? 4 : a->held > F16 ? 1 : 2;
     if (a->at[b * a->blocks * BLOCK_KEYS + i] < 0) return memset(row, 0, a->d * sizeof *row);
     int64_t at = fresh >= 0 ? b * a->queries + fresh : i * a->batch + b;
     const char *from = fresh >= 0 ? a->fresh[value] : a->kept[value];
@@ -286,7 +289,8 @@ int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *la
                  .queries = queries, .heads = heads, .kv_heads = kv_heads, .d = d, .slots = slots,
                  .width = width, .window = window, .scale = scale * 1.4426950408889634,
                  .group = heads / kv_heads, .padded = (d + ROWS - 1) / ROWS * ROWS,
-                 .blocks = (slots + queries + BLOCK_KEYS - 1) / BLOCK_KEYS};
+                 .fresh_at = (slots + BLOCK_KEYS - 1) / BLOCK_KEYS * BLOCK_KEYS};
+    a.blocks = (a.fresh_at + queries + BLOCK_KEYS - 1) / BLOCK_KEYS;
     int64_t packs = batch * kv_heads * a.blocks, keys = batch * a.blocks * BLOCK_KEYS;
     a.packed[0] = aligned_alloc(LINE, packs * words_in_block(&a) * 8 + keys * 8);
     if (!a.packed[0]) return 1;

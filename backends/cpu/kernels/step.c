@@ -1,6 +1,6 @@
-/* A decode step as one program: instructions over fixed addresses, recorded once for a session by
- * step_program.py. Rows are computed in fp32 and rounded where the definitions of the ops round
- * (g4ir/ops). */
+/* A step of decoding or a chunk of a prompt as one program: instructions over fixed addresses, recorded once
+ * for a session by step_program.py. Rows are computed in fp32 and rounded where the definitions of the
+ * ops round (g4ir/ops). */
 #include "layout.h"
 #include "number.h"
 #include "team.h"
@@ -9,6 +9,7 @@
 #include <linux/futex.h>
 #include <math.h>
 #include <stddef.h>
+#include <stdlib.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -18,6 +19,8 @@
 #define SHARED 16384
 /* Bytes of a weight that are read ahead, of each of two parts, at most. */
 #define READ_AHEAD (1 << 20)
+/* Rows that are multiplied with codes as they are: those of the largest step. */
+#define ROWS_TOGETHER 8
 /* Result of a step after which no row has a next token. */
 #define ALL_REST -1
 
@@ -32,7 +35,7 @@ typedef struct {
 enum {
     COPY, RMS_NORM, ADD, MUL, SCALE, SOFTCAP, GLU, ROPE, ROPE_TABLE, CACHE_WRITE, ATTENTION, LINEAR,
     LINEAR_CODED, ROW_START, ADD_INTEGERS, TOP_K, EXPERTS, NARROW_ROW, MUL_INTEGERS, MASK_IDS,
-    EMBED_ROWS, GREEDY, END_STEP
+    EMBED_ROWS, GREEDY, END_STEP, ATTEND_CHUNK, LAST_ROW, LAST_SEEN, CLUSTER_HEAD, PICK_ID
 };
 
 typedef struct {
@@ -127,19 +130,49 @@ static inline void activate(float *x, int64_t which, int64_t count) {
 
 /* ---- instructions; operands in the order of their comment ---- */
 
+/* Computes rows `from` to `to` of a result; `room`: scratch memory of the thread. */
+typedef void row_body(const running *a, int64_t from, int64_t to, float *room);
+
+typedef struct {
+    const running *a;
+    row_body *body;
+    int64_t rows, each, room; /* rows in all and of a unit; numbers of scratch memory */
+} row_work;
+
+static int row_units(void *context, units *left) {
+    const row_work *w = context;
+    float *room = malloc((w->room + 1) * sizeof *room);
+    for (int64_t unit; room && (unit = take_unit(left)) >= 0;) {
+        int64_t end = (unit + 1) * w->each;
+        w->body(w->a, unit * w->each, end < w->rows ? end : w->rows, room);
+    }
+    return !room;
+}
+
+/* Runs the body for all rows of y, which threads share if there are many numbers. */
+static int by_rows(const running *a, const operand *y, row_body *body, int64_t room) {
+    int64_t rows = rows_of(y), parts = (int64_t)a->threads * PARTS;
+    if (a->threads < 2 || rows * y->width < SHARED) {
+        body(a, 0, rows, a->room);
+        return 0;
+    }
+    row_work w = {a, body, rows, (rows + parts - 1) / parts, room};
+    return run_region(row_units, &w, (rows + w.each - 1) / w.each, a->threads);
+}
+
 /* x, y */
-static void copy(const running *a) {
+static void copy(const running *a, int64_t from, int64_t to, float *room) {
     const operand *x = a->of, *y = a->of + 1;
-    for (int64_t r = 0; r < rows_of(y); r++) memcpy(row(y, r), row(x, r), y->width * y->bytes);
+    for (int64_t r = from; r < to; r++) memcpy(row(y, r), row(x, r), y->width * y->bytes);
 }
 
 /* x, w of all rows or none, y; f: eps */
-static void rms_norm(const running *a) {
+static void rms_norm(const running *a, int64_t from, int64_t to, float *room) {
     const operand *x = a->of, *w = a->of + 1, *y = a->of + 2;
     int64_t width = x->width;
-    float *h = a->room, *by = a->room + width;
+    float *h = room, *by = room + width;
     if (w->at) read_numbers(w->at, w->dtype, by, width);
-    for (int64_t r = 0; r < rows_of(y); r++) {
+    for (int64_t r = from; r < to; r++) {
         read_numbers(row(x, r), x->dtype, h, width);
         float sum = 0;
         for (int64_t j = 0; j < width; j++) sum += h[j] * h[j];
@@ -152,10 +185,10 @@ static void rms_norm(const running *a) {
 }
 
 /* x, other, y */
-static void add(const running *a) {
+static void add(const running *a, int64_t from, int64_t to, float *room) {
     const operand *x = a->of, *other = a->of + 1, *y = a->of + 2;
-    float *one = a->room, *two = a->room + x->width;
-    for (int64_t r = 0; r < rows_of(y); r++) {
+    float *one = room, *two = room + x->width;
+    for (int64_t r = from; r < to; r++) {
         read_numbers(row(x, r), x->dtype, one, x->width);
         read_numbers(row(other, r), other->dtype, two, x->width);
         for (int64_t j = 0; j < x->width; j++) one[j] += two[j];
@@ -164,12 +197,12 @@ static void add(const running *a) {
 }
 
 /* x, w of one number or of a row's, y */
-static void mul(const running *a) {
+static void mul(const running *a, int64_t from, int64_t to, float *room) {
     const operand *x = a->of, *w = a->of + 1, *y = a->of + 2;
-    float *one = a->room, *two = a->room + x->width;
+    float *one = room, *two = room + x->width;
     read_numbers(w->at, w->dtype, two, w->width);
     for (int64_t j = w->width; j < x->width; j++) two[j] = two[0];
-    for (int64_t r = 0; r < rows_of(y); r++) {
+    for (int64_t r = from; r < to; r++) {
         read_numbers(row(x, r), x->dtype, one, x->width);
         for (int64_t j = 0; j < x->width; j++) one[j] *= two[j];
         write_numbers(row(y, r), y->dtype, one, x->width);
@@ -177,13 +210,13 @@ static void mul(const running *a) {
 }
 
 /* x, y; f: factor */
-static void scale(const running *a) {
+static void scale(const running *a, int64_t from, int64_t to, float *room) {
     const operand *x = a->of, *y = a->of + 1;
     float factor = a->i->f;
-    for (int64_t r = 0; r < rows_of(y); r++) {
-        read_numbers(row(x, r), x->dtype, a->room, x->width);
-        for (int64_t j = 0; j < x->width; j++) a->room[j] *= factor;
-        write_numbers(row(y, r), y->dtype, a->room, x->width);
+    for (int64_t r = from; r < to; r++) {
+        read_numbers(row(x, r), x->dtype, room, x->width);
+        for (int64_t j = 0; j < x->width; j++) room[j] *= factor;
+        write_numbers(row(y, r), y->dtype, room, x->width);
     }
 }
 
@@ -237,12 +270,12 @@ static int glu_pieces(void *context, units *left) {
 }
 
 /* x, cos, sin, y; n: heads, which share a row of the tables */
-static void rope(const running *a) {
+static void rope(const running *a, int64_t from, int64_t to, float *room) {
     const operand *x = a->of, *cosines = a->of + 1, *sines = a->of + 2, *y = a->of + 3;
     int64_t d = x->width, half = d / 2, dtype = x->dtype;
-    float *h = a->room, *c = h + d, *s = c + d;
-    for (int64_t r = 0; r < rows_of(y); r++) {
-        if (r % a->i->n[0] == 0) {
+    float *h = room, *c = h + d, *s = c + d;
+    for (int64_t r = from; r < to; r++) {
+        if (r == from || r % a->i->n[0] == 0) {
             read_numbers(row(cosines, r / a->i->n[0]), cosines->dtype, c, d);
             read_numbers(row(sines, r / a->i->n[0]), sines->dtype, s, d);
         }
@@ -257,12 +290,12 @@ static void rope(const running *a) {
 }
 
 /* positions, frequencies of half a row in fp32, cos, sin */
-static void rope_table(const running *a) {
+static void rope_table(const running *a, int64_t from, int64_t to, float *room) {
     const operand *positions = a->of, *cosines = a->of + 2, *sines = a->of + 3;
     const float *frequencies = (const float *)a->of[1].at;
     int64_t half = cosines->width / 2;
-    float *c = a->room, *s = c + 2 * half;
-    for (int64_t r = 0; r < rows_of(cosines); r++) {
+    float *c = room, *s = c + 2 * half;
+    for (int64_t r = from; r < to; r++) {
         float position = ((const int64_t *)positions->at)[r];
         for (int64_t j = 0; j < half; j++) {
             float angle = position * frequencies[j];
@@ -300,11 +333,11 @@ static void to_int8(const float *x, char *to, int64_t d) {
 }
 
 /* x, y; n: what rows are held in */
-static void narrow_row(const running *a) {
+static void narrow_row(const running *a, int64_t from, int64_t to, float *room) {
     const operand *x = a->of, *y = a->of + 1;
     const float most = 3.3895313892515355e38f;
-    float *h = a->room;
-    for (int64_t r = 0; r < rows_of(y); r++) {
+    float *h = room;
+    for (int64_t r = from; r < to; r++) {
         read_numbers(row(x, r), x->dtype, h, x->width);
         if (a->i->n[0] == ROWS_INT8) {
             to_int8(h, row(y, r), x->width);
@@ -344,18 +377,137 @@ static int attention(const running *a) {
                        k->width, n[2], a->i->f, a->threads);
 }
 
+/* q, positions, last position that is seen, written, k, v, k and v of the chunk, out; n: B, S, window, heads
+ * of K; f: scale. Of a cache that does not go round, slots up to the last one that is written. */
+static int attend_chunk(const running *a) {
+    const operand *q = a->of, *k = a->of + 4;
+    const int64_t *n = a->i->n, *written = (const int64_t *)a->of[3].at;
+    int64_t slots = rows_of(k) / (n[0] * n[3]), used = 0;
+    for (int64_t b = 0; b < n[0]; b++) used = written[b] > used ? written[b] : used;
+    return g4ir_attend_chunk(q->at, (const int64_t *)a->of[1].at, (const int64_t *)a->of[2].at, written,
+                             k->at, a->of[5].at, a->of[6].at, a->of[7].at, a->of[8].at, q->dtype, k->dtype,
+                             n[0], n[1], rows_of(q) / (n[0] * n[1]), n[3], q->width,
+                             used < slots ? used : slots, k->width, n[2], a->i->f, a->threads);
+}
+
+/* x [B, S, width], lengths, y; n: B, S: the last of the first lengths[b] tokens */
+static void last_row(const running *a) {
+    const operand *x = a->of, *y = a->of + 2;
+    int64_t batch = a->i->n[0], tokens = a->i->n[1], size = rows_of(y) / batch * y->width * y->bytes;
+    for (int64_t b = 0; b < batch; b++) {
+        int64_t length = ((const int64_t *)a->of[1].at)[b];
+        memcpy(y->at + b * size, x->at + (b * tokens + (length > 0 ? length - 1 : 0)) * size, size);
+    }
+}
+
+/* positions [B, S], block ids [B, S], y [B, S]: the position of the last token of a token's block, its own
+ * where it is in none */
+static void last_seen(const running *a) {
+    const operand *ids = a->of + 1;
+    for (int64_t b = 0; b < rows_of(ids); b++) {
+        int64_t at = b * ids->width, *y = (int64_t *)a->of[2].at + at;
+        const int64_t *position = (const int64_t *)a->of[0].at + at, *id = (const int64_t *)ids->at + at;
+        for (int64_t s = 0; s < ids->width; s++) {
+            y[s] = position[s];
+            for (int64_t t = 0; id[s] >= 0 && t < ids->width; t++)
+                if (id[t] == id[s] && position[t] > y[s]) y[s] = position[t];
+        }
+    }
+}
+
 /* x, w, y */
 static int linear(const running *a) {
     const operand *x = a->of, *w = a->of + 1, *y = a->of + 2;
     return g4ir_linear(w->at, x->at, y->at, x->dtype, rows_of(x), y->width, x->width, a->threads);
 }
 
+/* A product with a quantised weight. */
+typedef struct {
+    const char *codes, *scales;
+    const void *x;
+    void *y;
+    int64_t form, tiles, rounded, scales_dtype, dtype, rows, n, k, groups;
+} coded_product;
+
+/* Rounds rows of x to 8 bits, with a scale for each 32 numbers (g4ir/ops/codecs.py). */
+static void round_row(const char *x, int64_t dtype, char *y, int64_t width, float *room) {
+    read_numbers(x, dtype, room, width);
+    for (int64_t g = 0; g < width; g += 32) {
+        int64_t end = g + 32 < width ? g + 32 : width;
+        float most = 0;
+        for (int64_t j = g; j < end; j++)
+            most = fabsf(room[j]) > most || room[j] != room[j] ? fabsf(room[j]) : most;
+        float by = most / 127 == 0 ? 1 : most / 127;
+        for (int64_t j = g; j < end; j++) {
+            float code = rintf(room[j] / by);
+            room[j] = (code > 127 ? 127 : code < -127 ? -127 : code) * by;
+        }
+    }
+    write_numbers(y, dtype, room, width);
+}
+
+static void round_rows(const running *a, int64_t from, int64_t to, float *room) {
+    const operand *x = a->of, *y = a->of + 1;
+    for (int64_t r = from; r < to; r++) round_row(row(x, r), x->dtype, row(y, r), x->width, room);
+}
+
+/* Few rows with codes as they are, more by panels of the weight where the CPU has them. */
+static int multiply_coded(const coded_product *p, int threads) {
+    int few = g4ir_takes_codes(p->form, p->rounded, p->dtype, p->rows, p->k, p->groups);
+    if (!few && !p->rounded && p->tiles && g4ir_takes_gemm(p->form, p->dtype, p->rows, p->n, p->k))
+        return g4ir_gemm(p->codes, p->form, p->scales, p->scales_dtype, p->x, p->y, p->dtype, p->rows,
+                         p->n, p->k, p->groups, threads);
+    int64_t size = p->dtype == F32 ? 4 : 2, failed = 0, each = few ? p->rows : ROWS_TOGETHER;
+    for (int64_t r = 0; r < p->rows && !failed; r += each)
+        failed = g4ir_linear_coded(p->codes, p->form, p->tiles, p->scales, p->scales_dtype,
+                                   (const char *)p->x + r * p->k * size, p->rounded,
+                                   (char *)p->y + r * p->n * size, p->dtype,
+                                   p->rows - r < each ? p->rows - r : each, p->n, p->k, p->groups, threads);
+    return failed;
+}
+
 /* x, codes, scales, y; n: form, tiles, rounded */
 static int linear_coded(const running *a) {
     const operand *x = a->of, *codes = a->of + 1, *scales = a->of + 2, *y = a->of + 3;
     const int64_t *n = a->i->n;
-    return g4ir_linear_coded(codes->at, n[0], n[1], scales->at, scales->dtype, x->at, n[2], y->at,
-                             x->dtype, rows_of(x), y->width, x->width, scales->width, a->threads);
+    coded_product p = {.codes = codes->at, .scales = scales->at, .x = x->at, .y = y->at, .form = n[0],
+                       .tiles = n[1], .rounded = n[2], .scales_dtype = scales->dtype, .dtype = x->dtype,
+                       .rows = rows_of(x), .n = y->width, .k = x->width, .groups = scales->width};
+    if (!p.rounded || p.rows <= ROWS_TOGETHER) return multiply_coded(&p, a->threads);
+    operand both[2] = {*x, *x};
+    running rounding = {a->i, both, a->room, a->threads};
+    p.x = both[1].at = malloc(rows_of(x) * x->width * x->bytes);
+    p.rounded = 0;
+    int failed = !p.x || by_rows(&rounding, x, round_rows, x->width) || multiply_coded(&p, a->threads);
+    free(both[1].at);
+    return failed;
+}
+
+/* x [T, d], scores of clusters [T, C], rows of clusters [C, size, d], tokens [C * size], logits [T, k * size]
+ * and ids of the k clusters of the best scores; n: k */
+static int cluster_head(const running *a) {
+    const operand *x = a->of, *scores = a->of + 1, *rows = a->of + 2, *logits = a->of + 4, *ids = a->of + 5;
+    int64_t d = x->width, size = logits->width / a->i->n[0];
+    for (int64_t t = 0; t < rows_of(x); t++) {
+        read_numbers(row(scores, t), scores->dtype, a->room, scores->width);
+        for (int64_t i = 0; i < a->i->n[0]; i++) {
+            int64_t best = 0;
+            for (int64_t c = 1; c < scores->width; c++) best = a->room[c] > a->room[best] ? c : best;
+            a->room[best] = -INFINITY;
+            memcpy((int64_t *)row(ids, t) + i * size, (const int64_t *)a->of[3].at + best * size, size * 8);
+            if (g4ir_linear(rows->at + best * size * d * rows->bytes, row(x, t),
+                            row(logits, t) + i * size * logits->bytes, x->dtype, 1, size, d, a->threads))
+                return 1;
+        }
+    }
+    return 0;
+}
+
+/* ids [B, n], places [B], y */
+static void pick_id(const running *a) {
+    const int64_t *at = (const int64_t *)a->of[1].at;
+    for (int64_t b = 0; b < rows_of(a->of); b++)
+        ((int64_t *)a->of[2].at)[b] = ((const int64_t *)row(a->of, b))[at[b]];
 }
 
 /* positions [B, S], start */
@@ -541,12 +693,12 @@ static int end_step(const running *a) {
 
 /* scores [T, E], factors [E], weights f32 [T, k], index [T, k]: softmax, the k largest, their share
  * times the factor of their expert */
-static void top_k(const running *a) {
+static void top_k(const running *a, int64_t from, int64_t to, float *room) {
     const operand *scores = a->of, *factors = a->of + 1, *weights = a->of + 2, *index = a->of + 3;
     int64_t experts = scores->width, k = weights->width;
-    float *p = a->room, *by = p + experts;
+    float *p = room, *by = p + experts;
     read_numbers(factors->at, factors->dtype, by, experts);
-    for (int64_t r = 0; r < rows_of(scores); r++) {
+    for (int64_t r = from; r < to; r++) {
         float *to = (float *)row(weights, r), most = -INFINITY, all = 0, sum = 0;
         int64_t *chosen = (int64_t *)row(index, r);
         read_numbers(row(scores, r), scores->dtype, p, experts);
@@ -562,100 +714,119 @@ static void top_k(const running *a) {
     }
 }
 
-/* A product of `rows` rows with the weight of one expert; its form is negative where it is no codes. */
-static int expert_product(const running *a, const operand *w, int64_t e, int64_t form, int tiles,
-                          const char *x, char *y, int64_t rows, int64_t n, int64_t k, int64_t dtype) {
+/* The products of all experts that were chosen with rows of x, sorted by expert: `w` is a weight and its
+ * scales, whose form is negative where it is no codes. */
+static int expert_products(const running *a, const operand *w, int64_t form, int tiles, const operand *x,
+                           const operand *y) {
     const operand *scales = w + 1;
-    const char *at = w->at + e * n * w->width * w->bytes;
-    if (form < 0) return g4ir_linear(at, x, y, dtype, rows, n, k, a->threads);
-    return g4ir_linear_coded(at, form, tiles, scales->at + e * n * scales->width * scales->bytes,
-                             scales->dtype, x, 0, y, dtype, rows, n, k, scales->width, a->threads);
-}
-
-/* The places of choices, sorted by expert. */
-static void by_expert(const int64_t *index, int64_t count, int64_t *order) {
-    for (int64_t i = 0; i < count; i++) {
-        int64_t at = i;
-        for (; at && index[order[at - 1]] > index[i]; at--) order[at] = order[at - 1];
-        order[at] = i;
-    }
-}
-
-/* x [T, D], weights [T, k], index [T, k], gate and up, their scales, down, its scales; room for rows of x
- * [T * k, D], of both [T * k, 2 I], of the activation, of results, and for an order [T * k]; y. n:
- * activation, forms of the weights, which of them lie in tiles. */
-static int experts(const running *a) {
-    const operand *x = a->of, *index = a->of + 2, *up = a->of + 3;
-    const operand *down = a->of + 5, *rows = a->of + 7, *both = a->of + 8, *act = a->of + 9;
-    const operand *made = a->of + 10;
-    int64_t *order = (int64_t *)a->of[11].at, k = index->width, count = rows_of(x) * k;
-    const int64_t *chosen = (const int64_t *)index->at, *n = a->i->n;
-    int64_t d = x->width, inner = act->width, size = x->bytes;
-    by_expert(chosen, count, order);
-    for (int64_t i = 0; i < count; i++) memcpy(row(rows, i), row(x, order[i] / k), d * size);
+    const int64_t *chosen = (const int64_t *)a->of[2].at, *order = (const int64_t *)a->of[11].at;
+    int64_t n = y->width, count = rows_of(y);
     for (int64_t from = 0, end; from < count; from = end) {
         int64_t e = chosen[order[from]];
         for (end = from; end < count && chosen[order[end]] == e;) end++;
-        if (expert_product(a, up, e, n[1], n[3] & 1, row(rows, from), row(both, from), end - from,
-                           2 * inner, d, x->dtype))
-            return 1;
-        for (int64_t i = from; i < end; i++) {
-            float *h = a->room, *other = h + inner;
-            read_numbers(row(both, i), x->dtype, h, 2 * inner);
-            activate(h, n[0], inner);
-            for (int64_t j = 0; j < inner; j++) h[j] = rounded(h[j], x->dtype) * other[j];
-            write_numbers(row(act, i), x->dtype, h, inner);
-        }
-        if (expert_product(a, down, e, n[2], n[3] >> 1, row(act, from), row(made, from), end - from,
-                           d, inner, x->dtype))
+        const char *at = w->at + e * n * w->width * w->bytes;
+        coded_product p = {.codes = at, .scales = scales->at + e * n * scales->width * scales->bytes,
+                           .x = row(x, from), .y = row(y, from), .form = form, .tiles = tiles,
+                           .scales_dtype = scales->dtype, .dtype = x->dtype, .rows = end - from, .n = n,
+                           .k = x->width, .groups = scales->width};
+        if (form < 0 ? g4ir_linear(at, p.x, p.y, p.dtype, p.rows, n, p.k, a->threads)
+                     : multiply_coded(&p, a->threads))
             return 1;
     }
     return 0;
 }
 
-/* The results of the experts of each token, weighted and added in the order of its choices. */
-static void weigh(const running *a) {
-    const operand *weights = a->of + 1, *made = a->of + 10, *y = a->of + 12;
-    const int64_t *order = (const int64_t *)a->of[11].at;
-    int64_t d = y->width, k = weights->width;
-    float *sum = a->room, *one = sum + d;
-    for (int64_t t = 0; t < rows_of(y); t++) {
-        for (int64_t j = 0; j < d; j++) sum[j] = 0;
-        for (int64_t s = 0, at; s < k; s++) {
-            for (at = 0; order[at] != t * k + s;) at++;
-            float by = ((const float *)weights->at)[t * k + s];
-            read_numbers(row(made, at), made->dtype, one, d);
-            for (int64_t j = 0; j < d; j++) sum[j] += one[j] * by;
-        }
-        write_numbers(row(y, t), y->dtype, sum, d);
+/* The choices sorted by expert, and behind them where each choice is. */
+static void by_expert(const int64_t *index, int64_t count, int64_t most, int64_t *order) {
+    int64_t starts[most + 1];
+    for (int64_t e = 0; e <= most; e++) starts[e] = 0;
+    for (int64_t i = 0; i < count; i++) starts[index[i] + 1]++;
+    for (int64_t e = 0; e < most; e++) starts[e + 1] += starts[e];
+    for (int64_t i = 0; i < count; i++) {
+        int64_t at = starts[index[i]]++;
+        order[at] = i, order[count + i] = at;
     }
+}
+
+/* Rows of x, by expert. */
+static void expert_rows(const running *a, int64_t from, int64_t to, float *room) {
+    const operand *x = a->of, *rows = a->of + 7;
+    int64_t k = a->of[2].width;
+    for (int64_t i = from; i < to; i++)
+        memcpy(row(rows, i), row(x, ((const int64_t *)a->of[11].at)[i] / k), x->width * x->bytes);
+}
+
+static void expert_glu(const running *a, int64_t from, int64_t to, float *room) {
+    const operand *both = a->of + 8, *act = a->of + 9;
+    int64_t inner = act->width;
+    for (int64_t i = from; i < to; i++) {
+        read_numbers(row(both, i), both->dtype, room, 2 * inner);
+        activate(room, a->i->n[0], inner);
+        for (int64_t j = 0; j < inner; j++) room[j] = rounded(room[j], act->dtype) * room[inner + j];
+        write_numbers(row(act, i), act->dtype, room, inner);
+    }
+}
+
+/* The results of the experts of each token, weighted and added in the order of its choices. */
+static void weigh(const running *a, int64_t from, int64_t to, float *room) {
+    const operand *weights = a->of + 1, *made = a->of + 10, *y = a->of + 12;
+    int64_t d = y->width, k = weights->width;
+    const int64_t *place = (const int64_t *)a->of[11].at + rows_of(made);
+    float *one = room + d;
+    for (int64_t t = from; t < to; t++) {
+        for (int64_t j = 0; j < d; j++) room[j] = 0;
+        for (int64_t s = t * k; s < (t + 1) * k; s++) {
+            float by = ((const float *)weights->at)[s];
+            read_numbers(row(made, place[s]), made->dtype, one, d);
+            for (int64_t j = 0; j < d; j++) room[j] += one[j] * by;
+        }
+        write_numbers(row(y, t), y->dtype, room, d);
+    }
+}
+
+/* x [T, D], weights [T, k], index [T, k], gate and up, their scales, down, its scales; room for rows of x
+ * [T * k, D], of both [T * k, 2 I], of the activation, of results, and for an order [2, T * k]; y. n:
+ * activation, forms of the weights, which of them lie in tiles. */
+static int experts(const running *a) {
+    const operand *index = a->of + 2, *up = a->of + 3, *down = a->of + 5, *rows = a->of + 7;
+    const operand *both = a->of + 8, *act = a->of + 9, *made = a->of + 10, *y = a->of + 12;
+    const int64_t *n = a->i->n;
+    by_expert((const int64_t *)index->at, rows_of(rows), rows_of(up) / both->width, (int64_t *)a->of[11].at);
+    return by_rows(a, rows, expert_rows, 0) || expert_products(a, up, n[1], n[3] & 1, rows, both) ||
+           by_rows(a, act, expert_glu, both->width) ||
+           expert_products(a, down, n[2], n[3] >> 1, act, made) || by_rows(a, y, weigh, 2 * y->width);
 }
 
 static int run_one(const running *a) {
     switch (a->i->kind) {
-    case COPY: copy(a); return 0;
-    case RMS_NORM: rms_norm(a); return 0;
-    case ADD: add(a); return 0;
-    case MUL: mul(a); return 0;
-    case SCALE: scale(a); return 0;
+    case COPY: return by_rows(a, a->of + 1, copy, 0);
+    case RMS_NORM: return by_rows(a, a->of + 2, rms_norm, 2 * a->of->width);
+    case ADD: return by_rows(a, a->of + 2, add, 2 * a->of->width);
+    case MUL: return by_rows(a, a->of + 2, mul, 2 * a->of->width);
+    case SCALE: return by_rows(a, a->of + 1, scale, a->of->width);
     case SOFTCAP: return by_pieces(a, a->of + 1, softcap_pieces);
     case GLU: return by_pieces(a, a->of + 2, glu_pieces);
-    case ROPE: rope(a); return 0;
-    case ROPE_TABLE: rope_table(a); return 0;
+    case ROPE: return by_rows(a, a->of + 3, rope, 3 * a->of->width);
+    case ROPE_TABLE: return by_rows(a, a->of + 2, rope_table, 2 * a->of[2].width);
     case CACHE_WRITE: cache_write(a); return 0;
     case ATTENTION: return attention(a);
     case LINEAR: return linear(a);
     case LINEAR_CODED: return linear_coded(a);
     case ROW_START: row_start(a); return 0;
     case ADD_INTEGERS: add_integers(a); return 0;
-    case TOP_K: top_k(a); return 0;
-    case NARROW_ROW: narrow_row(a); return 0;
+    case TOP_K: return by_rows(a, a->of + 2, top_k, 2 * a->of->width);
+    case NARROW_ROW: return by_rows(a, a->of + 1, narrow_row, a->of->width);
     case MUL_INTEGERS: mul_integers(a); return 0;
     case MASK_IDS: mask_ids(a); return 0;
     case EMBED_ROWS: return embed_rows(a);
     case GREEDY: return greedy(a);
     case END_STEP: return end_step(a) ? ALL_REST : 0;
-    case EXPERTS: if (experts(a)) return 1; weigh(a); return 0;
+    case EXPERTS: return experts(a);
+    case ATTEND_CHUNK: return attend_chunk(a);
+    case LAST_ROW: last_row(a); return 0;
+    case LAST_SEEN: last_seen(a); return 0;
+    case CLUSTER_HEAD: return cluster_head(a);
+    case PICK_ID: pick_id(a); return 0;
     }
     return 2;
 }
@@ -734,4 +905,4 @@ void g4ir_wait_steps(int64_t *pace, int64_t steps) {
 }
 
 /* Of the instructions and their operands: step_program.py has to be of the same. */
-int g4ir_step_version(void) { return 3; }
+int g4ir_step_version(void) { return 4; }
