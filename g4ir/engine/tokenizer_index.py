@@ -51,18 +51,20 @@ def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
     model = frame["model"]
     vocab, listed = model.pop("vocab", None), model.pop("merges", None)
     texts = sorted(vocab, key=vocab.__getitem__) if isinstance(vocab, dict) else []
-    merges = [p.split(" ", 1) if isinstance(p, str) else p for p in listed or ()]
-    if not (0 < len(texts) <= size and _is_local(frame, vocab, merges)):
+    frame["added_tokens"] = frame.get("added_tokens") or []
+    if not (0 < len(texts) <= size and _is_local(frame, vocab)):
+        return None
+    merges = _whole_and_cut(listed or (), vocab, {*_fallbacks(model)})
+    if merges is None:
         return None
     characters = np.fromiter(map(len, texts), np.int64, len(texts))
-    hashes = np.fromiter(map(int, _token_hashes(texts, characters)), np.uint64, len(texts))
+    hashes = _token_hashes(texts, characters)
     order = np.lexsort((hashes, characters))
     keys = np.stack([characters[order].astype(np.uint64), hashes[order]])
     if (keys[:, 1:] == keys[:, :-1]).all(axis=0).any():  # two tokens of one hash
         return None
-    whole = np.fromiter((vocab[a + b] for a, b in merges), np.int64, len(merges))
+    whole, cuts = np.array(merges[0], np.int64), np.array(merges[1], np.uint8)
     by_token = np.argsort(whole, kind="stable")
-    cuts = np.fromiter((len(a) for a, _ in merges), np.uint8, len(merges))
     raw = [text.encode() for text in texts]
     return {
         "frame": np.frombuffer(json.dumps(frame).encode(), np.uint8).copy(),
@@ -77,30 +79,43 @@ def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
     }
 
 
-def _is_local(frame: Mapping[str, Any], vocab: Mapping[str, int], merges: Sequence[Any]) -> bool:
+def _is_local(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
     """Whether tokens of any text are strings in it, once it is normalised: pieces of it are merged
-    from characters, which are rewritten one by one, or fall back to tokens that no merge takes."""
+    from characters, which are rewritten one by one."""
     model, normalizer, split = frame["model"], frame.get("normalizer"), frame.get("pre_tokenizer")
     pattern = ""
     if normalizer is not None:
         pattern = (normalizer.get("pattern") or {}).get("String", "")
         if normalizer["type"] != "Replace" or len(pattern) != 1:
             return False
-    added = frame.get("added_tokens") or []
-    parts = vocab.keys() - {*_fallbacks(model)}
+    added = frame["added_tokens"]
     return (
-        model["type"] == "BPE"
+        model.get("type") == "BPE"
         and not any(model.get(k) for k in ("dropout", *AFFIXES))
         and (split is None or split["type"] == "Split")
         and sorted(vocab.values()) == [*range(len(vocab))]
         and max(map(len, vocab)) <= LONGEST
         and all(vocab.get(t["content"]) == t["id"] for t in added)
         and not any(t["normalized"] and pattern and pattern in t["content"] for t in added)
-        and all(a in parts and b in parts and a + b in vocab for a, b in merges)
     )
 
 
 AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
+
+
+def _whole_and_cut(
+    merges: Iterable[Any], vocab: Mapping[str, int], fallbacks: set[str]
+) -> tuple[list[int], list[int]] | None:
+    """Return the result of each merge, and the characters of its left part; None if one takes a
+    token that stands for other characters than its string has."""
+    whole, cuts = list[int](), list[int]()
+    for merge in merges:
+        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+        if left in fallbacks or right in fallbacks or left + right not in vocab:
+            return None
+        whole.append(vocab[left + right])
+        cuts.append(len(left))
+    return whole, cuts
 
 
 def _fallbacks(model: Mapping[str, Any]) -> list[str]:
