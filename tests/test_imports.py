@@ -177,6 +177,7 @@ def test_every_module_is_used() -> None:
     assert not {m for m in left if not m.startswith(listed) and not {m, m[5:]} & texts}
 
 
+@cache
 def names_of(path: Path) -> set[str]:
     """What a module defines or imports, anywhere."""
     nodes = [*ast.walk(ast.parse(path.read_text()))]

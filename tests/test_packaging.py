@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import shutil
 import subprocess
@@ -14,6 +16,8 @@ import yaml
 from setuptools.config.pyprojecttoml import load_file
 
 from g4ir.backends.trt.target import TENSORRT, numbers
+from tests.engines import add_file
+from tests.serve.running import chat_engine
 
 ROOT = Path(__file__).parents[1]
 MAPPED = ("passes", "backends", "specs")  # top-level folders that become g4ir.<folder>
@@ -181,3 +185,14 @@ def test_containers(file: Path) -> None:
         if name == "COPY":
             assert all((ROOT / word).exists() for word in rest.split()[:-1])
     assert f"docker build -f docker/{file.name} " in text
+
+
+def test_the_folder_for_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part of the plugin that runs without vLLM: its own tests are `make test-vllm`."""
+    monkeypatch.syspath_prepend(ROOT / "g4ir-vllm")
+    prepare = importlib.import_module("g4ir_vllm.prepare").prepare
+    engine = chat_engine(tmp_path / "engine")
+    said = {"eos_token_id": [1, 3], "do_sample": True, "top_k": 5, "temperature": 0.5}
+    add_file(engine, "generation_config.json", json.dumps(said))
+    made = json.loads((prepare(engine, tmp_path / "out") / "generation_config.json").read_text())
+    assert made == {"eos_token_id": [1, 3], "top_k": 5, "temperature": 0.5}

@@ -81,8 +81,7 @@ def generation_of(found: Artefact) -> dict[str, Any]:
     said = read_defaults(found.path / GENERATION, found.spec.text.vocab_size)
     stop = found.spec.tokens.eos if said.stop is None else said.stop
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # vLLM knows no others
-    drawn = {k: getattr(said, k) for k in names}
-    drawn = {k: v for k, v in drawn.items() if v is not None}
+    drawn = {k: said.sampling[k] for k in names if k in said.sampling}
     return {"eos_token_id": list(stop), "temperature": 0.0, **drawn}
 
 

@@ -4,11 +4,9 @@ REASONING = "a thought is the field `reasoning`, not `reasoning_content`"
 MORE = "vLLM takes what `g4ir serve` refuses"
 
 DIFFERENCES = {
-    "test_one_model_is_asked_for": "there is no `/v1/models/NAME`",
     "test_what_is_dictated[thoughts-False]": REASONING,
     "test_what_is_dictated[thoughts-True]": REASONING,
     "test_what_is_dictated[calls_are_text_where_none_may_be_made-False]": "such a call is left out",
-    "test_several_answers_to_several_prompts": "`n` above 1 wants a temperature above 0",
     "test_what_is_known_of_a_prompt_is_told": "tokens that were known are not told",
     "test_errors[False-unable]": MORE,
     "test_errors[True-unable]": MORE,

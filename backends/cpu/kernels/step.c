@@ -269,6 +269,17 @@ static int glu_pieces(void *context, units *left) {
     return 0;
 }
 
+/* Turns the halves of a row; products are rounded, to bf16 or not at all. */
+static inline __attribute__((always_inline)) void turn(float *restrict low, float *restrict high,
+                                                       const float *restrict c, const float *restrict s,
+                                                       int64_t half, const int dtype) {
+    for (int64_t j = 0; j < half; j++) {
+        float x = low[j], y = high[j];
+        low[j] = rounded(x * c[j], dtype) + rounded(-y * s[j], dtype);
+        high[j] = rounded(y * c[half + j], dtype) + rounded(x * s[half + j], dtype);
+    }
+}
+
 /* x, cos, sin, y; n: heads, which share a row of the tables */
 static void rope(const running *a, int64_t from, int64_t to, float *room) {
     const operand *x = a->of, *cosines = a->of + 1, *sines = a->of + 2, *y = a->of + 3;
@@ -280,11 +291,10 @@ static void rope(const running *a, int64_t from, int64_t to, float *room) {
             read_numbers(row(sines, r / a->i->n[0]), sines->dtype, s, d);
         }
         read_numbers(row(x, r), dtype, h, d);
-        _Pragma("GCC ivdep") for (int64_t j = 0; j < half; j++) {
-            float low = h[j], high = h[j + half];
-            h[j] = rounded(low * c[j], dtype) + rounded(-high * s[j], dtype);
-            h[j + half] = rounded(high * c[j + half], dtype) + rounded(low * s[j + half], dtype);
-        }
+        if (dtype == F32)
+            turn(h, h + half, c, s, half, F32);
+        else
+            turn(h, h + half, c, s, half, BF16);
         write_numbers(row(y, r), y->dtype, h, d);
     }
 }
