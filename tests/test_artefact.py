@@ -104,8 +104,11 @@ def test_graphs_of_another_g4ir_are_named_with_the_command(
     altered: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pass that has changed since: what was built is not what would be built now."""
+    from g4ir.artefact import digests
     from g4ir.weights import pack
 
+    open_artefact(altered)
+    monkeypatch.setattr(digests, "sources_digest", lambda: "of other files")
     made, other = pack.make_packing, {"skip": ("fuse_gate_up",)}
     monkeypatch.setattr(pack, "make_packing", lambda **given: made(**given | other))
     refused(

@@ -38,6 +38,7 @@ from g4ir.cli.parser import Parser
 from g4ir.cli.verb import helps
 from g4ir.engine.engine import Engine
 from g4ir.engine.scheduler import Scheduler
+from g4ir.engine.tokenizer_index import INDEX
 from g4ir.generate.offline import BOS_ADDED, RAW, OfflineEngine
 from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
@@ -342,6 +343,7 @@ def test_a_raw_prompt_begins_with_one_bos(
         special = [("<bos>", 2)]
         made.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=special)
     made.save(str(folder / "tokenizer.json"))
+    (folder / INDEX).unlink()
     if chat:
         (folder / "chat_template.jinja").write_text("x")
     loaded, config = load_engine(text_engine), folder / "tokenizer_config.json"

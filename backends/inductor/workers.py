@@ -49,7 +49,8 @@ def compile_all(
     Raises LowerError with the backend's message and the segment's first line.
     """
     files = {t: f"{program_name(t, target)}.pt2" for t in dict.fromkeys(texts)}
-    out.mkdir(parents=True, exist_ok=True)
+    if files:
+        out.mkdir(parents=True, exist_ok=True)
     missing = {t: out / name for t, name in files.items() if not from_cache(name, out)}
     if missing:
         progress(f"compiling {len(missing)} of {len(files)} programs")

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from g4ir.artefact.digests import has_digest
 from g4ir.artefact.directory import (
     MANIFEST,
     Artefact,
@@ -51,7 +52,8 @@ def load_engine(
     """Load an engine directory; compiles nothing.
 
     Every file is compared with the manifest's digests before any compiled file is opened;
-    check_weights=False leaves out the weight files, which take about a second per GiB.
+    check_weights=False leaves out the weight files, which take about a second per GiB if they have
+    changed since they were last read (artefact/digests.py).
     ple_placement: memory of the per-layer embedding table, if not as built; cuda_graph=False runs
     steps on CUDA kernel by kernel, not as one recorded graph.
     trust=True runs native code of an engine that this user did not build here (trust.py).
@@ -240,7 +242,7 @@ def _open_params(found: Artefact, device: str) -> packings.ParamSource:
         return packings.MadeParams(found.packing, source, share=share, quantized=quantized)
     for name, digest in kept.files.items():
         file = Path(kept.directory) / name
-        if not file.is_file() or (found.whole and sha256(file) != digest):
+        if not file.is_file() or (found.whole and not has_digest(file, digest)):
             why = f"{file} is missing or is not the file this engine was built from"
             raise EngineError(f"{why}; restore it, or build again without --link-weights")
     checkpoint = find_origin(kept.path).open(c.spec, c.media.kinds, c.dtype)

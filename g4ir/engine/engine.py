@@ -30,6 +30,7 @@ from .requests import Request
 from .scheduler import Scheduler, SchedulerConfig
 from .session import Session
 from .speculative import NONE, AcceptanceStats, SpeculativeConfig, find_draft
+from .tokenizer_index import INDEX, IndexedTokenizer
 
 TOKENIZER = "tokenizer.json"
 
@@ -66,6 +67,11 @@ class Engine(EngineParts):
             why = f"{self.path} has no {TOKENIZER} (the checkpoint had none)"
             raise EngineError(f"{why}: give token ids")
         return _within(read_tokenizer(path, path.read_bytes()), self.spec.text.vocab_size, path)
+
+    def text_tokenizer(self) -> Any:
+        """Return the same for a few texts: by its index, if the engine has one."""
+        index = self.path / INDEX
+        return IndexedTokenizer(index, self.tokenizer) if index.is_file() else self.tokenizer()
 
     def generate(
         self,

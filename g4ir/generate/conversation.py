@@ -113,7 +113,7 @@ class ChatSession:
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
         self.engine, self.defaults = engine, engine.defaults()
-        tokenizer = engine.tokenizer()
+        tokenizer = engine.text_tokenizer()
         self.template, self.vocabulary = open_chat(engine.path, tokenizer, engine.spec.chat)
         self.messages: list[dict[str, Any]] = []
         #: parts of the next message

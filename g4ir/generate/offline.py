@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, BinaryIO, ClassVar
 
 from g4ir.backends.sampling import Logprobs, SamplingParams, random_seed
-from g4ir.engine.engine import Engine
+from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.engine.prompts import checked_ids, checked_prompt
 from g4ir.engine.requests import Counts, Event, Request, RequestHandle, check_least
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
@@ -187,7 +187,7 @@ class OfflineEngine:
         self.engine = engine
         self.scheduler = Scheduler(engine, replace(config or SchedulerConfig(), prefill_first=True))
         self.flags = {k: v for k, v in (flags or {}).items() if v is not None}
-        self.codec = Codec(engine) if (engine.path / "tokenizer.json").is_file() else None
+        self.codec = Codec(engine, few=True) if (engine.path / TOKENIZER).is_file() else None
         self.defaults = engine.defaults()
         _sampling({**self.defaults.sampling, **self.flags})  # a wrong flag is no request's fault
         checked_ids(self.flags.get("stop", []), engine.spec.text.vocab_size, "stop")

@@ -11,10 +11,12 @@ from g4ir.weights.tensorfile import parse_json
 
 
 class Codec:
-    """The checkpoint's own tokenizer, as transformers would use it."""
+    """The checkpoint's own tokenizer, as transformers would use it; `few`: for a few texts, which
+    its index encodes."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.vocabulary = Vocabulary(engine.tokenizer(), engine.spec.chat)
+    def __init__(self, engine: Engine, few: bool = False) -> None:
+        tokenizer = engine.text_tokenizer() if few else engine.tokenizer()
+        self.vocabulary = Vocabulary(tokenizer, engine.spec.chat)
         self.tokenizer = self.vocabulary.tokenizer
         path, template = (engine.path / n for n in ("tokenizer_config.json", "chat_template.jinja"))
         config = parse_json(path, path.read_bytes()) if path.is_file() else {}

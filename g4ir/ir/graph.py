@@ -54,6 +54,11 @@ class Node:
         """Types of the results by the op's `infer`; VerifyError names the node."""
         return infer(self.op, self.inputs, self.attrs, self.result_names())
 
+    @cached_property
+    def is_typed(self) -> bool:
+        """Whether its results have the types that its op infers."""
+        return self.inferred == tuple(v.type for v in self.outputs)
+
     def result_names(self) -> str:
         """Return the names of the results, for a message."""
         return ", ".join(map(str, self.outputs))

@@ -82,12 +82,11 @@ def rebuild(g: Graph, rename: Mapping[str, Value] | None = None) -> Graph:
 def _retyped(n: Node, graph: str) -> Node:
     """Return a node whose results have the types that its op infers; VerifyError names `graph`."""
     try:
-        types = n.inferred
+        if n.is_typed:
+            return n
     except VerifyError as e:
         raise VerifyError(f"graph {graph}: {e}") from e
-    if types == tuple(v.type for v in n.outputs):
-        return n
-    outputs = tuple(Value(v.name, t) for v, t in zip(n.outputs, types, strict=True))
+    outputs = tuple(Value(v.name, t) for v, t in zip(n.outputs, n.inferred, strict=True))
     return replace(n, outputs=outputs)
 
 

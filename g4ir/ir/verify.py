@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from g4ir.errors import VerifyError
 
-from .graph import Graph, Node, Value
+from .graph import Graph, Value
 
 
 def verify(g: Graph) -> None:
@@ -27,7 +27,9 @@ def _verify(g: Graph) -> None:
         for v in n.inputs:
             if known.get(v.name) is not v:
                 _use(known, v, f"input of {n.op}")
-        _check_types(n)
+        if not n.is_typed:  # once for all graphs that have the node
+            one, two = (", ".join(map(str, t)) for t in ([v.type for v in n.outputs], n.inferred))
+            raise VerifyError(f"{n.result_names()} = {n.op}: declared {one}, inferred {two}")
         for v in n.outputs:
             _define(known, v)
     for v in g.outputs:
@@ -39,13 +41,6 @@ def _verify(g: Graph) -> None:
             raise VerifyError(f"next of %{name}, which is no state")
         if states[name] != v.type:
             raise VerifyError(f"next of %{name} is {v.type}, the state {states[name]}")
-
-
-def _check_types(n: Node) -> None:
-    declared = tuple(v.type for v in n.outputs)
-    if n.inferred != declared:
-        one, two = (", ".join(map(str, types)) for types in (declared, n.inferred))
-        raise VerifyError(f"{n.result_names()} = {n.op}: declared {one}, inferred {two}")
 
 
 def _define(known: dict[str, Value], v: Value) -> None:

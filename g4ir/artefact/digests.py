@@ -1,0 +1,94 @@
+"""What was compared before and has not changed since: contents of large files, graphs of engines.
+
+SHA-256 of a weight file takes about a second per GiB, and making the graphs of a model tenths of a
+second: most of the time in which an engine whose pages are in memory is loaded. What tells that a
+file has changed is what the system keeps of it: device, inode, size, and the times of its last
+write and of the last change of anything, which no user can set. Records are the user's own files;
+losing them, or having no folder for them, costs time alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from hashlib import sha256 as sha256_of
+from pathlib import Path
+from typing import Any
+
+import g4ir
+from g4ir import backends, passes
+from g4ir.errors import TrustError
+from g4ir.ui.files import write_file
+from g4ir.ui.paths import check_private, private, state_root
+from g4ir.weights.checkpoint import sha256
+
+#: bytes of files that have a record; computing it takes longer than a clock's tick, so that a file
+#: that is written meanwhile has another time
+LARGE = 32 << 20
+FILES, GRAPHS = "digests", "graphs"
+#: endings of the files of this package that graphs follow from
+SOURCES = (".py", ".yaml")
+
+
+def file_digest(path: Path) -> str:
+    """Compute the SHA-256 of a file, and keep a record of it."""
+    identity = identity_of(path)
+    digest = sha256(path)
+    if identity[2] >= LARGE:
+        _keep(FILES, _named(identity), [*identity, digest])
+    return digest
+
+
+def has_digest(path: Path, digest: str) -> bool:
+    """Whether a file's SHA-256 is `digest`: by its record, if it has not changed since."""
+    identity = identity_of(path)
+    if identity[2] >= LARGE and _recall(FILES, _named(identity)) == [*identity, digest]:
+        return True
+    return file_digest(path) == digest
+
+
+def were_equal(engine: str) -> bool:
+    """Whether the graphs of an engine, by its digest, were those that these sources make."""
+    return bool(_recall(GRAPHS, engine) == sources_digest())
+
+
+def keep_equal(engine: str) -> None:
+    """Keep that they are."""
+    _keep(GRAPHS, engine, sources_digest())
+
+
+def sources_digest() -> str:
+    """Return a digest of what identifies this package's files."""
+    facts = [(str(p), identity_of(p)) for p in _sources()]
+    return sha256_of(repr(sorted(facts)).encode()).hexdigest()
+
+
+def _sources() -> Iterator[Path]:
+    for top in (*g4ir.__path__, *passes.__path__, *backends.__path__):
+        for folder, _, names in os.walk(top):
+            yield from (Path(folder, name) for name in names if name.endswith(SOURCES))
+
+
+def identity_of(path: Path) -> list[int]:
+    """Return what changes with a file's content: device, inode, bytes, and two times."""
+    s = path.stat()
+    return [s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns]
+
+
+def _named(identity: list[int]) -> str:
+    return f"{identity[0]:x}-{identity[1]:x}"
+
+
+def _recall(kind: str, name: str) -> Any:
+    """Return the facts of a record; None if there is none, or others could have written it."""
+    record = state_root() / kind / name
+    with suppress(OSError, TrustError, ValueError):
+        check_private(record.parent)
+        return json.loads(record.read_bytes())
+
+
+def _keep(kind: str, name: str, facts: Any) -> None:
+    with suppress(OSError, TrustError):
+        write_file(private(state_root() / kind) / name, [json.dumps(facts).encode()])

@@ -1,0 +1,279 @@
+"""An index of tokenizer.json, by which short texts are encoded before the file is parsed.
+
+The library parses a vocabulary of 262,144 tokens in 0.4 s, with the interpreter's lock. Byte-pair
+encoding of one text uses few of them: a token of the result, and every token merged on the way, is
+a string within the normalised text. So a tokenizer of those tokens and the merges among them
+encodes the text alike, and building it takes a millisecond. The index says which tokens lie in a
+text: hashes of all tokens by length, in a file of the engine that is mapped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from g4ir.errors import EngineError
+from g4ir.ops.types import torch
+from g4ir.weights.tensorfile import FileTensor, map_file, read_header, view, write_tensors
+
+INDEX = "tokenizer.index"
+#: characters that are encoded by parts of the vocabulary; beyond, parsing all of it pays
+FEW = 1 << 13
+#: odd and irregular: hashes are polynomials in it, modulo 2^64
+BASE = np.uint64(0x9E3779B97F4A7C15)
+#: bytes of the offsets within a token at which merges may cut it
+LONGEST = 255
+
+
+def write_index(path: Path, raw: bytes, size: int) -> None:
+    """Write the index of a tokenizer.json; none of one with more than `size` tokens, or whose
+    tokens of a text need not lie in it as strings."""
+    if arrays := index_of(json.loads(raw), size):
+        tensors = {k: FileTensor.of(torch.from_numpy(a)) for k, a in arrays.items()}
+        write_tensors(path, tensors)
+
+
+def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
+    """Return the arrays of an index, of a tokenizer's values:
+
+    frame       all of the file but vocabulary and merges, JSON
+    text, ends  UTF-8 of all tokens, and where each ends in it
+    hashes, ids, lengths   of the tokens in the order of (characters, hash); of how many characters
+    cuts, ranks, merges    where in a token a merge joins its parts, and its rank, token by token;
+                           up to where they are a token's
+    """
+    model = frame["model"]
+    vocab, listed = model.pop("vocab", None), model.pop("merges", None)
+    texts = sorted(vocab, key=vocab.__getitem__) if isinstance(vocab, dict) else []
+    frame["added_tokens"] = frame.get("added_tokens") or []
+    if not (0 < len(texts) <= size and _is_local(frame, vocab)):
+        return None
+    merges = _whole_and_cut(listed or (), vocab, {*_fallbacks(model)})
+    if merges is None:
+        return None
+    characters = np.fromiter(map(len, texts), np.int64, len(texts))
+    hashes = _token_hashes(texts, characters)
+    order = np.lexsort((hashes, characters))
+    keys = np.stack([characters[order].astype(np.uint64), hashes[order]])
+    if (keys[:, 1:] == keys[:, :-1]).all(axis=0).any():  # two tokens of one hash
+        return None
+    whole, cuts = np.array(merges[0], np.int64), np.array(merges[1], np.uint8)
+    by_token = np.argsort(whole, kind="stable")
+    raw = [text.encode() for text in texts]
+    return {
+        "frame": np.frombuffer(json.dumps(frame).encode(), np.uint8).copy(),
+        "text": np.frombuffer(b"".join(raw), np.uint8).copy(),
+        "ends": np.cumsum([*map(len, raw)]),
+        "hashes": hashes[order].view(np.int64),
+        "ids": order.astype(np.int32),
+        "lengths": np.bincount(characters),
+        "cuts": cuts[by_token],
+        "ranks": by_token.astype(np.int32),
+        "merges": np.cumsum(np.bincount(whole, minlength=len(texts))),
+    }
+
+
+def _is_local(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
+    """Whether tokens of any text are strings in it, once it is normalised: pieces of it are merged
+    from characters, which are rewritten one by one."""
+    model, normalizer, split = frame["model"], frame.get("normalizer"), frame.get("pre_tokenizer")
+    pattern = ""
+    if normalizer is not None:
+        pattern = (normalizer.get("pattern") or {}).get("String", "")
+        if normalizer["type"] != "Replace" or len(pattern) != 1:
+            return False
+    added = frame["added_tokens"]
+    return (
+        model.get("type") == "BPE"
+        and not any(model.get(k) for k in ("dropout", *AFFIXES))
+        and (split is None or split["type"] == "Split")
+        and sorted(vocab.values()) == [*range(len(vocab))]
+        and max(map(len, vocab)) <= LONGEST
+        and all(vocab.get(t["content"]) == t["id"] for t in added)
+        and not any(t["normalized"] and pattern and pattern in t["content"] for t in added)
+    )
+
+
+AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
+
+
+def _whole_and_cut(
+    merges: Iterable[Any], vocab: Mapping[str, int], fallbacks: set[str]
+) -> tuple[list[int], list[int]] | None:
+    """Return the result of each merge, and the characters of its left part; None if one takes a
+    token that stands for other characters than its string has."""
+    whole, cuts = list[int](), list[int]()
+    for merge in merges:
+        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+        if left in fallbacks or right in fallbacks or left + right not in vocab:
+            return None
+        whole.append(vocab[left + right])
+        cuts.append(len(left))
+    return whole, cuts
+
+
+def _fallbacks(model: Mapping[str, Any]) -> list[str]:
+    """Return the tokens that stand for characters without one."""
+    unknown = [model["unk_token"]] if model.get("unk_token") else []
+    return [*unknown, *(f"<0x{byte:02X}>" for byte in range(256))]
+
+
+def _token_hashes(texts: Sequence[str], characters: np.ndarray) -> np.ndarray:
+    """Return the hash of each text, of so many characters."""
+    codes, starts = _codes("".join(texts)), np.cumsum(characters) - characters
+    out = np.zeros(len(texts), np.uint64)
+    for i in range(int(characters.max())):
+        left = characters > i
+        out[left] = out[left] * BASE + codes[starts[left] + i]
+    return out
+
+
+def _codes(text: str) -> np.ndarray:
+    """Return the code points, from 1."""
+    raw = text.encode("utf-32-le", "surrogatepass")
+    return np.frombuffer(raw, "<u4").astype(np.uint64) + np.uint64(1)
+
+
+class IndexedTokenizer:
+    """The methods of a library tokenizer that `chat.prompt` calls, by an index; all others, and
+    texts of more than FEW characters in sum, by the whole tokenizer, which is opened then."""
+
+    def __init__(self, path: Path, whole: Any) -> None:
+        """`whole` returns the tokenizer. EngineError for a file that is no index."""
+        from tokenizers import Tokenizer
+
+        self._open_whole, self._left = whole, FEW
+        header = read_header(path)
+        mapped = map_file(header)
+        arrays = {name: view(mapped, entry).numpy() for name, entry in header.entries.items()}
+        try:
+            _check(arrays)
+            self._frame = json.loads(arrays["frame"].tobytes())
+            self._empty = Tokenizer.from_str(self._json((), []))
+        except Exception as e:  # of the library too
+            raise EngineError(f"{path} is no index of a tokenizer: {e}; build it again") from None
+        self._text, self._ends = arrays["text"], arrays["ends"]
+        self._hashes, self._ids = arrays["hashes"].view(np.uint64), arrays["ids"]
+        self._lengths = [0, *np.cumsum(arrays["lengths"]).tolist()]
+        self._cuts, self._ranks, self._merges = (arrays[k] for k in ("cuts", "ranks", "merges"))
+        self._added = {t["id"]: t for t in self._frame["added_tokens"]}
+        self._special = {i for i, t in self._added.items() if t["special"]}
+        self._known: dict[str, int | None] = {}
+        self._known = {t: self.token_to_id(t) for t in _fallbacks(self._frame["model"])}
+        self._fallbacks = {i for i in self._known.values() if i is not None}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    @cached_property
+    def _whole(self) -> Any:
+        return self._open_whole()
+
+    def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool = True) -> Any:
+        """As of the library."""
+        self._left -= sum(map(len, texts))
+        found = self._whole if self._left < 0 else self._of(texts)
+        return found.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """As of the library."""
+        skip = self._special if skip_special_tokens else ()
+        texts = [self.id_to_token(i) for i in ids if i not in skip]
+        found = [text for text in texts if text is not None]
+        decoder = self._empty.decoder
+        return decoder.decode(found) if decoder else " ".join(found)
+
+    def decode_batch(self, rows: Iterable[Sequence[int]], skip_special_tokens: bool = True) -> Any:
+        """As of the library."""
+        return [self.decode(ids, skip_special_tokens) for ids in rows]
+
+    def id_to_token(self, token: int) -> str | None:
+        """As of the library."""
+        if not 0 <= token < len(self._ends):
+            return None
+        start = self._ends[token - 1] if token else 0
+        return self._text[start : self._ends[token]].tobytes().decode()
+
+    def token_to_id(self, text: str) -> int | None:
+        """As of the library."""
+        if text in self._known:
+            return self._known[text]
+        found = (i for i in self._within(text, len(text)) if self.id_to_token(i) == text)
+        return next(found, None)
+
+    def get_added_tokens_decoder(self) -> dict[int, Any]:
+        """As of the library."""
+        from tokenizers import AddedToken
+
+        return {
+            i: AddedToken(**{k: v for k, v in t.items() if k != "id"})
+            for i, t in self._added.items()
+        }
+
+    def _of(self, texts: Sequence[str]) -> Any:
+        """Return a tokenizer of the tokens that lie in texts."""
+        from tokenizers import Tokenizer
+
+        normalizer, ids = self._empty.normalizer, {*self._fallbacks}
+        for text in texts:
+            ids |= self._within(text)
+            ids |= self._within(normalizer.normalize_str(text)) if normalizer else set()
+        return Tokenizer.from_str(self._json(sorted(ids), self._merges_of(ids)))
+
+    def _within(self, text: str, least: int = 1) -> set[int]:
+        """Return the ids of the tokens in a text of at least so many characters; rarely another."""
+        codes, out = _codes(text), set[int]()
+        hashes = np.zeros(len(codes) + 1, np.uint64)
+        for length, (start, end) in enumerate(pairwise(self._lengths)):
+            if length > len(codes):
+                break
+            if length:
+                hashes = hashes[:-1] * BASE + codes[length - 1 :]
+            if length >= least and end > start:
+                part = self._hashes[start:end]
+                at = np.minimum(np.searchsorted(part, hashes), len(part) - 1)
+                out.update(self._ids[start + at[part[at] == hashes]].tolist())
+        return out
+
+    def _merges_of(self, ids: Iterable[int]) -> list[tuple[str, str]]:
+        """Return the merges whose results are among `ids`, by rank."""
+        found = list[tuple[int, str, str]]()
+        for i in ids:
+            text = self.id_to_token(i) or ""
+            for k in range(self._merges[i - 1] if i else 0, self._merges[i]):
+                cut = int(self._cuts[k])
+                found.append((int(self._ranks[k]), text[:cut], text[cut:]))
+        return [(a, b) for _, a, b in sorted(found)]
+
+    def _json(self, ids: Sequence[int], merges: Sequence[tuple[str, str]]) -> str:
+        """Return a tokenizer of those tokens, and of the merges of which it has the parts."""
+        vocab = {self.id_to_token(i): i for i in ids}
+        pairs = [p for p in merges if vocab.keys() >= {*p}]
+        model = self._frame["model"] | {"vocab": vocab, "merges": pairs}
+        added = [self._added[i] for i in ids if i in self._added]
+        frame = {"truncation": None, "padding": None, "added_tokens": added, "model": model}
+        return json.dumps(self._frame | frame)
+
+
+def _check(arrays: Mapping[str, np.ndarray]) -> None:
+    """Raise ValueError for arrays by which texts could not be looked up."""
+    tokens, merges = len(arrays["ids"]), len(arrays["ranks"])
+    ends = {"ends": len(arrays["text"]), "merges": merges}
+    rules = {
+        "ids": tokens and arrays["ids"].min() >= 0 and arrays["ids"].max() < tokens,
+        "hashes": len(arrays["hashes"]) == tokens,
+        "cuts": len(arrays["cuts"]) == merges,
+        "lengths": arrays["lengths"].sum() == tokens and (arrays["lengths"] >= 0).all(),
+        **{
+            k: len(a := arrays[k]) == tokens and a[-1] == end and (np.diff(a, prepend=0) >= 0).all()
+            for k, end in ends.items()
+        },
+    }
+    if wrong := next((name for name, holds in rules.items() if not holds), None):
+        raise ValueError(f"{wrong} does not fit")

@@ -1,0 +1,218 @@
+"""Texts by the index of a tokenizer, beside the whole tokenizer."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+from g4ir.chat.prompt import Vocabulary
+from g4ir.engine import engine, tokenizer_index
+from g4ir.engine.tokenizer_index import INDEX, IndexedTokenizer, index_of, write_index
+from g4ir.errors import EngineError
+from tests.cli_tools import built, ok, text_checkpoint, tokenizer
+from tests.engines import resigned
+
+GREEDY = ("--max-new-tokens", "4", "--temperature", "0", "--json")
+BYTES = [f"<0x{i:02X}>" for i in range(256)]
+LETTERS = "abcdeé日 "
+SIZE = 900
+
+
+def trained() -> Any:
+    """As Gemma's: spaces rewritten, bytes to fall back to, long merges, added tokens of any kind.
+    The trainer's merges are of one split; those of SentencePiece are of every split."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices(LETTERS, k=rng.randint(1, 12))) for _ in range(60)]
+    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    made.normalizer = normalizers.Replace(" ", "▁")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", *BYTES]
+    trainer = trainers.BpeTrainer(
+        vocab_size=SIZE - 40, special_tokens=special, show_progress=False, max_token_length=24
+    )
+    made.train_from_iterator((" ".join(rng.choices(words, k=9)) for _ in range(200)), trainer)
+    values = json.loads(made.to_str())
+    vocab = values["model"]["vocab"]
+    splits = [(t[:i], t[i:]) for t in vocab for i in range(1, len(t)) if t not in special]
+    pairs = [[a, b] for a, b in splits if a in vocab and b in vocab and not {a, b} & {*special}]
+    values["model"]["merges"] = pairs
+    for text in ("ab", "▁▁", "<i>"):
+        vocab.setdefault(text, len(vocab))
+    rows = [(t, {"special": t in special[:4]}) for t in (*special[:4], "<i>")]
+    rows += [("ab", {"single_word": True}), ("▁▁", {"normalized": True})]
+    default = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    values["added_tokens"] = sorted(
+        ({"id": vocab[t], "content": t, **default, **kind} for t, kind in rows),
+        key=lambda t: t["id"],
+    )
+    made = Tokenizer.from_str(json.dumps(values))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return made
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    whole = trained()
+    path = tmp_path_factory.mktemp("index") / INDEX
+    write_index(path, whole.to_str().encode(), SIZE)
+
+    def never() -> Any:
+        raise AssertionError("the whole tokenizer was opened")
+
+    return IndexedTokenizer(path, never), whole
+
+
+def some_text(rng: random.Random, whole: Any) -> str:
+    pieces: list[Callable[[], str]] = [
+        lambda: "".join(rng.choices(LETTERS, k=rng.randint(1, 30))),
+        lambda: whole.id_to_token(rng.randrange(whole.get_vocab_size())),
+        lambda: rng.choice(["▁▁", "<i>", "<bos>", " ab ", "<0x0A>", "\n", "\t", "€", "\U0001f600"]),
+        lambda: rng.choice(" a▁") * rng.randint(1, 30),
+    ]
+    return "".join(rng.choice(pieces)() for _ in range(rng.randint(0, 9)))
+
+
+def test_texts_are_encoded_and_decoded_as_by_the_whole(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, whole = pair
+    monkeypatch.setattr(found, "_left", 1 << 30)
+    rng, longest = random.Random(1), 0
+    for _ in range(300):
+        texts = [some_text(rng, whole) for _ in range(2)]
+        for special in (True, False):
+            got, want = (t.encode_batch_fast(texts, add_special_tokens=special) for t in pair)
+            assert [e.ids for e in got] == [e.ids for e in want], texts
+            merged = {whole.id_to_token(i) for e in got for i in e.ids} - {*BYTES}
+            longest = max(longest, *map(len, merged), 0)
+        ids = [rng.randrange(whole.get_vocab_size() + 3) for _ in range(8)]
+        for skip in (True, False):
+            assert found.decode(ids, skip) == whole.decode(ids, skip)
+        assert found.decode_batch([ids, []]) == whole.decode_batch([ids, []])
+    assert longest > 8
+
+
+def test_tokens_are_those_of_the_whole(pair: tuple[Any, Any]) -> None:
+    found, whole = pair
+    vocab = whole.get_vocab()
+    assert {t: found.token_to_id(t) for t in vocab} == vocab
+    assert {t: found.id_to_token(i) for t, i in vocab.items()} == {t: t for t in vocab}
+    for token in ("", "abx", "no such token", "\ud800"):
+        assert found.token_to_id(token) is None
+    assert found.id_to_token(len(vocab)) is None
+    one, two = map(Vocabulary, pair)
+    assert (one.bytes, one.controls, one.strings) == (two.bytes, two.controls, two.strings)
+    added = [t.get_added_tokens_decoder() for t in pair]
+    assert list(map(str, added[0].items())) == list(map(str, added[1].items()))
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "characters composed": lambda t: setattr(t, "normalizer", normalizers.NFKC()),
+    "a pattern of two": lambda t: setattr(t, "normalizer", normalizers.Replace("ab", "c")),
+    "bytes as letters": lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.ByteLevel()),
+    "dropout": lambda t: setattr(t.model, "dropout", 0.5),
+    "prefixes": lambda t: setattr(t.model, "continuing_subword_prefix", "##"),
+    "tokens beyond": lambda t: t.add_tokens(["new"]),
+    "rewritten added": lambda t: t.add_tokens([AddedToken("a b", normalized=True)]),
+}
+
+
+@pytest.mark.parametrize("edit", REFUSED.values(), ids=REFUSED)
+def test_no_index_where_tokens_need_not_lie_in_the_text(edit: Callable[[Any], Any]) -> None:
+    made = trained()
+    assert index_of(json.loads(made.to_str()), SIZE)
+    edit(made)
+    assert index_of(json.loads(made.to_str()), SIZE) is None
+
+
+def test_no_index_of_other_models() -> None:
+    values = json.loads(Tokenizer(models.WordLevel({"a": 0}, "a")).to_str())
+    assert index_of(values, SIZE) is None
+    values = json.loads(Tokenizer(models.Unigram([("a", 0.0)], 0, False)).to_str())
+    assert index_of(values, SIZE) is None
+    assert index_of(json.loads(trained().to_str()), 10) is None  # the model has fewer embeddings
+
+
+def test_a_merge_of_a_byte_has_no_index() -> None:
+    values = json.loads(tokenizer().to_str())
+    vocab = values["model"]["vocab"]
+    values["model"]["merges"].append(["<0x0A>", "a"])
+    vocab["<0x0A>a"] = len(vocab)
+    assert index_of(values, SIZE) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("ids", lambda a: a + 1),
+        ("ends", lambda a: a[::-1].copy()),
+        ("ends", lambda a: a + 1),
+        ("hashes", lambda a: a[1:]),
+        ("cuts", lambda a: a[1:]),
+        ("merges", lambda a: a[::-1].copy()),
+        ("lengths", lambda a: a * 2),
+        ("frame", lambda a: a[1:]),
+        ("text", None),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(
+    name: str, edit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = index_of(json.loads(trained().to_str()), SIZE) or {}
+    changed = {k: edit(a) if edit and k == name else a for k, a in arrays.items()}
+    changed = {k: a for k, a in changed.items() if edit or k != name}
+    monkeypatch.setattr(tokenizer_index, "index_of", lambda *a: changed)
+    write_index(tmp_path / INDEX, b"{}", SIZE)
+    with pytest.raises(EngineError, match=r"is no index of a tokenizer"):
+        IndexedTokenizer(tmp_path / INDEX, trained)
+
+
+def test_tokens_of_one_hash_have_no_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_index, "BASE", np.uint64(1))
+    assert index_of(json.loads(trained().to_str()), SIZE) is None
+
+
+def test_a_short_prompt_parses_no_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of more than FEW characters in sum parse it once; other engines always do."""
+    checkpoint = text_checkpoint(tmp_path / "checkpoint")
+    path = built(tmp_path / "engine", "--checkpoint", checkpoint)
+    parsed, read = [], engine.read_tokenizer
+
+    def counted(*args: Any) -> Any:
+        parsed.append(args)
+        return read(*args)
+
+    monkeypatch.setattr(engine, "read_tokenizer", counted)
+
+    def answer(text: str) -> Any:
+        done = ok("run", path, "--prompt", text, *GREEDY)
+        return json.loads(done) | {"id": None}
+
+    short, long = "ab w3 a", "ab w5 " * 4
+    first = answer(short)
+    assert not parsed and first["text"]
+    monkeypatch.setattr(tokenizer_index, "FEW", 9)
+    second = answer(long)
+    assert len(parsed) == 1
+    (path / INDEX).unlink()
+    resigned(path, lambda values: values["files"].pop(INDEX))
+    assert [answer(short), answer(long)] == [first, second]
+    assert len(parsed) == 3
