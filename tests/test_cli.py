@@ -294,7 +294,9 @@ def test_dry_runs_of_other_sources(checkpoint: Path, tmp_path: Path) -> None:
     plan = json.loads(ok(*BUILD, "--checkpoint", checkpoint, *words))
     assert plan["variant"] == "tiny-ple"
     assert plan["disk_bytes"] == plan["param_bytes"] == 543_800 * 4
-    plan = json.loads(ok("build", "--backend", "torch", "--random-weights", "0", *words))
+    torch = ("build", "--backend", "torch", "--random-weights", "0", *words)
+    assert json.loads(ok(*torch))["programs"] == {"calls": 0, "compiled": 0}
+    plan = json.loads(ok(*torch, "--set", "programs=inductor"))
     assert 0 < plan["programs"]["compiled"] < plan["programs"]["calls"]
 
 

@@ -47,7 +47,8 @@ def built(engines: Any) -> Path:
     """Before the user of these tests is another one, whose kernels are not compiled yet."""
     pyops.load_kernels()
     pyops.load_calls()
-    path: Path = engines("torch", "tiny-moe").path
+    settings = {"programs": "inductor"}
+    path: Path = engines.build("torch", "tiny-moe", "compiled", settings=settings).path
     return path
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: room -> the most code lines that it may have; a file counts for the longest name it begins with
 CAPS = {
     "g4ir/errors.py": 40,
-    "g4ir/ui": 630,
+    "g4ir/ui": 740,
     "g4ir/ops": 2550,
     "g4ir/ir": 700,
     "passes": 850,
@@ -30,15 +30,15 @@ CAPS = {
     "g4ir/plan": 1500,
     "backends": 770,
     "backends/inductor": 1320,
-    "backends/cpu": 1680,
+    "backends/cpu": 1840,
     "backends/cuda": 2560,
     "backends/primitives": 1220,
     "backends/onnx_graph": 650,
     "backends/trt": 2080,
     "g4ir/media": 970,
     "g4ir/chat": 1960,
-    "g4ir/artefact": 470,
-    "g4ir/engine": 2530,
+    "g4ir/artefact": 530,
+    "g4ir/engine": 2920,
     "g4ir/builder": 1490,
     "g4ir/generate": 760,
     "g4ir/check": 1990,
@@ -47,14 +47,14 @@ CAPS = {
     "g4ir/serve/protocols": 770,
     "g4ir/cli": 2560,
     "g4ir-vllm": 1170,
-    "bench": 1720,
+    "bench": 1800,
     "examples": 160,
-    "tests": 29500,
-    "tools": 470,
+    "tests": 30400,
+    "tools": 530,
 }
 #: what else may be full, by the ends of its files' names
 OTHERS = {
-    "C": (3600, (".c", ".h")),
+    "C": (3740, (".c", ".h")),
     "page": (2000, (".js", ".css", ".html")),
     "YAML of the product": (1500, (".yaml",)),
 }

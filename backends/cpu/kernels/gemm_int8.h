@@ -10,7 +10,7 @@
 #if WIDE == 32 && !defined(__AVXVNNI__)
 #define IN_PAIRS
 #endif
-#if defined(GEMM) && defined(INTEGERS) && defined(ROUNDED)
+#if defined(GEMM) && defined(INTEGERS)
 #ifdef IN_PAIRS
 #define HAS_INT8_PANELS (FORM != FP8 && FORM != INT8)
 #else
