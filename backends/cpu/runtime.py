@@ -48,6 +48,7 @@ class CpuRuntime(ProgramRuntime):
     ) -> None:
         #: phases that run as programs recorded for a session
         self.recorded_phases = task.program.graphs.keys() - steps.keys() - {"embed"}
+        self.chunks_alike = "prefill" in self.recorded_phases
         #: what embeds a few tokens, once it was asked for
         self.embedding: Embedding | None = None
         #: the thread that runs steps while the host reads the tokens of others
@@ -138,7 +139,8 @@ class CpuRuntime(ProgramRuntime):
 
             return captured.get(StepProgram, (phase, most, count), record)
 
-        if tokens <= 3 or watch:
+        single = phase not in CHUNKS and tokens == 1
+        if tokens in (2, 3) or single or watch:
             return recorded(tokens)
 
         def follows() -> StepProgram:
@@ -149,7 +151,7 @@ class CpuRuntime(ProgramRuntime):
 
     def _most_tokens(self, phase: str, tokens: int) -> int:
         """Return the tokens that the memory of a step is for."""
-        return max(tokens, self.limits.prefill_chunk) if phase in CHUNKS else tokens
+        return max(tokens, self.limits.prefill_chunk, 3) if phase in CHUNKS else tokens
 
     def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
         if "decode" not in self.recorded_phases or not self.weights:

@@ -54,6 +54,8 @@ class BoundStep:
 class ProgramRuntime:
     """A loaded engine, whose steps are compiled programs. The rooms of devices add to it."""
 
+    chunks_alike = False
+
     def __init__(
         self,
         task: Task,

@@ -242,7 +242,8 @@ class Session:
         for piece in pieces or prompt.pieces(self.engine.limits.prefill_chunk):
             ends = (piece.count > 0) & (piece.start + piece.count == prompt.lengths)
             wanted = every or bool(ends.any())
-            phase = "decode" if piece.width == 1 else "prefill"
+            single = piece.width == 1 and not self.engine.runtime.chunks_alike
+            phase = "decode" if single else "prefill"
             tokens = piece.take(prompt.tokens, 0)
             yield piece, ends, self._run(phase, tokens, piece.count, wanted, (prompt, piece))
 
@@ -255,7 +256,7 @@ class Session:
         media: tuple[TokenBatch, Piece] | None = None,
     ) -> torch.Tensor | None:
         """Append `count` of the tokens [B, S] to each row by a graph; return its logits, if they
-        are wanted. A chunk of one token is a decode step."""
+        are wanted. A chunk of one token is a decode step where the runtime does not say else."""
         positions, after = self.length[:, None], self.length + count
         if tokens.shape[1] > 1:
             positions = positions + torch.arange(tokens.shape[1])
