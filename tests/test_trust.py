@@ -240,11 +240,10 @@ def _other_name(m: dict[str, Any]) -> None:
 
 PROGRAMS: dict[str, tuple[Any, Any, str]] = {
     "garbage": (lambda p: _programs(p)[0].write_bytes(b"x" * 999), None, "another segment"),
-    "none named": (None, lambda m: m.update(compiled={}), "programs of"),
     "elsewhere": (None, _other_name, "no program '../../evil.pt2'"),
     "no programs": (_junk, None, r"\.pt2 cannot be loaded"),
     "fewer": (None, lambda m: m["compiled"]["prefill"].pop(), "one for each segment"),
-    "more rows": (None, lambda m: m["limits"].update(max_batch=64), "programs of"),
+    "more rows": (None, lambda m: m["limits"].update(max_batch=64), "another segment"),
 }
 
 

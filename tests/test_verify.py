@@ -142,7 +142,9 @@ def test_a_wrong_product_is_named(engines: Any) -> None:
     finally:
         weight.copy_(before)
     assert not report.ok and report.first_difference
-    assert report.first_difference.startswith("%L2.out (layer 2) in the chunk at token 0: error ")
+    assert report.first_difference.startswith(
+        "%L2.attn.o (layer 2) in the chunk at token 0: error "
+    )
 
 
 def test_a_place_is_that_of_its_layer() -> None:

@@ -52,9 +52,9 @@ def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
     vocab, listed = model.pop("vocab", None), model.pop("merges", None)
     texts = sorted(vocab, key=vocab.__getitem__) if isinstance(vocab, dict) else []
     frame["added_tokens"] = frame.get("added_tokens") or []
-    if not (0 < len(texts) <= size and _is_local(frame, vocab)):
+    if not (listed and len(texts) <= size and _is_local(frame, vocab)):
         return None
-    merges = _whole_and_cut(listed or (), vocab, {*_fallbacks(model)})
+    merges = _whole_and_cut(listed, vocab, {*_fallbacks(model)})
     if merges is None:
         return None
     characters = np.fromiter(map(len, texts), np.int64, len(texts))
