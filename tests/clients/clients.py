@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -18,7 +17,6 @@ import pytest
 import yaml
 
 import g4ir
-from g4ir.backends.sampling import SamplingParams
 from tests.serve.running import Running, chat_engine, ready
 from tests.talking import Dictated
 
@@ -46,14 +44,14 @@ def dictate(r: Running, patch: Any, answers: Sequence[Sequence[str]]) -> None:
     """Let the model say an answer after the other, whatever it is asked and held to."""
     prompts = r.server.prompts
     assert prompts
-    controls, made, left = prompts.vocabulary.controls, prompts._sampling, [*answers]
+    controls, left = prompts.vocabulary.controls, [*answers]
 
-    def dictated(*given: Any) -> SamplingParams:
+    def dictated(*given: Any) -> Dictated:
         words = left.pop(0) if len(left) > 1 else left[0]
         ids = [i for w in words for i in ([controls[w]] if w in controls else r.ids(w))]
-        return replace(made(*given), allowed=Dictated(ids, 512, 0.0, None))
+        return Dictated(ids, 512, 0.0, None)
 
-    patch.setattr(prompts, "_sampling", dictated)
+    patch.setattr(prompts, "_mask", dictated)
 
 
 def evaluated(r: Running, folder: Path, tokenizer: Path, *checkpoint: Path) -> Any:
