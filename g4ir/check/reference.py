@@ -41,7 +41,8 @@ def reference_engine(engine: Engine, held: bool = False) -> Engine:
 def with_run(engine: Engine, run: Callable[..., Tensors | None]) -> Engine:
     """Return the same engine, whose graphs of text are run by `run`."""
     own = engine.runtime
-    runtime: Any = SimpleNamespace(run=run, new_state=own.new_state, embed=own.embed)
+    own_facts = {name: getattr(own, name) for name in ("new_state", "embed", "chunks_alike")}
+    runtime: Any = SimpleNamespace(run=run, **own_facts)
     return replace(engine, runtime=runtime)
 
 
