@@ -100,9 +100,6 @@ class Runtime(Protocol):
 
     #: where its params come from
     source: ParamSource
-    #: whether a prompt has the same bits wherever it is cut into chunks: one of a single token is
-    #: then a chunk too, and not a decode step
-    chunks_alike: bool = False
 
     def new_state(self, batch: int) -> State: ...
 

@@ -147,10 +147,7 @@ def test_chunks_are_those_of_a_session(ple: Engine, w: Workload) -> None:
     seen.clear()
     for piece in pieces(w, tokens):
         runner.step(piece)
-    made = [
-        (c.phase, c.new, c.held, c.logits)
-        for c in request_chunks(w, CHUNK, ple.runtime.chunks_alike)
-    ]
+    made = [(c.phase, c.new, c.held, c.logits) for c in request_chunks(w, CHUNK)]
     assert seen == made
 
 
@@ -227,7 +224,7 @@ def test_numbers_of_a_wrong_engine_are_void(moe: Engine, monkeypatch: pytest.Mon
 def test_work_is_the_sum_of_its_chunks(ple: Engine) -> None:
     w = replace(DEEP, batch=2)
     work, g = request_costs(ple, w), ple.program.graphs["prefill"]
-    early, last, *_ = request_chunks(w, CHUNK, ple.runtime.chunks_alike)
+    early, last, *_ = request_chunks(w, CHUNK)
     assert [c.new for c in (early, last)] == [CHUNK, 30 - CHUNK]
     assert last.costs(ple, 2) == graph_costs(g, B=2, S=30 - CHUNK, C=26 + CHUNK)
     skipped = {n.kind for n in graph_costs(g)} - {n.kind for n in early.costs(ple, 2)}

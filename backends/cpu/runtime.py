@@ -48,7 +48,6 @@ class CpuRuntime(ProgramRuntime):
     ) -> None:
         #: phases that run as programs recorded for a session
         self.recorded_phases = task.program.graphs.keys() - steps.keys() - {"embed"}
-        self.chunks_alike = "prefill" in self.recorded_phases
         #: what embeds a few tokens, once it was asked for
         self.embedding: Embedding | None = None
         #: the thread that runs steps while the host reads the tokens of others

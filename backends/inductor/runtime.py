@@ -54,8 +54,6 @@ class BoundStep:
 class ProgramRuntime:
     """A loaded engine, whose steps are compiled programs. The rooms of devices add to it."""
 
-    chunks_alike = False
-
     def __init__(
         self,
         task: Task,

@@ -37,21 +37,19 @@ class GraphRun:
         return graph_costs(needed, B=batch, S=self.new, C=self.held)
 
 
-def request_chunks(w: Workload, size: int, alike: bool) -> Iterator[GraphRun]:
-    """Yield the runs of a request in an engine whose chunks have `size` tokens; `alike`: one of a
-    single token is a chunk too."""
+def request_chunks(w: Workload, size: int) -> Iterator[GraphRun]:
+    """Yield the runs of a request in an engine whose chunks have `size` tokens."""
     end = w.context + w.input_len
     for at in range(w.context, end, size):
         new = min(size, end - at)
-        yield GraphRun("decode" if new == 1 and not alike else "prefill", new, at, at + new == end)
+        yield GraphRun("decode" if new == 1 else "prefill", new, at, at + new == end)
     for at in range(end, w.fed):
         yield GraphRun("decode", 1, at, True)
 
 
 def request_costs(engine: Engine, w: Workload) -> dict[str, Cost]:
     """Return the costs of a whole prompt, and of a decode step on average, by phase."""
-    alike = engine.runtime.chunks_alike
-    chunks = [*request_chunks(w, engine.limits.prefill_chunk, alike)]
+    chunks = [*request_chunks(w, engine.limits.prefill_chunk)]
     prompts, steps = chunks[: 1 - w.output_len], chunks[1 - w.output_len :]
     count = min(DECODE_STEPS, len(steps))
     some = [steps[i * len(steps) // count] for i in range(count)]

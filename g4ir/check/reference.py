@@ -41,8 +41,7 @@ def reference_engine(engine: Engine, held: bool = False) -> Engine:
 def with_run(engine: Engine, run: Callable[..., Tensors | None]) -> Engine:
     """Return the same engine, whose graphs of text are run by `run`."""
     own = engine.runtime
-    own_facts = {name: getattr(own, name) for name in ("new_state", "embed", "chunks_alike")}
-    runtime: Any = SimpleNamespace(run=run, **own_facts)
+    runtime: Any = SimpleNamespace(run=run, new_state=own.new_state, embed=own.embed)
     return replace(engine, runtime=runtime)
 
 

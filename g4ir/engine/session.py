@@ -80,7 +80,7 @@ class Session:
         if not all_logits:
             return self._last_logits(prompt)
         out = self._zeros(prompt.tokens.shape[1])
-        for piece, _, logits in self._chunks(prompt, None, "prefill", every=True):
+        for piece, _, logits in self._chunks(prompt, None, every=True):
             assert logits is not None
             starts, counts, rows = piece.start.tolist(), piece.count.tolist(), logits.float().cpu()
             for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
@@ -107,7 +107,7 @@ class Session:
         """Append one token a row, int64 [batch]; return float32 [batch, vocab]. Rows where `active`
         (bool [batch]) is False are left untouched and yield zeros. A placeholder has the rows of
         the padding token."""
-        return self._last_logits(self._inputs.single(self.length, next_tokens, active), "decode")
+        return self._last_logits(self._inputs.single(self.length, next_tokens, active))
 
     def verify(self, tokens: Any, lengths: Any = None) -> torch.Tensor:
         """Append a token to each row, and up to --draft-tokens draft tokens behind it: int64
@@ -206,10 +206,10 @@ class Session:
             return int(self.state.nbytes())
         return sum(t.nbytes for t in self.state.views(held).values()) if held else 0
 
-    def _last_logits(self, prompt: TokenBatch, phase: str = "prefill") -> torch.Tensor:
+    def _last_logits(self, prompt: TokenBatch) -> torch.Tensor:
         """Return the logits [B, vocab] of each row's last token: a copy for the caller to keep."""
         found: torch.Tensor | None = None
-        for step in self._steps(prompt, phase=phase):
+        for step in self._steps(prompt):
             found = step
         return self._zeros() if found is None else found.to("cpu", torch.float32, copy=True)
 
@@ -218,12 +218,11 @@ class Session:
         prompt: TokenBatch,
         pieces: Sequence[Piece] | None = None,
         every: Callable[[torch.Tensor], None] | None = None,
-        phase: str = "prefill",
     ) -> Iterator[torch.Tensor | None]:
         """Yield after each piece (default: chunk) the logits of the rows that have ended, or
         None."""
         found: torch.Tensor | None = None
-        for piece, ends, logits in self._chunks(prompt, pieces, phase, every=every is not None):
+        for piece, ends, logits in self._chunks(prompt, pieces, every=every is not None):
             if logits is not None and every:
                 every(logits[:, : piece.width])
             if logits is not None and bool(ends.any()):
@@ -237,16 +236,15 @@ class Session:
             yield found
 
     def _chunks(
-        self, prompt: TokenBatch, pieces: Sequence[Piece] | None, phase: str, every: bool
+        self, prompt: TokenBatch, pieces: Sequence[Piece] | None, every: bool
     ) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor | None]]:
         """Yield each piece, the rows that end in it, and its logits: of `every`, or the last."""
         for piece in pieces or prompt.pieces(self.engine.limits.prefill_chunk):
             ends = (piece.count > 0) & (piece.start + piece.count == prompt.lengths)
             wanted = every or bool(ends.any())
-            single = piece.width == 1 and not self.engine.runtime.chunks_alike
-            graph = "decode" if single else phase
+            phase = "decode" if piece.width == 1 else "prefill"
             tokens = piece.take(prompt.tokens, 0)
-            yield piece, ends, self._run(graph, tokens, piece.count, wanted, (prompt, piece))
+            yield piece, ends, self._run(phase, tokens, piece.count, wanted, (prompt, piece))
 
     def _run(
         self,
@@ -257,7 +255,7 @@ class Session:
         media: tuple[TokenBatch, Piece] | None = None,
     ) -> torch.Tensor | None:
         """Append `count` of the tokens [B, S] to each row by a graph; return its logits, if they
-        are wanted."""
+        are wanted. A chunk of one token is a decode step."""
         positions, after = self.length[:, None], self.length + count
         if tokens.shape[1] > 1:
             positions = positions + torch.arange(tokens.shape[1])
