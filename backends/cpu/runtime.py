@@ -138,8 +138,7 @@ class CpuRuntime(ProgramRuntime):
 
             return captured.get(StepProgram, (phase, most, count), record)
 
-        single = phase not in CHUNKS and tokens == 1
-        if tokens in (2, 3) or single or watch:
+        if tokens <= 3 or watch:
             return recorded(tokens)
 
         def follows() -> StepProgram:
