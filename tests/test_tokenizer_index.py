@@ -22,7 +22,7 @@ from tokenizers import (
 
 from g4ir.chat.prompt import Vocabulary
 from g4ir.engine import engine, tokenizer_index
-from g4ir.engine.tokenizer_index import INDEX, IndexedTokenizer, index_of, write_index
+from g4ir.engine.tokenizer_index import INDEX, IndexedTokenizer, as_file, index_file, index_of
 from g4ir.errors import EngineError
 from tests.cli_tools import built, ok, text_checkpoint, tokenizer
 from tests.engines import resigned
@@ -70,7 +70,7 @@ def trained() -> Any:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     whole = trained()
     path = tmp_path_factory.mktemp("index") / INDEX
-    write_index(path, whole.to_str().encode(), SIZE)
+    path.write_bytes(index_file(whole.to_str().encode(), SIZE) or b"")
 
     def never() -> Any:
         raise AssertionError("the whole tokenizer was opened")
@@ -171,14 +171,11 @@ def test_a_merge_of_a_byte_has_no_index() -> None:
         ("text", None),
     ],
 )
-def test_an_index_that_does_not_fit_is_refused(
-    name: str, edit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_that_does_not_fit_is_refused(name: str, edit: Any, tmp_path: Path) -> None:
     arrays = index_of(json.loads(trained().to_str()), SIZE) or {}
     changed = {k: edit(a) if edit and k == name else a for k, a in arrays.items()}
     changed = {k: a for k, a in changed.items() if edit or k != name}
-    monkeypatch.setattr(tokenizer_index, "index_of", lambda *a: changed)
-    write_index(tmp_path / INDEX, b"{}", SIZE)
+    (tmp_path / INDEX).write_bytes(as_file(changed))
     with pytest.raises(EngineError, match=r"is no index of a tokenizer"):
         IndexedTokenizer(tmp_path / INDEX, trained)
 
@@ -186,6 +183,31 @@ def test_an_index_that_does_not_fit_is_refused(
 def test_tokens_of_one_hash_have_no_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_index, "BASE", np.uint64(1))
     assert index_of(json.loads(trained().to_str()), SIZE) is None
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda frame, model: model["merges"].append(["ab", "none"]),
+        lambda frame, model: model["merges"].append("a b a"),
+        lambda frame, model: model["merges"].append(7),
+        lambda frame, model: model["vocab"].update({"\ud800": len(model["vocab"])}),
+        lambda frame, model: model.update(vocab={t: float(i) for t, i in model["vocab"].items()}),
+        lambda frame, model: model.update(byte_fallback="yes"),
+        lambda frame, model: frame["added_tokens"][0].pop("lstrip"),
+        lambda frame, model: frame.update(decoder={"type": "None such"}),
+        lambda frame, model: frame.pop("model"),
+    ],
+)
+def test_what_the_library_refuses_has_no_index(edit: Any) -> None:
+    """So that a build reads what has one no second time."""
+    frame = json.loads(trained().to_str())
+    assert index_file(json.dumps(frame).encode(), SIZE)
+    edit(frame, frame["model"])
+    raw = json.dumps(frame).encode()
+    with pytest.raises(EngineError, match="is no tokenizer file"):
+        engine.read_tokenizer(Path("tokenizer.json"), raw)
+    assert index_file(raw, SIZE) is None
 
 
 def test_a_short_prompt_parses_no_tokenizer(

@@ -25,8 +25,7 @@ from g4ir.artefact.digests import file_digest
 from g4ir.artefact.trust import record_built
 from g4ir.backends import find_backend
 from g4ir.backends.base import Backend, Prepared, Task
-from g4ir.engine.engine import TOKENIZER, Engine
-from g4ir.engine.tokenizer_index import INDEX, write_index
+from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, InputError, PlanError, check_all
 from g4ir.model.names import checkpoint_name
 from g4ir.ops.codecs import CALIBRATED
@@ -292,8 +291,6 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         side = {**{name: text.encode() for name, text in texts.items()}, **p.side_files}
         for name, raw in side.items():
             write_file(folder / name, [raw])
-        if TOKENIZER in side:
-            write_index(folder / INDEX, side[TOKENIZER], c.spec.text.vocab_size)
         manifest = _manifest(p, compiled, folder)
         directory.require_readable(manifest)
         write_file(folder / directory.MANIFEST, [manifest.text().encode()])

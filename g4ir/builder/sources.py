@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from g4ir.engine.engine import TOKENIZER, read_tokenizer
 from g4ir.engine.prompts import read_defaults
+from g4ir.engine.tokenizer_index import INDEX, index_file
 from g4ir.errors import InputError, SpecError
 from g4ir.model.media import Media, find_media
 from g4ir.ops.types import torch_dtype
@@ -110,7 +111,7 @@ def find_sources(spec: Spec | None, o: BuildOptions, dry: bool) -> Sources:
         o.random_weights,
         _drafter(agreed, o, dry),
         _adapters(o, origin),
-        checked_side_files(agreed, origin) if origin else {},
+        _side_files(agreed, origin) if origin else {},
     )
 
 
@@ -193,12 +194,28 @@ def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:
     return adapters
 
 
+def _side_files(spec: Spec, origin: Origin) -> dict[str, bytes]:
+    """Return what an engine keeps of a checkpoint's side files, with the tokenizer's index."""
+    side = origin.side_files()
+    # What has an index is a tokenizer: the library need not read it.
+    index = index_file(side[TOKENIZER], spec.text.vocab_size) if TOKENIZER in side else None
+    _check_side_files(spec, origin, side, {TOKENIZER} if index else set())
+    return side | ({INDEX: index} if index else {})
+
+
 def checked_side_files(spec: Spec, origin: Origin) -> dict[str, bytes]:
     """Return a checkpoint's side files by name; an error if one cannot be read later."""
     side = origin.side_files()
-    if TOKENIZER in side:
+    _check_side_files(spec, origin, side)
+    return side
+
+
+def _check_side_files(
+    spec: Spec, origin: Origin, side: Mapping[str, bytes], known: Collection[str] = ()
+) -> None:
+    """Raise an error if one of the files that are not `known` cannot be read later."""
+    if TOKENIZER in side and TOKENIZER not in known:
         read_tokenizer(origin.stated_at(TOKENIZER), side[TOKENIZER])
     if GENERATION in side:
         path, keys = origin.stated_at(GENERATION), origin.generation_keys
         read_defaults(path, spec.text.vocab_size, side[GENERATION], keys)
-    return side

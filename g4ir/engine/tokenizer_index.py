@@ -20,7 +20,7 @@ import numpy as np
 
 from g4ir.errors import EngineError
 from g4ir.ops.types import torch
-from g4ir.weights.tensorfile import FileTensor, map_file, read_header, view, write_tensors
+from g4ir.weights.tensorfile import FileTensor, map_file, read_header, tensor_file, view
 
 INDEX = "tokenizer.index"
 #: characters that are encoded by parts of the vocabulary; beyond, parsing all of it pays
@@ -31,16 +31,24 @@ BASE = np.uint64(0x9E3779B97F4A7C15)
 LONGEST = 255
 
 
-def write_index(path: Path, raw: bytes, size: int) -> None:
-    """Write the index of a tokenizer.json; none of one with more than `size` tokens, or whose
-    tokens of a text need not lie in it as strings."""
-    if arrays := index_of(json.loads(raw), size):
-        tensors = {k: FileTensor.of(torch.from_numpy(a)) for k, a in arrays.items()}
-        write_tensors(path, tensors)
+def index_file(raw: bytes, size: int) -> bytes | None:
+    """Return the index of a tokenizer.json, a file; None of one with more than `size` tokens, whose
+    tokens of a text need not lie in it as strings, or that the library may refuse."""
+    try:
+        arrays = index_of(json.loads(raw), size)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return arrays and as_file(arrays)
+
+
+def as_file(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return the file of an index."""
+    tensors = {k: FileTensor.of(torch.from_numpy(a)) for k, a in arrays.items()}
+    return b"".join(tensor_file(tensors))
 
 
 def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
-    """Return the arrays of an index, of a tokenizer's values:
+    """Return the arrays of an index, of a tokenizer's values; some errors of what is no tokenizer:
 
     frame       all of the file but vocabulary and merges, JSON
     text, ends  UTF-8 of all tokens, and where each ends in it
@@ -52,7 +60,8 @@ def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
     vocab, listed = model.pop("vocab", None), model.pop("merges", None)
     texts = sorted(vocab, key=vocab.__getitem__) if isinstance(vocab, dict) else []
     frame["added_tokens"] = frame.get("added_tokens") or []
-    if not (listed and len(texts) <= size and _is_local(frame, vocab)):
+    local = listed and len(texts) <= size and _is_local(frame, vocab)
+    if not local or not _is_read(frame, vocab):
         return None
     merges = _whole_and_cut(listed, vocab, {*_fallbacks(model)})
     if merges is None:
@@ -93,11 +102,35 @@ def _is_local(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
         model.get("type") == "BPE"
         and not any(model.get(k) for k in ("dropout", *AFFIXES))
         and (split is None or split["type"] == "Split")
+        and {*map(type, vocab.values())} == {int}
         and sorted(vocab.values()) == [*range(len(vocab))]
         and max(map(len, vocab)) <= LONGEST
         and all(vocab.get(t["content"]) == t["id"] for t in added)
         and not any(t["normalized"] and pattern and pattern in t["content"] for t in added)
     )
+
+
+def _is_read(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
+    """Whether the library reads a tokenizer but for its vocabulary and merges."""
+    from tokenizers import Tokenizer
+
+    few = {t["content"]: t["id"] for t in frame["added_tokens"]}
+    few |= {t: vocab[t] for t in _fallbacks(frame["model"]) if t in vocab}
+    try:
+        Tokenizer.from_str(_in_small(frame, few, []))
+    except Exception:  # the library raises nothing narrower
+        return False
+    return True
+
+
+def _in_small(
+    frame: Mapping[str, Any], vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]
+) -> str:
+    """Return a tokenizer.json of some of the tokens."""
+    added = [t for t in frame["added_tokens"] if t["content"] in vocab]
+    model = {**frame["model"], "vocab": vocab, "merges": merges}
+    changed = {"truncation": None, "padding": None, "added_tokens": added, "model": model}
+    return json.dumps({**frame, **changed})
 
 
 AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
@@ -108,14 +141,12 @@ def _whole_and_cut(
 ) -> tuple[list[int], list[int]] | None:
     """Return the result of each merge, and the characters of its left part; None if one takes a
     token that stands for other characters than its string has."""
-    whole, cuts = list[int](), list[int]()
-    for merge in merges:
-        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-        if left in fallbacks or right in fallbacks or left + right not in vocab:
-            return None
-        whole.append(vocab[left + right])
-        cuts.append(len(left))
-    return whole, cuts
+    pairs = [m.split(" ") if isinstance(m, str) else m for m in merges]
+    whole = [vocab.get(left + right, -1) for left, right in pairs]
+    parts = {part for pair in pairs for part in pair}
+    if -1 in whole or not parts.isdisjoint(fallbacks) or not parts <= vocab.keys():
+        return None
+    return whole, [len(left) for left, _ in pairs]
 
 
 def _fallbacks(model: Mapping[str, Any]) -> list[str]:
@@ -155,7 +186,7 @@ class IndexedTokenizer:
         try:
             _check(arrays)
             self._frame = json.loads(arrays["frame"].tobytes())
-            self._empty = Tokenizer.from_str(self._json((), []))
+            self._empty = Tokenizer.from_str(_in_small(self._frame, {}, []))
         except Exception as e:  # of the library too
             raise EngineError(f"{path} is no index of a tokenizer: {e}; build it again") from None
         self._text, self._ends = arrays["text"], arrays["ends"]
@@ -224,7 +255,9 @@ class IndexedTokenizer:
         for text in texts:
             ids |= self._within(text)
             ids |= self._within(normalizer.normalize_str(text)) if normalizer else set()
-        return Tokenizer.from_str(self._json(sorted(ids), self._merges_of(ids)))
+        vocab = {self.id_to_token(i) or "": i for i in sorted(ids)}
+        merges = [p for p in self._merges_of(ids) if vocab.keys() >= {*p}]
+        return Tokenizer.from_str(_in_small(self._frame, vocab, merges))
 
     def _within(self, text: str, least: int = 1) -> set[int]:
         """Return the ids of the tokens in a text of at least so many characters; rarely another."""
@@ -250,15 +283,6 @@ class IndexedTokenizer:
                 cut = int(self._cuts[k])
                 found.append((int(self._ranks[k]), text[:cut], text[cut:]))
         return [(a, b) for _, a, b in sorted(found)]
-
-    def _json(self, ids: Sequence[int], merges: Sequence[tuple[str, str]]) -> str:
-        """Return a tokenizer of those tokens, and of the merges of which it has the parts."""
-        vocab = {self.id_to_token(i): i for i in ids}
-        pairs = [p for p in merges if vocab.keys() >= {*p}]
-        model = self._frame["model"] | {"vocab": vocab, "merges": pairs}
-        added = [self._added[i] for i in ids if i in self._added]
-        frame = {"truncation": None, "padding": None, "added_tokens": added, "model": model}
-        return json.dumps(self._frame | frame)
 
 
 def _check(arrays: Mapping[str, np.ndarray]) -> None:

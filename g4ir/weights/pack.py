@@ -45,18 +45,52 @@ class Packing:
 
     program: Program
     prologue: Graph
+    _recipes: dict[str, Graph] = field(default_factory=dict, compare=False, repr=False)
 
     def recipe(self, param: str) -> Graph:
-        """Return the part of the prologue that makes one param; empty for a stored tensor."""
-        v = self.program.params()[param]
+        """Return the part of the prologue that makes one param, with what else is made of the same
+        params alone; empty for a stored tensor."""
+        if param not in self._recipes:
+            self._recipes[param] = self._recipe(self.program.params()[param])
+        return self._recipes[param]
+
+    def _recipe(self, v: Value) -> Graph:
         if v.name not in self.prologue.producers:
             return Graph("prologue", (), (v,), (), (), (v,))
-        known = {x.name for x in drop_dead(replace(self.prologue, outputs=(v,))).params}
-        for n in self.prologue.nodes:
+        part = self._components[v.name]
+        known = {x.name for x in drop_dead(replace(part, outputs=(v,))).params}
+        for n in part.nodes:
             if all(x.name in known for x in n.inputs):
                 known |= {x.name for x in n.outputs}
-        made = tuple(x for x in self.prologue.outputs if x.name in known)
-        return drop_dead(replace(self.prologue, outputs=made))
+        return drop_dead(replace(part, outputs=tuple(x for x in part.outputs if x.name in known)))
+
+    @cached_property
+    def _components(self) -> dict[str, Graph]:
+        """Value of the prologue -> the part of the prologue that is connected with it."""
+        names: dict[str, set[str]] = {}
+        for n in self.prologue.nodes:
+            near = {v.name for v in (*n.inputs, *n.outputs)}
+            near = near.union(*(names.get(name, ()) for name in near))
+            names.update(dict.fromkeys(near, near))
+        nodes: dict[int, list[Node]] = {}
+        for n in self.prologue.nodes:
+            nodes.setdefault(id(names[n.outputs[0].name]), []).append(n)
+        parts = {key: self._part(part) for key, part in nodes.items()}
+        return {name: parts[id(near)] for name, near in names.items()}
+
+    def _part(self, nodes: list[Node]) -> Graph:
+        """Return a prologue of some of the nodes."""
+        made = [v for n in nodes for v in n.outputs]
+        packed, outputs = {v.name for v in made}, self._outputs
+        read = {v.name: v for n in nodes for v in n.inputs if v.name not in packed}
+        results = tuple(v for v in made if v.name in outputs)
+        return replace(
+            self.prologue, params=tuple(read.values()), nodes=tuple(nodes), outputs=results
+        )
+
+    @cached_property
+    def _outputs(self) -> frozenset[str]:
+        return frozenset(v.name for v in self.prologue.outputs)
 
 
 def split_program(program: Program) -> Packing:

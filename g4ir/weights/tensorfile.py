@@ -301,9 +301,15 @@ class FileTensor:
 def write_tensors(
     path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write one file under a temporary name that is renamed at the end; each tensor is made when
-    its turn comes, and released behind it. Those of a multiple of ALIGNED bytes come first, so that
-    they are aligned."""
+    """Write one file under a temporary name that is renamed at the end."""
+    write_file(path, tensor_file(tensors, metadata))
+
+
+def tensor_file(
+    tensors: Mapping[str, FileTensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yield the pieces of a file; each tensor is made when its turn comes, and released behind it.
+    Those of a multiple of ALIGNED bytes come first, so that they are aligned."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     names = sorted(tensors, key=lambda name: tensors[name].nbytes % ALIGNED > 0)
     offsets = pairwise(accumulate((tensors[name].nbytes for name in names), initial=0))
@@ -313,7 +319,9 @@ def write_tensors(
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-(LENGTH_BYTES + len(raw)) % ALIGNED)
     length = len(raw).to_bytes(LENGTH_BYTES, "little")
-    write_file(path, [length, raw], (raw for name in names for raw in _pieces(tensors[name])))
+    yield from (length, raw)
+    for name in names:
+        yield from _pieces(tensors[name])
 
 
 def _pieces(t: FileTensor) -> Iterator[memoryview]:

@@ -20,6 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from g4ir.errors import WeightsError
 from g4ir.model.names import checkpoint_name
 from g4ir.ui.files import read_table
@@ -45,6 +47,9 @@ CONVERT = "fix: take a file that a current llama.cpp converts from the checkpoin
 #: name of a file of a split model: its model, its number, their count
 SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 KIND = "general.architecture"
+TOKENS = "tokenizer.ggml.tokens"
+#: stands for a space within a token
+SPACE = "\u2581"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT, ALIGNMENT_KEY = 32, "general.alignment"
 #: what a file may have at most; those that exist have a fraction of it
@@ -115,7 +120,22 @@ class Container:
         found = self.values.get(key)
         if not isinstance(found, Array):
             raise self.wrong(key, "expected an array", found)
-        return list(_Reader(self.path, map_file(self.headers[0])).items(quoted(key), found))
+        return _Reader(self.path, map_file(self.headers[0])).items(quoted(key), found)
+
+    @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """Text -> id of all tokens; none in a file without a vocabulary."""
+        tokens = self.items(TOKENS) if TOKENS in self.values else []
+        if not all(isinstance(t, str) for t in tokens):
+            raise self.wrong(TOKENS, "expected texts", tokens[0])
+        known = {*tokens}
+        # llama.cpp's converter writes the spaces of user-defined tokens as they are in a text.
+        texts = [t if (s := t.replace(" ", SPACE)) in known else s for t in tokens]
+        ids = {text: i for i, text in enumerate(texts)}
+        if len(ids) != len(tokens):
+            twice = next(t for i, t in enumerate(texts) if ids[t] != i)
+            raise self.wrong(TOKENS, "expected texts, each once", twice)
+        return ids
 
     def floats(self, tensor: Tensor) -> list[float]:
         raw = map_file(tensor.header)[tensor.entry.start : tensor.entry.end]
@@ -300,15 +320,17 @@ class _Reader:
             self._fail(f"{what}: a text of the array is beyond the end of the file, {self.size}")
         self.at = at
 
-    def items(self, what: str, array: Array) -> Iterator[Any]:
+    def items(self, what: str, array: Array) -> list[Any]:
+        if array.kind == STRING:
+            return list(self._strings(what, array))
+        form = NUMBERS[array.kind]
+        self.at = array.start
+        start = self._take(array.count * form.size, what)
+        values: list[Any] = np.frombuffer(self.data[start : self.at], form.format).tolist()
+        return list(map(bool, values)) if array.kind == BOOL else values
+
+    def _strings(self, what: str, array: Array) -> Iterator[str]:
         unpack, data, at = U64.unpack_from, self.data, array.start
-        if array.kind != STRING:
-            form = NUMBERS[array.kind]
-            self.at = at
-            self._take(array.count * form.size, what)
-            for (value,) in form.iter_unpack(data[at : self.at]):
-                yield bool(value) if array.kind == BOOL else value
-            return
         for i in range(array.count):
             try:
                 end = at + U64.size + unpack(data, at)[0]

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from math import isfinite
 from typing import Any
 
+import numpy as np
+
 from g4ir.errors import SpecError
 from g4ir.spec.parts import CHAT_FORMATS, CHAT_FORMS, FAMILIES, FULL, SLIDING, relative
 from g4ir.spec.reader import did_you_mean
@@ -22,6 +24,7 @@ from .container import (
     CONVERT,
     KIND,
     ROPE,
+    SPACE,
     TABLES,
     Array,
     Container,
@@ -172,7 +175,7 @@ def _config(keys: _Keys) -> dict[str, Any]:
         "sliding_window": keys.integer(window, default),
         "tie_word_embeddings": "output.weight" not in keys.file.tensors,
         **(_layers_alike(keys, layers) if keys.rules.get("alike") else _layers(keys, sliding)),
-        **token_ids(keys.file, vocabulary(keys.file)),
+        **token_ids(keys.file, keys.file.vocabulary),
     }
     stated, rows = keys.get("vocab_size"), config["vocab_size"]
     if stated not in (None, rows):
@@ -375,8 +378,8 @@ JOINED = (1, USER_DEFINED)
 #: a USER_DEFINED token of this shape is a control token of the chat format; all others are text
 MARK = re.compile(r"<\|[^|<>\s]+\|?>|<[^|<>\s]+\|>")
 UNKNOWN = "<unk>"
-#: what a space is within a token; of merges, what a space within a piece is
-SPACE, MERGED_SPACE = "\u2581", "\u0120"
+#: stands for a space within a piece of merges
+MERGED_SPACE = "\u0120"
 
 
 def token_ids(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
@@ -402,7 +405,7 @@ def _ends(file: Container) -> list[str]:
 def side_files(file: Container) -> dict[str, bytes]:
     """Return the files by name; log the keys that are not applied. WeightsError names file, key and
     item."""
-    ids = vocabulary(file)
+    ids = file.vocabulary
     out = {"generation_config.json": _json(_generation(file, ids))}
     template = file.values.get(TEMPLATE, "")
     if not isinstance(template, str):
@@ -490,22 +493,6 @@ def _id(file: Container, name: str) -> int | None:
     return found
 
 
-def vocabulary(file: Container) -> dict[str, int]:
-    """Return text -> id of all tokens; none in a file without a vocabulary."""
-    key = f"{PREFIX}tokens"
-    tokens = file.items(key) if key in file.values else []
-    if not all(isinstance(t, str) for t in tokens):
-        raise file.wrong(key, "expected texts", tokens[0])
-    known = {*tokens}
-    # llama.cpp's converter writes the spaces of user-defined tokens as they are in a text.
-    texts = [t if (s := t.replace(" ", SPACE)) in known else s for t in tokens]
-    ids = {text: i for i, text in enumerate(texts)}
-    if len(ids) != len(tokens):
-        twice = next(t for i, t in enumerate(texts) if ids[t] != i)
-        raise file.wrong(key, "expected texts, each once", twice)
-    return ids
-
-
 def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
     model = file.values[f"{PREFIX}model"]
     if model not in MODELS:
@@ -576,12 +563,12 @@ def _merges_by_score(
     if len(scores) != len(ids) or not all(type(score) is float for score in scores):
         raise file.wrong(key, f"expected {len(ids)} numbers, one for each token", len(scores))
 
-    def rank(text: str) -> tuple[bool, float, int, int]:
-        i = ids[text]
-        defined = kinds[i] == USER_DEFINED
-        return not defined, 0.0 if defined else -scores[i], -len(text), i
-
-    joined = sorted((t for t, i in ids.items() if kinds[i] in JOINED), key=rank)
+    defined = np.array(kinds) == USER_DEFINED
+    descending = np.where(defined, 0.0, -np.array(scores))
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+    order = np.lexsort((-lengths, descending, ~defined))  # which keeps the order of ids
+    texts = [*ids]
+    joined = [texts[i] for i in order.tolist() if kinds[i] in JOINED]
     return [
         (first, last)
         for t in joined
