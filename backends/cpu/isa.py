@@ -23,10 +23,8 @@ _OF_FORM = {"fp8": ({"avx512_vnni", "avx512bw", "avx512_bf16", "avx512vbmi"},)}
 
 def has_gemm() -> bool:
     """Whether the C kernels compute products of many rows and attention of prompts
-    (kernels/gemm.h): the instruction set has vectors for them and no matrix unit, with which a
-    library is faster."""
-    flags = instruction_set().flags
-    return "amx_bf16" not in flags and ({"avx2", "fma"} <= flags or "asimd" in flags)
+    (kernels/gemm.h): with a matrix unit a library is faster."""
+    return "amx_bf16" not in instruction_set().flags
 
 
 def multiplies_many_rows(dtype: str) -> bool:

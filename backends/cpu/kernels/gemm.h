@@ -19,6 +19,9 @@ enum { LANE = 8, ROWS = 6, VECTORS_MAX = 2 };
 #elif defined(__ARM_NEON)
 #define GEMM
 enum { LANE = 4, ROWS = 6, VECTORS_MAX = 4 };
+#elif defined(__SSE4_1__)
+#define GEMM
+enum { LANE = 4, ROWS = 6, VECTORS_MAX = 2 };
 #endif
 
 #ifdef GEMM

@@ -45,7 +45,7 @@ static void unpack_tiles(const void *weight, int64_t column, int64_t columns, in
     const coded *p = weight;
     panel_word *to = panel;
     for (int64_t i = 0; i < columns; i += WORDS) {
-        strip of = strip_of(p, (column + i) / TILE, i % TILE, NULL);
+        strip of = strip_of(p, (column + i) / TILE, (column + i) % TILE, NULL);
         unpack_strip(p, &of, first, last, to + i, columns);
     }
 }

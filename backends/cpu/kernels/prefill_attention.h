@@ -167,6 +167,8 @@ static inline lanes rounded(lanes y) {
     return (lanes)_mm512_roundscale_ps((__m512)y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__AVX2__)
     return (lanes)_mm256_round_ps((__m256)y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__SSE4_1__)
+    return (lanes)_mm_round_ps((__m128)y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
     return (lanes)vrndnq_f32((float32x4_t)y);
 #endif
