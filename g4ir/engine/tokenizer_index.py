@@ -38,7 +38,7 @@ def index_file(raw: bytes, size: int) -> bytes | None:
         arrays = index_of(json.loads(raw), size)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return arrays and as_file(arrays)
+    return as_file(arrays) if arrays else None
 
 
 def as_file(arrays: Mapping[str, np.ndarray]) -> bytes:
