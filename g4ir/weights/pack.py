@@ -183,7 +183,7 @@ class MadeParams:
         tables = {v.name: v for v in self.packing.program.graphs["embed"].params}
         v = tables.get(param)
         large = v and v.type.nbytes() > TABLE_BYTES and param not in self._made
-        if v and large and {n.op for n in self.packing.recipe(param).nodes} == {"quantize"}:
+        if v and large and {n.op for n in self.packing.recipe(param).nodes} <= {"quantize"}:
             return self._in_pieces(v)
         return self.tensor(param)
 

@@ -13,13 +13,15 @@ import mmap
 import os
 import stat
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, TypeAlias, TypeVar
 
 from g4ir.errors import WeightsError
 from g4ir.ops.types import torch
@@ -44,6 +46,8 @@ PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
 #: bytes of a huge page
 HUGE_PAGE = 1 << 21
 MADV_HUGEPAGE, MADV_POPULATE_READ = 14, 22  # Linux 5.14 (uapi/asm-generic/mman-common.h)
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -301,8 +305,19 @@ class FileTensor:
 def write_tensors(
     path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write one file under a temporary name that is renamed at the end."""
-    write_file(path, tensor_file(tensors, metadata))
+    """Write one file under a temporary name that is renamed at the end; what is written next is
+    made meanwhile."""
+    write_file(path, made_ahead(tensor_file(tensors, metadata)))
+
+
+def made_ahead(items: Iterator[_T], count: int = 2) -> Iterator[_T]:
+    """Yield items that another thread makes, so many ahead of the one that is taken."""
+    end: Any = object()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = deque(pool.submit(next, items, end) for _ in range(count))
+        while (item := waiting.popleft().result()) is not end:
+            waiting.append(pool.submit(next, items, end))
+            yield item
 
 
 def tensor_file(
