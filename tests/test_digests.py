@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from g4ir import load_engine
+from g4ir import build, load_engine
 from g4ir.artefact import digests, directory
 from g4ir.artefact.digests import SOURCES, file_digest, has_digest
-from g4ir.artefact.directory import open_artefact
+from g4ir.artefact.directory import open_artefact, read_manifest
 from g4ir.errors import EngineError
 from g4ir.ui.paths import state_root
 from g4ir.weights.checkpoint import sha256
@@ -99,6 +99,15 @@ def test_without_a_folder_for_records(
     monkeypatch.setenv("XDG_STATE_HOME", str(file))
     digest = file_digest(file)
     assert has_digest(file, digest) and not has_digest(file, "0" * 64) and len(computed) == 3
+
+
+def test_a_build_reads_no_weights_again(computed: list[Path], tmp_path: Path) -> None:
+    """It computes their digests as it writes them, and keeps the records."""
+    path = tmp_path / "engine"
+    build("tiny-moe", path, backend="reference", random_weights=0)
+    weights, files = sorted(path.glob("*.safetensors")), read_manifest(path).files
+    assert weights and computed and not {*weights} & {*computed}
+    assert all(files[f.name].sha256 == sha256(f) for f in weights)
 
 
 def test_a_second_start_reads_no_weights(

@@ -36,9 +36,18 @@ def file_digest(path: Path) -> str:
     """Compute the SHA-256 of a file, and keep a record of it."""
     identity = identity_of(path)
     digest = sha256(path)
+    _keep_digest(identity, digest)
+    return digest
+
+
+def keep_digest(path: Path, digest: str) -> None:
+    """Keep a record of a file's SHA-256, computed as the file was written."""
+    _keep_digest(identity_of(path), digest)
+
+
+def _keep_digest(identity: list[int], digest: str) -> None:
     if identity[2] >= LARGE:
         _keep(FILES, _named(identity), [*identity, digest])
-    return digest
 
 
 def has_digest(path: Path, digest: str) -> bool:

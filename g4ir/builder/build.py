@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from g4ir import __version__
 from g4ir.artefact import directory
-from g4ir.artefact.digests import file_digest
+from g4ir.artefact.digests import file_digest, keep_digest
 from g4ir.artefact.trust import record_built
 from g4ir.backends import find_backend
 from g4ir.backends.base import Backend, Prepared, Task
@@ -279,8 +279,9 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         progress(f"passes of {graph}: {p.acted.text(graph) or 'none acted'}")
     with _new_directory(out) as folder:
         params: packings.ParamSource = packings.MadeParams(p.packing, p.source, share=p.share(0))
+        digests: Mapping[Path, str] = {}
         if packed := isinstance(p.weights, directory.PackedWeights):
-            _pack(p, folder, progress)
+            digests = _pack(p, folder, progress)
             params = packings.stored_params(folder, 0)
         c, start, told = p.config, time.perf_counter(), prefixed(progress, "build")
         task = Task(p.packing.program, c.limits, c.device, folder, params, told, memory=p.memory)
@@ -291,7 +292,7 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         side = {**{name: text.encode() for name, text in texts.items()}, **p.side_files}
         for name, raw in side.items():
             write_file(folder / name, [raw])
-        manifest = _manifest(p, compiled, folder)
+        manifest = _manifest(p, compiled, folder, digests)
         directory.require_readable(manifest)
         write_file(folder / directory.MANIFEST, [manifest.text().encode()])
     stored = packings.stored_params(out, 0) if packed else None
@@ -299,25 +300,29 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
     return Written(artefact, seconds, record_built(manifest, out))
 
 
-def _pack(p: Prepared, folder: Path, progress: Progress) -> None:
-    """Write the params."""
+def _pack(p: Prepared, folder: Path, progress: Progress) -> dict[Path, str]:
+    """Write the params; return the SHA-256 of each file."""
     from g4ir.backends.cpu.packing import quantized
 
     moments = column_moments(p, progress) if p.calibration else {}
     params = packings.MadeParams(p.packing, p.source, p.share(0), moments, quantized)
-    packings.write_shares(p.packing, params, p.config.ranks, folder, progress)
+    return packings.write_shares(p.packing, params, p.config.ranks, folder, progress)
 
 
-def _stored(file: Path) -> directory.StoredFile:
-    return directory.StoredFile(file_digest(file), file.stat().st_size)
+def _stored(file: Path, digest: str | None) -> directory.StoredFile:
+    if digest:
+        keep_digest(file, digest)
+    return directory.StoredFile(digest or file_digest(file), file.stat().st_size)
 
 
-def _manifest(p: Prepared, compiled: Mapping[str, Any], folder: Path) -> directory.Manifest:
+def _manifest(
+    p: Prepared, compiled: Mapping[str, Any], folder: Path, digests: Mapping[Path, str]
+) -> directory.Manifest:
     import torch
 
     ignored = {on_one_line(k): Line(v) for k, v in p.source.ignored.items()}
     defaults = {Line(k): f"{v:g}" for k, v in p.source.defaults.items()}
-    names = (f.relative_to(folder).as_posix() for f in sorted(folder.rglob("*")) if f.is_file())
+    files = [f for f in sorted(folder.rglob("*")) if f.is_file()]
     return directory.Manifest(
         g4ir=__version__,
         config=p.config,
@@ -327,7 +332,7 @@ def _manifest(p: Prepared, compiled: Mapping[str, Any], folder: Path) -> directo
         compiled=dict(compiled),
         versions=directory.Versions(torch.__version__, platform.python_version()),
         notes=directory.Notes(ignored, defaults, p.calibration and p.calibration.record),
-        files={name: _stored(folder / name) for name in names},
+        files={f.relative_to(folder).as_posix(): _stored(f, digests.get(f)) for f in files},
     )
 
 

@@ -372,16 +372,18 @@ def params_of_rank(params: ParamSource, folder: Path, rank: int) -> ParamSource:
 
 def write_shares(
     packing: Packing, params: MadeParams, ranks: int, folder: Path, progress: Any
-) -> None:
-    """Write what every rank holds once, and what is of one rank into files of its own."""
+) -> dict[Path, str]:
+    """Write what every rank holds once, and what is of one rank into files of its own; return the
+    SHA-256 of each file."""
     assert params.share
     own = own_params(packing, params.share)
     alike = packing.program.params().keys() - own
-    write_params(packing, params, folder, progress, alike)
+    files = write_params(packing, params, folder, progress, alike)
     for rank in range(ranks if own else 0):
         of_rank = replace(params, share=replace(params.share, rank=rank))
         stem = f"weights-rank{rank}of{ranks}"
-        write_params(packing, of_rank, folder, progress, own, stem)
+        files |= write_params(packing, of_rank, folder, progress, own, stem)
+    return files
 
 
 def write_params(
@@ -391,8 +393,9 @@ def write_params(
     progress: Any,
     names: Collection[str] | None = None,
     stem: str = "weights",
-) -> list[Path]:
-    """Write every param, or those of `names`, into safetensors shards; returns the files."""
+) -> dict[Path, str]:
+    """Write every param, or those of `names`, into safetensors shards; return the SHA-256 of
+    each."""
     params = [v for n, v in packing.program.params().items() if names is None or n in names]
     done, whole = 0, max(1, sum(v.type.nbytes() for v in params))
 
@@ -411,9 +414,7 @@ def write_params(
     }
     shards = enumerate(tensorfile.in_shards(tensors))
     files = {folder / f"{stem}-{i:05d}.safetensors": shard for i, shard in shards}
-    for path, shard in files.items():
-        tensorfile.write_tensors(path, shard)
-    return [*files]
+    return {path: tensorfile.write_tensors(path, shard) for path, shard in files.items()}
 
 
 def _stored_as(v: Value) -> tuple[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import json
 import mmap
 import os
@@ -304,10 +305,18 @@ class FileTensor:
 
 def write_tensors(
     path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str] | None = None
-) -> None:
+) -> str:
     """Write one file under a temporary name that is renamed at the end; what is written next is
-    made meanwhile."""
-    write_file(path, made_ahead(tensor_file(tensors, metadata)))
+    made meanwhile. Returns the file's SHA-256."""
+    digest = hashlib.sha256()
+
+    def digested() -> Iterator[bytes | memoryview]:
+        for piece in made_ahead(tensor_file(tensors, metadata)):
+            digest.update(piece)
+            yield piece
+
+    write_file(path, digested())
+    return digest.hexdigest()
 
 
 def made_ahead(items: Iterator[_T], count: int = 2) -> Iterator[_T]:
