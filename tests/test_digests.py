@@ -16,7 +16,7 @@ from g4ir.artefact.directory import open_artefact, read_manifest
 from g4ir.errors import EngineError
 from g4ir.ui.paths import state_root
 from g4ir.weights.checkpoint import sha256
-from tests.engines import resigned
+from tests.engines import random_checkpoint, resigned
 
 
 @pytest.fixture
@@ -103,8 +103,8 @@ def test_without_a_folder_for_records(
 
 def test_a_build_reads_no_weights_again(computed: list[Path], tmp_path: Path) -> None:
     """It computes their digests as it writes them, and keeps the records."""
-    path = tmp_path / "engine"
-    build("tiny-moe", path, backend="reference", random_weights=0)
+    path, checkpoint = tmp_path / "engine", random_checkpoint(tmp_path / "checkpoint", "tiny-moe")
+    build(None, path, backend="reference", checkpoint=checkpoint)
     weights, files = sorted(path.glob("*.safetensors")), read_manifest(path).files
     assert weights and computed and not {*weights} & {*computed}
     assert all(files[f.name].sha256 == sha256(f) for f in weights)
