@@ -31,7 +31,15 @@ def as_onnx(n: onnx.NodeProto) -> list[onnx.NodeProto]:
         add = helper.make_node("Add", [start, size], [stop])
         return [add, helper.make_node("Slice", [x, start, stop, "", stride], n.output)]
     if n.op_type == "TRT_Attention":
-        return [helper.make_node("Attention", n.input, n.output, scale=1.0)]
+        q, keys, values, mask = n.input
+        rows, one, shape, whole = (f"{n.name}/{x}" for x in ("rows", "one", "shape", "mask"))
+        return [  # onnxruntime takes no mask that is the same for all queries
+            helper.make_node("Shape", [q], [rows], start=2, end=3),
+            helper.make_node("Constant", [], [one], value_ints=[1]),
+            helper.make_node("Concat", [one, one, rows, one], [shape], axis=0),
+            helper.make_node("Expand", [mask, shape], [whole]),
+            helper.make_node("Attention", [q, keys, values, whole], n.output, scale=1.0),
+        ]
     return [n]
 
 
