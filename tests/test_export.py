@@ -28,6 +28,7 @@ from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import find_origin
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
+from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import text_checkpoint
 from tests.gguf_files import bare_file
@@ -284,14 +285,7 @@ def test_defaults_in_gguf(folder: Path, settings: Any) -> None:
     assert bool(said) == (1 not in (want.stop or ()))
 
 
-LOST = {
-    "min_new_tokens": 2,
-    "presence_penalty": 0.5,
-    "frequency_penalty": -0.25,
-    "no_repeat_ngram_size": 3,
-    "eos_token_id": [1, 17, 5, 498, 30, 31, 32],
-    "temperature": 1e300,
-}
+LOST = TABLES["export"]["lost"]
 
 
 @pytest.mark.parametrize("key", LOST)

@@ -20,6 +20,7 @@ from huggingface_hub import constants
 import g4ir
 from g4ir.weights.hub import look_up
 from g4ir.weights.origin import hub_snapshot
+from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused, text_checkpoint
 from tests.hub_server import COMMIT, Hub, serving
@@ -127,23 +128,8 @@ def test_gated(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command("run", "some/tiny", *RUN, "--download").code == 0
 
 
-REFUSED = {
-    ("some/tiny",): (3, "download it with `hf download some/tiny`; --download does so on the way"),
-    ("e2b",): (3, "`hf download google/gemma-4-E2B-it`, or give --random-weights SEED; --download"),
-    ("some/other", "--download"): (2, "some/other: no such model at {url}; if it is private, give"),
-    ("some/tiny", "--download", "--revision", "v2"): (2, "--revision v2: {url}/some/tiny has no"),
-    ("some/gguf", "--download"): (
-        2,
-        "has no config.json with safetensors: download a GGUF file of it with "
-        "`hf download some/gguf tiny-Q4_0.gguf`, and give it",
-    ),
-    ("{here}", "--revision", "v1"): (2, "--revision v1 is for a model of the hub, and {here} is a"),
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_refused(words: tuple[str, ...], hub: Hub, checkpoint: Path) -> None:
-    code, says = REFUSED[words]
+@pytest.mark.parametrize("words, code, says", TABLES["hub"]["refused"])
+def test_refused(words: list[str], code: int, says: str, hub: Hub, checkpoint: Path) -> None:
     names = {"url": hub.url, "here": str(checkpoint)}
     told = command("run", *(w.format(**names) for w in words), *RUN)
     assert told.code == code and says.format(**names) in told.message and not hub.sent

@@ -20,6 +20,7 @@ from g4ir.backends.inductor.backend import BACKEND
 from g4ir.errors import InputError, LowerError, MissingError, TrustError
 from g4ir.ui import processor
 from g4ir.ui.processor import CAPS, ISA, SETS, hold_libraries, instruction_set, select_set
+from tests.cases import TABLES
 
 BY_NAME = {s.name: s for s in SETS}
 #: flags of processors, beyond those that each of its architecture has
@@ -58,14 +59,7 @@ def test_a_processor_without_any() -> None:
         select_set("x86_64", ("ssse3",))
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("avx512", r"G4IR_ISA=avx512: this CPU lacks avx512bw, .*; .*of this CPU: avx2, v2$"),
-        ("neon", r"G4IR_ISA=neon: this CPU lacks asimd; .*: avx2, v2$"),
-        ("AVX2", r"G4IR_ISA=AVX2: there is none of this name; .*: avx2, v2$"),
-    ],
-)
+@pytest.mark.parametrize(("name", "said"), TABLES["isa"]["lacks"])
 def test_a_set_that_the_processor_lacks(name: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         select_set("x86_64", ZEN3, name)
