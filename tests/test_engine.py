@@ -36,6 +36,7 @@ from g4ir.weights import pack as packing
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.pack import MadeParams, RowTable, StoredParams
 from g4ir.weights.tensorfile import HUGE_PAGE, on_huge_pages, read_header
+from tests.cases import TABLES
 from tests.engines import agrees, random_checkpoint, some_tokens
 
 GRAPHS = {"graph.embed.g4ir", "graph.prefill.g4ir", "graph.decode.g4ir", "prologue.g4ir"}
@@ -179,20 +180,13 @@ def tensors_made(monkeypatch: pytest.MonkeyPatch, kind: Any) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"checkpoint": True, "dtype": "bfloat16"},
-        {"checkpoint": True, "link_weights": True},
-        {"spec": "tiny-ple", "random_weights": 2, "dtype": "bfloat16"},
-    ],
-    ids=["packed", "linked", "random"],
-)
+@pytest.mark.parametrize("kind", TABLES["large tables"])
 def test_large_tables_are_read_by_rows(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """The same rows, and the table is never made as a whole."""
-    options = {**options, **({"checkpoint": checkpoint} if "checkpoint" in options else {})}
+    options = TABLES["large tables"][kind]
+    options = options | ({"checkpoint": checkpoint} if "checkpoint" in options else {})
     engine = small(tmp_path / "engine", **options)
     want = answer(engine)
     assert not any(isinstance(t, RowTable) for t in engine.tables.values())

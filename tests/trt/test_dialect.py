@@ -15,15 +15,14 @@ from g4ir.errors import LowerError
 from g4ir.ir.graph import Value
 from g4ir.ops.types import parse_type
 from tests.cases import TABLES
+from tests.configs import short
 from tests.trt.small import check_row
 
 #: build -> tensors that are compared
 NETWORKS, MORE = TABLES["trt dialect"]["networks"], TABLES["trt dialect"]["more"]
 
 
-@pytest.mark.parametrize(
-    "row", [*NETWORKS, *(pytest.param(r, marks=pytest.mark.full) for r in MORE)]
-)
+@pytest.mark.parametrize("row", short(*NETWORKS, of=[*NETWORKS, *MORE]))
 def test_numbers(row: str, tmp_path: Path) -> None:
     """By onnxruntime in fp32 as the interpreter: prompts in chunks, decode over each span, drafts,
     and the soft tokens of towers."""

@@ -11,6 +11,7 @@ import g4ir
 from g4ir.backends.trt import build
 from g4ir.errors import MissingError
 from tests.cases import TABLES
+from tests.configs import short
 from tests.trt.compiled import real
 
 onnx = pytest.importorskip("onnx")
@@ -27,10 +28,7 @@ EXPORTS: dict[str, dict[str, Any]] = {
     "tiny-moe int8": {"quant": "int8"},
 }
 MORE = TABLES["trt parser"]["more"]
-CASES = [
-    *EXPORTS.items(),
-    *(pytest.param(*row, marks=pytest.mark.full) for row in MORE.items()),
-]
+CASES = short(*EXPORTS.items(), of=[*EXPORTS.items(), *MORE.items()])
 
 
 def taken(file: Path) -> str:
