@@ -350,13 +350,11 @@ def test_a_peer_needs_a_checkpoint_that_is_known(moe: Engine) -> None:
 
 
 @pytest.fixture
-def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, LlamaDouble]]:
+def gguf(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, LlamaDouble]]:
     """A GGUF file, and a llama.cpp that computes as the interpreter does; a home of its own."""
-    for name in ("CACHE", "STATE"):
-        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
-    file = bare_file(tmp_path / "tiny.gguf", load_spec("tiny-moe"), kind="Q8_0")
+    file = bare_file(own_home / "tiny.gguf", load_spec("tiny-moe"), kind="Q8_0")
     words = ("--backend", "reference", "--checkpoint", file, "--max-batch", "2", "--max-seq", "64")
-    engine = load_engine(built(tmp_path / "own", *words))
+    engine = load_engine(built(own_home / "own", *words))
     double = LlamaDouble(engine)
     monkeypatch.setitem(sys.modules, "llama_cpp", double)
     llama.binding.cache_clear()

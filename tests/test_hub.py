@@ -36,21 +36,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(checkpoint: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with a checkpoint and a folder of GGUF files, and a home without anything in it."""
-    (tmp_path / "gguf").mkdir()
+    (own_home / "gguf").mkdir()
     for name in ("tiny-Q4_0.gguf", "tiny-Q8_0.gguf"):
-        (tmp_path / "gguf" / name).touch()
-    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "HF_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / name))
+        (own_home / "gguf" / name).touch()
+    monkeypatch.setenv("HF_HOME", str(own_home / "HF_HOME"))
     for name in ("HF_TOKEN", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
-    with serving({"some/tiny": checkpoint, "some/gguf": tmp_path / "gguf"}) as served:
+    with serving({"some/tiny": checkpoint, "some/gguf": own_home / "gguf"}) as served:
         monkeypatch.setattr(constants, "ENDPOINT", served.url)
         template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setenv("HF_ENDPOINT", served.url)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(own_home / "token"))
         yield served
 
 

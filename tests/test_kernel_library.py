@@ -98,12 +98,10 @@ SMALL = Library("small", (("team.c",),))
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user without libraries, and a package without ready ones."""
-    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    monkeypatch.setattr(cpu_library, "READY", tmp_path / "ready")
-    return tmp_path
+    monkeypatch.setattr(cpu_library, "READY", own_home / "ready")
+    return own_home
 
 
 @pytest.fixture
@@ -162,13 +160,13 @@ def test_a_compiler_that_fails_is_quoted(home: Path, monkeypatch: pytest.MonkeyP
     (home / "team.c").write_text("int f(void) { return nothing; }\n")
     with pytest.raises(LowerError, match=r"(?s)do not compile: .*nothing"), replace(SMALL).opened():
         pass
-    assert not list((home / "XDG_CACHE_HOME").rglob("*.so"))
+    assert not list((home / "CACHE").rglob("*.so"))
 
 
 def test_a_library_that_others_may_change_is_not_loaded(home: Path) -> None:
     with SMALL.opened():
         pass
-    (kept,) = (home / "XDG_CACHE_HOME").rglob("*.so")
+    (kept,) = (home / "CACHE").rglob("*.so")
     kept.parent.chmod(0o777)
     with pytest.raises(TrustError, match="can be written by other users"), SMALL.opened():
         pass

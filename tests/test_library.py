@@ -36,10 +36,8 @@ FLAGS = ("--backend", "reference", "--max-seq", "64")
 
 
 @pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh(own_home: Path) -> Iterator[None]:
     """A user's folders without anything in them; what the test used is in use no more after it."""
-    for name in ("CACHE", "STATE"):
-        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
     yield
     release()
 
