@@ -129,6 +129,14 @@ def one_compiler_a_worker() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folders without anything in them."""
+    for name in ("CACHE", "STATE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`engines(backend, spec)`: see tests/engines.py."""

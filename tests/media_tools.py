@@ -96,10 +96,10 @@ def png(path: Path, width: int = 96, height: int = 48, seed: int = 0) -> Path:
     return path
 
 
-def wav(path: Path, samples: int = 4_000, seed: int = 0) -> Path:
-    """Noise at 16 kHz."""
+def wav(path: Any, samples: int = 4_000, seed: int = 0) -> Any:
+    """Noise at 16 kHz, into a path or an open file."""
     values = np.random.default_rng(seed).integers(-8_000, 8_000, samples, dtype=np.int16)
-    with wave.open(str(path), "wb") as file:
+    with wave.open(str(path) if isinstance(path, Path) else path, "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(RATE)

@@ -155,6 +155,21 @@ LIVELY = Weights(query=1.5, post=0.4, scalar=0.7, experts=1.0, router=1.0)
 CALM = Weights(query=1.0, post=0.05, scalar=0.9, experts=0.3, router=5.0)
 
 
+def logits_of_directory(folder: Path, tokens: torch.Tensor, more: bool = False) -> torch.Tensor:
+    """Logits of transformers' model of a directory, in fp32; it has all tensors, and others only if
+    there may be `more`."""
+    from transformers import AutoModelForCausalLM
+
+    model, told = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    keys = ("missing_keys", "mismatched_keys", *["unexpected_keys"] * (not more))
+    assert not any(told[key] for key in keys), told
+    with torch.no_grad():
+        made: torch.Tensor = model(tokens, use_cache=False).logits
+    return made
+
+
 def save_checkpoint(oracle: Oracle, folder: Path) -> Path:
     """The model as transformers saves it, without experts of layers that have none."""
     spec = oracle.spec

@@ -26,6 +26,7 @@ from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
+from tests.cases import TABLES
 from tests.configs import short
 
 # --- the grid ----------------------------------------------------------------------------------
@@ -114,15 +115,8 @@ CASES = [
 
 
 def build(out: Path, name: str, quant: str, to: str | None, **options: Any) -> Engine:
-    options = {
-        "backend": "reference",
-        "dtype": "float32",
-        "max_seq": 64,
-        "all_logits": True,
-    } | options
-    return g4ir.build(
-        name, out, random_weights=0, quant=quant, quant_activations=to, prefill_chunk=16, **options
-    )
+    options = TABLES["narrow"]["options"] | options
+    return g4ir.build(name, out, quant=quant, quant_activations=to, **options)
 
 
 @pytest.mark.parametrize(("name", "quant", "to"), CASES)

@@ -100,13 +100,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-OPTIONS: dict[str, Any] = {
-    "backend": "reference",
-    "dtype": "float32",
-    "max_seq": 64,
-    "prefill_chunk": 16,
-    "quant": "int4",
-}
+OPTIONS: dict[str, Any] = TABLES["calibrated engines"]
 
 
 @pytest.mark.parametrize("name", ["tiny-ple", "tiny-moe"])

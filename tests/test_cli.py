@@ -219,8 +219,6 @@ def test_build_options(tmp_path: Path) -> None:
     assert manifest["options"] == kept
     for after in ((), ("--after", "latent_kv")):
         assert "attention_latent(" in ok("show", out, *after)
-    given = ("show", out, "--latent-kv", "value", "--after", "latent_kv")
-    assert "an engine has its own" in refused(*given)
 
 
 def test_dump_ir(tmp_path: Path) -> None:

@@ -14,13 +14,7 @@ from tests.cli_tools import text_checkpoint
 from tests.serve.running import chat_engine, ready
 
 EXAMPLES = {p.stem: p for p in (Path(__file__).parents[1] / "examples").glob("*.py")}
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CACHE", "STATE"):
-        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_home")]
 
 
 @pytest.fixture

@@ -28,10 +28,11 @@ from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import find_origin
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
+from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import text_checkpoint
 from tests.gguf_files import bare_file
-from tests.oracle import find_oracle, save_checkpoint
+from tests.oracle import find_oracle, logits_of_directory, save_checkpoint
 from tests.test_adapter import merged, of_text, write_adapter
 
 F32 = torch.float32
@@ -39,19 +40,6 @@ DTYPES = {"F32": F32, "F16": torch.float16, "BF16": torch.bfloat16}
 LIMITS: dict[str, Any] = {"backend": "reference", "max_seq": 64, "prefill_chunk": 64}
 FULL = pytest.mark.full
 MODELS = ("tiny-dense", "tiny-ple", "tiny-moe", "tiny-gemma3")
-
-
-def theirs(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits of transformers' model of a directory, in fp32; it has all tensors and no others."""
-    from transformers import AutoModelForCausalLM
-
-    model, told = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=F32, attn_implementation="eager", output_loading_info=True
-    )
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    with torch.no_grad():
-        made: torch.Tensor = model(tokens, use_cache=False).logits
-    return made
 
 
 def weight_digests(engine: Path) -> dict[str, str]:
@@ -72,7 +60,9 @@ def test_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
     for source in (folder, tmp_path / "e"):
         out = g4ir.export(source, tmp_path / f"of-{source.name}")
         same = None if name != "tiny-gemma3" else 1e-5  # engines have 1 + w of norms
-        torch.testing.assert_close(theirs(out, tokens), want, rtol=same or 0, atol=same or 0)
+        torch.testing.assert_close(
+            logits_of_directory(out, tokens), want, rtol=same or 0, atol=same or 0
+        )
     g4ir.build(None, tmp_path / "again", checkpoint=out, **built)
     assert weight_digests(tmp_path / "again") == weight_digests(tmp_path / "e")
 
@@ -87,7 +77,7 @@ def test_codes(name: str, quant: str, tmp_path: Path) -> None:
     tokens = torch.arange(3, 43)[None]
     want = engine.session().prefill(tokens, all_logits=True)
     dense = g4ir.export(engine, tmp_path / "dense")
-    torch.testing.assert_close(theirs(dense, tokens), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of_directory(dense, tokens), want, rtol=1e-4, atol=1e-4)
     again = g4ir.build(None, tmp_path / "again", checkpoint=dense, **kept)
     assert torch.equal(again.session().prefill(tokens, all_logits=True), want)
 
@@ -105,7 +95,7 @@ def test_towers(name: str, tmp_path: Path) -> None:
     tokens = torch.arange(3, 23)[None]
     text = g4ir.export(folder, tmp_path / "text", media="none")
     assert "vision_config" not in json.loads((text / "config.json").read_text())
-    assert torch.equal(theirs(text, tokens), theirs(out, tokens))
+    assert torch.equal(logits_of_directory(text, tokens), logits_of_directory(out, tokens))
 
 
 def test_an_engine_that_no_longer_has_a_tower(tmp_path: Path) -> None:
@@ -284,14 +274,7 @@ def test_defaults_in_gguf(folder: Path, settings: Any) -> None:
     assert bool(said) == (1 not in (want.stop or ()))
 
 
-LOST = {
-    "min_new_tokens": 2,
-    "presence_penalty": 0.5,
-    "frequency_penalty": -0.25,
-    "no_repeat_ngram_size": 3,
-    "eos_token_id": [1, 17, 5, 498, 30, 31, 32],
-    "temperature": 1e300,
-}
+LOST = TABLES["export"]["lost"]
 
 
 @pytest.mark.parametrize("key", LOST)

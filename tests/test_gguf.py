@@ -41,7 +41,7 @@ from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
-from tests.configs import NAMES, spec_called, widened
+from tests.configs import NAMES, short, spec_called, widened
 from tests.gguf_files import (
     BLOCKS,
     TEMPLATE,
@@ -187,14 +187,8 @@ def mixed(name: str, shape: tuple[int, ...]) -> str:
     return all_of(kind, "Q8_0")(name, shape)
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("torch", marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=[pytest.mark.full] * (n in TINY and n != "tiny-moe"))
-        for n in (*TINY, GEMMA3[0])
-    ],
-)
+@pytest.mark.parametrize("backend", short("reference", of=("reference", "torch")))
+@pytest.mark.parametrize("name", short("tiny-moe", GEMMA3[0], of=(*TINY, GEMMA3[0])))
 def test_mixed_types(tmp_path: Path, name: str, backend: str) -> None:
     engine, peer, _ = built(tmp_path, widened(name), mixed, backend)
     assert relative(logits(engine, peer), peer.logits).max() <= peer.budget

@@ -20,6 +20,7 @@ from huggingface_hub import constants
 import g4ir
 from g4ir.weights.hub import look_up
 from g4ir.weights.origin import hub_snapshot
+from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused, text_checkpoint
 from tests.hub_server import COMMIT, Hub, serving
@@ -35,21 +36,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(checkpoint: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with a checkpoint and a folder of GGUF files, and a home without anything in it."""
-    (tmp_path / "gguf").mkdir()
+    (own_home / "gguf").mkdir()
     for name in ("tiny-Q4_0.gguf", "tiny-Q8_0.gguf"):
-        (tmp_path / "gguf" / name).touch()
-    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "HF_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / name))
+        (own_home / "gguf" / name).touch()
+    monkeypatch.setenv("HF_HOME", str(own_home / "HF_HOME"))
     for name in ("HF_TOKEN", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
-    with serving({"some/tiny": checkpoint, "some/gguf": tmp_path / "gguf"}) as served:
+    with serving({"some/tiny": checkpoint, "some/gguf": own_home / "gguf"}) as served:
         monkeypatch.setattr(constants, "ENDPOINT", served.url)
         template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setenv("HF_ENDPOINT", served.url)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(own_home / "token"))
         yield served
 
 
@@ -127,23 +127,8 @@ def test_gated(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command("run", "some/tiny", *RUN, "--download").code == 0
 
 
-REFUSED = {
-    ("some/tiny",): (3, "download it with `hf download some/tiny`; --download does so on the way"),
-    ("e2b",): (3, "`hf download google/gemma-4-E2B-it`, or give --random-weights SEED; --download"),
-    ("some/other", "--download"): (2, "some/other: no such model at {url}; if it is private, give"),
-    ("some/tiny", "--download", "--revision", "v2"): (2, "--revision v2: {url}/some/tiny has no"),
-    ("some/gguf", "--download"): (
-        2,
-        "has no config.json with safetensors: download a GGUF file of it with "
-        "`hf download some/gguf tiny-Q4_0.gguf`, and give it",
-    ),
-    ("{here}", "--revision", "v1"): (2, "--revision v1 is for a model of the hub, and {here} is a"),
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_refused(words: tuple[str, ...], hub: Hub, checkpoint: Path) -> None:
-    code, says = REFUSED[words]
+@pytest.mark.parametrize("words, code, says", TABLES["hub"]["refused"])
+def test_refused(words: list[str], code: int, says: str, hub: Hub, checkpoint: Path) -> None:
     names = {"url": hub.url, "here": str(checkpoint)}
     told = command("run", *(w.format(**names) for w in words), *RUN)
     assert told.code == code and says.format(**names) in told.message and not hub.sent

@@ -26,23 +26,12 @@ from g4ir.backends.inductor.programs import phase_steps
 from g4ir.backends.inductor.segment import Segment
 from g4ir.backends.inductor.target import Target
 from g4ir.plan.engine_limits import Limits
+from tests.cases import TABLES
 from tests.test_kernel_ops import brackets_without_a_device, program
 
 __all__ = ["brackets_without_a_device"]
 
-H200 = SimpleNamespace(
-    name="NVIDIA H200",
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    warp_size=32,
-    max_threads_per_block=1024,
-    max_threads_per_multi_processor=2048,
-    regs_per_multiprocessor=65536,
-    shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448,
-    L2_cache_size=50 << 20,
-)
+H200 = SimpleNamespace(**TABLES["properties of an H200"])
 #: of the compiler: what would run on the device is left out
 WITHOUT_A_DEVICE = {"joint_graph_constant_folding": False, "force_disable_caches": True}
 

@@ -37,6 +37,7 @@ from g4ir.ops.codecs import (
 from g4ir.ops.moe import experts as experts_op
 from g4ir.ops.types import ITEMSIZE, Type, torch_dtype
 from g4ir.ui.processor import ISA, SETS, InstructionSet, cpu_flags
+from tests.cases import TABLES
 from tests.coded_products import (
     BUDGET,
     GROUPS,
@@ -74,15 +75,7 @@ def test_linear(dtype: torch.dtype, n: int, k: int) -> None:
     check_linear(dtype, n, k, (*range(1, 10), 24, 25, 515))
 
 
-CODED = {
-    "int8": (0, 32),
-    "int6": (0, 128),
-    "uint5": (256, 0),
-    "int4": (32, 64),
-    "int5": (32, 64),
-    "uint4": (256, 512),
-    "fp8": (0, 96),
-}
+CODED: dict[str, list[int]] = TABLES["groups of codes"]
 
 
 @pytest.mark.parametrize("form", CODED)

@@ -36,10 +36,8 @@ FLAGS = ("--backend", "reference", "--max-seq", "64")
 
 
 @pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh(own_home: Path) -> Iterator[None]:
     """A user's folders without anything in them; what the test used is in use no more after it."""
-    for name in ("CACHE", "STATE"):
-        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
     yield
     release()
 
@@ -96,15 +94,18 @@ def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = random_checkpoint(repo / "snapshots" / "ab12", "tiny-dense")
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("ab12")
-    seeded = replace(SMALL, random_weights=0)
+    seeded, file = replace(SMALL, random_weights=0), tmp_path / "mine.yaml"
+    file.write_text("schema: 1\nextends: tiny-dense\n")
     found = [
         find_engine(snapshot, SMALL),
         find_engine("some/tiny", SMALL),
         find_engine("tiny-dense", seeded),
         find_engine(load_spec("tiny-dense"), seeded),
+        find_engine(file, seeded),
     ]
-    assert [p.name.rpartition("-")[0] for p in found] == ["ab12", "tiny", *["tiny-dense"] * 2]
-    assert found[2] == found[3]
+    names = ["ab12", "tiny", *["tiny-dense"] * 2, "mine"]
+    assert [p.name.rpartition("-")[0] for p in found] == names
+    assert found[2] == found[3] and found[4] == find_engine(str(file), seeded)
 
 
 def test_of_two_that_want_an_engine_one_builds(
@@ -306,13 +307,6 @@ def test_wrong_flags_are_refused_before_a_build(model: Path, tmp_path: Path) -> 
     assert "--against 'bogus': expected" in against
     assert "absent" in refused("run", model, *FLAGS, "--input-jsonl", tmp_path / "absent")
     assert not engines_root().exists()
-
-
-def test_a_spec_file_with_a_seed(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("schema: 1\nextends: tiny-dense\n")
-    path = find_engine(str(file), replace(SMALL, random_weights=0))
-    assert path.name.startswith("mine-") and find_engine(file, replace(SMALL, random_weights=0))
 
 
 # --- what engines have in common --------------------------------------------------------------

@@ -22,6 +22,7 @@ from g4ir.errors import InputError
 from g4ir.ir.distance import BUDGETS, Tolerance
 from g4ir.model.media import KINDS
 from tests import cli_tools as cli
+from tests.cases import TABLES
 from tests.engines import random_checkpoint
 from tests.small_bench import small_bench
 from tests.test_stages import attrs, break_pass, nodes
@@ -132,13 +133,7 @@ def test_tolerance_of_16_bits(tmp_path: Path) -> None:
     assert all(t.budget.rounding for t in (*media.towers, media.prompt))
 
 
-@pytest.mark.parametrize(
-    "name, param, tower",
-    [
-        ("tiny-media", "audio.L1.conv.w_start", "audio_125"),
-        ("tiny-unified", "patches.w_patch", "vision_70"),
-    ],
-)
+@pytest.mark.parametrize("name, param, tower", TABLES["media checks"]["wrong towers"])
 def test_a_wrong_tower_is_named(
     built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, name: str, param: str, tower: str
 ) -> None:

@@ -28,7 +28,7 @@ from g4ir.model.images import BUDGETS, image_settings
 from g4ir.model.media import LISTS, offered
 from g4ir.spec.parts import UnifiedAudio
 from g4ir.spec.record import Spec, load_spec
-from tests.configs import VARIANTS
+from tests.configs import VARIANTS, short
 from tests.media_tools import UNIFIED, media_pair, noise, video_inputs
 from tests.oracle import relative
 from tests.runner import with_chunk
@@ -182,9 +182,7 @@ def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.mark.covering
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    "variant", [pytest.param(v, marks=[pytest.mark.full] * (v in ALIKE)) for v in VARIANTS]
-)
+@pytest.mark.parametrize("variant", short(*({*VARIANTS} - {*ALIKE}), of=VARIANTS))
 def test_model(pairs: Any, variant: str, case: str) -> None:
     """Logits of the whole prompt for chunks that would cut pictures, then token by token."""
     engine, model = pairs(variant)

@@ -358,13 +358,7 @@ def test_generate_a_batch(loaded: Engine, files: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("media", "words"),
-    [
-        ({"audio": ["d.wav", "none.wav"]}, "audio: the prompt has 1 placeholders .* 2 media; put"),
-        ({"audio": ["none.wav"]}, "none.wav: no such audio file"),
-    ],
-)
+@pytest.mark.parametrize(("media", "words"), TABLES["media prompts"]["refused"])
 def test_generate_refuses(loaded: Engine, files: Path, media: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         loaded.generate([2, loaded.spec.tokens.audio], 6, **media)

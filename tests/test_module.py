@@ -98,25 +98,6 @@ def test_it_compiles_without_graph_breaks_and_exports(name: str) -> None:
     assert distance(program(ids[:, :9]).logits, module(ids[:, :9]).logits) < BUDGET
 
 
-@pytest.mark.parametrize(
-    "make, says",
-    (
-        (lambda: g4ir.module("tiny-moe"), "variant tiny-moe has no hub id"),
-        (lambda: g4ir.module("absent.gguf"), r"absent\.gguf: no such file"),
-        (lambda: g4ir.module("tiny-mo"), "did you mean tiny-moe"),
-        (lambda: g4ir.module("some/model"), "Hugging Face cache; download it with"),
-        (lambda: g4ir.export("some/model", "out"), "Hugging Face cache; download it with"),
-        (lambda: g4ir.export(load_spec("tiny-moe"), "out"), "spec tiny-moe has no weights; give"),
-        (lambda: g4ir.module("absent", random_weights=0), "goes with a variant or a spec"),
-        (lambda: g4ir.module("tiny-moe", dtype="int8", random_weights=0), "expected float32"),
-        (lambda: g4ir.module(load_spec("tiny-moe-assistant")), "is a drafter"),
-    ),
-)
-def test_refused(make: Any, says: str) -> None:
-    with pytest.raises(G4Error, match=says):
-        make()
-
-
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingError, match=r"g4ir\.module needs transformers.*g4ir\[hf\]"):

@@ -23,7 +23,6 @@ from g4ir.backends.inductor.target import Target
 from g4ir.builder.build import prepare
 from g4ir.cli.models import checkpoint_model
 from g4ir.engine.engine import Engine
-from g4ir.errors import InputError
 from g4ir.model.tensors import text_tensors
 from g4ir.ops.types import TORCH_NAMES
 from g4ir.plan.footprint import Footprint
@@ -36,6 +35,7 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.gguf.checkpoint import READ
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
+from tests.cases import TABLES
 from tests.cli_tools import g4ir
 from tests.configs import widened
 from tests.gguf_files import all_of, bare_file, write_gguf
@@ -44,14 +44,7 @@ from tests.test_quantised_checkpoints import CASES, OTHERS, quantise_experts
 from tests.uncompiled import uncompiled
 
 #: where engines run
-WHERE = [
-    ("reference", "cpu"),
-    ("reference", "cuda"),
-    ("torch", "cpu"),
-    ("torch", "cuda"),
-    ("onnx", "cpu"),
-    ("trt", "cuda"),
-]
+WHERE = [(*row,) for row in TABLES["where engines run"]]
 SIZES = {"max_seq": 300, "prefill_chunk": 64, "max_batch": 3}
 #: memory in which everything fits
 ENOUGH = 1 << 40
@@ -240,12 +233,6 @@ def test_engines(backend: str, device: str, quant: str | None, tmp_path: Path) -
     engine.close()
 
 
-def test_a_plan_refuses_ranks_that_a_build_refuses() -> None:
-    spec, backend = load_spec("tiny-dense"), find_backend("onnx")
-    with pytest.raises(InputError, match="--tp 2: engines of backend onnx run as one rank"):
-        make_plan(spec, replace(PLANNED, device="cpu", tp=2), ctx=128, backend=backend)
-
-
 def test_a_card_that_is_too_small_for_what_is_computed(tmp_path: Path) -> None:
     """A file of 6.6 GiB in uint4 needs 22 GiB on a GPU: the plan says so, and why."""
     spec, gpu = load_spec("12b"), find_gpu("rtx4080-16gb")
@@ -289,7 +276,3 @@ def test_devices_by_default() -> None:
     ):
         found = json.loads(g4ir("plan", "tiny-dense", *words, "--json").out)
         assert found["device"] == device
-    refused = g4ir("plan", "tiny-dense", "--backend", "onnx", "--device", "cuda")
-    assert refused.code == 2 and "backend onnx runs on cpu, not 'cuda'" in refused.err
-    refused = g4ir("plan", "tiny-dense", "--backend", "onnx", "--gpu", "h100-80gb")
-    assert refused.code == 2 and "a GPU, and the device is the CPU" in refused.err

@@ -15,6 +15,7 @@ from g4ir.plan.presets import PRESETS
 from g4ir.spec.record import load_spec
 from tests.cases import TABLES
 from tests.cli_tools import built, g4ir, ok, refused
+from tests.configs import short
 from tests.engines import random_checkpoint
 from tests.gguf_files import bare_file
 
@@ -32,9 +33,7 @@ def options(line: str) -> BuildOptions:
 # --- presets ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] * (n == "rtx")) for n in PRESETS]
-)
+@pytest.mark.parametrize("name", short(*({*PRESETS} - {"rtx"}), of=PRESETS))
 def test_each_preset_builds_in_small(name: str, tmp_path: Path) -> None:
     """As far as that goes without its GPU."""
     words = ("build", "--preset", name, *TINY, *SMALL, "--out", tmp_path / "e", "--dry-run")

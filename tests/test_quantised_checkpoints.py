@@ -30,7 +30,7 @@ from g4ir.weights.origin import find_origin
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
-from tests.oracle import Oracle, find_oracle, relative, save_checkpoint
+from tests.oracle import Oracle, find_oracle, logits_of_directory, relative, save_checkpoint
 
 F32 = torch.float32
 LIMITS: dict[str, Any] = {"max_seq": 64, "prefill_chunk": 16, "all_logits": True, "dtype": "f32"}
@@ -265,18 +265,11 @@ def packed_zero_points() -> Iterator[None]:
 def theirs(folder: Path, oracle: Oracle) -> torch.Tensor:
     pytest.importorskip("accelerate")
     pytest.importorskip("compressed_tensors")
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     with packed_zero_points():
-        model, told = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=F32, attn_implementation="eager", output_loading_info=True
-        )
-    assert not told["missing_keys"] and not told["mismatched_keys"], told
-    with torch.no_grad():
-        made: torch.Tensor = model(oracle.tokens[:1, :40], use_cache=False).logits
-    return made
+        return logits_of_directory(folder, oracle.tokens[:1, :40], more=True)
 
 
 def built(folder: Path, out: Path, **options: Any) -> Engine:

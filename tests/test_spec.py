@@ -34,6 +34,7 @@ from g4ir.spec.record import (
 from g4ir.spec.rules import READABLE, readable_pattern
 from tests.cases import TABLES
 from tests.hub_configs import RELEASED, hub_config
+from tests.refused.cases import put
 
 CASES = yaml.safe_load(Path(__file__).with_name("spec_cases.yaml").read_text())
 
@@ -251,18 +252,6 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
     return load_spec("tiny-moe").to_hf() | changes
 
 
-def nested(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    *parents, last = path.split("/")
-    part = config
-    for key in parents:
-        part = part[key]
-    if value == "...":
-        del part[last]
-    else:
-        part[last] = value
-    return config
-
-
 #: rope of full layers, changed
 ROPE = "rope_parameters/full_attention"
 
@@ -276,7 +265,7 @@ def test_spellings(name: str, changes: dict[str, Any], said: dict[str, Any]) -> 
         del config["architectures"]
         config = {"model_type": "gemma3", "text_config": config, "vision_config": {}}
     for path, value in changes.items():
-        nested(config, path, value)
+        put(config, path, value)
     found = dict(flat(Spec.from_hf(config).to_dict()))
     assert {key: found[key] for key in said} == said
 
@@ -292,7 +281,7 @@ def flat(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 def test_a_factor_that_changes_nothing_warns(caplog: Any) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e6, "factor": 4.0}
     with caplog.at_level(logging.WARNING):
-        config = nested(tiny_config(), ROPE, rope)
+        put(config := tiny_config(), ROPE, rope)
         assert Spec.from_hf(config).text.full.rope.factor is None
     assert "ignores" in caplog.text
 
@@ -309,5 +298,6 @@ def test_composite_without_towers_drops_media_ids_outside_the_vocabulary() -> No
 
 @pytest.mark.parametrize(("path", "value"), CASES["housekeeping"])
 def test_housekeeping_is_ignored(path: str, value: Any) -> None:
-    spec = Spec.from_hf(nested(hub_config("e2b"), path, value), name="e2b")
+    put(config := hub_config("e2b"), path, value)
+    spec = Spec.from_hf(config, name="e2b")
     assert diff_specs(spec, as_config(load_spec("e2b"))) == []

@@ -41,6 +41,7 @@ from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import Checkpoint
 from tests import cli_tools as cli
+from tests.cases import TABLES
 from tests.configs import spec_called
 from tests.engines import random_checkpoint
 
@@ -88,22 +89,7 @@ def sound(engine: Engine) -> StagesReport:
 
 
 #: spec, dtype, whether it holds packed weights of a checkpoint, options of the build
-SOUND: list[tuple[str, str, bool, dict[str, Any]]] = [
-    ("combined", "bfloat16", False, {}),
-    ("tiny-moe", "bfloat16", True, {}),
-    ("tiny-dense", "bfloat16", True, {"skip": ["plan_cache", "fuse_qkv"]}),
-    ("tiny-dense", "bfloat16", True, {"latent_kv": "value"}),
-]
-SOUND_TOO: list[tuple[str, str, bool, dict[str, Any]]] = [
-    ("tiny-dense", "bfloat16", True, {"link_weights": True}),
-    ("tiny-ple", "float32", False, {}),
-    ("tiny-dense", "bfloat16", False, {}),
-    ("tiny-moe", "bfloat16", False, {}),
-    *((f"{n}-small", "bfloat16", False, {}) for n in ("e2b", "e4b", "12b", "26b-a4b", "31b")),
-    ("tiny-dense", "float32", True, {}),
-    ("tiny-ple", "bfloat16", True, {}),
-    ("tiny-dense", "bfloat16", True, {"all_logits": True}),
-]
+SOUND, SOUND_TOO = ([(*row,) for row in TABLES["stages"][kind]] for kind in ("sound", "sound too"))
 
 
 @pytest.mark.parametrize(

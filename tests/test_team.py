@@ -18,6 +18,7 @@ import torch
 from g4ir.backends.cpu import pyops
 from g4ir.ui import threads
 from g4ir.ui.memory import memory_limits
+from tests.cases import TABLES
 from tests.cli_tools import refused
 
 PRODUCTS = [(512, 96), (64, 1024), (1000, 256), (37, 9216)]
@@ -144,18 +145,9 @@ def test_threads_of_a_command_line(count: int) -> None:
     )
 
 
-V1, V2 = "4:cpu,cpuacct:/docker/x\n1:name=systemd:/docker/x\n", "0::/user/job\n"
-
-
-QUOTAS: dict[str, tuple[str, dict[str, str], float | None]] = {
-    "none": (V2, {"user/job/cpu.max": "max 100000"}, None),
-    "its own": (V2, {"user/job/cpu.max": "150000 100000"}, 1.5),
-    "of a group above": (V2, {"user/cpu.max": "50000 100000"}, 0.5),
-    "namespace": ("0::/\n", {"cpu.max": "300000 100000"}, 3),
-    "version 1": (V1, {"cpu.max": "100000 100000"}, None),
-    "unreadable": (V2, {"user/job/cpu.max": "nonsense"}, None),
-    "no groups": ("", {}, None),
-}
+#: of version 1 and 2
+GROUPS = {"v1": "4:cpu,cpuacct:/docker/x\n1:name=systemd:/docker/x\n", "v2": "0::/user/job\n"}
+QUOTAS: dict[str, tuple[str, dict[str, str], float | None]] = TABLES["threads"]["quotas"]
 
 
 def container(root: Path, groups: str, files: dict[str, str]) -> None:
@@ -169,7 +161,7 @@ def test_memory_of_a_container(tmp_path: Path) -> None:
     files = {"user/job/memory.max": "max\n", "user/memory.max": "5\n", "memory.max": "7\n"}
     for some, limits in (({}, []), (files, [5, 7])):
         assert [*memory_limits(tmp_path)] == []
-        container(tmp_path, V2, some)
+        container(tmp_path, GROUPS["v2"], some)
         assert [*memory_limits(tmp_path)] == limits
 
 
@@ -181,24 +173,14 @@ def test_quota_of_a_container(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    container(tmp_path, groups, files)
+    container(tmp_path, GROUPS.get(groups, groups), files)
     for visible in (1, 2, 8):
         monkeypatch.setattr(threads, "visible_cores", lambda n=visible: n)
         wanted = visible if quota is None else max(1, min(visible, int(quota)))
         assert threads.usable_cores(tmp_path) == wanted
 
 
-@pytest.mark.parametrize(
-    ("given", "usable", "added"),
-    [
-        ({}, 8, {"GOMP_SPINCOUNT": threads.SPIN}),
-        ({}, 2, {"GOMP_SPINCOUNT": threads.SPIN, "OMP_NUM_THREADS": "2"}),
-        ({"OMP_WAIT_POLICY": "active"}, 8, {}),
-        ({"GOMP_SPINCOUNT": "7"}, 2, {"OMP_NUM_THREADS": "2"}),
-        ({"MKL_NUM_THREADS": "5"}, 2, {"GOMP_SPINCOUNT": threads.SPIN}),
-        ({"OMP_NUM_THREADS": "5"}, 2, {"GOMP_SPINCOUNT": threads.SPIN}),
-    ],
-)
+@pytest.mark.parametrize(("given", "usable", "added"), TABLES["threads"]["variables"])
 def test_variables_of_the_user_win(
     given: dict[str, str], usable: int, added: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +188,7 @@ def test_variables_of_the_user_win(
     monkeypatch.setattr(threads, "visible_cores", lambda: 8)
     monkeypatch.setattr(threads, "usable_cores", lambda: usable)
     threads.configure_openmp(environ := dict(given))
-    assert environ == given | added
+    assert environ == given | {k: v.replace("SPIN", threads.SPIN) for k, v in added.items()}
 
 
 def test_set_before_torch_is_loaded() -> None:

@@ -36,6 +36,7 @@ from g4ir.engine.speculative import (
 )
 from g4ir.errors import CheckError, EngineError
 from g4ir.weights.pack import RowTable, StoredParams
+from tests.cases import TABLES
 from tests.contract import flows
 from tests.contract.flows import in_a_loop
 from tests.engines import some_tokens
@@ -360,14 +361,7 @@ def test_a_step_is_recorded_where_it_was_warmed_up(monkeypatch: pytest.MonkeyPat
     assert others == ["work", ("waits", main, side), ("on", main), ("on", side), "work", "replay"]
 
 
-@pytest.mark.parametrize(
-    ("name", "form", "gpu", "same"),
-    [
-        ("tiny-moe", "off", "h100", True),
-        ("31b-small", "value", "h100", True),
-        ("tiny-moe", "off", "", False),  # the library's attention, over all slots
-    ],
-)
+@pytest.mark.parametrize(("name", "form", "gpu", "same"), TABLES["token loop"]["any length"])
 def test_steps_that_one_recording_serves(name: str, form: str, gpu: str, same: bool) -> None:
     """Those whose attention goes by what rows hold, in kernels of ours."""
     g = program(name, form).graphs["decode"]

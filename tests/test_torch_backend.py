@@ -130,21 +130,9 @@ def test_programs_do_not_grow_with_depth(name: str, apart: int) -> None:
 # --- writes of a chunk --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("write", "chunk", "start", "lengths"),
-    [
-        (write_list, 5, [0, 3, 11], [5, 2, 4]),
-        (write_list, 5, [14, 11, 15], [2, 5, 0]),
-        (write_list, 16, [0, 4, 16], [16, 9, 0]),
-        (write_list, 1, [2, 15, 0], [1, 1, 0]),
-        (_write_ring, 5, [0, 3, 14], [5, 2, 4]),
-        (_write_ring, 7, [100, 31, 15], [0, 7, 1]),
-        (_write_ring, 16, [0, 9, 77], [16, 16, 3]),
-        (_write_ring, 40, [0, 21, 5], [40, 15, 33]),
-    ],
-)
+@pytest.mark.parametrize("into, chunk, start, lengths", TABLES["torch backend"]["writes"])
 def test_a_chunk_goes_to_its_slots(
-    write: Any, chunk: int, start: list[int], lengths: list[int]
+    into: str, chunk: int, start: list[int], lengths: list[int]
 ) -> None:
     """As the op says, in place; padding, also behind the last slot of a list, leaves what was
     there, and is not read: it may be NaN. Of a ring no slot is named twice."""
@@ -155,7 +143,7 @@ def test_a_chunk_goes_to_its_slots(
     for row, count in enumerate(lengths):
         new[row, count:] = torch.nan
     with Slots() as slots:
-        write(cache, new, *where)
+        {"list": write_list, "ring": _write_ring}[into](cache, new, *where)
     assert torch.equal(cache, want)
     (slot,) = slots.written
     assert slot.shape == (min(chunk, 16), 3)

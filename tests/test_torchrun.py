@@ -162,12 +162,7 @@ def check_against_one(
 
 
 #: experts whole on a rank or cut, codes or floats, form of the latent cache, with a drafter
-RANKS = [
-    (True, True, "value", True),
-    (False, False, "off", True),
-    (True, False, "off", False),
-    (False, True, "off", False),
-]
+RANKS = [(*row,) for row in TABLES["torchrun"]["ranks"]]
 
 
 @pytest.mark.parametrize("ep, quant, form, drafts", short(RANKS[0], of=RANKS))

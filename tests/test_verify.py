@@ -25,6 +25,7 @@ from g4ir.check.tokens import Turns, random_ids
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError, SpecError
 from g4ir.ir.distance import BUDGETS, Tolerance
+from tests.cases import TABLES
 from tests.configs import spec_called
 from tests.engines import MAX_SEQ, random_checkpoint, some_tokens
 from tests.oracle import find_oracle
@@ -112,14 +113,7 @@ def test_linked_checkpoint_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize(
-    "param, value, against",
-    [
-        ("L3.attn.wo", "L3.attn.o", "hf"),
-        ("ple.w", "ple.", "reference"),
-        ("L5.scalar", "L5.out", "hf"),
-    ],
-)
+@pytest.mark.parametrize("param, value, against", TABLES["verify"]["disturbed"])
 def test_disturbed_weight_is_found(engines: Any, against: str, param: str, value: str) -> None:
     engine = disturbed(engines("reference", "tiny-ple"), param)
     report = verify_engine(engine, against, checkpoint=engines.checkpoint("tiny-ple"))
@@ -217,19 +211,12 @@ class Fixed:
         return self.tokens[:count], logits
 
 
-@pytest.mark.parametrize(
-    "tokens, budget, equal, differs",
-    [
-        ((1, 1, 1, 2, 7), Tolerance(relative=1e-3), 3, 3),
-        ((1, 1, 1, 2, 7), Tolerance(relative=1e-1), 3, None),
-        ((), Tolerance(cosine=0.999), 16, None),
-    ],
-)
+@pytest.mark.parametrize("tokens, budget, equal, differs", TABLES["verify"]["close calls"])
 def test_close_calls_may_go_either_way(
-    tokens: tuple[int, ...], budget: Tolerance, equal: int, differs: int | None
+    tokens: list[int], budget: dict[str, float], equal: int, differs: int | None
 ) -> None:
     both: Any = Fixed(*tokens), Fixed()
-    found = compare._compare_greedy(*both, torch.arange(9), 40, 512, budget)
+    found = compare._compare_greedy(*both, torch.arange(9), 40, 512, Tolerance(**budget))
     assert (found.equal, found.differs) == (equal, differs)
 
 

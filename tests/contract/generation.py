@@ -13,20 +13,14 @@ from g4ir.engine.engine import Engine
 from g4ir.engine.requests import CANCELLED, FINISHED, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.errors import InputError
+from tests.cases import TABLES
 from tests.engines import CHUNK, MAX_SEQ, some_tokens
 
 #: by the reference, which is slow
 TEXTS: dict[Any, list[list[int]]] = {}
 PROMPTS = [some_tokens(1, n)[0].tolist() for n in (11, 3, 26)]
 #: greedy, and each way to draw
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 1.0, "top_k": 5, "seed": 3},
-    {"temperature": 0.7, "top_k": 64, "top_p": 0.8, "seed": 4},
-    {"temperature": 1.0, "seed": 5},
-    {"temperature": 1.0, "top_k": 65, "seed": 6},
-    {"temperature": 1.0, "top_p": 0.9, "seed": 7},
-]
+SETTINGS: list[dict[str, Any]] = TABLES["ways to draw"]
 
 
 @pytest.fixture

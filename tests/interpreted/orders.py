@@ -28,13 +28,8 @@ from triton.runtime import interpreter
 #: programs that live at a time
 LIVE = 12
 #: where a program touches what others see
-ACCESSES = (
-    "create_masked_load",
-    "create_masked_store",
-    "create_atomic_rmw",
-    "create_atomic_cas",
-    "create_barrier",
-)
+WORDS = ("masked_load", "masked_store", "atomic_rmw", "atomic_cas", "barrier")
+ACCESSES = tuple(f"create_{word}" for word in WORDS)
 Index = tuple[int, ...]
 Program = Callable[[], None]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig, get_peft_model
 
 import g4ir
@@ -21,31 +22,7 @@ from tests.oracle import Oracle, find_oracle, relative, save_checkpoint
 from tests.test_adapter import merged
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-#: variant, and what differs from a rank of 4 and alpha 8 on LINEARS; full layers of tiny-dense have
-#: K=V, so that K feeds V
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("tiny-dense", {}),
-    "K alone": ("tiny-dense", {"target_modules": ["k_proj"]}),
-    "per-layer embeddings": ("tiny-ple", {"target_modules": "all-linear"}),
-    "experts": ("tiny-moe", {"target_parameters": EXPERTS}),
-    "one parameter of experts": ("tiny-moe", {"target_parameters": EXPERTS[1:]}),
-    "experts of another rank": (
-        "tiny-moe",
-        {"target_parameters": EXPERTS, "rank_pattern": {EXPERTS[1]: 2}, "use_rslora": True},
-    ),
-    "router": ("tiny-moe", {"target_modules": ["proj"]}),
-    "Gemma 3": ("tiny-gemma3", {}),
-    "root of the rank": ("tiny-dense", {"use_rslora": True}),
-    "patterns": (
-        "tiny-dense",
-        {
-            "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.down_proj": 8, "^model.*k_proj": 3},
-            "alpha_pattern": {"layers.2.mlp.down_proj": 3, ".*o_proj": 5},
-        },
-    ),
-    "some layers": ("tiny-dense", {"layers_to_transform": [1, 5]}),
-}
+CASES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def trained(oracle: Oracle, folder: Path, seed: int = 0, **config: Any) -> Any:
@@ -61,10 +38,10 @@ def trained(oracle: Oracle, folder: Path, seed: int = 0, **config: Any) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES["cases"])
 def test_logits_are_those_of_peft(case: str, tmp_path: Path) -> None:
     """An engine's, within the budget of the model, and the weights of `merge_and_unload`."""
-    variant, config = CASES[case]
+    variant, config = CASES["cases"][case]
     spec = load_spec(variant)
     oracle = find_oracle(spec)
     folder = save_checkpoint(oracle, tmp_path / "c")
@@ -105,15 +82,7 @@ def test_two_adapters_of_different_dtypes(tmp_path: Path) -> None:
         torch.testing.assert_close(got.tensor(name).float(), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"use_dora": True}, "use_dora: True is not applied"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights: 'pissa' is not applied"),
-        ({"modules_to_save": ["norm"]}, "modules_to_save: .* is not applied; .*merge_and_unload"),
-        ({"target_modules": ["embed_tokens"]}, "no A or B of a plain LoRA; .*merge_and_unload"),
-    ],
-)
+@pytest.mark.parametrize(("config", "says"), CASES["refused"])
 def test_refused(config: dict[str, Any], says: str, tmp_path: Path) -> None:
     spec = load_spec("tiny-dense")
     oracle = find_oracle(spec)

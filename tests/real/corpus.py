@@ -10,77 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from gettext import GNUTranslations
 from itertools import islice
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 COUNT, LONGEST = 20_000, 600
 SYSTEM = Path("/usr/share")
-#: first and last character of letters: Latin to Georgian, Ethiopic, kana, Chinese, Hangul, ...
-LETTERS = (
-    *((0x41, 0x7A), (0xC0, 0x24F), (0x370, 0x3FF), (0x400, 0x52F), (0x531, 0x58A), (0x5D0, 0x5EA)),
-    *((0x620, 0x669), (0x904, 0x96F), (0x985, 0x9E3), (0xA85, 0xAE3), (0xB85, 0xBEF)),
-    *((0xC05, 0xC6F), (0xE01, 0xE5B), (0xE81, 0xEDD), (0xF40, 0xF87), (0x1000, 0x109F)),
-    *((0x10A0, 0x10FF), (0x1200, 0x135A), (0x1780, 0x17DD), (0x1820, 0x1877), (0x3041, 0x30FF)),
-    *((0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0x10330, 0x1034A), (0x20000, 0x2A6DF)),
-)
-SPACES = ("\n", "\t", "\r\n", "\v", "\u00a0", "\u2003", "\u3000", "\u200b", "x", ".", "é", "日")
-MARKUP = (
-    *(
-        "<b>",
-        "</b>",
-        "<table>",
-        "</td>",
-        "<h1>",
-        "<br>",
-        "&amp;",
-        "<unused5>",
-        "<unused5",
-        "[@BOS@]",
-    ),
-    *(
-        "<start_of_turn>",
-        "<end_of_turn>",
-        "<start_of_turn>user\n",
-        "<bos>",
-        "<eos>",
-        "<pad>",
-        "<unk>",
-    ),
-    *("<start_of_image>", "<end_of_image>", "[multimodal]", "<mask>", "<0x0A>"),
-    *("<|turn>", "<turn|>", "<", ">", "<<", " ", "\n", "a", "text ", "ü"),
-)
-EMOJI = (
-    "👍",
-    "👍🏽",
-    "👩\u200d💻",
-    "🏳️\u200d🌈",
-    "🇫🇷",
-    "🇩🇪",
-    "❤️",
-    "☺",
-    "1️⃣",
-    "e\u0301",
-    "ﷺ",
-    " ",
-    "ok",
-)
-NUMBERS = (
-    "0",
-    "1",
-    "12",
-    "345",
-    "99999",
-    "-",
-    "+",
-    "e",
-    ".",
-    ",",
-    " ",
-    "%",
-    "€",
-    "²",
-    "½",
-    "٣",
-    "४",
-)
+PARTS: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def texts() -> Iterator[tuple[str, str]]:
@@ -130,7 +66,7 @@ def _read(path: Path) -> str:
 
 
 def _words(rng: random.Random) -> str:
-    first, last = rng.choice(LETTERS)
+    first, last = rng.choice(PARTS["letters"])
     sizes = [rng.randint(1, 9) for _ in range(rng.randint(1, 60))]
     return " ".join("".join(chr(rng.randint(first, last)) for _ in range(n)) for n in sizes)
 
@@ -150,10 +86,10 @@ def _of(parts: Sequence[str], most: int = 1) -> Callable[[random.Random], str]:
 GENERATED: tuple[tuple[str, Callable[[random.Random], str], int], ...] = (
     ("words", _words, 3000),
     ("any characters", _any, 1500),
-    ("white space", _of((" ", *SPACES), 9), 1000),
-    ("markup", _of(MARKUP), 1000),
-    ("emoji", _of(EMOJI, 3), 500),
-    ("numbers", _of(NUMBERS), 500),
+    ("white space", _of((" ", *PARTS["spaces"]), 9), 1000),
+    ("markup", _of(PARTS["markup"]), 1000),
+    ("emoji", _of(PARTS["emoji"], 3), 500),
+    ("numbers", _of(PARTS["numbers"]), 500),
     ("one letter", lambda rng: rng.choice("ae =-\n\té日") * rng.randint(1, 5000), 300),
     ("U+2581", _of(("\u2581", " ", "a", "\n"), 3), 100),
     ("<image_soft_token>", _of(("<image_soft_token>", " ", "a", "\n"), 3), 100),

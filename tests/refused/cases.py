@@ -41,3 +41,14 @@ def cases(file: Path) -> Iterator[Case]:
 
 def fits(says: str, line: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, says.split("[...]"))), line) is not None
+
+
+def put(value: Any, path: str, new: Any) -> None:
+    """Set what lies under keys with slashes between them; `...` takes it away."""
+    *steps, last = path.split("/")
+    for step in steps:
+        value = value[step]
+    if new == "...":
+        del value[last]
+    else:
+        value[last] = new

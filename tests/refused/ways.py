@@ -33,6 +33,7 @@ from tests.engines import random_checkpoint, resigned
 from tests.hub_configs import hub_config
 from tests.media_tools import broken_files, media_engine
 from tests.oracle import find_oracle
+from tests.refused.cases import put
 from tests.test_ops import node
 from tests.test_quantised_checkpoints import CASES as CODES
 
@@ -123,17 +124,6 @@ def changed(text: Any, change: Any) -> Any:
         assert old in text
         text = text.replace(old, new, 1)
     return text
-
-
-def put(value: Any, path: str, new: Any) -> None:
-    """Set what lies under keys with slashes between them; `...` takes it away."""
-    *steps, last = path.split("/")
-    for step in steps:
-        value = value[step]
-    if new == "...":
-        del value[last]
-    else:
-        value[last] = new
 
 
 def edited(tensors: Tensors, edits: Mapping[str, Any]) -> Tensors:

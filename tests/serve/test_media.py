@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import os
-import wave
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ import yaml
 from g4ir.chat.messages import Medium
 from g4ir.errors import InputError
 from g4ir.serve.media_sources import MediaFolder, setting
+from tests.media_tools import wav
 from tests.serve.running import NAME, Running, chat_engine, ready
 
 CASES = yaml.safe_load(Path(__file__).with_name("media.yaml").read_text())
@@ -33,12 +33,7 @@ def picture() -> bytes:
 
 
 def sound(seconds: float = 0.5) -> bytes:
-    file = io.BytesIO()
-    with wave.open(file, "wb") as w:
-        w.setnchannels(1)
-        w.setsampwidth(2)
-        w.setframerate(16_000)
-        w.writeframes(b"\x10\x00" * int(seconds * 16_000))
+    wav(file := io.BytesIO(), int(seconds * 16_000))
     return file.getvalue()
 
 

@@ -250,14 +250,7 @@ def test_random_schemas(full: bool, caplog: pytest.LogCaptureFixture) -> None:
     assert len(refused) <= len(seeds) // 4, refused
 
 
-DEFS = {
-    "$defs": {
-        "a/b": {"type": "integer"},
-        "list": {"anyOf": [{"type": "boolean"}, {"type": "integer"}]},
-        "node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}},
-    },
-    "definitions": {"x": {"type": "boolean"}},
-}
+DEFS = CASES["definitions"]
 
 
 def around(inner: Any) -> dict[str, Any]:
@@ -316,16 +309,6 @@ def test_schemas_that_allow_nothing(inner: Any, why: str, use: str) -> None:
     assert e.value.status == 400
 
 
-#: a path, a key of `asked`, and the path of a schema in an error
-PATHS = [
-    ("chat/completions", "function", "tools[0].function.parameters"),
-    ("chat/completions", "response_format", "response_format: schema"),
-    ("responses", "flat", "tools[0].parameters"),
-    ("responses", "text", "text: schema"),
-    ("messages", "input_schema", "tools[0].input_schema"),
-]
-
-
 def asked(key: str, schema: Any, strict: bool) -> dict[str, Any]:
     """What a request has around a schema."""
     named = {"name": "f", "strict": strict}
@@ -342,7 +325,7 @@ def asked(key: str, schema: Any, strict: bool) -> dict[str, Any]:
     return bodies[key]
 
 
-@pytest.mark.parametrize(("path", "key", "where"), PATHS)
+@pytest.mark.parametrize(("path", "key", "where"), CASES["paths"])
 def test_schemas_over_http(
     served: Running, path: str, key: str, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,35 +14,19 @@ from g4ir.backends.trt.parse import Addresses, parse
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Value
 from g4ir.ops.types import parse_type
+from tests.cases import TABLES
+from tests.configs import short
 from tests.trt.small import check_row
 
 #: build -> tensors that are compared
-NETWORKS = {
-    "tiny-moe quant=int4": {"logits"},
-    "tiny-ple drafter=default attention=fused": {"logits", "drafts"},
-    "tiny-media media=all": {"logits", "soft"},
-    "tiny-dense quant=int8 attention=plain": {"logits"},
-}
-MORE = (
-    *(
-        "tiny-dense",
-        "tiny-moe quant=fp8 attention=fused",
-        "tiny-moe experts=gather latent_kv=value",
-    ),
-    *("tiny-ple quant=int8", "e2b", "e2b quant=int4", "26b-a4b attention=fused", "12b"),
-    *("26b-a4b quant=int4 experts=all", "31b latent_kv=value", "26b-a4b quant=fp8"),
-    *("combined attention=fused", "random-1003 attention=fused", "random-1002 attention=plain"),
-    *("combined latent_kv=value experts=gather attention=plain", "gemma3-4b attention=fused"),
-)
+NETWORKS, MORE = TABLES["trt dialect"]["networks"], TABLES["trt dialect"]["more"]
 
 
-@pytest.mark.parametrize(
-    "row", [*NETWORKS, *(pytest.param(r, marks=pytest.mark.full) for r in MORE)]
-)
+@pytest.mark.parametrize("row", short(*NETWORKS, of=[*NETWORKS, *MORE]))
 def test_numbers(row: str, tmp_path: Path) -> None:
     """By onnxruntime in fp32 as the interpreter: prompts in chunks, decode over each span, drafts,
     and the soft tokens of towers."""
-    assert check_row(row, tmp_path).keys() >= NETWORKS.get(row, {"logits"})
+    assert check_row(row, tmp_path).keys() >= {*NETWORKS.get(row, ["logits"])}
 
 
 def test_no_conditionals() -> None:

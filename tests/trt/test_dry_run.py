@@ -21,7 +21,7 @@ from g4ir.errors import MissingError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
-from tests.configs import VARIANTS
+from tests.configs import VARIANTS, short
 
 # --- what the environment lacks ---------------------------------------------------------------
 
@@ -77,9 +77,7 @@ def test_slots_of_a_step(most: int) -> None:
 # --- dry runs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "variant", ["tiny-media", *(pytest.param(v, marks=pytest.mark.full) for v in VARIANTS)]
-)
+@pytest.mark.parametrize("variant", short("tiny-media", of=("tiny-media", *VARIANTS)))
 def test_dry_run(variant: str, tmp_path: Path) -> None:
     """Without a GPU or weights; of a whole variant within a minute and 4 GiB."""
     words = f"build --variant {variant} --backend trt --drafter default --dry-run --json --out"

@@ -26,7 +26,7 @@ from g4ir.ops.types import Type, parse_type
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import check_spec
-from tests.configs import spec_called
+from tests.configs import short, spec_called
 from tests.network_session import check_op, in_network
 from tests.test_ops import IN_NETWORKS
 from tests.trt.compiled import planned
@@ -171,16 +171,10 @@ def sort_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "sorted_rows", lambda *_: 0)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        "tiny-moe quant=int4",
-        *(
-            pytest.param(f"tiny-moe {words}", marks=pytest.mark.full)
-            for words in ("", "quant=int8", "quant=fp8")
-        ),
-    ],
-)
+SORTED = [f"tiny-moe {words}" for words in ("quant=int4", "", "quant=int8", "quant=fp8")]
+
+
+@pytest.mark.parametrize("row", short(SORTED[0], of=SORTED))
 @pytest.mark.usefixtures("sort_all")
 def test_models_whose_tokens_are_sorted(row: str, tmp_path: Path) -> None:
     """With padding, experts of every form."""

@@ -10,6 +10,8 @@ import pytest
 import g4ir
 from g4ir.backends.trt import build
 from g4ir.errors import MissingError
+from tests.cases import TABLES
+from tests.configs import short
 from tests.trt.compiled import real
 
 onnx = pytest.importorskip("onnx")
@@ -25,25 +27,8 @@ SIZES = {"B": (1, 1), "S": (1, CHUNK), "R": (1, 1), "C": (SLOTS, SLOTS)}
 EXPORTS: dict[str, dict[str, Any]] = {
     "tiny-moe int8": {"quant": "int8"},
 }
-MORE = {
-    "tiny-moe int4": {"quant": "int4"},
-    "tiny-moe int4 all": {"quant": "int4", "settings": {"experts": "all"}},
-    "tiny-moe int4 gather": {"quant": "int4", "settings": {"experts": "gather"}},
-    "tiny-dense value": {"latent_kv": "value"},
-    "tiny-moe value": {"latent_kv": "value"},
-    "tiny-unified": {"media": "all"},
-    "tiny-gemma3": {"quant": "int8"},
-    "tiny-ple int8": {"quant": "int8"},
-    "tiny-dense": {},
-    "tiny-moe": {},
-    "tiny-moe fp8": {"quant": "fp8"},
-    "tiny-media": {"media": "all"},
-    "tiny-ple int4": {"quant": "int4", "drafter": "default"},
-}
-CASES = [
-    *EXPORTS.items(),
-    *(pytest.param(*row, marks=pytest.mark.full) for row in MORE.items()),
-]
+MORE = TABLES["trt parser"]["more"]
+CASES = short(*EXPORTS.items(), of=[*EXPORTS.items(), *MORE.items()])
 
 
 def taken(file: Path) -> str:

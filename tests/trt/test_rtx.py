@@ -27,11 +27,13 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, InputError, MissingError, PlanError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
+from tests.cases import TABLES
 from tests.cli_tools import g4ir as command_line
 from tests.engines import resigned
 from tests.trt.compiled import planned
 from tests.trt.emulated import build, emulated, use
 
+ROWS = TABLES["rtx"]
 VERSION = installed(RTX)
 builder = pytest.mark.skipif(not VERSION, reason="needs TensorRT-RTX: pip install -e '.[rtx]'")
 SMALL = {"max_batch": 1, "max_seq": 64, "prefill_chunk": 16, "random_weights": 0}
@@ -46,17 +48,11 @@ def gpu(patch: pytest.MonkeyPatch, capability: tuple[int, int], name: str) -> No
 # --- targets ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("target", "runs", "not_on"),
-    [
-        ("rtx", [(8, 0), (8, 6), (8, 9), (12, 0), (12, 1)], [(7, 5), (8, 7), (9, 0), (10, 0)]),
-        ("sm89", [(8, 9)], [(8, 6), (9, 0), (12, 0)]),
-        ("h200", [(9, 0)], [(8, 9), (10, 0)]),
-    ],
-)
+@pytest.mark.parametrize(("target", "runs", "not_on"), ROWS["capabilities"])
 def test_capabilities(target: str, runs: list[Any], not_on: list[Any]) -> None:
     found = find_target(target)
-    assert all(map(found.runs_on, runs)) and not any(map(found.runs_on, not_on))
+    ours, others = ([tuple(each) for each in some] for some in (runs, not_on))
+    assert all(map(found.runs_on, ours)) and not any(map(found.runs_on, others))
 
 
 def test_the_gpu_of_this_machine_is_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,31 +119,17 @@ def test_a_portable_engine(engine: Engine) -> None:
 
 
 @builder
-@pytest.mark.parametrize(
-    ("capability", "name", "changes", "says"),
-    [
-        (None, "", {}, r"no CUDA device; run it on a GPU of .*8\.0, 8\.6, 8\.9, 12\.0 or later"),
-        ((9, 0), "NVIDIA H100", {}, r"runs on a GPU of .*12\.0 or later; .*H100, is sm_90"),
-        ((8, 9), "RTX 4090", {"machine": "cuda tensorrt-rtx-1.4"}, r"-1\.4\); this .*--target rtx"),
-        ((8, 9), "RTX 4090", {"version": "1.7.0.1"}, r"by TensorRT-RTX 1\.7\.0\.1, this is"),
-    ],
-    ids=["no GPU", "another GPU", "another minor version", "another version"],
-)
-def test_where_it_does_not_run(
-    copy: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int] | None,
-    name: str,
-    changes: dict[str, str],
-    says: str,
-) -> None:
+@pytest.mark.parametrize("case", ROWS["elsewhere"])
+def test_where_it_does_not_run(copy: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    capability, name, changes, says = ROWS["elsewhere"][case]
+
     def change(m: dict[str, Any]) -> None:
         for key, value in changes.items():
             (m if key in m else m["compiled"])[key] = value
 
     resigned(copy, change)
     if capability:
-        gpu(monkeypatch, capability, name)
+        gpu(monkeypatch, tuple(capability), name)
     with pytest.raises((EngineError, MissingError), match=says) as e:
         load_engine(copy, trust=True)
     assert "\n" not in str(e.value)
@@ -321,17 +303,7 @@ def test_where_no_cache_can_be_written(tmp_path: Path) -> None:
 # --- room -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("row", "measured"),
-    [
-        ("e2b quant=int4", 4.46),
-        ("31b quant=int4 layers=6", 6.45),
-        ("26b-a4b quant=int4 layers=6", 4.61),
-        ("26b-a4b quant=int8 layers=2", 3.45),
-        ("26b-a4b layers=2", 5.10),
-        ("e2b layers=10", 3.15),
-    ],
-)
+@pytest.mark.parametrize(("row", "measured"), ROWS["host memory"].items())
 def test_host_memory(row: str, measured: float) -> None:
     """As the builder was seen to take (GiB, bench/results/rtx-builds.txt)."""
     graphs = networks(planned(row).packing.program)

@@ -37,6 +37,7 @@ from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.weights.pack import MadeParams
 from tests.cases import TABLES
+from tests.configs import short
 from tests.engines import agrees
 from tests.trt import fake
 from tests.trt.emulated import CHUNK, MAX_SEQ, ROWS, build, emulated, emulated_api, use
@@ -424,9 +425,7 @@ def test_no_network_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
         tiny_network()
 
 
-@pytest.mark.parametrize(
-    "quant", ["int8", *(pytest.param(q, marks=pytest.mark.full) for q in ("int4", "fp8"))]
-)
+@pytest.mark.parametrize("quant", short("int8", of=("int8", "int4", "fp8")))
 def test_weights_in_codes(quant: str, trt: Build) -> None:
     """Codes go to the network as they are, those of 4 bits by columns."""
     engine = trt("tiny-moe", quant=quant)
