@@ -56,17 +56,20 @@ SMALL = 4 << 20
 
 @dataclass(frozen=True)
 class Form:
-    """A tiny engine: its variant, dtype and settings, and other options of its build."""
+    """A tiny engine: its variant, dtype (none: the scale's) and settings, and other options of its
+    build."""
 
     variant: str
-    dtype: str = "bfloat16"
+    dtype: str = ""
     settings: Mapping[str, str] | None = None
     options: Mapping[str, Any] | None = None
 
     @property
     def name(self) -> str:
         given = {**(self.settings or {}), **(self.options or {})}
-        return " ".join((self.variant, self.dtype, *(f"{k}={v}" for k, v in given.items())))
+        return " ".join(
+            (self.variant, *self.dtype.split(), *(f"{k}={v}" for k, v in given.items()))
+        )
 
 
 def _choices(setting: str) -> Iterator[dict[str, str]]:
@@ -130,7 +133,9 @@ def tiny(out: Path, scale: Scale, host: Host, form: Form) -> dict[str, Any]:
     limits = {"max_batch": 2, "max_seq": 64, "prefill_chunk": 16, "media": "none"}
     options = {**limits, "settings": form.settings, **(form.options or {})}
     path = out / "work" / re.sub(r"[^\w.-]+", "-", form.name)
-    made = opened(out, scale, host, load_spec(form.variant), path, form.dtype, **options)
+    made = opened(
+        out, scale, host, load_spec(form.variant), path, form.dtype or scale.dtype, **options
+    )
     try:
         times, _ = step_times(stepper(made, 1, 32), scale)
         return {"step_ms": percentile(times, 50), **about(made, out), **compared(made)}
