@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.backends.onnx_graph.backend import require
 from g4ir.model.draft import DRAFT
-from g4ir.ui.posix import resource
+from g4ir.ui.memory import peak_resident_bytes
 from g4ir.ui.progress import Progress
 
 from . import build
@@ -37,7 +37,7 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
     return {
         **found,
         "dry_run_s": round(time.monotonic() - start, 1),
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_bytes": peak_resident_bytes(),
     }
 
 

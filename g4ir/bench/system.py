@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from g4ir import __version__
-from g4ir.ui.posix import resource
+from g4ir.ui.memory import peak_resident_bytes
 
 #: load beyond the cores that says nothing
 SPARE = 0.25
@@ -95,7 +95,5 @@ def reset_peak(device: str) -> None:
 def peak_memory(device: str) -> dict[str, int]:
     """Return bytes since `reset_peak`, or since the process began where the system cannot say: the
     process's resident memory and the CUDA allocator's."""
-    peak = [int(text.split()[0]) for text in _lines("/proc/self/status", "VmHWM:")]
-    kib = peak[0] if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     cuda = {"cuda_bytes": torch.cuda.max_memory_allocated()} if device == "cuda" else {}
-    return {"rss_bytes": kib * 1024, **cuda}
+    return {"rss_bytes": peak_resident_bytes(), **cuda}

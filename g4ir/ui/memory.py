@@ -1,4 +1,4 @@
-"""Memory of the machine and of a GPU."""
+"""Memory of the machine, of a GPU, and of this process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from .posix import resource
 from .threads import control_groups
 
 
@@ -49,3 +50,13 @@ def free_on(device: str) -> int:
     import torch
 
     return int(torch.cuda.mem_get_info()[0])
+
+
+def peak_resident_bytes() -> int:
+    """Return the most resident memory since the process began, or since somebody reset its peak
+    (proc(5), clear_refs)."""
+    with contextlib.suppress(OSError):  # `ru_maxrss` counts what the parent had as it started this
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
