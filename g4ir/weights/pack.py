@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -36,6 +38,8 @@ from .formats.base import Files
 TABLE_BYTES = 256 << 20
 #: bytes of a larger one that are made at a time where it is written
 PIECE_BYTES = 32 << 20
+#: recipes of several results of which some may wait to be asked for
+LEFT = 8
 _OF_RANK = re.compile(r"\w+[-.]rank(\d+)of\d+[-.]")
 
 
@@ -168,40 +172,71 @@ class MadeParams:
     moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
     #: computes `quantize`, with the bits of the definition
     quantized: Callable[..., tuple[Any, ...]] = quantize.reference
-    #: results of the last recipe that nobody has asked for yet: codes are made with their scales
-    _made: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    #: results of recipes of several, by the first one's name, that are made or not yet asked for
+    _made: dict[str, Future[dict[str, torch.Tensor]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    _lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 
     def tensor(self, param: str) -> torch.Tensor:
-        if param not in self._made:
-            recipe = self._begun(param)
-            self._made.update(self._results(recipe, self.source.tensor))
-        return self._made.pop(param)
+        recipe = self.packing.recipe(param)
+        if len(recipe.outputs) < 2:
+            return self._results(recipe, self.source.tensor)[param]
+        while (made := self._of_several(recipe, param)) is None:
+            pass
+        return made
 
-    def pieces(self, param: str) -> tensorfile.Made:
-        """Return a param to be written: of a large table some rows after the other, so that neither
-        it nor its weights are held whole."""
+    def _of_several(self, recipe: Graph, param: str) -> torch.Tensor | None:
+        """Return a result of a recipe that another thread may run; None if it was taken before."""
+        key = recipe.outputs[0].name
+        with self._lock:
+            future = self._made.get(key)
+            if first := future is None:
+                for old in [*self._made][: 1 - LEFT]:  # nobody asked for the rest of these
+                    del self._made[old]
+                future = self._made[key] = Future()
+        if first:
+            try:
+                future.set_result(self._results(recipe, self.source.tensor))
+            except BaseException as e:
+                future.set_exception(e)
+                self._made.pop(key, None)
+        results = future.result()
+        with self._lock:
+            made = results.pop(param, None)
+            if not results or made is None:
+                self._made.pop(key, None)
+        return made
+
+    def makes(self, param: str) -> list[Callable[[], tensorfile.Made]]:
+        """Return what makes a param that is written: of a large table some rows after the other, so
+        that neither it nor its weights are held whole."""
         tables = {v.name: v for v in self.packing.program.graphs["embed"].params}
-        v = tables.get(param)
-        large = v and v.type.nbytes() > TABLE_BYTES and param not in self._made
-        if v and large and {n.op for n in self.packing.recipe(param).nodes} <= {"quantize"}:
-            return self._in_pieces(v)
-        return self.tensor(param)
+        v, ops = tables.get(param), {n.op for n in self.packing.recipe(param).nodes}
+        if not v or v.type.nbytes() <= TABLE_BYTES or not ops <= {"quantize"}:
+            return [partial(self.tensor, param)]
+        rows = int(v.type.shape[0])
+        parts = torch.arange(rows).split(rows * PIECE_BYTES // v.type.nbytes() + 1)
+        if ops:
+            return [partial(self._in_pieces, v, parts)]
+        return [partial(self._rows_of, param, ids) for ids in parts]
 
-    def _in_pieces(self, v: Value) -> Iterator[torch.Tensor]:
-        recipe, rows = self._begun(v.name), int(v.type.shape[0])
+    def _rows_of(self, param: str, ids: torch.Tensor) -> torch.Tensor:
+        recipe = self.packing.recipe(param)
+        return self._results(recipe, partial(self.source.rows, ids=ids))[param]
+
+    def _in_pieces(self, v: Value, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield rows of codes; what else is made of their weights is kept until it is asked for."""
+        recipe = self.packing.recipe(v.name)
         beside: dict[str, list[torch.Tensor]] = {}
-        for ids in torch.arange(rows).split(rows * PIECE_BYTES // v.type.nbytes() + 1):
+        for ids in parts:
             made = self._results(recipe, partial(self.source.rows, ids=ids))
             self.release(v.name)
             yield made.pop(v.name)
             for name, t in made.items():
                 beside.setdefault(name, []).append(t)
-        self._made.update({name: torch.cat(parts) for name, parts in beside.items()})
-
-    def _begun(self, param: str) -> Graph:
-        """Return a recipe that is about to be run, of whose results none is held."""
-        self._made.clear()
-        return self.packing.recipe(param)
+        future = self._made[recipe.outputs[0].name] = Future()
+        future.set_result({name: torch.cat(parts) for name, parts in beside.items()})
 
     def _results(
         self, recipe: Graph, read: Callable[[str], torch.Tensor]
@@ -407,9 +442,7 @@ def write_params(
             progress(f"weights {10 * tenths[1]} %")
 
     tensors = {
-        v.name: tensorfile.FileTensor(
-            *_stored_as(v), partial(source.pieces, v.name), partial(written, v)
-        )
+        v.name: tensorfile.FileTensor(*_stored_as(v), source.makes(v.name), partial(written, v))
         for v in params
     }
     shards = enumerate(tensorfile.in_shards(tensors))

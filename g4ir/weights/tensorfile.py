@@ -15,8 +15,8 @@ import os
 import stat
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -28,6 +28,7 @@ from g4ir.errors import WeightsError
 from g4ir.ops.types import torch
 from g4ir.spec.reader import json_object
 from g4ir.ui.files import read_table, write_file
+from g4ir.ui.threads import usable_cores
 
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 MAX_DIMS = 64
@@ -42,6 +43,7 @@ DOWNLOAD = "fix: download or save the file again"
 LENGTH_BYTES = 8  # that say how long the header is
 ALIGNED = 64  # of tensors in files that we write: a cache line
 SHARD_BYTES = 4 << 30  # of a file that we write
+AHEAD_BYTES = 256 << 20  # of tensors that are made before they are written
 #: MAP_NORESERVE has a name from Python 3.11 on (Linux, uapi/asm-generic/mman-common.h)
 PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
 #: bytes of a huge page
@@ -286,11 +288,12 @@ Made: TypeAlias = "torch.Tensor | Iterator[torch.Tensor]"
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file that is written: its dtype's code, its shape, and what makes it."""
+    """A tensor of a file that is written: its dtype's code, its shape, and what makes it, or its
+    rows one part after the other."""
 
     code: str  # a key of BITS
     shape: tuple[int, ...]
-    make: Callable[[], Made]
+    makes: Sequence[Callable[[], Made]]
     release: Callable[[], None] = lambda: None
 
     @property
@@ -300,18 +303,17 @@ class FileTensor:
     @classmethod
     def of(cls, t: torch.Tensor) -> FileTensor:
         """Return a tensor that is made already."""
-        return cls(code_of(t.dtype), tuple(t.shape), lambda: t)
+        return cls(code_of(t.dtype), tuple(t.shape), [lambda: t])
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Write one file under a temporary name that is renamed at the end; what is written next is
-    made meanwhile. Returns the file's SHA-256."""
+    """Write one file under a temporary name that is renamed at the end. Returns its SHA-256."""
     digest = hashlib.sha256()
 
     def digested() -> Iterator[bytes | memoryview]:
-        for piece in made_ahead(tensor_file(tensors, metadata)):
+        for piece in tensor_file(tensors, metadata):
             digest.update(piece)
             yield piece
 
@@ -319,21 +321,33 @@ def write_tensors(
     return digest.hexdigest()
 
 
-def made_ahead(items: Iterator[_T], count: int = 2) -> Iterator[_T]:
-    """Yield items that another thread makes, so many ahead of the one that is taken."""
-    end: Any = object()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = deque(pool.submit(next, items, end) for _ in range(count))
-        while (item := waiting.popleft().result()) is not end:
-            waiting.append(pool.submit(next, items, end))
-            yield item
+def made_ahead(jobs: Iterable[tuple[int, Callable[[], _T]]]) -> Iterator[_T]:
+    """Yield what jobs make, in their order; threads make up to AHEAD_BYTES of it before it is
+    taken. `jobs`: bytes, and what makes them."""
+    threads = torch.get_num_threads()
+    waiting, ahead = deque[tuple[int, "Future[_T]"]](), 0
+    # Operators on small pieces gain nothing from threads of their own.
+    pool = ThreadPoolExecutor(usable_cores(), initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        for nbytes, job in jobs:
+            while waiting and (ahead + nbytes > AHEAD_BYTES or len(waiting) > 2 * usable_cores()):
+                taken, future = waiting.popleft()
+                ahead -= taken
+                yield future.result()
+            waiting.append((nbytes, pool.submit(job)))
+            ahead += nbytes
+        while waiting:
+            yield waiting.popleft()[1].result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)  # of threads that start later, too
 
 
 def tensor_file(
     tensors: Mapping[str, FileTensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield the pieces of a file; each tensor is made when its turn comes, and released behind it.
-    Those of a multiple of ALIGNED bytes come first, so that they are aligned."""
+    """Yield the pieces of a file; each tensor is made shortly before its turn, and released behind
+    it. Those of a multiple of ALIGNED bytes come first, so that they are aligned."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     names = sorted(tensors, key=lambda name: tensors[name].nbytes % ALIGNED > 0)
     offsets = pairwise(accumulate((tensors[name].nbytes for name in names), initial=0))
@@ -344,14 +358,16 @@ def tensor_file(
     raw += b" " * (-(LENGTH_BYTES + len(raw)) % ALIGNED)
     length = len(raw).to_bytes(LENGTH_BYTES, "little")
     yield from (length, raw)
+    made = made_ahead(
+        (tensors[name].nbytes // len(makes), make)
+        for name in names
+        for makes in [tensors[name].makes]
+        for make in makes
+    )
     for name in names:
-        yield from _pieces(tensors[name])
-
-
-def _pieces(t: FileTensor) -> Iterator[memoryview]:
-    made = t.make()
-    yield from map(bytes_of, [made] if isinstance(made, torch.Tensor) else made)
-    t.release()
+        for _, part in zip(tensors[name].makes, made, strict=False):
+            yield from map(bytes_of, [part] if isinstance(part, torch.Tensor) else part)
+        tensors[name].release()
 
 
 def in_shards(tensors: Mapping[str, FileTensor]) -> list[dict[str, FileTensor]]:

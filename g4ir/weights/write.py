@@ -102,7 +102,7 @@ def _tensors(
     for name, (bare, shape) in names.items():
         code = "I64" if bare == ORDER else code_of(dtype)
         make = partial(_made, source, bare, shape, dtype)
-        out[name] = FileTensor(code, shape, make, partial(source.release, bare))
+        out[name] = FileTensor(code, shape, [make], partial(source.release, bare))
     return out
 
 
@@ -123,7 +123,7 @@ def in_pieces(source: Checkpoint, name: str, shape: Shape) -> Iterator[torch.Ten
 def _dead(spec: Spec, dtype: torch.dtype, prefix: str) -> dict[str, FileTensor]:
     return {
         prefix + name: FileTensor(
-            code_of(dtype), shape, partial(random_tensor, 0, name, shape, dtype)
+            code_of(dtype), shape, [partial(random_tensor, 0, name, shape, dtype)]
         )
         for name, shape in dead_tensors(spec).items()
     }
