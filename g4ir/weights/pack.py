@@ -415,7 +415,7 @@ def write_shares(
     alike = packing.program.params().keys() - own
     files = write_params(packing, params, folder, progress, alike)
     for rank in range(ranks if own else 0):
-        of_rank = replace(params, share=replace(params.share, rank=rank))
+        of_rank = replace(params, share=replace(params.share, rank=rank), _made={})
         stem = f"weights-rank{rank}of{ranks}"
         files |= write_params(packing, of_rank, folder, progress, own, stem)
     return files
