@@ -20,8 +20,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
 from g4ir.errors import WeightsError
 from g4ir.model.names import checkpoint_name
 from g4ir.ui.files import read_table
@@ -326,8 +324,9 @@ class _Reader:
         form = NUMBERS[array.kind]
         self.at = array.start
         start = self._take(array.count * form.size, what)
-        values: list[Any] = np.frombuffer(self.data[start : self.at], form.format).tolist()
-        return list(map(bool, values)) if array.kind == BOOL else values
+        every = f"<{array.count}{form.format[1:]}"
+        values = struct.unpack(every, self.data[start : self.at])
+        return list(map(bool, values) if array.kind == BOOL else values)
 
     def _strings(self, what: str, array: Array) -> Iterator[str]:
         unpack, data, at = U64.unpack_from, self.data, array.start

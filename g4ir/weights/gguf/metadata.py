@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from math import isfinite
 from typing import Any
 
-import numpy as np
-
 from g4ir.errors import SpecError
 from g4ir.spec.parts import CHAT_FORMATS, CHAT_FORMS, FAMILIES, FULL, SLIDING, relative
 from g4ir.spec.reader import did_you_mean
@@ -558,6 +556,8 @@ def _merges_by_score(
 ) -> list[tuple[str, str]]:
     """Return SentencePiece's merges: every split of a token into two tokens, in descending order
     of the token's score; those of user-defined tokens come before all others."""
+    import numpy as np  # which takes a tenth of a second of every start
+
     key = f"{PREFIX}scores"
     scores = file.items(key)
     if len(scores) != len(ids) or not all(type(score) is float for score in scores):
