@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -460,6 +461,26 @@ def test_tensors_begin_at_a_cache_line(tmp_path: Path) -> None:
     entries = read_header(tmp_path / "x").entries
     assert [entries[n].start % 64 for n in "bd"] == [0, 0]
     assert all(torch.equal(t, load_file(tmp_path / "x")[n]) for n, t in made.items())
+
+
+def test_jobs_run_ahead_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order; torch computes with as many threads afterwards; an error comes in its turn."""
+    monkeypatch.setattr(tensorfile, "PREFETCH_BYTES", 10)
+    started, threads = list[int](), torch.get_num_threads()
+
+    def job(i: int) -> int:
+        started.append(i)
+        if i == 30:
+            raise WeightsError("the last")
+        return i
+
+    seen = []
+    with pytest.raises(WeightsError, match="the last"):
+        for i in tensorfile.prefetched((4, partial(job, i)) for i in range(31)):
+            seen.append(i)
+            assert max(started) <= i + 3
+    assert seen == [*range(30)] and torch.get_num_threads() == threads
+    assert [*tensorfile.prefetched((99, partial(job, i)) for i in range(3))] == [0, 1, 2]
 
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}

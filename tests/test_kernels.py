@@ -311,6 +311,13 @@ def test_codes_on_other_cpus(
         test_what_is_no_number_stays_none(form, bad, product)
 
 
+@pytest.mark.parametrize("form", CODED)
+def test_prompts_on_other_cpus(other_cpu: None, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if has_gemm():
+        test_panels_of_tiles(form, 130, torch.bfloat16, monkeypatch)
+        test_panels_of_dense_weights((48, 530), 130, monkeypatch)
+
+
 INTEGERS = {*CODED} - {"fp8"}
 WITHOUT_INTEGERS, WITH_FP8 = {"v2", "neon"}, {"avx512_bf16", "amx"}
 

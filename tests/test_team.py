@@ -157,6 +157,18 @@ def container(root: Path, groups: str, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
+def test_the_peak_of_memory_is_not_the_parent_s() -> None:
+    """As `ru_maxrss` is on Linux."""
+    child = "from g4ir.ui.memory import peak_resident_bytes; print(peak_resident_bytes())"
+    code = f"""
+import subprocess, sys
+held = b"x" * (400 << 20)
+subprocess.run([sys.executable, "-c", {child!r}])
+"""
+    peak = int(subprocess.check_output([sys.executable, "-c", code]))
+    assert 1 << 20 < peak < 300 << 20
+
+
 def test_memory_of_a_container(tmp_path: Path) -> None:
     files = {"user/job/memory.max": "max\n", "user/memory.max": "5\n", "memory.max": "7\n"}
     for some, limits in (({}, []), (files, [5, 7])):

@@ -197,7 +197,7 @@ def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:
 def _side_files(spec: Spec, origin: Origin) -> dict[str, bytes]:
     """Return what an engine keeps of a checkpoint's side files, with the tokenizer's index."""
     side = origin.side_files()
-    # What has an index is a tokenizer: the library need not read it.
+    # A file with an index passed the checks of the library.
     index = index_file(side[TOKENIZER], spec.text.vocab_size) if TOKENIZER in side else None
     _check_side_files(spec, origin, side, {TOKENIZER} if index else set())
     return side | ({INDEX: index} if index else {})
@@ -211,10 +211,10 @@ def checked_side_files(spec: Spec, origin: Origin) -> dict[str, bytes]:
 
 
 def _check_side_files(
-    spec: Spec, origin: Origin, side: Mapping[str, bytes], known: Collection[str] = ()
+    spec: Spec, origin: Origin, side: Mapping[str, bytes], skip: Collection[str] = ()
 ) -> None:
-    """Raise an error if one of the files that are not `known` cannot be read later."""
-    if TOKENIZER in side and TOKENIZER not in known:
+    """Raise an error if one of the files but `skip` cannot be read later."""
+    if TOKENIZER in side and TOKENIZER not in skip:
         read_tokenizer(origin.stated_at(TOKENIZER), side[TOKENIZER])
     if GENERATION in side:
         path, keys = origin.stated_at(GENERATION), origin.generation_keys

@@ -61,7 +61,7 @@ def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
     texts = sorted(vocab, key=vocab.__getitem__) if isinstance(vocab, dict) else []
     frame["added_tokens"] = frame.get("added_tokens") or []
     local = listed and len(texts) <= size and _is_local(frame, vocab)
-    if not local or not _is_read(frame, vocab):
+    if not local or not _library_accepts(frame, vocab):
         return None
     merges = _whole_and_cut(listed, vocab, {*_fallbacks(model)})
     if merges is None:
@@ -110,20 +110,20 @@ def _is_local(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
     )
 
 
-def _is_read(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
-    """Whether the library reads a tokenizer but for its vocabulary and merges."""
+def _library_accepts(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
+    """Whether the library parses the file, vocabulary and merges aside."""
     from tokenizers import Tokenizer
 
-    few = {t["content"]: t["id"] for t in frame["added_tokens"]}
-    few |= {t: vocab[t] for t in _fallbacks(frame["model"]) if t in vocab}
+    small = {t["content"]: t["id"] for t in frame["added_tokens"]}
+    small |= {t: vocab[t] for t in _fallbacks(frame["model"]) if t in vocab}
     try:
-        Tokenizer.from_str(_in_small(frame, few, []))
+        Tokenizer.from_str(_subset(frame, small, []))
     except Exception:  # the library raises nothing narrower
         return False
     return True
 
 
-def _in_small(
+def _subset(
     frame: Mapping[str, Any], vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]
 ) -> str:
     """Return a tokenizer.json of some of the tokens."""
@@ -186,7 +186,7 @@ class IndexedTokenizer:
         try:
             _check(arrays)
             self._frame = json.loads(arrays["frame"].tobytes())
-            self._empty = Tokenizer.from_str(_in_small(self._frame, {}, []))
+            self._empty = Tokenizer.from_str(_subset(self._frame, {}, []))
         except Exception as e:  # of the library too
             raise EngineError(f"{path} is no index of a tokenizer: {e}; build it again") from None
         self._text, self._ends = arrays["text"], arrays["ends"]
@@ -257,7 +257,7 @@ class IndexedTokenizer:
             ids |= self._within(normalizer.normalize_str(text)) if normalizer else set()
         vocab = {self.id_to_token(i) or "": i for i in sorted(ids)}
         merges = [p for p in self._merges_of(ids) if vocab.keys() >= {*p}]
-        return Tokenizer.from_str(_in_small(self._frame, vocab, merges))
+        return Tokenizer.from_str(_subset(self._frame, vocab, merges))
 
     def _within(self, text: str, least: int = 1) -> set[int]:
         """Return the ids of the tokens in a text of at least so many characters; rarely another."""

@@ -38,8 +38,8 @@ from .formats.base import Files
 TABLE_BYTES = 256 << 20
 #: bytes of a larger one that are made at a time where it is written
 PIECE_BYTES = 32 << 20
-#: recipes of several results of which some may wait to be asked for
-LEFT = 8
+#: recipes with results that nobody has asked for yet, at most
+MAX_PENDING = 8
 _OF_RANK = re.compile(r"\w+[-.]rank(\d+)of\d+[-.]")
 
 
@@ -172,8 +172,9 @@ class MadeParams:
     moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
     #: computes `quantize`, with the bits of the definition
     quantized: Callable[..., tuple[Any, ...]] = quantize.reference
-    #: results of recipes of several, by the first one's name, that are made or not yet asked for
-    _made: dict[str, Future[dict[str, torch.Tensor]]] = field(
+    #: recipes of several results (codes and scales), by the first one's name: those that run, and
+    #: results that nobody has asked for yet
+    _pending: dict[str, Future[dict[str, torch.Tensor]]] = field(
         default_factory=dict, compare=False, repr=False
     )
     _lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
@@ -182,30 +183,30 @@ class MadeParams:
         recipe = self.packing.recipe(param)
         if len(recipe.outputs) < 2:
             return self._results(recipe, self.source.tensor)[param]
-        while (made := self._of_several(recipe, param)) is None:
+        while (made := self._shared_result(recipe, param)) is None:
             pass
         return made
 
-    def _of_several(self, recipe: Graph, param: str) -> torch.Tensor | None:
+    def _shared_result(self, recipe: Graph, param: str) -> torch.Tensor | None:
         """Return a result of a recipe that another thread may run; None if it was taken before."""
         key = recipe.outputs[0].name
         with self._lock:
-            future = self._made.get(key)
+            future = self._pending.get(key)
             if first := future is None:
-                for old in [*self._made][: 1 - LEFT]:  # nobody asked for the rest of these
-                    del self._made[old]
-                future = self._made[key] = Future()
+                for old in [*self._pending][: 1 - MAX_PENDING]:
+                    del self._pending[old]
+                future = self._pending[key] = Future()
         if first:
             try:
                 future.set_result(self._results(recipe, self.source.tensor))
             except BaseException as e:
                 future.set_exception(e)
-                self._made.pop(key, None)
+                self._pending.pop(key, None)
         results = future.result()
         with self._lock:
             made = results.pop(param, None)
             if not results or made is None:
-                self._made.pop(key, None)
+                self._pending.pop(key, None)
         return made
 
     def makes(self, param: str) -> list[Callable[[], tensorfile.Made]]:
@@ -235,7 +236,7 @@ class MadeParams:
             yield made.pop(v.name)
             for name, t in made.items():
                 beside.setdefault(name, []).append(t)
-        future = self._made[recipe.outputs[0].name] = Future()
+        future = self._pending[recipe.outputs[0].name] = Future()
         future.set_result({name: torch.cat(parts) for name, parts in beside.items()})
 
     def _results(
@@ -401,7 +402,7 @@ def params_of_rank(params: ParamSource, folder: Path, rank: int) -> ParamSource:
     """Return what another rank of an engine has, from what one of them has."""
     if isinstance(params, MadeParams):
         share = params.share and replace(params.share, rank=rank)
-        return replace(params, share=share, _made={})
+        return replace(params, share=share, _pending={})
     return stored_params(folder, rank)
 
 
@@ -415,7 +416,7 @@ def write_shares(
     alike = packing.program.params().keys() - own
     files = write_params(packing, params, folder, progress, alike)
     for rank in range(ranks if own else 0):
-        of_rank = replace(params, share=replace(params.share, rank=rank), _made={})
+        of_rank = replace(params, share=replace(params.share, rank=rank), _pending={})
         stem = f"weights-rank{rank}of{ranks}"
         files |= write_params(packing, of_rank, folder, progress, own, stem)
     return files

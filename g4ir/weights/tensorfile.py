@@ -43,7 +43,7 @@ DOWNLOAD = "fix: download or save the file again"
 LENGTH_BYTES = 8  # that say how long the header is
 ALIGNED = 64  # of tensors in files that we write: a cache line
 SHARD_BYTES = 4 << 30  # of a file that we write
-AHEAD_BYTES = 256 << 20  # of tensors that are made before they are written
+PREFETCH_BYTES = 256 << 20  # of tensors that are ready before they are written
 #: MAP_NORESERVE has a name from Python 3.11 on (Linux, uapi/asm-generic/mman-common.h)
 PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
 #: bytes of a huge page
@@ -321,26 +321,26 @@ def write_tensors(
     return digest.hexdigest()
 
 
-def made_ahead(jobs: Iterable[tuple[int, Callable[[], _T]]]) -> Iterator[_T]:
-    """Yield what jobs make, in their order; threads make up to AHEAD_BYTES of it before it is
-    taken. `jobs`: bytes, and what makes them."""
+def prefetched(jobs: Iterable[tuple[int, Callable[[], _T]]]) -> Iterator[_T]:
+    """Yield the results of jobs (their bytes, a function) in order. A pool of threads runs jobs
+    ahead of the consumer, PREFETCH_BYTES of results at most, or one; an error of a job is raised in
+    its turn."""
     threads = torch.get_num_threads()
-    waiting, ahead = deque[tuple[int, "Future[_T]"]](), 0
+    pending, nbytes = deque[tuple[int, "Future[_T]"]](), 0
     # Operators on small pieces gain nothing from threads of their own.
     pool = ThreadPoolExecutor(usable_cores(), initializer=torch.set_num_threads, initargs=(1,))
     try:
-        for nbytes, job in jobs:
-            while waiting and (ahead + nbytes > AHEAD_BYTES or len(waiting) > 2 * usable_cores()):
-                taken, future = waiting.popleft()
-                ahead -= taken
-                yield future.result()
-            waiting.append((nbytes, pool.submit(job)))
-            ahead += nbytes
-        while waiting:
-            yield waiting.popleft()[1].result()
+        for size, job in jobs:
+            while pending and (nbytes + size > PREFETCH_BYTES or len(pending) > 2 * usable_cores()):
+                nbytes -= pending[0][0]
+                yield pending.popleft()[1].result()
+            pending.append((size, pool.submit(job)))
+            nbytes += size
+        while pending:
+            yield pending.popleft()[1].result()
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)  # of threads that start later, too
+        torch.set_num_threads(threads)  # a worker's number is that of threads that start later
 
 
 def tensor_file(
@@ -358,14 +358,14 @@ def tensor_file(
     raw += b" " * (-(LENGTH_BYTES + len(raw)) % ALIGNED)
     length = len(raw).to_bytes(LENGTH_BYTES, "little")
     yield from (length, raw)
-    made = made_ahead(
-        (tensors[name].nbytes // len(makes), make)
-        for name in names
-        for makes in [tensors[name].makes]
-        for make in makes
+    jobs = (
+        (t.nbytes // len(t.makes), make)
+        for t in map(tensors.__getitem__, names)
+        for make in t.makes
     )
+    parts = prefetched(jobs)
     for name in names:
-        for _, part in zip(tensors[name].makes, made, strict=False):
+        for _, part in zip(tensors[name].makes, parts, strict=False):
             yield from map(bytes_of, [part] if isinstance(part, torch.Tensor) else part)
         tensors[name].release()
 
