@@ -171,8 +171,6 @@ class Backend(PlannedBackend, ABC):
     #: whether `compile` finds the packed params in the folder: its files refer to them or contain
     #: them
     packs_weights: bool = False
-    #: whether its compiled files are native code, which can do all that the user can
-    native: bool = False
     #: whether its engines run with the torch that built them alone
     of_torch: bool = True
     #: the type of what `compile` returns, as spec/reader.py reads it
@@ -241,6 +239,11 @@ class Backend(PlannedBackend, ABC):
     def machine_of(self, device: str, compiled: Mapping[str, Any]) -> str:
         """Return the same of what an engine's `compile` returned."""
         return self.machine(device)
+
+    def has_native_code(self, compiled: Mapping[str, Any]) -> bool:
+        """Whether what an engine's `compile` returned names native code, which can do all that the
+        user can."""
+        return False
 
     @abstractmethod
     def load(self, task: Task, kept: Any, cuda_graph: bool = True) -> Runtime:

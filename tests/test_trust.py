@@ -123,6 +123,16 @@ def test_what_was_built_here_needs_no_question(tmp_path: Path) -> None:
     assert found["weights"] == "made from seed 0"
 
 
+def test_an_engine_without_native_code_needs_no_decision(
+    engines: Any,
+) -> None:
+    """Graphs and weights are data; its kernels are this machine's own."""
+    found = open_artefact(engines("torch", "tiny-ple").path)
+    assert not trust.find_decision(found.manifest.digest)
+    assert trust.provenance(found)["native_code"] == "none"
+    assert load_engine(found.path).generate([2, 5, 7], 2)
+
+
 def test_a_decision_that_cannot_be_kept_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -38,7 +38,6 @@ class TorchBackend(Backend):
     name = "torch"
     devices = tuple(DEVICES)
     dtypes = DTYPES
-    native = True
     shares = True
     record = Programs
     settings = {
@@ -57,7 +56,10 @@ class TorchBackend(Backend):
 
     def machine_of(self, device: str, compiled: Mapping[str, Any]) -> str:
         """An engine without programs is weights and graphs, the same for every CPU."""
-        return self.machine(device) if any(map(any, compiled.values())) else "any"
+        return self.machine(device) if self.has_native_code(compiled) else "any"
+
+    def has_native_code(self, compiled: Mapping[str, Any]) -> bool:
+        return any(map(any, compiled.values()))
 
     def stored(self, program: Program, device: str) -> Program:
         return find_device(device).stored(program)

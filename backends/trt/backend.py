@@ -73,7 +73,6 @@ class TrtBackend(Backend):
     dtypes: tuple[str, ...] = ("bf16", "f32")
     packs_weights: bool = True
     shares: bool = True
-    native: bool = True
     of_torch: bool = False
     record: Any = Plans
     settings: Mapping[str, Setting] = field(default_factory=lambda: SETTINGS)
@@ -142,6 +141,9 @@ class TrtBackend(Backend):
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         return dry_run(prepared, progress)
+
+    def has_native_code(self, compiled: Mapping[str, Any]) -> bool:
+        return True
 
     def load(self, task: Task, kept: dict[str, Any], cuda_graph: bool = True) -> TrtRuntime:
         api, graphs, group = self.host.tensorrt(), networks(task.program), task.group

@@ -49,8 +49,9 @@ class Decision:
 
 
 def require_trust(found: Artefact) -> None:
-    """Raise TrustError unless this user decided to run the engine's native code, or built it."""
-    if find_decision(found.manifest.digest):
+    """Raise TrustError unless the engine has no native code, or this user decided to run it, or
+    built it."""
+    if not _has_native_code(found) or find_decision(found.manifest.digest):
         return
     path = shlex.quote(str(found.path))
     raise TrustError(
@@ -58,6 +59,11 @@ def require_trust(found: Artefact) -> None:
         f"this user did not build it on this machine. `g4ir inspect {path}` says what it is; if "
         f"you know who made it, give --trust (Python: trust=True), or `g4ir trust {path}` once"
     )
+
+
+def _has_native_code(found: Artefact) -> bool:
+    backend = find_backend(found.config.backend)
+    return backend.has_native_code(found.manifest.to_dict()["compiled"])
 
 
 def provenance(found: Artefact) -> dict[str, str]:
@@ -78,7 +84,7 @@ def provenance(found: Artefact) -> dict[str, str]:
         "weights": _weights_text(found),
         **({"calibration": str(m.notes.calibration)} if m.notes.calibration else {}),
         "built_by": built,
-        "native_code": runs if find_backend(c.backend).native else "none",
+        "native_code": runs if _has_native_code(found) else "none",
     }
 
 

@@ -151,7 +151,7 @@ def check_runnable(found: Artefact, trust: bool = False) -> Backend:
     EngineError, or TrustError."""
     backend = _backend_of(found)
     _check_machine(found, backend)
-    if backend.native and not trust:
+    if not trust:
         require_trust(found)
     return backend
 

@@ -24,6 +24,7 @@ import openai
 import pytest
 
 import g4ir
+from g4ir.backends.reference import ReferenceBackend
 from g4ir.builder.load import load_engine
 from g4ir.engine.engine import Engine, _within
 from g4ir.engine.session import Session
@@ -300,7 +301,7 @@ def test_what_cannot_be_served_is_refused_before_anybody_is_told(
         said = refused("serve", path, "--port", "0")
         assert "listening" not in said and str(path) in said and words in said
     add_file(folder, "tokenizer.json", chat_tokenizer().to_str())
-    monkeypatch.setattr("g4ir.backends.reference.ReferenceBackend.native", True)
+    monkeypatch.setattr(ReferenceBackend, "has_native_code", lambda *_: True)
     monkeypatch.setattr("g4ir.artefact.trust.find_decision", lambda digest: None)
     with pytest.raises(TrustError, match="--trust"):
         server.check_engine(folder)
