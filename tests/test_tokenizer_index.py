@@ -24,6 +24,8 @@ from g4ir.chat.prompt import Vocabulary
 from g4ir.engine import engine, tokenizer_index
 from g4ir.engine.tokenizer_index import INDEX, IndexedTokenizer, as_file, index_file, index_of
 from g4ir.errors import EngineError
+from g4ir.weights import token_splits
+from g4ir.weights.token_splits import HashedTokens
 from tests.cli_tools import built, ok, text_checkpoint, tokenizer
 from tests.engines import resigned
 
@@ -181,8 +183,35 @@ def test_an_index_that_does_not_fit_is_refused(name: str, edit: Any, tmp_path: P
 
 
 def test_tokens_of_one_hash_have_no_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_index, "BASE", np.uint64(1))
+    monkeypatch.setattr(token_splits, "BASE", np.uint64(1))
     assert index_of(json.loads(trained().to_str()), SIZE) is None
+
+
+@pytest.mark.parametrize("case", ["hashes", "deep buckets", "collisions"])
+def test_splits_of_tokens(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hashes, they are those of a search for each part."""
+    if case == "deep buckets":
+        monkeypatch.setattr(token_splits, "MAX_PROBES", 0)
+    if case == "collisions":
+        monkeypatch.setattr(token_splits, "BASE", np.uint64(1))
+    rng = random.Random(1)
+    texts = {"".join(rng.choices("ab\ud800日", k=rng.randint(0, 9))) for _ in range(3000)}
+    tokens = HashedTokens([*texts])
+    splits = tokens.splits()
+    columns = (splits.whole, splits.cut, splits.left, splits.right)
+    found = {(tokens.texts[w], c, tokens.texts[a], tokens.texts[b]) for w, c, a, b in zip(*columns)}
+    assert found == {
+        (t, cut, t[:cut], t[cut:])
+        for t in texts
+        for cut in range(1, len(t))
+        if {t[:cut], t[cut:]} <= texts
+    }
+    assert len(found) == len(splits.whole) > 1000 and tokens.collide == (case == "collisions")
+
+
+@pytest.mark.parametrize("texts", [[], ["a"], ["", "ab"]])
+def test_vocabularies_without_splits(texts: list[str]) -> None:
+    assert not len(HashedTokens(texts).splits().whole)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +220,7 @@ def test_tokens_of_one_hash_have_no_index(monkeypatch: pytest.MonkeyPatch) -> No
         lambda frame, model: model["merges"].append(["ab", "none"]),
         lambda frame, model: model["merges"].append("a b a"),
         lambda frame, model: model["merges"].append(7),
+        lambda frame, model: model["merges"].append("ab"),
         lambda frame, model: model["vocab"].update({"\ud800": len(model["vocab"])}),
         lambda frame, model: model.update(vocab={t: float(i) for t, i in model["vocab"].items()}),
         lambda frame, model: model.update(byte_fallback="yes"),

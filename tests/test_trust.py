@@ -124,10 +124,11 @@ def test_what_was_built_here_needs_no_question(tmp_path: Path) -> None:
 
 
 def test_an_engine_without_native_code_needs_no_decision(
-    engines: Any,
+    engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs and weights are data; its kernels are this machine's own."""
     found = open_artefact(engines("torch", "tiny-ple").path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert not trust.find_decision(found.manifest.digest)
     assert trust.provenance(found)["native_code"] == "none"
     assert load_engine(found.path).generate([2, 5, 7], 2)

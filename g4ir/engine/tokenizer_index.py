@@ -21,12 +21,11 @@ import numpy as np
 from g4ir.errors import EngineError
 from g4ir.ops.types import torch
 from g4ir.weights.tensorfile import FileTensor, map_file, read_header, tensor_file, view
+from g4ir.weights.token_splits import BASE, HashedTokens, code_points
 
 INDEX = "tokenizer.index"
 #: characters that are encoded by parts of the vocabulary; beyond, parsing all of it pays
 FEW = 1 << 13
-#: odd and irregular: hashes are polynomials in it, modulo 2^64
-BASE = np.uint64(0x9E3779B97F4A7C15)
 #: bytes of the offsets within a token at which merges may cut it
 LONGEST = 255
 
@@ -63,26 +62,22 @@ def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
     local = listed and len(texts) <= size and _is_local(frame, vocab)
     if not local or not _library_accepts(frame, vocab):
         return None
-    merges = _whole_and_cut(listed, vocab, {*_fallbacks(model)})
-    if merges is None:
+    tokens = HashedTokens(texts)
+    merges = _whole_and_cut(listed, vocab, tokens, [*_fallbacks(model)])
+    if merges is None or tokens.collide:
         return None
-    characters = np.fromiter(map(len, texts), np.int64, len(texts))
-    hashes = _token_hashes(texts, characters)
-    order = np.lexsort((hashes, characters))
-    keys = np.stack([characters[order].astype(np.uint64), hashes[order]])
-    if (keys[:, 1:] == keys[:, :-1]).all(axis=0).any():  # two tokens of one hash
-        return None
-    whole, cuts = np.array(merges[0], np.int64), np.array(merges[1], np.uint8)
+    order = np.lexsort((tokens.hashes, tokens.characters))
+    whole, cuts = merges
     by_token = np.argsort(whole, kind="stable")
     raw = [text.encode() for text in texts]
     return {
         "frame": np.frombuffer(json.dumps(frame).encode(), np.uint8).copy(),
         "text": np.frombuffer(b"".join(raw), np.uint8).copy(),
         "ends": np.cumsum([*map(len, raw)]),
-        "hashes": hashes[order].view(np.int64),
+        "hashes": tokens.hashes[order].view(np.int64),
         "ids": order.astype(np.int32),
-        "lengths": np.bincount(characters),
-        "cuts": cuts[by_token],
+        "lengths": np.bincount(tokens.characters),
+        "cuts": cuts[by_token].astype(np.uint8),
         "ranks": by_token.astype(np.int32),
         "merges": np.cumsum(np.bincount(whole, minlength=len(texts))),
     }
@@ -137,38 +132,37 @@ AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
 
 def _whole_and_cut(
-    merges: Iterable[Any], vocab: Mapping[str, int], fallbacks: set[str]
-) -> tuple[list[int], list[int]] | None:
-    """Return the result of each merge, and the characters of its left part; None if one takes a
-    token that stands for other characters than its string has."""
-    pairs = [m.split(" ") if isinstance(m, str) else m for m in merges]
-    whole = [vocab.get(left + right, -1) for left, right in pairs]
-    parts = {part for pair in pairs for part in pair}
-    if -1 in whole or not parts.isdisjoint(fallbacks) or not parts <= vocab.keys():
+    merges: Sequence[Any], vocab: Mapping[str, int], tokens: HashedTokens, fallbacks: Sequence[str]
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the result of each merge, and the characters of its left part; None if one takes what
+    is no token, or a token that stands for other characters than its string has."""
+    kinds = {*map(type, merges)}
+    if kinds == {str} and sum(m.count(" ") for m in merges) == len(merges):
+        cuts = [m.index(" ") for m in merges]
+        joined = [m.replace(" ", "") for m in merges]
+    elif kinds != {list}:
         return None
-    return whole, [len(left) for left, _ in pairs]
+    else:
+        cuts = [len(left) for left, _ in merges]
+        joined = [left + right for left, right in merges]
+    whole, cut = np.array([vocab.get(t, -1) for t in joined]), np.array(cuts)
+    splits = tokens.splits()
+    keys, wanted = splits.whole << 8 | splits.cut, whole << 8 | cut
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    other = [vocab[t] for t in fallbacks if t in vocab]
+    if (
+        not len(keys)
+        or (keys[at] != wanted).any()
+        or np.isin([splits.left[at], splits.right[at]], other).any()
+    ):
+        return None
+    return whole, cut
 
 
 def _fallbacks(model: Mapping[str, Any]) -> list[str]:
     """Return the tokens that stand for characters without one."""
     unknown = [model["unk_token"]] if model.get("unk_token") else []
     return [*unknown, *(f"<0x{byte:02X}>" for byte in range(256))]
-
-
-def _token_hashes(texts: Sequence[str], characters: np.ndarray) -> np.ndarray:
-    """Return the hash of each text, of so many characters."""
-    codes, starts = _codes("".join(texts)), np.cumsum(characters) - characters
-    out = np.zeros(len(texts), np.uint64)
-    for i in range(int(characters.max())):
-        left = characters > i
-        out[left] = out[left] * BASE + codes[starts[left] + i]
-    return out
-
-
-def _codes(text: str) -> np.ndarray:
-    """Return the code points, from 1."""
-    raw = text.encode("utf-32-le", "surrogatepass")
-    return np.frombuffer(raw, "<u4").astype(np.uint64) + np.uint64(1)
 
 
 class IndexedTokenizer:
@@ -261,7 +255,7 @@ class IndexedTokenizer:
 
     def _within(self, text: str, least: int = 1) -> set[int]:
         """Return the ids of the tokens in a text of at least so many characters; rarely another."""
-        codes, out = _codes(text), set[int]()
+        codes, out = code_points(text), set[int]()
         hashes = np.zeros(len(codes) + 1, np.uint64)
         for length, (start, end) in enumerate(pairwise(self._lengths)):
             if length > len(codes):

@@ -558,23 +558,22 @@ def _merges_by_score(
     of the token's score; those of user-defined tokens come before all others."""
     import numpy as np  # which takes a tenth of a second of every start
 
+    from ..token_splits import HashedTokens
+
     key = f"{PREFIX}scores"
     scores = file.items(key)
     if len(scores) != len(ids) or not all(type(score) is float for score in scores):
         raise file.wrong(key, f"expected {len(ids)} numbers, one for each token", len(scores))
 
-    defined = np.array(kinds) == USER_DEFINED
-    descending = np.where(defined, 0.0, -np.array(scores))
-    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-    order = np.lexsort((-lengths, descending, ~defined))  # which keeps the order of ids
-    texts = [*ids]
-    joined = [texts[i] for i in order.tolist() if kinds[i] in JOINED]
-    return [
-        (first, last)
-        for t in joined
-        for at in range(len(t) - 1, 0, -1)
-        if (first := t[:at]) in ids and (last := t[at:]) in ids
-    ]
+    tokens = HashedTokens([*ids])
+    splits, texts = tokens.splits(), tokens.texts
+    kind, score = np.array(kinds)[splits.whole], np.array(scores)[splits.whole]
+    defined = kind == USER_DEFINED
+    descending, longer = np.where(defined, 0.0, -score), -tokens.characters[splits.whole]
+    order = np.lexsort((-splits.cut, splits.whole, longer, descending, ~defined))
+    kept = splits.take(order[np.isin(kind[order], JOINED)])
+    pairs = zip(kept.left.tolist(), kept.right.tolist())
+    return [(texts[left], texts[right]) for left, right in pairs]
 
 
 def _merges(file: Container, ids: Mapping[str, int]) -> Iterator[list[str]]:

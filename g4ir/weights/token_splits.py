@@ -1,0 +1,127 @@
+"""Splits of a vocabulary's tokens into two tokens, by hashes of their texts: all at once, since a
+vocabulary of 262,144 tokens has 1.5 million places to cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+#: odd and irregular: hashes are polynomials in it, modulo 2^64
+BASE = np.uint64(0x9E3779B97F4A7C15)
+#: bits of a hash that number its bucket, and how many hashes of a bucket are tried one by one
+BUCKET_BITS, MAX_PROBES = 20, 32
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Splits, i64[n] each: the token, its characters before the cut, the tokens of both parts."""
+
+    whole: np.ndarray
+    cut: np.ndarray
+    left: np.ndarray
+    right: np.ndarray
+
+    def take(self, rows: np.ndarray) -> Splits:
+        """Return some of them."""
+        return Splits(*(a[rows] for a in (self.whole, self.cut, self.left, self.right)))
+
+
+def code_points(text: str) -> np.ndarray:
+    """Return the code points, u64[n], from 1."""
+    raw = text.encode("utf-32-le", "surrogatepass")
+    return np.frombuffer(raw, "<u4").astype(np.uint64) + np.uint64(1)
+
+
+class HashedTokens:
+    """Texts of tokens, each once, with their hashes, u64[n], and numbers of characters, i64[n]."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts, count = texts, len(texts)
+        self.characters = np.fromiter(map(len, texts), np.int64, count)
+        self._codes = code_points("".join(texts))
+        self._starts = np.cumsum(self.characters) - self.characters
+        self._longest_first = np.argsort(-self.characters, kind="stable")
+        self.hashes = np.zeros(count, np.uint64)
+        for index, tokens in self._columns():
+            self.hashes[tokens] = self._step(self.hashes[tokens], tokens, index)
+        keys = _spread(self.hashes)
+        self._order = np.argsort(keys)
+        self._keys = np.append(keys[self._order], np.uint64(2**64 - 1))
+        sizes = np.bincount(_bucket(self._keys), minlength=1 << BUCKET_BITS)
+        self._first, self._deepest = np.cumsum(sizes) - sizes, int(sizes.max())
+
+    @property
+    def collide(self) -> bool:
+        """Whether two tokens have one hash."""
+        return bool((self._keys[1:-1] == self._keys[:-2]).any())
+
+    def splits(self) -> Splits:
+        """Return every split of a token into two tokens, by token and then by cut."""
+        if self.collide:
+            return self._splits_by_text()
+        powers = np.full(int(self.characters.max(initial=0)) + 1, BASE)
+        powers[0] = 1
+        powers = np.cumprod(powers, dtype=np.uint64)
+        heads = np.zeros(len(self.texts), np.uint64)
+        found = [Splits(*np.zeros((4, 0), np.int64))]
+        for index, tokens in self._columns():
+            heads[tokens] = self._step(heads[tokens], tokens, index)
+            cut = index + 1
+            whole = tokens[self.characters[tokens] > cut]
+            left = self._find(heads[whole], cut)
+            whole, left = whole[left >= 0], left[left >= 0]
+            rest = self.characters[whole] - cut
+            right = self._find(self.hashes[whole] - heads[whole] * powers[rest], rest)
+            some = Splits(whole, np.full(len(whole), cut), left, right)
+            found.append(some.take(np.flatnonzero(right >= 0)))
+        whole, cut, left, right = (
+            np.concatenate([getattr(f, name) for f in found]) for name in Splits.__annotations__
+        )
+        out = Splits(whole, cut, left, right)
+        return out.take(np.argsort(whole, kind="stable"))
+
+    def _columns(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield each index of a character with the tokens that have it."""
+        counts = np.bincount(self.characters, minlength=1)
+        longer = len(self.texts) - np.cumsum(counts)
+        for index, count in enumerate(longer[:-1].tolist()):
+            yield index, self._longest_first[:count]
+
+    def _step(self, hashes: np.ndarray, tokens: np.ndarray, index: int) -> np.ndarray:
+        return hashes * BASE + self._codes[self._starts[tokens] + index]
+
+    def _find(self, hashes: np.ndarray, characters: np.ndarray | int) -> np.ndarray:
+        """Return the tokens with these hashes and numbers of characters, -1 for none."""
+        keys = _spread(hashes)
+        if self._deepest > MAX_PROBES:
+            at = np.searchsorted(self._keys, keys)
+        else:
+            at = self._first[_bucket(keys)]
+            for _ in range(self._deepest):
+                at += self._keys[at] < keys
+        tokens = self._order[np.minimum(at, len(self._order) - 1)]
+        known = (self._keys[at] == keys) & (self.characters[tokens] == characters)
+        return np.where(known, tokens, -1)
+
+    def _splits_by_text(self) -> Splits:
+        """The same of texts whose hashes do not tell them apart."""
+        ids = {text: i for i, text in enumerate(self.texts)}
+        rows = [
+            (ids[t], cut, ids[t[:cut]], ids[t[cut:]])
+            for t in self.texts
+            for cut in range(1, len(t))
+            if t[:cut] in ids and t[cut:] in ids
+        ]
+        return Splits(*np.array(rows, np.int64).reshape(-1, 4).T)
+
+
+def _spread(hashes: np.ndarray) -> np.ndarray:
+    """Return other hashes, one for each, whose upper bits differ too: those of short texts are
+    small."""
+    return (hashes ^ (hashes >> np.uint64(32))) * BASE
+
+
+def _bucket(keys: np.ndarray) -> np.ndarray:
+    return (keys >> np.uint64(64 - BUCKET_BITS)).astype(np.int64)
