@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -123,11 +124,8 @@ def test_writer_refuses_an_existing_directory_and_leaves_nothing_on_failure(
     with pytest.raises(WeightsError, match="exists"):
         write_checkpoint(tmp_path, dense, source(dense))
     (tmp_path / "other").rmdir()
-
-    def full_disk(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full_disk)
+    full_disk = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=full_disk))
     with pytest.raises(OSError, match="No space"):
         write_checkpoint(tmp_path / "ckpt", dense, source(dense))
     assert not list(tmp_path.iterdir())
@@ -236,11 +234,9 @@ def write_holes(directory: Path, spec: Spec) -> None:
 def test_a_system_that_counts_mapped_pages(
     tmp_path: Path, dense: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*args: Any, **named: Any) -> Any:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
+    refused = Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
     opened = Checkpoint.open(save(tmp_path / "c", dense), dense)
-    monkeypatch.setattr("g4ir.weights.tensorfile.mmap.mmap", refuse)
+    monkeypatch.setattr("g4ir.weights.tensorfile.mmap.mmap", refused)
     with pytest.raises(WeightsError, match=r"Cannot allocate memory.*vm\.overcommit_memory"):
         opened.tensor("norm.weight")
 

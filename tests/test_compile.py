@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread, Timer
 from typing import Any
+from unittest.mock import Mock
 from zipfile import ZipFile
 
 import pytest
@@ -173,10 +174,7 @@ def test_key_depends_on_all_that_the_code_follows_from(monkeypatch: pytest.Monke
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fail(*args: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(compiler, "_compile", fail)
+    monkeypatch.setattr(compiler, "_compile", Mock(side_effect=error))
 
 
 def test_failing_segment_is_named(

@@ -47,6 +47,7 @@ from tests.coded_products import (
     layouts,
     with_outliers,
 )
+from tests.spies import spy
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -484,13 +485,9 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (wrapper,) = (n for n in archive.namelist() if n.endswith("wrapper.cpp"))
         assert b"AOTInductorModelContainerCreate(" not in archive.read(wrapper)  # linked
     call = runtime._load_program(path, "cpu")
-    library, seen = pyops._library_linear, []
-
-    def counted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        seen.append((x.dtype, x.numel() // 256))
-        return library(x, w)
-
-    monkeypatch.setattr(pyops, "_library_linear", counted)
+    seen: list[Any] = []
+    see = lambda x, _: seen.append((x.dtype, x.numel() // 256))  # noqa: E731
+    spy(monkeypatch, pyops, "_library_linear", see)
     monkeypatch.setattr(pyops, "_kernels", {})  # the op has none: what it is asked for is seen
     bf16, f32, f16 = torch.bfloat16, *DTYPES
     for rows, wanted in (

@@ -25,6 +25,7 @@ from g4ir.spec.record import check_spec, load_spec
 from tests.engines import CASES
 from tests.oracle import relative
 from tests.runner import with_chunk
+from tests.spies import spy
 
 WHOLE = 64
 #: the longest block of ROWS
@@ -129,14 +130,12 @@ def test_media_after_text(engine: Engine, letter: str) -> None:
 def test_text_alone_is_cut_as_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks and phases of an engine without media, which a prompt without pictures shares."""
     session, seen = with_chunk(engine, 16).session(2), list[tuple[str, int]]()
-    run = engine.runtime.run
 
-    def watched(phase: str, feeds: Any, *rest: Any) -> Any:
+    def watched(phase: str, feeds: Any, *rest: Any) -> None:
         seen.append((phase, feeds["embeds"].shape[1]))
         assert ("block_ids" in feeds) == (phase == BLOCKS)
-        return run(phase, feeds, *rest)
 
-    monkeypatch.setattr(engine.runtime, "run", watched)
+    spy(monkeypatch, engine.runtime, "run", watched)
     session.prefill(torch.full((2, 33), 7), torch.tensor([33, 18]))
     assert seen == [("prefill", 16), ("prefill", 16), ("decode", 1)]
     seen.clear()

@@ -10,6 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -192,10 +193,7 @@ def test_steps_are_recorded_by_all_or_none() -> None:
         work()
         return work
 
-    def fails(work: Any) -> Any:
-        raise EngineError("no graph of it")
-
-    made: list[int] = []
+    fails, made = Mock(side_effect=EngineError("no graph of it")), list[int]()
     work = partial(made.append, 1)
     assert recorded_by_all(record, lambda own: [own, True])(work) is work and made == [1]
     with pytest.raises(EngineError, match="another rank could not record the step"):
