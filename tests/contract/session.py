@@ -28,19 +28,10 @@ from tests.refused.cases import Case, cases, fits
 
 W = 8
 REFUSED = [*cases(Path(__file__).with_name("refused.yaml"))]
-PIECES = {"1": 1, "W": W, "W+1": W + 1, "prime": 13, "all": 99}
 
 
 def name_of(engine: Engine) -> str:
     return engine.spec.name.removesuffix("-checkpoint")
-
-
-def feed(session: Session, tokens: torch.Tensor, size: int) -> torch.Tensor:
-    """All of tokens i64[B, T] in turns of `size`; the last logits."""
-    out = torch.empty(0)
-    for piece in tokens.split(size, 1):
-        out = session.prefill(piece)
-    return out
 
 
 def caches(session: Session) -> dict[str, torch.Tensor]:
@@ -53,14 +44,6 @@ Caches = dict[str, torch.Tensor]
 
 def same(a: Caches, b: Caches) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.mark.parametrize("size", PIECES.values(), ids=list(PIECES))
-def test_turns_equal_one_prompt(any_engine: Engine, fresh: Any, size: int) -> None:
-    tokens = some_tokens(1, 3 * W + 3)
-    session = any_engine.session()
-    agrees(feed(session, tokens[:, :-1], size)[0], fresh(tokens[0, :-1], name_of(any_engine)))
-    agrees(session.decode(tokens[:, -1])[0], fresh(tokens[0], name_of(any_engine)))
 
 
 class AnyOrder:
