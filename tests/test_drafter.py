@@ -260,11 +260,7 @@ def test_text_is_that_of_single_steps(built: Build, name: str) -> None:
         assert options or sum(tally.accepted.values()) > 0
 
 
-OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "rows of V alone": ("26b-a4b", {"latent_kv": "value"}),
-    "caches of bytes": ("e2b", {"kv_dtype": "int8", "latent_kv": "off"}),
-    "quantised weights": ("e2b", {"quant": "int8"}),
-}
+OPTIONS = CASES["drafted under options"]
 
 
 @pytest.mark.parametrize("option", short(*[*OPTIONS][1:], of=OPTIONS))

@@ -112,21 +112,6 @@ def test_ragged_rows_with_media(make_engine: Any, options: dict[str, Any]) -> No
                 agrees(logits, want[row][1 + i])
 
 
-@pytest.mark.parametrize("letter", LETTERS)
-def test_media_after_text(engine: Engine, letter: str) -> None:
-    """A second turn with media of one kind, on rows that hold different numbers of tokens."""
-    lengths, row = [11, 3], ".." + letter * LONGEST + "." + letter * 3 + "..."
-    rows = [make_row("." * n + row, seed=n) for n in lengths]
-    session, first = with_chunk(engine, LONGEST).session(2), torch.zeros(2, 11, dtype=torch.int64)
-    for padded, r, n in zip(first, rows, lengths, strict=True):
-        padded[:n] = r.tokens[:n]
-    session.prefill(first, torch.tensor(lengths))
-    tokens = torch.stack([r.tokens[n:] for r, n in zip(rows, lengths, strict=True)])
-    got = session.prefill(tokens, soft=softs_of(*rows))
-    for r, logits in zip(rows, got, strict=True):
-        agrees(logits, engine.session(1).prefill(r.tokens[None], soft=softs_of(r))[0])
-
-
 def test_text_alone_is_cut_as_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks and phases of an engine without media, which a prompt without pictures shares."""
     session, seen = with_chunk(engine, 16).session(2), list[tuple[str, int]]()

@@ -17,7 +17,7 @@ from g4ir.ir.graph import Builder, Graph, Node, Program, Value
 from g4ir.ir.interpret import empty_state, interpret, run_node
 from g4ir.ir.rewrite import split_prologue
 from g4ir.ir.text import parse_graph
-from g4ir.model.decoder import BLOCKS, VERIFY
+from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import find_media
 from g4ir.model.text import build_graph, build_program, has_blocks
 from g4ir.ops.codecs import dequantized
@@ -30,6 +30,7 @@ from g4ir.passes.plan_cache import RingOptions
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.spec.record import Spec, load_spec
+from tests.cases import TABLES
 from tests.configs import VARIANTS, fewest_of, random_spec
 from tests.lockstep import lockstep
 
@@ -39,15 +40,7 @@ GEMMA3 = ("tiny-gemma3", "random-1000", "random-1003")
 RANKS = (2, 4)
 #: chunks of two ragged rows past three windows of 8, one with a picture in each row where a variant
 #: sees these both ways, one to be verified, and single tokens: (phase, size, valid tokens)
-CHUNKS = (
-    ("prefill", 13, (13, 7)),
-    (BLOCKS, 9, (6, 9)),
-    ("prefill", 8, (8, 8)),
-    ("decode", 1, (1, 1)),
-    (VERIFY, 3, (2, 3)),
-    ("decode", 1, (0, 1)),
-    ("decode", 1, (1, 1)),
-)
+CHUNKS = TABLES["passes"]["chunks of ranks"]
 PICTURES = torch.tensor([[-1, 0, 0, 0, -1, -1, -1, -1, -1], [-1, -1, -1, 1, 1, 1, 1, -1, -1]])
 SLOTS = 40
 #: room in rings for what is verified
