@@ -22,8 +22,7 @@ from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import KINDS, Media
 from g4ir.model.text import build_graph
 from g4ir.spec.record import check_spec, load_spec
-from tests.engines import CASES
-from tests.oracle import relative
+from tests.engines import CASES, agrees
 from tests.runner import with_chunk
 from tests.spies import spy
 
@@ -81,10 +80,6 @@ def make_row(layout: str, seed: int = 0) -> Row:
 
 def softs_of(*rows: Row) -> list[Soft]:
     return [s for kind in KINDS for row in rows for s in row.softs(kind)]
-
-
-def agrees(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert got.shape == want.shape and relative(got, want).max() < 1e-4
 
 
 @pytest.mark.parametrize("options", [{}, {"latent_kv": "value"}], ids=str)

@@ -34,8 +34,7 @@ from tests.test_torchrun import started
 from tests.trt import fake
 from tests.trt.emulated import build, emulated, use
 from tests.trt.rank_driver import PROMPTS
-from tests.trt.running import outputs_of
-from tests.trt.segments import side_by_side
+from tests.trt.segments import outputs_of, side_by_side
 from tests.trt.small import results
 
 LIMITS = Limits(2, 64, 8)
