@@ -18,14 +18,7 @@ import torch
 from g4ir.bench import llama, measure
 from g4ir.bench.agreement import Agreement, compared, void_roles
 from g4ir.bench.llama import LlamaRunner
-from g4ir.bench.measure import (
-    FLOOR,
-    STATISTICS,
-    RequestTiming,
-    Stat,
-    around,
-    stat,
-)
+from g4ir.bench.measure import FLOOR, STATISTICS, RequestTiming, Stat, around, stat
 from g4ir.bench.report import ENGINE_ROLES, check_specs, run_bench
 from g4ir.bench.roof import Rates
 from g4ir.bench.runners import (

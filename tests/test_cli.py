@@ -48,16 +48,7 @@ from g4ir.plan.gpus import GPUS, SIZE_RULE
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import json_schema, load_spec
 from tests.cases import TABLES
-from tests.cli_tools import (
-    BUILD,
-    PROMPT,
-    built,
-    g4ir,
-    ok,
-    refused,
-    text_checkpoint,
-    tokenizer,
-)
+from tests.cli_tools import BUILD, PROMPT, built, g4ir, ok, refused, text_checkpoint, tokenizer
 from tests.engines import stored_manifest
 
 

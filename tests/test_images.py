@@ -26,15 +26,7 @@ from g4ir.media.audio import read_audio
 from g4ir.media.images import FORMATS, pixels_of, prepare_image, read_image
 from g4ir.model.images import BUDGETS, ImageSettings, fit_image, image_settings
 from g4ir.spec.record import load_spec
-from tests.media_tools import (
-    TOWER,
-    UNIFIED,
-    noise,
-    outlives_damage,
-    processor,
-    read_video,
-    smooth,
-)
+from tests.media_tools import TOWER, UNIFIED, noise, outlives_damage, processor, read_video, smooth
 
 #: the reference's other image processor, by Pillow and numpy: the same but for the resize
 PILLOW = "transformers.models.gemma4.image_processing_pil_gemma4"

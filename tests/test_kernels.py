@@ -26,14 +26,7 @@ from g4ir.backends.inductor import runtime
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Builder, Program
 from g4ir.ops import OPS
-from g4ir.ops.codecs import (
-    FORMS,
-    dequantized,
-    from_tiles,
-    packed,
-    rows_from_tiles,
-    to_tiles,
-)
+from g4ir.ops.codecs import FORMS, dequantized, from_tiles, packed, rows_from_tiles, to_tiles
 from g4ir.ops.moe import experts as experts_op
 from g4ir.ops.types import ITEMSIZE, Type, torch_dtype
 from g4ir.ui.processor import ISA, SETS, InstructionSet, cpu_flags

@@ -32,14 +32,7 @@ from g4ir.ir.rewrite import split_prologue
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import build_program
 from g4ir.ops import OPS, quant
-from g4ir.ops.codecs import (
-    FORM_OF,
-    FORMS,
-    PACKED,
-    packed,
-    shared_integers,
-    unpacked,
-)
+from g4ir.ops.codecs import FORM_OF, FORMS, PACKED, packed, shared_integers, unpacked
 from g4ir.ops.layouts import in_six_bits
 from g4ir.ops.types import Type
 from g4ir.passes import run_program

@@ -28,12 +28,7 @@ from g4ir.engine.engine import Engine
 from g4ir.engine.requests import PREFILLING, QUEUED, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.session import Session
-from g4ir.engine.speculative import (
-    FIRST_PAUSE,
-    LONGEST_PAUSE,
-    AcceptanceStats,
-    NgramProposer,
-)
+from g4ir.engine.speculative import FIRST_PAUSE, LONGEST_PAUSE, AcceptanceStats, NgramProposer
 from g4ir.errors import CheckError, EngineError
 from g4ir.weights.pack import RowTable, StoredParams
 from tests.cases import TABLES

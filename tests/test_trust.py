@@ -123,9 +123,7 @@ def test_what_was_built_here_needs_no_question(tmp_path: Path) -> None:
     assert found["weights"] == "made from seed 0"
 
 
-def test_an_engine_without_native_code_needs_no_decision(
-    engines: Any,
-) -> None:
+def test_an_engine_without_native_code_needs_no_decision(engines: Any) -> None:
     """Graphs and weights are data; its kernels are this machine's own."""
     found = open_artefact(engines("torch", "tiny-ple").path)
     assert not trust.find_decision(found.manifest.digest)

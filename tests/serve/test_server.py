@@ -318,11 +318,7 @@ def test_a_tokenizer_without_turns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("flags", "says"), TABLES["server"]["addresses"])
 def test_an_address_to_listen_at(
-    served: Running,
-    engine_folder: Path,
-    caplog: pytest.LogCaptureFixture,
-    flags: str,
-    says: str,
+    served: Running, engine_folder: Path, caplog: pytest.LogCaptureFixture, flags: str, says: str
 ) -> None:
     """The cause and the fix are one line, which uvicorn does not log too."""
     words = {"port": served.url.rpartition(":")[2]}
