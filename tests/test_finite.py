@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
+import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError, WeightsError
-from g4ir.generate.offline import Failure, OfflineEngine, Result
 from g4ir.ir.distance import row_errors
 from g4ir.spec.record import load_spec
 from g4ir.weights.random import random_weights
@@ -59,12 +57,17 @@ def test_bf16_has_the_range(tmp_path: Path) -> None:
     assert verify_engine(engine).ok and verify_each_pass(engine).ok
 
 
-def test_no_token_is_drawn_from_nan(overflowing: Engine) -> None:
+def test_no_token_is_drawn_from_nan(overflowing: Engine, tmp_path: Path) -> None:
     with pytest.raises(CheckError, match=r"logits after 3 tokens: NaN or infinite") as refused:
         overflowing.generate([2, 5, 7], max_new_tokens=4)
     assert ADVICE in str(refused.value) and str(overflowing.path) in str(refused.value)
     done = g4ir("run", overflowing.path, "--tokens", "2,5,7")
     assert done.code == 1 and ADVICE in done.message and not done.out
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"tokens": [2, 5, 7]}\n{"tokens": []}\n')
+    done = g4ir("run", overflowing.path, "--input-jsonl", lines)
+    first, second = (json.loads(line)["error"] for line in done.out.splitlines())
+    assert ADVICE in first and "prompt is empty" in second
 
 
 def test_verify_fails_and_names_the_value(overflowing: Engine) -> None:
@@ -79,24 +82,6 @@ def test_verify_fails_and_names_the_value(overflowing: Engine) -> None:
 def test_no_pass_is_blamed(overflowing: Engine) -> None:
     with pytest.raises(CheckError, match=r"%L2\.\S+ \(layer 2\).*NaN or infinite"):
         verify_each_pass(overflowing)
-
-
-def answered(offline: OfflineEngine) -> Result | Failure:
-    (answer,) = offline.answer_lines(io.BytesIO(b'{"tokens": [2, 5, 7], "max_new_tokens": 2}'), "x")
-    return answer
-
-
-def test_others_are_answered(overflowing: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    offline, run = OfflineEngine(overflowing), overflowing.runtime.run
-    failed = answered(offline)
-    assert isinstance(failed, Failure) and ADVICE in failed.error
-
-    def finite(*args: Any) -> Any:
-        made = run(*args)
-        return made and {name: t.nan_to_num() for name, t in made.items()}
-
-    monkeypatch.setattr(overflowing.runtime, "run", finite)
-    assert isinstance(answered(offline), Result)
 
 
 def test_a_float16_checkpoint_becomes_bfloat16(
