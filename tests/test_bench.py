@@ -336,12 +336,6 @@ def test_engines_of_two_variants_cannot_agree(moe: Engine, ple: Engine) -> None:
     check_specs({"a": spec, "b": replace(spec, name="other", hub="some/other")})
 
 
-def test_a_peer_needs_a_checkpoint_that_is_known(moe: Engine) -> None:
-    assert "give --checkpoint DIR" in refused("bench", moe.path, *FLAGS, "--peer", "hf")
-    words = (*FLAGS, "--peer", "hf", "--checkpoint", "/no/such")
-    assert "/no/such has no config.json" in refused("bench", moe.path, *words)
-
-
 @pytest.fixture
 def gguf(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, LlamaDouble]]:
     """A GGUF file, and a llama.cpp that computes as the interpreter does; a home of its own."""

@@ -32,6 +32,7 @@ from g4ir.weights.origin import find_origin, hub_snapshot
 from g4ir.weights.random import random_weights
 from g4ir.weights.tensorfile import FileTensor, read_header, write_tensors
 from g4ir.weights.write import write_checkpoint
+from tests.configs import TINY
 
 PREFIX = "model.language_model."
 Q0 = PREFIX + "layers.0.self_attn.q_proj.weight"
@@ -101,7 +102,7 @@ def test_writing_into_a_mapped_tensor_changes_no_file(tmp_path: Path) -> None:
     assert made.sum() == 15_000 and load_file(tmp_path / "x")["a"].sum() == 5000
 
 
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-ple"])
+@pytest.mark.parametrize("name", TINY)
 def test_transformers_reads_what_we_write_and_the_reverse(tmp_path: Path, name: str) -> None:
     """One config through both: names, shapes, prefix, sharding and tying agree."""
     model = pytest.importorskip("transformers").Gemma4ForCausalLM

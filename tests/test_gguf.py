@@ -41,7 +41,7 @@ from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
-from tests.configs import NAMES, short, spec_called, widened
+from tests.configs import NAMES, TINY, short, spec_called, widened
 from tests.gguf_files import (
     BLOCKS,
     TEMPLATE,
@@ -57,7 +57,6 @@ from tests.gguf_files import (
 from tests.oracle import Oracle, expressible, find_oracle, relative
 from tests.parity import prefill_then_decode
 
-TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 KINDS = ("F32", "F16", "BF16", *CODED, *DENSE)
 LIMITS = {"max_seq": 128, "max_batch": 2, "prefill_chunk": 16, "all_logits": True}
 

@@ -33,9 +33,8 @@ from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.spec.record import Spec, load_spec
 from tests.cases import TABLES
-from tests.configs import VARIANTS, fewest_of, random_spec
+from tests.configs import TINY, VARIANTS, fewest_of, random_spec
 
-TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 #: a sliding last layer, frequencies divided by 8, scores by odd numbers
 GEMMA3 = ("tiny-gemma3", "random-1000", "random-1003")
 RANKS = (2, 4)

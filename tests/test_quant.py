@@ -46,7 +46,7 @@ from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header
 from tests.coded_products import asked_of
-from tests.configs import widened
+from tests.configs import TINY, widened
 from tests.engines import random_checkpoint
 from tests.oracle import Oracle, find_oracle
 from tests.parity import prefill_then_decode
@@ -55,7 +55,6 @@ from tests.runner import Session, built_program
 BF16, F32 = torch.bfloat16, torch.float32
 SCHEMES = {"int8": (0, "bf16"), "int4": (32, "bf16"), "fp8": (0, "f32")}
 MINIMA = ("uint4", "uint5")
-TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 MATRIX = yaml.safe_load(Path(__file__).with_name("quant_matrix.yaml").read_text())
 
 
