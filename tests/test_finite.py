@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from g4ir.builder.build import build
 from g4ir.builder.export import export
@@ -21,6 +20,7 @@ from g4ir.spec.record import load_spec
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir
+from tests.engines import rewrite
 
 NORM = "layers.2.post_feedforward_layernorm.weight"
 ADVICE = "bfloat16 has the range of float32: look for damaged weights"
@@ -30,12 +30,7 @@ def large_checkpoint(folder: Path, value: float) -> Path:
     """One norm's weight is large: what it makes is up to a few times as large."""
     spec = load_spec("tiny-dense")
     write_checkpoint(folder, spec, random_weights(spec, 0, torch.float32))
-    (file,) = folder.glob("*.safetensors")
-    tensors = load_file(file)
-    name = f"model.{NORM}"
-    tensors[name] = torch.full_like(tensors[name], value)
-    save_file(tensors, file, metadata={"format": "pt"})
-    return folder
+    return rewrite(folder, lambda tensors: tensors[f"model.{NORM}"].fill_(value))
 
 
 def built(folder: Path, value: float) -> Engine:
