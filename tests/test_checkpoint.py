@@ -33,6 +33,7 @@ from g4ir.weights.random import random_weights
 from g4ir.weights.tensorfile import FileTensor, read_header, write_tensors
 from g4ir.weights.write import write_checkpoint
 from tests.configs import TINY
+from tests.engines import rewrite
 
 PREFIX = "model.language_model."
 Q0 = PREFIX + "layers.0.self_attn.q_proj.weight"
@@ -359,10 +360,8 @@ def test_mlx_refused(tmp_path: Path, dense: Spec, case: str) -> None:
 def test_convolutions_that_mlx_stores_otherwise(tmp_path: Path) -> None:
     media = load_spec("tiny-media")
     folder = write_checkpoint(tmp_path / "c", media, source(media), media=("audio",))
-    tensors = load_file(folder / "model.safetensors")
-    for name in [n for n in tensors if n.endswith("conv.weight")]:
-        tensors[name] = tensors[name].movedim(1, -1).contiguous()
-    save_file(tensors, folder / "model.safetensors")
+    last = partial(torch.movedim, source=1, destination=-1)
+    rewrite(folder, lambda t: t.update({n: last(t[n]) for n in t if n.endswith("conv.weight")}))
     with pytest.raises(
         WeightsError, match=r"channels last, as MLX stores convolutions[^$]*MLX con"
     ):
