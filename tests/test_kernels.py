@@ -269,23 +269,18 @@ def takes_of(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     return lambda dtype, rows, n: takes(dtype, *map(ctypes.c_int64, (rows, n, 64)))
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="this instruction set is x86's")
-def test_without_bf16_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plain C path is the one that other CPUs run; it makes rows of bf16 wide."""
-    taken = takes_of("v2", tmp_path, monkeypatch)
-    takes = [(dtype, rows) for dtype in (BF16, F32, F16) for rows in range(30)]
-    wanted = {*((BF16, rows) for rows in range(1, 25)), *((F32, rows) for rows in range(1, 5))}
-    assert {t for t in takes if taken(*t, 7)} == wanted  # panels have whole vectors of columns
-    assert taken(BF16, 25, 16)
-
-
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these instructions are x86's")
-def test_with_bf16_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Built for them everywhere, run where the CPU has them (test_linear)."""
-    taken = takes_of("avx512_bf16", tmp_path, monkeypatch)
-    shapes = {(8, 7): 1, (9, 7): 0, (9, 16): 1}  # panels have whole vectors of columns
-    for (rows, n), wanted in shapes.items():
-        assert taken(BF16, rows, n) == wanted
+@pytest.mark.parametrize(("name", "bf16", "f32"), [("v2", 24, 4), ("avx512_bf16", 8, 4)])
+def test_rows_that_the_kernels_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, bf16: int, f32: int
+) -> None:
+    """With bf16 instructions, and by the plain C path that other CPUs run, which makes rows of bf16
+    wide; built for both everywhere, run where the CPU has them (test_linear)."""
+    taken = takes_of(name, tmp_path, monkeypatch)
+    takes = [(dtype, rows) for dtype in (BF16, F32, F16) for rows in range(30)]
+    wanted = {(dtype, n + 1) for dtype, most in ((BF16, bf16), (F32, f32)) for n in range(most)}
+    assert {t for t in takes if taken(*t, 7)} == wanted  # panels have whole vectors of columns
+    assert taken(BF16, bf16 + 1, 16)
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
