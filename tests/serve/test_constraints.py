@@ -196,7 +196,10 @@ def test_a_slow_mask_holds_up_its_own_answer_only(
     client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside masks of half a second each, other answers come as ever."""
-    slow = lambda mask, row: time.sleep(0.5 if row.begun else 0)  # noqa: E731
+
+    def slow(mask: Any, row: Any) -> None:
+        time.sleep(0.5 if row.begun else 0)
+
     spy(monkeypatch, grammar.HeldMask, "_words", slow)
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(lambda: ask(client, extra_body={"grammar": AMBIGUOUS}, max_tokens=6))

@@ -388,8 +388,10 @@ def tiny_network() -> builder.Written:
 def test_a_call_that_only_logs_an_error_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorRT builds another network then: without the mask of an attention, say."""
     assert not tiny_network().log.errors
-    said = "setMask: not beside\n    a causal kind"
-    complain = lambda parser: parser.logger.log(fake.Severity.ERROR, said)  # noqa: E731
+
+    def complain(parser: Any) -> None:
+        parser.logger.log(fake.Severity.ERROR, "setMask: not beside\n    a causal kind")
+
     spy(monkeypatch, fake.OnnxParser, "parse_model_proto", complain)
     said = "a part of the network of prefill: setMask: not beside a causal kind$"
     with pytest.raises(LowerError, match=said):
