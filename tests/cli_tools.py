@@ -79,12 +79,16 @@ def text_checkpoint(folder: Path) -> Path:
 
 def tokenizer() -> Any:
     """512 tokens: special ones, every byte, and a few words."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
     words = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{i:02X}>" for i in range(256))]
     words += ["▁", "a", "b", "ab", "▁a", *(f"▁w{i}" for i in range(247))]
+    return bpe(words, [("a", "b"), ("▁", "a")], ["<pad>", "<eos>", "<bos>"])
+
+
+def bpe(words: list[str], merges: list[tuple[str, str]], special: list[str]) -> Any:
+    """A tokenizer of these tokens that falls back to bytes, as Gemma's does."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
     vocab = {word: i for i, word in enumerate(words)}
-    merges = [("a", "b"), ("▁", "a")]
     made = Tokenizer(
         models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     )
@@ -92,5 +96,5 @@ def tokenizer() -> Any:
     made.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    made.add_special_tokens(["<pad>", "<eos>", "<bos>"])
+    made.add_special_tokens(special)
     return made

@@ -16,6 +16,7 @@ from tests.covering import covering
 from tests.shrink import TOKENS, shrink
 
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
+TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 RANDOM_SEEDS = range(20)
 #: of Gemma 3
 GEMMA3_SEEDS = range(1000, 1004)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 import g4ir
 from g4ir.artefact.directory import MANIFEST, manifest_text
@@ -50,6 +51,17 @@ def random_checkpoint(
     """A checkpoint directory of a spec, in fp32."""
     spec = load_spec(name) if isinstance(name, str) else name
     return write_checkpoint(folder, spec, random_weights(spec, seed, torch.float32), **options)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], **config: Any) -> Path:
+    """A checkpoint directory of one file of weights with other tensors and another config."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, file, {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | config))
+    return folder
 
 
 @dataclass

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -82,10 +83,8 @@ def test_many_threads_ask(service: AsyncEngine, engine: Engine) -> None:
 
 
 def test_a_callback_that_fails_ends_its_request_alone(service: AsyncEngine, engine: Engine) -> None:
-    def told(event: Event) -> None:
-        raise KeyError("x")
-
-    broken, fine = service.submit(job(new=200), told), Asked(service, job(seed=1))
+    fails = Mock(side_effect=KeyError("x"))
+    broken, fine = service.submit(job(new=200), fails), Asked(service, job(seed=1))
     assert fine.text() == engine.generate([*job(seed=1).tokens], 6, stop_ids=())
     eventually(lambda: broken.done)
     assert broken.state == CANCELLED
@@ -135,11 +134,7 @@ def test_a_thread_that_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     with AsyncEngine(engine) as service:
         gate = Gate(service, monkeypatch)
         asked = [Asked(service, job(seed=i)) for i in range(2)]
-
-        def broken() -> Any:
-            raise MemoryError("gone")
-
-        monkeypatch.setattr(service.scheduler, "step", broken)
+        monkeypatch.setattr(service.scheduler, "step", Mock(side_effect=MemoryError("gone")))
         gate.open.set()
         for one in asked:
             last = [*one.events()][-1]

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from g4ir.artefact.directory import MANIFEST, read_manifest
 from g4ir.backends.reference import ReferenceBackend
@@ -31,7 +30,7 @@ from g4ir.generate import jsonl
 from g4ir.plan.options import BuildOptions
 from g4ir.ui import files
 from tests.cli_tools import BUILD, built, g4ir, ok, refused, text_checkpoint
-from tests.engines import random_checkpoint, resigned
+from tests.engines import random_checkpoint, resigned, rewrite
 
 RANDOM = ("--random-weights", "0")
 
@@ -63,10 +62,8 @@ def has(message: str, *parts: str | Path) -> None:
 def test_what_is_not_used_is_reported(tmp_path: Path) -> None:
     """Dead K and V, towers: no errors."""
     folder = random_checkpoint(tmp_path / "c", dead=True)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    moved = tensors.pop("model.layers.4.self_attn.k_proj.weight")
-    save_file({**tensors, "model.vision_tower.x.weight": moved}, file)
+    moved, tower = "model.layers.4.self_attn.k_proj.weight", "model.vision_tower.x.weight"
+    rewrite(folder, lambda tensors: tensors.update({tower: tensors.pop(moved)}))
     outcome = g4ir(*BUILD, "--checkpoint", folder, "--out", tmp_path / "e")
     assert outcome.code == 0
     assert "g4ir: note: 11 tensors not used: K or V of a layer" in outcome.err

@@ -18,14 +18,7 @@ import torch
 from g4ir.bench import llama, measure
 from g4ir.bench.agreement import Agreement, compared, void_roles
 from g4ir.bench.llama import LlamaRunner
-from g4ir.bench.measure import (
-    FLOOR,
-    STATISTICS,
-    RequestTiming,
-    Stat,
-    around,
-    stat,
-)
+from g4ir.bench.measure import FLOOR, STATISTICS, RequestTiming, Stat, around, stat
 from g4ir.bench.report import ENGINE_ROLES, check_specs, run_bench
 from g4ir.bench.roof import Rates
 from g4ir.bench.runners import (
@@ -341,12 +334,6 @@ def test_engines_of_two_variants_cannot_agree(moe: Engine, ple: Engine) -> None:
     assert "their outputs cannot agree" in refused("bench", moe.path, ple.path)
     spec = load_spec("tiny-moe")  # files of one model may have other names
     check_specs({"a": spec, "b": replace(spec, name="other", hub="some/other")})
-
-
-def test_a_peer_needs_a_checkpoint_that_is_known(moe: Engine) -> None:
-    assert "give --checkpoint DIR" in refused("bench", moe.path, *FLAGS, "--peer", "hf")
-    words = (*FLAGS, "--peer", "hf", "--checkpoint", "/no/such")
-    assert "/no/such has no config.json" in refused("bench", moe.path, *words)
 
 
 @pytest.fixture

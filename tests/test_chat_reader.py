@@ -25,7 +25,7 @@ from g4ir.chat import (
     make_prompt,
 )
 from g4ir.chat.prompt import find
-from g4ir.chat.special_tokens import CALL, CALL_END, CONTROLS, QUOTE, RESPONSE, TURN_END
+from g4ir.chat.special_tokens import CALL, CALL_END, CONTROLS, QUOTE, RESPONSE
 from g4ir.errors import InputError
 from tests.cli_tools import tokenizer
 
@@ -284,17 +284,6 @@ def test_a_stream_of_ids_is_their_text(ids: list[int]) -> None:
         text = WORDS.decode
         wanted += "".join(WORDS.strings[i] for i in run) if special else text(run)
     assert "".join(p.text for p in pieces) == wanted
-
-
-def test_a_character_is_never_given_in_parts() -> None:
-    stream = TokenStream(WORDS)
-    ids = WORDS.plain("é€ab")
-    pieces = [p for i in ids for p in stream.push(i)]
-    assert [p.text for p in pieces] == ["é", "€", "ab"]
-    half = WORDS.plain("€")[:1]
-    assert [p for i in half for p in stream.push(i)] == []
-    (broken, end) = stream.push(WORDS.controls[TURN_END])
-    assert broken == Piece("\ufffd") and end == Piece(TURN_END, True)
 
 
 def test_a_budget_ends_thoughts() -> None:

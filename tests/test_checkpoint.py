@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +32,8 @@ from g4ir.weights.origin import find_origin, hub_snapshot
 from g4ir.weights.random import random_weights
 from g4ir.weights.tensorfile import FileTensor, read_header, write_tensors
 from g4ir.weights.write import write_checkpoint
+from tests.configs import TINY
+from tests.engines import rewrite
 
 PREFIX = "model.language_model."
 Q0 = PREFIX + "layers.0.self_attn.q_proj.weight"
@@ -100,7 +103,7 @@ def test_writing_into_a_mapped_tensor_changes_no_file(tmp_path: Path) -> None:
     assert made.sum() == 15_000 and load_file(tmp_path / "x")["a"].sum() == 5000
 
 
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-ple"])
+@pytest.mark.parametrize("name", TINY)
 def test_transformers_reads_what_we_write_and_the_reverse(tmp_path: Path, name: str) -> None:
     """One config through both: names, shapes, prefix, sharding and tying agree."""
     model = pytest.importorskip("transformers").Gemma4ForCausalLM
@@ -123,11 +126,8 @@ def test_writer_refuses_an_existing_directory_and_leaves_nothing_on_failure(
     with pytest.raises(WeightsError, match="exists"):
         write_checkpoint(tmp_path, dense, source(dense))
     (tmp_path / "other").rmdir()
-
-    def full_disk(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full_disk)
+    full_disk = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=full_disk))
     with pytest.raises(OSError, match="No space"):
         write_checkpoint(tmp_path / "ckpt", dense, source(dense))
     assert not list(tmp_path.iterdir())
@@ -236,11 +236,9 @@ def write_holes(directory: Path, spec: Spec) -> None:
 def test_a_system_that_counts_mapped_pages(
     tmp_path: Path, dense: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*args: Any, **named: Any) -> Any:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
+    refused = Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
     opened = Checkpoint.open(save(tmp_path / "c", dense), dense)
-    monkeypatch.setattr("g4ir.weights.tensorfile.mmap.mmap", refuse)
+    monkeypatch.setattr("g4ir.weights.tensorfile.mmap.mmap", refused)
     with pytest.raises(WeightsError, match=r"Cannot allocate memory.*vm\.overcommit_memory"):
         opened.tensor("norm.weight")
 
@@ -362,10 +360,8 @@ def test_mlx_refused(tmp_path: Path, dense: Spec, case: str) -> None:
 def test_convolutions_that_mlx_stores_otherwise(tmp_path: Path) -> None:
     media = load_spec("tiny-media")
     folder = write_checkpoint(tmp_path / "c", media, source(media), media=("audio",))
-    tensors = load_file(folder / "model.safetensors")
-    for name in [n for n in tensors if n.endswith("conv.weight")]:
-        tensors[name] = tensors[name].movedim(1, -1).contiguous()
-    save_file(tensors, folder / "model.safetensors")
+    last = partial(torch.movedim, source=1, destination=-1)
+    rewrite(folder, lambda t: t.update({n: last(t[n]) for n in t if n.endswith("conv.weight")}))
     with pytest.raises(
         WeightsError, match=r"channels last, as MLX stores convolutions[^$]*MLX con"
     ):

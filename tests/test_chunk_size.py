@@ -19,6 +19,7 @@ from g4ir.engine.requests import FINISHED, Request, RequestHandle
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.session import Session
 from tests.engines import some_tokens
+from tests.spies import spy
 
 CHUNK, FREE = 128, SamplingParams(ignore_eos=True)
 
@@ -45,18 +46,8 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(2e-3, 10e-3)
-    piece, verify = Session.prefill_piece, Session.verify
-
-    def prefill_piece(self: Session, prompt: Any, piece_: Any, *rest: Any) -> Any:
-        made.chunk(piece_.width)
-        return piece(self, prompt, piece_, *rest)
-
-    def decode(self: Session, *tokens: Any) -> Any:
-        made.step()
-        return verify(self, *tokens)
-
-    monkeypatch.setattr(Session, "prefill_piece", prefill_piece)
-    monkeypatch.setattr(Session, "verify", decode)
+    spy(monkeypatch, Session, "prefill_piece", lambda *given: made.chunk(given[2].width))
+    spy(monkeypatch, Session, "verify", lambda *_: made.step())
     monkeypatch.setattr(time, "perf_counter", lambda: made.now)
     return made
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread, Timer
 from typing import Any
+from unittest.mock import Mock
 from zipfile import ZipFile
 
 import pytest
@@ -173,10 +174,7 @@ def test_key_depends_on_all_that_the_code_follows_from(monkeypatch: pytest.Monke
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fail(*args: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(compiler, "_compile", fail)
+    monkeypatch.setattr(compiler, "_compile", Mock(side_effect=error))
 
 
 def test_failing_segment_is_named(
@@ -448,26 +446,14 @@ def test_a_torch_that_writes_the_interface_in_another_way_goes_without(
     assert not [*tmp_path.iterdir()]
 
 
-DEVICES = """
-#include <regex>
-#include <cstdio>
-int main(int count, char** names) {
-  for (int i = 1; i < count; i++) {
-    std::regex pattern("");
-    std::smatch parts;
-    bool known = std::regex_match(std::string(names[i]), parts, pattern);
-    printf(known ? "%s,%s\\n" : "unknown\\n", parts[1].str().c_str(), parts[3].str().c_str());
-  }
-}
-"""
-
-
 def test_programs_read_names_of_devices_without_regular_expressions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torch's header does with them; a header that uses them in another way gets its own."""
-    source, program = tmp_path / "devices.cpp", tmp_path / "devices"
-    source.write_text(DEVICES)
+    source, program = (
+        Path(__file__).parent / "headers" / "names_of_devices.cpp",
+        tmp_path / "devices",
+    )
     monkeypatch.setenv("CPLUS_INCLUDE_PATH", str(tmp_path))
     with compiler._own_headers():
         assert os.environ["CPLUS_INCLUDE_PATH"] == f"{compiler.HEADERS}:{tmp_path}"

@@ -44,9 +44,9 @@ from g4ir.plan.count import counts
 from g4ir.plan.gpus import GPUS, find_gpu, parse_bytes
 from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir
+from tests.configs import TINY, VARIANTS
 
 CASES = yaml.safe_load(Path(__file__).with_name("plan_cases.yaml").read_text())
-TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 #: ops whose FLOPs are those of matrix products alone, as the counter sees them
 PRODUCTS = ("linear", "router", "experts")
 
@@ -237,7 +237,7 @@ def test_every_op_has_a_kind() -> None:
 # --- weights ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["e2b", "e4b", "12b", "26b-a4b", "31b"])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_a_step_reads_the_active_parameters(name: str) -> None:
     """Once each, with the scalars of the layers; the token's table row is the embed graph's."""
     spec = load_spec(name)

@@ -17,20 +17,16 @@ from g4ir.errors import EngineError
 from g4ir.ui.paths import state_root
 from g4ir.weights.checkpoint import sha256
 from tests.engines import random_checkpoint, resigned
+from tests.spies import spy
 
 
 @pytest.fixture
 def computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that were read, of any size."""
     files = list[Path]()
-
-    def counted(file: Path) -> str:
-        files.append(file)
-        return sha256(file)
-
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(digests, "LARGE", 1)
-    monkeypatch.setattr(digests, "sha256", counted)
+    spy(monkeypatch, digests, "sha256", files.append)
     return files
 
 
@@ -137,13 +133,8 @@ def test_a_second_start_reads_no_weights(
 @pytest.fixture
 def made(computed: list[Path], monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The engines whose graphs were made."""
-    engines, make = list[Path](), directory._made_again
-
-    def counted(path: Path, *args: Any) -> Any:
-        engines.append(path)
-        return make(path, *args)
-
-    monkeypatch.setattr(directory, "_made_again", counted)
+    engines = list[Path]()
+    spy(monkeypatch, directory, "_made_again", lambda path, *_: engines.append(path))
     return engines
 
 

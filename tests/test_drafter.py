@@ -35,7 +35,7 @@ from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import DRAFTER, Spec, diff_specs, drafter_names, load_spec
 from tests.cli_tools import built as built_by_command
 from tests.cli_tools import g4ir as command
-from tests.configs import short
+from tests.configs import VARIANTS, short
 from tests.contract.flows import FLOWS, in_a_loop
 from tests.engines import CASES
 from tests.media_tools import png, wav
@@ -53,8 +53,6 @@ from tests.shrink import shrink, shrink_drafter
 from tests.trt import fake
 from tests.uncompiled import uncompiled
 
-#: every variant that has a drafter on the hub; two of them with a head of clusters
-VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 STEPS, MAX_SEQ, CHUNK, MOST = 4, 96, 16, 4
 
 
@@ -260,11 +258,7 @@ def test_text_is_that_of_single_steps(built: Build, name: str) -> None:
         assert options or sum(tally.accepted.values()) > 0
 
 
-OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "rows of V alone": ("26b-a4b", {"latent_kv": "value"}),
-    "caches of bytes": ("e2b", {"kv_dtype": "int8", "latent_kv": "off"}),
-    "quantised weights": ("e2b", {"quant": "int8"}),
-}
+OPTIONS = CASES["drafted under options"]
 
 
 @pytest.mark.parametrize("option", short(*[*OPTIONS][1:], of=OPTIONS))

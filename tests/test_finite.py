@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
+import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from g4ir.builder.build import build
 from g4ir.builder.export import export
@@ -17,12 +15,12 @@ from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError, WeightsError
-from g4ir.generate.offline import Failure, OfflineEngine, Result
 from g4ir.ir.distance import row_errors
 from g4ir.spec.record import load_spec
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir
+from tests.engines import rewrite
 
 NORM = "layers.2.post_feedforward_layernorm.weight"
 ADVICE = "bfloat16 has the range of float32: look for damaged weights"
@@ -32,12 +30,7 @@ def large_checkpoint(folder: Path, value: float) -> Path:
     """One norm's weight is large: what it makes is up to a few times as large."""
     spec = load_spec("tiny-dense")
     write_checkpoint(folder, spec, random_weights(spec, 0, torch.float32))
-    (file,) = folder.glob("*.safetensors")
-    tensors = load_file(file)
-    name = f"model.{NORM}"
-    tensors[name] = torch.full_like(tensors[name], value)
-    save_file(tensors, file, metadata={"format": "pt"})
-    return folder
+    return rewrite(folder, lambda tensors: tensors[f"model.{NORM}"].fill_(value))
 
 
 def built(folder: Path, value: float) -> Engine:
@@ -59,12 +52,17 @@ def test_bf16_has_the_range(tmp_path: Path) -> None:
     assert verify_engine(engine).ok and verify_each_pass(engine).ok
 
 
-def test_no_token_is_drawn_from_nan(overflowing: Engine) -> None:
+def test_no_token_is_drawn_from_nan(overflowing: Engine, tmp_path: Path) -> None:
     with pytest.raises(CheckError, match=r"logits after 3 tokens: NaN or infinite") as refused:
         overflowing.generate([2, 5, 7], max_new_tokens=4)
     assert ADVICE in str(refused.value) and str(overflowing.path) in str(refused.value)
     done = g4ir("run", overflowing.path, "--tokens", "2,5,7")
     assert done.code == 1 and ADVICE in done.message and not done.out
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"tokens": [2, 5, 7]}\n{"tokens": []}\n')
+    done = g4ir("run", overflowing.path, "--input-jsonl", lines)
+    first, second = (json.loads(line)["error"] for line in done.out.splitlines())
+    assert ADVICE in first and "prompt is empty" in second
 
 
 def test_verify_fails_and_names_the_value(overflowing: Engine) -> None:
@@ -79,24 +77,6 @@ def test_verify_fails_and_names_the_value(overflowing: Engine) -> None:
 def test_no_pass_is_blamed(overflowing: Engine) -> None:
     with pytest.raises(CheckError, match=r"%L2\.\S+ \(layer 2\).*NaN or infinite"):
         verify_each_pass(overflowing)
-
-
-def answered(offline: OfflineEngine) -> Result | Failure:
-    (answer,) = offline.answer_lines(io.BytesIO(b'{"tokens": [2, 5, 7], "max_new_tokens": 2}'), "x")
-    return answer
-
-
-def test_others_are_answered(overflowing: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    offline, run = OfflineEngine(overflowing), overflowing.runtime.run
-    failed = answered(offline)
-    assert isinstance(failed, Failure) and ADVICE in failed.error
-
-    def finite(*args: Any) -> Any:
-        made = run(*args)
-        return made and {name: t.nan_to_num() for name, t in made.items()}
-
-    monkeypatch.setattr(overflowing.runtime, "run", finite)
-    assert isinstance(answered(offline), Result)
 
 
 def test_a_float16_checkpoint_becomes_bfloat16(

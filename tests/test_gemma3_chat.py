@@ -22,6 +22,7 @@ from tests.cli_tools import g4ir as command
 from tests.engines import add_file
 from tests.media_tools import png
 from tests.serve.running import chat_tokenizer, ready
+from tests.spies import spy
 from tests.talking import TOOLS, dictate
 
 SAID = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi <end_of_turn>"}]
@@ -48,15 +49,14 @@ def engine(folder: Path) -> Iterator[Engine]:
 @pytest.fixture
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The prompts of all requests, and the ends that they stop behind."""
-    seen, submit, tokenizer = list[str](), Scheduler.submit, chat_tokenizer()
+    seen, tokenizer = list[str](), chat_tokenizer()
     ends = {tokenizer.token_to_id(text) for text in ("<end_of_turn>", "<eos>")}
 
-    def noted(self: Scheduler, request: Request) -> Any:
+    def noted(_: Scheduler, request: Request) -> None:
         assert ends == {*request.sampling.stop}
         seen.append(tokenizer.decode([*request.tokens], skip_special_tokens=False))
-        return submit(self, request)
 
-    monkeypatch.setattr(Scheduler, "submit", noted)
+    spy(monkeypatch, Scheduler, "submit", noted)
     return seen
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from huggingface_hub import constants
@@ -150,10 +151,7 @@ def test_no_download_here(what: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 8, 1))
         says = "; make room, or give HF_HOME a folder with more"
     else:
-
-        def full(*given: Any, **more: Any) -> Any:
-            raise OSError(28, "No space left on device")
-
+        full = Mock(side_effect=OSError(28, "No space left on device"))
         monkeypatch.setattr("huggingface_hub.HfApi.hf_hub_download", full)
         says = "/hub is full: make room, or give HF_HOME a folder with more"
     assert says in refused("run", "some/tiny", *RUN, "--download", code=3) and not hub.sent

@@ -26,15 +26,8 @@ from g4ir.media.audio import read_audio
 from g4ir.media.images import FORMATS, pixels_of, prepare_image, read_image
 from g4ir.model.images import BUDGETS, ImageSettings, fit_image, image_settings
 from g4ir.spec.record import load_spec
-from tests.media_tools import (
-    TOWER,
-    UNIFIED,
-    noise,
-    outlives_damage,
-    processor,
-    read_video,
-    smooth,
-)
+from tests.cases import TABLES
+from tests.media_tools import TOWER, UNIFIED, noise, outlives_damage, processor, read_video, smooth
 
 #: the reference's other image processor, by Pillow and numpy: the same but for the resize
 PILLOW = "transformers.models.gemma4.image_processing_pil_gemma4"
@@ -104,20 +97,9 @@ def test_views_of_pixels_are_taken_as_they_look() -> None:
     assert np.array_equal(one.patches, two.patches) and np.array_equal(turned, kept)
 
 
-BAD_PIXELS: dict[str, tuple[Any, str]] = {
-    "floats": (np.full((4, 4, 3), np.nan, np.float32), "float32 pixels; give .* uint8"),
-    "16 bits": (np.zeros((4, 4, 3), np.uint16), "uint16 pixels"),
-    "a list": ([[1, 2, 3]], "list pixels"),
-    "grey": (np.zeros((4, 4), np.uint8), r"pixels of shape \[4, 4\]; expected .height, width, 3"),
-    "alpha": (np.zeros((4, 4, 4), np.uint8), r"pixels of shape \[4, 4, 4\]"),
-    "channels first": (np.zeros((3, 8, 8), np.uint8), r"pixels of shape \[3, 8, 8\]"),
-    "nothing": (np.zeros((0, 4, 3), np.uint8), "4x0 pixels; at least 1x1"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_PIXELS)
-def test_bad_pixels(case: str) -> None:
-    pixels, message = BAD_PIXELS[case]
+@pytest.mark.parametrize(("shape", "dtype", "message"), TABLES["media"]["pixels"])
+def test_bad_pixels(shape: list[int], dtype: str, message: str) -> None:
+    pixels: Any = np.zeros(shape, dtype) if dtype else [shape]
     with pytest.raises(InputError, match=f"^x.png: {message}"):
         prepare_image(pixels, cut(TOWER), "x.png")
 

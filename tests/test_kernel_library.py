@@ -3,7 +3,6 @@ is none."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -23,24 +22,11 @@ from g4ir.ui.processor import CAPS, ISA, SETS, hold_libraries, instruction_set, 
 from tests.cases import TABLES
 
 BY_NAME = {s.name: s for s in SETS}
-#: flags of processors, beyond those that each of its architecture has
-ZEN3 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "sse4_2", "ssse3")
-SKYLAKE = (*ZEN3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-ICE_LAKE = (*SKYLAKE, "avx512_vnni", "avx512vbmi")
-ZEN4 = (*ICE_LAKE, "avx512_bf16")
-SAPPHIRE_RAPIDS = (*ZEN4, "amx_bf16", "amx_int8", "amx_tile", "avx512_fp16", "avx_vnni")
 PROCESSORS = {
-    "amx": ("x86_64", SAPPHIRE_RAPIDS),
-    "avx512_bf16": ("x86_64", ZEN4),
-    "avx512_vnni": ("x86_64", (*SKYLAKE, "avx512_vnni", "avx512_bf16")),  # Cooper Lake
-    "avx512": ("x86_64", SKYLAKE),
-    "avx_vnni": ("x86_64", (*ZEN3, "avx_vnni")),
-    "avx2": ("x86_64", ZEN3),
-    "v2": ("x86_64", ("ssse3", "sse4_2", "avx")),
-    "i8mm": ("aarch64", ("asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve")),
-    "dotprod": ("aarch64", ("asimd", "asimddp", "i8mm")),
-    "neon": ("aarch64", ("asimd",)),
+    name: (machine, tuple(flags.split()))
+    for name, (machine, flags) in TABLES["isa"]["processors"].items()
 }
+SAPPHIRE_RAPIDS, ZEN3 = (PROCESSORS[name][1] for name in ("amx", "avx2"))
 
 
 @pytest.mark.parametrize("name", [s.name for s in SETS])
@@ -235,12 +221,3 @@ def test_what_binds_an_engine_to_a_machine() -> None:
     assert BACKEND.machine_of("cpu", {"prefill": (None, "x.pt2"), "decode": ()}) == here
     assert BACKEND.machine_of("cpu", {"prefill": (None,)}) == "any"
     assert BACKEND.machine_of("cpu", {}) == "any"
-
-
-def test_an_engine_carries_no_kernels(engines: object) -> None:
-    """Its native code is that of its compiled programs, without which it is bound to no machine."""
-    path = engines("torch", "tiny-moe").path  # type: ignore[operator]
-    manifest = json.loads((path / "manifest.json").read_text())
-    programs = [name for name in manifest["files"] if name.startswith("programs/")]
-    assert all(name.endswith(".pt2") for name in programs)
-    assert (manifest["machine"] == "any") == (not programs)

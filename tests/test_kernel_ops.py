@@ -18,14 +18,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.gpu.kernel_cases import (
-    Case,
-    all_cases,
-    find_cases,
-    launches_of_case,
-    operands,
-    run_case,
-)
+from bench.gpu.kernel_cases import Case, all_cases, find_cases, launches_of_case, operands, run_case
 from g4ir.backends.cuda.kernels import KERNELS
 from g4ir.backends.cuda.kernels.base import Kernel
 from g4ir.backends.cuda.kernels.launch import Launch, recorded
@@ -107,12 +100,7 @@ def test_ops_keep_the_rules() -> None:
             if held not in checked:
                 torch.library.opcheck(op, args, kwargs, test_utils=RULES)
                 checked.add(held)
-    expected = {
-        "moe_gate_up",
-        *("decode_attention", "moe_route"),
-        "skinny_linear",
-        "moe_down",
-    }
+    expected = {"moe_gate_up", *("decode_attention", "moe_route"), "skinny_linear", "moe_down"}
     names = {(op._schema.name.removeprefix("g4ir::"), coded) for op, coded in checked}
     assert {(name, False) for name in expected} <= names
     takers = {*("skinny_linear", "moe_gate_up", "moe_down")}

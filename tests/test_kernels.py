@@ -26,14 +26,7 @@ from g4ir.backends.inductor import runtime
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Builder, Program
 from g4ir.ops import OPS
-from g4ir.ops.codecs import (
-    FORMS,
-    dequantized,
-    from_tiles,
-    packed,
-    rows_from_tiles,
-    to_tiles,
-)
+from g4ir.ops.codecs import FORMS, dequantized, from_tiles, packed, rows_from_tiles, to_tiles
 from g4ir.ops.moe import experts as experts_op
 from g4ir.ops.types import ITEMSIZE, Type, torch_dtype
 from g4ir.ui.processor import ISA, SETS, InstructionSet, cpu_flags
@@ -47,6 +40,7 @@ from tests.coded_products import (
     layouts,
     with_outliers,
 )
+from tests.spies import spy
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -275,23 +269,18 @@ def takes_of(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     return lambda dtype, rows, n: takes(dtype, *map(ctypes.c_int64, (rows, n, 64)))
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="this instruction set is x86's")
-def test_without_bf16_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plain C path is the one that other CPUs run; it makes rows of bf16 wide."""
-    taken = takes_of("v2", tmp_path, monkeypatch)
-    takes = [(dtype, rows) for dtype in (BF16, F32, F16) for rows in range(30)]
-    wanted = {*((BF16, rows) for rows in range(1, 25)), *((F32, rows) for rows in range(1, 5))}
-    assert {t for t in takes if taken(*t, 7)} == wanted  # panels have whole vectors of columns
-    assert taken(BF16, 25, 16)
-
-
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these instructions are x86's")
-def test_with_bf16_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Built for them everywhere, run where the CPU has them (test_linear)."""
-    taken = takes_of("avx512_bf16", tmp_path, monkeypatch)
-    shapes = {(8, 7): 1, (9, 7): 0, (9, 16): 1}  # panels have whole vectors of columns
-    for (rows, n), wanted in shapes.items():
-        assert taken(BF16, rows, n) == wanted
+@pytest.mark.parametrize(("name", "bf16", "f32"), [("v2", 24, 4), ("avx512_bf16", 8, 4)])
+def test_rows_that_the_kernels_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, bf16: int, f32: int
+) -> None:
+    """With bf16 instructions, and by the plain C path that other CPUs run, which makes rows of bf16
+    wide; built for both everywhere, run where the CPU has them (test_linear)."""
+    taken = takes_of(name, tmp_path, monkeypatch)
+    takes = [(dtype, rows) for dtype in (BF16, F32, F16) for rows in range(30)]
+    wanted = {(dtype, n + 1) for dtype, most in ((BF16, bf16), (F32, f32)) for n in range(most)}
+    assert {t for t in takes if taken(*t, 7)} == wanted  # panels have whole vectors of columns
+    assert taken(BF16, bf16 + 1, 16)
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
@@ -484,13 +473,12 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (wrapper,) = (n for n in archive.namelist() if n.endswith("wrapper.cpp"))
         assert b"AOTInductorModelContainerCreate(" not in archive.read(wrapper)  # linked
     call = runtime._load_program(path, "cpu")
-    library, seen = pyops._library_linear, []
+    seen: list[Any] = []
 
-    def counted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def counted(x: torch.Tensor, w: torch.Tensor) -> None:
         seen.append((x.dtype, x.numel() // 256))
-        return library(x, w)
 
-    monkeypatch.setattr(pyops, "_library_linear", counted)
+    spy(monkeypatch, pyops, "_library_linear", counted)
     monkeypatch.setattr(pyops, "_kernels", {})  # the op has none: what it is asked for is seen
     bf16, f32, f16 = torch.bfloat16, *DTYPES
     for rows, wanted in (

@@ -30,6 +30,7 @@ from tests.cli_tools import g4ir as command
 from tests.cli_tools import ok, refused, text_checkpoint
 from tests.engines import random_checkpoint
 from tests.gguf_files import bare_file, with_turns
+from tests.spies import spy
 
 SMALL = BuildOptions(backend="reference", max_seq=64)
 FLAGS = ("--backend", "reference", "--max-seq", "64")
@@ -56,13 +57,8 @@ def model(tmp_path: Path) -> Path:
 
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Engines that are built from now on."""
-    found, write = [], library.write_engine
-
-    def counted(prepared: Any, out: Path, progress: Any) -> Any:
-        found.append(out)
-        return write(prepared, out, progress)
-
-    monkeypatch.setattr(library, "write_engine", counted)
+    found: list[Path] = []
+    spy(monkeypatch, library, "write_engine", lambda _, out, __: found.append(out))
     return found
 
 
@@ -112,18 +108,16 @@ def test_of_two_that_want_an_engine_one_builds(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builds, told, begun, go_on = built(monkeypatch), [], threading.Event(), threading.Event()
-    prepare = library.prepare
 
-    def slow(*given: Any) -> Any:
+    def slow(*given: Any) -> None:
         begun.set()
         assert go_on.wait(60)
-        return prepare(*given)
 
     def waiting(message: str) -> None:
         told.append(message)
         go_on.set()
 
-    monkeypatch.setattr(library, "prepare", slow)
+    spy(monkeypatch, library, "prepare", slow)
     first = threading.Thread(target=find_engine, args=(model, SMALL))
     first.start()
     assert begun.wait(60)
@@ -269,13 +263,12 @@ def test_a_deleted_directory_is_built_again(model: Path) -> None:
 
 def test_records(model: Path, monkeypatch: Any) -> None:
     """Written before the build, and again where one is empty; a full disk is an error."""
-    write, seen = library.write_engine, []
+    seen: list[Any] = []
 
-    def wrote(prepared: Any, out: Path, progress: Any) -> Any:
+    def wrote(_: Any, out: Path, progress: Any) -> None:
         seen.append((out.with_name(f"{out.name}.json").stat().st_size, cached_engines()))
-        return write(prepared, out, progress)
 
-    monkeypatch.setattr(library, "write_engine", wrote)
+    spy(monkeypatch, library, "write_engine", wrote)
     path = find_engine(model, SMALL)
     ((size, listed),) = seen
     assert size and listed == []
@@ -395,14 +388,13 @@ def test_an_engine_that_is_removed_between_two_locks(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the exclusive lock of a build and the shared one of its use there is none."""
-    builds, locked, removed = built(monkeypatch), library._locked, []
+    builds, removed = built(monkeypatch), list[bool]()
 
-    def late(path: Path, how: int, progress: Any) -> int:
+    def late(path: Path, how: int, progress: Any) -> None:
         if how == fcntl.LOCK_SH and builds and not removed:
             removed.append(remove(path))
-        return locked(path, how, progress)
 
-    monkeypatch.setattr(library, "_locked", late)
+    spy(monkeypatch, library, "_locked", late)
     path = find_engine(model, SMALL)
     assert removed == [True] and builds == [path, path]
     assert (path / "manifest.json").is_file() and not remove(path)

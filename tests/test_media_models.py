@@ -29,15 +29,14 @@ from g4ir.model.media import LISTS, offered
 from g4ir.spec.parts import UnifiedAudio
 from g4ir.spec.record import Spec, load_spec
 from tests.configs import VARIANTS, short
+from tests.engines import agrees
 from tests.media_tools import UNIFIED, media_pair, noise, video_inputs
-from tests.oracle import relative
 from tests.runner import with_chunk
 from tests.shrink import WINDOW, shrink
 from tests.uncompiled import uncompiled
 
 MAX_SEQ = 512
 STEPS = 3 * WINDOW + 2
-BUDGET = 1e-4  # of a row's rms
 #: run by the torch backend, with `--full` compiled
 TORCH = "tiny-media"
 #: variants with the structure of another
@@ -172,11 +171,6 @@ def expected(
     return logits
 
 
-def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert got.shape == wanted.shape
-    assert float(relative(got, wanted).max()) < BUDGET
-
-
 # --- tests ------------------------------------------------------------------------------------
 
 
@@ -191,11 +185,11 @@ def test_model(pairs: Any, variant: str, case: str) -> None:
     wanted = expected(model, m.tokens + after, m.types + [0] * STEPS, m.media)
     for chunk in (70, MAX_SEQ):
         got = sent(with_chunk(engine, chunk).session(), m, all_logits=True)[0]
-        check(got, wanted[: len(m.tokens)])
+        agrees(got, wanted[: len(m.tokens)])
     session = with_chunk(engine, 83).session()
-    check(sent(session, m), wanted[None, len(m.tokens) - 1])
+    agrees(sent(session, m), wanted[None, len(m.tokens) - 1])
     for i, token in enumerate(after):
-        check(session.decode(torch.tensor([token])), wanted[None, len(m.tokens) + i])
+        agrees(session.decode(torch.tensor([token])), wanted[None, len(m.tokens) + i])
 
 
 def sent(session: Any, m: Message, all_logits: bool = False) -> torch.Tensor:
@@ -209,14 +203,14 @@ def test_the_torch_backend(pairs: Any) -> None:
     engine, model = pairs(TORCH)
     m, other = (message(engine.spec, CASES[case]) for case in ("all", "images"))
     wanted = [expected(model, x.tokens, x.types, x.media) for x in (m, other)]
-    check(sent(with_chunk(engine, 83).session(), m, all_logits=True)[0], wanted[0])
+    agrees(sent(with_chunk(engine, 83).session(), m, all_logits=True)[0], wanted[0])
     rows = torch.zeros(2, len(m.tokens), dtype=torch.int64)
     lengths = torch.tensor([len(m.tokens), len(other.tokens)])
     for row, x in zip(rows, (m, other), strict=True):
         row[: len(x.tokens)] = torch.tensor(x.tokens)
     media = m.lists() | {"images": m.media["image"] + other.media["image"]}
     logits = with_chunk(engine, 64).session(2).prefill(rows, lengths, **media)
-    check(logits, torch.stack([w[-1] for w in wanted]))
+    agrees(logits, torch.stack([w[-1] for w in wanted]))
 
 
 # --- towers: vision ---------------------------------------------------------------------------
@@ -242,7 +236,7 @@ def test_images(pairs: Any, variant: str, budget: int) -> None:
             )
         (rows,) = wanted.pooler_output
         assert soft.count == picture.soft_tokens and len(soft.pieces) == 1
-        check(soft.pieces[0], rows)
+        agrees(soft.pieces[0], rows)
 
 
 # --- towers: audio ----------------------------------------------------------------------------
@@ -267,7 +261,7 @@ def test_sounds(pairs: Any, variant: str, samples: int) -> None:
     (soft,) = engine.encode("audio", clip).pieces
     assert len(soft) == clip.soft_tokens
     for fill in (0, 150):  # padding, whatever is in it, is not heard
-        check(soft, heard(model, clip, fill))
+        agrees(soft, heard(model, clip, fill))
 
 
 def heard(model: Any, clip: Clip, fill: int = 0) -> torch.Tensor:

@@ -41,7 +41,7 @@ from tests.shrink import shrink
 from tests.test_media_models import message
 from tests.test_ops import node, tensors
 from tests.trt.emulated import emulated, use
-from tests.trt.running import new_emitter, outputs_of
+from tests.trt.segments import new_emitter, outputs_of
 
 #: clipped vision with sound; patches and samples without layers; plain vision and pictures seen
 #: both ways, with experts

@@ -22,9 +22,9 @@ from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import KINDS, Media
 from g4ir.model.text import build_graph
 from g4ir.spec.record import check_spec, load_spec
-from tests.engines import CASES
-from tests.oracle import relative
+from tests.engines import CASES, agrees
 from tests.runner import with_chunk
+from tests.spies import spy
 
 WHOLE = 64
 #: the longest block of ROWS
@@ -82,10 +82,6 @@ def softs_of(*rows: Row) -> list[Soft]:
     return [s for kind in KINDS for row in rows for s in row.softs(kind)]
 
 
-def agrees(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert got.shape == want.shape and relative(got, want).max() < 1e-4
-
-
 @pytest.mark.parametrize("options", [{}, {"latent_kv": "value"}], ids=str)
 def test_ragged_rows_with_media(make_engine: Any, options: dict[str, Any]) -> None:
     """Blocks at different places of the rows, in chunks that would cut them; then decoding."""
@@ -111,32 +107,15 @@ def test_ragged_rows_with_media(make_engine: Any, options: dict[str, Any]) -> No
                 agrees(logits, want[row][1 + i])
 
 
-@pytest.mark.parametrize("letter", LETTERS)
-def test_media_after_text(engine: Engine, letter: str) -> None:
-    """A second turn with media of one kind, on rows that hold different numbers of tokens."""
-    lengths, row = [11, 3], ".." + letter * LONGEST + "." + letter * 3 + "..."
-    rows = [make_row("." * n + row, seed=n) for n in lengths]
-    session, first = with_chunk(engine, LONGEST).session(2), torch.zeros(2, 11, dtype=torch.int64)
-    for padded, r, n in zip(first, rows, lengths, strict=True):
-        padded[:n] = r.tokens[:n]
-    session.prefill(first, torch.tensor(lengths))
-    tokens = torch.stack([r.tokens[n:] for r, n in zip(rows, lengths, strict=True)])
-    got = session.prefill(tokens, soft=softs_of(*rows))
-    for r, logits in zip(rows, got, strict=True):
-        agrees(logits, engine.session(1).prefill(r.tokens[None], soft=softs_of(r))[0])
-
-
 def test_text_alone_is_cut_as_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks and phases of an engine without media, which a prompt without pictures shares."""
     session, seen = with_chunk(engine, 16).session(2), list[tuple[str, int]]()
-    run = engine.runtime.run
 
-    def watched(phase: str, feeds: Any, *rest: Any) -> Any:
+    def watched(phase: str, feeds: Any, *rest: Any) -> None:
         seen.append((phase, feeds["embeds"].shape[1]))
         assert ("block_ids" in feeds) == (phase == BLOCKS)
-        return run(phase, feeds, *rest)
 
-    monkeypatch.setattr(engine.runtime, "run", watched)
+    spy(monkeypatch, engine.runtime, "run", watched)
     session.prefill(torch.full((2, 33), 7), torch.tensor([33, 18]))
     assert seen == [("prefill", 16), ("prefill", 16), ("decode", 1)]
     seen.clear()

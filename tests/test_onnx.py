@@ -36,14 +36,13 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header
 from tests import parity
-from tests.configs import VARIANTS, short, spec_called
+from tests.configs import TINY, VARIANTS, short, spec_called
 from tests.engines import some_tokens
 from tests.network_session import check_op, in_network
 from tests.parity import ROWS, Case, built
 from tests.runner import built_program
 from tests.test_ops import IN_NETWORKS
 
-TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 #: of an op, relative to the result's largest value
 OP_BUDGET = 2e-6
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import count, islice
@@ -14,14 +14,16 @@ import torch
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value
-from g4ir.ir.interpret import empty_state, interpret, run_node
+from g4ir.ir.interpret import Tensors, empty_state, interpret, run_node
 from g4ir.ir.rewrite import split_prologue
 from g4ir.ir.text import parse_graph
-from g4ir.model.decoder import BLOCKS, VERIFY
+from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import find_media
 from g4ir.model.text import build_graph, build_program, has_blocks
 from g4ir.ops.codecs import dequantized
+from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.types import Type
+from g4ir.parallel.group import exchanged
 from g4ir.parallel.shard import collectives, shard, shard_program
 from g4ir.parallel.table import FIRST, Sharding, Share
 from g4ir.passes import PassOptions, run_passes, run_program
@@ -30,24 +32,15 @@ from g4ir.passes.plan_cache import RingOptions
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.spec.record import Spec, load_spec
-from tests.configs import VARIANTS, fewest_of, random_spec
-from tests.lockstep import lockstep
+from tests.cases import TABLES
+from tests.configs import TINY, VARIANTS, fewest_of, random_spec
 
-TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 #: a sliding last layer, frequencies divided by 8, scores by odd numbers
 GEMMA3 = ("tiny-gemma3", "random-1000", "random-1003")
 RANKS = (2, 4)
 #: chunks of two ragged rows past three windows of 8, one with a picture in each row where a variant
 #: sees these both ways, one to be verified, and single tokens: (phase, size, valid tokens)
-CHUNKS = (
-    ("prefill", 13, (13, 7)),
-    (BLOCKS, 9, (6, 9)),
-    ("prefill", 8, (8, 8)),
-    ("decode", 1, (1, 1)),
-    (VERIFY, 3, (2, 3)),
-    ("decode", 1, (0, 1)),
-    ("decode", 1, (1, 1)),
-)
+CHUNKS = TABLES["passes"]["chunks of ranks"]
 PICTURES = torch.tensor([[-1, 0, 0, 0, -1, -1, -1, -1, -1], [-1, -1, -1, 1, 1, 1, 1, -1, -1]])
 SLOTS = 40
 #: room in rings for what is verified
@@ -133,6 +126,33 @@ def of_one(
         made, state = interpret(p.graphs[phase], inputs, params, state)
         out.append(valid_logits(inputs, made["logits"]))
     return torch.cat(out)
+
+
+def lockstep(
+    g: Graph, inputs: Tensors, params: Sequence[Tensors], state: Sequence[Tensors]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Run `g` once for each rank, with the same inputs and params and caches of its own; returns
+    each rank's (outputs, state), as `interpret` does."""
+    envs = []
+    for own, caches in zip(params, state, strict=True):
+        given = {**inputs, **own, **caches}
+        envs.append({v.name: given[v.name] for v in g.sources()})
+    for i, n in enumerate(g.nodes):
+        tensors = [[env[v.name] for v in n.inputs] for env in envs]
+        results = (
+            exchanged(n, tensors) if n.op in COLLECTIVES else [run_node(n, own) for own in tensors]
+        )
+        for env, made in zip(envs, results, strict=True):
+            env.update({v.name: t for v, t in zip(n.outputs, made, strict=True)})
+            for name in g.last_uses.get(i, ()):
+                env.pop(name, None)
+    return [
+        (
+            {v.name: env[v.name] for v in g.outputs},
+            {v.name: env[g.next[v.name].name if v.name in g.next else v.name] for v in g.state},
+        )
+        for env in envs
+    ]
 
 
 def together(

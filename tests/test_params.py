@@ -10,12 +10,11 @@ import pytest
 from g4ir.model.tensors import dead_tensors, numel, text_tensors, tower_tensors
 from g4ir.plan.count import counts
 from g4ir.spec.record import Spec, load_spec
-
-RELEASED = ("e2b", "e4b", "12b", "26b-a4b", "31b")
+from tests.configs import VARIANTS
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", RELEASED)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_parts_are_the_tables(name: str, tied: bool) -> None:
     spec = load_spec(name)
     spec = replace(spec, text=replace(spec.text, tie_word_embeddings=tied))
@@ -56,7 +55,7 @@ def reference_name(name: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("name", RELEASED)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText

@@ -41,7 +41,7 @@ from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
-from g4ir.spec.parts import Moe
+from g4ir.spec.parts import Moe, Rope
 from g4ir.spec.record import Spec, check_spec, load_spec, spec_names
 from tests.cases import TABLES
 from tests.test_stages import break_pass
@@ -104,10 +104,13 @@ def test_every_pass_has_an_acceptance_and_a_refusal() -> None:
 
 
 def combined() -> Spec:
-    """Experts on some layers, per-layer embeddings, KV sharing, K=V and an attention softcap."""
+    """Experts on some layers, per-layer embeddings, KV sharing, an attention softcap; K=V on rings
+    that rotate half of their dims, on full layers, and on those that read them."""
     spec = load_spec("tiny-ple")
+    rope = Rope("proportional", 1e4, 0.5, 2.0)
     text = replace(
         spec.text,
+        sliding=replace(spec.text.sliding, k_eq_v=True, rope=rope),
         full=replace(spec.text.full, k_eq_v=True),
         moe=Moe(num_experts=6, top_k_experts=2, intermediate_size=24, layers=(1, 3, 6)),
         attn_logit_softcapping=20.0,
@@ -235,6 +238,12 @@ def test_a_pipeline_changes_no_result(spec: str, skip: str) -> None:
     want = plain_logits(spec)
     worst = (logits(spec, optimised(spec, skip)) - want).abs().max() / want.pow(2).mean().sqrt()
     assert want.isfinite().all() and worst < 1e-12
+
+
+@pytest.mark.parametrize("skip", [s for s in SKIPS if s.startswith("value")])
+def test_rows_of_values_change_no_result(skip: str) -> None:
+    """Where K = V, of every kind of layer."""
+    test_a_pipeline_changes_no_result("combined", skip)
 
 
 # --- pipeline ---------------------------------------------------------------------------------

@@ -41,11 +41,10 @@ from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import load_spec
 from g4ir.ui.units import count_text, parse_counts, rounded_count, size_text
 from tests.cli_tools import ok
-from tests.configs import NAMES, SMALL, short, spec_called
+from tests.configs import NAMES, SMALL, VARIANTS, short, spec_called
 from tests.shrink import shrink
 
 CASES = yaml.safe_load(Path(__file__).with_name("plan_cases.yaml").read_text())
-VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 GIB, GB = 2**30, 10**9
 FORMS = ("off", "value")
 

@@ -15,7 +15,6 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 import g4ir
 from g4ir.backends import find_backend
@@ -32,14 +31,7 @@ from g4ir.ir.rewrite import split_prologue
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import build_program
 from g4ir.ops import OPS, quant
-from g4ir.ops.codecs import (
-    FORM_OF,
-    FORMS,
-    PACKED,
-    packed,
-    shared_integers,
-    unpacked,
-)
+from g4ir.ops.codecs import FORM_OF, FORMS, PACKED, packed, shared_integers, unpacked
 from g4ir.ops.layouts import in_six_bits
 from g4ir.ops.types import Type
 from g4ir.passes import run_program
@@ -53,8 +45,8 @@ from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header
 from tests.coded_products import asked_of
-from tests.configs import widened
-from tests.engines import random_checkpoint
+from tests.configs import TINY, widened
+from tests.engines import random_checkpoint, rewrite
 from tests.oracle import Oracle, find_oracle
 from tests.parity import prefill_then_decode
 from tests.runner import Session, built_program
@@ -62,7 +54,6 @@ from tests.runner import Session, built_program
 BF16, F32 = torch.bfloat16, torch.float32
 SCHEMES = {"int8": (0, "bf16"), "int4": (32, "bf16"), "fp8": (0, "f32")}
 MINIMA = ("uint4", "uint5")
-TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 MATRIX = yaml.safe_load(Path(__file__).with_name("quant_matrix.yaml").read_text())
 
 
@@ -381,11 +372,7 @@ def test_a_gpu_is_given_what_its_kernels_read(form: str) -> None:
 
 def test_weights_that_are_not_finite(tmp_path: Path) -> None:
     checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense")
-    file = checkpoint / "model.safetensors"
-    tensors = load_file(file)
-    name = next(n for n in tensors if n.endswith("layers.1.mlp.up_proj.weight"))
-    tensors[name][5, 7] = float("nan")
-    save_file(tensors, file, {"format": "pt"})
+    rewrite(checkpoint, lambda t: t["model.layers.1.mlp.up_proj.weight"][5].fill_(float("nan")))
     with pytest.raises(WeightsError, match=r"layers.1.mlp.up_proj.weight: NaN or infinite"):
         g4ir.build(None, tmp_path / "e", backend="reference", checkpoint=checkpoint, quant="int8")
     assert not (tmp_path / "e").exists()

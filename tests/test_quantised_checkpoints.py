@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
 
 import g4ir
 from g4ir.check.logits import verify_engine
@@ -30,6 +28,7 @@ from g4ir.weights.origin import find_origin
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
+from tests.engines import rewrite
 from tests.oracle import Oracle, find_oracle, logits_of_directory, relative, save_checkpoint
 
 F32 = torch.float32
@@ -43,16 +42,6 @@ TABLES = ("embed_tokens", "embed_tokens_per_layer")
 
 def is_linear(module: str, w: torch.Tensor) -> bool:
     return w.dim() == 2 and not module.endswith(TABLES)
-
-
-def rewrite(folder: Path, change: Callable[[Tensors], Any], **config: Any) -> Path:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file({k: v.contiguous() for k, v in tensors.items()}, file, {"format": "pt"})
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | config))
-    return folder
 
 
 @dataclass(frozen=True)

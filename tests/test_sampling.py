@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -212,10 +213,7 @@ def numpy_shaped(
 
 
 def test_greedy_rows_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("a copy")
-
-    monkeypatch.setattr(Sampler, "shaped", refuse)
+    monkeypatch.setattr(Sampler, "shaped", Mock(side_effect=AssertionError("a copy")))
     logits = logits_of(0, 3)
     rows = {i: Sampler(SamplingParams(suppress=(int(logits[i].argmin()),)), []) for i in range(3)}
     found = sample(logits, rows)

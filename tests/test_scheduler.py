@@ -10,6 +10,7 @@ import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from g4ir.engine.session import Session
 from g4ir.errors import CheckError, InputError
 from g4ir.media.soft import Soft
 from tests.engines import CASES, some_tokens
+from tests.spies import spy
 
 MAX_SEQ, CHUNK, ROWS = 96, 16, 8
 FREE = SamplingParams(ignore_eos=True)
@@ -277,13 +279,7 @@ def test_short_prompts_are_one_chunk(engine: Engine, monkeypatch: pytest.MonkeyP
     jobs = [Request(prompt(n, i), 6, FREE, marks=(1,)) for i, n in pairs]
     want = [alone(engine, job) for job in jobs]
     jobs[2] = replace(jobs[2], max_new_tokens=1)
-    steps = Session.prefill_steps
-
-    def counted(self: Session, tokens: Any, *rest: Any) -> Any:
-        chunks.append(tokens.numel())
-        return steps(self, tokens, *rest)
-
-    monkeypatch.setattr(Session, "prefill_steps", counted)
+    spy(monkeypatch, Session, "prefill_steps", lambda *given: chunks.append(given[1].numel()))
     for stream in (False, True):
         scheduler = Scheduler(engine, SchedulerConfig(prefix_bytes=200_000))
         if stream:
@@ -331,11 +327,7 @@ def test_a_joint_chunk_that_fails(engine: Engine, monkeypatch: pytest.MonkeyPatc
     scheduler = Scheduler(engine)
     running = scheduler.submit(Request(prompt(9, 9), 30, FREE))
     scheduler.step()
-
-    def failing(self: Session, *tokens: Any) -> Any:
-        raise MemoryError("no memory for this")
-
-    monkeypatch.setattr(Session, "prefill_steps", failing)
+    monkeypatch.setattr(Session, "prefill_steps", Mock(side_effect=MemoryError("no memory")))
     assert texts(scheduler, jobs) == want and running.state == FINISHED
     assert running.answers[0].tokens == alone(engine, running.request)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -173,10 +174,7 @@ def test_a_call_that_fails_while_steps_are_in_flight(
 
 def test_events_before_a_rank_is_lost(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The service delivers them, and ends the others by name."""
-
-    def lost(*args: Any) -> Any:
-        raise RankError("rank 1 is gone")
-
+    lost = Mock(side_effect=RankError("rank 1 is gone"))
     events = dict[int, list[Event]]()
     with AsyncEngine(engine) as service:
         step = service.scheduler.step

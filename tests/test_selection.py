@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests import selection
+from tests.cases import TABLES
 from tests.selection import LeaveOut, Repository, Table, fitting, matches, near, read_table
 
 ROOT = Path(__file__).parents[1]
-Git = Callable[..., str]
+CASES = TABLES["selection"]
 
 
 @pytest.fixture(autouse=True)
@@ -133,24 +133,13 @@ def test_without_a_base_everything_counts_as_changed(
 # --- conditional tests --------------------------------------------------------------------------
 
 
-def test_conditional_tests_run_if_a_path_or_a_test_of_theirs_changes() -> None:
+@pytest.mark.parametrize(("changed", "run"), CASES["conditional"])
+def test_conditional_tests_run_if_a_path_or_a_test_of_theirs_changes(
+    changed: list[str] | None, run: list[str] | str
+) -> None:
     table = read_table()
-    every = {*table.conditional}
-    for changed, left in (
-        ({"README.md", "g4ir/serve/app.py"}, every),
-        ({"backends/trt/dialect.py"}, every - {"TensorRT", "networks of media", "ranks"}),
-        ({"tests/trt/test_lowerings.py"}, every - {"TensorRT"}),
-        ({"backends/onnx_graph/export.py"}, {"CPU programs", "GPU kernels", "TensorRT"}),
-        ({"backends/cpu/kernels/form.c"}, every - {"CPU programs", "GPU kernels", "ranks"}),
-        ({"g4ir/parallel/shard.py"}, every - {"ranks"}),
-        ({"g4ir/weights/gguf/read.py"}, {"CPU programs", "GPU kernels", "TensorRT"}),
-        ({"tests/interpreted/test_head.py"}, every - {"GPU kernels"}),
-        ({"g4ir/ops/norm.py"}, set()),
-        ({"pyproject.toml"}, set()),
-        (None, set()),
-        (set(), every),
-    ):
-        assert {*table.unchanged(changed)} == left, changed
+    run = [*table.conditional] if run == "all" else run
+    assert {*table.unchanged(changed)} == {*table.conditional} - {*run}
 
 
 def test_what_tests_import_is_among_their_paths() -> None:
@@ -201,28 +190,10 @@ def test_conditional_tests_are_not_collected(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_tests_near_a_change(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
-    for name, text in {
-        "test_norm.py": "import torch",
-        "test_plan.py": "from g4ir.plan.cost import floor",
-        "test_cost.py": "from g4ir.plan import cost",
-        "test_engine.py": "from g4ir.ops.norm import rms_norm\nimport g4ir.backends.base",
-        "helper.py": "from g4ir.ops import norm",
-        "test_far.py": "from tests.helper import build",
-        "test_other.py": "from g4ir.ops import linear",
-    }.items():
+    for name, text in CASES["imports"].items():
         (tmp_path / "tests" / name).write_text(text)
     table = Table({}, (), {"specs/*.yaml": ["tests/test_other.py"]})
-    for path, stems in {
-        "g4ir/ops/norm.py": "engine far",
-        "g4ir/plan/cost.py": "plan cost",
-        "backends/base.py": "engine",
-        "backends/alone.py": "",
-        "tests/helper.py": "far",
-        "tests/test_norm.py": "norm",
-        "specs/new.yaml": "other",
-        "README.md": "",
-        "tests/test_gone.py": "",
-    }.items():
+    for path, stems in CASES["near"].items():
         assert near(tmp_path, {path}, table) == {f"tests/test_{s}.py" for s in stems.split()}
 
 

@@ -15,11 +15,7 @@ from g4ir.backends.cpu import pyops
 from g4ir.backends.cpu.arena import Arena
 from g4ir.backends.cpu.isa import has_gemm
 from g4ir.backends.cpu.step_loop import Embedding
-from g4ir.backends.cpu.step_program import (
-    LOWERINGS,
-    record_step,
-    step_phases,
-)
+from g4ir.backends.cpu.step_program import LOWERINGS, record_step, step_phases
 from g4ir.backends.inductor.backend import BACKEND
 from g4ir.engine.inputs import row_prompt
 from g4ir.engine.parts import embed_rows

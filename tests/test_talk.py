@@ -20,7 +20,6 @@ from g4ir.chat.special_tokens import CHANNEL, CHANNEL_END, TURN_END
 from g4ir.cli.talking import declare
 from g4ir.engine.engine import Engine
 from g4ir.engine.prompts import Defaults
-from g4ir.engine.requests import Request
 from g4ir.engine.scheduler import Scheduler
 from g4ir.errors import InputError
 from g4ir.generate.conversation import INTERRUPTED, NOT_RUN, ChatSession
@@ -29,6 +28,7 @@ from g4ir.serve.prompts import Prompts
 from tests.engines import CASES
 from tests.media_tools import png
 from tests.serve.running import chat_engine
+from tests.spies import spy
 from tests.talking import CALLING, THINKING, TOOLS, dictate, ids
 
 WORDS = ["w1_ w2_"]
@@ -152,14 +152,8 @@ def test_an_answer_that_was_stopped_before_it_began(talk: ChatSession, tmp_path:
     """What was sent is taken back, files too."""
     png(tmp_path / "a.png")
     talk.attach("image", tmp_path / "a.png")
-    submit = talk._scheduler.submit
-
-    def stopped(*given: Any) -> Any:
-        talk.stop()
-        return submit(*given)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(talk._scheduler, "submit", stopped)
+        spy(patch, talk._scheduler, "submit", lambda *_: talk.stop())
         turn = talk.say("hello")
     assert turn.finish_reason == INTERRUPTED and not turn.counts.generated
     assert not talk.messages and len(talk.attached) == 1
@@ -334,13 +328,7 @@ def test_generate_ends_with_the_turn(engine: Engine, monkeypatch: pytest.MonkeyP
         ends = talk.vocabulary.ends
         assert ids(talk.vocabulary, [])[0] in ends and TURN_END in talk.vocabulary.controls
     seen: list[set[int]] = []
-    submit = Scheduler.submit
-
-    def noted(self: Scheduler, request: Request) -> Any:
-        seen.append({*request.sampling.stop})
-        return submit(self, request)
-
-    monkeypatch.setattr(Scheduler, "submit", noted)
+    spy(monkeypatch, Scheduler, "submit", lambda _, asked: seen.append({*asked.sampling.stop}))
     engine.generate("hello", 2, chat=True)
     engine.generate("hello", 2, chat=True, stop_ids=[7])
     assert seen == [{*engine.stop_ids(), *ends}, {7}]

@@ -19,7 +19,6 @@ from g4ir.backends.cpu import pyops
 from g4ir.ui import threads
 from g4ir.ui.memory import memory_limits
 from tests.cases import TABLES
-from tests.cli_tools import refused
 
 PRODUCTS = [(512, 96), (64, 1024), (1000, 256), (37, 9216)]
 
@@ -136,13 +135,6 @@ assert cores == {frozenset(os.sched_getaffinity(0))}, cores
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert not done.returncode, done.stderr
-
-
-@pytest.mark.parametrize("count", [0, -1, 10**6])
-def test_threads_of_a_command_line(count: int) -> None:
-    assert f"--threads {count}: expected 1 to" in refused(
-        "run", "e", "--tokens", "2", "--threads", count
-    )
 
 
 #: of version 1 and 2

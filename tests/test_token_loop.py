@@ -28,18 +28,14 @@ from g4ir.engine.engine import Engine
 from g4ir.engine.requests import PREFILLING, QUEUED, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.session import Session
-from g4ir.engine.speculative import (
-    FIRST_PAUSE,
-    LONGEST_PAUSE,
-    AcceptanceStats,
-    NgramProposer,
-)
+from g4ir.engine.speculative import FIRST_PAUSE, LONGEST_PAUSE, AcceptanceStats, NgramProposer
 from g4ir.errors import CheckError, EngineError
 from g4ir.weights.pack import RowTable, StoredParams
 from tests.cases import TABLES
 from tests.contract import flows
 from tests.contract.flows import in_a_loop
 from tests.engines import some_tokens
+from tests.spies import spy
 from tests.test_kernel_ops import program
 from tests.uncompiled import uncompiled
 
@@ -89,11 +85,8 @@ def test_logits_that_are_not_finite(
 def test_the_host_reads_a_step_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step has been started when tokens are handed out, and none beyond the last."""
     in_a_loop(engine, monkeypatch)
-    started, ahead = [], []
-    advance = TokenLoop.advance
-    monkeypatch.setattr(
-        TokenLoop, "advance", lambda self, *a: (started.append(1), advance(self, *a))[1]
-    )
+    started, ahead = list[int](), list[int]()
+    spy(monkeypatch, TokenLoop, "advance", lambda *_: started.append(1))
     text = engine.generate(
         PROMPTS[0], 8, stop_ids=(), on_token=lambda _: ahead.append(len(started))
     )
@@ -134,16 +127,7 @@ def test_steps_without_drafts_are_a_loop(tmp_path: Path, monkeypatch: pytest.Mon
     has no draft; texts and counts are those of single steps."""
     limits: dict[str, Any] = {"max_seq": 64, "prefill_chunk": 16, "draft_tokens": 3}
     options: dict[str, Any] = {"backend": "torch", "random_weights": 0, "dtype": "bfloat16"}
-    looped, step, widths, verify = list[int](), TokenSteps.step, list[int](), Session.verify
-
-    def noted(self: TokenSteps, **given: Any) -> Any:
-        looped.append(self.left)
-        return step(self, **given)
-
-    def verified(self: Session, tokens: Any, lengths: Any) -> Any:
-        widths.append(tokens.shape[1])
-        return verify(self, tokens, lengths)
-
+    looped, widths = list[int](), list[int]()
     with uncompiled(), g4ir.build("tiny-ple", tmp_path / "e", **options, **limits) as e:
 
         def drafted(propose: Any) -> AcceptanceStats:
@@ -155,11 +139,11 @@ def test_steps_without_drafts_are_a_loop(tmp_path: Path, monkeypatch: pytest.Mon
 
         want = e.generate(PROMPTS[0], 40, stop_ids=())
         wrong = next(t for t in range(500) if t not in want)
-        monkeypatch.setattr(TokenSteps, "step", noted)
+        spy(monkeypatch, TokenSteps, "step", lambda steps, **_: looped.append(steps.left))
         tally = drafted(lambda self, count: [wrong] * count)
         assert tally.rounds == 39 and 0 < tally.drafted[0] < 20
         assert looped and max(looped) <= LONGEST_PAUSE and looped[0] == FIRST_PAUSE
-        monkeypatch.setattr(Session, "verify", verified)
+        spy(monkeypatch, Session, "verify", lambda *given: widths.append(given[1].shape[1]))
         right = [*PROMPTS[0], *want]
         tally = drafted(lambda self, n: right[self._count :][: n * (self._count % 3 == 0)])
         assert widths and min(widths) > 1 and tally.rounds > len(widths)

@@ -28,6 +28,7 @@ from g4ir.weights import token_splits
 from g4ir.weights.token_splits import HashedTokens
 from tests.cli_tools import built, ok, text_checkpoint, tokenizer
 from tests.engines import resigned
+from tests.spies import spy
 
 GREEDY = ("--max-new-tokens", "4", "--temperature", "0", "--json")
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
@@ -246,13 +247,8 @@ def test_a_short_prompt_parses_no_tokenizer(
     """Texts of more than FEW characters in sum parse it once; other engines always do."""
     checkpoint = text_checkpoint(tmp_path / "checkpoint")
     path = built(tmp_path / "engine", "--checkpoint", checkpoint)
-    parsed, read = [], engine.read_tokenizer
-
-    def counted(*args: Any) -> Any:
-        parsed.append(args)
-        return read(*args)
-
-    monkeypatch.setattr(engine, "read_tokenizer", counted)
+    parsed: list[Any] = []
+    spy(monkeypatch, engine, "read_tokenizer", lambda *args: parsed.append(args))
 
     def answer(text: str) -> Any:
         done = ok("run", path, "--prompt", text, *GREEDY)

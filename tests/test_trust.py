@@ -348,10 +348,3 @@ def test_other_files_among_the_decisions(copied: Path, home: Path) -> None:
         (folder / (name * 64)).write_text(text)
     assert [d for d, _ in trust.decisions()] == [digest]
     assert load_engine(copied)
-
-
-def test_a_signed_engine_of_before_is_refused(copied: Path) -> None:
-    """Nothing reads signatures any more: one that is there is another file in the directory."""
-    (copied / "manifest.sig").write_bytes(bytes(64))
-    with pytest.raises(EngineError, match=r"'?manifest\.sig'? is not among the files.*remove it"):
-        load_engine(copied, trust=True)

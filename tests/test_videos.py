@@ -260,20 +260,12 @@ def test_one_frame_at_a_time_is_held_in_full_resolution(tmp_path: Path) -> None:
     assert len(footage.patches) == 16 and peak < 8 * (64 * scale) * (48 * scale) * 3
 
 
-LIMITS = {
-    "bytes, at most 100; send a smaller video": ("MAX_BYTES", 100),
-    "64x48 are 3072 pixels, at most 3071": ("MAX_PIXELS", 64 * 48 - 1),
-    "40 frames, at most 39": ("MAX_FRAMES", 39),
-    "40 frames, at most 39 of this size": ("MAX_DECODED", 64 * 48 * 39),
-}
-
-
-@pytest.mark.parametrize("message", LIMITS)
+@pytest.mark.parametrize(("name", "limit", "message"), TABLES["limits of videos"])
 def test_limits_come_before_decoding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: int, message: str
 ) -> None:
     path = film(tmp_path / "a.mp4")
-    monkeypatch.setattr(videos, *LIMITS[message])
+    monkeypatch.setattr(videos, name, limit)
     with pytest.raises(InputError, match=message):
         read_video(path)
 

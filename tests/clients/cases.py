@@ -234,22 +234,12 @@ def instructor_both(url: str) -> None:
         assert [*held.create_partial(**given)][-1].a == 3
 
 
-CODEX = """
-model = "tiny"
-model_provider = "g4ir"
-[model_providers.g4ir]
-name = "g4ir"
-base_url = "{url}/v1"
-request_max_retries = 0
-stream_max_retries = 0
-"""
-
-
 def _codex(url: str, *given: str, fails: bool = False) -> list[Any]:
     """Run Codex once, with what it does by default; return its events. It runs commands without a
     sandbox, which the model's words are: dictated."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.toml").write_text(CODEX.format(url=url))
+        settings = (HERE / "codex.toml").read_text().format(url=url)
+        (Path(folder) / "config.toml").write_text(settings)
         words = [f"{sys.prefix}/node_modules/.bin/codex", "exec", "--json", "--skip-git-repo-check"]
         words += ["--dangerously-bypass-approvals-and-sandbox", "-C", folder, "Hi", *given]
         env = {**os.environ, "CODEX_HOME": folder, "HOME": folder}

@@ -79,8 +79,6 @@ class Flow:
     slow: bool = False
     #: of tests of one row
     specs: tuple[str, ...] = ("tiny-ple", "tiny-moe")
-    #: of a long text that is compared token by token
-    steps: int = 300
     #: whether the short run leaves out cases of which each value appears in others
     covering: bool = False
 

@@ -22,25 +22,15 @@ from g4ir.engine.inputs import padded
 from g4ir.engine.session import Session
 from g4ir.errors import InputError
 from tests.contract.flows import Flow
-from tests.engines import BUDGET, CHUNK, MAX_SEQ, agrees, some_tokens
-from tests.oracle import close_calls
+from tests.engines import CHUNK, MAX_SEQ, agrees, some_tokens
 from tests.refused.cases import Case, cases, fits
 
 W = 8
 REFUSED = [*cases(Path(__file__).with_name("refused.yaml"))]
-PIECES = {"1": 1, "W": W, "W+1": W + 1, "prime": 13, "all": 99}
 
 
 def name_of(engine: Engine) -> str:
     return engine.spec.name.removesuffix("-checkpoint")
-
-
-def feed(session: Session, tokens: torch.Tensor, size: int) -> torch.Tensor:
-    """All of tokens i64[B, T] in turns of `size`; the last logits."""
-    out = torch.empty(0)
-    for piece in tokens.split(size, 1):
-        out = session.prefill(piece)
-    return out
 
 
 def caches(session: Session) -> dict[str, torch.Tensor]:
@@ -53,14 +43,6 @@ Caches = dict[str, torch.Tensor]
 
 def same(a: Caches, b: Caches) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.mark.parametrize("size", PIECES.values(), ids=list(PIECES))
-def test_turns_equal_one_prompt(any_engine: Engine, fresh: Any, size: int) -> None:
-    tokens = some_tokens(1, 3 * W + 3)
-    session = any_engine.session()
-    agrees(feed(session, tokens[:, :-1], size)[0], fresh(tokens[0, :-1], name_of(any_engine)))
-    agrees(session.decode(tokens[:, -1])[0], fresh(tokens[0], name_of(any_engine)))
 
 
 class AnyOrder:
@@ -173,28 +155,6 @@ def test_logits_of_every_token(every: Engine, fresh: Any, lengths: list[int]) ->
                 agrees(got[row, at], fresh(tokens[row, : at + 1], name_of(every)))
             else:
                 assert not got[row, at].any()
-
-
-def test_agrees_over_many_greedy_steps(
-    engines: Any, engine: Engine, flow: Flow, full: bool
-) -> None:
-    """Changing lengths, two conversations interleaved; the reference's tokens are fed to both."""
-    left = {"short": some_tokens(1, 3, 1), "long": some_tokens(1, 40, 2)}
-    both = engines("reference", "tiny-ple"), engine
-    pairs = {k: [e.session() for e in both] for k in left}
-    steps = 0
-    while steps < (600 if full else flow.steps):
-        for key, tokens in left.items():
-            ours = pairs[key]
-            want, got = (s.prefill(tokens) for s in ours)
-            agrees(got, want)
-            best = want.argmax(-1)
-            assert torch.equal(got.argmax(-1), best) or bool(close_calls(want, BUDGET)[0])
-            left[key], steps = best[:, None], steps + 1
-            if int(ours[0].length) == MAX_SEQ:
-                for session in ours:
-                    session.reset()
-                left[key] = some_tokens(1, 2 + steps % 50, steps)
 
 
 def test_truncate_past_a_ring_changes_nothing(any_engine: Engine, fresh: Any) -> None:

@@ -5,6 +5,3 @@ from tests.contract.generation import *  # noqa: F403
 from tests.contract.session import *  # noqa: F403
 
 FLOW = "reference"
-
-# It is what the others are compared with.
-del test_agrees_over_many_greedy_steps  # noqa: F821

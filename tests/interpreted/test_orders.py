@@ -19,16 +19,7 @@ def decode(splits: int) -> float:
     end, arrivals = torch.tensor([70, 9]), torch.zeros(2, 2, dtype=torch.int64)
     attrs = {"window": 0, "scale": 0.25, "softcap": 0.0}
     got = decode_attention(
-        q,
-        end,
-        None,
-        [k, v],
-        arrivals,
-        **attrs,
-        splits=splits,
-        block_n=4,
-        warps=4,
-        stages=2,
+        q, end, None, [k, v], arrivals, **attrs, splits=splits, block_n=4, warps=4, stages=2
     )
     assert not arrivals.any()
     want = attention.reference(q, end[:, None] - 1, end, k, v, **attrs)

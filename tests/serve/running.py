@@ -22,6 +22,7 @@ from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.serve.app import Server
 from g4ir.serve.auth import Auth
 from g4ir.serve.server import Address, ServerProcess
+from tests.cli_tools import bpe
 from tests.engines import add_file
 from tests.talking import Dictated
 
@@ -33,22 +34,13 @@ WAIT, LOADING = 30.0, 600.0
 
 def chat_tokenizer() -> Any:
     """512 tokens: control tokens, those of media where tiny-media has them, and every byte."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
     media = ("<|image|>", "<|video|>", "<|audio|>", "<|image>", "<image|>", "<|audio>", "<audio|>")
     first = ("<pad>", "<eos>", "<bos>", "<unk>")
     controls = [c for c in CONTROLS if c not in (*media, *first)]
     words = [*first, *controls, *(f"<0x{i:02X}>" for i in range(256)), "▁"]
     words += [*"abcdefghijklmnopqrstuvwxyz0123456789:{}\n", *(f"w{i}_" for i in range(512))]
     words = [*words[:500], *media, *words[500:505]]
-    vocab = {word: i for i, word in enumerate(words)}
-    made = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    made.normalizer = normalizers.Replace(" ", "▁")
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    made.add_special_tokens([*first, *controls, *media])
-    return made
+    return bpe(words, [], [*first, *controls, *media])
 
 
 def chat_engine(

@@ -25,6 +25,7 @@ from g4ir.serve.request_schema import CONSTRAINTS, JSON, Constraint
 from tests.serve.running import NAME, Running, eventually
 from tests.serve.test_calls import ENDS, free, grammars, names, tool, vocabulary, walk
 from tests.serve.test_client import HI, ask, joined
+from tests.spies import spy
 
 DIGITS = "[0-9]{3}"
 CASES = yaml.safe_load(Path(__file__).with_name("constraints.yaml").read_text())
@@ -195,13 +196,11 @@ def test_a_slow_mask_holds_up_its_own_answer_only(
     client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside masks of half a second each, other answers come as ever."""
-    words = grammar.HeldMask._words
 
-    def slow(mask: Any, row: Any) -> Any:
+    def slow(mask: Any, row: Any) -> None:
         time.sleep(0.5 if row.begun else 0)
-        return words(mask, row)
 
-    monkeypatch.setattr(grammar.HeldMask, "_words", slow)
+    spy(monkeypatch, grammar.HeldMask, "_words", slow)
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(lambda: ask(client, extra_body={"grammar": AMBIGUOUS}, max_tokens=6))
         eventually(lambda: served.scheduler.active)

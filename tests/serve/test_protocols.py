@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
@@ -248,11 +249,8 @@ def test_refused(served: Running, case: dict[str, Any]) -> None:
 def test_a_failing_stream_ends_with_an_event(
     served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*given: Any) -> Any:
-        raise RuntimeError("secret")
-
     for form in (responses.ResponsesFormat, messages.MessageFormat):
-        monkeypatch.setattr(form, "chunks", fails)
+        monkeypatch.setattr(form, "chunks", Mock(side_effect=RuntimeError("secret")))
     path, body = "/v1/responses", {"model": NAME, "input": "Hi", "stream": True}
     last = events_of(post(served, path, **body).text)[-1]
     assert last["type"] == "response.failed" and last["response"]["status"] == "failed"

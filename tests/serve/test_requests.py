@@ -21,6 +21,7 @@ from g4ir.serve.auth import Auth
 from g4ir.serve.http_errors import Refused
 from g4ir.serve.request_schema import CHAT, COMPLETIONS, parsed, read_fields
 from tests.serve.running import MAX_SEQ, NAME, Running, chat_tokenizer, ready
+from tests.spies import spy
 
 CASES = yaml.safe_load((Path(__file__).parent / "requests.yaml").read_text())
 BASE = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
@@ -144,14 +145,9 @@ def test_a_health_check_of_http_1_0(served: Running, head: str, status: int) -> 
 def test_a_text_that_cannot_fit_is_not_tokenised(
     case: dict[str, Any], served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, made = list[int](), prompt.text_ids
-
-    def counted(tokenizer: Any, texts: Any, special: bool = False) -> Any:
-        seen.extend(map(len, texts))
-        return made(tokenizer, texts, special)
-
+    seen = list[int]()
     for module in (prompt, engine_tokenizer):
-        monkeypatch.setattr(module, "text_ids", counted)
+        spy(monkeypatch, module, "text_ids", lambda _, texts, *__: seen.extend(map(len, texts)))
     said = answer(served, case).json()["error"]["message"]
     assert f"than {MAX_SEQ} tokens can have" in said and max(seen, default=0) < 1000
 

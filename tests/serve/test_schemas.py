@@ -23,17 +23,7 @@ from g4ir.serve.json_schema import log_dropped, read_schema
 from g4ir.serve.request_schema import JSON, Constraint
 from g4ir.serve.tool_grammar import called
 from tests.serve.running import NAME, Running
-from tests.serve.test_calls import (
-    CLOSING,
-    SIZE,
-    free,
-    grammars,
-    ids,
-    read,
-    tool,
-    vocabulary,
-    walk,
-)
+from tests.serve.test_calls import CLOSING, SIZE, free, grammars, ids, read, tool, vocabulary, walk
 from tests.serve.test_client import HI
 
 CASES = yaml.safe_load(Path(__file__).with_name("schemas.yaml").read_text())

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
@@ -38,6 +39,7 @@ from tests.cli_tools import refused, tokenizer
 from tests.engines import add_file
 from tests.serve.running import NAME, WAIT, Running, chat_tokenizer, eventually, ready, running
 from tests.serve.test_client import HI, ask
+from tests.spies import spy
 
 CHAT = "/v1/chat/completions"
 LONG = {"messages": HI, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
@@ -284,9 +286,7 @@ def test_a_signal_while_the_engine_is_loading(engine_folder: Path) -> None:
 
 
 def test_an_engine_that_cannot_be_loaded() -> None:
-    def loader() -> Engine:
-        raise EngineError("no such engine")
-
+    loader = Mock(side_effect=EngineError("no such engine"))
     process = ServerProcess(Server(NAME), Address(port=0), lambda line: None, loader)
     process.load(loader)
     assert process.should_exit and isinstance(process.error, EngineError)
@@ -318,11 +318,7 @@ def test_a_tokenizer_without_turns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("flags", "says"), TABLES["server"]["addresses"])
 def test_an_address_to_listen_at(
-    served: Running,
-    engine_folder: Path,
-    caplog: pytest.LogCaptureFixture,
-    flags: str,
-    says: str,
+    served: Running, engine_folder: Path, caplog: pytest.LogCaptureFixture, flags: str, says: str
 ) -> None:
     """The cause and the fix are one line, which uvicorn does not log too."""
     words = {"port": served.url.rpartition(":")[2]}
@@ -351,13 +347,8 @@ def test_a_row_that_hit_its_stop_string_is_free(
     served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others go on: they are not cancelled, and say what they would have said."""
-    rows, verify, service = list[int](), Session.verify, served.service
-
-    def seen(self: Session, tokens: Any, lengths: Any) -> Any:
-        rows.append(int((lengths > 0).sum()))
-        return verify(self, tokens, lengths)
-
-    monkeypatch.setattr(Session, "verify", seen)
+    rows, service = list[int](), served.service
+    spy(monkeypatch, Session, "verify", lambda *given: rows.append(int((given[-1] > 0).sum())))
     body = LONG | {"n": 3, "seed": 5, "temperature": 1.5, "max_tokens": 120}
     cancelled = service.totals.ended["cancelled"]
     with served.client() as client:
@@ -398,10 +389,7 @@ def test_a_client_that_leaves_before_the_first_piece(narrow: Running) -> None:
 def test_a_row_that_fails(
     client: openai.OpenAI, served: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("secret words")
-
-    monkeypatch.setattr(Session, "verify", broken)
+    monkeypatch.setattr(Session, "verify", Mock(side_effect=RuntimeError("secret words")))
     with pytest.raises(openai.APIError) as e:
         [*ask(client, stream=True)] if stream else ask(client)
     assert "secret" not in str(e.value) and "its log has it as" in str(e.value)

@@ -13,6 +13,7 @@ import soundfile
 from g4ir.serve import prompts
 from tests.serve.running import NAME, Running, chat_engine, ready
 from tests.serve.test_media import CASES, sound
+from tests.spies import spy
 
 END = "<turn|>"
 CLIP = ("clip.wav", sound(), "audio/wav")
@@ -51,15 +52,12 @@ def test_hints_are_part_of_the_prompt(
 ) -> None:
     seen: list[str] = []
     sampling = {"temperature": 0.25, "seed": 7, "top_p": 0.5, "max_completion_tokens": 9}
-    made = prompts.ServedRequest
 
-    def request(*given: Any, **parts: Any) -> Any:
-        fields = parts["fields"]
+    def request(*given: Any, fields: Any, **parts: Any) -> None:
         seen.append(str(fields["messages"][0]["content"][0]["text"]))
         assert {name: fields[name] for name in sampling} == sampling
-        return made(*given, **parts)
 
-    monkeypatch.setattr(prompts, "ServedRequest", request)
+    spy(monkeypatch, prompts, "ServedRequest", request)
     served.dictate(monkeypatch, "ok", END)
     transcribe(client, language="de", prompt="Ada Lovelace", extra_body={**sampling, "new": "x"})
     assert "language is de." in seen[0] and "Ada Lovelace" in seen[0]

@@ -40,11 +40,7 @@ def emulated_api() -> Api:
     return probe(fake.tensorrt())
 
 
-def emulated(
-    folder: Path,
-    gpu: str = H100,
-    api: Callable[[], Api] | None = None,
-) -> TrtBackend:
+def emulated(folder: Path, gpu: str = H100, api: Callable[[], Api] | None = None) -> TrtBackend:
     """A backend that builds and runs on the CPU; timing caches lie in `folder`."""
 
     def communicator_of(group: Any) -> Any:

@@ -1,15 +1,16 @@
-"""Networks of several ranks, in threads of one process: cut at their collectives, each part
-computed by onnxruntime."""
+"""What is emitted in the dialect, computed by onnxruntime; networks of several ranks in threads of
+one process: cut at their collectives, each part by itself."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import onnx
 import onnxruntime
@@ -17,8 +18,9 @@ import torch
 from onnx import helper
 
 from g4ir.backends.base import Tensors
-from g4ir.backends.trt.dialect import COLLECTIVE
-from tests.trt.execute import as_onnx, new_session
+from g4ir.backends.trt.dialect import COLLECTIVE, Dialect
+from g4ir.backends.trt.parse import Addresses
+from tests.trt.execute import as_onnx, new_session, with_weights
 
 T = TypeVar("T")
 #: this rank's tensor -> those of all ranks, in order
@@ -107,3 +109,16 @@ def computed(parts: Sequence[Segment], feeds: Tensors, exchange: Exchange | None
             joined = torch.stack(rows).sum(0) if summed else torch.cat(rows)
             values[part.collective.output[0]] = joined.to(own.dtype).numpy()
     return {name: torch.from_numpy(v) for name, v in values.items()}
+
+
+def new_emitter(weights: Callable[[str], torch.Tensor] | None = None) -> Dialect:
+    params: Any = SimpleNamespace(tensor=weights)
+    return Dialect(Addresses(params))
+
+
+def outputs_of(
+    e: Dialect, feeds: Mapping[str, torch.Tensor], exchange: Exchange | None = None
+) -> dict[str, torch.Tensor]:
+    """The outputs; feeds that it has no input for are left out."""
+    made = computed([*segments(with_weights(e, "network"))], feeds, exchange)
+    return {name: made[name] for name in e.results}

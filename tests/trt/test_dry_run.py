@@ -8,7 +8,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,10 +28,7 @@ from tests.configs import VARIANTS, short
 
 def test_tensorrt_without_its_libraries() -> None:
     """Bindings alone cannot be imported."""
-
-    def load(name: str) -> Any:
-        raise OSError("libnvinfer.so.11: cannot open shared object file")
-
+    load = Mock(side_effect=OSError("libnvinfer.so.11: cannot open shared object file"))
     with pytest.raises(MissingError, match=r"libnvinfer\.so\.11.*the bindings alone"):
         host.require_library(load=load)
 

@@ -24,9 +24,7 @@ CHUNK, SLOTS = 16, 64
 #: dim -> sizes of single tokens, and of chunks: least, typical, most
 SIZES = {"B": (1, 1), "S": (1, CHUNK), "R": (1, 1), "C": (SLOTS, SLOTS)}
 #: variant and options -> exported files
-EXPORTS: dict[str, dict[str, Any]] = {
-    "tiny-moe int8": {"quant": "int8"},
-}
+EXPORTS: dict[str, dict[str, Any]] = {"tiny-moe int8": {"quant": "int8"}}
 MORE = TABLES["trt parser"]["more"]
 CASES = short(*EXPORTS.items(), of=[*EXPORTS.items(), *MORE.items()])
 

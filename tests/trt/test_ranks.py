@@ -10,6 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,8 +34,7 @@ from tests.test_torchrun import started
 from tests.trt import fake
 from tests.trt.emulated import build, emulated, use
 from tests.trt.rank_driver import PROMPTS
-from tests.trt.running import outputs_of
-from tests.trt.segments import side_by_side
+from tests.trt.segments import outputs_of, side_by_side
 from tests.trt.small import results
 
 LIMITS = Limits(2, 64, 8)
@@ -192,10 +192,7 @@ def test_steps_are_recorded_by_all_or_none() -> None:
         work()
         return work
 
-    def fails(work: Any) -> Any:
-        raise EngineError("no graph of it")
-
-    made: list[int] = []
+    fails, made = Mock(side_effect=EngineError("no graph of it")), list[int]()
     work = partial(made.append, 1)
     assert recorded_by_all(record, lambda own: [own, True])(work) is work and made == [1]
     with pytest.raises(EngineError, match="another rank could not record the step"):

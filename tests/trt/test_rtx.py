@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -137,11 +138,9 @@ def test_where_it_does_not_run(copy: Path, monkeypatch: pytest.MonkeyPatch, case
 
 @builder
 def test_without_the_library(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(name: str) -> Any:
-        raise ImportError(name)
-
     gpu(monkeypatch, (8, 9), "NVIDIA GeForce RTX 4090")
-    monkeypatch.setattr(host.require_library, "__defaults__", (host.TENSORRT, load))
+    missing = Mock(side_effect=ImportError)
+    monkeypatch.setattr(host.require_library, "__defaults__", (host.TENSORRT, missing))
     with pytest.raises(MissingError, match=r"needs TensorRT-RTX, which cannot be imported .*pip"):
         load_engine(copy, trust=True)
 

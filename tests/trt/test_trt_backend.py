@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from g4ir.weights.pack import MadeParams
 from tests.cases import TABLES
 from tests.configs import short
 from tests.engines import agrees
+from tests.spies import spy
 from tests.trt import fake
 from tests.trt.emulated import CHUNK, MAX_SEQ, ROWS, build, emulated, emulated_api, use
 
@@ -97,15 +99,11 @@ def test_recorded_steps(trt: Build, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_steps_that_cannot_be_recorded(trt: Build, caplog: pytest.LogCaptureFixture) -> None:
     """Where a recording fails the step runs without, and that is said once."""
-
-    def fails(work: Callable[[], None]) -> Callable[[], None]:
-        raise EngineError("it allocates memory")
-
     engine = trt()
     made = cast(Any, engine.runtime)
     plain, s, t = engine.session(2), engine.session(2), tokens(2, 5)
     expected = [plain.decode(t[:, i]) for i in range(4)]
-    made.record = WithFallback(fails)
+    made.record = WithFallback(Mock(side_effect=EngineError("it allocates memory")))
     with caplog.at_level("WARNING"):
         got = [s.decode(t[:, i]) for i in range(4)]
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
@@ -121,13 +119,7 @@ def test_scratch_memory(trt: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [made.engine.get_device_memory_size_for_profile_v2(i) for i in range(2)]
     assert sizes[0] < sizes[1] and made.scratch.numel() == sizes[0]
     given: list[int] = []
-    lend = runtime.lend
-
-    def lent(context: Any, scratch: torch.Tensor) -> None:
-        given.append(scratch.numel())
-        lend(context, scratch)
-
-    monkeypatch.setattr(runtime, "lend", lent)
+    spy(monkeypatch, runtime, "lend", lambda _, scratch: given.append(scratch.numel()))
     s = engine.session(2)
     s.prefill(tokens(2, 7))
     s.decode(tokens(2, 1)[:, 0])
@@ -144,11 +136,8 @@ def test_what_steps_are_given(shared: Engine, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(EngineError, match=r"x lies at .* no multiple of 256"):
         made._bind(context, {}, {"x": room[odd:]})
     monkeypatch.undo()
-
-    def infer(self: Any) -> Any:
-        raise RuntimeError("Error in inferring shapes")
-
-    monkeypatch.setattr(fake.IExecutionContext, "infer_shapes", infer)
+    failing = Mock(side_effect=RuntimeError("Error in inferring shapes"))
+    monkeypatch.setattr(fake.IExecutionContext, "infer_shapes", failing)
     with pytest.raises(EngineError, match=r"no shapes for this step.*build it again"):
         shared.session(1).prefill(tokens(1, 3))
 
@@ -165,13 +154,11 @@ def test_spans(trt: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     held = [io.shape(n, {"B": 1})[2] for n in io.aliased.values() if n not in io.rings]
     assert set(held) == {107}
     ran: list[Any] = []
-    real = type(engine.runtime)._step
 
-    def noted(self: Any, context: Any, feeds: Any, state: Any, slots: int, made: Any) -> None:
+    def noted(_: Any, context: Any, feeds: Any, state: Any, slots: int, made: Any) -> None:
         ran.append((feeds["positions"].shape[1], slots))
-        real(self, context, feeds, state, slots, made)
 
-    monkeypatch.setattr(type(engine.runtime), "_step", noted)
+    spy(monkeypatch, type(engine.runtime), "_step", noted)
     t = tokens(1, 36)
     whole = engine.session(1)
     s = engine.session(1)
@@ -295,13 +282,7 @@ def test_timing_cache(trt: Build, tmp_path: Path) -> None:
 
 def test_interrupted_build(trt: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C stops the builder at its next step: nothing is left but the timing cache."""
-    reported = fake.reported
-
-    def interrupted(monitor: Any, steps: int) -> bool:
-        os.kill(os.getpid(), signal.SIGINT)
-        return reported(monitor, steps)
-
-    monkeypatch.setattr(fake, "reported", interrupted)
+    spy(monkeypatch, fake, "reported", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         trt(settings={"experts": "all"})
@@ -407,13 +388,11 @@ def tiny_network() -> builder.Written:
 def test_a_call_that_only_logs_an_error_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorRT builds another network then: without the mask of an attention, say."""
     assert not tiny_network().log.errors
-    parse = fake.OnnxParser.parse_model_proto
 
-    def complain(self: Any) -> bool:
-        self.logger.log(fake.Severity.ERROR, "setMask: not beside\n    a causal kind")
-        return parse(self)
+    def complain(parser: Any) -> None:
+        parser.logger.log(fake.Severity.ERROR, "setMask: not beside\n    a causal kind")
 
-    monkeypatch.setattr(fake.OnnxParser, "parse_model_proto", complain)
+    spy(monkeypatch, fake.OnnxParser, "parse_model_proto", complain)
     said = "a part of the network of prefill: setMask: not beside a causal kind$"
     with pytest.raises(LowerError, match=said):
         tiny_network()
