@@ -55,7 +55,7 @@ from tests.gguf_files import (
     write_gguf,
     write_values,
 )
-from tests.oracle import Oracle, expressible, find_oracle, relative
+from tests.oracle import Oracle, cosine, expressible, find_oracle, relative
 from tests.parity import prefill_then_decode
 
 KINDS = ("F32", "F16", "BF16", *CODED, *DENSE)
@@ -524,3 +524,28 @@ def test_numbers_beyond_float16(tmp_path: Path) -> None:
     assert opened(file, spec, "bf16").tensor(name).max() > 65504
     with pytest.raises(WeightsError, match=r"blk\.0\.ffn_up\.weight: .* does not fit"):
         opened(file, spec, "f16").tensor(name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["F32", "BF16"])
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-ple"])
+def test_llama_cpp(tmp_path: Path, name: str, kind: str) -> None:
+    """Its products with weights in BF16 round x too: so it also gets their numbers in F32."""
+    pytest.importorskip("llama_cpp")
+    spec = load_spec(name)
+    engine, peer, meant = built(tmp_path, spec, all_of(kind))
+    ours = engine.session().prefill(peer.tokens[:1], all_logits=True)[0]
+    write_gguf(tmp_path / "exact.gguf", spec, meant, all_of("F32"))
+    assert cosine(ours, by_llama_cpp(tmp_path / "exact.gguf", peer.tokens[0])).min() >= 0.99999
+    rounded = by_llama_cpp(tmp_path / "model.gguf", peer.tokens[0])
+    assert cosine(ours, rounded).min() >= (0.99999 if kind == "F32" else 0.999)
+
+
+def by_llama_cpp(path: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of every token, with caches in fp32."""
+    import llama_cpp
+
+    options = {"n_ctx": 256, "logits_all": True, "verbose": False, "flash_attn": False}
+    model = llama_cpp.Llama(str(path), type_k=0, type_v=0, **options)
+    model.eval(tokens.tolist())
+    return torch.from_numpy(np.array(model.scores[: len(tokens)]))
