@@ -25,7 +25,7 @@ class Splits:
 
     def take(self, rows: np.ndarray) -> Splits:
         """Return some of them."""
-        return Splits(*(a[rows] for a in (self.whole, self.cut, self.left, self.right)))
+        return Splits(*(a[rows] for a in vars(self).values()))
 
 
 def code_points(text: str) -> np.ndarray:
@@ -65,7 +65,7 @@ class HashedTokens:
         powers[0] = 1
         powers = np.cumprod(powers, dtype=np.uint64)
         heads = np.zeros(len(self.texts), np.uint64)
-        found = [Splits(*np.zeros((4, 0), np.int64))]
+        parts = [Splits(*np.zeros((4, 0), np.int64))]
         for index, tokens in self._columns():
             heads[tokens] = self._step(heads[tokens], tokens, index)
             cut = index + 1
@@ -75,12 +75,9 @@ class HashedTokens:
             rest = self.characters[whole] - cut
             right = self._find(self.hashes[whole] - heads[whole] * powers[rest], rest)
             some = Splits(whole, np.full(len(whole), cut), left, right)
-            found.append(some.take(np.flatnonzero(right >= 0)))
-        whole, cut, left, right = (
-            np.concatenate([getattr(f, name) for f in found]) for name in Splits.__annotations__
-        )
-        out = Splits(whole, cut, left, right)
-        return out.take(np.argsort(whole, kind="stable"))
+            parts.append(some.take(np.flatnonzero(right >= 0)))
+        out = Splits(*(np.concatenate(a) for a in zip(*(vars(p).values() for p in parts))))
+        return out.take(np.argsort(out.whole, kind="stable"))
 
     def _columns(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yield each index of a character with the tokens that have it."""
