@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,7 +265,7 @@ class Prepared:
     #: one of artefact.WEIGHTS; None in a dry run without any
     weights: Any
     #: of the checkpoint, name -> content
-    side_files: Mapping[str, bytes]
+    side_files: Future[Mapping[str, bytes]]
     #: of a dry run: why the engine does not fit its device, or nothing
     short: str = ""
     #: bytes of the device's memory, if given

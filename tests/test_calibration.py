@@ -112,7 +112,9 @@ def test_moments_are_those_of_transformers(
     given = {"checkpoint": files / name, "calibrate": files / "text.txt", **OPTIONS}
     p = prepare(None, BuildOptions(**given))
     monkeypatch.setattr(calibration, "MOST", 40)
-    text = calibration.CalibrationText.read(files / "text.txt", p.config.spec, p.side_files)
+    text = calibration.CalibrationText.read(
+        files / "text.txt", p.config.spec, p.side_files.result()
+    )
     monkeypatch.setattr(calibration, "WINDOW", 25)
     found = column_moments(replace(p, calibration=text), no_progress)
     with g4ir.build(None, tmp_path / "e", **{**given, "quant": None, "calibrate": None}) as engine:

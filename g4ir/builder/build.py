@@ -133,7 +133,9 @@ def prepare(
         quant=find_recipe(options.quant),
         drafter=sources.drafter.spec if sources.drafter else None,
     )
-    if not dry:
+    if dry:
+        sources.side_files.result()
+    else:
         check_all(*backend.needs(config.device, config.ranks), *sources.absent())
     checkpoint = sources.checkpoint(config)
     config = _with_recipe(config, checkpoint, sources)
@@ -203,7 +205,7 @@ def _calibration(o: BuildOptions, config: BuildConfig, sources: Sources) -> Cali
     if not any(s.form in CALIBRATED for s in schemes):
         why = f"no weight is quantised to {' or '.join(CALIBRATED)}, which alone it is for"
         raise InputError(f"--calibrate {o.calibrate}: {why}; give --quant int4 or int4-mixed too")
-    return CalibrationText.read(Path(o.calibrate), spec, sources.side_files)
+    return CalibrationText.read(Path(o.calibrate), spec, sources.side_files.result())
 
 
 def _fitted(
@@ -289,7 +291,7 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         seconds = time.perf_counter() - start
         texts = {**directory.graph_texts(p.packing), directory.SPEC: c.spec.to_yaml()}
         texts |= {directory.DRAFTER: c.drafter.to_yaml()} if c.drafter else {}
-        side = {**{name: text.encode() for name, text in texts.items()}, **p.side_files}
+        side = {**{name: text.encode() for name, text in texts.items()}, **p.side_files.result()}
         for name, raw in side.items():
             write_file(folder / name, [raw])
         manifest = _manifest(p, compiled, folder, digests)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,14 +47,15 @@ class DrafterSource:
 @dataclass(frozen=True)
 class Sources:
     """What a build reads. `origin` is None for random weights (`seed`) and where the checkpoint is
-    absent, which a dry run goes without."""
+    absent, which a dry run goes without. `side_files`: of a GGUF file they take seconds, in which
+    another thread packs weights."""
 
     spec: Spec
     origin: Origin | None
     seed: int | None
     drafter: DrafterSource | None
     adapters: tuple[Adapter, ...]
-    side_files: Mapping[str, bytes]
+    side_files: Future[Mapping[str, bytes]]
 
     def absent(self) -> list[Callable[[], object]]:
         """Return checks that raise for weights that are not in the local hub cache."""
@@ -111,7 +113,7 @@ def find_sources(spec: Spec | None, o: BuildOptions, dry: bool) -> Sources:
         o.random_weights,
         _drafter(agreed, o, dry),
         _adapters(o, origin),
-        _side_files(agreed, origin) if origin else {},
+        _begin(partial(_side_files, agreed, origin) if origin else dict),
     )
 
 
@@ -192,6 +194,14 @@ def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:
         what = "%s: holds a LoRA adapter (%s), which is not merged; give --adapter %s to merge it"
         log.warning(what, folder, beside, folder)
     return adapters
+
+
+def _begin(function: Callable[[], Mapping[str, bytes]]) -> Future[Mapping[str, bytes]]:
+    """Call a function in a thread of its own."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(function)
+    pool.shutdown(wait=False)
+    return future
 
 
 def _side_files(spec: Spec, origin: Origin) -> dict[str, bytes]:
