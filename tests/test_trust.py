@@ -95,7 +95,9 @@ def test_a_planted_library_is_not_run(copied: Path, tmp_path: Path) -> None:
 
 def test_decisions(copied: Path) -> None:
     digest = open_artefact(copied).manifest.digest
+    assert "is not run without --trust" in ok("inspect", copied)
     main(["trust", str(copied)])
+    assert "is run: trusted" in (said := ok("inspect", copied)) and "seed" not in said
     assert load_engine(copied).generate([2, 5, 7], 2)
     moved = copied.rename(copied.parent / "elsewhere")  # the bytes count, not the place
     assert load_engine(moved)
