@@ -131,7 +131,7 @@ def load_calls() -> None:
 def _open_library(library: Library) -> ctypes.CDLL:
     with library.opened() as path:
         try:
-            return ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL)
+            return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         except OSError as e:
             fix = "set TMPDIR to a folder from which programs may run"
             raise MissingError(f"the CPU kernels cannot be loaded: {e}; {fix}") from None
