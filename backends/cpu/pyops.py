@@ -11,7 +11,6 @@ the CPU has no instructions for them.
 from __future__ import annotations
 
 import ctypes
-import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
