@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
@@ -24,6 +23,7 @@ from g4ir.errors import EngineError, G4Error
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui import compiler_cache
+from g4ir.ui.locks import EXCLUSIVE, SHARED
 from g4ir.ui.paths import cache_root
 from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
@@ -156,7 +156,7 @@ def test_what_a_killed_build_left_is_removed(model: Path) -> None:
     release()
     for name in (path.name, "other-1", "going-2"):
         (engines_root() / f".{name}.building-12ab").mkdir()
-    held = library._locked(engines_root() / "going-2", library.fcntl.LOCK_EX, print)
+    held = library._locked(engines_root() / "going-2", EXCLUSIVE, print)
     assert find_engine(model, SMALL) == path
     os.close(held)
     assert leftovers() == [".going-2.building-12ab", "going-2.json", path.name, f"{path.name}.json"]
@@ -398,7 +398,7 @@ def test_an_engine_that_is_removed_between_two_locks(
     builds, locked, removed = built(monkeypatch), library._locked, []
 
     def late(path: Path, how: int, progress: Any) -> int:
-        if how == fcntl.LOCK_SH and builds and not removed:
+        if how == SHARED and builds and not removed:
             removed.append(remove(path))
         return locked(path, how, progress)
 
