@@ -11,6 +11,7 @@ import importlib
 import json
 import mmap
 import os
+import shutil
 import signal
 import sys
 import types
@@ -25,6 +26,7 @@ OS_NAMES = (
 )
 MMAP_NAMES = [name for name in dir(mmap) if name.startswith(("MAP_", "PROT_", "MADV_"))]
 LOCK_VIOLATION = 33
+COMPILERS = ("gcc", "cc", "clang", "g++")
 #: what is not imported: g4ir's modules, and packages that take seconds
 SLOW = ("g4ir", "tensorrt", "transformers", "vllm", "matplotlib")
 
@@ -94,6 +96,7 @@ def take_away() -> None:
 def main() -> None:
     modules = sources()
     import_others([*modules.values()])
+    compilers = {name: shutil.which(name) for name in COMPILERS}
     take_away()
     for name in modules:
         try:
@@ -102,6 +105,7 @@ def main() -> None:
             if str(e.name).partition(".")[0] in (*MODULES, "g4ir"):
                 raise
 
+    from g4ir.backends.cpu.library import LINKING
     from g4ir.cli import main
     from g4ir.serve.server import open_files
     from g4ir.ui.memory import free_memory
@@ -109,6 +113,8 @@ def main() -> None:
 
     with claimed("a", wait=False) as first, claimed("a", wait=False) as again:
         print("json", json.dumps([first, again]))
+    # The kernels that this machine runs.
+    LINKING["win32"], shutil.which = LINKING["linux"], compilers.get
     assert free_memory() > 0 and open_files() > 0
     for words in json.loads(sys.argv[1]):
         print("json", json.dumps(main(words)), flush=True)

@@ -284,7 +284,7 @@ def test_records(model: Path, monkeypatch: Any) -> None:
     assert cached_engines() == [] and find_engine(model, SMALL) == path
     assert [e.model for e in cached_engines()] == [str(model)] and len(seen) == 1
 
-    monkeypatch.setattr(os, "pwrite", Mock(side_effect=FULL))
+    monkeypatch.setattr(os, "ftruncate", Mock(side_effect=FULL))
     with pytest.raises(EngineError, match=f"record of an engine in {MAKE_ROOM}"):
         find_engine(model, replace(SMALL, max_seq=32))
     assert leftovers() == [path.name, f"{path.name}.json"]
