@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from g4ir.errors import InputError, MissingError
 
@@ -163,7 +164,8 @@ def _flags_of_windows() -> Iterable[str]:
     """What torch finds, as Linux names it: without AMX, which nobody has asked Windows for."""
     import torch
 
-    found = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 may lack it
+    # torch 2.11 may lack it
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     flags = (n for n, has in found.items() if has is True and not n.startswith("amx"))
     flags = (re.sub("^avx512_(?=(f|bw|cd|dq|vl|vbmi)$)", "avx512", n) for n in flags)
     return (re.sub("^fma3$", "fma", n) for n in flags)
