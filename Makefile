@@ -144,11 +144,12 @@ $(EVAL_ENV)/.ready: tests/clients/evaluators.txt | $(READY)
 	$(EVAL_PIP) --no-deps 'lm_eval>=0.4.13,<0.5'
 	@touch $@
 
-# Wheels of this tree for Linux, with the CPU kernels of every instruction set ready inside: two
-# minutes of both cores an architecture.
+# Wheels of this tree for Linux, macOS and Windows, with the CPU kernels of every instruction set ready
+# inside: two minutes of both cores an architecture.
 WHEELS      = build/wheels
 
 wheels: $(READY)
+	$(INSTALL) ziglang
 	$(BIN)/python tools/wheels.py --out $(WHEELS)
 
 # The wheel of this tree, installed with what it asks for, without the repository beside it: its files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
@@ -24,6 +23,7 @@ from g4ir.errors import EngineError, G4Error
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui import compiler_cache
+from g4ir.ui.locks import EXCLUSIVE, SHARED
 from g4ir.ui.paths import cache_root
 from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
@@ -150,7 +150,7 @@ def test_what_a_killed_build_left_is_removed(model: Path) -> None:
     release()
     for name in (path.name, "other-1", "going-2"):
         (engines_root() / f".{name}.building-12ab").mkdir()
-    held = library._locked(engines_root() / "going-2", library.fcntl.LOCK_EX, print)
+    held = library._locked(engines_root() / "going-2", EXCLUSIVE, print)
     assert find_engine(model, SMALL) == path
     os.close(held)
     assert leftovers() == [".going-2.building-12ab", "going-2.json", path.name, f"{path.name}.json"]
@@ -277,7 +277,7 @@ def test_records(model: Path, monkeypatch: Any) -> None:
     assert cached_engines() == [] and find_engine(model, SMALL) == path
     assert [e.model for e in cached_engines()] == [str(model)] and len(seen) == 1
 
-    monkeypatch.setattr(os, "pwrite", Mock(side_effect=FULL))
+    monkeypatch.setattr(os, "ftruncate", Mock(side_effect=FULL))
     with pytest.raises(EngineError, match=f"record of an engine in {MAKE_ROOM}"):
         find_engine(model, replace(SMALL, max_seq=32))
     assert leftovers() == [path.name, f"{path.name}.json"]
@@ -391,7 +391,7 @@ def test_an_engine_that_is_removed_between_two_locks(
     builds, removed = built(monkeypatch), list[bool]()
 
     def late(path: Path, how: int, progress: Any) -> None:
-        if how == fcntl.LOCK_SH and builds and not removed:
+        if how == SHARED and builds and not removed:
             removed.append(remove(path))
 
     spy(monkeypatch, library, "_locked", late)

@@ -1,5 +1,6 @@
-"""Build wheels of this tree for Linux, with the CPU kernels of every instruction set ready inside:
-for x86-64, and for aarch64 if there is a cross compiler.
+"""Build wheels of this tree, with the CPU kernels of every instruction set ready inside: for Linux
+on x86-64 and aarch64, macOS on ARM and Windows on x86-64. Those of other machines need a cross
+compiler: of Linux the one of Debian, of the others the package `ziglang`.
 
     python tools/wheels.py --out build/wheels
 """
@@ -7,15 +8,18 @@ for x86-64, and for aarch64 if there is a cross compiler.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
-from g4ir.backends.cpu.library import CALL_LIBRARY, READY, kernels
+from g4ir.backends.cpu.library import CALL_LIBRARY, READY, Library, kernels
+from g4ir.ui.paths import variable
 from g4ir.ui.processor import SETS, architecture
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,12 +29,44 @@ FILES = ("pyproject.toml", "README.md", "LICENSE")
 IGNORED = shutil.ignore_patterns("__pycache__", READY.name)
 
 
-def write_kernels(machine: str, folder: Path) -> None:
-    """Compile the kernels of every instruction set of an architecture into a folder."""
-    folder.mkdir(parents=True)
-    libraries = [kernels(s) for s in SETS if s.machine == machine]
-    for library in (*libraries, CALL_LIBRARY):
-        library.compile(folder / library.file)
+@dataclass(frozen=True)
+class Wheel:
+    """A machine that gets a wheel: its system, by sys.platform, and architecture. `tag`: of the
+    wheel; empty: the oldest glibc that has what its kernels need."""
+
+    system: str
+    machine: str
+    tag: str = ""
+
+    @property
+    def compiler(self) -> str:
+        """The command of its C compiler; empty: the usual one."""
+        if self.system != "linux":
+            return f"{sys.executable} {ROOT / 'tools' / 'zig.py'} {self.system}"
+        return "" if self.machine == architecture() else f"{self.machine}-linux-gnu-gcc"
+
+    @property
+    def lacks(self) -> str:
+        """What its compiler lacks on this machine."""
+        if self.system != "linux":
+            return "" if importlib.util.find_spec("ziglang") else "package ziglang"
+        return "" if not self.compiler or shutil.which(self.compiler) else self.compiler
+
+    def libraries(self) -> list[Library]:
+        """Its kernels: where nobody can ask the system for AMX, without those."""
+        sets = [s for s in SETS if s.machine == self.machine]
+        if self.system != "linux":
+            return [kernels(s, self.system) for s in sets if s.name != "amx"]
+        return [*map(kernels, sets), CALL_LIBRARY]
+
+
+#: macOS 11 is the first on ARM (tools/zig.py)
+WHEELS = (
+    Wheel("linux", "x86_64"),
+    Wheel("linux", "aarch64"),
+    Wheel("darwin", "aarch64", "macosx_11_0_arm64"),
+    Wheel("win32", "x86_64", "win_amd64"),
+)
 
 
 def glibc(folder: Path) -> int:
@@ -39,15 +75,17 @@ def glibc(folder: Path) -> int:
     return max(int(version) for versions in found for version in versions)
 
 
-def write_wheel(machine: str, out: Path) -> None:
+def write_wheel(wheel: Wheel, out: Path) -> None:
     with tempfile.TemporaryDirectory() as tree:
         for name in FOLDERS:
             shutil.copytree(ROOT / name, Path(tree, name), ignore=IGNORED)
         for name in FILES:
             shutil.copy(ROOT / name, tree)
         ready = Path(tree) / READY.relative_to(ROOT)
-        write_kernels(machine, ready)
-        platform = f"manylinux_2_{glibc(ready)}_{machine}"
+        ready.mkdir(parents=True)
+        for library in wheel.libraries():
+            library.compile(ready / library.file)
+        platform = wheel.tag or f"manylinux_2_{glibc(ready)}_{wheel.machine}"
         words = ["wheel", "-q", "--no-deps", "--no-build-isolation", "--wheel-dir", out, tree]
         words.append(f"--config-settings=--build-option=--plat-name={platform}")
         subprocess.run([sys.executable, "-m", "pip", *words], check=True)
@@ -58,15 +96,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "wheels")
     out = parser.parse_args().out
     shutil.rmtree(out, ignore_errors=True)
-    for machine in ("x86_64", "aarch64"):
-        cross = "" if machine == architecture() else f"{machine}-linux-gnu-gcc"
-        if cross and not shutil.which(cross):
-            print(f"no {cross}: no wheel for {machine}")
+    for wheel in WHEELS:
+        if wheel.lacks:
+            print(f"no {wheel.lacks}: no wheel for {wheel.machine} on {wheel.system}")
             continue
-        if cross:
-            os.environ["CC"] = cross
-        write_wheel(machine, out)
-        print(*out.glob(f"*{machine}.whl"))
+        before = {*out.glob("*.whl")}
+        with variable("CC", wheel.compiler or os.environ.get("CC", "")):
+            write_wheel(wheel, out)
+        print(*{*out.glob("*.whl")} - before)
 
 
 if __name__ == "__main__":

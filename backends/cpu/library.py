@@ -1,5 +1,5 @@
 """The CPU kernels as shared libraries, one per instruction set: ready in the package (`make
-wheel-kernels`), or compiled once per machine and kept in the user's cache."""
+wheels`), or compiled once per machine and kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ SOURCES = Path(__file__).with_name("kernels")
 READY = Path(__file__).with_name("ready")
 KERNEL_FLAGS = (
     "-O3",
+    "-D_GNU_SOURCE",
     "-pthread",
     "-w",
     "-Werror=implicit-function-declaration",
@@ -39,7 +41,13 @@ KERNEL_FLAGS = (
     "-fno-trapping-math",
     "-fPIC",
 )
-LINK_FLAGS = ("-shared", "-s", "-pthread", "-Wl,-Bsymbolic")  # others may be loaded
+#: of each system, by sys.platform: how a library's name ends, flags that link it, libraries
+LINKING: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    # others may be loaded: symbols are its own
+    "linux": (".so", ("-shared", "-s", "-pthread", "-Wl,-Bsymbolic"), ("-lm",)),
+    "darwin": (".dylib", ("-dynamiclib",), ()),
+    "win32": (".dll", ("-shared", "-s"), ("-lapi-ms-win-core-synch-l1-2-0",)),
+}
 #: source and options of each object file, those first that take longest
 OBJECTS = (
     ("kernels.c",),
@@ -55,20 +63,26 @@ COMPILERS = ("gcc", "cc", "clang", "g++")
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library of C sources. `needs`: libraries that the process has loaded before."""
+    """A shared library of C sources. `needs`: libraries that the process has loaded before;
+    `system`: a key of LINKING, that for which it is compiled."""
 
     name: str
     objects: tuple[tuple[str, ...], ...]
     options: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    system: str = sys.platform
+
+    @property
+    def linking(self) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+        return LINKING.get(self.system, LINKING["linux"])
 
     @cached_property
     def file(self) -> str:
         """The name of its file, with a hash of everything that it is compiled from."""
-        digest = hashlib.sha256(repr((self, KERNEL_FLAGS, LINK_FLAGS)).encode())
+        digest = hashlib.sha256(repr((self, KERNEL_FLAGS, self.linking)).encode())
         for file in sorted(SOURCES.glob("*.[ch]")):
             digest.update(file.read_bytes())
-        return f"{self.name}-{digest.hexdigest()[:16]}.so"
+        return f"{self.name}-{digest.hexdigest()[:16]}{self.linking[0]}"
 
     def check(self) -> None:
         """Raise MissingError if it is neither ready nor kept and cannot be compiled."""
@@ -119,14 +133,15 @@ class Library:
 
             with ThreadPoolExecutor(usable_cores()) as pool:
                 objects = list(pool.map(compiled, range(len(self.objects))))
-            needed = ["-Wl,--no-as-needed", *map(stub, self.needs)]
-            _run([*compiler, *LINK_FLAGS, *objects, *needed, "-lm"], path)
+            _, flags, libraries = self.linking
+            needed = ["-Wl,--no-as-needed", *map(stub, self.needs)] if self.needs else []
+            _run([*compiler, *flags, *objects, *needed, *libraries], path)
 
 
-def kernels(isa: InstructionSet | None = None) -> Library:
+def kernels(isa: InstructionSet | None = None, system: str = sys.platform) -> Library:
     """Return the library of an instruction set's kernels; default: that of this process."""
     isa = isa or instruction_set()
-    return Library(f"kernels-{isa.name}", OBJECTS, isa.words)
+    return Library(f"kernels-{isa.name}", OBJECTS, isa.words, system=system)
 
 
 #: what compiled programs call the kernels by, with functions of torch's

@@ -11,7 +11,6 @@ the CPU has no instructions for them.
 from __future__ import annotations
 
 import ctypes
-import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -131,7 +130,7 @@ def load_calls() -> None:
 def _open_library(library: Library) -> ctypes.CDLL:
     with library.opened() as path:
         try:
-            return ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL)
+            return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         except OSError as e:
             fix = "set TMPDIR to a folder from which programs may run"
             raise MissingError(f"the CPU kernels cannot be loaded: {e}; {fix}") from None

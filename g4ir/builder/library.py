@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -29,8 +30,8 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, G4Error, InputError, MissingError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
+from g4ir.ui.locks import AT_ONCE, EXCLUSIVE, SHARED, flock
 from g4ir.ui.paths import cache_root, private
-from g4ir.ui.posix import fcntl
 from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.checkpoint import CONFIG, GGUF, sha256
 from g4ir.weights.hub import Download, look_up
@@ -153,13 +154,13 @@ def remove(path: Path) -> bool:
     """Remove an engine of the cache; False if a process uses, builds or removes it."""
     held = _open_record(path)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        flock(held, EXCLUSIVE | AT_ONCE)
         if not _is_record(held, path):  # but one that another process has removed
             return False
         _clear(path)
         for kept in _kernels(path):
             kept.unlink(missing_ok=True)
-        _record(path).unlink(missing_ok=True)
+        _forget(path)
         return True
     except BlockingIOError:
         return False
@@ -304,20 +305,20 @@ def _take(
     if path in _in_use:  # somebody deleted the directory: this process would wait for itself
         os.close(_in_use.pop(path))
     while path not in _in_use:
-        held = _locked(path, fcntl.LOCK_SH, progress)
+        held = _locked(path, SHARED, progress)
         if is_engine(path) and os.fstat(held).st_size:
-            os.utime(held)
+            os.utime(_record(path))  # Windows sets no times of a descriptor
             _in_use[path] = held
             return
         os.close(held)
-        held = _locked(path, fcntl.LOCK_EX, progress)
+        held = _locked(path, EXCLUSIVE, progress)
         try:
             _describe(held, {"model": model, "options": _given(options)})
             if not is_engine(path):
                 _build(path, spec, options, progress)
         except BaseException:
             if not is_engine(path):
-                _record(path).unlink(missing_ok=True)
+                _forget(path)
             raise
         finally:  # a lock cannot be converted: until it is taken again others may remove the engine
             os.close(held)
@@ -326,7 +327,8 @@ def _take(
 def _describe(held: int, facts: Mapping[str, Any]) -> None:
     """Write the facts of an engine to its record; EngineError if the disk has no room."""
     try:
-        os.ftruncate(held, os.pwrite(held, json.dumps(facts, default=str).encode(), 0))
+        os.lseek(held, 0, os.SEEK_SET)
+        os.ftruncate(held, os.write(held, json.dumps(facts, default=str).encode()))
     except OSError as e:
         what = f"cannot write the record of an engine in {engines_root()}: {e.strerror}"
         raise EngineError(f"{what}; make room there, or move the cache") from None
@@ -380,8 +382,17 @@ def _record(path: Path) -> Path:
     return path.with_name(f"{path.name}{RECORD}")
 
 
+def _forget(path: Path) -> None:
+    """Remove an engine's record, which is open: on Windows it stays, and describes nothing."""
+    try:
+        _record(path).unlink(missing_ok=True)
+    except PermissionError:
+        if sys.platform != "win32":
+            raise
+
+
 def _open_record(path: Path) -> int:
-    return os.open(_record(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    return os.open(_record(path), os.O_RDWR | os.O_CREAT, 0o600)
 
 
 def _locked(path: Path, how: int, progress: Progress) -> int:
@@ -389,10 +400,10 @@ def _locked(path: Path, how: int, progress: Progress) -> int:
     while True:
         held = _open_record(path)
         try:
-            fcntl.flock(held, how | fcntl.LOCK_NB)
+            flock(held, how | AT_ONCE)
         except BlockingIOError:
             progress(f"waiting for another process that builds {path.name}")
-            fcntl.flock(held, how)
+            flock(held, how)
         if _is_record(held, path):
             return held
         os.close(held)  # removed meanwhile
@@ -426,9 +437,9 @@ def _kernels(path: Path) -> list[Path]:
 
 
 def _is_used(path: Path) -> bool:
-    held = os.open(_record(path), os.O_RDWR | os.O_CLOEXEC)
+    held = os.open(_record(path), os.O_RDWR)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        flock(held, EXCLUSIVE | AT_ONCE)
     except BlockingIOError:
         return True
     finally:

@@ -12,12 +12,13 @@ from typing import Any
 from g4ir.artefact.directory import open_artefact
 from g4ir.engine.ranks import LOAD, opened, perform
 from g4ir.parallel.group import Group
+from g4ir.ui.console import ENDING
 from g4ir.ui.progress import no_progress
 
 from .load import open_runtime
 
 #: what ends rank 0, which then ends the others: a server answers what it has begun
-NOT_OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NOT_OURS = (signal.SIGINT, *ENDING)
 
 
 def follow(group: Group) -> None:

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError, MissingError, RankError
@@ -81,14 +80,12 @@ class RankProcess:
         """Whether it is known to have ended: never, on another machine."""
         if self.host != socket.gethostname():
             return False
-        try:
-            os.kill(self.pid, 0)
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except ProcessLookupError:
-            return True
-        except OSError:
-            return False
-        return state == "Z"  # its parent has not reaped it
+        import psutil
+
+        try:  # a parent may not have reaped it
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE)
+        except psutil.Error as e:
+            return isinstance(e, psutil.NoSuchProcess)
 
 
 class Group:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from g4ir.chat.messages import Medium
 from g4ir.engine.engine import Engine
@@ -54,10 +55,10 @@ class MediaFolder:
             raise InputError(f"{where}: no file is read here; see --media-dir, or give a data URL")
         # One text for all that is wrong: nobody learns what there is elsewhere.
         refused = InputError(f"{where}: is no file that lies below --media-dir")
-        path = Path(unquote(parts.path))
-        if parts.netloc not in ("", "localhost") or ".." in path.parts or "\0" in str(path):
-            raise refused
         try:
+            path = Path(url2pathname(parts.path))
+            if parts.netloc not in ("", "localhost") or ".." in path.parts or "\0" in str(path):
+                raise refused
             real = path.resolve(strict=True)
             if not real.is_relative_to(self.path):
                 raise refused
@@ -70,7 +71,8 @@ class MediaFolder:
 
 
 def _opened(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    # which Windows lacks
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 
 def read_bytes(

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,6 @@ from g4ir.builder.load import check_runnable
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, RankError
 from g4ir.ui import console
-from g4ir.ui.posix import resource
 
 from .app import Server
 from .prompts import require_tokenizer
@@ -43,7 +43,12 @@ MOST_FILES = 1 << 16
 
 
 def open_files() -> int:
-    """Raise the limit of open files as far as this user may, and return it."""
+    """Raise the limit of open files as far as this user may, and return it. Windows has none for
+    connections."""
+    if sys.platform == "win32":
+        return MOST_FILES
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if 0 <= soft < most:

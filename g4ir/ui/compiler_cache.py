@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .locks import AT_ONCE, EXCLUSIVE, SHARED
 from .paths import cache_root, locked
-from .posix import fcntl
 
 #: below the user's cache: torch's compiler, and compiled programs
 INDUCTOR, PROGRAMS = "inductor", "programs"
@@ -23,7 +23,7 @@ LOCK = "compilers.lock"
 @contextmanager
 def in_use() -> Iterator[None]:
     """A context in which nobody deletes the compilers' files."""
-    with locked(cache_root(), LOCK, fcntl.LOCK_SH):
+    with locked(cache_root(), LOCK, SHARED):
         yield
 
 
@@ -50,7 +50,7 @@ def delete_all() -> bool:
 def _delete(chosen: list[Path]) -> bool:
     """Delete folders unless a build uses them, or the cache is not this user's alone: then builds
     keep nothing in it."""
-    with locked(cache_root(), LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB) as alone:
+    with locked(cache_root(), LOCK, EXCLUSIVE | AT_ONCE) as alone:
         for folder in chosen if alone else ():
             shutil.rmtree(folder, ignore_errors=True)
         return alone is True

@@ -25,7 +25,7 @@ PERIOD_S = 1.0  # between two lines of one stage
 #: as sysexits.h and shells have them
 INTERNAL, NO_OUTPUT, INTERRUPTED, PIPE_CLOSED = 70, 74, 130, 141
 #: signals that end a command after it has cleaned up
-ENDING = (signal.SIGTERM, signal.SIGHUP)
+ENDING = tuple(s for s in signal.Signals if s.name in ("SIGTERM", "SIGHUP"))  # Windows lacks one
 #: logger of warnings on legal specs
 SPEC_RULES = logging.getLogger("g4ir.spec.rules")
 #: how torch words a failed allocation

@@ -36,9 +36,10 @@ def new_version(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
     synced and renamed, and after an error it is removed. Like folders of `new_folder`, it is
     readable to whom the umask says, of those that `mode` names."""
     name = _new_path(path.parent, f".{path.name}.")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        handle = os.open(name, flags, mode)  # the module tempfile would ignore the umask
+        handle = os.open(
+            name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode
+        )  # the module tempfile would ignore the umask
     except OSError as e:
         raise OSError(e.errno, e.strerror, str(path)) from None
     try:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .posix import resource
 from .threads import control_groups
 
 
@@ -18,7 +17,9 @@ def device_memory(device: str) -> int:
         import torch
 
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *memory_limits()])
+    import psutil
+
+    return min([psutil.virtual_memory().total, *memory_limits()])
 
 
 def memory_limits(root: Path = Path("/")) -> Iterator[int]:
@@ -29,13 +30,10 @@ def memory_limits(root: Path = Path("/")) -> Iterator[int]:
 
 
 def free_memory() -> int:
-    """Return the bytes that the system can give, within the container's limit; 4 GiB if it does
-    not say."""
-    found = [4 << 30]
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found = [int(line.split()[1]) * 1024]
+    """Return the bytes that the system can give, within the container's limit."""
+    import psutil
+
+    found = [psutil.virtual_memory().available]
     for group in control_groups():
         with contextlib.suppress(OSError, ValueError):  # "max": no limit
             limit, used = (int((group / f"memory.{n}").read_text()) for n in ("max", "current"))
@@ -59,4 +57,11 @@ def peak_resident_bytes() -> int:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import stat
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from g4ir.errors import MissingError, TrustError
 
-from .posix import fcntl
+from .locks import AT_ONCE, EXCLUSIVE, flock
 
 #: variables of the environment that name the folders of cache and state
 CACHE, STATE = "XDG_CACHE_HOME", "XDG_STATE_HOME"
@@ -113,16 +114,15 @@ def search_path(first: Path, name: str) -> str:
 
 @contextmanager
 def locked(folder: Path, name: str, kind: int) -> Iterator[bool | None]:
-    """A lock between processes, of a `kind` of flock(2), by a file of a private folder: yields
+    """A lock between processes, of a `kind` of locks.py, by a file of a private folder: yields
     whether it was taken; None if the folder is not private, or has no locks."""
     taken: bool | None = None
     with ExitStack() as opened:
         with suppress(OSError, TrustError):
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            file = os.open(private(folder) / name, flags, 0o600)
+            file = os.open(private(folder) / name, os.O_RDWR | os.O_CREAT, 0o600)
             opened.callback(os.close, file)
             try:
-                fcntl.flock(file, kind)
+                flock(file, kind)
                 taken = True
             except BlockingIOError:
                 taken = False
@@ -133,7 +133,7 @@ def locked(folder: Path, name: str, kind: int) -> Iterator[bool | None]:
 def claimed(name: str, wait: bool) -> Iterator[bool]:
     """A lock between processes by name: yields whether it was taken; `wait`: block until it is.
     Without file locks it always yields True."""
-    kind = fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)
+    kind = EXCLUSIVE | (0 if wait else AT_ONCE)
     with locked(state_root() / "claims", name, kind) as taken:
         yield taken is not False
 
@@ -155,7 +155,10 @@ def private(folder: Path) -> Path:
 
 def check_private(folder: Path) -> None:
     """Raise TrustError, with the command that fixes it, if another user owns the folder, may write
-    to it, or may replace one above it."""
+    to it, or may replace one above it. On Windows there is nothing to check: folders below the
+    user's profile are the user's alone by its access list, which mode bits do not tell."""
+    if sys.platform == "win32":
+        return
     folder = folder.resolve()
     root = next((p for p in folder.parents if p.name == "g4ir"), folder)
     for path in (folder, *folder.parents):

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Collection, MutableMapping
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from g4ir.errors import InputError, MissingError
 
@@ -132,13 +136,39 @@ def cpu_flags() -> tuple[str, ...]:
 
 @cache
 def _all_flags() -> tuple[str, ...]:
+    systems = {"linux": _flags_of_linux, "darwin": _flags_of_macos, "win32": _flags_of_windows}
+    kinds = ("avx", "amx", "fma", "f16c", "bmi", "ssse3", "sse4_2", "sve", "asimd", "bf16", "fp16")
+    found = systems[sys.platform]() if sys.platform in systems else ()
+    return tuple(sorted(f for f in found if f.startswith((*kinds, "i8mm"))))
+
+
+def _flags_of_linux() -> Iterable[str]:
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     line = next((x for x in text.splitlines() if x.startswith(("flags", "Features"))), "")
-    kinds = ("avx", "amx", "fma", "f16c", "bmi", "ssse3", "sse4_2", "sve", "asimd", "bf16", "fp16")
-    return tuple(
-        sorted(f for f in line.partition(":")[2].split() if f.startswith((*kinds, "i8mm")))
-    )
+    return line.partition(":")[2].split()
+
+
+def _flags_of_macos() -> Iterable[str]:
+    """What Apple's processors have, as Linux names it; none where the system does not say."""
+    try:
+        said = subprocess.check_output(["/usr/sbin/sysctl", "hw.optional"], text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ()
+    lines = re.findall(r"^hw\.optional\.arm\.(\w+): 1$", said, re.MULTILINE)
+    names = {"FEAT_DotProd": "asimddp", "FEAT_I8MM": "i8mm", "FEAT_BF16": "bf16"}
+    return ("asimd", *(names[n] for n in lines if n in names))
+
+
+def _flags_of_windows() -> Iterable[str]:
+    """What torch finds, as Linux names it: without AMX, which nobody has asked Windows for."""
+    import torch
+
+    # torch 2.11 may lack it
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    flags = (n for n, has in found.items() if has is True and not n.startswith("amx"))
+    flags = (re.sub("^avx512_(?=(f|bw|cd|dq|vl|vbmi)$)", "avx512", n) for n in flags)
+    return (re.sub("^fma3$", "fma", n) for n in flags)
 
 
 def hold_libraries(environ: MutableMapping[str, str]) -> None:

@@ -44,8 +44,14 @@ LENGTH_BYTES = 8  # that say how long the header is
 ALIGNED = 64  # of tensors in files that we write: a cache line
 SHARD_BYTES = 4 << 30  # of a file that we write
 PREFETCH_BYTES = 256 << 20  # of tensors that are ready before they are written
-#: MAP_NORESERVE has a name from Python 3.11 on (Linux, uapi/asm-generic/mman-common.h)
-PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
+PRIVATE: dict[str, int]  # how files are mapped: what is written there never reaches them
+if sys.platform == "win32":
+    PRIVATE = {"access": mmap.ACCESS_COPY}
+else:
+    # Not ACCESS_COPY: a system that counts such pages as its own memory would refuse files larger
+    # than that. MAP_NORESERVE has a name from Python 3.11 on (uapi/asm-generic/mman-common.h).
+    _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+    PRIVATE = {"flags": mmap.MAP_PRIVATE | _NO_RESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
 #: bytes of a huge page
 HUGE_PAGE = 1 << 21
 MADV_HUGEPAGE, MADV_POPULATE_READ = 14, 22  # Linux 5.14 (uapi/asm-generic/mman-common.h)
@@ -208,9 +214,7 @@ def map_file(header: Header) -> mmap.mmap:
         with open_regular(header.path) as file:
             if identity(os.fstat(file.fileno())) != header.identity:
                 raise WeightsError(f"{header.path}: changed while it was being read; fix: retry")
-            # Not ACCESS_COPY: a system that counts such pages as its own memory would refuse files
-            # larger than that.
-            return mmap.mmap(file.fileno(), 0, flags=PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            return mmap.mmap(file.fileno(), 0, **PRIVATE)
     except (OSError, ValueError) as error:
         strict = isinstance(error, OSError) and error.errno == errno.ENOMEM
         fix = "set vm.overcommit_memory to 0 or 1, or free memory" if strict else "retry"
@@ -251,7 +255,7 @@ def drop_pages(mapped: mmap.mmap, entry: Entry) -> None:
     page = mmap.PAGESIZE
     first = -(-entry.start // page) * page
     length = entry.end // page * page - first
-    if length > 0:
+    if length > 0 and sys.platform != "win32":  # which drops them itself
         mapped.madvise(mmap.MADV_DONTNEED, first, length)
 
 

@@ -7,9 +7,6 @@
 #include "digits.h"
 
 #ifdef ON_AMX
-#include <sys/syscall.h>
-#include <unistd.h>
-
 /* Blocks between what is unpacked, multiplied and added up; the room for those between. */
 enum { AMX_APART = 2, AMX_RING = 4 };
 #define BOTH UNROLLED for (int s = 0; s < 2; s++)
@@ -17,8 +14,7 @@ enum { AMX_APART = 2, AMX_RING = 4 };
 /* Whether the system lets this process use AMX, which it has to be asked once. */
 static int amx_allowed;
 __attribute__((constructor)) static void ask_for_amx(void) {
-    const long request = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA */
-    amx_allowed = !syscall(SYS_arch_prctl, request, tile_data);
+    amx_allowed = ask_for_tiles();
 }
 
 /* Registers 0 and 1 are tiles of C, 2 one of A, 3 and 4 of B; `tall`: rows of A and C. */

@@ -384,7 +384,7 @@ static int make_room(const attention *a, room *own) {
     int64_t groups = a->padded / TOGETHER, lines = LINE - 1;
     int64_t q = (a->rows * query_bytes(a) + lines) / LINE * LINE;
     int64_t made = a->as_held ? 0 : KEYS * a->wide * sizeof(float);
-    char *at = aligned_alloc(LINE, q + made + (groups * KEYS + KEYS / 2) * sizeof(sums));
+    char *at = take_lines(q + made + (groups * KEYS + KEYS / 2) * sizeof(sums));
     if (!at) return 1;
     own->q = at;
     own->made = (float *)(at + q);
@@ -407,7 +407,7 @@ static int attend_units(void *context, units *left) {
             for (int64_t g = 0; g < a->group; g++)
                 join_parts(a, (b * a->queries + s) * a->heads + h * a->group + g);
     }
-    free(own.q);
+    free_lines(own.q);
     return 0;
 }
 
@@ -426,10 +426,10 @@ int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written,
     a.parts = least((threads + shared - 1) / shared, slots / KEYS_LEAST + 1);
     units = shared * a.parts;
     int64_t partial = (units * partial_size(&a) + 15) / 16 * LINE;
-    a.partial = aligned_alloc(LINE, partial + (shared * sizeof *a.made + LINE - 1) / LINE * LINE);
+    a.partial = take_lines(partial + (shared * sizeof *a.made + LINE - 1) / LINE * LINE);
     if (!a.partial) return 1;
     a.made = memset((char *)a.partial + partial, 0, shared * sizeof *a.made);
     int failed = run_region(attend_units, &a, units, threads);
-    free(a.partial);
+    free_lines(a.partial);
     return failed;
 }

@@ -2,18 +2,16 @@
 #pragma once
 #include "kernels.h"
 #include "number.h"
+#include "system.h"
 #include "team.h"
 
 #include <math.h>
-#include <stddef.h>
-#include <stdlib.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
 
-#define LINE 64
 /* Bytes of a vector of words in products of tiles. */
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define WIDE 64

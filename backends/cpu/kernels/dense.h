@@ -123,7 +123,7 @@ typedef struct {
 
 /* A thread's own rows of x, in pairs; NULL where memory is short. */
 static void *formed(product *p) {
-    char *form = aligned_alloc(LINE, (p->rows * p->apart + LINE - 1) / LINE * LINE);
+    char *form = take_lines((p->rows * p->apart + LINE - 1) / LINE * LINE);
     for (int64_t r = 0; form && r < p->rows; r++)
         in_pairs((const bf16 *)p->x + r * p->k, (float *)(form + r * p->apart), p->k);
     p->x = form;
@@ -166,7 +166,7 @@ static int multiply_units(void *context, units *left) {
         int64_t here = least(m->together, own.rows - r);
         multiply_part(own, m->of + here, o, least(o + m->part, own.n), r, here);
     }
-    free(form);
+    free_lines(form);
     return 0;
 }
 

@@ -110,7 +110,7 @@ static int float_units(void *context, units *left) {
     const coded *p = m->p;
     coded own = *p;
     int64_t x_bytes = (p->rows * p->k * sizeof(float) + LINE - 1) / LINE * LINE;
-    char *room = aligned_alloc(LINE, x_bytes + (tile_bytes(p) + LINE - 1) / LINE * LINE);
+    char *room = take_lines(x_bytes + (tile_bytes(p) + LINE - 1) / LINE * LINE);
     if (!room) return 1;
     float *x = (float *)room;
     uint8_t *tile = (uint8_t *)room + x_bytes;
@@ -128,7 +128,7 @@ static int float_units(void *context, units *left) {
                     store(p->y, (r + i) * p->n + t * TILE + j, out[i * TILE + j], p->dtype);
         }
     }
-    free(room);
+    free_lines(room);
     return 0;
 }
 

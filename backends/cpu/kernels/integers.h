@@ -128,7 +128,7 @@ static int tile_units(void *context, units *left) {
     int64_t tall = of[m->together] ? m->together : m->together + 1, amx = on_amx(FORM, m->parts, tall);
     int64_t bytes = (p->rows * blocks * sizeof(digits) + LINE - 1) / LINE * LINE;
     int64_t of_a = amx ? blocks * tall * m->parts * BLOCK : 0;
-    digits *form = aligned_alloc(LINE, bytes + (of_a + LINE - 1) / LINE * LINE);
+    digits *form = take_lines(bytes + (of_a + LINE - 1) / LINE * LINE);
     if (!form) return 1;
     for (int64_t i = 0; i < p->rows * blocks; i++)
         block_digits(m->parts, FORM, (const bf16 *)p->x + i * BLOCK, form + i);
@@ -152,7 +152,7 @@ static int tile_units(void *context, units *left) {
         }
     }
     if (amx) end_amx();
-    free(form);
+    free_lines(form);
     return 0;
 }
 

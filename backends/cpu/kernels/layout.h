@@ -49,7 +49,7 @@ static inline int strips_of_one(void) {
 /* Whether so many rows of x are multiplied on AMX (amx.h): in cache eight rows take 0.8 of the time with int4
  * and uint4, 0.7 with 5 bits (Emerald Rapids). Four rows do not gain, nor does int8, whose codes need no
  * unpacking, nor one digit of x; int6, with scales for half a block, has twice as many sums to store. */
-#if defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__linux__)
+#if defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define ON_AMX
 #endif
 static inline int on_amx(int form, int digits, int64_t rows) {

@@ -90,7 +90,7 @@ static int many_row_units(void *context, units *left) {
     const many_rows *p = context;
     const micro_kernel_set *by = p->by;
     int64_t width = p->strips * by->columns, panel = PANEL / by->values * by->w_words * by->columns;
-    uint32_t *b = aligned_alloc(LINE, (panel + p->unit * width) * sizeof *b);
+    uint32_t *b = take_lines((panel + p->unit * width) * sizeof *b);
     if (!b) return 1;
     for (int64_t u; (u = take_unit(left)) >= 0;) {
         int64_t column = u % p->columns * width, from = u / p->columns * p->unit;
@@ -103,7 +103,7 @@ static int many_row_units(void *context, units *left) {
             sums += (rows + by->rows - 1) / by->rows * by->rows * here;
         }
     }
-    free(b);
+    free_lines(b);
     return 0;
 }
 
@@ -127,12 +127,12 @@ static int64_t divide(many_rows *p, int threads) {
 static int multiply_many_rows(many_rows *p, int threads) {
     int64_t panels = (p->rows + p->by->rows - 1) / p->by->rows;
     int64_t bytes = panels * p->by->rows * words_of_x(p, p->k) * 4;
-    p->panels = aligned_alloc(LINE, (bytes + LINE - 1) / LINE * LINE);
+    p->panels = take_lines((bytes + LINE - 1) / LINE * LINE);
     if (!p->panels) return 1;
     run_region(pack_x_units, p, panels, threads);
     int64_t count = divide(p, threads);
     int failed = run_region(many_row_units, p, count, threads);
-    free(p->panels);
+    free_lines(p->panels);
     return failed;
 }
 #else

@@ -267,7 +267,7 @@ static int prefill_units(void *context, units *left) {
     const prefill *a = context;
     query_block own;
     int64_t rows = a->queries * a->group, parts = (rows + COLUMNS - 1) / COLUMNS;
-    own.q = aligned_alloc(LINE, (2 * a->padded + 2 * BLOCK_KEYS) * COLUMNS * sizeof(float));
+    own.q = take_lines((2 * a->padded + 2 * BLOCK_KEYS) * COLUMNS * sizeof(float));
     if (!own.q) return 1;
     own.sums = (float *)(own.q + a->padded * COLUMNS);
     own.scores = own.sums + a->padded * COLUMNS;
@@ -280,7 +280,7 @@ static int prefill_units(void *context, units *left) {
         for (int64_t block = 0; block < a->blocks; block++) attend_block(a, b, h, block, &own);
         store_queries(a, b, h, part * COLUMNS, &own);
     }
-    free(own.q);
+    free_lines(own.q);
     return 0;
 }
 
@@ -296,7 +296,7 @@ int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *la
                  .group = heads / kv_heads, .padded = (d + ROWS - 1) / ROWS * ROWS,
                  .blocks = (slots + queries + 2 * BLOCK_KEYS - 2) / BLOCK_KEYS};
     int64_t packs = batch * kv_heads * a.blocks, keys = batch * a.blocks * BLOCK_KEYS;
-    a.packed[0] = aligned_alloc(LINE, packs * words_in_block(&a) * 8 + keys * 8);
+    a.packed[0] = take_lines(packs * words_in_block(&a) * 8 + keys * 8);
     if (!a.packed[0]) return 1;
     a.packed[1] = a.packed[0] + packs * words_in_block(&a);
     a.at = (int32_t *)(a.packed[1] + packs * words_in_block(&a));
@@ -305,7 +305,7 @@ int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *la
     int64_t parts = (queries * a.group + COLUMNS - 1) / COLUMNS;
     int failed = run_region(pack_units, &a, packs, threads);
     if (!failed) failed = run_region(prefill_units, &a, parts * batch * kv_heads, threads);
-    free(a.packed[0]);
+    free_lines(a.packed[0]);
     return failed;
 }
 

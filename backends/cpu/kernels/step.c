@@ -3,22 +3,19 @@
  * ops round (g4ir/ops). */
 #include "layout.h"
 #include "number.h"
+#include "system.h"
 #include "team.h"
 
 #include <float.h>
-#include <linux/futex.h>
 #include <math.h>
-#include <stddef.h>
-#include <stdlib.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
 /* Numbers that are worked on at a time, and the least for which threads share an instruction. */
 #define PIECE 2048
 #define SHARED 16384
 /* Bytes of a weight that are read ahead, of each of two parts, at most. */
 #define READ_AHEAD (1 << 20)
+/* Who waits for steps looks so often itself. */
+#define LOOK_NS 50000000
 /* Rows that are multiplied with codes as they are: those of the largest step. */
 #define ROWS_TOGETHER 8
 /* Result of a step after which no row has a next token. */
@@ -685,7 +682,7 @@ static int64_t get(const int64_t *pace, int which) {
 static void done(int64_t *pace, int64_t steps) {
     __atomic_store_n(pace + DONE, steps, __ATOMIC_SEQ_CST);
     if (get(pace, SLEPT_FOR) && steps >= get(pace, SLEPT_FOR))
-        syscall(SYS_futex, pace + DONE, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+        wake((uint32_t *)(pace + DONE), 1);
 }
 
 /* chosen [B], flaws [B], tokens [B], lengths [B], active [B], stops [B, N], made [steps, B], pace: rows
@@ -917,8 +914,7 @@ int g4ir_want_steps(int64_t *pace, int64_t more) {
 
 void g4ir_wait_steps(int64_t *pace, int64_t steps) {
     __atomic_store_n(pace + SLEPT_FOR, steps, __ATOMIC_SEQ_CST);
-    struct timespec most = {0, 50000000}; /* then it looks itself */
     for (int64_t now; (now = get(pace, DONE)) < steps;)
-        syscall(SYS_futex, pace + DONE, FUTEX_WAIT_PRIVATE, (uint32_t)now, &most, NULL, 0);
+        sleep_on((uint32_t *)(pace + DONE), (uint32_t)now, LOOK_NS);
     __atomic_store_n(pace + SLEPT_FOR, 0, __ATOMIC_SEQ_CST);
 }

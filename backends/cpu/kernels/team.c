@@ -1,25 +1,17 @@
 /* See team.h. Workers start when a region first needs them and live as long as the process.
  *
  * Workers between two regions, and the caller at the end of one, spin for some microseconds and then
- * sleep on a futex. Spinning is cheapest while the other side runs; on a busy machine a spinning thread
+ * sleep on a word. Spinning is cheapest while the other side runs; on a busy machine a spinning thread
  * keeps the core that the thread it waits for needs.
  *
  * Threads that sleep in turns look idle, so beside busy processes the system may keep the caller and a
  * worker on one CPU: the worker leaves it. And a worker that has a unit and does not run holds up the
  * caller, which then lends it its own CPU. Beside one busy process on two cores a decode step of E2B in
  * Q4_0 took 124 ms without both and takes 85 with them (62 alone). */
-#define _GNU_SOURCE
 #include "team.h"
+#include "system.h"
 
-#include <linux/futex.h>
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
-#include <stddef.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
 /* Longer than most gaps between two products of a decode step. Measured with bench/contention.py: 60 us
  * cost up to a tenth of the speed on an idle machine, 2 ms as much on a busy one. */
@@ -58,7 +50,7 @@ static struct {
  * it computes units, or 0. */
 static struct {
     int thread;
-    clockid_t ran;
+    run_clock ran;
     uint64_t inside;
 } workers[MOST_WORKERS];
 /* This thread, as the system numbers it; 0: not asked for. */
@@ -69,22 +61,6 @@ static uint32_t joined(uint64_t gate) { return gate & 0xffff; }
 static uint32_t finished(uint64_t gate) { return gate >> 16 & 0xffff; }
 static uint32_t *low_half(void) { return (uint32_t *)&team.gate; }
 static uint32_t *high_half(void) { return (uint32_t *)&team.gate + 1; }
-
-static void sleep_on(uint32_t *word, uint32_t value, const struct timespec *most) {
-    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, most, NULL, 0);
-}
-
-static void wake(uint32_t *word, int count) {
-    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0);
-}
-
-static int64_t read_ns(clockid_t clock) {
-    struct timespec t = {0};
-    clock_gettime(clock, &t);
-    return t.tv_sec * (int64_t)1000000000 + t.tv_nsec;
-}
-
-static int64_t now_ns(void) { return read_ns(CLOCK_MONOTONIC); }
 
 static inline void relax(void) {
 #if defined(__x86_64__)
@@ -140,32 +116,24 @@ static int all_finished(uint64_t gate, uint64_t since) { return joined(gate) == 
 
 /* Sets a thread's affinity: to one CPU, or to those of the caller without that one. */
 static void place(int thread, int cpu, int there) {
-    cpu_set_t set;
-    if (sched_getaffinity(__atomic_load_n(&team.caller, __ATOMIC_RELAXED), sizeof set, &set)) return;
-    if (there) {
-        CPU_ZERO(&set);
-        CPU_SET(cpu, &set);
-    } else if (CPU_COUNT(&set) > 1) {
-        CPU_CLR(cpu, &set);
-    }
-    sched_setaffinity(thread, sizeof set, &set);
+    place_thread(thread, cpu, there, __atomic_load_n(&team.caller, __ATOMIC_RELAXED));
 }
 
 static int caller_cpu(void) { return __atomic_load_n(&team.cpu, __ATOMIC_RELAXED); }
+static int is_in_its_place(void) { return PLACES_THREADS && this_cpu() == caller_cpu(); }
 
 /* Runs the region's body with the caller, unless it has closed or has enough threads. Returns whether
  * the caller waits for this CPU. */
 static int join(int worker, uint64_t gate) {
     uint64_t number = gate / REGION;
-    int cpu = caller_cpu();
-    if (sched_getcpu() == cpu) place(0, cpu, 0), gate = gate_now(); /* before it is waited for */
+    if (is_in_its_place()) place(0, caller_cpu(), 0), gate = gate_now(); /* before it is waited for */
     do {
         if (!(gate & OPEN) || gate / REGION != number || (int)joined(gate) >= team.wanted) return 0;
     } while (!__atomic_compare_exchange_n(&team.gate, &gate, gate + 1, 0, __ATOMIC_SEQ_CST,
                                           __ATOMIC_SEQ_CST));
     __atomic_store_n(&workers[worker].inside, number, __ATOMIC_RELEASE);
     if (team.body(team.context, team.left)) __atomic_store_n(&team.failed, 1, __ATOMIC_RELAXED);
-    int in_its_place = sched_getcpu() == caller_cpu();
+    int in_its_place = is_in_its_place();
     __atomic_store_n(&workers[worker].inside, 0, __ATOMIC_RELEASE);
     gate = __atomic_add_fetch(&team.gate, FINISHED, __ATOMIC_SEQ_CST);
     if (joined(gate) != finished(gate) || !__atomic_load_n(&team.waiting, __ATOMIC_SEQ_CST)) return 0;
@@ -173,23 +141,23 @@ static int join(int worker, uint64_t gate) {
     return in_its_place;
 }
 
-static void *work(void *number) {
+THREAD_BODY work(void *number) {
     uint64_t last = 0;
     int worker = (intptr_t)number, awaited = 0;
-    workers[worker].thread = syscall(SYS_gettid);
-    pthread_getcpuclockid(pthread_self(), &workers[worker].ran);
+    workers[worker].thread = this_thread();
+    workers[worker].ran = own_run_clock();
     for (;;) {
         uint64_t gate = awaited ? gate_now() : spin(opened, last);
         while (!opened(gate, last)) {
             __atomic_add_fetch(&team.asleep, 1, __ATOMIC_SEQ_CST);
-            if (!opened(gate = gate_now(), last)) sleep_on(high_half(), gate >> 32, NULL);
+            if (!opened(gate = gate_now(), last)) sleep_on(high_half(), gate >> 32, 0);
             __atomic_sub_fetch(&team.asleep, 1, __ATOMIC_SEQ_CST);
             gate = gate_now();
         }
         last = gate / REGION;
         awaited = join(worker, gate);
     }
-    return NULL;
+    return 0;
 }
 
 /* After fork() the child has no workers. */
@@ -201,19 +169,11 @@ static void reset(void) {
     memset(workers, 0, sizeof workers);
 }
 
-/* Starts workers up to `count`, or as many as the system allows. Signals are for other threads. */
+/* Starts workers up to `count`, or as many as the system allows. */
 static void start_workers(int count) {
     static int known;
-    if (!known) known = 1, pthread_atfork(NULL, NULL, reset);
-    pthread_t thread;
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (team.workers < count && !pthread_create(&thread, NULL, work, (void *)(intptr_t)team.workers)) {
-        pthread_detach(thread);
-        team.workers++;
-    }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (!known) known = 1, after_fork(reset);
+    while (team.workers < count && start_thread(work, (void *)(intptr_t)team.workers)) team.workers++;
 }
 
 static int is_inside(int worker, uint64_t number) {
@@ -223,10 +183,11 @@ static int is_inside(int worker, uint64_t number) {
 /* A worker that was preempted with a unit of the region, or NOBODY. One moment serves all workers:
  * their clocks are read before it and after it, and it ends early with the region. */
 static int preempted(uint64_t number) {
+    if (!PLACES_THREADS) return NOBODY;
     int64_t before[MOST_WORKERS];
     int inside[MOST_WORKERS], count = 0;
     for (int i = 0; i < team.workers; i++)
-        if (is_inside(i, number)) inside[count++] = i, before[i] = read_ns(workers[i].ran);
+        if (is_inside(i, number)) inside[count++] = i, before[i] = ran_ns(workers[i].ran);
     int64_t end = now_ns() + MOMENT_NS;
     while (now_ns() < end) {
         if (all_finished(gate_now(), 0)) return NOBODY;
@@ -234,7 +195,7 @@ static int preempted(uint64_t number) {
     }
     for (int i = 0; i < count; i++) {
         int worker = inside[i];
-        if (is_inside(worker, number) && read_ns(workers[worker].ran) - before[worker] < MOMENT_NS / 2)
+        if (is_inside(worker, number) && ran_ns(workers[worker].ran) - before[worker] < MOMENT_NS / 2)
             return worker;
     }
     return NOBODY;
@@ -242,14 +203,13 @@ static int preempted(uint64_t number) {
 
 /* Returns once all workers that joined the region have finished. */
 static void wait_for_workers(uint64_t number) {
-    const struct timespec look = {0, LOOK_NS};
     uint64_t gate = spin(all_finished, 0);
     int guest = NOBODY, cpu = NOBODY;
     while (!all_finished(gate, 0)) {
         if (guest == NOBODY && (guest = preempted(number)) != NOBODY)
-            place(workers[guest].thread, cpu = sched_getcpu(), 1);
+            place(workers[guest].thread, cpu = this_cpu(), 1);
         __atomic_store_n(&team.waiting, 1, __ATOMIC_SEQ_CST);
-        if (!all_finished(gate = gate_now(), 0)) sleep_on(low_half(), (uint32_t)gate, &look);
+        if (!all_finished(gate = gate_now(), 0)) sleep_on(low_half(), (uint32_t)gate, LOOK_NS);
         __atomic_store_n(&team.waiting, 0, __ATOMIC_SEQ_CST);
         gate = gate_now();
         if (guest == NOBODY || is_inside(guest, number)) continue;
@@ -264,12 +224,12 @@ int run_region(region *body, void *context, int64_t count, int threads) {
     if (wanted > MOST_WORKERS) wanted = MOST_WORKERS;
     if (wanted < 1 || __atomic_exchange_n(&team.taken, 1, __ATOMIC_ACQUIRE))
         return body(context, &left);
-    if (!own_thread) own_thread = syscall(SYS_gettid);
+    if (!own_thread) own_thread = this_thread();
     if (team.workers < wanted) start_workers(wanted);
     team.body = body, team.context = context, team.left = &left;
     team.wanted = wanted, team.failed = 0;
     __atomic_store_n(&team.caller, own_thread, __ATOMIC_RELAXED);
-    __atomic_store_n(&team.cpu, sched_getcpu(), __ATOMIC_RELAXED);
+    __atomic_store_n(&team.cpu, this_cpu(), __ATOMIC_RELAXED);
     uint64_t number = gate_now() / REGION + 1;
     __atomic_store_n(&team.gate, number * REGION | OPEN, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&team.asleep, __ATOMIC_SEQ_CST)) wake(high_half(), wanted);

@@ -1,0 +1,42 @@
+"""Locks between processes on open files: flock(2), and what Windows has of the kind."""
+
+from __future__ import annotations
+
+import sys
+
+#: kinds of locks, and that a lock is not waited for: as flock(2) numbers them
+SHARED, EXCLUSIVE, AT_ONCE = 1, 2, 4
+
+if sys.platform != "win32":
+    from fcntl import flock as flock
+else:
+    import ctypes
+    import msvcrt
+    from ctypes import wintypes
+
+    #: LockFileEx: https://learn.microsoft.com/windows/win32/api/fileapi/nf-fileapi-lockfileex
+    KERNEL = ctypes.WinDLL("kernel32", use_last_error=True)
+    FAIL_IMMEDIATELY, EXCLUSIVE_LOCK = 1, 2
+    LOCK_VIOLATION, IO_PENDING = 33, 997
+
+    class Overlapped(ctypes.Structure):
+        """Where a lock begins: behind what a file has, since others cannot read what is locked."""
+
+        _fields_ = [
+            ("internal", ctypes.c_void_p),
+            ("internal_high", ctypes.c_void_p),
+            ("offset", wintypes.DWORD),
+            ("offset_high", wintypes.DWORD),
+            ("event", wintypes.HANDLE),
+        ]
+
+    def flock(file: int, kind: int) -> None:
+        """Lock an open file until it is closed. BlockingIOError if another process has it
+        `AT_ONCE`; OSError if it cannot be locked."""
+        flags = (kind & EXCLUSIVE and EXCLUSIVE_LOCK) | (kind & AT_ONCE and FAIL_IMMEDIATELY)
+        handle, begin = wintypes.HANDLE(msvcrt.get_osfhandle(file)), Overlapped(offset_high=1 << 30)
+        if not KERNEL.LockFileEx(handle, flags, 0, 1, 0, ctypes.byref(begin)):
+            error = ctypes.get_last_error()
+            if error in (LOCK_VIOLATION, IO_PENDING):
+                raise BlockingIOError(f"locked (Windows error {error})")
+            raise OSError(f"cannot be locked (Windows error {error})")
