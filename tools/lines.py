@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: room -> the most code lines that it may have; a file counts for the longest name it begins with
 CAPS = {
     "g4ir/errors.py": 40,
-    "g4ir/ui": 740,
+    "g4ir/ui": 790,
     "g4ir/ops": 2550,
     "g4ir/ir": 700,
     "passes": 850,
