@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.bench import llama, measure
+from g4ir.bench import llama, measure, roof
 from g4ir.bench.agreement import Agreement, compared, void_roles
 from g4ir.bench.llama import LlamaRunner
 from g4ir.bench.measure import FLOOR, STATISTICS, RequestTiming, Stat, around, stat
 from g4ir.bench.report import ENGINE_ROLES, check_specs, run_bench
-from g4ir.bench.roof import Rates
+from g4ir.bench.roof import Meter, Rates
 from g4ir.bench.runners import (
     MODES,
     BenchRunner,
@@ -432,3 +432,14 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setitem(sys.modules, module, None)
         assert extra in refused("bench", "engine", *words, code=3)
+
+
+@pytest.mark.parametrize("quicker", [torch.bfloat16, torch.float32])
+def test_products_are_measured_in_the_quicker_dtype(
+    quicker: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a CPU has no products of bf16, a prompt's are of float32."""
+    monkeypatch.setattr(roof, "BUFFER_BYTES", 1 << 20)
+    monkeypatch.setattr(Meter, "_flop_rate", lambda self, m: float(m.dtype == quicker))
+    meter = Meter("cpu", torch.bfloat16)
+    assert meter.matrix.dtype == quicker and meter.measure().matmul == 1

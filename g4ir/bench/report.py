@@ -15,7 +15,7 @@ from g4ir.builder.module import need_transformers
 from g4ir.check.reference import acting, param_bytes
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, check_all
-from g4ir.ops.types import torch_dtype
+from g4ir.ops.types import dtype_name, torch_dtype
 from g4ir.passes.match import OFF
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.spec.record import Spec
@@ -130,6 +130,7 @@ class Bench:
     runners: list[BenchRunner] = field(default_factory=list)
     per_round: int = 1
     rates: list[Rates] = field(default_factory=list)
+    matmul_dtype: str = ""
     requests: dict[str, list[list[RequestTiming]]] = field(default_factory=dict)
     load_average: float | None = field(default_factory=load_average)
 
@@ -173,6 +174,7 @@ class Bench:
         """Warm up, then take the rounds: A-B-A-B, each without the garbage of the one before."""
         engine = self.engines[0]
         meter = Meter(engine.device, torch_dtype(engine.dtype))
+        self.matmul_dtype = dtype_name(meter.matrix.dtype)
         self.progress("warming up")
         for runner in self.runners:
             for _ in range(self.warmup):
@@ -210,7 +212,7 @@ class Bench:
                 "warmup": self.warmup,
             },
             "env": {**environment(engine.device), "load_average": self.load_average},
-            "roof": roof_values(engine.dtype, self.rates),
+            "roof": roof_values(self.matmul_dtype, self.rates),
             "agreement": agreements,
             "outputs_agree": all(a.ok for a in agreements),
             "runs": runs,

@@ -38,7 +38,8 @@ SIDES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
 class Rates:
     """Bytes per second of a plain read (the faster of a sum and a matrix-vector product) and of a
     copy (both directions counted), FLOPs per second of a square matrix product: each the best of
-    TRIES on a CPU, the median of REPEATS on a GPU."""
+    TRIES on a CPU, the median of REPEATS on a GPU. A CPU without products of bf16 multiplies such
+    numbers in float32, whose rate counts there."""
 
     read: float
     copy: float
@@ -66,7 +67,8 @@ class Meter:
         rows = min(BUFFER_BYTES, room // 8) // 4 // (2 * COLUMNS) * 2
         self.buffer = self._filled(rows, COLUMNS)
         self.vector, self.result = (self._filled(n) for n in (COLUMNS, rows))
-        self.matrix = self._largest(dtype)
+        dtypes = {dtype, torch.float32} if device == "cpu" else {dtype}
+        self.matrix = max(map(self._largest, dtypes), key=self._flop_rate)
 
     def _filled(self, *shape: int) -> torch.Tensor:
         make = torch.randn if self.device == "cuda" else torch.ones
@@ -83,8 +85,7 @@ class Meter:
 
     def measure(self) -> Rates:
         """Measure the rates in about half a second."""
-        m, source, target = self.matrix, *self.buffer.chunk(2)
-        flops = 2 * m.shape[0] ** 3
+        source, target = self.buffer.chunk(2)
         passes = min(MOST_PASSES, -(-TIMED_BYTES // self.buffer.nbytes))
         read = min(
             self._typical(self.buffer.sum, passes),
@@ -93,8 +94,11 @@ class Meter:
         return Rates(
             self.buffer.nbytes / read,
             2 * source.nbytes / self._typical(lambda: target.copy_(source), passes),
-            flops / self._typical(lambda: m @ m, MOST_PASSES),
+            self._flop_rate(self.matrix),
         )
+
+    def _flop_rate(self, m: torch.Tensor) -> float:
+        return 2 * m.shape[0] ** 3 / self._typical(lambda: m @ m, MOST_PASSES)
 
     def _typical(self, f: Callable[[], Any], passes: int) -> float:
         """Measure the seconds of one pass: the best that a CPU takes, the median of a GPU."""
