@@ -13,10 +13,13 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,10 +28,11 @@ from g4ir.artefact.directory import MANIFEST, read_manifest
 from g4ir.backends.reference import ReferenceBackend
 from g4ir.builder.build import prepare, write_engine
 from g4ir.builder.load import load_engine
-from g4ir.errors import EngineError
+from g4ir.errors import EngineError, WeightsError
 from g4ir.generate import jsonl
 from g4ir.plan.options import BuildOptions
 from g4ir.ui import files
+from g4ir.ui.progress import no_progress
 from tests.cli_tools import BUILD, built, g4ir, ok, refused, text_checkpoint
 from tests.engines import random_checkpoint, resigned, rewrite
 
@@ -130,6 +134,18 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, fail: int) -> list[Any]:
     for module, name in ((files, "_new_path"), *of_os, (shutil, "copyfile")):
         monkeypatch.setattr(module, name, counted(getattr(module, name)))
     return writes
+
+
+def test_side_files_that_turn_out_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read while weights are packed: nothing is compiled behind them, or left."""
+    folder = text_checkpoint(tmp_path / "c")
+    prepared = prepare(None, BuildOptions(checkpoint=folder, backend="reference", max_seq=64))
+    wrong = Future[Any]()
+    wrong.set_exception(WeightsError("tokenizer.json: no tokenizer"))
+    monkeypatch.setattr(type(prepared.backend), "compile", compiled := Mock())
+    with pytest.raises(WeightsError, match="no tokenizer"):
+        write_engine(replace(prepared, side_files=wrong), tmp_path / "e", no_progress)
+    assert not compiled.called and {f.name for f in tmp_path.iterdir()} == {"c"}
 
 
 def test_no_space_left_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,19 +279,21 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         raise PlanError(short)
     for graph in ("prefill", "decode"):
         progress(f"passes of {graph}: {p.acted.text(graph) or 'none acted'}")
+    progress = _checking(p, progress)
     with _new_directory(out) as folder:
         params: packings.ParamSource = packings.MadeParams(p.packing, p.source, share=p.share(0))
         digests: Mapping[Path, str] = {}
         if packed := isinstance(p.weights, directory.PackedWeights):
             digests = _pack(p, folder, progress)
             params = packings.stored_params(folder, 0)
+        side_files = p.side_files.result()
         c, start, told = p.config, time.perf_counter(), prefixed(progress, "build")
         task = Task(p.packing.program, c.limits, c.device, folder, params, told, memory=p.memory)
         compiled = p.backend.compile(task, c.settings)
         seconds = time.perf_counter() - start
         texts = {**directory.graph_texts(p.packing), directory.SPEC: c.spec.to_yaml()}
         texts |= {directory.DRAFTER: c.drafter.to_yaml()} if c.drafter else {}
-        side = {**{name: text.encode() for name, text in texts.items()}, **p.side_files.result()}
+        side = {**{name: text.encode() for name, text in texts.items()}, **side_files}
         for name, raw in side.items():
             write_file(folder / name, [raw])
         manifest = _manifest(p, compiled, folder, digests)
@@ -300,6 +302,17 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
     stored = packings.stored_params(out, 0) if packed else None
     artefact = directory.Artefact(out, manifest, p.packing, stored, whole=False, rank=0)
     return Written(artefact, seconds, record_built(manifest, out))
+
+
+def _checking(p: Prepared, progress: Progress) -> Progress:
+    """Return a progress that raises what is wrong with the side files, once that is known."""
+
+    def checked(message: str) -> None:
+        if p.side_files.done():
+            p.side_files.result()
+        progress(message)
+
+    return checked
 
 
 def _pack(p: Prepared, folder: Path, progress: Progress) -> dict[Path, str]:
