@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from g4ir.backends.cpu import pyops
-from g4ir.backends.cpu.isa import has_gemm
 from g4ir.backends.inductor import compile as compiler
 from g4ir.backends.inductor import runtime
 from g4ir.backends.inductor.target import Target
@@ -88,7 +87,6 @@ CHUNKS = ((1, 5, 1, 8), (2, 37, 2, 4), (1, 130, 1, 3), (3, 1, 1, 2))
 @pytest.mark.parametrize(
     ("dtype", "d"), [(torch.float32, 256), *((torch.bfloat16, d) for d in (8, 40, 256, 512))]
 )
-@pytest.mark.skipif(not has_gemm(), reason="other CPUs attend by compiled programs")
 def test_attention_of_a_chunk(
     held: torch.dtype | None, shape: tuple[int, int, int, int], dtype: torch.dtype, d: int
 ) -> None:
@@ -117,7 +115,6 @@ def test_attention_of_a_chunk(
         assert (got.double() - want).abs().max() <= 2**-7 * want.abs().max()
 
 
-@pytest.mark.skipif(not has_gemm(), reason="other CPUs attend by compiled programs")
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_a_chunk_keeps_what_is_no_number(name: str) -> None:
     """Queries that see it, of its head."""

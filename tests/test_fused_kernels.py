@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from g4ir.backends.cpu import pyops
-from g4ir.backends.cpu.isa import has_gemm, multiplies_integers
+from g4ir.backends.cpu.isa import multiplies_integers
 from g4ir.backends.cuda.lowerings import grouped_experts
 from g4ir.ops import OPS
 from g4ir.ops.codecs import dequantized, fake_quantized, to_tiles
@@ -67,7 +67,6 @@ def test_a_product_of_rounded_rows(
         assert ((got - want[:count]).abs() <= budget[:count]).all()
 
 
-@pytest.mark.skipif(not has_gemm(), reason="a library multiplies many rows on this CPU")
 @pytest.mark.parametrize("form", CODED)
 def test_many_rounded_rows_are_multiplied_as_codes(form: str) -> None:
     """Each row has the same bits beside any others, more than a unit of them too; of a block that
@@ -96,8 +95,7 @@ def test_many_rounded_rows_are_multiplied_as_codes(form: str) -> None:
 
 @pytest.mark.skipif("avx512_vnni" not in cpu_flags(), reason="this CPU multiplies no such codes")
 def test_where_codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in bf16, many if there is no matrix unit; others are rounded first, and go on as
-    products with codes do."""
+    """Rows in bf16; others are rounded first, and go on as products with codes do."""
     seen: list[int] = []
 
     def counted(x: torch.Tensor, *weight: Any) -> torch.Tensor:
@@ -111,7 +109,7 @@ def test_where_codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
         pyops.linear_rounded(torch.randn(rows, 64).bfloat16(), *tiles)
     pyops.linear_rounded(torch.randn(2, 64), *tiles)
     pyops.linear_rounded(torch.randn(3, 64).bfloat16(), *parts)
-    assert seen == [9] * (not has_gemm()) + [2, 3]
+    assert seen == [2, 3]
 
 
 def close(got: torch.Tensor, want: torch.Tensor, budget: float) -> None:

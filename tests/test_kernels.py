@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import platform
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -18,8 +16,6 @@ import torch
 from torch.nn.functional import pad
 
 from g4ir.backends.cpu import isa, pyops, tiles
-from g4ir.backends.cpu import library as cpu_library
-from g4ir.backends.cpu.isa import has_gemm
 from g4ir.backends.cpu.library import CALL_LIBRARY
 from g4ir.backends.inductor import compile as compiler
 from g4ir.backends.inductor import runtime
@@ -29,7 +25,7 @@ from g4ir.ops import OPS
 from g4ir.ops.codecs import FORMS, dequantized, from_tiles, packed, rows_from_tiles, to_tiles
 from g4ir.ops.moe import experts as experts_op
 from g4ir.ops.types import ITEMSIZE, Type, torch_dtype
-from g4ir.ui.processor import ISA, SETS, InstructionSet, cpu_flags
+from g4ir.ui.processor import ISA, SETS, InstructionSet
 from tests.cases import TABLES
 from tests.coded_products import (
     BUDGET,
@@ -85,12 +81,7 @@ def test_tiles_are_undone(form: str, lead: tuple[int, ...]) -> None:
         assert lead or torch.equal(rows_from_tiles(tiled, ids), t[ids])
 
 
-#: dtypes in which the kernels multiply many rows; panels of bf16 hold no fp32
-MANY_ROWS = (torch.bfloat16,) if "avx512_bf16" in cpu_flags() else (torch.bfloat16, torch.float32)
-
-
-@pytest.mark.skipif(not has_gemm(), reason="a library multiplies prompts on this CPU")
-@pytest.mark.parametrize("dtype", MANY_ROWS, ids=str)
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
 @pytest.mark.parametrize("rows", [9, 130, 515])
 @pytest.mark.parametrize("form", CODED)
 def test_panels_of_tiles(
@@ -108,17 +99,18 @@ def test_panels_of_tiles(
     assert (got[0].double() - want).abs().max() <= budget
 
 
-@pytest.mark.skipif(not has_gemm(), reason="a library multiplies prompts on this CPU")
-@pytest.mark.parametrize("rows", [25, 130, 515])
-@pytest.mark.parametrize("shape", [(16, 2), (80, 512), (48, 530), (640, 258)], ids=str)
-def test_panels_of_dense_weights(
-    shape: tuple[int, int], rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    w, x = torch.randn(shape).bfloat16(), torch.randn(1, rows, shape[1]).bfloat16()
-    want = x[0].double() @ w.double().t()
-    monkeypatch.setattr(pyops, "_library_linear", None)
-    got = pyops.linear(x, w)
-    assert (got[0].double() - want).abs().max() <= 2 * BUDGET[x.dtype] * want.abs().max()
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
+@pytest.mark.parametrize("rows", [1, 25, 130, 515])
+@pytest.mark.parametrize("shape", [(1, 1), (16, 2), (80, 512), (48, 531), (647, 258)], ids=str)
+def test_panels_of_dense_weights(shape: tuple[int, int], rows: int, dtype: torch.dtype) -> None:
+    """As a chunk's rows are multiplied, of any sizes."""
+    (n, k), w, x = shape, torch.randn(shape).to(dtype), torch.randn(rows, shape[1]).to(dtype)
+    y = torch.full((rows + 1, n), 7.0, dtype=dtype)
+    operands = (w.data_ptr(), x.data_ptr(), y.data_ptr(), pyops.DTYPES[dtype])
+    assert not pyops.kernel("linear_chunk")(*operands, rows, n, k, 2)
+    want = x.double() @ w.double().t()
+    assert (y[:rows].double() - want).abs().max() <= 2 * BUDGET[dtype] * want.abs().max()
+    assert (y[rows] == 7).all()
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
@@ -222,27 +214,6 @@ def test_experts_of_codes(form: str, tokens: int) -> None:
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
-def test_many_rows_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(pyops, "_library_linear", lambda x, w: seen.append(len(x)))
-    w = torch.randn(8, 64)
-    for rows in (0, 1, 4, 5, 100):
-        pyops.linear(torch.randn(rows, 64), w)
-    assert seen == [0, 5, 100]
-
-
-@pytest.mark.parametrize("dtype", BUDGET, ids=str)
-@pytest.mark.parametrize(("rows", "n"), [(30, 5), (30, 16), (3, 5)])
-def test_rows_of_a_step(dtype: torch.dtype, rows: int, n: int) -> None:
-    """Step programs call the kernel whatever it would rather leave to the library."""
-    w, x, y = torch.randn(n, 96).to(dtype), torch.randn(rows, 96).to(dtype), torch.empty(rows, n)
-    y = y.to(dtype)
-    operands = (w.data_ptr(), x.data_ptr(), y.data_ptr(), pyops.DTYPES[dtype], rows, n, 96, 2)
-    assert not pyops._kernels["linear"](*operands)
-    want = x.double() @ w.double().t()
-    assert (y.double() - want).abs().max() <= 2 * BUDGET[dtype] * want.abs().max()
-
-
 def test_special_values() -> None:
     """Infinities and NaN survive the rounding to bf16; ties go to even."""
     w = torch.eye(4, 32, dtype=torch.bfloat16)
@@ -252,35 +223,6 @@ def test_special_values() -> None:
     exact = torch.tensor([[1.0, 2**-8] + [0.0] * 30]).bfloat16()  # 1 + 2^-8 lies between two
     ones = torch.ones(1, 32, dtype=torch.bfloat16)
     assert float(pyops.linear(exact, ones)) == 1.0
-
-
-BF16, F32, F16 = (pyops.DTYPES[d] for d in (torch.bfloat16, torch.float32, torch.float16))
-
-
-BY_NAME = {s.name: s for s in SETS}
-
-
-def takes_of(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`g4ir_takes` of an instruction set."""
-    monkeypatch.setattr(cpu_library, "KERNEL_FLAGS", ("-O1", *cpu_library.KERNEL_FLAGS[1:]))
-    library = replace(cpu_library.kernels(BY_NAME[name]), objects=(("kernels.c",), ("team.c",)))
-    library.compile(folder / "kernels.so")
-    takes = ctypes.CDLL(str(folder / "kernels.so")).g4ir_takes
-    return lambda dtype, rows, n: takes(dtype, *map(ctypes.c_int64, (rows, n, 64)))
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="these instructions are x86's")
-@pytest.mark.parametrize(("name", "bf16", "f32"), [("v2", 24, 4), ("avx512_bf16", 8, 4)])
-def test_rows_that_the_kernels_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, bf16: int, f32: int
-) -> None:
-    """With bf16 instructions, and by the plain C path that other CPUs run, which makes rows of bf16
-    wide; built for both everywhere, run where the CPU has them (test_linear)."""
-    taken = takes_of(name, tmp_path, monkeypatch)
-    takes = [(dtype, rows) for dtype in (BF16, F32, F16) for rows in range(30)]
-    wanted = {(dtype, n + 1) for dtype, most in ((BF16, bf16), (F32, f32)) for n in range(most)}
-    assert {t for t in takes if taken(*t, 7)} == wanted  # panels have whole vectors of columns
-    assert taken(BF16, bf16 + 1, 16)
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
@@ -302,9 +244,8 @@ def test_codes_on_other_cpus(
 
 @pytest.mark.parametrize("form", CODED)
 def test_prompts_on_other_cpus(other_cpu: None, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if has_gemm():
-        test_panels_of_tiles(form, 130, torch.bfloat16, monkeypatch)
-        test_panels_of_dense_weights((48, 530), 130, monkeypatch)
+    test_panels_of_tiles(form, 130, torch.bfloat16, monkeypatch)
+    test_panels_of_dense_weights((48, 531), 130, torch.bfloat16)
 
 
 INTEGERS = {*CODED} - {"fp8"}
@@ -319,7 +260,6 @@ def test_the_instruction_set_decides_on_integers(
     wanted = set() if isa_set.name in WITHOUT_INTEGERS else INTEGERS
     wanted = wanted | ({"fp8"} if isa_set.name in WITH_FP8 else set())
     assert {form for form in CODED if isa.multiplies_integers(form)} == wanted
-    assert isa.has_gemm() == (isa_set.name != "amx")
 
 
 @pytest.mark.parametrize("form", CODED)
@@ -355,7 +295,7 @@ def test_a_row_is_the_same_beside_any_others(form: str, product: Any) -> None:
 @pytest.mark.parametrize("form", CODED)
 def test_what_isa_says_the_kernels_do(form: str) -> None:
     codes, scales = QUANTIZE(torch.randn(48, 1024), form=form, group=CODED[form][0], scale="f16")
-    shape = 1, BF16, 1, 1024, scales.shape[-1]
+    shape = 1, pyops.DTYPES[torch.bfloat16], 1, 1024, scales.shape[-1]
     takes = pyops.kernel("takes_codes")(pyops.FORMS[codes.dtype], *shape)
     assert bool(takes) == isa.multiplies_integers(form)
 
@@ -383,51 +323,6 @@ def test_tiles_on_other_cpus(other_cpu: str, form: str) -> None:
     near = 0 if integers and form != "fp8" else 2**-7
     for one, two in zip(best, other, strict=True):
         assert (one - two).abs().amax() <= near * one.abs().amax()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_many_rows_are_made_wide(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """In blocks of the weight, the last one not whole; sums are fp32, rounded once."""
-    monkeypatch.setattr(pyops, "_multiplies", lambda dtype: False)
-    monkeypatch.setattr(pyops, "WIDE_BLOCK", 40 * 24)
-    x = torch.randn(2, 40, 24, generator=torch.Generator().manual_seed(0)).to(dtype)
-    w = torch.randn(96, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
-    wanted = (x.double() @ w.double().t()).to(dtype)
-    got = pyops.linear(x, w)
-    assert got.dtype == dtype and got.shape == wanted.shape
-    step = (got.double() - wanted.double()).abs() / wanted.double().abs().clamp(min=1e-2)
-    assert float(step.max()) <= 2 * torch.finfo(dtype).eps
-    # As good as never off by more than the order of sums: nothing is rounded twice.
-    assert float((got == wanted).float().mean()) > 0.98
-
-
-def test_more_rows_than_any_kernel_likes() -> None:
-    """Two products at once never share memory, and a view of the first keeps it."""
-    k, n = 8, pyops.KEPT_FROM // 4 // pyops.MANY_ROWS
-    x, w = torch.randn(3, pyops.MANY_ROWS // 2, k), torch.randn(2, n, k)
-    wanted = [x[:2] @ w[i].t() for i in range(2)]
-    first = pyops.linear(x[:2], w[0])
-    kept, memory = first.transpose(0, 1)[1:], first.data_ptr()
-    del first
-    second = pyops.linear(x[:2], w[1])
-    torch.testing.assert_close(kept, wanted[0].transpose(0, 1)[1:])
-    torch.testing.assert_close(second, wanted[1])
-    del kept
-    assert pyops.kept_bytes() >= pyops.KEPT_FROM
-    assert pyops.linear(x[1:].transpose(0, 1), w[0]).data_ptr() == memory
-
-
-def test_kept_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pyops, "KEPT", 3 * pyops.KEPT_FROM)
-    for _ in range(2):
-        held = [pyops.empty_f32(pyops.KEPT_FROM // 4, 1) for _ in range(3)]
-        assert len({t.data_ptr() for t in held}) == 3
-    del held
-    assert pyops.kept_bytes() == 3 * pyops.KEPT_FROM
-    pyops.empty_f32(pyops.KEPT_FROM // 4 + 1)
-    assert pyops.kept_bytes() == pyops.KEPT_FROM + 4  # what another size left is gone
-    pyops.empty_f32(100)
-    assert pyops.kept_bytes() == pyops.KEPT_FROM + 4  # small ones are not kept
 
 
 class Products(torch.nn.Module):
@@ -478,14 +373,10 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def counted(x: torch.Tensor, w: torch.Tensor) -> None:
         seen.append((x.dtype, x.numel() // 256))
 
-    spy(monkeypatch, pyops, "_library_linear", counted)
+    spy(monkeypatch, pyops.functional, "linear", counted)
     monkeypatch.setattr(pyops, "_kernels", {})  # the op has none: what it is asked for is seen
-    bf16, f32, f16 = torch.bfloat16, *DTYPES
-    for rows, wanted in (
-        (1, {(f16, 1)}),
-        (4, {(f16, 4), (bf16, 2)}),
-        (100, {(f16, 100), (bf16, 50), (bf16, 100), (f32, 100)}),
-    ):
+    f16 = torch.float16
+    for rows, wanted in ((1, {(f16, 1)}), (4, {(f16, 4)}), (100, {(f16, 100)})):
         seen.clear()
         x = torch.randn(1, rows, 256, generator=g).bfloat16()
         operands = [x, w, *(t for c in codes for t in c)]

@@ -13,7 +13,6 @@ import torch
 import g4ir
 from g4ir.backends.cpu import pyops
 from g4ir.backends.cpu.arena import Arena
-from g4ir.backends.cpu.isa import has_gemm
 from g4ir.backends.cpu.step_loop import Embedding
 from g4ir.backends.cpu.step_program import LOWERINGS, record_step, step_phases
 from g4ir.backends.inductor.backend import BACKEND
@@ -153,8 +152,6 @@ def test_a_step_whose_logits_nobody_reads(engines: Any) -> None:
 def test_a_chunk_of_any_length(tmp_path: Path, name: str, rows: int) -> None:
     """Is bit by bit what is recorded for its length, past a window too, and rows that end early
     are; a watch sees every value of it."""
-    if not has_gemm():
-        pytest.skip("this CPU reads prompts by compiled programs")
     limits = {"max_batch": rows, "max_seq": 64, "prefill_chunk": 32}
     engine = g4ir.build(name, tmp_path / "e", random_weights=0, dtype="bfloat16", **limits)
     for length in (2, 4, 7, 16, 31):
@@ -178,8 +175,6 @@ def test_a_prompt_is_the_same_wherever_it_is_cut(
     tmp_path: Path, name: str, options: dict[str, str]
 ) -> None:
     """Bit by bit, logits and caches: chunks follow measured time, and texts do not."""
-    if not has_gemm():
-        pytest.skip("this CPU reads prompts by compiled programs")
     limits = {"max_seq": 256, "prefill_chunk": 128}
     given = {"random_weights": 0, "dtype": "bfloat16"} | options
     engine = g4ir.build(name, tmp_path / "e", **given, **limits)
@@ -227,12 +222,11 @@ RECIPES = ("none", "int8", "int4", "fp8")
 @pytest.mark.parametrize("quant", RECIPES)
 @pytest.mark.parametrize("name", (*VARIANTS, "gemma3-1b"))
 def test_steps_and_chunks_are_recorded(name: str, quant: str) -> None:
-    """Chunks, and steps of many rows, where the CPU has vectors for products of these."""
+    """Chunks, and steps of many rows."""
     program = stored(name, quant)
     media = (BLOCKS,) if BLOCKS in program.graphs else ()
-    chunks = ("prefill", *media) if has_gemm() else ()
-    assert step_phases(program, Limits(max_batch=1)) == ("decode", *chunks)
-    assert step_phases(program, Limits(max_batch=9)) == ("decode", *chunks) * has_gemm()
+    for rows in (1, 9):
+        assert step_phases(program, Limits(max_batch=rows)) == ("decode", "prefill", *media)
 
 
 @pytest.mark.parametrize("quant", RECIPES)

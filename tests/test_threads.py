@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.backends.cpu import pyops
 from g4ir.engine.engine import Engine
 from g4ir.engine.scheduler import Scheduler
 from g4ir.engine.speculative import NO_DRAFT
@@ -47,17 +46,6 @@ def test_no_scheduler_is_lent_twice(engines: Any, monkeypatch: pytest.MonkeyPatc
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(lend, range(2))
     assert one is not other
-
-
-def test_memory_of_results_is_given_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last block that is free goes to one thread; others get new memory."""
-
-    class Last(list[Any]):
-        def __bool__(self) -> bool:
-            return True  # as it seemed, before another thread took it
-
-    monkeypatch.setitem(pyops._free, pyops.KEPT_FROM // 4, Last())
-    assert pyops.empty_f32(pyops.KEPT_FROM // 4).numel() == pyops.KEPT_FROM // 4
 
 
 THREADS, STEPS, ROUNDS = 8, 12, 2

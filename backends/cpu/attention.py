@@ -10,7 +10,6 @@ from g4ir.ir.graph import Node
 from g4ir.model.decoder import TOKENS
 from g4ir.ops.attention import last_seen, split_chunk
 
-from .isa import has_gemm
 from .pyops import OPS
 
 Tensor = torch.Tensor
@@ -26,13 +25,12 @@ def attention(
     cache_v: Tensor,
     *chunk: Tensor,
 ) -> Tensor:
-    """Attend by our kernel for few tokens, and for a chunk if the CPU has instructions for it; else
-    by the library."""
+    """Attend by our kernels for few tokens and for a chunk; else by the library."""
     fresh, block_ids = split_chunk(chunk, 2)
     if not n.attrs["softcap"]:
         if _is_few(n, chunk):
             return _attend_few(n, q, positions, written, cache_k, cache_v)
-        if fresh and _has_chunk_kernel(q):
+        if fresh and q.shape[-1] % 2 == 0:
             caches = cache_k, cache_v, *fresh
             return _attend_chunk(n, q, positions, written, caches, block_ids)
     return library.attention(m, n, q, positions, written, cache_k, cache_v, *chunk)
@@ -49,7 +47,7 @@ def attention_latent(
     fresh, block_ids = split_chunk(tuple(chunk), 1)
     if _is_few(n, tuple(chunk)):
         out = _attend_few(n, query, positions, written, cache, cache)
-    elif fresh and _has_chunk_kernel(query):
+    elif fresh and query.shape[-1] % 2 == 0:
         caches = cache, cache, fresh[0], fresh[0]
         out = _attend_chunk(n, query, positions, written, caches, block_ids)
     else:
@@ -69,11 +67,6 @@ def _attend_few(
     window, scale = n.whole("window"), n.number("scale")
     out: Tensor = OPS.attend(q, positions, written, keys, values, window, scale)
     return out
-
-
-def _has_chunk_kernel(q: Tensor) -> bool:
-    """Whether kernels/prefill_attention.h attends for the queries of a chunk."""
-    return q.shape[-1] % 2 == 0 and has_gemm()
 
 
 def _attend_chunk(

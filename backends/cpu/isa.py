@@ -21,19 +21,6 @@ _EXTENSIONS = ({"avx512_vnni", "avx512bw"}, {"avx2", "fma"}, {"asimddp"})
 _OF_FORM = {"fp8": ({"avx512_vnni", "avx512bw", "avx512_bf16", "avx512vbmi"},)}
 
 
-def has_gemm() -> bool:
-    """Whether the C kernels compute products of many rows and attention of prompts
-    (kernels/gemm.h): with a matrix unit a library is faster."""
-    return "amx_bf16" not in instruction_set().flags
-
-
-def multiplies_many_rows(dtype: str) -> bool:
-    """Whether those products, and attention of prompts, take x of this dtype: panels hold bf16
-    where it has instructions, else fp32."""
-    in_bf16 = {"avx512_bf16", "avx512_vnni"} <= instruction_set().flags
-    return has_gemm() and dtype in (("bf16",) if in_bf16 else ("bf16", "f32"))
-
-
 def multiplies_integers(form: str) -> bool:
     """Whether rows of x in bf16, rounded ones too, are multiplied with tiles of a form as integers
     (kernels/digits.h); else in fp32."""

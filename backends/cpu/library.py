@@ -48,15 +48,20 @@ LINKING: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "darwin": (".dylib", ("-dynamiclib",), ()),
     "win32": (".dll", ("-shared", "-s"), ("-lapi-ms-win-core-synch-l1-2-0",)),
 }
+_FORMS = [f"-DFORM={form}" for form in KERNEL_FORMS.values()]
 #: source and options of each object file, those first that take longest
 OBJECTS = (
     ("kernels.c",),
     ("step.c",),
-    *(("form.c", f"-DFORM={form}") for form in KERNEL_FORMS.values()),
+    ("panels.c",),
+    *(("form.c", form) for form in _FORMS),
+    *(("panels.c", form) for form in _FORMS),
     # the sums of packing keep their order
     ("packing.c", "-ffp-contract=off", "-fno-associative-math", "-fsigned-zeros"),
     ("team.c",),
 )
+#: the same of instruction sets that multiply bf16 in panels
+OF_BF16 = tuple((*o, "-DPANELS_BF16") for o in OBJECTS if o[0] == "panels.c")
 #: compilers, unless CC or CXX names one
 COMPILERS = ("gcc", "cc", "clang", "g++")
 
@@ -141,7 +146,8 @@ class Library:
 def kernels(isa: InstructionSet | None = None, system: str = sys.platform) -> Library:
     """Return the library of an instruction set's kernels; default: that of this process."""
     isa = isa or instruction_set()
-    return Library(f"kernels-{isa.name}", OBJECTS, isa.words, system=system)
+    objects = OBJECTS + OF_BF16 if "avx512_bf16" in isa.flags else OBJECTS
+    return Library(f"kernels-{isa.name}", objects, isa.words, system=system)
 
 
 #: what compiled programs call the kernels by, with functions of torch's

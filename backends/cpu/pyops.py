@@ -1,18 +1,13 @@
 """Ops that a compiled CPU program calls for: large products, routed experts, and attention.
 
-Products of a few rows go through the C kernels (kernels/), which for one row run at the speed at
-which memory delivers the weight; the library's products do not. So do products of more rows, with
-quantised weights and with dense ones in bf16, if the CPU has vectors for them and no matrix unit
-(kernels/gemm.h). Compiled regions call the kernels directly (kernels/calls.c). Other products call
-back into Python, which costs some 10 us: they go through the library, those of 16 bits in fp32 if
-the CPU has no instructions for them.
+Products in bf16 and fp32 go through the C kernels (kernels/): of a few rows at the speed at which
+memory delivers the weight, of more by panels (kernels/gemm.h). Compiled regions call the kernels
+directly (kernels/calls.c). Other products call back into Python, which costs some 10 us.
 """
 
 from __future__ import annotations
 
 import ctypes
-import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -29,7 +24,6 @@ from g4ir.ops.kv_quant import numbers
 from g4ir.ops.mlp import activate
 from g4ir.ops.moe import own_index
 from g4ir.ops.types import torch_dtype
-from g4ir.ui.processor import cpu_flags
 
 from .isa import KERNEL_FORMS
 from .library import CALL_LIBRARY, Library, kernels
@@ -37,27 +31,8 @@ from .library import CALL_LIBRARY, Library, kernels
 Tensor = torch.Tensor
 
 _ATTENTION: Any = attention.reference
-#: from this many rows on, a 16-bit product without instructions for it costs more than an fp32 one
-#: with the weight made wide for it (measured at 12288 x 1536: bf16 1.3x and fp16 1.2x at 5 rows,
-#: 2.2x and 4.4x at 32, 2.7x and 5.3x at 64)
-WIDE_ROWS = 5
-#: from this many rows on, the default fp32 product beats oneDNN's (measured at 3072 x 768: 0.92x at
-#: 256 rows, 1.06x at 1024, 1.13x at 2520)
-MANY_ROWS = 1024
-#: results of this many bytes and more keep their memory for the next result of the same size, at
-#: most `KEPT` of it unused: the system takes blocks this large back as soon as they are free, and
-#: every page of the next one is a fault, about a tenth of the product that fills it
-KEPT_FROM, KEPT = 8 << 20, 128 << 20
-#: elements of the weight that are made wide at a time
-WIDE_BLOCK = 1 << 22
-#: dtype -> extensions of a CPU that multiplies it
-NATIVE = {
-    torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
-    torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
-}
-
-
-_free: defaultdict[int, list[Any]] = defaultdict(list)
+#: elements of a weight that are made dense at a time
+DENSE_BLOCK = 1 << 22
 #: name -> function of kernels/kernels.h
 _kernels: dict[str, Callable[..., int]] = {}
 #: dtype of x, of results and of scales, and dtype of codes -> their numbers there
@@ -73,8 +48,8 @@ _TYPES: dict[str, Any] = {
     "d": ctypes.c_double,
 }
 _ARGUMENTS = {
-    "takes": "isss",
     "linear": "pppisssi",
+    "linear_chunk": "pppisssi",
     "takes_codes": "iiisss",
     "linear_coded": "piipipipissssi",
     "takes_gemm": "iiissss",
@@ -140,8 +115,8 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     """Return x [..., k] @ w[n, k]^T; sums are fp32, rounded once."""
     (n, k), dtype = w.shape, DTYPES.get(x.dtype, -1)
     rows = x.numel() // k
-    if not (_kernels and _kernels["takes"](dtype, rows, n, k)):
-        return _library_linear(x, w)
+    if not (_kernels and rows and x.dtype in (torch.bfloat16, torch.float32)):
+        return functional.linear(x, w)
     out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
     failed = _kernels["linear"](
         *(w.data_ptr(), x.data_ptr(), out.data_ptr(), dtype), *(rows, n, k, torch.get_num_threads())
@@ -330,68 +305,12 @@ def decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype, tiles: bool = Fal
 
 
 def _decoded_linear(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool) -> Tensor:
-    """Return a library's product; a part of the weight, whole tiles, is made of its codes at a
-    time."""
+    """Return the product with a dense weight, of which a part, whole tiles, is made at a time."""
     out = x.new_empty((*x.shape[:-1], codes.shape[0]))
-    step = max(1, WIDE_BLOCK // x.shape[-1] // TILE) * TILE
+    step = max(1, DENSE_BLOCK // x.shape[-1] // TILE) * TILE
     for at in range(0, codes.shape[0], step):
         part = slice(at, at + step)
-        out[..., part] = _library_linear(x, decoded(codes[part], scales[part], x.dtype, tiles))
-    return out
-
-
-def _library_linear(x: Tensor, w: Tensor) -> Tensor:
-    """Return oneDNN's product, also in fp32, unless there are many rows."""
-    rows = x.numel() // w.shape[1]
-    if x.dtype == torch.float32 and rows >= MANY_ROWS:
-        out = empty_f32(rows, w.shape[0])
-        return torch.mm(x.reshape(rows, -1), w.t(), out=out).view(*x.shape[:-1], -1)
-    if x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        out = torch.ops.mkldnn._linear_pointwise.default(x, w, None, "none", [], "")
-        return out
-    if rows >= WIDE_ROWS and not _multiplies(x.dtype):
-        return wide_linear(x, w)
-    return functional.linear(x, w)
-
-
-def empty_f32(*shape: int) -> Tensor:
-    """Make f32[shape], uninitialised. Its memory comes back when the last tensor on it is gone."""
-    size = torch.Size(shape).numel()
-    if 4 * size < KEPT_FROM:
-        return torch.empty(shape)
-    try:  # not by looking first: another thread may take the last one in between
-        memory = _free[size].pop()
-    except IndexError:
-        memory = torch.empty(size).numpy()
-    lent = memory.view()  # the tensor's storage holds this array, and nothing else does
-    weakref.finalize(lent, _give_back, memory).atexit = False
-    return torch.from_numpy(lent).view(shape)
-
-
-def kept_bytes() -> int:
-    """Count the bytes kept that nothing uses."""
-    # A copy: threads change it meanwhile.
-    return sum(4 * size * len(many) for size, many in _free.copy().items())
-
-
-def _give_back(memory: Any) -> None:
-    if kept_bytes() + memory.nbytes > KEPT:
-        _free.clear()  # sizes change: what other sizes left is of no use
-    _free[memory.size].append(memory)
-
-
-@cache
-def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU has instructions for products in the dtype."""
-    return dtype not in NATIVE or not NATIVE[dtype].isdisjoint(cpu_flags())
-
-
-def wide_linear(x: Tensor, w: Tensor) -> Tensor:
-    """Return x [..., k] @ w[n, k]^T in fp32, rounded once; one block of w is wide at a time."""
-    out, rows = x.new_empty((*x.shape[:-1], w.shape[0])), x.float()
-    step = max(1, WIDE_BLOCK // w.shape[1])
-    for at in range(0, w.shape[0], step):
-        out[..., at : at + step] = _library_linear(rows, w[at : at + step].float())
+        out[..., part] = linear(x, decoded(codes[part], scales[part], x.dtype, tiles))
     return out
 
 

@@ -34,8 +34,8 @@ from g4ir.ops.types import dtype_name, torch_dtype
 from g4ir.plan.engine_limits import Limits
 
 from . import pyops
-from .arena import ROWS, Arena, storage_of
-from .isa import has_gemm, multiplies_integers, multiplies_many_rows
+from .arena import Arena, storage_of
+from .isa import multiplies_integers
 
 Tensor = torch.Tensor
 
@@ -67,11 +67,8 @@ class NoInstruction(Exception):
 
 
 def step_phases(program: Program, limits: Limits) -> tuple[str, ...]:
-    """Return the graphs of an engine that run as step programs. Steps of many rows do where the CPU
-    has vectors for their products; a library does them faster elsewhere."""
-    few = limits.max_batch <= ROWS or has_gemm()
-    phases = (*("decode", VERIFY, DRAFT) * few, *CHUNKS)
-    found = [p for p in phases if p in program.graphs]
+    """Return the graphs of an engine that run as step programs."""
+    found = [p for p in ("decode", VERIFY, DRAFT, *CHUNKS) if p in program.graphs]
     return tuple(p for p in found if _records(program.graphs[p], limits.max_batch))
 
 
@@ -401,8 +398,8 @@ def _attention(
         r.emit("attention", r.whole(q), positions, written, *held, out, **how)
         return out
     (k, v, *fresh), ids = held[:4], held[4:]
-    if not multiplies_many_rows(dtype_name(q.dtype)) or q.shape[-1] % 2:
-        raise NoInstruction(f"attention over a chunk in {q.dtype}")
+    if q.shape[-1] % 2:
+        raise NoInstruction(f"attention over a chunk of heads of {q.shape[-1]}")
     last = r.like(positions) if ids else positions
     if ids:
         r.emit("last_seen", r.whole(positions), r.whole(ids[0]), last)

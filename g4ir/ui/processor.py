@@ -6,6 +6,7 @@ libraries that compute what the kernels do not.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -146,7 +147,17 @@ def _flags_of_linux() -> Iterable[str]:
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     line = next((x for x in text.splitlines() if x.startswith(("flags", "Features"))), "")
-    return line.partition(":")[2].split()
+    flags = line.partition(":")[2].split()
+    if "amx_tile" in flags and not _permits_amx():
+        return [f for f in flags if not f.startswith("amx")]
+    return flags
+
+
+def _permits_amx() -> bool:
+    """Ask Linux for the registers of AMX, which a process may use only then."""
+    arch_prctl, request, registers = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
+    permitted: bool = ctypes.CDLL(None).syscall(arch_prctl, request, registers) == 0
+    return permitted
 
 
 def _flags_of_macos() -> Iterable[str]:

@@ -4,6 +4,7 @@
  * block is multiplied, and the sums of one before are added up. Two tiles of the weight share A, whose
  * loads would take a fifth of the time. */
 #pragma once
+#include "amx_registers.h"
 #include "digits.h"
 
 #ifdef ON_AMX
@@ -11,31 +12,15 @@
 enum { AMX_APART = 2, AMX_RING = 4 };
 #define BOTH UNROLLED for (int s = 0; s < 2; s++)
 
-/* Whether the system lets this process use AMX, which it has to be asked once. */
-static int amx_allowed;
-__attribute__((constructor)) static void ask_for_amx(void) {
-    amx_allowed = ask_for_tiles();
-}
-
 /* Registers 0 and 1 are tiles of C, 2 one of A, 3 and 4 of B; `tall`: rows of A and C. */
 static void set_amx(int tall) {
-    struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } shapes __attribute__((aligned(LINE))) = {.palette = 1,
-                                               .bytes = {LINE, LINE, BLOCK, LINE, LINE},
-                                               .rows = {tall, tall, tall, 8, 8}};
-    __asm__ volatile("ldtilecfg %0" : : "m"(shapes) : "memory");
+    amx_shapes shapes = {.palette = 1, .bytes = {LINE, LINE, BLOCK, LINE, LINE},
+                         .rows = {tall, tall, tall, 8, 8}};
+    shape_amx(&shapes);
 }
-static void end_amx(void) { __asm__ volatile("tilerelease" : : : "memory"); }
 
-#define LOAD_A(FROM)                                                                            \
-    __asm__ volatile("tileloadd (%0,%1), %%tmm2" : : "r"(FROM), "r"((int64_t)BLOCK) : "memory")
-#define MULTIPLY(C, B, CODES, SUMS)                                                             \
-    __asm__ volatile("tilezero %%tmm" #C "\n\ttileloadd (%0,%2), %%tmm" #B                        \
-                     "\n\ttdpbsud %%tmm" #B ", %%tmm2, %%tmm" #C "\n\ttilestored %%tmm" #C ", (%1,%2)"\
-                     : : "r"(CODES), "r"(SUMS), "r"((int64_t)LINE) : "memory")
+#define SUMS_OF(C, B, CODES, SUMS)                                                                  \
+    CLEAR_AMX(C); LOAD_AMX(B, CODES, LINE); MULTIPLY_AMX(tdpbsud, C, 2, B); STORE_AMX(C, SUMS, LINE)
 
 typedef struct {
     row_words codes[AMX_RING][8];
@@ -69,9 +54,9 @@ ALWAYS amx_product(const int form, const int rows, const int parts, const coded 
         if (next < blocks) BOTH unpack_block(form, of + s, next, room[s].codes[next % AMX_RING]);
         if (i >= 0 && i < blocks) {
             int at = i % AMX_RING;
-            LOAD_A(a + i * rows * parts * BLOCK);
-            MULTIPLY(0, 3, room[0].codes[at], room[0].sums[at]);
-            MULTIPLY(1, 4, room[1].codes[at], room[1].sums[at]);
+            LOAD_AMX(2, a + i * rows * parts * BLOCK, BLOCK);
+            SUMS_OF(0, 3, room[0].codes[at], room[0].sums[at]);
+            SUMS_OF(1, 4, room[1].codes[at], room[1].sums[at]);
         }
         if (done < 0) continue;
         if (left >= p->each) {
@@ -98,7 +83,6 @@ ALWAYS amx_product(const int form, const int rows, const int parts, const coded 
         *(any_row_floats *)(of[s].out + r * TILE) = sum[s][r];
 }
 #elif defined(INTEGERS)
-static const int amx_allowed = 1;
 static inline void set_amx(int tall) {}
 static inline void end_amx(void) {}
 ALWAYS amx_product(const int form, const int rows, const int parts, const coded *p, const strip *of,

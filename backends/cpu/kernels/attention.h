@@ -1,13 +1,12 @@
 /* Attention of a few queries over a KV cache (g4ir/ops/attention.py). */
 #pragma once
+#include "cache_rows.h"
 #include "dense.h"
 
 /* Keys that are taken together, a multiple of the rows that a product takes; their values wait in a
  * core's own cache meanwhile. A thread has so many at least. */
 #define KEYS 96
 #define KEYS_LEAST 48
-/* Below every score. */
-#define LOWEST -3e38f
 
 typedef float eight __attribute__((vector_size(32)));
 typedef float any_eight __attribute__((vector_size(32), aligned(4), may_alias));
@@ -75,23 +74,6 @@ static row_run run_of(const attention *a, int value, int64_t b, int64_t h, keys_
     const char *rows = a->kept[value];
     return (row_run){rows + row * a->width * held_bytes(a), a->batch * a->kv_heads * a->width,
                      least(KEYS, least(left.end - left.from, a->slots - slot))};
-}
-
-static inline float widen_fp8(uint8_t c) {
-    float f = widen_half((uint16_t)((c & 0x80) << 8 | (c & 0x7f) << 7)) * 0x1p8f;
-    return (c & 0x7f) == 0x7f ? NAN : f;
-}
-
-/* What a row says, as g4ir/ops/kv_quant.py has it. */
-static void widen_row(const char *row, int held, float *to, int64_t d) {
-    if (held == ROWS_INT8)
-        for (int64_t j = 0; j < d; j++) to[j] = (int8_t)row[j] * load(row + d, j / 32, BF16);
-    else if (held == ROWS_FP8)
-        for (int64_t j = 0; j < d; j++) to[j] = widen_fp8(row[j]);
-    else if (held == F16)
-        for (int64_t j = 0; j < d; j++) to[j] = load(row, j, F16);
-    else
-        for (int64_t j = 0; j < d; j++) to[j] = load(row, j, held);
 }
 
 /* Rows of fp32, padded with nothing to what is read at a time. */

@@ -139,10 +139,11 @@ status g4ir_call_linear(tensor x, tensor w, tensor *out) {
     if (!viewed(x, &a) || !viewed(w, &b) || a.dtype != b.dtype)
         return dispatched(op, 2, operands, out);
     int64_t n = b.sizes[0], k = b.sizes[1];
-    if (!g4ir_takes(number(a.dtype), rows_of(&a), n, k)) return dispatched(op, 2, operands, out);
+    int dtype = number(a.dtype);
+    if (dtype != BF16 && dtype != F32 || !rows_of(&a)) return dispatched(op, 2, operands, out);
     if (made(&a, n, out, &y)) return 1;
     void *state = without_lock();
-    int failed = g4ir_linear(b.data, a.data, y, number(a.dtype), rows_of(&a), n, k, threads());
+    int failed = g4ir_linear(b.data, a.data, y, dtype, rows_of(&a), n, k, threads());
     with_lock(state);
     return finished(failed, op, 2, operands, out);
 }

@@ -39,3 +39,12 @@ static inline __m256i in_bf16(__m512 v) {
     return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(u, nan, _mm512_set1_epi32(0x7fc0)));
 }
 #endif
+
+static inline void narrow_row(const float *from, bf16 *to, int64_t count) {
+    int64_t i = 0;
+#ifdef __AVX512F__
+    for (; i + 16 <= count; i += 16)
+        _mm256_storeu_si256((__m256i *)(to + i), in_bf16(_mm512_loadu_ps(from + i)));
+#endif
+    for (; i < count; i++) to[i] = narrow(from[i]);
+}

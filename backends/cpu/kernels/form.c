@@ -9,7 +9,6 @@
 #endif
 #include "floats.h"
 #include "integers.h"
-#include "panels.h"
 #include "gemm_int8.h"
 #if WIDE == 32
 #pragma GCC pop_options
@@ -17,13 +16,6 @@
 
 /* Most rows that are multiplied with codes as they are. */
 #define CODED_ROWS 8
-
-/* A weight [n, k] and `rows` rows of x. */
-static coded weight(const void *codes, const void *scales, int scales_dtype, int64_t n, int64_t k,
-                    int64_t groups) {
-    return (coded){.w = codes, .scales = scales, .scales_dtype = scales_dtype, .groups = groups,
-                   .each = k / groups * (1 + MINIMA(FORM)), .n = n, .k = k};
-}
 
 static int takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups) {
     if (rounded && !(dtype == BF16 && HAS_INTEGERS)) return 0;
@@ -48,16 +40,16 @@ static int takes_gemm(int form, int rounded, int dtype, int64_t rows, int64_t n,
     if (rounded && !(dtype == BF16 && HAS_INT8_PANELS && groups >= scales && groups % scales == 0 &&
                      k % (groups / scales * BLOCK) == 0))
         return 0;
-    if (!HAS_PANELS || dtype != BF16 && (dtype != F32 || PER_WORD > 1)) return 0;
+    if (dtype != BF16 && dtype != F32) return 0;
     return rows >= 1 && n >= 1 && n % TILE == 0 && k >= 1 && k % BLOCK == 0;
 }
 
-static int coded_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x,
+static int gemm_rounded(const void *codes, int form, const void *scales, int scales_dtype, const void *x,
                       int rounded, void *y, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups,
                       int threads) {
     coded p = weight(codes, scales, scales_dtype, n, k, groups);
     p.x = x, p.y = y, p.dtype = dtype, p.rows = rows;
-    return rounded ? multiply_int8_panels(&p, threads) : multiply_panels(&p, threads);
+    return multiply_int8_panels(&p, threads);
 }
 
 typedef struct {
@@ -92,6 +84,6 @@ static int decode(const void *codes, int form, int tiles, const void *scales, in
 }
 
 __attribute__((constructor)) static void add_form(void) {
-    static const form_kernels own = {takes_codes, linear_coded, takes_gemm, coded_gemm, decode};
+    static const form_kernels own = {takes_codes, linear_coded, takes_gemm, gemm_rounded, decode};
     g4ir_forms[FORM] = &own;
 }

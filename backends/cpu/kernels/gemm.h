@@ -1,46 +1,36 @@
 /* Micro kernels of products of many rows: with quantised weights (panels.h) and in attention of prompts
- * (prefill_attention.h). Operands are packed in panels of words: of two neighbouring values along k in bf16,
- * where an instruction adds their products, else of one in fp32. A [k, ROWS], B [k, vectors, LANE], k counted
- * in words; C [ROWS, vectors, LANE] in fp32. With a matrix unit a library is faster. */
+ * (prefill_attention.h). Operands are packed in panels of words: of two neighbouring values along k in bf16
+ * (with PANELS_BF16), where an instruction adds their products, else of one in fp32. A [k / DEPTH, ROWS, DEPTH],
+ * B [k, vectors, LANE], k counted in words; C [ROWS, vectors, LANE] in fp32. Steps are of DEPTH words. */
 #pragma once
-#include "common.h"
+#include "amx_registers.h"
 
-#if defined(__AMX_BF16__)
-#elif defined(__AVX512BF16__) && defined(__AVX512VNNI__)
-#define GEMM
-#define GEMM_BF16
-enum { LANE = 16, ROWS = 8, VECTORS_MAX = 3 };
+/* Words along k of a row of A that lie together, of which there is a multiple. */
+#if defined(PANELS_BF16) && defined(__AMX_BF16__)
+#define PANELS_AMX
+enum { LANE = 16, ROWS = 32, VECTORS_MAX = 2, DEPTH = 16 };
 #elif defined(__AVX512F__)
-#define GEMM
-enum { LANE = 16, ROWS = 8, VECTORS_MAX = 3 };
+enum { LANE = 16, ROWS = 8, VECTORS_MAX = 3, DEPTH = 1 };
 #elif defined(__AVX2__) && defined(__FMA__)
-#define GEMM
-enum { LANE = 8, ROWS = 6, VECTORS_MAX = 2 };
+enum { LANE = 8, ROWS = 6, VECTORS_MAX = 2, DEPTH = 1 };
 #elif defined(__ARM_NEON)
-#define GEMM
-enum { LANE = 4, ROWS = 6, VECTORS_MAX = 4 };
-#elif defined(__SSE4_1__)
-#define GEMM
-enum { LANE = 4, ROWS = 6, VECTORS_MAX = 2 };
+enum { LANE = 4, ROWS = 6, VECTORS_MAX = 4, DEPTH = 1 };
+#else
+enum { LANE = 4, ROWS = 6, VECTORS_MAX = 2, DEPTH = 1 };
 #endif
 
-#ifdef GEMM
 /* ROWS x VECTORS_MAX sums are what registers hold. */
 enum { COLUMNS = VECTORS_MAX * LANE };
 typedef float lanes __attribute__((vector_size(LANE * 4)));
 typedef float any_lanes __attribute__((vector_size(LANE * 4), aligned(4), may_alias));
 typedef int32_t lane_masks __attribute__((vector_size(LANE * 4)));
 
-#ifdef GEMM_BF16
+#ifdef PANELS_BF16
 /* Values of a word, and what it is stored as. */
 enum { PER_WORD = 2 };
 typedef uint32_t panel_word;
 typedef uint32_t word_lanes __attribute__((vector_size(LANE * 4)));
 typedef uint32_t any_word_lanes __attribute__((vector_size(LANE * 4), aligned(4), may_alias));
-
-static inline lanes add_products(lanes sum, word_lanes b, panel_word a) {
-    return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)_mm512_set1_epi32(a));
-}
 
 /* Words of the values of two vectors, rounded to bf16. */
 static inline word_lanes words_of(lanes first, lanes second) {
@@ -54,18 +44,62 @@ enum { PER_WORD = 1 };
 typedef float panel_word;
 typedef lanes word_lanes;
 typedef any_lanes any_word_lanes;
-
-static inline lanes add_products(lanes sum, word_lanes b, panel_word a) { return sum + b * a; }
 #endif
 
+/* The word of A at so many along k, of row 0. */
+static inline int64_t in_panel(int64_t word) { return word / DEPTH * DEPTH * ROWS + word % DEPTH; }
+
+#ifdef PANELS_AMX
+/* Registers 0 to 3 are of C, by halves of ROWS and vectors; 4 and 5 of A, 6 and 7 of B. */
+static void begin_products(void) {
+    amx_shapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) shapes.bytes[i] = LINE, shapes.rows[i] = DEPTH;
+    shape_amx(&shapes);
+}
+static void end_products(void) { end_amx(); }
+
 /* C = A B, or C += A B with `more`. */
-ALWAYS micro_kernel(const int vectors, int64_t words, const panel_word *a, const panel_word *b, float *c,
+ALWAYS micro_kernel(const int vectors, int64_t steps, const panel_word *a, const panel_word *b, float *c,
+                    int more) {
+    const int both = vectors == 2, apart = vectors * LINE;
+    float *low = c + DEPTH * vectors * LANE;
+    CLEAR_AMX(0); CLEAR_AMX(1); CLEAR_AMX(2); CLEAR_AMX(3);
+    if (more) { LOAD_AMX(0, c, apart); LOAD_AMX(2, low, apart); }
+    if (more && both) { LOAD_AMX(1, c + LANE, apart); LOAD_AMX(3, low + LANE, apart); }
+    for (const panel_word *end = a + steps * DEPTH * ROWS; a < end; a += DEPTH * ROWS, b += DEPTH * vectors * LANE) {
+        LOAD_AMX(6, b, apart);
+        LOAD_AMX(4, a, LINE);
+        MULTIPLY_AMX(tdpbf16ps, 0, 4, 6);
+        LOAD_AMX(5, a + DEPTH * DEPTH, LINE);
+        MULTIPLY_AMX(tdpbf16ps, 2, 5, 6);
+        if (!both) continue;
+        LOAD_AMX(7, b + LANE, apart);
+        MULTIPLY_AMX(tdpbf16ps, 1, 4, 7);
+        MULTIPLY_AMX(tdpbf16ps, 3, 5, 7);
+    }
+    STORE_AMX(0, c, apart); STORE_AMX(2, low, apart);
+    if (both) { STORE_AMX(1, c + LANE, apart); STORE_AMX(3, low + LANE, apart); }
+}
+#else
+static void begin_products(void) {}
+static void end_products(void) {}
+
+static inline lanes add_products(lanes sum, word_lanes b, panel_word a) {
+#ifdef PANELS_BF16
+    return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)_mm512_set1_epi32(a));
+#else
+    return sum + b * a;
+#endif
+}
+
+/* C = A B, or C += A B with `more`. */
+ALWAYS micro_kernel(const int vectors, int64_t steps, const panel_word *a, const panel_word *b, float *c,
                     int more) {
     lanes sum[ROWS][VECTORS_MAX];
     UNROLLED for (int i = 0; i < ROWS; i++)
         UNROLLED for (int v = 0; v < vectors; v++)
             sum[i][v] = more ? *(any_lanes *)(c + (i * vectors + v) * LANE) : (any_lanes){0};
-    for (const panel_word *end = a + words * ROWS; a < end; a += ROWS, b += vectors * LANE) {
+    for (const panel_word *end = a + steps * DEPTH * ROWS; a < end; a += ROWS, b += vectors * LANE) {
         word_lanes other[VECTORS_MAX];
         UNROLLED for (int v = 0; v < vectors; v++) other[v] = *(const any_word_lanes *)(b + v * LANE);
         UNROLLED for (int i = 0; i < ROWS; i++)
@@ -74,40 +108,49 @@ ALWAYS micro_kernel(const int vectors, int64_t words, const panel_word *a, const
     UNROLLED for (int i = 0; i < ROWS; i++)
         UNROLLED for (int v = 0; v < vectors; v++) *(any_lanes *)(c + (i * vectors + v) * LANE) = sum[i][v];
 }
-typedef void micro_kernel_of(int64_t words, const void *a, const void *b, float *c, int more);
+#endif
+
+typedef void micro_kernel_of(int64_t steps, const void *a, const void *b, float *c, int more);
 #define MICRO_KERNEL(VECTORS)                                                                       \
-    static void micro_kernel_##VECTORS(int64_t words, const void *a, const void *b, float *c, int more) {  \
-        micro_kernel(VECTORS, words, a, b, c, more);                                                \
+    static void micro_kernel_##VECTORS(int64_t steps, const void *a, const void *b, float *c, int more) {  \
+        micro_kernel(VECTORS <= VECTORS_MAX ? VECTORS : 1, steps, a, b, c, more);                   \
     }
 MICRO_KERNEL(1)
 MICRO_KERNEL(2)
-#if defined(__ARM_NEON) || defined(__AVX512F__)
 MICRO_KERNEL(3)
-#endif
-#ifdef __ARM_NEON
 MICRO_KERNEL(4)
-#endif
-static micro_kernel_of *const micro_kernels[] = {NULL, micro_kernel_1, micro_kernel_2,
-#if defined(__ARM_NEON) || defined(__AVX512F__)
-                                                 micro_kernel_3,
-#endif
-#ifdef __ARM_NEON
-                                                 micro_kernel_4,
-#endif
-};
+static micro_kernel_of *const micro_kernels[] = {NULL, micro_kernel_1, micro_kernel_2, micro_kernel_3,
+                                                 micro_kernel_4};
 
-/* Packs `count` rows of x, `stride` bytes from each other, in a panel of A; others of ROWS are zero. */
-static void pack_rows(const char *rows, int dtype, int64_t stride, int64_t count, int64_t words,
+/* Words of so many values in panels. */
+static inline int64_t words_in_panel(int64_t values) {
+    const int each = PER_WORD * DEPTH;
+    return (values + each - 1) / each * DEPTH;
+}
+
+/* Word j of a row of so many values in memory; behind them is nothing. */
+static inline panel_word word_at(const char *row, int64_t j, int64_t values, int dtype) {
+#ifdef PANELS_BF16
+    panel_word word = 0;
+    if (j * 2 < values) memcpy(&word, row + j * 4, j * 2 + 1 < values ? 4 : 2);
+    return word;
+#else
+    return j < values ? load(row, j, dtype) : 0;
+#endif
+}
+
+/* Packs `count` rows of so many values, `stride` bytes from each other, in a panel of A; others of ROWS are
+ * zero. */
+static void pack_rows(const char *rows, int dtype, int64_t stride, int64_t count, int64_t values,
                       void *panel) {
-    panel_word *to = panel;
+    const int64_t whole = values / PER_WORD / DEPTH * DEPTH, words = words_in_panel(values);
     for (int64_t i = 0; i < ROWS; i++) {
         const char *row = rows + i * stride;
-        for (int64_t j = 0; j < words; j++)
-#ifdef GEMM_BF16
-            to[j * ROWS + i] = i < count ? ((const uint32_t *)row)[j] : 0;
-#else
-            to[j * ROWS + i] = i < count ? load(row, j, dtype) : 0;
-#endif
+        panel_word *to = (panel_word *)panel + i * DEPTH;
+        int64_t j = 0, here = i < count ? values : 0;
+        for (; here && j < whole; j += DEPTH)
+            UNROLLED for (int t = 0; t < DEPTH; t++)
+                to[j * ROWS + t] = word_at(row, j + t, INT64_MAX, dtype);
+        for (; j < words; j++) to[in_panel(j)] = word_at(row, j, here, dtype);
     }
 }
-#endif

@@ -10,7 +10,7 @@
 #if WIDE == 32 && !defined(__AVXVNNI__)
 #define IN_PAIRS
 #endif
-#if defined(GEMM) && defined(INTEGERS)
+#ifdef INTEGERS
 #ifdef IN_PAIRS
 #define HAS_INT8_PANELS (FORM != FP8 && FORM != INT8)
 #else
@@ -123,8 +123,9 @@ static micro_kernel_of *const int8_kernels[] = {NULL, NULL, NULL, NULL, int8_ker
 #endif
 
 /* Packs `count` rows of x, rounded, in a panel of A; others of INT8_ROWS are zero. */
-static void pack_int8_rows(const char *rows, int dtype, int64_t stride, int64_t count, int64_t blocks,
+static void pack_int8_rows(const char *rows, int dtype, int64_t stride, int64_t count, int64_t values,
                            void *panel) {
+    const int64_t blocks = values / BLOCK;
     for (int64_t i = 0; i < INT8_ROWS; i++)
         for (int64_t b = 0; b < blocks; b++) {
             int32_t *to = (int32_t *)panel + b * X_WORDS * INT8_ROWS + i;
@@ -161,7 +162,8 @@ static void unpack_codes(const void *weight, int64_t column, int64_t columns, in
 
 static const micro_kernel_set INT8_SET = {
     .rows = INT8_ROWS, .lane = WORDS, .columns = INT8_VECTORS * WORDS, .values = BLOCK, .x_words = X_WORDS,
-    .w_words = W_WORDS, .pack = pack_int8_rows, .kernels = int8_kernels};
+    .w_words = W_WORDS, .pack = pack_int8_rows, .kernels = int8_kernels, .begin = begin_products,
+    .end = end_products};
 
 /* y = rounded(x) w^T; n is a multiple of TILE, a group of the weight of BLOCK. Returns 0, or 1 if memory is
  * short. */

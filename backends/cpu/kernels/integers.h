@@ -104,11 +104,7 @@ typedef struct {
 
 static void store_tile(const coded *p, int64_t r, int64_t tile, const float *sums) {
     bf16 *to = (bf16 *)p->y + r * p->n + tile * TILE;
-#if WIDE == 64
-    _mm256_storeu_si256((__m256i *)to, in_bf16(_mm512_loadu_ps(sums)));
-#else
-    for (int j = 0; j < TILE; j++) to[j] = narrow(sums[j]);
-#endif
+    narrow_row(sums, to, TILE);
 }
 
 /* Writes the digits of all rows of x one behind the other, block by block; those of the last one again
@@ -157,8 +153,7 @@ static int tile_units(void *context, units *left) {
 }
 
 static int multiply_integers(const coded *p, int parts, int threads) {
-    int64_t most = on_amx(FORM, parts, TOGETHER) && !amx_allowed ? 4 : TOGETHER;
-    int64_t tiles = p->n / TILE, turns = (p->rows + most - 1) / most;
+    int64_t tiles = p->n / TILE, turns = (p->rows + TOGETHER - 1) / TOGETHER;
     int64_t together = (p->rows + turns - 1) / turns;
     int64_t part = tiles_of_part(tiles, threads, strips_of(FORM, parts, together));
     tiled_product m = {p, parts, together, part, (tiles + part - 1) / part};

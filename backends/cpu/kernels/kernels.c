@@ -1,11 +1,9 @@
 /* What kernels.h declares of dense weights and attention; products of quantised weights are handed to their
  * form (form.c). One translation unit: attention inlines the loops of dense.h. */
 #include "dense.h"
-#include "dense_panels.h"
 #include "attention.h"
-#include "prefill_attention.h"
 
-/* Most rows that a product takes; of bf16 where the CPU cannot multiply it (measured at
+/* Most rows that are multiplied with the weight as it lies; of bf16 where the CPU cannot multiply it (measured at
  * 12288 x 1536, beside the faster of the library in bf16 and in fp32: 2.7x at 8 rows, 1.3x at 16,
  * 1.03x at 24, 0.88x at 32). */
 #define BF16_ROWS TOGETHER
@@ -16,15 +14,11 @@ static int is_few(int dtype, int64_t rows) {
     return rows <= (dtype == F32 ? F32_ROWS : EMULATED ? EMULATED_ROWS : BF16_ROWS);
 }
 
-int g4ir_takes(int dtype, int64_t rows, int64_t n, int64_t k) {
-    if (dtype != BF16 && dtype != F32 || rows < 1) return 0;
-    return is_few(dtype, rows) || dtype == BF16 && takes_many_rows(dtype, n, k);
-}
+panel_kernels g4ir_panels[F32 + 1];
 
 int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
                 int64_t k, int threads) {
-    if (!is_few(dtype, rows) && takes_many_rows(dtype, n, k))
-        return multiply_dense_rows(w, x, y, dtype, rows, n, k, threads);
+    if (!is_few(dtype, rows)) return g4ir_linear_chunk(w, x, y, dtype, rows, n, k, threads);
     int64_t size = dtype == BF16 ? sizeof(bf16_row) : sizeof(float);
     product p = {.w = w, .bytes = dtype == BF16 ? 512 : 1024, .stride = k, .x = x,
                  .as_pairs = dtype == BF16 && EMULATED, .apart = k * size, .y = y,
@@ -34,8 +28,21 @@ int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, 
 
 int g4ir_linear_chunk(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
                       int64_t k, int threads) {
-    if (!takes_many_rows(dtype, n, k)) return g4ir_linear(w, x, y, dtype, rows, n, k, threads);
-    return multiply_dense_rows(w, x, y, dtype, rows, n, k, threads);
+    return g4ir_panels[dtype].linear(w, x, y, dtype, rows, n, k, threads);
+}
+
+int g4ir_takes_chunk(int dtype, int held, int64_t d) {
+    return (dtype == BF16 || dtype == F32) && g4ir_panels[dtype].takes_chunk(held, d);
+}
+
+int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *last,
+                      const int64_t *written, const void *k, const void *v, const void *fresh_k,
+                      const void *fresh_v, void *out, int dtype, int held, int64_t batch, int64_t queries,
+                      int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
+                      int64_t window, double scale, int threads) {
+    return g4ir_panels[dtype].attend_chunk(q, positions, last, written, k, v, fresh_k, fresh_v, out, dtype,
+                                           held, batch, queries, heads, kv_heads, d, slots, width, window,
+                                           scale, threads);
 }
 
 /* ---- quantised weights ---- */
@@ -64,7 +71,8 @@ int g4ir_takes_gemm(int form, int rounded, int dtype, int64_t rows, int64_t n, i
 int g4ir_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x, int rounded,
               void *y, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
     if (!of_form(form)) return NO_FORM;
-    return of_form(form)->gemm(codes, form, scales, scales_dtype, x, rounded, y, dtype, rows, n, k, groups,
+    __typeof__(g4ir_gemm) *multiply = rounded ? of_form(form)->gemm_rounded : g4ir_panels[dtype].gemm[form];
+    return multiply(codes, form, scales, scales_dtype, x, rounded, y, dtype, rows, n, k, groups,
                                threads);
 }
 

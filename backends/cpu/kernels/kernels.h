@@ -8,9 +8,6 @@ enum { BF16, F32, F16 };
 /* Forms of codes: a byte each, two in one, 128 in 104 bytes, 256 with minima in 140 or 172, or 32 in 20. */
 enum { INT8, INT4, FP8, INT6, UINT4, UINT5, INT5, FORMS };
 
-/* Whether a product is done here. A library is faster with others. */
-int g4ir_takes(int dtype, int64_t rows, int64_t n, int64_t k);
-
 /* y[rows, n] = x[rows, k] @ w[n, k]^T; sums are fp32, rounded once. Returns 0, or 1 where memory is
  * short. */
 int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
@@ -43,7 +40,7 @@ typedef struct {
     __typeof__(g4ir_takes_codes) *takes_codes;
     __typeof__(g4ir_linear_coded) *linear_coded;
     __typeof__(g4ir_takes_gemm) *takes_gemm;
-    __typeof__(g4ir_gemm) *gemm;
+    __typeof__(g4ir_gemm) *gemm_rounded;
     __typeof__(g4ir_decode) *decode;
 } form_kernels;
 extern const form_kernels *g4ir_forms[FORMS];
@@ -68,6 +65,15 @@ int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *la
                       const void *fresh_v, void *out, int dtype, int held, int64_t batch, int64_t queries,
                       int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
                       int64_t window, double scale, int threads);
+
+/* Products of many rows of x in a dtype and attention of prompts (panels.c); by dtype. */
+typedef struct {
+    __typeof__(g4ir_linear) *linear;
+    int (*takes_chunk)(int held, int64_t d);
+    __typeof__(g4ir_attend_chunk) *attend_chunk;
+    __typeof__(g4ir_gemm) *gemm[FORMS];
+} panel_kernels;
+extern panel_kernels g4ir_panels[F32 + 1];
 
 /* Runs `count` instructions of step.c over their operands; `room`: three rows of the widest operand, in
  * fp32. Returns 0; 1 where memory is short; 2 where an instruction is unknown. */

@@ -3,24 +3,24 @@
 #pragma once
 #include "gemm.h"
 
-#ifdef GEMM
-#define HAS_PANELS 1
 /* Values along k of a panel of the weight. */
 #define PANEL 256
-/* Rows of x in a unit, and columns of a strip times strips of the weight: at most, and rows at least if there
- * are to be enough units for the threads. A panel of x comes from memory once for all strips of a unit. */
-enum { UNIT_MAX = 256 * PER_WORD, UNIT_MIN = 64, WIDTH_MAX = 256 };
+/* Rows of x in a unit (in fp32; in fewer bytes twice as many), and columns of a strip times strips of the
+ * weight: at most, and rows at least if there are to be enough units for the threads. A panel of x comes from memory once for all strips of a unit. */
+enum { UNIT_MAX = 256, UNIT_MIN = 64, WIDTH_MAX = 256 };
 
 /* Micro kernels and their panels. */
 typedef struct {
     int64_t rows, lane, columns;      /* of a panel of x; of a vector, and a strip of the weight at most */
-    int64_t values, x_words, w_words; /* along k, and words of them in panels, for each row and column */
-    void (*pack)(const char *rows, int dtype, int64_t stride, int64_t count, int64_t blocks, void *to);
+    int64_t values, x_words, w_words; /* of a step along k; words of it in panels, for each row and column */
+    void (*pack)(const char *rows, int dtype, int64_t stride, int64_t count, int64_t values, void *to);
     micro_kernel_of *const *kernels; /* by vectors */
+    void (*begin)(void), (*end)(void); /* around them, in each thread */
 } micro_kernel_set;
-static const micro_kernel_set FLOAT_SET = {.rows = ROWS, .lane = LANE, .columns = COLUMNS, .values = PER_WORD,
-                                           .x_words = 1, .w_words = 1, .pack = pack_rows,
-                                           .kernels = micro_kernels};
+static const micro_kernel_set FLOAT_SET = {
+    .rows = ROWS, .lane = LANE, .columns = COLUMNS, .values = PER_WORD * DEPTH, .x_words = DEPTH,
+    .w_words = DEPTH, .pack = pack_rows, .kernels = micro_kernels, .begin = begin_products,
+    .end = end_products};
 
 /* y[rows, n] = x[rows, k] w^T. */
 typedef struct {
@@ -29,8 +29,8 @@ typedef struct {
     int dtype; /* of x and y */
     int64_t rows, n, k;
     const micro_kernel_set *by;
-    /* Packs values `first` to `last` of `columns` rows of the weight, at most a strip, from `column` on as a
-     * panel of B. */
+    /* Packs values `first` to `last` of `columns` rows of the weight, whole vectors of them, from `column` on
+     * as a panel of B; what is not in the weight is zero. */
     void (*unpack)(const void *weight, int64_t column, int64_t columns, int64_t first, int64_t last,
                    void *to);
     const void *weight;
@@ -39,31 +39,35 @@ typedef struct {
     int64_t unit, strips, columns; /* rows of x and strips in a unit; units that cover the weight */
 } many_rows;
 
-/* Words of so many values of a row of x in its panel. */
-static int64_t words_of_x(const many_rows *p, int64_t values) {
-    return values / p->by->values * p->by->x_words;
+static int64_t in_whole(int64_t count, int64_t each) { return (count + each - 1) / each * each; }
+
+/* Steps of so many values along k, and words of them of a row of x. */
+static int64_t steps_of(const many_rows *p, int64_t values) {
+    return (values + p->by->values - 1) / p->by->values;
 }
+static int64_t words_of_x(const many_rows *p, int64_t values) { return steps_of(p, values) * p->by->x_words; }
 
 static int pack_x_units(void *context, units *left) {
     const many_rows *p = context;
     int64_t stride = p->k * (p->dtype == F32 ? 4 : 2);
     for (int64_t i; (i = take_unit(left)) >= 0;) {
         int64_t first = i * p->by->rows;
-        p->by->pack((const char *)p->x + first * stride, p->dtype, stride, p->rows - first,
-                    p->k / p->by->values, p->panels + first * words_of_x(p, p->k));
+        p->by->pack((const char *)p->x + first * stride, p->dtype, stride, p->rows - first, p->k,
+                    p->panels + first * words_of_x(p, p->k));
     }
     return 0;
 }
 
-/* Stores sums [rows, columns] as columns of y from `column` on. */
+/* Stores sums [rows, whole vectors] as columns of y from `column` on. */
 static void store_sums(const many_rows *p, const float *sums, int64_t first, int64_t rows, int64_t column,
                        int64_t columns) {
-    for (int64_t r = 0; r < rows; r++, sums += columns) {
+    int64_t stride = in_whole(columns, p->by->lane);
+    for (int64_t r = 0; r < rows; r++, sums += stride) {
         int64_t at = (first + r) * p->n + column;
         if (p->dtype == F32)
             memcpy((float *)p->y + at, sums, columns * sizeof *sums);
         else
-            for (int64_t j = 0; j < columns; j++) ((bf16 *)p->y)[at + j] = narrow(sums[j]);
+            narrow_row(sums, (bf16 *)p->y + at, columns);
     }
 }
 
@@ -75,11 +79,11 @@ static void multiply_unit(const many_rows *p, int64_t from, int64_t rows, int64_
         int64_t last = least(first + PANEL, p->k);
         float *c = sums;
         for (int64_t s = 0; s < columns; s += by->columns) {
-            int64_t here = least(by->columns, columns - s);
+            int64_t here = in_whole(least(by->columns, columns - s), by->lane);
             p->unpack(p->weight, column + s, here, first, last, b);
             const uint32_t *x = p->panels + from * words_of_x(p, p->k) + by->rows * words_of_x(p, first);
             for (int64_t r = 0; r < rows; r += by->rows, c += by->rows * here) {
-                by->kernels[here / by->lane]((last - first) / by->values, x, b, c, first > 0);
+                by->kernels[here / by->lane](steps_of(p, last - first), x, b, c, first > 0);
                 x += by->rows * words_of_x(p, p->k);
             }
         }
@@ -92,6 +96,7 @@ static int many_row_units(void *context, units *left) {
     int64_t width = p->strips * by->columns, panel = PANEL / by->values * by->w_words * by->columns;
     uint32_t *b = take_lines((panel + p->unit * width) * sizeof *b);
     if (!b) return 1;
+    by->begin();
     for (int64_t u; (u = take_unit(left)) >= 0;) {
         int64_t column = u % p->columns * width, from = u / p->columns * p->unit;
         int64_t columns = least(width, p->n - column), rows = least(p->unit, p->rows - from);
@@ -100,34 +105,35 @@ static int many_row_units(void *context, units *left) {
         for (int64_t s = 0; s < columns; s += by->columns) {
             int64_t here = least(by->columns, columns - s);
             store_sums(p, sums, from, rows, column + s, here);
-            sums += (rows + by->rows - 1) / by->rows * by->rows * here;
+            sums += in_whole(rows, by->rows) * in_whole(here, by->lane);
         }
     }
+    by->end();
     free_lines(b);
     return 0;
 }
 
 /* Returns the units of a product; a unit becomes smaller until each thread has some. */
 static int64_t divide(many_rows *p, int threads) {
-    int64_t each = p->by->rows;
-    p->unit = UNIT_MAX / each * each, p->strips = WIDTH_MAX / p->by->columns;
+    int64_t each = p->by->rows, most = UNIT_MAX * least(2, p->by->values / p->by->x_words);
+    int64_t turns = (p->rows + most - 1) / most;
+    p->unit = in_whole((p->rows + turns - 1) / turns, each), p->strips = WIDTH_MAX / p->by->columns;
     for (;;) {
         p->columns = (p->n + p->strips * p->by->columns - 1) / (p->strips * p->by->columns);
         int64_t count = (p->rows + p->unit - 1) / p->unit * p->columns;
-        int halve_rows = p->unit > UNIT_MIN && (p->unit > p->rows || p->strips == 1);
-        if (count >= PARTS * threads || !halve_rows && p->strips == 1) return count;
-        if (halve_rows)
-            p->unit = p->unit / 2 / each * each;
-        else
+        if (count >= PARTS * threads || p->strips == 1 && p->unit <= UNIT_MIN) return count;
+        if (p->strips > 1)
             p->strips /= 2;
+        else
+            p->unit = in_whole(p->unit / 2, each);
     }
 }
 
-/* n is a multiple of a vector, k of values that are packed together. Returns 0, or 1 if memory is short. */
+/* Returns 0, or 1 if memory is short. */
 static int multiply_many_rows(many_rows *p, int threads) {
     int64_t panels = (p->rows + p->by->rows - 1) / p->by->rows;
     int64_t bytes = panels * p->by->rows * words_of_x(p, p->k) * 4;
-    p->panels = take_lines((bytes + LINE - 1) / LINE * LINE);
+    p->panels = take_lines(in_whole(bytes, LINE));
     if (!p->panels) return 1;
     run_region(pack_x_units, p, panels, threads);
     int64_t count = divide(p, threads);
@@ -135,7 +141,3 @@ static int multiply_many_rows(many_rows *p, int threads) {
     free_lines(p->panels);
     return failed;
 }
-#else
-#define HAS_PANELS 0
-enum { PER_WORD = 1 };
-#endif

@@ -4,7 +4,6 @@
 #include "floats.h"
 #include "many_rows.h"
 
-#ifdef GEMM
 /* Number 2 * j (0) or 2 * j + 1 of a block. */
 static inline row_floats number_of_pair(const row_words *words, int j, int odd) {
     if (EVEN_ODD(FORM)) return number(words[j / 4 * 2 + odd], j % 4);
@@ -30,7 +29,7 @@ static void unpack_strip(const coded *p, const strip *of, int64_t first, int64_t
                 row_floats f = factor[j / (HALF / 2)];
                 row_floats one = number_of_pair(words, j, 0) * f - below;
                 row_floats two = number_of_pair(words, j, 1) * f - below;
-#ifdef GEMM_BF16
+#ifdef PANELS_BF16
                 *(any_word_lanes *)to = words_of((lanes)one, (lanes)two), to += stride;
 #else
                 *(any_row_floats *)to = one, *(any_row_floats *)(to + stride) = two, to += 2 * stride;
@@ -51,11 +50,11 @@ static void unpack_tiles(const void *weight, int64_t column, int64_t columns, in
 }
 
 /* y = x w^T; n is a multiple of TILE, k of BLOCK. Returns 0, or 1 if memory is short. */
-static int multiply_panels(const coded *p, int threads) {
-    many_rows m = {.x = p->x, .y = p->y, .dtype = p->dtype, .rows = p->rows, .n = p->n, .k = p->k,
-                   .by = &FLOAT_SET, .unpack = unpack_tiles, .weight = p};
+static int multiply_panels(const void *codes, int form, const void *scales, int scales_dtype, const void *x,
+                           int rounded, void *y, int dtype, int64_t rows, int64_t n, int64_t k,
+                           int64_t groups, int threads) {
+    coded w = weight(codes, scales, scales_dtype, n, k, groups);
+    many_rows m = {.x = x, .y = y, .dtype = dtype, .rows = rows, .n = n, .k = k, .by = &FLOAT_SET,
+                   .unpack = unpack_tiles, .weight = &w};
     return multiply_many_rows(&m, threads);
 }
-#else
-static int multiply_panels(const coded *p, int threads) { return 1; }
-#endif

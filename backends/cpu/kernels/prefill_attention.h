@@ -4,11 +4,10 @@
  * running softmax: scores never leave a core's cache. Scores and sums are fp32; where panels hold bf16, weights
  * of values are rounded to it. */
 #pragma once
-#include "attention.h"
+#include "cache_rows.h"
 #include "gemm.h"
 
-#ifdef GEMM
-/* A multiple of ROWS and of PER_WORD. */
+/* A multiple of ROWS and of words of DEPTH. */
 #define BLOCK_KEYS (ROWS == 6 ? 96 : 128)
 
 typedef struct {
@@ -20,7 +19,7 @@ typedef struct {
     float scale;
     /* derived */
     int64_t group, blocks;   /* query heads of a head of K; blocks of keys */
-    int64_t padded;          /* d in whole groups of ROWS */
+    int64_t padded, words;   /* d in whole groups of ROWS; words of it, of DEPTH */
     panel_word *packed[2];   /* K, V [batch, kv_heads, blocks, BLOCK_KEYS * padded / PER_WORD] */
     int32_t *at, *low, *high; /* positions of keys, -1: none; the least and most of ROWS keys */
 } prefill;
@@ -69,24 +68,24 @@ static const float *row_of_key(const prefill *a, int value, int64_t b, int64_t h
 }
 
 static inline panel_word word_of(const float *values, int64_t stride) {
-#ifdef GEMM_BF16
+#ifdef PANELS_BF16
     return narrow(values[0]) | (uint32_t)narrow(values[stride]) << 16;
 #else
     return values[0];
 #endif
 }
 
-/* Packs K [BLOCK_KEYS / ROWS, d / PER_WORD, ROWS] words along d, V [padded / ROWS, BLOCK_KEYS / PER_WORD, ROWS]
- * words along keys. `room`: PER_WORD rows of K and of V. */
+/* Packs panels of A: BLOCK_KEYS / ROWS of K, words along d, and padded / ROWS of V, words along keys. `room`:
+ * PER_WORD rows of K and of V. */
 static void pack_block(const prefill *a, int64_t unit, float *room) {
     int64_t block = unit % a->blocks, h = unit / a->blocks % a->kv_heads, b = unit / a->blocks / a->kv_heads;
     panel_word *k = a->packed[0] + unit * words_in_block(a), *v = a->packed[1] + unit * words_in_block(a);
-    const int64_t words = a->d / PER_WORD;
     for (int64_t i = 0; i < BLOCK_KEYS; i += PER_WORD) {
         for (int64_t s = 0; s < PER_WORD; s++) {
             const float *row = row_of_key(a, 0, b, h, block * BLOCK_KEYS + i + s, room);
-            panel_word *to = k + (i + s) / ROWS * ROWS * words + (i + s) % ROWS;
-            for (int64_t j = 0; j < words; j++) to[j * ROWS] = word_of(row + j * PER_WORD, 1);
+            panel_word *to = k + (i + s) / ROWS * ROWS * a->words + (i + s) % ROWS * DEPTH;
+            for (int64_t j = 0; j < a->words; j++)
+                to[in_panel(j)] = j * PER_WORD < a->d ? word_of(row + j * PER_WORD, 1) : 0;
         }
         const float *row = row_of_key(a, 1, b, h, block * BLOCK_KEYS + i, room);
         if (PER_WORD > 1) {
@@ -95,9 +94,9 @@ static void pack_block(const prefill *a, int64_t unit, float *room) {
             if (other != room + a->d) memcpy(room + a->d, other, a->d * sizeof *other);
             row = room;
         }
-        panel_word *to = v + i / PER_WORD * ROWS;
+        panel_word *to = v + in_panel(i / PER_WORD);
         for (int64_t j = 0; j < a->padded; j++)
-            to[j / ROWS * ROWS * (BLOCK_KEYS / PER_WORD) + j % ROWS] = j < a->d ? word_of(row + j, a->d) : 0;
+            to[j / ROWS * ROWS * (BLOCK_KEYS / PER_WORD) + j % ROWS * DEPTH] = j < a->d ? word_of(row + j, a->d) : 0;
     }
 }
 
@@ -121,7 +120,7 @@ static int pack_units(void *context, units *left) {
 /* ---- a block of queries ---- */
 
 typedef struct {
-    panel_word *q;       /* [d / PER_WORD, COLUMNS] words along d */
+    panel_word *q;       /* [words, COLUMNS] words along d */
     float *scores;       /* [BLOCK_KEYS, COLUMNS] */
     panel_word *weights; /* [BLOCK_KEYS / PER_WORD, COLUMNS] words along keys */
     float *sums;         /* [padded, COLUMNS] */
@@ -140,6 +139,7 @@ static void load_queries(const prefill *a, int64_t b, int64_t h, int64_t first, 
     for (int64_t l = 0; l < COLUMNS; l++) {
         int64_t r = least(first + l, rows - 1), s = b * a->queries + r / a->group;
         int64_t at = query_row(a, b, h, r) * a->d;
+        for (int64_t j = a->d / PER_WORD; j < a->words; j++) own->q[j * COLUMNS + l] = 0;
         for (int64_t j = 0; j < a->d / PER_WORD; j++) {
             float values[PER_WORD];
             for (int i = 0; i < PER_WORD; i++) values[i] = load(a->q, at + j * PER_WORD + i, a->dtype);
@@ -205,7 +205,7 @@ static int weigh_lane(const prefill *a, query_block *own, int l, const int32_t *
             p[s] = where(score <= unseen, (lanes){0}, power_of_two(score - top));
             sum += p[s];
         }
-#ifdef GEMM_BF16
+#ifdef PANELS_BF16
         *(any_word_lanes *)(own->weights + t / 2 * COLUMNS + l) = words_of(p[0], p[1]);
 #else
         *(any_word_lanes *)(own->weights + t * COLUMNS + l) = p[0];
@@ -240,14 +240,14 @@ static void attend_block(const prefill *a, int64_t b, int64_t h, int64_t block, 
     if (first == last) return;
     int all = 1;
     for (int64_t g = first; g < last; g++) all &= low[g] >= own->most_from && high[g] <= own->least_last;
-    int64_t unit = (b * a->kv_heads + h) * a->blocks + block, words = a->d / PER_WORD;
+    int64_t unit = (b * a->kv_heads + h) * a->blocks + block;
     const panel_word *k = a->packed[0] + unit * words_in_block(a), *v = a->packed[1] + unit * words_in_block(a);
     micro_kernel_of *multiply = micro_kernels[VECTORS_MAX];
     for (int64_t g = first; g < last; g++)
-        multiply(words, k + g * words * ROWS, own->q, own->scores + (g - first) * ROWS * COLUMNS, 0);
+        multiply(a->words / DEPTH, k + g * a->words * ROWS, own->q, own->scores + (g - first) * ROWS * COLUMNS, 0);
     weigh_keys(a, own, a->at + (at + first) * ROWS, (last - first) * ROWS, all);
     for (int64_t c = 0; c < a->d; c += ROWS)
-        multiply((last - first) * ROWS / PER_WORD, v + (c * BLOCK_KEYS + first * ROWS * ROWS) / PER_WORD,
+        multiply((last - first) * ROWS / PER_WORD / DEPTH, v + (c * BLOCK_KEYS + first * ROWS * ROWS) / PER_WORD,
                  own->weights, own->sums + c * COLUMNS, 1);
 }
 
@@ -272,6 +272,7 @@ static int prefill_units(void *context, units *left) {
     own.sums = (float *)(own.q + a->padded * COLUMNS);
     own.scores = own.sums + a->padded * COLUMNS;
     own.weights = (panel_word *)(own.scores + BLOCK_KEYS * COLUMNS);
+    begin_products();
     for (int64_t i; (i = take_unit(left)) >= 0;) {
         /* the last queries first: they see most */
         int64_t head = i % (a->batch * a->kv_heads), part = parts - 1 - i / (a->batch * a->kv_heads);
@@ -280,20 +281,22 @@ static int prefill_units(void *context, units *left) {
         for (int64_t block = 0; block < a->blocks; block++) attend_block(a, b, h, block, &own);
         store_queries(a, b, h, part * COLUMNS, &own);
     }
+    end_products();
     free_lines(own.q);
     return 0;
 }
 
-int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *last,
-                      const int64_t *written, const void *k, const void *v, const void *fresh_k,
-                      const void *fresh_v, void *out, int dtype, int held, int64_t batch, int64_t queries,
-                      int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
-                      int64_t window, double scale, int threads) {
+static int attend_prompt(const void *q, const int64_t *positions, const int64_t *last,
+                         const int64_t *written, const void *k, const void *v, const void *fresh_k,
+                         const void *fresh_v, void *out, int dtype, int held, int64_t batch,
+                         int64_t queries, int64_t heads, int64_t kv_heads, int64_t d, int64_t slots,
+                         int64_t width, int64_t window, double scale, int threads) {
     prefill a = {.q = q, .kept = {k, v}, .fresh = {fresh_k, fresh_v}, .positions = positions,
                  .last = last, .written = written, .out = out, .dtype = dtype, .held = held, .batch = batch,
                  .queries = queries, .heads = heads, .kv_heads = kv_heads, .d = d, .slots = slots,
                  .width = width, .window = window, .scale = scale * 1.4426950408889634,
                  .group = heads / kv_heads, .padded = (d + ROWS - 1) / ROWS * ROWS,
+                 .words = words_in_panel(d),
                  .blocks = (slots + queries + 2 * BLOCK_KEYS - 2) / BLOCK_KEYS};
     int64_t packs = batch * kv_heads * a.blocks, keys = batch * a.blocks * BLOCK_KEYS;
     a.packed[0] = take_lines(packs * words_in_block(&a) * 8 + keys * 8);
@@ -309,17 +312,6 @@ int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *la
     return failed;
 }
 
-int g4ir_takes_chunk(int dtype, int held, int64_t d) {
-    if (dtype != BF16 && (dtype != F32 || PER_WORD > 1)) return 0;
+static int takes_chunk(int held, int64_t d) {
     return held >= BF16 && held <= ROWS_FP8 && d % PER_WORD == 0;
 }
-#else
-int g4ir_takes_chunk(int dtype, int held, int64_t d) { return 0; }
-int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *last,
-                      const int64_t *written, const void *k, const void *v, const void *fresh_k,
-                      const void *fresh_v, void *out, int dtype, int held, int64_t batch, int64_t queries,
-                      int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
-                      int64_t window, double scale, int threads) {
-    return 1;
-}
-#endif

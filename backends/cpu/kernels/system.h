@@ -112,16 +112,6 @@ static inline void wake(uint32_t *word, int count) {
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0);
 }
 
-/* Whether the system lets this process use AMX, which it has to be asked once. */
-static inline int ask_for_tiles(void) {
-#ifdef __x86_64__
-    const long request = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA */
-    return !syscall(SYS_arch_prctl, request, tile_data);
-#else
-    return 0;
-#endif
-}
-
 /* Whether a thread can be placed on a CPU, and asked how long it ran. */
 enum { PLACES_THREADS = 1 };
 typedef clockid_t run_clock;
@@ -147,7 +137,6 @@ static inline void place_thread(int thread, int cpu, int there, int like) {
     sched_setaffinity(thread, sizeof set, &set);
 }
 #else
-static inline int ask_for_tiles(void) { return 0; }
 enum { PLACES_THREADS = 0 };
 typedef int run_clock;
 static inline int this_thread(void) { return 0; }

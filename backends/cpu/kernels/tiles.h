@@ -2,6 +2,7 @@
 #pragma once
 #include "common.h"
 #include "layout.h"
+#include "transpose.h"
 
 /* A weight [n, k] quantised, and rows of x. */
 typedef struct {
@@ -14,6 +15,12 @@ typedef struct {
     int dtype; /* of x and y */
     int64_t rows, n, k;
 } coded;
+
+static inline coded weight(const void *codes, const void *scales, int scales_dtype, int64_t n, int64_t k,
+                           int64_t groups) {
+    return (coded){.w = codes, .scales = scales, .scales_dtype = scales_dtype, .groups = groups,
+                   .each = k / groups * (1 + MINIMA(FORM)), .n = n, .k = k};
+}
 
 /* Bytes of a row's codes and of one scale. */
 static inline int64_t row_bytes(const coded *p) { return p->k / BLOCK / BLOCKS_OF(FORM) * BYTES_OF(FORM); }
@@ -28,34 +35,6 @@ static inline const uint8_t *codes_of_tile(const coded *p, int64_t tile) {
 }
 static inline const char *scales_of_tile(const coded *p, int64_t tile) {
     return (const char *)p->scales + tile * TILE * p->groups * tile_scale(p);
-}
-
-/* Writes words [rows, columns] as [columns, rows]; rows lie `from_row` and `to_row` words apart. */
-static void transpose(const uint32_t *from, int64_t from_row, uint32_t *to, int64_t to_row, int64_t rows,
-                      int64_t columns) {
-    int64_t r = 0;
-#ifdef __SSE2__
-    for (; r + 4 <= rows; r += 4)
-        for (int64_t c = 0; c + 4 <= columns; c += 4) {
-            __m128i line[4], half[4];
-            UNROLLED for (int i = 0; i < 4; i++)
-                line[i] = _mm_loadu_si128((const __m128i *)(from + (r + i) * from_row + c));
-            UNROLLED for (int i = 0; i < 2; i++) {
-                half[i] = _mm_unpacklo_epi32(line[2 * i], line[2 * i + 1]);
-                half[2 + i] = _mm_unpackhi_epi32(line[2 * i], line[2 * i + 1]);
-            }
-            UNROLLED for (int i = 0; i < 2; i++) {
-                __m128i *at = (__m128i *)(to + (c + 2 * i) * to_row + r);
-                __m128i *next = (__m128i *)(to + (c + 2 * i + 1) * to_row + r);
-                _mm_storeu_si128(at, _mm_unpacklo_epi64(half[2 * i], half[2 * i + 1]));
-                _mm_storeu_si128(next, _mm_unpackhi_epi64(half[2 * i], half[2 * i + 1]));
-            }
-        }
-    for (int64_t s = 0; s < r; s++)
-        for (int64_t c = columns / 4 * 4; c < columns; c++) to[c * to_row + s] = from[s * from_row + c];
-#endif
-    for (; r < rows; r++)
-        for (int64_t c = 0; c < columns; c++) to[c * to_row + r] = from[r * from_row + c];
 }
 
 /* Writes the rows of a tile, codes and then scales, one behind the other; returns where scales begin. */
