@@ -54,7 +54,6 @@ def cpu_kernels() -> Iterator[None]:
     """The CPU kernels; other tests keep what they have loaded."""
     before = dict(pyops._kernels)
     pyops.load_kernels()
-    pyops.load_calls()
     yield
     pyops._kernels.clear()
     pyops._kernels.update(before)

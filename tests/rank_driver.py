@@ -1,11 +1,10 @@
 """A process of several: does with an engine what a test asks for, on the first rank; the others
-follow. `python -m tests.rank_driver ENGINE TASK OUT [--compiled]`, started by torchrun or alike."""
+follow. `python -m tests.rank_driver ENGINE TASK OUT`, started by torchrun or alike."""
 
 from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from g4ir.ir.graph import Node, Value
 from g4ir.ops.types import Type, dtype_name
 from g4ir.parallel.group import FRAME, GATHERED, Group, exchanged
 from g4ir.ui import console
-from tests.uncompiled import uncompiled
 
 PROMPTS = [[2, 5, 7, 9, 11, 13, 4, 3, 8, 21, 34, 55, 89, 6], [2, 33]]
 #: more than a chunk, in two rows of different length, then tokens one by one
@@ -126,9 +124,8 @@ def decode(engine: Engine) -> None:
         engine.generate([2, 5], 50, stop_ids=(), on_token=lambda token: print(BEGUN, flush=True))
 
 
-def main(path: str, task: str, out: str, *flags: str) -> int:
-    programs = nullcontext() if "--compiled" in flags else uncompiled()
-    with programs, g4ir.join(timeout_s=20) as group:
+def main(path: str, task: str, out: str) -> int:
+    with g4ir.join(timeout_s=20) as group:
         if task == "all":
             check_exchanges(group)
         if task == "memory" and group.rank == 1:  # which finds no room for caches

@@ -23,13 +23,11 @@ from zipfile import ZipFile
 import pytest
 import torch
 
-from g4ir.backends.cpu import wrappers
 from g4ir.backends.inductor import compile as compiler
 from g4ir.backends.inductor import program_cache, workers
 from g4ir.backends.inductor.device import DEVICES, find_device
 from g4ir.backends.inductor.target import Target
 from g4ir.errors import LowerError
-from g4ir.ui import compiler_cache
 from g4ir.ui.paths import claimed
 from g4ir.ui.progress import no_progress
 from tests.cases import TABLES
@@ -303,49 +301,14 @@ def test_processes_that_were_started_early(
         assert early._server.returncode == 3 and not workers._early
 
 
-def test_what_programs_share_is_made_once(tmp_path: Path) -> None:
-    """As they make it themselves: they find it."""
-    with compiler_cache.in_use():  # other builds delete headers at their end
-        for part in wrappers.SHARED_PARTS:
-            wrappers.compile_shared(part, Target("cpu"))
-        with compiler.compiling() as folder:
-            pass
-
-        def shared() -> dict[str, int]:
-            files = [*folder.glob("precompiled_headers/*.?ch"), *folder.glob("interface-*.o")]
-            return {p.name: p.stat().st_mtime_ns for p in files}
-
-        before = shared()
-        assert len(before) >= 3
-        compiler.compile_program(TEXT, Target("cpu"), tmp_path / "program.pt2")
-        assert shared() == before
-
-
-def test_headers_that_another_build_deletes_are_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one process: torch remembers for its life which there are."""
-    from torch._inductor import codecache
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiler, "_HEADER_FILES", {tmp_path / "deleted"})
-    part = next(part for part in wrappers.SHARED_PARTS if wrappers.WRAPPER not in part)
-    for _ in range(2):
-        wrappers.compile_shared(part, Target("cpu"))
-        (header,) = tmp_path.rglob("*.[gp]ch")
-        header.unlink()
-    codecache._precompile_header.cache_clear()
-
-
 PARENT = """
 import sys
 from pathlib import Path
-from g4ir.backends.cpu.device import KERNELS
 from g4ir.backends.inductor.target import Target
 from g4ir.backends.inductor.workers import Workers
 workers = Workers(2, "cpu")
 print(workers._server.pid, flush=True)
-workers.compile(KERNELS, Target("cpu"), Path())
+workers.compile(sys.argv[1], Target("cpu"), Path(sys.argv[2], "program.pt2"))
 """
 
 
@@ -355,10 +318,10 @@ def test_processes_and_compilers_end_with_the_one_that_started_them(
     script, told = tmp_path / "g++", tmp_path / "pid"
     script.write_text(f"#!/bin/sh\necho $$ > {told}.part; mv {told}.part {told}; exec sleep 300\n")
     script.chmod(0o755)
-    monkeypatch.setenv("CC", str(script))
+    monkeypatch.setenv("CXX", str(script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    words = [sys.executable, "-c", PARENT]
+    words = [sys.executable, "-c", PARENT, TEXT, str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as parent:
         assert parent.stdout
         server = int(parent.stdout.readline())
@@ -412,55 +375,3 @@ def test_what_a_killed_compile_left_is_made_again(
     with ZipFile(tmp_path / "a.pt2") as archive:
         assert archive.read("model/metadata.json") == b"{}"
     assert len(set(made)) == len(made) == 2
-
-
-def test_an_interface_is_kept_by_all_that_it_follows_from(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another torch may lie in the same folder, whose classes have other members; and what a killed
-    build left there."""
-    folder, made = tmp_path / "kept", list[Path]()
-    (folder / "interface" / "left").mkdir(parents=True)
-
-    def build(self: Any) -> None:
-        made.append(Path(self.get_target_file_path()))
-        made[-1].touch()
-
-    monkeypatch.setattr("torch._inductor.cpp_builder.CppBuilder.build", build)
-    monkeypatch.setattr(wrappers, "_precompiled", lambda wrapper: None)
-    with compiler._without_probes():
-        objects = [wrappers._Interface(folder, {}, made_of) for made_of in ("a", "a", "b")]
-        for interface in objects:
-            interface.compile()
-    names = [interface.options["aot_inductor.custom_op_libs"][0][1:] for interface in objects]
-    assert names[0] == names[1] != names[2] and len(made) == 2
-    assert {p.name for p in folder.iterdir()} == {*names}
-
-
-def test_a_torch_that_writes_the_interface_in_another_way_goes_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wrappers, "METHOD", "unheard_of")
-    with wrappers.interface_apart(tmp_path, {"compile_threads": 1}, "") as options:
-        assert options == {"compile_threads": 1}
-    assert not [*tmp_path.iterdir()]
-
-
-def test_programs_read_names_of_devices_without_regular_expressions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As torch's header does with them; a header that uses them in another way gets its own."""
-    source, program = (
-        Path(__file__).parent / "headers" / "names_of_devices.cpp",
-        tmp_path / "devices",
-    )
-    monkeypatch.setenv("CPLUS_INCLUDE_PATH", str(tmp_path))
-    with compiler._own_headers():
-        assert os.environ["CPLUS_INCLUDE_PATH"] == f"{compiler.HEADERS}:{tmp_path}"
-        subprocess.run(["g++", source, "-o", program], check=True)
-    names = ("cpu", "cuda", "cuda:12", "tpu", "cuda:x", "cuda:")
-    done = subprocess.run([program, *names], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["cpu,", "cuda,", "cuda,12", *["unknown"] * 3]
-    monkeypatch.setattr(compiler, "REGEX_USES", ["std::regex_search"])
-    with compiler._own_headers():
-        assert os.environ["CPLUS_INCLUDE_PATH"] == str(tmp_path)

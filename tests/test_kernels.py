@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from threading import Event, Thread
 from typing import Any
-from zipfile import ZipFile
 
 import pytest
 import torch
 from torch.nn.functional import pad
 
 from g4ir.backends.cpu import isa, pyops, tiles
-from g4ir.backends.cpu.library import CALL_LIBRARY
-from g4ir.backends.inductor import compile as compiler
-from g4ir.backends.inductor import runtime
-from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Builder, Program
 from g4ir.ops import OPS
 from g4ir.ops.codecs import FORMS, dequantized, from_tiles, packed, rows_from_tiles, to_tiles
@@ -36,7 +29,6 @@ from tests.coded_products import (
     layouts,
     with_outliers,
 )
-from tests.spies import spy
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -325,83 +317,9 @@ def test_tiles_on_other_cpus(other_cpu: str, form: str) -> None:
         assert (one - two).abs().amax() <= near * one.abs().amax()
 
 
-class Products(torch.nn.Module):
-    """Products as compiled programs have them: of an operand, of half of each row, in three dtypes,
-    of codes with scales of rows and of groups, and these of rounded rows."""
-
-    def forward(
-        self, x: torch.Tensor, w: torch.Tensor, codes: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    ) -> tuple[torch.Tensor, ...]:
-        linear, coded = torch.ops.g4ir.linear, torch.ops.g4ir.linear_coded
-        half = linear(x[..., :128], w[:, :128].clone())  # rows that lie apart in memory
-        plain = (linear(x, w), half, *(linear(x.to(d), w.to(d)) for d in DTYPES))
-        rounded = (torch.ops.g4ir.linear_rounded(x, *c) for c in codes)
-        return (*plain, *(coded(x, *c) for c in codes), *rounded)
-
-
-DTYPES = (torch.float32, torch.float16)
-
-
-def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Directly with a few rows; with many, in half precision, and with rows apart in memory through
-    the op."""
-    g = torch.Generator().manual_seed(0)
-    w = torch.randn(24, 256, generator=g).bfloat16()
-    forms = (("int8", 0), ("int8", 64), ("int6", 128), ("int4", 32), ("fp8", 0))
-    forms = (*forms, ("uint4", 256), ("uint5", 256), ("int5", 32))
-    codes = tuple(QUANTIZE(w, form=form, group=group, scale="f32") for form, group in forms)
-    x = torch.randn(1, 2, 256, generator=g).bfloat16()
-    path, sizes = (
-        tmp_path / "products.pt2",
-        ({1: torch.export.Dim.DYNAMIC(min=1)}, {}, ((None, None),) * len(forms)),
-    )
-    with compiler._any_size():
-        exported = torch.export.export(
-            Products(), (x, w, codes), dynamic_shapes=sizes, strict=False
-        )
-    monkeypatch.setattr(compiler, "exported", lambda *_: exported)
-    compiler.compile_program("products", Target("cpu"), path)
-    with ZipFile(path) as archive:
-        (library_file,) = (n for n in archive.namelist() if n.endswith(".so"))
-        assert b".debug_line" not in archive.read(library_file), "tables for a profiler"
-        assert b"regex_traits" not in archive.read(library_file), "regular expressions"
-        (wrapper,) = (n for n in archive.namelist() if n.endswith("wrapper.cpp"))
-        assert b"AOTInductorModelContainerCreate(" not in archive.read(wrapper)  # linked
-    call = runtime._load_program(path, "cpu")
-    seen: list[Any] = []
-
-    def counted(x: torch.Tensor, w: torch.Tensor) -> None:
-        seen.append((x.dtype, x.numel() // 256))
-
-    spy(monkeypatch, pyops.functional, "linear", counted)
-    monkeypatch.setattr(pyops, "_kernels", {})  # the op has none: what it is asked for is seen
-    f16 = torch.float16
-    for rows, wanted in ((1, {(f16, 1)}), (4, {(f16, 4)}), (100, {(f16, 100)})):
-        seen.clear()
-        x = torch.randn(1, rows, 256, generator=g).bfloat16()
-        operands = [x, w, *(t for c in codes for t in c)]
-        made, right = call(operands), Products()(x, w, codes)
-        assert len(made) == len(right)
-        for got, want in zip(made, right, strict=True):
-            assert got.dtype == want.dtype
-            torch.testing.assert_close(got, want, rtol=2**-7, atol=0.1)
-        assert {*seen[: len(seen) // 2]} >= wanted
-
-
 def test_other_threads_run_meanwhile() -> None:
-    """A product takes Python's lock from no thread, wherever it is called from."""
-    pyops.load_calls()
-    with CALL_LIBRARY.opened() as path:
-        call = ctypes.PyDLL(str(path)).g4ir_call_linear  # keeps the lock
+    """A product takes Python's lock from no thread."""
     x, w = torch.randn(1, 4096), torch.randn(8192, 4096)
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    capsule = ctypes.pythonapi.PyCapsule_New
-    capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
-    handles = [
-        ctypes.c_void_p(pointer(c, None))
-        for c in torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors([x, w])
-    ]
     ticks, stop = [0], Event()
 
     def tick() -> None:
@@ -413,12 +331,11 @@ def test_other_threads_run_meanwhile() -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(60)  # nobody is asked to give the lock away
     try:
-        out, seen = ctypes.c_void_p(), 0
+        seen = 0
         for _ in range(5):
             started = ticks[0]
-            assert call(*handles, ctypes.byref(out)) == 0
+            made = pyops.linear(x, w)
             seen += ticks[0] - started
-            made = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(out, None, None))
     finally:
         sys.setswitchinterval(before)
         stop.set()

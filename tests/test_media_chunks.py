@@ -30,7 +30,6 @@ from g4ir.media.soft import Soft
 from g4ir.model.decoder import BLOCKS
 from g4ir.spec.record import Spec, check_spec, load_spec
 from tests.runner import with_chunk
-from tests.uncompiled import uncompiled
 
 WHOLE, LONGEST, STEPS = 96, 13, 4
 LIMITS = {"max_batch": 2, "max_seq": 160, "prefill_chunk": WHOLE}
@@ -62,8 +61,7 @@ def engine(request: Any, make_engine: Any) -> Iterator[Engine]:
     if request.param != "torch":
         yield make_engine(spec_called(request.param), **options)
         return
-    with uncompiled():
-        yield make_engine("tiny-unified", backend="torch", **options)
+    yield make_engine("tiny-unified", backend="torch", **options)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ masks, chunks that would cut pictures, and decoding past three windows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -33,7 +32,6 @@ from tests.engines import agrees
 from tests.media_tools import UNIFIED, media_pair, noise, video_inputs
 from tests.runner import with_chunk
 from tests.shrink import WINDOW, shrink
-from tests.uncompiled import uncompiled
 
 MAX_SEQ = 512
 STEPS = 3 * WINDOW + 2
@@ -62,8 +60,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory, full: bool) -> Any:
             options |= {"backend": "torch", "max_batch": 3, "audio_seconds": [2.0]}
         else:
             options |= {"image_budgets": BUDGETS}
-        with nullcontext() if full else uncompiled():
-            return media_pair(small(variant), tmp_path_factory.mktemp(variant), 5, **options)
+        return media_pair(small(variant), tmp_path_factory.mktemp(variant), 5, **options)
 
     return pair
 

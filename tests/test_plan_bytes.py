@@ -41,7 +41,6 @@ from tests.configs import widened
 from tests.gguf_files import all_of, bare_file, write_gguf
 from tests.test_checkpoint import MLX, MLX_OTHERS, mlx_checkpoint
 from tests.test_quantised_checkpoints import CASES, OTHERS, quantise_experts
-from tests.uncompiled import uncompiled
 
 #: where engines run
 WHERE = [(*row,) for row in TABLES["where engines run"]]
@@ -188,10 +187,9 @@ def test_engines_of_quantised_files(file: str, backend: str, tmp_path: Path) -> 
     model = checkpoint_model(path)
     options = {"backend": backend, "device": "cpu", "checkpoint": path, "media": "none"}
     _, plan = both(model.spec, **options, held=model.held)
-    with uncompiled():
-        engine = build(None, tmp_path / "e", **options, **SIZES)
-        assert_stored(engine, plan)
-        engine.close()
+    engine = build(None, tmp_path / "e", **options, **SIZES)
+    assert_stored(engine, plan)
+    engine.close()
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q4_1"])

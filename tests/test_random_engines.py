@@ -18,7 +18,6 @@ from g4ir.spec.rules import canonical
 from tests.configs import GEMMA3_SEEDS, random_spec, short
 from tests.oracle import relative
 from tests.trt.emulated import emulated, use
-from tests.uncompiled import uncompiled
 
 #: K=V, experts and fp8; Gemma 3 and rounds; towers, per-layer embeddings, shared caches and int4
 SEEDS = short(1, 5, 6, of=range(100))
@@ -90,7 +89,7 @@ def logits_of(spec: Spec, out: Path, options: dict[str, Any]) -> torch.Tensor:
     """Those of a prompt's last token and of single steps: [1 + STEPS, vocab]."""
     drawn = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 120, (1, PROMPT + STEPS), generator=drawn)
-    with uncompiled(), build(spec, out, random_weights=0, device="cpu", **options) as engine:
+    with build(spec, out, random_weights=0, device="cpu", **options) as engine:
         session = engine.session()
         rows = [session.prefill(tokens[:, :PROMPT])]
         rows += [session.decode(tokens[:, at]) for at in range(PROMPT, PROMPT + STEPS)]

@@ -32,7 +32,6 @@ from g4ir.weights.pack import split_program
 from tests.configs import VARIANTS
 from tests.engines import some_tokens
 from tests.runner import built_program
-from tests.uncompiled import uncompiled
 
 CASES = [(name, i) for name, op in OPS.items() for i in range(len(op.samples))]
 #: those that stay in fp32 whatever the model's dtype is: weights of experts
@@ -193,7 +192,7 @@ def test_a_verification_is_single_steps(tmp_path: Path, name: str) -> None:
     """Bit by bit, also past a window and in pieces: draft tokens never change a text."""
     limits = {"max_batch": 3, "max_seq": 64, "prefill_chunk": 16, "draft_tokens": 10}
     options = {"backend": "torch", "random_weights": 0, "dtype": "bfloat16"}
-    with uncompiled(), g4ir.build(name, tmp_path / "e", **options, **limits) as engine:
+    with g4ir.build(name, tmp_path / "e", **options, **limits) as engine:
         for rows, widths in ((1, (2, 3, 5, 8, 11)), (3, (2, 11))):
             tokens, session = some_tokens(rows, 32), engine.session(rows)
             session.prefill(tokens[:, :21])

@@ -37,7 +37,6 @@ from tests.contract.flows import in_a_loop
 from tests.engines import some_tokens
 from tests.spies import spy
 from tests.test_kernel_ops import program
-from tests.uncompiled import uncompiled
 
 PROMPTS = [some_tokens(1, n)[0].tolist() for n in (11, 3, 26)]
 
@@ -128,7 +127,7 @@ def test_steps_without_drafts_are_a_loop(tmp_path: Path, monkeypatch: pytest.Mon
     limits: dict[str, Any] = {"max_seq": 64, "prefill_chunk": 16, "draft_tokens": 3}
     options: dict[str, Any] = {"backend": "torch", "random_weights": 0, "dtype": "bfloat16"}
     looped, widths = list[int](), list[int]()
-    with uncompiled(), g4ir.build("tiny-ple", tmp_path / "e", **options, **limits) as e:
+    with g4ir.build("tiny-ple", tmp_path / "e", **options, **limits) as e:
 
         def drafted(propose: Any) -> AcceptanceStats:
             monkeypatch.setattr(NgramProposer, "propose", propose)

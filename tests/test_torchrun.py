@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
@@ -46,7 +46,6 @@ from tests.engines import add_file, random_checkpoint
 from tests.oracle import relative
 from tests.rank_driver import BEGUN, PROMPTS, answers, logits
 from tests.serve.running import chat_tokenizer
-from tests.uncompiled import uncompiled
 
 ROOT = Path(__file__).parents[1]
 LIMITS: dict[str, Any] = {"max_seq": 64, "prefill_chunk": 8, "max_batch": 2}
@@ -56,16 +55,13 @@ RECIPE = TABLES["torchrun"]["recipe"]
 ENDED_S = 60.0
 
 
-def built(
-    out: Path, name: str, ranks: int, backend: str, compiled: bool = False, **more: Any
-) -> Path:
+def built(out: Path, name: str, ranks: int, backend: str, **more: Any) -> Path:
     """An engine of random weights, written into its folder."""
     checkpoint = kept_checkpoint(out.parent, load_spec(name))
     if "drafter" in more:
         more["drafter"] = kept_checkpoint(out.parent, shipped_drafter(load_spec(name)))
-    with nullcontext() if compiled else uncompiled():
-        options = {"backend": backend, "checkpoint": checkpoint, "media": "none", **LIMITS, **more}
-        g4ir.build(name if "random_weights" in more else None, out, tp=ranks, **options).close()
+    options = {"backend": backend, "checkpoint": checkpoint, "media": "none", **LIMITS, **more}
+    g4ir.build(name if "random_weights" in more else None, out, tp=ranks, **options).close()
     return out
 
 
@@ -138,15 +134,14 @@ def check_against_one(
     name: str,
     ranks: int,
     backend: str,
-    compiled: bool,
     ep: bool = False,
+    settings: dict[str, str] | None = None,
     **options: Any,
 ) -> None:
     """Ranks choose what one does, whatever chooses; their logits differ by rounding alone."""
     one = built(folder / "one", name, 1, "reference", **options)
-    several = built(folder / "several", name, ranks, backend, compiled, ep=ep, **options)
-    flags = ["--compiled"] * compiled
-    with started(ranks, several, "all", folder / "said.json", *flags) as all_of_them:
+    several = built(folder / "several", name, ranks, backend, ep=ep, settings=settings, **options)
+    with started(ranks, several, "all", folder / "said.json") as all_of_them:
         assert all_of_them.ended(600) == [0] * ranks, all_of_them.said(0) + all_of_them.said(1)
     got = json.loads((folder / "said.json").read_text())
     with g4ir.load_engine(one) as engine, torch.no_grad():
@@ -174,20 +169,21 @@ def test_two_ranks_are_as_one(
     recipe.write_text(RECIPE)
     options = {"quant": recipe if quant else None, "latent_kv": form}
     options |= {"drafter": "default"} if drafts else {}
-    check_against_one(tmp_path, "tiny-moe", 2, "torch", False, ep, **options)
+    check_against_one(tmp_path, "tiny-moe", 2, "torch", ep, **options)
 
 
 @pytest.mark.full
 def test_ranks_see_pictures(tmp_path: Path) -> None:
     """Towers are whole on every rank, and used on the first."""
     made = {"checkpoint": None, "random_weights": 0}
-    check_against_one(tmp_path, "tiny-media", 2, "torch", False, media="all", max_seq=256, **made)
+    check_against_one(tmp_path, "tiny-media", 2, "torch", media="all", max_seq=256, **made)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name, ranks, backend", TABLES["torchrun"]["compiled"])
 def test_compiled_ranks_are_as_one(tmp_path: Path, name: str, ranks: int, backend: str) -> None:
-    check_against_one(tmp_path, name, ranks, backend, compiled=True)
+    settings = {"programs": "inductor"} if backend == "torch" else None
+    check_against_one(tmp_path, name, ranks, backend, settings=settings)
 
 
 # --- the engine -----------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ import g4ir
 from g4ir.artefact import trust
 from g4ir.artefact.directory import open_artefact
 from g4ir.backends.cpu import pyops
-from g4ir.backends.inductor import compile as compiler
 from g4ir.backends.inductor import program_cache
 from g4ir.builder.load import load_engine, open_runtime
 from g4ir.cli import main
@@ -46,7 +45,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def built(engines: Any) -> Path:
     """Before the user of these tests is another one, whose kernels are not compiled yet."""
     pyops.load_kernels()
-    pyops.load_calls()
     settings = {"programs": "inductor"}
     path: Path = engines.build("torch", "tiny-moe", "compiled", settings=settings).path
     return path
@@ -125,11 +123,13 @@ def test_what_was_built_here_needs_no_question(tmp_path: Path) -> None:
     assert found["weights"] == "made from seed 0"
 
 
+@pytest.mark.parametrize("name", ["tiny-ple", "tiny-media"])
 def test_an_engine_without_native_code_needs_no_decision(
-    engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engines: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs and weights are data; its kernels are this machine's own."""
-    found = open_artefact(engines("torch", "tiny-ple").path)
+    """Graphs and weights are data, towers too; its kernels are this machine's own."""
+    found = open_artefact(engines("torch", name).path)
+    assert not (found.path / "programs").exists()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert not trust.find_decision(found.manifest.digest)
     assert trust.provenance(found)["native_code"] == "none"
@@ -218,21 +218,6 @@ def test_the_compiler_keeps_its_files_in_a_private_folder(
     paths.keep_inductor_private("/tmp/guessed")
     found = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert found.is_dir() and stat.S_IMODE(found.stat().st_mode) == 0o700
-
-
-def test_headers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch would take them from a folder that anybody can make first."""
-    from torch._inductor import codecache, config
-
-    for name in ("_HEADER_DIR", "_HEADER_LOCK_DIR"):
-        monkeypatch.setattr(codecache, name, "/tmp/guessed")
-    compiler._keep_headers_in(tmp_path)
-    assert str(tmp_path / "precompiled_headers") == codecache._HEADER_DIR
-    assert codecache._HEADER_LOCK_DIR.startswith(codecache._HEADER_DIR)
-    monkeypatch.delattr(codecache, "_HEADER_DIR")
-    with config.patch({"aot_inductor.precompile_headers": True}):
-        compiler._keep_headers_in(tmp_path)
-        assert not config.aot_inductor.precompile_headers
 
 
 # --- compiled programs ------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from g4ir.backends.cpu.library import CALL_LIBRARY, READY, Library, kernels
+from g4ir.backends.cpu.library import READY, Library, kernels
 from g4ir.ui.paths import variable
 from g4ir.ui.processor import SETS, architecture
 
@@ -56,8 +56,8 @@ class Wheel:
         """Its kernels: where nobody can ask the system for AMX, without those."""
         sets = [s for s in SETS if s.machine == self.machine]
         if self.system != "linux":
-            return [kernels(s, self.system) for s in sets if s.name != "amx"]
-        return [*map(kernels, sets), CALL_LIBRARY]
+            sets = [s for s in sets if s.name != "amx"]
+        return [kernels(s, self.system) for s in sets]
 
 
 #: macOS 11 is the first on ARM (tools/zig.py)

@@ -1,10 +1,9 @@
-"""What the CPU adds to programs of torch's compiler: the C kernels, step programs, tiles."""
+"""The CPU: the C kernels, step programs, tiles; compiled programs where they are asked for."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,11 @@ from g4ir.ir.graph import Graph, Program
 from g4ir.plan.engine_limits import Limits
 from g4ir.ui.processor import cpu_flags
 
-from .library import CALL_LIBRARY, kernels
+from .library import kernels
 from .tiles import in_tiles
 
 #: the files of this room that a program's code follows from
-SOURCES = ("attention.py", "isa.py", "library.py", "lowerings.py", "pyops.py", "wrappers.py")
-#: stands among the texts of programs for the libraries that all engines call
-KERNELS = "CPU kernels"
+SOURCES = ("attention.py", "isa.py", "library.py", "lowerings.py", "pyops.py")
 
 
 class Cpu(Device):
@@ -57,11 +54,6 @@ class Cpu(Device):
 
         return step_phases(program, limits)
 
-    def shared_parts(self) -> Sequence[str]:
-        from .wrappers import SHARED_PARTS
-
-        return (KERNELS, *SHARED_PARTS)
-
     def lowered(self, g: Graph, target: Target) -> Any:
         from .lowerings import lowered
 
@@ -69,31 +61,6 @@ class Cpu(Device):
 
     def sources(self, target: Target) -> Sequence[Path]:
         return [Path(__file__).with_name(name) for name in SOURCES]
-
-    def options(self, text: str) -> dict[str, Any]:
-        from .wrappers import program_options
-
-        return program_options(text)
-
-    def packaging(
-        self, folder: Path, options: dict[str, Any], made_of: str
-    ) -> AbstractContextManager[dict[str, Any]]:
-        from .wrappers import interface_apart
-
-        return interface_apart(folder, options, made_of)
-
-    def compile_part(self, text: str, target: Target) -> bool:
-        from .wrappers import SHARED_PARTS, compile_shared
-
-        if text == KERNELS:
-            for library in (kernels(), CALL_LIBRARY):
-                with library.opened():
-                    pass
-        elif text in SHARED_PARTS:
-            compile_shared(text, target)
-        else:
-            return False
-        return True
 
     def runtime(
         self,

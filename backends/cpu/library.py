@@ -68,13 +68,11 @@ COMPILERS = ("gcc", "cc", "clang", "g++")
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library of C sources. `needs`: libraries that the process has loaded before;
-    `system`: a key of LINKING, that for which it is compiled."""
+    """A shared library of C sources. `system`: a key of LINKING, that for which it is compiled."""
 
     name: str
     objects: tuple[tuple[str, ...], ...]
     options: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
     system: str = sys.platform
 
     @property
@@ -132,15 +130,10 @@ class Library:
                 words = [*KERNEL_FLAGS, *self.options, *options, "-c", "-x", "c"]
                 return _run([*compiler, *words, str(SOURCES / source)], Path(folder, f"{i}.o"))
 
-            def stub(name: str) -> str:
-                words = ["-shared", f"-Wl,-soname,{name}", "-x", "c", "/dev/null"]
-                return _run([*compiler, *words], Path(folder, name))
-
             with ThreadPoolExecutor(usable_cores()) as pool:
                 objects = list(pool.map(compiled, range(len(self.objects))))
             _, flags, libraries = self.linking
-            needed = ["-Wl,--no-as-needed", *map(stub, self.needs)] if self.needs else []
-            _run([*compiler, *flags, *objects, *needed, *libraries], path)
+            _run([*compiler, *flags, *objects, *libraries], path)
 
 
 def kernels(isa: InstructionSet | None = None, system: str = sys.platform) -> Library:
@@ -148,10 +141,6 @@ def kernels(isa: InstructionSet | None = None, system: str = sys.platform) -> Li
     isa = isa or instruction_set()
     objects = OBJECTS + OF_BF16 if "avx512_bf16" in isa.flags else OBJECTS
     return Library(f"kernels-{isa.name}", objects, isa.words, system=system)
-
-
-#: what compiled programs call the kernels by, with functions of torch's
-CALL_LIBRARY = Library("calls", (("calls.c",),), needs=("libtorch_cpu.so",))
 
 
 def _run(words: Sequence[str], path: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +24,16 @@ Tensor = torch.Tensor
 def lowered(g: Graph) -> Lowered:
     """Return a graph as it is computed on the CPU."""
     return LoweredByOp(g, LOWERINGS)
+
+
+def uncompiled(g: Graph) -> Lowered:
+    """Return a graph as torch's ops compute it one by one."""
+    return LoweredByOp(g, UNCOMPILED)
+
+
+def _clip(m: Run, n: Node, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Clip by numbers: by tensors it takes ten times as long."""
+    return x.clamp(float(low), float(high))
 
 
 def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:
@@ -77,7 +86,7 @@ def _rewrite(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None
 
 
 #: op -> its lowering; one that is not here runs its reference
-LOWERINGS: Mapping[str, Lowering] = {
+LOWERINGS: dict[str, Lowering] = {
     **COMMON,
     "linear": Lowering(_linear, (Coded, Rounded)),
     "dequantize": Lowering(_dequantize),
@@ -87,3 +96,4 @@ LOWERINGS: Mapping[str, Lowering] = {
     "attention": Lowering(attention),
     "attention_latent": Lowering(attention_latent),
 }
+UNCOMPILED = LOWERINGS | {"clip": Lowering(_clip)}

@@ -1,15 +1,13 @@
-"""Ops that a compiled CPU program calls for: large products, routed experts, and attention.
+"""Ops of graphs that are no step programs: large products, routed experts, and attention.
 
 Products in bf16 and fp32 go through the C kernels (kernels/): of a few rows at the speed at which
-memory delivers the weight, of more by panels (kernels/gemm.h). Compiled regions call the kernels
-directly (kernels/calls.c). Other products call back into Python, which costs some 10 us.
+memory delivers the weight, of more by panels (kernels/gemm.h).
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from g4ir.ops.moe import own_index
 from g4ir.ops.types import torch_dtype
 
 from .isa import KERNEL_FORMS
-from .library import CALL_LIBRARY, Library, kernels
+from .library import Library, kernels
 
 Tensor = torch.Tensor
 
@@ -93,13 +91,6 @@ def kernel(name: str) -> Callable[..., int]:
     """Return a function of kernels/kernels.h, which is loaded now if it was not."""
     load_kernels()
     return _kernels[name]
-
-
-@cache
-def load_calls() -> None:
-    """Make the kernels available to compiled programs."""
-    load_kernels()
-    _open_library(CALL_LIBRARY)
 
 
 def _open_library(library: Library) -> ctypes.CDLL:
@@ -398,25 +389,3 @@ for _op, _room in _OPS.items():
     torch.library.register_fake(f"g4ir::{_op.__name__}", _room)
 #: where they are
 OPS: Any = torch.ops.g4ir
-
-
-#: type of an operand -> the same in C
-_IN_C = {"Tensor": "AtenTensorHandle", "int": "int64_t", "float": "double", "bool": "int32_t"}
-
-
-def _declared(op: Any) -> str:
-    """Return what a program in C++ knows of the function of calls.c for an op. Torch calls it by a
-    name of its own form, which might be one of torch's one day: therefore it is linked by another.
-    """
-    name = op._schema.name.removeprefix("g4ir::")
-    given = [_IN_C[str(a.type)] for a in op._schema.arguments]
-    operands = ", ".join([*given, "AtenTensorHandle*"])
-    return f'AOTITorchError aoti_torch_cpu_{name}({operands}) __asm__("g4ir_call_{name}")'
-
-
-#: those that calls.c has
-_IN_CALLS = (linear, linear_coded, linear_rounded, attend, attend_chunk)
-#: op -> its function there
-CALLS = {
-    op.default: [_declared(op.default)] for op in (getattr(OPS, f.__name__) for f in _IN_CALLS)
-}

@@ -1,4 +1,4 @@
-"""Engines on the CPU: steps and chunks of prompts as step programs, others as compiled ones."""
+"""Engines on the CPU: steps and chunks of prompts as step programs, other graphs by torch's ops."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from g4ir.backends.base import DeviceChoice, Embed, Task, Tensors, Watch
-from g4ir.backends.inductor.runtime import ProgramRuntime
-from g4ir.backends.inductor.segment import Step
+from g4ir.backends.inductor.lower import SegmentModule
+from g4ir.backends.inductor.runtime import Call, ProgramRuntime
+from g4ir.backends.inductor.segment import Segment, Step
 from g4ir.backends.kv_cache import Caches
 from g4ir.errors import EngineError
 from g4ir.ir.rewrite import bind
+from g4ir.ir.text import parse_graph
 from g4ir.model.decoder import CHUNK, TOKENS, VERIFY
 from g4ir.ui.processor import instruction_set
 from g4ir.weights.pack import ParamSource, StoredParams
@@ -22,6 +24,7 @@ from g4ir.weights.tensorfile import ALIGNED, on_huge_pages, read_pages
 
 from . import pyops
 from .arena import ROWS, Arena
+from .lowerings import uncompiled
 from .step_loop import Embedding, StepLoop, StepThread, mapped_tables, record_loop
 from .step_program import (
     CHUNKS,
@@ -53,10 +56,13 @@ class CpuRuntime(ProgramRuntime):
         #: the thread that runs steps while the host reads the tokens of others
         self.worker = StepThread()
         pyops.load_kernels()
-        if steps:
-            pyops.load_calls()
         super().__init__(task, steps, files)
         self.unpacked.cleanup()
+
+    def _without_program(self, segment: Segment) -> Call:
+        """Compute a segment by torch's ops, and by the kernels what they compute."""
+        module = SegmentModule(uncompiled(parse_graph(segment.text)))
+        return torch.no_grad()(lambda given: module(*given))
 
     def _param_names(self, steps: Mapping[str, Sequence[Step]]) -> Iterable[str]:
         graphs = (self.program.graphs[phase] for phase in self.recorded_phases)

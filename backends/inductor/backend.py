@@ -1,4 +1,5 @@
-"""`--backend torch`: compile the segments of prefill and decode, keep their files."""
+"""`--backend torch`: programs of torch's compiler for a GPU; step programs and torch's ops on the
+CPU, which compiles nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class TorchBackend(Backend):
         "programs": Setting(
             ("auto", "inductor"),
             "auto",
-            "inductor: compile every graph, those too that the CPU's kernels compute without",
+            "inductor: compile every graph for the CPU too, whose kernels compute without",
         )
     }
 
@@ -70,38 +71,34 @@ class TorchBackend(Backend):
     @contextmanager
     def about_to_compile(self, device: str) -> Iterator[None]:
         """Start the processes that compile, which import torch's compiler for some seconds, where
-        each engine has programs; at the end delete precompiled headers, unless another build uses
-        them."""
+        each engine has programs."""
         early = JOBS > 1 and not find_device(device).records
-        try:
-            with (
-                compiler_cache.in_use(),
-                workers.compilers_started(JOBS, device) if early else nullcontext(),
-            ):
-                yield
-        finally:
-            compiler_cache.delete_headers()
+        with (
+            compiler_cache.in_use(),
+            workers.compilers_started(JOBS, device) if early else nullcontext(),
+        ):
+            yield
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
-        with compiler_cache.in_use():
-            recorded = _recorded(task.program, task.limits, task.device, settings)
-            return self._compile(task, recorded)
-
-    def _compile(self, task: Task, recorded: Sequence[str]) -> dict[str, Any]:
-        program, limits, progress = task.program, task.limits, task.progress
-        device = find_device(task.device)
-        steps, target = phase_steps(program, limits, recorded), device.target(limits.max_batch)
-        texts = [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
-        for note in device.notes(program, target):
-            progress(note)
-        if texts:
-            device.check_compiler()
-        folder = task.folder / "programs"
-        files = workers.compile_all(texts, target, folder, JOBS, progress)
+        steps = _steps(task.program, task.limits, task.device, settings)
+        files: Mapping[str, str] = {}
+        if _compiles(task.device, settings):
+            with compiler_cache.in_use():
+                files = self._compiled(task, texts_of(steps))
         return {
-            phase: tuple(files[s.text] if isinstance(s, Segment) else None for s in many)
+            phase: tuple(files.get(s.text) if isinstance(s, Segment) else None for s in many)
             for phase, many in steps.items()
         }
+
+    def _compiled(self, task: Task, texts: Sequence[str]) -> dict[str, str]:
+        """Compile programs; return text -> file name."""
+        device = find_device(task.device)
+        target = device.target(task.limits.max_batch)
+        for note in device.notes(task.program, target):
+            task.progress(note)
+        device.check_compiler()
+        folder = task.folder / "programs"
+        return workers.compile_all(texts, target, folder, JOBS, task.progress)
 
     def scratch_bytes(
         self, program: Program, device: str, settings: Mapping[str, str]
@@ -110,10 +107,11 @@ class TorchBackend(Backend):
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         """Count the programs that an engine calls in all, and those that are compiled."""
-        config, program = prepared.config, prepared.packing.program
-        recorded = _recorded(program, config.limits, config.device, config.settings)
-        phases = phase_steps(program, config.limits, recorded)
-        texts = [s.text for many in phases.values() for s in many if isinstance(s, Segment)]
+        config = prepared.config
+        compiles = _compiles(config.device, config.settings)
+        program = prepared.packing.program
+        steps = _steps(program, config.limits, config.device, config.settings)
+        texts = texts_of(steps) if compiles else []
         return {"programs": {"calls": len(texts), "compiled": len(set(texts))}}
 
     def load(self, task: Task, kept: Programs, cuda_graph: bool = True) -> Any:
@@ -124,17 +122,27 @@ class TorchBackend(Backend):
         return device.runtime(task, steps, kept, cuda_graph)
 
 
-def _recorded(
+def _compiles(device: str, settings: Mapping[str, str]) -> bool:
+    return settings["programs"] == "inductor" or not find_device(device).records
+
+
+def _steps(
     program: Program, limits: Limits, device: str, settings: Mapping[str, str]
-) -> Sequence[str]:
-    """Return the graphs that need no compiled programs."""
-    if settings["programs"] == "inductor":
-        return ()
-    return find_device(device).recorded_phases(program, limits)
+) -> dict[str, list[Step]]:
+    """Return the steps of the graphs that do not run as step programs."""
+    compiles = _compiles(device, settings)
+    recorded = () if compiles else find_device(device).recorded_phases(program, limits)
+    return phase_steps(program, limits, recorded)
+
+
+def texts_of(steps: Mapping[str, Sequence[Step]]) -> list[str]:
+    """Return the texts of segments, one for each call."""
+    return [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
 
 
 def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], kept: Programs) -> None:
-    """Raise EngineError unless every segment has a program that was made of it."""
+    """Raise EngineError unless every segment has a program that was made of it, or none has one, on
+    a device that computes without."""
     folder = task.folder / "programs"
     texts: dict[str, list[str | None]] = {
         name: [s.text if isinstance(s, Segment) else None for s in many]
@@ -146,8 +154,10 @@ def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], kept: Progr
             f"{', '.join(kept)} named; build the engine again"
         )
     checked: set[tuple[str, str]] = set()
+    without = find_device(task.device).records and not any(map(any, kept.values()))
     for name, many in texts.items():
-        if [t is None for t in many] != [f is None for f in kept[name]]:
+        wanted = [not without and t is not None for t in many]
+        if wanted != [f is not None for f in kept[name]]:
             raise EngineError(
                 f"{folder}: the programs of {name} are not one for each segment; "
                 f"build the engine again"

@@ -14,8 +14,8 @@ import shutil
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,7 @@ from g4ir.errors import EngineError, LowerError
 from g4ir.ir.text import parse_graph
 from g4ir.ui import compiler_cache
 from g4ir.ui.files import write_file
-from g4ir.ui.paths import keep_inductor_private, search_path, setting, variable
-from g4ir.ui.processor import cpu_flags
+from g4ir.ui.paths import keep_inductor_private, setting
 from g4ir.weights.tensorfile import open_regular
 
 from .device import find_device
@@ -35,7 +34,6 @@ SOURCES = (
     "attention.py",
     "cache_write.py",
     "compile.py",
-    "headers/regex",
     "lower.py",
     "lowered.py",
 )
@@ -49,14 +47,10 @@ _TRACE = {"B": 2, "S": 4, "M": 3, "C": 16}
 INDUCTOR = {
     "emulate_precision_casts": True,
     "compile_threads": 1,
+    # torch keeps them, from which the code of programs comes, in a folder of its own choice
+    "aot_inductor.precompile_headers": False,
     "_use_fp64_for_unbacked_floats": False,
 }
-#: headers of ours for programs, and the lines of torch's by which they suit it
-HEADERS = Path(__file__).with_name("headers")
-MODEL_HEADER = "include/torch/csrc/inductor/aoti_runtime/model_base.h"
-REGEX_USES = ["#include <regex>", "std::regex re(", "std::regex_match(device_str, sm, re)"]
-#: precompiled headers that were there after a program of this process
-_HEADER_FILES: set[Path] = set()
 #: at which level wrappers are optimised, for torch (default: O1)
 WRAPPER_LEVEL = "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"
 #: What a profiler of torch's reads, and more than half of a program's bytes
@@ -87,8 +81,8 @@ def _sources(target: Target) -> str:
 def compile_program(text: str, target: Target, path: Path) -> None:
     """Export one segment and write its package."""
     try:
-        with compiling() as folder:
-            _compile(text, target, path, folder)
+        with _compiling():
+            _compile(text, target, path)
     except Exception as e:
         raise without_space(e, path) or LowerError(
             f"torch: a segment does not compile: {type(e).__name__}: {str(e)[:800]}\n"
@@ -97,80 +91,13 @@ def compile_program(text: str, target: Target, path: Path) -> None:
 
 
 @contextmanager
-def compiling() -> Iterator[Path]:
-    """A context in which torch compiles programs as this module means it; yields the folder of what
-    they share."""
+def _compiling() -> Iterator[None]:
+    """A context in which torch compiles programs as this module means it."""
     import torch
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    folder = keep_inductor_private(default_cache_dir())
-    _keep_headers_in(folder)
-    ours = (_quiet_compiler, torch.no_grad, _kernels_understood, _own_headers, _without_probes)
-    with compiler_cache.in_use(), ExitStack() as entered:
-        _forget_deleted_headers(folder)
-        for context in ours:
-            entered.enter_context(context())
-        yield folder
-        _HEADER_FILES.update((folder / compiler_cache.HEADERS).rglob("*.[gp]ch"))
-
-
-def _keep_headers_in(folder: Path) -> None:
-    """Have torch keep precompiled headers, from which the code of programs comes, in this folder:
-    it takes its default folder whatever folder it is given. A torch that does not say so in the
-    same names goes without."""
-    from torch._inductor import codecache, config
-
-    headers = folder / compiler_cache.HEADERS
-    names = {"_HEADER_DIR": headers, "_HEADER_LOCK_DIR": headers / "locks"}
-    if vars(codecache).keys() >= names.keys():
-        vars(codecache).update({name: str(place) for name, place in names.items()})
-    else:
-        config.aot_inductor.precompile_headers = False
-
-
-def _forget_deleted_headers(folder: Path) -> None:
-    """Have torch make precompiled headers again that a build of another process has deleted: it
-    remembers for the life of the process which there are."""
-    from torch._inductor import codecache
-
-    if not all(file.exists() for file in _HEADER_FILES):
-        _HEADER_FILES.clear()
-        if clear := getattr(getattr(codecache, "_precompile_header", None), "cache_clear", None):
-            clear()
-
-
-@contextmanager
-def _own_headers() -> Iterator[None]:
-    """A context in which compilers find HEADERS before their own, if they suit this torch."""
-    import torch
-
-    name = "CPLUS_INCLUDE_PATH"
-    header = Path(torch.__file__).parent / MODEL_HEADER
-    uses = [line for line in header.read_text().splitlines() if "regex" in line]
-    suits = len(uses) == len(REGEX_USES) and all(map(str.__contains__, uses, REGEX_USES))
-    with variable(name, search_path(HEADERS, name)) if suits else nullcontext():
-        yield
-
-
-@contextmanager
-def replaced(owner: type, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """A context in which a class has another method."""
-    before = vars(owner)[name]
-    setattr(owner, name, method)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
-def _without_probes() -> Iterator[None]:
-    """A context in which torch takes it that the compiler knows the instructions of this CPU, as
-    those of C++20 do: it would compile programs to see, for up to 8 seconds."""
-    from torch._inductor.cpu_vec_isa import VecISA
-
-    known = "avx2" in cpu_flags()
-    with replaced(VecISA, "check_build", lambda *_: True) if known else nullcontext():
+    keep_inductor_private(default_cache_dir())
+    with compiler_cache.in_use(), _quiet_compiler(), torch.no_grad(), _kernels_understood():
         yield
 
 
@@ -213,17 +140,15 @@ def _kernels_understood() -> Iterator[None]:
         raise RuntimeError("torch cannot tell which operands a kernel writes")
 
 
-def _compile(text: str, target: Target, path: Path, folder: Path) -> None:
-    """Write a program's file, which ends with what it was made of; `folder`: what programs share"""
+def _compile(text: str, target: Target, path: Path) -> None:
+    """Write a program's file, which ends with what it was made of."""
     from torch._inductor.utils import fresh_cache
 
-    given = options_of(text, target)
-    device = find_device(target.device)
-    with device.packaging(folder, given, program_name("", target)) as options:
-        package = _packaged(text, target, options)
-        if not _is_whole(package):  # a part, left in the compiler's cache by a killed compile
-            with fresh_cache():
-                package = _packaged(text, target, options)
+    options = options_of(text, target)
+    package = _packaged(text, target, options)
+    if not _is_whole(package):  # a part, left in the compiler's cache by a killed compile
+        with fresh_cache():
+            package = _packaged(text, target, options)
     with zipfile.ZipFile(package, "a") as archive:
         archive.comment = marker(text)
     write_file(path, [package.getbuffer()])

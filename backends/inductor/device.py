@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ class Device(ABC):
     name: str
     #: packages whose versions its engines depend on
     packages: tuple[str, ...]
-    #: whether graphs may run as programs that it records
+    #: whether it computes graphs without programs of the compiler, as step programs where it can
     records = False
     #: module that takes long to import, which compiling processes share
     preload: str
@@ -59,16 +58,12 @@ class Device(ABC):
     # --- what is compiled
 
     def recorded_phases(self, program: Program, limits: Limits) -> tuple[str, ...]:
-        """Return the graphs that need no compiled programs."""
+        """Return the graphs that run as step programs."""
         return ()
 
     def notes(self, program: Program, target: Target) -> Iterator[str]:
         """Yield what a build should say of its target."""
         yield from ()
-
-    def shared_parts(self) -> Sequence[str]:
-        """Return texts of what all programs share, compiled once into caches."""
-        return ()
 
     # --- how
 
@@ -87,17 +82,6 @@ class Device(ABC):
     def options(self, text: str) -> dict[str, Any]:
         """Return options of torch's compiler for a program."""
         return {}
-
-    def packaging(
-        self, folder: Path, options: dict[str, Any], made_of: str
-    ) -> AbstractContextManager[dict[str, Any]]:
-        """Return a context in which torch compiles programs, with these options changed; `folder`:
-        what programs share, `made_of`: a hash of what their code follows from."""
-        return nullcontext(options)
-
-    def compile_part(self, text: str, target: Target) -> bool:
-        """Compile one of `shared_parts`; False for the text of a program."""
-        return False
 
     # --- running
 

@@ -15,11 +15,10 @@ from g4ir.backends.base import Task, Tensors, Watch
 from g4ir.backends.kv_cache import Caches
 from g4ir.errors import EngineError
 from g4ir.ir.interpret import run_node
-from g4ir.parallel.group import Group
 from g4ir.ui.paths import unpacking
 from g4ir.weights.pack import ParamSource
 
-from .segment import Glue, Segment, Step, state_steps
+from .segment import Segment, Step, state_steps
 
 Tensor = torch.Tensor
 
@@ -75,13 +74,23 @@ class ProgramRuntime:
             graph = self.program.graphs[phase]
             alias = {v.name: n for n, v in graph.next.items()}
             bound = {
-                id(s): _bind(s, self.calls.get(f or ""), self.weights, alias, self.group)
+                id(s): _bind(s, self._call(s, f), self.weights, alias)
                 for s, f in zip(many, files[phase], strict=True)
             }
             keep = {v.name for v in (*graph.outputs, *graph.inputs)}
             for logits, chosen in ((True, many), (False, state_steps(many))):
                 plan = [bound[id(s)] for s in chosen]
                 self.plans[phase, logits] = _freeing(plan, keep)
+
+    def _call(self, step: Step, file: str | None) -> Call:
+        """Return what computes a step."""
+        if isinstance(step, Segment):
+            return self.calls[file] if file else self._without_program(step)
+        return partial(self.group.run_node if self.group else run_node, step.node)
+
+    def _without_program(self, segment: Segment) -> Call:
+        """Return what computes a segment on a device that compiles none."""
+        raise NotImplementedError(self.device)
 
     def _device_index(self) -> int:
         """Return torch's number of the device on which programs run; -1: none is said."""
@@ -204,19 +213,10 @@ def _freeing(plan: Sequence[BoundStep], keep: set[str]) -> list[BoundStep]:
 
 
 def _bind(
-    s: Step,
-    call: Call | None,
-    weights: Mapping[str, Tensor],
-    alias: Mapping[str, str],
-    group: Group | None = None,
+    s: Step, call: Call, weights: Mapping[str, Tensor], alias: Mapping[str, str]
 ) -> BoundStep:
     """Bind a step; `alias` maps a written cache's value to the cache, written in place."""
-    names = s.inputs
-    if isinstance(s, Glue):
-        call = partial(group.run_node if group else run_node, s.node)
-    else:
-        names += s.params + s.state
-    assert call
+    names = s.inputs + (s.params + s.state if isinstance(s, Segment) else ())
     operands = tuple(weights.get(n, NOTHING) for n in names)
     slots = tuple((i, alias.get(n, n)) for i, n in enumerate(names) if n not in weights)
     return BoundStep(call, operands, slots, s.outputs)

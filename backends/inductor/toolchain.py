@@ -13,8 +13,8 @@ def cpp_compiler() -> str:
     """Return the C++ compiler that torch takes; MissingError if there is none."""
     if sys.platform != "linux":
         raise MissingError(
-            "programs that the C kernels do not run are compiled on Linux alone: use Docker "
-            "(docker/cpu.Dockerfile), on Windows WSL 2, or --backend reference"
+            "programs of torch's compiler are compiled on Linux alone: use Docker "
+            "(docker/cuda.Dockerfile), on Windows WSL 2, or the CPU without --set programs=inductor"
         )
     usual = setting("CXX", "g++")
     if shutil.which(usual):  # torch's compiler takes 2 s to import

@@ -60,11 +60,6 @@ def compile_all(
     return files
 
 
-def _make(text: str, target: Target, path: Path) -> None:
-    if not find_device(target.device).compile_part(text, target):
-        compile_program(text, target, path)
-
-
 def _compiled(
     missing: Mapping[str, Path], target: Target, workers: int
 ) -> Generator[str, None, None]:
@@ -77,8 +72,6 @@ def _compiled(
     todo = sorted(missing, key=len, reverse=True)
     early = _early.pop(device.name, None)
     with early or Workers(workers, device.name) as started:
-        for text in device.shared_parts() if not early else ():
-            started.submit(text, target, Path())
         futures = {started.submit(text, target, missing[text]): text for text in todo}
         for future in as_completed(futures):
             future.result()
@@ -98,7 +91,7 @@ def _shared(missing: Mapping[str, Path], target: Target) -> Iterator[str]:
                 passed_over += 1
                 continue
             if not from_cache(path.name, path.parent):
-                _make(text, target, path)
+                compile_program(text, target, path)
                 keep_program(path)
         passed_over = 0
         yield text
@@ -110,11 +103,9 @@ _early: dict[str, Workers] = {}
 
 @contextmanager
 def compilers_started(count: int, device: str) -> Iterator[None]:
-    """A context in which processes import the compiler, for the next `compile_all`, and compile
-    what all programs share. What goes wrong there, that says."""
+    """A context in which processes import the compiler, for the next `compile_all`. What goes wrong
+    there, that says."""
     workers = _early[device] = Workers(count, device)
-    for text in find_device(device).shared_parts():
-        workers.submit(text, Target(device), Path())
     try:
         yield
     finally:
@@ -174,7 +165,7 @@ class Workers:
         return self._pool.submit(self.compile, text, target, path)
 
     def compile(self, text: str, target: Target, path: Path) -> None:
-        """Compile a program, or what stands among their texts, in a process that is idle;
+        """Compile a program in a process that is idle;
         LowerError with its message, caused by what the processes printed."""
         channel = self._idle.get()
         try:
@@ -244,7 +235,7 @@ def _answer(channel: int) -> None:
         while line := lines.readline():
             text, target, path = json.loads(line)
             try:
-                _make(text, Target(**target), Path(path))
+                compile_program(text, Target(**target), Path(path))
                 error = None
             except G4Error as e:
                 error = str(e)

@@ -15,8 +15,6 @@ from .paths import cache_root, locked
 
 #: below the user's cache: torch's compiler, and compiled programs
 INDUCTOR, PROGRAMS = "inductor", "programs"
-#: precompiled headers of C++ in the former, some 270 MB, which the next build makes again
-HEADERS = "precompiled_headers"
 LOCK = "compilers.lock"
 
 
@@ -37,20 +35,10 @@ def size() -> int:
     return sum(f.lstat().st_size for f in files if f.is_file() and not f.is_symlink())
 
 
-def delete_headers() -> bool:
-    """Delete precompiled headers; False while a build uses them."""
-    return _delete([cache_root() / INDUCTOR / HEADERS])
-
-
 def delete_all() -> bool:
-    """Delete the compilers' files; False while a build uses them."""
-    return _delete(folders())
-
-
-def _delete(chosen: list[Path]) -> bool:
-    """Delete folders unless a build uses them, or the cache is not this user's alone: then builds
-    keep nothing in it."""
+    """Delete the compilers' files; False while a build uses them, or where the cache is not this
+    user's alone: then builds keep nothing in it."""
     with locked(cache_root(), LOCK, EXCLUSIVE | AT_ONCE) as alone:
-        for folder in chosen if alone else ():
+        for folder in folders() if alone else ():
             shutil.rmtree(folder, ignore_errors=True)
         return alone is True

@@ -107,11 +107,6 @@ def variable(name: str, value: str) -> Iterator[None]:
         os.environ.update({} if before is None else {name: before})
 
 
-def search_path(first: Path, name: str) -> str:
-    """Return the value of a search path that begins with a folder."""
-    return os.pathsep.join([str(first), *filter(None, [os.environ.get(name)])])
-
-
 @contextmanager
 def locked(folder: Path, name: str, kind: int) -> Iterator[bool | None]:
     """A lock between processes, of a `kind` of locks.py, by a file of a private folder: yields
