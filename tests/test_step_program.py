@@ -43,7 +43,7 @@ EXPANDED = {
     *("norm_rope", "norm_residual", "linear_glu", "glu_packed"),
     *("qkv_write", "moe_mlp", "heads", "merge_heads", "split", "unstack_layers"),
 }
-#: samples that run as compiled segments: attention with a softcap, experts of one rank, latent
+#: samples that torch's ops compute: attention with a softcap, experts of one rank, latent
 #: caches, tensors that are no rows
 SEGMENTS = {("attention", 2), ("experts", 2), ("moe_mlp", 2), ("qkv_write", 3), ("concat", 0)}
 RECORDED = [

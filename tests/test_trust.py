@@ -125,10 +125,11 @@ def test_what_was_built_here_needs_no_question(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tiny-ple", "tiny-media"])
 def test_an_engine_without_native_code_needs_no_decision(
-    engines: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs and weights are data, towers too; its kernels are this machine's own."""
-    found = open_artefact(engines("torch", name).path)
+    made = g4ir.build(name, tmp_path / "e", **SMALL | {"backend": "torch", "max_seq": 256})
+    found = open_artefact(made.path)
     assert not (found.path / "programs").exists()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert not trust.find_decision(found.manifest.digest)

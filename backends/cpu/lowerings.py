@@ -26,9 +26,9 @@ def lowered(g: Graph) -> Lowered:
     return LoweredByOp(g, LOWERINGS)
 
 
-def uncompiled(g: Graph) -> Lowered:
+def eager(g: Graph) -> Lowered:
     """Return a graph as torch's ops compute it one by one."""
-    return LoweredByOp(g, UNCOMPILED)
+    return LoweredByOp(g, EAGER)
 
 
 def _clip(m: Run, n: Node, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -96,4 +96,4 @@ LOWERINGS: dict[str, Lowering] = {
     "attention": Lowering(attention),
     "attention_latent": Lowering(attention_latent),
 }
-UNCOMPILED = LOWERINGS | {"clip": Lowering(_clip)}
+EAGER = LOWERINGS | {"clip": Lowering(_clip)}

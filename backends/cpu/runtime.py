@@ -24,7 +24,7 @@ from g4ir.weights.tensorfile import ALIGNED, on_huge_pages, read_pages
 
 from . import pyops
 from .arena import ROWS, Arena
-from .lowerings import uncompiled
+from .lowerings import eager
 from .step_loop import Embedding, StepLoop, StepThread, mapped_tables, record_loop
 from .step_program import (
     CHUNKS,
@@ -61,7 +61,7 @@ class CpuRuntime(ProgramRuntime):
 
     def _without_program(self, segment: Segment) -> Call:
         """Compute a segment by torch's ops, and by the kernels what they compute."""
-        module = SegmentModule(uncompiled(parse_graph(segment.text)))
+        module = SegmentModule(eager(parse_graph(segment.text)))
         return torch.no_grad()(lambda given: module(*given))
 
     def _param_names(self, steps: Mapping[str, Sequence[Step]]) -> Iterable[str]:

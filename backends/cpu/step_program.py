@@ -4,7 +4,7 @@ A session's caches, the engine's weights and the memory of all values have fixed
 step is recorded once, op by op, and then runs without torch or Python between its products. What
 it computes and where it rounds is what the definitions of the ops say. Steps of two and of three
 tokens say what one of any number of tokens is (`of_tokens`). A graph with an op that has no
-instruction here runs as compiled segments instead.
+instruction here is computed by torch's ops instead.
 """
 
 from __future__ import annotations

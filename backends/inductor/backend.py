@@ -34,7 +34,7 @@ Programs = dict[str, tuple[str | None, ...]]
 
 
 class TorchBackend(Backend):
-    """Ahead-of-time compiled for the CPU or for CUDA."""
+    """Programs compiled ahead of time on CUDA; step programs and torch's ops on the CPU."""
 
     name = "torch"
     devices = tuple(DEVICES)

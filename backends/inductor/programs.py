@@ -23,8 +23,8 @@ def phases(program: Program) -> list[str]:
 def phase_steps(
     program: Program, limits: Limits, recorded: Iterable[str] = ()
 ) -> dict[str, list[Step]]:
-    """Return the steps of each phase and tower that is compiled, but for those `recorded`; an
-    engine for one row has its batch dim fixed."""
+    """Return the steps of each phase and tower, but for those `recorded`; an engine for one row has
+    its batch dim fixed."""
     fixed = {"B": 1} if limits.max_batch == 1 else {}
     others = ("embed", *recorded)
     return {

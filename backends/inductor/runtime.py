@@ -1,4 +1,4 @@
-"""Running compiled segments: bind operands once, then call one program after the other."""
+"""Running segments: bind operands once, then call one program after the other."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BoundStep:
 
 
 class ProgramRuntime:
-    """A loaded engine, whose steps are compiled programs. The rooms of devices add to it."""
+    """A loaded engine, whose steps are programs. The rooms of devices add to it."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""A graph in segments: the runs of nodes that become one compiled program each.
+"""A graph in segments: the runs of nodes that become one compiled program each, or are computed
+in one go.
 
 Nodes of one layer form a segment. Segments of the same text share a program, so that compile
 cost follows the number of distinct layer kinds. Views and row gathers (`glue` ops) run between
@@ -24,7 +25,7 @@ ALONE = "alone"
 
 @dataclass(frozen=True)
 class Segment:
-    """One call of a compiled program: `text` is the program, the rest names its operands."""
+    """One call of a program: `text` is the program, the rest names its operands."""
 
     text: str
     inputs: tuple[str, ...]

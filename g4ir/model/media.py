@@ -1,4 +1,4 @@
-"""Which media an engine takes, and the static shapes that its towers are compiled for.
+"""Which media an engine takes, and the static shapes of its towers.
 
 media = find_media(spec, kinds="all", budgets=None, seconds=None)
 media.budgets    # soft tokens of an image, one graph each
@@ -33,7 +33,7 @@ MEDIA_SETTINGS = {
     VIDEO: {"frames": "frames", "fps": "fps"},
     AUDIO: {"audio_too_long": "too_long"},
 }
-#: seconds of audio that towers are compiled for unless asked otherwise; the last is the longest
+#: seconds of audio that towers are made for unless asked otherwise; the last is the longest
 SECONDS = (5.0, 10.0, 20.0, 30.0)
 #: of any audio clip
 MOST_SAMPLES = 1 << 40
@@ -43,7 +43,7 @@ PART_SECONDS = (10.0,)
 
 @dataclass(frozen=True)
 class Media:
-    """The media that an engine's towers are compiled for; empty where it takes text alone."""
+    """The media that an engine's towers are made for; empty where it takes text alone."""
 
     kinds: tuple[str, ...] = ()
     budgets: tuple[int, ...] = ()  # of images, rising; the first asked for is `default`
