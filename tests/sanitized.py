@@ -12,11 +12,10 @@ import pytest
 from g4ir.backends.cpu import library
 
 #: kind -> its library, which has to be loaded before all others
-RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
+RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so"}
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0:exitcode=99",
     "UBSAN_OPTIONS": "print_stacktrace=1:exitcode=99",
-    "TSAN_OPTIONS": "exitcode=99:halt_on_error=1:ignore_noninstrumented_modules=1",
 }
 
 
