@@ -33,6 +33,9 @@ def run_node(run: Run, n: Node) -> None:
         for inner in nodes:
             run_node(run, inner)
         results = tuple(run.env[v.name] for v in values)
+        for inner in nodes:
+            for v in inner.outputs:
+                del run.env[v.name]
     run.env.update({v.name: t for v, t in zip(n.outputs, results, strict=True)})
 
 
@@ -47,8 +50,10 @@ class SegmentModule(torch.nn.Module):
         g = self.lowered.graph
         run = Run(self.lowered, {v.name: t for v, t in zip(g.sources(), tensors, strict=True)})
         _unify_dims(g.sources(), run.env)
-        for n in g.nodes:
+        for i, n in enumerate(g.nodes):
             run_node(run, n)
+            for name in g.last_uses.get(i, ()):
+                del run.env[name]
         return tuple(dense(run.env[v.name]).contiguous() for v in g.outputs)
 
 

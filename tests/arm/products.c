@@ -4,8 +4,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-const form_kernels *g4ir_forms[FORMS];
-
 static void *read_bytes(int64_t count) {
     void *at = aligned_alloc(64, (count + 63) / 64 * 64);
     if (!at || fread(at, 1, count, stdin) != (size_t)count) exit(2);
@@ -19,13 +17,12 @@ int main(void) {
         int64_t rows = n[4], outs = n[5], k = n[6], groups = n[7];
         void *codes = read_bytes(n[8]), *scales = read_bytes(n[9]), *x = read_bytes(n[10]);
         uint16_t *y = calloc(rows * outs, sizeof *y);
-        const form_kernels *of = g4ir_forms[form];
         int failed;
-        if (of->takes_codes(form, rounded, BF16, rows, k, groups))
-            failed = of->linear_coded(codes, form, tiles, scales, scales_dtype, x, rounded, y, BF16, rows, outs,
-                                      k, groups, 2);
-        else if (of->takes_gemm(form, rounded, BF16, rows, outs, k, groups))
-            failed = of->gemm(codes, form, scales, scales_dtype, x, rounded, y, BF16, rows, outs, k, groups, 2);
+        if (g4ir_takes_codes(form, rounded, BF16, rows, k, groups))
+            failed = g4ir_linear_coded(codes, form, tiles, scales, scales_dtype, x, rounded, y, BF16, rows,
+                                       outs, k, groups, 2);
+        else if (g4ir_takes_gemm(form, rounded, BF16, rows, outs, k, groups))
+            failed = g4ir_gemm(codes, form, scales, scales_dtype, x, rounded, y, BF16, rows, outs, k, groups, 2);
         else
             return 3;
         if (failed) return 4;

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from g4ir.backends.cpu import isa, pyops
 from g4ir.backends.cpu import library as cpu_library
+from g4ir.backends.cpu import pyops
 from g4ir.ops.codecs import fake_quantized, to_tiles
 from tests.coded_products import (
     BUDGET,
@@ -34,7 +34,7 @@ CASES = [weight for weight in GROUPS if weight[0] != "fp8" and weight[1] != 16]
 
 @pytest.fixture(scope="module", params=["armv8.2-a+dotprod", "armv8-a"])
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernels of all forms for CPUs with integer products, and for those without."""
+    """The kernels for CPUs with integer products, and for those without."""
     folder = tmp_path_factory.mktemp(request.param)
     flags = [f for f in cpu_library.KERNEL_FLAGS if f != "-fPIC"]
     flags += [f"-march={request.param}", f"-I{cpu_library.SOURCES}"]
@@ -43,12 +43,12 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         subprocess.run([COMPILER, *flags, *words, "-o", folder / name], check=True)
         return folder / name
 
-    form = cpu_library.SOURCES / "form.c"
-    forms = [
-        compiled(f"{name}.o", "-c", f"-DFORM={name}", form) for name in isa.KERNEL_FORMS.values()
+    objects = [
+        compiled(f"{i}.o", "-c", *options, cpu_library.SOURCES / source)
+        for i, (source, *options) in enumerate(cpu_library.OBJECTS)
     ]
-    sources = [Path(__file__).with_name("products.c"), cpu_library.SOURCES / "team.c"]
-    return compiled("products", "-static", *sources, *forms)
+    source = Path(__file__).with_name("products.c")
+    return compiled("products", "-static", source, *objects, "-lm")
 
 
 def data(t: torch.Tensor) -> bytes:

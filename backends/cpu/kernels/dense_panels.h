@@ -31,7 +31,8 @@ static void unpack_rows(const void *weight, int64_t column, int64_t columns, int
     if (widens) widen_pairs(to, whole, columns);
     for (int64_t j = 0; j < words; j++)
         for (int64_t i = j < whole * (1 + widens) ? here : 0; i < columns; i++)
-            ((panel_word *)to)[j * columns + i] = word_at(from + i * stride, j, i < here ? last - first : 0, w->dtype);
+            ((panel_word *)to)[j * columns + i] =
+                word_at(from + i * stride, j, i < here ? last - first : 0, w->dtype);
 }
 
 static int multiply_dense_rows(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,

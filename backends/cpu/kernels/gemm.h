@@ -110,6 +110,7 @@ ALWAYS micro_kernel(const int vectors, int64_t steps, const panel_word *a, const
 }
 #endif
 
+/* By vectors; those of more than there are, are never called. */
 typedef void micro_kernel_of(int64_t steps, const void *a, const void *b, float *c, int more);
 #define MICRO_KERNEL(VECTORS)                                                                       \
     static void micro_kernel_##VECTORS(int64_t steps, const void *a, const void *b, float *c, int more) {  \

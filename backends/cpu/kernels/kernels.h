@@ -58,7 +58,7 @@ int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written,
                 int64_t window, double scale, int threads);
 
 /* The same of a prompt's chunk: queries see the cache, then k and v[batch, queries, kv_heads,
- * width] of the chunk, up to position last[batch, queries]. Whether a CPU has it: */
+ * width] of the chunk, up to position last[batch, queries]. Of which dtypes and heads: */
 int g4ir_takes_chunk(int dtype, int held, int64_t d);
 int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *last,
                       const int64_t *written, const void *k, const void *v, const void *fresh_k,
@@ -69,7 +69,6 @@ int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *la
 /* Products of many rows of x in a dtype and attention of prompts (panels.c); by dtype. */
 typedef struct {
     __typeof__(g4ir_linear) *linear;
-    int (*takes_chunk)(int held, int64_t d);
     __typeof__(g4ir_attend_chunk) *attend_chunk;
     __typeof__(g4ir_gemm) *gemm[FORMS];
 } panel_kernels;

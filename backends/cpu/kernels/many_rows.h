@@ -6,7 +6,8 @@
 /* Values along k of a panel of the weight. */
 #define PANEL 256
 /* Rows of x in a unit (in fp32; in fewer bytes twice as many), and columns of a strip times strips of the
- * weight: at most, and rows at least if there are to be enough units for the threads. A panel of x comes from memory once for all strips of a unit. */
+ * weight: at most, and rows at least if there are to be enough units for the threads. A panel of x comes from
+ * memory once for all strips of a unit. */
 enum { UNIT_MAX = 256, UNIT_MIN = 64, WIDTH_MAX = 256 };
 
 /* Micro kernels and their panels. */

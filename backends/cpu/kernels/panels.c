@@ -27,7 +27,7 @@ __attribute__((constructor)) static void add_panels(void) {
         of->gemm[FORM] = multiply_panels;
 #else
         of->linear = multiply_dense_rows;
-        of->takes_chunk = takes_chunk, of->attend_chunk = attend_prompt;
+        of->attend_chunk = attend_prompt;
 #endif
     }
 }

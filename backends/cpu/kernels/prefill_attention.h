@@ -311,7 +311,3 @@ static int attend_prompt(const void *q, const int64_t *positions, const int64_t 
     free_lines(a.packed[0]);
     return failed;
 }
-
-static int takes_chunk(int held, int64_t d) {
-    return held >= BF16 && held <= ROWS_FP8 && d % PER_WORD == 0;
-}
