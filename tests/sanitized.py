@@ -12,10 +12,11 @@ import pytest
 from g4ir.backends.cpu import library
 
 #: kind -> its library, which has to be loaded before all others
-RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so"}
+RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0:exitcode=99",
     "UBSAN_OPTIONS": "print_stacktrace=1:exitcode=99",
+    "TSAN_OPTIONS": "halt_on_error=1:exitcode=99",
 }
 
 
@@ -32,7 +33,7 @@ def instrument(kinds: str) -> None:
 def main(kinds: str, *words: str) -> int:
     instrument(kinds)
     if "LD_PRELOAD" in os.environ:
-        return pytest.main(["-q", "-p", "no:cacheprovider", *words])
+        return pytest.main(["-q", "--capture=sys", "-p", "no:cacheprovider", *words])
     with library.kernels().opened():  # compilers run without what is loaded first
         pass
     names = (RUNTIMES[kind] for kind in kinds.split(","))

@@ -18,10 +18,11 @@ HERE = [s.name for s in SETS if s.machine == architecture() and s.flags <= {*cpu
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", HERE)
-def test_kernels_under_sanitizers(name: str) -> None:
-    """Addresses and undefined behaviour."""
+@pytest.mark.parametrize("kinds", ["address,undefined", "thread"])
+def test_kernels_under_sanitizers(name: str, kinds: str) -> None:
+    """Addresses and undefined behaviour; threads that read what others write."""
     words = ["-x", "-k", "not other_cpus and not test_other_threads"]
     words += [f"tests/test_{file}.py" for file in FILES]
-    command = [sys.executable, "-m", "tests.sanitized", "address,undefined", *words]
+    command = [sys.executable, "-m", "tests.sanitized", kinds, *words]
     done = subprocess.run(command, env=os.environ | {ISA: name}, capture_output=True, text=True)
     assert not done.returncode, done.stdout[-3000:] + done.stderr[-3000:]
