@@ -28,7 +28,7 @@ def fuse_cache_write(g: Graph, note: Note = ignore, several: bool = False) -> Gr
         seen.add(n.caches)
         return _edit(g, n, several)
 
-    return edit_each(g, (n for n in g.nodes if n.definition.held), edit, note)
+    return edit_each(g, (n for n in g.nodes if n.definition.cache_range), edit, note)
 
 
 def _edit(g: Graph, n: Node, several: bool) -> Edit:

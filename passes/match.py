@@ -9,7 +9,7 @@ from g4ir.errors import InputError, VerifyError
 from g4ir.ir.graph import Builder, Graph, Node, Value
 from g4ir.ir.rewrite import splice_all
 from g4ir.ops import OPS
-from g4ir.ops.codecs import AS_BYTES, FORM_OF
+from g4ir.ops.codecs import AS_BYTES, FORMAT_OF
 
 #: sees a value's name, and what a pass did there or why it left it
 Note = Callable[[str, str], None]
@@ -146,7 +146,7 @@ def held_as(g: Graph, w: Value) -> tuple[object, ...] | None:
     if made is None or made.op != "dequantize":
         return None
     types = tuple(v.type for v in made.inputs)
-    if FORM_OF[types[0].dtype] in AS_BYTES:
+    if FORMAT_OF[types[0].dtype] in AS_BYTES:
         types = OPS["as_bytes"].infer_types(types, {})
     parts = ((t.dtype, t.shape[1:]) for t in types)
     return (*parts, *made.attrs.items())
@@ -176,7 +176,7 @@ def packed(
 
 def _in_bytes(b: Builder, pair: tuple[Value, ...]) -> tuple[Value, ...]:
     """Return codes and scales as int8 if they are in a form that can become it."""
-    if FORM_OF[pair[0].type.dtype] not in AS_BYTES:
+    if FORMAT_OF[pair[0].type.dtype] not in AS_BYTES:
         return pair
     ends = (v.name.rpartition(".") for v in pair)
     return b.emit_all("as_bytes", *pair, name=[f"{weight}.bytes.{end}" for weight, _, end in ends])

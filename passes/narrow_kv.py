@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from g4ir.ir.graph import Builder, Graph, Value
 from g4ir.ir.rewrite import rebuild
-from g4ir.ops.kv_quant import NARROW, as_held
+from g4ir.ops.kv_quant import NARROW, quantized_type
 from g4ir.ops.types import ITEMSIZE
 
 from .match import OFF, Note, ignore, require_one_of
@@ -45,7 +45,7 @@ def narrow_kv(g: Graph, note: Note = ignore, options: NarrowOptions = OPTIONS) -
     written = {n["new"].name for n in g.find("cache_write") if n["cache"].name in held}
     b, rows = Builder(), dict[str, Value]()
     for n in g.nodes:
-        if n.op == "cache_write" or n.definition.held:
+        if n.op == "cache_write" or n.definition.cache_range:
             for v in n.inputs:
                 if v.name in written and v.name not in rows:
                     rows[v.name] = b.emit("narrow_row", v, to=options.to, name=f"{v.name}.row")
@@ -62,6 +62,6 @@ def _quantised(g: Graph, to: str, note: Note) -> dict[str, Value]:
     for v in g.state:
         if to == OFF or ITEMSIZE[v.type.dtype] <= ITEMSIZE[to]:
             continue
-        held[v.name] = Value(v.name, as_held(v.type, to))
+        held[v.name] = Value(v.name, quantized_type(v.type, to))
         note(v.name, f"held as {held[v.name].type.dtype}")
     return held

@@ -14,7 +14,7 @@ from g4ir.ir.graph import Builder
 from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import split_prologue
 from g4ir.ops import OPS
-from g4ir.ops.codecs import FORMS, dequantized, fits_tiles, to_tiles
+from g4ir.ops.codecs import FORMATS, dequantize_codes, fits_tiles, to_tiles
 from g4ir.ops.types import Type, dtype_name
 from g4ir.ui.processor import ISA, SETS, architecture, cpu_flags, instruction_set
 
@@ -40,13 +40,13 @@ def with_outliers(
     """Return x, codes and scales of a weight [n, k], and what these mean in float64. Some numbers
     of x are 3,000 times the others, in one row all but one are tiny."""
     (form, group, scale), g = weight, torch.Generator().manual_seed(n + k)
-    k += -k % (group or FORMS[form].packed)
+    k += -k % (group or FORMATS[form].block_values)
     x, w = torch.randn(rows, k, generator=g), torch.randn(n, k, generator=g)
     x[1, :: k // 5] *= 3000
     x[2, 1:] *= 2.0**-20
     x[3] = 0
     codes, scales = QUANTIZE(w, form=form, group=group, scale=scale)
-    return x.to(dtype), codes, scales, dequantized(codes, scales.double(), torch.float64)
+    return x.to(dtype), codes, scales, dequantize_codes(codes, scales.double(), torch.float64)
 
 
 @pytest.fixture(scope="module")

@@ -26,12 +26,12 @@ def in_network(case: tuple[str, int]) -> bool:
     s = OPS[case[0]].samples[case[1]]
     inputs = tuple(Value(f"x{i}", t) for i, t in enumerate(s.types()))
     n = Node(case[0], inputs, (), s.attrs)
-    return not n.definition.held or not split_chunk(n.chunk, len(n.caches))[0]
+    return not n.definition.cache_range or not split_chunk(n.chunk, len(n.caches))[0]
 
 
 def cache_inputs(n: Node) -> list[int]:
     """Which inputs of a node are caches, that it reads or writes."""
-    read = range(*n.definition.held(**n.attrs)) if n.definition.held else ()
+    read = range(*n.definition.cache_range(**n.attrs)) if n.definition.cache_range else ()
     return sorted({*read, *(i for o, i in n.definition.updates if o < len(n.outputs))})
 
 

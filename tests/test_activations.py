@@ -18,7 +18,7 @@ from g4ir.check.tokens import Turns
 from g4ir.engine.engine import Engine
 from g4ir.ir.graph import Graph
 from g4ir.model.text import build_program
-from g4ir.ops.codecs import ACTIVATIONS, fake_quantized
+from g4ir.ops.codecs import ACTIVATIONS, fake_quantize_values
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan.resolve import pass_options
@@ -40,14 +40,14 @@ def test_int8_by_hand() -> None:
     want = x.clone()
     want[0, :4] = torch.tensor([127.0, 1.0, -2.0, 0.0])
     want[0, 32:37] = torch.tensor([-254.0, 4.0, 2.0, 0.0, 0.0])  # 1.5 goes to the even code
-    assert torch.equal(fake_quantized(x, "int8"), want)
+    assert torch.equal(fake_quantize_values(x, "int8"), want)
 
 
 def test_fp8_by_hand() -> None:
     """The largest number of a row is 448 steps; below it three bits after the first."""
     x = torch.tensor([[448.0, 17.0, 0.0, -1.0625], [-224.0, 8.5, 0.5, 101.0]])
     want = torch.tensor([[448.0, 16.0, 0.0, -1.0], [-224.0, 8.0, 0.5, 104.0]])
-    assert torch.equal(fake_quantized(x, "fp8"), want)
+    assert torch.equal(fake_quantize_values(x, "fp8"), want)
 
 
 @pytest.mark.parametrize("form", ACTIVATIONS)
@@ -56,12 +56,12 @@ def test_any_row(form: str) -> None:
     should be."""
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
     x[3], x[4, 7], x[5, 40] = 0, float("nan"), float("inf")
-    made = fake_quantized(x, form)
+    made = fake_quantize_values(x, form)
     assert torch.equal(made[3], x[3])
     assert made[4, :32].isnan().all() and not made[5, 32:64].isfinite().any()
     error = (made - x)[8:].square().mean().sqrt()
     assert {"int8": 0.005, "fp8": 0.02}[form] < error < {"int8": 0.0062, "fp8": 0.03}[form]
-    wide = fake_quantized(x.double(), form)
+    wide = fake_quantize_values(x.double(), form)
     assert wide.dtype == torch.float64
     torch.testing.assert_close(wide[8:].float(), made[8:], rtol=1e-6, atol=0)
 

@@ -14,8 +14,8 @@ from g4ir.backends.inductor import compile as compiler
 from g4ir.backends.inductor import runtime
 from g4ir.backends.inductor.target import Target
 from g4ir.ops import OPS
-from g4ir.ops.attention import last_seen, slot_positions, visible
-from g4ir.ops.kv_quant import coded, numbers
+from g4ir.ops.attention import last_visible, slot_positions, visible
+from g4ir.ops.kv_quant import dequantize_rows, quantize_rows
 from tests.coded_products import (
     BUDGET,
     cpu_kernels,  # noqa: F401
@@ -36,7 +36,7 @@ BITS8 = (torch.int8, torch.float8_e4m3fn)
 def cached(held: torch.dtype, g: torch.Generator, *shape: int) -> torch.Tensor:
     """Random rows as a cache holds them."""
     rows = torch.randn(shape, generator=g)
-    return coded(rows) if held == torch.int8 else rows.to(held)
+    return quantize_rows(rows) if held == torch.int8 else rows.to(held)
 
 
 def check_attention(
@@ -57,7 +57,7 @@ def check_attention(
             for rows in (k, v):
                 rows[~seen] = float("nan")
         attrs = {"window": window, "scale": 0.75}
-        exact = [torch.nan_to_num(numbers(rows, torch.float64)) for rows in (k, v)]
+        exact = [torch.nan_to_num(dequantize_rows(rows, torch.float64)) for rows in (k, v)]
         want = ATTENTION(q.double(), positions, written, *exact, **attrs, softcap=0.0)
         got = pyops.attend(q, positions, written, k, v, **attrs)
         assert got.dtype == dtype and got.shape == q.shape
@@ -102,8 +102,8 @@ def test_attention_of_a_chunk(
         kept = [cached(held, g, slots, b, kv_heads, d) for _ in "kv"]
         kept += [cached(held, g, b, s, kv_heads, d) for _ in "kv"]
         ids = torch.randint(-1, 1, (b, s), generator=g).cummax(1).values
-        last = last_seen(positions, ids) if blocks else positions
-        exact = [numbers(rows, dtype).double() for rows in kept]
+        last = last_visible(positions, ids) if blocks else positions
+        exact = [dequantize_rows(rows, dtype).double() for rows in kept]
         if held == dtype:
             for rows in kept[:2]:
                 rows[slot_positions(written, slots) < 0] = float("nan")

@@ -21,7 +21,7 @@ from g4ir.builder.build import prepare
 from g4ir.builder.calibration import column_moments
 from g4ir.check.hf import hf_model
 from g4ir.model.names import checkpoint_name
-from g4ir.ops.codecs import dequantized, packed
+from g4ir.ops.codecs import dequantize_codes, pack_codes
 from g4ir.ops.quant import quantize
 from g4ir.plan.options import BuildOptions
 from g4ir.ui.progress import no_progress
@@ -41,7 +41,7 @@ FORMATS = {"int4": (32, "bf16"), "uint4": (256, "f16")}
 def made(w: torch.Tensor, form: str, group: int, moments: torch.Tensor | None) -> torch.Tensor:
     scale = FORMATS[form][1]
     parts = quantize.reference(w, form=form, group=group, scale=scale, moments=moments)
-    return dequantized(*parts, torch.float32)
+    return dequantize_codes(*parts, torch.float32)
 
 
 def column_weights(size: int, random: torch.Generator) -> torch.Tensor:
@@ -82,11 +82,11 @@ def test_weights_trained_for_4_bits_stay_exact() -> None:
     codes = torch.randint(-8, 8, (16, 128), generator=random, dtype=torch.int8)
     codes[:, ::32] = -8
     scales = torch.rand(16, 4, generator=random).add(0.1).to(torch.bfloat16)
-    w = dequantized(packed(codes, "int4"), scales, torch.bfloat16)
+    w = dequantize_codes(pack_codes(codes, "int4"), scales, torch.bfloat16)
     found = quantize.reference(
         w, form="int4", group=32, scale="bf16", moments=column_weights(128, random)
     )
-    assert torch.equal(found[0], packed(codes, "int4")) and torch.equal(found[1], scales)
+    assert torch.equal(found[0], pack_codes(codes, "int4")) and torch.equal(found[1], scales)
 
 
 @pytest.fixture(scope="module")

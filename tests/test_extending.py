@@ -20,7 +20,7 @@ from g4ir.ir.graph import Builder, Graph
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.text import parse_graph, print_graph
 from g4ir.model.text import build_program
-from g4ir.ops import OPS, Op, completed
+from g4ir.ops import OPS, Op, with_infer
 from g4ir.ops.types import Type
 from g4ir.spec.record import load_spec
 from tests.cases import TABLES
@@ -59,7 +59,7 @@ def tree_with(folder: Path, files: dict[str, str]) -> None:
 @pytest.fixture
 def softcap_op(monkeypatch: pytest.MonkeyPatch) -> Op:
     """The example's op, in the table while the test runs."""
-    made = completed(module("op", "g4ir.ops.linear_softcap").linear_softcap)
+    made = with_infer(module("op", "g4ir.ops.linear_softcap").linear_softcap)
     monkeypatch.setitem(OPS, made.name, made)
     return made
 

@@ -12,7 +12,7 @@ from g4ir.backends.cpu import pyops
 from g4ir.backends.cpu.isa import multiplies_integers
 from g4ir.backends.cuda.lowerings import grouped_experts
 from g4ir.ops import OPS
-from g4ir.ops.codecs import dequantized, fake_quantized, to_tiles
+from g4ir.ops.codecs import dequantize_codes, fake_quantize_values, to_tiles
 from g4ir.ui.processor import cpu_flags
 from tests.coded_products import (
     GROUPS,
@@ -54,7 +54,7 @@ def test_a_product_of_rounded_rows(
     """The grid's own numbers, not rounded to x's dtype; those of many rows are, and the weight,
     where the CPU multiplies no such codes."""
     x, codes, scales, exact = with_outliers(37, n, k, (form, group, scale), dtype)
-    rows = fake_quantized(x.double(), "int8")
+    rows = fake_quantize_values(x.double(), "int8")
     # A difference of a scaled code and a minimum is rounded by the size of both.
     lost = 2.0**-22 * rows.abs().sum(1)[:, None] * exact.abs().amax(1)
     want, size = rows @ exact.t(), (rows.square() @ exact.square().t()).sqrt()
@@ -84,7 +84,10 @@ def test_many_rounded_rows_are_multiplied_as_codes(form: str) -> None:
     x[1, 64:96], x[2, 64:96] = 3.0, -3.0
     x[3, 5] = float("nan")
     every = pyops.linear_rounded(x, codes, scales, True)
-    rows, exact = fake_quantized(x.float(), "int8").double(), dequantized(*parts, torch.float64)
+    rows, exact = (
+        fake_quantize_values(x.float(), "int8").double(),
+        dequantize_codes(*parts, torch.float64),
+    )
     want = rows @ exact.t()
     near = SUM * (want.abs() + 2 * (rows.square() @ exact.square().t()).sqrt())
     good = torch.arange(600) != 3

@@ -27,7 +27,7 @@ from g4ir.errors import G4Error, InputError, WeightsError
 from g4ir.model.names import FINAL_NORM, HEAD, PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import text_tensors
 from g4ir.ops import OPS
-from g4ir.ops.codecs import FORMS, dequantized
+from g4ir.ops.codecs import FORMATS, dequantize_codes
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec, diff_specs, load_spec
 from g4ir.weights.checkpoint import Checkpoint
@@ -78,8 +78,8 @@ def test_blocks_to_the_bit(kind: str) -> None:
         return
     form = CODED[kind]
     codes, scales = form.codes(data), form.scales(data)
-    assert block // scales.shape[-1] * FORMS[form.scheme.form].scales == form.scheme.group
-    assert torch.equal(dequantized(codes, scales, torch.float32), want)
+    assert block // scales.shape[-1] * FORMATS[form.scheme.form].scales == form.scheme.group
+    assert torch.equal(dequantize_codes(codes, scales, torch.float32), want)
     assert torch.equal(form.numbers(data), want)
 
 
@@ -288,7 +288,7 @@ def test_rows_of_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPat
     assert torch.equal(source.rows(PLE_TABLE, ids).float(), meant[PLE_TABLE][ids])
     if kind in CODED:
         parts = [source.rows(f"{PLE_TABLE}.{part}", ids) for part in ("codes", "scales")]
-        assert torch.equal(dequantized(*parts, torch.float32), meant[PLE_TABLE][ids])
+        assert torch.equal(dequantize_codes(*parts, torch.float32), meant[PLE_TABLE][ids])
     with pytest.raises(InputError, match=r"ids 0 to 512 are not all in 0\.\.511"):
         source.rows(PLE_TABLE, torch.tensor([0, 512]))
     source.release(PLE_TABLE)

@@ -15,7 +15,14 @@ from torch.nn.functional import pad
 from g4ir.backends.cpu import isa, pyops, tiles
 from g4ir.ir.graph import Builder, Program
 from g4ir.ops import OPS
-from g4ir.ops.codecs import FORMS, dequantized, from_tiles, packed, rows_from_tiles, to_tiles
+from g4ir.ops.codecs import (
+    FORMATS,
+    dequantize_codes,
+    from_tiles,
+    pack_codes,
+    rows_from_tiles,
+    to_tiles,
+)
 from g4ir.ops.moe import experts as experts_op
 from g4ir.ops.types import ITEMSIZE, Type, torch_dtype
 from g4ir.ui.processor import ISA, SETS, InstructionSet
@@ -83,7 +90,7 @@ def test_panels_of_tiles(
     w, x = torch.randn(80, 512).to(dtype), torch.randn(1, rows, 512).to(dtype)
     group = max(size for size in CODED[form] if not size or 512 % size == 0)
     codes, scales = QUANTIZE(w, form=form, group=group, scale="f32")
-    want = x[0].double() @ dequantized(codes, scales.double(), dtype).t()
+    want = x[0].double() @ dequantize_codes(codes, scales.double(), dtype).t()
     monkeypatch.setattr(pyops, "_decoded_linear", None)
     *_, weight = layouts(codes, scales)
     got = pyops.linear_coded(x, *weight)
@@ -112,13 +119,13 @@ def test_decoded_codes_are_the_definition(dtype: torch.dtype, form: str) -> None
     if form == "int4":
         codes = torch.arange(256, dtype=torch.uint8).view(4, 64)
     elif form in ("uint4", "uint5", "int5"):  # all bytes are codes
-        size = FORMS[form].held(2048) * ITEMSIZE[FORMS[form].codes]
+        size = FORMATS[form].elements_for(2048) * ITEMSIZE[FORMATS[form].codes]
         raw = torch.randint(0, 256, (16, size), dtype=torch.uint8)
-        codes = raw.view(torch_dtype(FORMS[form].codes))
+        codes = raw.view(torch_dtype(FORMATS[form].codes))
     elif form == "int6":  # every number with every integer
         numbers = torch.arange(-32, 32).repeat(256).view(16, 1024)
         integers = torch.arange(-128, 128, dtype=torch.int8).repeat_interleave(4).view(16, 64)
-        codes = packed(numbers, form, integers.view(torch.uint8))
+        codes = pack_codes(numbers, form, integers.view(torch.uint8))
     else:
         codes = torch.arange(256, dtype=torch.uint8).view(torch.int8).view(2, 128)
     if form == "fp8":  # without the two that are no number
@@ -126,20 +133,20 @@ def test_decoded_codes_are_the_definition(dtype: torch.dtype, form: str) -> None
         codes = torch.where(codes.float().isnan(), torch.zeros(()), codes.float()).to(codes.dtype)
     for groups, part, scale in ((1, 1, "bf16"), (2, 0.75, "f32"), (6, 0.75, "f16")):
         some = codes[:, : int(codes.shape[1] * part)].contiguous()
-        groups *= FORMS[form].scales
+        groups *= FORMATS[form].scales
         scales = (torch.rand(codes.shape[0], groups) * 2**-6).to(torch_dtype(scale))
         for at in (some, some.repeat(16, 1)):
             weight = at, scales.repeat(len(at) // len(some), 1)
             for *parts, tiled in layouts(*weight):
                 got = pyops.decoded(*parts, dtype, tiled)
-                assert torch.equal(got, dequantized(*weight, dtype))
+                assert torch.equal(got, dequantize_codes(*weight, dtype))
 
 
 def test_long_rows_of_int8() -> None:
     """Sums of integers would not hold them."""
     x, w = torch.full((2, 66_048), 0.75).bfloat16(), torch.full((3, 66_048), -2.0)
     codes, scales = QUANTIZE(w, form="int8", group=0, scale="bf16")
-    exact = x.double() @ dequantized(codes, scales.double(), torch.bfloat16).double().t()
+    exact = x.double() @ dequantize_codes(codes, scales.double(), torch.bfloat16).double().t()
     assert torch.equal(pyops.linear_coded(x, codes, scales), exact.bfloat16())
 
 
@@ -188,7 +195,7 @@ def test_codes_of_an_unknown_dtype_are_made_dense() -> None:
     w, x = torch.randn(8, 64), torch.randn(2, 64).half()
     codes, scales = QUANTIZE(w, form="int8", group=0, scale="f16")
     got = pyops.linear_coded(x, codes, scales)
-    torch.testing.assert_close(got, x @ dequantized(codes, scales, torch.float16).t())
+    torch.testing.assert_close(got, x @ dequantize_codes(codes, scales, torch.float16).t())
 
 
 @pytest.mark.parametrize("tokens", [1, 7])
@@ -200,7 +207,7 @@ def test_experts_of_codes(form: str, tokens: int) -> None:
     index = torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(tokens)])[None]
     gate_up, down = torch.randn(4, 512, 256, generator=g), torch.randn(4, 256, 256, generator=g)
     parts = [QUANTIZE(w, form=form, group=CODED[form][0], scale="f32") for w in (gate_up, down)]
-    dense = [dequantized(*p, torch.float32) for p in parts]
+    dense = [dequantize_codes(*p, torch.float32) for p in parts]
     want = experts_op.reference(x, weights, index, *dense, act="silu")
     got = pyops.experts_coded(x, weights, index, *parts[0], *parts[1], "silu")
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from g4ir.ops.codecs import FORMS
+from g4ir.ops.codecs import FORMATS
 from g4ir.ops.layouts import LAYOUTS, in_order, in_six_bits, six_bits
 from g4ir.weights.gguf.blocks import CODED, DENSE
 from g4ir.weights.gguf.container import TYPES
@@ -44,7 +44,7 @@ def test_blocks_of_gguf_have_the_size_of_their_type(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [k for k in CODED if not k.startswith("IQ4")])
 def test_conversion_keeps_values(kind: str) -> None:
-    own, other = FORMS[CODED[kind].scheme.form].layout, LAYOUTS[kind]
+    own, other = FORMATS[CODED[kind].scheme.form].layout, LAYOUTS[kind]
     assert own.zero == other.zero
     blocks = random_bytes(40, other.nbytes)
     made = other.convert(blocks, own).unflatten(-1, (-1, own.nbytes))

@@ -27,7 +27,15 @@ from g4ir.engine.engine import Engine
 from g4ir.ir.distance import HELD
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
-from g4ir.ops.kv_quant import GROUP, NARROW, as_held, as_read, held_width, narrow_width, numbers
+from g4ir.ops.kv_quant import (
+    GROUP,
+    NARROW,
+    dequantize_rows,
+    dequantized_type,
+    dequantized_width,
+    quantized_type,
+    quantized_width,
+)
 from g4ir.ops.types import Type
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.latent_kv import LatentOptions
@@ -63,8 +71,8 @@ def test_e4m3_by_hand() -> None:
     """Three bits of mantissa, ties to even, subnormals of 2^-9; beyond the range its end."""
     given = [1.0, 1.0625, 1.1875, 17.0, 0.3, 2**-9, 2**-11, 460.0, -1e9, float("inf"), -0.0]
     want = [1.0, 1.0, 1.25, 16.0, 0.3125, 2**-9, 0.0, 448.0, -448.0, 448.0, -0.0]
-    assert numbers(row(torch.tensor(given), "f8e4m3")).tolist() == want
-    assert numbers(row(torch.tensor([float("nan")]), "f8e4m3")).isnan().all()
+    assert dequantize_rows(row(torch.tensor(given), "f8e4m3")).tolist() == want
+    assert dequantize_rows(row(torch.tensor([float("nan")]), "f8e4m3")).isnan().all()
 
 
 def test_int8_by_hand() -> None:
@@ -76,7 +84,7 @@ def test_int8_by_hand() -> None:
     bits = torch.tensor([2.0, small]).to(torch.bfloat16).view(torch.int16)
     assert made[:3].tolist() == [127, -64, 0] and made[32:34].tolist() == [-127, 64]
     assert made[40:].tolist() == bits.view(torch.int8).tolist()
-    said = numbers(made)
+    said = dequantize_rows(made)
     assert said[:3].tolist() == [254.0, -128.0, 0.0]
     assert said[32:34].tolist() == [-127 * small, 64 * small]
 
@@ -85,9 +93,9 @@ def test_int8_by_hand() -> None:
 def test_a_row_says_how_long_it_is(width: int) -> None:
     for to in NARROW:
         t = Type("f32", ("C", 2, width))
-        held = as_held(t, to)
-        assert held_width(held) == width and as_read(held, "f32") == t
-        assert held.shape[-1] == narrow_width(width, to)
+        held = quantized_type(t, to)
+        assert dequantized_width(held) == width and dequantized_type(held, "f32") == t
+        assert held.shape[-1] == quantized_width(width, to)
 
 
 @pytest.mark.parametrize("width", [1, 31, 32, 33, 64, 80])
@@ -96,7 +104,7 @@ def test_rows_lie_on_their_grid_and_near(to: str, width: int) -> None:
     """Within half a step; rounded again nothing changes; of zeros zeros come; float64 is alike."""
     x = gaussian(5, width) * torch.tensor([1e-3, 1.0, 20.0, 1.0, 0.0])[:, None]
     x[3, :1] = 30.0  # an outlier coarsens its own group alone
-    said = numbers(row(x, to))
+    said = dequantize_rows(row(x, to))
     groups = torch.nn.functional.pad(x, (0, -width % GROUP)).unflatten(-1, (-1, GROUP))
     spread = groups.abs().amax(-1)[..., None].expand_as(groups).flatten(-2)[:, :width]
     step = {
@@ -105,9 +113,9 @@ def test_rows_lie_on_their_grid_and_near(to: str, width: int) -> None:
         "i8": spread * (1 + 2**-7) / 254 + 1e-12,
     }[to]
     assert ((said - x).abs() <= step).all()
-    assert torch.equal(numbers(row(said, to)), said) and not said[4].any()
-    assert torch.equal(numbers(row(x.double(), to), torch.float64), said.double())
-    assert torch.equal(numbers(row(x, to), torch.bfloat16), said.to(torch.bfloat16))
+    assert torch.equal(dequantize_rows(row(said, to)), said) and not said[4].any()
+    assert torch.equal(dequantize_rows(row(x.double(), to), torch.float64), said.double())
+    assert torch.equal(dequantize_rows(row(x, to), torch.bfloat16), said.to(torch.bfloat16))
 
 
 # --- engines ----------------------------------------------------------------------------------
@@ -228,7 +236,7 @@ def test_gpu_kernels_of_narrowed_rows(phase: str) -> None:
         for form in FORMS:
             options = PassOptions((NarrowOptions(to), LatentOptions(form)))
             s = schedule(run_passes(plain, options=options), Target("cuda", "h100", 1))
-            readers = [n for n in s.graph.nodes if n.definition.held]
+            readers = [n for n in s.graph.nodes if n.definition.cache_range]
             assert readers
             for n in readers:  # the last layers of a prompt have one token too
                 assert (s.find(n) is not None) == (to == "off" or not n.chunk)
@@ -237,7 +245,7 @@ def test_gpu_kernels_of_narrowed_rows(phase: str) -> None:
     s = schedule(
         run_passes(tiny, options=PassOptions((NarrowOptions("i8"),))), Target("cuda", "h100", 1)
     )
-    of = {int(n["q"].type.shape[-1]): s.find(n) for n in s.graph.nodes if n.definition.held}
+    of = {int(n["q"].type.shape[-1]): s.find(n) for n in s.graph.nodes if n.definition.cache_range}
     assert {d: choice is not None for d, choice in of.items()} == {80: False, 512: True}
 
 

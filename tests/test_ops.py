@@ -26,7 +26,7 @@ from g4ir.ops import OPS, Sample
 from g4ir.ops.attention import slot_positions
 from g4ir.ops.base import as_tuple, op
 from g4ir.ops.budgets import MOVES
-from g4ir.ops.kv_quant import comparable
+from g4ir.ops.kv_quant import to_comparable
 from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -103,7 +103,9 @@ def test_results_are_as_inferred(case: tuple[str, int]) -> None:
         for v, t in zip(n.outputs, run_node(n, inputs), strict=True):
             assert (tuple(t.shape), t.dtype) == (v.type.shape, torch_dtype(v.type.dtype))
             assert not t.is_floating_point() or t.float().isfinite().all()
-        assert all(torch.equal(*map(comparable, pair)) for pair in zip(inputs, before, strict=True))
+        assert all(
+            torch.equal(*map(to_comparable, pair)) for pair in zip(inputs, before, strict=True)
+        )
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -20,7 +20,7 @@ from g4ir.ir.text import parse_graph
 from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import find_media
 from g4ir.model.text import build_graph, build_program, has_blocks
-from g4ir.ops.codecs import dequantized
+from g4ir.ops.codecs import dequantize_codes
 from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.types import Type
 from g4ir.parallel.group import exchanged
@@ -313,7 +313,7 @@ def test_a_rank_quantises_its_part(name: str, recipe: str, ranks: int, ep: bool)
         w, part = params[n["w"].name], Sharding(spec, 2, ep).part(n["w"].name)
         apart = part is not None and part.axis == w.dim() - 1
         pieces = [part.cut(w, r, ranks) for r in range(ranks)] if part and apart else [w]
-        back = (dequantized(*run_node(n, [x]), dtype) for x in pieces)
+        back = (dequantize_codes(*run_node(n, [x]), dtype) for x in pieces)
         params[n["w"].name] = torch.cat(list(back), -1)
     want = of_one(plain(name), name, params, dtype)
     own = shard_program(made, Sharding(spec, ranks, ep))

@@ -31,7 +31,7 @@ from g4ir.ir.rewrite import split_prologue
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import build_program
 from g4ir.ops import OPS, quant
-from g4ir.ops.codecs import FORM_OF, FORMS, PACKED, packed, shared_integers, unpacked
+from g4ir.ops.codecs import FORMAT_OF, FORMATS, PACKED, pack_codes, shared_integers, unpack_codes
 from g4ir.ops.layouts import in_six_bits
 from g4ir.ops.types import Type
 from g4ir.passes import run_program
@@ -97,7 +97,7 @@ def test_codes_by_hand(form: str, largest: int) -> None:
 
 def test_value_is_rounded_once() -> None:
     codes, scales = quantize(gaussian(8, 64), "int4")
-    exact = unpacked(codes).double().unflatten(-1, (2, 32)) * scales.double()[..., None]
+    exact = unpack_codes(codes).double().unflatten(-1, (2, 32)) * scales.double()[..., None]
     assert torch.equal(dequantize(codes, scales, "bf16"), exact.flatten(-2).to(BF16))
     assert torch.equal(dequantize(codes, scales).double(), exact.flatten(-2))
 
@@ -105,10 +105,10 @@ def test_value_is_rounded_once() -> None:
 @given(st.lists(st.integers(-8, 7), min_size=2, max_size=64).filter(lambda c: len(c) % 2 == 0))
 def test_four_bits_two_in_a_byte(codes: list[int]) -> None:
     """The even element lies in the low half, as code + 8."""
-    made = packed(torch.tensor(codes, dtype=torch.int8), "int4")
+    made = pack_codes(torch.tensor(codes, dtype=torch.int8), "int4")
     pairs = zip(codes[::2], codes[1::2], strict=True)
     assert made.tolist() == [(a + 8) | (b + 8) << 4 for a, b in pairs]
-    assert unpacked(made).tolist() == codes
+    assert unpack_codes(made).tolist() == codes
 
 
 @pytest.mark.parametrize("group", [48, 256, 0])
@@ -116,8 +116,8 @@ def test_integers_are_the_least_that_hold_their_numbers(group: int) -> None:
     w = gaussian(5, 768)
     w[2, :16] *= 1e-3
     codes, scales = OPS["quantize"].reference(w, form="int6", group=group, scale="f16")  # type: ignore[misc]
-    numbers, (integers,) = unpacked(codes), shared_integers(codes)
-    assert torch.equal(packed(numbers, "int6", integers.view(torch.uint8)), codes)
+    numbers, (integers,) = unpack_codes(codes), shared_integers(codes)
+    assert torch.equal(pack_codes(numbers, "int6", integers.view(torch.uint8)), codes)
     assert scales.dtype == torch.float16 and numbers.abs().max() <= 31 and integers.min() == 1
     made = dequantize(codes, scales)
     assert 0.015 < (made - w.float()).norm() / w.float().norm() < 0.025
@@ -129,11 +129,11 @@ def test_integers_are_the_least_that_hold_their_numbers(group: int) -> None:
 def test_codes_with_minima_come_back(form: str) -> None:
     """Two groups of a row, of 512 numbers each, which have 16 integers and as many of minima."""
     random = torch.Generator().manual_seed(0)
-    most = int(FORMS[form].largest)
+    most = int(FORMATS[form].largest)
     numbers = torch.randint(0, most + 1, (2, 1024), generator=random, dtype=torch.uint8)
     parts = torch.randint(0, 64, (2, 2, 32), generator=random, dtype=torch.uint8)
-    codes = packed(numbers, form, in_six_bits(*parts))
-    came_back = unpacked(codes), *shared_integers(codes)
+    codes = pack_codes(numbers, form, in_six_bits(*parts))
+    came_back = unpack_codes(codes), *shared_integers(codes)
     assert all(map(torch.equal, came_back, (numbers, *parts)))
     scales, minima = torch.rand(2, 2, 2, generator=random)
     made = dequantize(codes, torch.stack((scales, minima), -1).flatten(1))
@@ -177,7 +177,7 @@ def grid(code: float, seed: int, rows: int = 64) -> tuple[torch.Tensor, torch.Te
 def test_every_code_of_weights_trained_for_4_bits_is_recovered(seed: int) -> None:
     w, codes = grid(-8, seed)
     found, scales = quantize(w, "int4")
-    assert torch.equal(unpacked(found).float(), codes)
+    assert torch.equal(unpack_codes(found).float(), codes)
     assert torch.equal(dequantize(found, scales, "bf16"), w)
 
 
@@ -302,7 +302,7 @@ def test_dense_weights_of_a_gpu_are_counted() -> None:
 
 @pytest.mark.covering
 @pytest.mark.parametrize("experts", ["gather", "all"])
-@pytest.mark.parametrize("form", [FORM_OF[codes] for codes in PACKED])
+@pytest.mark.parametrize("form", [FORMAT_OF[codes] for codes in PACKED])
 def test_experts_and_tables_of_a_network(tmp_path: Path, form: str, experts: str) -> None:
     file = tmp_path / "r.yaml"
     file.write_text(
@@ -313,7 +313,7 @@ def test_experts_and_tables_of_a_network(tmp_path: Path, form: str, experts: str
     options = {"settings": {"experts": experts}, "quant": file, **LIMITS}
     engine = g4ir.build(None, tmp_path / "e", backend="onnx", checkpoint=checkpoint, **options)
     held = {v.type.dtype for v in engine.program.params().values()}
-    assert FORMS[form].codes in held
+    assert FORMATS[form].codes in held
     assert verify_engine(engine, against="hf", checkpoint=checkpoint).ok
     # What a user without g4ir gathers.
     embed = open_session(tmp_path / "e" / EMBED)
@@ -365,7 +365,7 @@ def test_a_gpu_is_given_what_its_kernels_read(form: str) -> None:
     program = quantised_program(widened("tiny-moe"), Recipe((rule,), "r"))
     packing = split_program(find_backend("torch").stored(program, "cuda"))
     params = packing.program.params().values()
-    assert not {FORMS[f].codes for f in ("int6", *MINIMA)} & {v.type.dtype for v in params}
+    assert not {FORMATS[f].codes for f in ("int6", *MINIMA)} & {v.type.dtype for v in params}
     tables = [v for g in packing.program.graphs.values() for v in g.params if "table" in v.name]
     assert len(tables) > len({*tables}) == (2 if form == "int6" else 1)
 

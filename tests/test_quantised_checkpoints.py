@@ -20,7 +20,7 @@ from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError
 from g4ir.model.names import checkpoint_name
-from g4ir.ops.codecs import packed, unpacked
+from g4ir.ops.codecs import pack_codes, unpack_codes
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import load_spec
 from g4ir.weights.checkpoint import Checkpoint
@@ -187,7 +187,7 @@ def mobile_weight(configs: Mapping[str, Any]) -> Pack:
         top = 1 << b - 1
         scale = w.abs().amax(-1, keepdim=True) / top
         codes = (w / scale).round().clamp(-top, top - 1)
-        by = {2: four_in_a_byte, 4: lambda t: packed(t, "int4"), 8: lambda t: t.to(torch.int8)}
+        by = {2: four_in_a_byte, 4: lambda t: pack_codes(t, "int4"), 8: lambda t: t.to(torch.int8)}
         stored = by[b](codes)
         if module.endswith(TABLES):
             return {f"{module}.embedding_quantized": stored, f"{module}.embedding_scale": scale}
@@ -238,7 +238,7 @@ def packed_zero_points() -> Iterator[None]:
 
     compress = PackedQuantizationCompressor.compress
 
-    def packed(state: dict[str, torch.Tensor], scheme: Any) -> dict[str, torch.Tensor]:
+    def pack_codes(state: dict[str, torch.Tensor], scheme: Any) -> dict[str, torch.Tensor]:
         on_meta, found = state["weight"].is_meta, compress(state, scheme)
         point = found.get("weight_zero_point")
         if on_meta and point is not None and point.shape[0] == state["weight"].shape[0]:
@@ -247,7 +247,7 @@ def packed_zero_points() -> Iterator[None]:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PackedQuantizationCompressor, "compress", packed)
+        patch.setattr(PackedQuantizationCompressor, "compress", pack_codes)
         yield
 
 
@@ -390,7 +390,7 @@ def test_the_mobile_form_in_bf16(tmp_path: Path) -> None:
     source = Checkpoint.open(folder, engine.spec)
     for name in ("layers.0.self_attn.q_proj.weight", "embed_tokens.weight", "lm_head.weight"):
         codes, scales = (source.tensor(name + part) for part in (".codes", ".scales"))
-        numbers = unpacked(codes) if codes.dtype == torch.uint8 else codes
+        numbers = unpack_codes(codes) if codes.dtype == torch.uint8 else codes
         want = numbers.to(torch.bfloat16) * scales.to(torch.bfloat16)
         param = next(p for p in weights_of(engine.spec) if checkpoint_name(p) == name)
         assert torch.equal(engine.param(param), want), name

@@ -24,7 +24,7 @@ from g4ir.ir.interpret import run_node
 from g4ir.model.decoder import BLOCKS
 from g4ir.ops import OPS
 from g4ir.ops.base import Sample
-from g4ir.ops.kv_quant import comparable
+from g4ir.ops.kv_quant import to_comparable
 from g4ir.ops.types import FLOATS, Type, torch_dtype
 from g4ir.plan.engine_limits import Limits
 from g4ir.spec.record import load_spec
@@ -87,7 +87,7 @@ def drawn(g: Graph, s: Sample) -> dict[str, torch.Tensor]:
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     """The largest error, relative to the value or to the rms of its row."""
-    a, b = comparable(got).double(), comparable(want).double()
+    a, b = to_comparable(got).double(), to_comparable(want).double()
     scale = torch.maximum(b.abs(), b.square().mean(-1, keepdim=True).sqrt()).clamp(min=1e-30)
     return float(((a - b).abs() / scale).max())
 

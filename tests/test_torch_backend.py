@@ -23,7 +23,7 @@ from g4ir.ir.graph import Builder, Graph
 from g4ir.ir.interpret import interpret
 from g4ir.ir.text import parse_graph, print_graph
 from g4ir.ops import OPS
-from g4ir.ops.kv_quant import as_held, comparable
+from g4ir.ops.kv_quant import quantized_type, to_comparable
 from g4ir.ops.types import Type, torch_dtype
 from g4ir.plan.engine_limits import Limits
 from g4ir.spec.record import Spec, load_spec
@@ -234,7 +234,7 @@ def test_a_compiled_chunk(tmp_path: Path, to: str) -> None:
     positions = b.input("positions", Type("i64", (2, "S")))
     start, lengths = (b.input(name, Type("i64", (2,))) for name in ("start", "lengths"))
     rows = [b.emit("narrow_row", x, to=to) for x in (k, v)]
-    ring = as_held(Type("f32", (8, 2, 2, 40)), to)
+    ring = quantized_type(Type("f32", (8, 2, 2, 40)), to)
     old = [b.cache(x, ring) for x in "KV"]
     attrs = {"window": 8, "scale": 0.2, "softcap": 0.0}
     out = b.emit("attention", q, positions, start, *old, *rows, **attrs)
@@ -256,4 +256,4 @@ def test_a_compiled_chunk(tmp_path: Path, to: str) -> None:
     for got, want in zip(made, outputs.values(), strict=True):
         torch.testing.assert_close(got, want)
     for got, want in zip(held, after.values(), strict=True):
-        assert torch.equal(comparable(got), comparable(want))
+        assert torch.equal(to_comparable(got), to_comparable(want))

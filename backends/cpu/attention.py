@@ -8,7 +8,7 @@ from g4ir.backends.inductor import attention as library
 from g4ir.backends.inductor.lowered import Run
 from g4ir.ir.graph import Node
 from g4ir.model.decoder import TOKENS
-from g4ir.ops.attention import last_seen, split_chunk
+from g4ir.ops.attention import last_visible, split_chunk
 
 from .pyops import OPS
 
@@ -78,7 +78,7 @@ def _attend_chunk(
     block_ids: Tensor | None,
 ) -> Tensor:
     """Attend for a chunk; `caches`: K and V of the cache, then those of the chunk."""
-    last = positions if block_ids is None else last_seen(positions, block_ids)
+    last = positions if block_ids is None else last_visible(positions, block_ids)
     masking = n.whole("window"), n.number("scale")
     out: Tensor = OPS.attend_chunk(q, positions, last, written, *caches, *masking)
     return out

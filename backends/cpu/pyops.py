@@ -16,11 +16,11 @@ from torch.nn import functional
 from g4ir.errors import MissingError
 from g4ir.ops.attention import attend as attend_all
 from g4ir.ops.attention import attention, slot_positions, visible
-from g4ir.ops.base import wide
-from g4ir.ops.codecs import TILE, dequantized, fake_quantized, from_tiles, numbers_in
-from g4ir.ops.kv_quant import numbers
+from g4ir.ops.base import upcast
+from g4ir.ops.codecs import TILE, dequantize_codes, fake_quantize_values, from_tiles, values_per_row
+from g4ir.ops.kv_quant import dequantize_rows
 from g4ir.ops.mlp import activate
-from g4ir.ops.moe import own_index
+from g4ir.ops.moe import local_expert_index
 from g4ir.ops.types import torch_dtype
 
 from .isa import KERNEL_FORMS
@@ -135,7 +135,7 @@ def linear_rounded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool = False
         return _coded(x, codes, scales, tiles, True)
     if tiles and _takes_gemm(x, codes, scales, True):
         return _gemm(x, codes, scales, True)
-    return linear_coded(fake_quantized(x, "int8"), codes, scales, tiles)
+    return linear_coded(fake_quantize_values(x, "int8"), codes, scales, tiles)
 
 
 def _coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool, rounded: bool) -> Tensor:
@@ -180,7 +180,7 @@ def _with_memory(failed: int, out: Tensor, use: str) -> Tensor:
 
 def takes_width(codes: Tensor, scales: int) -> bool:
     """Whether products with codes [.., k] and so many scales a row are done here."""
-    (least, each), k = _GROUPS[codes.dtype], numbers_in(codes)
+    (least, each), k = _GROUPS[codes.dtype], values_per_row(codes)
     groups = scales // each
     return scales % each == 0 and k % 32 == 0 and k % groups == 0 and k // groups % least == 0
 
@@ -252,7 +252,7 @@ def attend_chunk(
         at = torch.cat((slot_positions(written, len(keys)), positions.t()))
         seen = visible(at, positions, window, last)[:, None, None]
         k, v = (
-            numbers(torch.cat((old.transpose(0, 1), new), 1), q.dtype)
+            dequantize_rows(torch.cat((old.transpose(0, 1), new), 1), q.dtype)
             for old, new in zip(*kept, strict=True)
         )
         made: Tensor = attend_all(q, k, v, seen, scale)
@@ -282,11 +282,11 @@ def _has_kernel(
 def decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype, tiles: bool = False) -> Tensor:
     """Return the weight of codes, rounded to a dtype."""
     n, groups = scales.shape
-    k = numbers_in(codes)
+    k = values_per_row(codes)
     if not _has_kernel(dtype, codes, scales, 1, k):
         if tiles:
             codes, scales = from_tiles(codes), from_tiles(scales)
-        return dequantized(codes, scales, dtype)
+        return dequantize_codes(codes, scales, dtype)
     w = scales.new_empty((n, k), dtype=dtype)
     failed = _kernels["decode"](
         *(codes.data_ptr(), FORMS[codes.dtype], tiles, scales.data_ptr(), DTYPES[scales.dtype]),
@@ -353,12 +353,12 @@ def _each_expert(
     experts: int,
     one: Callable[[Tensor, int], Tensor],
 ) -> Tensor:
-    own = index if first is None else own_index(index, first, experts)  # others: `experts`
+    own = index if first is None else local_expert_index(index, first, experts)  # others: `experts`
     tokens, slots, scale = (t.flatten(0, -2) for t in (x, own, weights))
-    out = wide(tokens).new_zeros((*slots.shape, x.shape[-1]))
+    out = upcast(tokens).new_zeros((*slots.shape, x.shape[-1]))
     for e in slots[slots < experts].unique().tolist():
         token, slot = torch.where(slots == e)
-        out[token, slot] = wide(one(tokens[token], e))
+        out[token, slot] = upcast(one(tokens[token], e))
     return (out * scale[..., None]).sum(1).to(x.dtype).view_as(x)
 
 

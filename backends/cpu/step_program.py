@@ -26,7 +26,7 @@ from g4ir.ir.rewrite import bind
 from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.ops.base import as_tuple
-from g4ir.ops.codecs import FORM_OF
+from g4ir.ops.codecs import FORMAT_OF
 from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.mlp import ACTIVATIONS
 from g4ir.ops.rope import inverse_frequencies
@@ -430,7 +430,7 @@ def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Ten
     _computes(rows)
     y = r.like(rows, int(n["w"].type.shape[0]))
     if isinstance(w, Coded):
-        takes = w.tiles and multiplies_integers(FORM_OF[dtype_name(w.codes.dtype)])
+        takes = w.tiles and multiplies_integers(FORMAT_OF[dtype_name(w.codes.dtype)])
         if form and not (takes and form == "int8" and rows.dtype == torch.bfloat16):
             raise NoInstruction("rows that are rounded, of a weight that is not in tiles")
         use = (_form(w), w.tiles, bool(form), r.of_chunk(rows))

@@ -13,9 +13,9 @@ from g4ir.backends.inductor.cache_write import cache_write, write_list
 from g4ir.backends.inductor.lower import COMMON, coded, dense
 from g4ir.backends.inductor.lowered import Coded, Lowering, Run
 from g4ir.ir.graph import Graph, Node
-from g4ir.ops.base import wide
+from g4ir.ops.base import upcast
 from g4ir.ops.mlp import activate
-from g4ir.ops.moe import own_index
+from g4ir.ops.moe import local_expert_index
 
 from .kernels.base import Schedule, codes_of
 
@@ -76,7 +76,7 @@ def grouped_experts(
     """Compute the op `experts` without data-dependent shapes: tokens sorted by expert, two grouped
     products, fp32 weighting and sum in rank order."""
     experts = gate_up.shape[0]
-    own = index if first is None else own_index(index, first, experts)  # others come last
+    own = index if first is None else local_expert_index(index, first, experts)  # others come last
     tokens, slots = x.flatten(0, -2), own.flatten(0, -2)
     k = slots.shape[1]
     ids = slots.flatten().to(smallest(experts))
@@ -86,7 +86,7 @@ def grouped_experts(
     rows = tokens[order // k]
     gate, up = torch.ops.g4ir.grouped_mm(rows, gate_up, ends).chunk(2, -1)
     rows = torch.ops.g4ir.grouped_mm(activate(gate, act) * up, down, ends)
-    out = wide(torch.empty_like(rows)).index_copy(0, order, wide(rows))
+    out = upcast(torch.empty_like(rows)).index_copy(0, order, upcast(rows))
     out = out.view(*slots.shape, -1) * weights.flatten(0, -2)[..., None]
     if first is not None:
         out = torch.where((slots < experts)[..., None], out, 0)  # no product wrote these

@@ -43,7 +43,7 @@ def same_kernels(rows: int) -> int:
 
 def any_length(s: Schedule) -> bool:
     """Whether a step costs what the rows hold, however many slots of their caches it is given."""
-    found = [s.find(n) for n in s.graph.nodes if n.definition.held]
+    found = [s.find(n) for n in s.graph.nodes if n.definition.cache_range]
     return bool(s.target.gpu) and all(found)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from g4ir.ir.graph import Node
-from g4ir.ops.attention import last_seen, slot_positions, split_chunk, visible
-from g4ir.ops.base import wide
-from g4ir.ops.kv_quant import numbers
+from g4ir.ops.attention import last_visible, slot_positions, split_chunk, visible
+from g4ir.ops.base import upcast
+from g4ir.ops.kv_quant import dequantize_rows
 
 from .lowered import Run
 
@@ -94,7 +94,7 @@ def _mask(
     key_pos = slot_positions(written, cache.shape[0])
     if chunk:
         key_pos = torch.cat((key_pos, positions.t()))
-    last = None if block_ids is None else last_seen(positions, block_ids)
+    last = None if block_ids is None else last_visible(positions, block_ids)
     mask: Tensor = visible(key_pos, positions, n.whole("window"), last)
     return mask
 
@@ -103,7 +103,7 @@ def _joined(
     caches: tuple[Tensor, ...], fresh: tuple[Tensor, ...], dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     """Return what each cache says in a dtype, with the chunk's rows behind it."""
-    return tuple(numbers(rows, dtype) for rows in _with_chunk(caches, fresh))
+    return tuple(dequantize_rows(rows, dtype) for rows in _with_chunk(caches, fresh))
 
 
 def _with_chunk(caches: tuple[Tensor, ...], fresh: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -127,7 +127,7 @@ def _per_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Te
     for h in range(n):
         queries = q[0, :, h * group : (h + 1) * group].transpose(0, 1).reshape(group * s, d)
         scores = (torch.mm(queries, k[:, 0, h].t()) * scale).view(group, s, -1)
-        scores = wide(scores).masked_fill(~mask, torch.finfo(torch.float32).min)
+        scores = upcast(scores).masked_fill(~mask, torch.finfo(torch.float32).min)
         weights = scores.softmax(-1).to(q.dtype).view(group * s, -1)
         outs.append(torch.mm(weights, v[:, 0, h]).view(group, s, d))
     return torch.cat(outs).transpose(0, 1).unsqueeze(0)

@@ -9,7 +9,7 @@ import torch
 
 from g4ir.ir.graph import Node, Value
 from g4ir.ops.base import as_tuple
-from g4ir.ops.codecs import dequantized, fake_quantized, from_tiles
+from g4ir.ops.codecs import dequantize_codes, fake_quantize_values, from_tiles
 from g4ir.ops.types import Type, torch_dtype
 
 from .attention import attention, attention_latent, encoder_attention
@@ -70,13 +70,13 @@ def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:
 def dense(value: Any) -> Any:
     """Return the numbers that codes or rounded rows stand for; anything else as it is."""
     if isinstance(value, Rounded):
-        return fake_quantized(value.x, value.form)
+        return fake_quantize_values(value.x, value.form)
     if not isinstance(value, Coded):
         return value
     codes, scales = value.codes, value.scales
     if value.tiles:
         codes, scales = from_tiles(codes), from_tiles(scales)
-    return dequantized(codes, scales, value.dtype)
+    return dequantize_codes(codes, scales, value.dtype)
 
 
 def coded(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Coded:

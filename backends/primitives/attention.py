@@ -10,7 +10,7 @@ import torch
 from g4ir.ir.graph import Node, Value
 from g4ir.ops import OPS
 from g4ir.ops.attention import split_chunk
-from g4ir.ops.qkv import APART
+from g4ir.ops.qkv import SEPARATE_CACHES
 from g4ir.ops.types import FLOATS, torch_dtype
 
 from .emitter import Emitter, Operand
@@ -194,7 +194,7 @@ def qkv_write(net: Network, n: Node, qkv: Operand, *others: Operand) -> tuple[Op
     """Return q [B,S,heads,d] and the caches of K and V after the chunk. Heads lie as caches do,
     [B,heads,S,d], and have one norm, with weights of their own, and one rotation. Caches of one
     projection are written as the op says."""
-    if n.word("form") not in APART:
+    if n.word("form") not in SEPARATE_CACHES:
         return tuple(net.expanded(n))
     e, heads, count = net.e, n.whole("heads"), n.whole("kv_heads")
     (b, s, _), d, own = qkv.shape, int(others[0].shape[0]), bool(n.attrs["values"])

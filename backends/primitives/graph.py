@@ -80,7 +80,7 @@ def tower_graphs(program: Program) -> dict[str, Graph]:
 
 def _old_caches(g: Graph, n: Node) -> tuple[Value, ...]:
     """Return the caches that an attention reads as they were before its chunk."""
-    old = n.definition.held and n.chunk and all(v in g.state for v in n.caches)
+    old = n.definition.cache_range and n.chunk and all(v in g.state for v in n.caches)
     return n.caches if old else ()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from g4ir.ir.graph import Builder, Graph, Node
-from g4ir.ops.codecs import COMPLEMENT, PACKED, unpacked
+from g4ir.ops.codecs import COMPLEMENT, PACKED, unpack_codes
 
 from .emitter import Emitter, Operand
 from .network import Network
@@ -163,5 +163,5 @@ def _table(codes: Operand, signed: int) -> torch.Tensor:
     """Return what each byte stands for: f32[256] or, of two codes, f32[256, 2]."""
     each = torch.arange(256, dtype=torch.uint8)
     if codes.dtype == "u8":
-        return unpacked(each[:, None] ^ signed).float()
+        return unpack_codes(each[:, None] ^ signed).float()
     return each.view(torch.float8_e4m3fn).float().nan_to_num()

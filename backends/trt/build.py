@@ -19,7 +19,7 @@ from typing import Any
 from g4ir.errors import LowerError, TrustError
 from g4ir.ir.graph import Graph, Value
 from g4ir.ir.names import layer_of
-from g4ir.ops.codecs import FORM_OF, FORMS
+from g4ir.ops.codecs import FORMAT_OF, FORMATS
 from g4ir.plan.engine_limits import Limits
 from g4ir.ui.console import handled
 from g4ir.ui.files import new_version, write_file
@@ -181,7 +181,7 @@ def estimate(graphs: Sequence[Graph]) -> Estimate:
     first = [max(rest, _host_bytes(text, n + 1)) for n in range(_layers(text.params))]
     host = max(rest, _host_bytes(text))
     device = max(map(weight_bytes, graphs)) + LEAST_WORKSPACE
-    four_bits = any(v.type.dtype == FORMS["int4"].codes for v in text.params)
+    four_bits = any(v.type.dtype == FORMATS["int4"].codes for v in text.params)
     return Estimate(host, device, tuple(first), four_bits)
 
 
@@ -191,7 +191,7 @@ def _host_bytes(g: Graph, layers: float = inf) -> int:
     products: quantised ones, and those of layers. Params are mapped files, whose pages the system
     may drop."""
     held = [v for v in g.params if (layer_of(v.name) or 0) < layers]
-    laid = (v for v in held if v.type.dtype in FORM_OF or layer_of(v.name) is not None)
+    laid = (v for v in held if v.type.dtype in FORMAT_OF or layer_of(v.name) is not None)
     again = sum(v.type.nbytes() for v in laid if v.type.rank < 3)
     weights = sum(v.type.nbytes() for v in held)
     return weights + again + HOST_BYTES + _layers(held) * LAYER_HOST_BYTES

@@ -165,7 +165,7 @@ def _verified(g: Graph, limits: Limits) -> int:
     rings = (
         int(v.type.shape[0]) - n.whole("window")
         for n in g.nodes
-        if n.definition.held
+        if n.definition.cache_range
         for v in n.caches
         if is_ring(v.type)
     )

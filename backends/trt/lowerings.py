@@ -55,7 +55,7 @@ def score_bytes(g: Graph, limits: Limits, attention: str) -> int:
         (
             row_bytes(n, limits) * (block_rows(n, limits) if n["q"].type.shape[1] != 1 else 1)
             for n in g.nodes
-            if n.definition.held and forms.get(head_size(n) or 0, attention) != "fused"
+            if n.definition.cache_range and forms.get(head_size(n) or 0, attention) != "fused"
         ),
         default=0,
     )

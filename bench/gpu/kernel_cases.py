@@ -23,8 +23,8 @@ from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import bind
 from g4ir.ir.text import print_graph
 from g4ir.ops import OPS
-from g4ir.ops.codecs import FORM_OF, FORMS, PACKED
-from g4ir.ops.kv_quant import held_width
+from g4ir.ops.codecs import FORMAT_OF, FORMATS, PACKED
+from g4ir.ops.kv_quant import dequantized_width
 from g4ir.ops.types import FLOATS, torch_dtype
 from g4ir.plan.cost import graph_costs
 
@@ -114,7 +114,9 @@ def _value(case: Case, v: Value, device: str, random: torch.Generator) -> Tensor
     if device == "meta":
         return torch.empty(shape, dtype=dtype, device=device)
     if v in case.graph.state and v.type.dtype in ("i8", "f8e4m3"):
-        rows = torch.randn((*shape[:-1], held_width(v.type)), device=device, generator=random)
+        rows = torch.randn(
+            (*shape[:-1], dequantized_width(v.type)), device=device, generator=random
+        )
         return OPS["narrow_row"].reference(rows, to=v.type.dtype)  # type: ignore[misc]
     if v.type.dtype in PACKED:
         return _codes(shape, dtype, device, random)
@@ -123,7 +125,7 @@ def _value(case: Case, v: Value, device: str, random: torch.Generator) -> Tensor
     t = torch.randn(shape, dtype=dtype, device=device, generator=random)
     for n in case.graph.find("dequantize"):
         if v == n["scales"]:
-            largest = FORMS[FORM_OF[n["codes"].type.dtype]].largest
+            largest = FORMATS[FORMAT_OF[n["codes"].type.dtype]].largest
             return t.mul_(2 / largest * int(n.out.type.shape[-1]) ** -0.5)
     weight = v in case.graph.params and len(shape) > 1
     return t.mul_(shape[-1] ** -0.5) if weight else t

@@ -20,7 +20,7 @@ from g4ir.model.names import CODES, SCALES, checkpoint_name
 from g4ir.model.tensors import media_tensors
 from g4ir.model.text import build_program
 from g4ir.ops import OPS
-from g4ir.ops.codecs import dequantized
+from g4ir.ops.codecs import dequantize_codes
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.resolve import find_dtype
 from g4ir.quant.rewrite import weights_of
@@ -95,7 +95,7 @@ def _values(engine: Engine, v: Value, rows: torch.Tensor | None) -> torch.Tensor
         return held.rows(v.name, rows)
     if all(part in known for part in parts):
         codes, scales = (held.rows(part, rows) for part in parts)
-        made: torch.Tensor = dequantized(codes, scales, torch_dtype(engine.dtype))
+        made: torch.Tensor = dequantize_codes(codes, scales, torch_dtype(engine.dtype))
         return made
     return engine.param(v.name)[rows]
 

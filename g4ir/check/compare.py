@@ -27,7 +27,7 @@ from g4ir.ir.graph import Node, Value, print_node
 from g4ir.ir.interpret import run_node
 from g4ir.model.towers import is_tower
 from g4ir.ops import OPS
-from g4ir.ops.kv_quant import comparable
+from g4ir.ops.kv_quant import to_comparable
 from g4ir.ops.types import Type
 from g4ir.parallel.shard import own_name
 
@@ -318,7 +318,7 @@ class Comparison:
         step, maker = made.step, made.cone[-1]
 
         def valid(t: Tensor) -> Tensor:
-            out: Tensor = comparable(step.without_padding(t, made.value.type))
+            out: Tensor = to_comparable(step.without_padding(t, made.value.type))
             return out
 
         got, want = valid(got), valid(want)

@@ -27,8 +27,8 @@ from g4ir.ir.wide import WideProducts
 from g4ir.model.names import HEAD, TOKEN_TABLE, checkpoint_name
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
-from g4ir.ops.codecs import fake_quantized
-from g4ir.ops.kv_quant import numbers
+from g4ir.ops.codecs import fake_quantize_values
+from g4ir.ops.kv_quant import dequantize_rows
 from g4ir.ops.latent import keys_values
 from g4ir.ops.types import torch_dtype
 from g4ir.passes.match import OFF
@@ -161,7 +161,7 @@ def round_activations(engine: Engine, model: Any) -> None:
     head = dict.fromkeys((HEAD, TOKEN_TABLE), model.get_output_embeddings())
     for weight in map(checkpoint_name, names):
         module = head.get(weight) or modules[weight.removesuffix(".weight")]
-        module.register_forward_pre_hook(lambda _, given: (fake_quantized(given[0], form),))
+        module.register_forward_pre_hook(lambda _, given: (fake_quantize_values(given[0], form),))
 
 
 def rounding_caches(engine: Engine, model: Any) -> Callable[[], Any] | None:
@@ -173,7 +173,7 @@ def rounding_caches(engine: Engine, model: Any) -> Callable[[], Any] | None:
     if to == OFF:
         return None
     # Layer -> the node that attends to the caches that it owns.
-    nodes = (n for n in engine.program.graphs["decode"].nodes if n.definition.held)
+    nodes = (n for n in engine.program.graphs["decode"].nodes if n.definition.cache_range)
     readers = {layer_of(n.caches[0].name): n for n in nodes}
 
     class RoundingCache(DynamicCache):
@@ -191,7 +191,7 @@ def rounded(x: Tensor, to: str) -> Tensor:
     """Return the numbers that rows [.., d] say once they are held in a dtype, in their own."""
     reference = OPS["narrow_row"].reference
     assert reference
-    out: Tensor = numbers(reference(x, to=to), x.dtype)
+    out: Tensor = dequantize_rows(reference(x, to=to), x.dtype)
     return out
 
 

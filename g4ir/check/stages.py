@@ -28,7 +28,7 @@ from g4ir.model.names import checkpoint_name
 from g4ir.model.text import TEXT_GRAPHS, build_program
 from g4ir.model.towers import is_tower
 from g4ir.ops.finite import require_finite
-from g4ir.ops.kv_quant import comparable
+from g4ir.ops.kv_quant import to_comparable
 from g4ir.ops.types import Type, torch_dtype
 from g4ir.parallel.shard import shard_program, split_name, unroll
 from g4ir.parallel.table import Share
@@ -307,7 +307,7 @@ class StageRun:
         recording = self.stage.recordings[step.phase]
 
         def keep(v: Value, t: Tensor) -> None:
-            valid = comparable(step.without_padding(t, v.type))
+            valid = to_comparable(step.without_padding(t, v.type))
             require_finite(valid, placed(v.name, step.at), self.dtype)
             values[v.name] = t.to(self.device)
 

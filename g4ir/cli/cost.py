@@ -13,7 +13,7 @@ from g4ir.ir.names import layer_of
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.model.towers import PARTS, is_tower
-from g4ir.ops.codecs import FORM_OF
+from g4ir.ops.codecs import FORMAT_OF
 from g4ir.plan.cost import Cost, Roof, Step, by_kind, floor, graph_costs, prefill_chunks, total
 from g4ir.plan.gpus import find_gpu
 from g4ir.quant.recipe import Recipe
@@ -130,12 +130,12 @@ class CostOf(Verb):
 def _formats(graph: Graph, quant: Recipe | None) -> str:
     """Return what weights are quantised to, where the graph still makes their codes; else the
     formats of its params, largest share first."""
-    coded = any(v.type.dtype in FORM_OF for v in graph.params)
+    coded = any(v.type.dtype in FORMAT_OF for v in graph.params)
     if quant and not coded and not is_tower(graph.name):
         return quant.name
     nbytes: Counter[str] = Counter()
     for v in graph.params:
-        nbytes[FORM_OF.get(v.type.dtype, v.type.dtype)] += v.type.nbytes()
+        nbytes[FORMAT_OF.get(v.type.dtype, v.type.dtype)] += v.type.nbytes()
     return "/".join(d for d, n in nbytes.most_common() if n >= LITTLE * nbytes.total())
 
 

@@ -148,7 +148,7 @@ class EngineParts:
         found: set[tuple[int, int]] = set()
         for g in self.program.graphs.values():
             caches = {*g.state, *g.next.values()}
-            for n in (n for n in g.nodes if n.definition.held):
+            for n in (n for n in g.nodes if n.definition.cache_range):
                 slots = {v.type.shape[0] for v in n.inputs if v in caches}
                 window = n.whole("window")
                 found |= {(window, size) for size in slots if isinstance(size, int)}

@@ -88,7 +88,7 @@ class Node:
         return self.inputs[self._held()[1] :]
 
     def _held(self) -> tuple[int, int]:
-        held = self.definition.held
+        held = self.definition.cache_range
         assert held
         return held(**self.attrs)
 

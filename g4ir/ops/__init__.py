@@ -1,6 +1,6 @@
-"""The ops: one file per family. Every op of every file of this folder is in the table.
+"""The ops, one file per family; `OPS` maps each name to its op.
 
-The table completes fused ops: their `infer` runs `expand` on types alone.
+A fused op without `infer` gets one that runs its `expand` on types alone.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from .types import Type
 
 @dataclass(frozen=True)
 class _Typed:
-    """What an expansion reads of a value."""
+    """A value of which only the type is known."""
 
     type: Type
 
 
 class _TypeBuilder:
-    """The builder that an expansion sees when only types are needed (else ir.graph.Builder)."""
+    """Infers types through `expand`, with the interface of ir.graph.Builder."""
 
     def emit(self, op: str, *inputs: _Typed, **attrs: Any) -> _Typed:
-        (made,) = self.emit_all(op, *inputs, **attrs)
-        return made
+        (output,) = self.emit_all(op, *inputs, **attrs)
+        return output
 
     def emit_all(self, op: str, *inputs: _Typed, **attrs: Any) -> tuple[_Typed, ...]:
         types = OPS[op].infer_types(tuple(v.type for v in inputs), attrs)
         return tuple(map(_Typed, types))
 
 
-def completed(o: Op) -> Op:
-    """Return an op with `infer`, derived from `expand` if the class has none. Its errors name the
-    ops from the fused one to the one that refuses its operands."""
+def with_infer(o: Op) -> Op:
+    """Return the op with `infer`, derived from `expand` if the class has none. Its errors name
+    every op from the fused one down to the one that refuses its operands."""
     expand = o.expand
     if o.infer or not expand:
         return o
 
     def infer(*types: Type, **attrs: Any) -> tuple[Type, ...]:
         try:
-            made = expand(_TypeBuilder(), *map(_Typed, types), **attrs)
+            outputs = expand(_TypeBuilder(), *map(_Typed, types), **attrs)
         except ValueError as e:
             raise ValueError(f"{o.name}: {e}") from e
-        return tuple(v.type for v in as_tuple(made))
+        return tuple(v.type for v in as_tuple(outputs))
 
     return replace(o, infer=infer)
 
@@ -54,7 +54,7 @@ _FAMILIES = [
     importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
 ]
 OPS: dict[str, Op] = {
-    o.name: completed(o) for f in _FAMILIES for o in vars(f).values() if isinstance(o, Op)
+    o.name: with_infer(o) for f in _FAMILIES for o in vars(f).values() if isinstance(o, Op)
 }
 
 __all__ = ["OPS", "Op", "Sample"]

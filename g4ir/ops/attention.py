@@ -1,9 +1,9 @@
-"""Ops for attention over a cache and for the cache's update.
+"""Attention over a KV cache, and the cache's update.
 
-A cache is `[C, B, n, d]`, slot-major, so that its first slots are contiguous and a short
-context reads only a prefix. Position p lives in slot p mod C: a ring where C is the window, a
-plain list where C is at least the sequence length. Which position a slot holds follows from
-the number of tokens written, so no mask is stored and the order of slots is free.
+A cache is `[C, B, n, d]`, slot-major: its first slots are contiguous, so a short context reads
+only a prefix. Position p is stored in slot p mod C: a sliding-window (ring) cache if C is the
+window, a linear one if C is at least the sequence length. A slot's position follows from the
+number of tokens written, so no mask is stored and the order of slots is free.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .base import Traffic, cases, free, op, require, wide
+from .base import Traffic, cases, free, op, require, upcast
 from .budgets import MOVES, Budget
-from .kv_quant import as_read, numbers
+from .kv_quant import dequantize_rows, dequantized_type
 from .types import ITEMSIZE, Dim, Type, Types, torch
 
-#: attributes of an attention: tokens that a query sees, 0: all; factor of the scores and their cap
+#: attributes of attention: window in tokens, 0: full attention; scale and softcap of the scores
 MASKING = {"window": "int", "scale": "float", "softcap": "float"}
 
 
 def slot_positions(written: Any, slots: int) -> Any:
-    """Return [slots, B]: the newest p = slot (mod slots) with p < written; < 0 where empty."""
+    """Return the position in each slot, [slots, B]: the newest p = slot (mod slots) with
+    p < written; negative in empty slots."""
     j = torch.arange(slots, device=written.device)[:, None]
     return written - 1 - torch.remainder(written - 1 - j, slots)
 
 
-def last_seen(positions: Any, block_ids: Any) -> Any:
-    """Return i64[B, S]: the last position that each query sees, which is that of the last token of
-    its block, or its own in none (rule 19). block_ids i64[B, S]: equal in a block, else -1.
+def last_visible(positions: Any, block_ids: Any) -> Any:
+    """Return the last position visible to each query, i64[B, S]: the end of its bidirectional
+    block, else its own position (rule 19). block_ids i64[B, S]: equal within a block, -1 outside.
     """
     same = (block_ids[:, :, None] == block_ids[:, None]) & (block_ids >= 0)[:, :, None]
     ends = torch.where(same, positions[:, None], -1).amax(-1)
@@ -36,50 +37,50 @@ def last_seen(positions: Any, block_ids: Any) -> Any:
 
 
 def visible(key_pos: Any, query_pos: Any, window: int, last: Any = None) -> Any:
-    """Return bool [B, S, T]: keys that exist, are not in the future and lie within the window of
-    `window` keys that ends at the query (rule 16); window 0 sees all the past. `last` i64[B, S] are
-    the last positions that queries see instead of their own."""
+    """Return the attention mask, bool [B, S, T]: causal, without empty slots, limited to the last
+    `window` keys up to the query (rule 16); window 0: unlimited. `last` i64[B, S] replaces the
+    queries' own positions as the causal limit."""
     key = key_pos.t()[:, None, :]
     query = query_pos[:, :, None]
     mask = (key >= 0) & (key <= (query if last is None else last[:, :, None]))
     return mask & (key > query - window) if window else mask
 
 
-def split_chunk(given: Sequence[Any], parts: int) -> tuple[tuple[Any, ...], Any]:
-    """Return an attention's inputs behind its `parts` caches: as many tensors of the chunk, or
-    none, and its block ids, or None."""
-    fresh = parts if len(given) >= parts else 0
-    return tuple(given[:fresh]), given[fresh] if len(given) > fresh else None
+def split_chunk(inputs: Sequence[Any], parts: int) -> tuple[tuple[Any, ...], Any]:
+    """Split an attention's inputs after its `parts` caches into the chunk's tensors (`parts` of
+    them, or none) and its block ids (or None)."""
+    fresh = parts if len(inputs) >= parts else 0
+    return tuple(inputs[:fresh]), inputs[fresh] if len(inputs) > fresh else None
 
 
 def visible_pairs(queries: int, keys: int, window: int) -> int:
-    """Count the pairs of a query and a key that it sees: the queries are the newest of `keys`
+    """Count the (query, key) pairs that the mask admits; the queries are the newest of `keys`
     tokens.
 
-    Query i of 1..queries sees itself and what came before, keys - queries + i tokens, at most
-    `window` of them where that is not 0. Exact for a ring too: it has lost only what no query of
-    the chunk sees beyond its window.
+    Query i of 1..queries attends to keys - queries + i tokens, itself included, at most `window`
+    of them unless that is 0. Exact for a ring cache too: the tokens it has overwritten are outside
+    every query's window.
     """
     first, last = max(keys - queries, 0), keys  # tokens before the first query; up to the last
-    full = min(max(last - window, 0), last - first) if window else 0  # see a whole window
-    rising = last - first - full  # see all that came before
+    full = min(max(last - window, 0), last - first) if window else 0  # queries with a full window
+    rising = last - first - full  # queries that attend to all previous tokens
     return rising * first + rising * (rising + 1) // 2 + full * window
 
 
-def attention_workspace(q: Type, kept: Sequence[Type], parts: int, softcap: float) -> int:
-    """Count the bytes besides the result, as the torch backend computes an attention over `parts`
-    caches, the first of `kept`: cache and chunk joined (T = slots + S rows), K and V of quantised
-    rows, a mask [B,S,T] and its bias for each query head of a group, and with a softcap
-    the scores [B,nq,S,T]."""
-    caches, chunk = kept[:parts], len(kept) > parts
+def attention_workspace(q: Type, operands: Sequence[Type], parts: int, softcap: float) -> int:
+    """Return the bytes of temporaries of the torch backend's attention; the first `parts` of
+    `operands` are caches. They are: cache and chunk concatenated (T = slots + S), K and V
+    dequantised, a mask [B,S,T] and its bias for each query head of a group, and with a softcap the
+    scores [B,nq,S,T]."""
+    caches, chunk = operands[:parts], len(operands) > parts
     b, s, heads, d = map(int, q.shape)
     kv_heads, width = int(caches[0].shape[2]), ITEMSIZE[q.dtype]
     keys = int(caches[0].shape[0]) + (s if chunk else 0)
-    joined = sum(t.nbytes() for t in kept) if chunk else 0
-    made = 2 * keys * b * kv_heads * d * width if caches[0].dtype != q.dtype else 0
+    joined = sum(t.nbytes() for t in operands) if chunk else 0
+    dequantized = 2 * keys * b * kv_heads * d * width if caches[0].dtype != q.dtype else 0
     mask = b * s * keys * (1 + heads // kv_heads * width)
     scores = b * heads * s * keys * 2 * (width + 4) if softcap else 0
-    return joined + made + mask + scores
+    return joined + dequantized + mask + scores
 
 
 def require_groups(op: str, heads: Dim, groups: Dim) -> None:
@@ -87,40 +88,39 @@ def require_groups(op: str, heads: Dim, groups: Dim) -> None:
     require(fits, f"{op}: {heads} query heads do not divide into {groups} groups")
 
 
-def attend(q: Any, keys: Any, values: Any, seen: Any, scale: float, softcap: float = 0.0) -> Any:
-    """Return attention [B,S,nq,d] of q over keys and values [B,T,n,d]; `seen` broadcasts to the
-    scores, bool [B,n,nq/n,S,T]. A query that sees nothing has equal weights."""
+def attend(q: Any, keys: Any, values: Any, mask: Any, scale: float, softcap: float = 0.0) -> Any:
+    """Return scaled dot-product attention [B,S,nq,d] of q over keys and values [B,T,n,d]; the bool
+    `mask` broadcasts to the scores [B,n,nq/n,S,T]. A fully masked query gets uniform weights."""
     b, s, heads, d = q.shape
     n = keys.shape[2]
     grouped = q.view(b, s, n, heads // n, d).permute(0, 2, 3, 1, 4)
     scores = grouped @ keys.permute(0, 2, 3, 1)[:, :, None] * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-    out = wide(scores).softmax(-1).to(q.dtype) @ values.permute(0, 2, 1, 3)[:, :, None]
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    out = upcast(scores).softmax(-1).to(q.dtype) @ values.permute(0, 2, 1, 3)[:, :, None]
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-#: of the samples: queries, their positions and tokens in the cache
+#: samples' queries, positions and numbers of cached tokens
 _QUERY = "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10"
 
 
 @op
 class attention:
-    """softmax(cap(q k^T * scale) + mask) v over the cache, then the fresh chunk where given
+    """softmax(cap(q k^T * scale) + mask) v over the cache and, if passed, the current chunk
 
-    q [B,S,nq,d]; positions i64[B,S] of the queries; written i64[B] tokens that the cache
-    holds; cache_k, cache_v [C,B,n,d]; k, v [B,S,n,d] the chunk, not yet in the cache. Scores,
-    probabilities and output are rounded to q's dtype, softmax is fp32 (rule 15). The mask
-    comes from positions. A query without a visible key yields a finite value nobody reads.
+    q [B,S,nq,d]; positions i64[B,S] of the queries; written i64[B], tokens in the cache; cache_k,
+    cache_v [C,B,n,d]; k, v [B,S,n,d] of the chunk, which is not in the cache yet. Scores,
+    probabilities and output are rounded to q's dtype, softmax is fp32 (rule 15). The mask follows
+    from positions. A query without a visible key yields a finite value that is never read.
 
-    Caches and chunk may be quantised rows (see kv_quant.py), which are read as what they say,
-    rounded to q's dtype. The chunk is as the caches are, so that it does not matter how tokens
-    are cut into chunks.
+    Caches and chunk may be quantised (kv_quant.py); their rows are dequantised to q's dtype. The
+    chunk has the cache's dtype, so that results do not depend on the chunk size.
 
-    Behind these there may be block_ids i64[B,S]: adjacent tokens with the same number are a block,
-    those with -1 are in none. A query also sees what follows it in its block; the window cuts off
-    the past of a block as of anything else (rule 19). A block lies within one chunk.
+    The last input may be block_ids i64[B,S]: adjacent tokens with the same id form a bidirectional
+    block, tokens with -1 are in none. A query also attends to later tokens of its block; the
+    window still limits the past (rule 19). A block lies within one chunk.
     """
 
     budget = Budget(
@@ -133,26 +133,26 @@ class attention:
     rows = (0, 1)
     operands = "q positions written cache_k cache_v *chunk"
     attrs = MASKING
-    held = (3, 5)
+    cache_range = (3, 5)
 
     @staticmethod
     def infer(
         q: Type,
         positions: Type,
         written: Type,
-        *held: Type,
+        *caches: Type,
         window: int,
         scale: float,
         softcap: float,
     ) -> Type:
-        cache_k, cache_v, *chunk = held
+        cache_k, cache_v, *chunk = caches
         require(q.rank == cache_k.rank == 4, f"attention: q {q}, cache {cache_k}: expected rank 4")
         require(window >= 0 and softcap >= 0, f"attention: window {window}, softcap {softcap}")
         b, s, heads, d = q.shape
         require(positions == Type("i64", (b, s)), f"attention: positions {positions}, q {q}")
         require(written == Type("i64", (b,)), f"attention: written {written}, q {q}")
         require(cache_k == cache_v, f"attention: caches {cache_k} and {cache_v} differ")
-        n, read = cache_k.shape[2], as_read(cache_k, q.dtype)
+        n, read = cache_k.shape[2], dequantized_type(cache_k, q.dtype)
         fits = read.shape[1:] == (b, n, d) and read.dtype == q.dtype
         require(fits, f"attention: cache {cache_k} does not fit q {q}")
         require_groups("attention", heads, n)
@@ -167,24 +167,24 @@ class attention:
         return q
 
     @staticmethod
-    def reference(q: Any, positions: Any, written: Any, *held: Any, **masking: Any) -> Any:
+    def reference(q: Any, positions: Any, written: Any, *caches: Any, **masking: Any) -> Any:
         window, scale, softcap = (masking[name] for name in MASKING)
-        cache_k, cache_v, *chunk = held
+        cache_k, cache_v, *chunk = caches
         fresh, block_ids = split_chunk(chunk, 2)
         key_pos = slot_positions(written, cache_k.shape[0])
-        kept = [cache.transpose(0, 1) for cache in (cache_k, cache_v)]
+        cached = [cache.transpose(0, 1) for cache in (cache_k, cache_v)]
         if fresh:
-            kept = [torch.cat(both, 1) for both in zip(kept, fresh, strict=True)]
+            cached = [torch.cat(both, 1) for both in zip(cached, fresh, strict=True)]
             key_pos = torch.cat((key_pos, positions.t()))
-        last = None if block_ids is None else last_seen(positions, block_ids)
+        last = None if block_ids is None else last_visible(positions, block_ids)
         mask = visible(key_pos, positions, window, last)
-        keys, values = (numbers(rows, q.dtype) for rows in kept)
+        keys, values = (dequantize_rows(rows, q.dtype) for rows in cached)
         return attend(q, keys, values, mask[:, None, None], scale, softcap)
 
     @staticmethod
     def flops(ins: Types, outs: Types, *, window: int, **_: Any) -> int:
-        """Count two products over the keys that each query sees, without those ahead of it in a
-        block: how long blocks are is not known here."""
+        """Count two products over the visible keys, without the later keys of a block: block
+        lengths are data."""
         b, s, heads, d = (int(n) for n in ins[0].shape)
         keys = int(ins[3].shape[0]) + (s if len(ins) > 5 else 0)
         return 4 * b * heads * d * visible_pairs(s, keys, window)
@@ -206,11 +206,11 @@ class attention:
 
 @op
 class cache_write:
-    """The cache after the chunk: its last valid tokens in their slots, the rest unchanged
+    """The cache with the chunk's valid tokens written to their slots
 
-    cache [C,B,n,d]; new [B,S,n,d], of which row b has lengths[b] valid tokens that start at
-    position start[b]. Padding is never written and a row of length 0 is untouched. Any S, also
-    S > C: only the last C valid tokens of a sequence remain.
+    cache [C,B,n,d]; new [B,S,n,d], in which sequence b has lengths[b] valid tokens that start at
+    position start[b]. Padding is never written; length 0 writes nothing. S may exceed C: only the
+    last C valid tokens of a sequence remain.
     """
 
     budget = MOVES
@@ -237,7 +237,7 @@ class cache_write:
 
     @staticmethod
     def traffic(ins: Types, outs: Types) -> Traffic:
-        """Count the new tokens, read and written once; of more than there are slots, the last."""
+        """Count the tokens that are stored, at most one per slot, read and written once."""
         new = ins[1]
         rows = min(int(new.shape[1]), int(outs[0].shape[0]))
         moved = new.nbytes() // int(new.shape[1]) * rows

@@ -1,4 +1,4 @@
-"""The audio tower's own ops: strided and causal convolution, attention in chunks (rules 33 to 36).
+"""Ops of the audio tower: strided and causal convolution, chunked attention (rules 33 to 36).
 
 Frames are rows [B,T,D] with a mask bool[B,T], true where there is audio.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .base import cases, dot_products, op, per_result, require, wide
+from .base import cases, dot_products, op, per_result, require, upcast
 from .budgets import MOVES, POINTWISE, Budget
 from .types import Dim, Type, Types, torch
 
@@ -20,7 +20,7 @@ def _half(size: Dim) -> int:
 
 @op
 class mask_rows:
-    """x with zeros in the rows that are masked out; x [B,T,...], mask bool[B,T] (rules 29, 33)"""
+    """x with masked-out rows set to zero; x [B,T,...], mask bool[B,T] (rules 29, 33)"""
 
     budget = MOVES
     kind = "other"
@@ -136,8 +136,8 @@ class causal_conv:
 class relative_keys:
     """Keys of the distances count - 1 .. 0: sinusoids [count, hidden] times w^T (rule 35)
 
-    The sinusoids have hidden / 2 timescales from 1 to 10000, sines before cosines; they are made
-    in fp32 and rounded to w's dtype. Depends on a weight alone: worked out once, at build.
+    The sinusoids have hidden / 2 timescales from 1 to 10000, sines before cosines; they are
+    computed in fp32 and rounded to w's dtype. Depends on a weight alone: folded at build.
     """
 
     budget = Budget(1, 256, "sines and cosines rounded, then as linear")
@@ -164,20 +164,20 @@ class relative_keys:
 
 
 def blocks_of(x: Any, chunk: int) -> Any:
-    """[B,T,n,d] -> [B, blocks, chunk, n, d], zeros behind the last frame."""
+    """[B,T,n,d] -> [B, blocks, chunk, n, d], zero-padded after the last frame."""
     b, t, n, d = x.shape
     padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -t % chunk))
     return padded.view(b, -1, chunk, n, d)
 
 
 def contexts_of(x: Any, chunk: int, past: int, future: int) -> Any:
-    """[B,T,...] -> [B, blocks, past + chunk + future, ...]: what the queries of a block may see,
-    zeros (False) where there is no frame."""
+    """[B,T,...] -> [B, blocks, past + chunk + future, ...]: the frames around each block, padded
+    with zeros (False)."""
     t = x.shape[1]
     blocks, width = -(-t // chunk), past + chunk + future
-    # Padding of whole frames, whatever follows them.
-    room = [0, 0] * (x.dim() - 2) + [past, blocks * chunk - t + future]
-    padded = torch.nn.functional.pad(x, room)
+    # `pad` counts from the last dim: only dim 1, the frames, is padded.
+    padding = [0, 0] * (x.dim() - 2) + [past, blocks * chunk - t + future]
+    padded = torch.nn.functional.pad(x, padding)
     at = torch.arange(blocks, device=x.device)[:, None] * chunk
     return padded[:, at + torch.arange(width, device=x.device)]
 
@@ -198,10 +198,10 @@ class chunked_attention:
     """Local attention with relative positions, all in fp32 (rules 35, 36)
 
     q, k, v [B,T,n,d]; relative [R, n * d], keys of the distances R - 1 .. 0; dim_scale [d]; mask
-    bool[B,T] of the keys. Frames are cut into blocks of `chunk`, whose queries see `left` - 1
-    frames before the block and `right` after it; of these a query sees those at a distance of 0
-    to left - 2 before it and up to right - 1 after. Scores are capped before the mask, and what
-    is masked gets `invalid`. The result is rounded to q's dtype.
+    bool[B,T] of the keys. Frames are cut into blocks of `chunk`; a block's context also has
+    `left` - 1 frames before it and `right` after it, in which a query attends to distances of 0 to
+    left - 2 before it and up to right - 1 after. Scores are capped before masking; masked ones
+    become `invalid`. The result is rounded to q's dtype.
     """
 
     budget = Budget(1, 512, "all in fp32, rounded once; sums reordered")
@@ -210,8 +210,8 @@ class chunked_attention:
     attrs = CHUNKS
 
     @staticmethod
-    def infer(*given: Type, **attrs: Any) -> Type:
-        q, k, v, relative, dim_scale, mask = given
+    def infer(*inputs: Type, **attrs: Any) -> Type:
+        q, k, v, relative, dim_scale, mask = inputs
         chunk, left, right, cap, _ = (attrs[name] for name in CHUNKS)
         require(q.rank == 4 and q == k == v, f"chunked_attention: q {q}, k {k}, v {v} differ")
         b, t, n, d = q.shape
@@ -224,31 +224,31 @@ class chunked_attention:
         return q
 
     @staticmethod
-    def reference(*given: Any, **attrs: Any) -> Any:
-        q, k, v, relative, dim_scale, mask = given
+    def reference(*inputs: Any, **attrs: Any) -> Any:
+        q, k, v, relative, dim_scale, mask = inputs
         chunk, left, right, cap, invalid = (attrs[name] for name in CHUNKS)
         b, t, n, d = q.shape
         past = left - 1
         soft = torch.nn.functional.softplus(dim_scale)
-        queries = wide(q) * (d**-0.5 / math.log(2)) * soft
-        keys = wide(k) * (math.log(1 + math.e) / math.log(2))
+        queries = upcast(q) * (d**-0.5 / math.log(2)) * soft
+        keys = upcast(k) * (math.log(1 + math.e) / math.log(2))
         queries = blocks_of(queries, chunk).permute(0, 3, 1, 2, 4)
-        keys, values = (contexts_of(x, chunk, past, right) for x in (keys, wide(v)))
-        distances = wide(relative).view(-1, n, d).permute(1, 2, 0)
+        keys, values = (contexts_of(x, chunk, past, right) for x in (keys, upcast(v)))
+        distances = upcast(relative).view(-1, n, d).permute(1, 2, 0)
         scores = queries @ keys.permute(0, 3, 1, 4, 2)
         scores = scores + shifted(queries @ distances[:, None], scores.shape[-1])
         scores = torch.tanh(scores / cap) * cap
-        seen = contexts_of(mask, chunk, past, right)[:, None, :, None]
-        seen = seen & _near(chunk, past, right, q.device)
-        weights = scores.masked_fill(~seen, invalid).softmax(-1)
+        visible = contexts_of(mask, chunk, past, right)[:, None, :, None]
+        visible = visible & _near(chunk, past, right, q.device)
+        weights = scores.masked_fill(~visible, invalid).softmax(-1)
         out = weights @ values.permute(0, 3, 1, 2, 4)
         return out.permute(0, 2, 3, 1, 4).reshape(b, -1, n, d)[:, :t].to(q.dtype).contiguous()
 
     @staticmethod
     def flops(ins: Types, outs: Types, *, chunk: int, left: int, right: int, **_: Any) -> int:
-        """Count keys of the context twice, and of the distances once."""
-        seen = left - 1 + chunk + right
-        return outs[0].numel() * (4 * seen + 2 * int(ins[3].shape[0]))
+        """Count two products over the keys of the context and one over those of the distances."""
+        visible = left - 1 + chunk + right
+        return outs[0].numel() * (4 * visible + 2 * int(ins[3].shape[0]))
 
     samples = cases(
         "3*f32[1,11,2,8] f32[5,16] f32[8] bool[1,11] {chunk=4, left=5, right=0, cap=50.0}",

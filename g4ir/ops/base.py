@@ -14,15 +14,15 @@ Costs, of types whose dims are all ints:
   traffic(ins, outs, **attrs)   bytes read of each input and written to each result; default:
                                 every operand once
   workspace(ins, outs, **attrs) bytes allocated besides the results; default: none
-A cache has as many slots as hold a token (plan/cost.py). A fused op with neither flops nor traffic
-costs what its expansion costs, without the values in between.
+A cache's slot dim is the number of slots in use (plan/cost.py). A fused op with neither flops nor
+traffic costs what its expansion costs, without the traffic of intermediate values.
   rows       inputs whose row [b, s] alone decides row [b, s] of every output
   updates    (result, input) pairs: the result is the new contents of that cache
-  held       (first, last + 1) of the caches among an attention's inputs, or a function of the
+  cache_range (first, last + 1) of the caches among an attention's inputs, or a function of the
              attributes; the chunk that is not in them yet follows, and its block ids
   glue       a view, a gather or a collective, which backends run between compiled regions
   fold       may run in the weight prologue
-  budget     how far two right computations of it may differ, and why (budgets.py)
+  budget     tolerance between two correct computations of it, with the reason (budgets.py)
   kind       the part of the model that it belongs to wherever it occurs, one of KINDS; others by
              the name of their first result
   samples    inputs and attributes from which tests are generated (`cases`)
@@ -68,28 +68,28 @@ _OPERAND = re.compile(r"(?:(\d+)\*)?([^@]+)(?:@(-?\d+):(-?\d+))?")
 
 
 def cases(*texts: str, **attrs: Any) -> list[Sample]:
-    """Return a sample for each text: `2*f32[2,8] i64[2]@3:9 {eps=1e-06}` are two operands, integers
-    from 3 to 8, and an attribute of its own; `attrs` are those of all."""
+    """Return a sample per text. `2*f32[2,8] i64[2]@3:9 {eps=1e-06}`: two float operands, one of
+    integers in [3, 9), and an attribute; `attrs` are common to all samples."""
     return [_case(text, attrs) for text in texts]
 
 
 def _case(text: str, attrs: Mapping[str, Any]) -> Sample:
-    words, _, own = text.removesuffix("}").partition("{")
+    words, _, local = text.removesuffix("}").partition("{")
     inputs: list[str] = []
     ints: dict[int, tuple[int, int]] = {}
     for word in words.split():
-        found = _OPERAND.fullmatch(word)
-        assert found
-        for _ in range(int(found[1] or 1)):
-            if found[3]:
-                ints[len(inputs)] = int(found[3]), int(found[4])
-            inputs.append(found[2])
-    return Sample(tuple(inputs), {**attrs, **dict(parse_attrs(own))}, ints)
+        match = _OPERAND.fullmatch(word)
+        assert match
+        for _ in range(int(match[1] or 1)):
+            if match[3]:
+                ints[len(inputs)] = int(match[3]), int(match[4])
+            inputs.append(match[2])
+    return Sample(tuple(inputs), {**attrs, **dict(parse_attrs(local))}, ints)
 
 
 @lru_cache(maxsize=4096)  # layers of a printed graph repeat each other's attributes
 def parse_attrs(text: str) -> tuple[tuple[str, Any], ...]:
-    """`eps=1e-06, form='value'` -> names and values; ValueError or SyntaxError otherwise."""
+    """Parse `eps=1e-06, form='value'` into (name, value) pairs; ValueError or SyntaxError."""
     call = ast.parse(f"f({text})", mode="eval").body
     if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
         raise ValueError("not a list of keywords")
@@ -101,7 +101,7 @@ def parse_attrs(text: str) -> tuple[tuple[str, Any], ...]:
 
 @dataclass(frozen=True)
 class Op:
-    """The record that `@op` makes of an op class."""
+    """An op, as `@op` builds it from a class."""
 
     name: str
     doc: str
@@ -117,23 +117,24 @@ class Op:
     workspace: Callable[..., int] | None = None
     rows: tuple[int, ...] = ()
     updates: tuple[tuple[int, int], ...] = ()
-    held: Callable[..., tuple[int, int]] | None = None
+    cache_range: Callable[..., tuple[int, int]] | None = None
     glue: bool = False
     fold: bool = True
     kind: str | None = None
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of the inputs in order, without a variadic one."""
+        """Names of the inputs in order, except a variadic one."""
         return tuple(p.name for p in self.parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
     def infer_types(self, types: Types, attrs: Mapping[str, Any]) -> Types:
-        """Run `infer`, always for a tuple; ValueError where an attribute is not of its kind."""
-        known = f"one of {', '.join(self.attrs)}" if self.attrs else "none"
+        """Return the result types as a tuple; ValueError for attributes or operands that do not
+        fit."""
+        expected = f"one of {', '.join(self.attrs)}" if self.attrs else "none"
         for name, value in attrs.items():
             kind = self.attrs.get(name)
             fits = kind is not None and _KINDS[kind](value)
-            require(fits, f"attribute {name}={value!r}: expected {kind or known}")
+            require(fits, f"attribute {name}={value!r}: expected {kind or expected}")
         self._require_count(len(types))
         assert self.infer
         return as_tuple(self.infer(*types, **attrs))
@@ -141,15 +142,15 @@ class Op:
     def updated(
         self, inputs: Sequence[Operand], outputs: Sequence[Operand]
     ) -> tuple[tuple[Operand, Operand], ...]:
-        """Return (old, new) contents of each cache that a node with these operands writes."""
+        """Return the (old, new) values of each cache that a node with these operands updates."""
         return tuple((inputs[i], outputs[o]) for o, i in self.updates if o < len(outputs))
 
     def _require_count(self, count: int) -> None:
         tensors = [p for p in self.parameters if p.kind is not p.KEYWORD_ONLY]
-        least = sum(p.name in self.operands and p.default is p.empty for p in tensors)
-        most = len(self.operands) if len(self.operands) == len(tensors) else count
+        min_count = sum(p.name in self.operands and p.default is p.empty for p in tensors)
+        max_count = len(self.operands) if len(self.operands) == len(tensors) else count
         names = ", ".join(p.name for p in tensors)
-        require(least <= count <= most, f"{count} inputs, expected {names}")
+        require(min_count <= count <= max_count, f"{count} inputs, expected {names}")
 
 
 def _is_int(x: Any) -> bool:
@@ -168,21 +169,23 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 def _parameters(op: str, function: Callable[..., Any], cls: Mapping[str, Any]) -> list[Parameter]:
-    """Return operands, then attributes: those of the signature, or those that the class lists."""
-    found = list(inspect.signature(function).parameters.values())
+    """Return operands, then attributes, from the signature or the class's own lists."""
+    parameters = list(inspect.signature(function).parameters.values())
     if "operands" in cls:
-        found = [p for p in found if p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
-        found[:0] = map(_operand, cls["operands"].split())
+        parameters = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
+        parameters[:0] = map(_operand, cls["operands"].split())
     if "attrs" in cls:
-        own = cls["attrs"].items()
-        found = [p for p in found if p.kind is not p.VAR_KEYWORD and p.name not in cls["attrs"]]
-        found += [Parameter(k, Parameter.KEYWORD_ONLY, annotation=kind) for k, kind in own]
-    kinds_of = {str(p.annotation) for p in found if p.kind is p.KEYWORD_ONLY}
+        attrs = cls["attrs"].items()
+        parameters = [
+            p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in cls["attrs"]
+        ]
+        parameters += [Parameter(k, Parameter.KEYWORD_ONLY, annotation=kind) for k, kind in attrs]
+    kinds_of = {str(p.annotation) for p in parameters if p.kind is p.KEYWORD_ONLY}
     unknown = kinds_of - _KINDS.keys()
-    if unknown or any(p.kind is p.VAR_KEYWORD for p in found):
-        what = ", ".join(sorted(unknown)) or "**"
-        raise TypeError(f"op {op}: attribute of kind {what}; one of {', '.join(_KINDS)}")
-    return found
+    if unknown or any(p.kind is p.VAR_KEYWORD for p in parameters):
+        kinds = ", ".join(sorted(unknown)) or "**"
+        raise TypeError(f"op {op}: attribute of kind {kinds}; one of {', '.join(_KINDS)}")
+    return parameters
 
 
 def _operand(word: str) -> Parameter:
@@ -198,7 +201,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def per_result(count: int) -> Callable[..., int]:
-    """Return the FLOPs of an op with so many for each element of its results."""
+    """Return a `flops` of `count` per element of the results."""
     return lambda ins, outs, **attrs: count * sum(t.numel() for t in outs)
 
 
@@ -206,12 +209,12 @@ free = per_result(0)
 
 
 def per_input(count: int) -> Callable[..., int]:
-    """Return the FLOPs of an op with so many for each element of its first input."""
+    """Return a `flops` of `count` per element of the first input."""
     return lambda ins, outs, **attrs: count * ins[0].numel()
 
 
 def dot_products(operand: int) -> Callable[..., int]:
-    """Return the FLOPs of an op whose results are dot products with rows of an operand."""
+    """Return a `flops` for results that are dot products with rows of an operand."""
     return lambda ins, outs, **attrs: 2 * outs[0].numel() * int(ins[operand].shape[-1])
 
 
@@ -226,12 +229,13 @@ def nothing(ins: Types, outs: Types, **attrs: Any) -> Traffic:
 
 
 def gathered(ins: Types, outs: Types, **attrs: Any) -> Traffic:
-    """Return the traffic of an op that reads only those rows of its first input that it returns."""
+    """Return the traffic of a gather: it reads only those rows of its first input that it returns,
+    and the indices."""
     return (outs[0].nbytes(), ins[1].nbytes()), (outs[0].nbytes(),)
 
 
 def op(cls: type) -> Op:
-    """Check an op class and turn it into its record."""
+    """Check an op class and return its `Op`; TypeError names what is missing."""
     parts: dict[str, Any] = {
         k: v.__func__ if isinstance(v, staticmethod) else v for k, v in vars(cls).items()
     }
@@ -245,19 +249,19 @@ def op(cls: type) -> Op:
         f"a kind of {', '.join(KINDS)}": parts.get("kind") not in (None, *KINDS),
     }
     if any(missing.values()):
-        what = next(part for part, lacks in missing.items() if lacks)
-        raise TypeError(f"op {cls.__name__} needs {what}")
-    made: dict[str, Any] = {f.name: parts[f.name] for f in fields(Op) if f.name in parts}
+        requirement = next(part for part, lacks in missing.items() if lacks)
+        raise TypeError(f"op {cls.__name__} needs {requirement}")
+    record: dict[str, Any] = {f.name: parts[f.name] for f in fields(Op) if f.name in parts}
     if expand is None or parts.keys() & {"flops", "traffic"}:
-        made = {"flops": per_result(1), "traffic": every_operand, **made}
-    if isinstance(held := made.get("held"), tuple):
-        made["held"] = lambda **_: held
+        record = {"flops": per_result(1), "traffic": every_operand, **record}
+    if isinstance(cache_range := record.get("cache_range"), tuple):
+        record["cache_range"] = lambda **_: cache_range
     # After the builder, `expand` has the parameters that `infer` would have.
     function = infer or partial(parts["expand"], None)
     parameters = tuple(_parameters(cls.__name__, function, parts))
     attrs = {p.name: str(p.annotation) for p in parameters if p.kind is p.KEYWORD_ONLY}
-    made |= {"samples": tuple(parts["samples"]), "parameters": parameters, "attrs": attrs}
-    return Op(name=cls.__name__, doc=cls.__doc__ or "", **made)
+    record |= {"samples": tuple(parts["samples"]), "parameters": parameters, "attrs": attrs}
+    return Op(name=cls.__name__, doc=cls.__doc__ or "", **record)
 
 
 def require(condition: object, message: str) -> None:
@@ -266,6 +270,7 @@ def require(condition: object, message: str) -> None:
         raise ValueError(message)
 
 
-def wide(x: Any) -> Any:
-    """Return fp32, or wider where the input is wider: the fp32 islands of the reference model."""
+def upcast(x: Any) -> Any:
+    """Return x in fp32, or unchanged if it is at least that wide (the reference model's fp32
+    islands)."""
     return x if x.element_size() >= 4 else x.float()

@@ -1,24 +1,24 @@
-"""Says how far two computations of the same op on the same inputs may lie apart.
+"""Tolerances between two computations of one op on the same inputs.
 
-The error of a value is measured against the larger of the value itself and its row's rms. Two
-right ways to compute an op differ in two respects. A result that is rounded to the model's dtype
-may fall to the other side: one unit in the last place, and about sqrt(n) units after n roundings
-in a row. A sum may be taken in another order: its terms are fp32 or wider, and n of them in two
-orders lie about sqrt(n) fp32 units of their rms apart, a few times that at worst.
+The error of a value is relative to the larger of the value and its row's RMS. Two correct
+computations differ in two ways. A result may be rounded to the model's dtype in the other
+direction: one unit in the last place, and about sqrt(n) units after n successive roundings. A sum
+may be reordered: its terms are fp32 or wider, and n of them in two orders differ by about sqrt(n)
+fp32 units of their RMS, a few times that at worst.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: largest distance of neighbouring numbers, relative to them
+#: largest relative spacing of adjacent values
 UNIT = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}
 
 
 @dataclass(frozen=True)
 class Budget:
-    """`rounded`: units of the model's dtype; `summed`: fp32 units that a new order may cost;
-    `grid`: a step of a grid coarser than any dtype of a model, relative to the numbers."""
+    """`rounded`: units of the model's dtype; `summed`: fp32 units, for reordered sums; `grid`:
+    relative step of a quantisation grid coarser than the model's dtype."""
 
     rounded: int
     summed: int

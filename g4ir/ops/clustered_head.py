@@ -1,6 +1,5 @@
-"""A head over clusters of tokens, all of one size: the tokens of the best clusters alone have
-logits (transformers 5.17, `models/gemma4_assistant`: ordered embeddings); and ops that choose the
-next token, as far as that needs no random number."""
+"""LM head over token clusters of equal size, which computes logits only in the best clusters
+(transformers 5.17, `models/gemma4_assistant`: ordered embeddings); and greedy token choice."""
 
 from __future__ import annotations
 
@@ -36,10 +35,10 @@ class by_cluster:
 
 @op
 class cluster_head:
-    """logits, ids of the tokens in the top_k clusters whose heads x likes best; [B,S,top_k * size]
+    """logits and ids of the tokens of the top_k clusters by x @ heads^T, each [B,S,top_k * size]
 
-    A logit is x @ row, for each of the `rows` [N,size,d] of such a cluster, and its id order[row],
-    i64[N * size].
+    A logit is x @ row for each of the `rows` [N,size,d] of a chosen cluster, its id order[row],
+    order i64[N * size].
     """
 
     budget = PRODUCT
@@ -52,8 +51,8 @@ class cluster_head:
         count, size, width = rows.shape
         fits = heads == rows.with_shape(count, width) and x.shape[-1] == width
         require(fits and x.dtype == rows.dtype, f"cluster_head: x {x}, {heads}, {rows}")
-        whole = isinstance(count, int) and isinstance(size, int)
-        fits = whole and order == Type("i64", (int(count) * int(size),))
+        sized = isinstance(count, int) and isinstance(size, int)
+        fits = sized and order == Type("i64", (int(count) * int(size),))
         require(fits, f"cluster_head: order {order} does not fit {rows}")
         require(0 < top_k <= int(count), f"cluster_head: top_k {top_k} of {rows}")
         out = x.with_shape(*x.shape[:-1], top_k * int(size))
@@ -73,11 +72,11 @@ class cluster_head:
 
     @staticmethod
     def traffic(ins: Types, outs: Types, **_: Any) -> Traffic:
-        """Count the rows and the tokens of the chosen clusters."""
+        """Count only the rows and ids of the chosen clusters."""
         x, heads, rows, _order = ins
         read = outs[1].numel() * int(x.shape[-1]) * rows.nbytes() // rows.numel()
-        made = tuple(t.nbytes() for t in outs)
-        return (x.nbytes(), heads.nbytes(), read, outs[1].nbytes()), made
+        written = tuple(t.nbytes() for t in outs)
+        return (x.nbytes(), heads.nbytes(), read, outs[1].nbytes()), written
 
     samples = cases("f32[2,1,8] f32[5,8] f32[5,3,8] i64[15]@0:15", top_k=2)
 

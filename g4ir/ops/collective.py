@@ -1,7 +1,6 @@
-"""Collectives of ranks that compute parts of one model, each by the same graph on its weights.
+"""Collectives of tensor parallelism: every rank runs the same graph on its shard of the weights.
 
-`g4ir.parallel.group.exchanged` defines what they mean. A rank that is alone has its
-own tensors back.
+`g4ir.parallel.group.exchanged` defines the results; with one rank they are the inputs.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from .base import cases, free, op, require
 from .budgets import MOVES, Budget
 from .types import Type, Types
 
-#: ops that need what other ranks have
 COLLECTIVES = ("all_reduce", "all_gather")
 
 
@@ -33,9 +31,9 @@ class all_reduce:
 
     @staticmethod
     def infer(*xs: Type, ranks: int) -> Types:
-        given = ", ".join(map(str, xs))
-        require(ranks > 0, f"all_reduce: {ranks} ranks; {given}")
-        require(all(x.dtype == xs[0].dtype for x in xs), f"all_reduce: {given} differ in dtype")
+        types = ", ".join(map(str, xs))
+        require(ranks > 0, f"all_reduce: {ranks} ranks; {types}")
+        require(all(x.dtype == xs[0].dtype for x in xs), f"all_reduce: {types} differ in dtype")
         return xs
 
     @staticmethod

@@ -151,7 +151,7 @@ class cast:
 
 @op
 class last_row:
-    """y[b, 0] = x[b, lengths[b] - 1]; for an empty row any row (its result is not used)"""
+    """y[b, 0] = x[b, lengths[b] - 1]; any row for an empty sequence (its result is not used)"""
 
     budget = MOVES
     glue = True
@@ -196,7 +196,7 @@ class pick_rows:
 
 @op
 class row_start:
-    """start[b] = positions[b, 0]: tokens that the caches hold before this chunk"""
+    """start[b] = positions[b, 0]: cached tokens before this chunk"""
 
     budget = MOVES
     kind = "other"

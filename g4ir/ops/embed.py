@@ -33,8 +33,8 @@ class embedding:
 
 @op
 class mask_ids:
-    """Token ids with `pad` in the place of those in `ids`: what both tables look up where media
-    stand (rules 2, 38)"""
+    """Token ids with those in `ids` replaced by `pad`: media placeholders, before both embedding
+    lookups (rules 2, 38)"""
 
     budget = MOVES
     kind = "embed"

@@ -1,9 +1,8 @@
-"""Attention over one cache instead of two, on layers whose K and V come from one projection.
+"""Latent KV: attention over one cache instead of two, for layers whose K and V share a projection.
 
-There K = rope(rms_norm(x, w)) and V = rms_norm(x) (rule 13), so one tensor says both. A row of such
-a cache is V and the rotated dims of K, d + 2p elements for p rotated pairs; the other dims of K are
-V * w. V is rounded before w multiplies it, so below fp32 they differ from the plain K by a
-rounding.
+There K = rope(rms_norm(x, w)) and V = rms_norm(x) (rule 13). A row of the latent cache is V and the
+rotated dims of K, d + 2p elements for p rotated pairs; the other dims of K are V * w. V is rounded
+before w multiplies it, so below fp32 K differs from the plain one by a rounding.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 from .attention import MASKING, attention, attention_workspace, split_chunk
 from .base import cases, free, op, require
 from .budgets import MOVES, Budget
-from .kv_quant import as_read, numbers
+from .kv_quant import dequantize_rows, dequantized_type
 from .types import FLOATS, Type, Types, torch
 
 
@@ -55,44 +54,45 @@ def keys_values(row: Any, w: Any) -> tuple[Any, Any]:
     return torch.cat((low, k[..., pairs:half], high, k[..., half + pairs :]), -1), v
 
 
-def _split(held: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Return the cache with the chunk's rows, and the block ids where there are any."""
-    rows, block_ids = split_chunk(held[1:], 1)
-    return [held[0], *rows], () if block_ids is None else (block_ids,)
+def _split(caches: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    """Split inputs into the cache with the chunk's rows, and the block ids (a tuple of one or
+    none)."""
+    rows, block_ids = split_chunk(caches[1:], 1)
+    return [caches[0], *rows], () if block_ids is None else (block_ids,)
 
 
-#: of the samples: queries, their positions, tokens in the cache and the weight of K's norm
+#: samples' queries, positions, numbers of cached tokens and weight of K's norm
 _QUERY = "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10 f32[8]"
 _ATTRS = "window=4, softcap=0.0, pairs=2"
 
 
 @op
 class attention_latent:
-    """`attention` over K and V that are made again from rows that say both
+    """`attention` over K and V rebuilt from the rows of a latent cache
 
     q [B,S,nq,d], positions, written, window, scale, softcap as in `attention`; w [d] the weight
-    of K's norm. Then the cache [C,B,n,d + 2 pairs] and, for a chunk that is not yet in it, its rows
-    [B,S,n,d + 2 pairs], of `latent_row`. With a chunk there may be block_ids, as in `attention`.
-    Roundings as in `attention`; that of K is stated above. Rows may be quantised as there.
+    of K's norm. Then the cache [C,B,n,d + 2 pairs] and, for a chunk that is not in it yet, its rows
+    [B,S,n,d + 2 pairs] of `latent_row` and optionally block_ids, as in `attention`. Rounded as
+    `attention`, plus K's rounding (see above). Rows may be quantised as there.
     """
 
-    budget = Budget(8, 512, "as attention, on keys that were made again and rounded")
+    budget = Budget(8, 512, "as attention, on keys that are rebuilt and rounded")
     kind = "kv"
     rows = (0, 1)
-    held = (4, 5)
+    cache_range = (4, 5)
     operands = "q positions written w *held"
     attrs = MASKING | {"pairs": "int"}
 
     @staticmethod
     def infer(
-        q: Type, positions: Type, written: Type, w: Type, *held: Type, pairs: int, **masking: Any
+        q: Type, positions: Type, written: Type, w: Type, *caches: Type, pairs: int, **masking: Any
     ) -> Type:
         fits = q.rank == 4 and isinstance(q.shape[-1], int) and w == Type(q.dtype, q.shape[-1:])
         require(fits, f"attention_latent: weight {w} does not fit q {q}")
         d = int(q.shape[-1])
         require(0 <= pairs <= d // 2, f"attention_latent: {pairs} rotated pairs in {d} dims")
-        rows, block_ids = _split(held)
-        keys = [as_read(t, q.dtype) for t in rows]
+        rows, block_ids = _split(caches)
+        keys = [dequantized_type(t, q.dtype) for t in rows]
         require(len({t.dtype for t in rows}) == 1, f"attention_latent: {rows}")
         for t in keys:
             fits = t.rank == 4 and t.shape[-1] == d + 2 * pairs and t.dtype in FLOATS
@@ -103,15 +103,15 @@ class attention_latent:
 
     @staticmethod
     def reference(
-        q: Any, positions: Any, written: Any, w: Any, *held: Any, pairs: int, **masking: Any
+        q: Any, positions: Any, written: Any, w: Any, *caches: Any, pairs: int, **masking: Any
     ) -> Any:
-        rows, block_ids = _split(held)
-        both = [x for row in rows for x in keys_values(numbers(row, q.dtype), w)]
+        rows, block_ids = _split(caches)
+        both = [x for row in rows for x in keys_values(dequantize_rows(row, q.dtype), w)]
         return attention.reference(q, positions, written, *both, *block_ids, **masking)
 
     @staticmethod
     def flops(ins: Types, outs: Types, *, pairs: int, **masking: Any) -> int:
-        """Count FLOPs as `attention` does; a key is d + 2 pairs long."""
+        """As `attention`, with keys of d + 2 pairs elements."""
         q, d = ins[0], int(ins[0].shape[-1])
         keys = [x.with_shape(*x.shape[:-1], d) for x in _split(ins[4:])[0] for _ in "kv"]
         count: int = attention.flops((q, *ins[1:3], *keys), outs, **masking)

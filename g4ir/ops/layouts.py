@@ -1,6 +1,6 @@
-"""How quantised weights lie in bytes: the formats of g4ir and those of GGUF files, in one table.
+"""Bit layouts of quantised weights, g4ir's and GGUF's, in one table.
 
-Readers, writers and conversions between formats follow from `LAYOUTS`. GGUF's are those of ggml's
+Readers, writers and conversions follow from `LAYOUTS`. GGUF's layouts are those of ggml's
 `ggml-common.h` and `ggml-quants.c`.
 """
 
@@ -16,17 +16,16 @@ from .types import torch
 
 @dataclass(frozen=True)
 class Bits:
-    """`width` bits of each value. Values are seen as an array of `axes`; the index along an axis
-    with a step chooses where in a byte they lie, in steps of so many bits, indices along the others
-    choose the byte."""
+    """A bit field of `width` bits per value. The values of a block form an array of shape `axes`:
+    along an axis with a step, the index times the step is the shift within a byte; the other
+    indices address the byte."""
 
     width: int
     axes: tuple[int, ...]
     steps: tuple[int, ...]
 
     def read(self, data: Any) -> Any:
-        """Return the bits of values, lowest first, of bytes that hold any number of such arrays:
-        u8 [.., values]."""
+        """Unpack bytes u8 [.., bytes] of any number of such arrays into u8 [.., values]."""
         sizes = [size for size, step in zip(self.axes, self.steps, strict=True) if not step]
         return self._read(data.unflatten(-1, (-1, *sizes)), 0, 0).flatten(-1 - len(self.axes))
 
@@ -40,7 +39,7 @@ class Bits:
         return torch.stack([self._read(data, axis + 1, s) for s in shifts], axis - len(self.axes))
 
     def write(self, values: Any) -> Any:
-        """Return the bytes of values u8 [.., values] of so many bits: u8 [.., bytes]."""
+        """Pack values u8 [.., values] of `width` bits into u8 [.., bytes]."""
         data = values.unflatten(-1, (-1, *self.axes))
         for axis, step in enumerate(self.steps):
             if step:
@@ -51,9 +50,9 @@ class Bits:
 
 @dataclass(frozen=True)
 class Layout:
-    """Blocks of so many values, each stored as value + `zero`: bytes and bits of their fields, in
-    order. `low` and `high` are the values' bits, `high` from bit 4 on; `integers`, which values
-    share, and `scales` are whole bytes."""
+    """A block of `values` values, each stored as value + `zero`. `fields` maps a name to (bytes,
+    bits), in order: `low` and `high` are the values' bits, `high` from bit 4 on; `integers`, which
+    values share, and `scales` are bytes."""
 
     values: int
     zero: int
@@ -75,8 +74,8 @@ class Layout:
         return low | high[0] << 4 if high else low
 
     def write(self, values: Any, **shared: Any) -> Any:
-        """Return blocks u8 [.., nbytes] of values u8 [.., values] with `zero` added, and of the
-        bytes of their other fields."""
+        """Pack values u8 [.., values], `zero` already added, and the bytes of the other fields into
+        blocks u8 [.., nbytes]."""
         parts = {"low": values, "high": values >> 4}
         for name in parts.keys() & self.fields.keys():
             bits = self.fields[name][1]
@@ -84,18 +83,18 @@ class Layout:
         return torch.cat([shared[name] for name in self.fields], -1)
 
     def convert(self, blocks: Any, to: Layout) -> Any:
-        """Return the fields of another layout, with the same `zero`, of blocks [.., nbytes]."""
+        """Repack blocks [.., nbytes] into the fields of another layout with the same `zero`."""
         parts, count = self.split(blocks), self.values // to.values
         for name, (_, bits) in to.fields.items():
-            if (own := self.fields[name][1]) != bits:
-                parts[name] = bits.write(own.read(parts[name]))
+            if (source := self.fields[name][1]) != bits:
+                parts[name] = bits.write(source.read(parts[name]))
             parts[name] = parts[name].unflatten(-1, (count, -1))
         return torch.cat([parts[name] for name in to.fields], -1).flatten(-2)
 
 
 def six_bits(data: Any) -> tuple[Any, Any]:
-    """Return the integers of 6 bits, [.., 8 B] each, that 12 bytes hold for 8 scales and 8 minima:
-    the first four of each with the upper bits of the last four above them, then the lower bits."""
+    """Unpack 12-byte groups into the 6-bit integers of 8 scales and 8 minima, [.., 8 B] each: the
+    first four of each with the upper bits of the last four above them, then the lower bits."""
     *first, last = data.unflatten(-1, (-1, 3, 4)).unbind(-2)
     scales, minima = (
         torch.cat((low & 63, high | low >> 6 << 4), -1).flatten(-2)
@@ -105,7 +104,7 @@ def six_bits(data: Any) -> tuple[Any, Any]:
 
 
 def in_six_bits(scales: Any, minima: Any) -> Any:
-    """Return the bytes that `six_bits` reads, [.., 12 B]."""
+    """Pack what `six_bits` unpacks, [.., 12 B]."""
     pairs = [t.to(torch.uint8).unflatten(-1, (-1, 2, 4)).unbind(-2) for t in (scales, minima)]
     first = [low | high >> 4 << 6 for low, high in pairs]
     last = pairs[0][1] & 15 | (pairs[1][1] & 15) << 4
@@ -113,29 +112,28 @@ def in_six_bits(scales: Any, minima: Any) -> Any:
 
 
 def in_order(width: int) -> Bits:
-    """Return values of 1, 2, 4 or 8 bits one after the other, the first in the lowest bits."""
+    """Values of 1, 2, 4 or 8 bits in order, the first in the lowest bits."""
     return Bits(width, (8 // width,), (width,))
 
 
 def halves(n: int) -> Bits:
-    """Return n values in the low halves of bytes, the next n in the high ones."""
+    """n values in the low nibbles of bytes, the next n in the high ones."""
     return Bits(4, (2, n), (4, 0))
 
 
 def fifth(n: int) -> Bits:
-    """Return one bit of each of n values: that of value a n / 4 + 2 i + p is bit 2 a + p of byte
-    i."""
+    """One bit of each of n values: that of value a n / 4 + 2 i + p is bit 2 a + p of byte i."""
     return Bits(1, (4, n // 8, 2), (2, 0, 1))
 
 
 def _layout(values: int, zero: int = 0, **fields: tuple[int, Bits] | int) -> Layout:
-    """Return a layout; a field of whole bytes is given by their count."""
+    """Build a layout; an int field is a count of bytes."""
     bits = {n: (f, BYTES) if isinstance(f, int) else f for n, f in fields.items()}
     return Layout(values, zero, bits)
 
 
 BYTES, PAIRS, SINGLE = Bits(8, (), ()), in_order(4), in_order(1)
-#: 2 bits of each of 128 values, one of each of 256: those of values 32 apart share a byte
+#: 2 bits of each of 128 values, one of each of 256; values with indices equal mod 32 share a byte
 QUARTERS, EIGHTHS = Bits(2, (4, 32), (2, 0)), Bits(1, (8, 32), (1, 0))
 
 LAYOUTS = {

@@ -1,4 +1,4 @@
-"""The gated activation of the MLP and of the per-layer embedding, alone and after its product."""
+"""Gated activations of the MLP and of per-layer embeddings, alone and fused after a linear."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def activate(x: Any, act: str) -> Any:
     f = torch.nn.functional
     if act == "gelu_pytorch_tanh":
         return f.gelu(x, approximate="tanh")
-    others: dict[str, Callable[[Any], Any]] = {"gelu": f.gelu, "silu": f.silu, "relu": f.relu}
-    return others[act](x)
+    functions: dict[str, Callable[[Any], Any]] = {"gelu": f.gelu, "silu": f.silu, "relu": f.relu}
+    return functions[act](x)
 
 
 @op

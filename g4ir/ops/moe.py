@@ -1,10 +1,10 @@
-"""Router and routed experts, and both with the dense MLP beside them."""
+"""Mixture of experts: router, routed experts, and both with the parallel dense MLP."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .base import Traffic, cases, every_operand, op, require, wide
+from .base import Traffic, cases, every_operand, op, require, upcast
 from .budgets import Budget
 from .mlp import activate
 from .types import ITEMSIZE, Type, Types, torch
@@ -39,15 +39,15 @@ class router:
         require(per_expert.shape == (experts,), f"router: {per_expert} does not fit {proj}")
         require(isinstance(experts, int) and 0 < top_k <= experts, f"router: top_k {top_k}")
         lead = x.shape[:-1]
-        wide_dtype = "f64" if x.dtype == "f64" else "f32"
-        return Type(wide_dtype, (*lead, top_k)), Type("i64", (*lead, top_k))
+        out_dtype = "f64" if x.dtype == "f64" else "f32"
+        return Type(out_dtype, (*lead, top_k)), Type("i64", (*lead, top_k))
 
     @staticmethod
     def reference(
         x: Any, scale: Any, proj: Any, per_expert: Any, *, top_k: int, root: float
     ) -> tuple[Any, Any]:
         scores = torch.nn.functional.linear(x * scale * root, proj)
-        weights, index = torch.topk(wide(scores).softmax(-1), top_k, -1)
+        weights, index = torch.topk(upcast(scores).softmax(-1), top_k, -1)
         weights = weights / weights.sum(-1, keepdim=True)
         return weights * per_expert[index], index
 
@@ -63,17 +63,16 @@ class router:
 
 
 def distinct_experts(count: int, top_k: int, tokens: int) -> float:
-    """Return the expected number of different experts that `tokens` tokens choose, top_k of `count`
-    each, all choices equally likely: count * (1 - (1 - top_k / count)^tokens), since each token
-    passes an expert over with probability 1 - top_k / count."""
+    """Return the expected number of distinct experts among `tokens` uniform choices of top_k of
+    `count`: count * (1 - (1 - top_k / count)^tokens)."""
     return count * (1 - (1 - top_k / count) ** tokens)
 
 
-def own_index(index: Any, first: Any, count: int) -> Any:
-    """Return each choice's place among the `count` experts from `first` on; `count`: it is none of
-    them."""
-    place = index - first
-    return torch.where((place >= 0) & (place < count), place, count)
+def local_expert_index(index: Any, first: Any, count: int) -> Any:
+    """Map global expert indices to local ones, of `count` experts from `first` on; `count` for
+    experts of other ranks."""
+    position = index - first
+    return torch.where((position >= 0) & (position < count), position, count)
 
 
 @op
@@ -83,7 +82,7 @@ class experts:
     Products are rounded to x's dtype; weighting and the sum over the slots, in top-k rank
     order, are fp32 and cast once (rules 24, 25: the reference's grouped form).
     gate_up [E, 2I, D] holds the gate rows first; down [E, D, I]. With `first`, i64[1], they are
-    experts first .. first + E - 1 of `total`, and choices of others add nothing.
+    experts first .. first + E - 1 of `total`; other experts contribute zero.
     """
 
     budget = Budget(2, 512, "two products and the activation between them, each rounded")
@@ -92,8 +91,8 @@ class experts:
     operands = "x weights index gate_up down first?"
 
     @staticmethod
-    def infer(*given: Type, act: str, total: int = 0) -> Type:
-        x, weights, index, gate_up, down, *first = given
+    def infer(*inputs: Type, act: str, total: int = 0) -> Type:
+        x, weights, index, gate_up, down, *first = inputs
         require(gate_up.rank == 3, f"experts: gate_up {gate_up} is not [E, 2I, D]; x {x}")
         experts, double, hidden = gate_up.shape
         require(hidden == x.shape[-1], f"experts: gate_up {gate_up} does not fit {x}")
@@ -109,21 +108,21 @@ class experts:
         return x
 
     @staticmethod
-    def reference(*given: Any, act: str, total: int = 0) -> Any:
-        x, weights, index, gate_up, down, *first = given
+    def reference(*inputs: Any, act: str, total: int = 0) -> Any:
+        x, weights, index, gate_up, down, *first = inputs
         count = len(gate_up)
-        own = own_index(index, first[0], count) if first else index
-        tokens, slots = x.flatten(0, -2), own.flatten(0, -2)
+        local = local_expert_index(index, first[0], count) if first else index
+        tokens, slots = x.flatten(0, -2), local.flatten(0, -2)
         if torch.compiler.is_compiling():
             rows = _every_expert(tokens, slots, gate_up, down, act)
-            rows = wide(rows) * weights.flatten(0, -2)[..., None]
+            rows = upcast(rows) * weights.flatten(0, -2)[..., None]
             return rows.sum(1).to(x.dtype).view_as(x)
-        out = wide(tokens).new_zeros(*slots.shape, tokens.shape[-1])
+        out = upcast(tokens).new_zeros(*slots.shape, tokens.shape[-1])
         for e in slots[slots < count].unique().tolist():
             token, slot = torch.where(slots == e)
             gate, up = torch.nn.functional.linear(tokens[token], gate_up[e]).chunk(2, -1)
             y = torch.nn.functional.linear(activate(gate, act) * up, down[e])
-            out[token, slot] = wide(y) * weights.flatten(0, -2)[token, slot, None]
+            out[token, slot] = upcast(y) * weights.flatten(0, -2)[token, slot, None]
         return out.sum(1).to(x.dtype).view_as(x)
 
     @staticmethod
@@ -133,8 +132,8 @@ class experts:
 
     @staticmethod
     def traffic(ins: Types, outs: Types, *, total: int = 0, **_: Any) -> Traffic:
-        """Count the weights of the experts that some token chose: `distinct_experts`, an upper
-        bound for routers that have favourites; of a part of them its share."""
+        """Count the weights of `distinct_experts` only, an upper bound for skewed routers; with
+        expert parallelism, the local fraction of them."""
         reads, writes = every_operand(ins, outs)
         count = total or int(ins[3].shape[0])
         k = int(ins[2].shape[-1])
@@ -144,8 +143,8 @@ class experts:
 
     @staticmethod
     def workspace(ins: Types, outs: Types, **_: Any) -> int:
-        """Count the rows gathered, gate and up, their product, the result; it and its weighted form
-        in fp32."""
+        """Count the gathered rows, gate and up, their product, the result, and the result in fp32
+        before and after weighting."""
         x, _weights, index, gate_up = ins[:4]
         double, hidden = map(int, gate_up.shape[1:])
         width = ITEMSIZE[x.dtype]
@@ -160,33 +159,33 @@ class experts:
 
 
 def _every_expert(x: Any, slots: Any, gate_up: Any, down: Any, act: str) -> Any:
-    """Return [T, k, D], the products of x [T, D] with the experts of its slots, without shapes that
-    depend on data, as compilers need it: every expert computes every row. Zero for experts of
-    another part."""
+    """Return the outputs [T, k, D] of the experts in `slots` for x [T, D]; zero for experts of
+    other ranks. Every expert computes every row, so that no shape depends on data, as compilers
+    require."""
     gate, up = torch.matmul(x, gate_up.transpose(1, 2)).chunk(2, -1)
-    made = torch.matmul(activate(gate, act) * up, down.transpose(1, 2)).transpose(0, 1)
-    own = (slots < len(gate_up))[..., None]
+    outputs = torch.matmul(activate(gate, act) * up, down.transpose(1, 2)).transpose(0, 1)
+    is_local = (slots < len(gate_up))[..., None]
     index = slots.clamp(max=len(gate_up) - 1)[..., None].expand(-1, -1, x.shape[-1])
-    return torch.where(own, made.gather(1, index), 0)
+    return torch.where(is_local, outputs.gather(1, index), 0)
 
 
 def _require_part(gate_up: Type, first: list[Type], total: int) -> None:
-    held = gate_up.shape[0]
+    count = gate_up.shape[0]
     if not first:
         require(total == 0, f"experts: {total} in all need an operand first; {gate_up}")
     else:
-        fits = first == [Type("i64", (1,))] and isinstance(held, int) and held <= total
+        fits = first == [Type("i64", (1,))] and isinstance(count, int) and count <= total
         require(fits, f"experts: gate_up {gate_up} is no part of {total}; first {first[0]}")
 
 
 @op
 class moe_mlp:
-    """dense, moe: the gated MLP of x_dense; the experts of x_moe that x_router asks for (rule 7)
+    """dense, moe: the gated MLP of x_dense; the experts routed by x_router on x_moe (rule 7)
 
     dense = linear(linear_glu(x_dense, w_dense), w_dense_down);
     moe = experts(x_moe, *router(x_router, router_scale, router_proj, per_expert), gate_up, down),
-    of which `first` says what part they are. The inputs are norms of one residual, [B,S,D]. One op,
-    so that both can run in the same grids.
+    with `first` as in `experts`. The inputs are norms of one residual, [B,S,D]. One op, so that a
+    kernel can run both branches in one grid.
     """
 
     budget = Budget(9, 576, "as router, then as experts; the dense MLP is off by less")
@@ -199,11 +198,11 @@ class moe_mlp:
     attrs = ROUTING
 
     @staticmethod
-    def expand(b: Any, *given: Any, act: str, **routing: Any) -> tuple[Any, Any]:
-        x_dense, x_moe, *router = given[:6]
-        w_dense, w_dense_down, gate_up, down, *first = given[6:]
-        total, held = router[2].type.shape[0], gate_up.type.shape[:1]
-        fits = first or held == (total,)
+    def expand(b: Any, *inputs: Any, act: str, **routing: Any) -> tuple[Any, Any]:
+        x_dense, x_moe, *router = inputs[:6]
+        w_dense, w_dense_down, gate_up, down, *first = inputs[6:]
+        total, count = router[2].type.shape[0], gate_up.type.shape[:1]
+        fits = first or count == (total,)
         require(fits, f"router_proj {router[2].type} does not fit gate_up {gate_up.type}")
         y = b.emit("linear_glu", x_dense, w_dense, act=act)
         dense = b.emit("linear", y, w_dense_down)

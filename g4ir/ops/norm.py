@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import cases, op, per_result, require, wide
+from .base import cases, op, per_result, require, upcast
 from .budgets import Budget
 from .types import FLOATS, Type, Types, torch
 
-#: attributes of a norm at the end of a block: a layer scalar follows; the pre-norms that follow,
-#: and whether each has a weight
+#: attributes of a block's final norm; `scaled`: a layer scalar follows; `weighted`: one entry per
+#: pre-norm that follows, whether it has a weight
 NORM = {"eps": "float", "scaled": "bool", "weighted": "tuple[bool, ...]"}
 
 
 def reciprocal_rms(h: Any, eps: float) -> Any:
-    """Return (mean(h^2) + eps)^-0.5 over the last dim, which stays as a dim of one (rule 10)."""
+    """Return (mean(h^2) + eps)^-0.5 over the last dim, kept as size 1 (rule 10)."""
     return (h.pow(2).mean(-1, keepdim=True) + eps).pow(-0.5)
 
 
@@ -22,7 +22,7 @@ def reciprocal_rms(h: Any, eps: float) -> Any:
 class one_plus:
     """1 + w in fp32: the weight of a norm that is stored about zero
 
-    Not in w's dtype: a bf16 w near 0 has bits that 1 + w in bf16 has no room for.
+    Not in w's dtype: bf16 1 + w would drop low bits of a w near 0.
     """
 
     budget = Budget(1, 0, "one sum, rounded once")
@@ -35,7 +35,7 @@ class one_plus:
 
     @staticmethod
     def reference(w: Any) -> Any:
-        return 1 + wide(w)
+        return 1 + upcast(w)
 
     samples = cases("f32[8]")
 
@@ -61,10 +61,10 @@ class rms_norm:
 
     @staticmethod
     def reference(x: Any, w: Any = None, *, eps: float) -> Any:
-        h = wide(x)
+        h = upcast(x)
         h = h * reciprocal_rms(h, eps)
         if w is not None:
-            h = h * wide(w)
+            h = h * upcast(w)
         return h.to(x.dtype)
 
     flops = per_result(4)
@@ -88,21 +88,20 @@ class norm_residual:
 
     @staticmethod
     def expand(
-        b: Any, x: Any, residual: Any, w_post: Any, *rest: Any, eps: float, **norm: Any
+        b: Any, x: Any, residual: Any, w_post: Any, *weights: Any, eps: float, **norm: Any
     ) -> tuple[Any, ...]:
         scaled, weighted = norm["scaled"], norm["weighted"]
         want = scaled + sum(weighted)
-        require(len(rest) == want, f"{len(rest)} inputs after w_post, expected {want}")
+        require(len(weights) == want, f"{len(weights)} inputs after w_post, expected {want}")
         h = b.emit("add", residual, b.emit("rms_norm", x, w_post, eps=eps))
         if scaled:
-            scalar = rest[0].type
+            scalar = weights[0].type
             require(scalar.shape == (1,), f"scalar {scalar} is not one value for {x.type}")
-            h = b.emit("mul", h, rest[0])
-        weights = iter(rest[scaled:])
-        norms = [
-            b.emit("rms_norm", h, *([next(weights)] if has else []), eps=eps) for has in weighted
-        ]
-        return (h, *norms)
+            h = b.emit("mul", h, weights[0])
+        pre_norms = iter(weights[scaled:])
+        return h, *(
+            b.emit("rms_norm", h, *([next(pre_norms)] if has else []), eps=eps) for has in weighted
+        )
 
     @staticmethod
     def flops(ins: Types, outs: Types, **_: Any) -> int:

@@ -1,4 +1,4 @@
-"""Ops after a packed projection: norms, rotation and the KV cache's update."""
+"""The op after a packed QKV projection: norms, RoPE and KV cache update."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from typing import Any
 from .base import cases, op, require
 from .budgets import Budget
 
-#: caches of K and of V, which is RMS-normed, or as projected: `unnormed`
-APART = ("plain", "unnormed")
-#: or one cache of a projection that both come from (see ops/latent.py)
-FORMS = (*APART, "value")
-#: attributes of a packed projection: heads of Q, of K and V, whether V is packed too; of the norms
+#: forms with separate caches of K and V; V is RMS-normed, except in `unnormed`
+SEPARATE_CACHES = ("plain", "unnormed")
+#: `value`: one latent cache (see ops/latent.py)
+CACHE_FORMS = (*SEPARATE_CACHES, "value")
+#: attributes: heads of Q, heads of K and V, whether V has a projection of its own, eps of the norms
 PACKED = {"heads": "int", "kv_heads": "int", "values": "bool", "eps": "float"}
 
 
-#: of the samples: weights of norms, rope tables, starts and lengths
-_OTHERS = "2*f32[8] 2*f32[2,1,8] i64[2]@3:9 i64[2]@0:2"
+#: samples' norm weights, rope tables, starts and lengths
+_INPUTS = "2*f32[8] 2*f32[2,1,8] i64[2]@3:9 i64[2]@0:2"
 _PLAIN = "kv_heads=2, values=True, form='plain', pairs=0"
 
 
 @op
 class qkv_write:
-    """Q normed and rotated, and the caches after the chunk, from one packed projection
+    """Q after norm and RoPE, and the updated KV caches, from one packed projection
 
     qkv [B,S,(heads + kv_heads * (1 + values)) * d]: q, k and, with `values`, v, else v = k.
     norm_q, norm_k [d]; cos, sin [B,S,d]; start, lengths i64[B] and the caches as in `cache_write`.
     K = norm_rope(k, norm_k), V = rms_norm(v) (rules 12, 13). Results: q [B,S,heads,d], then the
-    caches. Form `plain` has caches of K and V, and so has `unnormed`, with V = v; `value` one, of
-    `latent_row` with this many pairs. Caches may hold quantised rows, of `narrow_row`.
+    caches. Forms `plain` and `unnormed` (V = v) have caches of K and V; `value` has one, of
+    `latent_row` with this many pairs. Caches may be quantised (`narrow_row`).
     """
 
-    budget = Budget(2, 16, "as norm_rope or rms_norm; what follows moves data")
+    budget = Budget(2, 16, "as norm_rope or rms_norm; the rest moves data")
     kind = "kv"
     updates = ((1, 7), (2, 8))
     operands = "qkv norm_q norm_k cos sin start lengths *caches"
     attrs = PACKED | {"form": "str", "pairs": "int"}
 
     @staticmethod
-    def expand(b: Any, *given: Any, form: str, pairs: int, **sizes: Any) -> tuple[Any, ...]:
+    def expand(b: Any, *inputs: Any, form: str, pairs: int, **sizes: Any) -> tuple[Any, ...]:
         heads, kv_heads, values, eps = (sizes[name] for name in PACKED)
-        qkv, norm_q, norm_k, cos, sin, start, lengths, *caches = given
-        require(form in FORMS, f"form {form!r}: one of {', '.join(FORMS)}")
-        apart = form in APART
-        require(apart or not values, f"form {form} has K and V of one projection")
+        qkv, norm_q, norm_k, cos, sin, start, lengths, *caches = inputs
+        require(form in CACHE_FORMS, f"form {form!r}: one of {', '.join(CACHE_FORMS)}")
+        separate = form in SEPARATE_CACHES
+        require(separate or not values, f"form {form} has K and V of one projection")
         require(form == "value" or pairs == 0, f"form {form} has no rotated pairs apart")
         norms = (norm_q.type, norm_k.type)
         require(norms[0] == norms[1] and norms[0].rank == 1, f"norms {norms[0]}, {norms[1]}")
@@ -62,16 +62,16 @@ class qkv_write:
         for i, (cache, row) in enumerate(zip(caches, rows, strict=True)):
             if row.type.dtype != cache.type.dtype:
                 rows[i] = b.emit("narrow_row", row, to=cache.type.dtype)
-        held = zip(caches, rows, strict=True)
-        return q, *(b.emit("cache_write", cache, row, start, lengths) for cache, row in held)
+        writes = zip(caches, rows, strict=True)
+        return q, *(b.emit("cache_write", cache, row, start, lengths) for cache, row in writes)
 
     samples = cases(
-        f"f32[2,1,64] {_OTHERS} 2*f32[4,2,2,8] {{{_PLAIN}}}",
-        f"f32[2,1,40] {_OTHERS} 2*f32[9,2,1,8] {{kv_heads=1, values=False, form='plain', pairs=0}}",
-        f"f32[2,1,64] {_OTHERS} 2*f32[4,2,2,8] {{{_PLAIN.replace('plain', 'unnormed')}}}",
-        f"f32[2,1,48] {_OTHERS} f32[9,2,2,12] {{kv_heads=2, values=False, form='value', pairs=2}}",
-        f"f32[2,1,64] {_OTHERS} 2*f8e4m3[4,2,2,8] {{{_PLAIN}}}",
-        f"f32[2,1,64] {_OTHERS} 2*i8[4,2,2,10] {{{_PLAIN}}}",
+        f"f32[2,1,64] {_INPUTS} 2*f32[4,2,2,8] {{{_PLAIN}}}",
+        f"f32[2,1,40] {_INPUTS} 2*f32[9,2,1,8] {{kv_heads=1, values=False, form='plain', pairs=0}}",
+        f"f32[2,1,64] {_INPUTS} 2*f32[4,2,2,8] {{{_PLAIN.replace('plain', 'unnormed')}}}",
+        f"f32[2,1,48] {_INPUTS} f32[9,2,2,12] {{kv_heads=2, values=False, form='value', pairs=2}}",
+        f"f32[2,1,64] {_INPUTS} 2*f8e4m3[4,2,2,8] {{{_PLAIN}}}",
+        f"f32[2,1,64] {_INPUTS} 2*i8[4,2,2,10] {{{_PLAIN}}}",
         heads=4,
         eps=1e-6,
     )

@@ -1,95 +1,95 @@
-"""Ops on quantised weights and activations. Formats and their codecs are in codecs.py."""
+"""Ops on quantised weights and activations; the formats are in codecs.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .base import Sample, Traffic, cases, free, nothing, op, require, wide
+from .base import Sample, Traffic, cases, free, nothing, op, require, upcast
 from .budgets import MOVES, Budget
 from .codecs import (
     ACTIVATIONS,
     AS_BYTES,
-    FORM_OF,
-    FORMS,
+    FORMAT_OF,
+    FORMATS,
+    INT6_GROUP,
     PACKED,
     PIECE,
-    SHARE,
     TILE,
     WORD,
+    apply_scales,
     by_columns,
     by_rows,
-    dequantized,
-    fake_quantized,
+    dequantize_codes,
+    fake_quantize_values,
     fits_tiles,
     from_tiles,
-    quantized,
+    quantize_values,
     rows_from_tiles,
-    scaled,
     shared_integers,
     to_tiles,
-    unpacked,
+    unpack_codes,
 )
 from .types import FLOATS, ITEMSIZE, Type, Types, dtype_name, torch, torch_dtype
 
 
 def _values(codes: Type) -> int:
-    """Return the numbers of a row of codes."""
-    return FORMS[FORM_OF[codes.dtype]].numbers(int(codes.shape[-1]))
+    """Return the values per row of codes."""
+    return FORMATS[FORMAT_OF[codes.dtype]].values_in(int(codes.shape[-1]))
 
 
 def _require_fit(name: str, codes: Type, scales: Type) -> None:
     ints = codes.rank and all(isinstance(t.shape[-1], int) for t in (codes, scales))
-    fits = bool(ints) and codes.dtype in FORM_OF and codes.shape[:-1] == scales.shape[:-1]
-    form = FORMS[FORM_OF.get(codes.dtype, "int8")]
-    count, numbers = (int(scales.shape[-1]), _values(codes)) if fits else (0, 0)
-    fits = count > 0 and numbers > 0 and count % form.scales == 0
-    fits = fits and numbers % (count // form.scales * form.share) == 0
+    fits = bool(ints) and codes.dtype in FORMAT_OF and codes.shape[:-1] == scales.shape[:-1]
+    fmt = FORMATS[FORMAT_OF.get(codes.dtype, "int8")]
+    count, values = (int(scales.shape[-1]), _values(codes)) if fits else (0, 0)
+    fits = count > 0 and values > 0 and count % fmt.scales == 0
+    fits = fits and values % (count // fmt.scales * fmt.share) == 0
     require(fits, f"{name}: scales {scales} do not fit codes {codes}")
 
 
 @op
 class quantize:
-    """codes, scales of a weight: `group` numbers of a row share a scale, all of it where group is 0
+    """codes, scales of a weight: `group` consecutive values share a scale; group 0: the row
 
-    Scales are rounded to the dtype `scale` before codes are. int8 and fp8 divide a group's largest
-    magnitude by the largest code; integers of int6 are then the least that hold their numbers;
-    int4 finds the scale whose numbers are the weight's, if there is one (weights trained on that
-    grid), else one of small square error (codecs.py: `int4_scales`); of forms with minima both are
-    of small square error, and then become integers.
+    Scales are rounded to the dtype `scale` before codes are computed. int8 and fp8 divide a group's
+    absolute maximum by the largest code; int6 then takes the smallest shared integers that avoid
+    clipping; int4 takes the scale that reproduces the weight exactly, if there is one (weights
+    trained on that grid), else one of small squared error (codecs.py: `int4_scales`); formats with
+    minima fit scales and minima by least squares, then round them to integers.
     """
 
     budget = MOVES
 
     @staticmethod
     def infer(w: Type, *, form: str, group: int, scale: str) -> tuple[Type, Type]:
-        require(form in FORMS, f"quantize: form {form!r}: one of {', '.join(FORMS)}")
+        require(form in FORMATS, f"quantize: form {form!r}: one of {', '.join(FORMATS)}")
         size = w.shape[-1]
         require(isinstance(size, int), f"quantize: rows of {w} have no size")
         each = group or int(size)
-        fits = group >= 0 and int(size) % each == 0 and int(size) % FORMS[form].packed == 0
-        fits = fits and each % FORMS[form].share == 0
+        fits = group >= 0 and int(size) % each == 0 and int(size) % FORMATS[form].block_values == 0
+        fits = fits and each % FORMATS[form].share == 0
         require(fits, f"quantize: {form} in groups of {each} does not divide rows of {w}")
-        codes = Type(FORMS[form].codes, (*w.shape[:-1], FORMS[form].held(int(size))))
-        scales = int(size) // each * FORMS[form].scales
+        codes = Type(FORMATS[form].codes, (*w.shape[:-1], FORMATS[form].elements_for(int(size))))
+        scales = int(size) // each * FORMATS[form].scales
         return codes, Type(scale, (*w.shape[:-1], scales))
 
     @staticmethod
     def reference(
         w: Any, *, form: str, group: int, scale: str, moments: Any = None
     ) -> tuple[Any, Any]:
-        """`moments`: second moments of the inputs of a calibrated weight [.., 1, K], by which
-        squared errors are weighted (w [E, N, K] may have its own for each of E)."""
+        """`moments` [.., 1, K]: second moments of the inputs of a calibrated weight, the weights of
+        squared errors; for w [E, N, K] optionally per expert."""
         if moments is not None and w.ndim > 2:
             pairs = zip(w, moments.expand(*w.shape[:-2], 1, -1), strict=True)
             attrs: dict[str, Any] = {"form": form, "group": group, "scale": scale}
-            each = [quantize.reference(one, **attrs, moments=own) for one, own in pairs]
+            each = [quantize.reference(one, **attrs, moments=moment) for one, moment in pairs]
             codes, scales = (torch.stack(parts) for parts in zip(*each, strict=True))
             return codes, scales
         rows = w.reshape(-1, w.shape[-1])
         pieces = rows.split(max(1, PIECE // w.shape[-1]))
         by = None if moments is None else moments.flatten()
-        made = [quantized(x, form, group or w.shape[-1], scale, by) for x in pieces]
-        codes, scales = (torch.cat(parts) for parts in zip(*made, strict=True))
+        results = [quantize_values(x, form, group or w.shape[-1], scale, by) for x in pieces]
+        codes, scales = (torch.cat(parts) for parts in zip(*results, strict=True))
         return codes.view(*w.shape[:-1], -1), scales.view(*w.shape[:-1], -1)
 
     flops = free
@@ -106,8 +106,8 @@ class quantize:
 
 @op
 class dequantize:
-    """w = round(codes * scales) to the dtype `to`, less minima where the form has such; products
-    are exact unless scales are fp32, a difference is rounded to fp32 first"""
+    """w = round(codes * scales [- minima]) in the dtype `to`; products are exact unless scales are
+    fp32, a difference is rounded to fp32 first"""
 
     budget = Budget(1, 0, "one product, rounded once")
     fold = False
@@ -119,9 +119,9 @@ class dequantize:
 
     @staticmethod
     def reference(codes: Any, scales: Any, *, to: str) -> Any:
-        return dequantized(codes, scales, torch_dtype(to))
+        return dequantize_codes(codes, scales, torch_dtype(to))
 
-    # It belongs to the product that takes it (plan/cost.py).
+    # Counted with the matmul that reads it (plan/cost.py).
     flops = free
     traffic = nothing
     samples = cases(
@@ -138,7 +138,7 @@ class dequantize:
 
 @op
 class dense:
-    """dequantize(codes, scales), once at build: for products that take no codes"""
+    """dequantize(codes, scales), folded at build, for matmuls without a quantised kernel"""
 
     budget = Budget(1, 0, "one product, rounded once")
 
@@ -151,26 +151,26 @@ class dense:
 
 @op
 class as_bytes:
-    """codes, scales of int6 as codes of 8 bits with a scale for each 16, of int5 as such with the
-    same scales, once at build: for targets that take neither"""
+    """int6 to int8 with a scale per 16 values, int5 to int8 with the same scales; folded at build,
+    for targets that support neither"""
 
     budget = Budget(1, 0, "a scale is one product, exact unless scales are fp32")
 
     @staticmethod
     def infer(codes: Type, scales: Type) -> tuple[Type, Type]:
         _require_fit("as_bytes", codes, scales)
-        form, size = FORM_OF[codes.dtype], _values(codes)
-        require(form in AS_BYTES, f"as_bytes: codes {codes} are {form}")
+        fmt, size = FORMAT_OF[codes.dtype], _values(codes)
+        require(fmt in AS_BYTES, f"as_bytes: codes {codes} are {fmt}")
         *lead, _ = codes.shape
-        shared = scales if form == "int5" else Type("f32", (*lead, size // SHARE))
+        shared = scales if fmt == "int5" else Type("f32", (*lead, size // INT6_GROUP))
         return Type("i8", (*lead, size)), shared
 
     @staticmethod
     def reference(codes: Any, scales: Any) -> tuple[Any, Any]:
-        if FORM_OF[dtype_name(codes.dtype)] == "int5":
-            return unpacked(codes), scales
+        if FORMAT_OF[dtype_name(codes.dtype)] == "int5":
+            return unpack_codes(codes), scales
         (integers,) = shared_integers(codes)
-        return unpacked(codes), scaled(integers, wide(scales))
+        return unpack_codes(codes), apply_scales(integers, upcast(scales))
 
     flops = free
     samples = cases(
@@ -181,9 +181,9 @@ class as_bytes:
 
 @op
 class columns:
-    """Codes or scales of w [.., N, K] by columns: [.., K, N]
+    """Codes or scales of w [.., N, K] transposed to [.., K, N]
 
-    Codes of 4 bits lie then in two's complement, those of two rows of w in a byte, [.., K, N/2].
+    4-bit codes become two's complement, with two rows of w in a byte: [.., K, N/2].
     """
 
     budget = MOVES
@@ -207,7 +207,7 @@ class columns:
 
 @op
 class dequantize_columns:
-    """dequantize(codes, scales) of codes and scales that lie by columns"""
+    """dequantize(codes, scales) of transposed codes and scales (`columns`)"""
 
     budget = Budget(1, 0, "one product, rounded once")
     fold = False
@@ -216,15 +216,17 @@ class dequantize_columns:
     def infer(codes: Type, scales: Type, *, to: str) -> Type:
         fits = codes.rank == scales.rank >= 2 and codes.dtype in PACKED
         require(fits, f"dequantize_columns: scales {scales} do not fit codes {codes}")
-        (*lead, k, n), (*others, groups, count) = codes.shape, scales.shape
+        (*lead, k, n), (*scale_lead, groups, count) = codes.shape, scales.shape
         rows = int(n) * PACKED[codes.dtype]
-        fits = lead == others and rows == count and int(groups) > 0 and int(k) % int(groups) == 0
+        fits = (
+            lead == scale_lead and rows == count and int(groups) > 0 and int(k) % int(groups) == 0
+        )
         require(fits, f"dequantize_columns: scales {scales} do not fit codes {codes}")
         return Type(to, (*lead, rows, k))
 
     @staticmethod
     def reference(codes: Any, scales: Any, *, to: str) -> Any:
-        return dequantized(by_rows(codes), scales.mT, torch_dtype(to))
+        return dequantize_codes(by_rows(codes), scales.mT, torch_dtype(to))
 
     flops = free
     traffic = nothing
@@ -238,8 +240,8 @@ class dequantize_columns:
 
 @op
 class tiles:
-    """Codes or scales of w [.., N, K] in tiles of 16 rows: words of 4 bytes (of scales: numbers) of
-    the rows alternate, so that a processor's vector has one of each"""
+    """Codes or scales of w [.., N, K] interleaved in tiles of 16 rows, by 4-byte words (or single
+    scales), so that a SIMD vector has one lane per row"""
 
     budget = MOVES
 
@@ -275,7 +277,7 @@ class dequantize_tiles:
 
     @staticmethod
     def reference(codes: Any, scales: Any, *, to: str) -> Any:
-        return dequantized(from_tiles(codes), from_tiles(scales), torch_dtype(to))
+        return dequantize_codes(from_tiles(codes), from_tiles(scales), torch_dtype(to))
 
     flops = free
     traffic = nothing
@@ -304,8 +306,8 @@ class embedding_tiles:
     @staticmethod
     def reference(codes: Any, scales: Any, ids: Any, *, scale: float, to: str) -> Any:
         rows = rows_from_tiles(codes, ids), rows_from_tiles(scales, ids)
-        made = dequantized(*rows, torch_dtype(to))
-        return made * torch.tensor(scale).to(made.dtype)
+        out = dequantize_codes(*rows, torch_dtype(to))
+        return out * torch.tensor(scale).to(out.dtype)
 
     @staticmethod
     def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **attrs: Any) -> Traffic:
@@ -316,7 +318,7 @@ class embedding_tiles:
 
 @op
 class embedding_quantized:
-    """embedding(dequantize(codes, scales), ids): only the rows that are asked for are read"""
+    """embedding(dequantize(codes, scales), ids); reads only the gathered rows"""
 
     budget = Budget(2, 0, "two products, each rounded once")
     kind = "embed"
@@ -331,12 +333,12 @@ class embedding_quantized:
 
     @staticmethod
     def reference(codes: Any, scales: Any, ids: Any, *, scale: float, to: str) -> Any:
-        rows = dequantized(codes[ids], scales[ids], torch_dtype(to))
+        rows = dequantize_codes(codes[ids], scales[ids], torch_dtype(to))
         return rows * torch.tensor(scale).to(rows.dtype)
 
     @staticmethod
     def traffic(ins: Types, outs: Types, **_: Any) -> Traffic:
-        """Count the rows of the tables that are asked for."""
+        """Count only the gathered rows."""
         codes, scales, ids = ins
         per_row = (int(t.shape[1]) * ITEMSIZE[t.dtype] for t in (codes, scales))
         return (*(n * ids.numel() for n in per_row), ids.nbytes()), (outs[0].nbytes(),)
@@ -353,25 +355,25 @@ class embedding_quantized:
 
 @op
 class fake_quantize:
-    """x as codes of 8 bits would say it: round(code * scale), with scales of its own numbers
+    """x quantised dynamically to 8 bits and dequantised: round(code * scale)
 
-    `int8`: a scale for 32 numbers, the last group may be shorter; `fp8` (e4m3): one for a row. A
-    scale is the largest magnitude divided by the largest code, in fp32.
+    `int8`: a scale per 32 values, the last group may be shorter; `fp8` (e4m3): one per row. A
+    scale is the absolute maximum divided by the largest code, in fp32.
     """
 
-    budget = Budget(1, 0, "a number may be rounded the other way, by one step", grid=2.0**-3)
+    budget = Budget(1, 0, "a value may be rounded the other way, by one step", grid=2.0**-3)
     rows = (0,)
 
     @staticmethod
     def infer(x: Type, *, form: str) -> Type:
-        known = ", ".join(ACTIVATIONS)
-        require(form in ACTIVATIONS, f"fake_quantize: form {form!r}: one of {known}")
+        names = ", ".join(ACTIVATIONS)
+        require(form in ACTIVATIONS, f"fake_quantize: form {form!r}: one of {names}")
         fits = x.dtype in FLOATS and x.rank > 0 and isinstance(x.shape[-1], int)
         require(fits, f"fake_quantize: {x} has no rows of a known size")
         return x
 
     @staticmethod
     def reference(x: Any, *, form: str) -> Any:
-        return fake_quantized(x, form)
+        return fake_quantize_values(x, form)
 
     samples = [Sample(("f32[2,3,80]",), {"form": form}) for form in ACTIVATIONS]

@@ -102,8 +102,8 @@ def parse_type(text: str) -> Type:
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of an IR dtype name."""
-    found: torch.dtype = getattr(torch, TORCH_NAMES[name])
-    return found
+    dtype: torch.dtype = getattr(torch, TORCH_NAMES[name])
+    return dtype
 
 
 def dtype_name(dtype: object) -> str:

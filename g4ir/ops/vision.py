@@ -1,6 +1,6 @@
-"""The vision tower's own ops: patches, their places in two dimensions, pooling (rules 26 to 29).
+"""Ops of the vision tower: patches, their 2D positions, pooling (rules 26 to 29).
 
-Patches are rows [B,P,D] with positions i64[B,P,2], (x, y), x the column; padding is at (-1, -1).
+Patches are [B,P,D] with positions i64[B,P,2], (x, y), x the column; padding is at (-1, -1).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from .attention import attend, require_groups
-from .base import Traffic, cases, op, per_input, per_result, require, wide
+from .base import Traffic, cases, op, per_input, per_result, require, upcast
 from .budgets import MOVES, Budget
 from .rope import inverse_frequencies, rotate_half
 from .types import FLOATS, ITEMSIZE, Type, Types, torch, torch_dtype
@@ -35,14 +35,14 @@ class centre_pixels:
 
     @staticmethod
     def reference(x: Any, *, dtype: str) -> Any:
-        return (2 * (wide(x) - 0.5)).to(torch_dtype(dtype))
+        return (2 * (upcast(x) - 0.5)).to(torch_dtype(dtype))
 
     samples = cases("f32[1,5,12]", dtype="f64")
 
 
 @op
 class valid_patches:
-    """Whether each patch is one, bool [B, P]; the others are padding"""
+    """bool [B, P]: False for padding"""
 
     budget = MOVES
     kind = "other"
@@ -86,7 +86,7 @@ class axial_embedding:
 
     @staticmethod
     def traffic(ins: Types, outs: Types, **_: Any) -> Traffic:
-        """Count the rows of the tables that are asked for."""
+        """Count only the gathered rows."""
         rows = outs[0].nbytes()
         return (2 * rows, ins[1].nbytes()), (rows,)
 
@@ -123,7 +123,7 @@ class axial_rope_table:
 
 @op
 class axial_rope:
-    """Each half of the head turned by its axis: x * cos + rotate_half(x) * sin, three roundings;
+    """RoPE of each half of the head by one axis: x * cos + rotate_half(x) * sin, three roundings;
     x is [B, P, n, d] (rule 28)"""
 
     budget = Budget(2, 0, "two products and their sum, each rounded")
@@ -151,7 +151,7 @@ class encoder_attention:
     """softmax(q k^T * scale over valid keys) v, every query (rule 27)
 
     q [B,P,nq,d]; k, v [B,P,n,d]; valid bool[B,P]. Scores, probabilities and output are rounded to
-    q's dtype, softmax is fp32. A query without a valid key yields a finite value nobody reads.
+    q's dtype, softmax is fp32. A query without a valid key yields a finite value, never read.
     """
 
     budget = Budget(4, 512, "scores, weights and output are rounded, sums reordered")
@@ -185,9 +185,9 @@ class encoder_attention:
 class pool_patches:
     """The mean of every k x k square of patches, times `root`: fp32 [B, P / k^2, D] (rule 29)
 
-    x [B,P,D] with zeros for padding. Squares are numbered in reading order of an image as wide as
-    its largest x says; those beyond the image are 0. Sums are fp32, means are rounded to x's
-    dtype, and the product is fp32 again.
+    x [B,P,D] with zeros for padding. Squares are in row-major order of an image whose width is its
+    largest x + 1; those beyond the image are 0. Sums are fp32, means are rounded to x's dtype, and
+    the product is fp32 again.
     """
 
     budget = Budget(2, 64, "a mean in fp32, rounded once; the product with the root is fp32")
@@ -208,15 +208,15 @@ class pool_patches:
         width = at[..., 0].amax(-1, keepdim=True) + 1
         square = at[..., 0] // k + width // k * (at[..., 1] // k)
         squares = torch.arange(x.shape[1] // k**2, device=x.device)
-        share = wide(x.new_zeros(())).new_full((), 1 / k**2)
+        share = upcast(x.new_zeros(())).new_full((), 1 / k**2)
         weights = torch.where(square[:, None] == squares[:, None], share, 0)
-        return wide((weights @ wide(x)).to(x.dtype)) * root
+        return upcast((weights @ upcast(x)).to(x.dtype)) * root
 
     flops = per_input(1)
 
     @staticmethod
     def workspace(ins: Types, outs: Types, *, k: int, **_: Any) -> int:
-        """Count the share of every patch in every square, and the patches in fp32."""
+        """Count the pooling matrix and the patches in fp32."""
         _batch, patches, width = map(int, ins[0].shape)
         return ITEMSIZE["f32"] * patches * (patches // k**2 + width)
 
@@ -240,6 +240,6 @@ class standardize:
 
     @staticmethod
     def reference(x: Any, bias: Any, scale: Any) -> Any:
-        return (wide(x) - wide(bias)) * wide(scale)
+        return (upcast(x) - upcast(bias)) * upcast(scale)
 
     samples = cases("f32[1,3,8] 2*f32[8]")

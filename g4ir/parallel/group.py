@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.errors import InputError, MissingError, RankError
 from g4ir.ir.graph import Node
 from g4ir.ir.interpret import run_node
-from g4ir.ops.base import wide
+from g4ir.ops.base import upcast
 from g4ir.ops.types import dtype_name, torch_dtype
 from g4ir.ui.console import put_off
 
@@ -125,7 +125,7 @@ class Group:
         if flat.nbytes <= GATHERED:
             total = rank_sum(self._all(flat))
         else:
-            total = wide(flat).clone()
+            total = upcast(flat).clone()
             with self._watched():
                 self._dist.all_reduce(total)
             total = total.to(flat.dtype)
@@ -302,7 +302,7 @@ class Group:
 
 def rank_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum in order of rank, so that all ranks have the same bits; rounded once."""
-    total, *others = map(wide, parts)
+    total, *others = map(upcast, parts)
     for part in others:
         total = total + part
     return total.to(parts[0].dtype)

@@ -18,7 +18,7 @@ from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.model.text import PLE_PARAM
 from g4ir.model.towers import is_tower
-from g4ir.ops.codecs import FORM_OF
+from g4ir.ops.codecs import FORMAT_OF
 from g4ir.weights.pack import DEFAULT_PLACEMENT, Packing
 
 from .backend import PlannedBackend
@@ -123,7 +123,7 @@ class Footprint:
         nodes = self.packing.prologue.nodes
         made = {"dense": lambda n: n.word("to"), "as_bytes": lambda n: "int8"}
         found = (n for n in nodes if n.op in made)
-        return {FORM_OF[n["codes"].type.dtype]: made[n.op](n) for n in found}
+        return {FORMAT_OF[n["codes"].type.dtype]: made[n.op](n) for n in found}
 
     # --- everything
 

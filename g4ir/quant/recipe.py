@@ -26,7 +26,7 @@ from typing import Annotated
 
 from g4ir.errors import InputError
 from g4ir.ops import OPS
-from g4ir.ops.codecs import FORMS
+from g4ir.ops.codecs import FORMATS
 from g4ir.ops.types import Type
 from g4ir.spec.reader import Index, Length, OneOf, Shaped, build, fail, parse_tree, read_tree
 
@@ -58,12 +58,12 @@ class Scheme:
 
     def fits(self, t: Type) -> bool:
         """Whether groups divide the rows of a weight, and codes fill bytes."""
-        return int(t.shape[-1]) % self.least == 0 and self.group % FORMS[self.form].share == 0
+        return int(t.shape[-1]) % self.least == 0 and self.group % FORMATS[self.form].share == 0
 
     @property
     def least(self) -> int:
         """Numbers that a row must be a multiple of."""
-        return math.lcm(self.group or 1, FORMS[self.form].packed)
+        return math.lcm(self.group or 1, FORMATS[self.form].block_values)
 
 
 #: formats that a quantisation config names; weights trained for 4 bits have scales in bf16, and the

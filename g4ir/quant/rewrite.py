@@ -14,7 +14,7 @@ from functools import lru_cache
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value
 from g4ir.model.names import CODES, SCALES, checkpoint_name
 from g4ir.model.text import build_graph
-from g4ir.ops.codecs import AS_BYTES, FORM_OF, FORMS
+from g4ir.ops.codecs import AS_BYTES, FORMAT_OF, FORMATS
 from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
 
@@ -100,10 +100,10 @@ def simplified(g: Graph) -> Graph:
     bits are made of the former at build, and of the others what they mean."""
     b = Builder(g.name)
     for n in g.nodes:
-        form = FORM_OF[n["codes"].type.dtype] if n.op in TAKERS else ""
+        form = FORMAT_OF[n["codes"].type.dtype] if n.op in TAKERS else ""
         if form in AS_BYTES:
             _in_bytes(b, n)
-        elif form and FORMS[form].scales > 1:
+        elif form and FORMATS[form].scales > 1:
             _made_dense(b, n)
         else:
             b.nodes.append(n)

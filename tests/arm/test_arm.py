@@ -13,7 +13,7 @@ import torch
 
 from g4ir.backends.cpu import library as cpu_library
 from g4ir.backends.cpu import pyops
-from g4ir.ops.codecs import fake_quantized, to_tiles
+from g4ir.ops.codecs import fake_quantize_values, to_tiles
 from tests.coded_products import (
     BUDGET,
     GROUPS,
@@ -96,5 +96,5 @@ def test_prompts(program: Path, weight: tuple[str, int, str], rounded: bool) -> 
         pytest.skip("a CPU without integer products rounds rows first")
     x, codes, scales, dense = with_outliers(61, OUTS, WIDTH, weight, torch.bfloat16)
     (got,) = products(program, to_tiles(codes), to_tiles(scales), [x], rounded=rounded)
-    want = (fake_quantized(x.double(), "int8") if rounded else x.double()) @ dense.T
+    want = (fake_quantize_values(x.double(), "int8") if rounded else x.double()) @ dense.T
     assert (got - want).abs().amax() <= BUDGET[torch.bfloat16] * want.abs().amax()

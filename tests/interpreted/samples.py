@@ -25,7 +25,7 @@ from g4ir.ir.interpret import interpret
 from g4ir.ops import OPS
 from g4ir.ops.attention import slot_positions, visible
 from g4ir.ops.base import as_tuple
-from g4ir.ops.kv_quant import held_width
+from g4ir.ops.kv_quant import dequantized_width
 from g4ir.ops.types import parse_type, torch_dtype
 
 Tensor = torch.Tensor
@@ -56,14 +56,16 @@ def node_of(kernel: Kernel, s: Sample, dtype: str) -> Node:
 def draw(n: Node, s: Sample, size: float) -> list[Tensor]:
     """Normal values of a size; weights that keep the size of what they multiply; given numbers."""
     random = torch.Generator().manual_seed(crc32(str(s).encode()))
-    caches = range(*n.definition.held(**n.attrs)) if n.definition.held else range(0)
+    caches = range(*n.definition.cache_range(**n.attrs)) if n.definition.cache_range else range(0)
 
     def one(i: int, text: str) -> Tensor:
         if i in s.given:
             return torch.tensor(s.given[i])
         shape, dtype = [int(d) for d in n.inputs[i].type.shape], n.inputs[i].type.dtype
         if i in caches and dtype in ("i8", "f8e4m3"):
-            x = size * torch.randn((*shape[:-1], held_width(n.inputs[i].type)), generator=random)
+            x = size * torch.randn(
+                (*shape[:-1], dequantized_width(n.inputs[i].type)), generator=random
+            )
             return OPS["narrow_row"].reference(x, to=dtype)  # type: ignore[misc,no-any-return]
         if dtype in ("i8", "u8"):  # codes: every byte is one
             codes = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
@@ -98,7 +100,7 @@ def in_codes(w: Tensor, form: str, group: int) -> Coded:
 
 def seen(n: Node, given: list[Tensor]) -> Tensor:
     """[B,S,C] of an attention: the slots that each query sees."""
-    cache = given[n.definition.held(**n.attrs)[0]]
+    cache = given[n.definition.cache_range(**n.attrs)[0]]
     positions, written = (given[n.definition.operands.index(x)] for x in ("positions", "written"))
     keys = slot_positions(written, cache.shape[0])
     return visible(keys, positions, n.whole("window"))  # type: ignore[no-any-return]
@@ -171,7 +173,8 @@ class Try:
         for i, how in s.coded.items():
             ours[i] = in_codes(self.given[i], *how)
             self.given[i] = dense(ours[i])
-        self.held = range(*n.definition.held(**n.attrs)) if n.definition.held else range(0)
+        caches_of = n.definition.cache_range
+        self.held = range(*caches_of(**n.attrs)) if caches_of else range(0)
         for i in self.held:
             hidden = ~seen(n, self.given).any(1).t()[:, :, None, None]
             ours[i] = filled(ours[i], hidden)

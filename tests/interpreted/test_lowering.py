@@ -21,7 +21,7 @@ from g4ir.ir.graph import Graph, Node
 from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import bind
 from g4ir.ir.text import parse_graph
-from g4ir.ops.codecs import FORM_OF, FORMS
+from g4ir.ops.codecs import FORMAT_OF, FORMATS
 from g4ir.ops.types import torch_dtype
 from g4ir.weights.pack import split_program
 from tests.cases import TABLES
@@ -75,7 +75,7 @@ def drawn(g: Graph, rows: int, chunk: int, held: list[int]) -> tuple[dict[str, A
 
 def size_of_scales(n: Node) -> float:
     """With which a weight keeps the size of what it multiplies."""
-    largest = FORMS[FORM_OF[n["codes"].type.dtype]].largest
+    largest = FORMATS[FORMAT_OF[n["codes"].type.dtype]].largest
     return 2 / largest * int(n.out.type.shape[-1]) ** -0.5
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from g4ir.backends.inductor.lowered import Coded
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node, Value
-from g4ir.ops.codecs import FORM_OF, FORMS, PACKED
-from g4ir.ops.kv_quant import narrow_width
+from g4ir.ops.codecs import FORMAT_OF, FORMATS, PACKED
+from g4ir.ops.kv_quant import quantized_width
 from g4ir.ops.types import Type
 
 #: most rows that products with few rows take; more are the library's
@@ -145,12 +145,12 @@ def codes_of(g: Graph, v: Value) -> dict[str, int]:
     group = k // size(n["scales"].type, -1)
     whole = group == k or (group >= 16 and group & (group - 1) == 0)
     whole &= k % 8 == 0 and codes.dtype in PACKED
-    return {FORM_OF[codes.dtype]: group} if whole else {}
+    return {FORMAT_OF[codes.dtype]: group} if whole else {}
 
 
 def is_quantised(shape: Shape) -> bool:
     """Whether a shape has what `codes_of` returns of a weight."""
-    return any(form in shape for form in FORMS)
+    return any(form in shape for form in FORMATS)
 
 
 def row_tile(shape: Shape) -> int:
@@ -204,7 +204,7 @@ def attention_sample(
     rotated, of a latent cache; `narrow`: what the caches' rows are held in, if not the dtype."""
     b, s, (nq, n) = len(lengths), tokens or 1, heads
     widths = [d, d] if pairs is None else [d + 2 * pairs]
-    kept = [(narrow or "T", narrow_width(w, narrow) if narrow else w) for w in widths]
+    kept = [(narrow or "T", quantized_width(w, narrow) if narrow else w) for w in widths]
     attrs: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap}
     if pairs is not None:
         attrs["pairs"] = pairs

@@ -18,12 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from g4ir.ops.codecs import FORM_OF, FORMS, PACKED, dequantized
+from g4ir.ops.codecs import FORMAT_OF, FORMATS, PACKED, dequantize_codes
 from g4ir.ops.types import torch_dtype
 
 Tensor = torch.Tensor
 #: dtype of codes -> their form
-CODED = {torch_dtype(codes): FORM_OF[codes] for codes in PACKED}
+CODED = {torch_dtype(codes): FORMAT_OF[codes] for codes in PACKED}
 
 
 @triton.jit
@@ -209,10 +209,10 @@ def form_of(w: Tensor, scales: Tensor | None, prefix: str = "") -> dict[str, Any
 
 def columns(w: Tensor) -> int:
     """Count the numbers of a row of a weight, or of its codes."""
-    return w.shape[-1] * FORMS[CODED[w.dtype]].packed if w.dtype in CODED else w.shape[-1]
+    return w.shape[-1] * FORMATS[CODED[w.dtype]].block_values if w.dtype in CODED else w.shape[-1]
 
 
 def dense(w: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return a weight, made of its codes where it is held so."""
-    made: Tensor = w if scales is None else dequantized(w, scales, dtype)
+    made: Tensor = w if scales is None else dequantize_codes(w, scales, dtype)
     return made

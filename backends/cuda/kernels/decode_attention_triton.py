@@ -27,7 +27,7 @@ from torch.library import triton_op
 
 from g4ir.ops.attention import attention
 from g4ir.ops.kv_quant import GROUP as CODES
-from g4ir.ops.kv_quant import numbers, numbers_in
+from g4ir.ops.kv_quant import dequantize_rows, values_in_row
 from g4ir.ops.latent import keys_values
 
 from .launch import is_last, power_of_2, start, takes, tanh
@@ -344,7 +344,7 @@ def factors(scale: float, softcap: float) -> tuple[float, float]:
 
 def _layout(q: Tensor, cache: Tensor, latent: bool, n: int) -> dict[str, Any]:
     """Return the constants of a cache's layout, with N: n, or fewer."""
-    row = numbers_in(cache.shape[3]) if cache.dtype == torch.int8 else 0
+    row = values_in_row(cache.shape[3]) if cache.dtype == torch.int8 else 0
     if not latent:
         return {"P": 0, "PP": 16, "ROW": row, "N": n}
     pairs = ((row or cache.shape[3]) - q.shape[3]) // 2
@@ -378,7 +378,7 @@ def decode_attention(
     """
     if not takes(q):
         arrivals.zero_()
-        both = caches if w is None else keys_values(numbers(caches[0], q.dtype), w)
+        both = caches if w is None else keys_values(dequantize_rows(caches[0], q.dtype), w)
         out: Tensor = attention.reference(
             *(q, end[:, None] - 1, end, *both),
             window=window,

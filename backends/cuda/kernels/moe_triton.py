@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch.library import triton_op
 
-from g4ir.ops.base import wide
+from g4ir.ops.base import upcast
 from g4ir.ops.mlp import activate as activation
 
 from .codes_triton import columns, dense, form_of, sums_of
@@ -357,7 +357,7 @@ def route_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the second half of the op `router`, with an order among equals, and the list of
     experts in use."""
-    scores, index = wide(logits).sort(dim=-1, descending=True, stable=True)
+    scores, index = upcast(logits).sort(dim=-1, descending=True, stable=True)
     index = index[..., :top_k].contiguous()
     weights = scores[..., :top_k].softmax(-1) * per_expert[index]
     experts = torch.arange(logits.shape[-1], device=logits.device)
@@ -438,7 +438,7 @@ def _per_slot(x: Tensor, w: Tensor, index: Tensor) -> Tensor:
     """Return products per slot: x [rows, slots or 1, k], w [E, n, k] -> [rows, slots, n], rounded
     once."""
     picked = w[index.flatten(0, -2)]
-    return (wide(picked) @ wide(x)[..., None])[..., 0].to(x.dtype)
+    return (upcast(picked) @ upcast(x)[..., None])[..., 0].to(x.dtype)
 
 
 @triton_op("g4ir::moe_gate_up", mutates_args={})

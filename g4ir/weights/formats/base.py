@@ -15,7 +15,7 @@ from typing import Annotated
 
 from g4ir.errors import WeightsError
 from g4ir.model.names import CODES, SCALES
-from g4ir.ops.codecs import dequantized
+from g4ir.ops.codecs import dequantize_codes
 from g4ir.ops.types import torch, torch_dtype
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.reader import Length
@@ -95,7 +95,7 @@ def quantised_weight(
 
     def values(rows: torch.Tensor | None) -> torch.Tensor:
         rounded = scales(rows).to(torch_dtype(scheme.scale or dtype))
-        return dequantized(codes(rows), rounded, torch.float32)
+        return dequantize_codes(codes(rows), rounded, torch.float32)
 
     return StoredWeight(shape, {"": values, CODES: codes, SCALES: scales}, release, scheme)
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from g4ir.errors import WeightsError
 from g4ir.model.names import CODES, SCALES
-from g4ir.ops.codecs import unpacked
+from g4ir.ops.codecs import unpack_codes
 from g4ir.ops.types import torch
 from g4ir.spec.reader import Length, Line, Node, OneOf, Range, build
 from g4ir.weights.tensorfile import broken, quoted
@@ -273,8 +273,8 @@ def _with_zeros(files: Files, w: StoredWeight, zeros: Found, grid: ScaleBlocks) 
     require(zeros, ["I32"], (-(-n // 8), groups))
 
     def codes(ids: torch.Tensor | None) -> torch.Tensor:
-        z = unpacked(_bytes(files.rows(zeros).t()))[:, :n].t()
-        q = unpacked(w.parts[CODES](ids))
+        z = unpack_codes(_bytes(files.rows(zeros).t()))[:, :n].t()
+        q = unpack_codes(w.parts[CODES](ids))
         z = grid.spread(z, w.shape, ids)
         return (q.unflatten(-1, (z.shape[-1], -1)) - z[..., None]).flatten(-2)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from g4ir.ops.codecs import FORMS, dequantized
+from g4ir.ops.codecs import FORMATS, dequantize_codes
 from g4ir.ops.layouts import LAYOUTS
 from g4ir.ops.types import torch, torch_dtype
 from g4ir.quant.recipe import Scheme
@@ -33,7 +33,9 @@ class BlockFormat:
     scales: Part
 
     def numbers(self, blocks: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = dequantized(self.codes(blocks), self.scales(blocks), torch.float32)
+        made: torch.Tensor = dequantize_codes(
+            self.codes(blocks), self.scales(blocks), torch.float32
+        )
         return made
 
 
@@ -41,8 +43,8 @@ def _coded(kind: str, form: str, group: int) -> BlockFormat:
     """Return a type whose blocks hold the codes of a form in another order of bits."""
 
     def codes(blocks: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = LAYOUTS[kind].convert(blocks, FORMS[form].layout)
-        return made.view(torch_dtype(FORMS[form].codes))
+        made: torch.Tensor = LAYOUTS[kind].convert(blocks, FORMATS[form].layout)
+        return made.view(torch_dtype(FORMATS[form].codes))
 
     return BlockFormat(Scheme(form, group, "f16"), codes, partial(_scales, kind))
 

@@ -23,7 +23,7 @@ from typing import Any
 from g4ir.errors import InputError, SpecError
 from g4ir.model.names import CODES, NORM, SCALES, checkpoint_name
 from g4ir.model.tensors import text_tensors
-from g4ir.ops.codecs import SAME_CODES, quantized, unpacked
+from g4ir.ops.codecs import SAME_CODES, quantize_values, unpack_codes
 from g4ir.ops.finite import cast
 from g4ir.ops.layouts import LAYOUTS
 from g4ir.ops.types import dtype_name, torch
@@ -184,7 +184,7 @@ def _rows(
     if held and block and form == block.form and held.group % block.group == 0:
         parts = [source.tensor(f"{bare}{part}").flatten(0, -2) for part in (CODES, SCALES)]
         for codes, scales in zip(*(t.split(_count(parts[0])) for t in parts), strict=True):
-            codes = unpacked(codes)
+            codes = unpack_codes(codes)
             each = codes.shape[-1] // block.group // scales.shape[-1]
             yield _blocks(codes, scales.repeat_interleave(each, -1), kind)
         source.release(bare)
@@ -200,8 +200,8 @@ def _stored(x: torch.Tensor, kind: str, added: float, name: str) -> torch.Tensor
     if kind in _DENSE:
         return cast(x.float() + added if added else x, dtype_name(_DENSE[kind]), name)
     block = _BLOCKS[kind]
-    codes, scales = quantized(x.float(), block.form, block.group, "f16")
-    return _blocks(unpacked(codes), scales, kind)
+    codes, scales = quantize_values(x.float(), block.form, block.group, "f16")
+    return _blocks(unpack_codes(codes), scales, kind)
 
 
 def _count(t: torch.Tensor) -> int:
