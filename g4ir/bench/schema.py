@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from g4ir.plan.cost import Cost, floor
-from g4ir.spec.reader import on_one_line
+from g4ir.spec.reader import to_line
 
 from .measure import TAKE, Rounds, Stat, around, latencies, over, shares, speeds
 from .roof import Rates, middle
@@ -49,7 +49,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [*map(plain, value)]
     if isinstance(value, str):
-        return on_one_line(value)
+        return to_line(value)
     return plain(vars(value)) if is_dataclass(value) else value
 
 

@@ -39,7 +39,7 @@ from g4ir.plan.footprint import Footprint
 from g4ir.plan.options import BuildConfig, BuildOptions, options_text, words_of
 from g4ir.quant.recipe import find_recipe, one_recipe
 from g4ir.quant.rewrite import held_recipe, weights_of
-from g4ir.spec.reader import Line, on_one_line
+from g4ir.spec.reader import Line, to_line
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.files import free_bytes, new_folder, write_file
 from g4ir.ui.progress import Progress, no_progress, prefixed
@@ -335,7 +335,7 @@ def _manifest(
 ) -> directory.Manifest:
     import torch
 
-    ignored = {on_one_line(k): Line(v) for k, v in p.source.ignored.items()}
+    ignored = {to_line(k): Line(v) for k, v in p.source.ignored.items()}
     defaults = {Line(k): f"{v:g}" for k, v in p.source.defaults.items()}
     files = [f for f in sorted(folder.rglob("*")) if f.is_file()]
     return directory.Manifest(

@@ -1,6 +1,6 @@
-"""Reads a Hugging Face config.json as fields of a Spec, from raw JSON, without transformers.
+"""Read a Hugging Face config.json into fields of a Spec, from raw JSON, without transformers.
 
-Never through a config object: transformers 5.15 and later move `global_head_dim` and
+Not through a config object: transformers 5.15 and later move `global_head_dim` and
 `num_global_key_value_heads` into `per_layer_config` when they load a file.
 """
 
@@ -20,8 +20,8 @@ from g4ir.spec.reader import (
     hints_of,
     join,
     json_object,
+    quote,
     read_bytes,
-    shown,
     tree_of,
 )
 
@@ -54,7 +54,7 @@ from .rules import canonical, problems
 
 MAX_BYTES = 4 * 2**20
 REQUIRED: Any = object()
-#: every so many layers one is full, where a config does not say which
+#: default sliding_window_pattern: every 6th layer has full attention
 PERIOD = 6
 
 log = logging.getLogger(__name__)
@@ -63,23 +63,23 @@ log = logging.getLogger(__name__)
 
 
 class Keys:
-    """A JSON object that remembers which keys were read; every message names the key path."""
+    """A JSON object that tracks which keys were read; every error has the key path."""
 
     def __init__(self, values: Any, path: str, where: Where) -> None:
         if not isinstance(values, dict):
-            raise fail(where, path, f"expected an object, found {shown(str(type(values)))}")
+            raise fail(where, path, f"expected an object, found {quote(str(type(values)))}")
         self.values: dict[Any, Any] = values
         self.path = path
         self.where = where
         self.seen: set[str] = set(hf.HOUSEKEEPING)
 
     def raw(self, key: str, default: Any = None) -> Any:
-        """Return the unconverted value."""
+        """Return the unconverted value and mark the key as read."""
         self.seen.add(key)
         return self.values.get(key, default)
 
     def take(self, key: str, hint: Any, default: Any = REQUIRED) -> Any:
-        """Return the value as the annotation wants it, or the default where the key is missing."""
+        """Return the value converted to the annotated type, or the default if it is missing."""
         if key not in self.values and default is REQUIRED:
             raise self.fail(key, "is missing; add it")
         value = self.raw(key, default)
@@ -87,16 +87,16 @@ class Keys:
         return convert(node, hint, join(self.path, key)) if key in self.values else value
 
     def same(self, names: tuple[str, ...], hint: Any, default: Any) -> Any:
-        """Return the value under any of several names; they must agree where several are given."""
-        given = {name: self.take(name, hint) for name in names if name in self.values}
-        given = {name: value for name, value in given.items() if value is not None} or given
-        if len(set(given.values())) > 1:
-            pairs = ", ".join(f"{name} {value}" for name, value in given.items())
+        """Return the value under any of several names of one setting; SpecError if they differ."""
+        values = {name: self.take(name, hint) for name in names if name in self.values}
+        values = {name: value for name, value in values.items() if value is not None} or values
+        if len(set(values.values())) > 1:
+            pairs = ", ".join(f"{name} {value}" for name, value in values.items())
             raise self.fail(names[0], f"contradicts another name of it ({pairs}); keep one")
-        return next(iter(given.values()), default)
+        return next(iter(values.values()), default)
 
     def section(self, key: str) -> Keys | None:
-        """Return a nested object, or None where it is missing or null."""
+        """Return a nested object, or None if it is missing or null."""
         value = self.raw(key)
         return None if value is None else Keys(value, join(self.path, key), self.where)
 
@@ -104,10 +104,10 @@ class Keys:
         """Raise SpecError unless the key is missing or has one of the allowed values."""
         value = self.raw(key, allowed[0])
         if not any(value == a and type(value) is type(a) for a in allowed):
-            raise self.fail(key, f"{shown(str(value))} is not supported: {why}")
+            raise self.fail(key, f"{quote(str(value))} is not supported: {why}")
 
     def done(self) -> None:
-        """Raise SpecError for the first key that nothing has read."""
+        """Raise SpecError for the first key that was not read."""
         for key in (k for k in hf.NEUTRAL if k not in self.seen):
             self.only(key, hf.NOTHING, "it changes the forward pass; use a checkpoint without it")
         for key in self.values:
@@ -124,24 +124,24 @@ class Keys:
 
 
 def read_config(source: str | Path | dict[str, Any], name: str | None = None) -> Variant:
-    """Read a config: see `Spec.from_hf`."""
-    values, where, found = _read(source)
+    """Read a config as `Spec.from_hf` does."""
+    values, where, folder_name = _read(source)
     keys = Keys(values, "", where)
     for key in ("quantization_config", "quantization"):
         keys.raw(key)  # how weights are stored: weights/formats
-    given = keys.take("model_type", str)
-    if given not in hf.MODEL_TYPES:
-        near = did_you_mean(given, hf.MODEL_TYPES)
-        other = f"{shown(given)} is not one of {', '.join(hf.MODEL_TYPES)}{near}"
-        raise keys.fail("model_type", relative(given) or other)
-    model_type, composite = hf.MODEL_TYPES[given]
+    config_type = keys.take("model_type", str)
+    if config_type not in hf.MODEL_TYPES:
+        near = did_you_mean(config_type, hf.MODEL_TYPES)
+        other = f"{quote(config_type)} is not one of {', '.join(hf.MODEL_TYPES)}{near}"
+        raise keys.fail("model_type", relative(config_type) or other)
+    model_type, composite = hf.MODEL_TYPES[config_type]
     read = _assistant if model_type.endswith(ASSISTANT) else _composite if composite else _text_only
     parts = read(keys, model_type)
     keys.done()
     family = hf.family(model_type)
     prefixes = {part: tuple(names) for part, names in family.prefixes.items()}
     spec = Variant(
-        name=slug(name or found),
+        name=slug(name or folder_name),
         model_type=model_type,
         chat=family.chat,
         prefixes=replace(Prefixes(), **prefixes),
@@ -154,7 +154,7 @@ def read_config(source: str | Path | dict[str, Any], name: str | None = None) ->
 
 
 def _read(source: str | Path | dict[str, Any]) -> tuple[Any, Where, str]:
-    """Return the raw config, where it came from, and a name for the spec."""
+    """Return the raw config, its file, and a name for the spec."""
     if isinstance(source, dict):
         return source, Where("config", 0), "from-hf"
     path = Path(source)
@@ -173,7 +173,7 @@ def _parse(file: Path) -> Any:
 
 
 def _text_section(keys: Keys, base: str) -> tuple[Keys, Text, str]:
-    """Return text_config, what it says, and the dtype of the whole."""
+    """Return the keys of text_config, its fields, and the dtype of the model."""
     section = keys.section("text_config") or Keys({}, "text_config", keys.where)
     section.only("model_type", (f"{base}_text", None), f"expected {base}_text")
     tied = keys.take("tie_word_embeddings", bool, True)
@@ -185,7 +185,7 @@ def _text_section(keys: Keys, base: str) -> tuple[Keys, Text, str]:
 
 
 def _composite(keys: Keys, model_type: str) -> dict[str, Any]:
-    """Return fields of Variant from a config with text_config and towers."""
+    """Return the fields of Variant from a config with text_config and towers."""
     section, text, dtype = _text_section(keys, model_type)
     if model_type not in TOWERS:
         _leave_out_parts(keys, model_type)
@@ -212,14 +212,14 @@ def _composite(keys: Keys, model_type: str) -> dict[str, Any]:
 def _leave_out_parts(keys: Keys, model_type: str) -> None:
     keys.seen.update(hf.family(model_type).ignored.split())
     if keys.values.get("vision_config") is not None:
-        what = "%s: vision_config: images are not supported for %s; its text model alone is taken"
-        log.warning(what, keys.where, model_type)
+        note = "%s: vision_config: images are not supported for %s; its text model alone is taken"
+        log.warning(note, keys.where, model_type)
 
 
 def _assistant(keys: Keys, model_type: str) -> dict[str, Any]:
-    """Return fields of Variant from the config of a drafter; ids of media say nothing here."""
+    """Return the fields of Variant from the config of a draft model, ignoring media token ids."""
     section, text, dtype = _text_section(keys, model_type.removesuffix(ASSISTANT))
-    if not text.num_kv_shared_layers:  # as the reference fills it in
+    if not text.num_kv_shared_layers:  # the reference's default
         text = replace(text, num_kv_shared_layers=text.num_hidden_layers)
     keys.seen.update(name for names, _ in hf.MEDIA.values() for name in names)
     tokens, drafter = _tokens(section, keys), _drafter(keys)
@@ -228,12 +228,12 @@ def _assistant(keys: Keys, model_type: str) -> dict[str, Any]:
 
 
 def _drafter(keys: Keys) -> Drafter:
-    """Return what the reference calls ordered embeddings as centroids."""
+    """Return the draft model's fields; the reference calls its centroids ordered embeddings."""
     hints, size = hints_of(Centroids), hints_of(Drafter)["backbone_hidden_size"]
     backbone = keys.take("backbone_hidden_size", size, 1536)
-    found = {f: keys.take(key, hints[f], d) for f, (key, d) in hf.CENTROIDS.items()}
+    centroids = {f: keys.take(key, hints[f], d) for f, (key, d) in hf.CENTROIDS.items()}
     ordered = keys.take("use_ordered_embeddings", bool, False)
-    return Drafter(backbone, Centroids(**found) if ordered else None)
+    return Drafter(backbone, Centroids(**centroids) if ordered else None)
 
 
 def _text_only(keys: Keys, model_type: str) -> dict[str, Any]:
@@ -243,21 +243,21 @@ def _text_only(keys: Keys, model_type: str) -> dict[str, Any]:
 
 
 def _dtype(keys: Keys) -> str | None:
-    given = [keys.take(k, str | None, None) for k in ("dtype", "torch_dtype")]
-    word = given[0] or given[1]
+    names = [keys.take(k, str | None, None) for k in ("dtype", "torch_dtype")]
+    word = names[0] or names[1]
     if word is None:
         return None
     word = dict(DTYPE_ALIASES).get(word.removeprefix("torch."), word)
     if word not in DTYPES:
-        names = ", ".join(name for name, _ in DTYPE_ALIASES)
-        raise keys.fail("dtype", f"{shown(word)} is not one of {names}")
+        valid = ", ".join(name for name, _ in DTYPE_ALIASES)
+        raise keys.fail("dtype", f"{quote(word)} is not one of {valid}")
     return word
 
 
 def _text(keys: Keys, model_type: str) -> Text:
     hints, family = hints_of(Text), hf.family(model_type)
-    for key, what in family.without.items():
-        keys.only(key, hf.NOTHING, f"{model_type} has no {what}")
+    for key, feature in family.without.items():
+        keys.only(key, hf.NOTHING, f"{model_type} has no {feature}")
     layers = keys.take("num_hidden_layers", Layers, family.keys["num_hidden_layers"])
     kinds = _layer_types(keys, layers, family)
     sliding, full = _attention(keys, kinds, family)
@@ -278,39 +278,40 @@ def _bidirectional(keys: Keys, family: hf.Family) -> str | None:
     name = "use_bidirectional_attention"
     if name in family.without:
         return None
-    found: str | None = keys.take(name, str | None, family.keys[name])
-    if found not in (None, "vision"):
-        raise keys.fail(name, f"{shown(str(found))} is not supported; only null or vision")
-    return found
+    mode: str | None = keys.take(name, str | None, family.keys[name])
+    if mode not in (None, "vision"):
+        raise keys.fail(name, f"{quote(str(mode))} is not supported; only null or vision")
+    return mode
 
 
 def _layer_types(keys: Keys, layers: int, family: hf.Family) -> tuple[str, ...]:
-    given = keys.take("layer_types", tuple[str, ...] | None, None)
-    if given is None:
+    listed = keys.take("layer_types", tuple[str, ...] | None, None)
+    if listed is None:
         older = family.older.get("pattern")
         every = keys.take(older, Layers, PERIOD) if older else PERIOD
         return tuple(SLIDING if (i + 1) % every else FULL for i in range(layers))
-    # what layer_types spells out
+    # implied by layer_types
     keys.seen |= {"sliding_window_pattern", "_sliding_window_pattern"}
-    if len(given) != layers:
-        raise keys.fail("layer_types", f"has {len(given)} entries for num_hidden_layers {layers}")
-    wrong = [kind for kind in given if kind not in hf.KINDS]
+    if len(listed) != layers:
+        raise keys.fail("layer_types", f"has {len(listed)} entries for num_hidden_layers {layers}")
+    wrong = [kind for kind in listed if kind not in hf.KINDS]
     if wrong:
-        raise keys.fail("layer_types", f"{shown(wrong[0])} is not one of {', '.join(hf.KINDS)}")
-    return tuple(hf.KINDS[kind] for kind in given)
+        raise keys.fail("layer_types", f"{quote(wrong[0])} is not one of {', '.join(hf.KINDS)}")
+    return tuple(hf.KINDS[kind] for kind in listed)
 
 
 def _attention(
     keys: Keys, kinds: tuple[str, ...], family: hf.Family
 ) -> tuple[AttentionKind, AttentionKind]:
-    """Return the geometry of sliding and full layers, from older keys or per_layer_config."""
+    """Return the attention geometry of sliding and full layers, from older keys or
+    per_layer_config."""
     hints = hints_of(AttentionKind)
     tied = keys.take("attention_k_eq_v", bool, False)
     base = {n: keys.take(n, hints[n], family.keys[n]) for n in hf.BASE_GEOMETRY}
     overrides = _per_layer(keys, kinds)
     if overrides is None:
         overrides = {SLIDING: {}, FULL: _global_geometry(keys, tied, family)}
-    else:  # the older keys have no effect beside per_layer_config
+    else:  # per_layer_config overrides the older keys
         keys.seen |= {"global_head_dim", "num_global_key_value_heads"}
     ropes = _ropes(keys, set(kinds) | {FULL}, family)
     sliding = AttentionKind(
@@ -322,7 +323,8 @@ def _attention(
 
 
 def _global_geometry(keys: Keys, tied: bool, family: hf.Family) -> dict[str, int]:
-    """Return overrides of full layers. KV heads of their own count only with attention_k_eq_v."""
+    """Return the overrides of full layers; num_global_key_value_heads has an effect only with
+    attention_k_eq_v."""
     if "global_head_dim" not in family.keys:
         return {}
     hints = hints_of(AttentionKind)
@@ -333,7 +335,7 @@ def _global_geometry(keys: Keys, tied: bool, family: hf.Family) -> dict[str, int
 
 
 def _per_layer(keys: Keys, kinds: tuple[str, ...]) -> dict[str, dict[str, int]] | None:
-    """kind -> overrides, from per_layer_config; None where the file has none."""
+    """Return layer kind -> overrides from per_layer_config; None if the file has none."""
     section = keys.section("per_layer_config")
     if section is None:
         return None
@@ -366,22 +368,22 @@ def _overrides(section: Keys, key: Any) -> dict[str, int]:
 def _ropes(keys: Keys, used: set[str], family: hf.Family) -> dict[str, Rope]:
     defaults = {kind: family.ropes[kind] for kind in hf.HF_KINDS}
     older, section = _older_ropes(keys, family), keys.section("rope_parameters")
-    given = section or Keys({}, "rope_parameters", keys.where)
+    ropes = section or Keys({}, "rope_parameters", keys.where)
     out = {}
     for kind, name in hf.HF_KINDS.items():
-        part = given.section(name)
+        part = ropes.section(name)
         if part is None and section and not older and kind in used:
-            raise given.fail(name, "is missing; add rope_type and rope_theta")
+            raise ropes.fail(name, "is missing; add rope_type and rope_theta")
         if part is None or older:
-            own = part.values if part else {}
-            part = Keys({**(older or defaults)[kind], **own}, join(given.path, name), keys.where)
+            values = part.values if part else {}
+            part = Keys({**(older or defaults)[kind], **values}, join(ropes.path, name), keys.where)
         out[kind] = _rope(part, family.ropes["types"])
-    given.done()
+    ropes.done()
     return out
 
 
 def _older_ropes(keys: Keys, family: hf.Family) -> dict[str, dict[str, Any]]:
-    """Return the rotations by older keys, with defaults; none where a family has no such keys."""
+    """Return RoPE parameters by layer kind from older keys; empty if the family has none."""
     out = {}
     for kind, key in family.older.get("thetas", {}).items():
         default = family.ropes[kind]
@@ -398,7 +400,7 @@ def _rope(keys: Keys, types: list[str]) -> Rope:
     hints = hints_of(Rope)
     kind = keys.same(("rope_type", "type"), str, "default")
     if kind not in types:
-        raise keys.fail("rope_type", f"{shown(kind)} is not supported; {' or '.join(types)}")
+        raise keys.fail("rope_type", f"{quote(kind)} is not supported; {' or '.join(types)}")
     kind = "proportional" if kind == "linear" else kind
     fraction = keys.take("partial_rotary_factor", hints["rotary_fraction"], 1.0)
     factor = keys.take("factor", hints["factor"], None)
@@ -423,13 +425,13 @@ def _moe(keys: Keys) -> Moe | None:
         "intermediate_size": ("moe_intermediate_size",),
     }
     on = keys.take("enable_moe_block", bool, False)
-    given = {f: keys.same(n, hints[f] | None, None) for f, n in names.items()}
+    sizes = {f: keys.same(n, hints[f] | None, None) for f, n in names.items()}
     if not on:
         return None
-    missing = [names[f][0] for f, value in given.items() if value is None]
+    missing = [names[f][0] for f, value in sizes.items() if value is None]
     if missing:
         raise keys.fail(missing[0], "is missing; enable_moe_block needs it")
-    return Moe(**given)
+    return Moe(**sizes)
 
 
 def _ple(keys: Keys, family: hf.Family) -> Ple | None:
@@ -460,8 +462,8 @@ def _tokens(text: Keys, top: Keys) -> Tokens:
 
 
 def _media(keys: Keys, vocab: int, have: dict[str, bool]) -> dict[str, Any]:
-    """Return ids of soft tokens. Where there is no tower, an id outside a small vocabulary is
-    dropped: transformers writes its defaults into every composite config."""
+    """Return the ids of soft tokens. Without the tower, ids outside the vocabulary are dropped:
+    transformers writes its defaults into every composite config."""
     out: dict[str, Any] = {}
     for name, (names, default) in hf.MEDIA.items():
         value = keys.same(names, hints_of(Tokens)[name], default)
@@ -492,11 +494,11 @@ def _vision_extras(part: Keys) -> dict[str, Any]:
     rope = part.section("rope_parameters") or Keys({}, "rope_parameters", part.where)
     kind = rope.same(("rope_type", "type"), str, "default")
     if kind not in ("default", "axial"):
-        raise rope.fail("rope_type", f"{shown(kind)} is not supported; default or axial")
+        raise rope.fail("rope_type", f"{quote(kind)} is not supported; default or axial")
     theta = rope.take("rope_theta", hints_of(Vision)["rope_theta"], 100.0)
     rope.done()
     dim = part.values.get("head_dim", hf.PART_DEFAULTS[Vision]["head_dim"])
-    part.only("global_head_dim", (dim, None), f"expected head_dim {shown(str(dim))}")
+    part.only("global_head_dim", (dim, None), f"expected head_dim {quote(str(dim))}")
     part.only("per_layer_config", ({}, None), "the vision layers are alike")
     return {"rope_theta": theta}
 

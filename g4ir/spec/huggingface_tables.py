@@ -31,8 +31,7 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Family:
-    """What the configs of a model_type have in common: a row of model_types.yaml, which has the
-    meaning of each."""
+    """Rules for the configs of a model_type: a row of model_types.yaml, which documents them."""
 
     keys: dict[str, Any]
     ropes: dict[str, Any]
@@ -45,25 +44,25 @@ class Family:
 
     @property
     def plain(self) -> list[str]:
-        """The keys that a config and the decoder's record have in common."""
+        """Config keys that are fields of `Text` under the same name."""
         names = {*self.keys} - {"num_hidden_layers", "use_bidirectional_attention"}
         return [f.name for f in fields(Text) if f.name in names]
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """What the decoder's fields are that no key of a config says."""
-        said_nowhere = {*LATER_TEXT} - {*self.keys}
-        return {name: self.text.get(name, getattr(Text, name)) for name in said_nowhere}
+        """Values of those fields of `Text` that a config has no key for."""
+        without_key = {*LATER_TEXT} - {*self.keys}
+        return {name: self.text.get(name, getattr(Text, name)) for name in without_key}
 
 
 def family(model_type: str) -> Family:
-    """Return the family of a model_type, or of the models that a drafter drafts for."""
+    """Return the family of a model_type; a draft model has its target's."""
     row = FAMILIES[model_type.removesuffix(ASSISTANT)]
     return Family(**{f.name: row[f.name] for f in fields(Family) if f.name in row})
 
 
 _FILES = [(kind, *file) for kind, row in FAMILIES.items() for file in row["files"].items()]
-# config model_type -> (model_type of the spec, whether the file is a composite with towers)
+# config model_type -> (model_type of the spec, is it a composite config with towers?)
 MODEL_TYPES = {name: (kind, parts) for kind, name, (_, parts) in _FILES}
 ARCHITECTURES = {(kind, parts): name for kind, _, (name, parts) in _FILES}
 KINDS = {"sliding_attention": SLIDING, "full_attention": FULL}
@@ -76,12 +75,12 @@ PART_DEFAULTS: dict[type, dict[str, Any]] = {
     part: {name: value for name, value in table.items() if name != "model_type"}
     for part, table in _PARTS.items()
 }
-# field of Tokens -> its key in a composite config, older spellings after it, and the default
+# field of Tokens -> (its key in a composite config, then older names of it), default
 MEDIA: dict[str, tuple[tuple[str, ...], int]] = {
     name: (tuple(keys), default) for name, (default, *keys) in _TABLES["media"].items()
 }
 AUDIO_MEDIA = ("audio", "boa", "eoa")
 CENTROIDS: dict[str, tuple[str, int]] = _TABLES["centroids"]
 HF_NAMES: dict[str, str] = _TABLES["names"]
-# keys of the geometry that kinds of layers share
+# keys of the attention geometry of both layer kinds
 BASE_GEOMETRY = ("head_dim", "num_key_value_heads")

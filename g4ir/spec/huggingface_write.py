@@ -1,4 +1,4 @@
-"""Writes a Spec as a Hugging Face config.json."""
+"""Write a Spec as a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .parts import (
 
 
 def config_of(spec: Variant) -> dict[str, Any]:
-    """Return the config of a spec: see `Spec.to_hf`. Without towers and media ids it is the config
-    of the text tower alone."""
+    """Return the config of a spec: see `Spec.to_hf`. Without towers and media ids it is a text-only
+    config."""
     for path, why in _inexpressible(spec):
         raise SpecError(f"spec {spec.name}: {path}: a Hugging Face config cannot say {why}")
     media = {keys[0]: getattr(spec.tokens, name) for name, (keys, _) in hf.MEDIA.items()}
@@ -55,15 +55,15 @@ def config_of(spec: Variant) -> dict[str, Any]:
 
 
 def _drafter_to_hf(drafter: Drafter) -> dict[str, Any]:
-    found = drafter.centroids
+    centroids = drafter.centroids
     return {
         "backbone_hidden_size": drafter.backbone_hidden_size,
-        "use_ordered_embeddings": found is not None,
-        **{key: getattr(found, f) if found else d for f, (key, d) in hf.CENTROIDS.items()},
+        "use_ordered_embeddings": centroids is not None,
+        **{key: getattr(centroids, f) if centroids else d for f, (key, d) in hf.CENTROIDS.items()},
     }
 
 
-#: field of Text -> the key that a family without it names
+#: optional field of Text -> its key in `Family.without`
 _PARTS = {
     "moe": "enable_moe_block",
     "ple": "hidden_size_per_layer_input",
@@ -85,8 +85,8 @@ def _inexpressible(spec: Variant) -> Iterator[tuple[str, str]]:
     family = hf.family(spec.model_type)
     for name, key in _PARTS.items():
         if key in family.without and getattr(text, name):
-            what = f"that {spec.model_type} has {family.without[key]}"
-            yield f"text.{name}", f"{what}; use model_type {MODEL_TYPES[0]}"
+            feature = f"that {spec.model_type} has {family.without[key]}"
+            yield f"text.{name}", f"{feature}; use model_type {MODEL_TYPES[0]}"
     for name, value in family.fixed.items():
         if getattr(text, name) != value:
             yield f"text.{name}", f"another {name} of {spec.model_type} than {value}"
@@ -95,7 +95,7 @@ def _inexpressible(spec: Variant) -> Iterator[tuple[str, str]]:
 
 
 def _inexpressible_kinds(spec: Variant) -> Iterator[tuple[str, str]]:
-    """Yield what kinds of layers may not have where a config says their geometry once."""
+    """Yield geometry that differs between layer kinds, for families whose configs have only one."""
     full, sliding = spec.text.full, spec.text.sliding
     for name in ("k_eq_v", *hf.BASE_GEOMETRY):
         if getattr(full, name) != (name != "k_eq_v" and getattr(sliding, name)):
@@ -132,8 +132,8 @@ def _text_to_hf(spec: Variant, dtype: str) -> dict[str, Any]:
 
 
 def _geometry_to_hf(text: Text, family: hf.Family) -> dict[str, Any]:
-    """Return the older keys where they can say it; per_layer_config where full layers have KV heads
-    of their own without K=V."""
+    """Return the older keys if they suffice; per_layer_config if full layers have a different
+    number of KV heads without K=V."""
     sliding, full = text.sliding, text.full
     out: dict[str, Any] = {
         "head_dim": sliding.head_dim,
@@ -146,14 +146,14 @@ def _geometry_to_hf(text: Text, family: hf.Family) -> dict[str, Any]:
     if full.k_eq_v or full.num_key_value_heads == sliding.num_key_value_heads:
         heads = full.num_key_value_heads if full.k_eq_v else None
         return out | {"global_head_dim": full.head_dim, "num_global_key_value_heads": heads}
-    own = {name: getattr(full, name) for name in hf.BASE_GEOMETRY}
-    layers = {str(i): own for i, kind in enumerate(text.layer_types) if kind == FULL}
+    geometry = {name: getattr(full, name) for name in hf.BASE_GEOMETRY}
+    layers = {str(i): geometry for i, kind in enumerate(text.layer_types) if kind == FULL}
     return out | {"per_layer_config": layers}
 
 
 def _rope_to_hf(rope: Rope, family: hf.Family) -> dict[str, Any]:
     out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    if rope.kind not in family.ropes["types"]:  # of all pairs, with or without a factor
+    if rope.kind not in family.ropes["types"]:  # all pairs rotate, with or without a factor
         out["rope_type"] = "linear" if rope.factor else "default"
     elif rope.kind == "proportional":
         out["partial_rotary_factor"] = rope.rotary_fraction

@@ -23,21 +23,21 @@ CHAT_FORMATS: dict[str, dict[str, Any]] = read_table(Path(__file__).with_name("c
 CHAT_FORMS = tuple(CHAT_FORMATS)
 #: end of the model_type of a drafter: that of the models it drafts for comes before
 ASSISTANT = "_assistant"
-#: model_type -> what its models have in common
+#: model_type -> properties of its models
 FAMILIES: dict[str, dict[str, Any]] = read_table(Path(__file__).with_name("model_types.yaml"))
 MODEL_TYPES = tuple(FAMILIES)
-#: known model that is refused -> its name, and what no spec can say
+#: model_type of a related unsupported model -> its name, and the reason
 RELATIVES: dict[str, list[str]] = read_table(Path(__file__).with_name("relatives.yaml"))
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 Layers = Annotated[int, Range(1, MAX_LAYERS)]
 Kind = Annotated[str, OneOf((SLIDING, FULL))]
 Activation = Annotated[str, OneOf(("gelu_pytorch_tanh",))]
-#: one place at least, or a part could be nowhere
-Places = Annotated[tuple[str, ...], Length(1, 16)]
+#: alternative prefixes of a part's tensors in a checkpoint
+TensorPrefixes = Annotated[tuple[str, ...], Length(1, 16)]
 
 
 def relative(kind: str) -> str | None:
-    """Return why a known model of another kind is refused, and what to give; None for others."""
+    """Return why a related model_type is not supported, and the fix; None for unknown ones."""
     if not (row := RELATIVES.get(kind.replace("-", "_"))):
         return None
     name, why = row
@@ -73,7 +73,7 @@ class AttentionKind:
 
 @dataclass(frozen=True)
 class Moe:
-    """Routed experts beside the dense MLP. `layers` None means every layer."""
+    """Routed experts in parallel with the dense MLP; `layers` None: in every layer."""
 
     num_experts: Annotated[int, Range(1, 65536)]
     top_k_experts: Count
@@ -133,7 +133,7 @@ class Text:
 
     @property
     def readable_ids(self) -> int:
-        """How many ids, from 0, a step can read: those that every table has a row for."""
+        """Number of token ids with a row in every embedding table."""
         return min(self.vocab_size, self.ple.vocab_size) if self.ple else self.vocab_size
 
     @property
@@ -143,7 +143,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Ids with a meaning. `eos` lists every id that ends a text; media ids mark soft tokens."""
+    """Special token ids. `eos` has every id that ends generation; media ids mark soft tokens."""
 
     bos: Index | None = None
     eos: tuple[Index, ...] = ()
@@ -224,8 +224,8 @@ class UnifiedAudio:
 
 @dataclass(frozen=True)
 class Centroids:
-    """Heads of clusters of tokens, all of one size: only the tokens of the `top_k` clusters whose
-    heads score best have logits."""
+    """Clustered LM head: logits only for the tokens of the `top_k` best of `count` clusters of
+    equal size."""
 
     count: Count
     top_k: Count
@@ -233,7 +233,7 @@ class Centroids:
 
 @dataclass(frozen=True)
 class Drafter:
-    """The ways in which a drafter meets the model that it drafts for."""
+    """A draft model's interface to its target model."""
 
     backbone_hidden_size: Count
     centroids: Centroids | None = None
@@ -242,33 +242,33 @@ class Drafter:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Where a checkpoint may keep each part; the first prefix that is present counts."""
+    """Tensor name prefixes of each part in a checkpoint; the first one that is present is used."""
 
-    text: Places = ("model.language_model.", "language_model.", "model.", "")
-    head: Places = ("lm_head.weight",)
-    vision: Places = ("model.vision_tower.", "vision_tower.")
-    audio: Places = ("model.audio_tower.", "audio_tower.")
+    text: TensorPrefixes = ("model.language_model.", "language_model.", "model.", "")
+    head: TensorPrefixes = ("lm_head.weight",)
+    vision: TensorPrefixes = ("model.vision_tower.", "vision_tower.")
+    audio: TensorPrefixes = ("model.audio_tower.", "audio_tower.")
     # the last two of these are the module names of transformers 5.17
-    vision_embedder: Places = (
+    vision_embedder: TensorPrefixes = (
         "model.vision_embedder.",
         "vision_embedder.",
         "model.embed_vision.",
         "embed_vision.",
     )
-    embed_vision: Places = (
+    embed_vision: TensorPrefixes = (
         "model.embed_vision.",
         "embed_vision.",
         "model.embed_vision.multimodal_embedder.",
         "embed_vision.multimodal_embedder.",
     )
-    embed_audio: Places = ("model.embed_audio.", "embed_audio.")
-    # what a drafter has beside its layers
-    drafter: Places = ("",)
+    embed_audio: TensorPrefixes = ("model.embed_audio.", "embed_audio.")
+    # a draft model's tensors outside its layers
+    drafter: TensorPrefixes = ("",)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer with everything resolved; `donor` is the layer whose K and V it reads."""
+    """A resolved decoder layer; `donor` is the layer whose KV cache it reads."""
 
     index: int
     kind: str
@@ -295,13 +295,13 @@ class Variant:
     drafter: Drafter | None = None
 
     def owners(self) -> dict[str, int]:
-        """Return kind -> the layer of it whose keys and values later layers without their own, and
-        drafters, read."""
+        """Return layer kind -> the layer whose KV cache KV-shared layers of that kind and draft
+        models read."""
         kinds = self.text.layer_types[: self.text.first_kv_shared_layer]
         return {kind: i for i, kind in enumerate(kinds)}  # the last owner wins
 
     def layers(self) -> tuple[Layer, ...]:
-        """Return the decoder layers, resolved. Those of a drafter have no donor among them."""
+        """Return the resolved decoder layers. A draft model's have no donor."""
         return self._layers
 
     @cached_property
@@ -310,12 +310,12 @@ class Variant:
         out = []
         for i, kind in enumerate(text.layer_types):
             shared = i >= text.first_kv_shared_layer
-            wide = shared and text.use_double_wide_mlp
+            double = shared and text.use_double_wide_mlp
             layer = Layer(
                 index=i,
                 kind=kind,
                 attention=text.sliding if kind == SLIDING else text.full,
-                intermediate_size=text.intermediate_size * (2 if wide else 1),
+                intermediate_size=text.intermediate_size * (2 if double else 1),
                 donor=owners.get(kind) if shared else None,
                 has_moe=moe is not None and (moe.layers is None or i in moe.layers),
             )
@@ -323,7 +323,7 @@ class Variant:
         return tuple(out)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field, defaults included, as plain JSON values."""
+        """Return all fields, defaults included, as JSON values."""
         out: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return out
 

@@ -1,9 +1,9 @@
-"""Reads YAML strictly into frozen dataclasses, directed by their type annotations.
+"""Strict YAML reader: builds frozen dataclasses from their type annotations.
 
-The text is turned into a tree of nodes that remember file and line, and every scalar is
-converted by the type of the field that wants it: YAML 1.1 would read `1e-6` as a string and
-`on` as True. Anchors, aliases, tags, merge keys and duplicate keys are refused, and size,
-depth and node count are capped, so no input makes the reader slow or recursive.
+The text becomes a tree of nodes with file and line, and each scalar is converted by the type of
+its field: YAML 1.1 would read `1e-6` as a string and `on` as True. Anchors, aliases, tags, merge
+keys and duplicate keys are refused, and size, depth and node count are limited, so that no input
+makes the reader slow or recursive.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_DEPTH = 12
 MAX_NODES = 10_000
 MAX_INT = 2**31 - 1
 MAX_LINE = 10_000
-MAX_SHOWN = 40  # characters of a wrong value that a message repeats
+MAX_QUOTED = 40  # characters of a value in an error message
 
 NULLS = frozenset({"", "~", "null", "Null", "NULL"})
 TRUES = frozenset({"true", "yes", "on"})
@@ -51,7 +51,7 @@ class Range:
     open_low: bool = False
 
     def broken(self, value: float) -> str | None:
-        """Return what is wrong with the value, or None."""
+        """Return the violated bound as a message, or None."""
         if value > self.hi:
             return f"must be at most {self.hi:g}"
         if not value >= self.lo or (self.open_low and value == self.lo):  # `not`: also NaN
@@ -69,7 +69,7 @@ def _finite(limits: dict[str, float]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of a few words; an alias is stored as the word it stands for."""
+    """One of a few words; aliases are replaced by their word."""
 
     words: tuple[str, ...]
     aliases: tuple[tuple[str, str], ...] = ()
@@ -96,8 +96,8 @@ class Length:
     def broken(self, value: tuple[Any, ...]) -> str | None:
         if self.lo <= len(value) <= self.hi:
             return None
-        most = f"{self.lo} to {self.hi}" if self.hi < math.inf else f"at least {self.lo}"
-        want = self.lo if self.lo == self.hi else most
+        bounds = f"{self.lo} to {self.hi}" if self.hi < math.inf else f"at least {self.lo}"
+        want = self.lo if self.lo == self.hi else bounds
         return f"must have {want} items, has {len(value)}"
 
     def schema(self) -> dict[str, Any]:
@@ -106,20 +106,20 @@ class Length:
 
 @dataclass(frozen=True)
 class Shaped:
-    """Text of a given form; `like` shows one."""
+    """Text that matches a regular expression; `like` is an example."""
 
-    form: str
+    pattern: str
     like: str
 
     def broken(self, value: str) -> str | None:
-        return None if re.fullmatch(self.form, value) else f"must look like {self.like}"
+        return None if re.fullmatch(self.pattern, value) else f"must look like {self.like}"
 
     def schema(self) -> dict[str, Any]:
-        return {"pattern": f"^{self.form}$"}
+        return {"pattern": f"^{self.pattern}$"}
 
 
 class Line(str):
-    """Text on one line that may be long, such as a path or a list of processor flags."""
+    """A long text on one line, such as a path or a list of CPU flags."""
 
 
 Count = Annotated[int, Range(1, MAX_INT)]
@@ -133,7 +133,7 @@ Fraction = Annotated[float, Range(0, 1, open_low=True)]
 
 @dataclass(frozen=True)
 class Where:
-    """A place in a file; line 0 means the whole file."""
+    """A file and line; line 0: the file as a whole."""
 
     file: str
     line: int
@@ -144,7 +144,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A leaf: its text, whether it was plain (unquoted), and whether it may be read as a word."""
+    """A leaf: its text, whether it was plain (unquoted), and whether a string may take it."""
 
     text: str
     plain: bool
@@ -154,15 +154,13 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Seq:
-    """A list."""
-
     items: tuple[Node, ...]
     where: Where
 
 
 @dataclass(frozen=True)
 class Map:
-    """A mapping; `keys` holds the place of each key."""
+    """A mapping; `keys` has the position of each key."""
 
     entries: dict[str, Node]
     keys: dict[str, Where]
@@ -177,23 +175,23 @@ def fail(where: Where, path: str, message: str) -> SpecError:
     return SpecError(f"{where}: {path}: {message}" if path else f"{where}: {message}")
 
 
-def shown(text: str) -> str:
-    """Return a value as it is repeated in a message: quoted, on one line, cut."""
-    return repr(text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "...")
+def quote(text: str) -> str:
+    """Return a value quoted for an error message: on one line, cut to MAX_QUOTED characters."""
+    return repr(text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + "...")
 
 
-def on_one_line(text: str) -> Line:
-    """Return foreign text as a line of a file: as it is where it can be, else quoted and cut."""
-    return Line(text if len(text) <= MAX_LINE and text.isprintable() else shown(text))
+def to_line(text: str) -> Line:
+    """Return text from outside as a `Line`: unchanged if printable and short, else quoted."""
+    return Line(text if len(text) <= MAX_LINE and text.isprintable() else quote(text))
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """Return `; did you mean X?` for the nearest valid word, or nothing: the shortest that begins
-    with the word, else the nearest by edit distance; case does not count."""
+    """Return `; did you mean X?` for the nearest valid word, or an empty string. The shortest one
+    that starts with the word, else the nearest by edit distance; case-insensitive."""
     names = {name.lower(): name for name in sorted(valid, key=len, reverse=True)}
-    begun = word[:100].lower()
-    longer = [n for n in names if n.startswith(begun)] if len(begun.strip("-_. ")) > 1 else []
-    near = longer[-1:] or difflib.get_close_matches(begun, list(names), n=1)
+    prefix = word[:100].lower()
+    longer = [n for n in names if n.startswith(prefix)] if len(prefix.strip("-_. ")) > 1 else []
+    near = longer[-1:] or difflib.get_close_matches(prefix, list(names), n=1)
     return f"; did you mean {names[near[0]]}?" if near else ""
 
 
@@ -202,18 +200,18 @@ def read_tree(path: Path) -> Map:
     return parse_tree(read_bytes(path, MAX_BYTES, "give a YAML file"), str(path))
 
 
-def read_bytes(path: Path, most: int, advice: str) -> bytes:
-    """Return at most one byte more than `most` of a file; SpecError if it cannot be read."""
+def read_bytes(path: Path, max_bytes: int, advice: str) -> bytes:
+    """Return up to `max_bytes` + 1 bytes of a file; SpecError if it cannot be read."""
     try:
         with path.open("rb") as file:
-            return file.read(most + 1)
+            return file.read(max_bytes + 1)
     except (OSError, ValueError) as err:  # ValueError: a NUL in the name
         reason = err.strerror if isinstance(err, OSError) else str(err)
         raise SpecError(f"{path}: cannot be read ({reason}); {advice}") from None
 
 
 def parse_tree(data: bytes, file: str) -> Map:
-    """Return the mapping in YAML bytes; `file` is what errors call it."""
+    """Parse YAML bytes into a mapping; `file` is its name in errors. Raises SpecError."""
     start = Where(file, 0)
     if len(data) > MAX_BYTES:
         raise fail(start, "", f"larger than {MAX_BYTES} bytes; a spec is a short YAML file")
@@ -239,7 +237,7 @@ def parse_tree(data: bytes, file: str) -> Map:
 
 
 def _check_events(events: Iterable[Any], file: str) -> None:
-    """Refuse what is not plain YAML, or too much of it, before a tree is built."""
+    """Refuse YAML features and sizes that are not supported, before a tree is built."""
     depth = documents = 0
     for count, event in enumerate(events, 1):
         where = Where(file, event.start_mark.line + 1)
@@ -251,7 +249,7 @@ def _check_events(events: Iterable[Any], file: str) -> None:
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise fail(where, "", "uses an anchor or alias; write the value out, or use `extends`")
         if tag := getattr(event, "tag", None):
-            raise fail(where, "", f"has the tag {shown(tag)}; leave tags out")
+            raise fail(where, "", f"has the tag {quote(tag)}; leave tags out")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
@@ -272,15 +270,15 @@ def _tree(node: yaml.Node, file: str) -> Node:
         if name.text == "<<" and name.plain:
             raise fail(name.where, "", "uses a merge key `<<`; use `extends` instead")
         if name.text in out.keys:
-            said = f"is given twice (first on line {out.keys[name.text].line}); keep one"
-            raise fail(name.where, join("", name.text), said)
+            problem = f"is given twice (first on line {out.keys[name.text].line}); keep one"
+            raise fail(name.where, join("", name.text), problem)
         out.keys[name.text] = name.where
         out.entries[name.text] = _tree(value, file)
     return out
 
 
 def merge(base: Map, over: Map) -> Map:
-    """Return `over` laid on `base`: mappings merge key by key, anything else replaces."""
+    """Return `base` overridden by `over`: mappings merge recursively, other nodes replace."""
     entries, keys = dict(base.entries), dict(base.keys)
     for key, node in over.entries.items():
         old = entries.get(key)
@@ -297,15 +295,15 @@ Hints = dict[str, Any]
 
 @cache
 def hints_of(cls: type) -> Hints:
-    """Return resolved annotations of a dataclass, constraints kept."""
+    """Return the resolved annotations of a dataclass, with their constraints."""
     return get_type_hints(cls, include_extras=True)
 
 
 def build(cls: type, node: Node, path: str = "", hints: Hints | None = None) -> Any:
-    """Build the dataclass from a mapping; every key checked, values converted by field type.
+    """Build the dataclass from a mapping: check every key, convert values by field type.
 
-    `hints` replaces annotations (used where a union is decided by another key).
-    Raises SpecError naming file, line and key path.
+    `hints` replaces annotations (for unions that another key decides). Raises SpecError with file,
+    line and key path.
     """
     if not isinstance(node, Map):
         raise fail(node.where, path, f"expected a mapping with {_names(cls)}, found {_kind(node)}")
@@ -321,18 +319,17 @@ def build(cls: type, node: Node, path: str = "", hints: Hints | None = None) -> 
 
 
 def required(f: Field[Any]) -> bool:
-    """Whether a dataclass field has no default."""
     return f.default is MISSING and f.default_factory is MISSING
 
 
 def join(path: str, key: str) -> str:
-    """Return a dotted key path; an overlong key is cut."""
-    key = key if len(key) <= MAX_SHOWN and key.isprintable() else shown(key)
+    """Return a dotted key path; a key that is too long is quoted and cut."""
+    key = key if len(key) <= MAX_QUOTED and key.isprintable() else quote(key)
     return f"{path}.{key}" if path else key
 
 
 def unknown_key(key: str, valid: Iterable[str]) -> str:
-    """Return the message for an unknown key: the nearest valid name, or all of them."""
+    """Return the message for an unknown key, with the nearest valid key or all of them."""
     valid = list(valid)
     near = did_you_mean(key, valid)
     return f"unknown key{near or '; valid keys here: ' + ', '.join(valid)}"
@@ -344,17 +341,16 @@ def _names(cls: type) -> str:
 
 def _kind(node: Node) -> str:
     if isinstance(node, Scalar):
-        return "nothing" if is_null(node) else shown(node.text)
+        return "nothing" if is_null(node) else quote(node.text)
     return "a list" if isinstance(node, Seq) else "a mapping"
 
 
 def is_null(node: Node) -> bool:
-    """Whether the node is a YAML null."""
     return isinstance(node, Scalar) and node.plain and node.text in NULLS
 
 
 def convert(node: Node, hint: Any, path: str) -> Any:
-    """Return the value of a node as the annotation wants it. Raises SpecError."""
+    """Convert a node to the annotated type. Raises SpecError."""
     if hint is Any:
         return plain_value(node)
     origin = get_origin(hint)
@@ -377,8 +373,8 @@ def _constrained(value: Any, rules: list[Any], node: Node, path: str) -> Any:
     for rule in rules:
         problem = rule.broken(value)
         if problem:
-            found = f", found {shown(node.text)}" if isinstance(node, Scalar) else ""
-            raise fail(node.where, path, problem + found)
+            actual = f", found {quote(node.text)}" if isinstance(node, Scalar) else ""
+            raise fail(node.where, path, problem + actual)
         value = rule.normal(value) if isinstance(rule, OneOf) else value
     return value
 
@@ -413,7 +409,7 @@ def _leaf(node: Node, kind: type, path: str) -> Any:
     if value is None:
         unquoted = parse(replace(node, plain=True))
         quoted = "" if unquoted is None else " (leave the quotes out)"
-        raise fail(node.where, path, f"expected {noun}, found {shown(node.text)}{quoted}")
+        raise fail(node.where, path, f"expected {noun}, found {quote(node.text)}{quoted}")
     return value
 
 
@@ -437,9 +433,9 @@ def _to_bool(node: Scalar) -> bool | None:
     return word in TRUES
 
 
-def _to_text(most: int) -> Callable[[Scalar], str | None]:
+def _to_text(max_length: int) -> Callable[[Scalar], str | None]:
     def read(node: Scalar) -> str | None:
-        fits = node.word and len(node.text) <= most and node.text.isprintable()
+        fits = node.word and len(node.text) <= max_length and node.text.isprintable()
         return node.text if fits else None
 
     return read
@@ -455,11 +451,11 @@ LEAVES: dict[type, tuple[str, Callable[[Scalar], Any]]] = {
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in `raw`. ValueError says what is wrong, to be put behind the name of
-    the file: `is no JSON object: found a list`, `key 'x' is given twice`."""
+    """Parse a JSON object. The message of its ValueError continues the file's name: `is no JSON
+    object: found a list`, `key 'x' is given twice`."""
     try:
         value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_unique)
-    except _GivenTwice:
+    except _DuplicateKey:
         raise
     except UnicodeDecodeError as err:
         reason = f"not UTF-8 at byte {err.start}"
@@ -470,26 +466,26 @@ def json_object(raw: bytes) -> dict[str, Any]:
     else:
         if isinstance(value, dict):
             return value
-        found = "a list" if isinstance(value, list) else json.dumps(value)[:MAX_SHOWN]
-        reason = f"found {found}"
+        kind = "a list" if isinstance(value, list) else json.dumps(value)[:MAX_QUOTED]
+        reason = f"found {kind}"
     raise ValueError(f"is no JSON object: {reason}")
 
 
-class _GivenTwice(ValueError):
-    """An object has a key twice."""
+class _DuplicateKey(ValueError):
+    pass
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) < len(pairs):
         names = Counter(k for k, _ in pairs)
-        raise _GivenTwice(f"key {shown(names.most_common(1)[0][0])} is given twice")
+        raise _DuplicateKey(f"key {quote(names.most_common(1)[0][0])} is given twice")
     return out
 
 
 def tree_of(value: Any, where: Where, depth: int = MAX_DEPTH, exact: bool = False) -> Node:
-    """Return a parsed JSON value as a tree, so that it is converted by the same rules as YAML;
-    `exact`: what is no string in JSON is no word either."""
+    """Return a parsed JSON value as a tree, to be converted by the same rules as YAML; `exact`:
+    only JSON strings are words."""
     if depth == 0:
         raise fail(where, "", f"is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, dict):
@@ -500,14 +496,15 @@ def tree_of(value: Any, where: Where, depth: int = MAX_DEPTH, exact: bool = Fals
     if isinstance(value, str):
         return Scalar(value, False, where)
     words = {None: "null", True: "true", False: "false"}
-    known = value is None or isinstance(value, bool)
+    is_word = value is None or isinstance(value, bool)
     huge = isinstance(value, int) and abs(value) > 10**30  # a long repr is costly, or refused
-    text = words[value] if known else "a huge integer" if huge else repr(value)
+    text = words[value] if is_word else "a huge integer" if huge else repr(value)
     return Scalar(text, True, where, word=not exact)
 
 
 def plain_value(node: Node) -> Any:
-    """The JSON value that `tree_of` made a tree of; what is no finite number stays text."""
+    """Return a tree as JSON values, the inverse of `tree_of`; numbers that are not finite stay
+    text."""
     if isinstance(node, Map):
         return {k: plain_value(v) for k, v in node.entries.items()}
     if isinstance(node, Seq):
@@ -515,5 +512,5 @@ def plain_value(node: Node) -> Any:
     if is_null(node):
         return None
     readers = (_to_int, _to_float, _to_bool) if node.plain else ()
-    found = (value for read in readers if (value := read(node)) is not None)
-    return next(found, node.text)
+    values = (value for read in readers if (value := read(node)) is not None)
+    return next(values, node.text)

@@ -1,7 +1,7 @@
-"""Reads a variant as data: frozen dataclasses from YAML or from a Hugging Face config.json.
+"""A variant as data: frozen dataclasses from YAML or from a Hugging Face config.json.
 
-The YAML says what varies; how a block is wired is written once in `g4ir/model/text.py`.
-Field names follow the upstream configuration where it has one name for the thing.
+A spec has what differs between variants; the wiring of a block is in `g4ir/model/text.py`. Field
+names follow the upstream configuration if it has a single name for the field.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from g4ir.spec.reader import (
     is_null,
     join,
     merge,
+    quote,
     read_tree,
     required,
-    shown,
     tree_of,
 )
 from g4ir.ui.files import read_table
@@ -46,7 +46,7 @@ from .parts import LATER_TEXT, TOWERS, Variant, slug
 from .rules import Problem, canonical, problems, readable_pattern
 
 SCHEMA = 1
-#: a field of a variant that came later
+#: fields added later, excluded from the digest at their default
 LATER = ("chat",)
 
 MAX_EXTENDS = 8
@@ -74,8 +74,8 @@ class Spec(Variant):
 
         Raises SpecError naming the key. `name` defaults to the directory's name.
         """
-        found = read_config(source, name)
-        return cls(**{f.name: getattr(found, f.name) for f in fields(found)})
+        variant = read_config(source, name)
+        return cls(**{f.name: getattr(variant, f.name) for f in fields(variant)})
 
     def to_hf(self) -> dict[str, Any]:
         """Return the config.json of this spec; SpecError names a field that it cannot express."""
@@ -84,16 +84,16 @@ class Spec(Variant):
     def to_yaml(self) -> str:
         """Return a spec file that loads to this spec; fields at their default are left out."""
         pattern = readable_pattern(self.text)
-        shown = replace(self, text=replace(self.text, pattern=pattern))
-        body = {"schema": SCHEMA, **_pruned(shown)}
+        spec = replace(self, text=replace(self.text, pattern=pattern))
+        body = {"schema": SCHEMA, **_pruned(spec)}
         note = (
             "" if pattern == self.text.pattern else "# the last layer is full, after any pattern\n"
         )
         return note + yaml.safe_dump(body, sort_keys=False, width=100, default_flow_style=None)
 
     def digest(self) -> str:
-        """Return SHA-256 of the canonical JSON of every field; those of LATER count where they are
-        set, for engines were built before they were fields."""
+        """Return SHA-256 of the canonical JSON of all fields, without LATER fields at their
+        default, so that digests of older engines stay valid."""
         values = self.to_dict()
         for part, record, names in ((values, self, LATER), (values["text"], self.text, LATER_TEXT)):
             for f in fields(record):
@@ -108,8 +108,8 @@ def _pruned(value: Any) -> Any:
         return [_pruned(v) for v in value]
     if not is_dataclass(value):
         return value
-    kept = ((f.name, getattr(value, f.name), f) for f in fields(value))
-    return {name: _pruned(v) for name, v, f in kept if v != _default(f)}
+    values = ((f.name, getattr(value, f.name), f) for f in fields(value))
+    return {name: _pruned(v) for name, v, f in values if v != _default(f)}
 
 
 def _default(f: Any) -> Any:
@@ -117,15 +117,15 @@ def _default(f: Any) -> Any:
 
 
 def check_spec(spec: Spec) -> Spec:
-    """Return the spec itself if it breaks no rule; SpecError with the first problem otherwise.
+    """Return the spec if it is valid; SpecError with the first problem otherwise.
 
-    For specs built in Python; `load_spec` and `Spec.from_hf` have checked theirs.
+    For specs built in Python; `load_spec` and `Spec.from_hf` return checked ones.
     """
     where = Where(f"spec {spec.name}", 0)
     hints = hints_of(Spec) | {name: _tower_hint(spec, name) for name in ("vision", "audio")}
-    read = build(Spec, tree_of(asdict(spec), where, exact=True), hints=hints)
-    for path, found, expected in diff_specs(spec, read):
-        raise fail(where, path, f"must be {expected}, found {shown(str(found))}")
+    converted = build(Spec, tree_of(asdict(spec), where, exact=True), hints=hints)
+    for path, actual, expected in diff_specs(spec, converted):
+        raise fail(where, path, f"must be {expected}, found {quote(str(actual))}")
     for path, message, *_ in problems(spec):
         raise fail(where, path, message)
     return spec
@@ -136,28 +136,28 @@ def _tower_hint(spec: Spec, name: str) -> Any:
     return next((c for c in classes if isinstance(getattr(spec, name), c)), classes[0]) | None
 
 
-NOT_INHERITED = ("name", "hub")  # a relative of a variant is another model with other weights
+NOT_INHERITED = ("name", "hub")  # they identify one model and its weights
 
 
 def specs_dir() -> Path:
-    """Return the folder of shipped specs: package `g4ir.specs`, or `specs/` beside the source."""
-    found = importlib.util.find_spec("g4ir.specs")
-    if found is not None and found.submodule_search_locations:
-        return Path(next(iter(found.submodule_search_locations)))
+    """Return the folder of shipped specs: package `g4ir.specs`, or `specs/` of the repository."""
+    package = importlib.util.find_spec("g4ir.specs")
+    if package is not None and package.submodule_search_locations:
+        return Path(next(iter(package.submodule_search_locations)))
     return Path(__file__).resolve().parents[2] / "specs"
 
 
-#: end of the name of a spec's drafter: `e2b` has `e2b-assistant`
+#: suffix of a draft model's spec name: `e2b` has `e2b-assistant`
 DRAFTER = "-assistant"
 
 
 def spec_names() -> tuple[str, ...]:
-    """Return names of the shipped specs of models, sorted."""
+    """Return the sorted names of shipped specs, without draft models."""
     return tuple(name for name in _shipped() if not name.endswith(DRAFTER))
 
 
 def drafter_names() -> tuple[str, ...]:
-    """Return names of the shipped specs of drafters, sorted."""
+    """Return the sorted names of shipped draft models' specs."""
     return tuple(name for name in _shipped() if name.endswith(DRAFTER))
 
 
@@ -166,10 +166,10 @@ def _shipped() -> list[str]:
 
 
 def load_spec(name_or_path: str | Path, alone: bool = False) -> Spec:
-    """Read the spec of a shipped variant (`e2b`) or of a YAML file (`my/variant.yaml`), which may
-    not extend another if it stands `alone`.
+    """Read the spec of a shipped variant (`e2b`) or of a YAML file (`my/variant.yaml`). With
+    `alone`, it may not extend another.
 
-    Raises SpecError naming file, line, key and the fix.
+    Raises SpecError with file, line, key and the fix.
     """
     path = spec_path(name_or_path)
     tree = read_tree(path)
@@ -179,7 +179,7 @@ def load_spec(name_or_path: str | Path, alone: bool = False) -> Spec:
 
 
 def need_model(spec: Spec) -> Spec:
-    """Return the spec of a model; InputError if it is a draft model's."""
+    """Return the spec; InputError if it is a draft model's."""
     if spec.drafter:
         raise InputError(
             f"{spec.name} is a drafter, which runs with its model alone: name that (`build "
@@ -189,7 +189,7 @@ def need_model(spec: Spec) -> Spec:
 
 
 def spec_path(name_or_path: str | Path) -> Path:
-    """Find the file behind a spec's name or path. SpecError if the name is not shipped."""
+    """Return the file of a spec's name or path. SpecError if the name is not shipped."""
     text = str(name_or_path)
     is_path = isinstance(name_or_path, Path) or "/" in text or "\\" in text
     if is_path or text.endswith(SUFFIXES):
@@ -204,21 +204,21 @@ def spec_path(name_or_path: str | Path) -> Path:
     )
 
 
-def _with_bases(tree: Map, path: Path, seen: tuple[Path, ...]) -> Map:
-    """Return the tree laid over what it extends, `schema` and `extends` removed."""
+def _with_bases(tree: Map, path: Path, visited: tuple[Path, ...]) -> Map:
+    """Return the tree merged over its bases, without `schema` and `extends`."""
     _check_schema(tree)
     entries = {k: v for k, v in tree.entries.items() if k not in ("schema", "extends")}
-    own = Map(entries, tree.keys, tree.where)
+    local = Map(entries, tree.keys, tree.where)
     if "extends" not in tree.entries:
-        return own
+        return local
     where = tree.keys["extends"]
     base_path = _base_path(convert(tree.entries["extends"], str, "extends"), path, where)
-    seen = (*seen, path.resolve())
-    if base_path.resolve() in seen or len(seen) > MAX_EXTENDS:
+    visited = (*visited, path.resolve())
+    if base_path.resolve() in visited or len(visited) > MAX_EXTENDS:
         raise fail(where, "extends", f"{base_path.name} leads back here or too deep; cut the chain")
-    base = _with_bases(read_tree(base_path), base_path, seen)
+    base = _with_bases(read_tree(base_path), base_path, visited)
     inherited = {k: v for k, v in base.entries.items() if k not in NOT_INHERITED}
-    return merge(Map(inherited, base.keys, base.where), own)
+    return merge(Map(inherited, base.keys, base.where), local)
 
 
 def _base_path(base: str, path: Path, where: Where) -> Path:
@@ -244,12 +244,12 @@ def _spec_from_tree(tree: Map, stem: str) -> Spec:
         tree = Map({"name": name, **tree.entries}, tree.keys, tree.where)
     spec = canonical(build(Spec, tree, hints=hints))
     for problem in problems(spec):
-        raise fail(_place_of(tree, problem), problem.path, problem.message)
+        raise fail(_find_line(tree, problem), problem.path, problem.message)
     return spec
 
 
 def _spec_hints(tree: Map) -> dict[str, Any]:
-    """Return annotations of Spec with the towers that this model_type has."""
+    """Return the annotations of Spec with the towers of its model_type."""
     hints = hints_of(Spec)
     node = tree.entries.get("model_type")
     if node is None or is_null(node):
@@ -261,33 +261,33 @@ def _towers(model_type: str) -> dict[str, Any]:
     return {name: cls | None for name, cls in TOWERS.get(model_type, {}).items()}
 
 
-def _place_of(tree: Map, problem: Problem) -> Where:
-    """Find where the first of the keys that break a rule together is set by this file itself, for a
-    file that it extends is right on its own; otherwise as near to the key as the files get."""
-    reached = [(path, _reached(tree, path)) for path in (problem.path, *problem.others)]
-    for path, places in reached:
-        if len(places) > path.count(".") and places[-1].file == tree.where.file:
-            return places[-1]
+def _find_line(tree: Map, problem: Problem) -> Where:
+    """Return the position of the first key of the problem that this file itself sets, since a base
+    file is valid on its own; otherwise the nearest enclosing position."""
+    reached = [(path, _lines_along(tree, path)) for path in (problem.path, *problem.related)]
+    for path, lines in reached:
+        if len(lines) > path.count(".") and lines[-1].file == tree.where.file:
+            return lines[-1]
     return [tree.where, *reached[0][1]][-1]
 
 
-def _reached(tree: Map, path: str) -> list[Where]:
-    """Return the places of the keys along a key path, as far as they are given."""
-    places: list[Where] = []
+def _lines_along(tree: Map, path: str) -> list[Where]:
+    """Return the positions of the keys along a key path, as far as they exist."""
+    lines: list[Where] = []
     node: Any = tree
     for key in path.split("."):
         if not isinstance(node, Map) or key not in node.entries:
             break
-        places.append(node.keys[key])
+        lines.append(node.keys[key])
         node = node.entries[key]
-    return places
+    return lines
 
 
 def diff_specs(a: Spec, b: Spec) -> list[tuple[str, Any, Any]]:
-    """Return fields that differ as (key path, value in a, value in b), in field order."""
-    left, right = _flat(a.to_dict()), _flat(b.to_dict())
-    keys = [*left, *(k for k in right if k not in left)]
-    return [(k, left.get(k), right.get(k)) for k in keys if left.get(k) != right.get(k)]
+    """Return differing fields as (key path, value in a, value in b), in field order."""
+    old, new = _flat(a.to_dict()), _flat(b.to_dict())
+    keys = [*old, *(k for k in new if k not in old)]
+    return [(k, old.get(k), new.get(k)) for k in keys if old.get(k) != new.get(k)]
 
 
 def _flat(value: dict[str, Any], path: str = "") -> dict[str, Any]:
@@ -301,15 +301,15 @@ _JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", 
 
 
 def _schema_defs(cls: type, partial: bool, defs: dict[str, Any]) -> str:
-    """Add the JSON Schema of a dataclass and its parts to `defs`; return its name there.
+    """Add the JSON Schema of a dataclass and its nested ones to `defs`; return its name there.
 
-    `partial` drops the required keys: a file with `extends` gives only what differs.
+    `partial` drops the required keys, for files with `extends`.
     """
     name = cls.__name__ + ("Patch" if partial else "")
     if name not in defs:
         defs[name] = {}  # keeps a recursive type from looping
         hints = hints_of(cls)
-        docs = _described().get("Variant" if cls is Spec else cls.__name__, {})
+        docs = _field_descriptions().get("Variant" if cls is Spec else cls.__name__, {})
         defs[name] = {
             "type": "object",
             "description": " ".join((cls.__doc__ or "").split("\n\n")[0].split()),
@@ -325,7 +325,7 @@ def _schema_defs(cls: type, partial: bool, defs: dict[str, Any]) -> str:
 
 
 @cache
-def _described() -> dict[str, dict[str, str]]:
+def _field_descriptions() -> dict[str, dict[str, str]]:
     return read_table(Path(__file__).with_name("parts.yaml"))
 
 
@@ -353,18 +353,18 @@ def _schema_of(hint: Any, partial: bool, defs: dict[str, Any]) -> dict[str, Any]
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of a spec file, for editors, made from dataclasses."""
+    """Return the JSON Schema (2020-12) of a spec file, for editors, from the dataclasses."""
     defs: dict[str, Any] = {}
-    whole, patch = (_schema_defs(Spec, partial, defs) for partial in (False, True))
-    for name in (whole, patch):
+    full, patch = (_schema_defs(Spec, partial, defs) for partial in (False, True))
+    for name in (full, patch):
         head = {"schema": {"const": SCHEMA, "description": "version of the file format"}}
         defs[name]["properties"] = head | defs[name]["properties"]
-    defs[whole]["required"] = ["schema", *(k for k in defs[whole]["required"] if k != "name")]
+    defs[full]["required"] = ["schema", *(k for k in defs[full]["required"] if k != "name")]
     defs[patch]["properties"]["extends"] = {"type": "string", "description": EXTENDS}
     defs[patch]["required"] = ["schema", "extends"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "g4ir variant",
-        "anyOf": [{"$ref": f"#/$defs/{whole}"}, {"$ref": f"#/$defs/{patch}"}],
+        "anyOf": [{"$ref": f"#/$defs/{full}"}, {"$ref": f"#/$defs/{patch}"}],
         "$defs": defs,
     }

@@ -1,4 +1,4 @@
-"""Checks rules that join several fields of a variant."""
+"""Rules across fields of a variant, and its canonical form."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ from .parts import (
 )
 
 log = logging.getLogger(__name__)
-#: most entries of a pattern that a reader takes in; released models have at most 6
+#: max entries of a readable pattern; released models have at most 6
 READABLE = 8
 V = TypeVar("V", bound=Variant)
 
 
 class Problem(NamedTuple):
-    """A broken rule: the key path, the message with the fix, the other keys it looks at."""
+    """A violated rule: key path, message with the fix, the rule's other keys."""
 
     path: str
     message: str
-    others: tuple[str, ...] = ()
+    related: tuple[str, ...] = ()
 
 
 def _family_problems(spec: Variant) -> Iterator[Problem]:
-    """What model_types.yaml says of every model of a type."""
+    """Yield fields that differ from the fixed values of the model_type (model_types.yaml)."""
     family = FAMILIES[spec.model_type]
     stated = {("chat", spec.chat): family.get("chat", spec.chat)}
     stated |= {(f"text.{n}", getattr(spec.text, n)): v for n, v in family.get("text", {}).items()}
-    for (path, found), wanted in stated.items():
-        if found != wanted:
-            said = str(wanted).lower() if isinstance(wanted, bool) else wanted
+    for (path, value), required in stated.items():
+        if value != required:
+            text = str(required).lower() if isinstance(required, bool) else required
             yield Problem(
-                path, f"is {said} of {spec.model_type} models; give {said}", ("model_type",)
+                path, f"is {text} of {spec.model_type} models; give {text}", ("model_type",)
             )
 
 
-def _no_divisor(path: str, found: int, whole: str, size: int, *others: str) -> Problem:
-    message = f"{found} does not divide {whole} {size}; use a divisor"
-    return Problem(path, message, (whole, *others))
+def _no_divisor(path: str, value: int, total_name: str, total: int, *related: str) -> Problem:
+    message = f"{value} does not divide {total_name} {total}; use a divisor"
+    return Problem(path, message, (total_name, *related))
 
 
 def problems(spec: Variant) -> Iterator[Problem]:
-    """Yield every broken rule of a spec; fields are assumed to be in range."""
+    """Yield every violated rule of a spec whose fields are each in range."""
     if spec.model_type.endswith(ASSISTANT) != (spec.drafter is not None):
         yield Problem(
             "drafter",
@@ -118,8 +118,8 @@ def _kind_problems(text: Text, name: str) -> Iterator[Problem]:
     kind: AttentionKind = getattr(text, name)
     path, heads, kv = f"text.{name}", text.num_attention_heads, kind.num_key_value_heads
     if name in text.layer_types and heads % kv:
-        whole = ("text.num_attention_heads", heads, "text.pattern")
-        yield _no_divisor(f"{path}.num_key_value_heads", kv, *whole)
+        total = ("text.num_attention_heads", heads, "text.pattern")
+        yield _no_divisor(f"{path}.num_key_value_heads", kv, *total)
     if kind.head_dim % 2:
         yield Problem(
             f"{path}.head_dim", f"{kind.head_dim} is odd, rotary needs pairs; use an even number"
@@ -181,8 +181,8 @@ def _tower_problems(spec: Variant) -> Iterator[Problem]:
     for name in ("vision", "audio"):
         part = getattr(spec, name)
         if part is not None and not isinstance(part, TOWERS.get(spec.model_type, {}).get(name, ())):
-            found = f"a {spec.model_type} spec has no {type(part).__name__}"
-            yield Problem(name, f"{found}; use the keys of its model_type", ("model_type",))
+            message = f"a {spec.model_type} spec has no {type(part).__name__}"
+            yield Problem(name, f"{message}; use the keys of its model_type", ("model_type",))
     if isinstance(spec.vision, Vision):
         yield from _vision_problems(spec.vision)
     if isinstance(spec.vision, UnifiedVision):
@@ -191,14 +191,14 @@ def _tower_problems(spec: Variant) -> Iterator[Problem]:
             message = f"{out} is not vision.mm_embed_dim {width}; make them equal"
             yield Problem("vision.output_proj_dims", message, ("vision.mm_embed_dim",))
     if isinstance(spec.audio, Audio) and spec.audio.hidden_size % spec.audio.num_attention_heads:
-        whole = ("audio.hidden_size", spec.audio.hidden_size)
-        yield _no_divisor("audio.num_attention_heads", spec.audio.num_attention_heads, *whole)
+        total = ("audio.hidden_size", spec.audio.hidden_size)
+        yield _no_divisor("audio.num_attention_heads", spec.audio.num_attention_heads, *total)
 
 
 def _vision_problems(vision: Vision) -> Iterator[Problem]:
     if vision.num_attention_heads % vision.num_key_value_heads:
-        whole = ("vision.num_attention_heads", vision.num_attention_heads)
-        yield _no_divisor("vision.num_key_value_heads", vision.num_key_value_heads, *whole)
+        total = ("vision.num_attention_heads", vision.num_attention_heads)
+        yield _no_divisor("vision.num_key_value_heads", vision.num_key_value_heads, *total)
     if vision.head_dim % 4:
         yield Problem(
             "vision.head_dim",
@@ -207,10 +207,10 @@ def _vision_problems(vision: Vision) -> Iterator[Problem]:
 
 
 def canonical(spec: V) -> V:
-    """Return the spec with `pattern` and `moe.layers` in their shortest form, so that equal
-    variants compare equal.
+    """Return the spec with the shortest `pattern` and `moe.layers`, so that equal variants compare
+    equal.
 
-    Warns where the last layer was sliding: the reference turns it into a full one.
+    Logs a warning if the last layer was sliding: the reference makes it a full one.
     """
     text = spec.text
     moe = text.moe
@@ -228,8 +228,8 @@ def canonical(spec: V) -> V:
 
 
 def readable_pattern(text: Text) -> tuple[str, ...]:
-    """Return the pattern as a spec file shows it: the canonical one, or, if that is longer than
-    READABLE, the shortest that gives every layer but a last one that is full anyway."""
+    """Return the pattern for a spec file: the canonical one, or, if that is longer than READABLE,
+    the shortest one for all layers but the last, if that is full in any case."""
     pattern = shortest_pattern(text.layer_types)
     if len(pattern) <= READABLE or not text.last_layer_full:
         return pattern
@@ -237,7 +237,7 @@ def readable_pattern(text: Text) -> tuple[str, ...]:
 
 
 def shortest_pattern(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the shortest list that, repeated and cut, gives `kinds`."""
+    """Return the shortest period of `kinds`."""
     for period in range(1, len(kinds)):
         if kinds[period:] == kinds[:-period]:
             return kinds[:period]
