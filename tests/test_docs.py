@@ -99,7 +99,7 @@ BUILT = [e for e in RUN if e.line.startswith(LONG)]
 
 def test_no_example_is_forgotten() -> None:
     assert len(SHORT) >= 11 and len(BUILT) >= 12
-    named = {"README.md", "guide.md", "quantization.md", "media.md", "cuda.md", "tensorrt.md"}
+    named = {"README.md", *(f"{n}.md" for n in ("guide", "plan", "quantization", "media", "cuda"))}
     assert {e.file for e in ALL} >= named
 
 
@@ -128,9 +128,9 @@ def inputs_of_examples() -> None:
 
 def slow(e: Example) -> bool:
     """What the reference backend would not print, or what needs transformers."""
-    return (
-        e.line.startswith(("verify ", "show ", "inspect ", "plan ", "bench"))
-        or e.file == "tensorrt.md"
+    return e.line.startswith(("verify ", "show ", "inspect ", "plan ", "bench")) or e.file in (
+        "onnx.md",
+        "tensorrt.md",
     )
 
 
@@ -177,9 +177,9 @@ def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     inputs_of_examples()
     limits = {"max_seq": 512, "prefill_chunk": 128, "audio_seconds": [5.0]}
     g4ir.build("tiny-media", "media", random_weights=0, backend="reference", **limits).close()
-    text, hooks = blocks("guide.md", "python")  # the second goes on from the first
+    text, hooks = blocks("python.md", "python")  # the second goes on from the first
     quick = text.replace("random_weights=0", 'random_weights=0, backend="reference"')
-    names, printed = run_python(f"{quick}\n{hooks}", "guide.md")
+    names, printed = run_python(f"{quick}\n{hooks}", "python.md")
     assert len(names["tokens"]) == 16 and "length" in printed
     assert len(names["out"].hidden_states) == 7 and names["states"]["out"].shape == (1, 4, 64)
     (text,) = blocks("media.md", "python")
@@ -190,11 +190,11 @@ def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_onnx_engine_runs_without_g4ir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The transcript's build, run and program give the same tokens."""
     monkeypatch.chdir(tmp_path)
-    build, run = [e for e in examples("tensorrt.md") if "engine-onnx" in e.line]
+    build, run = [e for e in examples("onnx.md") if "engine-onnx" in e.line]
     check(build)
     check(run)
-    (text,) = blocks("tensorrt.md", "python")
-    _, printed = run_python(text, "tensorrt.md")
+    (text,) = blocks("onnx.md", "python")
+    _, printed = run_python(text, "onnx.md")
     assert printed.split() == run.shown.split()
 
 
@@ -253,11 +253,15 @@ def test_links_lead_somewhere(name: str) -> None:
 def test_the_readme_s_table_is_what_bench_prints_of_its_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A row for each engine, where `--table` has a column for each."""
     monkeypatch.chdir(ROOT)
     line = re.search(r"`g4ir (bench \S+\.json --table)`", README.read_text())
     assert line
-    table = command(*line[1].split())
-    assert table.code == 0 and f"\n\n{table.out}\n" in README.read_text()
+    printed = command(*line[1].split())
+    assert printed.code == 0 and printed.out.count("| hf-static | llama.cpp |") == 2
+    values = re.findall(r"[\d.]+(?: ± [\d.]+)?(?= \|)", printed.out.splitlines()[-1])
+    rows = re.findall(r"^\| (?:g4ir|transformers|llama).*?\| (.+) \|$", README.read_text(), re.M)
+    assert [row.split(" | ") for row in rows] == [[*x] for x in zip(values[:3], values[3:])]
 
 
 def test_the_readme_is_short_and_leads_to_every_document() -> None:
@@ -265,6 +269,14 @@ def test_the_readme_is_short_and_leads_to_every_document() -> None:
     assert {path.resolve() for path, _ in links(README)} >= {
         path for name, path in FILES.items() if name != "README.md"
     }
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_page_is_at_most_400_lines_and_says_for_whom_it_is(name: str) -> None:
+    """In its first paragraph; the README in its second."""
+    lines = FILES[name].read_text().splitlines()
+    assert len(lines) <= 400
+    assert any(re.match("For |It is for ", line) for line in lines[:8])
 
 
 def section(name: str, title: str) -> str:
@@ -279,9 +291,9 @@ def test_the_design_lists_rooms_and_passes_as_they_are() -> None:
     assert listed == [*passes.PASSES]
 
 
-def test_the_evening_is_twelve_short_files() -> None:
-    evening = section("design.md", "The evening")
-    tour = re.findall(r"^\d+\. \[`(.+?)`\]\(\.\./(.+?)\)", evening, re.M)
+def test_the_tour_is_twelve_short_files() -> None:
+    files = section("design.md", "Read these twelve files first")
+    tour = re.findall(r"^\d+\. \[`(.+?)`\]\(\.\./(.+?)\)", files, re.M)
     assert len(tour) == 12 and all(shown == target for shown, target in tour)
     lines = [len((ROOT / target).read_text().splitlines()) for _, target in tour]
     assert max(lines) <= 330 and sum(lines) <= 2000
