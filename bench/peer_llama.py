@@ -85,7 +85,7 @@ class Llama:
         self.label = self._runner.label
 
     def prompt(self, tokens: torch.Tensor) -> torch.Tensor:
-        self._runner.hold(tokens[:, :0])
+        self._runner.set_context(tokens[:, :0])
         return self._runner.step(tokens)
 
     def steps(self, tokens: torch.Tensor, count: int) -> float:
@@ -193,11 +193,11 @@ def main() -> str | None:
     with g4ir.load_engine(args.engine, huge_pages=args.huge_pages) as engine, ExitStack() as busy:
         most = max(args.sequences)
         w = plan_workload([engine.limits], args.input_len, args.steps + 1, most)
-        args.room = most * w.fed + 1
+        args.room = most * w.max_len + 1
         drawn = draw_tokens(w, engine)
         tokens = drawn[:, : args.input_len]
         ours = Ours(engine, args.sequences)
-        llama = Llama(args.file, w.fed + 1, most)
+        llama = Llama(args.file, w.max_len + 1, most)
         logits = [r.prompt(tokens[:1]).flatten() for r in (ours, llama)]
         cosine = float(torch.nn.functional.cosine_similarity(*logits, dim=0))
         if refused := disagreement(cosine):

@@ -275,7 +275,7 @@ class Oracle:
         from transformers import DynamicCache
 
         def logits(ids: torch.Tensor, **options: Any) -> torch.Tensor:
-            keep = torch.arange(ids.shape[1])  # all rows, by index (see `rows_kept`)
+            keep = torch.arange(ids.shape[1])  # all rows, by index (see `last_row`)
             return self.model(ids, logits_to_keep=keep, **options).logits
 
         if self.spec.text.attn_logit_softcapping is None:

@@ -133,7 +133,7 @@ def test_verify(name: str, quant: str, to: str, tmp_path: Path) -> None:
     peer = find_peer(engine, "hf", None, no_progress)
     for ids in torch.tensor(SHORT):
         given = Turns(ids, [len(ids)], True)
-        away = EnginePeer(engine).wide(given) - peer.wide(given)
+        away = EnginePeer(engine).in_float64(given) - peer.in_float64(given)
         near.append(away.abs().amax(-1) < 1e-6)
     assert torch.stack(near).double().mean() > 0.9
     stages = verify_each_pass(engine, IDS)

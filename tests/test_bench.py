@@ -16,27 +16,37 @@ import pytest
 import torch
 
 from g4ir.bench import llama, measure, roof
-from g4ir.bench.agreement import Agreement, compared, void_roles
+from g4ir.bench.agreement import agreement_values, void_roles
 from g4ir.bench.llama import LlamaRunner
-from g4ir.bench.measure import FLOOR, STATISTICS, RequestTiming, Stat, around, stat
-from g4ir.bench.report import ENGINE_ROLES, check_specs, run_bench
+from g4ir.bench.measure import FLOOR, STATISTICS, Stat, around, stat
+from g4ir.bench.report import Values, sample_values, speedup, work_values
 from g4ir.bench.roof import Meter, Rates
+from g4ir.bench.run import ENGINE_ROLES, check_specs, run_bench
 from g4ir.bench.runners import (
     MODES,
     BenchRunner,
     EngineRunner,
     HfRunner,
+    RequestTiming,
     Workload,
     draw_tokens,
     peer_model,
-    pieces,
     plan_workload,
     reference_runner,
+    request_steps,
 )
-from g4ir.bench.schema import Values, sample_values, speedup, work_values
-from g4ir.bench.text import ROWS, _shown, compare_reports, compare_text, markdown, read_report, text
-from g4ir.bench.work import request_chunks, request_costs
+from g4ir.bench.text import (
+    ROWS,
+    compare_reports,
+    compare_text,
+    markdown,
+    read_report,
+    stat_text,
+    text,
+)
+from g4ir.bench.work import request_costs, request_runs
 from g4ir.builder.load import load_engine
+from g4ir.check.agreement import Agreement
 from g4ir.check.reference import with_run
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError
@@ -80,8 +90,8 @@ def report(moe: Engine) -> Values:
 def test_a_value_and_its_spread() -> None:
     assert around(5.0, [5.0]) == stat([[5.0], [5.0]], max) == Stat(5.0, 5 * FLOOR)
     assert not Stat(10, 1).differs(Stat(12, 1)) and Stat(10, 1).differs(Stat(12.1, 1))
-    assert _shown(Stat(0.00123, 0.0004), 1e3) == "1.23 ± 0.4"
-    assert _shown(Stat(0.25, 0.0125), 1e3) == "250 ± 12"
+    assert stat_text(Stat(0.00123, 0.0004), 1e3) == "1.23 ± 0.4"
+    assert stat_text(Stat(0.25, 0.0125), 1e3) == "250 ± 12"
 
 
 def test_what_follows_from_samples() -> None:
@@ -104,9 +114,9 @@ def test_what_follows_from_samples() -> None:
 
 def test_lengths_left_open_fit(moe: Engine) -> None:
     w = plan_workload([moe.limits])
-    assert w.fed == MAX_SEQ and w.output_len == MAX_SEQ // 4
+    assert w.max_len == MAX_SEQ and w.output_len == MAX_SEQ // 4
     assert plan_workload([moe.limits], input_len=MAX_SEQ - 1).output_len == 2
-    assert plan_workload([moe.limits], context=MAX_SEQ - 2).fed == MAX_SEQ
+    assert plan_workload([moe.limits], context=MAX_SEQ - 2).max_len == MAX_SEQ
 
 
 def test_tokens_of_a_text(tmp_path: Path) -> None:
@@ -135,11 +145,11 @@ def test_chunks_are_those_of_a_session(ple: Engine, w: Workload) -> None:
 
     runner = EngineRunner(with_run(ple, run), 1)
     tokens = draw_tokens(w, ple)
-    runner.hold(tokens[:, : w.context])
+    runner.set_context(tokens[:, : w.context])
     seen.clear()
-    for piece in pieces(w, tokens):
+    for piece in request_steps(w, tokens):
         runner.step(piece)
-    made = [(c.phase, c.new, c.held, c.logits) for c in request_chunks(w, CHUNK)]
+    made = [(c.phase, c.new, c.context, c.logits) for c in request_runs(w, CHUNK)]
     assert seen == made
 
 
@@ -151,18 +161,18 @@ def test_a_runner_goes_back_to_its_depth(engines: Any, ple: Engine, mode: str) -
     """What the rings overwrote since is back: the depth is beyond the window of 8."""
     tokens, runner = draw_tokens(DEEP, ple), BenchRunner()
     if mode in MODES:
-        runner = HfRunner(peer_model(ple, engines.checkpoint("tiny-ple")), DEEP.fed, mode)
+        runner = HfRunner(peer_model(ple, engines.checkpoint("tiny-ple")), DEEP.max_len, mode)
     else:
         runner = EngineRunner(ple, 1) if mode == "engine" else reference_runner(ple, 1)
-    runner.hold(tokens[:, : DEEP.context])
+    runner.set_context(tokens[:, : DEEP.context])
 
     def request() -> torch.Tensor:
         runner.rewind()
-        return torch.stack([runner.step(p).clone() for p in pieces(DEEP, tokens)])
+        return torch.stack([runner.step(p).clone() for p in request_steps(DEEP, tokens)])
 
     first, again = request(), request()
     torch.testing.assert_close(first, again, rtol=1e-5, atol=1e-5)
-    runner.hold(tokens[:, :0])
+    runner.set_context(tokens[:, :0])
     assert float((request()[0] - first[0]).abs().max()) > 0.1, "empty rows see no context"
 
 
@@ -172,13 +182,14 @@ def test_choices_are_compared(
 ) -> None:
     """(equal, close), and whether they agree; what is not a number does not."""
     got, want = (torch.tensor(rows, dtype=torch.float32) for rows in (other, base))
-    found = compared("b", got, "a", want, Tolerance(**budget), row_errors(got, want))
-    assert ([found.equal, found.close], found.ok) == (counts, ok)
+    agreement = Agreement(row_errors(got, want), Tolerance(**budget))
+    found = agreement_values(agreement, got, want)
+    assert ([found["equal"], found["close"]], found["ok"]) == (counts, ok)
 
 
 def test_void_is_who_agrees_with_nobody() -> None:
-    def row(role: str, ok: bool) -> Agreement:
-        return Agreement(role, "hf", 1, 1, 0, 1, 0, ok, "")
+    def row(role: str, ok: bool) -> Values:
+        return {"role": role, "base": "hf", "ok": ok}
 
     assert void_roles([row("engine", True)]) == set()
     assert void_roles([row("engine", True), row("engine-b", False)]) == {"engine-b"}
@@ -207,7 +218,7 @@ def test_numbers_of_a_wrong_engine_are_void(moe: Engine, monkeypatch: pytest.Mon
 def test_work_is_the_sum_of_its_chunks(ple: Engine) -> None:
     w = replace(DEEP, batch=2)
     work, g = request_costs(ple, w), ple.program.graphs["prefill"]
-    early, last, *_ = request_chunks(w, CHUNK)
+    early, last, *_ = request_runs(w, CHUNK)
     assert [c.new for c in (early, last)] == [CHUNK, 30 - CHUNK]
     assert last.costs(ple, 2) == graph_costs(g, B=2, S=30 - CHUNK, C=26 + CHUNK)
     skipped = {n.kind for n in graph_costs(g)} - {n.kind for n in early.costs(ple, 2)}
@@ -392,13 +403,13 @@ def test_what_times_are_wrong_by_is_said(
 ) -> None:
     """On stderr and in the report: a busy machine, and rounds that differ."""
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
-    monkeypatch.setattr(measure, "WIDE", 0.001)
+    monkeypatch.setattr(measure, "NOISY", 0.001)
     outcome = g4ir("bench", moe.path, *FLAGS, "--json", tmp_path / "a.json")
     warnings = read_report(tmp_path / "a.json")["warnings"]
     assert len(warnings) == 2 and all(f"warning: {x}\n" in outcome.err for x in warnings)
     assert "load average 99.0" in warnings[0] and "prefill ± " in warnings[1]
     assert " ± " in g4ir("bench", tmp_path / "a.json", "--table").out
-    monkeypatch.setattr(measure, "WIDE", 1e9)
+    monkeypatch.setattr(measure, "NOISY", 1e9)
     assert " ± " not in g4ir("bench", tmp_path / "a.json", "--table").out
 
 

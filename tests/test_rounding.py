@@ -247,7 +247,7 @@ def test_the_wide_interpreter_is_transformers_in_float64(built: Callable[..., En
     engine = built("tiny-ple", "bfloat16", 1)
     ids, turns = random_ids(engine, (40,)), [40]
     model = peer_model(engine)
-    want = HfPeer(model).wide(Turns(ids, turns, True))
-    got = EnginePeer(engine).wide(Turns(ids, [1] * 40))
+    want = HfPeer(model).in_float64(Turns(ids, turns, True))
+    got = EnginePeer(engine).in_float64(Turns(ids, [1] * 40))
     assert want.dtype == torch.float64
     assert float(row_errors(got, want).distance.max()) < 1e-4

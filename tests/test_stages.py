@@ -16,7 +16,7 @@ import g4ir
 from g4ir import passes as pipeline
 from g4ir.backends.cpu import step_program
 from g4ir.check import compare
-from g4ir.check.compare import Comparison, Shown, joint_budget, local_errors
+from g4ir.check.compare import Comparison, ForcedRuntime, joint_budget, local_errors
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
 from g4ir.check.stage_report import StageReport, StagesReport
@@ -333,7 +333,7 @@ def test_wrong_cache_of_a_backend(ple: Engine, monkeypatch: pytest.MonkeyPatch) 
     assert culprit.first.value == "L1.v.next"
 
 
-def shown(engine: Engine, after: str = PASSES[-1]) -> tuple[Shown, StageReport]:
+def shown(engine: Engine, after: str = PASSES[-1]) -> tuple[ForcedRuntime, StageReport]:
     """The first chunk of an engine as it is after a pass, of which a backend has shown all up to
     layer 1."""
     stages = stages_of(engine, StageWeights(plain_params(engine), "cpu"))
@@ -341,7 +341,7 @@ def shown(engine: Engine, after: str = PASSES[-1]) -> tuple[Shown, StageReport]:
     chunk, report = next(chunks_of_tokens(torch.arange(20), 8, 16)), StageReport(BACKEND)
     trace = StageRun(stage, 20, engine).trace(chunk)
     given = {v.name for v in trace.recording.graph.inputs} | {"L1.out", "L2.in"}
-    return Shown(trace, Comparison(report, engine.dtype), given), report
+    return ForcedRuntime(trace, Comparison(report, engine.dtype), given), report
 
 
 @pytest.mark.parametrize("after", ["fuse_glu", "fuse_moe"])

@@ -20,7 +20,7 @@ from g4ir.check import peers
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
-from g4ir.check.stage_report import placed
+from g4ir.check.stage_report import describe_value
 from g4ir.check.tokens import Turns, random_ids
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError, SpecError
@@ -143,8 +143,8 @@ def test_a_wrong_product_is_named(engines: Any) -> None:
 
 def test_a_place_is_that_of_its_layer() -> None:
     for name, layer in (("L3.out", "layer 3"), ("final.norm", "outside the layers")):
-        assert placed(name, 7) == f"%{name} ({layer}) in the chunk at token 7"
-    assert "(layer 1)" in placed("r0.L1.attn.o.part", 0)
+        assert describe_value(name, 7) == f"%{name} ({layer}) in the chunk at token 7"
+    assert "(layer 1)" in describe_value("r0.L1.attn.o.part", 0)
 
 
 def turned(engine: Engine, turned_phase: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,270 +1,237 @@
-"""A whole benchmark: engines and peers over one workload, and the report of it."""
+"""A report as JSON values: what was measured, and what follows from it.
+
+Some keys are vLLM's (request_throughput, mean_ttft_ms, ...): they are about the first engine and
+are null if its outputs disagree with those that it was compared with. `runs` holds every runner
+with its raw samples: `samples_ms.ttft[round][request]`, `samples_ms.itl[round][request][step]`. A
+stat is {value, spread}; see measure.py for the spread.
+"""
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import is_dataclass
+from statistics import median
+from typing import Any
 
-import torch
-
-from g4ir.backends.inductor.device import find_device
-from g4ir.builder.module import need_transformers
 from g4ir.check.reference import acting, param_bytes
-from g4ir.engine.engine import Engine
-from g4ir.errors import InputError, check_all
-from g4ir.ops.types import dtype_name, torch_dtype
 from g4ir.passes.match import OFF
 from g4ir.passes.quantize_activations import ActivationOptions
-from g4ir.spec.record import Spec
-from g4ir.ui.progress import Progress, no_progress
+from g4ir.plan.cost import Cost, floor
+from g4ir.spec.reader import to_line
 
-from .agreement import Agreement, agreements_of, void_roles
-from .llama import LLAMA, LlamaRunner, binding, gguf_file
-from .measure import RequestTiming, Rounds, requests_per_round, timed_request
-from .roof import Meter, Rates
-from .runners import (
-    MODES,
-    BenchRunner,
-    EngineRunner,
-    HfRunner,
-    Workload,
-    draw_tokens,
-    peer_model,
-)
-from .schema import (
-    KIND,
-    OF_ENGINES,
-    VERSION,
-    Values,
-    metrics,
-    plain,
-    roof_values,
-    sample_values,
-    speedup,
-    summary,
-    work_values,
-)
-from .system import busy_text, environment, load_average, peak_memory, reset_peak
+from .measure import LATENCIES, Stat, around, latencies, medians, ratio, speeds
+from .roof import Rates, median_rates
+from .runners import BenchRunner, EngineRunner, Rounds, Workload
+from .system import busy_text, environment
 from .work import request_costs
 
-#: what is looked at for its spread -> metric
+#: counts up when a key changes its meaning or goes away
+VERSION = 2
+KIND = "g4ir bench"
+#: vLLM's names: of a statistic and of a throughput -> ours
+VLLM_STATISTICS = {"mean": "mean", "median": "p50", "p99": "p99"}
+VLLM_RATES = {"request": "request", "output": "output", "total_token": "total"}
+#: rate of the machine -> its key
+RATES = {"read": "read_bytes_per_s", "copy": "copy_bytes_per_s", "matmul": "matmul_flops_per_s"}
+#: keys of an engine's run; null for a baseline
+OF_ENGINES = (
+    *("name", "engine", "work", "cache_bytes", "param_bytes"),
+    *("mbu", "mfu", "roof_ratio", "bytes_per_token"),
+)
+#: phase -> metric whose spread is checked
 SPREADS = {"prefill": "prefill_throughput", "decode": "itl_p50"}
-ENGINE_ROLES = ("engine", "engine-b")
 RANDOM_WEIGHTS = (
     "random weights: routing is near uniform and text means nothing; speed of dense parts does not "
     "depend on it"
 )
+#: JSON values
+Values = dict[str, Any]
 
 
-def run_bench(
-    engines: Sequence[Engine],
+def plain(value: Any) -> Any:
+    """Return JSON values, with each text on one line."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(plain, value)]
+    if isinstance(value, str):
+        return to_line(value)
+    return plain(vars(value)) if is_dataclass(value) else value
+
+
+def build_report(
     w: Workload,
+    runners: Sequence[BenchRunner],
+    rates: Sequence[Rates],
+    agreements: Sequence[Values],
+    void: set[str],
     *,
-    peers: Sequence[str] = (),
-    rounds: int = 5,
-    warmup: int = 2,
-    checkpoint: str | None = None,
-    load_s: Sequence[float] = (),
-    progress: Progress = no_progress,
+    warmup: int,
+    matmul_dtype: str,
+    load_average: float | None,
 ) -> Values:
-    """Measure one engine, or two of the same variant, beside peers: transformers (keys of
-    runners.MODES), llama.cpp; return the report.
-
-    w: from `plan_workload`. rounds: at least 2, each runner takes its turn in each. warmup:
-    requests of each before them, beside the one that its outputs are compared on. checkpoint:
-    what peers load where the engine does not know. load_s: seconds that loading each engine took.
-
-    Raises InputError and MissingError for what is asked wrongly; outputs that disagree are no
-    error: the report says so and marks the numbers void.
-    """
-    check_options(peers, rounds, warmup)
-    check_specs({str(e.path): e.spec for e in engines})
-    if any(MODES[name][2] for name in {*peers} & {*MODES}):
-        check_all(*find_device(engines[0].device).needs())
-    bench = Bench(engines, w, draw_tokens(w, engines[0]), warmup, progress)
-    bench.start(peers, checkpoint, load_s)
-    progress("comparing outputs")
-    agreements = agreements_of(w, bench.tokens, bench.runners)
-    bench.measure(rounds)
-    return bench.report(agreements)
-
-
-def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
-    """Refuse what can be refused before an engine is loaded."""
-    if rounds < 2:
-        raise InputError(f"bench: --rounds {rounds}: expected at least 2, or there is no spread")
-    if warmup < 0:
-        raise InputError(f"bench: --warmup {warmup}: expected 0 or more")
-    if len(set(peers)) < len(peers):
-        raise InputError(f"bench: --peer {', '.join(peers)}: each of them once")
-    for name in peers:
-        if name not in (*MODES, LLAMA):
-            raise InputError(f"--peer {name!r}: expected one of {', '.join([*MODES, LLAMA])}")
-        binding() if name == LLAMA else need_transformers(f"--peer {name}")
-
-
-def check_specs(specs: Mapping[str, Spec]) -> None:
-    """Raise InputError for models of different specs; files of one model may have other names."""
-    (one, first), *others = specs.items()
-    for path, other in others:
-        if replace(other, name=first.name, hub=first.hub).digest() != first.digest():
-            raise InputError(
-                f"bench: {one} is {first.name} and {path} is {other.name}, with "
-                f"another spec: their outputs cannot agree"
-            )
-
-
-@dataclass
-class Bench:
-    """What is run over which tokens, and the rounds: the machine's rates, and each runner's
-    requests."""
-
-    engines: Sequence[Engine]
-    w: Workload
-    tokens: torch.Tensor
-    warmup: int
-    progress: Progress
-    runners: list[BenchRunner] = field(default_factory=list)
-    per_round: int = 1
-    rates: list[Rates] = field(default_factory=list)
-    matmul_dtype: str = ""
-    requests: dict[str, list[list[RequestTiming]]] = field(default_factory=dict)
-    load_average: float | None = field(default_factory=load_average)
-
-    def start(self, peers: Sequence[str], checkpoint: str | None, load_s: Sequence[float]) -> None:
-        """Make the runners of the engines and the peers."""
-        names = [e.path.resolve().name for e in self.engines]
-        if len({*names}) < len(names):
-            names = [f"{name} ({role})" for name, role in zip(names, ENGINE_ROLES)]
-        loads: list[float | None] = [*load_s, *[None] * len(self.engines)]
-        for engine, role, name, load in zip(self.engines, ENGINE_ROLES, names, loads):
-            self._add(role, partial(EngineRunner, engine, self.w.batch, role, name), load)
-        engine, modes = self.engines[0], [name for name in peers if name in MODES]
-        if modes:
-            self.progress("loading the peer")
-            start = time.perf_counter()
-            model = peer_model(engine, checkpoint)
-            loaded = time.perf_counter() - start
-            for mode in modes:
-                self._add(mode, partial(HfRunner, model, self.w.fed, mode), loaded)
-        if LLAMA in peers:
-            file, w = gguf_file(engine, checkpoint), self.w
-            self._add(LLAMA, partial(LlamaRunner, file, w.batch, w.fed, engine.device), None)
-
-    def _add(self, role: str, make: Callable[[], BenchRunner], load: float | None) -> None:
-        """Make a runner; keep the seconds of loading it, of bringing its rows to their depth and of
-        the first request of all, in which a peer compiles and CUDA graphs are captured; and the
-        peak memory of that."""
-        self.progress(f"first request of {role}")
-        device = self.engines[0].device
-        reset_peak(device)
-        runner = make()
-        start = time.perf_counter()
-        runner.hold(self.tokens[:, : self.w.context])
-        filled = time.perf_counter() - start
-        first = timed_request(runner, self.w, self.tokens).e2e
-        runner.setup_s = {"fill_context": filled, "first_request": first, "load": load}
-        runner.peak_memory = peak_memory(device)
-        self.runners.append(runner)
-
-    def measure(self, rounds: int) -> None:
-        """Warm up, then take the rounds: A-B-A-B, each without the garbage of the one before."""
-        engine = self.engines[0]
-        meter = Meter(engine.device, torch_dtype(engine.dtype))
-        self.matmul_dtype = dtype_name(meter.matrix.dtype)
-        self.progress("warming up")
-        for runner in self.runners:
-            for _ in range(self.warmup):
-                timed_request(runner, self.w, self.tokens)
-        self.per_round = requests_per_round(timed_request(self.runners[0], self.w, self.tokens).e2e)
-        for number in range(1, rounds + 1):
-            self.progress(f"round {number} of {rounds}")
-            self.rates.append(meter.measure())
-            for r in self.runners:
-                gc.collect()
-                many = [timed_request(r, self.w, self.tokens) for _ in range(self.per_round)]
-                self.requests.setdefault(r.role, []).append(many)
-
-    def report(self, agreements: Sequence[Agreement]) -> Values:
-        """Return the report of the rounds, as JSON values."""
-        void, w, engine = void_roles(agreements), self.w, self.engines[0]
-        runs = [self._run(r, r.role in void) for r in self.runners]
-        own, *others = (self.requests[r.role] for r in self.runners)
-        ratios = {
+    """Return the report of measured runners, the first of them an engine."""
+    engine, first = runners[0].engine, runners[0]
+    assert engine
+    runs = plain([run_values(w, r, rates, r.role in void) for r in runners])
+    rounds, requests = len(rates), len(first.rounds[0])
+    counts = {"rounds": rounds, "requests_per_round": requests, "warmup": warmup}
+    values = {
+        "kind": KIND,
+        "schema": VERSION,
+        "date": time.strftime("%Y%m%d-%H%M%S"),
+        "backend": f"g4ir-{engine.config.backend}",
+        "model_id": engine.spec.name,
+        "workload": {**vars(w), **counts},
+        "env": {**environment(engine.device), "load_average": load_average},
+        "roof": roof_values(matmul_dtype, rates),
+        "agreement": agreements,
+        "outputs_agree": all(a["ok"] for a in agreements),
+        "runs": runs,
+        "notes": [RANDOM_WEIGHTS] if engine.facts.seed is not None else [],
+        "warnings": [*_warnings(load_average, runs)],
+        "num_prompts": rounds * requests * w.batch,
+        "max_concurrency": w.batch,
+        **summary(runs),
+        "speedup": {
             r.role: None
-            if {r.role, runs[0]["role"]} & void
-            else {"over": r.label, **speedup(own, rounds)}
-            for r, rounds in zip(self.runners[1:], others, strict=True)
-        }
-        values = {
-            "kind": KIND,
-            "schema": VERSION,
-            "date": time.strftime("%Y%m%d-%H%M%S"),
-            "backend": f"g4ir-{engine.config.backend}",
-            "model_id": engine.spec.name,
-            "workload": {
-                **vars(w),
-                "rounds": len(self.rates),
-                "requests_per_round": self.per_round,
-                "warmup": self.warmup,
-            },
-            "env": {**environment(engine.device), "load_average": self.load_average},
-            "roof": roof_values(self.matmul_dtype, self.rates),
-            "agreement": agreements,
-            "outputs_agree": all(a.ok for a in agreements),
-            "runs": runs,
-            "notes": [RANDOM_WEIGHTS] if engine.facts.seed is not None else [],
-            "warnings": [*self._warnings(runs)],
-            "num_prompts": len(self.rates) * self.per_round * w.batch,
-            "max_concurrency": w.batch,
-            **summary(runs),
-            "speedup": ratios,
-        }
-        return dict(plain(values))
+            if {r.role, first.role} & void
+            else {"over": r.label, **speedup(first.rounds, r.rounds)}
+            for r in runners[1:]
+        },
+    }
+    return dict(plain(values))
 
-    def _warnings(self, runs: Sequence[Values]) -> Iterator[str]:
-        if busy := busy_text(self.load_average):
-            yield busy
-        for run in runs:
-            found = {key: metrics(run)[name][1] for key, name in SPREADS.items()}
-            if wide := [f"{k} ± {s.spread / s.value:.0%}" for k, s in found.items() if s.wide]:
-                what = "rounds differ too much to compare; give more --rounds on a quiet machine"
-                yield f"{run['name'] or run['role']}: {', '.join(wide)}: {what}"
 
-    def _run(self, runner: BenchRunner, void: bool) -> Values:
-        rounds = self.requests[runner.role]
-        return {
-            "role": runner.role,
-            "label": runner.label,
-            "void": void,
-            **sample_values(self.w, rounds),
-            "setup_s": runner.setup_s,
-            "peak_memory": runner.peak_memory,
-            **dict.fromkeys(OF_ENGINES),
-            **(self._engine_part(runner, rounds) if isinstance(runner, EngineRunner) else {}),
-        }
+def _warnings(load_average: float | None, runs: Sequence[Values]) -> Iterator[str]:
+    if busy := busy_text(load_average):
+        yield busy
+    for run in runs:
+        stats = {phase: metrics(run)[name][1] for phase, name in SPREADS.items()}
+        if noisy := [f"{k} ± {s.spread / s.value:.0%}" for k, s in stats.items() if s.noisy]:
+            fix = "rounds differ too much to compare; give more --rounds on a quiet machine"
+            yield f"{run_name(run)}: {', '.join(noisy)}: {fix}"
 
-    def _engine_part(self, runner: EngineRunner, rounds: Rounds) -> Values:
-        """Return what only an engine knows of itself: its work and parts."""
-        engine, facts, config = runner.engine, runner.engine.facts, runner.engine.config
-        form = acting(engine).of(ActivationOptions).to
-        return {
-            "name": runner.name,
-            "engine": {
-                "manifest": facts.digest,
-                "dtype": engine.dtype,
-                "backend": config.backend,
-                "device": engine.device,
-                "weights": facts.weights.kind,
-                "skipped_passes": config.skip,
-                "limits": engine.limits,
-                "quant": config.quant and config.quant.name,
-                "activations": form if form != OFF else None,
-            },
-            "cache_bytes": runner.session.nbytes(),
-            "param_bytes": param_bytes(engine),
-            **work_values(self.w, rounds, self.rates, request_costs(engine, self.w)),
-        }
+
+def run_name(run: Values) -> str:
+    """Return the name of an engine, or the role of a baseline."""
+    return str(run["name"] or run["role"])
+
+
+def roof_values(dtype: str, rates: Sequence[Rates]) -> Values:
+    """Return the machine's rates, one sample per round."""
+    columns = {name: [getattr(r, key) for r in rates] for key, name in RATES.items()}
+    stats = {name: around(median(column), column) for name, column in columns.items()}
+    return {**stats, "matmul_dtype": dtype, "samples": rates}
+
+
+def run_values(w: Workload, runner: BenchRunner, rates: Sequence[Rates], void: bool) -> Values:
+    """Return what is reported of a runner."""
+    engine = _engine_values(w, runner, rates) if isinstance(runner, EngineRunner) else {}
+    return {
+        "role": runner.role,
+        "label": runner.label,
+        "void": void,
+        **sample_values(w, runner.rounds),
+        "setup_s": runner.setup_s,
+        "peak_memory": runner.peak_memory,
+        **dict.fromkeys(OF_ENGINES),
+        **engine,
+    }
+
+
+def sample_values(w: Workload, rounds: Rounds) -> Values:
+    """Return the raw samples in milliseconds, and their statistics."""
+    samples = {
+        "ttft": [[r.ttft * 1e3 for r in requests] for requests in rounds],
+        "itl": [[[x * 1e3 for x in r.itl] for r in requests] for requests in rounds],
+    }
+    return {"samples_ms": samples, "stats": latencies(rounds), "tokens_per_s": speeds(w, rounds)}
+
+
+def _engine_values(w: Workload, runner: EngineRunner, rates: Sequence[Rates]) -> Values:
+    engine, facts, config = runner.engine, runner.engine.facts, runner.engine.config
+    activations = acting(engine).of(ActivationOptions).to
+    return {
+        "name": runner.name,
+        "engine": {
+            "manifest": facts.digest,
+            "dtype": engine.dtype,
+            "backend": config.backend,
+            "device": engine.device,
+            "weights": facts.weights.kind,
+            "skipped_passes": config.skip,
+            "limits": engine.limits,
+            "quant": config.quant and config.quant.name,
+            "activations": activations if activations != OFF else None,
+        },
+        "cache_bytes": runner.session.nbytes(),
+        "param_bytes": param_bytes(engine),
+        **work_values(w, runner.rounds, rates, request_costs(engine, w)),
+    }
+
+
+def work_values(
+    w: Workload, rounds: Rounds, rates: Sequence[Rates], costs: Mapping[str, Cost]
+) -> Values:
+    """Return an engine's work by phase, and its shares of the machine. mbu: bytes of a decode step
+    / p50 ITL / measured bandwidth, quantised weights as stored; mfu: FLOPs of a prompt / p50 TTFT
+    / measured matmul rate; roof_ratio: least time at the measured roofline / p50."""
+    prefill, decode = costs["prefill"], costs["decode"]
+    typical, p50 = median_rates(rates), {key: medians(rounds, key) for key in ("ttft", "itl")}
+    floors = {phase: floor(cost, typical.roof()) for phase, cost in costs.items()}
+
+    def share(latency: str, seconds_at: Callable[[Rates], float]) -> Stat:
+        return ratio([seconds_at(r) for r in (typical, *rates)], p50[latency])
+
+    return {
+        "work": {
+            phase: {**vars(cost), "floor_ms": f.seconds * 1e3, "bound": f.bound}
+            for (phase, cost), f in zip(costs.items(), floors.values(), strict=True)
+        },
+        "mbu": share("itl", lambda r: decode.needed_bytes / r.bandwidth),
+        "mfu": share("ttft", lambda r: prefill.flops / r.matmul),
+        "roof_ratio": {
+            "prefill": share("ttft", lambda r: floor(prefill, r.roof()).seconds),
+            "decode": share("itl", lambda r: floor(decode, r.roof()).seconds),
+        },
+        "bytes_per_token": decode.needed_bytes // w.batch,
+    }
+
+
+def speedup(rounds: Rounds, other: Rounds) -> dict[str, Stat]:
+    """Return the times of another runner over those of the first engine."""
+    keys = {"prefill": "ttft", "decode": "itl", "e2e": "e2el"}
+    return {phase: ratio(medians(other, key), medians(rounds, key)) for phase, key in keys.items()}
+
+
+def summary(runs: Sequence[Values]) -> Values:
+    """Return the values of the first engine, and the baseline with the fastest decode: `peer`."""
+    run, baselines = runs[0], [r for r in runs if not r["engine"]]
+    measured = metrics(run)
+    names = {f"{k}_throughput": f"{ours}_throughput" for k, ours in VLLM_RATES.items()} | {
+        f"{k}_{key}_ms": f"{key}_{ours}" for key in LATENCIES for k, ours in VLLM_STATISTICS.items()
+    }
+    fastest = min(baselines, key=lambda r: metrics(r)["itl_p50"][1].value, default=None)
+    return {
+        **{k: None if run["void"] else measured[ours][1].value for k, ours in names.items()},
+        **{k: run[k]["value"] for k in ("mbu", "mfu")},
+        "roof_ratio": {phase: stat["value"] for phase, stat in run["roof_ratio"].items()},
+        "peer": fastest and fastest["role"],
+    }
+
+
+def metrics(run: Values) -> dict[str, tuple[str, Stat]]:
+    """Return name -> unit and value."""
+    stats = {
+        f"{key.removesuffix('_ms')}_{name}": ("ms", stat)
+        for key, statistics in run["stats"].items()
+        for name, stat in statistics.items()
+    }
+    for name, stat in run["tokens_per_s"].items():
+        stats[f"{name}_throughput"] = ("requests/s" if name == "request" else "tokens/s"), stat
+    shares = {f"roof_ratio_{phase}": stat for phase, stat in (run["roof_ratio"] or {}).items()}
+    shares |= {name: run[name] for name in ("mbu", "mfu") if run[name]}
+    stats |= {name: ("share", stat) for name, stat in shares.items()}
+    return {name: (unit, Stat(**stat)) for name, (unit, stat) in stats.items()}

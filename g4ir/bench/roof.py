@@ -1,10 +1,9 @@
-"""The rates that this machine reaches now: bytes and FLOPs per second, measured in the process that
-uses them.
+"""The roofline: bytes and FLOPs per second of this machine, measured in the process that uses them.
 
-On a GPU one pass over the buffer takes a quarter of a millisecond, of which starting it and waiting
-for it would be a tenth: there many passes lie between two events of the device. And its clock
-depends on the power that it draws, which is less for operands that are all equal: there they are
-random, and the median counts, not the luckiest.
+On a GPU a pass over the buffer takes a quarter of a millisecond, of which launch and
+synchronisation would be a tenth: many passes are timed between two CUDA events. Its clock depends
+on its power draw, which is lower for constant operands: on a GPU they are random, and the median
+counts, not the best.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from g4ir.ui.memory import free_on
 #: the buffer: larger than any cache
 BUFFER_BYTES = 1 << 30
 TRIES = 5
-#: on a GPU: bytes that the passes between two events move, the most passes, and measurements
+#: on a GPU: bytes that the passes between two events move, max passes, and measurements
 TIMED_BYTES = 8 << 30
-MOST_PASSES = 20
+MAX_PASSES = 20
 REPEATS = 10
 #: columns of the buffer as a matrix
 COLUMNS = 4096
-#: a product may take this long
+#: max seconds of a matrix product
 MATMUL_S = 0.3
 SIDES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
 
@@ -38,8 +37,8 @@ SIDES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
 class Rates:
     """Bytes per second of a plain read (the faster of a sum and a matrix-vector product) and of a
     copy (both directions counted), FLOPs per second of a square matrix product: each the best of
-    TRIES on a CPU, the median of REPEATS on a GPU. A CPU without products of bf16 multiplies such
-    numbers in float32, whose rate counts there."""
+    TRIES on a CPU, the median of REPEATS on a GPU. For bf16 on a CPU without bf16 instructions the
+    rate is that of float32."""
 
     read: float
     copy: float
@@ -53,18 +52,17 @@ class Rates:
         return Roof(self.bandwidth, self.matmul, "measured")
 
 
-def middle(rates: Sequence[Rates]) -> Rates:
+def median_rates(rates: Sequence[Rates]) -> Rates:
     """Return the median of each rate."""
     return Rates(*(median([getattr(r, f.name) for r in rates]) for f in fields(Rates)))
 
 
 class Meter:
-    """Holds its operands, so that a measurement allocates nothing."""
+    """Measures the rates, on operands that are allocated once."""
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self.device = device
-        room = free_on(device)
-        rows = min(BUFFER_BYTES, room // 8) // 4 // (2 * COLUMNS) * 2
+        rows = min(BUFFER_BYTES, free_on(device) // 8) // 4 // (2 * COLUMNS) * 2
         self.buffer = self._filled(rows, COLUMNS)
         self.vector, self.result = (self._filled(n) for n in (COLUMNS, rows))
         dtypes = {dtype, torch.float32} if device == "cpu" else {dtype}
@@ -86,7 +84,7 @@ class Meter:
     def measure(self) -> Rates:
         """Measure the rates in about half a second."""
         source, target = self.buffer.chunk(2)
-        passes = min(MOST_PASSES, -(-TIMED_BYTES // self.buffer.nbytes))
+        passes = min(MAX_PASSES, -(-TIMED_BYTES // self.buffer.nbytes))
         read = min(
             self._typical(self.buffer.sum, passes),
             self._typical(lambda: torch.mv(self.buffer, self.vector, out=self.result), passes),
@@ -98,10 +96,10 @@ class Meter:
         )
 
     def _flop_rate(self, m: torch.Tensor) -> float:
-        return 2 * m.shape[0] ** 3 / self._typical(lambda: m @ m, MOST_PASSES)
+        return 2 * m.shape[0] ** 3 / self._typical(lambda: m @ m, MAX_PASSES)
 
     def _typical(self, f: Callable[[], Any], passes: int) -> float:
-        """Measure the seconds of one pass: the best that a CPU takes, the median of a GPU."""
+        """Measure the seconds of one pass: the best on a CPU, the median on a GPU."""
         if self.device == "cuda":
             return median([passes_seconds(f, passes) for _ in range(REPEATS)])
         return min(self._seconds(f) for _ in range(TRIES))
@@ -115,17 +113,17 @@ class Meter:
 
 
 def passes_seconds(f: Callable[[], Any], passes: int) -> float:
-    """Measure the seconds that a GPU takes for one of so many passes, by its own clock."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+    """Measure the mean seconds of a pass on a GPU, between two CUDA events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
     for _ in range(passes):
         f()
     end.record()
     end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / passes
+    return float(start.elapsed_time(end)) / 1e3 / passes
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait for the device's pending work."""
     if device == "cuda":
         torch.cuda.synchronize()

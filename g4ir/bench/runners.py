@@ -1,15 +1,16 @@
-"""The requests that every runner is asked, and ways to run them: an engine, the interpreter on its
-params, or transformers on its weights.
+"""The requests of a benchmark, and what runs them: an engine, the interpreter on its params, or
+transformers on its weights.
 
-A request is a prompt of `input_len` tokens on rows that hold `context` tokens already, then
+A request is a prompt of `input_len` tokens after `context` tokens in the KV cache, then
 `output_len - 1` single steps: `output_len` choices of a token. The tokens of the single steps are
-given too, so that end-of-sequence ends nothing, all runners do the same work, and a stream cannot
+inputs too, so that end-of-sequence ends nothing, all runners do the same work, and a text cannot
 loop. They are drawn from a seed, or taken from a text. A transformers model has the same weights,
 process and threads, and computes last logits only.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from g4ir.chat.prompt import text_ids
-from g4ir.check.hf import cache_argument, hf_model, hf_origin, rows_kept
+from g4ir.check.hf import cache_argument, hf_model, hf_origin, last_row
 from g4ir.check.reference import reference_engine
 from g4ir.check.tokens import check_no_media, random_ids
 from g4ir.engine.engine import Engine
@@ -33,8 +34,8 @@ DEFAULT_INPUT, DEFAULT_OUTPUT = 512, 64
 
 @dataclass(frozen=True)
 class Workload:
-    """input_len, output_len: tokens of a prompt, and choices per row, exactly; batch: rows;
-    context: tokens held before the prompt; seed: of the tokens; text: the file they come from."""
+    """input_len, output_len: tokens of a prompt, and choices per sequence, exactly; context: tokens
+    in the KV cache before the prompt; seed: of the tokens; text: the file they come from."""
 
     input_len: int
     output_len: int
@@ -44,8 +45,8 @@ class Workload:
     text: str | None = None
 
     @property
-    def fed(self) -> int:
-        """Tokens that a row holds after a request."""
+    def max_len(self) -> int:
+        """Tokens in the KV cache of a sequence after a request."""
         return self.context + self.input_len + self.output_len - 1
 
 
@@ -58,49 +59,77 @@ def plan_workload(
     seed: int = 0,
     text: str | None = None,
 ) -> Workload:
-    """Return a workload within every engine's limits; lengths left open become 512 and 64, or what
+    """Return a workload within every engine's limits; lengths of None become 512 and 64, or what
     fits. InputError names the size that is out of range and the limit."""
-    room, rows = min(x.max_seq for x in limits), min(x.max_batch for x in limits)
-    for flag, size, least, most, limit in (
-        ("--context", context, 0, room - 2, f"--max-seq {room}"),
-        ("--batch", batch, 1, rows, f"--max-batch {rows}"),
-        ("--input-len", input_len, 1, room, f"--max-seq {room}"),
-        ("--output-len", output_len, 2, room, f"--max-seq {room}"),
+    max_seq, max_batch = min(x.max_seq for x in limits), min(x.max_batch for x in limits)
+    for flag, size, low, high, limit in (
+        ("--context", context, 0, max_seq - 2, f"--max-seq {max_seq}"),
+        ("--batch", batch, 1, max_batch, f"--max-batch {max_batch}"),
+        ("--input-len", input_len, 1, max_seq, f"--max-seq {max_seq}"),
+        ("--output-len", output_len, 2, max_seq, f"--max-seq {max_seq}"),
         ("--seed", seed, 0, 2**63 - 1, "63 bits"),
     ):
-        if size is not None and not least <= size <= most:
-            raise InputError(f"bench: {flag} {size}: expected {least} to {most} ({limit})")
-    free = room - context
+        if size is not None and not low <= size <= high:
+            raise InputError(f"bench: {flag} {size}: expected {low} to {high} ({limit})")
+    free = max_seq - context
     outputs = output_len or max(2, min(DEFAULT_OUTPUT, free // 4, free - (input_len or 1) + 1))
     inputs = input_len or max(1, min(DEFAULT_INPUT, free - outputs + 1))
     w = Workload(inputs, outputs, batch, context, seed, text)
-    if w.fed > room:
+    if w.max_len > max_seq:
         raise InputError(
             f"bench: --context {context}, --input-len {inputs} and --output-len {outputs} are "
-            f"{w.fed} tokens a row; the engine was built with --max-seq {room}"
+            f"{w.max_len} tokens a row; the engine was built with --max-seq {max_seq}"
         )
     return w
 
 
 def draw_tokens(w: Workload, engine: Engine) -> torch.Tensor:
-    """Return i64[batch, fed]: the context, the prompt, then the token of each single step."""
+    """Return i64[batch, max_len]: the context, the prompt, then the token of each single step."""
     if w.text is None:
-        return random_ids(engine, (w.batch, w.fed), w.seed)
+        return random_ids(engine, (w.batch, w.max_len), w.seed)
+    source = f"bench: --text {w.text}"
     try:
         ids = text_ids(engine.tokenizer(), [Path(w.text).read_text(encoding="utf-8")])[0]
     except UnicodeDecodeError as e:
-        raise InputError(f"bench: --text {w.text}: not UTF-8 text: {e}") from e
-    wanted = w.batch * w.fed
-    if len(ids) < wanted:
-        raise InputError(f"bench: --text {w.text}: {len(ids)} tokens; {wanted} are needed")
-    check_no_media(engine, ids[:wanted], f"bench: --text {w.text}")
-    return torch.tensor(ids[:wanted]).view(w.batch, w.fed)
+        raise InputError(f"{source}: not UTF-8 text: {e}") from e
+    count = w.batch * w.max_len
+    if len(ids) < count:
+        raise InputError(f"{source}: {len(ids)} tokens; {count} are needed")
+    check_no_media(engine, ids[:count], source)
+    return torch.tensor(ids[:count]).view(w.batch, w.max_len)
+
+
+def request_steps(w: Workload, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tokens of each step of a request: the prompt, then single tokens."""
+    start = w.context + w.input_len
+    yield tokens[:, w.context : start]
+    yield from tokens[:, start : w.max_len].split(1, dim=1)
+
+
+@dataclass(frozen=True)
+class RequestTiming:
+    """Seconds to the first token, and between each token and the one before it."""
+
+    ttft: float
+    itl: tuple[float, ...]
+
+    @property
+    def e2e(self) -> float:
+        return self.ttft + math.fsum(self.itl)
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token after the first: (E2E - TTFT) / (n - 1)."""
+        return (self.e2e - self.ttft) / len(self.itl)
+
+
+Rounds = Sequence[Sequence[RequestTiming]]
 
 
 class BenchRunner:
-    """Rows that take tokens. `role` names it in a report, `label` says what it is; `engine` and its
-    folder's `name` are None for a peer, `tolerance` for one that rounds as an engine of its dtype
-    does. setup_s, peak_memory: of its first request."""
+    """A batch of sequences of one engine or baseline. role: its name in a report; label: its
+    description; engine, name: None for a baseline; tolerance: None if it rounds as an engine of its
+    dtype does. setup_s, peak_memory: of its first request; rounds: of the measurement."""
 
     role: str
     label: str
@@ -109,26 +138,20 @@ class BenchRunner:
     name: str | None = None
     setup_s: dict[str, float | None]
     peak_memory: dict[str, int]
+    rounds: list[list[RequestTiming]]
 
-    def hold(self, tokens: torch.Tensor) -> None:
-        """Hold exactly i64[B, n], n possibly 0."""
-        self._held = tokens
+    def set_context(self, tokens: torch.Tensor) -> None:
+        """Fill the KV cache with exactly i64[B, n], n possibly 0."""
+        self._context_tokens = tokens
 
     def rewind(self) -> None:
-        """Hold again what was last given to `hold`."""
-        self.hold(self._held)
+        """Return to the last context."""
+        self.set_context(self._context_tokens)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append i64[B, n]; return logits [B, vocab] after the last one, left on the device that
-        made them. They are good until the next step."""
+        """Append i64[B, n]; return logits [B, vocab] after the last one, on the runner's device.
+        They are valid until the next step."""
         raise NotImplementedError
-
-
-def pieces(w: Workload, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the steps of a request: the prompt, then single tokens."""
-    start = w.context + w.input_len
-    yield tokens[:, w.context : start]
-    yield from tokens[:, start : w.fed].split(1, dim=1)
 
 
 class EngineRunner(BenchRunner):
@@ -143,16 +166,16 @@ class EngineRunner(BenchRunner):
         backend = engine.config.backend
         self.label = f"{engine.path} ({engine.spec.name}, {backend}, {engine.device})"
         self.session = engine.session(batch)
-        self._kept = self.session.snapshot()
+        self._snapshot = self.session.snapshot()
 
-    def hold(self, tokens: torch.Tensor) -> None:
+    def set_context(self, tokens: torch.Tensor) -> None:
         self.session.reset()
         if tokens.shape[1]:
             self.session.prefill(tokens)
-        self._kept = self.session.snapshot()
+        self._snapshot = self.session.snapshot()
 
     def rewind(self) -> None:
-        self.session.restore(self._kept)
+        self.session.restore(self._snapshot)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         *_, logits = self.session.prefill_steps(tokens)
@@ -167,7 +190,8 @@ def reference_runner(engine: Engine, batch: int) -> EngineRunner:
     return runner
 
 
-#: mode -> label, whether its cache is static, whether single tokens are compiled
+#: baseline of transformers -> label, whether its cache is static, whether single tokens are
+#: compiled
 MODES = {
     "hf": ("eager, growing cache", False, False),
     "hf-static": ("eager, static cache", True, False),
@@ -176,7 +200,7 @@ MODES = {
 
 
 class HfRunner(BenchRunner):
-    """A transformers model in one mode. A static cache has room for `max_len` tokens a row and no
+    """A transformers model in one mode. A static cache has `max_len` tokens per sequence and no
     more, since its cost follows its size; it is filled in place, since compiled code is bound to
     its tensors."""
 
@@ -186,11 +210,11 @@ class HfRunner(BenchRunner):
         self.role, self.model, self.max_len = mode, model, max_len
         label, self.static, compiled = MODES[mode]
         self.label = f"transformers {transformers.__version__} {label}"
-        # As transformers' generate does: single tokens compiled, with CUDA graphs where there are
-        # any, and prompts eager, since every length would be compiled anew.
+        # As transformers' generate does: single tokens compiled, with CUDA graphs if there are any,
+        # and prompts eager, since every length would be compiled anew.
         forward = model.forward
         self.single = torch.compile(forward, mode="reduce-overhead") if compiled else forward
-        self.argument, self.rows = cache_argument(forward), rows_kept(model)
+        self.argument, self.rows = cache_argument(forward), last_row(model)
         self.cache, self.length = self._new_cache(), 0
 
     def _new_cache(self) -> Any:
@@ -200,8 +224,8 @@ class HfRunner(BenchRunner):
             return StaticCache(config=self.model.config, max_cache_len=self.max_len)
         return DynamicCache(config=self.model.config)
 
-    def hold(self, tokens: torch.Tensor) -> None:
-        super().hold(tokens)
+    def set_context(self, tokens: torch.Tensor) -> None:
+        super().set_context(tokens)
         self.length = 0
         if self.static:
             self.cache.reset()
@@ -213,14 +237,13 @@ class HfRunner(BenchRunner):
         synchronize(self.model.device.type)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        device = self.model.device
-        n = tokens.shape[1]
+        device, (rows, n) = self.model.device, tokens.shape
         position = torch.arange(self.length, self.length + n, device=device)
         with torch.no_grad():
             out = (self.single if n == 1 else self.model.forward)(
                 input_ids=tokens.to(device),
                 use_cache=True,
-                position_ids=position[None].expand(len(tokens), -1),
+                position_ids=position[None].expand(rows, -1),
                 **{self.argument: self.cache, "logits_to_keep": self.rows},
             )
         self.length += n

@@ -1,5 +1,5 @@
-"""A report as text and as a plot, and read from a file; two reports side by side: the metrics that
-differ by more than both spreads."""
+"""Reports read from files, as text, Markdown or a plot, and compared: the metrics that differ by
+more than both spreads."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from g4ir.ui.table import aligned
 from g4ir.ui.units import scale, size_text
 
 from .measure import Stat
-from .schema import KIND, RATES, VERSION, Values, metrics, plain
+from .report import KIND, RATES, VERSION, Values, metrics, plain, run_name
 
-#: label -> metric; a line that no run has is left out
+#: label -> metric; metrics that no run has are not printed
 ROWS = (
     ("prefill TTFT p50", "ttft_p50"),
     ("         p99", "ttft_p99"),
@@ -36,17 +36,17 @@ ROWS = (
     ("         E2E p50", "e2el_p50"),
     ("         output tokens/s", "output_throughput"),
 )
-#: unit of a metric -> what follows its value, and a factor
+#: unit of a metric -> suffix of its value, and a factor
 UNITS = {"ms": (" ms", 1.0), "share": (" %", 100.0)}
 #: phase -> metric that is plotted, and its title
 PANELS = {"prefill": ("ttft_p50", "TTFT p50, ms"), "decode": ("itl_p50", "ITL p50, ms")}
-#: part of the workload or the machine that numbers depend on
+#: keys of the workload and of the machine that the metrics depend on
 WORKLOAD = ("input_len", "output_len", "batch", "context", "seed", "text")
 MACHINE = ("cpu", "gpu", "cores", "torch")
 
 
 def read_report(file: str | Path) -> Values:
-    """Read a report of this version; InputError names the file and what was found and expected."""
+    """Read a report of this version; InputError names the file and what is wrong with it."""
     try:
         report = json_object(Path(file).read_bytes())
     except ValueError as e:
@@ -59,7 +59,7 @@ def read_report(file: str | Path) -> Values:
             f"run `g4ir bench` again with this g4ir"
         )
     report = plain(report)
-    try:  # all that is read of it
+    try:  # reads every key that is used
         text(report), markdown([report])
     except KeyError as e:
         raise InputError(f"{file}: {e} is missing (is it a report of g4ir bench?)") from None
@@ -70,14 +70,14 @@ def read_report(file: str | Path) -> Values:
 
 def text(report: Values) -> str:
     """Return environment, roofline, agreement, the runs side by side, and each run's details."""
-    names = {r["role"]: r["name"] or r["role"] for r in report["runs"]}
-    own, *_ = names.values()
-    lines = [*_head(report), "", _table(report, names)]
+    names = {r["role"]: run_name(r) for r in report["runs"]}
+    first, *_ = names.values()
+    lines = [*_head(report), "", _table(report["runs"])]
     for role, ratios in report["speedup"].items():
         phases = ("prefill", "decode", "e2e") if ratios else ()
-        said = ", ".join(f"{phase} x{_shown(Stat(**ratios[phase]))}" for phase in phases)
-        over = f"{own} over {names[role]}"
-        lines.append(f"{over:25} {said or 'void: the outputs disagree'}")
+        speedups = ", ".join(f"{phase} x{stat_text(Stat(**ratios[phase]))}" for phase in phases)
+        over = f"{first} over {names[role]}"
+        lines.append(f"{over:25} {speedups or 'void: the outputs disagree'}")
     lines += ["", *(line for run in report["runs"] for line in _details(run))]
     return "\n".join([*lines, *(f"note: {n}" for n in report["notes"])])
 
@@ -104,8 +104,8 @@ def _head(r: Values) -> Iterator[str]:
 
 
 def agreement_text(a: Values) -> str:
-    """Return what is compared, how far it lies apart, and the verdict."""
-    # A file has null for what is not a number.
+    """Return the two sides, their errors, and the verdict."""
+    # NaN is null in a file.
     n = {k: math.nan if v is None else v for k, v in a.items()}
     close = f", {a['close']} close calls" if a["close"] else ""
     return (
@@ -130,43 +130,38 @@ def _rate(stat: Stat, unit: str) -> str:
     return f"{stat.value / size:.1f} ± {stat.spread / size:.1f} {prefix}{unit}"
 
 
-def _table(report: Values, names: Mapping[str, str]) -> str:
-    lines = [["", *names.values()]]
-    columns = [(metrics(run), "VOID " * run["void"]) for run in report["runs"]]
+def _table(runs: Sequence[Values]) -> str:
+    lines = [["", *map(run_name, runs)]]
+    columns = [(metrics(run), "VOID " * run["void"]) for run in runs]
     for label, name in ROWS:
-        if not any(name in found for found, _ in columns):
-            continue
         cells = [label]
-        for found, void in columns:
-            unit, stat = found.get(name, ("", None))
-            after, factor = UNITS.get(unit, ("", 1.0))
-            cells.append(f"{void}{_shown(stat, factor)}{after}" if stat else "-")
-        lines.append(cells)
+        for stats, void in columns:
+            unit, stat = stats.get(name, ("", None))
+            suffix, factor = UNITS.get(unit, ("", 1.0))
+            cells.append(f"{void}{stat_text(stat, factor)}{suffix}" if stat else "-")
+        if {*cells[1:]} != {"-"}:
+            lines.append(cells)
     return aligned(lines, indent=0).rstrip("\n")
 
 
 def markdown(reports: Sequence[Values]) -> str:
-    """Return a Markdown table: a line for each report's first engine, prefill and decode beside
-    those of every other runner, by name. A value whose spread is wide has it beside it."""
-    others = [*dict.fromkeys(r["name"] or r["role"] for b in reports for r in b["runs"][1:])]
-    head = ["", "prefill, tokens/s", *others, "decode, ms a token", *others]
+    """Return a Markdown table: a line for each report, prefill and decode of its first engine and
+    of every other runner, by name. Noisy values have their spread."""
+    peers = [*dict.fromkeys(run_name(r) for report in reports for r in report["runs"][1:])]
+    head = ["", "prefill, tokens/s", *peers, "decode, ms a token", *peers]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for report in reports:
-        runs = {r["name"] or r["role"]: metrics(r) for r in report["runs"] if not r["void"]}
-        own, *_ = (r["name"] or r["role"] for r in report["runs"])
-        lines.append([f"{report['model_id']}, {own}"])
+        runs = {run_name(r): metrics(r) for r in report["runs"] if not r["void"]}
+        first = run_name(report["runs"][0])
+        lines.append([f"{report['model_id']}, {first}"])
         for metric in ("prefill_throughput", "itl_p50"):
-            found = (runs.get(name, {}).get(metric) for name in (own, *others))
-            lines[-1] += [_cell(stat[1]) if stat else "-" for stat in found]
+            for _, stat in (runs.get(n, {}).get(metric, ("", None)) for n in (first, *peers)):
+                cell = stat_text(stat) if stat and stat.noisy else stat and _short(stat.value)
+                lines[-1].append(cell or "-")
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cell(stat: Stat) -> str:
-    """Return the value, with its spread where that is wide."""
-    return _shown(stat) if stat.wide else _short(stat.value)
-
-
-def _shown(stat: Stat, factor: float = 1.0) -> str:
+def stat_text(stat: Stat, factor: float = 1.0) -> str:
     spread = stat.spread * factor
     digits = f"{spread:.0f}" if spread >= 10 else f"{spread:.2g}"
     return f"{_short(stat.value * factor)} ± {digits}"
@@ -186,16 +181,15 @@ def _details(run: Values) -> Iterator[str]:
         for phase in PANELS:
             c = run["work"][phase]
             weights, cache = (size_text(c[f"{k}_bytes"]) for k in ("weight", "state"))
-            least = f"at least {_short(c['floor_ms'])} ms ({c['bound']})"
             work = f"{c['flops'] / 1e9:.4g} GFLOP, weights {weights}, KV cache {cache}"
-            yield f"  {phase:8} {work}: {least}"
+            yield f"  {phase:8} {work}: at least {_short(c['floor_ms'])} ms ({c['bound']})"
     peak = (f"{k.removesuffix('_bytes')} {size_text(v)}" for k, v in run["peak_memory"].items())
     yield f"  peak     {', '.join(peak)} of the process"
 
 
 def plot_bench(path: str | Path, reports: Mapping[str, Values]) -> None:
-    """Plot p50 of TTFT and ITL of every run, with the least time at the measured roofline. Keys of
-    `reports` tell their runs apart; void runs are hatched."""
+    """Plot p50 of TTFT and ITL of every run, with the time at the measured roofline. Keys of
+    `reports` are labels of their runs; void runs are hatched."""
     titles = {
         f"{r['model_id']}, {w['batch']} x {w['input_len']} in, {w['output_len']} out, "
         f"{w['context']} in the KV cache"
@@ -217,10 +211,9 @@ def _bars(axes: Any, reports: Mapping[str, Values], phase: str, metric: str) -> 
             hatch = "//" if run["void"] else None
             axes.bar(i, stat.value, yerr=stat.spread, color=f"C{i}", capsize=4, hatch=hatch)
             if run["work"]:
-                least = run["work"][phase]["floor_ms"]
-                axes.plot([i - 0.4, i + 0.4], [least, least], "k--", label="roofline")
-            name = run["name"] or run["role"]
-            ticks.append(f"{label} {name}".strip() + "\nVOID" * run["void"])
+                floor = run["work"][phase]["floor_ms"]
+                axes.plot([i - 0.4, i + 0.4], [floor, floor], "k--", label="roofline")
+            ticks.append(f"{label} {run_name(run)}".strip() + "\nVOID" * run["void"])
     axes.set_xticks(range(len(ticks)), ticks, fontsize="small")
     axes.set_ylim(bottom=0)
     handles, labels = axes.get_legend_handles_labels()
@@ -229,34 +222,36 @@ def _bars(axes: Any, reports: Mapping[str, Values], phase: str, metric: str) -> 
 
 def compare_reports(a: Values, b: Values, every: bool = False) -> dict[str, Any]:
     """Compare the runs that are in both reports, by `every` metric or those of the text. Return
-    `notes`, differences of workload and machine; `rows`, a metric in both, which `differs` if the
-    distance exceeds the sum of the spreads; and how many `differ`."""
-    others = {r["role"]: r for r in b["runs"]}
-    pairs = [(r, others[r["role"]]) for r in a["runs"] if r["role"] in others]
-    shown = {metric for _, metric in ROWS}
-    rows = []
-    for one, two in pairs:
-        named = {"role": one["role"], "void": one["void"] or two["void"]}
-        found = metrics(two)
+    `notes`, differences of workload and machine; `rows`, one a metric in both, which `differs` if
+    the distance exceeds the sum of the spreads; and how many `differ`."""
+    runs, printed, rows = {r["role"]: r for r in b["runs"]}, {metric for _, metric in ROWS}, []
+    for one, two in ((r, runs[r["role"]]) for r in a["runs"] if r["role"] in runs):
+        stats = metrics(two)
         for name, (unit, x) in metrics(one).items():
-            if name in found and (every or name in shown):
-                y = found[name][1]
-                ratio = y.value / x.value if x.value else None
-                row = {"metric": name, "unit": unit, "a": x, "b": y, "ratio": ratio}
-                rows.append({**named, **row, "differs": x.differs(y)})
-    differ = sum(bool(r["differs"]) for r in rows)
-    return {"notes": [*_differences(a, b)], "rows": rows, "differ": differ}
+            if name in stats and (every or name in printed):
+                y = stats[name][1]
+                row = {
+                    "role": one["role"],
+                    "void": one["void"] or two["void"],
+                    "metric": name,
+                    "unit": unit,
+                    "a": x,
+                    "b": y,
+                    "ratio": y.value / x.value if x.value else None,
+                    "differs": x.differs(y),
+                }
+                rows.append(row)
+    left, right = _conditions(a), _conditions(b)
+    notes = [
+        f"{key}: {left.get(key)} in A, {right.get(key)} in B"
+        for key in left | right
+        if left.get(key) != right.get(key)
+    ]
+    return {"notes": notes, "rows": rows, "differ": sum(r["differs"] for r in rows)}
 
 
-def _differences(a: Values, b: Values) -> Iterator[str]:
-    one, two = (_compared(r) for r in (a, b))
-    for key in dict.fromkeys((*one, *two)):
-        if one.get(key) != two.get(key):
-            yield f"{key}: {one.get(key)} in A, {two.get(key)} in B"
-
-
-def _compared(r: Values) -> Values:
-    """Return what numbers depend on: the model, the workload, the machine, and the engines."""
+def _conditions(r: Values) -> Values:
+    """Return what the metrics depend on: the model, the workload, the machine, and the engines."""
     return {
         "model": r["model_id"],
         **{f"workload {k}": r["workload"][k] for k in WORKLOAD},
@@ -268,14 +263,14 @@ def _compared(r: Values) -> Values:
     }
 
 
-def compare_text(found: Mapping[str, Any]) -> str:
+def compare_text(comparison: Mapping[str, Any]) -> str:
     """Return a table with a mark at every difference."""
-    lines = [["", "A", "B", "B / A", ""]]
-    for r in found["rows"]:
+    lines, rows = [["", "A", "B", "B / A", ""]], comparison["rows"]
+    for r in rows:
         mark = "VOID" if r["void"] else "differs" if r["differs"] else ""
         ratio = "-" if r["ratio"] is None else f"{r['ratio']:.3f}"
         a, b = (f"{r[side].value:.4g} ± {r[side].spread:.2g}" for side in "ab")
         lines.append([f"{r['role']:10} {r['metric']}", a, b, ratio, mark])
-    notes = "".join(f"note: {n}\n" for n in found["notes"])
-    count = f"{found['differ']} of {len(found['rows'])} differ by more than their spreads"
+    notes = "".join(f"note: {n}\n" for n in comparison["notes"])
+    count = f"{comparison['differ']} of {len(rows)} differ by more than their spreads"
     return notes + aligned(lines, indent=0) + count

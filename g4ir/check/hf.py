@@ -1,8 +1,8 @@
-"""The transformers text model on an engine's weights, and its other roundings.
+"""The transformers text model on an engine's weights, with the engine's roundings.
 
-It rounds what an engine was asked to round: K and V as its narrowed caches hold them, and what
-products with quantised weights take. Or nothing: in float64 on weights of 16 bits (ir/wide.py),
-which takes the memory of activations, whatever the size of the model.
+It rounds as the engine does: K and V to its quantised KV cache, activations of linears with
+quantised weights. Or not at all: in float64 on weights of 16 bits (ir/wide.py), whose memory is
+that of activations, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -46,15 +46,14 @@ Tensor = torch.Tensor
 
 
 def cache_argument(f: Callable[..., Any]) -> str:
-    """Return the name of the KV cache among a function's parameters: `cache`, or `past_key_values`
-    before 5.24."""
+    """Return the name of the KV cache's parameter: `cache`, or `past_key_values` before 5.24."""
     return "cache" if "cache" in inspect.signature(f).parameters else "past_key_values"
 
 
-def rows_kept(model: Any) -> Any:
+def last_row(model: Any) -> Any:
     """Return the `logits_to_keep` of the last row: 1, as in transformers' own `generate`.
 
-    Given an int, 5.24 computes that row alone in layers that share K and V, and raises TypeError
+    For an int, 5.24 computes that row alone in layers that share K and V, and raises TypeError
     unless the model has per-layer embeddings: models without them get the row's index.
     """
     text = model.config.get_text_config()
@@ -63,25 +62,25 @@ def rows_kept(model: Any) -> Any:
     return torch.tensor([-1]) if fails else 1
 
 
-def known_checkpoint(engine: Engine, given: str | Path | None, asked: str) -> Path:
-    """The given checkpoint, or the one that the engine refers to, or that of the local hub cache.
-    InputError, which says what asked for it, where there is none."""
-    kept = engine.facts.weights
-    linked = kept.path if isinstance(kept, LinkedWeights) else None
-    found = given or linked or snapshot_of(engine.spec)
-    if not found:
+def checkpoint_path(engine: Engine, checkpoint: str | Path | None, caller: str) -> Path:
+    """Return `checkpoint`, or the one that the engine refers to, or that of the local hub cache.
+    InputError, which names the caller, if there is none."""
+    weights = engine.facts.weights
+    linked = weights.path if isinstance(weights, LinkedWeights) else None
+    path = checkpoint or linked or snapshot_of(engine.spec)
+    if not path:
         raise InputError(
-            f"{asked}: {engine.path} does not say where its checkpoint is; give --checkpoint DIR, "
+            f"{caller}: {engine.path} does not say where its checkpoint is; give --checkpoint DIR, "
             f"or build it again if its weights were random"
         )
-    return Path(found)
+    return Path(path)
 
 
-def hf_origin(engine: Engine, checkpoint: str | Path | None, asked: str) -> Origin | None:
+def hf_origin(engine: Engine, checkpoint: str | Path | None, caller: str) -> Origin | None:
     """Return the checkpoint for a transformers model; None for weights of the engine's seed."""
     if checkpoint is None and engine.facts.seed is not None:
         return None
-    origin = find_origin(known_checkpoint(engine, checkpoint, asked))
+    origin = find_origin(checkpoint_path(engine, checkpoint, caller))
     agreed_spec(engine.spec, origin, bool(engine.media.kinds))
     return origin
 
@@ -89,8 +88,8 @@ def hf_origin(engine: Engine, checkpoint: str | Path | None, asked: str) -> Orig
 def hf_model(
     engine: Engine, origin: Origin | None, device: str = "cpu", attention: str = "sdpa"
 ) -> Any:
-    """Return the transformers text model on weights of a checkpoint, or of the engine's seed,
-    without the library that packed them; of quantised weights, what they mean."""
+    """Return the transformers text model on weights of a checkpoint, or of the engine's seed.
+    Quantised weights are dequantised, without the library that quantised them."""
     dtype, seed = torch_dtype(engine.dtype), engine.facts.seed
     if origin is not None:
         source = open_weights(engine, origin, ())
@@ -104,8 +103,8 @@ def hf_model(
 
 
 def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Progress) -> Any:
-    """Return the model that `verify` compares with: transformers loads the checkpoint itself where
-    it can, and weights that the engine quantised are what their codes mean."""
+    """Return the model that `verify` compares with: transformers loads the checkpoint itself if it
+    can; weights that the engine quantised have its dequantised values."""
     origin = hf_origin(engine, checkpoint, "verify --against hf")
     if origin is None:
         progress("transformers takes random weights")
@@ -123,11 +122,11 @@ def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Prog
     else:
         model = hf_model(engine, origin, attention="eager")
     if engine.config.quant and (plain or not engine.config.quant.held):
-        held = dict(model.get_decoder().named_parameters())
-        held |= {HEAD: model.get_output_embeddings().weight}
+        params = dict(model.get_decoder().named_parameters())
+        params |= {HEAD: model.get_output_embeddings().weight}
         with torch.no_grad():
             for name in engine.config.quant.schemes(weights_of(engine.spec)):
-                held[checkpoint_name(name)].copy_(engine.param(name))
+                params[checkpoint_name(name)].copy_(engine.param(name))
     return model
 
 
@@ -150,53 +149,53 @@ def _load_hf(directory: Path, dtype: str) -> Any:
 
 
 def round_activations(engine: Engine, model: Any) -> None:
-    """Have a transformers model round what its products take, for the quantised weights."""
-    form = acting(engine).of(ActivationOptions).to
-    if form == OFF or engine.config.quant is None:
+    """Add hooks that quantise the activations of linears with quantised weights."""
+    dtype = acting(engine).of(ActivationOptions).to
+    if dtype == OFF or engine.config.quant is None:
         return
-    held = engine.config.quant.schemes(weights_of(engine.spec))
+    schemes = engine.config.quant.schemes(weights_of(engine.spec))
     graph = build_graph(engine.spec, "prefill", all_logits=True)
-    names = {n["w"].name for n in graph.find("linear")} & held.keys()
+    names = {n["w"].name for n in graph.find("linear")} & schemes.keys()
     modules = dict(model.get_decoder().named_modules())
     head = dict.fromkeys((HEAD, TOKEN_TABLE), model.get_output_embeddings())
     for weight in map(checkpoint_name, names):
         module = head.get(weight) or modules[weight.removesuffix(".weight")]
-        module.register_forward_pre_hook(lambda _, given: (fake_quantize_values(given[0], form),))
+        module.register_forward_pre_hook(lambda _, args: (fake_quantize_values(args[0], dtype),))
 
 
 def rounding_caches(engine: Engine, model: Any) -> Callable[[], Any] | None:
-    """Return what makes caches for a transformers model whose K and V are rounded as the engine's
-    rows are; None for an engine that holds them in its dtype."""
+    """Return a constructor of caches for a transformers model that round K and V as the engine's
+    do; None if the engine's KV cache is not quantised."""
     from transformers import DynamicCache
 
     to, layers = acting(engine).of(NarrowOptions).to, model.get_decoder().layers
     if to == OFF:
         return None
-    # Layer -> the node that attends to the caches that it owns.
+    # Layer -> the attention node that reads its caches.
     nodes = (n for n in engine.program.graphs["decode"].nodes if n.definition.cache_range)
     readers = {layer_of(n.caches[0].name): n for n in nodes}
 
     class RoundingCache(DynamicCache):
-        """Rounds what it is given, then keeps it."""
+        """Rounds K and V, then stores them."""
 
-        def update(self, k: Any, v: Any, layer_idx: int, *more: Any, **named: Any) -> Any:
+        def update(self, k: Any, v: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
             attention = layers[layer_idx].self_attn
-            k, v = _as_read(readers[layer_idx], k, v, attention, to)
-            return super().update(k, v, layer_idx, *more, **named)
+            k, v = _rounded_kv(readers[layer_idx], k, v, attention, to)
+            return super().update(k, v, layer_idx, *args, **kwargs)
 
     return lambda: RoundingCache(config=model.config.get_text_config())
 
 
 def rounded(x: Tensor, to: str) -> Tensor:
-    """Return the numbers that rows [.., d] say once they are held in a dtype, in their own."""
+    """Return rows [.., d] after quantisation to a dtype and back."""
     reference = OPS["narrow_row"].reference
     assert reference
     out: Tensor = dequantize_rows(reference(x, to=to), x.dtype)
     return out
 
 
-def _as_read(n: Node, k: Tensor, v: Tensor, attention: Any, to: str) -> tuple[Tensor, Tensor]:
-    """Return K and V [B,n,T,d] as a node reads them from its caches."""
+def _rounded_kv(n: Node, k: Tensor, v: Tensor, attention: Any, to: str) -> tuple[Tensor, Tensor]:
+    """Return K and V [B,n,T,d] as an attention node reads them from its caches."""
     if n.op != "attention_latent":
         return rounded(k, to), rounded(v, to)
     join = OPS["latent_row"].reference
@@ -206,13 +205,14 @@ def _as_read(n: Node, k: Tensor, v: Tensor, attention: Any, to: str) -> tuple[Te
 
 
 @contextmanager
-def wide_model(model: Any) -> Iterator[None]:
-    """Make a transformers text model compute in float64 on its own weights. Rows of its tables are
-    made as ever, then widened: their scale and its rounding belong to the model."""
+def float64_model(model: Any) -> Iterator[None]:
+    """A context in which a transformers text model computes in float64 on its own weights.
+    Embedding rows are looked up in the model's dtype, then upcast: their scale and its rounding
+    belong to the model."""
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding):
-                hook = module.register_forward_hook(lambda module, args, made: made.double())
+                hook = module.register_forward_hook(lambda module, args, out: out.double())
                 stack.callback(hook.remove)
         # Grouped products of experts have no float64.
         before = model.config._experts_implementation
@@ -225,7 +225,7 @@ def wide_model(model: Any) -> Iterator[None]:
 
 @contextmanager
 def other_attention(model: Any) -> Iterator[None]:
-    """Put a model into its other mode of attention."""
+    """A context in which a model has its other attention: sdpa, or eager."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager" if before == "sdpa" else "sdpa")
     try:

@@ -13,7 +13,7 @@ from g4ir.model.towers import build_towers
 from g4ir.passes import CHANGES_MEANING
 from g4ir.ui.progress import Progress, no_progress
 
-from .compare import backend_against, stage_against
+from .compare import compare_backend, compare_stage
 from .items import smallest_items
 from .stage_report import StageReport, StagesReport, engine_name
 from .stages import (
@@ -36,28 +36,28 @@ def verify_each_pass(
     checkpoint: str | Path | None = None,
     progress: Progress = no_progress,
 ) -> StagesReport:
-    """Run the engine's pipeline again, pass by pass, and compare each stage with the one before;
-    at the end the engine's backend with the last. Stops at the first stage that fails.
+    """Run the engine's pipeline again, pass by pass, and compare each stage with the one before it,
+    and the engine's backend with the last. Stops at the first stage that fails.
 
     tokens: ids to compare on, at least 2; default: drawn from a fixed seed, enough for a chunk
-    longer than the window after a shorter one, and single steps (as far as max_seq goes).
+    longer than the window after a shorter one, and single steps (up to max_seq).
     checkpoint: the weights before packing, if the engine does not refer to them. Raises InputError
-    for a wrong request, PassError if a pass breaks its contract, CheckError if values are NaN or
+    for wrong arguments, PassError if a pass breaks its contract, CheckError if values are NaN or
     infinite before it.
     """
     window = window_of(engine)
-    wanted = min(window // 2, 64) + 1 + window + 1 + 3 + STEPS
-    ids = chosen_tokens(engine, tokens, min(engine.limits.max_seq, wanted))
+    count = min(window // 2, 64) + 1 + window + 1 + 3 + STEPS
+    ids = chosen_tokens(engine, tokens, min(engine.limits.max_seq, count))
     chunks = [*chunks_of_tokens(ids, window, engine.limits.prefill_chunk)]
     plain = plain_params(engine, checkpoint)
     items = smallest_items(engine)
-    unknown = tuple(i.tower for i in items if not _is_known(plain, engine, i.tower))
+    unknown = tuple(i.tower for i in items if not _is_recoverable(plain, engine, i.tower))
     series = [*series_of(engine, chunks, [i for i in items if i.tower not in unknown])]
     steps = [step for part in series for step in part]
     graphs = tuple(dict.fromkeys((*TEXT_GRAPHS, *(step.phase for step in steps))))
     stages = stages_of(engine, StageWeights(plain, engine.device), graphs)
     sizes = tuple(c.valid for c in chunks)
-    reports = _compared(engine, series, stages, progress)
+    reports = _compare_stages(engine, series, stages, progress)
     ran = ("embed", *graphs, *unknown)
     return StagesReport(
         engine_name(engine),
@@ -71,16 +71,15 @@ def verify_each_pass(
     )
 
 
-def _is_known(plain: PlainParams, engine: Engine, tower: str) -> bool:
-    """Whether the tower's unpacked weights can be recovered from the engine."""
-    held = plain.unpacked
-    if held is None:
+def _is_recoverable(plain: PlainParams, engine: Engine, tower: str) -> bool:
+    """Whether the tower's weights before packing can be recovered."""
+    if plain.unpacked is None:
         return True
     graph = build_towers(engine.spec, engine.media, engine.dtype)[tower]
-    return all(held.holds(v) for v in graph.params)
+    return all(map(plain.unpacked.holds, graph.params))
 
 
-def _compared(
+def _compare_stages(
     engine: Engine, series: Sequence[Series], stages: Iterator[Stage], progress: Progress
 ) -> list[StageReport]:
     """Return a report of each stage up to the first that fails, then of the backend."""
@@ -93,9 +92,9 @@ def _compared(
             reports.append(StageReport(new.name, meant=True))
         else:
             progress(f"{new.name}: against {old.name}")
-            reports.append(stage_against(old, new, series, engine))
+            reports.append(compare_stage(old, new, series, engine))
         if not reports[-1].ok:
             return reports
         old = new
     progress(f"{engine.config.backend} backend")
-    return [*reports, backend_against(old, series, engine)]
+    return [*reports, compare_backend(old, series, engine)]

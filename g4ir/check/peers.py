@@ -15,14 +15,14 @@ from g4ir.ui.progress import Progress
 
 from .hf import (
     cache_argument,
+    float64_model,
+    last_row,
     other_attention,
     round_activations,
     rounding_caches,
-    rows_kept,
     verified_model,
-    wide_model,
 )
-from .reference import reference_engine, wide_engine
+from .reference import float64_engine, reference_engine
 from .tokens import Turns
 
 Tensor = torch.Tensor
@@ -30,46 +30,46 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class EnginePeer:
-    """A peer that is any engine, one row at a time."""
+    """Any engine as a peer, with a batch of one."""
 
     name: ClassVar = "reference"
     engine: Engine
 
-    def logits(self, given: Turns) -> Tensor:
+    def logits(self, turns: Turns) -> Tensor:
         """Return f32[N, vocab]."""
         session = self.engine.session()
-        turns = given.ids.split([*given.sizes])
-        rows = [session.prefill(t[None], all_logits=given.every)[0] for t in turns]
-        return torch.cat(rows) if given.every else torch.stack(rows)
+        parts = turns.ids.split([*turns.sizes])
+        rows = [session.prefill(t[None], all_logits=turns.every)[0] for t in parts]
+        return torch.cat(rows) if turns.every else torch.stack(rows)
 
-    def in_rounds(self, given: Turns) -> Tensor:
-        """Return the logits after each single step at the end of the turns, where these are
-        verified in rounds: half of each is right, the rest is wrong and rejected."""
-        session, most = self.engine.session(), self.engine.draft_tokens + 1
-        tokens, at, rows = given.ids, len(given.ids) - given.steps, list[Tensor]()
-        for t in tokens[:at].split([*given.sizes[: len(given.sizes) - given.steps]]):
+    def in_rounds(self, turns: Turns) -> Tensor:
+        """Return the logits after each single step at the end of the turns, computed in
+        verification steps: half of the draft tokens are right, the others are rejected."""
+        session, width = self.engine.session(), self.engine.draft_tokens + 1
+        tokens, at, rows = turns.ids, len(turns.ids) - turns.steps, list[Tensor]()
+        for t in tokens[:at].split([*turns.sizes[: len(turns.sizes) - turns.steps]]):
             session.prefill(t[None])
-        wrong = tokens.flip(0).repeat(most)
+        wrong = tokens.flip(0).repeat(width)
         while at < len(tokens):
-            right = tokens[at : at + (most + 1) // 2]
-            draft = torch.cat((right, wrong))[: min(most, self.engine.limits.max_seq - at)]
-            found = session.verify(draft[None])[0, : len(right)]
-            rows.append(found.to("cpu", torch.float32, copy=True))
+            right = tokens[at : at + (width + 1) // 2]
+            draft = torch.cat((right, wrong))[: min(width, self.engine.limits.max_seq - at)]
+            logits = session.verify(draft[None])[0, : len(right)]
+            rows.append(logits.to("cpu", torch.float32, copy=True))
             at += len(right)
             session.truncate([at])
         return torch.cat(rows)
 
-    def wide(self, given: Turns) -> Tensor:
+    def in_float64(self, turns: Turns) -> Tensor:
         """Return `logits` in float64 on the same weights."""
-        return EnginePeer(wide_engine(self.engine)).logits(given)
+        return EnginePeer(float64_engine(self.engine)).logits(turns)
 
-    def other(self, given: Turns) -> Tensor:
+    def other(self, turns: Turns) -> Tensor:
         """Return `logits` in another mode, the same sums in another order: token by token."""
-        return self.logits(Turns(given.ids, [1] * len(given.ids)))[given.where]
+        return self.logits(Turns(turns.ids, [1] * len(turns.ids)))[turns.where]
 
     def greedy(self, prompt: Tensor, count: int, readable: int) -> tuple[list[int], Tensor]:
-        """Return (tokens, the logits f32[count, readable] that chose them), of the ids below
-        `readable` alone."""
+        """Return (tokens, logits f32[count, readable]) of greedy decoding over ids below
+        `readable`."""
         session = self.engine.session()
         rows = [session.prefill(prompt[None])[:, :readable]]
         while len(rows) < count:
@@ -80,45 +80,44 @@ class EnginePeer:
 
 @dataclass(frozen=True)
 class HfPeer:
-    """A transformers text model: one pass without a cache, greedy tokens with one. `caches` makes
-    the cache of either where K and V are to be rounded."""
+    """A transformers text model: one pass without a cache, greedy tokens with one. `caches` is the
+    constructor of a cache that rounds K and V, for both."""
 
     name: ClassVar = "hf"
     model: Any
     caches: Callable[[], Any] | None = None
 
-    def logits(self, given: Turns) -> Tensor:
+    def logits(self, turns: Turns) -> Tensor:
         """Return as EnginePeer."""
         device = self.model.device
-        where = torch.tensor(given.where, device=device)
+        where = torch.tensor(turns.where, device=device)
         with torch.no_grad():
-            ids = given.ids[None].to(device)
+            ids = turns.ids[None].to(device)
             past = {cache_argument(self.model.forward): self.caches()} if self.caches else {}
             out = self.model(input_ids=ids, use_cache=False, logits_to_keep=where, **past)
         rows: Tensor = out.logits[0]
         return rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows
 
-    def wide(self, given: Turns) -> Tensor:
+    def in_float64(self, turns: Turns) -> Tensor:
         """Return `logits` in float64 on the same weights."""
-        with wide_model(self.model):
-            return self.logits(given)
+        with float64_model(self.model):
+            return self.logits(turns)
 
-    def other(self, given: Turns) -> Tensor:
-        """Return `logits` of the other attention: one product where eager has two, or the
-        reverse."""
+    def other(self, turns: Turns) -> Tensor:
+        """Return `logits` with the other attention: sdpa for eager, or the reverse."""
         with other_attention(self.model):
-            return self.logits(given)
+            return self.logits(turns)
 
     def greedy(self, prompt: Tensor, count: int, readable: int) -> tuple[list[int], Tensor]:
         """Return as EnginePeer."""
         from transformers import DynamicCache
 
         cache = self.caches() if self.caches else DynamicCache(config=self.model.config)
-        given = {cache_argument(self.model.forward): cache, "logits_to_keep": rows_kept(self.model)}
+        args = {cache_argument(self.model.forward): cache, "logits_to_keep": last_row(self.model)}
         column, rows = prompt[None], []
         with torch.no_grad():
             for _ in range(count):
-                out = self.model(input_ids=column, use_cache=True, **given)
+                out = self.model(input_ids=column, use_cache=True, **args)
                 rows.append(out.logits[0, -1, :readable].float())
                 column = rows[-1].argmax()[None, None]
         logits = torch.stack(rows)
@@ -131,7 +130,7 @@ Peer: TypeAlias = EnginePeer | HfPeer
 def find_peer(
     engine: Engine, against: str, checkpoint: str | Path | None, progress: Progress
 ) -> Peer:
-    """Return the peer of `verify --against`."""
+    """Return the peer of `verify --against`; MissingError if transformers is missing."""
     if against == "reference":
         return EnginePeer(reference_engine(engine))
     need_transformers("--against hf")

@@ -1,5 +1,5 @@
-"""Engines that run the interpreter on an engine's own params, the weights it was built from, and
-whether a computation fits in the memory that loaded weights leave."""
+"""Engines that run the interpreter on an engine's params, the weights that it was built from, and
+whether a computation fits in free memory."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ from g4ir.weights.random import random_weights
 
 
 def reference_engine(engine: Engine, held: bool = False) -> Engine:
-    """Return an engine that interprets the same text graphs; it holds no towers. Its params are
-    made from the engine's source, or `held`: those that the engine holds."""
+    """Return an engine that interprets the same text graphs, without towers. Its params are
+    computed from the engine's source; with `held` they are those of the engine's runtime."""
     return replace(engine, runtime=interpreted(engine, "held" if held else "made"))
 
 
 def with_run(engine: Engine, run: Callable[..., Tensors | None]) -> Engine:
-    """Return the same engine, whose graphs of text are run by `run`."""
-    own = engine.runtime
-    runtime: Any = SimpleNamespace(run=run, new_state=own.new_state, embed=own.embed)
+    """Return the same engine, whose text graphs are run by `run`."""
+    inner = engine.runtime
+    runtime: Any = SimpleNamespace(run=run, new_state=inner.new_state, embed=inner.embed)
     return replace(engine, runtime=runtime)
 
 
-def wide_engine(engine: Engine) -> Engine:
+def float64_engine(engine: Engine) -> Engine:
     """Return an engine that interprets the text graphs in float64, on params of the engine."""
     return replace(engine, runtime=interpreted(engine, "wide"))
 
 
 def plain_packing(engine: Engine) -> Packing:
-    """Return the text graphs of an engine without any quantisation, and what makes their params."""
+    """Return the text graphs of an engine without any quantisation, and their weight prologue."""
     options = engine.config.options.changed(NarrowOptions()).changed(ActivationOptions())
     plain = replace(engine.config, options=options, quant=None, ranks=1, ep=False)
-    made = plain.packing(find_backend(plain.backend))
-    return Packing(text_graphs(made.program), made.prologue)
+    packing = plain.packing(find_backend(plain.backend))
+    return Packing(text_graphs(packing.program), packing.prologue)
 
 
 def plain_engine(engine: Engine, params: MadeParams) -> Engine:
@@ -71,13 +71,13 @@ def plain_engine(engine: Engine, params: MadeParams) -> Engine:
 
 
 def original_weights(engine: Engine, checkpoint: str | Path | None) -> Checkpoint | None:
-    """Return the weights that an engine was built from: those of `checkpoint`, else the engine's
-    own source, else those of its seed; None if nothing says what they were."""
+    """Return the weights that an engine was built from: those of `checkpoint`, else those that the
+    engine links to, else those of its seed; None if none of these is known."""
     if checkpoint is not None:
         return open_weights(engine, find_origin(checkpoint), engine.media.kinds)
-    held = engine.runtime.source
-    if isinstance(held, MadeParams):
-        return held.source
+    source = engine.runtime.source
+    if isinstance(source, MadeParams):
+        return source.source
     seed = engine.facts.seed
     if seed is None:
         return None
@@ -85,7 +85,7 @@ def original_weights(engine: Engine, checkpoint: str | Path | None) -> Checkpoin
 
 
 def acting(engine: Engine) -> PassOptions:
-    """Return the options of the passes that made an engine's graphs."""
+    """Return the options of the passes that ran on an engine's graphs."""
     skipped, options = engine.config.skip, engine.config.options
     kinds = {type(OPTIONS[name]) for name in skipped if name in OPTIONS}
     return replace(options, records=tuple(r for r in options.records if type(r) not in kinds))
@@ -93,8 +93,8 @@ def acting(engine: Engine) -> PassOptions:
 
 def coarse(engine: Engine) -> tuple[str, ...]:
     """Return the formats that KV cache and activations of an engine are rounded to."""
-    found = acting(engine).of(NarrowOptions).to, acting(engine).of(ActivationOptions).to
-    return tuple(to for to in found if to != OFF)
+    formats = acting(engine).of(NarrowOptions).to, acting(engine).of(ActivationOptions).to
+    return tuple(to for to in formats if to != OFF)
 
 
 def is_quantised(engine: Engine) -> bool:
@@ -103,12 +103,10 @@ def is_quantised(engine: Engine) -> bool:
 
 
 @contextmanager
-def unquantised(
-    engine: Engine, checkpoint: str | Path | None, taken: int
-) -> Iterator[Engine | str]:
+def unquantised(engine: Engine, checkpoint: str | Path | None, used: int) -> Iterator[Engine | str]:
     """A context with an engine that interprets the text graphs without any quantisation, on the
-    weights as they were; or the reason why there is none. They come from `checkpoint`, else from
-    where the engine makes its own. `taken`: bytes of the device that others hold."""
+    original weights (see `original_weights`), or with the reason why there is none. used: bytes
+    that are in use on the device."""
     source = original_weights(engine, checkpoint)
     if source is None:
         yield "give --checkpoint DIR, the weights that it was made of"
@@ -118,9 +116,9 @@ def unquantised(
             yield "the checkpoint holds codes, and not what they were made of"
             return
         packing = plain_packing(engine)
-        need = sum(v.type.nbytes() for v in packing.program.params().values())
-        said = "the weights as they were take {} beside what is loaded"
-        yield refusal(said, need, engine.device, taken) or plain_engine(
+        needed = sum(v.type.nbytes() for v in packing.program.params().values())
+        text = "the weights as they were take {} beside what is loaded"
+        yield refusal(text, needed, engine.device, used) or plain_engine(
             engine, MadeParams(packing, source)
         )
     finally:
@@ -133,28 +131,29 @@ def param_bytes(engine: Engine) -> int:
     return sum(v.type.nbytes() for v in engine.program.params().values())
 
 
-def refusal(what: str, needed: int, device: str, held: int) -> str | None:
-    """Return why `needed` bytes have no room on a device of which `held` are taken, or None."""
-    free = max(device_memory(device) - held, 0)
+def refusal(text: str, needed: int, device: str, used: int) -> str | None:
+    """Return why `needed` bytes do not fit on a device of which `used` are in use, or None."""
+    free = max(device_memory(device) - used, 0)
     if needed <= free:
         return None
-    return what.format(size_text(needed)) + f", and {size_text(free)} are free"
+    return text.format(size_text(needed)) + f", and {size_text(free)} are free"
 
 
 def float64_refusal(engine: Engine, tokens: int, rows: int, device: str) -> str | None:
-    """Return why a pass in float64 over so many tokens, with so many rows of logits, has no room on
-    a device beside the weights of engine and peer, or None. It counts sizes that are known before a
-    peer is loaded."""
+    """Return why a forward pass in float64 over so many tokens, with so many rows of logits, does
+    not fit on a device beside the weights of engine and peer, or None. It is an estimate from the
+    spec, before a peer is loaded."""
     types = cache_types(engine.program, 1, engine.limits.max_seq).values()
     caches = sum(t.numel() * (8 if t.dtype in FLOATS else ITEMSIZE[t.dtype]) for t in types)
-    needed = wide_bytes(engine.spec, tokens, rows) + caches
-    held = 2 * param_bytes(engine)
-    return refusal("float64 takes {} beside the weights", needed, device, held)
+    needed = float64_bytes(engine.spec, tokens, rows) + caches
+    used = 2 * param_bytes(engine)
+    return refusal("float64 takes {} beside the weights", needed, device, used)
 
 
-def wide_bytes(spec: Spec, tokens: int, rows: int) -> int:
-    """Bytes of a pass in float64 without a cache: one block of a weight, scores of one layer (raw,
-    masked, weights, and those rounded), a layer's activations, and every layer's output."""
+def float64_bytes(spec: Spec, tokens: int, rows: int) -> int:
+    """Return the bytes of a forward pass in float64 without a cache: one block of a weight, scores
+    of one layer (raw, masked, weights, and those rounded), a layer's activations, and every layer's
+    output."""
     text = spec.text
     widest = max(2 * text.intermediate_size * 2, text.hidden_size)
     scores = 4 * text.num_attention_heads * tokens * tokens

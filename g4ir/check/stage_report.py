@@ -13,7 +13,7 @@ from g4ir.parallel.shard import split_name
 
 @dataclass(frozen=True)
 class OpError:
-    """The largest error of an op (or of several in a row), at `value`, and what is allowed."""
+    """The largest error of an op (or of several in a row), at `value`, and its tolerance."""
 
     ops: str
     error: float
@@ -22,7 +22,7 @@ class OpError:
 
     @property
     def share(self) -> float:
-        """The error as a share of the budget; infinity where it is not a number."""
+        """The error as a share of the tolerance; infinity if it is NaN."""
         if math.isnan(self.error) or (self.error and not self.budget):
             return math.inf
         return self.error / self.budget if self.budget else 0.0
@@ -30,21 +30,21 @@ class OpError:
 
 @dataclass(frozen=True)
 class Difference(OpError):
-    """A value out of tolerance: the nodes that made it in the earlier stage and those that make it
-    now, from values that both stages have."""
+    """A value out of tolerance: the nodes that compute it from values of both stages, in the
+    earlier stage (`before`) and in this one (`after`)."""
 
     phase: str
     at: int
     before: tuple[str, ...]
     after: tuple[str, ...]
 
-    def place(self) -> str:
-        """Describe what moved in one line, and how far."""
+    def line(self) -> str:
+        """Return the value, its error and its ops in one line."""
         error = f"error {self.error:.1e}, tolerance {self.budget:.1e}"
-        return f"{placed(self.value, self.at)}: {error} ({self.ops})"
+        return f"{describe_value(self.value, self.at)}: {error} ({self.ops})"
 
     def text(self) -> str:
-        """Describe what moved, how far, and the nodes that make it in either stage."""
+        """Return the value, its error, and the nodes that compute it in either stage."""
         lines = [
             f"%{self.value} ({self.ops}), in {self.phase} at token {self.at}: error "
             f"{self.error:.1e}, tolerance {self.budget:.1e}",
@@ -56,8 +56,8 @@ class Difference(OpError):
 
 @dataclass
 class StageReport:
-    """One pass, or the backend: tensors compared, and the worst of each op. Nothing is compared of
-    a pass that is `meant` to change what is computed: those after it are, with it."""
+    """One pass, or the backend: the tensors compared, and the worst of each op. A pass that is
+    `meant` to change values is not compared; the passes after it are compared with it."""
 
     name: str
     values: int = 0
@@ -66,14 +66,14 @@ class StageReport:
     excused: int = 0
     meant: bool = False
 
-    def keep(self, found: OpError) -> None:
-        """Count a value, and keep it if it is the worst of its op."""
+    def add(self, result: OpError) -> None:
+        """Count a value, and store it if it is the worst of its op."""
         self.values += 1
-        same = [i for i, w in enumerate(self.worst) if w.ops == found.ops]
+        same = [i for i, w in enumerate(self.worst) if w.ops == result.ops]
         if not same:
-            self.worst.append(found)
-        elif found.share > self.worst[same[0]].share:
-            self.worst[same[0]] = found
+            self.worst.append(result)
+        elif result.share > self.worst[same[0]].share:
+            self.worst[same[0]] = result
 
     @property
     def ok(self) -> bool:
@@ -81,20 +81,20 @@ class StageReport:
 
     def text(self) -> str:
         moved = [w for w in self.worst if w.error != 0]
-        what = f"{self.values} values" if self.values else "changes nothing"
-        what = "rounds what caches hold, as asked: not compared" if self.meant else what
-        what += "" if moved or not self.values else ", bit for bit"
+        result = f"{self.values} values" if self.values else "changes nothing"
+        result = "rounds what caches hold, as asked: not compared" if self.meant else result
+        result += "" if moved or not self.values else ", bit for bit"
         more = f", {self.excused} rows left to close calls of a router" if self.excused else ""
-        lines = [f"  {self.name:20} {'ok' if self.ok else 'FAILED'}, {what}{more}"]
+        lines = [f"  {self.name:20} {'ok' if self.ok else 'FAILED'}, {result}{more}"]
         lines += [f"    {w.ops:32} {w.error:8.1e} of {w.budget:.1e}  %{w.value}" for w in moved]
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class StagesReport:
-    """All stages up to the first that fails. `rounds` are tokens that were verified at once.
-    `media` are graphs for media that were run too, `left_out` those that were not, `unknown` those
-    whose weights before packing are lost."""
+    """All stages up to the first that fails. rounds: tokens of each verification step; media:
+    graphs for media that were run, left_out: those that were not, unknown: those whose weights
+    before packing cannot be recovered."""
 
     engine: str
     tokens: int
@@ -111,11 +111,11 @@ class StagesReport:
 
     @property
     def culprit(self) -> StageReport | None:
-        """The first stage that moves a value by more than its op's budget."""
+        """The first stage with a value out of its op's tolerance."""
         return next((s for s in self.stages if not s.ok), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return JSON values."""
         out = {**asdict(self), "ok": self.ok, "failed": self.culprit and self.culprit.name}
         for row, s in zip(out["stages"], self.stages, strict=True):
             row["ok"] = s.ok
@@ -138,13 +138,13 @@ class StagesReport:
         return "\n".join([*lines, "ok" if self.ok else "FAILED"])
 
 
-def placed(name: str, at: int) -> str:
-    """Return a value, of a rank's too, its layer and its chunk."""
+def describe_value(name: str, at: int) -> str:
+    """Return the name of a value (or of a rank's), its layer and its chunk."""
     layer = layer_of(split_name(name)[1])
     where = "outside the layers" if layer is None else f"layer {layer}"
     return f"%{name} ({where}) in the chunk at token {at}"
 
 
 def engine_name(engine: Engine) -> str:
-    """Return the head of a report."""
+    """Return the variant, backend, device and dtype, which head a report."""
     return f"{engine.spec.name} ({engine.config.backend}, {engine.device}, {engine.dtype})"

@@ -1,8 +1,8 @@
-"""The stages of a pipeline: the graphs after each pass, params of any of them, and their runs.
+"""The stages of a pipeline: the graphs after each pass, their params, and their runs.
 
-One step is one run of a graph. Text is given as chunks, one longer than the window after a shorter
-one, then single steps; also as draft tokens, some of them wrong, and with blocks as media have,
-where the engine has those graphs.
+A step is one run of a graph. Text is read in chunks, one of them longer than the window, then in
+single steps; engines with the graphs also get it as draft tokens, some of them wrong, and with
+blocks of bidirectional attention.
 """
 
 from __future__ import annotations
@@ -38,92 +38,91 @@ from g4ir.weights.pack import Packing, UnpackedWeights, own_params, split_progra
 
 from .items import Item
 from .reference import original_weights
-from .stage_report import placed
+from .stage_report import describe_value
 
 Tensor = torch.Tensor
-#: the embedding of a step that has none
+#: in place of the embedding graph of a step without one
 NO_EMBEDDING = Graph("nothing", (), (), (), (), ())
 BACKEND, STORED, MODEL, SHARD = "backend", "stored graphs", "model", "shard"
 #: single steps at the end of the tokens
 STEPS = 4
-#: invalid tokens at the end of each longer chunk: a pass must not take them for the last
+#: padding at the end of each longer chunk: a pass must not take it for the last token
 PADDING = 2
 
 
 @dataclass(frozen=True)
 class PlainParams:
-    """Params of the graph before all passes, of the model or of a rank (parallel/shard.py): from
-    `whole`, or joined from what each of several ranks holds."""
+    """Params of the graph before all passes, of the model or of a rank (parallel/shard.py): read by
+    `read`, or joined from `shards`, the unpacked weights of each of several ranks."""
 
     share: Share
-    whole: Callable[[Value], Tensor]
-    held: Sequence[UnpackedWeights] = ()
+    read: Callable[[Value], Tensor]
+    shards: Sequence[UnpackedWeights] = ()
 
     @property
     def unpacked(self) -> UnpackedWeights | None:
-        """What undoes the packing, where params come from that."""
-        return self.whole if isinstance(self.whole, UnpackedWeights) else None
+        """The unpacked weights, if params come from those of an engine."""
+        return self.read if isinstance(self.read, UnpackedWeights) else None
 
     def __call__(self, v: Value) -> Tensor:
-        """Return the tensor of a param, of a rank's own or of the model's."""
+        """Return the tensor of a param of the model, or of a rank by its `r0.` name."""
         rank, name = split_name(v.name)
         if rank is not None:
-            return self._own(rank, replace(v, name=name))
-        made: Tensor = self.share.joined(v, self._own) if self.held else self.whole(v)
-        return made
+            return self._of_rank(rank, replace(v, name=name))
+        tensor: Tensor = self.share.joined(v, self._of_rank) if self.shards else self.read(v)
+        return tensor
 
-    def _own(self, rank: int, v: Value) -> Tensor:
-        if self.held:
-            return self.held[rank](v)
+    def _of_rank(self, rank: int, v: Value) -> Tensor:
+        if self.shards:
+            return self.shards[rank](v)
         share = replace(self.share, rank=rank)
-        made: Tensor = share.own(v.name, lambda name: self.whole(replace(v, name=name)))
-        return made
+        tensor: Tensor = share.own(v.name, lambda name: self.read(replace(v, name=name)))
+        return tensor
 
 
 def plain_params(engine: Engine, checkpoint: str | Path | None = None) -> PlainParams:
     """Return params by value, in the engine's dtype: from `checkpoint`, else from the engine.
 
-    Raises WeightsError where the checkpoint does not fit the engine's spec; the function that is
-    returned raises EngineError for what a packed engine no longer holds.
+    Raises WeightsError if the checkpoint does not fit the engine's spec; the returned function
+    raises EngineError for a param that cannot be recovered from a packed engine.
     """
     source = original_weights(engine, checkpoint)
     if source is None:
         ranks = range(engine.ranks) if engine.ranks > 1 else ()
-        held = [engine.unpacked(rank) for rank in ranks]
-        return PlainParams(engine.share, engine.unpacked(), held)
+        return PlainParams(engine.share, engine.unpacked(), [*map(engine.unpacked, ranks)])
 
-    def stored(v: Value) -> Tensor:
+    def read(v: Value) -> Tensor:
         return source.tensor(checkpoint_name(v.name)).to(torch_dtype(v.type.dtype))
 
-    return PlainParams(engine.share, stored)
+    return PlainParams(engine.share, read)
 
 
 @dataclass
 class StageWeights:
-    """Params of any stage of the pipeline on one device. One tensor serves all stages that make it
-    in the same way."""
+    """Params of any stage of the pipeline on one device. Stages that compute a param in the same
+    way share its tensor."""
 
     plain: PlainParams
     device: str
-    _made: dict[str, tuple[Graph, Tensor]] = field(default_factory=dict)
+    _computed: dict[str, tuple[Graph, Tensor]] = field(default_factory=dict)
     _plain: dict[str, Tensor] = field(default_factory=dict)
 
     def params(self, packing: Packing, graph: Graph) -> dict[str, Tensor]:
         """Return the params of one of the packing's main graphs."""
-        made = packing.prologue.producers
+        prologue, packed = packing.prologue, packing.prologue.producers
         return {
-            v.name: self._param(packing.prologue, v) if v.name in made else self._held(v)
+            v.name: self._packed(prologue, v) if v.name in packed else self._unpacked(v)
             for v in graph.params
         }
 
-    def _param(self, prologue: Graph, v: Value) -> Tensor:
-        recipe = drop_dead(replace(prologue, outputs=(v,)))
-        if v.name not in self._made or self._made[v.name][0] != recipe:
-            given = {x.name: self._held(x) for x in recipe.params}
-            self._made[v.name] = recipe, interpret(recipe, {}, given, {})[0][v.name]
-        return self._made[v.name][1]
+    def _packed(self, prologue: Graph, v: Value) -> Tensor:
+        cone = drop_dead(replace(prologue, outputs=(v,)))
+        if v.name not in self._computed or self._computed[v.name][0] != cone:
+            params = {x.name: self._unpacked(x) for x in cone.params}
+            self._computed[v.name] = cone, interpret(cone, {}, params, {})[0][v.name]
+        return self._computed[v.name][1]
 
-    def _held(self, v: Value) -> Tensor:
+    def _unpacked(self, v: Value) -> Tensor:
         if v.name not in self._plain:
             self._plain[v.name] = self.plain(v).to(self.device)
         return self._plain[v.name]
@@ -131,8 +130,8 @@ class StageWeights:
 
 @dataclass(frozen=True)
 class Recording:
-    """One phase: the embedding, then the text's graph; or nothing, then a tower. `params` are those
-    of both."""
+    """The graphs of one phase: the embedding (none before a tower), then the text's graph or the
+    tower; `params` are those of both."""
 
     embed: Graph
     graph: Graph
@@ -144,35 +143,35 @@ class Recording:
         return (*self.embed.nodes, *self.graph.nodes)
 
     @cached_property
-    def places(self) -> dict[str, int]:
-        """The place among `nodes` of the one that makes each value."""
+    def makers(self) -> dict[str, int]:
+        """The index in `nodes` of the producer of each value."""
         return {v.name: at for at, n in enumerate(self.nodes) for v in n.outputs}
 
     @cached_property
     def types(self) -> dict[str, Type]:
-        """Types of the inputs and of what nodes make."""
-        made = (v for n in self.nodes for v in n.outputs)
-        return {v.name: v.type for v in (*self.embed.inputs, *self.graph.inputs, *made)}
+        """Types of inputs and of nodes' outputs."""
+        outputs = (v for n in self.nodes for v in n.outputs)
+        return {v.name: v.type for v in (*self.embed.inputs, *self.graph.inputs, *outputs)}
 
     @cached_property
-    def kept(self) -> set[str]:
+    def cached(self) -> set[str]:
         """The values that become the KV cache."""
         return {v.name for v in self.graph.next.values()}
 
-    def cone(self, name: str, given: Container[str]) -> tuple[Node, ...]:
-        """Return the nodes between a value and values that are given, in order."""
-        found, queue = set[int](), [name]
+    def cone(self, name: str, stops: Container[str]) -> tuple[Node, ...]:
+        """Return the nodes between a value and the values in `stops`, in order."""
+        visited, queue = set[int](), [name]
         while queue:
-            at = self.places.get(queue.pop())
-            if at is not None and at not in found:
-                found.add(at)
-                queue += [v.name for v in self.nodes[at].inputs if v.name not in given]
-        return tuple(self.nodes[at] for at in sorted(found))
+            at = self.makers.get(queue.pop())
+            if at is not None and at not in visited:
+                visited.add(at)
+                queue += [v.name for v in self.nodes[at].inputs if v.name not in stops]
+        return tuple(self.nodes[at] for at in sorted(visited))
 
     def with_params(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
-        """Return the nodes, after those that make their params."""
-        made = self.prologue.producers
-        early = {v.name: made[v.name] for n in nodes for v in n.inputs if v.name in made}
+        """Return the nodes after those of the prologue that compute their params."""
+        producers = self.prologue.producers
+        early = {v.name: producers[v.name] for n in nodes for v in n.inputs if v.name in producers}
         return (*early.values(), *nodes)
 
 
@@ -189,12 +188,12 @@ class Stage:
         graphs = self.packing.program.graphs
         recordings = {}
         for name in self.params.keys() - {"embed"}:
-            embed, given = graphs["embed"], self.params.get("embed")
+            embed, tables = graphs["embed"], self.params.get("embed")
             if name == VERIFY:  # values of both graphs have one type by name
                 embed = bind(embed, S="M")
-            if is_tower(name) or name == DRAFT or given is None:
-                embed, given = NO_EMBEDDING, {}
-            params = {**given, **self.params[name]}
+            if is_tower(name) or name == DRAFT or tables is None:
+                embed, tables = NO_EMBEDDING, {}
+            params = {**tables, **self.params[name]}
             recordings[name] = Recording(embed, graphs[name], params, self.packing.prologue)
         return recordings
 
@@ -210,40 +209,40 @@ def stages_of(
 ) -> Iterator[Stage]:
     """Yield the model as written, sharded, and after each pass; then the engine's own graphs if
     they differ (an engine of an older version). Only `graphs` can be run."""
-    config, held = engine.config, weights.plain.unpacked is not None
+    config, is_unpacked = engine.config, weights.plain.unpacked is not None
     stored = partial(find_backend(config.backend).stored, device=config.device)
-    plain = _written(engine)
-    if held:
+    plain = _model_program(engine)
+    if is_unpacked:
         plain = plain.map(from_codes)
     after: dict[str, dict[str, Graph]] = {MODEL: dict(plain.graphs)}
     if engine.ranks > 1:
         if engine.config.quant and not engine.config.quant.held:
-            after.clear()  # each rank made codes of its part, with scales of their own
+            after.clear()  # each rank quantised its shard, with scales of its own
         plain = shard_program(plain, config.sharding)
         after[SHARD] = dict(plain.graphs)
 
     def stage(name: str, packing: Packing) -> Stage:
         if engine.ranks > 1 and name != MODEL:
             packing = _side_by_side(packing, engine.share)
-        made = {g: weights.params(packing, packing.program.graphs[g]) for g in graphs}
-        return Stage(name, packing, {"embed": engine.tables, **made})
+        params = {g: weights.params(packing, packing.program.graphs[g]) for g in graphs}
+        return Stage(name, packing, {"embed": engine.tables, **params})
 
-    def keep(name: str, g: Graph) -> None:
+    def store(name: str, g: Graph) -> None:
         after.setdefault(name, {})[g.name] = g
 
-    run_program(plain, skip=config.skip, dump=keep, options=config.options)
+    run_program(plain, skip=config.skip, dump=store, options=config.options)
     packing = None
-    for name, made in after.items():
-        packing = split_program(stored(Program(made)))
+    for name, program in after.items():
+        packing = split_program(stored(Program(program)))
         yield stage(name, packing)
-    own = Packing(engine.program, from_codes(engine.prologue) if held else engine.prologue)
-    if packing != own:
-        yield stage(STORED, own)
+    prologue = from_codes(engine.prologue) if is_unpacked else engine.prologue
+    if packing != (engines := Packing(engine.program, prologue)):
+        yield stage(STORED, engines)
 
 
 def stored_stage(engine: Engine, reference: Engine) -> Stage:
-    """Return an engine's own text graphs behind the embedding, on the params that the interpreter
-    has of them. Raises EngineError as `plain_params`, for an engine of several ranks."""
+    """Return an engine's stored text graphs without the embedding, on the interpreter's params.
+    Raises EngineError as `plain_params`, for an engine of several ranks."""
     names = [name for name in text_graphs(engine.program).graphs if name != "embed"]
     if engine.ranks > 1:
         *_, last = stages_of(engine, StageWeights(plain_params(engine), engine.device), names)
@@ -256,7 +255,7 @@ def stored_stage(engine: Engine, reference: Engine) -> Stage:
     return Stage(STORED, Packing(engine.program, engine.prologue), params)
 
 
-def _written(engine: Engine) -> Program:
+def _model_program(engine: Engine) -> Program:
     plain = build_program(
         engine.spec,
         engine.all_logits,
@@ -269,10 +268,10 @@ def _written(engine: Engine) -> Program:
 
 
 def _side_by_side(packing: Packing, share: Share) -> Packing:
-    own = own_params(packing, share)
-    cut = {v.name for v in packing.prologue.params if share.cuts(v.name)}
-    program = packing.program.map(lambda g: unroll(g, own, share.sharding.ranks) if g.state else g)
-    return Packing(program, unroll(packing.prologue, cut, share.sharding.ranks))
+    local, ranks = own_params(packing, share), share.sharding.ranks
+    sharded = {v.name for v in packing.prologue.params if share.cuts(v.name)}
+    program = packing.program.map(lambda g: unroll(g, local, ranks) if g.state else g)
+    return Packing(program, unroll(packing.prologue, sharded, ranks))
 
 
 @dataclass(frozen=True)
@@ -287,16 +286,16 @@ class Trace:
 
     def in_float64(self, cone: Sequence[Node], name: str) -> Tensor:
         """Recompute `name` in float64 through the nodes of the cone."""
-        known = {**self.recording.params, **self.state, **self.values}
-        made = {v.name for n in cone for v in n.outputs}
-        needed = {v.name for n in cone for v in n.inputs} - made
+        values = {**self.recording.params, **self.state, **self.values}
+        outputs = {v.name for n in cone for v in n.outputs}
+        inputs = {v.name for n in cone for v in n.inputs} - outputs
         graph = replace(NO_EMBEDDING, nodes=tuple(cone))
-        return in_float64(graph, {k: known[k] for k in needed}, {})[name]
+        return in_float64(graph, {k: values[k] for k in inputs}, {})[name]
 
 
 class StageRun:
-    """A stage on its own, step after step. CheckError names the first value that is NaN or
-    infinite, which is no fault of what is compared with it."""
+    """Runs a stage step by step. CheckError names the first value that is NaN or infinite: no fault
+    of the stage that is compared with it."""
 
     def __init__(self, stage: Stage, slots: int, engine: Engine) -> None:
         self.stage, self.device, self.dtype = stage, engine.device, engine.dtype
@@ -306,13 +305,13 @@ class StageRun:
         values, before = step.feeds(self.device), self.state
         recording = self.stage.recordings[step.phase]
 
-        def keep(v: Value, t: Tensor) -> None:
+        def store(v: Value, t: Tensor) -> None:
             valid = to_comparable(step.without_padding(t, v.type))
-            require_finite(valid, placed(v.name, step.at), self.dtype)
+            require_finite(valid, describe_value(v.name, step.at), self.dtype)
             values[v.name] = t.to(self.device)
 
         for graph in (recording.embed, recording.graph):
-            _, after = interpret(graph, values, recording.params, before, keep)
+            _, after = interpret(graph, values, recording.params, before, store)
             self.state = {**self.state, **after}
         return Trace(recording, step, values, before, self.state)
 
@@ -320,7 +319,8 @@ class StageRun:
 @dataclass(frozen=True, eq=False)
 class GraphStep:
     """One run of graph `phase`, after `at` tokens. end: tokens in the KV cache afterwards; padded:
-    the dim, a name or of axis 1 a size, of which the first `valid` entries are no padding."""
+    the dim (a name, or the size of axis 1) of which all but the first `valid` entries are
+    padding."""
 
     phase: str
     at: int
@@ -353,8 +353,8 @@ def text_step(
     block_ids: Tensor | None = None,
     verify: bool = False,
 ) -> GraphStep:
-    """Make the step of tokens i64[1, S], the first `valid` of them no padding; `block_ids`, i64[1,
-    S]: blocks that attend to each other both ways; `verify`: as draft tokens."""
+    """Return the step of tokens i64[1, S], all but the first `valid` of them padding. block_ids:
+    i64[1, S], blocks of bidirectional attention; verify: as draft tokens."""
     count = tokens.shape[1]
     inputs = {
         "tokens": tokens,
@@ -370,20 +370,21 @@ def text_step(
 def series_of(
     engine: Engine, chunks: Sequence[GraphStep], items: Sequence[Item]
 ) -> Iterator[Series]:
-    """Yield the text with a step of the draft model, then as the engine has them the text in
-    verification steps, with blocks, and each tower."""
+    """Yield the text with a step of the draft model, then, if the engine has these graphs, the text
+    in verification steps, the text with blocks, and each tower."""
     drafted = [_draft_step(engine, chunks[-1].end)] if engine.drafter else []
     yield [*chunks, *drafted]
     if VERIFY in engine.program.graphs:
         yield [*rounds_of(chunks, engine.draft_tokens + 1, engine.limits.max_seq)]
-    if BLOCKS in engine.program.graphs and (blocked := [*_blocked(chunks)]):
-        yield blocked
+    if BLOCKS in engine.program.graphs and (blocks := [*_block_steps(chunks)]):
+        yield blocks
     for item in items:
         yield [GraphStep(item.tower, 0, 1, item.feeds, item.rows, item.size)]
 
 
 def _draft_step(engine: Engine, at: int) -> GraphStep:
-    """Make a step of the draft model after `at` tokens, on a random embedding and state."""
+    """Return a step of the draft model after `at` tokens, on a random embedding and hidden
+    state."""
     shape = (2, 1, 1, engine.spec.text.hidden_size)
     rows = torch.randn(shape, generator=torch.Generator().manual_seed(at))
     embeds, hidden = rows.to(torch_dtype(engine.dtype))
@@ -392,21 +393,22 @@ def _draft_step(engine: Engine, at: int) -> GraphStep:
     return GraphStep(DRAFT, at, at, {**inputs, "embeds": embeds, HIDDEN: hidden})
 
 
-def rounds_of(chunks: Sequence[GraphStep], width: int, room: int) -> Iterator[GraphStep]:
+def rounds_of(chunks: Sequence[GraphStep], width: int, max_seq: int) -> Iterator[GraphStep]:
     """Yield the chunks before the single steps at the end, then these in two verification steps of
-    up to `width` tokens, which end with wrong ones; the second has padding too."""
-    begun = max((i for i, c in enumerate(chunks, 1) if c.phase != "decode"), default=0)
-    yield from chunks[:begun]
-    right = torch.cat([c.inputs["tokens"] for c in chunks[begun:]], 1)
+    up to `width` tokens that end with wrong ones; the second has padding too."""
+    prefill = max((i for i, c in enumerate(chunks, 1) if c.phase != "decode"), default=0)
+    yield from chunks[:prefill]
+    right = torch.cat([c.inputs["tokens"] for c in chunks[prefill:]], 1)
     half = min(width, right.shape[1] + 1) // 2
     wrong = right.flip(1).repeat(1, width)
     for first, padding in ((0, 0), (half, 1)):
-        at = chunks[begun].at + first
-        given = torch.cat((right[:, first : first + half], wrong), 1)[:, : min(width, room - at)]
-        yield text_step(at, given, max(1, given.shape[1] - padding), verify=True)
+        at = chunks[prefill].at + first
+        draft = torch.cat((right[:, first : first + half], wrong), 1)
+        draft = draft[:, : min(width, max_seq - at)]
+        yield text_step(at, draft, max(1, draft.shape[1] - padding), verify=True)
 
 
-def _blocked(chunks: Sequence[GraphStep]) -> Iterator[GraphStep]:
+def _block_steps(chunks: Sequence[GraphStep]) -> Iterator[GraphStep]:
     """Yield the longer chunks, each with a block of all but its first token."""
     at = 0
     for c in chunks:
@@ -434,7 +436,7 @@ def chunks_of_tokens(ids: Tensor, window: int, limit: int) -> Iterator[GraphStep
 
 def _turns(count: int, window: int) -> list[int]:
     steps = min(STEPS, count // 3)
-    rest = count - steps
-    short = min(3, rest // 4)
-    long = min(window + 1, max(rest - short - 1, 0))
-    return [n for n in (rest - short - long, long, short, *[1] * steps) if n]
+    prompt = count - steps
+    short = min(3, prompt // 4)
+    long = min(window + 1, max(prompt - short - 1, 0))
+    return [n for n in (prompt - short - long, long, short, *[1] * steps) if n]

@@ -1,4 +1,4 @@
-"""The tokens that two engines are compared on, and the turns in which they are given."""
+"""The tokens that two engines are compared on, and the turns in which they read them."""
 
 from __future__ import annotations
 
@@ -14,54 +14,55 @@ from g4ir.errors import InputError
 from g4ir.model.media import placeholders
 
 SEED = 0
-#: single steps at the end of the given tokens
+#: single steps at the end of the tokens
 STEPS = 24
-#: logits of every position are compared up to this many values, else those of each turn's end
+#: max values of logits that are compared at every position; above, those at each turn's end
 EVERY_LOGITS = 1 << 28
 
 
-def chosen_tokens(engine: Engine, given: Sequence[int] | None, count: int) -> torch.Tensor:
-    """Return the given tokens as i64[T], checked; where there are none, `count` of a fixed seed."""
-    if given is None:
+def chosen_tokens(engine: Engine, tokens: Sequence[int] | None, count: int) -> torch.Tensor:
+    """Return the tokens as i64[T], checked; for None `count` random ones of a fixed seed."""
+    if tokens is None:
         return random_ids(engine, (count,))
     limit = engine.limits.max_seq
-    ids = checked_ids(list(given), engine.spec.text.readable_ids, "verify")
+    ids = checked_ids(list(tokens), engine.spec.text.readable_ids, "verify")
     if not 2 <= len(ids) <= limit:
         raise InputError(f"verify: {len(ids)} tokens; expected 2 to {limit} (--max-seq)")
     check_no_media(engine, ids, "verify: --tokens")
     return torch.tensor(ids)
 
 
-def check_no_media(engine: Engine, ids: Sequence[int], what: str) -> None:
-    """Raise InputError on the first id that stands for a soft token: these are tokens of text."""
+def check_no_media(engine: Engine, ids: Sequence[int], source: str) -> None:
+    """Raise InputError for the first id that is a placeholder of media."""
     kinds = {i: kind for kind, i in placeholders(engine.spec.tokens, engine.media.kinds).items()}
     for at, i in enumerate(ids):
         if i in kinds:
             raise InputError(
-                f"{what}: token {i} at index {at} is the placeholder of {kinds[i]}, and no "
+                f"{source}: token {i} at index {at} is the placeholder of {kinds[i]}, and no "
                 f"{kinds[i]} is given; leave it out"
             )
 
 
 def random_ids(engine: Engine, shape: Sequence[int], seed: int = SEED) -> torch.Tensor:
-    """Return i64 of this shape. Every table has a row for each id, and none is a placeholder of
-    media, whichever of them an engine of this spec takes."""
+    """Return random ids i64 of this shape: each has a row in every table, and none is a placeholder
+    of media."""
     top = engine.spec.text.readable_ids
-    taken = sorted({i for i in placeholders(engine.spec.tokens).values() if i < top})
+    excluded = sorted({i for i in placeholders(engine.spec.tokens).values() if i < top})
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, top - len(taken), tuple(shape), generator=generator)
-    for i in taken:
+    ids = torch.randint(0, top - len(excluded), tuple(shape), generator=generator)
+    for i in excluded:
         ids += ids >= i
     return ids
 
 
-def wanted_tokens(engine: Engine) -> int:
+def default_count(engine: Engine) -> int:
+    """Return how many random tokens `verify` compares on."""
     limits = engine.limits
     return min(limits.max_seq, max(2 * limits.prefill_chunk, window_of(engine)) + 2 * STEPS)
 
 
 def window_of(engine: Engine) -> int:
-    """Return the longest window of an attention; 1 where all see all the past."""
+    """Return the longest sliding window of the engine's layers; 1 if none has one."""
     graphs = engine.program.graphs.values()
     windows = (n.attrs.get("window") for g in graphs for n in g.nodes)
     return max((w for w in windows if isinstance(w, int) and w), default=1)
@@ -69,8 +70,8 @@ def window_of(engine: Engine) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Turns:
-    """Tokens i64[T], given in turns of these `sizes`; logits are compared after `every` token, or
-    at the end of each turn."""
+    """Tokens i64[T], read in turns of these `sizes`; logits are compared after `every` token, or at
+    the end of each turn."""
 
     ids: torch.Tensor
     sizes: Sequence[int]
@@ -78,17 +79,17 @@ class Turns:
 
     @property
     def where(self) -> list[int]:
-        """The index of the token after which each row of logits stands."""
+        """The index of the token of each row of logits."""
         return [*range(len(self.ids))] if self.every else [n - 1 for n in accumulate(self.sizes)]
 
     @property
     def steps(self) -> int:
-        """How many single steps there are at the end."""
+        """Number of single steps at the end."""
         return len(self.sizes) - max((i for i, n in enumerate(self.sizes, 1) if n > 1), default=0)
 
     def chunks(self, size: int) -> list[torch.Tensor]:
-        """Return the tokens in the chunks that an engine makes of them."""
-        return [piece for turn in self.ids.split([*self.sizes]) for piece in turn.split(size)]
+        """Return the prefill chunks of all turns."""
+        return [chunk for turn in self.ids.split([*self.sizes]) for chunk in turn.split(size)]
 
 
 def plan_turns(engine: Engine, ids: torch.Tensor) -> Turns:

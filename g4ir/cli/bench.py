@@ -21,7 +21,7 @@ from .common import FirstUse, Load, emit, strict
 from .verb import Verb, argument, flag, flag_of
 
 if TYPE_CHECKING:
-    from g4ir.bench.schema import Values
+    from g4ir.bench.report import Values
     from g4ir.engine.engine import Engine
 
 STDOUT = "-"
@@ -91,7 +91,7 @@ class Bench(Verb):
         return 0 if report["outputs_agree"] else 1
 
     def _check_arguments(self) -> None:
-        from g4ir.bench.report import check_options
+        from g4ir.bench.run import check_options
 
         if not 1 <= len(self.engines) <= 2:
             raise InputError(f"bench takes one engine or two, not {len(self.engines)}")
@@ -106,7 +106,7 @@ class Bench(Verb):
         check_options(self.peer, self.rounds, self.warmup)
 
     def _measured(self, paths: Sequence[str]) -> Values:
-        from g4ir.bench.report import run_bench
+        from g4ir.bench.run import run_bench
         from g4ir.bench.runners import plan_workload
 
         names = ("input_len", "output_len", "batch", "context", "seed", "text")
@@ -175,7 +175,7 @@ class Compare(Verb):
     plot: str | None = None
 
     def __call__(self) -> int:
-        from g4ir.bench.schema import plain
+        from g4ir.bench.report import plain
         from g4ir.bench.text import compare_reports, compare_text, plot_bench, read_report
 
         if self.plot:
