@@ -16,7 +16,7 @@ from typing import Any
 
 from g4ir.ui.threads import configure_openmp
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 #: public name -> module that defines it
 _EXPORTS = {

@@ -390,3 +390,8 @@ def test_readme_names_the_extras() -> None:
     assert {name for name, needs in extras.items() if needs} == {
         *re.findall(r"`\[(\w[\w-]*)\]`", README.read_text())
     }
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert first and first[1] == g4ir.__version__ == load_file(ROOT / "pyproject.toml")["project"]["version"]
