@@ -394,4 +394,5 @@ def test_readme_names_the_extras() -> None:
 
 def test_the_changelog_begins_with_this_version() -> None:
     first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
-    assert first and first[1] == g4ir.__version__ == load_file(ROOT / "pyproject.toml")["project"]["version"]
+    project = load_file(ROOT / "pyproject.toml")["project"]
+    assert first and first[1] == g4ir.__version__ == project["version"]
