@@ -81,7 +81,7 @@ demo-real: $(REAL_MODEL)
 	rm -rf $(REAL)/engine $(REAL)/all-logits
 	$(REAL_BUILD) --max-seq 2048 --out $(REAL)/engine
 	$(BIN)/g4ir run $(REAL)/engine --prompt "The best thing about the sea is" --max-new-tokens 48
-	$(BIN)/python tools/talk.py $(REAL)/engine
+	$(BIN)/python tests/real/openai_demo.py $(REAL)/engine
 	$(BIN)/g4ir bench $(REAL)/engine --text tests/real/english.txt --input-len 64 --output-len 9 --rounds 2 --warmup 1
 	$(REAL_BUILD) --max-seq 1024 --all-logits --link-weights --out $(REAL)/all-logits
 	$(BIN)/g4ir verify $(REAL)/all-logits $(REAL_TEXTS)

@@ -1,6 +1,6 @@
 """Serve an engine and talk to it with OpenAI's client, as `make demo-real` does.
 
-    python tools/talk.py ENGINE
+    python tests/real/openai_demo.py ENGINE
 
 It continues texts, greedily, and answers a question in the form of a text: a base model was not
 trained on turns of a chat.
@@ -38,7 +38,7 @@ def served(engine: str) -> Iterator[openai.OpenAI]:
             lines = iter(server.stderr.readline, "")
             url = next((x.split(LISTENING)[1].strip() for x in lines if LISTENING in x), None)
             if url is None:
-                sys.exit(f"talk: g4ir serve {engine} ended before it listened")
+                sys.exit(f"g4ir serve {engine} ended before it listened")
             # Retries wait until the engine is loaded.
             yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=10)
         finally:
