@@ -95,8 +95,8 @@ def test_caches_are_written_in_place(small: Engine) -> None:
     state = small.session(2).state
     model = onnx.load(str(small.path / export.MODEL), load_external_data=False)
     facts = {p.key: p.value for p in model.metadata_props}
-    assert {*facts["g4ir.in_place"].split(",")} == state.held.keys() > state.rings > {"L0.k"}
-    assert all(state.held[n] is state.spare[n] for n in state.held)
+    assert {*facts["g4ir.in_place"].split(",")} == state.caches.keys() > state.rings > {"L0.k"}
+    assert all(state.caches[n] is state.spare[n] for n in state.caches)
 
 
 @pytest.mark.parametrize("count", [21, 71])
@@ -178,7 +178,7 @@ def test_tensors_have_the_names_of_values(small: Engine) -> None:
 def full_model(spec: Spec, experts: str = "auto") -> onnx.ModelProto:
     """The network of a spec that answers for every token, without weights."""
     program = split_program(built_program(spec, True, dtype="f32")).program
-    _, model = next(export.models(program, Limits(), export.Nowhere(), experts))
+    _, model = next(export.models(program, Limits(), export.NullStorage(), experts))
     return model
 
 

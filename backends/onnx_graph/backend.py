@@ -78,20 +78,20 @@ class OnnxBackend(Backend):
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         require("onnx")
-        from .export import EMBED, MODEL, Nowhere, models, node_counts, summary
+        from .export import EMBED, MODEL, NullStorage, models, node_counts, summary
 
         program, experts = prepared.packing.program, prepared.config.settings["experts"]
-        made = dict(models(program, prepared.config.limits, Nowhere(), experts))
-        found: dict[str, Any] = {"onnx": summary(made.pop(MODEL))}
-        del made[EMBED]
+        exported = dict(models(program, prepared.config.limits, NullStorage(), experts))
+        report: dict[str, Any] = {"onnx": summary(exported.pop(MODEL))}
+        del exported[EMBED]
         counts = {
             file.removesuffix(".onnx"): f"{sum(node_counts(model).values())} nodes"
-            for file, model in made.items()
+            for file, model in exported.items()
         }
         drafter = {DRAFT: counts.pop(DRAFT)} if DRAFT in counts else {}
-        return {**found, **({"towers": counts} if counts else {}), **drafter}
+        return {**report, **({"towers": counts} if counts else {}), **drafter}
 
-    def load(self, task: Task, kept: Any, cuda_graph: bool = True) -> Any:
+    def load(self, task: Task, manifest: Any, cuda_graph: bool = True) -> Any:
         require("onnxruntime")
         from .runtime import OnnxRuntime
 

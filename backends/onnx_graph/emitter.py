@@ -41,7 +41,7 @@ _NAMES = {"eq": "Equal", "gt": "Greater", "lt": "Less", "floor_div": "Div"}
 
 
 @dataclass(frozen=True)
-class Place:
+class DataLocation:
     """Where bytes lie: a file beside the model."""
 
     location: str
@@ -62,7 +62,7 @@ class OnnxEmitter(Emitter):
         self.results: dict[str, Type] = {}
         self.renamed: dict[str, str] = {}
         self._names: Counter[str] = Counter()
-        self._known: dict[Any, str] = {}
+        self._cache: dict[Any, str] = {}
         self._depth = 0
 
     # --- sources ------------------------------------------------------------------------------
@@ -72,8 +72,8 @@ class OnnxEmitter(Emitter):
         return Operand(t, name)
 
     def param(self, v: Value) -> Operand:
-        place = self.storage.weight(v)
-        self.initializers[v.name] = _outside(v.name, v.type, place)
+        location = self.storage.weight(v)
+        self.initializers[v.name] = _outside(v.name, v.type, location)
         return Operand(v.type, v.name)
 
     def constant(self, tensor: Any) -> Operand:
@@ -87,14 +87,14 @@ class OnnxEmitter(Emitter):
         if len(data) > INLINE_BYTES:
             self.initializers[name] = _outside(name, t, self.storage.constant(data))
             return name
-        if (t, data) not in self._known:
-            self._known[t, data] = name
+        if (t, data) not in self._cache:
+            self._cache[t, data] = name
             self.initializers[name] = helper.make_tensor(
                 name, ELEMENTS[t.dtype], list(t.shape), data, raw=True
             )
-        return self._known[t, data]
+        return self._cache[t, data]
 
-    def _whole(self, *values: int) -> str:
+    def _ints(self, *values: int) -> str:
         """Return a constant i64 [n]: axes, sizes and the like."""
         return self._constant(Type("i64", (len(values),)), torch.tensor(values))
 
@@ -131,18 +131,18 @@ class OnnxEmitter(Emitter):
     def _once(self, key: Any, make: Callable[[], str]) -> str:
         """Return a tensor that several nodes read, made for the first; inside a branch nothing is
         kept, since nothing outside could read it."""
-        if key in self._known:
-            return self._known[key]
-        with self.apart():
+        if key in self._cache:
+            return self._cache[key]
+        with self.shared_scope():
             name = make()
         if not self._depth:
-            self._known[key] = name
+            self._cache[key] = name
         return name
 
     def _length(self, x: Operand, axis: int) -> str:
         dim = x.shape[axis]
         if isinstance(dim, int):
-            return self._whole(dim)
+            return self._ints(dim)
 
         def make() -> str:
             return self._node("Shape", [x.handle], Type("i64", (1,)), start=axis, end=axis + 1)
@@ -162,8 +162,8 @@ class OnnxEmitter(Emitter):
         return self._op("If", [one], first[1], then_branch=first[0], else_branch=second[0])
 
     def _is_one(self, length: str) -> str:
-        equal = self._node("Equal", [length, self._whole(1)], Type("bool", (1,)))
-        return self._node("Squeeze", [equal, self._whole(0)], Type("bool", ()))
+        equal = self._node("Equal", [length, self._ints(1)], Type("bool", (1,)))
+        return self._node("Squeeze", [equal, self._ints(0)], Type("bool", ()))
 
     def _branch(self, name: str, make: Callable[[], Operand]) -> tuple[onnx.GraphProto, Type]:
         """Return a graph of its own, which reads what is outside by name."""
@@ -200,15 +200,15 @@ class OnnxEmitter(Emitter):
         """Return a node that onnxruntime makes one with the product behind it, where that is by
         columns. Its result has the dtype of the scales."""
         if codes.dtype == "u8":
-            codes = self._seen_as(codes, t, onnx.TensorProto.INT4)
-        how = {"axis": axis, "block_size": int(t.shape[axis]) // int(scales.shape[axis])}
+            codes = self._view(codes, t, onnx.TensorProto.INT4)
+        attrs = {"axis": axis, "block_size": int(t.shape[axis]) // int(scales.shape[axis])}
         if t.rank == 2 and scales.shape[axis] == 1:
-            how = {"axis": 1 - axis}
+            attrs = {"axis": 1 - axis}
             scales = self.reshape(scales, t.shape[1 - axis])
-        return self._op("DequantizeLinear", [codes, self.cast(scales, t.dtype)], t, **how)
+        return self._op("DequantizeLinear", [codes, self.cast(scales, t.dtype)], t, **attrs)
 
     def _bits(self, codes: Operand, t: Type) -> Operand:
-        return self._seen_as(codes, t, ELEMENTS[t.dtype])
+        return self._view(codes, t, ELEMENTS[t.dtype])
 
     def _matmul(self, a: Operand, b: Operand, transpose_b: bool, t: Type) -> Operand:
         if transpose_b:
@@ -220,30 +220,30 @@ class OnnxEmitter(Emitter):
         return self._op("Softmax", [x], t, axis=-1)
 
     def _reduce(self, kind: str, x: Operand, axis: int, t: Type) -> Operand:
-        return self._op(f"Reduce{kind.capitalize()}", [x, self._whole(axis)], t, keepdims=1)
+        return self._op(f"Reduce{kind.capitalize()}", [x, self._ints(axis)], t, keepdims=1)
 
     def _topk(self, x: Operand, k: int, values: Type, index: Type) -> tuple[Operand, Operand]:
-        found = self._make(
-            "TopK", [x.handle, self._whole(k)], [values, index], axis=-1, largest=1, sorted=1
+        outputs = self._make(
+            "TopK", [x.handle, self._ints(k)], [values, index], axis=-1, largest=1, sorted=1
         )
-        return Operand(values, found[0]), Operand(index, found[1])
+        return Operand(values, outputs[0]), Operand(index, outputs[1])
 
     # --- layout -------------------------------------------------------------------------------
 
     def _reshape(self, x: Operand, t: Type) -> Operand:
         if x.handle in self.initializers:
-            return self._seen_as(x, t, ELEMENTS[t.dtype])
-        return self._op("Reshape", [x, self._whole(*reshape_spec(x.type, t))], t)
+            return self._view(x, t, ELEMENTS[t.dtype])
+        return self._op("Reshape", [x, self._ints(*reshape_spec(x.type, t))], t)
 
-    def _seen_as(self, x: Operand, t: Type, element: int) -> Operand:
+    def _view(self, x: Operand, t: Type, element: int) -> Operand:
         """Return the same stored bytes with another shape, or other elements: no node, and no copy
         of a weight."""
-        held = self.initializers[x.handle]
-        kind = onnx.TensorProto.DataType.Name(element) if element != held.data_type else ""
+        stored = self.initializers[x.handle]
+        kind = onnx.TensorProto.DataType.Name(element) if element != stored.data_type else ""
         name = f"{x.handle}[{','.join(map(str, t.shape))}]{kind}"
         if name not in self.initializers:
             self.initializers[name] = tensor = onnx.TensorProto()
-            tensor.CopyFrom(held)
+            tensor.CopyFrom(stored)
             tensor.name, tensor.dims[:], tensor.data_type = name, t.shape, element
         return Operand(t, name)
 
@@ -252,17 +252,17 @@ class OnnxEmitter(Emitter):
 
     def _unsqueeze(self, x: Operand, axes: Sequence[int], t: Type) -> Operand:
         if x.handle in self.initializers:
-            return self._seen_as(x, t, ELEMENTS[t.dtype])
-        return self._op("Unsqueeze", [x, self._whole(*axes)], t)
+            return self._view(x, t, ELEMENTS[t.dtype])
+        return self._op("Unsqueeze", [x, self._ints(*axes)], t)
 
     def _concat(self, xs: Sequence[Operand], axis: int, t: Type) -> Operand:
         return self._op("Concat", xs, t, axis=axis)
 
     def _slice(self, x: Operand, axis: int, start: int, stop: int, t: Type) -> Operand:
-        return self._op("Slice", [x, *map(self._whole, (start, stop, axis))], t)
+        return self._op("Slice", [x, *map(self._ints, (start, stop, axis))], t)
 
     def _prefix(self, x: Operand, axis: int, like: Operand, t: Type) -> Operand:
-        return self._op("Slice", [x, self._whole(0), self._length(like, 0), self._whole(axis)], t)
+        return self._op("Slice", [x, self._ints(0), self._length(like, 0), self._ints(axis)], t)
 
     # --- by index -----------------------------------------------------------------------------
 
@@ -283,11 +283,11 @@ class OnnxEmitter(Emitter):
 
     def name_values(self, values: Mapping[str, Operand]) -> None:
         """Give tensors the names of the IR values that they are."""
-        taken = {*self.renamed.values(), *self.initializers, *(i.name for i in self.inputs)}
+        used = {*self.renamed.values(), *self.initializers, *(i.name for i in self.inputs)}
         for name, x in values.items():
-            if x.handle in self.types and x.handle not in self.renamed and name not in taken:
+            if x.handle in self.types and x.handle not in self.renamed and name not in used:
                 self.renamed[x.handle] = name
-                taken.add(name)
+                used.add(name)
 
     def model(self, name: str, doc: str, facts: Mapping[str, str]) -> onnx.ModelProto:
         """Return the model of what was emitted; `doc` is for people, `facts` for programs."""
@@ -300,8 +300,8 @@ class OnnxEmitter(Emitter):
             if self.renamed.get(k) not in self.results
         ]
         used = {i for n in walk(self.nodes) for i in n.input} | self.results.keys()
-        held = [t for name, t in self.initializers.items() if name in used]
-        graph = helper.make_graph(self.nodes, name, self.inputs, results, held, doc, within)
+        initializers = [t for name, t in self.initializers.items() if name in used]
+        graph = helper.make_graph(self.nodes, name, self.inputs, results, initializers, doc, within)
         opsets = [helper.make_opsetid("", OPSET)]
         model = helper.make_model(
             graph,
@@ -335,9 +335,9 @@ def _info(name: str, t: Type) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, ELEMENTS[t.dtype], shape)
 
 
-def _outside(name: str, t: Type, place: Place) -> onnx.TensorProto:
+def _outside(name: str, t: Type, location: DataLocation) -> onnx.TensorProto:
     tensor = onnx.TensorProto(name=name, data_type=ELEMENTS[t.dtype], dims=t.shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
-    for key, value in asdict(place).items():
+    for key, value in asdict(location).items():
         tensor.external_data.add(key=key, value=str(value))
     return tensor

@@ -26,7 +26,7 @@ from g4ir.backends.primitives.emitter import SHARED, Operand
 from g4ir.backends.primitives.graph import network_graph, tower_graphs
 from g4ir.backends.primitives.lowerings import LOWERINGS
 from g4ir.backends.primitives.network import Lowering, Network, full_slots
-from g4ir.backends.primitives.weights import gathered
+from g4ir.backends.primitives.weights import gather_dequantized
 from g4ir.errors import EngineError, LowerError
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.names import layer_of
@@ -35,7 +35,7 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.ui.files import read_table
 from g4ir.weights import tensorfile
 
-from .emitter import OPSET, OnnxEmitter, Place
+from .emitter import OPSET, DataLocation, OnnxEmitter
 
 MODEL, EMBED, CONSTANTS = "model.onnx", "embed.onnx", "constants.bin"
 DRAFT_FILE = "draft.onnx"
@@ -58,29 +58,29 @@ class Directory:
         headers = map(tensorfile.read_header, sorted(self.folder.glob("*.safetensors")))
         self.weights = {k: (h.path.name, e) for h in headers for k, e in h.entries.items()}
 
-    def weight(self, v: Value) -> Place:
+    def weight(self, v: Value) -> DataLocation:
         if v.name not in self.weights:
             raise EngineError(f"{self.folder}: no safetensors file holds {v}; build it again")
         file, entry = self.weights[v.name]
         if entry.nbytes != v.type.nbytes():
             raise EngineError(f"{self.folder / file}: {v} is {v.type}, stored as {entry.dtype}")
-        return Place(file, entry.start, entry.nbytes)
+        return DataLocation(file, entry.start, entry.nbytes)
 
-    def constant(self, data: bytes) -> Place:
+    def constant(self, data: bytes) -> DataLocation:
         self.constants.write(bytes(-self.constants.tell() % ALIGNMENT))
-        place = Place(CONSTANTS, self.constants.tell(), len(data))
+        location = DataLocation(CONSTANTS, self.constants.tell(), len(data))
         self.constants.write(data)
-        return place
+        return location
 
 
-class Nowhere:
+class NullStorage:
     """For a model that is looked at and not kept."""
 
-    def weight(self, v: Value) -> Place:
-        return Place("weights", 0, v.type.nbytes())
+    def weight(self, v: Value) -> DataLocation:
+        return DataLocation("weights", 0, v.type.nbytes())
 
-    def constant(self, data: bytes) -> Place:
-        return Place(CONSTANTS, 0, len(data))
+    def constant(self, data: bytes) -> DataLocation:
+        return DataLocation(CONSTANTS, 0, len(data))
 
 
 # --- models -----------------------------------------------------------------------------------
@@ -121,8 +121,8 @@ def _model(
 
 @cache
 def _docs() -> dict[str, str]:
-    found: dict[str, str] = read_table(Path(__file__).with_name("models.yaml"))
-    return found
+    docs: dict[str, str] = read_table(Path(__file__).with_name("models.yaml"))
+    return docs
 
 
 def _embedding(net: Network, n: Node, table: Operand, ids: Operand) -> Operand:
@@ -134,7 +134,7 @@ def _embedding_quantized(
     net: Network, n: Node, codes: Operand, scales: Operand, ids: Operand
 ) -> Operand:
     """Return `_embedding` of what rows of codes mean."""
-    rows = gathered(net, codes, scales, ids, ids.rank, n.word("to"))
+    rows = gather_dequantized(net, codes, scales, ids, ids.rank, n.word("to"))
     return net.e.mul(rows, n.number("scale"))
 
 
@@ -153,11 +153,11 @@ def _in_place(graph: Graph, e: OnnxEmitter) -> list[str]:
 def export(program: Program, limits: Limits, folder: Path, experts: str = "auto") -> dict[str, Any]:
     """Write the models into a directory that holds the weights; return what was written."""
     with open(folder / CONSTANTS, "wb") as file:
-        made = dict(models(program, limits, Directory(folder, file), experts))
-    for name, model in made.items():
+        exported = dict(models(program, limits, Directory(folder, file), experts))
+    for name, model in exported.items():
         (folder / name).write_bytes(model.SerializeToString(deterministic=True))
         _check_file(folder / name)
-    nodes = sum(node_counts(made[MODEL]).values())
+    nodes = sum(node_counts(exported[MODEL]).values())
     return {"opset": OPSET, "nodes": nodes, "experts": experts}
 
 

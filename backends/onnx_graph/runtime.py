@@ -16,8 +16,8 @@ from g4ir.backends.primitives.network import (
     ROWS,
     SLOTS,
     TURNED,
-    asked_rows,
     is_ring,
+    logit_rows,
     stored_type,
 )
 from g4ir.backends.primitives.runtime import NetworkCaches
@@ -50,10 +50,10 @@ class OnnxCaches(NetworkCaches):
     spare: dict[str, torch.Tensor]
 
     def swap(self) -> None:
-        self.held, self.spare = self.spare, self.held
+        self.caches, self.spare = self.spare, self.caches
 
     def nbytes(self) -> int:
-        every = {t.data_ptr(): t for t in (*self.held.values(), *self.spare.values())}
+        every = {t.data_ptr(): t for t in (*self.caches.values(), *self.spare.values())}
         return sum(t.nbytes for t in every.values())
 
     def zero(self) -> None:
@@ -94,14 +94,14 @@ class OnnxRuntime(Runtime):
             self._sessions[file] = open_session(self.folder / file, mapped)
         return self._sessions[file]
 
-    def _run(self, file: str, mapped: bool, feeds: Tensors, made: Tensors, where: str) -> None:
+    def _run(self, file: str, mapped: bool, feeds: Tensors, outputs: Tensors, where: str) -> None:
         """Run a model on those of `feeds` that it has an input for."""
         session, path = self._session(file, mapped), self.folder / file
         names = [i.name for i in session.get_inputs() if i.name in feeds]
         try:
             binding = session.io_binding()
             _bind(binding.bind_input, {name: feeds[name].contiguous() for name in names})
-            _bind(binding.bind_output, made)
+            _bind(binding.bind_output, outputs)
             session.run_with_iobinding(binding)
         except Exception as err:
             raise EngineError(
@@ -113,7 +113,7 @@ class OnnxRuntime(Runtime):
         rings = [n for n, v in self.state.items() if is_ring(v.type)]
         state = OnnxCaches(types, rings, batch, self.limits)
         state.spare = {
-            n: t if n in self.in_place else torch.zeros_like(t) for n, t in state.held.items()
+            n: t if n in self.in_place else torch.zeros_like(t) for n, t in state.caches.items()
         }
         return state
 
@@ -130,8 +130,8 @@ class OnnxRuntime(Runtime):
         if phase == DRAFT:
             return self._draft(feeds, state, context)
         batch, size = feeds["positions"].shape
-        rows = asked_rows(phase, feeds)
-        given = {
+        rows = logit_rows(phase, feeds)
+        inputs = {
             BLOCK_IDS: torch.full((batch, size), NO_BLOCK),
             ROWS: rows,
             **feeds,
@@ -139,33 +139,33 @@ class OnnxRuntime(Runtime):
             TURNED: state.turned,
         }
         state.turn(feeds["positions"])
-        outputs = {f"{name}.next": t for name, t in state.spare.items()}
-        asked = {"B": batch, "S": size, "R": rows.shape[1]}
-        made: dict[str, torch.Tensor] = {}
+        caches_out = {f"{name}.next": t for name, t in state.spare.items()}
+        dims = {"B": batch, "S": size, "R": rows.shape[1]}
+        outputs: dict[str, torch.Tensor] = {}
         if logits or watch:
-            made = {v.name: _empty(v.type.bind(asked)) for v in self.outputs}
+            outputs = {v.name: _empty(v.type.bind(dims)) for v in self.outputs}
         where = f"in a {phase} chunk of {batch} x {size} tokens"
-        self._run(MODEL, self.mapped, {**given, **state.held}, {**outputs, **made}, where)
+        self._run(MODEL, self.mapped, {**inputs, **state.caches}, {**caches_out, **outputs}, where)
         state.swap()
         if watch:
-            for name, t in made.items():
+            for name, t in outputs.items():
                 watch(name, t)
-        return made if logits else None
+        return outputs if logits else None
 
     def _draft(
         self, feeds: dict[str, torch.Tensor], state: OnnxCaches, context: int
     ) -> dict[str, torch.Tensor]:
         slots, batch = self._count(state.slots(context)), len(feeds["written"])
-        given = {**feeds, **state.held, SLOTS: slots, TURNED: state.turned}
-        made = {v.name: _empty(v.type.bind({"B": batch})) for v in self.graphs[DRAFT].outputs}
-        self._run(DRAFT_FILE, self.mapped, given, made, f"in a draft of {batch} rows")
-        return made
+        inputs = {**feeds, **state.caches, SLOTS: slots, TURNED: state.turned}
+        outputs = {v.name: _empty(v.type.bind({"B": batch})) for v in self.graphs[DRAFT].outputs}
+        self._run(DRAFT_FILE, self.mapped, inputs, outputs, f"in a draft of {batch} rows")
+        return outputs
 
     def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
         (soft,) = self.graphs[tower].outputs
-        made, mapped = {soft.name: _empty(soft.type)}, soft.type.dtype == "f32"
-        self._run(tower_file(tower), mapped, feeds, made, f"on {', '.join(feeds)}")
-        return made[soft.name]
+        outputs, mapped = {soft.name: _empty(soft.type)}, soft.type.dtype == "f32"
+        self._run(tower_file(tower), mapped, feeds, outputs, f"on {', '.join(feeds)}")
+        return outputs[soft.name]
 
     def _count(self, n: int) -> torch.Tensor:
         if n not in self._counted:

@@ -27,8 +27,8 @@ ROTATION = ("kind", "theta", "fraction", "factor", "dtype")
 def rope_rows(
     net: Network, attrs: Mapping[str, Any], positions: Operand
 ) -> tuple[Operand, Operand]:
-    """Return cos, sin [..., dim] at positions, out of tables of every position: the target's own
-    sine of a large angle need not be exact. Pairs that are not rotated have cos 1 and sin 0."""
+    """Gather cos, sin [..., dim] at positions from precomputed tables, since a target's sine of a
+    large angle may be inexact. Pairs that are not rotated have cos 1 and sin 0."""
     e = net.e
     tables = net.shared(
         ("rope", *(attrs[a] for a in (*ROTATION, "dim"))), lambda: _rope_tables(net, attrs)
@@ -86,14 +86,14 @@ def rotated_half(e: Emitter, x: Operand) -> Operand:
 def cache_write(
     net: Network, n: Node, cache: Operand, new: Operand, start: Operand, lengths: Operand
 ) -> Operand:
-    """Return the written cache: the chunk in the slots from `start` on, where it lies in one piece
-    (network.py). What is behind its valid tokens is no key yet."""
+    """Write the chunk contiguously into the slots from `start` on (network.py); padding after its
+    valid tokens is masked."""
     first = first_slot(net, n["cache"], n["start"])
     return net.e.append(cache, net.e.transpose(new, 0, 2, 1, 3), first)
 
 
 def first_slot(net: Network, cache: Value, start: Value) -> Operand:
-    """Return i64[B]: the slot of a cache in which position `start` lies."""
+    """Return i64[B]: the cache slot of position `start`."""
     e, at, slots = net.e, net.operand(start), int(net.operand(cache).shape[2])
     if not is_ring(cache.type):
         return at
@@ -103,11 +103,11 @@ def first_slot(net: Network, cache: Value, start: Value) -> Operand:
 
 
 def _slot_positions(net: Network, slots: int, written: Operand) -> Operand:
-    """Return i32[B, slots]: what each slot of a ring holds after i32[B] tokens; negative: none."""
+    """Return i32[B, slots]: each ring slot's position after i32[B] tokens; negative if empty."""
     e = net.e
     newest = e.sub(written, 1)
     ahead = e.add(newest, e.cast(net.env[TURNED], "i32"))
-    # By as many slots it lies before the newest; without a number below 0.
+    # distance in slots to the newest token, kept non-negative for floor_div
     back = e.constant(slots - torch.arange(slots, dtype=torch.int32)[None])
     behind = _modulo(e, e.add(e.unsqueeze(ahead, 1), back), slots)
     return e.sub(e.unsqueeze(newest, 1), behind)
@@ -120,22 +120,21 @@ def _modulo(e: Emitter, x: Operand, n: int) -> Operand:
 def _mask(
     e: Emitter, key: Operand, positions: Operand, window: int, last: Operand | None
 ) -> Operand:
-    """Return [B, 1, S, T] bool: keys that exist, are not in the future, and lie within the
-    window (rule 16). `last` i32[B, S] are the last positions that queries see instead of their
-    own."""
+    """Return [B, 1, S, T] bool: causal, sliding-window mask of valid keys (rule 16). `last`
+    i32[B, S]: last visible position of each query, by default its own."""
     key = e.unsqueeze(key, 1)
     query = e.unsqueeze(e.cast(positions, "i32"), 2)
-    until = query if last is None else e.unsqueeze(last, 2)
-    seen = e.unary("not", e.binary("gt", key, until))
-    seen = e.binary("and", seen, e.binary("gt", key, -1))
+    limit = query if last is None else e.unsqueeze(last, 2)
+    visible = e.unary("not", e.binary("gt", key, limit))
+    visible = e.binary("and", visible, e.binary("gt", key, -1))
     if window:
-        seen = e.binary("and", seen, e.binary("gt", key, e.sub(query, window)))
-    return e.unsqueeze(seen, 1)
+        visible = e.binary("and", visible, e.binary("gt", key, e.sub(query, window)))
+    return e.unsqueeze(visible, 1)
 
 
 def _last_seen(net: Network, positions: Value, block_ids: Value) -> Operand:
-    """Return i32[B, S]: the position of the last token of a query's block, or its own (rule 19).
-    The largest of whole numbers is found in fp32, which holds every position."""
+    """Return i32[B, S]: last position of each query's image block, or its own (rule 19). The max is
+    taken in fp32, which is exact for every position."""
     e = net.e
 
     def make() -> Operand:
@@ -148,8 +147,8 @@ def _last_seen(net: Network, positions: Value, block_ids: Value) -> Operand:
     return net.shared(("last seen", positions, block_ids), make)
 
 
-def held_rows(net: Network, n: Node, held: tuple[Operand, ...]) -> list[Operand]:
-    """Return the rows of the caches that an attention reads, the chunk among them (graph.py)."""
+def cached_rows(net: Network, n: Node, caches: tuple[Operand, ...]) -> list[Operand]:
+    """Return the cache rows that an attention reads, including the chunk's (graph.py)."""
     chunk, _ = split_chunk(n.chunk, len(n.caches))
     assert not chunk, f"{n.out}: a chunk beside its caches"
 
@@ -158,12 +157,11 @@ def held_rows(net: Network, n: Node, held: tuple[Operand, ...]) -> list[Operand]
             return x
         return net.shared(("held", cache), lambda: net.e.prefix(x, 2, net.env[SLOTS]))
 
-    return [rows(v, x) for v, x in zip(n.caches, held)]
+    return [rows(v, x) for v, x in zip(n.caches, caches)]
 
 
 def key_positions(net: Network, n: Node) -> Operand:
-    """Return the positions i32[B or 1, T] of the rows of `held_rows`; negative where a ring has
-    nothing."""
+    """Return the positions i32[B or 1, T] of `cached_rows`; negative for empty ring slots."""
     cache, e = n.caches[0], net.e
     if not is_ring(cache.type):
         return net.shared("keys", lambda: e.unsqueeze(e.cast(net.env[SLOTS], "i32"), 0))
@@ -176,7 +174,7 @@ def key_positions(net: Network, n: Node) -> Operand:
 
 
 def mask(net: Network, n: Node, key: Operand) -> Operand:
-    """Return the mask [B, 1, S, T] of an attention whose keys are at these positions."""
+    """Return an attention's mask [B, 1, S, T] for keys at these positions."""
     positions, window = n["positions"], n.whole("window")
     _, block_ids = split_chunk(n.chunk, len(n.caches))
 
@@ -187,27 +185,28 @@ def mask(net: Network, n: Node, key: Operand) -> Operand:
     return net.shared(("mask", key, positions, window, block_ids), make)
 
 
-# --- heads on their way to attention and the caches ------------------------------------------
+# --- QKV: norm, rotation, cache write ----------------------------------------------------------
 
 
-def qkv_write(net: Network, n: Node, qkv: Operand, *others: Operand) -> tuple[Operand, ...]:
-    """Return q [B,S,heads,d] and the caches of K and V after the chunk. Heads lie as caches do,
-    [B,heads,S,d], and have one norm, with weights of their own, and one rotation. Caches of one
-    projection are written as the op says."""
+def qkv_write(net: Network, n: Node, qkv: Operand, *inputs: Operand) -> tuple[Operand, ...]:
+    """Return q [B,S,heads,d] and the K and V caches after the chunk. Heads have the caches' layout
+    [B,heads,S,d], so that one norm (weights per head) and one rotation serve q and k. Latent caches
+    are written by the op's expansion."""
     if n.word("form") not in SEPARATE_CACHES:
         return tuple(net.expanded(n))
     e, heads, count = net.e, n.whole("heads"), n.whole("kv_heads")
-    (b, s, _), d, own = qkv.shape, int(others[0].shape[0]), bool(n.attrs["values"])
+    (b, s, _), d, has_v = qkv.shape, int(inputs[0].shape[0]), bool(n.attrs["values"])
     both = heads + count
-    x = e.transpose(e.reshape(qkv, b, s, both + count * own, d), 0, 2, 1, 3)
+    x = e.transpose(e.reshape(qkv, b, s, both + count * has_v, d), 0, 2, 1, 3)
     h = normed(e, e.cast(x, "f32"), n.number("eps"))
-    made = e.cast(e.mul(h, _norm_weights(e, others[0], others[1], heads, count, own)), qkv.dtype)
-    values = x if n.word("form") == "unnormed" else made if own else h
-    v = e.slice(values, 1, both, both + count) if own else e.slice(values, 1, heads, both)
-    made = rotate(e, e.slice(made, 1, 0, both), *tables(net, n["cos"], n["sin"], 1))
-    rows = zip(n.inputs[7:], (e.slice(made, 1, heads, both), e.cast(v, qkv.dtype)), strict=True)
+    scaled = e.mul(h, _norm_weights(e, inputs[0], inputs[1], heads, count, has_v))
+    scaled = e.cast(scaled, qkv.dtype)
+    values = x if n.word("form") == "unnormed" else scaled if has_v else h
+    v = e.slice(values, 1, both, both + count) if has_v else e.slice(values, 1, heads, both)
+    qk = rotate(e, e.slice(scaled, 1, 0, both), *tables(net, n["cos"], n["sin"], 1))
+    rows = zip(n.inputs[7:], (e.slice(qk, 1, heads, both), e.cast(v, qkv.dtype)), strict=True)
     caches = [e.append(net.operand(c), new, first_slot(net, c, n["start"])) for c, new in rows]
-    return e.transpose(e.slice(made, 1, 0, heads), 0, 2, 1, 3), *caches
+    return e.transpose(e.slice(qk, 1, 0, heads), 0, 2, 1, 3), *caches
 
 
 def _norm_weights(
@@ -228,13 +227,13 @@ def attention(
     q: Operand,
     positions: Operand,
     written: Operand,
-    *held: Operand,
-    form: Callable[..., Operand] | None = None,
+    *caches: Operand,
+    impl: Callable[..., Operand] | None = None,
 ) -> Operand:
-    """Attend over K and V as cached; `form` stands for `attend` where a target has its own."""
-    keys, values = held_rows(net, n, held)
-    seen = mask(net, n, key_positions(net, n))
-    return (form or attend)(net, n, q, keys, values, seen)
+    """Attend over cached K and V; `impl`: the target's replacement of `attend`."""
+    keys, values = cached_rows(net, n, caches)
+    visible = mask(net, n, key_positions(net, n))
+    return (impl or attend)(net, n, q, keys, values, visible)
 
 
 def attention_latent(
@@ -244,13 +243,13 @@ def attention_latent(
     positions: Operand,
     written: Operand,
     w: Operand,
-    *held: Operand,
-    form: Callable[..., Operand] | None = None,
+    *caches: Operand,
+    impl: Callable[..., Operand] | None = None,
 ) -> Operand:
-    """Attend over K and V that are made again from one cached tensor; `form` as in `attention`."""
-    (row,) = held_rows(net, n, held)
-    seen = mask(net, n, key_positions(net, n))
-    return (form or attend)(net, n, q, *_keys_values(net, n, row, w), seen)
+    """Attend over K and V recomputed from one latent cache; `impl` as in `attention`."""
+    (row,) = cached_rows(net, n, caches)
+    visible = mask(net, n, key_positions(net, n))
+    return (impl or attend)(net, n, q, *_keys_values(net, n, row, w), visible)
 
 
 def _keys_values(net: Network, n: Node, row: Operand, w: Operand) -> tuple[Operand, Operand]:
@@ -269,9 +268,9 @@ def _keys_values(net: Network, n: Node, row: Operand, w: Operand) -> tuple[Opera
 
 
 def attend(
-    net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand
+    net: Network, n: Node, q: Operand, keys: Operand, values: Operand, visible: Operand
 ) -> Operand:
-    return weigh(net.e, q, keys, values, seen, n.number("scale"), n.number("softcap"))
+    return weigh(net.e, q, keys, values, visible, n.number("scale"), n.number("softcap"))
 
 
 def weigh(
@@ -279,29 +278,29 @@ def weigh(
     q: Operand,
     keys: Operand,
     values: Operand,
-    seen: Operand,
+    visible: Operand,
     scale: float,
     cap: float = 0.0,
     softmax: Callable[[Emitter, Operand], Operand] | None = None,
 ) -> Operand:
     """Return softmax(cap(q k^T * scale) + mask) v of q [B,S,heads,d], keys and values [B,n,T,d] and
-    a mask that fits [B,heads,S,T]; scores, probabilities and output rounded to q's dtype, softmax
-    in fp32 (rule 15), by `softmax` where a target has its own.
+    a mask that broadcasts to [B,heads,S,T]; scores, probabilities and output rounded to q's dtype,
+    softmax in fp32 (rule 15), or the target's own `softmax`.
 
-    Query heads that share K and V are rows of one product, which reads them once."""
+    Query heads that share K and V (GQA) are rows of one matmul, which reads K and V once."""
     (b, s, heads, d), (_, count, t, _) = q.shape, keys.shape
     assert isinstance(heads, int) and isinstance(count, int)
     rows = heads // count * s if isinstance(s, int) else f"{heads // count}{s}"
     grouped = e.reshape(e.transpose(q, 0, 2, 1, 3), b, count, rows, d)
     scores = e.reshape(e.matmul(grouped, keys, transpose_b=True), b, heads, s, t)
     scores = capped(e, times(e, scores, scale), cap)
-    scores = e.where(seen, scores, least(scores.dtype))
+    scores = e.where(visible, scores, lowest_finite(scores.dtype))
     weights = e.cast((softmax or Emitter.softmax)(e, e.cast(scores, "f32")), q.dtype)
     out = e.matmul(e.reshape(weights, b, count, rows, t), values)
     return e.transpose(e.reshape(out, b, heads, s, d), 0, 2, 1, 3)
 
 
-def least(dtype: str) -> float:
+def lowest_finite(dtype: str) -> float:
     """Return the most negative finite number."""
     assert dtype in FLOATS
     return float(torch.finfo(torch_dtype(dtype)).min)

@@ -10,7 +10,7 @@ from g4ir.ir.graph import Node, Value
 
 from .emitter import Emitter, Operand
 from .network import Network
-from .pointwise import sigmoid, softplus, weight_like, wide
+from .pointwise import in_fp32, sigmoid, softplus, weight_like
 
 
 def mask_rows(net: Network, n: Node, x: Operand, mask: Operand) -> Operand:
@@ -29,7 +29,7 @@ def sigmoid_glu(net: Network, n: Node, x: Operand) -> Operand:
     def gated(h: Operand) -> Operand:
         return e.mul(e.slice(h, last, 0, half), sigmoid(e, e.slice(h, last, half, 2 * half)))
 
-    return wide(e, x, gated)
+    return in_fp32(e, x, gated)
 
 
 # --- windows ----------------------------------------------------------------------------------
@@ -86,24 +86,24 @@ def chunked_attention(
     """Attend within chunks, in fp32; tensors are [B, n, blocks, queries or keys of a block, d]."""
     e, (b, t, heads, d) = net.e, map(int, q.shape)
     chunk, cap = n.whole("chunk"), n.number("cap")
-    seen = net.shared(
+    visible = net.shared(
         ("seen frames", n["mask"], chunk, n.whole("left"), n.whole("right")),
         lambda: _seen(net, n, n["mask"]),
     )
     soft = e.cast(softplus(e, dim_scale), "f32")
     q = e.mul(e.mul(e.cast(q, "f32"), d**-0.5 / math.log(2)), weight_like(e, soft, q))
     k = e.mul(e.cast(k, "f32"), math.log(1 + math.e) / math.log(2))
-    own, context = steps(-(-t // chunk), chunk, 0, chunk), _context(n, t)
+    query_frames, context = steps(-(-t // chunk), chunk, 0, chunk), _context(n, t)
     queries, keys, values = (
         e.transpose(windows(e, x, at, 1), 0, 3, 1, 2, 4)
-        for x, at in ((q, own), (k, context), (e.cast(v, "f32"), context))
+        for x, at in ((q, query_frames), (k, context), (e.cast(v, "f32"), context))
     )
     scores = e.matmul(queries, keys, transpose_b=True)
     scores = e.add(scores, _by_distance(e, queries, relative, context.shape[1]))
     scores = e.mul(e.unary("tanh", e.div(scores, cap)), cap)
-    weights = e.softmax(e.where(seen, scores, n.number("invalid")))
+    weights = e.softmax(e.where(visible, scores, n.number("invalid")))
     out = e.transpose(e.matmul(weights, values), 0, 2, 3, 1, 4)
-    out = e.slice(e.reshape(out, b, own.numel(), heads, d), 1, 0, t)
+    out = e.slice(e.reshape(out, b, query_frames.numel(), heads, d), 1, 0, t)
     return e.cast(out, n.out.type.dtype)
 
 

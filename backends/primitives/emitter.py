@@ -62,7 +62,7 @@ class Emitter(ABC):
     gathers_codes = True
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def shared_scope(self) -> Iterator[None]:
         """A context whose tensors serve more than the value that they are made for."""
         before = self.scope
         self.scope = before if before.endswith(SHARED) else before + SHARED
@@ -211,14 +211,14 @@ class Emitter(ABC):
 
     def unsqueeze(self, x: Operand, *axes: int) -> Operand:
         """Add dims of one at these places of the result."""
-        rest = iter(x.shape)
-        shape = [1 if i in axes else next(rest) for i in range(x.rank + len(axes))]
+        dims = iter(x.shape)
+        shape = [1 if i in axes else next(dims) for i in range(x.rank + len(axes))]
         return self._unsqueeze(x, axes, x.type.with_shape(*shape))
 
     def concat(self, xs: Sequence[Operand], axis: int) -> Operand:
         first = xs[0]
-        rest = {(x.dtype, x.shape[:axis], x.shape[axis + 1 :]) for x in xs}
-        _need(len(rest) == 1, f"concat: {', '.join(str(x.type) for x in xs)} along {axis}")
+        outer = {(x.dtype, x.shape[:axis], x.shape[axis + 1 :]) for x in xs}
+        _need(len(outer) == 1, f"concat: {', '.join(str(x.type) for x in xs)} along {axis}")
         sizes = [x.shape[axis] for x in xs]
         names = [d for d in sizes if isinstance(d, str)]
         count = sum(d for d in sizes if isinstance(d, int))
@@ -292,8 +292,8 @@ class Emitter(ABC):
     def exchange(self, op: str, x: Operand, ranks: int) -> Operand:
         """Return a collective over the ranks' tensors: their sum (all_reduce), or all of them in
         order of rank, concatenated along the first dim (all_gather)."""
-        first, *others = x.shape
-        t = x.type.with_shape(ranks * int(first), *others) if op == "all_gather" else x.type
+        first, *trailing = x.shape
+        t = x.type.with_shape(ranks * int(first), *trailing) if op == "all_gather" else x.type
         return self._exchange(op, x, ranks, t)
 
     # --- control ------------------------------------------------------------------------------
@@ -339,11 +339,11 @@ def reshape_spec(x: Type, t: Type) -> list[int]:
     ]
 
 
-def broadcast(what: str, a: Type, b: Type) -> tuple[Dim, ...]:
+def broadcast(op: str, a: Type, b: Type) -> tuple[Dim, ...]:
     """Return the shape of a pointwise result; ValueError where ranks or sizes differ."""
-    _need(a.rank == b.rank, f"{what}: {a} and {b} differ in rank")
+    _need(a.rank == b.rank, f"{op}: {a} and {b} differ in rank")
     pairs = list(zip(a.shape, b.shape, strict=True))
-    _need(all(m == n or 1 in (m, n) for m, n in pairs), f"{what}: {a} and {b} do not fit")
+    _need(all(m == n or 1 in (m, n) for m, n in pairs), f"{op}: {a} and {b} do not fit")
     return tuple(n if m == 1 else m for m, n in pairs)
 
 

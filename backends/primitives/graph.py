@@ -38,7 +38,7 @@ def network_graph(program: Program) -> Graph:
     """
     g = next(program.graphs[name] for name in PREFILL if name in program.graphs)
     if VERIFY in program.graphs:
-        g = _of_given_rows(g)
+        g = _pick_logit_rows(g)
     b = Builder()
     nodes: list[Node] = []
     ends: dict[tuple[Value, ...], Value] = {}
@@ -59,7 +59,7 @@ def network_graph(program: Program) -> Graph:
     return out
 
 
-def _of_given_rows(g: Graph) -> Graph:
+def _pick_logit_rows(g: Graph) -> Graph:
     """last_row(x, lengths)  ->  pick_rows(x, rows), rows i64[B,R] fed; as it is where there is
     none, since every row has logits."""
     if not any(g.find("last_row")):

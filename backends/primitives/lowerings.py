@@ -24,7 +24,7 @@ from .pointwise import (
     weighed,
     weight_like,
 )
-from .weights import coded, linear
+from .weights import linear, quantized_weight
 
 
 def _linear_bias(net: Network, n: Node, x: Operand, w: Operand, b: Operand) -> Operand:
@@ -50,9 +50,9 @@ def _clip(net: Network, n: Node, x: Operand, low: Operand, high: Operand) -> Ope
 
 
 def _limit(net: Network, n: Node, x: Operand) -> Operand:
-    """Return x within its limits, also where `most` is beyond the dtype."""
-    most = min(n.number("most"), -attention.least(x.dtype))
-    return net.e.binary("min", net.e.binary("max", x, -most), most)
+    """Return x within its limits, also where `bound` is beyond the dtype."""
+    bound = min(n.number("most"), -attention.lowest_finite(x.dtype))
+    return net.e.binary("min", net.e.binary("max", x, -bound), bound)
 
 
 def _last_row(net: Network, n: Node, x: Operand, lengths: Operand) -> Operand:
@@ -121,8 +121,8 @@ def _glu(net: Network, n: Node, gate: Operand, up: Operand) -> Operand:
 def _mask_ids(net: Network, n: Node, tokens: Operand) -> Operand:
     e = net.e
     for i in n.wholes("ids"):
-        kept = e.unary("not", e.binary("eq", tokens, i))
-        tokens = e.where(kept, tokens, n.whole("pad"))
+        keep = e.unary("not", e.binary("eq", tokens, i))
+        tokens = e.where(keep, tokens, n.whole("pad"))
     return tokens
 
 
@@ -136,8 +136,8 @@ def _unstack_layers(net: Network, n: Node, x: Operand) -> tuple[Operand, ...]:
 
 #: op -> (network, node, *operands) -> results
 LOWERINGS: Mapping[str, Lowering] = {
-    "dequantize": coded,
-    "dequantize_columns": coded,
+    "dequantize": quantized_weight,
+    "dequantize_columns": quantized_weight,
     "linear": lambda net, n, x, w: linear(net.e, x, w),
     "linear_bias": _linear_bias,
     "concat": lambda net, n, *xs: net.e.concat(xs, n.whole("axis")),

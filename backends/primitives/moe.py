@@ -9,7 +9,7 @@ from g4ir.ir.graph import Node
 from .emitter import Emitter, Operand
 from .network import Network
 from .pointwise import activate, times, weight_like
-from .weights import Weight, gathered_weight, whole_weight
+from .weights import Weight, gathered_weight, read_weight
 
 
 def router(
@@ -35,42 +35,42 @@ def experts(
     down: Operand,
     first: Operand | None = None,
     *,
-    form: str = "",
+    mode: str = "",
 ) -> Operand:
     """Return the experts' weighted sum, with the chosen weights gathered per token: three times
-    their bytes, so for single tokens only unless asked for; else all experts on all tokens. `form`
+    their bytes, so for single tokens only unless asked for; else all experts on all tokens. `mode`
     is one of EXPERTS, the network's by default."""
-    e, act, both, form = net.e, n.word("act"), (gate_up, down), form or net.experts
+    e, act, both, mode = net.e, n.word("act"), (gate_up, down), mode or net.experts
     if first is not None:
-        weights, index = own_choices(e, weights, index, first, int(gate_up.shape[0]))
+        weights, index = local_choices(e, weights, index, first, int(gate_up.shape[0]))
 
     def gathered() -> Operand:
-        made = (gathered_weight(net, w, index) for w in both)
-        y = mlp(e, e.unsqueeze(x, 2, 3), act, *made)
+        gathered_weights = (gathered_weight(net, w, index) for w in both)
+        y = mlp(e, e.unsqueeze(x, 2, 3), act, *gathered_weights)
         y = e.mul(e.cast(y, "f32"), e.unsqueeze(weights, 3, 4))
         return e.cast(e.reshape(e.reduce("sum", y, 2), *x.shape), x.dtype)
 
     def every() -> Operand:
-        made = (for_all(e, whole_weight(e, w)) for w in both)
-        y = mlp(e, e.unsqueeze(x, 1), act, *made)
+        dense_weights = (for_all(e, read_weight(e, w)) for w in both)
+        y = mlp(e, e.unsqueeze(x, 1), act, *dense_weights)
         factors = _by_expert(net, weights, index, int(gate_up.shape[0]))
         # A product and a sum, which are one kernel: a matrix product would need all of y in fp32.
         y = e.mul(e.cast(y, "f32"), e.transpose(factors, 0, 3, 1, 2))
         return e.cast(e.reshape(e.reduce("sum", y, 1), *x.shape), x.dtype)
 
-    if form == "auto" and x.shape[1] != 1:
+    if mode == "auto" and x.shape[1] != 1:
         return e.when_one(x, 1, gathered, every)
-    return every() if form == "all" else gathered()
+    return every() if mode == "all" else gathered()
 
 
-def own_choices(
+def local_choices(
     e: Emitter, weights: Operand, index: Operand, first: Operand, count: int
 ) -> tuple[Operand, Operand]:
     """Return the choices among `count` experts from `first` on: those of others weigh nothing and
     are of one that is there."""
     index = e.binary("sub", index, e.unsqueeze(first, 1, 2))
-    held = e.binary("and", e.binary("gt", index, -1), e.binary("lt", index, count))
-    return e.where(held, weights, 0.0), e.where(held, index, 0)
+    local = e.binary("and", e.binary("gt", index, -1), e.binary("lt", index, count))
+    return e.where(local, weights, 0.0), e.where(local, index, 0)
 
 
 def for_all(e: Emitter, w: Weight) -> Weight:

@@ -48,7 +48,7 @@ ROWS = "rows"
 EXPERTS = ("auto", "gather", "all")
 
 Lowering = Callable[..., Any]
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -87,13 +87,13 @@ class Network:
                 f"backends/primitives/lowerings.py"
             )
         if lower is None:
-            made: Sequence[Operand] = self.expanded(n)
+            outputs: Sequence[Operand] = self.expanded(n)
         else:
             try:
-                made = as_tuple(lower(self, n, *map(self.operand, n.inputs)))
+                outputs = as_tuple(lower(self, n, *map(self.operand, n.inputs)))
             except ValueError as err:
                 raise LowerError(f"op {n.op} of {n.outputs[0]}: {err}") from err
-        self.env.update({v.name: x for v, x in zip(n.outputs, made, strict=True)})
+        self.env.update({v.name: x for v, x in zip(n.outputs, outputs, strict=True)})
 
     def expanded(self, n: Node) -> list[Operand]:
         """Write the nodes that a fused op stands for; return its results."""
@@ -107,31 +107,31 @@ class Network:
             self.env[v.name] = self.e.param(v)
         return self.env[v.name]
 
-    def shared(self, key: Hashable, make: Callable[[], Made]) -> Made:
+    def shared(self, key: Hashable, make: Callable[[], Result]) -> Result:
         """Return a thing that several ops need, made for the first of them. Operands in a key are
         these themselves: an `id` may soon be another's."""
         if key not in self._shared:
-            with self.e.apart():
+            with self.e.shared_scope():
                 self._shared[key] = make()
-        made: Made = self._shared[key]
-        return made
+        result: Result = self._shared[key]
+        return result
 
-    def once(self, what: str, x: Operand, make: Callable[[], Made]) -> Made:
+    def once(self, kind: str, x: Operand, make: Callable[[], Result]) -> Result:
         """Return what the ops that read one tensor have in common; it is part of the first."""
-        key = (what, x)
+        key = (kind, x)
         if key not in self._shared:
             self._shared[key] = make()
-        made: Made = self._shared[key]
-        return made
+        result: Result = self._shared[key]
+        return result
 
 
-def asked_rows(phase: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def logit_rows(phase: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return i64[B,R]: the rows of a chunk that logits are asked for, all of what is verified, else
     each row's last valid one."""
     if phase == VERIFY:
         positions = feeds["positions"]
-        places = torch.arange(positions.shape[1], device=positions.device)
-        return places.expand(len(positions), -1).contiguous()
+        index = torch.arange(positions.shape[1], device=positions.device)
+        return index.expand(len(positions), -1).contiguous()
     return (feeds["lengths"] - 1).clamp(min=0)[:, None]
 
 
@@ -152,8 +152,8 @@ def network_inputs(g: Graph, limits: Limits) -> dict[str, Type]:
 def stored_type(cache: Type, limits: Limits) -> Type:
     """Return the layout that the network keeps an IR cache in."""
     slots, b, n, d = cache.shape
-    most = slots if isinstance(slots, int) else limits.max_seq
-    return cache.with_shape(b, n, most + limits.prefill_chunk, d)
+    slots_in_use = slots if isinstance(slots, int) else limits.max_seq
+    return cache.with_shape(b, n, slots_in_use + limits.prefill_chunk, d)
 
 
 def stored_bytes(g: Graph, limits: Limits) -> int:
@@ -182,15 +182,15 @@ def turn(positions: torch.Tensor, turned: torch.Tensor, rings: Sequence[torch.Te
 
 
 def as_in_ir(
-    held: Mapping[str, torch.Tensor], rings: Collection[str], turned: torch.Tensor
+    caches: Mapping[str, torch.Tensor], rings: Collection[str], turned: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Return a network's caches as the IR has them, [R,B,n,d] with position p in slot p mod R:
     views, writable. Rings are turned back."""
     for name in rings:
-        for t, by in zip(held[name], turned.tolist(), strict=True):
+        for t, by in zip(caches[name], turned.tolist(), strict=True):
             t.copy_(t.roll(-by, 1))
     turned.zero_()
-    return {name: t.permute(2, 0, 1, 3) for name, t in held.items()}
+    return {name: t.permute(2, 0, 1, 3) for name, t in caches.items()}
 
 
 def full_slots(limits: Limits) -> int:

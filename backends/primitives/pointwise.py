@@ -8,22 +8,22 @@ from collections.abc import Callable, Mapping
 from .emitter import Emitter, Operand
 
 
-def wide(e: Emitter, x: Operand, f: Callable[[Operand], Operand]) -> Operand:
+def in_fp32(e: Emitter, x: Operand, f: Callable[[Operand], Operand]) -> Operand:
     """Compute `f` in fp32, rounded once to x's dtype."""
     return e.cast(f(e.cast(x, "f32")), x.dtype)
 
 
 def times(e: Emitter, x: Operand, value: float) -> Operand:
     """Return x * value, the factor not rounded to x's dtype first."""
-    return x if value == 1 else wide(e, x, lambda h: e.mul(h, value))
+    return x if value == 1 else in_fp32(e, x, lambda h: e.mul(h, value))
 
 
 def capped(e: Emitter, x: Operand, cap: float) -> Operand:
     """Return tanh(x / cap) * cap, each in fp32 and rounded once; x of no cap."""
     if not cap:
         return x
-    x = wide(e, x, lambda h: e.div(h, cap))
-    return times(e, wide(e, x, lambda h: e.unary("tanh", h)), cap)
+    x = in_fp32(e, x, lambda h: e.div(h, cap))
+    return times(e, in_fp32(e, x, lambda h: e.unary("tanh", h)), cap)
 
 
 def weight_like(e: Emitter, w: Operand, x: Operand) -> Operand:
@@ -62,7 +62,7 @@ def layer_norm(e: Emitter, x: Operand, w: Operand, b: Operand | None, eps: float
 
 def activate(e: Emitter, x: Operand, act: str) -> Operand:
     """Apply the activation by its Hugging Face name, in fp32, rounded once."""
-    return wide(e, x, lambda h: e.activation(act, h) or _ACTIVATIONS[act](e, h))
+    return in_fp32(e, x, lambda h: e.activation(act, h) or _ACTIVATIONS[act](e, h))
 
 
 def _gelu_tanh(e: Emitter, h: Operand) -> Operand:
@@ -77,8 +77,8 @@ def _gelu(e: Emitter, h: Operand) -> Operand:
 
 
 def _silu(e: Emitter, h: Operand) -> Operand:
-    own = e.activation("sigmoid", h)
-    return e.mul(h, own) if own else e.div(h, _one_more(e, h))
+    gate = e.activation("sigmoid", h)
+    return e.mul(h, gate) if gate else e.div(h, _one_more(e, h))
 
 
 def sigmoid(e: Emitter, h: Operand) -> Operand:
@@ -97,7 +97,7 @@ def softplus(e: Emitter, x: Operand) -> Operand:
         size = e.binary("max", h, e.unary("neg", h))
         return e.add(e.binary("max", h, 0), e.unary("log", _one_more(e, size)))
 
-    return wide(e, x, f)
+    return in_fp32(e, x, f)
 
 
 def _relu(e: Emitter, h: Operand) -> Operand:

@@ -27,7 +27,7 @@ class NetworkCaches(State):
         limits: Limits,
         device: str = "cpu",
     ) -> None:
-        self.held = {
+        self.caches = {
             name: torch.zeros(
                 [int(d) for d in t.bind({"B": batch}).shape],
                 dtype=torch_dtype(t.dtype),
@@ -42,26 +42,26 @@ class NetworkCaches(State):
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The caches, [slots, B, n, d], with position p in slot p mod slots: views, writable."""
-        return as_in_ir(self.held, self.rings, self.turned)
+        return as_in_ir(self.caches, self.rings, self.turned)
 
     def turn(self, positions: torch.Tensor) -> None:
         """Turn rings until this chunk crosses the end of none (network.py)."""
-        turn(positions, self.turned, [self.held[name] for name in self.rings])
+        turn(positions, self.turned, [self.caches[name] for name in self.rings])
 
     def slots(self, context: int) -> int:
         return context_slots(context, self.capacity)
 
     def views(self, context: int) -> dict[str, torch.Tensor]:
         slots = self.slots(context)
-        parts = {n: t if n in self.rings else t[:, :, :slots] for n, t in self.held.items()}
+        parts = {n: t if n in self.rings else t[:, :, :slots] for n, t in self.caches.items()}
         return parts | {TURNED: self.turned}
 
     def row(self, index: int, context: int) -> dict[str, torch.Tensor]:
         return {name: t[index] for name, t in self.views(context).items()}
 
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.held.values())
+        return sum(t.nbytes for t in self.caches.values())
 
     def zero(self) -> None:
-        for t in (*self.held.values(), self.turned):
+        for t in (*self.caches.values(), self.turned):
             t.zero_()

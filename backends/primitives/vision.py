@@ -28,7 +28,7 @@ def centre_pixels(net: Network, n: Node, x: Operand) -> Operand:
 # --- places -----------------------------------------------------------------------------------
 
 
-def _place(e: Emitter, positions: Operand, axis: int) -> Operand:
+def _coordinate(e: Emitter, positions: Operand, axis: int) -> Operand:
     """Return i64[B,P] of i64[B,P,2]: columns, or rows."""
     return e.reshape(e.slice(positions, 2, axis, axis + 1), *positions.shape[:2])
 
@@ -38,7 +38,7 @@ def _padding(net: Network, positions: Value) -> Operand:
     e, at = net.e, net.operand(positions)
 
     def make() -> Operand:
-        return e.binary("and", *(e.binary("eq", _place(e, at, i), -1) for i in (0, 1)))
+        return e.binary("and", *(e.binary("eq", _coordinate(e, at, i), -1) for i in (0, 1)))
 
     return net.shared(("padding", positions), make)
 
@@ -56,26 +56,26 @@ def axial_embedding(net: Network, n: Node, table: Operand, positions: Operand) -
     step, second = (1, count) if axis == 0 else (2, 1)
 
     def entry(i: int) -> Operand:
-        at = e.mul(e.binary("max", _place(e, positions, i), 0), step)
+        at = e.mul(e.binary("max", _coordinate(e, positions, i), 0), step)
         return e.gather(rows, e.add(at, i * second), 0)
 
-    kept = e.unsqueeze(e.unary("not", _padding(net, n["positions"])), 2)
-    return e.where(kept, e.add(entry(0), entry(1)), 0.0)
+    valid = e.unsqueeze(e.unary("not", _padding(net, n["positions"])), 2)
+    return e.where(valid, e.add(entry(0), entry(1)), 0.0)
 
 
 def axial_rope_table(net: Network, n: Node, positions: Operand) -> tuple[Operand, ...]:
     """Return rows of tables of every place: an image of P patches is at most P wide or high. Their
     first row is that of padding, -1."""
     e, quarter = net.e, n.whole("dim") // 4
-    places = torch.arange(-1, int(positions.shape[1]))
+    coordinates = torch.arange(-1, int(positions.shape[1]))
     reference = OPS["axial_rope_table"].reference
     assert reference
-    tables = reference(places[None, :, None].expand(-1, -1, 2), **n.attrs)
-    at = [e.add(_place(e, positions, i), 1) for i in (0, 1)]
+    tables = reference(coordinates[None, :, None].expand(-1, -1, 2), **n.attrs)
+    at = [e.add(_coordinate(e, positions, i), 1) for i in (0, 1)]
 
     def rows(table: torch.Tensor) -> Operand:
-        held = e.constant(table[0, :, :quarter].contiguous())
-        x, y = (e.gather(held, i, 0) for i in at)
+        constant = e.constant(table[0, :, :quarter].contiguous())
+        x, y = (e.gather(constant, i, 0) for i in at)
         return e.concat([x, x, y, y], 2)
 
     return tuple(map(rows, tables))
@@ -92,7 +92,7 @@ def axial_rope(net: Network, n: Node, x: Operand, cos: Operand, sin: Operand) ->
 # --- attention --------------------------------------------------------------------------------
 
 #: (network, node, q [B,P,nq,d], keys and values [B,n,P,d], valid [B,1,1,P]) -> as q
-Form = Callable[[Network, Node, Operand, Operand, Operand, Operand], Operand]
+EncoderAttend = Callable[[Network, Node, Operand, Operand, Operand, Operand], Operand]
 
 
 def encoder_attention(
@@ -102,32 +102,32 @@ def encoder_attention(
     k: Operand,
     v: Operand,
     valid: Operand,
-    form: Form | None = None,
+    impl: EncoderAttend | None = None,
 ) -> Operand:
-    """Attend; `form` stands for products and a softmax where a target has its own."""
+    """Attend; `impl` stands for products and a softmax where a target has its own."""
     e = net.e
     keys, values = (e.transpose(x, 0, 2, 1, 3) for x in (k, v))
-    seen = net.shared(("valid keys", n["valid"]), lambda: e.unsqueeze(valid, 1, 2))
-    return (form or in_parts)(net, n, q, keys, values, seen)
+    visible = net.shared(("valid keys", n["valid"]), lambda: e.unsqueeze(valid, 1, 2))
+    return (impl or attend_in_blocks)(net, n, q, keys, values, visible)
 
 
-def in_parts(
+def attend_in_blocks(
     net: Network,
     n: Node,
     q: Operand,
     keys: Operand,
     values: Operand,
-    seen: Operand,
+    visible: Operand,
     softmax: Callable[[Emitter, Operand], Operand] | None = None,
 ) -> Operand:
     """Attend with queries in parts of one size, but the last; `softmax` as in `weigh`."""
     e, (b, p, heads, _) = net.e, map(int, q.shape)
-    parts = math.ceil(b * heads * p * p / SCORES)
-    size = math.ceil(p / parts)
+    count = math.ceil(b * heads * p * p / SCORES)
+    size = math.ceil(p / count)
     cuts = [e.slice(q, 1, i, min(i + size, p)) for i in range(0, p, size)]
     scale = n.number("scale")
-    made = [weigh(e, part, keys, values, seen, scale, softmax=softmax) for part in cuts]
-    return made[0] if len(made) == 1 else e.concat(made, 1)
+    outputs = [weigh(e, queries, keys, values, visible, scale, softmax=softmax) for queries in cuts]
+    return outputs[0] if len(outputs) == 1 else e.concat(outputs, 1)
 
 
 # --- behind the layers ------------------------------------------------------------------------
@@ -137,14 +137,14 @@ def pool_patches(net: Network, n: Node, x: Operand, positions: Operand) -> Opera
     """Return a product with each square's share of its patches, in fp32."""
     e, k = net.e, n.whole("k")
     count = int(n.out.type.shape[1])
-    column, row = (e.binary("max", _place(e, positions, i), 0) for i in (0, 1))
+    column, row = (e.binary("max", _coordinate(e, positions, i), 0) for i in (0, 1))
     # Maxima of whole numbers are not among what TensorRT's parser takes.
     widest = e.cast(e.reduce("max", e.cast(column, "f32"), 1), "i64")
     across = e.binary("floor_div", e.add(widest, 1), k)
     square = e.add(e.binary("floor_div", column, k), e.mul(across, e.binary("floor_div", row, k)))
     squares = e.constant(torch.arange(count)[None, :, None])
-    share = e.constant(torch.full((1, 1, 1), 1 / k**2))
-    weights = e.where(e.binary("eq", e.unsqueeze(square, 1), squares), share, 0.0)
+    weight = e.constant(torch.full((1, 1, 1), 1 / k**2))
+    weights = e.where(e.binary("eq", e.unsqueeze(square, 1), squares), weight, 0.0)
     mean = e.cast(e.matmul(weights, e.cast(x, "f32")), x.dtype)
     return e.mul(e.cast(mean, "f32"), n.number("root"))
 

@@ -13,31 +13,33 @@ from g4ir.ops.codecs import COMPLEMENT, PACKED, unpack_codes
 from .emitter import Emitter, Operand
 from .network import Network
 
-# --- how they lie -----------------------------------------------------------------------------
+# --- layout -----------------------------------------------------------------------------------
 
 
-def made_dense(g: Graph, takes: Callable[[Graph, Node], bool]) -> Graph:
-    """Return a graph whose weights are made of their codes at build, but for those that `takes`
-    says yes to."""
-    nodes = (n if n.op != "dequantize" or takes(g, n) else replace(n, op="dense") for n in g.nodes)
+def dequantize_at_build(g: Graph, keeps_codes: Callable[[Graph, Node], bool]) -> Graph:
+    """Return the graph with quantised weights dequantised at build time, except where
+    `keeps_codes` is true."""
+    nodes = (
+        n if n.op != "dequantize" or keeps_codes(g, n) else replace(n, op="dense") for n in g.nodes
+    )
     return replace(g, nodes=tuple(nodes))
 
 
 def by_columns(g: Graph, dtypes: Collection[str] = tuple(PACKED)) -> Graph:
-    """Return a graph whose quantised weights with codes of these dtypes lie by columns. Two codes
-    of 4 bits lie in a byte, so that of an odd number of rows the weight is made at build."""
+    """Return the graph with quantised weights of these code dtypes stored column-major. Two 4-bit
+    codes share a byte, so a weight with an odd number of rows is dequantised at build time."""
 
-    def held(n: Node) -> bool:
+    def in_columns(n: Node) -> bool:
         return n["codes"].type.dtype in dtypes
 
-    even = made_dense(
-        g, lambda _, n: not held(n) or int(n["codes"].type.shape[-2]) % _packed(n) == 0
+    even = dequantize_at_build(
+        g, lambda _, n: not in_columns(n) or int(n["codes"].type.shape[-2]) % _packed(n) == 0
     )
 
     def nodes() -> Iterator[Node]:
         for n in even.nodes:
             b = Builder(g.name)
-            if n.op == "dequantize" and held(n):
+            if n.op == "dequantize" and in_columns(n):
                 parts = [b.emit("columns", v, name=_named(v.name)) for v in n.inputs]
                 b.emit("dequantize_columns", *parts, name=n.out.name, **n.attrs)
             yield from b.nodes or [n]
@@ -55,74 +57,71 @@ def _named(part: str) -> str:
     return f"{weight}.columns.{kind}"
 
 
-# --- how they are taken -----------------------------------------------------------------------
+# --- weights as operands ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Coded(Operand):
-    """A weight of which there is no tensor: `type` is what its codes and scales mean."""
+class QuantizedWeight(Operand):
+    """A quantised weight that is not dequantised yet; `type` is that of the dequantised tensor."""
 
     codes: Operand
     scales: Operand
-    #: whether they lie by columns
+    #: column-major
     columns: bool
 
 
-def coded(net: Network, n: Node, codes: Operand, scales: Operand) -> Coded:
-    """Return a quantised weight, which each node that takes it turns into what it needs."""
-    return Coded(n.out.type, None, codes, scales, n.op == "dequantize_columns")
+def quantized_weight(net: Network, n: Node, codes: Operand, scales: Operand) -> QuantizedWeight:
+    """Lower a dequantize lazily: each reader dequantises the weight in the layout it needs."""
+    return QuantizedWeight(n.out.type, None, codes, scales, n.op == "dequantize_columns")
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight as products take it: [.., out, in], or its transpose where it is turned. What they
-    make is multiplied by `factors` [.., out], where a target has scales of rows behind them."""
+    """A matmul's weight: [.., out, in], or its transpose if `turned`. The product is multiplied by
+    `factors` [.., out] on targets that apply row scales after the matmul."""
 
     matrix: Operand
     turned: bool = False
     factors: Operand | None = None
 
 
-def whole_weight(e: Emitter, w: Operand, reader: int = 0) -> Weight:
-    """Return a weight that is a tensor, or dequantised to one where it is read, by each of several
-    readers for itself."""
-    if not isinstance(w, Coded):
+def read_weight(e: Emitter, w: Operand, reader: int = 0) -> Weight:
+    """Return a weight for a matmul, dequantised once per reader if it is quantised."""
+    if not isinstance(w, QuantizedWeight):
         return Weight(w)
-    if (
-        not w.columns
-        and int(w.scales.shape[-1]) == 1
-        and (made := e.part(w.codes, w.dtype, reader))
-    ):
-        matrix, rest = made
+    per_row = not w.columns and int(w.scales.shape[-1]) == 1
+    if per_row and (scaled := e.part(w.codes, w.dtype, reader)):
+        matrix, factor = scaled
         scales = e.cast(e.reshape(w.scales, *w.shape[:-1]), w.dtype)
-        return Weight(matrix, False, e.mul(scales, rest))
+        return Weight(matrix, False, e.mul(scales, factor))
     axis = w.rank - 2 if w.columns else w.rank - 1
     return Weight(e.dequantize(w.codes, w.scales, axis, w.dtype), w.columns)
 
 
 def gathered_weight(net: Network, w: Operand, index: Operand) -> Weight:
-    """Return entries of the first axis of a weight. If it is quantised, codes are gathered, unless
-    a target reads no more of it than is gathered behind it."""
+    """Gather entries of a weight's first axis (experts): codes before they are dequantised, unless
+    the target fuses a gather after the dequantisation."""
     e = net.e
-    if isinstance(w, Coded) and e.gathers_codes:
+    if isinstance(w, QuantizedWeight) and e.gathers_codes:
         axis = index.rank + w.rank - (3 if w.columns else 2)
         signed = COMPLEMENT if w.columns else 0
-        return Weight(gathered(net, w.codes, w.scales, index, axis, w.dtype, signed), w.columns)
-    made = whole_weight(e, w)
-    factors = made.factors and e.gather(made.factors, index, 0)
-    return Weight(e.gather(made.matrix, index, 0), made.turned, factors)
+        matrix = gather_dequantized(net, w.codes, w.scales, index, axis, w.dtype, signed)
+        return Weight(matrix, w.columns)
+    weight = read_weight(e, w)
+    factors = weight.factors and e.gather(weight.factors, index, 0)
+    return Weight(e.gather(weight.matrix, index, 0), weight.turned, factors)
 
 
 def linear(e: Emitter, x: Operand, w: Operand, reader: int = 0) -> Operand:
     """Return x w^T."""
-    made = whole_weight(e, w, reader)
-    y = e.linear(x, made.matrix, made.turned)
-    if made.factors is None:
+    weight = read_weight(e, w, reader)
+    y = e.linear(x, weight.matrix, weight.turned)
+    if weight.factors is None:
         return y
-    return e.mul(y, e.unsqueeze(made.factors, *range(x.rank - 1)))
+    return e.mul(y, e.unsqueeze(weight.factors, *range(x.rank - 1)))
 
 
-def gathered(
+def gather_dequantized(
     net: Network,
     codes: Operand,
     scales: Operand,
@@ -131,37 +130,37 @@ def gathered(
     dtype: str,
     signed: int = 0,
 ) -> Operand:
-    """Return entries of the first axis of codes times their scales, rounded once; `axis` of the
-    result is the one that scales have groups of. Codes of 4 bits are + 8, or so after `signed`."""
+    """Gather entries of the codes' first axis and dequantise them, rounded once. Scales are grouped
+    along `axis` of the result; 4-bit codes are stored + 8 after an XOR with `signed`."""
     e = net.e
-    numbers = _numbers(net, codes, index, signed)
+    values = _gather_values(net, codes, index, signed)
     factors = e.cast(e.gather(scales, index, 0), "f32")
-    groups, size = int(factors.shape[axis]), int(numbers.shape[axis])
+    groups, size = int(factors.shape[axis]), int(values.shape[axis])
     if groups == 1:
-        return e.cast(e.mul(numbers, factors), dtype)
-    lead, rest = numbers.shape[:axis], numbers.shape[axis + 1 :]
-    numbers = e.reshape(numbers, *lead, groups, size // groups, *rest)
-    made = e.mul(numbers, e.unsqueeze(factors, axis + 1))
-    return e.cast(e.reshape(made, *lead, size, *rest), dtype)
+        return e.cast(e.mul(values, factors), dtype)
+    lead, trailing = values.shape[:axis], values.shape[axis + 1 :]
+    values = e.reshape(values, *lead, groups, size // groups, *trailing)
+    scaled = e.mul(values, e.unsqueeze(factors, axis + 1))
+    return e.cast(e.reshape(scaled, *lead, size, *trailing), dtype)
 
 
-def _numbers(net: Network, codes: Operand, index: Operand, signed: int) -> Operand:
-    """Return what gathered codes are, f32. They are gathered as bytes: no target gathers 4 bits, or
-    e4m3, none of them shifts, and TensorRT's parser takes whole numbers of 8 bits with a sign as
-    codes of a product alone. Bytes that are no such number are looked up."""
+def _gather_values(net: Network, codes: Operand, index: Operand, signed: int) -> Operand:
+    """Return the gathered codes' values, f32. Codes are gathered as bytes, since no target gathers
+    4 bits or e4m3, none has shifts, and TensorRT's parser takes int8 only as a matmul's weight;
+    bytes of 4-bit and e4m3 codes index a lookup table."""
     e = net.e
-    found = e.gather(e.bits(codes), index, 0)
+    raw = e.gather(e.bits(codes), index, 0)
     if codes.dtype == "i8":
-        numbers = e.cast(found, "f32")
-        return e.where(e.binary("gt", numbers, 127), e.sub(numbers, 256), numbers)
+        values = e.cast(raw, "f32")
+        return e.where(e.binary("gt", values, 127), e.sub(values, 256), values)
     table = net.shared(("codes", codes.dtype, signed), lambda: e.constant(_table(codes, signed)))
-    numbers = e.gather(table, e.cast(found, "i32"), 0)
-    return e.reshape(numbers, *found.shape[:-1], int(found.shape[-1]) * PACKED[codes.dtype])
+    values = e.gather(table, e.cast(raw, "i32"), 0)
+    return e.reshape(values, *raw.shape[:-1], int(raw.shape[-1]) * PACKED[codes.dtype])
 
 
 def _table(codes: Operand, signed: int) -> torch.Tensor:
-    """Return what each byte stands for: f32[256] or, of two codes, f32[256, 2]."""
-    each = torch.arange(256, dtype=torch.uint8)
+    """Return the value of each byte: f32[256], or f32[256, 2] for two 4-bit codes."""
+    code_bytes = torch.arange(256, dtype=torch.uint8)
     if codes.dtype == "u8":
-        return unpack_codes(each[:, None] ^ signed).float()
-    return each.view(torch.float8_e4m3fn).float().nan_to_num()
+        return unpack_codes(code_bytes[:, None] ^ signed).float()
+    return code_bytes.view(torch.float8_e4m3fn).float().nan_to_num()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from g4ir.backends.base import Backend, Setting, Task
 from g4ir.backends.onnx_graph.backend import require
 from g4ir.backends.primitives.network import stored_bytes
-from g4ir.backends.primitives.weights import by_columns, made_dense
+from g4ir.backends.primitives.weights import by_columns, dequantize_at_build
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Graph, Node, Program
 from g4ir.parallel.shard import ranks_of
@@ -80,11 +80,11 @@ class TrtBackend(Backend):
 
     def aimed(self, target: str | None) -> TrtBackend:
         here = TARGETS.get(self.host.architecture().replace("_", ""))
-        found = find_target(target) if target else here
-        return self._for(found) if found else self
+        match = find_target(target) if target else here
+        return self._for(match) if match else self
 
-    def built(self, kept: Mapping[str, Any]) -> TrtBackend:
-        return self._for(find_target(kept["target"])) if kept["target"] else self
+    def built(self, manifest: Mapping[str, Any]) -> TrtBackend:
+        return self._for(find_target(manifest["target"])) if manifest["target"] else self
 
     def _for(self, target: Target) -> TrtBackend:
         return replace(self, host=self.host.aimed(target))
@@ -117,7 +117,7 @@ class TrtBackend(Backend):
     def stored(self, program: Program, device: str) -> Program:
         """Return graphs whose 4-bit weights lie by columns, in two's complement; what TensorRT does
         not take is made of its codes at build."""
-        return program.map(lambda g: by_columns(made_dense(g, takes_codes), ("u8",)))
+        return program.map(lambda g: by_columns(dequantize_at_build(g, takes_codes), ("u8",)))
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         return Make(self.host, task, dict(settings)).run()
@@ -145,19 +145,19 @@ class TrtBackend(Backend):
     def has_native_code(self, compiled: Mapping[str, Any]) -> bool:
         return True
 
-    def load(self, task: Task, kept: dict[str, Any], cuda_graph: bool = True) -> TrtRuntime:
+    def load(self, task: Task, manifest: dict[str, Any], cuda_graph: bool = True) -> TrtRuntime:
         api, graphs, group = self.host.tensorrt(), networks(task.program), task.group
         rank = group.rank if group else 0
-        own = {name: files(name, rank, ranks_of(g))[0] for name, g in graphs.items()}
-        self._check_plans(kept, api, task)
-        for plan in own.values():
+        plans = {name: files(name, rank, ranks_of(g))[0] for name, g in graphs.items()}
+        self._check_plans(manifest, api, task)
+        for plan in plans.values():
             path = task.folder / plan
             if not path.is_file() or not path.stat().st_size:
                 raise EngineError(f"{path} is missing or empty; build the engine again")
         log, kernels = logger(api.trt), self._kernels(api, task)
 
         def opened(name: str) -> Opened:
-            plan = own[name]
+            plan = plans[name]
             task.progress(f"reading {plan}")
             engine = read_plan(task.folder / plan, api, log)
             io = interface(graphs[name], task.limits)
@@ -181,10 +181,10 @@ class TrtBackend(Backend):
         file = folder.with_name(f"{folder.name}{rank}{SUFFIX}")
         return KernelCache(api, file, key, task.progress)
 
-    def _check_plans(self, kept: Mapping[str, Any], api: Api, task: Task) -> None:
+    def _check_plans(self, manifest: Mapping[str, Any], api: Api, task: Task) -> None:
         """Raise EngineError where plans are another TensorRT's or another GPU's. A patch version
         counts too: plans are read by the version that wrote them."""
-        folder, settings = task.folder, kept["settings"]
+        folder, settings = task.folder, manifest["settings"]
         if any(settings.get(n) not in s.choices for n, s in self.settings.items()):
             raise EngineError(
                 f"{folder}: settings of its compiled files are not those of this backend; build it "
@@ -196,15 +196,15 @@ class TrtBackend(Backend):
                 f"{self.host.gpu()}, is {self.host.architecture()}: choose another with "
                 f"CUDA_VISIBLE_DEVICES, or build the engine again with --target for this one"
             )
-        if kept["version"] != api.version:
+        if manifest["version"] != api.version:
             raise EngineError(
-                f"the plan was built by {api.library.name} {kept['version']}, this is "
+                f"the plan was built by {api.library.name} {manifest['version']}, this is "
                 f"{api.version}: install that version, or build the engine again"
             )
-        if kept["gpu"] and kept["gpu"] != self.host.gpu():
+        if manifest["gpu"] and manifest["gpu"] != self.host.gpu():
             raise EngineError(
-                f"the plan was built on {kept['gpu']}, this is {self.host.gpu()}: build it again "
-                f"here"
+                f"the plan was built on {manifest['gpu']}, this is {self.host.gpu()}: build it "
+                f"again here"
             )
 
 

@@ -29,13 +29,13 @@ from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource
 
-from .host import Api, all_taken, joined, logger, progress_monitor, stream_writer
+from .host import Api, joined, logger, progress_monitor, raise_refusals, stream_writer
 from .interface import Interface, interface
 from .target import HOPPER, Target
 
 GIB = 1 << 30
 #: what the builder may use of the device while it times kernels, whatever weights leave
-LEAST_WORKSPACE = GIB
+MIN_WORKSPACE = GIB
 #: part of a refusal in which TensorRT took layers for attention, and failed at their mask
 WRAPPER = "wrap_attention"
 #: part of what TensorRT-RTX says after every refusal on a machine without a driver
@@ -53,7 +53,7 @@ REMEDIES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Written:
-    """A network that is complete, and what it is fed."""
+    """A complete INetworkDefinition and its interface."""
 
     builder: Any
     network: Any
@@ -73,8 +73,8 @@ def write_network(
     settings: Mapping[str, str],
     log: Any = None,
 ) -> Written:
-    """Have NVIDIA's parser write a graph as an INetworkDefinition. LowerError names the op and the
-    value, or the node, and ends with what TensorRT said."""
+    """Parse a graph into an INetworkDefinition with NVIDIA's ONNX parser. LowerError names the op
+    and value, or the node, and ends with TensorRT's errors."""
     from .dialect import emitted
     from .parse import Addresses, parse
 
@@ -82,9 +82,9 @@ def write_network(
     builder = api.trt.Builder(log)
     network = builder.create_network()
     if network is None:
-        raise LowerError(f"TensorRT makes no network: {log.said()}")
+        raise LowerError(f"TensorRT makes no network: {log.reason()}")
     e, notes = emitted(graph, limits, Addresses(params), settings)
-    with all_taken(log, f"the network of {graph.name}"):
+    with raise_refusals(log, f"the network of {graph.name}"):
         parser = parse(api, network, e, graph.name, log)
     io = interface(graph, limits)
     return Written(builder, network, graph, io, log, notes, (parser, e.storage))
@@ -96,12 +96,12 @@ def write_network(
 def configure(api: Api, w: Written, memory: int | None, target: Target = HOPPER) -> Any:
     """Return the builder's configuration. memory: bytes of the device, if known."""
     trt, config = api.trt, w.builder.create_builder_config()
-    with all_taken(w.log, "the configuration"):
+    with raise_refusals(w.log, "the configuration"):
         # What the ops compute in fp32 is fp32, not products of 10 bits.
         config.clear_flag(trt.BuilderFlag.TF32)
         if memory is not None:
             # What weights leave of the device is for kernels.
-            workspace = max(memory - weight_bytes(w.graph), LEAST_WORKSPACE)
+            workspace = max(memory - weight_bytes(w.graph), MIN_WORKSPACE)
             config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
         if target.ahead_of_time:
             _aim(trt, config, target)
@@ -118,9 +118,9 @@ def _aim(trt: Any, config: Any, target: Target) -> None:
     config.max_aux_streams = 0
     config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if len(target.capabilities) == 1:
-        own = getattr(trt.ComputeCapability, f"SM{target.capabilities[0].replace('.', '')}")
+        capability = getattr(trt.ComputeCapability, f"SM{target.capabilities[0].replace('.', '')}")
         config.num_compute_capabilities = 1
-        config.set_compute_capability(own, 0)
+        config.set_compute_capability(capability, 0)
 
 
 def _add_profile(w: Written, config: Any, name: str) -> None:
@@ -129,8 +129,8 @@ def _add_profile(w: Written, config: Any, name: str) -> None:
         profile.set_shape(tensor, *w.interface.shapes(tensor, name))
     if config.add_optimization_profile(profile) != w.interface.index(name):
         raise LowerError(
-            f"TensorRT refuses the profile of {name}: {w.log.said()}; check --max-batch, --max-seq "
-            f"and --prefill-chunk"
+            f"TensorRT refuses the profile of {name}: {w.log.reason()}; check --max-batch, "
+            f"--max-seq and --prefill-chunk"
         )
 
 
@@ -139,7 +139,7 @@ def _add_profile(w: Written, config: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory of a build, before it is begun, by what the builder holds."""
+    """Memory that TensorRT's builder will need, from the graphs alone."""
 
     host_bytes: int
     device_bytes: int
@@ -176,25 +176,24 @@ HOST_BYTES, LAYER_HOST_BYTES = 2 * GIB // 5, GIB // 28
 def estimate(graphs: Sequence[Graph]) -> Estimate:
     """Return the estimate for networks that are built one after the other, for each rank again; the
     first is the text model's."""
-    text, *others = graphs
-    rest = max(map(_host_bytes, others), default=0)
-    first = [max(rest, _host_bytes(text, n + 1)) for n in range(_layers(text.params))]
-    host = max(rest, _host_bytes(text))
-    device = max(map(weight_bytes, graphs)) + LEAST_WORKSPACE
+    text, *other_graphs = graphs
+    other_bytes = max(map(_host_bytes, other_graphs), default=0)
+    first = [max(other_bytes, _host_bytes(text, n + 1)) for n in range(_layers(text.params))]
+    host = max(other_bytes, _host_bytes(text))
+    device = max(map(weight_bytes, graphs)) + MIN_WORKSPACE
     four_bits = any(v.type.dtype == FORMATS["int4"].codes for v in text.params)
     return Estimate(host, device, tuple(first), four_bits)
 
 
 def _host_bytes(g: Graph, layers: float = inf) -> int:
-    """Return what a builder holds of the first layers: the plan's weights, what it keeps of each
-    layer and, while the plan is written, once more the matrices that it lays out for their
-    products: quantised ones, and those of layers. Params are mapped files, whose pages the system
-    may drop."""
-    held = [v for v in g.params if (layer_of(v.name) or 0) < layers]
-    laid = (v for v in held if v.type.dtype in FORMAT_OF or layer_of(v.name) is not None)
+    """Estimate the builder's host memory for the first layers: the plan's weights, a constant per
+    layer, and a second copy of the matrices that it repacks while it writes the plan (quantised
+    ones and those of layers). Params are memory-mapped and count nothing."""
+    params = [v for v in g.params if (layer_of(v.name) or 0) < layers]
+    laid = (v for v in params if v.type.dtype in FORMAT_OF or layer_of(v.name) is not None)
     again = sum(v.type.nbytes() for v in laid if v.type.rank < 3)
-    weights = sum(v.type.nbytes() for v in held)
-    return weights + again + HOST_BYTES + _layers(held) * LAYER_HOST_BYTES
+    weights = sum(v.type.nbytes() for v in params)
+    return weights + again + HOST_BYTES + _layers(params) * LAYER_HOST_BYTES
 
 
 def _layers(params: Iterable[Value]) -> int:
@@ -221,14 +220,14 @@ def build_plan(
     with new_version(plan) as file:
         writer = stream_writer(api.trt, file)
         with _interruptible(monitor):
-            made = w.builder.build_serialized_network_to_stream(w.network, config, writer)
+            written = w.builder.build_serialized_network_to_stream(w.network, config, writer)
         if timing:
             _keep(timing, config.get_timing_cache())
         if monitor.stopped:
             raise KeyboardInterrupt
         if writer.error:
             raise writer.error
-        if not made:
+        if not written:
             layers = (w.network.get_layer(i) for i in range(w.network.num_layers))
             raise RefusedError(refusal(w.log.errors, [layer.name for layer in layers]))
 
@@ -238,19 +237,19 @@ class RefusedError(LowerError):
 
 
 def _begin_with(config: Any, timing: Path) -> None:
-    """Hand over what was timed before, or nothing where others could have written it, or TensorRT
-    does not take it."""
-    kept = b""
+    """Load the timing cache; start an empty one if other users could have written the file or
+    TensorRT rejects it."""
+    timings = b""
     with suppress(OSError, TrustError):
         check_private(timing.parent)
-        kept = timing.read_bytes()
-    cache = config.create_timing_cache(kept)
+        timings = timing.read_bytes()
+    cache = config.create_timing_cache(timings)
     if cache is None or not config.set_timing_cache(cache, False):
         config.set_timing_cache(config.create_timing_cache(b""), False)
 
 
 def _keep(timing: Path, cache: Any) -> None:
-    """Keep what was timed, by best effort: a full or read-only folder fails no build."""
+    """Write the timing cache, best effort: a full or read-only folder does not fail a build."""
     with suppress(OSError, TrustError):
         write_file(private(timing.parent) / timing.name, [memoryview(cache.serialize())])
 
@@ -261,13 +260,13 @@ def timing_file(folder: Path, machine: str) -> Path:
 
 
 def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
-    """Return a sentence: what the builder said, the layer of ours it spoke of, and what to try."""
-    said = joined([e for e in errors if NO_DRIVER not in e] or errors) or "it gave no reason"
-    layer = max((n for n in layers if n in said), key=len, default="")
-    about = f"{layer} {said}".lower()
+    """Return the error text: the builder's errors, the layer of ours that they name, a remedy."""
+    reason = joined([e for e in errors if NO_DRIVER not in e] or errors) or "it gave no reason"
+    layer = max((n for n in layers if n in reason), key=len, default="")
+    about = f"{layer} {reason}".lower()
     advice = next(text for word, text in REMEDIES.items() if word in about)
-    place = f" at layer {layer}" if layer else ""
-    return f"TensorRT's builder refuses the network{place}: {said}; try {advice}"
+    where = f" at layer {layer}" if layer else ""
+    return f"TensorRT's builder refuses the network{where}: {reason}; try {advice}"
 
 
 def _interruptible(monitor: Any) -> AbstractContextManager[None]:

@@ -1,5 +1,5 @@
-"""What a builder made of a network, read from its verbose log: kernels of each profile, and which
-of them only put a cache elsewhere.
+"""Kernels of each profile of a built network, read from the builder's verbose log, and which of
+them only copy a KV cache.
 
 The log lists the kernels of every profile in the order in which they run, with the tensors that
 each reads and writes; for this the configuration asks for detailed profiling.
@@ -34,7 +34,7 @@ IN_PLACE = ("Scat", "mha")
 #: bytes of an element; of others, 2
 BYTES = {"Float": 4, "Int32": 4, "Int64": 8, "Int8": 1, "FP8": 1, "Bool": 1}
 #: smallest tensor that is told from the rows of a chunk
-LEAST_COPY = 1 << 12
+MIN_COPY = 1 << 12
 #: the name for the shapes of a network that has no profiles
 STATIC = "static"
 
@@ -62,9 +62,9 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Made:
-    """What a step in one profile is: its launches, the bytes of scratch memory, and the bytes that
-    are written to put caches, or parts of them, elsewhere."""
+class CompiledProfile:
+    """Cost of a step in one profile: kernel launches, bytes of KV cache that kernels copy, and
+    bytes of scratch memory."""
 
     kernels: int
     copied_bytes: int
@@ -73,13 +73,13 @@ class Made:
 
 def kernels_of(log: str) -> list[list[Kernel]]:
     """Return the kernels of each profile, in order."""
-    found: dict[int, list[Kernel]] = {}
+    profiles: dict[int, list[Kernel]] = {}
     for name, kind, inputs, outputs in LINE.findall(log):
         graph = GRAPH.search(name)
-        own = found.setdefault(int(graph[1]) if graph else 0, [])
+        kernels = profiles.setdefault(int(graph[1]) if graph else 0, [])
         if kind not in AROUND:
-            own.append(Kernel(name, kind, _tensors(inputs), _tensors(outputs)))
-    return [found[i] for i in sorted(found)]
+            kernels.append(Kernel(name, kind, _tensors(inputs), _tensors(outputs)))
+    return [profiles[i] for i in sorted(profiles)]
 
 
 def _tensors(text: str) -> tuple[Tensor, ...]:
@@ -90,21 +90,23 @@ def _tensors(text: str) -> tuple[Tensor, ...]:
 
 
 def copies(kernels: Sequence[Kernel], caches: Collection[str]) -> list[Kernel]:
-    """Return the kernels that put a cache, or a part of one, elsewhere: that read nothing but it or
-    such a copy, and are no products. `caches`: names of a network's inputs."""
-    held, found = {*caches, *(f"{c}.next" for c in caches)}, []
+    """Return the kernels that copy a cache or a part of one: they read only a cache or such a copy,
+    and are no matmuls. `caches`: names of a network's inputs."""
+    sources, result = {*caches, *(f"{c}.next" for c in caches)}, []
     for k in kernels:
         used = k.kind != "kgen" or any(part in k.name for part in IN_PLACE)
-        read, made = {t.name for t in k.inputs}, [t for t in k.outputs if t.nbytes >= LEAST_COPY]
-        if not used and read and read <= held and made:
-            found.append(k)
-            held |= {t.name for t in made}
-    return found
+        read, written = {t.name for t in k.inputs}, [t for t in k.outputs if t.nbytes >= MIN_COPY]
+        if not used and read and read <= sources and written:
+            result.append(k)
+            sources |= {t.name for t in written}
+    return result
 
 
-def compiled(log: str, profiles: Sequence[str], caches: Collection[str]) -> dict[str, Made]:
-    """Return what a network was made of by profile, from the log of its build alone. ValueError
-    where the log does not list the kernels of each."""
+def compiled(
+    log: str, profiles: Sequence[str], caches: Collection[str]
+) -> dict[str, CompiledProfile]:
+    """Return the cost of each profile, from the log of one build. ValueError if the log does not
+    list the kernels of every profile."""
     kernels, scratch = kernels_of(log), [int(n) for n in SCRATCH.findall(log)]
     names = [*profiles] or [STATIC]
     if len(kernels) != len(names) or len(scratch) != len(names):
@@ -113,16 +115,16 @@ def compiled(log: str, profiles: Sequence[str], caches: Collection[str]) -> dict
             f"{len(scratch)}, the network has {len(names)}: no verbose log of one build"
         )
     rows = {}
-    for name, own, room in zip(names, kernels, scratch, strict=True):
-        written = sum(t.nbytes for k in copies(own, caches) for t in k.outputs)
-        rows[name] = Made(len(own), written, room)
+    for name, launched, scratch_bytes in zip(names, kernels, scratch, strict=True):
+        written = sum(t.nbytes for k in copies(launched, caches) for t in k.outputs)
+        rows[name] = CompiledProfile(len(launched), written, scratch_bytes)
     return rows
 
 
-def summary(made: Mapping[str, Made]) -> list[str]:
+def summary(profiles: Mapping[str, CompiledProfile]) -> list[str]:
     """Return a line for each profile."""
     return [
         f"{name}: {m.kernels} kernels, {size_text(m.copied_bytes)} of caches copied, "
         f"{size_text(m.scratch_bytes)} of scratch memory"
-        for name, m in made.items()
+        for name, m in profiles.items()
     ]

@@ -24,7 +24,7 @@ from g4ir.ir.graph import Graph
 from g4ir.ops.types import Type, torch_dtype
 from g4ir.plan.engine_limits import Limits
 
-from .lowerings import AUTO, known_forms, lowerings
+from .lowerings import AUTO, attention_by_head_size, lowerings
 
 #: NVIDIA's operator of the tensors of several ranks
 COLLECTIVE = "DistCollective"
@@ -73,18 +73,18 @@ class Dialect(OnnxEmitter):
     def _dequantize(self, codes: Operand, scales: Operand, axis: int, t: Type) -> Operand:
         """Return codes times the scales of groups, rounded once: in fp32 first, where scales have
         another dtype than the result, which no builder was seen to make one kernel of."""
-        wide = t.dtype if scales.dtype == t.dtype else "f32"
-        made = super()._dequantize(codes, scales, axis, replace(t, dtype=wide))
-        made = self.cast(made, t.dtype)
+        dtype = t.dtype if scales.dtype == t.dtype else "f32"
+        weight = super()._dequantize(codes, scales, axis, replace(t, dtype=dtype))
+        weight = self.cast(weight, t.dtype)
         if codes.dtype == "u8":
-            self._codes[made.handle] = codes.handle
-        return made
+            self._codes[weight.handle] = codes.handle
+        return weight
 
     def part(self, codes: Operand, dtype: str, reader: int) -> tuple[Operand, float] | None:
         power = PART / 2**reader
         scale = self.constant(torch.tensor(power, dtype=torch_dtype(dtype)))
-        made = self._op("DequantizeLinear", [codes, scale], Type(dtype, codes.shape))
-        return made, 1 / power
+        scaled = self._op("DequantizeLinear", [codes, scale], Type(dtype, codes.shape))
+        return scaled, 1 / power
 
     def stack(self, x: Operand) -> Operand:
         """Return a stack of weights, as a product with all of them takes it. If entries of one of 4
@@ -92,11 +92,11 @@ class Dialect(OnnxEmitter):
         own, and a plan would hold the codes twice."""
         if self._codes.get(x.handle) not in self._gathered or not self._integers:
             return x
-        count, numbers = int(x.shape[0]), self._integers
-        index = self._once(("places", count), lambda: self._places(count, numbers).handle)
+        count, integers = int(x.shape[0]), self._integers
+        index = self._once(("places", count), lambda: self._index_range(count, integers).handle)
         return self.gather(x, Operand(Type("i64", (count,)), index), 0)
 
-    def _places(self, count: int, x: Operand) -> Operand:
+    def _index_range(self, count: int, x: Operand) -> Operand:
         """Return i64[count], 0, 1, 2 and so on, plus min(x, 0) of an entry of x: 0, which only a
         run knows. A builder would take a gather by a constant away."""
         for axis in range(x.rank):
@@ -113,29 +113,29 @@ class Dialect(OnnxEmitter):
 
     def _block(self, x: Operand, axis: int, first: int, count: int, t: Type) -> Operand:
         def start() -> str:
-            return self._least(self._length(x, axis), first)
+            return self._min(self._length(x, axis), first)
 
         def size() -> str:
-            stop = self._least(self._length(x, axis), first + count)
-            rest = self._node("Sub", [stop, begin], Type("i64", (1,)))
+            stop = self._min(self._length(x, axis), first + count)
+            remaining = self._node("Sub", [stop, begin], Type("i64", (1,)))
             # A builder bounds each of these alone: without a bound of its own the size would be
             # taken to be as large as `stop`.
-            return self._least(rest, count)
+            return self._min(remaining, count)
 
         begin = self._once(("start", t.shape[axis]), start)
         amount = self._once(("size", t.shape[axis]), size)
-        starts = [self._whole(0)] * x.rank
+        starts = [self._ints(0)] * x.rank
         sizes = [self._length(x, i) for i in range(x.rank)]
         starts[axis], sizes[axis] = begin, amount
         origin, extent = map(self._joined, (starts, sizes))
-        return self._op("TRT_Slice", [x, origin, extent, self._whole(*[1] * x.rank)], t)
+        return self._op("TRT_Slice", [x, origin, extent, self._ints(*[1] * x.rank)], t)
 
-    def _least(self, n: str, most: int) -> str:
-        return self._node("Min", [n, self._whole(most)], Type("i64", (1,)))
+    def _min(self, n: str, bound: int) -> str:
+        return self._node("Min", [n, self._ints(bound)], Type("i64", (1,)))
 
-    def _joined(self, numbers: Sequence[str]) -> str:
+    def _joined(self, parts: Sequence[str]) -> str:
         """Return i64[n] of n tensors i64[1]."""
-        return self._node("Concat", numbers, Type("i64", (len(numbers),)), axis=0)
+        return self._node("Concat", parts, Type("i64", (len(parts),)), axis=0)
 
     def _attention(
         self, q: Operand, keys: Operand, values: Operand, mask: Operand, t: Type
@@ -177,7 +177,7 @@ def emitted(
     """Return a graph (primitives/graph.py) in the dialect, and notes for the user. LowerError names
     the op and the value."""
     e, attention = Dialect(storage), settings["attention"]
-    how = lowerings(known_forms(graph) if attention == AUTO else attention)
+    how = lowerings(attention_by_head_size(graph) if attention == AUTO else attention)
     net = Network(e, graph, limits, how, settings["experts"])
     net.emit()
     return e, net.notes

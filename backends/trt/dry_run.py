@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
 
 #: host memory that a builder may take of a dry run
-MOST_COMPILED = 3 * build.GIB
+MAX_COMPILED_BYTES = 3 * build.GIB
 
 
 def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
@@ -30,12 +30,12 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
     require("onnx", backend="trt")
     start = time.monotonic()
     progress("writing the network at full size")
-    found = full_size(p)
+    report = full_size(p)
     if installed(RTX):
         progress("asking TensorRT-RTX")
-        found |= by_library(require_library(RTX), p)
+        report |= by_library(require_library(RTX), p)
     return {
-        **found,
+        **report,
         "dry_run_s": round(time.monotonic() - start, 1),
         "peak_bytes": peak_resident_bytes(),
     }
@@ -46,39 +46,39 @@ def by_library(api: Api, p: Prepared) -> dict[str, Any]:
     parser writes them, and what a small one is compiled to, a line for each profile. LowerError
     where it is refused."""
     every = networks(p.packing.program)
-    given = (api, every[ENGINE], p.config.limits, p.config.settings)
+    args = (api, every[ENGINE], p.config.limits, p.config.settings)
     name = f"{api.library.name} {api.version}"
-    if build.estimate([*every.values()]).host_bytes > MOST_COMPILED:
-        return {"parsed": f"{parse_once(*given)} layers, by {name}"}
-    made = compile_once(*given, TARGETS["rtx"])
-    return {"parsed": f"{made.layers} layers, by {name}", "compiled": summary(made.profiles)}
+    if build.estimate([*every.values()]).host_bytes > MAX_COMPILED_BYTES:
+        return {"parsed": f"{parse_once(*args)} layers, by {name}"}
+    trial = compile_once(*args, TARGETS["rtx"])
+    return {"parsed": f"{trial.layers} layers, by {name}", "compiled": summary(trial.profiles)}
 
 
 def full_size(p: Prepared) -> dict[str, Any]:
     """Return the networks of the build without weights: size, and what the text model is fed."""
-    from g4ir.backends.onnx_graph.export import Nowhere
+    from g4ir.backends.onnx_graph.export import NullStorage
 
     from .dialect import emitted
 
     graphs = networks(p.packing.program)
     written = {
-        n: emitted(g, p.config.limits, Nowhere(), p.config.settings) for n, g in graphs.items()
+        n: emitted(g, p.config.limits, NullStorage(), p.config.settings) for n, g in graphs.items()
     }
     sizes = {name: f"{len(e.nodes)} nodes" for name, (e, _) in written.items()}
     dense = sum(1 for _ in p.packing.prologue.find("dense"))
-    made_dense = (
+    dense_note = (
         f"{dense} quantised weights are made dense at build: gates of per-layer embeddings, and "
         f"what TensorRT does not take: it takes 8 bits with a scale for each row, in the engine's "
         f"dtype, and 4 bits with scales of groups"
     )
     io = interface(graphs[ENGINE], p.config.limits)
-    found = {
+    report = {
         "network": sizes.pop(ENGINE),
         "inputs": {n: str(t) for n, t in io.inputs.items() if n not in io.aliased.values()},
         "outputs": {n: str(t) for n, t in io.outputs.items() if n not in io.aliased},
         "caches": {"in_place": len(io.aliased)},
         "builder": str(build.estimate([*graphs.values()])),
-        "notes": [*written[ENGINE][1], *([made_dense] if dense else [])],
+        "notes": [*written[ENGINE][1], *([dense_note] if dense else [])],
     }
     drafter = {DRAFT: sizes.pop(DRAFT)} if DRAFT in sizes else {}
-    return {**found, **drafter, **({"towers": sizes} if sizes else {})}
+    return {**report, **drafter, **({"towers": sizes} if sizes else {})}

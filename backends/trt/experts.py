@@ -19,34 +19,34 @@ import torch
 from g4ir.backends.primitives import moe
 from g4ir.backends.primitives.emitter import Emitter, Operand
 from g4ir.backends.primitives.network import Network
-from g4ir.backends.primitives.weights import Weight, gathered_weight, whole_weight
+from g4ir.backends.primitives.weights import Weight, gathered_weight, read_weight
 from g4ir.ir.graph import Node
 from g4ir.plan.engine_limits import Limits
 
 #: how many times a gathered weight is moved: read, written, and read
 MOVED = 3
 #: fewest tokens in a block, which a product's tile has
-LEAST_ROWS = 16
+MIN_BLOCK_ROWS = 16
 
 
 def experts(
-    net: Network, n: Node, x: Operand, weights: Operand, index: Operand, *held: Operand
+    net: Network, n: Node, x: Operand, weights: Operand, index: Operand, *params: Operand
 ) -> Operand:
     """Return the routed experts' sum. By default the weights of those that a row's first token
     chose are gathered, and the others are sorted, which are none in a step of single tokens; where
     all rows together choose about as many as there are, all multiply every token."""
-    e, count = net.e, int(held[0].shape[0])
+    e, count = net.e, int(params[0].shape[0])
     if net.experts != "auto":
-        return moe.experts(net, n, x, weights, index, *held)
+        return moe.experts(net, n, x, weights, index, *params)
     few = gathers(net.experts, net.limits, int(index.shape[2]), count)
     if x.shape[1] == 1 or not few:
-        form = "gather" if few else "all"
-        return moe.experts(net, n, x, weights, index, *held, form=form)
+        mode = "gather" if few else "all"
+        return moe.experts(net, n, x, weights, index, *params, mode=mode)
     first = (e.slice(t, 1, 0, 1) for t in (x, weights, index))
-    made = [moe.experts(net, n, *first, *held, form="gather")]
+    sums = [moe.experts(net, n, *first, *params, mode="gather")]
     if net.limits.prefill_chunk > 1:
-        made.append(_others(net, n, x, weights, index, *held))
-    return e.reshape(e.concat(made, 1), *x.shape)
+        sums.append(_later_tokens(net, n, x, weights, index, *params))
+    return e.reshape(e.concat(sums, 1), *x.shape)
 
 
 def gathers(experts: str, limits: Limits, top_k: int, count: int) -> bool:
@@ -55,32 +55,32 @@ def gathers(experts: str, limits: Limits, top_k: int, count: int) -> bool:
     return experts == "gather" or (experts == "auto" and few)
 
 
-def _others(
-    net: Network, n: Node, x: Operand, weights: Operand, index: Operand, *held: Operand
+def _later_tokens(
+    net: Network, n: Node, x: Operand, weights: Operand, index: Operand, *params: Operand
 ) -> Operand:
     """Return the sum for all tokens but the first: sorted, where that is less than half of all."""
-    e, chunk, count = net.e, net.limits.prefill_chunk, int(held[0].shape[0])
-    most = block_rows(chunk, int(index.shape[2]), count)
+    e, chunk, count = net.e, net.limits.prefill_chunk, int(params[0].shape[0])
+    capacity = block_rows(chunk, int(index.shape[2]), count)
     chunked = x.shape[1] == net.env["positions"].shape[1]
     x, weights, index = (e.block(t, 1, 1, chunk - 1) for t in (x, weights, index))
     if not chunked or 2 * sorted_rows(chunk, int(index.shape[2]), count) > count * chunk:
-        return moe.experts(net, n, x, weights, index, *held, form="all")
-    if len(held) > 2:
-        weights, index = moe.own_choices(e, weights, index, held[2], count)
-    return Sorted(net, most, index, count).sum(x, weights, n.word("act"), held[0], held[1])
+        return moe.experts(net, n, x, weights, index, *params, mode="all")
+    if len(params) > 2:
+        weights, index = moe.local_choices(e, weights, index, params[2], count)
+    return Sorted(net, capacity, index, count).sum(x, weights, n.word("act"), params[0], params[1])
 
 
 def block_rows(chunk: int, top_k: int, count: int) -> int:
     """Return the tokens of a block, a power of two: four times as many as an expert has on average.
     In smaller blocks there would be more spare ones, whose weights take the most memory."""
     mean = -(-chunk * top_k // count)
-    return max(LEAST_ROWS, 1 << (4 * mean - 1).bit_length(), 2 * top_k)
+    return max(MIN_BLOCK_ROWS, 1 << (4 * mean - 1).bit_length(), 2 * top_k)
 
 
 def sorted_rows(chunk: int, top_k: int, count: int) -> int:
     """Count the rows of all blocks of a chunk."""
-    most = block_rows(chunk, top_k, count)
-    return most * (count + chunk * top_k // most)
+    capacity = block_rows(chunk, top_k, count)
+    return capacity * (count + chunk * top_k // capacity)
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class Blocks:
 class Sorted:
     """A chunk's tokens by expert, from their choices [B,S,K]. Numbers are whole, in fp32."""
 
-    def __init__(self, net: Network, most: int, index: Operand, count: int) -> None:
-        self.net, self.most, self.count = net, most, count
+    def __init__(self, net: Network, capacity: int, index: Operand, count: int) -> None:
+        self.net, self.capacity, self.count = net, capacity, count
         e = self.e = net.e
         self.choices = index
         chunk = net.limits.prefill_chunk
-        self.place, self.before = net.shared("places", lambda: _places(net, chunk))
+        self.position, self.before = net.shared("places", lambda: _token_positions(net, chunk))
         ids = net.shared(("ids", count), lambda: e.constant(torch.arange(count)[None, None, None]))
         self.chosen = e.binary("eq", e.unsqueeze(index, 3), ids)
         once = e.reduce("max", _flag(e, self.chosen), 2)
@@ -108,22 +108,22 @@ class Sorted:
         #: [B,S,E]: how many tokens before it chose the expert
         self.rank = e.matmul(self.before, once)
         #: the same, -1 where the token did not choose it
-        self.held = e.where(e.binary("gt", once, 0.5), self.rank, -1.0)
+        self.chosen_rank = e.where(e.binary("gt", once, 0.5), self.rank, -1.0)
         spare = e.sub(e.reduce("sum", once, 1), 1.0)
         spare = e.cast(e.binary("max", spare, 0.0), "i32")
-        spare = e.cast(e.binary("floor_div", spare, most), "f32")
+        spare = e.cast(e.binary("floor_div", spare, capacity), "f32")
         smaller = e.constant(torch.ones(1, count, count).triu(1))
         #: [B,1,E]: spare blocks of the experts before it, and with it
         self.start = e.matmul(spare, smaller)
         self.end = e.add(self.start, spare)
 
-    def sum(self, x: Operand, weights: Operand, act: str, *held: Operand) -> Operand:
+    def sum(self, x: Operand, weights: Operand, act: str, *params: Operand) -> Operand:
         """Return the experts' sums for x [B,S,H], of weights [B,S,K]."""
         e, (b, s, k) = self.e, self.choices.shape
-        first = e.block(self.place, 1, 0, self.most)
-        whole = (moe.for_all(e, whole_weight(e, w)) for w in held)
-        blocks = Blocks(self._tokens(self.held, e.unsqueeze(first, 1, 2)), *whole)
-        rows = e.concat([self._computed(x, act, some) for some in (blocks, self._spare(held))], 1)
+        first = e.block(self.position, 1, 0, self.capacity)
+        matrices = (moe.for_all(e, read_weight(e, w)) for w in params)
+        blocks = Blocks(self._tokens(self.chosen_rank, e.unsqueeze(first, 1, 2)), *matrices)
+        rows = e.concat([self._computed(x, act, some) for some in (blocks, self._spare(params))], 1)
         size = e.unsqueeze(e.reduce("sum", _flag(e, e.binary("gt", first, -1.0)), 1), 2)
         at = e.cast(e.reshape(self._slots(size), b, f"{s}*{k}"), "i64")
         chosen = e.reshape(e.gather_rows(rows, at), b, s, k, x.shape[2])
@@ -133,61 +133,61 @@ class Sorted:
     def _slots(self, size: Operand) -> Operand:
         """Return the row [B,S,K] of each choice among those of all blocks; `size` [1,1,1] rows have
         the blocks of all experts."""
-        e, most, count = self.e, self.most, self.count
+        e, capacity, count = self.e, self.capacity, self.count
         number = e.constant(torch.arange(count, dtype=torch.float32)[None, None])
         near = e.add(e.mul(number, size), self.rank)
-        far = e.add(e.mul(self.start, float(most)), e.sub(self.rank, float(most)))
+        far = e.add(e.mul(self.start, float(capacity)), e.sub(self.rank, float(capacity)))
         far = e.add(far, e.mul(size, float(count)))
-        slots = e.where(e.binary("lt", self.rank, float(most)), near, far)
-        own = e.where(self.chosen, e.unsqueeze(slots, 2), 0.0)
-        return e.reshape(e.reduce("sum", own, 3), *self.choices.shape)
+        slots = e.where(e.binary("lt", self.rank, float(capacity)), near, far)
+        selected = e.where(self.chosen, e.unsqueeze(slots, 2), 0.0)
+        return e.reshape(e.reduce("sum", selected, 3), *self.choices.shape)
 
-    def _tokens(self, held: Operand, wanted: Operand) -> Operand:
+    def _tokens(self, ranks: Operand, target: Operand) -> Operand:
         """Return which token [B,N,R] has a wanted number [.,1,N,R] among those of a block's expert,
         of numbers [B,S,N]."""
         e = self.e
-        same = e.binary("eq", e.unsqueeze(held, 3), wanted)
-        found = e.reduce("sum", e.where(same, e.unsqueeze(self.place, 2, 3), 0.0), 1)
-        return e.reshape(found, found.shape[0], *found.shape[2:])
+        same = e.binary("eq", e.unsqueeze(ranks, 3), target)
+        tokens = e.reduce("sum", e.where(same, e.unsqueeze(self.position, 2, 3), 0.0), 1)
+        return e.reshape(tokens, tokens.shape[0], *tokens.shape[2:])
 
-    def _spare(self, held: tuple[Operand, ...]) -> Blocks:
+    def _spare(self, params: tuple[Operand, ...]) -> Blocks:
         """Return the spare blocks, S - most + K of them, but at most chunk K / most.
 
         They are enough: an expert of n tokens needs floor((n - 1) / most), no n is above S, and all
         n together are at most K S. So none is needed up to S = most, and behind it all need at most
         K (S - 1) / most <= S - 1 - most + K, as K <= most."""
         e, k = self.e, int(self.choices.shape[2])
-        least, count = self.most - k, self.net.limits.prefill_chunk * k // self.most
-        at = e.unsqueeze(e.sub(e.block(self.place, 1, least, count), float(least)), 2)
+        offset, count = self.capacity - k, self.net.limits.prefill_chunk * k // self.capacity
+        at = e.unsqueeze(e.sub(e.block(self.position, 1, offset, count), float(offset)), 2)
         expert = _flag(e, e.binary("gt", e.add(at, 0.5), self.end))
         expert = e.binary("min", e.reduce("sum", expert, 2), float(self.count - 1))
         number = e.constant(torch.arange(self.count, dtype=torch.float32)[None, None])
-        own = e.binary("eq", expert, number)
-        start = e.reduce("sum", e.where(own, self.start, 0.0), 2)
-        row = e.constant(torch.arange(self.most, dtype=torch.float32)[None, None])
-        wanted = e.add(e.mul(e.add(e.sub(at, start), 1.0), float(self.most)), row)
-        numbers = e.matmul(self.held, _flag(e, own), transpose_b=True)
+        is_expert = e.binary("eq", expert, number)
+        start = e.reduce("sum", e.where(is_expert, self.start, 0.0), 2)
+        row = e.constant(torch.arange(self.capacity, dtype=torch.float32)[None, None])
+        target = e.add(e.mul(e.add(e.sub(at, start), 1.0), float(self.capacity)), row)
+        ranks = e.matmul(self.chosen_rank, _flag(e, is_expert), transpose_b=True)
         index = e.cast(e.reshape(expert, *expert.shape[:2]), "i64")
-        weights = (gathered_weight(self.net, w, index) for w in held)
-        return Blocks(self._tokens(numbers, e.unsqueeze(wanted, 1)), *weights)
+        weights = (gathered_weight(self.net, w, index) for w in params)
+        return Blocks(self._tokens(ranks, e.unsqueeze(target, 1)), *weights)
 
     def _computed(self, x: Operand, act: str, some: Blocks) -> Operand:
         """Return what experts make of the tokens of blocks, [B,N R,H]."""
         e, (b, n, r) = self.e, some.tokens.shape
         at = e.cast(e.reshape(some.tokens, b, f"{n}*{r}"), "i64")
         rows = e.reshape(e.gather_rows(x, at), b, n, r, x.shape[2])
-        made = moe.mlp(e, rows, act, some.first, some.second)
-        return e.reshape(made, b, f"{n}*{r}", x.shape[2])
+        outputs = moe.mlp(e, rows, act, some.first, some.second)
+        return e.reshape(outputs, b, f"{n}*{r}", x.shape[2])
 
 
-def _places(net: Network, chunk: int) -> tuple[Operand, Operand]:
+def _token_positions(net: Network, chunk: int) -> tuple[Operand, Operand]:
     """Return the places f32[1,S] of all tokens of a chunk but the first, from 0 on; and f32[1,S,S],
     1 where the second lies before the first."""
     e = net.e
     at = e.slice(net.env["positions"], 0, 0, 1)
-    place = e.sub(e.block(at, 1, 1, chunk - 1), e.add(e.slice(at, 1, 0, 1), 1))
-    place = e.cast(place, "f32")
-    return place, _flag(e, e.binary("gt", e.unsqueeze(place, 2), e.unsqueeze(place, 1)))
+    position = e.sub(e.block(at, 1, 1, chunk - 1), e.add(e.slice(at, 1, 0, 1), 1))
+    position = e.cast(position, "f32")
+    return position, _flag(e, e.binary("gt", e.unsqueeze(position, 2), e.unsqueeze(position, 1)))
 
 
 def _flag(e: Emitter, x: Operand) -> Operand:

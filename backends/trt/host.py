@@ -58,9 +58,9 @@ class Api:
 
 def probe(trt: Any, library: Library = TENSORRT) -> Api:
     """Return the API; MissingError for a version that is not supported."""
-    version, (least, beyond) = str(trt.__version__), library.supported
-    numbers = tuple(int(n) for n in version.split(".")[:3] if n.isdigit())
-    if not least <= numbers < beyond:
+    version, (oldest, beyond) = str(trt.__version__), library.supported
+    parsed = tuple(int(n) for n in version.split(".")[:3] if n.isdigit())
+    if not oldest <= parsed < beyond:
         raise MissingError(
             f"{library.name} {version} is not supported: `{library.install}`; {INSTEAD}"
         )
@@ -94,11 +94,11 @@ def require_gpu(target: Target = HOPPER) -> None:
             f"GPU that it builds for; build on an H100 or H200, or for other GPUs on any machine "
             f"({elsewhere()}); {INSTEAD}"
         )
-    found, name = gpu_capability(), torch.cuda.get_device_name()
-    if not target.runs_on(found) or target.gpu not in name:
+    capability, name = gpu_capability(), torch.cuda.get_device_name()
+    if not target.runs_on(capability) or target.gpu not in name:
         raise MissingError(
             f"--backend trt builds for {target.gpus} ({target.gpu or 'H100, H200'}); the current "
-            f"GPU, {name}, has {found[0]}.{found[1]}; choose another GPU with "
+            f"GPU, {name}, has {capability[0]}.{capability[1]}; choose another GPU with "
             f"CUDA_VISIBLE_DEVICES, or use --backend torch on this one"
         )
 
@@ -156,7 +156,7 @@ def logger(trt: Any, file: Path | None = None) -> Any:
                     self.file.close()
                 self.file = None
 
-        def said(self) -> str:
+        def reason(self) -> str:
             """Return the last errors, as the end of a message."""
             return joined(self.errors[-3:]) or "TensorRT gave no reason"
 
@@ -169,13 +169,13 @@ def joined(errors: Sequence[str]) -> str:
 
 
 @contextmanager
-def all_taken(log: Any, what: str) -> Iterator[None]:
+def raise_refusals(log: Any, part: str) -> Iterator[None]:
     """A context that raises LowerError if TensorRT logs an error: calls that set an attribute only
     log a refusal, and the network is built without it."""
     start = len(log.errors)
     yield
     if refused := log.errors[start:]:
-        raise LowerError(f"TensorRT refused a part of {what}: {joined(refused)}")
+        raise LowerError(f"TensorRT refused a part of {part}: {joined(refused)}")
 
 
 def progress_monitor(trt: Any, progress: Progress) -> Any:
@@ -185,7 +185,7 @@ def progress_monitor(trt: Any, progress: Progress) -> Any:
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
-            self.stopped, self.told = False, 0.0
+            self.stopped, self.reported_at = False, 0.0
             #: name -> steps done, of all
             self.phases: dict[str, tuple[int, int]] = {}
 
@@ -198,8 +198,8 @@ def progress_monitor(trt: Any, progress: Progress) -> Any:
         def step_complete(self, phase_name: str, step: int) -> bool:
             if phase_name in self.phases:
                 self.phases[phase_name] = step, self.phases[phase_name][1]
-            if time.monotonic() - self.told >= 1:
-                self.told = time.monotonic()
+            if time.monotonic() - self.reported_at >= 1:
+                self.reported_at = time.monotonic()
                 progress("; ".join(f"{n} {done}/{of}" for n, (done, of) in self.phases.items()))
             return not self.stopped
 
@@ -248,15 +248,15 @@ def recorded_by_all(record: Record, agree: Callable[[bool], list[Any]]) -> Recor
     no context where the others make theirs, and wait for it. `agree` gathers what ranks say."""
 
     def record_all(work: Callable[[], None]) -> Callable[[], None]:
-        said = EngineError("another rank could not record the step")
-        made = None
+        error = EngineError("another rank could not record the step")
+        replay = None
         try:
-            made = record(work)
+            replay = record(work)
         except EngineError as e:
-            said = e
-        if not all(agree(made is not None)) or made is None:
-            raise said
-        return made
+            error = e
+        if not all(agree(replay is not None)) or replay is None:
+            raise error
+        return replay
 
     return record_all
 
@@ -324,8 +324,8 @@ class Host:
 
     def architecture(self) -> str:
         """Return `sm_90` of the current GPU; nothing if there is none."""
-        found = self.capability()
-        return f"sm_{found[0]}{found[1]}" if found else ""
+        capability = self.capability()
+        return f"sm_{capability[0]}{capability[1]}" if capability else ""
 
     def has_gpu(self) -> bool:
         """Whether this machine's GPU is one of the target."""

@@ -26,9 +26,9 @@ PHASES = ("decode", "prefill", VERIFY)
 #: those of one token for each row, which have a profile for each span
 SINGLE = ("decode", DRAFT)
 #: slots of the smallest span, and how many times as many the next one has
-LEAST_SPAN, WIDER = 1024, 4
+MIN_SPAN, WIDER = 1024, 4
 #: tokens verified at a time at most, where no ring says for how many it has room
-MOST_VERIFIED = 33
+MAX_VERIFIED = 33
 #: slots of the full-length caches that kernels are timed for, where rows may hold as many
 TYPICAL_SLOTS = 2048
 
@@ -53,14 +53,14 @@ class Interface:
     def of_phase(self, phase: str) -> list[str]:
         """Return the profiles of a phase, that of the smallest span first; those of prefill for a
         phase that has none of its own."""
-        own = [p for p in self.profiles if phase_of(p) == phase]
-        return own or [p for p in self.profiles if phase_of(p) == "prefill"]
+        profiles = [p for p in self.profiles if phase_of(p) == phase]
+        return profiles or [p for p in self.profiles if phase_of(p) == "prefill"]
 
     def covering(self, phase: str, tokens: int) -> str:
         """Return the first profile of a phase that has room for rows of so many tokens."""
-        own = self.of_phase(phase)
-        sizes = ((p, self.profiles[p].get(FULL)) for p in own)
-        return next((p for p, r in sizes if r is None or r[2] >= tokens), own[-1])
+        profiles = self.of_phase(phase)
+        sizes = ((p, self.profiles[p].get(FULL)) for p in profiles)
+        return next((p for p, r in sizes if r is None or r[2] >= tokens), profiles[-1])
 
     def index(self, profile: str) -> int:
         return list(self.profiles).index(profile)
@@ -68,8 +68,8 @@ class Interface:
     def span(self, profile: str) -> int | None:
         """Return how many slots every step of a profile looks at; None where steps differ, or there
         are no full-length caches."""
-        low, _, most = self.profiles[profile].get(FULL, (0, 0, 1))
-        return most if low == most else None
+        low, _, high = self.profiles[profile].get(FULL, (0, 0, 1))
+        return high if low == high else None
 
     def shapes(self, name: str, profile: str) -> tuple[tuple[int, ...], ...]:
         """Return the least, typical and largest shape of an input in a profile."""
@@ -124,11 +124,11 @@ def phase_of(profile: str) -> str:
 def spans(limits: Limits) -> tuple[int, ...]:
     """Return how many slots of the full-length caches steps of single tokens look at. Of the last
     span, the whole cache, nothing need be cut off."""
-    found, size = list[int](), LEAST_SPAN
+    sizes, size = list[int](), MIN_SPAN
     while size < limits.max_seq:
-        found.append(size)
+        sizes.append(size)
         size *= WIDER
-    return (*found, full_slots(limits))
+    return (*sizes, full_slots(limits))
 
 
 def phases_of(g: Graph) -> tuple[str, ...]:
@@ -136,28 +136,28 @@ def phases_of(g: Graph) -> tuple[str, ...]:
     none, a tower has none."""
     if g.name == DRAFT:
         return (DRAFT,)
-    given = {v.name for v in g.inputs}
-    return tuple(p for p in PHASES if g.state and (p != VERIFY or ROWS in given))
+    names = {v.name for v in g.inputs}
+    return tuple(p for p in PHASES if g.state and (p != VERIFY or ROWS in names))
 
 
 def profiles_of(g: Graph, limits: Limits) -> dict[str, dict[str, Range]]:
     """Return the profiles of a network, in order, with the ranges of their dims."""
     inputs, rows, seq = network_inputs(g, limits), limits.max_batch, limits.max_seq
-    most = {"prefill": limits.prefill_chunk, VERIFY: _verified(g, limits)}
-    found: dict[str, dict[str, Range]] = {}
+    max_tokens = {"prefill": limits.prefill_chunk, VERIFY: _verified(g, limits)}
+    profiles: dict[str, dict[str, Range]] = {}
     for phase in phases_of(g):
-        tokens = most.get(phase, 1)
+        tokens = max_tokens.get(phase, 1)
         dims: dict[str, Range] = {"B": (1, rows, rows), "S": (1, tokens, tokens)}
         if any("R" in t.shape for t in inputs.values()):
-            asked = tokens if phase == VERIFY else 1
-            dims["R"] = (1, asked, asked)
+            logits = tokens if phase == VERIFY else 1
+            dims["R"] = (1, logits, logits)
         if SLOTS not in inputs:
-            found[phase] = dims
+            profiles[phase] = dims
         elif phase in SINGLE:
-            found |= {f"{phase}.{n}": {**dims, FULL: (n, n, n)} for n in spans(limits)}
+            profiles |= {f"{phase}.{n}": {**dims, FULL: (n, n, n)} for n in spans(limits)}
         else:
-            found[phase] = {**dims, FULL: (1, min(seq, TYPICAL_SLOTS), seq)}
-    return found
+            profiles[phase] = {**dims, FULL: (1, min(seq, TYPICAL_SLOTS), seq)}
+    return profiles
 
 
 def _verified(g: Graph, limits: Limits) -> int:
@@ -169,7 +169,7 @@ def _verified(g: Graph, limits: Limits) -> int:
         for v in n.caches
         if is_ring(v.type)
     )
-    return min(max(rings, default=MOST_VERIFIED - 1) + 1, limits.prefill_chunk)
+    return min(max(rings, default=MAX_VERIFIED - 1) + 1, limits.prefill_chunk)
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -177,8 +177,8 @@ def _verified(g: Graph, limits: Limits) -> int:
 
 def files(name: str, rank: int = 0, ranks: int = 1) -> tuple[str, str]:
     """Return the files of a network: its plan, one for each rank, and what it is fed."""
-    own = f"{name}.rank{rank}of{ranks}" if ranks > 1 else name
-    return f"{own}.plan", f"{name}.io.json"
+    stem = f"{name}.rank{rank}of{ranks}" if ranks > 1 else name
+    return f"{stem}.plan", f"{name}.io.json"
 
 
 PLAN, TENSORS = files(ENGINE)

@@ -38,15 +38,15 @@ class KernelCache:
         self.api, self.file, self.progress = api, file, progress
         self._key = key.encode()
         self._cache: Any = None
-        self._kept = b""
+        self._stored = b""
 
-    def context(self, engine: Any, what: str, recorded: bool) -> Any:
+    def context(self, engine: Any, label: str, recorded: bool) -> Any:
         """Return an execution context with memory of the caller's; None if the library makes none.
         Steps that are recorded as a CUDA graph have few shapes, whose kernels are finished when a
         shape first occurs. All others use kernels for any shape: those for one shape, finished
         behind a step's back, would let a text depend on when it is asked for."""
         trt = self.api.trt
-        self.progress(f"finishing kernels for this GPU: {what}")
+        self.progress(f"finishing kernels for this GPU: {label}")
         config = engine.create_runtime_config()
         managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
         config.set_execution_context_allocation_strategy(managed)
@@ -65,26 +65,26 @@ class KernelCache:
         """Write the finished kernels if there are more than were read; by best effort."""
         if self._cache is None:
             return
-        made = bytes(self._cache.serialize() or b"")
-        if made in (self._kept, b""):
+        kernels = bytes(self._cache.serialize() or b"")
+        if kernels in (self._stored, b""):
             return
         try:
-            write_file(self.file, [self._digest(made), made], mode=0o600)
-            self._kept = made
+            write_file(self.file, [self._digest(kernels), kernels], mode=0o600)
+            self._stored = kernels
         except OSError as e:
             self.progress(f"{self.file} cannot be written ({e.strerror}): kernels are not kept")
 
     def _opened(self, config: Any) -> Any:
         cache = config.create_runtime_cache()
         try:
-            kept = self._read()
+            kernels = self._read()
         except FileNotFoundError:
             return cache
         except (OSError, ValueError) as e:
             self._drop(getattr(e, "strerror", None) or str(e))
             return cache
-        if cache.deserialize(kept):
-            self._kept = kept
+        if cache.deserialize(kernels):
+            self._stored = kernels
         else:
             self._drop(f"{self.api.library.name} does not take it on this machine")
             cache.reset()
@@ -104,13 +104,13 @@ class KernelCache:
             if status.st_size > LARGEST:
                 raise ValueError(f"it is larger than {LARGEST} bytes")
             raw = file.read()
-        digest, kept = raw[:DIGEST], raw[DIGEST:]
-        if digest != self._digest(kept):
+        digest, kernels = raw[:DIGEST], raw[DIGEST:]
+        if digest != self._digest(kernels):
             raise ValueError("it is damaged, or of another engine, GPU or library")
-        return kept
+        return kernels
 
-    def _digest(self, kept: bytes) -> bytes:
-        return hashlib.sha256(self._key + b"\0" + kept).digest()
+    def _digest(self, kernels: bytes) -> bytes:
+        return hashlib.sha256(self._key + b"\0" + kernels).digest()
 
     def _drop(self, why: str) -> None:
         self.progress(f"{self.file} is not used, since {why}: kernels are finished again")

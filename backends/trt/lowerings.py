@@ -27,12 +27,12 @@ from .experts import experts
 #: what the scores of an attention may take: bytes of one, in the network's dtype and in fp32 ...
 BYTES_PER_SCORE = 6
 #: ... and of all that exist at a time. Queries are computed in blocks that keep to it.
-MOST_SCORE_BYTES = 2 << 30
+MAX_SCORE_BYTES = 2 << 30
 #: fewest tokens of a chunk for which a bool mask of several attentions is taken
-LEAST_INDEXED = 128
+MIN_INDEXED_TOKENS = 128
 #: tokens of a chunk whose MLP is computed together, more than a product needs not to wait for its
 #: weights, where that of all would take more than so many bytes
-GATED_ROWS, MOST_GATED_BYTES = 512, 16 << 20
+GATED_ROWS, MAX_GATED_BYTES = 512, 16 << 20
 
 
 def row_bytes(n: Node, limits: Limits) -> int:
@@ -45,17 +45,17 @@ def row_bytes(n: Node, limits: Limits) -> int:
 
 def block_rows(n: Node, limits: Limits) -> int:
     """Count the queries of a chunk that are computed together."""
-    return min(max(1, MOST_SCORE_BYTES // row_bytes(n, limits)), limits.prefill_chunk)
+    return min(max(1, MAX_SCORE_BYTES // row_bytes(n, limits)), limits.prefill_chunk)
 
 
 def score_bytes(g: Graph, limits: Limits, attention: str) -> int:
     """Count the bytes of scores of the largest attention of a graph that is not one layer."""
-    forms = known_forms(g) if attention == AUTO else {}
+    kinds = attention_by_head_size(g) if attention == AUTO else {}
     return max(
         (
             row_bytes(n, limits) * (block_rows(n, limits) if n["q"].type.shape[1] != 1 else 1)
             for n in g.nodes
-            if n.definition.cache_range and forms.get(head_size(n) or 0, attention) != "fused"
+            if n.definition.cache_range and kinds.get(head_size(n) or 0, attention) != "fused"
         ),
         default=0,
     )
@@ -70,7 +70,7 @@ def in_blocks(
     q: Operand,
     keys: Operand,
     values: Operand,
-    seen: Operand,
+    visible: Operand,
     softmax: Softmax | None = None,
 ) -> Operand:
     """Attend by layers (`softmax` in the place of the layer) over q [B,S,heads,d]: the first token
@@ -81,7 +81,7 @@ def in_blocks(
     scale, cap = n.number("scale"), n.number("softcap")
 
     def part(first: int, count: int) -> tuple[Operand, Operand]:
-        mask = net.shared(("rows", seen, first), lambda: e.block(seen, 2, first, count))
+        mask = net.shared(("rows", visible, first), lambda: e.block(visible, 2, first, count))
         return e.block(q, 1, first, count), mask
 
     # A builder converts a cache that several layers read once, to fp32 in memory. A power of two of
@@ -90,13 +90,13 @@ def in_blocks(
     readers.append(n)
     power = 2.0 ** (len(readers) - 1)
     if q.shape[1] == 1:
-        return of_one(e, q, keys, values, seen, scale, cap, softmax, power)
-    first = net.shared(("first row", seen), lambda: e.slice(seen, 2, 0, 1))
-    made = [of_one(e, e.slice(q, 1, 0, 1), keys, values, first, scale, cap, softmax, power)]
+        return of_one(e, q, keys, values, visible, scale, cap, softmax, power)
+    first = net.shared(("first row", visible), lambda: e.slice(visible, 2, 0, 1))
+    outputs = [of_one(e, e.slice(q, 1, 0, 1), keys, values, first, scale, cap, softmax, power)]
     for i in range(1, chunk, rows):
         some, mask = part(i, min(rows, chunk - i))
-        made.append(attention.weigh(e, some, keys, values, mask, scale, cap, softmax))
-    return e.reshape(e.concat(made, 1), *q.shape)
+        outputs.append(attention.weigh(e, some, keys, values, mask, scale, cap, softmax))
+    return e.reshape(e.concat(outputs, 1), *q.shape)
 
 
 def of_one(
@@ -104,7 +104,7 @@ def of_one(
     q: Operand,
     keys: Operand,
     values: Operand,
-    seen: Operand,
+    visible: Operand,
     scale: float,
     cap: float,
     softmax: Softmax | None,
@@ -118,12 +118,12 @@ def of_one(
 
     def summed(x: Operand, rows: Operand, axis: int) -> Operand:
         rows = e.unsqueeze(rows if power == 1 else e.mul(rows, power), 2)
-        made = e.mul(times(e, e.cast(x, "f32"), 1 / power), e.cast(rows, "f32"))
-        return e.cast(e.reduce("sum", made, axis), q.dtype)
+        products = e.mul(times(e, e.cast(x, "f32"), 1 / power), e.cast(rows, "f32"))
+        return e.cast(e.reduce("sum", products, axis), q.dtype)
 
     scores = summed(e.reshape(q, b, count, groups, 1, d), keys, 4)
     scores = capped(e, times(e, e.reshape(scores, b, heads, 1, t), scale), cap)
-    scores = e.where(seen, scores, attention.least(scores.dtype))
+    scores = e.where(visible, scores, attention.lowest_finite(scores.dtype))
     weights = e.cast((softmax or Emitter.softmax)(e, e.cast(scores, "f32")), q.dtype)
     out = summed(e.reshape(weights, b, count, groups, t, 1), values, 3)
     return e.reshape(out, *q.shape)
@@ -166,12 +166,12 @@ class Gated(Operand):
 
 def linear_glu(net: Network, n: Node, x: Operand, w: Operand, *up: Operand) -> Any:
     """Return the gated halves of a product; of a long chunk, for the product behind them."""
-    chunk, wide = net.limits.prefill_chunk, int(w.shape[-2])
+    chunk, width = net.limits.prefill_chunk, int(w.shape[-2])
     long = isinstance(x.shape[1], str) and chunk > GATED_ROWS
-    most = x.type.with_shape(net.limits.max_batch, chunk, wide).nbytes()
-    if up or not long or most <= MOST_GATED_BYTES or not _has_readers(w):
+    nbytes = x.type.with_shape(net.limits.max_batch, chunk, width).nbytes()
+    if up or not long or nbytes <= MAX_GATED_BYTES or not _has_readers(w):
         return tuple(net.expanded(n))
-    return Gated(x.type.with_shape(*x.shape[:-1], wide // 2), None, x, w, n.word("act"))
+    return Gated(x.type.with_shape(*x.shape[:-1], width // 2), None, x, w, n.word("act"))
 
 
 def linear(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
@@ -182,19 +182,19 @@ def linear(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
     if not isinstance(x, Gated):
         return weights.linear(e, x, w)
     size = GATED_ROWS if _has_readers(w) else net.limits.prefill_chunk
-    made = []
+    outputs = []
     for i in range(-(-net.limits.prefill_chunk // size)):
         y = weights.linear(e, e.block(x.x, 1, i * size, size), x.w, i)
         gate, up = (e.slice(y, 2, at, at + int(x.shape[2])) for at in (0, int(x.shape[2])))
-        made.append(weights.linear(e, e.mul(activate(e, gate, x.act), up), w, i))
-    return e.reshape(e.concat(made, 1), *x.shape[:-1], made[0].shape[-1])
+        outputs.append(weights.linear(e, e.mul(activate(e, gate, x.act), up), w, i))
+    return e.reshape(e.concat(outputs, 1), *x.shape[:-1], outputs[0].shape[-1])
 
 
 def _has_readers(w: Operand) -> bool:
     """Whether several products may read a weight. Of codes a builder would write one dense copy for
     all, but where each multiplies them by a scale of its own (weights.py): not codes of 4 bits,
     two products of which ended the builder by SIGSEGV."""
-    return not isinstance(w, weights.Coded) or not w.columns
+    return not isinstance(w, weights.QuantizedWeight) or not w.columns
 
 
 # --- several ranks ------------------------------------------------------------------------------
@@ -206,12 +206,12 @@ def all_reduce(net: Network, n: Node, *xs: Operand) -> tuple[Operand, ...]:
     e, ranks, last = net.e, n.whole("ranks"), xs[0].rank - 1
     if ranks == 1:
         return xs
-    whole = e.concat(xs, last) if len(xs) > 1 else xs[0]
-    wide = e.cast(whole, "f32") if ranks > 2 else whole
-    made = e.cast(e.exchange("all_reduce", wide, ranks), whole.dtype)
+    joined = e.concat(xs, last) if len(xs) > 1 else xs[0]
+    operand = e.cast(joined, "f32") if ranks > 2 else joined
+    summed = e.cast(e.exchange("all_reduce", operand, ranks), joined.dtype)
     if len(xs) == 1:
-        return (made,)
-    return tuple(pieces(net, made, *(int(x.shape[last]) for x in xs)))
+        return (summed,)
+    return tuple(pieces(net, summed, *(int(x.shape[last]) for x in xs)))
 
 
 def all_gather(net: Network, n: Node, x: Operand) -> Operand:
@@ -228,42 +228,42 @@ def all_gather(net: Network, n: Node, x: Operand) -> Operand:
 
 
 def attend(
-    net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand
+    net: Network, n: Node, q: Operand, keys: Operand, values: Operand, visible: Operand
 ) -> Operand:
     """Attend by one IAttention over q [B,S,heads,d], keys and values [B,n,T,d] with a mask that
     fits [B,heads,S,T], in towers too. There is no input for a scale, so q is multiplied."""
     e = net.e
     if n.attrs.get("softcap"):
         net.notes.append(f"{n.out}: explicit attention, since IAttention has no softcap")
-        return in_blocks(net, n, q, keys, values, seen)
+        return in_blocks(net, n, q, keys, values, visible)
     q = times(e, e.transpose(q, 0, 2, 1, 3), n.number("scale"))
     if _few_tokens(net, q):
-        seen = net.shared(("added", seen), lambda: _added(e, seen, q.dtype))
-    made = e.attention(q, keys, values, seen)
-    return e.transpose(made, 0, 2, 1, 3)
+        visible = net.shared(("added", visible), lambda: _added(e, visible, q.dtype))
+    out = e.attention(q, keys, values, visible)
+    return e.transpose(out, 0, 2, 1, 3)
 
 
 def _few_tokens(net: Network, q: Operand) -> bool:
     """Whether a profile of several tokens has room for fewer than a builder's index of a bool
     mask's blocks needs: two attentions that share one were refused there."""
-    few = net.limits.prefill_chunk < LEAST_INDEXED or ROWS in net.env
+    few = net.limits.prefill_chunk < MIN_INDEXED_TOKENS or ROWS in net.env
     return isinstance(q.shape[2], str) and few
 
 
-def _added(e: Emitter, seen: Operand, dtype: str) -> Operand:
+def _added(e: Emitter, visible: Operand, dtype: str) -> Operand:
     """Return what a bool mask adds to scores."""
-    zero = e.constant(torch.zeros((1,) * seen.rank, dtype=torch_dtype(dtype)))
-    return e.where(seen, zero, attention.least(dtype))
+    zero = e.constant(torch.zeros((1,) * visible.rank, dtype=torch_dtype(dtype)))
+    return e.where(visible, zero, attention.lowest_finite(dtype))
 
 
 # --- settings ---------------------------------------------------------------------------------
 
 #: form of attention -> its part in the text model, and in towers
-FORMS: Mapping[str, tuple[Callable[..., Operand], vision.Form]] = {
-    "explicit": (in_blocks, vision.in_parts),
+ATTENTION_KINDS: Mapping[str, tuple[Callable[..., Operand], vision.EncoderAttend]] = {
+    "explicit": (in_blocks, vision.attend_in_blocks),
     "plain": (
         partial(in_blocks, softmax=plain_softmax),
-        partial(vision.in_parts, softmax=plain_softmax),
+        partial(vision.attend_in_blocks, softmax=plain_softmax),
     ),
     "fused": (attend, attend),
 }
@@ -280,28 +280,28 @@ def head_size(n: Node) -> int | None:
     return int(n["q"].type.shape[-1]) if n.op in ATTENTIONS else None
 
 
-def known_forms(g: Graph) -> dict[int, str]:
+def attention_by_head_size(g: Graph) -> dict[int, str]:
     """Return the form for each size of heads, by what builders of TensorRT-RTX were seen to make
     one kernel of."""
-    found = {}
+    kinds = {}
     for n in g.nodes:
         if (size := head_size(n)) is not None:
-            whole = size <= MAX_HEAD and n["q"].type.dtype == "bf16"
-            found[size] = "fused" if whole and not n.attrs.get("softcap") else "explicit"
-    return found
+            supported = size <= MAX_HEAD and n["q"].type.dtype == "bf16"
+            kinds[size] = "fused" if supported and not n.attrs.get("softcap") else "explicit"
+    return kinds
 
 
 def _attention(chosen: Callable[[int], str]) -> Mapping[str, Lowering]:
     def of(tower: bool) -> Callable[..., Operand]:
-        def form(net: Network, n: Node, q: Operand, *others: Operand) -> Operand:
-            return FORMS[chosen(int(q.shape[3]))][tower](net, n, q, *others)
+        def attend_by_size(net: Network, n: Node, q: Operand, *inputs: Operand) -> Operand:
+            return ATTENTION_KINDS[chosen(int(q.shape[3]))][tower](net, n, q, *inputs)
 
-        return form
+        return attend_by_size
 
     return {
-        "attention": partial(attention.attention, form=of(False)),
-        "attention_latent": partial(attention.attention_latent, form=of(False)),
-        "encoder_attention": partial(vision.encoder_attention, form=of(True)),
+        "attention": partial(attention.attention, impl=of(False)),
+        "attention_latent": partial(attention.attention_latent, impl=of(False)),
+        "encoder_attention": partial(vision.encoder_attention, impl=of(True)),
     }
 
 
@@ -309,7 +309,7 @@ def _attention(chosen: Callable[[int], str]) -> Mapping[str, Lowering]:
 ATTENTIONS = ("attention", "attention_latent", "encoder_attention")
 SETTINGS: Mapping[str, Setting] = {
     "attention": Setting(
-        (AUTO, *FORMS),
+        (AUTO, *ATTENTION_KINDS),
         AUTO,
         "TensorRT's own attention layer in bf16 for heads of at most 256, else products and a "
         "softmax (auto); these alone; these with the softmax in plain layers; or TensorRT's own "
@@ -324,11 +324,11 @@ SETTINGS: Mapping[str, Setting] = {
 }
 
 
-def lowerings(forms: str | Chosen = "explicit") -> Mapping[str, Lowering]:
+def lowerings(kinds: str | Chosen = "explicit") -> Mapping[str, Lowering]:
     """Return the lowering of each op, with attention in one form, or in one for each size of
     heads."""
-    chosen = forms.__getitem__ if isinstance(forms, Mapping) else lambda size: str(forms)
-    own: dict[str, Lowering] = {
+    chosen = kinds.__getitem__ if isinstance(kinds, Mapping) else lambda size: str(kinds)
+    overrides: dict[str, Lowering] = {
         "all_reduce": all_reduce,
         "all_gather": all_gather,
         "experts": experts,
@@ -336,4 +336,4 @@ def lowerings(forms: str | Chosen = "explicit") -> Mapping[str, Lowering]:
         "linear_glu": linear_glu,
         "norm_rope": norm_rope,
     }
-    return {**LOWERINGS, **own, **_attention(chosen)}
+    return {**LOWERINGS, **overrides, **_attention(chosen)}

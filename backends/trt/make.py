@@ -23,7 +23,7 @@ from g4ir.weights.pack import params_of_rank
 
 from . import build
 from .build import Written
-from .compiled import Made, compiled, summary
+from .compiled import CompiledProfile, compiled, summary
 from .host import Api, Host, logger
 from .interface import ENGINE, LOG, files, keep_log, networks
 from .lowerings import AUTO
@@ -42,25 +42,25 @@ class Make:
     settings: dict[str, str]
     notes: list[str] = field(default_factory=list)
     #: of the text model's plan, by profile
-    made: dict[str, Made] = field(default_factory=dict)
+    profiles: dict[str, CompiledProfile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.api, self.graphs = self.host.tensorrt(), networks(self.task.program)
-        self.target, self.asked = self.host.target, self.settings["attention"]
+        self.target, self.requested = self.host.target, self.settings["attention"]
 
     def run(self) -> dict[str, Any]:
         """Write the plans; return what the manifest keeps. Where it fails, TensorRT's log is kept
         beside the engine, and the error ends with its name."""
         self.log = logger(self.api.trt, self.task.folder / LOG)
         try:
-            return self._made()
+            return self._write_plans()
         except G4Error as e:
             e.args = (f"{e}; {keep_log(self.task.folder)}",)
             raise
         finally:
             self.log.close()
 
-    def _made(self) -> dict[str, Any]:
+    def _write_plans(self) -> dict[str, Any]:
         self.task.progress(f"TensorRT's builder: {build.estimate([*self.graphs.values()])}")
         for name in self.graphs:
             self._or_simpler(partial(self._plans, name))
@@ -82,27 +82,27 @@ class Make:
         """Do the work; where the builder refuses a whole network whose attention it chose the form
         of, or takes its layers for an attention of its own, once more in the next simpler form."""
         while True:
-            form = self.settings["attention"]
+            kind = self.settings["attention"]
             try:
                 return work()
             except build.RefusedError as e:
-                chosen = self.asked == AUTO or (form != "fused" and build.WRAPPER in str(e))
-                if form not in SIMPLER or not chosen:
+                chosen = self.requested == AUTO or (kind != "fused" and build.WRAPPER in str(e))
+                if kind not in SIMPLER or not chosen:
                     raise
-                self.settings["attention"] = SIMPLER[form]
-                self._note(f"attention: {SIMPLER[form]}, since TensorRT refused: {e}")
+                self.settings["attention"] = SIMPLER[kind]
+                self._note(f"attention: {SIMPLER[kind]}, since TensorRT refused: {e}")
 
-    def _look(self, w: Written, begun: int) -> None:
+    def _look(self, w: Written, offset: int) -> None:
         """Note what the builder's log, from here on, says that it made of the text model; builders
         that time kernels may say it otherwise."""
         with (self.task.folder / LOG).open(errors="replace") as log:
-            log.seek(begun)
+            log.seek(offset)
             try:
                 caches = [v.name for v in w.graph.state]
-                self.made = compiled(log.read(), [*w.interface.profiles], caches)
+                self.profiles = compiled(log.read(), [*w.interface.profiles], caches)
             except ValueError as e:
                 self.task.progress(str(e))
-        for note in summary(self.made):
+        for note in summary(self.profiles):
             self._note(note)
 
     def _memory(self) -> int | None:
@@ -125,14 +125,14 @@ class Make:
         w = build.write_network(self.api, graph, self.task.limits, params, self.settings, self.log)
         for note in () if rank else w.notes:
             self._note(note)
-        begun = (self.task.folder / LOG).stat().st_size
+        offset = (self.task.folder / LOG).stat().st_size
         config = build.configure(self.api, w, self._memory(), self.target)
         timing = build.timing_file(self.host.timings(), self.host.machine(self.task.device))
         timed = None if self.target.ahead_of_time else timing
         path, progress = self.task.folder / plan, self.task.progress
         build.build_plan(self.api, w, config, timed, path, progress)
         if name == ENGINE and not rank:
-            self._look(w, begun)
+            self._look(w, offset)
         text = json.dumps(w.interface.as_json(), indent=1) + "\n"
         write_file(self.task.folder / tensors, [text.encode()])
         if rank:
@@ -166,7 +166,7 @@ class Make:
         GPU could read it, the builder's log."""
         plan = files(ENGINE, 0, ranks_of(self.graphs[ENGINE]))[0]
         if self.target.ahead_of_time:
-            return max((m.scratch_bytes for m in self.made.values()), default=0)
+            return max((m.scratch_bytes for m in self.profiles.values()), default=0)
         engine = read_plan(self.task.folder / plan, self.api, self.log)
         return int(engine.device_memory_size_v2)
 

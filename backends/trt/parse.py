@@ -8,7 +8,7 @@ from typing import Any
 import onnx
 import torch
 
-from g4ir.backends.onnx_graph.emitter import Place
+from g4ir.backends.onnx_graph.emitter import DataLocation
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Value
 from g4ir.ops.types import Type, dtype_name
@@ -27,15 +27,15 @@ class Addresses:
         self.params = params
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def weight(self, v: Value) -> Place:
-        """Return the place of a param; LowerError where it is of another type than the graph's."""
+    def weight(self, v: Value) -> DataLocation:
+        """Return the address of a param; LowerError if its type is not the graph's."""
         t = self.params.tensor(v.name).contiguous()
         stored = Type(dtype_name(t.dtype), tuple(t.shape))
         if stored != v.type:
             raise LowerError(f"param {v} is {stored}, the graph says {v.type}")
         return self._add(v.name, t)
 
-    def constant(self, data: bytes) -> Place:
+    def constant(self, data: bytes) -> DataLocation:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return self._add(f"constant/{len(self.tensors)}", tensor)
 
@@ -44,22 +44,22 @@ class Addresses:
         (location,) = (x.value for x in t.external_data if x.key == "location")
         return self.tensors[location]
 
-    def _add(self, location: str, tensor: torch.Tensor) -> Place:
+    def _add(self, location: str, tensor: torch.Tensor) -> DataLocation:
         self.tensors[location] = tensor
-        return Place(location, 0, tensor.nbytes)
+        return DataLocation(location, 0, tensor.nbytes)
 
 
 def parse(api: Api, network: Any, emitter: Dialect, name: str, log: Any) -> Any:
-    """Have NVIDIA's parser write what was emitted into a network. Return the parser, which the
-    network needs until it is built. LowerError names the node that is refused."""
+    """Parse the emitted model into a network. Return the parser, which the network needs until it
+    is built. LowerError names the refused node."""
     model = emitter.model(name, "", {})
     parser = api.trt.OnnxParser(network, log)
-    taken = parser.load_model_proto(model.SerializeToString())
-    for t in model.graph.initializer if taken else ():
+    accepted = parser.load_model_proto(model.SerializeToString())
+    for t in model.graph.initializer if accepted else ():
         if t.data_location == onnx.TensorProto.EXTERNAL:
-            held = emitter.storage.of(t)
-            taken = taken and parser.load_initializer(t.name, held.data_ptr(), held.nbytes)
-    if not taken or not parser.parse_model_proto():
+            w = emitter.storage.of(t)
+            accepted = accepted and parser.load_initializer(t.name, w.data_ptr(), w.nbytes)
+    if not accepted or not parser.parse_model_proto():
         raise LowerError(
             f"TensorRT's parser refuses the network of {name}: {_refusal(parser, log)}"
         )
@@ -69,7 +69,7 @@ def parse(api: Api, network: Any, emitter: Dialect, name: str, log: Any) -> Any:
 def _refusal(parser: Any, log: Any) -> str:
     """Return the parser's first error and its node; without one, what is in the log."""
     if not parser.num_errors:
-        return str(log.said())
+        return str(log.reason())
     error = parser.get_error(0)
     node = f"node {error.node_name()} ({error.node_operator()}): " if error.node_name() else ""
     return node + " ".join(error.desc().split())

@@ -18,8 +18,8 @@ from g4ir.backends.primitives.network import (
     ROWS,
     SLOTS,
     TURNED,
-    asked_rows,
     full_slots,
+    logit_rows,
 )
 from g4ir.backends.primitives.runtime import NetworkCaches
 from g4ir.errors import EngineError
@@ -31,14 +31,14 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import ParamSource
 
 from .host import DTYPES, Api
-from .interface import MOST_VERIFIED, Interface, phase_of
+from .interface import MAX_VERIFIED, Interface, phase_of
 from .kernel_cache import KernelCache
 
 Feeds = dict[str, torch.Tensor]
-#: gives what contexts of this rank exchange by; all ranks ask at the same time
+#: returns this rank's NCCL communicator; all ranks call it at the same time
 Communicator = Callable[[], Any]
 #: fewest slots of the full-length caches that a step looks at, where rows may hold as many
-LEAST_SLOTS = 256
+MIN_SLOTS = 256
 #: phases whose steps have few tokens, in few sizes
 RECORDED = ("decode", VERIFY, DRAFT)
 
@@ -46,7 +46,7 @@ RECORDED = ("decode", VERIFY, DRAFT)
 def step_slots(tokens: int, max_seq: int) -> int:
     """Return how much of the full-length caches a step of several tokens looks at: 256, 384, 512,
     768, 1024, ...; few sizes, because each has recorded steps of its own."""
-    size = LEAST_SLOTS
+    size = MIN_SLOTS
     while size < tokens:
         size += size // 2 if size & (size - 1) == 0 else size // 3
     return min(size, max_seq)
@@ -89,8 +89,8 @@ class TrtSteps:
         #: by rows and tokens of recorded steps, as long as those
         self.no_blocks: dict[tuple[int, int], torch.Tensor] = {}
         self.communicator: Communicator | None = None
-        #: contexts that are not given what they exchange by
-        self.apart: list[Any] = []
+        #: contexts without a communicator yet
+        self.unlinked: list[Any] = []
         self.contexts = {profile: self._context(profile) for profile in self.io.profiles or ("",)}
 
     # --- contexts and memory ------------------------------------------------------------------
@@ -124,47 +124,47 @@ class TrtSteps:
         return torch.empty(max(1, size), dtype=torch.uint8, device=self.device)
 
     def link(self, communicator: Communicator) -> None:
-        """Have steps exchange with those of other ranks."""
-        self.communicator, self.apart = communicator, [*self.contexts.values()]
+        """Run collectives of later steps over this communicator."""
+        self.communicator, self.unlinked = communicator, [*self.contexts.values()]
 
     def _connect(self) -> None:
-        """Give contexts what they exchange by. TensorRT waits until all ranks do so: hence it is
-        left to a step, when none can fail any more for what it alone lacks."""
-        if not self.communicator or not self.apart:
+        """Set the communicator of new contexts. TensorRT blocks until all ranks do so, hence at the
+        first step, when no rank can fail any more for a reason of its own."""
+        if not self.communicator or not self.unlinked:
             return
-        found = self.communicator()
-        for context in self.apart:
-            if not context.set_communicator(found):
+        communicator = self.communicator()
+        for context in self.unlinked:
+            if not context.set_communicator(communicator):
                 raise self._error("it takes no communicator", "start all ranks again")
-        self.apart.clear()
+        self.unlinked.clear()
 
     # --- steps --------------------------------------------------------------------------------
 
     def step(self, phase: str, feeds: Feeds, state: NetworkCaches, tokens: int) -> Feeds:
-        """Run a step over full-length caches of which rows hold up to `tokens` afterwards, by the
-        profile whose span has room for them; return its outputs by name."""
+        """Run a step after which sequences have up to `tokens` tokens, with the smallest profile
+        whose span covers them; return its outputs by name."""
         self._connect()
         profile = self.io.covering(phase, tokens)
         slots = self.io.span(profile) or step_slots(tokens, self.limits.max_seq)
         recorded = phase_of(profile) in RECORDED
         if self.record and recorded:
             return self._replay(profile, feeds, state, slots)
-        made = self._outputs(feeds)
+        outputs = self._outputs(feeds)
         with nullcontext() if recorded else self._lent(profile):
-            self._step(self.contexts[profile], feeds, state, slots, made)
-        return made
+            self._step(self.contexts[profile], feeds, state, slots, outputs)
+        return outputs
 
     def encode_static(self, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Run a tower; return its one output."""
         (name,) = self.io.outputs
-        made = self._output(name, {})
+        output = self._output(name, {})
         with self._lent(""):
-            self._execute(self.contexts[""], dict(feeds), {name: made})
-        return made
+            self._execute(self.contexts[""], dict(feeds), {name: output})
+        return output
 
     @contextmanager
     def _lent(self, profile: str) -> Iterator[None]:
-        """A context in which a profile has scratch memory, which is torch's again afterwards."""
+        """Lend a profile scratch memory, which returns to torch's allocator afterwards."""
         scratch = self._scratch(profile)
         lend(self.contexts[profile], scratch)
         yield
@@ -176,13 +176,13 @@ class TrtSteps:
         record = self.record
 
         def make() -> Captured[Feeds]:
-            context, made = self._context(profile), self._outputs(feeds)
-            self.apart.append(context)
+            context, outputs = self._context(profile), self._outputs(feeds)
+            self.unlinked.append(context)
             self._connect()
 
-            def step(given: Feeds) -> Feeds:
-                self._step(context, given, state, slots, made)
-                return made
+            def step(inputs: Feeds) -> Feeds:
+                self._step(context, inputs, state, slots, outputs)
+                return outputs
 
             return Captured(step, feeds, record)
 
@@ -200,28 +200,28 @@ class TrtSteps:
         return torch.empty(self.io.shape(name, dims), dtype=dtype, device=self.device)
 
     def _step(
-        self, context: Any, feeds: Feeds, state: NetworkCaches, slots: int, made: Feeds
+        self, context: Any, feeds: Feeds, state: NetworkCaches, slots: int, outputs: Feeds
     ) -> None:
-        given = {**state.held, TURNED: state.turned, SLOTS: self.slots[:slots], **feeds}
+        inputs = {**state.caches, TURNED: state.turned, SLOTS: self.slots[:slots], **feeds}
         if BLOCK_IDS in self.io.inputs and BLOCK_IDS not in feeds:
-            given[BLOCK_IDS] = self._no_blocks(*feeds["positions"].shape)
-        outputs = {o: state.held[i] for o, i in self.io.aliased.items()}
+            inputs[BLOCK_IDS] = self._no_blocks(*feeds["positions"].shape)
+        caches = {o: state.caches[i] for o, i in self.io.aliased.items()}
         fix = "load it with cuda_graph=False to see where"
-        self._execute(context, given, outputs | made, fix)
+        self._execute(context, inputs, caches | outputs, fix)
 
     def _no_blocks(self, batch: int, size: int) -> torch.Tensor:
         key = batch, size
         if key in self.no_blocks:
             return self.no_blocks[key]
-        made = torch.full(key, NO_BLOCK, device=self.device)
-        return self.no_blocks.setdefault(key, made) if size <= MOST_VERIFIED else made
+        ids = torch.full(key, NO_BLOCK, device=self.device)
+        return self.no_blocks.setdefault(key, ids) if size <= MAX_VERIFIED else ids
 
     def _execute(
         self, context: Any, inputs: Feeds, outputs: Feeds, fix: str = "build it again"
     ) -> None:
-        given = {name: inputs[name].contiguous() for name in self.io.inputs}
+        contiguous = {name: inputs[name].contiguous() for name in self.io.inputs}
         with self.stream.handle() as stream:
-            self._bind(context, given, outputs)
+            self._bind(context, contiguous, outputs)
             if (
                 self.kernels
                 and self.stream.recording()
@@ -254,12 +254,12 @@ class TrtSteps:
         if missing:
             raise self._error(f"it still lacks {', '.join(missing)}")
 
-    def _error(self, what: str, fix: str = "build it again") -> EngineError:
-        return EngineError(f"TensorRT engine: {what}: {self.log.said()}; {fix}")
+    def _error(self, problem: str, fix: str = "build it again") -> EngineError:
+        return EngineError(f"TensorRT engine: {problem}: {self.log.reason()}; {fix}")
 
 
 def lend(context: Any, scratch: torch.Tensor) -> None:
-    """Have a context use this scratch memory, which the caller keeps."""
+    """Set a context's scratch memory, which the caller keeps alive."""
     context.set_device_memory(scratch.data_ptr(), scratch.numel())
 
 
@@ -279,23 +279,23 @@ class TrtRuntime(TrtSteps, Runtime):
         super().__init__(opened, limits, record)
         self.source, self.open_engine, self.recorder = params, open_engine, record
         self.program = program
-        self.others: dict[str, TrtSteps] = {}
+        self.extra_engines: dict[str, TrtSteps] = {}
         if self.kernels:
             self.kernels.keep()
 
-    def _other(self, name: str) -> TrtSteps:
+    def _extra_engine(self, name: str) -> TrtSteps:
         """Return the engine of a tower, or of the drafter's step, which reads these caches and
         changes none."""
-        if name not in self.others:
-            self.others[name] = TrtSteps(self.open_engine(name), self.limits, self.recorder)
+        if name not in self.extra_engines:
+            self.extra_engines[name] = TrtSteps(self.open_engine(name), self.limits, self.recorder)
             if self.communicator and name == DRAFT:
-                self.others[name].link(self.communicator)
-        return self.others[name]
+                self.extra_engines[name].link(self.communicator)
+        return self.extra_engines[name]
 
     def link(self, communicator: Communicator) -> None:
         super().link(communicator)
         if DRAFT in self.program.graphs:
-            self._other(DRAFT)  # now, since the others would wait where one could not
+            self._extra_engine(DRAFT)  # now, since the others would wait where one could not
 
     def new_state(self, batch: int) -> NetworkCaches:
         types = {name: self.io.inputs[name] for name in self.io.aliased.values()}
@@ -312,25 +312,25 @@ class TrtRuntime(TrtSteps, Runtime):
     ) -> Tensors | None:
         with self.turn:
             if phase == DRAFT:
-                return self._other(DRAFT).step(phase, feeds, state, context)
+                return self._extra_engine(DRAFT).step(phase, feeds, state, context)
             if ROWS in self.io.inputs:
-                feeds = {**feeds, ROWS: asked_rows(phase, feeds)}
+                feeds = {**feeds, ROWS: logit_rows(phase, feeds)}
             state.turn(feeds["positions"])
-            made = self.step(phase, feeds, state, context)
+            outputs = self.step(phase, feeds, state, context)
             if watch:
-                for name, t in made.items():
+                for name, t in outputs.items():
                     watch(name, t)
-        return made if logits else None
+        return outputs if logits else None
 
     def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
         with self.turn:
-            return self._other(tower).encode_static(feeds)
+            return self._extra_engine(tower).encode_static(feeds)
 
     def close(self) -> None:
         if self.kernels and self.engine:
             self.kernels.keep()
         self.contexts.clear()
-        self.others.clear()
+        self.extra_engines.clear()
         self.engine = None
         self.source.close()
 
@@ -341,10 +341,10 @@ class TrtRuntime(TrtSteps, Runtime):
 def check_engine(api: Api, engine: Any, io: Interface) -> None:
     """Raise EngineError where the engine's tensors are not those of the interface."""
 
-    def alike(what: str, found: str, expected: str) -> None:
-        if found != expected:
+    def alike(subject: str, actual: str, expected: str) -> None:
+        if actual != expected:
             raise EngineError(
-                f"TensorRT engine: {what} {found}, expected {expected}; build it again"
+                f"TensorRT engine: {subject} {actual}, expected {expected}; build it again"
             )
 
     names = sorted(engine.get_tensor_name(i) for i in range(engine.num_io_tensors))
@@ -354,8 +354,8 @@ def check_engine(api: Api, engine: Any, io: Interface) -> None:
     for name, t in described.items():
         alike(f"{name} is", str(types.get(engine.get_tensor_dtype(name))), t.dtype)
     for out, source in io.aliased.items():
-        found = engine.get_aliased_input_tensor(out)
-        alike(f"{out} lies at the address of", found or "nothing else", source)
+        actual = engine.get_aliased_input_tensor(out)
+        alike(f"{out} lies at the address of", actual or "nothing else", source)
 
 
 def deserialize(api: Api, plan: Any, log: Any) -> Any:
@@ -364,7 +364,7 @@ def deserialize(api: Api, plan: Any, log: Any) -> Any:
     if engine is None:
         name = api.library.name
         raise EngineError(
-            f"{name} {api.version} does not take the plan: {log.said()}; build the engine again "
+            f"{name} {api.version} does not take the plan: {log.reason()}; build the engine again "
             f"with this {name} {'for' if api.library.ahead_of_time else 'on'} this GPU"
         )
     return engine

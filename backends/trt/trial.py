@@ -17,7 +17,7 @@ from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import ParamSource
 
 from . import build
-from .compiled import Made, compiled
+from .compiled import CompiledProfile, compiled
 from .host import Api, logger
 from .interface import LOG
 from .target import Target
@@ -33,7 +33,7 @@ class Trial:
     """What was made of a network: layers, each profile, and the bytes of its plan."""
 
     layers: int
-    profiles: Mapping[str, Made]
+    profiles: Mapping[str, CompiledProfile]
     plan_bytes: int
 
 
@@ -50,12 +50,12 @@ class Repeated:
         t = self.types[name]
         sizes = sorted({x.numel() for x in self.types.values() if x.dtype == t.dtype})
         if t.dtype not in self._buffers:
-            self._buffers[t.dtype] = _numbers(t.dtype, sizes[-1] + STRIDE * len(sizes))
+            self._buffers[t.dtype] = _values(t.dtype, sizes[-1] + STRIDE * len(sizes))
         start = STRIDE * sizes.index(t.numel())
         return self._buffers[t.dtype][start : start + t.numel()].view([*map(int, t.shape)])
 
 
-def _numbers(dtype: str, count: int) -> torch.Tensor:
+def _values(dtype: str, count: int) -> torch.Tensor:
     kind, g = torch_dtype(dtype), torch.Generator().manual_seed(0)
     size = min(count, PERIOD)
     if kind.is_floating_point:

@@ -29,7 +29,7 @@ from tests.trt.emulated import build, emulated, use
 Tensor = torch.Tensor
 #: tokens that each row is given, and tokens that are verified after steps
 LENGTHS, VERIFIED = (29, 0, 17), 2
-CHUNK, MAX_SEQ, LEAST_SPAN = 11, 300, 64
+CHUNK, MAX_SEQ, MIN_SPAN = 11, 300, 64
 #: largest difference of a row relative to its rms, which comes of the order of sums
 BUDGET = 1e-4
 #: width of models that are made small
@@ -52,7 +52,7 @@ def check(spec: Any, folder: Path, **options: Any) -> dict[str, float]:
     """The largest errors of a spec's engine: `logits`, `drafts`, `soft`; AssertionError beyond the
     budget."""
     with pytest.MonkeyPatch.context() as patch, one_thread():
-        patch.setattr(interface, "LEAST_SPAN", LEAST_SPAN)
+        patch.setattr(interface, "MIN_SPAN", MIN_SPAN)
         use(patch, emulated(folder))
         limits = {"max_seq": MAX_SEQ, "prefill_chunk": CHUNK}
         engine = build(folder / "engine", spec, **{"media": "none", **limits, **options})
@@ -83,7 +83,7 @@ def results(program: Program, params: Any, runtime: Any) -> dict[str, Tensor]:
     embed, lengths = program.graphs["embed"], torch.tensor(LENGTHS)
     tables = {v.name: params.tensor(v.name) for v in embed.params}
     state, generator = runtime.new_state(len(LENGTHS)), torch.Generator().manual_seed(0)
-    plan, contexts = steps_of(program), [LEAST_SPAN, 4 * LEAST_SPAN, MAX_SEQ]
+    plan, contexts = steps_of(program), [MIN_SPAN, 4 * MIN_SPAN, MAX_SEQ]
     tokens = torch.randint(3, 200, (len(LENGTHS), plan[-1][2]), generator=generator)
     held, found = torch.zeros_like(lengths), list[Tensor]()
     for phase, start, stop in plan:

@@ -94,7 +94,7 @@ def test_refused(answers: dict[str, Any], says: str) -> None:
     e = Dialect(Addresses(params))
     x = e.input("x", parse_type("f32[B,64]"))
     e.output("y", e.linear(x, e.param(Value("w", parse_type("f32[64,64]")))))
-    log = SimpleNamespace(said=lambda: "it is no model")
+    log = SimpleNamespace(reason=lambda: "it is no model")
     parse(parser(), None, e, "prefill", log)
     with pytest.raises(LowerError, match=says):
         parse(parser(**answers), None, e, "prefill", log)

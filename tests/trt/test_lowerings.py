@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from g4ir.backends.base import Prepared
-from g4ir.backends.onnx_graph.export import Nowhere
+from g4ir.backends.onnx_graph.export import NullStorage
 from g4ir.backends.primitives import attention
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.network import Network
@@ -57,7 +57,7 @@ class Attention(Node):
 @pytest.mark.parametrize("form", ["mask", "explicit", "plain", "fused"])
 def test_what_attentions_share_is_of_their_operands(form: str) -> None:
     """A mask is that of its keys, also where these have the address of others that are gone."""
-    e = Dialect(Nowhere())
+    e = Dialect(NullStorage())
     net = Network(e, None, Limits(1, 8, 4), {})  # type: ignore[arg-type]
     b = ("B", "S")
     kinds = {"positions": Type("i64", b), "start": Type("i64", ("B",))}
@@ -72,7 +72,7 @@ def test_what_attentions_share_is_of_their_operands(form: str) -> None:
         if form == "mask":
             attention.mask(net, n, keys)
         else:
-            lowered.FORMS[form][0](net, n, q, held, held, seen)
+            lowered.ATTENTION_KINDS[form][0](net, n, q, held, held, seen)
         del keys, seen
     read = {name for node in e.nodes for name in node.input}
     assert {f"{'keys' if form == 'mask' else 'seen'}{i}" for i in range(20)} <= read
@@ -83,7 +83,7 @@ def test_what_attentions_share_is_of_their_operands(form: str) -> None:
 
 def nodes_of(p: Prepared) -> Counter[str]:
     """How often each operator is in the text model's network, with a layer's own as `L0/...`."""
-    e, _ = emitted(network_graph(p.packing.program), SMALL, Nowhere(), p.config.settings)
+    e, _ = emitted(network_graph(p.packing.program), SMALL, NullStorage(), p.config.settings)
     return Counter(n.op_type for n in e.nodes)
 
 
@@ -99,7 +99,7 @@ def test_queries_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     short chunk the last blocks have nothing."""
     p = planned("12b attention=plain dtype=float32")
     whole = nodes_of(p)["TRT_Slice"]
-    monkeypatch.setattr(lowered, "MOST_SCORE_BYTES", 3 * 4 * SMALL.max_seq * 6 * 4)
+    monkeypatch.setattr(lowered, "MAX_SCORE_BYTES", 3 * 4 * SMALL.max_seq * 6 * 4)
     assert nodes_of(p)["TRT_Slice"] > whole
     check_row("12b attention=plain", tmp_path)
 
@@ -110,7 +110,7 @@ def test_mlps_in_blocks(quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     p = planned(f"12b quant={quant} dtype=float32")
     whole = nodes_of(p)["MatMul"]
     monkeypatch.setattr(lowered, "GATED_ROWS", 4)
-    monkeypatch.setattr(lowered, "MOST_GATED_BYTES", 0)
+    monkeypatch.setattr(lowered, "MAX_GATED_BYTES", 0)
     # In each layer but the last, of single tokens, three blocks of two products.
     assert nodes_of(p)["MatMul"] == whole + 4 * (p.config.spec.text.num_hidden_layers - 1)
     check_row(f"12b quant={quant}", tmp_path)

@@ -36,7 +36,7 @@ def taken(file: Path) -> str:
     network = builder.create_network(0)
     parser = TRT.OnnxParser(network, log)
     if not parser.parse_from_file(str(file)):
-        return f"parser: {log.said()}"
+        return f"parser: {log.reason()}"
     config = builder.create_builder_config()
     inputs = onnx.load(file, load_external_data=False).graph.input
     dims = {i.name: i.type.tensor_type.shape.dim for i in inputs}
@@ -50,7 +50,7 @@ def taken(file: Path) -> str:
             profile.set_shape(name, least, most, most)
         config.add_optimization_profile(profile)
     plan = builder.build_serialized_network(network, config)
-    return "" if plan is not None else f"builder: {log.said()}"
+    return "" if plan is not None else f"builder: {log.reason()}"
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from g4ir.artefact.directory import Artefact, open_artefact
-from g4ir.backends.onnx_graph.export import Nowhere
+from g4ir.backends.onnx_graph.export import NullStorage
 from g4ir.backends.trt.dialect import emitted
 from g4ir.backends.trt.host import recorded_by_all
 from g4ir.backends.trt.runtime import TrtRuntime
@@ -51,7 +51,7 @@ def exchanged(op: str, ranks: int, *parts: torch.Tensor) -> tuple[list[torch.Ten
     types = [parse_type(f"f32[B,S,{p.shape[-1]}]") for p in parts]
     inputs = [b.input(f"x{i}", t) for i, t in enumerate(types)]
     g = b.graph(*b.emit_all(op, *inputs, ranks=ranks, name=[f"y{i}" for i in range(len(parts))]))
-    nets = [emitted(g, LIMITS, Nowhere(), SETTINGS)[0] for _ in range(ranks)]
+    nets = [emitted(g, LIMITS, NullStorage(), SETTINGS)[0] for _ in range(ranks)]
 
     def run(rank: int, exchange: Any) -> list[torch.Tensor]:
         fed = {f"x{i}": p[rank] for i, p in enumerate(parts)}
@@ -73,7 +73,7 @@ def test_sums_of_many_are_rounded_once(ranks: int, casts: int) -> None:
     """Those of two ranks travel in the dtype that they have, others in fp32."""
     b = Builder()
     g = b.graph(b.emit("all_reduce", b.input("x", parse_type("bf16[B,S,4]")), ranks=ranks))
-    nodes = Counter(n.op_type for n in emitted(g, LIMITS, Nowhere(), SETTINGS)[0].nodes)
+    nodes = Counter(n.op_type for n in emitted(g, LIMITS, NullStorage(), SETTINGS)[0].nodes)
     assert (nodes["DistCollective"], nodes["Cast"]) == (1, casts)
 
 

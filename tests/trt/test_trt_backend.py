@@ -76,7 +76,7 @@ def tokens(rows: int, count: int) -> torch.Tensor:
 
 def test_recorded_steps(trt: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """One recording per span; the same logits as without."""
-    monkeypatch.setattr(interfaces, "LEAST_SPAN", 64)
+    monkeypatch.setattr(interfaces, "MIN_SPAN", 64)
     engine = trt(max_seq=400, prefill_chunk=250)
     plain, made = engine.session(2), list[str]()
 
@@ -145,7 +145,7 @@ def test_what_steps_are_given(shared: Engine, monkeypatch: pytest.MonkeyPatch) -
 def test_spans(trt: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of a token looks at the least span that has room for every row, of one size: the
     profile's; the last is the whole cache, of which nothing is cut off."""
-    monkeypatch.setattr(interfaces, "LEAST_SPAN", 8)
+    monkeypatch.setattr(interfaces, "MIN_SPAN", 8)
     engine = trt(prefill_chunk=11)
     io = engine.runtime.io  # type: ignore[attr-defined]
     assert [*io.profiles] == ["decode.8", "decode.32", "decode.107", "prefill"]
