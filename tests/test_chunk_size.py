@@ -169,13 +169,13 @@ def test_a_steady_machine(token_s: float, step_s: float, chunk_s: float, most: i
     """Whatever a token, a step and a chunk cost: gaps are within the bound once chunks are
     measured, and chunks are no shorter than half of what fits."""
     size, now, gaps = ChunkSize(0.1, most), 0.0, []
-    size.begin(now)
+    size.start(now)
     for _ in range(40):
-        size.computed += size.left
+        size.computed += size.remaining
         took = step_s + chunk_s + size.computed * token_s
         gaps.append(took)
         now += took
-        size.read(now)
+        size.record(now)
     fits = (0.1 - step_s - chunk_s) / token_s
     if fits >= FEWEST_TOKENS:
         assert max(gaps[5:]) <= 0.1
@@ -187,8 +187,8 @@ def test_a_steady_machine(token_s: float, step_s: float, chunk_s: float, most: i
 def test_without_a_bound_nothing_is_measured() -> None:
     size = ChunkSize(math.inf, 100)
     size.computed = 100
-    size.read(1e9)
-    assert (size.tokens, size.left) == (100, 100) and not size.bounded
+    size.record(1e9)
+    assert (size.tokens, size.remaining) == (100, 100) and not size.bounded
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ from g4ir.engine.requests import Event, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.speculative import (
     COST,
-    LEAST_MATCH,
     LONGEST_PAUSE,
-    MOST_MATCH,
+    MAX_MATCH,
+    MIN_MATCH,
     AcceptanceStats,
     NgramProposer,
     Pace,
@@ -166,12 +166,12 @@ def test_lookup_finds_the_longest_match(ids: list[int], count: int, cut: int) ->
     matches = []
     for end in range(len(ids) - 1):
         size = 0
-        while size <= end and size < MOST_MATCH and ids[end - size] == ids[-1 - size]:
+        while size <= end and size < MAX_MATCH and ids[end - size] == ids[-1 - size]:
             size += 1
         matches.append((size, end))
     size, end = max(matches, default=(0, 0))
     behind = ids[end + 1 :]
-    want = [behind[i % len(behind)] for i in range(count)] if size >= LEAST_MATCH else []
+    want = [behind[i % len(behind)] for i in range(count)] if size >= MIN_MATCH else []
     assert text.propose(count) == want
     assert NgramProposer(ids).propose(count) == want
 
@@ -186,7 +186,7 @@ def test_pace(told: list[tuple[int, int]]) -> None:
         assert 0 <= count <= 8
         idle = 0 if count else idle + 1
         assert idle <= LONGEST_PAUSE
-        pace.told(min(drafted, count), min(right, drafted, count), COSTS)
+        pace.record(min(drafted, count), min(right, drafted, count), COSTS)
 
 
 #: of steps that are not measured
@@ -200,7 +200,7 @@ def paced(chance: float, costs: list[float], rounds: int = 400) -> tuple[float, 
     for _ in range(rounds):
         counts.append(count := pace.count(costs))
         right = next((i for i in range(count) if rng.random() >= chance), count)
-        pace.told(count, right, costs)
+        pace.record(count, right, costs)
         took, tokens = took + costs[count], tokens + right + 1
     return took / tokens, counts[rounds // 2 :]
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from g4ir.backends.sampling import SamplingParams
 from g4ir.engine.engine import Engine
 from g4ir.engine.inputs import row_prompt
-from g4ir.engine.prefill import Prefiller, shared
+from g4ir.engine.prefill import Prefiller, shared_length
 from g4ir.engine.requests import FINISHED, Event, Request, RequestHandle
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.errors import InputError
@@ -264,7 +264,7 @@ def test_a_cached_prefix_ends_with_the_whole_block(engine: Engine) -> None:
     assert cached == [0, 6, 6, 6, 6]
     heard = [request_of([start, Segment("audio", (5,), s), end]) for s in (0, 0, 1)]
     keys = [Prefiller(engine).keys(r) for r in heard]
-    assert [shared(keys[0], k) for k in keys] == [20, 20, 6]
+    assert [shared_length(keys[0], k) for k in keys] == [20, 20, 6]
 
 
 def test_an_image_longer_than_a_chunk_is_refused_at_once(engine: Engine) -> None:

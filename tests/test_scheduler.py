@@ -22,7 +22,7 @@ from g4ir.backends.sampling import SamplingParams
 from g4ir.engine import prefill
 from g4ir.engine.batch import checked_buckets
 from g4ir.engine.engine import Engine
-from g4ir.engine.prefill import KEY_BYTES, PrefixCache, prompt_keys, shared
+from g4ir.engine.prefill import KEY_BYTES, PrefixCache, prompt_keys, shared_length
 from g4ir.engine.requests import (
     CANCELLED,
     FAILED,
@@ -161,8 +161,8 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def rows_are_those_of_who_decodes(self) -> None:
-        holders = self.scheduler.batch.holders
-        assert [self.scheduler.batch.held[a.slot] for a in holders] == holders
+        holders = self.scheduler.batch.sequences
+        assert [self.scheduler.batch.slots[a.slot] for a in holders] == holders
         assert len({id(a) for a in holders}) == len(holders) <= ROWS
         for a in holders:
             held = int(self.scheduler.batch.session.length[a.slot])
@@ -179,7 +179,7 @@ class Machine(RuleBasedStateMachine):
             assert told == got == want[: len(got)]
             assert t.state == (FINISHED if len(got) == len(want) else CANCELLED)
             assert sum(e.finish is not None for e in self.events if e.handle is t) == 1
-        assert not self.scheduler.active and not self.scheduler.waiting
+        assert not self.scheduler.num_running and not self.scheduler.waiting
 
 
 def test_any_order_of_admission_steps_and_cancelling(engine: Engine, full: bool) -> None:
@@ -204,7 +204,7 @@ def test_several_answers_to_one_prompt(engine: Engine) -> None:
     handle.stop(1)
     first = scheduler.step()[0]
     assert (first.index, first.token, first.finish) == (1, None, STOP)
-    assert scheduler.active == 3
+    assert scheduler.num_running == 3
     finished(scheduler)
     assert [a.tokens for a in handle.answers] == [want[0], want[1][:4], want[2]]
     assert handle.state == FINISHED and handle.counts.generated == 9 + 4 + 9
@@ -254,12 +254,12 @@ def test_the_smallest_bucket_is_used(engine: Engine) -> None:
     scheduler = Scheduler(engine, SchedulerConfig(patience=3))
     scheduler.submit(Request(prompt(3), 40, FREE))
     scheduler.step()
-    assert len(scheduler.batch.held) == 1
+    assert len(scheduler.batch.slots) == 1
     short = [scheduler.submit(Request(prompt(3, i), 4, FREE)) for i in (1, 2)]
     sizes = []
     while scheduler.busy:
         scheduler.step()
-        sizes.append(len(scheduler.batch.held))
+        sizes.append(len(scheduler.batch.slots))
     assert all(t.state == FINISHED for t in short)
     assert sizes[:3] == [4, 4, 4] and sizes[-1] == 1 and [*scheduler.batch.sessions] == [1, 4, 2]
     assert sizes == sorted(sizes, reverse=True)
@@ -268,7 +268,7 @@ def test_the_smallest_bucket_is_used(engine: Engine) -> None:
         burst.submit(Request(prompt(13, i), 40, FREE))
     for _ in range(4):
         burst.step()
-        sizes.append(len(burst.batch.held))
+        sizes.append(len(burst.batch.slots))
     assert sizes == [2, 2, 4, 4]
 
 
@@ -287,8 +287,8 @@ def test_short_prompts_are_one_chunk(engine: Engine, monkeypatch: pytest.MonkeyP
             scheduler.step()
         handles = [scheduler.submit(job) for job in jobs]
         scheduler.step()
-        assert scheduler.active == 3 + stream and scheduler.totals.chunks == 1 + stream
-        assert chunks == [4, 4] and len(scheduler.batch.held) == (8 if stream else 4)
+        assert scheduler.num_running == 3 + stream and scheduler.totals.chunks == 1 + stream
+        assert chunks == [4, 4] and len(scheduler.batch.slots) == (8 if stream else 4)
         finished(scheduler)
         texts = [t.answers[0].tokens for t in handles]
         assert texts == [want[0], want[1], want[2][:1], want[3]]
@@ -310,14 +310,14 @@ def test_prompts_that_are_computed_by_themselves(engine: Engine) -> None:
     shapes |= {(1, 9, 1): 0, (4,): 0, (): 0, (50, 2): 0, (4, 1, 1, 1): 2}
     for lengths, count in shapes.items():
         prompts = [(Request(prompt(n, i)), prompt(n, i)) for i, n in enumerate(lengths)]
-        assert prefiller.joined(prompts, sizes, 16) == count, lengths
+        assert prefiller.count_batchable(prompts, sizes, 16) == count, lengths
     tokens = prompt(70)
     alike = [(Request(t), t) for t in (tokens, (*tokens[:66], 4))]
-    assert prefiller.joined(alike, sizes, 1024) == 0
+    assert prefiller.count_batchable(alike, sizes, 1024) == 0
     fresh = [(replace(r, reuse=False), keys) for r, keys in alike]
-    assert prefiller.joined(fresh, sizes, 1024) == 2
+    assert prefiller.count_batchable(fresh, sizes, 1024) == 2
     several = Scheduler(engine).handle(Request(prompt(3), n=2))
-    assert not several.joins and Scheduler(engine).handle(Request(prompt(3))).joins
+    assert not several.batchable and Scheduler(engine).handle(Request(prompt(3))).batchable
 
 
 def test_a_joint_chunk_that_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,14 +456,14 @@ def test_memory_of_prefixes_is_bounded(engine: Engine) -> None:
     size = session.nbytes(10) + 10 * KEY_BYTES
     kept = PrefixCache(2 * size)
     pairs = (((), (1,)), ((1, 2), (1, 2, 3)), ((1, 2, 3), (1, 4, 3)))
-    assert [shared(a, b) for a, b in pairs] == [0, 2, 1]
+    assert [shared_length(a, b) for a, b in pairs] == [0, 2, 1]
     a, b, c = ((*prompt(9, 1), i) for i in range(3))
-    assert kept.keep("", a, session) and kept.keep("", b, session)
-    assert kept.longest("", (*a, 1))[0] == 10
-    assert kept.keep("", c, session) and kept.nbytes == 2 * size
-    assert [kept.longest("", (*k, 1))[0] for k in (a, b, c)] == [10, 0, 10]
-    assert kept.longest("x", (*a, 1)) == (0, None) == kept.longest("", a)
-    assert not PrefixCache(size - 1).keep("", a, session)
+    assert kept.store("", a, session) and kept.store("", b, session)
+    assert kept.lookup("", (*a, 1))[0] == 10
+    assert kept.store("", c, session) and kept.nbytes == 2 * size
+    assert [kept.lookup("", (*k, 1))[0] for k in (a, b, c)] == [10, 0, 10]
+    assert kept.lookup("x", (*a, 1)) == (0, None) == kept.lookup("", a)
+    assert not PrefixCache(size - 1).store("", a, session)
     scheduler = Scheduler(engine, SchedulerConfig(prefix_bytes=3 * size))
     for i in range(9):
         scheduler.submit(Request(prompt(30, i), 1, FREE, marks=(8, 10)))
@@ -475,12 +475,12 @@ def test_the_default_of_the_prefix_cache(engine: Engine, monkeypatch: pytest.Mon
     """A few long prompts whatever is free, but half of that at most; more where there is more."""
     one = Scheduler(engine, SchedulerConfig(prefix_bytes=0)).prefiller.prompt_bytes
     rows = 2 * engine.limits.max_batch * engine.session().nbytes()
-    monkeypatch.setattr(prefill, "LEAST_BYTES", 1)
+    monkeypatch.setattr(prefill, "MIN_BYTES", 1)
     free = {rows + 10 * one: 4 * one, rows + 4 * one: 2 * one, rows + 100 * one: 25 * one, 0: 1}
     for room, most in free.items():
         monkeypatch.setattr(prefill, "free_on", lambda device, room=room: room)
         scheduler = Scheduler(engine)
-        assert scheduler.prefixes.most_bytes == most
+        assert scheduler.prefixes.max_bytes == most
         assert scheduler.prefiller.capacity().startswith("prefix cache: ")
     assert "too small for a prompt of" in scheduler.prefiller.capacity()
     scheduler.submit(Request(prompt(30), 1, FREE, marks=(8, 10)))
@@ -544,7 +544,7 @@ def test_a_thousand_short_requests(engine: Engine, full: bool) -> None:
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert grown < 100_000 and threading.active_count() == threads
-    assert len(scheduler.batch.sessions) <= 4 and not scheduler.active and not scheduler.waiting
-    assert scheduler.prefixes.nbytes <= 50_000 and not any(scheduler.batch.held)
+    assert len(scheduler.batch.sessions) <= 4 and not (scheduler.num_running or scheduler.waiting)
+    assert scheduler.prefixes.nbytes <= 50_000 and not any(scheduler.batch.slots)
     scheduler.close()
     assert not scheduler.batch.sessions and not len(scheduler.prefixes)

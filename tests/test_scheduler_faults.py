@@ -79,7 +79,7 @@ MAY_FAIL: dict[type, str] = {
     TokenSteps: "close",
     Batch: "put adopt shrink lend take",
     Session: "prefill_piece copy_row reset verify truncate extend prefill_steps",
-    Prefiller: "chunks together",
+    Prefiller: "chunks prefill_batch",
 }
 CALLS = [(owner, name) for owner, names in MAY_FAIL.items() for name in names.split()]
 
@@ -181,9 +181,9 @@ def test_events_before_a_rank_is_lost(engine: Engine, monkeypatch: pytest.Monkey
 
         def cancelling() -> list[Event]:
             made = step()
-            if service.scheduler.active == 2:
+            if service.scheduler.num_running == 2:
                 handles[0].cancel()
-                monkeypatch.setattr(service.scheduler, "_next_tokens", lost)
+                monkeypatch.setattr(service.scheduler, "_decode_step", lost)
             return made
 
         monkeypatch.setattr(service.scheduler, "step", cancelling)

@@ -138,7 +138,7 @@ def test_steps_without_drafts_are_a_loop(tmp_path: Path, monkeypatch: pytest.Mon
 
         want = e.generate(PROMPTS[0], 40, stop_ids=())
         wrong = next(t for t in range(500) if t not in want)
-        spy(monkeypatch, TokenSteps, "step", lambda steps, **_: looped.append(steps.left))
+        spy(monkeypatch, TokenSteps, "step", lambda steps, **_: looped.append(steps.remaining))
         tally = drafted(lambda self, count: [wrong] * count)
         assert tally.rounds == 39 and 0 < tally.drafted[0] < 20
         assert looped and max(looped) <= LONGEST_PAUSE and looped[0] == FIRST_PAUSE

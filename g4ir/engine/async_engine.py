@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from g4ir.errors import BusyError, EngineError
 
 from .engine import Engine
-from .requests import FAILED, Event, Request, RequestHandle, check_least
+from .requests import FAILED, Event, Request, RequestHandle, check_minimums
 from .scheduler import Scheduler, SchedulerConfig
 
 log = logging.getLogger(__name__)
@@ -24,17 +24,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AsyncEngineConfig:
-    """At most `waiting` requests of together `waiting_tokens` prompt tokens have no slot yet."""
+    """Bounds of the queue: requests without a slot, and the sum of their prompt tokens."""
 
     waiting: int = 64
     waiting_tokens: int = 1 << 20
 
     def __post_init__(self) -> None:
-        check_least(vars(self), waiting=1, waiting_tokens=1)
+        check_minimums(vars(self), waiting=1, waiting_tokens=1)
 
 
 class AsyncEngine:
-    """A thread that runs a scheduler, and a bounded queue before it. A context that closes it."""
+    """A thread that runs a scheduler behind a bounded queue; a context manager."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class AsyncEngine:
         self.engine, self.settings = engine, settings or AsyncEngineConfig()
         self.scheduler = Scheduler(engine, config)
         self.totals = self.scheduler.totals
-        #: what ended the thread, if anything did
+        #: exception that ended the thread
         self.error: BaseException | None = None
         self._inbox: deque[RequestHandle] = deque()
-        #: callbacks of requests that have not ended, and which of their answers have not
+        #: callback of each unfinished request, and the indices of its unfinished answers
         self._running: dict[RequestHandle, tuple[Callable[[Event], None], set[int]]] = {}
         self._lock = threading.Condition()
         self._draining = self._closing = False
@@ -62,13 +62,13 @@ class AsyncEngine:
         self.close()
 
     def submit(self, request: Request, callback: Callable[[Event], None]) -> RequestHandle:
-        """Check a request and put it in the queue. The callback gets its events, in the service's
-        thread, and must not wait for anything; one that raises an exception cancels the request.
-        InputError for a request that no slot could answer; BusyError if the queue is full, while
-        draining and after closing."""
+        """Check a request and put it in the queue. The callback gets its events on the scheduler's
+        thread and must not block; if it raises, the request is cancelled. InputError for a request
+        that this engine can never serve; BusyError if the queue is full, while draining and after
+        closing."""
         handle = self.scheduler.handle(request)
         with self._lock:
-            self._check_room(request)
+            self._check_capacity(request)
             self._running[handle] = callback, {answer.index for answer in handle.answers}
             self._inbox.append(handle)
             self._lock.notify_all()
@@ -76,7 +76,7 @@ class AsyncEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether a request would be taken."""
+        """Whether requests are accepted."""
         return self._thread.is_alive() and not (self.error or self._draining or self._closing)
 
     @property
@@ -86,19 +86,19 @@ class AsyncEngine:
             return sum(not handle.started for handle in self._running)
 
     def wait_s(self) -> float:
-        """Return about how many seconds pass until those who wait now have slots."""
+        """Return the estimated seconds until all waiting requests have slots."""
         return self.waiting * self.totals.row_s / self.scheduler.max_batch
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests, and wait until all have ended; whether they did in time."""
+        """Refuse new requests and wait until all have ended; return whether they did in time."""
         with self._lock:
             self._draining = True
             ended = self._lock.wait_for(lambda: not self._running, timeout)
         return ended and self.error is None
 
     def close(self, timeout: float | None = None) -> None:
-        """Cancel what runs, end the thread, and free the caches. TimeoutError where a step takes
-        longer than so many seconds."""
+        """Cancel all requests, end the thread, and free the KV caches. TimeoutError if the current
+        step takes longer than `timeout` seconds."""
         with self._lock:
             self._draining = self._closing = True
             for handle in self._running:
@@ -109,8 +109,8 @@ class AsyncEngine:
             if self._thread.is_alive():
                 raise TimeoutError(f"the service did not end within {timeout} seconds")
 
-    def _check_room(self, request: Request) -> None:
-        """Raise EngineError or BusyError where no request is taken; one may always wait."""
+    def _check_capacity(self, request: Request) -> None:
+        """Raise EngineError or BusyError if the request is refused; one may always wait."""
         if self.error is not None:
             raise EngineError(f"{self.engine.path}: the service ended: {self.error}; start another")
         if self._draining or self._closing:
@@ -141,7 +141,7 @@ class AsyncEngine:
                 self.scheduler.close()
 
     def _admit(self) -> bool:
-        """Admit what came, and wait until there is something to do; False where all is over."""
+        """Wait for work and admit new requests; return False to end the thread."""
         with self._lock:
             self._lock.wait_for(lambda: self._inbox or self._closing or self.scheduler.busy)
             while self._inbox:
@@ -149,15 +149,15 @@ class AsyncEngine:
             return self.scheduler.busy
 
     def _deliver(self, event: Event) -> None:
-        callback, left = self._running[event.handle]
+        callback, unfinished = self._running[event.handle]
         if event.finish:
-            left.discard(event.index)
+            unfinished.discard(event.index)
         try:
             callback(event)
         except Exception:
             log.exception("a callback failed; its request is cancelled")
             event.handle.cancel()
-        if not left:
+        if not unfinished:
             with self._lock:
                 del self._running[event.handle]
                 self._lock.notify_all()
@@ -167,7 +167,7 @@ class AsyncEngine:
             running, self._running = self._running, {}
             self._lock.notify_all()
         error = EngineError(f"{self.engine.path}: the service ended: {self.error or 'closed'}")
-        for handle, (callback, left) in running.items():
-            for index in sorted(left):
+        for handle, (callback, unfinished) in running.items():
+            for index in sorted(unfinished):
                 with suppress(Exception):
                     callback(Event(handle, index, finish=FAILED, error=error))

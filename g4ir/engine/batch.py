@@ -1,8 +1,8 @@
-"""The sequences that decode together, in a session of the smallest bucket that holds them.
+"""The sequences that decode together, in a session of the smallest bucket with enough slots.
 
-Every row of a session is computed in every step, active or not. So there is a session for each
-bucket (1, 2, 4, ... rows), made when it is first needed, and sequences are copied to a larger one
-at once, to a smaller one after `patience` steps in which it would have been enough.
+Every row of a session is computed in every step, active or not. So there is one session per bucket
+(1, 2, 4, ... rows), created on first use. Sequences are copied to a larger bucket at once, to a
+smaller one after `patience` steps in which it would have been enough.
 """
 
 from __future__ import annotations
@@ -16,133 +16,135 @@ from .parts import EngineParts
 from .session import Session
 
 
-class Placed(Protocol):
-    #: number of its row; -1: none
+class HasSlot(Protocol):
+    #: row in the session; -1: none
     slot: int
 
 
-T = TypeVar("T", bound=Placed)
+T = TypeVar("T", bound=HasSlot)
 
 
-def checked_buckets(buckets: Sequence[int] | None, most: int) -> tuple[int, ...]:
-    """Return sizes in order, up to `most` (default: 1, 2, 4, ...); InputError for others."""
-    powers = (1 << i for i in range((most - 1).bit_length()))
-    sizes = (*powers, most) if buckets is None else tuple(sorted({*buckets}))
-    if not sizes or sizes[0] < 1 or sizes[-1] != most:
+def checked_buckets(buckets: Sequence[int] | None, max_batch: int) -> tuple[int, ...]:
+    """Return the sorted bucket sizes (default: 1, 2, 4, ... max_batch), or raise InputError."""
+    powers = (1 << i for i in range((max_batch - 1).bit_length()))
+    sizes = (*powers, max_batch) if buckets is None else tuple(sorted({*buckets}))
+    if not sizes or sizes[0] < 1 or sizes[-1] != max_batch:
         raise InputError(
             f"buckets {list(sizes)}: expected numbers of rows from 1 on, the largest of which is "
-            f"the engine's --max-batch {most}"
+            f"the engine's --max-batch {max_batch}"
         )
     return sizes
 
 
 class Batch(Generic[T]):
-    """Sessions by bucket, and the holder of each slot of the one in use."""
+    """Sessions by bucket, and the sequence in each slot of the current one."""
 
     def __init__(self, engine: EngineParts, sizes: Sequence[int], patience: int) -> None:
         self.engine, self.sizes, self.patience = engine, sizes, patience
         self.sessions: dict[int, Session] = {}
-        self.held: list[T | None] = []
-        #: calls since a smaller bucket would have been enough
-        self._spare = 0
+        self.slots: list[T | None] = []
+        #: consecutive steps in which a smaller bucket would have been enough
+        self._oversized_calls = 0
 
     @property
-    def holders(self) -> list[T]:
-        return [h for h in self.held if h is not None]
+    def sequences(self) -> list[T]:
+        return [s for s in self.slots if s is not None]
 
     @property
     def session(self) -> Session:
-        return self.sessions[len(self.held)]
+        return self.sessions[len(self.slots)]
 
-    def put(self, source: Session, holders: Sequence[T], coming: int = 0, row: int = 0) -> None:
-        """Give each a slot and a copy of a row of `source`; `coming` more are expected."""
-        count = len(self.holders) + len(holders)
-        if count == len(holders) or count > len(self.held):
-            self._move(self._fitting(count + coming))
-        for holder in holders:
-            slot = self.held.index(None)
+    def put(self, source: Session, sequences: Sequence[T], pending: int = 0, row: int = 0) -> None:
+        """Copy a row of `source` to a free slot for each sequence; `pending` more are expected."""
+        count = len(self.sequences) + len(sequences)
+        if count == len(sequences) or count > len(self.slots):
+            self._move(self._bucket_for(count + pending))
+        for sequence in sequences:
+            slot = self.slots.index(None)
             self.session.copy_row(source, row, slot)
-            self.held[slot], holder.slot = holder, slot
+            self.slots[slot], sequence.slot = sequence, slot
 
     def lend(self, rows: int) -> Session:
-        """Return an empty session of a bucket, for `take`: no slot is in it, and there are free
-        slots for all its rows."""
-        count = len(self.holders) + rows
+        """Return an empty session of this bucket size, to prefill in and then pass to `take`; also
+        reserve free slots for all its rows."""
+        count = len(self.sequences) + rows
         if count == rows:
-            self.held = []
-        elif count > len(self.held):
-            self._move(self._fitting(count))
+            self.slots = []
+        elif count > len(self.slots):
+            self._move(self._bucket_for(count))
         if rows not in self.sessions:
             self.sessions[rows] = Session(self.engine, rows)
         self.sessions[rows].reset()
         return self.sessions[rows]
 
-    def take(self, lent: Session, holders: Sequence[T | None]) -> None:
-        """Give the holder of each row of a lent session a slot: a copy, or if there is nobody else
-        the row itself."""
-        alone = not self.holders
+    def take(self, lent: Session, sequences: Sequence[T | None]) -> None:
+        """Move the sequences of a lent session into slots: by copy, or without one if the batch is
+        empty."""
+        alone = not self.sequences
         if alone:
-            self.held, self._spare = [*holders], 0
-        for row, holder in enumerate(holders):
-            if holder and alone:
-                holder.slot = row
-            elif holder:
-                self.put(lent, [holder], row=row)
+            self.slots, self._oversized_calls = [*sequences], 0
+        for row, sequence in enumerate(sequences):
+            if sequence and alone:
+                sequence.slot = row
+            elif sequence:
+                self.put(lent, [sequence], row=row)
             else:
                 lent.reset([row])
 
-    def adopt(self, session: Session, holder: T) -> bool:
-        """Take over a session of one row for the only holder, instead of a copy; whether it can."""
-        if self.holders or 1 not in self.sizes or 1 in self.sessions:
+    def adopt(self, session: Session, sequence: T) -> bool:
+        """Use a one-row session as the batch of its only sequence, without a copy; return False if
+        the batch is not empty or bucket 1 is unavailable."""
+        if self.sequences or 1 not in self.sizes or 1 in self.sessions:
             return False
-        self.sessions[1], self.held, holder.slot = session, [holder], 0
+        self.sessions[1], self.slots, sequence.slot = session, [sequence], 0
         return True
 
     def release(self) -> Session | None:
-        """Hand over the session of one row, if there is one and no slot is taken."""
-        if self.holders:
+        """Give up the one-row session, if there is one and the batch is empty."""
+        if self.sequences:
             return None
-        self.held = []
+        self.slots = []
         return self.sessions.pop(1, None)
 
-    def drop(self, holder: T, zero: bool = False) -> None:
-        """Free its slot; with `zero` write over a row that may hold NaN."""
-        if holder.slot >= 0:
-            self.session.reset([holder.slot], zero)
-            self.held[holder.slot] = None
-            holder.slot = -1
+    def drop(self, sequence: T, zero: bool = False) -> None:
+        """Free a sequence's slot; `zero` overwrites caches that may contain NaN."""
+        if sequence.slot >= 0:
+            self.session.reset([sequence.slot], zero)
+            self.slots[sequence.slot] = None
+            sequence.slot = -1
 
-    def shrinks(self, coming: int = 0) -> bool:
-        """Count a call; whether a smaller bucket has long been enough, for `coming` more too."""
-        size = self._fitting(len(self.holders) + coming)
-        self._spare = self._spare + 1 if size < len(self.held) else 0
-        return self._spare > self.patience
+    def should_shrink(self, pending: int = 0) -> bool:
+        """Count a step; return whether a smaller bucket has been enough for `patience` steps, with
+        `pending` more sequences expected."""
+        size = self._bucket_for(len(self.sequences) + pending)
+        self._oversized_calls = self._oversized_calls + 1 if size < len(self.slots) else 0
+        return self._oversized_calls > self.patience
 
-    def shrink(self, coming: int = 0) -> None:
-        """Move to the smallest bucket that is enough."""
-        self._move(self._fitting(len(self.holders) + coming))
+    def shrink(self, pending: int = 0) -> None:
+        """Move to the smallest sufficient bucket."""
+        self._move(self._bucket_for(len(self.sequences) + pending))
 
-    def forget(self) -> None:
-        """Drop all sequences and sessions: a failed step leaves them undefined."""
-        for holder in self.holders:
-            holder.slot = -1
-        self.held = []
+    def clear(self) -> None:
+        """Drop all sequences and sessions: a failed step left them undefined."""
+        for sequence in self.sequences:
+            sequence.slot = -1
+        self.slots = []
         self.sessions.clear()
 
-    def _fitting(self, count: int) -> int:
+    def _bucket_for(self, count: int) -> int:
         return next(size for size in self.sizes if size >= count)
 
     def _move(self, size: int) -> None:
-        self._spare, holders = 0, self.holders
-        if size == len(self.held):
+        self._oversized_calls, sequences = 0, self.sequences
+        if size == len(self.slots):
             return
         if size not in self.sessions:
             self.sessions[size] = Session(self.engine, size)
-        before = self.session if self.held else None
-        for slot, holder in enumerate(holders):
-            self.sessions[size].copy_row(self.session, holder.slot, slot)
-        self.held = [*holders, *[None] * (size - len(holders))]
-        for slot, holder in enumerate(holders):
-            holder.slot = slot
-        if before:  # last: a failure before leaves the sequences where they were
+        before = self.session if self.slots else None
+        for slot, sequence in enumerate(sequences):
+            self.sessions[size].copy_row(self.session, sequence.slot, slot)
+        self.slots = [*sequences, *[None] * (size - len(sequences))]
+        for slot, sequence in enumerate(sequences):
+            sequence.slot = slot
+        if before:  # last: if a copy fails, the sequences stay where they were
             before.reset()

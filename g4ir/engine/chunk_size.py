@@ -1,52 +1,52 @@
-"""How many tokens of prompts are computed between two tokens of running sequences.
+"""Prefill chunk size that bounds the time between two tokens of running sequences.
 
-The size follows what was measured: the tokens computed since the host last read a result, and the
-seconds until it read the next. A size is right if those seconds, of the chunk and of the decode
-step behind it, are a little less than the bound. So nothing is assumed of a device, which may
-still be computing when a call returns, of the context, or of how many sequences decode.
+The size follows measurements: prompt tokens computed since the host last read a result, and the
+seconds until it read the next. The target is a chunk and its decode step that take a little less
+than the bound. So nothing is assumed about the device, which may still be computing when a call
+returns, the context length, or the number of sequences that decode.
 """
 
 from __future__ import annotations
 
-#: tokens between two steps before anything is measured, and the fewest, however long they take
+#: initial and minimum chunk size in tokens
 FIRST_TOKENS, FEWEST_TOKENS = 32, 16
-#: share of the bound that a chunk and a step should take: they differ from one another
+#: fraction of the bound to aim for: steps vary
 AIM = 0.8
-#: factor by which a measurement changes the size, at most
-MOST_CHANGE = 2.0
+#: maximum factor by which one measurement changes the size
+MAX_CHANGE = 2.0
 
 
 class ChunkSize:
-    """`gap_s`: the bound in seconds, infinity for none; `most`: tokens of a chunk."""
+    """`gap_s`: the bound in seconds, infinity for none; `max_tokens`: of a chunk."""
 
-    def __init__(self, gap_s: float, most: int) -> None:
-        self.gap_s, self.most, self.bounded = gap_s, most, gap_s < float("inf")
-        self._fewest = min(FEWEST_TOKENS, most)
-        self._size = float(min(FIRST_TOKENS, most) if self.bounded else most)
-        #: when the host last read a result, and the tokens that were computed since
+    def __init__(self, gap_s: float, max_tokens: int) -> None:
+        self.gap_s, self.max_tokens, self.bounded = gap_s, max_tokens, gap_s < float("inf")
+        self._fewest = min(FEWEST_TOKENS, max_tokens)
+        self._size = float(min(FIRST_TOKENS, max_tokens) if self.bounded else max_tokens)
+        #: when the host last read a result, and the prompt tokens computed since
         self._since, self.computed = 0.0, 0
 
     @property
     def tokens(self) -> int:
-        """Tokens between two decode steps."""
+        """Prompt tokens between two decode steps."""
         return int(self._size)
 
     @property
-    def left(self) -> int:
-        """Those that are not computed yet; 0 where they are too few to begin with."""
-        left = self.tokens - self.computed
-        return left if left >= self._fewest else 0
+    def remaining(self) -> int:
+        """Tokens of the chunk not computed yet; 0 if fewer than the minimum."""
+        remaining = self.tokens - self.computed
+        return remaining if remaining >= self._fewest else 0
 
-    def begin(self, now: float) -> None:
-        """Begin to measure: a prompt begins while nothing runs, say."""
+    def start(self, now: float) -> None:
+        """Start a measurement, for example when a prompt starts on an idle device."""
         self._since, self.computed = now, 0
 
-    def read(self, now: float) -> None:
-        """The host reads tokens that were chosen behind what was computed. A short chunk, the last
-        of a prompt, says nothing of longer ones, unless it took too long."""
-        took, computed, whole = now - self._since, self.computed, not self.left
-        self.begin(now)
-        if took > 0 and computed and (whole or took > self.gap_s):
-            change = computed * AIM * self.gap_s / took / self._size
-            change = min(max(change if change < 1 else change**0.5, 1 / MOST_CHANGE), MOST_CHANGE)
-            self._size = min(max(self._size * change, self._fewest), self.most)
+    def record(self, now: float) -> None:
+        """Record that the host has read tokens sampled after the computed chunks, and adapt the
+        size. A short chunk (the end of a prompt) counts only if it exceeded the bound."""
+        seconds, computed, full = now - self._since, self.computed, not self.remaining
+        self.start(now)
+        if seconds > 0 and computed and (full or seconds > self.gap_s):
+            change = computed * AIM * self.gap_s / seconds / self._size
+            change = min(max(change if change < 1 else change**0.5, 1 / MAX_CHANGE), MAX_CHANGE)
+            self._size = min(max(self._size * change, self._fewest), self.max_tokens)

@@ -1,8 +1,8 @@
-"""Steps of a fixed set of sequences that the device runs by itself, its choice of tokens included.
+"""Decode loop on the device: a fixed set of sequences, sampling included.
 
 The scheduler opens a loop when no sequence needs the host between two tokens, and closes it before
-it changes the batch: when a sequence ends, joins, pauses or is cancelled. `TokenSteps` decode one
-token a step, and the host reads the tokens of a step while the next one runs.
+the batch changes: when a sequence ends, joins, pauses or is cancelled. `TokenSteps` decodes one
+token per step; the host reads the tokens of a step while the next one runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .requests import SequenceState
 from .session import Session
 from .speculative import NGRAM, RowDrafts
 
-#: calls, each of a step or several, that may be started before the host has read the first
+#: calls (of one or several steps) in flight before the host reads the first
 AHEAD = 2
 
 #: new tokens by row of the session; None: logits that are NaN or infinite
@@ -29,21 +29,21 @@ Drafters = Mapping[int, RowDrafts]
 
 
 class TokenSteps:
-    """Decode steps, up to the first limit of a sequence. With `drafters` of n-grams they also end
-    where a pause of all drafters ends, or where one that does not pause has a draft, which is
-    looked for after every step. `close` gives the session back."""
+    """Decode steps until a sequence reaches its max_new_tokens. With n-gram `drafters`, also until
+    their pause ends, or, if one is not paused, until it proposes a draft, checked after each step.
+    `close` returns control of the session."""
 
     def __init__(
         self, loop: Any, session: Session, running: Sequence[SequenceState], drafters: Drafters
     ) -> None:
         self.loop, self.session, self.running, self.drafters = loop, session, running, drafters
         pauses = [d.pace.pause for d in drafters.values()]
-        #: whether a step may end them, so that none runs ahead
+        #: whether drafts are looked for after each step, so that no step runs ahead
         self.watches = 0 in pauses
-        self.left, self.started = min(s.room for s in running), 0
+        self.remaining, self.started = min(s.remaining for s in running), 0
         if pauses and not self.watches:
-            self.left = min(self.left, *pauses)
-        #: steps that the last call of `step` returned the tokens of, and those of all calls
+            self.remaining = min(self.remaining, *pauses)
+        #: steps whose tokens were read by the last call of `step`, and by all calls
         self.steps = self.received = 0
         tokens, self.active, draws = _rows(session, running)
         samplers = {s.slot: s.sampler for s in running}
@@ -52,52 +52,52 @@ class TokenSteps:
         loop.start(tokens, session.length, self.active, draws, stops)
 
     @property
-    def over(self) -> bool:
-        """Whether `step` would have nothing to run, or a sequence has a draft."""
-        if self.started == self.left:
+    def exhausted(self) -> bool:
+        """Whether no step remains, or a sequence has a draft."""
+        if self.started == self.remaining:
             return not self.loop.unread
         return self.watches and any_draft(self.running, self.drafters)
 
     def step(self, prefill_follows: bool = False) -> Tokens:
-        """Return the tokens of the next steps: of one, if a chunk of a prompt comes after it, while
-        which no step of a loop that takes the whole device should be running."""
+        """Return the tokens of the next steps; of a single one if a prefill chunk follows, during
+        which no step of a loop that occupies the full device may run."""
         single = self.watches or prefill_follows
         alone = self.watches or (prefill_follows and self.loop.exclusive)
-        while self.loop.unread < (1 if alone else AHEAD) and self.started < self.left:
-            room = self.left - self.started
-            count = 1 if single else min(self.loop.steps_per_call, room)
+        while self.loop.unread < (1 if alone else AHEAD) and self.started < self.remaining:
+            remaining = self.remaining - self.started
+            count = 1 if single else min(self.loop.steps_per_call, remaining)
             self.loop.advance(count, self._uniforms(count) if self.draws else None)
             self.started += count
         return self._read()
 
     def _uniforms(self, count: int) -> torch.Tensor:
-        numbers = torch.zeros(count, self.session.batch, dtype=torch.float64)
+        uniforms = torch.zeros(count, self.session.batch, dtype=torch.float64)
         ahead = self.started - self.received
         for s in self.running:
-            drawn = [s.sampler.uniform(ahead + i) for i in range(count)]
-            numbers[:, s.slot] = torch.tensor(drawn, dtype=torch.float64)
-        return numbers
+            draws = [s.sampler.uniform(ahead + i) for i in range(count)]
+            uniforms[:, s.slot] = torch.tensor(draws, dtype=torch.float64)
+        return uniforms
 
     def _read(self) -> Tokens:
-        made = self.loop.read()
-        tokens = {s.slot: made[s.slot] for s in self.running}
+        read = self.loop.read()
+        tokens = {s.slot: read[s.slot] for s in self.running}
         self.steps = max(map(len, tokens.values()))
         self.received += self.steps
         for row, drafter in self.drafters.items():
-            drafter.undrafted(len(made[row]))
+            drafter.record_plain_steps(len(read[row]))
         return tokens
 
     def close(self) -> list[Tokens]:
-        """Return the tokens of steps that are still running, and let the session take over."""
-        rest = [self._read() for _ in range(self.loop.unread)]
+        """Wait for the steps in flight, return their tokens, and update the session's lengths."""
+        steps = [self._read() for _ in range(self.loop.unread)]
         self.session.extend(self.active.long() * self.started)
-        return rest
+        return steps
 
 
 def _rows(
     session: Session, running: Iterable[SequenceState]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return for each row its newest token, whether it is active, and the settings of its draws."""
+    """Return each row's newest token, whether it is active, and its sampling parameters [B, 4]."""
     tokens = torch.zeros(session.batch, dtype=torch.int64)
     active = torch.zeros(session.batch, dtype=torch.bool)
     draws = torch.ones(session.batch, 4, dtype=torch.float64)
@@ -108,8 +108,8 @@ def _rows(
 
 
 def any_draft(running: Iterable[SequenceState], drafters: Drafters) -> bool:
-    """Whether a drafter proposes n-grams for its sequence now."""
-    each = ((drafters[s.slot], s) for s in running if s.slot in drafters and s.room > 1)
+    """Whether any unpaused n-gram drafter has a proposal."""
+    each = ((drafters[s.slot], s) for s in running if s.slot in drafters and s.remaining > 1)
     return any(not d.pace.pause and d.propose(s.tokens, 1) for d, s in each)
 
 
@@ -120,17 +120,17 @@ def open_loop(
     suppress: tuple[int, ...],
     drafters: Drafters,
 ) -> TokenSteps | None:
-    """Return a loop for these sequences; None if the host has to choose: the runtime has no such
-    step, a table lies elsewhere, a sequence's settings need it, it has a draft of n-grams, or a
-    draft model."""
+    """Return a loop for these sequences; None if the host has to sample: the runtime has no device
+    loop, an embedding table is offloaded, a sequence's sampling parameters need the host, an n-gram
+    drafter has a proposal, or there is a draft model."""
     params = [s.sampler.params for s in running]
     plain = all(s.sampler.plain for s in running) and all(p.suppress == suppress for p in params)
     if not plain or not engine.chooses_on_device:
         return None
     if any(d.source != NGRAM for d in drafters.values()) or any_draft(running, drafters):
         return None
-    ways = {p.way for p in params}
-    choice = DeviceChoice(tuple(way for way in WAYS if way in ways), suppress)
-    where = engine.embed, session.state, session.batch, choice
-    loop = engine.runtime.token_loop(*where, engine.tables)
+    methods = {p.way for p in params}
+    choice = DeviceChoice(tuple(method for method in WAYS if method in methods), suppress)
+    args = engine.embed, session.state, session.batch, choice
+    loop = engine.runtime.token_loop(*args, engine.tables)
     return loop and TokenSteps(loop, session, running, drafters)

@@ -29,7 +29,7 @@ from .prompts import checked_ids, checked_prompt
 from .requests import Request
 from .scheduler import Scheduler, SchedulerConfig
 from .session import Session
-from .speculative import NONE, AcceptanceStats, SpeculativeConfig, find_draft
+from .speculative import NONE, AcceptanceStats, SpeculativeConfig, resolve_draft
 from .tokenizer_index import INDEX, IndexedTokenizer
 
 TOKENIZER = "tokenizer.json"
@@ -114,7 +114,7 @@ class Engine(EngineParts):
         are nearly equal, since products of several rows may round differently. `tally` counts
         draft tokens.
         """
-        drafts = find_draft(self, draft, draft_tokens)
+        drafts = resolve_draft(self, draft, draft_tokens)
         media = listed(self.media, self.spec, images=images, videos=videos, audio=audio)
         if chat:
             template, words = open_chat(self.path, self.tokenizer(), self.spec.chat)

@@ -1,13 +1,13 @@
-"""Chunked prefill of one prompt after another, in a session of one row, with a prefix cache.
+"""Chunked prefill of one prompt after another, in a one-row session, with a prefix cache.
 
     prefiller = Prefiller(engine)
     for logits in prefiller.chunks(Request((2, 5, 7)), lambda start: start + 128):
         ...                                   # None, and logits [1, vocab] with the last chunk
-    batch.put(prefiller.session, [holder])
+    batch.put(prefiller.session, [sequence])
 
 So a prompt does not cost a chunk of every row, and sequences decode between two of its chunks.
-Short prompts share a chunk of a session of several rows: `joined` says which, `together` computes
-them.
+Several short prompts are prefilled in one chunk of a larger session: `count_batchable` returns how
+many, `prefill_batch` computes them.
 """
 
 from __future__ import annotations
@@ -34,46 +34,47 @@ from .parts import EngineParts
 from .requests import Request
 from .session import Session, Snapshot
 
-#: bounds of the default size of the prefix cache, and how many prompts of LONG tokens it holds at
-#: least, memory permitting: agents send 10 to 20 thousand tokens again with each step
-LEAST_BYTES, MOST_BYTES, LEAST_PROMPTS, LONG = 256 << 20, 8 << 30, 4, 8192
-#: fewest tokens that a prompt shares with the one before for their end to be cached too
-PARTED = 64
-#: what a prompt is compared by: a token's id, or for a soft token a number of its medium
+#: bounds of the prefix cache's default size, and the prompts of LONG tokens that it should hold,
+#: memory permitting: agents send 10 to 20 thousand tokens again with each step
+MIN_BYTES, MAX_BYTES, MIN_PROMPTS, LONG = 256 << 20, 8 << 30, 4, 8192
+#: minimum shared prefix, in tokens, of two prompts for the end of it to be cached
+MIN_FORK = 64
+#: prefix-cache key: token ids; for soft tokens, negative numbers from a digest of their medium
 Keys = tuple[int, ...]
 #: a prompt and its keys
 Prompt = tuple[Request, Keys]
-#: bytes that a key takes beside the snapshot that it finds
+#: bytes of one key in the prefix cache, in addition to the snapshot
 KEY_BYTES = 40
-#: logits of one chunk, at most (128 MiB in f32), where those of all tokens are read
+#: maximum logits of one chunk (128 MiB in f32) when logits of all tokens are read
 CHUNK_LOGITS = 1 << 25
-#: None for each chunk of a prompt, and the logits with the last
+#: yields None per chunk of a prompt, logits with the last
 Chunks = Generator[torch.Tensor | None, None, None]
 
 
 def prompt_keys(
     tokens: Sequence[int],
     soft: Sequence[Soft],
-    holders: Mapping[str, int],
+    placeholder_ids: Mapping[str, int],
     blocks: Sequence[tuple[int, int]] = (),
 ) -> Keys:
-    """Return the keys of a prompt, whose placeholders are given by kind, and its blocks by start
-    and stop. Keys of media are digests of their soft tokens, so that equal ids of other pixels
-    differ; they are negative. Those of a block are digests of all its media, of which each token
-    sees all: prefixes that end within a block differ unless the whole block is equal."""
+    """Return the keys of a prompt. placeholder_ids: by kind of media; blocks: (start, stop) of
+    bidirectional spans. Keys of soft tokens are digests of their values, so that equal ids
+    of different pixels differ; they are negative. Keys of a block are digests of the full block,
+    since each token attends to all of it: prefixes that end within a block match only if the full
+    block is equal."""
     by_kind: dict[int, list[int]] = {}
     for s in soft:
-        by_kind.setdefault(holders[s.kind], []).extend(_numbered(_digest(s), s.count))
+        by_kind.setdefault(placeholder_ids[s.kind], []).extend(_token_keys(_digest(s), s.count))
     queues = {token: iter(keys) for token, keys in by_kind.items()}
     keys = [next(queues[t]) if t in queues else t for t in tokens]
     for start, stop in blocks:
         digest = hashlib.sha256(repr(keys[start:stop]).encode()).digest()
-        keys[start:stop] = _numbered(digest, stop - start)
+        keys[start:stop] = _token_keys(digest, stop - start)
     return tuple(keys)
 
 
-def _numbered(digest: bytes, count: int) -> range:
-    """Return a negative key for each token of a medium or block."""
+def _token_keys(digest: bytes, count: int) -> range:
+    """Return `count` consecutive negative keys from a digest."""
     first = -int.from_bytes(digest[:16], "little") - 1
     return range(first, first - count, -1)
 
@@ -86,234 +87,239 @@ def _digest(soft: Soft) -> bytes:
     return h.digest()
 
 
-def shared(a: Keys, b: Keys) -> int:
-    """Count how many keys are equal from the first on."""
+def shared_length(a: Keys, b: Keys) -> int:
+    """Return the length of the common prefix."""
     if a[: len(b)] == b[: len(a)]:
         return min(len(a), len(b))
     return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
 
 
 class PrefixCache:
-    """Snapshots of one-row sessions by salt and tokens, least recently used dropped first."""
+    """LRU cache of one-row session snapshots, keyed by salt and tokens."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes, self.nbytes = most_bytes, 0
-        #: snapshots that were not kept because each is larger than the cache
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.nbytes = max_bytes, 0
+        #: number of snapshots refused as larger than the cache
         self.too_large = 0
-        self._kept: OrderedDict[tuple[str, Keys], tuple[Snapshot, int]] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, Keys], tuple[Snapshot, int]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
-    def keep(self, salt: str, keys: Keys, session: Session) -> bool:
-        """Remember what the session holds, which `keys` are; whether there is room for it."""
-        name = (salt, keys)
-        if name in self._kept:
-            self._kept.move_to_end(name)
+    def store(self, salt: str, keys: Keys, session: Session) -> bool:
+        """Store a snapshot of the session, which holds `keys`; return False if it is too large."""
+        key = (salt, keys)
+        if key in self._entries:
+            self._entries.move_to_end(key)
             return True
         size = session.nbytes(int(session.length.max())) + KEY_BYTES * len(keys)
-        if size > self.most_bytes:
+        if size > self.max_bytes:
             self.too_large += 1
             return False
-        while self.nbytes + size > self.most_bytes:
-            self.nbytes -= self._kept.popitem(last=False)[1][1]
-        self._kept[name] = session.snapshot(), size
+        while self.nbytes + size > self.max_bytes:
+            self.nbytes -= self._entries.popitem(last=False)[1][1]
+        self._entries[key] = session.snapshot(), size
         self.nbytes += size
         return True
 
-    def longest(self, salt: str, keys: Keys) -> tuple[int, Snapshot | None]:
-        """Return length and snapshot of the longest kept proper prefix of `keys`; or 0, None."""
-        known = (k for s, k in self._kept if s == salt and len(k) < len(keys))
-        fits = [k for k in known if keys[: len(k)] == k]
-        if not fits:
+    def lookup(self, salt: str, keys: Keys) -> tuple[int, Snapshot | None]:
+        """Return length and snapshot of the longest cached proper prefix of `keys`; or 0, None."""
+        prefixes = (k for s, k in self._entries if s == salt and len(k) < len(keys))
+        matches = [k for k in prefixes if keys[: len(k)] == k]
+        if not matches:
             return 0, None
-        name = salt, max(fits, key=len)
-        self._kept.move_to_end(name)
-        return len(name[1]), self._kept[name][0]
+        key = salt, max(matches, key=len)
+        self._entries.move_to_end(key)
+        return len(key[1]), self._entries[key][0]
 
     def clear(self) -> None:
-        """Forget everything."""
-        self._kept.clear()
+        self._entries.clear()
         self.nbytes = 0
 
 
 class Prefiller:
-    """A session of one row, what it holds, and the prefix cache."""
+    """A one-row session for prefill, and the prefix cache."""
 
     def __init__(self, engine: EngineParts, prefix_bytes: int | None = None) -> None:
         self.engine = engine
-        self.holders = placeholders(engine.spec.tokens, engine.media.kinds)
-        #: tokens of the prompt at hand that were known when it began
-        self.known = 0
-        #: prompts that began with a snapshot
+        self.placeholder_ids = placeholders(engine.spec.tokens, engine.media.kinds)
+        #: tokens of the current prompt that were reused, not computed
+        self.num_cached = 0
+        #: prompts that started from a snapshot
         self.restored = 0
         self._session: Session | None = None
-        #: what the session was given, as far as it is known and may be used again
-        self._given: tuple[str, Keys] = ("", ())
+        #: salt and keys of the session's tokens, if the next prompt may reuse them
+        self._reusable: tuple[str, Keys] = ("", ())
         self.prefixes = PrefixCache(self._default_bytes() if prefix_bytes is None else prefix_bytes)
 
     def _default_bytes(self) -> int:
-        """A quarter of the free memory, or LEAST_PROMPTS long prompts if half of it holds them."""
+        """Return a quarter of the free memory, or MIN_PROMPTS long prompts if they fit in half."""
         rows = 2 * self.engine.limits.max_batch * self.session.nbytes()  # two sizes of a batch
         free = max(free_on(self.engine.device) - rows, 0)
-        wanted = max(LEAST_BYTES, LEAST_PROMPTS * self.prompt_bytes, min(free // 4, MOST_BYTES))
-        return min(wanted, max(free // 2, LEAST_BYTES))
+        requested = max(MIN_BYTES, MIN_PROMPTS * self.prompt_bytes, min(free // 4, MAX_BYTES))
+        return min(requested, max(free // 2, MIN_BYTES))
 
     @property
-    def _long(self) -> int:
+    def _long_prompt(self) -> int:
         return min(LONG, self.engine.limits.max_seq)
 
     @property
     def prompt_bytes(self) -> int:
-        """Bytes in the prefix cache of a prompt of LONG tokens, or as many as the engine holds."""
-        return self.session.nbytes(self._long) + KEY_BYTES * self._long
+        """Prefix-cache bytes of a prompt of LONG tokens (at most max_seq)."""
+        return self.session.nbytes(self._long_prompt) + KEY_BYTES * self._long_prompt
 
     def capacity(self) -> str:
-        """Return in words how many prompts the prefix cache holds."""
-        most, one = self.prefixes.most_bytes, self.prompt_bytes
-        if not most:
+        """Return a log line: the prefix cache's size and how many long prompts fit."""
+        max_bytes, one = self.prefixes.max_bytes, size_text(self.prompt_bytes)
+        if not max_bytes:
             return "prefix cache: off"
-        fits = f"room for {most // one} prompts of {self._long} tokens ({size_text(one)} each)"
-        if most < one:
-            fits = f"too small for a prompt of {self._long} tokens, which takes {size_text(one)}"
-        return f"prefix cache: {size_text(most)}, {fits}"
+        count, long = max_bytes // self.prompt_bytes, f"{self._long_prompt} tokens"
+        fits = f"room for {count} prompts of {long} ({one} each)"
+        if not count:
+            fits = f"too small for a prompt of {long}, which takes {one}"
+        return f"prefix cache: {size_text(max_bytes)}, {fits}"
 
     @property
     def session(self) -> Session:
-        """The session, which holds a prompt after its last chunk."""
+        """The session; after the last chunk it holds the full prompt."""
         if self._session is None:
             self._session = Session(self.engine, 1)
         return self._session
 
     @property
-    def held(self) -> int:
-        """Number of tokens of the prompt at hand that are computed or known."""
+    def num_computed(self) -> int:
+        """Number of tokens of the current prompt in the KV cache, reused ones included."""
         return int(self._session.length[0]) if self._session else 0
 
     def keys(self, prompt: Request) -> Keys:
-        """Return the prefix cache's keys of a prompt."""
+        """Return a prompt's keys for the prefix cache."""
         soft = prompt.soft
         spans = row_prompt(self.engine, prompt.tokens, soft).spans if soft else ()
-        return prompt_keys(prompt.tokens, soft, self.holders, spans)
+        return prompt_keys(prompt.tokens, soft, self.placeholder_ids, spans)
 
     def chunks(
         self,
         request: Request,
         until: Callable[[int], int],
         keys: Keys | None = None,
-        every: Callable[[torch.Tensor], None] | None = None,
+        on_logits: Callable[[torch.Tensor], None] | None = None,
     ) -> Chunks:
-        """Begin a prompt with what is known of it, and return an iterator that computes a chunk for
-        each value: None, and logits with the last. A chunk ends where `until` (of the number of
-        computed tokens) says, or sooner, but in no block: see `piece_ends`. The iterator may be
-        left early: what was computed is known to the next prompt. After an exception: `forget`.
-        `every` takes the logits of all tokens, of chunks whose logits are at most CHUNK_LOGITS."""
+        """Restore the longest cached prefix, and return an iterator that computes one chunk per
+        value: None, and logits [1, vocab] with the last. until(start) returns where a chunk may
+        end; it may end sooner, but never within a block (`piece_ends`). The iterator may be closed
+        early: the next prompt can reuse what was computed. After an exception call `drop_session`.
+        on_logits: callback for the logits of all tokens, at most CHUNK_LOGITS values per chunk."""
         keys = self.keys(request) if keys is None else keys
-        prompt, marks = self._begun(request, keys)
-        return self._computed(request, prompt, until, keys, marks, every)
+        prompt, marks = self._restore_prefix(request, keys)
+        return self._run_chunks(request, prompt, until, keys, marks, on_logits)
 
-    def _begun(self, request: Request, keys: Keys) -> tuple[TokenBatch, set[int]]:
-        """Hold what is known of a prompt; return it, and where its prefixes are to be kept."""
+    def _restore_prefix(self, request: Request, keys: Keys) -> tuple[TokenBatch, set[int]]:
+        """Restore the reusable prefix; return the prompt, and the lengths at which to cache it."""
         prompt = row_prompt(self.engine, request.tokens, request.soft)
-        self.known, parted = self._found(request, prompt, keys)
-        self._given = (request.salt, keys if request.reuse else ())
-        return prompt, {prompt.boundary(m) for m in (*request.marks, parted) if m < len(keys)}
+        self.num_cached, fork = self._reuse_prefix(request, prompt, keys)
+        self._reusable = (request.salt, keys if request.reuse else ())
+        return prompt, {prompt.boundary(m) for m in (*request.marks, fork) if m < len(keys)}
 
-    def joined(self, prompts: Iterable[Prompt], sizes: Sequence[int], tokens: int) -> int:
-        """Count how many of the first prompts fit into one chunk of so many tokens, each in a row
-        of it, half of which are used at least: one of `sizes`, or 0."""
-        fits, widths, before = 0, list[int](), list[Keys]()
+    def count_batchable(
+        self, prompts: Iterable[Prompt], sizes: Sequence[int], max_tokens: int
+    ) -> int:
+        """Return how many of the first prompts to prefill in one chunk, one per row: one of
+        `sizes`, or 0. The padded chunk has at most max_tokens, at least half of them valid."""
+        count, lengths, earlier = 0, list[int](), list[Keys]()
         for request, keys in prompts if sizes else ():
-            known = self.prefixes.longest(request.salt, keys)[0] if request.reuse else 0
-            if request.reuse and any(shared(keys, k) >= known + PARTED for k in before):
-                break  # it goes on from one that is computed first
-            widths.append(len(keys) - known)
-            before.append(keys)
-            padded_to = len(widths) * max(widths)
-            if padded_to > tokens:
+            num_cached = self.prefixes.lookup(request.salt, keys)[0] if request.reuse else 0
+            if request.reuse and any(
+                shared_length(keys, k) >= num_cached + MIN_FORK for k in earlier
+            ):
+                break  # it reuses the prefix of an earlier one
+            lengths.append(len(keys) - num_cached)
+            earlier.append(keys)
+            padded_tokens = len(lengths) * max(lengths)
+            if padded_tokens > max_tokens:
                 break
-            if len(widths) in sizes and 2 * sum(widths) >= padded_to:
-                fits = len(widths)
-        return fits
+            if len(lengths) in sizes and 2 * sum(lengths) >= padded_tokens:
+                count = len(lengths)
+        return count
 
-    def together(
+    def prefill_batch(
         self, session: Session, prompts: Sequence[Prompt]
     ) -> tuple[torch.Tensor, list[int]]:
-        """Compute prompts without media, as `joined` found them, each in its row of an empty
-        session. Return the logits of their last tokens, [rows, vocab], and how many tokens of each
-        were known. Each is cut at its marks alone, as it would be by itself."""
-        known, stops, logits = list[int](), list[list[int]](), dict[int, torch.Tensor]()
+        """Prefill prompts without media, counted by `count_batchable`, one per row of an empty
+        session. Return the logits of their last tokens, [rows, vocab], and the number of cached
+        tokens of each. A prompt is cut at its own marks only, as it would be alone."""
+        num_cached, stops_by_row, logits = list[int](), list[list[int]](), dict[int, torch.Tensor]()
         for row, (request, keys) in enumerate(prompts):
-            marks = sorted(self._begun(request, keys)[1])
+            marks = sorted(self._restore_prefix(request, keys)[1])
             session.copy_row(self.session, 0, row)
-            known.append(self.known)
-            stops.append([*(m for m in marks if m > self.known), len(keys)])
-        for ends in zip_longest(*stops):
+            num_cached.append(self.num_cached)
+            stops_by_row.append([*(m for m in marks if m > self.num_cached), len(keys)])
+        for stops in zip_longest(*stops_by_row):
             spans = [
                 prompt[0].tokens[start : end or start]
-                for prompt, start, end in zip(prompts, session.length.tolist(), ends, strict=True)
+                for prompt, start, end in zip(prompts, session.length.tolist(), stops, strict=True)
             ]
-            (found,) = session.prefill_steps(*padded(dict(enumerate(spans)), len(prompts)))
-            for row, (end, (request, keys)) in enumerate(zip(ends, prompts, strict=True)):
-                if end == len(keys) and found is not None:
-                    logits[row] = found[row].clone()
+            (last,) = session.prefill_steps(*padded(dict(enumerate(spans)), len(prompts)))
+            for row, (end, (request, keys)) in enumerate(zip(stops, prompts, strict=True)):
+                if end == len(keys) and last is not None:
+                    logits[row] = last[row].clone()
                 elif end and request.reuse:
                     self.session.copy_row(session, row, 0)
-                    self._given = (request.salt, keys)
-                    self.prefixes.keep(request.salt, keys[:end], self.session)
-        return torch.stack([logits[row] for row in range(len(prompts))]), known
+                    self._reusable = (request.salt, keys)
+                    self.prefixes.store(request.salt, keys[:end], self.session)
+        return torch.stack([logits[row] for row in range(len(prompts))]), num_cached
 
-    def _computed(
+    def _run_chunks(
         self,
         request: Request,
         prompt: TokenBatch,
         until: Callable[[int], int],
         keys: Keys,
         marks: set[int],
-        every: Callable[[torch.Tensor], None] | None,
+        on_logits: Callable[[torch.Tensor], None] | None,
     ) -> Chunks:
-        start, limit = self.known, self.engine.limits.prefill_chunk
-        if every:
+        start, limit = self.num_cached, self.engine.limits.prefill_chunk
+        if on_logits:
             limit = min(limit, max(1, CHUNK_LOGITS // self.engine.spec.text.vocab_size))
         while start < len(keys):
             stop = min(max(until(start), start + 1), start + limit, len(keys))
             piece = prompt.piece(start, min(m for m in (stop, *marks) if m > start))
-            logits = self.session.prefill_piece(prompt, piece, every)
-            start = self.held
+            logits = self.session.prefill_piece(prompt, piece, on_logits)
+            start = self.num_computed
             if start in marks and request.reuse:
-                self.prefixes.keep(request.salt, keys[:start], self.session)
+                self.prefixes.store(request.salt, keys[:start], self.session)
             yield logits
 
-    def _found(self, request: Request, prompt: TokenBatch, keys: Keys) -> tuple[int, int]:
-        """Hold as much of a prompt as is known, but its last token. Return how much that is, and
-        where it parts from the one before if that is worth a mark, as a third is likely to."""
-        salt, held = self._given
+    def _reuse_prefix(self, request: Request, prompt: TokenBatch, keys: Keys) -> tuple[int, int]:
+        """Reuse the longest known prefix of a prompt, without its last token: of the session's
+        tokens or from the prefix cache. Return its length, and where the prompt forks from the one
+        before if that is worth caching (a third prompt is likely to fork there too), or 0."""
+        salt, reusable = self._reusable
         if not request.reuse:
             self.session.reset()
             return 0, 0
-        before = held[: self.held] if salt == request.salt else ()
-        here = prompt.boundary(min(shared(before, keys), len(keys) - 1))
-        length, kept = self.prefixes.longest(request.salt, keys)
-        if here and here >= length:
-            with suppress(InputError):  # a ring has written over what the next token sees
-                self.session.truncate(here)
-                return here, 0
+        before = reusable[: self.num_computed] if salt == request.salt else ()
+        common = prompt.boundary(min(shared_length(before, keys), len(keys) - 1))
+        length, snapshot = self.prefixes.lookup(request.salt, keys)
+        if common and common >= length:
+            with suppress(InputError):  # the ring has overwritten the next token's window
+                self.session.truncate(common)
+                return common, 0
         self.session.reset()
-        if kept:
-            self.session.restore(kept)
+        if snapshot:
+            self.session.restore(snapshot)
             self.restored += 1
-        return length, here if here >= length + PARTED else 0
+        return length, common if common >= length + MIN_FORK else 0
 
-    def borrow(self, batch: Batch[Any]) -> None:
-        """Work in the session of one row that a batch can spare, if there is none to work in."""
+    def borrow_session(self, batch: Batch[Any]) -> None:
+        """Take over the batch's unused one-row session, if there is none yet."""
         if self._session is None:
             self._session = batch.release()
 
-    def forget(self) -> None:
-        """Drop the session: a failed step leaves it undefined, or it has a new owner."""
-        self._session, self._given = None, ("", ())
+    def drop_session(self) -> None:
+        """Drop the session: a failed step left it undefined, or the batch has adopted it."""
+        self._session, self._reusable = None, ("", ())
 
     def close(self) -> None:
-        """Let go of all caches."""
-        self.forget()
+        """Release all KV caches."""
+        self.drop_session()
         self.prefixes.clear()

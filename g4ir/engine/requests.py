@@ -1,4 +1,4 @@
-"""Requests to the scheduler, the state of their answers, and the events of a step."""
+"""Requests, the state of their sequences, and the events of a scheduler step."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ from .speculative import AcceptanceStats, RowDrafts
 
 #: states of a request
 QUEUED, PREFILLING, DECODING = "queued", "prefilling", "decoding"
-#: states in which it ends; an answer ends with the last two, or with STOP or LENGTH
+#: final states; an answer ends with one of the last two, or with STOP or LENGTH
 FINISHED, CANCELLED, FAILED = "finished", "cancelled", "failed"
 STOP, LENGTH = "stop", "length"
 
 
-def check_least(given: Mapping[str, Any], **least: float) -> None:
-    """Raise InputError for a number that is less than this; None is none."""
-    for name, number in least.items():
-        value = given.get(name)
-        if value is not None and not value >= number:
-            raise InputError(f"{name} {value}: expected at least {number}")
+def check_minimums(values: Mapping[str, Any], **minimums: float) -> None:
+    """Raise InputError for a value below its minimum; None passes."""
+    for name, minimum in minimums.items():
+        value = values.get(name)
+        if value is not None and not value >= minimum:
+            raise InputError(f"{name} {value}: expected at least {minimum}")
 
 
 @dataclass(frozen=True)
 class Request:
     """`n` answers to one prompt, each of at most `max_new_tokens`.
 
-    `soft` stand for the placeholders, as in `Session.prefill`. `marks` are numbers of tokens after
-    which the prefix is cached for other prompts that begin with it and have the same `salt`;
-    without `reuse` nothing is cached and nothing cached is used. With `prompt_logprobs` the
-    log-probabilities of the prompt's own tokens are read, and so many of the likeliest: such a
-    prompt is not cached either.
+    `soft`: soft tokens for the placeholders, as in `Session.prefill`. `marks`: prefix lengths at
+    which to cache the prompt, for other prompts with the same prefix and `salt`; without `reuse`
+    the prefix cache is neither read nor written. `prompt_logprobs`: number of most likely tokens to
+    report at each position of the prompt; turns `reuse` off.
     """
 
     tokens: tuple[int, ...]
@@ -55,7 +54,7 @@ class Request:
 
 @dataclass
 class Counts:
-    """Tokens of a prompt and its answers; seconds since it was submitted, None: not yet."""
+    """Token counts of a request; times in seconds since submission, None: not yet."""
 
     prompt: int
     cached: int = 0
@@ -66,12 +65,12 @@ class Counts:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Rate of the tokens after the first; None where there was one token only."""
-        rest, seconds = self.generated - 1, (self.total_s or 0.0) - (self.first_token_s or 0.0)
-        return round(rest / seconds, 3) if rest > 0 and seconds > 0 else None
+        """Decode rate, without the first token; None for a single token."""
+        tokens, seconds = self.generated - 1, (self.total_s or 0.0) - (self.first_token_s or 0.0)
+        return round(tokens / seconds, 3) if tokens > 0 and seconds > 0 else None
 
     def output(self) -> dict[str, Any]:
-        """Return them as values of JSON."""
+        """Return the counts as a JSON object."""
         times = {"time_to_first_token_s": self.first_token_s, "total_s": self.total_s}
         return {
             "prompt_tokens": self.prompt,
@@ -84,18 +83,18 @@ class Counts:
 
 @dataclass(eq=False)
 class SequenceState:
-    """One of a request's answers. `slot` is -1 while it has none; `finish`: why it ended."""
+    """One answer of a request. `slot`: -1 while it has none; `finish`: the finish reason."""
 
     index: int
     handle: RequestHandle
     sampler: Sampler
     slot: int = -1
     finish: str | None = None
-    #: tokens that its reader was given
+    #: tokens published as events
     emitted: int = 0
-    #: whether its reader wants no more of it
-    enough: bool = False
-    #: from its first draft on
+    #: set by `RequestHandle.stop`
+    stop_requested: bool = False
+    #: speculative decoding's state, from the first draft on
     drafter: RowDrafts | None = None
 
     @property
@@ -103,18 +102,18 @@ class SequenceState:
         return self.sampler.generated
 
     @property
-    def room(self) -> int:
-        """Number of tokens that it may still get."""
+    def remaining(self) -> int:
+        """Number of tokens it may still generate."""
         return self.handle.request.max_new_tokens - len(self.tokens)
 
     @property
-    def unwanted(self) -> bool:
-        return self.enough or self.handle.cancelled
+    def aborted(self) -> bool:
+        return self.stop_requested or self.handle.cancelled
 
     @property
-    def over(self) -> bool:
-        """Whether its newest token is its last."""
-        return self.room < 1 or self.tokens[-1] in self.sampler.stops
+    def complete(self) -> bool:
+        """Whether its newest token is its last one."""
+        return self.remaining < 1 or self.tokens[-1] in self.sampler.stops
 
 
 class RequestHandle:
@@ -128,27 +127,28 @@ class RequestHandle:
         self.state = QUEUED
         self.counts, self.tally = Counts(len(request.tokens)), AcceptanceStats()
         self.cancelled = False
-        #: whether its prompt may be computed together with others, each in a row
-        self.joins = not request.soft and request.n == 1 and request.prompt_logprobs is None
-        #: of the prompt's tokens, as far as it is computed; the first has none
+        #: whether its prompt may be prefilled together with others, one per row
+        self.batchable = not request.soft and request.n == 1 and request.prompt_logprobs is None
+        #: of the prompt tokens computed so far; None for the first
         self.prompt_logprobs: list[Logprobs | None] = [None]
-        self._begun = time.perf_counter()
+        self._submitted = time.perf_counter()
 
-    def read_prompt(self, logits: torch.Tensor) -> None:
-        """Keep the log-probabilities of the next tokens of the prompt, by their logits [1, S,
-        vocab]."""
+    def record_prompt_logprobs(self, logits: torch.Tensor) -> None:
+        """Append the log-probabilities of the prompt's next tokens; logits [1, S, vocab]."""
         count = self.request.prompt_logprobs
         assert count is not None
-        rest = self.request.tokens[len(self.prompt_logprobs) :]
-        self.prompt_logprobs += (read_logprobs(row, t, count) for row, t in zip(logits[0], rest))
+        following = self.request.tokens[len(self.prompt_logprobs) :]
+        self.prompt_logprobs += (
+            read_logprobs(row, t, count) for row, t in zip(logits[0], following)
+        )
 
     def cancel(self) -> None:
-        """End it before the next step. From any thread, at any time."""
+        """Cancel the request before the next step. Thread-safe."""
         self.cancelled = True
 
     def stop(self, index: int) -> None:
-        """End one answer before the next step, as a stop token does. From any thread."""
-        self.answers[index].enough = True
+        """End one answer before the next step, as if by a stop token. Thread-safe."""
+        self.answers[index].stop_requested = True
 
     @property
     def done(self) -> bool:
@@ -156,12 +156,12 @@ class RequestHandle:
 
     @property
     def started(self) -> bool:
-        """Whether its prefill has begun, or never will."""
+        """Whether it has left the queue."""
         return self.state != QUEUED
 
     def age(self) -> float:
-        """Return seconds since it was submitted."""
-        return time.perf_counter() - self._begun
+        """Return seconds since submission."""
+        return time.perf_counter() - self._submitted
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,8 @@ class Event:
 
 @dataclass
 class Totals:
-    """Counts since the beginning: `steps` by number of sequences that decoded, their seconds by
-    bucket; `ended` by why an answer ended."""
+    """Counts since start-up: decode `steps` by number of running sequences, `step_s` their seconds
+    by bucket; `ended` by finish reason."""
 
     computed: int = 0
     cached: int = 0
@@ -189,6 +189,6 @@ class Totals:
     steps: Counter[int] = field(default_factory=Counter)
     step_s: dict[int, float] = field(default_factory=dict)
     ended: Counter[str] = field(default_factory=Counter)
-    #: seconds that a request keeps its slots, times their number: a moving average
+    #: slot-seconds of a request: a moving average
     row_s: float = 0.0
     tally: AcceptanceStats = field(default_factory=AcceptanceStats)

@@ -5,12 +5,11 @@
     for event in scheduler.run(handle):
         ...
 
-A step drops cancelled requests, decodes all running sequences, and computes one chunk of a prompt.
-A sequence whose logits mask is still being computed sits out a step (background_mask.py).
-Sequences are decoded in one of three ways, chosen each time: by steps that run ahead on the device
-while the batch stays the same and nothing needs the host (device_loop.py); by verification of draft
-tokens (speculative.py); by a step whose tokens the host chooses. One thread at a time;
-`RequestHandle.cancel` from any.
+A step drops cancelled requests, decodes all running sequences, and prefills one chunk of a prompt.
+A sequence whose logits mask is still being computed skips a step (background_mask.py). Decode takes
+one of three paths: steps that run ahead on the device, while the batch stays the same and nothing
+needs the host (device_loop.py); verification of draft tokens (speculative.py); one step whose
+tokens the host samples. Not thread-safe, except for `RequestHandle.cancel` and `stop`.
 """
 
 from __future__ import annotations
@@ -50,23 +49,23 @@ from .requests import (
     RequestHandle,
     SequenceState,
     Totals,
-    check_least,
+    check_minimums,
 )
 from .session import Session
-from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, StepCosts, find_draft
+from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, StepCosts, resolve_draft
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`buckets`: batch sizes that sessions are made for (default 1, 2, 4, ... max_batch). One chunk
-    of a prompt, at most `chunk_tokens` long (default: --prefill-chunk), is computed between two
-    decode steps; with `prefill_first` all prompts that have a slot are. `max_gap_ms` bounds the
-    time between two tokens of a running sequence: chunks between them become as short as that
-    takes, and several short prompts are computed where there is time (chunk_size.py). The batch
-    shrinks after `patience` calls of `step` for which a smaller bucket would have been enough.
-    `prefix_bytes`: size of the prefix cache (default: from what is free). `draft`: speculative
-    decoding, while at most `draft_rows` sequences decode, since more tokens cost more than reading
-    the weights; of 0 tokens drafts as many as the engine verifies."""
+    """`buckets`: batch sizes (default 1, 2, 4, ... max_batch). One chunk of a prompt, at most
+    `chunk_tokens` long (default: --prefill-chunk), is prefilled between two decode steps; with
+    `prefill_first` all prompts that have a slot are. `max_gap_ms` bounds the time between two
+    tokens of a running sequence: chunks are shortened to meet it, and several short prompts are
+    prefilled if there is time (chunk_size.py). The batch shrinks after `patience` steps for which
+    a smaller bucket would have been enough. `prefix_bytes`: size of the prefix cache (default: from
+    free memory). `draft`: speculative decoding, while at most `draft_rows` sequences decode: with
+    more, the extra tokens cost more than reading the weights; 0 tokens: as many as the engine
+    verifies."""
 
     buckets: tuple[int, ...] | None = None
     prefill_first: bool = False
@@ -78,12 +77,12 @@ class SchedulerConfig:
     draft_rows: int = 2
 
     def __post_init__(self) -> None:
-        check_least(vars(self), chunk_tokens=1, patience=0, prefix_bytes=0, draft_rows=1)
+        check_minimums(vars(self), chunk_tokens=1, patience=0, prefix_bytes=0, draft_rows=1)
         if not self.max_gap_ms > 0:
             raise InputError(f"max_gap_ms {self.max_gap_ms}: expected more than 0 milliseconds")
 
 
-#: new tokens of sequences
+#: tokens sampled in a step
 NewTokens = dict[SequenceState, list[Drawn]]
 Running = Sequence[SequenceState]
 
@@ -91,7 +90,7 @@ Running = Sequence[SequenceState]
 class Scheduler:
     def __init__(self, engine: EngineParts, config: SchedulerConfig | None = None) -> None:
         config = config or SchedulerConfig()
-        draft = find_draft(engine, config.draft.source, config.draft.tokens or None)
+        draft = resolve_draft(engine, config.draft.source, config.draft.tokens or None)
         self.engine, self.config = engine, replace(config, draft=draft)
         self.max_batch = engine.limits.max_batch
         sizes = checked_buckets(config.buckets, self.max_batch)
@@ -99,27 +98,27 @@ class Scheduler:
         self.prefiller = Prefiller(engine, config.prefix_bytes)
         self.prefixes, self.totals = self.prefiller.prefixes, Totals()
         chunk = engine.limits.prefill_chunk
-        most = min(config.chunk_tokens or chunk, chunk)
-        self.chunk_size = ChunkSize(config.max_gap_ms / 1e3, most)
+        max_chunk = min(config.chunk_tokens or chunk, chunk)
+        self.chunk_size = ChunkSize(config.max_gap_ms / 1e3, max_chunk)
         self.costs = StepCosts()
         self.suppress, self._eos = engine.suppressed(), frozenset(engine.stop_ids())
-        self._queue = deque[RequestHandle]()
-        #: the request in prefill, and the chunks that are left of its prompt
+        self.waiting = deque[RequestHandle]()
+        #: the request in prefill, and its remaining chunks
         self._prompt: tuple[RequestHandle, Chunks] | None = None
-        #: steps that run on the device, and their sequences
+        #: decode loop on the device, and its sequences
         self._loop: TokenSteps | None = None
-        self._looped: list[SequenceState] = []
-        #: events that nobody has taken yet: they outlive an exception in their step
+        self._loop_sequences: list[SequenceState] = []
+        #: events not taken yet; an exception in a step does not lose them
         self._events: list[Event] = []
 
     def check(self, request: Request) -> None:
-        """Raise InputError for a request that no slot could answer. From any thread."""
-        vocab, room = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
-        s, size, most = request.sampling, len(request.tokens), self.max_batch
-        checked_prompt(request.tokens, request.max_new_tokens, vocab, room, "prompt")
+        """Raise InputError for a request that this engine can never serve. Thread-safe."""
+        vocab, max_seq = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
+        s, size, max_batch = request.sampling, len(request.tokens), self.max_batch
+        checked_prompt(request.tokens, request.max_new_tokens, vocab, max_seq, "prompt")
         row_prompt(self.engine, request.tokens, request.soft)
-        if not 1 <= request.n <= most:
-            raise InputError(f"n {request.n}: this engine answers 1 to {most} times at once")
+        if not 1 <= request.n <= max_batch:
+            raise InputError(f"n {request.n}: this engine answers 1 to {max_batch} times at once")
         checked_ids([*s.stop], vocab, "stop")
         checked_ids([token for token, _ in s.logit_bias], vocab, "logit_bias")
         for name, count in (("logprobs", s.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
@@ -136,7 +135,7 @@ class Scheduler:
                 raise InputError(f"mark {mark}: the prompt has {size} tokens")
 
     def handle(self, request: Request) -> RequestHandle:
-        """Check a request, and return a handle that `admit` takes. From any thread."""
+        """Check a request and return its handle, for `admit`. Thread-safe."""
         self.check(request)
         if request.prompt_logprobs is not None:
             request = replace(request, reuse=False)
@@ -154,11 +153,11 @@ class Scheduler:
 
     def admit(self, handle: RequestHandle) -> RequestHandle:
         """Put a request in the queue."""
-        self._queue.append(handle)
+        self.waiting.append(handle)
         return handle
 
     def run(self, *handles: RequestHandle) -> Iterator[Event]:
-        """Step until requests have ended, and yield their events; leaving early cancels them."""
+        """Step until the requests have ended; yield their events. Closing it early cancels them."""
         try:
             while not all(handle.done for handle in handles):
                 yield from (event for event in self.step() if event.handle in handles)
@@ -167,208 +166,205 @@ class Scheduler:
                 handle.cancel()
 
     @property
-    def waiting(self) -> int:
-        """Number of requests in the queue."""
-        return len(self._queue)
-
-    @property
-    def active(self) -> int:
-        """Number of sequences that decode."""
-        return len(self.batch.holders)
+    def num_running(self) -> int:
+        """Number of sequences in decode."""
+        return len(self.batch.sequences)
 
     @property
     def busy(self) -> bool:
         """Whether a step has something to do."""
-        return bool(self._queue or self._prompt or self.active)
+        return bool(self.waiting or self._prompt or self.num_running)
 
     def step(self) -> list[Event]:
-        """Do one step, and return its events, in order. After an exception the events that came
-        before it are those of `take_events`."""
+        """Run one step and return its events in order. After an exception, `take_events` returns
+        the events before it."""
         with self._guard():
             self._drop_cancelled()
         with self._guard():
             self._decode()
-        while self._prompt or self._next_fits():
+        while self._prompt or self._can_admit():
             with self._guard():
-                self._advance_prompts()
-            more = self.active and self.chunk_size.bounded and self.chunk_size.left
+                self._schedule_prefill()
+            more = self.num_running and self.chunk_size.bounded and self.chunk_size.remaining
             if not (self.config.prefill_first or more):
                 break
         return self.take_events()
 
     def take_events(self) -> list[Event]:
-        """Return the events that nobody has taken yet."""
+        """Return and clear the pending events."""
         events, self._events = self._events, []
         return events
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """Have an exception fail the sequences of the batch, whose caches are undefined then. A
-        RankError is raised: nothing can be computed any more."""
+        """On an exception fail all sequences of the batch: their KV caches are undefined. RankError
+        is raised again, since no rank can compute any more."""
         try:
             yield
         except RankError:
             raise
         except Exception as e:
-            handles = dict.fromkeys(s.handle for s in self.batch.holders)
-            self._loop, self._looped = None, []
-            self.batch.forget()
+            handles = dict.fromkeys(s.handle for s in self.batch.sequences)
+            self._loop, self._loop_sequences = None, []
+            self.batch.clear()
             for handle in handles:
-                self._end(handle, FAILED, e)
+                self._finish_all(handle, FAILED, e)
 
     def _drop_cancelled(self) -> None:
-        gone = [handle for handle in self._queue if handle.cancelled]
-        for handle in gone:
-            self._queue.remove(handle)
+        cancelled = [handle for handle in self.waiting if handle.cancelled]
+        for handle in cancelled:
+            self.waiting.remove(handle)
         if self._prompt and self._prompt[0].cancelled:
-            gone.append(self._take_prompt())
-        for handle in gone:
-            self._end(handle, CANCELLED)
-        if unwanted := [s for s in self.batch.holders if s.unwanted]:
+            cancelled.append(self._pop_prompt())
+        for handle in cancelled:
+            self._finish_all(handle, CANCELLED)
+        if aborted := [s for s in self.batch.sequences if s.aborted]:
             self._close_loop()
-            for handle in dict.fromkeys(s.handle for s in unwanted if s.handle.cancelled):
-                self._end(handle, CANCELLED)
-            for s in unwanted:
+            for handle in dict.fromkeys(s.handle for s in aborted if s.handle.cancelled):
+                self._finish_all(handle, CANCELLED)
+            for s in aborted:
                 if not s.finish:
-                    self._ended(s, STOP)
+                    self._finish_sequence(s, STOP)
 
     def _decode(self) -> None:
-        running = _with_masks(self.batch.holders)
+        running = _ready_sequences(self.batch.sequences)
         if not running:
             self._close_loop()
             return
-        begun, pending = time.perf_counter(), self._pending()
-        shrinks = self.batch.shrinks(pending)
-        if shrinks or self._looped != running:
+        start, pending = time.perf_counter(), self._pending()
+        shrinks = self.batch.should_shrink(pending)
+        if shrinks or self._loop_sequences != running:
             if self._close_loop():
                 return
             if shrinks:
                 self.batch.shrink(pending)
-        new = self._next_tokens(running)
+        new = self._decode_step(running)
         self.totals.steps[len(running)] += self._loop.steps if self._loop else 1
-        took, bucket = time.perf_counter() - begun, len(self.batch.held)
+        took, bucket = time.perf_counter() - start, len(self.batch.slots)
         self.totals.step_s[bucket] = self.totals.step_s.get(bucket, 0.0) + took
         self._publish(new)
 
-    def _next_tokens(self, running: Running) -> NewTokens:
-        if self._loop and self._loop.over:
-            self._halt()
+    def _decode_step(self, running: Running) -> NewTokens:
+        if self._loop and self._loop.exhausted:
+            self._drain_loop()
         if not self._loop:
-            drafters, session = self._drafters(running), self.batch.session
+            drafters, session = self._open_drafters(running), self.batch.session
             self._loop = open_loop(self.engine, session, running, self.suppress, drafters)
             if not self._loop:
-                return self._verified(running, drafters)
-            self._looped = [*running]
-        loop, begun = self._loop, time.perf_counter()
-        tokens = loop.step(prefill_follows=bool(self._prompt) or self._next_fits())
+                return self._verify_drafts(running, drafters)
+            self._loop_sequences = [*running]
+        loop, start = self._loop, time.perf_counter()
+        tokens = loop.step(prefill_follows=bool(self._prompt) or self._can_admit())
         if loop.watches:
-            self.costs.add(self.batch.session.batch, 1, time.perf_counter() - begun)
+            self.costs.add(self.batch.session.batch, 1, time.perf_counter() - start)
         return self._poll(tokens)
 
     def _poll(self, tokens: Tokens) -> NewTokens:
         new: NewTokens = {}
-        for s in self._looped:
+        for s in self._loop_sequences:
             for token in tokens[s.slot]:
-                if s.over or s.finish or s.unwanted:
+                if s.complete or s.finish or s.aborted:
                     break
                 if token is not None:
                     s.tokens.append(token)
                 new.setdefault(s, []).append(None if token is None else Choice(token))
         return new
 
-    def _halt(self) -> list[NewTokens]:
-        """Have the session take over from the device; return the tokens of steps in flight."""
+    def _drain_loop(self) -> list[NewTokens]:
+        """Close the device loop, if one is open; return the tokens of steps in flight."""
         loop, self._loop = self._loop, None
         if not loop:
             return []
-        out = []
+        steps = []
         for tokens in loop.close():
-            self.totals.steps[len(self._looped)] += loop.steps
-            out.append(self._poll(tokens))
-        self._looped = []
-        return out
+            self.totals.steps[len(self._loop_sequences)] += loop.steps
+            steps.append(self._poll(tokens))
+        self._loop_sequences = []
+        return steps
 
     def _close_loop(self) -> bool:
-        """Publish the tokens of steps in flight, after which the batch may change; return whether
-        there are events. A failure ends the sequences of the batch."""
+        """Close the device loop and publish the tokens of steps in flight, so that the batch may
+        change. Return whether there were events. A failure fails the sequences of the batch."""
         count = len(self._events)
         with self._guard():
-            for new in self._halt():
+            for new in self._drain_loop():
                 self._publish(new)
         return len(self._events) > count
 
     def _publish(self, new: NewTokens) -> None:
-        """Append the events of new tokens; sequences that end free their slots."""
-        every = [new]
+        """Append the events of new tokens; finished sequences free their slots."""
+        steps = [new]
         if new:
-            self.chunk_size.read(time.perf_counter())
-        if any(None in choices or s.over for s, choices in new.items()):
-            every += self._halt()
-        for step in every:
+            self.chunk_size.record(time.perf_counter())
+        if any(None in choices or s.complete for s, choices in new.items()):
+            steps += self._drain_loop()
+        for step in steps:
             for sequence, choices in step.items():
                 for choice in choices:
                     if not sequence.finish:
                         self._accept(sequence, choice)
 
-    def _drafters(self, running: Running) -> dict[int, RowDrafts]:
-        """Return what drafts for each slot; nothing while too many sequences decode."""
-        draft, out = self.config.draft, dict[int, RowDrafts]()
+    def _open_drafters(self, running: Running) -> dict[int, RowDrafts]:
+        """Return the draft state by slot; empty while too many sequences decode."""
+        draft, drafters = self.config.draft, dict[int, RowDrafts]()
         if draft and len(running) <= self.config.draft_rows:
             for s in running:
-                tallies = self.totals.tally, s.handle.tally
+                stats = self.totals.tally, s.handle.tally
                 prompt = s.handle.request.tokens
-                s.drafter = s.drafter or RowDrafts(draft, prompt, tallies, self.costs)
-                out[s.slot] = s.drafter
-        return out
+                s.drafter = s.drafter or RowDrafts(draft, prompt, stats, self.costs)
+                drafters[s.slot] = s.drafter
+        return drafters
 
-    def _drafts(self, running: Running, drafters: Drafters) -> Mapping[int, Sequence[int]]:
+    def _propose_drafts(self, running: Running, drafters: Drafters) -> Mapping[int, Sequence[int]]:
         if not drafters:
             return {s.slot: () for s in running}
         batch = self.batch.session.batch
-        counts = {s.slot: drafters[s.slot].count(s.room - 1, batch) for s in running}
+        counts = {s.slot: drafters[s.slot].count(s.remaining - 1, batch) for s in running}
         if self.config.draft.source == NGRAM:
             return {s.slot: drafters[s.slot].propose(s.tokens, counts[s.slot]) for s in running}
         return self.batch.session.draft({s.slot: s.tokens[-1] for s in running}, counts)
 
-    def _verified(self, running: Running, drafters: Drafters) -> NewTokens:
-        """Choose a token for each sequence, and another for each draft token that is right."""
-        begun, session = time.perf_counter(), self.batch.session
-        drafts = self._drafts(running, drafters)
-        kept, made = session.length.clone(), {s: list[Drawn]() for s in running}
+    def _verify_drafts(self, running: Running, drafters: Drafters) -> NewTokens:
+        """Run a verification step: per sequence one token, and one more per accepted draft token.
+        Without drafts this is a plain decode step, sampled on the host."""
+        start, session = time.perf_counter(), self.batch.session
+        drafts = self._propose_drafts(running, drafters)
+        lengths, new = session.length.clone(), {s: list[Drawn]() for s in running}
         fed = {s.slot: (s.tokens[-1], *drafts[s.slot]) for s in running}
-        logits, going = session.verify(*padded(fed, session.batch)), running
-        for place in range(logits.shape[1]):
-            going = _with_masks(going) if place else going
-            chosen = sample(logits[:, place], {s.slot: s.sampler for s in going})
-            for s in going:
-                made[s].append(chosen[s.slot])
-            going = [s for s in going if _follows(s, chosen[s.slot], drafts[s.slot][place:])]
-            if not going:
+        logits, active = session.verify(*padded(fed, session.batch)), running
+        for position in range(logits.shape[1]):
+            active = _ready_sequences(active) if position else active
+            choices = sample(logits[:, position], {s.slot: s.sampler for s in active})
+            for s in active:
+                new[s].append(choices[s.slot])
+            remaining = {s: drafts[s.slot][position:] for s in active}
+            active = [s for s in active if _matches_draft(s, choices[s.slot], remaining[s])]
+            if not active:
                 break
         if logits.shape[1] > 1:
-            for s, choices in made.items():
-                kept[s.slot] += len(choices)
-            session.truncate(kept)
+            for s, accepted in new.items():
+                lengths[s.slot] += len(accepted)
+            session.truncate(lengths)
         if drafters:
-            self.costs.add(session.batch, logits.shape[1], time.perf_counter() - begun)
+            self.costs.add(session.batch, logits.shape[1], time.perf_counter() - start)
             for s in running:
-                drafters[s.slot].told(len(drafts[s.slot]), len(made[s]), session.batch)
-        return made
+                drafters[s.slot].record(len(drafts[s.slot]), len(new[s]), session.batch)
+        return new
 
-    def _pending(self, taken: int = 0) -> int:
-        """Return how many more rows a bucket should have room for: those that wait, but no more
-        than run, since each row takes time in every step."""
-        waiting = [self._prompt[0]] if self._prompt else self._queue
-        count = self.active + taken
+    def _pending(self, joining: int = 0) -> int:
+        """Return how many sequences to expect soon, when choosing a bucket: those waiting, but no
+        more than are running, since every slot costs time in every step."""
+        waiting = [self._prompt[0]] if self._prompt else self.waiting
+        count = self.num_running + joining
         return min(sum(handle.request.n for handle in waiting), self.max_batch - count, count)
 
     def _accept(self, sequence: SequenceState, choice: Drawn) -> None:
         handle, counts = sequence.handle, sequence.handle.counts
         if not isinstance(choice, Choice):
-            held = counts.prompt + len(sequence.tokens)
-            what = f"{self.engine.path}: logits after {held} tokens"
-            error = choice or not_finite(what, self.engine.dtype)
-            self._ended(sequence, FAILED, error=error, zero=choice is None)
+            num_tokens = counts.prompt + len(sequence.tokens)
+            logits = f"{self.engine.path}: logits after {num_tokens} tokens"
+            error = choice or not_finite(logits, self.engine.dtype)
+            self._finish_sequence(sequence, FAILED, error=error, zero=choice is None)
             return
         counts.generated += 1
         sequence.emitted += 1
@@ -380,9 +376,9 @@ class Scheduler:
             event = Event(handle, sequence.index, choice.token, choice.logprobs)
             self._events.append(event)
         else:
-            self._ended(sequence, STOP if stops else LENGTH, choice)
+            self._finish_sequence(sequence, STOP if stops else LENGTH, choice)
 
-    def _ended(
+    def _finish_sequence(
         self,
         sequence: SequenceState,
         finish: str,
@@ -390,75 +386,80 @@ class Scheduler:
         error: Exception | None = None,
         zero: bool = False,
     ) -> None:
-        """Append an answer's last event and free its slot; the last one ends the request."""
+        """Append a sequence's last event and free its slot; the last sequence ends the request."""
         handle, sequence.finish = sequence.handle, finish
         ends, counts = {s.finish for s in handle.answers}, handle.counts
         if None not in ends:
             handle.state = next((s for s in (FAILED, CANCELLED) if s in ends), FINISHED)
             counts.total_s = handle.age()
-        if handle.state == FINISHED:  # count how long it kept its slots
+        if handle.state == FINISHED:  # moving average of slot-seconds
             took = (handle.age() - (counts.queued_s or 0.0)) * handle.request.n
             self.totals.row_s += (took - self.totals.row_s) * (0.2 if self.totals.row_s else 1)
         self.totals.ended[finish] += 1
         token, logprobs = (choice.token, choice.logprobs) if choice else (None, None)
         self._events.append(Event(handle, sequence.index, token, logprobs, finish, error))
-        self.batch.drop(sequence, zero)  # last: no event is lost where this raises
+        self.batch.drop(sequence, zero)  # last: no event is lost if this raises
 
-    def _end(self, handle: RequestHandle, finish: str, error: Exception | None = None) -> None:
+    def _finish_all(
+        self, handle: RequestHandle, finish: str, error: Exception | None = None
+    ) -> None:
         for s in handle.answers:
             if not s.finish:
-                self._ended(s, finish, error=error)
+                self._finish_sequence(s, finish, error=error)
 
-    def _next_fits(self) -> bool:
-        return bool(self._queue) and self._queue[0].request.n <= self.max_batch - self.active
+    def _can_admit(self) -> bool:
+        return bool(self.waiting) and self.waiting[0].request.n <= self.max_batch - self.num_running
 
-    def _advance_prompts(self) -> None:
-        """Compute a chunk of a prompt, or of all the next ones that fit into one."""
-        free = 0 if self._prompt else self.max_batch - self.active
-        joining = [*takewhile(lambda h: h.joins, islice(self._queue, free))]
-        room = self.chunk_size.left if self.active else self.engine.limits.prefill_chunk
-        sizes = [size for size in self.batch.sizes if 1 < size <= len(joining)]
-        count = self.prefiller.joined([(h.request, h.keys) for h in joining], sizes, room)
+    def _schedule_prefill(self) -> None:
+        """Prefill a chunk of one prompt, or all next prompts that fit into one chunk together."""
+        free = 0 if self._prompt else self.max_batch - self.num_running
+        candidates = [*takewhile(lambda h: h.batchable, islice(self.waiting, free))]
+        limit = self.engine.limits.prefill_chunk
+        max_tokens = self.chunk_size.remaining if self.num_running else limit
+        sizes = [size for size in self.batch.sizes if 1 < size <= len(candidates)]
+        prompts = [(h.request, h.keys) for h in candidates]
+        count = self.prefiller.count_batchable(prompts, sizes, max_tokens)
         if count:
-            self._compute_together(joining[:count])
+            self._prefill_batch(candidates[:count])
         else:
-            self._advance_prompt()
+            self._prefill_chunk()
 
-    def _compute_together(self, handles: Sequence[RequestHandle]) -> None:
-        """Compute whole prompts, each in a row of a session. After an exception each is computed
-        by itself."""
+    def _prefill_batch(self, handles: Sequence[RequestHandle]) -> None:
+        """Prefill short prompts together, one per row of a session. After an exception each of
+        them is prefilled by itself."""
         self._close_loop()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for handle in handles:
-            self._starts(handle)
-        self.prefiller.borrow(self.batch)
+            self._mark_prefilling(handle)
+        self.prefiller.borrow_session(self.batch)
+        prompts = [(h.request, h.keys) for h in handles]
         try:
             session = self.batch.lend(len(handles))
-            logits, known = self.prefiller.together(session, [(h.request, h.keys) for h in handles])
+            logits, num_cached = self.prefiller.prefill_batch(session, prompts)
         except RankError:
             raise
         except Exception:
-            self.prefiller.forget()
-            if len(handles) != len(self.batch.held):
+            self.prefiller.drop_session()
+            if len(handles) != len(self.batch.slots):
                 self.batch.sessions.pop(len(handles), None)
             for handle in handles:
-                handle.joins = False
+                handle.batchable = False
             return
-        for handle, cached in zip(handles, known, strict=True):
-            self._queue.remove(handle)
+        for handle, cached in zip(handles, num_cached, strict=True):
+            self.waiting.remove(handle)
             handle.counts.cached = cached
-        computed = [h.counts.prompt - cached for h, cached in zip(handles, known, strict=True)]
+        computed = [h.counts.prompt - cached for h, cached in zip(handles, num_cached, strict=True)]
         self.chunk_size.computed += len(handles) * max(computed)
-        self.totals.cached += sum(known)
+        self.totals.cached += sum(num_cached)
         self.totals.computed += sum(computed)
         self.totals.chunks += 1
-        self.totals.chunk_s += time.perf_counter() - begun
-        self._place_all(handles, logits, session)
+        self.totals.chunk_s += time.perf_counter() - start
+        self._start_batch(handles, logits, session)
 
-    def _place_all(
+    def _start_batch(
         self, handles: Sequence[RequestHandle], logits: torch.Tensor, session: Session
     ) -> None:
-        """Choose the first token of each answer, and give those that go on a slot."""
+        """Sample the first token of each prompt; unfinished sequences join the batch."""
         rows = [handle.answers[0] for handle in handles]
         try:
             for row, s in enumerate(rows):
@@ -466,97 +467,99 @@ class Scheduler:
                 if choice is None:
                     session.reset([row], zero=True)
                 self._accept(s, choice)
-            if not self.active:
-                self.chunk_size.read(time.perf_counter())
+            if not self.num_running:
+                self.chunk_size.record(time.perf_counter())
             self.batch.take(session, [None if s.finish else s for s in rows])
         except Exception as e:
             for handle in handles:
-                self._end(handle, FAILED, e)
+                self._finish_all(handle, FAILED, e)
             raise
 
-    def _starts(self, handle: RequestHandle) -> None:
+    def _mark_prefilling(self, handle: RequestHandle) -> None:
         handle.state, handle.counts.queued_s = PREFILLING, handle.age()
-        if not self.active:
-            self.chunk_size.begin(time.perf_counter())
+        if not self.num_running:
+            self.chunk_size.start(time.perf_counter())
 
-    def _advance_prompt(self) -> None:
-        handle = self._prompt[0] if self._prompt else self._queue.popleft()
-        begun = time.perf_counter()
+    def _prefill_chunk(self) -> None:
+        handle = self._prompt[0] if self._prompt else self.waiting.popleft()
+        start = time.perf_counter()
         try:
-            self._prompt = self._prompt or self._begun(handle)
-            held = self.prefiller.held
+            self._prompt = self._prompt or self._start_prompt(handle)
+            before = self.prefiller.num_computed
             logits = next(self._prompt[1])
-            self.totals.computed += self.prefiller.held - held
-            self.chunk_size.computed += self.prefiller.held - held
+            self.totals.computed += self.prefiller.num_computed - before
+            self.chunk_size.computed += self.prefiller.num_computed - before
             self.totals.chunks += 1
-            self.totals.chunk_s += time.perf_counter() - begun
+            self.totals.chunk_s += time.perf_counter() - start
             if logits is not None:
-                self._place(self._take_prompt(), logits)
+                self._start_decoding(self._pop_prompt(), logits)
         except RankError:
             raise
         except Exception as e:
             self._prompt = None
-            self.prefiller.forget()
-            self._end(handle, FAILED, e)
+            self.prefiller.drop_session()
+            self._finish_all(handle, FAILED, e)
 
-    def _begun(self, handle: RequestHandle) -> tuple[RequestHandle, Chunks]:
-        self._starts(handle)
-        self.prefiller.borrow(self.batch)
-        every = None if handle.request.prompt_logprobs is None else handle.read_prompt
-        chunks = self.prefiller.chunks(handle.request, self._until, handle.keys, every)
-        handle.counts.cached = self.prefiller.known
-        self.totals.cached += self.prefiller.known
+    def _start_prompt(self, handle: RequestHandle) -> tuple[RequestHandle, Chunks]:
+        self._mark_prefilling(handle)
+        self.prefiller.borrow_session(self.batch)
+        on_logits = (
+            None if handle.request.prompt_logprobs is None else handle.record_prompt_logprobs
+        )
+        chunks = self.prefiller.chunks(handle.request, self._chunk_end, handle.keys, on_logits)
+        handle.counts.cached = self.prefiller.num_cached
+        self.totals.cached += self.prefiller.num_cached
         return handle, chunks
 
-    def _take_prompt(self) -> RequestHandle:
-        """Return the request in prefill, and leave it; the prefiller keeps what it has computed."""
+    def _pop_prompt(self) -> RequestHandle:
+        """Take the request out of prefill and return it; its computed prefix stays reusable."""
         assert self._prompt
         (handle, chunks), self._prompt = self._prompt, None
         chunks.close()
         return handle
 
-    def _until(self, start: int) -> int:
-        """Return how far a chunk may go: less far while sequences wait for it."""
-        size = self.chunk_size.left or self.chunk_size.tokens
-        return start + (size if self.active else self.engine.limits.prefill_chunk)
+    def _chunk_end(self, start: int) -> int:
+        """Return the end of a chunk from `start`: shorter while sequences decode."""
+        size = self.chunk_size.remaining or self.chunk_size.tokens
+        return start + (size if self.num_running else self.engine.limits.prefill_chunk)
 
-    def _place(self, handle: RequestHandle, logits: torch.Tensor) -> None:
-        """Choose the first token of each answer, and give those that go on a slot."""
+    def _start_decoding(self, handle: RequestHandle, logits: torch.Tensor) -> None:
+        """Sample the first token of each answer; unfinished sequences join the batch."""
         handle.state, session = DECODING, self.prefiller.session
         for sequence in handle.answers:
             choice = sample(logits, {0: sequence.sampler})[0]
             if choice is None:
                 session.reset(zero=True)
             self._accept(sequence, choice)
-        if not self.active:
-            self.chunk_size.read(time.perf_counter())
-        going = [s for s in handle.answers if not s.finish]
-        if not going:
+        if not self.num_running:
+            self.chunk_size.record(time.perf_counter())
+        running = [s for s in handle.answers if not s.finish]
+        if not running:
             return
         self._close_loop()
-        if len(going) == 1 and not handle.request.reuse and self.batch.adopt(session, going[0]):
-            self.prefiller.forget()
+        if len(running) == 1 and not handle.request.reuse and self.batch.adopt(session, running[0]):
+            self.prefiller.drop_session()
         else:
-            self.batch.put(session, going, self._pending(len(going)))
+            self.batch.put(session, running, self._pending(len(running)))
 
     def close(self) -> None:
-        """Free all caches; requests that have not ended stay as they are."""
+        """Free all KV caches; unfinished requests keep their state."""
         self._prompt, self._loop = None, None
-        self._queue.clear()
-        self.batch.forget()
+        self.waiting.clear()
+        self.batch.clear()
         self.prefiller.close()
 
 
-def _with_masks(running: Running) -> list[SequenceState]:
-    """Return the sequences whose next masks are computed; the others sit out a step."""
+def _ready_sequences(running: Running) -> list[SequenceState]:
+    """Return the sequences whose logits masks are computed; the others skip this step."""
     for s in running:
         s.sampler.start_mask()
     ready = [s for s in running if s.sampler.mask_ready()]
     return ready or [s for s in running if s.sampler.mask_ready(PATIENCE_S)]
 
 
-def _follows(sequence: SequenceState, choice: Drawn, drafts: Sequence[int]) -> bool:
-    """Whether a choice is the first of the drafts that are left, and not the sequence's last."""
+def _matches_draft(sequence: SequenceState, choice: Drawn, drafts: Sequence[int]) -> bool:
+    """Whether a choice equals the next draft token and does not end the sequence."""
     if not drafts or not isinstance(choice, Choice):
         return False
     return choice.token == drafts[0] and choice.token not in sequence.sampler.stops

@@ -1,10 +1,10 @@
 """Speculative decoding: draft tokens, and one step that verifies all of them.
 
-A verification step feeds a sequence's newest token and k draft tokens, and a token is chosen after
-each as ever, with the sequence's own random numbers. As long as the choice is the draft token, the
-next logits are valid too: a step yields 1 to k + 1 tokens, those that single steps would have
-chosen. Draft tokens come from what followed earlier in the sequence's own text (`NgramProposer`),
-or from a draft model, which continues from the hidden state of the large one.
+A verification step feeds a sequence's newest token and k draft tokens; after each, a token is
+sampled as usual, from the sequence's random stream. While the sample equals the draft token, the
+next logits are valid too: a step yields 1 to k + 1 tokens, exactly those of plain decode steps.
+Draft tokens come from n-gram matches in the sequence's text (`NgramProposer`), or from a draft
+model (MTP) that continues from the target's hidden state.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from g4ir.errors import InputError
 from .parts import EngineParts
 
 NONE, NGRAM, MTP = "none", "ngram", "mtp"
-#: where drafts come from
+#: sources of drafts
 DRAFTS = (NONE, NGRAM, MTP)
-#: tokens at the end of a text that must be found again for a draft, and that are compared at most
-LEAST_MATCH, MOST_MATCH = 2, 16
-#: what a draft token costs as a share of a step, until steps of so many tokens are measured
+#: shortest n-gram that yields a draft, and the longest compared
+MIN_MATCH, MAX_MATCH = 2, 16
+#: assumed cost of a draft token, as a fraction of a step, until measured
 COST = 0.12
-#: measured steps of a width that count: the newest
+#: newest measurements per (batch, tokens) that count
 NEWEST = 9
-#: how much the rounds before count against a new one
+#: decay of earlier rounds in the acceptance rate
 MEMORY = 0.7
-#: steps of pause after drafts that did not pay: at first, and at most
+#: first and longest pause, in steps, after drafts that did not pay
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Where drafts come from, and how many tokens a round drafts at most."""
+    """Source of drafts, and the maximum draft tokens per round."""
 
     source: str = NONE
     tokens: int = 0
@@ -49,16 +49,16 @@ class SpeculativeConfig:
 NO_DRAFT = SpeculativeConfig()
 
 
-def find_draft(engine: EngineParts, source: str, tokens: int | None = None) -> SpeculativeConfig:
-    """Return what was asked for; InputError where the engine cannot do it."""
+def resolve_draft(engine: EngineParts, source: str, tokens: int | None = None) -> SpeculativeConfig:
+    """Return the config of --draft and --draft-tokens; InputError if the engine cannot do it."""
     if source not in DRAFTS:
         raise InputError(f"--draft {source!r}: expected one of {', '.join(DRAFTS)}")
-    most = engine.draft_tokens
+    max_tokens = engine.draft_tokens
     if source == NONE:
         if tokens is not None:
             raise InputError(f"--draft-tokens {tokens}: nothing is drafted; give --draft too")
         return NO_DRAFT
-    if not most:
+    if not max_tokens:
         raise InputError(
             f"--draft {source}: {engine.path} verifies no drafted tokens; build the engine again "
             f"with --draft-tokens K"
@@ -68,16 +68,16 @@ def find_draft(engine: EngineParts, source: str, tokens: int | None = None) -> S
             f"--draft {MTP}: {engine.path} has no drafter; build the engine again with "
             f"--drafter DIR"
         )
-    if tokens is not None and not 1 <= tokens <= most:
+    if tokens is not None and not 1 <= tokens <= max_tokens:
         raise InputError(
-            f"--draft-tokens {tokens}: expected 1 to {most}, which this engine was built for; "
-            f"build it again with --draft-tokens {max(tokens, 1)} for more"
+            f"--draft-tokens {tokens}: expected 1 to {max_tokens}, which this engine was built "
+            f"for; build it again with --draft-tokens {max(tokens, 1)} for more"
         )
-    return SpeculativeConfig(source, tokens or most)
+    return SpeculativeConfig(source, tokens or max_tokens)
 
 
 class NgramProposer:
-    """A row's text, and what followed earlier where it ended as it does now."""
+    """Prompt lookup: drafts the tokens that followed an earlier match of the text's end."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._ids = np.empty(max(64, 2 * len(tokens)), np.int64)
@@ -85,7 +85,6 @@ class NgramProposer:
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text."""
         end = self._count + len(tokens)
         if end > len(self._ids):
             self._ids = np.concatenate((self._ids, np.empty(max(end, len(self._ids)), np.int64)))
@@ -93,91 +92,89 @@ class NgramProposer:
         self._count = end
 
     def propose(self, count: int) -> list[int]:
-        """Return up to `count` tokens: those behind the longest earlier match of the text's end,
-        the latest of equal ones; where they run into the end itself, the draft repeats itself."""
+        """Return up to `count` tokens that follow the longest earlier match of the text's end, the
+        latest of equal length; if the text ends first, the draft repeats."""
         ids = self._ids[: self._count]
         ends = np.flatnonzero(ids[:-1] == ids[-1]) if len(ids) else ids
         size = min(1, len(ends))
-        while 0 < size < MOST_MATCH:
+        while 0 < size < MAX_MATCH:
             longer = ends[ends >= size]
             longer = longer[ids[longer - size] == ids[-1 - size]]
             if not len(longer):
                 break
             ends, size = longer, size + 1
-        if size < LEAST_MATCH:
+        if size < MIN_MATCH:
             return []
-        behind = int(ends[-1]) + 1
-        found: list[int] = np.resize(ids[behind:], count).tolist()
-        return found
+        start = int(ends[-1]) + 1
+        draft: list[int] = np.resize(ids[start:], count).tolist()
+        return draft
 
 
 class StepCosts:
-    """What steps cost by their tokens per sequence, in steps of one token: measured as they happen.
+    """Measured step times by batch and tokens per sequence, relative to one-token steps.
 
-    Costs decide how many tokens are drafted, and so how fast a text comes, never what it says."""
+    They decide how many tokens are drafted: speed only, never the output."""
 
     def __init__(self) -> None:
-        #: (batch, tokens) -> seconds of the newest steps, without the first one, which also
-        #: prepares such steps
+        #: (batch, tokens) -> seconds of the newest steps, without the first one (warm-up)
         self._seconds: dict[tuple[int, int], deque[float]] = {}
 
     def add(self, batch: int, tokens: int, seconds: float) -> None:
-        """Take in a step of `batch` sequences and so many tokens each."""
+        """Record a step of `batch` sequences with `tokens` each."""
         if (batch, tokens) in self._seconds:
             self._seconds[batch, tokens].append(seconds)
         else:
             self._seconds[batch, tokens] = deque(maxlen=NEWEST)
 
-    def of(self, batch: int, most: int) -> list[float]:
-        """Return the costs of steps of 1 to `most` tokens per sequence. No step costs more than one
-        of more tokens; one that was not measured costs COST more for each token than the next
-        smaller one that was, so that it is tried: steps of many tokens may come in pieces."""
-        known = {t: median(s) for (b, t), s in self._seconds.items() if b == batch and s}
-        tokens, widths = np.arange(1, most + 1), sorted(known)
-        if widths[:1] != [1]:
+    def of(self, batch: int, max_tokens: int) -> list[float]:
+        """Return the costs of steps of 1 to max_tokens per sequence, relative to one token. Costs
+        are monotonic; an unmeasured step costs COST per token more than the next smaller measured
+        one, so that it is tried: steps of many tokens may come in pieces."""
+        measured = {t: median(s) for (b, t), s in self._seconds.items() if b == batch and s}
+        tokens, sizes = np.arange(1, max_tokens + 1), sorted(measured)
+        if sizes[:1] != [1]:
             return (1 + COST * (tokens - 1)).tolist()
-        seconds = np.array([known[t] for t in widths])
-        seconds = np.minimum.accumulate(seconds[::-1])[::-1] / known[1]
-        below = np.searchsorted(widths, tokens, side="right") - 1
-        above = np.append(seconds, np.inf)[np.searchsorted(widths, tokens)]
-        return np.minimum(seconds[below] + COST * (tokens - np.take(widths, below)), above).tolist()
+        seconds = np.array([measured[t] for t in sizes])
+        seconds = np.minimum.accumulate(seconds[::-1])[::-1] / measured[1]
+        below = np.searchsorted(sizes, tokens, side="right") - 1
+        above = np.append(seconds, np.inf)[np.searchsorted(sizes, tokens)]
+        return np.minimum(seconds[below] + COST * (tokens - np.take(sizes, below)), above).tolist()
 
 
 class Pace:
-    """How many tokens to draft for a sequence, by what became of its last drafts and by the cost of
-    steps."""
+    """Draft length of a sequence, from its recent acceptance rate and the cost of steps."""
 
-    def __init__(self, most: int) -> None:
-        self.most = self._count = most
-        #: draft tokens that were right, and that were looked at; older rounds count less
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = self._count = max_tokens
+        #: accepted and verified draft tokens; older rounds decay
         self._right, self._tried = 1.0, 2.0
-        #: steps that were saved, less those that drafts cost
+        #: steps saved, minus the cost of drafts in steps
         self._credit = 1.0
-        #: steps that draft nothing from now on
+        #: steps until the next draft
         self.pause, self._next_pause = 0, FIRST_PAUSE
 
-    def undrafted(self, steps: int) -> None:
-        """Take in steps without a draft: of the pause, if there is one."""
+    def record_plain_steps(self, steps: int) -> None:
+        """Record steps without a draft; they count towards the pause."""
         self.pause = max(0, self.pause - steps)
 
     def count(self, costs: Sequence[float]) -> int:
-        """Return how many tokens the next round drafts at most: as many as gain most if each is
-        right with the same chance; 0 while it pauses. costs: of steps of 1, 2, ... tokens."""
+        """Return the draft length that maximises tokens per cost, if each token is accepted with
+        the same probability; 0 during a pause. costs: of steps of 1, 2, ... tokens."""
         if self.pause:
             return 0
         share = self._right / self._tried
         tokens = np.cumsum(share ** np.arange(self._count + 1))
         return 1 + int(np.argmax(tokens[1:] / costs[1 : self._count + 1]))
 
-    def told(self, drafted: int, accepted: int, costs: Sequence[float]) -> None:
-        """Take in what became of a round's drafts."""
-        self.undrafted(1)
+    def record(self, drafted: int, accepted: int, costs: Sequence[float]) -> None:
+        """Record a round: tokens drafted and accepted."""
+        self.record_plain_steps(1)
         if not drafted:
             return
         self._right = MEMORY * self._right + accepted
         self._tried = MEMORY * self._tried + min(drafted, accepted + 1)
         self._credit = min(2.0, self._credit + accepted + 1 - costs[drafted])
-        self._count = min(self.most, 2 * self._count if accepted == drafted else accepted + 1)
+        self._count = min(self.max_tokens, 2 * self._count if accepted == drafted else accepted + 1)
         if accepted == drafted:
             self._next_pause = FIRST_PAUSE
         if self._credit < 0:
@@ -186,40 +183,42 @@ class Pace:
 
 
 class RowDrafts:
-    """Draft tokens of one sequence: their pace and counts, and its text if they come from that."""
+    """Speculative decoding of one sequence: draft length, stats, and its n-gram proposer."""
 
     def __init__(
         self,
         draft: SpeculativeConfig,
         prompt: Sequence[int],
-        tallies: Sequence[AcceptanceStats],
+        stats: Sequence[AcceptanceStats],
         costs: StepCosts,
     ) -> None:
-        self.source, self.pace, self._tallies = draft.source, Pace(draft.tokens), tallies
+        self.source, self.pace, self._stats = draft.source, Pace(draft.tokens), stats
         self._costs = costs
         self.text = NgramProposer(prompt) if draft.source == NGRAM else None
-        #: generated tokens that the text has already
+        #: generated tokens already in `text`
         self._followed = 0
 
-    def count(self, room: int, batch: int) -> int:
-        """Return how many tokens to draft in a step of `batch` sequences, at most `room`."""
-        return max(0, min(self.pace.count(self._costs.of(batch, self.pace.most + 1)), room))
+    def count(self, max_tokens: int, batch: int) -> int:
+        """Return how many tokens to draft in a step of `batch` sequences, at most max_tokens."""
+        return max(
+            0, min(self.pace.count(self._costs.of(batch, self.pace.max_tokens + 1)), max_tokens)
+        )
 
-    def undrafted(self, steps: int) -> None:
-        """Count steps without a draft, which made a token each."""
-        self.pace.undrafted(steps)
-        for tally in self._tallies:
+    def record_plain_steps(self, steps: int) -> None:
+        """Record plain decode steps (one token each) in the acceptance stats."""
+        self.pace.record_plain_steps(steps)
+        for entry in self._stats:
             for _ in range(steps):
-                tally.add(0, 1)
+                entry.add(0, 1)
 
-    def told(self, drafted: int, tokens: int, batch: int) -> None:
-        """Count a round that drafted so many tokens and yielded so many."""
-        self.pace.told(drafted, tokens - 1, self._costs.of(batch, self.pace.most + 1))
-        for tally in self._tallies:
-            tally.add(drafted, tokens)
+    def record(self, drafted: int, tokens: int, batch: int) -> None:
+        """Record a round: tokens drafted, and tokens it yielded (accepted + 1)."""
+        self.pace.record(drafted, tokens - 1, self._costs.of(batch, self.pace.max_tokens + 1))
+        for entry in self._stats:
+            entry.add(drafted, tokens)
 
     def propose(self, generated: Sequence[int], count: int) -> list[int]:
-        """Return up to `count` tokens to follow the generated ones, from the sequence's text."""
+        """Return up to `count` n-gram draft tokens after the generated ones."""
         assert self.text
         self.text.extend(generated[self._followed :])
         self._followed = len(generated)
@@ -228,8 +227,8 @@ class RowDrafts:
 
 @dataclass
 class AcceptanceStats:
-    """Rounds of a row, those that drafted nothing too; tokens that came of them; how often a token
-    was drafted, and accepted, at each place of a draft."""
+    """Rounds (plain steps included), tokens they yielded, and tokens drafted and accepted by
+    position in the draft."""
 
     rounds: int = 0
     tokens: int = 0
@@ -237,21 +236,20 @@ class AcceptanceStats:
     accepted: Counter[int] = field(default_factory=Counter)
 
     def add(self, drafted: int, tokens: int) -> None:
-        """Count a round of a row."""
+        """Count a round of one sequence."""
         self.rounds += 1
         self.tokens += tokens
         self.drafted.update(range(drafted))
         self.accepted.update(range(min(drafted, tokens - 1)))
 
     def join(self, other: AcceptanceStats) -> None:
-        """Add the counts of another."""
         self.rounds += other.rounds
         self.tokens += other.tokens
         self.drafted.update(other.drafted)
         self.accepted.update(other.accepted)
 
     def to_dict(self) -> dict[str, object]:
-        """Return tokens per round, and the share that was accepted of those drafted, by place."""
+        """Return rounds, tokens per round, and the acceptance rate by draft position, as JSON."""
         shares = [round(self.accepted[i] / n, 4) for i, n in sorted(self.drafted.items())]
         per_round = round(self.tokens / self.rounds, 4) if self.rounds else None
         return {"rounds": self.rounds, "tokens_per_round": per_round, "accepted": shares}

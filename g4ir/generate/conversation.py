@@ -32,7 +32,7 @@ from g4ir.engine.engine import Engine
 from g4ir.engine.multimodal import read_own
 from g4ir.engine.output import AnswerStream
 from g4ir.engine.prompts import sampling_params
-from g4ir.engine.requests import CANCELLED, Counts, Request, RequestHandle, check_least
+from g4ir.engine.requests import CANCELLED, Counts, Request, RequestHandle, check_minimums
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.speculative import AcceptanceStats
 from g4ir.errors import InputError, RankError
@@ -215,7 +215,7 @@ class ChatSession:
     def choose(self, settings: Mapping[str, int | float | None]) -> None:
         """Take settings by name, None for the checkpoint's; all or, with InputError, none."""
         found = {k: v for k, v in {**self.settings, **settings}.items() if v is not None}
-        check_least(found, max_new_tokens=1)
+        check_minimums(found, max_new_tokens=1)
         if found.get("top_k", 0) < 0:
             raise InputError(f"top_k {found['top_k']}: expected 0 (no limit) or more")
         self._sampling(found)

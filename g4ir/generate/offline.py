@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, ClassVar
 from g4ir.backends.sampling import Logprobs, SamplingParams, random_seed
 from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.engine.prompts import checked_ids, checked_prompt
-from g4ir.engine.requests import Counts, Event, Request, RequestHandle, check_least
+from g4ir.engine.requests import Counts, Event, Request, RequestHandle, check_minimums
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.errors import G4Error
 from g4ir.media import prompt as prompts
@@ -162,7 +162,7 @@ class Result:
 def check_flags(flags: Mapping[str, Any]) -> None:
     """Raise InputError for settings that no engine takes."""
     _sampling(flags)
-    check_least(flags, max_new_tokens=1)
+    check_minimums(flags, max_new_tokens=1)
 
 
 def _sampling(given: Mapping[str, Any]) -> SamplingParams:

@@ -254,7 +254,7 @@ class Server:
                 "media": sorted(engine.media.kinds),
                 "limits": vars(engine.limits),
                 "waiting": {"most": self.settings.waiting, "now": service.waiting},
-                "prefix_cache": {"most_bytes": prefixes.most_bytes, "bytes": prefixes.nbytes},
+                "prefix_cache": {"most_bytes": prefixes.max_bytes, "bytes": prefixes.nbytes},
                 "build": build,
             }
         )

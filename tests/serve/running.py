@@ -91,7 +91,7 @@ class Running:
 
     @property
     def busy(self) -> int:
-        return self.scheduler.active + len(self.process.server_state.tasks)
+        return self.scheduler.num_running + len(self.process.server_state.tasks)
 
     def ids(self, text: str) -> list[int]:
         assert self.server.prompts

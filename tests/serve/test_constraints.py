@@ -203,7 +203,7 @@ def test_a_slow_mask_holds_up_its_own_answer_only(
     spy(monkeypatch, grammar.HeldMask, "_words", slow)
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(lambda: ask(client, extra_body={"grammar": AMBIGUOUS}, max_tokens=6))
-        eventually(lambda: served.scheduler.active)
+        eventually(lambda: served.scheduler.num_running)
         times = [time.monotonic() for _ in ask(client, stream=True, max_tokens=40)]
         assert max(b - a for a, b in pairwise(times)) < 0.4
         assert len(held.result().choices[0].message.content) == 6

@@ -362,7 +362,7 @@ def test_a_row_that_hit_its_stop_string_is_free(
     ends = [c["finish_reason"] for c in choices]
     assert ends == ["stop" if stop in t else "length" for t in whole]
     assert rows[0] == 3 and min(rows) < 3
-    eventually(lambda: not served.scheduler.active)
+    eventually(lambda: not served.scheduler.num_running)
     assert service.totals.ended["cancelled"] == cancelled
 
 
@@ -382,7 +382,7 @@ def test_a_client_that_leaves_before_the_first_piece(narrow: Running) -> None:
     with pytest.raises(OSError, match="the client has gone"):
         asyncio.run(narrow.server.app()(scope, receive, send))
     ended = narrow.service.totals.ended
-    eventually(lambda: ended["cancelled"] == 1 and not narrow.service.scheduler.active)
+    eventually(lambda: ended["cancelled"] == 1 and not narrow.service.scheduler.num_running)
 
 
 @pytest.mark.parametrize("stream", [False, True])
