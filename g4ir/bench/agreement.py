@@ -7,18 +7,11 @@ from functools import cache, partial
 
 import torch
 
-from g4ir.check.agreement import (
-    Agreement,
-    compare_choices,
-    compare_rows,
-    find_anchor,
-    rounding_error,
-)
-from g4ir.check.peers import EnginePeer, HfPeer
-from g4ir.check.reference import float64_refusal, reference_engine
+from g4ir.check.peers import EnginePeer, HfPeer, find_anchor, rounding_error
+from g4ir.check.reference import reference_engine
 from g4ir.check.tokens import Turns
 from g4ir.engine.engine import Engine
-from g4ir.ir.distance import BUDGETS, Anchor
+from g4ir.ir.distance import BUDGETS, Agreement, Anchor, compare_choices, compare_rows
 
 from .report import Values
 from .runners import BenchRunner, HfRunner, Workload, reference_runner, request_steps
@@ -38,10 +31,8 @@ def compare_outputs(
 
     @cache
     def anchor() -> Anchor | None:
-        local = reference_engine(engine, held=True)
-        peer = HfPeer(hf.model) if hf else EnginePeer(local)
-        refusal = float64_refusal(local, w.max_len, w.batch * w.output_len, local.device)
-        return find_anchor(peer, turns, want, refusal)
+        peer = HfPeer(hf.model) if hf else EnginePeer(reference_engine(engine, resident=True))
+        return find_anchor(engine, peer, turns, want)
 
     values = []
     for runner in runners:
@@ -75,19 +66,12 @@ def request_logits(runner: BenchRunner, w: Workload, tokens: torch.Tensor) -> to
 def agreement_values(agreement: Agreement, got: torch.Tensor, want: torch.Tensor) -> Values:
     """Return JSON values: the worst `cosine` and `relative` error of `count` rows of logits; how
     many choose an `equal` token, or another one in a `close` call; whether all is `ok`."""
-    equal, close = (
-        int(t.sum()) for t in compare_choices(got.argmax(-1), want, agreement.tolerance)
-    )
+    choices = compare_choices(got.argmax(-1), want, agreement.tolerance)
+    equal, close = (int(t.sum()) for t in choices)
     worst, count = agreement.worst(), len(want)
-    return {
-        "count": count,
-        "cosine": worst["cosine"],
-        "relative": worst["relative"],
-        "equal": equal,
-        "close": close,
-        "ok": agreement.ok and equal + close == count,
-        "budget": str(agreement.tolerance),
-    }
+    ok = agreement.ok and equal + close == count
+    values = {"count": count, "cosine": worst["cosine"], "relative": worst["relative"]}
+    return {**values, "equal": equal, "close": close, "ok": ok, "budget": str(agreement.tolerance)}
 
 
 def void_roles(agreements: Sequence[Values]) -> set[str]:

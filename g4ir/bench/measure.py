@@ -105,7 +105,7 @@ def requests_per_round(seconds: float) -> int:
 LATENCIES: dict[str, Callable[[RequestTiming], Samples]] = {
     "ttft": lambda r: (r.ttft,),
     "itl": lambda r: r.itl,
-    "tpot": lambda r: (r.tpot,),
+    "tpot": lambda r: (r.decode / len(r.itl),),
     "e2el": lambda r: (r.e2e,),
 }
 
@@ -129,8 +129,8 @@ def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
     steps = w.output_len - 1
     return {
         "prefill": rate(w.batch * w.input_len, lambda r: r.ttft),
-        "decode_per_user": rate(steps, lambda r: math.fsum(r.itl)),
-        "decode": rate(w.batch * steps, lambda r: math.fsum(r.itl)),
+        "decode_per_user": rate(steps, lambda r: r.decode),
+        "decode": rate(w.batch * steps, lambda r: r.decode),
         "output": rate(w.batch * w.output_len, lambda r: r.e2e),
         "total": rate(w.batch * (w.input_len + w.output_len), lambda r: r.e2e),
         "request": rate(w.batch, lambda r: r.e2e),

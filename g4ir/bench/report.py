@@ -15,15 +15,17 @@ from statistics import median
 from typing import Any
 
 from g4ir.check.reference import acting, param_bytes
+from g4ir.engine.engine import Engine
+from g4ir.ops.types import dtype_name
 from g4ir.passes.match import OFF
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan.cost import Cost, floor
 from g4ir.spec.reader import to_line
 
 from .measure import LATENCIES, Stat, around, latencies, medians, ratio, speeds
-from .roof import Rates, median_rates
+from .roof import Meter, Rates, median_rates
 from .runners import BenchRunner, EngineRunner, Rounds, Workload
-from .system import busy_text, environment
+from .system import busy_text
 from .work import request_costs
 
 #: counts up when a key changes its meaning or goes away
@@ -61,22 +63,14 @@ def plain(value: Any) -> Any:
 
 
 def build_report(
-    w: Workload,
-    runners: Sequence[BenchRunner],
-    rates: Sequence[Rates],
-    agreements: Sequence[Values],
-    void: set[str],
-    *,
-    warmup: int,
-    matmul_dtype: str,
-    load_average: float | None,
+    engine: Engine, w: Workload, runners: Sequence[BenchRunner], meter: Meter, measured: Values
 ) -> Values:
-    """Return the report of measured runners, the first of them an engine."""
-    engine, first = runners[0].engine, runners[0]
-    assert engine
-    runs = plain([run_values(w, r, rates, r.role in void) for r in runners])
-    rounds, requests = len(rates), len(first.rounds[0])
-    counts = {"rounds": rounds, "requests_per_round": requests, "warmup": warmup}
+    """Return the report of measured runners, the first of them an engine's; `measured`: its parts
+    `env`, `agreement`, `void` and `warmup`."""
+    env, void = measured["env"], measured["void"]
+    runs = plain([run_values(w, r, meter.rates, r.role in void) for r in runners])
+    rounds, requests = len(meter.rates), len(runners[0].rounds[0])
+    counts = {"rounds": rounds, "requests_per_round": requests, "warmup": measured["warmup"]}
     values = {
         "kind": KIND,
         "schema": VERSION,
@@ -84,24 +78,25 @@ def build_report(
         "backend": f"g4ir-{engine.config.backend}",
         "model_id": engine.spec.name,
         "workload": {**vars(w), **counts},
-        "env": {**environment(engine.device), "load_average": load_average},
-        "roof": roof_values(matmul_dtype, rates),
-        "agreement": agreements,
-        "outputs_agree": all(a["ok"] for a in agreements),
+        "env": env,
+        "roof": roof_values(dtype_name(meter.matrix.dtype), meter.rates),
+        "agreement": measured["agreement"],
+        "outputs_agree": all(a["ok"] for a in measured["agreement"]),
         "runs": runs,
         "notes": [RANDOM_WEIGHTS] if engine.facts.seed is not None else [],
-        "warnings": [*_warnings(load_average, runs)],
+        "warnings": [*_warnings(env["load_average"], runs)],
         "num_prompts": rounds * requests * w.batch,
         "max_concurrency": w.batch,
         **summary(runs),
-        "speedup": {
-            r.role: None
-            if {r.role, first.role} & void
-            else {"over": r.label, **speedup(first.rounds, r.rounds)}
-            for r in runners[1:]
-        },
+        "speedup": {r.role: _speedup_values(runners[0], r, void) for r in runners[1:]},
     }
     return dict(plain(values))
+
+
+def _speedup_values(first: BenchRunner, other: BenchRunner, void: set[str]) -> Values | None:
+    if {first.role, other.role} & void:
+        return None
+    return {"over": other.label, **speedup(first.rounds, other.rounds)}
 
 
 def _warnings(load_average: float | None, runs: Sequence[Values]) -> Iterator[str]:

@@ -61,7 +61,7 @@ class Meter:
     """Measures the rates, on operands that are allocated once."""
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
-        self.device = device
+        self.device, self.rates = device, list[Rates]()
         rows = min(BUFFER_BYTES, free_on(device) // 8) // 4 // (2 * COLUMNS) * 2
         self.buffer = self._filled(rows, COLUMNS)
         self.vector, self.result = (self._filled(n) for n in (COLUMNS, rows))
@@ -82,18 +82,17 @@ class Meter:
         return m
 
     def measure(self) -> Rates:
-        """Measure the rates in about half a second."""
+        """Measure the rates in about half a second, and store them."""
         source, target = self.buffer.chunk(2)
         passes = min(MAX_PASSES, -(-TIMED_BYTES // self.buffer.nbytes))
         read = min(
             self._typical(self.buffer.sum, passes),
             self._typical(lambda: torch.mv(self.buffer, self.vector, out=self.result), passes),
         )
-        return Rates(
-            self.buffer.nbytes / read,
-            2 * source.nbytes / self._typical(lambda: target.copy_(source), passes),
-            self._flop_rate(self.matrix),
-        )
+        copy = self._typical(lambda: target.copy_(source), passes)
+        bandwidths = self.buffer.nbytes / read, 2 * source.nbytes / copy
+        self.rates.append(Rates(*bandwidths, self._flop_rate(self.matrix)))
+        return self.rates[-1]
 
     def _flop_rate(self, m: torch.Tensor) -> float:
         return 2 * m.shape[0] ** 3 / self._typical(lambda: m @ m, MAX_PASSES)

@@ -15,7 +15,7 @@ from g4ir.backends.inductor.device import find_device
 from g4ir.builder.module import need_transformers
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, check_all
-from g4ir.ops.types import dtype_name, torch_dtype
+from g4ir.ops.types import torch_dtype
 from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress, no_progress
 
@@ -25,7 +25,7 @@ from .measure import requests_per_round, timed_request
 from .report import Values, build_report
 from .roof import Meter
 from .runners import MODES, BenchRunner, EngineRunner, HfRunner, Workload, draw_tokens, peer_model
-from .system import load_average, peak_memory, reset_peak
+from .system import environment, load_average, peak_memory, reset_peak
 
 ENGINE_ROLES = ("engine", "engine-b")
 #: baseline -> raises MissingError if its library is not installed
@@ -59,7 +59,8 @@ def run_bench(
     """
     check_options(peers, rounds, warmup)
     check_specs({str(e.path): e.spec for e in engines})
-    engine, load = engines[0], load_average()
+    engine = engines[0]
+    env = {**environment(engine.device), "load_average": load_average()}
     if any(MODES[name][2] for name in {*peers} & {*MODES}):
         check_all(*find_device(engine.device).needs())
     tokens, runners = draw_tokens(w, engine), list[BenchRunner]()
@@ -68,7 +69,7 @@ def run_bench(
         runners.append(_start(make, load_time, w, tokens, engine.device))
     progress("comparing outputs")
     agreements = compare_outputs(engine, w, tokens, runners)
-    meter, rates = Meter(engine.device, torch_dtype(engine.dtype)), []
+    meter = Meter(engine.device, torch_dtype(engine.dtype))
     progress("warming up")
     for runner in runners:
         for _ in range(warmup):
@@ -76,20 +77,12 @@ def run_bench(
     count = requests_per_round(timed_request(runners[0], w, tokens).e2e)
     for number in range(1, rounds + 1):
         progress(f"round {number} of {rounds}")
-        rates.append(meter.measure())
+        meter.measure()
         for runner in runners:
             gc.collect()
             runner.rounds.append([timed_request(runner, w, tokens) for _ in range(count)])
-    return build_report(
-        w,
-        runners,
-        rates,
-        agreements,
-        void_roles(agreements),
-        warmup=warmup,
-        matmul_dtype=dtype_name(meter.matrix.dtype),
-        load_average=load,
-    )
+    measured = {"env": env, "agreement": agreements, "void": void_roles(agreements)}
+    return build_report(engine, w, runners, meter, {**measured, "warmup": warmup})
 
 
 def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
@@ -108,8 +101,8 @@ def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
 
 def check_specs(specs: Mapping[str, Spec]) -> None:
     """Raise InputError for models of different specs; files of one model may have other names."""
-    (path, spec), *others = specs.items()
-    for file, other in others:
+    path, spec = next(iter(specs.items()))
+    for file, other in specs.items():
         if replace(other, name=spec.name, hub=spec.hub).digest() != spec.digest():
             raise InputError(
                 f"bench: {path} is {spec.name} and {file} is {other.name}, with "

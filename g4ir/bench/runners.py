@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,13 @@ class RequestTiming:
     itl: tuple[float, ...]
 
     @property
-    def e2e(self) -> float:
-        return self.ttft + math.fsum(self.itl)
+    def decode(self) -> float:
+        """Seconds of all decode steps."""
+        return math.fsum(self.itl)
 
     @property
-    def tpot(self) -> float:
-        """Time per output token after the first: (E2E - TTFT) / (n - 1)."""
-        return (self.e2e - self.ttft) / len(self.itl)
+    def e2e(self) -> float:
+        return self.ttft + self.decode
 
 
 Rounds = Sequence[Sequence[RequestTiming]]
@@ -185,7 +186,7 @@ class EngineRunner(BenchRunner):
 
 def reference_runner(engine: Engine, batch: int) -> EngineRunner:
     """Return the interpreter on the same graphs and params."""
-    runner = EngineRunner(reference_engine(engine, held=True), batch, "reference")
+    runner = EngineRunner(reference_engine(engine, resident=True), batch, "reference")
     runner.label = "the interpreter on the engine's params"
     return runner
 
@@ -207,7 +208,7 @@ class HfRunner(BenchRunner):
     def __init__(self, model: Any, max_len: int, mode: str) -> None:
         import transformers
 
-        self.role, self.model, self.max_len = mode, model, max_len
+        self.role, self.model = mode, model
         label, self.static, compiled = MODES[mode]
         self.label = f"transformers {transformers.__version__} {label}"
         # As transformers' generate does: single tokens compiled, with CUDA graphs if there are any,
@@ -215,14 +216,10 @@ class HfRunner(BenchRunner):
         forward = model.forward
         self.single = torch.compile(forward, mode="reduce-overhead") if compiled else forward
         self.argument, self.rows = cache_argument(forward), last_row(model)
-        self.cache, self.length = self._new_cache(), 0
-
-    def _new_cache(self) -> Any:
-        from transformers import DynamicCache, StaticCache
-
-        if self.static:
-            return StaticCache(config=self.model.config, max_cache_len=self.max_len)
-        return DynamicCache(config=self.model.config)
+        size = {"max_cache_len": max_len} if self.static else {}
+        cache = transformers.StaticCache if self.static else transformers.DynamicCache
+        self.new_cache = partial(cache, config=model.config, **size)
+        self.cache, self.length = self.new_cache(), 0
 
     def set_context(self, tokens: torch.Tensor) -> None:
         super().set_context(tokens)
@@ -230,7 +227,7 @@ class HfRunner(BenchRunner):
         if self.static:
             self.cache.reset()
         else:
-            self.cache = self._new_cache()
+            self.cache = self.new_cache()
         if tokens.shape[1]:
             self.step(tokens)
         # So that no time of the context counts as that of a request.

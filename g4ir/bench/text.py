@@ -12,7 +12,7 @@ from g4ir.errors import InputError
 from g4ir.spec.reader import json_object
 from g4ir.ui.plots import figure
 from g4ir.ui.table import aligned
-from g4ir.ui.units import scale, size_text
+from g4ir.ui.units import scale
 
 from .measure import Stat
 from .report import KIND, RATES, VERSION, Values, metrics, plain, run_name
@@ -78,7 +78,10 @@ def text(report: Values) -> str:
         speedups = ", ".join(f"{phase} x{stat_text(Stat(**ratios[phase]))}" for phase in phases)
         over = f"{first} over {names[role]}"
         lines.append(f"{over:25} {speedups or 'void: the outputs disagree'}")
-    lines += ["", *(line for run in report["runs"] for line in _details(run))]
+    lines.append("")
+    for run in report["runs"]:
+        floors = (f"{k} {_short(run['work'][k]['floor_ms'])} ms" for k in PANELS if run["work"])
+        lines.append(f"{run['role']}: {run['label']}: {', '.join(floors)}".removesuffix(": "))
     return "\n".join([*lines, *(f"note: {n}" for n in report["notes"])])
 
 
@@ -90,28 +93,28 @@ def _head(r: Values) -> Iterator[str]:
         f"roofline read {_rate(read, 'B/s')}, copy {_rate(copy, 'B/s')}, matmul "
         f"{roof['matmul_dtype']} {_rate(matmul, 'FLOP/s')}, in this process"
     )
-    source = w["text"] or f"random tokens, seed {w['seed']}"
-    yield (
-        f"work     {r['model_id']}: {w['batch']} x {w['input_len']} tokens in, {w['output_len']} "
-        f"out, {w['context']} held before ({source})"
-    )
+    yield f"work     {_workload_text(r)}"
     yield (
         f"         in turn: {w['rounds']} rounds, requests of each a round: "
         f"{w['requests_per_round']}, to warm up: {w['warmup']}; value ± where 95 % of rounds lie"
     )
     for a in r["agreement"]:
-        yield f"outputs  {agreement_text(a)}"
+        # NaN is null in a file.
+        cosine, relative = (math.nan if a[k] is None else a[k] for k in ("cosine", "relative"))
+        close = f", {a['close']} close calls" if a["close"] else ""
+        yield (
+            f"outputs  {a['role']} against {a['base']}: same token {a['equal']} of "
+            f"{a['count']}{close}, cosine at least {cosine:.6f}, relative error at most "
+            f"{relative:.1e}: {'ok' if a['ok'] else 'DISAGREES'} ({a['budget']})"
+        )
 
 
-def agreement_text(a: Values) -> str:
-    """Return the two sides, their errors, and the verdict."""
-    # NaN is null in a file.
-    n = {k: math.nan if v is None else v for k, v in a.items()}
-    close = f", {a['close']} close calls" if a["close"] else ""
+def _workload_text(r: Values) -> str:
+    w = r["workload"]
+    source = w["text"] or f"random tokens, seed {w['seed']}"
     return (
-        f"{a['role']} against {a['base']}: same token {a['equal']} of {a['count']}{close}, "
-        f"cosine at least {n['cosine']:.6f}, relative error at most {n['relative']:.1e}"
-        f": {'ok' if a['ok'] else 'DISAGREES'} ({a['budget']})"
+        f"{r['model_id']}: {w['batch']} x {w['input_len']} tokens in, {w['output_len']} out, "
+        f"{w['context']} held before ({source})"
     )
 
 
@@ -171,53 +174,20 @@ def _short(x: float) -> str:
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.3g}"
 
 
-def _details(run: Values) -> Iterator[str]:
-    yield f"{run['role']}: {run['label']}"
-    if e := run["engine"]:
-        sizes = {k: size_text(run[f"{k}_bytes"]) for k in ("param", "cache")}
-        quant = f", weights quantised to {e['quant']}" if e["quant"] else ""
-        quant += f", activations to {e['activations']}" if e["activations"] else ""
-        yield f"  engine   {e['dtype']}{quant}: params {sizes['param']}, KV cache {sizes['cache']}"
-        for phase in PANELS:
-            c = run["work"][phase]
-            weights, cache = (size_text(c[f"{k}_bytes"]) for k in ("weight", "state"))
-            work = f"{c['flops'] / 1e9:.4g} GFLOP, weights {weights}, KV cache {cache}"
-            yield f"  {phase:8} {work}: at least {_short(c['floor_ms'])} ms ({c['bound']})"
-    peak = (f"{k.removesuffix('_bytes')} {size_text(v)}" for k, v in run["peak_memory"].items())
-    yield f"  peak     {', '.join(peak)} of the process"
-
-
 def plot_bench(path: str | Path, reports: Mapping[str, Values]) -> None:
-    """Plot p50 of TTFT and ITL of every run, with the time at the measured roofline. Keys of
-    `reports` are labels of their runs; void runs are hatched."""
-    titles = {
-        f"{r['model_id']}, {w['batch']} x {w['input_len']} in, {w['output_len']} out, "
-        f"{w['context']} in the KV cache"
-        for r in reports.values()
-        for w in [r["workload"]]
-    }
+    """Plot p50 of TTFT and ITL of every run, and the time at the measured roofline as a dash. Keys
+    of `reports` are labels of their runs; void runs are hatched."""
+    runs = {f"{label} {run_name(r)}".strip(): r for label, b in reports.items() for r in b["runs"]}
     with figure(path, 9, 4.2, columns=2) as axes:
         for panel, (phase, (metric, title)) in zip(axes, PANELS.items(), strict=True):
-            _bars(panel, reports, phase, metric)
-            panel.set_title(f"{phase}: {title}")
-        axes[0].figure.suptitle("; ".join(sorted(titles)), fontsize="medium")
-
-
-def _bars(axes: Any, reports: Mapping[str, Values], phase: str, metric: str) -> None:
-    ticks = list[str]()
-    for label, report in reports.items():
-        for run in report["runs"]:
-            i, (_, stat) = len(ticks), metrics(run)[metric]
-            hatch = "//" if run["void"] else None
-            axes.bar(i, stat.value, yerr=stat.spread, color=f"C{i}", capsize=4, hatch=hatch)
-            if run["work"]:
-                floor = run["work"][phase]["floor_ms"]
-                axes.plot([i - 0.4, i + 0.4], [floor, floor], "k--", label="roofline")
-            ticks.append(f"{label} {run_name(run)}".strip() + "\nVOID" * run["void"])
-    axes.set_xticks(range(len(ticks)), ticks, fontsize="small")
-    axes.set_ylim(bottom=0)
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[:1], labels[:1], fontsize="small")
+            for i, (label, run) in enumerate(runs.items()):
+                _, stat = metrics(run)[metric]
+                hatch, name = "//" if run["void"] else None, label + "\nVOID" * run["void"]
+                panel.bar(name, stat.value, yerr=stat.spread, color=f"C{i}", hatch=hatch)
+                if run["work"]:
+                    panel.plot([name], [run["work"][phase]["floor_ms"]], "k_", markersize=40)
+            panel.set(title=f"{phase}: {title}", ylim=(0, None))
+        axes[0].figure.suptitle("; ".join(map(_workload_text, reports.values())), fontsize="small")
 
 
 def compare_reports(a: Values, b: Values, every: bool = False) -> dict[str, Any]:
@@ -230,23 +200,13 @@ def compare_reports(a: Values, b: Values, every: bool = False) -> dict[str, Any]
         for name, (unit, x) in metrics(one).items():
             if name in stats and (every or name in printed):
                 y = stats[name][1]
-                row = {
-                    "role": one["role"],
-                    "void": one["void"] or two["void"],
-                    "metric": name,
-                    "unit": unit,
-                    "a": x,
-                    "b": y,
-                    "ratio": y.value / x.value if x.value else None,
-                    "differs": x.differs(y),
-                }
+                ratio = y.value / x.value if x.value else None
+                row = {"role": one["role"], "void": one["void"] or two["void"], "metric": name}
+                row |= {"unit": unit, "a": x, "b": y, "ratio": ratio, "differs": x.differs(y)}
                 rows.append(row)
-    left, right = _conditions(a), _conditions(b)
-    notes = [
-        f"{key}: {left.get(key)} in A, {right.get(key)} in B"
-        for key in left | right
-        if left.get(key) != right.get(key)
-    ]
+    one, two = _conditions(a), _conditions(b)
+    pairs = {key: (one.get(key), two.get(key)) for key in one | two}
+    notes = [f"{key}: {x} in A, {y} in B" for key, (x, y) in pairs.items() if x != y]
     return {"notes": notes, "rows": rows, "differ": sum(r["differs"] for r in rows)}
 
 

@@ -31,7 +31,6 @@ from g4ir.ops.kv_quant import to_comparable
 from g4ir.ops.types import Type
 from g4ir.parallel.shard import own_name
 
-from .agreement import local_errors
 from .reference import with_run
 from .stage_report import Difference, OpError, StageReport
 from .stages import BACKEND, GraphStep, Recording, Series, Stage, StageRun, Trace, stored_stage
@@ -48,6 +47,8 @@ MEASURED = 4.0
 #: two experts whose probabilities lie this close (relative) may change places: four times what
 #: moves a score. Scores of a compiled region round where the backend's fused ops keep more digits.
 CLOSE_EXPERTS = {"f32": 1e-3, "bf16": 2.0**-2}
+#: values compared at once, in float64
+BLOCK = 1 << 24
 #: max tokens of a chunk of which every value is stored
 CHUNK = 512
 
@@ -77,28 +78,26 @@ def first_difference(
     return comparison.report.first
 
 
-def compare_stage(old: Stage, new: Stage, series: Sequence[Series], engine: Engine) -> StageReport:
-    """Compare a stage, forced by the values of the one before it."""
-    comparison = Comparison(StageReport(new.name), engine.dtype)
+def compare_stage(
+    old: Stage, new: Stage | None, series: Sequence[Series], engine: Engine
+) -> StageReport:
+    """Compare a stage, or without one the engine's runtime, forced by the values of `old`."""
+    comparison = Comparison(StageReport(new.name if new else BACKEND), engine.dtype)
     for steps in series:
         slots = max(c.end for c in steps)
-        run, state = StageRun(old, slots, engine), new.caches(slots, engine.device)
+        run = StageRun(old, slots, engine)
+        state: Any = None
+        if new:
+            state = new.caches(slots, engine.device)
+        elif not is_tower(steps[0].phase):
+            state = engine.runtime.new_state(1)
         for step in steps:
-            trace, recording = run.trace(step), new.recordings[step.phase]
-            state = ForcedStage(trace, comparison, recording, state, engine.device).run()
-            if comparison.report.first:
-                return comparison.report
-    return comparison.report
-
-
-def compare_backend(stage: Stage, series: Sequence[Series], engine: Engine) -> StageReport:
-    """Compare the engine's runtime, forced by the interpreter's values after each region."""
-    comparison = Comparison(StageReport(BACKEND), engine.dtype)
-    for steps in series:
-        run = StageRun(stage, max(c.end for c in steps), engine)
-        state = None if is_tower(steps[0].phase) else engine.runtime.new_state(1)
-        for step in steps:
-            ForcedRuntime(run.trace(step), comparison).run(engine, state)
+            trace = run.trace(step)
+            if new:
+                recording = new.recordings[step.phase]
+                state = ForcedStage(trace, comparison, recording, state, engine.device).run()
+            else:
+                ForcedRuntime(trace, comparison).run(engine, state)
             if comparison.report.first:
                 return comparison.report
     return comparison.report
@@ -257,6 +256,24 @@ def _joint_name(name: str, rank: int, names: Container[str]) -> str:
 def joint_budget(ops: Iterable[str], dtype: str) -> float:
     """Return the tolerance of a value that several ops compute: their errors are independent."""
     return sum((OPS[op].budget.at(dtype) ** 2 for op in ops), 0.0) ** 0.5
+
+
+def local_errors(got: Tensor, want: Tensor) -> Tensor:
+    """[..., n] -> f64[...]: largest difference of each row, relative to the larger of the wanted
+    value and its row's rms. Rows near zero count relative to the whole tensor. NaN stays NaN."""
+    size = want.shape[-1]
+    rows = max(1, BLOCK // size)
+    blocks, wants = (t.detach().reshape(-1, size).split(rows) for t in (got, want))
+    squares = sum(float(t.double().pow(2).sum()) for t in wants)
+    floor = 1e-3 * math.sqrt(squares / want.numel()) + 1e-30
+    errors = [_block_errors(a, b, floor) for a, b in zip(blocks, wants, strict=True)]
+    return torch.cat(errors).view(want.shape[:-1])
+
+
+def _block_errors(got: Tensor, want: Tensor, floor: float) -> Tensor:
+    got, want = got.cpu().double(), want.cpu().double()
+    rms = want.pow(2).mean(-1, keepdim=True).sqrt()
+    return ((got - want).abs() / want.abs().maximum(rms).clamp(min=floor)).amax(-1)
 
 
 @dataclass(frozen=True)

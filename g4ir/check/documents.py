@@ -45,16 +45,16 @@ class Window:
 
 @dataclass
 class Reader:
-    """Reads documents for an engine: windows of at most `room` tokens, of which each begins with
-    the document's <bos>, or without one with the last token before it. `most`: tokens of all
-    documents (<bos> not counted) after which reading stops."""
+    """Splits documents into windows of at most `max_seq` tokens. Each begins with the document's
+    <bos>, or without one with the last token before it. `max_tokens`: of all documents (<bos> not
+    counted), after which reading stops."""
 
     engine: Engine
-    room: int
-    most: int = sys.maxsize
+    max_seq: int
+    max_tokens: int = sys.maxsize
 
     def __post_init__(self) -> None:
-        if self.room < 2:
+        if self.max_seq < 2:
             raise InputError(f"{self.engine.path} was built with --max-seq 1: nothing to score")
 
     @cached_property
@@ -73,10 +73,10 @@ class Reader:
         """Yield the windows of a file of JSON lines, each a document with the fields LINE."""
         with Path(path).open("rb") as stream:
             lines = ReadAhead(stream)
-            while self.most and (line := lines.next(wait=True)):
+            while self.max_tokens and (line := lines.next(wait=True)):
                 where = f"{path}:{line[0]}"
-                given = {"id": line[0], **parse_line(line[1], where)}
-                yield from self.fields(given, where)
+                fields = {"id": line[0], **parse_line(line[1], where)}
+                yield from self.fields(fields, where)
 
     def values(self, texts: Any) -> Iterator[Window]:
         """Yield the windows of one text or several, each a string, a list of token ids, or a
@@ -84,22 +84,22 @@ class Reader:
         many = [texts] if isinstance(texts, str | Mapping) else [*texts]
         for index, text in enumerate([many] if {*map(type, many)} == {int} else many):
             named = {"text": text} if isinstance(text, str) else {"tokens": text}
-            given = text if isinstance(text, Mapping) else named
-            yield from self.fields({**given, "id": index}, f"text {index}")
+            fields = text if isinstance(text, Mapping) else named
+            yield from self.fields({**fields, "id": index}, f"text {index}")
 
     def fields(self, values: Mapping[str, Any], where: str) -> Iterator[Window]:
         """Yield the windows of a document of the fields LINE."""
-        given = checked_fields(values, where, LINE, ("text", "tokens"))
-        name = given["id"]
-        if "text" in given:
-            if "labels" in given:
+        fields = checked_fields(values, where, LINE, ("text", "tokens"))
+        name = fields["id"]
+        if "text" in fields:
+            if "labels" in fields:
                 raise InputError(f"{where}: labels are for tokens: give tokens, not a text")
-            pieces = self._tokenised(cut_blocks([given["text"]]), where, given.get("bos", True))
+            pieces = self._tokenised(cut_blocks([fields["text"]]), where, fields.get("bos", True))
             return self._windows(name, where, pieces)
         text = self.engine.spec.text
-        ids = checked_ids(given["tokens"], text.readable_ids, where)
+        ids = checked_ids(fields["tokens"], text.readable_ids, where)
         check_no_media(self.engine, ids, where)
-        labels = given.get("labels", ids)
+        labels = fields.get("labels", ids)
         if len(labels) != len(ids):
             raise InputError(f"{where}: {len(labels)} labels of {len(ids)} tokens")
         checked_ids([i for i in labels if i != IGNORED], text.vocab_size, f"{where}: labels")
@@ -114,7 +114,7 @@ class Reader:
             bos = False
 
     def _windows(self, name: str | int, where: str, pieces: Iterator[Labelled]) -> Iterator[Window]:
-        if not self.most:
+        if not self.max_tokens:
             return
         bos, part, head = self.engine.spec.tokens.bos, 0, list[int]()
         ids, labels = list[int](), list[int]()
@@ -122,18 +122,18 @@ class Reader:
             if not ids and more[:1] == [bos]:
                 head, ids, labels = [*more[:1]], [*more[:1]], [IGNORED]
                 more, more_labels = more[1:], more_labels[1:]
-            ids += more[: self.most]
-            labels += more_labels[: self.most]
-            self.most -= len(more[: self.most])
-            while len(ids) > self.room:
-                yield Window(name, part, ids[: self.room], labels[: self.room])
-                before = head or ids[self.room - 1 : self.room]
-                ids = before + ids[self.room :]
-                labels = [IGNORED] * len(before) + labels[self.room :]
+            ids += more[: self.max_tokens]
+            labels += more_labels[: self.max_tokens]
+            self.max_tokens -= len(more[: self.max_tokens])
+            while len(ids) > self.max_seq:
+                yield Window(name, part, ids[: self.max_seq], labels[: self.max_seq])
+                before = head or ids[self.max_seq - 1 : self.max_seq]
+                ids = before + ids[self.max_seq :]
+                labels = [IGNORED] * len(before) + labels[self.max_seq :]
                 part += 1
-            if not self.most:
+            if not self.max_tokens:
                 break
-        if len(ids) < 2 and not self.most:
+        if len(ids) < 2 and not self.max_tokens:
             return  # the rest of the budget is no document
         if len(ids) < 2:
             raise InputError(f"{where}: fewer than 2 tokens, <bos> included: nothing to score")

@@ -1,4 +1,4 @@
-"""Media on which towers are checked, as graphs take them: pixels and samples of a fixed seed."""
+"""Media on which towers are checked, as inputs of their graphs: random pixels and samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from g4ir.model.media import AUDIO, IMAGE, VIDEO
 from .tokens import SEED
 
 Tensor = torch.Tensor
-#: of an audio clip's graph, what the audio takes at most, and its soft tokens at most
+#: the audio's max share of its graph's length, and max soft tokens
 SHARE, LONGEST = 0.6, 48
 #: pixels of an image, height and width: no budget is filled by sides of these proportions
 SIDES = (48, 72)
@@ -26,8 +26,8 @@ SIDES = (48, 72)
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """One medium as its tower takes it, `feeds` by input. The first `rows` of the `size` soft
-    tokens that come out are its own, the others padding; `times` are those of frames."""
+    """One image, video or audio clip as its tower's inputs `feeds`. The first `rows` of the `size`
+    soft tokens are valid, the others padding; `times` are those of frames."""
 
     tower: str
     kind: str
@@ -38,7 +38,7 @@ class Item:
 
 
 def smallest_items(engine: Engine) -> tuple[Item, ...]:
-    """An item for the smallest tower of each part that the engine has."""
+    """Return an item for the smallest tower of each kind that the engine has."""
     media, out, rng = engine.media, [], np.random.default_rng(SEED)
     sizes = [(n, IMAGE, {"budget": n}) for n in media.budgets]
     sizes += [(n, VIDEO, {}) for n in (media.frame,) if n is not None]
@@ -52,11 +52,11 @@ def smallest_items(engine: Engine) -> tuple[Item, ...]:
 
 
 def _audio(engine: Engine) -> Item:
-    """Its padding is noise: a tower that does not mask it hears it at the end."""
+    """Return an item whose padding is noise, which shows if the tower does not mask it."""
     settings = sound_settings(engine)
     rate = settings.sampling_rate
-    wanted = min(max(1, int(SHARE * min(engine.media.lengths))), LONGEST)
-    count = max(settings.fewest_samples, wanted * rate // settings.soft_tokens(rate))
+    tokens = min(max(1, int(SHARE * min(engine.media.lengths))), LONGEST)
+    count = max(settings.fewest_samples, tokens * rate // settings.soft_tokens(rate))
     samples = 0.3 * np.random.default_rng(SEED).standard_normal(count)
     audio = _item(engine, AUDIO, Waveform(samples.astype(np.float32), rate))
     if "mask" not in audio.feeds:
@@ -65,8 +65,8 @@ def _audio(engine: Engine) -> Item:
     return replace(audio, feeds={**audio.feeds, "features": features})
 
 
-def _item(engine: Engine, kind: str, given: Any, **options: Any) -> Item:
-    """Prepare an item: its tower's inputs, as they come to a runtime."""
+def _item(engine: Engine, kind: str, media: Any, **options: Any) -> Item:
+    """Return an item with the inputs of its tower, as the engine computes them."""
     runs: list[tuple[str, Mapping[str, Tensor], int]] = []
 
     def encode(tower: str, feeds: Mapping[str, Tensor]) -> Tensor:
@@ -74,7 +74,7 @@ def _item(engine: Engine, kind: str, given: Any, **options: Any) -> Item:
         runs.append((tower, feeds, shape[1]))
         return torch.zeros(shape)
 
-    seen: Any = SimpleNamespace(encode=encode)
-    soft = replace(engine, runtime=seen).encode(kind, given, **options)
+    recorder: Any = SimpleNamespace(encode=encode)
+    soft = replace(engine, runtime=recorder).encode(kind, media, **options)
     ((tower, feeds, size),) = runs
     return Item(tower, kind, feeds, soft.count, size, soft.times)

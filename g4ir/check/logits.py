@@ -1,13 +1,12 @@
 """Compares an engine with a peer: the interpreter on the same weights, or transformers.
 
 Both read the same tokens in several turns and single steps (and, with speculative decoding, these
-as draft tokens). Compared are logits and 16 greedy tokens (agreement.py). If fp32 logits are out of
-tolerance, four times the rounding error that the interpreter makes on this model is allowed; in 16
-bits the reference's own rounding is the tolerance (ir/distance.py). That hides small faults, so
+as draft tokens). Compared are logits and 16 greedy tokens (ir/distance.py). If fp32 logits are out
+of tolerance, four times the rounding error that the interpreter makes on this model is allowed; in
+16 bits the reference's own rounding is the tolerance (ir/distance.py). That hides small faults, so
 against transformers the graphs are also compared with it in float64, and the values inside with the
 interpreter's. If something differs, the first value inside that does is named. Media are compared
-with the interpreter's (media.py).
-"""
+with the interpreter's (media.py)."""
 
 from __future__ import annotations
 
@@ -20,14 +19,21 @@ import torch
 
 from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError, InputError
-from g4ir.ir.distance import Anchor, Tolerance, budget_of, row_errors
+from g4ir.ir.distance import (
+    Agreement,
+    Anchor,
+    Tolerance,
+    budget_of,
+    compare_choices,
+    compare_rows,
+    row_errors,
+)
 from g4ir.ui.progress import Progress, no_progress
 
-from .agreement import Agreement, compare_choices, compare_rows, find_anchor, rounding_error
 from .compare import CHUNK, first_difference
 from .media import check_media
-from .peers import EnginePeer, HfPeer, Peer, find_peer
-from .reference import coarse, float64_refusal, reference_engine
+from .peers import EnginePeer, HfPeer, Peer, find_anchor, find_peer, rounding_error
+from .reference import coarse, reference_engine
 from .report import Greedy, Position, VerifyReport
 from .stage_report import engine_name
 from .tokens import Turns, chosen_tokens, default_count, plan_turns
@@ -91,11 +97,8 @@ def _compare(engine: Engine, peer: Peer, turns: Turns, progress: Progress) -> Ve
 
     def anchor() -> Anchor | None:
         nonlocal graphs
-        device = engine.device if isinstance(peer, EnginePeer) else "cpu"
-        refused = float64_refusal(engine, len(turns.ids), len(where), device)
-        progress(f"{count} through {peer.name} {'again' if refused else 'in float64'}")
-        origin = find_anchor(peer, [turns], want, refused)
-        if origin and not refused and isinstance(peer, HfPeer):
+        origin = find_anchor(engine, peer, [turns], want, progress)
+        if origin and not origin.reason and isinstance(peer, HfPeer):
             progress(f"{count} through the graphs in float64")
             graphs = _graph_error(engine, turns, origin.rows)
         return origin

@@ -17,7 +17,7 @@ import torch
 
 from g4ir.backends.base import Tensors
 from g4ir.engine.engine import Engine
-from g4ir.ir.distance import BUDGETS, Anchor, Tolerance, row_errors
+from g4ir.ir.distance import BUDGETS, Agreement, Anchor, Tolerance, compare_rows, row_errors
 from g4ir.ir.interpret import interpret
 from g4ir.ir.wide import in_float64
 from g4ir.media.soft import Soft, counts
@@ -26,7 +26,6 @@ from g4ir.model.media import PICTURES, placeholders
 from g4ir.model.towers import is_tower
 from g4ir.ui.progress import Progress, no_progress
 
-from .agreement import Agreement, compare_rows
 from .compare import Step, first_difference
 from .items import Item, smallest_items
 from .reference import float64_engine, reference_engine, with_run

@@ -13,7 +13,7 @@ from g4ir.model.towers import build_towers
 from g4ir.passes import CHANGES_MEANING
 from g4ir.ui.progress import Progress, no_progress
 
-from .compare import compare_backend, compare_stage
+from .compare import compare_stage
 from .items import smallest_items
 from .stage_report import StageReport, StagesReport, engine_name
 from .stages import (
@@ -97,4 +97,4 @@ def _compare_stages(
             return reports
         old = new
     progress(f"{engine.config.backend} backend")
-    return [*reports, compare_backend(old, series, engine)]
+    return [*reports, compare_stage(old, None, series, engine)]

@@ -1,8 +1,9 @@
-"""Peers that an engine is compared with: the interpreter on the same weights, or transformers."""
+"""Peers that an engine is compared with: the interpreter on the same weights, or transformers; and
+how much they round."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -11,7 +12,8 @@ import torch
 
 from g4ir.builder.module import need_transformers
 from g4ir.engine.engine import Engine
-from g4ir.ui.progress import Progress
+from g4ir.ir.distance import Anchor, row_errors
+from g4ir.ui.progress import Progress, no_progress
 
 from .hf import (
     cache_argument,
@@ -22,7 +24,7 @@ from .hf import (
     rounding_caches,
     verified_model,
 )
-from .reference import float64_engine, reference_engine
+from .reference import coarse, float64_engine, float64_refusal, reference_engine
 from .tokens import Turns
 
 Tensor = torch.Tensor
@@ -34,6 +36,10 @@ class EnginePeer:
 
     name: ClassVar = "reference"
     engine: Engine
+
+    @property
+    def device(self) -> str:
+        return self.engine.device
 
     def logits(self, turns: Turns) -> Tensor:
         """Return f32[N, vocab]."""
@@ -87,6 +93,10 @@ class HfPeer:
     model: Any
     caches: Callable[[], Any] | None = None
 
+    @property
+    def device(self) -> str:
+        return str(self.model.device.type)
+
     def logits(self, turns: Turns) -> Tensor:
         """Return as EnginePeer."""
         device = self.model.device
@@ -137,3 +147,36 @@ def find_peer(
     model = verified_model(engine, checkpoint, progress)
     round_activations(engine, model)
     return HfPeer(model, rounding_caches(engine, model))
+
+
+def find_anchor(
+    engine: Engine,
+    peer: Peer,
+    requests: Sequence[Turns],
+    want: Tensor,
+    progress: Progress = no_progress,
+) -> Anchor | None:
+    """Return what distances of a batch are measured from: the peer in float64, rows of logits one
+    request after the other; if that does not fit its own rows `want`, and the other mode alone.
+    None if the other mode says nothing: the interpreter's makes nearly the same roundings."""
+    tokens, rows = len(requests[0].ids), sum(len(turns.where) for turns in requests)
+    refusal = float64_refusal(engine, tokens, rows, peer.device)
+    progress(f"{tokens} tokens through {peer.name} {'again' if refusal else 'in float64'}")
+    if refusal and isinstance(peer, EnginePeer):
+        return None
+    other = torch.cat([peer.other(turns).cpu() for turns in requests])
+    if refusal:
+        return Anchor("its other mode", want, [other], refusal)
+    exact = torch.cat([peer.in_float64(turns).cpu() for turns in requests])
+    return Anchor("float64", exact, [other])
+
+
+def rounding_error(engine: Engine, turns: Turns) -> float:
+    """Return how far rounding alone moves this model's logits (relative to the row's rms): the
+    interpreter in fp32 against the interpreter in float64. Random weights can make a model in which
+    it grows from layer to layer. An engine that rounds to a coarse grid is also run token by token:
+    each mode rounds other values to the other side."""
+    reference = EnginePeer(reference_engine(engine))
+    exact = reference.in_float64(turns)
+    modes = [reference.logits, *([reference.other] if coarse(engine) else [])]
+    return max(float(row_errors(mode(turns), exact).relative.max()) for mode in modes)

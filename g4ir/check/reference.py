@@ -32,10 +32,10 @@ from g4ir.weights.pack import DEFAULT_PLACEMENT, MadeParams, Packing, open_table
 from g4ir.weights.random import random_weights
 
 
-def reference_engine(engine: Engine, held: bool = False) -> Engine:
+def reference_engine(engine: Engine, resident: bool = False) -> Engine:
     """Return an engine that interprets the same text graphs, without towers. Its params are
-    computed from the engine's source; with `held` they are those of the engine's runtime."""
-    return replace(engine, runtime=interpreted(engine, "held" if held else "made"))
+    computed from the engine's source; with `resident` they are those of the engine's runtime."""
+    return replace(engine, runtime=interpreted(engine, "held" if resident else "made"))
 
 
 def with_run(engine: Engine, run: Callable[..., Tensors | None]) -> Engine:
@@ -146,8 +146,7 @@ def float64_refusal(engine: Engine, tokens: int, rows: int, device: str) -> str 
     types = cache_types(engine.program, 1, engine.limits.max_seq).values()
     caches = sum(t.numel() * (8 if t.dtype in FLOATS else ITEMSIZE[t.dtype]) for t in types)
     needed = float64_bytes(engine.spec, tokens, rows) + caches
-    used = 2 * param_bytes(engine)
-    return refusal("float64 takes {} beside the weights", needed, device, used)
+    return refusal("float64 takes {} beside the weights", needed, device, 2 * param_bytes(engine))
 
 
 def float64_bytes(spec: Spec, tokens: int, rows: int) -> int:

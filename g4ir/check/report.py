@@ -1,4 +1,4 @@
-"""Reports of comparisons: what was compared, and how far apart it was."""
+"""The report of `verify`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Greedy:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """A report of what was compared, and how far apart it was."""
+    """An engine against a reference: errors of logits, and greedy tokens."""
 
     engine: str
     against: str
@@ -62,8 +62,8 @@ class VerifyReport:
     def text_ok(self) -> bool:
         """Whether every position is within the tolerance, their median too, no value inside is out
         of it, and the greedy tokens are the same."""
-        whole = self.typical and self.graphs_ok and self.first_difference is None
-        return whole and self.plain_ok and all(p.ok for p in self.rounds)
+        inside = self.graphs_ok and self.first_difference is None
+        return self.typical and inside and self.plain_ok and all(p.ok for p in self.rounds)
 
     @property
     def graphs_ok(self) -> bool:
@@ -111,7 +111,7 @@ class VerifyReport:
         steps = len(self.turns) - len(long)
         turns = " + ".join([*long, f"{steps} single steps"] if steps else long)
         lines = [f"{self.engine} against {self.against}, {sum(self.turns)} tokens in {turns}"]
-        lines += [f"  {label:10}{said}" for label, said in self._rows()]
+        lines += [f"  {label:10}{row}" for label, row in self._rows()]
         lines += self.media.lines() if self.media else []
         if self.first_difference:
             lines.append(f"  first value out of tolerance: {self.first_difference}")
@@ -119,24 +119,23 @@ class VerifyReport:
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         yield "logits", f"{'worst':>12}{'position':>10}"
-        for label, away in (("max abs", "absolute"), ("relative", "relative")):
-            yield label, _worst(self.positions, [getattr(p, away) for p in self.positions])
+        for label, field_name in (("max abs", "absolute"), ("relative", "relative")):
+            yield label, _worst(self.positions, [getattr(p, field_name) for p in self.positions])
         yield "1 - cosine", _worst(self.positions, [1 - p.cosine for p in self.positions])
-        fine = sum(p.ok for p in self.positions)
-        held = f"{fine:>12} of {len(self.positions)} within tolerance"
-        yield "positions", f"{held}: {self.budget}"
+        within = f"{sum(p.ok for p in self.positions):>12} of {len(self.positions)}"
+        yield "positions", f"{within} within tolerance: {self.budget}"
         if self.rounds:
-            fine = sum(p.ok for p in self.rounds)
-            yield "rounds", f"{fine:>12} of {len(self.rounds)} within it, verified as drafts"
+            within = f"{sum(p.ok for p in self.rounds):>12} of {len(self.rounds)}"
+            yield "rounds", f"{within} within it, verified as drafts"
         if self.budget.rounding:
             yield from self._rounding_rows(self.budget.rounding)
         yield "greedy", self.greedy.text()
 
     def _rounding_rows(self, rounding: Rounding) -> Iterator[tuple[str, str]]:
         worst = worst_of(distances(self.positions))
-        own = f"{self.median_distance:>12.2e} in the median, worst {worst:.2e}"
-        usual = f"the reference's {rounding.median:.2e} and {rounding.worst:.2e}"
-        yield "distance", f"{own}; {usual}"
+        engine = f"{self.median_distance:>12.2e} in the median, worst {worst:.2e}"
+        reference = f"the reference's {rounding.median:.2e} and {rounding.worst:.2e}"
+        yield "distance", f"{engine}; {reference}"
         if not self.typical:
             yield "", "the positions as a whole are out of tolerance"
         if rounding.reason:
@@ -148,7 +147,7 @@ class VerifyReport:
 
 
 def distances(positions: Sequence[Position]) -> list[float]:
-    """Return how far rows lie from the anchor; nothing of those that were not measured."""
+    """Return the distances of rows to the anchor, of those that were measured."""
     return [p.distance for p in positions if p.distance is not None]
 
 

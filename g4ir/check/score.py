@@ -1,7 +1,7 @@
-"""Log-probabilities that an engine gives to texts, and their distance to those of a baseline.
+"""Log-probabilities of texts, and their KL divergence from a baseline's.
 
-Windows are read and computed a chunk at a time: neither a text nor the logits of a window are ever
-held as a whole.
+Windows are read and computed a chunk at a time: neither a full text nor the logits of a full window
+are ever in memory.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def score_rows(got: Tensor, labels: Tensor, want: Tensor | None = None) -> Tenso
         label = labels[start : start + ROWS, None]
         logits = [t[start : start + ROWS].cpu() for t in (got, want) if t is not None]
         log = [t.double().log_softmax(-1) for t in logits]
-        found = [x.gather(1, label)[:, 0] for x in log]
+        rows = [x.gather(1, label)[:, 0] for x in log]
         if want is not None:
-            (q, p), (own, other) = log, logits
-            found += [(p.exp() * (p - q)).sum(-1), (own.argmax(-1) == other.argmax(-1)).double()]
-        parts.append(torch.stack(found))
+            (q, p), (best, baseline) = log, (t.argmax(-1) for t in logits)
+            rows += [(p.exp() * (p - q)).sum(-1), (best == baseline).double()]
+        parts.append(torch.stack(rows))
     return torch.cat(parts, 1)
 
 
@@ -57,9 +57,9 @@ class Sums:
 
     @classmethod
     def of(cls, rows: Tensor) -> Sums:
-        """Return the sums of what `score_rows` returns."""
-        logprob, *rest = rows.sum(1).tolist()
-        return cls(rows.shape[1], -logprob, (-rest[0], *rest[1:]) if rest else None)
+        """Return the sums of the rows of `score_rows`."""
+        logprob, *pair = rows.sum(1).tolist()
+        return cls(rows.shape[1], -logprob, (-pair[0], *pair[1:]) if pair else None)
 
     def __add__(self, other: Sums) -> Sums:
         pairs = zip(self.against or (0.0,) * 3, other.against) if other.against else None
@@ -71,11 +71,11 @@ class Sums:
         `baseline_nll`, `baseline_ppl`, `kl` and `same_top`; None without tokens."""
         mean = [x / self.tokens if self.tokens else None for x in (self.nll, *(self.against or ()))]
         names = ("nll", "baseline_nll", "kl", "same_top")[: len(mean)]
-        found: dict[str, Any] = {"tokens": self.tokens, **dict(zip(names, mean))}
+        means: dict[str, Any] = {"tokens": self.tokens, **dict(zip(names, mean))}
         for name, of in (("ppl", "nll"), ("baseline_ppl", "baseline_nll")):
-            if of in found:
-                found[name] = perplexity(found[of])
-        return found
+            if of in means:
+                means[name] = perplexity(means[of])
+        return means
 
 
 def perplexity(nll: float | None) -> float | None:
@@ -128,8 +128,8 @@ def score(engine: Engine, texts: Any) -> list[Score]:
     """
     require_all_logits(engine)
     windows = Reader(engine, engine.limits.max_seq).values(texts)
-    found = score_windows([engine], windows)
-    return [_joined([*parts]) for _, parts in groupby(found, attrgetter("document"))]
+    scores = score_windows([engine], windows)
+    return [_joined([*parts]) for _, parts in groupby(scores, attrgetter("document"))]
 
 
 def _joined(parts: list[Score]) -> Score:
@@ -152,26 +152,26 @@ def score_windows(
     """Yield the score of each window by the first engine, against the second if there is one.
     Engines have all_logits, the same vocabulary, and room for a window."""
     sessions, total = [e.session() for e in engines], 0
-    most = max(1, CHUNK_LOGITS // engines[0].spec.text.vocab_size)
-    size = min(most, *(e.limits.prefill_chunk for e in engines))
+    max_rows = max(1, CHUNK_LOGITS // engines[0].spec.text.vocab_size)
+    size = min(max_rows, *(e.limits.prefill_chunk for e in engines))
     for w in windows:
         rows = torch.cat([*_chunks(sessions, w, size)], 1)
-        found = iter(rows[0].tolist())
+        values = iter(rows[0].tolist())
         scored = [i > 0 and label != IGNORED for i, label in enumerate(w.labels)]
-        logprobs = tuple(next(found) if one else None for one in scored)
+        logprobs = tuple(next(values) if is_scored else None for is_scored in scored)
         yield Score(w.document, w.part, tuple(w.ids), logprobs, Sums.of(rows))
         total += len(w.ids)
         progress(f"{total} tokens scored")
 
 
 def _chunks(sessions: Sequence[Session], w: Window, size: int) -> Iterator[Tensor]:
-    """Yield what `score_rows` returns of the labels of each chunk; ignored ones are left out."""
+    """Yield `score_rows` of each chunk, without ignored labels."""
     for s in sessions:
         s.reset()
     ids, labels = torch.tensor(w.ids[:-1]), torch.tensor(w.labels[1:])
     for tokens, label in zip(ids.split(size), labels.split(size)):
         at = (label != IGNORED).nonzero()[:, 0]
-        # Where nothing is scored the last token's logits will do.
-        made = [s.prefill(tokens[None], all_logits=len(at) > 0)[0] for s in sessions]
-        logits = [t[at] for t in made] if len(at) < len(label) and len(at) else made
+        # If nothing is scored the last token's logits will do.
+        outputs = [s.prefill(tokens[None], all_logits=len(at) > 0)[0] for s in sessions]
+        logits = [t[at] for t in outputs] if len(at) < len(label) and len(at) else outputs
         yield score_rows(logits[0], label[at], *logits[1:])

@@ -45,12 +45,9 @@ class Difference(OpError):
 
     def text(self) -> str:
         """Return the value, its error, and the nodes that compute it in either stage."""
-        lines = [
-            f"%{self.value} ({self.ops}), in {self.phase} at token {self.at}: error "
-            f"{self.error:.1e}, tolerance {self.budget:.1e}",
-            *(f"  - {line}" for line in self.before),
-            *(f"  + {line}" for line in self.after),
-        ]
+        where = f"%{self.value} ({self.ops}), in {self.phase} at token {self.at}"
+        lines = [f"{where}: error {self.error:.1e}, tolerance {self.budget:.1e}"]
+        lines += [f"  - {line}" for line in self.before] + [f"  + {line}" for line in self.after]
         return "\n".join(lines)
 
 

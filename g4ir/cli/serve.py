@@ -98,7 +98,7 @@ class Serve(OnEngine):
         """Return what the flags say, checked."""
         try:
             from g4ir.serve.app import Server
-            from g4ir.serve.auth import Auth, known_hosts, read_keys
+            from g4ir.serve.auth import Auth, allowed_hosts, read_keys
             from g4ir.serve.media_sources import MediaFolder
             from g4ir.serve.server import Address
         except ImportError as e:
@@ -128,7 +128,7 @@ class Serve(OnEngine):
         )
         app = Server(
             name,
-            Auth(keys, known_hosts(self.host, self.allow_host), most),
+            Auth(keys, allowed_hosts(self.host, self.allow_host), most),
             AsyncEngineConfig(waiting=self.queue),
             scheduler,
             MediaFolder.named(self.media_dir, most),

@@ -1,4 +1,6 @@
-"""Tolerances of logits: how far rows may lie from those of a reference.
+"""The comparator of logits: how far rows lie from those of a reference, and how far they may.
+
+`verify` judges positions, verification steps, greedy tokens and media by it, `bench` its outputs.
 
 In fp32 a fixed tolerance does, relative to the row's rms. In 16 bits rounding depends on the model
 and its weights, so the reference says how much is normal: its own distance to the same model in
@@ -16,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -199,25 +202,53 @@ def widened(budget: Tolerance, rounding: float) -> Tolerance:
     return Tolerance(relative=max(budget.relative, rounding_room(rounding)))
 
 
-def judge(
-    budget: Tolerance,
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """Errors of rows [N, n] of one side against the reference's, and their tolerance."""
+
+    errors: Errors
+    tolerance: Tolerance
+
+    @property
+    def ok(self) -> bool:
+        """Whether each row is within the tolerance, and the rows as a whole."""
+        return self.tolerance.all_hold(self.errors)
+
+    def worst(self) -> dict[str, Any]:
+        """Return `relative` and `cosine` of the worst rows, the tolerance as `budget`, and `ok`."""
+        relative, cosine = float(self.errors.relative.max()), float(self.errors.cosine.min())
+        return {"relative": relative, "cosine": cosine, "budget": self.tolerance, "ok": self.ok}
+
+
+def compare_rows(
+    tolerance: Tolerance,
     dtype: str,
-    many: Sequence[Tensor],
+    sides: Sequence[Tensor],
     want: Tensor,
     *,
     anchor: Callable[[], Anchor | None],
     rounding: Callable[[], float],
-) -> tuple[Tolerance, list[Errors]]:
-    """Return the tolerance of an engine of a dtype, and the errors of each of `many` rows against
-    `want`: measured from an anchor in 16 bits, where there is one; else `budget`, widened where it
-    is missed by what the model's own relative `rounding` allows."""
+) -> list[Agreement]:
+    """Compare each side's rows [N, n] with the reference's `want`, all within one tolerance. In 16
+    bits it is measured from an anchor, if there is one; else it is the given one, if need be
+    widened by what the model's own relative `rounding` allows."""
     if dtype in ROUNDED and (origin := anchor()):
-        measured = Tolerance(rounding=origin.rounding(want, dtype))
-        return measured, [origin.errors(rows, want) for rows in many]
-    errors = [row_errors(rows, want) for rows in many]
-    if budget.relative is not None and not all(map(budget.all_hold, errors)):
-        budget = widened(budget, rounding())
-    return budget, errors
+        tolerance = Tolerance(rounding=origin.rounding(want, dtype))
+        return [Agreement(origin.errors(rows, want), tolerance) for rows in sides]
+    errors = [row_errors(rows, want) for rows in sides]
+    if tolerance.relative is not None and not all(map(tolerance.all_hold, errors)):
+        tolerance = widened(tolerance, rounding())
+    return [Agreement(e, tolerance) for e in errors]
+
+
+def compare_choices(tokens: Tensor, want: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
+    """Compare chosen tokens i64[N] with the best ones of the reference's logits [N, vocab]. Return
+    bool[N] equal, and bool[N] close: differs, but the reference's logits of the two tokens lie
+    within the tolerance of each other."""
+    best, chosen = want.argmax(-1, keepdim=True), tokens[:, None]
+    gap = (want.gather(1, best) - want.gather(1, chosen))[:, 0]
+    equal = (chosen == best)[:, 0]
+    return equal, ~equal & (gap <= tolerance.gap * want.pow(2).mean(-1).sqrt())
 
 
 def median_of(values: Sequence[float]) -> float:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from g4ir.backends.sampling import Logprobs
-from g4ir.chat import Event as Said
+from g4ir.chat import Event as ChatEvent
 from g4ir.chat import TokenStream
 from g4ir.chat.reader import ARGUMENTS
 from g4ir.engine.output import AnswerStream, as_call, is_call
@@ -25,22 +25,22 @@ from .protocols.parts import AnswerFormat
 class ResponseFormat(AnswerFormat):
     """The words of one answer to a request: chats and completions differ in them."""
 
-    asked: Sequence[ServedRequest]
+    served: Sequence[ServedRequest]
     model: str
-    given: Mapping[str, Any]
+    original: Mapping[str, Any]
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def chat(self) -> bool:
-        return self.asked[0].prompt is not None
+        return self.served[0].prompt is not None
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        return self.asked[0].fields
+        return self.served[0].fields
 
     def _echo(self, a: AnswerStream) -> str:
-        return self.asked[a.index // self.asked[0].n].echo
+        return self.served[a.index // self.served[0].n].echo
 
     @cached_property
     def _chunk_head(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class ResponseFormat(AnswerFormat):
         head = {"id": f"{prefix}{self.id}", "object": name}
         return head | {"created": self.created, "model": self.model}
 
-    def whole(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> dict[str, Any]:
+    def complete(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a request that asked for no stream."""
         answers = [*answers]
         choices = [self._choice(a) for a in answers]
@@ -63,16 +63,17 @@ class ResponseFormat(AnswerFormat):
         return out
 
     def _choice(self, a: AnswerStream) -> dict[str, Any]:
-        said: dict[str, Any] = {"message": a.message()}
+        content: dict[str, Any] = {"message": a.message()}
         if not self.chat:
-            said = {"text": self._echo(a) + a.text("content")}
+            content = {"text": self._echo(a) + a.text("content")}
             if "prompt_logprobs" in self.fields:
-                said["prompt_logprobs"] = _of_prompt(a)
-        return {"index": a.index, "finish_reason": a.finish, "logprobs": self._logprobs(a)} | said
+                content["prompt_logprobs"] = _of_prompt(a)
+        choice = {"index": a.index, "finish_reason": a.finish, "logprobs": self._logprobs(a)}
+        return choice | content
 
     def _logprobs(self, a: AnswerStream) -> dict[str, Any] | None:
-        given = self.fields.get("logprobs")
-        if given is None or given is False:
+        requested = self.fields.get("logprobs")
+        if requested is None or requested is False:
             return None
         starts, entries = a.taken_offsets()
         if self.fields.get("echo"):
@@ -105,31 +106,31 @@ class ResponseFormat(AnswerFormat):
         delta = {"role": "assistant", "content": ""}
         return [self._chunk(i, {"delta": delta}, None) for i in range(count)]
 
-    def chunks(self, a: AnswerStream, new: Iterable[Said]) -> list[dict[str, Any]]:
+    def chunks(self, a: AnswerStream, new: Iterable[ChatEvent]) -> list[dict[str, Any]]:
         """Return the chunks of new pieces, and the last one where the answer is over."""
-        parts = [part for said in new for part in self._parts(said)]
+        parts = [part for event in new for part in self._parts(event)]
         out = [self._chunk(a.index, part, self._logprobs(a)) for part in parts]
         if a.over:
             part: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
-            rest = self._logprobs(a) if a.logprobs else None
-            out.append(self._chunk(a.index, part, rest, a.finish))
+            logprobs = self._logprobs(a) if a.logprobs else None
+            out.append(self._chunk(a.index, part, logprobs, a.finish))
         return out
 
-    def _parts(self, said: Said) -> list[dict[str, Any]]:
+    def _parts(self, event: ChatEvent) -> list[dict[str, Any]]:
         """Return what chunks have of a piece: a call whole, or its id and name and then pieces of
         its arguments."""
         if not self.chat:
-            return [{"text": said.text}]
+            return [{"text": event.text}]
         calls: list[dict[str, Any]] = []
-        if is_call(said):
-            calls = [] if said.streamed else [as_call(said, said.text)]
-        elif said.kind == ARGUMENTS:
-            calls = [as_call(said, "")] if said.name is not None else []
-            calls.append({"function": {"arguments": said.text}})
+        if is_call(event):
+            calls = [] if event.streamed else [as_call(event, event.text)]
+        elif event.kind == ARGUMENTS:
+            calls = [as_call(event, "")] if event.name is not None else []
+            calls.append({"function": {"arguments": event.text}})
         else:
-            key = "reasoning_content" if said.kind == "thought" else "content"
-            return [{"delta": {key: said.text}}]
-        return [{"delta": {"tool_calls": [{"index": said.index, **call}]}} for call in calls]
+            key = "reasoning_content" if event.kind == "thought" else "content"
+            return [{"delta": {key: event.text}}]
+        return [{"delta": {"tool_calls": [{"index": event.index, **call}]}} for call in calls]
 
     def _chunk(
         self, index: int, part: Mapping[str, Any], logprobs: Any, finish: str | None = None
@@ -142,25 +143,25 @@ class ResponseFormat(AnswerFormat):
         self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
         """Return the chunk of the usage, where it was asked for."""
-        asked = self.fields.get("stream_options")
-        return [self._head(True) | {"choices": [], "usage": usage}] if asked else []
+        served = self.fields.get("stream_options")
+        return [self._head(True) | {"choices": [], "usage": usage}] if served else []
 
 
 def _of_prompt(a: AnswerStream) -> list[dict[str, Any] | None]:
     """Return the log-probabilities of a prompt by token id, as vLLM says them: the token's own and
     the likeliest, with their ranks among those."""
 
-    def said(token: int, value: float, rank: int | None) -> dict[str, Any]:
+    def entry_of(token: int, value: float, rank: int | None) -> dict[str, Any]:
         entry = a.entry(token, Logprobs(value, ()))
         return {"logprob": entry["logprob"], "rank": rank, "decoded_token": entry["token"]}
 
     out = list[dict[str, Any] | None]()
     for token, read in a.prompt:
-        found = None
+        values = None
         if read is not None:
-            found = {str(t): said(t, v, rank) for rank, (t, v) in enumerate(read.top, 1)}
-            found.setdefault(str(token), said(token, read.chosen, None))
-        out.append(found)
+            values = {str(t): entry_of(t, v, rank) for rank, (t, v) in enumerate(read.top, 1)}
+            values.setdefault(str(token), entry_of(token, read.chosen, None))
+        out.append(values)
     return out
 
 
@@ -172,19 +173,19 @@ def usage_of(
 ) -> dict[str, Any]:
     """Return how many tokens a request took, those of its `media` by kind; where it `drafts`, also
     how many were drafted for it."""
-    made = [handle.counts for handle in handles]
-    prompt, cached = sum(c.prompt for c in made), sum(c.cached for c in made)
+    counted = [handle.counts for handle in handles]
+    prompt, cached = sum(c.prompt for c in counted), sum(c.cached for c in counted)
     new = sum(a.tokens for a in answers)
-    said = {"reasoning_tokens": sum(a.reasoning for a in answers)}
+    details = {"reasoning_tokens": sum(a.reasoning for a in answers)}
     if drafts and handles:
         right = sum(h.tally.accepted.total() for h in handles)
         wrong = sum(h.tally.drafted.total() for h in handles) - right
-        said |= {"accepted_prediction_tokens": right, "rejected_prediction_tokens": wrong}
+        details |= {"accepted_prediction_tokens": right, "rejected_prediction_tokens": wrong}
     seen = {f"{kind}_tokens": count for kind, count in counts(media).items()}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": cached, **seen},
-        "completion_tokens_details": said,
+        "completion_tokens_details": details,
     }

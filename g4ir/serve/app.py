@@ -69,7 +69,7 @@ class Api:
 
     fields: Callable[[Body], Mapping[str, schema.Read]]
     make: Callable[[Prompts, Mapping[str, Any], str], Requests] = Prompts.chat
-    form: Callable[[Requests, str, Body], AnswerFormat] = ResponseFormat
+    format: Callable[[Requests, str, Body], AnswerFormat] = ResponseFormat
     read: Callable[[Body], Translation] | None = None
     #: the Content-Type of a request, without its parameters, and what makes an object of a body
     content_type: str = JSON
@@ -78,14 +78,14 @@ class Api:
 
 CHATS = Api(lambda body: schema.CHAT)
 COMPLETIONS = Api(lambda body: schema.COMPLETIONS, Prompts.completions)
-RESPONSES = replace(CHATS, form=responses.ResponsesFormat, read=responses.read)
-MESSAGES = replace(CHATS, form=messages.MessageFormat, read=messages.read)
+RESPONSES = replace(CHATS, format=responses.ResponsesFormat, read=responses.read)
+MESSAGES = replace(CHATS, format=messages.MessageFormat, read=messages.read)
 TRANSCRIPTIONS = replace(
     CHATS,
-    form=transcriptions.TranscriptFormat,
+    format=transcriptions.TranscriptFormat,
     read=transcriptions.read,
-    content_type=transcriptions.FORM,
-    parse=transcriptions.parse_form,
+    content_type=transcriptions.MULTIPART,
+    parse=transcriptions.parse_multipart,
 )
 #: whose tokens are counted or returned
 COUNTED = replace(CHATS, make=Prompts.tokens, read=messages.count)
@@ -144,7 +144,7 @@ class Server:
         paths: dict[str, tuple[str, Handler]] = {
             "/health": ("GET", self.health),
             "/version": ("GET", self.version),
-            "/metrics": ("GET", self.numbers),
+            "/metrics": ("GET", self.get_metrics),
             "/v1/models": ("GET", self.models),
             "/v1/models/{name:path}": ("GET", self.models),
             "/v1/chat/completions": ("POST", partial(self.answer, api=CHATS)),
@@ -191,21 +191,21 @@ class Server:
             error = ending()
         hidden = str(self.prompts.engine.path) if self.prompts else ""
         wait_s = self.service.wait_s() if self.service else 0.0
-        said = refusal(error, {*schema.CHAT, *schema.COMPLETIONS}, hidden, wait_s)
-        self.metrics.rejected.labels(said.code or str(said.status)).inc()
-        request.state.said |= {"end": said.code} if said.code else {}
-        own = next((p for p in ERRORS if path.startswith(p)), None)
-        body = ERRORS[own](said) if own else said.body()
-        return _json(body, said.status, said.headers)
+        refused = refusal(error, {*schema.CHAT, *schema.COMPLETIONS}, hidden, wait_s)
+        self.metrics.rejected.labels(refused.code or str(refused.status)).inc()
+        request.state.said |= {"end": refused.code} if refused.code else {}
+        protocol = next((p for p in ERRORS if path.startswith(p)), None)
+        body = ERRORS[protocol](refused) if protocol else refused.body()
+        return _json(body, refused.status, refused.headers)
 
     async def _unknown(self, request: Request, error: Exception) -> Response:
         """Refuse a path or a method that there is not, with the nearest path."""
         assert isinstance(error, HTTPException)
         message, path = error.detail, request.url.path.removeprefix(self.root_path)
         if error.status_code == 404:
-            known = (f"/v1{path}".rstrip("/"), *get_close_matches(path, self._paths, 1, 0.8))
-            meant = next((p for p in known if p in self._paths), None)
-            message = f"no such path; did you mean {meant}?" if meant else "no such path"
+            candidates = (f"/v1{path}".rstrip("/"), *get_close_matches(path, self._paths, 1, 0.8))
+            suggestion = next((p for p in candidates if p in self._paths), None)
+            message = f"no such path; did you mean {suggestion}?" if suggestion else "no such path"
         elif error.status_code == 405:
             message = "this path has no such method"
         try:
@@ -222,7 +222,7 @@ class Server:
     async def version(self, request: Request) -> Response:
         return _json({"version": __version__})
 
-    async def numbers(self, request: Request) -> Response:
+    async def get_metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
@@ -279,26 +279,26 @@ class Server:
 
     async def tokenize(self, request: Request) -> Response:
         """Answer the ids of a prompt or a conversation."""
-        (asked,), _ = await self._requests(request, TOKENIZED)
+        (served,), _ = await self._requests(request, TOKENIZED)
         size = {"max_model_len": self._ready()[0].engine.limits.max_seq}
-        count = {"count": len(asked.tokens), **size}
-        return _json({**count, "tokens": asked.tokens, "token_strs": None})
+        count = {"count": len(served.tokens), **size}
+        return _json({**count, "tokens": served.tokens, "token_strs": None})
 
     async def render(self, request: Request) -> Response:
         """Answer the ids and the text of a conversation."""
-        (asked,), _ = await self._requests(request, RENDERED)
-        text = await run_in_threadpool(self._ready()[0].text, asked.tokens)
-        return _json({"prompt": text, "token_ids": asked.tokens})
+        (served,), _ = await self._requests(request, RENDERED)
+        text = await run_in_threadpool(self._ready()[0].text, served.tokens)
+        return _json({"prompt": text, "token_ids": served.tokens})
 
     async def count_tokens(self, request: Request) -> Response:
         """Answer how many tokens a conversation has."""
-        (asked,), _ = await self._requests(request, COUNTED)
-        return _json({"input_tokens": len(asked.tokens)})
+        (served,), _ = await self._requests(request, COUNTED)
+        return _json({"input_tokens": len(served.tokens)})
 
     async def detokenize(self, request: Request) -> Response:
         """Answer the text of ids."""
-        (asked,), _ = await self._requests(request, DETOKENIZED)
-        return _json({"prompt": await run_in_threadpool(self._ready()[0].text, asked.tokens)})
+        (served,), _ = await self._requests(request, DETOKENIZED)
+        return _json({"prompt": await run_in_threadpool(self._ready()[0].text, served.tokens)})
 
     async def _requests(self, request: Request, api: Api) -> tuple[Requests, Body]:
         """Return what threads make of a body, and the body: of large ones one at a time, so that
@@ -311,59 +311,59 @@ class Server:
         kind, salt = request.headers.get("content-type", ""), request.state.salt
         named: Named = contextlib.nullcontext
 
-        def begun() -> tuple[Requests, Body]:
+        def parse() -> tuple[Requests, Body]:
             nonlocal named
-            body = given = api.parse(raw, kind)
+            body = original = api.parse(raw, kind)
             if api.read:
-                translation = api.read(given)
+                translation = api.read(original)
                 body, named = translation.body, translation.named
             with named():
                 fields = schema.read_fields(body, api.fields(body))
                 self._check_model(fields.get("model"))
-                return api.make(prompts, fields, salt), given
+                return api.make(prompts, fields, salt), original
 
         async with self._large if len(raw) > LARGE else contextlib.nullcontext():
-            asked, given = await run_in_threadpool(begun)
-        if asked[0].media:
-            asked = (await self._with_media(request, prompts, asked[0], named),)
-        return asked, given
+            served, original = await run_in_threadpool(parse)
+        if served[0].media:
+            served = (await self._with_media(request, prompts, served[0], named),)
+        return served, original
 
     async def _with_media(
-        self, request: Request, prompts: Prompts, asked: ServedRequest, named: Named
+        self, request: Request, prompts: Prompts, served: ServedRequest, named: Named
     ) -> ServedRequest:
         """Return a request with the soft tokens of its media, whose errors are `named`."""
 
         def encoded(limit: Limit) -> tuple[Soft, ...]:
             with named():
-                items = read_bytes(prompts.engine, asked.media, self.folder)
-                return prompts.encode(asked, items, limit)
+                items = read_bytes(prompts.engine, served.media, self.folder)
+                return prompts.encode(served, items, limit)
 
         def filled() -> ServedRequest:
             with named():
-                return prompts.fill(asked, soft)
+                return prompts.fill(served, soft)
 
-        lane = VIDEO if any(m.kind == "video" for m in asked.media) else SMALL
+        lane = VIDEO if any(m.kind == "video" for m in served.media) else SMALL
         soft = await self._media.run(request, lane, encoded)
         return await run_in_threadpool(filled)
 
     def _check_origin(self, request: Request) -> None:
         """Refuse a form of a page of another site: browsers send forms without asking first."""
         origin = request.headers.get("origin")
-        own = origin is None or origin.partition("://")[2] == request.headers.get("host")
-        if not own and not {"*", origin} & {*self.origins}:
+        is_local = origin is None or origin.partition("://")[2] == request.headers.get("host")
+        if not is_local and not {"*", origin} & {*self.origins}:
             message = f"the page at {str(origin)[:80]} may not ask; --allow-origin lets it"
             raise Refused(403, message, code="wrong_origin")
 
     async def answer(self, request: Request, api: Api) -> Response:
         """Answer a conversation, or prompts."""
         _, service = self._ready()
-        asked, given = await self._requests(request, api)
-        running = Running(self, asked, api.form(asked, self.name, given), request)
+        served, original = await self._requests(request, api)
+        running = Running(self, served, api.format(served, self.name, original), request)
         await run_in_threadpool(running.submit, service)
         if running.fields.get("stream"):
             return Streamed(running)
         try:
-            return await running.whole()
+            return await running.complete()
         finally:
             running.end()
 
@@ -372,13 +372,13 @@ class Running:
     """A request that is being answered."""
 
     def __init__(
-        self, server: Server, asked: Requests, form: AnswerFormat, request: Request
+        self, server: Server, served: Requests, format: AnswerFormat, request: Request
     ) -> None:
         assert server.prompts
-        self.server, self.asked, self.form, self.request = server, asked, form, request
-        self.fields, self.n = asked[0].fields, asked[0].n
-        words, count = server.prompts.vocabulary, self.n * len(asked)
-        self.answers = [asked[0].answer(words, i) for i in range(count)]
+        self.server, self.served, self.format, self.request = server, served, format, request
+        self.fields, self.n = served[0].fields, served[0].n
+        words, count = server.prompts.vocabulary, self.n * len(served)
+        self.answers = [served[0].answer(words, i) for i in range(count)]
         self.handles: list[RequestHandle] = []
         #: events that came, and whether the event loop knows
         self._come: deque[tuple[int, Event]] = deque()
@@ -389,13 +389,13 @@ class Running:
     def submit(self, service: AsyncEngine) -> None:
         """Put its jobs into the queue: all of them, or none."""
         try:
-            for i, asked in enumerate(self.asked):
-                self.handles.append(service.submit(asked, self._told(i * self.n)))
+            for i, served in enumerate(self.served):
+                self.handles.append(service.submit(served, self._forwarder(i * self.n)))
         except Exception:
             self.end()
             raise
 
-    def _told(self, first: int) -> Callable[[Event], None]:
+    def _forwarder(self, first: int) -> Callable[[Event], None]:
         """Return a callback that forwards events to the event loop."""
         last: dict[int, float] = {}
 
@@ -421,23 +421,23 @@ class Running:
             if not handle.done:
                 handle.cancel()
             self.server.metrics.took(handle.counts)
-        self.request.state.said |= self._said()
+        self.request.state.said |= self._log_values()
         self.handles = []
 
-    def _said(self) -> Body:
+    def _log_values(self) -> Body:
         """Return what the log has of it: sizes, seconds and how it ended."""
-        made = [handle.counts for handle in self.handles]
-        if not made:
+        counts = [handle.counts for handle in self.handles]
+        if not counts:
             return {}
-        total = {k: sum(getattr(c, k) for c in made) for k in ("prompt", "cached", "generated")}
-        times = {"queued_s": made[0].queued_s, "first_token_s": made[0].first_token_s}
+        total = {k: sum(getattr(c, k) for c in counts) for k in ("prompt", "cached", "generated")}
+        times = {"queued_s": counts[0].queued_s, "first_token_s": counts[0].first_token_s}
         ends = ",".join(str(a.finish or "cancelled") for a in self.answers)
         return total | {k: v and round(v, 4) for k, v in times.items()} | {"end": ends}
 
     async def _events(self) -> AsyncIterator[Iterator[tuple[AnswerStream, Event]]]:
         """Yield the events that have come until every answer is over, and none where there was none
         for a while. Refused where the client has gone."""
-        left = self._loop.create_task(self._wait_for_leaving())
+        watcher = self._loop.create_task(self._wait_for_leaving())
         self._look()
         try:
             while not all(a.over for a in self.answers):
@@ -448,7 +448,7 @@ class Running:
                     raise Refused(499, "the client went away")
                 yield self._new()
         finally:
-            left.cancel()
+            watcher.cancel()
             self._clock.cancel()
 
     async def _wait_for_leaving(self) -> None:
@@ -480,45 +480,45 @@ class Running:
 
     def _usage(self) -> dict[str, Any]:
         drafts = bool(self.server.scheduler_config.draft)
-        media = [soft for asked in self.asked for soft in asked.soft]
+        media = [soft for served in self.served for soft in served.soft]
         return usage_of(self.handles, self.answers, drafts, media)
 
-    async def whole(self) -> Response:
+    async def complete(self) -> Response:
         """Answer at once."""
         async for events in self._events():
             for answer, event in events:
                 self._take(answer, event)
         usage = self._usage()
         if any(a.prompt for a in self.answers):  # large: beside the event loop
-            return await run_in_threadpool(lambda: _json(self.form.whole(self.answers, usage)))
-        whole = self.form.whole(self.answers, usage)
-        return Response(whole, media_type="text/plain") if isinstance(whole, str) else _json(whole)
+            return await run_in_threadpool(lambda: _json(self.format.complete(self.answers, usage)))
+        body = self.format.complete(self.answers, usage)
+        return Response(body, media_type="text/plain") if isinstance(body, str) else _json(body)
 
     async def stream(self) -> AsyncIterator[str]:
         """Yield the answer as events of a stream, all that are there at once, and an error as the
         last of them."""
-        form = self.form
+        format = self.format
         try:
             async for values in self._pieces():
                 if values is None:
-                    yield form.alive
+                    yield format.alive
                 elif values:
-                    yield "".join(form.frame(v, _text(v)) for v in values)
-            yield form.end
+                    yield "".join(format.frame(v, _text(v)) for v in values)
+            yield format.end
         except Exception as e:
             hidden = str(self.server.prompts and self.server.prompts.engine.path)
-            for value in form.failed(refusal(e, self.fields, hidden)):
-                yield form.frame(value, _text(value))
+            for value in format.failed(refusal(e, self.fields, hidden)):
+                yield format.frame(value, _text(value))
 
     async def _pieces(self) -> AsyncIterator[list[Body] | None]:
         """Yield the chunks that are there, and None where nothing was said for long."""
-        yield self.form.first(len(self.answers))
+        yield self.format.first(len(self.answers))
         spoke = time.monotonic()
         async for events in self._events():
             chunks, error = list[Body](), None
             try:
                 for answer, event in events:
-                    chunks += self.form.chunks(answer, self._take(answer, event))
+                    chunks += self.format.chunks(answer, self._take(answer, event))
             except Exception as e:  # behind what was said before
                 error = e
             if chunks or time.monotonic() - spoke >= ALIVE_S:
@@ -526,7 +526,7 @@ class Running:
                 spoke = time.monotonic()
             if error:
                 raise error
-        yield self.form.last(self.answers, self._usage())
+        yield self.format.last(self.answers, self._usage())
 
 
 class Streamed(StreamingResponse):

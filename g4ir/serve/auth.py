@@ -42,17 +42,17 @@ class Auth:
         if not self.keys or not guarded:
             return ""
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        given = {bearer.strip()} if scheme.lower() == "bearer" else set()
-        way = "send Authorization: Bearer KEY"
+        keys = {bearer.strip()} if scheme.lower() == "bearer" else set()
+        fix = "send Authorization: Bearer KEY"
         if path.startswith(KEYED):
-            given |= {k.strip() for k in request.headers.getlist("x-api-key") if k.strip()}
-            way += ", or x-api-key: KEY"
-        raw = given.pop().encode() if len(given) == 1 else b""
-        found = [hmac.compare_digest(raw, key) for key in self.keys]  # each takes its time
-        if not any(found):
-            why = "two different keys were sent" if given else "the API key is missing or wrong"
+            keys |= {k.strip() for k in request.headers.getlist("x-api-key") if k.strip()}
+            fix += ", or x-api-key: KEY"
+        raw = keys.pop().encode() if len(keys) == 1 else b""
+        matches = [hmac.compare_digest(raw, key) for key in self.keys]  # each takes its time
+        if not any(matches):
+            why = "two different keys were sent" if keys else "the API key is missing or wrong"
             headers = {"WWW-Authenticate": "Bearer"}
-            raise Refused(401, f"{why}: {way}", code="invalid_api_key", headers=headers)
+            raise Refused(401, f"{why}: {fix}", code="invalid_api_key", headers=headers)
         return hashlib.sha256(raw).hexdigest()
 
     def _check_host(self, request: Request) -> None:
@@ -117,6 +117,6 @@ def read_keys(path: str | Path) -> tuple[bytes, ...]:
     return tuple(key.encode() for key in keys)
 
 
-def known_hosts(host: str, names: Sequence[str] = ()) -> tuple[str, ...] | None:
+def allowed_hosts(host: str, names: Sequence[str] = ()) -> tuple[str, ...] | None:
     """Return the names that a Host header may have: any where the server is bound more widely."""
     return tuple(n.lower() for n in (*LOCAL, *names)) if is_loopback(host) else None

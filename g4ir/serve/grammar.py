@@ -24,9 +24,9 @@ from .schema_leaves import llguidance
 from .tool_grammar import Called, grammar_of
 
 #: characters of a schema or a regular expression, of a grammar that is given, and of one made here
-LARGEST, MOST_GBNF, MOST_GRAMMAR = 1 << 16, 1 << 14, 1 << 20
+LARGEST, MAX_GBNF, MAX_GRAMMAR = 1 << 16, 1 << 14, 1 << 20
 #: llguidance's limits of Earley items: 1,500 optional properties take 6,000 in a row
-MOST_ITEMS, MOST_STEP = 1 << 13, 1 << 20
+MAX_ITEMS, MAX_STEP_ITEMS = 1 << 13, 1 << 20
 
 
 class Grammars:
@@ -41,10 +41,10 @@ class Grammars:
         text = self.vocabulary.tokenizer.to_str()
         added = self.vocabulary.tokenizer.get_added_tokens_decoder().values()
         if any(t.content in CONTROLS and not t.special for t in added):  # reading it takes seconds
-            held = json.loads(text)
-            for token in held["added_tokens"]:  # never the characters of its text
+            config = json.loads(text)
+            for token in config["added_tokens"]:  # never the characters of its text
                 token["special"] |= token["content"] in CONTROLS
-            text = json.dumps(held)
+            text = json.dumps(config)
         return llguidance().LLTokenizer(text, n_vocab=self.size, eos_token=self.ends)
 
     def prepare(self) -> None:
@@ -54,10 +54,10 @@ class Grammars:
             with self._lock:
                 self._tables  # noqa: B018
 
-    def text(self, c: Constraint, thinking: bool, inside: bool) -> HeldMask:
+    def text(self, c: Constraint, thinking: bool, inside: bool) -> FullMask:
         """Return the mask of an answer whose text is constrained. `thinking`: it may begin with
         reasoning; `inside`: it begins in it. Refused if llguidance cannot follow the constraint."""
-        return self._held(self._grammar(c), c.field, thinking, inside)
+        return self._masked(self._grammar(c), c.field, thinking, inside)
 
     def calls(
         self,
@@ -67,12 +67,12 @@ class Grammars:
         *,
         many: bool,
         content: Constraint | None = None,
-    ) -> HeldMask:
+    ) -> FullMask:
         """Return what holds an answer to one call of these functions, or to `many`; or to JSON
         of a schema, where `content` is one."""
         named = None if content is None else self._schema(content)
         text = grammar_of(functions, self.vocabulary.controls, many=many, content=named)
-        return self._held(text, "tools", thinking, inside)
+        return self._masked(text, "tools", thinking, inside)
 
     def some_calls(self, functions: Sequence[Called]) -> LazyMask:
         """Return what holds each call of an answer, if there is one, and leaves the rest free."""
@@ -87,13 +87,13 @@ class Grammars:
             return str(library.LLMatcher.grammar_from_json_schema(self._schema(c)))
         texts = c.value if c.kind == CHOICE else [c.value]
         self._check_texts((re.sub(r"\\(.)", r"\1", t) for t in texts), c.field)
-        if sum(map(len, texts)) > (MOST_GBNF if c.kind == GRAMMAR else LARGEST):
+        if sum(map(len, texts)) > (MAX_GBNF if c.kind == GRAMMAR else LARGEST):
             raise bad(c.field, "is too long")
         if c.kind == CHOICE:
             return "start: " + " | ".join(json.dumps(t, ensure_ascii=False) for t in texts)
         if c.kind == REGEX:  # the whole text is matched, so outer anchors say nothing
-            whole = re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", c.value.removeprefix("^"))
-            return str(library.LLMatcher.grammar_from_regex(whole))
+            pattern = re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", c.value.removeprefix("^"))
+            return str(library.LLMatcher.grammar_from_regex(pattern))
         try:
             return str(library.grammar_from("grammar", c.value))
         except (ValueError, RecursionError) as e:
@@ -115,10 +115,10 @@ class Grammars:
 
     def _check_texts(self, texts: Iterable[str], field: str) -> None:
         """Refuse a text that llguidance would take for a control token."""
-        if found := next((c for t in texts for c in self.vocabulary.controls if c in t), None):
-            raise bad(field, f"{found} in a literal text is not supported")
+        if token := next((c for t in texts for c in self.vocabulary.controls if c in t), None):
+            raise bad(field, f"{token} in a literal text is not supported")
 
-    def _held(self, grammar: str, field: str, thinking: bool, inside: bool) -> HeldMask:
+    def _masked(self, grammar: str, field: str, thinking: bool, inside: bool) -> FullMask:
         controls = self.vocabulary.controls
         channel = controls.get(CHANNEL), controls.get(CHANNEL_END)
         reasoning = np.full(-(-self.size // 32), -1, np.int32)
@@ -126,22 +126,22 @@ class Grammars:
             _set(reasoning, i, False)
         matcher = self._matcher(grammar, field)
         first = words_of(matcher)
-        return HeldMask(matcher, field, inside, channel, reasoning, thinking, first)
+        return FullMask(matcher, field, inside, channel, reasoning, thinking, first)
 
     def _matcher(self, grammar: str, field: str) -> Any:
         """Return what follows a grammar; refused if it is none, or one that llguidance gives up
         before the first token."""
         library = llguidance()
-        if len(grammar) > MOST_GRAMMAR:
-            raise bad(field, f"its grammar has more than {MOST_GRAMMAR} characters")
+        if len(grammar) > MAX_GRAMMAR:
+            raise bad(field, f"its grammar has more than {MAX_GRAMMAR} characters")
         with self._lock:
             tables = self._tables
-        limits = library.LLParserLimits(max_items_in_row=MOST_ITEMS, step_max_items=MOST_STEP)
+        limits = library.LLParserLimits(max_items_in_row=MAX_ITEMS, step_max_items=MAX_STEP_ITEMS)
         matcher = library.LLMatcher(tables, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # on trial
         if error := matcher.get_error():
-            nothing = "NoExtensionBias" in error
-            raise bad(field, "matches no text" if nothing else f"is not supported: {_said(error)}")
+            reason = f"is not supported: {_short_error(error)}"
+            raise bad(field, "matches no text" if "NoExtensionBias" in error else reason)
         return matcher
 
 
@@ -152,7 +152,7 @@ class _Row:
     generated: Sequence[int]
     matcher: Any
     inside: bool = False
-    begun: bool = False
+    started: bool = False
     read: int = 0
 
 
@@ -167,14 +167,14 @@ class Mask:
     inside: bool = False
     rows: dict[int, _Row] = field(default_factory=dict, init=False)
     #: whether an answer is held from its beginning
-    held = False
+    constrains_start = False
 
     def mask(self, generated: Sequence[int]) -> Any:
         """Return int32 words of bits; None: all tokens may follow."""
         row = self.rows.get(id(generated))
         if row is None:  # it holds the list, so that no other one gets its id
-            begun = self.matcher.deep_copy() if self.held else None
-            row = self.rows[id(generated)] = _Row(generated, begun, self.inside)
+            started = self.matcher.deep_copy() if self.constrains_start else None
+            row = self.rows[id(generated)] = _Row(generated, started, self.inside)
         for token in generated[row.read :]:
             self._read(row, token)
         row.read = len(generated)
@@ -189,12 +189,12 @@ class Mask:
         words = words_of(row.matcher)
         if error := row.matcher.get_error():  # it would allow the end alone
             after = f"after {len(row.generated)} tokens"
-            raise InputError(f"{self.named}: the grammar fails {after}: {_said(error)}")
+            raise InputError(f"{self.named}: the grammar fails {after}: {_short_error(error)}")
         return words
 
 
 @dataclass
-class HeldMask(Mask):
+class FullMask(Mask):
     """Constrains a whole answer after its reasoning, which is free text."""
 
     channel: tuple[int | None, int | None] = (None, None)
@@ -202,23 +202,23 @@ class HeldMask(Mask):
     thinking: bool = False
     #: of the first token, so that the scheduler never waits for it
     first: Any = None
-    held = True
+    constrains_start = True
 
     def _read(self, row: _Row, token: int) -> None:
         begins, ends = self.channel
         if row.inside:
-            row.inside, row.begun = token != ends, token == ends
-        elif token == begins and not row.begun:
+            row.inside, row.started = token != ends, token == ends
+        elif token == begins and not row.started:
             row.inside = True
         else:
-            row.begun = True
+            row.started = True
             row.matcher.consume_token(token)
 
     def _words(self, row: _Row) -> Any:
         if row.inside:
             return self.reasoning
-        words = super()._words(row) if row.begun else self.first.copy()
-        if self.thinking and not row.begun and self.channel[0] is not None:
+        words = super()._words(row) if row.started else self.first.copy()
+        if self.thinking and not row.started and self.channel[0] is not None:
             _set(words, self.channel[0], True)
         return words
 
@@ -244,7 +244,7 @@ def words_of(matcher: Any) -> Any:
     return np.frombuffer(matcher.compute_bitmask(), np.int32).copy()
 
 
-def _said(error: str) -> str:
+def _short_error(error: str) -> str:
     """Return llguidance's error message without its dump of the parser state."""
     return " ".join(re.split("<state>|<backtrace>|; consider", error)[0].split())[:300]
 

@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 BAD, SERVER = "invalid_request_error", "server_error"
 #: fewest and most seconds after which a client should ask again
-RETRY_S, MOST_RETRY_S = 1, 60
+RETRY_S, MAX_RETRY_S = 1, 60
 #: exceptions whose messages name indices, sizes, types and attributes, but no values
 _WITHOUT_TEXT = (IndexError, TypeError, AttributeError, ArithmeticError, MemoryError)
-_PLACE = re.compile(r"(\w+)(?=[\[.: ])")
+_FIELD = re.compile(r"(\w+)(?=[\[.: ])")
 
 
 @dataclass
@@ -52,7 +52,7 @@ def missing(param: str, message: str) -> Refused:
 
 def later(status: int, code: str, message: str, wait_s: float = RETRY_S) -> Refused:
     """Return a refusal that asks the client to come again after so many seconds."""
-    seconds = min(max(math.ceil(wait_s), RETRY_S), MOST_RETRY_S)
+    seconds = min(max(math.ceil(wait_s), RETRY_S), MAX_RETRY_S)
     return Refused(status, message, code, code=code, headers={"Retry-After": str(seconds)})
 
 
@@ -71,8 +71,8 @@ def refusal(
     text = str(error).replace(hidden, "the engine") if hidden else str(error)
     if isinstance(error, BusyError):
         return later(429, "queue_full", text, wait_s)
-    place = _PLACE.match(text)
-    param = place[1] if place and place[1] in fields else None
+    match = _FIELD.match(text)
+    param = match[1] if match and match[1] in fields else None
     if isinstance(error, MissingError):
         return Refused(400, text, param=param, code="not_supported")
     if isinstance(error, InputError):

@@ -247,19 +247,19 @@ class _Reader:
             for name in UNIONS:
                 if name in part.node:
                     node = {k: v for k, v in part.node.items() if k != name}
-                    others = [*parts[:i], Source(node, part.where), *parts[i + 1 :]]
-                    return self._union(part.at(name), others, single=name == "oneOf")
+                    siblings = [*parts[:i], Source(node, part.where), *parts[i + 1 :]]
+                    return self._union(part.at(name), siblings, single=name == "oneOf")
         return self._leaf(parts)
 
-    def _union(self, union: Source, others: Sequence[Source], single: bool) -> Schema:
+    def _union(self, union: Source, siblings: Sequence[Source], single: bool) -> Schema:
         """Return the schemas of a union, each intersected with others. Of a `single` one exactly
         one may hold."""
         if not isinstance(union.node, list):
             raise self.refuse(union.where, "must be a list of schemas")
         if not union.node:
             self.drop(union.where, "has no schema")
-            return self._intersection(others)
-        schemas = [self.schema([*others, union.at(i)]) for i in range(len(union.node))]
+            return self._intersection(siblings)
+        schemas = [self.schema([*siblings, union.at(i)]) for i in range(len(union.node))]
         if single and not all(self._are_disjoint(a, b) for a, b in combinations(schemas, 2)):
             self.drop(union.where, "two of its schemas may hold at once; give anyOf")
         allowed = [s for s in schemas if s is not False]
@@ -277,7 +277,7 @@ class _Reader:
                 body = self.defs[one["$ref"].rpartition("/")[2]]
                 return self._are_disjoint(body, other, depth - 1)
             if "anyOf" in one:
-                return all(self._are_disjoint(form, other, depth - 1) for form in one["anyOf"])
+                return all(self._are_disjoint(schema, other, depth - 1) for schema in one["anyOf"])
         if {"enum"} <= a.keys() & b.keys():
             return not any(_equal(x, y) for x in a["enum"] for y in b["enum"])
         common = _types_of(a) & _types_of(b)
@@ -486,20 +486,20 @@ class _Reader:
 
     def _matched(self, parts: Sequence[Source], declared: bool) -> dict[str, Any]:
         """Return the schema of members whose names match a pattern, if it can be kept."""
-        found = [(p, k) for p in parts for k in p.node.get("patternProperties", ())]
-        if not found:
+        patterns = [(p, k) for p in parts for k in p.node.get("patternProperties", ())]
+        if not patterns:
             return {}
-        (part, pattern), *others = found
+        (part, pattern), *more = patterns
         error = "is not supported beside declared members, or another pattern"
-        if not declared and not others:
+        if not declared and not more:
             key = {"type": "string", "pattern": pattern, "allOf": [{"pattern": f"^{MATCHED_KEY}$"}]}
             if not (error := self._unusable("pattern", pattern) or judge(key)):
-                beside = [p.at(MORE) for p in parts if p is not part and MORE in p.node]
-                value = self.schema([part.at("patternProperties", pattern), *beside])
+                members = [p.at(MORE) for p in parts if p is not part and MORE in p.node]
+                value = self.schema([part.at("patternProperties", pattern), *members])
                 if value is not False:
                     return {"patternProperties": {pattern: value}}
                 error = "allows nothing"
-        for part, _ in found:
+        for part, _ in patterns:
             self.drop(f"{part.where}.patternProperties", error)
         return {}
 
@@ -554,7 +554,7 @@ def _ends(node: Schema, finite: Collection[str]) -> bool:
     if "$ref" in node:
         return node["$ref"].rpartition("/")[2] in finite
     if "anyOf" in node:
-        return any(_ends(form, finite) for form in node["anyOf"])
+        return any(_ends(schema, finite) for schema in node["anyOf"])
     count = node.get("minItems", 0) if node.get("type") == "array" else 0
     items = [*node.get("prefixItems", ()), *[node.get("items", {})] * count][:count]
     required = node.get("required", ()) if node.get("type") == "object" else ()
@@ -608,12 +608,12 @@ def _is_within(value: Any, limits: Mapping[str, dict[str, Any] | None]) -> bool:
     kind = "number" if has_type(value, "number") else "string"
     if not has_type(value, kind):
         return True
-    if (found := limits[kind]) is None:
+    if (limit := limits[kind]) is None:
         return False
     if kind == "string":
-        limits_alone = {k: v for k, v in found.items() if k != "format"}
+        limits_alone = {k: v for k, v in limit.items() if k != "format"}
         return not is_contradiction(judge({**limits_alone, "const": value}))
-    each = [*found.items(), *(pair for more in found.get("allOf", ()) for pair in more.items())]
+    each = [*limit.items(), *(pair for more in limit.get("allOf", ()) for pair in more.items())]
     return all(_WITHIN[k](value, limit) for k, limit in each if k in _WITHIN)
 
 

@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class MediaQueue:
-    """At most `most` requests have media that are being read or wait for it. Images and audio do
+    """At most `limit` requests have media that are being read or wait for it. Images and audio do
     not wait for videos."""
 
-    def __init__(self, most: int) -> None:
-        self.most, self.count = most, 0
+    def __init__(self, limit: int) -> None:
+        self.limit, self.count = limit, 0
         self._threads = {
             kind: ThreadPoolExecutor(1, f"g4ir-media-{kind}", _lower) for kind in (SMALL, VIDEO)
         }
@@ -40,7 +40,7 @@ class MediaQueue:
     async def run(self, request: Request, kind: str, work: Callable[[Limit], T]) -> T:
         """Return the result of a request's work, done in the thread of its kind under a limit.
         BusyError if too many requests have media; Refused if the client goes away."""
-        if self.count >= self.most:
+        if self.count >= self.limit:
             raise BusyError(f"{self.count} requests with media wait already; try again later")
         self.count += 1
         limit, loop = Limit(), asyncio.get_running_loop()

@@ -87,12 +87,12 @@ def read_bytes(
             raise missing("messages", f"this engine takes no {medium.kind} ({medium.place})")
     out, total = [], 0
     for medium in media:
-        found = source_of(medium)
-        raw = folder.read(found.text, found.where) if found.raw is None else found.raw
-        total += len(raw) if found.raw is None else 0
+        source = source_of(medium)
+        raw = folder.read(source.text, source.where) if source.raw is None else source.raw
+        total += len(raw) if source.raw is None else 0
         if total > folder.max_bytes:
-            most = f"more than {folder.max_bytes} bytes together"
-            raise InputError(f"{found.where}: the files have {most}")
+            size = f"more than {folder.max_bytes} bytes together"
+            raise InputError(f"{source.where}: the files have {size}")
         out.append((medium, raw))
     return out
 

@@ -26,18 +26,18 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.service: AsyncEngine | None = None
-        held: Any = {"registry": self.registry}
+        options: Any = {"registry": self.registry}
         #: a time of Counts -> its histogram
         self.times = {
-            place: Histogram(f"g4ir_{name}", words, **held, buckets=SECONDS)
-            for name, words, place in TABLE["times"]
+            attribute: Histogram(f"g4ir_{name}", words, **options, buckets=SECONDS)
+            for name, words, attribute in TABLE["times"]
         }
         name, words = "g4ir_inter_token_latency_seconds", "Between two tokens of an answer."
-        self.tokens = Histogram(name, words, **held, buckets=BETWEEN)
+        self.tokens = Histogram(name, words, **options, buckets=BETWEEN)
         words = "Requests that were cancelled before their end."
-        self.cancelled = Counter("g4ir_cancelled_requests", words, **held)
-        self.rejected = Counter("g4ir_rejected", "Refused requests.", ["reason"], **held)
-        self.prompts = Counter("g4ir_prompt_tokens", "Tokens of prompts.", **held)
+        self.cancelled = Counter("g4ir_cancelled_requests", words, **options)
+        self.rejected = Counter("g4ir_rejected", "Refused requests.", ["reason"], **options)
+        self.prompts = Counter("g4ir_prompt_tokens", "Tokens of prompts.", **options)
         self.registry.register(self)
 
     def text(self) -> bytes:
@@ -47,19 +47,19 @@ class Metrics:
     def took(self, counts: Counts) -> None:
         """Count a request that ended."""
         self.prompts.inc(counts.prompt)
-        for place, histogram in self.times.items():
-            if (seconds := getattr(counts, place)) is not None:
+        for attribute, histogram in self.times.items():
+            if (seconds := getattr(counts, attribute)) is not None:
                 histogram.observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the scheduler counts by itself."""
         if (service := self.service) is None:
             return
-        for form, part in ((GaugeMetricFamily, "gauges"), (CounterMetricFamily, "counters")):
-            for name, words, place in TABLE[part]:
-                yield form(f"g4ir_{name}", words, attrgetter(place)(service))
-        for name, words, place, label in TABLE["labelled"]:
+        for metric, part in ((GaugeMetricFamily, "gauges"), (CounterMetricFamily, "counters")):
+            for name, words, attribute in TABLE[part]:
+                yield metric(f"g4ir_{name}", words, attrgetter(attribute)(service))
+        for name, words, attribute, label in TABLE["labelled"]:
             family = CounterMetricFamily(f"g4ir_{name}", words, labels=[label])
-            for key, number in {**attrgetter(place)(service)}.items():
+            for key, number in {**attrgetter(attribute)(service)}.items():
                 family.add_metric([str(key)], number)
             yield family

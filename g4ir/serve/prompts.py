@@ -156,7 +156,7 @@ class Prompts:
         engine, fields = self.engine, {"audio_too_long": REFUSE, **request.fields}
         with limited(limit):
             each = [(m, raw, setting(engine, m, fields)) for m, raw in items]
-            return tuple(_soft(engine, medium, raw, own, limit) for medium, raw, own in each)
+            return tuple(_soft(engine, m, raw, settings, limit) for m, raw, settings in each)
 
     def _mask(self, fields: Mapping[str, Any], prompt: Prompt, thinking: bool) -> LogitsMask | None:
         """Return the logits mask of what a request says of its calls, its form and its thinking."""
@@ -170,7 +170,7 @@ class Prompts:
             allowed = calls(functions, thinking, inside, many=many, content=constraint)
         elif constraint:
             allowed = self.grammars.text(constraint, thinking, inside)
-        elif choice.names is not None or any(f.held for f in functions):
+        elif choice.names is not None or any(f.constrained for f in functions):
             allowed = self.grammars.some_calls(functions)
         if (limit := fields.get("thinking_token_budget")) is not None:
             budget = ReasoningBudget(self.vocabulary, limit, inside)
@@ -240,14 +240,14 @@ class Prompts:
     def _with_tokens(
         self, request: ServedRequest, tokens: Sequence[int], top: int | None
     ) -> ServedRequest:
-        fields, room = request.fields, self.engine.limits.max_seq
+        fields, max_seq = request.fields, self.engine.limits.max_seq
         name, count = "messages" if "messages" in fields else "prompt", max_new(fields)
-        count = max(room + 1 - len(tokens), 1) if count is None else count
+        count = max(max_seq + 1 - len(tokens), 1) if count is None else count
         if not tokens:
             raise bad(name, "is empty; give at least one token")
-        if len(tokens) + count - 1 > room:  # the last token is never written
-            what = f"the prompt has {len(tokens)} tokens, and {count} new ones are asked for"
-            message = f"{name}: {what}; this engine holds {room} tokens"
+        if len(tokens) + count - 1 > max_seq:  # the last token is never written
+            sizes = f"the prompt has {len(tokens)} tokens, and {count} new ones are asked for"
+            message = f"{name}: {sizes}; this engine holds {max_seq} tokens"
             raise Refused(400, message, param=name, code="context_length_exceeded")
         return replace(
             request,
@@ -262,11 +262,11 @@ class Prompts:
 
     def _sampling(self, fields: Mapping[str, Any], top: int | None) -> SamplingParams:
         """Return the sampling parameters: of the request, else of the checkpoint."""
-        given = {k: fields[k] for k in SETTINGS if k in fields}
+        sampling = {k: fields[k] for k in SETTINGS if k in fields}
         stop = fields.get("stop_token_ids", frozenset())
         if constraint_of(fields) or ("messages" in fields and not fields.get("ignore_eos")):
             stop |= self.vocabulary.ends
-        return sampling_params(self.defaults, {**given, "stop": stop, "logprobs": top})
+        return sampling_params(self.defaults, {**sampling, "stop": stop, "logprobs": top})
 
 
 def _soft(

@@ -30,10 +30,10 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(HEADERS[0], "")
-        number = given if _ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-        said: dict[str, Any] = {}
-        scope.setdefault("state", {})["said"] = said
+        client_id = Headers(scope=scope).get(HEADERS[0], "")
+        number = client_id if _ID.fullmatch(client_id) else f"req_{secrets.token_hex(12)}"
+        values: dict[str, Any] = {}
+        scope.setdefault("state", {})["said"] = values
         status, sent, began = 0, 0, time.monotonic()
 
         async def answered(message: Message) -> None:
@@ -49,7 +49,7 @@ class RequestLog:
             await self.app(scope, receive, answered)
         finally:
             if self.log and scope["method"] != "GET":
-                said |= {"sent": sent, "seconds": round(time.monotonic() - began, 4)}
-                words = " ".join(f"{k}={v}" for k, v in said.items() if v is not None)
+                values |= {"sent": sent, "seconds": round(time.monotonic() - began, 4)}
+                words = " ".join(f"{k}={v}" for k, v in values.items() if v is not None)
                 path = ascii(scope["path"])[1:-1][:100]
                 self.log(f"{number} {scope['method']} {path} {status} {words}")

@@ -24,19 +24,19 @@ from .http_errors import Refused, bad, missing
 log = logging.getLogger(__name__)
 #: unknown fields that were logged
 _LOGGED: set[str] = set()
-MOST_LOGGED = 256
+MAX_LOGGED = 256
 
 #: returns the value of a field, or refuses it; is given its name too
 Read = Callable[[Any, str], Any]
 
-MOST_MESSAGES, MOST_TOOLS, MOST_PROMPTS, MOST_INT = 4096, 128, 32, (1 << 31) - 1
-MOST_STOPS, MOST_BIASES, MOST_STOP_IDS, MOST_CHOICES, MOST_OPTIONS = 16, 1024, 64, 1024, 32
-LEAST_TOP_P = 1e-6
-MOST_LOGPROBS = 20
+MAX_MESSAGES, MAX_TOOLS, MAX_PROMPTS, MAX_INT = 4096, 128, 32, (1 << 31) - 1
+MAX_STOPS, MAX_BIASES, MAX_STOP_IDS, MAX_CHOICES, MAX_OPTIONS = 16, 1024, 64, 1024, 32
+MIN_TOP_P = 1e-6
+MAX_LOGPROBS = 20
 #: of a stop text in characters: each piece of an answer is compared with it
-MOST_STOP_TEXT = 4096
+MAX_STOP_TEXT = 4096
 #: of a whole body: objects and lists, strings, and values
-MOST_HELD, MOST_STRINGS, MOST_VALUES = 1 << 16, 1 << 18, 1 << 21
+MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES = 1 << 16, 1 << 18, 1 << 21
 DEEP = f"the body lies deeper than {MOST_DEPTH} levels"
 #: efforts at which the model does not think
 NO_EFFORTS = ("none", "minimal")
@@ -68,17 +68,17 @@ def _check_counts(raw: bytes) -> None:
     if _few(raw):
         return
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if plain.count(b'"') <= 2 * MOST_STRINGS:
+    if plain.count(b'"') <= 2 * MAX_STRINGS:
         plain = b"".join(plain.split(b'"')[::2])
     if not _few(plain):
-        most = f"{MOST_HELD} objects and lists, {MOST_STRINGS} strings or {MOST_VALUES} values"
-        raise Refused(400, f"the body has more than {most}")
+        limits = f"{MAX_CONTAINERS} objects and lists, {MAX_STRINGS} strings or {MAX_VALUES} values"
+        raise Refused(400, f"the body has more than {limits}")
 
 
 def _few(raw: bytes) -> bool:
-    held, strings = raw.count(b"[") + raw.count(b"{"), raw.count(b'"')
-    few = held <= MOST_HELD and strings <= 2 * MOST_STRINGS
-    return few and raw.count(b",") <= MOST_VALUES
+    containers, strings = raw.count(b"[") + raw.count(b"{"), raw.count(b'"')
+    few = containers <= MAX_CONTAINERS and strings <= 2 * MAX_STRINGS
+    return few and raw.count(b",") <= MAX_VALUES
 
 
 def _check_depth(body: Any) -> None:
@@ -87,18 +87,18 @@ def _check_depth(body: Any) -> None:
     for _ in range(MOST_DEPTH):
         if any(isinstance(v, float) and not math.isfinite(v) for v in level):
             raise Refused(400, "the body has a number that is too large")
-        held = [v.values() if isinstance(v, dict) else v for v in level if type(v) is not float]
-        level = [x for v in held for x in v if type(x) in (dict, list, float)]
+        children = [v.values() if isinstance(v, dict) else v for v in level if type(v) is not float]
+        level = [x for v in children for x in v if type(x) in (dict, list, float)]
         if not level:
             return
     raise Refused(400, DEEP)
 
 
-def kind(form: type | tuple[type, ...], words: str) -> Read:
+def kind(type_: type | tuple[type, ...], words: str) -> Read:
     """Take values of one type; a boolean is no number."""
 
     def read(value: Any, name: str) -> Any:
-        if not isinstance(value, form) or (isinstance(value, bool) and form is not bool):
+        if not isinstance(value, type_) or (isinstance(value, bool) and type_ is not bool):
             raise bad(name, f"must be {words}, found {kind_of(value)} ({shown(value)})")
         return value
 
@@ -107,7 +107,7 @@ def kind(form: type | tuple[type, ...], words: str) -> Read:
 
 FLAG = kind(bool, "true or false")
 OBJECT, LIST = kind(dict, "an object"), kind(list, "a list")
-WHOLE, NUMBER = kind(int, "a whole number"), kind((int, float), "a number")
+INTEGER, NUMBER = kind(int, "a whole number"), kind((int, float), "a number")
 
 
 def _text(value: Any, name: str) -> str:
@@ -116,8 +116,8 @@ def _text(value: Any, name: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        what = f"has half a character (U+{ord(text[e.start]):04X})"
-        raise bad(name, f"{what} at character {e.start}; it is no UTF-8") from None
+        reason = f"has half a character (U+{ord(text[e.start]):04X})"
+        raise bad(name, f"{reason} at character {e.start}; it is no UTF-8") from None
     return text
 
 
@@ -125,80 +125,80 @@ TEXT: Read = _text
 
 
 def that(
-    form: Read, holds: Callable[[Any], bool], words: str, found: Callable[[Any], Any] = shown
+    reader: Read, holds: Callable[[Any], bool], words: str, describe: Callable[[Any], Any] = shown
 ) -> Read:
-    """Take values of a form of which something holds."""
+    """Take a reader's values for which a condition holds."""
 
     def read(value: Any, name: str) -> Any:
-        if not holds(form(value, name)):
-            raise bad(name, f"must {words}, found {found(value)}")
+        if not holds(reader(value, name)):
+            raise bad(name, f"must {words}, found {describe(value)}")
         return value
 
     return read
 
 
-def number(low: float, high: float, form: Read = NUMBER) -> Read:
+def number(low: float, high: float, reader: Read = NUMBER) -> Read:
     """Take numbers of a range."""
-    return that(form, lambda value: low <= value <= high, f"be {low} to {high}")
+    return that(reader, lambda value: low <= value <= high, f"be {low} to {high}")
 
 
-def whole(low: int, high: int = MOST_INT) -> Read:
+def integer(low: int, high: int = MAX_INT) -> Read:
     """Take whole numbers of a range."""
-    return number(low, high, WHOLE)
+    return number(low, high, INTEGER)
 
 
-def listed(most: int, least: int = 0, form: Read = LIST) -> Read:
+def listed(max_items: int, min_items: int = 0, reader: Read = LIST) -> Read:
     """Take lists, or objects, of bounded length."""
-    words = f"have {least} to {most} entries"
-    return that(form, lambda value: least <= len(value) <= most, words, len)
+    words = f"have {min_items} to {max_items} entries"
+    return that(reader, lambda value: min_items <= len(value) <= max_items, words, len)
 
 
 def one_of(*words: str) -> Read:
     """Take one of some words."""
-    known = f"be one of {', '.join(words)}"
-    return that(lambda value, _: value, lambda value: value in words, known)
+    expected = f"be one of {', '.join(words)}"
+    return that(lambda value, _: value, lambda value: value in words, expected)
 
 
-def unsupported(*neutral: Any, way: str = "leave it out") -> Read:
+def unsupported(*neutral: Any, fix: str = "leave it out") -> Read:
     """Accept neutral values alone, which are ignored."""
 
     def read(value: Any, name: str) -> None:
         if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
-            what = f"{kind_of(value)} ({shown(value)}) is not supported"
-            raise missing(name, f"{what}: {way}")
+            reason = f"{kind_of(value)} ({shown(value)}) is not supported"
+            raise missing(name, f"{reason}: {fix}")
 
     return read
 
 
 def _top_p(value: Any, name: str) -> float:
     """Take shares of probability; 0 leaves the likeliest token alone, as a tiny share does."""
-    return max(float(number(0, 1)(value, name)), LEAST_TOP_P)
+    return max(float(number(0, 1)(value, name)), MIN_TOP_P)
 
 
 def _stop(value: Any, name: str) -> tuple[str, ...]:
-    strings = [value] if isinstance(value, str) else listed(MOST_STOPS)(value, name)
+    strings = [value] if isinstance(value, str) else listed(MAX_STOPS)(value, name)
     if not all(isinstance(s, str) and s for s in strings):
         raise bad(name, "must be a text that is not empty, or a list of such")
-    if any(len(s) > MOST_STOP_TEXT for s in strings):
-        raise bad(name, f"a text must have at most {MOST_STOP_TEXT} characters")
+    if any(len(s) > MAX_STOP_TEXT for s in strings):
+        raise bad(name, f"a text must have at most {MAX_STOP_TEXT} characters")
     return tuple(strings)
 
 
 def _ids(value: Any, name: str) -> frozenset[int]:
-    return frozenset(whole(0)(i, name) for i in listed(MOST_STOP_IDS)(value, name))
+    return frozenset(integer(0)(i, name) for i in listed(MAX_STOP_IDS)(value, name))
 
 
 def _biases(value: Any, name: str) -> tuple[tuple[int, float], ...]:
-    given = listed(MOST_BIASES, form=OBJECT)(value, name)
-    wrong = next((k for k in given if not (k.isascii() and k.isdigit() and len(k) < 10)), None)
+    biases = listed(MAX_BIASES, reader=OBJECT)(value, name)
+    wrong = next((k for k in biases if not (k.isascii() and k.isdigit() and len(k) < 10)), None)
     if wrong is not None:
         raise bad(name, f"keys must be token ids, found {shown(wrong)}")
-    return (*{int(k): number(-100, 100)(v, name) for k, v in given.items()}.items(),)
+    return (*{int(k): number(-100, 100)(v, name) for k, v in biases.items()}.items(),)
 
 
 def _prompt_logprobs(value: Any, name: str) -> int | None:
     """Take how many of the likeliest tokens to say; false says nothing of the prompt, as null."""
-    return None if value is False else int(whole(0, MOST_LOGPROBS)(value, name))
+    return None if value is False else int(integer(0, MAX_LOGPROBS)(value, name))
 
 
 def _stream_options(value: Any, name: str) -> bool:
@@ -209,23 +209,23 @@ def _stream_options(value: Any, name: str) -> bool:
 
 def _options(value: Any, name: str) -> dict[str, Any]:
     """Return the chat template options; those that the server sets itself are refused."""
-    own = {"messages", "tools", "form", "continued", "add_generation_prompt"}
-    given = listed(MOST_OPTIONS, form=OBJECT)(value, name)
-    if wrong := next((k for k in given if k in own or not k.isidentifier()), None):
+    reserved = {"messages", "tools", "form", "continued", "add_generation_prompt"}
+    options = listed(MAX_OPTIONS, reader=OBJECT)(value, name)
+    if wrong := next((k for k in options if k in reserved or not k.isidentifier()), None):
         raise bad(name, f"{shown(wrong)} is no option of a template")
-    FLAG(given.get("enable_thinking", False), name)
-    return dict(given)
+    FLAG(options.get("enable_thinking", False), name)
+    return dict(options)
 
 
 def _messages(value: Any, name: str) -> list[Any]:
     """Return the messages; another server's way to continue one is refused."""
-    found: list[Any] = listed(MOST_MESSAGES, 1)(value, name)
-    for i, message in enumerate(found):
+    messages: list[Any] = listed(MAX_MESSAGES, 1)(value, name)
+    for i, message in enumerate(messages):
         for key in ("prefix", "partial"):  # of DeepSeek and Mistral, of Kimi and Qwen
             if isinstance(message, dict) and message.get(key):
-                place = f"messages[{i}].{key} is not supported: use continue_final_message"
-                raise Refused(400, place, param=name, code="not_supported")
-    return found
+                text = f"messages[{i}].{key} is not supported: use continue_final_message"
+                raise Refused(400, text, param=name, code="not_supported")
+    return messages
 
 
 def _prompts(value: Any, name: str) -> tuple[Any, ...]:
@@ -236,7 +236,7 @@ def _prompts(value: Any, name: str) -> tuple[Any, ...]:
         return (value,)
     if not (kinds <= {str} or kinds <= {list}):
         raise bad(name, "must be a text, a list of texts, of ids, or of lists of ids")
-    return tuple(listed(MOST_PROMPTS, 1)(value, name))
+    return tuple(listed(MAX_PROMPTS, 1)(value, name))
 
 
 @dataclass(frozen=True)
@@ -252,16 +252,16 @@ class ToolChoice:
 def _choice(value: Any, name: str) -> ToolChoice:
     if value in ("auto", "none", "required"):
         return ToolChoice(str(value))
-    form = value.get("type", "function") if isinstance(value, dict) else None
-    if form == "function":
+    kind_name = value.get("type", "function") if isinstance(value, dict) else None
+    if kind_name == "function":
         return ToolChoice("required", frozenset([_name(value, name)]), many=False)
-    if form != "allowed_tools":
+    if kind_name != "allowed_tools":
         words = "auto, none, required, a named function or allowed_tools"
         raise bad(name, f"must be {words}, found {shown(value)}")
-    held = OBJECT(value.get("allowed_tools"), f"{name}.allowed_tools")
-    mode = one_of("auto", "required")(held.get("mode"), f"{name}.allowed_tools.mode")
+    allowed = OBJECT(value.get("allowed_tools"), f"{name}.allowed_tools")
+    mode = one_of("auto", "required")(allowed.get("mode"), f"{name}.allowed_tools.mode")
     where = f"{name}.allowed_tools.tools"
-    tools = listed(MOST_TOOLS, 1)(held.get("tools"), where)
+    tools = listed(MAX_TOOLS, 1)(allowed.get("tools"), where)
     return ToolChoice(mode, frozenset(_name(t, f"{where}[{i}]") for i, t in enumerate(tools)))
 
 
@@ -287,43 +287,43 @@ class Constraint:
     strict: bool = False
 
 
-def constrained(form: str) -> Read:
+def constrained(kind_name: str) -> Read:
     """Take a constraint of one kind; an empty text is none."""
 
     def read(value: Any, name: str) -> Constraint | None:
         if value == "":
             return None
-        if form == CHOICE:
-            if not all(isinstance(c, str) and c for c in listed(MOST_CHOICES, 1)(value, name)):
+        if kind_name == CHOICE:
+            if not all(isinstance(c, str) and c for c in listed(MAX_CHOICES, 1)(value, name)):
                 raise bad(name, "must be a list of texts that are not empty")
             for choice in value:
                 TEXT(choice, name)
-            return Constraint(name, form, value)
-        return Constraint(name, form, (_schema if form == JSON else TEXT)(value, name))
+            return Constraint(name, kind_name, value)
+        return Constraint(name, kind_name, (_schema if kind_name == JSON else TEXT)(value, name))
 
     return read
 
 
 def _schema(value: Any, name: str) -> dict[str, Any]:
     try:
-        found = parsed(value.encode()) if isinstance(value, str) else value
+        decoded = parsed(value.encode()) if isinstance(value, str) else value
     except UnicodeError:
         raise bad(name, "no UTF-8") from None
     except Refused as e:
         raise bad(name, e.message.replace("the body", "the text")) from None
-    schema: dict[str, Any] = OBJECT(found, name)
+    schema: dict[str, Any] = OBJECT(decoded, name)
     return schema
 
 
 def _format(value: Any, name: str) -> Constraint | None:
-    form = one_of("text", "json_object", "json_schema")(OBJECT(value, name).get("type"), name)
+    kind_name = one_of("text", "json_object", "json_schema")(OBJECT(value, name).get("type"), name)
     schema, strict = value.get("schema"), False  # llama-server and others have it here
-    if form == "text":
+    if kind_name == "text":
         return None
-    if form == "json_schema":
-        held = value.get("json_schema")
-        strict = isinstance(held, dict) and held.get("strict") is True
-        schema = held.get("schema", schema) if isinstance(held, dict) else schema
+    if kind_name == "json_schema":
+        wrapper = value.get("json_schema")
+        strict = isinstance(wrapper, dict) and wrapper.get("strict") is True
+        schema = wrapper.get("schema", schema) if isinstance(wrapper, dict) else schema
         if not isinstance(schema, dict):
             raise bad(name, "json_schema must be an object with a name and a schema")
     schema = {"type": "object"} if schema is None else _schema(schema, name)
@@ -332,17 +332,17 @@ def _format(value: Any, name: str) -> Constraint | None:
 
 def _structured(value: Any, name: str) -> Constraint | None:
     """Return the constraint of vLLM's structured_outputs, which names one kind."""
-    given = {k: v for k, v in OBJECT(value, name).items() if v is not None and v is not False}
-    given.pop("disable_fallback", None)  # there is no other library to fall back to
-    if given.get("json_object") is True:
-        given["json_object"] = {"type": "object"}
-    known = {JSON: JSON, "json_object": JSON, REGEX: REGEX, CHOICE: CHOICE, GRAMMAR: GRAMMAR}
-    if wrong := next((k for k in given if k not in known), None):
-        raise missing(name, f"{shown(wrong)} is not supported; one of {', '.join(known)} is")
-    if len(given) != 1:
-        raise bad(name, f"must have one of {', '.join(known)}, found {len(given)}")
-    ((form, inner),) = given.items()
-    return constrained(known[form])(inner, f"{name}.{form}")
+    constraints = {k: v for k, v in OBJECT(value, name).items() if v is not None and v is not False}
+    constraints.pop("disable_fallback", None)  # there is no other library to fall back to
+    if constraints.get("json_object") is True:
+        constraints["json_object"] = {"type": "object"}
+    kinds = {JSON: JSON, "json_object": JSON, REGEX: REGEX, CHOICE: CHOICE, GRAMMAR: GRAMMAR}
+    if wrong := next((k for k in constraints if k not in kinds), None):
+        raise missing(name, f"{shown(wrong)} is not supported; one of {', '.join(kinds)} is")
+    if len(constraints) != 1:
+        raise bad(name, f"must have one of {', '.join(kinds)}, found {len(constraints)}")
+    ((name_of_kind, inner),) = constraints.items()
+    return constrained(kinds[name_of_kind])(inner, f"{name}.{name_of_kind}")
 
 
 #: name in fields.yaml -> what reads a field; and what makes that, of the rest of its row
@@ -351,16 +351,16 @@ READERS |= {"biases": _biases, "stream_options": _stream_options, "options": _op
 READERS |= {"messages": _messages, "prompts": _prompts, "choice": _choice}
 READERS |= {"prompt_logprobs": _prompt_logprobs}
 READERS |= {"format": _format, "structured": _structured}
-MAKERS: dict[str, Callable[..., Read]] = {"whole": whole, "number": number, "listed": listed}
+MAKERS: dict[str, Callable[..., Read]] = {"whole": integer, "number": number, "listed": listed}
 MAKERS |= {"one_of": one_of, "unsupported": unsupported, "constrained": constrained}
 
 
 def constraint_of(fields: Mapping[str, Any]) -> Constraint | None:
     """Return the constraint of a request's answers; refused where it has two."""
-    found = [value for value in fields.values() if isinstance(value, Constraint)]
-    if len(found) > 1:
-        raise bad(found[1].field, f"cannot be combined with {found[0].field}; give one of them")
-    return found[0] if found else None
+    constraints = [value for value in fields.values() if isinstance(value, Constraint)]
+    for second in constraints[1:]:
+        raise bad(second.field, f"cannot be combined with {constraints[0].field}; give one of them")
+    return constraints[0] if constraints else None
 
 
 _FIELDS = read_table(Path(__file__).with_name("fields.yaml"))
@@ -381,11 +381,11 @@ REFUSED: Mapping[str, tuple[list[Any], str]] = {
     for name, neutral in group["neutral"].items()
 }
 HARMLESS = frozenset(_FIELDS["harmless"])
-_FOREIGN = {name: unsupported(*neutral, way=way) for name, (neutral, way) in REFUSED.items()}
+_FOREIGN = {name: unsupported(*neutral, fix=way) for name, (neutral, way) in REFUSED.items()}
 CONSTRAINTS = _table("constraints")
 COMMON = {**_table("common"), **CONSTRAINTS, **_FOREIGN}
 CHAT = {**COMMON, **_table("chat")}
-_OF_CHATS = unsupported([], False, "none", {}, way="it is a field of /v1/chat/completions")
+_OF_CHATS = unsupported([], False, "none", {}, fix="it is a field of /v1/chat/completions")
 COMPLETIONS = {name: _OF_CHATS for name in CHAT if name != "messages"}
 COMPLETIONS |= {**COMMON, **_table("completions")}
 TOKENIZE = {name: COMMON[name] for name in ("model", "chat_template")} | _table("tokenize")
@@ -402,30 +402,30 @@ def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str,
     """Return the known fields that are given, each as its reader returns it; what needs another
     field is refused without it."""
     _log_unknown(body.keys() - table.keys() - HARMLESS)
-    own = next(name for name in CONTENTS if name in table)
-    if other := next((n for n in CONTENTS if n != own and body.get(n) is not None), None):
-        raise bad(other, f"is not a field of this path, which takes {own}")
+    content = next(name for name in CONTENTS if name in table)
+    if other := next((n for n in CONTENTS if n != content and body.get(n) is not None), None):
+        raise bad(other, f"is not a field of this path, which takes {content}")
     absent = {k for k, v in UNSAID.items() if body.get(k) == v and type(body[k]) is type(v)}
-    given = {k: v for k, v in body.items() if v is not None and k not in absent}
-    read_in = {k: read(given[k], k) for k, read in table.items() if k in given}
-    found = {k: v for k, v in read_in.items() if v is not None}
-    if own not in found:
-        raise bad(own, "is missing")
+    present = {k: v for k, v in body.items() if v is not None and k not in absent}
+    read_in = {k: read(present[k], k) for k, read in table.items() if k in present}
+    fields = {k: v for k, v in read_in.items() if v is not None}
+    if content not in fields:
+        raise bad(content, "is missing")
     for name in ("echo", "prompt_logprobs"):
-        if found.get(name) not in (None, False) and found.get("stream"):
+        if fields.get(name) not in (None, False) and fields.get("stream"):
             raise missing(name, "is not streamed; leave stream out")
-    if "stream_options" in found and not found.get("stream"):
+    if "stream_options" in fields and not fields.get("stream"):
         raise bad("stream_options", "is for streams: give stream true, or leave it out")
-    if found.get("top_logprobs") and not found.get("logprobs"):
+    if fields.get("top_logprobs") and not fields.get("logprobs"):
         raise bad("top_logprobs", "needs logprobs true")
-    _check_choice(found)
-    if found.get("best_of", 1) > found.get("n", 1):
+    _check_choice(fields)
+    if fields.get("best_of", 1) > fields.get("n", 1):
         raise missing("best_of", "must not be more than n")
-    return found
+    return fields
 
 
 def _log_unknown(names: Iterable[str]) -> None:
-    for name in sorted({shown(name) for name in names} - _LOGGED)[: MOST_LOGGED - len(_LOGGED)]:
+    for name in sorted({shown(name) for name in names} - _LOGGED)[: MAX_LOGGED - len(_LOGGED)]:
         _LOGGED.add(name)
         log.warning("ignored a request field that is not known: %s", name)
 
@@ -447,14 +447,14 @@ def _check_choice(fields: Mapping[str, Any]) -> None:
         raise bad(formed.field, 'cannot be combined with tools; give tool_choice "none"')
     for name in ("ignore_eos", "min_tokens"):
         if (forced or formed) and fields.get(name):
-            what = formed.field if formed else "a forced call"
-            raise bad(name, f"cannot be together with {what}, which has its own end")
+            other = formed.field if formed else "a forced call"
+            raise bad(name, f"cannot be together with {other}, which has its own end")
 
 
 def chosen(fields: Mapping[str, Any]) -> ToolChoice:
     """Return which calls a request allows."""
-    given: ToolChoice | None = fields.get("tool_choice")
-    choice = given or ToolChoice("auto" if fields.get("tools") else "none")
+    requested: ToolChoice | None = fields.get("tool_choice")
+    choice = requested or ToolChoice("auto" if fields.get("tools") else "none")
     many = choice.many and fields.get("parallel_tool_calls") is not False
     return replace(choice, many=many)
 

@@ -93,12 +93,12 @@ def _clamped(name: str, limit: Any, kind: str) -> Any:
     return edge + side * 1e-9 if abs(edge) < 1e6 else math.nextafter(edge, side * math.inf)
 
 
-def read_pattern(given: str) -> tuple[str, bool] | None:
+def read_pattern(pattern: str) -> tuple[str, bool] | None:
     """Return a regular expression of whole strings, and whether it matches the empty one; None: it
     is not supported."""
-    if len(given) > MAX_PATTERN:
+    if len(pattern) > MAX_PATTERN:
         return None
-    begin, inner, end = re.findall(r"(\^?)((?:\\.|.)*?)(\$?)\Z", given, re.S)[0]
+    begin, inner, end = re.findall(r"(\^?)((?:\\.|.)*?)(\$?)\Z", pattern, re.S)[0]
     bare = _LITERAL.sub("", inner)
     depths = accumulate((c == "(") - (c == ")") for c in bare)
     outside = any(c == "|" and not depth for c, depth in zip(bare, depths, strict=True))
@@ -110,6 +110,6 @@ def read_pattern(given: str) -> tuple[str, bool] | None:
     except (ValueError, re.error, RecursionError):
         return None
     around = ["" if anchor else "(?s:.*)" for anchor in (begin, end)]
-    whole = f"/{around[0]}({text}){around[1]}/"
-    error = llguidance().LLMatcher.validate_grammar(f"start: {whole}", None)
-    return None if error else (whole, empty)
+    regex = f"/{around[0]}({text}){around[1]}/"
+    error = llguidance().LLMatcher.validate_grammar(f"start: {regex}", None)
+    return None if error else (regex, empty)

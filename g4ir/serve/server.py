@@ -35,25 +35,25 @@ LOADING_S = 1.0
 #: seconds that a connection may take for the head of a request
 HEAD_S = 10.0
 #: and bytes of it
-MOST_HEAD = 1 << 16
+MAX_HEAD = 1 << 16
 #: connections that wait to be accepted
 BACKLOG = 128
 #: files that are enough for any number of clients
-MOST_FILES = 1 << 16
+MAX_FILES = 1 << 16
 
 
 def open_files() -> int:
     """Raise the limit of open files as far as this user may, and return it. Windows has none for
     connections."""
     if sys.platform == "win32":
-        return MOST_FILES
+        return MAX_FILES
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if 0 <= soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return max(most, soft)
+    limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if 0 <= soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return max(limit, soft)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Take bytes; close the connection where a head goes on for too long."""
         super().data_received(data)
         self.head_bytes += len(data)
-        if self.in_head and self.head_bytes > MOST_HEAD:
+        if self.in_head and self.head_bytes > MAX_HEAD:
             self.transport.close()
 
 
@@ -186,9 +186,9 @@ class ServerProcess(uvicorn.Server):
     @property
     def url(self) -> str:
         """Where it is asked."""
-        found = self.servers[0].sockets[0].getsockname()
-        host = f"[{found[0]}]" if ":" in found[0] else found[0]
-        return f"http{'s' if self.address.tls[0] else ''}://{host}:{found[1]}"
+        name = self.servers[0].sockets[0].getsockname()
+        host = f"[{name[0]}]" if ":" in name[0] else name[0]
+        return f"http{'s' if self.address.tls[0] else ''}://{host}:{name[1]}"
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -229,10 +229,10 @@ class ServerProcess(uvicorn.Server):
 def check_engine(path: str | Path, trust: bool = False) -> None:
     """Raise for an engine that cannot be served, before the server reports that it listens: all
     that loading checks, but for the digests of weight files."""
-    found = open_artefact(Path(path))
-    require_readable(found.manifest)
-    check_runnable(found, trust)
-    require_tokenizer(found.path)
+    artefact = open_artefact(Path(path))
+    require_readable(artefact.manifest)
+    check_runnable(artefact, trust)
+    require_tokenizer(artefact.path)
 
 
 def serve(

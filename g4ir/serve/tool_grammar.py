@@ -37,7 +37,7 @@ MAX_SCHEMAS = 1 << 14
 #: how deep a value may lie of which nothing is said
 ANY_DEPTH = 4
 
-_NUMBERS = {
+_NUMERIC = {
     "integer": "/-?(0|[1-9][0-9]{0,17})/",
     "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?/",
 }
@@ -46,13 +46,13 @@ _COMMA, _KEY = ' "," ', "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 
 @dataclass(frozen=True)
 class Called:
-    """A callable function: `held` constrains its arguments to the schema, otherwise to the call
+    """A callable function. `constrained`: its arguments follow the schema, otherwise the call
     syntax alone. Only a `strict` one is refused for an unsupported schema."""
 
     name: str
     schema: Mapping[str, Any]
     where: str
-    held: bool = True
+    constrained: bool = True
     strict: bool = False
 
 
@@ -65,9 +65,9 @@ def called(
     for i, tool in enumerate(tools):
         name, schema = tool["function"]["name"], tool["function"].get("parameters") or {}
         if names is None or name in names:
-            own = tool["function"].get("strict") is True
+            is_strict = tool["function"].get("strict") is True
             where = f"tools[{i}].function.parameters"
-            out.append(Called(name, schema, where, own or not strict, own))
+            out.append(Called(name, schema, where, is_strict or not strict, is_strict))
     return out
 
 
@@ -93,7 +93,7 @@ def grammar_of(
 
 def _call(rules: _Rules, function: Called) -> str:
     """Return the call of a function behind its opener."""
-    if not function.held:
+    if not function.constrained:
         arguments = rules.mapping(rules.anything())
     else:
         schema = _parameters(function, rules.marks)
@@ -104,12 +104,12 @@ def _call(rules: _Rules, function: Called) -> str:
 def _parameters(function: Called, controls: Collection[str]) -> dict[str, Any]:
     """Return the schema of a function's arguments, as it is read. One of which nothing is said
     takes none."""
-    given = {"type": "object", **function.schema, "nullable": False}
-    said = given.keys() & CONSTRAINTS
-    if not said or (said == {"properties"} and not given["properties"]):
-        given["additionalProperties"] = False
+    schema = {"type": "object", **function.schema, "nullable": False}
+    keywords = schema.keys() & CONSTRAINTS
+    if not keywords or (keywords == {"properties"} and not schema["properties"]):
+        schema["additionalProperties"] = False
     return read_schema(
-        given, function.where, strict=function.strict, controls=controls, refuse=refused
+        schema, function.where, strict=function.strict, controls=controls, refuse=refused
     )
 
 
@@ -149,8 +149,8 @@ class _Rules:
     def plain(self, text: str) -> str:
         """Return a text that is given. Where only one text can follow, llguidance takes a control
         token for what is its spelling: such a text is refused."""
-        if found := next((c for c in self.marks if c in text), None):
-            raise refused("tools", f"{found} in the text {shown(text)} is not supported")
+        if token := next((c for c in self.marks if c in text), None):
+            raise refused("tools", f"{token} in the text {shown(text)} is not supported")
         return json.dumps(text, ensure_ascii=False)
 
     def key(self, name: str) -> str:
@@ -169,7 +169,7 @@ class _Rules:
 
     def anything(self, depth: int = ANY_DEPTH) -> str:
         """Return any value, of limited depth."""
-        text, number = self.terminal("/(?s:.+)/"), self.terminal(_NUMBERS["number"])
+        text, number = self.terminal("/(?s:.+)/"), self.terminal(_NUMERIC["number"])
         plain = f'{self.string(f"{text}?")} | {number} | "true" | "false" | "null"'
         if not depth:
             return self.rule(plain)
@@ -181,13 +181,13 @@ class _Rules:
         entry = self.rule(f'{self.terminal(*(keys or [f"/{_KEY}/"]))} ":" {value}')
         return self.rule(f'"{{" ({entry} ("," {entry})*)? "}}"')
 
-    def array(self, item: str, least: int, most: int | None) -> str:
+    def array(self, item: str, min_items: int, max_items: int | None) -> str:
         """Return a list of so many items."""
-        if most == 0:
+        if max_items == 0:
             return self.rule('"[" "]"')
-        more = f"{{{max(least, 1) - 1},{'' if most is None else most - 1}}}"
-        items = item if most == 1 else f'{item} ("," {item}){more}'
-        return self.rule(f'"[" {items} "]"' if least else f'"[" ({items})? "]"')
+        more = f"{{{max(min_items, 1) - 1},{'' if max_items is None else max_items - 1}}}"
+        items = item if max_items == 1 else f'{item} ("," {item}){more}'
+        return self.rule(f'"[" {items} "]"' if min_items else f'"[" ({items})? "]"')
 
 
 class _Schema:
@@ -238,41 +238,41 @@ class _Schema:
     def _string(self, node: Node) -> str:
         if LARK in node:
             return self.rules.string(self.rules.nested(node[LARK], f"{self.where}.{LARK}"))
-        least, most = node.get("minLength", 0), node.get("maxLength")
-        if most == 0:
+        min_len, max_len = node.get("minLength", 0), node.get("maxLength")
+        if max_len == 0:
             return self.rules.string("")
-        terms = [f"/(?s:.{{{max(least, 1)},{'' if most is None else most}}})/"]
+        terms = [f"/(?s:.{{{max(min_len, 1)},{'' if max_len is None else max_len}}})/"]
         more = [part for part in node.get("allOf", ()) if "pattern" in part]
         patterns = [part["pattern"] for part in ([node] if "pattern" in node else []) + more]
         read = [read_pattern(pattern) for pattern in patterns]
         terms += [expression for expression, _ in filter(None, read)]
         if "format" in node:
             terms.append(f"/{FORMATS[node['format']]}/")
-        empty = not least and "format" not in node and all(may for _, may in filter(None, read))
+        empty = not min_len and "format" not in node and all(may for _, may in filter(None, read))
         return self.rules.string(self.rules.terminal(*terms) + "?" * empty)
 
     def _number(self, kind: str, node: Node) -> str:
         limits = {k: node[k] for k in LIMITS if k in node}
         if not limits:
-            return self.rules.terminal(_NUMBERS[kind])
+            return self.rules.terminal(_NUMERIC[kind])
         more = [part for part in node.get("allOf", ()) if "multipleOf" in part]
         leaf = {"type": kind, **limits, "allOf": more}
         return self.rules.rule("%json " + json.dumps(written(leaf)))
 
     def _array(self, node: Node) -> str:
-        least, most = node.get("minItems", 0), node.get("maxItems")
+        min_items, max_items = node.get("minItems", 0), node.get("maxItems")
         first = [self.value(item) for item in node.get("prefixItems", ())]
         if not first:
-            item = "" if most == 0 else self.value(node.get("items", {}))
-            return self.rules.array(item, least, most)
+            item = "" if max_items == 0 else self.value(node.get("items", {}))
+            return self.rules.array(item, min_items, max_items)
         tail = ""
-        if most is None or most > len(first):
+        if max_items is None or max_items > len(first):
             item = self.value(node.get("items", {}))
-            counts = f"{max(least - len(first), 0)},{'' if most is None else most - len(first)}"
-            tail = f'("," {item}){{{counts}}}'
+            high = "" if max_items is None else max_items - len(first)
+            tail = f'("," {item}){{{max(min_items - len(first), 0)},{high}}}'
         for i, item in reversed([*enumerate(first)]):
             tail = f"{item} {tail}" if i == 0 else f'"," {item} {tail}'
-            if i >= least:
+            if i >= min_items:
                 tail = f"({tail})?"
         return self.rules.rule(f'"[" {tail} "]"')
 
@@ -295,9 +295,9 @@ class _Schema:
             if inner is False:
                 continue
             member = rules.rule(f"{rules.key(name)} {self.value(inner)}")
-            left, right = ("", "") if name in required else (f" | {first}", f" | {behind}")
-            first = rules.rule(f"{member} {behind}{left}")
-            behind = rules.rule(f'"," {member} {behind}{right}')
+            skips = ("", "") if name in required else (f" | {first}", f" | {behind}")
+            first = rules.rule(f"{member} {behind}{skips[0]}")
+            behind = rules.rule(f'"," {member} {behind}{skips[1]}')
         return rules.rule(f'"{{" {first} "}}"')
 
 

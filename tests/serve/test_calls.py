@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from g4ir.chat import Reader, TokenStream, Vocabulary
-from g4ir.serve.grammar import Grammars, HeldMask, LazyMask, Mask
+from g4ir.serve.grammar import FullMask, Grammars, LazyMask, Mask
 from g4ir.serve.http_errors import Refused
 from g4ir.serve.request_schema import JSON, Constraint
 from g4ir.serve.tool_grammar import called, grammar_of
@@ -141,7 +141,7 @@ def test_what_may_follow() -> None:
         assert names(made[name], *words) == {*follow}, (name, words)
     assert "▁" in names(made["json"], '{"k":') and "▁" not in names(made["json"], '{"k": ')
     assert isinstance(made["some"], LazyMask) and len(free(made["some"], ids("abc"))) == SIZE
-    assert isinstance(made["needs"], HeldMask)
+    assert isinstance(made["needs"], FullMask)
 
 
 @pytest.mark.parametrize("forms", CASES["one_of"])

@@ -166,7 +166,7 @@ def test_a_grammar_that_is_given_up(
     client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     """The answer ends with an error, and not as if it were complete."""
-    monkeypatch.setattr(grammar, "MOST_ITEMS", 100)
+    monkeypatch.setattr(grammar, "MAX_ITEMS", 100)
     body = {"json_schema": optional(300)}
     given = {"extra_body": body, "max_tokens": 20, "logit_bias": opened(served)}
     with pytest.raises(openai.APIError, match=r"json_schema: the grammar fails after \d+") as e:
@@ -198,9 +198,9 @@ def test_a_slow_mask_holds_up_its_own_answer_only(
     """Beside masks of half a second each, other answers come as ever."""
 
     def slow(mask: Any, row: Any) -> None:
-        time.sleep(0.5 if row.begun else 0)
+        time.sleep(0.5 if row.started else 0)
 
-    spy(monkeypatch, grammar.HeldMask, "_words", slow)
+    spy(monkeypatch, grammar.FullMask, "_words", slow)
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(lambda: ask(client, extra_body={"grammar": AMBIGUOUS}, max_tokens=6))
         eventually(lambda: served.scheduler.num_running)

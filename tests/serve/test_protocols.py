@@ -129,7 +129,7 @@ def test_the_text_of_a_json_object_in_pieces(cut: int) -> None:
     for text in (json.dumps({"input": value}, ensure_ascii=False), '{"input":"x", "b": 1}'):
         reader = JsonText("input")
         pieces = [reader.feed(text[i : i + cut]) for i in range(0, len(text), cut)]
-        assert "".join(pieces) == json.loads(text)["input"] and reader.rest() == ""
+        assert "".join(pieces) == json.loads(text)["input"] and reader.remainder() == ""
     assert JsonText("input").feed('{"other": 1}') == ""
 
 
@@ -206,7 +206,7 @@ def test_bodies_as_chats(case: dict[str, Any]) -> None:
     the descriptions of a namespace and its tools; a grammar in the schema of its tool."""
     read = {"messages": messages.read, "responses": responses.read}[case["protocol"]]
     found = read(case["given"])
-    assert (found.body, found.places) == (case["becomes"], case["places"])
+    assert (found.body, found.positions) == (case["becomes"], case["places"])
 
 
 def test_tokens_are_counted(served: Running) -> None:

@@ -31,7 +31,7 @@ from g4ir.engine.engine import Engine, _within
 from g4ir.engine.session import Session
 from g4ir.errors import CheckError, EngineError, MissingError, TrustError
 from g4ir.serve import server
-from g4ir.serve.auth import Auth, known_hosts
+from g4ir.serve.auth import Auth, allowed_hosts
 from g4ir.serve.http_errors import refusal
 from g4ir.serve.server import Address, Server, ServerProcess
 from tests.cases import TABLES
@@ -328,8 +328,8 @@ def test_an_address_to_listen_at(
 
 
 def test_hosts() -> None:
-    assert known_hosts("0.0.0.0") is None
-    assert known_hosts("::1", ["Box.Local"]) == ("localhost", "box.local")
+    assert allowed_hosts("0.0.0.0") is None
+    assert allowed_hosts("::1", ["Box.Local"]) == ("localhost", "box.local")
 
 
 @pytest.mark.parametrize("name", ["starlette", "uvicorn", "prometheus_client"])

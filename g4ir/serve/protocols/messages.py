@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from g4ir.chat import Event as Said
+from g4ir.chat import Event as ChatEvent
 from g4ir.engine.output import AnswerStream
 
 from .. import request_schema as schema
@@ -24,16 +24,16 @@ BLOCK_OF: Mapping[str, Body] = TABLE["blocks"]
 THINKING = ("enabled", "adaptive", "disabled")
 
 
-def read(given: Body) -> Translation:
+def read(original: Body) -> Translation:
     """Return the body of a request as one of chats."""
-    if given.get("max_tokens") is None:
+    if original.get("max_tokens") is None:
         raise bad("max_tokens", "is missing")
-    return count(given)
+    return count(original)
 
 
-def count(given: Body) -> Translation:
+def count(original: Body) -> Translation:
     """Return the body of a question for the number of tokens as one of chats."""
-    out = translated(Translation(given), "messages", CHANGES)
+    out = translated(Translation(original), "messages", CHANGES)
     out.names["tool_call_id"] = "tool_use_id"
     if out.messages and out.messages[-1]["role"] == "assistant":
         out.body["continue_final_message"] = True
@@ -60,25 +60,25 @@ def _texts(value: Any, where: str) -> list[str]:
 
 
 def _messages(out: Translation, value: Any, name: str) -> None:
-    for i, message in enumerate(schema.listed(schema.MOST_MESSAGES, 1)(value, name)):
+    for i, message in enumerate(schema.listed(schema.MAX_MESSAGES, 1)(value, name)):
         where = f"{name}[{i}]"
         role = text_in(schema.OBJECT(message, where), "role", where)
         content = message.get("content")
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         table = BLOCKS["assistant" if role == "assistant" else "user"]
-        parts, held = list[Any](), Body()
+        parts, fields = list[Any](), Body()
         for j, block in enumerate(schema.LIST(content, f"{where}.content")):
             at = f"{where}.content[{j}]"
-            found = table[kind_in(block, table, at)](block, at)
-            if isinstance(found, str) or "url" in str(found.get("type")):
-                parts.append(found)
-            elif "tool_call_id" in found:
-                out.add(at, "tool", **found)
+            part = table[kind_in(block, table, at)](block, at)
+            if isinstance(part, str) or "url" in str(part.get("type")):
+                parts.append(part)
+            elif "tool_call_id" in part:
+                out.add(at, "tool", **part)
             else:
-                held |= {k: held[k] + v if k in held else v for k, v in found.items()}
-        if parts or held or role == "assistant":
-            out.add(where, role, parts or None, **held)
+                fields |= {k: fields[k] + v if k in fields else v for k, v in part.items()}
+        if parts or fields or role == "assistant":
+            out.add(where, role, parts or None, **fields)
 
 
 def _text(block: Body, where: str) -> str:
@@ -104,8 +104,8 @@ def _result(block: Body, where: str) -> Body:
         content = [table[kind_in(b, table, w)](b, w) for b, w in zip(content, at)]
     if block.get("is_error"):
         texts = [content] if isinstance(content, str) else content
-        said = json.dumps({"error": "".join(t for t in texts if isinstance(t, str))})
-        content = [said, *(p for p in texts if not isinstance(p, str))]
+        error = json.dumps({"error": "".join(t for t in texts if isinstance(t, str))})
+        content = [error, *(p for p in texts if not isinstance(p, str))]
     return {"content": content, "tool_call_id": text_in(block, "tool_use_id", where)}
 
 
@@ -126,7 +126,7 @@ BLOCKS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _tools(out: Translation, value: Any, name: str) -> None:
-    tools = schema.listed(schema.MOST_TOOLS)(value, name)
+    tools = schema.listed(schema.MAX_TOOLS)(value, name)
     out.body["tools"] = [_tool(tool, f"{name}[{i}]") for i, tool in enumerate(tools)]
     paths = {".parameters": ".input_schema"}
     out.tools = [(f"{name}[{i}]", paths) for i in range(len(tools))]
@@ -136,8 +136,8 @@ def _tool(tool: Any, where: str) -> Body:
     kind = schema.OBJECT(tool, where).get("type")
     kind_in({"type": "custom" if kind is None else kind}, ("custom",), where)
     function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key)}
-    held = schema.OBJECT(tool.get("input_schema"), f"{where}.input_schema")
-    return {"type": "function", "function": {**function, "parameters": held}}
+    parameters = schema.OBJECT(tool.get("input_schema"), f"{where}.input_schema")
+    return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
 def _tool_choice(out: Translation, value: Any, name: str) -> None:
@@ -154,17 +154,17 @@ def _budget(out: Translation, value: Any, name: str) -> None:
     kind = kind_in(value, THINKING, name)
     out.body["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
     if kind == "enabled":
-        budget = schema.whole(0)(value.get("budget_tokens"), f"{name}.budget_tokens")
+        budget = schema.integer(0)(value.get("budget_tokens"), f"{name}.budget_tokens")
         out.body["thinking_token_budget"] = budget
 
 
 def _format(out: Translation, value: Any, name: str) -> None:
     """Take the schema of an answer. An effort says nothing more: a model thinks or does not."""
-    form = value if name == "output_format" else schema.OBJECT(value, name).get("format")
-    if form is not None:
-        kind_in(form, ("json_schema",), name)
-        held = {"schema": schema.OBJECT(form.get("schema"), f"{name}.schema")}
-        out.body["response_format"] = {"type": "json_schema", "json_schema": held}
+    format = value if name == "output_format" else schema.OBJECT(value, name).get("format")
+    if format is not None:
+        kind_in(format, ("json_schema",), name)
+        fields = {"schema": schema.OBJECT(format.get("schema"), f"{name}.schema")}
+        out.body["response_format"] = {"type": "json_schema", "json_schema": fields}
 
 
 def _edits(out: Translation, value: Any, name: str) -> None:
@@ -185,8 +185,8 @@ class MessageFormat(PartsFormat):
 
     alive = 'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def __init__(self, asked: Sequence[ServedRequest], model: str, given: Body) -> None:
-        self.tokens, self.model = len(asked[0].tokens), model
+    def __init__(self, served: Sequence[ServedRequest], model: str, original: Body) -> None:
+        self.tokens, self.model = len(served[0].tokens), model
         self.id = f"msg_{secrets.token_hex(12)}"
         self.content: list[Body] = []
         self._json = ""
@@ -203,7 +203,7 @@ class MessageFormat(PartsFormat):
     def _at(self) -> Body:
         return {"index": len(self.content) - 1}
 
-    def opened(self, part: Said) -> list[Body]:
+    def opened(self, part: ChatEvent) -> list[Body]:
         self._json, block = "", dict(BLOCK_OF[self.kind])
         if self.kind == CALL:
             block |= {"id": f"toolu_{secrets.token_hex(12)}", "name": part.name, "input": {}}

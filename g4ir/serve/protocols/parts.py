@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from g4ir.chat import Event as Said
+from g4ir.chat import Event as ChatEvent
 from g4ir.chat.reader import ARGUMENTS
 from g4ir.engine.output import AnswerStream
 
@@ -29,13 +29,13 @@ class AnswerFormat(Protocol):
         """Return what comes before the first token of so many answers."""
         return []
 
-    def chunks(self, a: AnswerStream, new: Iterable[Said]) -> list[Body]:
+    def chunks(self, a: AnswerStream, new: Iterable[ChatEvent]) -> list[Body]:
         """Return what new pieces of an answer add, and its end where it is over."""
 
     def last(self, answers: list[AnswerStream], usage: Mapping[str, Any]) -> list[Body]:
         """Return what comes behind the last token."""
 
-    def whole(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> Body | str:
+    def complete(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> Body | str:
         """Return all answers at once."""
 
     def failed(self, error: Refused) -> list[Body]:
@@ -52,7 +52,7 @@ class PartsFormat(AnswerFormat, Protocol):
 
     end: str = ""
     #: the piece that began the part which is open
-    part: Said | None = None
+    part: ChatEvent | None = None
 
     @property
     def kind(self) -> str:
@@ -60,18 +60,18 @@ class PartsFormat(AnswerFormat, Protocol):
         assert self.part
         return CALL if self.part.kind == ARGUMENTS else self.part.kind
 
-    def chunks(self, a: AnswerStream, new: Iterable[Said]) -> list[Body]:
+    def chunks(self, a: AnswerStream, new: Iterable[ChatEvent]) -> list[Body]:
         out = list[Body]()
-        for said in new:
-            kind = CALL if said.kind == ARGUMENTS else said.kind
-            if not self.part or (self.kind, self.part.index) != (kind, said.index):
+        for event in new:
+            kind = CALL if event.kind == ARGUMENTS else event.kind
+            if not self.part or (self.kind, self.part.index) != (kind, event.index):
                 out += self.closed()
-                self.part = said
-                out += self.opened(said)
-            out += self.more("" if said.kind == CALL and said.streamed else said.text, a)
+                self.part = event
+                out += self.opened(event)
+            out += self.more("" if event.kind == CALL and event.streamed else event.text, a)
         return out + (self.closed(a.finish == "length") if a.over else [])
 
-    def opened(self, part: Said) -> list[Body]:
+    def opened(self, part: ChatEvent) -> list[Body]:
         """Begin a part."""
 
     def more(self, text: str, a: AnswerStream) -> list[Body]:
@@ -89,7 +89,7 @@ class PartsFormat(AnswerFormat, Protocol):
     def message(self, a: AnswerStream, usage: Mapping[str, Any]) -> Body:
         """Return the whole answer, whose parts are written."""
 
-    def whole(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> Body:
+    def complete(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> Body:
         (a,) = answers
         self.chunks(a, a.said)
         return self.message(a, usage)
@@ -99,7 +99,7 @@ class PartsFormat(AnswerFormat, Protocol):
 
 
 #: whole characters of a JSON string, which has no halves of characters
-_WHOLE = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*')
+_CHARACTERS = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*')
 
 
 class JsonText:
@@ -112,16 +112,16 @@ class JsonText:
     def feed(self, piece: str) -> str:
         """Take a piece of JSON; return what is certain of the text."""
         self._raw += piece
-        if not self._inside and (found := self._head.match(self._raw)):
-            self._inside, self._raw = True, self._raw[found.end() :]
+        if not self._inside and (match := self._head.match(self._raw)):
+            self._inside, self._raw = True, self._raw[match.end() :]
         if not self._inside or self._over:
             return ""
-        end = _WHOLE.match(self._raw)
+        end = _CHARACTERS.match(self._raw)
         assert end
         self._raw = self._raw[end.end() :]
         self._over = self._raw.startswith('"')
         return str(json.loads(f'"{end[0]}"', strict=False))
 
-    def rest(self) -> str:
+    def remainder(self) -> str:
         """Return all that came, where it is no such object."""
         return "" if self._inside else self._raw

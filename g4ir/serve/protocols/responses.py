@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from g4ir.chat import Event as Said
+from g4ir.chat import Event as ChatEvent
 from g4ir.chat import call_id
 from g4ir.chat.messages import PARTS, shown
 from g4ir.engine.output import AnswerStream
@@ -27,7 +27,7 @@ OURS = "g4ir:"
 INPUT = "input"
 #: types of tools; what has several of them; and those that are left out, of which the model is not
 #: told: Codex declares the search of the web by default
-TOOLS, NAMESPACE, LEFT_OUT = ("function", "custom"), "namespace", ("web_search",)
+TOOLS, NAMESPACE, IGNORED_TOOLS = ("function", "custom"), "namespace", ("web_search",)
 #: of a custom tool: the paths of its schema -> those that a client knows
 PATHS = {f".parameters.properties.{INPUT}.pattern": ".format.definition"}
 PATHS |= {f".parameters.{LARK}": ".format.definition"}
@@ -35,9 +35,9 @@ PATHS |= {f".parameters.{LARK}": ".format.definition"}
 TEXTS = ("input_text", "output_text", "text")
 
 
-def read(given: Body) -> Translation:
+def read(original: Body) -> Translation:
     """Return the body of a request as one of chats."""
-    out = translated(Translation(given), "responses", CHANGES)
+    out = translated(Translation(original), "responses", CHANGES)
     out.names |= {"messages": "input", "tool_call_id": "call_id"}
     return out
 
@@ -51,7 +51,7 @@ def _input(out: Translation, value: Any, name: str) -> None:
     if isinstance(value, str):
         out.add(name, "user", value)
         return
-    for i, item in enumerate(schema.listed(schema.MOST_MESSAGES, 1)(value, name)):
+    for i, item in enumerate(schema.listed(schema.MAX_MESSAGES, 1)(value, name)):
         where = f"{name}[{i}]"
         if "type" not in schema.OBJECT(item, where) and "role" in item:
             item = {**item, "type": "message"}
@@ -68,11 +68,11 @@ def _message(out: Translation, item: Body, where: str) -> None:
     message["content"] = [*before, *new] if before else content
 
 
-def _content(given: Any, where: str) -> Any:
+def _content(content: Any, where: str) -> Any:
     """Return a text, or the list of its parts."""
-    if isinstance(given, str):
-        return given
-    return [_part(p, f"{where}[{i}]") for i, p in enumerate(schema.LIST(given, where))]
+    if isinstance(content, str):
+        return content
+    return [_part(p, f"{where}[{i}]") for i, p in enumerate(schema.LIST(content, where))]
 
 
 def _part(part: Any, where: str) -> Any:
@@ -101,10 +101,10 @@ def _hidden(text: str) -> str:
     return OURS + base64.b64encode(text.encode(errors="replace")).decode()
 
 
-def _revealed(given: Any, where: str) -> str:
+def _revealed(encoded: Any, where: str) -> str:
     try:
-        if schema.TEXT(given, where).startswith(OURS):
-            return base64.b64decode(given.removeprefix(OURS), validate=True).decode()
+        if schema.TEXT(encoded, where).startswith(OURS):
+            return base64.b64decode(encoded.removeprefix(OURS), validate=True).decode()
     except ValueError:
         pass
     raise bad(where, "is not of this server; leave the item out")
@@ -132,38 +132,38 @@ ITEMS |= dict.fromkeys(("function_call_output", "custom_tool_call_output"), _out
 
 
 def _tools(out: Translation, value: Any, name: str) -> None:
-    made, places = [], dict[str, str]()
+    functions, declared = [], dict[str, str]()
     for tool, where in _flat(value, name):
-        made.append(function := _tool(tool, where))
+        functions.append(function := _tool(tool, where))
         out.tools.append((where, PATHS if tool["type"] == "custom" else {}))
         called = function["function"]["name"]
-        if (first := places.setdefault(called, where)) != where:
+        if (first := declared.setdefault(called, where)) != where:
             raise bad(where, f"{shown(called)} is already the name of {first}; rename one of them")
-    out.body["tools"] = made
+    out.body["tools"] = functions
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[Body, str]]:
     """Yield tools, those of a namespace with its name and its description, and where each is."""
-    for i, tool in enumerate(schema.listed(schema.MOST_TOOLS)(value, name)):
+    for i, tool in enumerate(schema.listed(schema.MAX_TOOLS)(value, name)):
         where = f"{name}[{i}]"
-        kind = kind_in(tool, (*TOOLS, NAMESPACE, *LEFT_OUT), where)
+        kind = kind_in(tool, (*TOOLS, NAMESPACE, *IGNORED_TOOLS), where)
         if kind in TOOLS:
             yield tool, where
         elif kind == NAMESPACE:
-            inner = schema.listed(schema.MOST_TOOLS, 1)(tool.get("tools"), f"{where}.tools")
+            inner = schema.listed(schema.MAX_TOOLS, 1)(tool.get("tools"), f"{where}.tools")
             for j, one in enumerate(inner):
                 kind_in(one, TOOLS, at := f"{where}.tools[{j}]")
-                given = [(tool, where), (one, at)]
-                texts = [text_in(d, "description", w) for d, w in given if d.get("description")]
+                parts = [(tool, where), (one, at)]
+                texts = [text_in(d, "description", w) for d, w in parts if d.get("description")]
                 space = {NAMESPACE: text_in(tool, "name", where), "description": "\n".join(texts)}
                 yield {**one, **space}, at
 
 
-def _spaced(given: Body, where: str) -> str:
+def _spaced(tool: Body, where: str) -> str:
     """Return a tool's name, after that of its namespace."""
-    space = given.get(NAMESPACE)
-    name = text_in(given, "name", where)
-    return name if space is None else f"{text_in(given, NAMESPACE, where)}.{name}"
+    space = tool.get(NAMESPACE)
+    name = text_in(tool, "name", where)
+    return name if space is None else f"{text_in(tool, NAMESPACE, where)}.{name}"
 
 
 def _tool(tool: Body, where: str) -> Body:
@@ -172,18 +172,18 @@ def _tool(tool: Body, where: str) -> Body:
     function["name"] = _spaced(tool, where)
     if tool["type"] == "custom":
         text = _format_of(tool.get("format") or {"type": "text"}, f"{where}.format")
-        held = {"type": "object", "properties": {INPUT: text}, "required": [INPUT]}
-        function |= {"parameters": held, "strict": len(text) > 1}
+        parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT]}
+        function |= {"parameters": parameters, "strict": len(text) > 1}
     return {"type": "function", "function": function}
 
 
-def _format_of(given: Any, where: str) -> Body:
-    if kind_in(given, ("text", "grammar"), where) == "text":
+def _format_of(value: Any, where: str) -> Body:
+    if kind_in(value, ("text", "grammar"), where) == "text":
         return {"type": "string"}
-    syntax = kind_in(given, ("lark", "regex"), where, "syntax")
-    definition = text_in(given, "definition", where)
-    held = {LARK: definition} if syntax == "lark" else {"pattern": f"^(?:{definition})$"}
-    return {"type": "string", **held}
+    syntax = kind_in(value, ("lark", "regex"), where, "syntax")
+    definition = text_in(value, "definition", where)
+    fields = {LARK: definition} if syntax == "lark" else {"pattern": f"^(?:{definition})$"}
+    return {"type": "string", **fields}
 
 
 def _tool_choice(out: Translation, value: Any, name: str) -> None:
@@ -191,24 +191,24 @@ def _tool_choice(out: Translation, value: Any, name: str) -> None:
         kind = kind_in(value, ("function", "custom", "allowed_tools"), name)
         tools = value.get("tools") if kind == "allowed_tools" else None
         if isinstance(tools, list):
-            held = {"mode": value.get("mode"), "tools": [_named(t) for t in tools]}
-            value = {"type": kind, kind: held}
+            allowed = {"mode": value.get("mode"), "tools": [_named(t) for t in tools]}
+            value = {"type": kind, kind: allowed}
         elif kind != "allowed_tools":
             value = _named(value)
     out.body["tool_choice"] = value
 
 
-def _named(given: Any) -> Any:
-    if not isinstance(given, dict):
-        return given
-    name = _spaced(given, "tool_choice") if NAMESPACE in given else given.get("name")
+def _named(tool: Any) -> Any:
+    if not isinstance(tool, dict):
+        return tool
+    name = _spaced(tool, "tool_choice") if NAMESPACE in tool else tool.get("name")
     return {"type": "function", "function": {"name": name}}
 
 
 def _text(out: Translation, value: Any, name: str) -> None:
-    form = schema.OBJECT(schema.OBJECT(value, name).get("format") or {"type": "text"}, name)
-    held = {key: form[key] for key in ("name", "schema", "strict") if key in form}
-    out.body["response_format"] = {"type": form.get("type"), "json_schema": held}
+    format = schema.OBJECT(schema.OBJECT(value, name).get("format") or {"type": "text"}, name)
+    fields = {key: format[key] for key in ("name", "schema", "strict") if key in format}
+    out.body["response_format"] = {"type": format.get("type"), "json_schema": fields}
     if value.get("verbosity") is not None:
         out.body["verbosity"] = value["verbosity"]
 
@@ -220,9 +220,9 @@ def _effort(out: Translation, value: Any, name: str) -> None:
 
 
 def _include(out: Translation, value: Any, name: str) -> None:
-    known = TABLES["responses"]["include"]
-    if wrong := next((v for v in schema.LIST(value, name) if v not in known), None):
-        raise missing(name, f"{shown(wrong)} is not supported; one of {', '.join(known)} is")
+    options = TABLES["responses"]["include"]
+    if wrong := next((v for v in schema.LIST(value, name) if v not in options), None):
+        raise missing(name, f"{shown(wrong)} is not supported; one of {', '.join(options)} is")
     out.body["logprobs"] = "message.output_text.logprobs" in value
 
 
@@ -243,24 +243,25 @@ UNSAID: Mapping[str, Any] = TABLE["unsaid"]
 class ResponsesFormat(PartsFormat):
     """Writes one answer as items, whole or as events with sequence numbers."""
 
-    def __init__(self, asked: Sequence[ServedRequest], model: str, given: Body) -> None:
-        declared = given.get("tools") or []
+    def __init__(self, served: Sequence[ServedRequest], model: str, original: Body) -> None:
+        declared = original.get("tools") or []
         self.model = model
-        self.given = {**given, "tools": [t for t in declared if t["type"] not in LEFT_OUT]}
+        tools = [t for t in declared if t["type"] not in IGNORED_TOOLS]
+        self.original = {**original, "tools": tools}
         self.id, self.created = f"resp_{secrets.token_hex(24)}", int(time.time())
         self.output: list[Body] = []
         #: name that the model writes -> the tool as it was declared
         self._tools = {_spaced(tool, where): tool for tool, where in _flat(declared, "tools")}
-        self._hide = "reasoning.encrypted_content" in (given.get("include") or ())
+        self._hide = "reasoning.encrypted_content" in (original.get("include") or ())
         self._count = 0
         self._input: JsonText | None = None
 
     def _response(self, status: str, **more: Any) -> Body:
-        said = {k: self.given[k] for k in UNSAID if self.given.get(k) is not None}
+        echoed = {k: self.original[k] for k in UNSAID if self.original.get(k) is not None}
         head = {"id": self.id, "object": "response", "created_at": self.created, "status": status}
         head |= {"model": self.model, "output": [*self.output], "store": False, "usage": None}
         head |= dict.fromkeys(("error", "incomplete_details", "previous_response_id"))
-        return {**head, "background": False, "truncation": "disabled", **UNSAID, **said, **more}
+        return {**head, "background": False, "truncation": "disabled", **UNSAID, **echoed, **more}
 
     def _event(self, kind: str, **more: Any) -> Body:
         self._count += 1
@@ -270,7 +271,7 @@ class ResponsesFormat(PartsFormat):
         kinds = ("created", "in_progress")
         return [self._event(k, response=self._response("in_progress")) for k in kinds]
 
-    def opened(self, part: Said) -> list[Body]:
+    def opened(self, part: ChatEvent) -> list[Body]:
         """Begin an item, and what it contains."""
         item = {"id": "", **ITEM_OF[self.kind], "status": "in_progress"}
         if self.kind == CALL:
@@ -292,11 +293,11 @@ class ResponsesFormat(PartsFormat):
         if self.kind != CALL:
             item["content"] = [dict(CONTENT_OF[self.kind])]
             item["content"][0] |= {"logprobs": []} if self.kind == CONTENT else {}
-            out.append(self._event("content_part.added", **self._at(), part=dict(self._held)))
+            out.append(self._event("content_part.added", **self._at(), part=dict(self._open_text)))
         return out
 
     @property
-    def _held(self) -> Body:
+    def _open_text(self) -> Body:
         """What has the text of the item that is open."""
         item = self.output[-1]
         held: Body = item["content"][0] if "content" in item else item
@@ -312,26 +313,26 @@ class ResponsesFormat(PartsFormat):
         if not text:
             return []
         _, event, key = TYPES[self.output[-1]["type"]]
-        held, more = self._held, Body()
-        held[key] += text
-        if "logprobs" in held:
+        holder, more = self._open_text, Body()
+        holder[key] += text
+        if "logprobs" in holder:
             more["logprobs"] = a.taken_logprobs(content=True)
-            held["logprobs"] += more["logprobs"]
+            holder["logprobs"] += more["logprobs"]
         return [self._event(f"{event}.delta", **self._at(), delta=text, **more)]
 
     def ended(self, cut: bool) -> list[Body]:
-        item, held = self.output[-1], self._held
+        item, holder = self.output[-1], self._open_text
         _, event, key = TYPES[item["type"]]
         if self._input:  # no object with one text
-            held[key] += self._input.rest()
+            holder[key] += self._input.remainder()
             self._input = None
         item["status"] = "incomplete" if cut else "completed"
-        done = {k: held[k] for k in (key, "logprobs", "name") if k in held}
+        done = {k: holder[k] for k in (key, "logprobs", "name") if k in holder}
         out = [self._event(f"{event}.done", **self._at(), **done)]
         if "content" in item:
-            out.append(self._event("content_part.done", **self._at(), part=dict(held)))
+            out.append(self._event("content_part.done", **self._at(), part=dict(holder)))
         if self.kind == THOUGHT and self._hide:
-            item["encrypted_content"] = _hidden(held["text"])
+            item["encrypted_content"] = _hidden(holder["text"])
         end = {"output_index": len(self.output) - 1, "item": copied(item)}
         return [*out, self._event("output_item.done", **end)]
 
@@ -347,8 +348,8 @@ class ResponsesFormat(PartsFormat):
 
     def failed(self, error: Refused) -> list[Body]:
         code = error.type if error.type == SERVER else error.code or error.type
-        said = {"error": {"code": code, "message": error.message}}
-        return [self._event("failed", response=self._response("failed", **said))]
+        values = {"error": {"code": code, "message": error.message}}
+        return [self._event("failed", response=self._response("failed", **values))]
 
 
 def copied(item: Body) -> Body:
@@ -357,12 +358,12 @@ def copied(item: Body) -> Body:
 
 
 def _usage(usage: Mapping[str, Any]) -> Body:
-    said = usage["completion_tokens_details"]
+    details = usage["completion_tokens_details"]
     cached = {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]}
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {**cached, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": said["reasoning_tokens"]},
+        "output_tokens_details": {"reasoning_tokens": details["reasoning_tokens"]},
         "total_tokens": usage["total_tokens"],
     }

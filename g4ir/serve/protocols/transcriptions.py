@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from g4ir.chat import Event as Said
+from g4ir.chat import Event as ChatEvent
 from g4ir.chat.messages import shown
 from g4ir.engine.output import AnswerStream
 
@@ -17,35 +17,35 @@ from ..request_schema import CHAT
 from .parts import AnswerFormat
 from .translation import TABLES, Body, Change, Translation, translated
 
-FORM = "multipart/form-data"
+MULTIPART = "multipart/form-data"
 #: parts of a form; the API has 12 fields
-MOST_PARTS = 64
+MAX_PARTS = 64
 #: bytes of a part's headers
-MOST_HEAD = 8 << 10
+MAX_HEAD = 8 << 10
 ASK = "Transcribe this audio: write down what is said, word for word, and nothing else."
 FORMATS = ("json", "text")
 _PARAMETER = re.compile(r';\s*([\w-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))')
 
 
-def parse_form(raw: bytes, content_type: str) -> Body:
+def parse_multipart(raw: bytes, content_type: str) -> Body:
     """Return the fields of a multipart form: a file as bytes, all others as text."""
     boundary = _parameter(content_type, "boundary")
     if not boundary:
-        raise Refused(400, f"the Content-Type {FORM} has no boundary")
+        raise Refused(400, f"the Content-Type {MULTIPART} has no boundary")
     mark = b"\r\n--" + boundary.encode()
-    _, *parts = (b"\r\n" + raw).split(mark, MOST_PARTS + 1)
+    _, *parts = (b"\r\n" + raw).split(mark, MAX_PARTS + 1)
     if not parts or not parts[-1].startswith(b"--"):
-        raise Refused(400, f"the form has no end, or more than {MOST_PARTS} parts")
+        raise Refused(400, f"the form has no end, or more than {MAX_PARTS} parts")
     return dict(_field(part) for part in parts[:-1])
 
 
 def _field(part: bytes) -> tuple[str, Any]:
     head, blank, value = part.partition(b"\r\n\r\n")
-    if len(head) > MOST_HEAD:
-        raise Refused(400, f"a part of the form has more than {MOST_HEAD} bytes of headers")
+    if len(head) > MAX_HEAD:
+        raise Refused(400, f"a part of the form has more than {MAX_HEAD} bytes of headers")
     lines = head.decode("latin-1").split("\r\n")
-    found = [line.partition(":")[2] for line in lines if line.lower().startswith("content-disp")]
-    name = _parameter(found[0].strip(), "name") if found else ""
+    headers = [line.partition(":")[2] for line in lines if line.lower().startswith("content-disp")]
+    name = _parameter(headers[0].strip(), "name") if headers else ""
     if not name or not blank:
         raise Refused(400, "a part of the form has no name")
     if name == "file":
@@ -58,29 +58,29 @@ def _field(part: bytes) -> tuple[str, Any]:
 
 def _parameter(header: str, name: str) -> str:
     """Return a parameter of a header, in linear time: `email` takes quadratic time."""
-    found = (m for m in _PARAMETER.finditer(header) if m[1].lower() == name)
-    return next((m[2] or m[3] or "" for m in found), "")
+    matches = (m for m in _PARAMETER.finditer(header) if m[1].lower() == name)
+    return next((m[2] or m[3] or "" for m in matches), "")
 
 
-class Form(Translation):
+class Transcription(Translation):
     """A form as a body of a chat; errors of the chat are those of the file."""
 
     def renamed(self, text: str) -> str:
         return re.sub(r"^messages[^:\s]*", "file", text)
 
 
-def read(given: Body) -> Translation:
+def read(original: Body) -> Translation:
     """Return a form as a body of /v1/chat/completions; empty fields count as not given, but for
     the file and the model."""
-    if not given.get("file"):
+    if not original.get("file"):
         raise bad("file", "is missing or empty; send an audio file")
-    if given.get("model") == "":
+    if original.get("model") == "":
         raise bad("model", "is empty; name the model, or leave it out")
-    given = {name: value for name, value in given.items() if value}
+    original = {name: value for name, value in original.items() if value}
     table = TABLES["transcriptions"]
-    if other := next((n for n in given if n in CHAT and n not in table["becomes"]), None):
+    if other := next((n for n in original if n in CHAT and n not in table["becomes"]), None):
         raise missing(other, "is not supported with audio files; leave it out")
-    return translated(Form(given), "transcriptions", CHANGES)
+    return translated(Transcription(original), "transcriptions", CHANGES)
 
 
 def _file(out: Translation, value: Any, name: str) -> None:
@@ -89,14 +89,14 @@ def _file(out: Translation, value: Any, name: str) -> None:
     out.add(name, "user", [{"type": "text", "text": ASK}, part])
 
 
-def _told(words: str) -> Change:
+def _instruct(words: str) -> Change:
     def change(out: Translation, value: Any, name: str) -> None:
         out.messages[0]["content"][0]["text"] += f"\n{words.format(value)}"
 
     return change
 
 
-def _form(out: Translation, value: Any, name: str) -> None:
+def _response_format(out: Translation, value: Any, name: str) -> None:
     if value not in FORMATS:
         raise missing(name, f"{value[:40]!r} is not supported; {' or '.join(FORMATS)}")
 
@@ -118,9 +118,9 @@ CHANGES: dict[str, Change] = {
     **dict.fromkeys(TABLES["transcriptions"]["becomes"], _number),
     "model": lambda out, value, name: out.body.update(model=value),
     "file": _file,
-    "language": _told("Its language is {}."),
-    "prompt": _told("For the spelling of names, and as what came before it: {}"),
-    "response_format": _form,
+    "language": _instruct("Its language is {}."),
+    "prompt": _instruct("For the spelling of names, and as what came before it: {}"),
+    "response_format": _response_format,
     "stream": _stream,
 }
 
@@ -128,22 +128,22 @@ CHANGES: dict[str, Change] = {
 class TranscriptFormat(AnswerFormat):
     """Writes a transcript: an object, a text, or events with pieces of it."""
 
-    def __init__(self, asked: Sequence[ServedRequest], model: str, given: Body) -> None:
-        self.plain = given.get("response_format") == "text"
+    def __init__(self, served: Sequence[ServedRequest], model: str, original: Body) -> None:
+        self.plain = original.get("response_format") == "text"
 
-    def chunks(self, a: AnswerStream, new: Iterable[Said]) -> list[Body]:
-        words = [said.text for said in new if said.kind == "content"]
+    def chunks(self, a: AnswerStream, new: Iterable[ChatEvent]) -> list[Body]:
+        words = [event.text for event in new if event.kind == "content"]
         return [{"type": "transcript.text.delta", "delta": text} for text in words]
 
     def last(self, answers: list[AnswerStream], usage: Mapping[str, Any]) -> list[Body]:
-        return [{"type": "transcript.text.done", **self._whole(answers[0], usage)}]
+        return [{"type": "transcript.text.done", **self._transcript(answers[0], usage)}]
 
-    def whole(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> Body | str:
+    def complete(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> Body | str:
         (answer,) = answers
-        made = self._whole(answer, usage)
-        return f"{made['text']}\n" if self.plain else made
+        transcript = self._transcript(answer, usage)
+        return f"{transcript['text']}\n" if self.plain else transcript
 
-    def _whole(self, a: AnswerStream, usage: Mapping[str, Any]) -> Body:
+    def _transcript(self, a: AnswerStream, usage: Mapping[str, Any]) -> Body:
         heard = usage["prompt_tokens_details"].get("audio_tokens", 0)
         details = {"audio_tokens": heard, "text_tokens": usage["prompt_tokens"] - heard}
         counts = {"input_tokens": usage["prompt_tokens"], "input_token_details": details}
