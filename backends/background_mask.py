@@ -112,8 +112,8 @@ class BackgroundMask:
         """Whether `mask` returns, or raises, at once; waits so many seconds for that, and at least
         until PATIENCE_S after its start."""
         newest = self.start(generated)
-        left = newest.patience_end - time.monotonic()
-        return newest.wait(max(timeout, left, 0.0)) or newest.cpu_s() > MAX_S
+        remaining = newest.patience_end - time.monotonic()
+        return newest.wait(max(timeout, remaining, 0.0)) or newest.cpu_s() > MAX_S
 
     def mask(self, generated: Sequence[int]) -> Any:
         """Return the mask; InputError if it takes too much processor time."""

@@ -38,7 +38,7 @@ class DeviceChoice:
     """How a step on the device chooses tokens: the ways that its sequences need (sampling.WAYS),
     and ids that none of them may get."""
 
-    ways: tuple[str, ...]
+    methods: tuple[str, ...]
     suppress: tuple[int, ...] = ()
 
 
@@ -85,13 +85,13 @@ class State(Protocol):
         for name, t in source.row(start, context).items():
             mine[name].copy_(t)
 
-    def kept(self, context: int) -> CacheSnapshot:
-        """Return a copy of these parts, which `put` writes back."""
+    def snapshot(self, context: int) -> CacheSnapshot:
+        """Return a copy of these parts, which `restore` writes back."""
         return CacheSnapshot(context, {name: t.clone() for name, t in self.views(context).items()})
 
-    def put(self, kept: CacheSnapshot) -> None:
-        views = self.views(kept.context)
-        for name, t in kept.tensors.items():
+    def restore(self, snapshot: CacheSnapshot) -> None:
+        views = self.views(snapshot.context)
+        for name, t in snapshot.tensors.items():
             views[name].copy_(t)
 
 
@@ -187,12 +187,12 @@ class Backend(PlannedBackend, ABC):
             )
         return self
 
-    def built(self, kept: Mapping[str, Any]) -> Backend:
-        """Return this backend as it runs engines whose `record` is `kept`."""
+    def built(self, record: Mapping[str, Any]) -> Backend:
+        """Return this backend as it runs engines whose `record` is `record`."""
         return self
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Where its engines run, in a message."""
         return "where it was built"
 
@@ -247,8 +247,8 @@ class Backend(PlannedBackend, ABC):
         return False
 
     @abstractmethod
-    def load(self, task: Task, kept: Any, cuda_graph: bool = True) -> Runtime:
-        """Return a runtime; `kept` is of the type `record`. EngineError where compiled files are
+    def load(self, task: Task, record: Any, cuda_graph: bool = True) -> Runtime:
+        """Return a runtime; `record` is of the type `record`. EngineError where compiled files are
         not those of the program, before any of them is opened."""
 
 
@@ -284,8 +284,8 @@ class Prepared:
     def written_bytes(self) -> int:
         """Count the bytes of the packed params of all ranks; what they share counts once."""
         sizes = {name: v.type.nbytes() for name, v in self.packing.program.params().items()}
-        own, ranks = own_params(self.packing, self.share(0)), self.config.ranks
-        return sum(size * (ranks if name in own else 1) for name, size in sizes.items())
+        rank_params, ranks = own_params(self.packing, self.share(0)), self.config.ranks
+        return sum(size * (ranks if name in rank_params else 1) for name, size in sizes.items())
 
     def cache_bytes(self) -> int:
         """Count the bytes of the caches of a session of max_batch sequences."""

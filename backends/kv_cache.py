@@ -24,17 +24,17 @@ class CaptureCache:
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[type, Hashable], Any] = {}
+        self._entries: dict[tuple[type, Hashable], Any] = {}
 
     def get(self, kind: type[T], key: Hashable, make: Callable[[], T]) -> T:
         """Return the object of this class and key; `make` makes it the first time."""
-        if (kind, key) not in self._made:
-            self._made[kind, key] = make()
-        found: T = self._made[kind, key]
-        return found
+        if (kind, key) not in self._entries:
+            self._entries[kind, key] = make()
+        entry: T = self._entries[kind, key]
+        return entry
 
     def keys(self, kind: type) -> set[Hashable]:
-        return {key for made, key in self._made if made is kind}
+        return {key for cls, key in self._entries if cls is kind}
 
 
 class Caches(State):

@@ -23,7 +23,7 @@ from .base import Backend, Runtime, Task, Tensors, Watch
 from .kv_cache import Caches
 
 #: most bytes of dequantised weights that a runtime on the CPU keeps between steps
-MOST_KEPT = 2 << 30
+MAX_CACHED_BYTES = 2 << 30
 
 
 class ReferenceRuntime(Runtime):
@@ -40,8 +40,8 @@ class ReferenceRuntime(Runtime):
         self.program, self.limits, self.device, self.source = program, limits, device, params
         #: how a node is run where it is not by itself: ranks exchange
         self._run = run or run_node
-        self._kept: dict[str, tuple[torch.Tensor, ...]] = {}
-        self._room = MOST_KEPT if device == "cpu" else 0
+        self._cached: dict[str, tuple[torch.Tensor, ...]] = {}
+        self._budget = MAX_CACHED_BYTES if device == "cpu" else 0
         # The tables of `embed` are the engine's own.
         graphs = [g for name, g in program.graphs.items() if name != "embed"]
         names = {v.name for g in graphs for v in g.params}
@@ -74,11 +74,11 @@ class ReferenceRuntime(Runtime):
         if n.definition.fold or not self.params.keys() >= {*names}:
             return self._run(n, operands)
         key = f"{n.op} {names} {n.attrs}"
-        if (held := self._kept.get(key)) is None:
-            held = self._run(n, operands)
-            if (size := sum(t.nbytes for t in held)) <= self._room:
-                self._kept[key], self._room = held, self._room - size
-        return held
+        if (outputs := self._cached.get(key)) is None:
+            outputs = self._run(n, operands)
+            if (size := sum(t.nbytes for t in outputs)) <= self._budget:
+                self._cached[key], self._budget = outputs, self._budget - size
+        return outputs
 
     def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
         outputs, _ = interpret(self.program.graphs[tower], dict(feeds), self.params, {})
@@ -92,41 +92,41 @@ class ReferenceRuntime(Runtime):
         self.source.close()
 
 
-class WideRuntime(ReferenceRuntime):
+class Float64Runtime(ReferenceRuntime):
     """The graphs in float64 on the same params. Of text what goes in is, and products are; the rest
     follows."""
 
-    def __init__(self, program: Program, *rest: Any) -> None:
-        super().__init__(_wide_program(program), *rest)
+    def __init__(self, program: Program, *args: Any) -> None:
+        super().__init__(_float64_program(program), *args)
 
     def new_state(self, batch: int) -> Caches:
         state = super().new_state(batch)
-        state.tensors = _doubled(state.tensors)
+        state.tensors = _to_float64(state.tensors)
         return state
 
-    def run(self, phase: str, feeds: dict[str, Any], *rest: Any) -> Tensors | None:
+    def run(self, phase: str, feeds: dict[str, Any], *args: Any) -> Tensors | None:
         with WideProducts():
-            return super().run(phase, _doubled(feeds), *rest)
+            return super().run(phase, _to_float64(feeds), *args)
 
     def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return in_float64(self.program.graphs[tower], feeds, self.params)["soft"]
 
 
-def _wide_program(program: Program) -> Program:
+def _float64_program(program: Program) -> Program:
     """Return a program whose ops make float64 where they say which float they make. Types are as
     declared: nobody reads them where a graph is interpreted."""
 
-    def wide(g: Graph) -> Graph:
+    def convert(g: Graph) -> Graph:
         nodes = (
             replace(n, attrs={**n.attrs, "dtype": "f64"}) if n.attrs.get("dtype") in ROUNDED else n
             for n in g.nodes
         )
         return replace(g, nodes=tuple(nodes))
 
-    return Program({name: wide(g) for name, g in program.graphs.items()})
+    return Program({name: convert(g) for name, g in program.graphs.items()})
 
 
-def _doubled(tensors: dict[str, Any]) -> dict[str, Any]:
+def _to_float64(tensors: dict[str, Any]) -> dict[str, Any]:
     return {k: t.double() if t.is_floating_point() else t for k, t in tensors.items()}
 
 
@@ -137,8 +137,8 @@ class Resident:
     runtime: Runtime
 
     def tensor(self, param: str) -> torch.Tensor:
-        held = self.runtime.resident(param)
-        return self.runtime.source.tensor(param) if held is None else held
+        resident = self.runtime.resident(param)
+        return self.runtime.source.tensor(param) if resident is None else resident
 
     def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
         return self.runtime.source.rows(param, ids)
@@ -156,9 +156,9 @@ def text_graphs(program: Program) -> Program:
 
 #: runtimes that interpret what another one runs: on params from its source, or on those it holds
 INTERPRETERS: dict[str, tuple[type[ReferenceRuntime], Callable[[Any], ParamSource]]] = {
-    "made": (ReferenceRuntime, lambda runtime: runtime.source),
-    "held": (ReferenceRuntime, Resident),
-    "wide": (WideRuntime, Resident),
+    "stored": (ReferenceRuntime, lambda runtime: runtime.source),
+    "resident": (ReferenceRuntime, Resident),
+    "float64": (Float64Runtime, Resident),
 }
 
 
@@ -172,9 +172,9 @@ def interpreter(
 ) -> ReferenceRuntime:
     """Return what interprets the text graphs of the program that a runtime runs; `kind` is of
     INTERPRETERS."""
-    made, source = INTERPRETERS[kind]
+    runtime_class, source = INTERPRETERS[kind]
     run = group.run_node if group else None
-    return made(text_graphs(program), limits, device, source(runtime), run)
+    return runtime_class(text_graphs(program), limits, device, source(runtime), run)
 
 
 class ReferenceBackend(Backend):
@@ -188,7 +188,7 @@ class ReferenceBackend(Backend):
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
         return (_require_gpu,) if device == "cuda" else ()
 
-    def load(self, task: Task, kept: Any, cuda_graph: bool = True) -> ReferenceRuntime:
+    def load(self, task: Task, record: Any, cuda_graph: bool = True) -> ReferenceRuntime:
         run = task.group.run_node if task.group else None
         return ReferenceRuntime(task.program, task.limits, task.device, task.params, run)
 

@@ -31,16 +31,16 @@ FEW = 1024
 #: logits that are sorted faster than groups of them are compared, and tokens of such a group
 SHORT, GROUP = 4096, 512
 #: limit of what settings add to a logit or multiply it by, so that float32 holds the result
-MOST = 1e9
+MAX_FACTOR = 1e9
 #: the largest logit; a draw from the CANDIDATES largest, from all by id, and from all sorted
-GREEDY, TOP, WHOLE, SORTED = "greedy", "top", "whole", "sorted"
-WAYS = (GREEDY, TOP, WHOLE, SORTED)
+GREEDY, TOP, UNSORTED, SORTED = "greedy", "top", "unsorted", "sorted"
+METHODS = (GREEDY, TOP, UNSORTED, SORTED)
 #: columns of a `draws` tensor
-TEMPERATURE, TOP_K, TOP_P, WAY = range(4)
+TEMPERATURE, TOP_K, TOP_P, METHOD = range(4)
 #: top_p that keeps every token, whatever the rounding of the sum
 ALL = 2.0
 #: least and largest value of what is added to logits; and of settings: an error's name of it first
-ADDED = (-MOST, MOST, f"-{MOST:g} to {MOST:g}")
+ADDED = (-MAX_FACTOR, MAX_FACTOR, f"-{MAX_FACTOR:g} to {MAX_FACTOR:g}")
 LIMITS: tuple[tuple[Any, ...], ...] = (
     ("temperature", 0, sys.float_info.max, "0 (greedy) or more"),
     ("top_k", 1, math.inf, "at least 1"),
@@ -49,7 +49,7 @@ LIMITS: tuple[tuple[Any, ...], ...] = (
     ("min_p", 0, 1, "a share in [0, 1]"),
     ("presence_penalty:", *ADDED),
     ("frequency_penalty:", *ADDED),
-    ("repetition_penalty", 1 / MOST, MOST, f"{1 / MOST:g} to {MOST:g}"),
+    ("repetition_penalty", 1 / MAX_FACTOR, MAX_FACTOR, f"{1 / MAX_FACTOR:g} to {MAX_FACTOR:g}"),
     ("min_tokens", 0, math.inf, "0 or more"),
     ("logprobs", 0, math.inf, "0 or more"),
 )
@@ -85,12 +85,12 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        given = [(name, getattr(self, name.rstrip(":")), *limits) for name, *limits in LIMITS]
-        given += [(f"logit_bias of token {t}:", bias, *ADDED) for t, bias in self.logit_bias]
-        for name, value, least, most, expected in given:
+        settings = [(name, getattr(self, name.rstrip(":")), *limits) for name, *limits in LIMITS]
+        settings += [(f"logit_bias of token {t}:", bias, *ADDED) for t, bias in self.logit_bias]
+        for name, value, low, high, expected in settings:
             if value is None and getattr(SamplingParams, name.rstrip(":"), 0) is None:
                 continue  # not set
-            if value is None or not least <= value <= most:
+            if value is None or not low <= value <= high:
                 raise InputError(f"{name} {str(value)[:20]}: expected {expected}")
 
     @property
@@ -104,19 +104,19 @@ class SamplingParams:
         return self.penalises or bool(self.logit_bias) or self.allowed is not None
 
     @property
-    def way(self) -> str:
+    def method(self) -> str:
         """Which of WAYS chooses."""
         if self.temperature == 0:
             return GREEDY
         if self.top_k is not None and self.top_k <= CANDIDATES:
             return TOP
-        return WHOLE if self.top_k is None and self.top_p is None else SORTED
+        return UNSORTED if self.top_k is None and self.top_p is None else SORTED
 
     @property
     def draw(self) -> tuple[float, float, float, float]:
         """Its row of a `draws` tensor."""
         top_k = math.inf if self.top_k is None else self.top_k
-        return (self.temperature or 1.0, top_k, self.top_p or ALL, WAYS.index(self.way))
+        return (self.temperature or 1.0, top_k, self.top_p or ALL, METHODS.index(self.method))
 
 
 @dataclass(frozen=True)
@@ -274,8 +274,8 @@ def _drawn(shaped: Mapping[int, torch.Tensor], samplers: Mapping[int, Sampler]) 
     chosen together; others alone, since the sum of a long row may round differently in a batch."""
     groups: dict[Any, list[int]] = {}
     for i in shaped:
-        way = samplers[i].params.way
-        groups.setdefault(way if way in (GREEDY, TOP) else i, []).append(i)
+        method = samplers[i].params.method
+        groups.setdefault(method if method in (GREEDY, TOP) else i, []).append(i)
     out: dict[int, int] = {}
     for rows in groups.values():
         logits = torch.stack([shaped[i] for i in rows])
@@ -283,8 +283,8 @@ def _drawn(shaped: Mapping[int, torch.Tensor], samplers: Mapping[int, Sampler]) 
             torch.tensor(values, dtype=torch.float64).to(logits.device)
             for values in zip(*((samplers[i].uniform(), samplers[i].params.draw) for i in rows))
         )
-        found = choose(logits, uniforms, draws, samplers[rows[0]].params.way)
-        out |= zip(rows, found.tolist(), strict=True)
+        sampled = choose(logits, uniforms, draws, samplers[rows[0]].params.method)
+        out |= zip(rows, sampled.tolist(), strict=True)
     return out
 
 
@@ -312,28 +312,28 @@ def bits(mask: Any, vocab: int) -> torch.Tensor:
 
 
 def choose(
-    logits: torch.Tensor, uniforms: torch.Tensor, draws: torch.Tensor, way: str
+    logits: torch.Tensor, uniforms: torch.Tensor, draws: torch.Tensor, method: str
 ) -> torch.Tensor:
     """Choose a token for each row of float32 [B, vocab], int64 [B], in one of WAYS; `uniforms` are
     random numbers f64[B] and `draws` settings f64[B, 4]. Greedy takes the lowest of equal maxima.
     Nothing is read by the host if the logits are on a device."""
     vocab = logits.shape[-1]
-    if way == GREEDY:
+    if method == GREEDY:
         return greatest(logits)
-    if way == TOP:
+    if method == TOP:
         return draw(*largest(logits, min(CANDIDATES, vocab)), uniforms, draws)
-    if way == WHOLE:
+    if method == UNSORTED:
         return draw(logits, None, uniforms, draws)
     if logits.is_cuda or vocab <= FEW:
         return draw(*largest(logits, vocab), uniforms, draws)
     if bool((draws[:, TOP_K] < vocab).any()):
         return draw(*largest(logits, int(draws[:, TOP_K].clamp(max=vocab).max())), uniforms, draws)
     temperature = draws[:, TEMPERATURE, None]
-    whole = weights_of(logits, temperature).sum(-1, keepdim=True)
+    total = weights_of(logits, temperature).sum(-1, keepdim=True)
     values, index = largest(logits, FEW)
     few = weights_of(values, temperature).sum(-1, keepdim=True)
-    if bool((few >= draws[:, TOP_P, None] * whole).all()):
-        return draw(values, index, uniforms, draws, whole)
+    if bool((few >= draws[:, TOP_P, None] * total).all()):
+        return draw(values, index, uniforms, draws, total)
     return draw(*largest(logits, vocab), uniforms, draws)
 
 
@@ -360,16 +360,16 @@ def largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     # Only k groups of neighbours can hold them: those whose own largest are the k largest.
     each = 1 << (vocab // k).bit_length() // 2
     groups = _groups(logits, each)
-    kept = _first(groups.amax(-1), k).sort(-1).values
-    found = groups[torch.arange(len(logits))[:, None], kept].flatten(1)
-    index = _first(found, k)
-    return found.gather(-1, index), kept.gather(-1, index // each) * each + index % each
+    nearby = _first(groups.amax(-1), k).sort(-1).values
+    candidates = groups[torch.arange(len(logits))[:, None], nearby].flatten(1)
+    index = _first(candidates, k)
+    return candidates.gather(-1, index), nearby.gather(-1, index // each) * each + index % each
 
 
 def _groups(logits: torch.Tensor, each: int) -> torch.Tensor:
     """Return rows [B, vocab] as groups of neighbours, [B, groups, each], the last one filled up."""
-    if rest := -logits.shape[-1] % each:
-        logits = torch.nn.functional.pad(logits, (0, rest), value=-math.inf)
+    if padding := -logits.shape[-1] % each:
+        logits = torch.nn.functional.pad(logits, (0, padding), value=-math.inf)
     return logits.unflatten(-1, (-1, each))
 
 
@@ -389,28 +389,28 @@ def draw(
     index: torch.Tensor | None,
     uniforms: torch.Tensor,
     draws: torch.Tensor,
-    whole: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draw one of the candidates of each row, int64 [B]: the first at which the sum of
     probabilities exceeds the row's random number in [0, 1).
 
     values [B, k] are logits in descending order, at least one of them finite, and index int64
     [B, k] their ids. Without `index` all tokens are candidates in the order of their ids, and top_k
-    and top_p of `draws` f64[B, 4] are left out. `whole` [B, 1] is the sum of weights that top_p
+    and top_p of `draws` f64[B, 4] are left out. `total` [B, 1] is the sum of weights that top_p
     refers to (default: that of the k candidates; see `weights_of`).
     """
     weights = weights_of(values, draws[:, TEMPERATURE, None])
     if index is not None:
-        places = torch.arange(values.shape[-1], device=values.device)
-        weights = weights.where(places < draws[:, TOP_K, None], 0.0)
+        ranks = torch.arange(values.shape[-1], device=values.device)
+        weights = weights.where(ranks < draws[:, TOP_K, None], 0.0)
     edges = weights.cumsum(-1)
     if index is not None:
-        whole = edges[:, -1:] if whole is None else whole
-        edges = weights.where(edges - weights < draws[:, TOP_P, None] * whole, 0.0).cumsum(-1)
+        total = edges[:, -1:] if total is None else total
+        edges = weights.where(edges - weights < draws[:, TOP_P, None] * total, 0.0).cumsum(-1)
     # A number next to 1 may round to the last edge: it means the last token that can be drawn.
     end = edges[:, -1:]
-    wanted = (uniforms[:, None] * end).minimum(torch.nextafter(end, torch.zeros_like(end)))
-    at = torch.searchsorted(edges, wanted, right=True)
+    targets = (uniforms[:, None] * end).minimum(torch.nextafter(end, torch.zeros_like(end)))
+    at = torch.searchsorted(edges, targets, right=True)
     at = at.clamp(max=values.shape[-1] - 1)  # of logits that are not numbers
     return at[:, 0] if index is None else index.gather(-1, at)[:, 0]
 

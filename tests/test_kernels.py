@@ -295,7 +295,7 @@ def test_a_row_is_the_same_beside_any_others(form: str, product: Any) -> None:
 def test_what_isa_says_the_kernels_do(form: str) -> None:
     codes, scales = QUANTIZE(torch.randn(48, 1024), form=form, group=CODED[form][0], scale="f16")
     shape = 1, pyops.DTYPES[torch.bfloat16], 1, 1024, scales.shape[-1]
-    takes = pyops.kernel("takes_codes")(pyops.FORMS[codes.dtype], *shape)
+    takes = pyops.kernel("takes_codes")(pyops.FORMAT_IDS[codes.dtype], *shape)
     assert bool(takes) == isa.multiplies_integers(form)
 
 

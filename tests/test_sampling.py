@@ -43,7 +43,7 @@ def chosen(logits: torch.Tensor, uniforms: torch.Tensor, **settings: Any) -> tor
     """The token of each row [B, vocab], all with the same settings."""
     params = SamplingParams(**settings)
     draws = torch.tensor([params.draw], dtype=torch.float64).expand(len(logits), -1)
-    return choose(logits.float(), uniforms, draws, params.way)
+    return choose(logits.float(), uniforms, draws, params.method)
 
 
 def numbers(count: int, seed: int = 3) -> torch.Tensor:

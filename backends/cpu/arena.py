@@ -11,7 +11,7 @@ import torch
 
 Tensor = torch.Tensor
 
-#: most rows of a step: products of more are a library's
+#: max rows of a step; matmuls of more rows go to a library
 ROWS = 8
 #: alignment of a value's memory
 LINE = 64
@@ -20,14 +20,13 @@ LINE = 64
 class Arena:
     """Memory for the values of steps, reused after their last use and by every step of a session.
 
-    Blocks have the size of the same value in a step of ROWS rows, or of the largest step if those
-    `sizes` are given in the order in which values are made. So steps of any number of rows share
-    them, and a value has the same address in all of them: the first block that is free. Memory that
-    no step touches is never made resident."""
+    A block has the size of its value in a step of ROWS rows, or in the largest step: `max_sizes`,
+    in the order of allocation. So steps of any number of rows share the blocks, and a value has the
+    same address in all of them: the first free block. Untouched memory never becomes resident."""
 
-    def __init__(self, device: str, most: Sequence[int] = ()) -> None:
-        self.device, self.rows, self.most = device, ROWS, most
-        #: bytes of the values of this step, in the order in which they are made
+    def __init__(self, device: str, max_sizes: Sequence[int] = ()) -> None:
+        self.device, self.rows, self.max_sizes = device, ROWS, max_sizes
+        #: bytes of this step's values, in the order of allocation
         self.sizes: list[int] = []
         #: heaps of free blocks by size, and blocks in use by storage: each with its number
         self._free: defaultdict[int, list[tuple[int, Tensor]]] = defaultdict(list)
@@ -36,7 +35,7 @@ class Arena:
         self._numbers = count()
 
     def begin(self, rows: int) -> None:
-        """Lend all memory anew, to a step of so many rows: its values replace those of others."""
+        """Free all blocks for a step of `rows` rows; it overwrites earlier steps' values."""
         self.rows = rows
         self.sizes.clear()
         for number, block in self._lent.values():
@@ -48,8 +47,8 @@ class Arena:
         size = torch.Size(shape).numel() * dtype.itemsize
         self.sizes.append(size)
         size = size * max(ROWS, self.rows) // self.rows
-        if self.most:
-            size = self.most[len(self.sizes) - 1]
+        if self.max_sizes:
+            size = self.max_sizes[len(self.sizes) - 1]
         size = -(-max(size, 1) // LINE) * LINE
         if free := self._free[size]:
             number, block = heappop(free)
@@ -62,7 +61,7 @@ class Arena:
         return block.view(dtype)[: torch.Size(shape).numel()].view(shape)
 
     def use(self, t: Tensor, more: int) -> None:
-        """Add so many users of a tensor's memory; memory without users is reused."""
+        """Add `more` users of a tensor's memory; memory without users is reused."""
         key = storage_of(t)
         self._users[key] += more
         if not self._users[key] and key in self._lent:

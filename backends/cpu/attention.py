@@ -1,4 +1,4 @@
-"""Attention by the C kernels: of few tokens, of a prompt's chunk, and of towers."""
+"""Attention by the C kernels: decode, prefill chunks, towers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def attention(
     cache_v: Tensor,
     *chunk: Tensor,
 ) -> Tensor:
-    """Attend by our kernels for few tokens and for a chunk; else by the library."""
+    """Attend by the C kernels for decode steps and prefill chunks; otherwise by SDPA."""
     fresh, block_ids = split_chunk(chunk, 2)
     if not n.attrs["softcap"]:
         if _is_few(n, chunk):
@@ -39,7 +39,7 @@ def attention(
 def attention_latent(
     m: Run, n: Node, q: Tensor, positions: Tensor, written: Tensor, w: Tensor, *rows: Tensor
 ) -> Tensor:
-    """Attend as `attention`: rows are keys and values at once."""
+    """Attend as `attention`; cache rows are both keys and values (MLA latents)."""
     cache, *chunk = rows
     if n.attrs["softcap"]:
         return library.attention_latent(m, n, q, positions, written, w, *rows)
@@ -63,7 +63,6 @@ def _is_few(n: Node, chunk: tuple[Tensor, ...]) -> bool:
 def _attend_few(
     n: Node, q: Tensor, positions: Tensor, written: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """Attend where keys and values lie."""
     window, scale = n.whole("window"), n.number("scale")
     out: Tensor = OPS.attend(q, positions, written, keys, values, window, scale)
     return out
@@ -77,7 +76,7 @@ def _attend_chunk(
     caches: tuple[Tensor, ...],
     block_ids: Tensor | None,
 ) -> Tensor:
-    """Attend for a chunk; `caches`: K and V of the cache, then those of the chunk."""
+    """Attend for a prefill chunk; `caches`: K and V of the cache, then of the chunk."""
     last = positions if block_ids is None else last_visible(positions, block_ids)
     masking = n.whole("window"), n.number("scale")
     out: Tensor = OPS.attend_chunk(q, positions, last, written, *caches, *masking)

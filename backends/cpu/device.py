@@ -1,4 +1,4 @@
-"""The CPU: the C kernels, step programs, tiles; compiled programs where they are asked for."""
+"""The CPU: C kernels, step programs, tiled weights; compiled programs on request."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from g4ir.ui.processor import cpu_flags
 from .library import kernels
 from .tiles import in_tiles
 
-#: the files of this room that a program's code follows from
+#: files of this folder that compiled programs depend on
 SOURCES = ("attention.py", "isa.py", "library.py", "lowerings.py", "pyops.py")
 
 
 class Cpu(Device):
-    """The CPU. What needs torch is imported late."""
+    """The CPU. Imports of torch are deferred."""
 
     name = "cpu"
     records = True
@@ -46,7 +46,7 @@ class Cpu(Device):
         return Target(self.name)
 
     def stored(self, program: Program) -> Program:
-        """Return graphs whose products take weights in tiles."""
+        """Return the program with tiled weights."""
         return in_tiles(program)
 
     def recorded_phases(self, program: Program, limits: Limits) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
-"""The CPU kernels as shared libraries, one per instruction set: ready in the package (`make
-wheels`), or compiled once per machine and kept in the user's cache."""
+"""The CPU kernels as shared libraries, one per instruction set: prebuilt in the package (`make
+wheels`), or compiled once per machine into the user's cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from g4ir.ui.paths import PREFIX, claimed, setting, unpacking
 from g4ir.ui.processor import InstructionSet, instruction_set
 from g4ir.ui.threads import usable_cores
 
-from .isa import KERNEL_FORMS
+from .isa import KERNEL_FORMATS
 
 SOURCES = Path(__file__).with_name("kernels")
 #: libraries that come with the package
@@ -41,26 +41,26 @@ KERNEL_FLAGS = (
     "-fno-trapping-math",
     "-fPIC",
 )
-#: of each system, by sys.platform: how a library's name ends, flags that link it, libraries
+#: sys.platform -> suffix of a shared library, linker flags, libraries
 LINKING: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    # others may be loaded: symbols are its own
+    # several may be loaded: symbols bind locally
     "linux": (".so", ("-shared", "-s", "-pthread", "-Wl,-Bsymbolic"), ("-lm",)),
     "darwin": (".dylib", ("-dynamiclib",), ()),
     "win32": (".dll", ("-shared", "-s"), ("-lapi-ms-win-core-synch-l1-2-0",)),
 }
-_FORMS = [f"-DFORM={form}" for form in KERNEL_FORMS.values()]
-#: source and options of each object file, those first that take longest
+_FORMAT_FLAGS = [f"-DFORM={flag}" for flag in KERNEL_FORMATS.values()]
+#: source and options of each object file, slowest to compile first
 OBJECTS = (
     ("kernels.c",),
     ("step.c",),
     ("panels.c",),
-    *(("form.c", form) for form in _FORMS),
-    *(("panels.c", form) for form in _FORMS),
-    # the sums of packing keep their order
+    *(("form.c", flag) for flag in _FORMAT_FLAGS),
+    *(("panels.c", flag) for flag in _FORMAT_FLAGS),
+    # packing must sum in source order
     ("packing.c", "-ffp-contract=off", "-fno-associative-math", "-fsigned-zeros"),
     ("team.c",),
 )
-#: the same of instruction sets that multiply bf16 in panels
+#: additional objects for instruction sets with bf16 dot products
 OF_BF16 = tuple((*o, "-DPANELS_BF16") for o in OBJECTS if o[0] == "panels.c")
 #: compilers, unless CC or CXX names one
 COMPILERS = ("gcc", "cc", "clang", "g++")
@@ -68,7 +68,7 @@ COMPILERS = ("gcc", "cc", "clang", "g++")
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library of C sources. `system`: a key of LINKING, that for which it is compiled."""
+    """A shared library of C sources. `system`: the target, a key of LINKING."""
 
     name: str
     objects: tuple[tuple[str, ...], ...]
@@ -81,14 +81,14 @@ class Library:
 
     @cached_property
     def file(self) -> str:
-        """The name of its file, with a hash of everything that it is compiled from."""
+        """File name, with a hash of sources, flags and options."""
         digest = hashlib.sha256(repr((self, KERNEL_FLAGS, self.linking)).encode())
         for file in sorted(SOURCES.glob("*.[ch]")):
             digest.update(file.read_bytes())
         return f"{self.name}-{digest.hexdigest()[:16]}{self.linking[0]}"
 
     def check(self) -> None:
-        """Raise MissingError if it is neither ready nor kept and cannot be compiled."""
+        """Raise MissingError if it is neither prebuilt nor cached and there is no compiler."""
         if not any((folder / self.file).is_file() for folder in (READY, cache_dir())):
             self.compiler()
 
@@ -106,8 +106,8 @@ class Library:
 
     @contextmanager
     def opened(self) -> Iterator[Path]:
-        """A context with the library's file, to be loaded in it: ready, kept, or compiled now (some
-        ten seconds on two cores)."""
+        """Context with the library's path: prebuilt, cached, or compiled now (some ten seconds on
+        two cores)."""
         if (ready := READY / self.file).is_file():
             yield ready
             return
@@ -121,7 +121,7 @@ class Library:
             yield path
 
     def compile(self, path: Path) -> None:
-        """Write the library's file; its object files are compiled side by side."""
+        """Write the library; object files are compiled in parallel."""
         compiler = self.compiler()
         with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
 
@@ -137,7 +137,7 @@ class Library:
 
 
 def kernels(isa: InstructionSet | None = None, system: str = sys.platform) -> Library:
-    """Return the library of an instruction set's kernels; default: that of this process."""
+    """Return the kernel library of an instruction set; default: that of this process."""
     isa = isa or instruction_set()
     objects = OBJECTS + OF_BF16 if "avx512_bf16" in isa.flags else OBJECTS
     return Library(f"kernels-{isa.name}", objects, isa.words, system=system)

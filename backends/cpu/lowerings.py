@@ -1,4 +1,4 @@
-"""The lowerings of nodes for the CPU: large products, experts and attention by the C kernels."""
+"""Lowerings for the CPU: large matmuls, MoE and attention by the C kernels."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ Tensor = torch.Tensor
 
 
 def lowered(g: Graph) -> Lowered:
-    """Return a graph as it is computed on the CPU."""
+    """Return a graph with the CPU's lowerings."""
     return LoweredByOp(g, LOWERINGS)
 
 
 def eager(g: Graph) -> Lowered:
-    """Return a graph as torch's ops compute it one by one."""
+    """Return a graph with the lowerings for eager execution."""
     return LoweredByOp(g, EAGER)
 
 
 def _clip(m: Run, n: Node, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Clip by numbers: by tensors it takes ten times as long."""
+    """Clamp by scalars: ten times as fast as by tensors."""
     return x.clamp(float(low), float(high))
 
 
 def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:
-    """Return the quantised weight where a large product takes it so, else dense."""
+    """Return the quantised weight for large matmuls, otherwise dense."""
     weight = lower.coded(m, n, codes, scales)
     return weight if n.out.type.numel() >= FROM else dense(weight)
 
 
 def _linear(m: Run, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Any:
     if isinstance(w, Coded):
-        if isinstance(x, Rounded) and x.form == "int8":
+        if isinstance(x, Rounded) and x.fmt == "int8":
             return OPS.linear_rounded(x.x, w.codes, w.scales, w.tiles)
         return OPS.linear_coded(dense(x), w.codes, w.scales, w.tiles)
     if w.numel() >= FROM:
@@ -71,21 +71,22 @@ def _experts(
 
 
 def _write(n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
-    """Write a chunk: one that may be rejected, for which every cache has slots, to these; others
-    make the whole cache anew, where copying is what was measured."""
+    """Write a chunk: draft tokens, which may be rejected, to their slots; other chunks rewrite the
+    full cache, which was measured to be faster."""
     few = n["new"].type.shape[1] == TOKENS[VERIFY]
     (write_list if few else _rewrite)(cache, new, start, lengths)
 
 
 def _rewrite(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
-    """Write every slot of the cache [C,B,n,d]: its newest token of the chunk, or what it held."""
+    """Write every slot of the cache [C,B,n,d]: the chunk's newest token for it, or its old
+    contents."""
     rows = torch.arange(new.shape[0], device=new.device)
     source = slot_positions(start + lengths, cache.shape[0]) - start
     picked = new[rows, source.clamp(min=0)]
     cache.copy_(torch.where((source >= 0)[:, :, None, None], picked, cache))
 
 
-#: op -> its lowering; one that is not here runs its reference
+#: op -> lowering; default: its reference
 LOWERINGS: dict[str, Lowering] = {
     **COMMON,
     "linear": Lowering(_linear, (Coded, Rounded)),

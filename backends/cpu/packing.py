@@ -24,26 +24,27 @@ def quantized(
     scale: str,
     moments: torch.Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """Return `quantize.reference` of a weight, which also computes what the kernel does not take:
-    other formats, weights beyond 4096, infinities and NaN, machines without the kernels."""
+    """Quantise a weight like `quantize.reference`, which also is the fallback: for other formats,
+    weights beyond 4096, infinities, NaN, and machines without the kernel."""
     size, dtype, threads = group or w.shape[-1], DTYPES.get(w.dtype), torch.get_num_threads()
     if form == "int4" and scale == "bf16" and w.is_cpu and _has_kernel(dtype, size):
         codes = torch.empty(*w.shape[:-1], w.shape[-1] // 2, dtype=torch.uint8)
         scales = torch.empty(*w.shape[:-1], w.shape[-1] // size, dtype=torch.bfloat16)
-        by, row = None, scales.shape[-1]
+        weights, row = None, scales.shape[-1]
         if moments is not None:
-            by = moments.expand(*w.shape[:-2], 1, -1).float().contiguous()
-        operands = w.contiguous(), by, codes, scales
-        places = [t if t is None else t.data_ptr() for t in operands]
+            weights = moments.expand(*w.shape[:-2], 1, -1).float().contiguous()
+        operands = w.contiguous(), weights, codes, scales
+        addresses = [t if t is None else t.data_ptr() for t in operands]
         sizes = scales.numel(), size, row, row * w.shape[-2:-1].numel()
-        if not pyops.kernel("pack")(*places, *sizes, dtype, threads):
+        if not pyops.kernel("pack")(*addresses, *sizes, dtype, threads):
             return codes, scales
     return quantize.reference(w, form=form, group=group, scale=scale, moments=moments)
 
 
 @cache
 def _has_kernel(dtype: int | None, size: int) -> bool:
-    """Whether a kernel packs groups of this size; none where torch sums in another order."""
+    """Whether the kernel packs groups of this size; not on systems where torch sums in another
+    order."""
     if dtype is None or sys.platform != "linux" or architecture() != "x86_64":
         return False
     try:

@@ -1,7 +1,7 @@
-"""Ops of graphs that are no step programs: large products, routed experts, and attention.
+"""Torch ops over the C kernels, for graphs that are not step programs: matmuls, MoE, attention.
 
-Products in bf16 and fp32 go through the C kernels (kernels/): of a few rows at the speed at which
-memory delivers the weight, of more by panels (kernels/gemm.h).
+bf16 and fp32 matmuls of a few rows are GEMVs bound by memory bandwidth; of more rows, GEMMs over
+packed panels (kernels/gemm.h).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from g4ir.ops.mlp import activate
 from g4ir.ops.moe import local_expert_index
 from g4ir.ops.types import torch_dtype
 
-from .isa import KERNEL_FORMS
+from .isa import KERNEL_FORMATS
 from .library import Library, kernels
 
 Tensor = torch.Tensor
 
 _ATTENTION: Any = attention.reference
-#: elements of a weight that are made dense at a time
+#: elements of a weight that are dequantised at a time
 DENSE_BLOCK = 1 << 22
 #: name -> function of kernels/kernels.h
 _kernels: dict[str, Callable[..., int]] = {}
-#: dtype of x, of results and of scales, and dtype of codes -> their numbers there
+#: dtype of x, outputs and scales, and of quantised weights -> ids in kernels/kernels.h
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
-FORMS = {torch_dtype(name): number for number, name in enumerate(KERNEL_FORMS)}
-#: dtype of a cache -> its number there
-HELD = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
-#: letter -> type of an argument there, and the arguments of each function
+FORMAT_IDS = {torch_dtype(name): number for number, name in enumerate(KERNEL_FORMATS)}
+#: dtype of a KV cache -> its id there
+CACHE_DTYPES = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
+#: signatures of the functions there: letter -> ctypes type, function -> letters of its arguments
 _TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p,
     "s": ctypes.c_int64,
@@ -58,12 +58,12 @@ _ARGUMENTS = {
     "attend_chunk": "pppppppppiissssssssdi",
     "run_instructions": "ppspi",
     "run_steps": "ppsppi",
-    "want_steps": "ps",
+    "request_steps": "ps",
     "wait_steps": "ps",
     "takes_packing": "is",
     "pack": "ppppssssii",
 }
-#: dtype of codes -> codes that share a scale at least, and scales of a group
+#: dtype of a quantised weight -> minimum group size, scales per group
 _GROUPS = {
     torch.int8: (16, 1),
     torch.uint8: (32, 1),
@@ -76,8 +76,7 @@ _GROUPS = {
 
 
 def load_kernels(library: Library | None = None) -> None:
-    """Make the kernels of a library (default: of this process's instruction set, once) available to
-    the ops."""
+    """Load a kernel library for the ops; default: that of this process's instruction set, once."""
     if _kernels and library is None:
         return
     loaded = _open_library(library or kernels())
@@ -88,7 +87,7 @@ def load_kernels(library: Library | None = None) -> None:
 
 
 def kernel(name: str) -> Callable[..., int]:
-    """Return a function of kernels/kernels.h, which is loaded now if it was not."""
+    """Return a function of kernels/kernels.h; loads the library on first use."""
     load_kernels()
     return _kernels[name]
 
@@ -116,9 +115,10 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
 
 
 def linear_coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool = False) -> Tensor:
-    """Return x [..., k] @ w[n, k]^T for w = codes * scales; sums are fp32, rounded once. A few rows
-    are multiplied with the exact weight (those in bf16 as integers, where the weight lies in tiles
-    and the CPU has instructions for them: see kernels/digits.h), more with w rounded to x's
+    """Return x [..., k] @ w[n, k]^T for w = codes * scales; accumulates in fp32, rounds once.
+
+    A few rows are multiplied with the exact weight: bf16 rows by integer dot products if the weight
+    is tiled and the CPU has the instructions (kernels/digits.h). More rows use w rounded to x's
     dtype."""
     if not _has_kernel(x.dtype, codes, scales, x.numel() // x.shape[-1], x.shape[-1]):
         many = tiles and _takes_gemm(x, codes, scales, False)
@@ -127,9 +127,9 @@ def linear_coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool = False) 
 
 
 def linear_rounded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool = False) -> Tensor:
-    """Return `linear_coded` of the rows fake_quantize(x, form=int8). Rows in bf16 are multiplied as
-    codes, where the weight lies in tiles and the CPU can (many: see kernels/gemm_int8.h); others
-    are rounded to x's dtype once more."""
+    """Return `linear_coded` of fake_quantize(x, form=int8). If the weight is tiled and the CPU has
+    the instructions, bf16 rows are multiplied as int8 (many rows: kernels/gemm_int8.h); otherwise
+    the quantised rows are rounded to x's dtype first."""
     rows, k = x.numel() // x.shape[-1], x.shape[-1]
     if tiles and _has_kernel(x.dtype, codes, scales, rows, k, True):
         return _coded(x, codes, scales, tiles, True)
@@ -142,7 +142,13 @@ def _coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool, rounded: bool)
     (n, groups), k = scales.shape, x.shape[-1]
     out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
     failed = _kernels["linear_coded"](
-        *(codes.data_ptr(), FORMS[codes.dtype], tiles, scales.data_ptr(), DTYPES[scales.dtype]),
+        *(
+            codes.data_ptr(),
+            FORMAT_IDS[codes.dtype],
+            tiles,
+            scales.data_ptr(),
+            DTYPES[scales.dtype],
+        ),
         *(x.data_ptr(), rounded, out.data_ptr(), DTYPES[x.dtype]),
         *(x.numel() // k, n, k, groups, torch.get_num_threads()),
     )
@@ -150,21 +156,21 @@ def _coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool, rounded: bool)
 
 
 def _takes_gemm(x: Tensor, codes: Tensor, scales: Tensor, rounded: bool) -> bool:
-    """Whether kernels/gemm.h multiplies many rows with a weight in tiles."""
+    """Whether kernels/gemm.h has a GEMM for this tiled weight."""
     if not _kernels or scales.dtype not in DTYPES:
         return False
     if not (codes.is_contiguous() and scales.is_contiguous()):
         return False
-    k, form, dtype = x.shape[-1], FORMS.get(codes.dtype, -1), DTYPES.get(x.dtype, -1)
+    k, format_id, dtype = x.shape[-1], FORMAT_IDS.get(codes.dtype, -1), DTYPES.get(x.dtype, -1)
     sizes = (x.numel() // k, *codes.shape[:1], k, scales.shape[-1])
-    return bool(_kernels["takes_gemm"](form, rounded, dtype, *sizes))
+    return bool(_kernels["takes_gemm"](format_id, rounded, dtype, *sizes))
 
 
 def _gemm(x: Tensor, codes: Tensor, scales: Tensor, rounded: bool) -> Tensor:
     (n, groups), k = scales.shape, x.shape[-1]
     out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
     failed = _kernels["gemm"](
-        *(codes.data_ptr(), FORMS[codes.dtype], scales.data_ptr(), DTYPES[scales.dtype]),
+        *(codes.data_ptr(), FORMAT_IDS[codes.dtype], scales.data_ptr(), DTYPES[scales.dtype]),
         *(x.data_ptr(), rounded, out.data_ptr(), DTYPES[x.dtype]),
         *(x.numel() // k, n, k, groups, torch.get_num_threads()),
     )
@@ -172,39 +178,41 @@ def _gemm(x: Tensor, codes: Tensor, scales: Tensor, rounded: bool) -> Tensor:
 
 
 def _with_memory(failed: int, out: Tensor, use: str) -> Tensor:
-    """Return a result; MemoryError where there was none for what it is made with."""
+    """Return a kernel's output; MemoryError if it could not allocate scratch memory."""
     if failed:
         raise MemoryError(f"no memory for {use.format(list(out.shape))}")
     return out
 
 
 def takes_width(codes: Tensor, scales: int) -> bool:
-    """Whether products with codes [.., k] and so many scales a row are done here."""
-    (least, each), k = _GROUPS[codes.dtype], values_per_row(codes)
-    groups = scales // each
-    return scales % each == 0 and k % 32 == 0 and k % groups == 0 and k // groups % least == 0
+    """Whether the kernels take codes [.., k] with `scales` scales per row."""
+    (min_group, per_group), k = _GROUPS[codes.dtype], values_per_row(codes)
+    groups = scales // per_group
+    return (
+        scales % per_group == 0 and k % 32 == 0 and k % groups == 0 and k // groups % min_group == 0
+    )
 
 
 def run_instructions(
-    instructions: Any, operands: Any, room: Tensor, threads: int, pace: Tensor | None = None
+    instructions: Any, operands: Any, scratch: Tensor, threads: int, pace: Tensor | None = None
 ) -> None:
-    """Run a part of a step program (step_program.py) once, or its steps at a `pace`, i64[3]: until
-    as many are done (pace[1]) as are wanted (pace[0])."""
-    places = [instructions.ctypes.data, operands.ctypes.data, len(instructions)]
+    """Run instructions of a step program (step_program.py) once; or with `pace` i64[3], run steps
+    until those done (pace[1]) equal those requested (pace[0])."""
+    arguments = [instructions.ctypes.data, operands.ctypes.data, len(instructions)]
     run = "run_instructions" if pace is None else "run_steps"
-    places += [] if pace is None else [pace.data_ptr()]
-    if failed := _kernels[run](*places, room.data_ptr(), threads):
-        why = "no memory for its products" if failed == 1 else "an instruction is unknown"
-        raise (MemoryError if failed == 1 else RuntimeError)(f"a decode step ended: {why}")
+    arguments += [] if pace is None else [pace.data_ptr()]
+    if failed := _kernels[run](*arguments, scratch.data_ptr(), threads):
+        reason = "no memory for its products" if failed == 1 else "an instruction is unknown"
+        raise (MemoryError if failed == 1 else RuntimeError)(f"a decode step ended: {reason}")
 
 
-def want_steps(pace: Tensor, more: int) -> bool:
-    """Want more steps of a program that runs at this pace; False if it has ended."""
-    return bool(_kernels["want_steps"](pace.data_ptr(), more))
+def request_steps(pace: Tensor, more: int) -> bool:
+    """Request more steps of a running program; False if it has ended."""
+    return bool(_kernels["request_steps"](pace.data_ptr(), more))
 
 
 def wait_steps(pace: Tensor, steps: int) -> None:
-    """Wait until so many steps are done, or have failed."""
+    """Block until `steps` steps are done, or one failed."""
     _kernels["wait_steps"](pace.data_ptr(), steps)
 
 
@@ -217,18 +225,20 @@ def attend(
     window: int,
     scale: float,
 ) -> Tensor:
-    """Compute the op `attention` of a few queries over a cache, without a softcap; bf16 or fp32."""
-    if not _kernels or q.dtype not in (torch.bfloat16, torch.float32) or keys.dtype not in HELD:
-        operands = (q, positions, written, keys, values)
-        made: Tensor = _ATTENTION(*operands, window=window, scale=scale, softcap=0.0)
-        return made
-    given = [t.contiguous() for t in (q, positions, written, keys, values)]
+    """Compute the op `attention` for a few queries over the KV cache, without softcap; bf16 or
+    fp32."""
+    has_kernel = _kernels and keys.dtype in CACHE_DTYPES
+    if not has_kernel or q.dtype not in (torch.bfloat16, torch.float32):
+        inputs = (q, positions, written, keys, values)
+        result: Tensor = _ATTENTION(*inputs, window=window, scale=scale, softcap=0.0)
+        return result
+    operands = [t.contiguous() for t in (q, positions, written, keys, values)]
     (b, s, heads, d), (slots, _, kv_heads, width) = q.shape, keys.shape
-    out = torch.empty_like(given[0])
+    out = torch.empty_like(operands[0])
     failed = _kernels["attend"](
-        *(t.data_ptr() for t in (*given, out)),
-        *(DTYPES[q.dtype], HELD[keys.dtype], b, s, heads, kv_heads, d, slots, width, window, scale),
-        torch.get_num_threads(),
+        *(t.data_ptr() for t in (*operands, out)),
+        *(DTYPES[q.dtype], CACHE_DTYPES[keys.dtype], b, s, heads, kv_heads, d, slots, width),
+        *(window, scale, torch.get_num_threads()),
     )
     return _with_memory(failed, out, "the sums of an attention {}")
 
@@ -245,25 +255,24 @@ def attend_chunk(
     window: int,
     scale: float,
 ) -> Tensor:
-    """Compute the op `attention` of a prompt's chunk, whose queries see up to position `last`."""
-    kept = (keys, values), (fresh_keys, fresh_values)
-    kernel = _kernels and q.dtype in DTYPES and keys.dtype in HELD
-    if not (kernel and _kernels["takes_chunk"](DTYPES[q.dtype], HELD[keys.dtype], q.shape[-1])):
+    """Compute the op `attention` for a prefill chunk; queries attend up to position `last`."""
+    pairs = (keys, values), (fresh_keys, fresh_values)
+    ids = DTYPES.get(q.dtype, -1), CACHE_DTYPES.get(keys.dtype, -1)
+    if not _kernels or -1 in ids or not _kernels["takes_chunk"](*ids, q.shape[-1]):
         at = torch.cat((slot_positions(written, len(keys)), positions.t()))
-        seen = visible(at, positions, window, last)[:, None, None]
+        mask = visible(at, positions, window, last)[:, None, None]
         k, v = (
             dequantize_rows(torch.cat((old.transpose(0, 1), new), 1), q.dtype)
-            for old, new in zip(*kept, strict=True)
+            for old, new in zip(*pairs, strict=True)
         )
-        made: Tensor = attend_all(q, k, v, seen, scale)
-        return made
-    given = [t.contiguous() for t in (q, positions, last, written, *kept[0], *kept[1])]
+        result: Tensor = attend_all(q, k, v, mask, scale)
+        return result
+    operands = [t.contiguous() for t in (q, positions, last, written, *pairs[0], *pairs[1])]
     (b, s, heads, d), (slots, _, kv_heads, width) = q.shape, keys.shape
-    out = torch.empty_like(given[0])
+    out = torch.empty_like(operands[0])
     failed = _kernels["attend_chunk"](
-        *(t.data_ptr() for t in (*given, out)),
-        *(DTYPES[q.dtype], HELD[keys.dtype], b, s, heads, kv_heads, d, slots, width),
-        *(window, scale, torch.get_num_threads()),
+        *(t.data_ptr() for t in (*operands, out)),
+        *(*ids, b, s, heads, kv_heads, d, slots, width, window, scale, torch.get_num_threads()),
     )
     return _with_memory(failed, out, "the packed keys of an attention {}")
 
@@ -275,12 +284,12 @@ def _has_kernel(
         return False
     if not (codes.is_contiguous() and scales.is_contiguous()):
         return False
-    form, number = FORMS.get(codes.dtype, -1), DTYPES.get(dtype, -1)
-    return bool(_kernels["takes_codes"](form, rounded, number, rows, k, scales.shape[-1]))
+    format_id, dtype_id = FORMAT_IDS.get(codes.dtype, -1), DTYPES.get(dtype, -1)
+    return bool(_kernels["takes_codes"](format_id, rounded, dtype_id, rows, k, scales.shape[-1]))
 
 
 def decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype, tiles: bool = False) -> Tensor:
-    """Return the weight of codes, rounded to a dtype."""
+    """Dequantise a weight to `dtype`."""
     n, groups = scales.shape
     k = values_per_row(codes)
     if not _has_kernel(dtype, codes, scales, 1, k):
@@ -289,14 +298,20 @@ def decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype, tiles: bool = Fal
         return dequantize_codes(codes, scales, dtype)
     w = scales.new_empty((n, k), dtype=dtype)
     failed = _kernels["decode"](
-        *(codes.data_ptr(), FORMS[codes.dtype], tiles, scales.data_ptr(), DTYPES[scales.dtype]),
+        *(
+            codes.data_ptr(),
+            FORMAT_IDS[codes.dtype],
+            tiles,
+            scales.data_ptr(),
+            DTYPES[scales.dtype],
+        ),
         *(w.data_ptr(), DTYPES[dtype], n, k, groups, torch.get_num_threads()),
     )
     return _with_memory(failed, w, "the rows of a weight {}")
 
 
 def _decoded_linear(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool) -> Tensor:
-    """Return the product with a dense weight, of which a part, whole tiles, is made at a time."""
+    """Multiply with the weight dequantised block by block; a block is a number of tiles."""
     out = x.new_empty((*x.shape[:-1], codes.shape[0]))
     step = max(1, DENSE_BLOCK // x.shape[-1] // TILE) * TILE
     for at in range(0, codes.shape[0], step):
@@ -314,7 +329,7 @@ def experts(
     act: str,
     first: Tensor | None = None,
 ) -> Tensor:
-    """Compute the op `experts`: each hit expert once; weighting and sums in fp32, in rank order."""
+    """Compute the op `experts`: each routed expert once; weighted sum in fp32, in rank order."""
 
     def one(rows: Tensor, e: int) -> Tensor:
         gate, up = linear(rows, gate_up[e]).chunk(2, -1)
@@ -336,7 +351,7 @@ def experts_coded(
     down_tiles: bool = False,
     first: Tensor | None = None,
 ) -> Tensor:
-    """Compute the op `experts` on codes, as `linear_coded` does."""
+    """Compute the op `experts` on quantised weights by `linear_coded`."""
 
     def one(rows: Tensor, e: int) -> Tensor:
         gate, up = linear_coded(rows, gate_up[e], gate_up_scales[e], gate_up_tiles).chunk(2, -1)
@@ -353,8 +368,9 @@ def _each_expert(
     experts: int,
     one: Callable[[Tensor, int], Tensor],
 ) -> Tensor:
-    own = index if first is None else local_expert_index(index, first, experts)  # others: `experts`
-    tokens, slots, scale = (t.flatten(0, -2) for t in (x, own, weights))
+    # experts of other ranks have the index `experts`
+    local = index if first is None else local_expert_index(index, first, experts)
+    tokens, slots, scale = (t.flatten(0, -2) for t in (x, local, weights))
     out = upcast(tokens).new_zeros((*slots.shape, x.shape[-1]))
     for e in slots[slots < experts].unique().tolist():
         token, slot = torch.where(slots == e)
@@ -363,7 +379,7 @@ def _each_expert(
 
 
 def _product(x: Tensor, w: Tensor, *operands: Any) -> Tensor:
-    """Return room for what a product makes of rows x."""
+    """Return an empty output of x @ w^T."""
     return x.new_empty((*x.shape[:-1], w.shape[0]))
 
 
@@ -371,7 +387,7 @@ def _like(x: Tensor, *operands: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-#: op -> the room for what it makes
+#: op -> its fake implementation: an empty output
 _OPS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
     linear: _product,
     linear_coded: _product,
@@ -382,10 +398,10 @@ _OPS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
     experts_coded: _like,
 }
 _LIBRARY = torch.library.Library("g4ir", "DEF")
-for _op, _room in _OPS.items():
+for _op, _fake in _OPS.items():
     _schema = torch.library.infer_schema(_op, mutates_args=(), op_name=_op.__name__)
-    _LIBRARY.define(_schema.replace("SymInt", "int"))  # no number of theirs is a dim
+    _LIBRARY.define(_schema.replace("SymInt", "int"))  # no int argument is a dim
     _LIBRARY.impl(_op.__name__, _op, "CPU")
-    torch.library.register_fake(f"g4ir::{_op.__name__}", _room)
-#: where they are
+    torch.library.register_fake(f"g4ir::{_op.__name__}", _fake)
+#: namespace of the registered ops
 OPS: Any = torch.ops.g4ir

@@ -1,4 +1,4 @@
-"""Engines on the CPU: steps and chunks of prompts as step programs, other graphs by torch's ops."""
+"""CPU runtime: decode steps and prefill chunks as step programs, other graphs by torch's ops."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CpuRuntime(ProgramRuntime):
     ) -> None:
         #: phases that run as programs recorded for a session
         self.recorded_phases = task.program.graphs.keys() - steps.keys() - {"embed"}
-        #: what embeds a few tokens, once it was asked for
+        #: created at the first use
         self.embedding: Embedding | None = None
         #: the thread that runs steps while the host reads the tokens of others
         self.worker = StepThread()
@@ -60,9 +60,9 @@ class CpuRuntime(ProgramRuntime):
         self.unpacked.cleanup()
 
     def _without_program(self, segment: Segment) -> Call:
-        """Compute a segment by torch's ops, and by the kernels what they compute."""
+        """Run a segment eagerly, by torch's ops and the C kernels."""
         module = SegmentModule(eager(parse_graph(segment.text)))
-        return torch.no_grad()(lambda given: module(*given))
+        return torch.no_grad()(lambda args: module(*args))
 
     def _param_names(self, steps: Mapping[str, Sequence[Step]]) -> Iterable[str]:
         graphs = (self.program.graphs[phase] for phase in self.recorded_phases)
@@ -70,7 +70,7 @@ class CpuRuntime(ProgramRuntime):
         return dict.fromkeys([*super()._param_names(steps), *recorded])
 
     def _open_params(self, task: Task) -> tuple[ParamSource, Callable[[Tensor], Tensor]]:
-        """Map the engine's own files, unless they are copied to huge pages."""
+        """Memory-map the engine's files, unless they are copied to huge pages."""
         params = task.params
         source = params.apart() if isinstance(params, StoredParams) else params
         if task.huge_pages:
@@ -90,8 +90,8 @@ class CpuRuntime(ProgramRuntime):
             return super().run(phase, feeds, state, context, logits, watch)
         if not self.weights:
             raise EngineError("the engine is closed")
-        made = self._run_program(phase, feeds, state, watch, logits)
-        return made if logits else None
+        outputs = self._run_program(phase, feeds, state, watch, logits)
+        return outputs if logits else None
 
     def _run_program(
         self,
@@ -101,9 +101,11 @@ class CpuRuntime(ProgramRuntime):
         watch: Watch | None,
         logits: bool = True,
     ) -> Tensors:
-        """Run a step program over all slots of the session's caches: it reads those in use. A
-        verification of more rows than a step has is pieces of fewer tokens, one after the other, as
-        its logits have the bits of steps; not for a watch, nor where a step has more rows itself.
+        """Run a step program over the full caches; it reads only the slots in use.
+
+        A verification step of more than ROWS rows runs in pieces of fewer tokens, so that its
+        logits are bit-equal to those of decode steps; not with a watch, or if the batch alone
+        exceeds ROWS.
         """
         batch, tokens = feeds["positions"].shape
         width = ROWS // batch
@@ -119,30 +121,30 @@ class CpuRuntime(ProgramRuntime):
     def _program(
         self, phase: str, feeds: Tensors, state: Caches, watch: Watch | None
     ) -> StepProgram:
-        """Return the program of a step; one of more than three tokens follows from those of two and
-        of three, but for a watch."""
+        """Return the program of a step; more than three tokens: extrapolated from those of two and
+        three, except with a watch."""
         batch, tokens = feeds["positions"].shape
         graph, captured = self.program.graphs[phase], state.captured
         views, dim = state.views(self.limits.max_seq), str(TOKENS.get(phase, CHUNK))
-        # steps of few rows share their memory
-        most = 0 if phase not in CHUNKS and batch <= ROWS else self._most_tokens(phase, tokens)
+        # steps of few rows share one arena
+        max_tokens = 0 if phase not in CHUNKS and batch <= ROWS else self._max_tokens(phase, tokens)
 
         def memory() -> Arena:
-            return step_arena(graph, {"B": batch}, dim, most) if most else Arena("cpu")
+            return step_arena(graph, {"B": batch}, dim, max_tokens) if max_tokens else Arena("cpu")
 
-        arena = captured.get(Arena, (phase, most) if most else "", memory)
+        arena = captured.get(Arena, (phase, max_tokens) if max_tokens else "", memory)
 
         def recorded(count: int) -> StepProgram:
             def record() -> StepProgram:
                 try:
                     g = bind(graph, **{dim: count})
                     return record_step(g, self.weights, views, feeds, arena)
-                except NoInstruction as e:  # of an engine that was built for other instructions
+                except NoInstruction as e:  # built for another instruction set
                     isa = instruction_set().name
-                    what = f"{phase} has no kernels for {isa}: {e}"
-                    raise EngineError(f"{what}; build the engine again on this machine") from e
+                    reason = f"{phase} has no kernels for {isa}: {e}"
+                    raise EngineError(f"{reason}; build the engine again on this machine") from e
 
-            return captured.get(StepProgram, (phase, most, count), record)
+            return captured.get(StepProgram, (phase, max_tokens, count), record)
 
         if tokens <= 3 or watch:
             return recorded(tokens)
@@ -150,11 +152,11 @@ class CpuRuntime(ProgramRuntime):
         def follows() -> StepProgram:
             return of_tokens(recorded(2), recorded(3), tokens)
 
-        # lengths of chunks are as many as there are prompts
-        return follows() if most else captured.get(StepProgram, (phase, tokens), follows)
+        # not cached for chunks: each prompt has another length
+        return follows() if max_tokens else captured.get(StepProgram, (phase, tokens), follows)
 
-    def _most_tokens(self, phase: str, tokens: int) -> int:
-        """Return the tokens that the memory of a step is for."""
+    def _max_tokens(self, phase: str, tokens: int) -> int:
+        """Return the number of tokens that a step's arena is sized for."""
         return max(tokens, self.limits.prefill_chunk, 3) if phase in CHUNKS else tokens
 
     def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
@@ -171,8 +173,8 @@ class CpuRuntime(ProgramRuntime):
         choice: DeviceChoice,
         tables: Mapping[str, Any],
     ) -> StepLoop | None:
-        """Return steps that choose their own tokens; None where the host has to embed or choose
-        them. It belongs to the session's caches."""
+        """Return a loop of steps that sample on this thread; None if the host has to embed or
+        sample. It is cached with the session's caches."""
         if "decode" not in self.recorded_phases:
             return None
         make: Any = partial(self._step_loop, state, batch, choice.suppress, tables)
@@ -181,17 +183,17 @@ class CpuRuntime(ProgramRuntime):
     def _step_loop(
         self, state: Caches, batch: int, suppress: tuple[int, ...], tables: Mapping[str, Any]
     ) -> StepLoop | None:
-        """Return a loop of step programs; None where the host has to embed tokens."""
+        """Return a loop of step programs; None if the host has to embed tokens."""
         mapped = mapped_tables(self.program, tables)
         if mapped is None or self.group:
             return None
         views = state.views(self.limits.max_seq)
         try:
-            made = record_loop(self.program, mapped, self.weights, views, batch, suppress)
+            program = record_loop(self.program, mapped, self.weights, views, batch, suppress)
         except NoInstruction as e:
             log.info("tokens are embedded and chosen by the host: %s", e)
             return None
-        return StepLoop(made, self.worker)
+        return StepLoop(program, self.worker)
 
     def close(self) -> None:
         self.worker.close()
@@ -200,13 +202,13 @@ class CpuRuntime(ProgramRuntime):
 
 
 def _piece(feeds: Tensors, at: int, width: int) -> dict[str, Tensor]:
-    """Return the feeds of `width` tokens, from `at` on, of each row."""
+    """Return the feeds of tokens `at` to `at + width` of each sequence."""
     piece = {name: t[:, at : at + width] for name, t in feeds.items() if name != "lengths"}
     return piece | {"lengths": (feeds["lengths"] - at).clamp(0, width)}
 
 
 def _placed(t: Tensor, mapped: bool) -> Tensor:
-    """Return a param: the mapped file itself if it may be, else a copy."""
+    """Return the memory-mapped param itself if `mapped` and aligned, else a copy."""
     if mapped and t.is_contiguous() and t.data_ptr() % ALIGNED == 0:
         read_pages(t)
         return t

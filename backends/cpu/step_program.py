@@ -1,10 +1,10 @@
-"""A step of decoding, or a chunk of a prompt, as one program: instructions for kernels/step.c.
+"""A decode step or a prefill chunk as one step program: instructions for kernels/step.c.
 
-A session's caches, the engine's weights and the memory of all values have fixed addresses. So a
-step is recorded once, op by op, and then runs without torch or Python between its products. What
-it computes and where it rounds is what the definitions of the ops say. Steps of two and of three
-tokens say what one of any number of tokens is (`of_tokens`). A graph with an op that has no
-instruction here is computed by torch's ops instead.
+The session's KV caches, the weights and the memory of all values have fixed addresses, so a step is
+recorded once, op by op, and then runs without torch or Python between its kernels. It computes and
+rounds as the definitions of the ops. The program of a step of any number of tokens follows from
+those of two and of three tokens (`of_tokens`). A graph with an op that has no instruction runs by
+torch's ops instead.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ KINDS = (
     *("experts", "narrow_row", "mul_integers", "mask_ids", "embed_rows", "greedy", "end_step"),
     *("attend_chunk", "last_row", "last_seen", "cluster_head", "pick_id"),
 )
-#: those that need no scratch memory for rows in fp32
+#: instructions without fp32 scratch rows
 _WITHOUT_SCRATCH = {"softcap", "glu", "cache_write", "attention", "linear", "linear_coded"}
 _WITHOUT_SCRATCH |= {"greedy", "attend_chunk", "last_row", "last_seen"}
 _INSTRUCTION = np.dtype([("kind", "i8"), ("first", "i8"), ("n", "i8", 4), ("f", "f8")])
 _OPERAND = np.dtype([("at", "u8"), ("sizes", "i8", 7)])
-#: instruction -> how many of its operands, the first ones, may have strides; others: all
+#: instruction -> number of leading operands that may be strided; default: all
 STRIDED = {"linear": 0, "linear_coded": 0, "attention": 0, "add_integers": 0, "experts": 0}
 STRIDED |= {"cache_write": 1, "top_k": 0, "mul_integers": 0, "mask_ids": 0, "embed_rows": 0}
 STRIDED |= {"greedy": 1, "end_step": 0, "attend_chunk": 0, "last_row": 0, "last_seen": 0}
 STRIDED |= {"cluster_head": 0, "pick_id": 0}
 #: the graphs of chunks
 CHUNKS = ("prefill", BLOCKS)
-#: ops whose results are views
+#: ops that return views
 _VIEWS = {"heads", "merge_heads", "split", "unstack_layers"}
 
 
@@ -68,8 +68,8 @@ class NoInstruction(Exception):
 
 def step_phases(program: Program, limits: Limits) -> tuple[str, ...]:
     """Return the graphs of an engine that run as step programs."""
-    found = [p for p in ("decode", VERIFY, DRAFT, *CHUNKS) if p in program.graphs]
-    return tuple(p for p in found if _records(program.graphs[p], limits.max_batch))
+    phases = [p for p in ("decode", VERIFY, DRAFT, *CHUNKS) if p in program.graphs]
+    return tuple(p for p in phases if _records(program.graphs[p], limits.max_batch))
 
 
 def _records(g: Graph, batch: int) -> bool:
@@ -82,14 +82,14 @@ def _records(g: Graph, batch: int) -> bool:
 
 
 def _recorded(g: Graph, **dims: int) -> Recorder:
-    """Record a graph without memory: dims that are not given are 2."""
-    others = {d: 2 for v in g.sources() for d in v.type.shape if isinstance(d, str)}
-    g = bind(g, **others | dims)
+    """Record a graph on the meta device; dims default to 2."""
+    defaults = {d: 2 for v in g.sources() for d in v.type.shape if isinstance(d, str)}
+    g = bind(g, **defaults | dims)
     r, env = Recorder(Arena("meta")), {}
     for v in g.sources():
         shape, dtype = _sizes(v)
-        own = v in g.inputs  # in the memory of the step, as `record_step` has them
-        env[v.name] = r.arena.empty(shape, dtype) if own else _empty(shape, dtype)
+        in_arena = v in g.inputs  # as in `record_step`
+        env[v.name] = r.arena.empty(shape, dtype) if in_arena else _empty(shape, dtype)
     r.record(g, env)
     return r
 
@@ -98,10 +98,10 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def step_arena(g: Graph, dims: Mapping[str, int], tokens: str, most: int) -> Arena:
-    """Return the memory of steps whose dim `tokens` is 1 to `most`."""
+def step_arena(g: Graph, dims: Mapping[str, int], tokens: str, max_tokens: int) -> Arena:
+    """Return the memory of steps whose dim `tokens` is 1 to `max_tokens`."""
     two, three = (_recorded(g, **dims, **{tokens: n}).arena.sizes for n in (2, 3))
-    sizes = [a + (most - 2) * (b - a) for a, b in zip(two, three, strict=True)]
+    sizes = [a + (max_tokens - 2) * (b - a) for a, b in zip(two, three, strict=True)]
     return Arena("cpu", sizes)
 
 
@@ -111,21 +111,21 @@ def _sizes(v: Value) -> tuple[tuple[int, ...], torch.dtype]:
 
 @dataclass(frozen=True, eq=False)
 class Code:
-    """Recorded instructions; `held` keeps the memory alive that is no weight."""
+    """Recorded instructions; `buffers` keeps all memory alive except the weights."""
 
     instructions: Any
     operands: Any
-    room: Tensor
-    held: tuple[Tensor, ...]
+    scratch: Tensor
+    buffers: tuple[Tensor, ...]
 
     def run(self, start: int = 0, end: int | None = None, threads: int = 0) -> None:
-        """Run a part on so many threads (0: torch's number)."""
+        """Run instructions `start` to `end` on `threads` threads (0: torch's number)."""
         threads = threads or torch.get_num_threads()
-        pyops.run_instructions(self.instructions[start:end], self.operands, self.room, threads)
+        pyops.run_instructions(self.instructions[start:end], self.operands, self.scratch, threads)
 
     def run_steps(self, pace: Tensor, threads: int) -> None:
-        """Run steps as long as more are wanted (pyops.want_steps)."""
-        pyops.run_instructions(self.instructions, self.operands, self.room, threads, pace)
+        """Run steps as long as more are requested (pyops.request_steps)."""
+        pyops.run_instructions(self.instructions, self.operands, self.scratch, threads, pace)
 
 
 class Recorder:
@@ -136,17 +136,17 @@ class Recorder:
         self.env: dict[str, Any] = {}
         self.operands: list[tuple[int, tuple[int, ...]]] = []
         self.instructions: list[tuple[int, int, tuple[int, ...], float]] = []
-        self.room = 1
-        #: tensors whose memory the instructions use; after how many instructions a node is done,
-        #: and what it makes
+        self.scratch_size = 1
+        #: tensors that the instructions read or write; for each node the number of instructions
+        #: after which its outputs are complete
         self.tensors: list[Tensor] = []
         self.ends: list[tuple[int, Tensors]] = []
-        #: how many instructions the new contents of the caches take
+        #: number of instructions up to the last cache write
         self.state_end = 0
         self.chunk = False
 
     def record(self, g: Graph, env: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Append the instructions of a graph; return its outputs, which keep their memory."""
+        """Append the instructions of a graph; return its outputs, whose memory is not reused."""
         g, self.chunk = replace(g, nodes=tuple(writes_last(g, g.nodes))), g.name in CHUNKS
         for name, t in env.items():
             self._put(name, t)
@@ -154,35 +154,35 @@ class Recorder:
             self.node(n)
             if n.definition.updated(n.inputs, n.outputs):
                 self.state_end = len(self.instructions)
-            self.ends.append((len(self.instructions), dict(self._shown(n))))
+            self.ends.append((len(self.instructions), dict(self._watched_values(n))))
             for name in g.last_uses.get(i, ()):
                 self._drop(name)
         if any(self.env[new.name] is not self.env[old] for old, new in g.next.items()):
             raise NoInstruction("new contents of a cache in other memory")
         return {v.name: self.env[v.name] for v in g.outputs}
 
-    def _shown(self, n: Node) -> Iterator[tuple[str, Tensor]]:
-        """Yield the values of a node but for caches, and for weights that stay codes."""
+    def _watched_values(self, n: Node) -> Iterator[tuple[str, Tensor]]:
+        """Yield the outputs of a node, except caches and quantised weights."""
         updated = {new.name for _, new in n.definition.updated(n.inputs, n.outputs)}
         for v in n.outputs:
             if v.name not in updated and isinstance(value := self.env[v.name], Tensor):
                 yield v.name, value
 
     def node(self, n: Node) -> None:
-        """Append what computes a node: its instructions, or those of its expansion."""
-        given = [self.env[v.name] for v in n.inputs]
+        """Append a node's instructions, or those of its expansion."""
+        inputs = [self.env[v.name] for v in n.inputs]
         if n.op in _VIEWS:
-            made = self._view(n, *given)
+            outputs = self._view(n, *inputs)
         elif n.op in LOWERINGS:
-            made = as_tuple(LOWERINGS[n.op](self, n, *given))
+            outputs = as_tuple(LOWERINGS[n.op](self, n, *inputs))
         elif n.definition.expand and n.op not in COLLECTIVES:
             nodes, values = n.expanded
             for inner in nodes:
                 self.node(inner)
-            made = tuple(self.env[v.name] for v in values)
+            outputs = tuple(self.env[v.name] for v in values)
         else:
             raise NoInstruction(n.op)
-        for v, value in zip(n.outputs, made, strict=True):
+        for v, value in zip(n.outputs, outputs, strict=True):
             self._put(v.name, value)
         if n.op not in LOWERINGS and n.definition.expand:
             for inner in n.expanded[0]:
@@ -191,10 +191,10 @@ class Recorder:
 
     def _view(self, n: Node, x: Tensor) -> tuple[Tensor, ...]:
         assert n.definition.reference
-        made = as_tuple(n.definition.reference(x, **n.attrs))
-        if any(storage_of(t) != storage_of(x) for t in made):
+        views = as_tuple(n.definition.reference(x, **n.attrs))
+        if any(storage_of(t) != storage_of(x) for t in views):
             raise NoInstruction(f"{n.op} of rows that are not contiguous")
-        return made
+        return views
 
     def _put(self, name: str, value: Any) -> None:
         self.env[name] = value
@@ -208,7 +208,7 @@ class Recorder:
     def emit(
         self, kind: str, *operands: Tensor | None, n: tuple[int, ...] = (), f: float = 0
     ) -> None:
-        """Append an instruction; an operand that is None has the address 0."""
+        """Append an instruction; operand None is a null pointer."""
         first, strided = len(self.operands), STRIDED.get(kind, len(operands))
         if any(t is not None and not t.is_contiguous() for t in operands[strided:]):
             raise NoInstruction(f"{kind} of an operand that is not contiguous")
@@ -216,20 +216,20 @@ class Recorder:
             self.operands.append((0, (0,) * 7) if t is None else (t.data_ptr(), _rows(t)))
             self.tensors += [] if t is None else [t]
             if t is not None and kind not in _WITHOUT_SCRATCH:
-                self.room = max(self.room, 3 * t.shape[-1])
+                self.scratch_size = max(self.scratch_size, 3 * t.shape[-1])
         self.instructions.append((KINDS.index(kind), first, (*n, 0, 0, 0, 0)[:4], f))
 
     def of_chunk(self, x: Tensor) -> bool:
-        """Whether x has all rows of a chunk, and not the last ones of its sequences."""
+        """Whether x has all rows of a prefill chunk, not only the last of each sequence."""
         return self.chunk and x.dim() > 2 and x.shape[1] > 1
 
     def like(self, x: Tensor, width: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return room for rows as x has them, of `width` numbers."""
+        """Return an empty tensor like x, with `width` columns."""
         shape = (*x.shape[:-1], x.shape[-1] if width is None else width)
         return self.arena.empty(shape, dtype or x.dtype)
 
     def greedy(self, logits: Tensor, never: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the choice of the largest logit [B, 1, vocab] of each row, but for ids i64[n].
+        """Append the argmax of logits [B, 1, vocab], except ids `never` i64[n].
         Return tokens i64[B], and flaws i64[B]: 1 if a logit is NaN or infinite."""
         _computes(logits)
         tokens, flaws = (self.arena.empty(logits.shape[:1], torch.int64) for _ in range(2))
@@ -237,18 +237,18 @@ class Recorder:
         return tokens, flaws
 
     def code(self, weights: Iterable[Tensor]) -> Code:
-        """Return what was recorded; memory of weights is not the program's."""
+        """Return the recorded program, which does not own the memory of `weights`."""
         loaded = {storage_of(t) for t in weights}
-        held = {storage_of(t): t for t in self.tensors}
+        buffers = {storage_of(t): t for t in self.tensors}
         operands = np.array(self.operands, _OPERAND)
         return Code(
             np.array(self.instructions, _INSTRUCTION),
             operands,
-            torch.empty(self.room),
-            tuple(t for key, t in held.items() if key not in loaded),
+            torch.empty(self.scratch_size),
+            tuple(t for key, t in buffers.items() if key not in loaded),
         )
 
-    def whole(self, x: Tensor) -> Tensor:
+    def contiguous(self, x: Tensor) -> Tensor:
         """Return x, or a contiguous copy of it for the instruction that follows."""
         if x.is_contiguous():
             return x
@@ -268,7 +268,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _rows(t: Tensor) -> tuple[int, ...]:
-    """Return outer, apart, inner, beside, width, dtype, bytes of a number: see kernels/step.c."""
+    """Return outer, outer stride, inner, inner stride, width, dtype, bytes of an element, as
+    `Operand` of kernels/step.c."""
     merged: list[tuple[int, int]] = []
     for size, stride in zip(t.shape[:-1], t.stride()[:-1]):
         if size == 1:
@@ -280,13 +281,13 @@ def _rows(t: Tensor) -> tuple[int, ...]:
     if len(merged) > 2 or (t.shape[-1] > 1 and t.stride(-1) != 1):
         raise NoInstruction(f"rows of {list(t.shape)} with strides {t.stride()}")
     outer, inner = [(1, 0), (1, 0), *merged][-2:]
-    return (*outer, *inner, t.shape[-1], pyops.HELD.get(t.dtype, -1), t.element_size())
+    return (*outer, *inner, t.shape[-1], pyops.CACHE_DTYPES.get(t.dtype, -1), t.element_size())
 
 
 def _computes(*tensors: Tensor) -> None:
     for t in tensors:
         if t.dtype not in (torch.bfloat16, torch.float32):
-            raise NoInstruction(f"numbers in {t.dtype}")
+            raise NoInstruction(f"values in {t.dtype}")
 
 
 # --- the instructions of each op ---------------------------------------------------------------
@@ -317,7 +318,7 @@ def _mul(r: Recorder, n: Node, x: Tensor, w: Tensor) -> Tensor:
 
 
 def _by_number(kind: str, attr: str) -> Callable[..., Tensor]:
-    """Return the lowering of an op with one number."""
+    """Return the lowering of an op with one scalar."""
 
     def lower(r: Recorder, n: Node, x: Tensor) -> Tensor:
         _computes(x)
@@ -342,7 +343,7 @@ def _rope(r: Recorder, n: Node, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
-#: of every program in the same memory
+#: one table in memory for all programs
 _frequencies = cache(inverse_frequencies)
 
 
@@ -352,7 +353,7 @@ def _rope_table(r: Recorder, n: Node, positions: Tensor) -> tuple[Tensor, Tensor
     frequencies = _frequencies(n.word("kind"), theta, dim, fraction, factor)
     tables = [r.arena.empty((*positions.shape, dim), dtype) for _ in range(2)]
     _computes(*tables)
-    r.emit("rope_table", r.whole(positions), frequencies, *tables)
+    r.emit("rope_table", r.contiguous(positions), frequencies, *tables)
     return tables[0], tables[1]
 
 
@@ -373,7 +374,7 @@ def _narrow_row(r: Recorder, n: Node, x: Tensor) -> Tensor:
     _computes(x)
     to = torch_dtype(n.word("to"))
     y = r.like(x, int(n.out.type.shape[-1]), to)
-    r.emit("narrow_row", x, y, n=(pyops.HELD[to],))
+    r.emit("narrow_row", x, y, n=(pyops.CACHE_DTYPES[to],))
     return y
 
 
@@ -387,23 +388,23 @@ def _cache_write(
 
 
 def _attention(
-    r: Recorder, n: Node, q: Tensor, positions: Tensor, written: Tensor, *held: Tensor
+    r: Recorder, n: Node, q: Tensor, positions: Tensor, written: Tensor, *kv: Tensor
 ) -> Tensor:
     if n.attrs["softcap"]:
         raise NoInstruction("attention with a softcap")
     _computes(q)
     out = r.like(q)
-    how: Any = {"n": (*q.shape[:2], n.whole("window"), held[0].shape[2]), "f": n.number("scale")}
-    if len(held) == 2:
-        r.emit("attention", r.whole(q), positions, written, *held, out, **how)
+    how: Any = {"n": (*q.shape[:2], n.whole("window"), kv[0].shape[2]), "f": n.number("scale")}
+    if len(kv) == 2:
+        r.emit("attention", r.contiguous(q), positions, written, *kv, out, **how)
         return out
-    (k, v, *fresh), ids = held[:4], held[4:]
+    (k, v, *fresh), ids = kv[:4], kv[4:]
     if q.shape[-1] % 2:
         raise NoInstruction(f"attention over a chunk of heads of {q.shape[-1]}")
     last = r.like(positions) if ids else positions
     if ids:
-        r.emit("last_seen", r.whole(positions), r.whole(ids[0]), last)
-    rows = (r.whole(q), positions, last, written, k, v, *map(r.whole, fresh))
+        r.emit("last_seen", r.contiguous(positions), r.contiguous(ids[0]), last)
+    rows = (r.contiguous(q), positions, last, written, k, v, *map(r.contiguous, fresh))
     r.emit("attend_chunk", *rows, out, **how)
     if ids:
         r.arena.use(last, 0)
@@ -412,7 +413,7 @@ def _attention(
 
 def _last_row(r: Recorder, n: Node, x: Tensor, lengths: Tensor) -> Tensor:
     y = r.arena.empty((x.shape[0], 1, *x.shape[2:]), x.dtype)
-    r.emit("last_row", r.whole(x), lengths, y, n=tuple(x.shape[:2]))
+    r.emit("last_row", r.contiguous(x), lengths, y, n=tuple(x.shape[:2]))
     return y
 
 
@@ -426,29 +427,29 @@ def _fake_quantize(r: Recorder, n: Node, x: Tensor) -> Rounded:
 
 
 def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Tensor:
-    form, rows = (x.form, x.x) if isinstance(x, Rounded) else ("", x)
+    fmt, rows = (x.fmt, x.x) if isinstance(x, Rounded) else ("", x)
     _computes(rows)
     y = r.like(rows, int(n["w"].type.shape[0]))
     if isinstance(w, Coded):
         takes = w.tiles and multiplies_integers(FORMAT_OF[dtype_name(w.codes.dtype)])
-        if form and not (takes and form == "int8" and rows.dtype == torch.bfloat16):
+        if fmt and not (takes and fmt == "int8" and rows.dtype == torch.bfloat16):
             raise NoInstruction("rows that are rounded, of a weight that is not in tiles")
-        use = (_form(w), w.tiles, bool(form), r.of_chunk(rows))
-        r.emit("linear_coded", r.whole(rows), w.codes, w.scales, y, n=use)
-    elif form or w.dtype != rows.dtype:
+        use = (_format_id(w), w.tiles, bool(fmt), r.of_chunk(rows))
+        r.emit("linear_coded", r.contiguous(rows), w.codes, w.scales, y, n=use)
+    elif fmt or w.dtype != rows.dtype:
         raise NoInstruction("rows that are rounded, of a dense weight")
     else:
-        r.emit("linear", r.whole(rows), w, y, n=(r.of_chunk(rows),))
+        r.emit("linear", r.contiguous(rows), w, y, n=(r.of_chunk(rows),))
     return y
 
 
-def _form(w: Coded) -> int:
-    """Return the number of a weight's form; NoInstruction where the C kernels do not take it."""
-    groups, form = w.scales.shape[-1], pyops.FORMS.get(w.codes.dtype)
+def _format_id(w: Coded) -> int:
+    """Return the id of a weight's format; NoInstruction if the C kernels do not support it."""
+    groups, format_id = w.scales.shape[-1], pyops.FORMAT_IDS.get(w.codes.dtype)
     fits = w.scales.dtype in pyops.DTYPES and pyops.takes_width(w.codes, groups)
-    if form is None or not fits:
+    if format_id is None or not fits:
         raise NoInstruction(f"a weight in {w.codes.dtype} with {groups} scales a row")
-    return form
+    return format_id
 
 
 def _router(
@@ -484,15 +485,16 @@ def _experts(
     choices, inner = index.numel(), int(n["down"].type.shape[2])
     d, y = x.shape[-1], r.like(x)
     sizes = (d, 2 * inner, inner, d)
-    rooms = [r.arena.empty((choices, size), x.dtype) for size in sizes]
+    scratch = [r.arena.empty((choices, size), x.dtype) for size in sizes]
     order = r.arena.empty((2, choices), torch.int64)
-    parts = [*_weight(gate_up), *_weight(down)]
-    forms = [_form(w) if isinstance(w, Coded) else -1 for w in (gate_up, down)]
+    operands: tuple[Tensor | None, ...] = (*_weight(gate_up), *_weight(down))
+    format_ids = [_format_id(w) if isinstance(w, Coded) else -1 for w in (gate_up, down)]
     tiles = sum(isinstance(w, Coded) and w.tiles << i for i, w in enumerate((gate_up, down)))
     tiles += r.of_chunk(x) << 2
     act = ACTIVATIONS.index(n.word("act"))
-    r.emit("experts", r.whole(x), weights, index, *parts, *rooms, order, y, n=(act, *forms, tiles))
-    for t in (*rooms, order):
+    operands = (r.contiguous(x), weights, index, *operands, *scratch, order, y)
+    r.emit("experts", *operands, n=(act, *format_ids, tiles))
+    for t in (*scratch, order):
         r.arena.use(t, 0)
     return y
 
@@ -514,21 +516,21 @@ def _concat(r: Recorder, n: Node, *parts: Tensor) -> Tensor:
 
 def _mask_ids(r: Recorder, n: Node, ids: Tensor) -> Tensor:
     y, masked = r.like(ids), torch.tensor(n.wholes("ids"), dtype=torch.int64)
-    r.emit("mask_ids", r.whole(ids), masked, y, n=(n.whole("pad"),))
+    r.emit("mask_ids", r.contiguous(ids), masked, y, n=(n.whole("pad"),))
     return y
 
 
-def _embedding(r: Recorder, n: Node, table: Tensor, *others: Tensor) -> Tensor:
-    """Of a table, or of codes and scales, and ids."""
-    *scales, ids = others
-    form, dtype = -1, table.dtype
+def _embedding(r: Recorder, n: Node, table: Tensor, *tensors: Tensor) -> Tensor:
+    """Embedding lookup; `tensors`: optional scales, ids."""
+    *scales, ids = tensors
+    format_id, dtype = -1, table.dtype
     if scales:
         dtype = torch_dtype(n.word("to"))
-        form = _form(Coded(table, scales[0], dtype, n.op == "embedding_tiles"))
+        format_id = _format_id(Coded(table, scales[0], dtype, n.op == "embedding_tiles"))
     y = r.arena.empty((*ids.shape, int(n.out.type.shape[-1])), dtype)
     _computes(y)
-    operands = r.whole(ids), table, scales[0] if scales else None, y
-    r.emit("embed_rows", *operands, n=(form, n.op == "embedding_tiles"), f=n.number("scale"))
+    operands = r.contiguous(ids), table, scales[0] if scales else None, y
+    r.emit("embed_rows", *operands, n=(format_id, n.op == "embedding_tiles"), f=n.number("scale"))
     return y
 
 
@@ -538,8 +540,8 @@ def _cluster_head(
     _computes(x)
     k, scores = n.whole("top_k"), r.like(x, heads.shape[0])
     logits, ids = (r.like(x, k * rows.shape[1], dtype) for dtype in (x.dtype, torch.int64))
-    r.emit("linear", r.whole(x), heads, scores)
-    r.emit("cluster_head", r.whole(x), scores, rows, order, logits, ids, n=(k,))
+    r.emit("linear", r.contiguous(x), heads, scores)
+    r.emit("cluster_head", r.contiguous(x), scores, rows, order, logits, ids, n=(k,))
     r.arena.use(scores, 0)
     return logits, ids
 
@@ -554,7 +556,7 @@ def _greedy(r: Recorder, n: Node, logits: Tensor) -> Tensor:
     return r.greedy(logits, torch.empty(0, dtype=torch.int64))[0]
 
 
-#: op -> (recorder, node, *values) -> what it makes; others are views, or are expanded
+#: op -> (recorder, node, *inputs) -> outputs; other ops are views or expanded
 LOWERINGS: dict[str, Callable[..., Any]] = {
     "rms_norm": _norm,
     "add": _add,
@@ -592,16 +594,16 @@ class StepProgram:
     """A recorded step over a session's caches. Not safe for use from several threads at once."""
 
     code: Code
-    #: the graph's inputs and outputs
+    #: memory of the graph's inputs and outputs
     feeds: Tensors
     outputs: Tensors
-    #: after how many instructions a node is done, and what it makes
+    #: for each node the number of instructions after which its outputs are complete
     ends: Sequence[tuple[int, Tensors]]
     state_end: int
 
     def run(self, feeds: Tensors, watch: Watch | None = None, results: bool = True) -> Tensors:
-        """Run the step; returns the graph's outputs. Without `results` it ends where the caches are
-        filled, and returns none."""
+        """Run the step; return the graph's outputs. Without `results` it stops after the last cache
+        write and returns none."""
         for name, t in self.feeds.items():
             t.copy_(feeds[name])
         if not results:
@@ -611,9 +613,9 @@ class StepProgram:
             self.code.run()
         else:
             at = 0
-            for end, made in self.ends:
+            for end, values in self.ends:
                 self.code.run(at, end)
-                for name, t in made.items():
+                for name, t in values.items():
                     watch(name, t)
                 at = end
         return {name: t.clone() for name, t in self.outputs.items()}
@@ -623,33 +625,33 @@ def bound(g: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
     """Return a graph with its dims bound by the shapes of its inputs and caches."""
     dims: dict[str, int] = {}
     for v in (*g.inputs, *g.state):
-        found = zip(v.type.shape, shapes[v.name], strict=True)
-        dims |= {d: size for d, size in found if isinstance(d, str)}
+        sizes = zip(v.type.shape, shapes[v.name], strict=True)
+        dims |= {d: size for d, size in sizes if isinstance(d, str)}
     return bind(g, **dims)
 
 
 def record_step(
     g: Graph, weights: Tensors, caches: Tensors, feeds: Tensors, arena: Arena
 ) -> StepProgram:
-    """Record a graph for these caches and feeds of these shapes. Programs of one arena must not run
-    at the same time."""
+    """Record a graph for these caches and the shapes of `feeds`. Programs that share an arena must
+    not run at the same time."""
     g = bound(g, {name: t.shape for name, t in (*caches.items(), *feeds.items())})
     arena.begin(prod(_sizes(g.inputs[0])[0][:2]))
     r = Recorder(arena)
-    own = {v.name: arena.empty(*_sizes(v)) for v in g.inputs}
+    inputs = {v.name: arena.empty(*_sizes(v)) for v in g.inputs}
     params = {v.name: weights[v.name] for v in g.params}
-    outputs = r.record(g, {**own, **params, **{v.name: caches[v.name] for v in g.state}})
-    return StepProgram(r.code(params.values()), own, outputs, r.ends, r.state_end)
+    outputs = r.record(g, {**inputs, **params, **{v.name: caches[v.name] for v in g.state}})
+    return StepProgram(r.code(params.values()), inputs, outputs, r.ends, r.state_end)
 
 
 def of_tokens(two: StepProgram, three: StepProgram, tokens: int) -> StepProgram:
-    """Return the program of a step of `tokens` tokens per sequence, two or more, without recording
-    it: addresses and sizes are linear in the tokens, so those of steps of two and of three tokens
-    say all of them."""
-    if [*map(storage_of, two.code.held)] != [*map(storage_of, three.code.held)]:
+    """Return the program of a step of `tokens` >= 2 tokens per sequence without recording it:
+    addresses and sizes are linear in the number of tokens, so they are extrapolated from the
+    programs of two and of three tokens."""
+    if [*map(storage_of, two.code.buffers)] != [*map(storage_of, three.code.buffers)]:
         raise RuntimeError("steps of two and of three tokens have values in other memory")
 
-    def numbers(a: Any, b: Any) -> Any:
+    def extrapolate(a: Any, b: Any) -> Any:
         one, other = a.view(np.int64), b.view(np.int64)
         return (one + (tokens - 2) * (other - one)).view(a.dtype)
 
@@ -660,8 +662,8 @@ def of_tokens(two: StepProgram, three: StepProgram, tokens: int) -> StepProgram:
     def tensors(a: Tensors, b: Tensors) -> Tensors:
         return {name: tensor(t, b[name]) for name, t in a.items()}
 
-    instructions = numbers(two.code.instructions, three.code.instructions)
-    operands = numbers(two.code.operands, three.code.operands)
+    instructions = extrapolate(two.code.instructions, three.code.instructions)
+    operands = extrapolate(two.code.operands, three.code.operands)
     code = replace(two.code, instructions=instructions, operands=operands)
     feeds, outputs = tensors(two.feeds, three.feeds), tensors(two.outputs, three.outputs)
     return StepProgram(code, feeds, outputs, (), two.state_end)

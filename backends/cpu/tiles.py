@@ -1,7 +1,7 @@
 """Quantised weights of products in tiles of 16 rows (kernels/layout.h).
 
-A weight lies in tiles where products alone take it, and a table that is also the head; a table that
-is only gathered from keeps its rows, which are read one by one.
+Weights of matmuls are tiled, and so is an embedding table that is also the LM head; a table for
+lookups only keeps its row layout.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from g4ir.ops.codecs import fits_tiles
 
 from .isa import FROM
 
-#: op on codes and scales -> the same of tiles
+#: op on codes and scales -> the op on tiles
 OF_TILES = {"dequantize": "dequantize_tiles", "embedding_quantized": "embedding_tiles"}
 
 
 def in_tiles(program: Program) -> Program:
-    """Return a program whose large quantised weights lie in tiles, made once at build."""
+    """Return the program with large quantised weights in tiles, which are packed at build."""
     graphs = program.graphs.values()
     tiled = {n["codes"].name for g in graphs for n in g.find("dequantize") if _fits(n)}
     return program.map(lambda g: replace(g, nodes=tuple(_nodes(g, tiled))))
@@ -35,9 +35,9 @@ def _nodes(g: Graph, tiled: set[str]) -> Iterator[Node]:
             yield n
             continue
         b = Builder(g.name)
-        codes, scales, *rest = n.inputs
+        codes, scales, *operands = n.inputs
         parts = [b.emit("tiles", v, name=_named(v.name)) for v in (codes, scales)]
-        b.emit(OF_TILES[n.op], *parts, *rest, name=n.out.name, **n.attrs)
+        b.emit(OF_TILES[n.op], *parts, *operands, name=n.out.name, **n.attrs)
         yield from b.nodes
 
 

@@ -65,8 +65,8 @@ class Cuda(Device):
 
     def sources(self, target: Target) -> Sequence[Path]:
         names = (*SOURCES, *(KERNEL_SOURCES if target.gpu else ()))
-        room = Path(__file__).resolve().parent
-        return [path for name in names for path in sorted(room.glob(name))]
+        folder = Path(__file__).resolve().parent
+        return [path for name in names for path in sorted(folder.glob(name))]
 
     def options(self, text: str) -> dict[str, Any]:
         return {"combo_kernels": True}  # what does not depend on each other starts at once

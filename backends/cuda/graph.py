@@ -33,20 +33,20 @@ class Captured(Generic[T]):
         feeds: dict[str, torch.Tensor],
         record: Record,
     ) -> None:
-        self._made: T
+        self._outputs: T
         self._feeds = {name: t.clone() for name, t in feeds.items()}
         self._step = step
         self._play = record(self._run)
 
     def _run(self) -> None:
-        self._made = self._step(self._feeds)
+        self._outputs = self._step(self._feeds)
 
     def replay(self, feeds: dict[str, torch.Tensor]) -> T:
         """Do the step once; what it returns the next one writes over."""
         for name, t in feeds.items():
             self._feeds[name].copy_(t)
         self._play()
-        return self._made
+        return self._outputs
 
 
 class WithFallback:

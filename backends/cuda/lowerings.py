@@ -76,8 +76,10 @@ def grouped_experts(
     """Compute the op `experts` without data-dependent shapes: tokens sorted by expert, two grouped
     products, fp32 weighting and sum in rank order."""
     experts = gate_up.shape[0]
-    own = index if first is None else local_expert_index(index, first, experts)  # others come last
-    tokens, slots = x.flatten(0, -2), own.flatten(0, -2)
+    local = (
+        index if first is None else local_expert_index(index, first, experts)
+    )  # others come last
+    tokens, slots = x.flatten(0, -2), local.flatten(0, -2)
     k = slots.shape[1]
     ids = slots.flatten().to(smallest(experts))
     order = ids.argsort(stable=True)
@@ -93,9 +95,11 @@ def grouped_experts(
     return out.sum(1).to(x.dtype).view_as(x)
 
 
-def smallest(most: int) -> torch.dtype:
-    """Return the smallest type that holds 0 to `most`: a sort takes eight bits at a time."""
-    return next(d for d in (torch.uint8, torch.int16, torch.int64) if most <= torch.iinfo(d).max)
+def smallest(max_value: int) -> torch.dtype:
+    """Return the smallest type that holds 0 to `max_value`: a sort takes eight bits at a time."""
+    return next(
+        d for d in (torch.uint8, torch.int16, torch.int64) if max_value <= torch.iinfo(d).max
+    )
 
 
 def _write(n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
@@ -124,7 +128,7 @@ def _grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def _grouped_room(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+def _grouped_fake(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], w.shape[1]))
 
 
@@ -133,7 +137,7 @@ _SCHEMA = torch.library.infer_schema(_grouped_mm, mutates_args=(), op_name="grou
 _LIBRARY.define(_SCHEMA)
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("grouped_mm", _grouped_mm, _key)
-torch.library.register_fake("g4ir::grouped_mm", _grouped_room)
+torch.library.register_fake("g4ir::grouped_mm", _grouped_fake)
 
 
 #: op -> its lowering; one that is not here runs its reference

@@ -111,10 +111,10 @@ class CudaRuntime(ProgramRuntime):
             if choice.suppress:
                 allowed = allowed.index_fill(-1, never, float("-inf"))
             tokens: Tensor | None = None
-            for way in choice.ways:
-                found = sampling.choose(allowed, uniforms, draws, way)
-                mine = draws[:, sampling.WAY] == sampling.WAYS.index(way)
-                tokens = found if tokens is None else torch.where(mine, found, tokens)
+            for method in choice.methods:
+                sampled = sampling.choose(allowed, uniforms, draws, method)
+                selected = draws[:, sampling.METHOD] == sampling.METHODS.index(method)
+                tokens = sampled if tokens is None else torch.where(selected, sampled, tokens)
             assert tokens is not None
             return tokens
 

@@ -38,24 +38,24 @@ def schedule(g: Graph, target: Target) -> Schedule:
 def same_kernels(rows: int) -> int:
     """Return a batch size at which every node has the kernel that it has at `rows`, the same for
     all such batch sizes; the kernels' settings may be others."""
-    return next((most for most in (1, SKINNY) if rows <= most), SKINNY + 1)
+    return next((limit for limit in (1, SKINNY) if rows <= limit), SKINNY + 1)
 
 
 def any_length(s: Schedule) -> bool:
     """Whether a step costs what the rows hold, however many slots of their caches it is given."""
-    found = [s.find(n) for n in s.graph.nodes if n.definition.cache_range]
-    return bool(s.target.gpu) and all(found)
+    choices = [s.find(n) for n in s.graph.nodes if n.definition.cache_range]
+    return bool(s.target.gpu) and all(choices)
 
 
 def dense_bytes(s: Schedule) -> int:
     """Return the most bytes of weights that are made of their codes for one node."""
-    made = {n.out.name: n.out.type.nbytes() for n in s.graph.find("dequantize")}
+    dense = {n.out.name: n.out.type.nbytes() for n in s.graph.find("dequantize")}
 
-    def taken(n: Node) -> int:
+    def dequantized_bytes(n: Node) -> int:
         choice = s.find(n)
-        return 0 if choice and choice.kernel.coded else sum(made.get(v.name, 0) for v in n.inputs)
+        return 0 if choice and choice.kernel.coded else sum(dense.get(v.name, 0) for v in n.inputs)
 
-    return max(map(taken, s.graph.nodes), default=0)
+    return max(map(dequantized_bytes, s.graph.nodes), default=0)
 
 
 def _choose_all(

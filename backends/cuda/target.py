@@ -5,7 +5,7 @@ from __future__ import annotations
 from g4ir.backends.inductor.target import Target
 
 #: compute capability that the kernels need
-LEAST = (9, 0)
+MIN_CAPABILITY = (9, 0)
 #: goes for a GPU that is not at hand
 HOPPER = "h100"
 
@@ -13,7 +13,7 @@ HOPPER = "h100"
 def gpu_name(product: str, capability: tuple[int, int]) -> str:
     """Name a GPU: `NVIDIA H200` -> h200; another Hopper card goes by h100,
     others by their capability, such as sm_100; empty for a GPU that is too old."""
-    if capability < LEAST:
+    if capability < MIN_CAPABILITY:
         return ""
     for name in ("h200", HOPPER):
         if name in product.lower():

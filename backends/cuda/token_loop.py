@@ -65,17 +65,17 @@ class TokenLoop:
         """Set the rows: tokens to feed, tokens held, bool of the active ones, settings of draws;
         `stops` are the host's to find."""
         state = (self.tokens, self.lengths, self.active)
-        given = (tokens, lengths, active)
+        values = (tokens, lengths, active)
         if draws is not None:
             self.draws.copy_(draws)
-        for own, t in zip(state, given, strict=True):
-            own.copy_(t)
+        for target, t in zip(state, values, strict=True):
+            target.copy_(t)
         if self._replay is None:
             # Recording runs the step. It writes to the cache slots that the first true step
             # writes again, with the same values.
             self._replay = self._record(self._once)
-            for own, t in zip(state, given, strict=True):
-                own.copy_(t)
+            for target, t in zip(state, values, strict=True):
+                target.copy_(t)
         self.flaws.zero_()
         self._unread.clear()
 

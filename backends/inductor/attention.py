@@ -48,12 +48,12 @@ def attention_latent(
     positions: Tensor,
     written: Tensor,
     w: Tensor,
-    *held: Tensor,
+    *operands: Tensor,
 ) -> Tensor:
-    """Attend over rows that are keys and values at once."""
+    """Attend over rows that are both keys and values (MLA latents)."""
     if n.attrs["softcap"]:
-        return _reference(n, q, positions, written, w, *held)
-    cache, *chunk = held
+        return _reference(n, q, positions, written, w, *operands)
+    cache, *chunk = operands
     fresh, block_ids = split_chunk(chunk, 1)
     mask = _mask(n, positions, written, cache, bool(fresh), block_ids)
     (rows,) = _joined((cache,), fresh, q.dtype)
@@ -114,8 +114,8 @@ def _with_chunk(caches: tuple[Tensor, ...], fresh: tuple[Tensor, ...]) -> tuple[
 
 def _attend(n: Node, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, chunk: bool) -> Tensor:
     ring_of_one_row = n.attrs["window"] and n["q"].type.shape[0] == 1
-    form = _per_head if chunk and ring_of_one_row else _grouped
-    return form(q, k, v, mask, n.number("scale"))
+    attend = _per_head if chunk and ring_of_one_row else _grouped
+    return attend(q, k, v, mask, n.number("scale"))
 
 
 def _per_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -114,12 +114,12 @@ class TorchBackend(Backend):
         texts = texts_of(steps) if compiles else []
         return {"programs": {"calls": len(texts), "compiled": len(set(texts))}}
 
-    def load(self, task: Task, kept: Programs, cuda_graph: bool = True) -> Any:
+    def load(self, task: Task, files: Programs, cuda_graph: bool = True) -> Any:
         device = find_device(task.device)
-        recorded = task.program.graphs.keys() - kept.keys() if device.records else ()
+        recorded = task.program.graphs.keys() - files.keys() if device.records else ()
         steps = phase_steps(task.program, task.limits, recorded)
-        _check_programs(task, steps, kept)
-        return device.runtime(task, steps, kept, cuda_graph)
+        _check_programs(task, steps, files)
+        return device.runtime(task, steps, files, cuda_graph)
 
 
 def _compiles(device: str, settings: Mapping[str, str]) -> bool:
@@ -140,7 +140,7 @@ def texts_of(steps: Mapping[str, Sequence[Step]]) -> list[str]:
     return [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
 
 
-def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], kept: Programs) -> None:
+def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], files: Programs) -> None:
     """Raise EngineError unless every segment has a program that was made of it, or none has one, on
     a device that computes without."""
     folder = task.folder / "programs"
@@ -148,21 +148,21 @@ def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], kept: Progr
         name: [s.text if isinstance(s, Segment) else None for s in many]
         for name, many in steps.items()
     }
-    if kept.keys() != texts.keys():
+    if files.keys() != texts.keys():
         raise EngineError(
             f"{folder}: programs of {', '.join(texts)} expected, those of "
-            f"{', '.join(kept)} named; build the engine again"
+            f"{', '.join(files)} named; build the engine again"
         )
     checked: set[tuple[str, str]] = set()
-    without = find_device(task.device).records and not any(map(any, kept.values()))
+    without = find_device(task.device).records and not any(map(any, files.values()))
     for name, many in texts.items():
-        wanted = [not without and t is not None for t in many]
-        if wanted != [f is not None for f in kept[name]]:
+        expected = [not without and t is not None for t in many]
+        if expected != [f is not None for f in files[name]]:
             raise EngineError(
                 f"{folder}: the programs of {name} are not one for each segment; "
                 f"build the engine again"
             )
-        checked |= {(f, t) for f, t in zip(kept[name], many) if f and t}
+        checked |= {(f, t) for f, t in zip(files[name], many) if f and t}
     for file, text in sorted(checked):
         if not PROGRAM.fullmatch(file) or not (folder / file).is_file():
             raise EngineError(f"{folder}: no program {file!r}; build the engine again")

@@ -19,13 +19,13 @@ def cache_write(write: Write) -> Callable[..., Tensor]:
     """Return the lowering of a cache write whose chunks of several tokens `write` writes. Floats in
     8 bits move as bytes: the compiler chooses between no others."""
 
-    def lowered(m: Run, n: Node, cache: Tensor, new: Tensor, *place: Tensor) -> Tensor:
+    def lowered(m: Run, n: Node, cache: Tensor, new: Tensor, *span: Tensor) -> Tensor:
         bytewise = cache.dtype == torch.float8_e4m3fn
         target, rows = (t.view(torch.uint8) if bytewise else t for t in (cache, new))
         if n["new"].type.shape[1] == 1:
-            _write_one(target, rows, *place)
+            _write_one(target, rows, *span)
         else:
-            write(n, target, rows, *place)
+            write(n, target, rows, *span)
         return cache
 
     return lowered

@@ -122,9 +122,9 @@ def without_space(error: Exception, path: Path) -> LowerError | None:
 def _kernels_understood() -> Iterator[None]:
     """A context that raises an error where torch cannot tell what a kernel writes: torch would
     log it and copy every operand of the kernel, caches included."""
-    told: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("torch._dynamo")
     before = log.level, log.propagate
     log.setLevel(logging.WARNING)
@@ -136,7 +136,7 @@ def _kernels_understood() -> Iterator[None]:
         log.removeHandler(handler)
         log.propagate = before[1]
         log.setLevel(before[0])
-    if any("every input is mutated" in message for message in told):
+    if any("every input is mutated" in message for message in messages):
         raise RuntimeError("torch cannot tell which operands a kernel writes")
 
 
@@ -146,7 +146,7 @@ def _compile(text: str, target: Target, path: Path) -> None:
 
     options = options_of(text, target)
     package = _packaged(text, target, options)
-    if not _is_whole(package):  # a part, left in the compiler's cache by a killed compile
+    if not _is_complete(package):  # a part, left in the compiler's cache by a killed compile
         with fresh_cache():
             package = _packaged(text, target, options)
     with zipfile.ZipFile(package, "a") as archive:
@@ -172,12 +172,12 @@ def options_of(text: str, target: Target) -> dict[str, Any]:
     """Return the options of a program's compilation."""
     from torch._inductor import config
 
-    known = config.get_config_copy()
-    tables = {name: False for name in NO_TABLES if name in known}
+    config_names = config.get_config_copy()
+    tables = {name: False for name in NO_TABLES if name in config_names}
     return INDUCTOR | find_device(target.device).options(text) | tables
 
 
-def _is_whole(package: io.BytesIO) -> bool:
+def _is_complete(package: io.BytesIO) -> bool:
     """Whether no file in a package is empty that says something of the others."""
     with zipfile.ZipFile(package) as archive:
         return all(f.file_size for f in archive.infolist() if f.filename.endswith(".json"))
@@ -191,12 +191,12 @@ def marker(text: str) -> bytes:
 def check_program(path: Path, text: str) -> None:
     """Raise EngineError unless a program's file says that it was made of this segment: a program
     does not look at the sizes of what it is given. Runs nothing of it."""
-    wanted = marker(text)
+    expected = marker(text)
     with open_regular(path) as file:
         file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - len(wanted)))
-        found = file.read()
-    if found != wanted:
+        file.seek(max(0, file.tell() - len(expected)))
+        comment = file.read()
+    if comment != expected:
         raise EngineError(
             f"{path} was made for another segment than {first_node(text)}; build the engine again"
         )

@@ -70,7 +70,7 @@ def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:
 def dense(value: Any) -> Any:
     """Return the numbers that codes or rounded rows stand for; anything else as it is."""
     if isinstance(value, Rounded):
-        return fake_quantize_values(value.x, value.form)
+        return fake_quantize_values(value.x, value.fmt)
     if not isinstance(value, Coded):
         return value
     codes, scales = value.codes, value.scales

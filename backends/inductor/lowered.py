@@ -26,7 +26,7 @@ class Rounded:
     """Rows before `fake_quantize` rounds them to a form, for products that take them so."""
 
     x: Any
-    form: str
+    fmt: str
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ def cache_dir() -> Path:
 
 def from_cache(name: str, out: Path) -> bool:
     """Copy a kept program that is whole. TrustError where others could have put it there."""
-    kept, digest = cache_dir() / name, _digest_file(name)
-    if not (kept.is_file() and digest.is_file()):
+    cached, digest = cache_dir() / name, _digest_file(name)
+    if not (cached.is_file() and digest.is_file()):
         return False
-    for file in (kept, digest):
+    for file in (cached, digest):
         check_private(file.parent)
     copy = out / f"{name}.kept"
     try:
-        shutil.copyfile(kept, copy)
+        shutil.copyfile(cached, copy)
         right = sha256(copy) == digest.read_text()
         if right:
             copy.replace(out / name)
@@ -47,8 +47,8 @@ def keep_program(path: Path) -> None:
     try:
         if from_cache(path.name, path.parent):
             return
-        kept, digest = private(cache_dir()), private(_digest_file(path.name).parent)
-        write_file(kept / path.name, [path.read_bytes()])
+        cached, digest = private(cache_dir()), private(_digest_file(path.name).parent)
+        write_file(cached / path.name, [path.read_bytes()])
         write_file(digest / path.name, [sha256(path).encode()])
     except (TrustError, OSError):
         return

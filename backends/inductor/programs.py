@@ -26,9 +26,9 @@ def phase_steps(
     """Return the steps of each phase and tower, but for those `recorded`; an engine for one row has
     its batch dim fixed."""
     fixed = {"B": 1} if limits.max_batch == 1 else {}
-    others = ("embed", *recorded)
+    skipped = ("embed", *recorded)
     return {
         name: graph_steps(bind(g, **fixed))
         for name, g in program.graphs.items()
-        if name not in others
+        if name not in skipped
     }

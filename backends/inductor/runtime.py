@@ -104,9 +104,9 @@ class ProgramRuntime:
     def _load_params(self, names: Iterable[str], task: Task) -> dict[str, Tensor]:
         """Load each param once, tensor by tensor."""
         names, loaded = list(names), dict[str, Tensor]()
-        source, place = self._open_params(task)
+        source, move = self._open_params(task)
         for i, name in enumerate(names):
-            loaded[name] = place(source.tensor(name))
+            loaded[name] = move(source.tensor(name))
             if source is task.params:
                 source.release(name)
             task.progress(f"weights {i + 1}/{len(names)}")
@@ -203,12 +203,12 @@ def reason(error: Exception) -> str:
 
 def _freeing(plan: Sequence[BoundStep], keep: set[str]) -> list[BoundStep]:
     """Return each step with the values that die there; caches and `keep` live on."""
-    made = {name for b in plan for name in b.outputs} - keep
+    values = {name for b in plan for name in b.outputs} - keep
     out: list[BoundStep] = []
     for b in reversed(plan):
-        touched = {*(name for _, name in b.slots), *b.outputs} & made
+        touched = {*(name for _, name in b.slots), *b.outputs} & values
         out.append(replace(b, last=tuple(sorted(touched))))
-        made -= touched
+        values -= touched
     return out[::-1]
 
 

@@ -179,8 +179,8 @@ def _step(g: Graph, nodes: list[Node], keys: dict[str, Key], key: Key) -> Step:
 
 def part(g: Graph, name: str, nodes: Sequence[Node], outputs: Iterable[Value]) -> Graph:
     """Return some nodes of a graph as a graph, with what they read and the caches they write."""
-    made = {v.name for n in nodes for v in n.outputs}
-    read = dict.fromkeys(v for n in nodes for v in n.inputs if v.name not in made)
+    produced = {v.name for n in nodes for v in n.outputs}
+    read = dict.fromkeys(v for n in nodes for v in n.inputs if v.name not in produced)
     params, state = ({v.name for v in values} for values in (g.params, g.state))
     return Graph(
         name,
@@ -208,40 +208,40 @@ def writes_last(g: Graph, nodes: Sequence[Node]) -> list[Node]:
     """Put each write behind the last read of the old contents. LowerError where what it makes is
     used before."""
     writes = {old.name: n.outputs[0].name for n in nodes for old, _ in _updates(n)}
-    left = dict.fromkeys(writes.values(), 0)  # reads that a write waits for
+    pending = dict.fromkeys(writes.values(), 0)  # reads that a write waits for
     read = {
         n.outputs[0].name: {writes[v.name] for v in n.inputs if v.name in writes} for n in nodes
     }
     for name, waiting in read.items():
         waiting.discard(name)
         for write in waiting:
-            left[write] += 1
+            pending[write] += 1
     out: list[Node] = []
-    held: dict[str, Node] = {}  # writes that wait, by their first output
+    deferred: dict[str, Node] = {}  # writes that wait, by their first output
 
     def put(n: Node) -> None:
         out.append(n)
         for write in read[n.outputs[0].name]:
-            left[write] -= 1
+            pending[write] -= 1
 
     for n in nodes:
-        for w in held.values():
+        for w in deferred.values():
             if set(w.outputs) & set(n.inputs):
                 (old, new), *_ = _updates(w)
                 raise LowerError(f"torch: graph {g.name}: {old} is read after {new} replaced it")
-        if left.get(name := n.outputs[0].name):
-            held[name] = n
+        if pending.get(name := n.outputs[0].name):
+            deferred[name] = n
         else:
             put(n)
-        for name in [name for name in held if not left[name]]:
-            put(held.pop(name))
+        for name in [name for name in deferred if not pending[name]]:
+            put(deferred.pop(name))
     return out
 
 
 def canonical(g: Graph) -> Graph:
     """Name values by order of appearance, so that equal layers have equal text."""
-    made = [v for n in g.nodes for v in n.outputs]
-    groups = (("x", g.inputs), ("w", g.params), ("c", g.state), ("v", made))
+    outputs = [v for n in g.nodes for v in n.outputs]
+    groups = (("x", g.inputs), ("w", g.params), ("c", g.state), ("v", outputs))
     now = {
         v.name: Value(f"{prefix}{i}", v.type)
         for prefix, values in groups

@@ -34,7 +34,7 @@ from .target import Target
 #: lines that are shown of what a worker prints
 PRINTED_LINES = 200
 #: texts that wait for a process at a time, each in a thread
-MOST_WAITING = 64
+MAX_QUEUED = 64
 
 
 def compile_all(
@@ -126,9 +126,9 @@ class Workers:
     def __init__(self, count: int, device: str) -> None:
         pairs = [socket.socketpair() for _ in range(count)]
         theirs = [other.fileno() for _, other in pairs]
-        self._pool, self._idle = ThreadPoolExecutor(MOST_WAITING), SimpleQueue[IO[str]]()
-        for own, _ in pairs:
-            self._idle.put(own.makefile("rw"))
+        self._pool, self._idle = ThreadPoolExecutor(MAX_QUEUED), SimpleQueue[IO[str]]()
+        for ours, _ in pairs:
+            self._idle.put(ours.makefile("rw"))
         self._printed = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self._server = subprocess.Popen(
             python(__name__, f"serve({os.getpid()}, {theirs}, {device!r})"),
@@ -182,9 +182,9 @@ class Workers:
 
     def _status(self) -> int:
         """Return how the first process ended, as subprocess has it; it stays there for `kill`."""
-        found = os.waitid(os.P_PID, self._server.pid, os.WEXITED | os.WNOWAIT)
-        assert found
-        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        status = os.waitid(os.P_PID, self._server.pid, os.WEXITED | os.WNOWAIT)
+        assert status
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
     def _output(self) -> Exception:
         size = os.fstat(self._printed.fileno()).st_size
@@ -231,7 +231,7 @@ def _end_with(parent: int) -> None:
 
 def _answer(channel: int) -> None:
     """Compile what each line names; answer null or the error."""
-    with socket.socket(fileno=channel) as own, own.makefile("rw") as lines:
+    with socket.socket(fileno=channel) as connection, connection.makefile("rw") as lines:
         while line := lines.readline():
             text, target, path = json.loads(line)
             try:

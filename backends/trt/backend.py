@@ -90,7 +90,7 @@ class TrtBackend(Backend):
         return replace(self, host=self.host.aimed(target))
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         target = self.host.target
         return f"on a GPU of {target.gpus}" if target.ahead_of_time else "where it was built"
 

@@ -204,7 +204,7 @@ def _not_here(found: Artefact) -> str:
     again = "build it again with --device cpu, or " if "cpu" in backend.devices else ""
     has = "has another GPU" if torch.cuda.is_available() else "sees no CUDA device"
     why = f"{found.path} was built for cuda and this torch {has}"
-    return f"{why}; {again}run it {backend.place}"
+    return f"{why}; {again}run it {backend.location}"
 
 
 def _check_machine(found: Artefact, backend: Backend) -> None:

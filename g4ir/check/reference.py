@@ -35,7 +35,7 @@ from g4ir.weights.random import random_weights
 def reference_engine(engine: Engine, resident: bool = False) -> Engine:
     """Return an engine that interprets the same text graphs, without towers. Its params are
     computed from the engine's source; with `resident` they are those of the engine's runtime."""
-    return replace(engine, runtime=interpreted(engine, "held" if resident else "made"))
+    return replace(engine, runtime=interpreted(engine, "resident" if resident else "stored"))
 
 
 def with_run(engine: Engine, run: Callable[..., Tensors | None]) -> Engine:
@@ -47,7 +47,7 @@ def with_run(engine: Engine, run: Callable[..., Tensors | None]) -> Engine:
 
 def float64_engine(engine: Engine) -> Engine:
     """Return an engine that interprets the text graphs in float64, on params of the engine."""
-    return replace(engine, runtime=interpreted(engine, "wide"))
+    return replace(engine, runtime=interpreted(engine, "float64"))
 
 
 def plain_packing(engine: Engine) -> Packing:

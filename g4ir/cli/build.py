@@ -96,7 +96,7 @@ class Build(Verb):
             prepared = prepare(spec, options, dry=self.dry_run, dump=dump)
             here = prepared.backend.has_device(prepared.config.device)
             if self.verify and not (here or self.dry_run):
-                raise InputError(f"--verify runs the engine: do that {prepared.backend.place}")
+                raise InputError(f"--verify runs the engine: do that {prepared.backend.location}")
             out = self._out(prepared.config.spec)
             _tell_notes(prepared)
             if self.dry_run:
@@ -110,7 +110,7 @@ class Build(Verb):
         if options.tp > 1:
             console.say(f"run it by torchrun --nproc-per-node {options.tp} -m g4ir run {out} ...")
         if not here:
-            console.say(f"run it {prepared.backend.place}")
+            console.say(f"run it {prepared.backend.location}")
         if self.verify:
             load = Programs(trust=not written.known)
             return compared(str(out), load, self.json, checkpoint=options.checkpoint)

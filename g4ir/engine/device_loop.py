@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from g4ir.backends.base import DeviceChoice
-from g4ir.backends.sampling import GREEDY, WAYS
+from g4ir.backends.sampling import GREEDY, METHODS
 
 from .parts import EngineParts
 from .requests import SequenceState
@@ -47,7 +47,7 @@ class TokenSteps:
         self.steps = self.received = 0
         tokens, self.active, draws = _rows(session, running)
         samplers = {s.slot: s.sampler for s in running}
-        self.draws = any(s.params.way != GREEDY for s in samplers.values())
+        self.draws = any(s.params.method != GREEDY for s in samplers.values())
         stops = [tuple(samplers[b].stops) if a else () for b, a in enumerate(self.active)]
         loop.start(tokens, session.length, self.active, draws, stops)
 
@@ -129,8 +129,8 @@ def open_loop(
         return None
     if any(d.source != NGRAM for d in drafters.values()) or any_draft(running, drafters):
         return None
-    methods = {p.way for p in params}
-    choice = DeviceChoice(tuple(method for method in WAYS if method in methods), suppress)
+    methods = {p.method for p in params}
+    choice = DeviceChoice(tuple(method for method in METHODS if method in methods), suppress)
     args = engine.embed, session.state, session.batch, choice
     loop = engine.runtime.token_loop(*args, engine.tables)
     return loop and TokenSteps(loop, session, running, drafters)

@@ -186,7 +186,7 @@ class Session:
     def snapshot(self) -> Snapshot:
         """Copy what every row holds, for `restore`, which also brings back what rings overwrote."""
         held, length = int(self.length.max()), self.length.clone()
-        caches = self.state.kept(held) if held else None
+        caches = self.state.snapshot(held) if held else None
         return Snapshot(length, self._written.clone(), caches, self.hidden.copy(length))
 
     def restore(self, kept: Snapshot) -> None:
@@ -196,7 +196,7 @@ class Session:
                 f"restore: a snapshot of {len(kept.length)} rows; the session has {self.batch}"
             )
         if kept.caches:
-            self.state.put(kept.caches)
+            self.state.restore(kept.caches)
         self.length, self._written = kept.length.clone(), kept.written.clone()
         self.hidden = kept.hidden.copy(kept.length)
 

@@ -63,7 +63,7 @@ def products(
     rounded: bool = False,
 ) -> list[torch.Tensor]:
     """Return the products of a weight in tiles with several x, as the emulated CPU makes them."""
-    form, kind, request = pyops.FORMS[codes.dtype], pyops.DTYPES[scales.dtype], b""
+    form, kind, request = pyops.FORMAT_IDS[codes.dtype], pyops.DTYPES[scales.dtype], b""
     for x in xs:
         parts = [*map(data, (codes, scales, x))]
         sizes = (len(x), OUTS, x.shape[1], scales.shape[1], *map(len, parts))

@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 
 from g4ir.backends.cuda.kernels import KERNELS
-from g4ir.backends.cuda.kernels.base import Choice, Kernel, Sample, Schedule, held
+from g4ir.backends.cuda.kernels.base import Choice, Kernel, Sample, Schedule, codes_and_scales
 from g4ir.backends.cuda.lowerings import GpuLowered
 from g4ir.backends.inductor.lower import dense
 from g4ir.backends.inductor.lowered import Coded, Run
@@ -59,8 +59,8 @@ def draw(n: Node, s: Sample, size: float) -> list[Tensor]:
     caches = range(*n.definition.cache_range(**n.attrs)) if n.definition.cache_range else range(0)
 
     def one(i: int, text: str) -> Tensor:
-        if i in s.given:
-            return torch.tensor(s.given[i])
+        if i in s.values:
+            return torch.tensor(s.values[i])
         shape, dtype = [int(d) for d in n.inputs[i].type.shape], n.inputs[i].type.dtype
         if i in caches and dtype in ("i8", "f8e4m3"):
             x = size * torch.randn(
@@ -145,7 +145,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def parts(x: Any) -> list[Tensor]:
     """A tensor, or the codes and scales of a weight."""
-    return [t.float() for t in held(x) if t is not None]
+    return [t.float() for t in codes_and_scales(x) if t is not None]
 
 
 def copied(x: Any) -> Any:

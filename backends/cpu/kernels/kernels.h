@@ -83,7 +83,7 @@ int g4ir_run_instructions(const void *instructions, const void *operands, int64_
 int g4ir_run_steps(const void *instructions, const void *operands, int64_t count, int64_t *pace,
                    float *room, int threads);
 /* Wants more steps of a program that runs in another thread; 0 if it has ended. */
-int g4ir_want_steps(int64_t *pace, int64_t more);
+int g4ir_request_steps(int64_t *pace, int64_t more);
 /* Returns once so many steps are done, or have failed. */
 void g4ir_wait_steps(int64_t *pace, int64_t steps);
 

@@ -903,7 +903,7 @@ int g4ir_run_steps(const void *instructions, const void *operands, int64_t count
     }
 }
 
-int g4ir_want_steps(int64_t *pace, int64_t more) {
+int g4ir_request_steps(int64_t *pace, int64_t more) {
     int64_t wanted = get(pace, WANTED);
     while (wanted != ENDED)
         if (__atomic_compare_exchange_n(pace + WANTED, &wanted, wanted + more, 0, __ATOMIC_SEQ_CST,

@@ -10,7 +10,7 @@ import pkgutil
 
 from .base import Kernel
 
-_FILES = [found.name for found in pkgutil.iter_modules(__path__)]
+_FILES = [module.name for module in pkgutil.iter_modules(__path__)]
 #: a node becomes the first whose rule takes it
 KERNELS: tuple[Kernel, ...] = tuple(
     kernel

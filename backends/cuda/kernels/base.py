@@ -43,12 +43,12 @@ class Sample:
     inputs: tuple[str, ...]
     attrs: Mapping[str, Any] = field(default_factory=dict)
     use: Mapping[str, Any] = field(default_factory=dict)
-    given: Mapping[int, Any] = field(default_factory=dict)
+    values: Mapping[int, Any] = field(default_factory=dict)
     packed: bool = False
     coded: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
 
-def held(w: Any) -> tuple[Any, Any]:
+def codes_and_scales(w: Any) -> tuple[Any, Any]:
     """Return a weight and None, or its codes and their scales."""
     return (w.codes, w.scales) if isinstance(w, Coded) else (w, None)
 
@@ -130,9 +130,9 @@ def is_skinny(n: Node, target: Target) -> bool:
 
 def size(t: Type, axis: int) -> int:
     """Return a dim that is a number."""
-    found = t.shape[axis]
-    assert isinstance(found, int)
-    return found
+    dim = t.shape[axis]
+    assert isinstance(dim, int)
+    return dim
 
 
 def codes_of(g: Graph, v: Value) -> dict[str, int]:
@@ -143,14 +143,14 @@ def codes_of(g: Graph, v: Value) -> dict[str, int]:
         return {}
     codes, k = n["codes"].type, size(v.type, -1)
     group = k // size(n["scales"].type, -1)
-    whole = group == k or (group >= 16 and group & (group - 1) == 0)
-    whole &= k % 8 == 0 and codes.dtype in PACKED
-    return {FORMAT_OF[codes.dtype]: group} if whole else {}
+    supported = group == k or (group >= 16 and group & (group - 1) == 0)
+    supported &= k % 8 == 0 and codes.dtype in PACKED
+    return {FORMAT_OF[codes.dtype]: group} if supported else {}
 
 
 def is_quantised(shape: Shape) -> bool:
     """Whether a shape has what `codes_of` returns of a weight."""
-    return any(form in shape for form in FORMATS)
+    return any(fmt in shape for fmt in FORMATS)
 
 
 def row_tile(shape: Shape) -> int:
@@ -197,14 +197,14 @@ def attention_sample(
     scale: float = 0.3,
     softcap: float = 0.0,
     pairs: int | None = None,
-    narrow: str = "",
+    kv_dtype: str = "",
 ) -> Sample:
     """Return rows of which `lengths` tokens are in caches of `slots`: the newest of these attends,
     or a chunk of `tokens` that follows. `heads`: of queries and of keys; `pairs`: that are
-    rotated, of a latent cache; `narrow`: what the caches' rows are held in, if not the dtype."""
+    rotated, of a latent cache; `kv_dtype`: what the caches' rows are held in, if not the dtype."""
     b, s, (nq, n) = len(lengths), tokens or 1, heads
     widths = [d, d] if pairs is None else [d + 2 * pairs]
-    kept = [(narrow or "T", quantized_width(w, narrow) if narrow else w) for w in widths]
+    layouts = [(kv_dtype or "T", quantized_width(w, kv_dtype) if kv_dtype else w) for w in widths]
     attrs: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap}
     if pairs is not None:
         attrs["pairs"] = pairs
@@ -215,8 +215,8 @@ def attention_sample(
             f"i64[{b},{s}]",
             f"i64[{b}]",
             *[f"*T[{d}]"] * (pairs is not None),
-            *(f"{t}[{slots},{b},{n},{w}]" for t, w in kept),
-            *(f"{t}[{b},{tokens},{n},{w}]" for t, w in kept * bool(tokens)),
+            *(f"{t}[{slots},{b},{n},{w}]" for t, w in layouts),
+            *(f"{t}[{b},{tokens},{n},{w}]" for t, w in layouts * bool(tokens)),
         ),
         attrs,
         use,

@@ -27,11 +27,11 @@ CODED = {torch_dtype(codes): FORMAT_OF[codes] for codes in PACKED}
 
 
 @triton.jit
-def rows_of(w, row, K, FORM):
+def rows_of(w, row, K, FORMAT):
     """Pointers to rows of a weight of K columns: of words in int4."""
-    if FORM == "int4":
+    if FORMAT == "int4":
         w = w.to(tl.pointer_type(tl.int32), bitcast=True)
-    return w + row.to(tl.int64) * (K // 8 if FORM == "int4" else K)
+    return w + row.to(tl.int64) * (K // 8 if FORMAT == "int4" else K)
 
 
 @triton.jit
@@ -41,9 +41,9 @@ def scales_of(scales, row, K, GROUP):
 
 
 @triton.jit
-def row_scaled(sums, scales, live, FORM, GROUP):
+def row_scaled(sums, scales, live, FORMAT, GROUP):
     """Sums of the products of rows [R, M], times the rows' scale where they have one."""
-    if FORM != "" and GROUP == 0:
+    if FORMAT != "" and GROUP == 0:
         sums = sums * tl.load(scales, mask=live, other=0.0).to(tl.float32)[:, None]
     return sums
 
@@ -109,9 +109,9 @@ def _word_products(word, x, exponent, W):
 
 
 @triton.jit
-def _one_row(x, w, scales, live, exponent, K, BLOCK_K, R, STAGES, FORM, GROUP):
+def _one_row(x, w, scales, live, exponent, K, BLOCK_K, R, STAGES, FORMAT, GROUP):
     """fp32 [R, 1]: what `sums_of` adds for one row of x, without its rows' own scales."""
-    EACH: tl.constexpr = 8 if FORM == "int4" else 1
+    EACH: tl.constexpr = 8 if FORMAT == "int4" else 1
     W: tl.constexpr = BLOCK_K // EACH
     j, k = tl.arange(0, W), tl.arange(0, BLOCK_K)
     sums = tl.zeros([R, W], tl.float32)
@@ -125,7 +125,7 @@ def _one_row(x, w, scales, live, exponent, K, BLOCK_K, R, STAGES, FORM, GROUP):
             other=0.0,
             eviction_policy="evict_first",
         )
-        t = _word_products(t, a, exponent, W) if FORM == "int4" else t.to(tl.float32) * a
+        t = _word_products(t, a, exponent, W) if FORMAT == "int4" else t.to(tl.float32) * a
         if GROUP:
             t = _scaled(t, scales, live, at, K, W, BLOCK_K, R, GROUP, 0)
         sums += t
@@ -133,35 +133,35 @@ def _one_row(x, w, scales, live, exponent, K, BLOCK_K, R, STAGES, FORM, GROUP):
 
 
 @triton.jit
-def sums_of(x, real, w, scales, row, live, K, BLOCK_M, BLOCK_K, R, STAGES, FORM, GROUP):
+def sums_of(x, real, w, scales, row, live, K, BLOCK_M, BLOCK_K, R, STAGES, FORMAT, GROUP):
     """fp32 [R, BLOCK_M]: sum over k of x[m][k] * weight[row][k].
 
     x: pointers to rows [BLOCK_M], those that are `real`; row [R]: rows of w [.., K], those that are
     `live`. One row multiplies and adds in fp32; more, from 16 on, go to tensor cores.
     """
     exponent = bits_of_16(w)
-    w, scales = rows_of(w, row, K, FORM), scales_of(scales, row, K, GROUP)
+    w, scales = rows_of(w, row, K, FORMAT), scales_of(scales, row, K, GROUP)
     if BLOCK_M == 1:
-        sums = _one_row(x, w, scales, live, exponent, K, BLOCK_K, R, STAGES, FORM, GROUP)
+        sums = _one_row(x, w, scales, live, exponent, K, BLOCK_K, R, STAGES, FORMAT, GROUP)
     else:
         sums = tl.zeros([R, BLOCK_M], tl.float32)
         for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            t = weight_tile(w, scales, live, at, exponent, K, BLOCK_K, R, FORM, GROUP)
+            t = weight_tile(w, scales, live, at, exponent, K, BLOCK_K, R, FORMAT, GROUP)
             k = at + tl.arange(0, BLOCK_K)
             inside = real[None, :] & (k < K)[:, None]
             a = tl.load(x[None, :] + k[:, None], mask=inside, other=0.0)
             sums = tl.dot(t.to(a.dtype), a, sums, input_precision="ieee")
-    return row_scaled(sums, scales, live, FORM, GROUP)
+    return row_scaled(sums, scales, live, FORMAT, GROUP)
 
 
 @triton.jit
-def weight_tile(w, scales, live, at, exponent, K, BLOCK_K, R, FORM, GROUP):
+def weight_tile(w, scales, live, at, exponent, K, BLOCK_K, R, FORMAT, GROUP):
     """[R, BLOCK_K] of a weight from column `at`: as it is stored, or fp32. Behind its end it is
     zero, and int4 with one scale for a row is not: there x has to be.
 
     w, scales: pointers to rows, of `rows_of` and `scales_of`; a row's own scale is not applied.
     exponent: of `bits_of_16`."""
-    EACH: tl.constexpr = 8 if FORM == "int4" else 1
+    EACH: tl.constexpr = 8 if FORMAT == "int4" else 1
     W: tl.constexpr = BLOCK_K // EACH
     here = at // EACH + tl.arange(0, W)
     t = tl.load(
@@ -170,20 +170,20 @@ def weight_tile(w, scales, live, at, exponent, K, BLOCK_K, R, FORM, GROUP):
         other=0.0,
         eviction_policy="evict_first",
     )
-    if FORM == "int4":
-        t = _numbers(t, exponent, R, BLOCK_K)
+    if FORMAT == "int4":
+        t = _dequantize_words(t, exponent, R, BLOCK_K)
         if not GROUP:
             t -= 24.0
-    elif FORM != "":
+    elif FORMAT != "":
         t = t.to(tl.float32)
     if GROUP:
-        OFFSET: tl.constexpr = 24 if FORM == "int4" else 0
+        OFFSET: tl.constexpr = 24 if FORMAT == "int4" else 0
         t = _scaled(t, scales, live, at, K, BLOCK_K, BLOCK_K, R, GROUP, OFFSET)
     return t
 
 
 @triton.jit
-def _numbers(word, exponent, R, BLOCK_K):
+def _dequantize_words(word, exponent, R, BLOCK_K):
     """24 + each code, fp32 [R, BLOCK_K], of words [R, BLOCK_K / 8]."""
     a = tl.join(_nibble(word, 0, exponent), _nibble(word, 4, exponent))
     b = tl.join(_nibble(word, 1, exponent), _nibble(word, 5, exponent))
@@ -192,17 +192,17 @@ def _numbers(word, exponent, R, BLOCK_K):
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (R, BLOCK_K))
 
 
-def form_of(w: Tensor, scales: Tensor | None, prefix: str = "") -> dict[str, Any]:
+def format_constants(w: Tensor, scales: Tensor | None, prefix: str = "") -> dict[str, Any]:
     """Return the constants FORM and GROUP of a weight. ValueError for one whose rows do not
     follow one another."""
     for t in (w, scales):
         if t is not None and not t.is_contiguous():
             raise ValueError(f"weight of strides {t.stride()}: its rows must follow one another")
     if scales is None:
-        return {f"{prefix}FORM": "", f"{prefix}GROUP": 0}
+        return {f"{prefix}FORMAT": "", f"{prefix}GROUP": 0}
     groups = scales.shape[-1]
     return {
-        f"{prefix}FORM": CODED[w.dtype],
+        f"{prefix}FORMAT": CODED[w.dtype],
         f"{prefix}GROUP": columns(w) // groups if groups > 1 else 0,
     }
 
@@ -214,5 +214,5 @@ def columns(w: Tensor) -> int:
 
 def dense(w: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return a weight, made of its codes where it is held so."""
-    made: Tensor = w if scales is None else dequantize_codes(w, scales, dtype)
-    return made
+    weight: Tensor = w if scales is None else dequantize_codes(w, scales, dtype)
+    return weight

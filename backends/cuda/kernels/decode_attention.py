@@ -14,15 +14,15 @@ from .base import attention_sample as sample
 
 WARPS = {"warps": 8, "stages": 3}
 #: numbers of partial results, half a MiB, that one program adds up
-ADDED = 1 << 17
+MAX_REDUCED = 1 << 17
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
     """Return the shape; None where heads are not whole groups of the codes that a cache holds."""
-    shape, held = attention_shape(n), n.caches[0].type
+    shape, cache = attention_shape(n), n.caches[0].type
     if shape is None or n.chunk or not is_row(n["q"].type):
         return None
-    if held.dtype == "i8" and size(n["q"].type, -1) % GROUP:
+    if cache.dtype == "i8" and size(n["q"].type, -1) % GROUP:
         return None
     return shape | {"programs": target.rows * shape["kv_heads"]}
 
@@ -31,9 +31,9 @@ def _estimate(shape: Shape) -> Use:
     """Return splits that give a program to each of some 128 multiprocessors; 8 of a window, and no
     more than one program can add up of others."""
     programs = 1 << (shape["programs"] - 1).bit_length()
-    most = 8 if shape["window"] else max(1, ADDED // (shape["group"] * shape["d"]))
+    max_splits = 8 if shape["window"] else max(1, MAX_REDUCED // (shape["group"] * shape["d"]))
     block_n = 64 if shape["window"] else 32
-    return {"splits": min(most, max(1, 128 // programs)), "block_n": block_n} | WARPS
+    return {"splits": min(max_splits, max(1, 128 // programs)), "block_n": block_n} | WARPS
 
 
 def _latent_estimate(shape: Shape) -> Use:
@@ -41,13 +41,13 @@ def _latent_estimate(shape: Shape) -> Use:
 
 
 def _attention(
-    run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, *held: Any
+    run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, *operands: Any
 ) -> Any:
     """Attend over K and V, or over a latent cache, whose norm's weight comes before it."""
     from .decode_attention_triton import decode_attention
 
     latent = n.op == "attention_latent"
-    w, caches = (held[0], held[1:]) if latent else (None, held)
+    w, caches = (operands[0], operands[1:]) if latent else (None, operands)
     return decode_attention(
         *(q, written, w, list(caches), zeros_of(q)),
         **masking(n),
@@ -77,7 +77,7 @@ SIZES = [
     sample((41,), 64, 0, _use(3, block_n), 0, (group, 1), d)
     for block_n, group, d in ((8, 3, 24), (16, 32, 64), (64, 3, 64), (8, 32, 24))
 ]
-OTHERS = [
+EDGE_CASES = [
     sample((41,), 64, 0, _use(3), scale=180.0),  # the running maximum
     sample((41,), 64, 0, _use(2), softcap=0.5),
     sample((100_003, 65_536), W, W, _use(2)),  # slots follow from late positions
@@ -99,8 +99,8 @@ LATENT = [
 
 #: quantised rows: rings, lists, one key, more shares than blocks, padded columns, groups
 NARROW = [
-    sample(lengths, *layout, _use(splits, 8), 0, heads, d, narrow=narrow)
-    for narrow in ("i8", "f8e4m3")
+    sample(lengths, *layout, _use(splits, 8), 0, heads, d, kv_dtype=kv_dtype)
+    for kv_dtype in ("i8", "f8e4m3")
     for lengths, layout, splits, heads, d in (
         (SHORT, LAYOUTS[0], 1, (2, 1), 32),
         (LONG, LAYOUTS[1], 3, (4, 2), 96),
@@ -108,8 +108,8 @@ NARROW = [
     )
 ]
 NARROW_LATENT = [
-    sample(LONG, 64, 0, _use(3, 8), heads=(4, 2), d=d, pairs=pairs, narrow=narrow)
-    for narrow in ("i8", "f8e4m3")
+    sample(LONG, 64, 0, _use(3, 8), heads=(4, 2), d=d, pairs=pairs, kv_dtype=kv_dtype)
+    for kv_dtype in ("i8", "f8e4m3")
     for d, pairs in ((32, 8), (96, 5), (32, 0))
 ]
 
@@ -119,7 +119,7 @@ KERNELS = (
         starts={"decode_attention": 1},
         rule=_shape,
         call=_attention,
-        samples=(*LENGTHS, *HEADS, *SIZES, *OTHERS, *NARROW),
+        samples=(*LENGTHS, *HEADS, *SIZES, *EDGE_CASES, *NARROW),
         error=5e-6,
         differ=None,
         uses={"decode_attention": _estimate},

@@ -35,7 +35,7 @@ from .launch import is_last, power_of_2, start, takes, tanh
 Tensor = torch.Tensor
 
 #: Bytes of partial results that are on their way while one is added, and their number at most.
-ON_THE_WAY, AHEAD = 64 * 1024, 8
+IN_FLIGHT_BYTES, AHEAD = 64 * 1024, 8
 
 #: Codes that share a scale in rows of 8 bits, and the most latent rows of these that are taken at a
 #: time: on their way to numbers they need twice the registers.
@@ -46,15 +46,15 @@ EACH, CODED_KEYS = tl.constexpr(CODES), 16
 def _span(end, slots, split, WINDOW, SPLITS, N):
     """The query sees the keys of positions first .. end - 1: `first`, the keys lo .. hi - 1 of this
     split, counted from there, and how many splits have keys (one, if there are none)."""
-    seen = tl.minimum(end, slots)
+    visible = tl.minimum(end, slots)
     if WINDOW > 0:
-        seen = tl.minimum(seen, WINDOW)
-    seen = tl.maximum(seen, 0)
-    first = end - seen
-    seen = seen.to(tl.int32)
-    share = tl.maximum(tl.cdiv(seen, SPLITS), N)
-    used = tl.maximum(tl.cdiv(seen, share), 1)
-    return first, split * share, tl.minimum((split + 1) * share, seen), used
+        visible = tl.minimum(visible, WINDOW)
+    visible = tl.maximum(visible, 0)
+    first = end - visible
+    visible = visible.to(tl.int32)
+    per_split = tl.maximum(tl.cdiv(visible, SPLITS), N)
+    used = tl.maximum(tl.cdiv(visible, per_split), 1)
+    return first, split * per_split, tl.minimum((split + 1) * per_split, visible), used
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _tile(rows, real, cols, WIDTH):
 
 
 @triton.jit
-def _numbers(rows, real, cols, AT, WIDTH, ROW, like):
+def _dequantized_tile(rows, real, cols, AT, WIDTH, ROW, like):
     """Columns AT + cols, below AT + WIDTH, of rows of a cache, as numbers of `like`'s dtype. ROW:
     how many numbers a row of codes has, behind which its scales lie (narrow.py); 0: no codes."""
     t = _tile(rows + AT, real, cols, WIDTH)
@@ -199,8 +199,8 @@ def _attended(
         i = at + tl.arange(0, N)
         slot = _slots(i, origin, slots)
         rows = keys + slot * by_slot
-        k = _numbers(rows, i < hi, cols, 0, D, ROW, query)
-        v = _numbers(values + slot * by_slot, i < hi, cols, 0, D, ROW, query)
+        k = _dequantized_tile(rows, i < hi, cols, 0, D, ROW, query)
+        v = _dequantized_tile(values + slot * by_slot, i < hi, cols, 0, D, ROW, query)
         s = tl.dot(query, tl.trans(k), input_precision="ieee")
         p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
         o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
@@ -232,10 +232,10 @@ def _attended_latent(q, w, cache, by_slot, share, factors, CAPPED, GROUP, D, P, 
     for at in range(lo, hi, N):
         i = at + tl.arange(0, N)
         rows = cache + _slots(i, origin, slots) * by_slot
-        v = _numbers(rows, i < hi, cols, 0, D, ROW, still)
+        v = _dequantized_tile(rows, i < hi, cols, 0, D, ROW, still)
         s = tl.dot(still, tl.trans(v), input_precision="ieee")
         if P > 0:
-            k = _numbers(rows, i < hi, dims, D, 2 * P, ROW, still)
+            k = _dequantized_tile(rows, i < hi, dims, D, 2 * P, ROW, still)
             s = tl.dot(turned, tl.trans(k), s, input_precision="ieee")
         p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
         o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
@@ -323,10 +323,10 @@ def workspace(out: Tensor, kv_heads: int, splits: int) -> tuple[Tensor, Tensor, 
     """Return partial results, their maxima and sums, and the constants of the sums."""
     b, _, heads, d = out.shape
     group = heads // kv_heads
-    ahead = max(2, min(AHEAD, splits, ON_THE_WAY // (4 * group * d)))
-    held = splits if splits > 1 else 0
-    parts = out.new_empty((b, kv_heads, held, group, d), dtype=torch.float32)
-    stats = out.new_empty((b, kv_heads, held, 2, group), dtype=torch.float32)
+    ahead = max(2, min(AHEAD, splits, IN_FLIGHT_BYTES // (4 * group * d)))
+    stored = splits if splits > 1 else 0
+    parts = out.new_empty((b, kv_heads, stored, group, d), dtype=torch.float32)
+    stats = out.new_empty((b, kv_heads, stored, 2, group), dtype=torch.float32)
     return parts, stats, {"SPLITS": splits, "STAGES": ahead + 1}
 
 
@@ -392,12 +392,12 @@ def decode_attention(
     keys, values = caches if len(caches) == 2 else (caches[0], None)
     if values is not None and values.stride() != keys.stride():
         raise ValueError(f"caches of strides {keys.stride()} and {values.stride()}: not alike")
-    given: list[Any] = [q.contiguous(), end, w, keys, values, arrivals, parts, stats, out]
-    given += [slots, *keys.stride()[:3], *factors(scale, softcap)]
+    operands: list[Any] = [q.contiguous(), end, w, keys, values, arrivals, parts, stats, out]
+    operands += [slots, *keys.stride()[:3], *factors(scale, softcap)]
     start(
         _decode,
         (splits, n, b),
-        DecodeOperands(*given),
+        DecodeOperands(*operands),
         LATENT=w is not None,
         **_layout(q, keys, w is not None, block_n),
         **constants(out, n, window, softcap),

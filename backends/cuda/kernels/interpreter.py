@@ -48,8 +48,8 @@ def interpreted() -> Iterator[None]:
 
 def _converted(x: Any, source: Any, target: Any, mode: Any) -> Any:
     if source == tl.float32 and target == tl.bfloat16:
-        whole = torch.from_numpy(np.ascontiguousarray(x)).view(torch.float32)
-        return whole.bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(x.shape)
+        values = torch.from_numpy(np.ascontiguousarray(x)).view(torch.float32)
+        return values.bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(x.shape)
     return _convert(x, source, target, mode)
 
 

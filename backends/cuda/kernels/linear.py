@@ -15,8 +15,8 @@ from .base import (
     Sample,
     Shape,
     Use,
+    codes_and_scales,
     codes_of,
-    held,
     is_quantised,
     is_skinny,
     row_tile,
@@ -26,8 +26,8 @@ from .base import (
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
     w = n["w"].type
-    found = {"rows": target.rows, "n": size(w, 0), "k": size(w, 1)}
-    return found | codes_of(g, n["w"]) if is_skinny(n, target) else None
+    shape = {"rows": target.rows, "n": size(w, 0), "k": size(w, 1)}
+    return shape | codes_of(g, n["w"]) if is_skinny(n, target) else None
 
 
 def _one_row(shape: Shape, block_n: int) -> Use:
@@ -64,7 +64,7 @@ def _glu(shape: Shape) -> Use:
 def _linear(run: Run, n: Node, choice: Choice, x: Any, w: Any, up: Any = None) -> Any:
     from .linear_triton import skinny_linear
 
-    w, scales = held(w)
+    w, scales = codes_and_scales(w)
     act = "" if n.op == "linear" else n.word("act")
     return skinny_linear(x, w, up, act, **choice.use, scales=scales)
 
@@ -76,46 +76,46 @@ def _use(block_m: int, block_n: int, block_k: int = 32, **more: int) -> dict[str
 
 
 #: both inner loops, with few rows and with more than `block_m`
-ONE, MANY, WIDE, WIDEST = _use(1, 4), _use(16, 16), _use(32, 16), _use(64, 16)
+M1, M16, M32, M64 = _use(1, 4), _use(16, 16), _use(32, 16), _use(64, 16)
 #: rows, n, k, settings: tiny, odd, not whole blocks, whole blocks
 PRODUCTS = [
-    (1, 1, 1, ONE),
-    (1, 17, 100, ONE),
-    (3, 5, 33, ONE),
-    (1, 32, 96, MANY),
-    (2, 3, 7, MANY),
-    (3, 17, 100, MANY),
-    (16, 5, 33, MANY),
-    (19, 32, 96, MANY),
-    (27, 17, 100, WIDE),
-    (33, 17, 100, WIDEST),
-    (64, 32, 96, WIDEST),
+    (1, 1, 1, M1),
+    (1, 17, 100, M1),
+    (3, 5, 33, M1),
+    (1, 32, 96, M16),
+    (2, 3, 7, M16),
+    (3, 17, 100, M16),
+    (16, 5, 33, M16),
+    (19, 32, 96, M16),
+    (27, 17, 100, M32),
+    (33, 17, 100, M64),
+    (64, 32, 96, M64),
     (1, 40, 1536, _use(1, 8, 512, stages=4)),
     (5, 72, 1536, _use(16, 64, 128, stages=3)),
 ]
-GATED = [(1, 5, 33, ONE), (3, 32, 96, MANY), (16, 5, 33, MANY), (2, 37, 45, ONE)]
+GATED = [(1, 5, 33, M1), (3, 32, 96, M16), (16, 5, 33, M16), (2, 37, 45, M1)]
 #: the same of quantised weights, and the codes: of rows and of groups, more and fewer than a block
 INT8, INT4, FP8 = ("int8", 0), ("int4", 32), ("fp8", 0)
 CODED = [
-    (1, 17, 104, ONE, INT8),
-    (3, 5, 96, ONE, INT4),
+    (1, 17, 104, M1, INT8),
+    (3, 5, 96, M1, INT4),
     (1, 9, 160, _use(1, 4, 128), INT4),
-    (1, 17, 40, ONE, FP8),
-    (4, 17, 96, MANY, ("int8", 32)),
+    (1, 17, 40, M1, FP8),
+    (4, 17, 96, M16, ("int8", 32)),
     (16, 5, 96, _use(16, 16, 64), INT4),
-    (19, 17, 40, MANY, FP8),
-    (64, 5, 96, WIDEST, INT4),
-    (2, 5, 256, MANY, ("fp8", 128)),
-    (4, 5, 40, MANY, ("int4", 0)),
-    (1, 5, 40, ONE, ("int4", 0)),
+    (19, 17, 40, M16, FP8),
+    (64, 5, 96, M64, INT4),
+    (2, 5, 256, M16, ("fp8", 128)),
+    (4, 5, 40, M16, ("int4", 0)),
+    (1, 5, 40, M1, ("int4", 0)),
     (1, 6, 128, _use(1, 4, 64), ("int8", 16)),
 ]
 CODED_GLU = [
-    (1, 5, 96, ONE, INT4),
-    (16, 5, 96, MANY, INT4),
-    (1, 5, 40, ONE, FP8),
-    (4, 5, 40, MANY, INT8),
-    (33, 5, 96, WIDEST, INT8),
+    (1, 5, 96, M1, INT4),
+    (16, 5, 96, M16, INT4),
+    (1, 5, 40, M1, FP8),
+    (4, 5, 40, M16, INT8),
+    (33, 5, 96, M64, INT8),
 ]
 
 

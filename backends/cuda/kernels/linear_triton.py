@@ -23,7 +23,7 @@ from torch.library import triton_op
 from g4ir.ops.linear import linear
 from g4ir.ops.mlp import glu
 
-from .codes_triton import dense, form_of, sums_of
+from .codes_triton import dense, format_constants, sums_of
 from .launch import activate, blocks, rounded, start, takes
 
 Tensor = torch.Tensor
@@ -57,7 +57,7 @@ def _skinny(
     STAGES: tl.constexpr,
     PACKED: tl.constexpr,
     ACT: tl.constexpr,
-    FORM: tl.constexpr,
+    FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """Columns of y for BLOCK_M rows.
@@ -75,7 +75,7 @@ def _skinny(
     x += m.to(tl.int64) * K
     sums = sums_of(
         *(x, m < rows, w, scales, row, live, K),
-        *(BLOCK_M, BLOCK_K, R, STAGES, FORM, GROUP),
+        *(BLOCK_M, BLOCK_K, R, STAGES, FORMAT, GROUP),
     )
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (i < N)[:, None] & (m < rows)[None, :]
@@ -119,11 +119,11 @@ def skinny_linear(
         return activated(product, up, act)
     n, rows = w.shape[0] // (1 + packed), x.numel() // k
     y = x.new_empty((*x.shape[:-1], n))
-    own, other = w if scales is None else scales, x if up is None else up.contiguous()
+    scale_operand, other = w if scales is None else scales, x if up is None else up.contiguous()
     start(
         _skinny,
         (blocks(n, block_n), blocks(rows, block_m)),
-        ProductOperands(x.contiguous(), w, own, other, y, rows),
+        ProductOperands(x.contiguous(), w, scale_operand, other, y, rows),
         N=n,
         K=k,
         BLOCK_M=block_m,
@@ -132,7 +132,7 @@ def skinny_linear(
         STAGES=stages,
         PACKED=packed,
         ACT=act,
-        **form_of(w, scales),
+        **format_constants(w, scales),
         num_warps=warps,
     )
     return y

@@ -18,8 +18,8 @@ from .base import (
     Sample,
     Shape,
     Use,
+    codes_and_scales,
     codes_of,
-    held,
     is_quantised,
     is_skinny,
     row_tile,
@@ -63,15 +63,18 @@ def _down(shape: Shape) -> Use:
     return _tile(shape, one, (64, 64, 4))
 
 
-def _experts(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, Any]:
+def _experts(run: Run, n: Node, choice: Choice, *operands: Any) -> tuple[Any, Any]:
     """Return (dense, experts): the dense MLP in the grids of the experts, whose slots are added in
     the order of rank."""
     from .moe_triton import moe_down, moe_gate_up, moe_route
 
-    x_dense, x_moe, x, scale, proj, per_expert, w_dense, w_dense_down, gate_up, down = given
+    x_dense, x_moe, x, scale, proj, per_expert, w_dense, w_dense_down, gate_up, down = operands
     router, top_k, use = (x, scale, proj, per_expert, zeros_of(x)), n.whole("top_k"), choice.uses
     weights, *order = moe_route(*router, top_k, n.number("root"), **use["moe_route"])
-    ups, downs = (*held(w_dense), *held(gate_up)), (*held(w_dense_down), *held(down))
+    ups, downs = (
+        (*codes_and_scales(w_dense), *codes_and_scales(gate_up)),
+        (*codes_and_scales(w_dense_down), *codes_and_scales(down)),
+    )
     act = moe_gate_up(x_dense, x_moe, *order, *ups, n.word("act"), **use["moe_gate_up"])
     dense, parts = moe_down(act, *order, *downs, **use["moe_down"])
     slots = (weights[..., None] * parts.float()).unbind(-2)
@@ -80,8 +83,8 @@ def _experts(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, Any]:
 
 def _sample(use: Mapping[str, Use], sizes: tuple[Any, ...], act: str = "silu") -> Sample:
     """Return a block."""
-    rows, d, inner, dense, experts, top_k, *forms = sizes
-    dense_form, form = forms or (None, None)
+    rows, d, inner, dense, experts, top_k, *formats = sizes
+    dense_format, expert_format = formats or (None, None)
     x, w = f"T[{rows},1,{d}]", f"*T[{d}]"
     mlp = (f"*T[{2 * dense},{d}]", f"*T[{d},{dense}]")
     packed = (f"*T[{experts},{2 * inner},{d}]", f"*T[{experts},{d},{inner}]")
@@ -90,7 +93,13 @@ def _sample(use: Mapping[str, Use], sizes: tuple[Any, ...], act: str = "silu") -
         {"top_k": top_k, "root": d**-0.5, "act": act},
         use,
         packed=True,
-        coded={i: f for i, f in zip((6, 7, 8, 9), (dense_form, dense_form, form, form)) if f},
+        coded={
+            i: f
+            for i, f in zip(
+                (6, 7, 8, 9), (dense_format, dense_format, expert_format, expert_format)
+            )
+            if f
+        },
     )
 
 

@@ -30,7 +30,7 @@ from torch.library import triton_op
 from g4ir.ops.base import upcast
 from g4ir.ops.mlp import activate as activation
 
-from .codes_triton import columns, dense, form_of, sums_of
+from .codes_triton import columns, dense, format_constants, sums_of
 from .launch import activate, blocks, is_last, power_of_2, rounded, start, takes, tile
 
 Tensor = torch.Tensor
@@ -40,11 +40,11 @@ ROWS = 16
 
 
 @triton.jit
-def _keys(s, i, WIDE):
+def _keys(s, i, FP32):
     """Scores s (fp32) and their expert indices i -> keys."""
     bits = (s + 0.0).to(tl.int32, bitcast=True)  # -0 and 0 are equal
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    if WIDE:
+    if FP32:
         key = (order.to(tl.int64) << 10) | (1023 - i)
     else:
         key = (order & -1024) | (1023 - i)
@@ -57,8 +57,8 @@ def _expert(key):
 
 
 @triton.jit
-def _score(key, WIDE):
-    if WIDE:
+def _score(key, FP32):
+    if FP32:
         order = (key >> 10).to(tl.int32)
         bits = order ^ ((order >> 31) & 0x7FFFFFFF)
     else:
@@ -67,23 +67,23 @@ def _score(key, WIDE):
 
 
 @triton.jit
-def _choose(logits, per_expert, slots, EXPERTS, E_P, TOP_K, WIDE):
+def _choose(logits, per_expert, slots, EXPERTS, E_P, TOP_K, FP32):
     """Experts int64 and weights fp32 [R, S] of ranks `slots` [1, S], 0 from TOP_K on, of rows of
     scores [R, 1]; and which experts some row chose, i32[E_P]."""
     i = tl.arange(0, E_P)[None, :]
     # past the registers of those that stored them
     s = tl.load(logits + i, mask=i < EXPERTS, other=float("-inf"), cache_modifier=".cg")
-    key = _keys(s.to(tl.float32), i, WIDE)
-    least: tl.constexpr = -(2**63) if WIDE else -(2**31)
+    key = _keys(s.to(tl.float32), i, FP32)
+    lowest: tl.constexpr = -(2**63) if FP32 else -(2**31)
     best = tl.max(key, 1)[:, None]
-    highest = _score(best, WIDE)
+    highest = _score(best, FP32)
     chosen = tl.where(slots == 0, best, 0)
     for j in tl.static_range(1, TOP_K):
-        best = tl.max(tl.where(key < best, key, least), 1)[:, None]
+        best = tl.max(tl.where(key < best, key, lowest), 1)[:, None]
         chosen = tl.where(slots == j, best, chosen)
     live = slots < TOP_K
     ids = tl.where(live, _expert(chosen), 0)
-    e = tl.where(live, tl.exp(tl.where(live, _score(chosen, WIDE), highest) - highest), 0.0)
+    e = tl.where(live, tl.exp(tl.where(live, _score(chosen, FP32), highest) - highest), 0.0)
     scale = tl.load(per_expert + ids).to(tl.float32)
     weights = tl.div_rn(e, tl.zeros_like(e) + tl.sum(e, 1)[:, None]) * scale
     return ids, weights, tl.max((key >= best).to(tl.int32), 0)  # best: the last rank's
@@ -91,7 +91,7 @@ def _choose(logits, per_expert, slots, EXPERTS, E_P, TOP_K, WIDE):
 
 @triton.jit
 def _route_all(
-    logits, per_expert, weights, index, listed, rows, EXPERTS, E_P, TOP_K, S, ROWS, WIDE
+    logits, per_expert, weights, index, listed, rows, EXPERTS, E_P, TOP_K, S, ROWS, FP32
 ):
     """The choice of all rows, and the list of experts in use."""
     i, slots = tl.arange(0, E_P), tl.arange(0, S)[None, :]
@@ -99,14 +99,14 @@ def _route_all(
     for r0 in range(0, rows, ROWS):
         r = r0 + tl.arange(0, ROWS)[:, None]
         at = logits + tl.minimum(r, rows - 1) * EXPERTS  # past the end the last row again
-        ids, weight, those = _choose(at, per_expert, slots, EXPERTS, E_P, TOP_K, WIDE)
+        ids, weight, those = _choose(at, per_expert, slots, EXPERTS, E_P, TOP_K, FP32)
         inside = (r < rows) & (slots < TOP_K)
         tl.store(weights + r * TOP_K + slots, weight, mask=inside)
         tl.store(index + r * TOP_K + slots, ids, mask=inside)
         used = tl.maximum(used, those)
     before = tl.cumsum(used, 0) - used
-    place = tl.where(used == 1, before, tl.sum(used, 0) + i - before)
-    tl.store(listed + place, tl.where(used == 1, i, -1), mask=i < EXPERTS)
+    position = tl.where(used == 1, before, tl.sum(used, 0) + i - before)
+    tl.store(listed + position, tl.where(used == 1, i, -1), mask=i < EXPERTS)
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def _route(
     TOP_K: tl.constexpr,
     S: tl.constexpr,
     ROWS: tl.constexpr,
-    WIDE: tl.constexpr,
+    FP32: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -150,7 +150,7 @@ def _route(
     if is_last(arrivals, tl.num_programs(0) * tl.num_programs(1)):
         _route_all(
             *(logits, per_expert, weights, index, listed, rows),
-            *(EXPERTS, E_P, TOP_K, S, ROWS, WIDE),
+            *(EXPERTS, E_P, TOP_K, S, ROWS, FP32),
         )
         tl.store(arrivals, 0)
 
@@ -166,7 +166,7 @@ def _slots_of(index, expert, m, rows, TOP_K, S):
 
 @triton.jit
 def _glu(
-    x, w, scales, base, out, live, n0, N, K, BLOCK_M, BLOCK_N, BLOCK_K, ACT, STAGES, FORM, GROUP
+    x, w, scales, base, out, live, n0, N, K, BLOCK_M, BLOCK_N, BLOCK_K, ACT, STAGES, FORMAT, GROUP
 ):
     """out[m][n] = act(w[base + n] @ x[m]) * (w[base + N + n] @ x[m]) for live m; x and out:
     pointers per row m. Rows of gate and up come in turn, so that a pair ends up in one thread."""
@@ -175,7 +175,7 @@ def _glu(
     i = n0 + r // 2
     sums = sums_of(
         *(x, live, w, scales, base + i + r % 2 * N, i < N, K),
-        *(BLOCK_M, BLOCK_K, R, STAGES, FORM, GROUP),
+        *(BLOCK_M, BLOCK_K, R, STAGES, FORMAT, GROUP),
     )
     gate, up = tl.split(tl.permute(tl.reshape(sums, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
     y = rounded(activate(rounded(gate, out), ACT), out) * rounded(up, out)
@@ -186,13 +186,13 @@ def _glu(
 
 @triton.jit
 def _product(
-    x, w, scales, base, out, live, n0, N, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORM, GROUP
+    x, w, scales, base, out, live, n0, N, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, GROUP
 ):
     """out[m][n] = w[base + n] @ x[m] for live m; x and out: pointers per row m."""
     n = n0 + tl.arange(0, BLOCK_N)
     sums = sums_of(
         *(x, live, w, scales, base + n, n < N, K),
-        *(BLOCK_M, BLOCK_K, BLOCK_N, STAGES, FORM, GROUP),
+        *(BLOCK_M, BLOCK_K, BLOCK_N, STAGES, FORMAT, GROUP),
     )
     inside = live[None, :] & (n < N)[:, None]
     tl.store(out[None, :] + n[:, None], sums.to(out.dtype.element_ty), mask=inside)
@@ -216,9 +216,9 @@ def _gate_up(
     TOP_K: tl.constexpr,
     S: tl.constexpr,
     ACT: tl.constexpr,
-    DENSE_FORM: tl.constexpr,
+    DENSE_FORMAT: tl.constexpr,
     DENSE_GROUP: tl.constexpr,
-    FORM: tl.constexpr,
+    FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -236,7 +236,7 @@ def _gate_up(
         _glu(
             *(x_dense + row * HIDDEN, w_dense, dense_scales, 0, out + TOP_K * INNER, m < rows),
             *(block * BLOCK_N, DENSE, HIDDEN, BLOCK_M, BLOCK_N, BLOCK_K),
-            *(ACT, STAGES, DENSE_FORM, DENSE_GROUP),
+            *(ACT, STAGES, DENSE_FORMAT, DENSE_GROUP),
         )
     else:
         block -= dense_blocks
@@ -246,7 +246,7 @@ def _gate_up(
             _glu(
                 *(x_moe + row * HIDDEN, w, scales, expert * (2 * INNER), out + slot * INNER, live),
                 *(block % per_expert * BLOCK_N, INNER, HIDDEN, BLOCK_M, BLOCK_N, BLOCK_K),
-                *(ACT, STAGES, FORM, GROUP),
+                *(ACT, STAGES, FORMAT, GROUP),
             )
 
 
@@ -267,9 +267,9 @@ def _down(
     DENSE: tl.constexpr,
     TOP_K: tl.constexpr,
     S: tl.constexpr,
-    DENSE_FORM: tl.constexpr,
+    DENSE_FORMAT: tl.constexpr,
     DENSE_GROUP: tl.constexpr,
-    FORM: tl.constexpr,
+    FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -287,7 +287,7 @@ def _down(
     if block < per_expert:
         _product(
             *(act + TOP_K * INNER, w_dense, dense_scales, 0, dense + row * HIDDEN, m < rows, n0),
-            *(HIDDEN, DENSE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DENSE_FORM, DENSE_GROUP),
+            *(HIDDEN, DENSE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DENSE_FORMAT, DENSE_GROUP),
         )
     else:
         expert = tl.load(listed + block // per_expert - 1).to(tl.int64)
@@ -296,7 +296,7 @@ def _down(
             out = parts + (row * TOP_K + slot) * HIDDEN
             _product(
                 *(act + slot * INNER, w, scales, expert * HIDDEN, out, live, n0),
-                *(HIDDEN, INNER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORM, GROUP),
+                *(HIDDEN, INNER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, GROUP),
             )
 
 
@@ -406,7 +406,7 @@ def moe_route(
         TOP_K=top_k,
         S=power_of_2(top_k),
         ROWS=ROWS,
-        WIDE=logits.dtype == torch.float32,
+        FP32=logits.dtype == torch.float32,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=warps,
@@ -421,7 +421,7 @@ def _constants(
     """Return the constants of both products; weights: the dense one, its scales, the experts'."""
     sizes = {"HIDDEN": hidden, "INNER": inner, "DENSE": width}
     sizes |= {"TOP_K": top_k, "S": power_of_2(top_k)}
-    return sizes | form_of(*weights[:2], "DENSE_") | form_of(*weights[2:])
+    return sizes | format_constants(*weights[:2], "DENSE_") | format_constants(*weights[2:])
 
 
 def _with_scales(w: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -429,7 +429,7 @@ def _with_scales(w: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
     return w, w if scales is None else scales
 
 
-def _most_in_use(listed: Tensor, index: Tensor) -> Any:
+def _max_experts(listed: Tensor, index: Tensor) -> Any:
     """Count the experts that can be in use: all, or one per slot of every row."""
     return torch.sym_min(listed.shape[0], index.numel())
 
@@ -467,12 +467,12 @@ def moe_gate_up(
         d, e = dense(w_dense, dense_scales, x_moe.dtype), dense(w, scales, x_moe.dtype)
         slots = _per_slot(x_moe.flatten(0, -2)[:, None], e, index)
         pairs = slots, torch.nn.functional.linear(x_dense.flatten(0, -2), d)
-        made = [activation(gate, act) * up for gate, up in (x.chunk(2, -1) for x in pairs)]
-        return torch.cat((made[0].flatten(1), made[1]), 1)
+        outputs = [activation(gate, act) * up for gate, up in (x.chunk(2, -1) for x in pairs)]
+        return torch.cat((outputs[0].flatten(1), outputs[1]), 1)
     inner, width, top_k = w.shape[1] // 2, w_dense.shape[0] // 2, index.shape[-1]
     rows = _rows(x_moe)
     out = x_moe.new_empty((rows, top_k * inner + width))
-    programs = blocks(width, block_n) + _most_in_use(listed, index) * blocks(inner, block_n)
+    programs = blocks(width, block_n) + _max_experts(listed, index) * blocks(inner, block_n)
     weights = (*_with_scales(w_dense, dense_scales), *_with_scales(w, scales))
     start(
         _gate_up,
@@ -517,7 +517,7 @@ def moe_down(
     weights = (*_with_scales(w_dense, dense_scales), *_with_scales(w, scales))
     start(
         _down,
-        ((1 + _most_in_use(listed, index)) * blocks(hidden, block_n), blocks(rows, block_m)),
+        ((1 + _max_experts(listed, index)) * blocks(hidden, block_n), blocks(rows, block_m)),
         DownOperands(act, index, listed, *weights, out, parts, rows),
         **_constants(hidden, inner, width, top_k, (w_dense, dense_scales, w, scales)),
         **tile(block_n, block_k, warps, stages, block_m),

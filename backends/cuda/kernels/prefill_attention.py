@@ -12,8 +12,8 @@ from .base import Choice, Kernel, Sample, Shape, Use, attention_sample, attentio
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    held = n.caches[0].type.dtype  # narrower than the queries: the library's
-    return attention_shape(n) if n.chunk and held == n["q"].type.dtype else None
+    cache_dtype = n.caches[0].type.dtype  # narrower than the queries: the library's
+    return attention_shape(n) if n.chunk and cache_dtype == n["q"].type.dtype else None
 
 
 def _estimate(shape: Shape) -> Use:
@@ -23,14 +23,14 @@ def _estimate(shape: Shape) -> Use:
 
 
 def _attention(
-    run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, *held: Any
+    run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, *operands: Any
 ) -> Any:
     """Attend over K and V, or over a latent cache, whose norm's weight comes before it."""
     from .prefill_attention_triton import prefill_attention
 
-    w, rows = (held[0], held[1:]) if len(held) % 2 else (None, held)
-    given = (q, positions, written, w, list(rows))
-    return prefill_attention(*given, **masking(n), **choice.use)
+    w, rows = (operands[0], operands[1:]) if len(operands) % 2 else (None, operands)
+    inputs = (q, positions, written, w, list(rows))
+    return prefill_attention(*inputs, **masking(n), **choice.use)
 
 
 def _sample(

@@ -190,10 +190,10 @@ def _attend(
     rows = (token.to(tl.int64) * heads + m % PACK) * D
     cache_k += b * by_row + head * by_head
     cache_v += b * by_row + head * by_head
-    HELD: tl.constexpr = D + 2 * PAIRS
-    fresh = tl.num_programs(1) * HELD  # from a token to the next
-    k += b * tokens * fresh + head * HELD
-    v += b * tokens * fresh + head * HELD
+    ROW_WIDTH: tl.constexpr = D + 2 * PAIRS
+    fresh = tl.num_programs(1) * ROW_WIDTH  # from a token to the next
+    k += b * tokens * fresh + head * ROW_WIDTH
+    v += b * tokens * fresh + head * ROW_WIDTH
     if LATENT:
         cache_k += D
         k += D
@@ -260,7 +260,7 @@ def prefill_attention(
     positions: Tensor,
     written: Tensor,
     w: Tensor | None,
-    held: list[Tensor],
+    caches: list[Tensor],
     window: int,
     scale: float,
     softcap: float,
@@ -282,24 +282,24 @@ def prefill_attention(
     unrotated dims meet q * w, rounded to the dtype, where the op's reference rounds V * w.
     """
     if not takes(q):
-        whole = held if w is None else [x for rows in held for x in keys_values(rows, w)]
-        given = (q, positions, written, *whole)
-        made: Tensor = attention.reference(*given, window=window, scale=scale, softcap=softcap)
-        return made
-    cache_k, cache_v, k, v = held if w is None else (held[0], held[0], held[1], held[1])
+        dense = caches if w is None else [x for rows in caches for x in keys_values(rows, w)]
+        inputs = (q, positions, written, *dense)
+        result: Tensor = attention.reference(*inputs, window=window, scale=scale, softcap=softcap)
+        return result
+    cache_k, cache_v, k, v = caches if w is None else (caches[0], caches[0], caches[1], caches[1])
     b, s, heads, d = q.shape
     slots, _, n, _ = cache_k.shape
     out = q.new_empty(b, s, heads, d)
     if cache_k.stride() != cache_v.stride():
         raise ValueError(f"caches of strides {cache_k.stride()}, {cache_v.stride()}: not alike")
-    places: list[Any] = [t.contiguous() for t in (q, positions, written)]
-    places.append(q if w is None else w)
-    places += [cache_k, cache_v, k.contiguous(), v.contiguous(), out]
-    places += [scale, softcap, s, slots, *cache_k.stride()[:3]]
+    operands: list[Any] = [t.contiguous() for t in (q, positions, written)]
+    operands.append(q if w is None else w)
+    operands += [cache_k, cache_v, k.contiguous(), v.contiguous(), out]
+    operands += [scale, softcap, s, slots, *cache_k.stride()[:3]]
     start(
         _attend,
         (blocks(s, block_m // power_of_2(heads // n)), n, b),
-        ChunkOperands(*places),
+        ChunkOperands(*operands),
         WINDOW=window,
         CAP=softcap > 0,
         LATENT=w is not None,
