@@ -68,7 +68,7 @@ class Runner:
         if not tokens:
             return {}
         coming = sum(r.slot < 0 for r in self.requests.values())
-        if self.batch.shrinks(coming):
+        if self.batch.should_shrink(coming):
             self.batch.shrink(coming)
         rows = {name: self.requests[name].slot for name in tokens}
         newest = {rows[name]: [token] for name, token in tokens.items()}
@@ -84,7 +84,7 @@ class Runner:
         request, size = self.requests[name], self.engine.limits.prefill_chunk
         chunks, through = self._chunks(request), until >= len(request.tokens)
         # What is known of the prompt counts as computed: the scheduler knows nothing of it.
-        while through or self.prefiller.held + size <= until:
+        while through or self.prefiller.num_computed + size <= until:
             logits = next(chunks)
             if logits is not None:
                 self._leave()
@@ -124,5 +124,5 @@ class Runner:
     def close(self) -> None:
         """Let go of all caches."""
         self._leave()
-        self.batch.forget()
+        self.batch.clear()
         self.prefiller.close()

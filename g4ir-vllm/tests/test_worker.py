@@ -44,7 +44,7 @@ def runner(llm: LLM) -> Iterator[Any]:
     found = worker(llm).runner
     yield found
     settled(llm)
-    assert not found.requests and not found.batch.holders and not found.spoiled
+    assert not found.requests and not found.batch.sequences and not found.spoiled
     assert not worker(llm).states
 
 
@@ -170,7 +170,7 @@ def test_a_prompt_is_computed_between_steps_of_others(
             texts[output.request_id] = list(output.outputs[0].token_ids)
             if output.request_id == "short" and "long" not in texts:
                 grown.append(len(texts["short"]) - before)
-                held.append(runner.prefiller.held)
+                held.append(runner.prefiller.num_computed)
     assert len(grown) >= 8 and set(grown[1:]) == {1}
     assert all(0 <= b - a <= 2 * CHUNK for a, b in itertools.pairwise(held))
     assert texts["short"] == engine.generate(short, 40, stop_ids=())
@@ -186,11 +186,11 @@ def test_requests_that_are_aborted(llm: LLM, engine: Engine, runner: Any) -> Non
         names.append(core.add_request(f"r{i}", given, SamplingParams(temperature=0, max_tokens=50)))
     for _ in range(3):
         core.step()
-    assert len(runner.batch.holders) == ROWS - 1 and len(runner.requests) == ROWS
+    assert len(runner.batch.sequences) == ROWS - 1 and len(runner.requests) == ROWS
     core.abort_request([f"r{i}" for i in range(5)])
     assert not [*steps(core)]
     settled(llm)
-    assert not runner.requests and not runner.batch.holders
+    assert not runner.requests and not runner.batch.sequences
     tokens = prompt(400, 3)
     assert said(llm, [tokens], params) == [engine.generate(tokens, 12, stop_ids=())]
 
@@ -206,7 +206,7 @@ def test_running_requests_that_are_preempted(llm: LLM, engine: Engine, runner: A
     assert core.reset_prefix_cache(reset_running_requests=True)
     core.step()
     again = [r for r in runner.requests.values() if len(r.tokens) > 30]
-    assert again and len(runner.batch.holders) < 3
+    assert again and len(runner.batch.sequences) < 3
     texts = {}
     for outputs in steps(core):
         for output in outputs:
