@@ -1,4 +1,4 @@
-"""Says answers in OpenAI's form, whole or in pieces."""
+"""Answers in OpenAI's formats, complete or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .protocols.parts import AnswerFormat
 
 @dataclass
 class ResponseFormat(AnswerFormat):
-    """The words of one answer to a request: chats and completions differ in them."""
+    """Format of the answers to a request to /v1/chat/completions or /v1/completions."""
 
     served: Sequence[ServedRequest]
     model: str
@@ -54,7 +54,7 @@ class ResponseFormat(AnswerFormat):
         return head | {"created": self.created, "model": self.model}
 
     def complete(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request that asked for no stream."""
+        """Return the answer to a request without `stream`."""
         answers = [*answers]
         choices = [self._choice(a) for a in answers]
         out = self._head(False) | {"choices": choices, "usage": usage}
@@ -90,7 +90,7 @@ class ResponseFormat(AnswerFormat):
         return out | {"text_offset": starts}
 
     def _starts(self, a: AnswerStream, echo: str) -> list[int]:
-        """Return where the tokens of a prompt begin in its text, which may lack their <bos>."""
+        """Return the offsets of a prompt's tokens in its text, which may lack their <bos>."""
         stream, starts = TokenStream(a.vocabulary, spelled=True), list[int]()
         for token, _ in a.prompt:
             stream.push(token)
@@ -100,14 +100,14 @@ class ResponseFormat(AnswerFormat):
         return [min(max(start - absent, 0), len(echo)) for start in starts]
 
     def first(self, count: int) -> list[dict[str, Any]]:
-        """Return the chunks before the first token: who speaks."""
+        """Return the chunks before the first token, which have the role."""
         if not self.chat:
             return []
         delta = {"role": "assistant", "content": ""}
         return [self._chunk(i, {"delta": delta}, None) for i in range(count)]
 
     def chunks(self, a: AnswerStream, new: Iterable[ChatEvent]) -> list[dict[str, Any]]:
-        """Return the chunks of new pieces, and the last one where the answer is over."""
+        """Return the chunks of new events, and the last one if the answer is over."""
         parts = [part for event in new for part in self._parts(event)]
         out = [self._chunk(a.index, part, self._logprobs(a)) for part in parts]
         if a.over:
@@ -117,8 +117,8 @@ class ResponseFormat(AnswerFormat):
         return out
 
     def _parts(self, event: ChatEvent) -> list[dict[str, Any]]:
-        """Return what chunks have of a piece: a call whole, or its id and name and then pieces of
-        its arguments."""
+        """Return the deltas of an event: a complete call, or its id and name and then pieces of its
+        arguments."""
         if not self.chat:
             return [{"text": event.text}]
         calls: list[dict[str, Any]] = []
@@ -142,14 +142,14 @@ class ResponseFormat(AnswerFormat):
     def last(
         self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """Return the chunk of the usage, where it was asked for."""
+        """Return the chunk with the usage, if it was requested."""
         served = self.fields.get("stream_options")
         return [self._head(True) | {"choices": [], "usage": usage}] if served else []
 
 
 def _of_prompt(a: AnswerStream) -> list[dict[str, Any] | None]:
-    """Return the log-probabilities of a prompt by token id, as vLLM says them: the token's own and
-    the likeliest, with their ranks among those."""
+    """Return the log-probabilities of a prompt by token id, in vLLM's format: the token's and the
+    likeliest, with their ranks among those."""
 
     def entry_of(token: int, value: float, rank: int | None) -> dict[str, Any]:
         entry = a.entry(token, Logprobs(value, ()))
@@ -171,8 +171,8 @@ def usage_of(
     drafts: bool,
     media: Sequence[Soft],
 ) -> dict[str, Any]:
-    """Return how many tokens a request took, those of its `media` by kind; where it `drafts`, also
-    how many were drafted for it."""
+    """Return the token counts of a request, those of its `media` by kind; with `drafts` also its
+    accepted and rejected draft tokens."""
     counted = [handle.counts for handle in handles]
     prompt, cached = sum(c.prompt for c in counted), sum(c.cached for c in counted)
     new = sum(a.tokens for a in answers)

@@ -1,4 +1,4 @@
-"""The paths of the server: one coroutine each, and how answers are sent."""
+"""The HTTP application: one coroutine per path, and streaming of answers."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ from .request_log import HEADERS, RequestLog
 
 log = logging.getLogger(__name__)
 
-#: seconds after which a silent stream gives a sign of life, and between two looks at that
+#: seconds of silence before a keepalive, and between two checks of that
 ALIVE_S, LOOK_S = 10.0, 1.0
-#: bytes of a body from which on it is large
+#: bytes from which a body counts as large
 LARGE = 1 << 18
 Handler = Callable[[Request], Awaitable[Response]]
 Requests = tuple[ServedRequest, ...]
@@ -64,14 +64,14 @@ Named = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Api:
-    """A protocol: its fields, once a body is translated if that is needed, what requests they are,
-    and how answers are written."""
+    """A protocol: its fields (of the translated body, if it is translated), the requests that they
+    make, and the format of answers."""
 
     fields: Callable[[Body], Mapping[str, schema.Read]]
     make: Callable[[Prompts, Mapping[str, Any], str], Requests] = Prompts.chat
     format: Callable[[Requests, str, Body], AnswerFormat] = ResponseFormat
     read: Callable[[Body], Translation] | None = None
-    #: the Content-Type of a request, without its parameters, and what makes an object of a body
+    #: Content-Type of a request without parameters, and the parser of a body
     content_type: str = JSON
     parse: Callable[[bytes, str], Body] = lambda raw, content_type: schema.parsed(raw)
 
@@ -94,13 +94,14 @@ TOKENIZED = Api(
 )
 RENDERED = Api(lambda body: schema.TOKENIZE_CHAT, Prompts.tokens)
 DETOKENIZED = Api(lambda body: schema.DETOKENIZE, Prompts.tokens)
-#: paths whose errors have another form than OpenAI's
+#: paths whose errors do not have OpenAI's format
 ERRORS = {"/v1/messages": messages.error_body}
 
 
 @dataclass
 class Server:
-    """Holds all that paths share. Until `start` gives it an engine it says that it is loading."""
+    """State that all paths share. Until `start` sets the engine, requests are refused as
+    loading."""
 
     name: str
     gate: Auth = field(default_factory=Auth)
@@ -111,11 +112,11 @@ class Server:
     page: bool = True
     #: other names of the model
     aliases: tuple[str, ...] = ()
-    #: pages of other sites that may ask, `*`: all
+    #: allowed CORS origins; `*`: all
     origins: tuple[str, ...] = ()
-    #: where a proxy has this server; it may leave that out of what it passes on, or not
+    #: path prefix behind a proxy, which may strip it or not
     root_path: str = ""
-    #: takes a line for each request
+    #: callback with a log line for each request
     log: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
@@ -128,7 +129,7 @@ class Server:
         self._media = MediaQueue(self.settings.waiting)
 
     def start(self, engine: Engine) -> AsyncEngine:
-        """Answer with an engine from now on."""
+        """Serve this engine from now on."""
         prompts = Prompts(engine)
         prompts.vocabulary.longest  # noqa: B018  # an engine without a tokenizer is refused here
         prompts.grammars.prepare()
@@ -140,7 +141,7 @@ class Server:
         return service
 
     def app(self) -> Starlette:
-        """Return the application of ASGI."""
+        """Return the ASGI application."""
         paths: dict[str, tuple[str, Handler]] = {
             "/health": ("GET", self.health),
             "/version": ("GET", self.version),
@@ -199,7 +200,7 @@ class Server:
         return _json(body, refused.status, refused.headers)
 
     async def _unknown(self, request: Request, error: Exception) -> Response:
-        """Refuse a path or a method that there is not, with the nearest path."""
+        """Refuse an unknown path or method, with the nearest path."""
         assert isinstance(error, HTTPException)
         message, path = error.detail, request.url.path.removeprefix(self.root_path)
         if error.status_code == 404:
@@ -215,7 +216,7 @@ class Server:
             return self._refused(e, request, path)
 
     async def health(self, request: Request) -> Response:
-        """Answer whether a request would be taken."""
+        """Return 200 if requests are accepted."""
         self._ready()
         return _json({"status": "ok"})
 
@@ -226,7 +227,7 @@ class Server:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """Answer the one model that there is, in a list of its names or by one of them."""
+        """Return the model: as a list of its names, or by one of them."""
         model: Body = {"object": "model", "created": self.created, "owned_by": "g4ir"}
         if self.prompts:
             engine = self.prompts.engine
@@ -240,7 +241,7 @@ class Server:
         return _json({"id": name, **model})
 
     async def server_info(self, request: Request) -> Response:
-        """Answer what is served and what it holds: for people and their tools."""
+        """Return the model, its limits, the queue, the prefix cache and the build."""
         prompts, service = self._ready()
         engine, scheduler = prompts.engine, service.scheduler
         build = {"g4ir": __version__, "backend": engine.config.backend}
@@ -260,7 +261,7 @@ class Server:
         )
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """Answer what a client needs to tokenise as this server does."""
+        """Return what a client needs to tokenise as this server does."""
         return _json(self._ready()[0].tokenizer_info())
 
     def _check_model(self, name: str | None) -> None:
@@ -278,32 +279,31 @@ class Server:
         return self.prompts, self.service
 
     async def tokenize(self, request: Request) -> Response:
-        """Answer the ids of a prompt or a conversation."""
+        """Return the token ids of a prompt or a conversation."""
         (served,), _ = await self._requests(request, TOKENIZED)
         size = {"max_model_len": self._ready()[0].engine.limits.max_seq}
         count = {"count": len(served.tokens), **size}
         return _json({**count, "tokens": served.tokens, "token_strs": None})
 
     async def render(self, request: Request) -> Response:
-        """Answer the ids and the text of a conversation."""
+        """Return the token ids and the text of a conversation."""
         (served,), _ = await self._requests(request, RENDERED)
         text = await run_in_threadpool(self._ready()[0].text, served.tokens)
         return _json({"prompt": text, "token_ids": served.tokens})
 
     async def count_tokens(self, request: Request) -> Response:
-        """Answer how many tokens a conversation has."""
+        """Return the number of tokens of a conversation."""
         (served,), _ = await self._requests(request, COUNTED)
         return _json({"input_tokens": len(served.tokens)})
 
     async def detokenize(self, request: Request) -> Response:
-        """Answer the text of ids."""
+        """Return the text of token ids."""
         (served,), _ = await self._requests(request, DETOKENIZED)
         return _json({"prompt": await run_in_threadpool(self._ready()[0].text, served.tokens)})
 
     async def _requests(self, request: Request, api: Api) -> tuple[Requests, Body]:
-        """Return what threads make of a body, and the body: of large ones one at a time, so that
-        what they take in memory and time does not grow with their number. Media are read by other
-        threads."""
+        """Return the requests of a body, and the body. It is parsed in a thread; large bodies one
+        at a time, to bound memory and time. Media are read in threads of their own."""
         prompts, _ = self._ready()
         if api.content_type != JSON:
             self._check_origin(request)
@@ -355,7 +355,7 @@ class Server:
             raise Refused(403, message, code="wrong_origin")
 
     async def answer(self, request: Request, api: Api) -> Response:
-        """Answer a conversation, or prompts."""
+        """Generate answers to a conversation, or to prompts."""
         _, service = self._ready()
         served, original = await self._requests(request, api)
         running = Running(self, served, api.format(served, self.name, original), request)
@@ -380,14 +380,14 @@ class Running:
         words, count = server.prompts.vocabulary, self.n * len(served)
         self.answers = [served[0].answer(words, i) for i in range(count)]
         self.handles: list[RequestHandle] = []
-        #: events that came, and whether the event loop knows
+        #: queued events, and whether the event loop was notified
         self._come: deque[tuple[int, Event]] = deque()
-        self._told_of, self._loop = False, asyncio.get_running_loop()
-        #: set where events have come, the client has gone, or it is time to look
+        self._notified, self._loop = False, asyncio.get_running_loop()
+        #: set for new events, a disconnected client, and every LOOK_S seconds
         self._arrived, self._gone = asyncio.Event(), False
 
     def submit(self, service: AsyncEngine) -> None:
-        """Put its jobs into the queue: all of them, or none."""
+        """Submit its requests to the scheduler: all of them, or none."""
         try:
             for i, served in enumerate(self.served):
                 self.handles.append(service.submit(served, self._forwarder(i * self.n)))
@@ -406,14 +406,14 @@ class Running:
                     self.server.metrics.tokens.observe(now - last[event.index])
                 last[event.index] = now
             self._come.append((first + event.index, event))
-            if not self._told_of:  # once for all events that come until it looks
-                self._told_of = True
+            if not self._notified:  # once for all events until the loop wakes up
+                self._notified = True
                 self._loop.call_soon_threadsafe(self._arrived.set)
 
         return forward
 
     def end(self) -> None:
-        """Free its rows, and count it."""
+        """Cancel what still runs, and count it in the metrics."""
         if self.handles and not all(a.over for a in self.answers):
             failed = any(handle.state == FAILED for handle in self.handles)
             self.server.metrics.cancelled.inc(not failed)
@@ -425,7 +425,7 @@ class Running:
         self.handles = []
 
     def _log_values(self) -> Body:
-        """Return what the log has of it: sizes, seconds and how it ended."""
+        """Return the values for the log: token counts, seconds and finish reasons."""
         counts = [handle.counts for handle in self.handles]
         if not counts:
             return {}
@@ -435,15 +435,15 @@ class Running:
         return total | {k: v and round(v, 4) for k, v in times.items()} | {"end": ends}
 
     async def _events(self) -> AsyncIterator[Iterator[tuple[AnswerStream, Event]]]:
-        """Yield the events that have come until every answer is over, and none where there was none
-        for a while. Refused where the client has gone."""
+        """Yield batches of events until every answer is over; an empty batch after a silence.
+        Refused if the client disconnects."""
         watcher = self._loop.create_task(self._wait_for_leaving())
         self._look()
         try:
             while not all(a.over for a in self.answers):
                 await self._arrived.wait()
                 self._arrived.clear()
-                self._told_of = False  # before they are taken: what comes now is told of again
+                self._notified = False  # before they are taken: later events notify again
                 if self._gone:
                     raise Refused(499, "the client went away")
                 yield self._new()
@@ -461,7 +461,7 @@ class Running:
         self._clock = self._loop.call_later(LOOK_S, self._look)
 
     def _new(self) -> Iterator[tuple[AnswerStream, Event]]:
-        """Yield the events that are there; refused at one that was cancelled."""
+        """Yield the queued events; Refused for a cancelled one."""
         for _ in range(len(self._come)):
             index, event = self._come.popleft()
             answer = self.answers[index]
@@ -471,7 +471,7 @@ class Running:
             yield answer, event
 
     def _take(self, answer: AnswerStream, event: Event) -> list[Said]:
-        """Return what an event says. A row whose answer ended before it did goes to another."""
+        """Return the chat events of a token event. A sequence whose answer is over is stopped."""
         new = answer.take(event)
         if answer.over and not event.finish:
             job, index = divmod(answer.index, self.n)
@@ -484,7 +484,7 @@ class Running:
         return usage_of(self.handles, self.answers, drafts, media)
 
     async def complete(self) -> Response:
-        """Answer at once."""
+        """Return the complete answer."""
         async for events in self._events():
             for answer, event in events:
                 self._take(answer, event)
@@ -495,8 +495,8 @@ class Running:
         return Response(body, media_type="text/plain") if isinstance(body, str) else _json(body)
 
     async def stream(self) -> AsyncIterator[str]:
-        """Yield the answer as events of a stream, all that are there at once, and an error as the
-        last of them."""
+        """Yield the answer as server-sent events, all that are queued at once; an error is the last
+        of them."""
         format = self.format
         try:
             async for values in self._pieces():
@@ -511,7 +511,7 @@ class Running:
                 yield format.frame(value, _text(value))
 
     async def _pieces(self) -> AsyncIterator[list[Body] | None]:
-        """Yield the chunks that are there, and None where nothing was said for long."""
+        """Yield the queued chunks, or None (a keepalive) after ALIVE_S seconds of silence."""
         yield self.format.first(len(self.answers))
         spoke = time.monotonic()
         async for events in self._events():
@@ -519,7 +519,7 @@ class Running:
             try:
                 for answer, event in events:
                     chunks += self.format.chunks(answer, self._take(answer, event))
-            except Exception as e:  # behind what was said before
+            except Exception as e:  # after the chunks before it
                 error = e
             if chunks or time.monotonic() - spoke >= ALIVE_S:
                 yield chunks or None
@@ -530,8 +530,8 @@ class Running:
 
 
 class Streamed(StreamingResponse):
-    """An answer in pieces. It frees its rows itself: where the client has gone before the first
-    piece, nobody asks for one."""
+    """A streamed answer. It ends its requests itself: if the client disconnects before the first
+    event, the generator never runs."""
 
     def __init__(self, running: Running) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -1,4 +1,4 @@
-"""Who may ask: the names of the host, keys, and bodies of a size and a kind."""
+"""Access checks of requests: Host header, API keys, and size and type of bodies."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from g4ir.errors import InputError
 from .http_errors import Refused
 
 JSON = "application/json"
-#: names by which a server on this machine is asked
+#: host names of this machine
 LOCAL = ("localhost",)
-#: paths that take a key as Anthropic's clients send it, too
+#: paths that also accept a key in Anthropic's header
 KEYED = ("/v1/messages", "/v1/models")
-#: beginnings of the paths that need a key
+#: prefixes of the paths that need a key
 GUARDED = ("/v1/", "/metrics", "/tokenize", "/detokenize", "/render", "/server_info")
 
 
 @dataclass(frozen=True)
 class Auth:
-    """`hosts` None: any name of the host will do; `keys` empty: no key is asked for."""
+    """hosts: allowed Host names, None: any; keys: allowed API keys, (): none is needed."""
 
     keys: tuple[bytes, ...] = ()
     hosts: tuple[str, ...] | None = None
@@ -35,8 +35,7 @@ class Auth:
     body_s: float = 30.0
 
     def check(self, request: Request, path: str) -> str:
-        """Refuse who may not ask for a path; return what parts the caches of one key from
-        another's."""
+        """Refuse a request that is not allowed; return the prefix-cache salt of its key."""
         self._check_host(request)
         guarded = path.startswith(GUARDED)
         if not self.keys or not guarded:
@@ -118,5 +117,6 @@ def read_keys(path: str | Path) -> tuple[bytes, ...]:
 
 
 def allowed_hosts(host: str, names: Sequence[str] = ()) -> tuple[str, ...] | None:
-    """Return the names that a Host header may have: any where the server is bound more widely."""
+    """Return the names that a Host header may have; None (any) unless the server is bound to a
+    loopback address."""
     return tuple(n.lower() for n in (*LOCAL, *names)) if is_loopback(host) else None

@@ -1,4 +1,4 @@
-"""Holds answers to JSON and to calls: which tokens may follow, by llguidance."""
+"""Grammar-constrained decoding of JSON and tool calls: logits masks, by llguidance."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class Grammars:
         many: bool,
         content: Constraint | None = None,
     ) -> FullMask:
-        """Return what holds an answer to one call of these functions, or to `many`; or to JSON
-        of a schema, where `content` is one."""
+        """Return the mask of an answer that is one call of these functions, or `many`; or, with
+        `content`, JSON of its schema."""
         named = None if content is None else self._schema(content)
         text = grammar_of(functions, self.vocabulary.controls, many=many, content=named)
         return self._masked(text, "tools", thinking, inside)
 
     def some_calls(self, functions: Sequence[Called]) -> LazyMask:
-        """Return what holds each call of an answer, if there is one, and leaves the rest free."""
+        """Return the mask that constrains each call of an answer, and no other text."""
         controls = self.vocabulary.controls
         text = grammar_of(functions, controls, many=False)
         matcher, ends = self._matcher(text, "tools"), controls[CALL_END]
@@ -147,7 +147,7 @@ class Grammars:
 
 @dataclass
 class _Row:
-    """How far one answer has come. Without a matcher nothing is held."""
+    """State of one answer. Without a matcher it is not constrained."""
 
     generated: Sequence[int]
     matcher: Any
@@ -158,15 +158,14 @@ class _Row:
 
 @dataclass
 class Mask:
-    """Says which tokens may follow in each answer of one request. `named`: the field that asks for
-    it."""
+    """Logits mask of each answer of one request. `named`: the field of its constraint."""
 
     matcher: Any
     named: str
     #: whether an answer begins in its reasoning
     inside: bool = False
     rows: dict[int, _Row] = field(default_factory=dict, init=False)
-    #: whether an answer is held from its beginning
+    #: whether answers are constrained from their start
     constrains_start = False
 
     def mask(self, generated: Sequence[int]) -> Any:
@@ -225,7 +224,7 @@ class FullMask(Mask):
 
 @dataclass
 class LazyMask(Mask):
-    """Holds calls, each from the token that begins it to that which ends it."""
+    """Constrains calls alone, each from its first token to its last."""
 
     begins: int = -1
     ends: int = -1

@@ -1,4 +1,4 @@
-"""Refused requests: the status and the body that each error of a request has."""
+"""HTTP errors: status and body of each refused request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from g4ir.errors import BusyError, G4Error, InputError, MissingError
 log = logging.getLogger(__name__)
 
 BAD, SERVER = "invalid_request_error", "server_error"
-#: fewest and most seconds after which a client should ask again
+#: min and max seconds of Retry-After
 RETRY_S, MAX_RETRY_S = 1, 60
 #: exceptions whose messages name indices, sizes, types and attributes, but no values
 _WITHOUT_TEXT = (IndexError, TypeError, AttributeError, ArithmeticError, MemoryError)
@@ -25,7 +25,7 @@ _FIELD = re.compile(r"(\w+)(?=[\[.: ])")
 
 @dataclass
 class Refused(Exception):
-    """An answer that is an error. `param` is the field of the request that is wrong."""
+    """An error response. `param` is the field of the request that is wrong."""
 
     status: int
     message: str
@@ -35,29 +35,29 @@ class Refused(Exception):
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        """Return it as values of JSON."""
+        """Return OpenAI's error object."""
         names = ("message", "type", "param", "code")
         return {"error": {name: getattr(self, name) for name in names}}
 
 
 def bad(param: str, message: str) -> Refused:
-    """Return the refusal of a field that is wrong."""
+    """Return the error of a wrong field."""
     return Refused(400, f"{param}: {message}", param=param)
 
 
 def missing(param: str, message: str) -> Refused:
-    """Return the refusal of what this server cannot do: 400, since clients repeat a 5xx."""
+    """Return the error of an unsupported feature: 400, since clients retry a 5xx."""
     return Refused(400, f"{param}: {message}", param=param, code="not_supported")
 
 
 def later(status: int, code: str, message: str, wait_s: float = RETRY_S) -> Refused:
-    """Return a refusal that asks the client to come again after so many seconds."""
+    """Return an error with a Retry-After of so many seconds."""
     seconds = min(max(math.ceil(wait_s), RETRY_S), MAX_RETRY_S)
     return Refused(status, message, code, code=code, headers={"Retry-After": str(seconds)})
 
 
 def ending() -> Refused:
-    """Return the refusal of a server that ends."""
+    """Return the error of a server that is shutting down."""
     return later(503, "shutting_down", "the server is shutting down; ask another one")
 
 

@@ -1,4 +1,4 @@
-"""Counts of a server, in the text format of Prometheus."""
+"""Metrics of a server, in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25,
 
 
 class Metrics:
-    """The numbers of one server. `service` is None while the engine is loading."""
+    """The metrics of one server. `service` is None while the engine is loading."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -41,7 +41,7 @@ class Metrics:
         self.registry.register(self)
 
     def text(self) -> bytes:
-        """Return all of it."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def took(self, counts: Counts) -> None:
@@ -52,7 +52,7 @@ class Metrics:
                 histogram.observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what the scheduler counts by itself."""
+        """Yield the scheduler's metrics."""
         if (service := self.service) is None:
             return
         for metric, part in ((GaugeMetricFamily, "gauges"), (CounterMetricFamily, "counters")):

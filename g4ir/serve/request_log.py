@@ -1,4 +1,4 @@
-"""An id for each request, in its answer's headers and in the log; a line for each that is over."""
+"""An id for each request, in the response headers and in the log; a log line when it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-#: ids of clients that are taken over
+#: client ids that are used
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 #: headers of the id: OpenAI's clients and proxies read the first, Anthropic's the second
 HEADERS = ("X-Request-Id", "request-id")
@@ -20,8 +20,7 @@ HEADERS = ("X-Request-Id", "request-id")
 
 @dataclass
 class RequestLog:
-    """An application around another one. `log` takes a line without any text of a request; None:
-    nothing is logged."""
+    """ASGI middleware. log: callback with a line without any text of a request; None: no log."""
 
     app: ASGIApp
     log: Callable[[str], None] | None = None

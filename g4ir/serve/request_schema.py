@@ -1,5 +1,5 @@
-"""Reads bodies of requests: tables of fields, each with what it may be. `null` means not given,
-what this server cannot do is refused by name, and unknown fields are ignored and logged once.
+"""Reads bodies of requests by tables of fields. `null` means absent, unsupported fields are refused
+by name, unknown fields are ignored and logged once.
 
 The fields of CHAT, as `read_fields` returns them, are the one request that `prompts` understands;
 bodies of other protocols are translated onto them.
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _LOGGED: set[str] = set()
 MAX_LOGGED = 256
 
-#: returns the value of a field, or refuses it; is given its name too
+#: (value, name of the field) -> checked value; Refused if it is wrong
 Read = Callable[[Any, str], Any]
 
 MAX_MESSAGES, MAX_TOOLS, MAX_PROMPTS, MAX_INT = 4096, 128, 32, (1 << 31) - 1
@@ -38,7 +38,7 @@ MAX_STOP_TEXT = 4096
 #: of a whole body: objects and lists, strings, and values
 MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES = 1 << 16, 1 << 18, 1 << 21
 DEEP = f"the body lies deeper than {MOST_DEPTH} levels"
-#: efforts at which the model does not think
+#: efforts without reasoning
 NO_EFFORTS = ("none", "minimal")
 
 
@@ -95,7 +95,7 @@ def _check_depth(body: Any) -> None:
 
 
 def kind(type_: type | tuple[type, ...], words: str) -> Read:
-    """Take values of one type; a boolean is no number."""
+    """Return a reader of values of one type; a boolean is no number."""
 
     def read(value: Any, name: str) -> Any:
         if not isinstance(value, type_) or (isinstance(value, bool) and type_ is not bool):
@@ -111,7 +111,7 @@ INTEGER, NUMBER = kind(int, "a whole number"), kind((int, float), "a number")
 
 
 def _text(value: Any, name: str) -> str:
-    """Take texts that can be written in UTF-8."""
+    """Read a text that can be encoded as UTF-8."""
     text: str = kind(str, "a text")(value, name)
     try:
         text.encode()
@@ -127,7 +127,7 @@ TEXT: Read = _text
 def that(
     reader: Read, holds: Callable[[Any], bool], words: str, describe: Callable[[Any], Any] = shown
 ) -> Read:
-    """Take a reader's values for which a condition holds."""
+    """Return a reader of values for which a condition holds."""
 
     def read(value: Any, name: str) -> Any:
         if not holds(reader(value, name)):
@@ -138,29 +138,29 @@ def that(
 
 
 def number(low: float, high: float, reader: Read = NUMBER) -> Read:
-    """Take numbers of a range."""
+    """Return a reader of numbers of a range."""
     return that(reader, lambda value: low <= value <= high, f"be {low} to {high}")
 
 
 def integer(low: int, high: int = MAX_INT) -> Read:
-    """Take whole numbers of a range."""
+    """Return a reader of integers of a range."""
     return number(low, high, INTEGER)
 
 
 def listed(max_items: int, min_items: int = 0, reader: Read = LIST) -> Read:
-    """Take lists, or objects, of bounded length."""
+    """Return a reader of lists, or objects, of bounded length."""
     words = f"have {min_items} to {max_items} entries"
     return that(reader, lambda value: min_items <= len(value) <= max_items, words, len)
 
 
 def one_of(*words: str) -> Read:
-    """Take one of some words."""
+    """Return a reader of one of some words."""
     expected = f"be one of {', '.join(words)}"
     return that(lambda value, _: value, lambda value: value in words, expected)
 
 
 def unsupported(*neutral: Any, fix: str = "leave it out") -> Read:
-    """Accept neutral values alone, which are ignored."""
+    """Return a reader that accepts, and ignores, neutral values alone."""
 
     def read(value: Any, name: str) -> None:
         if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
@@ -202,7 +202,7 @@ def _prompt_logprobs(value: Any, name: str) -> int | None:
 
 
 def _stream_options(value: Any, name: str) -> bool:
-    """Return whether usage is asked for."""
+    """Return whether usage is requested."""
     include = OBJECT(value, name).get("include_usage")
     return bool(include is not None and FLAG(include, name))
 
@@ -218,7 +218,7 @@ def _options(value: Any, name: str) -> dict[str, Any]:
 
 
 def _messages(value: Any, name: str) -> list[Any]:
-    """Return the messages; another server's way to continue one is refused."""
+    """Return the messages; fields of other servers that continue one are refused."""
     messages: list[Any] = listed(MAX_MESSAGES, 1)(value, name)
     for i, message in enumerate(messages):
         for key in ("prefix", "partial"):  # of DeepSeek and Mistral, of Kimi and Qwen
@@ -288,7 +288,7 @@ class Constraint:
 
 
 def constrained(kind_name: str) -> Read:
-    """Take a constraint of one kind; an empty text is none."""
+    """Return a reader of constraints of one kind; an empty text is none."""
 
     def read(value: Any, name: str) -> Constraint | None:
         if value == "":
@@ -345,7 +345,7 @@ def _structured(value: Any, name: str) -> Constraint | None:
     return constrained(kinds[name_of_kind])(inner, f"{name}.{name_of_kind}")
 
 
-#: name in fields.yaml -> what reads a field; and what makes that, of the rest of its row
+#: name in fields.yaml -> reader of a field, or constructor of one from the other cells of its row
 READERS: dict[str, Read] = {"text": TEXT, "flag": FLAG, "top_p": _top_p, "stop": _stop, "ids": _ids}
 READERS |= {"biases": _biases, "stream_options": _stream_options, "options": _options}
 READERS |= {"messages": _messages, "prompts": _prompts, "choice": _choice}
@@ -399,8 +399,8 @@ UNSAID = {"max_tokens": -1, "max_completion_tokens": -1, "stop": ""}
 
 
 def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str, Any]:
-    """Return the known fields that are given, each as its reader returns it; what needs another
-    field is refused without it."""
+    """Return the known fields that are present, each as its reader returns it; a field that needs
+    another one is refused without it."""
     _log_unknown(body.keys() - table.keys() - HARMLESS)
     content = next(name for name in CONTENTS if name in table)
     if other := next((n for n in CONTENTS if n != content and body.get(n) is not None), None):
@@ -452,7 +452,7 @@ def _check_choice(fields: Mapping[str, Any]) -> None:
 
 
 def chosen(fields: Mapping[str, Any]) -> ToolChoice:
-    """Return which calls a request allows."""
+    """Return the tool choice of a request."""
     requested: ToolChoice | None = fields.get("tool_choice")
     choice = requested or ToolChoice("auto" if fields.get("tools") else "none")
     many = choice.many and fields.get("parallel_tool_calls") is not False

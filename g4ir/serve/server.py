@@ -185,7 +185,7 @@ class ServerProcess(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """Where it is asked."""
+        """The URL of the server."""
         name = self.servers[0].sockets[0].getsockname()
         host = f"[{name[0]}]" if ":" in name[0] else name[0]
         return f"http{'s' if self.address.tls[0] else ''}://{host}:{name[1]}"

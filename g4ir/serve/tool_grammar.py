@@ -34,7 +34,7 @@ from .schema_leaves import (
 
 #: schemas of all functions of one grammar
 MAX_SCHEMAS = 1 << 14
-#: how deep a value may lie of which nothing is said
+#: max depth of a value without a schema
 ANY_DEPTH = 4
 
 _NUMERIC = {
@@ -102,8 +102,7 @@ def _call(rules: _Rules, function: Called) -> str:
 
 
 def _parameters(function: Called, controls: Collection[str]) -> dict[str, Any]:
-    """Return the schema of a function's arguments, as it is read. One of which nothing is said
-    takes none."""
+    """Return the schema of a function's arguments. A function without a schema has none."""
     schema = {"type": "object", **function.schema, "nullable": False}
     keywords = schema.keys() & CONSTRAINTS
     if not keywords or (keywords == {"properties"} and not schema["properties"]):
@@ -177,7 +176,7 @@ class _Rules:
         return self.rule(f"{plain} | {self.array(inner, 0, None)} | {self.mapping(inner)}")
 
     def mapping(self, value: str, *keys: str) -> str:
-        """Return an object with keys of any name, or of those that some expressions match."""
+        """Return an object with keys of any name, or of names that match some expressions."""
         entry = self.rule(f'{self.terminal(*(keys or [f"/{_KEY}/"]))} ":" {value}')
         return self.rule(f'"{{" ({entry} ("," {entry})*)? "}}"')
 

@@ -251,7 +251,7 @@ def _value(text: str) -> Any:
 
 
 def _usage(usage: Mapping[str, Any]) -> Body:
-    """Return the tokens of a request; those that were read from the prefix cache are apart."""
+    """Return the token counts of a request; tokens from the prefix cache are counted separately."""
     cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     counts = {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached}
     return counts | {"cache_creation_input_tokens": 0, "output_tokens": usage["completion_tokens"]}

@@ -1,5 +1,5 @@
-"""How answers are written: the base of all formats, and that of formats whose answers are parts
-which follow each other: a thought, a text, a call."""
+"""Formats of answers: the base of all, and the base of those that are a sequence of parts
+(reasoning, text, tool calls)."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ THOUGHT, CONTENT, CALL = "thought", "content", "call"
 
 
 class AnswerFormat(Protocol):
-    """Writes the answers to one request, whole or as the values of a stream."""
+    """Format of the answers to one request, complete or as the values of a stream."""
 
-    #: what a silent stream says, and what ends one
+    #: keepalive, and end of a stream
     alive: str = ": keepalive\n\n"
     end: str = "data: [DONE]\n\n"
 
     def first(self, count: int) -> list[Body]:
-        """Return what comes before the first token of so many answers."""
+        """Return the values before the first token of so many answers."""
         return []
 
     def chunks(self, a: AnswerStream, new: Iterable[ChatEvent]) -> list[Body]:
-        """Return what new pieces of an answer add, and its end where it is over."""
+        """Return the values of new events of an answer, and its end if it is over."""
 
     def last(self, answers: list[AnswerStream], usage: Mapping[str, Any]) -> list[Body]:
-        """Return what comes behind the last token."""
+        """Return the values after the last token."""
 
     def complete(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> Body | str:
-        """Return all answers at once."""
+        """Return the complete answers."""
 
     def failed(self, error: Refused) -> list[Body]:
         """Return the end of a stream that failed."""
         return [error.body()]
 
     def frame(self, value: Body, text: str) -> str:
-        """Return a value of the stream, whose JSON is given, as it is sent."""
+        """Return a value of the stream, with its JSON `text`, as a server-sent event."""
         return f"data: {text}\n\n"
 
 
 class PartsFormat(AnswerFormat, Protocol):
-    """Writes one answer as parts, which typed events open, fill and close."""
+    """Format of one answer as parts, which typed events open, fill and close."""
 
     end: str = ""
-    #: the piece that began the part which is open
+    #: first event of the open part
     part: ChatEvent | None = None
 
     @property
@@ -87,7 +87,7 @@ class PartsFormat(AnswerFormat, Protocol):
         """Return the events of the open part, which has ended or was cut."""
 
     def message(self, a: AnswerStream, usage: Mapping[str, Any]) -> Body:
-        """Return the whole answer, whose parts are written."""
+        """Return the complete answer from its parts."""
 
     def complete(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> Body:
         (a,) = answers
@@ -98,19 +98,19 @@ class PartsFormat(AnswerFormat, Protocol):
         return f"event: {value['type']}\n{super().frame(value, text)}"
 
 
-#: whole characters of a JSON string, which has no halves of characters
+#: complete characters of a JSON string (no partial escapes)
 _CHARACTERS = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*')
 
 
 class JsonText:
-    """The text that is the one member of an object, while the JSON of that is written."""
+    """Decodes the text of an object with one member while its JSON is generated."""
 
     def __init__(self, name: str) -> None:
         self._head = re.compile(r'\{\s*"' + re.escape(name) + r'"\s*:\s*"')
         self._raw, self._inside, self._over = "", False, False
 
     def feed(self, piece: str) -> str:
-        """Take a piece of JSON; return what is certain of the text."""
+        """Add a piece of JSON; return the new decoded text."""
         self._raw += piece
         if not self._inside and (match := self._head.match(self._raw)):
             self._inside, self._raw = True, self._raw[match.end() :]
@@ -123,5 +123,5 @@ class JsonText:
         return str(json.loads(f'"{end[0]}"', strict=False))
 
     def remainder(self) -> str:
-        """Return all that came, where it is no such object."""
+        """Return the JSON if it is no such object."""
         return "" if self._inside else self._raw

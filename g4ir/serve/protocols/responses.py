@@ -25,8 +25,8 @@ from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 OURS = "g4ir:"
 #: the one argument of a custom tool
 INPUT = "input"
-#: types of tools; what has several of them; and those that are left out, of which the model is not
-#: told: Codex declares the search of the web by default
+#: types of tools, the type that groups several, and those that are ignored (Codex declares web
+#: search by default)
 TOOLS, NAMESPACE, IGNORED_TOOLS = ("function", "custom"), "namespace", ("web_search",)
 #: of a custom tool: the paths of its schema -> those that a client knows
 PATHS = {f".parameters.properties.{INPUT}.pattern": ".format.definition"}
@@ -236,7 +236,7 @@ TYPES: Mapping[str, list[str]] = TABLE["types"]
 #: kind of a part -> its item, and what that contains
 ITEM_OF: Mapping[str, Body] = TABLE["items"]
 CONTENT_OF: Mapping[str, Body] = TABLE["contents"]
-#: what a response says of its request where that said nothing
+#: defaults of the request's fields that a response repeats
 UNSAID: Mapping[str, Any] = TABLE["unsaid"]
 
 

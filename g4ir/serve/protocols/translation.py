@@ -17,7 +17,7 @@ from .. import request_schema as schema
 from ..http_errors import Refused, bad, missing
 
 Body = dict[str, Any]
-#: takes the value of a field, and writes what it becomes into the translation
+#: writes the value of a field into the translation
 Change = Callable[["Translation", Any, str], None]
 
 TABLES: Mapping[str, Any] = read_table(Path(__file__).with_name("protocols.yaml"))
@@ -30,11 +30,11 @@ class Translation:
 
     original: Body
     body: Body = field(default_factory=dict)
-    #: where each message stands in the original
+    #: path of each message in the original
     positions: list[str] = field(default_factory=list)
-    #: names of fields that are called otherwise
+    #: chat field -> its name in the original
     names: dict[str, str] = field(default_factory=dict)
-    #: where each tool stands in the original, and paths inside that are called otherwise
+    #: path of each tool in the original, and paths inside that differ
     tools: list[tuple[str, Mapping[str, str]]] = field(default_factory=list)
 
     @property
@@ -43,14 +43,14 @@ class Translation:
         return messages
 
     def add(self, where: str, role: str, content: Any, **more: Any) -> Body:
-        """Append a message, which stands at a place of the original."""
+        """Append a message; `where` is its path in the original."""
         message = {"role": role, "content": content, **more}
         self.messages.append(message)
         self.positions.append(where)
         return message
 
     def assistant(self, where: str) -> Body:
-        """Return the assistant's message that is open at the end, or a new one."""
+        """Return the last message if it is the assistant's, or a new one."""
         if self.messages and self.messages[-1]["role"] == "assistant":
             return self.messages[-1]
         return self.add(where, "assistant", None)
@@ -90,8 +90,7 @@ class Translation:
 
 
 def translated(out: Translation, protocol: str, changes: Mapping[str, Change]) -> Translation:
-    """Fill in what a body of a protocol becomes, and return it. Refused for fields that it cannot
-    have."""
+    """Translate the body of a protocol in place, and return it. Refused for unsupported fields."""
     table, original = TABLES[protocol], out.original
     for name in table["not_of_it"]:
         if original.get(name) is not None and name not in table["becomes"]:
@@ -120,7 +119,7 @@ def translated(out: Translation, protocol: str, changes: Mapping[str, Change]) -
 
 
 def kind_in(value: Any, kinds: Collection[str], where: str, key: str = "type") -> str:
-    """Return the type of an object, one of some; Refused names it where it is another."""
+    """Return the type of an object; Refused unless it is one of `kinds`."""
     kind = schema.OBJECT(value, where).get(key)
     if not isinstance(kind, str) or kind not in kinds:
         why = f"{shown(kind)} is not supported; one of {', '.join(sorted(kinds))} is"
