@@ -100,7 +100,7 @@ def translated(out: Translation, protocol: str, changes: Mapping[str, Change]) -
     refused = {n: (v, group["way"]) for group in groups for n, v in group["neutral"].items()}
     for name, (neutral, fix) in refused.items():
         if (value := original.get(name)) is not None:
-            schema.unsupported(*neutral, fix == fix)(value, name)
+            schema.unsupported(*neutral, fix=fix)(value, name)
     for name, becomes in table["becomes"].items():
         if (value := original.get(name)) is None:
             continue
