@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, "torch.Tensor"]
 #: token ids -> the feeds of a text graph
 Embed = Callable[["torch.Tensor"], "dict[str, torch.Tensor]"]
-#: sees values by name as a graph makes them
+#: callback(name, value) for the values that a graph computes
 Watch = Callable[[str, "torch.Tensor"], None]
 
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """How a step on the device chooses tokens: the ways that its sequences need (sampling.WAYS),
-    and ids that none of them may get."""
+    """Sampling on the device: the methods that its sequences need (sampling.METHODS), and token ids
+    that are never chosen."""
 
     methods: tuple[str, ...]
     suppress: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ class Nothing:
 
 @dataclass(frozen=True, eq=False)
 class CacheSnapshot:
-    """A copy of the parts of caches that `context` tokens use."""
+    """A copy of the cache slots that `context` tokens use."""
 
     context: int
     tensors: Tensors
@@ -60,33 +60,32 @@ class State(Protocol):
 
     @abstractmethod
     def views(self, context: int) -> Tensors:
-        """Return the parts in use while rows hold at most `context` tokens."""
+        """Return views of the slots in use for sequences of at most `context` tokens."""
 
     @abstractmethod
     def row(self, index: int, context: int) -> Tensors:
-        """Return what one row has of these parts, whatever the number of rows: of the same shapes
-        in every state of a runtime."""
+        """Return views of one sequence's slots; shapes do not depend on the batch size."""
 
     @abstractmethod
     def nbytes(self) -> int:
-        """Count the allocated bytes."""
+        """Return the allocated bytes."""
 
     @abstractmethod
     def zero(self) -> None: ...
 
     def clear(self, row: int, context: int) -> None:
-        """Write zeros over what one row has of these parts."""
+        """Zero one sequence's slots."""
         for t in self.row(row, context).values():
             t.zero_()
 
     def copy(self, source: Any, start: int, row: int, context: int) -> None:
-        """Give a row the parts that row `start` of another state has, or of this one."""
+        """Copy sequence `start` of `source`, which may be this state, to sequence `row`."""
         mine = self.row(row, context)
         for name, t in source.row(start, context).items():
             mine[name].copy_(t)
 
     def snapshot(self, context: int) -> CacheSnapshot:
-        """Return a copy of these parts, which `restore` writes back."""
+        """Return a copy of the slots in use, for `restore`."""
         return CacheSnapshot(context, {name: t.clone() for name, t in self.views(context).items()})
 
     def restore(self, snapshot: CacheSnapshot) -> None:
@@ -96,8 +95,8 @@ class State(Protocol):
 
 
 class Runtime(Protocol):
-    """A loaded engine. `decode` takes chunks of one token, `prefill` of any length. Unless it says
-    so, the host chooses tokens and drafts, and weights lie in layouts of its own."""
+    """A loaded engine. `decode` takes chunks of one token, `prefill` of any length. By default the
+    host samples and drafts, and weights are in the runtime's private layouts."""
 
     #: where its params come from
     source: ParamSource
@@ -113,18 +112,17 @@ class Runtime(Protocol):
         logits: bool,
         watch: Watch | None = None,
     ) -> Tensors | None:
-        """Run one chunk: caches are updated in place. `context` is the most tokens that a row holds
-        afterwards. Returns the graph's outputs, `logits` [B, 1 or S, vocab] among them; None where
-        they are not asked for.
-        `watch` sees the graph's values that the backend can show, in order."""
+        """Run one chunk and update the caches in place. `context`: max tokens of a sequence after
+        it. Return the graph's outputs with `logits` [B, 1 or S, vocab]; None unless `logits`.
+        `watch` is called with the values that the backend can expose, in order."""
 
     def embed(self, tokens: torch.Tensor, tables: Mapping[str, Any]) -> Tensors | None:
-        """Return the outputs of the embed graph for a few tokens i64[B,S]; None where the host is
-        as fast."""
+        """Return the outputs of the embed graph for a few tokens i64[B,S]; None if the host is as
+        fast."""
         return None
 
     def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
-        """Return the soft tokens [1, N, hidden] that a tower's graph makes of its inputs."""
+        """Return the soft tokens [1, N, hidden] of a tower's graph."""
 
     def token_loop(
         self,
@@ -134,12 +132,12 @@ class Runtime(Protocol):
         choice: DeviceChoice,
         tables: Mapping[str, Any],
     ) -> Any:
-        """Return decode steps that choose tokens on the device (cuda/token_loop.py and
-        cpu/step_loop.py), or None. `tables` are those that `embed` reads."""
+        """Return a decode loop that samples on the device (cuda/token_loop.py, cpu/step_loop.py),
+        or None. `tables`: the tables of `embed`."""
         return None
 
     def resident(self, param: str) -> torch.Tensor | None:
-        """Return a param that the runtime holds whole, for others to read."""
+        """Return a param that the runtime stores unchanged, or None."""
         return None
 
     def close(self) -> None: ...
@@ -147,7 +145,7 @@ class Runtime(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """A program and the engine directory that it is compiled into, or loaded from."""
+    """A program and the engine directory to compile it into or load it from."""
 
     program: Program
     limits: Limits
@@ -155,31 +153,29 @@ class Task:
     folder: Path
     params: ParamSource
     progress: Progress
-    #: the processes that run it together, once it is loaded; None: it runs alone
+    #: tensor-parallel ranks of a loaded engine; None: single process
     group: Group | None = None
     #: whether weights are copied to huge pages (torch on a CPU)
     huge_pages: bool = False
-    #: bytes of the device's memory, if a build was given them
+    #: bytes of the device's memory, if set for the build
     memory: int | None = None
-    #: of the manifest, when it is loaded
+    #: the manifest's digest, at load
     digest: str = ""
 
 
 class Backend(PlannedBackend, ABC):
-    """One way to make a program run. What is not said here again compiles nothing and needs
-    nothing."""
+    """Compiles and runs programs. By default it compiles nothing and needs nothing."""
 
-    #: whether `compile` finds the packed params in the folder: its files refer to them or contain
-    #: them
+    #: whether `compile` needs the packed params in the folder, to refer to them or embed them
     packs_weights: bool = False
-    #: whether its engines run with the torch that built them alone
+    #: whether its engines run only with the torch version that built them
     of_torch: bool = True
-    #: the type of what `compile` returns, as spec/reader.py reads it
+    #: type of the record that `compile` returns, for spec/reader.py
     record: Any = Nothing
 
     def aimed(self, target: str | None) -> Backend:
-        """Return this backend as it builds for the GPUs of `--target`; None: for the current one.
-        InputError if it cannot."""
+        """Return this backend for the GPUs of `--target`; None: for the current GPU. InputError if
+        unsupported."""
         if target is not None:
             raise InputError(
                 f"--target {target[:40]}: backend {self.name} builds for this machine; leave it "
@@ -188,16 +184,16 @@ class Backend(PlannedBackend, ABC):
         return self
 
     def built(self, record: Mapping[str, Any]) -> Backend:
-        """Return this backend as it runs engines whose `record` is `record`."""
+        """Return this backend configured for an engine with this build record."""
         return self
 
     @property
     def location(self) -> str:
-        """Where its engines run, in a message."""
+        """Where its engines run, for messages."""
         return "where it was built"
 
     def has_device(self, device: str) -> bool:
-        """Whether this machine has the device that its engines run on."""
+        """Whether this machine has the device."""
         import torch
 
         return device != "cuda" or torch.cuda.is_available()
@@ -207,49 +203,47 @@ class Backend(PlannedBackend, ABC):
         return ("torch",)
 
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
-        """Return checks of the environment for a build for so many ranks, cheapest to meet first;
-        each raises MissingError. A dry run makes none of them."""
+        """Return checks of the environment for a build for `ranks` ranks, easiest to satisfy first;
+        each raises MissingError. A dry run skips them."""
         return ()
 
     def about_to_compile(self, device: str) -> AbstractContextManager[None]:
-        """Return a context that surrounds `compile` and what comes before, in which what it needs
-        in any case is begun."""
+        """Return a context around `compile` and its preparation, for work that can start early."""
         return nullcontext()
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
-        """Write compiled files into the folder; returns what the manifest keeps of them."""
+        """Write compiled files into the folder; return their record for the manifest."""
         return {}
 
     def short(self, program: Program) -> str:
-        """Return why compiling needs more memory than this machine has; nothing if it does not."""
+        """Return why compiling needs more memory than this machine has; empty if it does not."""
         return ""
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
-        """Return the bytes of packed params that the compiled files hold once more."""
+        """Return the bytes of packed params that compiled files duplicate."""
         return 0
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
-        """Return what can be checked and told of a build without compiling: more keys of the plan.
-        CheckError where a check fails."""
+        """Return additional keys of the plan that need no compilation. CheckError if a check
+        fails."""
         return {}
 
     def machine(self, device: str) -> str:
-        """Return the instruction set that the files need; an engine refuses any other machine."""
+        """Return the instruction set of compiled files; an engine refuses other machines."""
         return "any"
 
     def machine_of(self, device: str, compiled: Mapping[str, Any]) -> str:
-        """Return the same of what an engine's `compile` returned."""
+        """Return the instruction set that an engine with this record needs."""
         return self.machine(device)
 
     def has_native_code(self, compiled: Mapping[str, Any]) -> bool:
-        """Whether what an engine's `compile` returned names native code, which can do all that the
-        user can."""
+        """Whether a record names native code, which runs with the user's permissions."""
         return False
 
     @abstractmethod
     def load(self, task: Task, record: Any, cuda_graph: bool = True) -> Runtime:
-        """Return a runtime; `record` is of the type `record`. EngineError where compiled files are
-        not those of the program, before any of them is opened."""
+        """Return a runtime; `record` has the type `self.record`. EngineError if compiled files do
+        not match the program, before any is opened."""
 
 
 @dataclass(frozen=True)
@@ -259,18 +253,18 @@ class Prepared:
     config: BuildConfig
     backend: Backend
     packing: Packing
-    #: how often each pass acted
+    #: rewrites of each pass
     acted: Acted
     source: Checkpoint
     #: one of artefact.WEIGHTS; None in a dry run without any
     weights: Any
-    #: of the checkpoint, name -> content
+    #: files of the checkpoint, name -> content
     side_files: Future[Mapping[str, bytes]]
-    #: of a dry run: why the engine does not fit its device, or nothing
+    #: dry run: why the engine does not fit its device, or empty
     short: str = ""
     #: bytes of the device's memory, if given
     memory: int | None = None
-    #: what 4-bit weights are calibrated on (builder/calibration.py)
+    #: calibration data of 4-bit weights (builder/calibration.py)
     calibration: Any = None
 
     def param_bytes(self) -> int:
@@ -278,11 +272,11 @@ class Prepared:
         return sum(v.type.nbytes() for v in self.packing.program.params().values())
 
     def share(self, rank: int) -> Share:
-        """Return what a rank has of the weights."""
+        """Return a rank's share of the weights."""
         return Share(self.config.sharding, rank)
 
     def written_bytes(self) -> int:
-        """Count the bytes of the packed params of all ranks; what they share counts once."""
+        """Count the bytes of the packed params of all ranks; shared params count once."""
         sizes = {name: v.type.nbytes() for name, v in self.packing.program.params().items()}
         rank_params, ranks = own_params(self.packing, self.share(0)), self.config.ranks
         return sum(size * (ranks if name in rank_params else 1) for name, size in sizes.items())

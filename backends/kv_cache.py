@@ -18,16 +18,13 @@ T = TypeVar("T")
 
 
 class CaptureCache:
-    """What was captured over a session's caches: CUDA graphs, loops of them, and their memory.
-
-    It lives as long as the session.
-    """
+    """CUDA graphs, step programs and loops over a session's caches; freed with the session."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[type, Hashable], Any] = {}
 
     def get(self, kind: type[T], key: Hashable, make: Callable[[], T]) -> T:
-        """Return the object of this class and key; `make` makes it the first time."""
+        """Return the object of this class and key; `make` creates it at the first call."""
         if (kind, key) not in self._entries:
             self._entries[kind, key] = make()
         entry: T = self._entries[kind, key]

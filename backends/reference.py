@@ -1,4 +1,4 @@
-"""The interpreter as a backend: slow, and by definition right."""
+"""The interpreter as a backend: slow, and correct by definition."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from g4ir.weights.pack import ParamSource
 from .base import Backend, Runtime, Task, Tensors, Watch
 from .kv_cache import Caches
 
-#: most bytes of dequantised weights that a runtime on the CPU keeps between steps
+#: max bytes of dequantised weights that a runtime on the CPU caches between steps
 MAX_CACHED_BYTES = 2 << 30
 
 
@@ -38,11 +38,11 @@ class ReferenceRuntime(Runtime):
         run: Run | None = None,
     ) -> None:
         self.program, self.limits, self.device, self.source = program, limits, device, params
-        #: how a node is run where it is not by itself: ranks exchange
+        #: runs a node; with tensor parallelism including its collectives
         self._run = run or run_node
         self._cached: dict[str, tuple[torch.Tensor, ...]] = {}
         self._budget = MAX_CACHED_BYTES if device == "cpu" else 0
-        # The tables of `embed` are the engine's own.
+        # The engine holds the tables of `embed`.
         graphs = [g for name, g in program.graphs.items() if name != "embed"]
         names = {v.name for g in graphs for v in g.params}
         self.params = {n: params.tensor(n).to(device) for n in names}
@@ -68,8 +68,8 @@ class ReferenceRuntime(Runtime):
         return outputs if logits else None
 
     def _run_node(self, n: Node, operands: list[Any]) -> tuple[Any, ...]:
-        """Run a node; dequantised weights, nearly all work of a step, are kept while there is
-        room."""
+        """Run a node; dequantised weights, nearly all work of a step, are cached within the
+        budget."""
         names = [v.name for v in n.inputs]
         if n.definition.fold or not self.params.keys() >= {*names}:
             return self._run(n, operands)
@@ -93,8 +93,8 @@ class ReferenceRuntime(Runtime):
 
 
 class Float64Runtime(ReferenceRuntime):
-    """The graphs in float64 on the same params. Of text what goes in is, and products are; the rest
-    follows."""
+    """The graphs in float64 on the same params: inputs and matmuls of text graphs are float64, and
+    so are the values computed from them."""
 
     def __init__(self, program: Program, *args: Any) -> None:
         super().__init__(_float64_program(program), *args)
@@ -113,8 +113,8 @@ class Float64Runtime(ReferenceRuntime):
 
 
 def _float64_program(program: Program) -> Program:
-    """Return a program whose ops make float64 where they say which float they make. Types are as
-    declared: nobody reads them where a graph is interpreted."""
+    """Return a program whose ops with a float `dtype` output float64. Declared types stay: the
+    interpreter does not read them."""
 
     def convert(g: Graph) -> Graph:
         nodes = (
@@ -132,7 +132,7 @@ def _to_float64(tensors: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Resident:
-    """Params as a runtime holds them, so that nothing is held twice."""
+    """Params of a runtime, without copies."""
 
     runtime: Runtime
 
@@ -154,7 +154,7 @@ def text_graphs(program: Program) -> Program:
     return Program({name: g for name, g in program.graphs.items() if not is_tower(name)})
 
 
-#: runtimes that interpret what another one runs: on params from its source, or on those it holds
+#: interpreters of another runtime's program: on params from its source, or on its resident ones
 INTERPRETERS: dict[str, tuple[type[ReferenceRuntime], Callable[[Any], ParamSource]]] = {
     "stored": (ReferenceRuntime, lambda runtime: runtime.source),
     "resident": (ReferenceRuntime, Resident),
@@ -170,8 +170,7 @@ def interpreter(
     device: str,
     group: Group | None = None,
 ) -> ReferenceRuntime:
-    """Return what interprets the text graphs of the program that a runtime runs; `kind` is of
-    INTERPRETERS."""
+    """Return an interpreter of a runtime's text graphs; `kind`: a key of INTERPRETERS."""
     runtime_class, source = INTERPRETERS[kind]
     run = group.run_node if group else None
     return runtime_class(text_graphs(program), limits, device, source(runtime), run)

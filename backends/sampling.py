@@ -30,16 +30,16 @@ CANDIDATES = 64
 FEW = 1024
 #: logits that are sorted faster than groups of them are compared, and tokens of such a group
 SHORT, GROUP = 4096, 512
-#: limit of what settings add to a logit or multiply it by, so that float32 holds the result
+#: max absolute bias and penalty factor, so that logits do not overflow float32
 MAX_FACTOR = 1e9
-#: the largest logit; a draw from the CANDIDATES largest, from all by id, and from all sorted
+#: sampling methods: argmax; from the top CANDIDATES; from all in order of id; from all, sorted
 GREEDY, TOP, UNSORTED, SORTED = "greedy", "top", "unsorted", "sorted"
 METHODS = (GREEDY, TOP, UNSORTED, SORTED)
 #: columns of a `draws` tensor
 TEMPERATURE, TOP_K, TOP_P, METHOD = range(4)
 #: top_p that keeps every token, whatever the rounding of the sum
 ALL = 2.0
-#: least and largest value of what is added to logits; and of settings: an error's name of it first
+#: min, max and their text: of biases; of each setting, after its name in error messages
 ADDED = (-MAX_FACTOR, MAX_FACTOR, f"-{MAX_FACTOR:g} to {MAX_FACTOR:g}")
 LIMITS: tuple[tuple[Any, ...], ...] = (
     ("temperature", 0, sys.float_info.max, "0 (greedy) or more"),
@@ -62,8 +62,8 @@ class SamplingParams:
 
     presence_penalty is subtracted from the logits of generated tokens, frequency_penalty once for
     each occurrence; repetition_penalty divides positive logits of tokens of prompt and answer, and
-    multiplies negative ones. min_p: least probability, as a share of the largest. logit_bias:
-    (token, what is added). `allowed` is a logits mask. The sequence ends with one of `stop`, and
+    multiplies negative ones. min_p: min probability, as a share of the largest. logit_bias:
+    (token, bias). `allowed` is a logits mask. The sequence ends with one of `stop`, and
     with the checkpoint's own stop ids unless `ignore_eos`; none of them is chosen before
     `min_tokens` are generated. logprobs: how many of the most probable tokens are reported.
     """
@@ -105,7 +105,7 @@ class SamplingParams:
 
     @property
     def method(self) -> str:
-        """Which of WAYS chooses."""
+        """The sampling method, one of METHODS."""
         if self.temperature == 0:
             return GREEDY
         if self.top_k is not None and self.top_k <= CANDIDATES:
@@ -114,7 +114,7 @@ class SamplingParams:
 
     @property
     def draw(self) -> tuple[float, float, float, float]:
-        """Its row of a `draws` tensor."""
+        """Row of the `draws` tensor."""
         top_k = math.inf if self.top_k is None else self.top_k
         return (self.temperature or 1.0, top_k, self.top_p or ALL, METHODS.index(self.method))
 
@@ -133,7 +133,7 @@ class Choice:
     logprobs: Logprobs | None = None
 
 
-#: a token; an exception of the sequence's own settings; None: logits that are NaN or infinite
+#: a token; an exception raised by the sequence's settings; None: logits are NaN or infinite
 Drawn = Choice | Exception | None
 
 
@@ -158,7 +158,7 @@ def random_seed() -> int:
 
 
 class Sampler:
-    """Keeps what a sequence has generated, and shapes its logits. `stops` end it."""
+    """Logits processors of one sequence and its generated tokens. `stops`: its stop tokens."""
 
     def __init__(
         self, params: SamplingParams, prompt: Sequence[int] = (), stops: Collection[int] = ()
@@ -171,7 +171,7 @@ class Sampler:
         self._biases = [torch.tensor(column) for column in zip(*params.logit_bias)]
         self._suppressed = torch.tensor(params.suppress, dtype=torch.int64)
         self._stopping = torch.tensor(sorted(self.stops), dtype=torch.int64)
-        #: where its logits are: how often it generated each token, and which it has seen
+        #: on the logits' device: count of each generated token; tokens of prompt or answer
         self._counts: torch.Tensor | None = None
         self._followed = 0
         #: whether only `suppress`, temperature, top_k and top_p matter, so that a device can choose
@@ -179,21 +179,21 @@ class Sampler:
         self.plain = plain and params.min_tokens == 0
 
     def uniform(self, ahead: int = 0) -> float:
-        """Return the random number of the next token, or of one that is `ahead` of it."""
+        """Return the random number of the token `ahead` positions after the next one."""
         return uniform(self.seed, len(self.generated) + ahead)
 
     def start_mask(self) -> None:
-        """Start to compute the mask of the next token, if it has one of those of threads."""
+        """Start to compute the next token's mask, if it is computed in a thread."""
         if isinstance(mask := self.params.allowed, BackgroundMask):
             mask.start(self.generated)
 
     def mask_ready(self, timeout: float = 0.0) -> bool:
-        """Whether nothing need be waited for to draw the next token (`BackgroundMask.ready`)."""
+        """Whether the next token can be sampled without waiting (`BackgroundMask.ready`)."""
         mask = self.params.allowed
         return not isinstance(mask, BackgroundMask) or mask.ready(self.generated, timeout)
 
     def takes(self, largest: int) -> bool:
-        """Whether the token of the largest logit is the choice, so that nothing need be copied."""
+        """Whether the argmax token is the result, so that logits need not be copied."""
         if not self._greedy or largest in self._never:
             return False
         return not (self._is_short and largest in self.stops)
@@ -203,7 +203,7 @@ class Sampler:
         return len(self.generated) < self.params.min_tokens
 
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return a copy of logits [vocab], float32, as they are drawn from. InputError if none."""
+        """Return processed float32 logits [vocab]. InputError if no token is allowed."""
         if self.plain and not self._never:
             return logits.float()
         s, row = self.params, logits.to(torch.float32, copy=True)
@@ -243,7 +243,7 @@ class Sampler:
 
 
 def sample(logits: torch.Tensor, samplers: Mapping[int, Sampler]) -> dict[int, Drawn]:
-    """Choose a token for some rows of logits [B, vocab], and append it to the sampler's own."""
+    """Sample a token for some rows of logits [B, vocab] and append it to their samplers."""
     # A sum is finite if all of its terms are; one transfer from a device for both.
     sums = logits.sum(-1, dtype=torch.float32)
     best, sums = torch.stack((greatest(logits).double(), sums.double())).tolist()
@@ -270,8 +270,8 @@ def sample(logits: torch.Tensor, samplers: Mapping[int, Sampler]) -> dict[int, D
 
 
 def _drawn(shaped: Mapping[int, torch.Tensor], samplers: Mapping[int, Sampler]) -> dict[int, int]:
-    """Return the tokens of sequences by their shaped logits [vocab]. Rows of GREEDY and of TOP are
-    chosen together; others alone, since the sum of a long row may round differently in a batch."""
+    """Sample from each sequence's processed logits [vocab]. GREEDY and TOP rows are batched;
+    others run alone, since the sum of a long row may round differently in a batch."""
     groups: dict[Any, list[int]] = {}
     for i in shaped:
         method = samplers[i].params.method
@@ -298,7 +298,7 @@ def read_logprobs(logits: torch.Tensor, token: int, count: int) -> Logprobs:
 
 
 def bits(mask: Any, vocab: int) -> torch.Tensor:
-    """Return bool [vocab] of what `LogitsMask.mask` returns; InputError for anything else."""
+    """Return the result of `LogitsMask.mask` as bool [vocab]; InputError for other types."""
     t, words = torch.as_tensor(mask), -(-vocab // 32)
     if t.dtype == torch.bool and t.shape == (vocab,):
         return t
@@ -314,9 +314,9 @@ def bits(mask: Any, vocab: int) -> torch.Tensor:
 def choose(
     logits: torch.Tensor, uniforms: torch.Tensor, draws: torch.Tensor, method: str
 ) -> torch.Tensor:
-    """Choose a token for each row of float32 [B, vocab], int64 [B], in one of WAYS; `uniforms` are
-    random numbers f64[B] and `draws` settings f64[B, 4]. Greedy takes the lowest of equal maxima.
-    Nothing is read by the host if the logits are on a device."""
+    """Sample a token int64 [B] for each row of float32 [B, vocab] by one of METHODS; `uniforms`
+    f64[B]: random numbers, `draws` f64[B, 4]: settings. Greedy takes the lowest of equal maxima.
+    No synchronisation with the host if the logits are on a device."""
     vocab = logits.shape[-1]
     if method == GREEDY:
         return greatest(logits)
@@ -367,16 +367,16 @@ def largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _groups(logits: torch.Tensor, each: int) -> torch.Tensor:
-    """Return rows [B, vocab] as groups of neighbours, [B, groups, each], the last one filled up."""
+    """Split rows [B, vocab] into groups of neighbours [B, groups, each]; the last is padded."""
     if padding := -logits.shape[-1] % each:
         logits = torch.nn.functional.pad(logits, (0, padding), value=-math.inf)
     return logits.unflatten(-1, (-1, each))
 
 
 def _first(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the places of the k largest of each row of float32, of equal ones the first before."""
-    # topk promises no order of equal values, so a key holds value and place. Bits of floats are in
-    # order as whole numbers, negative ones backwards; adding 0 makes -0 the 0 that it equals.
+    """Return the indices of the k largest of each row of float32; equal values by lower index."""
+    # topk does not define the order of equal values, so a key holds value and index. Float bits are
+    # ordered as integers, negative ones in reverse; adding 0 turns -0 into 0.
     bits = (values + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     last = values.shape[-1] - 1
@@ -391,8 +391,8 @@ def draw(
     draws: torch.Tensor,
     total: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Draw one of the candidates of each row, int64 [B]: the first at which the sum of
-    probabilities exceeds the row's random number in [0, 1).
+    """Sample one of the candidates of each row, int64 [B]: the first at which the cumulative
+    probability exceeds the row's random number in [0, 1).
 
     values [B, k] are logits in descending order, at least one of them finite, and index int64
     [B, k] their ids. Without `index` all tokens are candidates in the order of their ids, and top_k
@@ -407,16 +407,16 @@ def draw(
     if index is not None:
         total = edges[:, -1:] if total is None else total
         edges = weights.where(edges - weights < draws[:, TOP_P, None] * total, 0.0).cumsum(-1)
-    # A number next to 1 may round to the last edge: it means the last token that can be drawn.
+    # A random number close to 1 may round to the last edge: take the last possible token.
     end = edges[:, -1:]
     targets = (uniforms[:, None] * end).minimum(torch.nextafter(end, torch.zeros_like(end)))
     at = torch.searchsorted(edges, targets, right=True)
-    at = at.clamp(max=values.shape[-1] - 1)  # of logits that are not numbers
+    at = at.clamp(max=values.shape[-1] - 1)  # NaN logits
     return at[:, 0] if index is None else index.gather(-1, at)[:, 0]
 
 
 def weights_of(values: torch.Tensor, temperature: Any) -> torch.Tensor:
-    """Return probabilities in float64 up to a factor, which is the same for all `values` with the
-    same largest. `temperature`: a number, or f64[B, 1]."""
+    """Return unnormalised probabilities in float64, relative to the largest of `values`.
+    `temperature`: a number, or f64[B, 1]."""
     # The largest becomes 0 before the division, so that no temperature overflows.
     return ((values - values.amax(-1, keepdim=True)).double() / temperature).exp()

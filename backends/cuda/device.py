@@ -1,4 +1,4 @@
-"""What NVIDIA's GPUs add to programs of torch's compiler: kernels of ours, and recorded steps."""
+"""NVIDIA GPUs: Triton kernels and CUDA graphs in addition to Inductor programs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .scratch import scratch_bytes
 from .target import find_target
 from .toolkit import toolchain
 
-#: the files of this room that a program's code follows from
+#: files of this folder that compiled programs depend on
 SOURCES = ("kernels/base.py", "lowerings.py", "schedule.py")
-#: and those that it follows from with kernels of ours
+#: and with our kernels
 KERNEL_SOURCES = ("kernels/*.py",)
 
 
 class Cuda(Device):
-    """NVIDIA's GPUs. What needs torch is imported late: kernels are counted without it."""
+    """NVIDIA GPUs. Imports of torch are deferred: kernels are counted without it."""
 
     name = "cuda"
     packages = ("torch", "triton")
@@ -48,7 +48,7 @@ class Cuda(Device):
         return find_target(rows)
 
     def stored(self, program: Program) -> Program:
-        """Return graphs whose kernels read neither int6 nor codes with minima."""
+        """Return the program without int6 and formats with minima, which kernels do not read."""
         return program.map(simplified)
 
     def scratch_bytes(self, program: Program) -> Callable[[Limits], int]:
@@ -69,7 +69,7 @@ class Cuda(Device):
         return [path for name in names for path in sorted(folder.glob(name))]
 
     def options(self, text: str) -> dict[str, Any]:
-        return {"combo_kernels": True}  # what does not depend on each other starts at once
+        return {"combo_kernels": True}  # independent ops share a launch
 
     def versions(self, target: Target) -> Sequence[str]:
         return [importlib.metadata.version("triton")] if target.gpu else []

@@ -1,4 +1,4 @@
-"""Work on CUDA as one graph launch: run once, recorded, replayed."""
+"""CUDA graphs: warm up, capture, replay."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from g4ir.errors import EngineError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: makes of work what repeats it
+#: captures work; returns its replay
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 #: held while a step is recorded, which one thread does at a time
 _RECORDING = threading.Lock()
 
 
 class Captured(Generic[T]):
-    """A recorded step, with the tensors that it reads, writes and makes.
+    """A captured step with its static input and output tensors.
 
-    Warming up and recording write the same values to the same cache slots, so running a step
-    twice changes nothing.
+    Warm-up and capture write the same values to the same cache slots, so repeating a step changes
+    nothing.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Captured(Generic[T]):
         self._outputs = self._step(self._feeds)
 
     def replay(self, feeds: dict[str, torch.Tensor]) -> T:
-        """Do the step once; what it returns the next one writes over."""
+        """Run the step; its outputs are overwritten by the next replay."""
         for name, t in feeds.items():
             self._feeds[name].copy_(t)
         self._play()
@@ -50,8 +50,8 @@ class Captured(Generic[T]):
 
 
 class WithFallback:
-    """Records steps, until one cannot be recorded: from then on all run launch by launch, which is
-    said once. A fault of the work itself shows when it runs."""
+    """Captures steps until one cannot be captured; all later ones run launch by launch, with one
+    warning. An error of the work itself is raised when it runs."""
 
     def __init__(self, record: Record) -> None:
         self.record: Record | None = record
@@ -67,9 +67,9 @@ class WithFallback:
 
 
 def recorded(work: Callable[[], None]) -> Callable[[], None]:
-    """Do the work once to warm up, then record it; return what replays it.
+    """Warm up, capture and return the replay function.
 
-    Raises EngineError with the reason where it cannot be recorded.
+    Raises EngineError with the reason if the work cannot be captured.
     """
     side, current = torch.cuda.Stream(), torch.cuda.current_stream()
     side.wait_stream(current)
@@ -78,9 +78,9 @@ def recorded(work: Callable[[], None]) -> Callable[[], None]:
     current.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
-        # The stream of the warm-up: what works on it may have made events and streams for it.
-        # What other threads do meanwhile, in sessions of their own, must not end the recording.
-        # The outer context leaves the stream also where torch's own, after a failure, does not.
+        # The warm-up's stream: libraries may have created events and workspaces for it. Work of
+        # other sessions' threads must not abort the capture (thread_local). The outer context
+        # restores the stream even after a failure, when torch's does not.
         capture = torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local")
         with torch.cuda.stream(current), _RECORDING, capture:
             work()

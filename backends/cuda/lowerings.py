@@ -1,4 +1,4 @@
-"""The lowerings of nodes for a GPU that become no kernel of ours."""
+"""Lowerings on a GPU of nodes without a kernel of ours."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class GpuLowered:
-    """A graph with the kernels of its schedule, and the lowerings of other nodes."""
+    """A graph with the kernels of its schedule; other nodes have lowerings."""
 
     schedule: Schedule
 
@@ -33,7 +33,7 @@ class GpuLowered:
         return self.schedule.graph
 
     def lowering(self, n: Node) -> Lowering | None:
-        """Return how a node is computed; None: by its op."""
+        """Return a node's lowering; None: its reference."""
         choice = self.schedule.find(n)
         if choice is None:
             return LOWERINGS.get(n.op)
@@ -45,7 +45,7 @@ def _call(choice: Any, run: Run, n: Node, *tensors: Any) -> Any:
 
 
 def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:
-    """Return the quantised weight where a kernel takes it so, else dense."""
+    """Return the quantised weight if a kernel reads it, otherwise dense."""
     weight = coded(m, n, codes, scales)
     takes = m.lowered.schedule.target.gpu and codes_of(m.graph, n.out)
     return weight if takes else dense(weight)
@@ -78,7 +78,7 @@ def grouped_experts(
     experts = gate_up.shape[0]
     local = (
         index if first is None else local_expert_index(index, first, experts)
-    )  # others come last
+    )  # other ranks' last
     tokens, slots = x.flatten(0, -2), local.flatten(0, -2)
     k = slots.shape[1]
     ids = slots.flatten().to(smallest(experts))
@@ -91,27 +91,27 @@ def grouped_experts(
     out = upcast(torch.empty_like(rows)).index_copy(0, order, upcast(rows))
     out = out.view(*slots.shape, -1) * weights.flatten(0, -2)[..., None]
     if first is not None:
-        out = torch.where((slots < experts)[..., None], out, 0)  # no product wrote these
+        out = torch.where((slots < experts)[..., None], out, 0)  # not written by a product
     return out.sum(1).to(x.dtype).view_as(x)
 
 
 def smallest(max_value: int) -> torch.dtype:
-    """Return the smallest type that holds 0 to `max_value`: a sort takes eight bits at a time."""
+    """Return the smallest dtype for 0 to `max_value`: radix sort does eight bits per pass."""
     return next(
         d for d in (torch.uint8, torch.int16, torch.int64) if max_value <= torch.iinfo(d).max
     )
 
 
 def _write(n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
-    """Write a chunk: a list has as many slots as tokens."""
+    """Write a chunk to a ring or full-length cache."""
     ring = not isinstance(n["cache"].type.shape[0], str)
     (_write_ring if ring else write_list)(cache, new, start, lengths)
 
 
 def _write_ring(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
-    """Write the newest tokens of each row to their slots of a ring [C,B,n,d], as many as a chunk
-    and the ring both have: two older ones could share a slot. So each slot is written once; where a
-    row has fewer tokens, those before its first write what was there."""
+    """Write each sequence's min(chunk, C) newest tokens to their slots of a ring [C,B,n,d], so
+    that no slot is written twice. If a sequence has fewer tokens, its other slots are rewritten
+    with their old contents."""
     count = torch.sym_min(new.shape[1], cache.shape[0])
     rows = torch.arange(new.shape[0], device=new.device)[None].expand(count, -1)
     tokens = lengths - count + torch.arange(count, device=new.device)[:, None]
@@ -122,8 +122,8 @@ def _write_ring(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> N
 
 
 def _grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Return x [rows, k] @ w[e]^T for the rows before ends[e], i32[E]; w [E, n, k]. An op of its
-    own, since compiled programs know torch's only from 2.12 on."""
+    """Return x [rows, k] @ w[e]^T for the rows before ends[e], i32[E]; w [E, n, k]. A custom op,
+    since compiled programs support torch's only from 2.12 on."""
     out: Tensor = torch._grouped_mm(x, w.transpose(1, 2), offs=ends)
     return out
 
@@ -140,7 +140,7 @@ for _key in ("CPU", "CUDA"):
 torch.library.register_fake("g4ir::grouped_mm", _grouped_fake)
 
 
-#: op -> its lowering; one that is not here runs its reference
+#: op -> lowering; default: its reference
 LOWERINGS: Mapping[str, Lowering] = {
     **COMMON,
     "dequantize": Lowering(_dequantize),

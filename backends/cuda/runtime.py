@@ -1,4 +1,4 @@
-"""Engines on an NVIDIA GPU: recorded steps, and loops whose steps choose tokens."""
+"""NVIDIA GPU runtime: decode steps as CUDA graphs, and loops that sample on the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .target import find_target
 from .token_loop import Choose, Embed, TokenLoop
 
 Tensor = torch.Tensor
-#: graphs of a few tokens a row, which are recorded
+#: graphs of a few tokens per sequence, which are captured
 STEPS = ("decode", VERIFY, DRAFT)
 
 
@@ -36,7 +36,7 @@ class CudaRuntime(ProgramRuntime):
         cuda_graph: bool = True,
     ) -> None:
         decode = schedule(task.program.graphs["decode"], find_target(task.limits.max_batch))
-        #: makes of a decode step what replays it; None: steps run launch by launch
+        #: captures a decode step; None: steps run launch by launch
         self.record = WithFallback(recorded) if cuda_graph else None
         self.any_length = any_length(decode)
         super().__init__(task, steps, files)
@@ -60,7 +60,7 @@ class CudaRuntime(ProgramRuntime):
         return super().run(phase, feeds, state, context, logits, watch)
 
     def _step(self, phase: str, state: Caches) -> Callable[[Tensors], Tensors]:
-        """Return a step that makes all results of a graph, over all slots of these caches."""
+        """Return a step with all outputs of a graph, over the full caches."""
         return self._plan_step(phase, state.views(self.limits.max_seq))
 
     def _plan_step(self, phase: str, views: Tensors) -> Callable[[Tensors], Tensors]:
@@ -70,8 +70,7 @@ class CudaRuntime(ProgramRuntime):
     def _replay(
         self, phase: str, feeds: dict[str, Tensor], state: Caches, views: Tensors
     ) -> Tensors:
-        """Replay a step in one launch; the graph is of the session's caches, of so many slots and
-        so many tokens a row."""
+        """Replay a step in one launch; captured per session, cache views and token count."""
         assert self.record
         step, record = self._plan_step(phase, views), self.record
         key = phase, id(views), feeds["positions"].shape[1]
@@ -86,8 +85,8 @@ class CudaRuntime(ProgramRuntime):
         choice: DeviceChoice,
         tables: Mapping[str, Any],
     ) -> TokenLoop | None:
-        """Return steps that choose their own tokens; None if a step depends on how much of the
-        caches is in use. It belongs to the session's caches."""
+        """Return a loop of steps that sample on the device; None if steps depend on the number of
+        slots in use. It is cached with the session's caches."""
         if self.record is None or not self.any_length:
             return None
         record = self.record
@@ -103,7 +102,7 @@ class CudaRuntime(ProgramRuntime):
         return state.captured.get(TokenLoop, choice, make)
 
     def _chooser(self, choice: DeviceChoice) -> Choose:
-        """Return how a step chooses tokens; a recorded step takes nothing from the host."""
+        """Return the sampling function of a step, which reads nothing from the host."""
         never = torch.tensor(choice.suppress, dtype=torch.int64, device=self.device)
 
         def choose(logits: Tensor, uniforms: Tensor, draws: Tensor) -> Tensor:

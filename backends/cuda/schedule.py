@@ -1,8 +1,8 @@
-"""The choice of nodes that run as a kernel of ours on a GPU, their settings, and the table of them
-that `g4ir kernels` prints. Needs no torch.
+"""Selection of our kernels for a graph's nodes on a GPU, with launch settings, and the table of
+`g4ir kernels`. Needs no torch.
 
-A node that is not chosen goes through the library and the compiler: matrix products of many rows,
-anything in fp32, everything between the blocks.
+Other nodes go to libraries and the compiler: matmuls of many rows, anything in fp32, everything
+between the blocks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from g4ir.ops.collective import COLLECTIVES
 from .kernels import KERNELS
 from .kernels.base import SKINNY, Choice, Schedule
 
-#: a node that the compiler turns into kernels of its own, or hands to the library
+#: a node for the compiler or a library
 OTHER = "compiler"
-#: an exchange with other ranks, between compiled programs
+#: a collective between compiled programs
 MESSAGE = "message"
 Pairs = tuple[tuple[str, int], ...]
 _Key = tuple[str, str, Pairs, Pairs, int]
@@ -36,19 +36,19 @@ def schedule(g: Graph, target: Target) -> Schedule:
 
 
 def same_kernels(rows: int) -> int:
-    """Return a batch size at which every node has the kernel that it has at `rows`, the same for
-    all such batch sizes; the kernels' settings may be others."""
+    """Return the representative batch size with the same kernels as `rows`; launch settings may
+    differ."""
     return next((limit for limit in (1, SKINNY) if rows <= limit), SKINNY + 1)
 
 
 def any_length(s: Schedule) -> bool:
-    """Whether a step costs what the rows hold, however many slots of their caches it is given."""
+    """Whether a step's cost depends on the tokens in the caches, not on the slots in its views."""
     choices = [s.find(n) for n in s.graph.nodes if n.definition.cache_range]
     return bool(s.target.gpu) and all(choices)
 
 
 def dense_bytes(s: Schedule) -> int:
-    """Return the most bytes of weights that are made of their codes for one node."""
+    """Return the max bytes of weights that are dequantised for one node."""
     dense = {n.out.name: n.out.type.nbytes() for n in s.graph.find("dequantize")}
 
     def dequantized_bytes(n: Node) -> int:
@@ -61,7 +61,7 @@ def dense_bytes(s: Schedule) -> int:
 def _choose_all(
     g: Graph, nodes: Iterable[Node], target: Target, choices: dict[str, Choice]
 ) -> None:
-    """Add the choices of the nodes, and of the parts of those that are not chosen whole."""
+    """Add the choices of the nodes, and of the expansions of nodes without a kernel."""
     for n in nodes:
         choice = _choose(g, n, target)
         if choice:
@@ -81,15 +81,15 @@ def _choose(g: Graph, n: Node, target: Target) -> Choice | None:
 
 @dataclass(frozen=True)
 class Row:
-    """Nodes of one op that start the same kernel; an op of several kernels has a row for each."""
+    """Nodes of one op that launch the same kernel; one row per kernel of an op."""
 
     op: str
     kernel: str
     shape: Pairs
     use: Pairs
     nodes: int
-    starts: int  # kernels of ours that a step starts for them
-    nbytes: int = 0  # that the nodes have to move, at the first of an op's kernels
+    starts: int  # launches of our kernels per step
+    nbytes: int = 0  # memory traffic of the nodes, at an op's first kernel
 
 
 def _keys(n: Node, choice: Choice | None) -> list[_Key]:
@@ -102,14 +102,14 @@ def _keys(n: Node, choice: Choice | None) -> list[_Key]:
 
 
 def kernel_rows(s: Schedule, moved: Mapping[str, int] | None = None) -> list[Row]:
-    """Return every node that computes, counted, in order of appearance; `moved`: bytes by a node's
-    first result."""
+    """Count the nodes that compute, in order of appearance; `moved`: bytes by a node's first
+    output."""
     counted: Counter[_Key] = Counter()
     nbytes: Counter[_Key] = Counter()
     for n in s.graph.nodes:
         choice = s.find(n)
         if not choice and n.definition.traffic is nothing:
-            continue  # a view, or codes that a kernel takes
+            continue  # a view, or a quantised weight that a kernel reads
         for key in _keys(n, choice):
             counted[key] += 1
             if not choice or key[1] == choice.name:

@@ -15,7 +15,7 @@ from .target import HOPPER
 
 
 def scratch_bytes(program: Program) -> Callable[[Limits], int]:
-    """Return, by limits, the bytes of weights that products of many rows take dense, a node at a
+    """Return limits -> bytes of the weights that matmuls of many rows dequantise, one node at a
     time."""
 
     @cache

@@ -1,18 +1,18 @@
-"""Which GPU's kernels a build for this machine takes."""
+"""The GPU target of a build on this machine."""
 
 from __future__ import annotations
 
 from g4ir.backends.inductor.target import Target
 
-#: compute capability that the kernels need
+#: min compute capability of the kernels
 MIN_CAPABILITY = (9, 0)
-#: goes for a GPU that is not at hand
+#: default target without a GPU
 HOPPER = "h100"
 
 
 def gpu_name(product: str, capability: tuple[int, int]) -> str:
-    """Name a GPU: `NVIDIA H200` -> h200; another Hopper card goes by h100,
-    others by their capability, such as sm_100; empty for a GPU that is too old."""
+    """Name a GPU: `NVIDIA H200` -> h200; other Hopper cards: h100; others: their capability, for
+    example sm_100; empty if it is too old."""
     if capability < MIN_CAPABILITY:
         return ""
     for name in ("h200", HOPPER):

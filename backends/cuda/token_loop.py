@@ -1,8 +1,8 @@
-"""Decode steps that choose their own next tokens: on a GPU one graph launch each.
+"""Decode loop that samples on the device: one CUDA graph launch per step.
 
-A step reads and writes tensors of the loop (tokens, lengths, active rows, random numbers, settings
-of the draws), so the same recorded step serves every length and every sequence. The host reads the
-tokens of a step while the next one is running.
+A step reads and writes static tensors of the loop (tokens, lengths, active sequences, random
+numbers, sampling settings), so one captured step serves every length and every sequence. The host
+reads the tokens of a step while the next one is running.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Choose = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class TokenLoop:
-    """A step over its own tensors. Not safe for use from several threads at once.
+    """A step over static tensors. Not safe for use from several threads at once.
 
-    `record` makes of the step what replays it: a CUDA graph, or the step itself. No row ends on the
-    device: what a step appends to a sequence that had ended is dropped with it.
+    `record` captures the step as a CUDA graph, or returns it unchanged. Sequences do not end on the
+    device: tokens after a sequence's end are dropped by the host.
     """
 
-    #: whether a chunk of a prompt should not run meanwhile; number of steps that one call should do
+    #: whether no prefill chunk should run at the same time; steps per call
     exclusive, steps_per_call = False, 1
 
     def __init__(
@@ -43,7 +43,7 @@ class TokenLoop:
             return torch.zeros(batch, dtype=torch.int64, device=device)
 
         self.embed, self.step, self.choose = embed, step, choose
-        #: i64[B]: to be fed next; tokens that each row holds; 1 if the row takes the token
+        #: i64[B]: next input tokens; sequence lengths; 1 for active sequences
         self.tokens, self.lengths, self.active = zeros(), zeros(), zeros()
         self.uniforms = torch.zeros(batch, dtype=torch.float64, device=device)
         #: settings of the draws (sampling.py), f64[B,4]
@@ -62,8 +62,8 @@ class TokenLoop:
         draws: Tensor | None = None,
         stops: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Set the rows: tokens to feed, tokens held, bool of the active ones, settings of draws;
-        `stops` are the host's to find."""
+        """Set the batch: input tokens, lengths, bool mask of active sequences, sampling settings;
+        `stops` are checked by the host."""
         state = (self.tokens, self.lengths, self.active)
         values = (tokens, lengths, active)
         if draws is not None:
@@ -71,8 +71,8 @@ class TokenLoop:
         for target, t in zip(state, values, strict=True):
             target.copy_(t)
         if self._replay is None:
-            # Recording runs the step. It writes to the cache slots that the first true step
-            # writes again, with the same values.
+            # Capture runs the step. It writes to the cache slots that the first real step writes
+            # again, with the same values.
             self._replay = self._record(self._once)
             for target, t in zip(state, values, strict=True):
                 target.copy_(t)
@@ -80,8 +80,8 @@ class TokenLoop:
         self._unread.clear()
 
     def _once(self) -> None:
-        """Run one step, in place. An inactive row keeps its token and its caches; it is at position
-        0, so that its attention has nothing to read."""
+        """Run one step in place. An inactive sequence keeps its token and caches; it is at position
+        0, so that its attention reads nothing."""
         feeds = self.embed(self.tokens[:, None])
         positions = (self.lengths * self.active)[:, None]
         feeds |= {"positions": positions, "lengths": self.active}
@@ -106,7 +106,7 @@ class TokenLoop:
 
     @property
     def unread(self) -> int:
-        """Number of steps whose tokens are still to be read."""
+        """Number of steps whose tokens were not read yet."""
         return len(self._unread)
 
     def read(self) -> list[list[int | None]]:
@@ -116,7 +116,7 @@ class TokenLoop:
 
 
 class _Result:
-    """Tokens of a step on their way to the host."""
+    """Asynchronous copy of a step's tokens to the host."""
 
     def __init__(self, tokens: Tensor, flaws: Tensor) -> None:
         self._all = torch.stack((tokens, flaws.isnan()))

@@ -1,5 +1,5 @@
-"""`--backend torch`: programs of torch's compiler for a GPU; step programs and torch's ops on the
-CPU, which compiles nothing."""
+"""`--backend torch`: Inductor programs on a GPU; step programs and torch's ops on the CPU, without
+compilation."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .device import DEVICES, find_device
 from .programs import phase_steps
 from .segment import Segment, Step
 
-#: what a program's file is called
+#: file name of a program
 PROGRAM = re.compile(r"[0-9a-f]{24}\.pt2")
-#: programs that are compiled at a time
+#: programs compiled in parallel
 JOBS = max(1, min(os.cpu_count() or 1, 8))
 
-#: graph or op that chooses -> the program of each step, by file; None for eager ops
+#: graph -> program file of each step; None for eager ops
 Programs = dict[str, tuple[str | None, ...]]
 
 
@@ -70,8 +70,8 @@ class TorchBackend(Backend):
 
     @contextmanager
     def about_to_compile(self, device: str) -> Iterator[None]:
-        """Start the processes that compile, which import torch's compiler for some seconds, where
-        each engine has programs."""
+        """Start compile workers early, on devices that always compile: they import torch's
+        compiler for some seconds."""
         early = JOBS > 1 and not find_device(device).records
         with (
             compiler_cache.in_use(),
@@ -106,7 +106,7 @@ class TorchBackend(Backend):
         return find_device(device).scratch_bytes(program)
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
-        """Count the programs that an engine calls in all, and those that are compiled."""
+        """Count program calls and distinct programs."""
         config = prepared.config
         compiles = _compiles(config.device, config.settings)
         program = prepared.packing.program
@@ -136,13 +136,13 @@ def _steps(
 
 
 def texts_of(steps: Mapping[str, Sequence[Step]]) -> list[str]:
-    """Return the texts of segments, one for each call."""
+    """Return the text of each program call."""
     return [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
 
 
 def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], files: Programs) -> None:
-    """Raise EngineError unless every segment has a program that was made of it, or none has one, on
-    a device that computes without."""
+    """Raise EngineError unless every segment has a program compiled from it; or none has one, on a
+    device that runs without."""
     folder = task.folder / "programs"
     texts: dict[str, list[str | None]] = {
         name: [s.text if isinstance(s, Segment) else None for s in many]

@@ -29,7 +29,7 @@ from g4ir.weights.tensorfile import open_regular
 from .device import find_device
 from .target import Target
 
-#: the files of this room that a program's code follows from, beside the ops
+#: files of this folder that compiled programs depend on, in addition to the ops
 SOURCES = (
     "attention.py",
     "cache_write.py",
@@ -37,28 +37,27 @@ SOURCES = (
     "lower.py",
     "lowered.py",
 )
-#: how the system and compilers word a full disk
+#: messages of a full disk
 FULL = ("No space left on device", "Disk quota exceeded")
 #: sizes at which programs are traced; each named dim is dynamic from 1 up
 _TRACE = {"B": 2, "S": 4, "M": 3, "C": 16}
-#: Round where eager mode rounds; one thread of each worker process compiles; numbers that a kernel
-#: is given are fp32, as they are where it is started by hand: with fp64 none compiles. Torch
-#: refuses a name that it does not know.
+#: Round where eager mode rounds; one compile thread per worker process; float scalars of kernels
+#: are fp32, as in a direct launch (with fp64 no kernel compiles). Torch raises on unknown names.
 INDUCTOR = {
     "emulate_precision_casts": True,
     "compile_threads": 1,
-    # torch keeps them, from which the code of programs comes, in a folder of its own choice
+    # torch would cache precompiled headers, on which programs depend, in a folder of its choice
     "aot_inductor.precompile_headers": False,
     "_use_fp64_for_unbacked_floats": False,
 }
-#: at which level wrappers are optimised, for torch (default: O1)
+#: torch's environment variable: optimisation level of wrappers (default: O1)
 WRAPPER_LEVEL = "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"
-#: What a profiler of torch's reads, and more than half of a program's bytes
+#: for torch's profiler only, more than half of a program's bytes
 NO_TABLES = ("aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer")
 
 
 def program_name(text: str, target: Target) -> str:
-    """Return a hash of everything that a program's code follows from."""
+    """Return a hash of everything that a compiled program depends on."""
     import torch
 
     device = find_device(target.device)
@@ -68,7 +67,7 @@ def program_name(text: str, target: Target) -> str:
 
 
 def _sources(target: Target) -> str:
-    """Return a hash of the code that turns text into programs."""
+    """Return a hash of the source code of the compiler."""
     package = Path(__file__).resolve().parent
     ops = Path(__import__("g4ir.ops").ops.__file__).resolve().parent
     files = [*(package / name for name in SOURCES), *find_device(target.device).sources(target)]
@@ -79,7 +78,7 @@ def _sources(target: Target) -> str:
 
 
 def compile_program(text: str, target: Target, path: Path) -> None:
-    """Export one segment and write its package."""
+    """Compile one segment and write its package."""
     try:
         with _compiling():
             _compile(text, target, path)
@@ -92,7 +91,7 @@ def compile_program(text: str, target: Target, path: Path) -> None:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """A context in which torch compiles programs as this module means it."""
+    """Context with the settings for torch's compiler."""
     import torch
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -102,7 +101,7 @@ def _compiling() -> Iterator[None]:
 
 
 def without_space(error: Exception, path: Path) -> LowerError | None:
-    """Return what to say where an error, ours or a compiler's, was that a disk is full."""
+    """Return a LowerError if an error, ours or a compiler's, is a full disk."""
     if not any(words in str(error) for words in FULL):
         return None
     from torch._inductor.runtime.cache_dir_utils import cache_dir as compiler_dir
@@ -120,15 +119,15 @@ def without_space(error: Exception, path: Path) -> LowerError | None:
 
 @contextmanager
 def _kernels_understood() -> Iterator[None]:
-    """A context that raises an error where torch cannot tell what a kernel writes: torch would
-    log it and copy every operand of the kernel, caches included."""
+    """Context that raises if torch cannot determine which operands a kernel writes: torch would log
+    it and copy all operands, caches included."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("torch._dynamo")
     before = log.level, log.propagate
     log.setLevel(logging.WARNING)
-    log.propagate = False  # the user's terminal has no use for it
+    log.propagate = False  # not on the user's terminal
     log.addHandler(handler)
     try:
         yield
@@ -141,7 +140,7 @@ def _kernels_understood() -> Iterator[None]:
 
 
 def _compile(text: str, target: Target, path: Path) -> None:
-    """Write a program's file, which ends with what it was made of."""
+    """Write a program's file, with its segment's hash as the zip comment."""
     from torch._inductor.utils import fresh_cache
 
     options = options_of(text, target)
@@ -178,19 +177,19 @@ def options_of(text: str, target: Target) -> dict[str, Any]:
 
 
 def _is_complete(package: io.BytesIO) -> bool:
-    """Whether no file in a package is empty that says something of the others."""
+    """Whether no metadata file in a package is empty."""
     with zipfile.ZipFile(package) as archive:
         return all(f.file_size for f in archive.infolist() if f.filename.endswith(".json"))
 
 
 def marker(text: str) -> bytes:
-    """Return the end of a program's file, the comment of a zip: the segment it was made of."""
+    """Return the zip comment of a program's file: the hash of its segment."""
     return b"g4ir " + hashlib.sha256(text.encode()).hexdigest().encode()
 
 
 def check_program(path: Path, text: str) -> None:
-    """Raise EngineError unless a program's file says that it was made of this segment: a program
-    does not look at the sizes of what it is given. Runs nothing of it."""
+    """Raise EngineError unless a program was compiled from this segment: programs do not check the
+    sizes of their inputs. Executes no code of the program."""
     expected = marker(text)
     with open_regular(path) as file:
         file.seek(0, os.SEEK_END)
@@ -208,7 +207,7 @@ def first_node(text: str) -> str:
 
 
 def _any_size() -> Any:
-    """Return a context in which the exporter takes a dynamic size of 1 as well."""
+    """Context in which the exporter supports a dynamic size of 1."""
     from torch.fx.experimental import _config as fx_config
 
     return fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
@@ -238,7 +237,7 @@ def exported(text: str, target: Target) -> Any:
 
 @contextmanager
 def _quiet_compiler() -> Iterator[None]:
-    """A context that keeps the exporter's warnings out of the user's terminal."""
+    """Context that hides the exporter's warnings."""
     logging.getLogger("torch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

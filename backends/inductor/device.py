@@ -1,5 +1,5 @@
-"""What a kind of device adds to the programs of torch's compiler. Each has a room with one record
-of it; nothing here asks which device it is."""
+"""Interface of a device: what it adds to the programs of torch's compiler. Implementations are in
+backends/cpu and backends/cuda."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ DEVICES = {"cpu": "g4ir.backends.cpu.device", "cuda": "g4ir.backends.cuda.device
 
 
 class Device(ABC):
-    """A kind of device. What is not said here again adds nothing."""
+    """A kind of device; by default it adds nothing."""
 
     name: str
     #: packages whose versions its engines depend on
     packages: tuple[str, ...]
-    #: whether it computes graphs without programs of the compiler, as step programs where it can
+    #: whether it runs graphs without compiled programs, as step programs if possible
     records = False
-    #: module that takes long to import, which compiling processes share
+    #: module that is slow to import; compile workers fork after its import
     preload: str
 
     @abstractmethod
@@ -37,22 +37,22 @@ class Device(ABC):
 
     @abstractmethod
     def check_compiler(self) -> None:
-        """Raise MissingError where programs cannot be compiled."""
+        """Raise MissingError if programs cannot be compiled."""
 
     @abstractmethod
     def machine(self) -> str:
-        """Return the instruction set that compiled code needs, as text to compare and to show."""
+        """Return the instruction set of compiled code, to compare and to print."""
 
     @abstractmethod
     def target(self, rows: int) -> Target:
-        """Return the target of a build on this machine, for batches of so many rows."""
+        """Return the target of a build on this machine for batches of `rows`."""
 
     @abstractmethod
     def stored(self, program: Program) -> Program:
-        """Return graphs whose weights lie as its products take them."""
+        """Return the program with weights in the layouts of its kernels."""
 
     def scratch_bytes(self, program: Program) -> Callable[[Limits], int]:
-        """Return, by limits, the bytes that a step needs beyond the workspace of its graphs."""
+        """Return limits -> scratch bytes of a step beyond the workspace of its graphs."""
         return no_scratch(program)
 
     # --- what is compiled
@@ -62,7 +62,7 @@ class Device(ABC):
         return ()
 
     def notes(self, program: Program, target: Target) -> Iterator[str]:
-        """Yield what a build should say of its target."""
+        """Yield messages of a build about its target."""
         yield from ()
 
     # --- how
@@ -73,10 +73,10 @@ class Device(ABC):
 
     @abstractmethod
     def sources(self, target: Target) -> Sequence[Path]:
-        """Return files of the room that a program's code follows from."""
+        """Return source files that compiled programs depend on."""
 
     def versions(self, target: Target) -> Sequence[str]:
-        """Return versions of packages, beside torch's, that a program's code follows from."""
+        """Return versions of packages, except torch, that compiled programs depend on."""
         return ()
 
     def options(self, text: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A segment as a torch function: the op's own reference unless a lowering is better."""
+"""A segment as a torch module: each op's lowering, or its reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 def run_node(run: Run, n: Node) -> None:
-    """Add what a node makes to the run: by its lowering, its reference, or its parts."""
+    """Run a node by its lowering, reference or expansion; its outputs are added to `run.env`."""
     lowering = run.lowered.lowering(n)
     takes = lowering.takes if lowering else ()
     inputs = (run.env[v.name] for v in n.inputs)
@@ -58,7 +58,7 @@ class SegmentModule(torch.nn.Module):
 
 
 def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:
-    """Tell the exporter that equal names are equal sizes."""
+    """Assert for the exporter that dims of equal names have equal sizes."""
     sizes: dict[str, Any] = {}
     for v in values:
         for i, d in enumerate(v.type.shape):
@@ -68,7 +68,7 @@ def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:
 
 
 def dense(value: Any) -> Any:
-    """Return the numbers that codes or rounded rows stand for; anything else as it is."""
+    """Return quantised weights and rounded rows as dense tensors; others unchanged."""
     if isinstance(value, Rounded):
         return fake_quantize_values(value.x, value.fmt)
     if not isinstance(value, Coded):
@@ -93,11 +93,10 @@ def _fake_quantize(m: Run, n: Node, x: Tensor) -> Rounded:
 
 
 def linear(m: Run, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Tensor:
-    """Return the library's product."""
     return torch.nn.functional.linear(dense(x), dense(w))
 
 
-#: op -> its lowering on every device whose room has no other
+#: op -> default lowering on every device
 COMMON: Mapping[str, Lowering] = {
     "linear": Lowering(linear, (Coded, Rounded)),
     "dequantize": Lowering(_dequantize),

@@ -23,7 +23,7 @@ class Coded:
 
 @dataclass(frozen=True)
 class Rounded:
-    """Rows before `fake_quantize` rounds them to a form, for products that take them so."""
+    """Input rows with a pending `fake_quantize` to a format, for matmuls that fuse it."""
 
     x: Any
     fmt: str

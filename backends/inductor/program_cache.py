@@ -1,4 +1,4 @@
-"""Compiled programs and CPU kernels that are kept between builds, in the user's cache."""
+"""Cache of compiled programs and CPU kernels, in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from g4ir.weights.checkpoint import sha256
 
 
 def cache_dir() -> Path:
-    """Return the folder where compiled programs are kept between builds."""
+    """Return the folder of cached programs."""
     return cache_root() / PROGRAMS
 
 
 def from_cache(name: str, out: Path) -> bool:
-    """Copy a kept program that is whole. TrustError where others could have put it there."""
+    """Copy a cached program to `out`; False if there is none or its digest differs. TrustError if
+    other users can write to the cache."""
     cached, digest = cache_dir() / name, _digest_file(name)
     if not (cached.is_file() and digest.is_file()):
         return False
@@ -38,12 +39,13 @@ def from_cache(name: str, out: Path) -> bool:
 
 
 def _digest_file(name: str) -> Path:
-    """Return the file of a kept program's digest, which who writes to the cache cannot change."""
+    """Return the file of a program's digest, outside the cache, so that writing to the cache does
+    not suffice to replace a program."""
     return state_root() / "programs" / name
 
 
 def keep_program(path: Path) -> None:
-    """Keep a program, by best effort. One that another process kept meanwhile is equal."""
+    """Store a program in the cache, best effort. A concurrent process would store an equal one."""
     try:
         if from_cache(path.name, path.parent):
             return

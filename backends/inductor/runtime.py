@@ -1,4 +1,4 @@
-"""Running segments: bind operands once, then call one program after the other."""
+"""Runs segments: operands are bound once, then programs are called in order."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .segment import Segment, Step, state_steps
 
 Tensor = torch.Tensor
 
-#: stands for an operand that is bound when its step runs
+#: placeholder of an operand that is bound when its step runs
 NOTHING = torch.empty(0)
 Call = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
 class BoundStep:
-    """A step with its params in place: `slots` says which operand comes from which value, `last`
-    which values no later step reads. All sessions share it."""
+    """A step with bound params. `slots`: (operand index, value name); `last`: values that no later
+    step reads. Shared by all sessions."""
 
     call: Call
     operands: tuple[Tensor, ...]
@@ -51,7 +51,7 @@ class BoundStep:
 
 
 class ProgramRuntime:
-    """A loaded engine, whose steps are programs. The rooms of devices add to it."""
+    """A loaded engine of compiled programs. Devices subclass it."""
 
     def __init__(
         self,
@@ -83,17 +83,17 @@ class ProgramRuntime:
                 self.plans[phase, logits] = _freeing(plan, keep)
 
     def _call(self, step: Step, file: str | None) -> Call:
-        """Return what computes a step."""
+        """Return the function that runs a step."""
         if isinstance(step, Segment):
             return self.calls[file] if file else self._without_program(step)
         return partial(self.group.run_node if self.group else run_node, step.node)
 
     def _without_program(self, segment: Segment) -> Call:
-        """Return what computes a segment on a device that compiles none."""
+        """Return the function that runs a segment on a device without compiled programs."""
         raise NotImplementedError(self.device)
 
     def _device_index(self) -> int:
-        """Return torch's number of the device on which programs run; -1: none is said."""
+        """Return torch's index of the device for programs; -1: default."""
         return -1
 
     def _param_names(self, steps: Mapping[str, Sequence[Step]]) -> Iterable[str]:
@@ -113,8 +113,8 @@ class ProgramRuntime:
         return loaded
 
     def _open_params(self, task: Task) -> tuple[ParamSource, Callable[[Tensor], Tensor]]:
-        """Return where params are read, and what brings one to where programs read it. The task's
-        own params release what was read."""
+        """Return the source of params and a function that moves one to the device. The task's
+        params are released after reading."""
         return task.params, lambda t: t.to(self.device, copy=True).contiguous()
 
     def resident(self, param: str) -> Tensor | None:
@@ -175,12 +175,11 @@ def check_aligned(caches: Tensors) -> None:
 
 
 def _load_program(path: Path, device: str, index: int = -1) -> Call:
-    """Load a program, ready to be called on the device of this number. EngineError where the system
-    does not load it.
+    """Load a program for the device of this index. EngineError if the system does not load it.
 
-    It unpacks itself; on a GPU it reads its kernels from there when they are first used.
+    The package unpacks itself; on a GPU it reads its kernels from there at first use.
     """
-    # It warns about every package that it did not write in this very process.
+    # torch warns about every package that another process wrote.
     logging.getLogger("torch._inductor.package.package").setLevel(logging.ERROR)
     try:
         # Not `torch._inductor.aoti_load_package`: it probes the instruction set with a compiler.
@@ -192,7 +191,7 @@ def _load_program(path: Path, device: str, index: int = -1) -> Call:
 
 
 def reason(error: Exception) -> str:
-    """Return the system's own words, and what they mean where nothing may be run from a folder."""
+    """Return the system's message, with advice for noexec and full folders."""
     text = str(error).splitlines()[0][:300]
     if "failed to map segment" in text:
         return f"{text}: that folder is mounted noexec; give XDG_CACHE_HOME another one"
@@ -202,7 +201,7 @@ def reason(error: Exception) -> str:
 
 
 def _freeing(plan: Sequence[BoundStep], keep: set[str]) -> list[BoundStep]:
-    """Return each step with the values that die there; caches and `keep` live on."""
+    """Set each step's `last`: the values that die there, except caches and `keep`."""
     values = {name for b in plan for name in b.outputs} - keep
     out: list[BoundStep] = []
     for b in reversed(plan):

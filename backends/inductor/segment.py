@@ -1,10 +1,9 @@
-"""A graph in segments: the runs of nodes that become one compiled program each, or are computed
-in one go.
+"""Splits a graph into segments, each of which is compiled into one program or runs eagerly.
 
 Nodes of one layer form a segment. Segments of the same text share a program, so that compile
 cost follows the number of distinct layer kinds. Views and row gathers (`glue` ops) run between
-segments. Caches are written in place, so a write stands after every read of the old contents. What
-a write is, its op says (`updates`, g4ir/ops/base.py); it may have other results too.
+segments. Caches are written in place, so a write follows every read of the old contents. An op
+declares its writes (`updates`, g4ir/ops/base.py) and may have other outputs too.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from g4ir.ir.text import print_graph
 
 #: a layer of the text model or of a tower
 Key = tuple[str, int]
-#: stands for the layer of a node that is a step by itself
+#: group of a node that is a step by itself
 ALONE = "alone"
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One call of a program: `text` is the program, the rest names its operands."""
+    """One call of a program: its text and the names of its operands."""
 
     text: str
     inputs: tuple[str, ...]
@@ -56,7 +55,7 @@ Step = Segment | Glue
 
 
 def graph_steps(g: Graph) -> list[Step]:
-    """Return the steps of a graph, in an order in which in-place cache writes are safe."""
+    """Return the steps of a graph, ordered so that in-place cache writes are safe."""
     keys = _group(g)
     groups: dict[Key, list[Node]] = {}
     for n in g.nodes:
@@ -66,7 +65,7 @@ def graph_steps(g: Graph) -> list[Step]:
 
 
 def state_steps(steps: Sequence[Step]) -> list[Step]:
-    """Return the steps that a chunk needs whose logits nobody reads."""
+    """Return the steps of a chunk without logits: those that cache writes depend on."""
     live: set[str] = set()
     out: list[Step] = []
     for s in reversed(steps):
@@ -77,7 +76,8 @@ def state_steps(steps: Sequence[Step]) -> list[Step]:
 
 
 def _group(g: Graph) -> dict[str, Key]:
-    """Return (stage, level) by first output; a level counts eager ops between nodes of a stage."""
+    """Map each node (by its first output) to (stage, level). Eager ops separate levels within a
+    stage."""
     producers = g.producers
     stage: dict[str, str] = {}
     after_layers: set[str] = set()
@@ -102,7 +102,8 @@ def _group(g: Graph) -> dict[str, Key]:
 
 
 def _first_uses(g: Graph, keys: dict[str, Key]) -> dict[str, Key]:
-    """Return where nodes on params alone are first used: others would get a dense weight."""
+    """Map nodes with only params as inputs to the group of their first use; in another segment the
+    dequantised weight would be its output."""
     params, users = {v.name for v in g.params}, g.users
     alone = [n for n in g.nodes if n.inputs and params.issuperset(v.name for v in n.inputs)]
     first = {n.outputs[0].name: users.get(n.outputs[0].name, [RESULT])[0] for n in alone}
@@ -123,7 +124,7 @@ def _updates(n: Node) -> tuple[tuple[Value, Value], ...]:
 
 
 def _late_writes(g: Graph) -> dict[str, str]:
-    """Return the first output of writes whose old contents another layer reads later -> a cache."""
+    """Map writes (by first output) whose old contents another layer reads later to their cache."""
     users = g.users
     return {
         n.outputs[0].name: old.name
@@ -140,7 +141,7 @@ def _layer(n: Node) -> str:
 
 
 def _order_groups(g: Graph, groups: dict[Key, list[Node]], keys: dict[str, Key]) -> list[Key]:
-    """Return groups in topological order, stable by first node; caches are read, then written."""
+    """Return groups in topological order, stable by first node; reads of a cache before writes."""
     producers = g.producers
     needs: dict[Key, set[Key]] = {}
     for k, nodes in groups.items():
@@ -178,7 +179,7 @@ def _step(g: Graph, nodes: list[Node], keys: dict[str, Key], key: Key) -> Step:
 
 
 def part(g: Graph, name: str, nodes: Sequence[Node], outputs: Iterable[Value]) -> Graph:
-    """Return some nodes of a graph as a graph, with what they read and the caches they write."""
+    """Return nodes of a graph as a graph, with their inputs and the caches they write."""
     produced = {v.name for n in nodes for v in n.outputs}
     read = dict.fromkeys(v for n in nodes for v in n.inputs if v.name not in produced)
     params, state = ({v.name for v in values} for values in (g.params, g.state))
@@ -194,7 +195,7 @@ def part(g: Graph, name: str, nodes: Sequence[Node], outputs: Iterable[Value]) -
 
 
 def _returned(n: Node, outside: set[str]) -> list[Value]:
-    """Return the results of a node, all where one is asked for outside; caches stay in place."""
+    """Return a node's outputs except caches, if any is used outside of the segment."""
     written = {new.name for _, new in _updates(n)}
     results = [v for v in n.outputs if v.name not in written]
     return results if any(v.name in outside for v in results) else []
@@ -205,8 +206,8 @@ def _names(values: Iterable[Value]) -> tuple[str, ...]:
 
 
 def writes_last(g: Graph, nodes: Sequence[Node]) -> list[Node]:
-    """Put each write behind the last read of the old contents. LowerError where what it makes is
-    used before."""
+    """Move each cache write after the last read of the old contents. LowerError if its outputs are
+    used before that."""
     writes = {old.name: n.outputs[0].name for n in nodes for old, _ in _updates(n)}
     pending = dict.fromkeys(writes.values(), 0)  # reads that a write waits for
     read = {

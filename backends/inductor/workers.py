@@ -1,4 +1,4 @@
-"""Programs, compiled in many processes, or taken from the cache."""
+"""Compiles programs in worker processes, or copies them from the cache."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from .device import find_device
 from .program_cache import from_cache, keep_program
 from .target import Target
 
-#: lines that are shown of what a worker prints
+#: lines of a worker's output in an error
 PRINTED_LINES = 200
-#: texts that wait for a process at a time, each in a thread
+#: max texts that wait for a process, each in a thread
 MAX_QUEUED = 64
 
 
@@ -67,7 +67,7 @@ def _compiled(
     if workers == 1:
         yield from _shared(missing, target)
         return
-    # What takes longest comes first, so that nothing is left alone at the end.
+    # Longest first, so that all workers finish at about the same time.
     device = find_device(target.device)
     todo = sorted(missing, key=len, reverse=True)
     early = _early.pop(device.name, None)
@@ -97,14 +97,14 @@ def _shared(missing: Mapping[str, Path], target: Target) -> Iterator[str]:
         yield text
 
 
-#: device -> processes that were started before it was known what is to be compiled
+#: device -> workers started before the list of programs was known
 _early: dict[str, Workers] = {}
 
 
 @contextmanager
 def compilers_started(count: int, device: str) -> Iterator[None]:
-    """A context in which processes import the compiler, for the next `compile_all`. What goes wrong
-    there, that says."""
+    """Context in which worker processes import the compiler, for the next `compile_all`, which
+    reports their errors."""
     workers = _early[device] = Workers(count, device)
     try:
         yield
@@ -150,18 +150,18 @@ class Workers:
         self.end()
 
     def end(self) -> None:
-        self.kill()  # or the pool would wait for what nobody needs any more
+        self.kill()  # or the pool would wait for unneeded results
         self._pool.shutdown(cancel_futures=True)
         with self._printed:
             self._server.wait()
 
     def kill(self) -> None:
-        """End them and what they started, whatever they are at; a compiler removes its file."""
+        """Terminate the workers and their compilers, which remove their files."""
         with suppress(ProcessLookupError):
             os.killpg(self._server.pid, signal.SIGTERM)
 
     def submit(self, text: str, target: Target, path: Path) -> Future[None]:
-        """Return what `compile` comes to, of texts in this order."""
+        """Queue `compile`; texts are compiled in order of submission."""
         return self._pool.submit(self.compile, text, target, path)
 
     def compile(self, text: str, target: Target, path: Path) -> None:
@@ -181,7 +181,7 @@ class Workers:
             raise LowerError(error) from self._output()
 
     def _status(self) -> int:
-        """Return how the first process ended, as subprocess has it; it stays there for `kill`."""
+        """Return the first process's exit code as subprocess does; it stays a zombie for `kill`."""
         status = os.waitid(os.P_PID, self._server.pid, os.WEXITED | os.WNOWAIT)
         assert status
         return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
@@ -204,10 +204,10 @@ def _end_of_worker(status: int) -> str:
 
 
 def serve(parent: int, channels: Sequence[int], device: str) -> None:
-    """Fork a process for each channel, which compiles what lines there name. Ends with `parent`,
-    and as they end. Those for a GPU import the compiler themselves: it may open the GPU, which
-    forks could not use then."""
-    gc.disable()  # a fifth of what torch computes, for 40 MB
+    """Fork a worker for each channel, which compiles the requests there. Exits with `parent`, or
+    with the status of the first worker that ends. GPU workers import the compiler after the fork:
+    it may open the GPU, which forks could not use."""
+    gc.disable()  # saves a fifth of torch's time, costs 40 MB
     Thread(target=_end_with, args=(parent,), daemon=True).start()
     importlib.import_module(find_device(device).preload)
     for i, channel in enumerate(channels):
@@ -230,7 +230,7 @@ def _end_with(parent: int) -> None:
 
 
 def _answer(channel: int) -> None:
-    """Compile what each line names; answer null or the error."""
+    """Compile the request of each line; respond with null or the error."""
     with socket.socket(fileno=channel) as connection, connection.makefile("rw") as lines:
         while line := lines.readline():
             text, target, path = json.loads(line)
