@@ -329,13 +329,13 @@ def prefetched(jobs: Iterable[tuple[int, Callable[[], _T]]]) -> Iterator[_T]:
     """Yield the results of jobs (their bytes, a function) in order. A pool of threads runs jobs
     ahead of the consumer, PREFETCH_BYTES of results at most, or one; an error of a job is raised in
     its turn."""
-    threads = torch.get_num_threads()
+    threads, cores = torch.get_num_threads(), usable_cores()
     pending, nbytes = deque[tuple[int, "Future[_T]"]](), 0
     # Operators on small pieces gain nothing from threads of their own.
-    pool = ThreadPoolExecutor(usable_cores(), initializer=torch.set_num_threads, initargs=(1,))
+    pool = ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,))
     try:
         for size, job in jobs:
-            while pending and (nbytes + size > PREFETCH_BYTES or len(pending) > 2 * usable_cores()):
+            while pending and (nbytes + size > PREFETCH_BYTES or len(pending) > 2 * cores):
                 nbytes -= pending[0][0]
                 yield pending.popleft()[1].result()
             pending.append((size, pool.submit(job)))
