@@ -109,12 +109,27 @@ def test_chunks_grow_where_there_is_time(engine: Engine, machine: Machine) -> No
     assert max(streams.gaps) <= 0.1
 
 
-def test_prompts_go_on_however_slow(engine: Engine, machine: Machine) -> None:
-    """Where a step alone takes longer than the bound too."""
-    machine.step_s = 1.0
+def test_chunks_take_as_long_as_slow_steps(engine: Engine, machine: Machine) -> None:
+    """A step alone exceeds the bound: prompts get half of the time."""
+    machine.step_s, machine.token_s = 1.0, 0.02
     streams = Streams(engine, machine, 0.001)
-    streams.read(120)
-    assert min(machine.sizes[1:-1]) == FEWEST_TOKENS and len(machine.sizes) <= 1 + 120 // 16 + 1
+    for _ in range(3):
+        streams.scheduler.step()
+    for seed in range(4):
+        streams.read(500, seed)
+    assert 35 <= streams.scheduler.chunk_size.tokens <= 65  # 0.7 to 1.3 s
+
+
+def test_steps_are_measured_alone_while_prompts_wait(engine: Engine, machine: Machine) -> None:
+    """No step without a chunk was seen before."""
+    machine.step_s, machine.token_s = 0.09, 1e-3
+    size, now = ChunkSize(0.1, 1024), 0.0
+    size.start(now)
+    for _ in range(300):
+        size.computed += 0 if size.probes else size.remaining
+        now += machine.step_s + size.computed * machine.token_s
+        size.record(now)
+    assert 60 <= size.tokens <= 95
 
 
 def test_a_lone_prompt_is_measured(engine: Engine, machine: Machine) -> None:

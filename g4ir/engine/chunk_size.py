@@ -12,6 +12,8 @@ from __future__ import annotations
 FIRST_TOKENS, FEWEST_TOKENS = 32, 16
 #: fraction of the bound to aim for: steps vary
 AIM = 0.8
+#: steps with a chunk until one without one is measured again
+STEPS_TO_PROBE = 32
 #: maximum factor by which one measurement changes the size
 MAX_CHANGE = 2.0
 
@@ -25,6 +27,9 @@ class ChunkSize:
         self._size = float(min(FIRST_TOKENS, max_tokens) if self.bounded else max_tokens)
         #: when the host last read a result, and the prompt tokens computed since
         self._since, self.computed = 0.0, 0
+        #: seconds of the last two decode steps without a chunk, 0 until measured; steps with one
+        #: since
+        self._steps_s, self._mixed_steps = (0.0, 0.0), 0
 
     @property
     def tokens(self) -> int:
@@ -37,6 +42,11 @@ class ChunkSize:
         remaining = self.tokens - self.computed
         return remaining if remaining >= self._fewest else 0
 
+    @property
+    def probes(self) -> bool:
+        """Whether the next step should run without a chunk."""
+        return self.bounded and self._mixed_steps >= STEPS_TO_PROBE
+
     def start(self, now: float) -> None:
         """Start a measurement, for example when a prompt starts on an idle device."""
         self._since, self.computed = now, 0
@@ -46,7 +56,12 @@ class ChunkSize:
         size. A short chunk (the end of a prompt) counts only if it exceeded the bound."""
         seconds, computed, full = now - self._since, self.computed, not self.remaining
         self.start(now)
-        if seconds > 0 and computed and (full or seconds > self.gap_s):
-            change = computed * AIM * self.gap_s / seconds / self._size
+        if not computed:
+            self._steps_s, self._mixed_steps = (self._steps_s[1], seconds), 0
+            return
+        self._mixed_steps += 1
+        bound = max(self.gap_s, 2 * min(self._steps_s) / AIM)  # one of two may be disturbed
+        if seconds > 0 and (full or seconds > bound):
+            change = computed * AIM * bound / seconds / self._size
             change = min(max(change if change < 1 else change**0.5, 1 / MAX_CHANGE), MAX_CHANGE)
             self._size = min(max(self._size * change, self._fewest), self.max_tokens)

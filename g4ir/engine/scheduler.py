@@ -182,7 +182,8 @@ class Scheduler:
             self._drop_cancelled()
         with self._guard():
             self._decode()
-        while self._prompt or self._can_admit():
+        probes = self.num_running and self.chunk_size.probes
+        while not probes and (self._prompt or self._can_admit()):
             with self._guard():
                 self._schedule_prefill()
             more = self.num_running and self.chunk_size.bounded and self.chunk_size.remaining
