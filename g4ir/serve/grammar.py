@@ -172,8 +172,8 @@ class Mask:
         """Return int32 words of bits; None: all tokens may follow."""
         row = self.rows.get(id(generated))
         if row is None:  # it holds the list, so that no other one gets its id
-            started = self.matcher.deep_copy() if self.constrains_start else None
-            row = self.rows[id(generated)] = _Row(generated, started, self.inside)
+            matcher = self.matcher.deep_copy() if self.constrains_start else None
+            row = self.rows[id(generated)] = _Row(generated, matcher, self.inside)
         for token in generated[row.read :]:
             self._read(row, token)
         row.read = len(generated)

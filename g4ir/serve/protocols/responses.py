@@ -300,8 +300,8 @@ class ResponsesFormat(PartsFormat):
     def _open_text(self) -> Body:
         """What has the text of the item that is open."""
         item = self.output[-1]
-        held: Body = item["content"][0] if "content" in item else item
-        return held
+        holder: Body = item["content"][0] if "content" in item else item
+        return holder
 
     def _at(self) -> Body:
         item, index = self.output[-1], len(self.output) - 1
