@@ -66,7 +66,7 @@ def check_mel(samples: np.ndarray, settings: Any = MEL, **config: Any) -> None:
     np.testing.assert_allclose(clip.features, features, rtol=0, atol=1e-5)
     # The tower's two convolutions keep every second frame, twice.
     assert clip.soft_tokens == int(mask[::2][::2].sum())
-    assert clip.left_out == max(0, len(samples) - 480_000)
+    assert clip.cut_samples == max(0, len(samples) - 480_000)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -113,7 +113,7 @@ def test_raw_frames_are_cut_as_the_reference_cuts() -> None:
     want = Gemma4UnifiedAudioFeatureExtractor()([samples], max_length=4, return_tensors="np")
     clip = prepare_audio(Waveform(samples, RATE), settings)
     np.testing.assert_array_equal(clip.features, want["input_features"][0])
-    assert clip.soft_tokens == 4 and clip.left_out == 3_000 - 4 * 640
+    assert clip.soft_tokens == 4 and clip.cut_samples == 3_000 - 4 * 640
 
 
 # --- lengths, channels, types -----------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_a_long_clip_is_cut_with_a_warning_or_refused(caplog: pytest.LogCaptureF
     given = Waveform(noise(480_160), RATE, "talk.wav")
     with caplog.at_level(logging.WARNING):
         clip = prepare_audio(given, MEL)
-    assert clip.left_out == 160 and clip.soft_tokens == 750
+    assert clip.cut_samples == 160 and clip.soft_tokens == 750
     assert "talk.wav: 30.01 s is longer than the limit of 30 s; the last 0.01 s" in caplog.text
     with pytest.raises(InputError, match=r"talk\.wav: 30\.01 s is longer than the limit of 30 s"):
         prepare_audio(given, MEL, REFUSE)

@@ -274,7 +274,7 @@ WORDS = Vocabulary(TOKENIZER)
 def test_a_stream_of_ids_is_their_text(ids: list[int]) -> None:
     ids = [i for i in ids if WORDS.tokenizer.id_to_token(i) is not None]
     stream = TokenStream(WORDS)
-    pieces = [*chain.from_iterable(map(stream.push, ids)), *stream.rest()]
+    pieces = [*chain.from_iterable(map(stream.push, ids)), *stream.flush()]
     assert [p.text for p in pieces if p.control] == [
         WORDS.strings[i] for i in ids if i in WORDS.strings
     ]

@@ -73,7 +73,7 @@ def test_media_are_kept_in_the_order_of_their_placeholders() -> None:
         {"role": "tool", "tool_call_id": "a", "content": [{"type": "input_audio", "n": 2}]},
     ]
     prompt = make_prompt(messages)
-    assert [(m.kind, m.place) for m in prompt.media] == [
+    assert [(m.kind, m.where) for m in prompt.media] == [
         ("image", "messages[0].content[1]"),
         ("audio", "messages[2].content[0]"),
     ]
@@ -379,7 +379,7 @@ def test_schemas_are_lowered_and_what_is_lost_is_said(case: Any) -> None:
     assert found["function"]["parameters"]["properties"]["p"] == wanted
     assert len(said) == len(lost) and all(word in line for line, word in zip(said, lost))
     assert all(line.startswith("f.parameters.p") for line in said)
-    assert make_prompt(HI, [tool(parameters=schema)]).said == said
+    assert make_prompt(HI, [tool(parameters=schema)]).schema_notes == said
 
 
 def test_a_schema_that_grows_by_references_is_refused() -> None:

@@ -448,7 +448,7 @@ EMOJI = [4 + byte for byte in "a😀é😀€".encode()]
 @settings(max_examples=100)
 def test_streamed_text_is_the_text_of_all_ids(ids: list[int]) -> None:
     stream = TextStream(CODEC)
-    pieces = [*map(stream.push, ids), stream.rest()]
+    pieces = [*map(stream.push, ids), stream.flush()]
     assert "".join(pieces) == CODEC.decode(ids)
     whole = CODEC.tokenizer.decode(ids)
     assert "\ufffd" in whole or CODEC.decode(ids) == whole

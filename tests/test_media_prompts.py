@@ -26,7 +26,13 @@ from g4ir.errors import InputError
 from g4ir.generate.jsonl import FIELDS
 from g4ir.media.audio import Waveform, prepare_audio
 from g4ir.media.images import prepare_image, read_image
-from g4ir.media.prompt import check_given, expand_text, mark, place_rows, times_left_out
+from g4ir.media.prompt import (
+    check_placeholders,
+    expand_placeholders,
+    expand_text,
+    lacks_frame_times,
+    mark,
+)
 from g4ir.media.soft import Soft, counts
 from g4ir.media.videos import Video, prepare_video, read_footage, video_settings
 from g4ir.model.audio import audio_settings
@@ -65,7 +71,7 @@ def spelled(text: str) -> list[int]:
 
 
 def place(ids: list[int], *rest: Any, **more: Any) -> list[int]:
-    return place_rows([ids], *rest, **more)[0]
+    return expand_placeholders([ids], *rest, **more)[0]
 
 
 # --- ids and text -----------------------------------------------------------------------------
@@ -106,7 +112,7 @@ def test_place(case: str) -> None:
 def test_numbers_that_cannot_fit(case: str) -> None:
     c = CASES["given"][case]
     with expected(c.get("says")):
-        check_given(c["ids"], c["kinds"], IDS)
+        check_placeholders(c["ids"], c["kinds"], IDS)
 
 
 @pytest.mark.parametrize("case", CASES["taken"])
@@ -132,8 +138,8 @@ def test_mark(case: str) -> None:
 def test_without_a_tokenizer_frames_have_no_times() -> None:
     placed = place([2, 11], [CLIP], IDS)
     assert placed == [2, 20, 11, 11, 21, 20, 11, 11, 21]
-    assert times_left_out([[2, 11]], [placed], IDS)
-    assert not times_left_out([[10]], [place([10], [soft("image", 3)], IDS)], IDS)
+    assert lacks_frame_times([[2, 11]], [placed], IDS)
+    assert not lacks_frame_times([[10]], [place([10], [soft("image", 3)], IDS)], IDS)
 
 
 def test_marks_and_placeholders_that_a_variant_lacks() -> None:
@@ -146,16 +152,16 @@ def test_marks_and_placeholders_that_a_variant_lacks() -> None:
 
 def test_media_of_a_batch_go_row_by_row() -> None:
     softs = [soft("image", n) for n in (1, 2, 3)]
-    rows = place_rows([[10, 5], [6], [10, 10]], softs, IDS)
+    rows = expand_placeholders([[10, 5], [6], [10, 10]], softs, IDS)
     assert rows == [[20, 10, 21, 5], [6], [20, 10, 10, 21, 20, 10, 10, 10, 21]]
-    assert place_rows([[10] * 2, [10] * 4], softs, IDS) == [[10] * 2, [10] * 4]
+    assert expand_placeholders([[10] * 2, [10] * 4], softs, IDS) == [[10] * 2, [10] * 4]
 
 
 def test_ids_and_markers_of_kinds_that_are_not_taken_are_text() -> None:
     ids = [2, 11, 10, 12, 12]
     assert place(ids, [soft("image", 2)], IDS, kinds=("image",)) == [2, 11, 20, 10, 10, 21, 12, 12]
     assert place(ids, [], IDS, kinds=()) == ids
-    check_given(ids, ["image"], IDS, ("image",))
+    check_placeholders(ids, ["image"], IDS, ("image",))
     text = r"the <video> tag, \<video>, <image>"
     want = r"the <video> tag, \<video>, <|image|>"
     assert mark(text, ["image"], ("image",), IDS, spell) == (want, None)

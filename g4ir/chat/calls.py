@@ -22,7 +22,7 @@ _CALL, _CALL_END = control.MARKS[control.CALL], control.MARKS[control.CALL_END]
 _QUOTE = control.MARKS[control.QUOTE]
 _SURROGATES = "\ud800-\udfff"
 _HEAD = re.compile(rf"\s*(?:call\s*)?:\s*([^\s{{}}()<>:,\"'{_SURROGATES}]{{1,256}})\s*([{{(])")
-_BEGUN = re.compile(rf"\s*(?:(?:c(?:a(?:l)?)?)?|call\s*)(?::[^{{}}(){_SURROGATES}]*)?")
+_PARTIAL_HEAD = re.compile(rf"\s*(?:(?:c(?:a(?:l)?)?)?|call\s*)(?::[^{{}}(){_SURROGATES}]*)?")
 _KEY = re.compile(rf"[^\s:,{{}}\[\]\"'{_SURROGATES}][^:,{{}}\[\]\"'{_SURROGATES}]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _JSON = json.JSONDecoder(strict=False)
@@ -38,9 +38,9 @@ _CLOSERS = {"{": "}", "(": ")", "[": "]"}
 _FITS: dict[type, set[str]] = {kind: {"integer", "number"} for kind in (int, float)}
 _FITS |= {bool: {"boolean"}, str: {"string"}, list: {"array"}, dict: {"object"}}
 #: how deep the values of a call may lie in each other
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 #: characters of final text from which arguments are streamed; a shorter call may still be none
-FEWEST_STREAMED = 32
+MIN_STREAMED = 32
 
 #: where the next token belongs: to a key, behind it, to a value, to a string that is streamed,
 #: behind a value, or to a call that has no reading any more
@@ -58,14 +58,14 @@ class Unreadable(ValueError):
 
 def begins_head(text: str) -> bool:
     """Whether a text is what the head of a call begins with."""
-    return _BEGUN.fullmatch(text) is not None
+    return _PARTIAL_HEAD.fullmatch(text) is not None
 
 
 def head_name(text: str) -> str | None:
     """Return the name in the head of a call, `call:NAME{`, the first word optional; None for a text
     that is none."""
-    found = _HEAD.fullmatch(text)
-    return found[1] if found else None
+    match = _HEAD.fullmatch(text)
+    return match[1] if match else None
 
 
 def is_bare_key(text: str) -> bool:
@@ -82,18 +82,18 @@ class CallBody:
         self._json, self._sent = ["{"], 0
         #: what closes each open object and list, and its schema; None for a second pair of braces
         self._open: list[tuple[str, Schema | None]] = [(_CLOSERS[head[-1]], schema)]
-        self._schema, self._place = schema, KEY  # of what comes next
+        self._schema, self._state = schema, KEY  # of what comes next
         self._raw = list[str]()  # of a key or value that has not ended, or what is held of a string
         self._quote = ""  # what closes the string that is open
         self._escaped = self._closed = False  # behind a backslash, and behind the end of a call
         self._mark: int | None = None  # where in `_raw` a control token ends the call
-        self._said = 0  # characters of strings that are final
-        self._taken = self._seen = len(head)  # characters that the JSON stands for, and all
+        self._final_chars = 0  # characters of strings that are final
+        self._json_end = self._seen = len(head)  # characters that the JSON stands for, and all
 
     @property
     def streams(self) -> bool:
         """Whether enough text is final for the JSON to be given out."""
-        return self._said >= FEWEST_STREAMED
+        return self._final_chars >= MIN_STREAMED
 
     @property
     def raw(self) -> str:
@@ -112,7 +112,7 @@ class CallBody:
 
     def as_written(self, body: str) -> str:
         """Return the final JSON, and what follows it in a body as it was written."""
-        return self.json + spelled(body[self._taken :])
+        return self.json + spelled(body[self._json_end :])
 
     def new_json(self) -> str:
         """Return the JSON that became final since the last time."""
@@ -122,20 +122,20 @@ class CallBody:
     def cut_off(self) -> str:
         """End where the call was cut. Return its JSON, with all of an open string but without the
         head of a key, word or number."""
-        if self._place == TEXT:
-            self._say(len("".join(self._raw)))
-        return self.as_written(self.raw) if self._place == DEAD else self.json
+        if self._state == TEXT:
+            self._finalise(len("".join(self._raw)))
+        return self.as_written(self.raw) if self._state == DEAD else self.json
 
     def close(self) -> bool:
         """End the open string before the braces that end the call; whether they are there."""
-        if self._place != TEXT or self._mark is None or not is_text(self._schema):
+        if self._state != TEXT or self._mark is None or not is_text(self._schema):
             return False
         text = "".join(self._raw)[: self._mark].rstrip()
         for closer, _ in reversed(self._open):
             if not text.endswith(closer):
                 return False
             text = text[:-1].rstrip()
-        self._say(len(text))
+        self._finalise(len(text))
         self._emit('"' + "}" * sum(schema is not None for _, schema in self._open))
         return True
 
@@ -152,40 +152,40 @@ class CallBody:
             self._escaped = False
             self._text(text[at])
             return at + 1, ""
-        found = _IN_STRING.get(self._quote, _OUTSIDE).search(text, at)
-        end = found.start() if found else len(text)
+        match = _IN_STRING.get(self._quote, _OUTSIDE).search(text, at)
+        end = match.start() if match else len(text)
         self._text(text[at:end])
-        if found is None:
+        if match is None:
             return end, ""
-        token = found[0]
+        token = match[0]
         calls = token in (_CALL, _CALL_END) if self._plain else token == _CALL and self._closed
         if calls if self._quote else token in _BREAKS:
             return end, BROKEN
         try:
             if self._quote:
                 self._in_string(token)
-            elif self._place != DEAD:
+            elif self._state != DEAD:
                 self._seen += 1
                 self._outside(token)
             else:
                 self._text(token)
         except Unreadable:
-            self._place = DEAD
+            self._state = DEAD
             if not self.streams:
-                return found.end(), WRONG
-        return found.end(), "" if self._open else DONE
+                return match.end(), WRONG
+        return match.end(), "" if self._open else DONE
 
     def _text(self, text: str) -> None:
         """Take text without structure."""
         self._seen += len(text)
         self._closed = self._closed and not text.strip()
-        if text and self._place != DEAD:
+        if text and self._state != DEAD:
             self._raw.append(text)
-        if text and self._place == TEXT and self._mark is None:
-            held = "".join(self._raw)
-            found = _TAIL.search(held, max(0, len(held) - LONGEST_TAIL))
-            self._raw = [held]
-            self._say(found.start() if found else len(held))
+        if text and self._state == TEXT and self._mark is None:
+            pending = "".join(self._raw)
+            tail = _TAIL.search(pending, max(0, len(pending) - LONGEST_TAIL))
+            self._raw = [pending]
+            self._finalise(tail.start() if tail else len(pending))
 
     def _in_string(self, token: str) -> None:
         if token != self._quote:
@@ -196,18 +196,18 @@ class CallBody:
             return
         self._seen += 1
         raw, self._quote = "".join(self._raw), ""
-        if self._place == TEXT:
-            self._say(len(raw))
+        if self._state == TEXT:
+            self._finalise(len(raw))
             self._emit('"')
-            self._place = AFTER
+            self._state = AFTER
             return
         text = spelled(raw)
         if token == '"':
             try:
-                text = control.whole(_JSON.decode(f'"{text}"'))
+                text = control.replace_surrogates(_JSON.decode(f'"{text}"'))
             except ValueError:
                 raise Unreadable from None
-        if self._place == KEY:
+        if self._state == KEY:
             self._key(text, COLON)
         else:
             self._value(_typed(text, self._schema))
@@ -219,30 +219,30 @@ class CallBody:
         raw = self._raw[0].strip()
         if schema is None and (raw or token != closer):
             raise Unreadable
-        if self._place == VALUE and raw[:1] == "'" and _unquoted(raw) == raw:
+        if self._state == VALUE and raw[:1] == "'" and _unquoted(raw) == raw:
             self._raw.append(token)  # between single quotes
             return
-        if self._place == AFTER and (raw or token in f'{{["{_QUOTE}'):  # a comma is missing
+        if self._state == AFTER and (raw or token in f'{{["{_QUOTE}'):  # a comma is missing
             self._next()
-        place = self._place
+        state = self._state
         separates = token == ":" or (token == "=" and raw in properties(schema))
-        if token in f'"{_QUOTE}' and not raw and place in (KEY, VALUE):
+        if token in f'"{_QUOTE}' and not raw and state in (KEY, VALUE):
             self._begin_string(token)
-        elif token == _QUOTE and place == VALUE and is_text(self._schema):  # it ends a bare text
+        elif token == _QUOTE and state == VALUE and is_text(self._schema):  # it ends a bare text
             self._value(_unquoted(raw))
-        elif place == KEY and raw and separates:
+        elif state == KEY and raw and separates:
             if '"' in raw:
                 raise Unreadable
             self._key(_unquoted(raw), VALUE)
-        elif place == COLON and token in ":=" and not raw:
-            self._raw, self._place = [], VALUE
-        elif place == VALUE and token in "{[" and not raw:
+        elif state == COLON and token in ":=" and not raw:
+            self._raw, self._state = [], VALUE
+        elif state == VALUE and token in "{[" and not raw:
             self._push(token)
-        elif place == KEY and token == "{" and len(self._json) == len(self._open) == 1 and not raw:
+        elif state == KEY and token == "{" and len(self._json) == len(self._open) == 1 and not raw:
             self._open = [(closer, None), ("}", schema)]
         elif token in (",", closer):
             self._end(token, raw)
-        elif (place == KEY and token in '=()"') or (place == VALUE and token in ':=()"'):
+        elif (state == KEY and token in '=()"') or (state == VALUE and token in ':=()"'):
             self._raw.append(token)
         else:
             raise Unreadable
@@ -250,26 +250,26 @@ class CallBody:
     def _next(self) -> None:
         """Go on with the next element of the innermost object or list."""
         closer, schema = self._open[-1]
-        self._place = VALUE if closer == "]" else KEY
+        self._state = VALUE if closer == "]" else KEY
         self._schema = properties(schema, "items")
 
     def _begin_string(self, quote: str) -> None:
         self._quote, self._closed, self._mark, self._raw = quote, False, None, []
-        if self._place == VALUE and quote == _QUOTE and fits("", self._schema):
+        if self._state == VALUE and quote == _QUOTE and fits("", self._schema):
             self._emit(self._comma() + '"')
-            self._place = TEXT
+            self._state = TEXT
 
-    def _key(self, key: str, place: int) -> None:
+    def _key(self, key: str, state: int) -> None:
         self._emit(f"{self._comma()}{json.dumps(key, ensure_ascii=False)}: ")
-        self._raw, self._place = [], place
+        self._raw, self._state = [], state
         self._schema = properties(self._open[-1][1]).get(key, {})
 
     def _value(self, value: Any, behind: int = 0) -> None:
         self._emit(self._comma() + json.dumps(value, ensure_ascii=False), behind)
-        self._raw, self._place = [], AFTER
+        self._raw, self._state = [], AFTER
 
     def _push(self, opener: str) -> None:
-        if len(self._open) >= MOST_DEPTH:
+        if len(self._open) >= MAX_DEPTH:
             raise Unreadable
         self._emit(self._comma() + opener)
         self._open.append((_CLOSERS[opener], self._schema))
@@ -279,17 +279,17 @@ class CallBody:
     def _end(self, token: str, raw: str) -> None:
         """Take a comma, or what closes the innermost object or list."""
         closer, schema = self._open[-1]
-        if self._place == VALUE and raw:
+        if self._state == VALUE and raw:
             word = _unquoted(raw)
             value = _bare(raw, self._schema) if word == raw else _typed(word, self._schema)
             self._value(value, len(token))
-        empty = self._place == (VALUE if closer == "]" else KEY) and token == closer
-        if self._place != AFTER and (raw or not empty):
+        empty = self._state == (VALUE if closer == "]" else KEY) and token == closer
+        if self._state != AFTER and (raw or not empty):
             raise Unreadable
         self._raw = []
         if token == closer:
             self._open.pop()
-            self._place = AFTER
+            self._state = AFTER
             if schema is not None:
                 self._emit("]" if closer == "]" else "}")
         else:
@@ -299,25 +299,25 @@ class CallBody:
         """Return what separates the next element; that of a key, and a first one, have none."""
         return "" if self._json[-1][-1] in "[{ " else ", "
 
-    def _say(self, count: int) -> None:
+    def _finalise(self, count: int) -> None:
         """Make so many characters of what is held of a string final."""
-        held = "".join(self._raw)
-        text, self._raw = held[:count], [held[count:]]
+        pending = "".join(self._raw)
+        text, self._raw = pending[:count], [pending[count:]]
         if text:
-            self._said += len(text)
-            made = json.dumps(spelled(text), ensure_ascii=False)[1:-1]
-            self._emit(made, len(held) - count)
+            self._final_chars += len(text)
+            escaped = json.dumps(spelled(text), ensure_ascii=False)[1:-1]
+            self._emit(escaped, len(pending) - count)
 
     def _emit(self, text: str, behind: int = 0) -> None:
         """Make JSON final; the last `behind` characters of the call are not part of it."""
         self._json.append(text)
-        self._taken = self._seen - behind
+        self._json_end = self._seen - behind
 
 
 def properties(schema: Schema | None, key: str = "properties") -> Mapping[str, Any]:
     """Return the properties that a schema declares."""
-    found = (schema or {}).get(key)
-    return found if isinstance(found, Mapping) else {}
+    declared = (schema or {}).get(key)
+    return declared if isinstance(declared, Mapping) else {}
 
 
 def kinds_of(schema: Schema) -> set[str]:

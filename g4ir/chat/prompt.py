@@ -46,12 +46,12 @@ def _pieces(text: str) -> list[Piece]:
 
 
 #: messages, tools, and options of a template
-Given = tuple[Sequence[Message], Sequence[Any], Mapping[str, Any]]
+PromptInputs = tuple[Sequence[Message], Sequence[Any], Mapping[str, Any]]
 
 
-def guard(given: Given, source: str) -> tuple[Given, str]:
-    """Return the same with marked texts, and the mark, which the template's source does not have
-    either. InputError for a text that is no Unicode."""
+def guard(inputs: PromptInputs, source: str) -> tuple[PromptInputs, str]:
+    """Mark every `<` of the inputs; return them and the mark, a character that neither they nor the
+    template's source contain. InputError for lone surrogates."""
     seen = set(source)
 
     def look(text: str) -> str:
@@ -60,38 +60,38 @@ def guard(given: Given, source: str) -> tuple[Given, str]:
                 seen.update(text[start : start + _BLOCK])
         return text
 
-    map_texts(given, look)
+    map_texts(inputs, look)
     if bad := next((c for c in seen if "\ud800" <= c <= "\udfff"), None):
-        what = f"a text has half a character (U+{ord(bad):04X})"
-        raise InputError(f"{_place(given, bad)}: {what}; it is no UTF-8")
+        problem = f"a text has half a character (U+{ord(bad):04X})"
+        raise InputError(f"{_locate(inputs, bad)}: {problem}; it is no UTF-8")
     mark = next((chr(c) for c in _MARKS if chr(c) not in seen), None)
     if mark is None:
         raise InputError("messages: the conversation has every rare ideograph; leave one out")
-    marked: Given = map_texts(given, lambda text: text.replace("<", f"<{mark}"))
+    marked: PromptInputs = map_texts(inputs, lambda text: text.replace("<", f"<{mark}"))
     return marked, mark
 
 
-def _place(given: Given, character: str) -> str:
-    """Return the part of a request whose texts have a character."""
-    messages, tools, options = given
+def _locate(inputs: PromptInputs, character: str) -> str:
+    """Return the field of the request that contains a character."""
+    messages, tools, options = inputs
     parts = [(f"messages[{i}]", message) for i, message in enumerate(messages)]
     parts += [(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
     parts += [(f"chat_template_kwargs.{name}", {name: v}) for name, v in options.items()]
-    for place, part in parts:
+    for where, part in parts:
         if map_texts(part, lambda text: text.replace(character, "")) != part:
-            return place
+            return where
     return "messages"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered conversation: `marked` with a mark behind each `<` of a content, its media in the
-    order of their placeholders, and what of the tools' schemas was lost."""
+    """A rendered conversation: `marked` has a mark after each `<` of user content; media in the
+    order of their placeholders; notes on schema keywords that the declarations cannot express."""
 
     marked: str
     mark: str
     media: tuple[Medium, ...] = ()
-    said: tuple[str, ...] = ()
+    schema_notes: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -100,19 +100,19 @@ class Prompt:
 
     @property
     def tail(self) -> str:
-        """The end of the text, from which a reader sees in what state the answer begins."""
+        """The text from the last turn on, which sets the initial state of a `Reader`."""
         start = max(0, *map(self.marked.rfind, (*control.TURNS, control.RESPONSE_END)))
         return self.marked[start:].replace(self.mark, "")
 
     @property
     def head(self) -> str:
-        """The text that the model's turn has so far, after its reasoning."""
+        """The model turn's text so far, without reasoning."""
         before, last = [Piece(""), *self.pieces()][-2:]
         text = "" if last.control else last.text
         return text.removeprefix(control.MODEL) if before.text in control.TURNS else text
 
     def pieces(self, controls: Collection[str] = control.CONTROLS) -> list[Piece]:
-        """Return the text in pieces: the template's own control tokens, and all other text."""
+        """Split the text into the template's control tokens and the text between them."""
         out, start = list[Piece](), 0
         for at, end in [*find(self.marked, controls), (len(self.marked), None)]:
             out += _pieces(self.marked[start:at].replace(self.mark, ""))
@@ -121,35 +121,37 @@ class Prompt:
         return out
 
     def check_media(self) -> None:
-        """Raise InputError where the template did not write one placeholder for each medium."""
-        given = [m.kind for m in self.media]
+        """Raise InputError unless the template wrote one placeholder for each medium."""
+        expected = [m.kind for m in self.media]
         kinds = {holder: kind for kind, holder in control.PLACEHOLDERS.items()}
-        found = [kinds[p.text] for p in self.pieces() if p.control and p.text in kinds]
-        if found != given:
-            where = self.media[0].place if self.media else "messages"
-            wrote, have = (", ".join(kinds) or "no media" for kinds in (found, given))
-            what = f"the chat template has placeholders for {wrote}, and the messages have {have}"
-            raise InputError(f"{where}: {what}; give media in messages of the user or of tools")
+        written = [kinds[p.text] for p in self.pieces() if p.control and p.text in kinds]
+        if written != expected:
+            where = self.media[0].where if self.media else "messages"
+            wrote, have = (", ".join(kinds) or "no media" for kinds in (written, expected))
+            raise InputError(
+                f"{where}: the chat template has placeholders for {wrote}, and the messages have "
+                f"{have}; give media in messages of the user or of tools"
+            )
 
 
 def with_media(text: str, parts: Sequence[Message]) -> Any:
-    """Return the content of a message with media: the model was trained with audio behind the
-    text, and all else before it."""
+    """Return the content of a message with media: images and videos before the text, audio after
+    it, as in training."""
     audio = [p for p in parts if PARTS[p["type"]] == "audio"]
-    rest = [p for p in parts if PARTS[p["type"]] != "audio"]
-    return [*rest, {"type": "text", "text": text}, *audio] if parts else text
+    visual = [p for p in parts if PARTS[p["type"]] != "audio"]
+    return [*visual, {"type": "text", "text": text}, *audio] if parts else text
 
 
 def find(text: str, strings: Collection[str]) -> Iterator[tuple[int, int]]:
-    """Yield where strings begin and end in a text, the first ones first; none lies in another."""
+    """Yield (start, end) of the non-overlapping occurrences of strings in a text, in order."""
     odd = sorted((s for s in strings if s and not _SHAPE.fullmatch(s)), key=len, reverse=True)
     # One of many strings in brackets is looked up, not tried.
     shapes = [_SHAPE.pattern] if len(odd) < len(strings) else []
     pattern = "|".join([*map(re.escape, odd), *shapes])
     if pattern:
-        for found in re.finditer(pattern, text):
-            if found[0] in strings:
-                yield found.span()
+        for match in re.finditer(pattern, text):
+            if match[0] in strings:
+                yield match.span()
 
 
 def text_ids(tokenizer: Any, texts: Sequence[str], special: bool = False) -> list[list[int]]:
@@ -159,10 +161,10 @@ def text_ids(tokenizer: Any, texts: Sequence[str], special: bool = False) -> lis
 
 
 class Vocabulary:
-    """A tokenizer (library `tokenizers`) as conversations need it. `form`: the chat format whose
-    turns and ends count; by default the first of which the tokenizer has the turns."""
+    """A tokenizer (library `tokenizers`) with the control tokens of chats. `chat_format` sets turn
+    and end tokens; by default the first format whose turn tokens the tokenizer has."""
 
-    def __init__(self, tokenizer: Any, form: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, chat_format: str | None = None) -> None:
         self.tokenizer = tokenizer
         #: id of a byte token -> its byte
         self.bytes: dict[int, int] = {}
@@ -177,7 +179,7 @@ class Vocabulary:
         chats = set(control.CONTROLS)
         self.controls = {t.content: i for i, t in added if t.special or t.content in chats}
         self.strings = {i: text for text, i in self.controls.items()}
-        rows = [CHAT_FORMATS[form]] if form else [*CHAT_FORMATS.values()]
+        rows = [CHAT_FORMATS[chat_format]] if chat_format else [*CHAT_FORMATS.values()]
         row = next((row for row in rows if self.controls.keys() >= {*row["turn"]}), None)
         #: what begins a turn of a chat; None: this tokenizer has none
         self.turn: str | None = row["turn"][0] if row else None
@@ -188,22 +190,22 @@ class Vocabulary:
 
     def alone(self, token: int) -> str:
         """Return the text of a token by itself: empty for special ones."""
-        if (found := self._alone.get(token)) is None:
-            found = self._alone[token] = self.tokenizer.decode([token])
-        return found
+        if (text := self._alone.get(token)) is None:
+            text = self._alone[token] = self.tokenizer.decode([token])
+        return text
 
     @cached_property
     def longest(self) -> int:
         """Number of characters of the longest token."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
-    def check_length(self, characters: int, room: int, what: str, cheap: int = CHEAP) -> None:
-        """Raise InputError for a text that cannot fit into `room` tokens, whatever its tokens are,
-        before it is tokenised; texts of up to `cheap` characters are counted in tokens instead."""
-        if characters > cheap and characters > (room + 1) * self.longest:
-            most = f"more than {room} tokens can have, which is what this engine holds"
+    def check_length(self, characters: int, limit: int, label: str, cheap: int = CHEAP) -> None:
+        """Raise InputError, without tokenising it, for a text that exceeds `limit` tokens even if
+        all were the longest token; texts of up to `cheap` characters are tokenised instead."""
+        if characters > cheap and characters > (limit + 1) * self.longest:
+            excess = f"more than {limit} tokens can have, which is what this engine holds"
             longest_is = f"its longest token has {self.longest} characters"
-            raise InputError(f"{what}: {characters} characters are {most}: {longest_is}")
+            raise InputError(f"{label}: {characters} characters are {excess}: {longest_is}")
 
     @property
     def chats(self) -> bool:
@@ -211,23 +213,25 @@ class Vocabulary:
         return self.turn is not None
 
     def marks(self, tokens: Sequence[int], system: bool) -> tuple[int, ...]:
-        """Return where other prompts are likely to go on in another way: behind the turn of the
-        `system`, if there is one, and before that of the answer."""
+        """Return the prefix-cache points of a prompt, where others are likely to diverge: after the
+        system turn, if there is one, and before the answer's turn."""
         turn = self.controls.get(self.turn or "")
         turns = [i for i, token in enumerate(tokens) if token == turn]
         return tuple(dict.fromkeys([*turns[1:2] * (system and len(turns) > 2), *turns[-1:]]))
 
     def encode(self, prompt: Prompt, media: Iterable[Iterable[int | str]] = ()) -> list[int]:
-        """Return the ids of a prompt, to which nothing is added.
+        """Return the ids of a prompt; no BOS is added.
 
-        `media` are what the placeholders stand for, in order: ids, and texts, which are tokenised
-        with those around them. Without it placeholders stay one token each.
+        `media` are the expansions of the placeholders, in order: ids, and texts, which are
+        tokenised with the text around them. Without it placeholders stay one token each.
         """
-        out, text, left = list[int](), "", iter(media)
+        out, text, remaining = list[int](), "", iter(media)
         for piece in prompt.pieces(self.controls):
-            own: Iterable[int | str] = [self.controls[piece.text] if piece.control else piece.text]
-            held = piece.control and piece.text in control.PLACEHOLDERS.values()
-            parts = next(left, own) if held else own
+            parts: Iterable[int | str] = [piece.text]
+            if piece.control:
+                parts = [self.controls[piece.text]]
+                if piece.text in control.PLACEHOLDERS.values():
+                    parts = next(remaining, parts)
             for part in parts:
                 if isinstance(part, str):
                     text += part
@@ -237,7 +241,7 @@ class Vocabulary:
         return out + self.plain(text)
 
     def plain(self, text: str) -> list[int]:
-        """Return the ids of a text of which no part becomes a control token."""
+        """Tokenise user text: no part of it becomes a control token."""
         cuts = [at + 1 for at, _ in find(text, self.controls)]
         parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
         out = [i for ids in text_ids(self.tokenizer, [p for p in parts if p]) for i in ids]
@@ -257,7 +261,7 @@ class Vocabulary:
         if REPLACEMENT not in text or self.bytes.keys().isdisjoint(ids):
             return text
         stream = TextStream(self)
-        return "".join([*map(stream.push, ids), stream.rest()])
+        return "".join([*map(stream.push, ids), stream.flush()])
 
 
 def encode(prompt: Prompt, tokenizer: Any) -> list[int]:
@@ -276,7 +280,7 @@ class TextStream:
         self.vocabulary = vocabulary
         self._text = vocabulary.tokenizer.decode
         self._ids: list[int] = []  # the last piece's tokens, then those not yet final
-        self._known = 0  # how many of them are the last piece's
+        self._context_size = 0  # how many of them are the last piece's
         self._bytes = b""  # of a character that is not complete
 
     @property
@@ -320,27 +324,27 @@ class TextStream:
         self._bytes = b""
         return REPLACEMENT
 
-    def rest(self) -> str:
-        """Return the text held back, at the end or before a token that is no text."""
+    def flush(self) -> str:
+        """Return the buffered text, at the end or before a control token."""
         wrong = self._wrong()
-        return (self._piece() if len(self._ids) > self._known else "") + wrong
+        return (self._piece() if len(self._ids) > self._context_size else "") + wrong
 
     def _piece(self, ends: bool = True) -> str:
-        """Return the text behind the last piece. Unless it `ends` a character, tokens of a
-        byte-level vocabulary may end within one."""
-        known = self._ids[: self._known]
-        before = self.vocabulary.alone(known[0]) if len(known) == 1 else self._text(known)
+        """Return the text after the last piece; nothing if it may end within a character, as tokens
+        of a byte-level vocabulary can, unless it `ends` one."""
+        context = self._ids[: self._context_size]
+        before = self.vocabulary.alone(context[0]) if len(context) == 1 else self._text(context)
         piece: str = self._text(self._ids)[len(before) :]
         if not ends and piece.endswith(REPLACEMENT):
             return ""
         if piece:
-            self._ids = self._ids[self._known :]
-            self._known = len(self._ids)
+            self._ids = self._ids[self._context_size :]
+            self._context_size = len(self._ids)
         return piece
 
 
 def _utf8(raw: bytes) -> bool | None:
-    """Whether bytes are one character of UTF-8; None: the beginning of one."""
+    """Whether the bytes are one UTF-8 character; None: an incomplete one."""
     try:
         raw.decode()
     except UnicodeDecodeError as e:
@@ -368,7 +372,7 @@ class TokenStream:
         if name is None:
             pieces = _pieces(self._text.push(token))
         else:
-            pieces = [*self.rest(), Piece(name, True)]
+            pieces = [*self.flush(), Piece(name, True)]
         self.length += sum(len(p.text) for p in pieces if self._spelled or not p.control)
         new = self.length - before
         if name is None and token in self.vocabulary.bytes:
@@ -377,9 +381,9 @@ class TokenStream:
             self.start = before + min(cut, new)
         return pieces
 
-    def rest(self) -> list[Piece]:
-        """Return the text that was held back, at the end."""
-        return _pieces(self._text.rest())
+    def flush(self) -> list[Piece]:
+        """Return the buffered text, at the end."""
+        return _pieces(self._text.flush())
 
 
 def spelled(vocabulary: Vocabulary, ids: list[int]) -> str:
@@ -389,7 +393,7 @@ def spelled(vocabulary: Vocabulary, ids: list[int]) -> str:
     if REPLACEMENT not in text:
         return text
     stream = TokenStream(vocabulary)
-    pieces = [*chain.from_iterable(map(stream.push, ids)), *stream.rest()]
+    pieces = [*chain.from_iterable(map(stream.push, ids)), *stream.flush()]
     return "".join(p.text for p in pieces)
 
 
@@ -425,12 +429,12 @@ class ReasoningBudget:
         self._last = token
 
     def forced(self) -> int | None:
-        """Return the token that must come next, or None where the model is free."""
+        """Return the token to force next; None if the model may choose."""
         if not self.inside or self.used < self.limit:
             return None
         cut = self._bytes.get(self._last, 0) >= 0x80  # the last token is part of a character
         if cut and self.used < self.limit + 4:  # which has four bytes at most
             return None
         # Reasoning that has just begun or ends with a newline needs none.
-        begun = self._last not in (-1, self._open, self._newline)
-        return self._newline if begun and self._newline is not None else self._close
+        needs_newline = self._last not in (-1, self._open, self._newline)
+        return self._newline if needs_newline and self._newline is not None else self._close

@@ -32,10 +32,10 @@ _CALL, _CALL_END = control.MARKS[control.CALL], control.MARKS[control.CALL_END]
 _CHANNEL, _CHANNEL_END = control.MARKS[control.CHANNEL], control.MARKS[control.CHANNEL_END]
 _NAME = control.THOUGHT.rstrip("\n")
 #: stop strings of a request, and characters of one
-MOST_STOPS, LONGEST_STOP = 64, 4096
-#: how often an answer is read again behind a call that was none
-MOST_RETRIES = 16
-#: characters of the name of a call, with what stands around it; of the space between two calls
+MAX_STOPS, LONGEST_STOP = 64, 4096
+#: how often the rest of an answer is parsed again after a malformed call
+MAX_RETRIES = 16
+#: maximum characters of a call's head (`call:NAME{`), and of the space between two calls
 LONGEST_HEAD, LONGEST_GAP = 512, 64
 #: kind of the events that are pieces of a call's arguments
 ARGUMENTS = "arguments"
@@ -103,7 +103,7 @@ class Reader:
         self._schemas: Schemas = {f["name"]: f.get("parameters") or {} for f in functions}
         self._stops, self._lexer = Stops(stop), control.Lexer()
         self._calls, self._unmarked_reasoning = calls, thinking is not False
-        self._state, self._held, self._opener = START, "", control.CALL
+        self._state, self._pending, self._opener = START, "", control.CALL
         self._retries = self._sent = 0
         self._texts = defaultdict[str, list[str]](list)  # by kind, of all that was said
         self._new: list[Event] = []
@@ -141,21 +141,21 @@ class Reader:
         return self._state in (START, CONTENT)
 
     def feed(self, text: str) -> list[Event]:
-        """Take text in which control tokens are spelled out; return what is certain now."""
+        """Parse text with spelled-out control tokens; return the new events."""
         return self._take(self._lexer.feed(text))
 
     def feed_tokens(self, pieces: Iterable[Piece]) -> list[Event]:
-        """Take pieces of which each says whether it is a control token; text that looks like one is
-        text."""
-        marks, whole = control.MARKS, control.whole
-        marked = [marks.get(p.text, "") if p.control else whole(p.text) for p in pieces]
-        return self._take(self._lexer.rest() + "".join(marked))
+        """Parse pieces that are flagged as control tokens or text; text that spells a control token
+        stays text."""
+        marks, clean = control.MARKS, control.replace_surrogates
+        marked = [marks.get(p.text, "") if p.control else clean(p.text) for p in pieces]
+        return self._take(self._lexer.flush() + "".join(marked))
 
     def finish(self, reason: str = "stop") -> Answer:
         """Return the answer. `reason` is why generation ended: stop, length or another, which a
         stop string and an end token go before, and which calls make tool_calls."""
         if self._answer is None:
-            self._take(self._lexer.rest())
+            self._take(self._lexer.flush())
             self._end(reason != "length" or self._over)
             reason = "stop" if self._over or self.stopped else reason
             reason = "tool_calls" if reason == "stop" and self._read else reason
@@ -171,7 +171,7 @@ class Reader:
         return self._new
 
     def _run(self, marked: str) -> None:
-        """Go through a marked text, run by run. What a call gives back is read again."""
+        """Parse marked text; text that a failed call returns is parsed again."""
         waiting = [marked]
         while waiting:
             text, at = waiting.pop(), 0
@@ -182,75 +182,75 @@ class Reader:
                         waiting.append(text[at:])
                         text, at = again, 0
                     continue
-                found = control.MARK.search(text, at)
-                end = found.start() if found else len(text)
+                match = control.MARK.search(text, at)
+                end = match.start() if match else len(text)
                 if end > at:
                     self._over = False
                     at = self._text(text, at, end)
-                elif found:
-                    self._over = found[0] in control.END_MARKS
-                    self._mark(found[0])
+                elif match:
+                    self._over = match[0] in control.END_MARKS
+                    self._mark(match[0])
                     at += 1
 
-    def _end(self, whole: bool) -> None:
-        """Give out what was held back; `whole` is False where the answer was cut."""
+    def _end(self, complete: bool) -> None:
+        """Flush pending text; `complete` is False if the length limit cut the answer."""
         while self._state == BODY and not self.stopped:
-            self._run(self._given_back(whole))
-        if self._state == HEAD and not whole and self._opener and begins_head(self._held):
-            self._held = ""  # a call that was cut before its name was known
+            self._run(self._end_body(complete))
+        if self._state == HEAD and not complete and self._opener and begins_head(self._pending):
+            self._pending = ""  # a call that was cut before its name was known
         elif self._state == HEAD:
             self._give_up("")
-        elif not (self._state == OPENING and self._held == _NAME):
+        elif not (self._state == OPENING and self._pending == _NAME):
             self._release()
-        if held := self._stops.rest():
-            self._add(Event("content", held))
+        if pending := self._stops.flush():
+            self._emit(Event("content", pending))
 
     def _text(self, text: str, at: int, end: int) -> int:
-        """Take text without control tokens; return how far."""
+        """Parse text without control tokens; return the end of what was consumed."""
         if self._state == HEAD:
             return self._in_head(text, at, end)
-        run, before = self._held + text[at:end], len(self._held)
-        self._held = ""
+        run, before = self._pending + text[at:end], len(self._pending)
+        self._pending = ""
         if self._state == BEHIND:
             return at + self._behind(run) - before
         if self._state in (START, OPENING):
             run = self._unnamed(run)
         if self._state == THINKING and run.endswith("\n"):  # one before the end is not part of it
-            self._held, run = "\n", run[:-1]
-        self._say("thought" if self._state == THINKING else "content", run)
+            self._pending, run = "\n", run[:-1]
+        self._emit_text("thought" if self._state == THINKING else "content", run)
         return end
 
     def _unnamed(self, run: str) -> str:
-        """Return what follows the name of reasoning, which may come before it begins, and may be
-        all of an opener that is left."""
+        """Strip the `thought` header that opens reasoning, also where its control token is missing;
+        buffer a partial header."""
         opened = self._state == OPENING
         named = opened or self._unmarked_reasoning
         if named and run != control.THOUGHT and control.THOUGHT.startswith(run):
-            self._held = run
+            self._pending = run
             return ""
         thinks = opened or (named and run.startswith(control.THOUGHT))
         self._state = THINKING if thinks else CONTENT
         return run.removeprefix(control.THOUGHT) if thinks else run
 
     def _behind(self, run: str) -> int:
-        """After an unclosed call another may begin; return how much was read."""
+        """After an unclosed call, look for another one; return the characters consumed."""
         text = run.lstrip()
         near = len(run) - len(text) <= LONGEST_GAP
         if near and _WORD.startswith(text):
-            self._held = run
+            self._pending = run
         elif near and text.startswith(_WORD):
-            self._state, self._opener, self._held = HEAD, "", _WORD
+            self._state, self._opener, self._pending = HEAD, "", _WORD
             return len(run) - len(text) + len(_WORD)
         else:
             self._state = CONTENT
-            self._say("content", run)
+            self._emit_text("content", run)
         return len(run)
 
     def _mark(self, mark: str) -> None:
         if self._state == HEAD:
             self._give_up(mark)
         elif self._state == BAD and mark not in (_CALL, _CHANNEL, *control.END_MARKS):
-            self._say("content", control.spelled(mark))
+            self._emit_text("content", control.spelled(mark))
             self._state = CONTENT if mark == _CALL_END else BAD
         elif mark == _CHANNEL:
             self._release()
@@ -262,8 +262,8 @@ class Reader:
             self._close(mark)
 
     def _close(self, mark: str = _CALL) -> None:
-        """End what a control token ends: reasoning, or the state after a call."""
-        state, named = self._state, self._held == _NAME
+        """Leave the state that a control token ends: reasoning, or the one after a call."""
+        state, named = self._state, self._pending == _NAME
         if mark == {OPENING: _CALL_END, THINKING: _CALL_END, BEHIND: _CHANNEL_END}.get(state):
             return
         if state == START and mark != _CALL and not (mark == _CHANNEL_END and named):
@@ -272,61 +272,62 @@ class Reader:
         opened = state == OPENING and not named
         if opened or state == BEHIND or (state == START and mark == _CALL):
             self._release()
-        self._state, self._held = CONTENT, ""
+        self._state, self._pending = CONTENT, ""
 
     def _release(self) -> None:
-        """Give out what was held back as what it is where the machine stands."""
-        held, self._held = self._held, ""
-        if self._state != BEHIND or held.strip():
-            self._say("thought" if self._state in (OPENING, THINKING) else "content", held)
+        """Emit pending text as reasoning or content, by the current state."""
+        pending, self._pending = self._pending, ""
+        if self._state != BEHIND or pending.strip():
+            self._emit_text("thought" if self._state in (OPENING, THINKING) else "content", pending)
 
     def _in_head(self, text: str, at: int, end: int) -> int:
-        """Take the name of a call, to the brace behind it."""
-        found = _BRACE.search(text, at, end)
-        stop = found.end() if found else end
-        self._held += text[at:stop]
-        name = head_name(self._held) if found else None
-        if len(self._held) > LONGEST_HEAD or (found and name is None):
+        """Parse a call's name up to its opening brace; return the end of what was consumed."""
+        match = _BRACE.search(text, at, end)
+        stop = match.end() if match else end
+        self._pending += text[at:stop]
+        name = head_name(self._pending) if match else None
+        if len(self._pending) > LONGEST_HEAD or (match and name is None):
             self._give_up("")
             self._state = BAD
         elif name is not None:
             schema = self._schemas.get(name, {})
-            self._body = CallBody(self._held, name, schema, self._retries > MOST_RETRIES)
-            self._state, self._held, self._sent = BODY, "", 0
+            self._body = CallBody(self._pending, name, schema, self._retries > MAX_RETRIES)
+            self._state, self._pending, self._sent = BODY, "", 0
         return stop
 
     def _give_up(self, mark: str) -> None:
-        """Give back the head of a call that is none, and go on behind it."""
-        held, self._held = self._held, ""
-        if held.strip():
-            self._say("content", self._opener + held)
-        self._state = BAD if held.strip() else CONTENT
+        """Emit the head of a malformed call as content and resume after it."""
+        pending, self._pending = self._pending, ""
+        if pending.strip():
+            self._emit_text("content", self._opener + pending)
+        self._state = BAD if pending.strip() else CONTENT
         if mark == _CALL:
             self._state, self._opener = HEAD, control.CALL
         elif mark:
             self._mark(mark)
 
     def _in_body(self, text: str, at: int) -> tuple[int, str]:
-        """Take the arguments of a call. Return how far, and what must be read again before."""
+        """Parse a call's arguments; return the end of what was consumed, and text to parse again
+        first."""
         end, ended = self._body.scan(text, at)
         if ended == BROKEN:
-            return end, self._given_back()
+            return end, self._end_body()
         if ended == DONE:
-            self._end_call(self._body.json, whole=True)
+            self._end_call(self._body.json, valid=True)
         elif ended == WRONG:
             self._give_content(self._body.raw)
         elif self._body.streams:
             self._send(self._body.new_json())
         return end, ""
 
-    def _given_back(self, whole: bool = True) -> str:
-        """End a call that has no end of its own, or was cut (not `whole`). Return what of it is not
-        its own: all from a control token on that ends it, in a string that was never closed."""
+    def _end_body(self, complete: bool = True) -> str:
+        """End a call without an end token, or one cut by the length limit (not `complete`). Return
+        text to parse again: what follows the control token that ended its unclosed string."""
         body, raw = self._body, self._body.raw
         end = body.end
         if body.close():
-            self._end_call(body.json, whole=True)
-        elif not whole:
+            self._end_call(body.json, valid=True)
+        elif not complete:
             end = len(raw)
             self._end_call(body.cut_off())
         elif body.streams:
@@ -337,78 +338,79 @@ class Reader:
         return raw[end:]
 
     def _give_content(self, raw: str) -> None:
-        """Give a call that has no reading as content."""
-        self._say("content", self._opener + control.spelled(raw))
+        """Emit an unparsable call as content."""
+        self._emit_text("content", self._opener + control.spelled(raw))
         self._state = BAD
 
-    def _end_call(self, text: str, whole: bool = False) -> None:
-        """Emit the rest of a call; `text` is all of its arguments, `whole` if they are JSON."""
-        arguments = json.loads(text) if whole else None
+    def _end_call(self, text: str, valid: bool = False) -> None:
+        """Emit the rest of a call; `text` is all of its arguments, `valid` if they are JSON."""
+        arguments = json.loads(text) if valid else None
         if self._sent:
             self._send(text[self._sent :])
         name, index = self._body.name, len(self._read)
         self._read.append({"name": name, "arguments": text if arguments is None else arguments})
-        self._add(Event("call", text, name, arguments, index, self._sent > 0))
+        self._emit(Event("call", text, name, arguments, index, self._sent > 0))
         self._state = BEHIND
 
     def _send(self, piece: str) -> None:
         if piece:
             name = None if self._sent else self._body.name
-            self._add(Event(ARGUMENTS, piece, name, None, len(self._read)))
+            self._emit(Event(ARGUMENTS, piece, name, None, len(self._read)))
             self._sent += len(piece)
 
-    def _say(self, kind: str, text: str) -> None:
+    def _emit_text(self, kind: str, text: str) -> None:
         if text := self._stops.feed(text) if kind == "content" else text:
-            self._add(Event(kind, text))
+            self._emit(Event(kind, text))
 
-    def _add(self, event: Event) -> None:
-        """Emit an event, before all but content what stop strings held back."""
-        held = "" if event.kind == "content" else self._stops.rest()
-        for new in (Event("content", held), event) if held else (event,):
+    def _emit(self, event: Event) -> None:
+        """Append an event; any but content first flushes text that may begin a stop string."""
+        pending = "" if event.kind == "content" else self._stops.flush()
+        for new in (Event("content", pending), event) if pending else (event,):
             self._new.append(new)
             self._texts[new.kind].append(new.text)
 
 
 class Stops:
-    """Strings that end the content: the one that is complete first, of several the longest."""
+    """Matches stop strings incrementally; the first complete one ends the content, ties go to the
+    longest."""
 
-    def __init__(self, given: str | Sequence[str] | None) -> None:
-        strings = [given] if isinstance(given, str) else [*(given or ())]
-        if len(strings) > MOST_STOPS:
-            raise InputError(f"stop: at most {MOST_STOPS} strings, found {len(strings)}")
+    def __init__(self, stop: str | Sequence[str] | None) -> None:
+        strings = [stop] if isinstance(stop, str) else [*(stop or ())]
+        if len(strings) > MAX_STOPS:
+            raise InputError(f"stop: at most {MAX_STOPS} strings, found {len(strings)}")
         for i, text in enumerate(strings):
             if not isinstance(text, str) or not 0 < len(text) <= LONGEST_STOP:
                 raise InputError(f"stop[{i}]: must be a text of 1 to {LONGEST_STOP} characters")
         #: how much of each the text ends with
-        self._known = dict.fromkeys(strings, 0)
-        self._held = ""
+        self._matched = dict.fromkeys(strings, 0)
+        self._pending = ""
         #: the one that ended the text
         self.hit: str | None = None
 
     def feed(self, text: str) -> str:
-        """Return what is certain to lie before a stop string."""
-        if not self._known or self.hit is not None:
+        """Return the text that cannot be part of a stop string."""
+        if not self._matched or self.hit is not None:
             return text if self.hit is None else ""
-        text, start, ends = self._held + text, len(self._held), []
-        for stop, known in self._known.items():
-            at = start - known  # what lies before cannot begin it
-            if (found := text.find(stop, at)) >= 0:
-                ends.append((found + len(stop), -len(stop)))
+        text, start, ends = self._pending + text, len(self._pending), []
+        for stop, matched in self._matched.items():
+            at = start - matched  # what lies before cannot begin it
+            if (position := text.find(stop, at)) >= 0:
+                ends.append((position + len(stop), -len(stop)))
                 continue
             at = max(at, len(text) - len(stop) + 1)
             while not stop.startswith(text[at:]):
                 at += 1
-            self._known[stop] = len(text) - at
+            self._matched[stop] = len(text) - at
         if ends:
             end, length = min(ends)
-            self.hit, self._held = text[end + length : end], ""
+            self.hit, self._pending = text[end + length : end], ""
             return text[: end + length]
-        certain = len(text) - max(self._known.values())
-        self._held = text[certain:]
+        certain = len(text) - max(self._matched.values())
+        self._pending = text[certain:]
         return text[:certain]
 
-    def rest(self) -> str:
-        """Return what was held back, where content ends or something else comes between."""
-        held, self._held = self._held, ""
-        self._known = dict.fromkeys(self._known, 0)
-        return held
+    def flush(self) -> str:
+        """Return the buffered text, at the end of content or before another event."""
+        pending, self._pending = self._pending, ""
+        self._matched = dict.fromkeys(self._matched, 0)
+        return pending

@@ -100,17 +100,17 @@ class Budget:
             return value.bit_length() // 3 + 3
         if not isinstance(value, CONTAINERS):
             return 32
-        known = self.sizes.get(id(value))
-        if known is None:
+        cached = self.sizes.get(id(value))
+        if cached is None:
             self.spend(ELEMENT * len(value))
             parts: Iterable[Any] = value
             if isinstance(value, dict):
                 parts = (*value.keys(), *value.values())
-            known = value, check_size(2 + sum(self.size(part) + 2 for part in parts))
-            self.sizes[id(value)] = known
-        return known[1]
+            cached = value, check_size(2 + sum(self.size(part) + 2 for part in parts))
+            self.sizes[id(value)] = cached
+        return cached[1]
 
-    def made(self, value: Any) -> Any:
+    def charge(self, value: Any) -> Any:
         """Charge a value that was made, and return it, an iterator as a list."""
         if isinstance(value, str):
             self.spend(ELEMENT + check_size(len(value)) * (1 if value.isascii() else 4))
@@ -126,7 +126,7 @@ class Budget:
 
     def text(self, value: Any) -> Any:
         """Return a value as text."""
-        return self.made(value if isinstance(value, str) else str(value))
+        return self.charge(value if isinstance(value, str) else str(value))
 
 
 def check_size(size: int) -> int:
@@ -172,11 +172,11 @@ def _summed(values: Any, attribute: Any = None, start: Any = 0) -> int:
 
 
 #: widths of four digits, by a star or within braces; attributes and elements of arguments
-_TOO_WIDE = re.compile(r"%[^%a-zA-Z]*(?:\d{4}|\*)|\{(?:[^{}:]*[.\[]|[^{}]*:[^{}]*(?:\d{4}|\{))")
+_LONG_WIDTH = re.compile(r"%[^%a-zA-Z]*(?:\d{4}|\*)|\{(?:[^{}:]*[.\[]|[^{}]*:[^{}]*(?:\d{4}|\{))")
 
 
 def _formatted(text: str, *args: Any, **named: Any) -> int:
-    if _TOO_WIDE.search(text.replace("{{", "").replace("}}", "")):
+    if _LONG_WIDTH.search(text.replace("{{", "").replace("}}", "")):
         raise LimitError("it formats with a width of more than 999, or an attribute")
     largest = max(map(_budget().size, (*args, *named.values())), default=0)
     return (text.count("%") + text.count("{")) * (largest + 1000)
@@ -222,7 +222,7 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if name in GROWTH and name not in ("join", "sum"):
             value = budget.text(value)
         _check_growth(name, value, more, named)
-        return budget.made(function(*args[:first], value, *more, **named))
+        return budget.charge(function(*args[:first], value, *more, **named))
 
     return guarded
 
@@ -303,10 +303,10 @@ class Environment(ImmutableSandboxedEnvironment):
         shared = {n: f for n, f in self.filters.items() if n not in NO_FILTERS}
         self.filters = {n: _guarded(n, f) for n, f in (shared | {"tojson": _json}).items()}
         self.filters |= {"counted": _Counted, "concatenated": _concatenated, "sliced": _sliced}
-        self.filters["made"] = lambda value: _budget().made(value)
+        self.filters["made"] = lambda value: _budget().charge(value)
         del self.globals["lipsum"]
         self.globals |= {"range": safe_range, "namespace": _Plain, "raise_exception": _refuse}
-        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Checked().visit(super()._parse(source, name, filename))
@@ -328,8 +328,8 @@ class Environment(ImmutableSandboxedEnvironment):
             if isinstance(count, int) and operator == "*":
                 check_size(budget.size(x) * count if isinstance(x, (str, *CONTAINERS)) else 0)
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
-            budget.made(1 << min(left.bit_length() * max(right, 0), MAX_BITS))
-        return budget.made(super().call_binop(context, operator, left, right))
+            budget.charge(1 << min(left.bit_length() * max(right, 0), MAX_BITS))
+        return budget.charge(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **named: Any) -> Any:
         method = getattr(__obj, "__wrapped__", __obj)  # jinja2 wraps `format`
@@ -343,10 +343,10 @@ class Environment(ImmutableSandboxedEnvironment):
             args = (_Counted(args[0], loop.text), *args[1:])
         elif isinstance(__obj, Macro) and not (__obj.catch_varargs or __obj.catch_kwargs):
             named.pop("_loop_vars", None)  # of jinja2's context, which a macro does not need
-            return budget.made(__obj(*args, **named))
+            return budget.charge(__obj(*args, **named))
         elif len(args) + len(named) > 1:
             check_size(sum(map(budget.size, (*args, *named.values()))))
-        return budget.made(super().call(__context, __obj, *args, **named))
+        return budget.charge(super().call(__context, __obj, *args, **named))
 
 
 def _refuse(message: Any) -> Any:
@@ -362,7 +362,7 @@ def _sliced(part: Any) -> Any:
 def _concatenated(values: list[Any]) -> Any:
     texts = [*map(_budget().text, values)]
     check_size(sum(map(len, texts)))
-    return _budget().made("".join(texts))
+    return _budget().charge("".join(texts))
 
 
 def _json(
@@ -376,9 +376,9 @@ def _json(
     this order, are those of transformers' filter: templates give them by place too."""
     if _budget().size((indent, separators)) > MAX_SHORT:
         raise LimitError("filter tojson: a long indent or separator")
-    form: Any = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    options: Any = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     pieces, length = list[str](), 0
-    for piece in json.JSONEncoder(ensure_ascii=ensure_ascii, **form).iterencode(value):
+    for piece in json.JSONEncoder(ensure_ascii=ensure_ascii, **options).iterencode(value):
         pieces.append(piece)
         length = check_size(length + len(piece))
     return "".join(pieces)

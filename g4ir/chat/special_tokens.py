@@ -30,15 +30,15 @@ UNKNOWN = "<unk>"
 #: turn -> what ends it, in each format
 TURNS = dict(row["turn"] for row in CHAT_FORMATS.values())
 #: the format with reasoning, tools and media
-_WHOLE = CHAT_FORMATS[CHAT_FORMS[0]]
-TURN, TURN_END = _WHOLE["turn"]
-MODEL: str = _WHOLE["model"]
-CHANNEL, CHANNEL_END = _WHOLE["controls"]["channel"]
-CALL, CALL_END = _WHOLE["controls"]["call"]
-RESPONSE, RESPONSE_END = _WHOLE["controls"]["response"]
-(QUOTE,) = _WHOLE["controls"]["quote"]
+_FULL_FORMAT = CHAT_FORMATS[CHAT_FORMS[0]]
+TURN, TURN_END = _FULL_FORMAT["turn"]
+MODEL: str = _FULL_FORMAT["model"]
+CHANNEL, CHANNEL_END = _FULL_FORMAT["controls"]["channel"]
+CALL, CALL_END = _FULL_FORMAT["controls"]["call"]
+RESPONSE, RESPONSE_END = _FULL_FORMAT["controls"]["response"]
+(QUOTE,) = _FULL_FORMAT["controls"]["quote"]
 #: kind of a medium -> its placeholder
-PLACEHOLDERS: dict[str, str] = _WHOLE["placeholders"]
+PLACEHOLDERS: dict[str, str] = _FULL_FORMAT["placeholders"]
 #: every control token that means something in a conversation
 CONTROLS = (
     *("<pad>", EOS, BOS, UNKNOWN, "<mask>"),
@@ -54,7 +54,7 @@ THOUGHT = "thought\n"
 #: control string -> its character
 MARKS = {text: chr(0xD800 + i) for i, text in enumerate(CONTROLS)}
 _SPELLED = str.maketrans({mark: text for text, mark in MARKS.items()})
-_FOUND = re.compile("|".join(map(re.escape, sorted(CONTROLS, key=len, reverse=True))))
+_CONTROL = re.compile("|".join(map(re.escape, sorted(CONTROLS, key=len, reverse=True))))
 _HEADS = frozenset(text[:n] for text in CONTROLS for n in range(1, len(text)))
 _LONGEST = max(map(len, CONTROLS)) - 1
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -68,7 +68,7 @@ def spelled(marked: str) -> str:
     return marked.translate(_SPELLED)
 
 
-def whole(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Return a text without halves of characters, which are no marks."""
     return _SURROGATE.sub("\ufffd", text) if _SURROGATE.search(text) else text
 
@@ -77,17 +77,17 @@ class Lexer:
     """Pieces of text in, marked text out."""
 
     def __init__(self) -> None:
-        self._held = ""
+        self._pending = ""
 
     def feed(self, text: str) -> str:
         """Return the marked text that is certain now."""
-        text = self._held + whole(text)
+        text = self._pending + replace_surrogates(text)
         at = text.rfind("<", max(0, len(text) - _LONGEST))
-        self._held = text[at:] if at >= 0 and text[at:] in _HEADS else ""
-        certain = text[: len(text) - len(self._held)]
-        return _FOUND.sub(lambda found: MARKS[found[0]], certain)
+        self._pending = text[at:] if at >= 0 and text[at:] in _HEADS else ""
+        certain = text[: len(text) - len(self._pending)]
+        return _CONTROL.sub(lambda match: MARKS[match[0]], certain)
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """Return the head that became no control token."""
-        held, self._held = self._held, ""
-        return held
+        pending, self._pending = self._pending, ""
+        return pending

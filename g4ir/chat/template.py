@@ -57,15 +57,15 @@ class Template:
     variables: tuple[tuple[str, Any], ...] = (("bos_token", BOS),)
 
     @staticmethod
-    def built_in(form: str, note: str | None = None) -> Template:
+    def built_in(chat_format: str, note: str | None = None) -> Template:
         """Return the built-in template of a chat format; InputError for another one."""
-        if form not in CHAT_FORMATS:
-            known = ", ".join(CHAT_FORMATS)
-            raise InputError(f"chat form {form!r}: must be one of {known}, or a Template")
-        row = CHAT_FORMATS[form]
+        if chat_format not in CHAT_FORMATS:
+            allowed = ", ".join(CHAT_FORMATS)
+            raise InputError(f"chat form {chat_format!r}: must be one of {allowed}, or a Template")
+        row = CHAT_FORMATS[chat_format]
         source = Path(__file__).with_name(row["template"]).read_text(encoding="utf-8")
         variables = (("bos_token", BOS), *row["variables"].items())
-        return Template(form, BUILT_IN, source, note=note, variables=variables)
+        return Template(chat_format, BUILT_IN, source, note=note, variables=variables)
 
     @staticmethod
     def open(folder: str | Path, otherwise: str = SMALL) -> Template:
@@ -79,8 +79,8 @@ class Template:
         if (folder / FILE).is_file():
             path = folder / FILE
             source = _read(path)
-        elif (given := config.get("chat_template")) is not None:
-            source = _of_config(given, path)
+        elif (configured := config.get("chat_template")) is not None:
+            source = _of_config(configured, path)
         else:
             note = (
                 "the model has no chat template, so it is probably a base model, which was not "
@@ -92,8 +92,8 @@ class Template:
         texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
         tokens = {"bos_token": BOS} | {k: v for k, v in texts.items() if v and isinstance(v, str)}
         digest = hashlib.sha256(source.encode()).hexdigest()
-        made = Template(otherwise, str(path), source, digest, None, (*tokens.items(),))
-        return replace(made, form=_form_of(made))
+        template = Template(otherwise, str(path), source, digest, None, (*tokens.items(),))
+        return replace(template, form=_detect_form(template))
 
     @property
     def strings(self) -> dict[str, Any]:
@@ -135,8 +135,8 @@ class Template:
         """Return the prompt of a conversation. InputError if the template refuses it."""
         unknown = options.keys() - set(OPTIONS) if self.origin == BUILT_IN else ()
         if unknown:
-            what, known = f"no option {min(unknown)!r}", ", ".join(OPTIONS)
-            raise InputError(f"the built-in template has {what}; it has {known}")
+            problem, allowed = f"no option {min(unknown)!r}", ", ".join(OPTIONS)
+            raise InputError(f"the built-in template has {problem}; it has {allowed}")
         if tools and "tools" not in self.source:
             where = "the built-in template" if self.origin == "built-in" else self.origin
             raise InputError(f"tools: {where} has no place for them; leave them out")
@@ -168,7 +168,7 @@ class Template:
             raise InputError(f"{self.origin}: an option of the template is not JSON: {e}") from e
 
 
-def _form_of(template: Template) -> str:
+def _detect_form(template: Template) -> str:
     """Return which of the forms with reasoning a template has: whether it closes the channel that
     thinking off leaves empty. One that refuses the question is taken for small; any other format
     is that of the variant."""
@@ -195,14 +195,14 @@ def _read(path: Path) -> str:
         raise InputError(f"{path}: not UTF-8 at byte {e.start}") from None
 
 
-def _of_config(given: Any, path: Path) -> str:
+def _of_config(value: Any, path: Path) -> str:
     """Return the template of a tokenizer's config: a text, or the one called default in a list."""
-    if isinstance(given, list):
-        named = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}
-        given = named.get("default")
-    if not isinstance(given, str) or len(given) > LARGEST:
+    if isinstance(value, list):
+        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+        value = named.get("default")
+    if not isinstance(value, str) or len(value) > LARGEST:
         raise InputError(f"{path}: chat_template must be a text, or a list with one named default")
-    return given
+    return value
 
 
 def _folded(messages: Sequence[Message]) -> list[Message]:
@@ -218,16 +218,16 @@ def _folded(messages: Sequence[Message]) -> list[Message]:
 
 def _response(calls: Sequence[Message], answer: Message) -> dict[str, Any]:
     """Return an answer under the name of the function that it answers; without ids the last."""
-    found = [c for c in calls if c.get("id") == answer.get("tool_call_id")]
-    name = found[-1]["function"]["name"] if found else answer.get("name") or "unknown"
+    matching = [c for c in calls if c.get("id") == answer.get("tool_call_id")]
+    name = matching[-1]["function"]["name"] if matching else answer.get("name") or "unknown"
     content = answer["content"] or ""
     return {"name": name, "response": "".join(part for part in content if isinstance(part, str))}
 
 
 def _parts(content: Any) -> Any:
     parts = content if isinstance(content, list) else ()
-    made = [{"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind} for p in parts]
-    return made if isinstance(content, list) else content
+    typed = [{"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind} for p in parts]
+    return typed if isinstance(content, list) else content
 
 
 def render(messages: Any, tools: Any = None, form: str | Template = "small", **options: Any) -> str:
@@ -255,22 +255,22 @@ def make_prompt(
     """
     checked, declared = joined(read_messages(messages)), read_tools(tools)
     check_pairs(checked)
-    lowered, said = lower(declared)
+    lowered, notes = lower(declared)
     last = checked[-1]
     if continued:
         if last["role"] != ASSISTANT or last.get("tool_calls") or not last["content"]:
-            what = "to be continued it must be the assistant's, with text only"
-            raise InputError(f"messages[-1]: {what}")
+            problem = "to be continued it must be the assistant's, with text only"
+            raise InputError(f"messages[-1]: {problem}")
         options["add_generation_prompt"] = False
     template = _template(form)
-    prompt = replace(_prompt(checked, lowered, template, options), said=said)
+    prompt = replace(_prompt(checked, lowered, template, options), schema_notes=notes)
     prompt.check_media()
     head = prompt.marked.removesuffix(template.turn_end)
     return replace(prompt, marked=head) if continued else prompt
 
 
-def _template(form: str | Template) -> Template:
-    return form if isinstance(form, Template) else Template.built_in(form)
+def _template(template: str | Template) -> Template:
+    return template if isinstance(template, Template) else Template.built_in(template)
 
 
 def _prompt(
@@ -290,31 +290,31 @@ def check_chats(vocabulary: Vocabulary, folder: Path) -> None:
         raise InputError(f"{folder}: {why}")
 
 
-def open_chat(folder: Path, tokenizer: Any, form: str) -> tuple[Template, Vocabulary]:
+def open_chat(folder: Path, tokenizer: Any, chat_format: str) -> tuple[Template, Vocabulary]:
     """Read the template of a folder, or take the built-in one of this form, for a tokenizer.
     InputError where that has no turns of a chat."""
-    vocabulary = Vocabulary(tokenizer, form)
+    vocabulary = Vocabulary(tokenizer, chat_format)
     check_chats(vocabulary, folder)
-    return Template.open(folder, form), vocabulary
+    return Template.open(folder, chat_format), vocabulary
 
 
 def prompt_ids(
-    given: Any, template: Template, vocabulary: Vocabulary, kinds: Sequence[str] = ()
+    prompt: Any, template: Template, vocabulary: Vocabulary, kinds: Sequence[str] = ()
 ) -> list[Any]:
     """Return the ids of a prompt, or of each of several; one is a text or a list of messages. A
     single text is of a message that has media of `kinds`."""
 
-    def asked(content: Any) -> list[Message]:
+    def user_message(content: Any) -> list[Message]:
         return [{"role": "user", "content": content}]
 
     def encoded(messages: Any) -> list[int]:
         return vocabulary.encode(make_prompt(messages, None, template))
 
-    if isinstance(given, str):
-        return encoded(asked(with_media(given, [{"type": kind} for kind in kinds])))
-    if not isinstance(given, list | tuple) or not given:
-        what = "an empty list" if isinstance(given, list | tuple) else kind_of(given)
-        raise InputError(f"prompt: expected a text or messages, found {what}")
-    if isinstance(given[0], dict):
-        return encoded(given)
-    return [encoded(asked(one) if isinstance(one, str) else one) for one in given]
+    if isinstance(prompt, str):
+        return encoded(user_message(with_media(prompt, [{"type": kind} for kind in kinds])))
+    if not isinstance(prompt, list | tuple) or not prompt:
+        actual = "an empty list" if isinstance(prompt, list | tuple) else kind_of(prompt)
+        raise InputError(f"prompt: expected a text or messages, found {actual}")
+    if isinstance(prompt[0], dict):
+        return encoded(prompt)
+    return [encoded(user_message(one) if isinstance(one, str) else one) for one in prompt]

@@ -24,19 +24,19 @@ def check_files(paths: Iterable[str], flag: str) -> None:
 
 
 def cut_blocks(texts: Iterable[str]) -> Iterator[str]:
-    """Yield a text that comes in pieces in blocks of at most CHEAP characters, which end with a
-    line if there is one."""
-    rest = ""
+    """Regroup streamed text into blocks of at most CHEAP characters, cut after a newline if they
+    have one."""
+    pending = ""
     for text in texts:
-        rest += text
+        pending += text
         start = 0
-        while len(rest) - start > CHEAP:
-            cut = rest.rfind("\n", start, start + CHEAP) + 1 or start + CHEAP
-            yield rest[start:cut]
+        while len(pending) - start > CHEAP:
+            cut = pending.rfind("\n", start, start + CHEAP) + 1 or start + CHEAP
+            yield pending[start:cut]
             start = cut
-        rest = rest[start:]
-    if rest:
-        yield rest
+        pending = pending[start:]
+    if pending:
+        yield pending
 
 
 def read_text(path: Path) -> Iterator[str]:
@@ -46,12 +46,14 @@ def read_text(path: Path) -> Iterator[str]:
     with path.open("rb") as stream:
         while True:
             raw = stream.read(READ)
-            begun = read - len(decoder.getstate()[0])
+            consumed = read - len(decoder.getstate()[0])
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as e:
-                said = f"{path}: not UTF-8 at byte {begun + e.start}"
-                raise InputError(f"{said}: a binary file, or a text in another encoding") from None
+                raise InputError(
+                    f"{path}: not UTF-8 at byte {consumed + e.start}: a binary file, or a text in "
+                    f"another encoding"
+                ) from None
             if "\0" in text:
                 raise InputError(f"{path}: NUL among its characters: a binary file, not a text")
             yield text.removeprefix("\ufeff") if not read else text

@@ -1,7 +1,7 @@
-"""Checks declared tools, and brings their schemas to what a declaration can say.
+"""Checks declared tools and lowers their JSON schemas to the keywords of a function declaration.
 
 A declaration has types, descriptions, enums of strings, items, properties, required and nullable.
-Templates leave out the rest without a word, so it is lowered first, and what is lost is said.
+Templates drop all other keywords silently, so schemas are lowered first and losses are reported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from g4ir.errors import InputError
 
-from .messages import MOST_DEPTH, an_object, expect, function_of, json_value, kind_of, shown
+from .messages import MAX_DEPTH, an_object, expect, function_of, json_value, kind_of, shown
 
 TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
 NAME = re.compile(r"[\w.-]{1,128}")
@@ -23,27 +23,27 @@ OF_FUNCTION = ("name", "description", "parameters", "response")
 #: keywords that say nothing about a value
 NOTES = {"title", "$schema", "$id", "$comment", "$defs", "definitions", "examples", "deprecated"}
 #: keywords that a declaration has, in the order in which they are read
-KEPT = ("description", "type", "enum", "nullable", "items", "properties", "required")
+KEYWORDS = ("description", "type", "enum", "nullable", "items", "properties", "required")
 #: keywords whose values are data, and those whose values have a schema for each name
 DATA = {"const", "default", "enum", "example", "examples"}
 NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-#: how many schemas one tool may have once its references are resolved
-MOST_SCHEMAS = 4096
+#: maximum schemas of one tool after references are resolved
+MAX_SCHEMAS = 4096
 
 #: a schema, and the references that led to it
 Led = tuple[dict[str, Any], tuple[str, ...]]
 
 
-def read_tools(given: Any) -> tuple[dict[str, Any], ...]:
-    """Return tools of the OpenAI form with the keys that a template reads. InputError names the
-    place and the fix."""
-    if given is None:
+def read_tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    """Check tools in OpenAI's format; keep the keys that templates read. InputError names the field
+    and the fix."""
+    if tools is None:
         return ()
-    if not isinstance(given, list | tuple) or not given:
-        found = kind_of(given) if given else "none"
+    if not isinstance(tools, list | tuple) or not tools:
+        actual = kind_of(tools) if tools else "none"
         cure = "leave it out where there are none"
-        raise InputError(f"tools: must be a list of tools, found {found}; {cure}")
-    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
+        raise InputError(f"tools: must be a list of tools, found {actual}; {cure}")
+    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
     names = [tool["function"]["name"] for tool in tools]
     for i, name in enumerate(names):
         if name in names[:i]:
@@ -51,13 +51,13 @@ def read_tools(given: Any) -> tuple[dict[str, Any], ...]:
     return tools
 
 
-def _tool(given: Any, where: str) -> dict[str, Any]:
-    function, where = function_of(given, where), f"{where}.function"
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    function, where = function_of(tool, where), f"{where}.function"
     out = {k: function[k] for k in OF_FUNCTION if function.get(k) is not None}
     name = out.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        what = f"must be 1 to 128 letters, digits and _ - ., found {shown(name)}"
-        raise InputError(f"{where}.name: {what}")
+        problem = f"must be 1 to 128 letters, digits and _ - ., found {shown(name)}"
+        raise InputError(f"{where}.name: {problem}")
     expect(out.setdefault("description", ""), str, f"{where}.description", "text")
     for key in [key for key in ("parameters", "response") if key in out]:
         out[key] = without_nulls(an_object(json_value(out[key], at := f"{where}.{key}"), at))
@@ -70,7 +70,7 @@ def _tool(given: Any, where: str) -> dict[str, Any]:
 
 
 def without_nulls(schema: Any) -> Any:
-    """Return a schema without keywords that are null: some languages write so what is not there."""
+    """Drop null keywords, which some client languages write for absent ones."""
     if isinstance(schema, list):
         return [without_nulls(inner) for inner in schema]
     if not isinstance(schema, dict):
@@ -97,8 +97,8 @@ def check_schema(schema: Any, where: str) -> None:
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(k, str) for k in required):
         raise InputError(f"{where}.required: must be a list of names")
-    for key, form in (("enum", list), ("description", str), ("properties", dict)):
-        if key in schema and not isinstance(schema[key], form):
+    for key, expected in (("enum", list), ("description", str), ("properties", dict)):
+        if key in schema and not isinstance(schema[key], expected):
             raise InputError(f"{where}.{key}: must not be {kind_of(schema[key])}")
     inner = {f"properties.{key}": value for key, value in schema.get("properties", {}).items()}
     for key in ("anyOf", "oneOf", "allOf"):
@@ -109,33 +109,32 @@ def check_schema(schema: Any, where: str) -> None:
         check_schema(value, f"{where}.{key}")
 
 
-def _list(given: Any) -> list[Any]:
-    return given if isinstance(given, list) else [given]
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def lower(
     tools: Sequence[Mapping[str, Any]], reading: bool = False
 ) -> tuple[tuple[dict[str, Any], ...], tuple[str, ...]]:
-    """Return checked tools with schemas that a declaration can say, and what was lost, by place.
+    """Lower the schemas of checked tools; return the tools, and the lost keywords by field.
 
     References inside of a schema are resolved; `anyOf [T, null]` becomes a T that may be null; a
     union of plain types becomes their list, any other its first; `allOf` is merged; texts that are
     `const` become an enum. For `reading` values any other union allows all.
     """
-    out, said = [], list[str]()
+    out, lost = [], list[str]()
     for tool in tools:
         function = dict(tool["function"])
         for key in ("parameters", "response"):
             if function.get(key):
-                lowering = _Lowering(function[key], said, reading)
+                lowering = _Lowering(function[key], lost, reading)
                 function[key] = lowering.schema(function[key], f"{function['name']}.{key}", ())
         out.append({**tool, "function": function})
-    return tuple(out), tuple(dict.fromkeys(said))
+    return tuple(out), tuple(dict.fromkeys(lost))
 
 
-def target(root: Mapping[str, Any], ref: Any) -> Any:
-    """Return the schema in a root that a reference names, `#` or a pointer; None where there is
-    none."""
+def resolve_ref(root: Mapping[str, Any], ref: Any) -> Any:
+    """Resolve a local `$ref` (`#` or a JSON pointer) in a root schema; None if there is none."""
     if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
         return None
     node: Any = root
@@ -150,28 +149,28 @@ def target(root: Mapping[str, Any], ref: Any) -> Any:
 
 @dataclass
 class _Lowering:
-    """One schema: `root` is what its references point into; `refs` are those that led to a node."""
+    """Lowers one schema: references point into `root`; `refs` are those already followed."""
 
     root: Mapping[str, Any]
-    said: list[str]
+    lost: list[str]
     reading: bool = False
     count: int = 0
 
-    def schema(self, given: Any, where: str, refs: tuple[str, ...]) -> dict[str, Any]:
-        """Return a schema in the keywords of a declaration."""
+    def schema(self, schema: Any, where: str, refs: tuple[str, ...]) -> dict[str, Any]:
+        """Lower a schema to KEYWORDS."""
         self.count += 1
-        if self.count > MOST_SCHEMAS or where.count(".") > MOST_DEPTH:
+        if self.count > MAX_SCHEMAS or where.count(".") > MAX_DEPTH:
             raise InputError(f"tools: the schema of {where[:80]} is too large or too deep")
-        if not isinstance(given, Mapping):  # true and false are schemas
+        if not isinstance(schema, Mapping):  # true and false are schemas
             return {}
-        node, refs = self._flat(given, where, refs)
-        self.said += [f"{where}: {key}" for key in node if key not in (*KEPT, *NOTES)]
-        out = {k: node[k] for k in KEPT if node.get(k) is not None}
+        node, refs = self._flat(schema, where, refs)
+        self.lost += [f"{where}: {key}" for key in node if key not in (*KEYWORDS, *NOTES)]
+        out = {k: node[k] for k in KEYWORDS if node.get(k) is not None}
         if "enum" in out and (out.get("type") not in ("string", "STRING") or not out["enum"]):
-            self.said.append(f"{where}: enum")
+            self.lost.append(f"{where}: enum")
             del out["enum"]
         if isinstance(items := out.get("items"), list):
-            self.said.append(f"{where}: a list of items")
+            self.lost.append(f"{where}: a list of items")
             out["items"] = items[0] if items else {}
         if self.reading and (isinstance(items, list) or "prefixItems" in node):
             out["items"] = {}  # each may have a type of its own
@@ -182,17 +181,17 @@ class _Lowering:
             out["properties"] = {k: self.schema(v, f"{where}.{k}", refs) for k, v in inner}
         return out
 
-    def _flat(self, given: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> Led:
-        """Return a schema without references and unions at its top, its type normalised."""
-        node = dict(given)
+    def _flat(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> Led:
+        """Resolve top-level `$ref`, `allOf` and unions, and normalise the type."""
+        node = dict(schema)
         while True:
             if (ref := node.pop("$ref", None)) is not None:
-                found = None if ref in refs else target(self.root, ref)
-                if found is None:
-                    self.said.append(f"{where}: $ref {shown(ref)}")
+                resolved = None if ref in refs else resolve_ref(self.root, ref)
+                if resolved is None:
+                    self.lost.append(f"{where}: $ref {shown(ref)}")
                 else:
-                    check_schema(found, where)
-                    inner = found if isinstance(found, Mapping) else {}
+                    check_schema(resolved, where)
+                    inner = resolved if isinstance(resolved, Mapping) else {}
                     node, refs = {**inner, **node}, (*refs, ref)
             elif all_of := node.pop("allOf", None):
                 for branch in all_of:
@@ -207,7 +206,7 @@ class _Lowering:
         if not isinstance(branch, Mapping):
             return node
         if "$ref" in node and "$ref" in branch:  # the second one waits behind the first
-            self.said.append(f"{where}: $ref {shown(branch['$ref'])}")
+            self.lost.append(f"{where}: $ref {shown(branch['$ref'])}")
             branch = {k: v for k, v in branch.items() if k != "$ref"}
         out = {**branch, **node}
         if properties := {**branch.get("properties", {}), **node.get("properties", {})}:
@@ -217,31 +216,31 @@ class _Lowering:
         return out
 
     def _union(self, branches: Sequence[Any], where: str) -> dict[str, Any]:
-        """Return a union as one schema: exactly where it can be said, else with a loss."""
+        """Return a union as one schema, exact if the keywords allow it, else its first member."""
         full = [dict(b) if isinstance(b, Mapping) else {} for b in branches]
-        known = [b for b in full if b.get("type") != "null"]
-        null = {"nullable": True} if len(known) < len(full) else {}
-        if all(isinstance(b.get("const"), str) for b in known) and len(known) > 1:
-            return {"type": "string", "enum": [b["const"] for b in known], **null}
-        plain = all(b.keys() <= {"type", *NOTES} and isinstance(b.get("type"), str) for b in known)
-        if plain and len(known) > 1:
-            return {"type": [*dict.fromkeys(b["type"] for b in known)], **null}
-        if self.reading and len(known) > 1:
+        members = [b for b in full if b.get("type") != "null"]
+        null = {"nullable": True} if len(members) < len(full) else {}
+        if all(isinstance(b.get("const"), str) for b in members) and len(members) > 1:
+            return {"type": "string", "enum": [b["const"] for b in members], **null}
+        types = [b.get("type") for b in members if b.keys() <= {"type", *NOTES}]
+        if len(members) > 1 and sum(isinstance(t, str) for t in types) == len(members):
+            return {"type": [*dict.fromkeys(types)], **null}
+        if self.reading and len(members) > 1:
             return null  # each form may have a type of its own
-        if len(known) > 1:
-            self.said.append(f"{where}: {len(known) - 1} of {len(known)} forms of a union")
-        return {**(known[0] if known else {}), **null}
+        if len(members) > 1:
+            self.lost.append(f"{where}: {len(members) - 1} of {len(members)} forms of a union")
+        return {**(members[0] if members else {}), **null}
 
 
 def _normalise(node: dict[str, Any]) -> None:
-    """Make a list of types with null nullable, find a type where none is said, and make a text that
-    is `const` an enum."""
+    """Turn a type list with null into nullable, infer a missing type, turn a string `const` into an
+    enum."""
     kinds = node.get("type")
     if isinstance(kinds, list):
-        rest = [k for k in kinds if k.lower() != "null"]
-        if len(rest) < len(kinds):
+        types = [k for k in kinds if k.lower() != "null"]
+        if len(types) < len(kinds):
             node["nullable"] = True
-        node["type"] = rest[0] if len(rest) == 1 else rest or "null"
+        node["type"] = types[0] if len(types) == 1 else types or "null"
     elif kinds is None:
         texts = [*node.get("enum", []), *([node["const"]] if "const" in node else [])]
         if "properties" in node:

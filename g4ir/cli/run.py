@@ -173,9 +173,9 @@ def _stream(offline: OfflineEngine, request: OfflineRequest, progress: console.P
     try:
         result = offline.answer(request, told)
     except (KeyboardInterrupt, console.Ended):
-        print(text.rest() if text else "", flush=True)
+        print(text.flush() if text else "", flush=True)
         raise
-    print(text.rest() if text else "", flush=True)
+    print(text.flush() if text else "", flush=True)
     for note in result.request.notes:
         console.say(f"note: {note}")
     return result

@@ -18,7 +18,7 @@ from g4ir.backends.sampling import SEEDS, SamplingParams, random_seed
 from g4ir.chat.prompt import text_ids
 from g4ir.chat.template import open_chat, prompt_ids
 from g4ir.errors import EngineError, InputError, MissingError
-from g4ir.media.prompt import NO_TIMES, check_given, place_rows, times_left_out
+from g4ir.media.prompt import NO_TIMES, check_placeholders, expand_placeholders, lacks_frame_times
 from g4ir.media.soft import Soft
 from g4ir.model.media import listed, placeholders
 from g4ir.weights.pack import ParamSource
@@ -240,7 +240,7 @@ def _with_media(
     tokens, kinds = engine.spec.tokens, engine.media.kinds
     for i, p in enumerate(prompts):
         checked_ids(p, engine.spec.text.vocab_size, f"prompt {i}")
-    check_given([t for p in prompts for t in p], [kind for kind, _ in media], tokens, kinds)
+    check_placeholders([t for p in prompts for t in p], [kind for kind, _ in media], tokens, kinds)
     soft = [engine.encode(kind, item) for kind, item in media]
     encode: Callable[[str], list[int]] | None = None
     if (engine.path / TOKENIZER).is_file():
@@ -249,8 +249,8 @@ def _with_media(
         def encode(text: str) -> list[int]:
             return text_ids(tokenizer(), [text])[0]
 
-    placed = place_rows(prompts, soft, tokens, encode, kinds)
-    if not encode and times_left_out(prompts, placed, tokens):
+    placed = expand_placeholders(prompts, soft, tokens, encode, kinds)
+    if not encode and lacks_frame_times(prompts, placed, tokens):
         log.warning(NO_TIMES)
     return placed, soft
 

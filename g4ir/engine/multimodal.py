@@ -184,7 +184,7 @@ def source_of(medium: Medium) -> Source:
     """Return where the data of a part are; InputError where it has none, or no base64."""
     outer = medium.part["type"]
     inner = "data" if outer == "input_audio" else "url"
-    where, found = f"{medium.place}.{outer}", medium.part.get(outer)
+    where, found = f"{medium.where}.{outer}", medium.part.get(outer)
     text = found if isinstance(found, str) else an_object(found, where).get(inner)
     where = f"{where}.{inner}"
     if not isinstance(text, str):
@@ -227,4 +227,4 @@ def soft_of(engine: EngineParts, medium: Medium, raw: bytes, **settings: Any) ->
             check_limit()
             return encode(engine, medium.kind, path, **settings)
         except InputError as e:
-            raise InputError(str(e).replace(str(path), medium.place)) from None
+            raise InputError(str(e).replace(str(path), medium.where)) from None

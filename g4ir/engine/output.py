@@ -101,9 +101,9 @@ class AnswerStream:
     def _end(self, finish: str) -> list[Said]:
         """Give out what was held back. A call or a thought that was cut stays open."""
         self.over = True
-        rest, reason = self._stream.rest(), LENGTH if finish in (LENGTH, CANCELLED) else STOP
+        rest, reason = self._stream.flush(), LENGTH if finish in (LENGTH, CANCELLED) else STOP
         if not self.reader:
-            text = self._stops.feed("".join(p.text for p in rest)) + self._stops.rest()
+            text = self._stops.feed("".join(p.text for p in rest)) + self._stops.flush()
             self.finish = STOP if self._stops.hit is not None else reason
             return self._kept(_content(text))
         out = [] if self.stopped_by is not None else self.reader.feed_tokens(rest)

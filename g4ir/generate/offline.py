@@ -239,11 +239,13 @@ class OfflineEngine:
         if tokens is None:
             tokens, notes = self._encoded(asked)
         with named(asked.where):
-            prompts.check_given(tokens, [kind for kind, *_ in asked.media], special, kinds)
+            prompts.check_placeholders(tokens, [kind for kind, *_ in asked.media], special, kinds)
             if asked.soft:
                 encode, before = self.codec.plain if self.codec else None, tokens
-                (tokens,) = prompts.place_rows([tokens], asked.soft, special, encode, kinds)
-                if not encode and prompts.times_left_out([before], [tokens], special):
+                (tokens,) = prompts.expand_placeholders(
+                    [tokens], asked.soft, special, encode, kinds
+                )
+                if not encode and prompts.lacks_frame_times([before], [tokens], special):
                     notes.append(prompts.NO_TIMES)
         return tokens, tuple(n for n in notes if n)
 

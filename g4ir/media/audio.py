@@ -54,13 +54,13 @@ class Waveform:
 
 @dataclass(frozen=True, eq=False)
 class Clip:
-    """An audio clip as a variant takes it. `left_out` counts the samples (at the model's rate) that
-    were cut because the clip was too long."""
+    """Model inputs of an audio clip. `cut_samples`: samples (at the model's rate) that were cut
+    because the clip was too long."""
 
     features: F32  # [T, F], frames of padding are zero
     mask: Mask  # [T], true where a frame holds audio
     soft_tokens: int
-    left_out: int = 0
+    cut_samples: int = 0
 
 
 def prepare_audio(audio: Waveform, settings: AudioSettings, too_long: str = CUT) -> Clip:
@@ -72,37 +72,37 @@ def prepare_audio(audio: Waveform, settings: AudioSettings, too_long: str = CUT)
     """
     if too_long not in (CUT, REFUSE):
         raise InputError(f"too_long {too_long!r}: {CUT} or {REFUSE}")
-    rate, most, given = settings.sampling_rate, settings.max_samples, audio.rate
-    whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
-    if not whole or not RATES[0] <= given <= RATES[1]:
-        wanted = f"a whole number {RATES[0]}..{RATES[1]} Hz"
-        raise InputError(f"{audio.name}: sample rate {given!r}; {wanted}")
+    rate, max_samples, source_rate = settings.sampling_rate, settings.max_samples, audio.rate
+    is_integer = isinstance(source_rate, int | np.integer) and not isinstance(source_rate, bool)
+    if not is_integer or not RATES[0] <= source_rate <= RATES[1]:
+        expected = f"a whole number {RATES[0]}..{RATES[1]} Hz"
+        raise InputError(f"{audio.name}: sample rate {source_rate!r}; {expected}")
     mono = to_mono(audio.samples, audio.name)
     length = resampled_length(len(mono), audio.rate, rate)
-    kept = length if most is None else min(length, most)
-    _check_length(audio.name, length, kept, settings, too_long)
-    features, mask = find_features(resample(mono, audio.rate, rate, kept), settings)
+    used = length if max_samples is None else min(length, max_samples)
+    _check_length(audio.name, length, used, settings, too_long)
+    features, mask = extract_features(resample(mono, audio.rate, rate, used), settings)
     if not np.isfinite(features).all():
         loud = f"samples up to {np.abs(mono).max():g} overflow the spectrum"
         raise InputError(f"{audio.name}: {loud}; scale them into [-1, 1]")
-    return Clip(features, mask, settings.soft_tokens(kept), length - kept)
+    return Clip(features, mask, settings.soft_tokens(used), length - used)
 
 
 def _check_length(
-    name: str, length: int, kept: int, settings: AudioSettings, too_long: str
+    name: str, length: int, used: int, settings: AudioSettings, too_long: str
 ) -> None:
     rate, fewest = settings.sampling_rate, settings.fewest_samples
     if length < fewest:
         short = f"{length} samples at {rate} Hz are too short for a soft token"
         raise InputError(f"{name}: {short}; at least {fewest}")
-    if kept < length:
-        excess = f"{name}: {length / rate:.2f} s is longer than the limit of {kept / rate:g} s"
+    if used < length:
+        excess = f"{name}: {length / rate:.2f} s is longer than the limit of {used / rate:g} s"
         if too_long == REFUSE:
             raise InputError(f"{excess}; shorten it, or allow a cut (audio_too_long: {CUT})")
-        log.warning("%s; the last %.2f s are left out", excess, (length - kept) / rate)
-    if kept > MAX_RESAMPLED:
-        most = f"more than {MAX_RESAMPLED}"
-        raise InputError(f"{name}: {kept} samples at {rate} Hz, {most}; send it in parts")
+        log.warning("%s; the last %.2f s are left out", excess, (length - used) / rate)
+    if used > MAX_RESAMPLED:
+        limit = f"more than {MAX_RESAMPLED}"
+        raise InputError(f"{name}: {used} samples at {rate} Hz, {limit}; send it in parts")
 
 
 # --- samples ----------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def _taps(old: int, new: int) -> F64:
 # --- features -----------------------------------------------------------------------------------
 
 
-def find_features(samples: F32, settings: AudioSettings) -> tuple[F32, Mask]:
+def extract_features(samples: F32, settings: AudioSettings) -> tuple[F32, Mask]:
     """Return f32 [T, F], frames of padding zero, and the mask [T] of frames that hold audio."""
     if isinstance(settings, RawSettings):
         fill = round_up(len(samples), settings.frame) - len(samples)
@@ -283,20 +283,20 @@ def _decode(file: BinaryIO, path: Path) -> Waveform:
     try:
         with soundfile.SoundFile(file) as source:
             frames, channels, rate = source.frames, source.channels, source.samplerate
-            known = frames < UNKNOWN_FRAMES
+            has_length = frames < UNKNOWN_FRAMES
             if channels > MAX_CHANNELS:
                 raise InputError(f"{path}: {channels} channels, at most {MAX_CHANNELS}")
-            if known:
+            if has_length:
                 _check_values(path, frames, channels)
-            most = frames if known else MAX_VALUES // channels + 1
+            count = frames if has_length else MAX_VALUES // channels + 1
             source.seekable = lambda: False  # it would look for the end of a FLAC that has none
-            samples = source.read(most, dtype="float32", always_2d=True)
+            samples = source.read(count, dtype="float32", always_2d=True)
     except (RuntimeError, TypeError, ValueError) as e:
-        what = getattr(e, "error_string", e)  # of a LibsndfileError
-        raise InputError(f"{path}: corrupt, or an unsupported format: {what}") from e
+        reason = getattr(e, "error_string", e)  # of a LibsndfileError
+        raise InputError(f"{path}: corrupt, or an unsupported format: {reason}") from e
     if not len(samples):
         raise InputError(f"{path}: no samples")
-    if known and len(samples) < frames:
+    if has_length and len(samples) < frames:
         raise InputError(f"{path}: truncated: {frames} samples announced, {len(samples)} there")
     _check_values(path, len(samples), channels)
     return Waveform(samples, int(rate), str(path))

@@ -13,7 +13,7 @@ from g4ir.errors import InputError, MissingError
 EBML, SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 #: outermost elements that hold content: of MP4, AVI and WAV, Matroska
 CONTENT = (b"moov", b"moof", b"mdat", b"RIFF", SEGMENT)
-_MOST = 1 << 16  # elements to look at, so that the walk through a damaged file ends
+_MAX_ELEMENTS = 1 << 16  # elements to look at, so that the walk through a damaged file ends
 
 
 @contextmanager
@@ -33,13 +33,13 @@ def opened(path: Path, kind: str, max_bytes: int, fix: str) -> Iterator[BinaryIO
         raise InputError(f"{path}: cannot be read: {e.strerror or e}") from e
 
 
-def library(name: str, what: str) -> Any:
+def library(name: str, message: str) -> Any:
     """Import a decoder; MissingError, `PATH: audio needs soundfile` say, if it is not installed."""
     try:
         importlib.import_module(name.partition(".")[0])
         return importlib.import_module(name)
     except (ImportError, OSError) as e:  # OSError: its C library is not there
-        raise MissingError(f"{what}: pip install 'g4ir[mm]'") from e
+        raise MissingError(f"{message}: pip install 'g4ir[mm]'") from e
 
 
 def check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
@@ -56,7 +56,7 @@ def check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
 def is_cut(file: BinaryIO, total: int) -> bool:
     """Whether the last outermost element with content ends behind the file's `total` bytes."""
     end = at = 0
-    for _ in range(_MOST):
+    for _ in range(_MAX_ELEMENTS):
         file.seek(at)
         head = file.read(24)
         size = _size(head) if len(head) == 24 else 0
@@ -72,8 +72,8 @@ def _size(head: bytes) -> int:
     kind, word = head[:4], int.from_bytes(head[4:8], "little")
     if kind in (EBML, SEGMENT):  # a size of 1 to 8 bytes: the leading zeros say of how many
         width = 9 - head[4].bit_length()
-        size, most = int.from_bytes(head[4 : 4 + width], "big"), (1 << 7 * width) - 1
-        return 0 if size & most == most else 4 + width + (size & most)
+        size, mask = int.from_bytes(head[4 : 4 + width], "big"), (1 << 7 * width) - 1
+        return 0 if size & mask == mask else 4 + width + (size & mask)
     if kind == b"RIFF":
         # Nearly 2^31 or 2^32: of a program that wrote to a pipe and could not seek back.
         unknown = any(-4096 <= word - full < 4096 for full in (1 << 31, 1 << 32))

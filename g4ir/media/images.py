@@ -79,12 +79,12 @@ def pixels_of(image: Any) -> Any:
 def check_pixels(pixels: NDArray[Any], ndim: int, name: str) -> None:
     """Raise InputError unless it is a uint8 array [.., H, W, 3] of `ndim` axes."""
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
-        found = pixels.dtype if isinstance(pixels, np.ndarray) else type(pixels).__name__
+        actual = pixels.dtype if isinstance(pixels, np.ndarray) else type(pixels).__name__
         fix = "give a numpy array of uint8, 0 to 255, or an image of Pillow"
-        raise InputError(f"{name}: {found} pixels; {fix}")
+        raise InputError(f"{name}: {actual} pixels; {fix}")
     if pixels.ndim != ndim or pixels.shape[-1] != CHANNELS:
-        wanted = "frames, height, width, 3" if ndim == 4 else "height, width, 3"
-        raise InputError(f"{name}: pixels of shape {list(pixels.shape)}; expected [{wanted}]")
+        expected = "frames, height, width, 3" if ndim == 4 else "height, width, 3"
+        raise InputError(f"{name}: pixels of shape {list(pixels.shape)}; expected [{expected}]")
 
 
 def resize(frames: U8, grid: Grid) -> U8:
@@ -94,12 +94,12 @@ def resize(frames: U8, grid: Grid) -> U8:
     import torch
 
     # A copy: torch takes neither read-only arrays nor negative strides.
-    given = torch.from_numpy(np.array(frames, order="C")).permute(0, 3, 1, 2)
+    source = torch.from_numpy(np.array(frames, order="C")).permute(0, 3, 1, 2)
     size = [grid.height, grid.width]
-    made: torch.Tensor = torch.nn.functional.interpolate(
-        given, size, mode="bicubic", align_corners=False, antialias=True
+    resized: torch.Tensor = torch.nn.functional.interpolate(
+        source, size, mode="bicubic", align_corners=False, antialias=True
     )
-    out: U8 = made.permute(0, 2, 3, 1).numpy()
+    out: U8 = resized.permute(0, 2, 3, 1).numpy()
     return out
 
 
@@ -114,9 +114,9 @@ def patchify(frames: U8, cell: int) -> F32:
 def positions_of(grid: Grid, settings: ImageSettings) -> I64:
     """Return (x, y) of every row of the input in reading order, then of padding."""
     size = grid.width // settings.cell, grid.height // settings.cell
-    found = np.stack(np.meshgrid(*map(np.arange, size)), axis=-1).reshape(-1, 2)
-    fill = settings.rows - len(found)
-    return np.pad(found, ((0, fill), (0, 0)), constant_values=NO_PATCH)
+    positions = np.stack(np.meshgrid(*map(np.arange, size)), axis=-1).reshape(-1, 2)
+    fill = settings.rows - len(positions)
+    return np.pad(positions, ((0, fill), (0, 0)), constant_values=NO_PATCH)
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -156,8 +156,8 @@ def _rgb(image: Any, name: str) -> U8:
     if image.mode[0] not in "IF":
         return np.array(image.convert("RGB"))
     if image.mode in "IF" and not deep:
-        what = "pixels of 32 bits, whose range nothing states"
-        raise InputError(f"{name}: {what}; save it with 8 or 16 bits")
+        problem = "pixels of 32 bits, whose range nothing states"
+        raise InputError(f"{name}: {problem}; save it with 8 or 16 bits")
     grey = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
     return np.repeat((255 - grey if white_is_zero else grey)[..., None], CHANNELS, axis=-1)
 

@@ -115,18 +115,19 @@ def merged(
     if not ids:
         return TokenBatch(tokens, lengths)
     valid = torch.arange(tokens.shape[1]) < lengths[:, None]
-    rows, pictures, given = torch.full_like(tokens, -1), torch.zeros_like(valid), counts(softs)
+    rows, pictures = torch.full_like(tokens, -1), torch.zeros_like(valid)
+    soft_counts = counts(softs)
     pieces: list[Tensor] = []
     at = 0
     for kind, holder in ids.items():
-        mask, soft = (tokens == holder) & valid, given.get(kind, 0)
-        own = [s for s in softs if s.kind == kind]
-        if (found := int(mask.sum())) != soft:
+        mask, soft = (tokens == holder) & valid, soft_counts.get(kind, 0)
+        of_kind = [s for s in softs if s.kind == kind]
+        if (count := int(mask.sum())) != soft:
             fix = "prefill takes one for each soft token"
-            raise count_error(kind, holder, found, len(own), soft, fix)
-        rows[mask] = torch.arange(at, at + found)
-        pieces += [p for s in own for p in s.pieces]
-        at += found
+            raise count_error(kind, holder, count, len(of_kind), soft, fix)
+        rows[mask] = torch.arange(at, at + count)
+        pieces += [p for s in of_kind for p in s.pieces]
+        at += count
         if kind in PICTURES:
             pictures |= mask
     seen = block_ids(pictures) if blocks and bool(pictures.any()) else None
@@ -139,20 +140,22 @@ def check_softs(softs: Sequence[Any], hidden: int) -> None:
     """Raise InputError unless each is a Soft with finite floats [n, hidden]."""
     for i, soft in enumerate(softs):
         if not isinstance(soft, Soft):
-            raise InputError(f"soft {i}: expected what Engine.encode returns, found {_shown(soft)}")
-        what = f"{soft.kind} {i} of the soft tokens"
+            problem = f"expected what Engine.encode returns, found {_describe(soft)}"
+            raise InputError(f"soft {i}: {problem}")
+        label = f"{soft.kind} {i} of the soft tokens"
         if not isinstance(soft.pieces, list | tuple):
-            raise InputError(f"{what}: expected a tuple of tensors, found {_shown(soft.pieces)}")
+            problem = f"expected a tuple of tensors, found {_describe(soft.pieces)}"
+            raise InputError(f"{label}: {problem}")
         for x in soft.pieces:
             floats = isinstance(x, Tensor) and x.is_floating_point()
             if not floats or x.dim() != 2 or x.shape[1] != hidden:
-                wanted = f"expected a tensor of floats [n, {hidden}]"
-                raise InputError(f"{what}: {wanted}, found {_shown(x)}")
+                expected = f"expected a tensor of floats [n, {hidden}]"
+                raise InputError(f"{label}: {expected}, found {_describe(x)}")
             if not bool(torch.isfinite(x).all()):
-                raise InputError(f"{what} are not finite: NaN or infinity in {_shown(x)}")
+                raise InputError(f"{label} are not finite: NaN or infinity in {_describe(x)}")
 
 
-def _shown(x: Any) -> str:
+def _describe(x: Any) -> str:
     if not isinstance(x, Tensor):
         return type(x).__name__
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
@@ -209,9 +212,9 @@ def _check_blocks(block_ids: Tensor, chunk: int) -> None:
     if not rows.numel():
         return
     pairs = torch.stack((rows, block_ids[block_ids >= 0]), 1)
-    found, sizes = pairs.unique(dim=0, return_counts=True)
+    blocks, sizes = pairs.unique(dim=0, return_counts=True)
     if (longest := int(sizes.max())) > chunk:
-        row, at = found[sizes.argmax()].tolist()
+        row, at = blocks[sizes.argmax()].tolist()
         raise InputError(
             f"row {row}: the {longest} soft tokens of the image at index {at} see each other "
             f"and must be in one chunk, of at most {chunk}; build with --prefill-chunk {longest} "

@@ -40,14 +40,13 @@ def counts(softs: Sequence[Soft]) -> dict[str, int]:
 def count_error(
     kind: str,
     holder: int | None,
-    found: int,
+    placeholders: int,
     media: int,
     soft: int | None = None,
     fix: str = "put one for each medium, or one for each soft token",
 ) -> InputError:
-    """Return the error where a prompt has `found` placeholders of a kind, whose id is `holder`, for
-    so many media; `soft` None: how many soft tokens they are is not known yet."""
+    """Return the error for a prompt whose placeholders (token id `holder`) of a kind match neither
+    its media nor their soft tokens; `soft` None: the media are not encoded yet."""
     size = "" if soft is None else f" with {soft} soft tokens"
-    return InputError(
-        f"{kind}: the prompt has {found} placeholders (id {holder}) for {media} media{size}; {fix}"
-    )
+    count = f"the prompt has {placeholders} placeholders (id {holder})"
+    return InputError(f"{kind}: {count} for {media} media{size}; {fix}")

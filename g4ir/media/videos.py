@@ -106,9 +106,9 @@ def spread_frames(
     if total == 1:
         return (0,)
     times = np.asarray(seconds)
-    wanted = times[0] + even * ((times[-1] - times[0]) / (total - 1))
-    after = np.searchsorted(times, wanted).clip(1, total - 1)
-    nearest = after - (wanted - times[after - 1] <= times[after] - wanted)
+    targets = times[0] + even * ((times[-1] - times[0]) / (total - 1))
+    after = np.searchsorted(times, targets).clip(1, total - 1)
+    nearest = after - (targets - times[after - 1] <= times[after] - targets)
     order = np.arange(len(even))
     once = np.maximum.accumulate(nearest - order) + order
     return tuple(np.minimum(once, total - len(even) + order).tolist())
@@ -145,27 +145,27 @@ def _footage(
     times: tuple[str, ...],
     settings: ImageSettings,
     name: str,
-    most: int | None = None,
+    max_tokens: int | None = None,
 ) -> Footage:
     """Prepare frame by frame, so that one is held in full resolution. InputError for more than
-    `most` soft tokens in all."""
+    `max_tokens` soft tokens in all."""
     grid: Grid | None = None
     for i, frame in enumerate(frames):
         check_limit()
-        found = fit_image(settings, frame.shape[1], frame.shape[0], name)
+        fitted = fit_image(settings, frame.shape[1], frame.shape[0], name)
         if grid is None:
-            grid = found
-            if most is not None and len(times) * grid.soft_tokens > most:
+            grid = fitted
+            if max_tokens is not None and len(times) * grid.soft_tokens > max_tokens:
                 raise InputError(
                     f"{name}: {len(times)} frames of {grid.soft_tokens} soft tokens are more than "
-                    f"the engine's --max-seq {most}; ask for fewer frames"
+                    f"the engine's --max-seq {max_tokens}; ask for fewer frames"
                 )
             patches = np.zeros((len(times), settings.rows, settings.cell**2 * CHANNELS), "f4")
-        elif grid != found:
+        elif grid != fitted:
             raise InputError(f"{name}: the frame at {times[i]} has another size than the first")
         # A division, where images are multiplied, as in the reference: they differ in the last bit.
-        made = patchify(resize(frame[None], grid), settings.cell)[0] / np.float32(255)
-        patches[i, : len(made)] = made
+        cells = patchify(resize(frame[None], grid), settings.cell)[0] / np.float32(255)
+        patches[i, : len(cells)] = cells
     assert grid is not None
     positions = np.repeat(positions_of(grid, settings)[None], len(times), axis=0)
     return Footage(patches, positions, grid.soft_tokens, times)
@@ -182,7 +182,7 @@ def read_footage(
     path: str | Path,
     settings: ImageSettings,
     frames: int | None = None,
-    most: int | None = None,
+    max_tokens: int | None = None,
     fps: float | None = None,
 ) -> Footage:
     """Return the patches of sampled frames of a video file, one at a time in full resolution, as
@@ -190,12 +190,12 @@ def read_footage(
     spread by presentation time.
 
     InputError, naming the file, for one that is missing, empty, none of CONTAINERS, without images,
-    corrupt, truncated or too large, and for more than `most` soft tokens; MissingError if av is not
-    installed."""
+    corrupt, truncated or too large, and for more than `max_tokens` soft tokens; MissingError if av
+    is not installed."""
     path = Path(path)
     sample = _sample(path, frames, fps)
     times = frame_times(sample.indices, sample.rate, sample.seconds)
-    return _footage(_decoded(path, sample), times, settings, str(path), most)
+    return _footage(_decoded(path, sample), times, settings, str(path), max_tokens)
 
 
 @dataclass(frozen=True)
@@ -241,17 +241,17 @@ def _timestamps(container: Any, path: Path) -> Sequence[Any]:
     """Return the presentation timestamp of each packet that is shown; None if it has none, or the
     clock of the file starts anew."""
     stream = container.streams.video[0]
-    stamps, clock, whole = list[Any](), list[int](), True
+    stamps, clock, complete = list[Any](), list[int](), True
     for packet in container.demux(stream):
         check_limit()
         if not packet.size:  # the end of the stream
             continue
-        whole = not packet.is_corrupt
+        complete = not packet.is_corrupt
         clock += [packet.dts] if packet.dts is not None else []
         if not packet.is_discard:  # by an edit list
             stamps.append(packet.pts)
             _check_count(path, len(stamps), stream.width * stream.height)
-    if not whole:
+    if not complete:
         raise InputError(f"{path}: truncated: the file ends in the middle of a frame")
     anew = any(after < before for before, after in pairwise(clock))
     return [None] * len(stamps) if anew else stamps
@@ -260,21 +260,22 @@ def _timestamps(container: Any, path: Path) -> Sequence[Any]:
 def _decoded(path: Path, sample: _Sample) -> Iterator[U8]:
     """Decode the frames of a sample one by one. If the decoder drops one, as between a cut and the
     next key frame, the next is taken, or the last."""
-    keys, left, i, frame = sample.keys, deque(sample.keys or sample.indices), 0, None
+    keys, pending, i, frame = sample.keys, deque(sample.keys or sample.indices), 0, None
     with _opened(path) as container:
         container.streams.video[0].codec_context.thread_count = 1  # cores are for answers
         for i, frame in enumerate(container.decode(video=0), 1):
             check_limit()
             check_size(path, frame.width, frame.height, MAX_PIXELS)
             _check_count(path, i, frame.width * frame.height)
-            while left and (i - 1 if keys is None or frame.pts is None else frame.pts) >= left[0]:
-                left.popleft()
+            key = i - 1 if keys is None or frame.pts is None else frame.pts
+            while pending and key >= pending[0]:
+                pending.popleft()
                 yield _upright(frame, path)
-            if not left:
+            if not pending:
                 return
-        if frame is None or (len(left) > 1 and sample.total - i > LOST):
+        if frame is None or (len(pending) > 1 and sample.total - i > LOST):
             raise InputError(f"{path}: corrupt: {i} of its {sample.total} frames can be decoded")
-        for _ in left:
+        for _ in pending:
             yield _upright(frame, path)
 
 
@@ -291,11 +292,11 @@ def _upright(frame: Any, path: Path) -> U8:
 
 def _display_matrix(frame: Any) -> Any:
     try:
-        found = frame.side_data.get("DISPLAYMATRIX")
+        data = frame.side_data.get("DISPLAYMATRIX")
     except ValueError:  # av lists all or none, and knows no name for another kind
         turn = math.radians(frame.rotation)
         return (math.cos(turn), -math.sin(turn)), (math.sin(turn), math.cos(turn))
-    matrix = np.frombuffer(bytes(found or b""), np.int32).reshape(-1, 3)[:2, :2] / 65536
+    matrix = np.frombuffer(bytes(data or b""), np.int32).reshape(-1, 3)[:2, :2] / 65536
     return matrix if matrix.any() else np.eye(2)
 
 
@@ -331,6 +332,6 @@ def _container(av: Any, file: BinaryIO) -> Any:
 
 
 def _check_count(path: Path, count: int, size: int) -> None:
-    most = min(MAX_FRAMES, MAX_DECODED // size)
-    if count > most:
-        raise InputError(f"{path}: {count} frames, at most {most} of this size; cut it")
+    limit = min(MAX_FRAMES, MAX_DECODED // size)
+    if count > limit:
+        raise InputError(f"{path}: {count} frames, at most {limit} of this size; cut it")

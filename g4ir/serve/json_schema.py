@@ -25,7 +25,7 @@ from itertools import combinations
 from typing import Any
 
 from g4ir.chat.messages import shown
-from g4ir.chat.tools import NOTES, TYPES, target, without_nulls
+from g4ir.chat.tools import NOTES, TYPES, resolve_ref, without_nulls
 
 from .http_errors import Refused
 from .schema_leaves import (
@@ -215,7 +215,7 @@ class _Reader:
             inner = [Source(rest, part.where)] if rest else []
             if ref not in visited:
                 visited.add(ref)
-                if (goal := target(self.root, ref)) is None:
+                if (goal := resolve_ref(self.root, ref)) is None:
                     self.drop(f"{part.where}.$ref", f"{shown(ref)} names nothing in this schema")
                     goal = {}
                 path = ref.removeprefix("#").replace("/", ".")

@@ -84,7 +84,7 @@ def read_bytes(
         raise InputError(f"messages: have {len(media)} media, at most {MAX_MEDIA} are read")
     for medium in media:
         if medium.kind not in engine.media.kinds:
-            raise missing("messages", f"this engine takes no {medium.kind} ({medium.place})")
+            raise missing("messages", f"this engine takes no {medium.kind} ({medium.where})")
     out, total = [], 0
     for medium in media:
         source = source_of(medium)
@@ -103,7 +103,7 @@ def setting(engine: Engine, medium: Medium, fields: Mapping[str, Any]) -> dict[s
     outer = medium.part.get("image_url")
     detail = outer.get("detail") if isinstance(outer, dict) else None
     if detail not in (None, "auto", *DETAILS):
-        raise bad(f"{medium.place}.image_url.detail", f"must be auto, {', '.join(DETAILS)}")
+        raise bad(f"{medium.where}.image_url.detail", f"must be auto, {', '.join(DETAILS)}")
     options = encode_options(medium.kind, fields)
     if detail in DETAILS:
         options.setdefault("budget", engine.media.budgets[DETAILS[detail]])

@@ -272,5 +272,5 @@ class Prompts:
 def _soft(
     engine: Engine, medium: Medium, raw: bytes, options: Mapping[str, Any], limit: Limit
 ) -> Soft:
-    limit.name = medium.place
+    limit.name = medium.where
     return soft_of(engine, medium, raw, **options)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from g4ir.chat.messages import MOST_DEPTH, kind_of, shown
+from g4ir.chat.messages import MAX_DEPTH, kind_of, shown
 from g4ir.errors import InputError
 from g4ir.ui.files import read_table
 
@@ -37,7 +37,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_TEXT = 4096
 #: of a whole body: objects and lists, strings, and values
 MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES = 1 << 16, 1 << 18, 1 << 21
-DEEP = f"the body lies deeper than {MOST_DEPTH} levels"
+DEEP = f"the body lies deeper than {MAX_DEPTH} levels"
 #: efforts without reasoning
 NO_EFFORTS = ("none", "minimal")
 
@@ -84,7 +84,7 @@ def _few(raw: bytes) -> bool:
 def _check_depth(body: Any) -> None:
     """Refuse values that are nested too deeply, and infinite numbers (1e999)."""
     level = [body]
-    for _ in range(MOST_DEPTH):
+    for _ in range(MAX_DEPTH):
         if any(isinstance(v, float) and not math.isfinite(v) for v in level):
             raise Refused(400, "the body has a number that is too large")
         children = [v.values() if isinstance(v, dict) else v for v in level if type(v) is not float]

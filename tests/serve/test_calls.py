@@ -79,7 +79,7 @@ def read(tokens: Sequence[int], tools: Any) -> Any:
     stream, reader = TokenStream(vocabulary()), Reader(tools)
     for token in tokens:
         reader.feed_tokens(stream.push(token))
-    reader.feed_tokens(stream.rest())
+    reader.feed_tokens(stream.flush())
     return reader.finish()
 
 

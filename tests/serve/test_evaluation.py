@@ -118,7 +118,7 @@ def test_offsets_of_any_tokens(drawn: list[tuple[str, list[int]]]) -> None:
         for token in ids:
             pieces += stream.push(token)
             starts.append(stream.start)
-    text = "".join(p.text for p in [*pieces, *stream.rest()] if not p.control)
+    text = "".join(p.text for p in [*pieces, *stream.flush()] if not p.control)
     assert starts == expected and text == "".join(c for c, _ in drawn)
 
 
