@@ -269,7 +269,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _rows(t: Tensor) -> tuple[int, ...]:
     """Return outer, outer stride, inner, inner stride, width, dtype, bytes of an element, as
-    `Operand` of kernels/step.c."""
+    `operand` of kernels/step.c."""
     merged: list[tuple[int, int]] = []
     for size, stride in zip(t.shape[:-1], t.stride()[:-1]):
         if size == 1:

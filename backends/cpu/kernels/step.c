@@ -1,6 +1,6 @@
-/* A step of decoding or a chunk of a prompt as one program: instructions over fixed addresses, recorded once
- * for a session by step_program.py. Rows are computed in fp32 and rounded where the definitions of the
- * ops round (g4ir/ops). */
+/* Interpreter of step programs: a decode step or prefill chunk as instructions over fixed addresses,
+ * recorded once per session by step_program.py. Rows are computed in fp32 and rounded where the
+ * definitions of the ops round (g4ir/ops). */
 #include "layout.h"
 #include "number.h"
 #include "system.h"
@@ -9,26 +9,25 @@
 #include <float.h>
 #include <math.h>
 
-/* Numbers that are worked on at a time, and the least for which threads share an instruction. */
+/* Elements per task, and min elements for which an instruction is split over threads. */
 #define PIECE 2048
 #define SHARED 16384
-/* Bytes of a weight that are read ahead, of each of two parts, at most. */
+/* Max bytes of a weight to prefetch, for each of two parts. */
 #define READ_AHEAD (1 << 20)
-/* Who waits for steps looks so often itself. */
+/* Polling interval while waiting for steps. */
 #define LOOK_NS 50000000
-/* Rows that are multiplied with codes as they are: those of the largest step. */
+/* Max rows multiplied with quantised weights directly: those of the largest step. */
 #define ROWS_TOGETHER 8
-/* Result of a step after which no row has a next token. */
+/* Result of a step after which no sequence is active. */
 #define ALL_REST -1
 
-/* Rows of `width` numbers: `outer` times `inner` of them, with the strides `apart` and `beside`, in
- * numbers. */
+/* `outer` x `inner` rows of `width` elements; strides in elements. */
 typedef struct {
     char *at;
-    int64_t outer, apart, inner, beside, width, dtype, bytes;
+    int64_t outer, outer_stride, inner, inner_stride, width, dtype, bytes;
 } operand;
 
-/* What an instruction does; the order is that of step_program.py. */
+/* Kinds of instructions, in the order of step_program.py. */
 enum {
     COPY, RMS_NORM, ADD, MUL, SCALE, SOFTCAP, GLU, ROPE, ROPE_TABLE, CACHE_WRITE, ATTENTION, LINEAR,
     LINEAR_CODED, ROW_START, ADD_INTEGERS, TOP_K, EXPERTS, NARROW_ROW, MUL_INTEGERS, MASK_IDS,
@@ -36,7 +35,7 @@ enum {
 };
 
 typedef struct {
-    int64_t kind, first; /* of its operands: results come last */
+    int64_t kind, first; /* index of its first operand; outputs come last */
     int64_t n[4];
     double f;
 } instruction;
@@ -44,14 +43,14 @@ typedef struct {
 typedef struct {
     const instruction *i;
     const operand *of;
-    float *room; /* scratch: three rows of the widest operand */
+    float *scratch; /* three rows of the widest operand */
     int threads;
 } running;
 
 static inline int64_t rows_of(const operand *o) { return o->outer * o->inner; }
 
 static inline char *row(const operand *o, int64_t r) {
-    return o->at + (r / o->inner * o->apart + r % o->inner * o->beside) * o->bytes;
+    return o->at + (r / o->inner * o->outer_stride + r % o->inner * o->inner_stride) * o->bytes;
 }
 
 static inline float rounded(float f, int64_t dtype) {
@@ -127,47 +126,47 @@ static inline void activate(float *x, int64_t which, int64_t count) {
 
 /* ---- instructions; operands in the order of their comment ---- */
 
-/* Computes rows `from` to `to` of a result; `room`: scratch memory of the thread. */
-typedef void row_body(const running *a, int64_t from, int64_t to, float *room);
+/* Computes rows `from` to `to` of an output; `scratch`: memory of the thread. */
+typedef void row_body(const running *a, int64_t from, int64_t to, float *scratch);
 
 typedef struct {
     const running *a;
     row_body *body;
-    int64_t rows, each, room; /* rows in all and of a unit; numbers of scratch memory */
+    int64_t rows, each, scratch; /* total rows, rows of a unit, floats of scratch memory */
 } row_work;
 
 static int row_units(void *context, units *left) {
     const row_work *w = context;
-    float *room = malloc((w->room + 1) * sizeof *room);
-    for (int64_t unit; room && (unit = take_unit(left)) >= 0;) {
+    float *scratch = malloc((w->scratch + 1) * sizeof *scratch);
+    for (int64_t unit; scratch && (unit = take_unit(left)) >= 0;) {
         int64_t end = (unit + 1) * w->each;
-        w->body(w->a, unit * w->each, end < w->rows ? end : w->rows, room);
+        w->body(w->a, unit * w->each, end < w->rows ? end : w->rows, scratch);
     }
-    return !room;
+    return !scratch;
 }
 
 /* Runs the body for all rows of y, which threads share if there are many numbers. */
-static int by_rows(const running *a, const operand *y, row_body *body, int64_t room) {
+static int by_rows(const running *a, const operand *y, row_body *body, int64_t scratch) {
     int64_t rows = rows_of(y), parts = (int64_t)a->threads * PARTS;
     if (a->threads < 2 || rows * y->width < SHARED) {
-        body(a, 0, rows, a->room);
+        body(a, 0, rows, a->scratch);
         return 0;
     }
-    row_work w = {a, body, rows, (rows + parts - 1) / parts, room};
+    row_work w = {a, body, rows, (rows + parts - 1) / parts, scratch};
     return run_region(row_units, &w, (rows + w.each - 1) / w.each, a->threads);
 }
 
 /* x, y */
-static void copy(const running *a, int64_t from, int64_t to, float *room) {
+static void copy(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *y = a->of + 1;
     for (int64_t r = from; r < to; r++) memcpy(row(y, r), row(x, r), y->width * y->bytes);
 }
 
 /* x, w of all rows or none, y; f: eps */
-static void rms_norm(const running *a, int64_t from, int64_t to, float *room) {
+static void rms_norm(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *w = a->of + 1, *y = a->of + 2;
     int64_t width = x->width;
-    float *h = room, *by = room + width;
+    float *h = scratch, *by = scratch + width;
     if (w->at) read_numbers(w->at, w->dtype, by, width);
     for (int64_t r = from; r < to; r++) {
         read_numbers(row(x, r), x->dtype, h, width);
@@ -182,9 +181,9 @@ static void rms_norm(const running *a, int64_t from, int64_t to, float *room) {
 }
 
 /* x, other, y */
-static void add(const running *a, int64_t from, int64_t to, float *room) {
+static void add(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *other = a->of + 1, *y = a->of + 2;
-    float *one = room, *two = room + x->width;
+    float *one = scratch, *two = scratch + x->width;
     for (int64_t r = from; r < to; r++) {
         read_numbers(row(x, r), x->dtype, one, x->width);
         read_numbers(row(other, r), other->dtype, two, x->width);
@@ -194,9 +193,9 @@ static void add(const running *a, int64_t from, int64_t to, float *room) {
 }
 
 /* x, w of one number or of a row's, y */
-static void mul(const running *a, int64_t from, int64_t to, float *room) {
+static void mul(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *w = a->of + 1, *y = a->of + 2;
-    float *one = room, *two = room + x->width;
+    float *one = scratch, *two = scratch + x->width;
     read_numbers(w->at, w->dtype, two, w->width);
     for (int64_t j = w->width; j < x->width; j++) two[j] = two[0];
     for (int64_t r = from; r < to; r++) {
@@ -207,13 +206,13 @@ static void mul(const running *a, int64_t from, int64_t to, float *room) {
 }
 
 /* x, y; f: factor */
-static void scale(const running *a, int64_t from, int64_t to, float *room) {
+static void scale(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *y = a->of + 1;
     float factor = a->i->f;
     for (int64_t r = from; r < to; r++) {
-        read_numbers(row(x, r), x->dtype, room, x->width);
-        for (int64_t j = 0; j < x->width; j++) room[j] *= factor;
-        write_numbers(row(y, r), y->dtype, room, x->width);
+        read_numbers(row(x, r), x->dtype, scratch, x->width);
+        for (int64_t j = 0; j < x->width; j++) scratch[j] *= factor;
+        write_numbers(row(y, r), y->dtype, scratch, x->width);
     }
 }
 
@@ -278,10 +277,10 @@ static inline __attribute__((always_inline)) void turn(float *restrict low, floa
 }
 
 /* x, cos, sin, y; n: heads, which share a row of the tables */
-static void rope(const running *a, int64_t from, int64_t to, float *room) {
+static void rope(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *cosines = a->of + 1, *sines = a->of + 2, *y = a->of + 3;
     int64_t d = x->width, half = d / 2, dtype = x->dtype;
-    float *h = room, *c = h + d, *s = c + d;
+    float *h = scratch, *c = h + d, *s = c + d;
     for (int64_t r = from; r < to; r++) {
         if (r == from || r % a->i->n[0] == 0) {
             read_numbers(row(cosines, r / a->i->n[0]), cosines->dtype, c, d);
@@ -297,11 +296,11 @@ static void rope(const running *a, int64_t from, int64_t to, float *room) {
 }
 
 /* positions, frequencies of half a row in fp32, cos, sin */
-static void rope_table(const running *a, int64_t from, int64_t to, float *room) {
+static void rope_table(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *positions = a->of, *cosines = a->of + 2, *sines = a->of + 3;
     const float *frequencies = (const float *)a->of[1].at;
     int64_t half = cosines->width / 2;
-    float *c = room, *s = c + 2 * half;
+    float *c = scratch, *s = c + 2 * half;
     for (int64_t r = from; r < to; r++) {
         float position = ((const int64_t *)positions->at)[r];
         for (int64_t j = 0; j < half; j++) {
@@ -340,10 +339,10 @@ static void to_int8(const float *x, char *to, int64_t d) {
 }
 
 /* x, y; n: what rows are held in */
-static void narrow_row(const running *a, int64_t from, int64_t to, float *room) {
+static void narrow_row(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *y = a->of + 1;
     const float most = 3.3895313892515355e38f;
-    float *h = room;
+    float *h = scratch;
     for (int64_t r = from; r < to; r++) {
         read_numbers(row(x, r), x->dtype, h, x->width);
         if (a->i->n[0] == ROWS_INT8) {
@@ -438,25 +437,25 @@ typedef struct {
 } coded_product;
 
 /* Rounds rows of x to 8 bits, with a scale for each 32 numbers (g4ir/ops/codecs.py). */
-static void round_row(const char *x, int64_t dtype, char *y, int64_t width, float *room) {
-    read_numbers(x, dtype, room, width);
+static void round_row(const char *x, int64_t dtype, char *y, int64_t width, float *scratch) {
+    read_numbers(x, dtype, scratch, width);
     for (int64_t g = 0; g < width; g += 32) {
         int64_t end = g + 32 < width ? g + 32 : width;
         float most = 0;
         for (int64_t j = g; j < end; j++)
-            most = fabsf(room[j]) > most || room[j] != room[j] ? fabsf(room[j]) : most;
+            most = fabsf(scratch[j]) > most || scratch[j] != scratch[j] ? fabsf(scratch[j]) : most;
         float by = most / 127 == 0 ? 1 : most / 127;
         for (int64_t j = g; j < end; j++) {
-            float code = rintf(room[j] / by);
-            room[j] = (code > 127 ? 127 : code < -127 ? -127 : code) * by;
+            float code = rintf(scratch[j] / by);
+            scratch[j] = (code > 127 ? 127 : code < -127 ? -127 : code) * by;
         }
     }
-    write_numbers(y, dtype, room, width);
+    write_numbers(y, dtype, scratch, width);
 }
 
-static void round_rows(const running *a, int64_t from, int64_t to, float *room) {
+static void round_rows(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *y = a->of + 1;
-    for (int64_t r = from; r < to; r++) round_row(row(x, r), x->dtype, row(y, r), x->width, room);
+    for (int64_t r = from; r < to; r++) round_row(row(x, r), x->dtype, row(y, r), x->width, scratch);
 }
 
 static int takes_gemm(const coded_product *p) {
@@ -490,7 +489,7 @@ static int linear_coded(const running *a) {
     if (!p.rounded || !p.chunk && p.rows <= ROWS_TOGETHER || p.tiles && takes_gemm(&p))
         return multiply_coded(&p, a->threads);
     operand both[2] = {*x, *x};
-    running rounding = {a->i, both, a->room, a->threads};
+    running rounding = {a->i, both, a->scratch, a->threads};
     p.x = both[1].at = malloc(rows_of(x) * x->width * x->bytes);
     p.rounded = 0;
     int failed = !p.x || by_rows(&rounding, x, round_rows, x->width) || multiply_coded(&p, a->threads);
@@ -504,11 +503,11 @@ static int cluster_head(const running *a) {
     const operand *x = a->of, *scores = a->of + 1, *rows = a->of + 2, *logits = a->of + 4, *ids = a->of + 5;
     int64_t d = x->width, size = logits->width / a->i->n[0];
     for (int64_t t = 0; t < rows_of(x); t++) {
-        read_numbers(row(scores, t), scores->dtype, a->room, scores->width);
+        read_numbers(row(scores, t), scores->dtype, a->scratch, scores->width);
         for (int64_t i = 0; i < a->i->n[0]; i++) {
             int64_t best = 0;
-            for (int64_t c = 1; c < scores->width; c++) best = a->room[c] > a->room[best] ? c : best;
-            a->room[best] = -INFINITY;
+            for (int64_t c = 1; c < scores->width; c++) best = a->scratch[c] > a->scratch[best] ? c : best;
+            a->scratch[best] = -INFINITY;
             memcpy((int64_t *)row(ids, t) + i * size, (const int64_t *)a->of[3].at + best * size, size * 8);
             if (g4ir_linear(rows->at + best * size * d * rows->bytes, row(x, t),
                             row(logits, t) + i * size * logits->bytes, x->dtype, 1, size, d, a->threads))
@@ -572,7 +571,7 @@ static const char *row_of_tile(const operand *table, int64_t r, int64_t size, ch
 static int embed_rows(const running *a) {
     const operand *ids = a->of, *table = a->of + 1, *scales = a->of + 2, *y = a->of + 3;
     int64_t form = a->i->n[0], tiles = a->i->n[1], d = y->width;
-    float factor = rounded(a->i->f, y->dtype), *h = a->room;
+    float factor = rounded(a->i->f, y->dtype), *h = a->scratch;
     char *codes_room = (char *)(h + d), *scales_room = (char *)(h + 2 * d);
     for (int64_t r = 0; r < rows_of(y); r++) {
         int64_t id = ((const int64_t *)ids->at)[r];
@@ -708,10 +707,10 @@ static int end_step(const running *a) {
 
 /* scores [T, E], factors [E], weights f32 [T, k], index [T, k]: softmax, the k largest, their share
  * times the factor of their expert */
-static void top_k(const running *a, int64_t from, int64_t to, float *room) {
+static void top_k(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *scores = a->of, *factors = a->of + 1, *weights = a->of + 2, *index = a->of + 3;
     int64_t experts = scores->width, k = weights->width;
-    float *p = room, *by = p + experts;
+    float *p = scratch, *by = p + experts;
     read_numbers(factors->at, factors->dtype, by, experts);
     for (int64_t r = from; r < to; r++) {
         float *to = (float *)row(weights, r), most = -INFINITY, all = 0, sum = 0;
@@ -765,38 +764,38 @@ static void by_expert(const int64_t *index, int64_t count, int64_t most, int64_t
 }
 
 /* Rows of x, by expert. */
-static void expert_rows(const running *a, int64_t from, int64_t to, float *room) {
+static void expert_rows(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *rows = a->of + 7;
     int64_t k = a->of[2].width;
     for (int64_t i = from; i < to; i++)
         memcpy(row(rows, i), row(x, ((const int64_t *)a->of[11].at)[i] / k), x->width * x->bytes);
 }
 
-static void expert_glu(const running *a, int64_t from, int64_t to, float *room) {
+static void expert_glu(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *both = a->of + 8, *act = a->of + 9;
     int64_t inner = act->width;
     for (int64_t i = from; i < to; i++) {
-        read_numbers(row(both, i), both->dtype, room, 2 * inner);
-        activate(room, a->i->n[0], inner);
-        for (int64_t j = 0; j < inner; j++) room[j] = rounded(room[j], act->dtype) * room[inner + j];
-        write_numbers(row(act, i), act->dtype, room, inner);
+        read_numbers(row(both, i), both->dtype, scratch, 2 * inner);
+        activate(scratch, a->i->n[0], inner);
+        for (int64_t j = 0; j < inner; j++) scratch[j] = rounded(scratch[j], act->dtype) * scratch[inner + j];
+        write_numbers(row(act, i), act->dtype, scratch, inner);
     }
 }
 
 /* The results of the experts of each token, weighted and added in the order of its choices. */
-static void weigh(const running *a, int64_t from, int64_t to, float *room) {
+static void weigh(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *weights = a->of + 1, *made = a->of + 10, *y = a->of + 12;
     int64_t d = y->width, k = weights->width;
     const int64_t *place = (const int64_t *)a->of[11].at + rows_of(made);
-    float *one = room + d;
+    float *one = scratch + d;
     for (int64_t t = from; t < to; t++) {
-        for (int64_t j = 0; j < d; j++) room[j] = 0;
+        for (int64_t j = 0; j < d; j++) scratch[j] = 0;
         for (int64_t s = t * k; s < (t + 1) * k; s++) {
             float by = ((const float *)weights->at)[s];
             read_numbers(row(made, place[s]), made->dtype, one, d);
-            for (int64_t j = 0; j < d; j++) room[j] += one[j] * by;
+            for (int64_t j = 0; j < d; j++) scratch[j] += one[j] * by;
         }
-        write_numbers(row(y, t), y->dtype, room, d);
+        write_numbers(row(y, t), y->dtype, scratch, d);
     }
 }
 
@@ -863,10 +862,10 @@ static void read_ahead(const instruction *i, const instruction *end, const opera
 }
 
 /* Returns ALL_REST, or a failure. */
-static int run_part(const instruction *i, const operand *operands, int64_t count, float *room,
+static int run_part(const instruction *i, const operand *operands, int64_t count, float *scratch,
                     int threads) {
     for (int64_t at = 0; at < count; at++) {
-        running a = {i + at, operands + i[at].first, room, threads};
+        running a = {i + at, operands + i[at].first, scratch, threads};
         read_ahead(i + at, i + count, operands, threads);
         int failed = run_one(&a);
         if (failed) return failed;
@@ -874,14 +873,14 @@ static int run_part(const instruction *i, const operand *operands, int64_t count
     return 0;
 }
 
-int g4ir_run_instructions(const void *instructions, const void *operands, int64_t count, float *room,
+int g4ir_run_instructions(const void *instructions, const void *operands, int64_t count, float *scratch,
                           int threads) {
-    int failed = run_part(instructions, operands, count, room, threads);
+    int failed = run_part(instructions, operands, count, scratch, threads);
     return failed == ALL_REST ? 0 : failed;
 }
 
 int g4ir_run_steps(const void *instructions, const void *operands, int64_t count, int64_t *pace,
-                   float *room, int threads) {
+                   float *scratch, int threads) {
     int64_t skipped = 0; /* once all rows rest, all but the end of a step */
     for (;;) {
         int64_t wanted = get(pace, WANTED);
@@ -892,7 +891,7 @@ int g4ir_run_steps(const void *instructions, const void *operands, int64_t count
             continue;
         }
         int failed = run_part((const instruction *)instructions + skipped, operands, count - skipped,
-                              room, threads);
+                              scratch, threads);
         if (failed == ALL_REST) {
             skipped = count - 1;
         } else if (failed) {
