@@ -14,7 +14,7 @@ from g4ir.errors import InputError
 from g4ir.ir.graph import Program
 from g4ir.parallel.group import Group
 from g4ir.parallel.table import Share
-from g4ir.passes import Acted
+from g4ir.passes import PassCounts
 from g4ir.plan.backend import PlannedBackend
 from g4ir.plan.backend import Setting as Setting
 from g4ir.plan.engine_limits import Limits
@@ -254,7 +254,7 @@ class Prepared:
     backend: Backend
     packing: Packing
     #: rewrites of each pass
-    acted: Acted
+    acted: PassCounts
     source: Checkpoint
     #: one of artefact.WEIGHTS; None in a dry run without any
     weights: Any

@@ -12,7 +12,7 @@ from g4ir.errors import MissingError
 from g4ir.ir.distance import ROUNDED
 from g4ir.ir.graph import Graph, Node, Program
 from g4ir.ir.interpret import Run, interpret, run_node
-from g4ir.ir.wide import WideProducts, in_float64
+from g4ir.ir.wide import Float64Matmuls, in_float64
 from g4ir.model.towers import is_tower
 from g4ir.parallel.group import Group
 from g4ir.plan.engine_limits import Limits
@@ -105,7 +105,7 @@ class Float64Runtime(ReferenceRuntime):
         return state
 
     def run(self, phase: str, feeds: dict[str, Any], *args: Any) -> Tensors | None:
-        with WideProducts():
+        with Float64Matmuls():
             return super().run(phase, _to_float64(feeds), *args)
 
     def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -56,10 +56,10 @@ def _check_one_tree() -> None:
     backends/ and specs/ to the first."""
     package = Path(__file__).resolve().parent
     for folder in ("passes", "backends", "specs"):
-        found = importlib.util.find_spec(f"g4ir.{folder}")
-        if found is None or found.origin is None:
+        spec = importlib.util.find_spec(f"g4ir.{folder}")
+        if spec is None or spec.origin is None:
             where = "not installed"
-        elif (tree := Path(found.origin).resolve().parents[1]) in (package, package.parent):
+        elif (tree := Path(spec.origin).resolve().parents[1]) in (package, package.parent):
             continue
         else:
             where = f"in {tree}"

@@ -81,14 +81,14 @@ class MissingError(G4Error):
 
 def check_all(*checks: Callable[[], object]) -> None:
     """Run every check, then raise one error with everything that is missing, in this order."""
-    found: list[G4Error] = []
+    errors: list[G4Error] = []
     for check in checks:
         try:
             check()
         except (InputError, MissingError) as e:
-            found.append(e)
-    if len(found) == 1:
-        raise found[0]
-    if found:
-        listed = "".join(f"\n  {i}. {e}" for i, e in enumerate(found, 1))
-        raise MissingError(f"{len(found)} things are missing here:{listed}")
+            errors.append(e)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        listed = "".join(f"\n  {i}. {e}" for i, e in enumerate(errors, 1))
+        raise MissingError(f"{len(errors)} things are missing here:{listed}")

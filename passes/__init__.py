@@ -1,16 +1,16 @@
-"""Runs the passes in order and verifies in between.
+"""The pass pipeline: runs the passes in order and verifies the graph in between.
 
 A pass is a file of this folder with
-  a function of the same name, `Graph -> Graph`, whose argument `note(value, reason)` receives what
-      it did and why it left a candidate alone; or JOINS, rows of join.py's table
-  AFTER  the pass that it follows, with the reason; None: it is the first
-and, if it applies,
+  a function of the same name, `Graph -> Graph`, whose argument `note(value, reason)` is called with
+      what it did and why a candidate does not match; or JOINS, rows of join.py
+  AFTER  the previous pass, with the reason; None: it is the first
+and optionally
   OPTIONS  default options, a frozen dataclass that checks its fields: the function's third argument
   CHANGES_STATE  true: it may change the types of the caches
   CHANGES_MEANING  true: it may round, or change values that keep their names
 
-Packing comes before the choice of rows, so that prefill and decode share weights; what follows the
-caches' last form joins whole blocks of nodes into one op each.
+Weights are packed before rows are chosen, so that prefill and decode share them; passes after the
+last change of the caches fuse blocks of nodes.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from g4ir.ir.verify import verify
 from .join import join
 from .match import ignore
 
-#: sees a pass and a graph
+#: callback(pass, graph)
 Dump = Callable[[str, Graph], None]
-#: sees a pass, a value, and what the pass did there or why it left it
+#: callback(pass, value, what the pass did there or why it did nothing)
 PassNote = Callable[[str, str, str], None]
 Record = TypeVar("Record")
 
-#: files that passes share
+#: files that are no passes
 SHARED = ("join", "match")
 
 
 def _ordered(modules: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
-    """Return the passes in the order of their AFTER. PassError unless they are one chain."""
+    """Sort the passes by AFTER. PassError unless they form one chain."""
     names: list[str | None] = [None]
     while followers := [name for name, module in modules.items() if names[-1] == module.AFTER]:
         if len(followers) > 1:
@@ -75,7 +75,7 @@ def _with(attribute: str) -> dict[str, Any]:
 
 CHANGES_STATE = frozenset(_with("CHANGES_STATE"))
 CHANGES_MEANING = frozenset(_with("CHANGES_MEANING"))
-#: pass -> its options by default
+#: pass -> its default options
 OPTIONS: Mapping[str, Any] = _with("OPTIONS")
 
 
@@ -83,7 +83,7 @@ OPTIONS: Mapping[str, Any] = _with("OPTIONS")
 class PassOptions:
     """The options of a pipeline."""
 
-    #: one record at most for each pass (its OPTIONS); other passes have their defaults
+    #: at most one record per pass, of its OPTIONS' type; the other passes have their defaults
     records: tuple[Any, ...] = ()
 
     def of(self, kind: type[Record]) -> Record:
@@ -91,20 +91,20 @@ class PassOptions:
         return next((r for r in self.records if isinstance(r, kind)), None) or kind()
 
     def changed(self, record: Any) -> PassOptions:
-        """Return the same with another record of one pass."""
-        others = (r for r in self.records if type(r) is not type(record))
-        return replace(self, records=(*others, record))
+        """Return a copy in which one pass has this record."""
+        records = (r for r in self.records if type(r) is not type(record))
+        return replace(self, records=(*records, record))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every option by pass."""
+        """Return pass -> all of its options."""
         return {name: asdict(self.of(type(default))) for name, default in OPTIONS.items()}
 
 
 PLAIN = PassOptions()
 
 
-class Acted:
-    """How often each pass acted, by graph: notes that do not begin with `left: ` count."""
+class PassCounts:
+    """Counts the edits of each pass by graph: notes that do not start with `left: `."""
 
     def __init__(self) -> None:
         self.counts: dict[str, Counter[str]] = {}
@@ -141,7 +141,7 @@ def run_passes(
 ) -> Graph:
     """Run the pipeline without the passes in `skip`, up to and including `until`.
 
-    `dump(pass, graph)` sees the graph after each pass, `note(pass, value, reason)` what each did.
+    `dump(pass, graph)` is called after each pass, `note(pass, value, reason)` for each candidate.
     Raises PassError with the passes that ran before.
     """
     skip = set(skip)
@@ -165,10 +165,10 @@ def run_program(
     skip: Iterable[str] = (),
     dump: Dump | None = None,
     options: PassOptions = PLAIN,
-    acted: Acted | None = None,
+    acted: PassCounts | None = None,
 ) -> Program:
-    """Apply `run_passes` to every graph, and count in `acted`; the caches they share must still
-    agree."""
+    """Apply `run_passes` to every graph, counting edits in `acted`; VerifyError if shared caches
+    or params then differ in type."""
     run = partial(run_passes, skip=skip, dump=dump, options=options)
     p = p.map(lambda g: run(g, note=acted.note(g.name) if acted else None))
     p.state()
@@ -179,7 +179,8 @@ def run_program(
 def _run_one(
     g: Graph, name: str, done: Sequence[str], note: PassNote | None, options: PassOptions
 ) -> Graph:
-    """Run a pass and check what it must keep: inputs, outputs, and mostly the state."""
+    """Run a pass, verify its graph, and check that inputs, outputs and, unless declared, the state
+    are unchanged."""
     run = find_pass(name)
     if name in OPTIONS:
         run = partial(run, options=options.of(type(OPTIONS[name])))

@@ -4,33 +4,43 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Builder, Graph, Node
 
-from .match import DENSE, Edit, Left, Note, edit_each, held_as, ignore, maker, packed
+from .match import (
+    DENSE,
+    Edit,
+    NoMatch,
+    Note,
+    edit_each,
+    find_producer,
+    ignore,
+    pack_linears,
+    weight_format,
+)
 
 AFTER = "fuse_qkv"  # it packs weights too
 
 
 def fuse_gate_up(g: Graph, note: Note = ignore) -> Graph:
-    """Make one matrix product of the two halves of a gated MLP."""
+    """Pack the gate and up projections of a gated MLP into one linear."""
     return edit_each(g, g.find("glu"), lambda n: _edit(g, n), note)
 
 
 def _edit(g: Graph, act: Node) -> Edit:
-    if any(maker(g, v, "linear_clipped") for v in act.inputs):
-        raise Left("each projection clamps its input to bounds of its own")
-    gate, up = (maker(g, v, "linear") for v in act.inputs)
+    if any(find_producer(g, v, "linear_clipped") for v in act.inputs):
+        raise NoMatch("each projection clamps its input to bounds of its own")
+    gate, up = (find_producer(g, v, "linear") for v in act.inputs)
     if gate is None or up is None:
         other = [str(v) for v, n in zip(act.inputs, (gate, up), strict=True) if n is None]
-        raise Left(f"{' and '.join(other)} is no projection")
+        raise NoMatch(f"{' and '.join(other)} is no projection")
     if gate["x"] != up["x"]:
-        raise Left(f"{gate.out} and {up.out} project different inputs")
-    held = [held_as(g, n["w"]) for n in (gate, up)]
-    if None in held:
-        raise Left("a weight is no parameter")
-    if held[0] != held[1]:
-        raise Left("the weights are not held alike")
+        raise NoMatch(f"{gate.out} and {up.out} project different inputs")
+    formats = [weight_format(g, n["w"]) for n in (gate, up)]
+    if None in formats:
+        raise NoMatch("a weight is no parameter")
+    if formats[0] != formats[1]:
+        raise NoMatch("the weights are not held alike")
     if any(len(g.readers(n.out)) > 1 for n in (gate, up)):
-        raise Left("a projection has another user")
+        raise NoMatch("a projection has another user")
     b, scope = Builder(), gate["w"].name.removesuffix(DENSE).rpartition(".")[0]
-    y, old = packed(b, g, (gate, up), f"{scope}.w_gate_up", f"{scope}.gate_up")
+    y, old = pack_linears(b, g, (gate, up), f"{scope}.w_gate_up", f"{scope}.gate_up")
     b.emit("glu_packed", y, name=act.out.name, **act.attrs)
     return Edit([*old, act], b.nodes, "packed")

@@ -1,14 +1,24 @@
 """linear(linear_glu(x, w), w_down) and experts(x', *router(x''))  ->  moe_mlp(x, x', x'', ...)
 
-The dense MLP and the routed experts of a layer: x, x' and x'' are norms of one residual, so neither
-waits for the other, and a backend can run both in the same grids.
+The dense MLP and the routed experts of a layer: x, x' and x'' are norms of one residual, so the two
+are independent and a kernel can run both in one grid.
 """
 
 from __future__ import annotations
 
 from g4ir.ir.graph import Graph, Node, Value
 
-from .match import Edit, Left, Note, edit_each, ignore, made_by, normed, only_user, parts_of
+from .match import (
+    Edit,
+    NoMatch,
+    Note,
+    edit_each,
+    ignore,
+    match_expansion,
+    norm_input,
+    require_only_reader,
+    require_producer,
+)
 
 AFTER = "fuse_glu"  # it takes the fused MLP
 
@@ -17,15 +27,15 @@ def fuse_moe(g: Graph, note: Note = ignore) -> Graph:
     """Fuse the two feed-forward blocks of a layer with experts into one op."""
     routed: dict[Value, list[Node]] = {}
     for n in g.find("experts"):
-        routed.setdefault(normed(g, n["x"]), []).append(n)
+        routed.setdefault(norm_input(g, n["x"]), []).append(n)
 
     def edit(glu: Node) -> Edit:
-        siblings = routed.get(normed(g, glu["x"]), [])
+        siblings = routed.get(norm_input(g, glu["x"]), [])
         if not siblings:
-            raise Left("no experts beside it")
-        found = _edit(g, glu, siblings[0])
+            raise NoMatch("no experts beside it")
+        result = _edit(g, glu, siblings[0])
         del siblings[0]
-        return found
+        return result
 
     out = edit_each(g, g.find("linear_glu"), edit, note)
     for n in (n for siblings in routed.values() for n in siblings):
@@ -35,12 +45,12 @@ def fuse_moe(g: Graph, note: Note = ignore) -> Graph:
 
 def _edit(g: Graph, glu: Node, experts: Node) -> Edit:
     if len(glu.inputs) > 2:
-        raise Left("its gate and up are not packed")
-    down = only_user(g, glu.out, "linear")
-    router = made_by(g, experts["weights"], "router")
-    if normed(g, router["x"]) != normed(g, experts["x"]):
-        raise Left(f"{router.outputs[0]} is of another residual")
+        raise NoMatch("its gate and up are not packed")
+    down = require_only_reader(g, glu.out, "linear")
+    router = require_producer(g, experts["weights"], "router")
+    if norm_input(g, router["x"]) != norm_input(g, experts["x"]):
+        raise NoMatch(f"{router.outputs[0]} is of another residual")
     weights = (*router.inputs, glu["w"], down["w"], *experts.inputs[3:])
     results, attrs = (down.out, experts.out), {**glu.attrs, **router.attrs}
-    made = Node("moe_mlp", (glu["x"], experts["x"], *weights), results, attrs)
-    return Edit(parts_of(g, made), [made], f"fused with {experts.out}")
+    fused = Node("moe_mlp", (glu["x"], experts["x"], *weights), results, attrs)
+    return Edit(match_expansion(g, fused), [fused], f"fused with {experts.out}")

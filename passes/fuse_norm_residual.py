@@ -1,14 +1,14 @@
 """h = residual + rms_norm(x, w); [h = h * scalar]; n_i = rms_norm(h [, w_i])  ->  norm_residual
 
-Crosses the layer boundary: the pre-norm of the next block is made with the residual it norms.
-The three norms of one residual in a layer with experts share their rsqrt.
+Crosses layer boundaries: the residual add includes the pre-norm of the next block. The three norms
+of one residual in a layer with experts share their rsqrt.
 """
 
 from __future__ import annotations
 
 from g4ir.ir.graph import Graph, Node
 
-from .match import Edit, Left, Note, edit_each, ignore, maker
+from .match import Edit, NoMatch, Note, edit_each, find_producer, ignore
 
 AFTER = "fuse_norm_rope"  # the norms of Q and K are no norms of a residual
 
@@ -30,23 +30,23 @@ def _edit(g: Graph, add: Node) -> Edit:
     weights = [v for n in (*scalar, *pre) for v in n.inputs[1:]]
     inputs = (post["x"], residual, post["w"], *weights)
     attrs = {**post.attrs, "scaled": bool(scalar), "weighted": weighted}
-    made = Node("norm_residual", inputs, (h, *(n.out for n in pre)), attrs)
-    return Edit([post, add, *scalar, *pre], [made], f"fused with {len(pre)} pre-norms")
+    fused = Node("norm_residual", inputs, (h, *(n.out for n in pre)), attrs)
+    return Edit([post, add, *scalar, *pre], [fused], f"fused with {len(pre)} pre-norms")
 
 
 def _post_norm(g: Graph, add: Node) -> Node:
     # The second input is the branch; if both are norms, the first stays the residual.
-    norms = (maker(g, v, "rms_norm") for v in reversed(add.inputs))
+    norms = (find_producer(g, v, "rms_norm") for v in reversed(add.inputs))
     post = next((n for n in norms if n and len(n.inputs) == 2), None)
     if post is None:
-        raise Left("adds no weighted norm")
+        raise NoMatch("adds no weighted norm")
     if len(g.readers(post.out)) > 1 or add["a"] == add["b"]:
-        raise Left(f"{post.out} has another user")
+        raise NoMatch(f"{post.out} has another user")
     return post
 
 
 def _is_pre_norm(g: Graph, n: Node, post: Node) -> bool:
-    """Whether a node is a norm like the post-norm, but not the norm of its own residual add."""
+    """Return whether a node is a norm like `post` that is not itself a post-norm."""
     if n.op != "rms_norm" or n.attrs != post.attrs:
         return False
     return [u.op for u in g.readers(n.out)] != ["add"]

@@ -1,24 +1,24 @@
 """heads(x @ wq), heads(x @ wk), heads(x @ wv)  ->  heads of split(x @ concat(wq, wk, wv))
 
-K=V layers pack Q and K; a layer that reads another's keys and values has Q only and is left.
+K=V layers pack Q and K; a layer that reads another layer's KV cache has only Q and is not changed.
 """
 
 from __future__ import annotations
 
 from g4ir.ir.graph import Builder, Graph, Node
 
-from .match import DENSE, Edit, Left, Note, edit_each, held_as, ignore, packed
+from .match import DENSE, Edit, NoMatch, Note, edit_each, ignore, pack_linears, weight_format
 
-AFTER = "share_rope_tables"  # the last of what layers repeat is gone
+AFTER = "share_rope_tables"  # nothing is duplicated across layers any more
 
 
 def fuse_qkv(g: Graph, note: Note = ignore) -> Graph:
-    """Make one matrix product of the attention projections of one input."""
+    """Pack the attention projections of one input into one linear."""
     groups: dict[object, list[Node]] = {}
     for n in g.find("linear", "linear_clipped"):
         if [u.op for u in g.readers(n.out)] == ["heads"]:
-            held = held_as(g, n["w"]) if n.op == "linear" else None
-            groups.setdefault((n["x"], held) if held else n.out, []).append(n)
+            fmt = weight_format(g, n["w"]) if n.op == "linear" else None
+            groups.setdefault((n["x"], fmt) if fmt else n.out, []).append(n)
     siblings = {group[0].out: group for group in groups.values()}
     first = (group[0] for group in groups.values())
     return edit_each(g, first, lambda n: _edit(g, siblings[n.out]), note)
@@ -27,14 +27,14 @@ def fuse_qkv(g: Graph, note: Note = ignore) -> Graph:
 def _edit(g: Graph, group: list[Node]) -> Edit:
     outs, weights = [n.out for n in group], [n["w"] for n in group]
     if group[0].op == "linear_clipped":
-        raise Left("its input is clamped to bounds of its own")
-    if held_as(g, weights[0]) is None:
-        raise Left(f"its weight {weights[0]} is no parameter")
+        raise NoMatch("its input is clamped to bounds of its own")
+    if weight_format(g, weights[0]) is None:
+        raise NoMatch(f"its weight {weights[0]} is no parameter")
     if len(group) == 1:
-        raise Left("the only projection of its input")
+        raise NoMatch("the only projection of its input")
     b = Builder()
     weight = _joined([v.name.removesuffix(DENSE) for v in weights])
-    y, old = packed(b, g, group, weight, _joined([v.name for v in outs]))
+    y, old = pack_linears(b, g, group, weight, _joined([v.name for v in outs]))
     sizes = tuple(int(v.type.shape[-1]) for v in outs)
     b.emit_all("split", y, sizes=sizes, name=[v.name for v in outs])
     return Edit(old, b.nodes, f"packed with {', '.join(map(str, outs[1:]))}")

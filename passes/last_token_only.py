@@ -1,9 +1,8 @@
 """last_row(f(x))  ->  f(last_row(x)), up to the last layer that owns keys and values
 
-Everything that only the last token's logits need runs on the last valid row of each sequence.
-Attention there reads the cache after the chunk was written, as in decode, so that the layers of the
-tail are the same programs as decode's. It needs no block ids: a block lies within its chunk, so
-nothing follows a row's last token in its block.
+Nodes that only the last token's logits depend on run on the last valid row of each sequence. Their
+attention reads the updated cache, as in decode, so that both phases share compiled layers. It needs
+no block ids: blocks end within their chunk, so no visible token follows the last one.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from g4ir.ir.rewrite import drop_dead, order, rebuild
 
 from .match import Note, after, ignore
 
-AFTER = "plan_cache"  # rows are chosen when weights are packed, for prefill and decode alike
+AFTER = "plan_cache"  # weights are packed before, alike for prefill and decode
 
 
 def last_token_only(g: Graph, note: Note = ignore) -> Graph:
-    """Move the choice of the last row as far up as every use allows."""
+    """Move `last_row` towards the inputs as far as all readers allow."""
     sink = next((n for n in g.find("last_row") if n.out in g.outputs), None)
     if sink is None:
         note(g.outputs[0].name, "left: every row is asked for")
@@ -36,7 +35,7 @@ def last_token_only(g: Graph, note: Note = ignore) -> Graph:
 
 
 def _region(g: Graph, sink: Node) -> set[str]:
-    """Return names of values of which only the last row is read."""
+    """Return the names of values of which only the last row is read."""
     region = set[str]()
 
     def last_only(v: Value, user: Node) -> bool:
@@ -79,10 +78,10 @@ def _narrow(g: Graph, sink: Node, region: set[str], note: Note) -> Graph:
 
 
 def _end(g: Graph, b: Builder) -> Value | None:
-    """Return the tokens in the cache after the chunk: start + lengths."""
+    """Return the number of cached tokens after the chunk, start + lengths; None without caches."""
     write = next(g.find("cache_write"), None)
     if write is None:
         return None
     chunk = (write["start"], write["lengths"])
-    made = next((n.out for n in g.find("add") if n.inputs == chunk), None)
-    return made or b.emit("add", *chunk, name="end")
+    total = next((n.out for n in g.find("add") if n.inputs == chunk), None)
+    return total or b.emit("add", *chunk, name="end")

@@ -1,12 +1,11 @@
-"""A cache of K and a cache of V that come from one projection  ->  one cache that says both
+"""caches of K and V from one projection  ->  one latent cache
 
 K = rope(rms_norm(x, w)), V = rms_norm(x); every attention(K, V) becomes attention_latent
 
   form "value":  states k, v [C,B,n,d]   ->   state latent [C,B,n,d + 2p]: V, K's rotated dims
 
-for p rotated pairs. "value" leaves a layer whose dims are all rotated, "off" leaves every layer.
-Layers in `keep` stay as they are, since a draft model reads them too.
-K and V die where nothing else reads them.
+for p rotated pairs. "value" does not apply to a layer whose dims are all rotated, "off" to none.
+Layers in `keep` are not changed, since a draft model reads their K and V.
 """
 
 from __future__ import annotations
@@ -20,18 +19,26 @@ from g4ir.ir.rewrite import drop_dead, splice_all
 from g4ir.ops.attention import split_chunk
 from g4ir.ops.rope import rotated_pairs
 
-from .match import Left, Note, cache_names, ignore, made_by, maker, require_one_of
+from .match import (
+    NoMatch,
+    Note,
+    cache_names,
+    find_producer,
+    ignore,
+    require_one_of,
+    require_producer,
+)
 
-AFTER = "last_token_only"  # its readers are those that are left
+AFTER = "last_token_only"  # which removes readers
 CHANGES_STATE = True
-#: the form in which K and V are cached
+#: form with separate caches of K and V
 PLAIN = "off"
 FORMS = (PLAIN, "value")
 
 
 @dataclass(frozen=True)
 class LatentOptions:
-    """The form of the caches, one of FORMS, and layers that keep K and V."""
+    """Form of the caches, one of FORMS, and layers that keep K and V."""
 
     form: str = PLAIN
     keep: tuple[int, ...] = ()
@@ -44,26 +51,26 @@ OPTIONS = LatentOptions()
 
 
 def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -> Graph:
-    """Make one cache for each layer where K = V."""
+    """Merge the caches of K and V in each layer where K = V."""
     edits: list[tuple[list[Node], list[Node]]] = []
     replaced: dict[str, list[Node]] = {}
     written = {n["cache"].name: n for n in g.find("cache_write") if n.out in g.next.values()}
     for (k, v), readers in _readers(g).items():
         try:
             if layer_of(k) in options.keep:
-                raise Left("a draft model reads it as K and V")
-            found = _match(g, written, k, v)
-            _check_readers(g, found, readers)
+                raise NoMatch("a draft model reads it as K and V")
+            match = _match(g, written, k, v)
+            _check_readers(g, match, readers)
             if options.form == PLAIN:
-                raise Left("the form `off` keeps K and V")
-            if 2 * found.rotated == found.table.attrs["dim"]:
-                raise Left("every dim of K is rotated, so that V says nothing of them")
-        except Left as reason:
+                raise NoMatch("the form `off` keeps K and V")
+            if 2 * match.rotated == match.table.attrs["dim"]:
+                raise NoMatch("every dim of K is rotated, so that V says nothing of them")
+        except NoMatch as reason:
             note(k, f"left: {reason}")
             continue
-        row, write = found.write()
-        edits.append(([found.write_k, found.write_v], [row, write]))
-        edits += [([n], [found.read(n, write)]) for n in readers]
+        row, write = match.write()
+        edits.append(([match.write_k, match.write_v], [row, write]))
+        edits += [([n], [match.read(n, write)]) for n in readers]
         replaced |= {k: [write], v: []}
         note(k, f"kept with %{v} as {write['cache']}")
     if not edits:
@@ -78,21 +85,21 @@ def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -
 def _readers(g: Graph) -> dict[tuple[str, str], list[Node]]:
     """Return the attentions that read two states together, in order of their first reader."""
     names = cache_names(g)
-    found: dict[tuple[str, str], list[Node]] = {}
+    readers: dict[tuple[str, str], list[Node]] = {}
     for n in g.find("attention"):
         k, v = (names.get(cache.name) for cache in n.caches)
         if k and v:
-            found.setdefault((k, v), []).append(n)
-    return found
+            readers.setdefault((k, v), []).append(n)
+    return readers
 
 
 @dataclass(frozen=True)
 class _Match:
-    """Two states whose tensors come from one projection, and the parts that K is made of."""
+    """Two states whose tensors come from one projection, and the nodes between it and K."""
 
     write_k: Node
     write_v: Node
-    norm: Node  # of K, fused with its rotation or not
+    norm: Node  # of K, fused with RoPE or not
     table: Node
 
     @property
@@ -102,62 +109,62 @@ class _Match:
         return rotated_pairs(t.word("kind"), t.whole("dim"), t.number("fraction"))
 
     def write(self) -> list[Node]:
-        """Return the nodes that make the chunk's rows and write them."""
+        """Return the nodes that compute the chunk's rows and write them."""
         b, k = Builder(), self.write_k["cache"]
         scope = k.name[: k.name.rfind(".") + 1]
         kv = self.write_v["new"], self.write_k["new"]
         row = b.emit("latent_row", *kv, pairs=self.rotated, name=f"{scope}latent.new")
-        batch, _, *rest = row.type.shape
-        state = Value(f"{scope}latent", row.type.with_shape(k.type.shape[0], batch, *rest))
+        batch, _, *dims = row.type.shape
+        state = Value(f"{scope}latent", row.type.with_shape(k.type.shape[0], batch, *dims))
         b.emit("cache_write", state, row, *self.write_k.inputs[2:], name=f"{state.name}.next")
         return b.nodes
 
     def read(self, n: Node, write: Node) -> Node:
-        """Return a reader over the new cache, before or after its write as before."""
+        """Return a reader of the latent cache, before or after its write as the old one."""
         after = n.caches[0] == self.write_k.out
         fresh, block_ids = split_chunk(n.chunk, 2)
-        held = [write.out if after else write["cache"], *[write["new"]] * bool(fresh)]
-        held += [] if block_ids is None else [block_ids]
-        inputs = (*n.inputs[:3], self.norm["w"], *held)
+        operands = [write.out if after else write["cache"], *[write["new"]] * bool(fresh)]
+        operands += [] if block_ids is None else [block_ids]
+        inputs = (*n.inputs[:3], self.norm["w"], *operands)
         return Node("attention_latent", inputs, n.outputs, {**n.attrs, "pairs": self.rotated})
 
 
 def _match(g: Graph, writes: dict[str, Node], k: str, v: str) -> _Match:
     for state in (k, v):
         if state not in writes:
-            raise Left(f"%{state} is not written here")
+            raise NoMatch(f"%{state} is not written here")
     write_k, write_v = writes[k], writes[v]
     apart = "K and V do not come from one projection"
-    value = made_by(g, write_v["new"], "rms_norm", apart)
-    key = maker(g, write_k["new"], "norm_rope", "rope")
-    norm = maker(g, key["x"], "rms_norm") if key and key.op == "rope" else key
+    value = require_producer(g, write_v["new"], "rms_norm", apart)
+    key = find_producer(g, write_k["new"], "norm_rope", "rope")
+    norm = find_producer(g, key["x"], "rms_norm") if key and key.op == "rope" else key
     if not key or not norm or len(norm.inputs) < 2 or value.inputs != (norm["x"],):
-        raise Left(apart)
+        raise NoMatch(apart)
     if norm["w"].type.dtype != norm.out.type.dtype:
-        raise Left("the weight of K's norm has another dtype than the cache")
+        raise NoMatch("the weight of K's norm has another dtype than the cache")
     if value.attrs["eps"] != norm.attrs["eps"]:
-        raise Left("the norms of K and V differ in eps")
-    table = maker(g, key["cos"], "rope_table")
+        raise NoMatch("the norms of K and V differ in eps")
+    table = find_producer(g, key["cos"], "rope_table")
     if not table or table.outputs != (key["cos"], key["sin"]):
-        raise Left("K is rotated by a table that is not made here")
-    start = maker(g, write_k["start"], "row_start")
+        raise NoMatch("K is rotated by a table that is not made here")
+    start = find_producer(g, write_k["start"], "row_start")
     if not start or start.inputs != table.inputs or write_k.inputs[2:] != write_v.inputs[2:]:
-        raise Left("K and V are not written at the positions of the rotation")
+        raise NoMatch("K and V are not written at the positions of the rotation")
     return _Match(write_k, write_v, norm, table)
 
 
 def _check_readers(g: Graph, m: _Match, readers: list[Node]) -> None:
-    """Check that the two caches are read together, and by these attentions alone."""
+    """Raise NoMatch unless the two caches are read together, and only by these attentions."""
     writes = (m.write_k, m.write_v)
-    known = [*writes, *readers, RESULT]
+    expected = [*writes, *readers, RESULT]
     for w in writes:
-        others = [n for v in (w["cache"], w.out) for n in g.readers(v) if n not in known]
-        if others or w["cache"] in g.results() or w.out in g.outputs:
-            raise Left(f"{w['cache']} has another reader")
+        unexpected = [n for v in (w["cache"], w.out) for n in g.readers(v) if n not in expected]
+        if unexpected or w["cache"] in g.results() or w.out in g.outputs:
+            raise NoMatch(f"{w['cache']} has another reader")
     for n in readers:
         after = {v == w.out for w, v in zip(writes, n.caches, strict=True)}
         chunk, _ = split_chunk(n.chunk, 2)
         if len(after) > 1 or chunk not in ((), tuple(w["new"] for w in writes)):
-            raise Left(f"{n.out} reads K and V of different moments")
+            raise NoMatch(f"{n.out} reads K and V of different moments")
         if chunk and n.inputs[1:2] != m.table.inputs:
-            raise Left(f"{n.out} is at other positions than the rotation")
+            raise NoMatch(f"{n.out} is at other positions than the rotation")

@@ -1,9 +1,9 @@
 """cache_write(cache, x), attention(.., x)  ->  cache_write(cache', row), attention(.., row)
 
-row = narrow_row(x), cache' the state in the dtype `to`; "off" leaves everything
+row = narrow_row(x), cache' the state in the dtype `to`; "off": no change
 
-A chunk is read as its cache will hold it, so that results do not depend on how tokens are cut into
-chunks. This pass changes what a graph computes, by a rounding of K and V that the user asked for.
+Attention reads the chunk in the cache's dtype, so that results do not depend on the chunk size. The
+pass changes what a graph computes: it rounds K and V.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from g4ir.ops.types import ITEMSIZE
 
 from .match import OFF, Note, ignore, require_one_of
 
-AFTER = "latent_kv"  # what caches hold is decided
+AFTER = "latent_kv"  # which decides the caches' rows
 CHANGES_STATE = True
 CHANGES_MEANING = True
 
@@ -26,7 +26,7 @@ DTYPES = (OFF, *NARROW)
 
 @dataclass(frozen=True)
 class NarrowOptions:
-    """The dtype of the caches, one of DTYPES."""
+    """Dtype of the caches, one of DTYPES."""
 
     to: str = OFF
 
@@ -39,10 +39,10 @@ OPTIONS = NarrowOptions()
 
 def narrow_kv(g: Graph, note: Note = ignore, options: NarrowOptions = OPTIONS) -> Graph:
     """Quantise the KV cache."""
-    held = _quantised(g, options.to, note)
-    if not held:
+    quantised = _quantised(g, options.to, note)
+    if not quantised:
         return g
-    written = {n["new"].name for n in g.find("cache_write") if n["cache"].name in held}
+    written = {n["new"].name for n in g.find("cache_write") if n["cache"].name in quantised}
     b, rows = Builder(), dict[str, Value]()
     for n in g.nodes:
         if n.op == "cache_write" or n.definition.cache_range:
@@ -51,17 +51,17 @@ def narrow_kv(g: Graph, note: Note = ignore, options: NarrowOptions = OPTIONS) -
                     rows[v.name] = b.emit("narrow_row", v, to=options.to, name=f"{v.name}.row")
             n = replace(n, inputs=tuple(rows.get(v.name, v) for v in n.inputs))
         b.nodes.append(n)
-    state = tuple(held.get(v.name, v) for v in g.state)
+    state = tuple(quantised.get(v.name, v) for v in g.state)
     return rebuild(replace(g, nodes=tuple(b.nodes), state=state))
 
 
 def _quantised(g: Graph, to: str, note: Note) -> dict[str, Value]:
-    """Return the caches to quantise, by name, as they will be: those that this graph writes, and
-    those that it only reads, since another graph writes them alike."""
-    held: dict[str, Value] = {}
+    """Return name -> quantised type of the caches to quantise, including those that this graph only
+    reads: another graph writes them."""
+    caches: dict[str, Value] = {}
     for v in g.state:
         if to == OFF or ITEMSIZE[v.type.dtype] <= ITEMSIZE[to]:
             continue
-        held[v.name] = Value(v.name, quantized_type(v.type, to))
-        note(v.name, f"held as {held[v.name].type.dtype}")
-    return held
+        caches[v.name] = Value(v.name, quantized_type(v.type, to))
+        note(v.name, f"held as {caches[v.name].type.dtype}")
+    return caches

@@ -3,8 +3,8 @@
 state [C,B,n,d] of a layer with a window of W keys   ->  state [W + slack,B,n,d]
 state written with the keys of another layer's state ->  that layer's state, written once
 
-With `slack` the newest of that many tokens can be rejected, and a ring still holds what the token
-after the others sees: what they overwrote is outside of its window.
+With `slack`, that many of the newest tokens can be rejected: the tokens that they overwrote in the
+ring are outside the window of the next token.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from g4ir.ir.rewrite import drop_dead, rebuild
 
 from .match import Note, cache_names, ignore
 
-AFTER = "fuse_norm_residual"  # it needs nothing of these
+AFTER = "fuse_norm_residual"  # independent of it
 CHANGES_STATE = True
 
 #: draft tokens verified in one step: beyond about 32 the step becomes compute-bound
-MOST_SLACK = 32
+MAX_SLACK = 32
 
 
 @dataclass(frozen=True)
 class RingOptions:
-    """Slots of a ring beyond its window: the draft tokens that can be rejected."""
+    """`slack`: slots of a ring beyond its window, the number of draft tokens that can be
+    rejected."""
 
     slack: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.slack <= MOST_SLACK:
-            raise InputError(f"plan_cache: slack {self.slack}: expected 0 to {MOST_SLACK} slots")
+        if not 0 <= self.slack <= MAX_SLACK:
+            raise InputError(f"plan_cache: slack {self.slack}: expected 0 to {MAX_SLACK} slots")
 
 
 OPTIONS = RingOptions()
 
 
 def plan_cache(g: Graph, note: Note = ignore, options: RingOptions = OPTIONS) -> Graph:
-    """Size each cache by the tokens that attention sees, and hold it once."""
+    """Size each cache by its attention window, and store shared ones once."""
     g = _alias(g, note)
     names = cache_names(g)
     windows: dict[str, set[int]] = defaultdict(set)
@@ -52,7 +53,7 @@ def plan_cache(g: Graph, note: Note = ignore, options: RingOptions = OPTIONS) ->
 
 
 def _alias(g: Graph, note: Note) -> Graph:
-    """Replace a state that repeats another's writes by that other state."""
+    """Replace states that are written with the same rows as another by that one."""
     owners: dict[tuple[Value, ...], Node] = {}
     rename: dict[str, Value] = {}
     for n in g.find("cache_write"):
@@ -62,8 +63,8 @@ def _alias(g: Graph, note: Note) -> Graph:
             note(n["cache"].name, f"reads {owner['cache']}")
     if not rename:
         return g
-    kept = {name: v for name, v in g.next.items() if name not in rename}
-    return drop_dead(rebuild(replace(g, next=kept), rename))
+    states = {name: v for name, v in g.next.items() if name not in rename}
+    return drop_dead(rebuild(replace(g, next=states), rename))
 
 
 def _resized(v: Value, windows: set[int], slack: int, note: Note) -> Value:

@@ -1,8 +1,7 @@
 """linear(x, w)  ->  linear(fake_quantize(x), w), for quantised weights
 
-This pass changes what a graph computes, by a rounding that the user asked for: a product of two
-quantised matrices takes fewer instructions than one of codes and floats. Routed experts take their
-rows as they are; "off" leaves everything.
+The pass changes what a graph computes: it rounds activations, since a matmul of integers needs
+fewer instructions than one of codes and floats. Routed experts are not changed; "off": no change.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from dataclasses import dataclass, replace
 from g4ir.ir.graph import Builder, Graph, Value
 from g4ir.ops.codecs import ACTIVATIONS
 
-from .match import OFF, Note, ignore, maker, require_one_of
+from .match import OFF, Note, find_producer, ignore, require_one_of
 
-AFTER = "narrow_kv"  # products are packed, and no part of another op yet
+AFTER = "narrow_kv"  # linears are packed, but not fused yet
 CHANGES_MEANING = True
 
 FORMS = (OFF, *ACTIVATIONS)
@@ -22,7 +21,7 @@ FORMS = (OFF, *ACTIVATIONS)
 
 @dataclass(frozen=True)
 class ActivationOptions:
-    """The format of the activations, one of FORMS."""
+    """Format of the activations, one of FORMS."""
 
     to: str = OFF
 
@@ -36,19 +35,19 @@ OPTIONS = ActivationOptions()
 def quantize_activations(
     g: Graph, note: Note = ignore, options: ActivationOptions = OPTIONS
 ) -> Graph:
-    """Quantise the activations of products with quantised weights."""
+    """Quantise the inputs of linears with quantised weights."""
     to = options.to
     if to == OFF:
         return g
-    b, made = Builder(g.name), dict[str, Value]()
+    b, rounded = Builder(g.name), dict[str, Value]()
     for n in g.nodes:
-        if n.op == "experts" and maker(g, n["gate_up"], "dequantize"):
+        if n.op == "experts" and find_producer(g, n["gate_up"], "dequantize"):
             note(n.out.name, "left: routed experts take their rows as they are")
-        if n.op == "linear" and maker(g, n["w"], "dequantize"):
+        if n.op == "linear" and find_producer(g, n["w"], "dequantize"):
             x, w = n.inputs
-            if x.name not in made and not maker(g, x, "fake_quantize"):
-                made[x.name] = b.emit("fake_quantize", x, form=to, name=f"{x.name}.rounded")
+            if x.name not in rounded and not find_producer(g, x, "fake_quantize"):
+                rounded[x.name] = b.emit("fake_quantize", x, form=to, name=f"{x.name}.rounded")
                 note(x.name, f"rounded to {to}")
-            n = replace(n, inputs=(made.get(x.name, x), w))
+            n = replace(n, inputs=(rounded.get(x.name, x), w))
         b.nodes.append(n)
     return replace(g, nodes=tuple(b.nodes))

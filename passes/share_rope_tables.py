@@ -17,7 +17,7 @@ _SHARED = "rope"
 
 
 def share_rope_tables(g: Graph, note: Note = ignore) -> Graph:
-    """Make one table per rope kind and position input for the whole graph."""
+    """Share one table per RoPE kind and positions across the graph."""
     if all(n.outputs[0].name.startswith(_SHARED) for n in g.find("rope_table")):
         return g
     shared: dict[tuple[object, ...], Node] = {}
@@ -29,5 +29,5 @@ def share_rope_tables(g: Graph, note: Note = ignore) -> Graph:
         table = shared.setdefault(key, replace(n, outputs=outputs))
         rename.update({v.name: t for v, t in zip(n.outputs, table.outputs, strict=True)})
         note(n.outputs[0].name, f"shared as {table.outputs[0]}")
-    rest = tuple(n for n in g.nodes if n.op != "rope_table")
-    return rebuild(replace(g, nodes=(*shared.values(), *rest)), rename)
+    others = tuple(n for n in g.nodes if n.op != "rope_table")
+    return rebuild(replace(g, nodes=(*shared.values(), *others)), rename)

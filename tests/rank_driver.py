@@ -52,9 +52,9 @@ def check_exchanges(group: Group) -> None:
             assert torch.equal(joined, torch.cat([*parts], -1))
     sent = {"a": torch.arange(FRAME), "b": torch.ones(2, 3, dtype=torch.bool), "c": torch.zeros(0)}
     if group.rank == 0:
-        group.tell(["x", 1, None], sent)
+        group.send(["x", 1, None], sent)
         return
-    call, tensors = group.heard()
+    call, tensors = group.receive()
     assert call == ["x", 1, None, []] and tensors.keys() == sent.keys()
     assert all(torch.equal(t, sent[name]) for name, t in tensors.items())
 

@@ -25,8 +25,8 @@ from g4ir.passes import PassOptions, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.plan.options import BuildOptions
-from g4ir.quant.recipe import find_recipe
-from g4ir.quant.rewrite import quantised
+from g4ir.quant.recipe import find_quant_config
+from g4ir.quant.rewrite import quantise
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import Checkpoint
 from tests.oracle import Oracle, expressible, graph_params, pieces, save_checkpoint
@@ -93,7 +93,7 @@ def built_program(
     if key not in _PROGRAMS:
         options = PassOptions((LatentOptions(latent_kv), NarrowOptions(narrow_kv)))
         plain = build_program(spec, all_logits, dtype)
-        plain = quantised(plain, spec, find_recipe(quant or None), dtype or spec.dtype)
+        plain = quantise(plain, spec, find_quant_config(quant or None), dtype or spec.dtype)
         _PROGRAMS[key] = run_program(plain, skip=skip, options=options)
     return _PROGRAMS[key]
 

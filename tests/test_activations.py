@@ -22,8 +22,8 @@ from g4ir.ops.codecs import ACTIVATIONS, fake_quantize_values
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan.resolve import pass_options
-from g4ir.quant.recipe import find_recipe
-from g4ir.quant.rewrite import quantised
+from g4ir.quant.recipe import find_quant_config
+from g4ir.quant.rewrite import quantise
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
 from tests.cases import TABLES
@@ -71,7 +71,7 @@ def test_any_row(form: str) -> None:
 
 def coded(name: str, recipe: str = "int8", phase: str = "decode") -> Graph:
     spec = load_spec(name)
-    return quantised(build_program(spec), spec, find_recipe(recipe), spec.dtype).graphs[phase]
+    return quantise(build_program(spec), spec, find_quant_config(recipe), spec.dtype).graphs[phase]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from setuptools.config.pyprojecttoml import load_file
 
 import g4ir
 from g4ir import cli, passes
-from g4ir.quant.recipe import find_recipe
+from g4ir.quant.recipe import find_quant_config
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec, load_spec
 from tests.cases import TABLES
@@ -380,7 +380,7 @@ def test_examples_of_recipes(tmp_path: Path) -> None:
     texts = blocks("quantization.md", "yaml")
     for text, (variant, forms) in zip(texts, cases.items(), strict=True):
         (tmp_path / "own.yaml").write_text(text)
-        recipe = find_recipe(tmp_path / "own.yaml")
+        recipe = find_quant_config(tmp_path / "own.yaml")
         schemes = recipe and recipe.schemes(weights_of(load_spec(variant)))
         assert schemes and {s.form for s in schemes.values()} == forms
 

@@ -76,7 +76,7 @@ def check_without_media(spec: Spec, checkpoint: Path, error: type[Exception], sa
 @pytest.mark.parametrize("soft", (1, 2, 13, 63, 125, 250, 750))
 def test_limits_of_sound_are_exact(soft: int) -> None:
     """The longest clip of so many soft tokens, to the padding's multiple."""
-    settings = MelSettings(bins=128).at_most(soft)
+    settings = MelSettings(bins=128).limited_to(soft)
     assert settings.soft_tokens(settings.max_samples) <= soft
     if soft < 750:
         assert settings.soft_tokens(settings.max_samples + settings.pad_multiple) > soft

@@ -19,7 +19,7 @@ from g4ir.check.passes import verify_each_pass
 from g4ir.check.tokens import random_ids
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
-from g4ir.ir.distance import BUDGETS, Tolerance
+from g4ir.ir.distance import TOLERANCES, Tolerance
 from g4ir.model.media import KINDS
 from tests import cli_tools as cli
 from tests.cases import TABLES
@@ -190,7 +190,7 @@ def test_rounding_is_measured_where_the_budget_is_missed(
 ) -> None:
     """Against float64, in towers and in the prompt."""
     engine = built["tiny-unified"]
-    monkeypatch.setitem(BUDGETS, ("f32", "reference"), Tolerance(relative=1e-9))
+    monkeypatch.setitem(TOLERANCES, ("f32", "reference"), Tolerance(relative=1e-9))
     run, encode = engine.runtime.run, engine.runtime.encode
     monkeypatch.setattr(engine.runtime, "encode", lambda *given: encode(*given) * (1 + off))
 

@@ -24,7 +24,7 @@ from g4ir.media.images import PreparedImage, prepare_image
 from g4ir.media.videos import Footage, Video, prepare_video, video_settings
 from g4ir.model.audio import audio_settings
 from g4ir.model.images import BUDGETS, image_settings
-from g4ir.model.media import LISTS, offered
+from g4ir.model.media import LISTS, supported_media
 from g4ir.spec.parts import UnifiedAudio
 from g4ir.spec.record import Spec, load_spec
 from tests.configs import VARIANTS, short
@@ -119,7 +119,7 @@ def message(spec: Spec, parts: Sequence[Any]) -> Message:
     for part in parts:
         if isinstance(part, int):
             m.text(part)
-        elif part[0] in offered(spec):
+        elif part[0] in supported_media(spec):
             kind, size = part
             made: Any = medium(spec, kind, size, len(m.tokens))
             m.media[kind].append(made)

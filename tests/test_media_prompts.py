@@ -37,7 +37,7 @@ from g4ir.media.soft import Soft, counts
 from g4ir.media.videos import Video, prepare_video, read_footage, video_settings
 from g4ir.model.audio import audio_settings
 from g4ir.model.images import image_settings
-from g4ir.model.media import KINDS, LISTS, MEDIA_SETTINGS, Media, check_budget, check_taken
+from g4ir.model.media import KINDS, LISTS, MEDIA_SETTINGS, Media, check_budget, check_supported
 from g4ir.spec.parts import Tokens
 from g4ir.spec.record import load_spec
 from tests.cases import TABLES
@@ -119,7 +119,7 @@ def test_numbers_that_cannot_fit(case: str) -> None:
 def test_kinds_that_are_taken(case: str) -> None:
     c = CASES["taken"][case]
     with expected(c.get("says")):
-        check_taken(c["kind"], Media(tuple(c["of"])), load_spec(c["variant"]))
+        check_supported(c["kind"], Media(tuple(c["of"])), load_spec(c["variant"]))
 
 
 def spell(token: int) -> str:

@@ -24,7 +24,7 @@ from g4ir.backends.inductor.target import Target
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
-from g4ir.ir.distance import HELD
+from g4ir.ir.distance import QUANT_ERRORS
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
 from g4ir.ops.kv_quant import (
@@ -156,7 +156,7 @@ def tokens(rows: int, count: int) -> torch.Tensor:
 
 def held_apart(got: torch.Tensor, want: torch.Tensor, to: str) -> None:
     """A row after a number that fell to the other side may lie as far away as `verify` allows."""
-    assert relative(got, want).max() < HELD[to]
+    assert relative(got, want).max() < QUANT_ERRORS[to]
 
 
 def test_truncate_restore_and_bytes(engine: Engine) -> None:
@@ -218,7 +218,7 @@ def test_verify(engine: Engine) -> None:
     and every pass keeps what the one before it computes."""
     to = engine.manifest["options"]["narrow_kv"]["to"]
     report = verify_engine(engine, "hf", IDS)
-    assert report.ok and max(p.relative for p in report.positions) < HELD[to] / 10
+    assert report.ok and max(p.relative for p in report.positions) < QUANT_ERRORS[to] / 10
     stages = verify_each_pass(engine, IDS)
     assert stages.ok and "as asked: not compared" in stages.text()
 

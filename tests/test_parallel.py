@@ -29,8 +29,8 @@ from g4ir.parallel.table import FIRST, Sharding, Share
 from g4ir.passes import PassOptions, run_passes, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.plan_cache import RingOptions
-from g4ir.quant.recipe import find_recipe
-from g4ir.quant.rewrite import from_codes, quantised
+from g4ir.quant.recipe import find_quant_config
+from g4ir.quant.rewrite import codes_as_params, quantise
 from g4ir.spec.record import Spec, load_spec
 from tests.cases import TABLES
 from tests.configs import TINY, VARIANTS, fewest_of, random_spec
@@ -183,7 +183,7 @@ def rank_params(
 ) -> dict[str, torch.Tensor]:
     """A rank's params of a sharded graph, cut from those of the whole model."""
     share = Share(Sharding(spec, ranks, any(v.name == FIRST for v in g.params)), rank)
-    return {v.name: share.own(v.name, params.__getitem__) for v in g.params}
+    return {v.name: share.read_part(v.name, params.__getitem__) for v in g.params}
 
 
 def packed(
@@ -263,10 +263,10 @@ TYPES = {torch.float32: "f32", torch.float64: "f64"}
 
 def in_codes(name: str, recipe: str, dtype: torch.dtype) -> Program:
     spec, kind = spec_of(name), TYPES[dtype]
-    found = find_recipe(recipe)
+    found = find_quant_config(recipe)
     assert found
     rules = tuple(replace(r, group=8) if r.form == "int4" else r for r in found.rules)
-    return quantised(whole_program(spec, kind), spec, replace(found, rules=rules), kind)
+    return quantise(whole_program(spec, kind), spec, replace(found, rules=rules), kind)
 
 
 CODED = [("tiny-moe", recipe, *way) for recipe in RECIPES for way in ((2, False), (4, True))]
@@ -295,7 +295,7 @@ def test_codes_of_the_whole_are_cut(
     """As a checkpoint in codes has them: a rank has its part of the codes, and the scales of its
     rows or groups, which are a row's own where its columns are cut."""
     made = in_codes(name, recipe, dtype)
-    params, held = codes_of(made, weights(name, dtype)), made.map(from_codes)
+    params, held = codes_of(made, weights(name, dtype)), made.map(codes_as_params)
     want = of_one(held, name, params, dtype)
     own = shard_program(held, Sharding(spec_of(name), ranks, ep))
     for p in (own, run_program(own, options=SLACK)):
@@ -324,10 +324,10 @@ def test_a_rank_quantises_its_part(name: str, recipe: str, ranks: int, ep: bool)
 @pytest.mark.parametrize("held", [False, True])
 def test_groups_are_not_cut(held: bool) -> None:
     spec = spec_of("tiny-dense")
-    p = quantised(build_program(spec), spec, find_recipe("int4"), "f32")
+    p = quantise(build_program(spec), spec, find_quant_config("int4"), "f32")
     said = r"--tp 4: L0\.mlp\.w_down has rows of 96 in groups of 32, which 4 ranks cannot share"
     with pytest.raises(InputError, match=said):
-        shard_program(p.map(from_codes) if held else p, Sharding(spec, 4))
+        shard_program(p.map(codes_as_params) if held else p, Sharding(spec, 4))
 
 
 #: messages of a decode step: two for each layer, and the head's

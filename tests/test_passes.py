@@ -28,7 +28,7 @@ from g4ir.passes import (
     CHANGES_STATE,
     OPTIONS,
     PASSES,
-    Acted,
+    PassCounts,
     PassOptions,
     _ordered,
     find_pass,
@@ -39,8 +39,8 @@ from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.match import ignore
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
-from g4ir.quant.recipe import find_recipe
-from g4ir.quant.rewrite import quantised
+from g4ir.quant.recipe import find_quant_config
+from g4ir.quant.rewrite import quantise
 from g4ir.spec.parts import Moe, Rope
 from g4ir.spec.record import Spec, check_spec, load_spec, spec_names
 from tests.cases import TABLES
@@ -159,7 +159,7 @@ def interface(g: Graph) -> tuple[Any, ...]:
 
 def coded(spec: str) -> Program:
     """The program of a spec with weights in codes."""
-    return quantised(program(spec), SPECS[spec](), find_recipe("int8"), SPECS[spec]().dtype)
+    return quantise(program(spec), SPECS[spec](), find_quant_config("int8"), SPECS[spec]().dtype)
 
 
 @pytest.mark.covering
@@ -169,7 +169,7 @@ def coded(spec: str) -> Program:
 def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str) -> None:
     """A pass that says that it acted changed the graph, and no other did."""
     stages = [(coded if form in ACTIVATIONS else program)(spec).graphs[phase]]
-    found = Acted()
+    found = PassCounts()
     note = found.note(phase)
     run_passes(stages[0], dump=lambda _, g: stages.append(g), note=note, options=options(form))
     assert set(stages[-1].params) <= set(stages[0].params)
@@ -272,7 +272,7 @@ KINDS: dict[str, tuple[Callable[[str], Program], tuple[str, ...], PassOptions]] 
 
 def acted(g: Graph, options: PassOptions) -> dict[str, int]:
     """Pass -> how often it acted, of those that did."""
-    found = Acted()
+    found = PassCounts()
     run_passes(g, note=found.note(g.name), options=options)
     counts = found.counts[g.name]
     return {name: counts[name] for name in PASSES if counts[name]}

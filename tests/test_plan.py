@@ -36,8 +36,8 @@ from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.plan.records import SCHEMA
 from g4ir.plan.resolve import resolved
 from g4ir.plan.table import plan_text
-from g4ir.quant.recipe import find_recipe
-from g4ir.quant.rewrite import quantised
+from g4ir.quant.recipe import find_quant_config
+from g4ir.quant.rewrite import quantise
 from g4ir.spec.record import load_spec
 from g4ir.ui.units import count_text, parse_counts, rounded_count, size_text
 from tests.cli_tools import ok
@@ -186,8 +186,8 @@ def test_time_floors_are_those_of_the_cost_model() -> None:
     plan = make_plan(spec, ctx=(4096, 8192), batch=(1, 8), memory=gpu)
     step = Program({"decode": build_graph(spec, "decode")})
     for form in ("bf16", "int8", "int4"):
-        recipe = None if form == spec.dtype else find_recipe(form)
-        graph = run_passes(quantised(step, spec, recipe, spec.dtype).graphs["decode"])
+        recipe = None if form == spec.dtype else find_quant_config(form)
+        graph = run_passes(quantise(step, spec, recipe, spec.dtype).graphs["decode"])
         for r in (r for r in plan.rows if r.weights == form):
             seconds = floor(total(graph_costs(graph, C=r.ctx - 1, B=r.batch)), gpu.roof).seconds
             assert r.step_s == pytest.approx(seconds, rel=1e-4)
@@ -294,7 +294,7 @@ def test_nothing_fits() -> None:
             check("gemma3-1b", int(size * GB))
     for quant, advice in {"int4": nothing, "fp8": advised[1.0]}.items():
         with pytest.raises(PlanError, match=f"short; {advice}"):
-            check("gemma3-1b", GB, quant=find_recipe(quant))
+            check("gemma3-1b", GB, quant=find_quant_config(quant))
 
 
 # --- the command --------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from g4ir.plan.gpus import find_gpu
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.plan import PLANNED, make_plan, plan_engine
 from g4ir.plan.table import plan_text
-from g4ir.quant.recipe import SCHEMES, built_in
+from g4ir.quant.recipe import SCHEMES, built_in_names
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.gguf.checkpoint import READ
 from g4ir.weights.random import random_weights
@@ -112,7 +112,7 @@ def specs() -> list[Spec]:
 
 @pytest.mark.parametrize(("backend", "device"), WHERE)
 def test_own_formats(backend: str, device: str, tmp_path: Path) -> None:
-    for quant in (None, *built_in(), *(recipe_of(form, tmp_path) for form in SCHEMES)):
+    for quant in (None, *built_in_names(), *(recipe_of(form, tmp_path) for form in SCHEMES)):
         for spec in specs():
             assert_same(*both(spec, backend, device, quant=quant))
 
@@ -220,7 +220,9 @@ ENGINES = [
 def test_engines(backend: str, device: str, quant: str | None, tmp_path: Path) -> None:
     """What a built engine holds and its session allocates is what was planned."""
     spec = widened("tiny-ple")
-    given = recipe_of(quant, tmp_path) if quant in SCHEMES and quant not in built_in() else quant
+    given = (
+        recipe_of(quant, tmp_path) if quant in SCHEMES and quant not in built_in_names() else quant
+    )
     options = {"backend": backend, "device": device, "quant": given, "media": "none"}
     _, plan = both(spec, **options)
     engine = build(spec, tmp_path / "e", random_weights=0, **options, **SIZES)

@@ -21,8 +21,8 @@ from g4ir.passes.latent_kv import LatentOptions
 from g4ir.plan.cost import NodeCost, Roof, by_kind, floor, graph_costs, total
 from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.plan.records import Plan
-from g4ir.quant.recipe import find_recipe
-from g4ir.quant.rewrite import quantised
+from g4ir.quant.recipe import find_quant_config
+from g4ir.quant.rewrite import quantise
 from g4ir.spec.record import load_spec
 
 TABLES = yaml.safe_load((Path(__file__).parent / "golden" / "published.yaml").read_text())
@@ -140,9 +140,9 @@ def graph(name: str, phase: str = "decode", skip: tuple[str, ...] = ()) -> Graph
 @cache
 def stored(name: str, weights: str) -> Graph:
     """A decode step with quantised weights."""
-    spec, recipe = load_spec(name), None if weights == "bf16" else find_recipe(weights)
+    spec, recipe = load_spec(name), None if weights == "bf16" else find_quant_config(weights)
     program = Program({"decode": build_graph(spec, "decode")})
-    return run_passes(quantised(program, spec, recipe, spec.dtype).graphs["decode"])
+    return run_passes(quantise(program, spec, recipe, spec.dtype).graphs["decode"])
 
 
 def body(name: str, tokens: int) -> list[NodeCost]:

@@ -38,8 +38,8 @@ from g4ir.passes import run_program
 from g4ir.plan.cost import graph_costs, total
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
-from g4ir.quant.recipe import Recipe, Rule, Scheme, built_in, find_recipe
-from g4ir.quant.rewrite import quantised, weights_of
+from g4ir.quant.recipe import QuantConfig, Rule, Scheme, built_in_names, find_quant_config
+from g4ir.quant.rewrite import quantise, weights_of
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
@@ -200,16 +200,16 @@ def test_errors_of_gaussian_weights() -> None:
     assert error(w, "fp8") == pytest.approx(0.0265, abs=1e-3)
 
 
-def recipe_called(name: str) -> Recipe:
+def recipe_called(name: str) -> QuantConfig:
     rows = MATRIX["schemes"].get(name, {}).get("rules", ())
     rules = tuple(Rule(**{**row, "tensors": tuple(row["tensors"])}) for row in rows)
-    found = Recipe(rules, name) if rules else find_recipe(name)
+    found = QuantConfig(rules, name) if rules else find_quant_config(name)
     assert found
     return found
 
 
-def quantised_program(spec: Spec, recipe: Recipe) -> Program:
-    return run_program(quantised(build_program(spec, True, "f32"), spec, recipe, "f32"))
+def quantised_program(spec: Spec, recipe: QuantConfig) -> Program:
+    return run_program(quantise(build_program(spec, True, "f32"), spec, recipe, "f32"))
 
 
 def logits(program: Program, oracle: Oracle, tensors: Any = None) -> torch.Tensor:
@@ -218,7 +218,7 @@ def logits(program: Program, oracle: Oracle, tensors: Any = None) -> torch.Tenso
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("recipe", [*built_in(), "mixed"])
+@pytest.mark.parametrize("recipe", [*built_in_names(), "mixed"])
 @pytest.mark.parametrize("name", TINY)
 def test_passes_change_nothing(name: str, recipe: str) -> None:
     """Packed codes mean what the packed weights would be, bit for bit."""
@@ -237,7 +237,7 @@ def test_cost_counts_codes() -> None:
     sizes = {}
     for name, recipe in (("e2b", "int8"), ("26b-a4b", "int4"), ("31b", "int4")):
         spec = load_spec(name)
-        program = quantised(build_program(spec), spec, find_recipe(recipe), "bf16")
+        program = quantise(build_program(spec), spec, find_quant_config(recipe), "bf16")
         made = run_program(program)
         plain, built, turned = (
             total(graph_costs(p.graphs["decode"])) for p in (program, made, made.map(by_columns))
@@ -362,7 +362,7 @@ def test_by_columns_and_back(rows: int, size: int, dtype: str) -> None:
 def test_a_gpu_is_given_what_its_kernels_read(form: str) -> None:
     """The table, gathered from and multiplied with, is one param in both graphs."""
     rule = Rule(("L*.mlp.w_*", "L*.moe.*", "embed.table"), form)
-    program = quantised_program(widened("tiny-moe"), Recipe((rule,), "r"))
+    program = quantised_program(widened("tiny-moe"), QuantConfig((rule,), "r"))
     packing = split_program(find_backend("torch").stored(program, "cuda"))
     params = packing.program.params().values()
     assert not {FORMATS[f].codes for f in ("int6", *MINIMA)} & {v.type.dtype for v in params}

@@ -350,7 +350,7 @@ def test_experts_and_blocks(case: str, tmp_path: Path) -> None:
     oracle = find_oracle(load_spec("tiny-moe"))
     dense = moe_checkpoint(OTHERS[case], oracle, tmp_path / "c")
     engine = built(tmp_path / "c", tmp_path / "e")
-    assert engine.config.quant and engine.config.quant.held
+    assert engine.config.quant and engine.config.quant.from_checkpoint
     for name in ("L0.moe.gate_up", "L1.moe.down", "L2.attn.wq"):
         want = dense.tensors[f"model.{checkpoint_name(name)}"]
         assert torch.equal(engine.param(name), want), name

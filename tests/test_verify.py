@@ -24,7 +24,7 @@ from g4ir.check.stage_report import describe_value
 from g4ir.check.tokens import Turns, random_ids
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError, SpecError
-from g4ir.ir.distance import BUDGETS, Tolerance
+from g4ir.ir.distance import TOLERANCES, Tolerance
 from tests.cases import TABLES
 from tests.configs import spec_called
 from tests.engines import MAX_SEQ, random_checkpoint, some_tokens
@@ -58,7 +58,7 @@ def test_sound_engine(engines: Any, backend: str, spec: str, against: str) -> No
         engine, against, checkpoint=engines.checkpoint(spec), progress=said.append
     )
     assert report.ok and report.first_difference is None
-    assert report.budget == BUDGETS["f32", against]
+    assert report.budget == TOLERANCES["f32", against]
     assert sum(report.turns) == 96 and report.turns[-24:] == (1,) * 24
     assert len(report.positions) == (96 if engine.all_logits else len(report.turns))
     assert report.greedy.equal == report.greedy.count == 16
@@ -172,7 +172,7 @@ def test_rounding_is_measured_where_the_budget_is_missed(
     engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against float64 on this very model, with sound weights; four times as much is allowed."""
-    monkeypatch.setitem(BUDGETS, ("f32", "reference"), Tolerance(relative=1e-9))
+    monkeypatch.setitem(TOLERANCES, ("f32", "reference"), Tolerance(relative=1e-9))
     assert not verify_engine(disturbed(engines("reference", "tiny-ple"), "L3.attn.wo", 0.01)).ok
     engine = engines("torch", "tiny-ple")
     report = verify_engine(engine)

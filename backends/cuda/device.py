@@ -13,7 +13,7 @@ from g4ir.backends.inductor.target import Target
 from g4ir.backends.inductor.toolchain import cpp_compiler
 from g4ir.ir.graph import Graph, Program
 from g4ir.plan.engine_limits import Limits
-from g4ir.quant.rewrite import simplified
+from g4ir.quant.rewrite import simplify_formats
 
 from .schedule import schedule
 from .scratch import scratch_bytes
@@ -49,7 +49,7 @@ class Cuda(Device):
 
     def stored(self, program: Program) -> Program:
         """Return the program without int6 and formats with minima, which kernels do not read."""
-        return program.map(simplified)
+        return program.map(simplify_formats)
 
     def scratch_bytes(self, program: Program) -> Callable[[Limits], int]:
         return scratch_bytes(program)

@@ -16,7 +16,7 @@ from g4ir.errors import MissingError
 from g4ir.ir.graph import Program
 from g4ir.model.draft import DRAFT
 from g4ir.plan.engine_limits import Limits
-from g4ir.quant.rewrite import simplified
+from g4ir.quant.rewrite import simplify_formats
 from g4ir.ui.progress import Progress
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class OnnxBackend(Backend):
     def stored(self, program: Program, device: str) -> Program:
         """Return graphs whose quantised weights lie by columns, as onnxruntime takes them;
         tables lie by rows."""
-        return program.map(simplified).map(by_columns)
+        return program.map(simplify_formats).map(by_columns)
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         from .export import EMBED, MODEL, export, tower_file

@@ -166,7 +166,7 @@ class TrtBackend(Backend):
         main = opened(ENGINE)
         record = self.host.record if cuda_graph else None
         if record and group:
-            record = recorded_by_all(record, group.gathered)
+            record = recorded_by_all(record, group.gather_values)
         loaded = TrtRuntime(main, task.limits, record, task.params, opened, task.program)
         if group:
             loaded.link(partial(self.host.communicator, group))

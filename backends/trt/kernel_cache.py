@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.ui.files import write_file
-from g4ir.ui.paths import OTHERS
+from g4ir.ui.paths import GROUP_WORLD_WRITE
 from g4ir.ui.progress import Progress
 
 from .host import Api
@@ -99,7 +99,7 @@ class KernelCache:
                 raise ValueError("it is no ordinary file")
             if status.st_uid != os.geteuid():
                 raise ValueError("it belongs to another user")
-            if status.st_mode & OTHERS:
+            if status.st_mode & GROUP_WORLD_WRITE:
                 raise ValueError("other users may write to it")
             if status.st_size > LARGEST:
                 raise ValueError(f"it is larger than {LARGEST} bytes")

@@ -38,8 +38,8 @@ from g4ir.ir.text import print_graph
 from g4ir.model.text import build_program
 from g4ir.passes import PassOptions, run_program
 from g4ir.passes.latent_kv import LatentOptions
-from g4ir.quant.recipe import find_recipe
-from g4ir.quant.rewrite import quantised
+from g4ir.quant.recipe import find_quant_config
+from g4ir.quant.rewrite import quantise
 from g4ir.spec.record import load_spec
 from g4ir.weights.pack import split_program
 
@@ -74,7 +74,7 @@ def programs(variants: list[str]) -> Iterator[Program]:
         name, _, quant = variant.partition("+")
         spec = load_spec(name)
         graphs = build_program(spec, dtype="bf16")
-        graphs = quantised(graphs, spec, find_recipe(quant or None), "bf16")
+        graphs = quantise(graphs, spec, find_quant_config(quant or None), "bf16")
         latent = spec.text.full.k_eq_v and not quant
         for form in ("off", "value") if latent else ("off",):
             done = run_program(graphs, options=PassOptions((LatentOptions(form),)))

@@ -514,7 +514,7 @@ def rebuild(path: Path, m: Manifest) -> str:
     }
     if c.drafter:
         given["drafter"] = "DRAFTER" if seed is None else path / DRAFTER
-    if c.quant and c.quant.held:
+    if c.quant and c.quant.from_checkpoint:
         given["quant"] = None
     words = ["g4ir", "build", "--spec", str(path / SPEC), *flags_of(given), "--out"]
     return f"build it again: {shlex.join(words)} NEW"

@@ -11,7 +11,7 @@ from g4ir.check.peers import EnginePeer, HfPeer, find_anchor, rounding_error
 from g4ir.check.reference import reference_engine
 from g4ir.check.tokens import Turns
 from g4ir.engine.engine import Engine
-from g4ir.ir.distance import BUDGETS, Agreement, Anchor, compare_choices, compare_rows
+from g4ir.ir.distance import TOLERANCES, Agreement, Anchor, compare_choices, compare_rows
 
 from .report import Values
 from .runners import BenchRunner, HfRunner, Workload, reference_runner, request_steps
@@ -39,7 +39,7 @@ def compare_outputs(
         if runner is base:
             continue
         dtypes = {engine.dtype, (runner.engine or engine).dtype}
-        budgets = [BUDGETS[dtype, "hf" if hf else "reference"] for dtype in dtypes]
+        budgets = [TOLERANCES[dtype, "hf" if hf else "reference"] for dtype in dtypes]
         # Rounding is measured if it is of one dtype; else the wider tolerance is that of 16 bits.
         is_measured = runner.tolerance is None and len(dtypes) == 1
         got = request_logits(runner, w, tokens)

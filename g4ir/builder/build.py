@@ -30,15 +30,15 @@ from g4ir.errors import EngineError, InputError, PlanError, check_all
 from g4ir.model.names import checkpoint_name
 from g4ir.ops.codecs import CALIBRATED
 from g4ir.ops.kv_quant import NARROW
-from g4ir.passes import Acted, Dump
+from g4ir.passes import Dump, PassCounts
 from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.plan import resolve
 from g4ir.plan.fit import device_memory, fitted
 from g4ir.plan.footprint import Footprint
 from g4ir.plan.options import BuildConfig, BuildOptions, options_text, words_of
-from g4ir.quant.recipe import find_recipe, one_recipe
-from g4ir.quant.rewrite import held_recipe, weights_of
+from g4ir.quant.recipe import choose_config, find_quant_config
+from g4ir.quant.rewrite import checkpoint_quant_config, weights_of
 from g4ir.spec.reader import Line, to_line
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.files import free_bytes, new_folder, write_file
@@ -130,7 +130,7 @@ def prepare(
         options,
         backend,
         media=sources.media(options),
-        quant=find_recipe(options.quant),
+        quant=find_quant_config(options.quant),
         drafter=sources.drafter.spec if sources.drafter else None,
     )
     if dry:
@@ -139,7 +139,7 @@ def prepare(
         check_all(*backend.needs(config.device, config.ranks), *sources.absent())
     checkpoint = sources.checkpoint(config)
     config = _with_recipe(config, checkpoint, sources)
-    acted = Acted()
+    acted = PassCounts()
     packing = config.packing(backend, dump=dump, acted=acted)
     config, short = _fitted(Footprint(config, backend, packing), options, backend, dry)
     weights = _weights(checkpoint, options, backend.packs_weights, sources.adapters)
@@ -186,8 +186,8 @@ def _check_linked(o: BuildOptions, backend: Backend) -> None:
 def _with_recipe(config: BuildConfig, opened: Checkpoint | None, sources: Sources) -> BuildConfig:
     """Return the settings with the quantisation config that was given, or that of a quantised
     checkpoint; InputError for both, or for quantised activations without either."""
-    held = held_recipe(config.spec, opened.forms) if opened else None
-    found = one_recipe(config.quant, held, sources.origin and sources.origin.path)
+    held = checkpoint_quant_config(config.spec, opened.forms) if opened else None
+    found = choose_config(config.quant, held, sources.origin and sources.origin.path)
     form = config.activations
     if form != OFF and not found:
         why = "no weight is quantised, and only products with such weights round what they take"
@@ -201,7 +201,9 @@ def _calibration(o: BuildOptions, config: BuildConfig, sources: Sources) -> Cali
     if o.calibrate is None:
         return None
     recipe, spec = config.quant, config.spec
-    schemes = recipe.schemes(weights_of(spec)).values() if recipe and not recipe.held else ()
+    schemes = (
+        recipe.schemes(weights_of(spec)).values() if recipe and not recipe.from_checkpoint else ()
+    )
     if not any(s.form in CALIBRATED for s in schemes):
         why = f"no weight is quantised to {' or '.join(CALIBRATED)}, which alone it is for"
         raise InputError(f"--calibrate {o.calibrate}: {why}; give --quant int4 or int4-mixed too")

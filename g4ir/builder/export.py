@@ -81,7 +81,7 @@ def held_weights(engine: Engine) -> Checkpoint:
 
 
 def _part(engine: Engine, part: Value, rows: torch.Tensor | None) -> torch.Tensor:
-    return engine.share.joined(part, lambda rank, own: engine.unpacked(rank).part(own))
+    return engine.share.join_parts(part, lambda rank, own: engine.unpacked(rank).part(own))
 
 
 def _values(engine: Engine, v: Value, rows: torch.Tensor | None) -> torch.Tensor:

@@ -30,7 +30,7 @@ from g4ir.parallel.group import Group, current
 from g4ir.parallel.table import Share
 from g4ir.plan.backend import checked_settings
 from g4ir.plan.resolve import find_placement
-from g4ir.quant.rewrite import held_recipe
+from g4ir.quant.rewrite import checkpoint_quant_config
 from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.weights import pack as packings
 from g4ir.weights.adapter import Adapter, with_adapters
@@ -250,7 +250,9 @@ def _open_params(found: Artefact, device: str) -> packings.ParamSource:
         why = f"its weight files are not those that {found.path / MANIFEST} names"
         fix = "restore them, or build again without --link-weights"
         raise EngineError(f"{kept.directory}: {why}; {fix}")
-    if held_recipe(c.spec, checkpoint.forms) != (c.quant if c.quant and c.quant.held else None):
+    if checkpoint_quant_config(c.spec, checkpoint.forms) != (
+        c.quant if c.quant and c.quant.from_checkpoint else None
+    ):
         why = f"{found.path} takes codes in other forms than this g4ir reads from {kept.directory}"
         raise EngineError(f"{why}; {rebuild(found.path, found.manifest)}")
     return packings.MadeParams(found.packing, checkpoint, share=share, quantized=quantized)

@@ -26,7 +26,7 @@ def follow(group: Group) -> None:
     things: dict[int, Any] = {}  # runtimes and states by number
     with _undisturbed():
         while True:
-            call, feeds = group.heard()
+            call, feeds = group.receive()
             if not call:
                 return
             of, name, args, makes, dropped = call

@@ -29,7 +29,7 @@ from g4ir.model.towers import is_tower
 from g4ir.ops import OPS
 from g4ir.ops.kv_quant import to_comparable
 from g4ir.ops.types import Type
-from g4ir.parallel.shard import own_name
+from g4ir.parallel.shard import rank_name
 
 from .reference import with_run
 from .stage_report import Difference, OpError, StageReport
@@ -249,7 +249,7 @@ class ForcedRuntime:
 
 def _joint_name(name: str, rank: int, names: Container[str]) -> str:
     """Return the name of a rank's value in the side-by-side program."""
-    local = own_name(name, rank)
+    local = rank_name(name, rank)
     return local if local in names else name
 
 

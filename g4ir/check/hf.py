@@ -23,7 +23,7 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.graph import Node
 from g4ir.ir.names import layer_of
-from g4ir.ir.wide import WideProducts
+from g4ir.ir.wide import Float64Matmuls
 from g4ir.model.names import HEAD, TOKEN_TABLE, checkpoint_name
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
@@ -121,7 +121,7 @@ def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Prog
         model = _load_hf(origin.path, engine.dtype)
     else:
         model = hf_model(engine, origin, attention="eager")
-    if engine.config.quant and (plain or not engine.config.quant.held):
+    if engine.config.quant and (plain or not engine.config.quant.from_checkpoint):
         params = dict(model.get_decoder().named_parameters())
         params |= {HEAD: model.get_output_embeddings().weight}
         with torch.no_grad():
@@ -219,7 +219,7 @@ def float64_model(model: Any) -> Iterator[None]:
         if before is not None:
             stack.callback(model.set_experts_implementation, before)
             model.set_experts_implementation("eager")
-        stack.enter_context(WideProducts())
+        stack.enter_context(Float64Matmuls())
         yield
 
 

@@ -23,10 +23,10 @@ from g4ir.ir.distance import (
     Agreement,
     Anchor,
     Tolerance,
-    budget_of,
     compare_choices,
     compare_rows,
     row_errors,
+    tolerance_of,
 )
 from g4ir.ui.progress import Progress, no_progress
 
@@ -107,7 +107,7 @@ def _compare(engine: Engine, peer: Peer, turns: Turns, progress: Progress) -> Ve
         progress(f"{count} through the reference in float64")
         return rounding_error(engine, turns)
 
-    budget = budget_of(engine.dtype, peer.name, *coarse(engine))
+    budget = tolerance_of(engine.dtype, peer.name, *coarse(engine))
     plain, again = compare_rows(
         budget, engine.dtype, [got, rounds], want, anchor=anchor, rounding=rounding
     )
@@ -128,7 +128,7 @@ def _compare(engine: Engine, peer: Peer, turns: Turns, progress: Progress) -> Ve
 def _graph_error(engine: Engine, turns: Turns, want: Tensor) -> tuple[float, float]:
     """Return the largest relative error of the engine's graphs in float64, and its tolerance."""
     rows = EnginePeer(engine).in_float64(turns).cpu()
-    limit = budget_of("f32", "hf", *coarse(engine)).relative or 0.0
+    limit = tolerance_of("f32", "hf", *coarse(engine)).relative or 0.0
     return float(row_errors(rows, want).relative.max()), limit
 
 

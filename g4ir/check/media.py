@@ -17,7 +17,7 @@ import torch
 
 from g4ir.backends.base import Tensors
 from g4ir.engine.engine import Engine
-from g4ir.ir.distance import BUDGETS, Agreement, Anchor, Tolerance, compare_rows, row_errors
+from g4ir.ir.distance import TOLERANCES, Agreement, Anchor, Tolerance, compare_rows, row_errors
 from g4ir.ir.interpret import interpret
 from g4ir.ir.wide import in_float64
 from g4ir.media.soft import Soft, counts
@@ -152,7 +152,7 @@ def _compare(dtype: str, got: Tensor, want: Tensor, exact: Callable[[], Tensor])
     """Compare rows with the interpreter's, within its own rounding, measured against `exact`, the
     same rows in float64."""
     (agreement,) = compare_rows(
-        BUDGETS[dtype, "reference"],
+        TOLERANCES[dtype, "reference"],
         dtype,
         [got],
         want,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from g4ir.ir.distance import GROUP, Rounding, Tolerance, median_of, worst_of
+from g4ir.ir.distance import GROUP, Rounding, Tolerance, largest, lower_median
 
 from .media import MediaReport
 
@@ -91,7 +91,7 @@ class VerifyReport:
     @property
     def median_distance(self) -> float:
         """Median distance of the positions to the anchor; not a number where one is not."""
-        return median_of(distances(self.positions))
+        return lower_median(distances(self.positions))
 
     @property
     def ok(self) -> bool:
@@ -132,7 +132,7 @@ class VerifyReport:
         yield "greedy", self.greedy.text()
 
     def _rounding_rows(self, rounding: Rounding) -> Iterator[tuple[str, str]]:
-        worst = worst_of(distances(self.positions))
+        worst = largest(distances(self.positions))
         engine = f"{self.median_distance:>12.2e} in the median, worst {worst:.2e}"
         reference = f"the reference's {rounding.median:.2e} and {rounding.worst:.2e}"
         yield "distance", f"{engine}; {reference}"

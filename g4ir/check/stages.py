@@ -33,7 +33,7 @@ from g4ir.ops.types import Type, torch_dtype
 from g4ir.parallel.shard import shard_program, split_name, unroll
 from g4ir.parallel.table import Share
 from g4ir.passes import run_program
-from g4ir.quant.rewrite import from_codes, quantised
+from g4ir.quant.rewrite import codes_as_params, quantise
 from g4ir.weights.pack import Packing, UnpackedWeights, own_params, split_program
 
 from .items import Item
@@ -69,14 +69,14 @@ class PlainParams:
         rank, name = split_name(v.name)
         if rank is not None:
             return self._of_rank(rank, replace(v, name=name))
-        tensor: Tensor = self.share.joined(v, self._of_rank) if self.shards else self.read(v)
+        tensor: Tensor = self.share.join_parts(v, self._of_rank) if self.shards else self.read(v)
         return tensor
 
     def _of_rank(self, rank: int, v: Value) -> Tensor:
         if self.shards:
             return self.shards[rank](v)
         share = replace(self.share, rank=rank)
-        tensor: Tensor = share.own(v.name, lambda name: self.read(replace(v, name=name)))
+        tensor: Tensor = share.read_part(v.name, lambda name: self.read(replace(v, name=name)))
         return tensor
 
 
@@ -213,10 +213,10 @@ def stages_of(
     stored = partial(find_backend(config.backend).stored, device=config.device)
     plain = _model_program(engine)
     if is_unpacked:
-        plain = plain.map(from_codes)
+        plain = plain.map(codes_as_params)
     after: dict[str, dict[str, Graph]] = {MODEL: dict(plain.graphs)}
     if engine.ranks > 1:
-        if engine.config.quant and not engine.config.quant.held:
+        if engine.config.quant and not engine.config.quant.from_checkpoint:
             after.clear()  # each rank quantised its shard, with scales of its own
         plain = shard_program(plain, config.sharding)
         after[SHARD] = dict(plain.graphs)
@@ -235,7 +235,7 @@ def stages_of(
     for name, program in after.items():
         packing = split_program(stored(Program(program)))
         yield stage(name, packing)
-    prologue = from_codes(engine.prologue) if is_unpacked else engine.prologue
+    prologue = codes_as_params(engine.prologue) if is_unpacked else engine.prologue
     if packing != (engines := Packing(engine.program, prologue)):
         yield stage(STORED, engines)
 
@@ -264,7 +264,7 @@ def _model_program(engine: Engine) -> Program:
         verifies=VERIFY in engine.program.graphs,
         drafter=engine.drafter,
     )
-    return quantised(plain, engine.spec, engine.config.quant, engine.dtype)
+    return quantise(plain, engine.spec, engine.config.quant, engine.dtype)
 
 
 def _side_by_side(packing: Packing, share: Share) -> Packing:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import G4Error, InputError
-from g4ir.model.media import KINDS, check_there
+from g4ir.model.media import KINDS, check_file
 from g4ir.spec.reader import did_you_mean
 from g4ir.ui import console
 from g4ir.ui.files import read_table
@@ -51,7 +51,7 @@ class Chat(OnEngine):
         if sys.stdin is None:
             raise InputError("stdin is closed, and messages are read from it")
         for kind, path in self.media:
-            check_there(kind, path)
+            check_file(kind, path)
         path = self.with_engine(self.draft).engine
         with (
             console.Progress() as progress,
@@ -165,7 +165,7 @@ class Repl:
 
     def _refuse(self, error: Exception) -> None:
         self.failed = True
-        text = " ".join(console.worded(error).split())
+        text = " ".join(console.error_text(error).split())
         emit({"error": text}) if self.json else console.say(f"error: {text}")
 
     def _tell(self, text: str) -> None:

@@ -200,7 +200,7 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
 
         def agreed(found: Any) -> bool:
             console.say(str(found))
-            return self.download or console.confirmed("download it?")
+            return self.download or console.confirm("download it?")
 
         return agreed if self.download or console.interactive() else False
 

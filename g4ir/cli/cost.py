@@ -16,7 +16,7 @@ from g4ir.model.towers import PARTS, is_tower
 from g4ir.ops.codecs import FORMAT_OF
 from g4ir.plan.cost import Cost, Roof, Step, by_kind, floor, graph_costs, prefill_chunks, total
 from g4ir.plan.gpus import find_gpu
-from g4ir.quant.recipe import Recipe
+from g4ir.quant.recipe import QuantConfig
 from g4ir.ui.table import aligned
 from g4ir.ui.units import si
 
@@ -127,7 +127,7 @@ class CostOf(Verb):
         return output(self.json, report, "".join(f"{line}\n" for line in _lines(report)))
 
 
-def _formats(graph: Graph, quant: Recipe | None) -> str:
+def _formats(graph: Graph, quant: QuantConfig | None) -> str:
     """Return what weights are quantised to, where the graph still makes their codes; else the
     formats of its params, largest share first."""
     coded = any(v.type.dtype in FORMAT_OF for v in graph.params)

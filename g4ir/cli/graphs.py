@@ -13,7 +13,7 @@ from g4ir.ir.graph import Graph, Program
 from g4ir.ir.names import layer_of
 from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.draft import DRAFT, build_draft, shipped_drafter
-from g4ir.model.media import Media, offered
+from g4ir.model.media import Media, supported_media
 from g4ir.model.text import TEXT_GRAPHS, build_graph
 from g4ir.model.towers import PARTS, build_towers, default_tower
 from g4ir.parallel.shard import shard
@@ -22,8 +22,8 @@ from g4ir.plan import resolve
 from g4ir.plan.backend import DEFINITION
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildConfig, BuildOptions
-from g4ir.quant.recipe import find_recipe, one_recipe
-from g4ir.quant.rewrite import quantised
+from g4ir.quant.recipe import choose_config, find_quant_config
+from g4ir.quant.rewrite import quantise
 from g4ir.spec.record import Spec
 
 from .common import Source
@@ -104,7 +104,7 @@ class NamedGraph(Part):
             DEFINITION,
             limits=Limits(max_seq=spec.text.max_position_embeddings),
             media=Media(),
-            quant=one_recipe(find_recipe(given.quant), self.model.held, self.engine),
+            quant=choose_config(find_quant_config(given.quant), self.model.held, self.engine),
             drafter=None,
         )
 
@@ -135,7 +135,7 @@ class NamedGraph(Part):
         plain = plain_graph(
             spec, phase, c.all_logits, c.dtype, c.media if built else None, c.drafter
         )
-        graph = quantised(Program({phase: plain}), spec, c.quant, c.dtype).graphs[phase]
+        graph = quantise(Program({phase: plain}), spec, c.quant, c.dtype).graphs[phase]
         if c.ranks > 1 or c.ep:
             graph = self._of_rank(graph)
         return graph, {*c.skip, *self.options.skip}
@@ -166,7 +166,7 @@ def plain_graph(
         return build_draft(spec, drafter or shipped_drafter(spec), dtype)
     if phase not in PARTS:
         return build_graph(spec, phase, all_logits, dtype, media, hidden=drafter is not None)
-    can = offered(spec)
+    can = supported_media(spec)
     if OF_PART[phase] not in can:
         takes = ", ".join(("text", *can)) if can else "text alone"
         raise InputError(f"--phase {phase}: {spec.name} takes {takes}, and has no such tower")

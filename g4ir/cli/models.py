@@ -8,8 +8,8 @@ from pathlib import Path
 from g4ir.artefact.directory import Artefact, is_engine, open_artefact
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.presets import Preset
-from g4ir.quant.recipe import Recipe
-from g4ir.quant.rewrite import held_recipe
+from g4ir.quant.recipe import QuantConfig
+from g4ir.quant.rewrite import checkpoint_quant_config
 from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.weights.checkpoint import CONFIG, GGUF
 from g4ir.weights.origin import AbsentWeights, Origin, cached_config, existing_origin, find_model
@@ -21,7 +21,7 @@ class Model:
 
     spec: Spec
     origin: Origin | None = None
-    held: Recipe | None = None
+    held: QuantConfig | None = None
     engine: Artefact | None = None
 
 
@@ -73,10 +73,10 @@ def _stated(source: str) -> tuple[Spec, Origin | None]:
     return origin.spec(), origin
 
 
-def _held(spec: Spec, origin: Origin) -> Recipe | None:
+def _held(spec: Spec, origin: Origin) -> QuantConfig | None:
     """Return how weights are held; None also for a directory with nothing but its config."""
     if origin.path.is_dir() and not [*origin.path.glob("*.safetensors")]:
         return None
     opened = origin.open(spec, (), spec.dtype)
     opened.close()
-    return held_recipe(spec, opened.forms)
+    return checkpoint_quant_config(spec, opened.forms)

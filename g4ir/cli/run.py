@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from g4ir.errors import InputError
-from g4ir.model.media import KINDS, MEDIA_SETTINGS, check_there, encode_options
+from g4ir.model.media import KINDS, MEDIA_SETTINGS, check_file, encode_options
 from g4ir.ui import console
 
 from .common import Draft, Load, OnEngine, emit
@@ -89,7 +89,7 @@ class Run(OnEngine):
                 raise InputError(f"{flag_of(setting)} is for --{kind}, which is not given")
         for kind, path in self.media:
             try:
-                check_there(kind, path)
+                check_file(kind, path)
             except InputError as e:
                 raise InputError(f"--{kind}: {e}") from None
 

@@ -12,7 +12,7 @@ from g4ir.artefact import trust as decisions
 from g4ir.artefact.directory import open_artefact
 from g4ir.artefact.trust import provenance
 from g4ir.errors import InputError
-from g4ir.model.media import offered
+from g4ir.model.media import supported_media
 from g4ir.ops.types import TORCH_NAMES
 from g4ir.quant.rewrite import weights_of
 
@@ -47,7 +47,7 @@ def _stated(word: str, model: Model) -> dict[str, str]:
         "digest": spec.digest(),
         "layers": str(spec.text.num_hidden_layers),
         "positions": str(spec.text.max_position_embeddings),
-        "takes": ", ".join(("text", *offered(spec))),
+        "takes": ", ".join(("text", *supported_media(spec))),
         "dtype": TORCH_NAMES[spec.dtype],
         "quantised": ", ".join(f"{n} {form}" for form, n in forms.items()) or "none",
         "engine": "none: `run`, `chat` and `serve` build one on first use",

@@ -20,7 +20,7 @@ from g4ir.chat.template import open_chat, prompt_ids
 from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.media.prompt import NO_TIMES, check_placeholders, expand_placeholders, lacks_frame_times
 from g4ir.media.soft import Soft
-from g4ir.model.media import listed, placeholders
+from g4ir.model.media import list_media, placeholders
 from g4ir.weights.pack import ParamSource
 
 from .multimodal import encode
@@ -115,7 +115,7 @@ class Engine(EngineParts):
         draft tokens.
         """
         drafts = resolve_draft(self, draft, draft_tokens)
-        media = listed(self.media, self.spec, images=images, videos=videos, audio=audio)
+        media = list_media(self.media, self.spec, images=images, videos=videos, audio=audio)
         if chat:
             template, words = open_chat(self.path, self.tokenizer(), self.spec.chat)
             prompt = prompt_ids(prompt, template, words, [kind for kind, _ in media])

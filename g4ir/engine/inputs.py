@@ -12,7 +12,7 @@ from g4ir.errors import InputError
 from g4ir.media.merge import TokenBatch, check_softs, merged
 from g4ir.media.soft import Soft
 from g4ir.model.decoder import BLOCKS
-from g4ir.model.media import check_list, check_taken, listed, placeholders
+from g4ir.model.media import check_list, check_supported, list_media, placeholders
 
 from .multimodal import encode
 from .parts import EngineParts
@@ -37,11 +37,11 @@ class SessionInputs:
         tokens, lengths = self.tokens(held, tokens, lengths)
         check_list("soft", soft)
         engine = self.engine
-        items = listed(engine.media, engine.spec, **lists)
+        items = list_media(engine.media, engine.spec, **lists)
         softs = [*soft, *(encode(engine, kind, item) for kind, item in items)]
         check_softs(softs, engine.spec.text.hidden_size)
         for s in softs:
-            check_taken(s.kind, engine.media, engine.spec)
+            check_supported(s.kind, engine.media, engine.spec)
         return merged(tokens, lengths, softs, _media(engine), BLOCKS in engine.program.graphs)
 
     def single(self, held: torch.Tensor, next_tokens: Any, active: Any) -> TokenBatch:

@@ -31,7 +31,7 @@ from g4ir.media.soft import Soft
 from g4ir.media.videos import Footage, Video, prepare_video, read_footage, video_settings
 from g4ir.model.audio import CUT, AudioSettings, MelSettings, audio_settings
 from g4ir.model.images import image_settings
-from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_budget, check_taken, check_there
+from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_budget, check_file, check_supported
 from g4ir.model.towers import STRIDE, audio_name, vision_name
 from g4ir.spec.parts import UnifiedAudio
 from g4ir.weights.checkpoint import read_extractor
@@ -58,7 +58,7 @@ def encode(
     library for decoding is missing.
     """
     engine.check_process()
-    check_taken(kind, engine.media, engine.spec)
+    check_supported(kind, engine.media, engine.spec)
     if kind == IMAGE:
         return _image(engine, item, budget)
     return _video(engine, item, frames, fps) if kind == VIDEO else _audio(engine, item, too_long)
@@ -114,7 +114,7 @@ def sound_settings(engine: EngineParts) -> AudioSettings:
     """Return the checkpoint's settings of audio, bounded by what the engine was built for."""
     settings = audio_settings(engine.spec, read_extractor(engine.path))
     if isinstance(settings, MelSettings):
-        return settings.at_most(max(engine.media.lengths))
+        return settings.limited_to(max(engine.media.lengths))
     return settings
 
 
@@ -203,7 +203,7 @@ def read_own(engine: EngineParts, medium: Medium) -> Soft:
     """Return the soft tokens of a medium of somebody who may read files here: a data URL, a file's
     URL or its path. Refused are kinds that the engine does not take, and what the readers of files
     refuse."""
-    check_taken(medium.kind, engine.media, engine.spec)
+    check_supported(medium.kind, engine.media, engine.spec)
     source = source_of(medium)
     if source.raw is not None:
         return soft_of(engine, medium, source.raw)
@@ -214,7 +214,7 @@ def read_own(engine: EngineParts, medium: Medium) -> Soft:
         path = unquote(path.removeprefix(_FILE))
     elif "://" in path:
         raise InputError(f"{source.where}: is neither a path nor a data URL; nothing is fetched")
-    check_there(medium.kind, path)
+    check_file(medium.kind, path)
     return encode(engine, medium.kind, path)
 
 

@@ -55,7 +55,7 @@ class Led:
         named = [{"number": a.number} if isinstance(a, Led) else a for a in args]
         own = [a.own if isinstance(a, Led) else a for a in args]
         with self.group.together():
-            self.group.tell([self.number, name, named, None], feeds)
+            self.group.send([self.number, name, named, None], feeds)
             return perform(self.group, self.own, name, own, feeds, see, watch)
 
     def _make(self, name: str, *args: Any) -> Led:
@@ -63,7 +63,7 @@ class Led:
         own = perform(self.group, self.own, name, args)
         with self.group.together():
             number = next(self.group.numbers)
-            self.group.tell([self.number, name, [*args], number], {})
+            self.group.send([self.number, name, [*args], number], {})
         return Led(self.group, own, number)
 
 
@@ -107,7 +107,7 @@ def perform(
 
 def shown(group: Group, see: See | None = None) -> Watch:
     """Return a callback that shows a rank's values to rank 0, which has `see`."""
-    return lambda name, t: group.shown(t, see and (lambda rank, x: see(rank, name, x)))
+    return lambda name, t: group.share_with_leader(t, see and (lambda rank, x: see(rank, name, x)))
 
 
 def watch_slots(state: Any, name: str, held: range, watch: Watch) -> None:
@@ -159,7 +159,7 @@ def lead(
     cannot, or has another engine at that path."""
     with group.turn:
         number = next(group.numbers)
-        group.tell([None, LOAD, [path, dict(options)], number], {})
+        group.send([None, LOAD, [path, dict(options)], number], {})
         own, said = opened(group, lambda: (digest, opens()))
     for rank, (other, error) in enumerate(said):
         if error:
@@ -182,7 +182,7 @@ def opened(group: Group, opens: Callable[[], tuple[str, Any]]) -> tuple[Any, lis
         raise
     except Exception as e:
         error = e
-    said = group.gathered([digest, error and str(error)])
+    said = group.gather_values([digest, error and str(error)])
     if error is not None and group.rank == 0:
         raise error
     return made, said

@@ -38,7 +38,7 @@ from g4ir.engine.speculative import AcceptanceStats
 from g4ir.errors import InputError, RankError
 from g4ir.media.prompt import expansion
 from g4ir.media.soft import Soft
-from g4ir.model.media import check_there
+from g4ir.model.media import check_file
 from g4ir.ui.files import write_file
 
 #: why an answer ended that `stop` ended
@@ -158,7 +158,7 @@ class ChatSession:
     def attach(self, kind: str, path: str | Path, **options: Any) -> Soft:
         """Read an image, audio or a video for the next message; `options` as `Engine.encode` has
         them. InputError for a file that is not there, or none of its kind."""
-        check_there(kind, path)
+        check_file(kind, path)
         soft = self.engine.encode(kind, path, **options)
         part = {"type": f"{kind}_url", f"{kind}_url": {"url": Path(path).absolute().as_uri()}}
         self._soft[id(part)] = part, soft
@@ -168,7 +168,7 @@ class ChatSession:
     def attach_text(self, path: str | Path) -> int:
         """Put a text file, in a block with its name, before the next message; return how many
         tokens that is. InputError for a file that is not there, not UTF-8 or too long."""
-        check_there("text", path)
+        check_file("text", path)
         path, room = Path(path), self.engine.limits.max_seq
         least = path.stat().st_size // 4  # characters of UTF-8
         self.vocabulary.check_length(least, room, str(path))

@@ -27,8 +27,8 @@ from g4ir.model.media import (
     IMAGE,
     LISTS,
     check_budget,
-    check_taken,
-    check_there,
+    check_file,
+    check_supported,
     encode_options,
 )
 
@@ -207,10 +207,10 @@ class OfflineEngine:
         fields = {**self.defaults.sampling, **self.flags, **fields}
         for kind, path, place in files:
             with named(place):
-                check_taken(kind, self.engine.media, self.engine.spec)
+                check_supported(kind, self.engine.media, self.engine.spec)
                 if kind == IMAGE and fields.get("image_budget") is not None:
                     check_budget(fields["image_budget"], self.engine.media)
-                check_there(kind, path)
+                check_file(kind, path)
         return self._filled(OfflineRequest((), fields=fields, where=where, line=line, media=files))
 
     def _filled(self, asked: OfflineRequest) -> OfflineRequest:

@@ -2,15 +2,15 @@
 
 `verify` judges positions, verification steps, greedy tokens and media by it, `bench` its outputs.
 
-In fp32 a fixed tolerance does, relative to the row's rms. In 16 bits rounding depends on the model
-and its weights, so the reference says how much is normal: its own distance to the same model in
-float64 on the same tokens (weights rounded to 16 bits), measured in two of its modes. A right
-engine lies as far from float64 as the reference does; not nearer to the reference, since the two
-round on different sides. The median row may lie `TYPICAL` times as far as the reference's, and any
-row `WORST` times as far as its worst: near ties of a router turn over in 16 bits, at one token on
-one side, at another on the other. A row of something else is no such row, and a reference has only
-so many of them: hence `MOST`, and the share of far rows. If float64 does not fit, distances are
-taken from the reference itself: the engine's, and that of the reference's other mode.
+fp32 has a fixed tolerance, relative to the row's RMS. In 16 bits, rounding depends on the model
+and its weights, so the tolerance follows from the reference's own distance to the same model in
+float64 on the same tokens (weights rounded to 16 bits), measured in two of its modes. A correct
+engine is as far from float64 as the reference; it is no closer to the reference, since the two
+round differently. The median row may be `TYPICAL` times as far as the reference's, and any row
+`WORST` times as far as its worst: near ties of a router flip in 16 bits, at different tokens in
+the two. A wrong row is farther, and the reference has only few flipped ones: hence `MAX_DISTANCE`,
+and the share of far rows. If float64 does not fit into memory, distances are to the reference
+itself, and compared with that of the reference's other mode.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ import torch
 from g4ir.ops.budgets import UNIT
 
 Tensor = torch.Tensor
-#: dtypes whose rounding is measured
+#: dtypes whose tolerance is measured
 ROUNDED = ("bf16", "f16")
-#: times the reference's median and worst distance: medians of right computations of one model lie
-#: up to 2.6 apart where a router's near ties turn over, and within 1.1 elsewhere
+#: factors on the reference's median and worst distance: medians of correct computations of one
+#: model differ by up to 2.6 if a router's near ties flip, by 1.1 otherwise
 TYPICAL, WORST = 2.0, 4.0
-#: of the row's rms: what a row may be away unless the reference's own are (zeros are 1 away,
-#: another token's row 1.4); and then times the reference's worst
-MOST, BEYOND = 0.5, 1.5
-#: far is beyond so many times the limit of the median. There may be twice the reference's share of
-#: far rows, a twentieth of all, and two
+#: max distance relative to the row's RMS (zeros have 1, another token's row 1.4), or this factor on
+#: the reference's worst row if that is larger
+MAX_DISTANCE, BEYOND = 0.5, 1.5
+#: a row is far beyond FAR times the median's limit; allowed far rows: twice the reference's share
+#: plus 5 % of all rows, plus two
 FAR, FAR_TIMES, FAR_SHARE, FAR_ROWS = 2.0, 2.0, 0.05, 2
-#: fewest rows whose median says anything
+#: min rows for a meaningful median
 GROUP = 8
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far a reference's rows lie from `anchor`, as root mean squares relative to that of the
-    anchor's row; the larger of its modes. `unit` is half a step of the dtype, the least that is
-    allowed; `far` the share of the reference's rows that are far. `reason` says why the anchor is
-    not float64."""
+    """Distances of a reference's rows to `anchor`: RMS of the difference relative to the RMS of the
+    anchor's row, the larger of its modes. `unit`: half a unit in the last place of the dtype, the
+    lower bound of the tolerance; `far`: share of the reference's rows that are far; `reason`: why
+    the anchor is not float64."""
 
     anchor: str
     median: float
@@ -56,20 +56,20 @@ class Rounding:
 
     @property
     def median_limit(self) -> float:
-        """The most that the engine's median row may be away."""
+        """Max distance of the engine's median row."""
         return TYPICAL * max(self.median, self.unit)
 
     @property
     def row_limit(self) -> float:
-        """The most that each of the engine's rows may be away."""
-        return min(WORST * max(self.worst, self.unit), max(MOST, BEYOND * self.worst))
+        """Max distance of each of the engine's rows."""
+        return min(WORST * max(self.worst, self.unit), max(MAX_DISTANCE, BEYOND * self.worst))
 
     def fits(self, distances: Sequence[float]) -> bool:
-        """Whether rows of the engine as a whole are as near as the reference's: their median,
-        and how many are far. False where one is not a number."""
+        """Return whether the engine's rows have an allowed median and number of far rows; False if
+        one is NaN."""
         far = sum(not d <= FAR * self.median_limit for d in distances)
-        room = (FAR_TIMES * self.far + FAR_SHARE) * len(distances) + FAR_ROWS
-        return median_of(distances) <= self.median_limit and far <= room
+        max_far = (FAR_TIMES * self.far + FAR_SHARE) * len(distances) + FAR_ROWS
+        return lower_median(distances) <= self.median_limit and far <= max_far
 
     def __str__(self) -> str:
         return f"{TYPICAL:g} and {WORST:g} times the reference's distance to {self.anchor}"
@@ -77,15 +77,15 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Limit for a row of logits: its largest difference relative to the rms of the reference's row,
-    the cosine of the two rows, or the distance that the reference's own rounding allows."""
+    """Limit of one row of logits: max absolute error relative to the RMS of the reference's row,
+    cosine similarity, or the distance allowed by the reference's own rounding."""
 
     relative: float | None = None
     cosine: float | None = None
     rounding: Rounding | None = None
 
     def holds(self, errors: Errors) -> Tensor:
-        """Return bool [rows]; a value that is not a number never holds."""
+        """Return bool [rows]; False for NaN."""
         if self.rounding is not None:
             return errors.distance <= self.rounding.row_limit
         if self.relative is not None:
@@ -94,16 +94,16 @@ class Tolerance:
         return errors.cosine > self.cosine
 
     def typical(self, errors: Errors) -> bool:
-        """Whether the rows as a whole hold, where rounding is measured."""
+        """Return whether the rows' distribution is within tolerance, if that is measured."""
         return self.rounding is None or self.rounding.fits(errors.distance.tolist())
 
     def all_hold(self, errors: Errors) -> bool:
-        """Whether each row holds, and the rows as a whole."""
+        """Return whether each row and their distribution are within tolerance."""
         return bool(self.holds(errors).all()) and self.typical(errors)
 
     @property
     def gap(self) -> float:
-        """The gap of two logits (relative to the row's rms) below which they may change places."""
+        """Gap of two logits, relative to the row's RMS, below which their order may change."""
         if self.rounding is not None:
             return 2 * self.rounding.row_limit
         if self.relative is not None:
@@ -119,32 +119,32 @@ class Tolerance:
         return f"cosine above {self.cosine}"
 
 
-#: fp32: rounding only, and room for how far transformers' own modes lie apart. A cosine for 16
-#: bits is what is asked of values inside, and of two engines in two dtypes.
-BUDGETS = {
+#: fp32: rounding and the difference between transformers' own modes. Cosine in 16 bits: for
+#: intermediate values, and for two engines of different dtypes.
+TOLERANCES = {
     ("f32", "reference"): Tolerance(relative=1e-4),
     ("f32", "hf"): Tolerance(relative=4e-4),
     **{(d, against): Tolerance(cosine=0.999) for d in ROUNDED for against in ("reference", "hf")},
 }
-#: dtype of narrowed caches, or form of rounded rows -> relative error where the model computes in
-#: fp32. A number next to the middle between two of the coarse grid falls to either side, by the
-#: last bit of what made it, and all tokens after it see that: half a step of the grid, but for
-#: int8, whose groups have several. `verify --each-pass` compares without that, on the same rows
-HELD = {"bf16": 2.0**-7, "i8": 2.0**-5, "f8e4m3": 2.0**-4, "int8": 2.0**-5, "fp8": 2.0**-4}
+#: dtype of a quantised KV cache, or format of quantised activations -> relative error in an fp32
+#: model. A value near the middle between two grid points may be rounded to either, and all later
+#: tokens depend on it: half a step of the grid, several for int8 with its groups.
+#: `verify --each-pass` compares on equal rows, without this error
+QUANT_ERRORS = {"bf16": 2.0**-7, "i8": 2.0**-5, "f8e4m3": 2.0**-4, "int8": 2.0**-5, "fp8": 2.0**-4}
 
 
-def budget_of(dtype: str, against: str, *coarse: str) -> Tolerance:
-    """Return the budget of an engine of a dtype that was asked to round to coarse grids, if any."""
-    found = BUDGETS[dtype, against]
-    if found.relative is None or not coarse:
-        return found
-    return Tolerance(relative=max(found.relative, *(HELD[grid] for grid in coarse)))
+def tolerance_of(dtype: str, against: str, *coarse: str) -> Tolerance:
+    """Return the tolerance of an engine of a dtype with KV cache or activations on coarse grids."""
+    tolerance = TOLERANCES[dtype, against]
+    if tolerance.relative is None or not coarse:
+        return tolerance
+    return Tolerance(relative=max(tolerance.relative, *(QUANT_ERRORS[grid] for grid in coarse)))
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of each row: largest difference, the same relative to the wanted row's rms, the
-    cosine, and the rms of the difference relative to that of the wanted row."""
+    """Errors per row: max absolute difference, the same relative to the reference row's RMS, cosine
+    similarity, and RMS of the difference relative to that of the reference row."""
 
     absolute: Tensor
     relative: Tensor
@@ -153,8 +153,8 @@ class Errors:
 
 
 def row_errors(got: Tensor, want: Tensor) -> Errors:
-    """[..., n] -> errors of each row. Rows of next to no size count relative to the whole. A value
-    that is not a number stays so."""
+    """Return the errors of each row of [..., n]. Rows near zero are measured relative to the RMS of
+    all rows. NaN propagates."""
     got, want = (t.detach().cpu().double().reshape(-1, t.shape[-1]) for t in (got, want))
     absolute = (got - want).abs().amax(-1)
     rms = want.pow(2).mean(-1).sqrt()
@@ -168,38 +168,41 @@ def row_errors(got: Tensor, want: Tensor) -> Errors:
 
 @dataclass(frozen=True, eq=False)
 class Anchor:
-    """The origin of distances, in 16 bits: rows [N, n] of `name`, and rows of the reference in its
-    other modes. With a `reason` the rows are the reference's own."""
+    """The origin of distances in 16 bits: rows [N, n] of `name`, and the reference's rows in its
+    other modes. If `reason` is set, the rows are the reference's own."""
 
     name: str
     rows: Tensor
-    others: Sequence[Tensor]
+    other_modes: Sequence[Tensor]
     #: why it is not float64
     reason: str | None = None
 
     def rounding(self, want: Tensor, dtype: str) -> Rounding:
-        """Return the rounding of a reference whose rows are `want`."""
-        modes = self.others if self.reason else [want, *self.others]
-        found = [row_errors(t, self.rows).distance for t in modes]
-        median, worst = max(float(d.median()) for d in found), max(float(d.max()) for d in found)
-        made = Rounding(self.name, median, worst, UNIT[dtype] / 2, self.reason)
-        far = [float((d > FAR * made.median_limit).double().mean()) for d in found]
-        return replace(made, far=max(far))
+        """Return the rounding of a reference with rows `want`."""
+        modes = self.other_modes if self.reason else [want, *self.other_modes]
+        distances = [row_errors(t, self.rows).distance for t in modes]
+        median, worst = (
+            max(float(d.median()) for d in distances),
+            max(float(d.max()) for d in distances),
+        )
+        rounding = Rounding(self.name, median, worst, UNIT[dtype] / 2, self.reason)
+        far = [float((d > FAR * rounding.median_limit).double().mean()) for d in distances]
+        return replace(rounding, far=max(far))
 
     def errors(self, got: Tensor, want: Tensor) -> Errors:
-        """Return errors of the engine against the reference; the distance is that to the anchor."""
+        """Return the engine's errors against the reference, with the distance to the anchor."""
         return replace(row_errors(got, want), distance=row_errors(got, self.rows).distance)
 
 
-def rounding_room(rounding: float) -> float:
-    """Return how far two right computations may lie apart if one has this rounding error."""
+def rounding_margin(rounding: float) -> float:
+    """Return the tolerance between two correct computations if one has this rounding error."""
     return 4 * rounding
 
 
-def widened(budget: Tolerance, rounding: float) -> Tolerance:
-    """Return a tolerance with room for the rounding error."""
+def widen_tolerance(budget: Tolerance, rounding: float) -> Tolerance:
+    """Return a tolerance that admits the rounding error."""
     assert budget.relative is not None
-    return Tolerance(relative=max(budget.relative, rounding_room(rounding)))
+    return Tolerance(relative=max(budget.relative, rounding_margin(rounding)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +240,7 @@ def compare_rows(
         return [Agreement(origin.errors(rows, want), tolerance) for rows in sides]
     errors = [row_errors(rows, want) for rows in sides]
     if tolerance.relative is not None and not all(map(tolerance.all_hold, errors)):
-        tolerance = widened(tolerance, rounding())
+        tolerance = widen_tolerance(tolerance, rounding())
     return [Agreement(e, tolerance) for e in errors]
 
 
@@ -251,11 +254,11 @@ def compare_choices(tokens: Tensor, want: Tensor, tolerance: Tolerance) -> tuple
     return equal, ~equal & (gap <= tolerance.gap * want.pow(2).mean(-1).sqrt())
 
 
-def median_of(values: Sequence[float]) -> float:
-    """Return the median as torch has it: the lower of two; not a number where one is not."""
+def lower_median(values: Sequence[float]) -> float:
+    """Return torch's median, the lower of two middle values; NaN propagates."""
     return float(torch.tensor(values, dtype=torch.float64).median()) if values else 0.0
 
 
-def worst_of(values: Sequence[float]) -> float:
-    """Return the largest; not a number where one is not."""
+def largest(values: Sequence[float]) -> float:
+    """Return the largest value; NaN propagates."""
     return float(torch.tensor(values, dtype=torch.float64).max()) if values else 0.0

@@ -1,8 +1,7 @@
-"""Opens fused ops: finds the nodes that a node stands for.
+"""Flatten fused ops into the nodes of their expansions.
 
-The simpler ops of its expansion say what a fused op costs, keeps in memory and decides (which
-experts), so that no table has to know each fusion. An op that counts its own FLOPs or bytes stays
-whole.
+Costs, memory and routing decisions of a fused op follow from these nodes, so that no table lists
+fusions. An op with `flops` or `traffic` is not flattened.
 """
 
 from __future__ import annotations
@@ -14,24 +13,25 @@ from .graph import Graph, Node, Value
 
 
 def inner_nodes(n: Node) -> list[Node]:
-    """Return the nodes of the expansion and of those of its nodes, in order, with the names of the
-    node's own results; the node itself where it stays whole."""
+    """Expand a node recursively; returns nodes in order, which define the node's results under
+    their names, or the node itself if it is not to be flattened."""
     if n.definition.flops is not None:
         return [n]
     return [inner for m in parts(n) for inner in inner_nodes(m)]
 
 
 def parts(n: Node) -> list[Node]:
-    """Return the nodes of the expansion, in order, with the names of the node's own results."""
+    """Expand a node once; the nodes define its results under their names."""
     nodes, results = n.expanded
-    own = {v.name: o for v, o in zip(results, n.outputs, strict=True)}
+    results_by_name = {v.name: o for v, o in zip(results, n.outputs, strict=True)}
 
     def named(values: Iterable[Value]) -> tuple[Value, ...]:
-        return tuple(own.get(v.name, v) for v in values)
+        return tuple(results_by_name.get(v.name, v) for v in values)
 
     return [replace(m, inputs=named(m.inputs), outputs=named(m.outputs)) for m in nodes]
 
 
 def flatten(g: Graph) -> Graph:
-    """Return the graph with every node opened; the same values under the same names, and more."""
+    """Return the graph with every node flattened: the same values under the same names, and the
+    inner ones."""
     return replace(g, nodes=tuple(m for n in g.nodes for m in inner_nodes(n)))

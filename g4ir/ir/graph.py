@@ -1,9 +1,8 @@
-"""The graph: a small SSA IR and its builder.
+"""A small SSA IR without control flow, and its builder.
 
-A graph is a straight line of nodes. Tensors are positional, metadata is keyword. The name of a
-value is its identity and stays the same under passes. Caches are `state`: read as values, and
-their new contents are handed back by `next`. Params are weights; a node that depends on params
-alone belongs to the weight prologue, which runs once at build.
+Tensors are positional, metadata is keyword. The name of a value is its identity and stays the same
+under passes. Caches are `state`: read as values, with `next` mapping each to its new value. Params
+are weights; nodes that depend on params alone form the weight prologue, which runs once at build.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Value:
     """A tensor: its name is its identity."""
 
     name: str
-    type: Type = field(hash=False)  # one name has several types in different graphs alone
+    type: Type = field(hash=False)  # the type of a name differs only between graphs
 
     def __str__(self) -> str:
         return f"%{self.name}"
@@ -42,7 +41,7 @@ class Node:
     attrs: Mapping[str, Attr] = field(default_factory=dict)
 
     def __getitem__(self, operand: str) -> Value:
-        """Return the input of this name; names are those of the op's parameters."""
+        """Return the input for the op's parameter `operand`."""
         return self.inputs[self.definition.operands.index(operand)]
 
     @property
@@ -51,21 +50,20 @@ class Node:
 
     @cached_property
     def inferred(self) -> tuple[Type, ...]:
-        """Types of the results by the op's `infer`; VerifyError names the node."""
+        """Result types by the op's `infer`; VerifyError names the node."""
         return infer(self.op, self.inputs, self.attrs, self.result_names())
 
     @cached_property
     def is_typed(self) -> bool:
-        """Whether its results have the types that its op infers."""
+        """Whether the results have the inferred types."""
         return self.inferred == tuple(v.type for v in self.outputs)
 
     def result_names(self) -> str:
-        """Return the names of the results, for a message."""
         return ", ".join(map(str, self.outputs))
 
     @cached_property
     def expanded(self) -> tuple[tuple[Node, ...], tuple[Value, ...]]:
-        """The expansion of a fused node: simpler nodes, and the values of its results."""
+        """The expansion of a fused node: its nodes, and the values of its results."""
         b = Builder(scope=f"{self.outputs[0].name}/")
         assert self.definition.expand
         results = as_tuple(self.definition.expand(b, *self.inputs, **self.attrs))
@@ -79,20 +77,20 @@ class Node:
 
     @property
     def caches(self) -> tuple[Value, ...]:
-        """The KV cache that an attention reads: K and V, or one latent form of both."""
-        return self.inputs[slice(*self._held())]
+        """The caches that an attention reads: K and V, or a latent one."""
+        return self.inputs[slice(*self._cache_range())]
 
     @property
     def chunk(self) -> tuple[Value, ...]:
         """Inputs of an attention after its KV cache: K and V of the chunk, block ids."""
-        return self.inputs[self._held()[1] :]
+        return self.inputs[self._cache_range()[1] :]
 
-    def _held(self) -> tuple[int, int]:
-        held = self.definition.cache_range
-        assert held
-        return held(**self.attrs)
+    def _cache_range(self) -> tuple[int, int]:
+        cache_range = self.definition.cache_range
+        assert cache_range
+        return cache_range(**self.attrs)
 
-    # Attributes, whose kinds `infer_types` has checked, as Python types.
+    # Attributes as Python types, which `infer_types` has checked.
 
     def number(self, attr: str) -> float:
         return float(self._attr(attr, int | float))
@@ -122,7 +120,7 @@ def print_node(n: Node) -> str:
 
 @dataclass(frozen=True)
 class Graph:
-    """A phase of the model: what it is fed, the weights and caches it uses, and its nodes."""
+    """One phase of the model: inputs, weights, caches and nodes."""
 
     name: str
     inputs: tuple[Value, ...]
@@ -133,7 +131,7 @@ class Graph:
     next: Mapping[str, Value] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return one line per value and node."""
+        """Print one line per value and node; `parse_graph` reads it back."""
         sources = {"input": self.inputs, "param": self.params, "state": self.state}
         lines = [f"{kind} {v}: {v.type}" for kind, values in sources.items() for v in values]
         lines += map(print_node, self.nodes)
@@ -146,17 +144,16 @@ class Graph:
         return (n for n in self.nodes if n.op in ops)
 
     def producer(self, v: Value) -> Node | None:
-        """Return the node that makes a value; None for a source."""
+        """Return the node that defines a value; None for a source."""
         return self.producers.get(v.name)
 
     def readers(self, v: Value) -> list[Node]:
         """Return the nodes that read a value; RESULT stands for the graph's end."""
         return self.users.get(v.name, [])
 
-    # Worked out once: a graph never changes.
     @cached_property
     def producers(self) -> Mapping[str, Node]:
-        """Value name -> the node that makes it."""
+        """Value name -> the node that defines it."""
         return {v.name: n for n in self.nodes for v in n.outputs}
 
     @cached_property
@@ -176,7 +173,7 @@ class Graph:
 
     @cached_property
     def last_uses(self) -> dict[int, list[str]]:
-        """Node index -> values that die there, so that a long graph stays small in memory."""
+        """Node index -> values whose last use is there, to be freed."""
         keep = {v.name for v in (*self.results(), *self.state)}
         nodes = enumerate(self.nodes)
         last = {v.name: i for i, n in nodes for v in (*n.inputs, *n.outputs)}
@@ -187,21 +184,19 @@ class Graph:
         return table
 
     def results(self) -> tuple[Value, ...]:
-        """Return outputs and next states."""
         return (*self.outputs, *self.next.values())
 
     def sources(self) -> tuple[Value, ...]:
-        """Return values that no node makes."""
         return (*self.inputs, *self.params, *self.state)
 
 
-#: stands for the graph's end among the users of a value
+#: user of the graph's results in `Graph.users`
 RESULT = Node("result", (), ())
 
 
 @dataclass(frozen=True)
 class Program:
-    """The graphs of one engine and the state they share."""
+    """The graphs of one engine, which share state and params."""
 
     graphs: Mapping[str, Graph]
 
@@ -223,15 +218,15 @@ class Program:
         merged: dict[str, Value] = {}
         for g in self.graphs.values():
             for v in getattr(g, kind):
-                found = merged.setdefault(v.name, v)
-                if found is not v and found != v:
-                    both = f"{v.type} in graph {g.name} and {found.type} in another"
+                first = merged.setdefault(v.name, v)
+                if first is not v and first != v:
+                    both = f"{v.type} in graph {g.name} and {first.type} in another"
                     raise VerifyError(f"{kind} %{v.name} is {both}")
         return merged
 
 
 class Builder:
-    """Makes a graph node by node; types are inferred, names are given or derived."""
+    """Builds a graph node by node, with inferred types and passed or generated names."""
 
     def __init__(self, name: str = "graph", scope: str = "") -> None:
         self.name, self.scope = name, scope
@@ -253,14 +248,14 @@ class Builder:
         return self.state.setdefault(name, Value(name, type))
 
     def emit(self, op: str, *inputs: Value, name: str | Sequence[str] = (), **attrs: Attr) -> Value:
-        """Append a node of one result; returns that."""
+        """Append a node and return its only result."""
         (value,) = self.emit_all(op, *inputs, name=name, **attrs)
         return value
 
     def emit_all(
         self, op: str, *inputs: Value, name: str | Sequence[str] = (), **attrs: Attr
     ) -> tuple[Value, ...]:
-        """Append a node; returns its results."""
+        """Append a node and return its results."""
         types = infer(op, inputs, attrs, where=str(name))
         names = [name] if isinstance(name, str) else list(name) or self._fresh(op, len(types))
         outputs = tuple(Value(n, t) for n, t in zip(names, types, strict=True))
@@ -284,15 +279,15 @@ class Builder:
         )
 
 
-#: results of `infer`, which follow from its key alone; layers of a model repeat them
+#: cache of `infer`, which is pure; layers of a model repeat its arguments
 _INFERRED: dict[tuple[str, tuple[Type, ...], str], tuple[Type, ...]] = {}
-_MOST_INFERRED = 1 << 16
+MAX_INFERRED = 1 << 16
 
 
 def infer(
     op: str, inputs: Sequence[Value], attrs: Mapping[str, Attr], where: str
 ) -> tuple[Type, ...]:
-    """Return result types of an op; VerifyError names the node and the types of its inputs."""
+    """Return the result types of an op; VerifyError has `where` and the types of the inputs."""
     if op not in OPS:
         raise VerifyError(f"{where}: unknown op {op!r}")
     types = tuple(v.type for v in inputs)
@@ -300,10 +295,10 @@ def infer(
     key = (op, types, repr(attrs))
     if key in _INFERRED:
         return _INFERRED[key]
-    if len(_INFERRED) >= _MOST_INFERRED:
+    if len(_INFERRED) >= MAX_INFERRED:
         _INFERRED.clear()
     try:
         return _INFERRED.setdefault(key, OPS[op].infer_types(types, attrs))
     except (ValueError, TypeError, LookupError, ArithmeticError) as e:
-        given = ", ".join(f"{v}: {v.type}" for v in inputs)
-        raise VerifyError(f"{where}: {op}({given}): {e}") from e
+        operands = ", ".join(f"{v}: {v.type}" for v in inputs)
+        raise VerifyError(f"{where}: {op}({operands}): {e}") from e

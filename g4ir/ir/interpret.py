@@ -1,4 +1,4 @@
-"""Defines the meaning of a graph: run each op's reference in order. Needs CPU torch only."""
+"""The interpreter: runs each op's reference in order, which defines a graph's meaning."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def interpret(
     watch: Callable[[Value, Any], None] | None = None,
     run: Run | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run `g`; returns (outputs by name, state by name). Nothing given is changed.
+    """Run `g`; returns (outputs by name, state by name). The arguments are not modified.
 
-    Tensors may be wider than declared: float64 in gives float64 throughout. `watch` sees every
-    value that a node makes. `run` runs a node in place of `run_node`.
+    Tensors may be wider than declared: float64 in gives float64 throughout. `watch` is called with
+    every result of a node. `run` replaces `run_node`.
 
-    Raises InputError where a tensor is missing.
+    Raises InputError if a tensor is missing.
     """
     env: dict[str, Any] = {}
-    for kind, values, given in (
+    for kind, values, tensors in (
         ("input", g.inputs, inputs),
         ("param", g.params, params),
         ("state", g.state, state),
     ):
         for v in values:
-            if v.name not in given:
+            if v.name not in tensors:
                 raise InputError(f"graph {g.name}: {kind} %{v.name} ({v.type}) was not given")
-            env[v.name] = given[v.name]
+            env[v.name] = tensors[v.name]
     for i, n in enumerate(g.nodes):
         results = (run or run_node)(n, [env[v.name] for v in n.inputs])
         for v, t in zip(n.outputs, results, strict=True):
@@ -56,15 +56,15 @@ def interpret(
 
 
 def run_node(n: Node, tensors: list[Any]) -> tuple[Any, ...]:
-    """Run one op's reference, or its expansion's."""
+    """Run an op's reference, or else its expansion."""
     definition = n.definition
     if definition.reference:
         return as_tuple(definition.reference(*tensors, **n.attrs))
     nodes, results = n.expanded
     env = {v.name: t for v, t in zip(n.inputs, tensors, strict=True)}
     for inner in nodes:
-        made = run_node(inner, [env[v.name] for v in inner.inputs])
-        env.update({v.name: t for v, t in zip(inner.outputs, made, strict=True)})
+        outputs = run_node(inner, [env[v.name] for v in inner.inputs])
+        env.update({v.name: t for v, t in zip(inner.outputs, outputs, strict=True)})
     return tuple(env[v.name] for v in results)
 
 
@@ -73,6 +73,6 @@ def empty_state(g: Graph, dims: Mapping[str, int], dtype: Any = None) -> dict[st
     out = {}
     for v in g.state:
         t = v.type.bind(dims)
-        kept = (t.dtype in FLOATS and dtype) or torch_dtype(t.dtype)
-        out[v.name] = torch.zeros([int(d) for d in t.shape], dtype=kept)
+        torch_type = (t.dtype in FLOATS and dtype) or torch_dtype(t.dtype)
+        out[v.name] = torch.zeros([int(d) for d in t.shape], dtype=torch_type)
     return out

@@ -11,45 +11,45 @@ from .graph import Graph, Node, Value
 
 
 def splice(g: Graph, old: Sequence[Node], new: Sequence[Node]) -> Graph:
-    """Replace `old` by `new`, which defines the same values where others use them.
+    """Replace the nodes `old` by `new`, which must define all values of `old` that are used.
 
-    The new nodes stand where the last of the old ones stood, or later where they need a value
-    defined after it; order is restored by `order`.
+    The new nodes take the position of the last old one, or a later one if they need a value defined
+    after it (`order`).
     """
     return splice_all(g, [(old, new)])
 
 
 def splice_all(g: Graph, edits: Sequence[tuple[Sequence[Node], Sequence[Node]]]) -> Graph:
-    """`splice` every (old, new); no node is in two of them. One ordering serves them all."""
-    place = {id(n): i for i, n in enumerate(g.nodes)}
+    """Apply `splice` for each (old, new), with one sort; no node may be in two edits."""
+    index = {id(n): i for i, n in enumerate(g.nodes)}
     gone = {id(n) for old, _ in edits for n in old}
-    made: dict[int, list[Node]] = {}
+    inserted: dict[int, list[Node]] = {}
     for old, new in edits:
-        made.setdefault(max(place[id(n)] for n in old), []).extend(new)
+        inserted.setdefault(max(index[id(n)] for n in old), []).extend(new)
     nodes: list[Node] = []
     for i, n in enumerate(g.nodes):
         nodes += [n] if id(n) not in gone else []
-        nodes += made.get(i, [])
+        nodes += inserted.get(i, [])
     return order(replace(g, nodes=tuple(nodes))) if edits else g
 
 
 def order(g: Graph) -> Graph:
-    """Order topologically and stably: nodes keep their place unless an input comes later.
+    """Sort topologically and stably: a node moves only if an input is defined later.
 
-    Raises VerifyError where a node needs its own result.
+    Raises VerifyError for a cycle.
     """
     maker = {v.name: i for i, n in enumerate(g.nodes) for v in n.outputs}
-    done, begun = set[int](), set[int]()
+    done, started = set[int](), set[int]()
     out: list[Node] = []
     stack = [*range(len(g.nodes))][::-1]
     while stack:
         i = stack[-1]
-        made = {maker[v.name]: None for v in g.nodes[i].inputs if v.name in maker}
-        needs = [j for j in made if j not in done] if i not in done else []
-        if needs and i in begun:
+        producers = {maker[v.name]: None for v in g.nodes[i].inputs if v.name in maker}
+        needs = [j for j in producers if j not in done] if i not in done else []
+        if needs and i in started:
             raise VerifyError(f"graph {g.name}: cycle at {g.nodes[i].outputs[0]}")
         if needs:
-            begun.add(i)
+            started.add(i)
             stack += needs[::-1]
             continue
         stack.pop()
@@ -60,8 +60,8 @@ def order(g: Graph) -> Graph:
 
 
 def rebuild(g: Graph, rename: Mapping[str, Value] | None = None) -> Graph:
-    """Infer all types again from the sources, after replacing uses as `rename` says. A node whose
-    inputs and types stay is the same object, so that it is not inferred again."""
+    """Infer all types again from the sources, after replacing uses of values by `rename`. Unchanged
+    nodes stay the same objects, so that their inference stays cached."""
     now = {v.name: v for v in g.sources()}
     rename = dict(rename or {})
 
@@ -80,7 +80,7 @@ def rebuild(g: Graph, rename: Mapping[str, Value] | None = None) -> Graph:
 
 
 def _retyped(n: Node, graph: str) -> Node:
-    """Return a node whose results have the types that its op infers; VerifyError names `graph`."""
+    """Return the node with inferred result types; VerifyError names `graph`."""
     try:
         if n.is_typed:
             return n
@@ -91,7 +91,7 @@ def _retyped(n: Node, graph: str) -> Node:
 
 
 def drop_dead(g: Graph) -> Graph:
-    """Remove nodes, params and states that no result needs."""
+    """Remove nodes, params and states that no result depends on."""
     live = {v.name for v in g.results()}
     nodes: list[Node] = []
     for n in reversed(g.nodes):
@@ -107,7 +107,7 @@ def drop_dead(g: Graph) -> Graph:
 
 
 def bind(g: Graph, **dims: int | str) -> Graph:
-    """Replace named dims by ints, or by other names, and infer the types again."""
+    """Replace named dims by ints or other names, and infer the types again."""
     inputs, params, state = (
         tuple(Value(v.name, v.type.bind(dims)) for v in values)
         for values in (g.inputs, g.params, g.state)
@@ -116,8 +116,8 @@ def bind(g: Graph, **dims: int | str) -> Graph:
 
 
 def split_prologue(g: Graph) -> tuple[Graph, Graph]:
-    """(prologue, main): nodes that depend on params alone, and the rest, which takes their
-    results as params. Checked and run like any other graph."""
+    """Split into (prologue, main): the prologue has the nodes that depend on params alone; their
+    results are params of main."""
     fixed = {v.name for v in g.params}
     early: list[Node] = []
     late: list[Node] = []

@@ -1,5 +1,5 @@
-"""Makes products in float64 on weights of 16 bits, without a copy of them: a weight is converted
-block by block, everything else is promoted by the float64 that goes in."""
+"""float64 evaluation on 16-bit weights without a float64 copy of them: a weight is converted block
+by block, everything else is promoted by float64 inputs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ BLOCK = 1 << 24
 _linear = torch.nn.functional.linear
 
 
-class WideProducts(TorchFunctionMode):
-    """A mode of torch in which products with a weight are made in float64."""
+class Float64Matmuls(TorchFunctionMode):
+    """A torch function mode that computes matmuls with weights in float64."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -40,13 +40,13 @@ def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def in_float64(
     g: Graph, feeds: Mapping[str, Tensor], params: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return every value of a graph without caches, computed without rounding; ops that say which
-    dtype they make are overruled."""
-    known = {k: _double(t) for k, t in {**feeds, **params}.items()}
+    """Return every value of a graph without caches in float64, also for ops with a fixed result
+    dtype."""
+    env = {k: _double(t) for k, t in {**feeds, **params}.items()}
     for n in g.nodes:
-        made = run_node(n, [known[v.name] for v in n.inputs])
-        known |= {v.name: _double(t) for v, t in zip(n.outputs, made, strict=True)}
-    return known
+        outputs = run_node(n, [env[v.name] for v in n.inputs])
+        env |= {v.name: _double(t) for v, t in zip(n.outputs, outputs, strict=True)}
+    return env
 
 
 def _double(t: Any) -> Any:

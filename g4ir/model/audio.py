@@ -1,4 +1,4 @@
-"""Audio framing of a variant: lengths, rates and soft tokens, without a sample."""
+"""Audio framing of a variant: lengths, rates and counts of soft tokens, without samples."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ RATES = (1_000, 768_000)  # Hz; outside it a header is corrupt, and the resample
 
 @dataclass(frozen=True)
 class MelSettings:
-    """Log-mel features (rule 32). The defaults are those of the reference's feature extractor
-    class; a checkpoint's own numbers come in through `audio_settings`. Frequencies in Hz."""
+    """Log-mel features (rule 32). Defaults are those of the reference's feature extractor;
+    `audio_settings` applies a checkpoint's values. Frequencies in Hz."""
 
     bins: int
     sampling_rate: int = 16_000
@@ -73,12 +73,12 @@ class MelSettings:
         analyses, and half of one lies in the zeros that are put in front."""
         return max(0, (samples + self.frame // 2 - self.frame - 1) // self.hop + 1)
 
-    def at_most(self, soft: int) -> MelSettings:
-        """Return these settings for clips of no more than this many soft tokens."""
-        room = (soft << self.halvings) * self.hop + self.frame - self.frame // 2
+    def limited_to(self, soft: int) -> MelSettings:
+        """Return these settings limited to clips of `soft` soft tokens."""
+        capacity = (soft << self.halvings) * self.hop + self.frame - self.frame // 2
         # Down to the padding's multiple, since the limit itself is rounded up to it.
-        most = max(self.fewest_samples, room - room % self.pad_multiple)
-        return replace(self, max_length=min(self.max_length, most))
+        max_samples = max(self.fewest_samples, capacity - capacity % self.pad_multiple)
+        return replace(self, max_length=min(self.max_length, max_samples))
 
     def soft_tokens(self, samples: int) -> int:
         """Count soft tokens of a clip of `samples` at `sampling_rate` that is not too long."""
@@ -144,11 +144,11 @@ AudioSettings = MelSettings | RawSettings
 
 
 def audio_settings(spec: Spec, extractor: Mapping[str, Any] | None = None) -> AudioSettings:
-    """Return the features that a variant's audio path takes.
+    """Return the input features of a variant's audio tower.
 
-    `extractor` is what a checkpoint says of its feature extractor: `feature_extractor` of
-    processor_config.json, or preprocessor_config.json. Settings that it leaves out are as in the
-    reference. InputError for a variant without audio and for numbers that do not fit the spec.
+    `extractor` is a checkpoint's feature extractor config: `feature_extractor` of
+    processor_config.json, or preprocessor_config.json; missing settings have the reference's
+    defaults. InputError for a variant without audio and for values that do not fit the spec.
     """
     config = dict(extractor or {})
     if isinstance(spec.audio, Audio):
@@ -171,21 +171,21 @@ def _mel_settings(name: str, audio: Audio, config: dict[str, Any]) -> MelSetting
         )
     _check_plain(config)
     settings = MelSettings(bins=bins, halvings=halvings)
-    return replace(settings, **_known(config, MelSettings, ("bins", "halvings")))
+    return replace(settings, **_read_settings(config, MelSettings, ("bins", "halvings")))
 
 
 def _raw_settings(name: str, audio: UnifiedAudio, config: dict[str, Any]) -> RawSettings:
     for key in ("audio_samples_per_token", "feature_size"):
-        found = config.get(key, audio.audio_embed_dim)
-        if found != audio.audio_embed_dim:
+        value = config.get(key, audio.audio_embed_dim)
+        if value != audio.audio_embed_dim:
             raise InputError(
-                f"{name}: {key} {found!r} is not audio.audio_embed_dim {audio.audio_embed_dim}"
+                f"{name}: {key} {value!r} is not audio.audio_embed_dim {audio.audio_embed_dim}"
             )
     _check_plain(config)
-    return RawSettings(audio.audio_embed_dim, **_known(config, RawSettings, ("frame",)))
+    return RawSettings(audio.audio_embed_dim, **_read_settings(config, RawSettings, ("frame",)))
 
 
-#: what a feature extractor may say but we have only one way of doing
+#: settings of a feature extractor with one supported value
 PLAIN = {"dither": 0, "padding_side": "right", "padding_value": 0}
 
 
@@ -195,11 +195,11 @@ def _check_plain(config: dict[str, Any]) -> None:
             raise InputError(f"feature extractor: {key} {config[key]!r} is not supported; {value}")
 
 
-def _known(config: dict[str, Any], cls: type, own: tuple[str, ...]) -> dict[str, Any]:
-    """Return the entries that are settings, of the right type; null counts as left out."""
-    kinds = {f.name: str(f.type) for f in fields(cls) if f.name not in own}
-    given = {k: v for k, v in config.items() if k in kinds and v is not None}
-    return {k: _checked(k, v, _KINDS[kinds[k].split(" | ")[0]]) for k, v in given.items()}
+def _read_settings(config: dict[str, Any], cls: type, exclude: tuple[str, ...]) -> dict[str, Any]:
+    """Return the entries of a config that are fields of `cls`, converted; null is ignored."""
+    kinds = {f.name: str(f.type) for f in fields(cls) if f.name not in exclude}
+    values = {k: v for k, v in config.items() if k in kinds and v is not None}
+    return {k: _checked(k, v, _KINDS[kinds[k].split(" | ")[0]]) for k, v in values.items()}
 
 
 _KINDS: dict[str, type] = {"int": int, "float": float, "bool": bool, "tuple[float, ...]": tuple}

@@ -1,9 +1,8 @@
-"""The decoder of Gemma 4 as a graph, written once for its phases and for drafters.
+"""The decoder of Gemma 4 as a graph, for all phases and draft models.
 
 Rule numbers refer to the order of operations of the reference model (transformers 5.17,
-`models/gemma4`); each op's docstring states what it rounds. The graph written here is the
-plain one: every layer makes its own rope tables and keeps a full-length cache of its own, also
-where it reads another layer's keys and values. Passes remove what is not needed.
+`models/gemma4`); each op's docstring states what it rounds. The graph is not optimised: every layer
+computes its RoPE tables and has a full-length cache, also KV-shared layers. Passes remove these.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from g4ir.ops.types import Type
 from g4ir.spec.parts import SLIDING, Layer, Rope
 from g4ir.spec.record import Spec
 
-#: some tokens at once that may be rejected: those that were drafted, and the one before them
+#: phase that verifies draft tokens: the last accepted token and the drafts, which may be rejected
 VERIFY = "verify"
-#: prefill of chunks in which the tokens of an image see each other
+#: prefill with bidirectional attention between the tokens of an image
 BLOCKS = "prefill_media"
-#: graph -> tokens of a chunk, where those are not S: few enough that caches have a slot for each
+#: phase -> dim of its tokens, if not CHUNK: few enough that a cache has a slot for each
 TOKENS: dict[str, int | str] = {"decode": 1, VERIFY: "M"}
-#: the same of graphs of chunks, of any number
+#: dim of the tokens of a prefill chunk
 CHUNK = "S"
-#: a graph's result: the state that logits are made of
+#: result of a graph: the last hidden state
 HIDDEN = "hidden"
 
 
 class Decoder:
-    """The decoder for one phase. `scope` comes before the names of what is its own."""
+    """Builds the decoder of one phase; `scope` prefixes its names."""
 
     scope = ""
 
@@ -34,9 +33,9 @@ class Decoder:
         self, spec: Spec, phase: str, all_logits: bool, dtype: str, hidden: bool = False
     ) -> None:
         self.spec, self.text, self.dtype = spec, spec.text, dtype
-        #: whether its state after the final norm is a result too
+        #: whether the last hidden state is a result too
         self.phase, self.hidden = phase, hidden
-        #: whether tokens are in the caches before attention reads these
+        #: whether caches are updated before attention reads them
         self.writes_first = phase in ("decode", VERIFY)
         self.every = all_logits or self.writes_first
         self.b = Builder(phase)
@@ -96,13 +95,13 @@ class Decoder:
     def block(self, layer: Layer, h: Value, ple: Value | None) -> Value:
         """Apply attention, MLP (with experts), then the per-layer embedding (rules 6 to 9)."""
         b, p = self.b, self.at(layer)
-        # The first input norm has no residual add before it that it could fuse with; outside
-        # the layer it leaves all layers alike.
+        # No residual add precedes the first input norm, so it cannot be fused; it is outside
+        # layer 0, so that all layers are isomorphic.
         first = f"{self.scope}pre.norm" if layer.index == 0 else f"{p}.in"
         x = self.attention(layer, self.norm(h, first, f"{p}.norm_in"))
         h = b.emit("add", h, self.norm(x, f"{p}.attn.post", f"{p}.norm_attn"), name=f"{p}.mid")
         y = self.norm(self.feed_forward(layer, h), f"{p}.ffn.post", f"{p}.norm_ffn")
-        # What a layer gives is called `out`, whatever makes it.
+        # A layer's result is called `out`, whichever op defines it.
         scaled = self.text.layer_scalar
         h = b.emit("add", h, y, name=f"{p}.ffn.out" if ple or scaled else f"{p}.out")
         if ple:
@@ -132,8 +131,8 @@ class Decoder:
         return self.project(out, f"{p}.o", f"{p}.wo", text.hidden_size)
 
     def keys_values(self, layer: Layer, x: Value) -> tuple[Value, Value]:
-        """Return K normed and rotated; V, raw K where they are tied, normed without weight where
-        `value_norm` says so."""
+        """Return K after norm and RoPE; V, which is the raw K if tied, normed without weight if the
+        spec has `value_norm`."""
         b, p, a = self.b, f"{self.at(layer)}.attn", layer.attention
         n, width = a.num_key_value_heads, a.num_key_value_heads * a.head_dim
         k = b.emit("heads", self.project(x, f"{p}.k", f"{p}.wk", width), n=n, name=f"{p}.k.heads")
@@ -147,9 +146,8 @@ class Decoder:
         return k, v
 
     def seen(self, layer: Layer, x: Value) -> tuple[Value, ...]:
-        """Return what the op `attention` takes behind q. A chunk sees the cache as it was, then
-        itself; tokens that are written first see the cache alone. Blocks are seen both ways on
-        sliding layers only (rule 19)."""
+        """Return the operands of `attention` after q: the old cache and the chunk, or, in decode
+        and verify, the updated cache. Blocks are bidirectional on sliding layers only (rule 19)."""
         b, p, a = self.b, self.at(layer), layer.attention
         if layer.donor is None:
             self.fresh[layer.index] = self.keys_values(layer, x)
@@ -184,7 +182,7 @@ class Decoder:
         return self.b.emit("rope", x, *self.tables, name=name)
 
     def feed_forward(self, layer: Layer, h: Value) -> Value:
-        """Apply the dense MLP; beside it, on the same residual, the routed experts (rule 7)."""
+        """Apply the dense MLP and, on the same residual, the routed experts (rule 7)."""
         b, p = self.b, self.at(layer)
         dense = self.mlp(layer, self.norm(h, f"{p}.mlp.in", f"{p}.norm_mlp"))
         if not layer.has_moe:
@@ -195,14 +193,15 @@ class Decoder:
 
     def mlp(self, layer: Layer, x: Value) -> Value:
         """Return down(act(gate) * up) (rule 11)."""
-        b, p, wide, act = self.b, f"{self.at(layer)}.mlp", layer.intermediate_size, self.act()
-        gate = self.project(x, f"{p}.gate", f"{p}.w_gate", wide)
-        up = self.project(x, f"{p}.up", f"{p}.w_up", wide)
+        b, p, width, act = self.b, f"{self.at(layer)}.mlp", layer.intermediate_size, self.act()
+        gate = self.project(x, f"{p}.gate", f"{p}.w_gate", width)
+        up = self.project(x, f"{p}.up", f"{p}.w_up", width)
         x = b.emit("glu", gate, up, act=act, name=f"{p}.act")
         return self.project(x, f"{p}.down", f"{p}.w_down", self.text.hidden_size)
 
     def experts(self, layer: Layer, h: Value) -> Value:
-        """Apply experts; the router sees the residual normed without weight (rules 23 to 25)."""
+        """Apply experts; the router's input is the residual normed without weight (rules 23 to
+        25)."""
         b, p, moe, size = self.b, f"{self.at(layer)}.moe", self.text.moe, self.text.hidden_size
         assert moe
         x = self.norm(h, f"{p}.in", f"{self.at(layer)}.norm_moe")
@@ -221,16 +220,16 @@ class Decoder:
         return b.emit("experts", x, weights, index, gate_up, down, act=self.act(), name=f"{p}.out")
 
     def ple_gate(self, p: str, h: Value, ple: Value) -> Value:
-        """Gate by the per-layer row; the gate sees the residual without a norm (rule 8)."""
+        """Gate by the per-layer embedding, on the residual without a norm (rule 8)."""
         assert self.text.ple
         gate = self.project(h, f"{p}.ple.gate", f"{p}.ple.w_gate", self.text.ple.dim)
         x = self.b.emit("glu", gate, ple, act=self.act(), name=f"{p}.ple.act")
         return self.project(x, f"{p}.ple.proj", f"{p}.ple.w_proj", self.text.hidden_size)
 
     def head(self, h: Value) -> tuple[Value, ...]:
-        """Apply final norm, (tied) head, softcap (rule 22); last valid row unless all are asked.
-        Return logits, and the state before the head where it is asked for, of the last valid row
-        too unless tokens were written first."""
+        """Apply final norm, (tied) head and softcap (rule 22). Returns logits, of each last valid
+        row or of all, and with `hidden` the last hidden state, of all rows in decode and verify,
+        else of each last valid one."""
         b, last = self.b, not self.writes_first
         if not self.hidden:
             x = self.logits(self.norm(h, "final.norm", "final.w"), self.every)
@@ -239,9 +238,9 @@ class Decoder:
         hidden = b.emit("last_row", x, self.lengths, name=HIDDEN) if last else x
         return self.logits(x if self.every else hidden, True), hidden
 
-    def logits(self, x: Value, wanted: bool) -> Value:
-        """Return logits of rows; `wanted`: they are the graph's result."""
-        text, name = self.text, "logits" if wanted else "logits.all"
+    def logits(self, x: Value, is_output: bool) -> Value:
+        """Return the logits of x; `is_output`: they are the graph's result."""
+        text, name = self.text, "logits" if is_output else "logits.all"
         w = "embed.table" if text.tie_word_embeddings else "head.w"
         cap = text.final_logit_softcapping
         x = self.project(x, "head.out" if cap else name, w, text.vocab_size)

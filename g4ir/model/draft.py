@@ -1,10 +1,10 @@
-"""A drafter: a small decoder that guesses what the model says next, from the model's own state.
+"""The draft model (MTP): a small decoder that predicts tokens from the target's hidden state.
 
-It has no keys and values: each of its layers reads those of the model's last layer of its kind that
-has its own. The steps of a round stand at one place, see what was accepted before, and write
-nothing; a step hands the next one its token and a state in the place of the model's.
+It has no KV cache: each of its layers reads that of the target's last KV-owning layer of the same
+kind. All steps of a round have one position, attend to the accepted tokens and write nothing; each
+passes its token and its hidden state to the next.
 
-Rules 39 to 41 (transformers 5.17, `models/gemma4_assistant`); keys are those that are accepted.
+Rules 39 to 41 (transformers 5.17, `models/gemma4_assistant`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from g4ir.spec.parts import ASSISTANT, FULL, SLIDING, AttentionKind, Layer
 from g4ir.spec.record import DRAFTER, Spec, drafter_names, load_spec
 
 from .decoder import HIDDEN, Decoder
-from .names import OF_DRAFTER as SCOPE
+from .names import DRAFTER_PREFIX as SCOPE
 
 #: the graph
 DRAFT = "draft"
-#: its results: the tokens, and the state for the next step
+#: its results: tokens, and the hidden state for the next step
 TOKEN, NEXT_HIDDEN = "draft.token", "draft.hidden"
 
 
 def build_draft(model: Spec, drafter: Spec, dtype: str | None = None) -> Graph:
-    """Return the graph of one step of a drafter. SpecError where it is none of this model.
+    """Return the graph of one draft step. SpecError if the draft model does not fit the target.
 
     Takes `embeds` [B,1,hidden] (the scaled row of the newest token), `hidden` [B,1,hidden] (the
     state that this token was chosen from, or that of the step before), `positions` i64[B,1] (where
@@ -39,12 +39,13 @@ def build_draft(model: Spec, drafter: Spec, dtype: str | None = None) -> Graph:
 
 
 def drafter_alone(drafter: Spec) -> Graph:
-    """Return the graph of a drafter for no model, of which only its params mean something."""
+    """Return a draft model's graph without a target; only its params are meaningful."""
     return _Draft(drafter, {SLIDING: 0, FULL: 1}, drafter.dtype).build()
 
 
 class _Draft(Decoder):
-    """The decoder of a drafter, over caches of the layers that own them, by kind."""
+    """A draft model's decoder; `owners` maps a layer kind to the target's layer whose KV cache it
+    reads."""
 
     scope = SCOPE
 
@@ -54,8 +55,8 @@ class _Draft(Decoder):
 
     def build(self) -> Graph:
         assert self.spec.drafter
-        b, size, wide = self.b, self.text.hidden_size, self.spec.drafter.backbone_hidden_size
-        row, at = Type(self.dtype, ("B", 1, wide)), Type("i64", ("B", 1))
+        b, size, width = self.b, self.text.hidden_size, self.spec.drafter.backbone_hidden_size
+        row, at = Type(self.dtype, ("B", 1, width)), Type("i64", ("B", 1))
         embeds, hidden = (b.input(name, row) for name in ("embeds", HIDDEN))
         self.positions, self.last = b.input("positions", at), b.input("last", at)
         self.end = b.input("written", Type("i64", ("B",)))
@@ -64,18 +65,18 @@ class _Draft(Decoder):
         for layer in self.spec.layers():
             h = self.block(layer, h, None)
         x = self.norm(h, f"{SCOPE}final.norm", f"{SCOPE}final.w")
-        return b.graph(self.token(x), self.project(x, NEXT_HIDDEN, f"{SCOPE}w_out", wide))
+        return b.graph(self.token(x), self.project(x, NEXT_HIDDEN, f"{SCOPE}w_out", width))
 
     def seen(self, layer: Layer, x: Value) -> tuple[Value, ...]:
-        """Return the caches of the layer that this one reads, as the newest key sees them."""
+        """Return attention's operands after q: the target's caches, as of the newest key."""
         a, owner = layer.attention, self.owners[layer.kind]
         cache = Type(self.dtype, ("C", "B", a.num_key_value_heads, a.head_dim))
         caches = (self.b.cache(f"L{owner}.{part}", cache) for part in "kv")
         return self.last, self.end, *caches
 
     def token(self, x: Value) -> Value:
-        """Return the best token: of all, or of the clusters whose heads are best. Rows of the head
-        lie by cluster, which is done when weights are packed."""
+        """Return the greedy token, of the full vocabulary or of the best clusters. The head's rows
+        are sorted by cluster when weights are packed."""
         b, text, drafter = self.b, self.text, self.spec.drafter
         w = "embed.table" if text.tie_word_embeddings else "head.w"
         table = self.weight(f"{SCOPE}{w}", text.vocab_size, text.hidden_size)
@@ -94,13 +95,13 @@ class _Draft(Decoder):
 
 
 def layers_read(model: Spec, drafter: Spec | None) -> tuple[int, ...]:
-    """Return the layers of a model whose keys and values its drafter reads, sorted."""
+    """Return the sorted layers of a model whose KV caches its draft model reads."""
     kinds = set(drafter.text.layer_types) if drafter else set()
     return tuple(sorted(i for kind, i in model.owners().items() if kind in kinds))
 
 
 def check_pair(model: Spec, drafter: Spec) -> None:
-    """Raise SpecError unless one drafts for the other; it names every difference."""
+    """Raise SpecError, with every difference, unless the draft model fits the target."""
     if drafter.drafter is None:
         raise SpecError(f"spec {drafter.name} is no drafter: its model_type is no *{ASSISTANT}")
     if rows := differences(model, drafter):
@@ -111,7 +112,7 @@ def check_pair(model: Spec, drafter: Spec) -> None:
 
 
 def differences(model: Spec, drafter: Spec) -> list[tuple[str, object, object]]:
-    """Return (key, the model's value, the drafter's) of what both must have alike, and have not."""
+    """Return (key, target's value, draft model's) of differing fields that must be equal."""
     return [(key, a, b) for key, a, b in _shared(model, drafter) if a != b]
 
 
@@ -136,22 +137,22 @@ def _shared(model: Spec, drafter: Spec) -> list[tuple[str, object, object]]:
 
 
 def _kind(spec: Spec, kind: str) -> AttentionKind:
-    found: AttentionKind = getattr(spec.text, kind)
-    return found
+    geometry: AttentionKind = getattr(spec.text, kind)
+    return geometry
 
 
 def shipped_drafter(model: Spec) -> Spec:
-    """Return the drafter that belongs to a variant: that of its name, else the one that fits a
-    checkpoint of another name. SpecError where there is none."""
+    """Return the shipped draft model of a variant, by name, else the only one that fits. SpecError
+    if there is none."""
     names = drafter_names()
-    own = f"{model.name}{DRAFTER}"
-    if own in names:
-        return load_spec(own)
+    name = f"{model.name}{DRAFTER}"
+    if name in names:
+        return load_spec(name)
     fitting = [d for d in map(load_spec, names) if d.hub and not differences(model, d)]
     if len(fitting) != 1:
-        known = ", ".join(n.removesuffix(DRAFTER) for n in names)
+        variants = ", ".join(n.removesuffix(DRAFTER) for n in names)
         raise SpecError(
-            f"--drafter default: variant {model.name} has none; {known} have. Give a drafter's "
+            f"--drafter default: variant {model.name} has none; {variants} have. Give a drafter's "
             f"directory or its spec"
         )
     return fitting[0]

@@ -75,16 +75,16 @@ def image_settings(spec: Spec, budget: int | None = None) -> ImageSettings:
     """
     vision = spec.vision
     if isinstance(vision, Vision):
-        own, positions = vision.default_output_length, vision.position_embedding_size
+        default, positions = vision.default_output_length, vision.position_embedding_size
     elif isinstance(vision, UnifiedVision):
-        own, positions = vision.num_soft_tokens, vision.mm_posemb_size
+        default, positions = vision.num_soft_tokens, vision.mm_posemb_size
     else:
         raise InputError(f"{spec.name} takes no images; use a variant with a vision section")
-    known = sorted({*BUDGETS, own})
-    chosen = own if budget is None else budget
-    if type(chosen) is not int or chosen not in known:
+    allowed = sorted({*BUDGETS, default})
+    chosen = default if budget is None else budget
+    if type(chosen) is not int or chosen not in allowed:
         raise InputError(
-            f"budget {chosen!r}: soft tokens of an image are one of {', '.join(map(str, known))}"
+            f"budget {chosen!r}: soft tokens of an image are one of {', '.join(map(str, allowed))}"
         )
     merged = isinstance(vision, UnifiedVision)
     return ImageSettings(vision.patch_size, vision.pooling_kernel_size, chosen, merged, positions)

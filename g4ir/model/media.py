@@ -1,4 +1,4 @@
-"""Which media an engine takes, and the static shapes of its towers.
+"""Media that an engine supports, and the static shapes of its towers.
 
 media = find_media(spec, kinds="all", budgets=None, seconds=None)
 media.budgets    # soft tokens of an image, one graph each
@@ -23,33 +23,33 @@ from .audio import AudioSettings, audio_settings
 from .images import BUDGETS, FRAME_BUDGET, image_settings
 
 IMAGE, VIDEO, AUDIO = KINDS = ("image", "video", "audio")
-#: kinds that go through the vision tower, and whose soft tokens form blocks (rule 19)
+#: kinds of the vision tower, whose soft tokens form bidirectional blocks (rule 19)
 PICTURES = (IMAGE, VIDEO)
-#: what a list of media is called, as a keyword and in a JSON line -> its kind
+#: name of a list of media, as a keyword and in a JSON line -> its kind
 LISTS = {"images": IMAGE, "videos": VIDEO, "audio": AUDIO}
-#: kind -> its settings in requests, and what `Engine.encode` calls each
+#: kind -> setting in requests -> keyword of `Engine.encode`
 MEDIA_SETTINGS = {
     IMAGE: {"image_budget": "budget"},
     VIDEO: {"frames": "frames", "fps": "fps"},
     AUDIO: {"audio_too_long": "too_long"},
 }
-#: seconds of audio that towers are made for unless asked otherwise; the last is the longest
+#: default lengths of the audio towers
 SECONDS = (5.0, 10.0, 20.0, 30.0)
-#: of any audio clip
-MOST_SAMPLES = 1 << 40
-#: where frames stand alone, so that a longer clip goes through in parts
+#: upper bound of a clip's samples
+MAX_SAMPLES = 1 << 40
+#: default for towers whose frames are independent, so that a longer clip is split
 PART_SECONDS = (10.0,)
 
 
 @dataclass(frozen=True)
 class Media:
-    """The media that an engine's towers are made for; empty where it takes text alone."""
+    """The media of an engine's towers; empty for text-only engines."""
 
     kinds: tuple[str, ...] = ()
-    budgets: tuple[int, ...] = ()  # of images, rising; the first asked for is `default`
+    budgets: tuple[int, ...] = ()  # soft tokens of images, ascending; one is `default`
     default: int | None = None
     frame: int | None = None
-    lengths: tuple[int, ...] = ()  # soft tokens of audio clips, rising
+    lengths: tuple[int, ...] = ()  # soft tokens of audio clips, ascending
 
     @property
     def grids(self) -> tuple[int, ...]:
@@ -62,30 +62,30 @@ class Media:
 
 
 def placeholders(tokens: Tokens, kinds: Collection[str] = KINDS) -> dict[str, int]:
-    """Return kind -> the id in whose places its soft tokens stand, for kinds that have one."""
+    """Return kind -> its placeholder token id, for kinds that have one."""
     ids = {IMAGE: tokens.image, VIDEO: tokens.video, AUDIO: tokens.audio}
     return {kind: i for kind, i in ids.items() if kind in kinds and i is not None}
 
 
-def offered(spec: Spec) -> tuple[str, ...]:
-    """Return the kinds of media that a variant takes."""
+def supported_media(spec: Spec) -> tuple[str, ...]:
+    """Return the kinds of media that a variant supports."""
     towers = {kind: spec.vision if kind in PICTURES else spec.audio for kind in KINDS}
     return tuple(kind for kind in placeholders(spec.tokens) if towers[kind] is not None)
 
 
-def check_media(media: Media, spec: Spec, most: int) -> None:
-    """Raise InputError for a choice that `find_media` never makes; `most`: lengths of audio."""
+def check_media(media: Media, spec: Spec, max_lengths: int) -> None:
+    """Raise InputError for media that `find_media` never returns; `max_lengths`: of audio."""
     images = IMAGE in media.kinds
-    known = {*BUDGETS, *([image_settings(spec).budget] if images else [])}
+    allowed = {*BUDGETS, *([image_settings(spec).budget] if images else [])}
     rules = {
-        "kinds": media.kinds == tuple(k for k in offered(spec) if k in media.kinds),
+        "kinds": media.kinds == tuple(k for k in supported_media(spec) if k in media.kinds),
         "budgets": _rising(media.budgets)
-        and known >= {*media.budgets}
+        and allowed >= {*media.budgets}
         and bool(media.budgets) == images,
         "default": media.default in (media.budgets if images else (None,)),
         "frame": media.frame == (FRAME_BUDGET if VIDEO in media.kinds else None),
         "lengths": _rising(media.lengths)
-        and len(media.lengths) <= most
+        and len(media.lengths) <= max_lengths
         and bool(media.lengths) == (AUDIO in media.kinds),
     }
     for name, holds in rules.items():
@@ -93,44 +93,44 @@ def check_media(media: Media, spec: Spec, most: int) -> None:
             raise InputError(f"media.{name} {getattr(media, name)!r} is not what {spec.name} takes")
 
 
-def _rising(numbers: tuple[int, ...]) -> bool:
-    """Whether numbers above 0 rise, and stay below what no image or clip reaches."""
-    return max(numbers, default=0) < 1 << 20 and all(a < b for a, b in zip((0, *numbers), numbers))
+def _rising(values: tuple[int, ...]) -> bool:
+    """Return whether values are positive, strictly ascending and below 2^20."""
+    return max(values, default=0) < 1 << 20 and all(a < b for a, b in zip((0, *values), values))
 
 
 def encode_options(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `Engine.encode` for one medium of a request with these settings."""
+    """Return the keywords of `Engine.encode` for one medium of a request with these settings."""
     named = MEDIA_SETTINGS[kind].items()
     return {keyword: settings[k] for k, keyword in named if settings.get(k) is not None}
 
 
-def check_taken(kind: str, media: Media, spec: Spec) -> None:
-    """Raise InputError where an engine does not take a kind of media; say how to build one that
-    does, or that its variant takes none."""
+def check_supported(kind: str, media: Media, spec: Spec) -> None:
+    """Raise InputError if an engine does not support a kind of media, with the way to build one
+    that does, if the variant supports it."""
     if kind not in KINDS:
         raise InputError(f"--media {kind!r}: one of {', '.join(KINDS)}")
     if kind in media.kinds:
         return
     takes = f"this engine takes {', '.join(('text', *media.kinds))}, no {kind}"
-    can = offered(spec)
+    can = supported_media(spec)
     if kind not in can:
         raise InputError(f"{takes}, and {spec.name} takes {', '.join(can) or 'text alone'}")
     more = ",".join(k for k in can if k in (*media.kinds, kind))
     raise InputError(f"{takes}; build one with `g4ir build --media {more}`")
 
 
-def check_there(kind: str, path: str | Path) -> None:
-    """Raise InputError unless the path is an ordinary file: a device or a pipe may be endless."""
+def check_file(kind: str, path: str | Path) -> None:
+    """Raise InputError unless the path is a regular file: a device or a pipe may be endless."""
     try:
-        found = Path(path).is_file()
+        is_file = Path(path).is_file()
     except (OSError, ValueError):  # a name that no file can have, or a folder that is closed
-        found = False
-    if not found:
+        is_file = False
+    if not is_file:
         raise InputError(f"{path}: no such {kind} file")
 
 
 def check_budget(budget: int | None, media: Media) -> None:
-    """Raise InputError unless an engine's images can have this budget."""
+    """Raise InputError unless the engine was built for this image budget."""
     if budget in media.budgets:
         return
     has = ", ".join(map(str, media.budgets))
@@ -141,22 +141,22 @@ def check_budget(budget: int | None, media: Media) -> None:
     )
 
 
-def listed(media: Media, spec: Spec, **lists: Any) -> list[tuple[str, Any]]:
-    """Return (kind, item) of every item, from lists named as in LISTS.
+def list_media(media: Media, spec: Spec, **lists: Any) -> list[tuple[str, Any]]:
+    """Return (kind, item) of every item of the lists, which are named as in LISTS.
 
-    InputError for what is no list, because a path would be taken apart into letters and an array
-    into rows, and for a kind that the engine does not take."""
+    InputError for a kind that the engine does not support, and for anything but a list: a path
+    would be iterated by characters, an array by rows."""
     out = []
     for name, items in lists.items():
         check_list(name, items)
         if items:
-            check_taken(LISTS[name], media, spec)
+            check_supported(LISTS[name], media, spec)
         out += [(LISTS[name], item) for item in items]
     return out
 
 
 def check_list(name: str, items: Any) -> None:
-    """Raise InputError for what is no list."""
+    """Raise InputError unless `items` is a list or tuple."""
     if not isinstance(items, list | tuple):
         raise InputError(f"{name}: expected a list, found {type(items).__name__}")
 
@@ -168,12 +168,12 @@ def find_media(
     seconds: Sequence[float] | None = None,
     extractor: Mapping[str, Any] | None = None,
 ) -> Media:
-    """Return the choice for a build. `kinds`: `all` that the variant takes, `none`, or some of
-    KINDS; `budgets`: soft tokens of images (default: the variant's own), the first is what images
-    get unless asked otherwise; `seconds`: lengths of audio, of which the next longer one is used;
-    `extractor`: what a checkpoint says of its feature extractor.
+    """Return the media of a build. `kinds`: `all` of the variant, `none`, or some of KINDS;
+    `budgets`: soft tokens of images (default: the variant's), the first is the default;
+    `seconds`: lengths of audio, clips use the next longer one; `extractor`: the feature extractor
+    config of a checkpoint.
 
-    InputError names what the variant does not take.
+    InputError names what the variant does not support.
     """
     chosen = _kinds(spec, kinds)
     if budgets is not None and IMAGE not in chosen:
@@ -191,43 +191,43 @@ def find_media(
 
 
 def media_options(media: Media, spec: Spec) -> dict[str, Any]:
-    """Return the options of a build that ask for this choice."""
-    others, seconds = [b for b in media.budgets if b != media.default], []
+    """Return the build options that result in these media."""
+    budgets, seconds = [b for b in media.budgets if b != media.default], []
     if media.lengths:
         audio = audio_settings(spec)
-        least = [bisect_left(range(MOST_SAMPLES), n, key=audio.soft_tokens) for n in media.lengths]
-        seconds = [f"{samples / audio.sampling_rate:.6f}" for samples in least]
+        clips = [bisect_left(range(MAX_SAMPLES), n, key=audio.soft_tokens) for n in media.lengths]
+        seconds = [f"{samples / audio.sampling_rate:.6f}" for samples in clips]
     return {
         "media": ",".join(media.kinds) or "none",
-        "image_budgets": [media.default, *others] if media.default else None,
+        "image_budgets": [media.default, *budgets] if media.default else None,
         "audio_seconds": seconds,
     }
 
 
 def _kinds(spec: Spec, kinds: str | Sequence[str]) -> tuple[str, ...]:
-    can = offered(spec)
+    can = supported_media(spec)
     if kinds == "all":
         return can
     words = kinds.split(",") if isinstance(kinds, str) else list(kinds)
-    wanted = {w.strip() for w in words if w.strip() and w.strip() != "none"}
-    for word in sorted(wanted):
+    requested = {w.strip() for w in words if w.strip() and w.strip() != "none"}
+    for word in sorted(requested):
         if word not in KINDS:
             raise InputError(f"--media {word[:40]!r}: all, none, or some of {', '.join(KINDS)}")
         if word not in can:
             raise InputError(f"--media {word}: {spec.name} takes {', '.join(can) or 'text alone'}")
-    return tuple(k for k in can if k in wanted)
+    return tuple(k for k in can if k in requested)
 
 
 def _budgets(spec: Spec, budgets: Sequence[int] | None) -> tuple[int, ...]:
     if budgets is not None and not budgets:
         raise InputError(f"--image-budget: give one of {', '.join(map(str, BUDGETS))}")
-    given = [None] if budgets is None else budgets
-    return tuple(image_settings(spec, b).budget for b in given)
+    requested = [None] if budgets is None else budgets
+    return tuple(image_settings(spec, b).budget for b in requested)
 
 
 def _lengths(settings: AudioSettings, seconds: Sequence[float] | None) -> tuple[int, ...]:
-    """Return soft tokens of the lengths asked for, none longer than the longest clip; one length
-    where there is no longest one, since frames stand alone then."""
+    """Return soft tokens of the requested lengths, limited to the longest clip; a single length if
+    there is no limit, since frames are independent then."""
     longest = settings.max_samples
     out = set()
     for s in seconds if seconds is not None else SECONDS if longest else PART_SECONDS:

@@ -1,7 +1,7 @@
-"""Translates parameter names: the graph's on one side, the checkpoint's on the other.
+"""Maps the graph's parameter names to the checkpoint's.
 
-This is the only place that knows both. Checkpoint names of the text model are given without its
-prefix; those of other parts begin with the part's name (a field of Prefixes) in place of theirs.
+Checkpoint names of the text model are without its prefix; those of other parts start with the
+part's name (a field of Prefixes) instead of its prefix.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import re
 from g4ir.errors import WeightsError
 from g4ir.ir.names import split_name
 
-#: tensors of the checkpoint that others than the graphs know
+#: checkpoint tensors that other modules use
 TOKEN_TABLE, PLE_TABLE = "embed_tokens.weight", "embed_tokens_per_layer.weight"
 HEAD, FINAL_NORM = "lm_head.weight", "norm.weight"
-#: the tokens of a drafter's clusters
+#: token ids of a draft model, sorted by cluster
 ORDER = "drafter.masked_embedding.token_ordering"
-#: what the names of a drafter's params and tensors begin with, beside those of its model
-OF_DRAFTER = "draft."
-#: what the parts of a quantised weight `w` are called on both sides: `w.codes`, `w.scales`
+#: prefix of a draft model's params and tensors
+DRAFTER_PREFIX = "draft."
+#: suffixes of a quantised weight's params, in graphs and checkpoints
 CODES, SCALES = ".codes", ".scales"
 #: weights of the decoder's norms
 NORM = re.compile(r"(layers\.\d+\.)?(\w+\.)?((?P<query>q_norm)|\w*norm(_\d)?)\.weight")
@@ -34,7 +34,7 @@ _PROJECTIONS = {
     **{f"attn.w{x}": f"self_attn.{x}_proj" for x in "qkvo"},
     **{f"mlp.w_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
 }
-#: norms that layers of the text model and of the vision tower have
+#: norms in layers of the text model and of the vision tower
 _NORMS = {
     "norm_in": "input_layernorm.weight",
     "attn.norm_q": "self_attn.q_norm.weight",
@@ -59,7 +59,7 @@ _LAYER = {
     "norm_ple": "post_per_layer_input_norm.weight",
     "scalar": "layer_scalar",
 }
-#: outside the layers of towers and of a drafter
+#: params outside the layers of towers and of draft models
 _PARTS = {
     "vision.w_patch": "vision.patch_embedder.input_proj.weight",
     "vision.places": "vision.patch_embedder.position_embedding_table",
@@ -106,7 +106,7 @@ _TOWER_LAYER = {
     "audio.conv.w_time": "lconv1d.depthwise_conv1d.weight",
     "audio.conv.norm": "lconv1d.conv_norm.weight",
 }
-#: linears that may be clipped: `.linear.weight` follows, or the name of a bound
+#: linears that may be clipped, without the suffix `.linear.weight` or that of a bound
 _CLIPPABLE = {
     **{f"vision.{name}": theirs for name, theirs in _PROJECTIONS.items()},
     **{f"audio.attn.w{x}": f"self_attn.{x}_proj" for x in "qkv"},
@@ -124,29 +124,29 @@ def checkpoint_name(param: str) -> str:
     for part in (CODES, SCALES):
         if param.endswith(part):
             return f"{checkpoint_name(param.removesuffix(part))}{part}"
-    if found := _TOP.get(param) or _PARTS.get(param):
-        return found
-    tower, layer, rest = split_name(param)
-    if tower and (name := _of_tower(f"{tower}.{rest}")):
+    if name := _TOP.get(param) or _PARTS.get(param):
+        return name
+    tower, layer, suffix = split_name(param)
+    if tower and (name := _of_tower(f"{tower}.{suffix}")):
         return f"{_LAYERS[tower]}.{layer}.{name}"
-    if layer is not None and not tower and rest in _LAYER:
-        return f"layers.{layer}.{_LAYER[rest]}"
+    if layer is not None and not tower and suffix in _LAYER:
+        return f"layers.{layer}.{_LAYER[suffix]}"
     raise WeightsError(f"param %{param} has no checkpoint tensor; add it to g4ir/model/names.py")
 
 
 def _of_tower(name: str) -> str | None:
-    """Return the checkpoint's name of a param of a tower's layer, without the layer's number."""
+    """Return the checkpoint's name of a param of a tower's layer, without the layer index."""
     if name in _CLIPPABLE:
         return f"{_CLIPPABLE[name]}.linear.weight"
-    if name.startswith(OF_DRAFTER):
-        return _LAYER.get(name.removeprefix(OF_DRAFTER))
+    if name.startswith(DRAFTER_PREFIX):
+        return _LAYER.get(name.removeprefix(DRAFTER_PREFIX))
     linear, _, bound = name.rpartition(".")
     if linear in _CLIPPABLE and bound in _BOUNDS:
         return f"{_CLIPPABLE[linear]}.{_BOUNDS[bound]}"
     return _TOWER_LAYER.get(name)
 
 
-#: kind of cost, by what a value is part of
+#: kind of cost -> names of values
 _KINDS = (
     ("attention", re.compile(r"(\w+\.)?L\d+\.attn\.")),
     ("mlp", re.compile(r"(\w+\.)?L\d+\.(mlp|ff\d|conv)\.")),
@@ -157,6 +157,6 @@ _KINDS = (
 
 
 def kind_of_name(name: str) -> str | None:
-    """Return the kind of cost of a matrix product, an activation or a view, by the name of its
-    first result, which passes keep; None outside the parts that are told apart."""
+    """Return the kind of cost of a node by the name of its first result, which passes keep; None
+    for other nodes."""
     return next((kind for kind, pattern in _KINDS if pattern.match(name)), None)

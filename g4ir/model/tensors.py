@@ -1,7 +1,6 @@
-"""Lists tensors of a checkpoint by the graphs that take them: the checkpoint's names, and shapes.
+"""Names and shapes of a checkpoint's tensors, from the params of the graphs.
 
-The graphs are the one table of tensors; the checkpoint reader, the random weights and the counts
-all ask here.
+Used by the checkpoint reader, random weights and parameter counts.
 """
 
 from __future__ import annotations
@@ -15,35 +14,35 @@ from g4ir.spec.record import Spec
 
 from .draft import drafter_alone
 from .media import AUDIO, PICTURES
-from .names import OF_DRAFTER, checkpoint_name
+from .names import DRAFTER_PREFIX, checkpoint_name
 from .text import build_graph
 from .towers import PARTS, default_tower
 
 Shape = tuple[int, ...]
 Tensors = dict[str, Shape]
 
-#: of a clipped linear: 0-d tensors
+#: 0-d tensors of a clipped linear
 CLIP_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
-#: of a layer, what is absent where it reads the keys and values of another
+#: tensors that KV-shared layers lack
 KEYS_VALUES = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight")
-#: parts that images and frames go through; the others are those of audio, or a drafter's
+#: parts for images and video; the others are for audio, or a draft model's
 SIGHT = ("vision", "vision_embedder", "embed_vision")
-#: the part of what a drafter has beside its layers
+#: part of a draft model's tensors outside its layers
 DRAFTER = "drafter"
 
 
 def text_tensors(spec: Spec) -> Tensors:
-    """Name -> shape of every live decoder tensor, in file order, without the text prefix.
+    """Return name -> shape of every used decoder tensor, in file order, without the text prefix.
 
-    K and V of layers that share another layer's are not live (see `dead_tensors`). An untied
-    head is `lm_head.weight`; it lies outside the text prefix (`spec.prefixes.head`).
+    K and V of KV-shared layers are not used (see `dead_tensors`). An untied head is
+    `lm_head.weight`, which has a prefix of its own (`spec.prefixes.head`).
     """
     return dict(_text(spec))
 
 
 def dead_tensors(spec: Spec) -> Tensors:
-    """Name -> shape of the K and V tensors that a checkpoint may hold for shared layers: those of
-    the layer whose keys they read."""
+    """Return name -> shape of the unused K and V tensors that a checkpoint may have for KV-shared
+    layers; shapes are those of the donor layer."""
     live = _text(spec)
     return {
         f"layers.{layer.index}.{name}": live[f"layers.{layer.donor}.{name}"]
@@ -55,7 +54,7 @@ def dead_tensors(spec: Spec) -> Tensors:
 
 
 def part_tensors(spec: Spec) -> dict[str, Tensors]:
-    """Part (a field of Prefixes) -> name -> shape of its tensors, for all parts but the decoder.
+    """Return part (a field of Prefixes) -> name -> shape, for all parts but the decoder.
 
     Names are the hub's, which for gemma4_unified differ from the reference's module names.
     """
@@ -67,7 +66,7 @@ def part_tensors(spec: Spec) -> dict[str, Tensors]:
 
 
 def tower_tensors(spec: Spec) -> Tensors:
-    """Name -> shape of every tensor outside the decoder, under its checkpoint name."""
+    """Return checkpoint name -> shape of every tensor outside the decoder."""
     out: Tensors = {}
     for part, tensors in part_tensors(spec).items():
         prefix = getattr(spec.prefixes, part)[0]
@@ -76,8 +75,8 @@ def tower_tensors(spec: Spec) -> Tensors:
 
 
 def media_tensors(spec: Spec, kinds: Iterable[str]) -> Tensors:
-    """`PART.NAME` -> shape of the tensors that these kinds of media need; of a drafter, what it
-    has beside its layers."""
+    """Return `PART.NAME` -> shape of the tensors for these kinds of media; of a draft model, those
+    outside its layers."""
     kinds = set(kinds)
 
     def needed(part: str) -> bool:
@@ -87,14 +86,14 @@ def media_tensors(spec: Spec, kinds: Iterable[str]) -> Tensors:
 
 
 def numel(tensors: Tensors) -> int:
-    """Count elements in all tensors; a 0-d tensor has one."""
+    """Count the elements of all tensors; a 0-d tensor has one."""
     return sum(math.prod(shape) for shape in tensors.values())
 
 
 @lru_cache(maxsize=32)
 def _text(spec: Spec) -> Tensors:
     if spec.drafter:
-        return _of_drafter(spec, beside=False)
+        return _of_drafter(spec, outside_layers=False)
     graphs = (build_graph(spec, phase, all_logits=True) for phase in ("embed", "prefill"))
     return _named(graphs)
 
@@ -102,15 +101,17 @@ def _text(spec: Spec) -> Tensors:
 @lru_cache(maxsize=32)
 def _towers(spec: Spec) -> Tensors:
     if spec.drafter:
-        return _of_drafter(spec, beside=True)
+        return _of_drafter(spec, outside_layers=True)
     return _named(default_tower(spec, part) for part in PARTS if getattr(spec, part) is not None)
 
 
-def _of_drafter(spec: Spec, beside: bool) -> Tensors:
-    """Return the tensors of its layers, or those beside them."""
-    found = _named([drafter_alone(spec)])
-    bare = {name.removeprefix(OF_DRAFTER): shape for name, shape in found.items()}
-    return {n: shape for n, shape in bare.items() if (n.partition(".")[0] == DRAFTER) == beside}
+def _of_drafter(spec: Spec, outside_layers: bool) -> Tensors:
+    """Return a draft model's tensors, of its layers or outside of them."""
+    tensors = _named([drafter_alone(spec)])
+    bare = {name.removeprefix(DRAFTER_PREFIX): shape for name, shape in tensors.items()}
+    return {
+        n: shape for n, shape in bare.items() if (n.partition(".")[0] == DRAFTER) == outside_layers
+    }
 
 
 def _named(graphs: Iterable[Graph]) -> Tensors:

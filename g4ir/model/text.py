@@ -12,7 +12,7 @@ from g4ir.spec.record import Spec, need_model
 
 from .decoder import BLOCKS, VERIFY, Decoder
 from .draft import DRAFT, build_draft
-from .media import PICTURES, Media, offered, placeholders
+from .media import PICTURES, Media, placeholders, supported_media
 from .towers import build_towers
 
 #: graphs that a step of the text model runs, and all of them
@@ -71,12 +71,14 @@ def build_graph(
     last hidden state: of the tokens of `decode` and `verify`, else of each last valid token.
     `embed` takes `tokens` i64[B,S]; with media, placeholders get that of the padding token.
     """
-    known = (*PHASES, VERIFY, BLOCKS)
-    if phase not in known:
-        raise InputError(f"unknown phase {phase!r}; one of {', '.join(known)}")
+    phases = (*PHASES, VERIFY, BLOCKS)
+    if phase not in phases:
+        raise InputError(f"unknown phase {phase!r}; one of {', '.join(phases)}")
     need_model(spec)
     if phase == BLOCKS and not has_blocks(spec):
-        why = "its soft tokens see the past alone" if offered(spec) else "it takes text alone"
+        why = (
+            "its soft tokens see the past alone" if supported_media(spec) else "it takes text alone"
+        )
         raise InputError(f"{spec.name} has no {BLOCKS}: {why}")
     if phase == "embed":
         ids = placeholders(spec.tokens, media.kinds if media else ())

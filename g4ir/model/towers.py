@@ -1,9 +1,9 @@
-"""The towers, written once: Spec -> Graph (rules 26 to 37, 42).
+"""Graphs of the vision and audio towers (rules 26 to 37, 42).
 
     build_towers(spec, media)   # {"vision_280": Graph, "audio_250": Graph}
 
-A tower takes one image, frame or audio clip and returns its soft tokens [1,N,hidden], padding
-included. Every size is fixed: N is part of the name. Inputs are what `g4ir/media` prepares:
+A tower encodes one image, frame or audio clip to soft tokens [1,N,hidden], padding included. All
+shapes are static; N is part of the name. Inputs are prepared by `g4ir/media`:
 
     vision   patches f32[1,P,D], positions i64[1,P,2]
     audio    features f32[1,T,F], mask bool[1,T]
@@ -23,18 +23,18 @@ from g4ir.spec.record import Spec
 
 from .media import AUDIO, IMAGE, Media, find_media
 
-#: eps of the reference's RMSNorm class, which parts of the audio tower take whatever the spec says
+#: default eps of the reference's RMSNorm, which parts of the audio tower use regardless of the spec
 CLASS_EPS = 1e-6
 #: eps of torch's LayerNorm, likewise
 LAYER_NORM_EPS = 1e-5
 #: frames per soft token of the audio tower
 STRIDE = 4
-#: the towers' parts, which their graphs are named after
+#: prefixes of the towers' graph names
 PARTS = ("vision", "audio")
 
 
 def build_towers(spec: Spec, media: Media, dtype: str | None = None) -> dict[str, Graph]:
-    """Return the graphs of an engine that takes these media, by name."""
+    """Return name -> graph of the towers for these media."""
     kind = dtype or spec.dtype
     towers = [build_vision(spec, n, kind) for n in media.grids]
     towers += [build_audio(spec, n, kind) for n in media.lengths]
@@ -52,13 +52,13 @@ def audio_name(soft: int) -> str:
 
 
 def is_tower(name: str) -> bool:
-    """Whether a program's graph of this name is a tower."""
+    """Return whether a graph of this name is a tower."""
     return name.startswith(tuple(f"{part}_" for part in PARTS))
 
 
 def default_tower(spec: Spec, part: str, dtype: str | None = None) -> Graph:
-    """Return the tower of the variant's own image budget, or of the longest audio clip."""
-    # A spec may lack the ids of placeholders, on which no tower depends.
+    """Return the tower for the variant's default image budget, or for the longest audio clip."""
+    # A spec may lack placeholder ids, on which towers do not depend.
     ids: dict[str, Any] = {k: 0 for k in (IMAGE, AUDIO) if getattr(spec.tokens, k) is None}
     spec = replace(spec, tokens=replace(spec.tokens, **ids))
     media = find_media(spec, (IMAGE,) if part == "vision" else (AUDIO,))
@@ -67,26 +67,31 @@ def default_tower(spec: Spec, part: str, dtype: str | None = None) -> Graph:
 
 def build_vision(spec: Spec, soft: int, dtype: str) -> Graph:
     """Build a tower of images of at most `soft` soft tokens. InputError without vision."""
-    made: dict[type, Callable[..., _Tower]] = {Vision: _Vision, UnifiedVision: _UnifiedVision}
-    return _built(spec, spec.vision, made, vision_name(soft), soft, dtype)
+    classes: dict[type, Callable[..., _Tower]] = {Vision: _Vision, UnifiedVision: _UnifiedVision}
+    return _built(spec, spec.vision, classes, vision_name(soft), soft, dtype)
 
 
 def build_audio(spec: Spec, soft: int, dtype: str) -> Graph:
     """Build a tower of audio clips of at most `soft` soft tokens. InputError without audio."""
-    made: dict[type, Callable[..., _Tower]] = {Audio: _Audio, UnifiedAudio: _UnifiedAudio}
-    return _built(spec, spec.audio, made, audio_name(soft), soft, dtype)
+    classes: dict[type, Callable[..., _Tower]] = {Audio: _Audio, UnifiedAudio: _UnifiedAudio}
+    return _built(spec, spec.audio, classes, audio_name(soft), soft, dtype)
 
 
 def _built(
-    spec: Spec, part: Any, made: dict[type, Callable[..., _Tower]], name: str, soft: int, dtype: str
+    spec: Spec,
+    part: Any,
+    classes: dict[type, Callable[..., _Tower]],
+    name: str,
+    soft: int,
+    dtype: str,
 ) -> Graph:
     if part is None:
         raise InputError(f"{spec.name} has no tower for {name}; use a variant that has")
-    return made[type(part)](spec, part, name, dtype).build(soft)
+    return classes[type(part)](spec, part, name, dtype).build(soft)
 
 
 class _Tower:
-    """The base of all towers: names under the part's prefix, and the way into the text model."""
+    """Base of all towers: names with the part's prefix, projection into the text model."""
 
     part = ""
 
@@ -105,14 +110,14 @@ class _Tower:
         return self.b.emit(op, *inputs, name=f"{self.part}.{name}", **attrs)
 
     def norm(self, x: Value, name: str, weight: str | None, eps: float | None = None) -> Value:
-        given = () if weight is None else (self.weight(weight, _last(x)),)
-        return self.emit("rms_norm", x, *given, eps=self.eps if eps is None else eps, name=name)
+        weights = () if weight is None else (self.weight(weight, _last(x)),)
+        return self.emit("rms_norm", x, *weights, eps=self.eps if eps is None else eps, name=name)
 
     def project(self, x: Value, name: str, weight: str, out: int) -> Value:
         return self.emit("linear", x, self.weight(weight, out, _last(x)), name=name)
 
     def clippable(self, x: Value, name: str, weight: str, out: int) -> Value:
-        """Return a linear that clamps its input and its result where the spec says so."""
+        """Return a linear that clamps its input and output if the spec has clipped linears."""
         if not self.config.use_clipped_linears:
             return self.project(x, name, weight, out)
         bounds = [self.weight(f"{weight}.{bound}") for bound in CLIP]
@@ -169,8 +174,8 @@ class _Vision(_Tower):
         x = self.emit("centre_pixels", patches, dtype=self.dtype, name="pixels")
         x = self.project(x, "patch", "w_patch", c.hidden_size)
         table = self.weight("places", 2, c.position_embedding_size, c.hidden_size)
-        place = self.emit("axial_embedding", table, self.positions, axis=0, name="place")
-        return self.emit("add", x, place, name="in")
+        position = self.emit("axial_embedding", table, self.positions, axis=0, name="place")
+        return self.emit("add", x, position, name="in")
 
     def block(self, p: str, h: Value, first: bool) -> Value:
         x = self.norm(h, "pre.norm" if first else f"{p}.in", f"{p}.norm_in")
@@ -224,7 +229,7 @@ class _Vision(_Tower):
 
 
 class _UnifiedVision(_Tower):
-    """Merged patches through one linear, with three norms and a place (rule 42)."""
+    """One linear over merged patches, with three norms and a position embedding (rule 42)."""
 
     part = "patches"
     config: UnifiedVision
@@ -240,13 +245,13 @@ class _UnifiedVision(_Tower):
         x = self.emit("linear_bias", x, w, self.weight("b_patch", c.mm_embed_dim), name="patch")
         x = self.layer_norm(x, "patch.post", "norm_embed")
         table = self.weight("places", c.mm_posemb_size, 2, c.mm_embed_dim)
-        place = self.emit("axial_embedding", table, positions, axis=1, name="place")
-        x = self.emit("add", x, place, name="in")
+        position = self.emit("axial_embedding", table, positions, axis=1, name="place")
+        x = self.emit("add", x, position, name="in")
         return self.into_text(self.layer_norm(x, "place.norm", "norm_place"))
 
     def layer_norm(self, x: Value, name: str, weight: str) -> Value:
-        given = [self.weight(f"{weight}.{part}", _last(x)) for part in ("weight", "bias")]
-        return self.emit("layer_norm", x, *given, eps=LAYER_NORM_EPS, name=name)
+        weights = [self.weight(f"{weight}.{part}", _last(x)) for part in ("weight", "bias")]
+        return self.emit("layer_norm", x, *weights, eps=LAYER_NORM_EPS, name=name)
 
 
 class _Audio(_Tower):
@@ -315,8 +320,8 @@ class _Audio(_Tower):
         for which in "qkv":
             y = self.clippable(x, f"{p}.{which}", f"{p}.w{which}", size)
             heads.append(self.emit("heads", y, n=c.num_attention_heads, name=f"{p}.{which}.heads"))
-        left, right = c.attention_context_left, c.attention_context_right
-        count = (c.attention_chunk_size + left - 1 + right) // 2 + 1
+        past, right = c.attention_context_left, c.attention_context_right
+        count = (c.attention_chunk_size + past - 1 + right) // 2 + 1
         w = self.weight(f"{p}.w_relative", size, size)
         relative = self.emit("relative_keys", w, count=count, name=f"{p}.relative")
         scale = self.weight(f"{p}.dim_scale", size // c.num_attention_heads)
@@ -327,7 +332,7 @@ class _Audio(_Tower):
             scale,
             self.mask,
             chunk=c.attention_chunk_size,
-            left=left,
+            left=past,
             right=right,
             cap=c.attention_logit_cap,
             invalid=c.attention_invalid_logits_value,

@@ -1,10 +1,10 @@
-"""The ranks of a model: processes started by torchrun, and their collectives.
+"""The process group of a tensor-parallel model, started by torchrun, and its collectives.
 
     with join() as group:
         follow(group) if group.rank else lead()
 
-Rank 0 leads: it sends calls to the others (`tell`, `heard`), at last an empty one. Collectives of a
-step go through torch's process group, NCCL on CUDA and gloo elsewhere.
+Rank 0 leads: it broadcasts calls to the workers (`send`, `receive`), the last one empty.
+Collectives of a step use torch's process group, NCCL on CUDA and gloo elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from g4ir.ir.graph import Node
 from g4ir.ir.interpret import run_node
 from g4ir.ops.base import upcast
 from g4ir.ops.types import dtype_name, torch_dtype
-from g4ir.ui.console import put_off
+from g4ir.ui.console import defer_signals
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 300.0
 #: workers wait so long for rank 0's next call, which may depend on a user
 FOREVER = timedelta(days=365)
-#: bytes of a call that travel in one message (a decode step's); a longer one needs a second
+#: bytes of a call's first broadcast, enough for a decode step; longer calls need a second one
 FRAME = 1 << 15
 #: all-reduces up to this size are all-gather + local sum in order of rank (deterministic)
 GATHERED = 1 << 18
@@ -49,7 +49,7 @@ SETTLED, LOOK_S = 30, 0.01
 
 @dataclass(frozen=True)
 class RankLaunch:
-    """A process of several: its rank, how many there are, and its number on this machine."""
+    """RANK, WORLD_SIZE and LOCAL_RANK of this process."""
 
     rank: int
     ranks: int
@@ -57,16 +57,16 @@ class RankLaunch:
 
 
 def launched() -> RankLaunch | None:
-    """Return what torchrun says of this process; None if it started none, or one alone."""
-    said = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
-    if not all(text.isdecimal() for text in said[:2]) or int(said[1]) < 2:
+    """Return torchrun's variables of this process; None without torchrun, or with one process."""
+    values = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    if not all(text.isdecimal() for text in values[:2]) or int(values[1]) < 2:
         return None
-    return RankLaunch(int(said[0]), int(said[1]), int(said[2] or said[0]))
+    return RankLaunch(int(values[0]), int(values[1]), int(values[2] or values[0]))
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """Where a rank runs."""
+    """Host and process of a rank."""
 
     rank: int
     host: str
@@ -77,7 +77,7 @@ class RankProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it is known to have ended: never, on another machine."""
+        """Whether it has ended; False on other hosts, where that is unknown."""
         if self.host != socket.gethostname():
             return False
         import psutil
@@ -89,36 +89,36 @@ class RankProcess:
 
 
 class Group:
-    """All ranks, this one among them. One thread at a time, and the same calls on every rank."""
+    """All ranks. Not thread-safe; every rank must make the same calls."""
 
     def __init__(self, launch: RankLaunch, timeout_s: float, on_gpus: bool) -> None:
         import torch.distributed as dist
 
         self._dist: Any = dist
         self.rank, self.ranks, self.timeout_s = launch.rank, launch.ranks, timeout_s
-        #: whether this rank has a GPU of its own, and NCCL
+        #: one GPU per rank, with NCCL
         self.on_gpus = on_gpus
-        #: whether the ranks are out of step, and the error if one is lost
+        #: whether a collective failed, and the error if a rank is lost
         self.broken = False
         self.lost: RankError | None = None
-        #: numbers of objects that every rank has, and those that rank 0 no longer uses
+        #: ids of objects on every rank, and the ids that rank 0 no longer uses
         self.numbers, self.dropped = itertools.count(1), deque[int]()
-        #: held by the thread of rank 0 that sends a call
+        #: lock of the thread of rank 0 that sends a call
         self.turn = threading.RLock()
         self._calls = dist.new_group(backend="gloo", timeout=FOREVER)
         self._processes: tuple[RankProcess, ...] = ()
-        found = self.gathered([socket.gethostname(), os.getpid()])
-        self._processes = tuple(RankProcess(i, *who) for i, who in enumerate(found))
+        processes = self.gather_values([socket.gethostname(), os.getpid()])
+        self._processes = tuple(RankProcess(i, *who) for i, who in enumerate(processes))
 
     # --- sums of a step -----------------------------------------------------------------------
 
     def run_node(self, n: Node, tensors: list[Any]) -> tuple[Any, ...]:
-        """Run an op as `interpret` does; collectives over the ranks."""
-        own = {"all_reduce": self.all_reduce, "all_gather": self.all_gather}
-        return own[n.op](tensors) if n.op in own else run_node(n, tensors)
+        """Run a node, collectives across the ranks; a `collectives` for `interpret`."""
+        collectives = {"all_reduce": self.all_reduce, "all_gather": self.all_gather}
+        return collectives[n.op](tensors) if n.op in collectives else run_node(n, tensors)
 
     def all_reduce(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return the sums over ranks of tensors of one dtype, in one collective; see the op."""
+        """Sum tensors of one dtype over ranks, in one collective; see the op."""
         import torch
 
         flat = torch.cat([x.reshape(-1) for x in parts]) if len(parts) > 1 else parts[0].reshape(-1)
@@ -145,9 +145,11 @@ class Group:
             self._dist.all_gather(out, x.contiguous())
         return out
 
-    def shown(self, x: torch.Tensor, see: Callable[[int, torch.Tensor], None] | None) -> None:
-        """Show rank 0 each rank's tensor, all of one type: there `see(rank, tensor)` may write over
-        it, and each rank gets its own back."""
+    def share_with_leader(
+        self, x: torch.Tensor, see: Callable[[int, torch.Tensor], None] | None
+    ) -> None:
+        """Gather each rank's tensor, all of one type; on rank 0 `see(rank, tensor)` may modify it
+        in place; then copy each rank's tensor back."""
         import torch
 
         parts = self._all(_bytes(x))
@@ -164,13 +166,13 @@ class Group:
         import torch
 
         with self._watched():
-            made = self._dist.new_group(backend="nccl")
-            self._dist.all_reduce(torch.zeros(1, device="cuda"), group=made)  # makes it
+            group = self._dist.new_group(backend="nccl")
+            self._dist.all_reduce(torch.zeros(1, device="cuda"), group=group)  # makes it
         torch.cuda.synchronize()
-        return made
+        return group
 
     def communicator(self) -> int:
-        """Return the address of an `ncclComm_t` of all ranks, which lives as long as the group. A
+        """Return the address of an `ncclComm_t` of all ranks, valid as long as the group. A
         collective call. MissingError if this torch does not expose it."""
         import torch
 
@@ -185,25 +187,25 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context for a call that all ranks make, one at a time, not interrupted; none can follow
-        an error of this rank."""
-        with put_off(), self.turn:
+        """A context for a call on all ranks: one at a time, signals deferred. After an error the
+        group is broken."""
+        with defer_signals(), self.turn:
             try:
                 yield
             except BaseException:
                 self.broken = True
                 raise
 
-    def tell(self, call: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send a call of plain values and tensors to the workers, and objects to drop."""
+    def send(self, call: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Broadcast a call (JSON values, tensors, ids of objects to drop) to the workers."""
         import torch
 
         wait = timedelta(seconds=self.timeout_s)
         if call:
             call = [*call, [self.dropped.popleft() for _ in range(len(self.dropped))]]
-        held = {name: t.detach().cpu() for name, t in tensors.items()}
-        types = {name: [dtype_name(t.dtype), [*t.shape]] for name, t in held.items()}
-        words, data = _words([call, types]), [_bytes(t) for t in held.values()]
+        on_cpu = {name: t.detach().cpu() for name, t in tensors.items()}
+        types = {name: [dtype_name(t.dtype), [*t.shape]] for name, t in on_cpu.items()}
+        words, data = _words([call, types]), [_bytes(t) for t in on_cpu.values()]
         sizes = torch.tensor([len(words), sum(map(len, data))])
         message = torch.cat([sizes.view(torch.uint8), words, *data])
         message = torch.nn.functional.pad(message, (0, max(0, FRAME - len(message))))
@@ -211,22 +213,22 @@ class Group:
         if len(message) > FRAME:
             self._broadcast(message[FRAME:], wait)
 
-    def heard(self) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        """Wait for rank 0's next call, the last of which is empty; return it and its tensors."""
+    def receive(self) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """Wait for rank 0's next call and its tensors; an empty call is the last."""
         import torch
 
         message = self._broadcast(torch.zeros(FRAME, dtype=torch.uint8))
         text, data = message[:16].view(torch.int64).tolist()
-        whole = 16 + text + data
-        if whole > FRAME:
-            rest = self._broadcast(torch.empty(whole - FRAME, dtype=torch.uint8))
-            message = torch.cat((message, rest))
+        size = 16 + text + data
+        if size > FRAME:
+            remainder = self._broadcast(torch.empty(size - FRAME, dtype=torch.uint8))
+            message = torch.cat((message, remainder))
         call, types = json.loads(message[16 : 16 + text].numpy().tobytes())
         tensors, at = {}, 16 + text
         for name, (kind, shape) in types.items():
-            made = torch.empty(shape, dtype=torch_dtype(kind))
-            made.reshape(-1).view(torch.uint8).copy_(message[at : at + made.nbytes])
-            tensors[name], at = made, at + made.nbytes
+            tensor = torch.empty(shape, dtype=torch_dtype(kind))
+            tensor.reshape(-1).view(torch.uint8).copy_(message[at : at + tensor.nbytes])
+            tensors[name], at = tensor, at + tensor.nbytes
         return call, tensors
 
     def _broadcast(self, x: torch.Tensor, wait: timedelta = FOREVER) -> torch.Tensor:
@@ -236,17 +238,17 @@ class Group:
             work.wait(wait)
         return x
 
-    def gathered(self, value: Any) -> list[Any]:
-        """All-gather a plain value; in order of rank."""
+    def gather_values(self, value: Any) -> list[Any]:
+        """All-gather a JSON value, in order of rank."""
         import torch
 
         words = _words(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
         with self._watched():
             self._dist.all_gather(sizes, torch.tensor([len(words)]), group=self._calls)
-            most = max(map(int, sizes))
-            texts = [words.new_empty(most) for _ in sizes]
-            padded = torch.nn.functional.pad(words, (0, most - len(words)), value=ord(" "))
+            max_size = max(map(int, sizes))
+            texts = [words.new_empty(max_size) for _ in sizes]
+            padded = torch.nn.functional.pad(words, (0, max_size - len(words)), value=ord(" "))
             self._dist.all_gather(texts, padded, group=self._calls)
         return [json.loads(t.numpy().tobytes()) for t in texts]
 
@@ -254,7 +256,7 @@ class Group:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """A context in which a failed collective becomes a RankError that names who is gone."""
+        """A context that turns a failed collective into a RankError with the lost ranks."""
         if self.broken:
             raise self.lost or RankError(f"rank {self.rank}: a step with the others failed before")
         try:
@@ -283,46 +285,46 @@ class Group:
             if gone := self._gone():
                 return gone
             time.sleep(LOOK_S)
-        others = " or ".join(str(p) for p in self._processes if p.rank != self.rank)
-        others = others or "the others"
+        siblings = " or ".join(str(p) for p in self._processes if p.rank != self.rank)
+        siblings = siblings or "the others"
         if "imed out" in error or "imeout" in error:
             late = f"no answer within {self.timeout_s:g} s (--rank-timeout)"
-            return f"{late} from {others}; start all ranks again"
+            return f"{late} from {siblings}; start all ranks again"
         first = error.splitlines()[0].removeprefix("[")[:200]
-        return f"the connection to {others} broke: {first}; start all ranks again"
+        return f"the connection to {siblings} broke: {first}; start all ranks again"
 
     def close(self) -> None:
-        """Leave the group, unless a collective may still be under way: torch would wait for it."""
+        """Leave the group, unless it is broken: torch would wait for a running collective."""
         if not self.broken:
             if self.rank == 0:
-                self.tell([], {})
+                self.send([], {})
             self.broken = True
             self._dist.destroy_process_group()
 
 
 def rank_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum in order of rank, so that all ranks have the same bits; rounded once."""
-    total, *others = map(upcast, parts)
-    for part in others:
+    """Return the sum in order of rank, so that it is bit-identical on all ranks; rounded once."""
+    total, *remaining = map(upcast, parts)
+    for part in remaining:
         total = total + part
     return total.to(parts[0].dtype)
 
 
 def exchanged(n: Node, tensors: list[list[Any]]) -> list[list[Any]]:
-    """Return each rank's results of a collective, from the inputs of each: the op's definition.
-    InputError if it is of another number of ranks."""
+    """Return all ranks' results of a collective from all ranks' inputs: the definition of the op.
+    InputError if the node is for another number of ranks."""
     import torch
 
     ranks = len(tensors)
     if n.whole("ranks") != ranks:
-        what = f"{n.result_names()} = {n.op} is of {n.attrs['ranks']} ranks, {ranks} run"
-        raise InputError(f"{what}; shard the graph for {ranks}")
+        problem = f"{n.result_names()} = {n.op} is of {n.attrs['ranks']} ranks, {ranks} run"
+        raise InputError(f"{problem}; shard the graph for {ranks}")
     if n.op == "all_gather":
         return [[torch.cat([x for (x,) in tensors], -1)]] * ranks
     return [[rank_sum(parts) for parts in zip(*tensors, strict=True)]] * ranks
 
 
-#: the group that this process has joined: torch, too, has one for each process
+#: the group that this process has joined, at most one
 _joined: list[Group] = []
 
 

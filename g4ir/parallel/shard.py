@@ -1,8 +1,8 @@
-"""linear(x, w_down)  ->  all_reduce(linear(x, w_down of a rank)), and what else a rank computes
+"""linear(x, w_down)  ->  all_reduce(linear(x, shard of w_down)), and likewise for other weights
 
-The plain graph of a model, before any pass, becomes that of one rank of several, the same for each:
-weights are of the rank's part (table.py), the head's logits are gathered, caches hold the rank's
-key heads. Results of collectives keep names and types, so that what follows is unchanged.
+Turns a model's graph, before any pass, into the graph of one rank, the same for each: weights are
+shards (table.py), logits are all-gathered, caches have the rank's KV heads. Results of collectives
+keep names and types, so that the nodes after them do not change.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from g4ir.ops.types import Type
 
 from .table import FIRST, HEAD, TABLE, AxisShard, Sharding
 
-#: values that are sums of what every rank has; of a drafter those of attention, the rest is whole
+#: values that are all-reduced; of a draft model only attention's
 _SUMS = re.compile(r"(draft\.)?L\d+\.attn\.o|L\d+\.(mlp\.down|moe\.out)")
 _HEADS = re.compile(r"(draft\.)?L(\d+)\.attn\.([qkv])\.heads")
 _FIRST = Value(FIRST, Type("i64", (1,)))
 _CACHE = re.compile(r"L(\d+)\.[kv]")
-#: a rank's own value in the graph of all
-_OWN = re.compile(r"r(\d+)\.(.+)")
+#: name of a rank's value in the graph of all ranks
+_RANK_NAME = re.compile(r"r(\d+)\.(.+)")
 
 
 def shard_program(p: Program, to: Sharding) -> Program:
-    """Return each rank's program: `shard` of the graphs of the text model. Embedding tables and
-    towers stay whole. InputError where the ranks cannot share the model."""
+    """Apply `shard` to the text model's graphs; embedding tables and towers are replicated.
+    InputError if the model cannot be sharded."""
     to.check()
     if to.ranks == 1:
         return p
@@ -58,7 +58,7 @@ def shard(g: Graph, to: Sharding) -> Graph:
             n = _heads(n, to)
         elif n.outputs[0].name in sums or _is_head(n):
             n = replace(n, outputs=(_part(n.outputs[0]),))
-        nodes.append(_some(n, to) if to.ep and n.op == "experts" else n)
+        nodes.append(_local_experts(n, to) if to.ep and n.op == "experts" else n)
     first = (_FIRST,) if any(_FIRST in n.inputs for n in nodes) else ()
     cut = replace(
         g,
@@ -72,18 +72,18 @@ def shard(g: Graph, to: Sharding) -> Graph:
 
 
 def collectives(g: Graph) -> Iterator[Node]:
-    """Yield the messages of a graph, in order."""
+    """Yield the collectives of a graph, in order."""
     return g.find(*COLLECTIVES)
 
 
 def ranks_of(g: Graph) -> int:
-    """Return how many ranks run a graph together: 1 where it has no messages."""
+    """Return the number of ranks of a graph; 1 without collectives."""
     return next((n.whole("ranks") for n in collectives(g)), 1)
 
 
 def _param(v: Value, to: Sharding) -> Value:
-    """Return a rank's part of a param. That of a tied head has a name of its own: the embedding
-    table stays whole."""
+    """Return the shard of a param. A tied head's shard has the head's name, since the embedding
+    table is replicated."""
     name = _named(v).name
     part = to.part(name)
     return Value(name, part.cut_type(v.type, to.ranks)) if part else v
@@ -95,26 +95,26 @@ def _named(v: Value) -> Value:
 
 
 def _check_groups(n: Node, to: Sharding) -> None:
-    """Raise InputError if a group of quantised weights, or an element, would be cut."""
+    """Raise InputError if a group of quantised values, or a packed element, would be split."""
     weight = n["codes"].name.removesuffix(CODES)
     part = to.part(HEAD if weight == TABLE else weight)
     if part is None or _divides(n, part, to.ranks):
         return
     each = int(n.out.type.shape[-1]) // int(n["scales"].type.shape[-1])
-    what = f"{weight} has rows of {n.out.type.shape[-1]} in groups of {each}"
+    problem = f"{weight} has rows of {n.out.type.shape[-1]} in groups of {each}"
     fix = "or a recipe that leaves it out or holds it in a form with a scale for each row"
     cannot = f"which {to.ranks} ranks cannot share; take another number of them"
-    raise InputError(f"--tp {to.ranks}: {what}, {cannot}, {fix}")
+    raise InputError(f"--tp {to.ranks}: {problem}, {cannot}, {fix}")
 
 
 def _divides(n: Node, part: AxisShard, ranks: int) -> bool:
-    types = tuple(part.cut_type(v.type, ranks) for v in n.inputs)
-    whole = all(part.divides(int(v.type.shape[part.axis]), ranks) for v in n.inputs)
+    part_types = tuple(part.cut_type(v.type, ranks) for v in n.inputs)
+    axes_divide = all(part.divides(int(v.type.shape[part.axis]), ranks) for v in n.inputs)
     try:
-        made = n.definition.infer_types(types, n.attrs)
+        types = n.definition.infer_types(part_types, n.attrs)
     except ValueError:
-        return False  # elements of several groups, or half of what belongs to one
-    return whole and made == (part.cut_type(n.out.type, ranks),)
+        return False  # elements of several groups, or a part of one
+    return axes_divide and types == (part.cut_type(n.out.type, ranks),)
 
 
 def _cache(v: Value, to: Sharding) -> Value:
@@ -124,20 +124,20 @@ def _cache(v: Value, to: Sharding) -> Value:
 
 
 def _heads(n: Node, to: Sharding) -> Node:
-    """Return the split of a projection into the heads that a rank has of it."""
-    match, count = _HEADS.fullmatch(n.out.name), n.whole("n")
+    """Return the `heads` node of a projection with the rank's number of heads."""
+    match, total = _HEADS.fullmatch(n.out.name), n.whole("n")
     if not match:
-        return n  # of per-layer embeddings, which are whole
-    if match[3] == "q" and count % to.ranks:
-        what = f"the drafter of {to.spec.name} has num_attention_heads {count}"
-        fix = f"take {count} or fewer, or leave the drafter out"
-        raise InputError(f"--tp {to.ranks}: {what}, which {to.ranks} ranks cannot share; {fix}")
-    own = count // to.ranks if match[3] == "q" else to.key_heads(int(match[2]))
-    return replace(n, attrs={**n.attrs, "n": own})
+        return n  # of per-layer embeddings, which are replicated
+    if match[3] == "q" and total % to.ranks:
+        problem = f"the drafter of {to.spec.name} has num_attention_heads {total}"
+        fix = f"take {total} or fewer, or leave the drafter out"
+        raise InputError(f"--tp {to.ranks}: {problem}, which {to.ranks} ranks cannot share; {fix}")
+    count = total // to.ranks if match[3] == "q" else to.key_heads(int(match[2]))
+    return replace(n, attrs={**n.attrs, "n": count})
 
 
-def _some(n: Node, to: Sharding) -> Node:
-    """Return experts of which a rank has some: an operand says which, so that no graph does."""
+def _local_experts(n: Node, to: Sharding) -> Node:
+    """Return `experts` of one rank: an operand has the first one, so that ranks share a graph."""
     assert to.spec.text.moe
     attrs = {**n.attrs, "total": to.spec.text.moe.num_experts}
     return replace(n, inputs=(*n.inputs, _FIRST), attrs=attrs)
@@ -147,8 +147,8 @@ def _sums(g: Graph) -> Mapping[str, tuple[str, ...]]:
     """Return value -> the values of its all-reduce; the MLP and experts of a layer share one."""
     groups: dict[str, list[str]] = {}
     for name in (v.name for n in g.nodes for v in n.outputs if _SUMS.fullmatch(v.name)):
-        place = name if name.endswith(".attn.o") else name.partition(".")[0]
-        groups.setdefault(place, []).append(name)
+        key = name if name.endswith(".attn.o") else name.partition(".")[0]
+        groups.setdefault(key, []).append(name)
     return {name: tuple(group) for group in groups.values() for name in group}
 
 
@@ -161,48 +161,48 @@ def _part(v: Value) -> Value:
 
 
 def _collectives(g: Graph, sums: Mapping[str, tuple[str, ...]], ranks: int) -> tuple[Node, ...]:
-    b, made = Builder(), {v.name: v for n in g.nodes for v in n.outputs}
+    b, values = Builder(), {v.name: v for n in g.nodes for v in n.outputs}
     for names in dict.fromkeys(sums.values()):
-        parts = [_part(made[name]) for name in names]
+        parts = [_part(values[name]) for name in names]
         b.emit_all("all_reduce", *parts, ranks=ranks, name=names)
     for n in g.find("linear"):
         if _is_head(n):
             *rows, vocab = n.out.type.shape
             assert isinstance(vocab, int)
-            own = Value(n.out.name, n.out.type.with_shape(*rows, vocab // ranks))
-            b.emit("all_gather", _part(own), ranks=ranks, name=n.out.name)
+            local = Value(n.out.name, n.out.type.with_shape(*rows, vocab // ranks))
+            b.emit("all_gather", _part(local), ranks=ranks, name=n.out.name)
     return tuple(b.nodes)
 
 
 # --- all ranks in one graph ---------------------------------------------------------------------
 
 
-def own_name(name: str, rank: int) -> str:
-    """Return the name of a rank's own value."""
+def rank_name(name: str, rank: int) -> str:
+    """Return the name of a rank's value in the graph of all ranks."""
     return f"r{rank}.{name}"
 
 
 def split_name(name: str) -> tuple[int | None, str]:
-    """Return the rank that a value is of, None where it is of all, and its name there."""
-    match = _OWN.fullmatch(name)
+    """Return (rank, name) of a value in the graph of all ranks; rank None: shared by all."""
+    match = _RANK_NAME.fullmatch(name)
     return (int(match[1]), match[2]) if match else (None, name)
 
 
-def unroll(g: Graph, own: Collection[str], ranks: int) -> Graph:
-    """%x of a rank, all_reduce(%x)  ->  %r0.x, %r1.x, their sum: the ranks of a model as one graph
+def unroll(g: Graph, sharded: Collection[str], ranks: int) -> Graph:
+    """%x of a rank, all_reduce(%x)  ->  %r0.x, %r1.x, their sum: all ranks in one graph
 
-    `own` are the params of which each rank has its own, as it has caches and results that follow
-    from them. What follows from sums and whole weights is there once and keeps its name."""
-    known, b = {*own, *(v.name for v in g.state)}, Builder()
+    Values that depend on `sharded` params or on caches are duplicated per rank;
+    values that depend only on all-reduced ones and replicated weights keep their names."""
+    local_names, b = {*sharded, *(v.name for v in g.state)}, Builder()
     for n in g.nodes:
         if n.op in COLLECTIVES:
             _exchange(b, n, ranks)
-        elif known.isdisjoint(v.name for v in n.inputs):
+        elif local_names.isdisjoint(v.name for v in n.inputs):
             b.nodes.append(n)
         else:
-            known |= {v.name for v in n.outputs}
-            b.nodes += [_of_rank(n, known, rank) for rank in range(ranks)]
-    each = partial(_each, own=known, ranks=ranks)
+            local_names |= {v.name for v in n.outputs}
+            b.nodes += [_of_rank(n, local_names, rank) for rank in range(ranks)]
+    each = partial(_each, sharded=local_names, ranks=ranks)
     return replace(
         g,
         params=each(g.params),
@@ -210,30 +210,32 @@ def unroll(g: Graph, own: Collection[str], ranks: int) -> Graph:
         nodes=tuple(b.nodes),
         outputs=each(g.outputs),
         next={
-            own_name(name, rank): _own(v, known, rank)
+            rank_name(name, rank): _on_rank(v, local_names, rank)
             for name, v in g.next.items()
             for rank in range(ranks)
         },
     )
 
 
-def _own(v: Value, own: Collection[str], rank: int) -> Value:
-    return Value(own_name(v.name, rank), v.type) if v.name in own else v
+def _on_rank(v: Value, sharded: Collection[str], rank: int) -> Value:
+    return Value(rank_name(v.name, rank), v.type) if v.name in sharded else v
 
 
-def _each(values: Sequence[Value], own: Collection[str], ranks: int) -> tuple[Value, ...]:
-    counted = ((v, rank) for v in values for rank in range(ranks if v.name in own else 1))
-    return tuple(_own(v, own, rank) for v, rank in counted)
+def _each(values: Sequence[Value], sharded: Collection[str], ranks: int) -> tuple[Value, ...]:
+    counted = ((v, rank) for v in values for rank in range(ranks if v.name in sharded else 1))
+    return tuple(_on_rank(v, sharded, rank) for v, rank in counted)
 
 
-def _of_rank(n: Node, own: Collection[str], rank: int) -> Node:
-    inputs, outputs = (tuple(_own(v, own, rank) for v in vs) for vs in (n.inputs, n.outputs))
+def _of_rank(n: Node, sharded: Collection[str], rank: int) -> Node:
+    inputs, outputs = (
+        tuple(_on_rank(v, sharded, rank) for v in vs) for vs in (n.inputs, n.outputs)
+    )
     return replace(n, inputs=inputs, outputs=outputs)
 
 
 def _exchange(b: Builder, n: Node, ranks: int) -> None:
     for x, y in zip(n.inputs, n.outputs, strict=True):
-        parts = [Value(own_name(x.name, rank), x.type) for rank in range(ranks)]
+        parts = [Value(rank_name(x.name, rank), x.type) for rank in range(ranks)]
         if n.op == "all_gather":
             b.emit("concat", *parts, axis=x.type.rank - 1, name=y.name)
             continue

@@ -1,11 +1,11 @@
-"""Which part of each weight a rank has: a table by the tensor's place in the model.
+"""The sharding of each weight, by its name.
 
-Columns first, rows second (tensor parallel as in Megatron-LM): a layer needs one sum over ranks
-after attention and one after its MLP. Heads are never cut; with fewer key heads than ranks, several
-ranks hold the same one. Weights outside the table are whole on every rank: norms, scalars, routers,
-embeddings. With expert parallelism (`ep`) a rank has some of the experts, and a number says which.
-Quantised weights and scales are cut as the weights; a scale of a whole row is on every rank. Of a
-draft model attention is cut, since it reads caches that are.
+Column-parallel, then row-parallel, as in Megatron-LM: a layer needs one all-reduce after attention
+and one after its MLP. Heads are never split; with fewer KV heads than ranks, they are replicated.
+Weights that are not in the table are replicated: norms, scalars, routers, embeddings. With expert
+parallelism (`ep`) a rank has some of the experts, and a param has the first one's index. Codes and
+scales are sharded as their weight; scales of full rows are replicated. Of a draft model only
+attention is sharded, since it reads sharded caches.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from g4ir.spec.parts import Layer
 from g4ir.spec.record import Spec
 
 HEAD, TABLE = "head.w", "embed.table"
-#: i64[1]: the first of a rank's experts, a param of graphs that are cut so
+#: i64[1]: index of the first local expert, a param of expert-parallel graphs
 FIRST = "moe.first"
-#: a layer's weight -> the axis that is cut, and what it is cut by
+#: weight of a layer -> sharded axis, unit that is not split
 CUTS = {
     "attn.wq": (0, "heads"),
     "attn.wk": (0, "key heads"),
@@ -37,16 +37,17 @@ CUTS = {
     "moe.gate_up": (1, "expert widths"),
     "moe.down": (2, "expert width"),
 }
-#: in the place of these, where experts are shared out
+#: replaces entries of CUTS with expert parallelism
 EXPERT_CUTS = {"moe.gate_up": (0, "experts"), "moe.down": (0, "experts")}
-#: of a draft model attention alone: its heads read the caches of a rank, whose heads they go with
+#: sharded weights; of a draft model only attention's, whose heads read the rank's caches
 _WEIGHT = re.compile(r"L(\d+)\.(.+)|draft\.L(\d+)\.(attn\.w[qo])")
 
 
 @dataclass(frozen=True)
 class AxisShard:
-    """A rank's part of `source` along `axis`, which is `blocks` blocks of `units` units each: its
-    share of the units of every block, at least one. An axis of 1 is whole: a scale of a row."""
+    """A rank's shard of `source` along `axis`, which has `blocks` blocks of `units` units each: an
+    equal number of units of every block, at least one. An axis of size 1 (scale of a row) is
+    replicated."""
 
     source: str
     axis: int
@@ -54,62 +55,62 @@ class AxisShard:
     blocks: int = 1
 
     def share(self, ranks: int) -> int:
-        """Count the units of a block that a rank has."""
+        """Return the number of units per block of a rank."""
         return max(1, self.units // ranks)
 
-    def divides(self, whole: int, ranks: int) -> bool:
-        """Whether an axis of `whole` elements, of several values each, can be cut so."""
-        return whole == 1 or whole * self.share(ranks) % (self.units * self.blocks) == 0
+    def divides(self, size: int, ranks: int) -> bool:
+        """Return whether an axis of `size` elements can be sharded without splitting one."""
+        return size == 1 or size * self.share(ranks) % (self.units * self.blocks) == 0
 
-    def ranges(self, whole: int, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
-        """Yield (first, count) of the numbers along the axis that a rank has."""
-        if whole == 1:
+    def ranges(self, size: int, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
+        """Yield (first, count) of a rank's elements along the axis."""
+        if size == 1:
             yield 0, 1
             return
         units = self.blocks * self.units
         for block in range(self.blocks):
             first = block * self.units + rank * self.units // ranks
-            yield first * whole // units, self.share(ranks) * whole // units
+            yield first * size // units, self.share(ranks) * size // units
 
     def cut(self, tensor: Any, rank: int, ranks: int) -> Any:
-        """Return a rank's part of a tensor: a view where it is one piece."""
+        """Return a rank's shard of a tensor, a view if it is contiguous along the axis."""
         import torch
 
-        whole = tensor.shape[self.axis]
-        pieces = [tensor.narrow(self.axis, *r) for r in self.ranges(whole, rank, ranks)]
+        size = tensor.shape[self.axis]
+        pieces = [tensor.narrow(self.axis, *r) for r in self.ranges(size, rank, ranks)]
         return torch.cat(pieces, self.axis) if len(pieces) > 1 else pieces[0]
 
     def cut_type(self, t: Type, ranks: int) -> Type:
-        """Return the type of a rank's part."""
-        shape, whole = list(t.shape), int(t.shape[self.axis])
-        if whole != 1:
-            shape[self.axis] = whole * self.share(ranks) // self.units
+        """Return the type of a rank's shard."""
+        shape, size = list(t.shape), int(t.shape[self.axis])
+        if size != 1:
+            shape[self.axis] = size * self.share(ranks) // self.units
         return t.with_shape(*shape)
 
-    def joined(self, parts: Sequence[Any], whole: int) -> Any:
-        """Return the tensor that ranks have these parts of, `whole` numbers along the axis."""
+    def join_parts(self, parts: Sequence[Any], size: int) -> Any:
+        """Return the full tensor of all ranks' shards; it has `size` elements along the axis."""
         shape = list(parts[0].shape)
-        shape[self.axis] = whole
-        made = parts[0].new_empty(shape)
-        for rank, own in enumerate(parts):
+        shape[self.axis] = size
+        full = parts[0].new_empty(shape)
+        for rank, part in enumerate(parts):
             at = 0
-            for first, size in self.ranges(whole, rank, len(parts)):
-                made.narrow(self.axis, first, size).copy_(own.narrow(self.axis, at, size))
-                at += size
-        return made
+            for first, count in self.ranges(size, rank, len(parts)):
+                full.narrow(self.axis, first, count).copy_(part.narrow(self.axis, at, count))
+                at += count
+        return full
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """A model that `ranks` share; with `ep` each has some of the experts, else a part of each."""
+    """Tensor parallelism of a model over `ranks`; with `ep`, expert parallelism of its experts."""
 
     spec: Spec
     ranks: int
     ep: bool = False
 
     def part(self, param: str) -> AxisShard | None:
-        """Return a rank's part of a param of a sharded graph, or of its codes or scales; None: it
-        is whole."""
+        """Return the shard of a param of a sharded graph, or of its codes or scales; None if it is
+        replicated."""
         for suffix in (CODES, SCALES):
             if param.endswith(suffix):
                 part = self.part(param.removesuffix(suffix))
@@ -125,25 +126,26 @@ class Sharding:
         return AxisShard(param, axis, *self._units(self.spec.layers()[int(index)], by))
 
     def _units(self, layer: Layer, by: str) -> tuple[int, int]:
-        """Return the units of a block that may not be cut, and the blocks."""
+        """Return (units per block, blocks) of an axis."""
         text, moe = self.spec.text, self.spec.text.moe
         expert, count = (moe.intermediate_size, moe.num_experts) if moe else (0, 0)
         return {
             "heads": (text.num_attention_heads, 1),
             "key heads": (layer.attention.num_key_value_heads, 1),
             "width": (layer.intermediate_size, 1),
-            # gate and up lie one behind the other
+            # gate rows, then up rows
             "expert widths": (expert, 2),
             "expert width": (expert, 1),
             "experts": (count, 1),
         }[by]
 
     def key_heads(self, layer: int) -> int:
-        """Count the heads of keys and values whose caches a rank has."""
+        """Return the number of KV heads of a rank."""
         return max(1, self.spec.layers()[layer].attention.num_key_value_heads // self.ranks)
 
     def check(self) -> None:
-        """Raise InputError, naming the key and what would do, if a model cannot be cut so."""
+        """Raise InputError, with the key and valid numbers of ranks, if the model cannot be
+        sharded."""
         if self.ranks < 1:
             raise InputError(f"--tp {self.ranks}: expected at least 1")
         if self.ep and self.ranks == 1:
@@ -151,14 +153,15 @@ class Sharding:
         if self.ep and not self.spec.text.moe:
             raise InputError(f"--ep: {self.spec.name} has no experts to share out; leave it out")
         if uneven := self._uneven(self.ranks):
-            most = self.spec.text.num_attention_heads
-            fine = ", ".join(str(n) for n in range(1, most + 1) if not self._uneven(n))
+            max_ranks = self.spec.text.num_attention_heads
+            fine = ", ".join(str(n) for n in range(1, max_ranks + 1) if not self._uneven(n))
             key, size = uneven
-            what = f"{self.spec.name} has {key} {size}, which {self.ranks} ranks cannot share"
-            raise InputError(f"--tp {self.ranks}: {what}; one of {fine}")
+            problem = f"{self.spec.name} has {key} {size}, which {self.ranks} ranks cannot share"
+            raise InputError(f"--tp {self.ranks}: {problem}; one of {fine}")
 
     def _uneven(self, ranks: int) -> tuple[str, int] | None:
-        """Return a key and its number that ranks cannot divide; key heads may be replicated."""
+        """Return a config key and its value that ranks do not divide, or None; KV heads may be
+        replicated."""
         text, moe = self.spec.text, self.spec.text.moe
         sizes = {
             "num_attention_heads": text.num_attention_heads,
@@ -177,28 +180,28 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Share:
-    """The weights of one rank."""
+    """One rank's shards of a model's weights."""
 
     sharding: Sharding
     rank: int
 
     def cuts(self, param: str) -> bool:
-        """Whether ranks have different parts of a param."""
+        """Return whether a param differs between ranks."""
         return self.sharding.ranks > 1 and (param == FIRST or self._part(param) is not None)
 
     def cuts_rows(self, param: str, t: Type) -> bool:
-        """Whether ranks have parts of the same rows, each of which has a scale of its own."""
+        """Return whether rows of a param are split between ranks."""
         part = self._part(param)
         return part is not None and part.axis == len(t.shape) - 1
 
     def source(self, param: str) -> str | None:
-        """Return the param of the whole model that a param is cut from; None: a rank's own."""
+        """Return the full model's param of a shard; None if there is none (FIRST)."""
         if param == FIRST:
             return None
         return part.source if (part := self._part(param)) else param
 
-    def own(self, param: str, read: Callable[[str], Any]) -> Any:
-        """Return the rank's part of a param; `read` gives those of the whole model."""
+    def read_part(self, param: str, read: Callable[[str], Any]) -> Any:
+        """Return the rank's shard of a param; `read` returns the full model's params."""
         if param == FIRST:
             import torch
 
@@ -207,17 +210,17 @@ class Share:
                 [self.rank * self.sharding.spec.text.moe.num_experts // self.sharding.ranks]
             )
         part = self._part(param)
-        made = read(part.source if part else param)
-        return part.cut(made, self.rank, self.sharding.ranks).contiguous() if part else made
+        tensor = read(part.source if part else param)
+        return part.cut(tensor, self.rank, self.sharding.ranks).contiguous() if part else tensor
 
-    def joined(self, v: Value, read: Callable[[int, Value], Any]) -> Any:
-        """Return a weight of the whole model, of what the ranks have; `read` gives a rank's."""
+    def join_parts(self, v: Value, read: Callable[[int, Value], Any]) -> Any:
+        """Return a full weight from all ranks' shards; `read` returns a rank's."""
         part = self._part(v.name)
         if part is None:
             return read(0, v)
-        own = Value(v.name, part.cut_type(v.type, self.sharding.ranks))
-        parts = [read(rank, own) for rank in range(self.sharding.ranks)]
-        return part.joined(parts, int(v.type.shape[part.axis]))
+        local = Value(v.name, part.cut_type(v.type, self.sharding.ranks))
+        parts = [read(rank, local) for rank in range(self.sharding.ranks)]
+        return part.join_parts(parts, int(v.type.shape[part.axis]))
 
     def _part(self, param: str) -> AxisShard | None:
         return self.sharding.part(param) if self.sharding.ranks > 1 else None

@@ -13,7 +13,7 @@ from typing import Any
 
 from g4ir.model.towers import is_tower
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES
-from g4ir.quant.recipe import find_recipe
+from g4ir.quant.recipe import find_quant_config
 from g4ir.ui.memory import device_memory as device_memory
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT
@@ -83,7 +83,7 @@ def _quantised_advice(build: Footprint, room: int) -> str:
     if not quants or build.config.ranks > 1:  # not every number of ranks cuts whole groups
         return "nothing of it fits: take a smaller variant or a device with more memory"
     for quant in quants:
-        smaller = build.changed(quant=find_recipe(quant))
+        smaller = build.changed(quant=find_quant_config(quant))
         if smaller.need <= room:
             return f"--quant {quant} fits"
     return f"with --quant {quant} {_advice(smaller, room)}"

@@ -20,7 +20,7 @@ from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.passes.quantize_activations import ActivationOptions
-from g4ir.quant.recipe import Recipe
+from g4ir.quant.recipe import QuantConfig
 from g4ir.spec.reader import OneOf, Range
 from g4ir.spec.record import Spec
 from g4ir.ui.files import read_table
@@ -137,7 +137,7 @@ class BuildConfig:
     options: PassOptions
     ple_placement: str | None
     media: Media
-    quant: Recipe | None
+    quant: QuantConfig | None
 
     @property
     def sharding(self) -> Sharding:

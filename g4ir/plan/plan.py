@@ -15,7 +15,7 @@ from typing import Any
 
 from g4ir.errors import InputError
 from g4ir.model.media import find_media
-from g4ir.quant.recipe import Recipe, find_recipe, one_recipe
+from g4ir.quant.recipe import QuantConfig, choose_config, find_quant_config
 from g4ir.spec.record import Spec
 from g4ir.ui.plots import CacheLines
 from g4ir.ui.units import count_text
@@ -46,7 +46,7 @@ def make_plan(
     ctx: int | Sequence[int] | None = None,
     batch: int | Sequence[int] = 1,
     memory: Gpu | int | None = None,
-    held: Recipe | None = None,
+    held: QuantConfig | None = None,
     backend: PlannedBackend = DEFINITION,
 ) -> Plan:
     """Plan a spec at every pair of `ctx` (tokens of a sequence, prompt + generated; default 4K to
@@ -68,7 +68,7 @@ def make_plan(
     config.sharding.check()
     contexts, batches = _contexts(config, ctx), _positive("--batch", batch, MOST_ROWS)
     free = options.ple_placement is None and config.ple_placement == "device"
-    formats = _formats(config, backend, () if config.quant else map(find_recipe, INTEGERS))
+    formats = _formats(config, backend, () if config.quant else map(find_quant_config, INTEGERS))
     return _planned(formats, contexts, batches, _sized(memory), free)
 
 
@@ -91,7 +91,7 @@ def plan_engine(
 
 
 def _resolved(
-    spec: Spec, options: BuildOptions, held: Recipe | None, backend: PlannedBackend
+    spec: Spec, options: BuildOptions, held: QuantConfig | None, backend: PlannedBackend
 ) -> BuildConfig:
     """Return the settings of a build whose limits are the most there is."""
     (chunk,) = _positive("--prefill-chunk", options.prefill_chunk)
@@ -103,13 +103,13 @@ def _resolved(
         backend,
         limits=Limits(MOST_ROWS, spec.text.max_position_embeddings, chunk),
         media=find_media(spec, kinds),
-        quant=one_recipe(find_recipe(options.quant), held, "its file"),
+        quant=choose_config(find_quant_config(options.quant), held, "its file"),
         drafter=resolve.drafter_spec(spec, options.drafter) if drafted else None,
     )
 
 
 def _formats(
-    config: BuildConfig, backend: PlannedBackend, others: Iterable[Recipe | None]
+    config: BuildConfig, backend: PlannedBackend, others: Iterable[QuantConfig | None]
 ) -> Iterator[Footprint]:
     """Measure settings, and with other quantisation configs whose groups no rank cuts."""
     yield measured(config, backend)

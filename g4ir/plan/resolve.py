@@ -17,9 +17,9 @@ from g4ir.passes import PassOptions
 from g4ir.passes.latent_kv import FORMS, PLAIN, LatentOptions
 from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import NarrowOptions
-from g4ir.passes.plan_cache import MOST_SLACK, RingOptions
+from g4ir.passes.plan_cache import MAX_SLACK, RingOptions
 from g4ir.passes.quantize_activations import ActivationOptions
-from g4ir.quant.recipe import Recipe
+from g4ir.quant.recipe import QuantConfig
 from g4ir.spec.record import SUFFIXES, Spec, load_spec
 from g4ir.weights.checkpoint import CONFIG, GGUF
 from g4ir.weights.pack import DEFAULT_PLACEMENT, PLACEMENTS
@@ -32,7 +32,7 @@ from .options import BuildConfig, BuildOptions
 log = logging.getLogger(__name__)
 
 #: draft tokens of a verification step at most
-MOST_DRAFTED = MOST_SLACK
+MOST_DRAFTED = MAX_SLACK
 #: what a drafter drafts unless told: further ones are seldom right
 DRAFTED = 4
 #: words for the drafter that belongs to the variant, and for none
@@ -192,7 +192,7 @@ def resolved(
     backend: PlannedBackend,
     *,
     media: Media,
-    quant: Recipe | None,
+    quant: QuantConfig | None,
     drafter: Spec | None,
     limits: Limits | None = None,
 ) -> BuildConfig:

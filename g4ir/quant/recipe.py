@@ -1,16 +1,16 @@
-"""Reads recipes: YAML files that say which weights are held in which form.
+"""Quantisation configs: YAML files that map weights to formats.
 
     rules:
     - tensors: [embed.table, head.w]     # names of the graph's params; * stands for anything
       form: int8
     - tensors: [L*.attn.w*, L*.mlp.w_*]
       form: int4
-      group: 64                          # numbers that share a scale; 0: all of a row
-      scale: f16                         # dtype of the scales; `engine`: what it computes in
-      otherwise: int8                    # where the groups do not divide a row
+      group: 64                          # values that share a scale; 0: the row
+      scale: f16                         # dtype of the scales; `engine`: the engine's dtype
+      otherwise: int8                    # if the group size does not divide the row
 
-A tensor that no rule names stays as it is. The built-in recipes are such files, beside this one.
-The recipe of a checkpoint that is quantised already says what it holds: nothing is quantised.
+A tensor without a rule is not quantised. The built-in configs are such files in this folder. The
+config of a checkpoint that is already quantised describes its weights; nothing is quantised.
 """
 
 from __future__ import annotations
@@ -32,42 +32,44 @@ from g4ir.spec.reader import Index, Length, OneOf, Shaped, build, fail, parse_tr
 
 SUFFIXES = (".yaml", ".yml")
 NONE = "none"
-#: name of the recipe of a checkpoint that is quantised already; no file is called so
-HELD = "checkpoint"
-#: names of one rule: room for each weight of a model
-MOST_NAMES = 10_000
+#: name of the config of a checkpoint that is already quantised; no file has it
+FROM_CHECKPOINT = "checkpoint"
+#: max names per rule: more than a model has weights
+MAX_NAMES = 10_000
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a weight is held: a form (ops/codecs.py), how many numbers share a scale (0: a row), and
-    the scales' dtype (None: the engine's)."""
+    """Quantisation of a weight: format (ops/codecs.py), values that share a scale (0: the row), and
+    dtype of the scales (None: the engine's)."""
 
     form: str
     group: int
     scale: str | None
 
     def attrs(self, dtype: str) -> Mapping[str, str | int]:
-        """Return the attributes of `quantize` in an engine of this dtype."""
+        """Return the attributes of the op `quantize` in an engine of this dtype."""
         return {"form": self.form, "group": self.group, "scale": self.scale or dtype}
 
     def nbytes(self, t: Type, dtype: str) -> int:
-        """Return the bytes of the codes and scales of a weight in an engine of this dtype."""
-        made = OPS["quantize"].infer_types((t,), self.attrs(dtype))
-        return sum(part.nbytes() for part in made)
+        """Return the bytes of a weight's codes and scales in an engine of this dtype."""
+        outputs = OPS["quantize"].infer_types((t,), self.attrs(dtype))
+        return sum(part.nbytes() for part in outputs)
 
     def fits(self, t: Type) -> bool:
         """Whether groups divide the rows of a weight, and codes fill bytes."""
-        return int(t.shape[-1]) % self.least == 0 and self.group % FORMATS[self.form].share == 0
+        return (
+            int(t.shape[-1]) % self.row_multiple == 0 and self.group % FORMATS[self.form].share == 0
+        )
 
     @property
-    def least(self) -> int:
+    def row_multiple(self) -> int:
         """Numbers that a row must be a multiple of."""
         return math.lcm(self.group or 1, FORMATS[self.form].block_values)
 
 
-#: formats that a quantisation config names; weights trained for 4 bits have scales in bf16, and the
-#: last four are Q6_K, Q5_K, Q4_K and Q5_0 of GGUF files
+#: default scheme of each format; int4 has bf16 scales as in QAT checkpoints; the last four are
+#: GGUF's Q6_K, Q5_K, Q4_K and Q5_0
 SCHEMES = {
     "int8": Scheme("int8", 0, None),
     "int4": Scheme("int4", 32, "bf16"),
@@ -76,20 +78,20 @@ SCHEMES = {
     "int5": Scheme("int5", 32, "f16"),
 }
 _Pattern = Annotated[str, Shaped(r"[A-Za-z0-9_.*?]{1,100}", "L*.mlp.w_*")]
-_Form = Annotated[str, OneOf(tuple(SCHEMES))]
-#: scales in what the engine computes in
+_FormatName = Annotated[str, OneOf(tuple(SCHEMES))]
+#: scales in the engine's dtype
 ENGINE = "engine"
 _Scale = Annotated[str, OneOf(("bf16", "f16", "f32", ENGINE))]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Weights by name, and their form, with a group and a dtype of scales other than the form's
-    own; another form where groups do not divide their rows."""
+    """Weights by name, their format, optionally another group size and dtype of scales than the
+    format's defaults, and the format for rows that the groups do not divide."""
 
-    tensors: Annotated[tuple[_Pattern, ...], Length(1, MOST_NAMES)]
-    form: _Form
-    otherwise: _Form | None = None
+    tensors: Annotated[tuple[_Pattern, ...], Length(1, MAX_NAMES)]
+    form: _FormatName
+    otherwise: _FormatName | None = None
     group: Index | None = None
     scale: _Scale | None = None
 
@@ -99,90 +101,93 @@ class Rule:
 
     @property
     def first(self) -> Scheme:
-        """The scheme of weights whose rows it divides."""
-        own = SCHEMES[self.form]
-        group = own.group if self.group is None else self.group
-        scale = self.scale or own.scale
+        """The preferred scheme, for rows that its groups divide."""
+        default = SCHEMES[self.form]
+        group = default.group if self.group is None else self.group
+        scale = self.scale or default.scale
         return Scheme(self.form, group, None if scale == ENGINE else scale)
 
     def scheme(self, name: str, t: Type) -> Scheme:
-        """Return how a weight is held; InputError where groups do not divide its rows."""
+        """Return the scheme of a weight; InputError if groups do not divide its rows."""
         schemes = [self.first, *([SCHEMES[self.otherwise]] if self.otherwise else [])]
         for scheme in schemes:
             if scheme.fits(t):
                 return scheme
+        groups = f"the groups of {self.first.row_multiple} of {self.form}"
         raise InputError(
-            f"{name}: rows of {t.shape[-1]} do not divide into the groups of {self.first.least} of "
-            f"{self.form}; leave it out, or add `otherwise: int8`"
+            f"{name}: rows of {t.shape[-1]} do not divide into {groups}; leave it out, or add "
+            f"`otherwise: int8`"
         )
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """The rules of a build; `name` is what the user called them."""
+class QuantConfig:
+    """Which weights are quantised, and how; `name` is the user's name of it."""
 
     rules: Annotated[tuple[Rule, ...], Length(1, 64)]
     name: str = ""
 
     @property
-    def held(self) -> bool:
-        """Whether weights come quantised, so that none is quantised at build."""
-        return self.name == HELD
+    def from_checkpoint(self) -> bool:
+        """Whether the checkpoint's weights are already quantised."""
+        return self.name == FROM_CHECKPOINT
 
     def schemes(self, weights: Mapping[str, Type]) -> dict[str, Scheme]:
-        """Return weight -> scheme. InputError for a rule that names none of the weights, and for a
-        weight that two rules name."""
-        found: dict[str, Scheme] = {}
+        """Return weight -> scheme. InputError for a rule that matches no weight and for a weight
+        with two rules."""
+        schemes: dict[str, Scheme] = {}
         for rule in self.rules:
             names = [n for n in weights if rule.matches(n)]
             if not names:
-                raise InputError(self._says(rule, f"names no weight; {_known(weights)}"))
-            if twice := sorted(found.keys() & set(names)):
+                raise InputError(self._says(rule, f"names no weight; {_weight_kinds(weights)}"))
+            if twice := sorted(schemes.keys() & set(names)):
                 raise InputError(self._says(rule, f"names {twice[0]}, as another rule does"))
-            found |= {n: rule.scheme(n, weights[n]) for n in names}
-        return found
+            schemes |= {n: rule.scheme(n, weights[n]) for n in names}
+        return schemes
 
-    def _says(self, rule: Rule, what: str) -> str:
-        return f"recipe {self.name}: [{', '.join(rule.tensors)}] {what}"
+    def _says(self, rule: Rule, problem: str) -> str:
+        return f"recipe {self.name}: [{', '.join(rule.tensors)}] {problem}"
 
 
-def _known(weights: Iterable[str]) -> str:
+def _weight_kinds(weights: Iterable[str]) -> str:
     kinds = dict.fromkeys(
         n.replace(n.split(".")[0], "L*", 1) if n[0] == "L" else n for n in weights
     )
     return f"weights are {', '.join(kinds)}"
 
 
-def one_recipe(given: Recipe | None, held: Recipe | None, place: object) -> Recipe | None:
-    """Return the recipe that was given, or that of a checkpoint that is quantised already;
-    InputError for both."""
-    if held and given:
-        why = f"{place} is quantised already"
+def choose_config(
+    requested: QuantConfig | None, stored: QuantConfig | None, source: object
+) -> QuantConfig | None:
+    """Return the requested config or that of an already quantised checkpoint; InputError if there
+    are both."""
+    if stored and requested:
+        why = f"{source} is quantised already"
         fix = "leave --quant out, or give the checkpoint that it was made from"
-        raise InputError(f"--quant {given.name}: {why}; {fix}")
-    return held or given
+        raise InputError(f"--quant {requested.name}: {why}; {fix}")
+    return stored or requested
 
 
 @cache
-def built_in() -> tuple[str, ...]:
-    """Return the names of the recipes that come with the program."""
-    found = (Path(f.name) for f in files(__package__).iterdir())
-    return tuple(sorted(p.stem for p in found if p.suffix == ".yaml"))
+def built_in_names() -> tuple[str, ...]:
+    """Return the names of the configs in this package."""
+    paths = (Path(f.name) for f in files(__package__).iterdir())
+    return tuple(sorted(p.stem for p in paths if p.suffix == ".yaml"))
 
 
-def find_recipe(given: str | Path | None) -> Recipe | None:
-    """Return the recipe of a name or a file; None for none at all. InputError lists the names,
-    SpecError names file, line and key."""
-    if given is None or str(given) == NONE:
+def find_quant_config(name_or_path: str | Path | None) -> QuantConfig | None:
+    """Read a built-in config or a file; None for `none` or None. InputError lists the names,
+    SpecError has file, line and key."""
+    if name_or_path is None or str(name_or_path) == NONE:
         return None
-    name = str(given)
-    if name in built_in():
+    name = str(name_or_path)
+    if name in built_in_names():
         data = (files(__package__) / f"{name}.yaml").read_bytes()
-        return Recipe(build(Recipe, parse_tree(data, f"{name}.yaml")).rules, name)
+        return QuantConfig(build(QuantConfig, parse_tree(data, f"{name}.yaml")).rules, name)
     if not name.endswith(SUFFIXES):
-        names = ", ".join((NONE, *built_in()))
+        names = ", ".join((NONE, *built_in_names()))
         raise InputError(f"--quant {name}: expected {names}, or a file that ends in .yaml")
     tree = read_tree(Path(name))
     if "name" in tree.entries:
         raise fail(tree.keys["name"], "name", "is the file's own; leave it out")
-    return Recipe(build(Recipe, tree).rules, Path(name).name)
+    return QuantConfig(build(QuantConfig, tree).rules, Path(name).name)

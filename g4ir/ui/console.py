@@ -43,7 +43,7 @@ def interactive() -> bool:
     return bool(sys.stdin and sys.stdin.isatty() and _on_terminal())
 
 
-def confirmed(question: str) -> bool:
+def confirm(question: str) -> bool:
     """Ask on stderr; whether the answer begins with y."""
     Progress.clear()
     Progress.paused = True
@@ -96,18 +96,18 @@ class Progress:
             _write("\r\x1b[K")
 
     def _watch(self) -> None:
-        begun, shown = time.monotonic(), ""
+        start, printed = time.monotonic(), ""
         while not self._stop.wait(PERIOD_S):
-            seconds, message = time.monotonic() - begun, self._message
+            seconds, message = time.monotonic() - start, self._message
             if seconds < QUIET_S or not message or Progress.paused:
                 continue
             line = f"g4ir: {message} ({seconds:.0f} s)"
             if _on_terminal():
                 Progress._on_line = True
                 _write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
-            elif message != shown:
+            elif message != printed:
                 _write(f"{line}\n")
-            shown = message
+            printed = message
 
 
 def _on_terminal() -> bool:
@@ -193,10 +193,10 @@ def leave(code: int) -> NoReturn:
 
 
 @contextlib.contextmanager
-def put_off(numbers: Iterable[signal.Signals] = (signal.SIGINT, *ENDING)) -> Iterator[None]:
+def defer_signals(signals: Iterable[signal.Signals] = (signal.SIGINT, *ENDING)) -> Iterator[None]:
     """A context at whose end signals are handled that came in it; a second one at once."""
     came: list[tuple[int, FrameType | None]] = []
-    before = {s: h for s in numbers if callable(h := signal.getsignal(s))}
+    before = {s: h for s in signals if callable(h := signal.getsignal(s))}
 
     def note(number: int, frame: FrameType | None) -> None:
         came.append((number, frame))
@@ -225,9 +225,9 @@ class _Output:
         return partial(_named, method) if name in ("write", "flush") else method
 
 
-def _named(method: Callable[..., Any], *given: str) -> Any:
+def _named(method: Callable[..., Any], *args: str) -> Any:
     try:
-        return method(*given)
+        return method(*args)
     except BrokenPipeError:
         raise
     except OSError as e:
@@ -275,7 +275,7 @@ def report(error: BaseException, trace: bool) -> int:
     return code
 
 
-def worded(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return what an error is called where it ends nothing."""
     return _verdict(error)[1].removeprefix("error: ")
 

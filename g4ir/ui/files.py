@@ -80,8 +80,8 @@ def check_folder(path: Path) -> None:
         raise InputError(f"{path}: {above} is no directory; choose another --out")
 
 
-def check_room(path: Path, need: int) -> None:
+def check_disk_space(path: Path, need: int) -> None:
     """Raise InputError if the disk has no room for `need` bytes at a path."""
     if (free := free_bytes(path)) < need:
-        what = f"{path}: {size_text(need)} are to be written, and {size_text(free)} are free"
-        raise InputError(f"{what}; make room or choose another --out")
+        problem = f"{path}: {size_text(need)} are to be written, and {size_text(free)} are free"
+        raise InputError(f"{problem}; make room or choose another --out")

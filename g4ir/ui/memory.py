@@ -33,12 +33,12 @@ def free_memory() -> int:
     """Return the bytes that the system can give, within the container's limit."""
     import psutil
 
-    found = [psutil.virtual_memory().available]
+    limits = [psutil.virtual_memory().available]
     for group in control_groups():
         with contextlib.suppress(OSError, ValueError):  # "max": no limit
             limit, used = (int((group / f"memory.{n}").read_text()) for n in ("max", "current"))
-            found.append(max(limit - used, 0))
-    return min(found)
+            limits.append(max(limit - used, 0))
+    return min(limits)
 
 
 def free_on(device: str) -> int:

@@ -24,7 +24,7 @@ from .locks import AT_ONCE, EXCLUSIVE, flock
 #: variables of the environment that name the folders of cache and state
 CACHE, STATE = "XDG_CACHE_HOME", "XDG_STATE_HOME"
 #: mode bits by which others than the owner may change what lies in a folder
-OTHERS = stat.S_IWGRP | stat.S_IWOTH
+GROUP_WORLD_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_root() -> Path:
@@ -51,15 +51,15 @@ def hub_cache() -> Path:
 def keep_inductor_private(default: str) -> Path:
     """Set TORCHINDUCTOR_CACHE_DIR to a private folder unless the user set it; return the folder.
     The default is a temporary folder of a guessable name, which another user can make first."""
-    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)
-    if given != default:
-        return Path(given)
+    folder_name = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)
+    if folder_name != default:
+        return Path(folder_name)
     try:
         folder = private(cache_root() / "inductor")
     except (OSError, TrustError):  # no reason to fail: what lies there saves time alone
-        made = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
-        _until_the_end.append(made)
-        folder = Path(made.name)
+        temporary = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+        _until_the_end.append(temporary)
+        folder = Path(temporary.name)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     return folder
 
@@ -111,17 +111,17 @@ def variable(name: str, value: str) -> Iterator[None]:
 def locked(folder: Path, name: str, kind: int) -> Iterator[bool | None]:
     """A lock between processes, of a `kind` of locks.py, by a file of a private folder: yields
     whether it was taken; None if the folder is not private, or has no locks."""
-    taken: bool | None = None
+    acquired: bool | None = None
     with ExitStack() as opened:
         with suppress(OSError, TrustError):
             file = os.open(private(folder) / name, os.O_RDWR | os.O_CREAT, 0o600)
             opened.callback(os.close, file)
             try:
                 flock(file, kind)
-                taken = True
+                acquired = True
             except BlockingIOError:
-                taken = False
-        yield taken
+                acquired = False
+        yield acquired
 
 
 @contextmanager
@@ -129,8 +129,8 @@ def claimed(name: str, wait: bool) -> Iterator[bool]:
     """A lock between processes by name: yields whether it was taken; `wait`: block until it is.
     Without file locks it always yields True."""
     kind = EXCLUSIVE | (0 if wait else AT_ONCE)
-    with locked(state_root() / "claims", name, kind) as taken:
-        yield taken is not False
+    with locked(state_root() / "claims", name, kind) as acquired:
+        yield acquired is not False
 
 
 def private(folder: Path) -> Path:
@@ -161,26 +161,26 @@ def check_private(folder: Path) -> None:
         owners = {os.geteuid()} if ours else {os.geteuid(), 0}
         # Above our own folders a group may be the user's own, and in a sticky folder such as /tmp
         # nobody renames what is not theirs.
-        writable = status.st_mode & (OTHERS if ours else stat.S_IWOTH)
+        writable = status.st_mode & (GROUP_WORLD_WRITE if ours else stat.S_IWOTH)
         if status.st_uid not in owners:
             raise _exposed(path, "belongs to another user", f"chown {os.geteuid()}")
         if writable and (ours or not status.st_mode & stat.S_ISVTX):
             raise _exposed(path, "can be written by other users", "chmod go-w")
 
 
-def _exposed(path: Path, what: str, mend: str) -> TrustError:
+def _exposed(path: Path, problem: str, mend: str) -> TrustError:
     return TrustError(
-        f"{path} {what}, so what lies in it cannot be believed: "
+        f"{path} {problem}, so what lies in it cannot be believed: "
         f"`{mend} {shlex.quote(str(path))}`, and remove what you do not know in it (or give "
         f"XDG_CACHE_HOME and XDG_STATE_HOME folders of your own)"
     )
 
 
 def _base(variable: str, default: str) -> Path:
-    given = os.environ.get(variable)
+    value = os.environ.get(variable)
     # As the specification has it: a path that is not absolute is none.
-    if given and Path(given).is_absolute():
-        return Path(given)
+    if value and Path(value).is_absolute():
+        return Path(value)
     try:
         return Path.home() / default
     except RuntimeError:

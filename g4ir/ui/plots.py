@@ -49,10 +49,10 @@ def figure(
     """A context that gives axes to draw on (an array of them for several columns); the file appears
     whole at the end. Sizes in inches."""
     # A figure made without pyplot has the file's own canvas and never asks for a display.
-    made = check_plot(path)(figsize=(width, height), layout="constrained")
-    yield made.subplots(1, columns)
+    canvas = check_plot(path)(figsize=(width, height), layout="constrained")
+    yield canvas.subplots(1, columns)
     buffer = io.BytesIO()
-    made.savefig(buffer, format=FORMATS[Path(path).suffix.lower()], dpi=150)
+    canvas.savefig(buffer, format=FORMATS[Path(path).suffix.lower()], dpi=150)
     write_file(Path(path), [buffer.getvalue()])
 
 

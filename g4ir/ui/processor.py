@@ -139,8 +139,8 @@ def cpu_flags() -> tuple[str, ...]:
 def _all_flags() -> tuple[str, ...]:
     systems = {"linux": _flags_of_linux, "darwin": _flags_of_macos, "win32": _flags_of_windows}
     kinds = ("avx", "amx", "fma", "f16c", "bmi", "ssse3", "sse4_2", "sve", "asimd", "bf16", "fp16")
-    found = systems[sys.platform]() if sys.platform in systems else ()
-    return tuple(sorted(f for f in found if f.startswith((*kinds, "i8mm"))))
+    flags = systems[sys.platform]() if sys.platform in systems else ()
+    return tuple(sorted(f for f in flags if f.startswith((*kinds, "i8mm"))))
 
 
 def _flags_of_linux() -> Iterable[str]:
@@ -163,10 +163,10 @@ def _permits_amx() -> bool:
 def _flags_of_macos() -> Iterable[str]:
     """What Apple's processors have, as Linux names it; none where the system does not say."""
     try:
-        said = subprocess.check_output(["/usr/sbin/sysctl", "hw.optional"], text=True)
+        output = subprocess.check_output(["/usr/sbin/sysctl", "hw.optional"], text=True)
     except (OSError, subprocess.CalledProcessError):
         return ()
-    lines = re.findall(r"^hw\.optional\.arm\.(\w+): 1$", said, re.MULTILINE)
+    lines = re.findall(r"^hw\.optional\.arm\.(\w+): 1$", output, re.MULTILINE)
     names = {"FEAT_DotProd": "asimddp", "FEAT_I8MM": "i8mm", "FEAT_BF16": "bf16"}
     return ("asimd", *(names[n] for n in lines if n in names))
 
@@ -176,8 +176,8 @@ def _flags_of_windows() -> Iterable[str]:
     import torch
 
     # torch 2.11 may lack it
-    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    flags = (n for n, has in found.items() if has is True and not n.startswith("amx"))
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    flags = (n for n, has in capabilities.items() if has is True and not n.startswith("amx"))
     flags = (re.sub("^avx512_(?=(f|bw|cd|dq|vl|vbmi)$)", "avx512", n) for n in flags)
     return (re.sub("^fma3$", "fma", n) for n in flags)
 

@@ -61,6 +61,6 @@ def control_groups(root: Path = Path("/")) -> list[Path]:
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             if line.startswith("0::"):
-                own = mount / line.removeprefix("0::/")
-                return [own, *(p for p in own.parents if p.is_relative_to(mount))]
+                group = mount / line.removeprefix("0::/")
+                return [group, *(p for p in group.parents if p.is_relative_to(mount))]
     return []

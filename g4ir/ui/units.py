@@ -12,18 +12,18 @@ _COUNT = re.compile(r"([0-9](?:_?[0-9]){0,14})([kKmM]?)")
 _FACTORS = {"": 1, "k": KIB, "m": KIB * KIB}
 
 
-def parse_count(text: str, what: str) -> int:
-    """`4096`, `4_096`, `4K` (4096), `1M` -> int; InputError naming `what` unless it is positive."""
+def parse_count(text: str, name: str) -> int:
+    """`4096`, `4_096`, `4K` (4096), `1M` -> int; InputError naming `name` unless it is positive."""
     match = _COUNT.fullmatch(text.strip())
     value = int(match[1]) * _FACTORS[match[2].lower()] if match else 0
     if value < 1:
-        raise InputError(f"{what} {text[:40]!r}: expected a number above 0, such as 4096 or 32K")
+        raise InputError(f"{name} {text[:40]!r}: expected a number above 0, such as 4096 or 32K")
     return value
 
 
-def parse_counts(text: str, what: str) -> list[int]:
+def parse_counts(text: str, name: str) -> list[int]:
     """`4K,32K` -> [4096, 32768]"""
-    return [parse_count(word, what) for word in text.split(",")]
+    return [parse_count(word, name) for word in text.split(",")]
 
 
 def count_text(n: int) -> str:
@@ -49,12 +49,14 @@ def size_text(n: int) -> str:
 
 #: of decimal units
 PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
-LEAST = (1e-9, "n")
+SMALLEST_UNIT = (1e-9, "n")
 
 
 def scale(value: float) -> tuple[float, str]:
     """The decimal unit in which a value has up to three digits before the point."""
-    return next(((size, p) for p, size in PREFIXES.items() if value >= 0.9995 * size), LEAST)
+    return next(
+        ((size, p) for p, size in PREFIXES.items() if value >= 0.9995 * size), SMALLEST_UNIT
+    )
 
 
 def si(value: float, unit: str) -> str:

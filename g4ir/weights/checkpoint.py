@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from g4ir.errors import InputError, WeightsError
 from g4ir.model.names import (
     CODES,
+    DRAFTER_PREFIX,
     FINAL_NORM,
     HEAD,
     NORM,
-    OF_DRAFTER,
     ORDER,
     SCALES,
     TOKEN_TABLE,
@@ -151,7 +151,7 @@ class Checkpoint:
         """Return the weights of both: `draft.NAME` is the drafter's tensor NAME."""
         parts: dict[str, Any] = {}
         for part in ("weights", "ignored", "defaults"):
-            scoped = {f"{OF_DRAFTER}{name}": x for name, x in getattr(drafter, part).items()}
+            scoped = {f"{DRAFTER_PREFIX}{name}": x for name, x in getattr(drafter, part).items()}
             parts[part] = {**getattr(self, part), **scoped}
         return replace(self, **parts, opened=(*self.opened, *drafter.opened))
 

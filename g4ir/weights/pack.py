@@ -24,10 +24,10 @@ from g4ir.ops.quant import quantize
 from g4ir.ops.types import TORCH_NAMES, dtype_name, torch, torch_dtype
 from g4ir.parallel.shard import shard_program
 from g4ir.parallel.table import Sharding, Share
-from g4ir.passes import Acted, Dump, PassOptions, run_program
+from g4ir.passes import Dump, PassCounts, PassOptions, run_program
 from g4ir.passes.plan_cache import RingOptions
-from g4ir.quant.recipe import Recipe
-from g4ir.quant.rewrite import quantised
+from g4ir.quant.recipe import QuantConfig
+from g4ir.quant.rewrite import quantise
 from g4ir.spec.record import Spec
 
 from . import tensorfile
@@ -126,13 +126,13 @@ def make_packing(
     media: Media,
     skip: Iterable[str],
     options: PassOptions,
-    recipe: Recipe | None = None,
+    recipe: QuantConfig | None = None,
     stored: Callable[[Program], Program] = as_it_is,
     dump: Dump | None = None,
     drafter: Spec | None = None,
     ranks: int = 1,
     ep: bool = False,
-    acted: Acted | None = None,
+    acted: PassCounts | None = None,
     without: Collection[str] = (),
 ) -> Packing:
     """Return the graphs of an engine, or of one of its `ranks`, and the prologue of their params.
@@ -140,7 +140,7 @@ def make_packing(
     verifies = options.of(RingOptions).slack > 0
     whole = build_program(spec, all_logits, dtype, media, verifies, drafter).graphs
     made = Program({name: g for name, g in whole.items() if name not in without})
-    plain = shard_program(quantised(made, spec, recipe, dtype), Sharding(spec, ranks, ep))
+    plain = shard_program(quantise(made, spec, recipe, dtype), Sharding(spec, ranks, ep))
     made = run_program(plain, skip=skip, dump=dump, options=options, acted=acted)
     return split_program(stored(made))
 
@@ -254,7 +254,7 @@ class MadeParams:
         name, attrs = n.inputs[0].name, dict[str, Any](n.attrs)
         if self._whole(name) in self.moments:
             read = self.moments.__getitem__
-            attrs["moments"] = self.share.own(name, read) if self.share else read(name)
+            attrs["moments"] = self.share.read_part(name, read) if self.share else read(name)
         return self.quantized(*tensors, **attrs)
 
     def _whole(self, param: str) -> str | None:
@@ -284,7 +284,7 @@ class MadeParams:
         def whole(param: str) -> torch.Tensor:
             return read(checkpoint_name(param))
 
-        made = self.share.own(v.name, whole) if self.share else whole(v.name)
+        made = self.share.read_part(v.name, whole) if self.share else whole(v.name)
         name = self._source(v) or v.name
         if not made.is_floating_point() and dtype_name(made.dtype) != v.type.dtype:
             what = f"codes are {made.dtype}, the engine takes {v.type.dtype}"

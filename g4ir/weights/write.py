@@ -15,7 +15,7 @@ from g4ir.model.tensors import Shape, dead_tensors, media_tensors, text_tensors
 from g4ir.ops.finite import cast
 from g4ir.ops.types import dtype_name, torch
 from g4ir.spec.record import Spec
-from g4ir.ui.files import check_folder, check_room, new_folder, write_file
+from g4ir.ui.files import check_disk_space, check_folder, new_folder, write_file
 from g4ir.ui.progress import Progress, no_progress
 
 from . import tensorfile
@@ -58,7 +58,7 @@ def write_checkpoint(
     tensors = _tensors(names, source, dtype)
     if dead:
         tensors |= _dead(spec, dtype, prefix)
-    check_room(directory, sum(t.nbytes for t in tensors.values()))
+    check_disk_space(directory, sum(t.nbytes for t in tensors.values()))
     directory.parent.mkdir(parents=True, exist_ok=True)
     work = new_folder(directory.parent, f".{directory.name}.")
     try:

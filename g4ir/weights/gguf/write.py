@@ -29,7 +29,7 @@ from g4ir.ops.layouts import LAYOUTS
 from g4ir.ops.types import dtype_name, torch
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec, diff_specs
-from g4ir.ui.files import check_folder, check_room, write_file
+from g4ir.ui.files import check_disk_space, check_folder, write_file
 from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.checkpoint import GENERATION, Checkpoint
 from g4ir.weights.tensorfile import bytes_of, parse_json
@@ -98,7 +98,7 @@ def write_gguf(
     head = _head(_metadata(spec, kind, side_files), tensors)
     size = len(head) + sum(t.room for t in tensors)
     _check(path.name, spec, [head, *tensors[0].pieces()], size)
-    check_room(path, size)
+    check_disk_space(path, size)
     path.parent.mkdir(parents=True, exist_ok=True)
     progress(f"writing {path.name}")
     write_file(path, [head], (piece for t in tensors for piece in t.pieces()))
