@@ -59,8 +59,8 @@ def draw(n: Node, s: Sample, size: float) -> list[Tensor]:
     caches = range(*n.definition.cache_range(**n.attrs)) if n.definition.cache_range else range(0)
 
     def one(i: int, text: str) -> Tensor:
-        if i in s.values:
-            return torch.tensor(s.values[i])
+        if i in s.given:
+            return torch.tensor(s.given[i])
         shape, dtype = [int(d) for d in n.inputs[i].type.shape], n.inputs[i].type.dtype
         if i in caches and dtype in ("i8", "f8e4m3"):
             x = size * torch.randn(

@@ -43,7 +43,7 @@ class Sample:
     inputs: tuple[str, ...]
     attrs: Mapping[str, Any] = field(default_factory=dict)
     use: Mapping[str, Any] = field(default_factory=dict)
-    values: Mapping[int, Any] = field(default_factory=dict)
+    given: Mapping[int, Any] = field(default_factory=dict)
     packed: bool = False
     coded: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
