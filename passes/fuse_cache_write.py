@@ -17,11 +17,11 @@ from .match import (
     NoMatch,
     Note,
     edit_each,
-    find_producer,
     ignore,
-    match_expansion,
-    require_only_reader,
-    require_producer,
+    match_parts,
+    only_reader,
+    produced_by,
+    producer_of,
 )
 
 AFTER = "fuse_moe"  # the caches have their final form
@@ -47,14 +47,14 @@ def _edit(g: Graph, n: Node, several: bool) -> Edit:
     if not several and row.type.shape[1] != 1:
         raise NoMatch("several tokens are written at once")
     k = _unquantised(g, row)
-    latent = require_producer(g, k, "latent_row") if form == "value" else None
+    latent = produced_by(g, k, "latent_row") if form == "value" else None
     k = latent["k"] if latent else k
-    key = require_producer(g, k, "norm_rope")
-    kv_heads = require_producer(g, key["x"], "heads")
-    split = require_producer(g, kv_heads["x"], "split")
-    q_heads = require_only_reader(g, split.outputs[0], "heads")
-    q = require_only_reader(g, q_heads.out, "norm_rope")
-    if form == "plain" and not find_producer(g, _unquantised(g, other), "rms_norm"):
+    key = produced_by(g, k, "norm_rope")
+    kv_heads = produced_by(g, key["x"], "heads")
+    split = produced_by(g, kv_heads["x"], "split")
+    q_heads = only_reader(g, split.outputs[0], "heads")
+    q = only_reader(g, q_heads.out, "norm_rope")
+    if form == "plain" and not producer_of(g, _unquantised(g, other), "rms_norm"):
         form = "unnormed"
     attrs: dict[str, Attr] = {
         "heads": q_heads.attrs["n"],
@@ -69,12 +69,12 @@ def _edit(g: Graph, n: Node, several: bool) -> Edit:
     inputs = (split["x"], *norms, *slots, *(w["cache"] for w in writes))
     fused = Node("qkv_write", inputs, (q.out, *(w.out for w in writes)), attrs)
     caches = " and ".join(map(str, n.caches))
-    return Edit(match_expansion(g, fused), [fused], f"{split['x']} is written as {caches}")
+    return Edit(match_parts(g, fused), [fused], f"{split['x']} is written as {caches}")
 
 
 def _unquantised(g: Graph, row: Value) -> Value:
     """Return a row before it is quantised."""
-    narrowed = find_producer(g, row, "narrow_row")
+    narrowed = producer_of(g, row, "narrow_row")
     return narrowed["x"] if narrowed else row
 
 
@@ -82,7 +82,7 @@ def _write(g: Graph, v: Value) -> Node:
     """Return the write that defines a cache value; NoMatch if the old cache has other readers."""
     if v in g.state:
         raise NoMatch(f"it reads {v} as it was before the write")
-    write = require_producer(g, v, "cache_write")
+    write = produced_by(g, v, "cache_write")
     old = write["cache"]
     if old not in g.state or g.next.get(old.name) != v:
         raise NoMatch(f"{v} is not the next {old}")

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Builder, Graph, Node
 
-from .match import (
-    DENSE,
-    Edit,
-    NoMatch,
-    Note,
-    edit_each,
-    find_producer,
-    ignore,
-    pack_linears,
-    weight_format,
-)
+from .match import DENSE, Edit, NoMatch, Note, edit_each, format_of, ignore, pack, producer_of
 
 AFTER = "fuse_qkv"  # it packs weights too
 
@@ -25,15 +15,15 @@ def fuse_gate_up(g: Graph, note: Note = ignore) -> Graph:
 
 
 def _edit(g: Graph, act: Node) -> Edit:
-    if any(find_producer(g, v, "linear_clipped") for v in act.inputs):
+    if any(producer_of(g, v, "linear_clipped") for v in act.inputs):
         raise NoMatch("each projection clamps its input to bounds of its own")
-    gate, up = (find_producer(g, v, "linear") for v in act.inputs)
+    gate, up = (producer_of(g, v, "linear") for v in act.inputs)
     if gate is None or up is None:
         other = [str(v) for v, n in zip(act.inputs, (gate, up), strict=True) if n is None]
         raise NoMatch(f"{' and '.join(other)} is no projection")
     if gate["x"] != up["x"]:
         raise NoMatch(f"{gate.out} and {up.out} project different inputs")
-    formats = [weight_format(g, n["w"]) for n in (gate, up)]
+    formats = [format_of(g, n["w"]) for n in (gate, up)]
     if None in formats:
         raise NoMatch("a weight is no parameter")
     if formats[0] != formats[1]:
@@ -41,6 +31,6 @@ def _edit(g: Graph, act: Node) -> Edit:
     if any(len(g.readers(n.out)) > 1 for n in (gate, up)):
         raise NoMatch("a projection has another user")
     b, scope = Builder(), gate["w"].name.removesuffix(DENSE).rpartition(".")[0]
-    y, old = pack_linears(b, g, (gate, up), f"{scope}.w_gate_up", f"{scope}.gate_up")
+    y, old = pack(b, g, (gate, up), f"{scope}.w_gate_up", f"{scope}.gate_up")
     b.emit("glu_packed", y, name=act.out.name, **act.attrs)
     return Edit([*old, act], b.nodes, "packed")

@@ -14,10 +14,10 @@ from .match import (
     Note,
     edit_each,
     ignore,
-    match_expansion,
+    match_parts,
     norm_input,
-    require_only_reader,
-    require_producer,
+    only_reader,
+    produced_by,
 )
 
 AFTER = "fuse_glu"  # it takes the fused MLP
@@ -46,11 +46,11 @@ def fuse_moe(g: Graph, note: Note = ignore) -> Graph:
 def _edit(g: Graph, glu: Node, experts: Node) -> Edit:
     if len(glu.inputs) > 2:
         raise NoMatch("its gate and up are not packed")
-    down = require_only_reader(g, glu.out, "linear")
-    router = require_producer(g, experts["weights"], "router")
+    down = only_reader(g, glu.out, "linear")
+    router = produced_by(g, experts["weights"], "router")
     if norm_input(g, router["x"]) != norm_input(g, experts["x"]):
         raise NoMatch(f"{router.outputs[0]} is of another residual")
     weights = (*router.inputs, glu["w"], down["w"], *experts.inputs[3:])
     results, attrs = (down.out, experts.out), {**glu.attrs, **router.attrs}
     fused = Node("moe_mlp", (glu["x"], experts["x"], *weights), results, attrs)
-    return Edit(match_expansion(g, fused), [fused], f"fused with {experts.out}")
+    return Edit(match_parts(g, fused), [fused], f"fused with {experts.out}")

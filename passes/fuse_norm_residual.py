@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Graph, Node
 
-from .match import Edit, NoMatch, Note, edit_each, find_producer, ignore
+from .match import Edit, NoMatch, Note, edit_each, ignore, producer_of
 
 AFTER = "fuse_norm_rope"  # the norms of Q and K are no norms of a residual
 
@@ -36,7 +36,7 @@ def _edit(g: Graph, add: Node) -> Edit:
 
 def _post_norm(g: Graph, add: Node) -> Node:
     # The second input is the branch; if both are norms, the first stays the residual.
-    norms = (find_producer(g, v, "rms_norm") for v in reversed(add.inputs))
+    norms = (producer_of(g, v, "rms_norm") for v in reversed(add.inputs))
     post = next((n for n in norms if n and len(n.inputs) == 2), None)
     if post is None:
         raise NoMatch("adds no weighted norm")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Builder, Graph, Node
 
-from .match import DENSE, Edit, NoMatch, Note, edit_each, ignore, pack_linears, weight_format
+from .match import DENSE, Edit, NoMatch, Note, edit_each, format_of, ignore, pack
 
 AFTER = "share_rope_tables"  # nothing is duplicated across layers any more
 
@@ -17,7 +17,7 @@ def fuse_qkv(g: Graph, note: Note = ignore) -> Graph:
     groups: dict[object, list[Node]] = {}
     for n in g.find("linear", "linear_clipped"):
         if [u.op for u in g.readers(n.out)] == ["heads"]:
-            fmt = weight_format(g, n["w"]) if n.op == "linear" else None
+            fmt = format_of(g, n["w"]) if n.op == "linear" else None
             groups.setdefault((n["x"], fmt) if fmt else n.out, []).append(n)
     siblings = {group[0].out: group for group in groups.values()}
     first = (group[0] for group in groups.values())
@@ -28,13 +28,13 @@ def _edit(g: Graph, group: list[Node]) -> Edit:
     outs, weights = [n.out for n in group], [n["w"] for n in group]
     if group[0].op == "linear_clipped":
         raise NoMatch("its input is clamped to bounds of its own")
-    if weight_format(g, weights[0]) is None:
+    if format_of(g, weights[0]) is None:
         raise NoMatch(f"its weight {weights[0]} is no parameter")
     if len(group) == 1:
         raise NoMatch("the only projection of its input")
     b = Builder()
     weight = _joined([v.name.removesuffix(DENSE) for v in weights])
-    y, old = pack_linears(b, g, group, weight, _joined([v.name for v in outs]))
+    y, old = pack(b, g, group, weight, _joined([v.name for v in outs]))
     sizes = tuple(int(v.type.shape[-1]) for v in outs)
     b.emit_all("split", y, sizes=sizes, name=[v.name for v in outs])
     return Edit(old, b.nodes, f"packed with {', '.join(map(str, outs[1:]))}")

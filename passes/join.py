@@ -17,7 +17,7 @@ from typing import Any
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ops import OPS
 
-from .match import Edit, NoMatch, Note, after, edit_each, ignore, match_expansion
+from .match import Edit, NoMatch, Note, after, edit_each, ignore, match_parts
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Pair:
         if n.inputs.count(value) > 1:
             raise NoMatch(f"{value} has another user")
         fused = self.joined(n, producer)
-        parts = match_expansion(g, fused)
+        parts = match_parts(g, fused)
         produced_at = positions[value.name]
         if any(positions.get(v.name, -1) > produced_at for v in n.inputs):  # `after` is slow
             later = {v for m in after(g, producer.outputs) if m != n for v in m.outputs}

@@ -19,15 +19,7 @@ from g4ir.ir.rewrite import drop_dead, splice_all
 from g4ir.ops.attention import split_chunk
 from g4ir.ops.rope import rotated_pairs
 
-from .match import (
-    NoMatch,
-    Note,
-    cache_names,
-    find_producer,
-    ignore,
-    require_one_of,
-    require_producer,
-)
+from .match import NoMatch, Note, cache_names, ignore, produced_by, producer_of, require_one_of
 
 AFTER = "last_token_only"  # which removes readers
 CHANGES_STATE = True
@@ -135,19 +127,19 @@ def _match(g: Graph, writes: dict[str, Node], k: str, v: str) -> _Match:
             raise NoMatch(f"%{state} is not written here")
     write_k, write_v = writes[k], writes[v]
     apart = "K and V do not come from one projection"
-    value = require_producer(g, write_v["new"], "rms_norm", apart)
-    key = find_producer(g, write_k["new"], "norm_rope", "rope")
-    norm = find_producer(g, key["x"], "rms_norm") if key and key.op == "rope" else key
+    value = produced_by(g, write_v["new"], "rms_norm", apart)
+    key = producer_of(g, write_k["new"], "norm_rope", "rope")
+    norm = producer_of(g, key["x"], "rms_norm") if key and key.op == "rope" else key
     if not key or not norm or len(norm.inputs) < 2 or value.inputs != (norm["x"],):
         raise NoMatch(apart)
     if norm["w"].type.dtype != norm.out.type.dtype:
         raise NoMatch("the weight of K's norm has another dtype than the cache")
     if value.attrs["eps"] != norm.attrs["eps"]:
         raise NoMatch("the norms of K and V differ in eps")
-    table = find_producer(g, key["cos"], "rope_table")
+    table = producer_of(g, key["cos"], "rope_table")
     if not table or table.outputs != (key["cos"], key["sin"]):
         raise NoMatch("K is rotated by a table that is not made here")
-    start = find_producer(g, write_k["start"], "row_start")
+    start = producer_of(g, write_k["start"], "row_start")
     if not start or start.inputs != table.inputs or write_k.inputs[2:] != write_v.inputs[2:]:
         raise NoMatch("K and V are not written at the positions of the rotation")
     return _Match(write_k, write_v, norm, table)

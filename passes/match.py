@@ -57,21 +57,21 @@ def edit_each(g: Graph, nodes: Iterable[Node], edit: Callable[[Node], Edit], not
     return splice_all(g, edits)
 
 
-def find_producer(g: Graph, v: Value, *ops: str) -> Node | None:
+def producer_of(g: Graph, v: Value, *ops: str) -> Node | None:
     """Return the node that defines a value if it is of one of these ops, else None."""
     n = g.producer(v)
     return n if n and n.op in ops else None
 
 
-def require_producer(g: Graph, v: Value, op: str, otherwise: str = "") -> Node:
+def produced_by(g: Graph, v: Value, op: str, otherwise: str = "") -> Node:
     """Return the node that defines a value; NoMatch if it is of another op."""
-    n = find_producer(g, v, op)
+    n = producer_of(g, v, op)
     if n is None:
         raise NoMatch(otherwise or f"{v} is not made by {op}")
     return n
 
 
-def match_expansion(g: Graph, fused: Node) -> list[Node]:
+def match_parts(g: Graph, fused: Node) -> list[Node]:
     """Return the graph's nodes that a fused node replaces; its expansion is the pattern. NoMatch if
     a node differs, or if an intermediate value has another user."""
     other_operands = f"{fused.op} takes other operands"
@@ -86,7 +86,7 @@ def match_expansion(g: Graph, fused: Node) -> list[Node]:
     same |= {v.name: actual for v, actual in zip(results, fused.outputs, strict=True)}
     nodes: list[Node] = []
     for template in reversed(pattern):
-        n = require_producer(
+        n = produced_by(
             g, next(same[v.name] for v in template.outputs if v.name in same), template.op
         )
         other = dict(n.attrs.items() ^ template.attrs.items())
@@ -103,7 +103,7 @@ def match_expansion(g: Graph, fused: Node) -> list[Node]:
     return nodes
 
 
-def require_only_reader(g: Graph, v: Value, op: str) -> Node:
+def only_reader(g: Graph, v: Value, op: str) -> Node:
     """Return the only reader of a value; NoMatch if there are others or it is of another op."""
     users = g.readers(v)
     if [n.op for n in users] != [op]:
@@ -125,7 +125,7 @@ def after(g: Graph, values: Iterable[Value]) -> Iterator[Node]:
 
 def norm_input(g: Graph, v: Value) -> Value:
     """Return the input of the pre-norm that defines a value, or the value itself."""
-    norm = find_producer(g, v, "rms_norm", "norm_residual")
+    norm = producer_of(g, v, "rms_norm", "norm_residual")
     if norm is None:
         return v
     return norm["x"] if norm.op == "rms_norm" else norm.outputs[0]
@@ -139,7 +139,7 @@ def cache_names(g: Graph) -> dict[str, str]:
 # --- weights -----------------------------------------------------------------------------------
 
 
-def weight_format(g: Graph, w: Value) -> tuple[object, ...] | None:
+def format_of(g: Graph, w: Value) -> tuple[object, ...] | None:
     """Return a weight's format; weights of equal formats can be concatenated. int5 and int6 count
     as int8, to which they can be converted. None if it is neither a param nor dequantised."""
     producer = g.producer(w)
@@ -154,7 +154,7 @@ def weight_format(g: Graph, w: Value) -> tuple[object, ...] | None:
     return (*parts, *producer.attrs.items())
 
 
-def pack_linears(
+def pack(
     b: Builder, g: Graph, products: Sequence[Node], weight: str, name: str
 ) -> tuple[Value, list[Node]]:
     """Emit one linear with the concatenated rows of several weights: of codes and scales if they

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from g4ir.ir.graph import Builder, Graph, Value
 from g4ir.ops.codecs import ACTIVATIONS
 
-from .match import OFF, Note, find_producer, ignore, require_one_of
+from .match import OFF, Note, ignore, producer_of, require_one_of
 
 AFTER = "narrow_kv"  # linears are packed, but not fused yet
 CHANGES_MEANING = True
@@ -41,11 +41,11 @@ def quantize_activations(
         return g
     b, rounded = Builder(g.name), dict[str, Value]()
     for n in g.nodes:
-        if n.op == "experts" and find_producer(g, n["gate_up"], "dequantize"):
+        if n.op == "experts" and producer_of(g, n["gate_up"], "dequantize"):
             note(n.out.name, "left: routed experts take their rows as they are")
-        if n.op == "linear" and find_producer(g, n["w"], "dequantize"):
+        if n.op == "linear" and producer_of(g, n["w"], "dequantize"):
             x, w = n.inputs
-            if x.name not in rounded and not find_producer(g, x, "fake_quantize"):
+            if x.name not in rounded and not producer_of(g, x, "fake_quantize"):
                 rounded[x.name] = b.emit("fake_quantize", x, form=to, name=f"{x.name}.rounded")
                 note(x.name, f"rounded to {to}")
             n = replace(n, inputs=(rounded.get(x.name, x), w))
