@@ -15,7 +15,7 @@ import pytest
 import yaml
 from setuptools.config.pyprojecttoml import load_file
 
-from g4ir.backends.trt.target import TENSORRT, capability_tuple
+from g4ir.backends.trt.target import TENSORRT, version_tuple
 from tests.engines import add_file
 from tests.serve.running import chat_engine
 
@@ -165,7 +165,7 @@ def test_the_container_has_what_was_compared() -> None:
     pins = dict(re.findall(r"(?<= )([\w-]+)==([\d.]+)", text))
     assert f"\ntriton=={pins['triton']}\n" in constraints
     least, beyond = TENSORRT.supported
-    assert least <= capability_tuple(pins["tensorrt-cu13"]) < beyond
+    assert least <= version_tuple(pins["tensorrt-cu13"]) < beyond
 
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("docker/*.Dockerfile")), ids=lambda p: p.stem)

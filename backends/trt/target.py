@@ -71,9 +71,7 @@ class Target:
     def runs_on(self, capability: tuple[int, ...]) -> bool:
         """Whether a GPU of this compute capability runs its engines."""
         return any(
-            capability >= capability_tuple(c)
-            if c.endswith(LATER)
-            else capability == capability_tuple(c)
+            capability >= version_tuple(c) if c.endswith(LATER) else capability == version_tuple(c)
             for c in self.capabilities
         )
 
@@ -111,6 +109,6 @@ def find_target(name: str) -> Target:
     raise InputError(f"--target {name[:40]}: one of {', '.join(TARGETS)}")
 
 
-def capability_tuple(capability: str) -> tuple[int, ...]:
+def version_tuple(capability: str) -> tuple[int, ...]:
     """Return `8.6` as (8, 6)."""
     return tuple(map(int, capability.removesuffix(LATER).split(".")))
