@@ -111,7 +111,7 @@ def test_moments_are_those_of_transformers(
     """Of every matrix that a recipe may name, of each expert, on two windows of a text."""
     given = {"checkpoint": files / name, "calibrate": files / "text.txt", **OPTIONS}
     p = prepare(None, BuildOptions(**given))
-    monkeypatch.setattr(calibration, "MOST", 40)
+    monkeypatch.setattr(calibration, "MAX_TOKENS", 40)
     text = calibration.CalibrationText.read(
         files / "text.txt", p.config.spec, p.side_files.result()
     )

@@ -134,7 +134,7 @@ def test_a_second_start_reads_no_weights(
 def made(computed: list[Path], monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The engines whose graphs were made."""
     engines = list[Path]()
-    spy(monkeypatch, directory, "_made_again", lambda path, *_: engines.append(path))
+    spy(monkeypatch, directory, "_rebuild_packing", lambda path, *_: engines.append(path))
     return engines
 
 

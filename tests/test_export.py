@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 import g4ir
-from g4ir.builder.export import held_weights
+from g4ir.builder.export import engine_weights
 from g4ir.engine.prompts import Defaults, read_defaults
 from g4ir.errors import EngineError, InputError, SpecError, WeightsError
 from g4ir.model.media import KINDS
@@ -387,7 +387,7 @@ def test_codes_of_5_bits(backend: str, tmp_path: Path) -> None:
     recipe.write_text(json.dumps({"rules": [rule, beside]}))
     kept = {**LIMITS, "dtype": "float32", "random_weights": 0, "backend": backend}
     engine = g4ir.build("tiny-moe", tmp_path / "e", quant=recipe, **kept)
-    held = held_weights(engine)
+    held = engine_weights(engine)
     assert any(name.startswith("L1.attn.wqk.") for name in engine.program.params())
     file = g4ir.export(engine, tmp_path / "c.gguf", format="gguf", dtype="Q8_0")
     opened = find_origin(file).open(engine.spec, (), "f32")

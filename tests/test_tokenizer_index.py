@@ -95,7 +95,7 @@ def test_texts_are_encoded_and_decoded_as_by_the_whole(
     pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, whole = pair
-    monkeypatch.setattr(found, "_left", 1 << 30)
+    monkeypatch.setattr(found, "_budget", 1 << 30)
     rng, longest = random.Random(1), 0
     for _ in range(300):
         texts = [some_text(rng, whole) for _ in range(2)]

@@ -62,7 +62,7 @@ BUILDING = ".building-"
 LARGEST = 16 << 20
 WEIGHT_FILES = ".safetensors"
 #: maximum number of towers of one kind
-MOST_SIZES = 64
+MAX_TOWERS = 64
 
 Seed = Annotated[int, Range(0, (1 << 63) - 1)]
 Count = Annotated[int, Range(0, 1 << 60)]
@@ -181,8 +181,8 @@ class Manifest:
     @property
     def seed(self) -> int | None:
         """The seed of random weights."""
-        found: int | None = getattr(self.weights, "seed", None)
-        return found
+        seed: int | None = getattr(self.weights, "seed", None)
+        return seed
 
     @property
     def adapters(self) -> tuple[MergedAdapter, ...]:
@@ -190,8 +190,8 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values of the file without its digest."""
-        own = {k: v for k, v in asdict(self).items() if k != "config"}
-        return {"format": FORMAT, "g4ir": own.pop("g4ir"), **self.config.to_dict(), **own}
+        values = {k: v for k, v in asdict(self).items() if k != "config"}
+        return {"format": FORMAT, "g4ir": values.pop("g4ir"), **self.config.to_dict(), **values}
 
     def text(self) -> str:
         """Return the content of the file."""
@@ -257,8 +257,8 @@ def open_artefact(path: Path, check_weights: bool = False, rank: int | None = No
         _check_config(path / MANIFEST, m)
         packing = _packing_of(path, m)
         stored = _stored_params(path, m, packing)
-    own = stored[rank or 0] if stored else None
-    return Artefact(path, m, packing, own, whole=check_weights, rank=rank or 0)
+    stored_here = stored[rank or 0] if stored else None
+    return Artefact(path, m, packing, stored_here, whole=check_weights, rank=rank or 0)
 
 
 @contextmanager
@@ -276,8 +276,8 @@ def is_engine(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def _altered(place: Path, what: str) -> EngineError:
-    return EngineError(f"{place}: {what}; build the engine again")
+def _altered(path: Path, problem: str) -> EngineError:
+    return EngineError(f"{path}: {problem}; build the engine again")
 
 
 def read_manifest(path: Path, check_weights: bool = False, rank: int | None = None) -> Manifest:
@@ -325,8 +325,8 @@ def _no_engine(path: Path, unfinished: bool) -> EngineError:
     of = f" --checkpoint {shlex.quote(str(files[0]))}" if files else ""
     if not path.exists():
         return EngineError(f"{path}: no such file or directory")
-    found = "is unfinished" if unfinished else f"has no {MANIFEST}"
-    return EngineError(f"{path} is no engine directory: it {found}; run g4ir build{of}")
+    problem = "is unfinished" if unfinished else f"has no {MANIFEST}"
+    return EngineError(f"{path} is no engine directory: it {problem}; run g4ir build{of}")
 
 
 def require_readable(m: Manifest) -> None:
@@ -342,25 +342,25 @@ def require_readable(m: Manifest) -> None:
 def _manifest_of(
     values: Mapping[str, Any], where: Where, spec: Spec, drafter: Spec | None
 ) -> Manifest:
-    given = {k: v for k, v in values.items() if k not in ("format", "digest")}
-    weights = given.get("weights")
+    record_values = {k: v for k, v in values.items() if k not in ("format", "digest")}
+    weights = record_values.get("weights")
     kind = weights.get("kind") if isinstance(weights, dict) else None
     if not isinstance(kind, str) or kind not in WEIGHTS:
         raise fail(where, "weights", f"expected one of the kinds {', '.join(WEIGHTS)}")
     try:
-        compiled = find_backend(str(given.get("backend"))).record
-        own = {"weights": WEIGHTS[kind], "compiled": compiled}
-        hints = reader.hints_of(_ManifestFile) | own
-        read = vars(reader.build(_ManifestFile, reader.tree_of(given, where), hints=hints))
+        compiled = find_backend(str(record_values.get("backend"))).record
+        backend_hints = {"weights": WEIGHTS[kind], "compiled": compiled}
+        hints = reader.hints_of(_ManifestFile) | backend_hints
+        read = vars(reader.build(_ManifestFile, reader.tree_of(record_values, where), hints=hints))
     except InputError as e:  # of a record that checks itself
         raise fail(where, "", str(e)) from None
     options = vars(read.pop("options"))
     read |= {"options": PassOptions(tuple(options[name] for name in OPTIONS))}
     read |= {"spec": spec, "drafter": drafter}
     config = BuildConfig(**{f.name: read[f.name] for f in fields(BuildConfig)})
-    if said := [k for k, v in config.to_dict().items() if k in _NAMES and read[k] != v]:
-        file = DRAFTER if said[-1] == "drafter_digest" else SPEC
-        raise fail(where, said[-1], f"is not that of {file}")
+    if differing := [k for k, v in config.to_dict().items() if k in _NAMES and read[k] != v]:
+        file = DRAFTER if differing[-1] == "drafter_digest" else SPEC
+        raise fail(where, differing[-1], f"is not that of {file}")
     record = {f.name: read[f.name] for f in fields(Manifest) if f.name in read}
     return Manifest(config=config, **record)
 
@@ -391,8 +391,8 @@ def _check_files(
     path: Path, files: Mapping[str, StoredFile], weights: bool, rank: int | None
 ) -> None:
     """Check that every file of the manifest is there, ordinary and unchanged, and no other."""
-    for place, folders, names in os.walk(path, onerror=_raised):
-        for found in map(Path(place).joinpath, (*folders, *names)):
+    for folder, folders, names in os.walk(path, onerror=_raised):
+        for found in map(Path(folder).joinpath, (*folders, *names)):
             kind, at = found.lstat().st_mode, found.relative_to(path).as_posix()
             shown = f"{path}: {tensorfile.quoted(at)}"  # a name may be anything
             if stat.S_ISDIR(kind):
@@ -405,15 +405,15 @@ def _check_files(
                 raise EngineError(f"{foreign}; remove it, or build the engine again")
     every = [path / name for name in files]
     read = {*(every if rank is None else packings.rank_files(every, rank))}
-    for file, kept in zip(every, files.values(), strict=True):
+    for file, stored in zip(every, files.values(), strict=True):
         large = file.name.endswith(WEIGHT_FILES)
         if not file.is_file():
             raise EngineError(f"{file} is missing; build the engine again")
-        if file.stat().st_size != kept.bytes:
-            raise _altered(file, f"{file.stat().st_size} bytes, expected {kept.bytes}")
+        if file.stat().st_size != stored.bytes:
+            raise _altered(file, f"{file.stat().st_size} bytes, expected {stored.bytes}")
         if file not in read or (large and not weights):
             continue
-        if not has_digest(file, kept.sha256):
+        if not has_digest(file, stored.sha256):
             raise _altered(file, "its SHA-256 is not the manifest's")
 
 
@@ -424,14 +424,14 @@ def _raised(error: OSError) -> None:
 
 def _check_config(file: Path, m: Manifest) -> None:
     c, limits = m.config, m.config.limits
-    most = c.spec.text.max_position_embeddings
-    if not limits.prefill_chunk <= limits.max_seq <= most:
-        raise _altered(file, f"limits: expected prefill_chunk <= max_seq <= {most}")
+    max_positions = c.spec.text.max_position_embeddings
+    if not limits.prefill_chunk <= limits.max_seq <= max_positions:
+        raise _altered(file, f"limits: expected prefill_chunk <= max_seq <= {max_positions}")
     try:
         checked_settings(find_backend(c.backend), c.settings)
         c.sharding.check()
         placement = find_placement(c.ple_placement, c.spec, c.device)
-        check_media(c.media, c.spec, MOST_SIZES)
+        check_media(c.media, c.spec, MAX_TOWERS)
         if c.quant:
             c.quant.schemes(weights_of(c.spec))
         for name in c.skip:
@@ -453,7 +453,7 @@ def _packing_of(path: Path, m: Manifest) -> packings.Packing:
     if were_equal(m.digest):
         graphs = {name: _parsed(path / f"graph.{name}.g4ir") for name in m.graphs}
         return packings.Packing(Program(graphs), _parsed(path / "prologue.g4ir"))
-    packing = _made_again(path, m)
+    packing = _rebuild_packing(path, m)
     keep_equal(m.digest)
     return packing
 
@@ -462,15 +462,15 @@ def _parsed(file: Path) -> Graph:
     return parse_graph(file.read_text(encoding="utf-8"))
 
 
-def _made_again(path: Path, m: Manifest) -> packings.Packing:
+def _rebuild_packing(path: Path, m: Manifest) -> packings.Packing:
     """Make the graphs of spec and options; EngineError if the stored text differs."""
     packing = m.config.packing(find_backend(m.config.backend))
     if tuple(packing.program.graphs) != m.graphs:
         raise _altered(path / MANIFEST, f"graphs: expected {', '.join(packing.program.graphs)}")
     for name, text in graph_texts(packing).items():
-        found, wanted = (path / name).read_bytes(), text.encode()
-        if found != wanted:
-            line = f"{path / name}: line {_first_difference(found, wanted)}"
+        stored, expected = (path / name).read_bytes(), text.encode()
+        if stored != expected:
+            line = f"{path / name}: line {_first_difference(stored, expected)}"
             why = f"{line} is not what this g4ir makes of the engine's spec and options"
             raise EngineError(f"{why}; {rebuild(path, m)}")
     return packing
@@ -491,20 +491,20 @@ def _stored_params(
     if packed != bool(files):
         count = f"{len(files)} weight files are named"
         raise _altered(path / MANIFEST, f"weights are {m.weights.kind}, and {count}")
-    found = []
+    params = []
     for rank in range(m.config.ranks if packed else 0):
-        found.append(packings.StoredParams.open(packings.rank_files(files, rank)))
-        if not found[-1].headers:
+        params.append(packings.StoredParams.open(packings.rank_files(files, rank)))
+        if not params[-1].headers:
             raise _altered(path / MANIFEST, f"no weight file of rank {rank} is named")
-        found[-1].check(packing.program)
-    return found
+        params[-1].check(packing.program)
+    return params
 
 
 def rebuild(path: Path, m: Manifest) -> str:
     """Return the command that builds an engine again, with its own settings."""
     c, seed = m.config, m.seed
     linked = m.weights if isinstance(m.weights, LinkedWeights) else None
-    given = c.as_options() | {
+    options = c.as_options() | {
         "checkpoint": linked.path if linked else None if seed is not None else "DIR",
         "adapter": [f"{a.path}={a.scale:g}" for a in m.adapters],
         "random_weights": seed,
@@ -513,8 +513,8 @@ def rebuild(path: Path, m: Manifest) -> str:
         "link_weights": linked is not None,
     }
     if c.drafter:
-        given["drafter"] = "DRAFTER" if seed is None else path / DRAFTER
+        options["drafter"] = "DRAFTER" if seed is None else path / DRAFTER
     if c.quant and c.quant.from_checkpoint:
-        given["quant"] = None
-    words = ["g4ir", "build", "--spec", str(path / SPEC), *flags_of(given), "--out"]
+        options["quant"] = None
+    words = ["g4ir", "build", "--spec", str(path / SPEC), *flags_of(options), "--out"]
     return f"build it again: {shlex.join(words)} NEW"

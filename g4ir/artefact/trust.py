@@ -48,79 +48,78 @@ class Decision:
     path: str
 
 
-def require_trust(found: Artefact) -> None:
+def require_trust(artefact: Artefact) -> None:
     """Raise TrustError unless the engine has no native code, or this user decided to run it, or
     built it."""
-    if not _has_native_code(found) or find_decision(found.manifest.digest):
+    if not _has_native_code(artefact) or find_decision(artefact.manifest.digest):
         return
-    path = shlex.quote(str(found.path))
+    path = shlex.quote(str(artefact.path))
     raise TrustError(
-        f"{found.path}: its compiled programs are native code, which can do all that you can, and "
-        f"this user did not build it on this machine. `g4ir inspect {path}` says what it is; if "
-        f"you know who made it, give --trust (Python: trust=True), or `g4ir trust {path}` once"
+        f"{artefact.path}: its compiled programs are native code, which can do all that you can, "
+        f"and this user did not build it on this machine. `g4ir inspect {path}` says what it is; "
+        f"if you know who made it, give --trust (Python: trust=True), or `g4ir trust {path}` once"
     )
 
 
-def _has_native_code(found: Artefact) -> bool:
-    backend = find_backend(found.config.backend)
-    return backend.has_native_code(found.manifest.to_dict()["compiled"])
+def _has_native_code(artefact: Artefact) -> bool:
+    backend = find_backend(artefact.config.backend)
+    return backend.has_native_code(artefact.manifest.to_dict()["compiled"])
 
 
-def provenance(found: Artefact) -> dict[str, str]:
-    """Return the engine's name, its builder as far as known, how 4-bit codes fit its weights and on
-    what text they were calibrated, and whether its native code is run here; plain text by name.
-    Nothing of the engine is run."""
-    m, c, built = found.manifest, found.config, "unknown"
+def provenance(artefact: Artefact) -> dict[str, str]:
+    """Return facts about an engine as text by name: its variant, builder (if known), weights,
+    calibration text, and whether its native code runs here. Runs nothing of the engine."""
+    m, c, built = artefact.manifest, artefact.config, "unknown"
     decision = find_decision(m.digest)
     if decision and decision.why == BUILT:
         built = f"this user, here, {decision.when}, as {decision.path}"
     runs = f"is run: {decision.why}" if decision else "is not run without --trust"
     return {
-        "engine": str(found.path),
+        "engine": str(artefact.path),
         "digest": m.digest,
         "variant": f"{c.spec.name} ({c.spec.hub or 'no hub id'})",
         "backend": f"{c.backend} {TORCH_NAMES[c.dtype]} for {c.device}: {m.machine}",
         "made_with": f"g4ir {m.g4ir}, torch {m.versions.torch}, Python {m.versions.python}",
-        "weights": _weights_text(found),
+        "weights": _weights_text(artefact),
         **({"calibration": str(m.notes.calibration)} if m.notes.calibration else {}),
         "built_by": built,
-        "native_code": runs if _has_native_code(found) else "none",
+        "native_code": runs if _has_native_code(artefact) else "none",
     }
 
 
-def _weights_text(found: Artefact) -> str:
-    kept = found.manifest.weights
-    if isinstance(kept, RandomWeights):
-        return f"made from seed {kept.seed}"
-    if isinstance(kept, LinkedWeights):
-        return f"{len(kept.files)} files in {kept.directory}, by digest"
-    assert found.stored
-    files = [found.manifest.files[h.path.name] for h in found.stored.headers]
-    made = "" if kept.seed is None else f", made from seed {kept.seed}"
-    merged = "".join(f", with {a.scale:g} x {a.path}" for a in found.manifest.adapters)
-    return f"packed, {len(files)} files, {size_text(sum(f.bytes for f in files))}{made}{merged}"
+def _weights_text(artefact: Artefact) -> str:
+    weights = artefact.manifest.weights
+    if isinstance(weights, RandomWeights):
+        return f"made from seed {weights.seed}"
+    if isinstance(weights, LinkedWeights):
+        return f"{len(weights.files)} files in {weights.directory}, by digest"
+    assert artefact.stored
+    files = [artefact.manifest.files[h.path.name] for h in artefact.stored.headers]
+    seed = "" if weights.seed is None else f", made from seed {weights.seed}"
+    merged = "".join(f", with {a.scale:g} x {a.path}" for a in artefact.manifest.adapters)
+    return f"packed, {len(files)} files, {size_text(sum(f.bytes for f in files))}{seed}{merged}"
 
 
 # --- decisions --------------------------------------------------------------------------------
 
 
 def record(digest: str, why: str, path: Path) -> None:
-    """Keep a decision. OSError if the state folder cannot be written; TrustError if others could
-    write to it."""
+    """Store a decision. OSError if the state folder cannot be written; TrustError if other users
+    could write to it."""
     now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     decision = asdict(Decision(why, now, str(path.resolve())))
     write_file(private(state_root() / ENGINES) / digest, [json.dumps(decision).encode()])
 
 
 def record_built(manifest: Manifest, path: Path) -> bool:
-    """Keep that this user built an engine here; False, with a warning, if that cannot be kept."""
+    """Record that this user built an engine here; False, with a warning, if that fails."""
     try:
         record(manifest.digest, BUILT, path)
     except (OSError, TrustError) as e:
         where = getattr(e, "filename", None) or state_root() / ENGINES
         why = f"{where}: {e.strerror}" if isinstance(e, OSError) else str(e)
-        what = "loading this engine will ask for --trust, since that this user built it cannot be"
-        log.warning(f"{what} kept: %s", why)
+        asks = "loading this engine will ask for --trust, since that this user built it cannot be"
+        log.warning(f"{asks} kept: %s", why)
         return False
     return True
 
@@ -138,18 +137,18 @@ def find_decision(digest: str) -> Decision | None:
 
 
 def revoke(digest: str) -> bool:
-    """Forget the decision for an engine, by its digest; returns whether there was one."""
-    known = digest in _digests()
-    if known:
+    """Delete the decision for an engine, by its digest; return whether there was one."""
+    exists = digest in _digests()
+    if exists:
         (state_root() / ENGINES / digest).unlink()
-    return known
+    return exists
 
 
 def decisions() -> Iterator[tuple[str, Decision]]:
     """Yield (digest, decision) of every engine that is trusted here, in order of digest."""
     for name in _digests():
-        if found := find_decision(name):
-            yield name, found
+        if decision := find_decision(name):
+            yield name, decision
 
 
 def _digests() -> list[str]:

@@ -1,5 +1,5 @@
-"""Builds an engine directory (directory.py says what is in one): `prepare` checks a build up to
-compilation and resolves every option that is not given, `write_engine` does it.
+"""Builds an engine directory (layout: directory.py). `prepare` validates a build up to compilation
+and resolves all options, `write_engine` compiles and writes.
 
 It is written under a temporary name and renamed at the end; the manifest is the last file, so
 that a build killed at any moment leaves nothing that loads.
@@ -63,11 +63,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 def shows_options(function: F) -> F:
     """Show the fields of BuildOptions in the signature and docstring of a function that takes them
     as `**options`, for help() and editors."""
-    own = inspect.signature(function)
-    kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    given = inspect.signature(BuildOptions).parameters.values()
-    options = [p.replace(kind=p.KEYWORD_ONLY) for p in given]
-    vars(function)["__signature__"] = own.replace(parameters=[*kept, *options])
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    option_parameters = inspect.signature(BuildOptions).parameters.values()
+    options = [p.replace(kind=p.KEYWORD_ONLY) for p in option_parameters]
+    vars(function)["__signature__"] = signature.replace(parameters=[*parameters, *options])
     function.__doc__ = (function.__doc__ or "").format(options=options_text().strip())
     return function
 
@@ -97,10 +97,10 @@ def build(
     prepared = prepare(spec, BuildOptions(**options))
     written = write_engine(prepared, out, progress)
     prepared.source.close()
-    found, c = written.artefact, prepared.config
+    artefact, c = written.artefact, prepared.config
     if c.ranks > 1 or not prepared.backend.has_device(c.device):
-        return described(found)
-    return engine_of(found, open_runtime(found, progress, trust=True))
+        return described(artefact)
+    return engine_of(artefact, open_runtime(artefact, progress, trust=True))
 
 
 def check_absent(out: Path) -> None:
@@ -119,9 +119,8 @@ def prepare(
     dry: bool = False,
     dump: Dump | None = None,
 ) -> Prepared:
-    """Check a build as far as it goes without compiling; returns what `write_engine` needs. `dry`
-    also goes without what the environment lacks, a device or weights; `dump` sees each graph after
-    each pass."""
+    """Validate a build up to compilation; return the input of `write_engine`. `dry`: a missing
+    device or missing weights are no error. `dump`: called with each graph after each pass."""
     backend = find_backend(options.backend).aimed(options.target)
     _check_linked(options, backend)
     sources = find_sources(spec, options, dry)
@@ -171,33 +170,33 @@ UNLINKED = {
 
 
 def _check_linked(o: BuildOptions, backend: Backend) -> None:
-    """Raise InputError for what does not go with links to the checkpoint's weights."""
+    """Raise InputError for options that exclude --link-weights."""
     if not o.link_weights:
         return
     for name, why in UNLINKED.items():
         if (value := getattr(o, name)) not in (*resolve.NO_DRAFTER, (), []):
-            given = f"--{name.replace('_', '-')} {words_of(value)}"
-            raise InputError(f"{given} with --link-weights: {why}; leave one out")
+            flag = f"--{name.replace('_', '-')} {words_of(value)}"
+            raise InputError(f"{flag} with --link-weights: {why}; leave one out")
     if backend.packs_weights:
-        what = f"what backend {backend.name} writes refers to packed weights"
-        raise InputError(f"--link-weights: {what}; leave the option out")
+        reason = f"what backend {backend.name} writes refers to packed weights"
+        raise InputError(f"--link-weights: {reason}; leave the option out")
 
 
 def _with_recipe(config: BuildConfig, opened: Checkpoint | None, sources: Sources) -> BuildConfig:
-    """Return the settings with the quantisation config that was given, or that of a quantised
-    checkpoint; InputError for both, or for quantised activations without either."""
-    held = checkpoint_quant_config(config.spec, opened.forms) if opened else None
-    found = choose_config(config.quant, held, sources.origin and sources.origin.path)
-    form = config.activations
-    if form != OFF and not found:
+    """Return the config with the requested quantisation config, or the checkpoint's own; InputError
+    for both, or for quantised activations without either."""
+    checkpoint_quant = checkpoint_quant_config(config.spec, opened.forms) if opened else None
+    quant = choose_config(config.quant, checkpoint_quant, sources.origin and sources.origin.path)
+    dtype = config.activations
+    if dtype != OFF and not quant:
         why = "no weight is quantised, and only products with such weights round what they take"
-        raise InputError(f"--quant-activations {form}: {why}; give --quant int8, int4 or fp8 too")
-    return replace(config, quant=found)
+        raise InputError(f"--quant-activations {dtype}: {why}; give --quant int8, int4 or fp8 too")
+    return replace(config, quant=quant)
 
 
 def _calibration(o: BuildOptions, config: BuildConfig, sources: Sources) -> CalibrationText | None:
-    """Return the text to calibrate on, if one is given; InputError if it would change nothing, or
-    is no text of enough tokens."""
+    """Return the calibration text of --calibrate, or None; InputError if no scheme is calibrated
+    or the text is too short."""
     if o.calibrate is None:
         return None
     recipe, spec = config.quant, config.spec
@@ -213,8 +212,8 @@ def _calibration(o: BuildOptions, config: BuildConfig, sources: Sources) -> Cali
 def _fitted(
     footprint: Footprint, o: BuildOptions, backend: Backend, dry: bool
 ) -> tuple[BuildConfig, str]:
-    """Place the per-layer embedding table in the memory where it fits; return that, and why the
-    engine does not fit its device: PlanError, unless it is a dry run."""
+    """Place the per-layer embedding table in the memory where it fits; return the config, and the
+    reason if the engine does not fit its device (PlanError unless `dry`)."""
     config = footprint.config
     if o.memory is None and not backend.has_device(config.device):
         return config, ""
@@ -246,18 +245,18 @@ def _weights(
 
 
 def _check_range(config: BuildConfig, source: Checkpoint) -> None:
-    """Warn of the layer whose K may be farthest beyond the range of a float8 cache: after a norm of
-    weight w no element of d is larger than sqrt(d) * max |w|. Such elements saturate."""
-    most = NARROW.get(config.options.of(NarrowOptions).to)
-    if most is None:
+    """Warn if K may saturate a float8 cache, naming the worst layer: after a norm of weight w no
+    element of d is larger than sqrt(d) * max |w|."""
+    max_value = NARROW.get(config.options.of(NarrowOptions).to)
+    if max_value is None:
         return
     names = [f"L{x.index}.attn.norm_k" for x in config.spec.layers() if x.donor is None]
     weights = {name: source.tensor(checkpoint_name(name)) for name in names}
     reach = {name: len(w) ** 0.5 * float(w.abs().max()) for name, w in weights.items()}
     worst = max(reach, key=reach.__getitem__)
-    if reach[worst] > most:
-        what = "--kv-dtype float8: K may reach %.0f in %s, and numbers beyond %.0f are cut to it"
-        log.warning(f"{what}; int8 has no such limit", reach[worst], worst, most)
+    if reach[worst] > max_value:
+        message = "--kv-dtype float8: K may reach %.0f in %s, and numbers beyond %.0f are cut to it"
+        log.warning(f"{message}; int8 has no such limit", reach[worst], worst, max_value)
 
 
 # --- writing ----------------------------------------------------------------------------------
@@ -265,12 +264,12 @@ def _check_range(config: BuildConfig, source: Checkpoint) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """What was written, as `open_artefact` reads it; seconds of compilation; and whether the build
-    was recorded as this user's."""
+    """A written engine, as `open_artefact` returns it; seconds of compilation; whether the build is
+    recorded as this user's (no --trust needed)."""
 
     artefact: directory.Artefact
     compile_s: float
-    known: bool
+    recorded: bool
 
 
 def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
@@ -289,8 +288,8 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
             digests = _pack(p, folder, progress)
             params = packings.stored_params(folder, 0)
         side_files = p.side_files.result()
-        c, start, told = p.config, time.perf_counter(), prefixed(progress, "build")
-        task = Task(p.packing.program, c.limits, c.device, folder, params, told, memory=p.memory)
+        c, start, report = p.config, time.perf_counter(), prefixed(progress, "build")
+        task = Task(p.packing.program, c.limits, c.device, folder, params, report, memory=p.memory)
         compiled = p.backend.compile(task, c.settings)
         seconds = time.perf_counter() - start
         texts = {**directory.graph_texts(p.packing), directory.SPEC: c.spec.to_yaml()}
@@ -307,7 +306,7 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
 
 
 def _checking(p: Prepared, progress: Progress) -> Progress:
-    """Return a progress that raises what is wrong with the side files, once that is known."""
+    """Return a progress callback that raises an error of the side files as soon as it is known."""
 
     def checked(message: str) -> None:
         if p.side_files.done():

@@ -32,7 +32,7 @@ from g4ir.weights.checkpoint import sha256
 from g4ir.weights.pack import MadeParams, Packing, open_table
 
 #: tokens of the text, at most and at least; tokens of one context, <bos> not counted
-MOST, LEAST, WINDOW = 4096, 256, 512
+MAX_TOKENS, MIN_TOKENS, WINDOW = 4096, 256, 512
 #: no column counts less than this share of the mean: other texts may use what this one does not
 FLOOR = 1e-3
 
@@ -58,14 +58,14 @@ class CalibrationText:
         tokenizer = read_tokenizer(Path(TOKENIZER), side_files[TOKENIZER])
         ids: list[int] = []
         for block in cut_blocks(read_text(path)):
-            found = tokenizer.encode(block, add_special_tokens=False).ids
-            ids += (i for i in found if i < spec.text.readable_ids)
-            if len(ids) >= MOST:
+            block_ids = tokenizer.encode(block, add_special_tokens=False).ids
+            ids += (i for i in block_ids if i < spec.text.readable_ids)
+            if len(ids) >= MAX_TOKENS:
                 break
-        if len(ids) < LEAST:
-            what = f"{len(ids)} tokens, and {LEAST} are the least that say something"
-            raise InputError(f"--calibrate {path}: {what}; give a longer text")
-        return cls(path, sha256(path), tuple(ids[:MOST]))
+        if len(ids) < MIN_TOKENS:
+            problem = f"{len(ids)} tokens, and {MIN_TOKENS} are the least that say something"
+            raise InputError(f"--calibrate {path}: {problem}; give a longer text")
+        return cls(path, sha256(path), tuple(ids[:MAX_TOKENS]))
 
     @property
     def record(self) -> Calibration:
@@ -96,7 +96,7 @@ def column_moments(p: Prepared, progress: Progress) -> Moments:
         state = empty_state(text, {"B": 1, "C": size})
         out, _ = interpret(text, feeds, {v.name: v for v in text.params}, state, run=sums.run)
         sums.add(head["w"].name, out[head["x"].name].flatten(0, -2))
-    return {name: _relative(t) for name, t in sums.found.items()}
+    return {name: _relative(t) for name, t in sums.sums.items()}
 
 
 def _relative(sums: torch.Tensor) -> torch.Tensor:
@@ -112,10 +112,10 @@ class _Sums:
 
     def __init__(self, params: MadeParams) -> None:
         self.params = params
-        self.found: Moments = {}
+        self.sums: Moments = {}
 
-    def run(self, n: Node, given: list[Any]) -> tuple[Any, ...]:
-        tensors = [self.params.given(t) if isinstance(t, Value) else t for t in given]
+    def run(self, n: Node, args: list[Any]) -> tuple[Any, ...]:
+        tensors = [self.params.given(t) if isinstance(t, Value) else t for t in args]
         if n.op == "linear":
             self.add(n["w"].name, tensors[0].flatten(0, -2))
         elif n.op == "experts":
@@ -124,8 +124,8 @@ class _Sums:
 
     def add(self, name: str, rows: torch.Tensor) -> None:
         """Add the squares of rows [.., n, K] of the input of a weight."""
-        made = rows.double().square().sum(-2, keepdim=True)
-        self.found[name] = self.found.get(name, 0) + made
+        squares = rows.double().square().sum(-2, keepdim=True)
+        self.sums[name] = self.sums.get(name, 0) + squares
 
     def _add_experts(self, n: Node, x: Any, _: Any, index: Any, gate_up: Any, down: Any) -> None:
         """Add the input of gate and up, one for all experts, and that of each expert's down."""
@@ -134,6 +134,6 @@ class _Sums:
         inner = torch.zeros(len(down), 1, down.shape[-1], dtype=torch.double)
         for e in chosen.unique().tolist():
             gate, up = (rows[(chosen == e).any(-1)] @ gate_up[e].mT).chunk(2, -1)
-            made = activate(gate, n.word("act")) * up
-            inner[e] = made.double().square().sum(0, keepdim=True)
-        self.found[n["down"].name] = self.found.get(n["down"].name, 0) + inner
+            hidden = activate(gate, n.word("act")) * up
+            inner[e] = hidden.double().square().sum(0, keepdim=True)
+        self.sums[n["down"].name] = self.sums.get(n["down"].name, 0) + inner

@@ -35,7 +35,7 @@ from g4ir.weights.gguf.write import WRITTEN, write_gguf
 from g4ir.weights.origin import GgufFile, existing_origin, find_model
 from g4ir.weights.write import check_empty, write_checkpoint
 
-from .load import open_held
+from .load import open_for_weights
 from .sources import agreed_spec, checked_side_files
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Exported:
     dtype: str
 
 
-def held_weights(engine: Engine) -> Checkpoint:
+def engine_weights(engine: Engine) -> Checkpoint:
     """Return the weights of a model as an engine computes with them."""
     recipe, named = engine.config.quant, weights_of(engine.spec)
     schemes = {
@@ -81,7 +81,7 @@ def held_weights(engine: Engine) -> Checkpoint:
 
 
 def _part(engine: Engine, part: Value, rows: torch.Tensor | None) -> torch.Tensor:
-    return engine.share.join_parts(part, lambda rank, own: engine.unpacked(rank).part(own))
+    return engine.share.join_parts(part, lambda rank, local: engine.unpacked(rank).part(local))
 
 
 def _values(engine: Engine, v: Value, rows: torch.Tensor | None) -> torch.Tensor:
@@ -89,14 +89,14 @@ def _values(engine: Engine, v: Value, rows: torch.Tensor | None) -> torch.Tensor
     rows."""
     if rows is None:
         return engine.param(v.name)
-    held, known = engine.unpacked().held, engine.program.params()
+    source, params = engine.unpacked().held, engine.program.params()
     parts = (f"{v.name}{CODES}", f"{v.name}{SCALES}")
-    if v.name in known:
-        return held.rows(v.name, rows)
-    if all(part in known for part in parts):
-        codes, scales = (held.rows(part, rows) for part in parts)
-        made: torch.Tensor = dequantize_codes(codes, scales, torch_dtype(engine.dtype))
-        return made
+    if v.name in params:
+        return source.rows(v.name, rows)
+    if all(part in params for part in parts):
+        codes, scales = (source.rows(part, rows) for part in parts)
+        weight: torch.Tensor = dequantize_codes(codes, scales, torch_dtype(engine.dtype))
+        return weight
     return engine.param(v.name)[rows]
 
 
@@ -128,26 +128,26 @@ def export(
     if format not in FORMATS:
         raise InputError(f"--format {format}: expected one of {', '.join(FORMATS)}")
     out, kind = Path(out), _checked_dtype(Path(out), format, dtype)
-    given = (adapter,) if isinstance(adapter, str | Path) else tuple(adapter)
+    adapters = (adapter,) if isinstance(adapter, str | Path) else tuple(adapter)
     media = media if format == HF else "none"
     if isinstance(model, Spec):
         raise InputError(f"spec {model.name} has no weights; give its checkpoint, with spec=")
     if isinstance(model, Engine) or (Path(model) / MANIFEST).is_file():
-        if spec or given or mmproj:
-            what = "an engine has its spec, towers and adapters"
+        if spec or adapters or mmproj:
+            reason = "an engine has its spec, towers and adapters"
             fix = "leave these options out, or give the checkpoint that it was built from"
-            raise InputError(f"{model}: {what}; {fix}")
-        found = _of_engine(model, media)
+            raise InputError(f"{model}: {reason}; {fix}")
+        exported = _of_engine(model, media)
     else:
-        found = _of_checkpoint(model, spec, given, mmproj, media)
-    if TOKENIZER not in found.side_files:
+        exported = _of_checkpoint(model, spec, adapters, mmproj, media)
+    if TOKENIZER not in exported.side_files:
         where = model.path if isinstance(model, Engine) else model
         log.warning("%s has no %s: it is exported without a tokenizer", where, TOKENIZER)
     try:
-        return _written(found, out, format, kind, progress)
+        return _written(exported, out, format, kind, progress)
     finally:
         if not isinstance(model, Engine):
-            found.source.close()
+            exported.source.close()
 
 
 def _checked_dtype(out: Path, format: str, dtype: str | None) -> str:
@@ -162,23 +162,23 @@ def _checked_dtype(out: Path, format: str, dtype: str | None) -> str:
     return kind
 
 
-def _written(found: Exported, out: Path, format: str, kind: str, progress: Progress) -> Path:
+def _written(exported: Exported, out: Path, format: str, kind: str, progress: Progress) -> Path:
     if format == GGUF:
         alone = out.suffix == GGUF_SUFFIX
-        file = out if alone else out / f"{found.spec.name}-{kind}{GGUF_SUFFIX}"
-        write_gguf(file, found.spec, found.source, kind, found.side_files, progress)
-        if lost := [*_differences(found.spec, found.side_files, GgufFile(file))]:
-            what = "%s: defaults for which a GGUF file has no key; give them where it runs: %s"
-            log.warning(what, file, "; ".join(lost))
+        file = out if alone else out / f"{exported.spec.name}-{kind}{GGUF_SUFFIX}"
+        write_gguf(file, exported.spec, exported.source, kind, exported.side_files, progress)
+        if lost := [*_differences(exported.spec, exported.side_files, GgufFile(file))]:
+            message = "%s: defaults for which a GGUF file has no key; give them where it runs: %s"
+            log.warning(message, file, "; ".join(lost))
         return file
-    kind = kind or found.dtype
+    kind = kind or exported.dtype
     return write_checkpoint(
         out,
-        replace(found.spec, dtype=kind),
-        found.source,
-        media=found.kinds,
+        replace(exported.spec, dtype=kind),
+        exported.source,
+        media=exported.kinds,
         dtype=torch_dtype(kind),
-        side_files=found.side_files,
+        side_files=exported.side_files,
         progress=progress,
     )
 
@@ -193,29 +193,29 @@ def _differences(spec: Spec, side_files: Mapping[str, bytes], file: GgufFile) ->
         if isinstance(value, float) and isinstance(other, int | float):
             same = math.isclose(value, other, rel_tol=1e-6)  # of float32
         if not same:
-            yield f"{name} {_shown(value)} (in the file: {_shown(other)})"
+            yield f"{name} {_value_text(value)} (in the file: {_value_text(other)})"
 
 
 def _settings(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, Any]:
     """Return a model's defaults of generation by the names of generation_config.json."""
     raw = side_files.get(GENERATION)
-    found = read_defaults(Path(GENERATION), spec.text.vocab_size, raw) if raw else Defaults()
+    defaults = read_defaults(Path(GENERATION), spec.text.vocab_size, raw) if raw else Defaults()
     names = {name: key for key, (name, *_) in SETTINGS.items()}
-    stop = spec.tokens.eos if found.stop is None else found.stop
+    stop = spec.tokens.eos if defaults.stop is None else defaults.stop
     return {
-        **{names[name]: value for name, value in found.sampling.items()},
-        **dict.fromkeys(found.unused, "set"),
+        **{names[name]: value for name, value in defaults.sampling.items()},
+        **dict.fromkeys(defaults.unused, "set"),
         "eos_token_id": sorted({*stop}),
-        "suppress_tokens": sorted({*found.suppress}),
+        "suppress_tokens": sorted({*defaults.suppress}),
     }
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "none" if value in (None, []) else str(value)
 
 
 def _of_engine(model: Engine | str | Path, media: str | Sequence[str]) -> Exported:
-    engine = model if isinstance(model, Engine) else open_held(model)
+    engine = model if isinstance(model, Engine) else open_for_weights(model)
     kinds = engine.media.kinds if media == "all" else find_media(engine.spec, media).kinds
     if absent := [kind for kind in kinds if kind not in engine.media.kinds]:
         raise InputError(
@@ -228,7 +228,7 @@ def _of_engine(model: Engine | str | Path, media: str | Sequence[str]) -> Export
     params = {checkpoint_name(v.name): v for v in program.params().values()}
     for name in media_tensors(spec, kinds):
         engine.unpacked().check(params[name])
-    return Exported(spec, held_weights(engine), kinds, side, engine.dtype)
+    return Exported(spec, engine_weights(engine), kinds, side, engine.dtype)
 
 
 def _of_checkpoint(
@@ -240,13 +240,13 @@ def _of_checkpoint(
 ) -> Exported:
     variant, path = find_model(model, "its checkpoint")
     origin = existing_origin(path, mmproj)
-    known = load_spec(spec) if isinstance(spec, str) else spec or variant
-    agreed = agreed_spec(known, origin)
+    requested = load_spec(spec) if isinstance(spec, str) else spec or variant
+    agreed = agreed_spec(requested, origin)
     kinds = find_media(agreed, origin.kinds(media, agreed), extractor=origin.extractor()).kinds
-    made = _of_kinds(agreed, kinds)
+    exported_spec = _of_kinds(agreed, kinds)
     source = origin.open(agreed, kinds, agreed.dtype)
     source = with_adapters(source, agreed, map(Adapter.of, adapters))
-    return Exported(made, source, kinds, checked_side_files(agreed, origin), agreed.dtype)
+    return Exported(exported_spec, source, kinds, checked_side_files(agreed, origin), agreed.dtype)
 
 
 def _of_kinds(spec: Spec, kinds: Sequence[str]) -> Spec:
@@ -255,9 +255,9 @@ def _of_kinds(spec: Spec, kinds: Sequence[str]) -> Spec:
         "vision": not {*PICTURES}.isdisjoint(kinds),
         "audio": AUDIO in kinds,
     }
-    left = [part for part, kept in parts.items() if getattr(spec, part) and not kept]
-    for part in left:
+    absent = [part for part, present in parts.items() if getattr(spec, part) and not present]
+    for part in absent:
         log.warning("the tower of %s is not exported", part)
     tokens = spec.tokens if kinds else Tokens(spec.tokens.bos, spec.tokens.eos, spec.tokens.pad)
-    absent: dict[str, Any] = dict.fromkeys(left)
-    return replace(spec, tokens=tokens, **absent)
+    removed: dict[str, Any] = dict.fromkeys(absent)
+    return replace(spec, tokens=tokens, **removed)

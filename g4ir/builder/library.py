@@ -1,10 +1,10 @@
-"""Engines that are built on first use into the cache: of a GGUF file, a checkpoint directory, a
-model of the Hugging Face hub, or a variant.
+"""Cache of engines that are built on first use, from a GGUF file, a checkpoint directory, a model
+of the Hugging Face hub, or a variant.
 
 `NAME-HASH` is an engine's directory there, and `NAME-HASH.json` its record, which is also its lock:
 exclusive while it is built or removed, shared while a process uses it. The record's time is that of
 the last use. The hash is of the weights' identity, the options, and the versions of what compiles.
-Engines whose weight files are alike have the same files on the disk, by hard links.
+Engines with equal weight files share them on disk, by hard links.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HEADER = 1 << 16
 RECORD = ".json"
 #: how names of packed weight files begin
 PACKED = "weights-"
-#: what a backend keeps beside an engine, whose name it begins with
+#: suffix of a backend's kernel cache next to an engine
 KERNELS = ".kernels"
 #: options that may name files
 FILES = ("checkpoint", "mmproj", "adapter", "drafter", "quant", "calibrate")
@@ -112,20 +112,21 @@ def find_engine(
     settled: Callable[[BuildOptions], BuildOptions] = lambda options: options,
 ) -> Path:
     """Return the engine directory of a model, built first unless it was before; one of the cache is
-    in use from now on, until the process ends. What names no model is returned as it is: loading it
-    says what is wrong. MissingError for weights that are not in the local cache of the hub, nor to
-    be downloaded. `settled`: what options of a build become once its checkpoint is there."""
+    locked as in use until the process ends. A name of no model is returned unchanged, so that
+    loading it raises the error. MissingError for weights that are neither in the hub's local cache
+    nor to be downloaded. `settled`: completes the build options once the checkpoint is there."""
     if not isinstance(model, Spec) and is_engine(Path(model)):
-        refuse_options(Path(model), {*_given(options), *(["revision"] if revision else [])})
+        changed = {*_changed_options(options), *(["revision"] if revision else [])}
+        refuse_options(Path(model), changed)
         return Path(model)
     try:
-        found = _with_weights(model, options, revision)
+        model_build = _with_weights(model, options, revision)
     except AbsentWeights as e:
         _downloaded(e, download)
-        found = _with_weights(model, options, revision)
-    if found is None:
+        model_build = _with_weights(model, options, revision)
+    if model_build is None:
         return Path(str(model))
-    name, spec, options = *found[:2], settled(found[2])
+    name, spec, options = *model_build[:2], settled(model_build[2])
     path = private(engines_root()) / f"{name}-{_hash(spec, options)}"
     _take(path, spec, options, str(model), progress)
     if limit is not None:
@@ -140,42 +141,42 @@ def engines_root() -> Path:
 
 def cached_engines() -> list[CachedEngine]:
     """Return the engines of the cache, the last used first."""
-    found = map(_described, engines_root().glob(f"*{RECORD}"))
-    return sorted((e for e in found if e), key=lambda e: -e.used)
+    engines = map(_described, engines_root().glob(f"*{RECORD}"))
+    return sorted((e for e in engines if e), key=lambda e: -e.used)
 
 
 def disk_bytes(engines: Iterable[CachedEngine]) -> int:
-    """Return the bytes that engines take on the disk: files that several have count once."""
+    """Return the bytes of engines on disk; shared files count once."""
     files = {file: n for e in engines for file, n in e.files.items()}
     return sum(files.values())
 
 
 def remove(path: Path) -> bool:
     """Remove an engine of the cache; False if a process uses, builds or removes it."""
-    held = _open_record(path)
+    record = _open_record(path)
     try:
-        flock(held, EXCLUSIVE | AT_ONCE)
-        if not _is_record(held, path):  # but one that another process has removed
+        flock(record, EXCLUSIVE | AT_ONCE)
+        if not _is_record(record, path):  # but one that another process has removed
             return False
         _clear(path)
-        for kept in _kernels(path):
-            kept.unlink(missing_ok=True)
+        for kernels in _kernels(path):
+            kernels.unlink(missing_ok=True)
         _forget(path)
         return True
     except BlockingIOError:
         return False
     finally:
-        os.close(held)
+        os.close(record)
 
 
 def keep_below(limit: int) -> list[Path]:
-    """Remove the engines used least recently until the others take at most `limit` bytes; those in
-    use stay. Return what was removed."""
-    left, removed = cached_engines(), []
-    for e in reversed(left[:]):
-        if disk_bytes(left) > limit and remove(e.path):
+    """Remove the least recently used engines until the cache is at most `limit` bytes; engines in
+    use stay. Return the removed paths."""
+    engines, removed = cached_engines(), []
+    for e in reversed(engines[:]):
+        if disk_bytes(engines) > limit and remove(e.path):
             removed.append(e.path)
-            left.remove(e)
+            engines.remove(e)
     return removed
 
 
@@ -185,15 +186,15 @@ def keep_below(limit: int) -> list[Path]:
 def _with_weights(
     model: Spec | str | Path, options: BuildOptions, revision: str | None
 ) -> tuple[str, Spec | None, BuildOptions] | None:
-    """Return the name of a model, its spec unless its checkpoint says it, and the options of its
-    build, with its weights; None if there is no such model."""
+    """Return a model's name, its spec (None: take it from the checkpoint), and its build options
+    with the checkpoint filled in; None if there is no such model."""
     spec = model
     if not isinstance(model, Spec) and (model in spec_names() or Path(model).suffix in SUFFIXES):
         spec = load_spec(model)
     if isinstance(spec, Spec):
         if options.random_weights is None and options.checkpoint is None:
-            found = need_snapshot(spec, "--random-weights SEED", revision)
-            options = replace(options, checkpoint=found)
+            snapshot = need_snapshot(spec, "--random-weights SEED", revision)
+            options = replace(options, checkpoint=snapshot)
         elif revision:
             raise InputError(f"--revision {revision} is for weights of the hub; {model} has others")
         return spec.name, spec, options
@@ -209,19 +210,19 @@ def _with_weights(
 
 
 def _downloaded(absent: AbsentWeights, download: Consent) -> None:
-    """Download weights, if that is wanted."""
+    """Download weights if the user agrees, else raise MissingError."""
     if download is False:
         raise MissingError(f"{absent}; --download does so on the way")
-    found = look_up(absent.hub_id, absent.revision)
-    if not (download is True or download(found)):
+    model_download = look_up(absent.hub_id, absent.revision)
+    if not (download is True or download(model_download)):
         raise MissingError(f"{absent.hub_id} is not downloaded, as was answered")
-    found.fetch()
+    model_download.fetch()
 
 
 def _hash(spec: Spec | None, options: BuildOptions) -> str:
     facts = {
         "spec": spec and spec.digest(),
-        "options": _given(options) | {"device": _device(options)},
+        "options": _changed_options(options) | {"device": _device(options)},
         "files": _files(options),
         "versions": _versions(options),
     }
@@ -235,8 +236,8 @@ def _device(options: BuildOptions) -> str:
 
 def _files(options: BuildOptions) -> list[list[Any]]:
     """Return the identity of each file that options name."""
-    given = _given(options)
-    named = [(name, str(v)) for name in FILES if name in given for v in _listed(given[name])]
+    changed = _changed_options(options)
+    named = [(name, str(v)) for name in FILES if name in changed for v in _listed(changed[name])]
     return [_identity(v.partition("=")[0] if n == "adapter" else v) for n, v in named]
 
 
@@ -251,7 +252,7 @@ def _versions(options: BuildOptions) -> list[Any]:
     return [__version__, FORMAT, machine, packages]
 
 
-def _given(options: BuildOptions) -> dict[str, Any]:
+def _changed_options(options: BuildOptions) -> dict[str, Any]:
     """Return the options that are not the default."""
     values = ((f.name, getattr(options, f.name), f.default) for f in fields(options))
     return {name: value for name, value, default in values if value not in (default, [], {})}
@@ -268,13 +269,13 @@ def _identity(word: str) -> list[Any]:
     if not path.exists():
         return [word]
     files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
-    found: list[Any] = [str(path.absolute())]
+    identity: list[Any] = [str(path.absolute())]
     for file in files:
         with suppress(OSError), file.open("rb") as opened:
             facts = os.fstat(opened.fileno())
             header = hashlib.sha256(opened.read(HEADER)).hexdigest()
-            found.append((file.name, facts.st_size, facts.st_mtime_ns, header))
-    return found
+            identity.append((file.name, facts.st_size, facts.st_mtime_ns, header))
+    return identity
 
 
 def _version(package: str) -> str | None:
@@ -284,11 +285,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def refuse_options(path: Path, given: Set[str]) -> None:
+def refuse_options(path: Path, options: Set[str]) -> None:
     """Raise InputError if options of a build are given to an engine."""
-    if given:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
-        belong, them = ("belong", "them") if given - {min(given)} else ("belongs", "it")
+    if options:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(options))
+        belong, them = ("belong", "them") if options - {min(options)} else ("belongs", "it")
         fix = f"leave {them} out, or give the model that it was built from"
         raise InputError(f"{path} is an engine, and {flags} {belong} to its build: {fix}")
 
@@ -299,21 +300,21 @@ def refuse_options(path: Path, given: Set[str]) -> None:
 def _take(
     path: Path, spec: Spec | None, options: BuildOptions, model: str, progress: Progress
 ) -> None:
-    """Have an engine of the cache in use until the process ends; build it if it is not there."""
+    """Lock an engine of the cache as in use until the process ends; build it if it is missing."""
     if path in _in_use and is_engine(path):
         return
     if path in _in_use:  # somebody deleted the directory: this process would wait for itself
         os.close(_in_use.pop(path))
     while path not in _in_use:
-        held = _locked(path, SHARED, progress)
-        if is_engine(path) and os.fstat(held).st_size:
+        record = _locked(path, SHARED, progress)
+        if is_engine(path) and os.fstat(record).st_size:
             os.utime(_record(path))  # Windows sets no times of a descriptor
-            _in_use[path] = held
+            _in_use[path] = record
             return
-        os.close(held)
-        held = _locked(path, EXCLUSIVE, progress)
+        os.close(record)
+        record = _locked(path, EXCLUSIVE, progress)
         try:
-            _describe(held, {"model": model, "options": _given(options)})
+            _describe(record, {"model": model, "options": _changed_options(options)})
             if not is_engine(path):
                 _build(path, spec, options, progress)
         except BaseException:
@@ -321,26 +322,26 @@ def _take(
                 _forget(path)
             raise
         finally:  # a lock cannot be converted: until it is taken again others may remove the engine
-            os.close(held)
+            os.close(record)
 
 
-def _describe(held: int, facts: Mapping[str, Any]) -> None:
+def _describe(record: int, facts: Mapping[str, Any]) -> None:
     """Write the facts of an engine to its record; EngineError if the disk has no room."""
     try:
-        os.lseek(held, 0, os.SEEK_SET)
-        os.ftruncate(held, os.write(held, json.dumps(facts, default=str).encode()))
+        os.lseek(record, 0, os.SEEK_SET)
+        os.ftruncate(record, os.write(record, json.dumps(facts, default=str).encode()))
     except OSError as e:
-        what = f"cannot write the record of an engine in {engines_root()}: {e.strerror}"
-        raise EngineError(f"{what}; make room there, or move the cache") from None
+        problem = f"cannot write the record of an engine in {engines_root()}: {e.strerror}"
+        raise EngineError(f"{problem}; make room there, or move the cache") from None
 
 
 def _build(path: Path, spec: Spec | None, options: BuildOptions, progress: Progress) -> None:
-    """Build an engine whose record is locked; remove what killed builds left."""
+    """Build an engine whose record is locked; remove leftovers of killed builds."""
     _clear(path)
-    for left in path.parent.glob(f".*{BUILDING}*"):
-        other = path.parent / left.name[1:].partition(BUILDING)[0]
+    for folder in path.parent.glob(f".*{BUILDING}*"):
+        other = path.parent / folder.name[1:].partition(BUILDING)[0]
         if other == path or remove(other):
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
     progress(f"building {path.name}")
     with find_backend(options.backend).about_to_compile(_device(options)):
         prepared = prepare(spec, options)
@@ -355,25 +356,25 @@ def _build(path: Path, spec: Spec | None, options: BuildOptions, progress: Progr
 
 
 def _share_weights(path: Path) -> None:
-    """Let weight files of a new engine be those of another one of the cache that has the same
-    bytes, where the file system has links; no engine's file is ever written in place."""
-    own = {n: f for n, f in read_manifest(path).files.items() if n.startswith(PACKED)}
+    """Replace weight files of a new engine by hard links to equal files of other cached engines, if
+    the file system has links. Engine files are never written in place."""
+    weights = {n: f for n, f in read_manifest(path).files.items() if n.startswith(PACKED)}
     for manifest in engines_root().glob(f"[!.]*/{MANIFEST}"):
         other = manifest.parent
         with (
             suppress(G4Error, OSError),  # it is damaged, or removed at the moment
             TemporaryDirectory(dir=path.parent, prefix=f".{path.name}{BUILDING}") as folder,
         ):
-            known = read_manifest(other).files if own and other != path else {}
-            for name in [n for n, f in own.items() if known.get(n) == f]:
+            candidates = read_manifest(other).files if weights and other != path else {}
+            for name in [n for n, f in weights.items() if candidates.get(n) == f]:
                 os.link(other / name, Path(folder, name))
-                if sha256(Path(folder, name)) == own[name].sha256:
+                if sha256(Path(folder, name)) == weights[name].sha256:
                     os.replace(Path(folder, name), path / name)
-                    del own[name]
+                    del weights[name]
 
 
 def _clear(path: Path) -> None:
-    """Remove an engine directory; a part of one is no engine."""
+    """Remove an engine directory, its manifest first."""
     (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 
@@ -398,20 +399,20 @@ def _open_record(path: Path) -> int:
 def _locked(path: Path, how: int, progress: Progress) -> int:
     """Return the record of an engine, open and locked; waits for a process that builds it."""
     while True:
-        held = _open_record(path)
+        record = _open_record(path)
         try:
-            flock(held, how | AT_ONCE)
+            flock(record, how | AT_ONCE)
         except BlockingIOError:
             progress(f"waiting for another process that builds {path.name}")
-            flock(held, how)
-        if _is_record(held, path):
-            return held
-        os.close(held)  # removed meanwhile
+            flock(record, how)
+        if _is_record(record, path):
+            return record
+        os.close(record)  # removed meanwhile
 
 
-def _is_record(held: int, path: Path) -> bool:
+def _is_record(record: int, path: Path) -> bool:
     with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(held), _record(path).stat())
+        return os.path.samestat(os.fstat(record), _record(path).stat())
     return False
 
 
@@ -437,11 +438,11 @@ def _kernels(path: Path) -> list[Path]:
 
 
 def _is_used(path: Path) -> bool:
-    held = os.open(_record(path), os.O_RDWR)
+    record = os.open(_record(path), os.O_RDWR)
     try:
-        flock(held, EXCLUSIVE | AT_ONCE)
+        flock(record, EXCLUSIVE | AT_ONCE)
     except BlockingIOError:
         return True
     finally:
-        os.close(held)
+        os.close(record)
     return False

@@ -64,58 +64,61 @@ def load_engine(
     Raises EngineError naming the file, or another machine, and the fix; TrustError for such code.
     """
     group = current()
-    found = open_artefact(Path(path), check_weights, group.rank if group else None)
-    c, here = found.config, group.ranks if group else 1
+    artefact = open_artefact(Path(path), check_weights, group.rank if group else None)
+    c, here = artefact.config, group.ranks if group else 1
     if here != c.ranks:
-        raise EngineError(_of_ranks(found, here))
+        raise EngineError(_of_ranks(artefact, here))
     if huge_pages:
-        _check_huge_pages(found)
+        _check_huge_pages(artefact)
     how = {"cuda_graph": cuda_graph, "trust": trust, "huge_pages": huge_pages}
-    opens = partial(open_runtime, found, progress, group, **how)
+    opens = partial(open_runtime, artefact, progress, group, **how)
     options = {"check_weights": check_weights, **how}
-    digest = found.manifest.digest
-    runtime = lead(group, str(found.path), digest, options, opens) if group else opens()
-    return engine_of(found, runtime, ple_placement)
+    digest = artefact.manifest.digest
+    runtime = lead(group, str(artefact.path), digest, options, opens) if group else opens()
+    return engine_of(artefact, runtime, ple_placement)
 
 
-def engine_of(found: Artefact, runtime: Runtime, ple_placement: str | None = None) -> Engine:
+def engine_of(artefact: Artefact, runtime: Runtime, ple_placement: str | None = None) -> Engine:
     """Return the engine of an open directory, whose runtime runs here."""
-    c = found.config
+    c = artefact.config
     placed = find_placement(ple_placement or c.ple_placement, c.spec, c.device)
-    params = found.packing.program.graphs["embed"].params
-    return _engine(found, runtime, {v.name: _table(runtime, v, placed, c.device) for v in params})
+    params = artefact.packing.program.graphs["embed"].params
+    tables = {v.name: _table(runtime, v, placed, c.device) for v in params}
+    return _engine(artefact, runtime, tables)
 
 
-def _check_huge_pages(found: Artefact) -> None:
-    c = found.config
+def _check_huge_pages(artefact: Artefact) -> None:
+    c = artefact.config
     if (c.backend, c.device) != ("torch", "cpu"):
-        raise EngineError(f"{found.path} runs by {c.backend} on {c.device}: no huge pages there")
+        raise EngineError(f"{artefact.path} runs by {c.backend} on {c.device}: no huge pages there")
     if sys.platform != "linux":
-        raise EngineError(f"{found.path}: huge pages are Linux's alone; leave huge_pages out")
+        raise EngineError(f"{artefact.path}: huge pages are Linux's alone; leave huge_pages out")
 
 
-def described(found: Artefact) -> Engine:
-    """Return an engine of several ranks, or of another machine's GPU: it has its facts, and refuses
-    to run."""
-    why = _of_ranks(found, 1) if found.config.ranks > 1 else _not_here(found)
-    return _engine(found, Refusing(why), {})
+def described(artefact: Artefact) -> Engine:
+    """Return an engine that cannot run here (several ranks, or another machine's GPU): it has its
+    manifest, and raises when used."""
+    why = _of_ranks(artefact, 1) if artefact.config.ranks > 1 else _not_here(artefact)
+    return _engine(artefact, Refusing(why), {})
 
 
-def open_held(path: str | Path) -> Engine:
-    """Return an engine that has its weights and runs nothing, without its device or trust. Weights
-    of a seed are made on the CPU; those of all ranks are there. EngineError as by `load_engine`."""
-    found = open_artefact(Path(path), check_weights=True)
-    why = f"{found.path} was opened for its weights alone"
-    return _engine(found, Refusing(why, _open_params(found, "cpu")), {})
+def open_for_weights(path: str | Path) -> Engine:
+    """Return an engine for its weights only: needs neither its device nor trust, and runs nothing.
+    Seeded weights are computed on the CPU; all ranks' weights are available. EngineError as by
+    `load_engine`."""
+    artefact = open_artefact(Path(path), check_weights=True)
+    why = f"{artefact.path} was opened for its weights alone"
+    return _engine(artefact, Refusing(why, _open_params(artefact, "cpu")), {})
 
 
-def _engine(found: Artefact, runtime: Any, tables: dict[str, Any]) -> Engine:
-    packing = found.packing
-    return Engine(found.path, found.manifest, packing.program, packing.prologue, runtime, tables)
+def _engine(artefact: Artefact, runtime: Any, tables: dict[str, Any]) -> Engine:
+    packing = artefact.packing
+    facts, program = artefact.manifest, packing.program
+    return Engine(artefact.path, facts, program, packing.prologue, runtime, tables)
 
 
 def open_runtime(
-    found: Artefact,
+    artefact: Artefact,
     progress: Progress,
     group: Group | None = None,
     *,
@@ -124,21 +127,21 @@ def open_runtime(
     huge_pages: bool = False,
 ) -> Runtime:
     """Return the runtime of a checked engine on params of its rank."""
-    m, c = found.manifest, found.config
+    m, c = artefact.manifest, artefact.config
     if c.device == "cuda" and group and not group.on_gpus:
         why = f"rank {group.rank} has no GPU of its own, or its torch no NCCL"
         fix = "start as many ranks on a machine as it has GPUs"
-        raise MissingError(f"{found.path} was built for cuda, and {why}; {fix}")
-    backend = check_runnable(found, trust)
-    params, told = _open_params(found, c.device), prefixed(progress, "load")
-    program = found.packing.program
+        raise MissingError(f"{artefact.path} was built for cuda, and {why}; {fix}")
+    backend = check_runnable(artefact, trust)
+    params, load_progress = _open_params(artefact, c.device), prefixed(progress, "load")
+    program = artefact.packing.program
     task = Task(
         program=program,
         limits=c.limits,
         device=c.device,
-        folder=found.path,
+        folder=artefact.path,
         params=params,
-        progress=told,
+        progress=load_progress,
         group=group,
         huge_pages=huge_pages,
         digest=m.digest,
@@ -146,29 +149,29 @@ def open_runtime(
     return backend.load(task, m.to_dict()["compiled"], cuda_graph)
 
 
-def check_runnable(found: Artefact, trust: bool = False) -> Backend:
+def check_runnable(artefact: Artefact, trust: bool = False) -> Backend:
     """Return the backend of an engine that this machine can run and this user trusts; else raise
     EngineError, or TrustError."""
-    backend = _backend_of(found)
-    _check_machine(found, backend)
+    backend = _backend_of(artefact)
+    _check_machine(artefact, backend)
     if not trust:
-        require_trust(found)
+        require_trust(artefact)
     return backend
 
 
-def _of_ranks(found: Artefact, here: int) -> str:
+def _of_ranks(artefact: Artefact, here: int) -> str:
     """Return why so many processes cannot run an engine, and which command can."""
-    ranks = found.config.ranks
+    ranks = artefact.config.ranks
     how = f"torchrun --nproc-per-node {ranks} -m g4ir ..." if ranks > 1 else "g4ir ..."
     return (
-        f"{found.path} was built for {ranks} rank{'s' * (ranks > 1)}, and {here} "
+        f"{artefact.path} was built for {ranks} rank{'s' * (ranks > 1)}, and {here} "
         f"{'are' if here > 1 else 'is'} running; start it by {how}, or build it again with "
         f"--tp {here}"
     )
 
 
-def _backend_of(found: Artefact) -> Backend:
-    m, c, where = found.manifest, found.config, found.path / MANIFEST
+def _backend_of(artefact: Artefact) -> Backend:
+    m, c, where = artefact.manifest, artefact.config, artefact.path / MANIFEST
     backend = find_backend(c.backend).built(m.to_dict()["compiled"])
     try:
         settings = checked_settings(backend, c.settings)
@@ -187,8 +190,8 @@ def _backend_of(found: Artefact) -> Backend:
 
 
 def _table(runtime: Runtime, v: Value, ple: str | None, device: str) -> Any:
-    """Return the runtime's own copy of a table, if it has one (a tied head), or one in the memory
-    that the engine says."""
+    """Return the runtime's resident copy of a table, if it has one (tied head), or open it in the
+    memory that the engine's placement names."""
     resident = runtime.resident(v.name)
     if resident is not None:
         return resident
@@ -196,24 +199,24 @@ def _table(runtime: Runtime, v: Value, ple: str | None, device: str) -> Any:
     return packings.open_table(runtime.source, v, placement, device)
 
 
-def _not_here(found: Artefact) -> str:
+def _not_here(artefact: Artefact) -> str:
     """Return why an engine for cuda does not run on this machine, and where it does."""
     import torch
 
-    backend = _backend_of(found)
+    backend = _backend_of(artefact)
     again = "build it again with --device cpu, or " if "cpu" in backend.devices else ""
     has = "has another GPU" if torch.cuda.is_available() else "sees no CUDA device"
-    why = f"{found.path} was built for cuda and this torch {has}"
+    why = f"{artefact.path} was built for cuda and this torch {has}"
     return f"{why}; {again}run it {backend.location}"
 
 
-def _check_machine(found: Artefact, backend: Backend) -> None:
+def _check_machine(artefact: Artefact, backend: Backend) -> None:
     import torch
 
-    path, m, device = found.path, found.manifest, found.config.device
+    path, m, device = artefact.path, artefact.manifest, artefact.config.device
     # Not `backend.needs`, which a build needs: loading needs no compiler.
     if device == "cuda" and not torch.cuda.is_available():
-        raise EngineError(_not_here(found))
+        raise EngineError(_not_here(artefact))
     if m.machine == "any":
         return
     built, here, why = m.machine, backend.machine(device), ""
@@ -229,42 +232,42 @@ def _check_machine(found: Artefact, backend: Backend) -> None:
         raise EngineError(f"{path} was built {why}; {rebuild(path, m)}")
 
 
-def _open_params(found: Artefact, device: str) -> packings.ParamSource:
-    c, kept = found.config, found.manifest.weights
-    if found.stored is not None:
-        return found.stored
+def _open_params(artefact: Artefact, device: str) -> packings.ParamSource:
+    c, weights = artefact.config, artefact.manifest.weights
+    if artefact.stored is not None:
+        return artefact.stored
     from g4ir.backends.cpu.packing import quantized
 
-    share = Share(c.sharding, found.rank)
-    if isinstance(kept, RandomWeights):
+    share = Share(c.sharding, artefact.rank)
+    if isinstance(weights, RandomWeights):
         dtype = torch_dtype(c.dtype)
-        source = random_weights(c.spec, kept.seed, dtype, device, c.drafter)
-        return packings.MadeParams(found.packing, source, share=share, quantized=quantized)
-    for name, digest in kept.files.items():
-        file = Path(kept.directory) / name
-        if not file.is_file() or (found.whole and not has_digest(file, digest)):
+        source = random_weights(c.spec, weights.seed, dtype, device, c.drafter)
+        return packings.MadeParams(artefact.packing, source, share=share, quantized=quantized)
+    for name, digest in weights.files.items():
+        file = Path(weights.directory) / name
+        if not file.is_file() or (artefact.whole and not has_digest(file, digest)):
             why = f"{file} is missing or is not the file this engine was built from"
             raise EngineError(f"{why}; restore it, or build again without --link-weights")
-    checkpoint = find_origin(kept.path).open(c.spec, c.media.kinds, c.dtype)
-    if {*linked_files(checkpoint)} != kept.files.keys():
-        why = f"its weight files are not those that {found.path / MANIFEST} names"
+    checkpoint = find_origin(weights.path).open(c.spec, c.media.kinds, c.dtype)
+    if {*linked_files(checkpoint)} != weights.files.keys():
+        why = f"its weight files are not those that {artefact.path / MANIFEST} names"
         fix = "restore them, or build again without --link-weights"
-        raise EngineError(f"{kept.directory}: {why}; {fix}")
+        raise EngineError(f"{weights.directory}: {why}; {fix}")
     if checkpoint_quant_config(c.spec, checkpoint.forms) != (
         c.quant if c.quant and c.quant.from_checkpoint else None
     ):
-        why = f"{found.path} takes codes in other forms than this g4ir reads from {kept.directory}"
-        raise EngineError(f"{why}; {rebuild(found.path, found.manifest)}")
-    return packings.MadeParams(found.packing, checkpoint, share=share, quantized=quantized)
+        why = f"{artefact.path} takes codes in other forms than this g4ir reads from"
+        raise EngineError(f"{why} {weights.directory}; {rebuild(artefact.path, artefact.manifest)}")
+    return packings.MadeParams(artefact.packing, checkpoint, share=share, quantized=quantized)
 
 
 def open_weights(engine: Engine, origin: Origin, kinds: Iterable[str]) -> Checkpoint:
     """Open the checkpoint that an engine was built from, with the same adapters merged; EngineError
     if one of them is gone or changed."""
     source = origin.open(engine.spec, kinds, engine.dtype)
-    adapters = [Adapter(Path(kept.path), kept.scale) for kept in engine.facts.adapters]
-    for adapter, kept in zip(adapters, engine.facts.adapters):
-        if not adapter.path.is_dir() or sha256(adapter.weights) != kept.sha256:
+    adapters = [Adapter(Path(merged.path), merged.scale) for merged in engine.facts.adapters]
+    for adapter, merged in zip(adapters, engine.facts.adapters):
+        if not adapter.path.is_dir() or sha256(adapter.weights) != merged.sha256:
             why = f"is missing or is not the adapter that {engine.path} was built with"
             raise EngineError(f"{adapter.path} {why}; restore it")
     return with_adapters(source, engine.spec, adapters)

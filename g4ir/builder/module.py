@@ -24,8 +24,8 @@ from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import existing_origin, find_model
 from g4ir.weights.random import random_weights as drawn_weights
 
-from .export import held_weights
-from .load import open_held
+from .export import engine_weights
+from .load import open_for_weights
 
 
 def module(
@@ -59,20 +59,20 @@ def module(
     else:
         spec, source = _with_weights(model, kind)
     try:
-        made = text_model(need_model(spec), source, torch_dtype(kind), device, "eager")
+        model_module = text_model(need_model(spec), source, torch_dtype(kind), device, "eager")
     finally:
         source.close()
-    made.spec, made.config.use_cache = spec, False
+    model_module.spec, model_module.config.use_cache = spec, False
     for kinds in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
-        setattr(made.model.layers, f"register_{kinds}_hook", _refuse_hook)
-    return made
+        setattr(model_module.model.layers, f"register_{kinds}_hook", _refuse_hook)
+    return model_module
 
 
 def _with_weights(model: str | Path, dtype: str) -> tuple[Spec, Checkpoint]:
     _, path = find_model(model, "random_weights=SEED")
     if (path / MANIFEST).is_file():
-        engine = open_held(path)
-        return engine.spec, held_weights(engine)
+        engine = open_for_weights(path)
+        return engine.spec, engine_weights(engine)
     origin = existing_origin(path)
     spec = origin.spec()
     return spec, origin.open(spec, (), dtype)
@@ -96,7 +96,7 @@ def need_transformers(asked: str) -> None:
 
 
 @contextmanager
-def refusals_of_transformers(what: str) -> Iterator[None]:
+def refusals_of_transformers(name: str) -> Iterator[None]:
     """A context that raises InputError if transformers refuses a config or a checkpoint; its
     strict config classes have errors of their own."""
     from huggingface_hub.errors import StrictDataclassError
@@ -105,7 +105,7 @@ def refusals_of_transformers(what: str) -> Iterator[None]:
     try:
         yield
     except kinds as e:
-        raise InputError(f"transformers cannot load {what}: {' '.join(str(e).split())}") from e
+        raise InputError(f"transformers cannot load {name}: {' '.join(str(e).split())}") from e
 
 
 def text_model(

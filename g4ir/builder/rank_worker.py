@@ -33,12 +33,12 @@ def follow(group: Group) -> None:
             for number in dropped:
                 things.pop(number, None)
             if name == LOAD:
-                made = _load(group, *args)
+                result = _load(group, *args)
             else:
-                given = [things[a["number"]] if isinstance(a, dict) else a for a in args]
-                made = perform(group, things[of], name, given, feeds)
+                call_args = [things[a["number"]] if isinstance(a, dict) else a for a in args]
+                result = perform(group, things[of], name, call_args, feeds)
             if makes is not None:
-                things[makes] = made
+                things[makes] = result
 
 
 @contextmanager
@@ -57,8 +57,8 @@ def _undisturbed() -> Iterator[None]:
 
 def _load(group: Group, path: str, options: dict[str, Any]) -> Any:
     def opens() -> tuple[str, Any]:
-        found = open_artefact(Path(path), options["check_weights"], group.rank)
+        artefact = open_artefact(Path(path), options["check_weights"], group.rank)
         how = {name: value for name, value in options.items() if name != "check_weights"}
-        return found.manifest.digest, open_runtime(found, no_progress, group, **how)
+        return artefact.manifest.digest, open_runtime(artefact, no_progress, group, **how)
 
     return opened(group, opens)[0]

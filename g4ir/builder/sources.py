@@ -103,7 +103,7 @@ class Sources:
 def find_sources(spec: Spec | None, o: BuildOptions, dry: bool) -> Sources:
     """Return what a build of these options reads; an error for files that contradict each other or
     cannot be read. Without a spec it is the checkpoint's."""
-    _check_given(spec, o)
+    _check_exclusive(spec, o)
     origin = _origin(spec, o)
     agreed = agreed_spec(spec, origin) if origin else spec
     assert agreed
@@ -117,7 +117,7 @@ def find_sources(spec: Spec | None, o: BuildOptions, dry: bool) -> Sources:
     )
 
 
-def _check_given(spec: Spec | None, o: BuildOptions) -> None:
+def _check_exclusive(spec: Spec | None, o: BuildOptions) -> None:
     """Raise InputError for options of weights that exclude each other."""
     checkpoint, seed = o.checkpoint, o.random_weights
     if o.mmproj is not None and (checkpoint is None or spec is None):
@@ -140,8 +140,8 @@ def _origin(spec: Spec | None, o: BuildOptions) -> Origin | None:
         return None
     if o.checkpoint is not None:
         return existing_origin(o.checkpoint, o.mmproj)
-    found = snapshot_of(spec) if spec else None
-    return find_origin(found) if found else None
+    snapshot = snapshot_of(spec) if spec else None
+    return find_origin(snapshot) if snapshot else None
 
 
 def agreed_spec(spec: Spec | None, origin: Origin, images: bool = True) -> Spec:
@@ -186,13 +186,15 @@ def _drafter(model: Spec, o: BuildOptions, dry: bool) -> DrafterSource | None:
 
 def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:
     """Return the adapters to merge. Warns of one in the checkpoint's directory that is not."""
-    given = (o.adapter,) if isinstance(o.adapter, str | Path) else o.adapter
-    adapters = tuple(map(Adapter.of, given))
+    paths = (o.adapter,) if isinstance(o.adapter, str | Path) else o.adapter
+    adapters = tuple(map(Adapter.of, paths))
     folder = origin.path if origin and origin.path.is_dir() else None
-    beside = lies_in(folder) if folder else None
-    if beside and folder not in [a.path for a in adapters]:
-        what = "%s: holds a LoRA adapter (%s), which is not merged; give --adapter %s to merge it"
-        log.warning(what, folder, beside, folder)
+    unmerged = lies_in(folder) if folder else None
+    if unmerged and folder not in [a.path for a in adapters]:
+        message = (
+            "%s: holds a LoRA adapter (%s), which is not merged; give --adapter %s to merge it"
+        )
+        log.warning(message, folder, unmerged, folder)
     return adapters
 
 

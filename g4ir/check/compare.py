@@ -20,7 +20,7 @@ import torch
 
 from g4ir.backends.base import Tensors
 from g4ir.engine.engine import Engine
-from g4ir.engine.ranks import run_watched, slots_of, watch_held
+from g4ir.engine.ranks import run_watched, slots_of, watch_cache
 from g4ir.engine.session import Session
 from g4ir.ir.flatten import inner_nodes
 from g4ir.ir.graph import Node, Value, print_node
@@ -208,7 +208,7 @@ class ForcedRuntime:
             # Other positions, such as those of padding, are never read.
             slots = len(after[_joint_name(name, 0, after)])
             positions = range(max(step.end - slots, 0), step.end)
-            watch_held(state, name, positions, partial(self.watch_cache, positions))
+            watch_cache(state, name, positions, partial(self.watch_cache, positions))
 
     def watch(self, rank: int, name: str, got: Tensor) -> None:
         """Compare one value of a rank's runtime; KV caches come after the step."""

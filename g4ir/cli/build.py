@@ -112,7 +112,7 @@ class Build(Verb):
         if not here:
             console.say(f"run it {prepared.backend.location}")
         if self.verify:
-            load = Programs(trust=not written.known)
+            load = Programs(trust=not written.recorded)
             return compared(str(out), load, self.json, checkpoint=options.checkpoint)
         made = {"engine": str(out), "compile_s": seconds}
         return output(self.json, made, f"{out}\n")

@@ -69,7 +69,7 @@ class Engine(EngineParts):
         return _within(read_tokenizer(path, path.read_bytes()), self.spec.text.vocab_size, path)
 
     def text_tokenizer(self) -> Any:
-        """Return the same for a few texts: by its index, if the engine has one."""
+        """Return a tokenizer for a few short texts, by its index if the engine has one."""
         index = self.path / INDEX
         return IndexedTokenizer(index, self.tokenizer) if index.is_file() else self.tokenizer()
 
@@ -125,13 +125,14 @@ class Engine(EngineParts):
         stop = frozenset(self.stop_ids() if stop_ids is None else stop_ids)
         params = SamplingParams(temperature, top_k, top_p, seed, stop=stop, ignore_eos=True)
         requests = _requests(self, prompts, soft, max_new_tokens, params)
-        told = (lambda row, token: on_token(token)) if single and on_token else on_token
-        out = _drained(self, requests, drafts, told, tally)
+        callback = (lambda row, token: on_token(token)) if single and on_token else on_token
+        out = _drained(self, requests, drafts, callback, tally)
         return out[0] if single else out
 
     @contextmanager
     def lent_scheduler(self, slots: int, draft: SpeculativeConfig) -> Iterator[Scheduler]:
-        """A context with an idle scheduler of so many slots, which the engine then keeps."""
+        """Context manager that lends the idle scheduler of the last `generate`, or a new one with
+        this many slots, and caches it afterwards."""
         with self._lending:
             scheduler, self._idle = self._idle, None
         config = SchedulerConfig(
@@ -141,14 +142,14 @@ class Engine(EngineParts):
             draft=draft,
             draft_rows=slots,
         )
-        kept = scheduler and (scheduler.config, scheduler.suppress)
-        if scheduler is None or kept != (config, self.suppressed()):
+        cached = scheduler and (scheduler.config, scheduler.suppress)
+        if scheduler is None or cached != (config, self.suppressed()):
             scheduler = Scheduler(self, config)
         yield scheduler  # after an exception it is not idle
         self._idle = scheduler
 
     def close(self) -> None:
-        """Free what the runtime holds."""
+        """Free the runtime's memory."""
         self._idle = None
         self.runtime.close()
         closed: Any = Refusing(f"{self.path}: this engine was closed; load it again")
@@ -179,11 +180,11 @@ def read_tokenizer(path: Path, raw: bytes) -> Any:
     except ImportError as e:
         raise MissingError("text prompts need `pip install tokenizers`") from e
     try:
-        found = Tokenizer.from_buffer(raw)
+        tokenizer = Tokenizer.from_buffer(raw)
         # These are for batches of training; prompts are never cut.
-        found.no_truncation()
-        found.no_padding()
-        return found
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
     except Exception as e:  # the library raises nothing narrower
         raise EngineError(f"{path} is no tokenizer file: {e}; download or save it again") from e
 
@@ -198,22 +199,22 @@ def _within(tokenizer: Any, size: int, path: Path) -> Any:
     if not beyond:  # more tokens than ids
         return tokenizer
     (first, text), names = beyond[0], {text for _, text in beyond}
-    what = "%s: %d tokens at or above the vocabulary of %d are left out, the first %r (%d)"
-    log.warning(what, path, len(beyond), size, text, first)
-    held = json.loads(tokenizer.to_str())
-    held["added_tokens"] = [t for t in held["added_tokens"] if t["id"] < size]
-    model = held["model"]
+    message = "%s: %d tokens at or above the vocabulary of %d are left out, the first %r (%d)"
+    log.warning(message, path, len(beyond), size, text, first)
+    values = json.loads(tokenizer.to_str())
+    values["added_tokens"] = [t for t in values["added_tokens"] if t["id"] < size]
+    model = values["model"]
     if isinstance(model["vocab"], dict):
         model["vocab"] = {t: i for t, i in model["vocab"].items() if i < size}
         pairs = (m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges", ()))
-        kept = [p for p in pairs if not names & {*p, "".join(p)}]
-        model |= {"merges": kept} if "merges" in model else {}
+        merges = [p for p in pairs if not names & {*p, "".join(p)}]
+        model |= {"merges": merges} if "merges" in model else {}
     else:
         model["vocab"] = model["vocab"][:size]
-    return read_tokenizer(path, json.dumps(held).encode())
+    return read_tokenizer(path, json.dumps(values).encode())
 
 
-def _prompts(given: Any) -> tuple[list[list[int]], bool]:
+def _prompts(prompt: Any) -> tuple[list[list[int]], bool]:
     import torch
 
     def plain(x: Any) -> Any:
@@ -221,12 +222,12 @@ def _prompts(given: Any) -> tuple[list[list[int]], bool]:
             return x.tolist()
         return list(map(plain, x)) if isinstance(x, list | tuple) else x
 
-    rows = plain(given)
+    rows = plain(prompt)
     if isinstance(rows, str) or (isinstance(rows, list) and str in map(type, rows)):
         fix = "give chat=True for what a user says, or encode it with the engine's tokenizer first"
         raise InputError(f"prompt tokens: found text; {fix}: engine.tokenizer().encode(text).ids")
     if not isinstance(rows, list):
-        raise InputError(f"prompt tokens: found {type(given).__name__}; expected a list of ids")
+        raise InputError(f"prompt tokens: found {type(prompt).__name__}; expected a list of ids")
     many = {isinstance(x, list) for x in rows}
     if many == {True, False}:
         raise InputError("prompt tokens: expected a list of ids, or a list of such lists")
@@ -264,19 +265,19 @@ def _requests(
 ) -> list[Request]:
     limits, vocab = engine.limits, engine.spec.text.vocab_size
     seed = random_seed() if params.seed is None else params.seed
-    holders = placeholders(engine.spec.tokens, engine.media.kinds)
-    rest, out = [*soft], list[Request]()
+    placeholder_ids = placeholders(engine.spec.tokens, engine.media.kinds)
+    remaining, out = [*soft], list[Request]()
     for i, prompt in enumerate(prompts):
         checked_prompt(prompt, count, vocab, limits.max_seq, f"prompt {i}")
-        left = {kind: prompt.count(holder) for kind, holder in holders.items()}
-        own = []
-        for one in [*rest]:  # those of each kind in order
-            if left.get(one.kind, 0) > 0 or i + 1 == len(prompts):
-                left[one.kind] = left.get(one.kind, 0) - one.count
-                rest.remove(one)
-                own.append(one)
+        unfilled = {kind: prompt.count(holder) for kind, holder in placeholder_ids.items()}
+        prompt_soft = []
+        for one in [*remaining]:  # those of each kind in order
+            if unfilled.get(one.kind, 0) > 0 or i + 1 == len(prompts):
+                unfilled[one.kind] = unfilled.get(one.kind, 0) - one.count
+                remaining.remove(one)
+                prompt_soft.append(one)
         sampling = replace(params, seed=(seed + i) % SEEDS)
-        out.append(Request(tuple(prompt), count, sampling, tuple(own), reuse=False))
+        out.append(Request(tuple(prompt), count, sampling, tuple(prompt_soft), reuse=False))
     return out
 
 

@@ -1,4 +1,4 @@
-"""The inputs of a session: checked, and brought into tensors."""
+"""Validation of a session's inputs, and their conversion to tensors."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class SessionInputs:
 
     def prompt(
         self,
-        held: torch.Tensor,
+        length: torch.Tensor,
         tokens: Any,
         lengths: Any,
         soft: Sequence[Soft],
         **lists: Sequence[Any],
     ) -> TokenBatch:
-        """Return tokens [batch, S] with their media, for rows that hold `held` tokens."""
-        tokens, lengths = self.tokens(held, tokens, lengths)
+        """Return tokens [batch, S] with their media; length: tokens in each row's KV cache."""
+        tokens, lengths = self.tokens(length, tokens, lengths)
         check_list("soft", soft)
         engine = self.engine
         items = list_media(engine.media, engine.spec, **lists)
@@ -44,7 +44,7 @@ class SessionInputs:
             check_supported(s.kind, engine.media, engine.spec)
         return merged(tokens, lengths, softs, _media(engine), BLOCKS in engine.program.graphs)
 
-    def single(self, held: torch.Tensor, next_tokens: Any, active: Any) -> TokenBatch:
+    def single(self, length: torch.Tensor, next_tokens: Any, active: Any) -> TokenBatch:
         """Return one token a row, int64 [batch], of the rows that are `active` (bool [batch])."""
         tokens, lengths = _tensor(next_tokens, "decode: tokens"), None
         if tokens.shape != (self.batch,):
@@ -55,45 +55,45 @@ class SessionInputs:
                 raise InputError(
                     f"decode: expected {self.batch} booleans as active, found {lengths.tolist()}"
                 )
-        return TokenBatch(*self.tokens(held, tokens[:, None], lengths))
+        return TokenBatch(*self.tokens(length, tokens[:, None], lengths))
 
     def drafted(
-        self, held: torch.Tensor, tokens: Any, lengths: Any
+        self, length: torch.Tensor, tokens: Any, lengths: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens [batch, S] to verify, no more than the engine's --draft-tokens and one."""
-        tokens, lengths = self.tokens(held, tokens, lengths)
-        width, most = tokens.shape[1], self.engine.draft_tokens + 1
-        if width > 1 and most == 1:
+        tokens, lengths = self.tokens(length, tokens, lengths)
+        width, max_tokens = tokens.shape[1], self.engine.draft_tokens + 1
+        if width > 1 and max_tokens == 1:
             raise InputError(
                 f"{self.engine.path}: it verifies no drafted tokens; build the engine again with "
                 f"--draft-tokens K"
             )
-        if width > most:
-            built = f"an engine of --draft-tokens {most - 1}"
-            raise InputError(f"verify: {width} tokens; {built} takes {most} at most")
+        if width > max_tokens:
+            built = f"an engine of --draft-tokens {max_tokens - 1}"
+            raise InputError(f"verify: {width} tokens; {built} takes {max_tokens} at most")
         return tokens, lengths
 
-    def kept(self, held: torch.Tensor, n: Any) -> torch.Tensor:
-        """Return how many tokens each row keeps, int64 [batch], of those that it holds."""
-        keep = _whole(n, "truncate")
+    def keep_lengths(self, length: torch.Tensor, n: Any) -> torch.Tensor:
+        """Return the number of tokens each row keeps, int64 [batch]; at most `length`."""
+        keep = _integers(n, "truncate")
         if keep.shape not in ((), (self.batch,)):
             raise InputError(f"truncate to {keep.tolist()}: expected one number or {self.batch}")
         keep = keep.expand(self.batch).clone()
-        if bool((keep < 0).any()) or bool((keep > held).any()):
-            raise InputError(f"truncate to {keep.tolist()}: rows hold {held.tolist()} tokens")
+        if bool((keep < 0).any()) or bool((keep > length).any()):
+            raise InputError(f"truncate to {keep.tolist()}: rows hold {length.tolist()} tokens")
         return keep
 
-    def rows(self, rows: Any, what: str) -> torch.Tensor:
+    def rows(self, rows: Any, call: str) -> torch.Tensor:
         """Return indices of rows, int64."""
-        index = _whole(rows, f"{what} rows").reshape(-1)
+        index = _integers(rows, f"{call} rows").reshape(-1)
         if bool((index < 0).any()) or bool((index >= self.batch).any()):
-            raise InputError(f"{what} rows {index.tolist()}: the session has {self.batch} rows")
+            raise InputError(f"{call} rows {index.tolist()}: the session has {self.batch} rows")
         return index
 
     def tokens(
-        self, held: torch.Tensor, tokens: Any, lengths: Any
+        self, length: torch.Tensor, tokens: Any, lengths: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return int64 [batch, S], zero behind a row's last, and how many are valid [batch]."""
+        """Return tokens int64 [batch, S], zero after a row's last, and valid counts [batch]."""
         tokens = _tensor(tokens, "prefill: expected int64 tokens")
         if tokens.dim() != 2 or tokens.shape[0] != self.batch or tokens.dtype != torch.int64:
             raise InputError(
@@ -102,7 +102,7 @@ class SessionInputs:
             )
         width, limit = tokens.shape[1], self.engine.limits.max_seq
         lengths = torch.full((self.batch,), width) if lengths is None else lengths
-        lengths = _whole(lengths, "prefill: lengths")
+        lengths = _integers(lengths, "prefill: lengths")
         same = lengths.shape == (self.batch,)
         if not same or int(lengths.min()) < 0 or int(lengths.max()) > width:
             raise InputError(
@@ -110,11 +110,11 @@ class SessionInputs:
             )
         tokens = tokens.where(torch.arange(width) < lengths[:, None], 0)
         _check_ids(self.engine, tokens)
-        after = held + lengths
+        after = length + lengths
         if int(after.max()) > limit:
             row = int(after.argmax())
             raise InputError(
-                f"row {row} would hold {int(after[row])} tokens ({int(held[row])} held and "
+                f"row {row} would hold {int(after[row])} tokens ({int(length[row])} held and "
                 f"{int(lengths[row])} new); the engine was built with --max-seq {limit}"
             )
         return tokens, lengths
@@ -153,15 +153,15 @@ def padded(tokens: Mapping[int, Sequence[int]], batch: int) -> tuple[torch.Tenso
     return torch.tensor(rows), torch.tensor(lengths)
 
 
-def _tensor(value: Any, what: str) -> torch.Tensor:
+def _tensor(value: Any, name: str) -> torch.Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as e:
-        raise InputError(f"{what}: found {str(value)[:80]!r}") from e
+        raise InputError(f"{name}: found {str(value)[:80]!r}") from e
 
 
-def _whole(value: Any, what: str) -> torch.Tensor:
-    t = _tensor(value, what)
+def _integers(value: Any, name: str) -> torch.Tensor:
+    t = _tensor(value, name)
     if t.numel() and (t.is_floating_point() or t.is_complex()):
-        raise InputError(f"{what}: expected whole numbers, found {t.tolist()}")
+        raise InputError(f"{name}: expected whole numbers, found {t.tolist()}")
     return t.to(torch.int64)

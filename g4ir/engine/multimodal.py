@@ -106,8 +106,8 @@ def _audio(engine: EngineParts, item: Any, too_long: str) -> Soft:
         item = read_audio(item)
     if not isinstance(item, Clip):
         item = prepare_audio(_checked(item, Waveform, AUDIO), sound_settings(engine), too_long)
-    made = _framed if isinstance(engine.spec.audio, UnifiedAudio) else _heard
-    return Soft(AUDIO, (made(engine, item),))
+    encode_clip = _framed if isinstance(engine.spec.audio, UnifiedAudio) else _heard
+    return Soft(AUDIO, (encode_clip(engine, item),))
 
 
 def sound_settings(engine: EngineParts) -> AudioSettings:
@@ -153,13 +153,13 @@ def _checked(item: Any, kind: type, name: str) -> Any:
 
 
 def _run(engine: EngineParts, tower: str, feeds: Mapping[str, Any]) -> torch.Tensor:
-    given = {
+    inputs = {
         name: torch.from_numpy(np.ascontiguousarray(x))[None].to(engine.device)
         for name, x in feeds.items()
     }
     check_limit()
     with engine.towers:  # one at a time
-        return engine.runtime.encode(tower, given)[0]
+        return engine.runtime.encode(tower, inputs)[0]
 
 
 #: RFC 2397 lets the media type be left out; some clients write image/*
@@ -184,8 +184,8 @@ def source_of(medium: Medium) -> Source:
     """Return where the data of a part are; InputError where it has none, or no base64."""
     outer = medium.part["type"]
     inner = "data" if outer == "input_audio" else "url"
-    where, found = f"{medium.where}.{outer}", medium.part.get(outer)
-    text = found if isinstance(found, str) else an_object(found, where).get(inner)
+    where, value = f"{medium.where}.{outer}", medium.part.get(outer)
+    text = value if isinstance(value, str) else an_object(value, where).get(inner)
     where = f"{where}.{inner}"
     if not isinstance(text, str):
         raise InputError(f"{where}: is missing; give a data URL")
@@ -199,7 +199,7 @@ def source_of(medium: Medium) -> Source:
     return Source(text, where, raw)
 
 
-def read_own(engine: EngineParts, medium: Medium) -> Soft:
+def read_local(engine: EngineParts, medium: Medium) -> Soft:
     """Return the soft tokens of a medium of somebody who may read files here: a data URL, a file's
     URL or its path. Refused are kinds that the engine does not take, and what the readers of files
     refuse."""

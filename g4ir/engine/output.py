@@ -1,4 +1,4 @@
-"""Reads the events of one answer: what is thought, said and called, as far as it is certain."""
+"""Output of one answer: reasoning, content and tool calls, parsed while tokens arrive."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from g4ir.errors import EngineError
 
 from .requests import CANCELLED, FAILED, LENGTH, STOP, Event
 
-#: what is said of a probability of nought, which JSON has no number for
-LEAST = -9999.0
+#: log-probability of a zero probability, since JSON has no -inf (as OpenAI)
+MIN_LOGPROB = -9999.0
 
 
 class AnswerStream:
-    """One answer while it comes. `take` returns what is certain with each token.
+    """One answer while it is generated. `take` returns the pieces that each token completes.
 
     Without a `reader` all of it is content, which strings of `stop` end; a reader has its own. With
     `single` the first call ends it; a `silent` one has no tokens.
@@ -66,10 +66,10 @@ class AnswerStream:
             spoken = not self.reader or self.reader.speaking
             pieces = self._stream.push(event.token)
             if self.reader:
-                out = self._kept(self.reader.feed_tokens(pieces))
+                out = self._record(self.reader.feed_tokens(pieces))
             else:
                 text = "".join(p.text for p in pieces if not p.control)
-                out = self._kept(_content(self._stops.feed(text)))
+                out = self._record(_content(self._stops.feed(text)))
             if event.finish != STOP and event.logprobs:
                 plain = event.token not in self.vocabulary.strings
                 spoken = plain and spoken and (not self.reader or self.reader.speaking)
@@ -96,31 +96,32 @@ class AnswerStream:
             text = self.vocabulary.strings.get(token)
             text = text or tokenizer.decode([token], skip_special_tokens=False)
             raw = [*text.encode()]
-        return {"token": text, "logprob": value if math.isfinite(value) else LEAST, "bytes": raw}
+        logprob = value if math.isfinite(value) else MIN_LOGPROB
+        return {"token": text, "logprob": logprob, "bytes": raw}
 
     def _end(self, finish: str) -> list[Said]:
-        """Give out what was held back. A call or a thought that was cut stays open."""
+        """Flush the pending text. A call or reasoning that was cut off stays open."""
         self.over = True
-        rest, reason = self._stream.flush(), LENGTH if finish in (LENGTH, CANCELLED) else STOP
+        pieces, reason = self._stream.flush(), LENGTH if finish in (LENGTH, CANCELLED) else STOP
         if not self.reader:
-            text = self._stops.feed("".join(p.text for p in rest)) + self._stops.flush()
+            text = self._stops.feed("".join(p.text for p in pieces)) + self._stops.flush()
             self.finish = STOP if self._stops.hit is not None else reason
-            return self._kept(_content(text))
-        out = [] if self.stopped_by is not None else self.reader.feed_tokens(rest)
+            return self._record(_content(text))
+        out = [] if self.stopped_by is not None else self.reader.feed_tokens(pieces)
         answer = self.reader.finish(reason)
         self.finish = answer.finish_reason
-        return self._kept([*out, *answer.events])
+        return self._record([*out, *answer.events])
 
     @property
     def _called_once(self) -> bool:
         return self._single and any(map(is_call, self.said))
 
-    def _kept(self, new: Iterable[Said]) -> list[Said]:
+    def _record(self, new: Iterable[Said]) -> list[Said]:
         out = []
-        for said in new:
+        for event in new:
             if not self._called_once:
-                self.said.append(said)
-                out.append(said)
+                self.said.append(event)
+                out.append(event)
         return out
 
     @property
@@ -145,34 +146,34 @@ class AnswerStream:
     def history(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return its message for the next prompt: without calls that were cut or are unreadable."""
         pairs = zip(message.get("tool_calls", ()), filter(is_call, self.said))
-        calls = [call for call, said in pairs if said.arguments is not None]
-        rest = {k: v for k, v in message.items() if k != "tool_calls"}
-        return rest | ({"tool_calls": calls} if calls else {"content": rest["content"] or ""})
+        calls = [call for call, event in pairs if event.arguments is not None]
+        fields = {k: v for k, v in message.items() if k != "tool_calls"}
+        return fields | ({"tool_calls": calls} if calls else {"content": fields["content"] or ""})
 
-    def taken_logprobs(self, content: bool = False) -> list[dict[str, Any]]:
-        """Return the log-probabilities that are new: of all tokens, or of those of the content."""
+    def take_logprobs(self, content: bool = False) -> list[dict[str, Any]]:
+        """Return and clear the new log-probabilities, of all tokens or of content only."""
         out, self.logprobs = self.logprobs, []
         return [entry for spoken, _, entry in out if spoken or not content]
 
-    def taken_offsets(self) -> tuple[list[int], list[dict[str, Any]]]:
-        """Return where the tokens that are new begin in the text, and their log-probabilities. A
-        token behind the text, of a stop string, begins at its end."""
+    def take_offsets(self) -> tuple[list[int], list[dict[str, Any]]]:
+        """Return and clear the new tokens' offsets in the text, and their log-probabilities. Tokens
+        of a stop string start at the end of the text."""
         out, self.logprobs = self.logprobs, []
         end = len(self.text("content")) if self.over else None
         starts = [start if end is None else min(start, end) for _, start, _ in out]
         return starts, [entry for *_, entry in out]
 
 
-def is_call(said: Said) -> bool:
+def is_call(event: Said) -> bool:
     """Whether a piece is a call of a tool."""
-    return said.kind == "call"
+    return event.kind == "call"
 
 
 def _content(text: str) -> list[Said]:
     return [Said("content", text)] if text else []
 
 
-def as_call(said: Said, arguments: str) -> dict[str, Any]:
+def as_call(event: Said, arguments: str) -> dict[str, Any]:
     """Return a call in OpenAI's form, with a new id."""
-    function = {"name": said.name, "arguments": arguments}
+    function = {"name": event.name, "arguments": arguments}
     return {"id": call_id(), "type": "function", "function": function}

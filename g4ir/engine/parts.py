@@ -128,10 +128,10 @@ class EngineParts:
 
     def unpacked(self, rank: int = 0) -> UnpackedWeights:
         """Return a rank's weights of the model, as far as they follow from its packed params."""
-        held = self.runtime.source
+        params = self.runtime.source
         if rank:
-            held = params_of_rank(held, self.path, rank)
-        return UnpackedWeights(held, self.program.params(), self.prologue, self.path)
+            params = params_of_rank(params, self.path, rank)
+        return UnpackedWeights(params, self.program.params(), self.prologue, self.path)
 
     def check_process(self) -> None:
         """Raise InputError in a forked child, which would wait for threads of the parent."""
@@ -147,14 +147,14 @@ class EngineParts:
     @cached_property
     def rings(self) -> tuple[tuple[int, int], ...]:
         """(window, slots) of every distinct ring cache."""
-        found: set[tuple[int, int]] = set()
+        rings: set[tuple[int, int]] = set()
         for g in self.program.graphs.values():
             caches = {*g.state, *g.next.values()}
             for n in (n for n in g.nodes if n.definition.cache_range):
                 slots = {v.type.shape[0] for v in n.inputs if v in caches}
                 window = n.whole("window")
-                found |= {(window, size) for size in slots if isinstance(size, int)}
-        return tuple(sorted(found))
+                rings |= {(window, size) for size in slots if isinstance(size, int)}
+        return tuple(sorted(rings))
 
     def defaults(self) -> Defaults:
         """Read the checkpoint's generation_config.json."""

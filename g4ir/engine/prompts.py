@@ -12,27 +12,29 @@ from g4ir.errors import InputError, WeightsError
 from g4ir.weights.tensorfile import parse_json, quoted
 
 
-def checked_ids(ids: Sequence[int], vocab: int, what: str) -> list[int]:
+def checked_ids(ids: Sequence[int], vocab: int, name: str) -> list[int]:
     """Return token ids; InputError names the first one that is no int of the vocabulary."""
     ids = list(ids)
     if {*map(type, ids)} <= {int} and min(ids, default=0) >= 0 and max(ids, default=0) < vocab:
         return ids
     i, t = next((i, t) for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < vocab)
-    raise InputError(f"{what}: token {t!r} at index {i} is outside the vocabulary of {vocab}")
+    raise InputError(f"{name}: token {t!r} at index {i} is outside the vocabulary of {vocab}")
 
 
-def checked_prompt(ids: Sequence[int], count: int, vocab: int, room: int, what: str) -> list[int]:
+def checked_prompt(
+    ids: Sequence[int], count: int, vocab: int, max_seq: int, name: str
+) -> list[int]:
     """Return a prompt's ids; InputError where one is no token, or where the prompt and `count` new
     tokens do not fit into `room`. The last new token is never written to a cache."""
-    out = checked_ids(ids, vocab, what)
+    out = checked_ids(ids, vocab, name)
     if not out:
-        raise InputError(f"{what} is empty; give at least one token")
+        raise InputError(f"{name} is empty; give at least one token")
     if count < 1:
-        raise InputError(f"{what}: max_new_tokens {count}: expected at least 1")
-    if len(out) + count - 1 > room:
+        raise InputError(f"{name}: max_new_tokens {count}: expected at least 1")
+    if len(out) + count - 1 > max_seq:
         raise InputError(
-            f"{what}: {len(out)} tokens and {count} new ones do not fit the engine's --max-seq "
-            f"{room}; shorten it, ask for fewer, or build with a larger --max-seq"
+            f"{name}: {len(out)} tokens and {count} new ones do not fit the engine's --max-seq "
+            f"{max_seq}; shorten it, ask for fewer, or build with a larger --max-seq"
         )
     return out
 
@@ -56,7 +58,7 @@ _OTHER_KEYS = """
     num_return_sequences pad_token_id return_dict_in_generate suppress_tokens token_healing
     transformers_version trust_remote_code use_cache
 """
-_OTHERS = frozenset(_OTHER_KEYS.split())
+_NEUTRAL_KEYS = frozenset(_OTHER_KEYS.split())
 #: keys of transformers that change what is generated -> the value that changes nothing
 _NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("diversity_penalty", "epsilon_cutoff", "eta_cutoff"), 0.0),
@@ -102,12 +104,12 @@ def read_defaults(
         _ids(path, values, key, vocab, keys) for key in ("eos_token_id", "suppress_tokens")
     )
     draws = bool(values.get("do_sample"))
-    found: dict[str, Any] = {"temperature": 1.0} if draws else {}
+    sampling: dict[str, Any] = {"temperature": 1.0} if draws else {}
     for key, (name, drawn, neutral) in SETTINGS.items():
         if values.get(key) not in (None, neutral) and draws >= drawn:
-            found[name] = _checked_setting(path, key, name, values[key], keys)
-    unused = tuple(key for key, value in values.items() if _left_out(key, value))
-    return Defaults(stop, suppress or (), found, unused)
+            sampling[name] = _checked_setting(path, key, name, values[key], keys)
+    unused = tuple(key for key, value in values.items() if _is_unused(key, value))
+    return Defaults(stop, suppress or (), sampling, unused)
 
 
 def _checked_setting(
@@ -118,41 +120,41 @@ def _checked_setting(
     try:
         SamplingParams(**{name: value})
     except InputError as e:
-        said = str(e).removeprefix(name).removeprefix(":")
-        raise _wrong(path, key, said.strip(), stated) from e
+        reason = str(e).removeprefix(name).removeprefix(":")
+        raise _wrong(path, key, reason.strip(), stated) from e
     return value
 
 
-def _wrong(path: Path, key: str, what: str, stated: Mapping[str, str]) -> WeightsError:
+def _wrong(path: Path, key: str, problem: str, stated: Mapping[str, str]) -> WeightsError:
     fix = "correct the file, or remove it"
     if key in stated:
         fix = "correct or remove the key with llama.cpp's gguf_new_metadata.py"
-    return WeightsError(f"{path}: {stated.get(key, key)} {what}; fix: {fix}")
+    return WeightsError(f"{path}: {stated.get(key, key)} {problem}; fix: {fix}")
 
 
-def _left_out(key: str, value: Any) -> bool:
-    known = key in SETTINGS or key in _OTHERS or key.startswith(("output_", "assistant_"))
-    return not known and value not in (None, False, [], {}, _NEUTRAL.get(key))
+def _is_unused(key: str, value: Any) -> bool:
+    supported = key in SETTINGS or key in _NEUTRAL_KEYS or key.startswith(("output_", "assistant_"))
+    return not supported and value not in (None, False, [], {}, _NEUTRAL.get(key))
 
 
 def _ids(
     path: Path, values: dict[str, Any], key: str, vocab: int, stated: Mapping[str, str]
 ) -> tuple[int, ...] | None:
-    given = values.get(key)
-    if given is None:
+    value = values.get(key)
+    if value is None:
         return None
-    ids = given if isinstance(given, list) else [given]
+    ids = value if isinstance(value, list) else [value]
     if not {*map(type, ids)} <= {int}:
-        what = f"must be a token id or a list of them, found {quoted(given)}"
-        raise _wrong(path, key, what, stated)
+        problem = f"must be a token id or a list of them, found {quoted(value)}"
+        raise _wrong(path, key, problem, stated)
     return tuple(i for i in ids if 0 <= i < vocab)
 
 
-def sampling_params(defaults: Defaults, given: Mapping[str, Any]) -> SamplingParams:
+def sampling_params(defaults: Defaults, settings: Mapping[str, Any]) -> SamplingParams:
     """Return `given` settings over the checkpoint's; a top_k of 0 or less is no limit, and seeds
     go round."""
-    found = {**defaults.sampling, **given}
-    if found.get("seed") is not None:
-        found["seed"] %= SEEDS
-    top_k = found.get("top_k") or 0
-    return SamplingParams(**{**found, "top_k": top_k if top_k > 0 else None})
+    values = {**defaults.sampling, **settings}
+    if values.get("seed") is not None:
+        values["seed"] %= SEEDS
+    top_k = values.get("top_k") or 0
+    return SamplingParams(**{**values, "top_k": top_k if top_k > 0 else None})

@@ -1,4 +1,4 @@
-"""Runs an engine on several ranks: every call to the runtime of rank 0 is made on all ranks.
+"""An engine on several ranks: every runtime call on rank 0 runs on all ranks.
 
 Sessions, the scheduler and sampling are on rank 0 alone. Its runtime sends each call to the others
 (worker.py) before it makes it: which graph, over which caches, with which inputs. Embedding tables
@@ -24,20 +24,20 @@ from .parts import EngineParts
 #: RPC that loads an engine; every other RPC has the name of the method it calls
 LOAD = "load"
 #: methods of runtimes and states that are called on every rank
-CALLS = frozenset({"zero", "clear", "copy", "put", "close", "run", "run_watched", "watch_held"})
-#: those that return an object of which each rank keeps its own
+CALLS = frozenset({"zero", "clear", "copy", "put", "close", "run", "run_watched", "watch_cache"})
+#: methods that return an object, one instance per rank
 MAKERS = frozenset({"new_state", "kept", "interpreter"})
 
-#: is shown a rank's tensor by its name, and may write over it
+#: callback(rank, name, tensor); may modify the tensor in place
 See = Callable[[int, str, torch.Tensor], None]
 
 
 class Led:
-    """A runtime, a session's caches or a copy of them, of which each rank has its own. Methods in
-    CALLS and MAKERS run on every rank; all else is this rank's."""
+    """Proxy on rank 0 for a runtime, KV cache or snapshot that each rank has. Methods in CALLS and
+    MAKERS run on every rank; everything else is local."""
 
-    def __init__(self, group: Group, own: Any, number: int) -> None:
-        self.group, self.own, self.number = group, own, number
+    def __init__(self, group: Group, local: Any, number: int) -> None:
+        self.group, self.local, self.number = group, local, number
         weakref.finalize(self, group.dropped.append, number)
 
     def __getattr__(self, name: str) -> Any:
@@ -46,25 +46,25 @@ class Led:
         if name in MAKERS:
             return partial(self._make, name)
         # The host of rank 0 chooses tokens.
-        return _no_loop if name == "token_loop" else getattr(self.own, name)
+        return _no_loop if name == "token_loop" else getattr(self.local, name)
 
     def _call(self, name: str, *args: Any, see: See | None = None) -> Any:
         if name == "close" and self.group.broken:
-            return self.own.close()
+            return self.local.close()
         args, feeds, watch = _sent(name, args)
         named = [{"number": a.number} if isinstance(a, Led) else a for a in args]
-        own = [a.own if isinstance(a, Led) else a for a in args]
+        local = [a.local if isinstance(a, Led) else a for a in args]
         with self.group.together():
             self.group.send([self.number, name, named, None], feeds)
-            return perform(self.group, self.own, name, own, feeds, see, watch)
+            return perform(self.group, self.local, name, local, feeds, see, watch)
 
     def _make(self, name: str, *args: Any) -> Led:
         # Before the others are told: if there is no memory for it here, no rank is out of step.
-        own = perform(self.group, self.own, name, args)
+        local = perform(self.group, self.local, name, args)
         with self.group.together():
             number = next(self.group.numbers)
             self.group.send([self.number, name, [*args], number], {})
-        return Led(self.group, own, number)
+        return Led(self.group, local, number)
 
 
 def _no_loop(*_: Any) -> None:
@@ -76,52 +76,53 @@ def _sent(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, 
     this rank alone."""
     if name not in ("run", "run_watched"):
         return args, {}, None
-    phase, feeds, *rest = args
-    return (phase, *rest[:3]), feeds, next(iter(rest[3:]), None)
+    phase, feeds, *remainder = args
+    return (phase, *remainder[:3]), feeds, next(iter(remainder[3:]), None)
 
 
 def perform(
     group: Group,
-    own: Any,
+    local: Any,
     name: str,
     args: Any,
     feeds: Mapping[str, torch.Tensor] | None = None,
     see: See | None = None,
     watch: Watch | None = None,
 ) -> Any:
-    """Make a call on a rank's own runtime or state. On rank 0 `see` is shown every rank's values,
-    and `watch` this rank's."""
+    """Make a call on this rank's runtime or state. On rank 0 `see` gets every rank's values;
+    `watch` gets this rank's."""
     if name == "interpreter":
         (kind,) = args
-        return interpreter(kind, own, own.program, own.limits, own.device, group)
-    if name == "watch_held":
+        return interpreter(kind, local, local.program, local.limits, local.device, group)
+    if name == "watch_cache":
         cache, start, stop = args
-        return watch_slots(own, cache, range(start, stop), shown(group, see))
+        return watch_slots(local, cache, range(start, stop), watch_for(group, see))
     if name in ("run", "run_watched"):
-        phase, *rest = args
-        placed = {key: t.to(own.device) for key, t in (feeds or {}).items()}
-        return own.run(phase, placed, *rest, shown(group, see) if name == "run_watched" else watch)
+        phase, *remainder = args
+        placed = {key: t.to(local.device) for key, t in (feeds or {}).items()}
+        watch = watch_for(group, see) if name == "run_watched" else watch
+        return local.run(phase, placed, *remainder, watch)
     assert name in CALLS | MAKERS, name
-    return getattr(own, name)(*args)
+    return getattr(local, name)(*args)
 
 
-def shown(group: Group, see: See | None = None) -> Watch:
-    """Return a callback that shows a rank's values to rank 0, which has `see`."""
+def watch_for(group: Group, see: See | None = None) -> Watch:
+    """Return a callback that sends a rank's values to rank 0, which passes them to `see`."""
     return lambda name, t: group.share_with_leader(t, see and (lambda rank, x: see(rank, name, x)))
 
 
-def watch_slots(state: Any, name: str, held: range, watch: Watch) -> None:
-    """Show the slots of a rank's cache that hold these positions."""
+def watch_slots(state: Any, name: str, positions: range, watch: Watch) -> None:
+    """Pass the cache slots of these positions to `watch`; its changes are written back."""
     cache = state.tensors[name]
-    slots = slots_of(held, cache)
-    seen = cache[slots]
-    watch(name, seen)
-    cache[slots] = seen
+    slots = slots_of(positions, cache)
+    values = cache[slots]
+    watch(name, values)
+    cache[slots] = values
 
 
-def slots_of(held: range, cache: torch.Tensor) -> list[int]:
+def slots_of(positions: range, cache: torch.Tensor) -> list[int]:
     """Return the slots of positions: p is in slot p mod the number of slots."""
-    return [p % len(cache) for p in held]
+    return [p % len(cache) for p in positions]
 
 
 def interpreted(engine: EngineParts, kind: str) -> Runtime:
@@ -129,8 +130,8 @@ def interpreted(engine: EngineParts, kind: str) -> Runtime:
     backends/reference.py's."""
     runtime: Any = engine.runtime
     if isinstance(runtime, Led):
-        made: Runtime = runtime.interpreter(kind)
-        return made
+        interpreted_runtime: Runtime = runtime.interpreter(kind)
+        return interpreted_runtime
     return interpreter(kind, runtime, engine.program, engine.limits, engine.device)
 
 
@@ -144,12 +145,12 @@ def run_watched(
         runtime.run(phase, feeds, state, context, True, partial(see, 0))
 
 
-def watch_held(state: Any, name: str, held: range, see: See) -> None:
+def watch_cache(state: Any, name: str, positions: range, see: See) -> None:
     """Show each rank's cache at these positions."""
     if isinstance(state, Led):
-        state.watch_held(name, held.start, held.stop, see=see)
+        state.watch_cache(name, positions.start, positions.stop, see=see)
     else:
-        watch_slots(state, name, held, partial(see, 0))
+        watch_slots(state, name, positions, partial(see, 0))
 
 
 def lead(
@@ -160,8 +161,8 @@ def lead(
     with group.turn:
         number = next(group.numbers)
         group.send([None, LOAD, [path, dict(options)], number], {})
-        own, said = opened(group, lambda: (digest, opens()))
-    for rank, (other, error) in enumerate(said):
+        local, replies = opened(group, lambda: (digest, opens()))
+    for rank, (other, error) in enumerate(replies):
         if error:
             raise EngineError(f"rank {rank}: {error}")
         if other != digest:
@@ -169,20 +170,20 @@ def lead(
                 f"{path}: rank {rank} has another engine there, of digest {other[:12]}..., rank 0 "
                 f"{digest[:12]}...; copy the directory to all machines"
             )
-    return Led(group, own, number)
+    return Led(group, local, number)
 
 
 def opened(group: Group, opens: Callable[[], tuple[str, Any]]) -> tuple[Any, list[Any]]:
     """Return this rank's runtime, if it opens, and for each rank the digest of its engine and its
     error. Rank 0 raises its own error, once the others know."""
-    digest, made, error = "", None, None
+    digest, runtime, error = "", None, None
     try:
-        digest, made = opens()
+        digest, runtime = opens()
     except RankError:
         raise
     except Exception as e:
         error = e
-    said = group.gather_values([digest, error and str(error)])
+    replies = group.gather_values([digest, error and str(error)])
     if error is not None and group.rank == 0:
         raise error
-    return made, said
+    return runtime, replies

@@ -1,4 +1,4 @@
-"""A session: tokens in, logits out, and the KV cache of a batch in between."""
+"""A session: tokens in, logits out, with the KV cache of a batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .parts import EngineParts
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of a session: lengths, and the part of each cache that was in use."""
+    """A copy of a session: lengths, and the used part of each cache."""
 
     length: torch.Tensor
     written: torch.Tensor
@@ -31,7 +31,7 @@ class Snapshot:
 
 
 class Session:
-    """`batch` rows, each with its own length. Not safe for use from several threads at once."""
+    """KV cache of `batch` rows, each with its length. Not thread-safe."""
 
     def __init__(self, engine: EngineParts, batch: int = 1) -> None:
         limit = engine.limits.max_batch
@@ -42,7 +42,7 @@ class Session:
         self.state = engine.runtime.new_state(batch)
         #: int64 [batch]: tokens that each row holds
         self.length = torch.zeros(batch, dtype=torch.int64)
-        #: most tokens that each row ever held since it was last empty (what rings have seen)
+        #: maximum length of each row since it was last empty (tokens written to its rings)
         self._written = torch.zeros(batch, dtype=torch.int64)
         self.hidden = HiddenStates(batch)
 
@@ -63,10 +63,10 @@ class Session:
         """Append tokens, int64 [batch, S]; row b's first lengths[b] are valid (default: all).
 
         Returns float32 [batch, vocab] at each row's last valid token (zeros for a row of length
-        0, which is left untouched), or [batch, S, vocab] with `all_logits` (zeros behind a row's
-        last). `soft` take the places of the placeholders of their kind, row by row; images, videos
-        and audio are encoded here and come after them. Placeholders of a kind that the engine does
-        not take are tokens like any other.
+        0, which is unchanged), or [batch, S, vocab] with `all_logits` (zeros after a row's last).
+        `soft` tokens replace the placeholders of their kind, row by row; images, videos and audio
+        are encoded here and follow them. Placeholders of a kind that the engine does not support
+        are ordinary tokens.
 
         InputError, and nothing is appended, for a token outside the vocabulary, a row that would
         pass max_seq, media of another kind or number, and an image that fits no chunk.
@@ -80,7 +80,7 @@ class Session:
         if not all_logits:
             return self._last_logits(prompt)
         out = self._zeros(prompt.tokens.shape[1])
-        for piece, _, logits in self._chunks(prompt, None, every=True):
+        for piece, _, logits in self._chunks(prompt, None, all_logits=True):
             assert logits is not None
             starts, counts, rows = piece.start.tolist(), piece.count.tolist(), logits.float().cpu()
             for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
@@ -88,19 +88,22 @@ class Session:
         return out
 
     def prefill_steps(self, tokens: Any, lengths: Any = None) -> Iterator[torch.Tensor | None]:
-        """Prefill tokens as `prefill`, a chunk for each value of the iterator: None, until a row
-        has ended; then the logits [B, vocab], on the engine's device and in its dtype, which the
-        next step may write over. InputError as `prefill`, at once. Nothing else may be appended
-        before the last chunk, but the iterator may be left early."""
+        """Prefill like `prefill`, one chunk per value of the iterator: None until a row has ended,
+        then the logits [B, vocab] on the engine's device and in its dtype, valid until the next
+        step. Raises InputError at once, as `prefill`. Append nothing else before the last chunk;
+        the iterator may be closed early."""
         return self._steps(self._inputs.prompt(self.length, tokens, lengths, ()))
 
     def prefill_piece(
-        self, prompt: TokenBatch, piece: Piece, every: Callable[[torch.Tensor], None] | None = None
+        self,
+        prompt: TokenBatch,
+        piece: Piece,
+        on_logits: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor | None:
-        """Append the next piece, of at most a chunk, of a checked prompt to the only row. Return
-        None, or with the last piece the logits [1, vocab] as `prefill_steps`; `every` takes those
-        of each token, [1, S, vocab], in engines with all_logits."""
-        (logits,) = self._steps(prompt, (piece,), every)
+        """Append the next piece (at most a chunk) of a checked prompt to a one-row session. Return
+        None, or with the last piece the logits [1, vocab] as `prefill_steps`. on_logits: callback
+        for the logits of all tokens [1, S, vocab]; needs an engine with all_logits."""
+        (logits,) = self._steps(prompt, (piece,), on_logits)
         return logits
 
     def decode(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
@@ -121,48 +124,50 @@ class Session:
         return logits
 
     def draft(self, newest: Mapping[int, int], counts: Mapping[int, int]) -> dict[int, list[int]]:
-        """Return draft tokens of the engine's draft model for each row, to follow its newest token,
-        which the caches do not hold yet: at most so many, and none if the hidden state that this
-        token was chosen from is not known, as after `truncate`."""
-        known = self.hidden.known(self.length)
-        counts = {row: count if known[row] else 0 for row, count in counts.items()}
+        """Return up to `counts` tokens of the draft model for each row, to follow its newest token,
+        which is not in the KV cache yet; none if that token's hidden state is not available, as
+        after `truncate`."""
+        available = self.hidden.available(self.length)
+        counts = {row: count if available[row] else 0 for row, count in counts.items()}
         tokens = torch.zeros(self.batch, dtype=torch.int64)
         tokens[[*newest]] = torch.tensor([*newest.values()])
         steps = [*self._draft_steps(tokens, max(counts.values(), default=0))]
-        made = {row: [step[row] for step in steps[:count]] for row, count in counts.items()}
+        drafts = {row: [step[row] for step in steps[:count]] for row, count in counts.items()}
         ids = self.engine.spec.text.readable_ids
-        return {row: list(takewhile(lambda t: t < ids, found)) for row, found in made.items()}
+        return {
+            row: list(takewhile(lambda t: t < ids, tokens_of_row))
+            for row, tokens_of_row in drafts.items()
+        }
 
     def extend(self, counts: torch.Tensor) -> None:
-        """Take over tokens that a loop on the device has appended: so many to each row, int64
-        [batch]."""
+        """Count tokens that a device loop has appended to the KV cache: int64 [batch]."""
         self.length = self.length + counts
         self._written = torch.maximum(self._written, self.length)
         self.hidden.forget()
 
     def truncate(self, n: Any) -> None:
-        """Keep the first n tokens (an int or int64 [batch]) of each row. InputError, and nothing is
-        changed, where a ring no longer holds what would be seen. Cut within an image that is seen
-        both ways, what is kept of it has seen what is dropped."""
-        keep = self._inputs.kept(self.length, n)
+        """Keep the first n tokens (an int or int64 [batch]) of each row. InputError, without a
+        change, if a ring no longer has the window of the next token. If the cut is within an
+        image with bidirectional attention, its remaining tokens have attended to dropped ones."""
+        lengths = self._inputs.keep_lengths(self.length, n)
         for window, slots in self.engine.rings:
             # The next query sees the window - 1 tokens before it; a ring holds the newest slots.
-            first_seen = (keep - window + 1).clamp(min=0)
-            lost = (keep > 0) & (first_seen < self._written - slots)
+            first_seen = (lengths - window + 1).clamp(min=0)
+            lost = (lengths > 0) & (first_seen < self._written - slots)
             if bool(lost.any()):
                 row = int(lost.nonzero()[0, 0])
-                least = int(self._written[row]) - slots + window - 1
+                min_tokens = int(self._written[row]) - slots + window - 1
                 raise InputError(
-                    f"truncate row {row} to {int(keep[row])}: its ring of {slots} slots has "
-                    f"overwritten that window; keep at least {least} tokens, or reset the row and "
-                    f"prefill again"
+                    f"truncate row {row} to {int(lengths[row])}: its ring of {slots} slots has "
+                    f"overwritten that window; keep at least {min_tokens} tokens, or reset the row "
+                    f"and prefill again"
                 )
-        self.length = keep
-        self._written = torch.where(keep == 0, keep, self._written)
+        self.length = lengths
+        self._written = torch.where(lengths == 0, lengths, self._written)
 
     def reset(self, rows: Any = None, zero: bool = False) -> None:
-        """Empty the given rows (ints), or all. `zero` also writes zeros over their caches: NaN
-        there, in a slot that no query sees, is NaN in its sum all the same."""
+        """Empty the given rows (ints), or all. `zero` also overwrites their caches with zeros: NaN
+        in a masked slot would still make the attention sum NaN."""
         index = torch.arange(self.batch) if rows is None else self._inputs.rows(rows, "reset")
         if zero:
             for row in index.tolist():
@@ -177,85 +182,85 @@ class Session:
         source._inputs.rows(start, "copy from")
         if source.engine is not self.engine:
             raise InputError(f"copy_row: from a session of {source.engine!r} to {self.engine!r}")
-        held = int(source.length[start])
-        if held and (source is not self or start != row):
-            self.state.copy(source.state, start, row, held)
+        length = int(source.length[start])
+        if length and (source is not self or start != row):
+            self.state.copy(source.state, start, row, length)
         self.hidden.copy_row(source.hidden, start, row, source.length)
-        self.length[row], self._written[row] = held, source._written[start]
+        self.length[row], self._written[row] = length, source._written[start]
 
     def snapshot(self) -> Snapshot:
-        """Copy what every row holds, for `restore`, which also brings back what rings overwrote."""
-        held, length = int(self.length.max()), self.length.clone()
-        caches = self.state.snapshot(held) if held else None
+        """Copy all rows, for `restore`, which also brings back overwritten ring slots."""
+        max_length, length = int(self.length.max()), self.length.clone()
+        caches = self.state.snapshot(max_length) if max_length else None
         return Snapshot(length, self._written.clone(), caches, self.hidden.copy(length))
 
-    def restore(self, kept: Snapshot) -> None:
-        """Hold again what the snapshot holds."""
-        if kept.length.shape != self.length.shape:
+    def restore(self, snapshot: Snapshot) -> None:
+        """Set lengths, KV cache and hidden states to those of a snapshot."""
+        if snapshot.length.shape != self.length.shape:
             raise InputError(
-                f"restore: a snapshot of {len(kept.length)} rows; the session has {self.batch}"
+                f"restore: a snapshot of {len(snapshot.length)} rows; the session has {self.batch}"
             )
-        if kept.caches:
-            self.state.restore(kept.caches)
-        self.length, self._written = kept.length.clone(), kept.written.clone()
-        self.hidden = kept.hidden.copy(kept.length)
+        if snapshot.caches:
+            self.state.restore(snapshot.caches)
+        self.length, self._written = snapshot.length.clone(), snapshot.written.clone()
+        self.hidden = snapshot.hidden.copy(snapshot.length)
 
-    def nbytes(self, held: int | None = None) -> int:
-        """Return the bytes of the caches, or of a snapshot of rows of `held` tokens."""
-        if held is None:
+    def nbytes(self, num_tokens: int | None = None) -> int:
+        """Return the bytes of the KV cache, or of a snapshot of rows with num_tokens."""
+        if num_tokens is None:
             return int(self.state.nbytes())
-        return sum(t.nbytes for t in self.state.views(held).values()) if held else 0
+        return sum(t.nbytes for t in self.state.views(num_tokens).values()) if num_tokens else 0
 
     def _last_logits(self, prompt: TokenBatch) -> torch.Tensor:
-        """Return the logits [B, vocab] of each row's last token: a copy for the caller to keep."""
-        found: torch.Tensor | None = None
+        """Return a float32 CPU copy of the logits [B, vocab] of each row's last token."""
+        logits: torch.Tensor | None = None
         for step in self._steps(prompt):
-            found = step
-        return self._zeros() if found is None else found.to("cpu", torch.float32, copy=True)
+            logits = step
+        return self._zeros() if logits is None else logits.to("cpu", torch.float32, copy=True)
 
     def _steps(
         self,
         prompt: TokenBatch,
         pieces: Sequence[Piece] | None = None,
-        every: Callable[[torch.Tensor], None] | None = None,
+        on_logits: Callable[[torch.Tensor], None] | None = None,
     ) -> Iterator[torch.Tensor | None]:
         """Yield after each piece (default: chunk) the logits of the rows that have ended, or
         None."""
-        found: torch.Tensor | None = None
-        for piece, ends, logits in self._chunks(prompt, pieces, every=every is not None):
-            if logits is not None and every:
-                every(logits[:, : piece.width])
+        logits_of_rows: torch.Tensor | None = None
+        for piece, ends, logits in self._chunks(prompt, pieces, on_logits is not None):
+            if logits is not None and on_logits:
+                on_logits(logits[:, : piece.width])
             if logits is not None and bool(ends.any()):
                 rows = logits[:, 0]
                 if logits.shape[1] > 1:
                     rows = logits[torch.arange(self.batch), (piece.count - 1).clamp(min=0)]
                 if not bool(ends.all()):
-                    before = torch.zeros_like(rows) if found is None else found
+                    before = torch.zeros_like(rows) if logits_of_rows is None else logits_of_rows
                     rows = torch.where(ends.to(rows.device)[:, None], rows, before)
-                found = rows
-            yield found
+                logits_of_rows = rows
+            yield logits_of_rows
 
     def _chunks(
-        self, prompt: TokenBatch, pieces: Sequence[Piece] | None, every: bool
+        self, prompt: TokenBatch, pieces: Sequence[Piece] | None, all_logits: bool
     ) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor | None]]:
-        """Yield each piece, the rows that end in it, and its logits: of `every`, or the last."""
+        """Yield each piece, the rows that end in it, and its logits (of all or the last)."""
         for piece in pieces or prompt.pieces(self.engine.limits.prefill_chunk):
             ends = (piece.count > 0) & (piece.start + piece.count == prompt.lengths)
-            wanted = every or bool(ends.any())
+            need_logits = all_logits or bool(ends.any())
             phase = "decode" if piece.width == 1 else "prefill"
             tokens = piece.take(prompt.tokens, 0)
-            yield piece, ends, self._run(phase, tokens, piece.count, wanted, (prompt, piece))
+            yield piece, ends, self._run(phase, tokens, piece.count, need_logits, (prompt, piece))
 
     def _run(
         self,
         phase: str,
         tokens: torch.Tensor,
         count: torch.Tensor,
-        wanted: bool = True,
+        need_logits: bool = True,
         media: tuple[TokenBatch, Piece] | None = None,
     ) -> torch.Tensor | None:
-        """Append `count` of the tokens [B, S] to each row by a graph; return its logits, if they
-        are wanted. A chunk of one token is a decode step."""
+        """Run a graph that appends `count` of the tokens [B, S] to each row; return its logits if
+        needed. A chunk of one token is a decode step."""
         positions, after = self.length[:, None], self.length + count
         if tokens.shape[1] > 1:
             positions = positions + torch.arange(tokens.shape[1])
@@ -268,27 +273,27 @@ class Session:
                 phase, feeds["block_ids"] = BLOCKS, ids
         if self.engine.device != "cpu":
             feeds = {name: t.to(self.engine.device) for name, t in feeds.items()}
-        made = self.engine.runtime.run(phase, feeds, self.state, int(after.max()), wanted)
-        self.hidden.take(made.get(HIDDEN) if made else None, self.length, after)
+        outputs = self.engine.runtime.run(phase, feeds, self.state, int(after.max()), need_logits)
+        self.hidden.take(outputs.get(HIDDEN) if outputs else None, self.length, after)
         self.length = after
         self._written = torch.maximum(self._written, after)
-        return made["logits"] if made else None
+        return outputs["logits"] if outputs else None
 
     def _draft_steps(self, tokens: torch.Tensor, count: int) -> Iterator[list[int]]:
-        """Yield the next token of each row, by the drafter, `count` times."""
+        """Yield the draft model's next token of each row, `count` times."""
         engine, hidden = self.engine, self.hidden.of(self.length)
         assert engine.drafter and engine.drafter.drafter
         last = (self.length - 1).clamp(min=0)
-        stands = self.length if engine.drafter.drafter.position == "next" else last
-        where = {"positions": stands[:, None], "last": last[:, None], "written": self.length}
-        feeds = {name: t.to(engine.device) for name, t in where.items()}
-        longest = int(self.length.max())
+        position = self.length if engine.drafter.drafter.position == "next" else last
+        args = {"positions": position[:, None], "last": last[:, None], "written": self.length}
+        feeds = {name: t.to(engine.device) for name, t in args.items()}
+        max_length = int(self.length.max())
         for _ in range(count):
             assert hidden is not None
             feeds |= {"embeds": engine.embed(tokens[:, None])["embeds"], HIDDEN: hidden}
-            made = engine.runtime.run(DRAFT, feeds, self.state, longest, True)
-            assert made
-            hidden, tokens = made[NEXT_HIDDEN].clone(), made[TOKEN].cpu()
+            outputs = engine.runtime.run(DRAFT, feeds, self.state, max_length, True)
+            assert outputs
+            hidden, tokens = outputs[NEXT_HIDDEN].clone(), outputs[TOKEN].cpu()
             yield tokens.tolist()
 
     def _zeros(self, *width: int) -> torch.Tensor:

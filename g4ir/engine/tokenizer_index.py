@@ -63,12 +63,12 @@ def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
     if not local or not _library_accepts(frame, vocab):
         return None
     tokens = HashedTokens(texts)
-    merges = _whole_and_cut(listed, vocab, tokens, [*_fallbacks(model)])
+    merges = _merge_results(listed, vocab, tokens, [*_fallbacks(model)])
     if merges is None or tokens.collide:
         return None
     order = np.lexsort((tokens.hashes, tokens.characters))
-    whole, cuts = merges
-    by_token = np.argsort(whole, kind="stable")
+    results, cuts = merges
+    by_token = np.argsort(results, kind="stable")
     raw = [text.encode() for text in texts]
     return {
         "frame": np.frombuffer(json.dumps(frame).encode(), np.uint8).copy(),
@@ -79,7 +79,7 @@ def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
         "lengths": np.bincount(tokens.characters),
         "cuts": cuts[by_token].astype(np.uint8),
         "ranks": by_token.astype(np.int32),
-        "merges": np.cumsum(np.bincount(whole, minlength=len(texts))),
+        "merges": np.cumsum(np.bincount(results, minlength=len(texts))),
     }
 
 
@@ -131,7 +131,7 @@ def _subset(
 AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
 
-def _whole_and_cut(
+def _merge_results(
     merges: Sequence[Any], vocab: Mapping[str, int], tokens: HashedTokens, fallbacks: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the result of each merge, and the characters of its left part; None if one takes what
@@ -143,20 +143,20 @@ def _whole_and_cut(
     elif kinds != {list}:
         return None
     else:
-        cuts = [len(left) for left, _ in merges]
-        joined = [left + right for left, right in merges]
-    whole, cut = np.array([vocab.get(t, -1) for t in joined]), np.array(cuts)
+        cuts = [len(first) for first, _ in merges]
+        joined = [first + second for first, second in merges]
+    results, cut = np.array([vocab.get(t, -1) for t in joined]), np.array(cuts)
     splits = tokens.splits()
-    keys, wanted = splits.whole << 8 | splits.cut, whole << 8 | cut
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    keys, expected = splits.whole << 8 | splits.cut, results << 8 | cut
+    at = np.minimum(np.searchsorted(keys, expected), len(keys) - 1)
     other = [vocab[t] for t in fallbacks if t in vocab]
     if (
         not len(keys)
-        or (keys[at] != wanted).any()
+        or (keys[at] != expected).any()
         or np.isin([splits.left[at], splits.right[at]], other).any()
     ):
         return None
-    return whole, cut
+    return results, cut
 
 
 def _fallbacks(model: Mapping[str, Any]) -> list[str]:
@@ -169,11 +169,11 @@ class IndexedTokenizer:
     """The methods of a library tokenizer that `chat.prompt` calls, by an index; all others, and
     texts of more than FEW characters in sum, by the whole tokenizer, which is opened then."""
 
-    def __init__(self, path: Path, whole: Any) -> None:
+    def __init__(self, path: Path, open_full: Any) -> None:
         """`whole` returns the tokenizer. EngineError for a file that is no index."""
         from tokenizers import Tokenizer
 
-        self._open_whole, self._left = whole, FEW
+        self._open_full, self._budget = open_full, FEW
         header = read_header(path)
         mapped = map_file(header)
         arrays = {name: view(mapped, entry).numpy() for name, entry in header.entries.items()}
@@ -194,25 +194,25 @@ class IndexedTokenizer:
         self._fallbacks = {i for i in self._known.values() if i is not None}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)
+        return getattr(self._full, name)
 
     @cached_property
-    def _whole(self) -> Any:
-        return self._open_whole()
+    def _full(self) -> Any:
+        return self._open_full()
 
     def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool = True) -> Any:
         """As of the library."""
-        self._left -= sum(map(len, texts))
-        found = self._whole if self._left < 0 else self._of(texts)
-        return found.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        self._budget -= sum(map(len, texts))
+        tokenizer = self._full if self._budget < 0 else self._of(texts)
+        return tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """As of the library."""
         skip = self._special if skip_special_tokens else ()
         texts = [self.id_to_token(i) for i in ids if i not in skip]
-        found = [text for text in texts if text is not None]
+        tokens = [text for text in texts if text is not None]
         decoder = self._empty.decoder
-        return decoder.decode(found) if decoder else " ".join(found)
+        return decoder.decode(tokens) if decoder else " ".join(tokens)
 
     def decode_batch(self, rows: Iterable[Sequence[int]], skip_special_tokens: bool = True) -> Any:
         """As of the library."""
@@ -229,8 +229,8 @@ class IndexedTokenizer:
         """As of the library."""
         if text in self._known:
             return self._known[text]
-        found = (i for i in self._within(text, len(text)) if self.id_to_token(i) == text)
-        return next(found, None)
+        matches = (i for i in self._within(text, len(text)) if self.id_to_token(i) == text)
+        return next(matches, None)
 
     def get_added_tokens_decoder(self) -> dict[int, Any]:
         """As of the library."""
@@ -253,7 +253,7 @@ class IndexedTokenizer:
         merges = [p for p in self._merges_of(ids) if vocab.keys() >= {*p}]
         return Tokenizer.from_str(_subset(self._frame, vocab, merges))
 
-    def _within(self, text: str, least: int = 1) -> set[int]:
+    def _within(self, text: str, min_length: int = 1) -> set[int]:
         """Return the ids of the tokens in a text of at least so many characters; rarely another."""
         codes, out = code_points(text), set[int]()
         hashes = np.zeros(len(codes) + 1, np.uint64)
@@ -262,7 +262,7 @@ class IndexedTokenizer:
                 break
             if length:
                 hashes = hashes[:-1] * BASE + codes[length - 1 :]
-            if length >= least and end > start:
+            if length >= min_length and end > start:
                 part = self._hashes[start:end]
                 at = np.minimum(np.searchsorted(part, hashes), len(part) - 1)
                 out.update(self._ids[start + at[part[at] == hashes]].tolist())
@@ -270,13 +270,13 @@ class IndexedTokenizer:
 
     def _merges_of(self, ids: Iterable[int]) -> list[tuple[str, str]]:
         """Return the merges whose results are among `ids`, by rank."""
-        found = list[tuple[int, str, str]]()
+        merges = list[tuple[int, str, str]]()
         for i in ids:
             text = self.id_to_token(i) or ""
             for k in range(self._merges[i - 1] if i else 0, self._merges[i]):
                 cut = int(self._cuts[k])
-                found.append((int(self._ranks[k]), text[:cut], text[cut:]))
-        return [(a, b) for _, a, b in sorted(found)]
+                merges.append((int(self._ranks[k]), text[:cut], text[cut:]))
+        return [(a, b) for _, a, b in sorted(merges)]
 
 
 def _check(arrays: Mapping[str, np.ndarray]) -> None:

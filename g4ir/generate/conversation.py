@@ -29,7 +29,7 @@ from g4ir.chat.template import open_chat
 from g4ir.chat.text_files import read_text
 from g4ir.chat.tools import lower, read_tools
 from g4ir.engine.engine import Engine
-from g4ir.engine.multimodal import read_own
+from g4ir.engine.multimodal import read_local
 from g4ir.engine.output import AnswerStream
 from g4ir.engine.prompts import sampling_params
 from g4ir.engine.requests import CANCELLED, Counts, Request, RequestHandle, check_minimums
@@ -57,7 +57,7 @@ SETTINGS: Mapping[str, type[int] | type[float]] = {
     "frequency_penalty": float,
     "repetition_penalty": float,
 }
-Told = Callable[[Said], None]
+OnEvent = Callable[[Said], None]
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,14 @@ class Turn:
 
 @dataclass
 class Thinking:
-    """Whether the model thinks, and after how many tokens its reasoning is ended; None: never."""
+    """Whether reasoning is on, and its token budget (None: unlimited)."""
 
     on: bool = False
     budget: int | None = None
 
 
 class ChatSession:
-    """One conversation. One thread at a time; `stop` from any, and from a handler of signals."""
+    """One conversation. Not thread-safe, except for `stop`, which signal handlers may call too."""
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
         self.engine, self.defaults = engine, engine.defaults()
@@ -121,14 +121,14 @@ class ChatSession:
         self.tools: list[Any] | None = None
         self.thinking = Thinking()
         self.settings: dict[str, int | float] = {}
-        #: ids that end an answer too
+        #: additional stop ids
         self.stop_ids: frozenset[int] = frozenset()
-        #: tokens that the conversation had at the end of the last answer
+        #: tokens of the conversation after the last answer
         self.held = 0
-        #: whether a message would be answered
+        #: False once closed or after a rank has failed
         self.alive = True
         self._scheduler = Scheduler(engine, config)
-        #: soft tokens by identity of the part that they were made of
+        #: soft tokens by id() of their message part
         self._soft: dict[int, tuple[Any, Soft]] = {}
         self._handle: RequestHandle | None = None
         self._stopped = False
@@ -140,18 +140,18 @@ class ChatSession:
         self.close()
 
     def close(self) -> None:
-        """Free the caches."""
+        """Free the KV caches."""
         self.alive = False
         self._scheduler.close()
 
     def set_system(self, text: str) -> None:
-        """Begin the conversation with this message of the system, or without one."""
-        rest = self.messages[1:] if self.system is not None else self.messages
-        self.messages = [*([{"role": "system", "content": text}] if text else []), *rest]
+        """Set the system prompt; an empty text removes it."""
+        messages = self.messages[1:] if self.system is not None else self.messages
+        self.messages = [*([{"role": "system", "content": text}] if text else []), *messages]
 
     @property
     def system(self) -> str | None:
-        """The text of the system's message; None where there is none."""
+        """The system prompt, or None."""
         first = self.messages[0] if self.messages else {}
         return first["content"] if first.get("role") in ("system", "developer") else None
 
@@ -166,32 +166,32 @@ class ChatSession:
         return soft
 
     def attach_text(self, path: str | Path) -> int:
-        """Put a text file, in a block with its name, before the next message; return how many
-        tokens that is. InputError for a file that is not there, not UTF-8 or too long."""
+        """Prepend a text file, in a code block with its name, to the next message; return its token
+        count. InputError for a file that is missing, not UTF-8 or too long."""
         check_file("text", path)
-        path, room = Path(path), self.engine.limits.max_seq
-        least = path.stat().st_size // 4  # characters of UTF-8
-        self.vocabulary.check_length(least, room, str(path))
+        path, max_seq = Path(path), self.engine.limits.max_seq
+        min_characters = path.stat().st_size // 4  # characters of UTF-8
+        self.vocabulary.check_length(min_characters, max_seq, str(path))
         text = "".join(read_text(path))
         fence = "`" * max((3, *(len(run) + 1 for run in re.findall("`+", text))))
         part = {"type": "text", "text": f"{path.name}\n{fence}\n{text}\n{fence}\n\n"}
         tokens = self.vocabulary.plain(part["text"])
-        if len(tokens) > room:
-            raise InputError(f"{path}: {len(tokens)} tokens, and the engine holds {room}")
+        if len(tokens) > max_seq:
+            raise InputError(f"{path}: {len(tokens)} tokens, and the engine holds {max_seq}")
         self.attached.append(part)
         return len(tokens)
 
-    def set_tools(self, given: Any) -> tuple[str, ...]:
-        """Declare tools in OpenAI's form, or none; return what of their schemas is lost.
-        InputError, and nothing is changed, if they are wrong or the template takes none."""
-        lost = () if given is None else lower(read_tools(given))[1]
-        self._check_template(given, self.thinking.on)
-        self.tools = given
+    def set_tools(self, tools: Any) -> tuple[str, ...]:
+        """Set tools in OpenAI's format, or None; return the schema parts that the prompt format
+        drops. InputError, without a change, if they are invalid or the template has no tools."""
+        lost = () if tools is None else lower(read_tools(tools))[1]
+        self._check_template(tools, self.thinking.on)
+        self.tools = tools
         return lost
 
     def set_thinking(self, on: bool, budget: int | None = None) -> None:
-        """Have the model think, for at most `budget` tokens, or not. InputError, and nothing is
-        changed, if the template has no reasoning."""
+        """Turn reasoning on or off, with a token budget. InputError, without a change, if the
+        template has no reasoning."""
         self._check_template(self.tools, on)
         self.thinking = Thinking(on, budget)
 
@@ -202,27 +202,28 @@ class ChatSession:
             make_prompt([message], tools, self.template, enable_thinking=thinking)
 
     def set(self, name: str, text: str) -> None:
-        """Take a setting as typed, `default` for the checkpoint's; InputError for a wrong one."""
+        """Set a sampling parameter from text, `default` for the checkpoint's value."""
         if name not in SETTINGS:
             raise InputError(f"setting {name!r}: one of {', '.join(SETTINGS)}")
         try:
             value = None if text == "default" else SETTINGS[name](text)
         except ValueError:
-            what = "a whole number" if SETTINGS[name] is int else "a number"
-            raise InputError(f"{name} {text!r}: expected {what}, or default") from None
+            expected = "a whole number" if SETTINGS[name] is int else "a number"
+            raise InputError(f"{name} {text!r}: expected {expected}, or default") from None
         self.choose({name: value})
 
     def choose(self, settings: Mapping[str, int | float | None]) -> None:
-        """Take settings by name, None for the checkpoint's; all or, with InputError, none."""
-        found = {k: v for k, v in {**self.settings, **settings}.items() if v is not None}
-        check_minimums(found, max_new_tokens=1)
-        if found.get("top_k", 0) < 0:
-            raise InputError(f"top_k {found['top_k']}: expected 0 (no limit) or more")
-        self._sampling(found)
-        self.settings = found
+        """Set sampling parameters by name, None for the checkpoint's value; all or none
+        (InputError)."""
+        values = {k: v for k, v in {**self.settings, **settings}.items() if v is not None}
+        check_minimums(values, max_new_tokens=1)
+        if values.get("top_k", 0) < 0:
+            raise InputError(f"top_k {values['top_k']}: expected 0 (no limit) or more")
+        self._sampling(values)
+        self.settings = values
 
     def clear(self) -> None:
-        """Forget what was said; the system's message, tools and settings stay."""
+        """Delete all messages; the system prompt, tools and settings stay."""
         self.messages = self.messages[:1] if self.system is not None else []
         self.attached, self._soft, self.held = [], {}, 0
 
@@ -236,24 +237,24 @@ class ChatSession:
             raise InputError(f"{path}: a message has half a character, which is no UTF-8") from None
 
     def load(self, path: str | Path) -> None:
-        """Go on with a conversation from a file as `save` writes them, or with a list of messages,
-        whose media are read. InputError where something is wrong; then nothing has changed."""
+        """Load a conversation from a file of `save`, or a JSON list of messages; read its media.
+        InputError, without a change, if anything is invalid."""
         path = Path(path)
         try:
             value = decoded("".join(read_text(path)), str(path))
-            held: dict[str, Any] = {"messages": value}
+            conversation: dict[str, Any] = {"messages": value}
             if not isinstance(value, list):
-                held = an_object(value, "the file")
-            if unknown := held.keys() - {"messages", "tools"}:
+                conversation = an_object(value, "the file")
+            if unknown := conversation.keys() - {"messages", "tools"}:
                 has = "a conversation has messages and tools"
                 raise InputError(f"{min(unknown)}: is not known; {has}")
-            messages: Any = held.get("messages")
-            tools = held.get("tools")
+            messages: Any = conversation.get("messages")
+            tools = conversation.get("tools")
             read = read_messages(messages)
             if read:
                 check_pairs(read, may_wait=True)
             read_tools(tools)
-            soft = {id(m.part): (m.part, read_own(self.engine, m)) for m in media_of(read)}
+            soft = {id(m.part): (m.part, read_local(self.engine, m)) for m in media_of(read)}
         except InputError as e:
             text = str(e)
             raise InputError(text if str(path) in text else f"{path}: {text}") from None
@@ -272,45 +273,45 @@ class ChatSession:
         self.messages.append(_call_answer(self.open_calls[0], text))
 
     def leave_calls(self) -> None:
-        """Have the model know that nobody answered its open calls."""
+        """Answer all open tool calls with "not run"."""
         self.messages += [_call_answer(c, NOT_RUN) for c in self.open_calls]
 
-    def say(self, text: str, told: Told = lambda said: None) -> Turn:
-        """Send a message, with what is attached, and return the answer. One that fails, or was
-        stopped before its first token, leaves the conversation as it was."""
+    def say(self, text: str, on_event: OnEvent = lambda said: None) -> Turn:
+        """Send a message with the attachments, and return the answer. If it fails, or is stopped
+        before its first token, the conversation is unchanged."""
         attached = self.attached
         message = {"role": "user", "content": with_media(text, attached)}
-        turn = self._asked([*self.messages, message], told)
+        turn = self._asked([*self.messages, message], on_event)
         self.attached = attached if turn.nothing else []
         return turn
 
-    def retry(self, told: Told = lambda said: None) -> Turn:
+    def retry(self, on_event: OnEvent = lambda said: None) -> Turn:
         """Answer the last message again, in place of the old answer, as `say`."""
-        return self._asked(self.messages[: self._last_message() + 1], told)
+        return self._asked(self.messages[: self._last_message() + 1], on_event)
 
     def undo(self) -> None:
-        """Take the last message and what follows it back. InputError if there is none."""
+        """Remove the last user message and everything after it. InputError if there is none."""
         self.messages = self.messages[: self._last_message()]
 
     def _last_message(self) -> int:
-        found = [i for i, m in enumerate(self.messages) if m["role"] == "user"]
-        if not found:
+        indices = [i for i, m in enumerate(self.messages) if m["role"] == "user"]
+        if not indices:
             raise InputError("there is no message yet")
-        return found[-1]
+        return indices[-1]
 
-    def _asked(self, messages: list[dict[str, Any]], told: Told) -> Turn:
+    def _asked(self, messages: list[dict[str, Any]], on_event: OnEvent) -> Turn:
         before, self.messages = self.messages, messages
         turn: Turn | None = None
         try:
-            turn = self.reply(told)
+            turn = self.reply(on_event)
         finally:
             if turn is None or turn.nothing:
                 self.messages = before
         return turn
 
-    def reply(self, told: Told = lambda said: None) -> Turn:
-        """Return the answer to the messages as they are, which then are followed by it; `told` sees
-        its pieces. InputError where they are too long, or cannot be answered."""
+    def reply(self, on_event: OnEvent = lambda piece: None) -> Turn:
+        """Generate the answer to the current messages and append it; `on_event` gets its pieces.
+        InputError if the messages are too long or cannot be answered."""
         self._stopped = False
         request, prompt = self._request()
         reader = Reader(self.tools, prompt.tail, calls=bool(self.tools), thinking=self.thinking.on)
@@ -320,8 +321,8 @@ class ChatSession:
             handle.cancel()
         try:
             for event in self._scheduler.run(handle):
-                for said in answer.take(event):
-                    told(said)
+                for piece in answer.take(event):
+                    on_event(piece)
         except BaseException as e:
             self.alive = self.alive and not isinstance(e, RankError)
             if not isinstance(e, Exception):  # it may have interrupted a step
@@ -329,16 +330,16 @@ class ChatSession:
             raise
         finally:
             self._handle = None
-        return self._taken(answer, handle)
+        return self._add_answer(answer, handle)
 
     def stop(self) -> None:
-        """End the answer that is being generated. From any thread or signal handler."""
+        """End the current answer. Thread-safe; signal handlers may call it."""
         self._stopped = True
         if handle := self._handle:
             handle.cancel()
 
-    def _taken(self, answer: AnswerStream, handle: RequestHandle) -> Turn:
-        """Add an answer to the conversation, in a form that the next prompt can have."""
+    def _add_answer(self, answer: AnswerStream, handle: RequestHandle) -> Turn:
+        """Append an answer to the conversation, without incomplete tool calls."""
         counts, message = handle.counts, answer.message()
         cancelled, reason = handle.state == CANCELLED, answer.finish or ""
         self.held = counts.prompt + counts.generated
@@ -356,18 +357,18 @@ class ChatSession:
         )
         for m in prompt.media:  # each is read once
             if id(m.part) not in self._soft:
-                self._soft[id(m.part)] = m.part, read_own(self.engine, m)
+                self._soft[id(m.part)] = m.part, read_local(self.engine, m)
         soft = [self._soft[id(m.part)][1] for m in prompt.media]
-        special, room = self.engine.spec.tokens, self.engine.limits.max_seq
+        special, max_seq = self.engine.spec.tokens, self.engine.limits.max_seq
         tokens = self.vocabulary.encode(prompt, [[*expansion(s, special)] for s in soft])
-        left = room + 1 - len(tokens)  # the last token is never written
-        if left < 1:
+        remaining = max_seq + 1 - len(tokens)  # the last token is never written
+        if remaining < 1:
             raise InputError(
                 f"the context is full: this would be {len(tokens)} tokens, and the engine holds "
-                f"{room}; nothing was dropped: begin anew, say less, or build with a larger "
+                f"{max_seq}; nothing was dropped: begin anew, say less, or build with a larger "
                 f"--max-seq"
             )
-        count = min(int(self.settings.get("max_new_tokens", left)), left)
+        count = min(int(self.settings.get("max_new_tokens", remaining)), remaining)
         marks = self.vocabulary.marks(tokens, self.system is not None)
         sampling = self._sampling(self.settings, prompt)
         return Request(tuple(tokens), count, sampling, tuple(soft), marks=marks), prompt
@@ -375,13 +376,13 @@ class ChatSession:
     def _sampling(
         self, settings: Mapping[str, int | float], prompt: Prompt | None = None
     ) -> SamplingParams:
-        given: dict[str, Any] = {k: v for k, v in settings.items() if k != "max_new_tokens"}
-        given["stop"] = self.vocabulary.ends | self.stop_ids
+        values: dict[str, Any] = {k: v for k, v in settings.items() if k != "max_new_tokens"}
+        values["stop"] = self.vocabulary.ends | self.stop_ids
         if prompt and self.thinking.budget is not None:
             inside = Reader(prompt_tail=prompt.tail).thinking
             budget = ReasoningBudget(self.vocabulary, self.thinking.budget, inside)
-            given["allowed"] = Bounded(budget, self.engine.spec.text.vocab_size)
-        return sampling_params(self.defaults, given)
+            values["allowed"] = Bounded(budget, self.engine.spec.text.vocab_size)
+        return sampling_params(self.defaults, values)
 
 
 class Bounded:

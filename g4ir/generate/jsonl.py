@@ -1,4 +1,4 @@
-"""Reads JSON lines one by one, each a request or its own error; a pipe without waiting for it."""
+"""JSON lines of requests, read one by one; pipes without blocking."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _biases(value: Any) -> bool:
 
 
 TEXT: Field = _of(str), "a string"
-WHOLE: Field = _of(int), "a whole number"
+INTEGER: Field = _of(int), "a whole number"
 NUMBER: Field = _of(int, float), "a number"
 IDS: Field = _list(int), "a list of token ids"
 PATHS: Field = _list(str), "a list of paths"
@@ -48,24 +48,24 @@ FIELDS: dict[str, Field] = {
     "prompt": TEXT,
     "tokens": IDS,
     "bos": (_of(bool), "true or false"),
-    "max_new_tokens": WHOLE,
+    "max_new_tokens": INTEGER,
     "temperature": NUMBER,
-    "top_k": WHOLE,
+    "top_k": INTEGER,
     "top_p": NUMBER,
-    "seed": WHOLE,
+    "seed": INTEGER,
     "min_p": NUMBER,
     "presence_penalty": NUMBER,
     "frequency_penalty": NUMBER,
     "repetition_penalty": NUMBER,
     "logit_bias": (_biases, 'numbers by token id, such as {"177": -5}'),
-    "min_tokens": WHOLE,
-    "logprobs": WHOLE,
+    "min_tokens": INTEGER,
+    "logprobs": INTEGER,
     "stop": IDS,
     "images": PATHS,
     "videos": PATHS,
     "audio": PATHS,
-    "image_budget": WHOLE,
-    "frames": WHOLE,
+    "image_budget": INTEGER,
+    "frames": INTEGER,
     "fps": NUMBER,
     "audio_too_long": (lambda v: v in (CUT, REFUSE), f"{CUT} or {REFUSE}"),
 }
@@ -97,8 +97,8 @@ def checked_fields(
             raise InputError(f"{where}: unknown field {key[:40]!r}; one of {', '.join(known)}")
         fits, expected = known[key]
         if item is not None and not fits(item):
-            shown = json.dumps(item)[:60]
-            raise InputError(f"{where}: {key}: expected {expected}, found {shown}")
+            text = json.dumps(item)[:60]
+            raise InputError(f"{where}: {key}: expected {expected}, found {text}")
     fields = {k: v for k, v in value.items() if v is not None}
     if (either[0] in fields) == (either[1] in fields):
         raise InputError(f"{where}: give either {either[0]} or {either[1]}")
@@ -115,9 +115,9 @@ def named(where: str) -> Iterator[None]:
 
 
 class ReadAhead:
-    """The lines of a stream that are not blank, with their numbers. A pipe is read by a thread, so
-    that `next` need not wait. A line of more than LINE_BYTES, or beyond INPUT_BYTES, is the last;
-    `parse_line` refuses it."""
+    """Non-blank lines of a stream, with their numbers. A thread reads a pipe, so that `next` need
+    not block. A line longer than LINE_BYTES, or beyond INPUT_BYTES, is the last; `parse_line`
+    refuses it."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.ended = False
@@ -130,23 +130,23 @@ class ReadAhead:
             Thread(target=self._read, args=(self._pipe,), daemon=True).start()
 
     def next(self, wait: bool) -> Line | None:
-        """Return the next line; None at the end, and without `wait` while none has come."""
+        """Return the next line; None at the end, or, without `wait`, if none is available yet."""
         if self.ended:
             return None
         try:
-            found = next(self._lines, None) if self._pipe is None else self._come.get(wait)
+            line = next(self._lines, None) if self._pipe is None else self._come.get(wait)
         except Empty:
             return None
-        if isinstance(found, Exception):
-            raise found
-        self.ended = found is None
-        return found
+        if isinstance(line, Exception):
+            raise line
+        self.ended = line is None
+        return line
 
     def _read(self, pipe: int) -> None:
         # A file of its own: Python stumbles at its exit over a thread that waits for sys.stdin.
         try:
-            with open(pipe, "rb") as own:
-                for line in _numbered(own):
+            with open(pipe, "rb") as stream:
+                for line in _numbered(stream):
                     self._come.put(line)
             self._come.put(None)
         except Exception as e:

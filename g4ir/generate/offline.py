@@ -49,15 +49,15 @@ BOS_ADDED = (
 SAMPLING = [f.name for f in fields(SamplingParams) if f.name in FIELDS and f.name != "stop"]
 #: requests admitted beyond the batch size, so that a free slot never waits for input
 AHEAD = 2
-#: answers that may wait for that of an earlier line, for each slot
-HELD_BACK = 64
+#: finished answers per slot that may wait for an earlier line's answer
+MAX_UNSENT = 64
 
 
 @dataclass(frozen=True)
 class OfflineRequest(Request):
-    """A checked request of `fields` as in FIELDS, flags and defaults among them; until its `media`
-    (kind, path, and where it is named) are read, its tokens lack their soft tokens. `where` it is,
-    for messages; `line`: its number in the input."""
+    """A validated request. `fields`: as in FIELDS, with flags and defaults; `media`: (kind, path,
+    source for messages), whose soft tokens are missing from `tokens` until they are read; `where`:
+    source of the request, for messages; `line`: its number in the input."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
@@ -72,7 +72,7 @@ class OfflineRequest(Request):
 
 @dataclass(frozen=True)
 class Failure:
-    """A message in the place of an answer; `line` is the request's number in the input."""
+    """Error of a request; `line`: its number in the input."""
 
     id: int | str | None
     error: str
@@ -91,20 +91,19 @@ class Failure:
 
 @dataclass(eq=False)
 class Result:
-    """A submitted request, and its answer from `end` on. Before it was submitted, its media were
-    read and went through the towers for `encode_s` seconds."""
+    """A submitted request; its answer is complete once `end` is set. `encode_s`: seconds to read
+    and encode its media before submission."""
 
     failed: ClassVar[bool] = False
     request: OfflineRequest
     handle: RequestHandle
     encode_s: float
     codec: Codec | None
-    #: where they were asked for
+    #: if requested
     logprobs: list[Logprobs] = field(default_factory=list)
     end: Event | None = None
 
     def take(self, event: Event) -> None:
-        """Take an event of the request."""
         if event.logprobs:
             self.logprobs.append(event.logprobs)
         if event.finish:
@@ -120,7 +119,7 @@ class Result:
 
     @property
     def counts(self) -> Counts:
-        """Of the scheduler; times begin when media were read."""
+        """Counts of the scheduler; times include `encode_s`."""
         c = self.handle.counts
         first, total = (self.encode_s + (s or 0.0) for s in (c.first_token_s, c.total_s))
         return replace(c, first_token_s=first, total_s=total)
@@ -165,17 +164,17 @@ def check_flags(flags: Mapping[str, Any]) -> None:
     check_minimums(flags, max_new_tokens=1)
 
 
-def _sampling(given: Mapping[str, Any]) -> SamplingParams:
-    found = {k: given[k] for k in SAMPLING if given.get(k) is not None}
-    if found.get("top_k") == 0:  # no limit, as in generation_config.json
-        found["top_k"] = None
-    if "logit_bias" in found:
-        found["logit_bias"] = tuple((int(k), v) for k, v in found["logit_bias"].items())
-    return SamplingParams(**found)
+def _sampling(values: Mapping[str, Any]) -> SamplingParams:
+    settings = {k: values[k] for k in SAMPLING if values.get(k) is not None}
+    if settings.get("top_k") == 0:  # no limit, as in generation_config.json
+        settings["top_k"] = None
+    if "logit_bias" in settings:
+        settings["logit_bias"] = tuple((int(k), v) for k, v in settings["logit_bias"].items())
+    return SamplingParams(**settings)
 
 
 class OfflineEngine:
-    """Checks requests against an engine, and answers them through a scheduler."""
+    """Validates requests and answers them through a scheduler."""
 
     def __init__(
         self,
@@ -183,7 +182,7 @@ class OfflineEngine:
         flags: Mapping[str, Any] | None = None,
         config: SchedulerConfig | None = None,
     ) -> None:
-        """Take settings `flags`, named as in FIELDS, for requests that do not give their own."""
+        """`flags`: default settings of requests, named as in FIELDS."""
         self.engine = engine
         self.scheduler = Scheduler(engine, replace(config or SchedulerConfig(), prefill_first=True))
         self.flags = {k: v for k, v in (flags or {}).items() if v is not None}
@@ -205,8 +204,8 @@ class OfflineEngine:
         lists = [(k, p, f"{where}: {n}") for n, k in LISTS.items() for p in fields.get(n, [])]
         files = (*((k, p, f"--{k}") for k, p in media), *lists)
         fields = {**self.defaults.sampling, **self.flags, **fields}
-        for kind, path, place in files:
-            with named(place):
+        for kind, path, name in files:
+            with named(name):
                 check_supported(kind, self.engine.media, self.engine.spec)
                 if kind == IMAGE and fields.get("image_budget") is not None:
                     check_budget(fields["image_budget"], self.engine.media)
@@ -214,22 +213,22 @@ class OfflineEngine:
         return self._filled(OfflineRequest((), fields=fields, where=where, line=line, media=files))
 
     def _filled(self, asked: OfflineRequest) -> OfflineRequest:
-        vocab, room = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
+        vocab, max_seq = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
         (tokens, notes), where = self._tokens(asked), asked.where
         count = asked.fields.get("max_new_tokens")
         if count is None:
-            count = max(1, min(MAX_NEW_TOKENS, room + 1 - len(tokens)))
+            count = max(1, min(MAX_NEW_TOKENS, max_seq + 1 - len(tokens)))
         stop = checked_ids(asked.fields.get("stop", []), vocab, f"{where}: stop")
-        checked_prompt(tokens, count, vocab, room, f"{where}: prompt")
+        checked_prompt(tokens, count, vocab, max_seq, f"{where}: prompt")
         with named(where):
             sampling = _sampling(asked.fields)
         if sampling.temperature == 0 or sampling.seed is None:  # so that it can be reported
             sampling = replace(sampling, seed=random_seed() if sampling.temperature else None)
         stops = frozenset([*stop, *self.engine.stop_ids()])
         sampling = replace(sampling, stop=stops, ignore_eos=True)
-        own, reuse = tuple(tokens), asked.line is not None
+        prompt, reuse = tuple(tokens), asked.line is not None
         return replace(
-            asked, tokens=own, max_new_tokens=count, sampling=sampling, reuse=reuse, notes=notes
+            asked, tokens=prompt, max_new_tokens=count, sampling=sampling, reuse=reuse, notes=notes
         )
 
     def _tokens(self, asked: OfflineRequest) -> tuple[list[int], tuple[str, ...]]:
@@ -255,54 +254,56 @@ class OfflineEngine:
         assert self.codec
         codec, special, text = self.codec, self.engine.spec.tokens, asked.fields["prompt"]
         begin = None if special.bos is None else codec.tokenizer.id_to_token(special.bos)
-        given, kinds = [kind for kind, *_ in asked.media], self.engine.media.kinds
+        media_kinds, kinds = [kind for kind, *_ in asked.media], self.engine.media.kinds
         with named(asked.where):
-            marked, note = prompts.mark(text, given, kinds, special, codec.spell, begin)
+            marked, note = prompts.mark(text, media_kinds, kinds, special, codec.spell, begin)
             # What media are expanded to has special tokens, which are no turns.
             marked = prompts.expand_text(marked, asked.soft, special, codec.spell)
         bos, ids = asked.fields.get("bos", True), codec.encode(text, asked.where)
         raw = codec.instructed and not codec.has_turns(ids)
         head = codec.encode(text, asked.where, bos=False)[:1]
         added = bos and codec.bos not in (None, *head) and not codec.adds_bos
-        said = "; ".join([*[RAW] * raw, *[BOS_ADDED] * added])
-        return codec.encode(marked, asked.where, bos), [note, said]
+        warning = "; ".join([*[RAW] * raw, *[BOS_ADDED] * added])
+        return codec.encode(marked, asked.where, bos), [note, warning]
 
     def answer(
-        self, request: OfflineRequest, told: Callable[[int], None] = lambda token: None
+        self, request: OfflineRequest, on_token: Callable[[int], None] = lambda token: None
     ) -> Result:
-        """Generate one answer, which shares no prefix with others; `told(token)` is called with
-        each token. InputError, or MissingError, for media that cannot be read; CheckError if logits
-        are NaN or infinite. Others can be answered then."""
+        """Generate one answer without the prefix cache. on_token: callback for each token.
+        InputError or MissingError for media that cannot be read; CheckError if logits are NaN or
+        infinite. The engine stays usable."""
         one = self._submit(request)
         for event in self.scheduler.run(one.handle):
             one.take(event)
             if event.token is not None:
-                told(event.token)
+                on_token(event.token)
         if one.end and one.end.error:
             raise one.end.error
         return one
 
     def answer_lines(self, stream: BinaryIO, source: str) -> Iterator[Result | Failure]:
-        """Yield an answer to every JSON line, or its error, in order. A request without an id has
-        the number of its line, and None if that cannot be read. No line is waited for while there
-        is something to compute, or to return."""
-        most, begun = self.engine.limits.max_batch, deque[Result | Failure]()
+        """Yield the answer or error of each JSON line, in order. A request without an id gets the
+        number of its line; None if its id is invalid. Never waits for input while there is
+        something to compute or to return."""
+        max_batch, pending = self.engine.limits.max_batch, deque[Result | Failure]()
         lines = ReadAhead(stream)
         try:
-            while begun or not lines.ended:
-                if begun and (answer := _ended(begun[0])):
-                    begun.popleft()
+            while pending or not lines.ended:
+                if pending and (answer := _ended(pending[0])):
+                    pending.popleft()
                     yield answer
                     continue
-                going = [b for b in begun if isinstance(b, Result) and not b.end]
-                room = len(going) < most + AHEAD and len(begun) < HELD_BACK * most
-                line = lines.next(wait=not begun) if room else None
+                running = [b for b in pending if isinstance(b, Result) and not b.end]
+                has_capacity = (
+                    len(running) < max_batch + AHEAD and len(pending) < MAX_UNSENT * max_batch
+                )
+                line = lines.next(wait=not pending) if has_capacity else None
                 if line is not None:
-                    begun.append(self._begin(line, source))
-                elif begun:
-                    self._step(going)
+                    pending.append(self._begin(line, source))
+                elif pending:
+                    self._step(running)
         finally:
-            for b in begun:
+            for b in pending:
                 if isinstance(b, Result):
                     b.handle.cancel()
 
@@ -316,27 +317,27 @@ class OfflineEngine:
         number, text = line
         where, name = f"{source}:{number}", None
         try:
-            given = {"id": number, **parse_line(text, where)}
-            name = given["id"] if FIELDS["id"][0](given["id"]) else None
-            return self._submit(self.request(checked_fields(given, where), where, line=number))
+            fields = {"id": number, **parse_line(text, where)}
+            name = fields["id"] if FIELDS["id"][0](fields["id"]) else None
+            return self._submit(self.request(checked_fields(fields, where), where, line=number))
         except G4Error as e:
             return Failure(name, str(e), number)
 
     def _submit(self, request: OfflineRequest) -> Result:
-        begun, soft = time.perf_counter(), list[Soft]()
-        for kind, path, place in request.media:
-            with named(place):
+        start, soft = time.perf_counter(), list[Soft]()
+        for kind, path, name in request.media:
+            with named(name):
                 options = encode_options(kind, request.fields)
                 soft.append(self.engine.encode(kind, path, **options))
         if soft:
             request = self._filled(replace(request, soft=tuple(soft)))
-        encode_s = time.perf_counter() - begun
+        encode_s = time.perf_counter() - start
         with named(request.where) if request.line is not None else nullcontext():
             return Result(request, self.scheduler.submit(request), encode_s, self.codec)
 
 
 def _ended(b: Result | Failure) -> Result | Failure | None:
-    """Return a line's answer, None while it is not ready; raise what no request caused."""
+    """Return a line's answer, None while it is not ready; raise errors that no request caused."""
     if isinstance(b, Failure):
         return b
     error = b.end and b.end.error

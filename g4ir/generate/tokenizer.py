@@ -27,16 +27,16 @@ class Codec:
         #: whether the checkpoint has a chat template
         self.instructed = template.is_file() or bool(config.get("chat_template"))
 
-    def encode(self, text: str, what: str, bos: bool = True) -> list[int]:
+    def encode(self, text: str, name: str, bos: bool = True) -> list[int]:
         """Return token ids of a raw prompt, which begin with one `bos` whatever the tokenizer's
         files say: no model of the family was trained without. `bos` False: as it is written.
         InputError for a text that no engine of this size can hold."""
-        self.vocabulary.check_length(len(text), self.room, what)
+        self.vocabulary.check_length(len(text), self.room, name)
         try:
             text.encode()
         except UnicodeEncodeError as e:
-            raise InputError(f"{what}: not UTF-8 at character {e.start}") from None
-        ids = self._ids(text, what, bos)
+            raise InputError(f"{name}: not UTF-8 at character {e.start}") from None
+        ids = self._ids(text, name, bos)
         if self.bos is None or not bos:
             return ids
         if ids[:1] != [self.bos]:
@@ -51,13 +51,13 @@ class Codec:
         """Return token ids of a part of a text, nothing added."""
         return self._ids(text, "a part of the prompt", False)
 
-    def _ids(self, text: str, what: str, special: bool) -> list[int]:
+    def _ids(self, text: str, name: str, special: bool) -> list[int]:
         try:
             (ids,) = text_ids(self.tokenizer, [text], special)
         except BaseException as e:  # what the library's own code stumbles over is no Exception
             if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
                 raise
-            raise InputError(f"{what}: tokenizer.json does not take this text: {e}") from e
+            raise InputError(f"{name}: tokenizer.json does not take this text: {e}") from e
         return ids
 
     def spell(self, token: int) -> str:

@@ -75,7 +75,7 @@ class ResponseFormat(AnswerFormat):
         requested = self.fields.get("logprobs")
         if requested is None or requested is False:
             return None
-        starts, entries = a.taken_offsets()
+        starts, entries = a.take_offsets()
         if self.fields.get("echo"):
             echo = self._echo(a)
             starts = [*self._starts(a, echo), *(len(echo) + start for start in starts)]

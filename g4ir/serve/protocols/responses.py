@@ -316,7 +316,7 @@ class ResponsesFormat(PartsFormat):
         holder, more = self._open_text, Body()
         holder[key] += text
         if "logprobs" in holder:
-            more["logprobs"] = a.taken_logprobs(content=True)
+            more["logprobs"] = a.take_logprobs(content=True)
             holder["logprobs"] += more["logprobs"]
         return [self._event(f"{event}.delta", **self._at(), delta=text, **more)]
 
