@@ -80,7 +80,7 @@ def test_blocks_to_the_bit(kind: str) -> None:
     codes, scales = form.codes(data), form.scales(data)
     assert block // scales.shape[-1] * FORMATS[form.scheme.form].scales == form.scheme.group
     assert torch.equal(dequantize_codes(codes, scales, torch.float32), want)
-    assert torch.equal(form.numbers(data), want)
+    assert torch.equal(form.dequantize(data), want)
 
 
 def says(spec: Spec) -> bool:

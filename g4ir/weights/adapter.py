@@ -25,14 +25,14 @@ from g4ir.spec.record import Spec
 from .checkpoint import PICKLES, Checkpoint
 from .formats.base import (
     Files,
-    Found,
     Part,
+    TensorRef,
     by_plain_name,
     compiled,
     plain_name,
     require,
-    shown,
-    wrong,
+    tensor_error,
+    type_text,
 )
 from .match import tower_names
 from .tensorfile import FLOATS, TABLES, broken, quoted, read_header, read_json
@@ -57,10 +57,10 @@ class Adapter:
     factor: float = 1.0
 
     @classmethod
-    def of(cls, given: str | Path) -> Adapter:
+    def of(cls, text: str | Path) -> Adapter:
         """Read `DIR` or `DIR=SCALE`; InputError where there is no adapter."""
-        path, factor = Path(given), 1.0
-        stem, equals, number = str(given).rpartition("=")
+        path, factor = Path(text), 1.0
+        stem, equals, number = str(text).rpartition("=")
         if equals and not path.exists():
             path = Path(stem)
             try:
@@ -68,10 +68,10 @@ class Adapter:
             except ValueError:
                 factor = math.nan
             if not math.isfinite(factor):
-                raise InputError(f"--adapter {given}: {quoted(number)} is no scale; give DIR=0.5")
+                raise InputError(f"--adapter {text}: {quoted(number)} is no scale; give DIR=0.5")
         if not (path / CONFIG).is_file():
             fix = "give the directory that PEFT's save_pretrained wrote"
-            raise InputError(f"--adapter {given}: {path} has no {CONFIG}; {fix}")
+            raise InputError(f"--adapter {text}: {path} has no {CONFIG}; {fix}")
         return cls(path, factor)
 
     @cached_property
@@ -82,8 +82,8 @@ class Adapter:
         """Raise WeightsError, which names the key, for what is not a plain LoRA."""
         file, values = self.path / CONFIG, self.config
         keys = TABLES["adapter"]
-        known = {*keys["read"], *keys["training"]}
-        other = {k: v for k, v in values.items() if k not in known and v}
+        read_keys = {*keys["read"], *keys["training"]}
+        other = {k: v for k, v in values.items() if k not in read_keys and v}
         for key, allowed in keys["allowed"].items():
             if values.get(key) not in allowed:
                 other[key] = values.get(key)
@@ -92,51 +92,51 @@ class Adapter:
 
     @property
     def base(self) -> str:
-        said = (self.path / CONFIG).is_file() and self.config.get("base_model_name_or_path")
-        return str(said or "an unnamed model")
+        name = (self.path / CONFIG).is_file() and self.config.get("base_model_name_or_path")
+        return str(name or "an unnamed model")
 
     @property
     def weights(self) -> Path:
         file = self.path / WEIGHTS
         if not file.is_file():
             pickle = next((p.name for p in self.path.iterdir() if p.name.endswith(PICKLES)), None)
-            found = f"only {pickle}: pickles are never opened" if pickle else "none"
-            raise broken(self.path, f"expected {WEIGHTS}, found {found}", "fix: save it again")
+            actual = f"only {pickle}: pickles are never opened" if pickle else "none"
+            raise broken(self.path, f"expected {WEIGHTS}, found {actual}", "fix: save it again")
         return file
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of B @ A of a module; WeightsError for another rank than it says."""
-        said = self._number("r", "rank_pattern", module)
-        if said != rank:
-            what = f"r: {said:g} for {module}, and its tensors have {rank}"
-            raise broken(self.path / CONFIG, what)
+        configured = self._number("r", "rank_pattern", module)
+        if configured != rank:
+            problem = f"r: {configured:g} for {module}, and its tensors have {rank}"
+            raise broken(self.path / CONFIG, problem)
         alpha = self._number("lora_alpha", "alpha_pattern", module)
         return self.factor * alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def _number(self, key: str, patterns: str, module: str) -> float:
         """Return the value of the first pattern that matches an end of a module's name."""
-        own, place = self.config.get(patterns) or {}, self.path / CONFIG
-        if not isinstance(own, dict):
-            raise broken(place, f"{patterns}: expected a table, found {quoted(own)}")
+        by_pattern, path = self.config.get(patterns) or {}, self.path / CONFIG
+        if not isinstance(by_pattern, dict):
+            raise broken(path, f"{patterns}: expected a table, found {quoted(by_pattern)}")
         starts = [0, *(m.end() for m in re.finditer(r"\.", module))]
-        found = (
+        matches = (
             value
-            for pattern, value in own.items()
-            if any(compiled(pattern, str(place)).fullmatch(module, at) for at in starts)
+            for pattern, value in by_pattern.items()
+            if any(compiled(pattern, str(path)).fullmatch(module, at) for at in starts)
         )
-        value: Any = next(found, self.config.get(key))
+        value: Any = next(matches, self.config.get(key))
         if type(value) not in (int, float) or not 0 < value < 1 << 31:
-            raise broken(place, f"{key}: expected a number above 0, found {quoted(value)}")
+            raise broken(path, f"{key}: expected a number above 0, found {quoted(value)}")
         return float(value)
 
     @property
     def target_parameters(self) -> list[str]:
         """The names of parameters of experts; WeightsError if the config has others."""
-        own = self.config.get("target_parameters") or []
-        if not isinstance(own, list) or not all(isinstance(name, str) and name for name in own):
-            what = f"target_parameters: expected names, found {quoted(own)}"
-            raise broken(self.path / CONFIG, what)
-        return own
+        names = self.config.get("target_parameters") or []
+        if not isinstance(names, list) or not all(isinstance(n, str) and n for n in names):
+            problem = f"target_parameters: expected names, found {quoted(names)}"
+            raise broken(self.path / CONFIG, problem)
+        return names
 
 
 def lies_in(directory: Path) -> str | None:
@@ -160,25 +160,25 @@ def _merged(model: Checkpoint, spec: Spec, adapter: Adapter) -> Checkpoint:
     changes = [*_changes(spec, adapter, files)]
     for name in adapter.target_parameters:
         if not any(c.bare.endswith(name.rpartition(".")[2]) for c in changes):
-            what = f"target_parameters: {quoted(name)} has no tensors in {WEIGHTS}"
-            raise broken(adapter.path / CONFIG, what, "fix: save the adapter again")
+            problem = f"target_parameters: {quoted(name)} has no tensors in {WEIGHTS}"
+            raise broken(adapter.path / CONFIG, problem, "fix: save the adapter again")
     for change in changes:
         bare, why = change.bare, change.why
         if not why and bare not in weights:
             why = "part of an adapter for a tower, which this engine leaves out"
         if why:
-            ignored |= {found[1].name: why for found in change.parts}
+            ignored |= {ref[1].name: why for ref in change.parts}
             continue
         if weights[bare].scheme:
-            what = f"{bare} is quantised in {model.directory}, and an adapter needs its numbers"
+            problem = f"{bare} is quantised in {model.directory}, and an adapter needs its numbers"
             fix = "fix: give the bf16 weights that it was quantised from, and --quant"
-            raise wrong(change.parts[0], what, fix)
+            raise tensor_error(change.parts[0], problem, fix)
         values = partial(change.values, weights[bare].parts[""])
         weights[bare] = replace(weights[bare], parts={"": values})
     if len(ignored) == len(names):
-        what = f"would change nothing: {', '.join(sorted({*ignored.values()}))}"
+        problem = f"would change nothing: {', '.join(sorted({*ignored.values()}))}"
         raise broken(
-            file, what, "fix: build with the media that it is of, or leave the adapter out"
+            file, problem, "fix: build with the media that it is of, or leave the adapter out"
         )
     opened = (*model.opened, files)
     return replace(model, weights=weights, ignored={**model.ignored, **ignored}, opened=opened)
@@ -191,23 +191,23 @@ class _Change:
 
     bare: str
     why: str
-    parts: tuple[Found, ...]
+    parts: tuple[TensorRef, ...]
     values: Callable[[Part, torch.Tensor | None], torch.Tensor]
 
 
 def _changes(spec: Spec, adapter: Adapter, files: Files) -> Iterator[_Change]:
-    modules: dict[str, dict[str, Found]] = {}
-    for name, found in files.names.items():
+    modules: dict[str, dict[str, TensorRef]] = {}
+    for name, ref in files.names.items():
         match = _PART.fullmatch(name)
         if match is None:
-            raise wrong(found, "no A or B of a plain LoRA", MERGE)
-        modules.setdefault(match[1], {})[match[2]] = found
+            raise tensor_error(ref, "no A or B of a plain LoRA", MERGE)
+        modules.setdefault(match[1], {})[match[2]] = ref
     if not files.names:
         raise broken(adapter.weights, "has no tensor")
     for module, parts in modules.items():
         first = next(iter(parts.values()))
         if parts.keys() != {"A", "B"}:
-            raise wrong(first, f"is there without its {'A' if 'B' in parts else 'B'}")
+            raise tensor_error(first, f"is there without its {'A' if 'B' in parts else 'B'}")
         a, b = parts["A"], parts["B"]
         if match := _EXPERTS.fullmatch(module):
             yield _change_of_experts(spec, adapter, files, match[1], (b, a))
@@ -219,43 +219,47 @@ def _changes(spec: Spec, adapter: Adapter, files: Files) -> Iterator[_Change]:
 
 
 def _sum(
-    files: Files, low: tuple[Found, Found], scale: float, own: Part, rows: torch.Tensor | None
+    files: Files,
+    low: tuple[TensorRef, TensorRef],
+    scale: float,
+    base: Part,
+    rows: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return values, or `rows` of them, plus B [N, r] @ A [r, K]."""
-    left, right = (files.rows(part).float() for part in low)
-    left = left if rows is None else left.index_select(0, rows)
-    return own(rows).float() + scale * (left @ right)
+    b, a = (files.rows(part).float() for part in low)
+    b = b if rows is None else b.index_select(0, rows)
+    return base(rows).float() + scale * (b @ a)
 
 
 def _sum_of_experts(
     files: Files,
-    low: tuple[Found, Found],
+    low: tuple[TensorRef, TensorRef],
     count: int,
     transposed: bool,
     scale: float,
-    own: Part,
+    base: Part,
     rows: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return values [E, N, K], or those of some experts, plus B @ A of each, which PEFT stores as
     B [N, r E] and A [E r, K]; `transposed` makes [K, N]."""
-    left, right = (files.rows(part).float() for part in low)
-    left = left.unflatten(1, (-1, count)).permute(2, 0, 1)
-    right = right.unflatten(0, (count, -1))
+    b, a = (files.rows(part).float() for part in low)
+    b = b.unflatten(1, (-1, count)).permute(2, 0, 1)
+    a = a.unflatten(0, (count, -1))
     if rows is not None:
-        left, right = left.index_select(0, rows), right.index_select(0, rows)
-    made = left @ right
-    return own(rows).float() + scale * (made.mT if transposed else made)
+        b, a = b.index_select(0, rows), a.index_select(0, rows)
+    delta = b @ a
+    return base(rows).float() + scale * (delta.mT if transposed else delta)
 
 
 def _change_of_experts(
-    spec: Spec, adapter: Adapter, files: Files, module: str, low: tuple[Found, Found]
+    spec: Spec, adapter: Adapter, files: Files, module: str, low: tuple[TensorRef, TensorRef]
 ) -> _Change:
     """Return the change of the parameter of experts whose shape fits. WeightsError for none."""
     b, a = low
-    known = {}
+    shapes_of = {}
     for name in ("gate_up_proj", "down_proj"):
         bare, shape, why = _target(spec, adapter, f"{module}.{name}", a)
-        known[name] = shape
+        shapes_of[name] = shape
         rank = a[1].shape[0] // shape[0] if len(a[1].shape) == 2 else 0
         for transposed, (n, k) in ((False, shape[1:]), (True, shape[:0:-1])):
             if (b[1].shape, a[1].shape) == ((n, rank * shape[0]), (rank * shape[0], k)) and rank:
@@ -264,19 +268,21 @@ def _change_of_experts(
                 scale = adapter.scale(f"{module}.{name}", rank)
                 values = partial(_sum_of_experts, files, low, shape[0], transposed, scale)
                 return _Change(bare, why, (a, b), values)
-    shapes = " or ".join(f"{name} {list(shape)}" for name, shape in known.items())
+    shapes = " or ".join(f"{name} {list(shape)}" for name, shape in shapes_of.items())
     fix = "fix: give an adapter of this model"
-    raise wrong(a, f"expected A and B of {shapes}, found {shown(a)} and {shown(b)}", fix)
+    raise tensor_error(
+        a, f"expected A and B of {shapes}, found {type_text(a)} and {type_text(b)}", fix
+    )
 
 
-def _target(spec: Spec, adapter: Adapter, name: str, found: Found) -> tuple[str, Shape, str]:
+def _target(spec: Spec, adapter: Adapter, name: str, ref: TensorRef) -> tuple[str, Shape, str]:
     """Return the checkpoint's name and shape of a weight, and why it is left out."""
     text, dead, towers = text_tensors(spec), dead_tensors(spec), media_tensors(spec, KINDS)
     name = plain_name(name)
     for prefix in dict.fromkeys(map(plain_name, (*spec.prefixes.text, ""))):
         bare = name.removeprefix(prefix) if name.startswith(prefix) else ""
         if bare in (TOKEN_TABLE, HEAD) and spec.text.tie_word_embeddings:
-            raise wrong(found, TIED, MERGE)
+            raise tensor_error(ref, TIED, MERGE)
         if bare in dead:
             return bare, dead[bare], "K or V of a layer that reads another layer's K and V"
         if bare in text:
@@ -285,14 +291,14 @@ def _target(spec: Spec, adapter: Adapter, name: str, found: Found) -> tuple[str,
         if name in tower_names(spec, bare):
             return bare, shape, ""
     more = " (a layer with K=V has none: its K is V too)" if name.endswith("v_proj.weight") else ""
-    raise wrong(
-        found,
+    raise tensor_error(
+        ref,
         f"spec {spec.name} has no weight {quoted(name)}{more}",
         f"fix: give an adapter of this model; this one is of {quoted(adapter.base)}",
     )
 
 
-def _check_factors(a: Found, b: Found, shape: Shape) -> None:
+def _check_factors(a: TensorRef, b: TensorRef, shape: Shape) -> None:
     """Raise WeightsError unless A is [r, K] and B [N, r] of a weight [N, K]."""
     outer, inner = shape if len(shape) == 2 else (0, 0)
     rank = a[1].shape[0] if a[1].shape else 0
@@ -300,4 +306,4 @@ def _check_factors(a: Found, b: Found, shape: Shape) -> None:
         if part[1].shape != want or part[1].dtype not in FLOATS or not rank:
             expected = f"expected {' or '.join(FLOATS)} {list(want)} for a weight {list(shape)}"
             fix = "fix: give an adapter of this model"
-            raise wrong(part, f"{expected}, found {shown(part)}", fix)
+            raise tensor_error(part, f"{expected}, found {type_text(part)}", fix)

@@ -30,8 +30,8 @@ from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
 from g4ir.weights import tensorfile
 from g4ir.weights.formats import Files, read_coded
-from g4ir.weights.formats.base import Found, StoredWeight, by_plain_name, wrong
-from g4ir.weights.match import FIXES, SHOWN, TensorMatch, find_prefix, is_text, report
+from g4ir.weights.formats.base import StoredWeight, TensorRef, by_plain_name, tensor_error
+from g4ir.weights.match import FIXES, MAX_LISTED, TensorMatch, find_prefix, is_text, report
 from g4ir.weights.tensorfile import (
     Header,
     broken,
@@ -51,24 +51,24 @@ INDEX_LIMIT = 100_000_000  # bytes
 #: what tells the weights of norms 1 + w from w (measured on Gemma 3 270M, where 0.1 % of the former
 #: and 10 % of the latter are negative): of 1 + w the mean is above the first, and fewer than the
 #: second are negative; of w more than the third
-LEAST_MEAN, FEW, MANY = 0.5, 0.01, 0.05
+MIN_MEAN, FEW, MANY = 0.5, 0.01, 0.05
 
 
-def check_norms(spec: Spec, found: Checkpoint, place: Path, stored: float = 0.0) -> None:
+def check_norms(spec: Spec, checkpoint: Checkpoint, path: Path, stored: float = 0.0) -> None:
     """Raise WeightsError where norms that are stored about zero hold 1 + w instead, or w in a file
     that should hold w + `stored`. Weights that could be either are taken."""
-    names = [n for n in found.weights if spec.text.norms_about_zero and NORM.fullmatch(n)]
+    names = [n for n in checkpoint.weights if spec.text.norms_about_zero and NORM.fullmatch(n)]
     if not names:
         return
-    values = torch.cat([found.tensor(name).float() for name in names]) + stored
+    values = torch.cat([checkpoint.tensor(name).float() for name in names]) + stored
     mean, below = values.mean().item(), (values < 0).float().mean().item()
-    about_one = mean > LEAST_MEAN and below < FEW and values.min() < values.max()
+    about_one = mean > MIN_MEAN and below < FEW and values.min() < values.max()
     if not (below > MANY if stored else about_one):
         return
-    held, wanted = ("w", "1 + w") if stored else ("1 + w", "w")
+    actual, expected = ("w", "1 + w") if stored else ("1 + w", "w")
     raise WeightsError(
-        f"{place}: {names[0]} and {len(names) - 1} more norms: expected {wanted}, and their mean "
-        f"{mean:.2f}, with {below:.1%} below zero, is that of {held}; fix: "
+        f"{path}: {names[0]} and {len(names) - 1} more norms: expected {expected}, and their mean "
+        f"{mean:.2f}, with {below:.1%} below zero, is that of {actual}; fix: "
         f"{'add 1 to' if stored else 'take 1 from'} them, or take another conversion of the model"
     )
 
@@ -110,32 +110,32 @@ class Checkpoint:
         names = by_plain_name(directory, headers)
         prefix = find_prefix(directory, spec, names)
         files = Files(directory, names, partial(is_text, spec, prefix), dtype)
-        found = read_coded(directory / CONFIG, files)
-        match = TensorMatch(spec, directory, prefix, media_tensors(spec, media), found.names)
+        tensors = read_coded(directory / CONFIG, files)
+        match = TensorMatch(spec, directory, prefix, media_tensors(spec, media), tensors.names)
         live = match.live
         head = live.pop(HEAD, None) if spec.text.tie_word_embeddings else None
         if match.mismatches:
             raise WeightsError(report(directory, spec, match.mismatches))
         if ORDER in live:
             _check_order(files, live[ORDER])
-        weights = {n: found.weights.get(at[1]) or files.weight(at) for n, at in live.items()}
+        weights = {n: tensors.weights.get(at[1]) or files.weight(at) for n, at in live.items()}
         if fault := next((w.fault for w in weights.values() if w.fault), None):
             raise WeightsError(fault)
         if head:
             weights[TOKEN_TABLE] = _tied_table(files, live[TOKEN_TABLE], head)
-        coded = not found.weights.keys().isdisjoint(entry for _, entry in live.values())
-        made = cls(
+        coded = not tensors.weights.keys().isdisjoint(entry for _, entry in live.values())
+        checkpoint = cls(
             directory,
             weights,
-            dtype_of({name: at for name, at in live.items() if at[1] not in found.weights}),
+            dtype_of({name: at for name, at in live.items() if at[1] not in tensors.weights}),
             headers,
-            match.ignored | dict(found.ignored),
+            match.ignored | dict(tensors.ignored),
             match.defaults,
             (files,),
             directory / CONFIG if coded else None,
         )
-        check_norms(spec, made, directory)
-        return made
+        check_norms(spec, checkpoint, directory)
+        return checkpoint
 
     @property
     def forms(self) -> Mapping[str, Scheme]:
@@ -167,8 +167,8 @@ class Checkpoint:
         """Return rows `ids` (any shape, int) of a 2-D tensor: shape [*ids.shape, columns]."""
         weight, suffix = self._find(name)
         check_rows(name.removesuffix(suffix), weight.shape, ids)
-        made = weight.parts[suffix](ids.reshape(-1).cpu())
-        return made.view(*ids.shape, made.shape[-1])
+        rows = weight.parts[suffix](ids.reshape(-1).cpu())
+        return rows.view(*ids.shape, rows.shape[-1])
 
     def release(self, name: str) -> None:
         """Give a tensor's memory back: the caller is done with it for now."""
@@ -194,13 +194,13 @@ def _split(name: str) -> tuple[str, str]:
     return name.removesuffix(suffix), suffix
 
 
-def dtype_of(plain: Mapping[str, Found]) -> torch.dtype:
+def dtype_of(plain: Mapping[str, TensorRef]) -> torch.dtype:
     """Return the dtype of a checkpoint, from its tensors that are not quantised."""
     name = TOKEN_TABLE if TOKEN_TABLE in plain else FINAL_NORM
     return tensorfile.torch_dtype(plain[name][1])
 
 
-def _tied_table(files: Files, table: Found, head: Found) -> StoredWeight:
+def _tied_table(files: Files, table: TensorRef, head: TensorRef) -> StoredWeight:
     """Return the embedding; its first read compares it with a stored head, in even samples."""
 
     @cache
@@ -211,8 +211,8 @@ def _tied_table(files: Files, table: Found, head: Found) -> StoredWeight:
             size = min(TIED_BYTES, e1.nbytes - at)
             i, j = e1.start + at, e2.start + at
             if one[i : i + size] != two[j : j + size]:
-                what = "differs from the embedding it is tied to (tie_word_embeddings is true)"
-                raise broken(h2.path, f"tensor {quoted(e2.name)} {what}", f"fix: {FIXES['tie']}")
+                problem = "differs from the embedding it is tied to (tie_word_embeddings is true)"
+                raise broken(h2.path, f"tensor {quoted(e2.name)} {problem}", f"fix: {FIXES['tie']}")
         tensorfile.drop_pages(two, e2)
 
     def read(rows: torch.Tensor | None) -> torch.Tensor:
@@ -222,13 +222,15 @@ def _tied_table(files: Files, table: Found, head: Found) -> StoredWeight:
     return replace(files.weight(table), parts={"": read})
 
 
-def _check_order(files: Files, order: Found) -> None:
+def _check_order(files: Files, order: TensorRef) -> None:
     """Raise WeightsError unless a drafter's clusters have every token once."""
-    found = files.rows(order).long().sort().values
-    missing = (found != torch.arange(len(found))).nonzero()
+    ids = files.rows(order).long().sort().values
+    missing = (ids != torch.arange(len(ids))).nonzero()
     if len(missing):
-        what = f"expected every token from 0 to {len(found) - 1} once, and {int(missing[0])} is not"
-        raise wrong(order, what, f"fix: {FIXES['drafter']}")
+        problem = (
+            f"expected every token from 0 to {len(ids) - 1} once, and {int(missing[0])} is not"
+        )
+        raise tensor_error(order, problem, f"fix: {FIXES['drafter']}")
 
 
 def sha256(file: Path) -> str:
@@ -263,8 +265,8 @@ def _read_headers(directory: Path) -> tuple[Header, ...]:
     if not directory.is_dir():
         raise WeightsError(f"{directory}: no such checkpoint directory; fix: check the path")
     if not (directory / CONFIG).is_file():
-        what = f"expected {CONFIG} beside the weights, found none"
-        raise broken(directory, what, f"fix: copy {CONFIG} from where the checkpoint came from")
+        problem = f"expected {CONFIG} beside the weights, found none"
+        raise broken(directory, problem, f"fix: copy {CONFIG} from where the checkpoint came from")
     single, index = directory / SINGLE, directory / INDEX
     if not index.exists():
         if not single.exists():
@@ -272,8 +274,8 @@ def _read_headers(directory: Path) -> tuple[Header, ...]:
         return (tensorfile.read_header(_inside(directory, SINGLE, directory)),)
     shards = _read_index(directory, index)
     if single.exists() and SINGLE not in shards:
-        what = f"both {SINGLE} and {INDEX}, which does not name it"
-        raise broken(directory, what, "fix: remove the one that is left over")
+        problem = f"both {SINGLE} and {INDEX}, which does not name it"
+        raise broken(directory, problem, "fix: remove the one that is left over")
     paths = {file: _inside(directory, file, index) for file in sorted(shards)}
     return tuple(_read_shard(path, shards[file]) for file, path in paths.items())
 
@@ -282,18 +284,18 @@ def _no_weights(directory: Path) -> str:
     files = sorted(p.name for p in directory.iterdir() if p.is_file())
 
     def named(*ends: str) -> str:
-        return ", ".join([quoted(name) for name in files if name.endswith(ends)][:SHOWN])
+        return ", ".join([quoted(name) for name in files if name.endswith(ends)][:MAX_LISTED])
 
-    found, fix = "no weights", "download the checkpoint again"
+    actual, fix = "no weights", "download the checkpoint again"
     if tensors := named(".safetensors"):
-        found, fix = tensors, f"add {INDEX}"
+        actual, fix = tensors, f"add {INDEX}"
     elif pickles := named(*PICKLES):
-        found = f"only {pickles}: pickle files can run code and are never opened"
+        actual = f"only {pickles}: pickle files can run code and are never opened"
         fix = "load the model where you trust it and call save_pretrained(DIR, "
         fix += "safe_serialization=True)"
     elif gguf := next((name for name in files if name.endswith(GGUF)), None):
-        found, fix = quoted(gguf), f"give --checkpoint {directory / gguf}"
-    return f"{directory}: expected {SINGLE} or {INDEX}, found {found}; fix: {fix}"
+        actual, fix = quoted(gguf), f"give --checkpoint {directory / gguf}"
+    return f"{directory}: expected {SINGLE} or {INDEX}, found {actual}; fix: {fix}"
 
 
 def _read_index(directory: Path, index: Path) -> dict[str, set[str]]:
@@ -303,11 +305,11 @@ def _read_index(directory: Path, index: Path) -> dict[str, set[str]]:
     shards: dict[str, set[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str):
-            what = f"weight_map {quoted(name)}: expected a file name, found {quoted(file)}"
-            raise broken(index, what, "fix: download the index again")
+            problem = f"weight_map {quoted(name)}: expected a file name, found {quoted(file)}"
+            raise broken(index, problem, "fix: download the index again")
         if not file.endswith(".safetensors"):
-            what = f"weight_map names {quoted(file)}, expected only .safetensors files"
-            raise broken(index, what, "fix: save the checkpoint with safe_serialization=True")
+            problem = f"weight_map names {quoted(file)}, expected only .safetensors files"
+            raise broken(index, problem, "fix: save the checkpoint with safe_serialization=True")
         shards.setdefault(file, set()).add(name)
     return shards
 
@@ -316,9 +318,11 @@ def _read_shard(path: Path, want: set[str]) -> Header:
     header = tensorfile.read_header(path)
     extra, missing = sorted(header.entries.keys() - want), sorted(want - header.entries.keys())
     if extra or missing:
-        what, place = (extra, "not named for it in") if extra else (missing, "absent, but named in")
+        names, reason = (
+            (extra, "not named for it in") if extra else (missing, "absent, but named in")
+        )
         counts = f"({len(extra)} extra, {len(missing)} missing)"
-        text = f"tensor {quoted(what[0])} is {place} {INDEX} {counts}"
+        text = f"tensor {quoted(names[0])} is {reason} {INDEX} {counts}"
         raise broken(header.path, text, "fix: download shards and index again")
     return header
 
@@ -334,16 +338,18 @@ def _inside(directory: Path, name: str, source: Path) -> Path:
         try:
             real = path.resolve(strict=True)
         except (OSError, RuntimeError, ValueError):
-            what = f"names {quoted(name)}, which is not in {directory}"
-            raise broken(source, what, "fix: complete the download") from None
+            problem = f"names {quoted(name)}, which is not in {directory}"
+            raise broken(source, problem, "fix: complete the download") from None
         inside = any(real.is_relative_to(h) for h in homes)
     if not inside or Path(name).is_absolute():
-        what = f"{quoted(name)} leads outside the checkpoint directory, expected a plain file name"
-        raise broken(source, what, "fix: put the weight files themselves into the directory")
+        problem = (
+            f"{quoted(name)} leads outside the checkpoint directory, expected a plain file name"
+        )
+        raise broken(source, problem, "fix: put the weight files themselves into the directory")
     return path
 
 
-SIDE_FILES = {name: most << 20 for name, most in tensorfile.TABLES["side_files"].items()}
+SIDE_FILES = {name: mib << 20 for name, mib in tensorfile.TABLES["side_files"].items()}
 
 
 def read_side_files(directory: Path) -> dict[str, bytes]:
@@ -353,8 +359,8 @@ def read_side_files(directory: Path) -> dict[str, bytes]:
     return {n: _side_file(path, SIDE_FILES[n]) for n, path in present.items() if n != CONFIG}
 
 
-def _side_file(path: Path, most: int) -> bytes:
-    raw = read_limited(path, most)
+def _side_file(path: Path, limit: int) -> bytes:
+    raw = read_limited(path, limit)
     if path.suffix == ".json":
         parse_json(path, raw)
     try:
@@ -372,8 +378,8 @@ def read_extractor(folder: Path | None) -> Mapping[str, Any] | None:
     """Read the feature extractor of audio from files of a checkpoint or engine, or None."""
     for name, key in EXTRACTORS.items() if folder else ():
         file = Path(folder or "", name)
-        whole = parse_json(file, file.read_bytes()) if file.is_file() else {}
-        found = whole.get(key) if key else whole
-        if found and isinstance(found, dict):
-            return found
+        values = parse_json(file, file.read_bytes()) if file.is_file() else {}
+        config = values.get(key) if key else values
+        if config and isinstance(config, dict):
+            return config
     return None

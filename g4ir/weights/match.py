@@ -15,11 +15,11 @@ from g4ir.model.tensors import CLIP_BOUNDS, DRAFTER, Tensors, dead_tensors, text
 from g4ir.spec.record import Spec
 
 from . import tensorfile
-from .formats.base import CODED, Found, plain_name, shown
+from .formats.base import CODED, TensorRef, plain_name, type_text
 from .tensorfile import TABLES, Entry, Header, quoted
 
-SHOWN = 5  # mismatches listed in one message
-WHOLE = ("I64", "I32")  # dtypes of token ids
+MAX_LISTED = 5  # mismatches listed in one message
+INTEGERS = ("I64", "I32")  # dtypes of token ids
 V_PROJ = "self_attn.v_proj.weight"
 COMPUTED = re.compile(r"(?:^|\.)(?:rotary_emb\w*\.\w*inv_freq|embed_scale|inv_timescales)$")
 ADAPTER = re.compile(r"\.(?:base_layer|lora_\w+|modules_to_save)\.|\.lora_magnitude_vector")
@@ -43,7 +43,7 @@ def head_names(spec: Spec) -> list[str]:
     return [*dict.fromkeys(map(plain_name, spec.prefixes.head))]
 
 
-def find_prefix(directory: Path, spec: Spec, names: Mapping[str, Found]) -> str:
+def find_prefix(directory: Path, spec: Spec, names: Mapping[str, TensorRef]) -> str:
     """Return the prefix of this checkpoint's text tower: the one with most hits."""
     valid = text_tensors(spec).keys() - {HEAD}
     prefixes = dict.fromkeys(map(plain_name, spec.prefixes.text))
@@ -51,24 +51,24 @@ def find_prefix(directory: Path, spec: Spec, names: Mapping[str, Found]) -> str:
     best = max(hits, key=lambda p: hits[p])
     if not hits[best]:
         accepted = ", ".join(f"{p}{TOKEN_TABLE}" for p in hits)
-        found = ", ".join(map(quoted, sorted(names)[:3])) or "none"
-        what = f"no text tensor of spec {spec.name} under any accepted prefix"
-        what += f" (expected {accepted}; found {found})"
-        raise tensorfile.broken(directory, what, f"fix: {FIXES['spec']}")
+        examples = ", ".join(map(quoted, sorted(names)[:3])) or "none"
+        problem = f"no text tensor of spec {spec.name} under any accepted prefix"
+        problem += f" (expected {accepted}; found {examples})"
+        raise tensorfile.broken(directory, problem, f"fix: {FIXES['spec']}")
     return best
 
 
 def tower_names(spec: Spec, bare: str) -> list[str]:
     """Return the names that a tower's tensor `PART.NAME` may have in a checkpoint."""
-    part, _, rest = bare.partition(".")
-    return [prefix + rest for prefix in getattr(spec.prefixes, part)]
+    part, _, name = bare.partition(".")
+    return [prefix + name for prefix in getattr(spec.prefixes, part)]
 
 
 def tower_of(spec: Spec, name: str) -> str | None:
     """Return the tower that a tensor belongs to; None for text."""
     parts = asdict(spec.prefixes)
-    others = (part for part in parts if part not in ("text", "head", DRAFTER))
-    return next((part for part in others if name.startswith(parts[part])), None)
+    towers = (part for part in parts if part not in ("text", "head", DRAFTER))
+    return next((part for part in towers if name.startswith(parts[part])), None)
 
 
 def is_text(spec: Spec, prefix: str, name: str) -> bool:
@@ -94,28 +94,28 @@ class TensorMatch:
     directory: Path
     prefix: str
     towers: Tensors
-    names: Mapping[str, Found]
-    live: dict[str, Found] = field(default_factory=dict)
+    names: Mapping[str, TensorRef]
+    live: dict[str, TensorRef] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, float] = field(default_factory=dict)
     mismatches: list[Mismatch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        wrong: list[Mismatch] = []
-        for name, found in self.names.items():
+        invalid: list[Mismatch] = []
+        for name, ref in self.names.items():
             role = self._role(name)
             if role is None:
-                self.mismatches.append(self._unknown(name, *found))
+                self.mismatches.append(self._unknown(name, *ref))
             elif role in self.shapes:
-                self.live[role] = found
-                wrong += self._check(role, *found)
+                self.live[role] = ref
+                invalid += self._check(role, *ref)
             else:
                 self.ignored[name] = role
         if self.spec.text.tie_word_embeddings and self.head:
             self.ignored[self.head] = f"tied to {TOKEN_TABLE}"
-            if TOKEN_TABLE in self.live and all(w.tensor != self.head for w in wrong):
-                wrong += _tied_dtype(*self.live[HEAD], self.live[TOKEN_TABLE][1])
-        self.mismatches += [*self._missing(), *wrong]
+            if TOKEN_TABLE in self.live and all(w.tensor != self.head for w in invalid):
+                invalid += _tied_dtype(*self.live[HEAD], self.live[TOKEN_TABLE][1])
+        self.mismatches += [*self._missing(), *invalid]
 
     @cached_property
     def shapes(self) -> Tensors:
@@ -160,29 +160,29 @@ class TensorMatch:
             text, fix = "experts in MLX's layout", "mlx"
         elif bare.endswith(V_PROJ) and (kind := _kind_of(self.spec, bare)):
             text = f"unknown: expected no v_proj ({kind}.k_eq_v is true)"
-            text += f", found {quoted(shown((header, entry)))}"
+            text += f", found {quoted(type_text((header, entry)))}"
             fix = "k_eq_v"
         else:
-            hint = len(self.mismatches) < SHOWN
+            hint = len(self.mismatches) < MAX_LISTED
             near = _nearest(bare, list(text_tensors(self.spec)), self.prefix) if hint else ""
             text, fix = f"not in the spec{near}", "spec"
         return Mismatch(header.path.name, entry.name, text, fix)
 
     def _check(self, name: str, header: Header, entry: Entry) -> Iterator[Mismatch]:
         shape = self.shapes[name]
-        dtypes = WHOLE if name == ORDER else tensorfile.FLOATS
-        if entry.dtype not in dtypes and (entry.dtype != CODED or dtypes == WHOLE):
+        dtypes = INTEGERS if name == ORDER else tensorfile.FLOATS
+        if entry.dtype not in dtypes and (entry.dtype != CODED or dtypes == INTEGERS):
             text = f"expected dtype {' or '.join(dtypes)}, found {entry.dtype}"
             yield Mismatch(header.path.name, entry.name, text, "dtype")
         elif entry.shape != tuple(shape):
-            text = f"expected shape {list(shape)}, found {quoted(shown((header, entry)))}"
+            text = f"expected shape {list(shape)}, found {quoted(type_text((header, entry)))}"
             moved = len(entry.shape) > 2 and sorted(entry.shape) == sorted(shape)
             text += " (channels last, as MLX stores convolutions)" if moved else ""
             yield Mismatch(header.path.name, entry.name, text, "mlx" if moved else "spec")
 
     def _missing(self) -> Iterator[Mismatch]:
-        wanted = [*text_tensors(self.spec), *self.towers]
-        absent = [name for name in wanted if name not in self.live]
+        needed = [*text_tensors(self.spec), *self.towers]
+        absent = [name for name in needed if name not in self.live]
         self.defaults = {n: d for n in absent if (d := absent_value(n)) is not None}
         absent = [name for name in absent if name not in self.defaults]
         strays = [m.tensor for m in self.mismatches[:200]]
@@ -194,7 +194,7 @@ class TensorMatch:
                 text, fix = f"{text} ({_kind_of(self.spec, name)}.k_eq_v is false)", "k_eq_v"
             elif name == HEAD:
                 text, fix = f"{text} (tie_word_embeddings is false)", "tie"
-            elif len(absent) <= SHOWN:
+            elif len(absent) <= MAX_LISTED:
                 text += _nearest(name, strays, "")
             yield Mismatch(self.directory.name, name, text, fix)
 
@@ -224,14 +224,14 @@ def _nearest(name: str, candidates: list[str], prefix: str) -> str:
     return f"; nearest: {', '.join(quoted(prefix + c) for c in close)}" if close else ""
 
 
-def report(place: Path, spec: Spec, mismatches: list[Mismatch]) -> str:
+def report(path: Path, spec: Spec, mismatches: list[Mismatch]) -> str:
     """Return an error message with the first mismatches and their fixes."""
-    lines = [f"  {p.file}: {quoted(p.tensor)}: {p.text}" for p in mismatches[:SHOWN]]
-    more = len(mismatches) - SHOWN
+    lines = [f"  {p.file}: {quoted(p.tensor)}: {p.text}" for p in mismatches[:MAX_LISTED]]
+    more = len(mismatches) - MAX_LISTED
     lines += [f"  and {more} more"] * (more > 0)
-    fixes = dict.fromkeys(FIXES[p.fix] for p in mismatches[:SHOWN])
+    fixes = dict.fromkeys(FIXES[p.fix] for p in mismatches[:MAX_LISTED])
     return (
-        f"{place}: the weights do not fit spec {spec.name} ({len(mismatches)} tensors):\n"
+        f"{path}: the weights do not fit spec {spec.name} ({len(mismatches)} tensors):\n"
         + "\n".join(lines)
         + f"\nfix: {'; or '.join(fixes)}"
     )

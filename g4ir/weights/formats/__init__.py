@@ -29,8 +29,8 @@ def is_coded(config: Path) -> bool:
 
 def read_coded(config: Path, files: Files) -> QuantisedTensors:
     """Return a checkpoint's tensors with its quantised weights, or an error for what is unknown."""
-    whole = read_json(config)
-    values, of_mlx = whole.get(KEY), whole.get(MLX_KEY)
+    tree = read_json(config)
+    values, of_mlx = tree.get(KEY), tree.get(MLX_KEY)
     if of_mlx is not None or is_mlx(values):
         stated: Any = values if of_mlx is None else of_mlx
         if not is_mlx(stated):
@@ -40,7 +40,7 @@ def read_coded(config: Path, files: Files) -> QuantisedTensors:
         return QuantisedTensors(files.names, {}, {})
     method = str(values.get("quant_method")) if isinstance(values, dict) else None
     if method is None or method not in METHODS:
-        what = f"{KEY}: quant_method {quoted(method)} is not read, only {', '.join(METHODS)}"
+        problem = f"{KEY}: quant_method {quoted(method)} is not read, only {', '.join(METHODS)}"
         fix = "fix: take a compressed-tensors or GGUF file of the model, or its bf16 weights with"
-        raise broken(config, what, f"{fix} --quant")
+        raise broken(config, problem, f"{fix} --quant")
     return METHODS[method](tree_of(values, Where(str(config), 0), exact=True), files)

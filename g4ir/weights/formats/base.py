@@ -22,7 +22,7 @@ from g4ir.spec.reader import Length
 from g4ir.weights import tensorfile
 from g4ir.weights.tensorfile import Entry, Header, quoted
 
-Found = tuple[Header, Entry]
+TensorRef = tuple[Header, Entry]
 KEY = "quantization_config"
 FIX = f"fix: correct {KEY} of config.json, or download the checkpoint again"
 NameList = Annotated[tuple[Annotated[str, Length(1, 500)], ...], Length(0, 2000)]
@@ -31,7 +31,7 @@ CODED = "codes"
 #: dtypes of scales in files -> in the IR; powers of two become f32
 FILE_SCALES = {"BF16": "bf16", "F16": "f16", "F32": "f32", "F8_E8M0": "f32"}
 #: numbers that share a scale at least, where blocks do not divide rows
-LEAST_GROUP = 16
+MIN_GROUP = 16
 PIECE = 1 << 24
 MODULES = ("gate_proj", "up_proj", "down_proj")
 _EXPERT = re.compile(rf"(.*\.experts)\.(\d{{1,5}})\.({'|'.join(MODULES)})\.weight")
@@ -55,14 +55,14 @@ def plain_name(name: str) -> str:
     return name
 
 
-def by_plain_name(place: Path, headers: Iterable[Header]) -> Mapping[str, Found]:
+def by_plain_name(path: Path, headers: Iterable[Header]) -> Mapping[str, TensorRef]:
     """Return tensors by their plain names; WeightsError for two of one name."""
-    out: dict[str, Found] = {}
-    for found in ((header, entry) for header in headers for entry in header.entries.values()):
-        first = out.setdefault(plain_name(found[1].name), found)
-        if first is not found:
-            what = f"{quoted(first[1].name)} and {quoted(found[1].name)} are the same tensor"
-            raise tensorfile.broken(place, what)
+    out: dict[str, TensorRef] = {}
+    for ref in ((header, entry) for header in headers for entry in header.entries.values()):
+        first = out.setdefault(plain_name(ref[1].name), ref)
+        if first is not ref:
+            problem = f"{quoted(first[1].name)} and {quoted(ref[1].name)} are the same tensor"
+            raise tensorfile.broken(path, problem)
     return out
 
 
@@ -106,7 +106,7 @@ class Files:
     text model; `dtype`: the engine's."""
 
     directory: Path
-    names: Mapping[str, Found] = field(default_factory=dict)
+    names: Mapping[str, TensorRef] = field(default_factory=dict)
     of_text: Callable[[str], bool] = lambda name: True
     dtype: str = "f32"
     closed: bool = False
@@ -119,20 +119,20 @@ class Files:
             self._maps[header.path] = tensorfile.map_file(header)
         return self._maps[header.path]
 
-    def rows(self, found: Found, ids: torch.Tensor | None = None) -> torch.Tensor:
+    def rows(self, ref: TensorRef, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Return rows of a stored tensor: [len(ids), ...]; a view of all for None."""
         if ids is None:
-            return tensorfile.view(self.map(found[0]), found[1])
-        made = tensorfile.view_rows(self.map(found[0]), found[1], ids)
-        return made.view(len(ids), *found[1].shape[1:])
+            return tensorfile.view(self.map(ref[0]), ref[1])
+        rows = tensorfile.view_rows(self.map(ref[0]), ref[1], ids)
+        return rows.view(len(ids), *ref[1].shape[1:])
 
-    def weight(self, found: Found) -> StoredWeight:
+    def weight(self, ref: TensorRef) -> StoredWeight:
         """Return a weight that is stored as its values."""
-        release = partial(self.release, (found,))
-        return StoredWeight(found[1].shape, {"": partial(self.rows, found)}, release)
+        release = partial(self.release, (ref,))
+        return StoredWeight(ref[1].shape, {"": partial(self.rows, ref)}, release)
 
-    def release(self, found: Iterable[Found]) -> None:
-        for header, entry in found:
+    def release(self, refs: Iterable[TensorRef]) -> None:
+        for header, entry in refs:
             if header.path in self._maps:
                 tensorfile.drop_pages(self._maps[header.path], entry)
 
@@ -145,48 +145,48 @@ class Files:
 class QuantisedTensors:
     """A checkpoint's tensors, one entry instead of codes and scales; `weights` by that entry."""
 
-    names: Mapping[str, Found]
+    names: Mapping[str, TensorRef]
     weights: Mapping[Entry, StoredWeight]
     ignored: Mapping[str, str]
 
 
 #: a quantised weight, and its tensor that messages name
-Taken = tuple[Found, StoredWeight]
+ModuleWeight = tuple[TensorRef, StoredWeight]
 
 
 def read_modules(
     files: Files,
     suffixes: tuple[str, ...],
-    take: Callable[[str, dict[str, Found]], Taken | None],
+    take: Callable[[str, dict[str, TensorRef]], ModuleWeight | None],
     unused: Mapping[str, str],
 ) -> QuantisedTensors:
     """Return a checkpoint's tensors with its quantised weights. `take` makes a module's weight of
     its tensors by suffix, None if it is not quantised; `unused` suffixes -> why."""
-    names: dict[str, Found] = {}
-    modules: dict[str, dict[str, Found]] = {}
+    names: dict[str, TensorRef] = {}
+    modules: dict[str, dict[str, TensorRef]] = {}
     ignored: dict[str, str] = {}
-    for name, found in files.names.items():
-        if len(name) > MOST_NAME:
-            what = f"a name of {len(name)} characters, at most {MOST_NAME} are read"
-            raise wrong(found, what)
+    for name, ref in files.names.items():
+        if len(name) > MAX_NAME:
+            problem = f"a name of {len(name)} characters, at most {MAX_NAME} are read"
+            raise tensor_error(ref, problem)
         suffix = next((s for s in (*suffixes, *unused) if name.endswith(s)), None)
         if suffix is None:
-            names[name] = found
+            names[name] = ref
         elif suffix in unused:
-            ignored[found[1].name] = unused[suffix]
+            ignored[ref[1].name] = unused[suffix]
         else:
-            modules.setdefault(name.removesuffix(suffix), {})[suffix] = found
-    weights: dict[str, Taken] = {}
+            modules.setdefault(name.removesuffix(suffix), {})[suffix] = ref
+    weights: dict[str, ModuleWeight] = {}
     for module, parts in modules.items():
-        if taken := take(module, parts):
-            weights[module if STACKED.fullmatch(module) else f"{module}.weight"] = taken
+        if weight := take(module, parts):
+            weights[module if STACKED.fullmatch(module) else f"{module}.weight"] = weight
         else:
-            names |= {f"{module}{suffix}": found for suffix, found in parts.items()}
+            names |= {f"{module}{suffix}": ref for suffix, ref in parts.items()}
     return _replaced(names, stacked(weights), ignored)
 
 
 def _replaced(
-    names: dict[str, Found], weights: Mapping[str, Taken], ignored: Mapping[str, str]
+    names: dict[str, TensorRef], weights: Mapping[str, ModuleWeight], ignored: Mapping[str, str]
 ) -> QuantisedTensors:
     by_entry: dict[Entry, StoredWeight] = {}
     for name, ((header, entry), weight) in weights.items():
@@ -195,21 +195,21 @@ def _replaced(
     return QuantisedTensors(names, by_entry, ignored)
 
 
-def wrong(found: Found, what: str, fix: str = tensorfile.DOWNLOAD) -> WeightsError:
-    header, entry = found
-    return tensorfile.broken(header.path, f"tensor {quoted(entry.name)}: {what}", fix)
+def tensor_error(ref: TensorRef, problem: str, fix: str = tensorfile.DOWNLOAD) -> WeightsError:
+    header, entry = ref
+    return tensorfile.broken(header.path, f"tensor {quoted(entry.name)}: {problem}", fix)
 
 
-def shown(found: Found) -> str:
-    return f"{found[1].dtype} {list(found[1].shape)}"
+def type_text(ref: TensorRef) -> str:
+    return f"{ref[1].dtype} {list(ref[1].shape)}"
 
 
-def require(found: Found, dtypes: Iterable[str], shape: tuple[int, ...] | None = None) -> None:
+def require(ref: TensorRef, dtypes: Iterable[str], shape: tuple[int, ...] | None = None) -> None:
     """Raise WeightsError unless a stored tensor has one of the dtypes, and the shape."""
     dtypes = tuple(dtypes)
-    if found[1].dtype not in dtypes or (shape is not None and found[1].shape != shape):
+    if ref[1].dtype not in dtypes or (shape is not None and ref[1].shape != shape):
         want = " or ".join(dtypes) + (f" {list(shape)}" if shape is not None else "")
-        raise wrong(found, f"expected {want}, found {shown(found)}")
+        raise tensor_error(ref, f"expected {want}, found {type_text(ref)}")
 
 
 @dataclass(frozen=True)
@@ -249,23 +249,25 @@ class ScaleBlocks:
 
 
 def _stored_scales(
-    files: Files, found: Found, shape: tuple[int, ...], grid: ScaleBlocks, signed: bool
+    files: Files, ref: TensorRef, shape: tuple[int, ...], grid: ScaleBlocks, signed: bool
 ) -> Part:
     """Return a reader of scales of rows; one number, no matrix, may serve the whole weight.
     `signed`: they may be negative, as codes reach farther on one side of 0 (int4, as in GGUF)."""
-    flat = math.prod(grid.shape(shape)) == 1 and found[1].shape in ((), (1,))
-    require(found, FILE_SCALES, found[1].shape if flat else grid.shape(shape))
+    flat = math.prod(grid.shape(shape)) == 1 and ref[1].shape in ((), (1,))
+    require(ref, FILE_SCALES, ref[1].shape if flat else grid.shape(shape))
     by_row = grid.block(shape)[0] == 1 and not flat
 
     def read(ids: torch.Tensor | None) -> torch.Tensor:
-        stored = files.rows(found, ids if by_row else None)
-        stored = stored.float() if found[1].dtype == "F8_E8M0" else stored
-        numbers = stored.float().abs() if signed else stored.float()
-        good = (numbers > 0) & numbers.isfinite()
+        stored = files.rows(ref, ids if by_row else None)
+        stored = stored.float() if ref[1].dtype == "F8_E8M0" else stored
+        values = stored.float().abs() if signed else stored.float()
+        good = (values > 0) & values.isfinite()
         if not bool(good.all()):
-            what = f"a scale is {float(stored[~good].flatten()[0]):g}"
+            problem = f"a scale is {float(stored[~good].flatten()[0]):g}"
             expected = "finite numbers other than 0" if signed else "positive and finite numbers"
-            raise wrong(found, f"{what}, expected {expected}", "fix: download the file again")
+            raise tensor_error(
+                ref, f"{problem}, expected {expected}", "fix: download the file again"
+            )
         if by_row:
             return grid.spread(stored, (len(stored), *shape[1:]), None)
         return grid.spread(stored, shape, ids)
@@ -279,24 +281,26 @@ def as_it_is(t: torch.Tensor) -> torch.Tensor:
 
 def coded_weight(
     files: Files,
-    form: str,
+    code_format: str,
     shape: tuple[int, ...],
-    codes: Found,
-    scales: Found,
+    codes: TensorRef,
+    scales: TensorRef,
     grid: ScaleBlocks,
     convert: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
     dtype: str | None = "",
 ) -> StoredWeight:
     """Make a weight [.., N, K] of stored codes and scales, these in `dtype`, else the file's."""
     if len(shape) < 2 or not all(shape):
-        raise wrong(codes, f"expected a matrix, found {shown(codes)}")
+        raise tensor_error(codes, f"expected a matrix, found {type_text(codes)}")
     group = grid.group(shape)
-    if group < min(LEAST_GROUP, shape[-1]):
-        raise wrong(codes, f"blocks of {grid.columns} columns do not divide rows of {shape[-1]}")
-    read = _stored_scales(files, scales, shape, grid, form == "int4")
-    kept = FILE_SCALES[scales[1].dtype] if dtype == "" else dtype
+    if group < min(MIN_GROUP, shape[-1]):
+        raise tensor_error(
+            codes, f"blocks of {grid.columns} columns do not divide rows of {shape[-1]}"
+        )
+    read = _stored_scales(files, scales, shape, grid, code_format == "int4")
+    scale_dtype = FILE_SCALES[scales[1].dtype] if dtype == "" else dtype
     return quantised_weight(
-        Scheme(form, 0 if group == shape[-1] else group, kept),
+        Scheme(code_format, 0 if group == shape[-1] else group, scale_dtype),
         shape,
         lambda ids: convert(files.rows(codes, ids)),
         read,
@@ -305,67 +309,69 @@ def coded_weight(
     )
 
 
-def e4m3(found: Found) -> Callable[[torch.Tensor], torch.Tensor]:
+def e4m3(ref: TensorRef) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return what looks at e4m3 codes of a stored tensor: WeightsError for NaN."""
 
     def convert(codes: torch.Tensor) -> torch.Tensor:
         for piece in codes.view(torch.uint8).flatten().split(PIECE):
             if bool((piece & 127 == 127).any()):
-                raise wrong(found, "a code is NaN, which stands for no number")
+                raise tensor_error(ref, "a code is NaN, which stands for no number")
         return codes
 
     return convert
 
 
-def stacked(weights: Mapping[str, Taken]) -> dict[str, Taken]:
+def stacked(weights: Mapping[str, ModuleWeight]) -> dict[str, ModuleWeight]:
     """Return weights with those of single experts joined: `experts.E.gate_proj.weight` and
     `up_proj` to `experts.gate_up_proj` [E, 2I, D], `down_proj` to `experts.down_proj` [E, D, I]."""
-    out: dict[str, Taken] = {}
-    layers: dict[str, dict[tuple[int, str], Taken]] = {}
+    out: dict[str, ModuleWeight] = {}
+    layers: dict[str, dict[tuple[int, str], ModuleWeight]] = {}
     for name, weight in weights.items():
         if match := _EXPERT.fullmatch(name):
             layers.setdefault(match[1], {})[int(match[2]), match[3]] = weight
         else:
             out[name] = weight
-    for prefix, found in layers.items():
-        count = 1 + max(e for e, _ in found)
+    for prefix, experts in layers.items():
+        count = 1 + max(e for e, _ in experts)
         for e, module in product(range(count), MODULES):
-            if (e, module) not in found:
-                first = next(iter(found.values()))[0]
-                raise wrong(first, f"{prefix}.{e}.{module} is not quantised, but other experts are")
-        gate_up = [found[e, m] for e in range(count) for m in MODULES[:2]]
+            if (e, module) not in experts:
+                first = next(iter(experts.values()))[0]
+                raise tensor_error(
+                    first, f"{prefix}.{e}.{module} is not quantised, but other experts are"
+                )
+        gate_up = [experts[e, m] for e in range(count) for m in MODULES[:2]]
         out[f"{prefix}.gate_up_proj"] = _stack(gate_up, 2)
-        out[f"{prefix}.down_proj"] = _stack([found[e, MODULES[2]] for e in range(count)], 1)
+        out[f"{prefix}.down_proj"] = _stack([experts[e, MODULES[2]] for e in range(count)], 1)
     return out
 
 
-def _stack(parts: list[Taken], each: int) -> Taken:
-    found, first = parts[0]
+def _stack(parts: list[ModuleWeight], per_expert: int) -> ModuleWeight:
+    ref, first = parts[0]
     for other, weight in parts:
         if (weight.scheme, weight.shape) != (first.scheme, first.shape):
             expected = f"expected {list(first.shape)} in {first.scheme}, as of expert 0"
-            raise wrong(other, f"{expected}, found {list(weight.shape)} in {weight.scheme}")
+            raise tensor_error(other, f"{expected}, found {list(weight.shape)} in {weight.scheme}")
     n, k = first.shape
 
     def join(suffix: str, rows: torch.Tensor | None) -> torch.Tensor:
-        made = torch.stack([w.parts[suffix](None) for _, w in parts])
-        return made.view(len(parts) // each, each * n, -1)
+        stacked_part = torch.stack([w.parts[suffix](None) for _, w in parts])
+        return stacked_part.view(len(parts) // per_expert, per_expert * n, -1)
 
     def release() -> None:
         for _, w in parts:
             w.release()
 
-    shape = (len(parts) // each, each * n, k)
+    shape = (len(parts) // per_expert, per_expert * n, k)
     joined = {suffix: partial(join, suffix) for suffix in first.parts}
     fault = next((w.fault for _, w in parts if w.fault), "")
-    return found, StoredWeight(shape, joined, release, first.scheme, fault)
+    return ref, StoredWeight(shape, joined, release, first.scheme, fault)
 
 
 #: characters of a pattern and of a tensor's name; patterns of a list
-MOST_LENGTH, MOST_NAME, MOST_PATTERNS = 400, 200, 1000
+MAX_PATTERN, MAX_NAME, MAX_PATTERNS = 400, 200, 1000
 #: repetitions, each of which may multiply the cost by the length of a name; ways to take
 #: alternatives and optional parts, fewer by a factor for each repetition
-MOST_REPEATS, MOST_WAYS, FEWER = 3, 4096, 8
+MAX_REPEATS, MAX_WAYS, FEWER = 3, 4096, 8
 #: an escaped character, or a class of characters
 _ONE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]", re.DOTALL)
 #: what begins a group; comments and the flag x, in which others read another pattern, are not taken
@@ -385,11 +391,11 @@ def _ways(plain: str) -> int:
 
 
 def _is_slow(pattern: str) -> bool:
-    if len(pattern) > MOST_LENGTH or _COMMENT.search(pattern):
+    if len(pattern) > MAX_PATTERN or _COMMENT.search(pattern):
         return True
     plain = _ONE.sub("x", pattern)
     repeats = len(_REPEATS.findall(plain))
-    many = repeats > MOST_REPEATS or _ways(plain) * FEWER**repeats > MOST_WAYS
+    many = repeats > MAX_REPEATS or _ways(plain) * FEWER**repeats > MAX_WAYS
     return many or _NESTED.search(plain) is not None
 
 
@@ -397,8 +403,8 @@ def _is_slow(pattern: str) -> bool:
 def compiled(pattern: str, where: str) -> re.Pattern[str]:
     """Compile a pattern; WeightsError if it is no regular expression or a slow one."""
     if _is_slow(pattern):
-        what = f"pattern {quoted(pattern)} may take for ever"
-        raise tensorfile.broken(where, what, "fix: write a simpler one")
+        problem = f"pattern {quoted(pattern)} may take for ever"
+        raise tensorfile.broken(where, problem, "fix: write a simpler one")
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as e:
@@ -415,9 +421,9 @@ def selector(names: tuple[str, ...], where: str) -> Selects:
     """Return whether a list of `where` names a module: by its name or class, or by a pattern, which
     is marked `re:`. WeightsError for a pattern that is not taken."""
     patterns = [compiled(n.removeprefix("re:"), where) for n in names if n.startswith("re:")]
-    if len(patterns) > MOST_PATTERNS:
-        what = f"{len(patterns)} patterns, at most {MOST_PATTERNS}"
-        raise tensorfile.broken(where, what, "fix: name modules")
+    if len(patterns) > MAX_PATTERNS:
+        problem = f"{len(patterns)} patterns, at most {MAX_PATTERNS}"
+        raise tensorfile.broken(where, problem, "fix: name modules")
     exact = frozenset(names)
 
     def selects(module: str, kind: str) -> bool:

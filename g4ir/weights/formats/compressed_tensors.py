@@ -24,12 +24,12 @@ from .base import (
     FIX,
     KEY,
     Files,
-    Found,
+    ModuleWeight,
     QuantisedTensors,
     ScaleBlocks,
     Selects,
     StoredWeight,
-    Taken,
+    TensorRef,
     as_it_is,
     coded_weight,
     e4m3,
@@ -37,7 +37,7 @@ from .base import (
     read_modules,
     require,
     selector,
-    wrong,
+    tensor_error,
 )
 
 PACKED = "pack-quantized"
@@ -65,7 +65,7 @@ _Word = Annotated[str, Length(1, 500)]
 
 
 @dataclass(frozen=True)
-class Numbers:
+class QuantArgs:
     """How weights or activations are quantised."""
 
     num_bits: Annotated[int, Range(1, 16)] = 8
@@ -86,14 +86,14 @@ class Numbers:
     @property
     def grid(self) -> ScaleBlocks | None:
         """Where scales lie; None for a strategy that is not read."""
-        group, rest = self.group_size or 0, {None: "tensor", -1: "channel"}
-        found = {
+        group, default_strategy = self.group_size or 0, {None: "tensor", -1: "channel"}
+        grids = {
             "tensor": ScaleBlocks(0, 0),
             "channel": ScaleBlocks(1, 0),
             "group": ScaleBlocks(1, group) if group > 0 else None,
             "block": ScaleBlocks(*self.block_structure) if self.block_structure else None,
         }
-        return found.get(self.strategy or rest.get(self.group_size, "group"))
+        return grids.get(self.strategy or default_strategy.get(self.group_size, "group"))
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class ModuleGroup:
     """Modules that are held alike: `targets` are their names, `re:` patterns, or classes."""
 
     targets: Annotated[tuple[_Word, ...], Length(1, 10_000)]
-    weights: Numbers | None = None
-    input_activations: Numbers | None = None
-    output_activations: Numbers | None = None
+    weights: QuantArgs | None = None
+    input_activations: QuantArgs | None = None
+    output_activations: QuantArgs | None = None
     format: str | None = None
 
 
@@ -137,42 +137,42 @@ def read(tree: Node, files: Files) -> QuantisedTensors:
         if group.weights
     ]
     take = partial(_take, files, selector(config.ignore or (), where), groups)
-    found = read_modules(files, SUFFIXES, take, dict.fromkeys(ACTIVATIONS, NOT_ROUNDED))
-    given = config.config_groups.values()
-    if found.ignored or any(g.input_activations or g.output_activations for g in given):
+    tensors = read_modules(files, SUFFIXES, take, dict.fromkeys(ACTIVATIONS, NOT_ROUNDED))
+    module_groups = config.config_groups.values()
+    if tensors.ignored or any(g.input_activations or g.output_activations for g in module_groups):
         log.warning("%s: activations are not rounded, as weights are", where)
     if config.kv_cache_scheme is not None:
         log.warning("%s: kv_cache_scheme is left out: caches are not rounded", where)
-    return found
+    return tensors
 
 
 def _check(config: CompressedTensorsConfig, where: str) -> None:
     sparsity = config.sparsity_config or {}
     dense = isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"
-    others = {
+    unsupported = {
         "sparsity_config": not dense,
         "moe_sparsity_config": bool(config.moe_sparsity_config),
         "transform_config": bool(config.transform_config),
         "quantization_status": config.quantization_status not in (None, "compressed", "frozen"),
     }
-    for key, is_other in others.items():
-        if is_other:
+    for key, bad in unsupported.items():
+        if bad:
             raise _unread(where, key, getattr(config, key))
     for name, group in config.config_groups.items():
         _check_group(f"{where}: {KEY}.config_groups.{name}", config, group)
 
 
 def _check_group(where: str, config: CompressedTensorsConfig, group: ModuleGroup) -> None:
-    form, numbers = group.format or config.format, group.weights
-    if numbers is None:
+    layout, args = group.format or config.format, group.weights
+    if args is None:
         raise _unread(where, "weights", None)
-    bits = READ.get((form, numbers.type))
-    symmetric = numbers.symmetric or (form, numbers.num_bits) == (PACKED, 4)
+    bits = READ.get((layout, args.type))
+    symmetric = args.symmetric or (layout, args.num_bits) == (PACKED, 4)
     for key, value, is_read in (
-        ("format", form, bits is not None),
-        ("num_bits", numbers.num_bits, numbers.num_bits in (bits or ())),
-        ("strategy", numbers.strategy, numbers.grid is not None),
-        ("actorder", numbers.actorder, numbers.actorder not in ("group", "dynamic", True)),
+        ("format", layout, bits is not None),
+        ("num_bits", args.num_bits, args.num_bits in (bits or ())),
+        ("strategy", args.strategy, args.grid is not None),
+        ("actorder", args.actorder, args.actorder not in ("group", "dynamic", True)),
         ("symmetric", False, symmetric),
     ):
         if not is_read:
@@ -184,74 +184,80 @@ def _unread(where: str, key: str, value: Any) -> WeightsError:
 
 
 #: modules of a group, and how they are quantised
-_Group = tuple[Selects, Numbers, str]
+_Group = tuple[Selects, QuantArgs, str]
 
 
 def _take(
-    files: Files, ignore: Selects, groups: list[_Group], module: str, parts: Mapping[str, Found]
-) -> Taken | None:
+    files: Files, ignore: Selects, groups: list[_Group], module: str, parts: Mapping[str, TensorRef]
+) -> ModuleWeight | None:
     kind = "Embedding" if module.endswith(TABLES) else "Linear"
     plain = parts.get(WEIGHT)
     if SCALE not in parts and plain and len(plain[1].shape) != 2:
         kind = ""
     chosen = next((group for group in groups if group[0](module, kind)), None)
     ignored = ignore(module, kind)
-    found = next(parts[s] for s in SUFFIXES if s in parts)
+    ref = next(parts[s] for s in SUFFIXES if s in parts)
     if SCALE not in parts and WORDS not in parts:
         if kind and chosen and not ignored and files.of_text(module):
-            what = "is in no codes: config_groups name its module, `ignore` does not"
-            raise wrong(found, what, FIX)
+            problem = "is in no codes: config_groups name its module, `ignore` does not"
+            raise tensor_error(ref, problem, FIX)
         return None
     if ignored:
-        raise wrong(found, "is quantised, but `ignore` names its module", FIX)
+        raise tensor_error(ref, "is quantised, but `ignore` names its module", FIX)
     if chosen is None:
-        raise wrong(found, "is quantised, but no target of config_groups names its module", FIX)
-    return found, _weight(files, parts, *chosen[1:])
+        raise tensor_error(
+            ref, "is quantised, but no target of config_groups names its module", FIX
+        )
+    return ref, _weight(files, parts, *chosen[1:])
 
 
-def _weight(files: Files, parts: Mapping[str, Found], numbers: Numbers, form: str) -> StoredWeight:
-    own = {PACKED: (WORDS, SHAPE)}.get(form, (WEIGHT,))
-    known = (*own, SCALE, *([] if numbers.symmetric else [ZERO]))
-    if found := parts.get(INDEX):
-        raise wrong(found, "columns in another order (actorder with g_idx) are not read", OTHERWISE)
-    if other := next((found for suffix, found in parts.items() if suffix not in known), None):
-        raise wrong(other, f"does not belong to {form}, symmetric {numbers.symmetric}", FIX)
-    if missing := next((suffix for suffix in known if suffix not in parts), None):
+def _weight(
+    files: Files, parts: Mapping[str, TensorRef], args: QuantArgs, layout: str
+) -> StoredWeight:
+    code_suffixes = {PACKED: (WORDS, SHAPE)}.get(layout, (WEIGHT,))
+    expected = (*code_suffixes, SCALE, *([] if args.symmetric else [ZERO]))
+    if ref := parts.get(INDEX):
+        raise tensor_error(
+            ref, "columns in another order (actorder with g_idx) are not read", OTHERWISE
+        )
+    if other := next((ref for suffix, ref in parts.items() if suffix not in expected), None):
+        raise tensor_error(other, f"does not belong to {layout}, symmetric {args.symmetric}", FIX)
+    if missing := next((suffix for suffix in expected if suffix not in parts), None):
         first = next(parts[s] for s in SUFFIXES if s in parts)
-        raise wrong(first, f"its module has no {missing[1:]}")
-    codes, grid = parts[own[0]], numbers.grid
+        raise tensor_error(first, f"its module has no {missing[1:]}")
+    codes, grid = parts[code_suffixes[0]], args.grid
     assert grid
-    if form == PACKED:
-        return _packed(files, parts, numbers, grid)
-    dtype, name = {"int": ("I8", "int8"), "float": ("F8_E4M3", "fp8")}[numbers.type]
+    if layout == PACKED:
+        return _packed(files, parts, args, grid)
+    dtype, name = {"int": ("I8", "int8"), "float": ("F8_E4M3", "fp8")}[args.type]
     require(codes, [dtype])
     check = e4m3(codes) if name == "fp8" else as_it_is
-    _divides(codes, codes[1].shape, numbers)
+    _divides(codes, codes[1].shape, args)
     return coded_weight(files, name, codes[1].shape, codes, parts[SCALE], grid, check)
 
 
 def _packed(
-    files: Files, parts: Mapping[str, Found], numbers: Numbers, grid: ScaleBlocks
+    files: Files, parts: Mapping[str, TensorRef], args: QuantArgs, grid: ScaleBlocks
 ) -> StoredWeight:
     """Return a weight of 4 or 8 bits in words of 32; with zero points its codes are int8."""
-    codes, bits = parts[WORDS], numbers.num_bits
+    codes, bits = parts[WORDS], args.num_bits
     require(codes, ["I32"])
     *rows, words = codes[1].shape or (0,)
     shape = (*rows, words * 32 // bits)
     require(parts[SHAPE], ["I64", "I32"], (len(shape),))
-    said = tuple(files.rows(parts[SHAPE]).tolist())
-    if said != shape:
-        raise wrong(parts[SHAPE], f"says {list(said)}, weight_packed {list(shape)}")
-    _divides(codes, shape, numbers)
-    name = "int4" if bits == 4 and numbers.symmetric else "int8"
-    made = coded_weight(files, name, shape, codes, parts[SCALE], grid, _FROM_WORDS[bits])
-    return made if numbers.symmetric else _with_zeros(files, made, parts[ZERO], grid)
+    stated = tuple(files.rows(parts[SHAPE]).tolist())
+    if stated != shape:
+        raise tensor_error(parts[SHAPE], f"says {list(stated)}, weight_packed {list(shape)}")
+    _divides(codes, shape, args)
+    name = "int4" if bits == 4 and args.symmetric else "int8"
+    weight = coded_weight(files, name, shape, codes, parts[SCALE], grid, _FROM_WORDS[bits])
+    return weight if args.symmetric else _with_zeros(files, weight, parts[ZERO], grid)
 
 
-def _divides(codes: Found, shape: tuple[int, ...], numbers: Numbers) -> None:
-    group = numbers.group_size or 0
+def _divides(codes: TensorRef, shape: tuple[int, ...], args: QuantArgs) -> None:
+    group = args.group_size or 0
     if group > 0 and shape[-1] % group:
-        raise wrong(codes, f"groups of {group} do not divide rows of {shape[-1]}", FIX)
+        raise tensor_error(codes, f"groups of {group} do not divide rows of {shape[-1]}", FIX)
 
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:
@@ -265,11 +271,11 @@ def _int8(words: torch.Tensor) -> torch.Tensor:
 _FROM_WORDS: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {4: _bytes, 8: _int8}
 
 
-def _with_zeros(files: Files, w: StoredWeight, zeros: Found, grid: ScaleBlocks) -> StoredWeight:
+def _with_zeros(files: Files, w: StoredWeight, zeros: TensorRef, grid: ScaleBlocks) -> StoredWeight:
     """Apply zero points, packed along the output axis as i32 [N/8, G]: int8 codes q - z."""
     n, groups = grid.shape(w.shape)[-2:]
     if len(w.shape) != 2:
-        raise wrong(zeros, "zero points of stacked experts are not read", OTHERWISE)
+        raise tensor_error(zeros, "zero points of stacked experts are not read", OTHERWISE)
     require(zeros, ["I32"], (-(-n // 8), groups))
 
     def codes(ids: torch.Tensor | None) -> torch.Tensor:

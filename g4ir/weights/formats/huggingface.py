@@ -31,12 +31,12 @@ from .base import (
     KEY,
     PIECE,
     Files,
-    Found,
+    ModuleWeight,
     NameList,
     QuantisedTensors,
     ScaleBlocks,
     StoredWeight,
-    Taken,
+    TensorRef,
     as_it_is,
     coded_weight,
     compiled,
@@ -45,7 +45,7 @@ from .base import (
     plain_name,
     read_modules,
     require,
-    wrong,
+    tensor_error,
 )
 
 log = logging.getLogger(__name__)
@@ -73,25 +73,25 @@ class Fp8Config:
 def read_fp8(tree: Node, files: Files) -> QuantisedTensors:
     config: Fp8Config = build(Fp8Config, tree, KEY)
     take = partial(_take_fp8, files, config, str(tree.where))
-    found = read_modules(files, (INVERSE, STACKED_SCALE, WEIGHT), take, UNUSED)
+    tensors = read_modules(files, (INVERSE, STACKED_SCALE, WEIGHT), take, UNUSED)
     log.warning("%s: activations are not rounded, as weights are", tree.where)
-    return found
+    return tensors
 
 
 def _take_fp8(
-    files: Files, config: Fp8Config, where: str, module: str, parts: Mapping[str, Found]
-) -> Taken | None:
+    files: Files, config: Fp8Config, where: str, module: str, parts: Mapping[str, TensorRef]
+) -> ModuleWeight | None:
     scales = parts.get(INVERSE) or parts.get(STACKED_SCALE)
     weight = parts.get(WEIGHT) or files.names.get(module)  # stacked experts have no suffix
     if scales is None:
         if weight and weight[1].dtype == "F8_E4M3":
-            raise wrong(weight, "its module has no weight_scale_inv")
+            raise tensor_error(weight, "its module has no weight_scale_inv")
         return None
     if weight is None:
-        raise wrong(scales, "its module has no weight")
+        raise tensor_error(scales, "its module has no weight")
     names = config.modules_to_not_convert or config.ignored_layers or ()
     if excluded(module, names, where):
-        raise wrong(weight, "is quantised, but modules_to_not_convert names its module", FIX)
+        raise tensor_error(weight, "is quantised, but modules_to_not_convert names its module", FIX)
     require(weight, ["F8_E4M3"])
     grid = ScaleBlocks(*(config.weight_block_size or (0, 0)))
     return weight, coded_weight(files, "fp8", weight[1].shape, weight, scales, grid, e4m3(weight))
@@ -111,7 +111,7 @@ _Bits = Annotated[int, Range(2, 8)]
 
 
 @dataclass(frozen=True)
-class Own:
+class ModuleConfig:
     """Settings of some modules."""
 
     num_bits: _Bits | None = None
@@ -124,14 +124,14 @@ class MobileConfig:
     quant_method: str
     num_bits: _Bits = 4
     quantize_embeddings: bool = False
-    module_quant_configs: dict[Annotated[str, Length(1, 500)], Own] | None = None
+    module_quant_configs: dict[Annotated[str, Length(1, 500)], ModuleConfig] | None = None
     modules_to_not_convert: NameList | None = None
 
     def bits(self, module: str, where: str) -> int:
         """Return the bits of a module; the first pattern that is found in its name counts."""
-        for pattern, own in (self.module_quant_configs or {}).items():
+        for pattern, module_config in (self.module_quant_configs or {}).items():
             if compiled(pattern, where).search(module):
-                return own.num_bits or self.num_bits
+                return module_config.num_bits or self.num_bits
         return self.num_bits
 
 
@@ -139,8 +139,8 @@ def read_mobile(tree: Node, files: Files) -> QuantisedTensors:
     config: MobileConfig = build(MobileConfig, tree, KEY)
     ranges: dict[str, str] = {}
     take = partial(_take_mobile, files, config, str(tree.where), ranges)
-    found = read_modules(files, MOBILE, take, CACHES)
-    return replace(found, ignored={**found.ignored, **ranges})
+    tensors = read_modules(files, MOBILE, take, CACHES)
+    return replace(tensors, ignored={**tensors.ignored, **ranges})
 
 
 def _take_mobile(
@@ -149,50 +149,50 @@ def _take_mobile(
     where: str,
     ignored: dict[str, str],
     module: str,
-    parts: dict[str, Found],
-) -> Taken | None:
-    ranges = [found for suffix in RANGES if (found := parts.pop(suffix, None))]
+    parts: dict[str, TensorRef],
+) -> ModuleWeight | None:
+    ranges = [ref for suffix in RANGES if (ref := parts.pop(suffix, None))]
     if not parts.keys() & {SCALE, TABLE, TABLE_SCALE}:
         if ranges:
-            raise wrong(ranges[0], "is of a module without weight_scale")
+            raise tensor_error(ranges[0], "is of a module without weight_scale")
         return None
     table = not parts.keys().isdisjoint((TABLE, TABLE_SCALE))
     codes, scales = (parts.get(s) for s in ((TABLE, TABLE_SCALE) if table else (WEIGHT, SCALE)))
     if scales is None or codes is None or len(parts) > 2:
-        found = next(parts[s] for s in MOBILE if s in parts)
-        raise wrong(found, "expected codes and their scales, and no others")
+        ref = next(parts[s] for s in MOBILE if s in parts)
+        raise tensor_error(ref, "expected codes and their scales, and no others")
     if excluded(module, config.modules_to_not_convert or (), where):
-        raise wrong(codes, "is quantised, but modules_to_not_convert names its module", FIX)
+        raise tensor_error(codes, "is quantised, but modules_to_not_convert names its module", FIX)
     if table and not config.quantize_embeddings:
-        raise wrong(codes, "is quantised, but quantize_embeddings is false", FIX)
-    rounded = [found for found in ranges if _is_set(files, found)]
-    for found in ranges:
-        ignored[found[1].name] = ROUNDED if found in rounded else "0: activations are not rounded"
+        raise tensor_error(codes, "is quantised, but quantize_embeddings is false", FIX)
+    rounded = [ref for ref in ranges if _is_set(files, ref)]
+    for ref in ranges:
+        ignored[ref[1].name] = ROUNDED if ref in rounded else "0: activations are not rounded"
     bits = config.bits(module, where)
     if bits not in FORMS:
         raise broken(where, f"{KEY}: num_bits {bits} of {module}: expected 2, 4 or 8", FIX)
-    form = FORMS[bits]
-    require(codes, [form.dtype])
-    shape = (*codes[1].shape[:-1], codes[1].shape[-1] * form.packed) if codes[1].shape else ()
+    layout = FORMS[bits]
+    require(codes, [layout.dtype])
+    shape = (*codes[1].shape[:-1], codes[1].shape[-1] * layout.packed) if codes[1].shape else ()
     grid = ScaleBlocks(1, _columns(scales, shape) if table else 0)
-    weight = coded_weight(files, form.name, shape, codes, scales, grid, form.convert, None)
-    fault = str(wrong(rounded[-1], ROUNDED, OTHERWISE)) if rounded else ""
+    weight = coded_weight(files, layout.name, shape, codes, scales, grid, layout.convert, None)
+    fault = str(tensor_error(rounded[-1], ROUNDED, OTHERWISE)) if rounded else ""
     return codes, replace(weight, fault=fault)
 
 
-def _columns(scales: Found, shape: tuple[int, ...]) -> int:
+def _columns(scales: TensorRef, shape: tuple[int, ...]) -> int:
     groups = scales[1].shape[-1] if len(scales[1].shape) == 2 else 0
     if not groups or not shape or shape[-1] % groups:
-        raise wrong(scales, f"its scales do not divide rows of {shape[-1] if shape else 0}")
+        raise tensor_error(scales, f"its scales do not divide rows of {shape[-1] if shape else 0}")
     return shape[-1] // groups
 
 
-def _is_set(files: Files, found: Found) -> bool:
+def _is_set(files: Files, ref: TensorRef) -> bool:
     """Whether a scale of activations is not 0, which stands for none."""
-    require(found, ["F32", "BF16", "F16"])
-    if found[1].shape not in ((), (1,)):
-        raise wrong(found, f"expected one number, found {list(found[1].shape)}")
-    return float(files.rows(found).flatten()[0]) != 0
+    require(ref, ["F32", "BF16", "F16"])
+    if ref[1].shape not in ((), (1,)):
+        raise tensor_error(ref, f"expected one number, found {list(ref[1].shape)}")
+    return float(files.rows(ref).flatten()[0]) != 0
 
 
 def _from_2_bits(t: torch.Tensor) -> torch.Tensor:
@@ -234,33 +234,35 @@ def read_mlx(config: Path, values: Mapping[str, Any], files: Files) -> Quantised
     mode = values.get("mode", "affine")
     if mode != "affine":
         raise broken(config, f"{MLX_KEY}: MLX's mode {quoted(mode)} is not read", MLX_OTHER)
-    own = {plain_name(f"{k}.weight"): v for k, v in values.items() if isinstance(v, dict)}
+    by_module = {plain_name(f"{k}.weight"): v for k, v in values.items() if isinstance(v, dict)}
 
-    def take(module: str, parts: Mapping[str, Found]) -> Taken | None:
+    def take(module: str, parts: Mapping[str, TensorRef]) -> ModuleWeight | None:
         if parts.keys() != {*MLX_PARTS}:
             return None
-        stated = own.get(f"{module}.weight", values)
-        found = [parts[part] for part in MLX_PARTS]
-        return found[0], _mlx_weight(config, files, stated, found)
+        stated = by_module.get(f"{module}.weight", values)
+        refs = [parts[part] for part in MLX_PARTS]
+        return refs[0], _mlx_weight(config, files, stated, refs)
 
-    found = read_modules(files, MLX_PARTS, take, {})
-    if found.weights:
+    tensors = read_modules(files, MLX_PARTS, take, {})
+    if tensors.weights:
         log.warning(
             "%s: %d weights of MLX become numbers of the engine's dtype, as no format here has "
             "their scales and biases; --quant quantises them again",
-            *(config.parent, len(found.weights)),
+            *(config.parent, len(tensors.weights)),
         )
-    return found
+    return tensors
 
 
 def _mlx_weight(
-    config: Path, files: Files, stated: Mapping[str, Any], parts: list[Found]
+    config: Path, files: Files, stated: Mapping[str, Any], parts: list[TensorRef]
 ) -> StoredWeight:
     codes, scales, biases = parts
     bits, group = stated.get("bits"), stated.get("group_size")
     if bits not in MLX_BITS or type(group) is not int or not 0 < group <= 1 << 16:
-        what = f"{quoted(bits)} bits in groups of {quoted(group)} ({config.name}: {MLX_KEY})"
-        raise wrong(codes, f"{what}, and {', '.join(map(str, MLX_BITS))} bits are read", MLX_OTHER)
+        problem = f"{quoted(bits)} bits in groups of {quoted(group)} ({config.name}: {MLX_KEY})"
+        raise tensor_error(
+            codes, f"{problem}, and {', '.join(map(str, MLX_BITS))} bits are read", MLX_OTHER
+        )
     rows, groups = scales[1].shape if len(scales[1].shape) == 2 else (0, 0)
     require(codes, ("U32",), (rows, groups * group * bits // 32))
     require(scales, FLOATS, (rows, groups))
@@ -275,9 +277,9 @@ def _mlx_weight(
     def values(ids: torch.Tensor | None) -> torch.Tensor:
         each = max(1, PIECE // (groups * group))
         pieces = (files.rows(part, ids).split(each) for part in (raw, scales, biases))
-        made = torch.cat([piece(*p) for p in zip(*pieces)])
-        if not bool(made.isfinite().all()):
-            raise wrong(scales, "a scale or bias is NaN or infinite")
-        return made
+        weight = torch.cat([piece(*p) for p in zip(*pieces)])
+        if not bool(weight.isfinite().all()):
+            raise tensor_error(scales, "a scale or bias is NaN or infinite")
+        return weight
 
     return StoredWeight((rows, groups * group), {"": values}, partial(files.release, parts))

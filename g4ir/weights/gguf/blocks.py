@@ -1,7 +1,7 @@
-"""Turns the blocks of GGUF files (ops/layouts.py) into values, and into codes and scales where that
-loses nothing.
+"""Dequantises the blocks of GGUF files (ops/layouts.py), and repacks them as codes and scales where
+that is lossless.
 
-A block is a row of bytes. Types whose minima are float16 too (Q4_1, Q5_1) become values. Every
+A block is a row of bytes. Types whose minima are float16 too (Q4_1, Q5_1) are dequantised. Every
 product is exact in float32.
 """
 
@@ -16,43 +16,43 @@ from g4ir.ops.layouts import LAYOUTS
 from g4ir.ops.types import torch, torch_dtype
 from g4ir.quant.recipe import Scheme
 
-#: u8[n, bytes of a block] -> something of each of the n blocks, [n, ..]
+#: u8[n, bytes of a block] -> a field of each of the n blocks, [n, ..]
 Part = Callable[["torch.Tensor"], "torch.Tensor"]
 
-#: bytes of blocks that are looked at together: few enough to stay in a core's cache
+#: bytes converted at a time: few enough for a core's cache
 PIECE = 1 << 18
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A type that is codes times scales: codes in the form of ops/codecs.py, scales [n, groups]."""
+    """A type that is codes times scales: codes as in ops/codecs.py, scales [n, groups]."""
 
     scheme: Scheme
     codes: Part
     scales: Part
 
-    def numbers(self, blocks: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = dequantize_codes(
+    def dequantize(self, blocks: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = dequantize_codes(
             self.codes(blocks), self.scales(blocks), torch.float32
         )
-        return made
+        return values
 
 
-def _coded(kind: str, form: str, group: int) -> BlockFormat:
-    """Return a type whose blocks hold the codes of a form in another order of bits."""
+def _coded(kind: str, code_format: str, group: int) -> BlockFormat:
+    """Return a block format with the codes of `code_format` in another bit order."""
 
     def codes(blocks: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = LAYOUTS[kind].convert(blocks, FORMATS[form].layout)
-        return made.view(torch_dtype(FORMATS[form].codes))
+        packed: torch.Tensor = LAYOUTS[kind].convert(blocks, FORMATS[code_format].layout)
+        return packed.view(torch_dtype(FORMATS[code_format].codes))
 
-    return BlockFormat(Scheme(form, group, "f16"), codes, partial(_scales, kind))
+    return BlockFormat(Scheme(code_format, group, "f16"), codes, partial(_scales, kind))
 
 
 def _scales(kind: str, blocks: torch.Tensor) -> torch.Tensor:
     """Return the float16 scales (and minima) of blocks: f16[n, 1 or 2]."""
-    found: torch.Tensor = LAYOUTS[kind].split(blocks)["scales"].contiguous().view(torch.float16)
-    return found
+    scales: torch.Tensor = LAYOUTS[kind].split(blocks)["scales"].contiguous().view(torch.float16)
+    return scales
 
 
 def _iq4(kind: str, blocks: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ DENSE: dict[str, Part] = {kind: partial(_with_minimum, kind) for kind in ("Q4_1"
 
 
 def by_pieces(blocks: torch.Tensor, convert: Part) -> torch.Tensor:
-    """Return what `convert` makes of blocks u8[n, bytes], a piece at a time."""
+    """Apply `convert` to blocks u8[n, bytes], PIECE bytes at a time."""
     step = max(1, PIECE // blocks.shape[-1])
     first = convert(blocks[:step])
     if len(blocks) <= step:

@@ -1,8 +1,8 @@
 """Opens GGUF files as a checkpoint of a spec.
 
-Plain tensors are views of the mapped file; blocks are converted when they are read, of a table only
-the rows in use. Towers are in a file of their own (`mmproj`), as llama.cpp's converter writes it;
-tensors of another layout are put back.
+Plain tensors are views of the mapped file; blocks are converted on read, of a table only the rows
+in use. Towers come from a separate file (`mmproj`), as llama.cpp's converter writes it; its tensors
+are converted back to the layout of Hugging Face checkpoints.
 """
 
 from __future__ import annotations
@@ -38,46 +38,46 @@ from .container import (
     Container,
     Tensor,
     architecture,
-    known_names,
+    checkpoint_names,
     shortest,
 )
 
 log = logging.getLogger(__name__)
 
 READ = (*FLOATS, *CODED, *DENSE)
-Tensors = tuple[Tensor, ...]  # whose rows follow each other in a weight
+Tensors = tuple[Tensor, ...]  # concatenated by rows to one weight
 
 
 def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
-    """Return the checkpoint that a file holds; reads no tensor data but norms. Weights that graphs
-    do not take quantised have `dtype`."""
+    """Open a file as a checkpoint; reads no tensor data but norms. Weights that graphs do not take
+    quantised are dequantised to `dtype`."""
     live, ignored, problems = _sorted(file, spec)
-    names = known_names(spec.text.num_hidden_layers)
+    names = checkpoint_names(spec.text.num_hidden_layers)
     stored = {bare: name for name, bare in reversed(names.items())}
     defaults = _checked(file, spec, live, text_tensors(spec), problems, stored)
     dense = Counter(t.stored.name for ts in live.values() for t in ts if t.stored.name in DENSE)
     if dense:
-        shown = ", ".join(f"{n} of {kind}" for kind, n in sorted(dense.items()))
-        what = "%s: tensors with minima become %s, as no codes of a form say the same: %s"
-        log.warning(what, file.path, TORCH_NAMES[dtype], shown)
+        counts = ", ".join(f"{n} of {kind}" for kind, n in sorted(dense.items()))
+        message = "%s: tensors with minima become %s, as no codes of a form say the same: %s"
+        log.warning(message, file.path, TORCH_NAMES[dtype], counts)
     files = Files(file.path.parent)
-    taken = {checkpoint_name(param) for param in weights_of(spec)}
+    quantised = {checkpoint_name(param) for param in weights_of(spec)}
     plain = {name: (t[0].header, t[0].entry) for name, t in live.items() if _is_plain(t)}
-    weights = {name: files.weight(found) for name, found in plain.items()}
+    weights = {name: files.weight(tensor) for name, tensor in plain.items()}
     for name in live.keys() - plain.keys():
-        weights[name] = Blocks(files, live[name], dtype).weight(quantised=name in taken)
+        weights[name] = Blocks(files, live[name], dtype).weight(quantised=name in quantised)
     added = architecture(file).get("norms", 0.0)
     for name in (n for n in weights if added and NORM.fullmatch(n)):
         weights[name] = _less(weights[name], added)
-    made = Checkpoint(
+    checkpoint = Checkpoint(
         file.path.parent, weights, dtype_of(plain), file.headers, ignored, defaults, (files,)
     )
-    check_norms(spec, made, file.path, added)
-    return made
+    check_norms(spec, checkpoint, file.path, added)
+    return checkpoint
 
 
 def _less(weight: StoredWeight, added: float) -> StoredWeight:
-    """Return a weight of which a file holds the sum with a number, in fp32: exact where it fits."""
+    """Return a weight that a file stores with `added` added to it (norms as 1 + w), in fp32."""
     read = weight.parts[""]
     return replace(weight, parts={"": lambda rows: read(rows).float() - added})
 
@@ -95,13 +95,13 @@ def _checked(
     stored: Mapping[str, str],
     fix: str = "gguf",
 ) -> dict[str, float]:
-    """Return the defaults of absent tensors. WeightsError for these problems, for tensors that are
-    missing (under their `stored` names), and for types and shapes that differ."""
+    """Return the default values of absent tensors. WeightsError for `problems`, missing tensors
+    (under their `stored` names), and wrong types and shapes."""
     absent = {n: absent_value(n) for n in shapes if n not in live}
     for bare in (name for name, value in absent.items() if value is None):
         text = f"missing: expected shape {[*shapes[bare]]}"
-        own = "tie" if bare == HEAD else fix
-        problems.append(_mismatch(file, stored.get(bare, bare), text, own))
+        name_fix = "tie" if bare == HEAD else fix
+        problems.append(_mismatch(file, stored.get(bare, bare), text, name_fix))
     for bare, tensors in live.items():
         problems += _misfits(tensors, _stored_shape(bare, shapes[bare]), fix)
     if problems:
@@ -112,16 +112,16 @@ def _checked(
 def _sorted(
     file: Container, spec: Spec
 ) -> tuple[dict[str, Tensors], dict[str, str], list[Mismatch]]:
-    """Sort the tensors into live (by the checkpoint's name), ignored (name -> why), and unknown."""
-    known, dead = known_names(spec.text.num_hidden_layers), dead_tensors(spec)
+    """Sort tensors into live (by checkpoint name), ignored (name -> reason), and unknown."""
+    names_of, dead = checkpoint_names(spec.text.num_hidden_layers), dead_tensors(spec)
     valid = text_tensors(spec)
     problems: list[Mismatch] = []
-    places: dict[str, list[str]] = {}
+    by_weight: dict[str, list[str]] = {}
     ignored: dict[str, str] = {}
     for name in file.tensors:
-        bare = known.get(name, "")
+        bare = names_of.get(name, "")
         if bare in valid:
-            places.setdefault(bare, []).append(name)
+            by_weight.setdefault(bare, []).append(name)
         elif bare in dead:
             ignored[name] = "K or V of a layer that reads another layer's K and V"
         elif name.startswith(TOWERS):
@@ -132,32 +132,32 @@ def _sorted(
     def second(name: str) -> bool:
         return name.endswith(HALVES[1])
 
-    for names in places.values():
+    for names in by_weight.values():
         if len(names) != len({second(n) for n in names}):
             problems.append(_mismatch(file, names[1], f"the same weight as {quoted(names[0])}"))
         names.sort(key=second)
-    live = {bare: tuple(file.tensors[n] for n in names) for bare, names in places.items()}
+    live = {bare: tuple(file.tensors[n] for n in names) for bare, names in by_weight.items()}
     return live, ignored, problems
 
 
-def _misfits(tensors: Tensors, wanted: Shape, fix: str) -> Iterator[Mismatch]:
+def _misfits(tensors: Tensors, expected: Shape, fix: str) -> Iterator[Mismatch]:
     name = tensors[0].entry.name
     shape = _stacked(tensors)
     text, kind = "", "type"
     if refused := [t for t in tensors if t.stored.name not in READ]:
         name = refused[0].entry.name
         text = f"type {refused[0].stored} is not read; {', '.join(READ)} are"
-    elif len(wanted) == 1 and not _is_plain(tensors):
+    elif len(expected) == 1 and not _is_plain(tensors):
         text = f"expected {' or '.join(FLOATS)}, found {tensors[0].stored}"
-    elif shape != wanted:
-        found = " and ".join(f"{t.stored} {list(t.shape)}" for t in tensors)
-        text, kind = f"expected shape {list(wanted)}, found {quoted(found)}", fix
+    elif shape != expected:
+        actual = " and ".join(f"{t.stored} {list(t.shape)}" for t in tensors)
+        text, kind = f"expected shape {list(expected)}, found {quoted(actual)}", fix
     if text:
         yield Mismatch(tensors[0].header.path.name, name, text, kind)
 
 
 def _stacked(tensors: Tensors) -> Shape | None:
-    """Return the shape of a weight; None where its tensors do not fit each other."""
+    """Return the shape of the concatenated weight; None if its tensors do not fit each other."""
     shapes = [t.shape for t in tensors]
     if len(shapes) == 1:
         return shapes[0]
@@ -172,7 +172,7 @@ def _is_plain(tensors: Tensors) -> bool:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The tensors of one weight; its values have the engine's `dtype`."""
+    """A weight stored in blocks, in one or more tensors; its values have the engine's `dtype`."""
 
     files: Files
     tensors: Tensors
@@ -185,36 +185,37 @@ class Blocks:
         kinds = {t.stored.name for t in self.tensors}
         coded = CODED.get(kinds.pop()) if quantised and len(kinds) == 1 else None
         if coded is None:
-            return StoredWeight(shape, {"": partial(self._joined, None)}, release)
-        codes, scales = (partial(self._joined, part) for part in (coded.codes, coded.scales))
+            return StoredWeight(shape, {"": partial(self._concat, None)}, release)
+        codes, scales = (partial(self._concat, part) for part in (coded.codes, coded.scales))
         return quantised_weight(coded.scheme, shape, codes, scales, release)
 
-    def _joined(self, part: Part | None, rows: torch.Tensor | None) -> torch.Tensor:
-        """Return what `part` makes of the blocks, values for None."""
-        made = [
-            self._values(t, rows) if part is None else self._converted(t, part, rows)
+    def _concat(self, part: Part | None, rows: torch.Tensor | None) -> torch.Tensor:
+        """Return codes or scales (`part`), or values for None, of all tensors, concatenated by
+        rows."""
+        pieces = [
+            self._values(t, rows) if part is None else self._convert(t, part, rows)
             for t in self.tensors
         ]
-        return made[0] if len(made) == 1 else torch.cat(made, -2)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -2)
 
     def _values(self, t: Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         kind, name = t.stored.name, t.entry.name
         if kind in FLOATS:
             return cast(self.files.rows((t.header, t.entry), rows), self.dtype, name)
-        numbers = CODED[kind].numbers if kind in CODED else DENSE[kind]
-        return self._converted(t, lambda b: cast(numbers(b), self.dtype, name), rows)
+        dequantize = CODED[kind].dequantize if kind in CODED else DENSE[kind]
+        return self._convert(t, lambda b: cast(dequantize(b), self.dtype, name), rows)
 
-    def _converted(self, t: Tensor, convert: Part, rows: torch.Tensor | None) -> torch.Tensor:
+    def _convert(self, t: Tensor, convert: Part, rows: torch.Tensor | None) -> torch.Tensor:
         raw = self.files.rows((t.header, t.entry), rows)
-        made = by_pieces(raw.reshape(-1, t.stored.nbytes), convert)
-        if made.is_floating_point() and not bool(made.isfinite().all()):
-            what = f"tensor {quoted(t.entry.name)}: a scale is NaN or infinite"
-            raise broken(t.header.path, what)
+        values = by_pieces(raw.reshape(-1, t.stored.nbytes), convert)
+        if values.is_floating_point() and not bool(values.isfinite().all()):
+            problem = f"tensor {quoted(t.entry.name)}: a scale is NaN or infinite"
+            raise broken(t.header.path, problem)
         each = raw.shape[-1] // t.stored.nbytes
-        return made.reshape(*raw.shape[:-1], each * made.shape[-1])
+        return values.reshape(*raw.shape[:-1], each * values.shape[-1])
 
 
-#: bound of a clipped linear -> its param's
+#: bound of a clipped linear -> name of its param
 _BOUNDS = {bound: bound.replace("put_", "_") for bound in CLIP_BOUNDS}
 
 
@@ -225,51 +226,50 @@ def with_towers(
     kinds: Iterable[str],
     dtype: str,
 ) -> Checkpoint:
-    """Return a checkpoint that holds the towers of these kinds of media too; reads no tensor
-    data."""
+    """Add the towers of these media kinds to a text checkpoint; reads no tensor data."""
     kinds = set(kinds)
     _check_metadata(file, spec, kinds)
-    shapes, known = media_tensors(spec, kinds), _known(spec)
+    shapes, names_of = media_tensors(spec, kinds), _tower_names(spec)
     live = {
         bare: (tensor,)
         for name, tensor in file.tensors.items()
-        for bare in known.get(name, ())
+        for bare in names_of.get(name, ())
         if bare in shapes
     }
     possible = media_tensors(spec, KINDS).keys()
     problems = [
         _mismatch(file, name, "not in the spec", "mmproj")
         for name in file.tensors
-        if possible.isdisjoint(known.get(name, ()))
+        if possible.isdisjoint(names_of.get(name, ()))
     ]
     defaults = _checked(file, spec, live, shapes, problems, {}, "mmproj")
     files = Files(file.path.parent)
-    made = {
+    towers = {
         bare: _published(Blocks(files, tensors, dtype), bare, shapes[bare])
         for bare, tensors in live.items()
     }
     return replace(
         text,
-        weights={**text.weights, **made},
+        weights={**text.weights, **towers},
         defaults={**text.defaults, **defaults},
         headers=(*text.headers, *file.headers),
         opened=(*text.opened, files),
     )
 
 
-def _known(spec: Spec) -> dict[str, tuple[str, ...]]:
-    """Return name in a file -> names in a checkpoint, of which a spec has one."""
-    known = {name: tuple(map(checkpoint_name, ps)) for name, ps in TABLES["towers"].items()}
+def _tower_names(spec: Spec) -> dict[str, tuple[str, ...]]:
+    """Map tensor names in a file to names in a checkpoint, of which a spec has one."""
+    names = {name: tuple(map(checkpoint_name, ps)) for name, ps in TABLES["towers"].items()}
     for tower, table in TABLES["tower_layers"].items():
         ends = dict(table["plain"])
         for name, param in table["linears"].items():
             ends[f"{name}.weight"] = param
-            ends |= {f"{name}.{bound}": f"{param}.{own}" for bound, own in _BOUNDS.items()}
+            ends |= {f"{name}.{bound}": f"{param}.{end}" for bound, end in _BOUNDS.items()}
         for i in range(getattr(getattr(spec, tower), "num_hidden_layers", 0)):
             for end, param in ends.items():
                 name = f"{table['prefix']}.{i}.{end}"
-                known[name] = (checkpoint_name(f"{tower}.L{i}.{param}"),)
-    return known
+                names[name] = (checkpoint_name(f"{tower}.L{i}.{param}"),)
+    return names
 
 
 _PARTS = {"vision": PICTURES, "audio": (AUDIO,)}
@@ -284,24 +284,24 @@ def _check_metadata(file: Container, spec: Spec, kinds: set[str]) -> None:
             if heads := getattr(getattr(spec, part), "num_attention_heads", None):
                 expected[f"clip.{part}.attention.head_count"] = heads
     for key, value in expected.items():
-        if shortest(found := file.values.get(key)) != value:
-            raise _contradiction(file, key, value, found)
+        if shortest(actual := file.values.get(key)) != value:
+            raise _contradiction(file, key, value, actual)
     for name, value in (
         (("image_mean", 0), ("image_std", 1)) if kinds.intersection(PICTURES) else ()
     ):
         key = f"clip.vision.{name}"
-        found = file.values.get(key)
-        given = file.items(key) if isinstance(found, Array) and found.count == 3 else found
-        if given not in (None, [value] * 3):
-            raise _contradiction(file, key, [value] * 3, given)
+        actual = file.values.get(key)
+        values = file.items(key) if isinstance(actual, Array) and actual.count == 3 else actual
+        if values not in (None, [value] * 3):
+            raise _contradiction(file, key, [value] * 3, values)
 
 
-def _contradiction(file: Container, key: str, expected: object, found: object) -> WeightsError:
+def _contradiction(file: Container, key: str, expected: object, value: object) -> WeightsError:
     fix = "give the mmproj file of this variant"
-    return file.wrong(key, f"expected {quoted(expected)}", found, fix)
+    return file.error(key, f"expected {quoted(expected)}", value, fix)
 
 
-#: rows of pixels: colours lie apart in the file, and side by side in a checkpoint
+#: weights over pixels: channels first in the file, channels last in a checkpoint
 _PIXELS = (
     "patch_embedder.input_proj.weight",
     "patch_dense.weight",
@@ -328,8 +328,8 @@ def _as_published(t: torch.Tensor, bare: str, shape: Shape) -> torch.Tensor:
     if bare.endswith("pos_embedding"):
         return t.movedim(0, 1)
     if bare.endswith("per_dim_scale"):  # y = softplus(x) there
-        wide = t.double()
-        return (wide + torch.log(-torch.expm1(-wide))).to(t.dtype)
+        x = t.double()
+        return (x + torch.log(-torch.expm1(-x))).to(t.dtype)
     return t.reshape(shape)
 
 

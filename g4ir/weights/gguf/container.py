@@ -1,9 +1,9 @@
 """Reads the container of a GGUF file: metadata and the table of tensors, never their data.
 
 Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little endian throughout: magic,
-version, counts; each key with its type and value; each tensor with its name, dims (those that lie
-together first), type and offset; then the data, aligned. Every count is held against what is left
-of the file before anything is made of it.
+version, counts; each key with its type and value; each tensor with its name, dims (innermost
+first), type and offset; then the data, aligned. Every count is checked against the remaining bytes
+of the file before anything is allocated for it.
 """
 
 from __future__ import annotations
@@ -34,36 +34,37 @@ from g4ir.weights.tensorfile import (
     quoted,
 )
 
-#: divides the frequencies of full layers: the spec's reader looks at it, no graph does
+#: divides the frequencies of full layers: read for the spec, used by no graph
 ROPE = "rope_freqs.weight"
 TOWERS = ("v.", "a.", "mm.")
-#: halves of a weight that some files store apart: rows of the first, then those of the second
+#: halves of a weight that some files store as two tensors: rows of the first, then of the second
 HALVES = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
 TABLES: dict[str, Any] = read_table(Path(__file__).with_name("tables.yaml"))
-#: what mends a value: the file was read whole, so another download has it too
+#: fix of a wrong value: the file is complete, so another download has the same value
 CONVERT = "fix: take a file that a current llama.cpp converts from the checkpoint"
-#: name of a file of a split model: its model, its number, their count
+#: file name of a split model: model, file number, number of files
 SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 KIND = "general.architecture"
 TOKENS = "tokenizer.ggml.tokens"
-#: stands for a space within a token
+#: a space within a token
 SPACE = "\u2581"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT, ALIGNMENT_KEY = 32, "general.alignment"
-#: what a file may have at most; those that exist have a fraction of it
-MOST_KEYS, MOST_TENSORS, MOST_ITEMS, MOST_DIMS = 1 << 16, 1 << 16, 1 << 21, 4
-MOST_NAME, MOST_KEY, MOST_STRING = 256, 1 << 16, 1 << 24
-MOST_ALIGNMENT = 1 << 16
-LEAST_KEY, LEAST_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
-NUMBERS = {kind: struct.Struct(f"<{code}") for kind, code in TABLES["numbers"].items()}
-MOST_FLOAT = float.fromhex("0x1.fffffep127")
-U32, F32, U64 = NUMBERS[4], NUMBERS[6], NUMBERS[10]
+#: limits on untrusted files; published files have a fraction of these
+MAX_KEYS, MAX_TENSORS, MAX_ITEMS, MAX_DIMS = 1 << 16, 1 << 16, 1 << 21, 4
+MAX_NAME, MAX_KEY, MAX_STRING = 256, 1 << 16, 1 << 24
+MAX_ALIGNMENT = 1 << 16
+MIN_KEY, MIN_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
+SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in TABLES["numbers"].items()}
+MAX_FLOAT = float.fromhex("0x1.fffffep127")
+U32, F32, U64 = SCALARS[4], SCALARS[6], SCALARS[10]
 BOOL, STRING, ARRAY = 7, 8, 9
 
 
 @dataclass(frozen=True)
 class GgufType:
-    """A type: its name, elements and bytes of a block; safetensors dtype of plain numbers."""
+    """A tensor type: name, elements and bytes of a block; safetensors dtype if it is not
+    quantised."""
 
     name: str
     block: int
@@ -79,16 +80,16 @@ TYPES = {code: GgufType(*row) for code, row in TABLES["types"].items()}
 
 @dataclass(frozen=True)
 class Array:
-    """The place of an array in a file: its items are read when asked for."""
+    """The position of an array in a file; its items are read on demand."""
 
-    kind: int  # a key of NUMBERS, or STRING
+    kind: int  # a key of SCALARS, or STRING
     count: int
     start: int
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor: type, shape with the dims that lie together last, its bytes (in rows of blocks)."""
+    """A tensor: type, shape (innermost dim last), its bytes (in rows of blocks)."""
 
     stored: GgufType
     shape: tuple[int, ...]
@@ -98,7 +99,7 @@ class Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Container:
-    """A checked file, or those of a split model, the one with the metadata first."""
+    """A checked file, or the files of a split model, the one with the metadata first."""
 
     headers: tuple[Header, ...]
     values: Mapping[str, Any]
@@ -110,49 +111,49 @@ class Container:
 
     @property
     def name(self) -> str:
-        """The name of the model: the file's, without the number of a part."""
+        """The model's name: the file name without suffix and split number."""
         split = SPLIT.fullmatch(self.path.name)
         return split[1] if split else self.path.stem
 
     def items(self, key: str) -> list[Any]:
-        found = self.values.get(key)
-        if not isinstance(found, Array):
-            raise self.wrong(key, "expected an array", found)
-        return _Reader(self.path, map_file(self.headers[0])).items(quoted(key), found)
+        array = self.values.get(key)
+        if not isinstance(array, Array):
+            raise self.error(key, "expected an array", array)
+        return _Reader(self.path, map_file(self.headers[0])).items(quoted(key), array)
 
     @cached_property
     def vocabulary(self) -> dict[str, int]:
-        """Text -> id of all tokens; none in a file without a vocabulary."""
+        """Token text -> id; empty in a file without a vocabulary."""
         tokens = self.items(TOKENS) if TOKENS in self.values else []
         if not all(isinstance(t, str) for t in tokens):
-            raise self.wrong(TOKENS, "expected texts", tokens[0])
-        known = {*tokens}
+            raise self.error(TOKENS, "expected texts", tokens[0])
+        token_set = {*tokens}
         # llama.cpp's converter writes the spaces of user-defined tokens as they are in a text.
-        texts = [t if (s := t.replace(" ", SPACE)) in known else s for t in tokens]
+        texts = [t if (s := t.replace(" ", SPACE)) in token_set else s for t in tokens]
         ids = {text: i for i, text in enumerate(texts)}
         if len(ids) != len(tokens):
             twice = next(t for i, t in enumerate(texts) if ids[t] != i)
-            raise self.wrong(TOKENS, "expected texts, each once", twice)
+            raise self.error(TOKENS, "expected texts, each once", twice)
         return ids
 
     def floats(self, tensor: Tensor) -> list[float]:
         raw = map_file(tensor.header)[tensor.entry.start : tensor.entry.end]
         return [value for (value,) in F32.iter_unpack(raw)]
 
-    def wrong(self, key: str, expected: str, found: object, fix: str = CONVERT) -> WeightsError:
-        shown = "none" if found is None else quoted(found)
-        return WeightsError(f"{self.path}: {key}: {expected}, found {shown}; {fix}")
+    def error(self, key: str, expected: str, actual: object, fix: str = CONVERT) -> WeightsError:
+        text = "none" if actual is None else quoted(actual)
+        return WeightsError(f"{self.path}: {key}: {expected}, found {text}; {fix}")
 
 
 def read_container(path: Path) -> Container:
-    """Read and check all but the data of tensors; any file of a split model stands for all."""
-    found = _read_file(path)
-    count = found.values.get("split.count", 1)
-    return found if count in (0, 1) else _joined(found, count)
+    """Read and check everything but tensor data; of a split model, any of its files will do."""
+    file = _read_file(path)
+    count = file.values.get("split.count", 1)
+    return file if count in (0, 1) else _join_files(file, count)
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as a GGUF file does; ollama gives them names without a suffix."""
+    """Whether a file has the GGUF magic; ollama's blobs have names without a suffix."""
     with open_regular(path) as file:
         return file.read(len(MAGIC)) == MAGIC
 
@@ -169,25 +170,25 @@ def _read_file(path: Path) -> Container:
     return _Reader(path, map_file(header)).read(header)
 
 
-def _joined(part: Container, count: Any) -> Container:
+def _join_files(part: Container, count: Any) -> Container:
     tensors: dict[str, Tensor] = {}
-    parts = [part if p == part.path else _read_file(p) for p in _part_paths(part.path, count)]
-    for i, own in enumerate(parts):
+    parts = [part if p == part.path else _read_file(p) for p in _shard_paths(part.path, count)]
+    for i, file in enumerate(parts):
         for key, value in (("split.count", count), ("split.no", i)):
-            if own.values.get(key) != value:
-                raise own.wrong(key, f"expected {value}", own.values.get(key), DOWNLOAD)
-        if twice := next((name for name in own.tensors if name in tensors), None):
+            if file.values.get(key) != value:
+                raise file.error(key, f"expected {value}", file.values.get(key), DOWNLOAD)
+        if twice := next((name for name in file.tensors if name in tensors), None):
             other = tensors[twice].header.path.name
-            raise broken(own.path, f"tensor {quoted(twice)} is in {other} too")
-        tensors |= own.tensors
+            raise broken(file.path, f"tensor {quoted(twice)} is in {other} too")
+        tensors |= file.tensors
     total = parts[0].values.get("split.tensors.count", len(tensors))
     if total != len(tensors):
-        found = f"{len(tensors)} in all files"
-        raise parts[0].wrong("split.tensors.count", f"expected {quoted(total)}", found, DOWNLOAD)
-    return Container(tuple(h for own in parts for h in own.headers), parts[0].values, tensors)
+        actual = f"{len(tensors)} in all files"
+        raise parts[0].error("split.tensors.count", f"expected {quoted(total)}", actual, DOWNLOAD)
+    return Container(tuple(h for file in parts for h in file.headers), parts[0].values, tensors)
 
 
-def _part_paths(path: Path, count: Any) -> list[Path]:
+def _shard_paths(path: Path, count: Any) -> list[Path]:
     split = SPLIT.fullmatch(path.name)
     if not split or int(split[2]) != count:
         fix = (
@@ -198,8 +199,8 @@ def _part_paths(path: Path, count: Any) -> list[Path]:
     paths = [path.with_name(f"{split[1]}-{i + 1:05}-of-{split[2]}.gguf") for i in range(count)]
     if missing := [p.name for p in paths if not p.is_file()]:
         absent = f"{', '.join(missing[:5])} {'is' if len(missing) == 1 else 'are'} missing"
-        what = f"one of {count} files of a model, of which {absent}"
-        raise broken(path, what, "fix: complete the download")
+        problem = f"one of {count} files of a model, of which {absent}"
+        raise broken(path, problem, "fix: complete the download")
     return paths
 
 
@@ -218,16 +219,16 @@ class _Reader:
 
     def read(self, header: Header) -> Container:
         self._check_version()
-        count = self._count("count of tensors", MOST_TENSORS, LEAST_TENSOR)
+        count = self._count("count of tensors", MAX_TENSORS, MIN_TENSOR)
         values: dict[str, Any] = {}
-        for _ in range(self._count("count of keys", MOST_KEYS, LEAST_KEY)):
-            key = self._name("a key", MOST_KEY, values)
+        for _ in range(self._count("count of keys", MAX_KEYS, MIN_KEY)):
+            key = self._name("a key", MAX_KEY, values)
             values[key] = self._value(quoted(key), self._number(U32, f"type of {quoted(key)}"))
         infos: dict[str, _Info] = {}
         for _ in range(count):
-            name = self._name("a tensor", MOST_NAME, infos)
+            name = self._name("a tensor", MAX_NAME, infos)
             infos[name] = self._info(f"tensor {quoted(name)}")
-        entries = self._placed(infos, values.get(ALIGNMENT_KEY, ALIGNMENT))
+        entries = self._locate(infos, values.get(ALIGNMENT_KEY, ALIGNMENT))
         tensors = {name: Tensor(*infos[name][:2], e, header) for name, e in entries.items()}
         return Container((header,), values, tensors)
 
@@ -239,74 +240,74 @@ class _Reader:
         version = self._number(U32, "version")
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
-            what = "is big endian" if swapped else f"has version {version}"
-            what += f", and versions {VERSIONS[0]} and {VERSIONS[1]} in little endian are read"
-            raise broken(self.path, what, "fix: take a file made by a current llama.cpp")
+            problem = "is big endian" if swapped else f"has version {version}"
+            problem += f", and versions {VERSIONS[0]} and {VERSIONS[1]} in little endian are read"
+            raise broken(self.path, problem, "fix: take a file made by a current llama.cpp")
 
-    def _fail(self, what: str) -> NoReturn:
-        raise broken(self.path, what)
+    def _fail(self, problem: str) -> NoReturn:
+        raise broken(self.path, problem)
 
-    def _take(self, count: int, what: str) -> int:
+    def _take(self, count: int, label: str) -> int:
         if count > self.size - self.at:
-            self._fail(f"{what}: {count} bytes at {self.at} are beyond the end, {self.size}")
+            self._fail(f"{label}: {count} bytes at {self.at} are beyond the end, {self.size}")
         self.at += count
         return self.at - count
 
-    def _number(self, form: struct.Struct, what: str) -> Any:
-        return form.unpack_from(self.data, self._take(form.size, what))[0]
+    def _number(self, scalar: struct.Struct, label: str) -> Any:
+        return scalar.unpack_from(self.data, self._take(scalar.size, label))[0]
 
-    def _count(self, what: str, most: int, least: int) -> int:
-        """Read how many things follow that have at least so many bytes each."""
-        count: int = self._number(U64, what)
-        if count > most:
-            self._fail(f"{what}: {count}, expected at most {most}")
-        self.at = self._take(count * least, what)
+    def _count(self, label: str, max_count: int, min_bytes: int) -> int:
+        """Read a count of items that have at least `min_bytes` each."""
+        count: int = self._number(U64, label)
+        if count > max_count:
+            self._fail(f"{label}: {count}, expected at most {max_count}")
+        self.at = self._take(count * min_bytes, label)
         return count
 
-    def _text(self, what: str, most: int) -> str:
-        length = self._number(U64, what)
-        if length > most:
-            self._fail(f"{what}: {length} bytes of text, expected at most {most}")
-        start = self._take(length, what)
+    def _text(self, label: str, max_bytes: int) -> str:
+        length = self._number(U64, label)
+        if length > max_bytes:
+            self._fail(f"{label}: {length} bytes of text, expected at most {max_bytes}")
+        start = self._take(length, label)
         try:
             return self.data[start : self.at].decode()
         except UnicodeDecodeError as error:
-            self._fail(f"{what}: not UTF-8 at byte {error.start}")
+            self._fail(f"{label}: not UTF-8 at byte {error.start}")
 
-    def _name(self, what: str, most: int, others: Mapping[str, Any]) -> str:
-        name = self._text(f"{what} after {len(others)}", most)
+    def _name(self, label: str, max_bytes: int, names: Mapping[str, Any]) -> str:
+        name = self._text(f"{label} after {len(names)}", max_bytes)
         if not name or not name.isprintable():
-            self._fail(f"{what} after {len(others)}: {quoted(name)} is no name")
-        if name in others:
-            self._fail(f"{what}: {quoted(name)} is there twice")
+            self._fail(f"{label} after {len(names)}: {quoted(name)} is no name")
+        if name in names:
+            self._fail(f"{label}: {quoted(name)} is there twice")
         return name
 
-    def _value(self, what: str, kind: int) -> Any:
+    def _value(self, label: str, kind: int) -> Any:
         if kind == ARRAY:
-            return self._array(what)
+            return self._array(label)
         if kind == STRING:
-            return self._text(what, MOST_STRING)
-        if kind not in NUMBERS:
-            self._fail(f"{what}: unknown type {kind} of a value")
-        value = self._number(NUMBERS[kind], what)
+            return self._text(label, MAX_STRING)
+        if kind not in SCALARS:
+            self._fail(f"{label}: unknown type {kind} of a value")
+        value = self._number(SCALARS[kind], label)
         if kind == BOOL and value > 1:
-            self._fail(f"{what}: expected a bool, 0 or 1, found {value}")
+            self._fail(f"{label}: expected a bool, 0 or 1, found {value}")
         return bool(value) if kind == BOOL else value
 
-    def _array(self, what: str) -> Array:
-        kind = self._number(U32, what)
-        if kind not in NUMBERS and kind != STRING:
+    def _array(self, label: str) -> Array:
+        kind = self._number(U32, label)
+        if kind not in SCALARS and kind != STRING:
             nested = "an array of arrays, which no key needs" if kind == ARRAY else f"type {kind}"
-            self._fail(f"{what}: an array of numbers or texts expected, found {nested}")
-        each = NUMBERS[kind].size if kind in NUMBERS else U64.size
-        found = Array(kind, self._count(f"{what}: count of items", MOST_ITEMS, each), self.at)
+            self._fail(f"{label}: an array of numbers or texts expected, found {nested}")
+        nbytes = SCALARS[kind].size if kind in SCALARS else U64.size
+        array = Array(kind, self._count(f"{label}: count of items", MAX_ITEMS, nbytes), self.at)
         if kind == STRING:
-            self._skip_strings(what, found.count)
+            self._skip_strings(label, array.count)
         else:
-            self.at += found.count * each
-        return found
+            self.at += array.count * nbytes
+        return array
 
-    def _skip_strings(self, what: str, count: int) -> None:
+    def _skip_strings(self, label: str, count: int) -> None:
         """Skip strings without reading them: there are hundreds of thousands."""
         unpack, data, at, last = U64.unpack_from, self.data, self.at, self.size - U64.size
         for _ in range(count):
@@ -315,59 +316,59 @@ class _Reader:
                 break
             at += U64.size + unpack(data, at)[0]
         if at > self.size:
-            self._fail(f"{what}: a text of the array is beyond the end of the file, {self.size}")
+            self._fail(f"{label}: a text of the array is beyond the end of the file, {self.size}")
         self.at = at
 
-    def items(self, what: str, array: Array) -> list[Any]:
+    def items(self, label: str, array: Array) -> list[Any]:
         if array.kind == STRING:
-            return list(self._strings(what, array))
-        form = NUMBERS[array.kind]
+            return list(self._strings(label, array))
+        scalar = SCALARS[array.kind]
         self.at = array.start
-        start = self._take(array.count * form.size, what)
-        every = f"<{array.count}{form.format[1:]}"
-        values = struct.unpack(every, self.data[start : self.at])
+        start = self._take(array.count * scalar.size, label)
+        layout = f"<{array.count}{scalar.format[1:]}"
+        values = struct.unpack(layout, self.data[start : self.at])
         return list(map(bool, values) if array.kind == BOOL else values)
 
-    def _strings(self, what: str, array: Array) -> Iterator[str]:
+    def _strings(self, label: str, array: Array) -> Iterator[str]:
         unpack, data, at = U64.unpack_from, self.data, array.start
         for i in range(array.count):
             try:
                 end = at + U64.size + unpack(data, at)[0]
                 yield data[at + U64.size : end].decode()
             except (UnicodeDecodeError, struct.error) as error:
-                self._fail(f"{what}: item {i} is no UTF-8 text ({error})")
+                self._fail(f"{label}: item {i} is no UTF-8 text ({error})")
             at = end
 
-    def _info(self, what: str) -> _Info:
-        count = self._number(U32, f"{what}: count of dims")
-        if not 1 <= count <= MOST_DIMS:
-            self._fail(f"{what}: {count} dims, expected 1 to {MOST_DIMS}")
-        dims = tuple(self._number(U64, f"{what}: dims") for _ in range(count))
+    def _info(self, label: str) -> _Info:
+        count = self._number(U32, f"{label}: count of dims")
+        if not 1 <= count <= MAX_DIMS:
+            self._fail(f"{label}: {count} dims, expected 1 to {MAX_DIMS}")
+        dims = tuple(self._number(U64, f"{label}: dims") for _ in range(count))
         if 0 in dims:
-            self._fail(f"{what}: dims {list(dims)}, expected none to be 0")
-        code = self._number(U32, f"{what}: type")
+            self._fail(f"{label}: dims {list(dims)}, expected none to be 0")
+        code = self._number(U32, f"{label}: type")
         if code not in TYPES:
-            self._fail(f"{what}: unknown type {code}")
+            self._fail(f"{label}: unknown type {code}")
         stored = TYPES[code]
         if dims[0] % stored.block:
-            self._fail(f"{what}: rows of {dims[0]} are no blocks of {stored.block} of {stored}")
-        return stored, dims[::-1], self._number(U64, f"{what}: offset")
+            self._fail(f"{label}: rows of {dims[0]} are no blocks of {stored.block} of {stored}")
+        return stored, dims[::-1], self._number(U64, f"{label}: offset")
 
-    def _placed(self, infos: Mapping[str, _Info], alignment: Any) -> dict[str, Entry]:
-        if type(alignment) is not int or not 8 <= alignment <= MOST_ALIGNMENT or alignment % 8:
-            expected = f"expected a multiple of 8 up to {MOST_ALIGNMENT}"
+    def _locate(self, infos: Mapping[str, _Info], alignment: Any) -> dict[str, Entry]:
+        if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment % 8:
+            expected = f"expected a multiple of 8 up to {MAX_ALIGNMENT}"
             self._fail(f"{ALIGNMENT_KEY}: {expected}, found {quoted(alignment)}")
         data = -(-self.at // alignment) * alignment
-        room = max(0, self.size - data)
+        capacity = max(0, self.size - data)
         entries: dict[str, Entry] = {}
         for name, (stored, shape, offset) in infos.items():
             nbytes = math.prod(shape) // stored.block * stored.nbytes
-            what = f"tensor {quoted(name)}"
+            label = f"tensor {quoted(name)}"
             if offset % alignment:
-                self._fail(f"{what}: offset {offset} is not aligned to {alignment}")
+                self._fail(f"{label}: offset {offset} is not aligned to {alignment}")
             if offset + nbytes > self.size - data:
-                place = f"beyond the end of the data, {room} (truncated?)"
-                self._fail(f"{what}: {nbytes} bytes at {offset} are {place}")
+                limit = f"beyond the end of the data, {capacity} (truncated?)"
+                self._fail(f"{label}: {nbytes} bytes at {offset} are {limit}")
             if not stored.dtype:
                 shape = (*shape[:-1], shape[-1] // stored.block * stored.nbytes)
             start = data + offset
@@ -380,24 +381,24 @@ class _Reader:
 
 
 def shortest(value: Any) -> Any:
-    """Return the shortest number that float32 holds as this one: 1e-6 is stored as 9.99999997e-07.
-    What is no such number is returned as it is."""
+    """Return the shortest decimal of the same float32: 1e-6 is stored as 9.99999997e-07. Other
+    values are returned unchanged."""
     if not isinstance(value, float) or not math.isfinite(value):
         return value
     near = (float(f"{value:.{digits}g}") for digits in range(6, 10))
     return next(
-        (x for x in near if abs(x) <= MOST_FLOAT and F32.unpack(F32.pack(x)) == (value,)), value
+        (x for x in near if abs(x) <= MAX_FLOAT and F32.unpack(F32.pack(x)) == (value,)), value
     )
 
 
 def architecture(file: Container) -> dict[str, Any]:
-    """Return how files of an architecture are read: a row of tables.yaml."""
+    """Return the rules of a file's architecture, a row of tables.yaml; empty if unknown."""
     row: dict[str, Any] = TABLES["architectures"].get(file.values.get(KIND), {})
     return row
 
 
-def known_names(layers: int) -> dict[str, str]:
-    """Return name in a GGUF file -> name in a checkpoint; several names may lead to one weight."""
+def checkpoint_names(layers: int) -> dict[str, str]:
+    """Map tensor names in a GGUF file to names in a checkpoint; several may map to one weight."""
     names = {name: checkpoint_name(param) for name, param in TABLES["text"].items()}
     for i in range(layers):
         for name, param in TABLES["layer"].items():

@@ -1,6 +1,6 @@
-"""Makes of a GGUF file's metadata its spec, by way of a Hugging Face config, and the files that an
-engine keeps: tokenizer.json as transformers builds Gemma's (models/gemma/tokenization_gemma.py),
-the chat template, the defaults of generation. What no key says follows from tensors.
+"""Converts a GGUF file's metadata to a spec (through a Hugging Face config) and to an engine's side
+files: tokenizer.json as transformers builds Gemma's (models/gemma/tokenization_gemma.py), the chat
+template, the generation defaults. What no key states is derived from tensors.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from .container import (
 
 log = logging.getLogger(__name__)
 
-#: kind of layer -> what its keys end in, and its name in a config
+#: layer kind -> suffix of its keys, name in a config
 KINDS = {SLIDING: ("_swa", "sliding_attention"), FULL: ("", "full_attention")}
-#: the dims of a full layer's head, or those of them that are rotated
+#: head dims of a full layer, or the rotated ones only
 COUNT = "rope.dimension_count"
 OTHER_NAMES = {
     "rope.freq_base_swa": "rope.local.freq_base",
     "rope.freq_base": "rope.global.freq_base",
 }
-#: keys of towers in the same file, as ollama writes it, which are left out
+#: keys of towers in the same file (as ollama writes it), ignored
 OF_TOWERS = ("vision.", "audio.", "mm.")
 UNROTATED = 1e30
-MOST_PAIRS = 1 << 15
-#: what a GGUF file cannot say; and what llama.cpp computes by itself
+MAX_PAIRS = 1 << 15
+#: fields without a GGUF key, or derived by llama.cpp
 UNSAID = ("text.use_bidirectional_attention", "text.hidden_activation")
-#: where only these differ from a file, the spec is right
+#: fields in which the spec overrides the file
 SPEC_ONLY = (*UNSAID, "text.query_pre_attn_scalar")
 
 
 def read_spec(file: Container) -> Spec:
-    """Return the spec of the text model in a file, in bfloat16. SpecError for another architecture,
-    what is missing or contradicts, and any unknown key: it may change the forward pass."""
+    """Return the spec of a file's text model, in bfloat16. SpecError for another architecture,
+    missing or contradicting keys, and any unknown key: it may change the forward pass."""
     keys = _Keys(file)
     keys.check_architecture()
     config = _config(keys)
-    keys.check_rest()
+    keys.check_unread()
     try:
         return Spec.from_hf(config, file.name)
     except SpecError as error:
@@ -68,87 +68,87 @@ class _Keys:
         self.file, self.seen = file, set[str]()
         self.kind, self.rules = file.values.get(KIND), architecture(file)
 
-    def fail(self, key: str, what: str) -> SpecError:
-        return SpecError(f"{self.file.path}: {key}: {what}")
+    def fail(self, key: str, problem: str) -> SpecError:
+        return SpecError(f"{self.file.path}: {key}: {problem}")
 
-    def wrong(self, name: str, what: str) -> SpecError:
-        return self.fail(f"{self.kind}.{name}", what)
+    def error(self, name: str, problem: str) -> SpecError:
+        return self.fail(f"{self.kind}.{name}", problem)
 
-    def contradiction(self, name: str, found: object, where: str, other: object) -> SpecError:
-        what = f"{quoted(found)}, and {where} {quoted(other)}"
-        return self.wrong(name, f"{what}; take another conversion of the model")
+    def contradiction(self, name: str, value: object, source: str, other: object) -> SpecError:
+        problem = f"{quoted(value)}, and {source} {quoted(other)}"
+        return self.error(name, f"{problem}; take another conversion of the model")
 
     def get(self, name: str) -> Any:
         key = f"{self.kind}.{name}"
         self.seen.add(key)
-        found = self.file.values.get(key)
+        value = self.file.values.get(key)
         other = self.get(OTHER_NAMES[name]) if name in OTHER_NAMES else None
-        if None not in (found, other) and found != other:
-            raise self.contradiction(name, found, f"{self.kind}.{OTHER_NAMES[name]} is", other)
-        return other if found is None else found
+        if None not in (value, other) and value != other:
+            raise self.contradiction(name, value, f"{self.kind}.{OTHER_NAMES[name]} is", other)
+        return other if value is None else value
 
     def need(self, name: str, default: Any = None) -> Any:
-        found = self.get(name)
-        found = default if found is None else found
-        if found is None:
-            raise self.wrong(name, "is missing; take a newer conversion")
-        return found
+        value = self.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(name, "is missing; take a newer conversion")
+        return value
 
     def number(self, name: str, default: Any = None) -> Any:
-        found = self.need(name, default)
-        if type(found) not in (int, float):
-            raise self.wrong(name, f"expected a number, found {quoted(found)}")
-        return shortest(found)
+        value = self.need(name, default)
+        if type(value) not in (int, float):
+            raise self.error(name, f"expected a number, found {quoted(value)}")
+        return shortest(value)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        found = self.number(name, default)
-        if type(found) is not int:
-            raise self.wrong(name, f"expected an integer, found {found}")
-        return found
+        value = self.number(name, default)
+        if type(value) is not int:
+            raise self.error(name, f"expected an integer, found {value}")
+        return value
 
     def by_layer(self, name: str, layers: int, kind: type = int) -> list[Any]:
-        """Return a value for each layer, from an array or from one for all."""
-        found = self.need(name)
-        values = [found] * layers
-        if isinstance(found, Array):
-            values = self.file.items(f"{self.kind}.{name}") if found.count == layers else []
+        """Return a value per layer, from an array or one scalar for all."""
+        value = self.need(name)
+        values = [value] * layers
+        if isinstance(value, Array):
+            values = self.file.items(f"{self.kind}.{name}") if value.count == layers else []
         if len(values) != layers or any(type(v) is not kind for v in values):
             expected = f"expected {layers} values of type {kind.__name__}, one for each layer"
-            raise self.wrong(name, expected)
+            raise self.error(name, expected)
         return values
 
     def one(self, name: str, values: list[int]) -> int:
         if len(set(values)) != 1:
-            shown = sorted(set(values))[:8]
-            raise self.wrong(name, f"layers of one kind must be alike, found {shown}")
+            distinct = sorted(set(values))[:8]
+            raise self.error(name, f"layers of one kind must be alike, found {distinct}")
         return values[0]
 
     def rows(self, name: str) -> int:
         tensor = self.file.tensors.get(name)
         if tensor is None or len(tensor.shape) != 2:
-            what = "expected a matrix, found none; download the file again"
-            raise self.fail(f"tensor {name}", what)
+            problem = "expected a matrix, found none; download the file again"
+            raise self.fail(f"tensor {name}", problem)
         return tensor.shape[0]
 
     def check_architecture(self) -> None:
         if not self.rules:
             other = "its towers alone" if self.kind == "clip" else quoted(self.kind)
-            what = f"expected {' or '.join(map(quoted, TABLES['architectures']))}, found {other}"
-            what += "; give the file of such a text model"
-            raise self.fail(KIND, relative(str(self.kind)) or what)
+            problem = f"expected {' or '.join(map(quoted, TABLES['architectures']))}, found {other}"
+            problem += "; give the file of such a text model"
+            raise self.fail(KIND, relative(str(self.kind)) or problem)
         if (kind := self.file.values.get("general.type")) == "adapter":
-            what = f"{quoted(kind)}: a LoRA adapter and no model"
+            problem = f"{quoted(kind)}: a LoRA adapter and no model"
             fix = "give the model's file, and the adapter as PEFT's directory (--adapter DIR)"
-            raise self.fail("general.type", f"{what}; {fix}")
+            raise self.fail("general.type", f"{problem}; {fix}")
 
-    def check_rest(self) -> None:
+    def check_unread(self) -> None:
         for key in self.file.values:
             name = key.removeprefix(f"{self.kind}.")
             if name != key and key not in self.seen and not name.startswith(OF_TOWERS):
-                what = (
+                problem = (
                     f"unknown key, which may change the forward pass{did_you_mean(key, self.seen)}"
                 )
-                raise self.fail(quoted(key), what)
+                raise self.fail(quoted(key), problem)
 
 
 def _config(keys: _Keys) -> dict[str, Any]:
@@ -157,8 +157,8 @@ def _config(keys: _Keys) -> dict[str, Any]:
     heads, window = "attention.head_count", "attention.sliding_window"
     default = keys.rules["defaults"].get(window)
     if default and keys.get(window) is None:
-        what = "%s: %s.%s is missing: %d is taken, as other readers do"
-        log.warning(what, keys.file.path, keys.kind, window, default)
+        message = "%s: %s.%s is missing: %d is taken, as other readers do"
+        log.warning(message, keys.file.path, keys.kind, window, default)
     config: dict[str, Any] = {
         "model_type": f"{keys.kind}_text",
         "dtype": "bfloat16",
@@ -177,12 +177,13 @@ def _config(keys: _Keys) -> dict[str, Any]:
     }
     stated, rows = keys.get("vocab_size"), config["vocab_size"]
     if stated not in (None, rows):
-        raise keys.wrong("vocab_size", f"{quoted(stated)}, and token_embd.weight has {rows} rows")
+        raise keys.error("vocab_size", f"{quoted(stated)}, and token_embd.weight has {rows} rows")
     return config
 
 
 def _layers(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
-    """Return what layers of two geometries have, experts and per-layer embeddings too."""
+    """Return the config of models whose sliding and full layers differ in geometry (Gemma 4), with
+    experts and per-layer embeddings."""
     sizes, experts = (
         {field: keys.integer(*key) for field, key in TABLES[table].items()}
         for table in ("config", "experts")
@@ -199,11 +200,11 @@ def _layers(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
 
 
 def _layers_alike(keys: _Keys, layers: int) -> dict[str, Any]:
-    """Return what layers of one geometry have: rotations alone differ by kind."""
+    """Return the config of models whose layers differ only in RoPE (Gemma 3)."""
     dim = _head_dim(keys, "attention.key_length", [*range(layers)])
     for other in ("attention.value_length", COUNT):
         if keys.integer(other, dim) != dim:
-            raise keys.wrong(other, f"expected {dim}, as key_length is")
+            raise keys.error(other, f"expected {dim}, as key_length is")
     widths = "feed_forward_length", "attention.head_count_kv"
     width, heads = (keys.one(name, keys.by_layer(name, layers)) for name in widths)
     defaults = keys.rules["defaults"]
@@ -211,8 +212,11 @@ def _layers_alike(keys: _Keys, layers: int) -> dict[str, Any]:
     for end, name in KINDS.values():
         theta = keys.number(f"rope.freq_base{end}", defaults[f"rope.freq_base{end}"])
         ropes[name] = {"rope_type": "default", "rope_theta": theta}
-    if (form := keys.get("rope.scaling.type")) not in (None, "none"):
-        ropes[KINDS[FULL][1]] |= {"rope_type": form, "factor": keys.number("rope.scaling.factor")}
+    if (scaling := keys.get("rope.scaling.type")) not in (None, "none"):
+        ropes[KINDS[FULL][1]] |= {
+            "rope_type": scaling,
+            "factor": keys.number("rope.scaling.factor"),
+        }
     return {
         "intermediate_size": width,
         "num_key_value_heads": heads,
@@ -224,48 +228,49 @@ def _layers_alike(keys: _Keys, layers: int) -> dict[str, Any]:
 
 def _pattern(keys: _Keys, layers: int) -> list[bool]:
     name, period = "attention.sliding_window_pattern", keys.rules.get("period")
-    found = keys.get(name) if period else keys.need(name)
-    if period and not isinstance(found, Array):
+    pattern = keys.get(name) if period else keys.need(name)
+    if period and not isinstance(pattern, Array):
         every = keys.integer(name, period)
         return [(i + 1) % max(every, 1) != 0 for i in range(layers)]
-    if not isinstance(found, Array) or found.count != layers:
-        raise keys.wrong(name, f"expected an array of {layers} bools, one for each layer")
+    if not isinstance(pattern, Array) or pattern.count != layers:
+        raise keys.error(name, f"expected an array of {layers} bools, one for each layer")
     sliding = keys.by_layer(name, layers, bool)
     if not layers or (sliding[-1] and not period):
-        raise keys.wrong(name, "the last layer must be a full one, false")
+        raise keys.error(name, "the last layer must be a full one, false")
     return sliding
 
 
 def _feed_forward(keys: _Keys, layers: int) -> dict[str, Any]:
-    """Return the width of the MLP, and whether it is twice as wide where K and V are shared."""
+    """Return the MLP width, and whether layers with shared K and V have twice that width."""
     name = "feed_forward_length"
     sizes, shared = keys.by_layer(name, layers), keys.integer("attention.shared_kv_layers", 0)
-    own = layers - shared
-    if not 0 < own <= layers:
-        raise keys.wrong("attention.shared_kv_layers", f"{shared} of {layers} layers")
-    width, wide = keys.one(name, sizes[:own]), keys.one(name, sizes[own:] or sizes[:1])
-    if wide not in (width, 2 * width):
+    unshared = layers - shared
+    if not 0 < unshared <= layers:
+        raise keys.error("attention.shared_kv_layers", f"{shared} of {layers} layers")
+    width = keys.one(name, sizes[:unshared])
+    shared_width = keys.one(name, sizes[unshared:] or sizes[:1])
+    if shared_width not in (width, 2 * width):
         expected = f"expected {width} or {2 * width}"
-        raise keys.wrong(name, f"{wide} where K and V are shared, {expected}")
-    double = shared > 0 and wide == 2 * width
+        raise keys.error(name, f"{shared_width} where K and V are shared, {expected}")
+    double = shared > 0 and shared_width == 2 * width
     sizes_of = {"intermediate_size": width, "num_kv_shared_layers": shared}
     return {**sizes_of, "use_double_wide_mlp": double}
 
 
 def _attention(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
-    """Return the geometry of both kinds of layers; that of the full ones layer by layer."""
+    """Return the attention geometry: sliding layers globally, full layers in `per_layer_config`."""
     heads = _kv_heads(keys, sliding)
     kinds: dict[str, dict[str, int]] = {}
     ropes: dict[str, dict[str, Any]] = {}
     for kind, (end, name) in KINDS.items():
         layers = [i for i, s in enumerate(sliding) if s == (kind == SLIDING)]
         dim = _head_dim(keys, f"attention.key_length{end}", layers)
-        own = [heads[i] for i in layers] or heads[:1]
-        count = keys.one("attention.head_count_kv", own)
+        kv_heads = [heads[i] for i in layers] or heads[:1]
+        count = keys.one("attention.head_count_kv", kv_heads)
         kinds[kind] = {"head_dim": dim, "num_key_value_heads": count}
         for other in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
             if keys.integer(other, dim) != dim and other != COUNT:
-                raise keys.wrong(other, f"expected {dim}, as key_length{end} is")
+                raise keys.error(other, f"expected {dim}, as key_length{end} is")
         theta = keys.number(f"rope.freq_base{end}")
         ropes[name] = {"rope_type": "default", "rope_theta": theta}
     ropes["full_attention"] |= {
@@ -287,10 +292,10 @@ def _kv_heads(keys: _Keys, sliding: list[bool]) -> list[int]:
     full = keys.integer("attention.global_head_count_kv", 0)
     if not full:
         return heads
-    own = {h for h, s in zip(heads, sliding, strict=True) if not s}
-    if isinstance(keys.get(name), Array) and own != {full}:
-        where = f"{keys.kind}.{name} of the full layers is"
-        raise keys.contradiction("attention.global_head_count_kv", full, where, min(own))
+    full_heads = {h for h, s in zip(heads, sliding, strict=True) if not s}
+    if isinstance(keys.get(name), Array) and full_heads != {full}:
+        source = f"{keys.kind}.{name} of the full layers is"
+        raise keys.contradiction("attention.global_head_count_kv", full, source, min(full_heads))
     return [h if s else full for h, s in zip(heads, sliding, strict=True)]
 
 
@@ -305,56 +310,56 @@ def _head_dim(keys: _Keys, name: str, layers: list[int]) -> int:
 
 
 def _shares_values(keys: _Keys, sliding: list[bool]) -> bool:
-    """Whether the full layers that have keys of their own have no values."""
+    """Whether full layers that have a K projection have no V projection (K = V)."""
     tensors = keys.file.tensors
     names = [f"blk.{i}.attn" for i, s in enumerate(sliding) if not s]
-    own = [n for n in names if f"{n}_k.weight" in tensors]
-    return bool(own) and all(f"{n}_v.weight" not in tensors for n in own)
+    with_keys = [n for n in names if f"{n}_k.weight" in tensors]
+    return bool(with_keys) and all(f"{n}_v.weight" not in tensors for n in with_keys)
 
 
 def _rotated(keys: _Keys, pairs: int) -> float:
-    """Return the share of a full layer's head that is rotated: what the tensor of frequencies says,
-    or a key that says the share or the count of dims; all of them must agree."""
-    said: dict[str, int] = {}
+    """Return the rotated fraction of a full layer's head, from the tensor of frequencies or from a
+    key with the fraction or the dim count; all that are present must agree."""
+    counts: dict[str, int] = {}
     if ROPE in keys.file.tensors:
-        said[f"tensor {ROPE}"] = 2 * _rotated_by_tensor(keys, pairs)
+        counts[f"tensor {ROPE}"] = 2 * _rotated_by_tensor(keys, pairs)
     share, dims = keys.number("rope.partial_rotary_factor", 0), keys.integer(COUNT, 2 * pairs)
     if share:
         if not 0 < share <= 1:
             expected = f"expected a share from 0 to 1, found {share}"
-            raise keys.wrong("rope.partial_rotary_factor", expected)
-        said[f"{keys.kind}.rope.partial_rotary_factor"] = 2 * int(share * pairs)
+            raise keys.error("rope.partial_rotary_factor", expected)
+        counts[f"{keys.kind}.rope.partial_rotary_factor"] = 2 * int(share * pairs)
     if dims != 2 * pairs:
-        said[f"{keys.kind}.{COUNT}"] = dims
-    if not said:
+        counts[f"{keys.kind}.{COUNT}"] = dims
+    if not counts:
         raise keys.fail(f"tensor {ROPE}", f"expected F32 [{pairs}], found none")
-    (name, count), *others = said.items()
-    for other, its in others:
+    (name, count), *remaining = counts.items()
+    for other, its in remaining:
         if its != count:
-            what = f"{its} dims of a full layer's head are rotated, and by {name} {count}"
-            raise keys.fail(other, what)
+            problem = f"{its} dims of a full layer's head are rotated, and by {name} {count}"
+            raise keys.fail(other, problem)
     return count / (2 * pairs)
 
 
 def _rotated_by_tensor(keys: _Keys, pairs: int) -> int:
-    """Return how many pairs are rotated: the tensor holds 1 for each of them, then 1e30."""
+    """Return the number of rotated pairs: the tensor has 1 for each of them, then 1e30."""
     tensor = keys.file.tensors[ROPE]
     if tensor.stored.dtype != "F32" or tensor.shape != (pairs,):
-        found = f"{tensor.stored} {list(tensor.shape)}"
-        raise keys.fail(f"tensor {ROPE}", f"expected F32 [{pairs}], found {quoted(found)}")
-    values = keys.file.floats(tensor) if pairs <= MOST_PAIRS else []
+        actual = f"{tensor.stored} {list(tensor.shape)}"
+        raise keys.fail(f"tensor {ROPE}", f"expected F32 [{pairs}], found {quoted(actual)}")
+    values = keys.file.floats(tensor) if pairs <= MAX_PAIRS else []
     count = values.count(1.0)
     if not count or list(map(shortest, values)) != [1.0] * count + [UNROTATED] * (pairs - count):
-        what = "expected ones, then 1e30: another scaling of frequencies is not read"
-        raise keys.fail(f"tensor {ROPE}", what)
+        problem = "expected ones, then 1e30: another scaling of frequencies is not read"
+        raise keys.fail(f"tensor {ROPE}", problem)
     return count
 
 
-#: values of `tokenizer.ggml.model`: merges of SentencePiece may be given by scores alone
+#: values of `tokenizer.ggml.model`; SentencePiece merges may be implied by scores alone
 SCORED = "llama"
 MODELS = (SCORED, "gemma4")
 PREFIX = "tokenizer.ggml."
-#: the chat template; names of others, each under TEMPLATE.NAME
+#: the default chat template; the list of named templates, each stored under TEMPLATE.NAME
 TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
 READ = {TEMPLATE, TEMPLATES, *(f"{PREFIX}{name}" for name in TABLES["tokenizer_keys"])}
 SAMPLING = "general.sampling."
@@ -365,49 +370,48 @@ GENERATION_KEYS = {
     **{name: key for key, name in SETTINGS.items()},
     "suppress_tokens": f"{PREFIX}suppress_tokens",
 }
-#: settings of which one says that tokens are drawn
+#: settings that imply sampling if one is present
 DRAWN = {"temperature", "top_k", "top_p", "min_p"}
-#: a top_k from which on llama.cpp, which takes 32 bits with a sign, has none
+#: llama.cpp reads top_k as int32: from here on it is disabled
 NO_TOP_K = 1 << 31
-#: token types of added tokens, which are matched before any merge
+#: token types of added tokens, matched before any merge
 CONTROL, USER_DEFINED = 3, 4
-#: token types that merges make: normal and user-defined ones, and not control tokens or bytes
+#: token types that merges may produce: normal and user-defined, not control tokens or bytes
 JOINED = (1, USER_DEFINED)
-#: a USER_DEFINED token of this shape is a control token of the chat format; all others are text
+#: USER_DEFINED tokens of this shape are control tokens of the chat format; all others are text
 MARK = re.compile(r"<\|[^|<>\s]+\|?>|<[^|<>\s]+\|>")
 UNKNOWN = "<unk>"
-#: stands for a space within a piece of merges
+#: a space within a merge pair
 MERGED_SPACE = "\u0120"
 
 
 def token_ids(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return the ids of special tokens as a config has them, with those that end a turn."""
+    """Return the special token ids under their config keys; EOS includes end-of-turn tokens."""
     ends = [_id(file, key) for key in TABLES["stops"]]
     eos = {i for i in (*ends, *map(ids.get, _ends(file))) if i is not None}
-    found = {
+    special_ids = {
         "bos_token_id": _id(file, "bos_token_id"),
         "pad_token_id": _id(file, "padding_token_id"),
         "eos_token_id": sorted(eos) or None,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in special_ids.items() if value is not None}
 
 
 def _ends(file: Container) -> list[str]:
-    """Return the tokens that end a text or a turn of its chat format; not every converter says that
-    they are special."""
-    form = FAMILIES.get(str(file.values.get(KIND)), {}).get("chat", CHAT_FORMS[0])
-    ends: list[str] = CHAT_FORMATS[form]["ends"]
+    """Return EOS and end-of-turn tokens; some converters do not mark them as special."""
+    chat_format = FAMILIES.get(str(file.values.get(KIND)), {}).get("chat", CHAT_FORMS[0])
+    ends: list[str] = CHAT_FORMATS[chat_format]["ends"]
     return ends
 
 
 def side_files(file: Container) -> dict[str, bytes]:
-    """Return the files by name; log the keys that are not applied. WeightsError names file, key and
-    item."""
+    """Return tokenizer, chat template and generation config files by name; logs keys that are not
+    applied. WeightsError names file, key and item."""
     ids = file.vocabulary
     out = {"generation_config.json": _json(_generation(file, ids))}
     template = file.values.get(TEMPLATE, "")
     if not isinstance(template, str):
-        raise file.wrong(TEMPLATE, "expected a text", template)
+        raise file.error(TEMPLATE, "expected a text", template)
     if template:
         out["chat_template.jinja"] = template.encode()
     if file.values.get(f"{PREFIX}model") not in (None, "none", "no_vocab"):
@@ -415,7 +419,7 @@ def side_files(file: Container) -> dict[str, bytes]:
             log.warning("%s: not applied: %s", file.path, ", ".join(unused))
         add = file.values.get(f"{PREFIX}add_bos_token", True)
         if type(add) is not bool:
-            raise file.wrong(f"{PREFIX}add_bos_token", "expected a bool", add)
+            raise file.error(f"{PREFIX}add_bos_token", "expected a bool", add)
         out["tokenizer.json"] = _json(
             _tokenizer(file, ids) | {"post_processor": _first(file, ids, add)}
         )
@@ -428,7 +432,7 @@ def _json(value: Any) -> bytes:
 
 
 def _not_applied(file: Container) -> Iterator[str]:
-    """Yield the keys of the tokenizer and of templates that change a text and are not applied."""
+    """Yield tokenizer and template keys that would change the text and are not applied."""
     for key, value in file.values.items():
         name = key.removeprefix(PREFIX)
         if name in TABLES["tokenizer_values"]:
@@ -450,13 +454,13 @@ def _generation(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _sampling(file: Container) -> dict[str, Any]:
-    """Return the settings of general.sampling by their names in a generation_config.json; those
-    without such a name keep their key, so that the reader of defaults reports them."""
+    """Return the general.sampling settings under generation_config.json names; settings without
+    such a name keep their key, so that the reader of the defaults reports them."""
     values = {key: _setting(file, key) for key in file.values if key.startswith(SAMPLING)}
     out = {name: values[key] for key, name in SETTINGS.items() if key in values}
     if out.get("top_k", 0) >= NO_TOP_K or out.get("top_k", 0) < 0:  # -1, of either sign
         out["top_k"] = 0
-    if out.get("temperature") == 0:  # greedy: what narrows a draw does not count
+    if out.get("temperature") == 0:  # greedy: other sampling settings have no effect
         out = {name: out[name] for name in out.keys() - DRAWN}
     if not out.keys().isdisjoint(DRAWN):
         out["do_sample"] = True
@@ -471,24 +475,24 @@ def _setting(file: Container, key: str) -> Any:
     if isinstance(value, Array):
         value = file.items(key)
     if key in SETTINGS and type(value) not in (int, float):
-        raise file.wrong(key, "expected a number", value)
+        raise file.error(key, "expected a number", value)
     if isinstance(value, float) and not isfinite(value):
-        raise file.wrong(key, "expected a finite number", value)
+        raise file.error(key, "expected a finite number", value)
     return shortest(value)
 
 
 def _acts(key: str, values: Mapping[str, Any]) -> bool:
-    """Whether a key of general.sampling changes what llama.cpp draws."""
+    """Whether a general.sampling key changes llama.cpp's sampling."""
     neutral, *other = TABLES["sampling_others"].get(key, [None])
     return values.get(key) not in (None, neutral) and all(_acts(k, values) for k in other)
 
 
 def _id(file: Container, name: str) -> int | None:
     key = f"{PREFIX}{name}"
-    found = file.values.get(key)
-    if found is not None and type(found) is not int:
-        raise file.wrong(key, "expected a token id", found)
-    return found
+    token = file.values.get(key)
+    if token is not None and type(token) is not int:
+        raise file.error(key, "expected a token id", token)
+    return token
 
 
 def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
@@ -496,19 +500,19 @@ def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
     if model not in MODELS:
         expected = f"expected {' or '.join(MODELS)}"
         fix = "fix: this is the tokenizer of another family; take a conversion of a Gemma model"
-        raise file.wrong(f"{PREFIX}model", expected, model, fix)
+        raise file.error(f"{PREFIX}model", expected, model, fix)
     table = file.tensors.get("token_embd.weight")
     rows = table.shape[0] if table else 0
     if not 0 < len(ids) <= rows:
-        raise file.wrong(f"{PREFIX}tokens", f"expected 1 to {rows} tokens", len(ids))
+        raise file.error(f"{PREFIX}tokens", f"expected 1 to {rows} tokens", len(ids))
     key = f"{PREFIX}token_type"
     kinds = file.items(key) if key in file.values else [1] * len(ids)
     if len(kinds) != len(ids):
-        raise file.wrong(key, f"expected {len(ids)} items, one for each token", len(kinds))
+        raise file.error(key, f"expected {len(ids)} items, one for each token", len(kinds))
     scored = model == SCORED and f"{PREFIX}merges" not in file.values
     merges = _merges_by_score(file, ids, kinds) if scored else list(_merges(file, ids))
-    given, ends = _id(file, "unknown_token_id"), _ends(file)
-    named = (text for text, i in ids.items() if i == given)
+    unknown_id, ends = _id(file, "unknown_token_id"), _ends(file)
+    named = (text for text, i in ids.items() if i == unknown_id)
     unknown = next(named, UNKNOWN if UNKNOWN in ids else None)
     added = [
         _added(i, text, CONTROL if text in ends else kind)
@@ -520,13 +524,13 @@ def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
     texts = "\n".join(ids)
     plain = " " not in texts and "#version" not in texts
     pairs = [" ".join(pair) for pair in merges] if plain else merges
-    own = {"unk_token": unknown, "vocab": ids, "merges": pairs}
-    made = {**TABLES["tokenizer_model"], **own}
-    return {**TABLES["tokenizer"], "added_tokens": added, "model": made}
+    fields = {"unk_token": unknown, "vocab": ids, "merges": pairs}
+    bpe = {**TABLES["tokenizer_model"], **fields}
+    return {**TABLES["tokenizer"], "added_tokens": added, "model": bpe}
 
 
 def _first(file: Container, ids: Mapping[str, int], added: bool) -> dict[str, Any] | None:
-    """Return the post-processor that begins every text with <bos>, for libraries that add it."""
+    """Return the post-processor that prepends <bos>; None if it is not to be added."""
     bos = _id(file, "bos_token_id")
     text = next((text for text, i in ids.items() if i == bos), None)
     if not added or text is None:
@@ -545,7 +549,7 @@ def _first(file: Container, ids: Mapping[str, int], added: bool) -> dict[str, An
 
 
 def _added(i: int, text: str, kind: int) -> dict[str, Any]:
-    """Return an added token; spaces are matched as the normalizer leaves them."""
+    """Return an `added_tokens` entry; spaces are matched after normalisation."""
     special = kind == CONTROL or MARK.fullmatch(text) is not None
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     return {"id": i, "content": text, **flags, "normalized": SPACE in text, "special": special}
@@ -554,16 +558,16 @@ def _added(i: int, text: str, kind: int) -> dict[str, Any]:
 def _merges_by_score(
     file: Container, ids: Mapping[str, int], kinds: list[Any]
 ) -> list[tuple[str, str]]:
-    """Return SentencePiece's merges: every split of a token into two tokens, in descending order
-    of the token's score; those of user-defined tokens come before all others."""
-    import numpy as np  # which takes a tenth of a second of every start
+    """Return SentencePiece's merges: every split of a token into two tokens, by descending score of
+    the token, user-defined tokens first."""
+    import numpy as np  # here: it would add 0.1 s to every start
 
     from ..token_splits import HashedTokens
 
     key = f"{PREFIX}scores"
     scores = file.items(key)
     if len(scores) != len(ids) or not all(type(score) is float for score in scores):
-        raise file.wrong(key, f"expected {len(ids)} numbers, one for each token", len(scores))
+        raise file.error(key, f"expected {len(ids)} numbers, one for each token", len(scores))
 
     tokens = HashedTokens([*ids])
     splits, texts = tokens.splits(), tokens.texts
@@ -571,9 +575,9 @@ def _merges_by_score(
     defined = kind == USER_DEFINED
     descending, longer = np.where(defined, 0.0, -score), -tokens.characters[splits.whole]
     order = np.lexsort((-splits.cut, splits.whole, longer, descending, ~defined))
-    kept = splits.take(order[np.isin(kind[order], JOINED)])
-    pairs = zip(kept.left.tolist(), kept.right.tolist())
-    return [(texts[left], texts[right]) for left, right in pairs]
+    merges = splits.take(order[np.isin(kind[order], JOINED)])
+    pairs = zip(merges.left.tolist(), merges.right.tolist())
+    return [(texts[first], texts[second]) for first, second in pairs]
 
 
 def _merges(file: Container, ids: Mapping[str, int]) -> Iterator[list[str]]:
@@ -581,6 +585,6 @@ def _merges(file: Container, ids: Mapping[str, int]) -> Iterator[list[str]]:
         pair = merge.split(" ") if isinstance(merge, str) else []
         pair = [p if p in ids else p.replace(MERGED_SPACE, SPACE) for p in pair]
         if len(pair) != 2 or any(p not in ids for p in (*pair, "".join(pair))):
-            what = f"item {i}, {quoted(merge)}, is not two tokens that are a third together"
-            raise broken(file.path, f"{PREFIX}merges: {what}", CONVERT)
+            problem = f"item {i}, {quoted(merge)}, is not two tokens that are a third together"
+            raise broken(file.path, f"{PREFIX}merges: {problem}", CONVERT)
         yield pair

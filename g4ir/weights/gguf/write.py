@@ -1,8 +1,8 @@
-"""Writes a text model as a GGUF file, which llama.cpp and the modules beside this one read.
+"""Writes a text model as a GGUF file, for llama.cpp and for `gguf.checkpoint`.
 
-Matrices are in one type, quantised ones by their own codes where scales serve groups of 32 or rows;
-tables and the head in 8 bits at least; routers and vectors in F32. What a file cannot say of a spec
-is refused: before any weight is written, the metadata are read back and compared.
+Matrices have one type; quantised ones keep their codes where scales are per 32 values or per row.
+Tables and the head have at least 8 bits; routers and vectors are F32. A spec that GGUF metadata
+cannot express is refused: the metadata are read back and compared before any weight is written.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from .container import (
     ARRAY,
     BOOL,
     MAGIC,
-    MOST_FLOAT,
-    NUMBERS,
+    MAX_FLOAT,
     ROPE,
+    SCALARS,
     STRING,
     TABLES,
     TYPES,
     VERSIONS,
-    known_names,
+    checkpoint_names,
     read_container,
 )
 from .metadata import (
@@ -68,9 +68,9 @@ from .metadata import (
     read_spec,
 )
 
-#: kind of file -> general.file_type, type of tables
+#: file kind -> general.file_type, tensor type of tables
 WRITTEN: dict[str, tuple[int, str]] = {name: (i, of) for name, (i, of) in TABLES["written"].items()}
-#: type of a value in Python -> in a file
+#: Python type of a value -> GGUF type
 _KINDS: dict[type, int] = {bool: BOOL, int: 4, float: 6, str: STRING}
 _INT32 = 5
 log = logging.getLogger(__name__)
@@ -88,15 +88,14 @@ def write_gguf(
     side_files: Mapping[str, bytes],
     progress: Progress = no_progress,
 ) -> Path:
-    """Write a text model with its tokenizer, chat template and defaults of generation, whole or not
-    at all; `kind`: a key of WRITTEN. SpecError for what a file cannot say, InputError if the disk
-    has no room."""
+    """Write a text model with tokenizer, chat template and generation defaults, atomically; `kind`:
+    a key of WRITTEN. SpecError if GGUF cannot express the spec, InputError if the disk is full."""
     check_folder(path.parent)
     if path.exists() or path.is_symlink():
         raise InputError(f"{path}: exists already; choose another --out")
     tensors = [*_tensors(spec, source, kind)]
     head = _head(_metadata(spec, kind, side_files), tensors)
-    size = len(head) + sum(t.room for t in tensors)
+    size = len(head) + sum(t.aligned_nbytes for t in tensors)
     _check(path.name, spec, [head, *tensors[0].pieces()], size)
     check_disk_space(path, size)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,14 +119,14 @@ class _Tensor:
         return prod(self.shape) // stored.block * stored.nbytes
 
     @property
-    def room(self) -> int:
-        """Bytes in the file, with what aligns the next."""
+    def aligned_nbytes(self) -> int:
+        """Bytes in the file, padded to ALIGNMENT."""
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
     def pieces(self) -> Iterator[memoryview]:
-        for made in self.rows():
-            yield bytes_of(made)
-        yield memoryview(bytes(self.room - self.nbytes))
+        for rows in self.rows():
+            yield bytes_of(rows)
+        yield memoryview(bytes(self.aligned_nbytes - self.nbytes))
 
 
 def architecture_of(spec: Spec) -> str:
@@ -142,9 +141,9 @@ def architecture_of(spec: Spec) -> str:
 
 
 def _tensors(spec: Spec, source: Checkpoint, kind: str) -> Iterator[_Tensor]:
-    """Yield the tensors, rotations first: with the metadata, they say what the model is."""
-    known, rules = known_names(spec.text.num_hidden_layers), _rules(spec)
-    stored = {bare: name for name, bare in reversed(known.items())}
+    """Yield the tensors, RoPE frequencies first: `read_spec` needs them and the metadata."""
+    names, rules = checkpoint_names(spec.text.num_hidden_layers), _rules(spec)
+    stored = {bare: name for name, bare in reversed(names.items())}
     if not rules.get("alike"):
         pairs = spec.text.full.head_dim // 2
         rotated = int(spec.text.full.rope.rotary_fraction * pairs)
@@ -152,21 +151,22 @@ def _tensors(spec: Spec, source: Checkpoint, kind: str) -> Iterator[_Tensor]:
         yield _Tensor(ROPE, "F32", (pairs,), lambda: iter([ones]))
     for bare, shape in text_tensors(spec).items():
         if bare not in source.defaults:
-            own = _kind(bare, shape, kind)
+            tensor_kind = _kind(bare, shape, kind)
             added = rules.get("norms", 0.0) if NORM.fullmatch(bare) else 0.0
-            yield _Tensor(stored[bare], own, shape, partial(_rows, source, bare, shape, own, added))
+            rows = partial(_rows, source, bare, shape, tensor_kind, added)
+            yield _Tensor(stored[bare], tensor_kind, shape, rows)
 
 
 def _rules(spec: Spec) -> dict[str, Any]:
-    found: dict[str, Any] = TABLES["architectures"][architecture_of(spec)]
-    return found
+    rules: dict[str, Any] = TABLES["architectures"][architecture_of(spec)]
+    return rules
 
 
 def _kind(bare: str, shape: tuple[int, ...], kind: str) -> str:
     if len(shape) < 2 or ".router." in bare:
         return "F32"
-    own = WRITTEN[kind][1] if bare in _TABLES else kind
-    return own if shape[-1] % TYPES[_CODE[own]].block == 0 else "F16"
+    kind = WRITTEN[kind][1] if bare in _TABLES else kind
+    return kind if shape[-1] % TYPES[_CODE[kind]].block == 0 else "F16"
 
 
 _TABLES = [checkpoint_name(param) for param in ("embed.table", "ple.table", "head.w", "ple.w")]
@@ -178,10 +178,10 @@ _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 def _rows(
     source: Checkpoint, bare: str, shape: tuple[int, ...], kind: str, added: float
 ) -> Iterator[torch.Tensor]:
-    """Yield the bytes of a tensor, some rows at a time."""
-    held, block = source.forms.get(bare), _BLOCKS.get(kind)
-    form = held and SAME_CODES.get(held.form, held.form)
-    if held and block and form == block.form and held.group % block.group == 0:
+    """Yield the stored data of a tensor, some rows at a time."""
+    scheme, block = source.forms.get(bare), _BLOCKS.get(kind)
+    code_format = scheme and SAME_CODES.get(scheme.form, scheme.form)
+    if scheme and block and code_format == block.form and scheme.group % block.group == 0:
         parts = [source.tensor(f"{bare}{part}").flatten(0, -2) for part in (CODES, SCALES)]
         for codes, scales in zip(*(t.split(_count(parts[0])) for t in parts), strict=True):
             codes = unpack_codes(codes)
@@ -209,12 +209,12 @@ def _count(t: torch.Tensor) -> int:
 
 
 def _blocks(codes: torch.Tensor, scales: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return the blocks of codes i8 [n, K] and scales [n, K/32]: u8 [n * K/32, bytes]."""
+    """Pack codes i8 [n, K] and scales [n, K/32] into blocks u8 [n * K/32, bytes]."""
     layout = LAYOUTS[kind]
     data = (codes.reshape(-1, layout.values) + layout.zero).view(torch.uint8)
-    own = scales.half().reshape(-1, 1).contiguous().view(torch.uint8)
-    made: torch.Tensor = layout.write(data, scales=own)
-    return made
+    scale_bytes = scales.half().reshape(-1, 1).contiguous().view(torch.uint8)
+    blocks: torch.Tensor = layout.write(data, scales=scale_bytes)
+    return blocks
 
 
 # --- metadata ---------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def _alike(values: list[int]) -> Any:
 
 
 def _sampling(side_files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the defaults of generation that a file has keys for."""
+    """Return the generation defaults that have GGUF keys."""
     values = _json(side_files, GENERATION)
     if values.get("do_sample"):
         values = {"temperature": 1.0, **{k: v for k, v in values.items() if v is not None}}
@@ -288,19 +288,19 @@ def _sampling(side_files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _written(key: str, value: Any) -> Any:
-    """Return the number that a file holds; None for one that its type does not."""
+    """Convert a setting to its GGUF type; None if it is out of range."""
     if key == TOP_K:
         return None if value is None else int(value) if value < NO_TOP_K else 0
-    return float(value) if value is not None and abs(value) <= MOST_FLOAT else None
+    return float(value) if value is not None and abs(value) <= MAX_FLOAT else None
 
 
 def _ids(values: Mapping[str, Any], name: str) -> list[int]:
-    found = values.get(name)
-    return found if isinstance(found, list) else [] if found is None else [found]
+    value = values.get(name)
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _stops(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, int]:
-    """Return the stop ids by their keys: those of generation, else the spec's."""
+    """Return stop token ids by key, from generation_config.json, else from the spec."""
     values = _json(side_files, GENERATION)
     stated = _ids(values, "eos_token_id")
     stops = spec.tokens.eos if values.get("eos_token_id") is None else stated
@@ -313,13 +313,13 @@ def _json(side_files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _tokenizer(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, Any]:
-    whole, config = (_json(side_files, f"{n}.json") for n in ("tokenizer", "tokenizer_config"))
-    if not whole:
+    tokenizer, config = (_json(side_files, f"{n}.json") for n in ("tokenizer", "tokenizer_config"))
+    if not tokenizer:
         return {}
-    model = whole["model"]
+    model = tokenizer["model"]
     if model.get("type") != "BPE" or not model.get("byte_fallback"):
         raise InputError("tokenizer.json: GGUF files take BPE with byte_fallback, as Gemma's is")
-    added = {t["content"]: t for t in whole.get("added_tokens", ())}
+    added = {t["content"]: t for t in tokenizer.get("added_tokens", ())}
     ids = {**model["vocab"], **{text: t["id"] for text, t in added.items()}}
     texts = {i: text for text, i in ids.items()}
     tokens = [texts.get(i, f"[PAD{i}]") for i in range(spec.text.vocab_size)]
@@ -329,9 +329,9 @@ def _tokenizer(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, Any]:
     joined = (t for t, of in zip(tokens, types, strict=True) if of in JOINED)
     more = _unlisted(joined, ids, merges) if kind == SCORED else None
     if more:
-        what = "tokenizer.json: llama.cpp merges %r and %r, as scores say, and other unlisted pairs"
-        log.warning(what, *more)
-    found = {
+        text = "tokenizer.json: llama.cpp merges %r and %r, as scores say, and other unlisted pairs"
+        log.warning(text, *more)
+    fields = {
         "model": kind,
         "pre": "default" if kind == SCORED else kind,
         "tokens": tokens,
@@ -345,20 +345,20 @@ def _tokenizer(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, Any]:
         "add_bos_token": config.get("add_bos_token") is not False,
         "add_space_prefix": False,
     }
-    out = {f"{PREFIX}{key}": value for key, value in found.items() if value is not None}
+    out = {f"{PREFIX}{key}": value for key, value in fields.items() if value is not None}
     return out | _templates(side_files.get("chat_template.jinja", b"").decode(), config)
 
 
 def _templates(text: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat template by its key, and those of other names by theirs."""
-    found = text or config.get("chat_template") or []
-    if isinstance(found, str):
-        return {TEMPLATE: found}
-    rows = found if isinstance(found, list) else [found]
-    texts = [(r.get("name"), r.get("template")) for r in rows if isinstance(r, dict)]
-    if len(texts) < len(rows) or not all(type(x) is str for pair in texts for x in pair):
-        what = "chat_template must be a text, or a list of texts with their names"
-        raise InputError(f"tokenizer_config.json: {what}")
+    """Return the chat templates, the default and the named ones, by key."""
+    template = text or config.get("chat_template") or []
+    if isinstance(template, str):
+        return {TEMPLATE: template}
+    entries = template if isinstance(template, list) else [template]
+    texts = [(e.get("name"), e.get("template")) for e in entries if isinstance(e, dict)]
+    if len(texts) < len(entries) or not all(type(x) is str for pair in texts for x in pair):
+        problem = "chat_template must be a text, or a list of texts with their names"
+        raise InputError(f"tokenizer_config.json: {problem}")
     named = dict(texts)
     out = {TEMPLATE if n == "default" else f"{TEMPLATE}.{n}": t for n, t in named.items()}
     return out | ({TEMPLATES: [*named]} if {*named} > {"default"} else {})
@@ -367,7 +367,8 @@ def _templates(text: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def _unlisted(
     texts: Iterable[str], ids: Mapping[str, int], merges: list[list[str]]
 ) -> tuple[str, str] | None:
-    """Return two tokens that make a third and are not to be merged; SentencePiece merges all."""
+    """Return a pair of tokens that form a third but are not in `merges`; SentencePiece would merge
+    it."""
     listed = {*map(tuple, merges)}
     pairs = ((t[:at], t[at:]) for t in texts for at in range(1, len(t)))
     return next((p for p in pairs if p[0] in ids and p[1] in ids and p not in listed), None)
@@ -386,7 +387,7 @@ def _type(text: str, ids: Mapping[str, int], added: Mapping[str, Any], unknown: 
 
 
 def _scores(tokens: list[str], merges: list[list[str]], kind: str) -> list[float]:
-    """Return the scores of tokens: of SentencePiece's, minus the rank of what merges make."""
+    """Return token scores: for SentencePiece minus the merge rank, lowest for other tokens."""
     rank: dict[str, int] = {}
     for one, two in merges if kind == SCORED else ():
         rank.setdefault(one + two, len(rank))
@@ -397,18 +398,18 @@ def _scores(tokens: list[str], merges: list[list[str]], kind: str) -> list[float
 
 
 def _head(values: Mapping[str, Any], tensors: list[_Tensor]) -> bytes:
-    """Return all that comes before the data, aligned."""
+    """Return header, metadata and tensor table, padded to ALIGNMENT."""
     starts = [0]
     for t in tensors:
-        starts.append(starts[-1] + t.room)
+        starts.append(starts[-1] + t.aligned_nbytes)
     parts = [MAGIC, struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(values))]
     for key, value in values.items():
         parts += [_text(key), _value(value)]
     for t, (start, _) in zip(tensors, pairwise(starts), strict=True):
         dims = struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *t.shape[::-1])
         parts += [_text(t.name), dims, struct.pack("<IQ", _CODE[t.kind], start)]
-    made = b"".join(parts)
-    return made + bytes(-len(made) % ALIGNMENT)
+    head = b"".join(parts)
+    return head + bytes(-len(head) % ALIGNMENT)
 
 
 def _text(text: str) -> bytes:
@@ -427,18 +428,18 @@ def _value(value: Any) -> bytes:
 
 
 def _plain(kind: int, value: Any) -> bytes:
-    return _text(value) if kind == STRING else NUMBERS[kind].pack(value)
+    return _text(value) if kind == STRING else SCALARS[kind].pack(value)
 
 
 def _check(name: str, spec: Spec, head: list[Any], size: int) -> None:
-    """Raise SpecError if what the beginning of a file says is another text model."""
+    """Raise SpecError if reading the header back gives another text model."""
     with TemporaryDirectory() as folder:
         file = Path(folder, name)
         file.write_bytes(b"".join(head))
-        os.truncate(file, size)  # without data, which no disk holds
-        said = read_spec(read_container(file))
-    rows = [r for r in diff_specs(spec, said) if r[0].startswith("text.")]
-    for key, own, other in rows:
+        os.truncate(file, size)  # sparse: the data are not written
+        written = read_spec(read_container(file))
+    rows = [r for r in diff_specs(spec, written) if r[0].startswith("text.")]
+    for key, expected, actual in rows:
         if key not in UNSAID:
-            what = f"a GGUF file would say {other!r}, not {own!r}"
-            raise SpecError(f"spec {spec.name}: {key}: {what}; take --format hf")
+            problem = f"a GGUF file would say {actual!r}, not {expected!r}"
+            raise SpecError(f"spec {spec.name}: {key}: {problem}; take --format hf")
