@@ -21,7 +21,7 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildConfig
 from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import Checkpoint
-from g4ir.weights.pack import Packing, ParamSource, own_params
+from g4ir.weights.pack import Packing, ParamSource, local_params
 
 if TYPE_CHECKING:
     import torch
@@ -278,7 +278,7 @@ class Prepared:
     def written_bytes(self) -> int:
         """Count the bytes of the packed params of all ranks; shared params count once."""
         sizes = {name: v.type.nbytes() for name, v in self.packing.program.params().items()}
-        rank_params, ranks = own_params(self.packing, self.share(0)), self.config.ranks
+        rank_params, ranks = local_params(self.packing, self.share(0)), self.config.ranks
         return sum(size * (ranks if name in rank_params else 1) for name, size in sizes.items())
 
     def cache_bytes(self) -> int:

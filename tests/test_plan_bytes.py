@@ -72,7 +72,7 @@ def both(spec: Spec, backend: str, device: str, **options: Any) -> tuple[Any, An
         ctx=SIZES["max_seq"],
         batch=SIZES["max_batch"],
         memory=ENOUGH,
-        held=held,
+        stored=held,
         backend=find_backend(backend),
     )
     return p, plan

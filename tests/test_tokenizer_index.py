@@ -199,7 +199,7 @@ def test_splits_of_tokens(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {"".join(rng.choices("ab\ud800日", k=rng.randint(0, 9))) for _ in range(3000)}
     tokens = HashedTokens([*texts])
     splits = tokens.splits()
-    columns = (splits.whole, splits.cut, splits.left, splits.right)
+    columns = (splits.token, splits.cut, splits.head, splits.tail)
     found = {(tokens.texts[w], c, tokens.texts[a], tokens.texts[b]) for w, c, a, b in zip(*columns)}
     assert found == {
         (t, cut, t[:cut], t[cut:])
@@ -207,12 +207,12 @@ def test_splits_of_tokens(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for cut in range(1, len(t))
         if {t[:cut], t[cut:]} <= texts
     }
-    assert len(found) == len(splits.whole) > 1000 and tokens.collide == (case == "collisions")
+    assert len(found) == len(splits.token) > 1000 and tokens.collide == (case == "collisions")
 
 
 @pytest.mark.parametrize("texts", [[], ["a"], ["", "ab"]])
 def test_vocabularies_without_splits(texts: list[str]) -> None:
-    assert not len(HashedTokens(texts).splits().whole)
+    assert not len(HashedTokens(texts).splits().token)
 
 
 @pytest.mark.parametrize(

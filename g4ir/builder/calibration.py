@@ -115,7 +115,7 @@ class _Sums:
         self.sums: Moments = {}
 
     def run(self, n: Node, args: list[Any]) -> tuple[Any, ...]:
-        tensors = [self.params.given(t) if isinstance(t, Value) else t for t in args]
+        tensors = [self.params.load_input(t) if isinstance(t, Value) else t for t in args]
         if n.op == "linear":
             self.add(n["w"].name, tensors[0].flatten(0, -2))
         elif n.op == "experts":

@@ -89,7 +89,7 @@ def _values(engine: Engine, v: Value, rows: torch.Tensor | None) -> torch.Tensor
     rows."""
     if rows is None:
         return engine.param(v.name)
-    source, params = engine.unpacked().held, engine.program.params()
+    source, params = engine.unpacked().source, engine.program.params()
     parts = (f"{v.name}{CODES}", f"{v.name}{SCALES}")
     if v.name in params:
         return source.rows(v.name, rows)

@@ -34,7 +34,7 @@ from g4ir.parallel.shard import shard_program, split_name, unroll
 from g4ir.parallel.table import Share
 from g4ir.passes import run_program
 from g4ir.quant.rewrite import codes_as_params, quantise
-from g4ir.weights.pack import Packing, UnpackedWeights, own_params, split_program
+from g4ir.weights.pack import Packing, UnpackedWeights, local_params, split_program
 
 from .items import Item
 from .reference import original_weights
@@ -268,7 +268,7 @@ def _model_program(engine: Engine) -> Program:
 
 
 def _side_by_side(packing: Packing, share: Share) -> Packing:
-    local, ranks = own_params(packing, share), share.sharding.ranks
+    local, ranks = local_params(packing, share), share.sharding.ranks
     sharded = {v.name for v in packing.prologue.params if share.cuts(v.name)}
     program = packing.program.map(lambda g: unroll(g, local, ranks) if g.state else g)
     return Packing(program, unroll(packing.prologue, sharded, ranks))

@@ -124,7 +124,7 @@ def plan_model(model: Model, options: BuildOptions, **sizes: Any) -> Plan:
     if (options.device or backend.devices[0]) == "cpu" and card and card.name in GPUS:
         why = "a GPU, and the device is the CPU"
         raise InputError(f"--gpu {card.name}: {why}; give the size of the RAM, such as 24GiB")
-    return make_plan(model.spec, options, held=model.held, backend=backend, **sizes)
+    return make_plan(model.spec, options, stored=model.held, backend=backend, **sizes)
 
 
 def _gpus(text: str | None) -> Sequence[Gpu | None]:

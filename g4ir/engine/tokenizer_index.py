@@ -147,13 +147,13 @@ def _merge_results(
         joined = [first + second for first, second in merges]
     results, cut = np.array([vocab.get(t, -1) for t in joined]), np.array(cuts)
     splits = tokens.splits()
-    keys, expected = splits.whole << 8 | splits.cut, results << 8 | cut
+    keys, expected = splits.token << 8 | splits.cut, results << 8 | cut
     at = np.minimum(np.searchsorted(keys, expected), len(keys) - 1)
     other = [vocab[t] for t in fallbacks if t in vocab]
     if (
         not len(keys)
         or (keys[at] != expected).any()
-        or np.isin([splits.left[at], splits.right[at]], other).any()
+        or np.isin([splits.head[at], splits.tail[at]], other).any()
     ):
         return None
     return results, cut

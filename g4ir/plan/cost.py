@@ -95,9 +95,9 @@ class Step:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            least = int(name != "C")
-            if not isinstance(value, int) or value < least:
-                raise InputError(f"{name}={value!r}: expected an integer of at least {least}")
+            minimum = int(name != "C")
+            if not isinstance(value, int) or value < minimum:
+                raise InputError(f"{name}={value!r}: expected an integer of at least {minimum}")
 
 
 def graph_costs(g: Graph, *, B: int = 1, S: int = 1, C: int = 0) -> list[NodeCost]:
@@ -158,13 +158,13 @@ class _Meter:
 
     def nodes(self, step: Step) -> list[NodeCost]:
         parts = {key: self._parts(group[0], step) for key, group in self.groups.items()}
-        whole = {key: sum(kinds.values(), Cost()) for key, kinds in parts.items()}
+        totals = {key: sum(kinds.values(), Cost()) for key, kinds in parts.items()}
         return [
             NodeCost(
                 n.outputs[0].name,
                 n.op,
                 kind_of(n),
-                whole[key],
+                totals[key],
                 parts[key] if len(parts[key]) > 1 else {},
             )
             for key, n in zip(self.keys, self.graph.nodes, strict=True)
@@ -180,17 +180,19 @@ class _Meter:
         that lies between two of them."""
         step = step if self.chunked else Step(step.B, 1, step.C)
         nodes = inner_nodes(n)
-        owners, left = _owners(n, nodes), Counter[str]()
+        owners, unmoved = _owners(n, nodes), Counter[str]()
         for v in (*n.inputs, *n.outputs):
-            left[v.name] += self._bound(v, step).nbytes()
+            unmoved[v.name] += self._bound(v, step).nbytes()
         parts: dict[str, Cost] = {}
         for m in nodes:
             kind = kind_of(m)
-            parts[kind] = parts.get(kind, Cost()) + self._cost(m, step, owners, left)
+            parts[kind] = parts.get(kind, Cost()) + self._cost(m, step, owners, unmoved)
         return {kind: cost for kind, cost in parts.items() if cost != Cost()}
 
-    def _cost(self, n: Node, step: Step, owners: Mapping[str, Value], left: Counter[str]) -> Cost:
-        """Return the cost of one part of a node; `left`: bytes of operands yet to be moved."""
+    def _cost(
+        self, n: Node, step: Step, owners: Mapping[str, Value], unmoved: Counter[str]
+    ) -> Cost:
+        """Return the cost of one part of a node; `unmoved`: bytes of operands yet to be moved."""
         values = (*n.inputs, *n.outputs)
         types = tuple(self._bound(v, step) for v in values)
         ins, outs = types[: len(n.inputs)], types[len(n.inputs) :]
@@ -200,8 +202,8 @@ class _Meter:
         reads, writes = op.traffic(ins, outs, **n.attrs)
         for v, size in zip(values, (*reads, *writes), strict=True):
             if owner := owners.get(v.name):
-                size = min(size, left[owner.name])
-                left[owner.name] -= size
+                size = min(size, unmoved[owner.name])
+                unmoved[owner.name] -= size
                 moved[self._role(owner)] += round(size * self.coded.get(owner.name, 1))
         return Cost(op.flops(ins, outs, **n.attrs), *moved.values())
 

@@ -18,7 +18,7 @@ from g4ir.ui.memory import device_memory as device_memory
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT
 
-from .footprint import MOST_ROWS, Footprint, largest, reserve
+from .footprint import MAX_BATCH, Footprint, largest, reserve
 from .formats import DTYPES
 from .options import BuildConfig
 
@@ -31,52 +31,54 @@ def fitted(build: Footprint, memory: int, free: bool = False) -> tuple[BuildConf
     """Return the settings, and why the engine needs more than `memory` bytes of its device, with
     the number short and each single setting that would fit; "" if it fits. `free`: the table of
     per-layer embeddings goes into its file unless all fits with it on the device."""
-    room = memory - reserve(memory)
-    if free and build.need > room:
+    capacity = memory - reserve(memory)
+    if free and build.need > capacity:
         build = build.at(ple_placement=DEFAULT_PLACEMENT)
-    short = build.need > room
-    return build.config, _message(build, memory, room) if short else ""
+    short = build.need > capacity
+    return build.config, _message(build, memory, capacity) if short else ""
 
 
 def _at_limits(build: Footprint, **changes: int) -> Footprint:
     """Return a build at other limits; its graphs depend on none of them."""
     limits = replace(build.config.limits, **changes)
-    chunk = min(max(limits.prefill_chunk, build.least_chunk), limits.max_seq)
+    chunk = min(max(limits.prefill_chunk, build.min_chunk), limits.max_seq)
     return build.at(limits=replace(limits, prefill_chunk=chunk))
 
 
-def _message(build: Footprint, memory: int, room: int) -> str:
+def _message(build: Footprint, memory: int, capacity: int) -> str:
     config, limits = build.config, build.config.limits
-    parts = {**build.built, "reserve": memory - room}
+    parts = {**build.built, "reserve": memory - capacity}
     total = sum(parts.values())
     sizes = ", ".join(f"{k} {size_text(v)}" for k, v in parts.items())
     return (
         f"{config.spec.name} at --max-batch {limits.max_batch} --max-seq {limits.max_seq} in "
         f"{TORCH_NAMES[config.dtype]} needs {size_text(total)} on {config.device} ({sizes}), which "
         f"has {size_text(memory)}: {size_text(total - memory)} ({total - memory} bytes) short; "
-        f"{_advice(build, room)}"
+        f"{_advice(build, capacity)}"
     )
 
 
-def _advice(build: Footprint, room: int) -> str:
-    if fixes := [f"{flag} {value}" for flag, value in _alternatives(build, room).items() if value]:
+def _advice(build: Footprint, capacity: int) -> str:
+    if fixes := [
+        f"{flag} {value}" for flag, value in _alternatives(build, capacity).items() if value
+    ]:
         return f"any of these fits: {', '.join(fixes)}"
     chunk = min(build.config.limits.prefill_chunk, CHUNKS[-1])
     smallest = _at_limits(build, max_batch=1, prefill_chunk=chunk)
     smallest = smallest.at(ple_placement=build.config.ple_placement and "mmap")
     smallest = smallest.changed(dtype=min(build.config.dtype, "bf16", key=lambda d: ITEMSIZE[d]))
-    config, most = smallest.config, build.config.limits.max_seq
-    seq = largest(lambda n: _at_limits(smallest, max_seq=n).need <= room, most)
+    config, max_seq = smallest.config, build.config.limits.max_seq
+    seq = largest(lambda n: _at_limits(smallest, max_seq=n).need <= capacity, max_seq)
     if not seq:
-        return _quantised_advice(build, room)
-    place = f" --ple-placement {config.ple_placement}" if config.ple_placement else ""
+        return _quantised_advice(build, capacity)
+    placement = f" --ple-placement {config.ple_placement}" if config.ple_placement else ""
     return (
         f"all of these together fit: --max-batch 1 --max-seq {seq} --prefill-chunk "
-        f"{config.limits.prefill_chunk} --dtype {TORCH_NAMES[config.dtype]}{place}"
+        f"{config.limits.prefill_chunk} --dtype {TORCH_NAMES[config.dtype]}{placement}"
     )
 
 
-def _quantised_advice(build: Footprint, room: int) -> str:
+def _quantised_advice(build: Footprint, capacity: int) -> str:
     """Return what fits with smaller quantised weights, if nothing does without."""
     recipe = build.config.quant
     quants = QUANTS.get(recipe.name if recipe else None, ())
@@ -84,30 +86,30 @@ def _quantised_advice(build: Footprint, room: int) -> str:
         return "nothing of it fits: take a smaller variant or a device with more memory"
     for quant in quants:
         smaller = build.changed(quant=find_quant_config(quant))
-        if smaller.need <= room:
+        if smaller.need <= capacity:
             return f"--quant {quant} fits"
-    return f"with --quant {quant} {_advice(smaller, room)}"
+    return f"with --quant {quant} {_advice(smaller, capacity)}"
 
 
-def _alternatives(build: Footprint, room: int) -> dict[str, Any]:
+def _alternatives(build: Footprint, capacity: int) -> dict[str, Any]:
     """Return flag -> its value with which the build would fit, if there is one."""
     config, limits = build.config, build.config.limits
 
     def fits(changed: Footprint) -> bool:
-        return changed.need <= room
+        return changed.need <= capacity
 
-    chunks = (c for c in CHUNKS if build.least_chunk <= c < limits.prefill_chunk)
+    chunks = (c for c in CHUNKS if build.min_chunk <= c < limits.prefill_chunk)
     dtypes = (d for d in DTYPES if ITEMSIZE[d] < ITEMSIZE[config.dtype])
-    places = ("host", "mmap") if config.ple_placement else ()
+    placements = ("host", "mmap") if config.ple_placement else ()
     towers = any(is_tower(g.name) for g in build.needs.graphs)
-    most = min(limits.max_batch, MOST_ROWS)
+    max_batch = min(limits.max_batch, MAX_BATCH)
     return {
         "--max-seq": largest(lambda n: fits(_at_limits(build, max_seq=n)), limits.max_seq),
-        "--max-batch": largest(lambda n: fits(_at_limits(build, max_batch=n)), most),
+        "--max-batch": largest(lambda n: fits(_at_limits(build, max_batch=n)), max_batch),
         "--prefill-chunk": next(
             (c for c in chunks if fits(_at_limits(build, prefill_chunk=c))), None
         ),
         "--dtype": next((TORCH_NAMES[d] for d in dtypes if fits(build.changed(dtype=d))), None),
         "--media": "none" if towers and fits(build.without_media()) else None,
-        "--ple-placement": next((p for p in places if fits(build.at(ple_placement=p))), None),
+        "--ple-placement": next((p for p in placements if fits(build.at(ple_placement=p))), None),
     }

@@ -28,11 +28,11 @@ from .memory import Needs, param_bytes
 from .options import BuildConfig
 from .records import WeightBytes
 
-MOST_ROWS = 1 << 16
+MAX_BATCH = 1 << 16
 #: graphs whose params and caches are those of prefill, and which need less of everything else
 NO_MORE = ("decode",)
 #: properties of a Footprint that depend on its graphs alone
-OF_GRAPHS = ("needs", "least_chunk", "_tables", "_upcast", "_session")
+OF_GRAPHS = ("needs", "min_chunk", "_tables", "_upcast", "_session")
 #: kept free on a device: its driver's and the allocator's share, not measured per device
 RESERVE_BYTES, RESERVE_SHARE = 512 << 20, 1 / 64
 
@@ -54,7 +54,7 @@ class Footprint:
         return Footprint(config, backend, config.packing(backend, without=without))
 
     @property
-    def form(self) -> str:
+    def format(self) -> str:
         """The name of the quantisation config; the dtype of weights that are not quantised."""
         return self.config.quant.name if self.config.quant else self.config.dtype
 
@@ -87,13 +87,13 @@ class Footprint:
         return Needs(tuple(graphs.values()))
 
     @cached_property
-    def least_chunk(self) -> int:
+    def min_chunk(self) -> int:
         """Tokens of the largest image whose tokens see each other, which no chunk cuts."""
         media = self.config.media
         return max(media.grids, default=1) if BLOCKS in self.packing.program.graphs else 1
 
     def limits(self, batch: int, ctx: int) -> Limits:
-        chunk = max(self.config.limits.prefill_chunk, self.least_chunk)
+        chunk = max(self.config.limits.prefill_chunk, self.min_chunk)
         return Limits(batch, ctx, min(chunk, ctx))
 
     # --- weights
@@ -108,7 +108,7 @@ class Footprint:
         text = (g for g in self.needs.graphs if not is_tower(g.name) and g.name != DRAFT)
         decoder = param_bytes(text) + sum(tables.values())
         device, host, mapped = memory.values()
-        return WeightBytes(self.form, decoder, device, host, mapped, self._upcast)
+        return WeightBytes(self.format, decoder, device, host, mapped, self._upcast)
 
     @cached_property
     def _tables(self) -> dict[str, int]:
@@ -121,9 +121,9 @@ class Footprint:
     def _upcast(self) -> dict[str, str]:
         """Format of weights -> the one with more bits that the backend stores them in."""
         nodes = self.packing.prologue.nodes
-        made = {"dense": lambda n: n.word("to"), "as_bytes": lambda n: "int8"}
-        found = (n for n in nodes if n.op in made)
-        return {FORMAT_OF[n["codes"].type.dtype]: made[n.op](n) for n in found}
+        stored_as = {"dense": lambda n: n.word("to"), "as_bytes": lambda n: "int8"}
+        repacked = (n for n in nodes if n.op in stored_as)
+        return {FORMAT_OF[n["codes"].type.dtype]: stored_as[n.op](n) for n in repacked}
 
     # --- everything
 
@@ -174,9 +174,9 @@ def reserve(memory: int) -> int:
     return int(RESERVE_BYTES + memory * RESERVE_SHARE)
 
 
-def largest(fits: Callable[[int], bool], most: int) -> int:
+def largest(fits: Callable[[int], bool], limit: int) -> int:
     """Return the largest n in 1..most that fits, where all smaller ones do too; 0 for none."""
-    low, high = 0, most + 1
+    low, high = 0, limit + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -47,12 +47,12 @@ UNITS = {"": 1} | {
 #: the rule of `parse_bytes`, for help and reports
 SIZE_RULE = "GB is 10^9 bytes, GiB 2^30; a card sold as 16 GB has about 16 GiB"
 #: more than any machine has
-MOST_BYTES = 10**18
+MAX_BYTES = 10**18
 
 _SIZE = re.compile(r"([0-9]{1,40}(?:\.[0-9]{0,40})?(?:e\+?[0-9]{1,3})?)\s*([kmgt]i?)?b?")
 
 
-def parse_bytes(text: str, what: str) -> int:
+def parse_bytes(text: str, option: str) -> int:
     """`24GiB`, `80GB`, `80e9`, `1.5 TB`, `85899345920` -> bytes; GB is 10^9, GiB 2^30.
 
     Raises InputError that names `what`: no size, not positive, or not a whole number of bytes.
@@ -60,17 +60,17 @@ def parse_bytes(text: str, what: str) -> int:
     match = _SIZE.fullmatch(text.strip().lower())
     if not match:
         raise InputError(
-            f"{what} {text[:40]!r}: expected bytes above 0, such as 24GiB, 80GB or 80e9"
+            f"{option} {text[:40]!r}: expected bytes above 0, such as 24GiB, 80GB or 80e9"
         )
     value = Decimal(match[1]) * UNITS[f"{match[2]}b" if match[2] else ""]
-    if not 0 < value <= MOST_BYTES:
-        raise InputError(f"{what} {text[:40]!r}: expected between 1 byte and 1e18")
+    if not 0 < value <= MAX_BYTES:
+        raise InputError(f"{option} {text[:40]!r}: expected between 1 byte and 1e18")
     if value != int(value):
-        raise InputError(f"{what} {text[:40]!r}: that is no whole number of bytes")
+        raise InputError(f"{option} {text[:40]!r}: that is no whole number of bytes")
     return int(value)
 
 
-def _known() -> dict[str, Gpu]:
+def _read_gpus() -> dict[str, Gpu]:
     rows = read_table(Path(__file__).with_suffix(".yaml")).items()
     return {
         name: Gpu(name, parse_bytes(memory, name), rate * TERA, flops * TERA, source)
@@ -78,7 +78,7 @@ def _known() -> dict[str, Gpu]:
     }
 
 
-GPUS = _known()
+GPUS = _read_gpus()
 
 
 def gpu_names() -> str:
@@ -92,11 +92,11 @@ def find_gpu(text: str) -> Gpu:
 
     Raises InputError that lists the cards.
     """
-    found = _matches(text)
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = " or ".join(g.name for g in found)
+    matches = _matches(text)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        names = " or ".join(g.name for g in matches)
         raise InputError(f"GPU {text[:40]!r} may be {names}: say which")
     if not re.match(r"\s*[0-9.+-]", text):
         raise InputError(

@@ -108,8 +108,8 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
         if value is True:
             words.append(flag)
         elif how.get("action") == "append" and not isinstance(value, str):
-            given = value.items() if isinstance(value, Mapping) else value
-            each = ("=".join(x) if isinstance(x, tuple) else str(x) for x in given)
+            items = value.items() if isinstance(value, Mapping) else value
+            each = ("=".join(x) if isinstance(x, tuple) else str(x) for x in items)
             words += [word for x in each for word in (flag, x)]
         else:
             words += [flag, words_of(value)]
@@ -166,16 +166,16 @@ class BuildConfig:
     def as_options(self) -> dict[str, Any]:
         """Return the options of a build that resolves to this, by their names; weights aside, and
         draft models and quantisation by their names."""
-        own = vars(self) | asdict(self.limits) | media_options(self.media, self.spec)
-        own |= {
+        values = vars(self) | asdict(self.limits) | media_options(self.media, self.spec)
+        values |= {
             "tp": self.ranks,
             "dtype": TORCH_NAMES[self.dtype],
             "quant": self.quant and self.quant.name,
             "drafter": self.drafter and self.drafter.name,
         }
-        own |= {name: getattr(self, name) for name in ("latent_kv", "kv_dtype", "draft_tokens")}
-        own |= {"quant_activations": self.activations}
-        return {f.name: own[f.name] for f in fields(BuildOptions) if f.name in own}
+        values |= {name: getattr(self, name) for name in ("latent_kv", "kv_dtype", "draft_tokens")}
+        values |= {"quant_activations": self.activations}
+        return {f.name: values[f.name] for f in fields(BuildOptions) if f.name in values}
 
     def packing(self, backend: PlannedBackend, **how: Any) -> Packing:
         """Return the graphs of its engine, or of one of its ranks, as a backend loads them, and the
@@ -202,5 +202,5 @@ class BuildConfig:
             "spec_digest": self.spec.digest(),
             "drafter_digest": self.drafter.digest() if self.drafter else None,
         }
-        own = {k: v for k, v in asdict(self).items() if k not in ("spec", "drafter")}
-        return {**names, **own, "options": self.options.to_dict()}
+        settings = {k: v for k, v in asdict(self).items() if k not in ("spec", "drafter")}
+        return {**names, **settings, "options": self.options.to_dict()}

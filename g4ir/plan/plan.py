@@ -26,7 +26,7 @@ from .backend import DEFINITION, PlannedBackend
 from .cost import floor
 from .count import counts
 from .engine_limits import Limits
-from .footprint import MOST_ROWS, Footprint, largest, measured, reserve
+from .footprint import MAX_BATCH, Footprint, largest, measured, reserve
 from .formats import naive_bytes
 from .gpus import Gpu
 from .options import BuildConfig, BuildOptions
@@ -46,7 +46,7 @@ def make_plan(
     ctx: int | Sequence[int] | None = None,
     batch: int | Sequence[int] = 1,
     memory: Gpu | int | None = None,
-    held: QuantConfig | None = None,
+    stored: QuantConfig | None = None,
     backend: PlannedBackend = DEFINITION,
 ) -> Plan:
     """Plan a spec at every pair of `ctx` (tokens of a sequence, prompt + generated; default 4K to
@@ -54,7 +54,7 @@ def make_plan(
 
     With weights in each format, the per-layer embedding table is planned on the device if every
     pair fits there. With `options.tp` all bytes are those of a rank with a device of its own.
-    held: how the spec's file holds quantised weights. backend: whose engines are planned, that of
+    stored: how the spec's file holds quantised weights. backend: whose engines are planned, that of
     `options.backend` (g4ir.backends.find_backend); by default weights and caches are counted as the
     graphs declare them.
 
@@ -64,9 +64,9 @@ def make_plan(
 
     Raises InputError naming the argument for sizes out of range and unknown choices.
     """
-    config = _resolved(spec, options, held, backend)
+    config = _resolved(spec, options, stored, backend)
     config.sharding.check()
-    contexts, batches = _contexts(config, ctx), _positive("--batch", batch, MOST_ROWS)
+    contexts, batches = _contexts(config, ctx), _positive("--batch", batch, MAX_BATCH)
     free = options.ple_placement is None and config.ple_placement == "device"
     formats = _formats(config, backend, () if config.quant else map(find_quant_config, INTEGERS))
     return _planned(formats, contexts, batches, _sized(memory), free)
@@ -91,7 +91,7 @@ def plan_engine(
 
 
 def _resolved(
-    spec: Spec, options: BuildOptions, held: QuantConfig | None, backend: PlannedBackend
+    spec: Spec, options: BuildOptions, stored: QuantConfig | None, backend: PlannedBackend
 ) -> BuildConfig:
     """Return the settings of a build whose limits are the most there is."""
     (chunk,) = _positive("--prefill-chunk", options.prefill_chunk)
@@ -101,19 +101,19 @@ def _resolved(
         spec,
         options,
         backend,
-        limits=Limits(MOST_ROWS, spec.text.max_position_embeddings, chunk),
+        limits=Limits(MAX_BATCH, spec.text.max_position_embeddings, chunk),
         media=find_media(spec, kinds),
-        quant=choose_config(find_quant_config(options.quant), held, "its file"),
+        quant=choose_config(find_quant_config(options.quant), stored, "its file"),
         drafter=resolve.drafter_spec(spec, options.drafter) if drafted else None,
     )
 
 
 def _formats(
-    config: BuildConfig, backend: PlannedBackend, others: Iterable[QuantConfig | None]
+    config: BuildConfig, backend: PlannedBackend, recipes: Iterable[QuantConfig | None]
 ) -> Iterator[Footprint]:
     """Measure settings, and with other quantisation configs whose groups no rank cuts."""
     yield measured(config, backend)
-    for recipe in others:
+    for recipe in recipes:
         with suppress(InputError):
             yield measured(replace(config, quant=recipe), backend)
 
@@ -128,7 +128,7 @@ def _planned(
     """Plan an engine in each of some weight formats; `free`: the table of per-layer embeddings may
     leave the device."""
     sizes = [(batch, ctx) for batch in batches for ctx in contexts]
-    every = [_placed(f, sizes, gpu) if free else f for f in formats]
+    every = [_place_ple(f, sizes, gpu) if free else f for f in formats]
     config = every[0].config
     return Plan(
         config=config,
@@ -140,19 +140,25 @@ def _planned(
     )
 
 
-def _placed(form: Footprint, sizes: Iterable[tuple[int, int]], gpu: Gpu | None) -> Footprint:
+def _place_ple(
+    footprint: Footprint, sizes: Iterable[tuple[int, int]], gpu: Gpu | None
+) -> Footprint:
     """Place the per-layer embedding table on the device if everything then fits."""
-    fits = gpu is None or all(form.need_at(*size) <= _room(gpu) for size in sizes)
-    return form if fits else form.at(ple_placement=DEFAULT_PLACEMENT)
+    fits = gpu is None or all(footprint.need_at(*size) <= _capacity(gpu) for size in sizes)
+    return footprint if fits else footprint.at(ple_placement=DEFAULT_PLACEMENT)
 
 
-def _row(form: Footprint, batch: int, ctx: int, gpu: Gpu | None) -> MemoryUse:
-    config, parts, needed = form.config, form.parts(batch, ctx), form.need_at(batch, ctx)
+def _row(footprint: Footprint, batch: int, ctx: int, gpu: Gpu | None) -> MemoryUse:
+    config, parts, needed = (
+        footprint.config,
+        footprint.parts(batch, ctx),
+        footprint.need_at(batch, ctx),
+    )
     seconds = None
     if gpu and gpu.bytes_per_s is not None:
-        seconds = floor(form.step(batch, ctx), gpu.roof).seconds
+        seconds = floor(footprint.step(batch, ctx), gpu.roof).seconds
     return MemoryUse(
-        form.form,
+        footprint.format,
         batch,
         ctx,
         naive=naive_bytes(config.spec, config.dtype, config.ranks) * ctx * batch,
@@ -160,25 +166,27 @@ def _row(form: Footprint, batch: int, ctx: int, gpu: Gpu | None) -> MemoryUse:
         activations=parts["activations"],
         workspace=parts["workspace"],
         needed=needed,
-        spare=_room(gpu) - needed if gpu else None,
+        spare=_capacity(gpu) - needed if gpu else None,
         step_s=seconds,
     )
 
 
-def _largest(form: Footprint, contexts: Sequence[int], batches: Sequence[int], gpu: Gpu) -> Largest:
-    limits, room = form.config.limits, _room(gpu)
+def _largest(
+    footprint: Footprint, contexts: Sequence[int], batches: Sequence[int], gpu: Gpu
+) -> Largest:
+    limits, capacity = footprint.config.limits, _capacity(gpu)
 
     def fits(batch: int, ctx: int) -> bool:
-        return form.need_at(batch, ctx) <= room
+        return footprint.need_at(batch, ctx) <= capacity
 
     return Largest(
-        form.form,
+        footprint.format,
         {b: largest(partial(fits, b), limits.max_seq) for b in batches},
         {c: largest(partial(fits, ctx=c), limits.max_batch) for c in contexts},
     )
 
 
-def _room(gpu: Gpu) -> int:
+def _capacity(gpu: Gpu) -> int:
     return gpu.memory_bytes - reserve(gpu.memory_bytes)
 
 
@@ -189,11 +197,11 @@ def _sized(memory: Gpu | int | None) -> Gpu | None:
     return Gpu(f"{size} bytes", size)
 
 
-def _positive(name: str, given: int | Sequence[int], most: int | None = None) -> tuple[int, ...]:
-    values: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+def _positive(name: str, value: int | Sequence[int], maximum: int | None = None) -> tuple[int, ...]:
+    values: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
     for v in values:
-        if type(v) is not int or v < 1 or (most and v > most):
-            limit = f"from 1 to {most}" if most else "of at least 1"
+        if type(v) is not int or v < 1 or (maximum and v > maximum):
+            limit = f"from 1 to {maximum}" if maximum else "of at least 1"
             raise InputError(f"{name} {v!r}: expected a whole number {limit}")
     if not values:
         raise InputError(f"{name}: expected at least one number")
@@ -201,14 +209,14 @@ def _positive(name: str, given: int | Sequence[int], most: int | None = None) ->
 
 
 def _contexts(config: BuildConfig, ctx: int | Sequence[int] | None) -> tuple[int, ...]:
-    spec, most = config.spec, config.limits.max_seq
+    spec, max_seq = config.spec, config.limits.max_seq
     if ctx is None:
-        return tuple(c for c in CONTEXTS if c <= most) or (most,)
+        return tuple(c for c in CONTEXTS if c <= max_seq) or (max_seq,)
     contexts = _positive("--ctx", ctx)
-    if contexts[-1] > most:
-        built = most < spec.text.max_position_embeddings
+    if contexts[-1] > max_seq:
+        built = max_seq < spec.text.max_position_embeddings
         has = "the engine was built for" if built else f"{spec.name} has"
-        raise InputError(f"--ctx {contexts[-1]}: {has} {most} positions ({count_text(most)})")
+        raise InputError(f"--ctx {contexts[-1]}: {has} {max_seq} positions ({count_text(max_seq)})")
     return contexts
 
 

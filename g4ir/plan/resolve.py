@@ -32,7 +32,7 @@ from .options import BuildConfig, BuildOptions
 log = logging.getLogger(__name__)
 
 #: draft tokens of a verification step at most
-MOST_DRAFTED = MAX_SLACK
+MAX_DRAFT_TOKENS = MAX_SLACK
 #: what a drafter drafts unless told: further ones are seldom right
 DRAFTED = 4
 #: words for the drafter that belongs to the variant, and for none
@@ -44,50 +44,50 @@ NO_FLOAT16 = (
 )
 
 
-def _one_of(option: str, given: object, known: Iterable[object]) -> None:
-    if given not in known:
-        shown = repr(given) if isinstance(given, str) else given
-        raise InputError(f"{option} {shown}: expected one of {', '.join(map(str, known))}")
+def _one_of(option: str, value: object, choices: Iterable[object]) -> None:
+    if value not in choices:
+        text = repr(value) if isinstance(value, str) else value
+        raise InputError(f"{option} {text}: expected one of {', '.join(map(str, choices))}")
 
 
-def find_dtype(name: str, known: Sequence[str] = DTYPES) -> str:
+def find_dtype(name: str, allowed: Sequence[str] = DTYPES) -> str:
     """`float32`, `f32` -> f32; InputError for a dtype that is not in `known`, by default those that
     engines compute in."""
     try:
         short = dtype_name(name)
     except ValueError:
         short = name
-    if short in known:
+    if short in allowed:
         return short
     if short in ("f16", "fp16", "half"):
         raise InputError(f"--dtype {name}: {NO_FLOAT16}; give bfloat16 or float32")
-    *some, last = (long for short, long in TORCH_NAMES.items() if short in known)
+    *some, last = (long for short, long in TORCH_NAMES.items() if short in allowed)
     raise InputError(f"--dtype {name!r}: expected {', '.join(some)} or {last}")
 
 
-def device_of(backend: PlannedBackend, given: str | None) -> str:
+def device_of(backend: PlannedBackend, requested: str | None) -> str:
     """Return the device of a build: by default the backend's first. InputError for another's."""
-    device = given or backend.devices[0]
+    device = requested or backend.devices[0]
     if device not in backend.devices:
         runs = ", ".join(backend.devices)
         raise InputError(f"backend {backend.name} runs on {runs}, not {device!r}")
     return device
 
 
-def dtype_of(backend: PlannedBackend, given: str | None, spec: Spec) -> str:
+def dtype_of(backend: PlannedBackend, requested: str | None, spec: Spec) -> str:
     """Return the dtype of a build: by default the spec's, where the backend computes in it.
     InputError for a requested one in which it does not."""
-    if given is None:
+    if requested is None:
         chosen = spec.dtype if spec.dtype in backend.dtypes else backend.dtypes[0]
         if (spec.dtype, chosen) == ("f16", "bf16"):
-            what = "%s is float16, and becomes bfloat16; --dtype float32 rounds no weight of it"
-            log.warning(what, spec.name)
+            message = "%s is float16, and becomes bfloat16; --dtype float32 rounds no weight of it"
+            log.warning(message, spec.name)
         return chosen
-    kind = find_dtype(given)
+    kind = find_dtype(requested)
     if kind in backend.dtypes:
         return kind
     can = ", ".join(TORCH_NAMES[d] for d in backend.dtypes)
-    raise InputError(f"--dtype {given}: backend {backend.name} computes in {can}")
+    raise InputError(f"--dtype {requested}: backend {backend.name} computes in {can}")
 
 
 def check_supported(
@@ -111,44 +111,46 @@ def check_supported(
         raise InputError(f"--tp {o.tp}: {why}; leave the option out, or {fix}")
 
 
-def find_kv_dtype(given: str | None, dtype: str, can: Iterable[str] = NARROW) -> str:
+def find_kv_dtype(requested: str | None, dtype: str, can: Iterable[str] = NARROW) -> str:
     """Return the dtype of a quantised KV cache, or OFF; InputError for one that saves nothing.
     can: dtypes of a quantised KV cache that the backend takes, which the error lists."""
-    if given is None:
+    if requested is None:
         return OFF
-    _one_of("--kv-dtype", given, KV_DTYPES)
-    to = KV_DTYPES[given]
+    _one_of("--kv-dtype", requested, KV_DTYPES)
+    to = KV_DTYPES[requested]
     if to != dtype and ITEMSIZE[to] >= ITEMSIZE[dtype]:
-        others = [KV_NAMES[d] for d in can if ITEMSIZE[d] < ITEMSIZE[dtype]]
+        smaller = [KV_NAMES[d] for d in can if ITEMSIZE[d] < ITEMSIZE[dtype]]
         raise InputError(
-            f"--kv-dtype {given}: takes as much room as {TORCH_NAMES[dtype]}, the engine's dtype; "
-            f"leave it out{', or take ' * bool(others)}{' or '.join(others)}"
+            f"--kv-dtype {requested}: takes as much room as {TORCH_NAMES[dtype]}, the engine's "
+            f"dtype; leave it out{', or take ' * bool(smaller)}{' or '.join(smaller)}"
         )
     return OFF if to == dtype else to
 
 
-def find_draft_tokens(given: int | None, max_seq: int, drafter: bool = False) -> int:
+def find_draft_tokens(count: int | None, max_seq: int, drafter: bool = False) -> int:
     """Return the maximum draft tokens of a verification step: by default 4 with a draft model,
     else 0. InputError for more than a step takes, or 0 with a draft model."""
-    most = min(MOST_DRAFTED, max_seq - 1)
-    if given is None:
-        return min(DRAFTED, most) if drafter else 0
-    if drafter and given == 0:
+    limit = min(MAX_DRAFT_TOKENS, max_seq - 1)
+    if count is None:
+        return min(DRAFTED, limit) if drafter else 0
+    if drafter and count == 0:
         raise InputError("--draft-tokens 0: a drafter drafts at least 1; leave --drafter out")
-    if not 0 <= given <= most:
-        raise InputError(f"--draft-tokens {given}: expected 0 (no speculative decoding) to {most}")
-    return given
+    if not 0 <= count <= limit:
+        raise InputError(f"--draft-tokens {count}: expected 0 (no speculative decoding) to {limit}")
+    return count
 
 
-def drafter_spec(model: Spec, given: str | Path | None) -> Spec:
+def drafter_spec(model: Spec, requested: str | Path | None) -> Spec:
     """Return the spec of a draft model: `default`, FILE.yaml or a checkpoint's directory.
     InputError or SpecError if there is none, or it is of another model."""
-    found = shipped_drafter(model) if given == DEFAULT else _given_drafter(Path(str(given)))
-    check_pair(model, found)
-    return found
+    drafter = (
+        shipped_drafter(model) if requested == DEFAULT else _load_drafter(Path(str(requested)))
+    )
+    check_pair(model, drafter)
+    return drafter
 
 
-def _given_drafter(path: Path) -> Spec:
+def _load_drafter(path: Path) -> Spec:
     if path.suffix in SUFFIXES:
         return load_spec(path)
     if path.suffix == GGUF:
@@ -177,13 +179,13 @@ def pass_options(
     return PassOptions((*layout, ActivationOptions(activations or OFF)))
 
 
-def check_latent(form: str, spec: Spec) -> str:
+def check_latent(layout: str, spec: Spec) -> str:
     """Return the layout of the K=V caches; a warning for one that changes nothing."""
-    _one_of("--latent-kv", form, FORMS)
-    if form != PLAIN and not any(x.attention.k_eq_v for x in spec.layers()):
-        what = "--latent-kv %s changes nothing: no layer of %s makes K and V of one projection"
-        log.warning(what, form, spec.name)
-    return form
+    _one_of("--latent-kv", layout, FORMS)
+    if layout != PLAIN and not any(x.attention.k_eq_v for x in spec.layers()):
+        message = "--latent-kv %s changes nothing: no layer of %s makes K and V of one projection"
+        log.warning(message, layout, spec.name)
+    return layout
 
 
 def resolved(
@@ -242,22 +244,22 @@ def find_limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
     seq = min(Limits.max_seq, longest) if o.max_seq is None else o.max_seq
     chunk, largest = min(o.prefill_chunk, seq), max(media.grids, default=0)
     if largest > seq:
-        what = "--max-seq %d: an image of %d soft tokens, as built for, does not fit"
-        log.warning(what, seq, largest)
+        message = "--max-seq %d: an image of %d soft tokens, as built for, does not fit"
+        log.warning(message, seq, largest)
     if has_blocks(spec) and chunk < min(largest, seq):
-        what = "--prefill-chunk %d is raised to %d: an image's tokens are computed together"
-        log.warning(what, chunk, min(largest, seq))
+        message = "--prefill-chunk %d is raised to %d: an image's tokens are computed together"
+        log.warning(message, chunk, min(largest, seq))
         chunk = min(largest, seq)
     return Limits(o.max_batch, seq, chunk)
 
 
-def find_placement(given: str | None, spec: Spec, device: str) -> str | None:
+def find_placement(requested: str | None, spec: Spec, device: str) -> str | None:
     """Return the memory of the per-layer embedding table; None if there is none. Default: on CUDA
     the device, if it has room for it."""
-    if given is not None:
-        _one_of("--ple-placement", given, PLACEMENTS)
+    if requested is not None:
+        _one_of("--ple-placement", requested, PLACEMENTS)
     if spec.text.ple is None:
-        if given is not None:
-            raise InputError(f"--ple-placement {given}: this spec has no per-layer embeddings")
+        if requested is not None:
+            raise InputError(f"--ple-placement {requested}: this spec has no per-layer embeddings")
         return None
-    return given or ("device" if device == "cuda" else DEFAULT_PLACEMENT)
+    return requested or ("device" if device == "cuda" else DEFAULT_PLACEMENT)

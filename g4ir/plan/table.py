@@ -85,7 +85,7 @@ def _weights(plan: Plan) -> str:
     upcast = dict(pair for w in every for pair in w.upcast.items())
     if not upcast:
         return text
-    stored = ", ".join(f"{form} as {to}" for form, to in upcast.items())
+    stored = ", ".join(f"{weight_format} as {to}" for weight_format, to in upcast.items())
     backend = f"backend {config.backend} on {config.device}"
     return f"{text}  {backend} stores these formats in more bits: {stored}\n"
 
@@ -96,14 +96,14 @@ def _by_context(
     """Return a column per context; of each line its label, the format of the weights, and what a
     cell says."""
     table: list[Line] = [["context", *map(count_text, sorted({r.ctx for r in plan.rows}))]]
-    for label, form, cell in lines:
-        rows = (r for r in plan.rows if (r.weights, r.batch) == (form, batch))
+    for label, weight_format, cell in lines:
+        rows = (r for r in plan.rows if (r.weights, r.batch) == (weight_format, batch))
         table.append([label, *map(cell, rows)])
     return _section(f"{head}, batch {batch}", table)
 
 
 def _caches(plan: Plan, batch: int) -> str:
-    config, form = plan.config, plan.rows[0].weights
+    config, weight_format = plan.config, plan.rows[0].weights
     latent = f"latent KV {config.latent_kv}" if config.latent_kv != PLAIN else None
     names = {
         "naive": "naive: full context",
@@ -115,7 +115,7 @@ def _caches(plan: Plan, batch: int) -> str:
     def cell(name: str, r: MemoryUse) -> str:
         return size_text(getattr(r, name))
 
-    lines = ((label, form, partial(cell, name)) for name, label in names.items())
+    lines = ((label, weight_format, partial(cell, name)) for name, label in names.items())
     return _by_context(plan, batch, "KV cache", lines)
 
 
@@ -148,13 +148,13 @@ def _largest(plan: Plan, gpu: Gpu) -> str:
     for x in plan.largest:
         batches = (str(n or "-") for n in x.max_batch.values())
         lines.append([x.weights, *map(rounded_count, x.max_context.values()), *batches])
-    kept = size_text(reserve(memory))
-    return _section(f"{gpu.name}: {size_text(memory)}, of which {kept} are reserved", lines)
+    reserved = size_text(reserve(memory))
+    return _section(f"{gpu.name}: {size_text(memory)}, of which {reserved} are reserved", lines)
 
 
 def comparison_text(plans: Sequence[Sequence[Plan]]) -> str:
     """Compare models, each planned for the same devices: a line per model, then one per device."""
-    models = [own[0] for own in plans]
+    models = [model_plans[0] for model_plans in plans]
     batches = sorted({r.batch for r in models[0].rows})
     parts = [_totals(models), *(_cache_table(models, batch) for batch in batches)]
     return "\n".join([*parts, *([_matrix(plans)] if models[0].gpu else [])])
@@ -166,7 +166,7 @@ def _totals(models: Sequence[Plan]) -> str:
     for p in models:
         sizes = {w.format: size_text(w.decoder) for w in p.weights}
         counts = [f"{n / 1e9:.3f}B" for n in (p.counts.loaded, p.counts.active)]
-        lines.append([p.spec.name, *counts, *(sizes.get(form, "-") for form in forms)])
+        lines.append([p.spec.name, *counts, *(sizes.get(fmt, "-") for fmt in forms)])
     ranks = models[0].config.ranks
     whose = f", on one of {ranks} ranks" if ranks > 1 else ""
     head = f"parameters, and bytes of the decoder's weights{whose}"
@@ -186,12 +186,12 @@ def _cache_table(models: Sequence[Plan], batch: int) -> str:
 
 def _matrix(plans: Sequence[Sequence[Plan]]) -> str:
     """Return the maximum context of every model on every device, by weights."""
-    lines: list[Line] = [["", "memory", *(own[0].spec.name for own in plans)]]
+    lines: list[Line] = [["", "memory", *(group[0].spec.name for group in plans)]]
     for same in zip(*plans, strict=True):
         gpu, *_ = (p.gpu for p in same if p.gpu)
         cells = ("/".join(_longest(x) for x in p.largest) for p in same)
         lines.append([gpu.name, size_text(gpu.memory_bytes), *cells])
-    forms = dict.fromkeys("/".join(x.weights for x in own[0].largest) for own in plans)
+    forms = dict.fromkeys("/".join(x.weights for x in group[0].largest) for group in plans)
     batch, *_ = plans[0][0].largest[0].max_context
     return _section(f"maximum context at batch {batch}, weights {' or '.join(forms)}", lines)
 

@@ -125,9 +125,9 @@ def _errors(hub_id: str, revision: str) -> Iterator[Any]:
         yield hub
     except Exception as e:
         causes = [e, e.__cause__, e.__context__]
-        for kind, made in worded.items():
+        for kind, error in worded.items():
             if any(isinstance(c, kind) for c in causes):
-                raise made() from None
+                raise error() from None
         if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
             fix = "make room, or give HF_HOME a folder with more"
             raise MissingError(f"{hub_id}: {hub_cache()} is full: {fix}") from None

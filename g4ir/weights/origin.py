@@ -66,14 +66,16 @@ class CheckpointDirectory:
         """Return its spec; SpecError or WeightsError names the file and what is wrong there."""
         if not self.stated.is_file():
             if lies_in(self.path):
-                what = f"a LoRA adapter of {Adapter(self.path).base}, and no model"
-                raise InputError(f"{self.path}: {what}; give that model, and this as its adapter")
-            found = sorted(self.path.glob(f"*{GGUF}"), key=lambda p: (p.name.startswith(MMPROJ), p))
-            near = f"; give {found[0]}" if found else ""
-            if found[1:]:
-                near += f", or another of {', '.join(p.name for p in found[1:5])}"
-            what = "not a Hugging Face checkpoint directory"
-            raise InputError(f"{self.path} has no {CONFIG}: {what}{near}")
+                problem = f"a LoRA adapter of {Adapter(self.path).base}, and no model"
+                raise InputError(
+                    f"{self.path}: {problem}; give that model, and this as its adapter"
+                )
+            files = sorted(self.path.glob(f"*{GGUF}"), key=lambda p: (p.name.startswith(MMPROJ), p))
+            near = f"; give {files[0]}" if files else ""
+            if files[1:]:
+                near += f", or another of {', '.join(p.name for p in files[1:5])}"
+            problem = "not a Hugging Face checkpoint directory"
+            raise InputError(f"{self.path} has no {CONFIG}: {problem}{near}")
         return Spec.from_hf(self.stated)
 
     def published(self) -> bool:
@@ -132,18 +134,18 @@ class GgufFile:
 
     def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:
         words = asked.split(",") if isinstance(asked, str) else asked
-        wanted = [w for w in words if w.strip() not in ("", "all", "none")]
-        if wanted and not self.towers:
+        requested = [w for w in words if w.strip() not in ("", "all", "none")]
+        if requested and not self.towers:
             fix = "give the file of its towers too, --mmproj FILE, or leave the option out"
-            what = "is read as the text model alone"
-            raise InputError(f"--media {','.join(wanted)[:80]}: {self.path} {what}; {fix}")
+            problem = "is read as the text model alone"
+            raise InputError(f"--media {','.join(requested)[:80]}: {self.path} {problem}; {fix}")
         return asked if self.towers else "none"
 
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
-        found = open_gguf(self.container, spec, dtype)
+        text = open_gguf(self.container, spec, dtype)
         if not self.towers:
-            return found
-        return with_towers(found, read_container(self.towers), spec, kinds, dtype)
+            return text
+        return with_towers(text, read_container(self.towers), spec, kinds, dtype)
 
 
 Origin = CheckpointDirectory | GgufFile
@@ -154,8 +156,8 @@ def find_origin(path: Path | str) -> Origin:
     path = Path(path)
     if path.is_file():
         if path.name.endswith(OF_DIRECTORY):
-            what = f"one file of a checkpoint; give its directory, {path.parent}"
-            raise InputError(f"{path}: {what}")
+            problem = f"one file of a checkpoint; give its directory, {path.parent}"
+            raise InputError(f"{path}: {problem}")
         return GgufFile(path)
     if path.suffix == GGUF and not path.is_dir():
         raise InputError(f"{path}: no such file")
@@ -164,17 +166,17 @@ def find_origin(path: Path | str) -> Origin:
 
 def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origin:
     """Return what lies at a path, with the towers of a GGUF file; InputError where nothing does."""
-    found = find_origin(path)
-    if not found.path.exists():
+    origin = find_origin(path)
+    if not origin.path.exists():
         raise InputError(f"{path}: no such directory")
     if mmproj is None:
-        return found
-    if not isinstance(found, GgufFile):
-        what = "is no GGUF file, and has its own towers"
-        raise InputError(f"--mmproj {mmproj}: {path} {what}; leave the option out")
+        return origin
+    if not isinstance(origin, GgufFile):
+        problem = "is no GGUF file, and has its own towers"
+        raise InputError(f"--mmproj {mmproj}: {path} {problem}; leave the option out")
     if not Path(mmproj).is_file():
         raise InputError(f"--mmproj {mmproj}: no such file")
-    return replace(found, towers=Path(mmproj))
+    return replace(origin, towers=Path(mmproj))
 
 
 class AbsentWeights(InputError):
@@ -186,18 +188,18 @@ class AbsentWeights(InputError):
 
 
 def find_model(
-    model: str | Path, given: str, revision: str | None = None
+    model: str | Path, alternatives: str, revision: str | None = None
 ) -> tuple[Spec | None, Path]:
     """Return the spec of a variant, and where the weights of a model lie: a variant or a hub id,
     whose weights of this revision (default: main) are in the local cache, or a path. InputError or
     SpecError where there are none, and for a variant what may be given instead."""
     if isinstance(model, str) and model in spec_names():
         spec = load_spec(model)
-        return spec, need_snapshot(spec, given, revision)
+        return spec, need_snapshot(spec, alternatives, revision)
     path = in_cache_folder(Path(model))
     if not path.exists() and HUB_ID.fullmatch(str(model)):
-        if found := hub_snapshot(str(model), revision):
-            return None, found
+        if snapshot := hub_snapshot(str(model), revision):
+            return None, snapshot
         raise AbsentWeights(
             f"{model}: no such file or directory, and no model of this name in the local "
             f"Hugging Face cache; download it with `{_command(str(model), revision)}`",
@@ -218,14 +220,14 @@ def _command(hub_id: str, revision: str | None) -> str:
 def hub_snapshot(hub_id: str, revision: str | None = None) -> Path | None:
     """Return the downloaded snapshot of `org/name` in the local cache, or None; also None if its
     download ended before the weights."""
-    found = _snapshot(cache_folder(hub_id), revision or "main")
-    return found if found and _has_weights(found) else None
+    snapshot = _snapshot(cache_folder(hub_id), revision or "main")
+    return snapshot if snapshot and _has_weights(snapshot) else None
 
 
 def cached_config(hub_id: str) -> Path | None:
     """Return the config of `org/name` in the local cache, which may lack its weights, or None."""
-    found = _snapshot(cache_folder(hub_id))
-    return found / CONFIG if found and (found / CONFIG).is_file() else None
+    snapshot = _snapshot(cache_folder(hub_id))
+    return snapshot / CONFIG if snapshot and (snapshot / CONFIG).is_file() else None
 
 
 def _has_weights(snapshot: Path) -> bool:
@@ -258,13 +260,13 @@ def in_cache_folder(path: Path) -> Path:
     folder = path / "snapshots"
     if not folder.is_dir():
         return path
-    found = sorted(p for p in folder.iterdir() if p.is_dir())
-    main = _snapshot(path) or (found[0] if len(found) == 1 else None)
+    snapshots = sorted(p for p in folder.iterdir() if p.is_dir())
+    main = _snapshot(path) or (snapshots[0] if len(snapshots) == 1 else None)
     if main is None:
-        names = ", ".join(p.name for p in found[:8])
-        fix = f"give one of them: {names}" if found else "download the model again"
-        what = f"a folder of the hub's cache with {len(found)} snapshots, of which none is main"
-        raise InputError(f"{path}: {what}; {fix}")
+        names = ", ".join(p.name for p in snapshots[:8])
+        fix = f"give one of them: {names}" if snapshots else "download the model again"
+        count = f"with {len(snapshots)} snapshots, of which none is main"
+        raise InputError(f"{path}: a folder of the hub's cache {count}; {fix}")
     return main
 
 
@@ -275,21 +277,21 @@ def snapshot_of(spec: Spec, revision: str | None = None) -> Path | None:
 
 def need_snapshot(
     spec: Spec,
-    given: str = "--checkpoint DIR or --random-weights SEED",
+    alternatives: str = "--checkpoint DIR or --random-weights SEED",
     revision: str | None = None,
 ) -> Path:
     """Return the snapshot of a spec's weights; InputError with the download command if absent, and
     the options that may be given instead."""
-    found = snapshot_of(spec, revision)
-    if found is not None:
-        return found
+    snapshot = snapshot_of(spec, revision)
+    if snapshot is not None:
+        return snapshot
     if spec.hub is None:
-        raise InputError(f"variant {spec.name} has no hub id: give {given}")
+        raise InputError(f"variant {spec.name} has no hub id: give {alternatives}")
     tensors = [*text_tensors(spec).values(), *tower_tensors(spec).values()]
     size = size_text(sum(map(math.prod, tensors)) * ITEMSIZE[spec.dtype])
     raise AbsentWeights(
         f"no weights of {spec.hub} in the local Hugging Face cache; download them (about {size}) "
-        f"with `{_command(spec.hub, revision)}`, or give {given}",
+        f"with `{_command(spec.hub, revision)}`, or give {alternatives}",
         spec.hub,
         revision,
     )

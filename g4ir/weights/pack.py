@@ -62,11 +62,11 @@ class Packing:
         if v.name not in self.prologue.producers:
             return Graph("prologue", (), (v,), (), (), (v,))
         part = self._components[v.name]
-        known = {x.name for x in drop_dead(replace(part, outputs=(v,))).params}
+        names = {x.name for x in drop_dead(replace(part, outputs=(v,))).params}
         for n in part.nodes:
-            if all(x.name in known for x in n.inputs):
-                known |= {x.name for x in n.outputs}
-        return drop_dead(replace(part, outputs=tuple(x for x in part.outputs if x.name in known)))
+            if all(x.name in names for x in n.inputs):
+                names |= {x.name for x in n.outputs}
+        return drop_dead(replace(part, outputs=tuple(x for x in part.outputs if x.name in names)))
 
     @cached_property
     def _components(self) -> dict[str, Graph]:
@@ -84,10 +84,10 @@ class Packing:
 
     def _part(self, nodes: list[Node]) -> Graph:
         """Return a prologue of some of the nodes."""
-        made = [v for n in nodes for v in n.outputs]
-        packed, outputs = {v.name for v in made}, self._outputs
+        values = [v for n in nodes for v in n.outputs]
+        packed, outputs = {v.name for v in values}, self._outputs
         read = {v.name: v for n in nodes for v in n.inputs if v.name not in packed}
-        results = tuple(v for v in made if v.name in outputs)
+        results = tuple(v for v in values if v.name in outputs)
         return replace(
             self.prologue, params=tuple(read.values()), nodes=tuple(nodes), outputs=results
         )
@@ -108,8 +108,8 @@ def split_program(program: Program) -> Packing:
         for n in prologue.nodes:
             if nodes.setdefault(n.outputs[0].name, n) != n:
                 raise VerifyError(f"{n.outputs[0]} is packed differently in two graphs")
-    made = {v.name for n in nodes.values() for v in n.outputs}
-    packed = tuple(v for v in mains.params().values() if v.name in made)
+    packed_names = {v.name for n in nodes.values() for v in n.outputs}
+    packed = tuple(v for v in mains.params().values() if v.name in packed_names)
     prologue = Graph("prologue", (), tuple(params.values()), (), tuple(nodes.values()), packed)
     return Packing(mains, prologue)
 
@@ -138,11 +138,11 @@ def make_packing(
     """Return the graphs of an engine, or of one of its `ranks`, and the prologue of their params.
     `stored`: Backend.stored; `acted` counts what the passes did; `without`: graphs to leave out."""
     verifies = options.of(RingOptions).slack > 0
-    whole = build_program(spec, all_logits, dtype, media, verifies, drafter).graphs
-    made = Program({name: g for name, g in whole.items() if name not in without})
-    plain = shard_program(quantise(made, spec, recipe, dtype), Sharding(spec, ranks, ep))
-    made = run_program(plain, skip=skip, dump=dump, options=options, acted=acted)
-    return split_program(stored(made))
+    graphs = build_program(spec, all_logits, dtype, media, verifies, drafter).graphs
+    program = Program({name: g for name, g in graphs.items() if name not in without})
+    plain = shard_program(quantise(program, spec, recipe, dtype), Sharding(spec, ranks, ep))
+    program = run_program(plain, skip=skip, dump=dump, options=options, acted=acted)
+    return split_program(stored(program))
 
 
 class ParamSource(Protocol):
@@ -183,9 +183,9 @@ class MadeParams:
         recipe = self.packing.recipe(param)
         if len(recipe.outputs) < 2:
             return self._results(recipe, self.source.tensor)[param]
-        while (made := self._shared_result(recipe, param)) is None:
+        while (result := self._shared_result(recipe, param)) is None:
             pass
-        return made
+        return result
 
     def _shared_result(self, recipe: Graph, param: str) -> torch.Tensor | None:
         """Return a result of a recipe that another thread may run; None if it was taken before."""
@@ -204,12 +204,12 @@ class MadeParams:
                 self._pending.pop(key, None)
         results = future.result()
         with self._lock:
-            made = results.pop(param, None)
-            if not results or made is None:
+            result = results.pop(param, None)
+            if not results or result is None:
                 self._pending.pop(key, None)
-        return made
+        return result
 
-    def makes(self, param: str) -> list[Callable[[], tensorfile.Made]]:
+    def makes(self, param: str) -> list[Callable[[], tensorfile.TensorPieces]]:
         """Return what makes a param that is written: of a large table some rows after the other, so
         that neither it nor its weights are held whole."""
         tables = {v.name: v for v in self.packing.program.graphs["embed"].params}
@@ -229,71 +229,71 @@ class MadeParams:
     def _in_pieces(self, v: Value, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yield rows of codes; what else is made of their weights is kept until it is asked for."""
         recipe = self.packing.recipe(v.name)
-        beside: dict[str, list[torch.Tensor]] = {}
+        extras: dict[str, list[torch.Tensor]] = {}
         for ids in parts:
-            made = self._results(recipe, partial(self.source.rows, ids=ids))
+            results = self._results(recipe, partial(self.source.rows, ids=ids))
             self.release(v.name)
-            yield made.pop(v.name)
-            for name, t in made.items():
-                beside.setdefault(name, []).append(t)
+            yield results.pop(v.name)
+            for name, t in results.items():
+                extras.setdefault(name, []).append(t)
         future = self._pending[recipe.outputs[0].name] = Future()
-        future.set_result({name: torch.cat(parts) for name, parts in beside.items()})
+        future.set_result({name: torch.cat(parts) for name, parts in extras.items()})
 
     def _results(
         self, recipe: Graph, read: Callable[[str], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        given = {v.name: self._given(v, read) for v in recipe.params}
-        made: dict[str, torch.Tensor] = interpret(recipe, {}, given, {}, run=self._run)[0]
-        self._require_finite(recipe, made)
-        return made
+        inputs = {v.name: self._load_input(v, read) for v in recipe.params}
+        results: dict[str, torch.Tensor] = interpret(recipe, {}, inputs, {}, run=self._run)[0]
+        self._require_finite(recipe, results)
+        return results
 
     def _run(self, n: Node, tensors: list[Any]) -> tuple[Any, ...]:
         """Run a node of a recipe; `quantize` weights errors where its weight is calibrated."""
         if n.op != "quantize":
             return run_node(n, tensors)
         name, attrs = n.inputs[0].name, dict[str, Any](n.attrs)
-        if self._whole(name) in self.moments:
+        if self._full_name(name) in self.moments:
             read = self.moments.__getitem__
             attrs["moments"] = self.share.read_part(name, read) if self.share else read(name)
         return self.quantized(*tensors, **attrs)
 
-    def _whole(self, param: str) -> str | None:
+    def _full_name(self, param: str) -> str | None:
         """Return the param of the whole model that a param is; None: it is a rank's own."""
         return self.share.source(param) if self.share else param
 
-    def _require_finite(self, recipe: Graph, made: Mapping[str, torch.Tensor]) -> None:
-        for name, t in made.items():
+    def _require_finite(self, recipe: Graph, results: Mapping[str, torch.Tensor]) -> None:
+        for name, t in results.items():
             if name.endswith(SCALES) and not bool(t.isfinite().all()):
                 names = ", ".join(checkpoint_name(v.name) for v in recipe.params)
                 fix = "fix: download the checkpoint again, or build without --quant"
-                what = "NaN or infinite, which no code stands for"
-                raise tensorfile.broken(names, what, fix)
+                problem = "NaN or infinite, which no code stands for"
+                raise tensorfile.broken(names, problem, fix)
 
     def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of a table, or of its codes or scales, which follow from that row alone."""
         recipe = self.packing.recipe(param)
         read = partial(self.source.rows, ids=ids.reshape(-1))
-        given = {v.name: self._given(v, read) for v in recipe.params}
-        made: torch.Tensor = interpret(recipe, {}, given, {})[0][param]
-        return made.view(*ids.shape, -1)
+        inputs = {v.name: self._load_input(v, read) for v in recipe.params}
+        table_rows: torch.Tensor = interpret(recipe, {}, inputs, {})[0][param]
+        return table_rows.view(*ids.shape, -1)
 
-    def given(self, v: Value) -> torch.Tensor:
-        return self._given(v, self.source.tensor)
+    def load_input(self, v: Value) -> torch.Tensor:
+        return self._load_input(v, self.source.tensor)
 
-    def _given(self, v: Value, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        def whole(param: str) -> torch.Tensor:
+    def _load_input(self, v: Value, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        def read_full(param: str) -> torch.Tensor:
             return read(checkpoint_name(param))
 
-        made = self.share.read_part(v.name, whole) if self.share else whole(v.name)
+        tensor = self.share.read_part(v.name, read_full) if self.share else read_full(v.name)
         name = self._source(v) or v.name
-        if not made.is_floating_point() and dtype_name(made.dtype) != v.type.dtype:
-            what = f"codes are {made.dtype}, the engine takes {v.type.dtype}"
-            raise tensorfile.broken(name, what, "build it again")
-        return cast(made, v.type.dtype, name)
+        if not tensor.is_floating_point() and dtype_name(tensor.dtype) != v.type.dtype:
+            problem = f"codes are {tensor.dtype}, the engine takes {v.type.dtype}"
+            raise tensorfile.broken(name, problem, "build it again")
+        return cast(tensor, v.type.dtype, name)
 
     def _source(self, v: Value) -> str | None:
         """Return the tensor of the checkpoint that a param is made of; None: it is a rank's own."""
-        param = self._whole(v.name)
+        param = self._full_name(v.name)
         return param and checkpoint_name(param)
 
     def release(self, param: str) -> None:
@@ -324,18 +324,18 @@ class StoredParams:
         return StoredParams(self.headers)
 
     def check(self, program: Program) -> None:
-        found, wanted = self.files.names, program.params()
+        stored, params = self.files.names, program.params()
         for header in self.headers:
             for name in header.entries:
-                if name not in wanted or found[name][0] is not header:
+                if name not in params or stored[name][0] is not header:
                     raise _wrong(header.path, name, "is no param of the graphs, or is there twice")
-        for name, v in wanted.items():
-            if name not in found:
+        for name, v in params.items():
+            if name not in stored:
                 raise _wrong(self.files.directory, name, "is missing")
-            header, entry = found[name]
+            header, entry = stored[name]
             if (entry.dtype, entry.shape) != _stored_as(v):
-                shown = f"{entry.dtype} {list(entry.shape)}"
-                raise _wrong(header.path, name, f"expected {v.type}, found {shown}")
+                actual = f"{entry.dtype} {list(entry.shape)}"
+                raise _wrong(header.path, name, f"expected {v.type}, found {actual}")
 
     def tensor(self, param: str) -> torch.Tensor:
         return self.files.rows(self.files.names[param])
@@ -381,16 +381,16 @@ def open_table(source: ParamSource, v: Value, placement: str, device: str) -> An
     return table
 
 
-def own_params(packing: Packing, share: Share) -> set[str]:
+def local_params(packing: Packing, share: Share) -> set[str]:
     """Return the params of which each rank has its own, made of what is cut."""
-    made = ((name, packing.recipe(name)) for name in packing.program.params())
-    return {name for name, recipe in made if any(share.cuts(v.name) for v in recipe.params)}
+    recipes = ((name, packing.recipe(name)) for name in packing.program.params())
+    return {name for name, recipe in recipes if any(share.cuts(v.name) for v in recipe.params)}
 
 
 def rank_files(files: Iterable[Path], rank: int) -> list[Path]:
     """Return those of an engine's files that a rank reads: its own, and what all share."""
     named = [(f, _OF_RANK.match(f.name)) for f in files]
-    return sorted(f for f, own in named if own is None or int(own[1]) == rank)
+    return sorted(f for f, match in named if match is None or int(match[1]) == rank)
 
 
 def stored_params(folder: Path, rank: int) -> StoredParams:
@@ -412,13 +412,13 @@ def write_shares(
     """Write what every rank holds once, and what is of one rank into files of its own; return the
     SHA-256 of each file."""
     assert params.share
-    own = own_params(packing, params.share)
-    alike = packing.program.params().keys() - own
+    local = local_params(packing, params.share)
+    alike = packing.program.params().keys() - local
     files = write_params(packing, params, folder, progress, alike)
-    for rank in range(ranks if own else 0):
+    for rank in range(ranks if local else 0):
         of_rank = replace(params, share=replace(params.share, rank=rank), _pending={})
         stem = f"weights-rank{rank}of{ranks}"
-        files |= write_params(packing, of_rank, folder, progress, own, stem)
+        files |= write_params(packing, of_rank, folder, progress, local, stem)
     return files
 
 
@@ -433,12 +433,12 @@ def write_params(
     """Write every param, or those of `names`, into safetensors shards; return the SHA-256 of
     each."""
     params = [v for n, v in packing.program.params().items() if names is None or n in names]
-    done, whole = 0, max(1, sum(v.type.nbytes() for v in params))
+    done, total = 0, max(1, sum(v.type.nbytes() for v in params))
 
     def written(v: Value) -> None:
         nonlocal done
         source.release(v.name)
-        tenths = (10 * done // whole, 10 * (done := done + v.type.nbytes()) // whole)
+        tenths = (10 * done // total, 10 * (done := done + v.type.nbytes()) // total)
         if tenths[0] < tenths[1]:
             progress(f"weights {10 * tenths[1]} %")
 
@@ -455,8 +455,10 @@ def _stored_as(v: Value) -> tuple[str, tuple[int, ...]]:
     return tensorfile.CODES[TORCH_NAMES[v.type.dtype]], tuple(int(d) for d in v.type.shape)
 
 
-def _wrong(path: Path, name: str, what: str) -> EngineError:
-    return EngineError(f"{path}: tensor {tensorfile.quoted(name)} {what}; build the engine again")
+def _wrong(path: Path, name: str, problem: str) -> EngineError:
+    return EngineError(
+        f"{path}: tensor {tensorfile.quoted(name)} {problem}; build the engine again"
+    )
 
 
 @dataclass(frozen=True)
@@ -464,7 +466,7 @@ class UnpackedWeights:
     """A model's own weights from what an engine holds: of packed ones, slices of the results of its
     prologue, and codes and scales or what they mean."""
 
-    held: ParamSource
+    source: ParamSource
     params: Mapping[str, Value]
     prologue: Graph
     path: Path
@@ -476,59 +478,59 @@ class UnpackedWeights:
     def __call__(self, v: Value) -> torch.Tensor:
         """Return the tensor of a param; EngineError where what is held does not say what it was."""
         self.check(v)
-        if isinstance(self.held, MadeParams):
-            return self.held.given(v)
+        if isinstance(self.source, MadeParams):
+            return self.source.load_input(v)
         if v.name in self.params:
-            return self.held.tensor(v.name)
+            return self.source.tensor(v.name)
         after = (n for n in self.prologue.find(*UNDONE) if v in n.inputs and self.holds(n.out))
         n = next(after)
         return UNDONE[n.op](n, v, self(n.out))
 
     def check(self, v: Value) -> None:
         """Raise EngineError where what is held does not say what a param was."""
-        if not isinstance(self.held, MadeParams) and not self.holds(v):
-            what = f"no longer holds %{v.name}, only what was made of it"
-            raise EngineError(f"{self.path} {what}: give --checkpoint DIR")
+        if not isinstance(self.source, MadeParams) and not self.holds(v):
+            problem = f"no longer holds %{v.name}, only what was made of it"
+            raise EngineError(f"{self.path} {problem}: give --checkpoint DIR")
 
     def weight(self, v: Value) -> torch.Tensor:
         """Return a weight as the engine computes with it: dequantised if it is quantised."""
         parts = self._parts(v.name)
         if not parts:
             return self(v)
-        made = self._codes_of(parts)
-        if made is None:
+        codes = self._codes_of(parts)
+        if codes is None:
             return self._dense(v, parts[0])
         dequantize = Node("dequantize", parts, (v,), {"to": v.type.dtype})
-        (dense,) = run_node(dequantize, list(made))
+        (dense,) = run_node(dequantize, list(codes))
         return dense
 
     def _codes_of(self, parts: tuple[Value, ...]) -> tuple[torch.Tensor, ...] | None:
         """Return codes and scales; None where the engine holds what was made of them."""
         quantize = self.prologue.producers.get(parts[0].name)
-        if isinstance(self.held, MadeParams):
+        if isinstance(self.source, MadeParams):
             if quantize:
-                return run_node(quantize, [self.held.given(quantize["w"])])
-            return tuple(map(self.held.given, parts))
+                return run_node(quantize, [self.source.load_input(quantize["w"])])
+            return tuple(map(self.source.load_input, parts))
         if all(map(self.holds, parts)):
             return tuple(map(self, parts))
         for n in self.prologue.find("as_bytes"):
             if (cut := self._cut(n, parts[0])) and all(map(self.holds, n.outputs)):
-                return tuple(cut(self(made)) for made in n.outputs)
+                return tuple(cut(self(packed)) for packed in n.outputs)
         return None
 
     def part(self, v: Value) -> torch.Tensor:
         """Return the codes or the scales of a weight, `X.codes` or `X.scales`; EngineError where
         the engine holds what was made of them."""
-        made = self._codes_of(self._parts(v.name.removesuffix(CODES).removesuffix(SCALES)))
-        if made is None:
+        codes = self._codes_of(self._parts(v.name.removesuffix(CODES).removesuffix(SCALES)))
+        if codes is None:
             raise EngineError(f"{self.path} no longer holds %{v.name}: give --checkpoint DIR")
-        return made[v.name.endswith(SCALES)]
+        return codes[v.name.endswith(SCALES)]
 
     def _parts(self, weight: str) -> tuple[Value, ...]:
         """Return the codes and scales of a weight; none of one that is not quantised."""
-        made_here = (x for n in self.prologue.nodes for x in n.outputs)
-        known = dict(self.params) | {x.name: x for x in (*self.prologue.params, *made_here)}
-        return tuple(known[n] for end in (CODES, SCALES) if (n := f"{weight}{end}") in known)
+        packed = (x for n in self.prologue.nodes for x in n.outputs)
+        values = dict(self.params) | {x.name: x for x in (*self.prologue.params, *packed)}
+        return tuple(values[n] for end in (CODES, SCALES) if (n := f"{weight}{end}") in values)
 
     def _dense(self, v: Value, codes: Value) -> torch.Tensor:
         for n in self.prologue.find("dense"):
@@ -554,9 +556,9 @@ def _slice(join: Node, v: Value, joined: torch.Tensor) -> torch.Tensor:
 
 UNDONE: dict[str, Callable[[Node, Value, torch.Tensor], torch.Tensor]] = {
     "concat": _slice,
-    "columns": lambda n, v, made: by_rows(made),
-    "tiles": lambda n, v, made: from_tiles(made),
-    "scale": lambda n, v, made: made / n.number("value"),
+    "columns": lambda n, v, packed: by_rows(packed),
+    "tiles": lambda n, v, packed: from_tiles(packed),
+    "scale": lambda n, v, packed: packed / n.number("value"),
     # Of w in bf16 all digits that change 1 + w.
-    "one_plus": lambda n, v, made: cast(made - 1, v.type.dtype, v.name),
+    "one_plus": lambda n, v, packed: cast(packed - 1, v.type.dtype, v.name),
 }

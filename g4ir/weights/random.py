@@ -50,8 +50,8 @@ def _units(shape: Shape) -> dict[str, float]:
 
 def distribution(name: str, shape: Shape) -> tuple[float, float]:
     """Return centre and half-width of the values of this tensor."""
-    found = (row for row in TABLES["distributions"] if re.search(row[0], name))
-    _, centre, spread, unit = next(found)
+    rows = (row for row in TABLES["distributions"] if re.search(row[0], name))
+    _, centre, spread, unit = next(rows)
     size = _units(shape)[unit]
     return centre * size, spread * size
 
@@ -59,10 +59,10 @@ def distribution(name: str, shape: Shape) -> tuple[float, float]:
 def norm_shift(spec: Spec, name: str, shape: Shape) -> float:
     """Return by how much the weight of a decoder's norm lies from where `distribution` has it: it
     may be stored about zero, and a divisor of the scores leaves more of them to query norms."""
-    text, found = spec.text, NORM.fullmatch(name)
-    if not found:
+    text, match = spec.text, NORM.fullmatch(name)
+    if not match:
         return 0.0
-    divisor = (text.query_pre_attn_scalar or 1) ** 0.5 if found["query"] else 1.0
+    divisor = (text.query_pre_attn_scalar or 1) ** 0.5 if match["query"] else 1.0
     return distribution(name, shape)[0] * (divisor - 1) - text.norms_about_zero
 
 
@@ -88,7 +88,7 @@ def random_tensor(
         n = piece.numel()
         x = torch.bitwise_xor(offsets[:n], first, out=bits[:n])
         _mix(x, second, scratch[:n])
-        piece.copy_(_place(floats[:n].copy_(x), centre, scale))
+        piece.copy_(_scale_values(floats[:n].copy_(x), centre, scale))
     return out.view(shape)
 
 
@@ -108,7 +108,7 @@ def random_rows(
     step = max(1, 4 * BLOCK // max(columns, 1))
     for part, rows in zip(out.split(step), ids.split(step)):
         x = _row_bits(seed, name, rows, columns)
-        part.copy_(_place(x.float(), centre, scale))
+        part.copy_(_scale_values(x.float(), centre, scale))
     return out.view(*row_ids.shape, columns)
 
 
@@ -119,11 +119,11 @@ def _row_bits(seed: int, name: str, rows: torch.Tensor, columns: int) -> torch.T
     spans = (columns - 1) // BLOCK + 2  # a row of n elements touches at most this many blocks
     near = torch.arange(spans, device=rows.device)
     keys = _block_keys(seed, name, (block + near).to(torch.int32))
-    place = (start & (BLOCK - 1)).to(torch.int32) + torch.arange(
+    offset = (start & (BLOCK - 1)).to(torch.int32) + torch.arange(
         columns, dtype=torch.int32, device=rows.device
     )
-    which = (place >> BLOCK_BITS).long()
-    x = (place & (BLOCK - 1)).bitwise_xor_(keys[0].gather(1, which))
+    which = (offset >> BLOCK_BITS).long()
+    x = (offset & (BLOCK - 1)).bitwise_xor_(keys[0].gather(1, which))
     return _mix(x, keys[1].gather(1, which), torch.empty_like(x))
 
 
@@ -136,7 +136,7 @@ def _scale(name: str, shape: Shape, shift: float) -> tuple[float, float]:
     return centre, spread / 2**23
 
 
-def _place(values: torch.Tensor, centre: float, scale: float) -> torch.Tensor:
+def _scale_values(values: torch.Tensor, centre: float, scale: float) -> torch.Tensor:
     values.mul_(scale)
     return values.add_(centre) if centre else values
 
@@ -181,8 +181,8 @@ def random_weights(
         name: StoredWeight(shape, {"": partial(_values, spec, seed, name, shape, dtype, device)})
         for name, shape in (text_tensors(spec) | media_tensors(spec, KINDS)).items()
     }
-    made = Checkpoint(Path(f"random weights of {spec.name}"), weights, dtype)
-    return made.with_drafter(random_weights(drafter, seed, dtype, device)) if drafter else made
+    base = Checkpoint(Path(f"random weights of {spec.name}"), weights, dtype)
+    return base.with_drafter(random_weights(drafter, seed, dtype, device)) if drafter else base
 
 
 def _values(

@@ -36,7 +36,7 @@ MAX_BYTES = 1 << 62
 TABLES: dict[str, Any] = read_table(Path(__file__).with_name("tables.yaml"))
 #: every dtype of the format; the model itself accepts only FLOATS
 BITS: dict[str, int] = {name: bits for name, (bits, *_) in TABLES["dtypes"].items()}
-TORCH: dict[str, str] = {name: found[1] for name, found in TABLES["dtypes"].items() if found[1:]}
+TORCH: dict[str, str] = {name: row[1] for name, row in TABLES["dtypes"].items() if row[1:]}
 FLOATS = ("BF16", "F16", "F32")
 CODES = {name: code for code, name in TORCH.items()}
 DOWNLOAD = "fix: download or save the file again"
@@ -87,12 +87,12 @@ class Header:
 
 def quoted(text: object, limit: int = 120) -> str:
     """Return `text` as printable ASCII in quotes, cut to `limit`: files are untrusted."""
-    shown = ascii(text)
-    return shown if len(shown) <= limit else shown[:limit] + "..."
+    literal = ascii(text)
+    return literal if len(literal) <= limit else literal[:limit] + "..."
 
 
-def broken(path: object, what: str, fix: str = DOWNLOAD) -> WeightsError:
-    return WeightsError(f"{path}: {what}; {fix}")
+def broken(path: object, problem: str, fix: str = DOWNLOAD) -> WeightsError:
+    return WeightsError(f"{path}: {problem}; {fix}")
 
 
 def read_header(path: Path) -> Header:
@@ -118,11 +118,11 @@ def open_regular(path: Path) -> IO[bytes]:
     return open(path, "rb")
 
 
-def read_limited(path: Path, most: int) -> bytes:
+def read_limited(path: Path, limit: int) -> bytes:
     with open_regular(path) as file:
-        raw = file.read(most + 1)
-    if len(raw) > most:
-        raise broken(path, f"larger than {most} bytes")
+        raw = file.read(limit + 1)
+    if len(raw) > limit:
+        raise broken(path, f"larger than {limit} bytes")
     return raw
 
 
@@ -134,8 +134,8 @@ def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
         raise broken(path, str(error)) from None
 
 
-def read_json(path: Path, most: int = 4 << 20) -> dict[str, Any]:
-    return parse_json(path, read_limited(path, most))
+def read_json(path: Path, limit: int = 4 << 20) -> dict[str, Any]:
+    return parse_json(path, read_limited(path, limit))
 
 
 def _header_bytes(path: Path, file: IO[bytes], size: int) -> bytes:
@@ -144,8 +144,8 @@ def _header_bytes(path: Path, file: IO[bytes], size: int) -> bytes:
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     limit = min(HEADER_LIMIT, size - LENGTH_BYTES)
     if not 2 <= length <= limit:
-        what = f"header length must be 2 to {limit}, found {length}"
-        raise broken(path, f"{what} (truncated, or not a safetensors file)")
+        problem = f"header length must be 2 to {limit}, found {length}"
+        raise broken(path, f"{problem} (truncated, or not a safetensors file)")
     raw = file.read(length)
     if raw[:1] != b"{" or len(raw) != length:
         raise broken(path, "the header must start with '{'")
@@ -157,8 +157,8 @@ def _metadata(path: Path, value: Any) -> dict[str, str]:
         raise broken(path, "__metadata__ must map strings to strings")
     for key, text in value.items():
         if not isinstance(text, str):
-            what = f"__metadata__ {quoted(key)} must be a string, found {quoted(text)}"
-            raise broken(path, what)
+            problem = f"__metadata__ {quoted(key)} must be a string, found {quoted(text)}"
+            raise broken(path, problem)
     return value
 
 
@@ -169,17 +169,17 @@ def _is_ints(value: Any) -> bool:
 def _entry(path: Path, name: str, fields: Any, data: int) -> Entry:
     """Check one tensor's fields on their own; `data` is where the file's data begins."""
 
-    def require(good: bool, key: str, expected: str, found: object) -> None:
+    def require(good: bool, key: str, expected: str, actual: object) -> None:
         if not good:
-            what = f"tensor {quoted(name)}: {key} must be {expected}, found {quoted(found)}"
-            raise broken(path, what)
+            problem = f"tensor {quoted(name)}: {key} must be {expected}, found {quoted(actual)}"
+            raise broken(path, problem)
 
     keys = ("dtype", "shape", "data_offsets")
-    known = isinstance(fields, dict) and fields.keys() == {*keys}
-    require(known, "its entry", "an object with dtype, shape and data_offsets", fields)
+    valid = isinstance(fields, dict) and fields.keys() == {*keys}
+    require(valid, "its entry", "an object with dtype, shape and data_offsets", fields)
     dtype, shape, at = (fields[key] for key in keys)
-    known = isinstance(dtype, str) and dtype in BITS
-    require(known, "dtype", f"one of {' '.join(BITS)}", dtype)
+    valid = isinstance(dtype, str) and dtype in BITS
+    require(valid, "dtype", f"one of {' '.join(BITS)}", dtype)
     fits = _is_ints(shape) and len(shape) <= MAX_DIMS
     require(fits, "shape", f"at most {MAX_DIMS} non-negative integers", shape)
     ascend = _is_ints(at) and len(at) == 2 and at[0] <= at[1]
@@ -280,14 +280,14 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     memory = mmap.mmap(-1, tensor.nbytes + HUGE_PAGE, flags=private)
     with suppress(OSError):  # a kernel without them
         memory.madvise(MADV_HUGEPAGE)
-    room = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -room.data_ptr() % HUGE_PAGE
-    made = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-    return made.copy_(tensor)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -buffer.data_ptr() % HUGE_PAGE
+    copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)
 
 
 #: a tensor, or some of its rows after the other
-Made: TypeAlias = "torch.Tensor | Iterator[torch.Tensor]"
+TensorPieces: TypeAlias = "torch.Tensor | Iterator[torch.Tensor]"
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class FileTensor:
 
     code: str  # a key of BITS
     shape: tuple[int, ...]
-    makes: Sequence[Callable[[], Made]]
+    makes: Sequence[Callable[[], TensorPieces]]
     release: Callable[[], None] = lambda: None
 
     @property

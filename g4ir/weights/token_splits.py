@@ -18,10 +18,10 @@ BUCKET_BITS, MAX_PROBES = 20, 32
 class Splits:
     """Splits, i64[n] each: the token, its characters before the cut, the tokens of both parts."""
 
-    whole: np.ndarray
+    token: np.ndarray
     cut: np.ndarray
-    left: np.ndarray
-    right: np.ndarray
+    head: np.ndarray
+    tail: np.ndarray
 
     def take(self, rows: np.ndarray) -> Splits:
         """Return some of them."""
@@ -69,15 +69,15 @@ class HashedTokens:
         for index, tokens in self._columns():
             heads[tokens] = self._step(heads[tokens], tokens, index)
             cut = index + 1
-            whole = tokens[self.characters[tokens] > cut]
-            left = self._find(heads[whole], cut)
-            whole, left = whole[left >= 0], left[left >= 0]
-            rest = self.characters[whole] - cut
-            right = self._find(self.hashes[whole] - heads[whole] * powers[rest], rest)
-            some = Splits(whole, np.full(len(whole), cut), left, right)
-            parts.append(some.take(np.flatnonzero(right >= 0)))
+            token = tokens[self.characters[tokens] > cut]
+            head = self._find(heads[token], cut)
+            token, head = token[head >= 0], head[head >= 0]
+            remaining = self.characters[token] - cut
+            tail = self._find(self.hashes[token] - heads[token] * powers[remaining], remaining)
+            some = Splits(token, np.full(len(token), cut), head, tail)
+            parts.append(some.take(np.flatnonzero(tail >= 0)))
         out = Splits(*(np.concatenate(a) for a in zip(*(vars(p).values() for p in parts))))
-        return out.take(np.argsort(out.whole, kind="stable"))
+        return out.take(np.argsort(out.token, kind="stable"))
 
     def _columns(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yield each index of a character with the tokens that have it."""
@@ -99,8 +99,8 @@ class HashedTokens:
             for _ in range(self._deepest):
                 at += self._keys[at] < keys
         tokens = self._order[np.minimum(at, len(self._order) - 1)]
-        known = (self._keys[at] == keys) & (self.characters[tokens] == characters)
-        return np.where(known, tokens, -1)
+        match = (self._keys[at] == keys) & (self.characters[tokens] == characters)
+        return np.where(match, tokens, -1)
 
     def _splits_by_text(self) -> Splits:
         """The same of texts whose hashes do not tell them apart."""

@@ -22,7 +22,7 @@ from . import tensorfile
 from .checkpoint import CONFIG, INDEX, SINGLE, Checkpoint
 from .match import tower_names
 from .random import random_tensor
-from .tensorfile import FileTensor, Made, code_of, in_shards
+from .tensorfile import FileTensor, TensorPieces, code_of, in_shards
 
 #: elements of a table that are made together
 PIECE = 1 << 24
@@ -91,7 +91,7 @@ def _names(
     text, towers = text_tensors(spec), media_tensors(spec, media)
     names = {(name if name == HEAD else prefix + name): (name, text[name]) for name in text}
     names |= {tower_names(spec, name)[0]: (name, towers[name]) for name in towers}
-    return {name: found for name, found in names.items() if found[0] not in source.defaults}
+    return {name: target for name, target in names.items() if target[0] not in source.defaults}
 
 
 def _tensors(
@@ -101,12 +101,12 @@ def _tensors(
     out: dict[str, FileTensor] = {}
     for name, (bare, shape) in names.items():
         code = "I64" if bare == ORDER else code_of(dtype)
-        make = partial(_made, source, bare, shape, dtype)
+        make = partial(_cast_pieces, source, bare, shape, dtype)
         out[name] = FileTensor(code, shape, [make], partial(source.release, bare))
     return out
 
 
-def _made(source: Checkpoint, name: str, shape: Shape, dtype: torch.dtype) -> Made:
+def _cast_pieces(source: Checkpoint, name: str, shape: Shape, dtype: torch.dtype) -> TensorPieces:
     kind = dtype_name(dtype)
     return (x if name == ORDER else cast(x, kind, name) for x in in_pieces(source, name, shape))
 

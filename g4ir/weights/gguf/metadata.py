@@ -571,12 +571,12 @@ def _merges_by_score(
 
     tokens = HashedTokens([*ids])
     splits, texts = tokens.splits(), tokens.texts
-    kind, score = np.array(kinds)[splits.whole], np.array(scores)[splits.whole]
+    kind, score = np.array(kinds)[splits.token], np.array(scores)[splits.token]
     defined = kind == USER_DEFINED
-    descending, longer = np.where(defined, 0.0, -score), -tokens.characters[splits.whole]
-    order = np.lexsort((-splits.cut, splits.whole, longer, descending, ~defined))
+    descending, longer = np.where(defined, 0.0, -score), -tokens.characters[splits.token]
+    order = np.lexsort((-splits.cut, splits.token, longer, descending, ~defined))
     merges = splits.take(order[np.isin(kind[order], JOINED)])
-    pairs = zip(merges.left.tolist(), merges.right.tolist())
+    pairs = zip(merges.head.tolist(), merges.tail.tolist())
     return [(texts[first], texts[second]) for first, second in pairs]
 
 
