@@ -56,6 +56,10 @@ static struct {
 /* This thread, as the system numbers it; 0: not asked for. */
 static __thread int own_thread;
 
+/* Fields that a thread may read while another writes them, which then uses nothing of what it read. */
+#define STORE(field, value) __atomic_store_n(&(field), value, __ATOMIC_RELAXED)
+#define LOAD(field) __atomic_load_n(&(field), __ATOMIC_RELAXED)
+
 static uint64_t gate_now(void) { return __atomic_load_n(&team.gate, __ATOMIC_SEQ_CST); }
 static uint32_t joined(uint64_t gate) { return gate & 0xffff; }
 static uint32_t finished(uint64_t gate) { return gate >> 16 & 0xffff; }
@@ -83,7 +87,10 @@ static __thread int64_t read_of_next;
 static __thread uint32_t number_read;
 
 void read_next(const void *at, int64_t apart, int places, int64_t size) {
-    next.at = at, next.apart = apart, next.places = places, next.size = size;
+    STORE(next.at, (const char *)at);
+    STORE(next.apart, apart);
+    STORE(next.places, places);
+    STORE(next.size, size);
     __atomic_add_fetch(&next.number, 1, __ATOMIC_RELEASE);
 }
 
@@ -91,11 +98,13 @@ void read_next(const void *at, int64_t apart, int places, int64_t size) {
 static inline void pass_time(void) {
     uint32_t number = __atomic_load_n(&next.number, __ATOMIC_ACQUIRE);
     if (number != number_read) number_read = number, read_of_next = 0;
-    if (read_of_next >= next.size) return relax();
-    const char *p = next.at + read_of_next;
-    int64_t each = READ_TOGETHER / next.places;
-    for (int place = 0; place < next.places; place++)
-        for (int64_t i = 0; i < each; i += 64) __builtin_prefetch(p + place * next.apart + i, 0, 2);
+    if (read_of_next >= LOAD(next.size)) return relax();
+    const char *p = LOAD(next.at) + read_of_next;
+    int64_t apart = LOAD(next.apart);
+    int places = LOAD(next.places);
+    int64_t each = READ_TOGETHER / places;
+    for (int place = 0; place < places; place++)
+        for (int64_t i = 0; i < each; i += 64) __builtin_prefetch(p + place * apart + i, 0, 2);
     read_of_next += each;
 }
 
@@ -116,10 +125,10 @@ static int all_finished(uint64_t gate, uint64_t since) { return joined(gate) == 
 
 /* Sets a thread's affinity: to one CPU, or to those of the caller without that one. */
 static void place(int thread, int cpu, int there) {
-    place_thread(thread, cpu, there, __atomic_load_n(&team.caller, __ATOMIC_RELAXED));
+    place_thread(thread, cpu, there, LOAD(team.caller));
 }
 
-static int caller_cpu(void) { return __atomic_load_n(&team.cpu, __ATOMIC_RELAXED); }
+static int caller_cpu(void) { return LOAD(team.cpu); }
 static int is_in_its_place(void) { return PLACES_THREADS && this_cpu() == caller_cpu(); }
 
 /* Runs the region's body with the caller, unless it has closed or has enough threads. Returns whether
@@ -128,11 +137,11 @@ static int join(int worker, uint64_t gate) {
     uint64_t number = gate / REGION;
     if (is_in_its_place()) place(0, caller_cpu(), 0), gate = gate_now(); /* before it is waited for */
     do {
-        if (!(gate & OPEN) || gate / REGION != number || (int)joined(gate) >= team.wanted) return 0;
+        if (!(gate & OPEN) || gate / REGION != number || (int)joined(gate) >= LOAD(team.wanted)) return 0;
     } while (!__atomic_compare_exchange_n(&team.gate, &gate, gate + 1, 0, __ATOMIC_SEQ_CST,
                                           __ATOMIC_SEQ_CST));
     __atomic_store_n(&workers[worker].inside, number, __ATOMIC_RELEASE);
-    if (team.body(team.context, team.left)) __atomic_store_n(&team.failed, 1, __ATOMIC_RELAXED);
+    if (team.body(team.context, team.left)) STORE(team.failed, 1);
     int in_its_place = is_in_its_place();
     __atomic_store_n(&workers[worker].inside, 0, __ATOMIC_RELEASE);
     gate = __atomic_add_fetch(&team.gate, FINISHED, __ATOMIC_SEQ_CST);
@@ -227,16 +236,17 @@ int run_region(region *body, void *context, int64_t count, int threads) {
     if (!own_thread) own_thread = this_thread();
     if (team.workers < wanted) start_workers(wanted);
     team.body = body, team.context = context, team.left = &left;
-    team.wanted = wanted, team.failed = 0;
-    __atomic_store_n(&team.caller, own_thread, __ATOMIC_RELAXED);
-    __atomic_store_n(&team.cpu, this_cpu(), __ATOMIC_RELAXED);
+    STORE(team.wanted, wanted);
+    STORE(team.failed, 0);
+    STORE(team.caller, own_thread);
+    STORE(team.cpu, this_cpu());
     uint64_t number = gate_now() / REGION + 1;
     __atomic_store_n(&team.gate, number * REGION | OPEN, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&team.asleep, __ATOMIC_SEQ_CST)) wake(high_half(), wanted);
     int failed = body(context, &left);
     __atomic_and_fetch(&team.gate, ~OPEN, __ATOMIC_SEQ_CST);
     wait_for_workers(number);
-    failed |= team.failed;
+    failed |= LOAD(team.failed);
     __atomic_store_n(&team.taken, 0, __ATOMIC_RELEASE);
     return failed;
 }
