@@ -21,7 +21,7 @@ FINISHED = re.compile(rb'"finish_reason": ?"')
 #: seconds until a server is ready
 READY_S = 600
 #: and the words that serve an engine
-G4IR = (sys.executable, "-m", "g4ir", "serve", "--trust", "--no-page")
+G4IR = (sys.executable, "-m", "g4ir", "serve", "--trust", "--set", "page=off")
 
 
 @contextmanager

@@ -67,7 +67,7 @@ def test_download(hub: Hub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert command("run", "some/tiny", *RUN).out == want
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    assert command("run", "some/tiny", *RUN, "--download", "--revision", "v1").out == want
+    assert command("run", "some/tiny", *RUN, "--download", "--set", "revision=v1").out == want
     assert len(hub.sent) == len(files)  # another name of the same commit
     assert hub_snapshot("some/tiny", "v1") == hub_snapshot("some/tiny", COMMIT)
 

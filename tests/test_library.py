@@ -203,7 +203,7 @@ def test_verbs_take_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     release()
     assert command("engines", "rm", builds[0].name).out.startswith("freed ")
     for more, drafts in ((["--draft-tokens", "2"], 2), ([], 4)):
-        limited = ("--engines-limit", "1KiB", "--draft", "ngram", *more)
+        limited = ("--set", "engines_limit=1KiB", "--draft", "ngram", *more)
         assert command("run", checkpoint, *FLAGS, "--tokens", "2,5", *limited).code == 0
         release()
         assert [e.options.get("draft_tokens") for e in cached_engines()] == [drafts]

@@ -326,7 +326,7 @@ def test_run_text_with_every_kind(engine: Path, loaded: Engine, files: Path) -> 
     """In the text's own order, and equal to what is made of its ids."""
     text = "<bos>see <audio> 00 <video>, <image> or <image>?"
     media = ("--image", "a.png", "--audio", "d.wav", "--video", "c.mp4", "--image", "b.jpg")
-    got, log = answered(engine, "--prompt", text, *media, "--frames", "2")
+    got, log = answered(engine, "--prompt", text, *media, "--set", "frames=2")
     softs = [
         loaded.encode("image", "a.png"),
         loaded.encode("audio", "d.wav"),
@@ -345,7 +345,7 @@ def test_run_text_with_every_kind(engine: Path, loaded: Engine, files: Path) -> 
 
 def test_run_without_a_tokenizer(bare: Path, files: Path) -> None:
     tokens = load_spec("tiny-unified").tokens
-    words = ("--tokens", f"2,{tokens.video},5", "--video", "c.mp4", "--frames", "2")
+    words = ("--tokens", f"2,{tokens.video},5", "--video", "c.mp4", "--set", "frames=2")
     got, log = answered(bare, *words)
     assert log["notes"] == ["no tokenizer: the frames of videos come without their times"]
     engine = load_engine(bare)

@@ -305,7 +305,7 @@ def test_a_step_that_cannot_be_recorded(engine: Engine, monkeypatch: pytest.Monk
     pretend(monkeypatch, capture)
     in_a_loop(engine, monkeypatch)
     monkeypatch.setattr(engine.runtime, "record", cuda_graph.recorded)
-    with pytest.raises(EngineError, match=r"not permitted.*--no-cuda-graph"):
+    with pytest.raises(EngineError, match=r"not permitted.*--set cuda_graph=off"):
         engine.generate(PROMPTS[0], 4)
 
 

@@ -291,7 +291,7 @@ def test_a_killed_rank_ends_the_others(engine_of_two: Path, tmp_path: Path, kill
 @pytest.mark.full
 def test_a_rank_that_hangs_is_given_up(engine_of_two: Path, tmp_path: Path) -> None:
     said = check_that_all_end(engine_of_two, tmp_path / "out", 1, signal.SIGSTOP)
-    assert "error: rank 0: no answer within 20 s (--rank-timeout) from rank 1 (process" in said
+    assert "error: rank 0: no answer within 20 s (--set rank_timeout) from rank 1 (process" in said
 
 
 @pytest.mark.full
@@ -362,7 +362,10 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     set_launch(monkeypatch, "0", "2")
     assert launched() == RankLaunch(0, 2, 0)
-    with pytest.raises(InputError, match="--rank-timeout 0: expected seconds"), join(timeout_s=0):
+    with (
+        pytest.raises(InputError, match="--set rank_timeout=0: expected seconds"),
+        join(timeout_s=0),
+    ):
         pass
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
     with pytest.raises(MissingError, match="this torch has no gloo, by which ranks talk"), join():

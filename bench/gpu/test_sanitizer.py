@@ -33,4 +33,4 @@ def sanitized(path: Path, tool: str, scale: Scale) -> dict[str, Any]:
     if shutil.which(SANITIZER) is None:
         raise MissingError(f"no {SANITIZER} here: it comes with the CUDA toolkit")
     front = [SANITIZER, "--tool", tool, "--error-exitcode", "9"]
-    return {"ok": bool(g4ir_said([*words, "--no-cuda-graph"], front))}
+    return {"ok": bool(g4ir_said([*words, "--set", "cuda_graph=off"], front))}

@@ -190,7 +190,8 @@ def _with_recipe(config: BuildConfig, opened: Checkpoint | None, sources: Source
     dtype = config.activations
     if dtype != OFF and not quant:
         why = "no weight is quantised, and only products with such weights round what they take"
-        raise InputError(f"--quant-activations {dtype}: {why}; give --quant int8, int4 or fp8 too")
+        fix = "give --quant int8, int4 or fp8 too"
+        raise InputError(f"--set quant_activations={dtype}: {why}; {fix}")
     return replace(config, quant=quant)
 
 

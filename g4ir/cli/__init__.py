@@ -13,14 +13,12 @@ import atexit
 import gc
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from g4ir import __version__
 from g4ir.errors import G4Error, InputError
 from g4ir.parallel.group import TIMEOUT_S, join, launched
 from g4ir.ui import console
-from g4ir.ui.files import read_table
 
 from .parser import Parser
 
@@ -29,14 +27,44 @@ from .parser import Parser
 GARBAGE = 200_000
 #: thresholds that a server takes again: it runs for long, and requests in cycles may hold media
 USUAL = gc.get_threshold()
-TABLE = read_table(Path(__file__).with_name("verbs.yaml"))
-#: verb -> its dataclass, `module.Class`, and help, of which `g4ir --help` prints the first line
-VERBS: Mapping[str, tuple[str, str]] = TABLE["verbs"]
+#: verb -> its dataclass, `module.Class`, and its help
+VERBS: Mapping[str, tuple[str, str]] = {
+    "run": ("run.Run", "text generation from a prompt or a JSONL file"),
+    "chat": ("chat.Chat", "interactive chat"),
+    "serve": ("serve.Serve", "HTTP server of the OpenAI and Anthropic APIs"),
+    "build": ("build.Build", "compile a model into an engine directory"),
+    "plan": ("plan.PlanModels", "memory and speed estimate of a model, or of several"),
+    "presets": ("presets.Presets", "named sets of build options"),
+    "engines": ("engines.Engines", "engines built on first use"),
+    "bench": ("bench.Bench", "latency and throughput benchmark"),
+    "bench-compare": ("bench_compare.Compare", "comparison of two benchmark reports"),
+    "verify": ("verify.Verify", "comparison of an engine's logits with a reference, or on a text"),
+    "score": ("score.ScoreTexts", "log-probabilities of texts"),
+    "export": ("export.Export", "a model as a Hugging Face checkpoint or a GGUF file"),
+    "specs": ("specs.Specs", "shipped variants and spec files"),
+    "show": ("show.Show", "printed IR at any point of the pipeline"),
+    "cost": ("cost.CostOf", "FLOPs, bytes and roofline time of a step"),
+    "kernels": ("kernels.Kernels", "GPU kernels of a step, their settings and bytes"),
+    "inspect": ("inspect.Inspect", "origin of an engine and its trust; facts of a model"),
+    "trust": ("trust.Trust", "trusted engines"),
+}
+EPILOG = """\
+first steps:
+  g4ir build --variant tiny-moe --backend torch --random-weights 0 --max-seq 512
+  g4ir run engines/tiny-moe-torch --tokens 2,5,7,9
+`g4ir VERB --help` describes a verb; README.md and docs/guide.md are the manual.
+Every verb takes --trace, which prints the traceback of an error.
+
+exit codes: 0 ok, 1 a check failed, 2 wrong usage or bad input, 3 the environment
+lacks something, 4 another rank ended or does not answer, 70 a bug in g4ir,
+74 stdout cannot be written, 128 + N ended by signal N (130 interrupted),
+141 the reader of stdout went away"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. `--help` and `--version` raise SystemExit(0)."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run one command; returns its exit code. `--help`, also the default, and `--version` raise
+    SystemExit(0)."""
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     console.tolerant_output()
     gc.set_threshold(GARBAGE)
     atexit.register(gc.freeze)  # else the process looks for garbage once more, 0.3 s with torch
@@ -53,27 +81,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> tuple[Parser, dict[str, Any]]:
-    """Return the parser of a command's verb, and the values of the flags that were given."""
+    """Return the parser of a command's verb, and the values of the flags on the command line."""
     values = vars(all_verbs().parse_args(words))
     parser = values.pop("parser")
     values.pop("trace", None)
-    return parser, {k: v for k, v in values.items() if v is not None and v != []}
+    explicit = {k: v for k, v in values.items() if v is not None and v != []}
+    return parser, parser.flags.parse_settings(explicit)
 
 
 def all_verbs() -> Parser:
     """Return the parser of all verbs."""
-    described = "Compiler and inference engine for Gemma 4 models."
-    parser = Parser(prog="g4ir", description=described, epilog=TABLE["epilog"])
+    text = "Compiler and inference engine for Gemma 4 models."
+    parser = Parser(prog="g4ir", usage="g4ir VERB [OPTIONS] ...", description=text, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"g4ir {__version__}")
-    parsers: dict[str, Parser] = {}
-    inner = {"": parser.add_subparsers(metavar="VERB", required=True)}
-    for name, (verb, text) in VERBS.items():
-        above, _, word = name.rpartition(" ")
-        if above not in inner:
-            below = [v.removeprefix(f"{above} ") for v in VERBS if v.startswith(f"{above} ")]
-            inner[above] = parsers[above].add_subparsers(metavar="|".join(below))
-        first = text.partition("\n")[0]
-        parsers[name] = inner[above].add_parser(word, verb=verb, help=first, description=text)
+    verbs = parser.add_subparsers(metavar="VERB", required=True, prog="g4ir")
+    for name, (verb, help) in VERBS.items():
+        verbs.add_parser(name, verb=verb, help=help, description=help)
     return parser
 
 

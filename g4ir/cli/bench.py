@@ -1,4 +1,4 @@
-"""`g4ir bench` and `g4ir bench-compare`; what they measure with takes seconds to import."""
+"""`g4ir bench`; what it measures with takes seconds to import."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from g4ir.ui.plots import check_plot
 from g4ir.weights.origin import find_model
 
 from .common import FirstUse, Load, emit, strict
-from .verb import Verb, argument, flag, flag_of
+from .verb import ANY_MODEL, Verb, argument, flag, flag_of, setting
 
 if TYPE_CHECKING:
     from g4ir.bench.report import Values
@@ -28,42 +28,36 @@ STDOUT = "-"
 
 
 class Bench(Verb):
-    """Measure engines, and report; or print the table of reports.
+    """Measure engines, and report; or print the table of reports."""
 
-    engines MODEL: {model};
-        or two of the same variant to compare (alternating runs)
-    input_len N: prompt length in tokens (default 512, or what fits)
-    output_len N: generated tokens per sequence, exactly (default 64, or what fits)
-    batch N: batch size (default 1)
-    context N: tokens already in the KV cache of each sequence (default 0)
-    peer NAME: baseline in the same run: transformers as hf (eager, dynamic cache),
-        hf-static (static cache) or hf-compile (and torch.compile); or llama.cpp, which
-        reads a GGUF file (repeat)
-    checkpoint DIR|FILE: checkpoint of the baseline (default: MODEL's)
-    text FILE: text to take prompts from, instead of random tokens
-    seed N: seed of the random tokens (default 0)
-    rounds N: measured rounds (default 5)
-    warmup N: warm-up requests (default 2)
-    json FILE: print the report as JSON (last of the words); with FILE write it as JSON to FILE
-    table: print a Markdown table; with reports A.json .. for MODEL the table of these
-    plot FILE: plot the results, .png or .svg
-    """
-
-    engines: list[str] = argument("*")
+    engines: list[str] = argument(
+        f"{ANY_MODEL}; two of the same variant are compared (alternating runs)", "MODEL", "*"
+    )
     first_use: FirstUse
-    input_len: int | None = None
-    output_len: int | None = None
-    batch: int = 1
-    context: int = 0
-    peer: list[str] = flag(())
-    checkpoint: str | None = None
-    text: str | None = None
-    seed: int = 0
-    rounds: int = 5
-    warmup: int = 2
-    json: str | None = flag(None, nargs="?", const="-")
-    table: bool = False
-    plot: str | None = None
+    input_len: int | None = flag("prompt length in tokens (default 512, or what fits)", None, "N")
+    output_len: int | None = flag("generated tokens per sequence (default 64)", None, "N")
+    batch: int = flag("batch size (default 1)", 1, "N")
+    context: int = flag("tokens already in the KV cache of each sequence (default 0)", 0, "N")
+    peer: list[str] = flag(
+        "baseline in the same run: hf (eager, dynamic cache), hf-static (static cache) or "
+        "hf-compile (torch.compile) of transformers; or llama.cpp, which reads a GGUF file",
+        (),
+        "NAME",
+    )
+    checkpoint: str | None = flag("checkpoint of the baseline (default: MODEL's)", None, "DIR|FILE")
+    text: str | None = flag("take prompts from a text, not random tokens", None, "FILE")
+    rounds: int = flag("measured rounds (default 5)", 5, "N")
+    warmup: int = flag("warm-up requests (default 2)", 2, "N")
+    json: str | None = flag(
+        "print the report as JSON; with FILE write it there (last of the words)",
+        None,
+        "FILE",
+        nargs="?",
+        const="-",
+    )
+    table: bool = flag("print a Markdown table; of reports A.json .. if they are MODEL", False)
+    plot: str | None = flag("plot the results, .png or .svg", None, "FILE")
+    seed: int = setting("seed of the random tokens", 0)
     load: Load
 
     def __post_init__(self) -> None:
@@ -81,7 +75,7 @@ class Bench(Verb):
         from g4ir.bench.text import markdown, read_report
 
         if self.table and self.engines and all(Path(m).suffix == ".json" for m in self.engines):
-            if others := ", ".join(map(flag_of, sorted(self.given - {"engines", "table"}))):
+            if others := ", ".join(map(flag_of, sorted(self.explicit - {"engines", "table"}))):
                 raise InputError(f"{others}: of reports the table alone is printed; leave it out")
             print(markdown([read_report(m) for m in self.engines]))
             return 0
@@ -155,37 +149,3 @@ class Bench(Verb):
             write_file(self.file, [(json.dumps(values, indent=1) + "\n").encode()])
         if self.plot:
             plot_bench(self.plot, {"": report})
-
-
-class Compare(Verb):
-    """Set two reports side by side.
-
-    a A.json: report of the baseline
-    b B.json: report to compare with it
-    all: show every statistic
-    check: exit 1 if a metric differs by more than both spreads
-    plot FILE: plot both reports, .png or .svg
-    """
-
-    json: bool = False
-    a: str = argument()
-    b: str = argument()
-    all: bool = False
-    check: bool = False
-    plot: str | None = None
-
-    def __call__(self) -> int:
-        from g4ir.bench.report import plain
-        from g4ir.bench.text import compare_reports, compare_text, plot_bench, read_report
-
-        if self.plot:
-            check_plot(self.plot)
-        a, b = read_report(self.a), read_report(self.b)
-        result = compare_reports(a, b, self.all)
-        if self.json:
-            emit(plain(result))
-        else:
-            print(compare_text(result))
-        if self.plot:
-            plot_bench(self.plot, {"A": a, "B": b})
-        return 1 if self.check and result["differ"] else 0

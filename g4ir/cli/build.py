@@ -23,47 +23,40 @@ from g4ir.ui.units import size_text
 from g4ir.weights.origin import find_model
 
 from .common import Programs, Source, emit, of_file, output
-from .verb import Verb, argument, flag, flag_of, options
+from .verb import PRESET, Verb, argument, flag, flag_of, options
 from .verify import compared
 
 #: title of --help -> options below it
 GROUPS = {
     "model": "checkpoint mmproj adapter random_weights link_weights",
-    "required": "backend",
-    "device": "device target dtype memory settings ple_placement",
+    "device": "backend device target dtype memory tp ep",
     "limits": "max_batch max_seq prefill_chunk all_logits",
-    "quantisation": "quant calibrate quant_activations kv_dtype latent_kv",
+    "quantisation": "quant calibrate kv_dtype quant_activations",
     "speculative decoding": "drafter draft_tokens",
     "media": "media image_budgets audio_seconds",
-    "several ranks": "tp ep",
-    "passes": "skip",
+    "advanced": "skip latent_kv ple_placement settings",
 }
 
 
 class Build(Verb):
-    """Build an engine, or say what a build would make.
+    """Build an engine, or print what a build would write."""
 
-    model MODEL: a variant, GGUF file, checkpoint directory or Hugging Face id
-    preset NAME: options of a build by name, the backend among them (see `g4ir presets`); flags win:
-        {presets}
-    dump_ir DIR: write the graphs after every pass to DIR
-    out DIR: output directory (default: engines/VARIANT-BACKEND)
-    verify: verify the engine against the reference after the build
-    dry_run: check everything up to compilation, write nothing
-    """
-
-    json: bool = False
-    model: str | None = argument("?", title="model")
-    source: Source = flag(title="model")
+    model: str | None = argument(
+        "variant, GGUF file, checkpoint directory or Hugging Face id", "MODEL", "?", title="model"
+    )
+    source: Source = flag("", title="model")
     options: BuildOptions = options(GROUPS)
-    preset: str | None = flag(None, title="required")
-    dump_ir: str | None = flag(None, title="passes")
-    out: str | None = flag(None, title="output")
-    verify: bool = flag(False, title="output")
-    dry_run: bool = flag(False, title="output")
+    preset: str | None = flag(PRESET, None, "NAME", title="device")
+    dump_ir: str | None = flag("write the graphs after every pass", None, "DIR", title="advanced")
+    out: str | None = flag(
+        "output directory (default: engines/VARIANT-BACKEND)", None, "DIR", title="output"
+    )
+    verify: bool = flag("verify the engine against the reference", False, title="output")
+    dry_run: bool = flag("check everything up to compilation, write nothing", False, title="output")
+    json: bool = flag("print the result as JSON", False, title="output")
 
     def __post_init__(self) -> None:
-        if not self.given & {"backend", "preset"}:
+        if not self.explicit & {"backend", "preset"}:
             raise InputError(
                 "the following arguments are required: --backend (see g4ir build --help)"
             )
@@ -112,7 +105,7 @@ class Build(Verb):
         if not here:
             console.say(f"run it {prepared.backend.location}")
         if self.verify:
-            load = Programs(trust=not written.recorded)
+            load = Programs(trust=not written.recorded, threads=None, rank_timeout=None)
             return compared(str(out), load, self.json, checkpoint=options.checkpoint)
         made = {"engine": str(out), "compile_s": seconds}
         return output(self.json, made, f"{out}\n")
@@ -124,7 +117,7 @@ class Build(Verb):
             return self.source, self.options
         spec = "spec" if Path(model).suffix in SUFFIXES else "checkpoint"
         name = "variant" if model in spec_names() else spec
-        if name in self.given:
+        if name in self.explicit:
             raise InputError(f"give MODEL or {flag_of(name)}, not both")
         if name == "checkpoint":
             return self.source, replace(self.options, checkpoint=find_model(model, "")[1])

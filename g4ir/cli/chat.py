@@ -19,7 +19,7 @@ from g4ir.ui.files import read_table
 
 from . import talking
 from .common import Draft, Load, OnEngine, emit
-from .verb import flag
+from .verb import flag, json_flag
 
 if TYPE_CHECKING:
     from g4ir.generate.conversation import ChatSession, Turn
@@ -34,18 +34,16 @@ _BLOCK = re.compile(rf"\s*(/\w+\s+)?{QUOTES}")
 
 
 class Chat(OnEngine):
-    """Talk with an engine.
+    """Talk with an engine."""
 
-    media FILE: KIND file of the first message (repeat)
-    max_new_tokens N: maximum number of generated tokens per answer (default: what fits)
-    """
-
-    json: bool = False
+    json: bool = json_flag()
+    load: Load
     talk: talking.Talk
-    media: list[tuple[str, str]] = flag((), each=KINDS)
+    media: list[tuple[str, str]] = flag(
+        "KIND file of the first message (repeat)", (), "FILE", each=KINDS, title="media"
+    )
     sampling: talking.Sampling
     draft: Draft
-    load: Load
 
     def __call__(self) -> int:
         if sys.stdin is None:

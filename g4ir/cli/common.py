@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from g4ir.plan.presets import find_preset
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui import console
 
-from .verb import Bytes, Part, Verb, argument, flag, options
+from .verb import ANY_MODEL, PRESET, Bytes, Part, Verb, argument, flag, options, setting
 
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
@@ -27,7 +27,10 @@ DRAFT_TOKENS = 4
 #: threads that a command line may ask for
 MOST_THREADS = 1024
 #: options of an engine that is built on first use
-FIRST_USE = "backend device dtype quant max_batch max_seq random_weights settings"
+FIRST_USE = "backend quant max_batch max_seq random_weights settings"
+FIRST_USE_SETTINGS = (
+    "device dtype kv_dtype latent_kv quant_activations ple_placement prefill_chunk memory"
+)
 V = TypeVar("V", bound="OnEngine")
 
 
@@ -42,6 +45,12 @@ def output(as_json: bool, value: Any, text: str) -> int:
     return 0
 
 
+def print_facts(as_json: bool, values: Mapping[str, Any], width: int = 0) -> int:
+    """Print a line per value, or JSON; returns the exit code 0."""
+    lines = [f"{key.replace('_', ' '):<{width}} {value}\n" for key, value in values.items()]
+    return output(as_json, values, "".join(lines))
+
+
 def strict(value: Any) -> Any:
     """Return JSON values only: null for what is not a finite number."""
     if isinstance(value, dict):
@@ -52,14 +61,10 @@ def strict(value: Any) -> Any:
 
 
 class Source(Part):
-    """A spec by name or file.
+    """A spec by name or file."""
 
-    variant N: name of a shipped variant (see `g4ir specs`)
-    spec F: spec file (YAML)
-    """
-
-    variant: str | None = None
-    spec: str | None = None
+    variant: str | None = flag("shipped variant (see `g4ir specs`)", None, "N")
+    spec: str | None = flag("spec file (YAML)", None, "F")
 
     def load(self) -> Spec | None:
         """Return the spec of --variant or --spec."""
@@ -71,19 +76,11 @@ class Source(Part):
 
 
 class Programs(Part):
-    """How the native code of an engine runs.
+    """How the native code of an engine runs."""
 
-    threads N: number of CPU threads (default: OMP_NUM_THREADS, else the cores of the process's
-        affinity and container CPU quota)
-    trust: run native code of an engine built elsewhere or by another user (see `g4ir
-        inspect ENGINE`; `g4ir trust ENGINE` makes it permanent)
-    rank_timeout S: under torchrun: timeout of a rank that does not respond, in seconds
-        (default {timeout:g})
-    """
-
-    threads: int | None = None
-    trust: bool = False
-    rank_timeout: float | None = None
+    threads: int | None = flag("CPU threads (default: OMP_NUM_THREADS, else the cores)", None, "N")
+    trust: bool = flag("run native code of an engine that was built elsewhere", False)
+    rank_timeout: float | None = setting("timeout of a rank under torchrun, in seconds")
 
     def __post_init__(self) -> None:
         if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
@@ -102,15 +99,10 @@ class Programs(Part):
 
 
 class Load(Programs):
-    """How an engine is loaded to generate.
+    """How an engine is loaded to generate."""
 
-    cuda_graph: disable CUDA graphs
-    huge_pages: copy the weights to huge pages, which a CPU reads faster (not shared with other
-        processes)
-    """
-
-    cuda_graph: bool = flag(True, name="--no-cuda-graph")
-    huge_pages: bool = False
+    cuda_graph: bool = setting("off: launch kernel by kernel", True)
+    huge_pages: bool = setting("copy the weights to huge pages, which a CPU reads faster", False)
 
     def engine(self, path: str | Path, progress: Callable[[str], None], **how: Any) -> Engine:
         how |= {"cuda_graph": self.cuda_graph, "huge_pages": self.huge_pages}
@@ -124,16 +116,11 @@ class Load(Programs):
         return engine
 
 
-class Draft(Part):
-    """Speculative decoding.
+class Draft(Part, title="speculative decoding"):
+    """Speculative decoding."""
 
-    draft SOURCE: speculative decoding, for an engine built with --draft-tokens: ngram (prompt
-        lookup), mtp (its draft model), or none (default)
-    draft_tokens K: maximum draft tokens per step (default: the engine's, 4 on first use; 0: none)
-    """
-
-    draft: str = "none"
-    draft_tokens: int | None = None
+    draft: str = flag("draft tokens: ngram, mtp (draft model) or none (default)", "none", "SOURCE")
+    draft_tokens: int | None = flag("maximum draft tokens per step (0: none)", None, "K")
 
     def __post_init__(self) -> None:
         if self.draft != "none":
@@ -155,22 +142,13 @@ class Draft(Part):
 
 
 class FirstUse(Part, title="build on first use, if MODEL is no engine"):
-    """Options of the engines that are built of models on first use.
+    """Options of the engines that are built of models on first use."""
 
-    preset NAME: options of a build by name, the backend among them (see `g4ir presets`); flags win:
-        {presets}
-    download: download weights that are not in the local Hugging Face cache (default: ask at a
-        terminal)
-    revision REV: branch, tag or commit of a model of the Hugging Face hub (default: main)
-    engines_limit BYTES: size of the cache of such engines, such as 50GiB: those used least recently
-        are removed (default: none is; see `g4ir engines`)
-    """
-
-    preset: str | None = None
-    options: BuildOptions = options(FIRST_USE)
-    download: bool = False
-    revision: str | None = None
-    engines_limit: Bytes | None = None
+    preset: str | None = flag(PRESET, None, "NAME")
+    options: BuildOptions = options(FIRST_USE, FIRST_USE_SETTINGS)
+    download: bool = flag("download missing weights (default: ask at a terminal)", False)
+    revision: str | None = setting("branch, tag or commit of a Hugging Face model")
+    engines_limit: Bytes | None = setting("size of the cache of such engines, such as 50GiB")
 
     def engines(
         self, models: Sequence[str], draft: Draft | None = None, all_logits: bool = False
@@ -186,8 +164,9 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
         if drafts is None and self.preset:
             drafts = find_preset(self.preset).options.get("draft_tokens")
         needed = replace(self.options, all_logits=all_logits, draft_tokens=drafts)
+        build_options = {*f"{FIRST_USE} {FIRST_USE_SETTINGS} preset revision".split()}
         for engine in filter(is_engine, map(Path, models)):
-            refuse_options(engine, self.given & {*FIRST_USE.split(), "preset", "revision"})
+            refuse_options(engine, self.explicit & build_options)
         how: dict[str, Any] = {"revision": self.revision, "download": self._consent()}
         how["settled"] = partial(of_file, preset=self.preset)
         with console.Progress() as progress:
@@ -220,12 +199,9 @@ def of_file(options: BuildOptions, preset: str | None) -> BuildOptions:
 
 
 class OnEngine(Verb):
-    """A verb that runs an engine.
+    """A verb that runs an engine."""
 
-    engine MODEL: {model}
-    """
-
-    engine: str = argument()
+    engine: str = argument(f"{ANY_MODEL}; an engine is built of it on first use", "MODEL")
     first_use: FirstUse
 
     def with_engine(self: V, draft: Draft | None = None, all_logits: bool = False) -> V:

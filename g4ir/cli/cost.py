@@ -15,14 +15,14 @@ from g4ir.model.draft import DRAFT
 from g4ir.model.towers import PARTS, is_tower
 from g4ir.ops.codecs import FORMAT_OF
 from g4ir.plan.cost import Cost, Roof, Step, by_kind, floor, graph_costs, prefill_chunks, total
-from g4ir.plan.gpus import find_gpu
+from g4ir.plan.gpus import find_gpu, gpu_names
 from g4ir.quant.recipe import QuantConfig
 from g4ir.ui.table import aligned
 from g4ir.ui.units import si
 
 from .common import output
 from .graphs import NamedGraph, no_layer
-from .verb import Count, Part, Verb, flag_of
+from .verb import Count, Part, Verb, flag, flag_of, json_flag
 
 #: default chunk size, and default context of a decode step
 TOKENS = 1024
@@ -41,26 +41,22 @@ MEANINGLESS: dict[str, tuple[str, ...]] = {
 
 
 class StepSize(Part):
-    """A step of a model, and a GPU.
+    """A step of a model, and a GPU."""
 
-    batch N: batch size (default 1)
-    context N: tokens in the KV cache after the step, such as 32K
-        (default: decode 1K, prefill the chunk size)
-    prefill_chunk N: prefill chunk (default 1K)
-    gpu NAME: a GPU:
-        {gpus}
-    """
-
-    batch: Count | None = None
-    context: Count | None = None
-    prefill_chunk: Count | None = None
-    gpu: str | None = None
+    batch: Count | None = flag("batch size (default 1)", None, "N")
+    context: Count | None = flag(
+        "tokens in the KV cache after the step, such as 32K (default: decode 1K, prefill a chunk)",
+        None,
+        "N",
+    )
+    prefill_chunk: Count | None = flag("prefill chunk (default 1K)", None, "N")
+    gpu: str | None = flag(f"a GPU: {gpu_names()}", None, "NAME")
 
     def of(self, graph: NamedGraph) -> Step:
         """Return the step that the options describe, within the limits of the model."""
         spec, phase, context, chunk = graph.spec, graph.phase, self.context, self.prefill_chunk
         for name in MEANINGLESS.get(phase, ()):
-            if name in self.given:
+            if name in self.explicit:
                 raise InputError(f"{flag_of(name)} means nothing in phase {phase}")
         longest = spec.text.max_position_embeddings
         single = phase in ("decode", VERIFY, DRAFT)
@@ -80,17 +76,13 @@ class StepSize(Part):
 
 
 class CostOf(Verb):
-    """Print the cost of one step of a graph; for prefill also of the whole prompt.
+    """Print the cost of one step of a graph; for prefill also of the full prompt."""
 
-    layer I: only the nodes of layer I
-    nodes: list every node with a cost
-    """
-
-    json: bool = False
     graph: NamedGraph
-    layer: int | None = None
+    layer: int | None = flag("only the nodes of layer I", None, "I")
     step: StepSize
-    nodes: bool = False
+    nodes: bool = flag("list every node with a cost", False)
+    json: bool = json_flag()
 
     def __call__(self) -> int:
         self.graph.check()

@@ -12,26 +12,25 @@ from g4ir.ui import compiler_cache
 from g4ir.ui.units import size_text
 
 from .common import output
-from .verb import Verb, argument
+from .verb import Verb, argument, flag, json_flag
 
 if TYPE_CHECKING:
     from g4ir.builder.library import CachedEngine
 
 
 class Engines(Verb):
-    """List the engines of the cache, print its folder, or remove some.
+    """List the engines of the cache, print its folder, or remove some."""
 
-    action: list: size, last use and model of each (default); rm: remove; path: print the folder
-    names NAME: engines to remove, as listed
-    all: remove every engine that no process uses
-    cache: remove the compiler cache, alone or too
-    """
-
-    json: bool = False
-    action: Literal["list", "rm", "path"] = argument("?", default="list")
-    names: list[str] = argument("*")
-    all: bool = False
-    cache: bool = False
+    action: Literal["list", "rm", "path"] = argument(
+        "list: size, last use and model of each (default); rm: remove; path: print the folder",
+        None,
+        "?",
+        "list",
+    )
+    names: list[str] = argument("engines to remove, as listed", "NAME", "*")
+    all: bool = flag("remove every engine that no process uses", False)
+    cache: bool = flag("remove the compiler cache, alone or too", False)
+    json: bool = json_flag()
 
     def __call__(self) -> int:
         from g4ir.builder.library import cached_engines, disk_bytes, engines_root

@@ -28,7 +28,7 @@ from g4ir.spec.record import Spec
 
 from .common import Source
 from .models import Model, named_model
-from .verb import Part, argument, flag, flag_of, options
+from .verb import ANY_MODEL, Part, argument, flag, options
 
 #: what the towers of each part are for
 OF_PART = {"vision": "image", "audio": "audio"}
@@ -40,30 +40,23 @@ DRAFTING = {VERIFY: "--draft-tokens K", DRAFT: "--drafter default"}
 
 #: the text model's graphs, and the towers by their part
 PHASES = (*TEXT_GRAPHS, VERIFY, DRAFT, "embed", BLOCKS, *PARTS)
-#: options of a graph that an engine decides
-DECIDED = "all_logits quant quant_activations kv_dtype latent_kv draft_tokens tp ep"
+#: options of a graph, which --set sets; an engine has its own
+GRAPH_SETTINGS = "all_logits kv_dtype quant_activations latent_kv draft_tokens tp ep"
 
 
 class NamedGraph(Part):
-    """A graph: of an engine, or of a model that none is built of.
+    """A graph: of an engine, or of a model that none is built of."""
 
-    engine MODEL: {described}
-    phase: graph of the engine (default decode)
-    after PASS: stop after this pass; `none`: before the first
-    latent_kv FORM: latent KV cache of layers with K=V: off (default) or value
-    tp N: graph of one rank at tensor-parallel size N
-    """
-
-    engine: str | None = argument("?")
+    engine: str | None = argument(ANY_MODEL, "MODEL", "?")
     source: Source
-    options: BuildOptions = options(f"skip {DECIDED}")
-    phase: str = flag("decode", choices=PHASES)
-    after: str | None = None
+    phase: str = flag("graph of the engine (default decode)", "decode", choices=PHASES)
+    after: str | None = flag("stop after this pass; `none`: before the first", None, "PASS")
+    options: BuildOptions = options("skip quant settings", GRAPH_SETTINGS)
 
     def check(self) -> None:
         """Find what is named; InputError for options that an engine has already."""
-        if self.built and self.given & {*DECIDED.split()}:
-            flags = ", ".join(map(flag_of, DECIDED.split()))
+        if self.built and self.explicit & {"quant", *GRAPH_SETTINGS.split()}:
+            flags = "--quant, --set " + ", --set ".join(GRAPH_SETTINGS.split())
             raise InputError(f"an engine has its own spec: leave out {flags}")
 
     @cached_property

@@ -20,7 +20,7 @@ from g4ir.ui.units import count_text, si
 from .common import output
 from .cost import StepSize
 from .graphs import NamedGraph
-from .verb import Verb
+from .verb import Verb, json_flag
 
 #: the GPU whose settings are shown where none is named
 GPU = "h200"
@@ -32,9 +32,9 @@ class Kernels(Verb):
     """Print the kernels of a graph for a GPU and a maximum batch size, and the bytes of weights and
     caches that a step moves: quantised values and scales of quantised weights."""
 
-    json: bool = False
     graph: NamedGraph
     step: StepSize
+    json: bool = json_flag()
 
     def __call__(self) -> int:
         self.graph.check()

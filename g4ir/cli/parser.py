@@ -13,6 +13,8 @@ from g4ir.errors import InputError
 from g4ir.plan.presets import find_preset
 from g4ir.spec.reader import did_you_mean
 
+from .verb import flag_of
+
 if TYPE_CHECKING:
     from .verb import Flags
 
@@ -20,7 +22,13 @@ if TYPE_CHECKING:
 ALIKE = (("--ctx", "--context", "--max-seq"), ("--batch", "--max-batch"))
 #: how argparse words what it does not know
 _NO_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
+#: columns of --help
+WIDTH = 100
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)")
+
+
+def help_formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=WIDTH)
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,14 +37,11 @@ class Parser(argparse.ArgumentParser):
     That of a verb, `module.Class` of this folder, imports it and adds its flags when it parses."""
 
     def __init__(self, verb: str | None = None, **kwargs: Any) -> None:
-        form = {"allow_abbrev": False, "formatter_class": argparse.RawTextHelpFormatter}
-        super().__init__(**{**form, **kwargs})
+        super().__init__(allow_abbrev=False, formatter_class=help_formatter, **kwargs)
         self._verb = verb
+        # of every verb, so that only `g4ir --help` describes it
         self.add_argument(
-            "--trace",
-            action="store_true",
-            default=argparse.SUPPRESS,
-            help="print the traceback of an error",
+            "--trace", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
 
     @cached_property
@@ -46,23 +51,55 @@ class Parser(argparse.ArgumentParser):
         flags: Flags = getattr(import_module(f".{module}", __package__), name).flags(self)
         return flags
 
+    def format_usage(self) -> str:
+        return f"usage: {self._usage_line()}\n"
+
+    def format_help(self) -> str:
+        self.usage = self._usage_line()
+        return super().format_help()
+
+    def _usage_line(self) -> str:
+        """Return the positional arguments alone: the flags are listed below."""
+        words = ["g4ir VERB ..."] if self._verb is None else [self.prog, "[OPTIONS]"]
+        for a in self._actions if self._verb else ():
+            if not a.option_strings:
+                name = a.metavar or a.dest.upper()
+                words.append({"?": f"[{name}]", "*": f"[{name} ...]"}.get(str(a.nargs), f"{name}"))
+        return " ".join(words)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as the base class does, but leave nothing unknown to the parser above, which does
         not know the options of this one. The namespace has what was given, and `parser`, that of
         the verb."""
         if self._verb:
             _ = self.flags
-        found, rest = super().parse_known_args(args, namespace)
+        values, rest = super().parse_known_args(args, namespace)
+        if self._verb:
+            rest = self._take_late(values, rest)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
-        if "parser" not in found:
-            found.parser = self
-        return found, rest
+        if "parser" not in values:
+            values.parser = self
+        return values, rest
+
+    def _take_late(self, values: argparse.Namespace, words: list[str]) -> list[str]:
+        """Return the words that are no optional positional arguments: argparse knows those only
+        before the first flag after a required one."""
+        for action in self._actions:
+            if action.option_strings or any(word.startswith("-") for word in words):
+                continue
+            if action.nargs == "?" and words and getattr(values, action.dest) == action.default:
+                setattr(values, action.dest, self._get_value(action, words[0]))
+                words = words[1:]
+            elif action.nargs == "*" and words:
+                setattr(values, action.dest, [*getattr(values, action.dest), *words])
+                words = []
+        return words
 
     def run(self, values: Mapping[str, Any]) -> int:
         """Run the verb with the values that were given."""
         try:
-            return self.flags.made(values)()
+            return self.flags.make(values)()
         except InputError as e:
             raise self._reworded(e, values) from None
 
@@ -77,6 +114,8 @@ class Parser(argparse.ArgumentParser):
             alike = next((names for names in ALIKE if option[1] in names), ())
             if known := [flag for flag in alike if flag in self._option_string_actions]:
                 return f"; did you mean {known[0]}?"
+            if (name := option[1].strip("-").replace("-", "_")) in self.flags.settings:
+                return f"; give --set {name}=VALUE"
             return did_you_mean(option[1], re.findall(r"--[\w-]+", self.format_help()))
         return ""
 
@@ -84,14 +123,18 @@ class Parser(argparse.ArgumentParser):
         """Return an error about a field, such as `top_p 2.0: ...`, under the name of its flag, and
         with those of the options it is about that are the preset's."""
         for name, flag in self.flags.names.items():
-            value = values.get(name)
-            if str(e).startswith((f"{name} {value}: ", f"{name} {value!r}: ")):
-                e = InputError(flag + str(e).removeprefix(name))
+            value, text = values.get(name), str(e)
+            if text.startswith((f"{name} {value}: ", f"{name} {value!r}: ")):
+                e = InputError(flag + text.removeprefix(name))
+            elif name in self.flags.settings and (name in values or name not in self.flags.options):
+                text = re.sub(rf"(?<![\w`-]){flag_of(name)}(?![\w-])", flag, text)
+                with_value = rf"{flag} {re.escape(str(value))}(?![\w.'-])"
+                e = InputError(re.sub(with_value, f"{flag}={value}", text))
         return self._of_preset(e, values) if values.get("preset") else e
 
     def _of_preset(self, e: InputError, values: Mapping[str, Any]) -> InputError:
         preset, words = find_preset(values["preset"]), re.findall(r"[\w-]+", str(e))
-        own = {self.flags.name(k): v for k, v in preset.options.items() if k not in values}
+        own = {flag_of(k): v for k, v in preset.options.items() if k not in values}
         named = [f for f in own if f in words] or [f for f, v in own.items() if v in words]
         sets = f"--preset {preset.name} sets {', '.join(f'{f} {own[f]}' for f in named)}"
         return InputError(f"{e}; {sets}: give another, or no preset") if named else e

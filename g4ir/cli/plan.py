@@ -10,7 +10,7 @@ from typing import Any
 from g4ir.backends import find_backend
 from g4ir.errors import InputError
 from g4ir.plan.count import counts
-from g4ir.plan.gpus import GPUS, Gpu, find_gpu
+from g4ir.plan.gpus import GPUS, Gpu, find_gpu, gpu_names
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.plan import cache_lines, make_plan, plan_engine
 from g4ir.plan.presets import find_preset
@@ -21,7 +21,7 @@ from g4ir.ui.plots import check_plot, plot_caches
 
 from .common import Source, output
 from .models import Model, named_model, without_quant
-from .verb import Counts, Verb, argument, flag_of, options
+from .verb import ANY_MODEL, PRESET, Counts, Verb, argument, flag, flag_of, json_flag, options
 
 ALL = "all"
 #: bytes below which a size lacks its unit
@@ -29,36 +29,32 @@ LEAST = 1 << 20
 
 
 class PlanModels(Verb):
-    """Print what variants need.
+    """Print what variants need."""
 
-    models MODEL: {described};
-        several are compared (default: all variants with published weights)
-    preset NAME: options of a build by name, the backend among them (see `g4ir presets`); flags win:
-        {presets}
-    ctx N,..: context lengths, such as 4K,32K (default: up
-        to the model's limit)
-    batch N,..: batch sizes, such as 1,8 (default 1; of an engine: its limit)
-    gpu G,..: all, sizes such as 24GiB (with --device cpu: of the RAM), or a GPU:
-        {gpus}
-    device D: device of the engine: cuda (default with --gpu), or cpu, whose memory is the RAM
-        (default: as of `g4ir build`)
-    media KINDS: include the towers: all, or some of image,video,audio
-    tp N: number of cards that share the model: memory of each
-    plot FILE: plot KV cache size over context length, PNG or SVG
-    """
-
-    json: bool = False
-    models: list[str] = argument("*")
-    source: Source
-    preset: str | None = None
-    ctx: Counts | None = None
-    batch: Counts | None = None
-    gpu: str | None = None
-    options: BuildOptions = options(
-        "backend device dtype quant kv_dtype prefill_chunk drafter draft_tokens latent_kv "
-        "ple_placement media tp ep settings skip all_logits"
+    models: list[str] = argument(
+        f"{ANY_MODEL}; several are compared (default: all variants with published weights)",
+        "MODEL",
+        "*",
     )
-    plot: str | None = None
+    source: Source
+    ctx: Counts | None = flag("context lengths, such as 4K,32K (default: several)", None, "N,..")
+    batch: Counts | None = flag("batch sizes, such as 1,8 (default 1)", None, "N,..")
+    gpu: str | None = flag(
+        f"all, sizes such as 24GiB (with --device cpu: of the RAM), or a GPU: {gpu_names()}",
+        None,
+        "G,..",
+    )
+    preset: str | None = flag(PRESET, None, "NAME")
+    options: BuildOptions = options(
+        "backend device dtype quant kv_dtype media tp settings",
+        "drafter draft_tokens prefill_chunk latent_kv quant_activations ple_placement ep skip "
+        "all_logits",
+        device="cuda (default with --gpu), or cpu, whose memory is the RAM",
+        media="include the towers: all, or some of image,video,audio",
+        tp="number of cards that share the model: memory of each",
+    )
+    plot: str | None = flag("plot KV cache size over context length, .png or .svg", None, "FILE")
+    json: bool = json_flag()
 
     def __call__(self) -> int:
         models, gpus = self._models(), _gpus(self.gpu)
@@ -96,7 +92,7 @@ class PlanModels(Verb):
         """Make the plan of a model; of several, each at the contexts that it has."""
         ctx, batch, longest = self.ctx, self.batch, model.spec.text.max_position_embeddings
         if model.engine:
-            if given := sorted(self.given & {"preset", *(f.name for f in fields(BuildOptions))}):
+            if given := sorted(self.explicit & {"preset", *(f.name for f in fields(BuildOptions))}):
                 flags, path = ", ".join(map(flag_of, given)), model.engine.path
                 what = f"{path} is an engine, and has its own settings"
                 raise InputError(f"{what}: leave out {flags}")
@@ -105,7 +101,7 @@ class PlanModels(Verb):
             return plan_engine(built, backend, ctx=ctx, batch=batch, memory=gpu)
         if several and ctx:
             ctx = [c for c in ctx if c <= longest] or ctx
-        kinds: Any = self.options.media if "media" in self.given else "none"
+        kinds: Any = self.options.media if "media" in self.explicit else "none"
         kinds = model.origin.kinds(kinds, model.spec) if model.origin else kinds
         options = replace(self.options, media=kinds)
         if self.preset:

@@ -14,17 +14,14 @@ from g4ir.ui.units import count_text, size_text
 from .common import output
 from .models import Model, named_model, without_quant
 from .plan import plan_model
-from .verb import Verb, argument
+from .verb import ANY_MODEL, Verb, argument, json_flag
 
 
 class Presets(Verb):
-    """List the presets, with MODEL the memory that it needs with each.
+    """List the presets, with MODEL the memory that it needs with each."""
 
-    model MODEL: memory that it needs with each: {described}
-    """
-
-    json: bool = False
-    model: str | None = argument("?")
+    model: str | None = argument(f"memory that it needs with each: {ANY_MODEL}", "MODEL", "?")
+    json: bool = json_flag()
 
     def __call__(self) -> int:
         rows = [asdict(p) for p in PRESETS.values()]

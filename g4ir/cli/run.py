@@ -14,7 +14,7 @@ from g4ir.ui import console
 
 from .common import Draft, Load, OnEngine, emit
 from .talking import Sampling, Screen, Talk, answer_summary, begun, chat_summary
-from .verb import Text, TokenIds, flag, flag_of
+from .verb import Text, TokenIds, argument, flag, flag_of, json_flag, setting
 
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
@@ -25,55 +25,57 @@ SETTING_KINDS = {setting: kind for kind, names in MEDIA_SETTINGS.items() for set
 
 
 class Run(OnEngine):
-    """Answer a prompt, or the lines of a file.
+    """Answer a prompt, or the lines of a file."""
 
-    prompt TEXT: the prompt
-    tokens 2,5,7: the prompt as token ids
-    input_jsonl FILE: batch of requests, one JSON object per line (`-`: stdin): prompt or tokens;
-        optional: id, bos, max_new_tokens, temperature, top_k, top_p, min_p, seed,
-        presence_penalty, frequency_penalty, repetition_penalty, logit_bias, min_tokens,
-        logprobs, stop, images, videos, audio (lists of paths), image_budget, frames, fps,
-        audio_too_long. Batched up to the engine's --max-batch; answers keep the order of the
-        lines. An invalid request returns {{"id": ..., "line": ..., "error": ...}}, and the exit
-        code is 1
-    chat: apply the checkpoint's chat template to the prompt, as a user message
-    media FILE: KIND file, inserted at <KIND> in the prompt, or before it; with --chat
-        part of the message (repeat)
-    image_budget N: maximum soft tokens per image, one of the engine's --image-budget values
-    frames N: number of video frames to sample (default 32, or all of fewer)
-    fps F: video frames to sample per second; at most --frames if that is given
-    audio_too_long: audio above the model's limit (30 s) or the engine's --audio-seconds: truncate
-        it with a warning (default), or refuse it
-    max_new_tokens N: maximum number of generated tokens (default 64, or what fits;
-        with --chat what fits)
-    bos: do not prepend <bos> to a raw prompt
-    stop IDS: additional stop token ids, such as 1,106
-    """
-
-    json: bool = False
-    prompt: Text | None = flag(None, one_of=True)
-    tokens: TokenIds | None = flag(None, one_of=True)
-    input_jsonl: str | None = flag(None, one_of=True)
-    chat: bool = False
-    talk: Talk
-    media: list[tuple[str, str]] = flag((), each=KINDS)
-    image_budget: int | None = None
-    frames: int | None = None
-    fps: float | None = None
-    audio_too_long: Literal["cut", "refuse"] | None = None
-    sampling: Sampling
-    bos: bool | None = flag(None, name="--no-bos")
-    stop: TokenIds | None = None
-    draft: Draft
+    text: Text | None = argument("the prompt", "TEXT", "?")
+    prompt: Text | None = flag("the prompt", None, "TEXT", short=("-p",))
+    tokens: TokenIds | None = flag("the prompt as token ids", None, "2,5,7")
+    input_jsonl: str | None = flag(
+        "requests, one JSON object per line (`-`: stdin): prompt or tokens, and options such as "
+        "max_new_tokens, temperature, stop, images (docs/guide.md); answers keep their order",
+        None,
+        "FILE",
+    )
+    stop: TokenIds | None = flag("additional stop token ids, such as 1,106", None, "IDS")
+    json: bool = json_flag()
     load: Load
+    chat: bool = flag("apply the chat template to the prompt", False, title="conversation")
+    talk: Talk
+    media: list[tuple[str, str]] = flag(
+        "KIND file, at <KIND> in the prompt or before it (repeat)",
+        (),
+        "FILE",
+        each=KINDS,
+        title="media",
+    )
+    image_budget: int | None = setting("maximum soft tokens per image")
+    frames: int | None = setting("number of video frames to sample")
+    fps: float | None = setting("video frames to sample per second")
+    audio_too_long: Literal["cut", "refuse"] | None = setting("what becomes of longer audio")
+    bos: bool | None = setting("off: no <bos> before a raw prompt")
+    sampling: Sampling
+    draft: Draft
 
     def __post_init__(self) -> None:
+        if self.text is not None and self.prompt is not None:
+            raise InputError("give TEXT or --prompt, not both")
+        if self.text is not None:
+            object.__setattr__(self, "prompt", self.text)
+        sources = {"--prompt": self.prompt, "--tokens": self.tokens}
+        sources["--input-jsonl"] = self.input_jsonl
+        names = [name for name, value in sources.items() if value is not None]
+        if not names:
+            what = f"one of the arguments TEXT {' '.join(sources)} is required"
+            raise InputError(f"{what} (see g4ir run --help)")
+        if len(names) > 1:
+            what = f"argument {names[1]}: not allowed with argument {names[0]}"
+            raise InputError(f"{what} (see g4ir run --help)")
         if self.bos is not None and (self.chat or self.tokens is not None):
-            raise InputError("--no-bos is for raw text: leave it out with --chat and --tokens")
+            raise InputError("--set bos is for raw text: leave it out with --chat and --tokens")
         if self.chat and self.prompt is None:
             raise InputError("--chat is for --prompt: tokens and JSON lines are taken as they are")
         talk = ("system", "tools", "think", "think_budget")
-        if not self.chat and (given := [name for name in talk if name in self.given]):
+        if not self.chat and (given := [name for name in talk if name in self.explicit]):
             raise InputError(f"{flag_of(given[0])} is for --chat, which is not given")
         self._check_media()
 
@@ -84,9 +86,9 @@ class Run(OnEngine):
                 f"--{min(kinds)}: with --input-jsonl each request names its own files, "
                 f'such as {{"prompt": "...", "images": ["a.png"]}}'
             )
-        for setting, kind in SETTING_KINDS.items():
-            if setting in self.given and not self.input_jsonl and kind not in kinds:
-                raise InputError(f"{flag_of(setting)} is for --{kind}, which is not given")
+        for name, kind in SETTING_KINDS.items():
+            if name in self.explicit and not self.input_jsonl and kind not in kinds:
+                raise InputError(f"{flag_of(name)} is for --{kind}, which is not given")
         for kind, path in self.media:
             try:
                 check_file(kind, path)

@@ -15,7 +15,7 @@ from g4ir.ui import console
 from g4ir.ui.table import aligned
 
 from .common import OnEngine, Programs, emit
-from .verb import Count, flag
+from .verb import Count, flag, json_flag
 
 if TYPE_CHECKING:
     from g4ir.check.documents import Window
@@ -34,18 +34,18 @@ COLUMNS = (
 
 
 class ScoreTexts(OnEngine):
-    """Print the log-probabilities of given texts.
+    """Print the log-probabilities of given texts."""
 
-    text FILE: UTF-8 text, one document (repeat)
-    jsonl FILE: documents, one JSON object per line: text, or tokens (ids); optional: id, bos
-        (false: no <bos> before a text), labels (one per token; -100: not scored)
-    tokens N: maximum number of tokens, such as 4K (default: all)
-    """
-
-    json: bool = False
-    text: list[str] = flag((), one_of=True)
-    jsonl: str | None = flag(None, one_of=True)
-    tokens: Count | None = None
+    text: list[str] = flag("UTF-8 text, one document", (), "FILE", one_of=True)
+    jsonl: str | None = flag(
+        "documents, one JSON object per line: text, or tokens (ids); optional: id, bos (false: no "
+        "<bos> before a text), labels (one per token; -100: not scored)",
+        None,
+        "FILE",
+        one_of=True,
+    )
+    tokens: Count | None = flag("maximum number of tokens, such as 4K (default: all)", None, "N")
+    json: bool = json_flag()
     load: Programs
 
     def __call__(self) -> int:

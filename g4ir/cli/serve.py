@@ -14,7 +14,7 @@ from g4ir.ui import console
 
 from . import USUAL
 from .common import Draft, Load, OnEngine
-from .verb import flag
+from .verb import flag, setting
 
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
@@ -22,54 +22,54 @@ if TYPE_CHECKING:
     from g4ir.serve.server import Address
 
 
+HTTP, ACCESS, SCHEDULER = "HTTP", "access", "scheduler"
+
+
 class Serve(OnEngine):
-    """Answer HTTP requests until a signal.
+    """Answer HTTP requests until a signal."""
 
-    host NAME: bind address (default 127.0.0.1)
-    port N: port (default 8000; 0: any free port)
-    api_key_file FILE: file of accepted API keys, one per line
-    served_name NAME: model name in the API; all names are the same model (default: the name of the
-        engine's directory) (repeat)
-    allow_host NAME: additional Host header to accept on a loopback address (repeat)
-    allow_origin URL: origin whose web pages may call the API, such as https://chat.example; *: any
-        (repeat)
-    root_path PATH: URL prefix under which a proxy serves this server, such as /llm
-    tls_cert FILE: TLS certificate chain (PEM); needs --tls-key
-    tls_key FILE: private key of the TLS certificate (PEM)
-    log_requests: log a line per request: id, sizes, times, end; no texts
-    queue N: maximum number of waiting requests (default 64)
-    chunk_tokens N: prefill tokens between two decode steps (default: the engine's --prefill-chunk);
-        fewer: lower inter-token latency, higher time to first token
-    max_gap MS: bound in milliseconds on the time between two tokens of a running answer while
-        prompts are read, by shorter chunks (default 100; inf: none)
-    prefix_memory BYTES: size of the prefix cache, such as 4GiB; 0: none (default: a quarter of the
-        free memory, at most 8 GiB, and at least four prompts of 8192 tokens)
-    max_body MIB: maximum size of a request body in MiB (default 32)
-    media_dir DIR: directory that file:// media URLs may read
-    drain S: shutdown grace period for running requests in seconds (default 60)
-    no_page: disable the web page at /
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key_file: str | None = None
-    served_name: list[str] = flag(())
-    allow_host: list[str] = flag(())
-    allow_origin: list[str] = flag(())
-    root_path: str = ""
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    log_requests: bool = False
-    queue: int = 64
-    chunk_tokens: int | None = None
-    max_gap: float = 100.0
-    prefix_memory: str | None = None
-    max_body: int = 32
-    media_dir: str | None = None
-    drain: float = 60.0
-    no_page: bool = False
-    draft: Draft
+    host: str = flag("bind address (default 127.0.0.1)", "127.0.0.1", "NAME", title=HTTP)
+    port: int = flag("port (default 8000; 0: any free port)", 8000, "N", title=HTTP)
+    served_name: list[str] = flag(
+        "model name in the API (default: the name of MODEL)", (), "NAME", title=HTTP
+    )
+    root_path: str = flag("URL prefix under a proxy, such as /llm", "", "PATH", title=HTTP)
+    media_dir: str | None = flag(
+        "directory that file:// media URLs may read", None, "DIR", title=HTTP
+    )
+    log_requests: bool = flag("log a line per request, without texts", False, title=HTTP)
+    api_key_file: str | None = flag(
+        "file of accepted API keys, one per line", None, "FILE", title=ACCESS
+    )
+    allow_host: list[str] = flag(
+        "additional Host header to accept on a loopback address", (), "NAME", title=ACCESS
+    )
+    allow_origin: list[str] = flag(
+        "origin whose web pages may call the API; *: any", (), "URL", title=ACCESS
+    )
+    tls_cert: str | None = flag("TLS certificate chain (PEM)", None, "FILE", title=ACCESS)
+    tls_key: str | None = flag("private key of the certificate (PEM)", None, "FILE", title=ACCESS)
+    queue: int = flag("maximum number of waiting requests (default 64)", 64, "N", title=SCHEDULER)
+    max_gap: float = flag(
+        "bound on the time between two tokens of an answer while prompts are read (default 100; "
+        "inf: none)",
+        100.0,
+        "MS",
+        title=SCHEDULER,
+    )
+    prefix_memory: str | None = flag(
+        "size of the prefix cache, such as 4GiB; 0: none (default: a quarter of the free memory, "
+        "at most 8 GiB)",
+        None,
+        "BYTES",
+        title=SCHEDULER,
+    )
+    chunk_tokens: int | None = setting("prefill tokens between two decode steps")
+    max_body: int = setting("maximum size of a request body in MiB", 32)
+    drain: float = setting("shutdown grace period for running requests in seconds", 60.0)
+    page: bool = setting("off: no web page at /", True)
     load: Load
+    draft: Draft
 
     def __call__(self) -> int:
         app, address = self._server()
@@ -132,7 +132,7 @@ class Serve(OnEngine):
             AsyncEngineConfig(waiting=self.queue),
             scheduler,
             MediaFolder.named(self.media_dir, most),
-            page=not self.no_page,
+            page=self.page,
             aliases=(*aliases,),
             origins=_origins(self.allow_origin),
             root_path=_root_path(self.root_path),

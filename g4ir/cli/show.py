@@ -15,7 +15,7 @@ from g4ir.ui.table import aligned
 
 from .common import output
 from .graphs import NamedGraph, no_layer
-from .verb import Verb, flag_of
+from .verb import Verb, flag, flag_of, json_flag
 
 NOTE = """\
 kind: the part of the model; `by name`: that of the first result's name
@@ -25,23 +25,17 @@ units of a sum
 
 
 class Show(Verb):
-    """Print a graph, or what is asked of it.
+    """Print a graph, what a pass does to it, or the ops."""
 
-    layer I: only the nodes of layer I
-    why PASS: explain why a pass did or did not match
-    diff: with --after PASS: diff of the graph before and after it
-    ops: list the ops of the IR: kind, tolerance, definition
-    """
-
-    json: bool = False
     graph: NamedGraph
-    layer: int | None = None
-    why: str | None = None
-    diff: bool = False
-    ops: bool = False
+    layer: int | None = flag("only the nodes of layer I", None, "I")
+    why: str | None = flag("explain why a pass did or did not match", None, "PASS")
+    diff: bool = flag("with --after PASS: diff of the graph before and after it", False)
+    ops: bool = flag("list the ops of the IR: kind, tolerance, definition", False)
+    json: bool = json_flag()
 
     def __post_init__(self) -> None:
-        if self.ops and (others := sorted(self.given - {"ops", "json"})):
+        if self.ops and (others := sorted(self.explicit - {"ops", "json"})):
             flags = ["the engine" if n == "engine" else flag_of(n) for n in others]
             what = f"leave out {', '.join(flags)}"
             raise InputError(f"--ops shows the ops of every graph: {what}")

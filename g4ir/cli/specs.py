@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from g4ir.errors import InputError
 from g4ir.plan.count import counts
 from g4ir.spec.parts import slug
 from g4ir.spec.record import (
@@ -23,19 +25,89 @@ from g4ir.ui.table import aligned
 
 from .common import emit, output
 from .models import any_spec
-from .verb import Verb, argument
+from .verb import Verb, argument, flag, json_flag
 
 
-class ListSpecs(Verb):
-    """List the shipped variants."""
+class Specs(Verb):
+    """List, print, check or convert specs."""
 
-    json: bool = False
+    action: Literal["list", "show", "validate", "from-hf", "to-hf", "diff", "schema"] = argument(
+        "list the shipped variants (default); show NAME: print YAML; validate FILE: check a spec "
+        "file; from-hf CHECKPOINT: print its spec; to-hf NAME: print a config.json; diff A B: "
+        "exit 1 if they differ; schema: JSON Schema of spec files",
+        "ACTION",
+        "?",
+        "list",
+    )
+    sources: list[str] = argument("shipped variant, spec file or checkpoint", "NAME", "*")
+    name: str | None = flag("with from-hf: name of the spec (default: the directory's)")
+    json: bool = json_flag()
+
+    def __post_init__(self) -> None:
+        operands = OPERANDS[self.action]
+        if len(self.sources) < len(operands):
+            missing = ", ".join(operands[len(self.sources) :])
+            what = f"the following arguments are required: {missing}"
+            raise InputError(f"{what} (see g4ir specs --help)")
+        if extra := self.sources[len(operands) :]:
+            what = f"unrecognized arguments: {' '.join(extra)}"
+            raise InputError(f"{what} (see g4ir specs --help)")
+        if self.name is not None and self.action != "from-hf":
+            raise InputError("--name is for `g4ir specs from-hf`: leave it out")
 
     def __call__(self) -> int:
+        action: Callable[..., int] = getattr(self, f"_{self.action.replace('-', '_')}")
+        return action(*self.sources)
+
+    def _list(self) -> int:
         rows = [_spec_row(name) for name in spec_names()]
         keys = [k for k in rows[0] if k != "file"]
         table = [keys, *([_cell(row[k]) for k in keys] for row in rows)]
         return output(self.json, rows, aligned(table, indent=0, left=len(keys)))
+
+    def _show(self, name: str) -> int:
+        spec = load_spec(name)
+        return output(self.json, spec.to_dict(), spec.to_yaml())
+
+    def _validate(self, file: str) -> int:
+        console.spec_warnings()
+        spec = load_spec(Path(file))
+        size, layers = counts(spec).text, spec.text.num_hidden_layers
+        facts = {"name": spec.name, "digest": spec.digest(), "text_parameters": size}
+        text = f"{file}: ok: {spec.name}, {layers} layers, {size:,} text parameters\n"
+        return output(self.json, facts, text)
+
+    def _from_hf(self, source: str) -> int:
+        console.spec_warnings()
+        spec = any_spec(source)
+        spec = replace(spec, name=slug(self.name)) if self.name else spec
+        return output(self.json, spec.to_dict(), spec.to_yaml())
+
+    def _to_hf(self, name: str) -> int:
+        emit(load_spec(name).to_hf(), indent=2)
+        return 0
+
+    def _diff(self, a: str, b: str) -> int:
+        rows = diff_specs(any_spec(a), any_spec(b))
+        text = "".join(f"{key}: {json.dumps(x)} -> {json.dumps(y)}\n" for key, x, y in rows)
+        output(self.json, [{"key": key, "a": x, "b": y} for key, x, y in rows], text)
+        return 1 if rows else 0
+
+    def _schema(self) -> int:
+        emit(json_schema(), indent=2)
+        return 0
+
+
+#: action -> metavars of its arguments
+OPERANDS: dict[str, tuple[str, ...]] = {
+    "list": (),
+    "show": ("VARIANT",),
+    "validate": ("FILE",),
+    "from-hf": ("CHECKPOINT",),
+    "to-hf": ("VARIANT",),
+    "diff": ("A", "B"),
+    "schema": (),
+}
 
 
 def _spec_row(name: str) -> dict[str, Any]:
@@ -59,92 +131,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, int) and value >= 1_000_000:
         return f"{value / 1e9:.3f}B" if value >= 1_000_000_000 else f"{value / 1e6:.1f}M"
     return "-" if value is None else str(value)
-
-
-class ShowSpec(Verb):
-    """Print a spec.
-
-    name VARIANT: a shipped variant, or the path of a YAML file
-    """
-
-    json: bool = False
-    name: str = argument()
-
-    def __call__(self) -> int:
-        spec = load_spec(self.name)
-        return output(self.json, spec.to_dict(), spec.to_yaml())
-
-
-class Validate(Verb):
-    """Check a spec file.
-
-    file FILE: a spec file (YAML)
-    """
-
-    json: bool = False
-    file: str = argument()
-
-    def __call__(self) -> int:
-        console.spec_warnings()
-        spec = load_spec(Path(self.file))
-        size, layers = counts(spec).text, spec.text.num_hidden_layers
-        found = {"name": spec.name, "digest": spec.digest(), "text_parameters": size}
-        text = f"{self.file}: ok: {spec.name}, {layers} layers, {size:,} text parameters\n"
-        return output(self.json, found, text)
-
-
-class FromHf(Verb):
-    """Print the spec of a checkpoint.
-
-    source CHECKPOINT: a checkpoint directory, config.json, GGUF file or Hugging Face id
-    name: name of the spec (default: the directory's or the file's)
-    """
-
-    json: bool = False
-    source: str = argument()
-    name: str | None = None
-
-    def __call__(self) -> int:
-        console.spec_warnings()
-        spec = any_spec(self.source)
-        spec = replace(spec, name=slug(self.name)) if self.name else spec
-        return output(self.json, spec.to_dict(), spec.to_yaml())
-
-
-class ToHf(Verb):
-    """Print a spec as a config.json.
-
-    name VARIANT: a shipped variant, or the path of a YAML file
-    """
-
-    name: str = argument()
-
-    def __call__(self) -> int:
-        emit(load_spec(self.name).to_hf(), indent=2)
-        return 0
-
-
-class Diff(Verb):
-    """Print the fields that differ; exit 1 if there are any, like diff(1).
-
-    a A: a variant, a YAML file, a checkpoint or config.json
-    b B: the same kinds of source
-    """
-
-    json: bool = False
-    a: str = argument()
-    b: str = argument()
-
-    def __call__(self) -> int:
-        rows = diff_specs(any_spec(self.a), any_spec(self.b))
-        text = "".join(f"{key}: {json.dumps(a)} -> {json.dumps(b)}\n" for key, a, b in rows)
-        output(self.json, [{"key": key, "a": a, "b": b} for key, a, b in rows], text)
-        return 1 if rows else 0
-
-
-class Schema(Verb):
-    """Print the JSON Schema of spec files."""
-
-    def __call__(self) -> int:
-        emit(json_schema(), indent=2)
-        return 0

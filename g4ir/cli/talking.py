@@ -14,7 +14,7 @@ from g4ir.errors import InputError
 from g4ir.ui import console
 
 from .common import Draft
-from .verb import Part, Text
+from .verb import Part, Text, flag
 
 if TYPE_CHECKING:
     from g4ir.chat import Event
@@ -27,19 +27,13 @@ if TYPE_CHECKING:
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-class Talk(Part):
-    """A conversation.
+class Talk(Part, title="conversation"):
+    """A conversation."""
 
-    system TEXT: system prompt
-    tools FILE: JSON file of tool definitions in OpenAI's format
-    think: enable reasoning before the answer
-    think_budget N: with --think: maximum reasoning tokens
-    """
-
-    system: Text | None = None
-    tools: str | None = None
-    think: bool = False
-    think_budget: int | None = None
+    system: Text | None = flag("system prompt", None, "TEXT")
+    tools: str | None = flag("JSON file of tool definitions in OpenAI's format", None, "FILE")
+    think: bool = flag("enable reasoning before the answer", False)
+    think_budget: int | None = flag("with --think: maximum reasoning tokens", None, "N")
 
     def __post_init__(self) -> None:
         if self.think_budget is not None and not self.think:
@@ -48,24 +42,20 @@ class Talk(Part):
             raise InputError(f"--think-budget {self.think_budget}: expected 0 or more tokens")
 
 
-class Sampling(Part):
-    """How tokens are drawn.
+class Sampling(Part, title="sampling"):
+    """How tokens are drawn."""
 
-    temperature T: sampling temperature; 0: greedy
-    top_k K: sample from the K most likely tokens; 0: all
-    top_p P: nucleus sampling: cumulative probability to keep
-    seed N: sampling seed (default: random)
-    """
-
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
+    max_new_tokens: int | None = flag(
+        "maximum generated tokens (default: what fits; raw prompt: 64)", None, "N"
+    )
+    temperature: float | None = flag("sampling temperature; 0: greedy", None, "T")
+    top_k: int | None = flag("sample from the K most likely tokens; 0: all", None, "K")
+    top_p: float | None = flag("nucleus sampling: cumulative probability to keep", None, "P")
+    seed: int | None = flag("sampling seed (default: random)", None, "N")
 
     def settings(self) -> dict[str, Any]:
         """Return the values by name; None: the checkpoint's."""
-        return {k: v for k, v in vars(self).items() if k != "given"}
+        return {k: v for k, v in vars(self).items() if k != "explicit"}
 
 
 @contextmanager

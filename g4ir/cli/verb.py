@@ -1,19 +1,16 @@
-"""Verbs as frozen dataclasses, and the argparse flags that follow from their fields.
+"""Verbs as frozen dataclasses: a field is a flag, with its type, default, metavar and help.
 
-A field is a flag or an `argument`; its type is the parser and its default the default. A `Part`
-as a field holds flags that several verbs share; `options` are fields of BuildOptions.
-Help is a line of the docstring for each field, `name METAVAR: text`; a verb's line replaces that of
-its parts.
+A field of type `Part` holds flags that several verbs share; `options` are fields of BuildOptions.
+A `setting` has no flag of its own: `--set NAME=VALUE` sets it.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
-from inspect import cleandoc
 from itertools import chain
 from types import NoneType
 from typing import (
@@ -28,10 +25,9 @@ from typing import (
 )
 
 from g4ir.errors import InputError
-from g4ir.parallel.group import TIMEOUT_S
-from g4ir.plan.gpus import find_gpu, gpu_names, parse_bytes
+from g4ir.plan.gpus import find_gpu, parse_bytes
 from g4ir.plan.options import BuildOptions
-from g4ir.plan.presets import PRESETS, find_preset
+from g4ir.plan.presets import find_preset
 from g4ir.ui.units import parse_count, parse_counts
 
 if TYPE_CHECKING:
@@ -39,17 +35,9 @@ if TYPE_CHECKING:
 else:
     dataclass_transform = lambda **how: lambda cls: cls  # noqa: E731
 
-#: words in braces of help texts
-WORDS = {
-    "gpus": gpu_names(),
-    "timeout": TIMEOUT_S,
-    "presets": ", ".join(PRESETS),
-    "described": "an engine directory, GGUF file, checkpoint directory, Hugging Face id or variant",
-    "model": "an engine directory; or a GGUF file, checkpoint directory, Hugging Face id or\n"
-    "variant, of which an engine is built on first use",
-}
-_HELP = re.compile(r"^(\w+)(?: (\S+))?: ", re.MULTILINE)
-Help = tuple[str | None, str]
+ANY_MODEL = "engine directory, GGUF file, checkpoint directory, Hugging Face id or variant"
+PRESET = "build options by name, also of the backend; flags win (see `g4ir presets`)"
+SWITCHES = {"on": True, "off": False}
 
 
 def utf8(word: str, flag: str = "") -> str:
@@ -70,7 +58,7 @@ def token_ids(text: str, flag: str) -> list[int]:
     return [int(word) for word in words]
 
 
-# Types of fields whose flag is text: the value, and the function of text and flag that reads it.
+# Types of fields whose flag is text: the value, and its parser, a function of text and flag.
 Text = Annotated[str, utf8]
 Count = Annotated[int, parse_count]
 Counts = Annotated[list[int], parse_counts]
@@ -78,41 +66,52 @@ Bytes = Annotated[int, parse_bytes]
 TokenIds = Annotated[list[int], token_ids]
 
 
-def flag(default: Any = MISSING, **how: Any) -> Any:
-    """Return a field with what its type does not say: another `name` of the flag; the `title` of
-    its group in --help; `one_of`, if it is among the flags of which one must be given; `each` of
-    the names of its flags, with which values come as pairs; and arguments of add_argument."""
-    return field(default=default, metadata=how)
+def flag(help: str, default: Any = None, metavar: str | None = None, /, **kwargs: Any) -> Any:
+    """Return the field of a flag. `kwargs`: another `name`; the `title` of its group in --help;
+    `one_of`, if exactly one of such flags is required; `each` of the names of its flags, whose
+    values are pairs (name, value); and arguments of add_argument."""
+    default = MISSING if kwargs.get("required") else default
+    return field(default=default, metadata={"help": help, "metavar": metavar, **kwargs})
 
 
-def argument(nargs: str | None = None, default: Any = None, **how: Any) -> Any:
+def setting(help: str, default: Any = None, metavar: str | None = None, /) -> Any:
+    """Return a field that `--set NAME=VALUE` sets."""
+    return flag(help, default, metavar, setting=True)
+
+
+def argument(
+    help: str, metavar: str | None, nargs: str | None = None, default: Any = None, **kwargs: Any
+) -> Any:
     """Return the field of a positional argument; `?` and `*` may be left out."""
     default = {None: MISSING, "*": ()}.get(nargs, default)
-    return flag(default, nargs=nargs, positional=True, **how)
+    return flag(help, default, metavar, nargs=nargs, positional=True, **kwargs)
 
 
-def options(names: str | Mapping[str, str]) -> Any:
-    """Return a field with BuildOptions: the names of its flags, by title of --help or without."""
+def json_flag() -> Any:
+    return flag("print the result as JSON", False)
+
+
+def options(names: str | Mapping[str, str], settings: str = "", **help: str) -> Any:
+    """Return a field of BuildOptions: the names of its flags, as a string or by the title of their
+    group; names that `--set` sets; and help of this verb's own."""
     groups = {"": names} if isinstance(names, str) else names
-    return flag(options={title: text.split() for title, text in groups.items()})
+    split = {title: text.split() for title, text in groups.items()}
+    return field(metadata={"options": split, "settings": settings.split(), "option_help": help})
 
 
-#: what a field says that is not an argument of add_argument
-OURS = {"name", "title", "one_of", "each", "positional", "options", "hidden"}
+#: metadata of a field that are no arguments of add_argument
+METADATA = {"name", "short", "title", "one_of", "each", "positional", "setting"}
 
 
 @dataclass_transform(
-    frozen_default=True, kw_only_default=True, field_specifiers=(flag, argument, options)
+    frozen_default=True, kw_only_default=True, field_specifiers=(flag, setting, argument, options)
 )
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Flags that verbs share. A subclass is a frozen dataclass; `title`: of its group in --help.
+    """Flags that verbs share. A subclass is a frozen dataclass; `title`: of its group in --help."""
 
-    json: print the result as JSON
-    """
-
-    #: fields that the command line gives, of the whole verb
-    given: frozenset[str] = flag(frozenset(), hidden=True)
+    #: names of the fields that the command line sets, over all parts of the verb
+    explicit: frozenset[str] = field(default=frozenset(), metadata={"hidden": True})
     title: ClassVar[str | None] = None
 
     def __init_subclass__(cls, title: str | None = None) -> None:
@@ -136,21 +135,11 @@ class Verb(Part):
 def fields_of(cls: type[Part]) -> list[tuple[Any, Any]]:
     """Return the fields of a class and their types."""
     hints = get_type_hints(cls, include_extras=True)
-    return [(f, hints[f.name]) for f in fields(cls) if not f.metadata.get("hidden")]
+    return [(f, hints[f.name]) for f in fields(cls) if "hidden" not in f.metadata]
 
 
 def is_part(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, Part)
-
-
-def helps(cls: type) -> dict[str, Help]:
-    """Return metavar and help of each field from the docstrings of a class and its bases."""
-    found: dict[str, Help] = {}
-    for base in reversed(cls.__mro__):
-        _, *entries = _HELP.split(cleandoc(base.__doc__ or ""))
-        for name, metavar, text in zip(entries[::3], entries[1::3], entries[2::3]):
-            found[name] = metavar, re.sub(r"\n\s+", "\n", text.strip()).format_map(WORDS)
-    return found
 
 
 class Flags:
@@ -162,103 +151,136 @@ class Flags:
         self.names: dict[str, str] = {}
         #: fields of BuildOptions
         self.options: set[str] = set()
+        #: what --set sets -> parser of its text
+        self.settings: dict[str, Callable[[str], Any]] = {}
         self._parser = parser
         self._groups: dict[str | None, Any] = {None: parser}
-        self._add(verb, {}, None)
+        self._add(verb, None)
+        if self.settings:
+            (action,) = (a for a in parser._actions if a.dest == "settings")
+            action.help = f"{', '.join(self.settings)}; {action.help}"
 
     def name(self, field: str) -> str:
         """Return the flag of a field, also of one that this verb does not have."""
         return self.names.get(field, flag_of(field))
 
-    def _add(self, cls: type[Part], help: Mapping[str, Help], title: str | None) -> None:
-        help = {**helps(cls), **help}
-        for f, hint in sorted(fields_of(cls), key=_own_first):
-            below = f.metadata.get("title") or title
+    def _add(self, cls: type[Part], title: str | None) -> None:
+        for f, hint in fields_of(cls):
+            group = f.metadata.get("title") or title
             if is_part(hint):
-                self._add(hint, help, below or hint.title)
+                self._add(hint, group or hint.title)
             elif hint is BuildOptions:
-                for group, names in f.metadata["options"].items():
+                for heading, names in f.metadata["options"].items():
                     for name in names:
-                        self._add_option(self._group(group or title), name, help.get(name))
+                        self._add_option(name, f.metadata["option_help"], heading or group)
+                for name in f.metadata["settings"]:
+                    self._add_option(name, {}, None, setting=True)
             else:
-                self._add_field(f, hint, self._group(below), help.get(f.name, (None, "")))
+                self._add_field(f, hint, group)
 
     def _group(self, title: str | None) -> Any:
         if title not in self._groups:
             self._groups[title] = self._parser.add_argument_group(title)
         return self._groups[title]
 
-    def _add_field(self, f: Any, hint: Any, group: Any, help: Help) -> None:
-        told, name = f.metadata, f.metadata.get("name") or flag_of(f.name)
-        how = {"help": help[1], **_reading(hint, name, f.default)}
-        how |= {k: v for k, v in told.items() if k not in OURS and v is not None}
-        how |= {"metavar": help[0]} if help[0] else {}
-        if "positional" in told:
-            group.add_argument(f.name, **{k: v for k, v in how.items() if k != "action"})
+    def _add_field(self, f: Any, hint: Any, title: str | None) -> None:
+        metadata = f.metadata
+        name = metadata.get("name") or flag_of(f.name)
+        kwargs = _parser_kwargs(hint, name, f.default)
+        if "setting" in metadata:
+            self._add_setting(f.name, _parser_kwargs(hint, f"--set {f.name}", f.default))
             return
-        how |= {"dest": f.name, "default": argparse.SUPPRESS, "required": f.default is MISSING}
-        if "one_of" in told:
+        kwargs |= {k: v for k, v in metadata.items() if k not in METADATA and v is not None}
+        if kwargs.get("action") == "append":
+            kwargs["help"] += " (repeat)"
+        group = self._group(title)
+        if "positional" in metadata:
+            kwargs.pop("action", None)
+            kwargs["help"] = kwargs["help"].removesuffix(" (repeat)")
+            group.add_argument(f.name, **kwargs)
+            return
+        kwargs |= {"dest": f.name, "default": argparse.SUPPRESS, "required": f.default is MISSING}
+        if "one_of" in metadata:
             one_of = self._groups.get("one of") or group.add_mutually_exclusive_group(required=True)
             group = self._groups["one of"] = one_of
-        for kind in told.get("each", ()):
-            how |= {"type": partial(_of_kind, kind), "help": help[1].replace("KIND", kind)}
-            group.add_argument(f"--{kind}", **how)
-        if "each" not in told:
+        for kind in metadata.get("each", ()):
+            text = kwargs["help"].replace("KIND", kind)
+            kind_kwargs = {**kwargs, "type": partial(_pair_with, kind), "help": text}
+            group.add_argument(f"--{kind}", **kind_kwargs)
+        if "each" not in metadata:
             self.names[f.name] = name
-            group.add_argument(name, **how)
+            group.add_argument(*metadata.get("short", ()), name, **kwargs)
 
-    def _add_option(self, group: Any, name: str, help: Help | None) -> None:
-        """Add the flag of a field of BuildOptions."""
+    def _add_option(
+        self, name: str, help: Mapping[str, str], title: str | None, setting: bool = False
+    ) -> None:
+        """Add the flag of a field of BuildOptions, or have --set set it."""
         (f,) = (f for f in fields(BuildOptions) if f.name == name)
-        how = {"dest": name, "help": help[1] if help else f.metadata["help"], **f.metadata["flag"]}
-        how["help"] += " (repeat)" * (how.get("action") == "append")
-        self.names[name] = how.pop("name", flag_of(name))
+        kwargs = {"help": help.get(name, f.metadata["help"]), **f.metadata["flag"]}
         self.options.add(name)
-        group.add_argument(self.names[name], **how, default=argparse.SUPPRESS)
+        if kwargs.pop("setting", setting):
+            self._add_setting(name, kwargs)
+            return
+        kwargs["help"] += " (repeat)" * (kwargs.get("action") == "append")
+        self.names[name] = kwargs.pop("name", flag_of(name))
+        self._group(title).add_argument(
+            self.names[name], dest=name, default=argparse.SUPPRESS, **kwargs
+        )
 
-    def made(self, values: Mapping[str, Any]) -> Verb:
-        """Return the verb of the values that were given."""
-        verb: Verb = self._made(self.verb, {**values, "given": frozenset(values)})
+    def _add_setting(self, name: str, kwargs: Mapping[str, Any]) -> None:
+        self.names[name] = f"--set {name}"
+        self.settings[name] = partial(_parse_setting, self.names[name], kwargs)
+
+    def parse_settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values in which those of --set are fields; those of a backend stay settings."""
+        pairs = _parse_pairs(values.get("settings", ()), "--set")
+        parsed = {k: v for k, v in values.items() if k != "settings"}
+        for name in [*pairs]:
+            if name in self.settings:
+                parsed[name] = self.settings[name](pairs.pop(name))
+            elif name in self.names:
+                raise InputError(f"--set {name}: give {self.names[name]}")
+        return {**parsed, "settings": pairs} if pairs else parsed
+
+    def make(self, values: Mapping[str, Any]) -> Verb:
+        """Return the verb with these values."""
+        verb: Verb = self._make(self.verb, {**values, "explicit": frozenset(values)})
         return verb
 
-    def _made(self, cls: type[Part], values: Mapping[str, Any]) -> Any:
+    def _make(self, cls: type[Part], values: Mapping[str, Any]) -> Any:
         record = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         for f, hint in fields_of(cls):
             if is_part(hint):
-                record[f.name] = self._made(hint, values)
+                record[f.name] = self._make(hint, values)
             elif hint is BuildOptions:
-                record[f.name] = BuildOptions(**dict(self._options(f.metadata["options"], values)))
+                names = chain(*f.metadata["options"].values(), f.metadata["settings"])
+                record[f.name] = BuildOptions(**dict(self._options(names, values)))
         return cls(**record)
 
     def _options(
-        self, groups: Mapping[str, Sequence[str]], values: Mapping[str, Any]
+        self, names: Iterable[str], values: Mapping[str, Any]
     ) -> Iterator[tuple[str, Any]]:
-        """Yield options of a preset and those that were given, which win. Options that are flags of
-        another meaning here, as `run --draft-tokens`, are not the preset's, and another backend has
-        its own targets."""
+        """Yield options of a preset and those of the command line, which win. Options that are
+        flags of another meaning here, as `run --draft-tokens`, are not the preset's, and another
+        backend has its own targets."""
         if values.get("preset"):
             preset = find_preset(values["preset"]).options
-            others = self.names.keys() - self.options
+            skipped = self.names.keys() - self.options
             if values.get("backend", preset["backend"]) != preset["backend"]:
-                others.add("target")
-            yield from ((k, v) for k, v in preset.items() if k not in others)
-        for name in chain(*groups.values()):
+                skipped.add("target")
+            yield from ((k, v) for k, v in preset.items() if k not in skipped)
+        for name in names:
             if name in values:
-                read = _READ.get(name, lambda value, flag: value)
-                yield name, read(values[name], self.names[name])
-
-
-def _own_first(row: tuple[Any, Any]) -> bool:
-    """Sort what has a group of its own in --help, and is not of the verb, behind the others."""
-    return is_part(row[1]) and row[1].title is not None
+                parse = _PARSERS.get(name, lambda value, flag: value)
+                yield name, parse(values[name], self.names[name])
 
 
 def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _reading(hint: Any, flag: str, default: Any) -> dict[str, Any]:
-    """Return what argparse is told of a type."""
+def _parser_kwargs(hint: Any, flag: str, default: Any) -> dict[str, Any]:
+    """Return the arguments of add_argument that follow from a type."""
     if NoneType in get_args(hint):
         (hint,) = (h for h in get_args(hint) if h is not NoneType)
     if get_origin(hint) is Annotated:
@@ -272,14 +294,29 @@ def _reading(hint: Any, flag: str, default: Any) -> dict[str, Any]:
     return {"type": hint} if hint in (int, float) else {}
 
 
-def _of_kind(kind: str, path: str) -> tuple[str, str]:
+def _pair_with(kind: str, path: str) -> tuple[str, str]:
     return kind, path
 
 
-def _settings(given: Sequence[str], flag: str) -> dict[str, str]:
+def _parse_setting(flag: str, kwargs: Mapping[str, Any], text: str) -> Any:
+    """Return the value of a setting, whose flag would have these arguments of add_argument."""
+    if kwargs.get("action") == "append":
+        return text.split(",")
+    expected: Iterable[str] = kwargs.get("choices") or ()
+    if kwargs.get("action"):
+        expected = SWITCHES
+    if expected and text not in expected:
+        raise InputError(f"{flag}={text}: expected one of {', '.join(expected)}")
+    try:
+        return SWITCHES[text] if kwargs.get("action") else kwargs.get("type", str)(text)
+    except ValueError:
+        raise InputError(f"{flag}={text}: expected a number") from None
+
+
+def _parse_pairs(words: Sequence[str], flag: str) -> dict[str, str]:
     """`["name=value", ...]` -> {name: value}"""
     table: dict[str, str] = {}
-    for text in given:
+    for text in words:
         name, sign, value = text.partition("=")
         if not (name and sign and value) or name in table:
             raise InputError(f"{flag} {text}: expected NAME=VALUE, each name once")
@@ -287,7 +324,7 @@ def _settings(given: Sequence[str], flag: str) -> dict[str, str]:
     return table
 
 
-def _numbers(text: str, flag: str, kind: Callable[[str], Any] = int) -> list[Any]:
+def _parse_numbers(text: str, flag: str, kind: Callable[[str], Any] = int) -> list[Any]:
     """`70,280` -> [70, 280]"""
     words = text.split(",")
     for word in words:
@@ -298,12 +335,11 @@ def _numbers(text: str, flag: str, kind: Callable[[str], Any] = int) -> list[Any
     return [kind(word) for word in words]
 
 
-#: fields of BuildOptions whose flag is text -> their value, by the text and the flag
-_READ: dict[str, Callable[[Any, str], Any]] = {
+#: fields of BuildOptions whose flag is text -> parser of the text, with the flag
+_PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "max_seq": parse_count,
     "prefill_chunk": parse_count,
-    "image_budgets": _numbers,
-    "audio_seconds": partial(_numbers, kind=float),
-    "settings": _settings,
+    "image_budgets": _parse_numbers,
+    "audio_seconds": partial(_parse_numbers, kind=float),
     "memory": lambda text, flag: find_gpu(text).memory_bytes if text else None,
 }

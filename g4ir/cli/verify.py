@@ -14,7 +14,7 @@ from g4ir.ui.units import parse_count
 
 from .common import OnEngine, Programs, output
 from .score import Documents, loaded, means, report
-from .verb import flag, token_ids
+from .verb import flag, json_flag, token_ids
 
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
@@ -23,26 +23,25 @@ UNQUANTISED = "the unquantised weights"
 
 
 class Verify(OnEngine):
-    """Compare an engine with a reference, or on texts.
+    """Compare an engine with a reference, or on texts."""
 
-    against WHAT: reference: the interpreter of the same graphs (the default); hf: transformers;
-        with --text another engine directory (default: the unquantised weights)
-    checkpoint DIR: original checkpoint: weights of hf, with --each-pass those before packing, with
-        --text those before quantisation
-    text FILE: measure quality on a text: NLL and perplexity, and KL divergence and share of equal
-        best tokens against --against; needs --all-logits (repeat: one document each)
-    tokens 2,5,7: prompt token ids to compare on (default: drawn from a seed, which says nothing
-        of quality); with --text: maximum number of tokens
-    each_pass: re-run the passes one by one, compare each with the previous and the last with the
-        backend, and name the first node outside its op's tolerance
-    """
-
-    json: bool = False
-    against: str | None = None
-    checkpoint: str | None = None
-    text: list[str] = flag(())
-    tokens: str | None = None
-    each_pass: bool = False
+    against: str | None = flag(
+        "reference: the interpreter of the same graphs (default); hf: transformers; with --text "
+        "another engine directory (default: the unquantised weights)",
+        None,
+        "REFERENCE",
+    )
+    checkpoint: str | None = flag(
+        "original checkpoint: weights of hf, or those before packing or quantisation", None, "DIR"
+    )
+    text: list[str] = flag("perplexity and KL divergence on a text (--all-logits)", (), "FILE")
+    tokens: str | None = flag(
+        "token ids to compare on (default: random); with --text: maximum number of tokens",
+        None,
+        "2,5,7",
+    )
+    each_pass: bool = flag("compare pass by pass; name the first node that diverges", False)
+    json: bool = json_flag()
     load: Programs
 
     def __post_init__(self) -> None:

@@ -42,7 +42,8 @@ RAW = (
     "(`g4ir run --chat` makes them)"
 )
 BOS_ADDED = (
-    "the prompt begins with <bos>, which the tokenizer's files do not add; --no-bos leaves it out"
+    "the prompt begins with <bos>, which the tokenizer's files do not add; "
+    "--set bos=off leaves it out"
 )
 
 #: sampling settings of a request or a flag

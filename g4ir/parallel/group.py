@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
-#: default of --rank-timeout
+#: default of `--set rank_timeout`
 TIMEOUT_S = 300.0
 #: workers wait so long for rank 0's next call, which may depend on a user
 FOREVER = timedelta(days=365)
@@ -288,7 +288,7 @@ class Group:
         siblings = " or ".join(str(p) for p in self._processes if p.rank != self.rank)
         siblings = siblings or "the others"
         if "imed out" in error or "imeout" in error:
-            late = f"no answer within {self.timeout_s:g} s (--rank-timeout)"
+            late = f"no answer within {self.timeout_s:g} s (--set rank_timeout)"
             return f"{late} from {siblings}; start all ranks again"
         first = error.splitlines()[0].removeprefix("[")[:200]
         return f"the connection to {siblings} broke: {first}; start all ranks again"
@@ -342,7 +342,7 @@ def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
     if launch is None:
         raise InputError("this process is alone; start several: torchrun --nproc-per-node N ...")
     if not 0 < timeout_s <= FOREVER.total_seconds():
-        raise InputError(f"--rank-timeout {timeout_s:g}: expected seconds above 0")
+        raise InputError(f"--set rank_timeout={timeout_s:g}: expected seconds above 0")
     if _joined:
         raise InputError("this process has joined its group already")
     group = Group(launch, timeout_s, _connect(launch, timeout_s))

@@ -71,7 +71,7 @@ def _advice(build: Footprint, capacity: int) -> str:
     seq = largest(lambda n: _at_limits(smallest, max_seq=n).need <= capacity, max_seq)
     if not seq:
         return _quantised_advice(build, capacity)
-    placement = f" --ple-placement {config.ple_placement}" if config.ple_placement else ""
+    placement = f" --set ple_placement={config.ple_placement}" if config.ple_placement else ""
     return (
         f"all of these together fit: --max-batch 1 --max-seq {seq} --prefill-chunk "
         f"{config.limits.prefill_chunk} --dtype {TORCH_NAMES[config.dtype]}{placement}"
@@ -111,5 +111,7 @@ def _alternatives(build: Footprint, capacity: int) -> dict[str, Any]:
         ),
         "--dtype": next((TORCH_NAMES[d] for d in dtypes if fits(build.changed(dtype=d))), None),
         "--media": "none" if towers and fits(build.without_media()) else None,
-        "--ple-placement": next((p for p in placements if fits(build.at(ple_placement=p))), None),
+        "--set": next(
+            (f"ple_placement={p}" for p in placements if fits(build.at(ple_placement=p))), None
+        ),
     }

@@ -101,7 +101,8 @@ def check_supported(
         raise InputError(f"--kv-dtype {o.kv_dtype}: {why}; it holds caches in {other}")
     if options.of(ActivationOptions).to != OFF and not b.rounds_activations:
         why = f"backend {b.name} does not round rows as it runs"
-        raise InputError(f"--quant-activations {o.quant_activations}: {why}; leave the option out")
+        what = f"--set quant_activations={o.quant_activations}"
+        raise InputError(f"{what}: {why}; leave the option out")
     if count and b.verifies_in_chunks and count >= limits.prefill_chunk:
         why = f"backend {b.name} verifies {count + 1} tokens as it reads a chunk of a prompt"
         fix = f"give --prefill-chunk {count + 1} or more"
@@ -174,16 +175,18 @@ def pass_options(
     rejected tokens that a ring cache has room for. InputError for activations that no pass
     has."""
     if activations is not None:
-        _one_of("--quant-activations", activations, ACTIVATIONS)
+        _one_of("--set quant_activations", activations, ACTIVATIONS)
     layout = RingOptions(drafted), LatentOptions(latent, tuple(keep)), NarrowOptions(kv)
     return PassOptions((*layout, ActivationOptions(activations or OFF)))
 
 
 def check_latent(layout: str, spec: Spec) -> str:
     """Return the layout of the K=V caches; a warning for one that changes nothing."""
-    _one_of("--latent-kv", layout, FORMS)
+    _one_of("--set latent_kv", layout, FORMS)
     if layout != PLAIN and not any(x.attention.k_eq_v for x in spec.layers()):
-        message = "--latent-kv %s changes nothing: no layer of %s makes K and V of one projection"
+        message = (
+            "--set latent_kv=%s changes nothing: no layer of %s makes K and V of one projection"
+        )
         log.warning(message, layout, spec.name)
     return layout
 
@@ -257,9 +260,11 @@ def find_placement(requested: str | None, spec: Spec, device: str) -> str | None
     """Return the memory of the per-layer embedding table; None if there is none. Default: on CUDA
     the device, if it has room for it."""
     if requested is not None:
-        _one_of("--ple-placement", requested, PLACEMENTS)
+        _one_of("--set ple_placement", requested, PLACEMENTS)
     if spec.text.ple is None:
         if requested is not None:
-            raise InputError(f"--ple-placement {requested}: this spec has no per-layer embeddings")
+            raise InputError(
+                f"--set ple_placement={requested}: this spec has no per-layer embeddings"
+            )
         return None
     return requested or ("device" if device == "cuda" else DEFAULT_PLACEMENT)

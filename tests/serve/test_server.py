@@ -238,7 +238,7 @@ def test_a_signal_lets_answers_end(engine_folder: Path, tmp_path: Path) -> None:
     """And a second one ends what is left."""
     keys = tmp_path / "keys"
     keys.write_text("k1\n\nk2\n")
-    words = ("--api-key-file", str(keys), "--served-name", "mine", "--drain", "50")
+    words = ("--api-key-file", str(keys), "--served-name", "mine", "--set", "drain=50")
     words = (*words, "--root-path", "/llm/", "--allow-origin", "*")
     process = launched("-m", "g4ir.cli", "serve", str(engine_folder), "--port", "0", *words)
     url = process.stderr.readline().partition("listening at ")[2].strip()

@@ -1,0 +1,44 @@
+"""`g4ir inspect`: the origin of an engine, or what a model states."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from g4ir.artefact.trust import provenance
+from g4ir.model.media import supported_media
+from g4ir.ops.types import TORCH_NAMES
+from g4ir.quant.rewrite import weights_of
+
+from .common import print_facts
+from .models import Model, named_model
+from .verb import ANY_MODEL, Verb, argument, json_flag
+
+
+class Inspect(Verb):
+    """Print the origin of an engine, or what another model states."""
+
+    engine: str = argument(ANY_MODEL, "MODEL")
+    json: bool = json_flag()
+
+    def __call__(self) -> int:
+        model = named_model(self.engine)
+        facts = provenance(model.engine) if model.engine else _stated(self.engine, model)
+        return print_facts(self.json, facts, width=14)
+
+
+def _stated(word: str, model: Model) -> dict[str, str]:
+    """Return the facts of a model that is no engine; plain text by name."""
+    spec, held = model.spec, model.held
+    schemes = held.schemes(weights_of(spec)).values() if held else ()
+    forms = Counter(s.form for s in schemes)
+    return {
+        "model": word,
+        "variant": f"{spec.name} ({spec.hub or 'no hub id'})",
+        "digest": spec.digest(),
+        "layers": str(spec.text.num_hidden_layers),
+        "positions": str(spec.text.max_position_embeddings),
+        "takes": ", ".join(("text", *supported_media(spec))),
+        "dtype": TORCH_NAMES[spec.dtype],
+        "quantised": ", ".join(f"{n} {form}" for form, n in forms.items()) or "none",
+        "engine": "none: `run`, `chat` and `serve` build one on first use",
+    }
