@@ -11,6 +11,8 @@ from g4ir.errors import InputError
 from g4ir.spec.reader import did_you_mean
 from g4ir.ui.files import read_table
 
+from .options import flags_of
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -22,7 +24,7 @@ class Preset:
 
     @property
     def flags(self) -> str:
-        return " ".join(f"--{k.replace('_', '-')} {v}" for k, v in self.options.items())
+        return " ".join(word for k, v in self.options.items() for word in flags_of({k: v}))
 
 
 PRESETS = {
