@@ -29,9 +29,9 @@ from .formats.base import (
     TensorRef,
     by_plain_name,
     compiled,
+    invalid,
     plain_name,
     require,
-    tensor_error,
     type_text,
 )
 from .match import tower_names
@@ -108,8 +108,8 @@ class Adapter:
         """Return the factor of B @ A of a module; WeightsError for another rank than it says."""
         configured = self._number("r", "rank_pattern", module)
         if configured != rank:
-            problem = f"r: {configured:g} for {module}, and its tensors have {rank}"
-            raise broken(self.path / CONFIG, problem)
+            msg = f"r: {configured:g} for {module}, and its tensors have {rank}"
+            raise broken(self.path / CONFIG, msg)
         alpha = self._number("lora_alpha", "alpha_pattern", module)
         return self.factor * alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
@@ -134,8 +134,8 @@ class Adapter:
         """The names of parameters of experts; WeightsError if the config has others."""
         names = self.config.get("target_parameters") or []
         if not isinstance(names, list) or not all(isinstance(n, str) and n for n in names):
-            problem = f"target_parameters: expected names, found {quoted(names)}"
-            raise broken(self.path / CONFIG, problem)
+            msg = f"target_parameters: expected names, found {quoted(names)}"
+            raise broken(self.path / CONFIG, msg)
         return names
 
 
@@ -160,8 +160,8 @@ def _merged(model: Checkpoint, spec: Spec, adapter: Adapter) -> Checkpoint:
     changes = [*_changes(spec, adapter, files)]
     for name in adapter.target_parameters:
         if not any(c.bare.endswith(name.rpartition(".")[2]) for c in changes):
-            problem = f"target_parameters: {quoted(name)} has no tensors in {WEIGHTS}"
-            raise broken(adapter.path / CONFIG, problem, "fix: save the adapter again")
+            msg = f"target_parameters: {quoted(name)} has no tensors in {WEIGHTS}"
+            raise broken(adapter.path / CONFIG, msg, "fix: save the adapter again")
     for change in changes:
         bare, why = change.bare, change.why
         if not why and bare not in weights:
@@ -170,18 +170,19 @@ def _merged(model: Checkpoint, spec: Spec, adapter: Adapter) -> Checkpoint:
             ignored |= {ref[1].name: why for ref in change.parts}
             continue
         if weights[bare].scheme:
-            problem = f"{bare} is quantised in {model.directory}, and an adapter needs its numbers"
+            msg = f"{bare} is quantised in {model.directory}, and an adapter needs its numbers"
             fix = "fix: give the bf16 weights that it was quantised from, and --quant"
-            raise tensor_error(change.parts[0], problem, fix)
+            raise invalid(change.parts[0], msg, fix)
         values = partial(change.values, weights[bare].parts[""])
         weights[bare] = replace(weights[bare], parts={"": values})
     if len(ignored) == len(names):
-        problem = f"would change nothing: {', '.join(sorted({*ignored.values()}))}"
-        raise broken(
-            file, problem, "fix: build with the media that it is of, or leave the adapter out"
-        )
+        msg = f"would change nothing: {', '.join(sorted({*ignored.values()}))}"
+        raise broken(file, msg, "fix: build with the media that it is of, or leave the adapter out")
     opened = (*model.opened, files)
     return replace(model, weights=weights, ignored={**model.ignored, **ignored}, opened=opened)
+
+
+_Factors = tuple[TensorRef, TensorRef]  # B and A
 
 
 @dataclass(frozen=True)
@@ -200,14 +201,14 @@ def _changes(spec: Spec, adapter: Adapter, files: Files) -> Iterator[_Change]:
     for name, ref in files.names.items():
         match = _PART.fullmatch(name)
         if match is None:
-            raise tensor_error(ref, "no A or B of a plain LoRA", MERGE)
+            raise invalid(ref, "no A or B of a plain LoRA", MERGE)
         modules.setdefault(match[1], {})[match[2]] = ref
     if not files.names:
         raise broken(adapter.weights, "has no tensor")
     for module, parts in modules.items():
         first = next(iter(parts.values()))
         if parts.keys() != {"A", "B"}:
-            raise tensor_error(first, f"is there without its {'A' if 'B' in parts else 'B'}")
+            raise invalid(first, f"is there without its {'A' if 'B' in parts else 'B'}")
         a, b = parts["A"], parts["B"]
         if match := _EXPERTS.fullmatch(module):
             yield _change_of_experts(spec, adapter, files, match[1], (b, a))
@@ -219,11 +220,7 @@ def _changes(spec: Spec, adapter: Adapter, files: Files) -> Iterator[_Change]:
 
 
 def _sum(
-    files: Files,
-    low: tuple[TensorRef, TensorRef],
-    scale: float,
-    base: Part,
-    rows: torch.Tensor | None,
+    files: Files, low: _Factors, scale: float, base: Part, rows: torch.Tensor | None
 ) -> torch.Tensor:
     """Return values, or `rows` of them, plus B [N, r] @ A [r, K]."""
     b, a = (files.rows(part).float() for part in low)
@@ -233,7 +230,7 @@ def _sum(
 
 def _sum_of_experts(
     files: Files,
-    low: tuple[TensorRef, TensorRef],
+    low: _Factors,
     count: int,
     transposed: bool,
     scale: float,
@@ -252,7 +249,7 @@ def _sum_of_experts(
 
 
 def _change_of_experts(
-    spec: Spec, adapter: Adapter, files: Files, module: str, low: tuple[TensorRef, TensorRef]
+    spec: Spec, adapter: Adapter, files: Files, module: str, low: _Factors
 ) -> _Change:
     """Return the change of the parameter of experts whose shape fits. WeightsError for none."""
     b, a = low
@@ -270,9 +267,7 @@ def _change_of_experts(
                 return _Change(bare, why, (a, b), values)
     shapes = " or ".join(f"{name} {list(shape)}" for name, shape in shapes_of.items())
     fix = "fix: give an adapter of this model"
-    raise tensor_error(
-        a, f"expected A and B of {shapes}, found {type_text(a)} and {type_text(b)}", fix
-    )
+    raise invalid(a, f"expected A and B of {shapes}, found {type_text(a)} and {type_text(b)}", fix)
 
 
 def _target(spec: Spec, adapter: Adapter, name: str, ref: TensorRef) -> tuple[str, Shape, str]:
@@ -282,7 +277,7 @@ def _target(spec: Spec, adapter: Adapter, name: str, ref: TensorRef) -> tuple[st
     for prefix in dict.fromkeys(map(plain_name, (*spec.prefixes.text, ""))):
         bare = name.removeprefix(prefix) if name.startswith(prefix) else ""
         if bare in (TOKEN_TABLE, HEAD) and spec.text.tie_word_embeddings:
-            raise tensor_error(ref, TIED, MERGE)
+            raise invalid(ref, TIED, MERGE)
         if bare in dead:
             return bare, dead[bare], "K or V of a layer that reads another layer's K and V"
         if bare in text:
@@ -291,7 +286,7 @@ def _target(spec: Spec, adapter: Adapter, name: str, ref: TensorRef) -> tuple[st
         if name in tower_names(spec, bare):
             return bare, shape, ""
     more = " (a layer with K=V has none: its K is V too)" if name.endswith("v_proj.weight") else ""
-    raise tensor_error(
+    raise invalid(
         ref,
         f"spec {spec.name} has no weight {quoted(name)}{more}",
         f"fix: give an adapter of this model; this one is of {quoted(adapter.base)}",
@@ -306,4 +301,4 @@ def _check_factors(a: TensorRef, b: TensorRef, shape: Shape) -> None:
         if part[1].shape != want or part[1].dtype not in FLOATS or not rank:
             expected = f"expected {' or '.join(FLOATS)} {list(want)} for a weight {list(shape)}"
             fix = "fix: give an adapter of this model"
-            raise tensor_error(part, f"{expected}, found {type_text(part)}", fix)
+            raise invalid(part, f"{expected}, found {type_text(part)}", fix)

@@ -30,7 +30,7 @@ from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
 from g4ir.weights import tensorfile
 from g4ir.weights.formats import Files, read_coded
-from g4ir.weights.formats.base import StoredWeight, TensorRef, by_plain_name, tensor_error
+from g4ir.weights.formats.base import StoredWeight, TensorRef, by_plain_name, invalid
 from g4ir.weights.match import FIXES, MAX_LISTED, TensorMatch, find_prefix, is_text, report
 from g4ir.weights.tensorfile import (
     Header,
@@ -211,8 +211,8 @@ def _tied_table(files: Files, table: TensorRef, head: TensorRef) -> StoredWeight
             size = min(TIED_BYTES, e1.nbytes - at)
             i, j = e1.start + at, e2.start + at
             if one[i : i + size] != two[j : j + size]:
-                problem = "differs from the embedding it is tied to (tie_word_embeddings is true)"
-                raise broken(h2.path, f"tensor {quoted(e2.name)} {problem}", f"fix: {FIXES['tie']}")
+                msg = "differs from the embedding it is tied to (tie_word_embeddings is true)"
+                raise broken(h2.path, f"tensor {quoted(e2.name)} {msg}", f"fix: {FIXES['tie']}")
         tensorfile.drop_pages(two, e2)
 
     def read(rows: torch.Tensor | None) -> torch.Tensor:
@@ -227,10 +227,8 @@ def _check_order(files: Files, order: TensorRef) -> None:
     ids = files.rows(order).long().sort().values
     missing = (ids != torch.arange(len(ids))).nonzero()
     if len(missing):
-        problem = (
-            f"expected every token from 0 to {len(ids) - 1} once, and {int(missing[0])} is not"
-        )
-        raise tensor_error(order, problem, f"fix: {FIXES['drafter']}")
+        msg = f"expected every token from 0 to {len(ids) - 1} once, and {int(missing[0])} is not"
+        raise invalid(order, msg, f"fix: {FIXES['drafter']}")
 
 
 def sha256(file: Path) -> str:
@@ -265,8 +263,8 @@ def _read_headers(directory: Path) -> tuple[Header, ...]:
     if not directory.is_dir():
         raise WeightsError(f"{directory}: no such checkpoint directory; fix: check the path")
     if not (directory / CONFIG).is_file():
-        problem = f"expected {CONFIG} beside the weights, found none"
-        raise broken(directory, problem, f"fix: copy {CONFIG} from where the checkpoint came from")
+        msg = f"expected {CONFIG} beside the weights, found none"
+        raise broken(directory, msg, f"fix: copy {CONFIG} from where the checkpoint came from")
     single, index = directory / SINGLE, directory / INDEX
     if not index.exists():
         if not single.exists():
@@ -274,8 +272,8 @@ def _read_headers(directory: Path) -> tuple[Header, ...]:
         return (tensorfile.read_header(_inside(directory, SINGLE, directory)),)
     shards = _read_index(directory, index)
     if single.exists() and SINGLE not in shards:
-        problem = f"both {SINGLE} and {INDEX}, which does not name it"
-        raise broken(directory, problem, "fix: remove the one that is left over")
+        msg = f"both {SINGLE} and {INDEX}, which does not name it"
+        raise broken(directory, msg, "fix: remove the one that is left over")
     paths = {file: _inside(directory, file, index) for file in sorted(shards)}
     return tuple(_read_shard(path, shards[file]) for file, path in paths.items())
 
@@ -305,11 +303,11 @@ def _read_index(directory: Path, index: Path) -> dict[str, set[str]]:
     shards: dict[str, set[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str):
-            problem = f"weight_map {quoted(name)}: expected a file name, found {quoted(file)}"
-            raise broken(index, problem, "fix: download the index again")
+            msg = f"weight_map {quoted(name)}: expected a file name, found {quoted(file)}"
+            raise broken(index, msg, "fix: download the index again")
         if not file.endswith(".safetensors"):
-            problem = f"weight_map names {quoted(file)}, expected only .safetensors files"
-            raise broken(index, problem, "fix: save the checkpoint with safe_serialization=True")
+            msg = f"weight_map names {quoted(file)}, expected only .safetensors files"
+            raise broken(index, msg, "fix: save the checkpoint with safe_serialization=True")
         shards.setdefault(file, set()).add(name)
     return shards
 
@@ -318,11 +316,9 @@ def _read_shard(path: Path, want: set[str]) -> Header:
     header = tensorfile.read_header(path)
     extra, missing = sorted(header.entries.keys() - want), sorted(want - header.entries.keys())
     if extra or missing:
-        names, reason = (
-            (extra, "not named for it in") if extra else (missing, "absent, but named in")
-        )
+        bad, state = (extra, "not named for it in") if extra else (missing, "absent, but named in")
         counts = f"({len(extra)} extra, {len(missing)} missing)"
-        text = f"tensor {quoted(names[0])} is {reason} {INDEX} {counts}"
+        text = f"tensor {quoted(bad[0])} is {state} {INDEX} {counts}"
         raise broken(header.path, text, "fix: download shards and index again")
     return header
 
@@ -338,14 +334,12 @@ def _inside(directory: Path, name: str, source: Path) -> Path:
         try:
             real = path.resolve(strict=True)
         except (OSError, RuntimeError, ValueError):
-            problem = f"names {quoted(name)}, which is not in {directory}"
-            raise broken(source, problem, "fix: complete the download") from None
+            msg = f"names {quoted(name)}, which is not in {directory}"
+            raise broken(source, msg, "fix: complete the download") from None
         inside = any(real.is_relative_to(h) for h in homes)
     if not inside or Path(name).is_absolute():
-        problem = (
-            f"{quoted(name)} leads outside the checkpoint directory, expected a plain file name"
-        )
-        raise broken(source, problem, "fix: put the weight files themselves into the directory")
+        msg = f"{quoted(name)} leads outside the checkpoint directory, expected a plain file name"
+        raise broken(source, msg, "fix: put the weight files themselves into the directory")
     return path
 
 

@@ -52,9 +52,9 @@ def find_prefix(directory: Path, spec: Spec, names: Mapping[str, TensorRef]) -> 
     if not hits[best]:
         accepted = ", ".join(f"{p}{TOKEN_TABLE}" for p in hits)
         examples = ", ".join(map(quoted, sorted(names)[:3])) or "none"
-        problem = f"no text tensor of spec {spec.name} under any accepted prefix"
-        problem += f" (expected {accepted}; found {examples})"
-        raise tensorfile.broken(directory, problem, f"fix: {FIXES['spec']}")
+        msg = f"no text tensor of spec {spec.name} under any accepted prefix"
+        msg += f" (expected {accepted}; found {examples})"
+        raise tensorfile.broken(directory, msg, f"fix: {FIXES['spec']}")
     return best
 
 

@@ -66,16 +66,14 @@ class CheckpointDirectory:
         """Return its spec; SpecError or WeightsError names the file and what is wrong there."""
         if not self.stated.is_file():
             if lies_in(self.path):
-                problem = f"a LoRA adapter of {Adapter(self.path).base}, and no model"
-                raise InputError(
-                    f"{self.path}: {problem}; give that model, and this as its adapter"
-                )
+                msg = f"a LoRA adapter of {Adapter(self.path).base}, and no model"
+                raise InputError(f"{self.path}: {msg}; give that model, and this as its adapter")
             files = sorted(self.path.glob(f"*{GGUF}"), key=lambda p: (p.name.startswith(MMPROJ), p))
             near = f"; give {files[0]}" if files else ""
             if files[1:]:
                 near += f", or another of {', '.join(p.name for p in files[1:5])}"
-            problem = "not a Hugging Face checkpoint directory"
-            raise InputError(f"{self.path} has no {CONFIG}: {problem}{near}")
+            msg = "not a Hugging Face checkpoint directory"
+            raise InputError(f"{self.path} has no {CONFIG}: {msg}{near}")
         return Spec.from_hf(self.stated)
 
     def published(self) -> bool:
@@ -137,8 +135,8 @@ class GgufFile:
         requested = [w for w in words if w.strip() not in ("", "all", "none")]
         if requested and not self.towers:
             fix = "give the file of its towers too, --mmproj FILE, or leave the option out"
-            problem = "is read as the text model alone"
-            raise InputError(f"--media {','.join(requested)[:80]}: {self.path} {problem}; {fix}")
+            msg = "is read as the text model alone"
+            raise InputError(f"--media {','.join(requested)[:80]}: {self.path} {msg}; {fix}")
         return asked if self.towers else "none"
 
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
@@ -156,8 +154,8 @@ def find_origin(path: Path | str) -> Origin:
     path = Path(path)
     if path.is_file():
         if path.name.endswith(OF_DIRECTORY):
-            problem = f"one file of a checkpoint; give its directory, {path.parent}"
-            raise InputError(f"{path}: {problem}")
+            msg = f"one file of a checkpoint; give its directory, {path.parent}"
+            raise InputError(f"{path}: {msg}")
         return GgufFile(path)
     if path.suffix == GGUF and not path.is_dir():
         raise InputError(f"{path}: no such file")
@@ -172,8 +170,8 @@ def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origi
     if mmproj is None:
         return origin
     if not isinstance(origin, GgufFile):
-        problem = "is no GGUF file, and has its own towers"
-        raise InputError(f"--mmproj {mmproj}: {path} {problem}; leave the option out")
+        msg = "is no GGUF file, and has its own towers"
+        raise InputError(f"--mmproj {mmproj}: {path} {msg}; leave the option out")
     if not Path(mmproj).is_file():
         raise InputError(f"--mmproj {mmproj}: no such file")
     return replace(origin, towers=Path(mmproj))

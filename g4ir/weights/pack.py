@@ -266,8 +266,8 @@ class MadeParams:
             if name.endswith(SCALES) and not bool(t.isfinite().all()):
                 names = ", ".join(checkpoint_name(v.name) for v in recipe.params)
                 fix = "fix: download the checkpoint again, or build without --quant"
-                problem = "NaN or infinite, which no code stands for"
-                raise tensorfile.broken(names, problem, fix)
+                msg = "NaN or infinite, which no code stands for"
+                raise tensorfile.broken(names, msg, fix)
 
     def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of a table, or of its codes or scales, which follow from that row alone."""
@@ -287,8 +287,8 @@ class MadeParams:
         tensor = self.share.read_part(v.name, read_full) if self.share else read_full(v.name)
         name = self._source(v) or v.name
         if not tensor.is_floating_point() and dtype_name(tensor.dtype) != v.type.dtype:
-            problem = f"codes are {tensor.dtype}, the engine takes {v.type.dtype}"
-            raise tensorfile.broken(name, problem, "build it again")
+            msg = f"codes are {tensor.dtype}, the engine takes {v.type.dtype}"
+            raise tensorfile.broken(name, msg, "build it again")
         return cast(tensor, v.type.dtype, name)
 
     def _source(self, v: Value) -> str | None:
@@ -455,10 +455,8 @@ def _stored_as(v: Value) -> tuple[str, tuple[int, ...]]:
     return tensorfile.CODES[TORCH_NAMES[v.type.dtype]], tuple(int(d) for d in v.type.shape)
 
 
-def _wrong(path: Path, name: str, problem: str) -> EngineError:
-    return EngineError(
-        f"{path}: tensor {tensorfile.quoted(name)} {problem}; build the engine again"
-    )
+def _wrong(path: Path, name: str, msg: str) -> EngineError:
+    return EngineError(f"{path}: tensor {tensorfile.quoted(name)} {msg}; build the engine again")
 
 
 @dataclass(frozen=True)
@@ -489,8 +487,8 @@ class UnpackedWeights:
     def check(self, v: Value) -> None:
         """Raise EngineError where what is held does not say what a param was."""
         if not isinstance(self.source, MadeParams) and not self.holds(v):
-            problem = f"no longer holds %{v.name}, only what was made of it"
-            raise EngineError(f"{self.path} {problem}: give --checkpoint DIR")
+            msg = f"no longer holds %{v.name}, only what was made of it"
+            raise EngineError(f"{self.path} {msg}: give --checkpoint DIR")
 
     def weight(self, v: Value) -> torch.Tensor:
         """Return a weight as the engine computes with it: dequantised if it is quantised."""

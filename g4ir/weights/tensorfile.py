@@ -91,8 +91,8 @@ def quoted(text: object, limit: int = 120) -> str:
     return literal if len(literal) <= limit else literal[:limit] + "..."
 
 
-def broken(path: object, problem: str, fix: str = DOWNLOAD) -> WeightsError:
-    return WeightsError(f"{path}: {problem}; {fix}")
+def broken(path: object, msg: str, fix: str = DOWNLOAD) -> WeightsError:
+    return WeightsError(f"{path}: {msg}; {fix}")
 
 
 def read_header(path: Path) -> Header:
@@ -144,8 +144,8 @@ def _header_bytes(path: Path, file: IO[bytes], size: int) -> bytes:
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     limit = min(HEADER_LIMIT, size - LENGTH_BYTES)
     if not 2 <= length <= limit:
-        problem = f"header length must be 2 to {limit}, found {length}"
-        raise broken(path, f"{problem} (truncated, or not a safetensors file)")
+        msg = f"header length must be 2 to {limit}, found {length}"
+        raise broken(path, f"{msg} (truncated, or not a safetensors file)")
     raw = file.read(length)
     if raw[:1] != b"{" or len(raw) != length:
         raise broken(path, "the header must start with '{'")
@@ -157,8 +157,8 @@ def _metadata(path: Path, value: Any) -> dict[str, str]:
         raise broken(path, "__metadata__ must map strings to strings")
     for key, text in value.items():
         if not isinstance(text, str):
-            problem = f"__metadata__ {quoted(key)} must be a string, found {quoted(text)}"
-            raise broken(path, problem)
+            msg = f"__metadata__ {quoted(key)} must be a string, found {quoted(text)}"
+            raise broken(path, msg)
     return value
 
 
@@ -171,8 +171,8 @@ def _entry(path: Path, name: str, fields: Any, data: int) -> Entry:
 
     def require(good: bool, key: str, expected: str, actual: object) -> None:
         if not good:
-            problem = f"tensor {quoted(name)}: {key} must be {expected}, found {quoted(actual)}"
-            raise broken(path, problem)
+            msg = f"tensor {quoted(name)}: {key} must be {expected}, found {quoted(actual)}"
+            raise broken(path, msg)
 
     keys = ("dtype", "shape", "data_offsets")
     valid = isinstance(fields, dict) and fields.keys() == {*keys}

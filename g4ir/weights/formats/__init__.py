@@ -40,7 +40,7 @@ def read_coded(config: Path, files: Files) -> QuantisedTensors:
         return QuantisedTensors(files.names, {}, {})
     method = str(values.get("quant_method")) if isinstance(values, dict) else None
     if method is None or method not in METHODS:
-        problem = f"{KEY}: quant_method {quoted(method)} is not read, only {', '.join(METHODS)}"
+        msg = f"{KEY}: quant_method {quoted(method)} is not read, only {', '.join(METHODS)}"
         fix = "fix: take a compressed-tensors or GGUF file of the model, or its bf16 weights with"
-        raise broken(config, problem, f"{fix} --quant")
+        raise broken(config, msg, f"{fix} --quant")
     return METHODS[method](tree_of(values, Where(str(config), 0), exact=True), files)

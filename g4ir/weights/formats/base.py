@@ -61,8 +61,8 @@ def by_plain_name(path: Path, headers: Iterable[Header]) -> Mapping[str, TensorR
     for ref in ((header, entry) for header in headers for entry in header.entries.values()):
         first = out.setdefault(plain_name(ref[1].name), ref)
         if first is not ref:
-            problem = f"{quoted(first[1].name)} and {quoted(ref[1].name)} are the same tensor"
-            raise tensorfile.broken(path, problem)
+            msg = f"{quoted(first[1].name)} and {quoted(ref[1].name)} are the same tensor"
+            raise tensorfile.broken(path, msg)
     return out
 
 
@@ -167,8 +167,8 @@ def read_modules(
     ignored: dict[str, str] = {}
     for name, ref in files.names.items():
         if len(name) > MAX_NAME:
-            problem = f"a name of {len(name)} characters, at most {MAX_NAME} are read"
-            raise tensor_error(ref, problem)
+            msg = f"a name of {len(name)} characters, at most {MAX_NAME} are read"
+            raise invalid(ref, msg)
         suffix = next((s for s in (*suffixes, *unused) if name.endswith(s)), None)
         if suffix is None:
             names[name] = ref
@@ -195,9 +195,9 @@ def _replaced(
     return QuantisedTensors(names, by_entry, ignored)
 
 
-def tensor_error(ref: TensorRef, problem: str, fix: str = tensorfile.DOWNLOAD) -> WeightsError:
+def invalid(ref: TensorRef, msg: str, fix: str = tensorfile.DOWNLOAD) -> WeightsError:
     header, entry = ref
-    return tensorfile.broken(header.path, f"tensor {quoted(entry.name)}: {problem}", fix)
+    return tensorfile.broken(header.path, f"tensor {quoted(entry.name)}: {msg}", fix)
 
 
 def type_text(ref: TensorRef) -> str:
@@ -209,7 +209,7 @@ def require(ref: TensorRef, dtypes: Iterable[str], shape: tuple[int, ...] | None
     dtypes = tuple(dtypes)
     if ref[1].dtype not in dtypes or (shape is not None and ref[1].shape != shape):
         want = " or ".join(dtypes) + (f" {list(shape)}" if shape is not None else "")
-        raise tensor_error(ref, f"expected {want}, found {type_text(ref)}")
+        raise invalid(ref, f"expected {want}, found {type_text(ref)}")
 
 
 @dataclass(frozen=True)
@@ -263,11 +263,9 @@ def _stored_scales(
         values = stored.float().abs() if signed else stored.float()
         good = (values > 0) & values.isfinite()
         if not bool(good.all()):
-            problem = f"a scale is {float(stored[~good].flatten()[0]):g}"
+            msg = f"a scale is {float(stored[~good].flatten()[0]):g}"
             expected = "finite numbers other than 0" if signed else "positive and finite numbers"
-            raise tensor_error(
-                ref, f"{problem}, expected {expected}", "fix: download the file again"
-            )
+            raise invalid(ref, f"{msg}, expected {expected}", "fix: download the file again")
         if by_row:
             return grid.spread(stored, (len(stored), *shape[1:]), None)
         return grid.spread(stored, shape, ids)
@@ -291,12 +289,10 @@ def coded_weight(
 ) -> StoredWeight:
     """Make a weight [.., N, K] of stored codes and scales, these in `dtype`, else the file's."""
     if len(shape) < 2 or not all(shape):
-        raise tensor_error(codes, f"expected a matrix, found {type_text(codes)}")
+        raise invalid(codes, f"expected a matrix, found {type_text(codes)}")
     group = grid.group(shape)
     if group < min(MIN_GROUP, shape[-1]):
-        raise tensor_error(
-            codes, f"blocks of {grid.columns} columns do not divide rows of {shape[-1]}"
-        )
+        raise invalid(codes, f"blocks of {grid.columns} columns do not divide rows of {shape[-1]}")
     read = _stored_scales(files, scales, shape, grid, code_format == "int4")
     scale_dtype = FILE_SCALES[scales[1].dtype] if dtype == "" else dtype
     return quantised_weight(
@@ -315,7 +311,7 @@ def e4m3(ref: TensorRef) -> Callable[[torch.Tensor], torch.Tensor]:
     def convert(codes: torch.Tensor) -> torch.Tensor:
         for piece in codes.view(torch.uint8).flatten().split(PIECE):
             if bool((piece & 127 == 127).any()):
-                raise tensor_error(ref, "a code is NaN, which stands for no number")
+                raise invalid(ref, "a code is NaN, which stands for no number")
         return codes
 
     return convert
@@ -336,7 +332,7 @@ def stacked(weights: Mapping[str, ModuleWeight]) -> dict[str, ModuleWeight]:
         for e, module in product(range(count), MODULES):
             if (e, module) not in experts:
                 first = next(iter(experts.values()))[0]
-                raise tensor_error(
+                raise invalid(
                     first, f"{prefix}.{e}.{module} is not quantised, but other experts are"
                 )
         gate_up = [experts[e, m] for e in range(count) for m in MODULES[:2]]
@@ -350,7 +346,7 @@ def _stack(parts: list[ModuleWeight], per_expert: int) -> ModuleWeight:
     for other, weight in parts:
         if (weight.scheme, weight.shape) != (first.scheme, first.shape):
             expected = f"expected {list(first.shape)} in {first.scheme}, as of expert 0"
-            raise tensor_error(other, f"{expected}, found {list(weight.shape)} in {weight.scheme}")
+            raise invalid(other, f"{expected}, found {list(weight.shape)} in {weight.scheme}")
     n, k = first.shape
 
     def join(suffix: str, rows: torch.Tensor | None) -> torch.Tensor:
@@ -403,8 +399,8 @@ def _is_slow(pattern: str) -> bool:
 def compiled(pattern: str, where: str) -> re.Pattern[str]:
     """Compile a pattern; WeightsError if it is no regular expression or a slow one."""
     if _is_slow(pattern):
-        problem = f"pattern {quoted(pattern)} may take for ever"
-        raise tensorfile.broken(where, problem, "fix: write a simpler one")
+        msg = f"pattern {quoted(pattern)} may take for ever"
+        raise tensorfile.broken(where, msg, "fix: write a simpler one")
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as e:
@@ -422,8 +418,8 @@ def selector(names: tuple[str, ...], where: str) -> Selects:
     is marked `re:`. WeightsError for a pattern that is not taken."""
     patterns = [compiled(n.removeprefix("re:"), where) for n in names if n.startswith("re:")]
     if len(patterns) > MAX_PATTERNS:
-        problem = f"{len(patterns)} patterns, at most {MAX_PATTERNS}"
-        raise tensorfile.broken(where, problem, "fix: name modules")
+        msg = f"{len(patterns)} patterns, at most {MAX_PATTERNS}"
+        raise tensorfile.broken(where, msg, "fix: name modules")
     exact = frozenset(names)
 
     def selects(module: str, kind: str) -> bool:

@@ -33,11 +33,11 @@ from .base import (
     as_it_is,
     coded_weight,
     e4m3,
+    invalid,
     quantised_weight,
     read_modules,
     require,
     selector,
-    tensor_error,
 )
 
 PACKED = "pack-quantized"
@@ -199,15 +199,13 @@ def _take(
     ref = next(parts[s] for s in SUFFIXES if s in parts)
     if SCALE not in parts and WORDS not in parts:
         if kind and chosen and not ignored and files.of_text(module):
-            problem = "is in no codes: config_groups name its module, `ignore` does not"
-            raise tensor_error(ref, problem, FIX)
+            msg = "is in no codes: config_groups name its module, `ignore` does not"
+            raise invalid(ref, msg, FIX)
         return None
     if ignored:
-        raise tensor_error(ref, "is quantised, but `ignore` names its module", FIX)
+        raise invalid(ref, "is quantised, but `ignore` names its module", FIX)
     if chosen is None:
-        raise tensor_error(
-            ref, "is quantised, but no target of config_groups names its module", FIX
-        )
+        raise invalid(ref, "is quantised, but no target of config_groups names its module", FIX)
     return ref, _weight(files, parts, *chosen[1:])
 
 
@@ -217,14 +215,12 @@ def _weight(
     code_suffixes = {PACKED: (WORDS, SHAPE)}.get(layout, (WEIGHT,))
     expected = (*code_suffixes, SCALE, *([] if args.symmetric else [ZERO]))
     if ref := parts.get(INDEX):
-        raise tensor_error(
-            ref, "columns in another order (actorder with g_idx) are not read", OTHERWISE
-        )
+        raise invalid(ref, "columns in another order (actorder with g_idx) are not read", OTHERWISE)
     if other := next((ref for suffix, ref in parts.items() if suffix not in expected), None):
-        raise tensor_error(other, f"does not belong to {layout}, symmetric {args.symmetric}", FIX)
+        raise invalid(other, f"does not belong to {layout}, symmetric {args.symmetric}", FIX)
     if missing := next((suffix for suffix in expected if suffix not in parts), None):
         first = next(parts[s] for s in SUFFIXES if s in parts)
-        raise tensor_error(first, f"its module has no {missing[1:]}")
+        raise invalid(first, f"its module has no {missing[1:]}")
     codes, grid = parts[code_suffixes[0]], args.grid
     assert grid
     if layout == PACKED:
@@ -247,7 +243,7 @@ def _packed(
     require(parts[SHAPE], ["I64", "I32"], (len(shape),))
     stated = tuple(files.rows(parts[SHAPE]).tolist())
     if stated != shape:
-        raise tensor_error(parts[SHAPE], f"says {list(stated)}, weight_packed {list(shape)}")
+        raise invalid(parts[SHAPE], f"says {list(stated)}, weight_packed {list(shape)}")
     _divides(codes, shape, args)
     name = "int4" if bits == 4 and args.symmetric else "int8"
     weight = coded_weight(files, name, shape, codes, parts[SCALE], grid, _FROM_WORDS[bits])
@@ -257,7 +253,7 @@ def _packed(
 def _divides(codes: TensorRef, shape: tuple[int, ...], args: QuantArgs) -> None:
     group = args.group_size or 0
     if group > 0 and shape[-1] % group:
-        raise tensor_error(codes, f"groups of {group} do not divide rows of {shape[-1]}", FIX)
+        raise invalid(codes, f"groups of {group} do not divide rows of {shape[-1]}", FIX)
 
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:
@@ -275,7 +271,7 @@ def _with_zeros(files: Files, w: StoredWeight, zeros: TensorRef, grid: ScaleBloc
     """Apply zero points, packed along the output axis as i32 [N/8, G]: int8 codes q - z."""
     n, groups = grid.shape(w.shape)[-2:]
     if len(w.shape) != 2:
-        raise tensor_error(zeros, "zero points of stacked experts are not read", OTHERWISE)
+        raise invalid(zeros, "zero points of stacked experts are not read", OTHERWISE)
     require(zeros, ["I32"], (-(-n // 8), groups))
 
     def codes(ids: torch.Tensor | None) -> torch.Tensor:

@@ -42,10 +42,10 @@ from .base import (
     compiled,
     e4m3,
     excluded,
+    invalid,
     plain_name,
     read_modules,
     require,
-    tensor_error,
 )
 
 log = logging.getLogger(__name__)
@@ -85,13 +85,13 @@ def _take_fp8(
     weight = parts.get(WEIGHT) or files.names.get(module)  # stacked experts have no suffix
     if scales is None:
         if weight and weight[1].dtype == "F8_E4M3":
-            raise tensor_error(weight, "its module has no weight_scale_inv")
+            raise invalid(weight, "its module has no weight_scale_inv")
         return None
     if weight is None:
-        raise tensor_error(scales, "its module has no weight")
+        raise invalid(scales, "its module has no weight")
     names = config.modules_to_not_convert or config.ignored_layers or ()
     if excluded(module, names, where):
-        raise tensor_error(weight, "is quantised, but modules_to_not_convert names its module", FIX)
+        raise invalid(weight, "is quantised, but modules_to_not_convert names its module", FIX)
     require(weight, ["F8_E4M3"])
     grid = ScaleBlocks(*(config.weight_block_size or (0, 0)))
     return weight, coded_weight(files, "fp8", weight[1].shape, weight, scales, grid, e4m3(weight))
@@ -154,17 +154,17 @@ def _take_mobile(
     ranges = [ref for suffix in RANGES if (ref := parts.pop(suffix, None))]
     if not parts.keys() & {SCALE, TABLE, TABLE_SCALE}:
         if ranges:
-            raise tensor_error(ranges[0], "is of a module without weight_scale")
+            raise invalid(ranges[0], "is of a module without weight_scale")
         return None
     table = not parts.keys().isdisjoint((TABLE, TABLE_SCALE))
     codes, scales = (parts.get(s) for s in ((TABLE, TABLE_SCALE) if table else (WEIGHT, SCALE)))
     if scales is None or codes is None or len(parts) > 2:
         ref = next(parts[s] for s in MOBILE if s in parts)
-        raise tensor_error(ref, "expected codes and their scales, and no others")
+        raise invalid(ref, "expected codes and their scales, and no others")
     if excluded(module, config.modules_to_not_convert or (), where):
-        raise tensor_error(codes, "is quantised, but modules_to_not_convert names its module", FIX)
+        raise invalid(codes, "is quantised, but modules_to_not_convert names its module", FIX)
     if table and not config.quantize_embeddings:
-        raise tensor_error(codes, "is quantised, but quantize_embeddings is false", FIX)
+        raise invalid(codes, "is quantised, but quantize_embeddings is false", FIX)
     rounded = [ref for ref in ranges if _is_set(files, ref)]
     for ref in ranges:
         ignored[ref[1].name] = ROUNDED if ref in rounded else "0: activations are not rounded"
@@ -176,14 +176,14 @@ def _take_mobile(
     shape = (*codes[1].shape[:-1], codes[1].shape[-1] * layout.packed) if codes[1].shape else ()
     grid = ScaleBlocks(1, _columns(scales, shape) if table else 0)
     weight = coded_weight(files, layout.name, shape, codes, scales, grid, layout.convert, None)
-    fault = str(tensor_error(rounded[-1], ROUNDED, OTHERWISE)) if rounded else ""
+    fault = str(invalid(rounded[-1], ROUNDED, OTHERWISE)) if rounded else ""
     return codes, replace(weight, fault=fault)
 
 
 def _columns(scales: TensorRef, shape: tuple[int, ...]) -> int:
     groups = scales[1].shape[-1] if len(scales[1].shape) == 2 else 0
     if not groups or not shape or shape[-1] % groups:
-        raise tensor_error(scales, f"its scales do not divide rows of {shape[-1] if shape else 0}")
+        raise invalid(scales, f"its scales do not divide rows of {shape[-1] if shape else 0}")
     return shape[-1] // groups
 
 
@@ -191,7 +191,7 @@ def _is_set(files: Files, ref: TensorRef) -> bool:
     """Whether a scale of activations is not 0, which stands for none."""
     require(ref, ["F32", "BF16", "F16"])
     if ref[1].shape not in ((), (1,)):
-        raise tensor_error(ref, f"expected one number, found {list(ref[1].shape)}")
+        raise invalid(ref, f"expected one number, found {list(ref[1].shape)}")
     return float(files.rows(ref).flatten()[0]) != 0
 
 
@@ -259,10 +259,8 @@ def _mlx_weight(
     codes, scales, biases = parts
     bits, group = stated.get("bits"), stated.get("group_size")
     if bits not in MLX_BITS or type(group) is not int or not 0 < group <= 1 << 16:
-        problem = f"{quoted(bits)} bits in groups of {quoted(group)} ({config.name}: {MLX_KEY})"
-        raise tensor_error(
-            codes, f"{problem}, and {', '.join(map(str, MLX_BITS))} bits are read", MLX_OTHER
-        )
+        msg = f"{quoted(bits)} bits in groups of {quoted(group)} ({config.name}: {MLX_KEY})"
+        raise invalid(codes, f"{msg}, and {', '.join(map(str, MLX_BITS))} bits are read", MLX_OTHER)
     rows, groups = scales[1].shape if len(scales[1].shape) == 2 else (0, 0)
     require(codes, ("U32",), (rows, groups * group * bits // 32))
     require(scales, FLOATS, (rows, groups))
@@ -279,7 +277,7 @@ def _mlx_weight(
         pieces = (files.rows(part, ids).split(each) for part in (raw, scales, biases))
         weight = torch.cat([piece(*p) for p in zip(*pieces)])
         if not bool(weight.isfinite().all()):
-            raise tensor_error(scales, "a scale or bias is NaN or infinite")
+            raise invalid(scales, "a scale or bias is NaN or infinite")
         return weight
 
     return StoredWeight((rows, groups * group), {"": values}, partial(files.release, parts))

@@ -209,8 +209,8 @@ class Blocks:
         raw = self.files.rows((t.header, t.entry), rows)
         values = by_pieces(raw.reshape(-1, t.stored.nbytes), convert)
         if values.is_floating_point() and not bool(values.isfinite().all()):
-            problem = f"tensor {quoted(t.entry.name)}: a scale is NaN or infinite"
-            raise broken(t.header.path, problem)
+            msg = f"tensor {quoted(t.entry.name)}: a scale is NaN or infinite"
+            raise broken(t.header.path, msg)
         each = raw.shape[-1] // t.stored.nbytes
         return values.reshape(*raw.shape[:-1], each * values.shape[-1])
 

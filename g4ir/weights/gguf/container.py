@@ -199,8 +199,8 @@ def _shard_paths(path: Path, count: Any) -> list[Path]:
     paths = [path.with_name(f"{split[1]}-{i + 1:05}-of-{split[2]}.gguf") for i in range(count)]
     if missing := [p.name for p in paths if not p.is_file()]:
         absent = f"{', '.join(missing[:5])} {'is' if len(missing) == 1 else 'are'} missing"
-        problem = f"one of {count} files of a model, of which {absent}"
-        raise broken(path, problem, "fix: complete the download")
+        msg = f"one of {count} files of a model, of which {absent}"
+        raise broken(path, msg, "fix: complete the download")
     return paths
 
 
@@ -240,12 +240,12 @@ class _Reader:
         version = self._number(U32, "version")
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
-            problem = "is big endian" if swapped else f"has version {version}"
-            problem += f", and versions {VERSIONS[0]} and {VERSIONS[1]} in little endian are read"
-            raise broken(self.path, problem, "fix: take a file made by a current llama.cpp")
+            msg = "is big endian" if swapped else f"has version {version}"
+            msg += f", and versions {VERSIONS[0]} and {VERSIONS[1]} in little endian are read"
+            raise broken(self.path, msg, "fix: take a file made by a current llama.cpp")
 
-    def _fail(self, problem: str) -> NoReturn:
-        raise broken(self.path, problem)
+    def _fail(self, msg: str) -> NoReturn:
+        raise broken(self.path, msg)
 
     def _take(self, count: int, label: str) -> int:
         if count > self.size - self.at:

@@ -68,15 +68,15 @@ class _Keys:
         self.file, self.seen = file, set[str]()
         self.kind, self.rules = file.values.get(KIND), architecture(file)
 
-    def fail(self, key: str, problem: str) -> SpecError:
-        return SpecError(f"{self.file.path}: {key}: {problem}")
+    def fail(self, key: str, msg: str) -> SpecError:
+        return SpecError(f"{self.file.path}: {key}: {msg}")
 
-    def error(self, name: str, problem: str) -> SpecError:
-        return self.fail(f"{self.kind}.{name}", problem)
+    def error(self, name: str, msg: str) -> SpecError:
+        return self.fail(f"{self.kind}.{name}", msg)
 
     def contradiction(self, name: str, value: object, source: str, other: object) -> SpecError:
-        problem = f"{quoted(value)}, and {source} {quoted(other)}"
-        return self.error(name, f"{problem}; take another conversion of the model")
+        msg = f"{quoted(value)}, and {source} {quoted(other)}"
+        return self.error(name, f"{msg}; take another conversion of the model")
 
     def get(self, name: str) -> Any:
         key = f"{self.kind}.{name}"
@@ -126,29 +126,29 @@ class _Keys:
     def rows(self, name: str) -> int:
         tensor = self.file.tensors.get(name)
         if tensor is None or len(tensor.shape) != 2:
-            problem = "expected a matrix, found none; download the file again"
-            raise self.fail(f"tensor {name}", problem)
+            msg = "expected a matrix, found none; download the file again"
+            raise self.fail(f"tensor {name}", msg)
         return tensor.shape[0]
 
     def check_architecture(self) -> None:
         if not self.rules:
             other = "its towers alone" if self.kind == "clip" else quoted(self.kind)
-            problem = f"expected {' or '.join(map(quoted, TABLES['architectures']))}, found {other}"
-            problem += "; give the file of such a text model"
-            raise self.fail(KIND, relative(str(self.kind)) or problem)
+            msg = f"expected {' or '.join(map(quoted, TABLES['architectures']))}, found {other}"
+            msg += "; give the file of such a text model"
+            raise self.fail(KIND, relative(str(self.kind)) or msg)
         if (kind := self.file.values.get("general.type")) == "adapter":
-            problem = f"{quoted(kind)}: a LoRA adapter and no model"
+            msg = f"{quoted(kind)}: a LoRA adapter and no model"
             fix = "give the model's file, and the adapter as PEFT's directory (--adapter DIR)"
-            raise self.fail("general.type", f"{problem}; {fix}")
+            raise self.fail("general.type", f"{msg}; {fix}")
 
     def check_unread(self) -> None:
         for key in self.file.values:
             name = key.removeprefix(f"{self.kind}.")
             if name != key and key not in self.seen and not name.startswith(OF_TOWERS):
-                problem = (
+                msg = (
                     f"unknown key, which may change the forward pass{did_you_mean(key, self.seen)}"
                 )
-                raise self.fail(quoted(key), problem)
+                raise self.fail(quoted(key), msg)
 
 
 def _config(keys: _Keys) -> dict[str, Any]:
@@ -212,11 +212,8 @@ def _layers_alike(keys: _Keys, layers: int) -> dict[str, Any]:
     for end, name in KINDS.values():
         theta = keys.number(f"rope.freq_base{end}", defaults[f"rope.freq_base{end}"])
         ropes[name] = {"rope_type": "default", "rope_theta": theta}
-    if (scaling := keys.get("rope.scaling.type")) not in (None, "none"):
-        ropes[KINDS[FULL][1]] |= {
-            "rope_type": scaling,
-            "factor": keys.number("rope.scaling.factor"),
-        }
+    if (kind := keys.get("rope.scaling.type")) not in (None, "none"):
+        ropes[KINDS[FULL][1]] |= {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
     return {
         "intermediate_size": width,
         "num_key_value_heads": heads,
@@ -336,8 +333,8 @@ def _rotated(keys: _Keys, pairs: int) -> float:
     (name, count), *remaining = counts.items()
     for other, its in remaining:
         if its != count:
-            problem = f"{its} dims of a full layer's head are rotated, and by {name} {count}"
-            raise keys.fail(other, problem)
+            msg = f"{its} dims of a full layer's head are rotated, and by {name} {count}"
+            raise keys.fail(other, msg)
     return count / (2 * pairs)
 
 
@@ -350,8 +347,8 @@ def _rotated_by_tensor(keys: _Keys, pairs: int) -> int:
     values = keys.file.floats(tensor) if pairs <= MAX_PAIRS else []
     count = values.count(1.0)
     if not count or list(map(shortest, values)) != [1.0] * count + [UNROTATED] * (pairs - count):
-        problem = "expected ones, then 1e30: another scaling of frequencies is not read"
-        raise keys.fail(f"tensor {ROPE}", problem)
+        msg = "expected ones, then 1e30: another scaling of frequencies is not read"
+        raise keys.fail(f"tensor {ROPE}", msg)
     return count
 
 
@@ -585,6 +582,6 @@ def _merges(file: Container, ids: Mapping[str, int]) -> Iterator[list[str]]:
         pair = merge.split(" ") if isinstance(merge, str) else []
         pair = [p if p in ids else p.replace(MERGED_SPACE, SPACE) for p in pair]
         if len(pair) != 2 or any(p not in ids for p in (*pair, "".join(pair))):
-            problem = f"item {i}, {quoted(merge)}, is not two tokens that are a third together"
-            raise broken(file.path, f"{PREFIX}merges: {problem}", CONVERT)
+            msg = f"item {i}, {quoted(merge)}, is not two tokens that are a third together"
+            raise broken(file.path, f"{PREFIX}merges: {msg}", CONVERT)
         yield pair

@@ -357,8 +357,8 @@ def _templates(text: str, config: Mapping[str, Any]) -> dict[str, Any]:
     entries = template if isinstance(template, list) else [template]
     texts = [(e.get("name"), e.get("template")) for e in entries if isinstance(e, dict)]
     if len(texts) < len(entries) or not all(type(x) is str for pair in texts for x in pair):
-        problem = "chat_template must be a text, or a list of texts with their names"
-        raise InputError(f"tokenizer_config.json: {problem}")
+        msg = "chat_template must be a text, or a list of texts with their names"
+        raise InputError(f"tokenizer_config.json: {msg}")
     named = dict(texts)
     out = {TEMPLATE if n == "default" else f"{TEMPLATE}.{n}": t for n, t in named.items()}
     return out | ({TEMPLATES: [*named]} if {*named} > {"default"} else {})
@@ -441,5 +441,5 @@ def _check(name: str, spec: Spec, head: list[Any], size: int) -> None:
     rows = [r for r in diff_specs(spec, written) if r[0].startswith("text.")]
     for key, expected, actual in rows:
         if key not in UNSAID:
-            problem = f"a GGUF file would say {actual!r}, not {expected!r}"
-            raise SpecError(f"spec {spec.name}: {key}: {problem}; take --format hf")
+            msg = f"a GGUF file would say {actual!r}, not {expected!r}"
+            raise SpecError(f"spec {spec.name}: {key}: {msg}; take --format hf")
