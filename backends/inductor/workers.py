@@ -171,7 +171,7 @@ class Workers:
         try:
             print(json.dumps([text, asdict(target), str(path)]), file=channel, flush=True)
             answer = channel.readline()
-        except OSError:  # it has ended
+        except OSError:  # the worker has exited
             answer = ""
         finally:
             self._idle.put(channel)

@@ -54,14 +54,15 @@ def rotate(e: Emitter, x: Operand, cos: Operand, sin: Operand) -> Operand:
 
 
 def signed(e: Emitter, sin: Operand) -> Operand:
-    """Return sines whose first half is negative, so that x's need not be."""
+    """Negate the first half of the sines, so that `rotate` need not negate half of x."""
     signs = torch.ones(int(sin.shape[-1]), dtype=torch_dtype(sin.dtype))
     signs[: len(signs) // 2] = -1
     return e.mul(sin, e.constant(signs.view(*(1,) * (sin.rank - 1), -1)))
 
 
 def tables(net: Network, cos: Value, sin: Value, axis: int) -> tuple[Operand, Operand]:
-    """Return tables [B, S, d] for `rotate`, with a dim of one for heads at this place."""
+    """Return the cos and sin tables [B, S, d] for `rotate`, with a head dim of 1 inserted at
+    `axis`."""
     e = net.e
     return net.shared(
         ("tables", cos, sin, axis),

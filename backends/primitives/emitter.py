@@ -92,8 +92,8 @@ class Emitter(ABC):
     # --- pointwise ----------------------------------------------------------------------------
 
     def activation(self, name: str, x: Operand) -> Operand | None:
-        """Return an activation, by its Hugging Face name, in a form of the framework's own; None
-        where it has none."""
+        """Apply the framework's built-in op for an activation (Hugging Face name); None if it has
+        none."""
         return None
 
     def unary(self, kind: str, x: Operand) -> Operand:
@@ -101,8 +101,8 @@ class Emitter(ABC):
         return self._unary(kind, x, x.type)
 
     def binary(self, kind: str, a: Operand, b: Operand | float) -> Operand:
-        """Combine two tensors; a number is taken as a constant of the first operand's dtype. Beside
-        add, sub, mul, div, pow, max, min, floor_div there are eq, gt, lt, and, or."""
+        """Apply a binary op: add, sub, mul, div, pow, max, min, floor_div, eq, gt, lt, and, or. A
+        Python number becomes a constant of the first operand's dtype."""
         other = b if isinstance(b, Operand) else self._number(b, a)
         _need(a.dtype == other.dtype, f"{kind}: {a.type} and {other.type} differ in dtype")
         shape = broadcast(kind, a.type, other.type)

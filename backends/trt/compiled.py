@@ -31,17 +31,17 @@ WEIGHTS = re.compile(r"Total Weights Memory: (\d+) bytes")
 AROUND = ("signal", "wait", "shape_call")
 #: parts of the names of kernels that use a cache where it lies: they write it, or attend over it
 IN_PLACE = ("Scat", "mha")
-#: bytes of an element; of others, 2
+#: bytes of an element; 2 for all other types
 BYTES = {"Float": 4, "Int32": 4, "Int64": 8, "Int8": 1, "FP8": 1, "Bool": 1}
-#: smallest tensor that is told from the rows of a chunk
+#: minimum bytes of a tensor to count as a copy: smaller ones may be a chunk's rows
 MIN_COPY = 1 << 12
-#: the name for the shapes of a network that has no profiles
+#: profile name of a network without optimisation profiles (static shapes)
 STATIC = "static"
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Dims that are known at run time only are -1."""
+    """A tensor of the compiled engine; dynamic dims are -1."""
 
     name: str
     shape: tuple[int, ...]

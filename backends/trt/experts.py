@@ -107,7 +107,7 @@ class Sorted:
         once = e.reshape(once, *index.shape[:2], count)
         #: [B,S,E]: how many tokens before it chose the expert
         self.rank = e.matmul(self.before, once)
-        #: the same, -1 where the token did not choose it
+        #: `rank`, or -1 if the token did not choose the expert
         self.chosen_rank = e.where(e.binary("gt", once, 0.5), self.rank, -1.0)
         spare = e.sub(e.reduce("sum", once, 1), 1.0)
         spare = e.cast(e.binary("max", spare, 0.0), "i32")

@@ -23,11 +23,11 @@ ENGINE = "engine"
 LOG = "trt.log"
 #: phases of the text model's engine that have profiles, in the order of these
 PHASES = ("decode", "prefill", VERIFY)
-#: those of one token for each row, which have a profile for each span
+#: phases of one token per sequence, with an optimisation profile per context bucket
 SINGLE = ("decode", DRAFT)
-#: slots of the smallest span, and how many times as many the next one has
+#: cache slots of the smallest context bucket, and the factor to the next bucket
 MIN_SPAN, WIDER = 1024, 4
-#: tokens verified at a time at most, where no ring says for how many it has room
+#: maximum tokens of a verification step if no sliding-window cache limits them
 MAX_VERIFIED = 33
 #: slots of the full-length caches that kernels are timed for, where rows may hold as many
 TYPICAL_SLOTS = 2048

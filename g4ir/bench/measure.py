@@ -27,11 +27,11 @@ from .runners import BenchRunner, RequestTiming, Rounds, Workload, request_steps
 #: a runner's share of a round lasts at least this long, or takes this many requests
 ROUND_S = 0.5
 MAX_REQUESTS = 20
-#: smallest relative spread that is claimed
+#: minimum relative spread that is reported
 FLOOR = 0.02
-#: relative spread of a value that says little: something else ran
+#: relative spread above which a value is marked noisy: another process ran
 NOISY = 0.3
-#: Student's t, 97.5 %, for 1, 2, ... degrees of freedom; more are as the last
+#: Student's t, 97.5 %, for 1, 2, ... degrees of freedom; the last entry serves all larger ones
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 Samples = Sequence[float]
 T = TypeVar("T")

@@ -1,8 +1,8 @@
-"""Second moments of the inputs of matmuls on a text: they weight the errors by which the scales of
-4-bit weights are chosen.
+"""Second moments of matmul inputs on a calibration text (an importance matrix): they weight the
+squared errors that the scales of 4-bit weights minimise.
 
-The text graph of the unquantised model is interpreted window by window; of each input of a matmul
-only the sums of squares of its columns are kept.
+The text graph of the unquantised model is interpreted window by window; only the column sums of
+squares of each matmul's input are stored.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import sha256
 from g4ir.weights.pack import MadeParams, Packing, open_table
 
-#: tokens of the text, at most and at least; tokens of one context, <bos> not counted
+#: maximum and minimum tokens of the text; tokens of one context, without <bos>
 MAX_TOKENS, MIN_TOKENS, WINDOW = 4096, 256, 512
-#: no column counts less than this share of the mean: other texts may use what this one does not
+#: minimum second moment of a column, relative to the mean: other texts may use columns that this
+#: one does not
 FLOOR = 1e-3
 
 Moments = dict[str, torch.Tensor]
@@ -49,8 +50,8 @@ class CalibrationText:
 
     @classmethod
     def read(cls, path: Path, spec: Spec, side_files: Mapping[str, bytes]) -> CalibrationText:
-        """Read a file by the tokenizer of the checkpoint; InputError names the file and what is
-        wrong with it: missing, empty, no text, too short, or no tokenizer."""
+        """Read and tokenise a file with the checkpoint's tokenizer; InputError names the file and
+        the problem: missing, empty, no text, too short, or no tokenizer."""
         check_files([str(path)], "--calibrate")
         if TOKENIZER not in side_files:
             why = f"the weights come without {TOKENIZER}, and a text needs one"
@@ -69,14 +70,14 @@ class CalibrationText:
 
     @property
     def record(self) -> Calibration:
-        """Return what the manifest says of it."""
+        """Return the manifest's record of the text."""
         return Calibration(Line(self.path.resolve()), self.sha256, len(self.ids))
 
 
 def column_moments(p: Prepared, progress: Progress) -> Moments:
-    """Return weight -> the second moments of its input on the calibration text, relative to their
-    mean: f32 [1, K], of stacked experts [1, 1, K] or [E, 1, K]. The model is computed in its
-    dtype, one weight in memory at a time as far as files are mapped."""
+    """Return weight -> second moments of its input on the calibration text, relative to their mean:
+    f32 [1, K]; for stacked experts [1, 1, K] or [E, 1, K]. The model is computed in its dtype, one
+    weight in memory at a time as far as files are mapped."""
     spec, dtype = p.config.spec, p.config.dtype
     graphs = {name: build_graph(spec, name, True, dtype) for name in ("embed", "prefill")}
     embed, text = graphs.values()
@@ -100,15 +101,14 @@ def column_moments(p: Prepared, progress: Progress) -> Moments:
 
 
 def _relative(sums: torch.Tensor) -> torch.Tensor:
-    """Return sums as shares of their mean; of an expert that saw no token, those of all experts."""
+    """Divide sums by their mean; an expert that saw no token gets the sums over all experts."""
     sums = sums.where(sums.sum(-1, keepdim=True) > 0, sums.sum(0, keepdim=True))
     mean = sums.mean(-1, keepdim=True)
     return (sums / mean.where(mean > 0, 1.0)).clamp(min=FLOOR).float()
 
 
 class _Sums:
-    """Runs nodes whose params are read when they are used, and adds up squares of the inputs of
-    products."""
+    """Runs nodes, reads params on first use, and accumulates the squared inputs of matmuls."""
 
     def __init__(self, params: MadeParams) -> None:
         self.params = params
@@ -123,12 +123,13 @@ class _Sums:
         return run_node(n, tensors)
 
     def add(self, name: str, rows: torch.Tensor) -> None:
-        """Add the squares of rows [.., n, K] of the input of a weight."""
+        """Accumulate the column sums of squares of a matmul's input rows [.., n, K]."""
         squares = rows.double().square().sum(-2, keepdim=True)
         self.sums[name] = self.sums.get(name, 0) + squares
 
     def _add_experts(self, n: Node, x: Any, _: Any, index: Any, gate_up: Any, down: Any) -> None:
-        """Add the input of gate and up, one for all experts, and that of each expert's down."""
+        """Accumulate the inputs of an MoE layer: gate and up share one, each expert's down has its
+        own."""
         rows, chosen = x.flatten(0, -2), index.flatten(0, -2)
         self.add(n["gate_up"].name, rows[None])
         inner = torch.zeros(len(down), 1, down.shape[-1], dtype=torch.double)

@@ -202,7 +202,7 @@ def _with_weights(
     for option in ("checkpoint", "random_weights"):
         if getattr(options, option) is not None:
             flag, fix = option.replace("_", "-"), "leave them out, or give a variant"
-            raise InputError(f"{model} has weights, and --{flag} others: {fix}")
+            raise InputError(f"{model} has its own weights, --{flag} names others: {fix}")
     if not path.is_file() and not (path / CONFIG).is_file():
         return None
     name = Path(spec).resolve().name.removesuffix(GGUF)  # of a hub id too

@@ -57,7 +57,7 @@ class Unreadable(ValueError):
 
 
 def begins_head(text: str) -> bool:
-    """Whether a text is what the head of a call begins with."""
+    """Whether a text is a prefix of a call's head, `call:NAME{`."""
     return _PARTIAL_HEAD.fullmatch(text) is not None
 
 

@@ -25,11 +25,11 @@ CHANNELS = 3
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """The settings by which an image is cut."""
+    """Patch and pooling settings of an image tower."""
 
     patch_size: int  # pixels
     pooling: int  # patches per side of a soft token
-    budget: int  # soft tokens at most
+    budget: int  # maximum soft tokens of an image
     merged: bool  # the patches of a soft token arrive as one large patch (rule 42)
     positions: int  # rows per axis of the position table
 

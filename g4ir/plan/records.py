@@ -24,14 +24,15 @@ SCHEMA = 5
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of an engine's weights in one format, as stored, by where they lie."""
+    """Bytes of an engine's weights in one format, by memory: device, host, or memory-mapped
+    file."""
 
     format: str
-    decoder: int  # without towers and a draft model
+    decoder: int  # text decoder: without towers and draft model
     device: int
     host: int
     mapped: int
-    #: format of the file -> one with more bits that the backend stores it in
+    #: format of the file -> wider format in which the backend stores it
     upcast: Mapping[str, str]
 
 

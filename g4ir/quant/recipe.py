@@ -189,5 +189,5 @@ def find_quant_config(name_or_path: str | Path | None) -> QuantConfig | None:
         raise InputError(f"--quant {name}: expected {names}, or a file that ends in .yaml")
     tree = read_tree(Path(name))
     if "name" in tree.entries:
-        raise fail(tree.keys["name"], "name", "is the file's own; leave it out")
+        raise fail(tree.keys["name"], "name", "is taken from the file's name; leave it out")
     return QuantConfig(build(QuantConfig, tree).rules, Path(name).name)

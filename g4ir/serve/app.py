@@ -52,7 +52,7 @@ from .request_log import HEADERS, RequestLog
 
 log = logging.getLogger(__name__)
 
-#: seconds of silence before a keepalive, and between two checks of that
+#: seconds without an event before a keepalive is sent, and the interval of the check
 ALIVE_S, LOOK_S = 10.0, 1.0
 #: bytes from which a body counts as large
 LARGE = 1 << 18

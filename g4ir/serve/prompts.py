@@ -111,12 +111,12 @@ class Prompts:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The same, as conversations need it."""
+        """The tokenizer's vocabulary, for conversations."""
         return self.codec.vocabulary
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Masks that hold answers to JSON."""
+        """Compiled grammars of structured output."""
         ends = {*self.engine.stop_ids(), *self.vocabulary.ends} - {*self.engine.suppressed()}
         return Grammars(self.vocabulary, self.engine.spec.text.vocab_size, sorted(ends))
 

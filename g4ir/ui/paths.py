@@ -91,13 +91,13 @@ def unpacking() -> Iterator[tempfile.TemporaryDirectory[str]]:
 
 
 def setting(name: str, default: str = "") -> str:
-    """Return the value of a variable of the environment."""
+    """Return an environment variable, or the default if it is not set."""
     return os.environ.get(name, default)
 
 
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """A context in which a variable of the environment has another value."""
+    """Set an environment variable for the duration of a context."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -258,7 +258,8 @@ class MadeParams:
         return self.quantized(*tensors, **attrs)
 
     def _full_name(self, param: str) -> str | None:
-        """Return the param of the whole model that a param is; None: it is a rank's own."""
+        """Return the unsharded model's name of a rank's param; None if the param exists on this
+        rank only."""
         return self.share.source(param) if self.share else param
 
     def _require_finite(self, recipe: Graph, results: Mapping[str, torch.Tensor]) -> None:
@@ -270,7 +271,7 @@ class MadeParams:
                 raise tensorfile.broken(names, msg, fix)
 
     def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of a table, or of its codes or scales, which follow from that row alone."""
+        """Return rows of a table, or of its codes or scales; each depends on its own row only."""
         recipe = self.packing.recipe(param)
         read = partial(self.source.rows, ids=ids.reshape(-1))
         inputs = {v.name: self._load_input(v, read) for v in recipe.params}

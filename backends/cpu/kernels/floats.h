@@ -91,7 +91,7 @@ FLOAT_DOT(3)
 FLOAT_DOT(4)
 static float_dot *const FLOAT_DOTS[] = {NULL, floats_1, floats_2, floats_3, floats_4};
 
-/* A row of x in fp32, its numbers in the order of the words of codes. */
+/* Converts a row of x to fp32, permuted to the order of values in the words of codes. */
 static void row_in_order(const coded *p, int64_t r, float *to) {
     for (int64_t i = 0; i < p->k; i += BLOCK)
         for (int j = 0; j < BLOCK; j++) {

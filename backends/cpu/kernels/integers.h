@@ -1,9 +1,10 @@
-/* Products of tiles with a few rows of x in bf16, as integers (digits.h). */
+/* GEMV of a tiled weight with a few bf16 rows of x, on vector integer instructions (x as int8 digits,
+ * digits.h). */
 #pragma once
 #include "amx.h"
 
 #ifdef INTEGERS
-/* Whether there are such of the form. */
+/* Whether this weight format has an integer kernel. */
 #ifdef FP8_TILES
 #define HAS_INTEGERS 1
 #else

@@ -193,11 +193,10 @@ def _dequantize_words(word, exponent, R, BLOCK_K):
 
 
 def format_constants(w: Tensor, scales: Tensor | None, prefix: str = "") -> dict[str, Any]:
-    """Return the constants FORM and GROUP of a weight. ValueError for one whose rows do not
-    follow one another."""
+    """Return the constexprs FORMAT and GROUP of a weight; ValueError if it is not contiguous."""
     for t in (w, scales):
         if t is not None and not t.is_contiguous():
-            raise ValueError(f"weight of strides {t.stride()}: its rows must follow one another")
+            raise ValueError(f"weight of strides {t.stride()}: it must be contiguous")
     if scales is None:
         return {f"{prefix}FORMAT": "", f"{prefix}GROUP": 0}
     groups = scales.shape[-1]

@@ -98,7 +98,7 @@ def _route_all(
     used = tl.zeros([E_P], tl.int32)
     for r0 in range(0, rows, ROWS):
         r = r0 + tl.arange(0, ROWS)[:, None]
-        at = logits + tl.minimum(r, rows - 1) * EXPERTS  # past the end the last row again
+        at = logits + tl.minimum(r, rows - 1) * EXPERTS  # out of range: reload the last row
         ids, weight, those = _choose(at, per_expert, slots, EXPERTS, E_P, TOP_K, FP32)
         inside = (r < rows) & (slots < TOP_K)
         tl.store(weights + r * TOP_K + slots, weight, mask=inside)

@@ -17,13 +17,13 @@ const state = {
   reading: null, // the promise of files that are being read
   locked: false, // whether the server wants another key
   media: null, // kinds that the model takes; null: not known yet
-  room: null, // tokens of its context
-  abort: null, // ends the answer that is coming
-  coming: null, // its promise
-  saving: Promise.resolve(), // what is written of conversations, one after the other
-  unsaved: "", // why the last was not written
+  room: null, // context length of the model, in tokens
+  abort: null, // aborts the reply that is being generated
+  coming: null, // promise of the reply that is being generated
+  saving: Promise.resolve(), // pending write of conversations; writes run one after another
+  unsaved: "", // error of the last failed write
   listed: "", // what the list of conversations shows
-  own: {}, // settings that came with the conversation, and are those of no other
+  own: {}, // settings stored with this conversation only
 };
 
 function fit() {
