@@ -1,18 +1,18 @@
-/* Products of tiles on AMX, for five rows of x and more: the digits of all rows of a block are a tile of A,
- * its codes one of B, their sums one of C. Sums are the same integers as those of integers.h, and so are
- * results. Codes and sums go through memory: in each turn the codes of a block further on are unpacked, a
- * block is multiplied, and the sums of one before are added up. Two tiles of the weight share A, whose
- * loads would take a fifth of the time. */
+/* Matmul of a tiled weight with five or more rows of x on AMX: per block of 32, the int8 digits of all rows are
+ * a tile of A, the codes a tile of B, their sums a tile of C. The integer sums, and so the results, equal those
+ * of integers.h. Codes and sums pass through memory in a software pipeline: each iteration unpacks the codes of
+ * a later block, multiplies a block, and accumulates the sums of an earlier one. Two tiles of the weight share
+ * A, whose loads would otherwise take a fifth of the time. */
 #pragma once
 #include "amx_registers.h"
 #include "digits.h"
 
 #ifdef ON_AMX
-/* Blocks between what is unpacked, multiplied and added up; the room for those between. */
+/* Pipeline distance in blocks between unpacking, multiplying and accumulating; blocks in its ring buffers. */
 enum { AMX_APART = 2, AMX_RING = 4 };
 #define BOTH UNROLLED for (int s = 0; s < 2; s++)
 
-/* Registers 0 and 1 are tiles of C, 2 one of A, 3 and 4 of B; `tall`: rows of A and C. */
+/* Configures the tile registers: 0 and 1 hold C, 2 A, 3 and 4 B; `tall`: rows of A and C. */
 static void set_amx(int tall) {
     amx_shapes shapes = {.palette = 1, .bytes = {LINE, LINE, BLOCK, LINE, LINE},
                          .rows = {tall, tall, tall, 8, 8}};
@@ -27,7 +27,7 @@ typedef struct {
     row_sums sums[AMX_RING][2 * TOGETHER];
 } amx_room;
 
-/* The codes that hold block i of a strip. */
+/* Address of the codes that contain block i of a strip. */
 static inline const uint8_t *codes_at(const int form, const strip *of, int64_t i) {
     return of->codes + i / BLOCKS_OF(form) * WORDS_OF(form) * LINE;
 }
@@ -40,7 +40,7 @@ ALWAYS unpack_block(const int form, const strip *of, int64_t i, row_words *to) {
     UNROLLED for (int j = 0; j < 8; j++) to[j] = code_word(form, w, b, j);
 }
 
-/* Two strips times `rows` rows of x, whose digits are rows of `a` too, [blocks][rows][parts][BLOCK]. */
+/* Multiplies two strips with `rows` rows of x; `a`: their digits, [blocks][rows][parts][BLOCK]. */
 ALWAYS amx_product(const int form, const int rows, const int parts, const coded *p, const strip *of,
                    const digits *const *x, const int8_t *a) {
     const int minima = MINIMA(form), dtype = p->scales_dtype;

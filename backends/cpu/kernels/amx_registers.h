@@ -1,5 +1,5 @@
-/* The matrix registers of AMX: eight of up to 16 rows of 64 bytes, which a thread shapes before it uses them
- * and gives back afterwards. The system was asked for them before (g4ir/ui/processor.py). */
+/* AMX tile registers: eight of up to 16 rows of 64 bytes; a thread configures them before use and releases them
+ * afterwards. The process requests permission from the OS earlier (g4ir/ui/processor.py). */
 #pragma once
 #include "common.h"
 
@@ -15,13 +15,13 @@ static inline void shape_amx(const amx_shapes *shapes) {
 }
 static inline void end_amx(void) { __asm__ volatile("tilerelease" : : : "memory"); }
 
-/* Register R from rows APART bytes from each other, and to them. */
+/* Loads register R from rows with a stride of APART bytes, and stores it. */
 #define LOAD_AMX(R, FROM, APART)                                                                    \
     __asm__ volatile("tileloadd (%0,%1), %%tmm" #R : : "r"(FROM), "r"((int64_t)(APART)) : "memory")
 #define STORE_AMX(R, TO, APART)                                                                     \
     __asm__ volatile("tilestored %%tmm" #R ", (%0,%1)" : : "r"(TO), "r"((int64_t)(APART)) : "memory")
 #define CLEAR_AMX(R) __asm__ volatile("tilezero %%tmm" #R : : :)
-/* C += A B, by an instruction of this name. */
+/* C += A B by the named instruction. */
 #define MULTIPLY_AMX(NAME, C, A, B)                                                                 \
     __asm__ volatile(#NAME " %%tmm" #B ", %%tmm" #A ", %%tmm" #C : : :)
 #endif

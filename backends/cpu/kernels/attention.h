@@ -3,8 +3,8 @@
 #include "cache_rows.h"
 #include "dense.h"
 
-/* Keys that are taken together, a multiple of the rows that a product takes; their values wait in a
- * core's own cache meanwhile. A thread has so many at least. */
+/* Keys per block: a multiple of the rows of a dot product, small enough that their values stay in the core's
+ * private cache. Also the minimum keys per thread. */
 #define KEYS 96
 #define KEYS_LEAST 48
 
@@ -17,33 +17,33 @@ typedef struct {
     const void *q, *kept[2]; /* keys and values */
     const int64_t *positions, *written;
     void *out;
-    int dtype, held; /* of queries and the result; of rows */
+    int dtype, held; /* dtype of queries and output; of cache rows */
     int64_t batch, queries, heads, kv_heads, d, slots, width, window;
     float scale;
-    /* The same of all: */
-    int64_t parts, group;       /* of the keys; heads that share keys */
-    int64_t rows, padded;       /* of all queries, and of one in whole groups of TOGETHER */
-    int64_t wide;               /* numbers of a row as it is taken */
-    int as_held;                /* whether that is as it is held, else in fp32 */
+    /* Derived from the arguments: */
+    int64_t parts, group;       /* splits of the keys (split-KV); query heads per KV head */
+    int64_t rows, padded;       /* query rows in total; rows of one query, padded to a multiple of TOGETHER */
+    int64_t wide;               /* elements of a row as computed */
+    int as_held;                /* whether rows are used as stored, else converted to fp32 */
     float *partial;
-    uint32_t *made; /* parts of each head of K and V that are computed */
+    uint32_t *made; /* completed splits of each KV head */
 } attention;
 
-/* Keys or values that lie evenly. */
+/* Keys or values at a constant stride. */
 typedef struct {
     const char *at;
-    int64_t stride, count; /* numbers from one to the next */
+    int64_t stride, count; /* elements between rows, and rows */
 } row_run;
 
-/* A thread's own. */
+/* Scratch memory of a thread. */
 typedef struct {
     char *q;
     float *made;   /* rows in fp32 */
-    sums *scores;  /* of the keys taken, by groups of rows */
-    uint32_t *two; /* the same of pairs of keys, in bf16 */
+    sums *scores;  /* of a block of keys, by groups of rows */
+    uint32_t *two; /* scores of pairs of keys, in bf16 */
 } room;
 
-/* By parts: sums of values [rows, wide], then the most and the total of each row. */
+/* Per split: weighted sums of values [rows, wide], then each row's maximum and total. */
 static inline int64_t partial_size(const attention *a) {
     return a->rows * a->wide + 2 * a->queries * a->padded;
 }
@@ -52,12 +52,12 @@ static inline int64_t held_bytes(const attention *a) {
     return a->held == F32 ? 4 : a->held > F16 ? 1 : 2;
 }
 
-/* Positions of keys: those that are not read yet of a query's part. */
+/* Range of key positions that are still unread in a query's split. */
 typedef struct {
     int64_t from, end;
 } keys_left;
 
-/* The keys that a part of a query reads of its cache. */
+/* Returns the keys of the cache that a split of a query reads. */
 static keys_left keys_of(const attention *a, int64_t b, int64_t s, int64_t part) {
     int64_t last = a->positions[b * a->queries + s], oldest = a->written[b] - a->slots;
     int64_t first = a->window ? last - a->window + 1 : 0;
@@ -68,7 +68,7 @@ static keys_left keys_of(const attention *a, int64_t b, int64_t s, int64_t part)
     return (keys_left){first + count * part / a->parts, first + count * (part + 1) / a->parts};
 }
 
-/* Up to KEYS keys (0) or values (1) of a head. */
+/* Reads up to KEYS keys (0) or values (1) of a head. */
 static row_run run_of(const attention *a, int value, int64_t b, int64_t h, keys_left left) {
     int64_t slot = left.from % a->slots, row = (slot * a->batch + b) * a->kv_heads + h;
     const char *rows = a->kept[value];
@@ -76,7 +76,7 @@ static row_run run_of(const attention *a, int value, int64_t b, int64_t h, keys_
                      least(KEYS, least(left.end - left.from, a->slots - slot))};
 }
 
-/* Rows of fp32, padded with nothing to what is read at a time. */
+/* Converts rows to fp32, zero-padded to the vector width. */
 static row_run widened(const attention *a, row_run from, float *to) {
     for (int64_t i = 0; i < from.count; i++) {
         const char *row = from.at + i * from.stride * held_bytes(a);
@@ -91,7 +91,7 @@ static int64_t query_bytes(const attention *a) {
     return a->wide * (a->as_held && a->dtype == BF16 ? (int64_t)sizeof(bf16_row) : 4);
 }
 
-/* The queries of a head, in the form in which a product takes them. */
+/* Lays out the queries of a head for the dot products. */
 static void formed_queries(const attention *a, int64_t b, int64_t h, char *to) {
     int64_t size = a->dtype == F32 ? 4 : 2;
     for (int64_t r = 0; r < a->rows; r++, to += query_bytes(a)) {
@@ -107,7 +107,7 @@ static void formed_queries(const attention *a, int64_t b, int64_t h, char *to) {
     }
 }
 
-/* Scores of keys with up to TOGETHER rows; the values of these keys are read ahead. */
+/* Scores of keys with up to TOGETHER rows; prefetches the values of these keys. */
 static void score_keys(const attention *a, row_run keys, row_run values, const char *q, int64_t here,
                        sums *out) {
     int two = a->as_held && a->dtype == BF16;
@@ -145,8 +145,8 @@ static inline eight power(eight y) {
     return z * (eight)((whole + 127) << 23);
 }
 
-/* Scores of keys become weights: powers of their distance from the most of a row so far. Returns
- * whether that grew, and by which factors what was summed before shrinks. */
+/* Online softmax step: turns scores into 2^(score - running maximum). Returns whether a maximum grew, and sets
+ * the factors that rescale earlier sums. */
 static int weigh(any_eight *scores, int64_t count, float scale, any_eight *most, any_eight *total,
                  eight *factor) {
     eight top = *most, sum = {0};
@@ -166,7 +166,7 @@ static int weigh(any_eight *scores, int64_t count, float scale, any_eight *most,
     return (any[0] | any[1] | any[2] | any[3]) != 0;
 }
 
-/* Values are added to sums that stay in registers, as many as a CPU has. */
+/* Accumulates weighted values in as many registers as the CPU has. */
 #ifdef __AVX512F__
 #define ADDED 8
 #else
@@ -230,7 +230,7 @@ static int weigh(any_eight *scores, int64_t count, float scale, any_eight *most,
 ADD(f32, float, float, 1, ADD_ONE)
 
 #ifdef __AVX512BF16__
-/* Two keys at once; where the second is missing, it weighs nothing. */
+/* Two keys at once; a missing second key has weight 0. */
 #define ADD_TWO(TYPE)                                                                           \
     {                                                                                           \
         words a = *(const any_words *)VALUES_AT(TYPE, t);                                       \
@@ -276,7 +276,8 @@ static void add_values(const attention *a, row_run values, const sums *weights, 
     }
 }
 
-/* The next keys of one query, whose rows are `q`, `out`, `most` and `total`. Returns how many. */
+/* Attends to the next block of keys of one query (rows `q`, `out`, `most`, `total`). Returns the number of
+ * keys. */
 static int64_t attend_keys(const attention *a, int64_t b, int64_t h, keys_left left, room *own,
                            const char *q, float *out, float *most, float *total) {
     row_run keys = run_of(a, 0, b, h, left), values = run_of(a, 1, b, h, left);
@@ -299,8 +300,8 @@ static int64_t attend_keys(const attention *a, int64_t b, int64_t h, keys_left l
     return keys.count;
 }
 
-/* Each query takes its own keys in the order in which it takes them alone: what it computes does not
- * depend on the others. They take turns, so that keys come from memory once. */
+/* Each query reads its keys in the same order as alone, so its result does not depend on the batch. Queries are
+ * interleaved block by block, so that keys are read from memory once. */
 static void attend_part(const attention *a, int64_t unit, room *own) {
     int64_t head = unit / a->parts, b = head / a->kv_heads, h = head % a->kv_heads, taken;
     float *out = a->partial + unit * partial_size(a), *most = out + a->rows * a->wide;
@@ -323,14 +324,14 @@ static void attend_part(const attention *a, int64_t unit, room *own) {
     } while (taken);
 }
 
-/* Numbers [PAIR], the even ones before the odd ones as `pair_bf16` has them, come into their order. */
+/* Restores the order of PAIR values that `pair_bf16` split into even and odd lanes. */
 static inline void interleave(float *x) {
     float halves[PAIR];
     memcpy(halves, x, sizeof halves);
     for (int j = 0; j < PAIR / 2; j++) x[2 * j] = halves[j], x[2 * j + 1] = halves[PAIR / 2 + j];
 }
 
-/* Adds the parts of one row of queries. */
+/* Merges the splits of one query row. */
 static void join_parts(const attention *a, int64_t at) {
     int64_t b = at / a->heads / a->queries, s = at / a->heads % a->queries, head = at % a->heads;
     int64_t r = s * a->group + head % a->group, size = partial_size(a);
@@ -376,7 +377,7 @@ static int make_room(const attention *a, room *own) {
     return 0;
 }
 
-/* Who computes the last part of a head's keys adds the parts. */
+/* The thread that completes a head's last split merges the splits. */
 static int attend_units(void *context, units *left) {
     attention *a = context;
     room own;

@@ -1,4 +1,4 @@
-/* What the products and attention share: numbers, threads, vectors of this CPU, constant loops. */
+/* Shared by matmuls and attention: number conversion, threads, vector types of this CPU, unrolled loops. */
 #pragma once
 #include "kernels.h"
 #include "number.h"
@@ -12,7 +12,7 @@
 #include <arm_neon.h>
 #endif
 
-/* Bytes of a vector of words in products of tiles. */
+/* Vector width, in bytes, of the kernels for tiled weights. */
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define WIDE 64
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -20,17 +20,17 @@
 #else
 #define WIDE 16
 #endif
-/* Rows of x that are multiplied together at most. */
+/* Maximum rows of x per pass over the weight. */
 #define TOGETHER 8
-/* Functions whose first arguments are constants where they are called: their loops are unrolled, and sums
- * stay in registers. */
+/* Functions whose first arguments are compile-time constants at each call: inlined, so that loops unroll and
+ * sums stay in registers. */
 #define ALWAYS static inline __attribute__((always_inline)) void
 #define UNROLLED _Pragma("GCC unroll 8")
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 #ifdef __AVX512F__
-/* Sixteen numbers in bf16, as narrow() has them. */
+/* Rounds sixteen values to bf16, as narrow() does. */
 static inline __m256i in_bf16(__m512 v) {
     __m512i u = _mm512_castps_si512(v), even = _mm512_set1_epi32(0x7fff);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));

@@ -1,4 +1,4 @@
-/* Rows of a quantised weight in the form FORM as numbers (g4ir/ops/quant.py), bit for bit. */
+/* Dequantises rows of a weight in format FORM, bit-identical to g4ir/ops/quant.py. */
 #pragma once
 #include "common.h"
 #include "layout.h"
@@ -11,9 +11,9 @@ typedef uint32_t half_words __attribute__((vector_size(HALF)));
 typedef float eight __attribute__((vector_size(32)));
 typedef int32_t eight_codes __attribute__((vector_size(32)));
 
-/* Eight codes, with their signs. */
+/* Sign-extends eight codes. */
 static inline eight_codes signed_codes(const uint8_t *p) {
-#ifdef __AVX2__ /* compilers do not find it */
+#ifdef __AVX2__ /* compilers do not vectorise it themselves */
     return (eight_codes)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
 #else
     eight_codes c;
@@ -36,9 +36,9 @@ static inline void read_int8(const uint8_t *p, float *to) {
 #endif
 }
 
-/* Below 2^-6 a number of e4m3 has no leading bit; read with one it is `high`, and less than that without. */
+/* e4m3 is subnormal below 2^-6: decoded as if normal it gives `high`, the true value is smaller. */
 static inline void read_fp8(const uint8_t *p, float *to) {
-#ifdef __AVX512BW__ /* the bits of e4m3 are those of a half 2^8 times smaller */
+#ifdef __AVX512BW__ /* e4m3 bits, shifted, are an fp16 2^8 times smaller */
     __m512i c = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p));
     c = _mm512_and_si512(_mm512_slli_epi16(c, 7), _mm512_set1_epi16((short)0xbfff));
     __m512 by = _mm512_set1_ps(0x1p8f);
@@ -55,7 +55,7 @@ static inline void read_fp8(const uint8_t *p, float *to) {
 #endif
 }
 
-/* The even codes of a block, then the odd ones, come into their order. */
+/* Interleaves the even and the odd codes of a block. */
 static inline void read_halves(const half_block *halves, float *to) {
     uint8_t codes[BLOCK];
 #ifdef __AVX2__
@@ -89,7 +89,7 @@ static inline void read_int5(const uint8_t *p, float *to) {
 typedef uint32_t block_words __attribute__((vector_size(BLOCK)));
 typedef uint8_t block_bytes __attribute__((vector_size(BLOCK)));
 
-/* Block b of four that lie together: numbers times the integer of their half. */
+/* Block b of a group of four: values times the integer scale of their half block. */
 static inline void read_int6(const uint8_t *p, int b, float *to) {
     const int8_t *shared = (const int8_t *)p + SIXES_SHARED + 2 * b;
     block_words low, high;
@@ -103,7 +103,7 @@ static inline void read_int6(const uint8_t *p, int b, float *to) {
     for (int j = 0; j < BLOCK; j++) to[j] *= j < HALF ? first : second;
 }
 
-/* The codes of block i of a row. */
+/* Address of the codes of block i of a row. */
 static inline void read_block(const int form, const uint8_t *row, int64_t i, float *to) {
     const uint8_t *p = row + i / BLOCKS_OF(form) * BYTES_OF(form);
     if (form == INT4) read_int4(p, to);
@@ -113,8 +113,8 @@ static inline void read_block(const int form, const uint8_t *row, int64_t i, flo
     else read_int8(p, to);
 }
 
-/* The even numbers and then the odd ones of a block with a minimum. `high`, a constant, says whether there
- * is an upper bit. */
+/* Even, then odd values of a block in a format with minima. `high` (compile-time constant): whether codes have
+ * a fifth bit. */
 static inline void numbers_above(const int high, const uint8_t *p, int b, half_block *to) {
     half_words low, upper;
     memcpy(&low, p + b * HALF, HALF);
@@ -128,7 +128,7 @@ static inline void numbers_above(const int high, const uint8_t *p, int b, half_b
     to[0] = (half_block)even, to[1] = (half_block)odd;
 }
 
-/* The integers of eight blocks, or those of their minima, a byte each. */
+/* Unpacks the 6-bit scales of eight blocks, or their minima, to a byte each. */
 static inline uint64_t integers_above(const uint8_t *six, const int least) {
     uint32_t first, last;
     memcpy(&first, six + 4 * least, sizeof first);
@@ -170,10 +170,10 @@ static void decode_blocks(const rows_to_decode *d, int64_t first, int64_t last) 
         }
 }
 
-/* What is said to change in memory is neither reordered nor fused. */
+/* An empty asm that claims to modify the value keeps the compiler from reordering or fusing operations. */
 #define AS_IT_IS(V) __asm__("" : "+m"(V))
 
-/* The pair of a scale and a minimum of blocks that lie together, and the integers of these. */
+/* Scale and minimum of a super-block, and the integer scales and minima of its blocks. */
 typedef struct {
     float scale, least;
     uint64_t scales, minima;
@@ -186,7 +186,7 @@ static inline factors_above factors_at(const rows_to_decode *d, int64_t at, cons
                            integers_above(end - 12, 1)};
 }
 
-/* Each product is rounded by itself, and so is the difference, as the definition has it. */
+/* Rounds each product and then the difference (no FMA), as the op's definition does. */
 static void decode_above(const rows_to_decode *d, int64_t first, int64_t last) {
     for (int64_t at = first * d->k / ABOVE; at < last * d->k / ABOVE; at++) {
         const uint8_t *from = d->codes + at * BYTES_OF(FORM);
@@ -207,14 +207,14 @@ static void decode_above(const rows_to_decode *d, int64_t first, int64_t last) {
 }
 
 #ifdef __AVX512BW__
-/* What sixteen codes from `first` on are in bf16. */
+/* bf16 values of the sixteen codes from `first` on. */
 static inline __m256i values_of(float first, float scale, float least) {
     __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     codes = _mm512_add_ps(codes, _mm512_set1_ps(first));
     return in_bf16(_mm512_fmsub_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(least)));
 }
 
-/* As decode_blocks does, six times as fast: codes look up the values of their group. */
+/* Same results as decode_blocks, six times as fast: a table lookup of each group's sixteen values. */
 static void decode_int4_bf16(const rows_to_decode *d, int64_t first, int64_t last) {
     int64_t each = d->k / d->groups;
     for (int64_t g = first * d->groups; g < last * d->groups; g++) {
@@ -228,7 +228,7 @@ static void decode_int4_bf16(const rows_to_decode *d, int64_t first, int64_t las
     }
 }
 
-/* The same of codes with minima, for scales of 16 bits, whose products are exact. */
+/* The same for formats with minima and 16-bit scales, whose products are exact. */
 static void decode_above_bf16(const rows_to_decode *rows, int64_t first, int64_t last) {
     for (int64_t at = first * rows->k / ABOVE; at < last * rows->k / ABOVE; at++) {
         const uint8_t *from = rows->codes + at * BYTES_OF(FORM);

@@ -1,6 +1,6 @@
-/* Products of a weight in bf16 or fp32 with a few rows of x: the order of work and the threads. The weight
- * is read from memory once for TOGETHER rows, each part by one thread; in bf16, with instructions for it,
- * about as fast as memory delivers it for up to five rows. Sums are fp32. */
+/* GEMV of a bf16 or fp32 weight with a few rows of x, over threads. The weight is read from memory once per
+ * TOGETHER rows, each part by one thread; with bf16 instructions it is memory-bandwidth bound for up to five
+ * rows. Accumulates in fp32. */
 #pragma once
 #include "common.h"
 
@@ -20,8 +20,7 @@ typedef struct {
 } pair;
 #define PAIR (int64_t)(sizeof(pair) / sizeof(float))
 
-/* bf16 to fp32: the even lanes, then the odd ones, a shift and a mask. Rows of x are brought into the same
- * order. */
+/* bf16 to fp32: the even lanes, then the odd ones, a shift and a mask. x is permuted to match. */
 static inline pair pair_bf16(const bf16 *p) {
     words u = *(const any_words *)p;
     return (pair){(vector)(u << 16), (vector)(u & 0xffff0000u)};
@@ -32,7 +31,7 @@ static inline pair pair_f32(const float *p) {
     return (pair){v[0], v[1]};
 }
 
-/* One row of x as pair_bf16 takes the weight. */
+/* Permutes a row of x to the lane order of pair_bf16. */
 static void in_pairs(const bf16 *from, float *to, int64_t k) {
     int64_t i = 0;
     for (; i + PAIR <= k; i += PAIR) {
@@ -44,28 +43,28 @@ static void in_pairs(const bf16 *from, float *to, int64_t k) {
 
 /* ---- the order of work ---- */
 
-/* Rows of the weight that share what is loaded of x, at most. */
+/* Maximum rows of the weight that share loads of x. */
 #define SIDE 4
-/* Bytes that are read ahead of their use, of all rows of a weight that are taken together: left alone, some
- * CPUs stop reading ahead at the end of every page. */
+/* Prefetch distance in bytes, over all weight rows of a pass: some CPUs' hardware prefetchers stop at every
+ * page boundary. */
 #define AHEAD 8192
-/* Rows of a part of a weight at least. */
+/* Minimum weight rows of a unit of work. */
 #define PART_LEAST 32
 
 typedef struct {
     const uint8_t *w;
-    int64_t bytes; /* of 256 numbers of the weight */
-    int64_t stride; /* numbers from one row of it to the next */
+    int64_t bytes; /* bytes of 256 values of the weight */
+    int64_t stride; /* elements between its rows */
     const void *x;
-    int as_pairs;  /* whether rows of x are to be brought into the order of pair_bf16 */
-    int64_t apart; /* bytes between rows of x as they are taken */
+    int as_pairs;  /* whether rows of x are permuted for pair_bf16 */
+    int64_t apart; /* bytes between rows of x as multiplied */
     void *y;
     int dtype;
     int64_t rows, n, k;
-    int64_t beside; /* from one row of the weight to the next of those that are taken together */
+    int64_t beside; /* distance between weight rows of a pass */
 } product;
 
-/* Which row of the weight is the one with number s of those that are taken together from o on. */
+/* Index of weight row s of the pass that starts at row o. */
 static inline int64_t beside(const product *p, int64_t o, int s) { return o + s * p->beside; }
 
 static inline const uint8_t *weights(const product *p, int64_t o, int64_t at) {
@@ -76,21 +75,20 @@ static inline const char *row_of(const product *p, int64_t r) {
     return (const char *)p->x + r * p->apart;
 }
 
-/* Reads what lies ahead of what is taken now of one row of `outs`, into the second cache: into the
- * nearest one it is a seventh slower for one row of x in bf16 (Zen 4), and a third for four. */
+/* Prefetches one of `outs` weight rows into L2: into L1 it is a seventh slower for one row of x in bf16 (Zen
+ * 4), and a third for four. */
 static inline void read_ahead(const void *now, const int outs) {
     __builtin_prefetch((const char *)now + AHEAD / outs, 0, 2);
 }
 
-/* Sums of one row of the weight with up to TOGETHER rows of x. */
+/* Dot products of one weight row with up to TOGETHER rows of x. */
 typedef float sums[TOGETHER];
 
-/* Sets out to the products of rows of the weight, from o on, with rows of x, from r on. */
+/* Writes the dot products of weight rows from o on with rows of x from r on to `out`. */
 typedef void (*dot)(const product *p, int64_t o, int64_t r, sums *out);
 
-/* The same function for one row of x to TOGETHER, and for one row of the weight or `outs` of them, each
- * with its numbers as constants. How many rows of the weight, by rows of x: four, or as many as make as many
- * sums as registers hold. */
+/* Instances for 1 to TOGETHER rows of x, and for one or `outs` weight rows, with the counts as compile-time
+ * constants. Weight rows per pass, by rows of x: four, or as many as the registers have room for sums. */
 #define SUMS _Pragma("GCC unroll 24")
 #define MOST_SUMS 24
 #ifdef __AVX512F__
@@ -121,7 +119,7 @@ typedef struct {
     SEVERAL(DOT_OF, NAME)                                                                       \
     static const dots NAME##s[] = {{0}, SEVERAL(DOTS_OF, NAME)};
 
-/* A thread's own rows of x, in pairs; NULL where memory is short. */
+/* A thread's copy of the rows of x, permuted; NULL if out of memory. */
 static void *formed(product *p) {
     char *form = take_lines((p->rows * p->apart + LINE - 1) / LINE * LINE);
     for (int64_t r = 0; form && r < p->rows; r++)
@@ -130,7 +128,7 @@ static void *formed(product *p) {
     return form;
 }
 
-/* Products of `outs` rows of the weight, from o on, with `here` rows of x from r on. */
+/* Multiplies `outs` weight rows from o on with `here` rows of x from r on. */
 static void multiply_rows(const product *p, dot of, int outs, int64_t o, int64_t r, int64_t here) {
     sums out[SIDE];
     of(p, o, r, out);
@@ -139,8 +137,8 @@ static void multiply_rows(const product *p, dot of, int outs, int64_t o, int64_t
             store(p->y, (r + i) * p->n + beside(p, o, s), out[s][i], p->dtype);
 }
 
-/* The same from row `first` to `last`. Those that are taken together lie apart, so that each is one of
- * a run of rows, which a CPU reads ahead by itself. */
+/* The same for weight rows `first` to `last`. The rows of a pass are far apart: each belongs to a sequential
+ * run of its own, which the hardware prefetcher follows. */
 static void multiply_part(product p, const dots *of, int64_t first, int64_t last, int64_t r,
                           int64_t here) {
     int64_t outs = of->outs, each = (last - first) / outs;
@@ -152,7 +150,7 @@ static void multiply_part(product p, const dots *of, int64_t first, int64_t last
 typedef struct {
     const product *p;
     const dots *of;
-    /* rows of x that are multiplied together; rows of the weight in a unit, and units of a turn */
+    /* rows of x per pass; weight rows per unit of work, and units per step */
     int64_t together, part, parts;
 } multiplication;
 
@@ -170,10 +168,10 @@ static int multiply_units(void *context, units *left) {
     return 0;
 }
 
-/* y[rows, n] = x[rows, k] @ w[n, k]^T, all contiguous. Returns 0, or 1 where memory is short.
+/* y[rows, n] = x[rows, k] @ w[n, k]^T, all contiguous. Returns 0, or 1 if out of memory.
  *
- * Several rows of the weight share what is loaded of x. Each thread brings x into its form itself: x
- * is less to carry from one core to another than the form. */
+ * Several weight rows share loads of x. Each thread permutes x itself: the original is less data to move
+ * between cores than the permuted copy. */
 static int multiply(const product *p, const dots *of, int threads) {
     int64_t turns = (p->rows + TOGETHER - 1) / TOGETHER, part = p->n / (threads * PARTS) + SIDE;
     if (part < PART_LEAST) part = PART_LEAST;
@@ -184,8 +182,8 @@ static int multiply(const product *p, const dots *of, int threads) {
 
 /* ---- sums ---- */
 
-/* The product of what is left of two rows behind whole vectors, one function for all sums: its loop in
- * each place was a third of the code. */
+/* Dot product of the remainder after the last full vector; one function for all, since inlined loops were a
+ * third of the code. */
 #define REST(NAME, TYPE, OTHER, WIDEN, WIDEN_OTHER)                                             \
     static __attribute__((noinline)) float rest_##NAME(const TYPE *w, const OTHER *x,           \
                                                        int64_t count) {                         \
@@ -194,8 +192,8 @@ static int multiply(const product *p, const dots *of, int threads) {
         return rest;                                                                            \
     }
 
-/* Rows are fp32; of the weight, a pair is made wide once for all rows. Sums of a row of the weight and
- * one of x: enough of them to hide the latency of the multiply-add, and as registers can hold. */
+/* Rows of x are fp32; each pair of the weight is upcast once for all rows. Partial sums per weight row and row
+ * of x: enough to hide the latency of the multiply-add, within the registers. */
 #define DOT(NAME, TYPE, WIDEN)                                                                  \
     REST(NAME, TYPE, float, WIDEN, same)                                                        \
     ALWAYS dot_##NAME(const int outs, const int rows, const product *p, int64_t o, int64_t r,   \
@@ -244,7 +242,7 @@ static int multiply(const product *p, const dots *of, int threads) {
 #define LOAD(p) ((__m512bh)_mm512_loadu_si512(p))
 
 REST(bf16, bf16, bf16, widen, widen)
-/* Four independent sums at least hide the latency of the multiply-add. */
+/* At least four independent sums hide the latency of the multiply-add. */
 ALWAYS dot_bf16(const int outs, const int rows, const product *p, int64_t o, int64_t r, sums *out) {
     const int all = outs * rows, unroll = all > 8 ? 1 : all > 2 ? 2 : 4;
     __m512 sum[MOST_SUMS][4];

@@ -1,4 +1,4 @@
-/* Products of many rows of x with a weight in rows, both in bf16 or, where panels hold fp32, in that. */
+/* GEMM of many rows of x with a dense row-major weight, both bf16, or fp32 if panels are fp32. */
 #pragma once
 #include "many_rows.h"
 #include "transpose.h"
@@ -9,7 +9,7 @@ typedef struct {
     int64_t n, k;
 } dense_weight;
 
-/* Words of a panel that hold two values in bf16 become two that hold one each in fp32. */
+/* Expands panel words of two bf16 values to two words of one fp32 value each. */
 static void widen_pairs(uint32_t *panel, int64_t pairs, int64_t columns) {
     const uint32_t *from = panel + pairs * columns;
     for (int64_t j = 0; j < pairs; j++)
