@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from g4ir.chat import Event
 from g4ir.cli import parse
-from g4ir.cli.chat import COMMANDS, from_pipe, whole
+from g4ir.cli.chat import COMMANDS, from_pipe, read_message
 from g4ir.cli.talking import Screen
 from g4ir.errors import InputError
 from tests.cli_tools import Outcome, g4ir, refused
@@ -63,7 +63,7 @@ def piped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcom
 def messages(text: str) -> list[str]:
     """The messages of lines."""
     lines, out = from_pipe(io.BytesIO(text.encode())), list[str]()
-    while (found := whole(lines, ">>> ")) is not None:
+    while (found := read_message(lines, ">>> ")) is not None:
         out.append(found)
     return out
 
@@ -213,7 +213,7 @@ def test_run_chat(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert (parts["reasoning"], parts["content"]) == ("hm", "hi €")
     png(tmp_path / "a.png")
     image = ("--image", tmp_path / "a.png", "--max-new-tokens", "2", "--json")
-    seen = json.loads(g4ir(*one, "--image-budget", "70", *image).out)
+    seen = json.loads(g4ir(*one, "--set", "image_budget=70", *image).out)
     assert seen["prompt_tokens"] > 70 and seen["new_tokens"] == 2
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"what is this?\n")))
     words = ("--system", "be short", "--think", "--think-budget", "4", "--seed", "3")

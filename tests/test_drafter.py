@@ -474,7 +474,7 @@ def test_plan_counts_slack_and_drafter() -> None:
     held = [param_bytes(prepare(load_spec("tiny-ple"), replace(o, random_weights=0))) for o in both]
     more = made.weights[0].device - plain.weights[0].device
     assert more == held[1] - held[0] > 0 and made.weights[0].decoder == plain.weights[0].decoder
-    told = command("plan", "--variant", "tiny-ple", "--drafter", "default").out
+    told = command("plan", "--variant", "tiny-ple", "--set", "drafter=default").out
     assert "4 draft tokens, draft model tiny-ple-assistant" in told
 
 
@@ -489,7 +489,7 @@ def test_show_and_cost_of_a_verification_step(tmp_path: Path) -> None:
     shown = parse(command("show", engine, "--phase", "verify").out)
     assert shown.name == VERIFY and {v.type.shape[0] for v in shown.state} == {"C", 11}
     spec = ("show", "--variant", "tiny-moe", "--phase", "verify")
-    asked = parse(command(*spec, "--draft-tokens", "7").out)
+    asked = parse(command(*spec, "--set", "draft_tokens=7").out)
     assert {v.type.shape[0] for v in asked.state} == {"C", 15}
     plain = parse(command(*spec, "--after", "none").out)
     assert plain == build_graph(load_spec("tiny-moe"), VERIFY)

@@ -385,7 +385,7 @@ def test_lines_with_each_kind_of_media(engine: Path, files: Path, tmp_path: Path
     found = (map(json.loads, texts) for texts in (outcome.out.splitlines(), logs))
     kinds = []
     for (line, words), answer, log in zip(lines, *found, strict=True):
-        budget = ("--image-budget", "140") if "image_budget" in line else ()
+        budget = ("--set", "image_budget=140") if "image_budget" in line else ()
         got, alone = answered(engine, "--prompt", line["prompt"], *words.split(), *budget)
         assert answer["tokens"] == got and log.get("notes") == alone.get("notes")
         kinds.append([*log.get("soft_tokens", {})])

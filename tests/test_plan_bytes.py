@@ -168,7 +168,7 @@ TARGETS = [
 def test_quantised_files(file: str, backend: str, device: str, dtype: str, tmp_path: Path) -> None:
     path = FILES[file](folder=tmp_path)
     model = checkpoint_model(path)
-    options = {"dtype": TORCH_NAMES[dtype], "checkpoint": path, "held": model.held}
+    options = {"dtype": TORCH_NAMES[dtype], "checkpoint": path, "held": model.quant}
     assert_same(*both(model.spec, backend, device, **options))
 
 
@@ -186,7 +186,7 @@ def test_engines_of_quantised_files(file: str, backend: str, tmp_path: Path) -> 
     path = FILES[file](folder=tmp_path)
     model = checkpoint_model(path)
     options = {"backend": backend, "device": "cpu", "checkpoint": path, "media": "none"}
-    _, plan = both(model.spec, **options, held=model.held)
+    _, plan = both(model.spec, **options, held=model.quant)
     engine = build(None, tmp_path / "e", **options, **SIZES)
     assert_stored(engine, plan)
     engine.close()
@@ -197,7 +197,7 @@ def test_gguf_files_by_the_command_line(kind: str, tmp_path: Path) -> None:
     """With the device by default and on a GPU."""
     file = tmp_path / "a.gguf"
     bare_file(file, widened("tiny-ple"), kind=kind)
-    sizes = ("--prefill-chunk", 64, "--json")
+    sizes = ("--set", "prefill_chunk=64", "--json")
     for device in ("cpu", "cuda"):
         where = ("--device", device) if device == "cuda" else ()
         limits = ("--max-seq", 300, "--media", "none", "--memory", "1TB", "--dry-run")

@@ -75,8 +75,8 @@ class Bench(Verb):
         from g4ir.bench.text import markdown, read_report
 
         if self.table and self.engines and all(Path(m).suffix == ".json" for m in self.engines):
-            if others := ", ".join(map(flag_of, sorted(self.explicit - {"engines", "table"}))):
-                raise InputError(f"{others}: of reports the table alone is printed; leave it out")
+            if extra := ", ".join(map(flag_of, sorted(self.explicit - {"engines", "table"}))):
+                raise InputError(f"{extra}: of reports the table alone is printed; leave it out")
             print(markdown([read_report(m) for m in self.engines]))
             return 0
         self._check_arguments()
@@ -130,8 +130,8 @@ class Bench(Verb):
     def _checkpoint(self) -> str | None:
         """Return what a baseline loads: --checkpoint, or the weights that the first MODEL names."""
         model = self.engines[0]
-        given = self.checkpoint or self.first_use.options.random_weights is not None
-        if given or is_engine(Path(model)) or Path(model).suffix in SUFFIXES:
+        explicit = self.checkpoint or self.first_use.options.random_weights is not None
+        if explicit or is_engine(Path(model)) or Path(model).suffix in SUFFIXES:
             return self.checkpoint
         return str(find_model(model, "", self.first_use.revision)[1])
 

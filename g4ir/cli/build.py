@@ -107,8 +107,8 @@ class Build(Verb):
         if self.verify:
             load = Programs(trust=not written.recorded, threads=None, rank_timeout=None)
             return compared(str(out), load, self.json, checkpoint=options.checkpoint)
-        made = {"engine": str(out), "compile_s": seconds}
-        return output(self.json, made, f"{out}\n")
+        result = {"engine": str(out), "compile_s": seconds}
+        return output(self.json, result, f"{out}\n")
 
     def _sources(self) -> tuple[Source, BuildOptions]:
         """Return the spec and the options, with MODEL in the place of --variant, --spec or
@@ -139,8 +139,8 @@ def _dump_to(folder: Path) -> Dump:
             folder.mkdir(parents=True, exist_ok=True)
             file.write_text(str(graph))
         except OSError as e:
-            what = f"--dump-ir {e.filename}: {e.strerror}"
-            raise InputError(f"{what}; name a folder that can be written") from None
+            message = f"--dump-ir {e.filename}: {e.strerror}"
+            raise InputError(f"{message}; name a folder that can be written") from None
 
     return dump
 
@@ -157,8 +157,8 @@ def _tell_notes(p: Prepared) -> None:
 
 
 def _tell_leftovers(out: Path) -> None:
-    for left in sorted(out.absolute().parent.glob(f".{escape(out.name)}{BUILDING}*")):
-        console.say(f"note: {left} is left of a killed build, or of one that still runs")
+    for leftover in sorted(out.absolute().parent.glob(f".{escape(out.name)}{BUILDING}*")):
+        console.say(f"note: {leftover} is left of a killed build, or of one that still runs")
 
 
 def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) -> int:

@@ -54,7 +54,7 @@ class Chat(OnEngine):
         with (
             console.Progress() as progress,
             closing(self.load.to_generate(path, progress)) as engine,
-            talking.begun(engine, self.draft, self.talk, self.sampling) as talk,
+            talking.open_chat(engine, self.draft, self.talk, self.sampling) as talk,
         ):
             progress.stop()
             return self._with(talk)
@@ -67,8 +67,8 @@ class Chat(OnEngine):
         if not terminal:
             repl.run(from_pipe(sys.stdin.buffer))
             return int(repl.failed)
-        name, room = talk.engine.spec.name, talk.engine.limits.max_seq
-        console.say(f"{name}, {room} tokens; /help lists commands, Ctrl-D leaves")
+        name, max_seq = talk.engine.spec.name, talk.engine.limits.max_seq
+        console.say(f"{name}, {max_seq} tokens; /help lists commands, Ctrl-D leaves")
         edit_lines()
         repl.run(typed)
         return 0
@@ -113,7 +113,7 @@ def from_pipe(stream: Any) -> Lines:
     return line
 
 
-def whole(lines: Lines, prompt: str) -> str | None:
+def read_message(lines: Lines, prompt: str) -> str | None:
     '''Return a message, None after the last: a line, or from """ at its beginning to the next """,
     without line breaks next to them. InputError where that does not come.'''
     line = lines(prompt)
@@ -125,8 +125,8 @@ def whole(lines: Lines, prompt: str) -> str | None:
         if more is None:
             raise InputError(f"the message has no {QUOTES} that ends it; it was not sent")
         text += f"\n{more}"
-    text, _, rest = text.partition(QUOTES)
-    return head + text.removeprefix("\n").removesuffix("\n") + rest
+    text, _, tail = text.partition(QUOTES)
+    return head + text.removeprefix("\n").removesuffix("\n") + tail
 
 
 class Repl:
@@ -143,7 +143,7 @@ class Repl:
         """Take all of the lines. What is wrong with one is said, and the next is taken."""
         while not self._leaves:
             try:
-                text = whole(lines, self._prompt())
+                text = read_message(lines, self._prompt())
                 if text is None:
                     return
                 self._take(text)
@@ -178,16 +178,16 @@ class Repl:
             if not self.talk.open_calls:
                 self._answer(self.talk.reply)
         elif text.strip():
-            self._answer(lambda told: self.talk.say(text, told))
+            self._answer(lambda callback: self.talk.say(text, callback))
 
     def _command(self, text: str) -> None:
-        name, *rest = text.split(maxsplit=1)
+        name, *operands = text.split(maxsplit=1)
         if name not in COMMANDS:
             raise InputError(
                 f"no command {name}; /help lists them, and a message that begins with / has a "
                 f"space before it{did_you_mean(name, COMMANDS)}"
             )
-        usage, word, command = COMMANDS[name][0], "".join(rest).strip(), name.removeprefix("/")
+        usage, word, command = COMMANDS[name][0], "".join(operands).strip(), name.removeprefix("/")
         if not (word or usage == "" or usage.startswith("[")):
             raise InputError(f"{name}: give {usage}")
         if command in KINDS:
@@ -200,7 +200,7 @@ class Repl:
         stop = {signal.SIGINT: lambda number, frame: self.talk.stop()} if self.terminal else {}
         with console.handled(stop):
             try:
-                turn = ask((lambda said: None) if self.json else self.screen)
+                turn = ask((lambda event: None) if self.json else self.screen)
             finally:
                 self.screen.end()
         if self.json:
@@ -262,24 +262,24 @@ class Repl:
 
     def show(self, text: str) -> None:
         talk, thinking = self.talk, self.talk.thinking
-        at_most = "on" if thinking.budget is None else f"at most {thinking.budget} tokens"
-        room = talk.engine.limits.max_seq
+        budget = "on" if thinking.budget is None else f"at most {thinking.budget} tokens"
+        max_seq = talk.engine.limits.max_seq
         lines = {
             "engine": talk.engine.path,
             "template": talk.template.origin,
             "system": talk.system or "none",
-            "messages": f"{len(talk.messages)}, {min(talk.held, room)} of {room} tokens",
+            "messages": f"{len(talk.messages)}, {min(talk.held, max_seq)} of {max_seq} tokens",
             "attached": len(talk.attached),
             "tools": ", ".join(t["function"]["name"] for t in talk.tools or ()) or "none",
-            "thinking": at_most if thinking.on else "off",
+            "thinking": budget if thinking.on else "off",
             "settings": json.dumps({**talk.defaults.sampling, **talk.settings}),
         }
         self._tell("\n".join(f"{name:<9} {value}" for name, value in lines.items()))
 
     def help(self, text: str) -> None:
-        rows = {f"{name} {usage}".strip(): what for name, (usage, what) in COMMANDS.items()}
+        rows = {f"{name} {usage}".strip(): meaning for name, (usage, meaning) in COMMANDS.items()}
         rows |= TABLE["keys"]
-        self._tell("\n".join(f"{left:<18}  {what}" for left, what in rows.items()))
+        self._tell("\n".join(f"{key:<18}  {meaning}" for key, meaning in rows.items()))
 
     def bye(self, text: str) -> None:
         self._leaves = True

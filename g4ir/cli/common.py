@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: maximum draft tokens of an engine built on first use, where --draft is given without a number
 DRAFT_TOKENS = 4
 #: threads that a command line may ask for
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 #: options of an engine that is built on first use
 FIRST_USE = "backend quant max_batch max_seq random_weights settings"
 FIRST_USE_SETTINGS = (
@@ -83,8 +83,8 @@ class Programs(Part):
     rank_timeout: float | None = setting("timeout of a rank under torchrun, in seconds")
 
     def __post_init__(self) -> None:
-        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
-            raise InputError(f"--threads {self.threads}: expected 1 to {MOST_THREADS}")
+        if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
+            raise InputError(f"--threads {self.threads}: expected 1 to {MAX_THREADS}")
 
     def engine(self, path: str | Path, progress: Callable[[str], None], **how: Any) -> Engine:
         """Load an engine; `how`: further arguments of load_engine."""
@@ -130,8 +130,8 @@ class Draft(Part, title="speculative decoding"):
                 raise InputError(f"--draft {self.draft}: expected one of {', '.join(DRAFTS)}")
             return
         if self.draft_tokens:
-            what = f"--draft-tokens {self.draft_tokens}"
-            raise InputError(f"{what}: nothing is drafted; give --draft too")
+            flag_text = f"--draft-tokens {self.draft_tokens}"
+            raise InputError(f"{flag_text}: nothing is drafted; give --draft too")
 
     def scheduler(self) -> dict[str, Any]:
         """Return fields of SchedulerConfig; the scheduler checks them against an engine."""
@@ -170,15 +170,15 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
         how: dict[str, Any] = {"revision": self.revision, "download": self._consent()}
         how["settled"] = partial(of_file, preset=self.preset)
         with console.Progress() as progress:
-            made = ((m, self.options if is_engine(Path(m)) else needed) for m in models)
-            return [str(find_engine(*m, self.engines_limit, progress, **how)) for m in made]
+            requests = ((m, self.options if is_engine(Path(m)) else needed) for m in models)
+            return [str(find_engine(*m, self.engines_limit, progress, **how)) for m in requests]
 
     def _consent(self) -> Callable[[Any], bool] | bool:
         """Return the function that decides on a download, after it has shown what comes: yes with
         --download, else what is answered at a terminal; False if there is none to ask."""
 
-        def agreed(found: Any) -> bool:
-            console.say(str(found))
+        def agreed(download: Any) -> bool:
+            console.say(str(download))
             return self.download or console.confirm("download it?")
 
         return agreed if self.download or console.interactive() else False
@@ -191,11 +191,11 @@ def of_file(options: BuildOptions, preset: str | None) -> BuildOptions:
     from .models import checkpoint_model, without_quant
 
     model = checkpoint_model(options.checkpoint)
-    found = without_quant(options, find_preset(preset), model)
-    if found != options:
+    unquantised = without_quant(options, find_preset(preset), model)
+    if unquantised != options:
         path = options.checkpoint
         console.say(f"note: {path} is quantised already: --quant {options.quant} is left out")
-    return found
+    return unquantised
 
 
 class OnEngine(Verb):

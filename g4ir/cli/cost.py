@@ -63,16 +63,16 @@ class StepSize(Part):
         new = 1 if single else chunk or min(TOKENS, context or longest)
         if phase == VERIFY:
             new = graph.config.draft_tokens + 1
-        held = context or (min(TOKENS, longest) if single else new)
-        if held > longest:
-            given = "context" if context else "prefill_chunk"
-            raise InputError(f"{flag_of(given)} {held}: {spec.name} has {longest} positions")
-        if new > held:
-            what = f"--draft-tokens {new - 1} and one" if single else f"--prefill-chunk {new}"
-            raise InputError(f"{what} is more than --context {held}")
+        length = context or (min(TOKENS, longest) if single else new)
+        if length > longest:
+            option = "context" if context else "prefill_chunk"
+            raise InputError(f"{flag_of(option)} {length}: {spec.name} has {longest} positions")
+        if new > length:
+            detail = f"--draft-tokens {new - 1} and one" if single else f"--prefill-chunk {new}"
+            raise InputError(f"{detail} is more than --context {length}")
         if phase == DRAFT:  # the newest token is not in the caches
-            return Step(self.batch or 1, 1, held)
-        return Step(self.batch or 1, new, held - new)
+            return Step(self.batch or 1, 1, length)
+        return Step(self.batch or 1, new, length - new)
 
 
 class CostOf(Verb):

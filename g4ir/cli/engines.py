@@ -42,42 +42,42 @@ class Engines(Verb):
         if self.names or self.all or self.cache:
             flags = "names, --all and --cache"
             raise InputError(f"engines {self.action}: {flags} are for `g4ir engines rm`")
-        found, cache = cached_engines(), compiler_cache.size()
-        rows = [_row(e) for e in found]
-        lines = [_line(e) for e in found]
-        if len(found) > 1:
-            lines.append(f"in all  {size_text(disk_bytes(found))}, shared files counted once\n")
+        entries, cache = cached_engines(), compiler_cache.size()
+        rows = [_row(e) for e in entries]
+        lines = [_line(e) for e in entries]
+        if len(entries) > 1:
+            lines.append(f"in all  {size_text(disk_bytes(entries))}, shared files counted once\n")
         if cache:
             lines.append(f"compiler cache  {size_text(cache)}  (g4ir engines rm --cache)\n")
-        facts = {"engines": rows, "bytes": disk_bytes(found), "compiler_cache_bytes": cache}
+        facts = {"engines": rows, "bytes": disk_bytes(entries), "compiler_cache_bytes": cache}
         return output(self.json, facts, "".join(lines))
 
     def _remove(self) -> int:
         from g4ir.builder.library import cached_engines, disk_bytes, remove
 
-        known = {e.path.name: e for e in cached_engines()}
-        names = list(known) if self.all else self.names
+        by_name = {e.path.name: e for e in cached_engines()}
+        names = list(by_name) if self.all else self.names
         if (self.names and self.all) or not (names or self.all or self.cache):
             ways = "names, as `g4ir engines` lists them, or --all, or --cache"
             raise InputError(f"engines rm: give either {ways}")
-        if unknown := [name for name in names if name not in known]:
+        if unknown := [name for name in names if name not in by_name]:
             raise InputError(f"engines rm {unknown[0]}: no such engine; `g4ir engines` lists them")
-        before = disk_bytes(known.values()) + compiler_cache.size()
-        removed = [name for name in names if remove(known[name].path)]
-        kept = [name for name in names if name not in removed]
-        if kept and self.names:
-            raise InputError(f"engines rm {kept[0]}: a process uses it; end that first")
+        before = disk_bytes(by_name.values()) + compiler_cache.size()
+        removed = [name for name in names if remove(by_name[name].path)]
+        in_use = [name for name in names if name not in removed]
+        if in_use and self.names:
+            raise InputError(f"engines rm {in_use[0]}: a process uses it; end that first")
         if self.cache and not compiler_cache.delete_all():
             why = "a build uses the compiler cache; end that first"
             raise InputError(f"engines rm --cache: {why}")
         freed = before - disk_bytes(cached_engines()) - compiler_cache.size()
-        facts = {"removed": removed, "in_use": kept, "bytes": freed}
+        facts = {"removed": removed, "in_use": in_use, "bytes": freed}
         return output(self.json, facts, f"freed {size_text(freed)}\n")
 
 
 def _row(e: CachedEngine) -> dict[str, Any]:
-    own = {f.name: getattr(e, f.name) for f in fields(e) if f.name != "files"}
-    return own | {"path": str(e.path), "name": e.path.name}
+    row = {f.name: getattr(e, f.name) for f in fields(e) if f.name != "files"}
+    return row | {"path": str(e.path), "name": e.path.name}
 
 
 def _line(e: CachedEngine) -> str:

@@ -84,20 +84,20 @@ class NamedGraph(Part):
         """The options of the engine, or those that are given and else an engine's own."""
         if self.built:
             return self.built.config
-        spec, given = self.spec, self.options
-        if self.phase == VERIFY and given.draft_tokens == 0:
+        spec, requested = self.spec, self.options
+        if self.phase == VERIFY and requested.draft_tokens == 0:
             raise InputError(
                 "--draft-tokens 0: --phase verify shows a step over 1 drafted token or more"
             )
-        if self.phase == VERIFY and given.draft_tokens is None:
-            given = replace(given, draft_tokens=DRAFTED)
+        if self.phase == VERIFY and requested.draft_tokens is None:
+            requested = replace(requested, draft_tokens=DRAFTED)
         return resolve.resolved(
             spec,
-            given,
+            requested,
             DEFINITION,
             limits=Limits(max_seq=spec.text.max_position_embeddings),
             media=Media(),
-            quant=choose_config(find_quant_config(given.quant), self.model.held, self.engine),
+            quant=choose_config(find_quant_config(requested.quant), self.model.quant, self.engine),
             drafter=None,
         )
 
@@ -106,9 +106,9 @@ class NamedGraph(Part):
         pipeline."""
         if self.after is None and (engine := self.built):
             if self.options.skip:
-                what = "an engine's graph is what was built"
-                raise InputError(f"--skip needs --after or --why: {what}")
-            return found_graph(engine.packing.program, self.phase, engine.spec)
+                reason = "an engine's graph is what was built"
+                raise InputError(f"--skip needs --after or --why: {reason}")
+            return find_graph(engine.packing.program, self.phase, engine.spec)
         graph, skip = self.before_passes()
         return graph if self.after == "none" else self.behind(graph, skip)
 
@@ -124,7 +124,7 @@ class NamedGraph(Part):
         """Return the graph before all passes, and the passes to leave out."""
         spec, phase, built, c = self.spec, self.phase, self.built, self.config
         if built:
-            found_graph(built.packing.program, phase, spec)
+            find_graph(built.packing.program, phase, spec)
         plain = plain_graph(
             spec, phase, c.all_logits, c.dtype, c.media if built else None, c.drafter
         )
@@ -140,8 +140,8 @@ class NamedGraph(Part):
             return shard(graph, self.config.sharding)
         if self.built:
             return graph
-        whole = f"--phase {self.phase} is whole on every rank"
-        raise InputError(f"--tp: {whole}; {', '.join(phases)}")
+        reason = f"--phase {self.phase} is whole on every rank"
+        raise InputError(f"--tp: {reason}; {', '.join(phases)}")
 
 
 def plain_graph(
@@ -165,11 +165,11 @@ def plain_graph(
         raise InputError(f"--phase {phase}: {spec.name} takes {takes}, and has no such tower")
     if media is None:
         return default_tower(spec, phase, dtype)
-    others: dict[str, Any] = {"vision": {"lengths": ()}, "audio": {"budgets": (), "frame": None}}
-    return [*build_towers(spec, replace(media, **others[phase]), dtype).values()][-1]
+    unused: dict[str, Any] = {"vision": {"lengths": ()}, "audio": {"budgets": (), "frame": None}}
+    return [*build_towers(spec, replace(media, **unused[phase]), dtype).values()][-1]
 
 
-def found_graph(program: Program, phase: str, spec: Spec) -> Graph:
+def find_graph(program: Program, phase: str, spec: Spec) -> Graph:
     """Return a graph of an engine; of several sizes of a tower the largest."""
     if phase in program.graphs:
         return program.graphs[phase]
@@ -178,8 +178,8 @@ def found_graph(program: Program, phase: str, spec: Spec) -> Graph:
         return sizes[-1]
     if phase not in DRAFTING:
         plain_graph(spec, phase)  # which says so where the variant has none
-    known, fix = ", ".join(program.graphs), DRAFTING.get(phase, "--media all")
-    raise InputError(f"--phase {phase}: this engine has {known}; build it with {fix}")
+    names, fix = ", ".join(program.graphs), DRAFTING.get(phase, "--media all")
+    raise InputError(f"--phase {phase}: this engine has {names}; build it with {fix}")
 
 
 def no_layer(graph: Graph, layer: int) -> InputError:

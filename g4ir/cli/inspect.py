@@ -28,8 +28,8 @@ class Inspect(Verb):
 
 def _stated(word: str, model: Model) -> dict[str, str]:
     """Return the facts of a model that is no engine; plain text by name."""
-    spec, held = model.spec, model.held
-    schemes = held.schemes(weights_of(spec)).values() if held else ()
+    spec, quant = model.spec, model.quant
+    schemes = quant.schemes(weights_of(spec)).values() if quant else ()
     forms = Counter(s.form for s in schemes)
     return {
         "model": word,
@@ -39,6 +39,6 @@ def _stated(word: str, model: Model) -> dict[str, str]:
         "positions": str(spec.text.max_position_embeddings),
         "takes": ", ".join(("text", *supported_media(spec))),
         "dtype": TORCH_NAMES[spec.dtype],
-        "quantised": ", ".join(f"{n} {form}" for form, n in forms.items()) or "none",
+        "quantised": ", ".join(f"{n} {fmt}" for fmt, n in forms.items()) or "none",
         "engine": "none: `run`, `chat` and `serve` build one on first use",
     }

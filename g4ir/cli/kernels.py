@@ -40,14 +40,15 @@ class Kernels(Verb):
         self.graph.check()
         graph = self.graph.chosen()
         s, step, moved = self._scheduled(graph)
-        found, context, nbytes = kernel_rows(s, moved), step.C + step.S, sum(moved.values())
+        kernels, context, nbytes = kernel_rows(s, moved), step.C + step.S, sum(moved.values())
         facts = {"phase": graph.name, "gpu": s.target.gpu, "batch": s.target.rows}
-        facts |= {"starts": sum(r.starts for r in found), "context": context, "bytes": nbytes}
+        facts |= {"starts": sum(r.starts for r in kernels), "context": context, "bytes": nbytes}
         text = "{phase} on {gpu}, up to {batch} rows: {starts} kernels of our own\n".format(**facts)
         text += f"weights and caches to move at {count_text(context)}: {si(nbytes, 'B')}\n"
         head = ("op", "nodes", "kernel", "shape", "bytes", "settings")
-        rows = [_plain(r) for r in found]
-        return output(self.json, facts | {"rows": rows}, text + aligned([head, *map(_line, found)]))
+        rows = [_plain(r) for r in kernels]
+        text += aligned([head, *map(_line, kernels)])
+        return output(self.json, facts | {"rows": rows}, text)
 
     def _scheduled(self, graph: Graph) -> tuple[Schedule, Step, dict[str, int]]:
         """Return the kernels of a graph, the step that the options describe, and the bytes of

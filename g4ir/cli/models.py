@@ -21,7 +21,7 @@ class Model:
 
     spec: Spec
     origin: Origin | None = None
-    held: QuantConfig | None = None
+    quant: QuantConfig | None = None
     engine: Artefact | None = None
 
 
@@ -36,23 +36,23 @@ def named_model(word: str) -> Model:
     folder = Path(word)
     nothing = folder.is_dir() and not (folder / CONFIG).is_file() and not [*folder.glob(f"*{GGUF}")]
     if is_engine(folder) or (nothing and not (folder / "snapshots").is_dir()):
-        found = open_artefact(folder)
-        return Model(found.spec, held=found.config.quant, engine=found)
+        artefact = open_artefact(folder)
+        return Model(artefact.spec, quant=artefact.config.quant, engine=artefact)
     spec, origin = _stated(word)
-    return Model(spec, origin, _held(spec, origin) if origin else None)
+    return Model(spec, origin, _checkpoint_quant(spec, origin) if origin else None)
 
 
 def checkpoint_model(path: str | Path) -> Model:
     """Return what a GGUF file or a checkpoint directory says of itself."""
     origin = existing_origin(path)
     spec = origin.spec()
-    return Model(spec, origin, _held(spec, origin))
+    return Model(spec, origin, _checkpoint_quant(spec, origin))
 
 
 def without_quant(options: BuildOptions, preset: Preset, model: Model) -> BuildOptions:
     """Return options without the quantisation of a preset where the file has one of its own."""
     quant = preset.options.get("quant")
-    same = model.held and quant is not None and options.quant == quant
+    same = model.quant and quant is not None and options.quant == quant
     return replace(options, quant=None) if same else options
 
 
@@ -73,7 +73,7 @@ def _stated(source: str) -> tuple[Spec, Origin | None]:
     return origin.spec(), origin
 
 
-def _held(spec: Spec, origin: Origin) -> QuantConfig | None:
+def _checkpoint_quant(spec: Spec, origin: Origin) -> QuantConfig | None:
     """Return how weights are held; None also for a directory with nothing but its config."""
     if origin.path.is_dir() and not [*origin.path.glob("*.safetensors")]:
         return None

@@ -73,14 +73,14 @@ class Parser(argparse.ArgumentParser):
         the verb."""
         if self._verb:
             _ = self.flags
-        values, rest = super().parse_known_args(args, namespace)
+        values, extra = super().parse_known_args(args, namespace)
         if self._verb:
-            rest = self._take_late(values, rest)
-        if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
+            extra = self._take_late(values, extra)
+        if extra:
+            self.error(f"unrecognized arguments: {' '.join(extra)}")
         if "parser" not in values:
             values.parser = self
-        return values, rest
+        return values, extra
 
     def _take_late(self, values: argparse.Namespace, words: list[str]) -> list[str]:
         """Return the words that are no optional positional arguments: argparse knows those only
@@ -104,16 +104,16 @@ class Parser(argparse.ArgumentParser):
             raise self._reworded(e, values) from None
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}{self._meant(message)} (see {self.prog} --help)")
+        raise InputError(f"{message}{self._suggest(message)} (see {self.prog} --help)")
 
-    def _meant(self, message: str) -> str:
+    def _suggest(self, message: str) -> str:
         """Return the verb or option that is like the unknown one."""
         if verb := _NO_CHOICE.search(message):
             return did_you_mean(verb[1], re.findall(r"[\w-]+", verb[2]))
         if option := _UNKNOWN.search(message):
             alike = next((names for names in ALIKE if option[1] in names), ())
-            if known := [flag for flag in alike if flag in self._option_string_actions]:
-                return f"; did you mean {known[0]}?"
+            if matches := [flag for flag in alike if flag in self._option_string_actions]:
+                return f"; did you mean {matches[0]}?"
             if (name := option[1].strip("-").replace("-", "_")) in self.flags.settings:
                 return f"; give --set {name}=VALUE"
             return did_you_mean(option[1], re.findall(r"--[\w-]+", self.format_help()))
@@ -134,7 +134,7 @@ class Parser(argparse.ArgumentParser):
 
     def _of_preset(self, e: InputError, values: Mapping[str, Any]) -> InputError:
         preset, words = find_preset(values["preset"]), re.findall(r"[\w-]+", str(e))
-        own = {flag_of(k): v for k, v in preset.options.items() if k not in values}
-        named = [f for f in own if f in words] or [f for f, v in own.items() if v in words]
-        sets = f"--preset {preset.name} sets {', '.join(f'{f} {own[f]}' for f in named)}"
+        flags = {flag_of(k): v for k, v in preset.options.items() if k not in values}
+        named = [f for f in flags if f in words] or [f for f, v in flags.items() if v in words]
+        sets = f"--preset {preset.name} sets {', '.join(f'{f} {flags[f]}' for f in named)}"
         return InputError(f"{e}; {sets}: give another, or no preset") if named else e

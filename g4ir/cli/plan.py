@@ -25,7 +25,7 @@ from .verb import ANY_MODEL, PRESET, Counts, Verb, argument, flag, flag_of, json
 
 ALL = "all"
 #: bytes below which a size lacks its unit
-LEAST = 1 << 20
+MIN_GPU_BYTES = 1 << 20
 
 
 class PlanModels(Verb):
@@ -62,40 +62,41 @@ class PlanModels(Verb):
             check_plot(self.plot)
         several = len(models) > 1
         plans = [[self._plan(m, gpu, several) for gpu in gpus] for m in models]
-        first, *others = [plan for own in plans for plan in own]
+        first, *more = [plan for group in plans for plan in group]
         if self.plot:
-            lines = [cache_lines(own[0]) for own in plans]
+            lines = [cache_lines(group[0]) for group in plans]
             plot_caches(self.plot, lines, f"K and V caches, {first.config.dtype}")
-        if not others:
+        if not more:
             return output(self.json, first.to_dict(), plan_text(first))
-        found = {"schema": SCHEMA, "plans": [p.to_dict() for p in (first, *others)]}
-        return output(self.json, found, comparison_text(plans))
+        report = {"schema": SCHEMA, "plans": [p.to_dict() for p in (first, *more)]}
+        return output(self.json, report, comparison_text(plans))
 
     def _models(self) -> list[Model]:
         """Return what is named: by default the variants with published weights."""
         variant, spec = self.source.variant, self.source.spec
         named = [("MODEL", self.models), ("--variant", variant), ("--spec", spec)]
-        if len(given := [flag for flag, value in named if value]) > 1:
-            raise InputError(f"give either {given[0]} or {given[1]}, not both")
+        if len(sources := [flag for flag, value in named if value]) > 1:
+            raise InputError(f"give either {sources[0]} or {sources[1]}, not both")
         if spec is not None:
             return [Model(load_spec(Path(spec)))]
         words = self.models or (variant or ALL).split(",")
         if words == [ALL]:
             shipped = [load_spec(name) for name in spec_names()]
             return [Model(s) for s in sorted(shipped, key=lambda s: counts(s).loaded) if s.hub]
-        found = [named_model(word) for word in dict.fromkeys(words)]
-        if len(found) > 1 and (engine := next((m.engine for m in found if m.engine), None)):
+        models = [named_model(word) for word in dict.fromkeys(words)]
+        if len(models) > 1 and (engine := next((m.engine for m in models if m.engine), None)):
             raise InputError(f"{engine.path} is an engine, with limits of its own: plan it alone")
-        return found
+        return models
 
     def _plan(self, model: Model, gpu: Gpu | None, several: bool) -> Plan:
         """Make the plan of a model; of several, each at the contexts that it has."""
         ctx, batch, longest = self.ctx, self.batch, model.spec.text.max_position_embeddings
         if model.engine:
-            if given := sorted(self.explicit & {"preset", *(f.name for f in fields(BuildOptions))}):
-                flags, path = ", ".join(map(flag_of, given)), model.engine.path
-                what = f"{path} is an engine, and has its own settings"
-                raise InputError(f"{what}: leave out {flags}")
+            build_options = {"preset", *(f.name for f in fields(BuildOptions))}
+            if names := self.explicit & build_options:
+                flags, path = ", ".join(map(flag_of, sorted(names))), model.engine.path
+                reason = f"{path} is an engine, and has its own settings"
+                raise InputError(f"{reason}: leave out {flags}")
             built = model.engine.config
             backend = find_backend(built.backend)
             return plan_engine(built, backend, ctx=ctx, batch=batch, memory=gpu)
@@ -120,15 +121,15 @@ def plan_model(model: Model, options: BuildOptions, **sizes: Any) -> Plan:
     if (options.device or backend.devices[0]) == "cpu" and card and card.name in GPUS:
         why = "a GPU, and the device is the CPU"
         raise InputError(f"--gpu {card.name}: {why}; give the size of the RAM, such as 24GiB")
-    return make_plan(model.spec, options, stored=model.held, backend=backend, **sizes)
+    return make_plan(model.spec, options, stored=model.quant, backend=backend, **sizes)
 
 
 def _gpus(text: str | None) -> Sequence[Gpu | None]:
     if text is None:
         return [None]
     named = GPUS.values() if text == ALL else map(find_gpu, text.split(","))
-    found = list(dict.fromkeys(named))
-    if small := next((g for g in found if g.memory_bytes < LEAST), None):
-        what = f"{small.memory_bytes} bytes, which hold nothing"
-        raise InputError(f"--gpu {small.name}: {what}; give the unit too, such as 16GiB")
-    return found
+    gpus = list(dict.fromkeys(named))
+    if small := next((g for g in gpus if g.memory_bytes < MIN_GPU_BYTES), None):
+        reason = f"{small.memory_bytes} bytes, which hold nothing"
+        raise InputError(f"--gpu {small.name}: {reason}; give the unit too, such as 16GiB")
+    return gpus

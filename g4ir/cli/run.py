@@ -13,7 +13,7 @@ from g4ir.model.media import KINDS, MEDIA_SETTINGS, check_file, encode_options
 from g4ir.ui import console
 
 from .common import Draft, Load, OnEngine, emit
-from .talking import Sampling, Screen, Talk, answer_summary, begun, chat_summary
+from .talking import Sampling, Screen, Talk, answer_summary, chat_summary, open_chat
 from .verb import Text, TokenIds, argument, flag, flag_of, json_flag, setting
 
 if TYPE_CHECKING:
@@ -65,18 +65,18 @@ class Run(OnEngine):
         sources["--input-jsonl"] = self.input_jsonl
         names = [name for name, value in sources.items() if value is not None]
         if not names:
-            what = f"one of the arguments TEXT {' '.join(sources)} is required"
-            raise InputError(f"{what} (see g4ir run --help)")
+            message = f"one of the arguments TEXT {' '.join(sources)} is required"
+            raise InputError(f"{message} (see g4ir run --help)")
         if len(names) > 1:
-            what = f"argument {names[1]}: not allowed with argument {names[0]}"
-            raise InputError(f"{what} (see g4ir run --help)")
+            message = f"argument {names[1]}: not allowed with argument {names[0]}"
+            raise InputError(f"{message} (see g4ir run --help)")
         if self.bos is not None and (self.chat or self.tokens is not None):
             raise InputError("--set bos is for raw text: leave it out with --chat and --tokens")
         if self.chat and self.prompt is None:
             raise InputError("--chat is for --prompt: tokens and JSON lines are taken as they are")
         talk = ("system", "tools", "think", "think_budget")
-        if not self.chat and (given := [name for name in talk if name in self.explicit]):
-            raise InputError(f"{flag_of(given[0])} is for --chat, which is not given")
+        if not self.chat and (talk_flags := [name for name in talk if name in self.explicit]):
+            raise InputError(f"{flag_of(talk_flags[0])} is for --chat, which is not given")
         self._check_media()
 
     def _check_media(self) -> None:
@@ -137,7 +137,7 @@ class Run(OnEngine):
 
     def _chat(self, engine: Engine) -> int:
         """Answer the prompt as a user message."""
-        with begun(engine, self.draft, self.talk, self.sampling) as talk:
+        with open_chat(engine, self.draft, self.talk, self.sampling) as talk:
             talk.stop_ids = frozenset(self.stop or ())
             for kind, path in self.media:
                 talk.attach(kind, path, **encode_options(kind, vars(self)))
@@ -166,14 +166,14 @@ def _stream(offline: OfflineEngine, request: OfflineRequest, progress: console.P
     text = TextStream(offline.codec.vocabulary) if offline.codec else None
     between = ""
 
-    def told(token: int) -> None:
+    def print_token(token: int) -> None:
         nonlocal between
         progress.stop()
         print(text.push(token) if text else f"{between}{token}", end="", flush=True)
         between = " "
 
     try:
-        result = offline.answer(request, told)
+        result = offline.answer(request, print_token)
     except (KeyboardInterrupt, console.Ended):
         print(text.flush() if text else "", flush=True)
         raise

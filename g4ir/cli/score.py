@@ -124,10 +124,10 @@ def means(one: Score) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[tuple[str, Sums]]) -> str:
-    found = [(name, sums.means()) for name, sums in rows]
-    columns = {key: row for key, *row in COLUMNS if key in found[0][1]}
+    tables = [(name, sums.means()) for name, sums in rows]
+    columns = {key: row for key, *row in COLUMNS if key in tables[0][1]}
     lines = [["document", *(name for name, _ in columns.values())]]
-    for name, values in found:
-        cells = ((values[key], form) for key, (_, form) in columns.items())
-        lines.append([name, *("-" if x is None else f"{x:{form}}" for x, form in cells)])
+    for name, values in tables:
+        cells = ((values[key], fmt) for key, (_, fmt) in columns.items())
+        lines.append([name, *("-" if x is None else f"{x:{fmt}}" for x, fmt in cells)])
     return aligned(lines)

@@ -110,7 +110,7 @@ class Serve(OnEngine):
 
         if self.max_body < 1:
             raise InputError(f"--max-body {self.max_body}: expected at least 1 MiB")
-        most = self.max_body << 20
+        max_bytes = self.max_body << 20
         keys = read_keys(self.api_key_file) if self.api_key_file else ()
         memory = None
         if self.prefix_memory is not None:
@@ -128,10 +128,10 @@ class Serve(OnEngine):
         )
         app = Server(
             name,
-            Auth(keys, allowed_hosts(self.host, self.allow_host), most),
+            Auth(keys, allowed_hosts(self.host, self.allow_host), max_bytes),
             AsyncEngineConfig(waiting=self.queue),
             scheduler,
-            MediaFolder.named(self.media_dir, most),
+            MediaFolder.named(self.media_dir, max_bytes),
             page=self.page,
             aliases=(*aliases,),
             origins=_origins(self.allow_origin),
@@ -142,19 +142,19 @@ class Serve(OnEngine):
         return app, Address(self.host, self.port, self.drain, tls)
 
 
-def _origins(given: Sequence[str]) -> tuple[str, ...]:
+def _origins(origins: Sequence[str]) -> tuple[str, ...]:
     """Return origins of pages as browsers write them."""
-    for origin in given:
+    for origin in origins:
         parts = urlsplit(origin)
         web = parts.scheme in ("http", "https") and parts.netloc and not parts.path
         if origin != "*" and not web:
             raise InputError(f"--allow-origin {origin}: expected https://NAME without a path, or *")
-    return (*given,)
+    return (*origins,)
 
 
-def _root_path(given: str) -> str:
+def _root_path(prefix: str) -> str:
     """Return the prefix of paths, without a slash at its end."""
-    path = given.rstrip("/")
+    path = prefix.rstrip("/")
     if path and (not path.startswith("/") or set(path) & set("?#{} ")):
-        raise InputError(f"--root-path {given}: expected a path that begins with a slash")
+        raise InputError(f"--root-path {prefix}: expected a path that begins with a slash")
     return path

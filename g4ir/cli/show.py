@@ -35,10 +35,10 @@ class Show(Verb):
     json: bool = json_flag()
 
     def __post_init__(self) -> None:
-        if self.ops and (others := sorted(self.explicit - {"ops", "json"})):
-            flags = ["the engine" if n == "engine" else flag_of(n) for n in others]
-            what = f"leave out {', '.join(flags)}"
-            raise InputError(f"--ops shows the ops of every graph: {what}")
+        if self.ops and (extra := sorted(self.explicit - {"ops", "json"})):
+            flags = ["the engine" if n == "engine" else flag_of(n) for n in extra]
+            fix = f"leave out {', '.join(flags)}"
+            raise InputError(f"--ops shows the ops of every graph: {fix}")
         if self.why is not None and (self.diff or self.graph.after is not None):
             raise InputError("give --why, or --after and --diff, not both")
 
@@ -114,8 +114,8 @@ def _text(graph: Graph, layer: int | None) -> str:
         if v.name in read
     ]
     lines += [print_node(n) for n in nodes]
-    made = {v.name for n in nodes for v in n.outputs}
-    lines += [f"next %{k} = {v}" for k, v in graph.next.items() if v.name in made]
+    outputs = {v.name for n in nodes for v in n.outputs}
+    lines += [f"next %{k} = {v}" for k, v in graph.next.items() if v.name in outputs]
     return "\n".join(lines) + "\n"
 
 

@@ -47,11 +47,11 @@ class Specs(Verb):
         operands = OPERANDS[self.action]
         if len(self.sources) < len(operands):
             missing = ", ".join(operands[len(self.sources) :])
-            what = f"the following arguments are required: {missing}"
-            raise InputError(f"{what} (see g4ir specs --help)")
+            problem = f"the following arguments are required: {missing}"
+            raise InputError(f"{problem} (see g4ir specs --help)")
         if extra := self.sources[len(operands) :]:
-            what = f"unrecognized arguments: {' '.join(extra)}"
-            raise InputError(f"{what} (see g4ir specs --help)")
+            problem = f"unrecognized arguments: {' '.join(extra)}"
+            raise InputError(f"{problem} (see g4ir specs --help)")
         if self.name is not None and self.action != "from-hf":
             raise InputError("--name is for `g4ir specs from-hf`: leave it out")
 
@@ -121,7 +121,7 @@ def _spec_row(name: str) -> dict[str, Any]:
         "active": n.active,
         "total": n.loaded,
         "dtype": spec.dtype,
-        "drafter": own if (own := f"{name}{DRAFTER}") in drafter_names() else None,
+        "drafter": drafter if (drafter := f"{name}{DRAFTER}") in drafter_names() else None,
         "hub": spec.hub,
         "file": str(specs_dir() / f"{name}.yaml"),
     }

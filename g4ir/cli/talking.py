@@ -59,7 +59,9 @@ class Sampling(Part, title="sampling"):
 
 
 @contextmanager
-def begun(engine: Engine, draft: Draft, talk: Talk, sampling: Sampling) -> Iterator[ChatSession]:
+def open_chat(
+    engine: Engine, draft: Draft, talk: Talk, sampling: Sampling
+) -> Iterator[ChatSession]:
     """A context with a conversation of what the flags say."""
     from g4ir.engine.scheduler import SchedulerConfig
     from g4ir.generate.conversation import ChatSession
@@ -83,8 +85,8 @@ def declare(talk: ChatSession, path: str) -> None:
     path = str(Path(path))
     try:
         tools = decoded("".join(read_text(Path(path))), path)
-        for said in talk.set_tools(tools):
-            console.say(f"note: {path}: {said}")
+        for note in talk.set_tools(tools):
+            console.say(f"note: {path}: {note}")
     except InputError as e:
         raise InputError(str(e) if str(e).startswith(path) else f"{path}: {e}") from None
 
@@ -139,18 +141,18 @@ def _harmless(c: str) -> str:
 
 def chat_summary(turn: Turn, talk: ChatSession) -> str:
     """Return a line about an answer, and how much the engine holds of the conversation."""
-    room = talk.engine.limits.max_seq
-    told = answer_summary(turn.counts, turn.tally, turn.finish_reason)
-    return f"{told}; {min(talk.held, room)} of {room} tokens are held"
+    max_seq = talk.engine.limits.max_seq
+    summary = answer_summary(turn.counts, turn.tally, turn.finish_reason)
+    return f"{summary}; {min(talk.held, max_seq)} of {max_seq} tokens are held"
 
 
 def answer_summary(c: Counts, tally: AcceptanceStats | None, reason: str | None) -> str:
     """Return how many tokens an answer has, how fast they came, how many came of a round where some
     were drafted, and what ended it."""
-    known = f" ({c.cached} known)" if c.cached else ""
+    cached = f" ({c.cached} known)" if c.cached else ""
     first = "" if c.first_token_s is None else f"; first after {c.first_token_s:.3f} s"
     speed = f", then {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""
     drafted: Any = tally.to_dict() if tally and tally.rounds else {}
     rounds = f"; {drafted['tokens_per_round']:.2f} tokens a round" if drafted else ""
     end = "; interrupted" if reason == "interrupted" else f"; ended by {reason}"
-    return f"{c.prompt} prompt tokens{known}, {c.generated} new ones{first}{speed}{rounds}{end}"
+    return f"{c.prompt} prompt tokens{cached}, {c.generated} new ones{first}{speed}{rounds}{end}"

@@ -24,9 +24,9 @@ class Trust(Verb):
         if self.engine is not None and self.revoke is not None:
             raise InputError("give ENGINE or --revoke, not both")
         if self.engine is not None:
-            found = open_artefact(Path(self.engine), check_weights=True)
-            decisions.record(found.manifest.digest, decisions.TRUSTED, found.path)
-            return print_facts(self.json, {"engine": found.manifest.digest})
+            artefact = open_artefact(Path(self.engine), check_weights=True)
+            decisions.record(artefact.manifest.digest, decisions.TRUSTED, artefact.path)
+            return print_facts(self.json, {"engine": artefact.manifest.digest})
         if self.revoke is not None:
             if not decisions.revoke(self.revoke):
                 raise InputError(f"--revoke {self.revoke}: no such engine; `g4ir trust` lists them")

@@ -324,7 +324,7 @@ def _parse_pairs(words: Sequence[str], flag: str) -> dict[str, str]:
     return table
 
 
-def _parse_numbers(text: str, flag: str, kind: Callable[[str], Any] = int) -> list[Any]:
+def _parse_positive(text: str, flag: str, kind: Callable[[str], Any] = int) -> list[Any]:
     """`70,280` -> [70, 280]"""
     words = text.split(",")
     for word in words:
@@ -339,7 +339,7 @@ def _parse_numbers(text: str, flag: str, kind: Callable[[str], Any] = int) -> li
 _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "max_seq": parse_count,
     "prefill_chunk": parse_count,
-    "image_budgets": _parse_numbers,
-    "audio_seconds": partial(_parse_numbers, kind=float),
+    "image_budgets": _parse_positive,
+    "audio_seconds": partial(_parse_positive, kind=float),
     "memory": lambda text, flag: find_gpu(text).memory_bytes if text else None,
 }

@@ -48,8 +48,8 @@ class Verify(OnEngine):
         if self.each_pass and self.text:
             raise InputError("--each-pass is for token ids: leave out --text")
         if self.each_pass and self.against is not None:
-            what = f"leave out --against {self.against}"
-            raise InputError(f"--each-pass compares with the interpreter: {what}")
+            flag_text = f"leave out --against {self.against}"
+            raise InputError(f"--each-pass compares with the interpreter: {flag_text}")
         if self.text and self.against is not None and self.checkpoint is not None:
             raise InputError("--checkpoint is not read beside --against ENGINE")
 
@@ -77,8 +77,8 @@ class Verify(OnEngine):
                 f"--against {self.against} is for token ids: with --text give an engine directory, "
                 f"or leave it out to compare with {UNQUANTISED}"
             )
-        most = None if self.tokens is None else parse_count(self.tokens, "--tokens")
-        documents = Documents(self.text, tokens=most)
+        max_tokens = None if self.tokens is None else parse_count(self.tokens, "--tokens")
+        documents = Documents(self.text, tokens=max_tokens)
         documents.check()
         if self.against is not None:
             read_manifest(Path(self.against))
@@ -106,14 +106,14 @@ class Verify(OnEngine):
                 yield None, "nothing is quantised; --against ENGINE compares with another engine"
             elif self.against is None:
                 progress("opening the unquantised weights")
-                held = param_bytes(engine)
-                found = stack.enter_context(unquantised(engine, self.checkpoint, held))
-                yield (None, found) if isinstance(found, str) else (found, UNQUANTISED)
+                param_size = param_bytes(engine)
+                baseline = stack.enter_context(unquantised(engine, self.checkpoint, param_size))
+                yield (None, baseline) if isinstance(baseline, str) else (baseline, UNQUANTISED)
             else:
                 other = stack.enter_context(loaded(self.load, self.against, progress))
                 if (sizes := [e.spec.text.vocab_size for e in (engine, other)])[0] != sizes[1]:
-                    said = "vocabularies of {} and {}: no common tokens".format(*sizes)
-                    raise InputError(f"--against {self.against}: {said}")
+                    problem = "vocabularies of {} and {}: no common tokens".format(*sizes)
+                    raise InputError(f"--against {self.against}: {problem}")
                 if engine.tokenizer().get_vocab() != other.tokenizer().get_vocab():
                     raise InputError(f"--against {self.against}: its tokenizer has other tokens")
                 yield other, self.against
