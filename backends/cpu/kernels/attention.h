@@ -40,7 +40,7 @@ typedef struct {
     char *q;
     float *made;   /* rows in fp32 */
     sums *scores;  /* of a block of keys, by groups of rows */
-    uint32_t *two; /* scores of pairs of keys, in bf16 */
+    uint32_t *two; /* softmax weights of pairs of keys, in bf16 */
 } room;
 
 /* Per split: weighted sums of values [rows, wide], then each row's maximum and total. */

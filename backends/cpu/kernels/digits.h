@@ -1,8 +1,8 @@
-/* Rows of x as integers, for products of tiles on CPUs that multiply vectors of integers: of 15 bits (two
- * digits of 8) times a power of two for each block of 32, exact where a number is at least 1/128 of the
- * largest of its block; with one digit they are what fake_quantize makes. Integer sums need no horizontal
- * sums and no floating point but one multiply-add a block. Codes of fp8 are multiplied as what they are in
- * bf16, with x as it is. */
+/* Converts rows of x to integers, for tiled weights on CPUs with integer dot-product instructions (VNNI,
+ * dotprod): 15 bits (two 8-bit digits) times a power-of-two scale per block of 32, exact for values of at least
+ * 1/128 of the block's maximum. With one digit the values equal the op fake_quantize. A block then needs one
+ * floating-point multiply-add and no horizontal sum. fp8 codes are expanded to bf16 and multiplied with x in
+ * bf16. */
 #pragma once
 #include "tiles.h"
 
@@ -10,12 +10,13 @@
 #if WIDE == 64 && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 #define FP8_TILES
 #endif
-/* Whether rows of x are pairs of 16 bits: numbers in bf16, or integers, which AVX2 adds up without loss. */
+/* Whether x is stored as pairs of 16 bits: bf16 for fp8 weights, or int16, whose products AVX2 accumulates
+ * without saturation. */
 #define IN_16_BITS(form) (WIDE == 32 || (form) == FP8)
 
-/* A block of a row of x in the order of a form's words: its numbers are (256 high + low) * unit, or
- * pairs * unit, each for the first and third byte of a word, or the others. `unit` is NaN where a
- * number is not finite. */
+/* A block of a row of x, permuted to the order of the weight's words. Its values are (256 high + low) * unit,
+ * or pairs * unit: the first pair for bytes 0 and 2 of a word, the second for bytes 1 and 3. `unit` is NaN if a
+ * value is not finite. */
 typedef struct {
     union {
         struct {
@@ -23,12 +24,12 @@ typedef struct {
         };
         int32_t pairs[BLOCK / 2];
     };
-    int32_t less[2], both; /* what codes are stored above themselves by, of each half; of both */
-    float unit, sum; /* sum: of the numbers */
+    int32_t less[2], both; /* corrections for the codes' bias: per half block, and for the block */
+    float unit, sum; /* scale of the integers; sum of the values */
 } digits;
 
 #ifdef FP8_TILES
-/* The upper and the lower bytes of all codes of e4m3 without sign, in bf16. */
+/* Lookup tables e4m3 (without sign) -> bf16: upper and lower bytes. */
 static uint8_t fp8_upper[128] __attribute__((aligned(64))), fp8_lower[128] __attribute__((aligned(64)));
 
 __attribute__((constructor)) static void list_fp8(void) {
@@ -46,7 +47,7 @@ static inline row_words listed(const uint8_t *table, row_words codes) {
 #endif
 
 #define EVERY_OTHER 0x00ff00ffu
-/* What four codes of a word are multiplied as: bytes, or two pairs of 16 bits. */
+/* Expands the four codes of a word to the operands of the dot product: bytes, or two pairs of 16 bits. */
 static inline void factors_of(const int form, row_words codes, row_words *to) {
     to[0] = codes;
     if (!IN_16_BITS(form)) return;
@@ -58,11 +59,12 @@ static inline void factors_of(const int form, row_words codes, row_words *to) {
     to[1] = (lower >> 8 & EVERY_OTHER) | (upper & ~EVERY_OTHER);
 }
 
-/* Multiplies each lane with the same word of x; compilers load the word by an instruction of its own. */
+/* Dot product of each lane with a word of x, broadcast from memory within the instruction: compilers emit a
+ * separate load. */
 #define ADD_PRODUCTS(INSTRUCTION, SUM, FACTORS, X)                                              \
     __asm__(INSTRUCTION " %2%{1to16%}, %1, %0" : "+v"(SUM) : "v"(FACTORS), "m"(*(X)))
 
-/* Adds to the sums of each row the products of word j of a block with that of a row of x. */
+/* Accumulates the products of word j of a block with that of a row of x. */
 static inline void add_word(const int form, const int parts, const row_words *factors,
                             const digits *d, int j, row_sums *sum) {
 #if WIDE == 64
@@ -85,7 +87,7 @@ static inline void add_word(const int form, const int parts, const row_words *fa
 #endif
 }
 
-/* What sums start with that are to be `less`, and what they come to. */
+/* Initialises the sums with the bias correction `less`; total_of combines them. */
 static inline void start_sums(const int form, const int parts, int32_t less, row_sums *sum) {
     sum[0] = sum[1] = (row_sums){0};
     sum[parts == 2 && !IN_16_BITS(form)] += less;
@@ -97,8 +99,8 @@ static inline row_floats total_of(const int form, const int parts, const row_sum
     return __builtin_convertvector(all, row_floats);
 }
 
-/* What takes numbers of an exponent to integers of 15 bits, and their unit; 0 for those that are all too
- * small. */
+/* Returns the factor that scales values of this exponent to 15-bit integers, and sets the inverse, `unit`; both
+ * are 0 if the exponent is too small. */
 static inline float to_15_bits(uint32_t exponent, float *unit) {
     uint32_t inverse = exponent < 15 ? 0 : (268 - exponent) << 23;
     uint32_t u = exponent < 15 ? 0 : (exponent - 14) << 23;
@@ -108,16 +110,15 @@ static inline float to_15_bits(uint32_t exponent, float *unit) {
     return times;
 }
 
-/* A block with a number that is not finite: no product of it is. */
+/* Marks a block with a NaN or infinity: all its products become NaN. */
 static void not_finite(digits *to) {
     memset(to, 0, sizeof *to);
     to->unit = to->sum = NAN;
 }
 
-/* Sets how numbers of 15 bits, or of 8 for one digit, become integers: times a factor or divided by
- * their unit. */
+/* Returns the factor to 15-bit integers; for one digit (8 bits) values are divided by `unit` instead. */
 static inline float integers_by(int parts, uint32_t top, float *unit) {
-    /* the largest number is below 2^15 units, and rounds to 255 * 2^7 + 127 at most */
+    /* the block's maximum is below 2^15 units, and rounds to at most 255 * 2^7 + 127 */
     float times = to_15_bits((top >> 7) + ((top & 0x7f) == 0x7f), unit);
     if (parts == 1) *unit = top ? widen(top) / 127 : 1;
     return times;
@@ -130,13 +131,13 @@ static inline void set_sums(int form, const int32_t *sums, digits *to) {
 }
 
 #if WIDE > 16
-/* Integers of a block as bytes, in the order of a form's words. */
+/* Permutes a block's bytes to the order of the weight's words. */
 static inline __m256i in_order(int form, __m256i bytes) {
     __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
     return EVEN_ODD(form) ? _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(order)) : bytes;
 }
 
-/* The largest of the sizes of a block's numbers. */
+/* Maximum absolute value of a block. */
 static inline uint32_t top_of(__m256i first, __m256i second) {
     __m256i sign = _mm256_set1_epi16(0x7fff);
     __m256i most = _mm256_max_epu16(_mm256_and_si256(first, sign), _mm256_and_si256(second, sign));
@@ -151,7 +152,7 @@ static inline __m512 sixteen(__m256i x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
 }
 
-/* The sums of the first and the second sixteen integers. */
+/* Sums of the two half blocks. */
 static inline __m128i sums_of(__m512i all) {
     __m512i pairs = _mm512_madd_epi16(all, _mm512_set1_epi16(1));
     __m256i few = _mm256_hadd_epi32(_mm512_castsi512_si256(pairs), _mm512_extracti64x4_epi64(pairs, 1));
@@ -212,7 +213,7 @@ static inline void block_digits(int parts, int form, const bf16 *x, digits *to) 
     for (int j = 0; j < BLOCK; j++) sums[j / HALF] += all[j];
     int16_t *pairs = (int16_t *)to->pairs;
     int8_t *high = (int8_t *)to->high, *low = (int8_t *)to->low;
-    for (int j = 0; j < BLOCK; j++) { /* byte j % 4 of word j / 4 */
+    for (int j = 0; j < BLOCK; j++) { /* code j is byte j % 4 of word j / 4 */
         int of = EVEN_ODD(form) ? j / 8 * 8 + j / 4 % 2 + j % 4 * 2 : j;
         if (IN_16_BITS(form))
             pairs[j / 4 * 4 + j % 2 * 2 + j % 4 / 2] = all[of];
@@ -223,7 +224,7 @@ static inline void block_digits(int parts, int form, const bf16 *x, digits *to) 
 }
 #endif
 
-/* One digit of a block, in bytes on every CPU. */
+/* Quantises a block to one digit, in bytes on every CPU. */
 static inline void bytes_of_block(int form, const bf16 *x, digits *to) {
 #if WIDE == 32
     __m256i first = _mm256_loadu_si256((const __m256i *)x), second = _mm256_loadu_si256((const __m256i *)x + 1);

@@ -1,16 +1,16 @@
-/* Products of quantised weights in fp32: with rows of x in fp32, and in bf16 where the CPU has no
- * instructions for products of integers (digits.h) or the weight is not in tiles. A vector has a number of
- * each of its rows of the weight, so that every sum is in one lane. */
+/* GEMV of quantised weights in fp32: for fp32 rows of x, and for bf16 rows if the CPU has no integer dot
+ * products (digits.h) or the weight is not tiled. Each lane of a vector belongs to one weight row, so that sums
+ * need no horizontal reduction. */
 #pragma once
 #include "tiles.h"
 
-/* Rows of x that are multiplied together at most, and vectors of a tile by rows of x: registers hold their
- * sums, and enough of them hide the latency of a multiply-add. */
+/* Maximum rows of x per pass, and vectors of a tile by rows of x: their sums fit the registers, and are enough
+ * to hide the latency of a multiply-add. */
 #define FLOAT_ROWS 4
 #define FLOAT_STRIPS(ROWS) ((ROWS) < 3 && WORDS < TILE ? 2 : 1)
 
-/* Number t of a word of codes of e4m3. Below 2^-6 it has no leading bit; read with one it is `high`, and less
- * than that without. */
+/* Decodes e4m3 code t of each word. It is subnormal below 2^-6: decoded as if normal it gives `high`, the true
+ * value is smaller. */
 static inline row_floats fp8_number(row_words codes, int t) {
     row_words c = codes << (24 - 8 * t);
     row_floats high = (row_floats)((c >> 4 & 0x07f00000u) + (120u << 23));
@@ -18,14 +18,14 @@ static inline row_floats fp8_number(row_words codes, int t) {
     return (row_floats)((row_words)smaller(low, high) | (c & 0x80000000u));
 }
 
-/* Number t of a word of codes. */
+/* Decodes code t of each word. */
 static inline row_floats number(row_words codes, int t) {
     if (FORM == FP8) return fp8_number(codes, t);
     if (FORM == INT8) return signed_byte(WITH_SIGN ? codes : codes ^ 0x80808080u, t);
     return __builtin_convertvector((row_sums)(codes >> (8 * t) & 255) - BIAS[FORM], row_floats);
 }
 
-/* Scales of half blocks from the one at `i` on, of groups of such halves at least; minima. */
+/* Scales of the two half blocks from value `i` on (a group is at least a half block), and minima. */
 static inline void scales_at(const coded *p, const strip *of, int64_t i, row_floats *scale,
                              row_floats *least) {
     for (int h = 0; h < 2; h++) {
@@ -35,7 +35,7 @@ static inline void scales_at(const coded *p, const strip *of, int64_t i, row_flo
     }
 }
 
-/* Strips times `rows` rows of x in fp32, in the order of words. */
+/* Multiplies strips with `rows` fp32 rows of x, permuted to the order of words. */
 ALWAYS float_product(const int rows, const int strips, const coded *p, const strip *of,
                      const float *const *x) {
     row_floats sum[2][FLOAT_ROWS], scale[2][2], least[2] = {{0}, {0}};
@@ -74,7 +74,7 @@ ALWAYS float_product(const int rows, const int strips, const coded *p, const str
         *(any_row_floats *)(of[s].out + r * TILE) = sum[s][r];
 }
 
-/* Sums of a tile with rows of x, [rows][TILE]. */
+/* Dot products of a tile with rows of x, [rows][TILE]. */
 typedef void float_dot(const coded *p, int64_t tile, const float *const *x, float *out);
 #define FLOAT_DOT(ROWS)                                                                         \
     static void floats_##ROWS(const coded *p, int64_t tile, const float *const *x, float *out) {\
@@ -132,8 +132,8 @@ static int float_units(void *context, units *left) {
     return 0;
 }
 
-/* y = x w^T of a weight in tiles, or in rows, which are brought into tiles one after the other. Returns 0, or
- * 1 where memory is short. */
+/* y = x w^T for a tiled weight, or a row-major one, which is tiled on the fly. Returns 0, or 1 if out of
+ * memory. */
 static int multiply_floats(const coded *p, int tiled, int threads) {
     float_products m = {p, tiled};
     return run_region(float_units, &m, (p->n + TILE - 1) / TILE, threads);

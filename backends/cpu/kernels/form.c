@@ -1,9 +1,9 @@
-/* The products of quantised weights in one form, FORM (kernels.h). */
+/* Kernels of quantised weights in the format FORM (kernels.h); compiled once per format. */
 #include "decode.h"
 #include "many_rows.h"
 #include "tiles.h"
 
-#if WIDE == 32 /* at level 3 compilers take minutes, with nothing gained */
+#if WIDE == 32 /* at -O3 compilers take minutes, with no speedup */
 #pragma GCC push_options
 #pragma GCC optimize("O2")
 #endif
@@ -14,7 +14,7 @@
 #pragma GCC pop_options
 #endif
 
-/* Most rows that are multiplied with codes as they are. */
+/* Maximum rows of x for which codes are used directly (GEMV), without dequantising to panels. */
 #define CODED_ROWS 8
 
 static int takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups) {

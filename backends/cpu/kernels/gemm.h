@@ -1,11 +1,11 @@
-/* Micro kernels of products of many rows: with quantised weights (panels.h) and in attention of prompts
- * (prefill_attention.h). Operands are packed in panels of words: of two neighbouring values along k in bf16
- * (with PANELS_BF16), where an instruction adds their products, else of one in fp32. A [k / DEPTH, ROWS, DEPTH],
- * B [k, vectors, LANE], k counted in words; C [ROWS, vectors, LANE] in fp32. Steps are of DEPTH words. */
+/* GEMM micro kernels, for quantised weights (panels.h) and prefill attention (prefill_attention.h). Operands
+ * are packed in panels of words: two bf16 values adjacent along k (with PANELS_BF16, for dot-product
+ * instructions), else one fp32 value. A [k / DEPTH, ROWS, DEPTH], B [k, vectors, LANE], k counted in words; C
+ * [ROWS, vectors, LANE] in fp32. Steps are of DEPTH words. */
 #pragma once
 #include "amx_registers.h"
 
-/* Words along k of a row of A that lie together, of which there is a multiple. */
+/* Words along k of a row of A that are contiguous; k is padded to a multiple. */
 #if defined(PANELS_BF16) && defined(__AMX_BF16__)
 #define PANELS_AMX
 enum { LANE = 16, ROWS = 32, VECTORS_MAX = 2, DEPTH = 16 };
@@ -19,20 +19,20 @@ enum { LANE = 4, ROWS = 6, VECTORS_MAX = 4, DEPTH = 1 };
 enum { LANE = 4, ROWS = 6, VECTORS_MAX = 2, DEPTH = 1 };
 #endif
 
-/* ROWS x VECTORS_MAX sums are what registers hold. */
+/* ROWS x VECTORS_MAX sums fill the registers. */
 enum { COLUMNS = VECTORS_MAX * LANE };
 typedef float lanes __attribute__((vector_size(LANE * 4)));
 typedef float any_lanes __attribute__((vector_size(LANE * 4), aligned(4), may_alias));
 typedef int32_t lane_masks __attribute__((vector_size(LANE * 4)));
 
 #ifdef PANELS_BF16
-/* Values of a word, and what it is stored as. */
+/* Values per word, and the word's type. */
 enum { PER_WORD = 2 };
 typedef uint32_t panel_word;
 typedef uint32_t word_lanes __attribute__((vector_size(LANE * 4)));
 typedef uint32_t any_word_lanes __attribute__((vector_size(LANE * 4), aligned(4), may_alias));
 
-/* Words of the values of two vectors, rounded to bf16. */
+/* Rounds two vectors to bf16 and interleaves them to words. */
 static inline word_lanes words_of(lanes first, lanes second) {
     __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23,
                                      7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -46,11 +46,11 @@ typedef lanes word_lanes;
 typedef any_lanes any_word_lanes;
 #endif
 
-/* The word of A at so many along k, of row 0. */
+/* Index of row 0's word `word` along k in a panel of A. */
 static inline int64_t in_panel(int64_t word) { return word / DEPTH * DEPTH * ROWS + word % DEPTH; }
 
 #ifdef PANELS_AMX
-/* Registers 0 to 3 are of C, by halves of ROWS and vectors; 4 and 5 of A, 6 and 7 of B. */
+/* AMX tile registers 0 to 3 hold C (halves of ROWS by vectors), 4 and 5 A, 6 and 7 B. */
 static void begin_products(void) {
     amx_shapes shapes = {.palette = 1};
     for (int i = 0; i < 8; i++) shapes.bytes[i] = LINE, shapes.rows[i] = DEPTH;
@@ -110,7 +110,7 @@ ALWAYS micro_kernel(const int vectors, int64_t steps, const panel_word *a, const
 }
 #endif
 
-/* By vectors; those of more than there are, are never called. */
+/* Indexed by number of vectors; entries above VECTORS_MAX are never called. */
 typedef void micro_kernel_of(int64_t steps, const void *a, const void *b, float *c, int more);
 #define MICRO_KERNEL(VECTORS)                                                                       \
     static void micro_kernel_##VECTORS(int64_t steps, const void *a, const void *b, float *c, int more) {  \
@@ -123,13 +123,13 @@ MICRO_KERNEL(4)
 static micro_kernel_of *const micro_kernels[] = {NULL, micro_kernel_1, micro_kernel_2, micro_kernel_3,
                                                  micro_kernel_4};
 
-/* Words of so many values in panels. */
+/* Panel words of this many values. */
 static inline int64_t words_in_panel(int64_t values) {
     const int each = PER_WORD * DEPTH;
     return (values + each - 1) / each * DEPTH;
 }
 
-/* Word j of a row of so many values in memory; behind them is nothing. */
+/* Word j of a row in memory, zero-padded after its last value. */
 static inline panel_word word_at(const char *row, int64_t j, int64_t values, int dtype) {
 #ifdef PANELS_BF16
     panel_word word = 0;
@@ -140,8 +140,7 @@ static inline panel_word word_at(const char *row, int64_t j, int64_t values, int
 #endif
 }
 
-/* Packs `count` rows of so many values, `stride` bytes from each other, in a panel of A; others of ROWS are
- * zero. */
+/* Packs `count` rows with a stride of `stride` bytes into a panel of A; the remaining rows of ROWS are zero. */
 static void pack_rows(const char *rows, int dtype, int64_t stride, int64_t count, int64_t values,
                       void *panel) {
     const int64_t whole = values / PER_WORD / DEPTH * DEPTH, words = words_in_panel(values);

@@ -1,12 +1,12 @@
-/* Products of many rows of x, rounded to 8 bits for each block of 32, with a weight in tiles, whose codes
- * are multiplied as integers: a panel has, behind the words of a block, of x what its integers mean, of the
- * weight its scales. The values are those of integers.h with one digit. */
+/* Integer GEMM of many rows of x, quantised to int8 per block of 32, with a tiled weight. After the words of
+ * each block a panel stores the scale of x, or the scales of the weight. Same results as integers.h with one
+ * digit. */
 #pragma once
 #include "digits.h"
 #include "many_rows.h"
 
-/* Where instructions add products of bytes up in 32 bits, every form; else in pairs of 16 bits, which overflow:
- * at once with codes of 8 bits. */
+/* Every format has this kernel if byte products accumulate in 32 bits; AVX2 without VNNI accumulates pairs in
+ * 16 bits, which overflow at once for 8-bit codes. */
 #if WIDE == 32 && !defined(__AVXVNNI__)
 #define IN_PAIRS
 #endif
@@ -16,7 +16,7 @@
 #else
 #define HAS_INT8_PANELS (FORM != FP8)
 #endif
-/* Parts of a block with scales of their own; words of it whose products a lane of a sum holds. */
+/* Scales per block; words of a block that one accumulator can sum without overflow. */
 enum { SCALED = FORM == INT6 ? 2 : 1 };
 #ifdef IN_PAIRS
 enum { WORDS_SUMMED = FORM == INT6 ? 2 : FORM == INT5 || FORM == UINT5 ? 4 : 8 };
@@ -25,8 +25,8 @@ typedef int16_t part_sums __attribute__((vector_size(WIDE)));
 enum { WORDS_SUMMED = 8 / SCALED };
 typedef row_sums part_sums;
 #endif
-/* Words of a block in panels. Of x: integers; what sums start with, for each part, or the block's sum if there are
- * minima; the unit. Of the weight: codes, scales, minima. */
+/* Panel words per block. For x: integers, the initial sums (bias correction) of each part or the block's sum
+ * for formats with minima, and the scale. For the weight: codes, scales, minima. */
 enum { X_WORDS = 8 + SCALED + 1, W_WORDS = 8 + SCALED + MINIMA(FORM) };
 #if WIDE == 64
 enum { INT8_ROWS = 6, INT8_VECTORS = 2 };
@@ -60,7 +60,7 @@ static inline row_sums in_32_bits(part_sums sum) {
 #endif
 }
 
-/* C = A B, or C += A B with `more`, of so many blocks along k. */
+/* C = A B, or C += A B with `more`, over `blocks` blocks along k. */
 ALWAYS int8_kernel(const int vectors, int64_t blocks, const int32_t *a, const int32_t *b, float *c, int more) {
     if (!more) memset(c, 0, INT8_ROWS * vectors * WIDE);
     const int stride = vectors * WORDS;
@@ -80,7 +80,7 @@ ALWAYS int8_kernel(const int vectors, int64_t blocks, const int32_t *a, const in
                     UNROLLED for (int i = 0; i < INT8_ROWS; i++)
                         UNROLLED for (int v = 0; v < vectors; v++) {
                             part[i][v] = add_bytes(part[i][v], codes[v], a[t * INT8_ROWS + i]);
-                            __asm__("" : "+" IN_VECTOR (part[i][v])); /* else compilers reorder, and spill */
+                            __asm__("" : "+" IN_VECTOR (part[i][v])); /* no reordering, no spills */
                         }
                 }
                 UNROLLED for (int i = 0; i < INT8_ROWS; i++)
@@ -122,7 +122,7 @@ INT8_KERNEL(4)
 static micro_kernel_of *const int8_kernels[] = {NULL, NULL, NULL, NULL, int8_kernel_4};
 #endif
 
-/* Packs `count` rows of x, rounded, in a panel of A; others of INT8_ROWS are zero. */
+/* Quantises `count` rows of x and packs them into a panel of A; the remaining rows of INT8_ROWS are zero. */
 static void pack_int8_rows(const char *rows, int dtype, int64_t stride, int64_t count, int64_t values,
                            void *panel) {
     const int64_t blocks = values / BLOCK;
@@ -165,8 +165,7 @@ static const micro_kernel_set INT8_SET = {
     .w_words = W_WORDS, .pack = pack_int8_rows, .kernels = int8_kernels, .begin = begin_products,
     .end = end_products};
 
-/* y = rounded(x) w^T; n is a multiple of TILE, a group of the weight of BLOCK. Returns 0, or 1 if memory is
- * short. */
+/* y = int8(x) w^T; n is a multiple of TILE, a weight's group of BLOCK. Returns 0, or 1 if out of memory. */
 static int multiply_int8_panels(const coded *p, int threads) {
     many_rows m = {.x = p->x, .y = p->y, .dtype = p->dtype, .rows = p->rows, .n = p->n, .k = p->k,
                    .by = &INT8_SET, .unpack = unpack_codes, .weight = p};

@@ -11,7 +11,7 @@
 #define HAS_INTEGERS (FORM != FP8)
 #endif
 
-/* Strips times `rows` rows of x. */
+/* Multiplies strips with `rows` rows of x. */
 ALWAYS tile_product(const int form, const int rows, const int strips, const int parts,
                     const coded *p, const strip *of, const digits *const *x) {
     const int dtype = p->scales_dtype;
@@ -60,12 +60,12 @@ ALWAYS tile_product(const int form, const int rows, const int strips, const int 
         *(any_row_floats *)(of[s].out + r * TILE) = sum[s][r];
 }
 
-/* Sums of a tile with rows of x, [rows][TILE], and of the others where there are several strips. `a`: the
- * digits as amx.h has them. */
+/* Dot products of one or several tiles with rows of x, [tiles][rows][TILE]. `a`: the digits in the layout of
+ * amx.h. */
 typedef void tile_dot(const coded *p, const int64_t *tiles, const digits *const *x, const int8_t *a,
                       float *out);
 
-/* Rows of x of which registers hold all sums. */
+/* Rows of x whose sums fit the registers. */
 #define ROWS_AT_ONCE(ROWS) ((ROWS) > 4 && (WIDE < 64 || MINIMA(FORM) && (ROWS) == 8) ? (ROWS) / 2 : (ROWS))
 ALWAYS strip_products(const int rows, const int strips, const int parts, const coded *p,
                       const int64_t *tiles, const digits *const *x, const int8_t *a, float *out) {
@@ -89,12 +89,12 @@ ALWAYS strip_products(const int rows, const int strips, const int parts, const c
         default: strip_products(ROWS, STRIPS_MOST, PARTS, p, tiles, x, a, out);                 \
         }                                                                                       \
     }
-/* Rows of x that are multiplied together: five are six, seven are eight. */
+/* Instances by rows of x: five rows use that of six, seven that of eight. */
 #define BY_ROWS(F, PARTS) F(PARTS, 1) F(PARTS, 2) F(PARTS, 3) F(PARTS, 4) F(PARTS, 6) F(PARTS, 8)
 #define TILE_NAME(PARTS, ROWS) [ROWS] = tile_##PARTS##_##ROWS,
 BY_ROWS(TILE_DOT, 1)
 BY_ROWS(TILE_DOT, 2)
-/* By digits of x and rows of it; one digit: rows that are rounded. */
+/* Indexed by digits and rows of x; one digit: x is quantised to int8. */
 static tile_dot *const TILE_DOTS[][TOGETHER + 1] = {{0}, {BY_ROWS(TILE_NAME, 1)}, {BY_ROWS(TILE_NAME, 2)}};
 
 typedef struct {
@@ -108,8 +108,7 @@ static void store_tile(const coded *p, int64_t r, int64_t tile, const float *sum
     narrow_row(sums, to, TILE);
 }
 
-/* Writes the digits of all rows of x one behind the other, block by block; those of the last one again
- * where `tall` rows are multiplied. */
+/* Writes the digits of all rows of x, block by block; repeats the last row up to `tall` rows. */
 static void rows_of_a(const tiled_product *m, const digits *form, int64_t tall, int8_t *to) {
     int64_t blocks = m->p->k / BLOCK, bytes = m->parts * BLOCK;
     for (int64_t b = 0; b < blocks; b++)
@@ -130,7 +129,7 @@ static int tile_units(void *context, units *left) {
     for (int64_t i = 0; i < p->rows * blocks; i++)
         block_digits(m->parts, FORM, (const bf16 *)p->x + i * BLOCK, form + i);
     int8_t *a = (int8_t *)form + bytes;
-    if (amx) set_amx(tall * m->parts), rows_of_a(m, form, tall, a); /* such rows are one turn */
+    if (amx) set_amx(tall * m->parts), rows_of_a(m, form, tall, a); /* all rows are one pass */
     for (int64_t u; (u = take_unit(left)) >= 0;) {
         int64_t r = u / m->units * m->together, here = least(m->together, p->rows - r);
         int64_t first = u % m->units * m->part, last = least(first + m->part, tiles);

@@ -1,11 +1,11 @@
-/* What kernels.h declares of dense weights and attention; products of quantised weights are handed to their
- * form (form.c). One translation unit: attention inlines the loops of dense.h. */
+/* Implements kernels.h for dense weights and attention, and dispatches quantised weights by format (form.c).
+ * One translation unit, since attention inlines the loops of dense.h. */
 #include "dense.h"
 #include "attention.h"
 
-/* Most rows that are multiplied with the weight as it lies; of bf16 where the CPU cannot multiply it
- * (measured at 12288 x 1536, beside the faster of the library in bf16 and in fp32: 2.7x at 8 rows, 1.3x at 16,
- * 1.03x at 24, 0.88x at 32). */
+/* Maximum rows of the GEMV kernel; the second for bf16 on CPUs without bf16 instructions (speedup over the
+ * faster of the BLAS library's bf16 and fp32 at 12288 x 1536: 2.7x at 8 rows, 1.3x at 16, 1.03x at 24, 0.88x at
+ * 32). */
 #define BF16_ROWS TOGETHER
 #define EMULATED_ROWS 24
 #define F32_ROWS 4

@@ -1,7 +1,7 @@
-/* How quantised weights lie (g4ir/ops/codecs.py), and how their tiles are divided among threads.
+/* Memory layout of quantised weights (g4ir/ops/codecs.py), and the division of tiles among threads.
  *
- * The codes of a row are blocks of 32; a row is a multiple of these. In a tile the words of four bytes of 16
- * rows alternate, so that a vector has one word of each row; so do their scales, element by element. */
+ * A row's codes are blocks of 32. A tile interleaves 16 rows word by word (4 bytes), so that a vector load gets
+ * one word of each row; scales are interleaved element by element. */
 #pragma once
 #include "kernels.h"
 #include "team.h"
@@ -10,18 +10,18 @@
 #define HALF 16
 /* Rows of a tile. */
 #define TILE 16
-/* Codes of int6 that lie together, and bytes of their parts: the low 4 bits of numbers, the upper 2,
- * the integers of half blocks. */
+/* Values of an int6 super-block; byte offsets of the upper 2 bits and of the half blocks' int8 scales (the low
+ * 4 bits come first), and its bytes. */
 #define SIXES 128
 enum { SIXES_HIGH = 64, SIXES_SHARED = 96, SIXES_BYTES = 104 };
-/* The same of forms with minima: the low 4 bits, of uint5 the upper one, the integers of blocks. */
+/* The same for formats with minima: low 4 bits, uint5's upper bits, 6-bit scales and minima of the blocks. */
 #define ABOVE 256
 enum { ABOVE_HIGH = 128, ABOVE_UINT4 = 140, ABOVE_UINT5 = 172 };
-/* The same of int5, whose blocks lie alone: the low 4 bits, the upper one. */
+/* Bytes of an int5 block: low 4 bits, then the upper bits. */
 #define FIVES_BYTES 20
 
 #define MINIMA(form) ((form) == UINT4 || (form) == UINT5)
-/* Blocks that lie together, and bytes of them. */
+/* Blocks per super-block, and its bytes. */
 #define BLOCKS_OF(form) ((form) == INT6 ? 4 : MINIMA(form) ? 8 : 1)
 #define BYTES_OF(form)                                                                          \
     ((form) == INT4   ? HALF                                                                    \
@@ -29,16 +29,17 @@ enum { ABOVE_HIGH = 128, ABOVE_UINT4 = 140, ABOVE_UINT5 = 172 };
      : (form) == INT6 ? SIXES_BYTES                                                             \
      : (form) == UINT4 ? ABOVE_UINT4                                                            \
      : (form) == UINT5 ? ABOVE_UINT5 : BLOCK)
-/* Codes that share a scale at least: a group is a multiple of them. */
+/* Minimum codes per scale; a group is a multiple. */
 #define SHARE_OF(form) ((form) == INT8 || (form) == FP8 ? HALF : BLOCKS_OF(form) * BLOCK)
-/* Whether words have the even numbers of a block and then the odd ones, as bytes of two codes do. */
+/* Whether unpacked words have the even values of a block first, then the odd ones: formats with two codes per
+ * byte. */
 #define EVEN_ODD(form) ((form) == INT4 || (form) >= UINT4)
 
-/* Tiles of a weight that are multiplied with one row of x at a time, each of a run of its own. AMD's CPUs
- * (which alone have SSE4A) read four runs fastest, without a prefetch: int8 at 34 and 51 GB/s where one
- * with a prefetch does at 30 and 36 (Zen 4, its memory slow and fast), int4 and fp8 by 8 and 35 % more.
- * Intel's read two with one: a step of E2B in Q8_0 takes 95 ms for 112, in Q4_0 53 for 57 (Emerald Rapids).
- * What takes more work is faster with two, or slower so. */
+/* Maximum tiles multiplied at a time with one row of x; each is in a memory stream of its own. AMD CPUs
+ * (detected by SSE4A) are fastest with four streams and no prefetch: int8 34 and 51 GB/s against 30 and 36 for
+ * one prefetched stream (Zen 4, slow and fast memory), int4 and fp8 8 and 35 % faster. Intel CPUs are fastest
+ * with two prefetched streams: a decode step of E2B takes 95 ms instead of 112 in Q8_0, 53 instead of 57 in
+ * Q4_0 (Emerald Rapids). Formats that take more instructions to unpack gain from two, or lose. */
 #define STRIPS_MOST 4
 static inline int strips_of_one(void) {
 #ifdef __x86_64__
@@ -46,9 +47,9 @@ static inline int strips_of_one(void) {
 #endif
     return 2;
 }
-/* Whether so many rows of x are multiplied on AMX (amx.h): in cache eight rows take 0.8 of the time with int4
- * and uint4, 0.7 with 5 bits (Emerald Rapids). Four rows do not gain, nor does int8, whose codes need no
- * unpacking, nor one digit of x; int6, with scales for half a block, has twice as many sums to store. */
+/* Whether AMX (amx.h) is used for this many rows of x: eight rows in cache take 0.8 of the time with int4 and
+ * uint4, 0.7 with 5 bits (Emerald Rapids). No gain for four rows, for int8 (no unpacking) or for one digit of
+ * x; int6, with a scale per half block, stores twice as many sums. */
 #if defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define ON_AMX
 #endif
@@ -65,7 +66,8 @@ static inline int strips_of(int form, int digits, int64_t rows) {
     return rows == 2 || form == INT5 ? 2 : strips_of_one();
 }
 
-/* Tiles of a part of a weight. Each is made of so many equal runs, so that no tile is multiplied twice. */
+/* Tiles per unit of work: a multiple of `runs`, so that its streams are of equal length and no tile is
+ * multiplied twice. */
 static inline int64_t tiles_of_part(int64_t tiles, int64_t threads, int64_t runs) {
     int64_t part = (tiles + threads * PARTS - 1) / (threads * PARTS);
     return part > runs ? part - part % runs : runs;

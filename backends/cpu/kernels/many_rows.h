@@ -1,22 +1,22 @@
-/* Products of many rows of x with a weight of any format, by the micro kernels of gemm.h: rows of x are packed
- * once; of the weight a panel at a time, in a core's nearest cache, for all rows of a unit. */
+/* Blocked GEMM of many rows of x with a weight of any format, on the micro kernels of gemm.h. x is packed once;
+ * the weight is packed a panel at a time, which stays in L1 for all rows of a unit of work. */
 #pragma once
 #include "gemm.h"
 
-/* Values along k of a panel of the weight. */
+/* Values along k per weight panel. */
 #define PANEL 256
-/* Rows of x in a unit (in fp32; in fewer bytes twice as many), and columns of a strip times strips of the
- * weight: at most, and rows at least if there are to be enough units for the threads. A panel of x comes from
- * memory once for all strips of a unit. */
+/* Maximum rows of x per unit of work (fp32; twice as many for narrower types), minimum rows when units are
+ * split to occupy all threads, and maximum columns over all strips. A panel of x is read from memory once for
+ * all strips of a unit. */
 enum { UNIT_MAX = 256, UNIT_MIN = 64, WIDTH_MAX = 256 };
 
-/* Micro kernels and their panels. */
+/* A set of micro kernels and its panel layout. */
 typedef struct {
-    int64_t rows, lane, columns;      /* of a panel of x; of a vector, and a strip of the weight at most */
-    int64_t values, x_words, w_words; /* of a step along k; words of it in panels, for each row and column */
+    int64_t rows, lane, columns;      /* rows of an x panel; lanes of a vector; max columns of a strip */
+    int64_t values, x_words, w_words; /* values of a step along k; its panel words per row of x and column of w */
     void (*pack)(const char *rows, int dtype, int64_t stride, int64_t count, int64_t values, void *to);
     micro_kernel_of *const *kernels; /* by vectors */
-    void (*begin)(void), (*end)(void); /* around them, in each thread */
+    void (*begin)(void), (*end)(void); /* called once per thread before and after the kernels */
 } micro_kernel_set;
 static const micro_kernel_set FLOAT_SET = {
     .rows = ROWS, .lane = LANE, .columns = COLUMNS, .values = PER_WORD * DEPTH, .x_words = DEPTH,
@@ -30,19 +30,19 @@ typedef struct {
     int dtype; /* of x and y */
     int64_t rows, n, k;
     const micro_kernel_set *by;
-    /* Packs values `first` to `last` of `columns` rows of the weight, whole vectors of them, from `column` on
-     * as a panel of B; what is not in the weight is zero. */
+    /* Packs values `first` to `last` of `columns` weight rows (a multiple of the vector) from `column` on into
+     * a panel of B, zero-padded beyond the weight. */
     void (*unpack)(const void *weight, int64_t column, int64_t columns, int64_t first, int64_t last,
                    void *to);
     const void *weight;
     /* derived */
     uint32_t *panels;              /* x over all k */
-    int64_t unit, strips, columns; /* rows of x and strips in a unit; units that cover the weight */
+    int64_t unit, strips, columns; /* rows of x and strips per unit; units across the weight */
 } many_rows;
 
 static int64_t in_whole(int64_t count, int64_t each) { return (count + each - 1) / each * each; }
 
-/* Steps of so many values along k, and words of them of a row of x. */
+/* Steps of `values` values along k, and their panel words per row of x. */
 static int64_t steps_of(const many_rows *p, int64_t values) {
     return (values + p->by->values - 1) / p->by->values;
 }
@@ -59,7 +59,7 @@ static int pack_x_units(void *context, units *left) {
     return 0;
 }
 
-/* Stores sums [rows, whole vectors] as columns of y from `column` on. */
+/* Stores sums [rows, columns padded to vectors] as columns of y from `column` on. */
 static void store_sums(const many_rows *p, const float *sums, int64_t first, int64_t rows, int64_t column,
                        int64_t columns) {
     int64_t stride = in_whole(columns, p->by->lane);
@@ -72,7 +72,7 @@ static void store_sums(const many_rows *p, const float *sums, int64_t first, int
     }
 }
 
-/* Sums of rows of x with `columns` rows of the weight, [strips, rows, columns of a strip]. */
+/* Multiplies a unit's rows of x with `columns` weight rows: sums [strips, rows, columns of a strip]. */
 static void multiply_unit(const many_rows *p, int64_t from, int64_t rows, int64_t column, int64_t columns,
                           uint32_t *b, float *sums) {
     const micro_kernel_set *by = p->by;
@@ -114,7 +114,7 @@ static int many_row_units(void *context, units *left) {
     return 0;
 }
 
-/* Returns the units of a product; a unit becomes smaller until each thread has some. */
+/* Returns the number of units; halves the unit until there are PARTS per thread. */
 static int64_t divide(many_rows *p, int threads) {
     int64_t each = p->by->rows, most = UNIT_MAX * least(2, p->by->values / p->by->x_words);
     int64_t turns = (p->rows + most - 1) / most;
@@ -130,7 +130,7 @@ static int64_t divide(many_rows *p, int threads) {
     }
 }
 
-/* Returns 0, or 1 if memory is short. */
+/* Returns 0, or 1 if out of memory. */
 static int multiply_many_rows(many_rows *p, int threads) {
     int64_t panels = (p->rows + p->by->rows - 1) / p->by->rows;
     int64_t bytes = panels * p->by->rows * words_of_x(p, p->k) * 4;

@@ -1,4 +1,4 @@
-/* Numbers of 16 bits and fp32, one at a time. */
+/* Scalar conversions between bf16, fp16 and fp32. */
 #pragma once
 #include "kernels.h"
 

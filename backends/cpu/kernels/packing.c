@@ -1,16 +1,16 @@
-/* Codes of 4 bits and bf16 scales of a weight: what `int4_scales` of g4ir/ops/codecs.py finds, bit for bit.
- * Groups lie side by side, one in each place of a vector. The order of sums is that of torch's on x86-64:
- * 4 x 8 partial sums, of groups up to GROUP_MOST; larger ones it sums in several levels. Compiled without
- * reassociation and fused multiply-adds (library.py). */
+/* Quantises a weight to int4 codes with bf16 scales, bit-identical to `int4_scales` of g4ir/ops/codecs.py.
+ * Vectorised over groups, one per lane. Sums are in torch's order on x86-64: 4 x 8 partial sums for groups up
+ * to GROUP_MOST (larger ones use several levels and are not handled here). Compiled without reassociation and
+ * fused multiply-adds (library.py). */
 #include "kernels.h"
 #include "number.h"
 #include "team.h"
 
 #include <math.h>
 
-/* Groups side by side, numbers of the largest group, and tiles of such groups in a unit of work. */
+/* Groups per vector, values of the largest group, vectors of groups per unit of work; torch's partial sums. */
 enum { SIDE = 16, GROUP_MOST = 512, UNIT = 64, SUMS = 8, ACCUMULATORS = 4 };
-/* Larger weights, infinities and NaN are left to the definition: no sum here overflows. */
+/* Larger weights, infinities and NaN fall back to the Python definition, so that no sum here overflows. */
 #define WEIGHT_MOST 4096.0f
 #define EACH for (int s = 0; s < SIDE; s++)
 typedef float many[SIDE];
@@ -28,7 +28,7 @@ typedef struct {
     const float *moments; /* [groups / matrix, row, group], or NULL */
     uint8_t *codes;
     bf16 *scales;
-    int64_t groups, group, row, matrix; /* groups in all, numbers of one, groups of a row and a matrix */
+    int64_t groups, group, row, matrix; /* number of groups, values per group, groups per row and per matrix */
     int dtype, refused;
 } weight;
 
@@ -45,8 +45,8 @@ static inline float rounded(float scale) {
     return made != 0 ? made : 1;
 }
 
-/* Sums over each group: of x * code and code^2, or of squared errors; `m`: weighted by moments, and codes
- * are those of x * d. */
+/* Per group: sums of x * code and code^2, or of squared errors. WEIGHTED: by the moments `m`; products then use
+ * the codes of x * d. */
 enum { PRODUCTS, ERRORS, WEIGHTED_PRODUCTS, WEIGHTED_ERRORS };
 static inline __attribute__((always_inline)) void sums(const int kind, const many *x, const many *m,
                                                        const float *d, int64_t group, float *sum,
@@ -70,7 +70,8 @@ static inline __attribute__((always_inline)) void sums(const int kind, const man
     }
 }
 
-/* The scale of least squared error of those that the starts lead to; the first of equal ones. */
+/* Least-squares scale: refines each start, and returns the scale of minimum squared error (the first of equal
+ * ones). */
 static void fitted(const many *x, const float *extreme, int64_t group, float *best) {
     many d, sum, squares, least;
     for (int start = 0; start < STARTS; start++) {
@@ -88,7 +89,7 @@ static void fitted(const many *x, const float *extreme, int64_t group, float *be
     }
 }
 
-/* The best scale of the codes round(x * factor). */
+/* Least-squares scale for the codes round(x * factor). */
 static void best_for(const many *x, const many *m, const float *factor, int64_t group, float *dot,
                      float *scale) {
     many squares;
@@ -96,7 +97,7 @@ static void best_for(const many *x, const many *m, const float *factor, int64_t 
     EACH scale[s] = dot[s] / (squares[s] < 1e-30f ? 1e-30f : squares[s]);
 }
 
-/* Replaces scales by those of less weighted error where the search finds such. */
+/* Searches for scales of smaller weighted error, and replaces those that improve. */
 static void weighted(const many *x, const many *m, const float *extreme, int64_t group,
                      float *scales) {
     many best, most = {0}, factor, dot, scale, error, plain;
@@ -125,7 +126,7 @@ static int matches(const many *x, int s, float d, int64_t group) {
     return 1;
 }
 
-/* Replaces the scales of groups that lie on a 4-bit grid by those of the grid. */
+/* If a group's values are already on a 4-bit grid (quantised before), uses the grid's scale. */
 static void on_grids(const many *x, const float *extreme, int64_t group, float *scales) {
     int near[EXTREMES][SIDE], any[SIDE] = {0};
     for (int n = 0; n < EXTREMES; n++) {
@@ -148,7 +149,7 @@ static void on_grids(const many *x, const float *extreme, int64_t group, float *
     }
 }
 
-/* Packs groups `first` to `first` + SIDE - 1, or up to the last one. */
+/* Quantises groups `first` to `first` + SIDE - 1, or up to the last one. */
 static void pack_tile(weight *p, int64_t first) {
     const int64_t group = p->group, left = p->groups - first, count = left < SIDE ? left : SIDE;
     many x[GROUP_MOST], m[GROUP_MOST], extreme = {0}, scales;
@@ -193,14 +194,13 @@ static int pack_units(void *context, units *u) {
     return 0;
 }
 
-/* Whether groups of so many weights are packed here, in one of the dtypes of kernels.h. */
+/* Whether this group size and dtype (kernels.h) are supported here. */
 int g4ir_takes_packing(int dtype, int64_t group) {
     return dtype <= F16 && group > 0 && group <= GROUP_MOST && group % (ACCUMULATORS * SUMS) == 0;
 }
 
-/* Writes codes, two in a byte, and a bf16 scale for each group; with `moments` of the columns of each matrix
- * errors are weighted. Returns 1 if a weight is above WEIGHT_MOST or not finite; what it wrote then means
- * nothing. */
+/* Writes int4 codes, two per byte, and a bf16 scale per group; `moments` of each matrix's columns weight the
+ * errors. Returns 1 if a weight is above WEIGHT_MOST or not finite; the output is then undefined. */
 int g4ir_pack(const void *w, const float *moments, void *codes, void *scales, int64_t groups, int64_t group,
               int64_t row, int64_t matrix, int dtype, int threads) {
     weight p = {w, moments, codes, scales, groups, group, row, matrix, dtype, 0};

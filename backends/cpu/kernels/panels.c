@@ -1,10 +1,9 @@
-/* Products of many rows of x and attention of prompts by panels (gemm.h) of bf16, with PANELS_BF16, or of fp32:
- * with a weight in the codes of FORM, or without one with dense weights. Where the CPU has no instructions for
- * bf16, panels of fp32 serve both dtypes. */
+/* GEMM and prefill attention on packed panels (gemm.h) of bf16 (PANELS_BF16) or fp32; weights are quantised in
+ * FORM, or dense if FORM is not defined. On a CPU without bf16 instructions fp32 panels serve both dtypes. */
 #include "gemm.h"
 
 #ifdef FORM
-#if WIDE == 32 /* at level 3 compilers take minutes, with nothing gained */
+#if WIDE == 32 /* at -O3 compilers take minutes, with no speedup */
 #pragma GCC optimize("O2")
 #endif
 #include "panels.h"
@@ -13,8 +12,8 @@
 #include "prefill_attention.h"
 #endif
 
-/* Whether x in bf16 is multiplied in panels of bf16. Intel's instruction for sums of two products takes two
- * cycles: without AMX, panels of fp32 are half as fast again there (150 and 240 GFLOP/s on two threads). */
+/* Whether bf16 x uses bf16 panels. On Intel CPUs vdpbf16ps has half throughput: without AMX, fp32 panels are
+ * 1.6 times as fast (240 against 150 GFLOP/s on two threads). */
 static int bf16_pays(void) {
 #if defined(__AMX_BF16__)
     return 1;

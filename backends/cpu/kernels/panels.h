@@ -1,17 +1,17 @@
-/* Products of many rows of x with a weight in tiles, which is dequantised panel by panel, in fp32 or rounded to
- * bf16 once, behind its product and sum. */
+/* GEMM of many rows of x with a tiled quantised weight, dequantised panel by panel to fp32, or rounded to bf16
+ * once, after scale and minimum are applied. */
 #pragma once
 #include "floats.h"
 #include "many_rows.h"
 
-/* Number 2 * j (0) or 2 * j + 1 of a block. */
+/* Value 2 * j (0) or 2 * j + 1 (1) of a block. */
 static inline row_floats number_of_pair(const row_words *words, int j, int odd) {
     if (EVEN_ODD(FORM)) return number(words[j / 4 * 2 + odd], j % 4);
     return number(words[j / 2], j % 2 * 2 + odd);
 }
 
-/* Packs values `first` to `last` of WORDS rows of a weight as columns of a panel of B, whose words are
- * `stride` from each other. */
+/* Packs values `first` to `last` of WORDS weight rows as columns of a panel of B, with `stride` words between
+ * steps. */
 static void unpack_strip(const coded *p, const strip *of, int64_t first, int64_t last, panel_word *to,
                          int64_t stride) {
     const int together = BLOCKS_OF(FORM);
@@ -49,7 +49,7 @@ static void unpack_tiles(const void *weight, int64_t column, int64_t columns, in
     }
 }
 
-/* y = x w^T; n is a multiple of TILE, k of BLOCK. Returns 0, or 1 if memory is short. */
+/* y = x w^T; n is a multiple of TILE, k of BLOCK. Returns 0, or 1 if out of memory. */
 static int multiply_panels(const void *codes, int form, const void *scales, int scales_dtype, const void *x,
                            int rounded, void *y, int dtype, int64_t rows, int64_t n, int64_t k,
                            int64_t groups, int threads) {

@@ -1,12 +1,11 @@
-/* What the kernels ask of the system beyond C, on Linux, macOS and Windows: memory that begins at a line,
- * threads, a wait on a word, clocks, and on Linux alone where threads run and what they ran. No other file
- * says which system it is compiled for. */
+/* OS layer for Linux, macOS and Windows: cache-line aligned memory, threads, futex-style waits, clocks, and on
+ * Linux only thread affinity and CPU time. No other file depends on the OS. */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 
-/* Bytes of a line of the cache. */
+/* Bytes of a cache line. */
 #define LINE 64
 
 #ifdef _WIN32
@@ -23,15 +22,15 @@ IMPORTED(void *) CreateThread(void *security, size_t stack, uint32_t (__stdcall 
                               uint32_t flags, uint32_t *id);
 IMPORTED(int) CloseHandle(void *handle);
 
-/* Memory of whole lines, for free_lines; NULL where it is short. */
+/* Allocates cache-line aligned memory, to be freed by free_lines; NULL if out of memory. */
 static inline void *take_lines(size_t bytes) { return _aligned_malloc(bytes, LINE); }
 static inline void free_lines(void *at) { _aligned_free(at); }
 
-/* Sleeps while `*word` is `value`, at most so long, in ns; 0: without an end. It may wake early. */
+/* Sleeps while `*word` is `value`, at most `ns` nanoseconds (0: no timeout). Spurious wake-ups are possible. */
 static inline void sleep_on(uint32_t *word, uint32_t value, int64_t most_ns) {
     WaitOnAddress(word, &value, sizeof value, most_ns ? (uint32_t)((most_ns + 999999) / 1000000) : UINT32_MAX);
 }
-/* Wakes `count` threads that sleep on a word, or more. */
+/* Wakes at least `count` threads that sleep on a word. */
 static inline void wake(uint32_t *word, int count) {
     count == 1 ? WakeByAddressSingle(word) : WakeByAddressAll(word);
 }
@@ -42,14 +41,14 @@ static inline int64_t now_ns(void) {
     return ticks / each_second * 1000000000 + ticks % each_second * 1000000000 / each_second;
 }
 
-/* Starts a thread that never ends, and takes no signals; returns whether the system allows it. */
+/* Starts a thread that never ends, with signals blocked; returns whether it succeeded. */
 typedef uint32_t thread_result;
 #define THREAD_BODY static thread_result __stdcall
 static inline int start_thread(uint32_t (__stdcall *body)(void *), void *context) {
     void *thread = CreateThread(NULL, 0, body, context, 0, NULL);
     return thread && CloseHandle(thread);
 }
-/* What a child of fork() does first. */
+/* Registers a handler to run in the child of fork(). */
 static inline void after_fork(void (*reset)(void)) {}
 #else
 #include <pthread.h>
@@ -112,7 +111,7 @@ static inline void wake(uint32_t *word, int count) {
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0);
 }
 
-/* Whether a thread can be placed on a CPU, and asked how long it ran. */
+/* Whether thread affinity and per-thread CPU time are available. */
 enum { PLACES_THREADS = 1 };
 typedef clockid_t run_clock;
 static inline int this_thread(void) { return syscall(SYS_gettid); }

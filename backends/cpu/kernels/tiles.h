@@ -1,15 +1,15 @@
-/* Tiles of quantised weights (layout.h) as vectors of this CPU: codes, scales, and what they mean. */
+/* Vector access to tiles of quantised weights (layout.h): codes, scales, dequantisation. */
 #pragma once
 #include "common.h"
 #include "layout.h"
 #include "transpose.h"
 
-/* A weight [n, k] quantised, and rows of x. */
+/* Arguments of a matmul: quantised weight [n, k], and rows of x. */
 typedef struct {
     const uint8_t *w;
     const void *scales;
     int scales_dtype;
-    int64_t groups, each; /* scales of a row; numbers that one serves */
+    int64_t groups, each; /* scales per row; values per scale */
     const void *x;
     void *y;
     int dtype; /* of x and y */
@@ -22,9 +22,9 @@ static inline coded weight(const void *codes, const void *scales, int scales_dty
                    .each = k / groups * (1 + MINIMA(FORM)), .n = n, .k = k};
 }
 
-/* Bytes of a row's codes and of one scale. */
+/* Bytes of a row's codes. */
 static inline int64_t row_bytes(const coded *p) { return p->k / BLOCK / BLOCKS_OF(FORM) * BYTES_OF(FORM); }
-/* Bytes of the codes and scales of a tile, and where they begin. */
+/* Sizes in bytes of a tile's codes, of a scale and of a tile; addresses of codes and scales. */
 static inline int64_t tile_codes(const coded *p) { return TILE * row_bytes(p); }
 static inline int64_t tile_scale(const coded *p) { return p->scales_dtype == F32 ? 4 : 2; }
 static inline int64_t tile_bytes(const coded *p) {
@@ -37,7 +37,7 @@ static inline const char *scales_of_tile(const coded *p, int64_t tile) {
     return (const char *)p->scales + tile * TILE * p->groups * tile_scale(p);
 }
 
-/* Writes the rows of a tile, codes and then scales, one behind the other; returns where scales begin. */
+/* Converts a tile to row-major: codes, then scales; returns the address of the scales. */
 static const void *rows_of_tile(const coded *p, int64_t tile, uint8_t *to) {
     int64_t words = row_bytes(p) / 4, size = tile_scale(p);
     const char *scales = scales_of_tile(p, tile);
@@ -49,7 +49,8 @@ static const void *rows_of_tile(const coded *p, int64_t tile, uint8_t *to) {
     return after;
 }
 
-/* Writes a tile of such rows; those behind the last one of a weight are zero. */
+/* Converts row-major rows to a tile, zero-padded after the weight's last row; returns the address of the
+ * scales. */
 static const void *tile_of_rows(const coded *p, int64_t tile, uint8_t *to) {
     int64_t words = row_bytes(p) / 4, size = tile_scale(p), rows = least(TILE, p->n - tile * TILE);
     const char *scales = scales_of_tile(p, tile);
@@ -62,12 +63,11 @@ static const void *tile_of_rows(const coded *p, int64_t tile, uint8_t *to) {
     return after;
 }
 
-/* ---- vectors: a word, or a number, of each of WORDS rows ---- */
+/* ---- vectors: one word, or value, of each of WORDS rows ---- */
 
-/* Bytes that are read ahead of their use, into the second cache, of one run or two; CPUs read four ahead by
- * themselves. */
+/* Prefetch distance in bytes (to L2) with one or two streams; hardware prefetchers cover four. */
 #define TILE_AHEAD 4096
-/* Whether CPUs multiply vectors of integers fast: codes with rows of x in bf16 (integers.h). */
+/* Whether the CPU has fast integer dot products (integers.h). */
 #if WIDE > 16 || defined(__ARM_FEATURE_DOTPROD)
 #define INTEGERS
 #endif
@@ -79,7 +79,7 @@ typedef float row_floats __attribute__((vector_size(WIDE)));
 typedef float any_row_floats __attribute__((vector_size(WIDE), aligned(4), may_alias));
 
 
-/* Whether codes have their signs: instructions multiply bytes with a sign, and not bytes without. */
+/* Whether codes are signed: NEON's dot product is signed x signed; x86's takes unsigned codes. */
 #define WITH_SIGN (WIDE == 16)
 
 static inline row_words words_at(const uint8_t *tile, int64_t word) {
@@ -108,7 +108,7 @@ static inline row_floats tile_scales(const void *scales, int64_t at, int dtype) 
 #endif
 }
 
-/* Each number of a vector is `value`. */
+/* Broadcasts `value`. */
 static inline row_floats all_rows(float value) { return (row_floats){0} + value; }
 
 #ifdef __ARM_NEON
@@ -116,7 +116,8 @@ static inline row_floats all_rows(float value) { return (row_floats){0} + value;
 #else
 #define IN_VECTOR "v"
 #endif
-/* A row has the same sums beside any others: compilers keep the order of a product and of a * b + c. */
+/* A row's sums must not depend on the other rows: these two keep compilers from fusing or reordering
+ * multiplications and additions. */
 static inline row_floats product_of(row_floats a, row_floats b) {
     row_floats c = a * b;
     __asm__("" : "+" IN_VECTOR (c));
@@ -149,11 +150,11 @@ static inline row_floats smaller(row_floats a, row_floats b) {
 /* ---- codes ---- */
 
 #define NIBBLES 0x0f0f0f0fu
-/* What numbers are stored above themselves by. */
+/* Bias of stored codes: code = value + BIAS. */
 static const int BIAS[FORMS] = {[INT8] = WITH_SIGN ? 0 : 128, [INT4] = 8, [INT6] = 32, [INT5] = 16};
 #define WORDS_OF(form) (BYTES_OF(form) / 4)
 
-/* Word j of the codes, without sign but for fp8, of block `b` of those that lie together at `p`. */
+/* Word j of the (biased, fp8: plain) codes of block `b` of the super-block at `p`. */
 static inline row_words code_word(const int form, const uint8_t *p, int b, int j) {
     if (form == FP8) return words_at(p, 8 * b + j);
     if (form == INT8) return words_at(p, 8 * b + j) ^ (WITH_SIGN ? 0 : 0x80808080u);
@@ -172,7 +173,7 @@ static inline row_words code_word(const int form, const uint8_t *p, int b, int j
     return c | (upper & 0x01010101u) << 4;
 }
 
-/* A byte of a word, with its sign or without. */
+/* Byte `nth` of each word, sign-extended; integer_in: a 6-bit scale, unsigned. */
 static inline row_floats signed_byte(row_words w, int nth) {
     return __builtin_convertvector((row_sums)(w << (24 - 8 * nth)) >> 24, row_floats);
 }
@@ -184,7 +185,7 @@ static inline row_floats integer_in(row_words low, row_words last, row_words fir
     return __builtin_convertvector((row_sums)bits, row_floats);
 }
 
-/* Rows of a weight that make a vector: a tile or a part of one. */
+/* The weight rows of one vector: a tile or part of a tile. */
 typedef struct {
     const uint8_t *codes;
     const char *scales;
@@ -196,8 +197,7 @@ static inline strip strip_of(const coded *p, int64_t tile, int lane, float *out)
 }
 #define EACH_STRIP UNROLLED for (int s = 0; s < strips; s++)
 
-/* What the halves of block `b` of those that lie together at `p` are multiplied by, and what is then
- * taken off. */
+/* Scales of the half blocks of block `b` of the super-block at `p`, and the minimum to subtract. */
 static inline void block_factors(const int form, const uint8_t *p, int b, row_floats scale,
                                  row_floats least, row_floats *factor, row_floats *below) {
     factor[0] = factor[1] = scale, *below = (row_floats){0};

@@ -1,4 +1,4 @@
-/* Matrices of words, transposed. */
+/* Transposes matrices of 32-bit words. */
 #pragma once
 #include "common.h"
 
