@@ -1,39 +1,39 @@
-/* Attention of a prompt's chunk over the KV cache and the chunk itself (g4ir/ops/attention.py), by the
- * micro-kernel of gemm.h. Query heads that share K and V are rows of one matrix; a unit of work is a
- * block of COLUMNS of them. It goes over the keys that its queries see, BLOCK_KEYS at a time, with a
- * running softmax: scores never leave a core's cache. Scores and sums are fp32; where panels hold bf16, weights
- * of values are rounded to it. */
+/* Flash-style prefill attention over the KV cache and the chunk itself (g4ir/ops/attention.py), on the micro
+ * kernel of gemm.h. The query heads of a KV head (GQA) are stacked as rows of one matrix; a unit of work is a
+ * block of COLUMNS rows. It iterates over the visible keys, BLOCK_KEYS at a time, with an online softmax, so
+ * that scores stay in the core's cache. Scores and sums are fp32; with bf16 panels the probabilities are
+ * rounded to bf16. */
 #pragma once
 #include "cache_rows.h"
 #include "gemm.h"
 
-/* A multiple of ROWS and of words of DEPTH. */
+/* Keys per block: a multiple of ROWS and of DEPTH words. */
 #define BLOCK_KEYS (ROWS == 6 ? 96 : 128)
 
 typedef struct {
     const void *q, *kept[2], *fresh[2]; /* K, V of the cache and of the chunk */
-    const int64_t *positions, *last, *written; /* last: the last position that a query sees */
+    const int64_t *positions, *last, *written; /* last: last visible position per query */
     void *out;
-    int dtype, held; /* of queries and the result; of rows */
+    int dtype, held; /* dtype of queries and output; of cache rows */
     int64_t batch, queries, heads, kv_heads, d, slots, width, window;
     float scale;
     /* derived */
-    int64_t group, blocks;   /* query heads of a head of K; blocks of keys */
-    int64_t padded, words;   /* d in whole groups of ROWS; words of it, of DEPTH */
+    int64_t group, blocks;   /* query heads per KV head; blocks of keys */
+    int64_t padded, words;   /* d rounded up to ROWS; panel words of d, rounded up to DEPTH */
     panel_word *packed[2];   /* K, V [batch, kv_heads, blocks, BLOCK_KEYS * padded / PER_WORD] */
-    int32_t *at, *low, *high; /* positions of keys, -1: none; the least and most of ROWS keys */
+    int32_t *at, *low, *high; /* key positions, -1: empty; min and max over ROWS keys */
 } prefill;
 
 static inline int64_t words_in_block(const prefill *a) { return BLOCK_KEYS * a->padded / PER_WORD; }
 
-/* Keys of a sequence lie by position, from the block of the oldest in the cache on: sums are then the same
- * wherever a prompt is cut into chunks. Position of key 0: */
+/* Returns the position of key 0. Keys are indexed by position, from the block of the cache's oldest key on, so
+ * that the order of sums does not depend on where a prompt is cut into chunks. */
 static int64_t first_position(const prefill *a, int64_t b) {
     int64_t oldest = a->written[b] - a->slots;
     return oldest > 0 ? oldest / BLOCK_KEYS * BLOCK_KEYS : 0;
 }
 
-/* Position of key i of a sequence, of the cache or the chunk; -1 if there is none. */
+/* Returns the position of key i of a sequence, in the cache or the chunk; -1 if there is none. */
 static int32_t position_of(const prefill *a, int64_t b, int64_t i) {
     int64_t at = first_position(a, b) + i, fresh = at - a->written[b];
     if (fresh < 0) return fresh >= -a->slots ? at : -1;
@@ -53,7 +53,8 @@ static void find_positions(const prefill *a, int64_t b) {
     }
 }
 
-/* Row of K (0) or V (1) as the dtype of queries has it, in fp32, in `row`; zeros for a key that does not exist. */
+/* Returns a row of K (0) or V (1), rounded to the queries' dtype, as fp32 (in `row`, or in place); zeros for a
+ * missing key. */
 static const float *row_of_key(const prefill *a, int value, int64_t b, int64_t h, int64_t i, float *row) {
     int64_t place = first_position(a, b) + i, fresh = place - a->written[b], size = a->held == F32 ? 4 : a->held > F16 ? 1 : 2;
     if (a->at[b * a->blocks * BLOCK_KEYS + i] < 0) return memset(row, 0, a->d * sizeof *row);
@@ -62,7 +63,7 @@ static const float *row_of_key(const prefill *a, int value, int64_t b, int64_t h
     from += (at * a->kv_heads + h) * a->width * size;
     if (a->held == F32 && a->dtype == F32) return (const float *)from;
     widen_row(from, a->held, row, a->d);
-    if (a->dtype == BF16 && a->held != BF16) /* as the definition reads a cache */
+    if (a->dtype == BF16 && a->held != BF16) /* the op's definition rounds cache rows so */
         for (int64_t j = 0; j < a->d; j++) row[j] = widen(narrow(row[j]));
     return row;
 }
@@ -75,8 +76,8 @@ static inline panel_word word_of(const float *values, int64_t stride) {
 #endif
 }
 
-/* Packs panels of A: BLOCK_KEYS / ROWS of K, words along d, and padded / ROWS of V, words along keys. `room`:
- * PER_WORD rows of K and of V. */
+/* Packs panels of A: BLOCK_KEYS / ROWS panels of K (k axis: d) and padded / ROWS of V (k axis: keys). `room`:
+ * scratch of 2 d floats. */
 static void pack_block(const prefill *a, int64_t unit, float *room) {
     int64_t block = unit % a->blocks, h = unit / a->blocks % a->kv_heads, b = unit / a->blocks / a->kv_heads;
     panel_word *k = a->packed[0] + unit * words_in_block(a), *v = a->packed[1] + unit * words_in_block(a);
@@ -100,7 +101,7 @@ static void pack_block(const prefill *a, int64_t unit, float *room) {
     }
 }
 
-/* Whether a block has keys. */
+/* Whether a block contains any key. */
 static int exists(const prefill *a, int64_t unit) {
     int64_t groups = BLOCK_KEYS / ROWS, b = unit / a->blocks / a->kv_heads, any = -1;
     const int32_t *high = a->high + (b * a->blocks + unit % a->blocks) * groups;
@@ -125,8 +126,8 @@ typedef struct {
     panel_word *weights; /* [BLOCK_KEYS / PER_WORD, COLUMNS] words along keys */
     float *sums;         /* [padded, COLUMNS] */
     float most[COLUMNS], total[COLUMNS];
-    int32_t from[COLUMNS], last[COLUMNS]; /* positions that a query sees */
-    int32_t first_from, most_from, least_last, most_last; /* over the block's queries */
+    int32_t from[COLUMNS], last[COLUMNS]; /* visible positions of each query */
+    int32_t first_from, most_from, least_last, most_last; /* min and max over the block's queries */
 } query_block;
 
 static int64_t query_row(const prefill *a, int64_t b, int64_t h, int64_t r) {
@@ -174,7 +175,7 @@ static inline lanes rounded(lanes y) {
 #endif
 }
 
-/* 2^y; y is at most 0, or NaN. */
+/* 2^y for y <= 0 or NaN. */
 static inline lanes power_of_two(lanes y) {
     lanes low = all_lanes(-127), whole = rounded(where(y < low, low, y)), x = y - whole;
     lanes z = all_lanes(0.00015403530f);
@@ -184,8 +185,8 @@ static inline lanes power_of_two(lanes y) {
     return where(y < low, (lanes){0}, z * power);
 }
 
-/* Scores of `count` keys at positions `at` become weights, for LANE queries from l on. Sets *factor to
- * what earlier sums are multiplied by; returns whether that is not 1. */
+/* Online softmax step for LANE queries from l on: turns the scores of `count` keys at positions `at` into
+ * weights. Sets *factor to the rescaling of earlier sums; returns whether it differs from 1. */
 static int weigh_lane(const prefill *a, query_block *own, int l, const int32_t *at, int64_t count, int all,
                       lanes *factor) {
     lane_masks from, last, grown;
@@ -196,7 +197,7 @@ static int weigh_lane(const prefill *a, query_block *own, int l, const int32_t *
         lanes s = *score * a->scale;
         if (!all) s = where((from <= at[t]) & (at[t] <= last), s, unseen);
         *score = s;
-        top = where(s > top, s, top); /* NaN leaves it */
+        top = where(s > top, s, top); /* ignores NaN */
     }
     for (int64_t t = 0; t < count; t += PER_WORD) {
         lanes p[PER_WORD];
@@ -230,8 +231,7 @@ static void weigh_keys(const prefill *a, query_block *own, const int32_t *at, in
             *(any_lanes *)(own->sums + j * COLUMNS + v * LANE) *= factor[v];
 }
 
-/* Attends to what is seen of a block of keys: to groups of ROWS of them, from the first one seen to the
- * last. */
+/* Attends to the visible part of a block of keys, in groups of ROWS keys. */
 static void attend_block(const prefill *a, int64_t b, int64_t h, int64_t block, query_block *own) {
     int64_t groups = BLOCK_KEYS / ROWS, at = (b * a->blocks + block) * groups, first = 0, last = groups;
     const int32_t *low = a->low + at, *high = a->high + at;
@@ -274,7 +274,7 @@ static int prefill_units(void *context, units *left) {
     own.weights = (panel_word *)(own.scores + BLOCK_KEYS * COLUMNS);
     begin_products();
     for (int64_t i; (i = take_unit(left)) >= 0;) {
-        /* the last queries first: they see most */
+        /* the last queries first: they have the most visible keys */
         int64_t head = i % (a->batch * a->kv_heads), part = parts - 1 - i / (a->batch * a->kv_heads);
         int64_t b = head / a->kv_heads, h = head % a->kv_heads;
         load_queries(a, b, h, part * COLUMNS, &own);

@@ -81,9 +81,9 @@ static void write_numbers(void *to, int64_t dtype, const float *from, int64_t co
         }
 }
 
-/* ---- functions of one number ---- */
+/* ---- scalar functions ---- */
 
-/* e^x: a power of two times a polynomial on half of ln 2 to both sides. */
+/* e^x as a power of two times a polynomial on [-ln 2 / 2, ln 2 / 2]. */
 static inline float exponential(float x) {
     x = x > 88.0f ? 88.0f : x;
     x = x < -87.0f ? -87.0f : x;
@@ -99,7 +99,7 @@ static inline float exponential(float x) {
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
-/* tanh x: near 0 by its series' quotient, where 1 - 2 / (e^2x + 1) would lose digits. */
+/* tanh x; near 0 a rational approximation, since 1 - 2 / (e^2x + 1) would cancel. */
 static inline float tangent(float x) {
     float a = fabsf(x), z = x * x;
     float near = x * (135135 + z * (17325 + z * (378 + z))) / (135135 + z * (62370 + z * (3150 + z * 28)));
@@ -124,7 +124,7 @@ static inline void activate(float *x, int64_t which, int64_t count) {
         for (int64_t j = 0; j < count; j++) x[j] = x[j] < 0 ? 0 : x[j];
 }
 
-/* ---- instructions; operands in the order of their comment ---- */
+/* ---- instructions; each comment lists the operands in order ---- */
 
 /* Computes rows `from` to `to` of an output; `scratch`: memory of the thread. */
 typedef void row_body(const running *a, int64_t from, int64_t to, float *scratch);
@@ -145,7 +145,7 @@ static int row_units(void *context, units *left) {
     return !scratch;
 }
 
-/* Runs the body for all rows of y, which threads share if there are many numbers. */
+/* Runs the body for all rows of y, on several threads if y is large. */
 static int by_rows(const running *a, const operand *y, row_body *body, int64_t scratch) {
     int64_t rows = rows_of(y), parts = (int64_t)a->threads * PARTS;
     if (a->threads < 2 || rows * y->width < SHARED) {
@@ -192,7 +192,7 @@ static void add(const running *a, int64_t from, int64_t to, float *scratch) {
     }
 }
 
-/* x, w of one number or of a row's, y */
+/* x, w (a scalar or one row), y */
 static void mul(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *w = a->of + 1, *y = a->of + 2;
     float *one = scratch, *two = scratch + x->width;
@@ -227,7 +227,7 @@ static inline char *piece(const operand *o, int64_t unit) {
     return row(o, unit / each) + unit % each * PIECE * o->bytes;
 }
 
-/* How many numbers it has. */
+/* Number of elements of a piece. */
 static inline int64_t piece_size(const operand *o, int64_t unit) {
     int64_t from = unit % ((o->width + PIECE - 1) / PIECE) * PIECE;
     return o->width - from < PIECE ? o->width - from : PIECE;
@@ -265,7 +265,7 @@ static int glu_pieces(void *context, units *left) {
     return 0;
 }
 
-/* Turns the halves of a row; products are rounded, to bf16 or not at all. */
+/* Rotates the halves of a row; products are rounded to bf16 for bf16 inputs. */
 static inline __attribute__((always_inline)) void turn(float *restrict low, float *restrict high,
                                                        const float *restrict c, const float *restrict s,
                                                        int64_t half, const int dtype) {
@@ -276,7 +276,7 @@ static inline __attribute__((always_inline)) void turn(float *restrict low, floa
     }
 }
 
-/* x, cos, sin, y; n: heads, which share a row of the tables */
+/* x, cos, sin, y; n: number of heads, which share a row of the tables */
 static void rope(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *cosines = a->of + 1, *sines = a->of + 2, *y = a->of + 3;
     int64_t d = x->width, half = d / 2, dtype = x->dtype;
@@ -295,7 +295,7 @@ static void rope(const running *a, int64_t from, int64_t to, float *scratch) {
     }
 }
 
-/* positions, frequencies of half a row in fp32, cos, sin */
+/* positions, fp32 inverse frequencies of half a row, cos, sin */
 static void rope_table(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *positions = a->of, *cosines = a->of + 2, *sines = a->of + 3;
     const float *frequencies = (const float *)a->of[1].at;
@@ -321,7 +321,7 @@ static inline uint8_t to_fp8(float f) {
     return (f != f ? 0x7f : code) | (signbit(f) ? 0x80 : 0);
 }
 
-/* The codes of one row, then the scale of each 32 numbers, in bf16 (g4ir/ops/kv_quant.py). */
+/* Quantises one row to int8: codes, then a bf16 scale per 32 values (g4ir/ops/kv_quant.py). */
 static void to_int8(const float *x, char *to, int64_t d) {
     for (int64_t g = 0; g < d; g += 32) {
         int64_t end = g + 32 < d ? g + 32 : d;
@@ -338,7 +338,7 @@ static void to_int8(const float *x, char *to, int64_t d) {
     }
 }
 
-/* x, y; n: what rows are held in */
+/* x, y; n: format of the KV cache's rows */
 static void narrow_row(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *y = a->of + 1;
     const float most = 3.3895313892515355e38f;
@@ -373,7 +373,7 @@ static void cache_write(const running *a) {
         }
 }
 
-/* q, positions, written, k, v, out; n: B, S, window, heads of K; f: scale */
+/* q, positions, written, k, v, out; n: B, S, window, KV heads; f: scale */
 static int attention(const running *a) {
     const operand *q = a->of, *k = a->of + 3;
     const int64_t *n = a->i->n;
@@ -383,8 +383,8 @@ static int attention(const running *a) {
                        k->width, n[2], a->i->f, a->threads);
 }
 
-/* q, positions, last position that is seen, written, k, v, k and v of the chunk, out; n: B, S, window, heads
- * of K; f: scale. Of a cache that does not go round, slots up to the last one that is written. */
+/* q, positions, last visible positions, written, k, v, k and v of the chunk, out; n: B, S, window, KV heads; f:
+ * scale. Of a cache that has not wrapped, only the written slots are passed. */
 static int attend_chunk(const running *a) {
     const operand *q = a->of, *k = a->of + 4;
     const int64_t *n = a->i->n, *written = (const int64_t *)a->of[3].at;
@@ -396,7 +396,7 @@ static int attend_chunk(const running *a) {
                              used < slots ? used : slots, k->width, n[2], a->i->f, a->threads);
 }
 
-/* x [B, S, width], lengths, y; n: B, S: the last of the first lengths[b] tokens */
+/* x [B, S, width], lengths, y; n: B, S: gathers the row of token lengths[b] - 1 */
 static void last_row(const running *a) {
     const operand *x = a->of, *y = a->of + 2;
     int64_t batch = a->i->n[0], tokens = a->i->n[1], size = rows_of(y) / batch * y->width * y->bytes;
@@ -406,8 +406,8 @@ static void last_row(const running *a) {
     }
 }
 
-/* positions [B, S], block ids [B, S], y [B, S]: the position of the last token of a token's block, its own
- * where it is in none */
+/* positions [B, S], block ids [B, S], y [B, S]: last position of each token's bidirectional block; its own
+ * position if it is in none */
 static void last_seen(const running *a) {
     const operand *ids = a->of + 1;
     for (int64_t b = 0; b < rows_of(ids); b++) {
@@ -421,14 +421,14 @@ static void last_seen(const running *a) {
     }
 }
 
-/* x, w, y; n: whether rows are a chunk's */
+/* x, w, y; n: whether x is a prefill chunk */
 static int linear(const running *a) {
     const operand *x = a->of, *w = a->of + 1, *y = a->of + 2;
     __typeof__(g4ir_linear) *multiply = a->i->n[0] ? g4ir_linear_chunk : g4ir_linear;
     return multiply(w->at, x->at, y->at, x->dtype, rows_of(x), y->width, x->width, a->threads);
 }
 
-/* A product with a quantised weight. */
+/* Arguments of a matmul with a quantised weight. */
 typedef struct {
     const char *codes, *scales;
     const void *x;
@@ -436,7 +436,7 @@ typedef struct {
     int64_t form, tiles, rounded, chunk, scales_dtype, dtype, rows, n, k, groups;
 } coded_product;
 
-/* Rounds rows of x to 8 bits, with a scale for each 32 numbers (g4ir/ops/codecs.py). */
+/* Fake-quantises rows of x to int8, with a scale per 32 values (g4ir/ops/codecs.py). */
 static void round_row(const char *x, int64_t dtype, char *y, int64_t width, float *scratch) {
     read_numbers(x, dtype, scratch, width);
     for (int64_t g = 0; g < width; g += 32) {
@@ -462,8 +462,8 @@ static int takes_gemm(const coded_product *p) {
     return g4ir_takes_gemm(p->form, p->rounded, p->dtype, p->rows, p->n, p->k, p->groups);
 }
 
-/* Few rows with codes as they are; more, and those of a chunk, by panels of the weight where the CPU has them,
- * so that a row of a prompt is computed alike wherever it is cut. */
+/* GEMV for few rows; GEMM on packed panels, if the CPU supports it, for more rows and for all prefill chunks,
+ * so that a prompt's rows do not depend on where it is cut. */
 static int multiply_coded(const coded_product *p, int threads) {
     int few = !p->chunk && g4ir_takes_codes(p->form, p->rounded, p->dtype, p->rows, p->k, p->groups);
     if (!few && p->tiles && takes_gemm(p))
@@ -478,7 +478,7 @@ static int multiply_coded(const coded_product *p, int threads) {
     return failed;
 }
 
-/* x, codes, scales, y; n: form, tiles, rounded, whether rows are a chunk's */
+/* x, codes, scales, y; n: format, tiles, rounded, whether x is a prefill chunk */
 static int linear_coded(const running *a) {
     const operand *x = a->of, *codes = a->of + 1, *scales = a->of + 2, *y = a->of + 3;
     const int64_t *n = a->i->n;
@@ -497,8 +497,8 @@ static int linear_coded(const running *a) {
     return failed;
 }
 
-/* x [T, d], scores of clusters [T, C], rows of clusters [C, size, d], tokens [C * size], logits [T, k * size]
- * and ids of the k clusters of the best scores; n: k */
+/* x [T, d], cluster scores [T, C], cluster weights [C, size, d], token ids [C * size], logits [T, k * size] and
+ * ids of the tokens in the k best clusters; n: k */
 static int cluster_head(const running *a) {
     const operand *x = a->of, *scores = a->of + 1, *rows = a->of + 2, *logits = a->of + 4, *ids = a->of + 5;
     int64_t d = x->width, size = logits->width / a->i->n[0];
@@ -544,7 +544,7 @@ static void mul_integers(const running *a) {
     for (int64_t j = 0; j < rows_of(a->of) * a->of->width; j++) y[j] = x[j] * other[j];
 }
 
-/* ids, those that are replaced, y; n: by what */
+/* ids, ids to replace, y; n: replacement */
 static void mask_ids(const running *a) {
     const operand *ids = a->of, *masked = a->of + 1;
     int64_t *y = (int64_t *)a->of[2].at;
@@ -558,7 +558,7 @@ static void mask_ids(const running *a) {
     }
 }
 
-/* A row of a table in tiles (layout.h), in which parts of `size` bytes alternate. */
+/* Gathers a row of a tiled table (layout.h), whose rows are interleaved in pieces of `size` bytes. */
 static const char *row_of_tile(const operand *table, int64_t r, int64_t size, char *to) {
     int64_t bytes = table->width * table->bytes;
     const char *tile = table->at + r / TILE * TILE * bytes;
@@ -567,7 +567,7 @@ static const char *row_of_tile(const operand *table, int64_t r, int64_t size, ch
     return to;
 }
 
-/* ids [T], table or codes, scales, y [T, d]; n: form, negative where it is no codes, tiles; f: scale */
+/* ids [T], table or codes, scales, y [T, d]; n: format (negative: not quantised), tiles; f: scale */
 static int embed_rows(const running *a) {
     const operand *ids = a->of, *table = a->of + 1, *scales = a->of + 2, *y = a->of + 3;
     int64_t form = a->i->n[0], tiles = a->i->n[1], d = y->width;
@@ -594,7 +594,7 @@ static int embed_rows(const running *a) {
     return 0;
 }
 
-/* The bits of a number as an integer that is in the order of numbers; 0 for both zeros. */
+/* Maps a float's bits to an integer with the same order; 0 for both zeros. */
 static inline int16_t order_bf16(bf16 u) {
     int16_t s = u;
     s ^= s >> 15 & 0x7fff;
@@ -606,7 +606,7 @@ static inline int32_t order_f32(uint32_t u) {
     return s + (s == -1);
 }
 
-/* The largest of `count` logits, as such an integer; sets `flaw` if one is NaN or infinite. */
+/* Maximum of `count` logits, as such an integer; sets `flaw` if one is NaN or infinite. */
 #define LARGEST(NAME, WORD, ORDERED, ORDER, EXPONENT)                                           \
     static int64_t largest_##NAME(const WORD *x, int64_t count, int *flaw) {                    \
         ORDERED most = ORDER(x[0]);                                                             \
@@ -627,9 +627,9 @@ static inline int32_t order_f32(uint32_t u) {
 LARGEST(bf16, bf16, int16_t, order_bf16, 0x7f80)
 LARGEST(f32, uint32_t, int32_t, order_f32, 0x7f800000)
 
-/* logits [B, vocab], ids that none gets, tokens [B], flaws [B]: whether a logit is NaN or infinite. The
- * largest logit wins, the lowest id of equal ones. Until the end, a token is a key: its logit, and
- * below that the complement of its id. */
+/* logits [B, vocab], suppressed ids, tokens [B], flaws [B]: whether a logit is NaN or infinite. Argmax; the
+ * lowest id of equal logits wins. Threads reduce by atomic max over keys: the logit in the upper 32 bits, the
+ * complement of the id in the lower. */
 static int greedy_pieces(void *context, units *left) {
     const running *a = context;
     const operand *x = a->of;
@@ -667,11 +667,11 @@ static int greedy(const running *a) {
     return failed;
 }
 
-/* Steps that are wanted of a program, and done, and the number of them that a thread sleeps for. */
+/* Indices of `pace`: steps requested, steps done, and the step count that a sleeping thread waits for. */
 enum { WANTED, DONE, SLEPT_FOR };
-/* WANTED: the program has ended. */
+/* Value of WANTED once the program has ended. */
 #define ENDED -1
-/* DONE, after a failure: nobody waits any more. */
+/* Value of DONE after a failure: releases all waiters. */
 #define FAILED ((int64_t)1 << 62)
 
 static int64_t get(const int64_t *pace, int which) {
@@ -684,9 +684,9 @@ static void done(int64_t *pace, int64_t steps) {
         wake((uint32_t *)(pace + DONE), 1);
 }
 
-/* chosen [B], flaws [B], tokens [B], lengths [B], active [B], stops [B, N], made [steps, B], pace: rows
- * that are active take their token, and rest after a flaw or one of their stops; `made` notes it: -1 for
- * a flaw, -2 for a row that rests. Returns whether all rest. */
+/* chosen [B], flaws [B], tokens [B], lengths [B], active [B], stops [B, N], made [steps, B], pace: appends the
+ * chosen token to each active sequence, which becomes inactive after a flaw or a stop id. `made` records the
+ * tokens; -1: flaw, -2: inactive. Returns whether no sequence is active. */
 static int end_step(const running *a) {
     const int64_t *chosen = (const int64_t *)a->of[0].at, *flaws = (const int64_t *)a->of[1].at;
     int64_t *tokens = (int64_t *)a->of[2].at, *lengths = (int64_t *)a->of[3].at;
@@ -705,8 +705,8 @@ static int end_step(const running *a) {
     return run == 0;
 }
 
-/* scores [T, E], factors [E], weights f32 [T, k], index [T, k]: softmax, the k largest, their share
- * times the factor of their expert */
+/* scores [T, E], factors [E], weights f32 [T, k], index [T, k]: softmax, top k, renormalised and multiplied by
+ * the per-expert factor */
 static void top_k(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *scores = a->of, *factors = a->of + 1, *weights = a->of + 2, *index = a->of + 3;
     int64_t experts = scores->width, k = weights->width;
@@ -728,8 +728,8 @@ static void top_k(const running *a, int64_t from, int64_t to, float *scratch) {
     }
 }
 
-/* The products of all experts that were chosen with rows of x, sorted by expert: `w` is a weight and its
- * scales, whose form is negative where it is no codes. */
+/* Grouped GEMM: multiplies rows of x, sorted by expert, with their experts' weights. `w`: weight and scales;
+ * `form` is negative if it is not quantised. */
 static int expert_products(const running *a, const operand *w, int64_t form, int tiles, const operand *x,
                            const operand *y) {
     const operand *scales = w + 1;
@@ -751,7 +751,7 @@ static int expert_products(const running *a, const operand *w, int64_t form, int
     return 0;
 }
 
-/* The choices sorted by expert, and behind them where each choice is. */
+/* Counting sort of the (token, expert) pairs by expert: `order` is the permutation, then its inverse. */
 static void by_expert(const int64_t *index, int64_t count, int64_t most, int64_t *order) {
     int64_t starts[most + 1];
     for (int64_t e = 0; e <= most; e++) starts[e] = 0;
@@ -763,7 +763,7 @@ static void by_expert(const int64_t *index, int64_t count, int64_t most, int64_t
     }
 }
 
-/* Rows of x, by expert. */
+/* Gathers rows of x, sorted by expert. */
 static void expert_rows(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *rows = a->of + 7;
     int64_t k = a->of[2].width;
@@ -782,7 +782,7 @@ static void expert_glu(const running *a, int64_t from, int64_t to, float *scratc
     }
 }
 
-/* The results of the experts of each token, weighted and added in the order of its choices. */
+/* Sums each token's expert outputs, weighted, in the order of rank. */
 static void weigh(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *weights = a->of + 1, *made = a->of + 10, *y = a->of + 12;
     int64_t d = y->width, k = weights->width;
@@ -799,9 +799,9 @@ static void weigh(const running *a, int64_t from, int64_t to, float *scratch) {
     }
 }
 
-/* x [T, D], weights [T, k], index [T, k], gate and up, their scales, down, its scales; room for rows of x
- * [T * k, D], of both [T * k, 2 I], of the activation, of results, and for an order [2, T * k]; y. n:
- * activation, forms of the weights, bits: which of them lie in tiles, whether rows are a chunk's. */
+/* x [T, D], weights [T, k], index [T, k], gate_up, its scales, down, its scales; scratch: gathered x [T * k,
+ * D], gate_up outputs [T * k, 2 I], activation, down outputs, order [2, T * k]; y. n: activation, formats of
+ * both weights, bit flags: gate_up tiled, down tiled, prefill chunk. */
 static int experts(const running *a) {
     const operand *index = a->of + 2, *up = a->of + 3, *down = a->of + 5, *rows = a->of + 7;
     const operand *both = a->of + 8, *act = a->of + 9, *made = a->of + 10, *y = a->of + 12;
@@ -848,7 +848,7 @@ static int run_one(const running *a) {
 
 static int is_product(const instruction *i) { return i->kind == LINEAR || i->kind == LINEAR_CODED; }
 
-/* Has threads that wait read what the first two parts of the next product's weight begin with. */
+/* Lets idle threads prefetch the start of the first two parts of the next matmul's weight. */
 static void read_ahead(const instruction *i, const instruction *end, const operand *operands,
                        int threads) {
     if (!is_product(i++)) return;
@@ -861,7 +861,7 @@ static void read_ahead(const instruction *i, const instruction *end, const opera
     read_next(w->at, part / runs, 2 * runs, size);
 }
 
-/* Returns ALL_REST, or a failure. */
+/* Runs instructions; returns 0, ALL_REST (no sequence is active), or an error. */
 static int run_part(const instruction *i, const operand *operands, int64_t count, float *scratch,
                     int threads) {
     for (int64_t at = 0; at < count; at++) {
@@ -881,7 +881,7 @@ int g4ir_run_instructions(const void *instructions, const void *operands, int64_
 
 int g4ir_run_steps(const void *instructions, const void *operands, int64_t count, int64_t *pace,
                    float *scratch, int threads) {
-    int64_t skipped = 0; /* once all rows rest, all but the end of a step */
+    int64_t skipped = 0; /* once no sequence is active: all instructions except END_STEP */
     for (;;) {
         int64_t wanted = get(pace, WANTED);
         if (wanted <= get(pace, DONE)) {
@@ -895,7 +895,7 @@ int g4ir_run_steps(const void *instructions, const void *operands, int64_t count
         if (failed == ALL_REST) {
             skipped = count - 1;
         } else if (failed) {
-            done(pace, FAILED); /* first: who finds that it has ended knows why */
+            done(pace, FAILED); /* before ENDED, so that a thread that sees ENDED also sees FAILED */
             __atomic_store_n(pace + WANTED, ENDED, __ATOMIC_SEQ_CST);
             return failed;
         }

@@ -123,7 +123,7 @@ static inline run_clock own_run_clock(void) {
 }
 static inline int64_t ran_ns(run_clock clock) { return read_ns(clock); }
 
-/* Sets a thread's affinity: to one CPU, or to those of another thread without that one. */
+/* Pins a thread to one CPU, or to another thread's CPUs without that one. */
 static inline void place_thread(int thread, int cpu, int there, int like) {
     cpu_set_t set;
     if (sched_getaffinity(like, sizeof set, &set)) return;

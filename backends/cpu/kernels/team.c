@@ -1,33 +1,34 @@
 /* See team.h. Workers start when a region first needs them and live as long as the process.
  *
- * Workers between two regions, and the caller at the end of one, spin for some microseconds and then
- * sleep on a word. Spinning is cheapest while the other side runs; on a busy machine a spinning thread
- * keeps the core that the thread it waits for needs.
+ * Workers between two regions, and the caller at the end of one, spin for some microseconds and then sleep
+ * (futex). Spinning is cheapest while the other side runs; on a busy machine a spinning thread occupies the
+ * core that the other thread needs.
  *
- * Threads that sleep in turns look idle, so beside busy processes the system may keep the caller and a
- * worker on one CPU: the worker leaves it. And a worker that has a unit and does not run holds up the
- * caller, which then lends it its own CPU. Beside one busy process on two cores a decode step of E2B in
- * Q4_0 took 124 ms without both and takes 85 with them (62 alone). */
+ * Two counter-measures on a busy machine. Threads that sleep alternately look idle to the OS, which may keep
+ * the caller and a worker on one CPU: the worker then moves to another. A worker that was preempted with a unit
+ * delays the caller, which then gives it its own CPU. With one busy process on two cores a decode step of E2B
+ * in Q4_0 took 124 ms without both and takes 85 with them (62 on an idle machine). */
 #include "team.h"
 #include "system.h"
 
 #include <string.h>
 
-/* Longer than most gaps between two products of a decode step. Measured with bench/contention.py: 60 us
- * cost up to a tenth of the speed on an idle machine, 2 ms as much on a busy one. */
+/* Spin time: longer than most gaps between two matmuls of a decode step. Measured with bench/contention.py: 60
+ * us cost up to a tenth of the speed on an idle machine, 2 ms as much on a busy one. */
 #define SPIN_NS 150000
 #define MOST_WORKERS 255
 #define ROUNDS_PER_LOOK 32
-/* Bytes that a waiting thread reads ahead between two looks at the gate. */
+/* Bytes that a waiting thread prefetches between two polls of the gate. */
 #define READ_TOGETHER 1024
-/* A worker that ran less than half of so long was preempted. The caller looks at workers so often. */
+/* Window over which the caller samples the workers' CPU time (less than half of it on a CPU: preempted), and
+ * the interval between two samplings. */
 #define MOMENT_NS 20000
 #define LOOK_NS 500000
 #define NOBODY -1
 
-/* The state that changes atomically, one word: bits 0 to 15 count the workers that joined the region,
- * bits 16 to 31 those that finished, bit 32 says that it accepts more, and the bits above number the
- * region. Threads sleep on the low or the high half. */
+/* Atomic state in one word: bits 0 to 15 count the workers that joined the region, bits 16 to 31 those that
+ * finished, bit 32 is set while it is open, the bits above are the region's number. Threads sleep on the low or
+ * the high half. */
 #define FINISHED ((uint64_t)1 << 16)
 #define OPEN ((uint64_t)1 << 32)
 #define REGION ((uint64_t)1 << 33)
@@ -41,22 +42,22 @@ static struct {
     void *context;
     units *left;
     int wanted, failed;
-    int caller, cpu; /* its thread, and where that runs */
-    /* whether a caller has the pool; threads started so far */
+    int caller, cpu; /* thread id, and its current CPU */
+    /* whether a caller has locked the pool; threads started so far */
     int taken, workers;
 } team;
 
-/* Of each worker: its thread, the clock of the time that it ran, and the number of the region of which
- * it computes units, or 0. */
+/* Per worker: thread id, CPU-time clock, and the number of the region whose units it computes, or 0. */
 static struct {
     int thread;
     run_clock ran;
     uint64_t inside;
 } workers[MOST_WORKERS];
-/* This thread, as the system numbers it; 0: not asked for. */
+/* OS id of this thread, cached; 0: not read yet. */
 static __thread int own_thread;
 
-/* Fields that a thread may read while another writes them, which then uses nothing of what it read. */
+/* Relaxed atomics for fields that may be read during a concurrent write; the reader then does not use the
+ * values. */
 #define STORE(field, value) __atomic_store_n(&(field), value, __ATOMIC_RELAXED)
 #define LOAD(field) __atomic_load_n(&(field), __ATOMIC_RELAXED)
 
@@ -74,15 +75,14 @@ static inline void relax(void) {
 #endif
 }
 
-/* What the region after the open one reads first. Threads read it while it changes at worst: what they
- * prefetch then is of no use, and does no harm. */
+/* Start of the data that the next region reads, for prefetching. A torn read only causes a useless prefetch. */
 static struct {
     const char *at __attribute__((aligned(64)));
     int64_t apart, size;
     int places;
     uint32_t number;
 } next = {.places = 1};
-/* How much this thread has read ahead, of which number. */
+/* Progress of this thread's prefetch, and for which region. */
 static __thread int64_t read_of_next;
 static __thread uint32_t number_read;
 
@@ -94,7 +94,7 @@ void read_next(const void *at, int64_t apart, int places, int64_t size) {
     __atomic_add_fetch(&next.number, 1, __ATOMIC_RELEASE);
 }
 
-/* Waits for a moment, and reads a little ahead meanwhile. */
+/* One spin iteration: prefetches a little. */
 static inline void pass_time(void) {
     uint32_t number = __atomic_load_n(&next.number, __ATOMIC_ACQUIRE);
     if (number != number_read) number_read = number, read_of_next = 0;
@@ -123,7 +123,7 @@ static uint64_t spin(int (*ready)(uint64_t gate, uint64_t since), uint64_t since
 static int opened(uint64_t gate, uint64_t since) { return gate & OPEN && gate / REGION != since; }
 static int all_finished(uint64_t gate, uint64_t since) { return joined(gate) == finished(gate); }
 
-/* Sets a thread's affinity: to one CPU, or to those of the caller without that one. */
+/* Pins a thread to one CPU, or to all of the caller's CPUs but that one. */
 static void place(int thread, int cpu, int there) {
     place_thread(thread, cpu, there, LOAD(team.caller));
 }
@@ -131,11 +131,11 @@ static void place(int thread, int cpu, int there) {
 static int caller_cpu(void) { return LOAD(team.cpu); }
 static int is_in_its_place(void) { return PLACES_THREADS && this_cpu() == caller_cpu(); }
 
-/* Runs the region's body with the caller, unless it has closed or has enough threads. Returns whether
- * the caller waits for this CPU. */
+/* Joins the region unless it has closed or has enough threads. Returns whether the caller is waiting for this
+ * CPU. */
 static int join(int worker, uint64_t gate) {
     uint64_t number = gate / REGION;
-    if (is_in_its_place()) place(0, caller_cpu(), 0), gate = gate_now(); /* before it is waited for */
+    if (is_in_its_place()) place(0, caller_cpu(), 0), gate = gate_now(); /* before the caller waits for it */
     do {
         if (!(gate & OPEN) || gate / REGION != number || (int)joined(gate) >= LOAD(team.wanted)) return 0;
     } while (!__atomic_compare_exchange_n(&team.gate, &gate, gate + 1, 0, __ATOMIC_SEQ_CST,
@@ -189,8 +189,8 @@ static int is_inside(int worker, uint64_t number) {
     return __atomic_load_n(&workers[worker].inside, __ATOMIC_ACQUIRE) == number;
 }
 
-/* A worker that was preempted with a unit of the region, or NOBODY. One moment serves all workers:
- * their clocks are read before it and after it, and it ends early with the region. */
+/* Returns a worker that was preempted with a unit of the region, or NOBODY. All workers' CPU clocks are read
+ * before and after one interval, which ends early with the region. */
 static int preempted(uint64_t number) {
     if (!PLACES_THREADS) return NOBODY;
     int64_t before[MOST_WORKERS];

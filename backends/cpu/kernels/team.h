@@ -24,9 +24,9 @@ typedef int region(void *context, units *u);
  * one of them gets the pool and the others run their region alone. */
 int run_region(region *body, void *context, int64_t count, int threads);
 
-/* Has threads that wait read ahead, until the next call: `size` bytes from each of `places` on, which
- * begin at `at` and lie `apart`. */
+/* Lets idle threads prefetch until the next call: `size` bytes from each of `places` addresses, the first `at`,
+ * `apart` bytes apart. */
 void read_next(const void *at, int64_t apart, int places, int64_t size);
 
-/* Parts of a weight for each thread: one that others hold up takes fewer. */
+/* Units of work per thread: a thread that is delayed takes fewer. */
 #define PARTS 4
