@@ -163,9 +163,7 @@ WORDS = ("build", "--backend", "reference", "--dtype", "float32", "--max-seq", "
 
 
 @pytest.mark.parametrize("quant", ["none", "int8"])
-def test_an_engine_is_that_of_the_merged_checkpoint(
-    dense: Path, tmp_path: Path, quant: str
-) -> None:
+def test_engine_equals_merged_checkpoint(dense: Path, tmp_path: Path, quant: str) -> None:
     """K=V: an adapter of K changes V too, as the merged weights do."""
     spec = load_spec("tiny-dense")
     folder = write_adapter(tmp_path / "a", spec, of_text())

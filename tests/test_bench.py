@@ -243,7 +243,7 @@ def saved(folder: Path, values: dict[str, Any], name: str = "r.json") -> Path:
 
 
 @pytest.mark.parametrize("path, value, says", TABLES["damaged reports"], ids=str)
-def test_reports_that_lack_or_change_something_are_refused(
+def test_damaged_reports(
     report: Values, tmp_path: Path, path: list[Any], value: Any, says: str
 ) -> None:
     at = values = json.loads(json.dumps(report))
@@ -397,9 +397,7 @@ def test_a_script_measures_what_agrees(
     assert (refused is None) == ("prompt of 40, tokens/s" in capsys.readouterr().out) == (not off)
 
 
-def test_what_times_are_wrong_by_is_said(
-    moe: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noise_is_warned_of(moe: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On stderr and in the report: a busy machine, and rounds that differ."""
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
     monkeypatch.setattr(measure, "NOISY", 0.001)
@@ -445,9 +443,7 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("quicker", [torch.bfloat16, torch.float32])
-def test_products_are_measured_in_the_quicker_dtype(
-    quicker: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quicker_dtype_of_products(quicker: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a CPU has no products of bf16, a prompt's are of float32."""
     monkeypatch.setattr(roof, "BUFFER_BYTES", 1 << 20)
     monkeypatch.setattr(Meter, "_flop_rate", lambda self, m: float(m.dtype == quicker))

@@ -105,9 +105,7 @@ OPTIONS: dict[str, Any] = TABLES["calibrated engines"]
 
 
 @pytest.mark.parametrize("name", ["tiny-ple", "tiny-moe"])
-def test_moments_are_those_of_transformers(
-    files: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moments(files: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every matrix that a recipe may name, of each expert, on two windows of a text."""
     given = {"checkpoint": files / name, "calibrate": files / "text.txt", **OPTIONS}
     p = prepare(None, BuildOptions(**given))

@@ -81,9 +81,7 @@ def untied(spec: Spec) -> Spec:
     return replace(spec, text=replace(spec.text, tie_word_embeddings=False))
 
 
-def test_pages_of_a_tensor_are_given_back(
-    tmp_path: Path, dense: Spec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_released_pages(tmp_path: Path, dense: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
     monkeypatch.setattr(tensorfile, "drop_pages", lambda mapped, entry: given.append(entry.name))
     opened = Checkpoint.open(write_checkpoint(tmp_path / "ckpt", dense, source(dense)), dense)
@@ -119,7 +117,7 @@ def test_transformers_reads_what_we_write_and_the_reverse(tmp_path: Path, name: 
         assert torch.equal(opened.tensor(tensor), random.tensor(tensor)), tensor
 
 
-def test_writer_refuses_an_existing_directory_and_leaves_nothing_on_failure(
+def test_writer_leaves_nothing(
     tmp_path: Path, dense: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "other").mkdir()
@@ -233,9 +231,7 @@ def write_holes(directory: Path, spec: Spec) -> None:
         file.truncate(8 + len(raw) + at)
 
 
-def test_a_system_that_counts_mapped_pages(
-    tmp_path: Path, dense: Spec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_mapping(tmp_path: Path, dense: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
     opened = Checkpoint.open(save(tmp_path / "c", dense), dense)
     monkeypatch.setattr("g4ir.weights.tensorfile.mmap.mmap", refused)
@@ -316,9 +312,7 @@ def mlx_checkpoint(
 
 
 @pytest.mark.parametrize("key", ["quantization", "quantization_config"])
-def test_weights_that_mlx_quantised(
-    tmp_path: Path, dense: Spec, key: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_mlx(tmp_path: Path, dense: Spec, key: str, caplog: pytest.LogCaptureFixture) -> None:
     """Of 4 bits, some modules of 8, 2 or none; tables by row."""
     meant = mlx_checkpoint(tmp_path / "c", dense, {**MLX, **MLX_OTHERS}, key)
     origin = find_origin(tmp_path / "c")

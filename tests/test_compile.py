@@ -355,9 +355,7 @@ def test_a_full_disk_is_called_so_and_the_folder_named(
             workers.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
 
 
-def test_what_a_killed_compile_left_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftovers_of_a_killed_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's cache may hold an empty description of a program. The compiler's own writer of
     files would end the process on a full disk: it is given a buffer."""
     made: list[str | None] = []

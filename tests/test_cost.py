@@ -196,9 +196,7 @@ def products(g: Graph, step: Mapping[str, int]) -> dict[str, int]:
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @given(skip=st.sets(st.sampled_from(PASSES)), size=st.integers(2, 20), held=st.integers(0, 20))
 @settings(max_examples=25)
-def test_fusion_keeps_the_products(
-    phase: str, name: str, skip: set[str], size: int, held: int
-) -> None:
+def test_fusion_keeps_products(phase: str, name: str, skip: set[str], size: int, held: int) -> None:
     chosen = tuple(sorted(skip | {"last_token_only"}))
     step = {"B": 2, "S": size, "C": held}
     graphs = build_graph(load_spec(name), phase), graph(name, phase, skip=chosen)

@@ -49,9 +49,7 @@ def test_an_unchanged_file_is_read_once(computed: list[Path], file: Path) -> Non
     assert not has_digest(file.with_name("other"), "0" * 64)
 
 
-def test_small_files_are_always_read(
-    computed: list[Path], file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_files(computed: list[Path], file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "LARGE", 8)
     digest = file_digest(file)
     assert has_digest(file, digest) and len(computed) == 2
@@ -72,26 +70,20 @@ def test_a_changed_file_is_read_again(computed: list[Path], file: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"null", b"\xff", b"[1, 2, 3]"])
-def test_a_damaged_record_counts_for_nothing(
-    content: bytes, computed: list[Path], file: Path
-) -> None:
+def test_damaged_records(content: bytes, computed: list[Path], file: Path) -> None:
     digest = file_digest(file)
     record().write_bytes(content)
     assert has_digest(file, digest) and len(computed) == 2
     assert has_digest(file, digest) and len(computed) == 2  # it is whole again
 
 
-def test_a_record_that_others_could_write_counts_for_nothing(
-    computed: list[Path], file: Path
-) -> None:
+def test_records_others_may_write(computed: list[Path], file: Path) -> None:
     digest = file_digest(file)
     record().parent.chmod(0o777)
     assert has_digest(file, digest) and has_digest(file, digest) and len(computed) == 3
 
 
-def test_without_a_folder_for_records(
-    computed: list[Path], file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_records(computed: list[Path], file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(file))
     digest = file_digest(file)
     assert has_digest(file, digest) and not has_digest(file, "0" * 64) and len(computed) == 3
@@ -170,9 +162,7 @@ def test_graphs_are_made_again_where_sources_changed(
     assert len(made) == 3
 
 
-def test_altered_graphs_are_refused_though_they_were_equal(
-    engines: Any, made: list[Path], tmp_path: Path
-) -> None:
+def test_altered_graphs_are_refused(engines: Any, made: list[Path], tmp_path: Path) -> None:
     path = shutil.copytree(engines("reference", "tiny-moe").path, tmp_path / "e")
     open_artefact(path)
     graph = path / "graph.decode.g4ir"

@@ -135,9 +135,7 @@ def slow(e: Example) -> bool:
 
 
 @pytest.mark.parametrize("file", ["README.md", "guide.md", "media.md", "speculative-decoding.md"])
-def test_runs_on_the_reference_backend(
-    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_by_reference(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens without compiling."""
     monkeypatch.chdir(tmp_path)
     inputs_of_examples()
@@ -250,7 +248,7 @@ def test_links_lead_somewhere(name: str) -> None:
         assert not anchor or anchor in anchors(path), f"{path}#{anchor}"
 
 
-def test_the_readme_s_table_is_what_bench_prints_of_its_report(
+def test_readme_table_is_that_of_bench(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A row for each engine, where `--table` has a column for each."""

@@ -222,7 +222,7 @@ def test_the_per_layer_table_is_mapped(built: Engine) -> None:
     assert str(built.path / "weights-00000.safetensors") in _mapping_of(table.data_ptr())
 
 
-def test_placements_of_the_per_layer_table_agree(
+def test_table_placements(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {}
@@ -239,7 +239,7 @@ def test_placements_of_the_per_layer_table_agree(
 
 
 @pytest.mark.parametrize("placement", packing.PLACEMENTS)
-def test_the_table_is_on_its_device_only_if_placed_there(
+def test_device_of_the_table(
     built: Engine, monkeypatch: pytest.MonkeyPatch, placement: str
 ) -> None:
     """`meta` stands for a device with memory of its own."""

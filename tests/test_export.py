@@ -278,7 +278,7 @@ LOST = TABLES["export"]["lost"]
 
 
 @pytest.mark.parametrize("key", LOST)
-def test_defaults_that_gguf_has_no_key_for(
+def test_defaults_without_gguf_key(
     folder: Path, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     exported(folder, {"do_sample": True, "eos_token_id": [1, 17, 5, 498, 30, 31], key: LOST[key]})

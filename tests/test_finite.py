@@ -79,9 +79,7 @@ def test_no_pass_is_blamed(overflowing: Engine) -> None:
         verify_each_pass(overflowing)
 
 
-def test_a_float16_checkpoint_becomes_bfloat16(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_float16_becomes_bfloat16(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Without --dtype, and says so; float32 is taken if asked for, and rounds nothing."""
     spec = replace(load_spec("tiny-dense"), dtype="f16")
     write_checkpoint(tmp_path / "c", spec, random_weights(spec, 0, torch.float16))

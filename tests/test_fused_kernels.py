@@ -37,9 +37,7 @@ BUDGETS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 @pytest.mark.parametrize(
     ("form", "to", "taken"), [("int4", "int8", 1), ("int8", "int8", 1), ("fp8", "fp8", 0)]
 )
-def test_a_product_takes_rows_as_they_are(
-    form: str, to: str, taken: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_as_they_are(form: str, to: str, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, through a fused op too; what takes no such rows gets the rounded numbers."""
     asked, dtype = asked_of("linear_rounded", pyops.linear_rounded, form, to, monkeypatch)
     assert asked == taken * [dtype]
@@ -48,7 +46,7 @@ def test_a_product_takes_rows_as_they_are(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("form", "group", "scale"), GROUPS)
 @pytest.mark.parametrize(("n", "k"), [(37, 704), (48, 704), (16, 12288), (128, 64)])
-def test_a_product_of_rounded_rows(
+def test_rounded_rows(
     dtype: torch.dtype, form: str, group: int, scale: str, n: int, k: int
 ) -> None:
     """The grid's own numbers, not rounded to x's dtype; those of many rows are, and the weight,

@@ -74,9 +74,7 @@ def test_a_conversation(
             talk.attach("image", png(tmp_path / "a.png"))
 
 
-def test_commands_that_the_format_lacks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They are refused when they are typed; the message behind them is answered."""
     (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
     typed = f"/think on\n/tools {tmp_path}/tools.json\n/think off\nhi\n".encode()

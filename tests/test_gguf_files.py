@@ -310,9 +310,7 @@ def test_stop_ids(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", CASES["not applied"])
-def test_keys_that_are_not_applied(
-    tmp_path: Path, key: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_keys_not_applied(tmp_path: Path, key: str, caplog: pytest.LogCaptureFixture) -> None:
     opened(tmp_path, {}).side_files()
     assert not caplog.messages
     opened(tmp_path, {key: CASES["not applied"][key]}).side_files()

@@ -71,9 +71,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoint
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
-def test_tensors_as_a_checkpoint_has_them(
-    opened: Any, name: str, kind: str, tmp_path: Path
-) -> None:
+def test_tensors_are_the_checkpoints(opened: Any, name: str, kind: str, tmp_path: Path) -> None:
     """Bit for bit in F32, but for what the converter put through a softplus."""
     spec = SPECS[name]()
     found = opened(tmp_path, spec, kind)

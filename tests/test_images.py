@@ -43,9 +43,7 @@ sides = st.integers(1, 5000) | st.integers(1, 10**6) | st.integers(1, 120).map(l
 
 
 @given(sides, sides, st.integers(1, 2000), st.integers(1, 40), st.integers(1, 6))
-def test_sizes_are_the_references(
-    width: int, height: int, budget: int, patch: int, pooling: int
-) -> None:
+def test_image_sizes(width: int, height: int, budget: int, patch: int, pooling: int) -> None:
     for s in (
         ImageSettings(patch, pooling, budget, False, 1 << 30),
         ImageSettings(16, 3, BUDGETS[budget % len(BUDGETS)], False, 1 << 20),
@@ -190,9 +188,7 @@ def png_of(width: int, height: int, pixels: bytes, bits: int = 8, colour: int = 
 
 
 @pytest.mark.parametrize("colour, channels", [(0, 1), (2, 3), (4, 2), (6, 4)])
-def test_16_bits_are_equal_in_grey_and_in_colour(
-    tmp_path: Path, colour: int, channels: int
-) -> None:
+def test_16_bits_in_grey_and_colour(tmp_path: Path, colour: int, channels: int) -> None:
     path, values = tmp_path / "a.png", np.repeat(RAMP[..., None], channels, axis=2).astype(">u2")
     rows = b"".join(b"\0" + row.tobytes() for row in values)
     path.write_bytes(png_of(90, 60, rows, 16, colour))

@@ -128,9 +128,7 @@ def test_neither_ready_nor_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         SMALL.check()
 
 
-def test_sources_and_options_are_in_the_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_library_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library of other sources, in the package or the cache, is another one."""
     names = [SMALL.file, replace(SMALL, options=("-O1",)).file]
     (tmp_path / "team.c").write_text("int x;\n")

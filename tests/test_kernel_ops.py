@@ -166,9 +166,7 @@ def brackets_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         *short((CODED[0], "off"), of=[(name, "off") for name in CODED]),
     ],
 )
-def test_every_step_exports_for_a_gpu(
-    brackets_without_a_device: None, name: str, form: str, rows: int
-) -> None:
+def test_gpu_steps_export(brackets_without_a_device: None, name: str, form: str, rows: int) -> None:
     """Whole decode and prefill steps, dynamic sizes and all; kernels appear as themselves."""
     p = program(name, form)
     limits, target = Limits(max_batch=rows), Target("cuda", "h200", rows)
@@ -186,9 +184,7 @@ WRITES = TABLES["graphs"]["chunk"]
 
 
 @pytest.mark.parametrize("slots", [1024, "C"], ids=["ring", "list"])
-def test_of_a_cache_the_slots_of_a_chunk_are_written(
-    brackets_without_a_device: None, slots: int | str
-) -> None:
+def test_written_slots_of_a_chunk(brackets_without_a_device: None, slots: int | str) -> None:
     """By one op, and nothing that is made on the way is as long as the cache."""
     with FakeTensorMode():
         graph = exported(WRITES.format(slots=slots), Target("cuda", "h200", 8)).graph

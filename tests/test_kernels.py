@@ -155,9 +155,7 @@ def test_long_rows_of_int8() -> None:
 @pytest.mark.parametrize(
     ("n", "k"), [(1, 64), (7, 96), (5, 40), (37, 704), (48, 704), (16, 12288), (130, 1024)]
 )
-def test_linear_of_codes(
-    dtype: torch.dtype, form: str, group: int, scale: str, n: int, k: int
-) -> None:
+def test_codes(dtype: torch.dtype, form: str, group: int, scale: str, n: int, k: int) -> None:
     """Of rows with outliers (coded_products.py): what is lost
     of them is 2^-13 of the largest product of their block, less than its rounding to bf16. Rows of
     no whole blocks go another way, and so do many: a part of the weight is made first, rounded."""
@@ -235,7 +233,7 @@ def test_linear_on_other_cpus(other_cpu: None, dtype: torch.dtype, n: int, k: in
 def test_codes_on_other_cpus(
     other_cpu: None, dtype: torch.dtype, form: str, group: int, scale: str
 ) -> None:
-    test_linear_of_codes(dtype, form, group, scale, 48, 704)
+    test_codes(dtype, form, group, scale, 48, 704)
     test_decoded_codes_are_the_definition(dtype, form)
     for bad, product in itertools.product((float("nan"), -float("inf")), PRODUCTS):
         test_what_is_no_number_stays_none(form, bad, product)
@@ -252,9 +250,7 @@ WITHOUT_INTEGERS, WITH_FP8 = {"v2", "neon"}, {"avx512_bf16", "amx"}
 
 
 @pytest.mark.parametrize("isa_set", SETS, ids=lambda s: s.name)
-def test_the_instruction_set_decides_on_integers(
-    monkeypatch: pytest.MonkeyPatch, isa_set: InstructionSet
-) -> None:
+def test_integers_by_set(monkeypatch: pytest.MonkeyPatch, isa_set: InstructionSet) -> None:
     monkeypatch.setattr(isa, "instruction_set", lambda: isa_set)
     wanted = set() if isa_set.name in WITHOUT_INTEGERS else INTEGERS
     wanted = wanted | ({"fp8"} if isa_set.name in WITH_FP8 else set())
@@ -263,9 +259,7 @@ def test_the_instruction_set_decides_on_integers(
 
 @pytest.mark.parametrize("form", CODED)
 @pytest.mark.parametrize(("rows", "tiled"), [(16, True), (17, False)])
-def test_weights_of_products_lie_in_tiles(
-    form: str, rows: int, tiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiled_weights(form: str, rows: int, tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On every processor, where whole tiles fit."""
     monkeypatch.setattr(tiles, "FROM", 1)
     b = Builder()

@@ -104,9 +104,7 @@ def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[2] == found[3] and found[4] == find_engine(str(file), seeded)
 
 
-def test_of_two_that_want_an_engine_one_builds(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_builds(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     builds, told, begun, go_on = built(monkeypatch), [], threading.Event(), threading.Event()
 
     def slow(*given: Any) -> None:
@@ -220,9 +218,7 @@ def test_chat_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("model, options, says", TABLES["library"])
-def test_refused(
-    model: str, options: dict[str, Any], says: str, tmp_path: Path, request: Any
-) -> None:
+def test_refused(model: str, options: dict[str, Any], says: str, tmp_path: Path) -> None:
     if "engine" in model:
         g4ir.build("tiny-dense", tmp_path / "e", backend="reference", random_weights=0).close()
     bare_file(tmp_path / "tiny.gguf", load_spec("tiny-dense"))
@@ -316,9 +312,7 @@ def alike(*paths: Path) -> bool:
 
 
 @pytest.mark.parametrize("backend", ["reference", "onnx"])
-def test_other_libraries_are_not_part_of_an_engine(
-    model: Path, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_in_the_hash(model: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the packages of its own backend are."""
     options, installed = replace(SMALL, backend=backend), {}
     monkeypatch.setattr(library, "_version", lambda name: installed.get(name))
@@ -384,9 +378,7 @@ def test_without_hard_links(model: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         g4ir.load_engine(path, check_weights=True).close()
 
 
-def test_an_engine_that_is_removed_between_two_locks(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removal_between_two_locks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the exclusive lock of a build and the shared one of its use there is none."""
     builds, removed = built(monkeypatch), list[bool]()
 

@@ -113,9 +113,7 @@ def test_report(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("max_seq, soft", [(64, {"audio": 48}), (32, None)])
-def test_what_there_is_no_room_for(
-    tmp_path: Path, max_seq: int, soft: dict[str, int] | None
-) -> None:
+def test_media_beyond_max_seq(tmp_path: Path, max_seq: int, soft: dict[str, int] | None) -> None:
     """The prompt holds what max_seq has room for."""
     options = {**LIMITS, "max_seq": max_seq}
     engine = g4ir.build("tiny-unified", tmp_path / "e", random_weights=1, **options)
@@ -185,7 +183,7 @@ def test_wrong_feeds_are_named(
         assert prompt.first_difference in report.text()
 
 
-def test_rounding_is_measured_where_the_budget_is_missed(
+def test_measured_rounding(
     built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, off: float = 1e-7
 ) -> None:
     """Against float64, in towers and in the prompt."""
@@ -227,7 +225,7 @@ def test_each_pass_with_packed_weights(tmp_path: Path) -> None:
     assert "without --checkpoint DIR: audio_25" in report.text()
 
 
-def test_a_pass_that_breaks_one_graph(
+def test_broken_pass_of_one_graph(
     built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worse = nodes(attrs("norm_residual", eps=0.5))

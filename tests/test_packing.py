@@ -82,9 +82,7 @@ def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("packs", [True, False])
-def test_builds_and_loads_use_it(
-    packs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_builds_and_loads(packs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forms = set[str]()
 
     def quantized(w: torch.Tensor, **attrs: Any) -> tuple[Any, ...]:

@@ -222,9 +222,7 @@ assert {r for _, r, ep in CASES if ep} == {*RANKS}
 @pytest.mark.covering
 @pytest.mark.parametrize("name, ranks, ep", CASES)
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-4), (torch.float64, 1e-12)])
-def test_ranks_agree_with_one(
-    name: str, ranks: int, ep: bool, dtype: torch.dtype, most: float
-) -> None:
+def test_ranks_agree(name: str, ranks: int, ep: bool, dtype: torch.dtype, most: float) -> None:
     """With all passes and without any; every rank has the same logits, bit for bit."""
     want = alone(name, dtype)
     own = sharded(name, ranks, ep)

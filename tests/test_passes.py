@@ -311,9 +311,7 @@ MISDEEDS: dict[str, tuple[Callable[[Graph], Graph], str]] = {
 
 
 @pytest.mark.parametrize("misdeed", MISDEEDS)
-def test_a_pass_that_breaks_its_contract_is_caught(
-    misdeed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_contracts_are_caught(misdeed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     f, message = MISDEEDS[misdeed]
     break_pass(monkeypatch, "fuse_qkv", f)
     with pytest.raises(PassError, match=r"fuse_qkv .*after .*share_rope_tables") as e:

@@ -160,9 +160,7 @@ def test_workspace_of_a_softcap_and_of_latent_rows() -> None:
     prefill_chunk=st.sampled_from((1, 100, 1024)),
     device=st.sampled_from(("cpu", "cuda")),
 )
-def test_the_largest_fits_and_one_more_does_not(
-    name: str, memory: int, ctx: int, batch: int, **options: Any
-) -> None:
+def test_largest_that_fits(name: str, memory: int, ctx: int, batch: int, **options: Any) -> None:
     """The reported context and batch fit; one token or row more does not, nor a block more."""
     spec = spec_called(name)
     longest = spec.text.max_position_embeddings

@@ -119,9 +119,7 @@ def test_verbs_take_models(tmp_path: Path) -> None:
     assert "weights f32/int8/int4 or checkpoint" in both.out, both
 
 
-def test_a_config_alone_in_the_hub_s_cache_is_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_of_a_cached_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert "no model of this name in the local" in refused("plan", "some/tiny")
     folder = tmp_path / "models--some--tiny" / "snapshots" / "abc"
@@ -134,9 +132,7 @@ def test_a_config_alone_in_the_hub_s_cache_is_planned(
     assert g4ir("plan", "some/tiny", "--json").out == want.out and want.code == 0
 
 
-def test_the_hub_id_of_a_shipped_variant_needs_no_weights_to_be_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_of_a_hub_id_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     by_id, by_name = (g4ir("plan", model, "--json") for model in ("google/gemma-4-E2B-it", "e2b"))
     assert by_id.code == 0 and by_id.out == by_name.out

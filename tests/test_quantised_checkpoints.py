@@ -279,9 +279,7 @@ FILES += [pytest.param(c, "tiny-ple", "torch", marks=FULL) for c in TORCH]
 
 
 @pytest.mark.parametrize(("case", "model", "backend"), FILES)
-def test_transformers_on_the_same_files(
-    case: str, model: str, backend: str, tmp_path: Path
-) -> None:
+def test_against_transformers(case: str, model: str, backend: str, tmp_path: Path) -> None:
     oracle = find_oracle(load_spec(model))
     folder = CASES[case].write(oracle, tmp_path / "c")
     got = logits(built(folder, tmp_path / "e", backend=backend), oracle)

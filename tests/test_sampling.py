@@ -122,9 +122,7 @@ def test_largest_are_those_of_a_stable_sort(k: int) -> None:
     "settings",
     [{}, {"top_k": 50}, {"top_p": 0.7}, {"top_k": 1500, "top_p": 0.5}, {"top_p": 0.9999}],
 )
-def test_short_cuts_draw_the_same(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
-) -> None:
+def test_shortcuts_draw_the_same(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     """As everything sorted, which is what a device does for top_p."""
     settings = {"temperature": 1.5, **settings}
     random = torch.Generator().manual_seed(0)

@@ -367,9 +367,7 @@ def poisoned(engine: Engine, patch: pytest.MonkeyPatch, phase: str, held: int) -
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_row_of_nan_fails_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, phase: str
-) -> None:
+def test_nan_fails_its_row(engine: Engine, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     """And leaves nothing for who comes after it in its row."""
     jobs = [Request(prompt(n, n), 12, FREE) for n in (5, 13, 24)]
     want = [alone(engine, job) for job in jobs]

@@ -100,9 +100,7 @@ def test_in_a_fresh_clone_everything_counts_as_changed(repository: Repository) -
     assert since(ours) == {"landed.py"}
 
 
-def test_in_ci_everything_counts_as_changed(
-    repository: Repository, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_ci(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     git(repository.root, "checkout", "-q", "-b", "branch")
     head = commit(repository.root, "d.py")
     assert since(repository) == {"d.py"}
@@ -119,9 +117,7 @@ def test_commits_not_pushed_are_compared_with_the_remote(repository: Repository)
     assert since(ours, "HEAD~3") == {"c.py", "d.py", "e.py"}
 
 
-def test_without_a_base_everything_counts_as_changed(
-    repository: Repository, tmp_path: Path
-) -> None:
+def test_without_a_base(repository: Repository, tmp_path: Path) -> None:
     assert since(clone(repository, "--depth", "1")) is None
     assert since(Repository(tmp_path)) is None  # no repository
     inside = repository.root / "unpacked"
@@ -134,9 +130,7 @@ def test_without_a_base_everything_counts_as_changed(
 
 
 @pytest.mark.parametrize(("changed", "run"), CASES["conditional"])
-def test_conditional_tests_run_if_a_path_or_a_test_of_theirs_changes(
-    changed: list[str] | None, run: list[str] | str
-) -> None:
+def test_conditional_tests_that_run(changed: list[str] | None, run: list[str] | str) -> None:
     table = read_table()
     run = [*table.conditional] if run == "all" else run
     assert {*table.unchanged(changed)} == {*table.conditional} - {*run}
@@ -203,9 +197,7 @@ def test_as_many_as_the_budget_holds() -> None:
     assert fitting(files, seconds, 60) == ["new", "quick", "near"]
 
 
-def test_make_check_prints_files_that_exist(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_make_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     changed = frozenset({"passes/fuse_qkv.py", "specs/tiny-moe.yaml"})
     monkeypatch.setattr(Repository, "base", lambda self, revision: "0123456789")
     monkeypatch.setattr(Repository, "changed", lambda self, base: changed)

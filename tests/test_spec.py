@@ -97,9 +97,7 @@ def variant(tmp_path: Path, body: str) -> Spec:
 
 
 @pytest.mark.parametrize(("key", "written", "value"), CASES["read"])
-def test_values_are_read_by_the_type_of_the_field(
-    key: str, written: str, value: Any, tmp_path: Path
-) -> None:
+def test_values_by_field_type(key: str, written: str, value: Any, tmp_path: Path) -> None:
     """Though YAML takes 1e-6 for a string; patterns compare by what they mean."""
     got = getattr(variant(tmp_path, f"{key}: {written}").text, key)
     value = tuple(value) if isinstance(value, list) else value
@@ -107,9 +105,7 @@ def test_values_are_read_by_the_type_of_the_field(
 
 
 @pytest.mark.parametrize("long, short", [("bfloat16", "bf16"), ("float16", "f16"), ("f32", "f32")])
-def test_dtype_spellings_in_a_file_that_another_extends(
-    tmp_path: Path, long: str, short: str
-) -> None:
+def test_dtypes_of_an_extended_file(tmp_path: Path, long: str, short: str) -> None:
     write(tmp_path, f"schema: 1\nextends: e2b\ndtype: {long}\n", "base.yaml")
     assert load_spec(write(tmp_path, "schema: 1\nextends: base.yaml\n")).dtype == short
 
@@ -143,9 +139,7 @@ def test_the_shown_pattern_gives_the_layers(pattern: list[str], layers: int) -> 
 
 
 @pytest.mark.parametrize(("command", "warnings"), TABLES["spec"]["warnings"])
-def test_a_forced_layer_warns_once(
-    command: list[str], warnings: int, tmp_path: Path, capsys: Any
-) -> None:
+def test_forced_layers_warn(command: list[str], warnings: int, tmp_path: Path, capsys: Any) -> None:
     body = "schema: 1\nextends: tiny-moe\ntext: {num_hidden_layers: 7}\n"
     file = write(tmp_path, body)
     assert main([word.format(file) for word in command]) == 0

@@ -362,9 +362,7 @@ def test_close_call_of_a_router(
 
 
 @pytest.mark.parametrize("close, ok", [(1.0, True), (1e-6, False)])
-def test_experts_chosen(
-    moe: Engine, monkeypatch: pytest.MonkeyPatch, close: float, ok: bool
-) -> None:
+def test_experts(moe: Engine, monkeypatch: pytest.MonkeyPatch, close: float, ok: bool) -> None:
     """Another expert in the list is right only if it is as probable; rows that no router touched
     have no excuse."""
     monkeypatch.setitem(compare.CLOSE_EXPERTS, "f32", close)

@@ -170,9 +170,7 @@ def test_a_chunk_of_any_length(tmp_path: Path, name: str, rows: int) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"dtype": "float32"}])
 @pytest.mark.parametrize("name", ["tiny-ple", "tiny-moe"])
-def test_a_prompt_is_the_same_wherever_it_is_cut(
-    tmp_path: Path, name: str, options: dict[str, str]
-) -> None:
+def test_cuts_change_no_prompt(tmp_path: Path, name: str, options: dict[str, str]) -> None:
     """Bit by bit, logits and caches: chunks follow measured time, and texts do not."""
     limits = {"max_seq": 256, "prefill_chunk": 128}
     given = {"random_weights": 0, "dtype": "bfloat16"} | options

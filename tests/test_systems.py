@@ -81,7 +81,7 @@ def test_relative_names_have_slashes() -> None:
         ("", "neon"),
     ],
 )
-def test_processors_of_macos(monkeypatch: pytest.MonkeyPatch, said: str, name: str) -> None:
+def test_cpus_of_macos(monkeypatch: pytest.MonkeyPatch, said: str, name: str) -> None:
     monkeypatch.setattr(processor.subprocess, "check_output", lambda *_, **__: said)
     assert select_set("aarch64", tuple(processor._flags_of_macos())).name == name
 
@@ -103,9 +103,7 @@ AMX = ("amx_bf16", "amx_int8", "amx_tile")
         (ZEN4[5:7], "v2"),
     ],
 )
-def test_processors_of_windows(
-    monkeypatch: pytest.MonkeyPatch, has: Sequence[str], name: str
-) -> None:
+def test_cpus_of_windows(monkeypatch: pytest.MonkeyPatch, has: Sequence[str], name: str) -> None:
     known = {**dict.fromkeys((*ZEN4, *AMX), False), **dict.fromkeys(has, True), "cpu_name": "x"}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known, raising=False)
     assert select_set("x86_64", tuple(processor._flags_of_windows())).name == name

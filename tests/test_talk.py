@@ -84,9 +84,7 @@ def test_a_full_context(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> N
     assert talk.say("hello").counts.generated
 
 
-def test_defaults_of_the_checkpoint_hold_in_every_way(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_defaults(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """generation_config.json: in chat, JSON lines and the server alike; a request goes before."""
     values = {"temperature": 0.5, "min_p": 0.05, "repetition_penalty": 1.1}
     monkeypatch.setattr(Engine, "defaults", lambda self: Defaults(sampling=values))
@@ -102,9 +100,7 @@ def test_defaults_of_the_checkpoint_hold_in_every_way(
                 assert {k: getattr(sampling, k) for k in values} == values | given
 
 
-def test_a_call_that_is_cut_is_told_and_not_kept(
-    talk: ChatSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cut_calls(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
     dictate(monkeypatch.setattr, [["hi ", *CALLING], WORDS])
     talk.set_tools(TOOLS)
     talk.choose({"max_new_tokens": 12})
@@ -116,9 +112,7 @@ def test_a_call_that_is_cut_is_told_and_not_kept(
     assert talk.say("and now?").counts.generated
 
 
-def test_a_message_can_be_taken_back_or_answered_again(
-    talk: ChatSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_undo_and_retry(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
     dictate(monkeypatch.setattr, [WORDS, CALLING, THINKING])
     talk.set_tools(TOOLS)
     talk.say("hello")

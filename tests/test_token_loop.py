@@ -56,9 +56,7 @@ def test_tables_in_host_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, odd: float
-) -> None:
+def test_nonfinite_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch, odd: float) -> None:
     """Found with the tokens that were chosen from them, and none of these is handed out."""
     in_a_loop(engine, monkeypatch)
     want, seen = engine.generate(PROMPTS[0], 20, stop_ids=()), list[int]()

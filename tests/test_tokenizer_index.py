@@ -91,9 +91,7 @@ def some_text(rng: random.Random, whole: Any) -> str:
     return "".join(rng.choice(pieces)() for _ in range(rng.randint(0, 9)))
 
 
-def test_texts_are_encoded_and_decoded_as_by_the_whole(
-    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_round_trip(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     found, whole = pair
     monkeypatch.setattr(found, "_budget", 1 << 30)
     rng, longest = random.Random(1), 0
@@ -241,9 +239,7 @@ def test_what_the_library_refuses_has_no_index(edit: Any) -> None:
     assert index_file(raw, SIZE) is None
 
 
-def test_a_short_prompt_parses_no_tokenizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of more than FEW characters in sum parse it once; other engines always do."""
     checkpoint = text_checkpoint(tmp_path / "checkpoint")
     path = built(tmp_path / "engine", "--checkpoint", checkpoint)

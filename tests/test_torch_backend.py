@@ -131,9 +131,7 @@ def test_programs_do_not_grow_with_depth(name: str, apart: int) -> None:
 
 
 @pytest.mark.parametrize("into, chunk, start, lengths", TABLES["torch backend"]["writes"])
-def test_a_chunk_goes_to_its_slots(
-    into: str, chunk: int, start: list[int], lengths: list[int]
-) -> None:
+def test_slots_of_a_chunk(into: str, chunk: int, start: list[int], lengths: list[int]) -> None:
     """As the op says, in place; padding, also behind the last slot of a list, leaves what was
     there, and is not read: it may be NaN. Of a ring no slot is named twice."""
     g = torch.Generator().manual_seed(0)

@@ -161,9 +161,7 @@ RANKS = [(*row,) for row in TABLES["torchrun"]["ranks"]]
 
 
 @pytest.mark.parametrize("ep, quant, form, drafts", short(RANKS[0], of=RANKS))
-def test_two_ranks_are_as_one(
-    tmp_path: Path, ep: bool, quant: bool, form: str, drafts: bool
-) -> None:
+def test_two_ranks(tmp_path: Path, ep: bool, quant: bool, form: str, drafts: bool) -> None:
     """Groups of 8 are whole on every rank, which then makes the codes that one would make."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)

@@ -124,9 +124,7 @@ def test_what_was_built_here_needs_no_question(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny-ple", "tiny-media"])
-def test_an_engine_without_native_code_needs_no_decision(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_native_code(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs and weights are data, towers too; its kernels are this machine's own."""
     made = g4ir.build(name, tmp_path / "e", **SMALL | {"backend": "torch", "max_seq": 256})
     found = open_artefact(made.path)
@@ -169,9 +167,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     paths.check_private(folder)
 
 
-def test_a_folder_of_another_user_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "g4ir"
     folder.mkdir()
     monkeypatch.setattr(paths.os, "geteuid", lambda: os.getuid() + 1)
@@ -179,9 +175,7 @@ def test_a_folder_of_another_user_is_refused(
         paths.check_private(folder)
 
 
-def test_a_planted_program_is_not_taken_from_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     out, name = tmp_path / "out", "0" * 24 + ".pt2"
     out.mkdir()
@@ -202,9 +196,7 @@ def test_a_planted_program_is_not_taken_from_the_cache(
     assert not (tmp_path / "pwned").exists()
 
 
-def test_the_compiler_keeps_its_files_in_a_private_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiler_files_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/guessed")
     paths.keep_inductor_private("/tmp/guessed")
@@ -256,9 +248,7 @@ def test_programs_are_those_of_their_segments(copied: Path, case: str) -> None:
         load_engine(copied, trust=True)
 
 
-def test_unpacked_programs_leave_nothing(
-    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unpacked_programs(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(paths.tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -269,9 +259,7 @@ def test_unpacked_programs_leave_nothing(
     assert os.environ["TMPDIR"] == str(tmp_path / "tmp")
 
 
-def test_no_room_to_unpack_is_one_error(
-    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_to_unpack(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths.tempfile, "tempdir", str(tmp_path / "missing"))
     said = refused("run", copied, "--tokens", "2,5", "--trust", code=3)
     assert "no folder to unpack" in said and "missing" in said and "TMPDIR" in said

@@ -168,9 +168,7 @@ def test_a_fault_of_decoding_only(engines: Any, monkeypatch: pytest.MonkeyPatch)
     assert report.first_difference and "at token 72" in report.first_difference
 
 
-def test_rounding_is_measured_where_the_budget_is_missed(
-    engines: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_rounding(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against float64 on this very model, with sound weights; four times as much is allowed."""
     monkeypatch.setitem(TOLERANCES, ("f32", "reference"), Tolerance(relative=1e-9))
     assert not verify_engine(disturbed(engines("reference", "tiny-ple"), "L3.attn.wo", 0.01)).ok

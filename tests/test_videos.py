@@ -225,9 +225,7 @@ def test_bad_videos(message: str) -> None:
 
 
 @pytest.mark.parametrize("frames", [None, 7])
-def test_video_files_are_read_as_the_reference_reads_them(
-    tmp_path: Path, frames: int | None
-) -> None:
+def test_files_are_read_as_by_the_reference(tmp_path: Path, frames: int | None) -> None:
     path, count = film(tmp_path / "a.mp4"), frames or FRAMES
     wanted, metadata = importlib.import_module("transformers.video_utils").read_video_pyav(
         str(path), lambda metadata: torch.arange(0, 40, 40 / count).int()
@@ -423,9 +421,7 @@ def test_frames_that_begin_after_the_audio(tmp_path: Path) -> None:
     "ending, b_frames", [("mp4", 2), ("mkv", 0), ("webm", 0), ("avi", 0), ("ts", 2)]
 )
 @pytest.mark.parametrize("case", TABLES["uneven"])
-def test_frames_are_spread_by_presentation_time(
-    tmp_path: Path, ending: str, b_frames: int, case: str
-) -> None:
+def test_frames_by_presentation_time(tmp_path: Path, ending: str, b_frames: int, case: str) -> None:
     times = [*chain.from_iterable(starmap(range, TABLES["uneven"][case]))]
     count = min(8, len(times))
     path = film(tmp_path / f"a.{ending}", times, TICK / 10, b_frames)
@@ -438,9 +434,7 @@ def test_frames_are_spread_by_presentation_time(
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.floats(0.01, 100), st.randoms())
-def test_a_constant_rate_is_sampled_by_count(
-    total: int, frames: int, step: float, draw: random.Random
-) -> None:
+def test_constant_frame_rates(total: int, frames: int, step: float, draw: random.Random) -> None:
     frames = min(frames, total)
     rounded = [i * step + draw.uniform(-0.24, 0.24) * step for i in range(total)]
     for times in ([i * step for i in range(total)], rounded, range(total)):
@@ -495,9 +489,7 @@ def test_files_that_went_through_a_pipe(tmp_path: Path, ending: str) -> None:
 
 
 @pytest.mark.parametrize("ending", ["mp4", "mkv", "webm", "avi", "ts", "mpg"])
-def test_damaged_files_of_every_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
+def test_damaged_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     monkeypatch.setattr(videos, "MAX_PIXELS", 1 << 20)
     fast = {"movflags": "+faststart"} if ending == "mp4" else {}
     path = film(tmp_path / f"a.{ending}", TENTHS[:12], b_frames=ending != "webm", **fast)

@@ -10,7 +10,7 @@ DIFFERENCES = {
     "test_what_is_dictated[thoughts-True]": REASONING,
     "test_what_is_dictated[calls_are_text_where_none_may_be_made-False]": "such a call is left out",
     "test_what_is_known_of_a_prompt_is_told": "tokens that were known are not told",
-    "test_arguments_of_a_call_are_streamed": "a string of the arguments is one part",
+    "test_arguments": "a string of the arguments is one part",
     "test_a_call_that_is_cut": "the string that is cut, and what follows, is left out or closed",
     "test_errors[False-unable]": MORE,
     "test_errors[True-unable]": MORE,

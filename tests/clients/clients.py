@@ -96,9 +96,7 @@ def test_lm_eval_of_a_real_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WORDS["cases"])
-def test_clients(
-    request: pytest.FixtureRequest, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_client(request: pytest.FixtureRequest, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     served = request.getfixturevalue("long" if name.startswith("codex") else "served")
     dictate(served, monkeypatch, [WORDS["answers"][a] for a in WORDS["cases"][name]])
     env = {**os.environ, "NO_PROXY": "*", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}

@@ -135,9 +135,7 @@ ACTS = ("prefill", "prefill", "decode", "decode", "truncate", "reset", "keep", "
 
 
 @pytest.mark.parametrize("seed", [0, *[pytest.param(i, marks=pytest.mark.full) for i in (1, 2, 3)]])
-def test_acts_in_any_order_equal_full_recomputation(
-    engine: Engine, fresh: Any, flow: Flow, seed: int
-) -> None:
+def test_acts_in_any_order(engine: Engine, fresh: Any, flow: Flow, seed: int) -> None:
     """Turns, steps, cuts, resets, copies and snapshots of ragged rows, of two sessions in turn."""
     AnyOrder(engine, fresh, seed).run(30 if flow.emulated else 60)
 
@@ -217,9 +215,7 @@ def test_what_a_session_is_not_made_for(engine: Engine, last: Engine) -> None:
         last.session().prefill(some_tokens(1, 3), all_logits=True)
 
 
-def test_steps_hand_out_what_the_runtime_made(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_return_the_same_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers as those of prefill and decode, which are copies for the caller to keep."""
     made, run = list[Any](), engine.runtime.run
 

@@ -42,9 +42,7 @@ WALKS = TABLES["prefill attention"]["shapes"]
 
 
 @pytest.mark.parametrize("first, last, begin, slots, window", WALKS)
-def test_walks_over_visible_keys_only(
-    first: int, last: int, begin: int, slots: int, window: int
-) -> None:
+def test_visible_keys_only(first: int, last: int, begin: int, slots: int, window: int) -> None:
     """The rows of the blocks are those that some query of the tile sees, each once, at the right
     positions; every query sees a whole block that goes unmasked; there are no more than it takes
     for three runs."""

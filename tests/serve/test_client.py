@@ -120,9 +120,7 @@ def test_what_is_dictated(
 LONG = ("call:f{a:", "3", ",text:", '<|"|>', "some words of a text", " and more" * 3, '<|"|>', "}")
 
 
-def test_arguments_of_a_call_are_streamed(
-    client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arguments(client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("<|tool_call>", *LONG, "<tool_call|>", "<|tool_response>")
     served.dictate(monkeypatch, *words)
     (whole,) = ask(client, max_tokens=90, tools=[TOOL]).choices[0].message.tool_calls

@@ -192,7 +192,7 @@ def test_thoughts_end_at_their_budget(
 AMBIGUOUS = "start: s\ns: s s | s s s | /[a-z]/\n"
 
 
-def test_a_slow_mask_holds_up_its_own_answer_only(
+def test_a_slow_mask(
     client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside masks of half a second each, other answers come as ever."""
@@ -209,7 +209,7 @@ def test_a_slow_mask_holds_up_its_own_answer_only(
         assert len(held.result().choices[0].message.content) == 6
 
 
-def test_a_mask_that_takes_too_long_ends_its_answer(
+def test_mask_timeout(
     client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background_mask, "MAX_S", 0.01)

@@ -52,9 +52,7 @@ def check_offsets(read: Any, text: str) -> None:
         assert visible or hidden, (token, start)
 
 
-def test_an_echo_has_the_scores_of_its_tokens(
-    evaluated: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_of_echo(evaluated: Running, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are those of `score`, in chunks of any size, with a generated token behind them or not,
     by text and by ids."""
     with g4ir.load_engine(folder) as engine:

@@ -119,9 +119,7 @@ def folder(tmp_path: Path) -> Path:
     return inner
 
 
-def test_files_below_a_folder(
-    served: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_in_a_folder(served: Running, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = (folder / "a b.png").as_uri()
     got = ask(served, image(url))
     assert got.status_code == 400 and "--media-dir" in got.json()["error"]["message"]

@@ -75,9 +75,7 @@ def test_the_model_has_several_names(operated: Running) -> None:
 
 
 @pytest.mark.parametrize(("path", "headers", "status"), TABLES["server"]["keys"])
-def test_keys_of_either_kind(
-    operated: Running, path: str, headers: dict[str, str], status: int
-) -> None:
+def test_kinds_of_keys(operated: Running, path: str, headers: dict[str, str], status: int) -> None:
     with operated.client(headers=headers) as client:
         got = client.post(path, json=CHAT)
     assert got.status_code == status

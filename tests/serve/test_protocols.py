@@ -246,9 +246,7 @@ def test_refused(served: Running, case: dict[str, Any]) -> None:
         assert error["param"] == case["param"]
 
 
-def test_a_failing_stream_ends_with_an_event(
-    served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_streams(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     for form in (responses.ResponsesFormat, messages.MessageFormat):
         monkeypatch.setattr(form, "chunks", Mock(side_effect=RuntimeError("secret")))
     path, body = "/v1/responses", {"model": NAME, "input": "Hi", "stream": True}

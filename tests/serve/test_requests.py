@@ -110,9 +110,7 @@ def test_fields_of_other_servers() -> None:
             assert way in e.value.message
 
 
-def test_an_unknown_field_is_logged_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_fields(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_schema, "_LOGGED", set())
     for _ in range(2):
         read_fields({**BASE, "temprature": 2, "store": True, "n": 1}, CHAT)
@@ -142,9 +140,7 @@ def test_a_health_check_of_http_1_0(served: Running, head: str, status: int) -> 
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c["name"].startswith("too_long")], ids=str)
-def test_a_text_that_cannot_fit_is_not_tokenised(
-    case: dict[str, Any], served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_texts(case: dict[str, Any], served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[int]()
     for module in (prompt, engine_tokenizer):
         spy(monkeypatch, module, "text_ids", lambda _, texts, *__: seen.extend(map(len, texts)))
@@ -165,9 +161,7 @@ MANY = {"[]": 70_000, "{}": 70_000, '""': 300_000, "1": 2_200_000}
 
 
 @pytest.mark.parametrize("value", MANY)
-def test_a_body_of_too_many_values_is_not_parsed(
-    value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_values(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json, "loads", None)
     body = f'{{"messages": [{",".join([value] * MANY[value])}]}}'
     with pytest.raises(Refused, match="the body has more than"):

@@ -271,9 +271,7 @@ def test_constraints_that_are_dropped_alone(
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("notes", CASES["annotations"])
-def test_annotations_are_ignored(
-    notes: dict[str, Any], use: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_annotations(notes: dict[str, Any], use: str, caplog: pytest.LogCaptureFixture) -> None:
     schema = around({"type": ["string", "integer"], "maxLength": 60, **notes})
     reduced = around({"type": ["string", "integer"], "maxLength": 60})
     for seed in range(2):

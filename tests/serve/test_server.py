@@ -191,7 +191,7 @@ def test_errors(
     assert f": {logged}\n" in caplog.text or not logged
 
 
-def test_tokens_beyond_the_vocabulary(
+def test_extra_tokens(
     engine_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A fine-tune may add some: no answer has them, and no grammar."""
@@ -292,9 +292,7 @@ def test_an_engine_that_cannot_be_loaded() -> None:
     assert process.should_exit and isinstance(process.error, EngineError)
 
 
-def test_what_cannot_be_served_is_refused_before_anybody_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is no engine, one without a tokenizer, and one that is not trusted."""
     folder = built(tmp_path / "bare", "tiny-ple", None)
     for path, words in ((tmp_path, ""), (tmp_path / "none", ""), (folder, "tokenizer.json")):
@@ -333,9 +331,7 @@ def test_hosts() -> None:
 
 
 @pytest.mark.parametrize("name", ["starlette", "uvicorn", "prometheus_client"])
-def test_without_the_libraries(
-    engine_folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_libraries(engine_folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [m for m in sys.modules if m.startswith(("g4ir.serve", name))]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
@@ -343,9 +339,7 @@ def test_without_the_libraries(
     assert name in said and "pip install 'g4ir[serve]'" in said
 
 
-def test_a_row_that_hit_its_stop_string_is_free(
-    served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_strings_free_rows(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others go on: they are not cancelled, and say what they would have said."""
     rows, service = list[int](), served.service
     spy(monkeypatch, Session, "verify", lambda *given: rows.append(int((given[-1] > 0).sum())))

@@ -131,7 +131,7 @@ def test_films_and_a_grammar_hold_up_no_stream(
 @pytest.mark.parametrize(
     ("frames", "noise"), [(60, 0), pytest.param(10, 60, marks=pytest.mark.full)]
 )
-def test_a_film_whose_client_leaves_is_left(
+def test_client_leaves(
     films: Running, frames: int, noise: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its decoding ends between two frames, and its thread is free for others."""
@@ -149,9 +149,7 @@ def test_a_film_whose_client_leaves_is_left(
 
 
 @pytest.mark.parametrize("path", [PATH, "/tokenize", "/render"])
-def test_media_that_take_too_long_are_refused(
-    films: Running, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_media_are_refused(films: Running, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_S", 0.05)
     got = post(films, body(video(film(60, 1280, 720)), frames=8), path)
     assert got.status_code == 400, got.text

@@ -262,9 +262,7 @@ def _link(file: Path) -> None:
     ],
     ids=["damaged", "empty", "another library", "writable", "a link"],
 )
-def test_a_cache_that_is_not_used(
-    tmp_path: Path, harm: Callable[[Path], Any], key: str, says: str
-) -> None:
+def test_dropped_caches(tmp_path: Path, harm: Callable[[Path], Any], key: str, says: str) -> None:
     """Dropped, which is said once, and written anew."""
     told: list[str] = []
     finished(tmp_path, told)

@@ -224,9 +224,7 @@ def reload(engine: Engine, backend: Any, **kept: Any) -> Any:
     return backend.load(task, kept)
 
 
-def test_other_gpu_and_other_version(
-    shared: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_of_others(shared: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match=r"built on NVIDIA H100.*this is NVIDIA H200.*it again"):
         reload(shared, emulated(tmp_path, gpu="NVIDIA H200"))
     reload(shared, emulated(tmp_path))
