@@ -197,12 +197,13 @@ def test_gguf_files_by_the_command_line(kind: str, tmp_path: Path) -> None:
     """With the device by default and on a GPU."""
     file = tmp_path / "a.gguf"
     bare_file(file, widened("tiny-ple"), kind=kind)
-    sizes = ("--set", "prefill_chunk=64", "--json")
     for device in ("cpu", "cuda"):
         where = ("--device", device) if device == "cuda" else ()
         limits = ("--max-seq", 300, "--media", "none", "--memory", "1TB", "--dry-run")
-        made = g4ir("build", file, "--backend", "torch", *where, *limits, *sizes)
-        planned = g4ir("plan", file, *where, "--ctx", 300, *sizes)
+        chunks = ("--prefill-chunk", 64, "--json")
+        made = g4ir("build", file, "--backend", "torch", *where, *limits, *chunks)
+        chunk = ("--set", "prefill_chunk=64", "--json")
+        planned = g4ir("plan", file, *where, "--ctx", 300, *chunk)
         assert (made.code, planned.code) == (0, 0), made.err + planned.err
         made, planned = json.loads(made.out), json.loads(planned.out)
         assert made["needed_bytes"] == sum(made["memory"].values())

@@ -38,22 +38,13 @@ class Bench(Verb):
     output_len: int | None = flag("generated tokens per sequence (default 64)", None, "N")
     batch: int = flag("batch size (default 1)", 1, "N")
     context: int = flag("tokens already in the KV cache of each sequence (default 0)", 0, "N")
-    peer: list[str] = flag(
-        "baseline in the same run: hf (eager, dynamic cache), hf-static (static cache) or "
-        "hf-compile (torch.compile) of transformers; or llama.cpp, which reads a GGUF file",
-        (),
-        "NAME",
-    )
+    peer: list[str] = flag("baseline: hf, hf-static, hf-compile or llama.cpp (GGUF)", (), "NAME")
     checkpoint: str | None = flag("checkpoint of the baseline (default: MODEL's)", None, "DIR|FILE")
     text: str | None = flag("take prompts from a text, not random tokens", None, "FILE")
     rounds: int = flag("measured rounds (default 5)", 5, "N")
     warmup: int = flag("warm-up requests (default 2)", 2, "N")
     json: str | None = flag(
-        "print the report as JSON; with FILE write it there (last of the words)",
-        None,
-        "FILE",
-        nargs="?",
-        const="-",
+        "print the report as JSON, or write it to FILE", None, "FILE", nargs="?", const="-"
     )
     table: bool = flag("print a Markdown table; of reports A.json .. if they are MODEL", False)
     plot: str | None = flag("plot the results, .png or .svg", None, "FILE")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ GROUPS = {
 }
 
 
+output_flag = partial(flag, title="output")
+
+
 class Build(Verb):
     """Build an engine, or print what a build would write."""
 
@@ -48,12 +52,10 @@ class Build(Verb):
     options: BuildOptions = options(GROUPS)
     preset: str | None = flag(PRESET, None, "NAME", title="device")
     dump_ir: str | None = flag("write the graphs after every pass", None, "DIR", title="advanced")
-    out: str | None = flag(
-        "output directory (default: engines/VARIANT-BACKEND)", None, "DIR", title="output"
-    )
-    verify: bool = flag("verify the engine against the reference", False, title="output")
-    dry_run: bool = flag("check everything up to compilation, write nothing", False, title="output")
-    json: bool = flag("print the result as JSON", False, title="output")
+    out: str | None = output_flag("directory (default: engines/VARIANT-BACKEND)", None, "DIR")
+    verify: bool = output_flag("verify the engine against the reference", False)
+    dry_run: bool = output_flag("check everything up to compilation, write nothing", False)
+    json: bool = output_flag("print the result as JSON", False)
 
     def __post_init__(self) -> None:
         if not self.explicit & {"backend", "preset"}:

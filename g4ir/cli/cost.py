@@ -44,11 +44,7 @@ class StepSize(Part):
     """A step of a model, and a GPU."""
 
     batch: Count | None = flag("batch size (default 1)", None, "N")
-    context: Count | None = flag(
-        "tokens in the KV cache after the step, such as 32K (default: decode 1K, prefill a chunk)",
-        None,
-        "N",
-    )
+    context: Count | None = flag("tokens in the KV cache after the step, such as 32K", None, "N")
     prefill_chunk: Count | None = flag("prefill chunk (default 1K)", None, "N")
     gpu: str | None = flag(f"a GPU: {gpu_names()}", None, "NAME")
 

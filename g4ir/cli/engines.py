@@ -22,10 +22,7 @@ class Engines(Verb):
     """List the engines of the cache, print its folder, or remove some."""
 
     action: Literal["list", "rm", "path"] = argument(
-        "list: size, last use and model of each (default); rm: remove; path: print the folder",
-        None,
-        "?",
-        "list",
+        "list (default), rm: remove, path: print the folder", None, "?", "list"
     )
     names: list[str] = argument("engines to remove, as listed", "NAME", "*")
     all: bool = flag("remove every engine that no process uses", False)

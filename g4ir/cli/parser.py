@@ -51,9 +51,6 @@ class Parser(argparse.ArgumentParser):
         flags: Flags = getattr(import_module(f".{module}", __package__), name).flags(self)
         return flags
 
-    def format_usage(self) -> str:
-        return f"usage: {self._usage_line()}\n"
-
     def format_help(self) -> str:
         self.usage = self._usage_line()
         return super().format_help()

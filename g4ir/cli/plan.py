@@ -31,19 +31,11 @@ MIN_GPU_BYTES = 1 << 20
 class PlanModels(Verb):
     """Print what variants need."""
 
-    models: list[str] = argument(
-        f"{ANY_MODEL}; several are compared (default: all variants with published weights)",
-        "MODEL",
-        "*",
-    )
+    models: list[str] = argument(f"{ANY_MODEL} (default: all published)", "MODEL", "*")
     source: Source
     ctx: Counts | None = flag("context lengths, such as 4K,32K (default: several)", None, "N,..")
     batch: Counts | None = flag("batch sizes, such as 1,8 (default 1)", None, "N,..")
-    gpu: str | None = flag(
-        f"all, sizes such as 24GiB (with --device cpu: of the RAM), or a GPU: {gpu_names()}",
-        None,
-        "G,..",
-    )
+    gpu: str | None = flag(f"all, sizes such as 24GiB, or a GPU: {gpu_names()}", None, "G,..")
     preset: str | None = flag(PRESET, None, "NAME")
     options: BuildOptions = options(
         "backend device dtype quant kv_dtype media tp settings",

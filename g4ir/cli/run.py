@@ -30,23 +30,14 @@ class Run(OnEngine):
     text: Text | None = argument("the prompt", "TEXT", "?")
     prompt: Text | None = flag("the prompt", None, "TEXT", short=("-p",))
     tokens: TokenIds | None = flag("the prompt as token ids", None, "2,5,7")
-    input_jsonl: str | None = flag(
-        "requests, one JSON object per line (`-`: stdin): prompt or tokens, and options such as "
-        "max_new_tokens, temperature, stop, images (docs/guide.md); answers keep their order",
-        None,
-        "FILE",
-    )
+    input_jsonl: str | None = flag("requests, one JSON object per line (guide.md)", None, "FILE")
     stop: TokenIds | None = flag("additional stop token ids, such as 1,106", None, "IDS")
     json: bool = json_flag()
     load: Load
     chat: bool = flag("apply the chat template to the prompt", False, title="conversation")
     talk: Talk
     media: list[tuple[str, str]] = flag(
-        "KIND file, at <KIND> in the prompt or before it (repeat)",
-        (),
-        "FILE",
-        each=KINDS,
-        title="media",
+        "KIND file, at <KIND> in the prompt (repeat)", (), "FILE", each=KINDS, title="media"
     )
     image_budget: int | None = setting("maximum soft tokens per image")
     frames: int | None = setting("number of video frames to sample")
@@ -61,14 +52,12 @@ class Run(OnEngine):
             raise InputError("give TEXT or --prompt, not both")
         if self.text is not None:
             object.__setattr__(self, "prompt", self.text)
-        sources = {"--prompt": self.prompt, "--tokens": self.tokens}
-        sources["--input-jsonl"] = self.input_jsonl
-        names = [name for name, value in sources.items() if value is not None]
-        if not names:
-            message = f"one of the arguments TEXT {' '.join(sources)} is required"
-            raise InputError(f"{message} (see g4ir run --help)")
-        if len(names) > 1:
-            message = f"argument {names[1]}: not allowed with argument {names[0]}"
+        sources = ("prompt", "tokens", "input_jsonl")
+        first, *more = [flag_of(x) for x in sources if vars(self)[x] is not None] or [""]
+        message = f"one of the arguments TEXT {' '.join(map(flag_of, sources))} is required"
+        if more:
+            message = f"argument {more[0]}: not allowed with argument {first}"
+        if more or not first:
             raise InputError(f"{message} (see g4ir run --help)")
         if self.bos is not None and (self.chat or self.tokens is not None):
             raise InputError("--set bos is for raw text: leave it out with --chat and --tokens")

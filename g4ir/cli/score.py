@@ -38,11 +38,7 @@ class ScoreTexts(OnEngine):
 
     text: list[str] = flag("UTF-8 text, one document", (), "FILE", one_of=True)
     jsonl: str | None = flag(
-        "documents, one JSON object per line: text, or tokens (ids); optional: id, bos (false: no "
-        "<bos> before a text), labels (one per token; -100: not scored)",
-        None,
-        "FILE",
-        one_of=True,
+        "JSON lines: text or tokens; optional: id, bos, labels", None, "FILE", one_of=True
     )
     tokens: Count | None = flag("maximum number of tokens, such as 4K (default: all)", None, "N")
     json: bool = json_flag()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -22,48 +23,27 @@ if TYPE_CHECKING:
     from g4ir.serve.server import Address
 
 
-HTTP, ACCESS, SCHEDULER = "HTTP", "access", "scheduler"
+http, access = partial(flag, title="HTTP"), partial(flag, title="access")
+scheduler = partial(flag, title="scheduler")
 
 
 class Serve(OnEngine):
     """Answer HTTP requests until a signal."""
 
-    host: str = flag("bind address (default 127.0.0.1)", "127.0.0.1", "NAME", title=HTTP)
-    port: int = flag("port (default 8000; 0: any free port)", 8000, "N", title=HTTP)
-    served_name: list[str] = flag(
-        "model name in the API (default: the name of MODEL)", (), "NAME", title=HTTP
-    )
-    root_path: str = flag("URL prefix under a proxy, such as /llm", "", "PATH", title=HTTP)
-    media_dir: str | None = flag(
-        "directory that file:// media URLs may read", None, "DIR", title=HTTP
-    )
-    log_requests: bool = flag("log a line per request, without texts", False, title=HTTP)
-    api_key_file: str | None = flag(
-        "file of accepted API keys, one per line", None, "FILE", title=ACCESS
-    )
-    allow_host: list[str] = flag(
-        "additional Host header to accept on a loopback address", (), "NAME", title=ACCESS
-    )
-    allow_origin: list[str] = flag(
-        "origin whose web pages may call the API; *: any", (), "URL", title=ACCESS
-    )
-    tls_cert: str | None = flag("TLS certificate chain (PEM)", None, "FILE", title=ACCESS)
-    tls_key: str | None = flag("private key of the certificate (PEM)", None, "FILE", title=ACCESS)
-    queue: int = flag("maximum number of waiting requests (default 64)", 64, "N", title=SCHEDULER)
-    max_gap: float = flag(
-        "bound on the time between two tokens of an answer while prompts are read (default 100; "
-        "inf: none)",
-        100.0,
-        "MS",
-        title=SCHEDULER,
-    )
-    prefix_memory: str | None = flag(
-        "size of the prefix cache, such as 4GiB; 0: none (default: a quarter of the free memory, "
-        "at most 8 GiB)",
-        None,
-        "BYTES",
-        title=SCHEDULER,
-    )
+    host: str = http("bind address (default 127.0.0.1)", "127.0.0.1", "NAME")
+    port: int = http("port (default 8000; 0: any free port)", 8000, "N")
+    served_name: list[str] = http("model name in the API (default: the name of MODEL)", (), "NAME")
+    root_path: str = http("URL prefix under a proxy, such as /llm", "", "PATH")
+    media_dir: str | None = http("directory that file:// media URLs may read", None, "DIR")
+    log_requests: bool = http("log a line per request, without texts", False)
+    api_key_file: str | None = access("file of accepted API keys, one per line", None, "FILE")
+    allow_host: list[str] = access("extra Host header on a loopback address", (), "NAME")
+    allow_origin: list[str] = access("origin whose web pages may call the API; *: any", (), "URL")
+    tls_cert: str | None = access("TLS certificate chain (PEM)", None, "FILE")
+    tls_key: str | None = access("private key of the certificate (PEM)", None, "FILE")
+    queue: int = scheduler("maximum number of waiting requests (default 64)", 64, "N")
+    max_gap: float = scheduler("inter-token latency bound in prefill (default 100)", 100.0, "MS")
+    prefix_memory: str | None = scheduler("prefix cache size, such as 4GiB; 0: none", None, "BYTES")
     chunk_tokens: int | None = setting("prefill tokens between two decode steps")
     max_body: int = setting("maximum size of a request body in MiB", 32)
     drain: float = setting("shutdown grace period for running requests in seconds", 60.0)
@@ -120,7 +100,7 @@ class Serve(OnEngine):
         name, *aliases = self.served_name or [default]
         if not self.max_gap > 0:
             raise InputError(f"--max-gap {self.max_gap:g}: expected more than 0 milliseconds")
-        scheduler = SchedulerConfig(
+        config = SchedulerConfig(
             chunk_tokens=self.chunk_tokens,
             max_gap_ms=self.max_gap,
             prefix_bytes=memory,
@@ -130,7 +110,7 @@ class Serve(OnEngine):
             name,
             Auth(keys, allowed_hosts(self.host, self.allow_host), max_bytes),
             AsyncEngineConfig(waiting=self.queue),
-            scheduler,
+            config,
             MediaFolder.named(self.media_dir, max_bytes),
             page=self.page,
             aliases=(*aliases,),

@@ -32,9 +32,7 @@ class Specs(Verb):
     """List, print, check or convert specs."""
 
     action: Literal["list", "show", "validate", "from-hf", "to-hf", "diff", "schema"] = argument(
-        "list the shipped variants (default); show NAME: print YAML; validate FILE: check a spec "
-        "file; from-hf CHECKPOINT: print its spec; to-hf NAME: print a config.json; diff A B: "
-        "exit 1 if they differ; schema: JSON Schema of spec files",
+        "list (default); show, to-hf: NAME; validate FILE; from-hf CHECKPOINT; diff A B; schema",
         "ACTION",
         "?",
         "list",
@@ -44,14 +42,13 @@ class Specs(Verb):
     json: bool = json_flag()
 
     def __post_init__(self) -> None:
-        operands = OPERANDS[self.action]
+        operands = OPERANDS[self.action].split()
         if len(self.sources) < len(operands):
-            missing = ", ".join(operands[len(self.sources) :])
-            problem = f"the following arguments are required: {missing}"
+            problem = "the following arguments are required: "
+            problem += ", ".join(operands[len(self.sources) :])
             raise InputError(f"{problem} (see g4ir specs --help)")
-        if extra := self.sources[len(operands) :]:
-            problem = f"unrecognized arguments: {' '.join(extra)}"
-            raise InputError(f"{problem} (see g4ir specs --help)")
+        if extra := " ".join(self.sources[len(operands) :]):
+            raise InputError(f"unrecognized arguments: {extra} (see g4ir specs --help)")
         if self.name is not None and self.action != "from-hf":
             raise InputError("--name is for `g4ir specs from-hf`: leave it out")
 
@@ -99,15 +96,8 @@ class Specs(Verb):
 
 
 #: action -> metavars of its arguments
-OPERANDS: dict[str, tuple[str, ...]] = {
-    "list": (),
-    "show": ("VARIANT",),
-    "validate": ("FILE",),
-    "from-hf": ("CHECKPOINT",),
-    "to-hf": ("VARIANT",),
-    "diff": ("A", "B"),
-    "schema": (),
-}
+OPERANDS = {"list": "", "show": "VARIANT", "validate": "FILE", "from-hf": "CHECKPOINT"}
+OPERANDS |= {"to-hf": "VARIANT", "diff": "A B", "schema": ""}
 
 
 def _spec_row(name: str) -> dict[str, Any]:

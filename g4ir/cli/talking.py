@@ -45,9 +45,7 @@ class Talk(Part, title="conversation"):
 class Sampling(Part, title="sampling"):
     """How tokens are drawn."""
 
-    max_new_tokens: int | None = flag(
-        "maximum generated tokens (default: what fits; raw prompt: 64)", None, "N"
-    )
+    max_new_tokens: int | None = flag("maximum tokens to generate", None, "N")
     temperature: float | None = flag("sampling temperature; 0: greedy", None, "T")
     top_k: int | None = flag("sample from the K most likely tokens; 0: all", None, "K")
     top_p: float | None = flag("nucleus sampling: cumulative probability to keep", None, "P")

@@ -26,20 +26,11 @@ class Verify(OnEngine):
     """Compare an engine with a reference, or on texts."""
 
     against: str | None = flag(
-        "reference: the interpreter of the same graphs (default); hf: transformers; with --text "
-        "another engine directory (default: the unquantised weights)",
-        None,
-        "REFERENCE",
+        "reference (default), hf (transformers); with --text another engine", None, "REFERENCE"
     )
-    checkpoint: str | None = flag(
-        "original checkpoint: weights of hf, or those before packing or quantisation", None, "DIR"
-    )
+    checkpoint: str | None = flag("original checkpoint, before quantisation", None, "DIR")
     text: list[str] = flag("perplexity and KL divergence on a text (--all-logits)", (), "FILE")
-    tokens: str | None = flag(
-        "token ids to compare on (default: random); with --text: maximum number of tokens",
-        None,
-        "2,5,7",
-    )
+    tokens: str | None = flag("token ids (default: random); with --text: maximum", None, "2,5,7")
     each_pass: bool = flag("compare pass by pass; name the first node that diverges", False)
     json: bool = json_flag()
     load: Programs
