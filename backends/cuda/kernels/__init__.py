@@ -1,4 +1,4 @@
-"""The kernels of the decode step and of prefill; `base.py` says what a kernel is.
+"""Table of the Triton kernels for decode and prefill; `base.py` defines the record `Kernel`.
 
 Every file of this folder that has a `_triton` beside it is in the table.
 """
@@ -11,7 +11,7 @@ import pkgutil
 from .base import Kernel
 
 _FILES = [module.name for module in pkgutil.iter_modules(__path__)]
-#: a node becomes the first whose rule takes it
+#: a node is lowered to the first kernel whose rule accepts it
 KERNELS: tuple[Kernel, ...] = tuple(
     kernel
     for name in _FILES

@@ -1,11 +1,11 @@
-"""A kernel: everything that the program knows about it, in one record.
+"""The record of a Triton kernel: everything that the compiler knows about it.
 
-A kernel is a pair of files. `NAME.py` has its record: which nodes become it, how it is called, how
-often it is started, and the samples that it is tested on. `NAME_triton.py` has what runs on the GPU
-and a `triton_op` in the namespace `g4ir` that starts it, which off CUDA computes the op's
-reference. Records are read where there is no torch and no triton, to choose, count and plan: so
-only `call` imports the second file, when it runs. Every such pair of this folder is in the table of
-kernels; no other file knows a kernel by its name.
+A kernel is a pair of files. `NAME.py` has its record: which nodes it replaces, how it is called,
+how often it is launched, and its test samples. `NAME_triton.py` has the device code and a
+`triton_op` in the namespace `g4ir` that launches it; on other devices the op computes the
+reference. Records are used without torch or triton installed, to choose kernels, count launches and
+plan memory: so only `call` imports the second file, when it runs. Every such pair of this folder is
+in the table of kernels; no other file refers to a kernel by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from g4ir.ops.codecs import FORMAT_OF, FORMATS, PACKED
 from g4ir.ops.kv_quant import quantized_width
 from g4ir.ops.types import Type
 
-#: most rows that products with few rows take; more are the library's
+#: maximum rows of the small-batch matmul kernels; larger ones use the BLAS library
 SKINNY = 64
 
 Shape = Mapping[str, int]
@@ -30,14 +30,14 @@ Use = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Sample:
-    """A node that the kernel is tried on, once in fp32 and once in bf16.
+    """A test case of a kernel: a node, run once in fp32 and once in bf16.
 
-    inputs  types as text: `T` stands for the dtype, and a * in front says that it is a weight
-    attrs   of the node; "T" stands for the dtype
-    use     settings; of several kernels by name
-    given   operand -> its whole numbers
-    packed  whether no operand may be a view of something larger
-    coded   operand -> the form of the codes that it comes in, and how many share a scale (0: a row)
+    inputs  types as text: `T` is the dtype, a leading * marks a weight
+    attrs   the node's attributes; "T" is the dtype
+    use     launch settings; by kernel name if there are several
+    given   input index -> integer values
+    packed  whether inputs must not be views of larger tensors
+    coded   input index -> quantised format, and codes per scale (0: a full row)
     """
 
     inputs: tuple[str, ...]
@@ -49,24 +49,24 @@ class Sample:
 
 
 def codes_and_scales(w: Any) -> tuple[Any, Any]:
-    """Return a weight and None, or its codes and their scales."""
+    """Return (weight, None), or (codes, scales) of a quantised weight."""
     return (w.codes, w.scales) if isinstance(w, Coded) else (w, None)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel that nodes of an op become on a GPU where `rule` says so.
+    """A Triton kernel that replaces nodes of an op on a GPU.
 
-    starts   the kernels' names, in order -> how often each is started
-    rule     (graph, node, target) -> the shape that settings depend on, or None: not ours
-    call     (run, node, choice, *tensors) -> the node's results, caches written in place
-    samples  from which tests are generated, with `error` and `differ`
-    error    of fp32 results against float64: the most, in units of their rms
-    differ   share of bf16 results that may differ from the op's; None: their error against float64
-             is compared with that of the op
-    uses     launch settings by kernel, or a function of the shape: estimates from the size of a
-             Hopper GPU, none measured; kernels without an entry have none
-    coded    whether weights may come quantised
+    starts   kernel name -> launches per call, in launch order
+    rule     (graph, node, target) -> shape that the launch settings depend on; None: not replaced
+    call     (run, node, choice, *tensors) -> the node's outputs; writes caches in place
+    samples  test cases, checked with `error` and `differ`
+    error    tolerance of fp32 outputs against float64, as a fraction of their rms
+    differ   maximum fraction of bf16 outputs that may differ from the op's reference; None: the
+             error against float64 is compared with the reference's instead
+    uses     launch settings by kernel name, or a function of the shape: estimates from the size of
+             a Hopper GPU, none measured; kernels without an entry have none
+    coded    whether weights may be quantised
     """
 
     op: str
@@ -87,7 +87,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel of a node, the shape that its settings depend on, and these by kernel."""
+    """The kernel chosen for a node, the shape that its launch settings depend on, and the settings
+    by kernel name."""
 
     kernel: Kernel
     shape: Shape
@@ -95,49 +96,50 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """The only kernel, or the first of several."""
+        """The kernel's name; of several launches the first one's."""
         return next(iter(self.uses))
 
     @property
     def use(self) -> Use:
-        """The settings of the first."""
+        """The launch settings of the first kernel."""
         return self.uses[self.name]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A graph with the choice of each node that becomes a kernel, by the node's first result; made
-    once, and handed to whoever lowers, counts, times or prints the graph."""
+    """A graph and the kernel choice of each lowered node, keyed by the node's first output. Created
+    once, and shared by lowering, launch counts, timing and printing."""
 
     graph: Graph
     target: Target
     choices: Mapping[str, Choice]
 
     def find(self, n: Node) -> Choice | None:
-        """Return the kernel of a node of the graph, or of the parts of one; None: not ours."""
+        """Return the kernel choice of a node, or of a node of its expansion; None if it has no
+        kernel here."""
         return self.choices.get(n.outputs[0].name)
 
 
 def is_row(t: Type) -> bool:
-    """Whether a tensor is [B,1,...]: one token for each row of the batch."""
+    """Whether a tensor is [B,1,...]: one token per sequence."""
     return t.rank >= 3 and t.shape[1] == 1
 
 
 def is_skinny(n: Node, target: Target) -> bool:
-    """Whether the node has few rows in all."""
+    """Whether the node is a decode step of at most SKINNY sequences."""
     return is_row(n.inputs[0].type) and target.rows <= SKINNY
 
 
 def size(t: Type, axis: int) -> int:
-    """Return a dim that is a number."""
+    """Return a static dim."""
     dim = t.shape[axis]
     assert isinstance(dim, int)
     return dim
 
 
 def codes_of(g: Graph, v: Value) -> dict[str, int]:
-    """Return {form: how many codes share a scale} of a quantised weight that kernels read as such;
-    nothing of any other. A part of a row has a power of two of them, from 16 on."""
+    """Return {format: codes per scale} of a quantised weight that kernels dequantise themselves; {}
+    for any other. Codes per scale: a full row, or a power of two from 16 on."""
     n = g.producers.get(v.name)
     if n is None or n.op != "dequantize":
         return {}
@@ -149,27 +151,28 @@ def codes_of(g: Graph, v: Value) -> dict[str, int]:
 
 
 def is_quantised(shape: Shape) -> bool:
-    """Whether a shape has what `codes_of` returns of a weight."""
+    """Whether the shape is of a quantised weight (`codes_of`)."""
     return any(fmt in shape for fmt in FORMATS)
 
 
 def row_tile(shape: Shape) -> int:
-    """Return how many of `rows` a program takes: what tensor cores take at least, or all."""
+    """Return BLOCK_M: all rows, rounded up to a power of two of at least 16, the minimum of tensor
+    cores."""
     return max(16, 1 << (shape["rows"] - 1).bit_length())
 
 
 def reads_blocks(n: Node) -> bool:
-    """Whether an attention reads block ids."""
+    """Whether an attention node has block ids (bidirectional media blocks)."""
     return len(n.chunk) > len(n.caches)
 
 
 def kv_heads(n: Node) -> int:
-    """Count the heads of an attention's caches."""
+    """Return the number of KV heads."""
     return size(n.caches[0].type, 2)
 
 
 def attention_shape(n: Node) -> dict[str, int] | None:
-    """Return the shape; None for blocks of media, the library's: kernels see the past alone."""
+    """Return the shape; None for bidirectional media blocks: these kernels are causal only."""
     q, heads = n["q"].type, kv_heads(n)
     if reads_blocks(n):
         return None
@@ -182,7 +185,7 @@ def attention_shape(n: Node) -> dict[str, int] | None:
 
 
 def masking(n: Node) -> dict[str, Any]:
-    """Return the attributes that every attention has."""
+    """Return the mask and score attributes that all attention ops share."""
     return {k: n.attrs[k] for k in ("window", "scale", "softcap")}
 
 
@@ -199,9 +202,9 @@ def attention_sample(
     pairs: int | None = None,
     kv_dtype: str = "",
 ) -> Sample:
-    """Return rows of which `lengths` tokens are in caches of `slots`: the newest of these attends,
-    or a chunk of `tokens` that follows. `heads`: of queries and of keys; `pairs`: that are
-    rotated, of a latent cache; `kv_dtype`: what the caches' rows are held in, if not the dtype."""
+    """Return a test case with `lengths` tokens per sequence in caches of `slots` slots; the query
+    is the newest token, or a chunk of `tokens` that follows. `heads`: query and KV heads; `pairs`:
+    rotated pairs of a latent cache; `kv_dtype`: the cache's format, if not the sample's dtype."""
     b, s, (nq, n) = len(lengths), tokens or 1, heads
     widths = [d, d] if pairs is None else [d + 2 * pairs]
     layouts = [(kv_dtype or "T", quantized_width(w, kv_dtype) if kv_dtype else w) for w in widths]
@@ -225,6 +228,6 @@ def attention_sample(
 
 
 def zeros_of(x: Any) -> Any:
-    """Return zeros, i64 of the leading dims: counters of programs that work together. Made of what
-    the kernel reads, since the compiler then makes both in one kernel; of nothing, by one more."""
+    """Return zeros, i64 of the leading dims: arrival counters. Computed from x, so that the
+    compiler fuses it into the kernel that produces x; torch.zeros would be one more launch."""
     return x.isnan().any(-1).long() * 0

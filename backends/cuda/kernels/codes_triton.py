@@ -1,4 +1,5 @@
-"""Weights as kernels read them: in a float dtype, or as codes with scales (g4ir/ops/codecs.py).
+"""Loading and dequantising weights in Triton: a float dtype, or codes with scales
+(g4ir/ops/codecs.py).
 
 FORM is empty for a float dtype, else the form of the codes. GROUP is how many codes share a scale;
 0: those of a row, whose scale is applied to the row's sum. Products with one row of x keep code *
@@ -22,13 +23,13 @@ from g4ir.ops.codecs import FORMAT_OF, FORMATS, PACKED, dequantize_codes
 from g4ir.ops.types import torch_dtype
 
 Tensor = torch.Tensor
-#: dtype of codes -> their form
+#: dtype of codes -> format
 CODED = {torch_dtype(codes): FORMAT_OF[codes] for codes in PACKED}
 
 
 @triton.jit
 def rows_of(w, row, K, FORMAT):
-    """Pointers to rows of a weight of K columns: of words in int4."""
+    """Pointers to rows of a weight of K columns; int4: to words of eight codes."""
     if FORMAT == "int4":
         w = w.to(tl.pointer_type(tl.int32), bitcast=True)
     return w + row.to(tl.int64) * (K // 8 if FORMAT == "int4" else K)
@@ -42,7 +43,7 @@ def scales_of(scales, row, K, GROUP):
 
 @triton.jit
 def row_scaled(sums, scales, live, FORMAT, GROUP):
-    """Sums of the products of rows [R, M], times the rows' scale where they have one."""
+    """Multiply sums [R, M] by the rows' scale, if there is one per row."""
     if FORMAT != "" and GROUP == 0:
         sums = sums * tl.load(scales, mask=live, other=0.0).to(tl.float32)[:, None]
     return sums
@@ -50,8 +51,8 @@ def row_scaled(sums, scales, live, FORMAT, GROUP):
 
 @triton.jit
 def _scaled(t, scales, live, at, K, C, BLOCK_K, R, GROUP, OFFSET):
-    """(t - OFFSET) times the scales of the groups; t [R, C] stands for BLOCK_K columns from `at`,
-    a multiple of BLOCK_K."""
+    """(t - OFFSET) * group scales; t [R, C] covers BLOCK_K columns from `at`, a multiple of
+    BLOCK_K."""
     EACH: tl.constexpr = GROUP if GROUP < BLOCK_K else BLOCK_K
     G: tl.constexpr = BLOCK_K // EACH
     g = at // GROUP + tl.arange(0, G)
@@ -65,7 +66,7 @@ def _scaled(t, scales, live, at, K, C, BLOCK_K, R, GROUP, OFFSET):
 
 @triton.jit
 def bits_of_16(w):
-    """The bits of 16.0, which the compiler must not know: it then joins a mask and these in one
+    """The bits of 16.0, hidden from constant folding, so that mask and OR become one LOP3
     instruction."""
     return tl.where(w.to(tl.int64) != 0, 0x41800000, 0)
 
@@ -95,7 +96,7 @@ def _eighths(x, W):
 
 @triton.jit
 def _word_products(word, x, exponent, W):
-    """The sum of the products of each word's codes with eight columns of x [1, 8 W], fp32."""
+    """Dot product of each word's eight codes with eight columns of x [1, 8 W], fp32."""
     x0, x1, x2, x3, x4, x5, x6, x7 = _eighths(x, W)
     sums = _nibble(word, 0, exponent) * x0
     sums += _nibble(word, 1, exponent) * x1
@@ -110,7 +111,7 @@ def _word_products(word, x, exponent, W):
 
 @triton.jit
 def _one_row(x, w, scales, live, exponent, K, BLOCK_K, R, STAGES, FORMAT, GROUP):
-    """fp32 [R, 1]: what `sums_of` adds for one row of x, without its rows' own scales."""
+    """GEMV of `sums_of` for one row of x, fp32 [R, 1], without per-row scales."""
     EACH: tl.constexpr = 8 if FORMAT == "int4" else 1
     W: tl.constexpr = BLOCK_K // EACH
     j, k = tl.arange(0, W), tl.arange(0, BLOCK_K)
@@ -156,11 +157,9 @@ def sums_of(x, real, w, scales, row, live, K, BLOCK_M, BLOCK_K, R, STAGES, FORMA
 
 @triton.jit
 def weight_tile(w, scales, live, at, exponent, K, BLOCK_K, R, FORMAT, GROUP):
-    """[R, BLOCK_K] of a weight from column `at`: as it is stored, or fp32. Behind its end it is
-    zero, and int4 with one scale for a row is not: there x has to be.
-
-    w, scales: pointers to rows, of `rows_of` and `scales_of`; a row's own scale is not applied.
-    exponent: of `bits_of_16`."""
+    """Tile [R, BLOCK_K] of a weight from column `at`: as stored, or dequantised to fp32. Zero
+    beyond the last column, except int4 with one scale per row, where x must be zero. w, scales: row
+    pointers (`rows_of`, `scales_of`); a per-row scale is not applied. exponent: `bits_of_16`."""
     EACH: tl.constexpr = 8 if FORMAT == "int4" else 1
     W: tl.constexpr = BLOCK_K // EACH
     here = at // EACH + tl.arange(0, W)
@@ -207,11 +206,11 @@ def format_constants(w: Tensor, scales: Tensor | None, prefix: str = "") -> dict
 
 
 def columns(w: Tensor) -> int:
-    """Count the numbers of a row of a weight, or of its codes."""
+    """Return the number of columns of a weight, packed codes unpacked."""
     return w.shape[-1] * FORMATS[CODED[w.dtype]].block_values if w.dtype in CODED else w.shape[-1]
 
 
 def dense(w: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return a weight, made of its codes where it is held so."""
+    """Return a weight in `dtype`, dequantised if needed."""
     weight: Tensor = w if scales is None else dequantize_codes(w, scales, dtype)
     return weight

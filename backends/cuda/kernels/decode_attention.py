@@ -1,4 +1,4 @@
-"""Attention of one new token per row over its cache."""
+"""Decode attention: one new token per sequence over its KV cache (split-KV)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from .base import Choice, Kernel, Shape, Use, attention_shape, is_row, masking, 
 from .base import attention_sample as sample
 
 WARPS = {"warps": 8, "stages": 3}
-#: numbers of partial results, half a MiB, that one program adds up
+#: maximum elements of partial results (half a MiB) that one program reduces
 MAX_REDUCED = 1 << 17
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    """Return the shape; None where heads are not whole groups of the codes that a cache holds."""
+    """Return the shape; None if this kernel does not apply, as for head dims that are no multiple
+    of an int8 cache's scale group."""
     shape, cache = attention_shape(n), n.caches[0].type
     if shape is None or n.chunk or not is_row(n["q"].type):
         return None
@@ -28,8 +29,8 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
 
 
 def _estimate(shape: Shape) -> Use:
-    """Return splits that give a program to each of some 128 multiprocessors; 8 of a window, and no
-    more than one program can add up of others."""
+    """Return launch settings: enough splits for about 128 programs (one per SM), at most 8 for a
+    sliding window, and at most what one program can reduce."""
     programs = 1 << (shape["programs"] - 1).bit_length()
     max_splits = 8 if shape["window"] else max(1, MAX_REDUCED // (shape["group"] * shape["d"]))
     block_n = 64 if shape["window"] else 32
@@ -43,7 +44,8 @@ def _latent_estimate(shape: Shape) -> Use:
 def _attention(
     run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, *operands: Any
 ) -> Any:
-    """Attend over K and V, or over a latent cache, whose norm's weight comes before it."""
+    """Attend over K and V, or over a latent cache; its first operand is then the weight of K's
+    norm."""
     from .decode_attention_triton import decode_attention
 
     latent = n.op == "attention_latent"
@@ -61,9 +63,9 @@ def _use(splits: int, block_n: int = 4) -> dict[str, int]:
 
 W = 13
 SHORT, LONG = (0, 1, W - 1), (W, W + 1, 3 * W + 2)
-#: slots and window: a ring, one with slack, lists
+#: slots and window: a ring cache, one with slack, full-length caches
 LAYOUTS = [(W, W), (W + 5, W), (64, 0), (64, W)]
-#: with few and many splits: also more than blocks of keys, and more than keys
+#: few and many splits, also more splits than key blocks, and than keys
 LENGTHS = [
     sample(lengths, *layout, _use(splits), heads=(2, 1))
     for layout in LAYOUTS
@@ -97,7 +99,7 @@ LATENT = [
     ),
 ]
 
-#: quantised rows: rings, lists, one key, more shares than blocks, padded columns, groups
+#: quantised caches: rings, full-length, one key, more splits than blocks, padded columns, groups
 NARROW = [
     sample(lengths, *layout, _use(splits, 8), 0, heads, d, kv_dtype=kv_dtype)
     for kv_dtype in ("i8", "f8e4m3")

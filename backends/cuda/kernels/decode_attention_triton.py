@@ -1,11 +1,10 @@
-"""Attention of one new token per row over its cache, plain or latent (g4ir/ops/latent.py).
+"""Split-KV decode attention, over a plain or latent KV cache (g4ir/ops/latent.py).
 
-Split-KV: a program has one row, one key head and one split of the keys that the query sees; the
-query heads of the group are the rows of its products, so that a key is read once. The splits follow
-from the number of tokens in the cache when the kernel runs: one captured graph serves all lengths,
-and no slot is read that the query does not see. The program that arrives last, by the counter of
-its (row, key head) in `arrivals`, 0 before and after, adds the partial results in the order of the
-splits.
+A program handles one sequence, one KV head and one split of the visible keys; the query heads of
+the group (GQA) are the rows of its dot products, so that a key is read once. Splits are computed on
+the device from the number of tokens in the cache: one captured graph serves all lengths, and only
+visible slots are read. The last program to arrive (an atomic counter per sequence and KV head in
+`arrivals`, 0 before and after) reduces the partial results in the order of the splits.
 
 Numerics: fp32 scores, running maximum in base 2, fp32 sums; probabilities are rounded to the
 cache's dtype before they multiply V. The rms error against float64 is at most 1.5 of that of the
@@ -34,18 +33,18 @@ from .launch import is_last, power_of_2, start, takes, tanh
 
 Tensor = torch.Tensor
 
-#: Bytes of partial results that are on their way while one is added, and their number at most.
+#: Prefetch depth of the reduction: bytes of partial results in flight, and their maximum number.
 IN_FLIGHT_BYTES, AHEAD = 64 * 1024, 8
 
-#: Codes that share a scale in rows of 8 bits, and the most latent rows of these that are taken at a
-#: time: on their way to numbers they need twice the registers.
+#: Codes per scale of 8-bit cache rows, and the maximum 8-bit latent rows per tile: while being
+#: dequantised they need twice the registers.
 EACH, CODED_KEYS = tl.constexpr(CODES), 16
 
 
 @triton.jit
 def _span(end, slots, split, WINDOW, SPLITS, N):
-    """The query sees the keys of positions first .. end - 1: `first`, the keys lo .. hi - 1 of this
-    split, counted from there, and how many splits have keys (one, if there are none)."""
+    """Return the first visible position, this split's keys lo .. hi - 1 (relative to it), and the
+    number of non-empty splits (at least 1). Visible positions: first .. end - 1."""
     visible = tl.minimum(end, slots)
     if WINDOW > 0:
         visible = tl.minimum(visible, WINDOW)
@@ -59,15 +58,14 @@ def _span(end, slots, split, WINDOW, SPLITS, N):
 
 @triton.jit
 def _slots(i, origin, slots):
-    """The slots (i64) of keys i < slots, of which key 0 lies in slot `origin`."""
+    """Ring slots (i64) of keys i < slots; key 0 is in slot `origin`."""
     slot = origin + i
     return tl.where(slot >= slots, slot - slots, slot).to(tl.int64)
 
 
 @triton.jit
 def _tile(rows, real, cols, WIDTH):
-    """Columns `cols` of the rows at pointers `rows`; 0 where a row is not real or a column is not
-    below WIDTH."""
+    """Load columns `cols` of rows at pointers `rows`; 0 where `real` is false or cols >= WIDTH."""
     mask = real[:, None]
     if cols.shape[0] > WIDTH:
         mask = mask & (cols < WIDTH)[None, :]
@@ -76,8 +74,8 @@ def _tile(rows, real, cols, WIDTH):
 
 @triton.jit
 def _dequantized_tile(rows, real, cols, AT, WIDTH, ROW, like):
-    """Columns AT + cols, below AT + WIDTH, of rows of a cache, as numbers of `like`'s dtype. ROW:
-    how many numbers a row of codes has, behind which its scales lie (narrow.py); 0: no codes."""
+    """Load columns AT + cols (below AT + WIDTH) of cache rows, dequantised to `like`'s dtype. ROW:
+    codes per quantised row, which its scales follow (ops/kv_quant.py); 0: not quantised."""
     t = _tile(rows + AT, real, cols, WIDTH)
     if ROW > 0:
         N: tl.constexpr = t.shape[0]
@@ -93,9 +91,9 @@ def _dequantized_tile(rows, real, cols, AT, WIDTH, ROW, like):
 
 @triton.jit
 def _weigh(s, real, top, total, inner, outer, CAPPED):
-    """Scores [M, N] -> powers of two relative to the new maximum [M], that maximum, the new sums
-    [M, N], one per column (a sum over columns takes two barriers: once, at the end), and the
-    factor [M] of what was summed before."""
+    """Online softmax step. Return 2^(scores - new maximum) [M, N], the new maximum [M], the new
+    sums [M, N], and the factor [M] that rescales earlier sums. Sums stay per column: a reduction
+    over columns takes two barriers, so it runs once, at the end."""
     if CAPPED:
         s = outer * tanh(s * inner)
     else:
@@ -109,7 +107,7 @@ def _weigh(s, real, top, total, inner, outer, CAPPED):
 
 @triton.jit
 def _write(out, o, total, GROUP, D):
-    """The result of a group of heads; 0 where no key was seen."""
+    """Store the normalised output of a group of heads; 0 if no key was visible."""
     h, cols = tl.arange(0, o.shape[0])[:, None], tl.arange(0, o.shape[1])[None, :]
     o = o / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out + h * D + cols, o.to(out.dtype.element_ty), mask=(h < GROUP) & (cols < D))
@@ -117,7 +115,7 @@ def _write(out, o, total, GROUP, D):
 
 @triton.jit
 def _put(parts, stats, i, o, top, total, GROUP, D):
-    """Partial result i of the workspace."""
+    """Store partial result i in the workspace."""
     h, cols = tl.arange(0, o.shape[0]), tl.arange(0, o.shape[1])[None, :]
     tl.store(stats + 2 * i * GROUP + h, top, mask=h < GROUP)
     tl.store(stats + (2 * i + 1) * GROUP + h, total, mask=h < GROUP)
@@ -127,7 +125,7 @@ def _put(parts, stats, i, o, top, total, GROUP, D):
 
 @triton.jit
 def _merge(parts, stats, number, GROUP, D, DP, STAGES):
-    """The sum of so many partial results: o and sum."""
+    """Merge `number` partial results; return o and the softmax sum."""
     H: tl.constexpr = triton.next_power_of_2(GROUP)
     h, cols = tl.arange(0, H), tl.arange(0, DP)[None, :]
     real = (h < GROUP)[:, None] & (cols < D)
@@ -150,8 +148,9 @@ def _merge(parts, stats, number, GROUP, D, DP, STAGES):
 
 @triton.jit
 def _finish(sums, out, work, split, used, pair, GROUP, D, SPLITS, STAGES):
-    """From a share's sums (o [M, DP], maximum and sum [M]) to the result of the pair (row, key
-    head); work: partial results, their maxima and sums, counters."""
+    """Publish a split's partial result (o [M, DP], maximum and sum [M]); the last program of the
+    pair (sequence, KV head) merges all and stores the output. work: partial results, their maxima
+    and sums, counters."""
     o, top, total = sums
     parts, stats, arrivals = work
     DP: tl.constexpr = o.shape[1]
@@ -171,7 +170,7 @@ def _finish(sums, out, work, split, used, pair, GROUP, D, SPLITS, STAGES):
 
 @triton.jit
 def _no_keys(M, DP, N):
-    """o [M, DP], maximum [M] and sums [M, N] before any key."""
+    """Initial o [M, DP], maximum [M] and sums [M, N]."""
     top = tl.full([M], float("-inf"), tl.float32)
     return tl.zeros([M, DP], tl.float32), top, tl.zeros([M, N], tl.float32)
 
@@ -188,8 +187,8 @@ def _attended(
     N,
     ROW: tl.constexpr,
 ):
-    """o [M, DP], maximum [M] and sums [M, N] of a share (keys lo .. hi - 1, of which key 0 lies in
-    slot `origin`, and the slots), with its keys added."""
+    """Attend to the keys of a split; return o [M, DP], maximum [M] and sums [M, N]. share: lo, hi,
+    the slot of key 0, and the number of slots."""
     keys, values, by_slot = caches
     lo, hi, origin, slots = share
     inner, outer = factors
@@ -209,7 +208,7 @@ def _attended(
 
 @triton.jit
 def _still_query(q, w, cols, P, D):
-    """The query for V: q * w, rounded, where K is not rotated, else 0."""
+    """The query against V's dims: q * w, rounded, on K's unrotated dims, else 0."""
     weight = tl.load(w + cols, mask=cols < D, other=0.0).to(tl.float32)
     j = tl.where(cols < D // 2, cols, cols - D // 2)
     still = q.to(tl.float32) * tl.where(j < P, 0.0, weight)[None, :]
@@ -218,8 +217,8 @@ def _still_query(q, w, cols, P, D):
 
 @triton.jit
 def _attended_latent(q, w, cache, by_slot, share, factors, CAPPED, GROUP, D, P, PP, M, DP, N, ROW):
-    """`_attended` over a latent cache, rows of V and K's 2 P rotated dims (PP: padded), so that one
-    tile of V is both."""
+    """`_attended` over a latent cache: a row is V and K's 2 P rotated dims (PP: padded), so that
+    one tile of V serves as K and V."""
     lo, hi, origin, slots = share
     inner, outer = factors
     o, top, total = _no_keys(M, DP, N)
@@ -244,7 +243,7 @@ def _attended_latent(q, w, cache, by_slot, share, factors, CAPPED, GROUP, D, P, 
 
 @dataclass(frozen=True)
 class DecodeOperands:
-    """Of `_decode`."""
+    """Operands of `_decode`."""
 
     q: Tensor
     ends: Tensor
@@ -294,8 +293,8 @@ def _decode(
     STAGES: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """One share of one row and key head, grid (SPLITS, n, B). LATENT: `keys` says V too, and
-    `values` is None."""
+    """Attend to one split of one sequence and KV head; grid (SPLITS, n, B). LATENT: `keys` contains
+    V too, and `values` is None."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first, lo, hi, used = _span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
     if split < used:
@@ -320,7 +319,8 @@ def _decode(
 
 
 def workspace(out: Tensor, kv_heads: int, splits: int) -> tuple[Tensor, Tensor, dict[str, int]]:
-    """Return partial results, their maxima and sums, and the constants of the sums."""
+    """Allocate partial results, their maxima and sums; also return the constexprs of the
+    reduction."""
     b, _, heads, d = out.shape
     group = heads // kv_heads
     ahead = max(2, min(AHEAD, splits, IN_FLIGHT_BYTES // (4 * group * d)))
@@ -331,19 +331,20 @@ def workspace(out: Tensor, kv_heads: int, splits: int) -> tuple[Tensor, Tensor, 
 
 
 def constants(out: Tensor, kv_heads: int, window: int, softcap: float) -> dict[str, Any]:
-    """Return the constants that follow from a result [B,1,nq,d]."""
+    """Return the constexprs for an output [B,1,nq,d]."""
     d, group = out.shape[3], out.shape[2] // kv_heads
     sizes = {"M": max(16, power_of_2(group)), "D": d, "DP": max(16, power_of_2(d))}
     return {"WINDOW": window, "CAPPED": softcap > 0, "GROUP": group, **sizes}
 
 
 def factors(scale: float, softcap: float) -> tuple[float, float]:
-    """Return (inner, outer): the base 2 score is inner * x, or, capped, outer * tanh(inner * x)."""
+    """Return (inner, outer): the base-2 score is inner * x, or with a softcap outer * tanh(inner *
+    x)."""
     return (scale / softcap, softcap * log2(e)) if softcap else (scale * log2(e), 0.0)
 
 
 def _layout(q: Tensor, cache: Tensor, latent: bool, n: int) -> dict[str, Any]:
-    """Return the constants of a cache's layout, with N: n, or fewer."""
+    """Return the constexprs of a cache's layout; N: keys per block, at most n."""
     row = values_in_row(cache.shape[3]) if cache.dtype == torch.int8 else 0
     if not latent:
         return {"P": 0, "PP": 16, "ROW": row, "N": n}
@@ -367,14 +368,15 @@ def decode_attention(
     warps: int,
     stages: int,
 ) -> Tensor:
-    """Compute `attention` of the newest token of each row over its cache, [B,1,nq,d]
+    """Compute `attention` of each sequence's newest token over its KV cache: [B,1,nq,d].
 
     q [B,1,nq,d]; end i64[B] tokens in the cache, the query's among them: its position is end - 1;
-    caches k, v [C,B,n,d], alike in any strides but the last, or quantised rows (ops/kv_quant.py),
-    whose d is a multiple of 32 where they are codes; arrivals i64[B,n], 0 before and after. A row
-    without tokens yields 0. splits: programs for each row and key head, of block_n keys or more.
+    caches k, v [C,B,n,d] of equal strides, contiguous in the last dim, or quantised rows
+    (ops/kv_quant.py; int8: d a multiple of 32); arrivals i64[B,n], 0 before and after. A sequence
+    without tokens yields 0. splits: programs per sequence and KV head, each of at least block_n
+    keys.
 
-    With w [d], the weight of K's norm, the op `attention_latent` over one cache [C,B,n,d+2p].
+    With w [d], the weight of K's norm, computes `attention_latent` over one cache [C,B,n,d+2p].
     """
     if not takes(q):
         arrivals.zero_()

@@ -1,9 +1,9 @@
-"""Triton's interpreter, repaired where it does not do what a GPU does.
+"""Fixes for Triton's interpreter, where it differs from a GPU.
 
-It has no instructions of a GPU's own. It keeps bf16 as integers: its casts truncate and its
-products multiply the integers. Its scalars are arrays of one element, which numpy does not take for
-an index: they get one, so that loops may run to a loaded bound. And it patches the language anew
-for each function that a kernel calls, which once for a kernel is enough.
+Inline PTX is ignored. bf16 is stored as integers, so casts truncate and dot products multiply the
+integers: both are replaced. Scalars are one-element arrays, which numpy refuses as an index: they
+get `__index__`, so that loops may have a loaded bound. The language is patched once per kernel, not
+for each function that a kernel calls.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ _patched: set[int] = set()
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """A context in which kernels are interpreted, on tensors of the CPU.
-
-    Raises MissingError where TRITON_INTERPRET=1 was not set before triton was imported.
+    """Interpret kernels, on CPU tensors, for the duration of a context. MissingError if
+    TRITON_INTERPRET=1 was not set before triton was imported.
     """
     if not knobs.runtime.interpret:
         raise MissingError("interpreting kernels needs TRITON_INTERPRET=1 in the environment")
@@ -59,14 +58,14 @@ def _dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> A
 
 
 class _Nothing:
-    """Result of an instruction that nobody reads."""
+    """Placeholder for the unused result of inline PTX."""
 
     def get_result(self, _: int) -> Any:
         return interpreter.TensorHandle(np.zeros(1, np.int32), tl.int32)
 
 
 def _asm(self: Any, text: str, *operands: Any) -> Any:
-    """Do nothing: kernels have instructions of their own for order and caches alone."""
+    """Ignore inline PTX: kernels use it only for memory ordering and cache hints."""
     return _Nothing()
 
 
@@ -77,7 +76,7 @@ def _values(handle: Any) -> Any:
 
 
 def _patch_once(fn: Any) -> Any:
-    if "__index__" not in vars(tl.tensor):  # the start of a kernel
+    if "__index__" not in vars(tl.tensor):  # not yet patched: a kernel starts
         _patched.clear()
     if id(fn.__globals__) in _patched:
         return interpreter._LangPatchScope()

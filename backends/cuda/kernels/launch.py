@@ -1,4 +1,4 @@
-"""The parts that kernels share: starting them, seeing them started, arithmetic, activations."""
+"""Shared by all kernels: launching, recording launches, arithmetic, activations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch.library import wrap_triton
 
-#: (kernel, grid, operands by name, constants and options of the compiler)
+#: (kernel, grid, operands by name, constexprs and compiler options)
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]
 
 
@@ -28,14 +28,14 @@ _START: ContextVar[Callable[..., None]] = ContextVar("start", default=_traced)
 
 
 def start(kernel: Any, grid: tuple[Any, ...], operands: Any, **meta: Any) -> None:
-    """Start a kernel so that tracers see it; `operands` are the kernel's record of its own, whose
-    fields are its parameters, `meta` holds constexprs, num_warps and num_stages."""
+    """Launch a kernel so that torch's tracers record it. `operands`: the kernel's operand
+    dataclass, whose fields are its parameters; `meta`: constexprs, num_warps and num_stages."""
     _START.get()(kernel, grid, dict(vars(operands)), meta)
 
 
 def takes(x: torch.Tensor) -> bool:
-    """Whether a kernel is to be started for x: it lies on a GPU, or kernels are interpreted or
-    recorded."""
+    """Whether to launch a kernel for x, not the reference: x is on a GPU, or kernels are
+    interpreted or recorded."""
     return x.is_cuda or _START.get() is not _traced
 
 
@@ -49,26 +49,26 @@ def _starting(how: Callable[..., None]) -> Iterator[None]:
 
 
 def directly() -> Any:
-    """Return a context in which kernels start without a tracer: for the interpreter, and for
+    """Return a context in which kernels are launched without tracing: for the interpreter, and for
     timing."""
     return _starting(_direct)
 
 
 def by_default() -> Any:
-    """Return a context in which kernels start as they do outside of `directly` and `recorded`."""
+    """Return a context that restores traced launches within `directly` or `recorded`."""
     return _starting(_traced)
 
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """A context in which no kernel runs; the list receives what would have been started."""
+    """Record launches in the list instead of running them, for the duration of a context."""
     seen: list[Launch] = []
     with _starting(lambda *launch: seen.append(launch)):
         yield seen
 
 
 def tile(block_n: int, block_k: int, warps: int, stages: int, block_m: int = 0) -> dict[str, int]:
-    """Return the settings of a product as a kernel takes them."""
+    """Return the launch settings of a matmul kernel as constexprs and compiler options."""
     rows = {"BLOCK_M": block_m} if block_m else {}
     sizes = {"BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages}
     return rows | sizes | {"num_warps": warps, "num_stages": stages}
@@ -80,13 +80,13 @@ def power_of_2(n: int) -> int:
 
 
 def blocks(n: Any, size: int) -> Any:
-    """Count the blocks of `size` that cover n, which may be symbolic."""
+    """Return ceil(n / size); n may be symbolic."""
     return (n + size - 1) // size
 
 
 @triton.jit
 def tanh(x):
-    """tanh of fp32: off by at most 1.2e-7, absolute; no overflow."""
+    """fp32 tanh with an absolute error of at most 1.2e-7; no overflow."""
     return 2 * tl.sigmoid(2 * x) - 1
 
 
@@ -106,14 +106,14 @@ def activate(x, ACT: tl.constexpr):
 
 @triton.jit
 def rounded(x, like):
-    """fp32 -> the element type of `like` and back: where the reference model rounds."""
+    """Round fp32 to the element type of the pointer `like`, where the reference rounds."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def is_last(word, size):
-    """Counts; whether this program is the last of `size`, which then sees what the others stored:
-    the barrier puts all threads' stores before the one atomic."""
+    """Count an arrival; return whether this program is the last of `size`, which then sees the
+    others' stores: the barrier orders all threads' stores before the atomic."""
     tl.debug_barrier()
     one = tl.full([], 1, tl.int64)
     return tl.atomic_add(word, one, sem="acq_rel", scope="gpu") == size - 1

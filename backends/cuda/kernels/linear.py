@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight, also after the norm that makes the row."""
+"""Matmul of a few rows with a weight (small-batch decode), with an optional gated activation."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
 
 
 def _one_row(shape: Shape, block_n: int) -> Use:
-    """Return the settings of a product of one row: `block_n` rows of the weight, of 4 bits twice as
-    many, 2 to 4 KB of each on their way."""
+    """Return the launch settings of a GEMV: `block_n` weight rows per program (int4: twice as
+    many), with 2 to 4 KB of each in flight."""
     if shape["k"] <= 256:
         block_k, stages = 256, 1
     else:
@@ -42,7 +42,7 @@ def _one_row(shape: Shape, block_n: int) -> Use:
 
 
 def _estimate(shape: Shape) -> Use:
-    """Return settings for which each of 132 multiprocessors has some programs."""
+    """Return launch settings that give each of 132 SMs several programs."""
     n = shape["n"]
     if shape["rows"] == 1:
         return _one_row(shape, 2 if n <= 512 else 4 if n <= 3072 else 8)
@@ -52,7 +52,7 @@ def _estimate(shape: Shape) -> Use:
 
 
 def _glu(shape: Shape) -> Use:
-    """Return the same of two products, whose rows come in pairs."""
+    """Return launch settings for gate and up together, whose weight rows come in pairs."""
     n = shape["n"]
     if shape["rows"] == 1:
         return _one_row(shape, 2 if n <= 512 else 4)
@@ -75,9 +75,9 @@ def _use(block_m: int, block_n: int, block_k: int = 32, **more: int) -> dict[str
     )
 
 
-#: both inner loops, with few rows and with more than `block_m`
+#: both inner loops, with few rows and with more rows than `block_m`
 M1, M16, M32, M64 = _use(1, 4), _use(16, 16), _use(32, 16), _use(64, 16)
-#: rows, n, k, settings: tiny, odd, not whole blocks, whole blocks
+#: rows, n, k, settings: tiny, odd, partial blocks, full blocks
 PRODUCTS = [
     (1, 1, 1, M1),
     (1, 17, 100, M1),
@@ -94,7 +94,8 @@ PRODUCTS = [
     (5, 72, 1536, _use(16, 64, 128, stages=3)),
 ]
 GATED = [(1, 5, 33, M1), (3, 32, 96, M16), (16, 5, 33, M16), (2, 37, 45, M1)]
-#: the same of quantised weights, and the codes: of rows and of groups, more and fewer than a block
+#: the same for quantised weights and their format: scales per row, and per group of more and fewer
+#: codes than a block
 INT8, INT4, FP8 = ("int8", 0), ("int4", 32), ("fp8", 0)
 CODED = [
     (1, 17, 104, M1, INT8),

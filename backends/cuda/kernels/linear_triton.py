@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight, bound by reading the weight once.
+"""Matmul of a few rows with a weight, memory-bandwidth bound: the weight is read once.
 
 `block_m` chooses the inner loop. 1, for one row: multiply and add in fp32, one reduction at the
 end. 16 to 64, for as many rows: tensor cores, with the weight as the left operand, whose tile may
@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class ProductOperands:
-    """Of `_skinny`."""
+    """Operands of `_skinny`."""
 
     x: Tensor
     w: Tensor

@@ -1,4 +1,4 @@
-"""The experts of a layer beside its dense MLP, sorted by expert."""
+"""MoE block: router, experts (grouped by expert) and the dense MLP next to them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .base import (
     zeros_of,
 )
 
-#: operands of a block of all experts
+#: inputs of an unsharded MoE block
 ALL_EXPERTS = 10
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    if not is_skinny(n, target) or len(n.inputs) > ALL_EXPERTS:  # of one rank: the library's
+    if not is_skinny(n, target) or len(n.inputs) > ALL_EXPERTS:  # sharded experts use the library
         return None
     x, dense, gate_up = n.outputs[0].type, n["w_dense"].type, n["gate_up"].type
     return {
@@ -46,7 +46,7 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
 
 
 def _tile(shape: Shape, one: tuple[int, int, int], many: tuple[int, int, int]) -> Use:
-    """Return the settings (block_n, block_k, stages) of one row, or of more."""
+    """Return launch settings from (block_n, block_k, stages) for one row, or for more."""
     rows = 1 if shape["rows"] == 1 else row_tile(shape)
     block_n, block_k, stages = one if rows == 1 else many
     tile = {"block_m": rows, "block_n": block_n, "block_k": block_k}
@@ -64,8 +64,8 @@ def _down(shape: Shape) -> Use:
 
 
 def _experts(run: Run, n: Node, choice: Choice, *operands: Any) -> tuple[Any, Any]:
-    """Return (dense, experts): the dense MLP in the grids of the experts, whose slots are added in
-    the order of rank."""
+    """Return (dense, experts). The dense MLP runs in the same grids as the experts, whose outputs
+    are summed in the order of rank."""
     from .moe_triton import moe_down, moe_gate_up, moe_route
 
     x_dense, x_moe, x, scale, proj, per_expert, w_dense, w_dense_down, gate_up, down = operands
@@ -103,7 +103,7 @@ def _sample(use: Mapping[str, Use], sizes: tuple[Any, ...], act: str = "silu") -
     )
 
 
-#: rows, d, inner, dense, experts, top_k: few are multiples of a block
+#: rows, d, inner, dense, experts, top_k: mostly no multiples of a block
 SIZES: list[tuple[Any, ...]] = [
     (1, 37, 11, 29, 6, 2),
     (2, 32, 16, 48, 8, 4),
@@ -116,7 +116,8 @@ SIZES: list[tuple[Any, ...]] = [
     (33, 20, 11, 29, 12, 2),
     (1, 18, 8, 16, 128, 8),
 ]
-#: the same, quantised: rows, d, inner, dense, experts, top_k, the dense MLP's form, the experts'
+#: the same, quantised: rows, d, inner, dense, experts, top_k, formats of the dense MLP and the
+#: experts
 INT8, INT4, FP8 = ("int8", 0), ("int4", 32), ("fp8", 0)
 CODED: list[tuple[Any, ...]] = [
     (1, 64, 32, 32, 6, 2, INT8, INT4),
@@ -129,7 +130,7 @@ CODED: list[tuple[Any, ...]] = [
 
 
 def _use(rows: int) -> dict[str, Use]:
-    """Return settings of a sample."""
+    """Return launch settings for a test case."""
     block_m = row_tile({"rows": rows}) if rows > 1 else 1
     tile = {"block_m": block_m, "block_n": 16 if rows > 1 else 8, "block_k": 32, "stages": 2}
     return {

@@ -1,16 +1,15 @@
-"""The MoE block of a decode step: the choice of experts, gate and up, down; experts and dense MLP
-together, which alone would not fill the machine.
+"""MoE block of a decode step in three kernels: router, gate_up, down. Experts and dense MLP share
+the last two, since each alone would not fill the GPU.
 
-`moe_route` makes the router's scores; its program that arrives last chooses the experts of all rows
-and lists those in use. So the weights of each are read once, for all rows together: a row chooses
-an expert at most once, and an expert never has more rows than there are. An activation holds, per
-row, top_k slots of I in the order of rank, then the Id columns of the dense MLP. What the slots add
-up to is the caller's, whose compiler adds where it reads.
+`moe_route` computes the router's scores; its last program to arrive selects the experts of all rows
+and lists those in use, so that each expert's weights are read once for all rows. The activation
+has, per row, top_k slots of I columns in the order of rank, then the Id columns of the dense MLP.
+The caller sums the slots, so that its compiler can fuse the sum with the next read.
 
-A key is an integer whose order is (score, then lower index), so that one integer maximum finds
-both. 10 bits hold the index. Scores of 16 bits leave room for it in 32 bits; fp32 needs 64. Equal
-scores go by the lower index (`torch.topk` promises no order among equals). Weights are exp(s - max
-s) / sum over the chosen experts.
+Top-k uses integer keys ordered by (score, then lower index), so that one integer max yields both.
+The index takes 10 bits: 16-bit scores fit 32-bit keys, fp32 needs 64. Equal scores go by the lower
+index (`torch.topk` promises no order among equals). Weights are exp(s - max s) / sum over the
+chosen experts.
 
 Error: fp32 sums in another order than the reference, about 1e-6 of the rms of the terms, then the
 roundings of the op. fp32: within 1e-5 of the result's rms. bf16: a rounding may fall the other way
@@ -35,14 +34,14 @@ from .launch import activate, blocks, is_last, power_of_2, rounded, start, takes
 
 Tensor = torch.Tensor
 
-#: rows of scores that are taken at a time by the program that chooses
+#: rows of scores per iteration of the program that selects experts
 ROWS = 16
 
 
 @triton.jit
 def _keys(s, i, FP32):
     """Scores s (fp32) and their expert indices i -> keys."""
-    bits = (s + 0.0).to(tl.int32, bitcast=True)  # -0 and 0 are equal
+    bits = (s + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     if FP32:
         key = (order.to(tl.int64) << 10) | (1023 - i)
@@ -68,10 +67,11 @@ def _score(key, FP32):
 
 @triton.jit
 def _choose(logits, per_expert, slots, EXPERTS, E_P, TOP_K, FP32):
-    """Experts int64 and weights fp32 [R, S] of ranks `slots` [1, S], 0 from TOP_K on, of rows of
-    scores [R, 1]; and which experts some row chose, i32[E_P]."""
+    """Top-k of rows of scores (pointers [R, 1]): return experts int64 and weights fp32 [R, S] for
+    ranks `slots` [1, S] (0 from TOP_K on), and a flag for each expert that a row chose,
+    i32[E_P]."""
     i = tl.arange(0, E_P)[None, :]
-    # past the registers of those that stored them
+    # bypass L1: other programs stored them
     s = tl.load(logits + i, mask=i < EXPERTS, other=float("-inf"), cache_modifier=".cg")
     key = _keys(s.to(tl.float32), i, FP32)
     lowest: tl.constexpr = -(2**63) if FP32 else -(2**31)
@@ -93,7 +93,7 @@ def _choose(logits, per_expert, slots, EXPERTS, E_P, TOP_K, FP32):
 def _route_all(
     logits, per_expert, weights, index, listed, rows, EXPERTS, E_P, TOP_K, S, ROWS, FP32
 ):
-    """The choice of all rows, and the list of experts in use."""
+    """Select the experts of all rows, and list those in use."""
     i, slots = tl.arange(0, E_P), tl.arange(0, S)[None, :]
     used = tl.zeros([E_P], tl.int32)
     for r0 in range(0, rows, ROWS):
@@ -132,8 +132,8 @@ def _route(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N scores of one row, of x * scale * root, each step rounded; the last program chooses.
-    arrivals: 0 before and after. Grid: blocks, rows."""
+    """Compute BLOCK_N scores of one row from x * scale * root, rounded at each step; the last
+    program to arrive selects the experts. arrivals: 0 before and after. Grid: blocks, rows."""
     row = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -157,7 +157,7 @@ def _route(
 
 @triton.jit
 def _slots_of(index, expert, m, rows, TOP_K, S):
-    """Per row m: whether it chose the expert, and in which slot."""
+    """Return for each row m whether it chose the expert, and the slot."""
     slots = tl.arange(0, S)[None, :]
     inside = (m < rows)[:, None] & (slots < TOP_K)
     hit = tl.load(index + m[:, None] * TOP_K + slots, mask=inside, other=-2) == expert
@@ -169,7 +169,7 @@ def _glu(
     x, w, scales, base, out, live, n0, N, K, BLOCK_M, BLOCK_N, BLOCK_K, ACT, STAGES, FORMAT, GROUP
 ):
     """out[m][n] = act(w[base + n] @ x[m]) * (w[base + N + n] @ x[m]) for live m; x and out:
-    pointers per row m. Rows of gate and up come in turn, so that a pair ends up in one thread."""
+    pointers per row m. Rows of gate and up are interleaved, so that a pair is in one thread."""
     R: tl.constexpr = 2 * BLOCK_N
     r = tl.arange(0, R)
     i = n0 + r // 2
@@ -225,7 +225,8 @@ def _gate_up(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK_M rows, BLOCK_N columns of the dense MLP, which come first, or of a listed expert."""
+    """Compute BLOCK_M rows x BLOCK_N columns of gate_up: of the dense MLP (first in the grid), or
+    of a listed expert."""
     block = tl.program_id(0)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = m.to(tl.int64)
@@ -276,8 +277,8 @@ def _down(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK_M rows, BLOCK_N columns of the dense MLP or of a listed expert: parts [rows, TOP_K,
-    HIDDEN], rounded and not yet weighted."""
+    """Compute BLOCK_M rows x BLOCK_N columns of down: of the dense MLP, or of a listed expert into
+    parts [rows, TOP_K, HIDDEN], rounded, without router weights."""
     block = tl.program_id(0)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = m.to(tl.int64)
@@ -300,12 +301,12 @@ def _down(
             )
 
 
-# --- what starts them -------------------------------------------------------------------------
+# --- launches -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RouteOperands:
-    """Of `_route`."""
+    """Operands of `_route`."""
 
     x: Tensor
     scale: Tensor
@@ -322,7 +323,7 @@ class RouteOperands:
 
 @dataclass(frozen=True)
 class GateUpOperands:
-    """Of `_gate_up`."""
+    """Operands of `_gate_up`."""
 
     x_dense: Tensor
     x_moe: Tensor
@@ -338,7 +339,7 @@ class GateUpOperands:
 
 @dataclass(frozen=True)
 class DownOperands:
-    """Of `_down`."""
+    """Operands of `_down`."""
 
     act: Tensor
     index: Tensor
@@ -355,8 +356,8 @@ class DownOperands:
 def route_reference(
     logits: Tensor, per_expert: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the second half of the op `router`, with an order among equals, and the list of
-    experts in use."""
+    """Reference of the selection: the op `router` after its scores, with ties broken by the lower
+    index, and the list of experts in use."""
     scores, index = upcast(logits).sort(dim=-1, descending=True, stable=True)
     index = index[..., :top_k].contiguous()
     weights = scores[..., :top_k].softmax(-1) * per_expert[index]
@@ -418,24 +419,25 @@ def moe_route(
 def _constants(
     hidden: int, inner: int, width: int, top_k: int, weights: tuple[Tensor, Tensor | None, Any, Any]
 ) -> dict[str, Any]:
-    """Return the constants of both products; weights: the dense one, its scales, the experts'."""
+    """Return the constexprs of a matmul of dense MLP and experts; weights: dense, its scales,
+    experts, their scales."""
     sizes = {"HIDDEN": hidden, "INNER": inner, "DENSE": width}
     sizes |= {"TOP_K": top_k, "S": power_of_2(top_k)}
     return sizes | format_constants(*weights[:2], "DENSE_") | format_constants(*weights[2:])
 
 
 def _with_scales(w: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return a weight with its scales, or with itself for want of such."""
+    """Return (weight, scales); without scales the weight itself is the unused pointer."""
     return w, w if scales is None else scales
 
 
 def _max_experts(listed: Tensor, index: Tensor) -> Any:
-    """Count the experts that can be in use: all, or one per slot of every row."""
+    """Return the maximum number of experts in use: all, or one per slot of every row."""
     return torch.sym_min(listed.shape[0], index.numel())
 
 
 def _per_slot(x: Tensor, w: Tensor, index: Tensor) -> Tensor:
-    """Return products per slot: x [rows, slots or 1, k], w [E, n, k] -> [rows, slots, n], rounded
+    """Reference matmul per slot: x [rows, slots or 1, k], w [E, n, k] -> [rows, slots, n], rounded
     once."""
     picked = w[index.flatten(0, -2)]
     return (upcast(picked) @ upcast(x)[..., None])[..., 0].to(x.dtype)

@@ -1,4 +1,4 @@
-"""Attention of a chunk of new tokens over a cache and over the chunk itself."""
+"""Prefill attention: a chunk of new tokens over the KV cache and the chunk itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .base import Choice, Kernel, Sample, Shape, Use, attention_sample, attentio
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    cache_dtype = n.caches[0].type.dtype  # narrower than the queries: the library's
+    cache_dtype = n.caches[0].type.dtype  # a cache narrower than the queries uses the library
     return attention_shape(n) if n.chunk and cache_dtype == n["q"].type.dtype else None
 
 
@@ -25,7 +25,8 @@ def _estimate(shape: Shape) -> Use:
 def _attention(
     run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, *operands: Any
 ) -> Any:
-    """Attend over K and V, or over a latent cache, whose norm's weight comes before it."""
+    """Attend over K and V, or over a latent cache; its first operand is then the weight of K's
+    norm."""
     from .prefill_attention_triton import prefill_attention
 
     w, rows = (operands[0], operands[1:]) if len(operands) % 2 else (None, operands)

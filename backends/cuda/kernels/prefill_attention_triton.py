@@ -1,10 +1,10 @@
-"""Attention of a chunk of new tokens over a cache and over the chunk itself, tile by tile.
+"""Flash-style prefill attention of a chunk of new tokens over the KV cache and the chunk itself.
 
-A program holds `block_m` query rows: block_m / group tokens, each with all heads of one group, so
-that a tile of keys and values is read once for the group. It walks over the keys that one of its
-queries sees, in at most three runs of adjacent rows: the cache up to its last slot, the cache from
-slot 0 if a ring wraps, and the chunk. One loop goes through all three, so that the next block is
-loaded early at their borders too; blocks that every query of the tile sees whole are not masked.
+A program handles `block_m` query rows: block_m / group tokens with all query heads of one KV head
+(GQA), so that a tile of K and V is read once for the group. It iterates over the visible keys in at
+most three contiguous runs: the cache up to its last slot, the cache from slot 0 if a ring wraps,
+and the chunk. One loop covers all three, so that software pipelining continues across runs; blocks
+fully visible to all queries are not masked.
 
 Budget. Scores, softmax and sums are fp32; probabilities are rounded to the tensors' dtype before
 the second product. fp32: 1e-5 of the result's rms against float64. bf16: the op's reference rounds
@@ -34,10 +34,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _runs(first, last, begin, old, slots, WINDOW):
-    """The keys that a query among first..last of the chunk sees; query i is at position begin + i.
+    """Return the runs of keys visible to queries first..last of the chunk; query i is at position
+    begin + i.
 
-    Returns the oldest position in the cache, its slot, the number of keys from there to the last
-    slot or the newest key, the number from slot 0 on, and the oldest token of the chunk.
+    Values: the oldest visible position in the cache, its slot, the number of keys from there to the
+    last slot or newest key, the number of keys from slot 0 on (wrapped), and the first visible
+    token of the chunk.
     """
     oldest = tl.maximum(old - slots, 0)
     token = 0
@@ -52,8 +54,8 @@ def _runs(first, last, begin, old, slots, WINDOW):
 
 @triton.jit
 def _block(i, oldest, slot, run, wrapped, token, end, begin, slots, BLOCK_N):
-    """Block i of the runs: whether it lies in the cache, its first row there or in the chunk, the
-    row behind the last of its run, and what added to a row is the position."""
+    """Return for block i of the runs: whether it is in the cache, its first row (in cache or
+    chunk), the end row of its run, and the offset from row to position."""
     wraps = tl.cdiv(run, BLOCK_N)
     new = wraps + tl.cdiv(wrapped, BLOCK_N)
     row = tl.where(i < wraps, slot + i * BLOCK_N, (i - wraps) * BLOCK_N)
@@ -65,7 +67,8 @@ def _block(i, oldest, slot, run, wrapped, token, end, begin, slots, BLOCK_N):
 
 @triton.jit
 def _is_partial(row, stop, shift, low, high, WINDOW, BLOCK_N):
-    """Whether the run ends within the block, or a query at positions low..high sees not all."""
+    """Whether the block needs a mask: the run ends in it, or some query at positions low..high does
+    not see all of it."""
     partial = (row + BLOCK_N > stop) | (row + shift + BLOCK_N - 1 > low)
     if WINDOW > 0:
         partial = partial | (row + shift <= high - WINDOW)
@@ -74,7 +77,8 @@ def _is_partial(row, stop, shift, low, high, WINDOW, BLOCK_N):
 
 @triton.jit
 def _masked(scores, query, row, stop, shift, WINDOW):
-    """Scores [M,N] of query positions [M] and rows [N] of a run; -inf where a key is not seen."""
+    """Set scores [M,N] to -inf where a key is not visible; query: positions [M], row: rows [N] of a
+    run."""
     key = row + shift
     seen = (row < stop)[None, :] & (key[None, :] <= query[:, None])
     if WINDOW > 0:
@@ -84,10 +88,9 @@ def _masked(scores, query, row, stop, shift, WINDOW):
 
 @triton.jit
 def _weigh(scores, top, total):
-    """A step of softmax over blocks, of scores in powers of 2: the probabilities relative to the
-    new top score, what the old sums are worth, the new top [M] and the new total [M].
-
-    A top is finite from the start, so a row that has seen no key yet is no special case.
+    """Online softmax step, base 2: return the probabilities relative to the new maximum, the factor
+    that rescales earlier sums, the new maximum [M] and the new sum [M]. The initial maximum is
+    finite, so a row without visible keys needs no special case.
     """
     higher = tl.maximum(top, tl.max(scores, 1))
     p = tl.exp2(scores - higher[:, None])
@@ -97,7 +100,8 @@ def _weigh(scores, top, total):
 
 @triton.jit
 def _tile(base, step, row, keys, columns, stop, WIDTH, EVEN):
-    """Rows row + keys of a run of rows `step` elements apart; zeros from `stop` and WIDTH on."""
+    """Load rows row + keys of a run with row stride `step`; zeros from row `stop` and column WIDTH
+    on."""
     inside = (row + keys < stop)[:, None]
     if not EVEN:
         inside = inside & (columns < WIDTH)[None, :]
@@ -107,8 +111,7 @@ def _tile(base, step, row, keys, columns, stop, WIDTH, EVEN):
 
 @triton.jit
 def _weighted(q, rows, columns, real, w, D, PAIRS):
-    """The queries for V in the place of K: times the weight of K's norm, zero where K is rotated.
-
+    """Return the queries against V as K: q times the weight of K's norm, zero on K's rotated dims.
     Rounded to q's dtype, as the reference rounds a weighted key.
     """
     still = columns < D
@@ -122,7 +125,7 @@ def _weighted(q, rows, columns, real, w, D, PAIRS):
 
 @dataclass(frozen=True)
 class ChunkOperands:
-    """Of `_attend`."""
+    """Operands of `_attend`."""
 
     q: Tensor
     positions: Tensor
@@ -172,12 +175,12 @@ def _attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (tile of tokens, key head, batch row). LATENT: V's rows are
-    `latent_row`s, and the columns behind V, K's rotated dims, take K's place; else w is unread."""
+    """Program (tile of tokens, KV head, sequence). LATENT: rows of V are `latent_row`s, whose
+    columns after V are K's rotated dims, used as K; otherwise w is not read."""
     b, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     begin = tl.load(positions + b * tokens).to(tl.int32)
     old = tl.load(written + b).to(tl.int32)
-    # The last tiles of a chunk see most keys: they start first.
+    # The last tiles of a chunk have the most visible keys: they start first.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * (BLOCK_M // PACK)
     last = tl.minimum(first + BLOCK_M // PACK, tokens) - 1
     heads = tl.num_programs(1) * GROUP
@@ -197,8 +200,8 @@ def _attend(
     if LATENT:
         cache_k += D
         k += D
-        # Through memory: the compiler keeps an operand that it has just loaded in shared memory
-        # and one that it has computed in registers, of which there are not enough.
+        # Store and reload: the compiler puts a loaded operand in shared memory, but a computed one
+        # in registers, of which there are not enough.
         mine = out + ((m // PACK * heads + m % PACK) * D)[:, None] + columns[None, :]
         inside = real[:, None] & (columns < D)[None, :]
         tl.store(mine, _weighted(q, rows, columns, real, w, D, PAIRS), mask=inside)
@@ -227,8 +230,8 @@ def _attend(
         tile_v = _tile(base, step, row, keys, columns, stop, D, D == DIMS)
         scores = tl.dot(query, tl.trans(tile_k), input_precision="ieee") * unit
         if LATENT:
-            # Two sums, scaled apart: of a product that continues another, each half of the warps
-            # would compute all.
+            # Two dot products, scaled separately: if one accumulated onto the other, each half of
+            # the warps would compute all of it.
             scores += tl.dot(still, tl.trans(tile_v), input_precision="ieee") * unit
         if CAP:
             scores = tanh(scores) * (softcap * LOG2E)
@@ -238,8 +241,7 @@ def _attend(
         p = p.to(tile_v.dtype)
         sums = tl.dot(p, tile_v, sums * fade[:, None], input_precision="ieee")
     result = sums / tl.where(total > 0, total, 1.0)[:, None]
-    # Computed anew (+ 0 that the compiler does not see through): kept, the addresses would take
-    # registers from the loop.
+    # Recomputed (with an opaque + 0): kept live, the addresses would take registers from the loop.
     m = tl.arange(0, BLOCK_M) + tl.minimum(tokens, 0)
     real = (first + m // PACK < tokens) & (m % PACK < GROUP)
     mine = out + ((m // PACK * heads + m % PACK) * D)[:, None] + columns[None, :]
@@ -247,7 +249,8 @@ def _attend(
 
 
 def _sizes(d: int, group: int, pairs: int, latent: bool) -> dict[str, int]:
-    """Return the constants that follow from sizes; a latent cache has two dims more a pair."""
+    """Return the constexprs that depend on sizes; a latent cache has two more dims per rotated
+    pair."""
     dims = max(16, power_of_2(d))
     keys = max(16, power_of_2(2 * pairs)) if latent else dims
     sizes = {"D": d, "GROUP": group, "PACK": power_of_2(group)}
