@@ -30,9 +30,7 @@ STDOUT = "-"
 class Bench(Verb):
     """Measure engines, and report; or print the table of reports."""
 
-    engines: list[str] = argument(
-        f"{ANY_MODEL}; two of the same variant are compared (alternating runs)", "MODEL", "*"
-    )
+    engines: list[str] = argument(f"{ANY_MODEL}; two are compared", "MODEL", "*")
     first_use: FirstUse
     input_len: int | None = flag("prompt length in tokens (default 512, or what fits)", None, "N")
     output_len: int | None = flag("generated tokens per sequence (default 64)", None, "N")

@@ -45,9 +45,7 @@ output_flag = partial(flag, title="output")
 class Build(Verb):
     """Build an engine, or print what a build would write."""
 
-    model: str | None = argument(
-        "variant, GGUF file, checkpoint directory or Hugging Face id", "MODEL", "?", title="model"
-    )
+    model: str | None = argument("variant, checkpoint or hub id", "MODEL", "?", title="model")
     source: Source = flag("", title="model")
     options: BuildOptions = options(GROUPS)
     preset: str | None = flag(PRESET, None, "NAME", title="device")

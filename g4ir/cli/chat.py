@@ -39,9 +39,7 @@ class Chat(OnEngine):
     json: bool = json_flag()
     load: Load
     talk: talking.Talk
-    media: list[tuple[str, str]] = flag(
-        "KIND file of the first message (repeat)", (), "FILE", each=KINDS, title="media"
-    )
+    media: list[tuple[str, str]] = flag("KIND of the first message", (), "FILE", each=KINDS)
     sampling: talking.Sampling
     draft: Draft
 

@@ -37,7 +37,7 @@ class Run(OnEngine):
     chat: bool = flag("apply the chat template to the prompt", False, title="conversation")
     talk: Talk
     media: list[tuple[str, str]] = flag(
-        "KIND file, at <KIND> in the prompt (repeat)", (), "FILE", each=KINDS, title="media"
+        "KIND file, at <KIND> in the prompt", (), "FILE", each=KINDS, title="media"
     )
     image_budget: int | None = setting("maximum soft tokens per image")
     frames: int | None = setting("number of video frames to sample")
@@ -48,9 +48,9 @@ class Run(OnEngine):
     draft: Draft
 
     def __post_init__(self) -> None:
-        if self.text is not None and self.prompt is not None:
-            raise InputError("give TEXT or --prompt, not both")
         if self.text is not None:
+            if self.prompt is not None:
+                raise InputError("give TEXT or --prompt, not both")
             object.__setattr__(self, "prompt", self.text)
         sources = ("prompt", "tokens", "input_jsonl")
         first, *more = [flag_of(x) for x in sources if vars(self)[x] is not None] or [""]

@@ -37,9 +37,7 @@ class ScoreTexts(OnEngine):
     """Print the log-probabilities of given texts."""
 
     text: list[str] = flag("UTF-8 text, one document", (), "FILE", one_of=True)
-    jsonl: str | None = flag(
-        "JSON lines: text or tokens; optional: id, bos, labels", None, "FILE", one_of=True
-    )
+    jsonl: str | None = flag("JSON lines with text or tokens", None, "FILE", one_of=True)
     tokens: Count | None = flag("maximum number of tokens, such as 4K (default: all)", None, "N")
     json: bool = json_flag()
     load: Programs

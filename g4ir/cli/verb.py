@@ -160,10 +160,6 @@ class Flags:
             (action,) = (a for a in parser._actions if a.dest == "settings")
             action.help = f"{', '.join(self.settings)}; {action.help}"
 
-    def name(self, field: str) -> str:
-        """Return the flag of a field, also of one that this verb does not have."""
-        return self.names.get(field, flag_of(field))
-
     def _add(self, cls: type[Part], title: str | None) -> None:
         for f, hint in fields_of(cls):
             group = f.metadata.get("title") or title
@@ -191,21 +187,19 @@ class Flags:
             self._add_setting(f.name, _parser_kwargs(hint, f"--set {f.name}", f.default))
             return
         kwargs |= {k: v for k, v in metadata.items() if k not in METADATA and v is not None}
-        if kwargs.get("action") == "append":
-            kwargs["help"] += " (repeat)"
         group = self._group(title)
         if "positional" in metadata:
             kwargs.pop("action", None)
-            kwargs["help"] = kwargs["help"].removesuffix(" (repeat)")
             group.add_argument(f.name, **kwargs)
             return
+        kwargs["help"] += " (repeat)" * (kwargs.get("action") == "append")
         kwargs |= {"dest": f.name, "default": argparse.SUPPRESS, "required": f.default is MISSING}
         if "one_of" in metadata:
             one_of = self._groups.get("one of") or group.add_mutually_exclusive_group(required=True)
             group = self._groups["one of"] = one_of
         for kind in metadata.get("each", ()):
             text = kwargs["help"].replace("KIND", kind)
-            kind_kwargs = {**kwargs, "type": partial(_pair_with, kind), "help": text}
+            kind_kwargs = {**kwargs, "type": lambda path, kind=kind: (kind, path), "help": text}
             group.add_argument(f"--{kind}", **kind_kwargs)
         if "each" not in metadata:
             self.names[f.name] = name
@@ -222,10 +216,8 @@ class Flags:
             self._add_setting(name, kwargs)
             return
         kwargs["help"] += " (repeat)" * (kwargs.get("action") == "append")
-        self.names[name] = kwargs.pop("name", flag_of(name))
-        self._group(title).add_argument(
-            self.names[name], dest=name, default=argparse.SUPPRESS, **kwargs
-        )
+        self.names[name] = flag = kwargs.pop("name", flag_of(name))
+        self._group(title).add_argument(flag, dest=name, default=argparse.SUPPRESS, **kwargs)
 
     def _add_setting(self, name: str, kwargs: Mapping[str, Any]) -> None:
         self.names[name] = f"--set {name}"
@@ -292,10 +284,6 @@ def _parser_kwargs(hint: Any, flag: str, default: Any) -> dict[str, Any]:
     if get_args(hint):
         return {"action": "append"}
     return {"type": hint} if hint in (int, float) else {}
-
-
-def _pair_with(kind: str, path: str) -> tuple[str, str]:
-    return kind, path
 
 
 def _parse_setting(flag: str, kwargs: Mapping[str, Any], text: str) -> Any:

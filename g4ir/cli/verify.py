@@ -25,9 +25,7 @@ UNQUANTISED = "the unquantised weights"
 class Verify(OnEngine):
     """Compare an engine with a reference, or on texts."""
 
-    against: str | None = flag(
-        "reference (default), hf (transformers); with --text another engine", None, "REFERENCE"
-    )
+    against: str | None = flag("reference (default), hf; with --text another engine", None, "WHAT")
     checkpoint: str | None = flag("original checkpoint, before quantisation", None, "DIR")
     text: list[str] = flag("perplexity and KL divergence on a text (--all-logits)", (), "FILE")
     tokens: str | None = flag("token ids (default: random); with --text: maximum", None, "2,5,7")
