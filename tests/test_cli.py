@@ -311,6 +311,9 @@ def test_run_text(text_engine: Path, text_loaded: Engine) -> None:
     want = text_loaded.generate(ids, 12)
     words = ("run", text_engine, "--prompt", PROMPT, "--max-new-tokens", "12")
     assert ok(*words, "--temperature", "0") == CODEC.decode(want) + "\n"
+    for prompt in ((PROMPT,), ("-p", PROMPT)):  # also after other flags
+        short = ("--max-new-tokens", "12", "--temperature", "0", *prompt)
+        assert ok("run", text_engine, *short) == CODEC.decode(want) + "\n"
     answer = json.loads(ok(*words, "--temperature", "0", "--json"))
     assert answer["tokens"] == want
     assert answer["text"] == CODEC.decode(want)

@@ -48,8 +48,8 @@ class Run(OnEngine):
     draft: Draft
 
     def __post_init__(self) -> None:
-        if self.text is not None:
-            if self.prompt is not None:
+        if self.text is not None:  # a copy of the verb has it as its prompt
+            if self.prompt not in (None, self.text):
                 raise InputError("give TEXT or --prompt, not both")
             object.__setattr__(self, "prompt", self.text)
         sources = ("prompt", "tokens", "input_jsonl")
