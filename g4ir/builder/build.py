@@ -53,7 +53,7 @@ from .load import described, engine_of, linked_files, open_runtime
 from .sources import Sources, find_sources
 
 DEFAULTS = BuildOptions()
-#: disk space for the files of an engine that are no weights
+#: disk space reserved for an engine's files other than weights
 OTHER_BYTES = 64 << 20
 
 log = logging.getLogger(__name__)
@@ -80,8 +80,8 @@ def build(
     progress: Progress = no_progress,
     **options: Any,
 ) -> Engine:
-    """Build an engine directory, load it, and return the engine. One of several ranks, or for a GPU
-    that this machine does not have, refuses to run.
+    """Build an engine directory, load it, and return the engine. An engine of several ranks, or for
+    a GPU that this machine does not have, is returned but raises when run.
 
     spec: a Spec, a name, a path, or None to take it from the checkpoint. Options:
 
@@ -109,7 +109,7 @@ def check_absent(out: Path) -> None:
         raise EngineError(f"{out} exists; remove it or choose another --out")
 
 
-# --- what a build resolves to, checked up to compilation --------------------------------------
+# --- resolving and validating a build --------------------------------------
 
 
 def prepare(
@@ -159,7 +159,7 @@ def prepare(
     )
 
 
-#: options that do not go with --link-weights
+#: options that exclude --link-weights
 UNLINKED = {
     "random_weights": "it refers to a checkpoint's files, and random weights have none",
     "mmproj": "it refers to one checkpoint, and this is another",
@@ -229,7 +229,7 @@ def _fitted(
 def _weights(
     checkpoint: Checkpoint | None, o: BuildOptions, packs: bool, adapters: tuple[Adapter, ...]
 ) -> Any:
-    """Return one of directory.WEIGHTS; None without weights."""
+    """Return the kind of weights (one of directory.WEIGHTS); None without weights."""
     seed = o.random_weights
     if adapters:
         merged = (

@@ -1,4 +1,4 @@
-"""Writes the model of an engine or a checkpoint as other programs read it."""
+"""Exports the model of an engine or a checkpoint to Hugging Face or GGUF files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Exported:
-    """A model to write: `spec` says nothing of what is left out; `kinds`: those of its media."""
+    """A model to export: `spec` without the towers that are left out; `kinds` of media that it
+    keeps."""
 
     spec: Spec
     source: Checkpoint
@@ -58,7 +59,7 @@ class Exported:
 
 
 def engine_weights(engine: Engine) -> Checkpoint:
-    """Return the weights of a model as an engine computes with them."""
+    """Return an engine's weights by checkpoint name, as the engine computes with them."""
     recipe, named = engine.config.quant, weights_of(engine.spec)
     schemes = {
         param: scheme
@@ -85,8 +86,8 @@ def _part(engine: Engine, part: Value, rows: torch.Tensor | None) -> torch.Tenso
 
 
 def _values(engine: Engine, v: Value, rows: torch.Tensor | None) -> torch.Tensor:
-    """Return a weight, or rows of a table, of which most engines hold rows, or codes and scales of
-    rows."""
+    """Return a weight, dequantised, or rows of a table; most engines store tables by rows, possibly
+    quantised."""
     if rows is None:
         return engine.param(v.name)
     source, params = engine.unpacked().source, engine.program.params()
@@ -151,8 +152,8 @@ def export(
 
 
 def _checked_dtype(out: Path, format: str, dtype: str | None) -> str:
-    """Return the dtype that is asked for, "" for the model's own; an error for options that the
-    format cannot have, and for a directory that is not empty."""
+    """Return the requested dtype, "" for the model's own; InputError for options that the format
+    does not support, and for a directory that is not empty."""
     if format == HF:
         check_empty(out)
         return find_dtype(dtype, DTYPES) if dtype else ""
@@ -184,20 +185,20 @@ def _written(exported: Exported, out: Path, format: str, kind: str, progress: Pr
 
 
 def _differences(spec: Spec, side_files: Mapping[str, bytes], file: GgufFile) -> Iterator[str]:
-    """Yield the defaults of generation that a file's readers do not see as they are."""
+    """Yield the generation defaults that the exported file cannot express."""
     want = _settings(spec, side_files)
     got = _settings(file.spec(), file.side_files())
     for name in dict.fromkeys((*want, *got)):
         value, other = want.get(name), got.get(name)
         same = value == other
         if isinstance(value, float) and isinstance(other, int | float):
-            same = math.isclose(value, other, rel_tol=1e-6)  # of float32
+            same = math.isclose(value, other, rel_tol=1e-6)  # stored as float32
         if not same:
             yield f"{name} {_value_text(value)} (in the file: {_value_text(other)})"
 
 
 def _settings(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return a model's defaults of generation by the names of generation_config.json."""
+    """Return a model's generation defaults by the keys of generation_config.json."""
     raw = side_files.get(GENERATION)
     defaults = read_defaults(Path(GENERATION), spec.text.vocab_size, raw) if raw else Defaults()
     names = {name: key for key, (name, *_) in SETTINGS.items()}
@@ -250,7 +251,7 @@ def _of_checkpoint(
 
 
 def _of_kinds(spec: Spec, kinds: Sequence[str]) -> Spec:
-    """Return the spec of a model that takes no other media; warns of towers that are left out."""
+    """Return the spec restricted to these media kinds; warns about towers that are left out."""
     parts = {
         "vision": not {*PICTURES}.isdisjoint(kinds),
         "audio": AUDIO in kinds,

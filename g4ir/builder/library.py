@@ -1,10 +1,10 @@
-"""Cache of engines that are built on first use, from a GGUF file, a checkpoint directory, a model
-of the Hugging Face hub, or a variant.
+"""Cache of engines built on first use, from a GGUF file, a checkpoint directory, a Hugging Face
+model, or a variant.
 
-`NAME-HASH` is an engine's directory there, and `NAME-HASH.json` its record, which is also its lock:
-exclusive while it is built or removed, shared while a process uses it. The record's time is that of
-the last use. The hash is of the weights' identity, the options, and the versions of what compiles.
-Engines with equal weight files share them on disk, by hard links.
+`NAME-HASH` is an engine directory, and `NAME-HASH.json` its record, which is also its lock file:
+exclusive while it is built or removed, shared while a process uses it. The record's mtime is the
+last use. The hash covers the weights' identity, the options, and the versions of g4ir and the
+compilers. Engines with equal weight files share them by hard links.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from g4ir.weights.origin import AbsentWeights, find_model, need_snapshot
 from .build import DEFAULTS, prepare, shows_options, write_engine
 from .load import load_engine
 
-#: bytes of a file's beginning that are part of its identity
+#: bytes at the start of a file whose digest identifies it
 HEADER = 1 << 16
 RECORD = ".json"
-#: how names of packed weight files begin
+#: prefix of the names of packed weight files
 PACKED = "weights-"
 #: suffix of a backend's kernel cache next to an engine
 KERNELS = ".kernels"
-#: options that may name files
+#: options whose values may be files
 FILES = ("checkpoint", "mmproj", "adapter", "drafter", "quant", "calibrate")
 #: whether to download, or a function that decides
 Consent = bool | Callable[[Download], bool]
@@ -82,16 +82,14 @@ def load(
     progress: Progress = no_progress,
     **options: Any,
 ) -> Engine:
-    """Load an engine, which is built first unless it was before.
+    """Load an engine, building it first if it is not cached.
 
     model: an engine directory, a GGUF file, a checkpoint directory, a Hugging Face id or a shipped
     variant whose weights are in the local cache, or a Spec. trust: as of `load_engine`.
     engines_limit: bytes of the cache, `~/.cache/g4ir/engines`, beyond which the engines used least
     recently are removed. revision: branch, tag or commit of a model of the hub (default: main).
     download: whether to download weights that are not in the local cache, or a function that
-    decides. Options of the build, which an engine directory has already:
-
-    {options}
+    decides. Build options (not for an engine directory): {options}
 
     Raises a G4Error for anything wrong.
     """
@@ -111,10 +109,11 @@ def find_engine(
     download: Consent = False,
     settled: Callable[[BuildOptions], BuildOptions] = lambda options: options,
 ) -> Path:
-    """Return the engine directory of a model, built first unless it was before; one of the cache is
-    locked as in use until the process ends. A name of no model is returned unchanged, so that
-    loading it raises the error. MissingError for weights that are neither in the hub's local cache
-    nor to be downloaded. `settled`: completes the build options once the checkpoint is there."""
+    """Return the engine directory of a model, building it first if it is not cached; a cached
+    engine is locked as in use until the process ends. A name of no model is returned unchanged, so
+    that loading it raises the error. MissingError for weights that are not in the hub's local cache
+    and may not be downloaded. `settled`: callback that completes the build options once the
+    checkpoint is available."""
     if not isinstance(model, Spec) and is_engine(Path(model)):
         changed = {*_changed_options(options), *(["revision"] if revision else [])}
         refuse_options(Path(model), changed)
@@ -140,7 +139,7 @@ def engines_root() -> Path:
 
 
 def cached_engines() -> list[CachedEngine]:
-    """Return the engines of the cache, the last used first."""
+    """Return the cached engines, most recently used first."""
     engines = map(_described, engines_root().glob(f"*{RECORD}"))
     return sorted((e for e in engines if e), key=lambda e: -e.used)
 
@@ -156,7 +155,7 @@ def remove(path: Path) -> bool:
     record = _open_record(path)
     try:
         flock(record, EXCLUSIVE | AT_ONCE)
-        if not _is_record(record, path):  # but one that another process has removed
+        if not _is_record(record, path):  # another process has removed it
             return False
         _clear(path)
         for kernels in _kernels(path):
@@ -180,7 +179,7 @@ def keep_below(limit: int) -> list[Path]:
     return removed
 
 
-# --- which engine it is -----------------------------------------------------------------------
+# --- identity of an engine -----------------------------------------------------------------------
 
 
 def _with_weights(
@@ -205,7 +204,7 @@ def _with_weights(
             raise InputError(f"{model} has its own weights, --{flag} names others: {fix}")
     if not path.is_file() and not (path / CONFIG).is_file():
         return None
-    name = Path(spec).resolve().name.removesuffix(GGUF)  # of a hub id too
+    name = Path(spec).resolve().name.removesuffix(GGUF)  # for a hub id: the part after the slash
     return re.sub(r"[^\w.-]", "_", name), None, replace(options, checkpoint=path.absolute())
 
 
@@ -235,17 +234,17 @@ def _device(options: BuildOptions) -> str:
 
 
 def _files(options: BuildOptions) -> list[list[Any]]:
-    """Return the identity of each file that options name."""
+    """Return the identity of each file among the options."""
     changed = _changed_options(options)
     named = [(name, str(v)) for name in FILES if name in changed for v in _listed(changed[name])]
     return [_identity(v.partition("=")[0] if n == "adapter" else v) for n, v in named]
 
 
 def _versions(options: BuildOptions) -> list[Any]:
-    """Return the versions of what builds and runs an engine: of g4ir, and of the packages of its
-    backend alone, so that others can be installed; and the machine."""
+    """Return the versions that an engine depends on: g4ir, the packages of its backend only (others
+    may be upgraded), and the machine."""
     backend, device, machine = find_backend(options.backend), _device(options), ""
-    with suppress(G4Error, RuntimeError, AssertionError):  # no such device: the build says so
+    with suppress(G4Error, RuntimeError, AssertionError):  # no such device: the build raises
         backend = backend.aimed(options.target)
         machine = backend.machine(device)
     packages = {name: _version(name) for name in backend.packages(device)}
@@ -263,8 +262,8 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _identity(word: str) -> list[Any]:
-    """Return path, and name, size, time of the last write and digest of the header of the file, or
-    of each file of the directory; the word alone where there is none, as of `int8`."""
+    """Return the path, and name, size, mtime and header digest of the file or of each file of the
+    directory; the word itself if it is no file, such as `int8`."""
     path = Path(word)
     if not path.exists():
         return [word]
@@ -286,7 +285,7 @@ def _version(package: str) -> str | None:
 
 
 def refuse_options(path: Path, options: Set[str]) -> None:
-    """Raise InputError if options of a build are given to an engine."""
+    """Raise InputError for build options with a model that is an engine."""
     if options:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(options))
         belong, them = ("belong", "them") if options - {min(options)} else ("belongs", "it")
@@ -303,12 +302,12 @@ def _take(
     """Lock an engine of the cache as in use until the process ends; build it if it is missing."""
     if path in _in_use and is_engine(path):
         return
-    if path in _in_use:  # somebody deleted the directory: this process would wait for itself
+    if path in _in_use:  # directory deleted: do not wait for our own lock
         os.close(_in_use.pop(path))
     while path not in _in_use:
         record = _locked(path, SHARED, progress)
         if is_engine(path) and os.fstat(record).st_size:
-            os.utime(_record(path))  # Windows sets no times of a descriptor
+            os.utime(_record(path))  # by path: Windows cannot set times of a descriptor
             _in_use[path] = record
             return
         os.close(record)
@@ -326,7 +325,7 @@ def _take(
 
 
 def _describe(record: int, facts: Mapping[str, Any]) -> None:
-    """Write the facts of an engine to its record; EngineError if the disk has no room."""
+    """Write an engine's record; EngineError if the disk is full."""
     try:
         os.lseek(record, 0, os.SEEK_SET)
         os.ftruncate(record, os.write(record, json.dumps(facts, default=str).encode()))
@@ -362,7 +361,7 @@ def _share_weights(path: Path) -> None:
     for manifest in engines_root().glob(f"[!.]*/{MANIFEST}"):
         other = manifest.parent
         with (
-            suppress(G4Error, OSError),  # it is damaged, or removed at the moment
+            suppress(G4Error, OSError),  # damaged, or being removed
             TemporaryDirectory(dir=path.parent, prefix=f".{path.name}{BUILDING}") as folder,
         ):
             candidates = read_manifest(other).files if weights and other != path else {}
@@ -384,7 +383,8 @@ def _record(path: Path) -> Path:
 
 
 def _forget(path: Path) -> None:
-    """Remove an engine's record, which is open: on Windows it stays, and describes nothing."""
+    """Remove an engine's open record; on Windows, where an open file cannot be removed, empty
+    it."""
     try:
         _record(path).unlink(missing_ok=True)
     except PermissionError:
@@ -407,7 +407,7 @@ def _locked(path: Path, how: int, progress: Progress) -> int:
             flock(record, how)
         if _is_record(record, path):
             return record
-        os.close(record)  # removed meanwhile
+        os.close(record)  # removed while this process waited
 
 
 def _is_record(record: int, path: Path) -> bool:
@@ -418,7 +418,7 @@ def _is_record(record: int, path: Path) -> bool:
 
 def _described(record: Path) -> CachedEngine | None:
     path = record.with_name(record.name.removesuffix(RECORD))
-    if not is_engine(path):  # it is built at the moment
+    if not is_engine(path):  # being built
         return None
     try:
         facts = json.loads(record.read_text())
@@ -428,12 +428,12 @@ def _described(record: Path) -> CachedEngine | None:
         return CachedEngine(
             path, facts["model"], facts["options"], size, used, _is_used(path), files
         )
-    except (OSError, ValueError):  # it is removed at the moment, or its record is damaged
+    except (OSError, ValueError):  # being removed, or its record is damaged
         return None
 
 
 def _kernels(path: Path) -> list[Path]:
-    """Return the files of finished kernels beside an engine, one of each rank."""
+    """Return the kernel cache files next to an engine directory, one per rank."""
     return [*path.parent.glob(f"{path.name}*{KERNELS}")]
 
 

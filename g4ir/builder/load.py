@@ -52,16 +52,15 @@ def load_engine(
     """Load an engine directory; compiles nothing.
 
     Every file is compared with the manifest's digests before any compiled file is opened;
-    check_weights=False leaves out the weight files, which take about a second per GiB if they have
-    changed since they were last read (artefact/digests.py).
-    ple_placement: memory of the per-layer embedding table, if not as built; cuda_graph=False runs
-    steps on CUDA kernel by kernel, not as one recorded graph.
-    trust=True runs native code of an engine that this user did not build here (trust.py).
-    huge_pages=True copies the weights of a torch engine on a CPU to huge pages, which a decode step
-    reads faster (docs/benchmarks.md), instead of mapping their files, which processes share.
-    An engine of several ranks is loaded by rank 0 of the processes that torchrun started, once it
-    has joined its group; the others follow (ranks/worker.py).
-    Raises EngineError naming the file, or another machine, and the fix; TrustError for such code.
+    check_weights=False skips the weight files, which take about a second per GiB if they have
+    changed since the last check (artefact/digests.py). ple_placement: memory of the per-layer
+    embedding table (default: as built); cuda_graph=False launches kernels one by one instead of
+    replaying a CUDA graph. trust=True runs native code of an engine that this user did not build
+    here (trust.py). huge_pages=True copies the weights of a torch engine on a CPU to huge pages,
+    which a decode step reads faster (docs/benchmarks.md), instead of mapping their files, which
+    processes share. With several ranks (torchrun), rank 0 loads the engine after it has joined the
+    process group; the others execute its calls (rank_worker.py). Raises EngineError naming the
+    file, or another machine, and the fix; TrustError for such code.
     """
     group = current()
     artefact = open_artefact(Path(path), check_weights, group.rank if group else None)
@@ -79,7 +78,7 @@ def load_engine(
 
 
 def engine_of(artefact: Artefact, runtime: Runtime, ple_placement: str | None = None) -> Engine:
-    """Return the engine of an open directory, whose runtime runs here."""
+    """Return an engine from a checked directory and its runtime."""
     c = artefact.config
     placed = find_placement(ple_placement or c.ple_placement, c.spec, c.device)
     params = artefact.packing.program.graphs["embed"].params
@@ -96,8 +95,8 @@ def _check_huge_pages(artefact: Artefact) -> None:
 
 
 def described(artefact: Artefact) -> Engine:
-    """Return an engine that cannot run here (several ranks, or another machine's GPU): it has its
-    manifest, and raises when used."""
+    """Return an engine that cannot run here (several ranks, or another machine's GPU): its manifest
+    is readable, running it raises."""
     why = _of_ranks(artefact, 1) if artefact.config.ranks > 1 else _not_here(artefact)
     return _engine(artefact, Refusing(why), {})
 
@@ -126,7 +125,7 @@ def open_runtime(
     trust: bool,
     huge_pages: bool = False,
 ) -> Runtime:
-    """Return the runtime of a checked engine on params of its rank."""
+    """Open the runtime of a checked engine with the params of this process's rank."""
     m, c = artefact.manifest, artefact.config
     if c.device == "cuda" and group and not group.on_gpus:
         why = f"rank {group.rank} has no GPU of its own, or its torch no NCCL"
@@ -160,7 +159,7 @@ def check_runnable(artefact: Artefact, trust: bool = False) -> Backend:
 
 
 def _of_ranks(artefact: Artefact, here: int) -> str:
-    """Return why so many processes cannot run an engine, and which command can."""
+    """Return why this number of processes cannot run an engine, and the command that can."""
     ranks = artefact.config.ranks
     how = f"torchrun --nproc-per-node {ranks} -m g4ir ..." if ranks > 1 else "g4ir ..."
     return (
@@ -200,7 +199,7 @@ def _table(runtime: Runtime, v: Value, ple: str | None, device: str) -> Any:
 
 
 def _not_here(artefact: Artefact) -> str:
-    """Return why an engine for cuda does not run on this machine, and where it does."""
+    """Return why a CUDA engine does not run on this machine, and on which machine it does."""
     import torch
 
     backend = _backend_of(artefact)
@@ -214,7 +213,7 @@ def _check_machine(artefact: Artefact, backend: Backend) -> None:
     import torch
 
     path, m, device = artefact.path, artefact.manifest, artefact.config.device
-    # Not `backend.needs`, which a build needs: loading needs no compiler.
+    # Not `backend.needs`, the requirements of a build: loading needs no compiler.
     if device == "cuda" and not torch.cuda.is_available():
         raise EngineError(_not_here(artefact))
     if m.machine == "any":
@@ -263,7 +262,7 @@ def _open_params(artefact: Artefact, device: str) -> packings.ParamSource:
 
 def open_weights(engine: Engine, origin: Origin, kinds: Iterable[str]) -> Checkpoint:
     """Open the checkpoint that an engine was built from, with the same adapters merged; EngineError
-    if one of them is gone or changed."""
+    if a file is missing or changed."""
     source = origin.open(engine.spec, kinds, engine.dtype)
     adapters = [Adapter(Path(merged.path), merged.scale) for merged in engine.facts.adapters]
     for adapter, merged in zip(adapters, engine.facts.adapters):
@@ -274,6 +273,6 @@ def open_weights(engine: Engine, origin: Origin, kinds: Iterable[str]) -> Checkp
 
 
 def linked_files(source: Checkpoint) -> dict[str, Path]:
-    """Return the files of its weights, by their paths inside the checkpoint's directory."""
+    """Return a checkpoint's weight files, by their paths relative to its directory."""
     paths = [p for p, _ in source.files] + ([source.stated] if source.stated else [])
     return {p.relative_to(source.directory).as_posix(): p for p in paths}

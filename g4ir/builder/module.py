@@ -1,7 +1,5 @@
-"""The model as an nn.Module: the text model of transformers, with the weights of any MODEL of ours.
-
-So whatever takes a transformers model (autograd, hooks, PEFT, `generate`) takes a GGUF file, an
-engine directory, a quantised checkpoint, or weights of a seed.
+"""The text model as a transformers nn.Module, for autograd, hooks, PEFT and `generate`; weights
+from a GGUF file, an engine directory, a quantised checkpoint, or a seed.
 """
 
 from __future__ import annotations
@@ -35,16 +33,14 @@ def module(
     device: str = "cpu",
     random_weights: int | None = None,
 ) -> Any:
-    """Return the text model as an nn.Module of transformers, whose forward takes and returns what
-    that does: `module(input_ids, labels=None)` has `.logits` and `.loss`; `module.spec` is its
-    spec. Quantised weights become the numbers that they stand for.
+    """Return the text model as a transformers nn.Module: `module(input_ids, labels=None)` returns
+    `.logits` and `.loss`; `module.spec` is its spec. Quantised weights are dequantised.
 
     model: an engine directory, a GGUF file, a checkpoint directory, a Hugging Face id or a shipped
     variant whose weights are in the local cache, or a Spec, whose weights are drawn from seed 0.
     dtype: float32 or bfloat16, of parameters and computation.
-    random_weights: a seed for weights in place of those of a variant or spec.
-    Raises InputError, SpecError, WeightsError or MissingError that names what is wrong, and the
-    fix.
+    random_weights: seed of random weights, instead of the weights of a variant or spec. Raises
+    InputError, SpecError, WeightsError or MissingError that names what is wrong, and the fix.
     """
     need_transformers("g4ir.module")
     kind = find_dtype(dtype)
@@ -86,7 +82,8 @@ def _refuse_hook(*_: Any, **__: Any) -> None:
 
 
 def need_transformers(asked: str) -> None:
-    """MissingError, which says what asked for it, where transformers does not know the model."""
+    """Raise MissingError, naming the caller's feature, if transformers is missing or too old for
+    the model."""
     try:
         from transformers import Gemma4ForCausalLM  # noqa: F401
     except ImportError as e:
@@ -97,8 +94,8 @@ def need_transformers(asked: str) -> None:
 
 @contextmanager
 def refusals_of_transformers(name: str) -> Iterator[None]:
-    """A context that raises InputError if transformers refuses a config or a checkpoint; its
-    strict config classes have errors of their own."""
+    """Convert transformers' errors about a config or checkpoint to InputError; its strict config
+    classes raise their own types."""
     from huggingface_hub.errors import StrictDataclassError
 
     kinds = (OSError, ValueError, RuntimeError, KeyError, TypeError, StrictDataclassError)
@@ -128,7 +125,7 @@ def text_model(
         for name, t in named.items():
             t.copy_(source.tensor(name))
             source.release(name)
-        # Constants that are no checkpoint tensors: rope frequencies and embedding scales.
+        # Buffers that are not in checkpoints: RoPE frequencies and embedding scales.
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
         for module in model.modules():
             if type(module).__name__.endswith("ScaledWordEmbedding"):

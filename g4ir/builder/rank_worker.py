@@ -1,4 +1,5 @@
-"""Ranks above 0 of an engine: make the calls that rank 0 sends (leader.py), until it ends."""
+"""Worker loop of ranks above 0: execute the calls that rank 0 sends (engine/ranks.py) until it
+ends."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ from g4ir.ui.progress import no_progress
 
 from .load import open_runtime
 
-#: what ends rank 0, which then ends the others: a server answers what it has begun
+#: signals that workers ignore: rank 0 handles them and then ends the workers, after a server has
+#: finished its running requests
 NOT_OURS = (signal.SIGINT, *ENDING)
 
 
 def follow(group: Group) -> None:
-    """Make the calls of rank 0 until it says that all is done. RankError if a rank ends before."""
-    things: dict[int, Any] = {}  # runtimes and states by number
+    """Execute the calls of rank 0 until it closes the group. RankError if a rank ends before."""
+    things: dict[int, Any] = {}  # runtimes and states by id
     with _undisturbed():
         while True:
             call, feeds = group.receive()
@@ -43,7 +45,8 @@ def follow(group: Group) -> None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """A context in which signals to all processes of a terminal or of torchrun are the leader's."""
+    """Ignore signals that a terminal or torchrun sends to all processes: the leader handles
+    them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

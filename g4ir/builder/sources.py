@@ -1,4 +1,4 @@
-"""Finds what a build reads: the spec, the checkpoint, its drafter, adapters and side files."""
+"""Locates a build's inputs: spec, checkpoint, draft model, adapters and side files."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from g4ir.weights.random import random_weights
 
 log = logging.getLogger(__name__)
 
-#: fields of the text model that only images use
+#: fields of the text config that only images use
 OF_PICTURES = ("text.use_bidirectional_attention",)
 _SEEN = ("vision.", "tokens.boi", "tokens.eoi", "tokens.pad")
-#: kind of media -> keys of a spec that its soft tokens follow from
+#: kind of media -> spec keys that determine its soft tokens
 OF_MEDIA = {
     "image": (*_SEEN, "tokens.image"),
     "video": (*_SEEN, "tokens.video"),
@@ -38,7 +38,7 @@ OF_MEDIA = {
 
 @dataclass(frozen=True)
 class DrafterSource:
-    """A drafter's spec, and the directory of its checkpoint; None: it is absent or random."""
+    """A draft model's spec, and its checkpoint directory; None: absent, or random weights."""
 
     spec: Spec
     path: Path | None
@@ -46,9 +46,9 @@ class DrafterSource:
 
 @dataclass(frozen=True)
 class Sources:
-    """What a build reads. `origin` is None for random weights (`seed`) and where the checkpoint is
-    absent, which a dry run goes without. `side_files`: of a GGUF file they take seconds, in which
-    another thread packs weights."""
+    """Inputs of a build. `origin` is None for random weights (`seed`), and in a dry run without the
+    checkpoint. `side_files` is lazy: a GGUF file's take seconds, while another thread packs
+    weights."""
 
     spec: Spec
     origin: Origin | None
@@ -58,7 +58,7 @@ class Sources:
     side_files: Future[Mapping[str, bytes]]
 
     def absent(self) -> list[Callable[[], object]]:
-        """Return checks that raise for weights that are not in the local hub cache."""
+        """Return checks that raise if weights are not in the local hub cache."""
         checks: list[Callable[[], object]] = []
         if self.seed is None and self.origin is None:
             checks.append(partial(need_snapshot, self.spec))
@@ -67,7 +67,7 @@ class Sources:
         return checks
 
     def media(self, o: BuildOptions) -> Media:
-        """Return the media of an engine; SpecError where the checkpoint's towers are others."""
+        """Return an engine's media kinds; SpecError if the checkpoint's towers differ."""
         asked = o.media if isinstance(o.media, str) else tuple(o.media)
         sizes = o.image_budgets, o.audio_seconds
         if not self.origin:
@@ -101,8 +101,8 @@ class Sources:
 
 
 def find_sources(spec: Spec | None, o: BuildOptions, dry: bool) -> Sources:
-    """Return what a build of these options reads; an error for files that contradict each other or
-    cannot be read. Without a spec it is the checkpoint's."""
+    """Locate the inputs of a build; without a spec, it is read from the checkpoint. An error for
+    files that contradict each other or cannot be read."""
     _check_exclusive(spec, o)
     origin = _origin(spec, o)
     agreed = agreed_spec(spec, origin) if origin else spec
@@ -118,7 +118,7 @@ def find_sources(spec: Spec | None, o: BuildOptions, dry: bool) -> Sources:
 
 
 def _check_exclusive(spec: Spec | None, o: BuildOptions) -> None:
-    """Raise InputError for options of weights that exclude each other."""
+    """Raise InputError for mutually exclusive weight options."""
     checkpoint, seed = o.checkpoint, o.random_weights
     if o.mmproj is not None and (checkpoint is None or spec is None):
         why = "it goes with --checkpoint FILE.gguf and, as no file says how towers compute"
@@ -135,7 +135,7 @@ def _check_exclusive(spec: Spec | None, o: BuildOptions) -> None:
 
 
 def _origin(spec: Spec | None, o: BuildOptions) -> Origin | None:
-    """Return the checkpoint; None for random weights, and where it is absent."""
+    """Return the checkpoint; None for random weights, or if it is absent."""
     if o.random_weights is not None:
         return None
     if o.checkpoint is not None:
@@ -145,8 +145,8 @@ def _origin(spec: Spec | None, o: BuildOptions) -> Origin | None:
 
 
 def agreed_spec(spec: Spec | None, origin: Origin, images: bool = True) -> Spec:
-    """Return the spec, after comparing its text part with what the checkpoint says; fields of
-    images alone only with `images`."""
+    """Return the spec, after comparing its text part with the checkpoint's config; image-only
+    fields are compared if `images`."""
     if spec is None:
         return origin.spec()
     _check_agreed(spec, origin, ("text.",), origin.spec_only + (() if images else OF_PICTURES))
@@ -156,7 +156,7 @@ def agreed_spec(spec: Spec | None, origin: Origin, images: bool = True) -> Spec:
 def _check_agreed(
     spec: Spec, origin: Origin, keys: tuple[str, ...], free: tuple[str, ...] = ()
 ) -> None:
-    """Raise SpecError if a checkpoint says something else of these keys."""
+    """Raise SpecError if the checkpoint's config differs in these keys."""
     rows = diff_specs(spec, origin.spec())
     rows = [r for r in rows if r[0].startswith(keys) and r[0] not in free]
     if rows:
@@ -166,8 +166,8 @@ def _check_agreed(
 
 
 def _drafter(model: Spec, o: BuildOptions, dry: bool) -> DrafterSource | None:
-    """Return the drafter that was asked for; InputError or SpecError where there is none such, or
-    it drafts for another model. A `dry` run needs no weights."""
+    """Return the requested draft model; InputError or SpecError if it does not exist or belongs to
+    another model. A `dry` run needs no weights."""
     if o.drafter in resolve.NO_DRAFTER:
         return None
     random, path = o.random_weights is not None, Path(str(o.drafter))
@@ -185,7 +185,8 @@ def _drafter(model: Spec, o: BuildOptions, dry: bool) -> DrafterSource | None:
 
 
 def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:
-    """Return the adapters to merge. Warns of one in the checkpoint's directory that is not."""
+    """Return the adapters to merge; warns about one in the checkpoint's directory that is not
+    merged."""
     paths = (o.adapter,) if isinstance(o.adapter, str | Path) else o.adapter
     adapters = tuple(map(Adapter.of, paths))
     folder = origin.path if origin and origin.path.is_dir() else None
@@ -199,7 +200,7 @@ def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:
 
 
 def _begin(function: Callable[[], Mapping[str, bytes]]) -> Future[Mapping[str, bytes]]:
-    """Call a function in a thread of its own."""
+    """Start a function in a new thread; return its future result."""
     pool = ThreadPoolExecutor(1)
     future = pool.submit(function)
     pool.shutdown(wait=False)
@@ -207,16 +208,17 @@ def _begin(function: Callable[[], Mapping[str, bytes]]) -> Future[Mapping[str, b
 
 
 def _side_files(spec: Spec, origin: Origin) -> dict[str, bytes]:
-    """Return what an engine keeps of a checkpoint's side files, with the tokenizer's index."""
+    """Return the side files that an engine stores (tokenizer, configs), with the tokenizer's
+    index."""
     side = origin.side_files()
-    # A file with an index passed the checks of the library.
+    # A file that could be indexed has passed the library's checks.
     index = index_file(side[TOKENIZER], spec.text.vocab_size) if TOKENIZER in side else None
     _check_side_files(spec, origin, side, {TOKENIZER} if index else set())
     return side | ({INDEX: index} if index else {})
 
 
 def checked_side_files(spec: Spec, origin: Origin) -> dict[str, bytes]:
-    """Return a checkpoint's side files by name; an error if one cannot be read later."""
+    """Return a checkpoint's side files by name; an error if one is invalid."""
     side = origin.side_files()
     _check_side_files(spec, origin, side)
     return side
@@ -225,7 +227,7 @@ def checked_side_files(spec: Spec, origin: Origin) -> dict[str, bytes]:
 def _check_side_files(
     spec: Spec, origin: Origin, side: Mapping[str, bytes], skip: Collection[str] = ()
 ) -> None:
-    """Raise an error if one of the files but `skip` cannot be read later."""
+    """Raise an error if a side file other than `skip` is invalid."""
     if TOKENIZER in side and TOKENIZER not in skip:
         read_tokenizer(origin.stated_at(TOKENIZER), side[TOKENIZER])
     if GENERATION in side:

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 class Engine(EngineParts):
     """A loaded engine directory; a context that closes it."""
 
-    #: of the last `generate`: the next one reuses its caches and recorded steps
+    #: scheduler of the last `generate`, whose KV caches and recorded steps the next one reuses
     _idle: Scheduler | None = field(default=None, init=False)
     _lending: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -157,7 +157,7 @@ class Engine(EngineParts):
 
 
 class Refusing:
-    """A runtime that raises the reason why it cannot be used; it may have params all the same."""
+    """A placeholder runtime that raises why the engine cannot run; it may have params."""
 
     def __init__(self, why: str, source: ParamSource | None = None) -> None:
         self._why = why
@@ -181,22 +181,22 @@ def read_tokenizer(path: Path, raw: bytes) -> Any:
         raise MissingError("text prompts need `pip install tokenizers`") from e
     try:
         tokenizer = Tokenizer.from_buffer(raw)
-        # These are for batches of training; prompts are never cut.
+        # Truncation and padding are for training; prompts are never truncated.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
-    except Exception as e:  # the library raises nothing narrower
+    except Exception as e:  # the library raises plain Exception
         raise EngineError(f"{path} is no tokenizer file: {e}; download or save it again") from e
 
 
 def _within(tokenizer: Any, size: int, path: Path) -> Any:
-    """Return the tokenizer without tokens that the model has no embedding for: some fine-tunes add
-    tokens and do not resize."""
+    """Return the tokenizer without tokens that have no embedding: some fine-tunes add tokens and do
+    not resize the table."""
     added = tokenizer.get_added_tokens_decoder()
     if tokenizer.get_vocab_size(with_added_tokens=False) <= size > max(added, default=-1):
         return tokenizer  # `get_vocab` takes 0.2 s
     beyond = sorted((i, text) for text, i in tokenizer.get_vocab().items() if i >= size)
-    if not beyond:  # more tokens than ids
+    if not beyond:  # more tokens than ids: some share one
         return tokenizer
     (first, text), names = beyond[0], {text for _, text in beyond}
     message = "%s: %d tokens at or above the vocabulary of %d are left out, the first %r (%d)"
@@ -271,7 +271,7 @@ def _requests(
         checked_prompt(prompt, count, vocab, limits.max_seq, f"prompt {i}")
         unfilled = {kind: prompt.count(holder) for kind, holder in placeholder_ids.items()}
         prompt_soft = []
-        for one in [*remaining]:  # those of each kind in order
+        for one in [*remaining]:  # per kind, in order
             if unfilled.get(one.kind, 0) > 0 or i + 1 == len(prompts):
                 unfilled[one.kind] = unfilled.get(one.kind, 0) - one.count
                 remaining.remove(one)

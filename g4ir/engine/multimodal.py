@@ -1,11 +1,11 @@
-"""Makes soft tokens of a file, an array or a part of a message, through an engine's towers.
+"""Encodes a file, an array or a message part to soft tokens, through an engine's towers.
 
     soft = engine.encode("image", "photo.png", budget=280)
     soft = engine.encode("video", "clip.mp4", frames=8)
     soft = engine.encode("audio", "speech.wav", too_long="refuse")
 
-An item is a path, decoded pixels (an array, or an image of Pillow) or samples, or what this package
-has prepared of them. Nothing is fetched here.
+An item is a path, decoded pixels (an array, or a Pillow image) or samples, or one that this package
+has preprocessed. Nothing is downloaded here.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def _audio(engine: EngineParts, item: Any, too_long: str) -> Soft:
 
 
 def sound_settings(engine: EngineParts) -> AudioSettings:
-    """Return the checkpoint's settings of audio, bounded by what the engine was built for."""
+    """Return the checkpoint's audio settings, bounded by the limits that the engine was built
+    for."""
     settings = audio_settings(engine.spec, read_extractor(engine.path))
     if isinstance(settings, MelSettings):
         return settings.limited_to(max(engine.media.lengths))
@@ -126,7 +127,7 @@ def _heard(engine: EngineParts, clip: Clip) -> torch.Tensor:
             f"{max(engine.media.lengths)}; build it with a longer --audio-seconds"
         )
     frames = fits[0] * STRIDE
-    # Where a clip was padded to a multiple of samples, frames of padding alone may stand beyond.
+    # A clip padded to a multiple of samples may end in frames of padding only.
     features, mask = clip.features[:frames], clip.mask[:frames]
     fill = frames - len(mask)
     feeds = {"features": np.pad(features, ((0, fill), (0, 0))), "mask": np.pad(mask, (0, fill))}
@@ -134,7 +135,7 @@ def _heard(engine: EngineParts, clip: Clip) -> torch.Tensor:
 
 
 def _framed(engine: EngineParts, clip: Clip) -> torch.Tensor:
-    """Run an audio clip of any length in parts, since each frame stands alone."""
+    """Encode an audio clip of any length in parts: frames are independent."""
     step, parts = max(engine.media.lengths), list[torch.Tensor]()
     for at in range(0, len(clip.features), step):
         part = clip.features[at : at + step]
@@ -162,7 +163,7 @@ def _run(engine: EngineParts, tower: str, feeds: Mapping[str, Any]) -> torch.Ten
         return engine.runtime.encode(tower, inputs)[0]
 
 
-#: RFC 2397 lets the media type be left out; some clients write image/*
+#: the media type is optional in RFC 2397; some clients write image/*
 _DATA = re.compile(
     r"data:(?:[\w.+-]+/(?:[\w.+-]+|\*))?(?:;[\w.+-]+=(?:[\w.+-]+|\"[^\"]*\"))*;base64,",
     re.ASCII | re.IGNORECASE,
@@ -172,8 +173,8 @@ _FILE = "file://"
 
 @dataclass(frozen=True)
 class Source:
-    """Data of a part: `raw` bytes that were given in base64, else the URL or path `text`; `where`
-    it is, for errors."""
+    """Data of a message part: `raw` bytes decoded from base64, else a URL or path `text`; `where`:
+    its location, for errors."""
 
     text: str
     where: str
@@ -181,7 +182,7 @@ class Source:
 
 
 def source_of(medium: Medium) -> Source:
-    """Return where the data of a part are; InputError where it has none, or no base64."""
+    """Return the source of a part's data; InputError if it has none, or invalid base64."""
     outer = medium.part["type"]
     inner = "data" if outer == "input_audio" else "url"
     where, value = f"{medium.where}.{outer}", medium.part.get(outer)
@@ -200,9 +201,9 @@ def source_of(medium: Medium) -> Source:
 
 
 def read_local(engine: EngineParts, medium: Medium) -> Soft:
-    """Return the soft tokens of a medium of somebody who may read files here: a data URL, a file's
-    URL or its path. Refused are kinds that the engine does not take, and what the readers of files
-    refuse."""
+    """Encode a medium of a trusted user, who may read local files: a data URL, a file URL or a
+    path. InputError for kinds that the engine does not support, and for files that cannot be
+    decoded."""
     check_supported(medium.kind, engine.media, engine.spec)
     source = source_of(medium)
     if source.raw is not None:
@@ -219,7 +220,7 @@ def read_local(engine: EngineParts, medium: Medium) -> Soft:
 
 
 def soft_of(engine: EngineParts, medium: Medium, raw: bytes, **settings: Any) -> Soft:
-    """Return the soft tokens of a file's bytes, with settings of `encode`."""
+    """Encode a file's bytes to soft tokens, with the settings of `encode`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "medium"
         path.write_bytes(raw)

@@ -19,10 +19,9 @@ MIN_LOGPROB = -9999.0
 
 
 class AnswerStream:
-    """One answer while it is generated. `take` returns the pieces that each token completes.
-
-    Without a `reader` all of it is content, which strings of `stop` end; a reader has its own. With
-    `single` the first call ends it; a `silent` one has no tokens.
+    """Output stream of one answer. `take` returns the events that each token completes. Without a
+    `reader` all text is content, ended by the strings of `stop` (a reader has its own). `single`:
+    the first tool call ends the answer; `silent`: it generates no tokens.
     """
 
     def __init__(
@@ -38,20 +37,21 @@ class AnswerStream:
         self.index, self.vocabulary, self.reader = index, vocabulary, reader
         self.tokens = self.reasoning = 0
         self.finish: str | None = None
-        #: whether it has ended before its row did
+        #: whether the answer has ended, possibly before its sequence
         self.over = False
-        #: log-probabilities that no piece has carried yet: whether the token is one of the
-        #: content, where it begins in the text, and its entry
+        #: log-probabilities not returned yet: (whether the token is content, its offset in the
+        #: text, its entry)
         self.logprobs: list[tuple[bool, int, dict[str, Any]]] = []
         self.said: list[Said] = []
         self._single, self._silent = single, silent
-        #: of the prompt, where they were asked for
+        #: prompt log-probabilities, if requested
         self.prompt: list[tuple[int, Logprobs | None]] = []
         self._stream = TokenStream(vocabulary)
         self._stops = Stops(stop)
 
     def take(self, event: Event) -> list[Said]:
-        """Return the pieces that an event completes. EngineError where the sequence failed."""
+        """Return the events that a scheduler event completes. EngineError if the sequence
+        failed."""
         if self.over:
             return []
         if event.finish == FAILED:
@@ -81,14 +81,15 @@ class AnswerStream:
         return out
 
     def entry(self, token: int, read: Logprobs | None) -> dict[str, Any]:
-        """Return a token with its log-probability, and the likeliest ones; None: it has none."""
+        """Return a token's entry: its log-probability and the most likely tokens; None if it has
+        none."""
         if read is None:
             return self._entry(token, 0.0) | {"logprob": None, "top_logprobs": None}
         top = [self._entry(other, value) for other, value in read.top]
         return self._entry(token, read.chosen) | {"top_logprobs": top}
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
-        """A token's text, its log-probability, and its bytes, which may be part of a character."""
+        """Return a token's text, log-probability, and bytes, which may be part of a character."""
         tokenizer = self.vocabulary.tokenizer
         if (byte := self.vocabulary.bytes.get(token)) is not None:
             text, raw = tokenizer.id_to_token(token) or "", [byte]
@@ -126,15 +127,15 @@ class AnswerStream:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended it, if one did."""
+        """The stop string that ended the answer, or None."""
         return self.reader.stopped_by if self.reader else self._stops.hit
 
     def text(self, kind: str) -> str:
-        """Return what was said of one kind: thought or content."""
+        """Return the text of one kind: thought (reasoning) or content."""
         return "".join(s.text for s in self.said if s.kind == kind)
 
     def message(self) -> dict[str, Any]:
-        """Return it as a message of OpenAI's form."""
+        """Return the answer as a message in OpenAI's format."""
         content, calls = self.text("content"), [as_call(s, s.text) for s in self.said if is_call(s)]
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
@@ -144,7 +145,8 @@ class AnswerStream:
         return message
 
     def history(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return its message for the next prompt: without calls that were cut or are unreadable."""
+        """Return the message for the conversation's history, without truncated or invalid tool
+        calls."""
         pairs = zip(message.get("tool_calls", ()), filter(is_call, self.said))
         calls = [call for call, event in pairs if event.arguments is not None]
         fields = {k: v for k, v in message.items() if k != "tool_calls"}
@@ -165,7 +167,7 @@ class AnswerStream:
 
 
 def is_call(event: Said) -> bool:
-    """Whether a piece is a call of a tool."""
+    """Whether an event is a tool call."""
     return event.kind == "call"
 
 
@@ -174,6 +176,6 @@ def _content(text: str) -> list[Said]:
 
 
 def as_call(event: Said, arguments: str) -> dict[str, Any]:
-    """Return a call in OpenAI's form, with a new id."""
+    """Return a tool call in OpenAI's format, with a new id."""
     function = {"name": event.name, "arguments": arguments}
     return {"id": call_id(), "type": "function", "function": function}

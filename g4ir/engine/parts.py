@@ -1,4 +1,4 @@
-"""The parts of a loaded engine: all that sessions and towers need."""
+"""State of a loaded engine that sessions and towers share."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ Parts = TypeVar("Parts", bound="EngineParts")
 
 @dataclass(repr=False)
 class EngineParts:
-    """A program, its runtime and its embedding tables, of the process that loaded them."""
+    """A program, its runtime and its embedding tables, in the process that loaded them."""
 
     path: Path
     #: manifest.json, typed
     facts: Manifest
     program: Program
-    #: the graph that made its params of the model's
+    #: graph that packs the checkpoint's weights into the engine's params
     prologue: Graph = field(repr=False)
     runtime: Runtime
     tables: dict[str, Any] = field(repr=False)
-    #: for whoever runs a tower
+    #: lock: one tower runs at a time
     towers: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _process: int = field(default_factory=os.getpid, init=False)
 
@@ -61,7 +61,7 @@ class EngineParts:
         return self.facts.config
 
     def configured(self: Parts, **changes: Any) -> Parts:
-        """Return the engine with other options, of which its graphs do not depend."""
+        """Return the engine with other options that do not affect its graphs."""
         facts = replace(self.facts, config=replace(self.config, **changes))
         return replace(self, facts=facts)
 
@@ -101,12 +101,12 @@ class EngineParts:
 
     @property
     def ranks(self) -> int:
-        """Number of processes that run it together."""
+        """Number of ranks (processes of tensor parallelism)."""
         return self.config.ranks
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The values of manifest.json."""
+        """manifest.json as a dict."""
         values: dict[str, Any] = json.loads(self.facts.text())
         return values
 
@@ -127,7 +127,7 @@ class EngineParts:
             return weight.cpu()
 
     def unpacked(self, rank: int = 0) -> UnpackedWeights:
-        """Return a rank's weights of the model, as far as they follow from its packed params."""
+        """Return a rank's weights, as far as they can be unpacked from its params."""
         params = self.runtime.source
         if rank:
             params = params_of_rank(params, self.path, rank)
@@ -173,20 +173,21 @@ class EngineParts:
 
     @property
     def chooses_on_device(self) -> bool:
-        """Whether a step on the device can embed the token that it chooses."""
+        """Whether a device step can embed the token that it has sampled."""
         text = self.spec.text
         return text.readable_ids == text.vocab_size and self.embeds_on_device
 
     @property
     def embeds_on_device(self) -> bool:
-        """Whether the embedding tables are on the engine's device; a CPU reads files too."""
+        """Whether the embedding tables are on the engine's device; for a CPU, memory-mapped files
+        count."""
         if self.device == "cpu":
             return True
         devices = {getattr(t, "device", None) for t in self.tables.values()}
         return {d.type if d else "host" for d in devices} == {self.device}
 
     def embed(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Token ids -> the inputs of the text graphs, on the engine's device."""
+        """Embed token ids: return the inputs of the text graphs, on the engine's device."""
         self.check_process()
         rows = self.runtime.embed(tokens, self.tables)
         if rows is None:
@@ -200,6 +201,6 @@ def _plain_params(spec: Spec, dtype: str, media: Media) -> Mapping[str, Value]:
 
 
 def embed_rows(graph: Any, tables: dict[str, Any], tokens: torch.Tensor) -> dict[str, Any]:
-    """Token ids -> the inputs of the text graphs, through the embed graph."""
+    """Embed token ids by running the embed graph on rows of the tables."""
     outputs, _ = interpret(graph, {"tokens": tokens}, tables, {})
     return outputs

@@ -1,4 +1,4 @@
-"""Checks token ids of a prompt; reads a checkpoint's defaults of generation."""
+"""Checks a prompt's token ids; reads a checkpoint's generation defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from g4ir.weights.tensorfile import parse_json, quoted
 
 
 def checked_ids(ids: Sequence[int], vocab: int, name: str) -> list[int]:
-    """Return token ids; InputError names the first one that is no int of the vocabulary."""
+    """Return token ids; InputError names the first that is not an int within the vocabulary."""
     ids = list(ids)
     if {*map(type, ids)} <= {int} and min(ids, default=0) >= 0 and max(ids, default=0) < vocab:
         return ids
@@ -39,8 +39,7 @@ def checked_prompt(
     return out
 
 
-#: key of generation_config.json -> (setting, whether it counts with do_sample alone, its value that
-#: changes nothing)
+#: key of generation_config.json -> (setting, whether it applies only with do_sample, neutral value)
 SETTINGS: Mapping[str, tuple[str, bool, Any]] = {
     "temperature": ("temperature", True, None),
     "top_k": ("top_k", True, 0),
@@ -51,7 +50,7 @@ SETTINGS: Mapping[str, tuple[str, bool, Any]] = {
     "frequency_penalty": ("frequency_penalty", False, 0.0),
     "min_new_tokens": ("min_tokens", False, 0),
 }
-#: keys that change no choice of a token, or are read elsewhere
+#: keys that do not affect sampling, or are read elsewhere
 _OTHER_KEYS = """
     _from_model_config bos_token_id cache_config cache_implementation compile_config
     decoder_start_token_id disable_compile do_sample eos_token_id is_assistant
@@ -59,7 +58,7 @@ _OTHER_KEYS = """
     transformers_version trust_remote_code use_cache
 """
 _NEUTRAL_KEYS = frozenset(_OTHER_KEYS.split())
-#: keys of transformers that change what is generated -> the value that changes nothing
+#: unsupported keys of transformers that affect generation -> neutral value
 _NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("diversity_penalty", "epsilon_cutoff", "eta_cutoff"), 0.0),
     **dict.fromkeys(("encoder_no_repeat_ngram_size", "min_length", "no_repeat_ngram_size"), 0),
@@ -70,11 +69,10 @@ _NEUTRAL: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Defaults:
-    """The values of a checkpoint's generation_config.json. `stop` None: it names no stop ids.
-
-    `sampling` are the settings that it has, as SamplingParams names them; temperature, top_k, top_p
-    and min_p count only with its `do_sample`; without it decoding is greedy. `unused`: keys that
-    would change what is generated and are not supported.
+    """Defaults from a checkpoint's generation_config.json. `stop` None: no stop ids. `sampling`:
+    the settings present, by names of SamplingParams; temperature, top_k, top_p and min_p apply only
+    with `do_sample`, without it decoding is greedy. `unused`: keys that affect generation and are
+    not supported.
     """
 
     stop: tuple[int, ...] | None = None
@@ -93,9 +91,9 @@ class Defaults:
 def read_defaults(
     path: Path, vocab: int, raw: bytes | None = None, stated: Mapping[str, str] | None = None
 ) -> Defaults:
-    """Read a generation_config.json; a missing file says nothing. Ids outside the vocabulary can
-    never be drawn and are dropped. `raw`: its content, where `path` is another file that states it,
-    by the keys `stated`. WeightsError names the file and the key."""
+    """Read a generation_config.json; a missing file has no defaults. Ids outside the vocabulary can
+    never be sampled and are dropped. `raw`: its content, if another file `path` contains it under
+    the keys `stated`. WeightsError names the file and the key."""
     if raw is None and not path.is_file():
         return Defaults()
     values = parse_json(path, path.read_bytes() if raw is None else raw)

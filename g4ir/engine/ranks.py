@@ -1,4 +1,4 @@
-"""An engine on several ranks: every runtime call on rank 0 runs on all ranks.
+"""Tensor parallelism: every runtime call on rank 0 runs on all ranks.
 
 Sessions, the scheduler and sampling are on rank 0 alone. Its runtime sends each call to the others
 (worker.py) before it makes it: which graph, over which caches, with which inputs. Embedding tables
@@ -25,7 +25,7 @@ from .parts import EngineParts
 LOAD = "load"
 #: methods of runtimes and states that are called on every rank
 CALLS = frozenset({"zero", "clear", "copy", "put", "close", "run", "run_watched", "watch_cache"})
-#: methods that return an object, one instance per rank
+#: methods that return an object with one instance per rank
 MAKERS = frozenset({"new_state", "kept", "interpreter"})
 
 #: callback(rank, name, tensor); may modify the tensor in place
@@ -45,7 +45,7 @@ class Led:
             return partial(self._call, name)
         if name in MAKERS:
             return partial(self._make, name)
-        # The host of rank 0 chooses tokens.
+        # Rank 0's host samples tokens.
         return _no_loop if name == "token_loop" else getattr(self.local, name)
 
     def _call(self, name: str, *args: Any, see: See | None = None) -> Any:
@@ -59,7 +59,7 @@ class Led:
             return perform(self.group, self.local, name, local, feeds, see, watch)
 
     def _make(self, name: str, *args: Any) -> Led:
-        # Before the others are told: if there is no memory for it here, no rank is out of step.
+        # Run locally before sending: if this rank is out of memory, no rank is out of step.
         local = perform(self.group, self.local, name, args)
         with self.group.together():
             number = next(self.group.numbers)
@@ -68,12 +68,11 @@ class Led:
 
 
 def _no_loop(*_: Any) -> None:
-    """Return None: a rank has no loop on the device."""
+    """Return None: no device loop with several ranks."""
 
 
 def _sent(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any], Watch | None]:
-    """Return the plain arguments of a call, the tensors to send with it, and what watches it on
-    this rank alone."""
+    """Split a call: plain arguments, tensors to send, and the watch callback of this rank."""
     if name not in ("run", "run_watched"):
         return args, {}, None
     phase, feeds, *remainder = args
@@ -89,7 +88,7 @@ def perform(
     see: See | None = None,
     watch: Watch | None = None,
 ) -> Any:
-    """Make a call on this rank's runtime or state. On rank 0 `see` gets every rank's values;
+    """Execute a call on this rank's runtime or state. On rank 0 `see` gets every rank's values;
     `watch` gets this rank's."""
     if name == "interpreter":
         (kind,) = args
@@ -138,7 +137,7 @@ def interpreted(engine: EngineParts, kind: str) -> Runtime:
 def run_watched(
     runtime: Any, phase: str, feeds: dict[str, torch.Tensor], state: Any, context: int, see: See
 ) -> None:
-    """Run a graph and show the values of each rank, in order."""
+    """Run a graph; `see` gets each rank's values, in order of rank."""
     if isinstance(runtime, Led):
         runtime.run_watched(phase, feeds, state, context, True, see=see)
     else:
@@ -146,7 +145,7 @@ def run_watched(
 
 
 def watch_cache(state: Any, name: str, positions: range, see: See) -> None:
-    """Show each rank's cache at these positions."""
+    """Pass each rank's KV cache at these positions to `see`."""
     if isinstance(state, Led):
         state.watch_cache(name, positions.start, positions.stop, see=see)
     else:

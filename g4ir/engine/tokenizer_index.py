@@ -1,10 +1,10 @@
-"""An index of tokenizer.json, by which short texts are encoded before the file is parsed.
+"""An index of tokenizer.json, to encode short texts without parsing the file.
 
-The library parses a vocabulary of 262,144 tokens in 0.4 s, with the interpreter's lock. Byte-pair
-encoding of one text uses few of them: a token of the result, and every token merged on the way, is
-a string within the normalised text. So a tokenizer of those tokens and the merges among them
-encodes the text alike, and building it takes a millisecond. The index says which tokens lie in a
-text: hashes of all tokens by length, in a file of the engine that is mapped.
+The library takes 0.4 s to parse a vocabulary of 262,144 tokens, holding the GIL. BPE of one text
+uses few of them: every token of the result, and every intermediate merge, is a substring of the
+normalised text. So a tokenizer with only those tokens and the merges among them gives the same
+result, and is built in a millisecond. The index finds a text's substrings that are tokens: hashes
+of all tokens by length, in a memory-mapped file of the engine.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from g4ir.weights.tensorfile import FileTensor, map_file, read_header, tensor_fi
 from g4ir.weights.token_splits import BASE, HashedTokens, code_points
 
 INDEX = "tokenizer.index"
-#: characters that are encoded by parts of the vocabulary; beyond, parsing all of it pays
+#: maximum characters to encode by the index; for longer texts parsing the full file is faster
 FEW = 1 << 13
-#: bytes of the offsets within a token at which merges may cut it
+#: maximum offset of a merge within a token (one byte)
 LONGEST = 255
 
 
 def index_file(raw: bytes, size: int) -> bytes | None:
-    """Return the index of a tokenizer.json, a file; None of one with more than `size` tokens, whose
-    tokens of a text need not lie in it as strings, or that the library may refuse."""
+    """Return the index file of a tokenizer.json; None if it has more than `size` tokens, if its
+    tokens need not be substrings of the text, or if the library may refuse it."""
     try:
         arrays = index_of(json.loads(raw), size)
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -41,7 +41,7 @@ def index_file(raw: bytes, size: int) -> bytes | None:
 
 
 def as_file(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return the file of an index."""
+    """Serialise an index."""
     tensors = {k: FileTensor.of(torch.from_numpy(a)) for k, a in arrays.items()}
     return b"".join(tensor_file(tensors))
 
@@ -84,8 +84,8 @@ def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
 
 
 def _is_local(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
-    """Whether tokens of any text are strings in it, once it is normalised: pieces of it are merged
-    from characters, which are rewritten one by one."""
+    """Whether all tokens of a text are substrings of its normalised form: the normaliser rewrites
+    single characters, and BPE merges characters."""
     model, normalizer, split = frame["model"], frame.get("normalizer"), frame.get("pre_tokenizer")
     pattern = ""
     if normalizer is not None:
@@ -106,14 +106,14 @@ def _is_local(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
 
 
 def _library_accepts(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
-    """Whether the library parses the file, vocabulary and merges aside."""
+    """Whether the library accepts the file without vocabulary and merges."""
     from tokenizers import Tokenizer
 
     small = {t["content"]: t["id"] for t in frame["added_tokens"]}
     small |= {t: vocab[t] for t in _fallbacks(frame["model"]) if t in vocab}
     try:
         Tokenizer.from_str(_subset(frame, small, []))
-    except Exception:  # the library raises nothing narrower
+    except Exception:  # the library raises plain Exception
         return False
     return True
 
@@ -121,7 +121,7 @@ def _library_accepts(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool
 def _subset(
     frame: Mapping[str, Any], vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]
 ) -> str:
-    """Return a tokenizer.json of some of the tokens."""
+    """Return a tokenizer.json restricted to some tokens."""
     added = [t for t in frame["added_tokens"] if t["content"] in vocab]
     model = {**frame["model"], "vocab": vocab, "merges": merges}
     changed = {"truncation": None, "padding": None, "added_tokens": added, "model": model}
@@ -134,8 +134,8 @@ AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 def _merge_results(
     merges: Sequence[Any], vocab: Mapping[str, int], tokens: HashedTokens, fallbacks: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the result of each merge, and the characters of its left part; None if one takes what
-    is no token, or a token that stands for other characters than its string has."""
+    """Return each merge's result token, and the length of its left part in characters; None if an
+    operand is not a token, or a token that stands for characters other than its string."""
     kinds = {*map(type, merges)}
     if kinds == {str} and sum(m.count(" ") for m in merges) == len(merges):
         cuts = [m.index(" ") for m in merges]
@@ -160,17 +160,17 @@ def _merge_results(
 
 
 def _fallbacks(model: Mapping[str, Any]) -> list[str]:
-    """Return the tokens that stand for characters without one."""
+    """Return the byte-fallback and unknown tokens, which encode characters without a token."""
     unknown = [model["unk_token"]] if model.get("unk_token") else []
     return [*unknown, *(f"<0x{byte:02X}>" for byte in range(256))]
 
 
 class IndexedTokenizer:
-    """The methods of a library tokenizer that `chat.prompt` calls, by an index; all others, and
-    texts of more than FEW characters in sum, by the whole tokenizer, which is opened then."""
+    """A tokenizer with the methods that `chat.prompt` calls, backed by the index. Other methods,
+    and texts of more than FEW characters in sum, open and use the full tokenizer."""
 
     def __init__(self, path: Path, open_full: Any) -> None:
-        """`whole` returns the tokenizer. EngineError for a file that is no index."""
+        """`open_full` returns the full tokenizer. EngineError for an invalid index file."""
         from tokenizers import Tokenizer
 
         self._open_full, self._budget = open_full, FEW
@@ -242,7 +242,7 @@ class IndexedTokenizer:
         }
 
     def _of(self, texts: Sequence[str]) -> Any:
-        """Return a tokenizer of the tokens that lie in texts."""
+        """Return a tokenizer restricted to the tokens that occur in texts."""
         from tokenizers import Tokenizer
 
         normalizer, ids = self._empty.normalizer, {*self._fallbacks}
@@ -254,7 +254,8 @@ class IndexedTokenizer:
         return Tokenizer.from_str(_subset(self._frame, vocab, merges))
 
     def _within(self, text: str, min_length: int = 1) -> set[int]:
-        """Return the ids of the tokens in a text of at least so many characters; rarely another."""
+        """Return the ids of tokens of at least `min_length` characters that occur in a text; rarely
+        a false positive (hash collision)."""
         codes, out = code_points(text), set[int]()
         hashes = np.zeros(len(codes) + 1, np.uint64)
         for length, (start, end) in enumerate(pairwise(self._lengths)):
@@ -280,7 +281,7 @@ class IndexedTokenizer:
 
 
 def _check(arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise ValueError for arrays by which texts could not be looked up."""
+    """Raise ValueError for inconsistent index arrays."""
     tokens, merges = len(arrays["ids"]), len(arrays["ranks"])
     ends = {"ends": len(arrays["text"]), "merges": merges}
     rules = {
