@@ -1,3 +1,4 @@
-"""`--backend onnx`: the network as an ONNX model beside its weights, run by onnxruntime."""
+"""`--backend onnx`: exports an ONNX model that references the engine's weight files; runs on
+onnxruntime."""
 
 from .backend import BACKEND as BACKEND

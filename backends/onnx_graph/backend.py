@@ -39,7 +39,7 @@ class OnnxBackend(Backend):
 
     name = "onnx"
     devices = ("cpu",)
-    #: onnxruntime has hardly an operator in bf16 for the CPU
+    #: onnxruntime has almost no bf16 operators on CPUs
     dtypes = ("f32",)
     kv_dtypes = ()
     kv_reason = "onnxruntime's Concat, Gather, Slice and TensorScatter take no such rows on the CPU"
@@ -63,8 +63,8 @@ class OnnxBackend(Backend):
         return (partial(require, *NEEDS),)
 
     def stored(self, program: Program, device: str) -> Program:
-        """Return graphs whose quantised weights lie by columns, as onnxruntime takes them;
-        tables lie by rows."""
+        """Return graphs whose quantised weights are column-major, as onnxruntime requires;
+        embedding tables stay row-major."""
         return program.map(simplify_formats).map(by_columns)
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class OnnxBackend(Backend):
 
 
 def require(*modules: str, backend: str = "onnx") -> None:
-    """Raise MissingError where some cannot be imported."""
+    """Raise MissingError if a required package cannot be imported."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     if absent:
         raise MissingError(

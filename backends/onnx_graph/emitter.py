@@ -1,8 +1,8 @@
 """Tensor primitives as ONNX nodes.
 
-A node's name is the IR value it is made for, then its operator: `L5.attn.q.rope/Mul_2`. A tensor
-that is an IR value has that value's name. Weights are initialisers whose data stay where the
-engine keeps them, in its safetensors files; no protobuf holds more than small constants.
+Nodes are named by the IR value that they compute, then the operator: `L5.attn.q.rope/Mul_2`. A
+tensor that is an IR value has that value's name. Weights are external initialisers in the engine's
+safetensors files; the protobuf contains small constants only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from g4ir.ir.graph import Value
 from g4ir.ops.types import Dim, Type, dtype_name
 
 OPSET = 24
-#: of the IR's dtypes; the same operators in bf16 are legal ONNX, but no runtime here has them
+#: IR dtype -> ONNX element type; bf16 is legal in ONNX, but onnxruntime lacks the operators
 ELEMENTS: Mapping[str, int] = {
     "f32": onnx.TensorProto.FLOAT,
     "f16": onnx.TensorProto.FLOAT16,
@@ -33,16 +33,16 @@ ELEMENTS: Mapping[str, int] = {
     "u8": onnx.TensorProto.UINT8,
     "f8e4m3": onnx.TensorProto.FLOAT8E4M3FN,
 }
-#: constants of more bytes lie outside the model file
+#: larger constants are stored outside the model file
 INLINE_BYTES = 4096
 
-#: primitives that ONNX calls otherwise
+#: primitive -> ONNX operator, if the names differ
 _NAMES = {"eq": "Equal", "gt": "Greater", "lt": "Less", "floor_div": "Div"}
 
 
 @dataclass(frozen=True)
 class DataLocation:
-    """Where bytes lie: a file beside the model."""
+    """Location of external data: file, offset and length."""
 
     location: str
     offset: int
@@ -50,8 +50,8 @@ class DataLocation:
 
 
 class OnnxEmitter(Emitter):
-    """Handles are tensor names; `model` makes the file's content of what was emitted. `storage`
-    says where data lie that are not in it: those of a weight, and of a constant."""
+    """Emits ONNX nodes; handles are tensor names, `model` returns the model's content. `storage`
+    locates external data of weights and constants."""
 
     def __init__(self, storage: Any) -> None:
         self.storage = storage
@@ -99,7 +99,7 @@ class OnnxEmitter(Emitter):
         return self._constant(Type("i64", (len(values),)), torch.tensor(values))
 
     def output(self, name: str, x: Operand) -> None:
-        """Give the tensor the output's name, unless it is known by another already."""
+        """Rename a tensor to the output's name, unless it already has another IR name."""
         self.results[name] = x.type
         fixed = x.handle in self.initializers or x.handle not in self.types
         if fixed or x.handle in self.renamed:
@@ -129,8 +129,8 @@ class OnnxEmitter(Emitter):
         return Operand(t, self._node(op, names, t, **attrs))
 
     def _once(self, key: Any, make: Callable[[], str]) -> str:
-        """Return a tensor that several nodes read, made for the first; inside a branch nothing is
-        kept, since nothing outside could read it."""
+        """Return a cached tensor, created on first use; not cached within a branch, whose tensors
+        are invisible outside."""
         if key in self._cache:
             return self._cache[key]
         with self.shared_scope():
@@ -166,7 +166,7 @@ class OnnxEmitter(Emitter):
         return self._node("Squeeze", [equal, self._ints(0)], Type("bool", ()))
 
     def _branch(self, name: str, make: Callable[[], Operand]) -> tuple[onnx.GraphProto, Type]:
-        """Return a graph of its own, which reads what is outside by name."""
+        """Emit a subgraph (branch of an If), which reads outer tensors by name."""
         outside, self.nodes = self.nodes, []
         self._depth += 1
         out = make()
@@ -191,14 +191,15 @@ class OnnxEmitter(Emitter):
     def _cast(self, x: Operand, t: Type) -> Operand:
         return self._op("Cast", [x], t, to=ELEMENTS[t.dtype])
 
-    # --- products and sums --------------------------------------------------------------------
+    # --- matmuls and reductions
+    # --------------------------------------------------------------------
 
     def _linear(self, x: Operand, w: Operand, columns: bool, t: Type) -> Operand:
         return self._op("MatMul", [x, w if columns else self.transpose(w, 1, 0)], t)
 
     def _dequantize(self, codes: Operand, scales: Operand, axis: int, t: Type) -> Operand:
-        """Return a node that onnxruntime makes one with the product behind it, where that is by
-        columns. Its result has the dtype of the scales."""
+        """Emit a DequantizeLinear that onnxruntime fuses with the following matmul if the weight is
+        column-major. The result has the scales' dtype."""
         if codes.dtype == "u8":
             codes = self._view(codes, t, onnx.TensorProto.INT4)
         attrs = {"axis": axis, "block_size": int(t.shape[axis]) // int(scales.shape[axis])}
@@ -236,8 +237,8 @@ class OnnxEmitter(Emitter):
         return self._op("Reshape", [x, self._ints(*reshape_spec(x.type, t))], t)
 
     def _view(self, x: Operand, t: Type, element: int) -> Operand:
-        """Return the same stored bytes with another shape, or other elements: no node, and no copy
-        of a weight."""
+        """Reinterpret stored bytes with another shape or element type, without a node or a copy of
+        the weight."""
         stored = self.initializers[x.handle]
         kind = onnx.TensorProto.DataType.Name(element) if element != stored.data_type else ""
         name = f"{x.handle}[{','.join(map(str, t.shape))}]{kind}"
@@ -264,7 +265,8 @@ class OnnxEmitter(Emitter):
     def _prefix(self, x: Operand, axis: int, like: Operand, t: Type) -> Operand:
         return self._op("Slice", [x, self._ints(0), self._length(like, 0), self._ints(axis)], t)
 
-    # --- by index -----------------------------------------------------------------------------
+    # --- gather and scatter
+    # -----------------------------------------------------------------------------
 
     def _gather(self, x: Operand, index: Operand, axis: int, t: Type) -> Operand:
         return self._op("Gather", [x, index], t, axis=axis)
@@ -282,7 +284,7 @@ class OnnxEmitter(Emitter):
     # --- the model ----------------------------------------------------------------------------
 
     def name_values(self, values: Mapping[str, Operand]) -> None:
-        """Give tensors the names of the IR values that they are."""
+        """Rename tensors to their IR values' names."""
         used = {*self.renamed.values(), *self.initializers, *(i.name for i in self.inputs)}
         for name, x in values.items():
             if x.handle in self.types and x.handle not in self.renamed and name not in used:
@@ -290,7 +292,7 @@ class OnnxEmitter(Emitter):
                 used.add(name)
 
     def model(self, name: str, doc: str, facts: Mapping[str, str]) -> onnx.ModelProto:
-        """Return the model of what was emitted; `doc` is for people, `facts` for programs."""
+        """Return the ONNX model; `doc`: its doc_string, `facts`: metadata for programs."""
         for n in walk(self.nodes):
             _rename(n, self.renamed)
         results = [_info(k, t) for k, t in self.results.items()]
@@ -315,7 +317,7 @@ class OnnxEmitter(Emitter):
 
 
 def walk(nodes: Sequence[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Yield the nodes, and those of their branches."""
+    """Yield all nodes, including those of branches."""
     for n in nodes:
         yield n
         for a in n.attribute:

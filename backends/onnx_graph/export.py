@@ -39,16 +39,17 @@ from .emitter import OPSET, DataLocation, OnnxEmitter
 
 MODEL, EMBED, CONSTANTS = "model.onnx", "embed.onnx", "constants.bin"
 DRAFT_FILE = "draft.onnx"
-#: constants begin at multiples of it
+#: alignment of constants in bytes
 ALIGNMENT = 64
 OUTSIDE = "outside layers"
 
-# --- where data lie ---------------------------------------------------------------------------
+# --- external data ---------------------------------------------------------------------------
 
 
 @dataclass
 class Directory:
-    """Weights in the safetensors files of a directory, constants in a file of their own."""
+    """External data: weights in an engine directory's safetensors files, constants in
+    constants.bin."""
 
     folder: Path
     constants: IO[bytes]
@@ -74,7 +75,7 @@ class Directory:
 
 
 class NullStorage:
-    """For a model that is looked at and not kept."""
+    """External data locations of a model that is only inspected, not written."""
 
     def weight(self, v: Value) -> DataLocation:
         return DataLocation("weights", 0, v.type.nbytes())
@@ -89,7 +90,7 @@ class NullStorage:
 def models(
     program: Program, limits: Limits, storage: Any, experts: str = "auto"
 ) -> Iterator[tuple[str, onnx.ModelProto]]:
-    """Yield the models of an engine by their files, the network of prefill and decode first."""
+    """Yield (file name, model), the network of prefill and decode first."""
     yield MODEL, _model("network", network_graph(program), limits, storage, experts)
     yield EMBED, _model("embed", program.graphs["embed"], limits, storage)
     for name, g in tower_graphs(program).items():
@@ -126,20 +127,21 @@ def _docs() -> dict[str, str]:
 
 
 def _embedding(net: Network, n: Node, table: Operand, ids: Operand) -> Operand:
-    """Return scaled rows of a table; the scale is rounded to the table's dtype first (rule 2)."""
+    """Gather and scale rows of a table; the scale is rounded to the table's dtype first (rule
+    2)."""
     return net.e.mul(net.e.gather(table, ids, 0), n.number("scale"))
 
 
 def _embedding_quantized(
     net: Network, n: Node, codes: Operand, scales: Operand, ids: Operand
 ) -> Operand:
-    """Return `_embedding` of what rows of codes mean."""
+    """Gather, dequantise and scale rows of a quantised table."""
     rows = gather_dequantized(net, codes, scales, ids, ids.rank, n.word("to"))
     return net.e.mul(rows, n.number("scale"))
 
 
 def _in_place(graph: Graph, e: OnnxEmitter) -> list[str]:
-    """Return caches that only the node that writes them reads: it takes its input's memory."""
+    """Return caches that can be updated in place: only the node that writes them reads them."""
     readers: dict[str, list[str]] = {}
     for n in e.nodes:
         for name in n.input:
@@ -151,7 +153,7 @@ def _in_place(graph: Graph, e: OnnxEmitter) -> list[str]:
 
 
 def export(program: Program, limits: Limits, folder: Path, experts: str = "auto") -> dict[str, Any]:
-    """Write the models into a directory that holds the weights; return what was written."""
+    """Write the models into a directory with the weights; return the manifest's record."""
     with open(folder / CONSTANTS, "wb") as file:
         exported = dict(models(program, limits, Directory(folder, file), experts))
     for name, model in exported.items():
@@ -176,9 +178,8 @@ def _check_file(path: Path) -> None:
 
 
 def node_counts(model: onnx.ModelProto) -> dict[str, int]:
-    """Count nodes by layer (`L5`), and outside of them; what serves several layers counts outside.
-
-    A branch counts as one node.
+    """Count nodes by layer (`L5`) and outside of layers, where nodes shared by layers count. A
+    branch counts as one node.
     """
     return dict(Counter(_layer(n.name) for n in model.graph.node))
 

@@ -1,4 +1,4 @@
-"""Running the exported network on onnxruntime, over caches that torch owns."""
+"""Runs the exported network on onnxruntime, with KV caches in torch memory."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from g4ir.weights.pack import ParamSource
 
 from .export import DRAFT_FILE, MODEL, tower_file
 
-#: the model's own word for the caches that it updates in place
+#: metadata key of the model: caches that it updates in place
 IN_PLACE = "g4ir.in_place"
-#: sums in fp32: by default onnxruntime rounds what codes are multiplied with to 8 bits. And, where
-#: a row has one scale, as few copies of it as its kernels take
+#: fp32 accumulation: by default onnxruntime quantises the activations of a quantised matmul to
+#: int8. And the largest block that its kernels support, for per-row scales
 PRODUCTS_OF_CODES = {
     "session.qdq_matmulnbits_accuracy_level": "1",
     "session.qdq_matmulnbits_block_size": "-1",
 }
-#: of onnxruntime's log: errors only, since each of them is raised as well
+#: onnxruntime's log level: above errors, since these are raised as well
 SEVERITY = 4
 
 
 class OnnxCaches(NetworkCaches):
-    """Caches that cannot be written in place have a second buffer, and the two change places after
-    every step."""
+    """KV caches; those that cannot be updated in place are double-buffered and swapped after every
+    step."""
 
     spare: dict[str, torch.Tensor]
 
@@ -81,7 +81,7 @@ class OnnxRuntime(Runtime):
         progress(MODEL)
         coded = any(True for _ in graph.find("dequantize_columns"))
         self.mapped = self.outputs[0].type.dtype == "f32" and not coded
-        #: those of towers and the drafter are opened when they are first used
+        #: sessions by file; those of towers and the draft model are opened on first use
         self._sessions: dict[str, onnxruntime.InferenceSession] = {}
         facts = self._session(MODEL, self.mapped).get_modelmeta().custom_metadata_map
         if IN_PLACE not in facts:
@@ -95,7 +95,7 @@ class OnnxRuntime(Runtime):
         return self._sessions[file]
 
     def _run(self, file: str, mapped: bool, feeds: Tensors, outputs: Tensors, where: str) -> None:
-        """Run a model on those of `feeds` that it has an input for."""
+        """Run a model; feeds without a matching input are ignored."""
         session, path = self._session(file, mapped), self.folder / file
         names = [i.name for i in session.get_inputs() if i.name in feeds]
         try:
@@ -126,7 +126,8 @@ class OnnxRuntime(Runtime):
         logits: bool,
         watch: Watch | None = None,
     ) -> Tensors | None:
-        """Run one chunk; `watch` sees the results: nothing else of the one network shows."""
+        """Run one chunk; `watch` gets the outputs only, since intermediate values of the network
+        are not accessible."""
         if phase == DRAFT:
             return self._draft(feeds, state, context)
         batch, size = feeds["positions"].shape
@@ -180,14 +181,13 @@ class OnnxRuntime(Runtime):
 def open_session(
     path: Path, mapped: bool = False, written: Path | None = None
 ) -> onnxruntime.InferenceSession:
-    """Return a model on the CPU with torch's number of threads; EngineError where it is refused.
-    What onnxruntime made of it is `written`, if asked for.
+    """Open a model on the CPU with torch's number of threads; EngineError if onnxruntime refuses
+    it. `written`: path to write the optimised model to.
 
-    `mapped`: weights are read where they lie in their files, instead of copied into the layouts
-    that onnxruntime likes best. Loading then takes no time and no memory but the page cache's (4 GB
-    of weights: 0.2 s against 15 s on two cores, 0.3 GB of memory against a peak of 5.5 GB); a step
-    takes up to twice as long. Not for quantised weights, whose products would make them dense in
-    every step.
+    `mapped`: weights stay memory-mapped instead of being prepacked. Loading then needs only page
+    cache (4 GB of weights: 0.2 s against 15 s on two cores, 0.3 GB of memory against a peak of 5.5
+    GB); a step takes up to twice as long. Not for quantised weights, which every step would
+    dequantise in full.
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()

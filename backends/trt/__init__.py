@@ -1,4 +1,4 @@
-"""TensorRT: the graph written straight into an `INetworkDefinition`."""
+"""TensorRT backend: graphs are parsed into an `INetworkDefinition` and built into engines."""
 
 from .backend import BACKEND
 

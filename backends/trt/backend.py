@@ -44,25 +44,25 @@ Bytes = Annotated[int, Range(0, 1 << 60)]
 
 @dataclass(frozen=True)
 class Plans:
-    """The part of the manifest that a build makes. `settings` are those that were built in the
-    end."""
+    """The manifest's record of a TensorRT build. `settings`: those of the final attempt."""
 
-    #: of `--target`; empty: the GPU of the build
+    #: `--target`; empty: the GPU of the build
     target: Annotated[str, OneOf(("", *TARGETS))]
-    #: of its library
+    #: version of the TensorRT library
     version: str
-    #: that kernels were timed on, if any
+    #: GPU on which kernels were timed, if any
     gpu: str
     settings: dict[str, str]
     notes: tuple[Line, ...]
-    #: of the text model's engine
+    #: scratch memory of the text model's engine
     scratch_bytes: Bytes
 
 
 @dataclass(frozen=True, eq=False)
 class TrtBackend(Backend):
-    """One plan holds the text model, prefill and decode as its profiles; each tower is a plan with
-    static shapes, a drafter's step is one over the same caches."""
+    """Builds and runs TensorRT engines. One plan for the text model, with optimisation profiles for
+    prefill and decode; one plan with static shapes per tower; one for a draft model's step, over
+    the same KV caches."""
 
     name: str = "trt"
     kv_dtypes: tuple[str, ...] = ()
@@ -115,8 +115,8 @@ class TrtBackend(Backend):
         return self.host.machine(device)
 
     def stored(self, program: Program, device: str) -> Program:
-        """Return graphs whose 4-bit weights lie by columns, in two's complement; what TensorRT does
-        not take is made of its codes at build."""
+        """Return graphs whose 4-bit weights are column-major, in two's complement; weights in
+        formats that TensorRT does not support are dequantised at build."""
         return program.map(lambda g: by_columns(dequantize_at_build(g, takes_codes), ("u8",)))
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class TrtBackend(Backend):
     def scratch_bytes(
         self, program: Program, device: str, settings: Mapping[str, str]
     ) -> Callable[[Limits], int]:
-        """Count the bytes of attention's scores, unless one layer hides them."""
+        """Count the bytes of attention scores, unless attention is one fused layer."""
         prefill, attention = program.graphs["prefill"], settings["attention"]
         return lambda limits: score_bytes(prefill, limits, attention)
 
@@ -136,7 +136,8 @@ class TrtBackend(Backend):
         return estimate([*networks(program).values()]).short()
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
-        """Count the weights of every plan; a tower of several sizes is in several."""
+        """Count the bytes of weights over all plans; a tower with several sizes is in several
+        plans."""
         return sum(ranks_of(g) * weight_bytes(g) for g in networks(program).values())
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
@@ -182,8 +183,8 @@ class TrtBackend(Backend):
         return KernelCache(api, file, key, task.progress)
 
     def _check_plans(self, manifest: Mapping[str, Any], api: Api, task: Task) -> None:
-        """Raise EngineError where plans are another TensorRT's or another GPU's. A patch version
-        counts too: plans are read by the version that wrote them."""
+        """Raise EngineError if plans are for another GPU or another TensorRT version; patch
+        versions count too."""
         folder, settings = task.folder, manifest["settings"]
         if any(settings.get(n) not in s.choices for n, s in self.settings.items()):
             raise EngineError(
@@ -209,9 +210,9 @@ class TrtBackend(Backend):
 
 
 def takes_codes(g: Graph, n: Node) -> bool:
-    """Whether TensorRT's layer takes the codes of a weight: 8 bits with a scale for each row in the
-    engine's dtype, 4 bits with scales of groups. The gates of per-layer embeddings, which are
-    small, are dense: only then is their activation part of the kernel before it."""
+    """Whether a weight stays quantised in TensorRT: 8 bits with per-row scales in the engine's
+    dtype, or 4 bits with group scales. The small gates of per-layer embeddings are dequantised:
+    otherwise their activation is not fused with the kernel before it."""
     codes, scales = n["codes"].type, n["scales"].type
     rows = scales.shape[-1] == 1 and scales.dtype == n.word("to")
     gates = any(m.op == "linear_glu" and len(m.inputs) > 2 for m in g.readers(n.out))

@@ -1,7 +1,7 @@
-"""The way from a graph to a plan: network, builder configuration, profiles, the builder's answer.
+"""Builds a plan from a graph: network, builder configuration, optimisation profiles, error
+messages.
 
-Everything takes the TensorRT module as an argument (host.Api), so that all of it runs over a
-stand-in as well.
+The TensorRT module is an argument (host.Api), so that tests can pass a fake.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .interface import Interface, interface
 from .target import HOPPER, Target
 
 GIB = 1 << 30
-#: what the builder may use of the device while it times kernels, whatever weights leave
+#: minimum workspace of the builder while it times kernels, even if the weights leave less
 MIN_WORKSPACE = GIB
-#: part of a refusal in which TensorRT took layers for attention, and failed at their mask
+#: part of the error when TensorRT's attention fusion fails at a mask
 WRAPPER = "wrap_attention"
-#: part of what TensorRT-RTX says after every refusal on a machine without a driver
+#: part of TensorRT-RTX's error message after any failure on a machine without a driver
 NO_DRIVER = "CUDA driver version is insufficient"
-#: part of the name of a layer that was refused, or of the message -> what to try
+#: part of the refused layer's name, or of the error message -> remedy
 REMEDIES: Mapping[str, str] = {
     WRAPPER: "--set attention=plain, in which TensorRT finds no attention",
     "experts": "--set experts=all, whose products are plain ones",
@@ -61,7 +61,7 @@ class Written:
     interface: Interface
     log: Any
     notes: list[str]
-    #: what the network points to until it is built: the parser, and the weights
+    #: objects that the network references until it is built: parser and weights
     alive: tuple[Any, ...]
 
 
@@ -97,10 +97,10 @@ def configure(api: Api, w: Written, memory: int | None, target: Target = HOPPER)
     """Return the builder's configuration. memory: bytes of the device, if known."""
     trt, config = api.trt, w.builder.create_builder_config()
     with raise_refusals(w.log, "the configuration"):
-        # What the ops compute in fp32 is fp32, not products of 10 bits.
+        # fp32 ops stay fp32: no TF32 (10-bit mantissa).
         config.clear_flag(trt.BuilderFlag.TF32)
         if memory is not None:
-            # What weights leave of the device is for kernels.
+            # The device memory that weights leave is workspace.
             workspace = max(memory - weight_bytes(w.graph), MIN_WORKSPACE)
             config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
         if target.ahead_of_time:
@@ -112,9 +112,9 @@ def configure(api: Api, w: Written, memory: int | None, target: Target = HOPPER)
 
 
 def _aim(trt: Any, config: Any, target: Target) -> None:
-    """Have the builder compile for the target's compute capability; without one, engines are
-    portable. Steps allocate nothing, so that they can be recorded as CUDA graphs. Kernels run one
-    after the other: side by side, as few of a chunk could, they need more scratch memory."""
+    """Set the target's compute capability; without one, engines are portable. Steps must not
+    allocate, so that they can be captured as CUDA graphs. One stream only: few kernels of a chunk
+    could run concurrently, and would need more scratch memory."""
     config.max_aux_streams = 0
     config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if len(target.capabilities) == 1:
@@ -134,18 +134,18 @@ def _add_profile(w: Written, config: Any, name: str) -> None:
         )
 
 
-# --- the builder at work ----------------------------------------------------------------------
+# --- running the builder ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory that TensorRT's builder will need, from the graphs alone."""
+    """Estimate of the memory that TensorRT's builder needs, from the graphs."""
 
     host_bytes: int
     device_bytes: int
     #: host memory of the model cut to its first layers: one, two and so on
     first_layers: tuple[int, ...] = ()
-    #: weights of 4 bits
+    #: whether there are 4-bit weights
     four_bits: bool = False
 
     def __str__(self) -> str:
@@ -155,7 +155,7 @@ class Estimate:
         )
 
     def short(self) -> str:
-        """Return why the build does not fit this machine's memory; nothing if it does."""
+        """Return why the build does not fit this machine's memory; "" if it does."""
         has = device_memory("cpu")
         if self.host_bytes <= has:
             return ""
@@ -168,14 +168,14 @@ class Estimate:
         )
 
 
-#: host memory of a builder beside weights, and for each layer, as measured of TensorRT-RTX 1.7
+#: host memory of a builder in addition to weights, and per layer, as measured with TensorRT-RTX 1.7
 #: (bench/results/rtx-builds.txt)
 HOST_BYTES, LAYER_HOST_BYTES = 2 * GIB // 5, GIB // 28
 
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:
-    """Return the estimate for networks that are built one after the other, for each rank again; the
-    first is the text model's."""
+    """Return the estimate for networks built one after another, repeated for each rank; the first
+    is the text model's."""
     text, *other_graphs = graphs
     other_bytes = max(map(_host_bytes, other_graphs), default=0)
     first = [max(other_bytes, _host_bytes(text, n + 1)) for n in range(_layers(text.params))]
@@ -201,16 +201,16 @@ def _layers(params: Iterable[Value]) -> int:
 
 
 def weight_bytes(g: Graph) -> int:
-    """Count the bytes that a network holds of the params, without tables of embeddings."""
+    """Count the bytes of params in a network, without embedding tables."""
     return sum(v.type.nbytes() for v in g.params)
 
 
 def build_plan(
     api: Api, w: Written, config: Any, timing: Path | None, plan: Path, progress: Progress
 ) -> None:
-    """Run the builder, which writes its plan piece by piece. The timing cache is read first and
-    written at the end, also where the build is refused or interrupted (Ctrl-C, SIGTERM). LowerError
-    with the builder's own words where it refuses; OSError where the plan cannot be written."""
+    """Run the builder, which streams its plan to a file. The timing cache is read first and written
+    at the end, even if the build fails or is interrupted (Ctrl-C, SIGTERM). LowerError with the
+    builder's message if it fails; OSError if the plan cannot be written."""
     if timing:
         _begin_with(config, timing)
     w.builder.max_threads = max(1, os.cpu_count() or 1)
@@ -233,7 +233,7 @@ def build_plan(
 
 
 class RefusedError(LowerError):
-    """The builder takes every layer and not the network."""
+    """The builder accepts every layer, but not the network."""
 
 
 def _begin_with(config: Any, timing: Path) -> None:
@@ -255,12 +255,14 @@ def _keep(timing: Path, cache: Any) -> None:
 
 
 def timing_file(folder: Path, machine: str) -> Path:
-    """Return the file for this GPU and TensorRT: the builder refuses another's."""
+    """Return the timing cache file for this GPU and TensorRT version: the builder refuses
+    others."""
     return folder / f"{machine.replace(' ', '-')}.timing"
 
 
 def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
-    """Return the error text: the builder's errors, the layer of ours that they name, a remedy."""
+    """Return the error text: the builder's errors, the IR value of the layer that they name, and a
+    remedy."""
     reason = joined([e for e in errors if NO_DRIVER not in e] or errors) or "it gave no reason"
     layer = max((n for n in layers if n in reason), key=len, default="")
     about = f"{layer} {reason}".lower()
@@ -270,8 +272,8 @@ def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
 
 
 def _interruptible(monitor: Any) -> AbstractContextManager[None]:
-    """Return a context in which signals ask the builder to stop, not the process to end inside
-    it."""
+    """Within this context, signals cancel the build instead of ending the process inside
+    TensorRT."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         monitor.stopped = True

@@ -21,15 +21,15 @@ LINE = re.compile(
     re.M,
 )
 TENSOR = re.compile(r"Name: (.+?), Dimensions: \[([-\d,]*)\].*?Datatype: (\w+)")
-#: the end of a kernel's name says for which profile it is
+#: suffix of a kernel's name: its profile
 GRAPH = re.compile(r"_myl(\d+)_\d+$")
-#: the end of a tensor's name in profiles behind the first
+#: suffix of a tensor's name in profiles after the first
 PROFILE = re.compile(r" \[profile \d+\]$")
 SCRATCH = re.compile(r"Max Scratch Memory: (\d+) bytes")
 WEIGHTS = re.compile(r"Total Weights Memory: (\d+) bytes")
-#: entries of the list that are no kernels
+#: prefixes of log entries that are not kernels
 AROUND = ("signal", "wait", "shape_call")
-#: parts of the names of kernels that use a cache where it lies: they write it, or attend over it
+#: parts of the names of kernels that use a cache in place: scatter or attention
 IN_PLACE = ("Scat", "mha")
 #: bytes of an element; 2 for all other types
 BYTES = {"Float": 4, "Int32": 4, "Int64": 8, "Int8": 1, "FP8": 1, "Bool": 1}
@@ -49,7 +49,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes; dims that are not known count as one."""
+        """Bytes; unknown dims count as one."""
         return math.prod(map(abs, self.shape)) * BYTES.get(self.dtype, 2)
 
 

@@ -1,5 +1,4 @@
-"""The tensor primitives as NVIDIA's ONNX parser takes them: ONNX, with NVIDIA's own operators in
-three places.
+"""Emits the tensor primitives for NVIDIA's ONNX parser: ONNX, with three of NVIDIA's operators.
 
 - `TRT_Attention`: of ONNX's `Attention` the parser multiplies queries and keys by a scale, of 1
   too, so that an engine would copy each KV cache in every step.
@@ -26,12 +25,12 @@ from g4ir.plan.engine_limits import Limits
 
 from .lowerings import AUTO, attention_by_head_size, lowerings
 
-#: NVIDIA's operator of the tensors of several ranks
+#: NVIDIA's operator for collectives
 COLLECTIVE = "DistCollective"
-#: the root of a collective in which all ranks are alike
+#: root of a symmetric collective
 NO_ROOT = -1
-#: factor of the codes of rows before a product: codes with one scale, and their product, are one
-#: kernel. Not 1, which is no scale to a builder.
+#: per-tensor scale of codes with per-row scales before a matmul: a scalar scale lets the builder
+#: fuse dequantisation and matmul. Not 1, which the builder would drop.
 PART = 2.0**-7
 #: activation -> operator and attributes
 ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,18 +39,19 @@ ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "sigmoid": ("Sigmoid", {}),
     "tanh": ("Tanh", {}),
 }
-#: collective -> how it joins the tensors of ranks
+#: collective -> reduce_op
 REDUCTIONS = {"all_reduce": "sum", "all_gather": "none"}
 
 
 class Dialect(OnnxEmitter):
-    """Nothing in it depends on a condition: TensorRT asks the host which branch to launch."""
+    """ONNX emitter for TensorRT. It emits no conditionals: for these TensorRT synchronises with the
+    host."""
 
     gathers_codes = False
 
     def __init__(self, storage: Any) -> None:
         super().__init__(storage)
-        #: a dequantised 4-bit weight -> its codes; codes of which entries are gathered
+        #: dequantised 4-bit weight -> its codes; codes whose entries are gathered
         self._codes: dict[str, str] = {}
         self._gathered: set[str] = set()
         self._integers: Operand | None = None
@@ -71,8 +71,8 @@ class Dialect(OnnxEmitter):
     # --- quantised weights --------------------------------------------------------------------
 
     def _dequantize(self, codes: Operand, scales: Operand, axis: int, t: Type) -> Operand:
-        """Return codes times the scales of groups, rounded once: in fp32 first, where scales have
-        another dtype than the result, which no builder was seen to make one kernel of."""
+        """Dequantise with group scales, rounded once: via fp32 if the scales' dtype differs from
+        the result's (no builder fused that into one kernel)."""
         dtype = t.dtype if scales.dtype == t.dtype else "f32"
         weight = super()._dequantize(codes, scales, axis, replace(t, dtype=dtype))
         weight = self.cast(weight, t.dtype)
@@ -143,7 +143,7 @@ class Dialect(OnnxEmitter):
         return self._op("TRT_Attention", [q, keys, values, mask], t, TRT_decomposable=1)
 
     def _exchange(self, op: str, x: Operand, ranks: int, t: Type) -> Operand:
-        """Add a collective of all ranks. Nothing says which rank this is."""
+        """Emit a collective over all ranks; the same node on every rank."""
         return self._op(
             COLLECTIVE,
             [x],

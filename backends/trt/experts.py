@@ -1,4 +1,5 @@
-"""Routed experts: of a single token the chosen ones, of a chunk its tokens sorted by expert.
+"""Routed experts (MoE): for single tokens gathers the chosen experts' weights, for a chunk sorts
+tokens by expert.
 
 A chunk's product with every expert would be E / K times what its tokens ask for, and nothing in a
 network depends on a condition (lowerings.py). So its shapes are those of the worst case. The first
@@ -23,9 +24,9 @@ from g4ir.backends.primitives.weights import Weight, gathered_weight, read_weigh
 from g4ir.ir.graph import Node
 from g4ir.plan.engine_limits import Limits
 
-#: how many times a gathered weight is moved: read, written, and read
+#: memory passes over a gathered weight: read, write, read
 MOVED = 3
-#: fewest tokens in a block, which a product's tile has
+#: minimum tokens of a block: the tile of a matmul
 MIN_BLOCK_ROWS = 16
 
 
@@ -71,8 +72,8 @@ def _later_tokens(
 
 
 def block_rows(chunk: int, top_k: int, count: int) -> int:
-    """Return the tokens of a block, a power of two: four times as many as an expert has on average.
-    In smaller blocks there would be more spare ones, whose weights take the most memory."""
+    """Return the tokens per block, a power of two: four times the average per expert. Smaller
+    blocks would need more spare ones, whose gathered weights take the most memory."""
     mean = -(-chunk * top_k // count)
     return max(MIN_BLOCK_ROWS, 1 << (4 * mean - 1).bit_length(), 2 * top_k)
 
@@ -85,7 +86,7 @@ def sorted_rows(chunk: int, top_k: int, count: int) -> int:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tokens [B,N,R] of N blocks by their place in the chunk, 0 where a block has no more."""
+    """Token positions [B,N,R] of N blocks of R rows, zero-padded; and each block's weights."""
 
     tokens: Operand
     first: Weight
@@ -93,7 +94,8 @@ class Blocks:
 
 
 class Sorted:
-    """A chunk's tokens by expert, from their choices [B,S,K]. Numbers are whole, in fp32."""
+    """A chunk's tokens sorted by expert, from their choices [B,S,K]. Counts and positions are
+    integers stored in fp32."""
 
     def __init__(self, net: Network, capacity: int, index: Operand, count: int) -> None:
         self.net, self.capacity, self.count = net, capacity, count
@@ -105,7 +107,7 @@ class Sorted:
         self.chosen = e.binary("eq", e.unsqueeze(index, 3), ids)
         once = e.reduce("max", _flag(e, self.chosen), 2)
         once = e.reshape(once, *index.shape[:2], count)
-        #: [B,S,E]: how many tokens before it chose the expert
+        #: [B,S,E]: number of earlier tokens that chose the expert
         self.rank = e.matmul(self.before, once)
         #: `rank`, or -1 if the token did not choose the expert
         self.chosen_rank = e.where(e.binary("gt", once, 0.5), self.rank, -1.0)
@@ -131,8 +133,8 @@ class Sorted:
         return e.cast(e.reshape(e.reduce("sum", chosen, 2), *x.shape), x.dtype)
 
     def _slots(self, size: Operand) -> Operand:
-        """Return the row [B,S,K] of each choice among those of all blocks; `size` [1,1,1] rows have
-        the blocks of all experts."""
+        """Return the row [B,S,K] of each choice in the concatenated blocks; `size` [1,1,1]: rows
+        per expert in the first blocks."""
         e, capacity, count = self.e, self.capacity, self.count
         number = e.constant(torch.arange(count, dtype=torch.float32)[None, None])
         near = e.add(e.mul(number, size), self.rank)
@@ -143,8 +145,8 @@ class Sorted:
         return e.reshape(e.reduce("sum", selected, 3), *self.choices.shape)
 
     def _tokens(self, ranks: Operand, target: Operand) -> Operand:
-        """Return which token [B,N,R] has a wanted number [.,1,N,R] among those of a block's expert,
-        of numbers [B,S,N]."""
+        """Return the token [B,N,R] whose rank within the block's expert (`ranks` [B,S,N]) equals
+        `target` [.,1,N,R]."""
         e = self.e
         same = e.binary("eq", e.unsqueeze(ranks, 3), target)
         tokens = e.reduce("sum", e.where(same, e.unsqueeze(self.position, 2, 3), 0.0), 1)
@@ -172,7 +174,7 @@ class Sorted:
         return Blocks(self._tokens(ranks, e.unsqueeze(target, 1)), *weights)
 
     def _computed(self, x: Operand, act: str, some: Blocks) -> Operand:
-        """Return what experts make of the tokens of blocks, [B,N R,H]."""
+        """Run the experts on the tokens of blocks; return [B,N R,H]."""
         e, (b, n, r) = self.e, some.tokens.shape
         at = e.cast(e.reshape(some.tokens, b, f"{n}*{r}"), "i64")
         rows = e.reshape(e.gather_rows(x, at), b, n, r, x.shape[2])
@@ -181,8 +183,8 @@ class Sorted:
 
 
 def _token_positions(net: Network, chunk: int) -> tuple[Operand, Operand]:
-    """Return the places f32[1,S] of all tokens of a chunk but the first, from 0 on; and f32[1,S,S],
-    1 where the second lies before the first."""
+    """Return the positions f32[1,S] of a chunk's tokens after the first, from 0 on; and f32[1,S,S],
+    1 where the second is before the first."""
     e = net.e
     at = e.slice(net.env["positions"], 0, 0, 1)
     position = e.sub(e.block(at, 1, 1, chunk - 1), e.add(e.slice(at, 1, 0, 1), 1))
@@ -191,5 +193,5 @@ def _token_positions(net: Network, chunk: int) -> tuple[Operand, Operand]:
 
 
 def _flag(e: Emitter, x: Operand) -> Operand:
-    """Return 1 where x holds, else 0."""
+    """Convert bool to 1.0 and 0.0."""
     return e.where(x, e.constant(torch.ones((1,) * x.rank)), 0.0)

@@ -1,5 +1,4 @@
-"""The machine as the backend sees it, with the TensorRT at hand: the only place that knows how
-versions differ.
+"""The machine and its TensorRT library; the only module with differences between versions.
 
 Versions from 11 (the first whose ONNX parser has NVIDIA's attention) up to, but not including, 12.
 """
@@ -44,7 +43,7 @@ INSTEAD = (
 
 @dataclass(frozen=True)
 class Api:
-    """A TensorRT module, or what stands for one."""
+    """A TensorRT module, or a fake in tests."""
 
     trt: Any
     version: str
@@ -52,7 +51,7 @@ class Api:
 
     @property
     def short(self) -> str:
-        """Major and minor, as they stand in a manifest."""
+        """Major and minor version, as in a manifest."""
         return ".".join(self.version.split(".")[:2])
 
 
@@ -70,7 +69,7 @@ def probe(trt: Any, library: Library = TENSORRT) -> Api:
 def require_library(
     library: Library = TENSORRT, load: Callable[[str], Any] = importlib.import_module
 ) -> Api:
-    """Return the installed library; MissingError where there is none."""
+    """Import the installed library; MissingError if there is none."""
     try:
         trt = load(library.module)
     except (ImportError, OSError) as e:
@@ -104,19 +103,19 @@ def require_gpu(target: Target = HOPPER) -> None:
 
 
 def elsewhere() -> str:
-    """Return how engines are built that need no GPU for it."""
+    """Return a hint on how to build engines without a GPU."""
     return f"--target {', '.join(ANYWHERE)}, by {RTX.name}: `{RTX.install}`"
 
 
 def installed(library: Library) -> str:
-    """Return the version of a library that is installed; nothing if it is not."""
+    """Return the installed version of a library; "" if it is not installed."""
     with suppress(MissingError):
         return require_library(library).version
     return ""
 
 
 def require_target(version: str) -> None:
-    """Raise MissingError that says for which GPUs this machine builds: it has none of its own."""
+    """Raise MissingError that lists the targets this machine, without a GPU, can build for."""
     raise MissingError(
         f"--backend trt: this torch sees no CUDA device to build for; give the GPUs of the engine: "
         f"--target {', '.join(ANYWHERE)}, which {RTX.name} {version} builds here (rtx: one engine "
@@ -125,11 +124,11 @@ def require_target(version: str) -> None:
 
 
 def gpu_capability() -> tuple[int, ...]:
-    """Return the compute capability of the current GPU; nothing if there is none."""
+    """Return the compute capability of the current GPU; "" if there is none."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else ()
 
 
-# --- what TensorRT calls back ------------------------------------------------------------------
+# --- TensorRT callbacks ------------------------------------------------------------------
 
 
 def logger(trt: Any, file: Path | None = None) -> Any:
@@ -147,7 +146,7 @@ def logger(trt: Any, file: Path | None = None) -> Any:
             if severity in (levels.INTERNAL_ERROR, levels.ERROR):
                 self.errors.append(" ".join(msg.split()))
             if self.file:
-                with suppress(OSError):  # TensorRT takes no exception
+                with suppress(OSError):  # exceptions must not reach TensorRT
                     self.file.write(f"[{severity.name}] {msg}\n")
 
         def close(self) -> None:
@@ -157,7 +156,7 @@ def logger(trt: Any, file: Path | None = None) -> Any:
                 self.file = None
 
         def reason(self) -> str:
-            """Return the last errors, as the end of a message."""
+            """Return the last errors, as a suffix of a message."""
             return joined(self.errors[-3:]) or "TensorRT gave no reason"
 
     return Log()
@@ -179,14 +178,14 @@ def raise_refusals(log: Any, part: str) -> Iterator[None]:
 
 
 def progress_monitor(trt: Any, progress: Progress) -> Any:
-    """Return an IProgressMonitor that tells the phases that have begun and not ended, at most once
-    a second, and ends the build if `stopped`."""
+    """Return an IProgressMonitor that reports running phases at most once a second, and cancels the
+    build once `stopped`."""
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
             self.stopped, self.reported_at = False, 0.0
-            #: name -> steps done, of all
+            #: name -> (steps done, total)
             self.phases: dict[str, tuple[int, int]] = {}
 
         def phase_start(self, phase_name: str, parent_phase: str, num_steps: int) -> None:
@@ -207,7 +206,7 @@ def progress_monitor(trt: Any, progress: Progress) -> Any:
 
 
 def stream_writer(trt: Any, file: IO[bytes]) -> Any:
-    """Return an IStreamWriter into a file; `error` has what stopped it, as it may not raise."""
+    """Return an IStreamWriter to a file; it must not raise, so `error` holds its exception."""
 
     class Writer(trt.IStreamWriter):
         def __init__(self) -> None:
@@ -226,12 +225,12 @@ def stream_writer(trt: Any, file: IO[bytes]) -> Any:
 
 # --- the machine ------------------------------------------------------------------------------
 
-#: the type that a capsule's address has; a capsule points to the name as long as it lives
+#: type name of the PyCapsule; must outlive the capsule
 HANDLE = b"ncclComm_t"
 
 
 def capsule(address: int) -> Any:
-    """Return an address in the form that TensorRT's binding takes one in."""
+    """Wrap an address in a PyCapsule for TensorRT's binding."""
     make = ctypes.pythonapi.PyCapsule_New
     make.restype = ctypes.py_object
     make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -239,13 +238,14 @@ def capsule(address: int) -> Any:
 
 
 def communicator_of(group: Group) -> Any:
-    """Return the NCCL communicator of all ranks, for execution contexts; all ask at a time."""
+    """Return the NCCL communicator of all ranks, for execution contexts; a collective call."""
     return capsule(group.communicator())
 
 
 def recorded_by_all(record: Record, agree: Callable[[bool], list[Any]]) -> Record:
-    """Return what records a step where every rank can. One that ran it launch by launch would make
-    no context where the others make theirs, and wait for it. `agree` gathers what ranks say."""
+    """Return a recorder that captures a step only if every rank can. A rank that launched it
+    without capture would not create the context that the others create, and deadlock. `agree`:
+    all-gather of a bool."""
 
     def record_all(work: Callable[[], None]) -> Callable[[], None]:
         error = EngineError("another rank could not record the step")
@@ -266,23 +266,22 @@ def cache_dir() -> Path:
 
 
 class Stream:
-    """The stream that TensorRT works on, in order with torch's: the current one, on which a step is
-    warmed up and recorded, but for the default stream, on which TensorRT waits for the device at
-    every step: there one of its own."""
+    """The CUDA stream of TensorRT, ordered with torch's: the current stream, or a side stream if
+    that is the default stream, on which TensorRT would synchronise at every step."""
 
-    #: bytes; TensorRT asks for addresses of tensors that are multiples of it
+    #: alignment of tensor addresses that TensorRT requires, in bytes
     alignment = 256
 
     def __init__(self) -> None:
         self.side = torch.cuda.Stream()
 
     def recording(self) -> bool:
-        """Whether the current stream records a CUDA graph."""
+        """Whether the current stream is capturing a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
 
     @contextmanager
     def handle(self) -> Iterator[int]:
-        """Yield the stream's handle; what follows in torch waits for what is done on it."""
+        """Yield the stream's handle; later torch work waits for it."""
         current = torch.cuda.current_stream()
         if current != torch.cuda.default_stream():
             yield current.cuda_stream
@@ -295,26 +294,26 @@ class Stream:
 
 @dataclass(frozen=True)
 class Host:
-    """A machine's abilities; other values stand for another machine."""
+    """Capabilities of the machine; tests pass others."""
 
-    #: the GPUs of a build, or of the engine that is loaded
+    #: target GPUs of the build or of the loaded engine
     target: Target = HOPPER
     tensorrt: Callable[[], Api] = require_library
     check_gpu: Callable[[], None] = require_gpu
     gpu: Callable[[], str] = lambda: torch.cuda.get_device_name()
     capability: Callable[[], tuple[int, ...]] = gpu_capability
     memory: Callable[[str], int] = device_memory
-    #: ranks -> what the contexts of this one are given, by which they exchange
+    #: process group -> communicator for this rank's execution contexts
     communicator: Callable[[Group], Any] = communicator_of
-    #: where timing caches are kept between builds
+    #: folder of timing caches
     timings: Callable[[], Path] = cache_dir
-    #: for each engine, what its steps run on
+    #: creates an engine's stream
     stream: Callable[[], Any] = Stream
-    #: makes of a step one that is replayed; None: steps run launch by launch
+    #: captures a step as a CUDA graph; None: steps are launched kernel by kernel
     record: Record | None = recorded
 
     def aimed(self, target: Target) -> Host:
-        """Return this machine as it builds or runs engines for a target."""
+        """Return a copy of this host for a target."""
         return replace(
             self,
             target=target,
@@ -323,16 +322,16 @@ class Host:
         )
 
     def architecture(self) -> str:
-        """Return `sm_90` of the current GPU; nothing if there is none."""
+        """Return the current GPU's architecture, such as `sm_90`; "" if there is none."""
         capability = self.capability()
         return f"sm_{capability[0]}{capability[1]}" if capability else ""
 
     def has_gpu(self) -> bool:
-        """Whether this machine's GPU is one of the target."""
+        """Whether this machine's GPU belongs to the target."""
         return self.target.runs_on(self.capability())
 
     def machine(self, device: str) -> str:
-        """Return the library of plans and, if it times its kernels, the GPU that they are for."""
+        """Return an identity for plans: the library's version and, if it times kernels, the GPU."""
         library = f"{self.target.library.name.lower()}-{self.tensorrt().short}"
         gpu = [] if self.target.ahead_of_time else [self.architecture()]
         return " ".join([device, *gpu, library])

@@ -383,8 +383,8 @@ def _record(path: Path) -> Path:
 
 
 def _forget(path: Path) -> None:
-    """Remove an engine's open record; on Windows, where an open file cannot be removed, empty
-    it."""
+    """Remove an engine's open record; on Windows an open file cannot be removed, and stays without
+    its engine."""
     try:
         _record(path).unlink(missing_ok=True)
     except PermissionError:
