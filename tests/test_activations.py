@@ -145,4 +145,4 @@ def test_an_engine_is_built_again_with_it(tmp_path: Path) -> None:
     build(out, "tiny-ple", "int4", "int8").close()
     found = open_artefact(out)
     assert found.config.activations == "int8"
-    assert "--set quant_activations=int8 " in rebuild(out, found.manifest)
+    assert "--quant-activations int8 " in rebuild(out, found.manifest)

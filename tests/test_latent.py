@@ -35,4 +35,4 @@ def test_a_form_that_no_layer_takes_is_warned_of(caplog: pytest.LogCaptureFixtur
     for name in ("tiny-dense", "tiny-ple"):
         assert check_latent("value", load_spec(name)) == "value"
     (warned,) = caplog.messages
-    assert warned.startswith("--set latent_kv=value changes nothing: no layer of tiny-ple ")
+    assert warned.startswith("--latent-kv value changes nothing: no layer of tiny-ple ")

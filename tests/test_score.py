@@ -199,7 +199,7 @@ def test_without_a_baseline(world: World, words: tuple[str, ...], note: str) -> 
 
 
 def test_quantised_caches_have_a_baseline(world: World) -> None:
-    words = ("--kv-dtype", "int8", "--set", "quant_activations=int8", "--quant", "int8")
+    words = ("--kv-dtype", "int8", "--quant-activations", "int8", "--quant", "int8")
     path = built(world.folder / "kv", "--checkpoint", world.checkpoint, "--all-logits", *words)
     text = ("--text", world.file("k.txt", LONG), "--checkpoint", world.checkpoint)
     found = scores("verify", path, *text)

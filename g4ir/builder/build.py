@@ -191,7 +191,7 @@ def _with_recipe(config: BuildConfig, opened: Checkpoint | None, sources: Source
     if dtype != OFF and not quant:
         why = "no weight is quantised, and only products with such weights round what they take"
         fix = "give --quant int8, int4 or fp8 too"
-        raise InputError(f"--set quant_activations={dtype}: {why}; {fix}")
+        raise InputError(f"--quant-activations {dtype}: {why}; {fix}")
     return replace(config, quant=quant)
 
 

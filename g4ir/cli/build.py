@@ -33,9 +33,8 @@ GROUPS = {
     "device": "backend device target dtype memory tp ep",
     "limits": "max_batch max_seq prefill_chunk all_logits",
     "quantisation": "quant calibrate kv_dtype quant_activations",
-    "speculative decoding": "drafter draft_tokens",
     "media": "media image_budgets audio_seconds",
-    "advanced": "skip latent_kv ple_placement settings",
+    "advanced": "drafter draft_tokens skip latent_kv ple_placement settings",
 }
 
 

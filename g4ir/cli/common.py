@@ -27,10 +27,8 @@ DRAFT_TOKENS = 4
 #: threads that a command line may ask for
 MAX_THREADS = 1024
 #: options of an engine that is built on first use
-FIRST_USE = "backend quant max_batch max_seq random_weights settings"
-FIRST_USE_SETTINGS = (
-    "device dtype kv_dtype latent_kv quant_activations ple_placement prefill_chunk memory"
-)
+FIRST_USE = "backend device dtype quant max_batch max_seq random_weights settings"
+FIRST_USE_SETTINGS = "kv_dtype latent_kv quant_activations ple_placement prefill_chunk memory"
 V = TypeVar("V", bound="OnEngine")
 
 

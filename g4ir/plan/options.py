@@ -59,7 +59,7 @@ class BuildOptions:
     dtype: str | None = option("dtype", None, "T")
     quant: str | Path | None = option("quant", None, "Q")
     calibrate: str | Path | None = option("calibrate", None, "FILE")
-    quant_activations: str | None = option("quant_activations", None, "Q", setting=True)
+    quant_activations: str | None = option("quant_activations", None, "Q")
     kv_dtype: str | None = option("kv_dtype", None, "T")
     max_batch: int = option("max_batch", Limits.max_batch, "N", type=int)
     max_seq: int | None = option("max_seq", None, "N")
@@ -70,7 +70,7 @@ class BuildOptions:
     tp: int = option("tp", 1, "N", type=int)
     ep: bool = option("ep", False)
     skip: Iterable[str] = option("skip", (), "PASS", action="append")
-    latent_kv: str = option("latent_kv", "off", "FORM", setting=True)
+    latent_kv: str = option("latent_kv", "off", "FORM")
     ple_placement: str | None = option("ple_placement", None, "P", setting=True)
     media: str | Iterable[str] = option("media", "all", "KINDS")
     image_budgets: Sequence[int] | None = option(

@@ -101,7 +101,7 @@ def check_supported(
         raise InputError(f"--kv-dtype {o.kv_dtype}: {why}; it holds caches in {other}")
     if options.of(ActivationOptions).to != OFF and not b.rounds_activations:
         why = f"backend {b.name} does not round rows as it runs"
-        what = f"--set quant_activations={o.quant_activations}"
+        what = f"--quant-activations {o.quant_activations}"
         raise InputError(f"{what}: {why}; leave the option out")
     if count and b.verifies_in_chunks and count >= limits.prefill_chunk:
         why = f"backend {b.name} verifies {count + 1} tokens as it reads a chunk of a prompt"
@@ -175,18 +175,16 @@ def pass_options(
     rejected tokens that a ring cache has room for. InputError for activations that no pass
     has."""
     if activations is not None:
-        _one_of("--set quant_activations", activations, ACTIVATIONS)
+        _one_of("--quant-activations", activations, ACTIVATIONS)
     layout = RingOptions(drafted), LatentOptions(latent, tuple(keep)), NarrowOptions(kv)
     return PassOptions((*layout, ActivationOptions(activations or OFF)))
 
 
 def check_latent(layout: str, spec: Spec) -> str:
     """Return the layout of the K=V caches; a warning for one that changes nothing."""
-    _one_of("--set latent_kv", layout, FORMS)
+    _one_of("--latent-kv", layout, FORMS)
     if layout != PLAIN and not any(x.attention.k_eq_v for x in spec.layers()):
-        message = (
-            "--set latent_kv=%s changes nothing: no layer of %s makes K and V of one projection"
-        )
+        message = "--latent-kv %s changes nothing: no layer of %s makes K and V of one projection"
         log.warning(message, layout, spec.name)
     return layout
 
