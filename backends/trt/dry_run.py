@@ -1,5 +1,5 @@
-"""A build up to TensorRT's builder, on any machine: the networks at full size, without weights, and
-what TensorRT-RTX makes of the text model's, where it is installed."""
+"""Dry run of a build on any machine: writes the full-size networks without weights, and compiles
+the text model's with TensorRT-RTX if it is installed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .trial import compile_once, parse_once
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
 
-#: host memory that a builder may take of a dry run
+#: maximum host memory of the builder in a dry run
 MAX_COMPILED_BYTES = 3 * build.GIB
 
 
 def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
-    """Return the report of `g4ir build --dry-run` on the network, and what it took."""
+    """Return the network's part of `g4ir build --dry-run`'s report."""
     require("onnx", backend="trt")
     start = time.monotonic()
     progress("writing the network at full size")
@@ -42,9 +42,8 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
 
 
 def by_library(api: Api, p: Prepared) -> dict[str, Any]:
-    """Return what a library that needs no GPU makes of the text model's network: its layers as the
-    parser writes them, and what a small one is compiled to, a line for each profile. LowerError
-    where it is refused."""
+    """Report the text model's network in a library that needs no GPU: the parser's layers, and for
+    a small network a line per compiled profile. LowerError if it is refused."""
     every = networks(p.packing.program)
     args = (api, every[ENGINE], p.config.limits, p.config.settings)
     name = f"{api.library.name} {api.version}"
@@ -55,7 +54,7 @@ def by_library(api: Api, p: Prepared) -> dict[str, Any]:
 
 
 def full_size(p: Prepared) -> dict[str, Any]:
-    """Return the networks of the build without weights: size, and what the text model is fed."""
+    """Report the build's networks without weights: sizes, and the text model's inputs."""
     from g4ir.backends.onnx_graph.export import NullStorage
 
     from .dialect import emitted

@@ -33,9 +33,9 @@ MIN_BLOCK_ROWS = 16
 def experts(
     net: Network, n: Node, x: Operand, weights: Operand, index: Operand, *params: Operand
 ) -> Operand:
-    """Return the routed experts' sum. By default the weights of those that a row's first token
-    chose are gathered, and the others are sorted, which are none in a step of single tokens; where
-    all rows together choose about as many as there are, all multiply every token."""
+    """Return the routed experts' sum. By default each sequence's first token gathers its experts'
+    weights, and the other tokens (none in a decode step) are sorted by expert; if the sequences
+    together choose about as many experts as there are, all experts multiply every token."""
     e, count = net.e, int(params[0].shape[0])
     if net.experts != "auto":
         return moe.experts(net, n, x, weights, index, *params)
@@ -51,7 +51,7 @@ def experts(
 
 
 def gathers(experts: str, limits: Limits, top_k: int, count: int) -> bool:
-    """Whether a step of single tokens reads the weights of the chosen experts alone."""
+    """Whether a decode step reads only the chosen experts' weights."""
     few = limits.max_batch * top_k * MOVED < count
     return experts == "gather" or (experts == "auto" and few)
 
@@ -59,7 +59,8 @@ def gathers(experts: str, limits: Limits, top_k: int, count: int) -> bool:
 def _later_tokens(
     net: Network, n: Node, x: Operand, weights: Operand, index: Operand, *params: Operand
 ) -> Operand:
-    """Return the sum for all tokens but the first: sorted, where that is less than half of all."""
+    """Return the sum for all tokens but the first: sorted by expert, if that is less than half of
+    the dense work."""
     e, chunk, count = net.e, net.limits.prefill_chunk, int(params[0].shape[0])
     capacity = block_rows(chunk, int(index.shape[2]), count)
     chunked = x.shape[1] == net.env["positions"].shape[1]
@@ -120,7 +121,7 @@ class Sorted:
         self.end = e.add(self.start, spare)
 
     def sum(self, x: Operand, weights: Operand, act: str, *params: Operand) -> Operand:
-        """Return the experts' sums for x [B,S,H], of weights [B,S,K]."""
+        """Return the weighted sums of expert outputs for x [B,S,H], weights [B,S,K]."""
         e, (b, s, k) = self.e, self.choices.shape
         first = e.block(self.position, 1, 0, self.capacity)
         matrices = (moe.for_all(e, read_weight(e, w)) for w in params)

@@ -17,11 +17,11 @@ from g4ir.model.draft import DRAFT
 from g4ir.ops.types import Type
 from g4ir.plan.engine_limits import Limits
 
-#: the network of the text model; those of towers and of a drafter's step are called as their graphs
+#: network of the text model; networks of towers and of a draft step have their graphs' names
 ENGINE = "engine"
-#: what the builder said, all of it
+#: full log of the builder
 LOG = "trt.log"
-#: phases of the text model's engine that have profiles, in the order of these
+#: phases of the text model's engine with optimisation profiles, in this order
 PHASES = ("decode", "prefill", VERIFY)
 #: phases of one token per sequence, with an optimisation profile per context bucket
 SINGLE = ("decode", DRAFT)
@@ -29,35 +29,35 @@ SINGLE = ("decode", DRAFT)
 MIN_SPAN, WIDER = 1024, 4
 #: maximum tokens of a verification step if no sliding-window cache limits them
 MAX_VERIFIED = 33
-#: slots of the full-length caches that kernels are timed for, where rows may hold as many
+#: full-length cache slots for which kernels are timed, if max_seq allows
 TYPICAL_SLOTS = 2048
 
-#: least, typical and largest size of a dim
+#: minimum, typical and maximum size of a dim
 Range = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Interface:
-    """Tensors by name. Named dims: B rows, S tokens of a chunk, R of which there are logits, and C
-    slots of a full-length cache."""
+    """An engine's tensors by name. Named dims: B sequences, S tokens of a chunk, R tokens with
+    logits, C slots of a full-length cache."""
 
     inputs: Mapping[str, Type]
     outputs: Mapping[str, Type]
-    #: output -> the input whose address it has: every cache
+    #: output -> input at the same address (KV caches)
     aliased: Mapping[str, str]
-    #: the inputs that are rings
+    #: inputs that are sliding-window (ring) caches
     rings: frozenset[str]
-    #: profile -> dim -> range; none of a tower, whose shapes are static
+    #: profile -> dim -> range; empty for a tower, whose shapes are static
     profiles: Mapping[str, Mapping[str, Range]]
 
     def of_phase(self, phase: str) -> list[str]:
-        """Return the profiles of a phase, that of the smallest span first; those of prefill for a
-        phase that has none of its own."""
+        """Return the profiles of a phase, smallest context first; prefill's for a phase without
+        profiles."""
         profiles = [p for p in self.profiles if phase_of(p) == phase]
         return profiles or [p for p in self.profiles if phase_of(p) == "prefill"]
 
     def covering(self, phase: str, tokens: int) -> str:
-        """Return the first profile of a phase that has room for rows of so many tokens."""
+        """Return the smallest profile of a phase for sequences of this many tokens."""
         profiles = self.of_phase(phase)
         sizes = ((p, self.profiles[p].get(FULL)) for p in profiles)
         return next((p for p, r in sizes if r is None or r[2] >= tokens), profiles[-1])
@@ -66,13 +66,13 @@ class Interface:
         return list(self.profiles).index(profile)
 
     def span(self, profile: str) -> int | None:
-        """Return how many slots every step of a profile looks at; None where steps differ, or there
-        are no full-length caches."""
+        """Return the cache slots that each step of a profile reads; None if that varies, or without
+        full-length caches."""
         low, _, high = self.profiles[profile].get(FULL, (0, 0, 1))
         return high if low == high else None
 
     def shapes(self, name: str, profile: str) -> tuple[tuple[int, ...], ...]:
-        """Return the least, typical and largest shape of an input in a profile."""
+        """Return the minimum, typical and maximum shape of an input in a profile."""
         dims = self.profiles[profile]
         return tuple(
             tuple(d if isinstance(d, int) else dims[d][i] for d in self.inputs[name].shape)
@@ -80,11 +80,11 @@ class Interface:
         )
 
     def dynamic(self) -> list[str]:
-        """Return the inputs with a named dim."""
+        """Return the inputs with dynamic dims."""
         return [n for n, t in self.inputs.items() if any(isinstance(d, str) for d in t.shape)]
 
     def shape(self, name: str, dims: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of an input or output with these sizes."""
+        """Return the shape of an input or output for these sizes of the named dims."""
         t = self.inputs.get(name) or self.outputs[name]
         return tuple(d if isinstance(d, int) else dims[d] for d in t.shape)
 
@@ -104,7 +104,7 @@ class Interface:
 
 
 def interface(g: Graph, limits: Limits) -> Interface:
-    """Return the tensors of the network that is written from this graph (primitives/network.py)."""
+    """Return the interface of a graph's network (primitives/network.py)."""
     inputs = network_inputs(g, limits)
     after = {f"{name}.next": name for name in g.next}
     return Interface(
@@ -122,8 +122,8 @@ def phase_of(profile: str) -> str:
 
 
 def spans(limits: Limits) -> tuple[int, ...]:
-    """Return how many slots of the full-length caches steps of single tokens look at. Of the last
-    span, the whole cache, nothing need be cut off."""
+    """Return the context buckets of decode steps, in full-length cache slots; the last one is the
+    full cache, which needs no slice."""
     sizes, size = list[int](), MIN_SPAN
     while size < limits.max_seq:
         sizes.append(size)
@@ -132,8 +132,8 @@ def spans(limits: Limits) -> tuple[int, ...]:
 
 
 def phases_of(g: Graph) -> tuple[str, ...]:
-    """Return the phases that a network has profiles for: a drafter's step reads caches and writes
-    none, a tower has none."""
+    """Return the phases for which a network has profiles; a draft step reads caches only, a tower
+    has none."""
     if g.name == DRAFT:
         return (DRAFT,)
     names = {v.name for v in g.inputs}
@@ -141,7 +141,7 @@ def phases_of(g: Graph) -> tuple[str, ...]:
 
 
 def profiles_of(g: Graph, limits: Limits) -> dict[str, dict[str, Range]]:
-    """Return the profiles of a network, in order, with the ranges of their dims."""
+    """Return a network's profiles, in order: name -> dim -> range."""
     inputs, rows, seq = network_inputs(g, limits), limits.max_batch, limits.max_seq
     max_tokens = {"prefill": limits.prefill_chunk, VERIFY: _verified(g, limits)}
     profiles: dict[str, dict[str, Range]] = {}
@@ -161,7 +161,7 @@ def profiles_of(g: Graph, limits: Limits) -> dict[str, dict[str, Range]]:
 
 
 def _verified(g: Graph, limits: Limits) -> int:
-    """Return how many tokens are verified at a time at most: one more than rings have slack."""
+    """Return the maximum tokens of a verification step: the slack of ring caches + 1."""
     rings = (
         int(v.type.shape[0]) - n.whole("window")
         for n in g.nodes
@@ -176,7 +176,7 @@ def _verified(g: Graph, limits: Limits) -> int:
 
 
 def files(name: str, rank: int = 0, ranks: int = 1) -> tuple[str, str]:
-    """Return the files of a network: its plan, one for each rank, and what it is fed."""
+    """Return the file names of a network: a rank's plan, and the interface."""
     stem = f"{name}.rank{rank}of{ranks}" if ranks > 1 else name
     return f"{stem}.plan", f"{name}.io.json"
 
@@ -185,8 +185,8 @@ PLAN, TENSORS = files(ENGINE)
 
 
 def keep_log(folder: Path) -> str:
-    """Return where the log of a build that fails is kept from now on: beside the engine that it
-    would have been, of which `folder` is the unfinished directory `.NAME.building-...`."""
+    """Copy a failed build's log from its temporary directory `folder` (`.NAME.building-...`) to
+    next to the engine's path; return a line for the error message."""
     name = folder.name.removeprefix(".").partition(".building-")[0]
     try:
         return f"TensorRT's log: {shutil.copy(folder / LOG, folder.parent / f'{name}.{LOG}')}"

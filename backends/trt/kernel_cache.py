@@ -1,10 +1,9 @@
-"""Kernels that TensorRT-RTX finishes for the current GPU when it loads an engine, and the file that
-keeps them for the next time (its runtime cache).
+"""TensorRT-RTX's runtime cache: kernels that it compiles just in time for the current GPU when it
+loads an engine.
 
-The file lies beside the engine directory, whose own files are those of the build. It holds native
-code, so it is read only if it is this user's alone, and only for the engine, GPU and library for
-which it was written. Losing it costs time alone: a file that cannot be used is removed, which is
-logged once.
+The file is next to the engine directory, which contains files of the build only. It contains native
+code, so it is read only if no other user can write it, and only for the engine, GPU and library
+version that wrote it. Losing it costs only time: an unusable file is removed, which is logged once.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ LARGEST = 1 << 30
 
 
 class KernelCache:
-    """Makes the execution contexts of an engine directory, which share their finished kernels."""
+    """Creates the execution contexts of an engine directory, which share compiled kernels."""
 
     def __init__(self, api: Api, file: Path, key: str, progress: Progress) -> None:
-        """`key` names the engine, the GPU and the library."""
+        """`key` identifies the engine, the GPU and the library."""
         self.api, self.file, self.progress = api, file, progress
         self._key = key.encode()
         self._cache: Any = None
         self._stored = b""
 
     def context(self, engine: Any, label: str, recorded: bool) -> Any:
-        """Return an execution context with memory of the caller's; None if the library makes none.
-        Steps that are recorded as a CUDA graph have few shapes, whose kernels are finished when a
-        shape first occurs. All others use kernels for any shape: those for one shape, finished
-        behind a step's back, would let a text depend on when it is asked for."""
+        """Return an execution context with caller-provided memory; None if the library fails.
+        Captured steps have few shapes, and get kernels specialised when a shape first occurs. All
+        others use shape-generic kernels: kernels specialised in the background would make results
+        depend on timing."""
         trt = self.api.trt
         self.progress(f"finishing kernels for this GPU: {label}")
         config = engine.create_runtime_config()
@@ -54,7 +53,7 @@ class KernelCache:
         config.dynamic_shapes_kernel_specialization_strategy = (
             strategy.EAGER if recorded else strategy.NONE
         )
-        # Steps are recorded here (cuda/graph.py), not by the library as well.
+        # Steps are captured by cuda/graph.py, not by the library too.
         config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED
         if self._cache is None:
             self._cache = self._opened(config)
@@ -62,7 +61,7 @@ class KernelCache:
         return engine.create_execution_context(config)
 
     def keep(self) -> None:
-        """Write the finished kernels if there are more than were read; by best effort."""
+        """Write the compiled kernels if there are more than were read; best effort."""
         if self._cache is None:
             return
         kernels = bytes(self._cache.serialize() or b"")
@@ -91,7 +90,7 @@ class KernelCache:
         return cache
 
     def _read(self) -> bytes:
-        """Return the kernels in the file; ValueError says what is wrong with it."""
+        """Read the cache file; ValueError if it is unusable."""
         flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
         with open(os.open(self.file, flags), "rb") as file:
             status = os.fstat(file.fileno())

@@ -1,5 +1,5 @@
-"""What TensorRT's lowerings are where they are not the shared ones; and the settings of a build,
-which choose among them."""
+"""TensorRT's lowerings that differ from the shared ones (backends/primitives), and the build
+settings that choose among them."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from g4ir.plan.engine_limits import Limits
 
 from .experts import experts
 
-# --- attention in layers of its own -------------------------------------------------------------
+# --- attention in separate layers -------------------------------------------------------------
 
-#: what the scores of an attention may take: bytes of one, in the network's dtype and in fp32 ...
+#: bytes of an attention score: once in the network's dtype and once in fp32
 BYTES_PER_SCORE = 6
-#: ... and of all that exist at a time. Queries are computed in blocks that keep to it.
+#: maximum bytes of scores at a time: queries are computed in blocks within this limit
 MAX_SCORE_BYTES = 2 << 30
-#: fewest tokens of a chunk for which a bool mask of several attentions is taken
+#: minimum tokens of a chunk for which attentions share a bool mask
 MIN_INDEXED_TOKENS = 128
-#: tokens of a chunk whose MLP is computed together, more than a product needs not to wait for its
-#: weights, where that of all would take more than so many bytes
+#: tokens per block of the MLP (enough to be compute bound), if the gated product of the chunk
+#: exceeds MAX_GATED_BYTES
 GATED_ROWS, MAX_GATED_BYTES = 512, 16 << 20
 
 
 def row_bytes(n: Node, limits: Limits) -> int:
-    """Count the bytes of the scores of one query of every row: beside a ring as it is stored, or
-    what a row may hold."""
+    """Count the bytes of scores of one query per sequence: over a ring cache's slots, or
+    max_seq."""
     cache, heads = n.caches[0].type, int(n["q"].type.shape[2])
     slots = int(stored_type(cache, limits).shape[2]) if is_ring(cache) else limits.max_seq
     return limits.max_batch * heads * slots * BYTES_PER_SCORE
 
 
 def block_rows(n: Node, limits: Limits) -> int:
-    """Count the queries of a chunk that are computed together."""
+    """Return the number of queries per block."""
     return min(max(1, MAX_SCORE_BYTES // row_bytes(n, limits)), limits.prefill_chunk)
 
 
 def score_bytes(g: Graph, limits: Limits, attention: str) -> int:
-    """Count the bytes of scores of the largest attention of a graph that is not one layer."""
+    """Count the bytes of scores of a graph's largest unfused attention."""
     kinds = attention_by_head_size(g) if attention == AUTO else {}
     return max(
         (
@@ -73,10 +73,10 @@ def in_blocks(
     visible: Operand,
     softmax: Softmax | None = None,
 ) -> Operand:
-    """Attend by layers (`softmax` in the place of the layer) over q [B,S,heads,d]: the first token
-    by products and sums, which read the caches where they lie; the others by matrix products, for
-    which a builder copies them, a static number of blocks of queries one after the other. Where S
-    is fixed at 1 the others are none, and their layers are dropped by the builder."""
+    """Attention from separate layers (`softmax` replaces the softmax layer) over q [B,S,heads,d].
+    The first token uses multiply and reduce, which read the caches in place; the others use
+    matmuls, for which the builder copies the caches, in a static number of query blocks. If S is
+    fixed at 1 the builder drops the blocks."""
     e, chunk, rows = net.e, net.limits.prefill_chunk, block_rows(n, net.limits)
     scale, cap = n.number("scale"), n.number("softcap")
 
@@ -84,8 +84,9 @@ def in_blocks(
         mask = net.shared(("rows", visible, first), lambda: e.block(visible, 2, first, count))
         return e.block(q, 1, first, count), mask
 
-    # A builder converts a cache that several layers read once, to fp32 in memory. A power of two of
-    # its own for each reader, which changes no bits, makes these conversions different, and fused.
+    # A cache with several readers would be converted to fp32 once, in memory. A different
+    # power-of-two scale per reader, which is exact, keeps the conversions distinct, so that each is
+    # fused.
     readers: list[Node] = net.shared(("readers", n.caches), list) if n.caches else []
     readers.append(n)
     power = 2.0 ** (len(readers) - 1)
@@ -110,9 +111,8 @@ def of_one(
     softmax: Softmax | None,
     power: float,
 ) -> Operand:
-    """Attend as attention.weigh, for one token for each row, q [B,1,heads,d]: keys are multiplied
-    and summed up, and so are values. Both are multiplied by a `power` of two, which their factors
-    are divided by."""
+    """Decode attention (attention.weigh for q [B,1,heads,d]) by multiply and reduce over keys and
+    values. Both are scaled by a `power` of two, by which the other factors are divided."""
     (b, _, heads, d), (_, count, t, _) = q.shape, keys.shape
     groups = int(heads) // int(count)
 
@@ -130,17 +130,16 @@ def of_one(
 
 
 def plain_softmax(e: Emitter, x: Operand) -> Operand:
-    """Return the softmax of the last dim in five layers: TensorRT looks for attention around its
-    softmax layer, and fails at some masks that it finds there."""
+    """Softmax of the last dim from five layers: TensorRT's attention fusion matches its softmax
+    layer, and fails at some masks."""
     last = x.rank - 1
     powers = e.unary("exp", e.sub(x, e.reduce("max", x, last)))
     return e.div(powers, e.reduce("sum", powers, last))
 
 
 def norm_rope(net: Network, n: Node, x: Operand, w: Operand, *_: Operand) -> Operand:
-    """Return the rotation of an RMS norm. Halves change places before the norm and not behind it,
-    which is the same to the bit: the builder makes one kernel of a row that it reads twice, and two
-    of one whose entries it moves."""
+    """RMS norm, then RoPE. Halves are swapped before the norm, with bit-identical results: the
+    builder fuses a row that is read twice into one kernel, but not a permuted one."""
     e = net.e
     rms = reciprocal_rms(e, e.cast(x, "f32"), n.number("eps"))
 
@@ -157,7 +156,7 @@ def norm_rope(net: Network, n: Node, x: Operand, w: Operand, *_: Operand) -> Ope
 
 @dataclass(frozen=True)
 class Gated(Operand):
-    """A gated product of which there is no tensor: the product behind it computes it in blocks."""
+    """A gated product that is not materialised: the following matmul computes it in blocks."""
 
     x: Operand
     w: Operand
@@ -165,7 +164,7 @@ class Gated(Operand):
 
 
 def linear_glu(net: Network, n: Node, x: Operand, w: Operand, *up: Operand) -> Any:
-    """Return the gated halves of a product; of a long chunk, for the product behind them."""
+    """Lower gate_up and activation; for a long chunk return `Gated`, for the following matmul."""
     chunk, width = net.limits.prefill_chunk, int(w.shape[-2])
     long = isinstance(x.shape[1], str) and chunk > GATED_ROWS
     nbytes = x.type.with_shape(net.limits.max_batch, chunk, width).nbytes()
@@ -175,9 +174,9 @@ def linear_glu(net: Network, n: Node, x: Operand, w: Operand, *up: Operand) -> A
 
 
 def linear(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
-    """Return x w^T, of a gated product in blocks of tokens: that product is twice as wide as what
-    is kept of it, and the largest tensor of a model without experts. Where S is fixed at 1, all
-    blocks but the first are empty, and dropped by the builder."""
+    """Return x w^T; for a `Gated` x in blocks of tokens, since gate_up's output is the largest
+    tensor of a model without experts. If S is fixed at 1, all blocks but the first are empty, and
+    the builder drops them."""
     e = net.e
     if not isinstance(x, Gated):
         return weights.linear(e, x, w)
@@ -191,9 +190,9 @@ def linear(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
 
 
 def _has_readers(w: Operand) -> bool:
-    """Whether several products may read a weight. Of codes a builder would write one dense copy for
-    all, but where each multiplies them by a scale of its own (weights.py): not codes of 4 bits,
-    two products of which ended the builder by SIGSEGV."""
+    """Whether several matmuls may share a weight. For quantised weights the builder would
+    materialise a dense copy, unless each reader has its own scale (weights.py); not for 4 bits,
+    where two readers crashed the builder (SIGSEGV)."""
     return not isinstance(w, weights.QuantizedWeight) or not w.columns
 
 
@@ -201,8 +200,8 @@ def _has_readers(w: Operand) -> bool:
 
 
 def all_reduce(net: Network, n: Node, *xs: Operand) -> tuple[Operand, ...]:
-    """Return sums over ranks in one collective: that of two is rounded once in any dtype; more
-    would be rounded on their way, and travel in fp32."""
+    """All-reduce in one collective. Two ranks round once in any dtype; more would round in between,
+    so they reduce in fp32."""
     e, ranks, last = net.e, n.whole("ranks"), xs[0].rank - 1
     if ranks == 1:
         return xs
@@ -215,7 +214,7 @@ def all_reduce(net: Network, n: Node, *xs: Operand) -> tuple[Operand, ...]:
 
 
 def all_gather(net: Network, n: Node, x: Operand) -> Operand:
-    """Return the parts of all ranks along the last dim; TensorRT joins them along the first."""
+    """All-gather along the last dim; TensorRT's collective concatenates along the first."""
     e, ranks, (*rows, size) = net.e, n.whole("ranks"), x.shape
     if ranks == 1:
         return x
@@ -230,8 +229,8 @@ def all_gather(net: Network, n: Node, x: Operand) -> Operand:
 def attend(
     net: Network, n: Node, q: Operand, keys: Operand, values: Operand, visible: Operand
 ) -> Operand:
-    """Attend by one IAttention over q [B,S,heads,d], keys and values [B,n,T,d] with a mask that
-    fits [B,heads,S,T], in towers too. There is no input for a scale, so q is multiplied."""
+    """Fused attention: one IAttention over q [B,S,heads,d], keys and values [B,n,T,d], with a mask
+    broadcastable to [B,heads,S,T]; also for towers. It has no scale input, so q is multiplied."""
     e = net.e
     if n.attrs.get("softcap"):
         net.notes.append(f"{n.out}: explicit attention, since IAttention has no softcap")
@@ -244,21 +243,21 @@ def attend(
 
 
 def _few_tokens(net: Network, q: Operand) -> bool:
-    """Whether a profile of several tokens has room for fewer than a builder's index of a bool
-    mask's blocks needs: two attentions that share one were refused there."""
+    """Whether a profile of several tokens allows fewer than MIN_INDEXED_TOKENS: builders refused
+    two attentions that share a bool mask there."""
     few = net.limits.prefill_chunk < MIN_INDEXED_TOKENS or ROWS in net.env
     return isinstance(q.shape[2], str) and few
 
 
 def _added(e: Emitter, visible: Operand, dtype: str) -> Operand:
-    """Return what a bool mask adds to scores."""
+    """Convert a bool mask to an additive mask."""
     zero = e.constant(torch.zeros((1,) * visible.rank, dtype=torch_dtype(dtype)))
     return e.where(visible, zero, attention.lowest_finite(dtype))
 
 
 # --- settings ---------------------------------------------------------------------------------
 
-#: form of attention -> its part in the text model, and in towers
+#: kind of attention -> lowering in the text model, and in towers
 ATTENTION_KINDS: Mapping[str, tuple[Callable[..., Operand], vision.EncoderAttend]] = {
     "explicit": (in_blocks, vision.attend_in_blocks),
     "plain": (
@@ -267,22 +266,22 @@ ATTENTION_KINDS: Mapping[str, tuple[Callable[..., Operand], vision.EncoderAttend
     ),
     "fused": (attend, attend),
 }
-#: largest heads, in 16 bits, for which a builder of TensorRT-RTX had an attention kernel
+#: maximum head size (16-bit) for which TensorRT-RTX has an attention kernel
 MAX_HEAD = 256
-#: the choice of one form for each size of heads
+#: choose the kind per head size
 AUTO = "auto"
-#: head size -> form
+#: head size -> kind
 Chosen = Mapping[int, str]
 
 
 def head_size(n: Node) -> int | None:
-    """Return the head size of an attention that has forms; None of other nodes."""
+    """Return an attention node's head size; None for other nodes."""
     return int(n["q"].type.shape[-1]) if n.op in ATTENTIONS else None
 
 
 def attention_by_head_size(g: Graph) -> dict[int, str]:
-    """Return the form for each size of heads, by what builders of TensorRT-RTX were seen to make
-    one kernel of."""
+    """Choose the attention kind per head size: fused where TensorRT-RTX builders produced one
+    kernel."""
     kinds = {}
     for n in g.nodes:
         if (size := head_size(n)) is not None:
@@ -305,7 +304,7 @@ def _attention(chosen: Callable[[int], str]) -> Mapping[str, Lowering]:
     }
 
 
-#: ops whose attention has forms
+#: ops with a choice of attention kinds
 ATTENTIONS = ("attention", "attention_latent", "encoder_attention")
 SETTINGS: Mapping[str, Setting] = {
     "attention": Setting(
@@ -325,8 +324,7 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 def lowerings(kinds: str | Chosen = "explicit") -> Mapping[str, Lowering]:
-    """Return the lowering of each op, with attention in one form, or in one for each size of
-    heads."""
+    """Return op -> lowering, with one attention kind, or one per head size."""
     chosen = kinds.__getitem__ if isinstance(kinds, Mapping) else lambda size: str(kinds)
     overrides: dict[str, Lowering] = {
         "all_reduce": all_reduce,

@@ -1,4 +1,4 @@
-"""A build from its graphs to its plans: what is tried first, and what is tried again."""
+"""Builds all plans of an engine; retries with simpler attention if TensorRT fails."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from .interface import ENGINE, LOG, files, keep_log, networks
 from .lowerings import AUTO
 from .runtime import deserialize
 
-#: form of attention -> the one that is built where a network with it is refused
+#: attention kind -> fallback if the builder refuses the network
 SIMPLER = {AUTO: "explicit", "explicit": "plain"}
 
 
 @dataclass
 class Make:
-    """One build. `settings` become those that it ends with."""
+    """State of a build; `settings` are updated on a fallback."""
 
     host: Host
     task: Task
     settings: dict[str, str]
     notes: list[str] = field(default_factory=list)
-    #: of the text model's plan, by profile
+    #: profile -> cost, of the text model's plan
     profiles: dict[str, CompiledProfile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -49,8 +49,8 @@ class Make:
         self.target, self.requested = self.host.target, self.settings["attention"]
 
     def run(self) -> dict[str, Any]:
-        """Write the plans; return what the manifest keeps. Where it fails, TensorRT's log is kept
-        beside the engine, and the error ends with its name."""
+        """Write the plans; return the manifest's record. On failure TensorRT's log is kept next to
+        the engine's path, and named in the error."""
         self.log = logger(self.api.trt, self.task.folder / LOG)
         try:
             return self._write_plans()
@@ -79,8 +79,8 @@ class Make:
         self.task.progress(text)
 
     def _or_simpler(self, work: Callable[[], None]) -> None:
-        """Do the work; where the builder refuses a whole network whose attention it chose the form
-        of, or takes its layers for an attention of its own, once more in the next simpler form."""
+        """Run `work`; if the builder refuses the network, or its attention fusion fails, retry with
+        the fallback kind of attention."""
         while True:
             kind = self.settings["attention"]
             try:
@@ -93,8 +93,8 @@ class Make:
                 self._note(f"attention: {SIMPLER[kind]}, since TensorRT refused: {e}")
 
     def _look(self, w: Written, offset: int) -> None:
-        """Note what the builder's log, from here on, says that it made of the text model; builders
-        that time kernels may say it otherwise."""
+        """Record the text model's compiled profiles from the builder's log after `offset`; builders
+        that time kernels may log another format."""
         with (self.task.folder / LOG).open(errors="replace") as log:
             log.seek(offset)
             try:
@@ -106,12 +106,13 @@ class Make:
             self._note(note)
 
     def _memory(self) -> int | None:
-        """Return the bytes of the device; None if it is another machine's and none were given."""
+        """Return the device's memory in bytes; None if it is another machine's and --memory was not
+        given."""
         here = not self.target.ahead_of_time
         return self.task.memory or (self.host.memory(self.task.device) if here else None)
 
     def _plans(self, name: str) -> None:
-        """Write the plans of all ranks, one after the other: kernels are timed for the first."""
+        """Write the plans of all ranks in sequence; kernels are timed for the first only."""
         graph = self.graphs[name]
         for rank in range(ranks_of(graph)):
             self._plan_of(name, graph, rank)
@@ -139,8 +140,8 @@ class Make:
             params.close()
 
     def _check_memory(self) -> int:
-        """Count the bytes of scratch memory of the text model's engine. PlanError where they do not
-        fit the device beside weights and caches."""
+        """Return the text model's scratch bytes. PlanError if they do not fit the device in
+        addition to weights and KV caches."""
         self.task.progress("checking the engine's memory")
         scratch, memory = self._scratch(), self._memory()
         if memory is None:
@@ -162,8 +163,8 @@ class Make:
         return scratch
 
     def _scratch(self) -> int:
-        """Return the bytes of scratch memory that the text model's engine says, or, where only its
-        GPU could read it, the builder's log."""
+        """Return the text model's scratch bytes as the engine reports them, or from the builder's
+        log if only the target GPU can load the engine."""
         plan = files(ENGINE, 0, ranks_of(self.graphs[ENGINE]))[0]
         if self.target.ahead_of_time:
             return max((m.scratch_bytes for m in self.profiles.values()), default=0)
@@ -172,6 +173,6 @@ class Make:
 
 
 def read_plan(path: Path, api: Api, log: Any) -> Any:
-    """Return the engine of a plan, mapped, not read: a plan is as large as the weights."""
+    """Deserialise a memory-mapped plan, which is as large as the weights."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
         return deserialize(api, plan, log)

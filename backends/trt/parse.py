@@ -1,5 +1,5 @@
-"""A model of the dialect, given to NVIDIA's parser. Weights are read at their addresses: nothing is
-copied, and no protobuf holds them."""
+"""Parses a model of the dialect with NVIDIA's ONNX parser. Weights are passed by address, neither
+copied nor in the protobuf."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .host import Api
 
 
 class Addresses:
-    """Weights and large constants of a model by the `location` of its initialisers. The network
-    points to these tensors until it is built. A parser takes two initialisers at one address only
-    if they have as many elements."""
+    """Weights and large constants by the `location` of the model's initialisers. The network
+    references these tensors until it is built. The parser accepts two initialisers at one address
+    only if their sizes are equal."""
 
     def __init__(self, params: ParamSource) -> None:
         self.params = params
         self.tensors: dict[str, torch.Tensor] = {}
 
     def weight(self, v: Value) -> DataLocation:
-        """Return the address of a param; LowerError if its type is not the graph's."""
+        """Return the location of a param; LowerError if its type differs from the graph's."""
         t = self.params.tensor(v.name).contiguous()
         stored = Type(dtype_name(t.dtype), tuple(t.shape))
         if stored != v.type:
@@ -40,7 +40,7 @@ class Addresses:
         return self._add(f"constant/{len(self.tensors)}", tensor)
 
     def of(self, t: onnx.TensorProto) -> torch.Tensor:
-        """Return the tensor of an initialiser that lies outside of the model."""
+        """Return the tensor of an external initialiser."""
         (location,) = (x.value for x in t.external_data if x.key == "location")
         return self.tensors[location]
 
@@ -67,7 +67,7 @@ def parse(api: Api, network: Any, emitter: Dialect, name: str, log: Any) -> Any:
 
 
 def _refusal(parser: Any, log: Any) -> str:
-    """Return the parser's first error and its node; without one, what is in the log."""
+    """Return the parser's first error and its node; without one, the log's errors."""
     if not parser.num_errors:
         return str(log.reason())
     error = parser.get_error(0)

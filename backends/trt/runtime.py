@@ -1,4 +1,4 @@
-"""Running engines, over caches that torch owns."""
+"""Runs TensorRT engines, with KV caches in torch memory."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from .kernel_cache import KernelCache
 Feeds = dict[str, torch.Tensor]
 #: returns this rank's NCCL communicator; all ranks call it at the same time
 Communicator = Callable[[], Any]
-#: fewest slots of the full-length caches that a step looks at, where rows may hold as many
+#: minimum full-length cache slots that a step reads, if max_seq allows
 MIN_SLOTS = 256
-#: phases whose steps have few tokens, in few sizes
+#: phases captured as CUDA graphs: few tokens, in few sizes
 RECORDED = ("decode", VERIFY, DRAFT)
 
 
 def step_slots(tokens: int, max_seq: int) -> int:
-    """Return how much of the full-length caches a step of several tokens looks at: 256, 384, 512,
-    768, 1024, ...; few sizes, because each has recorded steps of its own."""
+    """Return the cache slots that a step reads for a context of `tokens`: 256, 384, 512, 768, 1024,
+    ...; few sizes, since each needs its own CUDA graph."""
     size = MIN_SLOTS
     while size < tokens:
         size += size // 2 if size & (size - 1) == 0 else size // 3
@@ -54,16 +54,16 @@ def step_slots(tokens: int, max_seq: int) -> int:
 
 @dataclass(frozen=True)
 class Opened:
-    """A deserialised engine; EngineError where its tensors are not those of the interface."""
+    """A deserialised engine; EngineError if its tensors differ from the interface."""
 
     api: Api
     engine: Any
     log: Any
     io: Interface
     device: str
-    #: what steps run on (host.Stream)
+    #: stream of the steps (host.Stream)
     stream: Any
-    #: of a library that finishes kernels when an engine is loaded
+    #: kernel cache of a library that compiles kernels at load
     kernels: KernelCache | None = None
 
     def __post_init__(self) -> None:
@@ -71,22 +71,22 @@ class Opened:
 
 
 class TrtSteps:
-    """An engine with an execution context for each profile, whose steps go over the caches of
-    sessions; those of few tokens are recorded. A tower's has one context and no caches."""
+    """An engine with an execution context per profile; steps run over sessions' KV caches, and
+    steps of few tokens are captured as CUDA graphs. A tower has one context and no caches."""
 
     def __init__(self, opened: Opened, limits: Limits, record: Record | None = None) -> None:
         self.api, self.engine, self.log = opened.api, opened.engine, opened.log
         self.io, self.device, self.limits = opened.io, opened.device, limits
         self.stream, self.kernels = opened.stream, opened.kernels
-        #: held during a step: contexts and scratch memory serve the sessions of all threads
+        #: lock of a step: all threads' sessions share contexts and scratch memory
         self.turn = threading.RLock()
-        #: makes of a step what replays it; None: steps run launch by launch
+        #: captures a step as a CUDA graph; None: kernels are launched one by one
         self.record = WithFallback(record) if record else None
         recorded = [p for p in self.io.profiles if phase_of(p) in RECORDED]
-        #: of recorded steps, which point into it and of which no two run at the same time
+        #: scratch memory of captured steps, which never run concurrently
         self.scratch = self._scratch(*recorded) if recorded else None
         self.slots = torch.arange(full_slots(limits), device=self.device)
-        #: by rows and tokens of recorded steps, as long as those
+        #: (sequences, tokens) -> empty block ids; captured steps reference them
         self.no_blocks: dict[tuple[int, int], torch.Tensor] = {}
         self.communicator: Communicator | None = None
         #: contexts without a communicator yet
@@ -96,8 +96,8 @@ class TrtSteps:
     # --- contexts and memory ------------------------------------------------------------------
 
     def _context(self, profile: str) -> Any:
-        """Return an execution context of a profile. That of prefill gets scratch memory, which may
-        be gigabytes, when a chunk runs."""
+        """Return an execution context of a profile. Prefill's gets its scratch memory, which may be
+        gigabytes, only while a chunk runs."""
         recorded = phase_of(profile) in RECORDED
         if self.kernels:
             context = self.kernels.context(self.engine, profile or "a tower", recorded)
@@ -117,14 +117,15 @@ class TrtSteps:
         return context
 
     def _scratch(self, *profiles: str) -> torch.Tensor:
-        """Return memory that is enough for each of these profiles, or for an engine without any."""
+        """Allocate scratch memory for the largest of these profiles, or for an engine without
+        profiles."""
         of_profile = self.engine.get_device_memory_size_for_profile_v2
         sizes = [of_profile(self.io.index(p)) for p in profiles if p]
         size = max(sizes) if sizes else self.engine.device_memory_size_v2
         return torch.empty(max(1, size), dtype=torch.uint8, device=self.device)
 
     def link(self, communicator: Communicator) -> None:
-        """Run collectives of later steps over this communicator."""
+        """Set the communicator for collectives of later steps."""
         self.communicator, self.unlinked = communicator, [*self.contexts.values()]
 
     def _connect(self) -> None:
@@ -141,8 +142,8 @@ class TrtSteps:
     # --- steps --------------------------------------------------------------------------------
 
     def step(self, phase: str, feeds: Feeds, state: NetworkCaches, tokens: int) -> Feeds:
-        """Run a step after which sequences have up to `tokens` tokens, with the smallest profile
-        whose span covers them; return its outputs by name."""
+        """Run a step with the smallest profile that covers `tokens`, the maximum length after the
+        step; return outputs by name."""
         self._connect()
         profile = self.io.covering(phase, tokens)
         slots = self.io.span(profile) or step_slots(tokens, self.limits.max_seq)
@@ -164,14 +165,14 @@ class TrtSteps:
 
     @contextmanager
     def _lent(self, profile: str) -> Iterator[None]:
-        """Lend a profile scratch memory, which returns to torch's allocator afterwards."""
+        """Give a profile's context scratch memory for the duration of a context."""
         scratch = self._scratch(profile)
         lend(self.contexts[profile], scratch)
         yield
 
     def _replay(self, profile: str, feeds: Feeds, state: NetworkCaches, slots: int) -> Feeds:
-        """Replay a step in one launch. The graph belongs to these caches, to this many slots of
-        them, and to a number of tokens; TensorRT asks for a context that nothing else changes."""
+        """Replay a step as a CUDA graph, captured per KV cache, visible slots and number of tokens;
+        TensorRT requires that nothing else changes its context."""
         assert self.record
         record = self.record
 
@@ -249,7 +250,7 @@ class TrtSteps:
                 raise self._error(f"it does not write {name} {list(t.shape)}")
         try:
             missing = context.infer_shapes()
-        except RuntimeError as e:  # what the binding makes of an answer of -1
+        except RuntimeError as e:  # the binding raises this for a result of -1
             raise self._error(f"it finds no shapes for this step ({e})") from e
         if missing:
             raise self._error(f"it still lacks {', '.join(missing)}")
@@ -265,7 +266,7 @@ def lend(context: Any, scratch: torch.Tensor) -> None:
 
 class TrtRuntime(TrtSteps, Runtime):
     """A loaded engine of the TensorRT backend. `open_engine` opens the engines of towers and of a
-    drafter's step by name, which is done when they are first asked for."""
+    draft step by name, on first use."""
 
     def __init__(
         self,
@@ -284,8 +285,7 @@ class TrtRuntime(TrtSteps, Runtime):
             self.kernels.keep()
 
     def _extra_engine(self, name: str) -> TrtSteps:
-        """Return the engine of a tower, or of the drafter's step, which reads these caches and
-        changes none."""
+        """Return the engine of a tower or of the draft step, which only reads the KV caches."""
         if name not in self.extra_engines:
             self.extra_engines[name] = TrtSteps(self.open_engine(name), self.limits, self.recorder)
             if self.communicator and name == DRAFT:
@@ -295,7 +295,7 @@ class TrtRuntime(TrtSteps, Runtime):
     def link(self, communicator: Communicator) -> None:
         super().link(communicator)
         if DRAFT in self.program.graphs:
-            self._extra_engine(DRAFT)  # now, since the others would wait where one could not
+            self._extra_engine(DRAFT)  # eagerly: a later failure of one rank would deadlock
 
     def new_state(self, batch: int) -> NetworkCaches:
         types = {name: self.io.inputs[name] for name in self.io.aliased.values()}
@@ -339,7 +339,7 @@ class TrtRuntime(TrtSteps, Runtime):
 
 
 def check_engine(api: Api, engine: Any, io: Interface) -> None:
-    """Raise EngineError where the engine's tensors are not those of the interface."""
+    """Raise EngineError if the engine's tensors differ from the interface."""
 
     def alike(subject: str, actual: str, expected: str) -> None:
         if actual != expected:
@@ -359,7 +359,7 @@ def check_engine(api: Api, engine: Any, io: Interface) -> None:
 
 
 def deserialize(api: Api, plan: Any, log: Any) -> Any:
-    """Return the engine of a plan (bytes or their mapping); EngineError in TensorRT's words."""
+    """Deserialise a plan (bytes or mmap); EngineError with TensorRT's message."""
     engine = api.trt.Runtime(log).deserialize_cuda_engine(plan)
     if engine is None:
         name = api.library.name

@@ -10,21 +10,20 @@ from g4ir.errors import InputError
 
 @dataclass(frozen=True)
 class Library:
-    """A Python package that builds and runs engines. One that builds ahead of time needs no GPU for
-    it and finishes kernels when an engine is loaded; the other times kernels on the GPU that it
-    builds for."""
+    """A Python package that builds and runs engines. TensorRT-RTX builds ahead of time without a
+    GPU and compiles kernels when it loads an engine; TensorRT times kernels on the target GPU."""
 
     name: str
     module: str
-    #: from, and up to but not including
+    #: minimum version, and maximum (exclusive)
     supported: tuple[tuple[int, ...], tuple[int, ...]]
-    #: what pip installs
+    #: pip requirements
     requirements: tuple[str, ...]
     ahead_of_time: bool = False
 
     @property
     def install(self) -> str:
-        """The command that installs it."""
+        """The pip command that installs it."""
         return " ".join(("pip install", *map(repr, self.requirements)))
 
 
@@ -43,7 +42,7 @@ RTX = Library(
 )
 LIBRARIES: Mapping[str, Library] = {lib.name: lib for lib in (TENSORRT, RTX)}
 
-#: behind a capability: this one and all later ones
+#: suffix of a capability: this and all later ones
 LATER = "+"
 
 
@@ -55,7 +54,7 @@ class Target:
     library: Library
     #: compute capabilities whose GPUs run the engine
     capabilities: tuple[str, ...]
-    #: part of the GPU's name, if the capability is that of several
+    #: part of the GPU's name, if several GPUs have the capability
     gpu: str = ""
 
     @property
@@ -64,7 +63,7 @@ class Target:
 
     @property
     def gpus(self) -> str:
-        """The compute capabilities in words."""
+        """The compute capabilities as text."""
         *some, last = (c.replace(LATER, " or later") for c in self.capabilities)
         return f"compute capability {', '.join([*some, last])}"
 
@@ -80,7 +79,7 @@ def _single(capability: str) -> Target:
     return Target(f"sm{capability.replace('.', '')}", RTX, (capability,))
 
 
-#: the current GPU's
+#: default target
 HOPPER = Target("", TENSORRT, ("9.0",))
 TARGETS: Mapping[str, Target] = {
     t.name: t
@@ -91,7 +90,7 @@ TARGETS: Mapping[str, Target] = {
         *map(_single, ("8.0", "8.6", "8.9", "12.0", "12.1")),
     )
 }
-#: targets that are built on any machine
+#: targets that can be built on any machine
 ANYWHERE = tuple(name for name, t in TARGETS.items() if t.ahead_of_time)
 
 

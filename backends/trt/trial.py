@@ -1,4 +1,4 @@
-"""A network compiled for what the builder says of it alone: its plan is thrown away."""
+"""Trial compilation of a network, for the builder's log only; the plan is discarded."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .host import Api, logger
 from .interface import LOG
 from .target import Target
 
-#: numbers of a buffer that differ; behind them they come again
+#: period of a buffer's values, which then repeat
 PERIOD = 1 << 22
-#: elements from the start of params of a size to those of the next
+#: offset in elements between params of different sizes
 STRIDE = 64
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What was made of a network: layers, each profile, and the bytes of its plan."""
+    """Result of a trial: layers, profiles, and the plan's bytes."""
 
     layers: int
     profiles: Mapping[str, CompiledProfile]
@@ -39,9 +39,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Params of any size that take no memory but for the largest: views of one buffer for each
-    dtype. A plan holds equal weights once. Params of different sizes have different addresses, as
-    the parser asks of them."""
+    """Fake params: views of one buffer per dtype, of the largest param's size. A plan stores equal
+    weights once. Params of different sizes have different addresses, as the parser requires."""
 
     types: Mapping[str, Type]
     _buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -66,8 +65,8 @@ def _values(dtype: str, count: int) -> torch.Tensor:
 
 
 def parse_once(api: Api, graph: Graph, limits: Limits, settings: Mapping[str, str]) -> int:
-    """Return the number of layers that the parser writes for a network of repeated params.
-    LowerError where it is refused."""
+    """Return the number of layers of a parsed network with fake params. LowerError if it is
+    refused."""
     return int(_written(api, graph, limits, settings, logger(api.trt)).network.num_layers)
 
 
@@ -78,7 +77,7 @@ def compile_once(
     settings: Mapping[str, str],
     target: Target,
 ) -> Trial:
-    """Compile a network of repeated params. LowerError where it is refused."""
+    """Compile a network with fake params. LowerError if it is refused."""
     with tempfile.TemporaryDirectory() as folder:
         log, plan = logger(api.trt, Path(folder) / LOG), Path(folder) / "plan"
         w = _written(api, graph, limits, settings, log)

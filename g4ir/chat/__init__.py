@@ -6,8 +6,8 @@
     ids --TokenStream--> pieces --Reader--> events, Answer
           each piece text or a control token
 
-It knows nothing of HTTP and of engines. Errors of requests are InputError and begin with their
-place, as in `messages[2].content: ...`.
+Independent of HTTP and engines. Invalid requests raise InputError, whose message begins with the
+field: `messages[2].content: ...`.
 """
 
 from .prompt import Piece, Prompt, ReasoningBudget, TokenStream, Vocabulary, encode

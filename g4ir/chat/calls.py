@@ -1,11 +1,11 @@
-"""Reads a call, `NAME{key:value,...}`, while it is generated: its arguments as JSON so far.
+"""Incremental parser of a tool call, `NAME{key:value,...}`: returns its arguments as JSON while it
+is generated.
 
-Calls are marked texts (see special_tokens.py), with strings between control tokens. What models
-write beside the format is read where it is clear: JSON strings, single quotes, bare words, `=`
-behind declared keys, missing commas between what ends by itself, a second pair of braces.
-
-What is read is final, so all of it may be streamed. Of an open string the end is held back that is
-not its own if it is never closed: braces, and all from a control token on that ends a call.
+Calls are marked text (see special_tokens.py), with strings between control tokens. Unambiguous
+deviations from the format are accepted: JSON strings, single quotes, bare words, `=` after declared
+keys, missing commas after delimited values, a second pair of braces. Parsed text is final, so all
+of it may be streamed. Of an open string a tail is held back that does not belong to it if it is
+never closed: braces, and everything from a control token on that ends a call.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _PARTIAL_HEAD = re.compile(rf"\s*(?:(?:c(?:a(?:l)?)?)?|call\s*)(?::[^{{}}(){_SUR
 _KEY = re.compile(rf"[^\s:,{{}}\[\]\"'{_SURROGATES}][^:,{{}}\[\]\"'{_SURROGATES}]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _JSON = json.JSONDecoder(strict=False)
-#: control tokens that end a call; outside of strings also one that begins reasoning
+#: control tokens that end a call; outside of strings also the one that begins reasoning
 _ENDS = {_CALL, _CALL_END, *control.END_MARKS}
 _BREAKS = {*_ENDS, control.MARKS[control.CHANNEL]}
 _OUTSIDE = re.compile(rf"[{{}}()\[\],:=\"]|{control.MARK.pattern}")
 _IN_STRING = {_QUOTE: control.MARK, '"': re.compile(rf'["\\]|{control.MARK.pattern}')}
-#: what an open string may end with that is not its own, and how much of that is held back
+#: tail of an open string that may not belong to it, and the maximum characters held back
 _TAIL, LONGEST_TAIL = re.compile(r"[\s)}]*\Z"), 256
 _CLOSERS = {"{": "}", "(": ")", "[": "]"}
-#: type of a value -> types of a schema that allow it; numbers are not told apart
+#: Python type -> schema types that accept it; integers and numbers are not distinguished
 _FITS: dict[type, set[str]] = {kind: {"integer", "number"} for kind in (int, float)}
 _FITS |= {bool: {"boolean"}, str: {"string"}, list: {"array"}, dict: {"object"}}
-#: how deep the values of a call may lie in each other
+#: maximum nesting of a call's values
 MAX_DEPTH = 64
-#: characters of final text from which arguments are streamed; a shorter call may still be none
+#: minimum final characters before arguments are streamed: a shorter text may turn out to be no call
 MIN_STREAMED = 32
 
-#: where the next token belongs: to a key, behind it, to a value, to a string that is streamed,
-#: behind a value, or to a call that has no reading any more
+#: parser states: in a key, after a key, in a value, in a streamed string, after a value, or
+#: unparsable
 KEY, COLON, VALUE, TEXT, AFTER, DEAD = range(6)
-#: how the arguments ended: well, by a control token that is not theirs, or without a reading
+#: how the arguments ended: complete, by another control token, or unparsable
 DONE, BROKEN, WRONG = "done", "broken", "wrong"
 
 Schema = Mapping[str, Any]
@@ -53,7 +53,7 @@ Schemas = Mapping[str, Schema]
 
 
 class Unreadable(ValueError):
-    """A body does not have the form of a call."""
+    """Raised for a text that is not a call's body."""
 
 
 def begins_head(text: str) -> bool:
@@ -69,65 +69,66 @@ def head_name(text: str) -> str | None:
 
 
 def is_bare_key(text: str) -> bool:
-    """Whether a key is read back as it is without delimiters."""
+    """Whether a key can be written without delimiters."""
     return _KEY.fullmatch(text) is not None and text == text.strip()
 
 
 class CallBody:
-    """The arguments of one call, which has begun with `head`. `plain`: a control token of calls
-    ends it even inside of a string."""
+    """Parser of one call's arguments, after `head`. `plain`: a control token of calls ends it even
+    within a string."""
 
     def __init__(self, head: str, name: str, schema: Schema, plain: bool) -> None:
         self.name, self._parts, self._plain = name, [head], plain
         self._json, self._sent = ["{"], 0
-        #: what closes each open object and list, and its schema; None for a second pair of braces
+        #: (closer, schema) of each open object and list; None for a second pair of braces
         self._open: list[tuple[str, Schema | None]] = [(_CLOSERS[head[-1]], schema)]
-        self._schema, self._state = schema, KEY  # of what comes next
-        self._raw = list[str]()  # of a key or value that has not ended, or what is held of a string
-        self._quote = ""  # what closes the string that is open
-        self._escaped = self._closed = False  # behind a backslash, and behind the end of a call
-        self._mark: int | None = None  # where in `_raw` a control token ends the call
-        self._final_chars = 0  # characters of strings that are final
-        self._json_end = self._seen = len(head)  # characters that the JSON stands for, and all
+        self._schema, self._state = schema, KEY  # of the next value
+        self._raw = list[str]()  # text of an unfinished key or value, or the held tail of a string
+        self._quote = ""  # delimiter of the open string
+        self._escaped = self._closed = False  # after a backslash; after the end of the call
+        self._mark: int | None = None  # index in `_raw` of a control token that ends the call
+        self._final_chars = 0  # final characters of strings
+        self._json_end = self._seen = len(head)  # input covered by JSON; all input
 
     @property
     def streams(self) -> bool:
-        """Whether enough text is final for the JSON to be given out."""
+        """Whether enough text is final to stream the JSON."""
         return self._final_chars >= MIN_STREAMED
 
     @property
     def raw(self) -> str:
-        """The call as it was written."""
+        """The call's text as generated."""
         return "".join(self._parts)
 
     @property
     def json(self) -> str:
-        """All of the JSON that is final."""
+        """The final part of the JSON."""
         return "".join(self._json)
 
     @property
     def end(self) -> int:
-        """Where a call ends that has no end of its own: at a control token in its open string."""
+        """End of a call without an end token: at a control token in its open string."""
         return self._seen - (0 if self._mark is None else len("".join(self._raw)) - self._mark)
 
     def as_written(self, body: str) -> str:
-        """Return the final JSON, and what follows it in a body as it was written."""
+        """Return the final JSON, followed by the rest of the body as generated."""
         return self.json + spelled(body[self._json_end :])
 
     def new_json(self) -> str:
-        """Return the JSON that became final since the last time."""
+        """Return the JSON that became final since the last call."""
         new, self._sent = self._json[self._sent :], len(self._json)
         return "".join(new)
 
     def cut_off(self) -> str:
-        """End where the call was cut. Return its JSON, with all of an open string but without the
-        head of a key, word or number."""
+        """End a truncated call. Return its JSON, with all of an open string but without a partial
+        key, word or number."""
         if self._state == TEXT:
             self._finalise(len("".join(self._raw)))
         return self.as_written(self.raw) if self._state == DEAD else self.json
 
     def close(self) -> bool:
-        """End the open string before the braces that end the call; whether they are there."""
+        """Close the open string before the braces that end the call; return whether they are
+        there."""
         if self._state != TEXT or self._mark is None or not is_text(self._schema):
             return False
         text = "".join(self._raw)[: self._mark].rstrip()
@@ -140,7 +141,8 @@ class CallBody:
         return True
 
     def scan(self, text: str, at: int) -> tuple[int, str]:
-        """Take a text. Return how far, and how the arguments ended there, or nothing."""
+        """Parse text from `at`. Return the end of what was consumed, and how the arguments ended
+        there, or None."""
         start, ended = at, ""
         while at < len(text) and not ended:
             at, ended = self._step(text, at)
@@ -176,7 +178,7 @@ class CallBody:
         return match.end(), "" if self._open else DONE
 
     def _text(self, text: str) -> None:
-        """Take text without structure."""
+        """Consume text of a string."""
         self._seen += len(text)
         self._closed = self._closed and not text.strip()
         if text and self._state != DEAD:
@@ -213,7 +215,7 @@ class CallBody:
             self._value(_typed(text, self._schema))
 
     def _outside(self, token: str) -> None:
-        """Take a token outside of strings."""
+        """Consume a token outside of strings."""
         closer, schema = self._open[-1]
         self._raw = ["".join(self._raw)]
         raw = self._raw[0].strip()
@@ -222,13 +224,13 @@ class CallBody:
         if self._state == VALUE and raw[:1] == "'" and _unquoted(raw) == raw:
             self._raw.append(token)  # between single quotes
             return
-        if self._state == AFTER and (raw or token in f'{{["{_QUOTE}'):  # a comma is missing
+        if self._state == AFTER and (raw or token in f'{{["{_QUOTE}'):  # missing comma
             self._next()
         state = self._state
         separates = token == ":" or (token == "=" and raw in properties(schema))
         if token in f'"{_QUOTE}' and not raw and state in (KEY, VALUE):
             self._begin_string(token)
-        elif token == _QUOTE and state == VALUE and is_text(self._schema):  # it ends a bare text
+        elif token == _QUOTE and state == VALUE and is_text(self._schema):  # ends a bare text
             self._value(_unquoted(raw))
         elif state == KEY and raw and separates:
             if '"' in raw:
@@ -248,7 +250,7 @@ class CallBody:
             raise Unreadable
 
     def _next(self) -> None:
-        """Go on with the next element of the innermost object or list."""
+        """Start the next element of the innermost object or list."""
         closer, schema = self._open[-1]
         self._state = VALUE if closer == "]" else KEY
         self._schema = properties(schema, "items")
@@ -277,7 +279,7 @@ class CallBody:
         self._next()
 
     def _end(self, token: str, raw: str) -> None:
-        """Take a comma, or what closes the innermost object or list."""
+        """Consume a comma, or the closer of the innermost object or list."""
         closer, schema = self._open[-1]
         if self._state == VALUE and raw:
             word = _unquoted(raw)
@@ -296,11 +298,12 @@ class CallBody:
             self._next()
 
     def _comma(self) -> str:
-        """Return what separates the next element; that of a key, and a first one, have none."""
+        """Return the separator before the next element; "" before the first, and before a key's
+        value."""
         return "" if self._json[-1][-1] in "[{ " else ", "
 
     def _finalise(self, count: int) -> None:
-        """Make so many characters of what is held of a string final."""
+        """Make `count` held characters of a string final."""
         pending = "".join(self._raw)
         text, self._raw = pending[:count], [pending[count:]]
         if text:
@@ -309,7 +312,7 @@ class CallBody:
             self._emit(escaped, len(pending) - count)
 
     def _emit(self, text: str, behind: int = 0) -> None:
-        """Make JSON final; the last `behind` characters of the call are not part of it."""
+        """Emit final JSON; the last `behind` characters of the input are not part of it."""
         self._json.append(text)
         self._json_end = self._seen - behind
 
@@ -321,19 +324,19 @@ def properties(schema: Schema | None, key: str = "properties") -> Mapping[str, A
 
 
 def kinds_of(schema: Schema) -> set[str]:
-    """Return the types that a schema allows beside null."""
+    """Return the types that a schema allows, without null."""
     kinds = schema.get("type")
     listed = kinds if isinstance(kinds, list) else [kinds]
     return {k.lower() for k in listed if isinstance(k, str)} - {"null"}
 
 
 def is_text(schema: Schema) -> bool:
-    """Whether a schema allows texts only, beside null."""
+    """Whether a schema allows only strings (and null)."""
     return kinds_of(schema) == {"string"}
 
 
 def fits(value: Any, schema: Schema) -> bool:
-    """Whether a schema allows the type of a value; one without types allows all."""
+    """Whether a schema allows a value's type; a schema without types allows all."""
     kinds = kinds_of(schema)
     return not kinds or value is None or bool(_FITS[type(value)] & kinds)
 
@@ -344,8 +347,8 @@ def _unquoted(raw: str) -> str:
 
 
 def _typed(text: str, schema: Schema) -> Any:
-    """Return a delimited text as the one value of its schema's types that it spells; else as it
-    is."""
+    """Convert a delimited text to the only schema type that it can be parsed as; otherwise return
+    it as it is."""
     if fits("", schema):
         return text
     word = text.strip()
@@ -371,14 +374,14 @@ def _bare(word: str, schema: Schema) -> Any:
 
 
 def _literal(word: str, python: bool) -> Any:
-    """Return the number, true or false that a word is, as JSON writes it or also Python; None for
-    all others."""
+    """Parse a word as a JSON number, true or false (with `python` also Python's spelling); None for
+    others."""
     if word in ("true", "false") or (python and word in ("True", "False")):
         return word.lower() == "true"
     if (number := _NUMBER.fullmatch(word)) is None:
         return None
     try:
         value = float(word) if number[1] or number[2] else int(word)
-    except ValueError:  # more digits than Python converts
+    except ValueError:  # more digits than Python's int limit
         return None
     return value if abs(value) != float("inf") else None

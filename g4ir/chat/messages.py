@@ -1,7 +1,7 @@
 """Normalises OpenAI messages for every template.
 
-A message becomes a dict as templates take it: arguments decoded, roles normalised, earlier
-reasoning removed. Its content is None, a text, or a list of texts and media.
+A message becomes a dict for templates: arguments decoded, roles normalised, earlier reasoning
+removed. Its content is None, a string, or a list of strings and media.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROLES = {
     **dict.fromkeys(("assistant", "model"), ASSISTANT),
     "tool": TOOL,
 }
-#: type of a part -> kind of its medium; None: a text, under a key of the same name
+#: part type -> kind of medium; None: text, under a key of the same name
 PARTS: dict[str, str | None] = dict.fromkeys(("text", "refusal"))
 PARTS |= {f"{kind}{end}": kind for kind in ("image", "audio", "video") for end in ("", "_url")}
 PARTS["input_audio"] = "audio"
@@ -48,7 +48,7 @@ Messages = Sequence[Message]
 
 
 def turns(messages: Messages) -> list[tuple[Message, list[Message]]]:
-    """Return the messages except those of tools, each with the results of its tool calls."""
+    """Return the messages except tool messages, each with the results of its tool calls."""
     out = list[tuple[Message, list[Message]]]()
     for message in messages:
         if message["role"] != TOOL:
@@ -123,7 +123,7 @@ def _call(call: Any, where: str) -> Message:
         raise InputError(f"{where}.function.name: {problem}")
     if isinstance(arguments, str):
         value = decoded(arguments or "{}", path)
-    else:  # decoded by a kind client
+    else:  # already decoded by the client
         value = {} if arguments is None else json_value(arguments, path)
     parsed = {"name": name, "arguments": expect(value, dict, path, "a JSON object")}
     return {"type": "function", "function": parsed, **_texts(call, where, "id")}
@@ -284,7 +284,7 @@ def _called(answer: Message, waiting: list[Message], where: str) -> Message:
     if call_id is not None:
         candidates = [c for c in waiting if c.get("id") == call_id]
     else:
-        # A template knows such an answer by its name, or by the one call that has no id either.
+        # Without an id, templates match a result by its name, or with the only call without id.
         same = [c for c in waiting if c["function"]["name"] == name]
         candidates = same if name is not None else [c for c in waiting if not c.get("id")]
         if len(waiting) > 1 and any(c.get("id") is None for c in candidates):

@@ -1,9 +1,9 @@
 """A rendered prompt, in which user content never becomes a control token, and its token ids.
 
-A user who types `<turn|>` must not end the turn. Before rendering every `<` of a content gets a
-mark behind it, a character that the conversation does not have. Control strings of the rendered
-text without a mark are the template's own; the others are tokenised in two halves, which no
-tokenizer makes one token of. All else is tokenised as it would be in one piece.
+A user who types `<turn|>` must not end the turn. Before rendering, a mark is inserted after every
+`<` of user content: a character that does not occur in the conversation. Control strings without a
+mark in the rendered text are the template's; the others are tokenised in two halves, so that they
+never become one token. All other text is tokenised as if in one piece.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from g4ir.spec.parts import CHAT_FORMATS
 from . import special_tokens as control
 from .messages import PARTS, Medium, Message, map_texts
 
-#: stands for bytes that are no character
+#: replaces invalid UTF-8
 REPLACEMENT = "\ufffd"
-#: characters that are tokenised in some ten milliseconds
+#: characters that take some ten milliseconds to tokenise
 CHEAP = 1 << 16
-#: characters to mark with: ideographs so rare that no conversation has all of them, and printable,
-#: so that what prints a list as Python does keeps them
+#: candidates for the mark: ideographs so rare that no conversation contains all of them; printable,
+#: so that Python's repr of a list keeps them
 _MARKS = range(0x20000, 0x2A6D7)
 _SHAPE = re.compile("<[^<>]*>")
-#: characters of a text that are looked at in one call
+#: characters scanned per call
 _BLOCK = 1 << 16
 
 
@@ -95,7 +95,7 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The text as the template wrote it."""
+        """The rendered text, without marks."""
         return self.marked.replace(self.mark, "")
 
     @property
@@ -145,7 +145,8 @@ def with_media(text: str, parts: Sequence[Message]) -> Any:
 def find(text: str, strings: Collection[str]) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of the non-overlapping occurrences of strings in a text, in order."""
     odd = sorted((s for s in strings if s and not _SHAPE.fullmatch(s)), key=len, reverse=True)
-    # One of many strings in brackets is looked up, not tried.
+    # Many bracketed strings: match the brackets and look the string up, instead of a long
+    # alternation.
     shapes = [_SHAPE.pattern] if len(odd) < len(strings) else []
     pattern = "|".join([*map(re.escape, odd), *shapes])
     if pattern:
@@ -174,22 +175,22 @@ class Vocabulary:
             if token is not None and tokenizer.decode([token]) not in ("", name):
                 self.bytes[token] = byte
         added = tokenizer.get_added_tokens_decoder().items()
-        #: string -> id of each control token: what the tokenizer calls special, and what means
-        #: something in a conversation whatever it calls it; and the other way round
+        #: string -> id of each control token: the tokenizer's special tokens, and the chat format's
+        #: control tokens even if not marked special; and the inverse
         chats = set(control.CONTROLS)
         self.controls = {t.content: i for i, t in added if t.special or t.content in chats}
         self.strings = {i: text for text, i in self.controls.items()}
         rows = [CHAT_FORMATS[chat_format]] if chat_format else [*CHAT_FORMATS.values()]
         row = next((row for row in rows if self.controls.keys() >= {*row["turn"]}), None)
-        #: what begins a turn of a chat; None: this tokenizer has none
+        #: string that begins a turn; None: the tokenizer has no chat turns
         self.turn: str | None = row["turn"][0] if row else None
         ends = (self.controls.get(text) for text in (row or rows[0])["ends"])
-        #: ids behind which a model's turn is over
+        #: ids that end a model's turn
         self.ends = frozenset(i for i in ends if i is not None)
         self._alone: dict[int, str] = {}
 
     def alone(self, token: int) -> str:
-        """Return the text of a token by itself: empty for special ones."""
+        """Return the text of a single token; "" for special ones."""
         if (text := self._alone.get(token)) is None:
             text = self._alone[token] = self.tokenizer.decode([token])
         return text
@@ -209,7 +210,7 @@ class Vocabulary:
 
     @property
     def chats(self) -> bool:
-        """Whether the tokenizer has the turns of a chat."""
+        """Whether the tokenizer has chat turns."""
         return self.turn is not None
 
     def marks(self, tokens: Sequence[int], system: bool) -> tuple[int, ...]:
@@ -281,11 +282,11 @@ class TextStream:
         self._text = vocabulary.tokenizer.decode
         self._ids: list[int] = []  # the last piece's tokens, then those not yet final
         self._context_size = 0  # how many of them are the last piece's
-        self._bytes = b""  # of a character that is not complete
+        self._bytes = b""  # bytes of an incomplete character
 
     @property
     def cut(self) -> bool:
-        """Whether the bytes of a character are not complete."""
+        """Whether a character is incomplete."""
         return bool(self._bytes)
 
     def push(self, token: int) -> str:
@@ -293,12 +294,12 @@ class TextStream:
         byte = self.vocabulary.bytes.get(token)
         if byte is not None:
             return self._byte(token, byte)
-        if not self.vocabulary.alone(token):  # a special one
+        if not self.vocabulary.alone(token):  # special token
             self._ids += [] if self._bytes else [token]
             return ""
         wrong = self._wrong()
         self._ids.append(token)
-        # In a token itself U+FFFD is no sign of an incomplete character.
+        # A token that contains U+FFFD itself is not an incomplete character.
         name = self.vocabulary.tokenizer.id_to_token(token) or ""
         return wrong + self._piece(ends=REPLACEMENT in name)
 
@@ -359,10 +360,10 @@ class TokenStream:
     def __init__(self, vocabulary: Vocabulary, spelled: bool = False) -> None:
         self.vocabulary = vocabulary
         self._text = TextStream(vocabulary)
-        #: whether control tokens count as their spelling, or not at all
+        #: whether control tokens count with their spelling, or as no text
         self._spelled = spelled
-        #: characters of text until now, and before the last token's first character; of several
-        #: tokens of bytes that are one character all begin with it
+        #: characters so far, and offset of the last token's first character; byte tokens of one
+        #: character all have its offset
         self.length = self.start = 0
 
     def push(self, token: int) -> list[Piece]:
@@ -377,7 +378,7 @@ class TokenStream:
         new = self.length - before
         if name is None and token in self.vocabulary.bytes:
             self.start = self.length - (not self._text.cut) if new else before
-        else:  # it ends a character that was cut, which becomes U+FFFD
+        else:  # ends an incomplete character, which becomes U+FFFD
             self.start = before + min(cut, new)
         return pieces
 
@@ -398,13 +399,13 @@ def spelled(vocabulary: Vocabulary, ids: list[int]) -> str:
 
 
 class ReasoningBudget:
-    """Ends reasoning over `limit` tokens, counted over the whole answer.
+    """Forces the end of reasoning after `limit` tokens, counted over the full answer.
 
         budget = ReasoningBudget(vocabulary, 512, inside=reader.thinking)
         token = budget.forced()                 # what must come next, or None: the model is free
         budget.push(token)                      # what came next
 
-    The end is a newline and the token that closes a channel. It waits for whole characters.
+    Forces a newline and the token that closes the channel, after the current character is complete.
     """
 
     def __init__(self, vocabulary: Vocabulary, limit: int, inside: bool = False) -> None:
@@ -421,7 +422,7 @@ class ReasoningBudget:
         self._bytes, self._last = vocabulary.bytes, -1
 
     def push(self, token: int) -> None:
-        """Take a token of the answer, forced or not."""
+        """Record a token of the answer, forced or not."""
         if token in (self._open, self._close):
             self.inside = token == self._open
         elif self.inside:
@@ -432,9 +433,9 @@ class ReasoningBudget:
         """Return the token to force next; None if the model may choose."""
         if not self.inside or self.used < self.limit:
             return None
-        cut = self._bytes.get(self._last, 0) >= 0x80  # the last token is part of a character
-        if cut and self.used < self.limit + 4:  # which has four bytes at most
+        cut = self._bytes.get(self._last, 0) >= 0x80  # the last token is part of a UTF-8 character
+        if cut and self.used < self.limit + 4:  # wait for at most four bytes
             return None
-        # Reasoning that has just begun or ends with a newline needs none.
+        # No newline if reasoning has just begun or already ends with one.
         needs_newline = self._last not in (-1, self._open, self._newline)
         return self._newline if needs_newline and self._newline is not None else self._close

@@ -5,10 +5,10 @@
         for event in reader.feed(text): ...        # event.kind: thought, content, arguments or call
     answer = reader.finish("stop")                  # answer.events: what was held back
 
-One machine over marked text: every cutting of a stream gives the same answer, in time that grows
-with its length. What is no call in the end is content, with its markers. The arguments of a call
-are streamed while they are generated; if the rest has no reading that begins with what is out, it
-follows as it was written.
+A state machine over marked text: the result does not depend on how the stream is cut, and takes
+linear time. Text that turns out to be no call is content, with its markers. A call's arguments are
+streamed while they are generated; if the remainder turns out to be unparsable, it is streamed as
+generated.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .tools import lower, read_tools
 _CALL, _CALL_END = control.MARKS[control.CALL], control.MARKS[control.CALL_END]
 _CHANNEL, _CHANNEL_END = control.MARKS[control.CHANNEL], control.MARKS[control.CHANNEL_END]
 _NAME = control.THOUGHT.rstrip("\n")
-#: stop strings of a request, and characters of one
+#: maximum stop strings of a request, and characters of each
 MAX_STOPS, LONGEST_STOP = 64, 4096
-#: how often the rest of an answer is parsed again after a malformed call
+#: maximum re-parses of an answer after malformed calls
 MAX_RETRIES = 16
 #: maximum characters of a call's head (`call:NAME{`), and of the space between two calls
 LONGEST_HEAD, LONGEST_GAP = 512, 64
@@ -43,7 +43,7 @@ ARGUMENTS = "arguments"
 _WORD = "call:"
 _BRACE = re.compile("[{(]")
 
-#: where the machine is
+#: states of the machine
 START, CONTENT, OPENING, THINKING, HEAD, BODY, BEHIND, BAD = range(8)
 
 
@@ -66,8 +66,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer; `events` are those that the end released. Arguments of a call that was cut,
-    or has no reading, are a text."""
+    """A complete answer; `events`: those released at the end. Arguments of a truncated or
+    unparsable call are a string."""
 
     reasoning: str
     content: str
@@ -82,12 +82,9 @@ def call_id() -> str:
 
 
 class Reader:
-    """Reads one answer.
-
-    `tools` are the declared ones, by which arguments get their types; `prompt_tail` is the end of
-    the prompt, which may be inside reasoning; `stop` are strings that end the content. With
-    `calls` False there are no calls: what stands in their place is content. `thinking` False: the
-    word `thought` at the beginning is a word.
+    """Parser of one answer. `tools`: declarations, for the types of arguments; `prompt_tail`: end
+    of the prompt, which may be within reasoning; `stop`: strings that end the content. `calls`
+    False: tool calls are parsed as content. `thinking` False: a leading `thought` is plain text.
     """
 
     def __init__(
@@ -105,12 +102,12 @@ class Reader:
         self._calls, self._unmarked_reasoning = calls, thinking is not False
         self._state, self._pending, self._opener = START, "", control.CALL
         self._retries = self._sent = 0
-        self._texts = defaultdict[str, list[str]](list)  # by kind, of all that was said
+        self._texts = defaultdict[str, list[str]](list)  # all text by kind
         self._new: list[Event] = []
         self._read: list[dict[str, Any]] = []
-        self._over = False  # whether the last thing was an end token
+        self._over = False  # whether the last token was an end token
         self._answer: Answer | None = None
-        # Go to the state in which the prompt ends.
+        # Parse the prompt's tail to get the initial state.
         marked = control.Lexer().feed(prompt_tail)
         at = marked.rfind(_CHANNEL)
         if at >= 0 and not control.MARK.search(marked, at + 1):
@@ -122,12 +119,12 @@ class Reader:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has ended the answer: nothing more need be generated."""
+        """Whether a stop string has ended the answer, so that generation can stop."""
         return self._stops.hit is not None
 
     @property
     def stopped_by(self) -> str | None:
-        """That stop string."""
+        """The stop string that ended the answer, or None."""
         return self._stops.hit
 
     @property
@@ -137,7 +134,7 @@ class Reader:
 
     @property
     def speaking(self) -> bool:
-        """Whether what comes is content."""
+        """Whether the next text is content."""
         return self._state in (START, CONTENT)
 
     def feed(self, text: str) -> list[Event]:
@@ -152,8 +149,8 @@ class Reader:
         return self._take(self._lexer.flush() + "".join(marked))
 
     def finish(self, reason: str = "stop") -> Answer:
-        """Return the answer. `reason` is why generation ended: stop, length or another, which a
-        stop string and an end token go before, and which calls make tool_calls."""
+        """Return the answer. `reason`: why generation ended (stop, length, ...); a stop string or
+        end token takes precedence, and calls turn it into tool_calls."""
         if self._answer is None:
             self._take(self._lexer.flush())
             self._end(reason != "length" or self._over)
@@ -381,10 +378,10 @@ class Stops:
         for i, text in enumerate(strings):
             if not isinstance(text, str) or not 0 < len(text) <= LONGEST_STOP:
                 raise InputError(f"stop[{i}]: must be a text of 1 to {LONGEST_STOP} characters")
-        #: how much of each the text ends with
+        #: string -> length of its prefix that the text ends with
         self._matched = dict.fromkeys(strings, 0)
         self._pending = ""
-        #: the one that ended the text
+        #: the stop string that matched
         self.hit: str | None = None
 
     def feed(self, text: str) -> str:
@@ -393,7 +390,7 @@ class Stops:
             return text if self.hit is None else ""
         text, start, ends = self._pending + text, len(self._pending), []
         for stop, matched in self._matched.items():
-            at = start - matched  # what lies before cannot begin it
+            at = start - matched  # earlier text cannot be part of it
             if (position := text.find(stop, at)) >= 0:
                 ends.append((position + len(stop), -len(stop)))
                 continue

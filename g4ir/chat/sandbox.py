@@ -1,9 +1,9 @@
-"""Renders templates of strangers in jinja2's immutable sandbox, under limits on time and memory.
+"""Renders untrusted templates in jinja2's immutable sandbox, with limits on time and memory.
 
-The sandbox keeps a template from objects and files. Nothing can stop an operation once it runs in
-C, so each must be short: every value that a template makes is measured, with all that it holds, and
-refused if as text it were longer than a prompt may be; what multiplies values (`GROWTH`) is
-measured before. Steps and values are charged to a budget, which also looks at the clock.
+The sandbox blocks access to objects and files. An operation cannot be interrupted while it runs in
+C, so each must be short: every value that a template creates is measured, contents included, and
+refused if its text would exceed the maximum prompt; operations that multiply values (`GROWTH`) are
+checked in advance. Steps and values are charged to a budget, which also checks the time.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-#: characters of a prompt and of any value, seconds of a prompt, bytes of all values that it makes
+#: limits of rendering: characters of the prompt and of any value, seconds, and bytes of all values
 MAX_TEXT, MAX_SECONDS, MAX_MEMORY = 4 << 20, 10.0, 512 << 20
-#: bits of a number, a number of columns or digits, characters of a set to strip or of a separator
+#: limits: bits of an integer; columns or digits; characters of a separator or strip set
 MAX_BITS, MAX_COUNT, MAX_SHORT = 4096, 10_000, 256
-#: bytes of an element of a list, and between two looks at the clock
+#: bytes charged per list element; bytes charged between two checks of the time
 ELEMENT, TICK = 64, 64 << 10
 CONTAINERS: tuple[Any, ...] = (list, tuple, dict)
 
@@ -38,14 +38,14 @@ class LimitError(Exception):
 
 
 class RenderError(Exception):
-    """A template cannot be rendered, at this line of it if that is known."""
+    """A template cannot be rendered; names its line if known."""
 
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)
         self.line = line
 
 
-#: errors without a message of their own
+#: error type -> message, for errors without one
 REASONS: Mapping[type, str] = {
     RecursionError: "it calls itself without end",
     MemoryError: "it needs too much memory",
@@ -65,7 +65,7 @@ def render(source: str, name: str, variables: Mapping[str, Any]) -> str:
             if length > MAX_TEXT:
                 raise LimitError(f"it prints more than {MAX_TEXT} characters")
         return "".join(pieces)
-    except Exception as e:  # a template raises whatever its expressions do
+    except Exception as e:  # a template's expressions may raise anything
         message = REASONS.get(type(e), str(e)[:400]) or type(e).__name__
         raise RenderError(message, getattr(e, "lineno", None)) from None
     finally:
@@ -73,8 +73,8 @@ def render(source: str, name: str, variables: Mapping[str, Any]) -> str:
 
 
 class Budget:
-    """What a template may still use. Sizes of containers are kept by identity: nothing in a
-    template can change one."""
+    """The remaining budget of a rendering. Sizes of containers are cached by id: templates cannot
+    modify them."""
 
     def __init__(self) -> None:
         self.end = time.monotonic() + MAX_SECONDS
@@ -82,7 +82,7 @@ class Budget:
         self.sizes: dict[int, tuple[Any, int]] = {}
 
     def spend(self, nbytes: int = ELEMENT) -> None:
-        """Charge bytes. LimitError for too many, or if the time is over."""
+        """Charge bytes. LimitError if memory or time is exhausted."""
         self.spent += nbytes
         if self.spent - self.looked >= TICK:
             self.looked = self.spent
@@ -111,7 +111,7 @@ class Budget:
         return cached[1]
 
     def charge(self, value: Any) -> Any:
-        """Charge a value that was made, and return it, an iterator as a list."""
+        """Charge a new value and return it; iterators become lists."""
         if isinstance(value, str):
             self.spend(ELEMENT + check_size(len(value)) * (1 if value.isascii() else 4))
             return value
@@ -125,12 +125,12 @@ class Budget:
         return value
 
     def text(self, value: Any) -> Any:
-        """Return a value as text."""
+        """Convert a value to text within the budget."""
         return self.charge(value if isinstance(value, str) else str(value))
 
 
 def check_size(size: int) -> int:
-    """Return a number of characters, if a value may have so many."""
+    """Return the size; LimitError if it exceeds the maximum text."""
     if size > MAX_TEXT:
         raise LimitError(f"it makes a value of more than {MAX_TEXT} characters")
     return size
@@ -148,7 +148,8 @@ def _budget() -> Budget:
     return _THREAD.budget
 
 
-# --- what multiplies --------------------------------------------------------------------------
+# --- operations that multiply values
+# --------------------------------------------------------------------------
 
 
 def _stripped(text: str, chars: Any = None) -> int:
@@ -171,7 +172,7 @@ def _summed(values: Any, attribute: Any = None, start: Any = 0) -> int:
     return 0
 
 
-#: widths of four digits, by a star or within braces; attributes and elements of arguments
+#: format widths of four digits or `*`, and attribute or element access in format fields
 _LONG_WIDTH = re.compile(r"%[^%a-zA-Z]*(?:\d{4}|\*)|\{(?:[^{}:]*[.\[]|[^{}]*:[^{}]*(?:\d{4}|\{))")
 
 
@@ -182,7 +183,7 @@ def _formatted(text: str, *args: Any, **named: Any) -> int:
     return (text.count("%") + text.count("{")) * (largest + 1000)
 
 
-#: methods of text and filters -> how much longer than their operand they make it at most
+#: string method or filter -> upper bound of the result's size
 GROWTH: Mapping[str, Callable[..., int]] = {
     **dict.fromkeys(("strip", "lstrip", "rstrip", "trim"), _stripped),
     "expandtabs": lambda text, tabsize=8: text.count("\t") * tabsize,
@@ -193,18 +194,18 @@ GROWTH: Mapping[str, Callable[..., int]] = {
     "join": _joined,
     "sum": _summed,
 }
-#: those that take a number of columns, elements or digits
+#: methods and filters with a count of columns, elements or digits
 COUNTED = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "truncate", "round"}
 COUNTED |= {"batch", "slice", "tojson"}
-#: attributes of text and numbers that templates do without
+#: attributes of strings and numbers that are refused; templates do not need them
 REFUSED = frozenset(("encode", "maketrans", "translate", "to_bytes", "from_bytes", "fromkeys"))
 REFUSED |= {"striptags", "unescape"}
-#: filters likewise: they search quadratically, or write HTML
+#: refused filters: quadratic time, or HTML output
 NO_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr", "forceescape")
 
 
 def _check_growth(name: str, value: Any, args: Any, named: Mapping[str, Any]) -> None:
-    """Raise LimitError where a method or filter would make a value that is too large."""
+    """Raise LimitError if a method or filter would produce too large a value."""
     for x in (*args, *named.values()) if name in COUNTED else ():
         if isinstance(x, int) and not -MAX_COUNT < x < MAX_COUNT:
             raise LimitError(f"{name}: {x} is too large a number")
@@ -213,7 +214,7 @@ def _check_growth(name: str, value: Any, args: Any, named: Mapping[str, Any]) ->
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter within the limits. An argument that jinja2 gives to it is the first."""
+    """Wrap a filter with the limits. An environment or context that jinja2 passes comes first."""
     first = int(getattr(function, "jinja_pass_arg", None) is not None)
 
     @wraps(function)
@@ -227,12 +228,12 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-#: attributes of dicts, which go before their keys
+#: attributes of dicts, which take precedence over keys
 _OF_DICTS = frozenset(dir(dict))
 
 
 class _Counted:
-    """An iterable of a loop: each step is charged, the `text` of the loop's body included."""
+    """A loop's iterable that charges each step, including the `text` of the loop's body."""
 
     def __init__(self, values: Any, text: int = 0) -> None:
         _budget().spend()
@@ -249,14 +250,15 @@ class _Counted:
 
 
 class _Plain(Namespace):
-    """A namespace; as text, its values would be read without end."""
+    """A namespace with a constant repr: printing its values could recurse without bound."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
 
 
 class _Checked(NodeTransformer):
-    """Puts filters of ours around what makes values without a call: loops, lists, slices, `~`."""
+    """Wraps AST nodes that create values without a call (loops, lists, slices, `~`) in charging
+    filters."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **named: Any) -> nodes.Node:
         super().generic_visit(node)
@@ -277,8 +279,8 @@ def _filter(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
 
 
 class Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`, with which training templates mark answers: its
-    body, in a scope of its own."""
+    """`{% generation %}...{% endgeneration %}`, which marks answers in training templates: renders
+    its body in a scope."""
 
     tags = {"generation"}
 
@@ -289,7 +291,7 @@ class Generation(Extension):
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """jinja2's immutable sandbox within a budget."""
+    """jinja2's immutable sandbox with a budget."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -317,7 +319,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
-            return obj[attribute]  # at once: most of what templates read
+            return obj[attribute]  # fast path: most reads of templates
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -342,7 +344,7 @@ class Environment(ImmutableSandboxedEnvironment):
             loop: Any = __obj._iterable
             args = (_Counted(args[0], loop.text), *args[1:])
         elif isinstance(__obj, Macro) and not (__obj.catch_varargs or __obj.catch_kwargs):
-            named.pop("_loop_vars", None)  # of jinja2's context, which a macro does not need
+            named.pop("_loop_vars", None)  # passed by jinja2's context; macros do not accept it
             return budget.charge(__obj(*args, **named))
         elif len(args) + len(named) > 1:
             check_size(sum(map(budget.size, (*args, *named.values()))))
@@ -354,7 +356,7 @@ def _refuse(message: Any) -> Any:
 
 
 def _sliced(part: Any) -> Any:
-    """Charge a slice. Its size is at most that of the whole, so it is not measured again."""
+    """Charge a slice. It is at most as large as its operand, so it is not measured again."""
     _budget().spend(ELEMENT + (1 if isinstance(part, str) else 8) * len(part))
     return part
 
@@ -372,8 +374,8 @@ def _json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON without the escapes for HTML that jinja2's own filter writes. The parameters, in
-    this order, are those of transformers' filter: templates give them by place too."""
+    """Serialise to JSON without the HTML escapes of jinja2's filter. Parameters are in the order of
+    transformers' filter, as templates also pass them by position."""
     if _budget().size((indent, separators)) > MAX_SHORT:
         raise LimitError("filter tojson: a long indent or separator")
     options: Any = {"indent": indent, "separators": separators, "sort_keys": sort_keys}

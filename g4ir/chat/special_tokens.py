@@ -1,8 +1,8 @@
 """The control tokens of the format, as strings; only a tokenizer knows their ids.
 
-In the marked text that the reader reads each is one character, a half of a surrogate pair, which no
-decoded text has. Marks come from ids, where the id decides what is a control token, or from text in
-which control tokens are spelled out; there the head of one is held back until it is certain.
+In marked text, the reader's input, each is one character: a lone surrogate, which decoded text
+never contains. Marked text is made from ids, where the id decides what is a control token, or from
+text with spelled-out control tokens, where a partial one is held back until it is complete.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from g4ir.spec.parts import CHAT_FORMATS, CHAT_FORMS
 
 
 def _all(key: str) -> tuple[str, ...]:
-    """Return the strings that the formats have under a key."""
+    """Return all formats' strings under a key."""
     return tuple(dict.fromkeys(chain(*(row[key] for row in CHAT_FORMATS.values()))))
 
 
@@ -25,9 +25,9 @@ def _flat(groups: Iterable[Any]) -> Iterable[str]:
 
 
 BOS, EOS = "<bos>", "<eos>"
-#: stands for characters that a tokenizer does not have
+#: replaces characters that a tokenizer does not have
 UNKNOWN = "<unk>"
-#: turn -> what ends it, in each format
+#: turn start -> turn end, of all formats
 TURNS = dict(row["turn"] for row in CHAT_FORMATS.values())
 #: the format with reasoning, tools and media
 _FULL_FORMAT = CHAT_FORMATS[CHAT_FORMS[0]]
@@ -39,26 +39,26 @@ RESPONSE, RESPONSE_END = _FULL_FORMAT["controls"]["response"]
 (QUOTE,) = _FULL_FORMAT["controls"]["quote"]
 #: kind of a medium -> its placeholder
 PLACEHOLDERS: dict[str, str] = _FULL_FORMAT["placeholders"]
-#: every control token that means something in a conversation
+#: all control tokens of conversations
 CONTROLS = (
     *("<pad>", EOS, BOS, UNKNOWN, "<mask>"),
     *_all("turn"),
     *dict.fromkeys(chain(*_flat(row["controls"] for row in CHAT_FORMATS.values()))),
     *PLACEHOLDERS.values(),
 )
-#: those behind which a model's turn is over
+#: control tokens that end a model's turn
 ENDS = _all("ends")
-#: how reasoning begins, behind CHANNEL
+#: header of reasoning, after CHANNEL
 THOUGHT = "thought\n"
 
-#: control string -> its character
+#: control token -> its character in marked text
 MARKS = {text: chr(0xD800 + i) for i, text in enumerate(CONTROLS)}
 _SPELLED = str.maketrans({mark: text for text, mark in MARKS.items()})
 _CONTROL = re.compile("|".join(map(re.escape, sorted(CONTROLS, key=len, reverse=True))))
 _HEADS = frozenset(text[:n] for text in CONTROLS for n in range(1, len(text)))
 _LONGEST = max(map(len, CONTROLS)) - 1
 _SURROGATE = re.compile("[\ud800-\udfff]")
-#: one control token
+#: matches one control token
 MARK = re.compile(f"[{''.join(MARKS.values())}]")
 END_MARKS = frozenset(MARKS[text] for text in ENDS)
 
@@ -69,7 +69,7 @@ def spelled(marked: str) -> str:
 
 
 def replace_surrogates(text: str) -> str:
-    """Return a text without halves of characters, which are no marks."""
+    """Replace lone surrogates in a text, which would be read as marks."""
     return _SURROGATE.sub("\ufffd", text) if _SURROGATE.search(text) else text
 
 
@@ -80,7 +80,7 @@ class Lexer:
         self._pending = ""
 
     def feed(self, text: str) -> str:
-        """Return the marked text that is certain now."""
+        """Return the marked text that is final."""
         text = self._pending + replace_surrogates(text)
         at = text.rfind("<", max(0, len(text) - _LONGEST))
         self._pending = text[at:] if at >= 0 and text[at:] in _HEADS else ""
@@ -88,6 +88,6 @@ class Lexer:
         return _CONTROL.sub(lambda match: MARKS[match[0]], certain)
 
     def flush(self) -> str:
-        """Return the head that became no control token."""
+        """Return the held text, a prefix of a control token that was not completed."""
         pending, self._pending = self._pending, ""
         return pending

@@ -1,4 +1,4 @@
-"""Chat templates: a checkpoint's own, or `default.jinja` in the form of the variant.
+"""Chat templates: a checkpoint's own, or the built-in `default.jinja` in the variant's chat format.
 
 template = Template.open("checkpoint")        # its chat_template.jinja, else the built-in one
 text     = render(messages, tools, template, enable_thinking=True)
@@ -39,21 +39,21 @@ BUILT_IN = "built-in"
 SMALL, LARGE = CHAT_FORMS[0], "large"
 #: options of the built-in template
 OPTIONS = ("enable_thinking", "preserve_thinking", "add_generation_prompt")
-#: bytes of a template; published ones have 20 thousand
+#: maximum bytes of a template; published ones have 20 thousand
 LARGEST = 1 << 20
 
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template. `form` a chat format, `origin` its file or `built-in`, `sha256` of a file's
-    template, `note` a message for the user."""
+    """A chat template. `form`: chat format; `origin`: its file or `built-in`; `sha256` of a file's
+    template; `note`: message for the user."""
 
     form: str
     origin: str
     source: str = field(repr=False)
     sha256: str | None = None
     note: str | None = None
-    #: variables beside the conversation and its options
+    #: variables in addition to the conversation and its options
     variables: tuple[tuple[str, Any], ...] = (("bos_token", BOS),)
 
     @staticmethod
@@ -102,13 +102,13 @@ class Template:
 
     @property
     def turn_end(self) -> str:
-        """What ends a turn, with the newline behind it."""
+        """The end-of-turn token and the newline after it."""
         return f"{self.strings['turn'][1]}\n"
 
     @cached_property
     def folds(self) -> bool:
-        """Whether answers of tools are written as `tool_responses` of the message that called: a
-        template older than the role `tool` knows them there alone."""
+        """Whether tool results go into `tool_responses` of the calling message: templates older
+        than the role `tool` support only that."""
         if self.origin == BUILT_IN:
             return False
         call = {"type": "function", "function": {"name": "f", "arguments": {}}, "id": "1"}
@@ -118,7 +118,7 @@ class Template:
         return not self._answers(messages) and self._answers(_folded(messages))
 
     def _answers(self, messages: Sequence[Message]) -> bool:
-        """Whether the template writes the answer of a tool behind its call, in the native form."""
+        """Whether the template writes a tool's result after its call, in the native format."""
         try:
             text = self._text(messages, {})
         except InputError:
@@ -126,13 +126,13 @@ class Template:
         return RESPONSE in text.partition("call:f")[2].partition("answer")[0]
 
     def describe(self) -> dict[str, Any]:
-        """Return which template it is, as values of JSON."""
+        """Return the template's identity as a JSON object."""
         return {"template": self.origin, "sha256": self.sha256, "form": self.form}
 
     def write(
         self, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any]
     ) -> str:
-        """Return the prompt of a conversation. InputError if the template refuses it."""
+        """Render the prompt of a conversation. InputError if the template refuses it."""
         unknown = options.keys() - set(OPTIONS) if self.origin == BUILT_IN else ()
         if unknown:
             problem, allowed = f"no option {min(unknown)!r}", ", ".join(OPTIONS)
@@ -144,7 +144,7 @@ class Template:
         text = self._text(messages, {"tools": [*tools] or None, **options})
         if not options.get("add_generation_prompt", True) or not text.endswith(self.turn_end):
             return text
-        # After a tool's answer and a text, published templates open no turn.
+        # After a tool result and a text, published templates do not open the model's turn.
         closes = self.form == LARGE and not options.get("enable_thinking")
         turn, model = self.strings["turn"][0], self.strings["model"]
         return text + turn + model + (CHANNEL + THOUGHT + CHANNEL_END if closes else "")
@@ -169,16 +169,16 @@ class Template:
 
 
 def _detect_form(template: Template) -> str:
-    """Return which of the forms with reasoning a template has: whether it closes the channel that
-    thinking off leaves empty. One that refuses the question is taken for small; any other format
-    is that of the variant."""
+    """Detect a template's chat format among those with reasoning: whether it writes an empty
+    channel if thinking is off. A template that refuses the probe counts as small; other formats
+    follow the variant."""
     if "channel" not in template.strings["controls"]:
         return template.form
     question = [{"role": "user", "content": "?"}]
     try:
         text = template.write(question, (), {"enable_thinking": False})
     except InputError as e:
-        if "line " in str(e).partition(": ")[0]:  # a mistake of the file, in each conversation
+        if "line " in str(e).partition(": ")[0]:  # an error in the template itself
             raise
         return SMALL
     return LARGE if text.rstrip().endswith(CHANNEL_END) else SMALL
@@ -206,7 +206,7 @@ def _of_config(value: Any, path: Path) -> str:
 
 
 def _folded(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with the answers of tools in the message that called."""
+    """Move tool results into the calling messages."""
     out = list[Message]()
     for message, answers in turns(messages):
         if message.get("tool_calls") and not message.get("tool_responses"):
@@ -217,7 +217,7 @@ def _folded(messages: Sequence[Message]) -> list[Message]:
 
 
 def _response(calls: Sequence[Message], answer: Message) -> dict[str, Any]:
-    """Return an answer under the name of the function that it answers; without ids the last."""
+    """Return a tool result with the name of its call; without ids the last call's."""
     matching = [c for c in calls if c.get("id") == answer.get("tool_call_id")]
     name = matching[-1]["function"]["name"] if matching else answer.get("name") or "unknown"
     content = answer["content"] or ""
@@ -231,7 +231,7 @@ def _parts(content: Any) -> Any:
 
 
 def render(messages: Any, tools: Any = None, form: str | Template = "small", **options: Any) -> str:
-    """Return the text that a template makes of messages, which are read but not paired.
+    """Render messages with a template; tool calls and results need not be paired.
 
     `options`: enable_thinking, preserve_thinking, add_generation_prompt, and what a checkpoint's
     own template knows beside them. InputError names the message or tool and the fix.
@@ -284,15 +284,15 @@ def _prompt(
 
 
 def check_chats(vocabulary: Vocabulary, folder: Path) -> None:
-    """Raise InputError where the tokenizer of a folder has no turns of a chat."""
+    """Raise InputError if a folder's tokenizer has no chat turns."""
     if not vocabulary.chats:
         why = "its tokenizer has no turns of a chat: this model was not made for chats"
         raise InputError(f"{folder}: {why}")
 
 
 def open_chat(folder: Path, tokenizer: Any, chat_format: str) -> tuple[Template, Vocabulary]:
-    """Read the template of a folder, or take the built-in one of this form, for a tokenizer.
-    InputError where that has no turns of a chat."""
+    """Read a folder's template, or the built-in one of `chat_format`, for a tokenizer. InputError
+    if the tokenizer has no chat turns."""
     vocabulary = Vocabulary(tokenizer, chat_format)
     check_chats(vocabulary, folder)
     return Template.open(folder, chat_format), vocabulary

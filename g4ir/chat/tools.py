@@ -18,13 +18,13 @@ from .messages import MAX_DEPTH, an_object, expect, function_of, json_value, kin
 
 TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
 NAME = re.compile(r"[\w.-]{1,128}")
-#: the keys of a function that a template reads
+#: keys of a function that templates read
 OF_FUNCTION = ("name", "description", "parameters", "response")
-#: keywords that say nothing about a value
+#: annotation keywords, without effect on validity
 NOTES = {"title", "$schema", "$id", "$comment", "$defs", "definitions", "examples", "deprecated"}
-#: keywords that a declaration has, in the order in which they are read
+#: keywords of a function declaration, in the order of processing
 KEYWORDS = ("description", "type", "enum", "nullable", "items", "properties", "required")
-#: keywords whose values are data, and those whose values have a schema for each name
+#: keywords whose values are data, and those whose values map names to schemas
 DATA = {"const", "default", "enum", "example", "examples"}
 NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 #: maximum schemas of one tool after references are resolved
@@ -70,7 +70,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def without_nulls(schema: Any) -> Any:
-    """Drop null keywords, which some client languages write for absent ones."""
+    """Drop null keywords, which some clients write for absent ones."""
     if isinstance(schema, list):
         return [without_nulls(inner) for inner in schema]
     if not isinstance(schema, dict):
@@ -88,7 +88,7 @@ def without_nulls(schema: Any) -> Any:
 
 
 def check_schema(schema: Any, where: str) -> None:
-    """Raise InputError for values that a template would print as something else."""
+    """Raise InputError for values that templates would render wrongly."""
     if isinstance(schema, bool):
         return
     for kind in _list(an_object(schema, where).get("type", [])):
@@ -161,7 +161,7 @@ class _Lowering:
         self.count += 1
         if self.count > MAX_SCHEMAS or where.count(".") > MAX_DEPTH:
             raise InputError(f"tools: the schema of {where[:80]} is too large or too deep")
-        if not isinstance(schema, Mapping):  # true and false are schemas
+        if not isinstance(schema, Mapping):  # true and false are valid schemas
             return {}
         node, refs = self._flat(schema, where, refs)
         self.lost += [f"{where}: {key}" for key in node if key not in (*KEYWORDS, *NOTES)]
@@ -205,7 +205,7 @@ class _Lowering:
     def _merged(self, node: dict[str, Any], branch: Any, where: str) -> dict[str, Any]:
         if not isinstance(branch, Mapping):
             return node
-        if "$ref" in node and "$ref" in branch:  # the second one waits behind the first
+        if "$ref" in node and "$ref" in branch:  # the second reference is resolved after the first
             self.lost.append(f"{where}: $ref {shown(branch['$ref'])}")
             branch = {k: v for k, v in branch.items() if k != "$ref"}
         out = {**branch, **node}
