@@ -183,7 +183,7 @@ def _formatted(text: str, *args: Any, **named: Any) -> int:
     return (text.count("%") + text.count("{")) * (largest + 1000)
 
 
-#: string method or filter -> upper bound of the result's size
+#: string method or filter -> upper bound of the characters that it adds
 GROWTH: Mapping[str, Callable[..., int]] = {
     **dict.fromkeys(("strip", "lstrip", "rstrip", "trim"), _stripped),
     "expandtabs": lambda text, tabsize=8: text.count("\t") * tabsize,

@@ -1,8 +1,8 @@
-"""HTTP over a service: the paths and fields of the OpenAI and Anthropic APIs.
+"""HTTP server: the endpoints and fields of the OpenAI and Anthropic APIs.
 
     body --request_schema--> fields --prompts--> ServedRequest --scheduler--> RequestHandle
     RequestHandle, its sequences --step--> Event --AnswerStream--> chat.Event --answers--> chunks
 
-`app` has the paths, `auth` who may ask, `server` the process. What a request can be refused for is
-checked before its first byte is answered.
+`app` has the endpoints, `auth` the access checks, `server` the process. A request is fully
+validated before the first byte of its response.
 """

@@ -90,7 +90,8 @@ class ResponseFormat(AnswerFormat):
         return out | {"text_offset": starts}
 
     def _starts(self, a: AnswerStream, echo: str) -> list[int]:
-        """Return the offsets of a prompt's tokens in its text, which may lack their <bos>."""
+        """Return the offsets of a prompt's tokens in its text, which may not contain their
+        <bos>."""
         stream, starts = TokenStream(a.vocabulary, spelled=True), list[int]()
         for token, _ in a.prompt:
             stream.push(token)
@@ -148,8 +149,8 @@ class ResponseFormat(AnswerFormat):
 
 
 def _of_prompt(a: AnswerStream) -> list[dict[str, Any] | None]:
-    """Return the log-probabilities of a prompt by token id, in vLLM's format: the token's and the
-    likeliest, with their ranks among those."""
+    """Return a prompt's log-probabilities by token id, in vLLM's format: the token's and the most
+    likely ones, with their ranks."""
 
     def entry_of(token: int, value: float, rank: int | None) -> dict[str, Any]:
         entry = a.entry(token, Logprobs(value, ()))

@@ -54,18 +54,18 @@ log = logging.getLogger(__name__)
 
 #: seconds without an event before a keepalive is sent, and the interval of the check
 ALIVE_S, LOOK_S = 10.0, 1.0
-#: bytes from which a body counts as large
+#: minimum bytes of a large body
 LARGE = 1 << 18
 Handler = Callable[[Request], Awaitable[Response]]
 Requests = tuple[ServedRequest, ...]
-#: a context in which errors name the fields of the client's protocol
+#: a context manager that renames fields in errors to the client's protocol
 Named = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
 class Api:
-    """A protocol: its fields (of the translated body, if it is translated), the requests that they
-    make, and the format of answers."""
+    """A protocol: its fields (after translation), the constructor of requests from them, and the
+    format of answers."""
 
     fields: Callable[[Body], Mapping[str, schema.Read]]
     make: Callable[[Prompts, Mapping[str, Any], str], Requests] = Prompts.chat
@@ -87,14 +87,14 @@ TRANSCRIPTIONS = replace(
     content_type=transcriptions.MULTIPART,
     parse=transcriptions.parse_multipart,
 )
-#: whose tokens are counted or returned
+#: for counting and returning tokens
 COUNTED = replace(CHATS, make=Prompts.tokens, read=messages.count)
 TOKENIZED = Api(
     lambda body: schema.TOKENIZE if "prompt" in body else schema.TOKENIZE_CHAT, Prompts.tokens
 )
 RENDERED = Api(lambda body: schema.TOKENIZE_CHAT, Prompts.tokens)
 DETOKENIZED = Api(lambda body: schema.DETOKENIZE, Prompts.tokens)
-#: paths whose errors do not have OpenAI's format
+#: paths with another error format than OpenAI's
 ERRORS = {"/v1/messages": messages.error_body}
 
 
@@ -108,7 +108,7 @@ class Server:
     settings: AsyncEngineConfig = field(default_factory=AsyncEngineConfig)
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     folder: MediaFolder = field(default_factory=MediaFolder)
-    #: whether there is a page at /
+    #: whether to serve the chat page at /
     page: bool = True
     #: other names of the model
     aliases: tuple[str, ...] = ()
@@ -123,7 +123,7 @@ class Server:
         self.metrics, self.created = Metrics(), int(time.time())
         self.prompts: Prompts | None = None
         self.service: AsyncEngine | None = None
-        #: whether no more requests are taken
+        #: whether new requests are refused
         self.draining = False
         self._large = asyncio.Semaphore(1)
         self._media = MediaQueue(self.settings.waiting)
@@ -131,7 +131,7 @@ class Server:
     def start(self, engine: Engine) -> AsyncEngine:
         """Serve this engine from now on."""
         prompts = Prompts(engine)
-        prompts.vocabulary.longest  # noqa: B018  # an engine without a tokenizer is refused here
+        prompts.vocabulary.longest  # noqa: B018  # raises for an engine without a tokenizer
         prompts.grammars.prepare()
         if prompts.template.note:
             log.warning(prompts.template.note)
@@ -162,7 +162,7 @@ class Server:
         }
         self._paths, routes = [*paths], []
         for path, (method, handler) in paths.items():
-            ends = (path, f"{path}/")  # a client's base URL may end with one
+            ends = (path, f"{path}/")  # a client's base URL may end with a slash
             handle = self._route(handler, path)
             routes += [Route(end, handle, methods=[method]) for end in ends]
         assets = read_assets() if self.page else {}
@@ -176,7 +176,7 @@ class Server:
         return Starlette(routes=[*mounted, *routes], exception_handlers=handlers, middleware=around)
 
     def _route(self, handler: Handler, path: str) -> Handler:
-        """Return a handler of a path that authenticates and reports errors as JSON."""
+        """Wrap a handler with authentication and JSON errors."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -216,7 +216,7 @@ class Server:
             return self._refused(e, request, path)
 
     async def health(self, request: Request) -> Response:
-        """Return 200 if requests are accepted."""
+        """Health check: 200 if requests are accepted."""
         self._ready()
         return _json({"status": "ok"})
 
@@ -227,7 +227,7 @@ class Server:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """Return the model: as a list of its names, or by one of them."""
+        """Return the list of model names, or one model by name."""
         model: Body = {"object": "model", "created": self.created, "owned_by": "g4ir"}
         if self.prompts:
             engine = self.prompts.engine
@@ -261,7 +261,7 @@ class Server:
         )
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """Return what a client needs to tokenise as this server does."""
+        """Return the tokenizer's settings, for clients that tokenise themselves."""
         return _json(self._ready()[0].tokenizer_info())
 
     def _check_model(self, name: str | None) -> None:
@@ -302,8 +302,8 @@ class Server:
         return _json({"prompt": await run_in_threadpool(self._ready()[0].text, served.tokens)})
 
     async def _requests(self, request: Request, api: Api) -> tuple[Requests, Body]:
-        """Return the requests of a body, and the body. It is parsed in a thread; large bodies one
-        at a time, to bound memory and time. Media are read in threads of their own."""
+        """Read a body; return its requests and the parsed body. It is parsed in a thread (large
+        bodies one at a time, to bound memory and time); media in separate threads."""
         prompts, _ = self._ready()
         if api.content_type != JSON:
             self._check_origin(request)
@@ -331,7 +331,7 @@ class Server:
     async def _with_media(
         self, request: Request, prompts: Prompts, served: ServedRequest, named: Named
     ) -> ServedRequest:
-        """Return a request with the soft tokens of its media, whose errors are `named`."""
+        """Return a request with the soft tokens of its media; `named` renames fields in errors."""
 
         def encoded(limit: Limit) -> tuple[Soft, ...]:
             with named():
@@ -347,7 +347,7 @@ class Server:
         return await run_in_threadpool(filled)
 
     def _check_origin(self, request: Request) -> None:
-        """Refuse a form of a page of another site: browsers send forms without asking first."""
+        """Refuse cross-site form posts: browsers send forms without a CORS preflight."""
         origin = request.headers.get("origin")
         is_local = origin is None or origin.partition("://")[2] == request.headers.get("host")
         if not is_local and not {"*", origin} & {*self.origins}:
@@ -396,7 +396,7 @@ class Running:
             raise
 
     def _forwarder(self, first: int) -> Callable[[Event], None]:
-        """Return a callback that forwards events to the event loop."""
+        """Return a thread-safe callback that forwards a handle's events to the event loop."""
         last: dict[int, float] = {}
 
         def forward(event: Event) -> None:
@@ -413,7 +413,7 @@ class Running:
         return forward
 
     def end(self) -> None:
-        """Cancel what still runs, and count it in the metrics."""
+        """Cancel unfinished requests, and update the metrics."""
         if self.handles and not all(a.over for a in self.answers):
             failed = any(handle.state == FAILED for handle in self.handles)
             self.server.metrics.cancelled.inc(not failed)
@@ -443,7 +443,7 @@ class Running:
             while not all(a.over for a in self.answers):
                 await self._arrived.wait()
                 self._arrived.clear()
-                self._notified = False  # before they are taken: later events notify again
+                self._notified = False  # first: later events notify again
                 if self._gone:
                     raise Refused(499, "the client went away")
                 yield self._new()
@@ -471,7 +471,7 @@ class Running:
             yield answer, event
 
     def _take(self, answer: AnswerStream, event: Event) -> list[Said]:
-        """Return the chat events of a token event. A sequence whose answer is over is stopped."""
+        """Convert a scheduler event to chat events; stop the sequence if its answer is over."""
         new = answer.take(event)
         if answer.over and not event.finish:
             job, index = divmod(answer.index, self.n)
@@ -489,7 +489,7 @@ class Running:
             for answer, event in events:
                 self._take(answer, event)
         usage = self._usage()
-        if any(a.prompt for a in self.answers):  # large: beside the event loop
+        if any(a.prompt for a in self.answers):  # large: in a thread
             return await run_in_threadpool(lambda: _json(self.format.complete(self.answers, usage)))
         body = self.format.complete(self.answers, usage)
         return Response(body, media_type="text/plain") if isinstance(body, str) else _json(body)
@@ -519,7 +519,7 @@ class Running:
             try:
                 for answer, event in events:
                     chunks += self.format.chunks(answer, self._take(answer, event))
-            except Exception as e:  # after the chunks before it
+            except Exception as e:  # raised after the chunks before it
                 error = e
             if chunks or time.monotonic() - spoke >= ALIVE_S:
                 yield chunks or None

@@ -19,7 +19,7 @@ from .http_errors import Refused
 JSON = "application/json"
 #: host names of this machine
 LOCAL = ("localhost",)
-#: paths that also accept a key in Anthropic's header
+#: paths that also accept Anthropic's key header
 KEYED = ("/v1/messages", "/v1/models")
 #: prefixes of the paths that need a key
 GUARDED = ("/v1/", "/metrics", "/tokenize", "/detokenize", "/render", "/server_info")
@@ -47,7 +47,7 @@ class Auth:
             keys |= {k.strip() for k in request.headers.getlist("x-api-key") if k.strip()}
             fix += ", or x-api-key: KEY"
         raw = keys.pop().encode() if len(keys) == 1 else b""
-        matches = [hmac.compare_digest(raw, key) for key in self.keys]  # each takes its time
+        matches = [hmac.compare_digest(raw, key) for key in self.keys]  # all keys, in constant time
         if not any(matches):
             why = "two different keys were sent" if keys else "the API key is missing or wrong"
             headers = {"WWW-Authenticate": "Bearer"}
@@ -55,8 +55,8 @@ class Auth:
         return hashlib.sha256(raw).hexdigest()
 
     def _check_host(self, request: Request) -> None:
-        """A page of another site may ask a server on this machine by a name that leads to it.
-        Browsers name the host; a health check of HTTP/1.0 on this machine need not."""
+        """Protect against DNS rebinding: a website may reach a local server through its own domain
+        name, which browsers send as Host. A local HTTP/1.0 health check may omit the header."""
         host = request.headers.get("host")
         old = host is None and request.scope["http_version"] == "1.0"
         if self.hosts is None or (old and request.client and is_loopback(request.client.host)):
@@ -67,8 +67,7 @@ class Auth:
             raise Refused(403, "the Host of the request is not this server's", code="wrong_host")
 
     async def body(self, request: Request, content_type: str = JSON) -> bytes:
-        """Return the body of a request; Refused where it is too large, too slow or of another
-        type."""
+        """Read a request's body; Refused if it is too large, too slow or of another type."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != content_type:
             raise Refused(415, f"the Content-Type must be {content_type}")
@@ -94,7 +93,7 @@ class Auth:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name is this machine's own."""
+    """Whether a host name is loopback."""
     try:
         return name in LOCAL or ipaddress.ip_address(name).is_loopback
     except ValueError:
@@ -102,7 +101,8 @@ def is_loopback(name: str) -> bool:
 
 
 def read_keys(path: str | Path) -> tuple[bytes, ...]:
-    """Return the keys of a file, one a line; InputError for none and for what no header holds."""
+    """Read API keys from a file, one per line; InputError for an empty file, and for keys that a
+    header cannot contain."""
     path = Path(path)
     try:
         keys = [line.strip() for line in path.read_text().split("\n") if line.strip()]

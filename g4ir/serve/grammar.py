@@ -23,14 +23,16 @@ from .request_schema import CHOICE, GRAMMAR, JSON, REGEX, Constraint
 from .schema_leaves import llguidance
 from .tool_grammar import Called, grammar_of
 
-#: characters of a schema or a regular expression, of a grammar that is given, and of one made here
+#: maximum characters of a schema or regular expression, of a request's grammar, and of a generated
+#: grammar
 LARGEST, MAX_GBNF, MAX_GRAMMAR = 1 << 16, 1 << 14, 1 << 20
 #: llguidance's limits of Earley items: 1,500 optional properties take 6,000 in a row
 MAX_ITEMS, MAX_STEP_ITEMS = 1 << 13, 1 << 20
 
 
 class Grammars:
-    """Makes masks for one tokenizer. `ends` are the ids of the tokens that end an answer."""
+    """Compiles grammars to logits masks for one tokenizer. `ends`: ids of the tokens that end an
+    answer."""
 
     def __init__(self, vocabulary: Vocabulary, size: int, ends: Sequence[int]) -> None:
         self.vocabulary, self.size, self.ends = vocabulary, size, [*ends]
@@ -40,23 +42,24 @@ class Grammars:
     def _tables(self) -> Any:
         text = self.vocabulary.tokenizer.to_str()
         added = self.vocabulary.tokenizer.get_added_tokens_decoder().values()
-        if any(t.content in CONTROLS and not t.special for t in added):  # reading it takes seconds
+        if any(t.content in CONTROLS and not t.special for t in added):  # parsing takes seconds
             config = json.loads(text)
-            for token in config["added_tokens"]:  # never the characters of its text
+            for token in config["added_tokens"]:  # special: never matched as text
                 token["special"] |= token["content"] in CONTROLS
             text = json.dumps(config)
         return llguidance().LLTokenizer(text, n_vocab=self.size, eos_token=self.ends)
 
     def prepare(self) -> None:
-        """Make the tables, which takes seconds and holds the interpreter's lock, before requests
-        come; without llguidance they are refused anyway."""
+        """Build the token tables before requests arrive: it takes seconds and holds the GIL.
+        Without llguidance constrained requests are refused."""
         if find_spec("llguidance"):
             with self._lock:
                 self._tables  # noqa: B018
 
     def text(self, c: Constraint, thinking: bool, inside: bool) -> FullMask:
-        """Return the mask of an answer whose text is constrained. `thinking`: it may begin with
-        reasoning; `inside`: it begins in it. Refused if llguidance cannot follow the constraint."""
+        """Return the mask for an answer with constrained text. `thinking`: it may begin with
+        reasoning; `inside`: the prompt ends within reasoning. Refused if llguidance does not
+        support the constraint."""
         return self._masked(self._grammar(c), c.field, thinking, inside)
 
     def calls(
@@ -68,7 +71,7 @@ class Grammars:
         many: bool,
         content: Constraint | None = None,
     ) -> FullMask:
-        """Return the mask of an answer that is one call of these functions, or `many`; or, with
+        """Return the mask for an answer that is one call of these functions, or `many`; or, with
         `content`, JSON of its schema."""
         named = None if content is None else self._schema(content)
         text = grammar_of(functions, self.vocabulary.controls, many=many, content=named)
@@ -91,7 +94,7 @@ class Grammars:
             raise bad(c.field, "is too long")
         if c.kind == CHOICE:
             return "start: " + " | ".join(json.dumps(t, ensure_ascii=False) for t in texts)
-        if c.kind == REGEX:  # the whole text is matched, so outer anchors say nothing
+        if c.kind == REGEX:  # the full text is matched, so outer anchors are redundant
             pattern = re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", c.value.removeprefix("^"))
             return str(library.LLMatcher.grammar_from_regex(pattern))
         try:
@@ -100,8 +103,8 @@ class Grammars:
             raise bad(c.field, f"is no grammar in Lark or GBNF: {str(e)[:200]}") from None
 
     def _schema(self, c: Constraint) -> str:
-        """Return the text of a schema whose JSON has at most one blank, or one new line, between
-        two words."""
+        """Return a schema's grammar, whose JSON has at most one space or newline between two
+        tokens."""
         if len(json.dumps(c.value)) > LARGEST:
             raise bad(c.field, f"the schema has more than {LARGEST} characters")
         schema = read_schema(
@@ -129,7 +132,7 @@ class Grammars:
         return FullMask(matcher, field, inside, channel, reasoning, thinking, first)
 
     def _matcher(self, grammar: str, field: str) -> Any:
-        """Return what follows a grammar; refused if it is none, or one that llguidance gives up
+        """Compile a grammar to a matcher; refused if it is invalid, or exceeds llguidance's limits
         before the first token."""
         library = llguidance()
         if len(grammar) > MAX_GRAMMAR:
@@ -138,7 +141,7 @@ class Grammars:
             tables = self._tables
         limits = library.LLParserLimits(max_items_in_row=MAX_ITEMS, step_max_items=MAX_STEP_ITEMS)
         matcher = library.LLMatcher(tables, grammar, log_level=0, limits=limits)
-        matcher.compute_bitmask()  # on trial
+        matcher.compute_bitmask()  # trial run
         if error := matcher.get_error():
             reason = f"is not supported: {_short_error(error)}"
             raise bad(field, "matches no text" if "NoExtensionBias" in error else reason)
@@ -147,7 +150,7 @@ class Grammars:
 
 @dataclass
 class _Row:
-    """State of one answer. Without a matcher it is not constrained."""
+    """Grammar state of one answer; without a matcher it is unconstrained."""
 
     generated: Sequence[int]
     matcher: Any
@@ -171,7 +174,7 @@ class Mask:
     def mask(self, generated: Sequence[int]) -> Any:
         """Return int32 words of bits; None: all tokens may follow."""
         row = self.rows.get(id(generated))
-        if row is None:  # it holds the list, so that no other one gets its id
+        if row is None:  # keeps a reference to the list, so that its id is not reused
             matcher = self.matcher.deep_copy() if self.constrains_start else None
             row = self.rows[id(generated)] = _Row(generated, matcher, self.inside)
         for token in generated[row.read :]:
@@ -186,7 +189,7 @@ class Mask:
         if row.matcher is None:
             return None
         words = words_of(row.matcher)
-        if error := row.matcher.get_error():  # it would allow the end alone
+        if error := row.matcher.get_error():  # in an error state it allows only the end
             after = f"after {len(row.generated)} tokens"
             raise InputError(f"{self.named}: the grammar fails {after}: {_short_error(error)}")
         return words
@@ -194,12 +197,12 @@ class Mask:
 
 @dataclass
 class FullMask(Mask):
-    """Constrains a whole answer after its reasoning, which is free text."""
+    """Constrains the full answer after its reasoning, which is free text."""
 
     channel: tuple[int | None, int | None] = (None, None)
     reasoning: Any = None
     thinking: bool = False
-    #: of the first token, so that the scheduler never waits for it
+    #: mask of the first token, computed in advance so that the scheduler does not wait
     first: Any = None
     constrains_start = True
 
@@ -224,7 +227,7 @@ class FullMask(Mask):
 
 @dataclass
 class LazyMask(Mask):
-    """Constrains calls alone, each from its first token to its last."""
+    """Constrains only tool calls, each from its first token to its last."""
 
     begins: int = -1
     ends: int = -1

@@ -41,23 +41,23 @@ class Refused(Exception):
 
 
 def bad(param: str, message: str) -> Refused:
-    """Return the error of a wrong field."""
+    """Return a 400 error for an invalid field."""
     return Refused(400, f"{param}: {message}", param=param)
 
 
 def missing(param: str, message: str) -> Refused:
-    """Return the error of an unsupported feature: 400, since clients retry a 5xx."""
+    """Return a 400 error for an unsupported feature (clients would retry a 5xx)."""
     return Refused(400, f"{param}: {message}", param=param, code="not_supported")
 
 
 def later(status: int, code: str, message: str, wait_s: float = RETRY_S) -> Refused:
-    """Return an error with a Retry-After of so many seconds."""
+    """Return an error with a Retry-After header."""
     seconds = min(max(math.ceil(wait_s), RETRY_S), MAX_RETRY_S)
     return Refused(status, message, code, code=code, headers={"Retry-After": str(seconds)})
 
 
 def ending() -> Refused:
-    """Return the error of a server that is shutting down."""
+    """Return the error while the server shuts down."""
     return later(503, "shutting_down", "the server is shutting down; ask another one")
 
 
@@ -78,7 +78,7 @@ def refusal(
     if isinstance(error, InputError):
         return Refused(400, text, param=param)
     number, named = secrets.token_hex(6), type(error).__name__
-    # The message of most exceptions may hold text of a request: the log has where it was raised.
+    # Most exceptions' messages may contain text of the request: log only the traceback.
     where = "".join(traceback.format_tb(error.__traceback__))
     if isinstance(error, (G4Error, *_WITHOUT_TEXT)):
         named = f"{named}: {error}"

@@ -1,8 +1,8 @@
 """Threads that decode and encode media, with a bounded queue before them.
 
-They have a low priority, so that decoding takes only what running answers leave, and no other
-request waits for a thread of theirs. A request whose client has gone leaves the queue, or stops
-between two frames.
+They have a low OS priority, so that decode steps go first, and are separate from the threads of
+other requests. If the client disconnects, its request leaves the queue, or stops between two
+frames.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class MediaQueue:
-    """At most `limit` requests have media that are being read or wait for it. Images and audio do
+    """Bounded queue: at most `limit` requests with media wait or are processed. Images and audio do
     not wait for videos."""
 
     def __init__(self, limit: int) -> None:
@@ -38,8 +38,8 @@ class MediaQueue:
         }
 
     async def run(self, request: Request, kind: str, work: Callable[[Limit], T]) -> T:
-        """Return the result of a request's work, done in the thread of its kind under a limit.
-        BusyError if too many requests have media; Refused if the client goes away."""
+        """Run a request's work in the thread of its kind; return the result. BusyError if the queue
+        is full; Refused if the client disconnects."""
         if self.count >= self.limit:
             raise BusyError(f"{self.count} requests with media wait already; try again later")
         self.count += 1
@@ -62,7 +62,7 @@ class MediaQueue:
 
 
 async def wait_for_leaving(request: Request) -> None:
-    """Return when the client of a request has gone."""
+    """Return when a request's client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

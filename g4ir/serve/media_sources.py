@@ -1,4 +1,4 @@
-"""Media of requests: data URLs, and files below one folder. Nothing is fetched."""
+"""Media of requests: data URLs, and files below one folder. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from g4ir.model.media import encode_options
 
 from .http_errors import bad, missing
 
-#: media of one request
+#: maximum media per request
 MAX_MEDIA = 32
-#: detail of an image_url -> which of the engine's image budgets; "auto": the default one
+#: detail of an image_url -> index of the engine's image budgets; "auto": the default budget
 DETAILS = {"low": 0, "high": -1, "original": -1}
 
 
 @dataclass(frozen=True)
 class MediaFolder:
-    """The folder whose files requests may name, None: none; the files of one request have at most
-    `max_bytes` together."""
+    """The folder (--media-dir) from which requests may read files; None: not allowed. `max_bytes`:
+    maximum size of a request's files together."""
 
     path: Path | None = None
     max_bytes: int = 32 << 20
 
     @classmethod
     def named(cls, path: str | None, max_bytes: int) -> MediaFolder:
-        """Return the folder of a flag. InputError for what is none."""
+        """Return the folder of a flag; InputError if it is not a directory."""
         if path is not None and not Path(path).is_dir():
             raise InputError(f"--media-dir {path}: is no folder")
         return cls(None if path is None else Path(path).resolve(), max_bytes)
 
     def read(self, url: str, where: str) -> bytes:
-        """Return the bytes of a file's URL. InputError where it may not be read."""
+        """Read the file of a URL; InputError if it may not be read."""
         try:
             parts = urlsplit(url) if url.isprintable() else urlsplit("")
         except ValueError:
@@ -53,7 +53,7 @@ class MediaFolder:
             )
         if self.path is None:
             raise InputError(f"{where}: no file is read here; see --media-dir, or give a data URL")
-        # One text for all that is wrong: nobody learns what there is elsewhere.
+        # One message for all errors, which does not reveal whether other files exist.
         refused = InputError(f"{where}: is no file that lies below --media-dir")
         try:
             path = Path(url2pathname(parts.path))
@@ -78,8 +78,8 @@ def _opened(path: str, flags: int) -> int:
 def read_bytes(
     engine: Engine, media: Sequence[Medium], folder: MediaFolder
 ) -> list[tuple[Medium, bytes]]:
-    """Return media with their bytes, in their order. Refused are kinds that the engine does not
-    take, and what is neither a data URL nor a file of the folder."""
+    """Return media with their bytes, in order. Refused for kinds that the engine does not support,
+    and for anything but a data URL or a file of the folder."""
     if len(media) > MAX_MEDIA:
         raise InputError(f"messages: have {len(media)} media, at most {MAX_MEDIA} are read")
     for medium in media:
@@ -98,8 +98,8 @@ def read_bytes(
 
 
 def setting(engine: Engine, medium: Medium, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how `Engine.encode` reads a medium: as the request's fields say, or an image as its
-    own `detail` does."""
+    """Return the options of `Engine.encode` for a medium: from the request's fields, or an image's
+    own `detail`."""
     outer = medium.part.get("image_url")
     detail = outer.get("detail") if isinstance(outer, dict) else None
     if detail not in (None, "auto", *DETAILS):

@@ -16,7 +16,7 @@ from g4ir.ui.files import read_table
 
 TABLE = read_table(Path(__file__).with_suffix(".yaml"))
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-#: seconds between two tokens
+#: histogram buckets: seconds between two tokens
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 
 
@@ -27,7 +27,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.service: AsyncEngine | None = None
         options: Any = {"registry": self.registry}
-        #: a time of Counts -> its histogram
+        #: time field of Counts -> histogram
         self.times = {
             attribute: Histogram(f"g4ir_{name}", words, **options, buckets=SECONDS)
             for name, words, attribute in TABLE["times"]

@@ -1,4 +1,4 @@
-"""The page at `/`: a chat in a browser, of files that the wheel has."""
+"""The chat page at `/`, from the package's asset files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ HEADERS: Mapping[str, str] = TABLE["headers"]
 
 @dataclass(frozen=True)
 class Asset:
-    """A file of the page, read once."""
+    """A file of the page, cached in memory."""
 
     content: bytes
     media_type: str
 
     async def __call__(self, request: Request) -> Response:
-        """Answer the file, or that it has not changed."""
+        """Respond with the file, or 304 Not Modified."""
         tag = f'"{hashlib.sha256(self.content).hexdigest()[:16]}"'
         headers = {**HEADERS, "ETag": tag}
         if request.headers.get("if-none-match") == tag:

@@ -1,5 +1,5 @@
-"""Makes requests to the engine of the fields of a request: prompts, sampling parameters, masks, and
-how answers are read."""
+"""Converts request fields to engine requests: prompts, sampling parameters, logits masks and output
+parsers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .media_sources import setting
 from .request_schema import NO_EFFORTS, as_input, chosen, constraint_of
 from .tool_grammar import called
 
-#: sampling settings that have the names of fields
+#: sampling settings whose field has the same name
 SETTINGS = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "logit_bias", "ignore_eos", "min_tokens"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
@@ -42,8 +42,8 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class ServedRequest(Request):
-    """A request of `fields` as `read_fields` returns them. One of a chat has a `prompt`; until its
-    `media` are read, it has no tokens. `echo`: the text of the prompt, if it is to be repeated."""
+    """A request, with its `fields` from `read_fields`. A chat has a `prompt`, but no tokens until
+    its `media` are read. `echo`: the prompt's text, if it is to be echoed."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     prompt: Prompt | None = None
@@ -55,12 +55,12 @@ class ServedRequest(Request):
 
     @property
     def thinking(self) -> bool | None:
-        """Whether the model thinks; None: as the template has it."""
+        """Whether reasoning is on; None: the template's default."""
         thinking: bool | None = _template_options(self.fields).get("enable_thinking")
         return thinking
 
     def answer(self, vocabulary: Vocabulary, index: int) -> AnswerStream:
-        """Return what takes the events of one answer."""
+        """Create the output stream of one answer."""
         fields, reader = self.fields, None
         stop = fields.get("stop", ())
         if self.prompt is not None:
@@ -73,13 +73,13 @@ class ServedRequest(Request):
 
 
 def max_new(fields: Mapping[str, Any]) -> int | None:
-    """Return the maximum number of new tokens of a request; None: it gives none."""
+    """Return a request's maximum number of new tokens, or None."""
     count: int | None = fields.get("max_completion_tokens", fields.get("max_tokens"))
     return count
 
 
 def _template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the chat template that a request gives."""
+    """Return a request's chat template options."""
     options = dict(fields.get("chat_template_kwargs", {}))
     if "reasoning_effort" in fields:
         options.setdefault("enable_thinking", fields["reasoning_effort"] not in NO_EFFORTS)
@@ -95,7 +95,7 @@ def require_tokenizer(path: Path) -> None:
 
 @dataclass
 class Prompts:
-    """An engine as requests see it. Any thread may ask."""
+    """Creates engine requests; thread-safe."""
 
     engine: Engine
 
@@ -121,8 +121,8 @@ class Prompts:
         return Grammars(self.vocabulary, self.engine.spec.text.vocab_size, sorted(ends))
 
     def chat(self, fields: Mapping[str, Any], salt: str = "") -> tuple[ServedRequest, ...]:
-        """Return the request of a conversation, which `fill` completes once its media are read.
-        Refused, or InputError, for what is wrong with it."""
+        """Create the request of a conversation; `fill` completes it once its media are read.
+        Refused or InputError if it is invalid."""
         if not self.vocabulary.chats:
             raise missing("messages", "the tokenizer of this model has no turns of a chat")
         options = _template_options(fields)
@@ -136,7 +136,7 @@ class Prompts:
         return (request if prompt.media else self.fill(request, ()),)
 
     def fill(self, request: ServedRequest, soft: tuple[Soft, ...]) -> ServedRequest:
-        """Return the request of a chat with the tokens of its prompt and its media."""
+        """Complete a chat request with the tokens of its prompt and media."""
         fields, prompt = request.fields, request.prompt
         assert prompt
         expanded = [[*expansion(s, self.engine.spec.tokens)] for s in soft]
@@ -152,14 +152,14 @@ class Prompts:
     def encode(
         self, request: ServedRequest, items: Sequence[tuple[Medium, bytes]], limit: Limit
     ) -> tuple[Soft, ...]:
-        """Return the soft tokens of media. InputError where they take more than the limit."""
+        """Encode media to soft tokens; InputError if they exceed the limit."""
         engine, fields = self.engine, {"audio_too_long": REFUSE, **request.fields}
         with limited(limit):
             each = [(m, raw, setting(engine, m, fields)) for m, raw in items]
             return tuple(_soft(engine, m, raw, settings, limit) for m, raw, settings in each)
 
     def _mask(self, fields: Mapping[str, Any], prompt: Prompt, thinking: bool) -> LogitsMask | None:
-        """Return the logits mask of what a request says of its calls, its form and its thinking."""
+        """Return the logits mask for a request's tool choice, response format and reasoning."""
         choice, constraint = chosen(fields), constraint_of(fields)
         tools, forced = fields.get("tools") or (), choice.mode == "required"
         functions = called(tools, choice.names, strict=not forced) if choice.mode != "none" else []
@@ -179,7 +179,7 @@ class Prompts:
         return allowed and BackgroundMask(allowed, allowed.named)
 
     def completions(self, fields: Mapping[str, Any], salt: str = "") -> tuple[ServedRequest, ...]:
-        """Return a request for each prompt."""
+        """Create a request per prompt."""
         top, constraint = fields.get("logprobs"), constraint_of(fields)
         out, ids = list[ServedRequest](), [self._ids(p, fields) for p in fields["prompt"]]
         for prompt, tokens in zip(fields["prompt"], ids):
@@ -194,15 +194,15 @@ class Prompts:
         return (*out,)
 
     def tokens(self, fields: Mapping[str, Any], salt: str = "") -> tuple[ServedRequest, ...]:
-        """Return a request with the ids of a prompt, which are checked as they are used, or of a
-        conversation as it would be answered."""
+        """Create a request only for its token ids: of a prompt, or of a conversation as it would be
+        answered."""
         if "messages" in fields:
             return self.chat({**fields, "max_completion_tokens": 1})
         ids = fields["tokens"] if "tokens" in fields else self._ids(fields["prompt"], fields)
         return (ServedRequest(tuple(ids), fields=fields),)
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """Return what a client needs to tokenise as this server does."""
+        """Return the tokenizer's settings, for clients that tokenise themselves."""
         ids, strings = self.engine.spec.tokens, self.vocabulary.tokenizer.id_to_token
         ends = [strings(i) for i in ids.eos]
         return {
@@ -222,7 +222,7 @@ class Prompts:
         return spelled(self.vocabulary, ids)
 
     def _check_length(self, characters: int, name: str) -> None:
-        """Refuse a text that cannot fit before it is tokenised."""
+        """Refuse a text that is too long, before it is tokenised."""
         try:
             self.vocabulary.check_length(characters, self.engine.limits.max_seq, name)
         except InputError as e:
@@ -245,7 +245,7 @@ class Prompts:
         count = max(max_seq + 1 - len(tokens), 1) if count is None else count
         if not tokens:
             raise bad(name, "is empty; give at least one token")
-        if len(tokens) + count - 1 > max_seq:  # the last token is never written
+        if len(tokens) + count - 1 > max_seq:  # the last token is never written to the KV cache
             sizes = f"the prompt has {len(tokens)} tokens, and {count} new ones are asked for"
             message = f"{name}: {sizes}; this engine holds {max_seq} tokens"
             raise Refused(400, message, param=name, code="context_length_exceeded")

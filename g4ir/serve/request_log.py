@@ -12,7 +12,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-#: client ids that are used
+#: accepted ids of clients
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 #: headers of the id: OpenAI's clients and proxies read the first, Anthropic's the second
 HEADERS = ("X-Request-Id", "request-id")

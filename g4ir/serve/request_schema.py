@@ -1,8 +1,8 @@
 """Reads bodies of requests by tables of fields. `null` means absent, unsupported fields are refused
 by name, unknown fields are ignored and logged once.
 
-The fields of CHAT, as `read_fields` returns them, are the one request that `prompts` understands;
-bodies of other protocols are translated onto them.
+`prompts` accepts only the fields of CHAT, as `read_fields` returns them; other protocols' bodies
+are translated to these.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ MAX_MESSAGES, MAX_TOOLS, MAX_PROMPTS, MAX_INT = 4096, 128, 32, (1 << 31) - 1
 MAX_STOPS, MAX_BIASES, MAX_STOP_IDS, MAX_CHOICES, MAX_OPTIONS = 16, 1024, 64, 1024, 32
 MIN_TOP_P = 1e-6
 MAX_LOGPROBS = 20
-#: of a stop text in characters: each piece of an answer is compared with it
+#: maximum characters of a stop string: each piece of an answer is compared with it
 MAX_STOP_TEXT = 4096
-#: of a whole body: objects and lists, strings, and values
+#: limits of a body: objects and lists, strings, and values
 MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES = 1 << 16, 1 << 18, 1 << 21
 DEEP = f"the body lies deeper than {MAX_DEPTH} levels"
-#: efforts without reasoning
+#: reasoning efforts that turn reasoning off
 NO_EFFORTS = ("none", "minimal")
 
 
 def parsed(raw: bytes) -> dict[str, Any]:
-    """Return the object of a body. Refused if it is no JSON, too large or deep, or no object."""
+    """Parse a body to a JSON object. Refused if it is invalid, too large or too deep."""
     _check_counts(raw)
     try:
         body = json.loads(raw.decode(), parse_constant=_no_number)
@@ -62,9 +62,9 @@ def _no_number(word: str) -> Any:
 
 
 def _check_counts(raw: bytes) -> None:
-    """Refuse a body of more values than a request needs before they are made: `json.loads` holds
-    the interpreter's lock, and takes a second for a million lists. Bytes inside strings do not
-    count; they are only taken out if all bytes together are too many."""
+    """Refuse a body with too many values before parsing: `json.loads` holds the GIL, for a second
+    per million lists. Bytes within strings do not count, but are only stripped if the total exceeds
+    the limit."""
     if _few(raw):
         return
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -82,7 +82,7 @@ def _few(raw: bytes) -> bool:
 
 
 def _check_depth(body: Any) -> None:
-    """Refuse values that are nested too deeply, and infinite numbers (1e999)."""
+    """Refuse too deep nesting, and infinite numbers (1e999)."""
     level = [body]
     for _ in range(MAX_DEPTH):
         if any(isinstance(v, float) and not math.isfinite(v) for v in level):
@@ -95,7 +95,7 @@ def _check_depth(body: Any) -> None:
 
 
 def kind(type_: type | tuple[type, ...], words: str) -> Read:
-    """Return a reader of values of one type; a boolean is no number."""
+    """Return a reader of values of one type; booleans are not numbers."""
 
     def read(value: Any, name: str) -> Any:
         if not isinstance(value, type_) or (isinstance(value, bool) and type_ is not bool):
@@ -127,7 +127,7 @@ TEXT: Read = _text
 def that(
     reader: Read, holds: Callable[[Any], bool], words: str, describe: Callable[[Any], Any] = shown
 ) -> Read:
-    """Return a reader of values for which a condition holds."""
+    """Return a reader that also checks a condition."""
 
     def read(value: Any, name: str) -> Any:
         if not holds(reader(value, name)):
@@ -154,13 +154,13 @@ def listed(max_items: int, min_items: int = 0, reader: Read = LIST) -> Read:
 
 
 def one_of(*words: str) -> Read:
-    """Return a reader of one of some words."""
+    """Return a reader of an enum of strings."""
     expected = f"be one of {', '.join(words)}"
     return that(lambda value, _: value, lambda value: value in words, expected)
 
 
 def unsupported(*neutral: Any, fix: str = "leave it out") -> Read:
-    """Return a reader that accepts, and ignores, neutral values alone."""
+    """Return a reader that accepts only neutral values, and ignores them."""
 
     def read(value: Any, name: str) -> None:
         if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
@@ -171,7 +171,7 @@ def unsupported(*neutral: Any, fix: str = "leave it out") -> Read:
 
 
 def _top_p(value: Any, name: str) -> float:
-    """Take shares of probability; 0 leaves the likeliest token alone, as a tiny share does."""
+    """Read top_p; 0 becomes a tiny value, which keeps only the most likely token."""
     return max(float(number(0, 1)(value, name)), MIN_TOP_P)
 
 
@@ -197,7 +197,7 @@ def _biases(value: Any, name: str) -> tuple[tuple[int, float], ...]:
 
 
 def _prompt_logprobs(value: Any, name: str) -> int | None:
-    """Take how many of the likeliest tokens to say; false says nothing of the prompt, as null."""
+    """Read the number of most likely tokens to report; false means off, like null."""
     return None if value is False else int(integer(0, MAX_LOGPROBS)(value, name))
 
 
@@ -218,7 +218,7 @@ def _options(value: Any, name: str) -> dict[str, Any]:
 
 
 def _messages(value: Any, name: str) -> list[Any]:
-    """Return the messages; fields of other servers that continue one are refused."""
+    """Return the messages; refuses other servers' fields for continuing a message."""
     messages: list[Any] = listed(MAX_MESSAGES, 1)(value, name)
     for i, message in enumerate(messages):
         for key in ("prefix", "partial"):  # of DeepSeek and Mistral, of Kimi and Qwen
@@ -241,8 +241,8 @@ def _prompts(value: Any, name: str) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which calls an answer may have (auto), must have (required) or cannot have (none), of the
-    functions `names`, or of all where that is None; at most one of them unless `many`."""
+    """Tool choice: calls are allowed (auto), required or disallowed (none), for the functions
+    `names` (None: all); at most one call unless `many`."""
 
     mode: str
     names: frozenset[str] | None = None
@@ -277,9 +277,9 @@ JSON, REGEX, CHOICE, GRAMMAR = "json", "regex", "choice", "grammar"
 
 @dataclass(frozen=True)
 class Constraint:
-    """A form that the text of an answer must have: JSON of a schema (a dict), a match of a regular
-    expression, one of some texts (a list), or a text of a grammar in Lark or GBNF. `field` is the
-    request's, for errors. A `strict` schema is refused if a constraint of it cannot be kept."""
+    """Structured output constraint: a JSON schema (dict), a regular expression, a choice (list), or
+    a grammar in Lark or GBNF. `field`: the request's field, for errors. A `strict` schema is
+    refused if one of its constraints is not supported."""
 
     field: str
     kind: str
@@ -288,7 +288,7 @@ class Constraint:
 
 
 def constrained(kind_name: str) -> Read:
-    """Return a reader of constraints of one kind; an empty text is none."""
+    """Return a reader of constraints of one kind; an empty string means no constraint."""
 
     def read(value: Any, name: str) -> Constraint | None:
         if value == "":
@@ -333,7 +333,7 @@ def _format(value: Any, name: str) -> Constraint | None:
 def _structured(value: Any, name: str) -> Constraint | None:
     """Return the constraint of vLLM's structured_outputs, which names one kind."""
     constraints = {k: v for k, v in OBJECT(value, name).items() if v is not None and v is not False}
-    constraints.pop("disable_fallback", None)  # there is no other library to fall back to
+    constraints.pop("disable_fallback", None)  # no fallback library exists
     if constraints.get("json_object") is True:
         constraints["json_object"] = {"type": "object"}
     kinds = {JSON: JSON, "json_object": JSON, REGEX: REGEX, CHOICE: CHOICE, GRAMMAR: GRAMMAR}
@@ -356,7 +356,7 @@ MAKERS |= {"one_of": one_of, "unsupported": unsupported, "constrained": constrai
 
 
 def constraint_of(fields: Mapping[str, Any]) -> Constraint | None:
-    """Return the constraint of a request's answers; refused where it has two."""
+    """Return a request's constraint; Refused if it has two."""
     constraints = [value for value in fields.values() if isinstance(value, Constraint)]
     for second in constraints[1:]:
         raise bad(second.field, f"cannot be combined with {constraints[0].field}; give one of them")
@@ -374,7 +374,7 @@ def _table(part: str) -> dict[str, Read]:
     return out
 
 
-#: field of another server -> its neutral values, and the way out
+#: unsupported field -> its neutral values, and the remedy
 REFUSED: Mapping[str, tuple[list[Any], str]] = {
     name: (neutral, group["way"])
     for group in _FIELDS["refused"]
@@ -392,15 +392,15 @@ TOKENIZE = {name: COMMON[name] for name in ("model", "chat_template")} | _table(
 TOKENIZE_CHAT = {name: read for name, read in TOKENIZE.items() if name != "prompt"}
 TOKENIZE_CHAT |= {name: CHAT[name] for name in _FIELDS["tokenize_chat"]}
 DETOKENIZE = _table("detokenize")
-#: fields of which a path takes one
+#: mutually exclusive fields
 CONTENTS = ("messages", "prompt", "tokens")
-#: values by which a client means that the field is absent
+#: values that clients send for an absent field
 UNSAID = {"max_tokens": -1, "max_completion_tokens": -1, "stop": ""}
 
 
 def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str, Any]:
-    """Return the known fields that are present, each as its reader returns it; a field that needs
-    another one is refused without it."""
+    """Read the known fields of a body; a field that depends on another one is refused without
+    it."""
     _log_unknown(body.keys() - table.keys() - HARMLESS)
     content = next(name for name in CONTENTS if name in table)
     if other := next((n for n in CONTENTS if n != content and body.get(n) is not None), None):

@@ -1,4 +1,5 @@
-"""What grammars can keep of numbers and strings, and llguidance's verdict on a schema."""
+"""Numbers and strings in schemas: the constraints that grammars support, and llguidance's check of
+a schema."""
 
 from __future__ import annotations
 
@@ -18,32 +19,31 @@ TABLES = read_table(Path(__file__).with_name("schemas.yaml"))
 FORMATS: Mapping[str, str] = TABLES["formats"]
 #: type -> the keywords that constrain its values
 OF_TYPE: Mapping[str, list[str]] = TABLES["of_type"]
-#: keywords that no grammar keeps -> the types that they constrain, and values that do not constrain
+#: unsupported keyword -> types that it constrains, and its neutral values
 UNSUPPORTED: Mapping[str, list[Any]] = TABLES["unsupported"]
 LIMITS = OF_TYPE["number"]
-#: keyword of a string that is a text of a grammar in Lark: that of a custom tool
+#: keyword of a string that follows a Lark grammar (custom tools)
 LARK = OF_TYPE["string"][0]
-#: numbers have at most 18 digits before and behind the point
+#: numbers have at most 18 digits before and after the decimal point
 MAX_NUMBER = 10**18 - 1
-#: limits that are left out themselves -> on which side of them the numbers are
+#: exclusive limit -> sign of the direction of valid numbers
 EDGES = {"exclusiveMinimum": 1, "exclusiveMaximum": -1}
-#: characters of a pattern
+#: maximum characters of a pattern
 MAX_PATTERN = 1 << 14
-#: characters of the names of members that match a pattern
+#: expression for property names that match a patternProperties key
 MATCHED_KEY = "[A-Za-z0-9_.-]{1,64}"
 
 Node = Mapping[str, Any]
 
 _ESCAPE = r"\\[^bBAZzkpP0-9]"
-#: escapes and classes of characters in a pattern
+#: escapes and character classes in a pattern
 _LITERAL = re.compile(rf"{_ESCAPE}|\[(?:{_ESCAPE}|[^\]\\])*\]", re.S)
-#: what a pattern cannot have beside them: it looks around, repeats what was matched, or is
-#: anchored inside
+#: unsupported elsewhere in a pattern: lookaround, backreferences, inner anchors
 _ODD = re.compile(r"\\|\(\?(?!:)|[\^$]")
 
 
 def judge(schema: Node) -> str:
-    """Return llguidance's error for a schema; empty if it has none."""
+    """Return llguidance's error for a schema; "" if it is accepted."""
     return _verdict(json.dumps(schema))
 
 
@@ -55,7 +55,7 @@ def _verdict(schema: str) -> str:
 
 
 def is_contradiction(error: str) -> bool:
-    """Return whether llguidance's error says that a schema has no value."""
+    """Whether llguidance's error means that the schema has no valid value."""
     return error.startswith("Unsatisfiable")
 
 
@@ -69,8 +69,8 @@ def llguidance() -> Any:
 
 
 def written(leaf: Node) -> dict[str, Any]:
-    """Return the schema in llguidance's JSON of the numbers or strings that are written for one:
-    numbers of at most 18 digits, formats by their expressions."""
+    """Return llguidance's schema for a leaf: numbers with at most 18 digits, formats as regular
+    expressions."""
     more = list[Any](leaf.get("allOf", ()))
     out = {k: v for k, v in leaf.items() if k not in ("format", "allOf", LARK)}
     if "format" in leaf:
@@ -82,8 +82,8 @@ def written(leaf: Node) -> dict[str, Any]:
 
 
 def _clamped(name: str, limit: Any, kind: str) -> Any:
-    """Return a limit of the numbers that are written. One that is left out itself moves so far that
-    no long decimal beyond is read as the limit."""
+    """Clamp a limit to the generated numbers. An exclusive limit moves inwards, so that no long
+    decimal rounds to the limit."""
     if name == "multipleOf":
         return limit
     edge = max(-MAX_NUMBER, min(limit, MAX_NUMBER))
@@ -94,8 +94,8 @@ def _clamped(name: str, limit: Any, kind: str) -> Any:
 
 
 def read_pattern(pattern: str) -> tuple[str, bool] | None:
-    """Return a regular expression of whole strings, and whether it matches the empty one; None: it
-    is not supported."""
+    """Convert a pattern to a regular expression for full strings, and whether that matches ""; None
+    if it is not supported."""
     if len(pattern) > MAX_PATTERN:
         return None
     begin, inner, end = re.findall(r"(\^?)((?:\\.|.)*?)(\$?)\Z", pattern, re.S)[0]

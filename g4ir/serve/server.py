@@ -1,4 +1,5 @@
-"""The process: loads an engine while it answers that it is loading, and ends in good order."""
+"""The server process: listens while the engine loads (503 until then), and shuts down
+gracefully."""
 
 from __future__ import annotations
 
@@ -30,21 +31,21 @@ from .prompts import require_tokenizer
 
 log = logging.getLogger(__name__)
 
-#: seconds that an engine which is being loaded is waited for at the end
+#: maximum seconds to wait at shutdown for an engine that is still loading
 LOADING_S = 1.0
-#: seconds that a connection may take for the head of a request
+#: maximum seconds of a connection for a request's headers
 HEAD_S = 10.0
-#: and bytes of it
+#: maximum bytes of a request's headers
 MAX_HEAD = 1 << 16
-#: connections that wait to be accepted
+#: listen backlog of connections
 BACKLOG = 128
-#: files that are enough for any number of clients
+#: limit of open files to request: enough for any number of clients
 MAX_FILES = 1 << 16
 
 
 def open_files() -> int:
-    """Raise the limit of open files as far as this user may, and return it. Windows has none for
-    connections."""
+    """Raise the soft limit of open files as far as allowed, and return it; Windows has no such
+    limit for connections."""
     if sys.platform == "win32":
         return MAX_FILES
     import resource
@@ -58,8 +59,8 @@ def open_files() -> int:
 
 @dataclass(frozen=True)
 class Address:
-    """Where to listen; port 0 takes a free one. `drain_s`: how long running answers may take when
-    the server is asked to end. `tls`: files of a certificate and its key."""
+    """Listen address; port 0: any free port. `drain_s`: maximum seconds for running answers at
+    shutdown. `tls`: files of certificate and key."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -82,8 +83,8 @@ class Address:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Uvicorn's connection, which ends where the head of a request is too long: the parser keeps
-    all of it."""
+    """Uvicorn's protocol with a limit on the size of headers: its parser buffers them without
+    bound."""
 
     in_head, head_bytes = False, 0
 
@@ -96,7 +97,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; close the connection where a head goes on for too long."""
+        """Receive bytes; close the connection if the headers are too long."""
         super().data_received(data)
         self.head_bytes += len(data)
         if self.in_head and self.head_bytes > MAX_HEAD:
@@ -104,7 +105,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class ServerProcess(uvicorn.Server):
-    """Uvicorn's server, which at a signal takes no more requests, ends those it has, and returns;
+    """Uvicorn's server with graceful shutdown: a signal stops new requests and drains running ones;
     a second signal cancels them."""
 
     def __init__(
@@ -115,7 +116,7 @@ class ServerProcess(uvicorn.Server):
         loader: Callable[[], Engine],
     ) -> None:
         self.server, self.address, self.log = server, address, log
-        #: begins once the port is this server's
+        #: started once the port is bound
         self.loading = threading.Thread(target=self.load, args=(loader,), daemon=True)
         config = uvicorn.Config(
             server.app(),
@@ -128,20 +129,20 @@ class ServerProcess(uvicorn.Server):
             access_log=False,
             log_config=None,
             server_header=False,
-            # asyncio accepts as many connections as this before it does anything else
+            # asyncio accepts up to this many connections in one iteration
             backlog=BACKLOG,
             timeout_graceful_shutdown=5,
         )
         super().__init__(config)
-        #: connection without a request, and the request before -> since when
+        #: (idle connection, its last request) -> time since which it is idle
         self._idle: dict[tuple[Any, Any], float] = {}
         self.most_connections = open_files() * 3 // 4
         self.error: BaseException | None = None
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen, and log the address. InputError if it is taken or does not exist."""
+        """Listen, and log the address. InputError if it is in use or does not exist."""
         logger = logging.getLogger("uvicorn.error")
-        logger.disabled = True  # uvicorn logs the error that is raised here
+        logger.disabled = True  # uvicorn would log the error that is raised here
         try:
             await super().startup(sockets)
         except (OSError, SystemExit) as e:
@@ -160,8 +161,8 @@ class ServerProcess(uvicorn.Server):
         return InputError(f"cannot listen at {where}: {reason}; give {fix}")
 
     async def on_tick(self, counter: int) -> bool:
-        """End where another rank has: nothing can be computed any more. Twice a second, close
-        connections that have sent no whole request for too long."""
+        """Shut down if another rank has ended. Twice a second, close connections without a complete
+        request for too long."""
         if counter % 5 == 0:
             self._close_idle(time.monotonic())
         service = self.server.service
@@ -171,8 +172,8 @@ class ServerProcess(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _close_idle(self, now: float) -> None:
-        """Close connections without a whole head of a request after HEAD_S seconds, and those that
-        wait longest if all together are more than the process may open."""
+        """Close connections without complete headers after HEAD_S seconds, and the longest idle
+        ones if the number of open files nears its limit."""
         connections: list[Any] = [c for c in self.server_state.connections if "cycle" in vars(c)]
         free = [c for c in connections if c.cycle is None or c.cycle.response_complete]
         idle = {(c, c.cycle) for c in free}
@@ -192,18 +193,18 @@ class ServerProcess(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take the signals that end a server; unlike uvicorn, do not raise them again."""
+        """Handle shutdown signals; unlike uvicorn, do not raise them again."""
         with console.handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), self.handle_exit)):
             yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End, without waiting in here: a thread waits."""
+        """Begin the shutdown; a thread waits for the drain."""
         wait = 0.0 if self.server.draining else self.address.drain_s
         self.server.draining = True
         threading.Thread(target=self.drain, args=(wait,), daemon=True).start()
 
     def drain(self, seconds: float) -> None:
-        """Let running answers end for so many seconds, cancel the rest, and leave."""
+        """Wait `seconds` for running answers, cancel the others, and exit."""
         end, service = time.monotonic() + seconds, self.server.service
         while self.server_state.tasks and time.monotonic() < end:
             time.sleep(0.01)
@@ -212,7 +213,7 @@ class ServerProcess(uvicorn.Server):
         self.should_exit = True
 
     def load(self, loader: Callable[[], Engine]) -> None:
-        """Load the engine, in a thread of its own; what fails ends the server."""
+        """Load the engine (in a thread); a failure ends the server."""
         try:
             engine = loader()
             if self.server.draining:
@@ -227,8 +228,8 @@ class ServerProcess(uvicorn.Server):
 
 
 def check_engine(path: str | Path, trust: bool = False) -> None:
-    """Raise for an engine that cannot be served, before the server reports that it listens: all
-    that loading checks, but for the digests of weight files."""
+    """Raise for an engine that cannot be served, before the server listens: all checks of loading
+    except the weight files' digests."""
     artefact = open_artefact(Path(path))
     require_readable(artefact.manifest)
     check_runnable(artefact, trust)
@@ -238,9 +239,9 @@ def check_engine(path: str | Path, trust: bool = False) -> None:
 def serve(
     server: Server, address: Address, loader: Callable[[], Engine], log: Callable[[str], None]
 ) -> bool:
-    """Answer requests until a signal comes; raises what loading or listening fails with. Returns
-    whether the engine is still being loaded: then a library works in a thread that nobody can end,
-    and the process should end without waiting for it."""
+    """Serve until a signal; raises the errors of loading and listening. Returns whether the engine
+    is still loading: that thread cannot be stopped, so the process should exit without waiting for
+    it."""
     process = ServerProcess(server, address, log, loader)
     try:
         process.run()

@@ -1,9 +1,8 @@
 """Grammar of tool calls in the model's native format, from the JSON Schemas of the functions.
 
 The grammar is Lark text for llguidance. Keys are bare, strings are enclosed in the delimiter token,
-and there is no white space, so that a value has one spelling. A schema is read by `read_schema`:
-what cannot be kept of it is dropped there. Undeclared keys are never generated beside declared
-ones.
+and there is no white space, so that each value has one spelling. Schemas are read by `read_schema`,
+which drops unsupported constraints. Undeclared keys are never generated if keys are declared.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from .schema_leaves import (
     written,
 )
 
-#: schemas of all functions of one grammar
+#: maximum schemas in one grammar, over all functions
 MAX_SCHEMAS = 1 << 14
 #: max depth of a value without a schema
 ANY_DEPTH = 4
@@ -46,8 +45,8 @@ _COMMA, _KEY = ' "," ', "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 
 @dataclass(frozen=True)
 class Called:
-    """A callable function. `constrained`: its arguments follow the schema, otherwise the call
-    syntax alone. Only a `strict` one is refused for an unsupported schema."""
+    """A callable function. `constrained`: its arguments follow the schema, otherwise only the call
+    syntax. Unsupported schemas are refused only if `strict`."""
 
     name: str
     schema: Mapping[str, Any]
@@ -59,8 +58,8 @@ class Called:
 def called(
     tools: Sequence[Mapping[str, Any]], names: Collection[str] | None, strict: bool
 ) -> list[Called]:
-    """Return those of checked tools that have the names, or all. Where only `strict` ones are held
-    to their schemas, the others are not."""
+    """Return the tools with these names, or all. With `strict`, only strict tools are constrained
+    by their schemas."""
     out = []
     for i, tool in enumerate(tools):
         name, schema = tool["function"]["name"], tool["function"].get("parameters") or {}
@@ -78,8 +77,8 @@ def grammar_of(
     many: bool = True,
     content: str | None = None,
 ) -> str:
-    """Return the grammar of an answer that is a call of one of the functions, or `many`; or, where
-    a schema is given, JSON of `content` instead. `controls` are ids of control tokens."""
+    """Return the grammar of an answer that is one function call, or `many`; or, if given, JSON of
+    the schema `content`. `controls`: ids of control tokens."""
     if absent := next((c for c in (CALL, CALL_END, QUOTE) if c not in controls), None):
         raise missing("tools", f"the tokenizer of this model has no {absent}: it makes no calls")
     rules = _Rules({c: f"<[{i}]>" for c, i in controls.items()})
@@ -92,7 +91,7 @@ def grammar_of(
 
 
 def _call(rules: _Rules, function: Called) -> str:
-    """Return the call of a function behind its opener."""
+    """Return the rule of a function's call after its opening token."""
     if not function.constrained:
         arguments = rules.mapping(rules.anything())
     else:
@@ -113,19 +112,19 @@ def _parameters(function: Called, controls: Collection[str]) -> dict[str, Any]:
 
 
 def refused(where: str, why: str) -> Refused:
-    """Return the refusal of a schema."""
+    """Return the error for an unsupported schema."""
     return Refused(400, f"{where[:200]}: {why}", param="tools")
 
 
 @dataclass
 class _Rules:
-    """The rules of one grammar, each once. `marks` are control tokens as the grammar has them."""
+    """Deduplicated rules of one grammar. `marks`: control tokens in the grammar's syntax."""
 
     marks: Mapping[str, str]
     names: dict[str, str] = field(default_factory=dict)
-    #: name -> body, of rules that may lead to themselves
+    #: name -> body of possibly recursive rules
     recursive: dict[str, str] = field(default_factory=dict)
-    #: schemas that were written
+    #: number of schemas so far
     count: int = 0
 
     def rule(self, body: str, prefix: str = "r") -> str:
@@ -133,7 +132,7 @@ class _Rules:
         return self.names.setdefault(body, f"{prefix}{len(self.names)}")
 
     def terminal(self, *regexes: str) -> str:
-        """Return the name of a terminal that all of some expressions match."""
+        """Return a terminal for the intersection of regular expressions."""
         return self.rule(" & ".join(regexes), "T")
 
     def string(self, inner: str) -> str:
@@ -146,14 +145,14 @@ class _Rules:
         return self.rule(f"%lark {{\n{grammar}\n}}")
 
     def plain(self, text: str) -> str:
-        """Return a text that is given. Where only one text can follow, llguidance takes a control
-        token for what is its spelling: such a text is refused."""
+        """Return a literal. If it contains the spelling of a control token it is refused, since
+        llguidance would accept the token for a forced text."""
         if token := next((c for c in self.marks if c in text), None):
             raise refused("tools", f"{token} in the text {shown(text)} is not supported")
         return json.dumps(text, ensure_ascii=False)
 
     def key(self, name: str) -> str:
-        """Return what stands before a value: its name, bare where that can be read back."""
+        """Return the rule of a key, without delimiters if it can be read back."""
         return self.plain(f"{name}:") if is_bare_key(name) else f'{self.literal(name)} ":"'
 
     def literal(self, value: Any) -> str:
@@ -167,7 +166,7 @@ class _Rules:
         return f'"{json.dumps(value)}"'
 
     def anything(self, depth: int = ANY_DEPTH) -> str:
-        """Return any value, of limited depth."""
+        """Return the rule of any value of limited depth."""
         text, number = self.terminal("/(?s:.+)/"), self.terminal(_NUMERIC["number"])
         plain = f'{self.string(f"{text}?")} | {number} | "true" | "false" | "null"'
         if not depth:
@@ -176,12 +175,12 @@ class _Rules:
         return self.rule(f"{plain} | {self.array(inner, 0, None)} | {self.mapping(inner)}")
 
     def mapping(self, value: str, *keys: str) -> str:
-        """Return an object with keys of any name, or of names that match some expressions."""
+        """Return the rule of an object with any keys, or keys that match expressions."""
         entry = self.rule(f'{self.terminal(*(keys or [f"/{_KEY}/"]))} ":" {value}')
         return self.rule(f'"{{" ({entry} ("," {entry})*)? "}}"')
 
     def array(self, item: str, min_items: int, max_items: int | None) -> str:
-        """Return a list of so many items."""
+        """Return the rule of a list with min_items to max_items items."""
         if max_items == 0:
             return self.rule('"[" "]"')
         more = f"{{{max(min_items, 1) - 1},{'' if max_items is None else max_items - 1}}}"
@@ -197,7 +196,7 @@ class _Schema:
         self._names: dict[str, str] = {}
 
     def arguments(self) -> str:
-        """Return the arguments of a function."""
+        """Return the rule of a function's arguments."""
         rule = self.value(self.root)
         waiting = [*self._names]
         while waiting:
@@ -287,8 +286,8 @@ class _Schema:
         more = node.get("additionalProperties", {})
         if not properties and more is not False:
             return rules.mapping(self.value(more))
-        # Members come in order, each there or, unless required, not. Of what may follow there are
-        # two rules: for the first member, and behind one.
+        # Members are in declared order; each is optional unless required. Two rules for the
+        # remainder: as the first member, and after another one (with a comma).
         first = behind = rules.rule('""')
         for name, inner in reversed(properties.items()):
             if inner is False:
@@ -301,7 +300,7 @@ class _Schema:
 
 
 def _kinds(node: Node) -> list[str]:
-    """Return the types of a schema; those of which it has keywords, if it says none."""
+    """Return a schema's types, inferred from its keywords if it has none."""
     kinds = node.get("type")
     if kinds is None:
         return [k for k, names in OF_TYPE.items() if k != "integer" and node.keys() & {*names}]

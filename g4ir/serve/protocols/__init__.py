@@ -1,2 +1,1 @@
-"""The protocols besides chat completions, as translations onto its fields, and the parts that
-answers are written in."""
+"""Other protocols, translated to the fields of chat completions, and their answer formats."""

@@ -1,4 +1,5 @@
-"""Anthropic's /v1/messages over the fields of chats: content blocks in, blocks and events out."""
+"""Anthropic's /v1/messages, translated to chat completions: content blocks in, blocks and events
+out."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from .parts import CALL, THOUGHT, PartsFormat
 from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 
 TABLE = TABLES["messages"]
-#: status -> type of an error; why an answer ended -> its name here; kind of a part -> its block
+#: HTTP status -> error type; finish reason -> stop_reason; kind of part -> content block
 ERRORS: Mapping[int, str] = TABLE["errors"]
 REASONS: Mapping[str, str] = TABLE["reasons"]
 BLOCK_OF: Mapping[str, Body] = TABLE["blocks"]
@@ -25,14 +26,14 @@ THINKING = ("enabled", "adaptive", "disabled")
 
 
 def read(original: Body) -> Translation:
-    """Return the body of a request as one of chats."""
+    """Translate a request body to chat completions."""
     if original.get("max_tokens") is None:
         raise bad("max_tokens", "is missing")
     return count(original)
 
 
 def count(original: Body) -> Translation:
-    """Return the body of a question for the number of tokens as one of chats."""
+    """Translate a count_tokens body to chat completions."""
     out = translated(Translation(original), "messages", CHANGES)
     out.names["tool_call_id"] = "tool_use_id"
     if out.messages and out.messages[-1]["role"] == "assistant":
@@ -41,14 +42,14 @@ def count(original: Body) -> Translation:
 
 
 def error_body(error: Refused) -> Body:
-    """Return a refused request as this protocol says it."""
+    """Return an error in Anthropic's format."""
     kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def _system(out: Translation, value: Any, name: str) -> None:
     content = value if isinstance(value, str) else [*filter(None, _texts(value, name))]
-    if content:  # an empty one is no turn
+    if content:  # an empty message is no turn
         out.add(name, "system", content)
 
 
@@ -96,7 +97,7 @@ def _image(block: Body, where: str) -> Body:
 
 
 def _result(block: Body, where: str) -> Body:
-    """What a tool answered: nothing, a text, or texts and images."""
+    """Return a tool result's content: None, text, or texts and images."""
     content = block.get("content") or ""
     if not isinstance(content, str):
         table = {"text": _text, "image": _image}
@@ -159,7 +160,7 @@ def _budget(out: Translation, value: Any, name: str) -> None:
 
 
 def _format(out: Translation, value: Any, name: str) -> None:
-    """Take the schema of an answer. An effort says nothing more: a model thinks or does not."""
+    """Translate the output schema. The effort is ignored: reasoning is on or off."""
     format = value if name == "output_format" else schema.OBJECT(value, name).get("format")
     if format is not None:
         kind_in(format, ("json_schema",), name)
@@ -181,7 +182,7 @@ CHANGES |= dict.fromkeys(("output_config", "output_format"), _format)
 
 
 class MessageFormat(PartsFormat):
-    """Writes one answer as content blocks, whole or as events."""
+    """Formats one answer as content blocks, complete or as events."""
 
     alive = 'event: ping\ndata: {"type": "ping"}\n\n'
 
@@ -243,7 +244,7 @@ class MessageFormat(PartsFormat):
 
 
 def _value(text: str) -> Any:
-    """Return the arguments of a call; of one that was cut, or has no reading, its text."""
+    """Return a call's arguments; a truncated or unparsable call's text."""
     try:
         return json.loads(text or "{}")
     except ValueError:

@@ -26,7 +26,7 @@ class AnswerFormat(Protocol):
     end: str = "data: [DONE]\n\n"
 
     def first(self, count: int) -> list[Body]:
-        """Return the values before the first token of so many answers."""
+        """Return the values before the first token, for `count` answers."""
         return []
 
     def chunks(self, a: AnswerStream, new: Iterable[ChatEvent]) -> list[Body]:
@@ -39,7 +39,7 @@ class AnswerFormat(Protocol):
         """Return the complete answers."""
 
     def failed(self, error: Refused) -> list[Body]:
-        """Return the end of a stream that failed."""
+        """Return the last values of a failed stream."""
         return [error.body()]
 
     def frame(self, value: Body, text: str) -> str:
@@ -48,7 +48,7 @@ class AnswerFormat(Protocol):
 
 
 class PartsFormat(AnswerFormat, Protocol):
-    """Format of one answer as parts, which typed events open, fill and close."""
+    """Format of one answer as parts: typed events open, fill and close each."""
 
     end: str = ""
     #: first event of the open part
@@ -72,10 +72,10 @@ class PartsFormat(AnswerFormat, Protocol):
         return out + (self.closed(a.finish == "length") if a.over else [])
 
     def opened(self, part: ChatEvent) -> list[Body]:
-        """Begin a part."""
+        """Return the events that open a part."""
 
     def more(self, text: str, a: AnswerStream) -> list[Body]:
-        """Add a text, which may be empty, to the open part."""
+        """Return the events that append a text (possibly empty) to the open part."""
 
     def closed(self, cut: bool = False) -> list[Body]:
         """End the open part, if there is one."""
@@ -84,7 +84,7 @@ class PartsFormat(AnswerFormat, Protocol):
         return out
 
     def ended(self, cut: bool) -> list[Body]:
-        """Return the events of the open part, which has ended or was cut."""
+        """Return the closing events of the open part; `cut`: it was truncated."""
 
     def message(self, a: AnswerStream, usage: Mapping[str, Any]) -> Body:
         """Return the complete answer from its parts."""
@@ -103,7 +103,7 @@ _CHARACTERS = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*')
 
 
 class JsonText:
-    """Decodes the text of an object with one member while its JSON is generated."""
+    """Incrementally decodes the string in a JSON object with one member."""
 
     def __init__(self, name: str) -> None:
         self._head = re.compile(r'\{\s*"' + re.escape(name) + r'"\s*:\s*"')
@@ -123,5 +123,5 @@ class JsonText:
         return str(json.loads(f'"{end[0]}"', strict=False))
 
     def remainder(self) -> str:
-        """Return the JSON if it is no such object."""
+        """Return the raw JSON if it is not such an object."""
         return "" if self._inside else self._raw

@@ -1,5 +1,5 @@
-"""OpenAI's /v1/responses over the fields of chats: items in, items and typed events out. Nothing is
-stored: each request has the whole conversation."""
+"""OpenAI's /v1/responses, translated to chat completions: items in, items and typed events out.
+Stateless: each request contains the full conversation."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from ..schema_leaves import LARK
 from .parts import CALL, CONTENT, THOUGHT, JsonText, PartsFormat
 from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 
-#: before the reasoning that is given back as encrypted content, which is not secret
+#: prefix of reasoning that is returned as encrypted content (it is not secret)
 OURS = "g4ir:"
-#: the one argument of a custom tool
+#: the only argument of a custom tool
 INPUT = "input"
-#: types of tools, the type that groups several, and those that are ignored (Codex declares web
-#: search by default)
+#: types of tools, the type of a group of tools, and ignored types (Codex declares web search by
+#: default)
 TOOLS, NAMESPACE, IGNORED_TOOLS = ("function", "custom"), "namespace", ("web_search",)
-#: of a custom tool: the paths of its schema -> those that a client knows
+#: path in a custom tool's schema -> the client's path
 PATHS = {f".parameters.properties.{INPUT}.pattern": ".format.definition"}
 PATHS |= {f".parameters.{LARK}": ".format.definition"}
-#: of a message's content: text, which the model or a client wrote
+#: types of text parts, from clients and from the model
 TEXTS = ("input_text", "output_text", "text")
 
 
 def read(original: Body) -> Translation:
-    """Return the body of a request as one of chats."""
+    """Translate a request body to chat completions."""
     out = translated(Translation(original), "responses", CHANGES)
     out.names |= {"messages": "input", "tool_call_id": "call_id"}
     return out
 
 
 def _instructions(out: Translation, value: Any, name: str) -> None:
-    if text := schema.TEXT(value, name):  # an empty one is no turn
+    if text := schema.TEXT(value, name):  # an empty text is no turn
         out.add(name, "system", text)
 
 
@@ -114,7 +114,7 @@ def _call(out: Translation, item: Body, where: str) -> None:
     arguments = item.get("arguments")
     if item["type"] == "custom_tool_call":
         arguments = {INPUT: text_in(item, "input", where)}
-    elif item.get("status") == "incomplete":  # it was cut
+    elif item.get("status") == "incomplete":  # truncated
         arguments = {"partial_json": text_in(item, "arguments", where)}
     function = {"name": _spaced(item, where), "arguments": arguments}
     call = {"id": text_in(item, "call_id", where), "type": "function", "function": function}
@@ -143,7 +143,7 @@ def _tools(out: Translation, value: Any, name: str) -> None:
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[Body, str]]:
-    """Yield tools, those of a namespace with its name and its description, and where each is."""
+    """Yield (tool, path), with the namespace's name and description in its tools."""
     for i, tool in enumerate(schema.listed(schema.MAX_TOOLS)(value, name)):
         where = f"{name}[{i}]"
         kind = kind_in(tool, (*TOOLS, NAMESPACE, *IGNORED_TOOLS), where)
@@ -160,7 +160,7 @@ def _flat(value: Any, name: str) -> Iterator[tuple[Body, str]]:
 
 
 def _spaced(tool: Body, where: str) -> str:
-    """Return a tool's name, after that of its namespace."""
+    """Return a tool's name, prefixed by its namespace."""
     space = tool.get(NAMESPACE)
     name = text_in(tool, "name", where)
     return name if space is None else f"{text_in(tool, NAMESPACE, where)}.{name}"
@@ -214,7 +214,8 @@ def _text(out: Translation, value: Any, name: str) -> None:
 
 
 def _effort(out: Translation, value: Any, name: str) -> None:
-    """Take the effort. There are no summaries: reasoning is given whole."""
+    """Translate the reasoning effort. Summaries are not supported: reasoning is returned in
+    full."""
     if (effort := schema.OBJECT(value, name).get("effort")) is not None:
         out.body["reasoning_effort"] = effort
 
@@ -231,9 +232,9 @@ CHANGES |= {"tool_choice": _tool_choice, "reasoning": _effort, "include": _inclu
 
 
 TABLE = TABLES["responses"]
-#: type of an item -> the beginning of its id, events of its text, and the field that has it
+#: item type -> id prefix, text events, and field of the text
 TYPES: Mapping[str, list[str]] = TABLE["types"]
-#: kind of a part -> its item, and what that contains
+#: kind of part -> its item, and the item's content
 ITEM_OF: Mapping[str, Body] = TABLE["items"]
 CONTENT_OF: Mapping[str, Body] = TABLE["contents"]
 #: defaults of the request's fields that a response repeats
@@ -241,7 +242,7 @@ UNSAID: Mapping[str, Any] = TABLE["unsaid"]
 
 
 class ResponsesFormat(PartsFormat):
-    """Writes one answer as items, whole or as events with sequence numbers."""
+    """Formats one answer as items, complete or as events with sequence numbers."""
 
     def __init__(self, served: Sequence[ServedRequest], model: str, original: Body) -> None:
         declared = original.get("tools") or []
@@ -250,7 +251,7 @@ class ResponsesFormat(PartsFormat):
         self.original = {**original, "tools": tools}
         self.id, self.created = f"resp_{secrets.token_hex(24)}", int(time.time())
         self.output: list[Body] = []
-        #: name that the model writes -> the tool as it was declared
+        #: tool name in the prompt -> declared tool
         self._tools = {_spaced(tool, where): tool for tool, where in _flat(declared, "tools")}
         self._hide = "reasoning.encrypted_content" in (original.get("include") or ())
         self._count = 0
@@ -272,7 +273,7 @@ class ResponsesFormat(PartsFormat):
         return [self._event(k, response=self._response("in_progress")) for k in kinds]
 
     def opened(self, part: ChatEvent) -> list[Body]:
-        """Begin an item, and what it contains."""
+        """Return the events that open an item and its content."""
         item = {"id": "", **ITEM_OF[self.kind], "status": "in_progress"}
         if self.kind == CALL:
             tool = self._tools.get(part.name or "", {"type": "function", "name": part.name})
@@ -298,7 +299,7 @@ class ResponsesFormat(PartsFormat):
 
     @property
     def _open_text(self) -> Body:
-        """What has the text of the item that is open."""
+        """Return the object that contains the open item's text."""
         item = self.output[-1]
         holder: Body = item["content"][0] if "content" in item else item
         return holder
@@ -323,7 +324,7 @@ class ResponsesFormat(PartsFormat):
     def ended(self, cut: bool) -> list[Body]:
         item, holder = self.output[-1], self._open_text
         _, event, key = TYPES[item["type"]]
-        if self._input:  # no object with one text
+        if self._input:  # not an object with one string
             holder[key] += self._input.remainder()
             self._input = None
         item["status"] = "incomplete" if cut else "completed"

@@ -1,4 +1,4 @@
-"""OpenAI's transcription of audio: a form with a file becomes a chat about an audio clip."""
+"""OpenAI's /v1/audio/transcriptions: a form with a file becomes a chat about an audio clip."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .parts import AnswerFormat
 from .translation import TABLES, Body, Change, Translation, translated
 
 MULTIPART = "multipart/form-data"
-#: parts of a form; the API has 12 fields
+#: maximum parts of a form; the API has 12 fields
 MAX_PARTS = 64
-#: bytes of a part's headers
+#: maximum bytes of a part's headers
 MAX_HEAD = 8 << 10
 ASK = "Transcribe this audio: write down what is said, word for word, and nothing else."
 FORMATS = ("json", "text")
@@ -57,21 +57,21 @@ def _field(part: bytes) -> tuple[str, Any]:
 
 
 def _parameter(header: str, name: str) -> str:
-    """Return a parameter of a header, in linear time: `email` takes quadratic time."""
+    """Return a parameter of a header, in linear time (the `email` package is quadratic)."""
     matches = (m for m in _PARAMETER.finditer(header) if m[1].lower() == name)
     return next((m[2] or m[3] or "" for m in matches), "")
 
 
 class Transcription(Translation):
-    """A form as a body of a chat; errors of the chat are those of the file."""
+    """A form translated to chat completions; errors in the chat name the file."""
 
     def renamed(self, text: str) -> str:
         return re.sub(r"^messages[^:\s]*", "file", text)
 
 
 def read(original: Body) -> Translation:
-    """Return a form as a body of /v1/chat/completions; empty fields count as not given, but for
-    the file and the model."""
+    """Translate a form to chat completions; empty fields other than file and model count as
+    absent."""
     if not original.get("file"):
         raise bad("file", "is missing or empty; send an audio file")
     if original.get("model") == "":
@@ -126,7 +126,7 @@ CHANGES: dict[str, Change] = {
 
 
 class TranscriptFormat(AnswerFormat):
-    """Writes a transcript: an object, a text, or events with pieces of it."""
+    """Formats a transcript: JSON object, plain text, or events."""
 
     def __init__(self, served: Sequence[ServedRequest], model: str, original: Body) -> None:
         self.plain = original.get("response_format") == "text"

@@ -1,4 +1,5 @@
-"""Translates bodies of other protocols onto the fields of /v1/chat/completions, and errors back."""
+"""Translates request bodies of other protocols to chat completions, and field names in errors
+back."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from .. import request_schema as schema
 from ..http_errors import Refused, bad, missing
 
 Body = dict[str, Any]
-#: writes the value of a field into the translation
+#: (translation, value, field name): translates one field
 Change = Callable[["Translation", Any, str], None]
 
 TABLES: Mapping[str, Any] = read_table(Path(__file__).with_name("protocols.yaml"))
@@ -26,7 +27,7 @@ _FIELD = re.compile(r"(messages|tools)\[(\d+)\]([^:]*)|([a-z_]+)\b")
 
 @dataclass
 class Translation:
-    """A body of another protocol, `original`, as one of /v1/chat/completions, `body`."""
+    """A request body, `original`, and its translation to chat completions, `body`."""
 
     original: Body
     body: Body = field(default_factory=dict)
@@ -34,7 +35,7 @@ class Translation:
     positions: list[str] = field(default_factory=list)
     #: chat field -> its name in the original
     names: dict[str, str] = field(default_factory=dict)
-    #: path of each tool in the original, and paths inside that differ
+    #: path of each tool in the original, and differing paths within it
     tools: list[tuple[str, Mapping[str, str]]] = field(default_factory=list)
 
     @property
@@ -57,7 +58,7 @@ class Translation:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """A context whose errors name the fields of the original."""
+        """Context manager that renames fields in errors to the original's."""
         try:
             yield
         except Refused as e:
@@ -69,7 +70,7 @@ class Translation:
             raise Refused(400, text, param=match[0] if match else None) from None
 
     def renamed(self, text: str) -> str:
-        """Return an error's text with the names of the original."""
+        """Rename fields in an error message to the original's."""
 
         def original(match: re.Match[str]) -> str:
             field, index, inner, name = match.groups()
@@ -90,7 +91,7 @@ class Translation:
 
 
 def translated(out: Translation, protocol: str, changes: Mapping[str, Change]) -> Translation:
-    """Translate the body of a protocol in place, and return it. Refused for unsupported fields."""
+    """Translate a body in place, and return it. Refused for unsupported fields."""
     table, original = TABLES[protocol], out.original
     for name in table["not_of_it"]:
         if original.get(name) is not None and name not in table["becomes"]:
@@ -128,6 +129,6 @@ def kind_in(value: Any, kinds: Collection[str], where: str, key: str = "type") -
 
 
 def text_in(value: Body, key: str, where: str) -> str:
-    """Return a text of an object."""
+    """Return a string field of an object."""
     text: str = schema.TEXT(value.get(key), f"{where}.{key}")
     return text
