@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 
 import g4ir
@@ -20,11 +19,12 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.checkpoint import sha256
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
+from tests.cases import read_table
 from tests.contract.flows import CHUNK, FLOWS, MAX_SEQ
 from tests.oracle import relative
 
 #: tables of several test modules
-CASES = yaml.safe_load(Path(__file__).with_name("engine_cases.yaml").read_text())
+CASES = read_table("engine_cases.yaml")
 #: of the row's rms
 BUDGET = 1e-4
 #: spec -> limits of its engines

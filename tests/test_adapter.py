@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 
 import g4ir
@@ -23,13 +22,13 @@ from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import find_origin
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
-from tests.cases import TABLES
+from tests.cases import TABLES, read_table
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
 from tests.gguf_files import bare_file
 
 Tensors = dict[str, torch.Tensor]
-CONFIG = yaml.safe_load(Path(__file__).with_name("adapter_config.yaml").read_text())
+CONFIG = read_table("adapter_config.yaml")
 STEM = "base_model.model.model.language_model."
 #: of the checkpoint's names; layer 5 of tiny-dense is a full one, with K=V
 TARGETS = ("layers.0.self_attn.q_proj", "layers.5.self_attn.k_proj", "layers.2.mlp.down_proj")
@@ -213,9 +212,7 @@ def test_an_adapter_beside_a_checkpoint(tmp_path: Path) -> None:
 
 
 Q = f"{STEM}{TARGETS[0]}"
-REFUSED: dict[str, dict[str, Any]] = yaml.safe_load(
-    Path(__file__).with_name("adapter_refused.yaml").read_text()
-)
+REFUSED: dict[str, dict[str, Any]] = read_table("adapter_refused.yaml")
 
 
 @pytest.mark.parametrize("case", REFUSED)

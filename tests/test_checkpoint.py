@@ -16,7 +16,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 
 import g4ir
@@ -32,12 +31,13 @@ from g4ir.weights.origin import find_origin, hub_snapshot
 from g4ir.weights.random import random_weights
 from g4ir.weights.tensorfile import FileTensor, read_header, write_tensors
 from g4ir.weights.write import write_checkpoint
+from tests.cases import read_table
 from tests.configs import TINY
 from tests.engines import rewrite
 
 PREFIX = "model.language_model."
 Q0 = PREFIX + "layers.0.self_attn.q_proj.weight"
-CASES = yaml.safe_load(Path(__file__).with_name("checkpoint_cases.yaml").read_text())
+CASES = read_table("checkpoint_cases.yaml")
 Tensors = dict[str, torch.Tensor]
 
 

@@ -35,7 +35,7 @@ from tests.cases import TABLES
 TEXT = TABLES["graphs"]["linear"]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(program_cache, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -54,17 +54,20 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
+def compiled(out: Path, *texts: str, jobs: int = 1) -> dict[str, str]:
+    """The names of programs, compiled into a folder."""
+    return workers.compile_all(texts or [TEXT], Target("cpu"), out, jobs, no_progress)
+
+
 def name(text: str) -> str:
     return compiler.program_name(text, Target("cpu"))
 
 
-def test_second_compile_comes_from_the_cache(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_compile(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that cannot be written is no error."""
     done = stub(monkeypatch)
-    first = workers.compile_all([TEXT, TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
-    second = workers.compile_all([TEXT], Target("cpu"), tmp_path / "b", 1, no_progress)
+    first = compiled(tmp_path / "a", TEXT, TEXT)
+    second = compiled(tmp_path / "b")
     assert done == [TEXT] and first == second == {TEXT: f"{name(TEXT)}.pt2"}
     kept = own_cache / first[TEXT]
     assert list(own_cache.iterdir()) == [kept]
@@ -73,51 +76,45 @@ def test_second_compile_comes_from_the_cache(
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(program_cache, "cache_dir", lambda: tmp_path / "file" / "cache")
     for folder in ("c", "d"):
-        workers.compile_all([TEXT], Target("cpu"), tmp_path / folder, 1, no_progress)
+        compiled(tmp_path / folder)
     assert done == 3 * [TEXT]
 
 
 @pytest.mark.parametrize("damaged", ["program", "digest"])
-def test_damaged_cache_entry_is_compiled_again(
+def test_damaged_cache(
     damaged: str, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = stub(monkeypatch)
-    made = workers.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
+    made = compiled(tmp_path / "a")
     kept = own_cache / made[TEXT]
     files = {"program": kept, "digest": program_cache._digest_file(kept.name)}
     files[damaged].write_text("damaged")
-    workers.compile_all([TEXT], Target("cpu"), tmp_path / "b", 1, no_progress)
+    compiled(tmp_path / "b")
     assert done == [TEXT, TEXT] and (tmp_path / "b" / kept.name).read_text() == TEXT
-    workers.compile_all([TEXT], Target("cpu"), tmp_path / "c", 1, no_progress)
+    compiled(tmp_path / "c")
     assert len(done) == 2
 
 
-def test_what_was_kept_first_counts(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_kept_first_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where another process, which keeps nobody out, compiles the same at the same time."""
     first = tmp_path / "first" / f"{name(TEXT)}.pt2"
 
-    def compiled(text: str, target: Target, path: Path) -> None:
+    def late(text: str, target: Target, path: Path) -> None:
         first.parent.mkdir()
         first.write_text("first")
         program_cache.keep_program(first)
         path.write_text("late")
 
-    monkeypatch.setattr(workers, "compile_program", compiled)
-    made = workers.compile_all([TEXT], Target("cpu"), tmp_path / "late", 1, no_progress)
+    monkeypatch.setattr(workers, "compile_program", late)
+    made = compiled(tmp_path / "late")
     assert [p.name for p in (tmp_path / "late").iterdir()] == [made[TEXT]] == [first.name]
     assert (tmp_path / "late" / first.name).read_text() == "first"
 
 
-def test_processes_share_the_work(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What another process is at comes last, and then from the cache."""
     done, made = stub(monkeypatch), [f"{name(t)}.pt2" for t in TWO]
-    waiting = Thread(
-        target=workers.compile_all, args=(TWO, Target("cpu"), tmp_path / "out", 1, no_progress)
-    )
+    waiting = Thread(target=compiled, args=(tmp_path / "out", *TWO))
     with claimed(made[0], wait=False) as alone, claimed(made[0], wait=False) as again:
         assert alone and not again
         waiting.start()
@@ -176,24 +173,22 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 def test_failing_segment_is_named(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing(monkeypatch, RuntimeError("the compiler is out of luck"))
     with pytest.raises(LowerError, match=r"(?s)out of luck.*%v0 = linear"):
-        workers.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
+        compiled(tmp_path / "a")
     assert not own_cache.exists()
 
 
-def test_failing_segment_of_another_process_is_named(own_cache: Path, tmp_path: Path) -> None:
+def test_failing_segment_of_a_process(tmp_path: Path) -> None:
     """An op that nobody knows, in one of two processes; none is left running."""
     texts = [TEXT.replace("linear", "unheard_of"), TEXT.replace("linear", "unseen")]
     with pytest.raises(LowerError, match=r"unheard_of|unseen"):
-        workers.compile_all(texts, Target("cpu"), tmp_path / "a", 2, no_progress)
+        compiled(tmp_path / "a", *texts, jobs=2)
 
 
-def test_kernel_that_torch_does_not_understand_is_an_error(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch would copy every operand and say so to its log only."""
     log = logging.getLogger("torch._dynamo")
 
@@ -205,7 +200,7 @@ def test_kernel_that_torch_does_not_understand_is_an_error(
     before = log.level, log.propagate, list(log.handlers)
     monkeypatch.setattr(compiler, "_compile", grumble)
     with pytest.raises(LowerError, match="which operands a kernel writes"):
-        workers.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
+        compiled(tmp_path / "a")
     assert (log.level, log.propagate, list(log.handlers)) == before
 
 
@@ -224,7 +219,6 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: str) -> None:
 def test_a_process_that_dies_is_an_error(
     script: str,
     message: str,
-    own_cache: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -232,7 +226,7 @@ def test_a_process_that_dies_is_an_error(
     """What it printed is the cause, and not on the terminal."""
     worker(monkeypatch, tmp_path, script)
     with pytest.raises(LowerError, match=message) as caught:
-        workers.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, no_progress)
+        compiled(tmp_path / "a", *TWO, jobs=2)
     assert ("frame 12 of a stack" in str(caught.value.__cause__)) == ("frame" in script)
     assert capfd.readouterr().err == ""
 
@@ -252,9 +246,7 @@ def gone(pids: Sequence[int], seconds: float) -> bool:
     return not any(map(runs, pids))
 
 
-def test_an_interrupt_of_the_main_process_ends_the_others_and_their_compilers(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_ends_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = f"sleep 300 & echo $! > {tmp_path}/$$.part; mv {tmp_path}/$$.part {tmp_path}/$$.pid"
     worker(monkeypatch, tmp_path, f"{lines}; wait")
 
@@ -265,7 +257,7 @@ def test_an_interrupt_of_the_main_process_ends_the_others_and_their_compilers(
 
     Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        workers.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, no_progress)
+        compiled(tmp_path / "a", *TWO, jobs=2)
     told = [*tmp_path.glob("*.pid")]
     assert gone([*(int(p.stem) for p in told), *(int(p.read_text()) for p in told)], 5)
 
@@ -283,9 +275,7 @@ def test_they_end_where_the_main_process_ignores_the_signal() -> None:
     assert started._server.returncode == -signal.SIGTERM
 
 
-def test_processes_that_were_started_early(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_were_started_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next build takes them, and they end with it, or with one that is refused before."""
     script = f"echo $$ > {tmp_path}/$$.part; mv {tmp_path}/$$.part {tmp_path}/$$.pid; sleep 300"
     worker(monkeypatch, tmp_path, script)
@@ -297,7 +287,7 @@ def test_processes_that_were_started_early(
     with workers.compilers_started(2, "cpu"):
         early = workers._early["cpu"]
         with pytest.raises(LowerError, match="with status 3"):
-            workers.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, no_progress)
+            compiled(tmp_path / "a", *TWO, jobs=2)
         assert early._server.returncode == 3 and not workers._early
 
 
@@ -312,9 +302,7 @@ workers.compile(sys.argv[1], Target("cpu"), Path(sys.argv[2], "program.pt2"))
 """
 
 
-def test_processes_and_compilers_end_with_the_one_that_started_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compilers_end_with_their_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script, told = tmp_path / "g++", tmp_path / "pid"
     script.write_text(f"#!/bin/sh\necho $$ > {told}.part; mv {told}.part {told}; exec sleep 300\n")
     script.chmod(0o755)
@@ -338,9 +326,7 @@ def test_processes_and_compilers_end_with_the_one_that_started_them(
         RuntimeError("g++: No space left on device"),
     ],
 )
-def test_a_full_disk_is_called_so_and_the_folder_named(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     folder, usage = tmp_path / "a", shutil.disk_usage(tmp_path)
     temporary = Path(tempfile.gettempdir())
     failing(monkeypatch, error)
@@ -352,7 +338,7 @@ def test_a_full_disk_is_called_so_and_the_folder_named(
         disk = lambda p, full=full: usage._replace(free=int(not full(p)))  # noqa: E731
         monkeypatch.setattr(shutil, "disk_usage", disk)
         with pytest.raises(LowerError, match=said):
-            workers.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
+            compiled(tmp_path / "a")
 
 
 def test_leftovers_of_a_killed_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

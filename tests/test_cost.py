@@ -8,12 +8,10 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
@@ -43,10 +41,11 @@ from g4ir.plan.cost import (
 from g4ir.plan.count import counts
 from g4ir.plan.gpus import GPUS, find_gpu, parse_bytes
 from g4ir.spec.record import load_spec
+from tests.cases import read_table
 from tests.cli_tools import g4ir
 from tests.configs import TINY, VARIANTS
 
-CASES = yaml.safe_load(Path(__file__).with_name("plan_cases.yaml").read_text())
+CASES = read_table("plan_cases.yaml")
 #: ops whose FLOPs are those of matrix products alone, as the counter sees them
 PRODUCTS = ("linear", "router", "experts")
 

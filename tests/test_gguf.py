@@ -14,7 +14,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import yaml
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from safetensors.torch import load_file
 
@@ -39,6 +38,7 @@ from g4ir.weights.gguf.metadata import SPEC_ONLY, read_spec
 from g4ir.weights.origin import find_origin
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
+from tests.cases import read_table
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
 from tests.configs import NAMES, TINY, short, spec_called, widened
@@ -114,7 +114,7 @@ def test_specs(tmp_path: Path, name: str) -> None:
 
 #: changes of the metadata (see `changed`): what other converters write and says the same, and what
 #: is refused, of tensors too
-CASES = yaml.safe_load(Path(__file__).with_name("gguf_refused.yaml").read_text())
+CASES = read_table("gguf_refused.yaml")
 OTHER_KEYS, WRONG, TENSORS = CASES["same"], CASES["metadata"], CASES["tensors"]
 
 

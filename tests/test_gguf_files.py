@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, Keys
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,11 +19,12 @@ from g4ir.spec.record import load_spec
 from g4ir.weights.gguf.container import TABLES, TYPES, read_container
 from g4ir.weights.gguf.metadata import side_files
 from g4ir.weights.origin import GgufFile, find_origin
+from tests.cases import read_table
 from tests.configs import two_layers
 from tests.gguf_files import CASES as TOKENS
 from tests.gguf_files import bare_file, vocabulary
 
-CASES = yaml.safe_load(Path(__file__).with_name("gguf_containers.yaml").read_text())
+CASES = read_table("gguf_containers.yaml")
 
 
 def test_types() -> None:

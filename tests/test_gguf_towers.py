@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 import g4ir
 from g4ir.check.logits import verify_engine
@@ -23,6 +22,7 @@ from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import existing_origin
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
+from tests.cases import read_table
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
 from tests.gguf_files import bare_file, write_mmproj
@@ -33,7 +33,7 @@ def with_vision(**changes: bool) -> Spec:
     return replace(spec, vision=replace(spec.vision, **changes))  # type: ignore[type-var]
 
 
-CASES = yaml.safe_load(Path(__file__).with_name("gguf_refused.yaml").read_text())
+CASES = read_table("gguf_refused.yaml")
 
 
 def changed(case: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:

@@ -17,7 +17,6 @@ import PIL.Image
 import pytest
 import torch
 import transformers
-import yaml
 
 from g4ir.builder.load import load_engine
 from g4ir.cli import run
@@ -40,7 +39,7 @@ from g4ir.model.images import image_settings
 from g4ir.model.media import KINDS, LISTS, MEDIA_SETTINGS, Media, check_budget, check_supported
 from g4ir.spec.parts import Tokens
 from g4ir.spec.record import load_spec
-from tests.cases import TABLES
+from tests.cases import TABLES, read_table
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
 from tests.cli_tools import tokenizer as plain_tokenizer
@@ -77,9 +76,7 @@ def place(ids: list[int], *rest: Any, **more: Any) -> list[int]:
 # --- ids and text -----------------------------------------------------------------------------
 
 CLIP = soft("video", 2, 2, times=("00:00", "01:05"))
-CASES: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(
-    Path(__file__).with_name("media_prompts.yaml").read_text()
-)
+CASES: dict[str, dict[str, dict[str, Any]]] = read_table("media_prompts.yaml")
 
 
 def ids_of(values: list[int | str]) -> list[int]:

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from g4ir.ir.graph import Graph, Node, Program
 from g4ir.ir.rewrite import rebuild
 from g4ir.model.text import build_program
 from g4ir.spec.record import load_spec
 from tests import parity
+from tests.cases import read_table
 from tests.configs import (
     ALL_SEEDS,
     FEATURES,
@@ -118,7 +118,7 @@ def program_error(oracle: Oracle, program: Program, tensors: Any) -> float:
     return relative(session.prefill(oracle.tokens, all_logits=True), oracle.logits).max().item()
 
 
-ABLATIONS = yaml.safe_load(Path(__file__).with_name("ablations.yaml").read_text())
+ABLATIONS = read_table("ablations.yaml")
 
 
 @pytest.mark.parametrize("dropped", ABLATIONS)

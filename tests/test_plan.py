@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,11 +39,12 @@ from g4ir.quant.recipe import find_quant_config
 from g4ir.quant.rewrite import quantise
 from g4ir.spec.record import load_spec
 from g4ir.ui.units import count_text, parse_counts, rounded_count, size_text
+from tests.cases import read_table
 from tests.cli_tools import ok
 from tests.configs import NAMES, SMALL, VARIANTS, short, spec_called
 from tests.shrink import shrink
 
-CASES = yaml.safe_load(Path(__file__).with_name("plan_cases.yaml").read_text())
+CASES = read_table("plan_cases.yaml")
 GIB, GB = 2**30, 10**9
 FORMS = ("off", "value")
 

@@ -44,6 +44,7 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header
+from tests.cases import read_table
 from tests.coded_products import asked_of
 from tests.configs import TINY, widened
 from tests.engines import random_checkpoint, rewrite
@@ -54,7 +55,7 @@ from tests.runner import Session, built_program
 BF16, F32 = torch.bfloat16, torch.float32
 SCHEMES = {"int8": (0, "bf16"), "int4": (32, "bf16"), "fp8": (0, "f32")}
 MINIMA = ("uint4", "uint5")
-MATRIX = yaml.safe_load(Path(__file__).with_name("quant_matrix.yaml").read_text())
+MATRIX = read_table("quant_matrix.yaml")
 
 
 def quantize(w: torch.Tensor, form: str, group: int | None = None) -> tuple[Any, Any]:

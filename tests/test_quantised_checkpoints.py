@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 import g4ir
 from g4ir.check.logits import verify_engine
@@ -27,6 +26,7 @@ from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import find_origin
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
+from tests.cases import read_table
 from tests.cli_tools import g4ir as command
 from tests.engines import rewrite
 from tests.oracle import Oracle, find_oracle, logits_of_directory, relative, save_checkpoint
@@ -223,7 +223,7 @@ def meaning(parts: Tensors, shape: tuple[int, ...], rows: int, columns: int) -> 
     return codes * spread.repeat_interleave(columns or shape[1], 1)[:, : shape[1]]
 
 
-ROWS = yaml.safe_load(Path(__file__).with_name("quantised_checkpoints.yaml").read_text())
+ROWS = read_table("quantised_checkpoints.yaml")
 CASES, OTHERS = (
     {name: Case.of(row) for name, row in ROWS[kind].items()}
     for kind in ("read_by_transformers", "others")

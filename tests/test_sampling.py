@@ -218,32 +218,21 @@ def test_greedy_rows_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {i: Choice(int(logits[i].argmax())) for i in range(3)}
 
 
-@settings(max_examples=60)
-@given(
-    st.integers(0, 1000),
-    st.lists(st.integers(0, VOCAB - 1), max_size=8),
-    st.lists(st.integers(0, VOCAB - 1), max_size=12),
-    st.sampled_from([0.0, 0.5, -1.5]),
-    st.sampled_from([0.0, 0.25, -2.0]),
-    st.sampled_from([1.0, 1.3, 0.6]),
-    st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-5, 5, width=32), max_size=4),
+TOKENS = st.integers(0, VOCAB - 1)
+PENALISED = st.builds(
+    SamplingParams,
+    presence_penalty=st.sampled_from([0.0, 0.5, -1.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.25, -2.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.6]),
+    logit_bias=st.dictionaries(TOKENS, st.floats(-5, 5, width=32)).map(lambda d: (*d.items(),)),
+    suppress=st.just((VOCAB - 1,)),
 )
-def test_penalties_are_their_formulas(
-    seed: int,
-    prompt: list[int],
-    done: list[int],
-    presence: float,
-    frequency: float,
-    repetition: float,
-    bias: dict[int, float],
-) -> None:
-    s = SamplingParams(
-        presence_penalty=presence,
-        frequency_penalty=frequency,
-        repetition_penalty=repetition,
-        logit_bias=tuple(bias.items()),
-        suppress=(VOCAB - 1,),
-    )
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 1000), st.lists(TOKENS, max_size=20), st.integers(0, 8), PENALISED)
+def test_penalties(seed: int, tokens: list[int], cut: int, s: SamplingParams) -> None:
+    prompt, done = tokens[:cut], tokens[cut:]
     logits, sampler = logits_of(seed)[0], Sampler(s, prompt)
     for token in done:  # counted one by one, as a row does
         sampler.shaped(logits)

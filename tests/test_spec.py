@@ -32,11 +32,11 @@ from g4ir.spec.record import (
     spec_path,
 )
 from g4ir.spec.rules import READABLE, readable_pattern
-from tests.cases import TABLES
+from tests.cases import TABLES, read_table
 from tests.hub_configs import RELEASED, hub_config
 from tests.refused.cases import put
 
-CASES = yaml.safe_load(Path(__file__).with_name("spec_cases.yaml").read_text())
+CASES = read_table("spec_cases.yaml")
 
 
 # --- shipped files --------------------------------------------------------------------------------

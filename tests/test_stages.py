@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 import g4ir
 from g4ir import passes as pipeline
@@ -41,7 +40,7 @@ from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import Checkpoint
 from tests import cli_tools as cli
-from tests.cases import TABLES
+from tests.cases import TABLES, read_table
 from tests.configs import spec_called
 from tests.engines import random_checkpoint
 
@@ -255,7 +254,7 @@ class Fault:
 
 
 def faults(name: str) -> Iterator[Any]:
-    listed = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text())[name]
+    listed = read_table("faults.yaml")[name]
     for what, f in listed.items():
         if f["change"] in GRAPHS:
             breaker = GRAPHS[f["change"]]

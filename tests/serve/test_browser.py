@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from PIL import Image
 
 from g4ir.builder.load import load_engine
@@ -20,6 +19,7 @@ from g4ir.generate.conversation import ChatSession
 from g4ir.serve import app
 from g4ir.serve.auth import Auth
 from g4ir.serve.http_errors import later
+from tests.cases import read_table
 from tests.serve.chromium import SHIFT, Page, chromium, find_chromium
 from tests.serve.running import Running, eventually, running
 from tests.serve.test_media import data, sound
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not find_chromium(), reason="no Chromium: apt-get install chromium"),
 ]
 DOCS = Path(__file__).parents[2] / "docs"
-CASES = yaml.safe_load(Path(__file__).with_name("browser.yaml").read_text())
+CASES = read_table("serve/browser.yaml")
 END = CASES["words"][0]
 READY = "document.getElementById('status').textContent.includes('slots')"
 #: what tells of its own answers: refusals, which Chromium writes down too

@@ -6,23 +6,22 @@ import json
 import random
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
-import yaml
 
 from g4ir.chat import Reader, TokenStream, Vocabulary
 from g4ir.serve.grammar import FullMask, Grammars, LazyMask, Mask
 from g4ir.serve.http_errors import Refused
 from g4ir.serve.request_schema import JSON, Constraint
 from g4ir.serve.tool_grammar import called, grammar_of
+from tests.cases import read_table
 from tests.serve.running import chat_tokenizer
 from tests.serve.test_client import SCHEMA, ask, formed, said
 
-CASES = yaml.safe_load(Path(__file__).with_name("calls.yaml").read_text())
+CASES = read_table("serve/calls.yaml")
 SIZE = 512
 ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 #: what a walk that has become long takes first

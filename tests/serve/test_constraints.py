@@ -8,13 +8,11 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,13 +20,14 @@ from g4ir.backends import background_mask
 from g4ir.serve import grammar
 from g4ir.serve.http_errors import Refused
 from g4ir.serve.request_schema import CONSTRAINTS, JSON, Constraint
+from tests.cases import read_table
 from tests.serve.running import NAME, Running, eventually
 from tests.serve.test_calls import ENDS, free, grammars, names, tool, vocabulary, walk
 from tests.serve.test_client import HI, ask, joined
 from tests.spies import spy
 
 DIGITS = "[0-9]{3}"
-CASES = yaml.safe_load(Path(__file__).with_name("constraints.yaml").read_text())
+CASES = read_table("serve/constraints.yaml")
 #: field, value, and a regular expression of the texts that it allows
 HELD: list[tuple[str, Any, str]] = CASES["held"]
 MORE = {"temperature": 1.3, "max_tokens": 40, "n": 2, "seed": 7}

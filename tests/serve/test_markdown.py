@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from tests.cases import read_table
 from tests.serve.chromium import Page, chromium, find_chromium
 from tests.serve.running import Running
 
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(not find_chromium(), reason="no Chromium: apt-get install chromium"),
 ]
-TABLE = yaml.safe_load(Path(__file__).with_name("markdown.yaml").read_text())
+TABLE = read_table("serve/markdown.yaml")
 SCRIPT = Path(__file__).with_name("markdown.js").read_text()
 
 

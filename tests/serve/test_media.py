@@ -13,15 +13,15 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
 from g4ir.chat.messages import Medium
 from g4ir.errors import InputError
 from g4ir.serve.media_sources import MediaFolder, setting
+from tests.cases import read_table
 from tests.media_tools import wav
 from tests.serve.running import NAME, Running, chat_engine, ready
 
-CASES = yaml.safe_load(Path(__file__).with_name("media.yaml").read_text())
+CASES = read_table("serve/media.yaml")
 
 
 def picture() -> bytes:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import httpx
 import openai
 import pytest
-import yaml
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from g4ir.serve.protocols import messages, responses
 from g4ir.serve.protocols.parts import JsonText
+from tests.cases import read_table
 from tests.serve.running import NAME, Running, eventually
 from tests.serve.test_client import ask
 from tests.serve.test_media import data, picture
 
-CASES = yaml.safe_load(Path(__file__).with_name("protocols.yaml").read_text())
+CASES = read_table("serve/protocols.yaml")
 EVENTS = TypeAdapter[Any](ResponseStreamEvent)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,10 +19,11 @@ from g4ir.serve import request_schema
 from g4ir.serve.auth import Auth
 from g4ir.serve.http_errors import Refused
 from g4ir.serve.request_schema import CHAT, COMPLETIONS, parsed, read_fields
+from tests.cases import read_table
 from tests.serve.running import MAX_SEQ, NAME, Running, chat_tokenizer, ready
 from tests.spies import spy
 
-CASES = yaml.safe_load((Path(__file__).parent / "requests.yaml").read_text())
+CASES = read_table("serve/requests.yaml")
 BASE = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 KEY = b"open-sesame"
 JSON = {"Content-Type": "application/json"}

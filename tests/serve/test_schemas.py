@@ -10,23 +10,22 @@ import random
 import re
 from collections.abc import Iterator
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 from jsonschema.validators import extend
 
 from g4ir.serve.http_errors import Refused
 from g4ir.serve.json_schema import log_dropped, read_schema
 from g4ir.serve.request_schema import JSON, Constraint
 from g4ir.serve.tool_grammar import called
+from tests.cases import read_table
 from tests.serve.running import NAME, Running
 from tests.serve.test_calls import CLOSING, SIZE, free, grammars, ids, read, tool, vocabulary, walk
 from tests.serve.test_client import HI
 
-CASES = yaml.safe_load(Path(__file__).with_name("schemas.yaml").read_text())
+CASES = read_table("serve/schemas.yaml")
 FORMATS = jsonschema.FormatChecker(["date", "uuid", "ipv4", "ipv6", "email"])
 #: how a schema is used
 USES = ("forced", "strict", "response_format")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,11 +14,10 @@ from g4ir.backends.trt.target import RTX, TARGETS
 from g4ir.backends.trt.trial import compile_once
 from g4ir.builder.build import prepare
 from g4ir.plan.options import BuildOptions
+from tests.cases import read_table
 from tests.configs import cut, spec_called
 
-TABLE: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
-    Path(__file__).with_name("compiled.yaml").read_text()
-)
+TABLE: Mapping[str, Mapping[str, Any]] = read_table("trt/compiled.yaml")
 #: settings of the backend; other words are options of a build
 SETTINGS = ("attention", "experts")
 #: of tiny networks; others have the limits of a build
