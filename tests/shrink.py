@@ -96,11 +96,8 @@ def shrink_drafter(drafter: Spec, model: Spec) -> Spec:
         full=model.text.full,
         max_position_embeddings=model.text.max_position_embeddings,
     )
-    part = replace(
-        part,
-        backbone_hidden_size=model.text.hidden_size,
-        centroids=part.centroids and Centroids(32, 4),
-    )
+    centroids = part.centroids and Centroids(32, 4)
+    part = replace(part, backbone_hidden_size=model.text.hidden_size, centroids=centroids)
     name = f"{drafter.name}-small"
     small_spec = replace(drafter, name=name, hub=None, dtype="f32", text=small, drafter=part)
     return check_spec(replace(small_spec, tokens=TOKENS))
@@ -109,14 +106,8 @@ def shrink_drafter(drafter: Spec, model: Spec) -> Spec:
 def _vision(v: Vision | UnifiedVision | None) -> Vision | UnifiedVision | None:
     """Keep two layers of the same proportions, clipping and standardizing as before."""
     if isinstance(v, UnifiedVision):
-        return replace(
-            v,
-            mm_embed_dim=48,
-            output_proj_dims=48,
-            mm_posemb_size=128,
-            patch_size=4,
-            num_soft_tokens=BUDGET,
-        )
+        small = {"mm_embed_dim": 48, "output_proj_dims": 48, "mm_posemb_size": 128, "patch_size": 4}
+        return replace(v, num_soft_tokens=BUDGET, **small)
     if v is None:
         return None
     return replace(

@@ -129,9 +129,8 @@ def test_experts(tmp_path: Path, transposed: bool) -> None:
     got = merged(folder, spec, write_adapter(tmp_path / "a", spec, {}, config, edit))
     for bare, values in want.items():
         torch.testing.assert_close(got.tensor(bare), values, rtol=1e-5, atol=1e-4)
-    assert torch.equal(
-        got.tensor("layers.1.experts.down_proj"), source.tensor("layers.1.experts.down_proj")
-    )
+    down = "layers.1.experts.down_proj"
+    assert torch.equal(got.tensor(down), source.tensor(down))
 
 
 def test_towers(tmp_path: Path) -> None:
@@ -195,9 +194,8 @@ def test_commands(dense: Path, tmp_path: Path) -> None:
     assert made.code == 0, made.err
     shown = command("inspect", tmp_path / "e")
     assert f"with 0.5 x {folder}, with 1 x {folder}" in shown.out
-    assert "files, which this changes" in refused(
-        *words[:-1], tmp_path / "l", "--link-weights", "--adapter", folder
-    )
+    linked = (*words[:-1], tmp_path / "l", "--link-weights")
+    assert "files, which this changes" in refused(*linked, "--adapter", folder)
 
 
 def test_an_adapter_beside_a_checkpoint(tmp_path: Path) -> None:

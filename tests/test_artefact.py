@@ -23,18 +23,15 @@ from g4ir.cli import main
 from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, G4Error
 from tests.configs import spec_called
-from tests.engines import random_checkpoint, resigned, stored_manifest
+from tests.engines import MAX_SEQ, random_checkpoint, resigned, stored_manifest
 from tests.mutations import mutate
 
 PROMPT = [2, 5, 7, 11, 400, 3, 9, 8, 7, 6, 5]
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    folder = tmp_path_factory.mktemp("altered")
-    checkpoint = random_checkpoint(folder / "checkpoint", "tiny-ple")
-    options = {"backend": "reference", "max_seq": 64, "prefill_chunk": 16}
-    return g4ir.build(None, folder / "engine", checkpoint=checkpoint, **options)
+def engine(engines: Any) -> Engine:
+    return engines("reference", "tiny-ple")
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +109,7 @@ def test_graphs_of_another_g4ir(altered: Path, monkeypatch: pytest.MonkeyPatch) 
     refused(
         altered,
         f"g4ir build --spec {altered}/spec.yaml --checkpoint DIR --backend reference --device cpu",
-        "--max-seq 64",
+        f"--max-seq {MAX_SEQ}",
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import pytest
@@ -123,7 +123,12 @@ def base(case: str) -> tuple[dict[str, Any], Tensors, Spec]:
     return config, load_file(folder / "model.safetensors"), Spec.from_hf(folder)
 
 
-def quantised_survives(folder: Path, config: Any, tensors: Tensors, spec: Spec) -> None:
+def quantised_survives(config: Any, tensors: Tensors, spec: Spec) -> None:
+    with TemporaryDirectory() as folder:
+        _quantised_survives(Path(folder), config, tensors, spec)
+
+
+def _quantised_survives(folder: Path, config: Any, tensors: Tensors, spec: Spec) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
     try:
@@ -143,18 +148,14 @@ CASE = st.sampled_from(sorted(CASES))
 
 
 @given(CASE, st.data())
-def test_quantisation_configs(
-    tmp_path_factory: pytest.TempPathFactory, case: str, data: st.DataObject
-) -> None:
+def test_quantisation_configs(case: str, data: st.DataObject) -> None:
     config, tensors, spec = base(case)
     made = {"quantization_config": mutate(data, config["quantization_config"], JSON, TEXT)}
-    quantised_survives(tmp_path_factory.mktemp("c"), config | made, tensors, spec)
+    quantised_survives(config | made, tensors, spec)
 
 
 @given(CASE, st.data())
-def test_quantised_tensors(
-    tmp_path_factory: pytest.TempPathFactory, case: str, data: st.DataObject
-) -> None:
+def test_quantised_tensors(case: str, data: st.DataObject) -> None:
     config, tensors, spec = base(case)
     tensors = dict(tensors)
     parts = [n for n in tensors if "norm" not in n]
@@ -172,4 +173,4 @@ def test_quantised_tensors(
             shape = data.draw(st.lists(st.sampled_from((0, 1, 2, 16, 64, 128)), max_size=3))
             fill = torch.zeros if kind == "zeros" else torch.ones
             tensors[name] = fill(shape, dtype=data.draw(st.sampled_from(DTYPES)))
-    quantised_survives(tmp_path_factory.mktemp("c"), config, tensors, spec)
+    quantised_survives(config, tensors, spec)

@@ -81,12 +81,10 @@ def test_second_compile(own_cache: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("damaged", ["program", "digest"])
-def test_damaged_cache(
-    damaged: str, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_cache(damaged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = stub(monkeypatch)
     made = compiled(tmp_path / "a")
-    kept = own_cache / made[TEXT]
+    kept = program_cache.cache_dir() / made[TEXT]
     files = {"program": kept, "digest": program_cache._digest_file(kept.name)}
     files[damaged].write_text("damaged")
     compiled(tmp_path / "b")
@@ -172,13 +170,11 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(compiler, "_compile", Mock(side_effect=error))
 
 
-def test_failing_segment_is_named(
-    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_segment_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, RuntimeError("the compiler is out of luck"))
     with pytest.raises(LowerError, match=r"(?s)out of luck.*%v0 = linear"):
         compiled(tmp_path / "a")
-    assert not own_cache.exists()
+    assert not program_cache.cache_dir().exists()
 
 
 def test_failing_segment_of_a_process(tmp_path: Path) -> None:

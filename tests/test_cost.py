@@ -72,10 +72,8 @@ def tensor(v: Value, dims: Mapping[str, int], seed: int) -> torch.Tensor:
 def counted(g: Graph, B: int, S: int, C: int, slots: int) -> dict[str, int]:
     """First result of each node -> FLOPs that torch counted while the interpreter ran it."""
     dims = {"B": B, "S": S, "C": slots}
-    given = [
-        {v.name: tensor(v, dims, i) for i, v in enumerate(values)}
-        for values in (g.inputs, g.params, g.state)
-    ]
+    groups = (g.inputs, g.params, g.state)
+    given = [{v.name: tensor(v, dims, i) for i, v in enumerate(group)} for group in groups]
     given[0]["positions"] = C + torch.arange(S).expand(B, S)
     given[0]["lengths"] = torch.full((B,), S)
     seen, before = dict[str, int](), 0
@@ -121,9 +119,8 @@ def test_attention_is_what_torch_counts_where_every_slot_is_seen(name: str) -> N
     exact = {c.node: c.cost.flops for c in graph_costs(g, B=2, C=30) if c.op == "attention"}
     assert exact == {node: seen[node] for node in exact} and exact
     empty = counted(split_prologue(g)[1], 2, 1, 3, slots=31)
-    assert all(
-        c.cost.flops < empty[c.node] for c in graph_costs(g, B=2, C=3) if c.op == "attention"
-    )
+    partial = [c for c in graph_costs(g, B=2, C=3) if c.op == "attention"]
+    assert all(c.cost.flops < empty[c.node] for c in partial)
 
 
 # --- attention and caches ---------------------------------------------------------------------
@@ -167,11 +164,8 @@ def test_a_ring_is_written_where_it_keeps_the_tokens(tokens: int) -> None:
     """Of a chunk longer than the ring, the last tokens alone."""
     spec = load_spec("tiny-dense")
     g = graph("tiny-dense", "prefill")
-    written = {
-        c.node: c.cost.state_bytes
-        for c in graph_costs(g, B=2, S=tokens, C=5)
-        if c.op == "cache_write"
-    }
+    writes = [c for c in graph_costs(g, B=2, S=tokens, C=5) if c.op == "cache_write"]
+    written = {c.node: c.cost.state_bytes for c in writes}
     for layer in spec.layers():
         kind = layer.attention
         row = 2 * 4 * kind.num_key_value_heads * kind.head_dim

@@ -128,10 +128,8 @@ def inputs_of_examples() -> None:
 
 def slow(e: Example) -> bool:
     """What the reference backend would not print, or what needs transformers."""
-    return e.line.startswith(("verify ", "show ", "inspect ", "plan ", "bench")) or e.file in (
-        "onnx.md",
-        "tensorrt.md",
-    )
+    verbs = ("verify ", "show ", "inspect ", "plan ", "bench")
+    return e.line.startswith(verbs) or e.file in ("onnx.md", "tensorrt.md")
 
 
 @pytest.mark.parametrize("file", ["README.md", "guide.md", "media.md", "speculative-decoding.md"])

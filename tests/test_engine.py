@@ -402,9 +402,8 @@ def test_a_build_reports_passes_and_weights(tmp_path: Path) -> None:
 
 def test_huge_pages(engines: Any) -> None:
     """Weights are this process's own, of any size, and the same; refused where they are no help."""
-    mapped, own = (
-        load_engine(engines("torch", "tiny-moe").path, huge_pages=h) for h in (False, True)
-    )
+    path = engines("torch", "tiny-moe").path
+    mapped, own = (load_engine(path, huge_pages=h) for h in (False, True))
     for name, w in mapped.runtime.weights.items():
         assert torch.equal(w, own.runtime.weights[name])
     large = torch.arange(HUGE_PAGE).view(2, -1)

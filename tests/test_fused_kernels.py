@@ -82,10 +82,8 @@ def test_many_rounded_rows_are_multiplied_as_codes(form: str) -> None:
     x[1, 64:96], x[2, 64:96] = 3.0, -3.0
     x[3, 5] = float("nan")
     every = pyops.linear_rounded(x, codes, scales, True)
-    rows, exact = (
-        fake_quantize_values(x.float(), "int8").double(),
-        dequantize_codes(*parts, torch.float64),
-    )
+    rows = fake_quantize_values(x.float(), "int8").double()
+    exact = dequantize_codes(*parts, torch.float64)
     want = rows @ exact.t()
     near = SUM * (want.abs() + 2 * (rows.square() @ exact.square().t()).sqrt())
     good = torch.arange(600) != 3

@@ -348,9 +348,7 @@ def test_other_names(tmp_path: Path) -> None:
     names = {"post_attention_norm": "attn_post_norm", "post_ffw_norm.": "ffn_post_norm."}
 
     def rename(own: str, t: Any) -> dict[str, Any]:
-        tower = (
-            {"v.patch_embd.weight": (t.data, t.tensor_type)} if own == "rope_freqs.weight" else {}
-        )
+        tower = as_it_is("v.patch_embd.weight", t) if own == "rope_freqs.weight" else {}
         for one, other in names.items():
             own = own.replace(one, other)
         return as_it_is(own, t) | tower

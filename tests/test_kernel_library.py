@@ -22,10 +22,8 @@ from g4ir.ui.processor import CAPS, ISA, SETS, hold_libraries, instruction_set, 
 from tests.cases import TABLES
 
 BY_NAME = {s.name: s for s in SETS}
-PROCESSORS = {
-    name: (machine, tuple(flags.split()))
-    for name, (machine, flags) in TABLES["isa"]["processors"].items()
-}
+ROWS = TABLES["isa"]["processors"].items()
+PROCESSORS = {name: (machine, tuple(flags.split())) for name, (machine, flags) in ROWS}
 SAPPHIRE_RAPIDS, ZEN3 = (PROCESSORS[name][1] for name in ("amx", "avx2"))
 
 

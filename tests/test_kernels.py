@@ -268,9 +268,8 @@ def test_tiled_weights(form: str, rows: int, tiled: bool, monkeypatch: pytest.Mo
     w = b.emit("dequantize", *parts, to="bf16")
     y = b.emit("linear", b.input("x", Type("bf16", (1, 1, 256))), w)
     g = tiles.in_tiles(Program({"decode": b.graph(y)})).graphs["decode"]
-    assert [n.op for n in g.nodes if n.op.startswith("dequantize")] == [
-        "dequantize_tiles" if tiled else "dequantize"
-    ]
+    ops = [n.op for n in g.nodes if n.op.startswith("dequantize")]
+    assert ops == ["dequantize_tiles" if tiled else "dequantize"]
 
 
 @pytest.mark.parametrize("product", PRODUCTS)

@@ -40,10 +40,9 @@ FEW = (5, 6, 7, 8, 9, 10)
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
+def built(make_engine: Any) -> dict[str, Engine]:
     """Engines that take all media."""
-    folder = tmp_path_factory.mktemp("media")
-    return {n: g4ir.build(n, folder / n, random_weights=1, **LIMITS) for n in NAMES}
+    return {n: make_engine(n, random_weights=1, **LIMITS) for n in NAMES}
 
 
 @pytest.fixture(params=NAMES)
@@ -52,9 +51,8 @@ def engine(request: pytest.FixtureRequest, built: dict[str, Engine]) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def no_media(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    folder = tmp_path_factory.mktemp("none")
-    return g4ir.build("tiny-media", folder / "e", random_weights=1, media="none", **LIMITS)
+def no_media(make_engine: Any) -> Engine:
+    return make_engine("tiny-media", random_weights=1, media="none", **LIMITS)
 
 
 def test_random_tokens_are_no_placeholders(engine: Engine, no_media: Engine) -> None:

@@ -57,10 +57,8 @@ def test_weights_of_a_checkpoint_and_a_quantised_gguf_file(tmp_path: Path) -> No
     """The logits of an engine of the same file; codes are the numbers that they stand for."""
     spec = load_spec("tiny-gemma3")
     ids = random_tokens(spec, 1, 30)
-    files = (
-        random_checkpoint(tmp_path / "c", spec),
-        bare_file(tmp_path / "a.gguf", spec, kind="Q8_0"),
-    )
+    checkpoint = random_checkpoint(tmp_path / "c", spec)
+    files = (checkpoint, bare_file(tmp_path / "a.gguf", spec, kind="Q8_0"))
     for i, file in enumerate(files):
         options = {**LIMITS, "dtype": "float32", "checkpoint": file}
         with g4ir.build(None, tmp_path / str(i), **options) as engine:

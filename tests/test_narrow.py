@@ -174,17 +174,10 @@ def test_truncate_restore_and_bytes(engine: Engine) -> None:
     session.restore(kept)
     assert torch.equal(session.prefill(ids[:, 9:]), first)
     options = engine.manifest["options"]
-    planned = make_plan(
-        engine.spec,
-        replace(
-            PLANNED,
-            dtype="float32",
-            device="cpu",
-            kv_dtype=KV_NAMES[options["narrow_kv"]["to"]],
-            latent_kv=options["latent_kv"]["form"],
-        ),
-        ctx=64,
-    ).rows[0]
+    forms = {"kv_dtype": KV_NAMES[options["narrow_kv"]["to"]]}
+    forms |= {"latent_kv": options["latent_kv"]["form"]}
+    asked = replace(PLANNED, dtype="float32", device="cpu", **forms)
+    planned = make_plan(engine.spec, asked, ctx=64).rows[0]
     state = session.state.tensors.values()
     assert session.nbytes() == planned.planned == sum(t.untyped_storage().nbytes() for t in state)
     assert {t.dtype for t in state} <= {torch.float8_e4m3fn, torch.int8}
@@ -242,9 +235,8 @@ def test_gpu_kernels_of_narrowed_rows(phase: str) -> None:
                 assert (s.find(n) is not None) == (to == "off" or not n.chunk)
     odd = replace(text, sliding=replace(text.sliding, head_dim=80))
     tiny = build_graph(replace(spec, text=odd), "decode", dtype="bf16")
-    s = schedule(
-        run_passes(tiny, options=PassOptions((NarrowOptions("i8"),))), Target("cuda", "h100", 1)
-    )
+    g = run_passes(tiny, options=PassOptions((NarrowOptions("i8"),)))
+    s = schedule(g, Target("cuda", "h100", 1))
     of = {int(n["q"].type.shape[-1]): s.find(n) for n in s.graph.nodes if n.definition.cache_range}
     assert {d: choice is not None for d, choice in of.items()} == {80: False, 512: True}
 

@@ -120,10 +120,8 @@ def test_caches_show_by_position(small: Engine, engines: Any, count: int) -> Non
 
 
 def models(folder: Path) -> dict[str, onnx.ModelProto]:
-    return {
-        name: onnx.load(str(folder / name), load_external_data=False)
-        for name in (export.MODEL, export.EMBED)
-    }
+    files = (export.MODEL, export.EMBED)
+    return {n: onnx.load(str(folder / n), load_external_data=False) for n in files}
 
 
 def test_weights_stay_in_the_safetensors_files(small: Engine) -> None:
@@ -144,12 +142,8 @@ def test_weights_stay_in_the_safetensors_files(small: Engine) -> None:
             if place["location"] == export.CONSTANTS:
                 continue
             name = t.name.split("[")[0]
-            file, entry = entries[name]
-            assert place == {
-                "location": file,
-                "offset": str(entry.start),
-                "length": str(entry.nbytes),
-            }
+            file, at = entries[name]
+            assert place == {"location": file, "offset": str(at.start), "length": str(at.nbytes)}
             used.add(name)
     assert used == set(entries)
 

@@ -75,9 +75,8 @@ def test_towers_are_counted_as_they_are_packed(variant: str) -> None:
     """What an engine that takes media needs more is what its towers hold."""
     spec = shrink(load_spec(variant), media=True)
     kinds = ("none", "all")
-    built = [
-        prepare(spec, BuildOptions(random_weights=0, backend="reference", media=k)) for k in kinds
-    ]
+    asked = [BuildOptions(random_weights=0, backend="reference", media=k) for k in kinds]
+    built = [prepare(spec, options) for options in asked]
     planned = [make_plan(spec, replace(PLANNED, media=k)).weights[0].device for k in kinds]
     more = built[1].param_bytes() - built[0].param_bytes()
     assert planned[1] - planned[0] == more > 0
@@ -135,16 +134,14 @@ def test_activations_by_definition(name: str, phase: str) -> None:
 
 def test_workspace_of_a_softcap_and_of_latent_rows() -> None:
     spec = load_spec("31b")
-    needs = {
-        f: make_plan(spec, replace(PLANNED, latent_kv=f), ctx=4096).rows[0].workspace for f in FORMS
-    }
+    plans = {f: make_plan(spec, replace(PLANNED, latent_kv=f), ctx=4096) for f in FORMS}
+    needs = {f: plan.rows[0].workspace for f, plan in plans.items()}
     keys, mask = 4096 + 1024, (4096 + 1024) * 1024 * (1 + 8 * 2)
     assert needs["off"] == max(2 * keys * 4 * 512 * 2 + mask, 2 * 2048 * 16 * 256 * 2 + 2048 * 5120)
     assert needs["value"] < needs["off"]
     capped = replace(spec, text=replace(spec.text, attn_logit_softcapping=50.0))
-    assert make_plan(capped, ctx=4096).rows[0].workspace == needs["off"] + (
-        32 * 1024 * keys * 2 * (2 + 4)
-    )
+    scores = 32 * 1024 * keys * 2 * (2 + 4)
+    assert make_plan(capped, ctx=4096).rows[0].workspace == needs["off"] + scores
 
 
 # --- what fits ----------------------------------------------------------------------------------

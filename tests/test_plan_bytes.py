@@ -81,10 +81,8 @@ def both(spec: Spec, backend: str, device: str, **options: Any) -> tuple[Any, An
 def assert_same(p: Any, plan: Any) -> None:
     parts = Footprint(p.config, p.backend, p.packing).built
     row, weights = plan.rows[0], plan.weights[0]
-    assert (plan.config.dtype, plan.config.ple_placement) == (
-        p.config.dtype,
-        p.config.ple_placement,
-    )
+    assert plan.config.dtype == p.config.dtype
+    assert plan.config.ple_placement == p.config.ple_placement
     assert weights.device + (weights.host if p.config.device == "cpu" else 0) == parts["weights"]
     assert row.planned == parts["caches"] == p.cache_bytes()
     assert (row.activations, row.workspace) == (parts["activations"], parts["workspace"])

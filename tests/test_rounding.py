@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import g4ir
 from g4ir.bench.runners import peer_model
 from g4ir.check import reference
 from g4ir.check.logits import verify_engine
@@ -31,21 +29,12 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
+def built(make_engine: Any) -> Callable[..., Engine]:
     """Engines of random weights, one of each kind."""
-    folder = tmp_path_factory.mktemp("rounding")
 
-    @cache
     def build(name: str, dtype: str, seed: int, backend: str = "reference") -> Engine:
-        return g4ir.build(
-            name,
-            folder / f"{name}-{dtype}-{seed}-{backend}",
-            random_weights=seed,
-            backend=backend,
-            dtype=dtype,
-            max_seq=96,
-            prefill_chunk=16,
-        )
+        options = {"backend": backend, "dtype": dtype, "max_seq": 96, "prefill_chunk": 16}
+        return make_engine(name, random_weights=seed, **options)
 
     return build
 

@@ -113,9 +113,8 @@ def test_seeds_and_penalties_alone_and_in_company(engine: Engine) -> None:
     jobs = [replace(job, marks=(len(job.tokens) // 2,)) for job in random_jobs(12, 2)]
     want = [alone(engine, job) for job in jobs]
     assert texts(Scheduler(engine, SchedulerConfig(patience=0)), jobs) == want
-    scheduler = Scheduler(
-        engine, SchedulerConfig(buckets=(3, ROWS), prefill_first=True, chunk_tokens=5)
-    )
+    config = SchedulerConfig(buckets=(3, ROWS), prefill_first=True, chunk_tokens=5)
+    scheduler = Scheduler(engine, config)
     handles = [scheduler.submit(job) for job in jobs]
     finished(scheduler)
     assert [t.answers[0].tokens for t in handles] == want
@@ -411,9 +410,8 @@ def test_marks_are_where_other_prompts_begin(engine: Engine) -> None:
         assert handle.counts.cached == cached
         computed.append(scheduler.totals.computed - before)
     assert computed == [len(second.tokens) - 37, 11, len(second.tokens) - 41]
-    assert scheduler.totals.cached == sum(len(j.tokens) for j in (second, other, second)) - sum(
-        computed
-    )
+    tokens = sum(len(j.tokens) for j in (second, other, second))
+    assert scheduler.totals.cached == tokens - sum(computed)
 
 
 def test_what_the_staging_row_still_holds(engine: Engine) -> None:

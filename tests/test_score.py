@@ -169,10 +169,8 @@ def test_distance_to_the_unquantised_weights(world: World) -> None:
     with g4ir.load_engine(int4) as engine:
         for text, d in zip(texts.values(), found["documents"], strict=True):
             ids = torch.tensor([2, *engine.tokenizer().encode(text).ids])
-            rows = [
-                e.session().prefill(ids[None, :-1], all_logits=True)[0].double()
-                for e in (engine, world.engine)
-            ]
+            pair = (engine, world.engine)
+            rows = [e.session().prefill(ids[None, :-1], all_logits=True)[0].double() for e in pair]
             q, p = (t.log_softmax(-1) for t in rows)
             assert d["kl"] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4)
             for key, log in (("nll", q), ("baseline_nll", p)):

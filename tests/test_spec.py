@@ -147,9 +147,8 @@ def test_forced_layers_warn(command: list[str], warnings: int, tmp_path: Path, c
 
 
 def test_moe_on_all_layers_is_moe(tmp_path: Path) -> None:
-    assert variant(tmp_path, "moe: {layers: [0, 1, 2, 3, 4, 5]}") == replace(
-        load_spec("tiny-moe"), name="mine"
-    )
+    every = variant(tmp_path, "moe: {layers: [0, 1, 2, 3, 4, 5]}")
+    assert every == replace(load_spec("tiny-moe"), name="mine")
     some = variant(tmp_path, "moe: {layers: [1, 5]}")
     assert [layer.has_moe for layer in some.layers()] == [False, True, False, False, False, True]
 

@@ -49,25 +49,24 @@ PASSES = pipeline.PASSES
 Breaker = Callable[[Graph], Graph]
 
 
-def built(folder: Path, spec: Spec | str | None, dtype: str, **options: Any) -> Engine:
-    options = {"random_weights": 1, **options}
-    if "checkpoint" in options:
-        del options["random_weights"]
-    return g4ir.build(
-        spec, folder, backend="reference", dtype=dtype, max_seq=64, prefill_chunk=16, **options
-    )
+LIMITS: dict[str, Any] = {"backend": "reference", "max_seq": 64, "prefill_chunk": 16}
+
+
+def built(folder: Path, spec: Spec | None, dtype: str, **options: Any) -> Engine:
+    weights = {} if "checkpoint" in options else {"random_weights": 1}
+    return g4ir.build(spec, folder, dtype=dtype, **LIMITS, **weights, **options)
 
 
 @pytest.fixture(scope="module")
-def ple(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def ple(make_engine: Any) -> Engine:
     """Per-layer embeddings, shared caches, a narrow tail; in bf16."""
-    return built(tmp_path_factory.mktemp("ple") / "e", "tiny-ple", "bfloat16")
+    return make_engine("tiny-ple", dtype="bfloat16", random_weights=1, **LIMITS)
 
 
 @pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def moe(make_engine: Any) -> Engine:
     """Experts, K=V; in fp32."""
-    return built(tmp_path_factory.mktemp("moe") / "e", "tiny-moe", "float32")
+    return make_engine("tiny-moe", dtype="float32", random_weights=1, **LIMITS)
 
 
 def sound(engine: Engine) -> StagesReport:

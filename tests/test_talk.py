@@ -250,11 +250,8 @@ def test_media_of_a_message(talk: ChatSession, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
         patch.setattr(talk, "_asked", asked)
         talk.say("x")
-    assert [p["type"] for p in asked.call_args.args[0][-1]["content"]] == [
-        "image_url",
-        "text",
-        "audio_url",
-    ]
+    kinds = [p["type"] for p in asked.call_args.args[0][-1]["content"]]
+    assert kinds == ["image_url", "text", "audio_url"]
     talk.attached.pop()
     talk.choose({"max_new_tokens": 3})
     first = talk.say("what is this?")

@@ -86,20 +86,14 @@ def test_random_weights_against_hf(backend: str, quant: str, tmp_path: Path) -> 
     assert passes.ok and "--checkpoint" not in passes.text()
 
 
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """Of random weights, which it stores as a seed."""
-    out = tmp_path_factory.mktemp("drawn") / "e"
-    return g4ir.build("tiny-moe", out, random_weights=3, backend="reference", max_seq=64)
-
-
-def test_a_config_that_transformers_refuses(drawn: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_transformers_refuses(make_engine: Any, monkeypatch: Any) -> None:
     """Its strict classes have errors of their own."""
-    broken = {**drawn.spec.to_hf(), "head_dim": 32.5}
-    monkeypatch.setattr(type(drawn.spec), "to_hf", lambda spec: broken)
+    engine = make_engine("tiny-moe", max_seq=64)
+    broken = {**engine.spec.to_hf(), "head_dim": 32.5}
+    monkeypatch.setattr(type(engine.spec), "to_hf", lambda spec: broken)
     said = r"transformers cannot load the config of spec tiny-moe: .*head_dim"
     with pytest.raises(InputError, match=said):
-        verify_engine(drawn, "hf")
+        verify_engine(engine, "hf")
 
 
 def test_linked_checkpoint_is_found(tmp_path: Path) -> None:

@@ -95,10 +95,8 @@ class AnyOrder:
         if self.room > most and all(self.texts):
             rows = self.rng.choice([(0, 1), (0,), (1,)])
             fed = {row: self.new(self.rng.randint(1, most))[0] for row in rows}
-            right, before = (
-                {row: self.rng.randint(1, len(fed[row])) for row in rows},
-                self.session.length,
-            )
+            right = {row: self.rng.randint(1, len(fed[row])) for row in rows}
+            before = self.session.length
             logits = self.session.verify(*padded(fed, 2))
             self.session.truncate(before + torch.tensor([right.get(row, 0) for row in range(2)]))
             for row, count in right.items():

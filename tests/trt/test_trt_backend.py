@@ -188,11 +188,8 @@ def test_documented_tensors(shared: Engine) -> None:
         made[x["name"]] = made[x["aliased"]] if "aliased" in x else _zeros(x, sizes)
     plan = (engine.path / PLAN).read_bytes()
     api = emulated_api()
-    run = (
-        api.trt.Runtime(host.logger(api.trt))
-        .deserialize_cuda_engine(plan)
-        .create_execution_context()
-    )
+    loaded = api.trt.Runtime(host.logger(api.trt)).deserialize_cuda_engine(plan)
+    run = loaded.create_execution_context()
     profile = next(p["index"] for p in described["profiles"] if p["phase"] == "prefill")
     assert run.set_optimization_profile_async(profile, 0)
     for x in described["inputs"]:
