@@ -44,7 +44,7 @@ class LogitsMask(Protocol):
 
 
 class _Computation:
-    """One mask that a thread of its own computes."""
+    """One logits mask, computed in a thread."""
 
     def __init__(self, mask: LogitsMask, generated: Sequence[int]) -> None:
         self.count, self.words, self.error = len(generated), None, None
@@ -74,7 +74,7 @@ class _Computation:
         self._arrived.set()
 
     def wait(self, timeout: float) -> bool:
-        """Whether it is computed within so many seconds."""
+        """Wait up to `timeout` seconds; return whether the mask is computed."""
         return self._arrived.wait(timeout)
 
     def cpu_s(self) -> float:
@@ -109,14 +109,14 @@ class BackgroundMask:
         return newest
 
     def ready(self, generated: Sequence[int], timeout: float) -> bool:
-        """Whether `mask` returns, or raises, at once; waits so many seconds for that, and at least
-        until PATIENCE_S after its start."""
+        """Whether `mask` returns (or raises) without waiting; waits up to `timeout` seconds for
+        that, and at least until PATIENCE_S after its start."""
         newest = self.start(generated)
         remaining = newest.patience_end - time.monotonic()
         return newest.wait(max(timeout, remaining, 0.0)) or newest.cpu_s() > MAX_S
 
     def mask(self, generated: Sequence[int]) -> Any:
-        """Return the mask; InputError if it takes too much processor time."""
+        """Wait for the mask; InputError if it took more than MAX_S of CPU time."""
         newest = self.start(generated)
         while not self.ready(generated, PATIENCE_S):
             pass

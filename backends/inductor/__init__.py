@@ -1,5 +1,5 @@
-"""`--backend torch`: graphs in segments, compiled ahead of time by torch's compiler, and run; what
-each device adds has a room of its own."""
+"""`--backend torch`: graphs are split into segments that torch's compiler (AOTInductor) compiles
+ahead of time; backends/cpu and backends/cuda add device-specific kernels."""
 
 from .backend import BACKEND
 

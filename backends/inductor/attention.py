@@ -1,8 +1,6 @@
-"""How the library computes attention: over K and V, or over one cache that says both; and that of
-towers.
-
-q [B,S,nq,d] beside keys and values [T,B,n,d] (slot-major, as the caches are) and a mask
-[B,S,T]. Heads of a group are query rows of one product, so that keys are read once.
+"""Attention by torch ops: over K and V, over a latent cache, and for towers. q [B,S,nq,d]; keys and
+values [T,B,n,d] (slot-major, like the caches); mask [B,S,T]. The query heads of a KV head are rows
+of one matmul, so that keys are read once.
 """
 
 from __future__ import annotations
@@ -102,7 +100,7 @@ def _mask(
 def _joined(
     caches: tuple[Tensor, ...], fresh: tuple[Tensor, ...], dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Return what each cache says in a dtype, with the chunk's rows behind it."""
+    """Dequantise each cache to a dtype and append the chunk's rows."""
     return tuple(dequantize_rows(rows, dtype) for rows in _with_chunk(caches, fresh))
 
 

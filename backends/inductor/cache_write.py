@@ -40,8 +40,8 @@ def _write_one(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> No
 
 
 def write_list(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
-    """Write slots start .. start + lengths - 1 of each row of the cache [C,B,n,d]. Padding writes
-    what was there, to slots of its own: no chunk is longer than the cache."""
+    """Write slots start .. start + lengths - 1 of each row of the cache [C,B,n,d]. Padding rewrites
+    the old contents of further slots: no chunk is longer than the cache."""
     torch._check(new.shape[1] <= cache.shape[0])
     tokens = torch.arange(new.shape[1], device=new.device)[:, None]
     rows = torch.arange(new.shape[0], device=new.device)[None].expand(new.shape[1], -1)

@@ -1,5 +1,5 @@
-"""How the nodes of a graph are computed in a compiled program: by what a device's room says, else
-by the op's reference, else by the op's parts. Needs no torch."""
+"""Lowerings of a compiled region's nodes: the device's kernel, else the op's reference, else the
+op's expansion. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Coded:
     codes: Any
     scales: Any
     dtype: Any
-    #: whether codes and scales lie in tiles
+    #: whether codes and scales are tiled
     tiles: bool = False
 
 
@@ -31,7 +31,7 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Lowering:
-    """How nodes of an op are computed.
+    """Lowering of an op.
 
     call   (run, node, *tensors) -> the node's results, caches written in place
     takes  types of operands that it takes beside tensors

@@ -65,7 +65,7 @@ def graph_steps(g: Graph) -> list[Step]:
 
 
 def state_steps(steps: Sequence[Step]) -> list[Step]:
-    """Return the steps of a chunk without logits: those that cache writes depend on."""
+    """Return the steps that cache writes depend on, for a chunk without logits."""
     live: set[str] = set()
     out: list[Step] = []
     for s in reversed(steps):

@@ -63,7 +63,7 @@ def compile_all(
 def _compiled(
     missing: Mapping[str, Path], target: Target, workers: int
 ) -> Generator[str, None, None]:
-    """Compile each text into its file, in so many processes, and yield it."""
+    """Compile each text to its file in `workers` processes; yield each as it completes."""
     if workers == 1:
         yield from _shared(missing, target)
         return
@@ -114,13 +114,10 @@ def compilers_started(count: int, device: str) -> Iterator[None]:
 
 
 class Workers:
-    """Processes that serve one program after the other, forks of one that has imported the
-    compiler. They are a process group of their own: the terminal's Ctrl-C is for the main process,
-    and a compiler ends with the worker that began it, by SIGTERM, also where the main process
-    ignores that. Their output and their compilers' is kept, not shown.
-
-    Not multiprocessing: its processes import the user's main script again, which would have to
-    be written for that.
+    """A pool of compile workers, forked from a process that has imported the compiler. They form a
+    separate process group: Ctrl-C reaches the main process only, and SIGTERM ends a compiler
+    together with its worker, even if the main process ignores it. Output is captured. Not
+    multiprocessing, whose processes would import the user's main script again.
     """
 
     def __init__(self, count: int, device: str) -> None:
@@ -137,7 +134,7 @@ class Workers:
             stderr=self._printed,
             pass_fds=theirs,
             start_new_session=True,
-            preexec_fn=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL),  # of `kill`
+            preexec_fn=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL),  # signal of `kill`
         )
         for pair in pairs:  # what is made of the own ends keeps them open
             for end in pair:
@@ -165,8 +162,8 @@ class Workers:
         return self._pool.submit(self.compile, text, target, path)
 
     def compile(self, text: str, target: Target, path: Path) -> None:
-        """Compile a program in a process that is idle;
-        LowerError with its message, caused by what the processes printed."""
+        """Compile a program in an idle worker; LowerError with its message, caused by the workers'
+        output."""
         channel = self._idle.get()
         try:
             print(json.dumps([text, asdict(target), str(path)]), file=channel, flush=True)

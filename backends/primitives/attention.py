@@ -17,7 +17,7 @@ from .emitter import Emitter, Operand
 from .network import SLOTS, TURNED, Network, full_slots, is_ring
 from .pointwise import capped, normed, times
 
-#: what decides a table of angles, beside the positions
+#: attributes that, with the positions, determine a RoPE table
 ROTATION = ("kind", "theta", "fraction", "factor", "dtype")
 
 

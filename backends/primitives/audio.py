@@ -36,7 +36,8 @@ def sigmoid_glu(net: Network, n: Node, x: Operand) -> Operand:
 
 
 def windows(e: Emitter, x: Operand, at: torch.Tensor, axis: int) -> Operand:
-    """Return entries `at` [count, width] of an axis, zeros for those that it does not have."""
+    """Gather windows of entries `at` [count, width] along an axis; zero for entries out of
+    range."""
     size = int(x.shape[axis])
     seen = e.gather(x, e.constant(at.clamp(0, size - 1)), axis)
     inside = (at >= 0) & (at < size)

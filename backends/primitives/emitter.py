@@ -6,8 +6,8 @@ that target's node. A proof of the decomposition on one target holds on the othe
 
 Rules, the stricter of the two targets: both operands of a binary primitive have the same rank and
 dtype (dims of 1 repeat), no dtype changes without `cast`, axes are not negative. A dim is an int,
-or a name that two operands share exactly where their sizes are equal. What shapes follow from is
-checked here; which dtypes an operator takes, by what stands for the targets.
+or a name; equal names mean equal sizes. Shapes are checked here, the dtypes that an operator
+supports by the targets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from g4ir.ops.codecs import PACKED
 from g4ir.ops.types import Dim, Type, torch_dtype
 
 COMPARISONS = ("eq", "gt", "lt")
-#: ends the scope of what several values need
+#: suffix of the scope of nodes that several values share
 SHARED = "/shared"
 
 
@@ -56,7 +56,7 @@ class Emitter(ABC):
     given checked operands and the type of the result. ValueError on operands that break a rule.
     """
 
-    #: prefix of the names of what is made next: the IR value that it is made for
+    #: name prefix of the next nodes: the IR value that they compute
     scope: str = ""
     #: whether entries of a quantised weight are gathered before they are dequantised
     gathers_codes = True
@@ -155,9 +155,9 @@ class Emitter(ABC):
         return self._matmul(a, b, transpose_b, Type(a.dtype, (*lead, a.shape[-2], out)))
 
     def dequantize(self, codes: Operand, scales: Operand, axis: int, dtype: str) -> Operand:
-        """Return codes * scales, rounded once. Both are params; scales [.., G, ..] have the shape
-        of the result but on `axis`, of which each serves a group. Of two codes in a byte, in two's
-        complement, the first is the low half."""
+        """Return codes * scales, rounded once. Both are params; scales [.., G, ..] have the
+        result's shape except on `axis`, with one scale per group. 4-bit codes are two's complement,
+        the first in the low half of a byte."""
         last = int(codes.shape[-1]) * PACKED[codes.dtype]
         t = Type(dtype, (*codes.shape[:-1], last))
         pairs = [*zip(t.shape, scales.shape, strict=True)]
@@ -167,9 +167,9 @@ class Emitter(ABC):
         return self._dequantize(codes, scales, axis, t)
 
     def part(self, codes: Operand, dtype: str, reader: int) -> tuple[Operand, float] | None:
-        """Return codes times a power of two, each reader's own, and what a product of these is
-        still to be multiplied by, beside the scales of rows; None where products take codes with
-        their scales."""
+        """Return codes times a power of two (distinct per reader), and the factor that remains to
+        be applied to the matmul's output with the row scales; None if matmuls accept codes with
+        scales."""
         return None
 
     def bits(self, codes: Operand) -> Operand:
@@ -247,8 +247,8 @@ class Emitter(ABC):
         return self._prefix(x, axis, like, x.type.with_shape(*shape))
 
     def block(self, x: Operand, axis: int, first: int, count: int) -> Operand:
-        """Return entries first .. first + count - 1 of an axis whose size has a name, as far as it
-        has them: it may have none."""
+        """Slice entries first .. first + count - 1 of an axis of dynamic size, clipped to it
+        (possibly empty)."""
         name = f"{x.shape[axis]}@{first}+{count}"
         shape = (name if i == axis else d for i, d in enumerate(x.shape))
         return self._block(x, axis, first, count, x.type.with_shape(*shape))
@@ -281,8 +281,8 @@ class Emitter(ABC):
     # --- attention and ranks ------------------------------------------------------------------
 
     def attention(self, q: Operand, keys: Operand, values: Operand, mask: Operand) -> Operand:
-        """Return softmax(q keys^T) values of q [B,heads,S,d], whose heads share those of keys
-        [B,n,T,d] and values [B,n,T,w]. The mask [.,.,S,T] is bool, or is added to the scores."""
+        """Return softmax(q keys^T) values for q [B,heads,S,d], keys [B,n,T,d] and values [B,n,T,w]
+        (GQA). The mask [.,.,S,T] is bool, or additive."""
         fits = q.shape[3] == keys.shape[3] and keys.shape[:3] == values.shape[:3]
         fits = fits and int(q.shape[1]) % int(keys.shape[1]) == 0
         _need(fits, f"attention: {q.type} over {keys.type}, {values.type}")

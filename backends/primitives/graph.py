@@ -1,9 +1,9 @@
 """attention(q, positions, start, old, chunk, *ids)  ->  attention(q, positions, end, written, *ids)
 
-A network keeps more slots of a ring than the graph says, by as many as a chunk has tokens
-(network.py): once the chunk is written, the ring still has all that the chunk's first queries see.
-So attention reads caches alone, and no copy of one with the chunk behind it is ever made; rows of a
-chunk go into the caches alone, so that one op (`qkv_write`) makes them beside q.
+A network's ring caches have prefill_chunk more slots than the graph's (network.py): after the chunk
+is written, the ring still contains all keys visible to the chunk's first queries. So attention
+reads only caches, without a concatenated copy; and since the chunk's K and V go only into caches,
+one op (`qkv_write`) computes them together with q.
 """
 
 from __future__ import annotations
@@ -27,14 +27,11 @@ PREFILL, TEXT = (MEDIA, "prefill"), ("embed", "prefill", "decode", VERIFY, DRAFT
 
 
 def network_graph(program: Program) -> Graph:
-    """Return the one graph of a network: prefill, of which a decode step is a chunk of one token.
-
-    Where images are seen both ways it is prefill_media, which a chunk without images feeds
-    block ids of -1: a second network of the text model would hold its weights twice. The mask
-    that they make is one for all layers, and for a single token a few numbers.
-
-    Where drafted tokens are verified, it is also that step: a chunk of which every row is asked
-    for, and `rows` say of which rows there are logits.
+    """Return the single graph of a network: prefill; a decode step is a chunk of one token. With
+    bidirectional image attention it is prefill_media, where chunks without images have block ids of
+    -1: a second network would store the weights twice. Its mask is computed once for all layers,
+    and is tiny for a single token. With speculative decoding it also serves verification steps;
+    `rows` selects the rows with logits.
     """
     g = next(program.graphs[name] for name in PREFILL if name in program.graphs)
     if VERIFY in program.graphs:
@@ -60,8 +57,8 @@ def network_graph(program: Program) -> Graph:
 
 
 def _pick_logit_rows(g: Graph) -> Graph:
-    """last_row(x, lengths)  ->  pick_rows(x, rows), rows i64[B,R] fed; as it is where there is
-    none, since every row has logits."""
+    """last_row(x, lengths) -> pick_rows(x, rows) with the input rows i64[B,R]; unchanged without
+    last_row (all_logits)."""
     if not any(g.find("last_row")):
         return g
     rows, b = Value(ROWS, Type("i64", ("B", "R"))), Builder()

@@ -1,7 +1,5 @@
-"""Each op in tensor primitives; what is not here is its expansion.
-
-Roundings are those of the ops' references: fp32 islands are casts, every other primitive rounds to
-its dtype.
+"""Lowers each op to tensor primitives; other ops are lowered by their expansion. Rounds like the
+ops' references: casts to fp32 and back, every other primitive rounds to its dtype.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ def _limit(net: Network, n: Node, x: Operand) -> Operand:
 
 
 def _last_row(net: Network, n: Node, x: Operand, lengths: Operand) -> Operand:
-    """Return the rows of all last tokens in one gather; the first row stands for those of none."""
+    """Gather the row of each sequence's last token; the first row for sequences without tokens."""
     e = net.e
 
     def index() -> Operand:

@@ -66,8 +66,8 @@ def experts(
 def local_choices(
     e: Emitter, weights: Operand, index: Operand, first: Operand, count: int
 ) -> tuple[Operand, Operand]:
-    """Return the choices among `count` experts from `first` on: those of others weigh nothing and
-    are of one that is there."""
+    """Map choices to the local experts first .. first + count - 1; choices of other ranks' experts
+    get weight 0 and a valid index."""
     index = e.binary("sub", index, e.unsqueeze(first, 1, 2))
     local = e.binary("and", e.binary("gt", index, -1), e.binary("lt", index, count))
     return e.where(local, weights, 0.0), e.where(local, index, 0)

@@ -1,12 +1,10 @@
-"""A graph of the IR, written into an emitter: one network for prefill and decode.
+"""Lowers an IR graph into an emitter: one network for prefill and decode.
 
-The network is made of the prefill graph, whose chunk may be a single token. Its caches have layouts
-of their own, [B, n, slots, d], so that a chunk is written whole and in place. What padding writes
-is never visible, and overwritten by the next chunk. A full-length cache has max_seq + prefill_chunk
-slots. A ring has R, prefill_chunk more than in the graph, so that a chunk overwrites nothing that
-its first token sees. Caches come in as `NAME` and go out as `NAME.next`.
-
-Beside the graph's own inputs the caller feeds
+The network is the prefill graph, whose chunk may be a single token. Its caches have the layout [B,
+n, slots, d], so that a chunk is written in place at once. Padding's rows are never visible, and
+overwritten by the next chunk. A full-length cache has max_seq + prefill_chunk slots. A ring has R,
+prefill_chunk more than in the graph, so that a chunk overwrites nothing visible to its first token.
+Caches are inputs `NAME` and outputs `NAME.next`. In addition to the graph's inputs the caller feeds
 
     slots   i64[C]  0, 1, ...: C is how many slots of the full-length caches the step looks at, at
                     least as many as rows hold tokens afterwards
@@ -41,7 +39,7 @@ SLOTS = "slots"
 TURNED = "turned"
 #: i64[B,S], where the variant sees images both ways: equal within an image, else NO_BLOCK
 BLOCK_IDS, NO_BLOCK = "block_ids", -1
-#: i64[B,R], where drafted tokens are verified: the rows of the chunk that logits are asked for
+#: input i64[B,R] of verification steps: rows of the chunk with logits
 ROWS = "rows"
 #: how routed experts are computed: gathered for single tokens only, weights of the chosen ones
 #: gathered, or all of them multiplied
@@ -96,7 +94,7 @@ class Network:
         self.env.update({v.name: x for v, x in zip(n.outputs, outputs, strict=True)})
 
     def expanded(self, n: Node) -> list[Operand]:
-        """Write the nodes that a fused op stands for; return its results."""
+        """Emit a fused op's expansion; return its outputs."""
         inner, results = n.expanded
         for m in inner:
             self.node(m)
@@ -108,8 +106,8 @@ class Network:
         return self.env[v.name]
 
     def shared(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """Return a thing that several ops need, made for the first of them. Operands in a key are
-        these themselves: an `id` may soon be another's."""
+        """Return a value that several ops share, created on first use. Keys contain the operands,
+        not their `id`s, which may be reused."""
         if key not in self._shared:
             with self.e.shared_scope():
                 self._shared[key] = make()
@@ -117,7 +115,8 @@ class Network:
         return result
 
     def once(self, kind: str, x: Operand, make: Callable[[], Result]) -> Result:
-        """Return what the ops that read one tensor have in common; it is part of the first."""
+        """Return a value that the readers of tensor `x` share, created in the first reader's
+        scope."""
         key = (kind, x)
         if key not in self._shared:
             self._shared[key] = make()
@@ -126,8 +125,8 @@ class Network:
 
 
 def logit_rows(phase: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return i64[B,R]: the rows of a chunk that logits are asked for, all of what is verified, else
-    each row's last valid one."""
+    """Return i64[B,R]: the rows of a chunk with logits: all in a verification step, else each
+    sequence's last valid one."""
     if phase == VERIFY:
         positions = feeds["positions"]
         index = torch.arange(positions.shape[1], device=positions.device)

@@ -16,8 +16,8 @@ from .network import TURNED, as_in_ir, full_slots, turn
 
 
 class NetworkCaches(State):
-    """The caches of a session in the layouts of a network, [B, heads, slots, head_dim], zeroed, and
-    how far the rings among them are turned, i64[B]."""
+    """A session's KV caches in the network's layout [B, heads, slots, head_dim], zeroed, and the
+    rotation of its ring caches, i64[B]."""
 
     def __init__(
         self,

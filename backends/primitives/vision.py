@@ -104,7 +104,7 @@ def encoder_attention(
     valid: Operand,
     impl: EncoderAttend | None = None,
 ) -> Operand:
-    """Attend; `impl` stands for products and a softmax where a target has its own."""
+    """Attend; `impl`: the target's own attention, instead of matmuls and a softmax."""
     e = net.e
     keys, values = (e.transpose(x, 0, 2, 1, 3) for x in (k, v))
     visible = net.shared(("valid keys", n["valid"]), lambda: e.unsqueeze(valid, 1, 2))
@@ -130,7 +130,7 @@ def attend_in_blocks(
     return outputs[0] if len(outputs) == 1 else e.concat(outputs, 1)
 
 
-# --- behind the layers ------------------------------------------------------------------------
+# --- after the layers ------------------------------------------------------------------------
 
 
 def pool_patches(net: Network, n: Node, x: Operand, positions: Operand) -> Operand:

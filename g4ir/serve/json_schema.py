@@ -4,10 +4,10 @@
 
     {}, {"$ref": "#/$defs/N"}, {"anyOf": [...]}, {"enum": [...]}, or a `type` and its constraints
 
-Older spellings are translated, `allOf` and keywords beside `$ref` and unions are merged.
-Annotations, and keywords and formats that nobody defines, are ignored. A constraint that a grammar
-cannot keep is dropped alone and logged, or refused by its path if the schema is strict. Types,
-declared names and `required` always hold: a schema that allows nothing is refused.
+Older drafts are translated; `allOf` and keywords next to `$ref` and unions are merged. Annotations
+and unknown keywords and formats are ignored. A constraint that grammars do not support is dropped
+and logged, or refused with its path if the schema is strict. Types, declared names and `required`
+are always enforced: a schema without valid values is refused.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from .schema_leaves import (
 )
 
 log = logging.getLogger(__name__)
-#: schemas of one root, unions beside each other multiplied
+#: maximum schemas of one root, after unions are multiplied out
 MAX_SCHEMAS = 1 << 13
-#: nesting at which two schemas are looked at for a common value
+#: maximum nesting at which two schemas are tested for disjointness
 MAX_DEPTH = 8
-#: largest multipleOf, without its power of ten: llguidance has a state for each remainder
+#: maximum multipleOf, without its power of ten: llguidance has a state per remainder
 MAX_STEP = 1 << 12
-#: largest minLength, maxLength, minItems and maxItems
+#: maximum of minLength, maxLength, minItems and maxItems
 MAX_COUNT = 1 << 24
 ANNOTATIONS = NOTES | {"description", "default"}
 UNIONS = ("anyOf", "oneOf")
 LENGTHS, COUNTS = ("minLength", "maxLength"), ("minItems", "maxItems")
-#: keywords that constrain an object beside its type
+#: keywords other than `type` that constrain a value
 CONSTRAINTS = {*OF_TYPE["object"], *UNIONS, *UNSUPPORTED, "allOf", "$ref", "enum", "const"}
 
 #: a schema in the keywords that `read_schema` returns; False allows nothing
@@ -68,7 +68,7 @@ class Source:
     where: str
 
     def at(self, *path: str | int) -> Source:
-        """Return the schema at a path inside."""
+        """Return the subschema at a path."""
         node, where = self.node, self.where
         for step in path:
             node, where = node[step], where + (f"[{step}]" if type(step) is int else f".{step}")
@@ -83,8 +83,9 @@ def read_schema(
     controls: Collection[str],
     refuse: Callable[[str, str], Refused],
 ) -> dict[str, Any]:
-    """Return a schema in the keywords above, with its `$defs`. `refuse` makes the error of a path
-    and a reason; names and values that contain one of `controls` cannot be generated."""
+    """Normalise a schema to the keywords above, with its `$defs`. `refuse(path, reason)` creates an
+    error; names and values that contain one of the control tokens `controls` cannot be
+    generated."""
     root = without_nulls(schema)
     reader = _Reader(root, where, strict, controls, refuse)
     try:
@@ -102,14 +103,14 @@ def read_schema(
 
 @lru_cache(maxsize=4096)
 def log_dropped(line: str) -> None:
-    """Log a constraint that is not kept, once: agents send the same schemas again and again."""
+    """Log a dropped constraint, once: agents resend the same schemas."""
     log.warning("a constraint of a schema is not kept: %s", line)
 
 
 @dataclass
 class _Reader:
-    """Reads one schema of a request. `dropped` has path -> reason of the constraints that do not
-    hold; `contradictions` say why parts of the schema allow nothing."""
+    """Normalises one schema. `dropped`: path -> reason of unsupported constraints;
+    `contradictions`: why parts of the schema have no valid value."""
 
     root: Any
     where: str
@@ -135,13 +136,13 @@ class _Reader:
         return self._intersection(parts)
 
     def drop(self, where: str, reason: str) -> None:
-        """Log a constraint that does not hold; refused if the schema is strict."""
+        """Record a dropped constraint; refused if the schema is strict."""
         if self.strict:
             raise self.refuse(where, f"{reason}; leave it out, or strict")
         self.dropped.setdefault(where, reason)
 
     def _contradicts(self, where: str, reason: str) -> Schema:
-        """Return the schema that allows nothing."""
+        """Record a contradiction, and return the schema without valid values."""
         self.contradictions.append((where, reason))
         return False
 
@@ -149,10 +150,10 @@ class _Reader:
         """Return a control token that a value contains."""
         return next((c for t in _strings_in(value) for c in self.controls if c in t), None)
 
-    # --- spelling ---
+    # --- older drafts ---
 
     def _flatten(self, part: Source) -> Iterator[Source]:
-        """Yield a schema in today's spelling, and the branches of its `allOf` before or after."""
+        """Yield a schema in draft 2020-12, and the branches of its `allOf` before or after it."""
         if isinstance(part.node, bool):
             yield Source({} if part.node else False, part.where)
             return
@@ -163,7 +164,7 @@ class _Reader:
         if not isinstance(branches, list):
             raise self.refuse(f"{part.where}.allOf", "must be a list of schemas")
         names, whole = [*part.node], [Source(node, part.where)] if node or not branches else []
-        # members come in the order in which they are written
+        # keeps the order of properties as written
         first = "allOf" not in names or "properties" in names[: names.index("allOf")]
         yield from whole if first else []
         for i, branch in enumerate(branches):
@@ -171,7 +172,7 @@ class _Reader:
         yield from [] if first else whole
 
     def _modernise(self, part: Source) -> dict[str, Any]:
-        """Return a schema in the spelling of 2020-12."""
+        """Translate a schema to draft 2020-12."""
         node = {k: v for k, v in part.node.items() if k not in ANNOTATIONS}
         if node.get("not") in ({}, True) and "not" in node:
             return {"allOf": [False]}
@@ -197,13 +198,13 @@ class _Reader:
         key = frozenset(json.dumps(p.node, sort_keys=True) for p in parts)
         if (name := self._names.get(key)) is None:
             name = self._names[key] = str(len(self._names))
-            self.defs[name] = {"$ref": f"#/$defs/{name}"}  # while it is read
+            self.defs[name] = {"$ref": f"#/$defs/{name}"}  # placeholder while it is being read
             self._paths[name] = parts[0].where
             self.defs[name] = self._intersection(self._resolve(parts))
         return False if self.defs[name] is False else {"$ref": f"#/$defs/{name}"}
 
     def _resolve(self, parts: Sequence[Source]) -> list[Source]:
-        """Return schemas without references; one that leads to itself adds nothing."""
+        """Resolve top-level references; a self-reference adds nothing."""
         out, visited, pending = list[Source](), set[str](), [*parts]
         while pending:
             part = pending.pop(0)
@@ -227,8 +228,8 @@ class _Reader:
         return out
 
     def check_ends(self) -> None:
-        """Refuse a schema that an answer could enter and that has no finite value. Those with
-        finite values are collected in rounds, until a round adds none."""
+        """Refuse reachable schemas without finite values (endless recursion). Schemas with finite
+        values are found by fixed-point iteration."""
         finite = set[str]()
         while added := {k for k in self.defs.keys() - finite if _ends(self.defs[k], finite)}:
             finite |= added
@@ -240,7 +241,7 @@ class _Reader:
     # --- unions ---
 
     def _intersection(self, parts: Sequence[Source]) -> Schema:
-        """Return the intersection of schemas without references at their top."""
+        """Return the intersection of schemas without top-level references."""
         if any(p.node is False for p in parts):
             return False
         for i, part in enumerate(parts):
@@ -252,8 +253,8 @@ class _Reader:
         return self._leaf(parts)
 
     def _union(self, union: Source, siblings: Sequence[Source], single: bool) -> Schema:
-        """Return the schemas of a union, each intersected with others. Of a `single` one exactly
-        one may hold."""
+        """Return a union's branches, each intersected with `siblings`. `single` (oneOf): exactly
+        one branch may match."""
         if not isinstance(union.node, list):
             raise self.refuse(union.where, "must be a list of schemas")
         if not union.node:
@@ -269,7 +270,7 @@ class _Reader:
         return unique[0] if len(unique) == 1 else {"anyOf": unique}
 
     def _are_disjoint(self, a: Schema, b: Schema, depth: int = MAX_DEPTH) -> bool:
-        """Return whether types and listed values show that no value matches both schemas."""
+        """Whether types and enums prove that no value matches both schemas."""
         if a is False or b is False or not depth:
             return bool(depth)
         for one, other in ((a, b), (b, a)):
@@ -342,7 +343,7 @@ class _Reader:
                 self.drop(f"{part.where}.{name}", "is not supported")
 
     def _listed(self, parts: Sequence[Source], types: Collection[str]) -> Schema:
-        """Return the listed values that all schemas allow."""
+        """Return the enum values that all schemas allow."""
         lists = [p for p in parts if "enum" in p.node]
         for part in lists:
             if not isinstance(part.node["enum"], list):
@@ -374,8 +375,8 @@ class _Reader:
     def _limits(
         self, parts: Sequence[Source], kind: str, names: Collection[str] = ()
     ) -> dict[str, Any] | None:
-        """Return the limits of values of a type; None: they contradict each other. A format is an
-        annotation: it gives way to constraints."""
+        """Return the merged limits of a type; None if they contradict each other. A format is an
+        annotation, dropped in favour of constraints."""
         out: dict[str, Any] = {}
         for name in names or OF_TYPE[kind]:
             for value, where in (
@@ -402,7 +403,7 @@ class _Reader:
         return out
 
     def _unusable(self, name: str, value: Any) -> str:
-        """Return why a grammar cannot keep a limit; empty if it may."""
+        """Return why a grammar does not support a limit; "" if it does."""
         if name == "pattern":
             if not isinstance(value, str):
                 return f"must be a regular expression, found {shown(value)}"
@@ -422,7 +423,7 @@ class _Reader:
     # --- arrays ---
 
     def _array(self, parts: Sequence[Source], kind: str) -> dict[str, Any] | None:
-        """Return the counts and the schemas of items; None: no array is allowed."""
+        """Return the keywords of arrays: counts and item schemas; None if no array is valid."""
         for part in parts:
             if not isinstance(part.node.get("prefixItems", []), list):
                 raise self.refuse(f"{part.where}.prefixItems", "must be a list of schemas")
@@ -453,7 +454,8 @@ class _Reader:
     # --- objects ---
 
     def _object(self, parts: Sequence[Source], kind: str) -> dict[str, Any] | None:
-        """Return the schemas of members and `required`; None: no object is allowed."""
+        """Return the keywords of objects: property schemas and `required`; None if no object is
+        valid."""
         for part in parts:
             for name in ("properties", "patternProperties"):
                 if not isinstance(part.node.get(name, {}), Mapping):
@@ -485,7 +487,7 @@ class _Reader:
         return out
 
     def _matched(self, parts: Sequence[Source], declared: bool) -> dict[str, Any]:
-        """Return the schema of members whose names match a pattern, if it can be kept."""
+        """Return the schema of patternProperties, if it is supported."""
         patterns = [(p, k) for p in parts for k in p.node.get("patternProperties", ())]
         if not patterns:
             return {}
@@ -508,7 +510,7 @@ MORE = "additionalProperties"
 
 
 def _items(parts: Sequence[Source], index: int) -> Iterator[Source]:
-    """Yield the schemas of an item."""
+    """Yield the schemas that apply to an item."""
     for part in parts:
         if index < len(part.node.get("prefixItems", ())):
             yield part.at("prefixItems", index)
@@ -517,7 +519,7 @@ def _items(parts: Sequence[Source], index: int) -> Iterator[Source]:
 
 
 def _members(parts: Sequence[Source], name: str) -> Iterator[Source]:
-    """Yield the schemas of a member with this name."""
+    """Yield the schemas that apply to a property."""
     for part in parts:
         if name in part.node.get("properties", {}):
             yield part.at("properties", name)
@@ -526,7 +528,7 @@ def _members(parts: Sequence[Source], name: str) -> Iterator[Source]:
 
 
 def _nullable(node: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that also allows null, as OpenAPI 3.0 says it."""
+    """Expand OpenAPI 3.0's `nullable`."""
     if node.keys() & {"allOf", "$ref", *UNIONS}:
         return {"anyOf": [node, {"type": "null"}]}
     if "type" in node:
@@ -538,7 +540,7 @@ def _nullable(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with(limits: Node, name: str, value: Any) -> dict[str, Any]:
-    """Return limits with one more; the stricter one where both are bounds."""
+    """Add a limit; of two bounds the stricter one is kept."""
     if name not in limits:
         return {**limits, name: value}
     if name in ("pattern", "multipleOf"):
@@ -548,7 +550,7 @@ def _with(limits: Node, name: str, value: Any) -> dict[str, Any]:
 
 
 def _ends(node: Schema, finite: Collection[str]) -> bool:
-    """Return whether a schema has a finite value, where those references do that are `finite`."""
+    """Whether a schema has a finite value, given the set of `finite` references."""
     if node is False:
         return True
     if "$ref" in node:
@@ -565,7 +567,7 @@ def _ends(node: Schema, finite: Collection[str]) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two values are equal in JSON, where true is not 1."""
+    """JSON equality: true differs from 1."""
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, list) and isinstance(b, list):
@@ -576,7 +578,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def has_type(value: Any, kind: str) -> bool:
-    """Return whether a value is of a JSON type; 2.0 is an integer too."""
+    """Whether a value is of a JSON type; 2.0 is an integer too."""
     if kind in ("integer", "number"):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number and (kind == "number" or value == int(value))
@@ -585,7 +587,7 @@ def has_type(value: Any, kind: str) -> bool:
 
 
 def _types_of(node: Node) -> set[str]:
-    """Return the types of a schema; a number may be an integer."""
+    """Return a schema's types; "number" includes "integer"."""
     if "enum" in node:
         return {kind for v in node["enum"] for kind in TYPES if has_type(v, kind)}
     kinds = node.get("type", [*TYPES])
@@ -593,7 +595,7 @@ def _types_of(node: Node) -> set[str]:
     return out | {"integer"} if "number" in out else out
 
 
-#: keyword -> whether a number is within its limit; exact, where llguidance computes in floats
+#: keyword -> predicate (number, limit); exact, whereas llguidance computes in floats
 _WITHIN: Mapping[str, Callable[[Any, Any], bool]] = {
     "minimum": operator.ge,
     "maximum": operator.le,
@@ -604,7 +606,7 @@ _WITHIN: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 def _is_within(value: Any, limits: Mapping[str, dict[str, Any] | None]) -> bool:
-    """Return whether a listed value is within the limits of numbers and of strings."""
+    """Whether an enum value satisfies the limits of numbers and strings."""
     kind = "number" if has_type(value, "number") else "string"
     if not has_type(value, kind):
         return True
@@ -618,7 +620,7 @@ def _is_within(value: Any, limits: Mapping[str, dict[str, Any] | None]) -> bool:
 
 
 def _strings_in(value: Any) -> Iterator[str]:
-    """Yield the strings in a value, names of members included."""
+    """Yield the strings in a value, property names included."""
     if isinstance(value, str):
         yield value
     for inner in value if isinstance(value, list) else ():
@@ -629,7 +631,7 @@ def _strings_in(value: Any) -> Iterator[str]:
 
 
 def _coefficient(step: float) -> int:
-    """Return a multipleOf without its decimal point, 25 for 2.5: the number of remainders."""
+    """Return a multipleOf scaled to an integer (25 for 2.5): the number of remainders."""
     _, digits, exponent = Decimal(str(step)).normalize().as_tuple()
     number = int("".join(map(str, digits)))
     return 0 if step <= 0 else number * 10 ** min(max(int(exponent), 0), 18)

@@ -1,4 +1,5 @@
-"""Finds what lies at a checkpoint's path, and snapshots in the hub's local cache."""
+"""Identifies the model at a path (checkpoint, GGUF file), and finds snapshots in the hub's local
+cache."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from .gguf.container import Container, read_container
 from .gguf.metadata import GENERATION_KEYS, SPEC_ONLY, read_spec, side_files
 from .tensorfile import quoted
 
-#: of the hub, as on the command line; other words are paths
+#: hub id `org/name` on the command line; everything else is a path
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 MMPROJ = "mmproj"  # how files of towers alone begin
 #: ends of files that are one of a checkpoint's several
@@ -92,7 +93,7 @@ class CheckpointDirectory:
         return read_extractor(self.path)
 
     def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:
-        """Return the kinds of media of a build; InputError for one that it has no tower of."""
+        """Return a build's media kinds; InputError for a kind without a tower."""
         return asked
 
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
@@ -150,7 +151,8 @@ Origin = CheckpointDirectory | GgufFile
 
 
 def find_origin(path: Path | str) -> Origin:
-    """Return what lies at a path; InputError where there is no such file, or one of a directory."""
+    """Return the origin at a path; InputError for a missing file, or a file within a checkpoint
+    directory."""
     path = Path(path)
     if path.is_file():
         if path.name.endswith(OF_DIRECTORY):
@@ -163,7 +165,8 @@ def find_origin(path: Path | str) -> Origin:
 
 
 def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origin:
-    """Return what lies at a path, with the towers of a GGUF file; InputError where nothing does."""
+    """Return the origin at a path, with a GGUF file's towers; InputError if the path does not
+    exist."""
     origin = find_origin(path)
     if not origin.path.exists():
         raise InputError(f"{path}: no such directory")
@@ -231,14 +234,14 @@ def cached_config(hub_id: str) -> Path | None:
 def _has_weights(snapshot: Path) -> bool:
     files = [p.name for p in snapshot.iterdir() if p.suffix in (GGUF, ".safetensors")]
     if files and (index := snapshot / INDEX).is_file():
-        with suppress(ValueError, KeyError, AttributeError):  # whoever opens it says what is wrong
+        with suppress(ValueError, KeyError, AttributeError):  # opening it raises the error
             shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
             return {*shards} <= {*files}
     return bool(files)
 
 
 def cache_folder(hub_id: str) -> Path:
-    """Return the folder of `org/name` in the local cache; InputError for no such name."""
+    """Return the folder of `org/name` in the local cache; InputError for an invalid name."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id):
         raise InputError(f"hub id must look like org/name, found {quoted(hub_id)}")
     return hub_cache() / ("models--" + hub_id.replace("/", "--"))
@@ -253,8 +256,8 @@ def _snapshot(repo: Path, revision: str = "main") -> Path | None:
 
 
 def in_cache_folder(path: Path) -> Path:
-    """Return the snapshot that a cache folder `models--org--name` stands for; any other path as it
-    is. InputError where the folder has no snapshot, or several of which none is `main`."""
+    """Return the snapshot in a cache folder `models--org--name`; other paths unchanged. InputError
+    if there is no snapshot, or several without a `main`."""
     folder = path / "snapshots"
     if not folder.is_dir():
         return path

@@ -36,9 +36,9 @@ from .formats.base import Files
 
 #: `mmap` maps a table up to this size whole (or makes it), and reads a larger one row by row
 TABLE_BYTES = 256 << 20
-#: bytes of a larger one that are made at a time where it is written
+#: bytes per piece of a larger param, packed piece by piece while it is written
 PIECE_BYTES = 32 << 20
-#: recipes with results that nobody has asked for yet, at most
+#: maximum recipes with results that were not fetched yet
 MAX_PENDING = 8
 _OF_RANK = re.compile(r"\w+[-.]rank(\d+)of\d+[-.]")
 
@@ -52,8 +52,8 @@ class Packing:
     _recipes: dict[str, Graph] = field(default_factory=dict, compare=False, repr=False)
 
     def recipe(self, param: str) -> Graph:
-        """Return the part of the prologue that makes one param, with what else is made of the same
-        params alone; empty for a stored tensor."""
+        """Return the part of the prologue that computes one param, and other outputs of the same
+        inputs (codes and scales); empty for a stored tensor."""
         if param not in self._recipes:
             self._recipes[param] = self._recipe(self.program.params()[param])
         return self._recipes[param]
@@ -165,15 +165,15 @@ class MadeParams:
 
     packing: Packing
     source: Checkpoint
-    #: of several ranks, the one whose params they are
+    #: shard of the rank whose params these are, if there are several ranks
     share: Share | None = None
     #: second moments of the inputs of calibrated weights, by param of the whole model: as many axes
     #: as the weight, of length 1 where all share one
     moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
     #: computes `quantize`, with the bits of the definition
     quantized: Callable[..., tuple[Any, ...]] = quantize.reference
-    #: recipes of several results (codes and scales), by the first one's name: those that run, and
-    #: results that nobody has asked for yet
+    #: recipes with several results (codes and scales), by the first one's name: running, or with
+    #: results not fetched yet
     _pending: dict[str, Future[dict[str, torch.Tensor]]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -188,7 +188,8 @@ class MadeParams:
         return result
 
     def _shared_result(self, recipe: Graph, param: str) -> torch.Tensor | None:
-        """Return a result of a recipe that another thread may run; None if it was taken before."""
+        """Return a result of a recipe that another thread may run; None if it was fetched
+        before."""
         key = recipe.outputs[0].name
         with self._lock:
             future = self._pending.get(key)
@@ -210,8 +211,8 @@ class MadeParams:
         return result
 
     def makes(self, param: str) -> list[Callable[[], tensorfile.TensorPieces]]:
-        """Return what makes a param that is written: of a large table some rows after the other, so
-        that neither it nor its weights are held whole."""
+        """Return the producer of a param's bytes; a large table in pieces of rows, so that it is
+        never in memory as a whole."""
         tables = {v.name: v for v in self.packing.program.graphs["embed"].params}
         v, ops = tables.get(param), {n.op for n in self.packing.recipe(param).nodes}
         if not v or v.type.nbytes() <= TABLE_BYTES or not ops <= {"quantize"}:
@@ -227,7 +228,7 @@ class MadeParams:
         return self._results(recipe, partial(self.source.rows, ids=ids))[param]
 
     def _in_pieces(self, v: Value, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield rows of codes; what else is made of their weights is kept until it is asked for."""
+        """Yield rows of codes; other results (scales) are kept until they are fetched."""
         recipe = self.packing.recipe(v.name)
         extras: dict[str, list[torch.Tensor]] = {}
         for ids in parts:
@@ -293,7 +294,8 @@ class MadeParams:
         return cast(tensor, v.type.dtype, name)
 
     def _source(self, v: Value) -> str | None:
-        """Return the tensor of the checkpoint that a param is made of; None: it is a rank's own."""
+        """Return the checkpoint tensor from which a param is computed; None if it exists on this
+        rank only."""
         param = self._full_name(v.name)
         return param and checkpoint_name(param)
 
@@ -367,7 +369,7 @@ class RowTable:
         return self.source.tensor(self.name) if isinstance(self.source, StoredParams) else None
 
 
-#: where a table lies that is only gathered from: the engine's device, host memory, or its file
+#: placements of a gather-only table: the engine's device, host memory, or memory-mapped file
 PLACEMENTS = ("device", "host", "mmap")
 DEFAULT_PLACEMENT = "mmap"
 
@@ -383,13 +385,13 @@ def open_table(source: ParamSource, v: Value, placement: str, device: str) -> An
 
 
 def local_params(packing: Packing, share: Share) -> set[str]:
-    """Return the params of which each rank has its own, made of what is cut."""
+    """Return the sharded params: those computed from sharded weights."""
     recipes = ((name, packing.recipe(name)) for name in packing.program.params())
     return {name for name, recipe in recipes if any(share.cuts(v.name) for v in recipe.params)}
 
 
 def rank_files(files: Iterable[Path], rank: int) -> list[Path]:
-    """Return those of an engine's files that a rank reads: its own, and what all share."""
+    """Return the engine files that a rank reads: its shard and the shared files."""
     named = [(f, _OF_RANK.match(f.name)) for f in files]
     return sorted(f for f, match in named if match is None or int(match[1]) == rank)
 
@@ -400,7 +402,7 @@ def stored_params(folder: Path, rank: int) -> StoredParams:
 
 
 def params_of_rank(params: ParamSource, folder: Path, rank: int) -> ParamSource:
-    """Return what another rank of an engine has, from what one of them has."""
+    """Return another rank's param locations, given one rank's."""
     if isinstance(params, MadeParams):
         share = params.share and replace(params.share, rank=rank)
         return replace(params, share=share, _pending={})
@@ -410,8 +412,8 @@ def params_of_rank(params: ParamSource, folder: Path, rank: int) -> ParamSource:
 def write_shares(
     packing: Packing, params: MadeParams, ranks: int, folder: Path, progress: Any
 ) -> dict[Path, str]:
-    """Write what every rank holds once, and what is of one rank into files of its own; return the
-    SHA-256 of each file."""
+    """Write replicated params once, and sharded params to a file per rank; return the SHA-256 of
+    each file."""
     assert params.share
     local = local_params(packing, params.share)
     alike = packing.program.params().keys() - local
@@ -431,8 +433,7 @@ def write_params(
     names: Collection[str] | None = None,
     stem: str = "weights",
 ) -> dict[Path, str]:
-    """Write every param, or those of `names`, into safetensors shards; return the SHA-256 of
-    each."""
+    """Write all params, or those in `names`, to safetensors shards; return the SHA-256 of each."""
     params = [v for n, v in packing.program.params().items() if names is None or n in names]
     done, total = 0, max(1, sum(v.type.nbytes() for v in params))
 
@@ -475,7 +476,8 @@ class UnpackedWeights:
         return v.name in self.params or any(self.holds(n.out) for n in after)
 
     def __call__(self, v: Value) -> torch.Tensor:
-        """Return the tensor of a param; EngineError where what is held does not say what it was."""
+        """Return a param's original tensor; EngineError if it cannot be recovered from the stored
+        params."""
         self.check(v)
         if isinstance(self.source, MadeParams):
             return self.source.load_input(v)
@@ -486,7 +488,8 @@ class UnpackedWeights:
         return UNDONE[n.op](n, v, self(n.out))
 
     def check(self, v: Value) -> None:
-        """Raise EngineError where what is held does not say what a param was."""
+        """Raise EngineError if a param's original values cannot be recovered from the stored
+        ones."""
         if not isinstance(self.source, MadeParams) and not self.holds(v):
             msg = f"no longer holds %{v.name}, only what was made of it"
             raise EngineError(f"{self.path} {msg}: give --checkpoint DIR")
@@ -504,7 +507,7 @@ class UnpackedWeights:
         return dense
 
     def _codes_of(self, parts: tuple[Value, ...]) -> tuple[torch.Tensor, ...] | None:
-        """Return codes and scales; None where the engine holds what was made of them."""
+        """Return codes and scales; None if the engine stores values derived from them."""
         quantize = self.prologue.producers.get(parts[0].name)
         if isinstance(self.source, MadeParams):
             if quantize:
@@ -518,8 +521,8 @@ class UnpackedWeights:
         return None
 
     def part(self, v: Value) -> torch.Tensor:
-        """Return the codes or the scales of a weight, `X.codes` or `X.scales`; EngineError where
-        the engine holds what was made of them."""
+        """Return the codes or the scales of a weight, `X.codes` or `X.scales`; EngineError if the
+        engine stores values derived from them."""
         codes = self._codes_of(self._parts(v.name.removesuffix(CODES).removesuffix(SCALES)))
         if codes is None:
             raise EngineError(f"{self.path} no longer holds %{v.name}: give --checkpoint DIR")
