@@ -56,7 +56,7 @@ class InputError(G4Error):
 
 
 class BusyError(G4Error):
-    """More is asked for than waits in a queue: what waits, and when to ask again."""
+    """A queue is full; has its length and the seconds after which to retry."""
 
     exit_code = 1
 

@@ -59,7 +59,8 @@ def has_digest(path: Path, digest: str) -> bool:
 
 
 def were_equal(engine: str) -> bool:
-    """Whether the graphs of an engine, by its digest, were those that these sources make."""
+    """Whether an engine's graphs (by its digest) were verified before to equal those that these
+    sources build."""
     return bool(_recall(GRAPHS, engine) == sources_digest())
 
 
@@ -81,7 +82,8 @@ def _sources() -> Iterator[Path]:
 
 
 def identity_of(path: Path) -> list[int]:
-    """Return what changes with a file's content: device, inode, bytes, and two times."""
+    """Return a file's identity, which changes with its content: device, inode, size, mtime and
+    ctime."""
     s = path.stat()
     return [s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns]
 

@@ -114,7 +114,7 @@ class RandomWeights:
 
 @dataclass(frozen=True)
 class LinkedWeights:
-    """Params made of a checkpoint's files, which have these digests."""
+    """Params computed from a checkpoint's files, and the files' digests."""
 
     kind: Annotated[str, OneOf(("linked",))]
     directory: Line
@@ -205,7 +205,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Artefact:
-    """A checked engine directory. Loading it runs nothing of what lies there."""
+    """A checked engine directory. Reading it executes none of its code."""
 
     path: Path
     manifest: Manifest
@@ -449,7 +449,7 @@ def _check_config(file: Path, m: Manifest) -> None:
 
 
 def _packing_of(path: Path, m: Manifest) -> packings.Packing:
-    """Return the graphs of an engine that are those of its spec and options."""
+    """Return an engine's graphs, verified against its spec and options."""
     if were_equal(m.digest):
         graphs = {name: _parsed(path / f"graph.{name}.g4ir") for name in m.graphs}
         return packings.Packing(Program(graphs), _parsed(path / "prologue.g4ir"))

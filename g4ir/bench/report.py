@@ -28,7 +28,7 @@ from .runners import BenchRunner, EngineRunner, Rounds, Workload
 from .system import busy_text
 from .work import request_costs
 
-#: counts up when a key changes its meaning or goes away
+#: schema version: incremented when a key changes its meaning or is removed
 VERSION = 2
 KIND = "g4ir bench"
 #: vLLM's names: of a statistic and of a throughput -> ours
@@ -122,7 +122,7 @@ def roof_values(dtype: str, rates: Sequence[Rates]) -> Values:
 
 
 def run_values(w: Workload, runner: BenchRunner, rates: Sequence[Rates], void: bool) -> Values:
-    """Return what is reported of a runner."""
+    """Return a runner's part of the report."""
     engine = _engine_values(w, runner, rates) if isinstance(runner, EngineRunner) else {}
     return {
         "role": runner.role,
@@ -196,7 +196,7 @@ def work_values(
 
 
 def speedup(rounds: Rounds, other: Rounds) -> dict[str, Stat]:
-    """Return the times of another runner over those of the first engine."""
+    """Return the speedup: another runner's times / the first engine's."""
     keys = {"prefill": "ttft", "decode": "itl", "e2e": "e2el"}
     return {phase: ratio(medians(other, key), medians(rounds, key)) for phase, key in keys.items()}
 

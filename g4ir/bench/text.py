@@ -211,7 +211,7 @@ def compare_reports(a: Values, b: Values, every: bool = False) -> dict[str, Any]
 
 
 def _conditions(r: Values) -> Values:
-    """Return what the metrics depend on: the model, the workload, the machine, and the engines."""
+    """Return the conditions of a report: model, workload, machine and engines."""
     return {
         "model": r["model_id"],
         **{f"workload {k}": r["workload"][k] for k in WORKLOAD},

@@ -1,1 +1,1 @@
-"""How far two computations lie apart, and where it began."""
+"""Verification: compares an engine with references, and locates the first difference."""

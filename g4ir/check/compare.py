@@ -49,7 +49,7 @@ MEASURED = 4.0
 CLOSE_EXPERTS = {"f32": 1e-3, "bf16": 2.0**-2}
 #: values compared at once, in float64
 BLOCK = 1 << 24
-#: max tokens of a chunk of which every value is stored
+#: maximum tokens of a chunk for which all values are stored
 CHUNK = 512
 
 

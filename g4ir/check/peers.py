@@ -156,9 +156,9 @@ def find_anchor(
     want: Tensor,
     progress: Progress = no_progress,
 ) -> Anchor | None:
-    """Return what distances of a batch are measured from: the peer in float64, rows of logits one
-    request after the other; if that does not fit its own rows `want`, and the other mode alone.
-    None if the other mode says nothing: the interpreter's makes nearly the same roundings."""
+    """Return the anchor from which a batch's distances are measured: the reference's logits in
+    float64, concatenated over requests; if float64 does not fit, its own rows `want` and its other
+    mode. None if the other mode is no help: the interpreter's modes round almost alike."""
     tokens, rows = len(requests[0].ids), sum(len(turns.where) for turns in requests)
     refusal = float64_refusal(engine, tokens, rows, peer.device)
     progress(f"{tokens} tokens through {peer.name} {'again' if refusal else 'in float64'}")

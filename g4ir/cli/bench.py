@@ -117,7 +117,7 @@ class Bench(Verb):
             )
 
     def _checkpoint(self) -> str | None:
-        """Return what a baseline loads: --checkpoint, or the weights that the first MODEL names."""
+        """Return the checkpoint of a baseline: --checkpoint, or the weights of the first MODEL."""
         model = self.engines[0]
         explicit = self.checkpoint or self.first_use.options.random_weights is not None
         if explicit or is_engine(Path(model)) or Path(model).suffix in SUFFIXES:

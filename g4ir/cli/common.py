@@ -33,7 +33,7 @@ V = TypeVar("V", bound="OnEngine")
 
 
 def emit(value: Any, indent: int | None = None) -> None:
-    """Print JSON on stdout; what is not a finite number becomes null, which every reader knows."""
+    """Print JSON on stdout; NaN and infinities become null."""
     print(json.dumps(strict(value), indent=indent), flush=True)
 
 
@@ -50,7 +50,7 @@ def print_facts(as_json: bool, values: Mapping[str, Any], width: int = 0) -> int
 
 
 def strict(value: Any) -> Any:
-    """Return JSON values only: null for what is not a finite number."""
+    """Replace NaN and infinities by null."""
     if isinstance(value, dict):
         return {k: strict(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -172,8 +172,8 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
             return [str(find_engine(*m, self.engines_limit, progress, **how)) for m in requests]
 
     def _consent(self) -> Callable[[Any], bool] | bool:
-        """Return the function that decides on a download, after it has shown what comes: yes with
-        --download, else what is answered at a terminal; False if there is none to ask."""
+        """Return the function that decides on a download after it has printed its size: yes with
+        --download, else it asks on a terminal; False without a terminal."""
 
         def agreed(download: Any) -> bool:
             console.say(str(download))
@@ -183,7 +183,7 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
 
 
 def of_file(options: BuildOptions, preset: str | None) -> BuildOptions:
-    """Return options without the quantisation of a preset where a file has one of its own."""
+    """Return options without the preset's quantisation if the file is already quantised."""
     if not preset or options.checkpoint is None or options.quant is None:
         return options
     from .models import checkpoint_model, without_quant
@@ -203,6 +203,6 @@ class OnEngine(Verb):
     first_use: FirstUse
 
     def with_engine(self: V, draft: Draft | None = None, all_logits: bool = False) -> V:
-        """Return the verb with an engine in the place of MODEL, built on first use."""
+        """Return the verb with MODEL replaced by an engine, built on first use."""
         (engine,) = self.first_use.engines([self.engine], draft, all_logits)
         return replace(self, engine=engine)

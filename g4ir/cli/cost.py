@@ -116,8 +116,8 @@ class CostOf(Verb):
 
 
 def _formats(graph: Graph, quant: QuantConfig | None) -> str:
-    """Return what weights are quantised to, where the graph still makes their codes; else the
-    formats of its params, largest share first."""
+    """Return the formats to which the graph quantises weights; if it no longer does, its params'
+    formats, largest share first."""
     coded = any(v.type.dtype in FORMAT_OF for v in graph.params)
     if quant and not coded and not is_tower(graph.name):
         return quant.name

@@ -32,7 +32,7 @@ from .verb import ANY_MODEL, Part, argument, flag, options
 
 #: what the towers of each part are for
 OF_PART = {"vision": "image", "audio": "audio"}
-#: tokens drafted at a time, where a graph that verifies is shown and nothing is said
+#: default draft tokens of a printed verification graph
 DRAFTED = 4
 #: graph of speculative decoding -> the option that builds it
 DRAFTING = {VERIFY: "--draft-tokens K", DRAFT: "--drafter default"}
@@ -81,7 +81,7 @@ class NamedGraph(Part):
 
     @cached_property
     def config(self) -> BuildConfig:
-        """The options of the engine, or those that are given and else an engine's own."""
+        """The build options of the engine; flags override them."""
         if self.built:
             return self.built.config
         spec, requested = self.spec, self.options
@@ -113,7 +113,7 @@ class NamedGraph(Part):
         return graph if self.after == "none" else self.behind(graph, skip)
 
     def behind(self, graph: Graph, skip: Collection[str], dump: Dump | None = None) -> Graph:
-        """Return a graph behind the pass of `--after`."""
+        """Return a graph as it is after the pass of `--after`."""
         if self.after and self.after in skip:
             find_pass(self.after)
             raise InputError(f"--after {self.after}: the pass is skipped")

@@ -22,9 +22,9 @@ from .cost import StepSize
 from .graphs import NamedGraph
 from .verb import Verb, json_flag
 
-#: the GPU whose settings are shown where none is named
+#: default GPU of printed settings
 GPU = "h200"
-#: and those that kernels are written for
+#: GPUs for which kernels are written
 CARDS = ("h100", "h200")
 
 

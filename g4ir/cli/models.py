@@ -43,14 +43,14 @@ def named_model(word: str) -> Model:
 
 
 def checkpoint_model(path: str | Path) -> Model:
-    """Return what a GGUF file or a checkpoint directory says of itself."""
+    """Describe a GGUF file or a checkpoint directory."""
     origin = existing_origin(path)
     spec = origin.spec()
     return Model(spec, origin, _checkpoint_quant(spec, origin))
 
 
 def without_quant(options: BuildOptions, preset: Preset, model: Model) -> BuildOptions:
-    """Return options without the quantisation of a preset where the file has one of its own."""
+    """Return options without the preset's quantisation if the file is already quantised."""
     quant = preset.options.get("quant")
     same = model.quant and quant is not None and options.quant == quant
     return replace(options, quant=None) if same else options
@@ -74,7 +74,7 @@ def _stated(source: str) -> tuple[Spec, Origin | None]:
 
 
 def _checkpoint_quant(spec: Spec, origin: Origin) -> QuantConfig | None:
-    """Return how weights are held; None also for a directory with nothing but its config."""
+    """Return a checkpoint's weight format; None also for a directory with only a config."""
     if origin.path.is_dir() and not [*origin.path.glob("*.safetensors")]:
         return None
     opened = origin.open(spec, (), spec.dtype)

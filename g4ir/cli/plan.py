@@ -64,7 +64,7 @@ class PlanModels(Verb):
         return output(self.json, report, comparison_text(plans))
 
     def _models(self) -> list[Model]:
-        """Return what is named: by default the variants with published weights."""
+        """Return the requested models; default: all variants with published weights."""
         variant, spec = self.source.variant, self.source.spec
         named = [("MODEL", self.models), ("--variant", variant), ("--spec", spec)]
         if len(sources := [flag for flag, value in named if value]) > 1:
@@ -107,7 +107,7 @@ class PlanModels(Verb):
 
 
 def plan_model(model: Model, options: BuildOptions, **sizes: Any) -> Plan:
-    """Plan a model that is no engine, as its backend stores it; sizes: those of `make_plan`."""
+    """Plan a model that is not built yet, as its backend would store it; sizes: see `make_plan`."""
     backend = find_backend(options.backend).aimed(options.target)
     card = sizes.get("memory")
     if (options.device or backend.devices[0]) == "cpu" and card and card.name in GPUS:

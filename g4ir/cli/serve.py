@@ -1,4 +1,4 @@
-"""`g4ir serve`: an engine behind the OpenAI and Anthropic APIs."""
+"""`g4ir serve`: OpenAI- and Anthropic-compatible HTTP server."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Serve(OnEngine):
         return 0
 
     def _server(self) -> tuple[Server, Address]:
-        """Return what the flags say, checked."""
+        """Create the server from the flags."""
         try:
             from g4ir.serve.app import Server
             from g4ir.serve.auth import Auth, allowed_hosts, read_keys

@@ -102,7 +102,7 @@ class Show(Verb):
 
 
 def _text(graph: Graph, layer: int | None) -> str:
-    """Return the text of a graph, or of one of its layers: none if it has no such layer."""
+    """Return the text of a graph, or of one layer; "" if it has no such layer."""
     nodes = [] if layer is None else _nodes_of(graph, layer)
     if not nodes:
         return str(graph) if layer is None else ""
@@ -124,7 +124,7 @@ def _nodes_of(g: Graph, layer: int) -> list[Node]:
 
 
 def _op_facts(o: Op) -> dict[str, Any]:
-    """Return what the record says."""
+    """Return an op's record as a dict."""
     return {
         "op": o.name,
         "kind": o.kind or "by name",

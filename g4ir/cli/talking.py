@@ -60,7 +60,7 @@ class Sampling(Part, title="sampling"):
 def open_chat(
     engine: Engine, draft: Draft, talk: Talk, sampling: Sampling
 ) -> Iterator[ChatSession]:
-    """A context with a conversation of what the flags say."""
+    """Open a conversation with the flags' settings, for the duration of a context."""
     from g4ir.engine.scheduler import SchedulerConfig
     from g4ir.generate.conversation import ChatSession
 

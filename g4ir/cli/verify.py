@@ -1,4 +1,4 @@
-"""`g4ir verify`: an engine beside a reference, or on texts."""
+"""`g4ir verify`: compares an engine with a reference, or scores texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversation with an engine: what was said, with which tools and settings, and the next answer.
+"""A conversation with an engine: messages, tools, settings, and the next answer.
 
     with ChatSession(engine) as talk:
         talk.attach("image", "photo.png")
@@ -43,7 +43,7 @@ from g4ir.ui.files import write_file
 
 #: why an answer ended that `stop` ended
 INTERRUPTED = "interrupted"
-#: what is said to the model of calls that nobody answered
+#: tool result sent to the model for calls without results
 NOT_RUN = "the call was not run"
 #: setting -> how its value is read
 SETTINGS: Mapping[str, type[int] | type[float]] = {
@@ -70,7 +70,7 @@ class Turn:
     thought_tokens: int
     #: whether it ended because the engine holds no more
     full: bool = False
-    #: of its rounds, where tokens were drafted
+    #: acceptance stats of speculative decoding, if it was on
     tally: AcceptanceStats = field(default_factory=AcceptanceStats)
 
     @property

@@ -90,8 +90,8 @@ def checked_fields(
     known: Mapping[str, Field] = FIELDS,
     either: tuple[str, str] = ("prompt", "tokens"),
 ) -> dict[str, Any]:
-    """Return the fields of a request, which are `known` and have one of `either`; those that are
-    null are left out."""
+    """Return a request's fields without nulls; InputError unless all are `known` and exactly one of
+    `either` is present."""
     for key, item in value.items():
         if key not in known:
             raise InputError(f"{where}: unknown field {key[:40]!r}; one of {', '.join(known)}")

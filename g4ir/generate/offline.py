@@ -311,7 +311,7 @@ class OfflineEngine:
     def _step(self, going: Sequence[Result]) -> None:
         by_handle = {b.handle: b for b in going}
         for event in self.scheduler.step():
-            if b := by_handle.get(event.handle):  # none: of lines that nobody read to the end
+            if b := by_handle.get(event.handle):  # none for lines that were not read to the end
                 b.take(event)
 
     def _begin(self, line: Line, source: str) -> Result | Failure:

@@ -44,7 +44,7 @@ class Codec:
         return ids[1:] if ids[:2] == [self.bos] * 2 else ids
 
     def has_turns(self, ids: Sequence[int]) -> bool:
-        """Whether there are control tokens behind the first, as a chat template would put."""
+        """Whether there are control tokens after the first token, as from a chat template."""
         return not self.vocabulary.strings.keys().isdisjoint(ids[1:])
 
     def plain(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The comparator of logits: how far rows lie from those of a reference, and how far they may.
+"""Compares logits with a reference's: distances and tolerances.
 
 `verify` judges positions, verification steps, greedy tokens and media by it, `bench` its outputs.
 

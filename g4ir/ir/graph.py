@@ -148,7 +148,7 @@ class Graph:
         return self.producers.get(v.name)
 
     def readers(self, v: Value) -> list[Node]:
-        """Return the nodes that read a value; RESULT stands for the graph's end."""
+        """Return the nodes that read a value; RESULT: it is a graph output."""
         return self.users.get(v.name, [])
 
     @cached_property
@@ -162,7 +162,7 @@ class Graph:
 
     @cached_property
     def users(self) -> Mapping[str, list[Node]]:
-        """Value name -> the nodes that read it; RESULT stands for the graph's end."""
+        """Value name -> the nodes that read it; RESULT: it is a graph output."""
         table: dict[str, list[Node]] = {}
         for n in self.nodes:
             for v in dict.fromkeys(n.inputs):

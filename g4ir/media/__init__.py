@@ -1,1 +1,1 @@
-"""Decodes images, videos and audio with limits, and makes of them what the towers take."""
+"""Decodes images, videos and audio within limits, and preprocesses them for the towers."""

@@ -58,7 +58,7 @@ class Clip:
     because the clip was too long."""
 
     features: F32  # [T, F], frames of padding are zero
-    mask: Mask  # [T], true where a frame holds audio
+    mask: Mask  # bool [T]: whether a frame contains audio
     soft_tokens: int
     cut_samples: int = 0
 

@@ -54,7 +54,8 @@ def check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
 
 
 def is_cut(file: BinaryIO, total: int) -> bool:
-    """Whether the last outermost element with content ends behind the file's `total` bytes."""
+    """Whether a file is truncated: its last top-level element extends beyond the file's `total`
+    bytes."""
     end = at = 0
     for _ in range(_MAX_ELEMENTS):
         file.seek(at)
@@ -68,7 +69,7 @@ def is_cut(file: BinaryIO, total: int) -> bool:
 
 
 def _size(head: bytes) -> int:
-    """Return the bytes of the element that begins with `head`; 0 where it does not say."""
+    """Return the size of the element with this header; 0 if it is unknown."""
     kind, word = head[:4], int.from_bytes(head[4:8], "little")
     if kind in (EBML, SEGMENT):  # a size of 1 to 8 bytes: the leading zeros say of how many
         width = 9 - head[4].bit_length()

@@ -34,7 +34,7 @@ U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 
-#: what is opened at all: Pillow knows dozens more, some of which start other programs
+#: accepted formats: Pillow supports dozens more, some by starting other programs
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 NO_PATCH = -1  # position of padding
 MAX_BYTES, MAX_PIXELS = 1 << 28, 1 << 27  # of a file; 3 bytes each

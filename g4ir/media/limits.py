@@ -1,4 +1,4 @@
-"""The limit of what one request's media may take, which decoders look at between two frames."""
+"""CPU time limit of one request's media; decoders check it between frames."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAX_S = 30.0
 
 @dataclass
 class Limit:
-    """`seconds` of processor time of the thread that reads media, `name` the one being read;
-    `abandoned`: nobody waits for them any more, which any thread may set."""
+    """`seconds`: CPU time of the thread that decodes media; `name`: the medium being decoded;
+    `abandoned`: set by any thread to cancel."""
 
     seconds: float = field(default_factory=lambda: MAX_S)
     name: str = "media"

@@ -1,4 +1,4 @@
-"""Soft tokens: what towers make of media, and where a prompt's placeholders take them."""
+"""Soft tokens: outputs of the towers, which replace a prompt's placeholders."""
 
 from __future__ import annotations
 

@@ -147,8 +147,8 @@ def _footage(
     name: str,
     max_tokens: int | None = None,
 ) -> Footage:
-    """Prepare frame by frame, so that one is held in full resolution. InputError for more than
-    `max_tokens` soft tokens in all."""
+    """Prepare frame by frame, so that only one is in memory at full resolution. InputError for more
+    than `max_tokens` soft tokens in all."""
     grid: Grid | None = None
     for i, frame in enumerate(frames):
         check_limit()

@@ -69,8 +69,8 @@ class MelSettings:
         return self.frame + 1 - self.frame // 2
 
     def frames(self, samples: int) -> int:
-        """Count windows that lie wholly inside `samples`. A window spans one sample more than it
-        analyses, and half of one lies in the zeros that are put in front."""
+        """Count the windows that fit in `samples`. A window spans one sample more than it analyses;
+        half a window of zeros is prepended."""
         return max(0, (samples + self.frame // 2 - self.frame - 1) // self.hop + 1)
 
     def limited_to(self, soft: int) -> MelSettings:
@@ -113,7 +113,7 @@ class RawSettings:
 
     frame: int
     sampling_rate: int = 16_000
-    max_tokens: int | None = None  # the reference has no limit of its own here
+    max_tokens: int | None = None  # the reference has no limit here
 
     def __post_init__(self) -> None:
         """Raise InputError for numbers that no audio could be framed with."""

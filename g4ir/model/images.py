@@ -44,7 +44,7 @@ class ImageSettings:
 
     @property
     def cell(self) -> int:
-        """Pixels per side of what one row of the input holds."""
+        """Pixels per side of the patch in one input row."""
         return self.side if self.merged else self.patch_size
 
     @property

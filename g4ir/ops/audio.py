@@ -246,7 +246,7 @@ class chunked_attention:
 
     @staticmethod
     def flops(ins: Types, outs: Types, *, chunk: int, left: int, right: int, **_: Any) -> int:
-        """Count two products over the keys of the context and one over those of the distances."""
+        """Count two matmuls over the context's keys and one over the relative positions."""
         visible = left - 1 + chunk + right
         return outs[0].numel() * (4 * visible + 2 * int(ins[3].shape[0]))
 

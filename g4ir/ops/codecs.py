@@ -370,7 +370,7 @@ def int4_scales(x: Any, dtype: Any, moments: Any = None) -> Any:
 
 
 def grid_scales(x: Any, extreme: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return whether each group of x [n, G, g] lies on a 4-bit grid, and its scale there."""
+    """Return whether each group of x [n, G, g] is exactly on a 4-bit grid, and the grid's scale."""
     groups, ends = x.flatten(0, 1), extreme.flatten()
     on, scales = ends == 0, torch.ones_like(ends)
     tried = ends[:, None] / torch.tensor(_EXTREMES).to(ends)

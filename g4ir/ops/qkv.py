@@ -11,7 +11,7 @@ from .budgets import Budget
 SEPARATE_CACHES = ("plain", "unnormed")
 #: `value`: one latent cache (see ops/latent.py)
 CACHE_FORMS = (*SEPARATE_CACHES, "value")
-#: attributes: heads of Q, heads of K and V, whether V has a projection of its own, eps of the norms
+#: attributes: query heads, KV heads, whether V has a separate projection, eps of the norms
 PACKED = {"heads": "int", "kv_heads": "int", "values": "bool", "eps": "float"}
 
 

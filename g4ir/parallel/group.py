@@ -335,9 +335,9 @@ def current() -> Group | None:
 
 @contextmanager
 def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
-    """A context in which this process is a rank of those that torchrun started, which wait for each
-    other at most `timeout_s`. InputError if torchrun started none; MissingError if they cannot
-    connect; RankError if one does not come."""
+    """Join the process group that torchrun started, for the duration of a context; ranks wait at
+    most `timeout_s` for each other. InputError without torchrun; MissingError if they cannot
+    connect; RankError if one does not join."""
     launch = launched()
     if launch is None:
         raise InputError("this process is alone; start several: torchrun --nproc-per-node N ...")

@@ -1,4 +1,4 @@
-"""The cost of a graph: FLOPs and bytes of every node, and the least time they take.
+"""Cost model of a graph: FLOPs and bytes of every node, and their minimum time.
 
 FLOPs and bytes of a node are those of its op (`flops`, `traffic`). Bytes of a param are weight
 traffic, those of a cache state traffic, the rest activations. A fused op is opened
@@ -53,8 +53,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class NodeCost:
-    """The cost of one node, named by its first result; `kind` is what most of it belongs to, and
-    `parts` has the cost by kind where it is of several."""
+    """The cost of one node, named by its first output; `kind`: the kind of its largest part;
+    `parts`: cost by kind, if there are several."""
 
     node: str
     op: str
@@ -146,7 +146,7 @@ class _Meter:
             self.groups.setdefault(key, []).append(n)
 
     def _key(self, n: Node) -> Any:
-        """Return what bears on a node's cost."""
+        """Return the cache key of a node's cost."""
         operands = tuple(
             (v.type, self._role(v), v.name in self.written, self.coded.get(v.name))
             for v in (*n.inputs, *n.outputs)
@@ -176,8 +176,8 @@ class _Meter:
         return sum(parts, Cost())
 
     def _parts(self, n: Node, step: Step) -> dict[str, Cost]:
-        """Return the cost of a node by kind. Its parts move each operand at most once, and nothing
-        that lies between two of them."""
+        """Return the cost of a node by kind. A fused op moves each operand at most once, and no
+        intermediate values."""
         step = step if self.chunked else Step(step.B, 1, step.C)
         nodes = inner_nodes(n)
         owners, unmoved = _owners(n, nodes), Counter[str]()

@@ -23,8 +23,8 @@ TOP_PARTS = {
 class ParameterCounts:
     """Elements of one variant by part. 0-d clip bounds are counted apart (`*_scalars`)."""
 
-    embed: int = 0  # token table, also the head where it is tied
-    head: int = 0  # 0 where it is tied
+    embed: int = 0  # token table; also the head, if tied
+    head: int = 0  # 0 if tied
     ple_table: int = 0
     ple_other: int = 0  # projections, gates and norms of the per-layer embeddings
     layers: int = 0  # decoder layers without experts and per-layer embeddings

@@ -29,7 +29,7 @@ from .options import BuildConfig
 from .records import WeightBytes
 
 MAX_BATCH = 1 << 16
-#: graphs whose params and caches are those of prefill, and which need less of everything else
+#: graphs that share params and caches with prefill, and need less of everything else
 NO_MORE = ("decode",)
 #: properties of a Footprint that depend on its graphs alone
 OF_GRAPHS = ("needs", "min_chunk", "_tables", "_upcast", "_session")
@@ -100,7 +100,7 @@ class Footprint:
 
     @cached_property
     def weights(self) -> WeightBytes:
-        """Weights by where they lie, as the backend stores them."""
+        """Weights by memory (device, host, mapped), as the backend stores them."""
         tables = self._tables
         ple = sum(n for name, n in tables.items() if name.startswith(PLE_PARAM))
         memory = {"device": self.needs.params, "host": 0, "mmap": sum(tables.values()) - ple}

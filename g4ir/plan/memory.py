@@ -57,8 +57,8 @@ def _terms(types: Iterable[Type]) -> Counter[tuple[str, ...]]:
 
 
 def live_sizes(g: Graph) -> frozenset[Size]:
-    """Return sizes of what is alive while a node runs, and at the end; without those that another
-    is never less than."""
+    """Return the sizes of live values per node, and at the end, without dominated ones (never
+    larger than another)."""
     root = _storage(g)
     steps = [(n.inputs, n.outputs) for n in g.nodes] + [(tuple(g.results()), ())]
     last = {root[v.name]: i for i, s in enumerate(steps) for v in (*s[0], *s[1]) if v.name in root}
@@ -107,8 +107,8 @@ def _workspace(nodes: Iterable[Node], dims: Dims) -> int:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that an engine needs beside its weights, by rows, tokens and those of a prefill call.
-    `graphs` are those that run on the device.
+    """Bytes that an engine needs in addition to its weights, by sequences, tokens, and tokens of a
+    prefill call. `graphs`: those that run on the device.
     """
 
     graphs: tuple[Graph, ...]
@@ -131,7 +131,7 @@ class Needs:
 
     @cached_property
     def costly(self) -> list[Node]:
-        """Nodes with a workspace, one of those that need the same."""
+        """Nodes with a workspace, one per distinct size."""
         found: dict[Any, Node] = {}
         for n in (n for g in self._flat for n in g.nodes if n.definition.workspace):
             found.setdefault((n.op, *(v.type for v in n.inputs), *n.attrs.items()), n)
@@ -143,7 +143,7 @@ class Needs:
 
 
 def param_bytes(graphs: Iterable[Graph], chosen: Callable[[str], bool] = bool) -> int:
-    """Return the bytes of the params of graphs, or of those of a chosen name."""
+    """Return the bytes of graphs' params, optionally filtered by name."""
     params = {v.name: v.type for g in graphs if chosen(g.name) for v in g.params}
     return sum(t.nbytes() for t in params.values())
 

@@ -98,7 +98,7 @@ def words_of(value: Any) -> str:
 
 
 def flags_of(values: Mapping[str, Any]) -> list[str]:
-    """Return options of a build as words of a command line; those that are off are left out."""
+    """Return build options as command-line arguments, without options that are off."""
     words = []
     for f in fields(BuildOptions):
         how, value = f.metadata["flag"], values.get(f.name)

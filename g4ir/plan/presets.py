@@ -34,7 +34,7 @@ PRESETS = {
 
 
 def find_preset(name: str) -> Preset:
-    """Return a preset; InputError names those that there are."""
+    """Return a preset; InputError lists the presets."""
     if name not in PRESETS:
         known = f"one of {', '.join(PRESETS)}"
         raise InputError(f"--preset {name[:40]}: {known}{did_you_mean(name, PRESETS)}")

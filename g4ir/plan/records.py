@@ -66,8 +66,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory and speed of a variant, by `make_plan`; of several ranks those of one, each with a
-    device of its own."""
+    """Memory and speed of a variant, from `make_plan`; per rank, if there are several."""
 
     config: BuildConfig  # its limits are the most there is
     counts: ParameterCounts

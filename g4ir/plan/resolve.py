@@ -31,9 +31,9 @@ from .options import BuildConfig, BuildOptions
 
 log = logging.getLogger(__name__)
 
-#: draft tokens of a verification step at most
+#: maximum draft tokens of a verification step
 MAX_DRAFT_TOKENS = MAX_SLACK
-#: what a drafter drafts unless told: further ones are seldom right
+#: default draft tokens of a draft model: further ones are rarely accepted
 DRAFTED = 4
 #: words for the drafter that belongs to the variant, and for none
 DEFAULT, NO_DRAFTER = "default", (None, "none")

@@ -140,7 +140,8 @@ def _steps(plan: Plan, batch: int) -> str:
 
 
 def _largest(plan: Plan, gpu: Gpu) -> str:
-    """Return what fits the device: maximum contexts by batch, maximum batches by context."""
+    """Return the maximum contexts by batch, and the maximum batches by context, that fit the
+    device."""
     memory, first = gpu.memory_bytes, plan.largest[0]
     heads = [f"context at batch {b}" for b in first.max_context]
     heads += [f"batch at {count_text(c)}" for c in first.max_batch]

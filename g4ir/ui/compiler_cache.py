@@ -20,7 +20,7 @@ LOCK = "compilers.lock"
 
 @contextmanager
 def in_use() -> Iterator[None]:
-    """A context in which nobody deletes the compilers' files."""
+    """Lock the compilers' cache against deletion, for the duration of a context."""
     with locked(cache_root(), LOCK, SHARED):
         yield
 

@@ -55,10 +55,9 @@ def confirm(question: str) -> bool:
 
 
 class Progress:
-    """A context that shows the newest message about what takes long.
-
-    On a terminal one line is rewritten every second; elsewhere a line is printed when the message
-    has changed. The clock is a thread, so that a step without messages of its own shows too.
+    """Context manager that displays progress. On a terminal one line is rewritten every second;
+    otherwise a line is printed when the message changes. A thread keeps the time, so that steps
+    without messages are displayed too.
     """
 
     #: whether the terminal's last line is one of progress
@@ -215,7 +214,7 @@ class OutputError(OSError):
 
 
 class _Output:
-    """A stream whose errors are told from those of other files."""
+    """A stream whose errors can be distinguished from other files'."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -276,7 +275,7 @@ def report(error: BaseException, trace: bool) -> int:
 
 
 def error_text(error: BaseException) -> str:
-    """Return what an error is called where it ends nothing."""
+    """Return an error's text for a message that is not fatal."""
     return _verdict(error)[1].removeprefix("error: ")
 
 

@@ -20,7 +20,8 @@ else:
     LOCK_VIOLATION, IO_PENDING = 33, 997
 
     class Overlapped(ctypes.Structure):
-        """Where a lock begins: behind what a file has, since others cannot read what is locked."""
+        """Offset of a Windows lock: after the file's content, since locked bytes cannot be read by
+        others."""
 
         _fields_ = [
             ("internal", ctypes.c_void_p),

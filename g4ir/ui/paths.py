@@ -1,5 +1,5 @@
-"""Paths of the user beside engines: caches, trust decisions, downloads. Only this module reads the
-environment (https://specifications.freedesktop.org/basedir-spec).
+"""User folders: caches, trust decisions, downloads; and environment variables. Only this module
+reads the environment (https://specifications.freedesktop.org/basedir-spec).
 
 Files there are trusted and programs there are run, so a folder that other users own or may write to
 is refused.
@@ -23,7 +23,7 @@ from .locks import AT_ONCE, EXCLUSIVE, flock
 
 #: variables of the environment that name the folders of cache and state
 CACHE, STATE = "XDG_CACHE_HOME", "XDG_STATE_HOME"
-#: mode bits by which others than the owner may change what lies in a folder
+#: mode bits that let others than the owner modify a folder
 GROUP_WORLD_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -56,7 +56,7 @@ def keep_inductor_private(default: str) -> Path:
         return Path(folder_name)
     try:
         folder = private(cache_root() / "inductor")
-    except (OSError, TrustError):  # no reason to fail: what lies there saves time alone
+    except (OSError, TrustError):  # not fatal: the cache only saves time
         temporary = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
         _until_the_end.append(temporary)
         folder = Path(temporary.name)
@@ -66,9 +66,9 @@ def keep_inductor_private(default: str) -> Path:
 
 #: removed when the process ends
 _until_the_end: list[tempfile.TemporaryDirectory[str]] = []
-#: of the names of temporary folders
+#: prefix of temporary folders' names
 PREFIX = "g4ir-"
-#: held while TMPDIR, one for the whole process, is replaced
+#: lock: TMPDIR is process-wide, and replaced for a time
 _ELSEWHERE = threading.Lock()
 
 
@@ -178,7 +178,7 @@ def _exposed(path: Path, problem: str, mend: str) -> TrustError:
 
 def _base(variable: str, default: str) -> Path:
     value = os.environ.get(variable)
-    # As the specification has it: a path that is not absolute is none.
+    # The specification ignores relative paths.
     if value and Path(value).is_absolute():
         return Path(value)
     try:

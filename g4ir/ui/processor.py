@@ -1,7 +1,7 @@
-"""Instruction sets of CPUs: the one that this process uses, and how libraries are held to it.
+"""CPU instruction sets: detects this process's, and restricts libraries to it.
 
-`G4IR_ISA=NAME` holds a process to an instruction set below the best of its CPU: kernels, and the
-libraries that compute what the kernels do not.
+`G4IR_ISA=NAME` restricts a process to an instruction set below its CPU's best, in the kernels and
+in libraries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from g4ir.errors import InputError, MissingError
 ISA = "G4IR_ISA"
 #: names of an architecture on other systems
 MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}
-#: variables by which torch, oneDNN, MKL and torch's compiler are held to an instruction set
+#: environment variables that restrict torch, oneDNN, MKL and torch's compiler to an instruction set
 CAPS = (
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"),
     *("MKL_ENABLE_INSTRUCTIONS", "TORCHINDUCTOR_CPP_MARCH"),
@@ -60,7 +60,7 @@ _BF16_OPTIONS = ("-mavx512vnni", "-mavx512bf16", "-mavx512vbmi")
 _AMX_OPTIONS = (*_BF16_OPTIONS, "-mamx-tile", "-mamx-int8", "-mamx-bf16")
 _Set, _X86, _ARM = InstructionSet, "x86_64", "aarch64"
 
-#: of each architecture the best first
+#: per architecture, best first
 SETS = (
     _Set("amx", _X86, "x86-64-v4", _AMX_OPTIONS, _AMX, ("avx512", "AVX512_CORE_AMX", "AVX512")),
     _Set(
@@ -172,7 +172,7 @@ def _flags_of_macos() -> Iterable[str]:
 
 
 def _flags_of_windows() -> Iterable[str]:
-    """What torch finds, as Linux names it: without AMX, which nobody has asked Windows for."""
+    """CPU flags from torch, by Linux names; without AMX, which needs a request to Windows."""
     import torch
 
     # torch 2.11 may lack it

@@ -8,7 +8,7 @@ Progress = Callable[[str], None]
 
 
 def no_progress(message: str) -> None:
-    """Drop the message: progress that nobody reads."""
+    """Ignore the message."""
 
 
 def prefixed(progress: Progress, stage: str) -> Progress:

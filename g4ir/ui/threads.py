@@ -1,9 +1,9 @@
-"""CPU threads: how many, and how they wait for each other.
+"""CPU threads: their number, and OpenMP's spin time.
 
-Threads of GNU OpenMP, which library products use, spin 300,000 rounds (milliseconds) before they
-sleep. Beside other busy processes that takes the core from the very thread they wait for. 3,000
-rounds cost nothing on an idle machine and keep a busy one usable (bench/contention.py). Decode
-kernels have a thread pool of their own (backends/cpu/kernels/team.c).
+GNU OpenMP's threads (library matmuls) spin 300,000 rounds (milliseconds) before they sleep. On a
+busy machine that occupies the core of the thread that they wait for. 3,000 rounds cost nothing on
+an idle machine and keep a busy one usable (bench/contention.py). Decode kernels have a thread pool
+of their own (backends/cpu/kernels/team.c).
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def size_text(n: int) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
 
 
-#: of decimal units
+#: prefixes of decimal units
 PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 SMALLEST_UNIT = (1e-9, "n")
 
