@@ -101,12 +101,8 @@ def _random_kind(
     rng: random.Random, heads: int, head_dim: int, window: int | None
 ) -> AttentionKind:
     divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-    rope = rng.choice(
-        (
-            Rope("default", 10000.0),
-            Rope("proportional", 1000000.0, rng.choice((0.25, 0.5, 1.0)), rng.choice((None, 4.0))),
-        )
-    )
+    scaled = Rope("proportional", 1e6, rng.choice((0.25, 0.5, 1.0)), rng.choice((None, 4.0)))
+    rope = rng.choice((Rope("default", 1e4), scaled))
     tied = rng.random() < (0.5 if window is None else 0.2)
     return AttentionKind(head_dim, rng.choice(divisors), rope, window, tied)
 

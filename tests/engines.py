@@ -86,15 +86,10 @@ class Engines:
     def build(self, backend: str, name: str, *words: str, **options: Any) -> Engine:
         """A new engine, in a folder that is called by all the words."""
         with FLOWS[backend].using(self.folder):
-            return g4ir.build(
-                None,
-                self.folder / "-".join((backend, name, *words)),
-                checkpoint=self.checkpoint(name),
-                backend=backend,
-                max_seq=MAX_SEQ,
-                prefill_chunk=CHUNK,
-                **{**limits_of(backend, name), **options},
-            )
+            out = self.folder / "-".join((backend, name, *words))
+            limits = {"max_seq": MAX_SEQ, "prefill_chunk": CHUNK, **limits_of(backend, name)}
+            given = {"checkpoint": self.checkpoint(name), "backend": backend, **limits, **options}
+            return g4ir.build(None, out, **given)
 
 
 class RandomEngines(ExitStack):
@@ -135,12 +130,8 @@ def resigned(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
 def add_file(folder: Path, name: str, text: str) -> Path:
     """The engine with one more file, as if it had been built with it."""
     (folder / name).write_text(text)
-    return resigned(
-        folder,
-        lambda m: m["files"].update(
-            {name: {"sha256": sha256(folder / name), "bytes": (folder / name).stat().st_size}}
-        ),
-    )
+    record = {"sha256": sha256(folder / name), "bytes": (folder / name).stat().st_size}
+    return resigned(folder, lambda m: m["files"].update({name: record}))
 
 
 def some_tokens(rows: int, count: int, seed: int = 0) -> torch.Tensor:

@@ -105,18 +105,9 @@ def built(
 ) -> Iterator[Built]:
     """Build the engine for the tests of one parameter, then remove it."""
     oracle, folder = oracle or find_oracle(case.spec), factory.mktemp("engine")
-    engine = build_engine(
-        oracle,
-        folder,
-        backend=backend,
-        max_batch=case.rows,
-        max_seq=MAX_SEQ,
-        prefill_chunk=case.chunk,
-        all_logits=case.all_logits,
-        skip=case.skip,
-        latent_kv=case.latent_kv,
-        **options,
-    )
+    limits = {"max_batch": case.rows, "max_seq": MAX_SEQ, "prefill_chunk": case.chunk}
+    forms = {"all_logits": case.all_logits, "skip": case.skip, "latent_kv": case.latent_kv}
+    engine = build_engine(oracle, folder, backend=backend, **limits, **forms, **options)
 
     def open_engine(rows: int, chunk: int) -> Any:
         return with_chunk(engine, min(chunk, case.chunk)).session(rows)

@@ -66,18 +66,10 @@ def shrink(spec: Spec, media: bool = False) -> Spec:
     known: dict[str, Any] = {
         k: v for k, v in MEDIA_TOKENS.items() if getattr(spec.tokens, k) is not None
     }
-    return check_spec(
-        replace(
-            spec,
-            name=f"{spec.name}-small",
-            hub=None,
-            dtype="f32",
-            text=small,
-            tokens=replace(TOKENS, **known) if media else TOKENS,
-            vision=_vision(spec.vision) if media else None,
-            audio=_audio(spec.audio) if media else None,
-        )
-    )
+    vision, audio = (_vision(spec.vision), _audio(spec.audio)) if media else (None, None)
+    tokens = replace(TOKENS, **known) if media else TOKENS
+    made = replace(spec, name=f"{spec.name}-small", hub=None, dtype="f32", text=small)
+    return check_spec(replace(made, tokens=tokens, vision=vision, audio=audio))
 
 
 def shrink_drafter(drafter: Spec, model: Spec) -> Spec:

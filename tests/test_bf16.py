@@ -87,16 +87,9 @@ def test_rope_tables_of_real_sizes(variant: str, kind: str) -> None:
     rope, dim = attention.rope, attention.head_dim
     for dtype, name in ((torch.float32, "f32"), (BF16, "bf16")):
         want = module(torch.zeros(1, dtype=dtype), positions, f"{kind}_attention")
-        got = apply(
-            "rope_table",
-            positions,
-            kind=rope.kind,
-            theta=rope.theta,
-            dim=dim,
-            fraction=rope.rotary_fraction,
-            factor=rope.factor or 1.0,
-            dtype=name,
-        )
+        attrs = {"kind": rope.kind, "theta": rope.theta, "fraction": rope.rotary_fraction}
+        attrs |= {"factor": rope.factor or 1.0, "dim": dim, "dtype": name}
+        got = apply("rope_table", positions, **attrs)
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     live = got[1][0].abs().amax(0).nonzero().flatten().tolist()
     pairs = rope.pairs(dim)

@@ -144,15 +144,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
         key = f"{name}-{options}"
         if key not in found:
             given = {"backend": "reference", "draft_tokens": MOST, "max_batch": 3, **options}
-            found[key] = g4ir.build(
-                None,
-                folder / f"engine-{len(found)}",
-                checkpoint=model,
-                drafter=drafter,
-                max_seq=MAX_SEQ,
-                prefill_chunk=CHUNK,
-                **given,
-            )
+            given |= {"checkpoint": model, "drafter": drafter}
+            given |= {"max_seq": MAX_SEQ, "prefill_chunk": CHUNK}
+            found[key] = g4ir.build(None, folder / f"engine-{len(found)}", **given)
         return found[key]
 
     yield engine

@@ -291,13 +291,8 @@ def test_loading_needs_no_compiler(engines: Any, tmp_path: Path) -> None:
     env = {**os.environ, "PATH": str(tmp_path)}
     for name in ("CC", "CXX"):
         env.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, "-c", USE, str(engine.path)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 200}
+    done = subprocess.run([sys.executable, "-c", USE, str(engine.path)], env=env, **how)
     assert done.returncode == 0, done.stderr
     tokens, _, imported = done.stdout.split("\n", 2)
     assert json.loads(tokens) == engine.generate([2, 5, 7], 5, stop_ids=())

@@ -30,11 +30,8 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = [
-    path
-    for top in ("g4ir", "passes", "backends", "specs")
-    for path in sorted((ROOT / top).rglob("*.py"))
-]
+TOPS = ("g4ir", "passes", "backends", "specs")
+FILES = [path for top in TOPS for path in sorted((ROOT / top).rglob("*.py"))]
 MODULES = {name_of(path): path for path in FILES}
 
 
@@ -166,12 +163,9 @@ def test_every_module_is_used() -> None:
     listed = tuple(RULES["listed folders"])
     kernels = {m.removesuffix("_triton") for m in MODULES if m.endswith("_triton")}
     imported = {name for module in MODULES for name in imports(module)}
-    texts = {
-        node.value
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
+    parsed = (node for path in FILES for node in ast.walk(ast.parse(path.read_text())))
+    values = (node.value for node in parsed if isinstance(node, ast.Constant))
+    texts = {value for value in values if isinstance(value, str)}
     inits = {name_of(path) for path in FILES if path.stem in ("__init__", "__main__")}
     left = MODULES.keys() - imported - inits - kernels - {*RULES["used by tests and bench"]}
     assert not {m for m in left if not m.startswith(listed) and not {m, m[5:]} & texts}

@@ -78,11 +78,8 @@ def test_answers_are_those_of_one_row(engine: Engine, single: Engine) -> None:
 def test_what_is_wrong_is_its_own_error(engine: Engine) -> None:
     """In its place."""
     good = requests(3)
-    wrong = [
-        {"tokens": []},
-        {"id": "b", "tokens": [2], "min_p": 3},
-        {"tokens": [2], "logprobs": 600},
-    ]
+    wrong = [{"tokens": []}, {"id": "b", "tokens": [2], "min_p": 3}]
+    wrong += [{"tokens": [2], "logprobs": 600}]
     got = answers(engine, [good[0], "{", good[1], *wrong, good[2]])
     assert [a.failed for a in got] == [False, True, False, True, True, True, False]
     assert [a.output().get("id") for a in got] == ["r0", None, "r1", 4, "b", 6, "r2"]

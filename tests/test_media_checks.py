@@ -94,11 +94,8 @@ def test_report(engine: Engine) -> None:
     report = verify_engine(engine)
     media, name = report.media, engine.spec.name
     assert report.ok and media and media.prompt
-    assert {t.tower for t in media.towers} | set(media.prompt.phases) == {
-        "prefill",
-        "decode",
-        *SMALLEST[name],
-    }
+    parts = {t.tower for t in media.towers} | set(media.prompt.phases)
+    assert parts == {"prefill", "decode", *SMALLEST[name]}
     soft = media.prompt.soft["image"]
     assert HEAD < media.prompt.chunk < HEAD + soft, "a chunk would cut the picture"
     longer = ("audio_250", "audio_500", "audio_750")

@@ -58,11 +58,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_folder_is_in_the_package_list() -> None:
     folders = {installed(path.parent) for path in sources(".py")}
     assert sorted(SETUPTOOLS["packages"]) == sorted(".".join(folder.parts) for folder in folders)
-    assert not [
-        folder
-        for path in sources(".py")
-        if not (folder := ROOT / path.parent).joinpath("__init__.py").exists()
-    ]
+    folders = {ROOT / path.parent for path in sources(".py")}
+    assert not [f for f in folders if not (f / "__init__.py").exists()]
 
 
 def test_the_mapping_names_the_top_level_folders() -> None:

@@ -162,10 +162,8 @@ def test_largest_that_fits(name: str, memory: int, ctx: int, batch: int, **optio
     spec = spec_called(name)
     longest = spec.text.max_position_embeddings
     make = partial(make_plan, spec, replace(PLANNED, **options), memory=memory)
-    most = {
-        x.weights: (x.max_context[batch], x.max_batch[ctx])
-        for x in make(ctx=ctx, batch=batch).largest
-    }
+    largest = make(ctx=ctx, batch=batch).largest
+    most = {x.weights: (x.max_context[batch], x.max_batch[ctx]) for x in largest}
     contexts = [c + more for c, _ in most.values() for more in (0, 1, 256)]
     batches = [b + more for _, b in most.values() for more in (0, 1)]
     along = make(ctx=[c for c in contexts if 1 <= c <= longest], batch=batch)

@@ -66,15 +66,9 @@ def both(spec: Spec, backend: str, device: str, **options: Any) -> tuple[Any, An
     weights = {} if "checkpoint" in options else {"random_weights": 0}
     p = prepare(spec, BuildOptions(**asked, **weights, **SIZES, memory=ENOUGH), dry=True)
     asked.pop("checkpoint", None)
-    plan = make_plan(
-        spec,
-        BuildOptions(**asked, prefill_chunk=SIZES["prefill_chunk"]),
-        ctx=SIZES["max_seq"],
-        batch=SIZES["max_batch"],
-        memory=ENOUGH,
-        stored=held,
-        backend=find_backend(backend),
-    )
+    planned = BuildOptions(**asked, prefill_chunk=SIZES["prefill_chunk"])
+    sizes = {"ctx": SIZES["max_seq"], "batch": SIZES["max_batch"], "memory": ENOUGH}
+    plan = make_plan(spec, planned, **sizes, stored=held, backend=find_backend(backend))
     return p, plan
 
 
@@ -237,13 +231,8 @@ def test_a_card_that_is_too_small_for_what_is_computed(tmp_path: Path) -> None:
     spec, gpu = load_spec("12b"), find_gpu("rtx4080-16gb")
     quant = recipe_of("uint4", tmp_path)
     options = replace(PLANNED, quant=quant, backend="torch")
-    plans = [
-        make_plan(
-            spec, replace(options, device=device), ctx=8192, memory=gpu.memory_bytes, backend=b
-        )
-        for device in ("cuda", "cpu")
-        for b in [find_backend("torch")]
-    ]
+    sizes = {"ctx": 8192, "memory": gpu.memory_bytes, "backend": find_backend("torch")}
+    plans = [make_plan(spec, replace(options, device=d), **sizes) for d in ("cuda", "cpu")]
     weights = [p.weights_as("uint4.yaml") for p in plans]
     assert plans[0].rows[0].spare < 0 < plans[1].rows[0].spare
     assert weights[0].upcast == {"uint4": "bf16"} and not weights[1].upcast

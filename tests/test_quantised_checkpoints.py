@@ -224,10 +224,8 @@ def meaning(parts: Tensors, shape: tuple[int, ...], rows: int, columns: int) -> 
 
 
 ROWS = read_table("quantised_checkpoints.yaml")
-CASES, OTHERS = (
-    {name: Case.of(row) for name, row in ROWS[kind].items()}
-    for kind in ("read_by_transformers", "others")
-)
+READ_BY = ("read_by_transformers", "others")
+CASES, OTHERS = ({name: Case.of(row) for name, row in ROWS[kind].items()} for kind in READ_BY)
 
 
 @contextmanager
@@ -327,10 +325,8 @@ def quantise_experts(case: Case, folder: Path) -> Tensors:
         dense[name] = torch.cat(made).view(w.shape)
         if not case.stacked:
             return out
-        codes, scales = (
-            torch.stack([t for n, t in out.items() if n.endswith(end)])
-            for end in (".weight", case.stacked)
-        )
+        ends = (".weight", case.stacked)
+        codes, scales = (torch.stack([t for n, t in out.items() if n.endswith(e)]) for e in ends)
         return {name: codes, f"{name}{case.stacked}": scales}
 
     means: Tensors = {}

@@ -129,13 +129,9 @@ def test_json_lines_of_any_length(world: World) -> None:
     is left over scores nothing."""
     text = LONG * 300
     file, lines = world.file("far.txt", text), world.file("far.jsonl", json.dumps({"text": text}))
-    read = [
-        [*way]
-        for way in (
-            Reader(world.engine, 64).files([str(file)]),
-            Reader(world.engine, 64).lines(str(lines)),
-        )
-    ]
+    of_file = Reader(world.engine, 64).files([str(file)])
+    of_lines = Reader(world.engine, 64).lines(str(lines))
+    read = [[*of_file], [*of_lines]]
     assert len(text) > 1 << 16 and [w.ids for w in read[0]] == [w.ids for w in read[1]]
     few = world.file("few.jsonl", '{"tokens": [5, 6, 7]}\n{"tokens": [5, 6, 7]}\n{"unknown": 1}\n')
     for most, rows in (("3", 1), ("4", 1), ("5", 2)):

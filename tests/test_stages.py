@@ -193,11 +193,9 @@ def smaller_rings(g: Graph) -> Graph:
 
     def ring(v: Value) -> Value:
         slots = v.type.shape[0]
-        return (
-            replace(v, type=v.type.with_shape(slots - 1, *v.type.shape[1:]))
-            if (isinstance(slots, int))
-            else v
-        )
+        if not isinstance(slots, int):
+            return v
+        return replace(v, type=v.type.with_shape(slots - 1, *v.type.shape[1:]))
 
     return rebuild(replace(g, state=tuple(map(ring, g.state))))
 

@@ -36,10 +36,8 @@ from tests.runner import built_program
 PHASES = ("prefill", "decode")
 SPECS = ("tiny-dense", "tiny-moe", "tiny-ple", "combined", *SMALL, *RANDOM[:6])
 #: with the forms of the K=V caches
-FORMS = (
-    *((n, "off") for n in SPECS),
-    *((n, "value") for n in ("combined", "31b-small", "random-19")),
-)
+OF_VALUE = ("combined", "31b-small", "random-19")
+FORMS = (*((n, "off") for n in SPECS), *((n, "value") for n in OF_VALUE))
 
 
 # --- the schedule -----------------------------------------------------------------------------

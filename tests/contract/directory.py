@@ -95,11 +95,7 @@ def test_each_thread_gets_its_own_results(flow: Flow, single: Engine) -> None:
     if flow.emulated:
         assert not disturbed(single, steps=3, rounds=1)
         return
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_threads", str(single.path)],
-        cwd=Path(__file__).parents[2],
-        text=True,
-        capture_output=True,
-        timeout=300,
-    )
+    command = [sys.executable, "-m", "tests.test_threads", str(single.path)]
+    how: dict[str, Any] = {"text": True, "capture_output": True, "timeout": 300}
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], **how)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

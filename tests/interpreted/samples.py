@@ -149,11 +149,9 @@ def parts(x: Any) -> list[Tensor]:
 
 
 def copied(x: Any) -> Any:
-    return (
-        replace(x, codes=x.codes.clone(), scales=x.scales.clone())
-        if isinstance(x, Coded)
-        else x.clone()
-    )
+    if isinstance(x, Coded):
+        return replace(x, codes=x.codes.clone(), scales=x.scales.clone())
+    return x.clone()
 
 
 def rms(x: Tensor) -> Tensor:

@@ -24,10 +24,8 @@ from tests.serve.chromium import SHIFT, Page, chromium, find_chromium
 from tests.serve.running import Running, eventually, running
 from tests.serve.test_media import data, sound
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(not find_chromium(), reason="no Chromium: apt-get install chromium"),
-]
+MISSING = "no Chromium: apt-get install chromium"
+pytestmark = [pytest.mark.full, pytest.mark.skipif(not find_chromium(), reason=MISSING)]
 DOCS = Path(__file__).parents[2] / "docs"
 CASES = read_table("serve/browser.yaml")
 END = CASES["words"][0]

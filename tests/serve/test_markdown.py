@@ -14,10 +14,8 @@ from tests.cases import read_table
 from tests.serve.chromium import Page, chromium, find_chromium
 from tests.serve.running import Running
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(not find_chromium(), reason="no Chromium: apt-get install chromium"),
-]
+MISSING = "no Chromium: apt-get install chromium"
+pytestmark = [pytest.mark.full, pytest.mark.skipif(not find_chromium(), reason=MISSING)]
 TABLE = read_table("serve/markdown.yaml")
 SCRIPT = Path(__file__).with_name("markdown.js").read_text()
 

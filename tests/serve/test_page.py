@@ -52,12 +52,8 @@ def test_nothing_comes_from_elsewhere() -> None:
     assert sorted(links) == sorted(path[1:] for path in ASSETS if path != "/")
     for text in (HTML, SCRIPT, STYLE):
         assert not re.search(r"(https?:)?//[a-z]|@import|url\(|WebSocket|import\(", text)
-    assert set(re.findall(r"asked\(\"([^\"]+)\"", SCRIPT)) == {
-        "v1/models",
-        "metrics",
-        "v1/chat/completions",
-        "tokenize",
-    }
+    paths = {"v1/models", "metrics", "v1/chat/completions", "tokenize"}
+    assert set(re.findall(r"asked\(\"([^\"]+)\"", SCRIPT)) == paths
 
 
 def test_a_base_model_is_called_one(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,11 +73,5 @@ def use(monkeypatch: pytest.MonkeyPatch, backend: TrtBackend) -> None:
 def build(out: Path, spec: Any, backend: str = "trt", **options: Any) -> Engine:
     """An engine with random weights, in fp32 unless told otherwise."""
     limits = {"max_batch": ROWS, "max_seq": MAX_SEQ, "prefill_chunk": CHUNK}
-    return g4ir.build(
-        spec,
-        out,
-        backend=backend,
-        device="cpu",
-        random_weights=0,
-        **{"dtype": "float32", **limits, **options},
-    )
+    given = {"dtype": "float32", **limits, **options}
+    return g4ir.build(spec, out, backend=backend, device="cpu", random_weights=0, **given)
