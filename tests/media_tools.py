@@ -159,9 +159,8 @@ def media_pair(spec: Spec, folder: Path, seed: int, **options: Any) -> tuple[Eng
     from transformers import AutoModelForMultimodalLM
 
     checkpoint = random_checkpoint(folder / "checkpoint", spec, seed, media=KINDS)
-    engine = g4ir.build(
-        spec, folder / "engine", checkpoint=checkpoint, **{"backend": "reference", **options}
-    )
+    given = {"checkpoint": checkpoint, "backend": "reference", **options}
+    engine = g4ir.build(spec, folder / "engine", **given)
     model, loading = AutoModelForMultimodalLM.from_pretrained(
         checkpoint, dtype=torch.float32, output_loading_info=True
     )

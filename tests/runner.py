@@ -64,9 +64,8 @@ def build_engine(oracle: Oracle, folder: Path, **options: Any) -> Engine:
     dtype = str(next(oracle.model.parameters()).dtype).removeprefix("torch.")
     prepared = prepare(oracle.spec, BuildOptions(random_weights=0, dtype=dtype, **options))
     source = Checkpoint.open(checkpoint, oracle.spec)
-    write_engine(
-        replace(prepared, source=source, weights=PackedWeights("packed")), folder / "engine", print
-    )
+    packed = replace(prepared, source=source, weights=PackedWeights("packed"))
+    write_engine(packed, folder / "engine", print)
     return load_engine(folder / "engine")
 
 
@@ -98,15 +97,32 @@ def built_program(
     return _PROGRAMS[key]
 
 
-class ChunkedSession:
-    """Prompts in chunks, then single tokens. `length` i64[batch] is the number of tokens that each
-    row holds; `_run(phase, tokens, valid)` makes the logits of a chunk."""
+@dataclass
+class Session:
+    """See `open_session`: prompts in chunks, then single tokens. `length` i64[batch] is the number
+    of tokens that each row holds."""
 
+    program: Program
+    tensors: Mapping[str, torch.Tensor]
     batch: int
     chunk: int
+    max_seq: int
     all_logits: bool
-    length: torch.Tensor
-    _run: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
+    watch: Watch | None = None
+
+    def __post_init__(self) -> None:
+        graphs = {name: split_prologue(g) for name, g in self.program.graphs.items()}
+        self.graphs = {name: main for name, (_, main) in graphs.items()}
+        self.params: dict[str, dict[str, Any]] = {}
+        for name, (prologue, main) in graphs.items():
+            given = graph_params(self.program.graphs[name], self.tensors)
+            packed, _ = interpret(prologue, {}, given, {})
+            self.params[name] = {v.name: {**given, **packed}[v.name] for v in main.params}
+        dims = {"B": self.batch, "C": self.max_seq}
+        dtype = self.tensors["model.embed_tokens.weight"].dtype
+        wider = dtype if dtype == torch.float64 else None  # than the graph declares
+        self.state = empty_state(self.program.graphs["prefill"], dims, wider)
+        self.length = torch.zeros(self.batch, dtype=torch.int64)
 
     def prefill(
         self,
@@ -132,39 +148,11 @@ class ChunkedSession:
         valid = torch.ones_like(tokens) if active is None else active.to(torch.int64)
         return self._run("decode", tokens[:, None], valid)[:, -1]
 
-
-@dataclass
-class Session(ChunkedSession):
-    """See `open_session`."""
-
-    program: Program
-    tensors: Mapping[str, torch.Tensor]
-    batch: int
-    chunk: int
-    max_seq: int
-    all_logits: bool
-    watch: Watch | None = None
-
-    def __post_init__(self) -> None:
-        graphs = {name: split_prologue(g) for name, g in self.program.graphs.items()}
-        self.graphs = {name: main for name, (_, main) in graphs.items()}
-        self.params: dict[str, dict[str, Any]] = {}
-        for name, (prologue, main) in graphs.items():
-            given = graph_params(self.program.graphs[name], self.tensors)
-            packed, _ = interpret(prologue, {}, given, {})
-            self.params[name] = {v.name: {**given, **packed}[v.name] for v in main.params}
-        dims = {"B": self.batch, "C": self.max_seq}
-        dtype = self.tensors["model.embed_tokens.weight"].dtype
-        wider = dtype if dtype == torch.float64 else None  # than the graph declares
-        self.state = empty_state(self.program.graphs["prefill"], dims, wider)
-        self.length = torch.zeros(self.batch, dtype=torch.int64)
-
     def _run(self, phase: str, tokens: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         embeds, _ = interpret(self.graphs["embed"], {"tokens": tokens}, self.params["embed"], {})
         positions = self.length[:, None] + torch.arange(tokens.shape[1])
         inputs = {**embeds, "positions": positions, "lengths": valid}
-        outs, self.state = interpret(
-            self.graphs[phase], inputs, self.params[phase], self.state, self.watch
-        )
+        given = (inputs, self.params[phase], self.state, self.watch)
+        outs, self.state = interpret(self.graphs[phase], *given)
         self.length = self.length + valid
         return outs["logits"]

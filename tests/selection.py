@@ -146,9 +146,7 @@ def near(root: Path, changed: Iterable[str], table: Table) -> set[str]:
     helpers = {f for f, modules in imported.items() if modules & names and not is_test(f)}
     names |= {module_name(file) for file in helpers}
     found = {f for f, modules in imported.items() if modules & names}
-    data = [
-        pattern for pattern in table.data if any(fnmatchcase(path, pattern) for path in changed)
-    ]
+    data = [p for p in table.data if any(fnmatchcase(path, p) for path in changed)]
     found |= {test for pattern in data for test in table.data[pattern]}
     return {file for file in {*found, *changed} if is_test(file) and file in imported}
 

@@ -63,9 +63,8 @@ def shrink(spec: Spec, media: bool = False) -> Spec:
         moe=text.moe and _moe(text.moe, layers),
         ple=text.ple and Ple(_size(text.ple.dim, 16), VOCAB),
     )
-    known: dict[str, Any] = {
-        k: v for k, v in MEDIA_TOKENS.items() if getattr(spec.tokens, k) is not None
-    }
+    media_ids = MEDIA_TOKENS.items()
+    known: dict[str, Any] = {k: v for k, v in media_ids if getattr(spec.tokens, k) is not None}
     vision, audio = (_vision(spec.vision), _audio(spec.audio)) if media else (None, None)
     tokens = replace(TOKENS, **known) if media else TOKENS
     made = replace(spec, name=f"{spec.name}-small", hub=None, dtype="f32", text=small)

@@ -29,9 +29,8 @@ from g4ir.spec.record import Spec, check_spec, load_spec
 from tests.configs import spec_called
 from tests.test_ops import node, tensors
 
-ATTENTIONS = [
-    (op, i) for op in ("attention", "attention_latent") for i, _ in enumerate(OPS[op].samples)
-]
+OPS_OF_CACHES = ("attention", "attention_latent")
+ATTENTIONS = [(op, i) for op in OPS_OF_CACHES for i, _ in enumerate(OPS[op].samples)]
 
 
 @pytest.mark.parametrize("softcap", [0.0, 20.0])

@@ -83,9 +83,8 @@ def test_weights_trained_for_4_bits_stay_exact() -> None:
     codes[:, ::32] = -8
     scales = torch.rand(16, 4, generator=random).add(0.1).to(torch.bfloat16)
     w = dequantize_codes(pack_codes(codes, "int4"), scales, torch.bfloat16)
-    found = quantize.reference(
-        w, form="int4", group=32, scale="bf16", moments=column_weights(128, random)
-    )
+    moments = column_weights(128, random)
+    found = quantize.reference(w, form="int4", group=32, scale="bf16", moments=moments)
     assert torch.equal(found[0], pack_codes(codes, "int4")) and torch.equal(found[1], scales)
 
 

@@ -204,9 +204,8 @@ def test_the_string_that_is_complete_first_ends_the_content(text: str, stops: li
         found = Reader(stop=stops)
         answer = answered(found, pieces, "length")
         assert answer.content == text[: end + length]
-        assert found.stopped == bool(ends) and answer.finish_reason == (
-            "stop" if ends else "length"
-        )
+        assert found.stopped == bool(ends)
+        assert answer.finish_reason == ("stop" if ends else "length")
 
 
 ATOMS = st.sampled_from(
@@ -275,9 +274,8 @@ def test_a_stream_of_ids_is_their_text(ids: list[int]) -> None:
     ids = [i for i in ids if WORDS.tokenizer.id_to_token(i) is not None]
     stream = TokenStream(WORDS)
     pieces = [*chain.from_iterable(map(stream.push, ids)), *stream.flush()]
-    assert [p.text for p in pieces if p.control] == [
-        WORDS.strings[i] for i in ids if i in WORDS.strings
-    ]
+    controls = [WORDS.strings[i] for i in ids if i in WORDS.strings]
+    assert [p.text for p in pieces if p.control] == controls
     wanted = ""
     for special, group in groupby(ids, lambda i: i in WORDS.strings):
         run = [*group]

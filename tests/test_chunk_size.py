@@ -165,9 +165,8 @@ def test_short_prompts_share_the_time_between_two_tokens(engine: Engine, machine
     streams = Streams(engine, machine, 100)
     streams.read(500)
     room = streams.scheduler.chunk_size.tokens
-    late = [
-        streams.scheduler.submit(Request(prompt(30, i), 1, FREE, reuse=False)) for i in range(8)
-    ]
+    jobs = [Request(prompt(30, i), 1, FREE, reuse=False) for i in range(8)]
+    late = [streams.scheduler.submit(job) for job in jobs]
     streams.times.clear()
     while not late[-1].done:
         done = sum(h.done for h in late)

@@ -335,9 +335,8 @@ def test_objects_show_what_they_are_in_a_line(built: Engine) -> None:
     session = built.session()
     session.prefill([[2, 5]])
     assert repr(session) == f"<Session of {built!r}: [2] tokens held>"
-    assert repr(load_spec("e2b")) == (
-        "<Spec e2b: gemma4, 35 layers, hidden 1536, bf16, vision, audio>"
-    )
+    said = "<Spec e2b: gemma4, 35 layers, hidden 1536, bf16, vision, audio>"
+    assert repr(load_spec("e2b")) == said
 
 
 def test_help_shows_the_options_of_a_build() -> None:

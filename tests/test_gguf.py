@@ -372,9 +372,8 @@ def test_split_files(model: Path, tmp_path: Path) -> None:
         assert [p for p, _ in got.files] == files and got.forms == want.forms
         for name in text_tensors(load_spec("tiny-ple")):
             assert torch.equal(got.tensor(name), want.tensor(name))
-    engine = g4ir.build(
-        None, tmp_path / "e", checkpoint=files[1], backend="reference", link_weights=True, **LIMITS
-    )
+    options = {"backend": "reference", "link_weights": True, **LIMITS}
+    engine = g4ir.build(None, tmp_path / "e", checkpoint=files[1], **options)
     assert engine.param("L0.attn.wq").shape and g4ir.load_engine(tmp_path / "e")
     second = files[1].read_bytes()
     files[1].write_bytes(files[2].read_bytes())

@@ -99,9 +99,8 @@ def test_a_whole_engine(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     engine = g4ir.load_engine(tmp_path / "engine")
     assert engine.media.kinds == KINDS
-    want = g4ir.build(
-        spec, tmp_path / "own", checkpoint=folder, backend="reference", dtype="float32", max_seq=640
-    )
+    options = {"backend": "reference", "dtype": "float32", "max_seq": 640}
+    want = g4ir.build(spec, tmp_path / "own", checkpoint=folder, **options)
     assert engine.program == want.program
     for name in want.program.params():
         got, held = engine.runtime.source.tensor(name), want.runtime.source.tensor(name)

@@ -197,9 +197,8 @@ def test_trt_plans(made: Make, name: str) -> None:
 
 def test_trt_bytes_on_disk(tmp_path: Path) -> None:
     """A tower of two sizes is in two plans."""
-    p = prepare(
-        spec_of("tiny-media"), BuildOptions(backend="trt", audio_seconds=(0.5, 1.5)), dry=True
-    )
+    options = BuildOptions(backend="trt", audio_seconds=(0.5, 1.5))
+    p = prepare(spec_of("tiny-media"), options, dry=True)
     program, settings = p.packing.program, dict(p.config.settings)
     every = networks(program)
     audio = [builder.weight_bytes(g) for name, g in every.items() if name.startswith("audio")]

@@ -103,9 +103,8 @@ def test_results_are_as_inferred(case: tuple[str, int]) -> None:
         for v, t in zip(n.outputs, run_node(n, inputs), strict=True):
             assert (tuple(t.shape), t.dtype) == (v.type.shape, torch_dtype(v.type.dtype))
             assert not t.is_floating_point() or t.float().isfinite().all()
-        assert all(
-            torch.equal(*map(to_comparable, pair)) for pair in zip(inputs, before, strict=True)
-        )
+        for pair in zip(inputs, before, strict=True):
+            assert torch.equal(*map(to_comparable, pair))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -234,9 +233,8 @@ def test_an_attribute_is_no_list() -> None:
 
 def test_an_op_class_must_be_complete() -> None:
     def make(**parts: Any) -> type:
-        return type(
-            "thing", (), {"__doc__": "does", "samples": [Sample(())], "budget": MOVES, **parts}
-        )
+        needed = {"__doc__": "does", "samples": [Sample(())], "budget": MOVES}
+        return type("thing", (), needed | parts)
 
     def typed(x: Type) -> Type:
         return x

@@ -347,9 +347,8 @@ def test_any_value_can_be_one_more_output() -> None:
     caches are the exception: they get new names and sizes."""
     for phase, step in (("prefill", 7), ("decode", 5)):
         g = program("combined").graphs[phase]
-        values = [
-            v for n in g.nodes if n.op not in ("rope_table", "cache_write") for v in n.outputs
-        ]
+        nodes = [n for n in g.nodes if n.op not in ("rope_table", "cache_write")]
+        values = [v for n in nodes for v in n.outputs]
         for v in values[::step]:
             asked = replace(g, outputs=(*g.outputs, v))
             assert run_passes(asked).outputs == asked.outputs

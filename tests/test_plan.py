@@ -375,9 +375,8 @@ def test_what_fits_is_of_a_rank(name: str, options: dict[str, Any]) -> None:
 
 def test_two_cards_where_one_is_too_small() -> None:
     card = find_gpu("a6000-48gb")
-    one, two = (
-        make_plan(load_spec("31b"), replace(PLANNED, tp=n), ctx=8192, memory=card) for n in (1, 2)
-    )
+    spec, options = load_spec("31b"), (replace(PLANNED, tp=n) for n in (1, 2))
+    one, two = (make_plan(spec, o, ctx=8192, memory=card) for o in options)
     assert one.rows[0].spare < 0 < two.rows[0].spare
     assert two.rows[0].step_s == pytest.approx(one.rows[0].step_s / 2, rel=0.01)
     assert "one of 2 ranks, " in plan_text(two) and "without collectives" in plan_text(two)

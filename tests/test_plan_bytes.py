@@ -213,9 +213,8 @@ ENGINES = [
 def test_engines(backend: str, device: str, quant: str | None, tmp_path: Path) -> None:
     """What a built engine holds and its session allocates is what was planned."""
     spec = widened("tiny-ple")
-    given = (
-        recipe_of(quant, tmp_path) if quant in SCHEMES and quant not in built_in_names() else quant
-    )
+    own = quant in SCHEMES and quant not in built_in_names()
+    given = recipe_of(quant, tmp_path) if own else quant
     options = {"backend": backend, "device": device, "quant": given, "media": "none"}
     _, plan = both(spec, **options)
     engine = build(spec, tmp_path / "e", random_weights=0, **options, **SIZES)

@@ -240,9 +240,8 @@ def test_cost_counts_codes() -> None:
         spec = load_spec(name)
         program = quantise(build_program(spec), spec, find_quant_config(recipe), "bf16")
         made = run_program(program)
-        plain, built, turned = (
-            total(graph_costs(p.graphs["decode"])) for p in (program, made, made.map(by_columns))
-        )
+        programs = (program, made, made.map(by_columns))
+        plain, built, turned = (total(graph_costs(p.graphs["decode"])) for p in programs)
         assert plain.weight_bytes == built.weight_bytes == turned.weight_bytes
         sizes[name] = round(built.weight_bytes / 1e9, 2)
     assert sizes == {"e2b": 2.28, "26b-a4b": 2.49, "31b": 17.89}

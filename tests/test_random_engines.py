@@ -66,9 +66,8 @@ def _towers(spec: Spec, rng: random.Random) -> Spec:
     vocab = media.text.vocab_size
     ple = spec.text.ple and replace(spec.text.ple, vocab_size=vocab)
     text = replace(spec.text, vocab_size=vocab, ple=ple)
-    own: dict[str, Any] = {
-        name: getattr(media, name) for name in ("model_type", "tokens", "vision", "audio")
-    }
+    names = ("model_type", "tokens", "vision", "audio")
+    own: dict[str, Any] = {name: getattr(media, name) for name in names}
     return replace(spec, text=text, **own)
 
 

@@ -164,9 +164,7 @@ def test_graphs_of_other_weights(built: Callable[..., Engine], tmp_path: Path) -
     assert report.first_difference and "not what transformers" in report.first_difference
 
 
-def test_measure_without_room(
-    built: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_room(built: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "device_memory", lambda device: 1 << 20)
     engine = built("tiny-dense", "bfloat16", 0)
     report = verify_engine(engine, "hf")

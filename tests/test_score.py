@@ -95,9 +95,8 @@ def test_losses_are_those_of_transformers(
     found = scores("score", world.path, "--jsonl", file)
     assert max(sizes) <= max(chunk_logits, 512)
     windows = [*Reader(world.engine, 64).lines(str(file))]
-    assert [(d["id"], d["part"]) for d in found["documents"]] == [
-        (w.document, w.part) for w in windows
-    ]
+    parts = [(d["id"], d["part"]) for d in found["documents"]]
+    assert parts == [(w.document, w.part) for w in windows]
     assert len(windows) > 4
     for w, d in zip(windows, found["documents"], strict=True):
         assert d["token_ids"] == w.ids and len(w.ids) <= 64
@@ -135,9 +134,8 @@ def test_json_lines_of_any_length(world: World) -> None:
     assert len(text) > 1 << 16 and [w.ids for w in read[0]] == [w.ids for w in read[1]]
     few = world.file("few.jsonl", '{"tokens": [5, 6, 7]}\n{"tokens": [5, 6, 7]}\n{"unknown": 1}\n')
     for most, rows in (("3", 1), ("4", 1), ("5", 2)):
-        assert (
-            len(scores("score", world.path, "--jsonl", few, "--tokens", most)["documents"]) == rows
-        )
+        found = scores("score", world.path, "--jsonl", few, "--tokens", most)
+        assert len(found["documents"]) == rows
 
 
 def test_scores_in_python(world: World, model: Any) -> None:

@@ -204,10 +204,8 @@ def saved_by_transformers(config: dict[str, Any], folder: Path) -> dict[str, Any
     """The config.json that transformers writes after it has read this one."""
     from transformers import AutoConfig
 
-    kind = config["model_type"]
-    AutoConfig.for_model(
-        kind, **{k: v for k, v in config.items() if k != "model_type"}
-    ).save_pretrained(folder)
+    fields = {k: v for k, v in config.items() if k != "model_type"}
+    AutoConfig.for_model(config["model_type"], **fields).save_pretrained(folder)
     out: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return out
 

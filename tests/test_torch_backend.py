@@ -177,7 +177,7 @@ class Sizes(TorchDispatchMode):
 @pytest.mark.parametrize("slots", ["19", "C"], ids=["ring", "list"])
 @pytest.mark.parametrize(("dtype", "width"), [("f32", 8), ("bf16", 8), ("f8e4m3", 8), ("i8", 10)])
 @pytest.mark.parametrize(("start", "lengths"), TABLES["torch backend"]["drafted"])
-def test_tokens_that_may_be_taken_back_touch_their_own_slots(
+def test_own_slots(
     slots: str, dtype: str, width: int, start: list[int], lengths: list[int]
 ) -> None:
     """As the op says, ragged, around a ring's end and in any dtype; nothing as large as the cache

@@ -314,9 +314,8 @@ def codes_and_words(*words: str | Path, **more: Any) -> tuple[list[int], str]:
 def test_an_interface_that_is_not_there(engine_of_two: Path, tmp_path: Path) -> None:
     words = engine_of_two, "decode", tmp_path / "out"
     codes, said = codes_and_words(*words, GLOO_SOCKET_IFNAME="nope0")
-    assert (
-        codes == [3, 3] and "nope0; name a network interface that they share: GLOO_SOCKET" in said
-    )
+    assert codes == [3, 3]
+    assert "nope0; name a network interface that they share: GLOO_SOCKET" in said
 
 
 @pytest.mark.full
@@ -336,9 +335,8 @@ def test_ranks_of_different_engines(engine_of_two: Path, tmp_path: Path) -> None
 
 def test_a_rank_without_a_gpu(engine_of_two: Path) -> None:
     found = open_artefact(engine_of_two)
-    on_cuda = replace(
-        found, manifest=replace(found.manifest, config=replace(found.config, device="cuda"))
-    )
+    config = replace(found.config, device="cuda")
+    on_cuda = replace(found, manifest=replace(found.manifest, config=config))
     alone = SimpleNamespace(rank=1, on_gpus=False)
     with pytest.raises(MissingError, match="rank 1 has no GPU of its own, or its torch no NCCL"):
         open_runtime(on_cuda, no_progress, alone, cuda_graph=True, trust=True)  # type: ignore[arg-type]

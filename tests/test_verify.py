@@ -54,9 +54,8 @@ def test_transformers_is_not_imported_without_need(engines: Any) -> None:
 @pytest.mark.parametrize("against", ["reference", "hf"])
 def test_sound_engine(engines: Any, backend: str, spec: str, against: str) -> None:
     engine, said = engines(backend, spec), list[str]()
-    report = verify_engine(
-        engine, against, checkpoint=engines.checkpoint(spec), progress=said.append
-    )
+    checkpoint = engines.checkpoint(spec)
+    report = verify_engine(engine, against, checkpoint=checkpoint, progress=said.append)
     assert report.ok and report.first_difference is None
     assert report.budget == TOLERANCES["f32", against]
     assert sum(report.turns) == 96 and report.turns[-24:] == (1,) * 24
@@ -214,9 +213,8 @@ def test_close_calls_may_go_either_way(
 
 def test_checkpoint_of_another_shape(engines: Any) -> None:
     with pytest.raises(SpecError, match=r"text\.num_hidden_layers"):
-        verify_engine(
-            engines("reference", "tiny-moe"), "hf", checkpoint=engines.checkpoint("tiny-ple")
-        )
+        engine = engines("reference", "tiny-moe")
+        verify_engine(engine, "hf", checkpoint=engines.checkpoint("tiny-ple"))
 
 
 def test_last_rows_of_layers_that_share_keys_without_per_layer_embeddings() -> None:

@@ -191,9 +191,7 @@ def test_thoughts_end_at_their_budget(
 AMBIGUOUS = "start: s\ns: s s | s s s | /[a-z]/\n"
 
 
-def test_a_slow_mask(
-    client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_mask(client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside masks of half a second each, other answers come as ever."""
 
     def slow(mask: Any, row: Any) -> None:
@@ -208,9 +206,7 @@ def test_a_slow_mask(
         assert len(held.result().choices[0].message.content) == 6
 
 
-def test_mask_timeout(
-    client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timeouts(client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_mask, "MAX_S", 0.01)
     with pytest.raises(openai.APIError, match=r"grammar: after \d+ tokens it takes .* unambig"):
         body = {"grammar": AMBIGUOUS.replace("start: s", 'start: s "!"')}

@@ -82,9 +82,8 @@ def test_responses_say_what_chats_say(client: openai.OpenAI) -> None:
     chat = ask(client, max_tokens=20, **fields)
     whole = asked(client, max_output_tokens=20, **fields)
     assert whole.output_text == chat.choices[0].message.content
-    logprobs = asked(
-        client, max_output_tokens=4, top_logprobs=2, include=["message.output_text.logprobs"]
-    )
+    include = ["message.output_text.logprobs"]
+    logprobs = asked(client, max_output_tokens=4, top_logprobs=2, include=include)
     found = logprobs.output[0].content[0].logprobs
     assert 0 < len(found) <= 4 and all(len(p.top_logprobs) == 2 for p in found)
 

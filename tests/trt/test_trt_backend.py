@@ -370,9 +370,8 @@ def test_refusals(said: list[str], layer: str, advice: str) -> None:
 
 
 def tiny_network() -> builder.Written:
-    p = prepare(
-        load_spec("tiny-ple"), BuildOptions(backend="trt", media="none", random_weights=0), dry=True
-    )
+    options = BuildOptions(backend="trt", media="none", random_weights=0)
+    p = prepare(load_spec("tiny-ple"), options, dry=True)
     g = network_graph(p.packing.program)
     params = MadeParams(p.packing, p.source)
     w = builder.write_network(emulated_api(), g, p.config.limits, params, p.config.settings)
