@@ -82,7 +82,7 @@ def write_network(
     builder = api.trt.Builder(log)
     network = builder.create_network()
     if network is None:
-        raise LowerError(f"TensorRT makes no network: {log.reason()}")
+        raise LowerError(f"TensorRT cannot create a network: {log.reason()}")
     e, notes = emitted(graph, limits, Addresses(params), settings)
     with raise_refusals(log, f"the network of {graph.name}"):
         parser = parse(api, network, e, graph.name, log)

@@ -18,7 +18,7 @@ from .verb import ANY_MODEL, Verb, argument, json_flag
 
 
 class Presets(Verb):
-    """List the presets, with MODEL the memory that it needs with each."""
+    """List the presets; with MODEL also the memory that it needs with each."""
 
     model: str | None = argument(f"memory that it needs with each: {ANY_MODEL}", "MODEL", "?")
     json: bool = json_flag()

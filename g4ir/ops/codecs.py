@@ -239,7 +239,8 @@ def quantize_values(
 
 
 def _int6(y: Any) -> Any:
-    """Return the codes of groups y [n, G, g], each row's as one group."""
+    """Return int6 codes of y [n, G, g], already divided by its scales, packed row by row [n, 1,
+    bytes]."""
     shared = y.flatten(-2).unflatten(-1, (-1, INT6_GROUP))
     integers = (shared.abs().amax(-1) / INT6_MAX).ceil().clamp(1, INT6_MAX_INTEGER)
     values = (shared / integers[..., None]).round().clamp(-INT6_MAX - 1, INT6_MAX)

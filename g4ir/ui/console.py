@@ -62,7 +62,7 @@ class Progress:
 
     #: whether the terminal's last line is one of progress
     _on_line = False
-    #: while somebody answers a question on that line
+    #: whether a question on that line waits for the user's answer
     paused = False
 
     def __init__(self) -> None:

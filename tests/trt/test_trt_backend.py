@@ -394,7 +394,7 @@ def test_a_call_that_only_logs_an_error_is_a_refusal(monkeypatch: pytest.MonkeyP
 
 def test_no_network_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulated_api().trt.Builder, "create_network", lambda builder: None)
-    with pytest.raises(LowerError, match="makes no network: "):
+    with pytest.raises(LowerError, match="cannot create a network: "):
         tiny_network()
 
 

@@ -1,13 +1,13 @@
 "use strict";
-// Messages on the page: what was typed, answers while they come and when they are over, and calls.
+// Renders messages: the user's, answers (streaming and complete), and tool calls.
 
 const MOST_ROWS = 10;
 const SAVE_MS = 3000;
 const views = new WeakMap(); // message -> its element
 
-// --- what was typed ---------------------------------------------------------------------------
+// --- user messages ---------------------------------------------------------------------------
 
-// One's own words, with buttons to change them and, where no answer came, to have one.
+// A user (or system) message, with buttons to edit it and, if it has no answer, to generate one.
 function ownView(message) {
   const { words, files, media } = parted(message.content);
   const seen = media.map((part) => preview(mediumOf(part)));
@@ -37,7 +37,7 @@ function preview({ kind, url, name }) {
 
 // --- answers ----------------------------------------------------------------------------------
 
-// Whether arguments of a call are whole: an answer may be cut within them.
+// Whether a call's arguments are complete JSON: an answer may be truncated within them.
 function readable(json) {
   try {
     return Boolean(JSON.parse(json));
@@ -46,7 +46,7 @@ function readable(json) {
   }
 }
 
-// One answer on the page: of a message that was kept, or one that comes.
+// View of one answer: of a stored message, or of one being generated.
 class Answer {
   constructor(message = null) {
     this.body = made("div", { class: "body" });
@@ -59,7 +59,7 @@ class Answer {
     } else this.resume();
   }
 
-  // Lets more come.
+  // Prepares for more streamed text.
   resume() {
     this.meta?.remove();
     this.item.setAttribute("aria-busy", "true");
@@ -87,7 +87,7 @@ class Answer {
     this.drawn = true;
     if (this.last - this.saved < SAVE_MS) return;
     this.saved = this.last;
-    save(this.message(true)); // a page that is left keeps what was said
+    save(this.message(true)); // in case the page is closed
   }
 
   called(part) {
@@ -115,7 +115,7 @@ class Answer {
     return new Markdown(inner);
   }
 
-  // Shows what there is, and returns the message for the conversation; nothing if it says nothing.
+  // Renders the answer and returns it as a message for the conversation, or nothing if it is empty.
   end(stopped) {
     this.item.removeAttribute("aria-busy");
     this.waiting.remove();
@@ -156,7 +156,7 @@ class Answer {
     return words.join(" · ");
   }
 
-  // Ends it with what can be done with it, and its calls.
+  // Completes the view: adds buttons and tool calls.
   close(message) {
     const { speed, cut } = message.page ?? {};
     const given = button("Copy", () => copy(this.content, given), { class: "act" });
@@ -179,14 +179,14 @@ function pretty(json) {
   }
 }
 
-// The answer of a tool to a call of a message; undefined while there is none.
+// Returns the tool result of a call; undefined if there is none yet.
 function answerTo(message, call) {
   const behind = state.messages.slice(state.messages.indexOf(message) + 1);
   const found = behind.find((m) => m.role === "tool" && m.tool_call_id === call.id);
   return state.messages.includes(message) && found ? parted(found.content).words : undefined;
 }
 
-// Shows calls, with a field for the answer of each.
+// Renders calls, each with a field for its result.
 function showCalls(answer, message) {
   const calls = message.tool_calls;
   const fields = calls.map((call) => {
@@ -210,7 +210,7 @@ function showCalls(answer, message) {
     const said = calls.map((call, i) => (
       { role: "tool", tool_call_id: call.id, content: fields[i].value }));
     if (await attempt([...state.messages, ...said])) return;
-    for (const field of fields) field.readOnly = false; // they may be sent again
+    for (const field of fields) field.readOnly = false; // results may be sent again
     scrolled(() => answer.meta.before(give));
     fields[0].focus();
   }, { class: "answer-calls" });
@@ -225,7 +225,7 @@ function lock(fields) {
   }
 }
 
-// What a message in the place of answers says of calls: they were not run.
+// Tool result for calls that the user skipped by sending a message.
 function leftCalls() {
   const calls = state.messages.at(-1)?.tool_calls ?? [];
   return calls.map((call) => (

@@ -1,28 +1,28 @@
 "use strict";
-// A chat over this server's own paths: settings, requests, and the conversation that is open.
+// Chat client of this server's endpoints: settings, requests, and the open conversation.
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty",
   "presence_penalty", "frequency_penalty", "seed", "max_tokens", "min_tokens"];
 const SAMPLING = [...NUMBERS, "stop_texts", "thinking_token_budget"];
-const OWN = ["system", "tools"]; // which a conversation brings with it
+const OWN = ["system", "tools"]; // settings stored with a conversation
 const FIELDS = [...OWN, ...SAMPLING];
 const LOOK_MS = 2000;
-const MOST_TEXT = 1 << 20; // bytes of a text file in a message
-const TEXTS = /\.(?:[cm]?ts|svg)$/; // whose type says video or image
+const MOST_TEXT = 1 << 20; // maximum bytes of a text file in a message
+const TEXTS = /\.(?:[cm]?ts|svg)$/; // text files whose MIME type is video or image
 
 const state = {
-  kept: null, // {id, created, updated} of the conversation; null: nothing was said yet
-  messages: [], // in OpenAI's form; the system's is added when they are sent
+  kept: null, // {id, created, updated} of the conversation; null: not saved yet
+  messages: [], // in OpenAI's format; the system message is added when they are sent
   attached: [], // {kind, name, url or text}
-  reading: null, // the promise of files that are being read
-  locked: false, // whether the server wants another key
+  reading: null, // promise of files that are being read
+  locked: false, // whether the server refused the API key
   media: null, // kinds that the model takes; null: not known yet
   room: null, // context length of the model, in tokens
   abort: null, // aborts the reply that is being generated
   coming: null, // promise of the reply that is being generated
   saving: Promise.resolve(), // pending write of conversations; writes run one after another
   unsaved: "", // error of the last failed write
-  listed: "", // what the list of conversations shows
+  listed: "", // rendered state of the conversation list
   own: {}, // settings stored with this conversation only
 };
 
@@ -55,7 +55,7 @@ function openSettings(why = "", id = "system") {
   find(id).focus();
 }
 
-// Returns what is wrong with the settings, or nothing.
+// Returns an error message for the settings, or nothing.
 function wrongTools() {
   if (!find("tools").value.trim()) return "";
   try {
@@ -67,13 +67,13 @@ function wrongTools() {
 
 const tools = () => (wrongTools() ? [] : JSON.parse(find("tools").value.trim() || "[]"));
 
-// The system's message, where there is one.
+// The system message, as a list of none or one.
 function system() {
   const words = find("system").value.trim();
   return words ? [{ role: "system", content: words }] : [];
 }
 
-// What a prompt is made of.
+// The request fields that determine the prompt.
 function asking() {
   const out = { messages: [...system(), ...state.messages.map(plain)] };
   if (tools().length) out.tools = tools();
@@ -133,7 +133,7 @@ async function look() {
   }
 }
 
-// Says how the server is: aloud what is news, and silently how many slots are busy.
+// Shows the server's status; changes are announced to screen readers, the busy slots are not.
 function tell(words, live = "polite") {
   if (status.textContent === words) return;
   status.setAttribute("aria-live", live);
@@ -150,8 +150,8 @@ function fullness(metrics) {
   return waiting ? `${slots}, ${waiting} waiting` : slots;
 }
 
-// Shows how much of the context the conversation takes: what the last answer's request counted,
-// else what the server counts.
+// Shows the context usage of the conversation: from the last answer's usage, else counted by the
+// server.
 async function measure() {
   const { messages, room } = state;
   let used = messages.at(-1)?.page?.used;
@@ -186,7 +186,7 @@ async function* events(response) {
 
 // --- conversations ----------------------------------------------------------------------------
 
-// Shows the messages: those that are shown already stay.
+// Renders the messages; existing views are kept.
 function show() {
   const items = state.messages.filter((m) => m.role !== "tool").map((message) => {
     const item = views.get(message)
@@ -202,7 +202,7 @@ function show() {
   }
 }
 
-// Keeps the conversation, with what has come of an answer.
+// Saves the conversation, with the partial answer.
 function save(coming = null) {
   const kept = (state.kept ??= { id: newId(), created: Date.now(), updated: 0 });
   const before = state.messages.filter((m) => !coming || m !== state.continued);
@@ -232,7 +232,7 @@ async function written(kept, record) {
   drawChats();
 }
 
-// Ends the answer that is coming, whose beginning is kept.
+// Aborts the answer being generated, and keeps the partial text.
 async function rest() {
   state.abort?.abort();
   await state.coming;
@@ -242,7 +242,7 @@ function turnTo(kept, messages) {
   Object.assign(state, { kept, messages, unsaved: "" });
   session.setItem("chat", kept?.id ?? "");
   log.replaceChildren();
-  log.setAttribute("aria-live", "off"); // what is old is not read aloud
+  log.setAttribute("aria-live", "off"); // screen readers skip old messages
   scrolled(show, true);
   setTimeout(() => log.setAttribute("aria-live", "polite"));
   drawChats();
@@ -250,7 +250,7 @@ function turnTo(kept, messages) {
   if (!WIDE.matches) showChats(false);
 }
 
-// What is kept of a conversation, with all that was said in it.
+// The stored record of a conversation, with all messages.
 async function latest(id) {
   await state.saving;
   return shelf.get(id);
@@ -258,7 +258,7 @@ async function latest(id) {
 
 async function openChat(id) {
   let found = null;
-  do { // while it is read, somebody may say something in the one that is open still
+  do { // the open conversation may change while this one is read
     await rest();
     found = await latest(id);
   } while (state.abort);
@@ -284,7 +284,7 @@ async function begin() {
 
 // --- messages ---------------------------------------------------------------------------------
 
-// A button that goes hands its focus on; whoever is elsewhere on the page stays there.
+// Moves the focus from a removed button; a focus elsewhere on the page stays.
 function busy(is) {
   const at = document.activeElement;
   stop.hidden = !is;
@@ -297,7 +297,8 @@ function busy(is) {
   if (at === stop || at === document.body) text.focus();
 }
 
-// Has the messages answered, and returns whether anything was said. `answer`: one that goes on.
+// Generates an answer to the messages, and returns whether there was any text. `answer`: one to
+// continue.
 async function reply(answer = null) {
   const wrong = wrongTools();
   if (wrong) {
@@ -336,15 +337,15 @@ async function reply(answer = null) {
   return Boolean(message);
 }
 
-// Has messages answered in the place of those that are there, or in a copy of the conversation. If
-// nothing is said to them, all is as it was before.
+// Replaces the messages, or those of a copy of the conversation, and generates an answer. If there
+// is none, restores the previous state.
 async function attempt(messages, { answer = null, copy: copied = false } = {}) {
   const { messages: before, kept } = state;
   if (copied) state.kept = null;
   state.messages = messages;
   for (const old of log.querySelectorAll(":scope > .error")) old.remove();
-  scrolled(show, true); // one's own message is in sight
-  // What an answer takes the place of is kept until there is something of it.
+  scrolled(show, true); // scroll to the user's message
+  // The replaced answer is kept until the new one has text.
   if (copied || before.every((message) => messages.includes(message))) save();
   const done = await (state.coming = reply(answer));
   if (!done) {
@@ -358,7 +359,7 @@ async function attempt(messages, { answer = null, copy: copied = false } = {}) {
   return done;
 }
 
-// Leaves no trace of a conversation in which nothing was said.
+// Discards a conversation without messages.
 async function forget(id) {
   session.setItem("chat", state.kept?.id ?? "");
   await state.saving;
@@ -366,7 +367,7 @@ async function forget(id) {
   drawChats();
 }
 
-// Files and images stand before the words, audio behind them.
+// Files and images are before the text, audio after it.
 function content(words, attached) {
   if (!attached.length) return words;
   const part = ({ kind, url, name, text: file }) => (kind === "text" ? { type: "text", text: file }
@@ -384,7 +385,7 @@ async function say() {
   const [words, files] = [text.value, state.attached];
   if (state.abort || (!words.trim() && !files.length)) return;
   const [calling, left] = [state.messages.at(-1), leftCalls()];
-  if (left.length) views.delete(calling); // its fields are closed
+  if (left.length) views.delete(calling); // disables its fields
   text.value = "";
   state.attached = [];
   showAttached();
@@ -411,8 +412,8 @@ async function goOn(message, answer) {
   if (!state.abort) await attempt(state.messages, { answer });
 }
 
-// A field in the place of one's own words. What followed them is kept: an earlier message goes on
-// in a copy of the conversation.
+// Edits a user message in place. Later messages are kept: an earlier message continues in a copy of
+// the conversation.
 function edit(message) {
   const item = views.get(message);
   const field = made("textarea", { rows: "4", "aria-label": "Message" });
@@ -442,7 +443,7 @@ function edit(message) {
   field.focus();
 }
 
-// A content with other words: the last text, which files stand before.
+// Replaces a content's last text; files are before it.
 function replaced(given, words) {
   if (isText(given)) return words;
   const last = given.findLastIndex((part) => part.type === "text");
@@ -461,7 +462,7 @@ function showAttached() {
     }, { "aria-label": `Remove ${m.name}` }))));
 }
 
-// Attaches files, one after the other. The list of an event is empty once the event is over.
+// Attaches files, one by one. An event's file list is empty after the event.
 function attach(list) {
   const files = [...list];
   state.reading = Promise.resolve(state.reading).then(() => read(files));
@@ -495,7 +496,7 @@ function dataUrl(file) {
   });
 }
 
-// A text file as a part of a message: its name, and what it holds as a block of code.
+// A text file as a message part: its name, and its content as a code block.
 async function textOf(file) {
   if (file.size > MOST_TEXT) throw new Error("has more than 1 MiB of text");
   let held = "";
@@ -558,7 +559,7 @@ text.addEventListener("paste", (event) => {
   event.preventDefault();
   attach(event.clipboardData.files);
 });
-// What is shown over the page is entered too: files let go just then are taken as well.
+// The overlay is a drop target too: files dropped on it are accepted.
 function over(event) {
   if (!event.dataTransfer.types.includes("Files")) return;
   event.preventDefault();

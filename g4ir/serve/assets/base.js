@@ -1,5 +1,5 @@
 "use strict";
-// What the other scripts share: elements, what is said to the user, files, what a browser keeps.
+// Shared helpers: DOM elements, notices, files, local storage.
 
 const find = (id) => document.getElementById(id);
 const [log, text, send, stop, status] = ["log", "text", "send", "stop", "status"].map(find);
@@ -7,7 +7,7 @@ const NEAR_END = 80;
 const SAID_MS = 1500;
 const UNDO_MS = 10000;
 
-// A browser that forbids to keep things keeps them as long as the page.
+// If the browser forbids storage, values last as long as the page.
 function storage(name) {
   try {
     return window[name];
@@ -33,7 +33,7 @@ function button(label, act, attributes = {}) {
   return made("button", { type: "button", onclick: act, ...attributes }, label);
 }
 
-// Runs `change`, and keeps the end in sight if it was, or brings it there.
+// Runs `change`, then scrolls to the end if it was visible before, or if `always`.
 function scrolled(change, always = false) {
   const box = find("scroll");
   const follows = always || box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
@@ -47,7 +47,7 @@ function showError(message) {
   scrolled(() => log.append(made("li", { class: "error", role: "alert" }, body)), true);
 }
 
-// Says something that belongs to no message, until it is closed; `acts` are [label, function].
+// Shows a notice until it is closed; `acts`: buttons as [label, function].
 function notice(message, acts = [], ms = 0) {
   const shown = made("li", {}, made("span", {}, message));
   for (const [label, act] of acts) shown.append(button(label, () => { shown.remove(); act(); }));
@@ -56,8 +56,8 @@ function notice(message, acts = [], ms = 0) {
   if (ms) setTimeout(() => shown.remove(), ms);
 }
 
-// Copies a text, and says so on the button. A page that another machine sends without TLS has no
-// clipboard: there a selection is copied.
+// Copies a text, and confirms it on the button. Without TLS a remote page has no clipboard API: a
+// selection is copied instead.
 async function copy(source, given) {
   let done = true;
   try {

@@ -4,14 +4,14 @@
 const shelf = new Shelf();
 const WIDE = matchMedia("(min-width: 64rem)");
 
-// As `/save` of g4ir chat writes it: a body of OpenAI's protocol.
+// Export format, as `/save` of g4ir chat: an OpenAI request body.
 function exported({ messages, tools }) {
   return { messages: messages.map(plain), ...(tools.length ? { tools } : {}) };
 }
 
 const fileName = (title) => `${title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40) || "chat"}.json`;
 
-// The conversations of a file: of one as exported, of a list of messages, or of all that were.
+// Reads the conversations of a file: an exported one, a list of messages, or an export of all.
 function imported(value) {
   const given = Array.isArray(value) ? [{ messages: value }] : value?.conversations ?? [value];
   if (!Array.isArray(given)) throw new Error("conversations: expected a list");
@@ -71,7 +71,7 @@ async function rename(id, title) {
   drawChats();
 }
 
-// A field in the place of the title: Enter takes what is typed, Escape does not.
+// Edits the title in place: Enter accepts, Escape cancels.
 function typeTitle(id, row) {
   const field = made("input", { "aria-label": "Title", maxlength: "200" });
   field.value = shelf.list.get(id).title;
@@ -116,7 +116,7 @@ function chatRow({ id, title, updated }) {
   return row;
 }
 
-// Draws the list if it is not as it was drawn last, so that nothing loses its focus for nothing.
+// Renders the list if it has changed; otherwise elements keep their focus.
 function drawChats() {
   const words = find("search").value.trim().toLowerCase();
   const found = [...shelf.list.values()].filter((one) => one.words.includes(words));

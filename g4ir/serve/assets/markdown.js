@@ -1,17 +1,17 @@
 "use strict";
 // Markdown as nodes: headings, lists, tables, quotes, rules, code, emphasis, links to http(s).
-// Texts become text nodes and nothing else: HTML and formulas stay as they are written.
+// Text becomes text nodes only: HTML and formulas are displayed as source.
 
-const MOST_DEPTH = 8; // of quotes and lists in each other, and of emphasis
-const MOST_COLUMNS = 64; // of a table
-const MOST_SPAN = 1000; // characters of a link, an address or a formula
+const MOST_DEPTH = 8; // maximum nesting of quotes, lists and emphasis
+const MOST_COLUMNS = 64; // maximum columns of a table
+const MOST_SPAN = 1000; // maximum characters of a link, a URL or a formula
 const ITEM = /^([-*+]|\d{1,9}[.)])( +|$)/;
 const RULE = /^(?:(?:-\s*){3,}|(?:\*\s*){3,}|(?:_\s*){3,})$/;
 // --- blocks -----------------------------------------------------------------------------------
 
 const blank = (line) => !line.trim();
 
-// The columns that a line is indented by.
+// Returns a line's indentation in columns.
 function indent(line) {
   let at = 0;
   for (const c of line) {
@@ -21,13 +21,13 @@ function indent(line) {
   return at;
 }
 
-// A line without its first columns, as far as they are blank.
+// Removes up to `columns` columns of indentation from a line.
 function dedented(line, columns) {
   const own = indent(line);
   return own ? " ".repeat(Math.max(own - columns, 0)) + line.trimStart() : line;
 }
 
-// Each reader returns the block that begins at a line, or null; `end` is the line behind it.
+// Each reader returns the block that begins at a line, or null; `end`: index of the line after it.
 
 function fence(lines, at) {
   const found = /^\s*(`{3,}|~{3,})\s*([^`]*)$/.exec(lines[at]);
@@ -42,7 +42,7 @@ function fence(lines, at) {
   return { kind: "code", end: Math.min(end + 1, lines.length), language: info.trim(), text };
 }
 
-// A formula between lines; what ends before a blank line is one that is still being written.
+// A display formula; without an end before a blank line it is still being generated.
 function formula(lines, at) {
   const start = lines[at].trim();
   const close = { "$$": "$$", "\\[": "\\]" }[start.slice(0, 2)];
@@ -61,7 +61,7 @@ function heading(lines, at) {
   const text = lines[at].slice(found[0].length).trim();
   let end = text.length;
   while (text[end - 1] === "#") end -= 1;
-  const closed = end === 0 || /\s/.test(text[end - 1]); // else the marks belong to the text
+  const closed = end === 0 || /\s/.test(text[end - 1]); // otherwise the marks are text
   return { kind: "heading", end: at + 1, level: found[1].length,
     text: closed ? text.slice(0, end).trim() : text };
 }
@@ -106,7 +106,7 @@ function table(lines, at) {
   return { kind: "table", end, head, rows, sides };
 }
 
-// Answers indent what an item holds by two columns as often as by the width of its mark.
+// Models indent an item's content by two columns as often as by the width of its marker.
 function list(lines, at) {
   const base = indent(lines[at]);
   const mark = (line) => ITEM.exec(line.trimStart());
@@ -135,7 +135,7 @@ function list(lines, at) {
 
 const READERS = [fence, formula, heading, rule, table];
 
-// Whether a line begins a block that ends a paragraph: of numbered lists only the number one.
+// Whether a line begins a block that interrupts a paragraph; a numbered list only with number 1.
 function begins(lines, at) {
   const line = lines[at].trimStart();
   return READERS.some((read) => read(lines, at)) || /^(>|[-*+] +\S|1[.)] +\S)/.test(line);
@@ -186,7 +186,7 @@ function escaped(text, at) {
   return /[\n!-/:-@[-`{-~]/.test(text[at + 1] ?? "") ? [2, text[at + 1]] : null;
 }
 
-// `missing`: lengths of marks that have no end in the rest of the text.
+// `missing`: lengths of code marks without an end in the remaining text.
 function code(text, at, { missing }) {
   const run = (from) => { let end = from; while (text[end] === "`") end += 1; return end - from; };
   const count = run(at);
@@ -215,7 +215,7 @@ function linked(text, at, { inLink }) {
   return [end + 1 + target[0].length, link(href, spans(near.slice(1, end), false, true))];
 }
 
-// An image from elsewhere is not fetched: a link leads to it.
+// Remote images are not loaded: they become links.
 function image(text, at, held) {
   const found = text[at + 1] === "[" ? linked(text, at + 1, held) : null;
   return found && [found[0] + 1, found[1]];
@@ -236,15 +236,15 @@ function bare(text, at, { inLink }) {
   return [found.length, href ? link(href, [found]) : found];
 }
 
-// Dollars: amounts of money are none of a formula.
+// Dollar signs: amounts of money are not formulas.
 function dollars(text, at) {
   const near = text.slice(at, at + MOST_SPAN);
   const found = /^(?:\$\$[^$]+\$\$|\$(?![\s$])[^$\n]*[^\s$\\]\$(?!\d)|\$[^\s$]\$(?!\d))/.exec(near);
   return found && [found[0].length, found[0]];
 }
 
-// A run of marks that may begin or end emphasis, more freely than CommonMark has it beside
-// punctuation: what languages without spaces need.
+// A run of marks that may begin or end emphasis; less strict than CommonMark next to punctuation,
+// as languages without spaces require.
 class Run {
   constructor(text, at) {
     let end = at;
@@ -265,7 +265,8 @@ const SPANS = { "\\": escaped, "`": code, "[": linked, "!": image, "<": angled, 
   $: dollars, "*": run, _: run, "~": run };
 const SPECIAL = /[\\`[!<$*_~]|https?:\/\/(?=[^\s<>"`])/g;
 
-// The nodes and texts of a paragraph. `live`: what is bold now has perhaps no end yet.
+// Returns a paragraph's nodes and texts. `live`: streaming, so open emphasis may not have its end
+// yet.
 function spans(text, live, inLink = false) {
   const parts = [];
   const held = { missing: new Set(), inLink };
@@ -281,8 +282,8 @@ function spans(text, live, inLink = false) {
   }
 }
 
-// Pairs runs of marks, each end with the nearest beginning of its length, else of its kind. What is
-// looked through leaves `open`: all takes as long as the text. `depth`: of the nodes behind a run.
+// Pairs runs of marks: each end with the nearest start of its length, else of its kind. Skipped
+// runs leave `open`, so the time is linear. `depth`: nesting of the nodes after a run.
 function emphasised(parts, live) {
   const [out, open, waiting] = [[], [{ depth: 0 }], {}]; // waiting: open ones by mark and length
   const pairs = ({ mark, count }) => count >= (mark === "~" ? 2 : 1);
@@ -326,7 +327,7 @@ function emphasised(parts, live) {
 
 // --- nodes ------------------------------------------------------------------------------------
 
-// One by one: a call has no room for a hundred thousand arguments.
+// One by one: a call cannot have a hundred thousand arguments.
 function filled(element, children) {
   for (const child of children) element.append(child instanceof Run ? child.toString() : child);
   return element;
@@ -347,7 +348,7 @@ function tabled({ head, rows, sides, live }) {
   return made("div", box, made("table", {}, made("thead", {}, row("th", head)), body));
 }
 
-// A list without blank lines has its texts in the items themselves.
+// A tight list (without blank lines) has text directly in its items.
 function listed({ ordered, loose, items, start, depth, live }) {
   const outer = made(ordered ? "ol" : "ul", ordered && start !== 1 ? { start: String(start) } : {});
   return filled(outer, items.map(([first, ...rest]) => {
@@ -377,11 +378,11 @@ const NODES = {
 
 const node = (block) => NODES[block.kind](block);
 
-// Shows a text that grows in an element: blocks that stay as they were keep their nodes.
+// Renders streaming text into an element: unchanged blocks keep their nodes.
 class Markdown {
   constructor(element) { Object.assign(this, { element, shown: [] }); }
 
-  // `live`: more of the text will come.
+  // `live`: the text is still streaming.
   set(source, live = false) {
     const found = blocks(source.replaceAll("\r\n", "\n").split("\n"), 0);
     if (live && found.length) found.at(-1).live = true;

@@ -1,9 +1,9 @@
 "use strict";
-// The conversations that this browser keeps, and what their form is.
+// Conversations in the browser's storage, and their format.
 //
 // A conversation: {version, id, title, created, updated, tools, messages}; tools and messages in
-// OpenAI's form, title "" for the first words. What the page alone wants to know of a message is
-// under `page` in it.
+// OpenAI's format, title "" for the first words. The page's own data of a message are under its key
+// `page`.
 
 const FORMAT = 1;
 const MOST_TITLE = 60;
@@ -30,7 +30,7 @@ function isPart(given) {
   return missing(held) || isText(isObject(held) ? held.url ?? held.data : held);
 }
 
-// What is wrong with a message; "" if nothing is.
+// Returns a message's validation error, or "".
 function wrongMessage(given, first) {
   if (!isObject(given)) return ": expected an object";
   const { role, content, tool_calls: calls, page } = given;
@@ -70,8 +70,8 @@ function wrongRecord(given, id) {
   return wrong && `damaged: ${wrong}`;
 }
 
-// What is wrong with a kept conversation; "" if nothing is. One that cannot even be looked at does
-// not keep the others from being read.
+// Returns a stored conversation's validation error, or "". Never throws, so that one broken record
+// does not prevent reading the others.
 function wrongConversation(given, id) {
   try {
     return wrongRecord(given, id);
@@ -80,14 +80,13 @@ function wrongConversation(given, id) {
   }
 }
 
-// A message as others read it.
+// A message without the page's own data.
 function plain({ page, ...message }) {
   const parts = Array.isArray(message.content) ? message.content : null;
   return parts ? { ...message, content: parts.map(({ page: name, ...part }) => part) } : message;
 }
 
-// What a content says: the words that were typed, the files before them, and media. The last text
-// is what was typed.
+// Splits a content into typed text (the last text part), text files before it, and media.
 function parted(content) {
   if (!Array.isArray(content)) return { words: content ?? "", files: [], media: [] };
   const texts = content.filter((part) => part.type === "text").map((part) => part.text);
@@ -95,7 +94,7 @@ function parted(content) {
   return { words: texts.at(-1) ?? "", files: texts.slice(0, -1), media };
 }
 
-// All texts of a content.
+// Joins all texts of a content.
 function textsOf(content) {
   const { words, files } = parted(content);
   return [...files, words].join("\n");
@@ -134,13 +133,13 @@ async function openDatabase() {
   return database;
 }
 
-// Objects by key, in IndexedDB.
+// A key-value store in IndexedDB.
 class Kept {
   constructor(database, name) {
     Object.assign(this, { database, name });
   }
 
-  // What `act` returns of the store, once that is written.
+  // Runs `act` in a transaction; returns its result after the commit.
   async within(mode, act) {
     const transaction = this.database.transaction(this.name, mode);
     const written = new Promise((resolve, reject) => {
@@ -155,7 +154,7 @@ class Kept {
 
   delete(key) { return this.within("readwrite", (store) => settled(store.delete(key))); }
 
-  // Writes what `make` returns of the value that is there, if anything, and returns it.
+  // Replaces a value by `make(value)`, unless that is undefined, and returns it.
   change(key, make) {
     return this.within("readwrite", async (store) => {
       const value = make(await settled(store.get(key)));
@@ -166,7 +165,7 @@ class Kept {
 
   add(value) { return this.within("readwrite", (store) => settled(store.add(value))); }
 
-  // Shows each value and its key to `see`, one at a time.
+  // Calls see(key, value) for each entry.
   each(see) {
     return this.within("readonly", async (store) => {
       const request = store.openCursor();
@@ -178,7 +177,7 @@ class Kept {
   }
 }
 
-// The same as long as the page, where a browser keeps nothing.
+// In-memory fallback for browsers without storage.
 class Held extends Map {
   async get(key) { return super.get(key); }
 
@@ -193,7 +192,7 @@ class Held extends Map {
   async each(see) { for (const [key, value] of this) see(key, value); }
 }
 
-// All conversations of this browser. `list` has the summaries of them by id.
+// All conversations of this browser; `list`: summaries by id.
 class Shelf {
   constructor() {
     this.list = new Map();
@@ -202,8 +201,8 @@ class Shelf {
     this.channel = new BroadcastChannel("g4ir");
   }
 
-  // Reads what is there; `changed` is called when another tab changes something. Returns what the
-  // user should know: why nothing is kept, and what could not be read and was put aside.
+  // Reads the store; `changed` is called when another tab changes it. Returns warnings for the
+  // user: why storage is unavailable, and which records could not be read and were set aside.
   async open(changed) {
     const [told, bad] = [[], []];
     try {
@@ -240,8 +239,8 @@ class Shelf {
 
   get(id) { return this.conversations.get(id); }
 
-  // Keeps a conversation, unless another tab changed it since it was of the time `seen`; returns
-  // whether it did. A title or tools that are not given stay as they were.
+  // Saves a conversation unless another tab has changed it since the time `seen`; returns whether
+  // it was saved. An absent title or tools stay unchanged.
   async put(conversation, seen) {
     const { id } = conversation;
     const value = await this.conversations.change(id, (old) => (old && old.updated !== seen
