@@ -106,11 +106,8 @@ def test_graphs_of_another_g4ir(altered: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(digests, "sources_digest", lambda: "of other files")
     made, other = pack.make_packing, {"skip": ("fuse_gate_up",)}
     monkeypatch.setattr(pack, "make_packing", lambda **given: made(**given | other))
-    refused(
-        altered,
-        f"g4ir build --spec {altered}/spec.yaml --checkpoint DIR --backend reference --device cpu",
-        f"--max-seq {MAX_SEQ}",
-    )
+    build = f"g4ir build --spec {altered}/spec.yaml --checkpoint DIR"
+    refused(altered, f"{build} --backend reference --device cpu", f"--max-seq {MAX_SEQ}")
 
 
 # --- whatever is altered ----------------------------------------------------------------------

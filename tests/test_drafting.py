@@ -103,13 +103,8 @@ def test_text_is_that_of_single_steps(
 def test_rows_as_slots(made: Make) -> None:
     """Penalties, seeds, masks and ends are by row; drafts are off while many rows decode."""
     engine, every = made("tiny-moe"), prompts(7, 12, 18, 9, 25)
-    ways: tuple[dict[str, Any], ...] = (
-        {"logprobs": 2},
-        {"temperature": 0.7, "top_k": 5},
-        {"presence_penalty": 0.3},
-        {"temperature": 1.0, "top_k": 4},
-        {"ignore_eos": False},
-    )
+    ways: list[dict[str, Any]] = [{"logprobs": 2}, {"temperature": 0.7, "top_k": 5}]
+    ways += [{"presence_penalty": 0.3}, {"temperature": 1.0, "top_k": 4}, {"ignore_eos": False}]
     params = [
         SamplingParams(seed=i, min_tokens=12, **{"ignore_eos": True, **w})
         for i, w in enumerate(ways)
@@ -410,9 +405,8 @@ def test_rings_of_less_slack_are_named(checked: Engine, monkeypatch: pytest.Monk
 
 
 def moved(name: str, phase: str, tokens: int, context: int = 1) -> Cost:
-    g = run_passes(
-        g4ir.build_graph(g4ir.load_spec(name), phase), options=PassOptions((RingOptions(8),))
-    )
+    graph = g4ir.build_graph(g4ir.load_spec(name), phase)
+    g = run_passes(graph, options=PassOptions((RingOptions(8),)))
     return total(graph_costs(g, S=tokens, C=context))
 
 

@@ -91,11 +91,8 @@ def test_checkpoint_defaults(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
     served, lines = Prompts(engine), OfflineEngine(engine)
     with ChatSession(engine) as talk:
         for given in ({}, {"repetition_penalty": 1.0}, {"min_p": 0.5}, {"temperature": 0.0}):
-            found = [
-                talk._sampling(given),
-                served._sampling(given, None),
-                lines.request({"tokens": [2], **given}, "x").sampling,
-            ]
+            found = [talk._sampling(given), served._sampling(given, None)]
+            found += [lines.request({"tokens": [2], **given}, "x").sampling]
             for sampling in found:
                 assert {k: getattr(sampling, k) for k in values} == values | given
 
@@ -192,11 +189,8 @@ def test_calls_of_a_stopped_answer(talk: ChatSession, monkeypatch: pytest.Monkey
 
 
 PIECES = st.sampled_from(["w1_", "w2_ ", "€", CHANNEL, CHANNEL_END, "thought\n", *CALLING, "}"])
-ACTS = st.lists(
-    st.tuples(st.sampled_from(["say", "stop", "answer", "leave", "file"]), st.lists(PIECES)),
-    min_size=1,
-    max_size=5,
-)
+ACT = st.tuples(st.sampled_from(["say", "stop", "answer", "leave", "file"]), st.lists(PIECES))
+ACTS = st.lists(ACT, min_size=1, max_size=5)
 
 
 @settings(
