@@ -1,1 +1,1 @@
-"""The part that ONNX and TensorRT share: each op once, in tensor primitives that both have."""
+"""Shared by ONNX and TensorRT: lowers each op once, to tensor primitives that both support."""

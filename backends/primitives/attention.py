@@ -48,8 +48,8 @@ def _rope_tables(net: Network, attrs: Mapping[str, Any]) -> tuple[Operand, ...]:
 
 
 def rotate(e: Emitter, x: Operand, cos: Operand, sin: Operand) -> Operand:
-    """Return x * cos + rotate_half(x) * sin, three roundings (rule 14); tables of x's rank, that of
-    sines `signed`."""
+    """Return x * cos + rotate_half(x) * sin, three roundings (rule 14); tables of x's rank, `sin`
+    from `signed`."""
     return e.add(e.mul(x, cos), e.mul(e.swap_halves(x), sin))
 
 
@@ -284,9 +284,9 @@ def weigh(
     cap: float = 0.0,
     softmax: Callable[[Emitter, Operand], Operand] | None = None,
 ) -> Operand:
-    """Return softmax(cap(q k^T * scale) + mask) v of q [B,S,heads,d], keys and values [B,n,T,d] and
-    a mask that broadcasts to [B,heads,S,T]; scores, probabilities and output rounded to q's dtype,
-    softmax in fp32 (rule 15), or the target's own `softmax`.
+    """Return softmax(cap(q k^T * scale) + mask) v for q [B,S,heads,d], keys and values [B,n,T,d]
+    and a mask broadcastable to [B,heads,S,T]; scores, probabilities and output rounded to q's
+    dtype, softmax in fp32 (rule 15), or the target's own `softmax`.
 
     Query heads that share K and V (GQA) are rows of one matmul, which reads K and V once."""
     (b, s, heads, d), (_, count, t, _) = q.shape, keys.shape
@@ -302,6 +302,6 @@ def weigh(
 
 
 def lowest_finite(dtype: str) -> float:
-    """Return the most negative finite number."""
+    """Return the most negative finite value of a dtype."""
     assert dtype in FLOATS
     return float(torch.finfo(torch_dtype(dtype)).min)

@@ -48,13 +48,12 @@ def windows(e: Emitter, x: Operand, at: torch.Tensor, axis: int) -> Operand:
 
 
 def steps(count: int, stride: int, first: int, width: int) -> torch.Tensor:
-    """Return i64[count, width]: what each of `count` windows sees, `stride` apart from `first`."""
+    """Return i64[count, width]: indices of `count` windows, `stride` apart, from `first`."""
     return torch.arange(count)[:, None] * stride + first + torch.arange(width)
 
 
 def conv_halve(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
-    """Return a product with the 9 pixels of each window side by side: one rounding, as of a
-    convolution."""
+    """Strided 3x3 convolution as a matmul over the 9 pixels of each window; rounds once."""
     e, (b, t, f, out) = net.e, map(int, n.out.type.shape)
     size = 9 * int(x.shape[3])
     x = windows(e, windows(e, x, steps(t, 2, -1, 3), 1), steps(f, 2, -1, 3), 3)
@@ -64,7 +63,7 @@ def conv_halve(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
 
 
 def causal_conv(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
-    """Return a weighted sum of the last K frames, in fp32, rounded once."""
+    """Depthwise causal convolution: weighted sum of the last K frames, in fp32, rounded once."""
     e, k = net.e, int(w.shape[2])
     frames = windows(e, e.cast(x, "f32"), steps(int(x.shape[1]), 1, 1 - k, k), 1)
     taps = e.reshape(e.transpose(e.cast(w, "f32"), 1, 2, 0), 1, 1, k, int(w.shape[0]))
@@ -127,8 +126,8 @@ def _seen(net: Network, n: Node, mask: Value) -> Operand:
 
 
 def _by_distance(e: Emitter, queries: Operand, relative: Operand, width: int) -> Operand:
-    """Return scores of the keys of distances, [B, n, blocks, chunk, width]: in row i from column i
-    on. With keys of zeros up to width + 1, each row of the flat scores begins one entry later."""
+    """Return relative-position scores [B, n, blocks, chunk, width], shifted so that row i begins at
+    column i: zero-padded to width + 1 and flattened, each row begins one entry later."""
     b, heads, blocks, chunk, d = map(int, queries.shape)
     count = int(relative.shape[0])
     fill = torch.zeros(width + 1 - count, heads * d)

@@ -1,13 +1,12 @@
-"""The tensor primitives that a network is written in, whatever builds it.
+"""The tensor primitives of networks, common to all targets.
 
 ONNX and TensorRT both take a graph of small tensor operations. Each op of the IR is decomposed
 once (see lowerings.py) into the primitives below, and an emitter per target turns a primitive into
-that target's node. A proof of the decomposition on one target holds on the other.
-
-Rules, the stricter of the two targets: both operands of a binary primitive have the same rank and
-dtype (dims of 1 repeat), no dtype changes without `cast`, axes are not negative. A dim is an int,
-or a name; equal names mean equal sizes. Shapes are checked here, the dtypes that an operator
-supports by the targets.
+that target's node. A decomposition verified on one target holds on the other. Rules, the stricter
+of both targets: both operands of a binary primitive have the same rank and dtype (dims of 1
+repeat), no dtype changes without `cast`, axes are not negative. A dim is an int, or a name; equal
+names mean equal sizes. Shapes are checked here, the dtypes that an operator supports by the
+targets.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SHARED = "/shared"
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor of a network under construction; `handle` is what its emitter knows it by."""
+    """A tensor of a network under construction; `handle`: the emitter's object or name."""
 
     type: Type
     handle: Any
@@ -50,20 +49,20 @@ class Operand:
 
 
 class Emitter(ABC):
-    """Checks each primitive, works out the type of its result, and has the target make it.
+    """Checks each primitive, infers its output type, and lets the target emit it.
 
-    Public methods are the vocabulary; a target implements those with an underscore, which are
-    given checked operands and the type of the result. ValueError on operands that break a rule.
+    Public methods are the primitives; a target implements the underscored ones, which receive
+    checked operands and the output type. ValueError on operands that break a rule.
     """
 
     #: name prefix of the next nodes: the IR value that they compute
     scope: str = ""
-    #: whether entries of a quantised weight are gathered before they are dequantised
+    #: whether to gather entries of a quantised weight before dequantising them
     gathers_codes = True
 
     @contextmanager
     def shared_scope(self) -> Iterator[None]:
-        """A context whose tensors serve more than the value that they are made for."""
+        """Context for tensors that several values share: names get SHARED."""
         before = self.scope
         self.scope = before if before.endswith(SHARED) else before + SHARED
         try:
@@ -75,19 +74,19 @@ class Emitter(ABC):
 
     @abstractmethod
     def input(self, name: str, t: Type) -> Operand:
-        """Return a tensor that the caller feeds."""
+        """Declare a network input."""
 
     @abstractmethod
     def param(self, v: Value) -> Operand:
-        """Return a weight."""
+        """Declare a weight."""
 
     @abstractmethod
     def constant(self, tensor: Any) -> Operand:
-        """Return a torch tensor as part of the network."""
+        """Embed a torch tensor as a constant."""
 
     @abstractmethod
     def output(self, name: str, x: Operand) -> None:
-        """Hand a tensor back to the caller under this name."""
+        """Declare a network output."""
 
     # --- pointwise ----------------------------------------------------------------------------
 
@@ -135,17 +134,18 @@ class Emitter(ABC):
     def _number(self, value: float, like: Operand) -> Operand:
         return self.constant(torch.full((1,) * like.rank, value, dtype=torch_dtype(like.dtype)))
 
-    # --- products and sums --------------------------------------------------------------------
+    # --- matmuls and reductions
+    # --------------------------------------------------------------------
 
     def linear(self, x: Operand, w: Operand, columns: bool = False) -> Operand:
-        """Return x w^T; w [out, in] is a weight. Its `columns` [in, out] may be given instead."""
+        """Return x w^T for a weight w [out, in], or its column-major `columns` [in, out]."""
         out, inner = w.shape[::-1] if columns else w.shape
         fits = w.rank == 2 and x.shape[-1] == inner and x.dtype == w.dtype
         _need(fits, f"linear: {x.type} does not fit {w.type}")
         return self._linear(x, w, columns, x.type.with_shape(*x.shape[:-1], out))
 
     def matmul(self, a: Operand, b: Operand, transpose_b: bool = False) -> Operand:
-        """Return a b over the last two dims, or a b^T; dims before them as in `binary`."""
+        """Return a b, or a b^T, over the last two dims; leading dims broadcast as in `binary`."""
         _need(a.rank == b.rank >= 2 and a.dtype == b.dtype, f"matmul: {a.type} and {b.type}")
         inner, out = b.shape[-2:] if not transpose_b else b.shape[:-3:-1]
         _need(a.shape[-1] == inner, f"matmul: {a.type} and {b.type} differ inside")
@@ -173,7 +173,7 @@ class Emitter(ABC):
         return None
 
     def bits(self, codes: Operand) -> Operand:
-        """Return a param of codes of one byte as u8, bit for bit."""
+        """Reinterpret a param of one-byte codes as u8."""
         if codes.dtype == "u8":
             return codes
         return self._bits(codes, Type("u8", codes.shape))
@@ -183,19 +183,19 @@ class Emitter(ABC):
         return self._softmax(x, x.type)
 
     def reduce(self, kind: str, x: Operand, axis: int) -> Operand:
-        """Return sum, mean or max over one axis, which stays as a dim of one."""
+        """Return sum, mean or max over one axis (keepdim)."""
         shape = tuple(1 if i == axis else d for i, d in enumerate(x.shape))
         return self._reduce(kind, x, axis, x.type.with_shape(*shape))
 
     def topk(self, x: Operand, k: int) -> tuple[Operand, Operand]:
-        """Return the k largest of the last dim in descending order, and where they are, i64."""
+        """Return the k largest of the last dim in descending order, and their indices i64."""
         shape = (*x.shape[:-1], k)
         return self._topk(x, k, Type(x.dtype, shape), Type("i64", shape))
 
     # --- layout -------------------------------------------------------------------------------
 
     def reshape(self, x: Operand, *shape: Dim) -> Operand:
-        """Change the shape; a named dim keeps its place, except for one at most."""
+        """Change the shape; named dims keep their axis, except for at most one."""
         moved = [
             i
             for i, d in enumerate(shape)
@@ -210,7 +210,7 @@ class Emitter(ABC):
         return self._transpose(x, order, x.type.with_shape(*(x.shape[i] for i in order)))
 
     def unsqueeze(self, x: Operand, *axes: int) -> Operand:
-        """Add dims of one at these places of the result."""
+        """Insert dims of 1 at these axes of the result."""
         dims = iter(x.shape)
         shape = [1 if i in axes else next(dims) for i in range(x.rank + len(axes))]
         return self._unsqueeze(x, axes, x.type.with_shape(*shape))
@@ -242,7 +242,7 @@ class Emitter(ABC):
         return self.concat([self.slice(x, last, i, i + half) for i in (half, 0)], last)
 
     def prefix(self, x: Operand, axis: int, like: Operand) -> Operand:
-        """Return the first entries of an axis, as many as `like` [n] has."""
+        """Slice the first n entries of an axis, for `like` [n]."""
         shape = (*x.shape[:axis], like.shape[0], *x.shape[axis + 1 :])
         return self._prefix(x, axis, like, x.type.with_shape(*shape))
 
@@ -253,7 +253,8 @@ class Emitter(ABC):
         shape = (name if i == axis else d for i, d in enumerate(x.shape))
         return self._block(x, axis, first, count, x.type.with_shape(*shape))
 
-    # --- by index -----------------------------------------------------------------------------
+    # --- gather and scatter
+    # -----------------------------------------------------------------------------
 
     def gather(self, x: Operand, index: Operand, axis: int) -> Operand:
         """Return entries of an axis: x.shape[:axis] + index.shape + x.shape[axis + 1:]."""
@@ -261,7 +262,7 @@ class Emitter(ABC):
         return self._gather(x, index, axis, x.type.with_shape(*shape))
 
     def stack(self, x: Operand) -> Operand:
-        """Return a stack of weights, as a product with all of them takes it."""
+        """Return stacked weights in the layout of a batched matmul."""
         return x
 
     def gather_rows(self, x: Operand, index: Operand) -> Operand:
@@ -304,7 +305,7 @@ class Emitter(ABC):
     ) -> Operand:
         """Return `then` where the axis of x has one entry, else `otherwise`; both have one type."""
 
-    # --- what a target implements: the checked operands, and the type of the result -----------
+    # --- implemented by targets: checked operands, and the output type -----------
 
     _unary: Callable[[str, Operand, Type], Operand]
     _binary: Callable[[str, Operand, Operand, Type], Operand]
@@ -332,7 +333,7 @@ class Emitter(ABC):
 
 
 def reshape_spec(x: Type, t: Type) -> list[int]:
-    """Return sizes as both targets write them: 0 keeps the dim at that place, -1 is the rest."""
+    """Return reshape sizes as in ONNX: 0 keeps the dim at that axis, -1 is inferred."""
     return [
         d if isinstance(d, int) else 0 if i < x.rank and x.shape[i] == d else -1
         for i, d in enumerate(t.shape)
@@ -340,7 +341,7 @@ def reshape_spec(x: Type, t: Type) -> list[int]:
 
 
 def broadcast(op: str, a: Type, b: Type) -> tuple[Dim, ...]:
-    """Return the shape of a pointwise result; ValueError where ranks or sizes differ."""
+    """Return the shape of a pointwise result; ValueError if ranks or sizes differ."""
     _need(a.rank == b.rank, f"{op}: {a} and {b} differ in rank")
     pairs = list(zip(a.shape, b.shape, strict=True))
     _need(all(m == n or 1 in (m, n) for m, n in pairs), f"{op}: {a} and {b} do not fit")

@@ -20,8 +20,8 @@ from g4ir.passes.fuse_cache_write import fuse_cache_write
 
 from .network import ROWS
 
-#: what appends tokens, the form that the network is made of first; and what makes the rows of a
-#: chunk. All other graphs are towers.
+#: graphs that append tokens (the network is built from the first one), and those that compute a
+#: chunk's embeddings. All other graphs are towers.
 MEDIA = "prefill_media"
 PREFILL, TEXT = (MEDIA, "prefill"), ("embed", "prefill", "decode", VERIFY, DRAFT, MEDIA)
 
@@ -71,12 +71,12 @@ def _pick_logit_rows(g: Graph) -> Graph:
 
 
 def tower_graphs(program: Program) -> dict[str, Graph]:
-    """Return the graphs that make soft tokens: of images of a size, or audio of a length."""
+    """Return the towers' graphs: one per image size or audio length."""
     return {name: g for name, g in program.graphs.items() if name not in TEXT}
 
 
 def _old_caches(g: Graph, n: Node) -> tuple[Value, ...]:
-    """Return the caches that an attention reads as they were before its chunk."""
+    """Return an attention's caches as they were before its chunk."""
     old = n.definition.cache_range and n.chunk and all(v in g.state for v in n.caches)
     return n.caches if old else ()
 

@@ -26,14 +26,14 @@ from .weights import linear, quantized_weight
 
 
 def _linear_bias(net: Network, n: Node, x: Operand, w: Operand, b: Operand) -> Operand:
-    """Return x w^T + b, rounded twice where the target does not add the bias within the product."""
+    """Return x w^T + b; rounded twice, unless the target fuses the bias."""
     e = net.e
     y = e.linear(x, w)
     return e.add(y, weight_like(e, b, y))
 
 
 def pieces(net: Network, x: Operand, *sizes: int) -> list[Operand]:
-    """Return the last dim cut into pieces of these sizes."""
+    """Split the last dim."""
     stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [
         net.e.slice(x, x.rank - 1, stop - size, stop)
@@ -48,7 +48,7 @@ def _clip(net: Network, n: Node, x: Operand, low: Operand, high: Operand) -> Ope
 
 
 def _limit(net: Network, n: Node, x: Operand) -> Operand:
-    """Return x within its limits, also where `bound` is beyond the dtype."""
+    """Clamp x, also if `bound` exceeds the dtype's range."""
     bound = min(n.number("most"), -attention.lowest_finite(x.dtype))
     return net.e.binary("min", net.e.binary("max", x, -bound), bound)
 
@@ -72,7 +72,7 @@ def _greedy(net: Network, n: Node, logits: Operand) -> Operand:
 def _cluster_head(
     net: Network, n: Node, x: Operand, heads: Operand, rows: Operand, order: Operand
 ) -> tuple[Operand, Operand]:
-    """Return logits and ids of the rows of the best clusters, which are gathered."""
+    """Gather the best clusters' rows; return their logits and token ids."""
     e, (b, s, _), (count, size, width) = net.e, x.shape, rows.shape
     total = n.outputs[0].type.shape[-1]
     _, best = e.topk(e.linear(x, heads), n.whole("top_k"))
@@ -92,8 +92,8 @@ def _row_start(net: Network, n: Node, positions: Operand) -> Operand:
 
 
 def _rms_norm(net: Network, n: Node, x: Operand, w: Operand | None = None) -> Operand:
-    """Return the RMS norm, computed in fp32, rounded once (rule 10). Norms of one value have its
-    root in common."""
+    """Return the RMS norm, computed in fp32, rounded once (rule 10). Norms of one value share its
+    reciprocal RMS."""
     e, eps = net.e, n.number("eps")
     h = net.once(f"normed {eps}", x, lambda: normed(e, e.cast(x, "f32"), eps))
     return weighed(e, h, w, x.dtype)
@@ -188,8 +188,8 @@ LOWERINGS: Mapping[str, Lowering] = {
     "chunked_attention": audio.chunked_attention,
 }
 
-#: ops that no network contains: rows of tables are gathered outside,
-#: what depends on weights alone is made at build, and caches have the dtype of the engine
+#: ops outside of networks: embedding tables are gathered outside, values that depend on weights
+#: only are computed at build, and caches have the engine's dtype
 OUTSIDE = frozenset(
     {
         *("embedding", "embedding_quantized", "embedding_tiles", "relative_keys"),

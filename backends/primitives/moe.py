@@ -54,7 +54,7 @@ def experts(
         dense_weights = (for_all(e, read_weight(e, w)) for w in both)
         y = mlp(e, e.unsqueeze(x, 1), act, *dense_weights)
         factors = _by_expert(net, weights, index, int(gate_up.shape[0]))
-        # A product and a sum, which are one kernel: a matrix product would need all of y in fp32.
+        # Multiply and reduce, fused to one kernel: a matmul would need all of y in fp32.
         y = e.mul(e.cast(y, "f32"), e.transpose(factors, 0, 3, 1, 2))
         return e.cast(e.reshape(e.reduce("sum", y, 1), *x.shape), x.dtype)
 
@@ -74,13 +74,13 @@ def local_choices(
 
 
 def for_all(e: Emitter, w: Weight) -> Weight:
-    """Return a weight with a dim of one for the batch."""
+    """Insert a batch dim of 1 into a weight."""
     matrix = e.unsqueeze(e.stack(w.matrix), 0)
     return Weight(matrix, w.turned, w.factors and e.unsqueeze(w.factors, 0))
 
 
 def mlp(e: Emitter, x: Operand, act: str, first: Weight, second: Weight) -> Operand:
-    """Return the gated MLP of these two weights, [.., rows, H] -> [.., rows, H]."""
+    """Apply a gated MLP, [.., rows, H] -> [.., rows, H]."""
     y, last = _product(e, x, first), x.rank - 1
     both = int(y.shape[last])
     gate, up = e.slice(y, last, 0, both // 2), e.slice(y, last, both // 2, both)

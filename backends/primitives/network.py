@@ -33,16 +33,16 @@ from g4ir.plan.engine_limits import Limits
 
 from .emitter import Emitter, Operand
 
-#: the dim of full-length caches in the IR
+#: name of the slots dim of full-length caches in the IR
 FULL = "C"
 SLOTS = "slots"
 TURNED = "turned"
-#: i64[B,S], where the variant sees images both ways: equal within an image, else NO_BLOCK
+#: input i64[B,S] for bidirectional image attention: equal within an image, else NO_BLOCK
 BLOCK_IDS, NO_BLOCK = "block_ids", -1
 #: input i64[B,R] of verification steps: rows of the chunk with logits
 ROWS = "rows"
-#: how routed experts are computed: gathered for single tokens only, weights of the chosen ones
-#: gathered, or all of them multiplied
+#: computation of routed experts: gather for single tokens only, always gather the chosen experts'
+#: weights, or multiply with all experts
 EXPERTS = ("auto", "gather", "all")
 
 Lowering = Callable[..., Any]
@@ -51,7 +51,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class Network:
-    """One emission: operands by the name of the IR value, and what several ops share."""
+    """State of a lowering: operands by IR value name, and values that ops share."""
 
     e: Emitter
     graph: Graph
@@ -59,12 +59,12 @@ class Network:
     lowerings: Mapping[str, Lowering]
     experts: str = "auto"
     env: dict[str, Operand] = field(default_factory=dict)
-    #: what differs from the request, for the user
+    #: messages for the user about deviations from the requested settings
     notes: list[str] = field(default_factory=list)
     _shared: dict[Hashable, Any] = field(default_factory=dict)
 
     def emit(self) -> None:
-        """Write inputs, nodes and outputs."""
+        """Emit inputs, nodes and outputs."""
         g, e = self.graph, self.e
         for name, t in network_inputs(g, self.limits).items():
             self.env[name] = e.input(name, t)
@@ -76,7 +76,7 @@ class Network:
             e.output(f"{name}.next", self.env[v.name])
 
     def node(self, n: Node) -> None:
-        """Write a node by the target's lowering of the op, or that of its expansion."""
+        """Emit a node by the target's lowering, or its expansion."""
         lower = self.lowerings.get(n.op)
         self.e.scope = n.outputs[0].name
         if lower is None and n.definition.expand is None:
@@ -149,7 +149,7 @@ def network_inputs(g: Graph, limits: Limits) -> dict[str, Type]:
 
 
 def stored_type(cache: Type, limits: Limits) -> Type:
-    """Return the layout that the network keeps an IR cache in."""
+    """Return the type of an IR cache in the network's layout."""
     slots, b, n, d = cache.shape
     slots_in_use = slots if isinstance(slots, int) else limits.max_seq
     return cache.with_shape(b, n, slots_in_use + limits.prefill_chunk, d)
@@ -162,11 +162,10 @@ def stored_bytes(g: Graph, limits: Limits) -> int:
 
 
 def turn(positions: torch.Tensor, turned: torch.Tensor, rings: Sequence[torch.Tensor]) -> None:
-    """Turn rings [B,n,R,d], and `turned` with them, so that no row of this chunk i64[B,S] crosses
-    the end of one. A single token crosses nothing.
-
-    A turn copies the rings once in about R tokens. To end the chunk there instead would be a second
-    step, which reads all weights, and an image, which is seen both ways, cannot be cut.
+    """Rotate ring caches [B,n,R,d] and update `turned`, so that this chunk i64[B,S] does not wrap.
+    Single tokens never wrap. A rotation copies the rings once per about R tokens. Splitting the
+    chunk instead would cost a second step, which reads all weights, and a bidirectional image
+    cannot be split.
     """
     if not rings or positions.shape[1] == 1:
         return
@@ -183,8 +182,8 @@ def turn(positions: torch.Tensor, turned: torch.Tensor, rings: Sequence[torch.Te
 def as_in_ir(
     caches: Mapping[str, torch.Tensor], rings: Collection[str], turned: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return a network's caches as the IR has them, [R,B,n,d] with position p in slot p mod R:
-    views, writable. Rings are turned back."""
+    """Return writable views of a network's caches in the IR's layout, [R,B,n,d] with position p in
+    slot p mod R. Rotated rings are rotated back."""
     for name in rings:
         for t, by in zip(caches[name], turned.tolist(), strict=True):
             t.copy_(t.roll(-by, 1))
@@ -193,5 +192,5 @@ def as_in_ir(
 
 
 def full_slots(limits: Limits) -> int:
-    """Count the slots of a full-length cache: what a row may hold and room for chunk padding."""
+    """Return the slots of a full-length cache: max_seq, and padding of a chunk."""
     return limits.max_seq + limits.prefill_chunk

@@ -19,7 +19,7 @@ def times(e: Emitter, x: Operand, value: float) -> Operand:
 
 
 def capped(e: Emitter, x: Operand, cap: float) -> Operand:
-    """Return tanh(x / cap) * cap, each in fp32 and rounded once; x of no cap."""
+    """Return tanh(x / cap) * cap, each step in fp32 and rounded once; x if cap is 0."""
     if not cap:
         return x
     x = in_fp32(e, x, lambda h: e.div(h, cap))
@@ -27,7 +27,7 @@ def capped(e: Emitter, x: Operand, cap: float) -> Operand:
 
 
 def weight_like(e: Emitter, w: Operand, x: Operand) -> Operand:
-    """Return a weight of one dim, with the rank of x."""
+    """Reshape a 1-d weight to the rank of x."""
     return e.unsqueeze(w, *range(x.rank - 1)) if x.rank > 1 else w
 
 
@@ -38,13 +38,13 @@ def reciprocal_rms(e: Emitter, h: Operand, eps: float) -> Operand:
 
 
 def normed(e: Emitter, h: Operand, eps: float) -> Operand:
-    """Return h of fp32 times its reciprocal_rms. A root and a quotient would be as many layers, but
-    not the numbers of the op."""
+    """Return fp32 h times its reciprocal_rms. Sqrt and division would be as many layers, but round
+    differently from the op."""
     return e.mul(h, reciprocal_rms(e, h, eps))
 
 
 def weighed(e: Emitter, h: Operand, w: Operand | None, dtype: str) -> Operand:
-    """Return h of fp32 times a weight of its last dim, rounded once."""
+    """Return fp32 h times a weight of its last dim, rounded once."""
     if w is not None:
         h = e.mul(h, e.cast(weight_like(e, w, h), "f32"))
     return e.cast(h, dtype)
@@ -91,7 +91,7 @@ def _one_more(e: Emitter, h: Operand) -> Operand:
 
 
 def softplus(e: Emitter, x: Operand) -> Operand:
-    """Return log(1 + exp(x)) in fp32, rounded once; of a large x no exponential is taken."""
+    """Return log(1 + exp(x)) in fp32, rounded once; large x bypass the exponential."""
 
     def f(h: Operand) -> Operand:
         size = e.binary("max", h, e.unary("neg", h))

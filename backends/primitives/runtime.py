@@ -1,4 +1,4 @@
-"""What runtimes of networks share: the caches of a session."""
+"""Shared by the ONNX and TensorRT runtimes: a session's KV caches."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class NetworkCaches(State):
         return as_in_ir(self.caches, self.rings, self.turned)
 
     def turn(self, positions: torch.Tensor) -> None:
-        """Turn rings until this chunk crosses the end of none (network.py)."""
+        """Rotate ring caches so that this chunk does not wrap (network.py)."""
         turn(positions, self.turned, [self.caches[name] for name in self.rings])
 
     def slots(self, context: int) -> int:

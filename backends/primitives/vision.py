@@ -15,8 +15,8 @@ from .emitter import Emitter, Operand
 from .network import Network
 from .pointwise import weight_like
 
-#: most scores of a tower's attention that exist at a time: queries are taken in parts, so that
-#: 10080 patches (16 heads, 1.6 * 10^9 scores) need no more memory than 2520
+#: maximum attention scores of a tower at a time: queries are processed in parts, so that 10080
+#: patches (16 heads, 1.6 * 10^9 scores) need no more memory than 2520
 SCORES = 1 << 26
 
 
@@ -25,7 +25,7 @@ def centre_pixels(net: Network, n: Node, x: Operand) -> Operand:
     return e.cast(e.mul(e.sub(e.cast(x, "f32"), 0.5), 2), n.word("dtype"))
 
 
-# --- places -----------------------------------------------------------------------------------
+# --- positions -----------------------------------------------------------------------------------
 
 
 def _coordinate(e: Emitter, positions: Operand, axis: int) -> Operand:
@@ -48,8 +48,8 @@ def valid_patches(net: Network, n: Node, positions: Operand) -> Operand:
 
 
 def axial_embedding(net: Network, n: Node, table: Operand, positions: Operand) -> Operand:
-    """Return embeddings from both tables as one, so that none is copied: entry x of table i is row
-    i * N + x, or 2 * x + i where they alternate."""
+    """Return axial position embeddings from one flat view of both tables, without a copy: entry x
+    of table i is row i * N + x, or 2 * x + i if the tables are interleaved."""
     e, axis = net.e, n.whole("axis")
     count = int(table.shape[1 - axis])
     rows = e.reshape(table, 2 * count, int(table.shape[2]))
@@ -64,8 +64,8 @@ def axial_embedding(net: Network, n: Node, table: Operand, positions: Operand) -
 
 
 def axial_rope_table(net: Network, n: Node, positions: Operand) -> tuple[Operand, ...]:
-    """Return rows of tables of every place: an image of P patches is at most P wide or high. Their
-    first row is that of padding, -1."""
+    """Gather cos and sin rows from tables of all positions: an image of P patches is at most P wide
+    or high. The first row is for padding, -1."""
     e, quarter = net.e, n.whole("dim") // 4
     coordinates = torch.arange(-1, int(positions.shape[1]))
     reference = OPS["axial_rope_table"].reference
@@ -120,7 +120,7 @@ def attend_in_blocks(
     visible: Operand,
     softmax: Callable[[Emitter, Operand], Operand] | None = None,
 ) -> Operand:
-    """Attend with queries in parts of one size, but the last; `softmax` as in `weigh`."""
+    """Attend with queries in parts of equal size except the last; `softmax` as in `weigh`."""
     e, (b, p, heads, _) = net.e, map(int, q.shape)
     count = math.ceil(b * heads * p * p / SCORES)
     size = math.ceil(p / count)
@@ -134,11 +134,11 @@ def attend_in_blocks(
 
 
 def pool_patches(net: Network, n: Node, x: Operand, positions: Operand) -> Operand:
-    """Return a product with each square's share of its patches, in fp32."""
+    """Average-pool patches to soft tokens by a matmul in fp32."""
     e, k = net.e, n.whole("k")
     count = int(n.out.type.shape[1])
     column, row = (e.binary("max", _coordinate(e, positions, i), 0) for i in (0, 1))
-    # Maxima of whole numbers are not among what TensorRT's parser takes.
+    # TensorRT's parser has no integer max.
     widest = e.cast(e.reduce("max", e.cast(column, "f32"), 1), "i64")
     across = e.binary("floor_div", e.add(widest, 1), k)
     square = e.add(e.binary("floor_div", column, k), e.mul(across, e.binary("floor_div", row, k)))

@@ -1,4 +1,4 @@
-"""Quantised weights: how a target's products take them, and how rows of them are gathered."""
+"""Quantised weights in networks: layouts for a target's matmuls, and gathers of rows."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Reads and makes tensors in files and in memory: checkpoints, random weights, packed params."""
+"""Weights: checkpoints, random weights, packed params."""

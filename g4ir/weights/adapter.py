@@ -1,8 +1,8 @@
-"""LoRA adapters as PEFT saves them, merged into a checkpoint's weights: W + scale * B @ A; modules
-that an adapter saves whole (`modules_to_save`) replace those of the checkpoint.
+"""PEFT's LoRA adapters, merged into a checkpoint's weights: W + scale * B @ A; modules that an
+adapter stores in full (`modules_to_save`) replace the checkpoint's.
 
-The sum is made in float32 when a weight is read, before it is packed, quantised or sharded; a
-projection K that serves as V too (`k_eq_v`) changes both.
+The sum is computed in float32 when a weight is read, before it is packed, quantised or sharded; a K
+projection that is also V's (`k_eq_v`) changes both.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from .tensorfile import FLOATS, TABLES, broken, quoted, read_header, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PART = re.compile(r"(.+)\.lora_([AB])(?:\.default)?(?:\.weight)?")
-#: the experts of a layer: PEFT wraps their parameters (`target_parameters`) one within the other,
-#: and only shapes say which is which
+#: a layer's experts: PEFT nests wrappers of their parameters (`target_parameters`), which only
+#: shapes distinguish
 _EXPERTS = re.compile(r"(.+\.experts)(?:\.base_layer)*")
 TIED = "the table of tokens is the head too (tie_word_embeddings is true), and an adapter changes"
 TIED += " one of them"
@@ -51,14 +51,14 @@ MERGE = (
 
 @dataclass(frozen=True)
 class Adapter:
-    """A directory of an adapter, and the factor that the user gives it."""
+    """An adapter's directory, and the user's scale."""
 
     path: Path
     factor: float = 1.0
 
     @classmethod
     def of(cls, text: str | Path) -> Adapter:
-        """Read `DIR` or `DIR=SCALE`; InputError where there is no adapter."""
+        """Parse `DIR` or `DIR=SCALE`; InputError if there is no adapter."""
         path, factor = Path(text), 1.0
         stem, equals, number = str(text).rpartition("=")
         if equals and not path.exists():
@@ -79,7 +79,7 @@ class Adapter:
         return read_json(self.path / CONFIG)
 
     def check(self) -> None:
-        """Raise WeightsError, which names the key, for what is not a plain LoRA."""
+        """Raise WeightsError, naming the key, unless it is a plain LoRA."""
         file, values = self.path / CONFIG, self.config
         keys = TABLES["adapter"]
         read_keys = {*keys["read"], *keys["training"]}
@@ -105,7 +105,7 @@ class Adapter:
         return file
 
     def scale(self, module: str, rank: int) -> float:
-        """Return the factor of B @ A of a module; WeightsError for another rank than it says."""
+        """Return a module's factor of B @ A; WeightsError if its rank differs from the config's."""
         configured = self._number("r", "rank_pattern", module)
         if configured != rank:
             msg = f"r: {configured:g} for {module}, and its tensors have {rank}"
@@ -131,7 +131,7 @@ class Adapter:
 
     @property
     def target_parameters(self) -> list[str]:
-        """The names of parameters of experts; WeightsError if the config has others."""
+        """The targeted expert parameters; WeightsError if the config has others."""
         names = self.config.get("target_parameters") or []
         if not isinstance(names, list) or not all(isinstance(n, str) and n for n in names):
             msg = f"target_parameters: expected names, found {quoted(names)}"
@@ -140,12 +140,12 @@ class Adapter:
 
 
 def lies_in(directory: Path) -> str | None:
-    """Return the name of a file of an adapter in a directory, or None."""
+    """Return the name of an adapter file in a directory, or None."""
     return next((name for name in (CONFIG, WEIGHTS) if (directory / name).is_file()), None)
 
 
 def with_adapters(model: Checkpoint, spec: Spec, adapters: Iterable[Adapter]) -> Checkpoint:
-    """Return a checkpoint with these adapters merged, one after the other; reads no tensor data."""
+    """Return a checkpoint with these adapters merged in order; reads no tensor data."""
     for adapter in adapters:
         model = _merged(model, spec, adapter)
     return model
@@ -187,8 +187,8 @@ _Factors = tuple[TensorRef, TensorRef]  # B and A
 
 @dataclass(frozen=True)
 class _Change:
-    """A weight that an adapter changes, by its name in a checkpoint; `why` it is left out; the
-    tensors that change it, and what they make of its own values, or of rows of them."""
+    """An adapter's change of one weight: the checkpoint name; `why` it is skipped; the adapter's
+    tensors, and the function that applies them to the weight or rows of it."""
 
     bare: str
     why: str
@@ -237,8 +237,8 @@ def _sum_of_experts(
     base: Part,
     rows: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return values [E, N, K], or those of some experts, plus B @ A of each, which PEFT stores as
-    B [N, r E] and A [E r, K]; `transposed` makes [K, N]."""
+    """Return values [E, N, K], or of some experts, plus each one's B @ A; PEFT stores B [N, r E]
+    and A [E r, K]. `transposed`: weights are [K, N]."""
     b, a = (files.rows(part).float() for part in low)
     b = b.unflatten(1, (-1, count)).permute(2, 0, 1)
     a = a.unflatten(0, (count, -1))
@@ -251,7 +251,7 @@ def _sum_of_experts(
 def _change_of_experts(
     spec: Spec, adapter: Adapter, files: Files, module: str, low: _Factors
 ) -> _Change:
-    """Return the change of the parameter of experts whose shape fits. WeightsError for none."""
+    """Return the change of the expert parameter whose shape fits; WeightsError if none does."""
     b, a = low
     shapes_of = {}
     for name in ("gate_up_proj", "down_proj"):
@@ -271,7 +271,7 @@ def _change_of_experts(
 
 
 def _target(spec: Spec, adapter: Adapter, name: str, ref: TensorRef) -> tuple[str, Shape, str]:
-    """Return the checkpoint's name and shape of a weight, and why it is left out."""
+    """Return a weight's checkpoint name and shape, and why it is skipped (or "")."""
     text, dead, towers = text_tensors(spec), dead_tensors(spec), media_tensors(spec, KINDS)
     name = plain_name(name)
     for prefix in dict.fromkeys(map(plain_name, (*spec.prefixes.text, ""))):

@@ -46,17 +46,17 @@ SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "co
 GENERATION = "generation_config.json"
 GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-TIED_CHUNKS, TIED_BYTES = 256, 1 << 18  # what is compared of a tied head: at most 64 MiB
+TIED_CHUNKS, TIED_BYTES = 256, 1 << 18  # samples of a tied head that are compared: at most 64 MiB
 INDEX_LIMIT = 100_000_000  # bytes
-#: what tells the weights of norms 1 + w from w (measured on Gemma 3 270M, where 0.1 % of the former
-#: and 10 % of the latter are negative): of 1 + w the mean is above the first, and fewer than the
-#: second are negative; of w more than the third
+#: thresholds that distinguish norm weights 1 + w from w (measured on Gemma 3 270M, where 0.1 % of 1
+#: + w and 10 % of w are negative): 1 + w has a mean above MIN_MEAN and a fraction below FEW of
+#: negative values; w has more than MANY
 MIN_MEAN, FEW, MANY = 0.5, 0.01, 0.05
 
 
 def check_norms(spec: Spec, checkpoint: Checkpoint, path: Path, stored: float = 0.0) -> None:
-    """Raise WeightsError where norms that are stored about zero hold 1 + w instead, or w in a file
-    that should hold w + `stored`. Weights that could be either are taken."""
+    """Raise WeightsError if norms that should be stored as w are 1 + w, or w in a file that should
+    have w + `stored`. Ambiguous weights are accepted."""
     names = [n for n in checkpoint.weights if spec.text.norms_about_zero and NORM.fullmatch(n)]
     if not names:
         return
@@ -74,18 +74,18 @@ def check_norms(spec: Spec, checkpoint: Checkpoint, path: Path, stored: float = 
 
 
 class Closes(Protocol):
-    """What a checkpoint reads from; tensors handed out stay valid."""
+    """A checkpoint's source that can be closed; returned tensors stay valid."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Weights that fit a spec: of files, of an engine, or random. Names carry no prefix."""
+    """Weights that match a spec: from files, an engine, or random. Names have no prefix."""
 
     directory: Path
     weights: Mapping[str, StoredWeight]  # live tensors only
-    #: of the embedding table; of the final norm if the table is quantised
+    #: dtype of the embedding table; of the final norm if the table is quantised
     dtype: torch.dtype
     headers: tuple[Header, ...] = ()
     #: tensors present and not used -> why
@@ -93,17 +93,16 @@ class Checkpoint:
     #: tensors absent -> the value used instead
     defaults: Mapping[str, float] = field(default_factory=dict)
     opened: tuple[Closes, ...] = ()
-    #: the file that says what codes mean, where it is not that of the weights
+    #: file with the quantisation config, if it is not the weights' file
     stated: Path | None = None
 
     @classmethod
     def open(
         cls, directory: Path | str, spec: Spec, media: Iterable[str] = (), dtype: str = "f32"
     ) -> Checkpoint:
-        """Check config, index, headers, names, shapes and dtypes; of tensors it reads those alone
-        that say how codes are held, shapes and ranges of activations, and norms that may be stored
-        in another way. `media`: the kinds whose
-        towers are wanted too; `dtype`: the engine's, which scales have that a file holds wider.
+        """Check config, index, headers, names, shapes and dtypes. The only tensor data read are
+        quantisation parameters, activation ranges, and norms that may be stored as 1 + w. `media`:
+        kinds whose towers are included; `dtype`: the engine's, to which wider scales are rounded.
         """
         directory = Path(directory)
         headers = read_headers(directory)
@@ -139,8 +138,8 @@ class Checkpoint:
 
     @property
     def forms(self) -> Mapping[str, Scheme]:
-        """Quantised weight -> how. `X.codes` and `X.scales` of such a weight X are tensors
-        (ops/codecs.py says their layout); X itself is what they mean, in f32."""
+        """Quantised weight -> scheme. A quantised weight X has the tensors `X.codes` and `X.scales`
+        (layout: ops/codecs.py); X itself is dequantised to f32."""
         return {name: w.scheme for name, w in self.weights.items() if w.scheme}
 
     @property
@@ -171,12 +170,12 @@ class Checkpoint:
         return rows.view(*ids.shape, rows.shape[-1])
 
     def release(self, name: str) -> None:
-        """Give a tensor's memory back: the caller is done with it for now."""
+        """Release a tensor's pages: the caller does not need it for now."""
         if weight := self.weights.get(_split(name)[0]):
             weight.release()
 
     def close(self) -> None:
-        """End all reads; tensors handed out stay valid."""
+        """Close all files; returned tensors stay valid."""
         for files in self.opened:
             files.close()
 
@@ -347,7 +346,7 @@ SIDE_FILES = {name: mib << 20 for name, mib in tensorfile.TABLES["side_files"].i
 
 
 def read_side_files(directory: Path) -> dict[str, bytes]:
-    """Read the side files that are there, by name; WeightsError for one that cannot be such."""
+    """Read the existing side files, by name; WeightsError for an invalid one."""
     paths = {name: directory / name for name in (CONFIG, *SIDE_FILES)}
     present = {n: _inside(directory, n, p) for n, p in paths.items() if os.path.lexists(p)}
     return {n: _side_file(path, SIDE_FILES[n]) for n, path in present.items() if n != CONFIG}
@@ -364,7 +363,7 @@ def _side_file(path: Path, limit: int) -> bytes:
     return raw
 
 
-#: where a checkpoint says how audio is framed -> under which key
+#: file with the audio feature extractor's settings -> key
 EXTRACTORS = {"processor_config.json": "feature_extractor", "preprocessor_config.json": None}
 
 

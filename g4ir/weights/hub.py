@@ -19,7 +19,8 @@ from g4ir.ui.units import size_text
 from .checkpoint import CONFIG, GGUF
 from .origin import cache_folder
 
-#: files of a checkpoint: weights come last, so that a snapshot with weights is whole
+#: small files of a checkpoint: downloaded before weights, so that a snapshot with weights is
+#: complete
 SMALL = re.compile(r"[^/]+\.(json|jinja|model)")
 WEIGHTS = re.compile(r"[^/]+\.safetensors")
 
@@ -68,7 +69,7 @@ class Download:
                 api.hf_hub_download(self.hub_id, name, **where)
         ref = cache_folder(self.hub_id) / "refs" / self.revision
         ref.parent.mkdir(parents=True, exist_ok=True)
-        ref.write_text(self.commit)  # last: a snapshot that is named is whole
+        ref.write_text(self.commit)  # last: a referenced snapshot is complete
         return self._snapshot
 
 
@@ -95,7 +96,7 @@ def look_up(hub_id: str, revision: str | None = None) -> Download:
 
 @contextmanager
 def _errors(hub_id: str, revision: str) -> Iterator[Any]:
-    """A context that yields huggingface_hub, and says what it raises."""
+    """Context that yields huggingface_hub and converts its errors."""
     try:
         import huggingface_hub as hub
         from huggingface_hub import errors

@@ -39,8 +39,8 @@ from .tensorfile import quoted
 
 #: hub id `org/name` on the command line; everything else is a path
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-MMPROJ = "mmproj"  # how files of towers alone begin
-#: ends of files that are one of a checkpoint's several
+MMPROJ = "mmproj"  # prefix of files with towers only
+#: suffixes of files within a checkpoint directory
 OF_DIRECTORY = (".safetensors", ".json")
 
 
@@ -49,18 +49,18 @@ _SPEC_ONLY = ("text.moe.layers", "text.attn_logit_softcapping", "text.sliding.k_
 
 @dataclass(frozen=True)
 class CheckpointDirectory:
-    """A Hugging Face checkpoint, and what it says of itself."""
+    """A Hugging Face checkpoint directory."""
 
     path: Path
-    #: fields that it cannot say: where only these differ, the spec is right
+    #: fields that its config cannot express: taken from the spec
     spec_only: ClassVar[tuple[str, ...]] = _SPEC_ONLY
     says_towers: ClassVar[bool] = True
-    #: key of generation_config.json -> the key by which `stated_at` has it, where that is another
+    #: key of generation_config.json -> key in the file of `stated_at`, if different
     generation_keys: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     @property
     def stated(self) -> Path:
-        """The file that says its spec."""
+        """The file from which the spec is read."""
         return self.path / CONFIG
 
     def spec(self) -> Spec:
@@ -191,9 +191,9 @@ class AbsentWeights(InputError):
 def find_model(
     model: str | Path, alternatives: str, revision: str | None = None
 ) -> tuple[Spec | None, Path]:
-    """Return the spec of a variant, and where the weights of a model lie: a variant or a hub id,
-    whose weights of this revision (default: main) are in the local cache, or a path. InputError or
-    SpecError where there are none, and for a variant what may be given instead."""
+    """Return a model's spec (of a variant) and the path of its weights: for a variant or hub id in
+    the local cache at this revision (default: main), or a path. InputError or SpecError if they are
+    missing; for a variant it lists the alternatives."""
     if isinstance(model, str) and model in spec_names():
         spec = load_spec(model)
         return spec, need_snapshot(spec, alternatives, revision)

@@ -1,4 +1,4 @@
-"""Makes params of graphs from checkpoint tensors, by the weight prologue, and the reverse."""
+"""Packs checkpoint tensors into params by running the weight prologue; and unpacks them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from . import tensorfile
 from .checkpoint import Checkpoint
 from .formats.base import Files
 
-#: `mmap` maps a table up to this size whole (or makes it), and reads a larger one row by row
+#: maximum table size that `mmap` maps (or computes) in full; larger ones are read row by row
 TABLE_BYTES = 256 << 20
 #: bytes per piece of a larger param, packed piece by piece while it is written
 PIECE_BYTES = 32 << 20
@@ -45,7 +45,7 @@ _OF_RANK = re.compile(r"\w+[-.]rank(\d+)of\d+[-.]")
 
 @dataclass(frozen=True)
 class Packing:
-    """The graphs that run at inference, and the prologue that makes their params."""
+    """The inference graphs, and the prologue that computes their params."""
 
     program: Program
     prologue: Graph
@@ -161,7 +161,7 @@ class ParamSource(Protocol):
 
 @dataclass(frozen=True)
 class MadeParams:
-    """Params made on demand from a checkpoint or from a seed."""
+    """Params computed on demand from a checkpoint or a seed."""
 
     packing: Packing
     source: Checkpoint
@@ -170,7 +170,7 @@ class MadeParams:
     #: second moments of the inputs of calibrated weights, by param of the whole model: as many axes
     #: as the weight, of length 1 where all share one
     moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    #: computes `quantize`, with the bits of the definition
+    #: implementation of `quantize`, bit-identical to the definition
     quantized: Callable[..., tuple[Any, ...]] = quantize.reference
     #: recipes with several results (codes and scales), by the first one's name: running, or with
     #: results not fetched yet
@@ -365,7 +365,7 @@ class RowTable:
         return self.source.rows(self.name, ids)
 
     def mapped(self) -> torch.Tensor | None:
-        """Return the whole table as a mapping of its file; None if its rows have to be made."""
+        """Return the memory-mapped table; None if its rows must be computed."""
         return self.source.tensor(self.name) if isinstance(self.source, StoredParams) else None
 
 
@@ -463,8 +463,8 @@ def _wrong(path: Path, name: str, msg: str) -> EngineError:
 
 @dataclass(frozen=True)
 class UnpackedWeights:
-    """A model's own weights from what an engine holds: of packed ones, slices of the results of its
-    prologue, and codes and scales or what they mean."""
+    """A model's original weights, recovered from an engine's params: slices of packed ones, as
+    codes and scales or dequantised."""
 
     source: ParamSource
     params: Mapping[str, Value]
@@ -561,6 +561,6 @@ UNDONE: dict[str, Callable[[Node, Value, torch.Tensor], torch.Tensor]] = {
     "columns": lambda n, v, packed: by_rows(packed),
     "tiles": lambda n, v, packed: from_tiles(packed),
     "scale": lambda n, v, packed: packed / n.number("value"),
-    # Of w in bf16 all digits that change 1 + w.
+    # Recovers the digits of w (bf16) that affect 1 + w.
     "one_plus": lambda n, v, packed: cast(packed - 1, v.type.dtype, v.name),
 }

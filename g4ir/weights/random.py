@@ -1,4 +1,4 @@
-"""Makes random weights: each value is a pure function of (seed, tensor name, flat index).
+"""Random weights: each value is a pure function of (seed, tensor name, flat index).
 
 So any row of any tensor can be made alone, on any device, with the same bits. The hash uses
 int32 operations that wrap (add, multiply, xor, shift), which are exact everywhere. Its top 24
@@ -57,8 +57,8 @@ def distribution(name: str, shape: Shape) -> tuple[float, float]:
 
 
 def norm_shift(spec: Spec, name: str, shape: Shape) -> float:
-    """Return by how much the weight of a decoder's norm lies from where `distribution` has it: it
-    may be stored about zero, and a divisor of the scores leaves more of them to query norms."""
+    """Return the shift of a decoder norm's centre from `distribution`: norms may be stored as w
+    (around zero), and a score divisor is compensated by the query norms."""
     text, match = spec.text, NORM.fullmatch(name)
     if not match:
         return 0.0

@@ -40,11 +40,11 @@ TORCH: dict[str, str] = {name: row[1] for name, row in TABLES["dtypes"].items() 
 FLOATS = ("BF16", "F16", "F32")
 CODES = {name: code for code, name in TORCH.items()}
 DOWNLOAD = "fix: download or save the file again"
-LENGTH_BYTES = 8  # that say how long the header is
-ALIGNED = 64  # of tensors in files that we write: a cache line
-SHARD_BYTES = 4 << 30  # of a file that we write
-PREFETCH_BYTES = 256 << 20  # of tensors that are ready before they are written
-PRIVATE: dict[str, int]  # how files are mapped: what is written there never reaches them
+LENGTH_BYTES = 8  # bytes of the header length
+ALIGNED = 64  # alignment of tensors in written files: a cache line
+SHARD_BYTES = 4 << 30  # maximum bytes of a written file
+PREFETCH_BYTES = 256 << 20  # maximum bytes of tensors computed ahead of the writer
+PRIVATE: dict[str, int]  # mmap arguments: copy-on-write
 if sys.platform == "win32":
     PRIVATE = {"access": mmap.ACCESS_COPY}
 else:
@@ -286,14 +286,14 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor)
 
 
-#: a tensor, or some of its rows after the other
+#: a tensor, or an iterator over pieces of its rows
 TensorPieces: TypeAlias = "torch.Tensor | Iterator[torch.Tensor]"
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file that is written: its dtype's code, its shape, and what makes it, or its
-    rows one part after the other."""
+    """A tensor to write: dtype code, shape, and a function that returns it or yields pieces of
+    rows."""
 
     code: str  # a key of BITS
     shape: tuple[int, ...]
@@ -306,7 +306,7 @@ class FileTensor:
 
     @classmethod
     def of(cls, t: torch.Tensor) -> FileTensor:
-        """Return a tensor that is made already."""
+        """Return a FileTensor of an existing tensor."""
         return cls(code_of(t.dtype), tuple(t.shape), [lambda: t])
 
 
@@ -350,8 +350,8 @@ def prefetched(jobs: Iterable[tuple[int, Callable[[], _T]]]) -> Iterator[_T]:
 def tensor_file(
     tensors: Mapping[str, FileTensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield the pieces of a file; each tensor is made shortly before its turn, and released behind
-    it. Those of a multiple of ALIGNED bytes come first, so that they are aligned."""
+    """Yield the pieces of a file; each tensor is computed shortly before it is written, and then
+    released. Tensors of a multiple of ALIGNED bytes come first, so that they are aligned."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     names = sorted(tensors, key=lambda name: tensors[name].nbytes % ALIGNED > 0)
     offsets = pairwise(accumulate((tensors[name].nbytes for name in names), initial=0))
@@ -375,7 +375,7 @@ def tensor_file(
 
 
 def in_shards(tensors: Mapping[str, FileTensor]) -> list[dict[str, FileTensor]]:
-    """Return the tensors of files of SHARD_BYTES, or of one tensor that has more."""
+    """Group tensors into files of at most SHARD_BYTES; a larger tensor gets its own file."""
     shards: list[dict[str, FileTensor]] = [{}]
     size = 0
     for name, t in tensors.items():
@@ -388,6 +388,6 @@ def in_shards(tensors: Mapping[str, FileTensor]) -> list[dict[str, FileTensor]]:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor, a copy if they do not lie together on the host."""
+    """Return a tensor's bytes; a copy unless it is contiguous on the host."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

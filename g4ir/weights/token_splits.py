@@ -24,7 +24,7 @@ class Splits:
     tail: np.ndarray
 
     def take(self, rows: np.ndarray) -> Splits:
-        """Return some of them."""
+        """Return the selected splits."""
         return Splits(*(a[rows] for a in vars(self).values()))
 
 
@@ -54,7 +54,7 @@ class HashedTokens:
 
     @property
     def collide(self) -> bool:
-        """Whether two tokens have one hash."""
+        """Whether two tokens have the same hash."""
         return bool((self._keys[1:-1] == self._keys[:-2]).any())
 
     def splits(self) -> Splits:
@@ -103,7 +103,7 @@ class HashedTokens:
         return np.where(match, tokens, -1)
 
     def _splits_by_text(self) -> Splits:
-        """The same of texts whose hashes do not tell them apart."""
+        """`splits` by comparing texts, if hashes collide."""
         ids = {text: i for i, text in enumerate(self.texts)}
         rows = [
             (ids[t], cut, ids[t[:cut]], ids[t[cut:]])
@@ -115,8 +115,7 @@ class HashedTokens:
 
 
 def _spread(hashes: np.ndarray) -> np.ndarray:
-    """Return other hashes, one for each, whose upper bits differ too: those of short texts are
-    small."""
+    """Mix hashes (bijectively) into the upper bits: hashes of short texts are small."""
     return (hashes ^ (hashes >> np.uint64(32))) * BASE
 
 

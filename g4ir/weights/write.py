@@ -1,4 +1,4 @@
-"""Writes a checkpoint as it is published."""
+"""Writes Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .match import tower_names
 from .random import random_tensor
 from .tensorfile import FileTensor, TensorPieces, code_of, in_shards
 
-#: elements of a table that are made together
+#: elements of a table per piece
 PIECE = 1 << 24
 
 
@@ -130,7 +130,7 @@ def _dead(spec: Spec, dtype: torch.dtype, prefix: str) -> dict[str, FileTensor]:
 
 
 def _split(tensors: Mapping[str, FileTensor], shards: int | None) -> list[dict[str, FileTensor]]:
-    """Return the tensors of each file: `shards` files of about as many, or those of `in_shards`."""
+    """Group tensors into `shards` files of about equal counts; by default as `in_shards` does."""
     if not shards:
         return in_shards(tensors)
     files: list[dict[str, FileTensor]] = [{} for _ in range(shards)]

@@ -1,4 +1,4 @@
-"""Reads `quantization_config` of a config.json and finds quantised weights, one module a format."""
+"""Reads `quantization_config` of a config.json and the quantised weights; one module per format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import compressed_tensors
 from .base import KEY, Files, QuantisedTensors
 from .huggingface import MLX_KEY, MLX_OTHER, is_mlx, read_fp8, read_mlx, read_mobile
 
-#: quant_method -> its reader: the config's tree and the files -> what is quantised
+#: quant_method -> reader (config tree, files) -> quantised tensors
 METHODS: Mapping[str, Callable[[Any, Files], QuantisedTensors]] = {
     "compressed-tensors": compressed_tensors.read,
     "fp8": read_fp8,

@@ -1,5 +1,5 @@
-"""The part that all formats share: names as transformers has them, stored weights, scales of blocks
-as scales of rows, experts that are stored one by one, patterns of modules."""
+"""Shared by all formats: transformers' names, stored weights, block scales to row scales, experts
+stored one by one, module patterns."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ TensorRef = tuple[Header, Entry]
 KEY = "quantization_config"
 FIX = f"fix: correct {KEY} of config.json, or download the checkpoint again"
 NameList = Annotated[tuple[Annotated[str, Length(1, 500)], ...], Length(0, 2000)]
-#: dtype of an entry that stands for codes and scales
+#: dtype of an entry that represents codes and scales
 CODED = "codes"
 #: dtypes of scales in files -> in the IR; powers of two become f32
 FILE_SCALES = {"BF16": "bf16", "F16": "f16", "F32": "f32", "F8_E8M0": "f32"}
-#: numbers that share a scale at least, where blocks do not divide rows
+#: minimum values per scale if blocks do not divide rows
 MIN_GROUP = 16
 PIECE = 1 << 24
 MODULES = ("gate_proj", "up_proj", "down_proj")
 _EXPERT = re.compile(rf"(.*\.experts)\.(\d{{1,5}})\.({'|'.join(MODULES)})\.weight")
 STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
-#: part of a name -> what stands there in transformers' names
+#: pattern in a name -> its replacement in transformers' names
 RENAMED = {
     r"(?:^|(?<=\.))_orig_mod\.": "",  # torch.compile, of the model or of a part of it
     r"^(?:module|base_model\.model)\.": "",  # DistributedDataParallel, PEFT
@@ -48,7 +48,7 @@ RENAMED = {
 def plain_name(name: str) -> str:
     """Return the name, or prefix of names, that transformers gives the same tensor."""
     before = ""
-    while before != name:  # one tool may wrap what another has wrapped
+    while before != name:  # several tools may have wrapped the model
         before = name
         for pattern, to in RENAMED.items():
             name = re.sub(pattern, to, name)
@@ -72,9 +72,8 @@ Part = Callable[["torch.Tensor | None"], "torch.Tensor"]
 
 @dataclass(frozen=True, eq=False)
 class StoredWeight:
-    """A weight of `shape`. `parts`: its values ("") and, of a quantised one, its codes and scales
-    in canonical form, by the suffix of their names; `release` gives back the pages that were read;
-    `fault`: why it may not be used."""
+    """A weight of `shape`. `parts`: readers of its values (""), and of canonical codes and scales
+    if quantised, by suffix; `release` drops its pages; `fault`: why it must not be used."""
 
     shape: tuple[int, ...]
     parts: Mapping[str, Part]
@@ -91,7 +90,7 @@ def quantised_weight(
     release: Callable[[], None],
     dtype: str = "f32",
 ) -> StoredWeight:
-    """Return a weight of codes and scales, these in the engine's `dtype` if it has none."""
+    """Return a quantised weight; its scales get the engine's `dtype` if they have none."""
 
     def values(rows: torch.Tensor | None) -> torch.Tensor:
         rounded = scales(rows).to(torch_dtype(scheme.scale or dtype))
@@ -214,7 +213,7 @@ def require(ref: TensorRef, dtypes: Iterable[str], shape: tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class ScaleBlocks:
-    """Scales of blocks of `rows` x `columns` of a weight [.., N, K], cut at its ends; 0: all."""
+    """Scales of blocks `rows` x `columns` of a weight [.., N, K] (partial at the ends); 0: all."""
 
     rows: int
     columns: int
@@ -228,13 +227,13 @@ class ScaleBlocks:
         return min(self.rows or weight[-2], weight[-2]), min(self.columns or weight[-1], weight[-1])
 
     def group(self, weight: tuple[int, ...]) -> int:
-        """Return the numbers of a row that share a scale, such that they divide rows and blocks."""
+        """Return the values per scale within a row: a divisor of rows and blocks."""
         return math.gcd(self.block(weight)[1], weight[-1])
 
     def spread(
         self, scales: torch.Tensor, weight: tuple[int, ...], ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return scales of blocks as scales of rows [.., N, G]; of rows `ids` alone where given."""
+        """Expand block scales to row scales [.., N, G]; only of rows `ids`, if passed."""
         rows, columns = self.block(weight)
         scales = scales.reshape(self.shape(weight))
         group = self.group(weight)
@@ -306,7 +305,7 @@ def coded_weight(
 
 
 def e4m3(ref: TensorRef) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what looks at e4m3 codes of a stored tensor: WeightsError for NaN."""
+    """Return a check of a stored tensor's e4m3 codes: WeightsError for NaN."""
 
     def convert(codes: torch.Tensor) -> torch.Tensor:
         for piece in codes.view(torch.uint8).flatten().split(PIECE):
@@ -409,7 +408,7 @@ def compiled(pattern: str, where: str) -> re.Pattern[str]:
         ) from None
 
 
-#: of a module's name and class
+#: predicate of a module's name and class
 Selects = Callable[[str, str], bool]
 
 

@@ -85,7 +85,7 @@ class QuantArgs:
 
     @property
     def grid(self) -> ScaleBlocks | None:
-        """Where scales lie; None for a strategy that is not read."""
+        """Return the blocks of scales; None for an unsupported strategy."""
         group, default_strategy = self.group_size or 0, {None: "tensor", -1: "channel"}
         grids = {
             "tensor": ScaleBlocks(0, 0),
@@ -98,7 +98,7 @@ class QuantArgs:
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """Modules that are held alike: `targets` are their names, `re:` patterns, or classes."""
+    """Modules with the same quantisation: `targets` are names, `re:` patterns, or classes."""
 
     targets: Annotated[tuple[_Word, ...], Length(1, 10_000)]
     weights: QuantArgs | None = None
@@ -109,7 +109,7 @@ class ModuleGroup:
 
 @dataclass(frozen=True)
 class CompressedTensorsConfig:
-    """The whole of `quantization_config`."""
+    """`quantization_config` of compressed-tensors."""
 
     quant_method: str
     config_groups: dict[_Word, ModuleGroup]

@@ -1,4 +1,4 @@
-"""Formats that transformers itself and MLX write; activations and caches are not rounded.
+"""Formats of transformers and MLX; activations and caches are not quantised.
 
 fp8: e4m3 codes, a scale for each block or one for all of a weight. `weight_scale_inv` is
 multiplied, in spite of its name.
@@ -188,7 +188,7 @@ def _columns(scales: TensorRef, shape: tuple[int, ...]) -> int:
 
 
 def _is_set(files: Files, ref: TensorRef) -> bool:
-    """Whether a scale of activations is not 0, which stands for none."""
+    """Whether an activation scale is set (not 0)."""
     require(ref, ["F32", "BF16", "F16"])
     if ref[1].shape not in ((), (1,)):
         raise invalid(ref, f"expected one number, found {list(ref[1].shape)}")
@@ -203,7 +203,7 @@ def _from_2_bits(t: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class MobileFormat:
-    """How codes lie in a file: dtype, codes in an element; the canonical form and the way to it."""
+    """Packing of codes in a file: dtype, codes per element, canonical format and conversion."""
 
     dtype: str
     packed: int
@@ -226,7 +226,7 @@ MLX_OTHER += "GGUF file of it"
 
 
 def is_mlx(values: Any) -> bool:
-    """Whether this says how MLX quantised weights; mlx-lm writes it under the usual key too."""
+    """Whether a config is MLX's; mlx-lm also writes it under the usual key."""
     return isinstance(values, dict) and values.keys() >= NEEDED and "quant_method" not in values
 
 
