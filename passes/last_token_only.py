@@ -35,7 +35,7 @@ def last_token_only(g: Graph, note: Note = ignore) -> Graph:
 
 
 def _region(g: Graph, sink: Node) -> set[str]:
-    """Return the names of values of which only the last row is read."""
+    """Return the names of values whose last row is the only one that is read."""
     region = set[str]()
 
     def last_only(v: Value, user: Node) -> bool:

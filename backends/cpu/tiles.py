@@ -1,4 +1,4 @@
-"""Quantised weights of products in tiles of 16 rows (kernels/layout.h).
+"""Quantised matmul weights in tiles of 16 rows (kernels/layout.h).
 
 Weights of matmuls are tiled, and so is an embedding table that is also the LM head; a table for
 lookups only keeps its row layout.

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 #: captures work; returns its replay
 Record = Callable[[Callable[[], None]], Callable[[], None]]
-#: held while a step is recorded, which one thread does at a time
+#: lock: one thread captures a step at a time
 _RECORDING = threading.Lock()
 
 

@@ -29,8 +29,8 @@ def attention(
     cache_v: Tensor,
     *chunk: Tensor,
 ) -> Tensor:
-    """Attend in the form that measured fastest: plain products per head for a chunk over a ring in
-    an engine for one row; else the library, grouped."""
+    """Attend in the way that was measured fastest: matmuls per head for a chunk over a ring cache
+    with max_batch 1; else torch's grouped attention."""
     if n.attrs["softcap"]:
         return _reference(n, q, positions, written, cache_k, cache_v, *chunk)
     fresh, block_ids = split_chunk(chunk, 2)

@@ -10,7 +10,7 @@ from g4ir.ui.paths import setting
 
 
 def cpp_compiler() -> str:
-    """Return the C++ compiler that torch takes; MissingError if there is none."""
+    """Return the C++ compiler that torch uses; MissingError if there is none."""
     if sys.platform != "linux":
         raise MissingError(
             "programs of torch's compiler are compiled on Linux alone: use Docker "

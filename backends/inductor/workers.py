@@ -134,9 +134,9 @@ class Workers:
             stderr=self._printed,
             pass_fds=theirs,
             start_new_session=True,
-            preexec_fn=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL),  # signal of `kill`
+            preexec_fn=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL),  # for `kill`
         )
-        for pair in pairs:  # what is made of the own ends keeps them open
+        for pair in pairs:  # the file objects keep these ends open
             for end in pair:
                 end.close()
 

@@ -87,9 +87,9 @@ class Dialect(OnnxEmitter):
         return scaled, 1 / power
 
     def stack(self, x: Operand) -> Operand:
-        """Return a stack of weights, as a product with all of them takes it. If entries of one of 4
-        bits are gathered too, all are gathered: products of such constants have a layout of their
-        own, and a plan would hold the codes twice."""
+        """Return stacked weights for a batched matmul. If entries of a 4-bit stack are also
+        gathered elsewhere, all are gathered here too: a matmul's constants have another layout, so
+        the plan would store the codes twice."""
         if self._codes.get(x.handle) not in self._gathered or not self._integers:
             return x
         count, integers = int(x.shape[0]), self._integers

@@ -70,7 +70,7 @@ def keep_equal(engine: str) -> None:
 
 
 def sources_digest() -> str:
-    """Return a digest of what identifies this package's files."""
+    """Return a digest of the identities of this package's files."""
     facts = [(str(p), identity_of(p)) for p in _sources()]
     return sha256_of(repr(sorted(facts)).encode()).hexdigest()
 

@@ -81,7 +81,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """Params in the directory; `seed` if they were made from one."""
+    """Params stored in the directory; `seed` if they are random."""
 
     kind: Annotated[str, OneOf(("packed",))] = "packed"
     seed: Seed | None = None
@@ -106,7 +106,7 @@ class MergedWeights(PackedWeights):
 
 @dataclass(frozen=True)
 class RandomWeights:
-    """Params made from a seed when the engine is loaded."""
+    """Params computed from a seed when the engine is loaded."""
 
     kind: Annotated[str, OneOf(("random",))]
     seed: Seed
@@ -173,7 +173,7 @@ class Manifest:
     machine: Line
     graphs: tuple[str, ...]
     weights: Any  # one of WEIGHTS
-    compiled: Any  # what the backend's `record` says
+    compiled: Any  # the backend's record
     versions: Versions
     notes: Notes
     files: dict[FileName, StoredFile]
@@ -296,7 +296,7 @@ def read_manifest(path: Path, check_weights: bool = False, rank: int | None = No
     except (G4Error, OSError) as e:
         raise EngineError(f"{file} is altered or damaged: {e}; build the engine again") from e
     values.pop("digest", None)
-    # The whole text is compared, so that not even a space can change.
+    # The full text is compared, white space included.
     if raw != manifest_text(values).encode():
         raise _altered(file, "its digest does not match its content")
     if values.get("format") != FORMAT:

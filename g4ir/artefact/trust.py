@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 BUILT, TRUSTED = "built here", "trusted"
 #: folder of the decisions in the user's state
 ENGINES = "engines"
-#: of an engine, as the name of a file
+#: digest of an engine, as a file name
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 

@@ -46,7 +46,7 @@ class Stat:
 
     @property
     def noisy(self) -> bool:
-        """Whether rounds differ by so much that the value says little."""
+        """Whether the spread between rounds is too large."""
         return self.spread > NOISY * abs(self.value)
 
     def differs(self, other: Stat) -> bool:

@@ -28,7 +28,7 @@ MAX_PASSES = 20
 REPEATS = 10
 #: columns of the buffer as a matrix
 COLUMNS = 4096
-#: max seconds of a matrix product
+#: maximum seconds of a matmul
 MATMUL_S = 0.3
 SIDES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
 
@@ -73,7 +73,7 @@ class Meter:
         return make(*shape, device=self.device)
 
     def _largest(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the largest matrix whose product is quick enough."""
+        """Return the largest matrix whose matmul takes at most that long."""
         for side in SIDES[self.device]:
             m = self._filled(side, side).to(dtype)
             self._seconds(lambda m=m: m @ m)  # type: ignore[misc]

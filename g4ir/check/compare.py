@@ -177,7 +177,7 @@ class ForcedStage:
 
 
 def _narrowed_axis(old: Type, new: Type) -> int | None:
-    """Return the axis of which the new type has the last row alone, or None."""
+    """Return the axis on which the new type has only the last row, or None."""
     if old.dtype != new.dtype or old.rank != new.rank:
         return None
     axes = [i for i, (a, b) in enumerate(zip(old.shape, new.shape, strict=True)) if a != b]

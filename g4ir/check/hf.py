@@ -214,7 +214,7 @@ def float64_model(model: Any) -> Iterator[None]:
             if isinstance(module, torch.nn.Embedding):
                 hook = module.register_forward_hook(lambda module, args, out: out.double())
                 stack.callback(hook.remove)
-        # Grouped products of experts have no float64.
+        # torch's grouped matmul does not support float64.
         before = model.config._experts_implementation
         if before is not None:
             stack.callback(model.set_experts_implementation, before)

@@ -98,15 +98,14 @@ def coarse(engine: Engine) -> tuple[str, ...]:
 
 
 def is_quantised(engine: Engine) -> bool:
-    """Whether weights, KV cache or activations are."""
+    """Whether weights, KV cache or activations are quantised."""
     return engine.config.quant is not None or bool(coarse(engine))
 
 
 @contextmanager
 def unquantised(engine: Engine, checkpoint: str | Path | None, used: int) -> Iterator[Engine | str]:
-    """A context with an engine that interprets the text graphs without any quantisation, on the
-    original weights (see `original_weights`), or with the reason why there is none. used: bytes
-    that are in use on the device."""
+    """Yield an engine that interprets the text graphs without quantisation, on the original weights
+    (see `original_weights`), or the reason why there is none. used: bytes in use on the device."""
     source = original_weights(engine, checkpoint)
     if source is None:
         yield "give --checkpoint DIR, the weights that it was made of"

@@ -138,7 +138,7 @@ class Repl:
         self._leaves = False
 
     def run(self, lines: Lines) -> None:
-        """Take all of the lines. What is wrong with one is said, and the next is taken."""
+        """Process all lines; an error is reported, and the next line is processed."""
         while not self._leaves:
             try:
                 text = read_message(lines, self._prompt())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: maximum draft tokens of an engine built on first use, where --draft is given without a number
 DRAFT_TOKENS = 4
-#: threads that a command line may ask for
+#: maximum number of threads
 MAX_THREADS = 1024
 #: options of an engine that is built on first use
 FIRST_USE = "backend device dtype quant max_batch max_seq random_weights settings"

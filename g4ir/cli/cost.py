@@ -32,7 +32,7 @@ NOTE = (
 )
 #: share of the weights' bytes below which a format is not named
 LITTLE = 0.15
-#: phase -> options that say nothing about it
+#: phase -> options without effect on it
 MEANINGLESS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("decode", VERIFY, DRAFT), ("prefill_chunk",)),
     "embed": ("context",),

@@ -177,7 +177,7 @@ def find_graph(program: Program, phase: str, spec: Spec) -> Graph:
     if phase in PARTS and sizes:
         return sizes[-1]
     if phase not in DRAFTING:
-        plain_graph(spec, phase)  # which says so where the variant has none
+        plain_graph(spec, phase)  # raises if the variant has none
     names, fix = ", ".join(program.graphs), DRAFTING.get(phase, "--media all")
     raise InputError(f"--phase {phase}: this engine has {names}; build it with {fix}")
 

@@ -26,13 +26,13 @@ class Model:
 
 
 def any_spec(source: str) -> Spec:
-    """Return the spec of a variant, a YAML file, a config.json, or a model that says its own."""
+    """Return the spec of a variant, a YAML file, a config.json, or a model."""
     return _stated(source)[0]
 
 
 def named_model(word: str) -> Model:
-    """Return an engine, or what a variant, a spec file, a GGUF file, a checkpoint directory or a
-    Hugging Face id of the local cache says of itself: its headers are read, and no weights."""
+    """Return an engine, or the description of a variant, a spec file, a GGUF file, a checkpoint
+    directory or a Hugging Face id in the local cache; reads headers, not weights."""
     folder = Path(word)
     nothing = folder.is_dir() and not (folder / CONFIG).is_file() and not [*folder.glob(f"*{GGUF}")]
     if is_engine(folder) or (nothing and not (folder / "snapshots").is_dir()):

@@ -1,4 +1,4 @@
-"""The parser of the command line: wrong usage is an error that says what was meant."""
+"""Command-line parser; errors suggest the nearest valid usage."""
 
 from __future__ import annotations
 

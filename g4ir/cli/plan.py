@@ -1,4 +1,4 @@
-"""`g4ir plan`: says what a variant needs and what fits, before anything is downloaded."""
+"""`g4ir plan`: memory and speed of a variant, and what fits, before any download."""
 
 from __future__ import annotations
 

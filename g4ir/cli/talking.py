@@ -76,7 +76,7 @@ def open_chat(
 
 
 def declare(talk: ChatSession, path: str) -> None:
-    """Declare the tools of a file, and say what of their schemas is lost."""
+    """Declare the tools of a file; report the schema keywords that are lost."""
     from g4ir.chat.messages import decoded
     from g4ir.chat.text_files import read_text
 

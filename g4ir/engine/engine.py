@@ -174,7 +174,7 @@ class Refusing:
 
 
 def read_tokenizer(path: Path, raw: bytes) -> Any:
-    """Return the tokenizer of a tokenizer.json; EngineError where it is none."""
+    """Parse a tokenizer.json; EngineError if it is invalid."""
     try:
         from tokenizers import Tokenizer
     except ImportError as e:

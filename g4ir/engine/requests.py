@@ -129,7 +129,7 @@ class RequestHandle:
         self.cancelled = False
         #: whether its prompt may be prefilled together with others, one per row
         self.batchable = not request.soft and request.n == 1 and request.prompt_logprobs is None
-        #: of the prompt tokens computed so far; None for the first
+        #: log-probabilities of the prompt tokens computed so far; None for the first
         self.prompt_logprobs: list[Logprobs | None] = [None]
         self._submitted = time.perf_counter()
 

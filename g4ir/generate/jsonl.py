@@ -143,7 +143,7 @@ class ReadAhead:
         return line
 
     def _read(self, pipe: int) -> None:
-        # A file of its own: Python stumbles at its exit over a thread that waits for sys.stdin.
+        # A separate file object: at exit Python crashes if a thread waits on sys.stdin.
         try:
             with open(pipe, "rb") as stream:
                 for line in _numbered(stream):

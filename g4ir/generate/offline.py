@@ -251,7 +251,7 @@ class OfflineEngine:
 
     def _encoded(self, asked: OfflineRequest) -> tuple[list[int], list[str | None]]:
         if self.codec is None:
-            self.engine.tokenizer()  # says what is missing
+            self.engine.tokenizer()  # raises if something is missing
         assert self.codec
         codec, special, text = self.codec, self.engine.spec.tokens, asked.fields["prompt"]
         begin = None if special.bos is None else codec.tokenizer.id_to_token(special.bos)

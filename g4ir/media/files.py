@@ -71,7 +71,7 @@ def is_cut(file: BinaryIO, total: int) -> bool:
 def _size(head: bytes) -> int:
     """Return the size of the element with this header; 0 if it is unknown."""
     kind, word = head[:4], int.from_bytes(head[4:8], "little")
-    if kind in (EBML, SEGMENT):  # a size of 1 to 8 bytes: the leading zeros say of how many
+    if kind in (EBML, SEGMENT):  # a size of 1 to 8 bytes: leading zeros encode how many
         width = 9 - head[4].bit_length()
         size, mask = int.from_bytes(head[4 : 4 + width], "big"), (1 << 7 * width) - 1
         return 0 if size & mask == mask else 4 + width + (size & mask)

@@ -162,4 +162,4 @@ def _rgb(image: Any, name: str) -> U8:
     return np.repeat((255 - grey if white_is_zero else grey)[..., None], CHANNELS, axis=-1)
 
 
-PHOTOMETRIC = 262  # the TIFF tag that says whether the lowest value is white
+PHOTOMETRIC = 262  # TIFF tag PhotometricInterpretation: whether the lowest value is white

@@ -65,8 +65,8 @@ class TokenBatch:
         return cut(self.lengths, chunk, self.block_ids)
 
     def piece(self, start: int, stop: int) -> Piece:
-        """Return the step of the only row from `start` to `stop` or, if that would split a block,
-        to where `piece_ends` says."""
+        """Return the piece of the only row from `start` to `stop`, or to the end that `piece_ends`
+        allows if that would split a block."""
         if self.block_ids is not None:
             at, end = torch.tensor([[start], [stop]])
             stop = int(piece_ends(at, end, self.lengths, self.block_ids)[0])

@@ -75,7 +75,7 @@ def expand_placeholders(
     placeholder are not doubled. `encode` None leaves out the times of frames; `kinds`: those that
     the engine takes.
     """
-    soft, pending = counts(softs), dict[int, Iterator[Soft]]()  # by placeholders of whole media
+    soft, pending = counts(softs), dict[int, Iterator[Soft]]()  # one placeholder per medium
     holders: Mapping[str, int | None] = {**dict.fromkeys(soft), **placeholders(tokens, kinds)}
     for kind, holder in holders.items():
         count = sum(t == holder for row in rows for t in row)

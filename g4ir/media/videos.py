@@ -30,7 +30,7 @@ from .images import F32, I64, U8, check_pixels, patchify, positions_of, resize
 from .limits import check_limit
 
 FRAMES = 32  # sampled of a video; the reference's default, as is the next
-ASSUMED_RATE = 24.0  # frames per second where nothing says
+ASSUMED_RATE = 24.0  # assumed frames per second if the file has no rate
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +231,7 @@ def _sample(path: Path, frames: int | None, fps: float | None) -> _Sample:
     seconds = [(t - ticks[0]) * unit.numerator / unit.denominator for t in ticks]
     indices = spread_frames(seconds, frames_at(fps, seconds, frames, str(path)), str(path))
     late = ticks[0] * unit.numerator / unit.denominator - start
-    late = late if late >= 1 else 0.0  # where the audio begins first
+    late = late if late >= 1 else 0.0  # the audio begins earlier
     keys = None if by_index else tuple(ticks[i] for i in indices)
     times = tuple(late + seconds[i] for i in indices)
     return _Sample(len(ticks), rate, indices, times, keys)

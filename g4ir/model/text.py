@@ -50,7 +50,7 @@ def has_blocks(spec: Spec) -> bool:
     return spec.text.use_bidirectional_attention is not None and SLIDING in spec.text.layer_types
 
 
-@lru_cache(maxsize=16)  # formats of one model are made of the same graphs
+@lru_cache(maxsize=16)  # all formats of a model share the same graphs
 def build_graph(
     spec: Spec,
     phase: str = "decode",

@@ -183,8 +183,8 @@ class attention:
 
     @staticmethod
     def flops(ins: Types, outs: Types, *, window: int, **_: Any) -> int:
-        """Count two products over the visible keys, without the later keys of a block: block
-        lengths are data."""
+        """Count two matmuls over the visible keys, without the later keys of a block: block lengths
+        are only known at run time."""
         b, s, heads, d = (int(n) for n in ins[0].shape)
         keys = int(ins[3].shape[0]) + (s if len(ins) > 5 else 0)
         return 4 * b * heads * d * visible_pairs(s, keys, window)

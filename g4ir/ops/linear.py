@@ -1,4 +1,4 @@
-"""Matrix product with a weight, and the data movement around it."""
+"""Matmul with a weight, and related data movement."""
 
 from __future__ import annotations
 

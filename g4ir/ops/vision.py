@@ -173,7 +173,7 @@ class encoder_attention:
 
     @staticmethod
     def flops(ins: Types, outs: Types, **_: Any) -> int:
-        """Count two products over all keys."""
+        """Count two matmuls over all keys."""
         return 4 * outs[0].numel() * int(ins[1].shape[1])
 
     samples = cases(

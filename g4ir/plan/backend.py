@@ -37,13 +37,13 @@ class PlannedBackend:
     name: str
     #: where its engines run, the default first
     devices: tuple[str, ...]
-    #: IR names of the dtypes it computes in; the spec's where it is among them, else the first
+    #: IR names of the supported dtypes; default: the spec's if supported, else the first
     dtypes: tuple[str, ...]
     settings: Mapping[str, Setting] = {}
     #: dtypes that its caches may be narrowed to (ops/kv_quant.py), and why there are no others
     kv_dtypes: tuple[str, ...] = tuple(NARROW)
     kv_reason: str = ""
-    #: whether it can round the rows of products (ops/codecs.py: fake_quantize)
+    #: whether it supports activation quantisation (ops/codecs.py: fake_quantize)
     rounds_activations: bool = True
     #: whether it verifies as it prefills: no more tokens than a chunk has
     verifies_in_chunks: bool = False
@@ -51,8 +51,8 @@ class PlannedBackend:
     shares: bool = False
 
     def stored(self, program: Program, device: str) -> Program:
-        """Return optimised graphs whose weights lie as its products take them on a device: those in
-        codes by columns, say, or made dense at build."""
+        """Return optimised graphs with weights in the layout of the backend's matmuls on a device:
+        for example quantised weights column-major, or dequantised at build."""
         return program
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:

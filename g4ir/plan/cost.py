@@ -28,7 +28,7 @@ from g4ir.ops.types import Type
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs (a multiply and an add are two) and bytes moved, by what they belong to."""
+    """FLOPs (a multiply-add counts two) and bytes moved, by kind."""
 
     flops: int = 0
     weight_bytes: int = 0  # params read
@@ -80,8 +80,8 @@ def by_kind(costs: Iterable[NodeCost]) -> dict[str, Cost]:
 
 
 def kind_of(n: Node) -> str:
-    """Return one of KINDS: that of a fused op's heaviest part. Passes keep the names of values, so
-    a product keeps its kind."""
+    """Return a node's kind (one of KINDS); a fused op has that of its most expensive part. Passes
+    keep value names, so a matmul keeps its kind."""
     return n.definition.kind or kind_of_name(n.outputs[0].name) or "other"
 
 
@@ -125,8 +125,8 @@ def _positive(name: str, value: int) -> None:
 
 
 class _Meter:
-    """The costs of a graph's nodes at any step. Layers repeat each other: of nodes that cost the
-    same at every step one is computed."""
+    """The costs of a graph's nodes at any step; nodes of equal cost (repeated layers) are computed
+    once."""
 
     def __init__(self, g: Graph) -> None:
         self.graph = g = split_prologue(g)[1]

@@ -79,10 +79,10 @@ def _advice(build: Footprint, capacity: int) -> str:
 
 
 def _quantised_advice(build: Footprint, capacity: int) -> str:
-    """Return what fits with smaller quantised weights, if nothing does without."""
+    """Return advice on quantisation, if nothing fits without it."""
     recipe = build.config.quant
     quants = QUANTS.get(recipe.name if recipe else None, ())
-    if not quants or build.config.ranks > 1:  # not every number of ranks cuts whole groups
+    if not quants or build.config.ranks > 1:  # some numbers of ranks would split groups
         return "nothing of it fits: take a smaller variant or a device with more memory"
     for quant in quants:
         smaller = build.changed(quant=find_quant_config(quant))

@@ -33,7 +33,7 @@ MAX_BATCH = 1 << 16
 NO_MORE = ("decode",)
 #: properties of a Footprint that depend on its graphs alone
 OF_GRAPHS = ("needs", "min_chunk", "_tables", "_upcast", "_session")
-#: kept free on a device: its driver's and the allocator's share, not measured per device
+#: memory left free on a device for driver and allocator; not measured per device
 RESERVE_BYTES, RESERVE_SHARE = 512 << 20, 1 / 64
 
 
@@ -129,7 +129,7 @@ class Footprint:
 
     @cached_property
     def _session(self) -> Callable[[Limits], dict[str, int]]:
-        """Function of limits: bytes of a session by what they are for."""
+        """Function of limits: bytes of a session by purpose."""
         program, device = self.packing.program, self.config.device
         scratch = self.backend.scratch_bytes(program, device, self.config.settings)
 
@@ -145,8 +145,7 @@ class Footprint:
         return session
 
     def parts(self, batch: int, ctx: int) -> dict[str, int]:
-        """Return bytes in the device's memory by what they are for; on the CPU that is the
-        host's."""
+        """Return bytes in the device's memory (on a CPU the host's) by purpose."""
         host = self.weights.host if self.config.device == "cpu" else 0
         return {"weights": self.weights.device + host, **self._session(self.limits(batch, ctx))}
 

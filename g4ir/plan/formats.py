@@ -9,7 +9,7 @@ from g4ir.spec.record import Spec
 #: what engines compute in, the most common first, and run on
 DTYPES = ("bf16", "f32")
 DEVICES = ("cpu", "cuda")
-#: what caches may hold, as a user says it -> dtype of their rows (ops/kv_quant.py)
+#: --kv-dtype value -> dtype of the KV cache's rows (ops/kv_quant.py)
 KV_DTYPES = {"bfloat16": "bf16", "float8": "f8e4m3", "int8": "i8"}
 KV_NAMES = {short: name for name, short in KV_DTYPES.items()}
 

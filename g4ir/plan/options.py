@@ -163,7 +163,7 @@ class BuildConfig:
 
     @property
     def activations(self) -> str:
-        """The format to which inputs of products are rounded, or `off`."""
+        """Format of activation quantisation, or `off`."""
         return self.options.of(ActivationOptions).to
 
     def as_options(self) -> dict[str, Any]:

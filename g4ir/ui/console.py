@@ -1,4 +1,4 @@
-"""Writes what the command line says on stderr: progress, warnings and the one line of an error."""
+"""Output of the command line on stderr: progress, warnings, and one-line errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all."""
+"""Atomic creation of files and folders."""
 
 from __future__ import annotations
 

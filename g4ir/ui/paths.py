@@ -160,7 +160,7 @@ def check_private(folder: Path) -> None:
         status, ours = path.stat(), path.is_relative_to(root)
         owners = {os.geteuid()} if ours else {os.geteuid(), 0}
         # Above our own folders a group may be the user's own, and in a sticky folder such as /tmp
-        # nobody renames what is not theirs.
+        # others cannot rename it.
         writable = status.st_mode & (GROUP_WORLD_WRITE if ours else stat.S_IWOTH)
         if status.st_uid not in owners:
             raise _exposed(path, "belongs to another user", f"chown {os.geteuid()}")

@@ -161,7 +161,7 @@ def _permits_amx() -> bool:
 
 
 def _flags_of_macos() -> Iterable[str]:
-    """What Apple's processors have, as Linux names it; none where the system does not say."""
+    """CPU flags of Apple's processors, by Linux names; empty if the system does not report them."""
     try:
         output = subprocess.check_output(["/usr/sbin/sysctl", "hw.optional"], text=True)
     except (OSError, subprocess.CalledProcessError):

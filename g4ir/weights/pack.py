@@ -149,7 +149,7 @@ class ParamSource(Protocol):
     """The source from which a runtime takes the params of the main graphs."""
 
     def tensor(self, param: str) -> torch.Tensor:
-        """Return the whole param, in the engine's dtype; may be a read-only mapping."""
+        """Return the full param, in the engine's dtype; may be read-only memory-mapped."""
 
     def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor: ...
 

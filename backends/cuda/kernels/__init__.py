@@ -1,6 +1,6 @@
 """Table of the Triton kernels for decode and prefill; `base.py` defines the record `Kernel`.
 
-Every file of this folder that has a `_triton` beside it is in the table.
+Every file of this folder with a `_triton` counterpart is in the table.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ METHODS: Mapping[str, Callable[[Any, Files], QuantisedTensors]] = {
 
 
 def is_coded(config: Path) -> bool:
-    """Whether a config.json says that weights are quantised."""
+    """Whether a config.json declares quantised weights."""
     values = read_json(config)
     return any(values.get(key) is not None for key in (KEY, MLX_KEY))
 

@@ -1,7 +1,7 @@
 """Formats of transformers and MLX; activations and caches are not quantised.
 
-fp8: e4m3 codes, a scale for each block or one for all of a weight. `weight_scale_inv` is
-multiplied, in spite of its name.
+fp8: e4m3 codes, a scale for each block or one for all of a weight. `weight_scale_inv` is a
+multiplier, in spite of its name.
 
 The mobile form (`quant_method` gemma): 2, 4 or 8 bits for each module, a scale for each row. Codes
 lie along K, low bits first, as code + 2^(b-1) in bytes; 8 bits as they are. Scales are rounded to

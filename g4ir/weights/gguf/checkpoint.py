@@ -258,7 +258,7 @@ def with_towers(
 
 
 def _tower_names(spec: Spec) -> dict[str, tuple[str, ...]]:
-    """Map tensor names in a file to names in a checkpoint, of which a spec has one."""
+    """Map tensor names in a file to candidate names in a checkpoint; a spec has one of them."""
     names = {name: tuple(map(checkpoint_name, ps)) for name, ps in TABLES["towers"].items()}
     for tower, table in TABLES["tower_layers"].items():
         ends = dict(table["plain"])

@@ -281,7 +281,7 @@ def _sampling(side_files: Mapping[str, bytes]) -> dict[str, Any]:
         values = {k: v for k, v in values.items() if k not in DRAWN}
     out = {key: _written(key, values.get(name)) for key, name in SETTINGS.items()}
     if out[REPEAT] is not None:
-        out[f"{SAMPLING}penalty_last_n"] = -1  # of the whole text, as here
+        out[f"{SAMPLING}penalty_last_n"] = -1  # penalties cover the full text, as in g4ir
     out |= {key: value for key, value in values.items() if key.startswith(SAMPLING)}
     out[f"{PREFIX}suppress_tokens"] = _ids(values, "suppress_tokens") or None
     return {key: value for key, value in out.items() if value is not None}
