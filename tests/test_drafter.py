@@ -280,7 +280,7 @@ def test_a_network_of_the_drafter(
     assert sum(tally.accepted.values()) > 0
     if backend == "trt":
         made = cast(Any, engine.runtime)
-        for steps in (made, *made.others.values()):
+        for steps in (made, *made.extra_engines.values()):
             monkeypatch.setattr(steps, "record", fake.recording)
         monkeypatch.setattr(engine, "_idle", None)
         assert engine.generate(given, 30, stop_ids=(), draft="mtp") == want

@@ -404,6 +404,6 @@ def test_the_interpreter_keeps_dequantised_weights(tmp_path: Path) -> None:
     first = logits()
     count = ran.count("dequantize")
     assert count and torch.equal(logits(), first) and "dequantize" not in ran
-    runtime._kept.clear()
-    runtime._room = 0
+    runtime._cached.clear()
+    runtime._budget = 0
     assert torch.equal(logits(), first) and ran.count("dequantize") == count
