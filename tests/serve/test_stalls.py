@@ -157,7 +157,7 @@ def test_slow_media_are_refused(films: Running, path: str, monkeypatch: pytest.M
 
 
 def test_more_media_than_the_queue_takes(films: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(films.server._media, "most", 0)
+    monkeypatch.setattr(films.server._media, "limit", 0)
     got = post(films, body(image(data("image/png", picture()))))
     assert got.status_code == 429 and int(got.headers["Retry-After"]) >= 1
     assert post(films, body()).status_code == 200
