@@ -234,7 +234,9 @@ def advised(message: str) -> list[dict[str, Any]]:
     names = {"bfloat16": "bf16"}
     found = [
         {flag.replace("-", "_"): int(value) if value.isdigit() else names.get(value, value)}
-        for flag, value in re.findall(r"--([a-z-]+) (\w+)", message.partition("short; ")[2])
+        for flag, value in re.findall(
+            r"--(?:set )?([a-z_-]+)[ =](\w+)", message.partition("short; ")[2]
+        )
     ]
     if "all of these together" in message:
         found = [{k: v for f in found for k, v in f.items()}]

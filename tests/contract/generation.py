@@ -148,7 +148,7 @@ def test_generate_uses_its_caches_again(engine: Engine) -> None:
     kept, inner = engine._idle, list[Any]()
     engine.generate(other, 9, stop_ids=())
     assert engine.generate(prompt, 6, stop_ids=()) == first
-    assert engine._idle is kept and not kept.active
+    assert engine._idle is kept and not kept.num_running
     assert engine.generate([prompt, other], 6, stop_ids=())[0] == first
     assert engine._idle is not kept
 

@@ -1,8 +1,8 @@
 /* See team.h. Workers start when a region first needs them and live as long as the process.
  *
- * Workers between two regions, and the caller at the end of one, spin for some microseconds and then sleep
- * (futex). Spinning is cheapest while the other side runs; on a busy machine a spinning thread occupies the
- * core that the other thread needs.
+ * Workers between two regions, and the caller at the end of one, spin for some microseconds and then sleep.
+ * Spinning is cheapest while the other side runs; on a busy machine a spinning thread occupies the core that
+ * the other thread needs.
  *
  * Two counter-measures on a busy machine. Threads that sleep alternately look idle to the OS, which may keep
  * the caller and a worker on one CPU: the worker then moves to another. A worker that was preempted with a unit
