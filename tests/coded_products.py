@@ -63,7 +63,17 @@ def cpu_kernels() -> Iterator[None]:
 OTHERS = [s for s in SETS if s.machine == architecture() and s != instruction_set()]
 
 
-@pytest.fixture(name="other_cpu", params=OTHERS, ids=lambda s: s.name)
+#: sets that every run compiles; the others need --full
+EVERY_RUN = ("avx2", "neon")
+
+
+@pytest.fixture(
+    name="other_cpu",
+    params=[
+        pytest.param(s, marks=() if s.name in EVERY_RUN else pytest.mark.full, id=s.name)
+        for s in OTHERS
+    ],
+)
 def kernels_of_other_cpu(request: pytest.FixtureRequest) -> Iterator[str]:
     """A process that is held to an instruction set below that of its CPU, by name."""
     if lacking := request.param.flags - {*cpu_flags()}:
