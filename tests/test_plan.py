@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from g4ir import build
@@ -156,6 +156,15 @@ def test_workspace_of_a_softcap_and_of_latent_rows() -> None:
     batch=st.integers(1, 40),
     prefill_chunk=st.sampled_from((1, 100, 1024)),
     device=st.sampled_from(("cpu", "cuda")),
+)
+@example(  # a batch of 9 fits once the table of per-layer embeddings leaves the device
+    name="e2b-small",
+    memory=547608330,
+    latent_kv="off",
+    ctx=1,
+    batch=1,
+    prefill_chunk=1,
+    device="cuda",
 )
 def test_largest_that_fits(name: str, memory: int, ctx: int, batch: int, **options: Any) -> None:
     """The reported context and batch fit; one token or row more does not, nor a block more."""

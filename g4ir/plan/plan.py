@@ -128,7 +128,10 @@ def _planned(
     """Plan an engine in each of some weight formats; `free`: the table of per-layer embeddings may
     leave the device."""
     sizes = [(batch, ctx) for batch in batches for ctx in contexts]
-    every = [_place_ple(f, sizes, gpu) if free else f for f in formats]
+    footprints = list(formats)
+    every = [_place_ple(f, sizes, gpu) if free else f for f in footprints]
+    # A build moves the table before it refuses a size: so the largest sizes are without it.
+    smallest = [f.at(ple_placement=DEFAULT_PLACEMENT) if free else f for f in footprints]
     config = every[0].config
     return Plan(
         config=config,
@@ -136,7 +139,7 @@ def _planned(
         weights=tuple(f.weights for f in every),
         rows=tuple(_row(f, batch, ctx, gpu) for f in every for batch, ctx in sizes),
         gpu=gpu,
-        largest=tuple(_largest(f, contexts, batches, gpu) for f in every) if gpu else (),
+        largest=tuple(_largest(f, contexts, batches, gpu) for f in smallest) if gpu else (),
     )
 
 
