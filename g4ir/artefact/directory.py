@@ -392,16 +392,16 @@ def _check_files(
 ) -> None:
     """Check that every file of the manifest is there, ordinary and unchanged, and no other."""
     for folder, folders, names in os.walk(path, onerror=_raised):
-        for found in map(Path(folder).joinpath, (*folders, *names)):
-            kind, at = found.lstat().st_mode, found.relative_to(path).as_posix()
-            shown = f"{path}: {tensorfile.quoted(at)}"  # a name may be anything
+        for entry in map(Path(folder).joinpath, (*folders, *names)):
+            kind, at = entry.lstat().st_mode, entry.relative_to(path).as_posix()
+            label = f"{path}: {tensorfile.quoted(at)}"  # a name may be anything
             if stat.S_ISDIR(kind):
                 continue
             if not stat.S_ISREG(kind):
                 fix = "put the file itself there, or build the engine again"
-                raise EngineError(f"{shown} is a link or no ordinary file; {fix}")
+                raise EngineError(f"{label} is a link or no ordinary file; {fix}")
             if at not in (*files, MANIFEST):
-                foreign = f"{shown} is not among the files of {MANIFEST}"
+                foreign = f"{label} is not among the files of {MANIFEST}"
                 raise EngineError(f"{foreign}; remove it, or build the engine again")
     every = [path / name for name in files]
     read = {*(every if rank is None else packings.rank_files(every, rank))}

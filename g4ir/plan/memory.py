@@ -76,8 +76,8 @@ def live_sizes(g: Graph) -> frozenset[Size]:
 
 
 def _largest(sizes: Iterable[Size]) -> frozenset[Size]:
-    kept = set(sizes)
-    return frozenset(s for s in kept if not any(s != other and s.within(other) for other in kept))
+    unique = set(sizes)
+    return frozenset(s for s in unique if not any(s != o and s.within(o) for o in unique))
 
 
 def _storage(g: Graph) -> dict[str, str]:

@@ -101,8 +101,8 @@ def check_supported(
         raise InputError(f"--kv-dtype {o.kv_dtype}: {why}; it holds caches in {other}")
     if options.of(ActivationOptions).to != OFF and not b.rounds_activations:
         why = f"backend {b.name} does not round rows as it runs"
-        what = f"--quant-activations {o.quant_activations}"
-        raise InputError(f"{what}: {why}; leave the option out")
+        flag = f"--quant-activations {o.quant_activations}"
+        raise InputError(f"{flag}: {why}; leave the option out")
     if count and b.verifies_in_chunks and count >= limits.prefill_chunk:
         why = f"backend {b.name} verifies {count + 1} tokens as it reads a chunk of a prompt"
         fix = f"give --prefill-chunk {count + 1} or more"

@@ -211,9 +211,9 @@ class _Reader:
             if part.node is False or "$ref" not in part.node:
                 out.append(part)
                 continue
-            rest = dict(part.node)
-            ref = str(rest.pop("$ref"))
-            inner = [Source(rest, part.where)] if rest else []
+            siblings = dict(part.node)
+            ref = str(siblings.pop("$ref"))
+            inner = [Source(siblings, part.where)] if siblings else []
             if ref not in visited:
                 visited.add(ref)
                 if (goal := resolve_ref(self.root, ref)) is None:
