@@ -196,6 +196,16 @@ def test_planted_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not (tmp_path / "pwned").exists()
 
 
+def test_one_folder_for_cache_and_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (paths.CACHE, paths.STATE):
+        monkeypatch.setenv(variable, str(tmp_path))
+    program = tmp_path / "a.so"
+    program.write_bytes(b"program")
+    program_cache.keep_program(program)
+    assert program_cache.from_cache(program.name, tmp_path)
+    assert paths.state_root() != paths.cache_root()
+
+
 def test_compiler_files_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/guessed")

@@ -34,8 +34,9 @@ def cache_root() -> Path:
 
 def state_root() -> Path:
     """Return the folder of trust decisions: engines that this user built or trusts, and digests of
-    the cache's files."""
-    return _base(STATE, ".local/state") / "g4ir"
+    the cache's files. Both folders name files alike, so one folder for both gets a subfolder."""
+    root = _base(STATE, ".local/state") / "g4ir"
+    return root / "state" if root == cache_root() else root
 
 
 def hub_cache() -> Path:
