@@ -1,19 +1,19 @@
 """Reads an engine directory and checks that its files agree.
 
-    manifest.json            what it is, limits, versions, digest of every file and of itself
-    spec.yaml                the variant; drafter.yaml, its drafter
-    graph.PHASE.g4ir         the graphs that run, and prologue.g4ir, which made their params
-    weights-*.safetensors    packed params (or the manifest names a seed, or a checkpoint); those of
-                             rank R of N alone in weights-rankRofN-*.safetensors
+    manifest.json            config, limits, versions, digests of all files and of the manifest
+    spec.yaml                the variant; drafter.yaml: its draft model
+    graph.PHASE.g4ir         the graphs that run; prologue.g4ir: the graph that packed their params
+    weights-*.safetensors    packed params (unless the manifest names a seed or a checkpoint);
+                             weights-rankRofN-*.safetensors: those of rank R only
     programs/                compiled files of the backend
-    tokenizer.json ...       copied from the checkpoint, or made of a GGUF file's metadata
-    tokenizer.index          by which a short text is encoded before that is parsed
+    tokenizer.json ...       copied from the checkpoint, or converted from a GGUF file's metadata
+    tokenizer.index          hash tables that encode a short text without parsing tokenizer.json
 
-Anybody can write a manifest with right digests, so it is read as data of strangers: every field has
-its type and range, files are ordinary ones inside the directory, and what two places say must
-agree. The graphs are not taken from the directory: they are made anew of the spec and the options,
-and the stored text must be theirs. Where it was before, and neither the engine nor the sources of
-g4ir have changed since, the text is parsed, which takes a fifth of the time (digests.py).
+Anybody can write a manifest with matching digests, so it is untrusted input: every field has a type
+and a range, every file is a regular file inside the directory, and facts that are stored twice must
+agree. Graphs are rebuilt from the spec and the options and must equal the stored text. If they were
+equal before, and neither the engine nor the sources of g4ir have changed since, the text is parsed
+instead, which takes a fifth of the time (digests.py).
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Versions:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The text that scales of 4-bit weights were chosen on, and how many of its tokens."""
+    """Calibration text of quantised weights, and the number of its tokens that were used."""
 
     path: Line
     sha256: Digest
