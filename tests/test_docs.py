@@ -173,9 +173,10 @@ def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     inputs_of_examples()
     limits = {"max_seq": 512, "prefill_chunk": 128, "audio_seconds": [5.0]}
     g4ir.build("tiny-media", "media", random_weights=0, backend="reference", **limits).close()
-    text, hooks = blocks("python.md", "python")  # the second goes on from the first
+    text, inside, hooks = blocks("python.md", "python")  # the last goes on from the first
     quick = text.replace("random_weights=0", 'random_weights=0, backend="reference"')
-    names, printed = run_python(f"{quick}\n{hooks}", "python.md")
+    names, printed = run_python(f"{quick}\n{inside}\n{hooks}", "python.md")
+    check(*examples("python.md"))
     assert len(names["tokens"]) == 16 and "length" in printed
     assert len(names["out"].hidden_states) == 7 and names["states"]["out"].shape == (1, 4, 64)
     (text,) = blocks("media.md", "python")

@@ -31,7 +31,7 @@ def example(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 def test_all_are_run() -> None:
     source = Path(__file__).read_text()
-    assert len(EXAMPLES) <= 6 and all(f'"{name}"' in source for name in EXAMPLES)
+    assert len(EXAMPLES) <= 8 and all(f'"{name}"' in source for name in EXAMPLES)
 
 
 def test_generate(tmp_path: Path, example: Any) -> None:
@@ -68,6 +68,16 @@ def test_compare(tmp_path: Path, example: Any) -> None:
     out = example("compare", model, text, "--backend", "reference")
     first, second = (float(x) for x in re.findall(r"nll (\S+)", out))
     assert first != second and abs(first - second) < 0.1
+
+
+@pytest.mark.parametrize("name", ["logit_lens", "attention_maps"])
+def test_values(name: str, tmp_path: Path, example: Any) -> None:
+    model, plot = text_checkpoint(tmp_path / "my-tiny"), tmp_path / "plot.png"
+    out = example(name, model, "ab w3 w7", "--backend", "reference", "--plot", plot)
+    assert [line.split()[0].split(".")[0] for line in out.splitlines()] == [
+        f"L{i}" for i in range(8)
+    ]
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_torch_tensorrt(example: Any) -> None:

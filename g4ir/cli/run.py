@@ -12,7 +12,7 @@ from g4ir.errors import InputError
 from g4ir.model.media import KINDS, MEDIA_SETTINGS, check_file, encode_options
 from g4ir.ui import console
 
-from .common import Draft, Load, OnEngine, emit
+from .common import Draft, Load, OnEngine, emit, output
 from .talking import Sampling, Screen, Talk, answer_summary, chat_summary, open_chat
 from .verb import Text, TokenIds, argument, flag, flag_of, json_flag, setting
 
@@ -43,6 +43,8 @@ class Run(OnEngine):
     frames: int | None = setting("number of video frames to sample")
     fps: float | None = setting("video frames to sample per second")
     audio_too_long: Literal["cut", "refuse"] | None = setting("what becomes of longer audio")
+    dump: str | None = flag("values of the prompt, no answer: L*.out,L3.attn.probs", None, "NAMES")
+    dump_to: str | None = flag("where --dump writes them (safetensors)", None, "FILE")
     bos: bool | None = setting("off: no <bos> before a raw prompt")
     sampling: Sampling
     draft: Draft
@@ -67,6 +69,16 @@ class Run(OnEngine):
         if not self.chat and (talk_flags := [name for name in talk if name in self.explicit]):
             raise InputError(f"{flag_of(talk_flags[0])} is for --chat, which is not given")
         self._check_media()
+        self._check_dump()
+
+    def _check_dump(self) -> None:
+        if (self.dump is None) != (self.dump_to is None):
+            raise InputError("--dump NAMES and --dump-to FILE go together")
+        beside = {"--chat": self.chat, "--input-jsonl": self.input_jsonl, "media": self.media}
+        if self.dump is not None and (first := next((k for k, v in beside.items() if v), None)):
+            raise InputError(f"--dump is for one prompt or --tokens: leave out {first}")
+        if self.dump_to is not None and not Path(self.dump_to).absolute().parent.is_dir():
+            raise InputError(f"--dump-to {self.dump_to}: no such directory")
 
     def _check_media(self) -> None:
         kinds = {kind for kind, _ in self.media}
@@ -103,6 +115,8 @@ class Run(OnEngine):
                 progress.stop()
                 return self._chat(engine)
             offline = OfflineEngine(engine, flags, config)
+            if self.dump is not None:
+                return self._dump(offline, progress)
             return self._answer(offline, progress) if lines is None else self._lines(offline, lines)
 
     def _lines(self, offline: OfflineEngine, lines: Any) -> int:
@@ -123,6 +137,21 @@ class Run(OnEngine):
         drawn = f"; drawn with --seed {seed}" if seed not in (None, self.sampling.seed) else ""
         console.say(f"{answer_summary(r.counts, r.handle.tally, r.finish_reason)}{drawn}")
         return 0
+
+    def _dump(self, offline: OfflineEngine, progress: console.Progress) -> int:
+        """Write values inside the model, and print their names, dtypes and shapes."""
+        from g4ir.engine.values import inspect_values, write_values
+
+        name = "prompt" if self.tokens is None else "tokens"
+        fields = {name: vars(self)[name], "max_new_tokens": 1}
+        tokens = offline.request(fields, flag_of(name)).tokens
+        plan = inspect_values(offline.engine, tokens, (self.dump or "").split(","))
+        progress(f"{len(tokens)} tokens through the plain graph")
+        types = write_values(Path(self.dump_to or ""), plan)
+        progress.stop()
+        rows = {k: {"dtype": t.dtype, "shape": [*t.shape]} for k, t in types.items()}
+        lines = [f"{k}  {t}\n" for k, t in types.items()]
+        return output(self.json, rows, "".join(lines))
 
     def _chat(self, engine: Engine) -> int:
         """Answer the prompt as a user message."""

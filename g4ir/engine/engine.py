@@ -31,6 +31,7 @@ from .scheduler import Scheduler, SchedulerConfig
 from .session import Session
 from .speculative import NONE, AcceptanceStats, SpeculativeConfig, resolve_draft
 from .tokenizer_index import INDEX, IndexedTokenizer
+from .values import compute_values, inspect_values
 
 TOKENIZER = "tokenizer.json"
 
@@ -128,6 +129,17 @@ class Engine(EngineParts):
         callback = (lambda row, token: on_token(token)) if single and on_token else on_token
         out = _drained(self, requests, drafts, callback, tally)
         return out[0] if single else out
+
+    def values(self, tokens: Any, names: Sequence[str], phase: str = "prefill") -> dict[str, Any]:
+        """Return values of the plain graph for a text, name -> tensor [1, S, ...] in the engine's
+        dtype; quantised weights are taken as they are.
+
+        tokens: ids [S] or [1, S]. names: such as `L*.out` (`*`: no dots) and `L3.attn.out`, which
+        `g4ir show --after none` prints; also `L3.attn.probs`, the attention's probabilities
+        [1, S, heads, S]. phase: prefill, decode (token by token), or verify. Raises InputError for
+        a name that matches nothing, and for values that do not fit in memory.
+        """
+        return compute_values(inspect_values(self, tokens, names, phase))
 
     @contextmanager
     def lent_scheduler(self, slots: int, draft: SpeculativeConfig) -> Iterator[Scheduler]:

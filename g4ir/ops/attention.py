@@ -102,6 +102,20 @@ def attend(q: Any, keys: Any, values: Any, mask: Any, scale: float, softcap: flo
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
+def probabilities(
+    q: Any, positions: Any, written: Any, cache_k: Any, cache_v: Any, *chunk: Any, **masking: Any
+) -> Any:
+    """Return the softmax's output [B,S,nq,C] of the op `attention` by position of the key, on
+    caches with a slot for each position: V is replaced by the unit vector of its position, so that
+    each output is one probability, unchanged."""
+    unit = torch.eye(cache_k.shape[0], dtype=q.dtype, device=q.device)
+    cache = unit[:, None, None].expand(-1, q.shape[0], 1, -1)
+    fresh, block_ids = split_chunk(chunk, 2)
+    chunk = (*fresh[:1], *(unit[positions][:, :, None] for _ in fresh[1:]))
+    chunk += () if block_ids is None else (block_ids,)
+    return attention.reference(q, positions, written, cache_k, cache, *chunk, **masking)
+
+
 #: samples' queries, positions and numbers of cached tokens
 _QUERY = "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10"
 

@@ -347,21 +347,30 @@ def prefetched(jobs: Iterable[tuple[int, Callable[[], _T]]]) -> Iterator[_T]:
         torch.set_num_threads(threads)  # a worker's number is that of threads that start later
 
 
-def tensor_file(
+def file_layout(
     tensors: Mapping[str, FileTensor], metadata: Mapping[str, str] | None = None
-) -> Iterator[bytes | memoryview]:
-    """Yield the pieces of a file; each tensor is computed shortly before it is written, and then
-    released. Tensors of a multiple of ALIGNED bytes come first, so that they are aligned."""
+) -> tuple[list[str], bytes, int]:
+    """Return the order of a file's tensors, its header, and its size in bytes. Tensors of a
+    multiple of ALIGNED bytes come first, so that they are aligned."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     names = sorted(tensors, key=lambda name: tensors[name].nbytes % ALIGNED > 0)
-    offsets = pairwise(accumulate((tensors[name].nbytes for name in names), initial=0))
-    for name, span in zip(names, offsets, strict=True):
+    ends = [0, *accumulate(tensors[name].nbytes for name in names)]
+    for name, span in zip(names, pairwise(ends), strict=True):
         t = tensors[name]
         header[name] = {"dtype": t.code, "shape": list(t.shape), "data_offsets": list(span)}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-(LENGTH_BYTES + len(raw)) % ALIGNED)
-    length = len(raw).to_bytes(LENGTH_BYTES, "little")
-    yield from (length, raw)
+    start = len(raw).to_bytes(LENGTH_BYTES, "little") + raw
+    return names, start, len(start) + ends[-1]
+
+
+def tensor_file(
+    tensors: Mapping[str, FileTensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yield the pieces of a file; each tensor is computed shortly before it is written, and then
+    released."""
+    names, header, _ = file_layout(tensors, metadata)
+    yield header
     jobs = (
         (t.nbytes // len(t.makes), make)
         for t in map(tensors.__getitem__, names)
